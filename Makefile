@@ -1,0 +1,87 @@
+# paralab: everything a learner or a contributor does, from a fresh clone, with make and Python 3.11+.
+#
+#   make lab     open the labs in JupyterLab
+#   make demo    train on four data-parallel ranks without a browser, write one HTML report
+#   make test    everything that continuous integration runs
+#   make bench   compare with what you would use instead; writes bench.json
+#   make labs    rebuild the notebooks from labs/src (needs chromium, for their pictures)
+#   make clean   remove the environment and everything these targets wrote
+#
+# Each sets up .venv the first time, and again when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+LAB_ARGS ?=
+TEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install -qq
+READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+
+# JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+
+.PHONY: help lab demo test bench labs clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
+
+$(READY): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "paralab needs Python 3.11 or newer, and there is no '$(PYTHON)' here." >&2; \
+	  echo "Install it (Debian, Ubuntu: sudo apt install python3 python3-venv)," >&2; \
+	  echo "or name another: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "paralab needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1)." >&2; \
+	  echo "Name another: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments: its venv module is a package of its own." >&2; \
+	  echo "Debian, Ubuntu: sudo apt install python$$($(PYTHON) -c \
+	    'import sys; print("%d.%d" % sys.version_info[:2])')-venv" >&2; exit 1; }
+	@echo "[1/3] virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/3] $(TORCH), the large one"
+	@$(PIP) '$(TORCH)'
+	@echo "[3/3] paralab and JupyterLab"
+	@$(PIP) --editable .
+	@touch $@
+
+$(READY_DEV): $(READY)
+	@echo "[+] test tools"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+lab: $(READY)
+	@echo "JupyterLab opens on labs/; stop it with Ctrl+C here."
+	@$(VENV)/bin/jupyter lab --notebook-dir=labs $(AS_ROOT) --LabApp.news_url=None \
+	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(LAB_ARGS)
+
+demo: $(READY)
+	@mkdir -p demo
+	@$(PY) -m paralab run --dp 4 --steps 8 --predict \
+	  --save demo/run.json --html demo/report.html
+
+test: $(READY_DEV)
+	@echo "== ruff"
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@echo "== tests"
+	@$(PY) -m pytest tests $(TEST_ARGS)
+	@echo "== labs, strictly: every stored output is compared with a fresh run"
+	@if ls labs/*.ipynb >/dev/null 2>&1; then \
+	  $(PY) -m pytest labs --nbval --nbval-current-env --nbval-cell-timeout=120 \
+	    --numprocesses=2 --dist=loadfile; \
+	else echo "no notebooks in labs/ yet"; fi
+
+bench: $(READY_DEV)
+	@$(PY) tests/benchmarks/run.py
+
+labs: $(READY_DEV)
+	@$(PY) labs/build.py
+
+clean:
+	rm -rf $(VENV) build dist demo bench.json *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,192 @@
+"""Build the notebooks of labs/ from labs/src: one percent script in, one executed notebook out.
+
+    python labs/build.py                    every lab
+    python labs/build.py 00_start_here      one of them
+    python labs/build.py --check            run them, write nothing, say what is no longer true
+
+Two builds give byte-identical files, except for what cells tagged ``measured`` show: cell ids come
+from the cells' text, metadata is fixed, and neither timings nor widget state are stored. Every
+plotly figure is stored beside a picture of itself, which is what GitHub and nbconvert show; drawing
+it needs chromium. ``--check`` compares as the tests do (lab_outputs.py) and needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbformat import NotebookNode
+
+from lab_outputs import PLOTLY, PNG, WIDGET, canonical, is_measured, kinds, structure
+
+LABS = Path(__file__).resolve().parent
+CELL_TIMEOUT_S = 120
+PICTURE_WIDTH = 900  # pixels, at scale 1: sharp enough to read, small enough to store
+METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+READER_NOTES = ("lines_to_next_cell", "lines_to_end_of_cell_marker")  # jupytext's, of the script
+
+
+def cells_of(source: Path) -> NotebookNode:
+    """The notebook that a percent script describes, not yet run."""
+    notebook = jupytext.reads(source.read_text(encoding="utf-8"), fmt="py:percent")
+    seen: dict[str, int] = {}
+    for cell in notebook.cells:
+        for note in READER_NOTES:
+            cell.metadata.pop(note, None)
+        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
+        seen[digest] = seen.get(digest, 0) + 1
+        cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+    notebook.metadata = nbformat.from_dict(METADATA)
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    return notebook
+
+
+def execute(notebook: NotebookNode, folder: Path, *, pictures: bool) -> NotebookNode:
+    """Run every cell in ``folder`` and keep what it shows. Raises nbclient's errors."""
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        record_timing=False,
+        store_widget_state=False,
+        coalesce_streams=True,
+    )
+    renderer = "plotly_mimetype"
+    client.extra_arguments = ["--IPKernelApp.log_level=ERROR"]  # else one warning per kernel
+    if pictures:
+        renderer += "+png"
+        client.extra_arguments += [
+            "--IPKernelApp.exec_lines=import plotly.io; "
+            f"plotly.io.renderers['png'].width = {PICTURE_WIDTH}; "
+            "plotly.io.renderers['png'].scale = 1; del plotly"
+        ]
+    client.execute(env={**os.environ, "PLOTLY_RENDERER": renderer})
+    notebook.metadata = nbformat.from_dict(METADATA)  # nbclient notes the kernel's exact version
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            output.get("data", {}).pop(WIDGET, None)
+            if "traceback" in output:
+                output.traceback = [_portable(line) for line in output.traceback]
+    return notebook
+
+
+def _portable(line: str) -> str:
+    """A traceback's line without the folder this clone or this environment happens to be in."""
+    for folder in (str(LABS.parent), sys.prefix):
+        for spelling in (folder, folder.replace(str(Path.home()), "~", 1)):
+            line = line.replace(spelling + os.sep, "")
+    return line
+
+
+def differences(stored: NotebookNode, fresh: NotebookNode) -> list[str]:
+    """What a fresh run contradicts in a stored notebook, one sentence each."""
+    found = []
+    if stored.metadata != fresh.metadata:
+        found.append("the notebook's metadata differs")
+    if [cell.id for cell in stored.cells] != [cell.id for cell in fresh.cells]:
+        return [*found, "its cells are not those of its source"]
+    for number, (old, new) in enumerate(zip(stored.cells, fresh.cells, strict=True)):
+        where = f"cell {number} ({old.source.splitlines()[0][:50] if old.source else 'empty'})"
+        same = all(old.get(k) == new.get(k) for k in ("source", "metadata", "execution_count"))
+        if not same:
+            found.append(f"{where}: source, metadata or order of execution differs")
+        if old.cell_type != "code":
+            continue
+        form = structure if is_measured(old) else canonical
+        if kinds(old.outputs) != kinds(new.outputs) or form(old.outputs) != form(new.outputs):
+            found.append(f"{where}: outputs differ")
+        shown = [output.data for output in old.outputs if PLOTLY in output.get("data", {})]
+        if any(PNG not in data for data in shown):
+            found.append(f"{where}: a figure is stored without its picture")
+    return found
+
+
+def picture_trouble() -> str | None:
+    """Why no picture can be drawn here, or None. In a process of its own: a browser can hang."""
+    code = (
+        "import plotly.graph_objects as go; assert go.Figure().to_image('png')[:4] == b'\\x89PNG'"
+    )
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        )
+    except subprocess.TimeoutExpired:
+        return "drawing an empty figure took more than 60 s"
+    if probe.returncode == 0:
+        return None
+    lines = [line.strip() for line in probe.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit status {probe.returncode}"
+
+
+def build(source: Path, target: Path, *, pictures: bool = True) -> None:
+    """Write the executed notebook of ``source`` to ``target``, at once or not at all."""
+    notebook = execute(cells_of(source), LABS, pictures=pictures)
+    partial = target.with_suffix(".partial")
+    partial.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    partial.replace(target)
+
+
+def check(source: Path, target: Path) -> list[str]:
+    """What building ``source`` now would change in ``target``, beyond pixels and clock readings."""
+    if not target.exists():
+        return [f"{target.name} does not exist; build it with `make labs`"]
+    stored = nbformat.read(target, as_version=4)
+    return differences(stored, execute(cells_of(source), LABS, pictures=False))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Build the notebooks of labs/ from labs/src.")
+    parser.add_argument("labs", nargs="*", metavar="LAB", help="e.g. 00_start_here; default: all")
+    parser.add_argument("--check", action="store_true", help="run, write nothing, report changes")
+    chosen = parser.parse_args(arguments)
+    sources = {path.stem: path for path in sorted((LABS / "src").glob("[0-9]*.py"))}
+    for name in chosen.labs:
+        if name not in sources:
+            parser.error(f"LAB={name!r}: no such script; legal: {', '.join(sources) or 'none yet'}")
+    if not chosen.check and (trouble := picture_trouble()):
+        print(
+            "A lab's figures are stored with a picture of each, and none can be drawn here:\n"
+            f"  {trouble}\n"
+            "Install chromium (Debian, Ubuntu: sudo apt install chromium), or set BROWSER_PATH to "
+            "a Chrome you have.",
+            file=sys.stderr,
+        )
+        return 1
+    wrong = 0
+    for name in chosen.labs or sources:
+        source, target = sources[name], LABS / f"{name}.ipynb"
+        try:
+            if chosen.check:
+                found = check(source, target)
+                print("\n  ".join([f"{name}: {'differs' if found else 'the same'}", *found]))
+                wrong += bool(found)
+            else:
+                build(source, target)
+                print(f"{name}: {target.stat().st_size / 1000:.0f} kB")
+        except (CellExecutionError, DeadKernelError) as error:
+            print(f"{name}: {_first_lines(error)}", file=sys.stderr)
+            wrong += 1
+    return 1 if wrong else 0
+
+
+def _first_lines(error: Any) -> str:
+    """nbclient's message without terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

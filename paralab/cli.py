@@ -1,0 +1,304 @@
+"""`paralab run` and `paralab show`: what a notebook cell does, from a shell.
+
+Every field of ``ModelSpec`` and ``Plan`` is an option of the same name, read off the dataclasses:
+a field that a later version adds is reachable the day it exists. Under torchrun the same command
+is one rank of a job that may span machines: it writes its part of the report into a folder, which
+``pl.load`` merges.
+
+What is legal is said in one place, the descriptions themselves: options are handed on as typed, and
+a refusal comes back as exit status 2. A run that failed is 1, an interrupted one 130. Neither shows
+this process's traceback, only what the rank said. torch is imported by the ranks alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paralab.spec import MODEL_PRESETS, ModelSpec, Plan, illegal
+
+DEFAULT_PRESET = "laptop"
+DEFAULT_OUT = "paralab-run"
+
+HELP = {
+    # ModelSpec
+    "layers": "transformer blocks",
+    "hidden": "width of the residual stream",
+    "heads": "attention heads; must divide hidden",
+    "seq_len": "tokens per sample",
+    "vocab": "entries of the embedding; bytes of text need 256",
+    "tied": "share one weight between token embedding and output head",
+    "dropout": "probability of dropping an activation, from 0 to below 1",
+    "attention": "explicit (writes the score matrix) or sdpa (torch's fused kernel)",
+    # Plan
+    "dp": "data-parallel degree: copies of the model, each on its share of the batch",
+    "tp": "tensor-parallel degree",
+    "pp": "pipeline-parallel degree",
+    "schedule": "order of a pipeline's work: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2",
+    "microbatches": "micro-batches per step on every data-parallel rank",
+    "microbatch_size": "samples per micro-batch",
+    "virtual_stages": "model chunks per pipeline rank",
+    "zero_stage": "what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + all",
+    "sequence_parallel": "split the activations between tensor-parallel regions too",
+    "recompute": "activations computed again in backward: none, selective, full",
+    "offload": "what is kept off the device",
+    "precision": "fp32, bf16 or fp16",
+    "tp_mode": "how a layer is cut: 1d, 2d, 2.5d, 3d",
+    "grad_sync": "naive (one call per parameter), bucketed, or overlapped with backward",
+    "bucket_bytes": "size at which a gradient bucket is closed: 4194304, 4MiB (2^20) or 4MB (10^6)",
+    "prefetch": "units gathered ahead of their use",
+}
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def number(text: str) -> int | float | str:
+    """The number that ``text`` writes, or ``text``: then the field refuses it in its own words."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def size(text: str) -> int | float | str:
+    """Bytes: a plain number, or one with a unit. 1.5MiB is fine, half a byte is not."""
+    upper = text.strip().upper()
+    for unit, factor in UNITS.items():
+        value = number(upper.removesuffix(unit).strip()) if upper.endswith(unit) else text
+        if not isinstance(value, str):
+            whole = value * factor
+            return int(whole) if whole == whole // 1 else text
+    return number(text)
+
+
+READERS: dict[str, Callable[[str], Any]] = {"int": number, "float": number}  # by annotation
+
+
+def torchrun_started_this() -> bool:
+    """Whether this process is one rank of a torchrun job."""
+    by_hand = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    return by_hand or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _add_fields(group: Any, kind: type, defaults: dict[str, Any]) -> None:
+    """One option per field of the dataclass ``kind``. What is not given leaves no trace."""
+    for field in dataclasses.fields(kind):
+        default = "" if defaults[field.name] is None else f" (default {defaults[field.name]})"
+        option = "--" + field.name.replace("_", "-")
+        shared = {"dest": field.name, "default": argparse.SUPPRESS}
+        shared["help"] = HELP.get(field.name, f"see {kind.__name__}") + default
+        if field.type == "bool":
+            group.add_argument(option, action=argparse.BooleanOptionalAction, **shared)
+            continue
+        reader = size if field.name.endswith("_bytes") else READERS.get(str(field.type), str)
+        group.add_argument(option, type=reader, metavar=field.name.upper(), **shared)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paralab",
+        description="See how models too large for one device are trained, by doing it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"paralab {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser(
+        "run",
+        usage="%(prog)s [options]",
+        help="train a GPT on real processes and print where time and bytes went",
+        epilog="On several machines, on each of them: torchrun --nnodes 2 --nproc-per-node 4 "
+        "--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m paralab run --dp 8 --out FOLDER",
+        allow_abbrev=False,
+    )
+    model = run.add_argument_group("the model")
+    model.add_argument("--preset", default=DEFAULT_PRESET, metavar="NAME",
+                       help=f"start from {', '.join(MODEL_PRESETS)} (default {DEFAULT_PRESET}); "
+                       "the options below change it")  # fmt: skip
+    of_preset = ModelSpec.preset(DEFAULT_PRESET).to_dict()
+    _add_fields(model, ModelSpec, of_preset)
+    _add_fields(run.add_argument_group("the plan"), Plan, Plan().to_dict())
+
+    how = run.add_argument_group("the run")
+    for option, reader, said in (
+        ("--steps", number, "optimizer steps, the first of them warm-up"),
+        ("--optimizer", str, "adamw or sgd"),
+        ("--lr", number, "learning rate"),
+        ("--clip-norm", number, "clip the gradients' global norm to this"),
+        ("--data", str, "a text file or folder (default: Python's standard library)"),
+        ("--seed", number, "draws weights and batches"),
+        ("--device", str, "cpu or cuda (default: the GPU where there is one)"),
+        ("--timeout", number, "seconds without a sign of life before the ranks are stopped"),
+    ):
+        name = option[2:].replace("-", "_")
+        how.add_argument(option, dest=name, type=reader, metavar=name.upper(),
+                         default=argparse.SUPPRESS, help=said)  # fmt: skip
+
+    result = run.add_argument_group("what to show and write")
+    result.add_argument(
+        "--predict", action="store_true", help="predict the run from this machine's speed; compare"
+    )
+    result.add_argument("--save", type=Path, metavar="FILE", help="the report: run.json")
+    _add_exports(result)
+    result.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"under torchrun: where every rank writes its part (default {DEFAULT_OUT})",
+    )
+    run.set_defaults(act=_run, parser=run)
+
+    show = commands.add_parser(
+        "show", help="print a saved report, or a torchrun job's folder", allow_abbrev=False
+    )
+    show.add_argument("path", metavar="FILE_OR_FOLDER")
+    _add_exports(show)
+    show.set_defaults(act=_show, parser=show)
+    return parser
+
+
+def _add_exports(group: Any) -> None:
+    group.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page")
+    group.add_argument("--perfetto", type=Path, metavar="FILE", help="a trace for ui.perfetto.dev")
+
+
+def _version() -> str:
+    import paralab
+
+    return paralab.__version__
+
+
+@contextmanager
+def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Turn what the descriptions refuse into argparse's exit 2.
+
+    Only a refusal in the one form of ``spec.illegal`` is the user's: any other ValueError is a
+    defect of this package, and keeps its traceback.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "; legal: " not in str(error):
+            raise
+        if os.environ.get("RANK", "0") == "0":  # once, not once per torchrun rank
+            parser.error(str(error))
+        sys.exit(2)
+
+
+def _files(given: argparse.Namespace, *names: str) -> None:
+    """Refuse a file that could not be written, before minutes are spent on what goes into it."""
+    for name in names:
+        path = getattr(given, name)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise illegal(name, str(path), "cannot be written", "a file in a folder that exists")
+
+
+def _taken(kind: type, given: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``kind`` that the command line names."""
+    return {f.name: getattr(given, f.name) for f in dataclasses.fields(kind) if f.name in given}
+
+
+def _run(given: argparse.Namespace) -> int:
+    experiment = importlib.import_module("paralab.experiment")
+    by_torchrun = torchrun_started_this()
+    names = ("steps", "optimizer", "lr", "clip_norm", "data", "seed", "device", "timeout")
+    settings = {name: getattr(given, name) for name in names if name in given}
+    with _refusals(given.parser):
+        model = ModelSpec.preset(given.preset).replace(**_taken(ModelSpec, given))
+        plan = Plan(**_taken(Plan, given))
+        plan.validate(model)
+        _files(given, "save", "html", "perfetto")
+        if by_torchrun:
+            return _run_one_rank(given, experiment, model, plan, settings)
+        if given.out is not None:
+            raise illegal("out", str(given.out), "torchrun did not start this", "--save FILE")
+        report = experiment.run(model, plan, **settings)
+    if given.save:
+        report.save(given.save)
+    _print_summary(report)
+    sections = []
+    if given.predict:
+        import paralab as pl
+
+        print("measuring this machine, or reading what was measured before …", flush=True)
+        comparison = pl.compare(pl.predict(model, plan, cluster=pl.Cluster.local()), report)
+        print(f"\n{comparison}")
+        sections.append(("Predicted and measured", comparison._repr_html_()))
+    _export(report, given, sections)
+    if given.save:
+        print(f"saved {given.save}; see it again: paralab show {given.save}")
+    return 0
+
+
+def _run_one_rank(
+    given: argparse.Namespace, experiment: Any, model: ModelSpec, plan: Plan, settings: dict
+) -> int:
+    for name in ("save", "html", "perfetto", "predict"):
+        if getattr(given, name):
+            raise illegal(name, str(getattr(given, name)), "one rank has one part of the report",
+                          "--out FOLDER, then paralab show FOLDER")  # fmt: skip
+    folder = str(given.out or DEFAULT_OUT)
+    rank = experiment.run_under_torchrun(model, plan, folder=folder, **settings)
+    if rank == 0:
+        print(f"every rank writes its part into {folder}; with all of them in one place:")
+        print(f"  pl.load({folder!r}) in a notebook, paralab show {folder} in a shell")
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    from paralab.report import load
+
+    with _refusals(given.parser):
+        _files(given, "html", "perfetto")
+    try:
+        report = load(given.path)
+    except (OSError, ValueError) as error:
+        given.parser.error(str(error))
+    _print_summary(report)
+    _export(report, given)
+    return 0
+
+
+def _print_summary(report: Any) -> None:
+    table = report.summary().to_string(header=False, index_names=False)
+    print(f"\n{report!r}\n{table}\n")
+
+
+def _export(
+    report: Any, given: argparse.Namespace, sections: Sequence[tuple[str, str]] = ()
+) -> None:
+    if given.html:
+        report.to_html(given.html, sections=sections)
+        print(f"wrote {given.html}: open it in a browser")
+    if given.perfetto:
+        report.to_perfetto(given.perfetto)
+        print(f"wrote {given.perfetto}: open it at ui.perfetto.dev")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    given = make_parser().parse_args(arguments)
+    try:
+        return given.act(given)
+    except KeyboardInterrupt:
+        print("paralab: interrupted; the ranks are stopped", file=sys.stderr)
+        return 130
+    except _failures() as error:
+        print(f"paralab: {error}", file=sys.stderr)
+        return 1
+
+
+def _failures() -> tuple[type[BaseException], ...]:
+    """What a run may end with that is not this process's fault. Looked up only when needed."""
+    from paralab.launch import OutOfMemory, RankError, RankTimeout
+
+    return (RankError, RankTimeout, OutOfMemory, OSError)

@@ -1,0 +1,323 @@
+"""The only door to torch.distributed: every byte passes here and is written down.
+
+A `Group` is one communicator: some ranks along one axis of the plan. Each call is asynchronous and returns a
+`Pending`; ``.wait()`` is where the rank stands idle, and it is recorded as a wait, never as communication.
+
+What gloo does badly is done better with what it does well (bytes counted on the loopback interface):
+its reduce-scatter is n all-reduces, twice the minimum, so ours is an all-to-all and a local sum; its
+reduce sends up to 2.3 times the minimum, so ours is direct sends and a local sum. Both add in rank order.
+
+[Note: CUDA] With NCCL a group's calls run on a stream of their own and nothing blocks the host. Gloo cannot
+read device memory: there, tensors go through pinned host buffers, and the two copies are recorded on the
+lanes "d2h" and "h2d".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paralab.observe.recorder import Recorder
+from paralab.strict import Strict
+from paralab.theory.traffic import wire_bytes
+
+# torch 2.13 renamed it; the old name still works there, with a warning.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A call under way. ``wait()`` returns when its result may be read; waiting twice is harmless."""
+
+    __slots__ = ("_group", "_works", "_span", "_what", "_finish", "_done")
+
+    def __init__(
+        self, group: Group, works: Sequence[Any], span: int, what: tuple, finish: Callable | None
+    ) -> None:
+        self._group, self._works, self._span = group, works, span
+        self._what, self._finish, self._done = what, finish, False
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        group = self._group
+        group.recorder.enter("wait", after=(self._span,))
+        group.blocked_in(*self._what)
+        group.settle(self._works)
+        group.recorder.settled(self._span)
+        group.blocked_in()
+        group.recorder.leave()
+        if self._finish is not None:
+            self._finish()
+
+
+class Group:
+    """Ranks that communicate with each other, and the ledger of what they sent.
+
+    ranks     global ranks, in group order; this rank is one of them
+    axis      the plan's axis the group lies on: "dp", "tp", "pp", "world"
+    context   the rank's context: who it is, its device, its backend, `note`
+    stage     force the way through host buffers (tests); by default where gloo meets CUDA
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        axis: str,
+        context: Any,
+        recorder: Recorder,
+        process_group: dist.ProcessGroup | None = None,
+        stage: bool | None = None,
+    ) -> None:
+        self.ranks, self.axis, self.context, self.recorder = tuple(ranks), axis, context, recorder
+        self.size, self.index = len(ranks), list(ranks).index(context.rank)
+        self.process_group = dist.group.WORLD if process_group is None else process_group
+        nodes = {context.nodes[r] for r in ranks}
+        self.level = "inter" if len(nodes) > 1 else "intra"
+        on_cuda = context.device.startswith("cuda")
+        self.stage = (on_cuda and context.backend == "gloo") if stage is None else stage
+        self.stream = torch.cuda.Stream(context.device) if on_cuda and not self.stage else None
+        self._calls = 0
+        self._noted: tuple = ()
+        self._strict = Strict(context) if context.strict else None
+        self._host_buffers: dict[tuple, Tensor] = {}
+
+    # ---- collectives ------------------------------------------------------------------------
+    def all_reduce(self, tensor: Tensor, *, phase: str = "grad_sync") -> Pending:
+        """Sum ``tensor`` over the group, in place."""
+        return self._call("all_reduce", tensor, phase, [tensor],
+                          lambda t: [dist.all_reduce(t, group=self.process_group, async_op=True)],
+                          writes=[tensor])  # fmt: skip
+
+    def all_gather(self, output: Tensor, part: Tensor, *, phase: str) -> Pending:
+        """``output`` = the members' ``part`` one after the other, (n * numel,)."""
+        return self._call("all_gather", output, phase, [output, part],
+                          lambda o, p: [_all_gather(
+                              o, p, group=self.process_group, async_op=True)],
+                          writes=[output])  # fmt: skip
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, phase: str) -> Pending:
+        """Part i of ``tensor`` goes to member i; ``output`` holds what the members sent here."""
+        return self._call("all_to_all", tensor, phase, [output, tensor], self._exchange, writes=[output])
+
+    def _exchange(self, output: Tensor, tensor: Tensor) -> list:
+        return [dist.all_to_all_single(output, tensor, group=self.process_group, async_op=True)]
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, *, phase: str) -> Pending:
+        """``output`` = this rank's part of the members' sum. tensor: (n * output.numel(),)."""
+        if self.context.backend == "nccl":
+            return self._call("reduce_scatter", tensor, phase, [output, tensor],
+                              lambda o, t: [_reduce_scatter(
+                                  o, t, group=self.process_group, async_op=True)],
+                              writes=[output])  # fmt: skip
+        received = torch.empty_like(tensor)
+
+        def add_up() -> None:
+            with self.recorder.span("copy"):
+                torch.sum(received.view(self.size, -1), dim=0, out=output.view(-1))
+
+        return self._call("reduce_scatter", tensor, phase, [received, tensor], self._exchange,
+                          writes=[received], finish=add_up)  # fmt: skip
+
+    def broadcast(self, tensor: Tensor, *, root: int, phase: str) -> Pending:
+        """Everybody gets global rank ``root``'s tensor. Gloo forwards it down a binomial tree."""
+        return self._call("broadcast", tensor, phase, [tensor],
+                          lambda t: [dist.broadcast(t, root, group=self.process_group, async_op=True)],
+                          writes=[tensor], peer=root)  # fmt: skip
+
+    def reduce(self, tensor: Tensor, *, root: int, phase: str) -> Pending:
+        """Global rank ``root``'s tensor becomes the members' sum; the others keep theirs."""
+        if self.context.backend == "nccl":
+            return self._call("reduce", tensor, phase, [tensor],
+                              lambda t: [dist.reduce(t, root, group=self.process_group, async_op=True)],
+                              writes=[tensor], peer=root)  # fmt: skip
+        others = [r for r in self.ranks if r != root]
+        if self.context.rank != root:
+            return self._call("reduce", tensor, phase, [tensor],
+                              lambda t: [dist.isend(t, root, group=self.process_group)],
+                              writes=[], peer=root)  # fmt: skip
+        parts = [torch.empty_like(tensor) for _ in others]
+
+        def add_up() -> None:
+            with self.recorder.span("copy"):
+                for part in parts:
+                    tensor.add_(part)
+
+        def receive(*into: Tensor) -> list:
+            return [dist.irecv(p, r, group=self.process_group)
+                    for p, r in zip(into, others, strict=True)]  # fmt: skip
+
+        return self._call("reduce", tensor, phase, parts, receive, writes=parts, peer=root, finish=add_up)
+
+    def barrier(self, *, phase: str = "control") -> None:
+        """Nobody goes on before everybody is here."""
+        self.all_reduce(torch.zeros(1, device=self.context.device), phase=phase).wait()
+
+    # ---- point to point -------------------------------------------------------------------------
+    def send(self, tensor: Tensor, *, to: int, phase: str) -> Pending:
+        """Send to global rank ``to``; matched with its receives in order, never by tag."""
+        return self.exchange([("send", tensor, to)], phase=phase)
+
+    def recv(self, tensor: Tensor, *, source: int, phase: str) -> Pending:
+        """Receive from global rank ``source`` into ``tensor``."""
+        return self.exchange([("recv", tensor, source)], phase=phase)
+
+    def exchange(self, parts: Sequence[tuple[str, Tensor, int]], *, phase: str) -> Pending:
+        """Several sends and receives at once, ("send" | "recv", tensor, global rank) each.
+
+        What two ranks send each other belongs into one exchange: NCCL runs a pair's calls one after the
+        other, so two sends that face each other would wait for ever.
+        """
+        if self._strict is not None:
+            self.blocked_in("exchange", [(kind, peer) for kind, _, peer in parts])
+            self._strict.rendezvous(self.ranks, parts)
+            self.blocked_in()
+        tensors = [tensor for _, tensor, _ in parts]
+
+        def post(*staged: Tensor) -> list:
+            calls = {"send": dist.isend, "recv": dist.irecv}
+            ops = [dist.P2POp(calls[kind], tensor, peer, group=self.process_group)
+                   for (kind, _, peer), tensor in zip(parts, staged, strict=True)]  # fmt: skip
+            return dist.batch_isend_irecv(ops)
+
+        writes = [tensor for kind, tensor, _ in parts if kind == "recv"]
+        return self._launch([(kind, _nbytes(t), peer) for kind, t, peer in parts],
+                            phase, tensors, post, writes, None)  # fmt: skip
+
+    # ---- the one way out -----------------------------------------------------------------------
+    def _call(
+        self,
+        op: str,
+        payload: Tensor,
+        phase: str,
+        tensors: list[Tensor],
+        post: Callable,
+        *,
+        writes: list[Tensor],
+        peer: int = -1,
+        finish: Callable | None = None,
+    ) -> Pending:
+        if self._strict is not None:
+            self._strict.collective(self.ranks, op, payload)
+        if self.size == 1:
+            post = _alone(op)
+        return self._launch([(op, _nbytes(payload), peer)], phase, tensors, post, writes, finish)
+
+    def _launch(
+        self,
+        ops: list[tuple[str, int, int]],
+        phase: str,
+        tensors: list[Tensor],
+        post: Callable,
+        writes: list[Tensor],
+        finish: Callable | None,
+    ) -> Pending:
+        recorder, after = self.recorder, self.recorder.cut()
+        lane = f"comm:{self.axis}"
+        if self.stage:
+            tensors, finish = self._through_host(tensors, writes, finish)
+        if self.stream is not None:
+            works, span = self._on_stream(lane, after, tensors, post)
+        else:
+            span = recorder.launch(lane, after, recorder.clock.host())
+            works = post(*tensors)
+            self._when_complete(works, span)
+        for op, payload, peer in ops:
+            root = self.ranks.index(peer) if op in ("broadcast", "reduce") else 0
+            wire = wire_bytes(op, payload, self.size, self.index, root)
+            recorder.call((self._calls, op, self.axis, self.ranks, peer, self.level, phase,
+                           payload, wire, span))  # fmt: skip
+        self._calls += 1
+        return Pending(self, works, span, (ops[0][0], self._calls - 1), finish)
+
+    def _when_complete(self, works: Sequence[Any], span: int) -> None:
+        """Note when the last of ``works`` ends, on whichever thread sees it."""
+        recorder, clock = self.recorder, self.recorder.clock
+        if not works:
+            recorder.completed(span, clock.host())
+        for work in works:
+            try:
+                future = work.get_future()
+            except RuntimeError:  # gloo's sends and receives have none: `wait` notes their end
+                continue
+            future.add_done_callback(lambda _: recorder.completed(span, clock.host()))
+
+    def _on_stream(self, lane: str, after: tuple, tensors: list[Tensor], post: Callable) -> tuple:
+        """NCCL: the group's own stream is its lane. See [Note: CUDA]."""
+        recorder = self.recorder
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            span = recorder.launch(lane, after, recorder.clock.mark())
+            for work in post(*tensors):
+                work.wait()  # orders the stream, not the host
+            recorder.completed(span, recorder.clock.mark())
+            for tensor in tensors:
+                tensor.record_stream(self.stream)
+        return [self.stream], span
+
+    def settle(self, works: Sequence[Any]) -> None:
+        """Hold the rank (with NCCL: its compute stream) until ``works`` are done."""
+        for work in works:
+            if work is self.stream:
+                torch.cuda.current_stream().wait_stream(work)
+            else:
+                work.wait()
+
+    def _through_host(
+        self, tensors: list[Tensor], writes: list[Tensor], finish: Callable | None
+    ) -> tuple[list[Tensor], Callable]:
+        """Host copies of ``tensors``, and a finish that copies the results back."""
+        twins = {id(t): self._host_twin(t) for t in tensors}
+        self._copy("d2h", [(twins[id(t)], t) for t in tensors])
+
+        def back() -> None:
+            self._copy("h2d", [(t, twins[id(t)]) for t in writes])
+            if finish is not None:
+                finish()
+
+        return [twins[id(t)] for t in tensors], back
+
+    def _host_twin(self, tensor: Tensor) -> Tensor:
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+        if key not in self._host_buffers:
+            pin = tensor.is_cuda
+            self._host_buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        return self._host_buffers[key]
+
+    def _copy(self, lane: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        after, clock = self.recorder.cut(), self.recorder.clock
+        start = clock.mark()
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+        if pairs and self.context.device.startswith("cuda"):
+            torch.cuda.current_stream().synchronize()
+        self.recorder.copied(lane, start, clock.mark(), after)
+
+    def blocked_in(self, op: str = "", call: object = "") -> None:
+        """Tell whoever asks why this rank stands still; no argument: it computes again."""
+        if not op:
+            self.context.note("")
+            return
+        ranks = ",".join(map(str, self.ranks))
+        self.context.note(f"{op} #{call} on axis {self.axis}, ranks {ranks}, step {self.recorder.step}")
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _alone(op: str) -> Callable:
+    """A group of one: nothing to send, the result is the own part."""
+
+    def copy(*parts: Tensor) -> list:
+        if op in ("all_gather", "all_to_all", "reduce_scatter"):
+            parts[0].view(-1).copy_(parts[1].view(-1))
+        return []
+
+    return copy

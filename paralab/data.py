@@ -1,0 +1,128 @@
+"""Real text without a download, and the same batches for every plan.
+
+The text is read as bytes, so the vocabulary is 256 and there is no tokenizer to fetch. By default it is the
+source code of the Python standard library at hand (some 10 MB of well-formed English and code); any text
+file or folder of the user's own does as well.
+
+[Note: same batches] Sample number g of a run (step * global batch + position in the batch) starts at a place in
+the text that depends on the seed and g alone. Any rank can therefore fetch any sample without asking another,
+and how many ranks share the batch cannot change what is in it. Micro-batch k of a step holds positions
+k*b ... (k+1)*b - 1; data-parallel rank d of micro-batches d*m ... (d+1)*m - 1, so one process that runs the
+dp*m micro-batches in order sees what the ranks see together.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+from paralab.spec import illegal
+
+_MASK = 2**64 - 1
+
+
+def _scramble(x: int) -> int:
+    """SplitMix64's finalizer (Steele+ 2014): whole numbers in, well-mixed 64-bit numbers out, on any machine."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+class Corpus:
+    """The text as one long run of bytes over its files; nothing is held in memory.
+
+    path  None for the standard library, or a text file, or a folder (all its text files, in the order of their
+          names, hidden ones left out)
+    Raises ValueError where the path does not exist or holds no text.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.root = _standard_library() if path is None else _checked(path)
+        if self.root.is_file():
+            self.files = [self.root]
+        elif path is None:
+            self.files = sorted(self.root.glob("*.py"))  # flat: site-packages and tests stay out
+        else:
+            self.files = [f for f in _walk(self.root) if _looks_like_text(f)]
+        self.sizes = [f.stat().st_size for f in self.files]
+        self.starts = [0, *accumulate(self.sizes)]
+        if not self.num_bytes:
+            raise illegal("data", str(self.root), "no text in it", "a text file, or a folder with text files")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Names and sizes, hashed: ranks on several machines must agree on it."""
+        what = [(f.name, size) for f, size in zip(self.files, self.sizes, strict=True)]
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+    def read(self, start: int, count: int) -> bytes:
+        """``count`` bytes from position ``start`` of the whole text."""
+        parts, index = [], bisect.bisect_right(self.starts, start) - 1
+        while count > 0:
+            wanted = min(count, self.starts[index + 1] - start)
+            with open(self.files[index], "rb") as file:
+                file.seek(start - self.starts[index])
+                part = file.read(wanted)
+            if len(part) < wanted:
+                raise ValueError(
+                    f"{self.files[index]} became shorter while it was being read; "
+                    "train on a copy that nothing else changes"
+                )
+            parts.append(part)
+            start, count, index = start + wanted, count - wanted, index + 1
+        return b"".join(parts)
+
+    def sample(self, number: int, *, length: int, seed: int) -> bytes:
+        """Sample ``number`` of a run: ``length`` + 1 bytes, the last ``length`` of them the targets."""
+        if self.num_bytes < length + 1:
+            raise illegal("data", str(self.root), f"its {self.num_bytes} bytes are fewer than one sample",
+                          f"at least seq_len + 1 = {length + 1} bytes")
+        places = self.num_bytes - length
+        start = _scramble((_scramble(seed & _MASK) + number * 0x9E3779B97F4A7C15) & _MASK) % places
+        return self.read(start, length + 1)
+
+    def microbatch(
+        self, *, step: int, index: int, size: int, global_batch: int, length: int, seed: int
+    ) -> bytes:
+        """Micro-batch ``index`` of ``step``'s global batch: size * (length + 1) bytes, sample after sample."""
+        first = step * global_batch + index * size
+        return b"".join(self.sample(first + i, length=length, seed=seed) for i in range(size))
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _checked(path: str | os.PathLike[str]) -> Path:
+    legal = "None for the standard library's source, or the path of a text file or folder"
+    if not isinstance(path, (str, os.PathLike)):
+        raise illegal("data", path, "not a path", legal)
+    place = Path(path).expanduser().absolute()
+    if not place.exists():
+        raise illegal("data", str(path), "does not exist", legal)
+    if place.is_file() and not os.access(place, os.R_OK):
+        raise illegal("data", str(path), "may not be read by you", legal)
+    return place
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        for name in sorted(names):
+            file = Path(place, name)
+            if not name.startswith(".") and file.is_file() and os.access(file, os.R_OK):
+                yield file
+
+
+def _looks_like_text(file: Path) -> bool:
+    with open(file, "rb") as opened:
+        return b"\0" not in opened.read(1024)

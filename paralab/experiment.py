@@ -1,0 +1,191 @@
+"""`pl.run`: check what was asked, launch the ranks, put their parts together into one report.
+
+The caller's process (a notebook's kernel) never imports torch; the ranks do.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paralab.data import Corpus
+from paralab.launch import OutOfMemory, launch_program, torchrun_context
+from paralab.report import Report, save_part
+from paralab.spec import ModelSpec, Plan, choice, illegal, real, whole
+
+DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of a run, checked: what `train` needs beside the model and the plan."""
+
+    steps: int
+    optimizer: str
+    lr: float
+    clip_norm: float | None
+    data: str | None
+    seed: int
+    keep_state: bool
+
+    @classmethod
+    def check(
+        cls,
+        model: ModelSpec,
+        plan: Plan,
+        *,
+        steps: int = 4,
+        optimizer: str = "adamw",
+        lr: float | None = None,
+        clip_norm: float | None = None,
+        data: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+        keep_state: bool = False,
+        memory_limit: object = None,
+    ) -> Settings:
+        """Raise ``ValueError`` on anything that no run could do, before a process starts."""
+        if not isinstance(plan, Plan):
+            raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
+        plan.validate(model)
+        if model.vocab < 256:
+            raise illegal("vocab", model.vocab, "text is read as bytes", "256 or more")
+        choice("optimizer", optimizer, ("adamw", "sgd"))
+        if memory_limit is not None:
+            raise illegal("memory_limit", memory_limit, "memory caps are not in this version", "None")
+        lr = DEFAULT_LR[optimizer] if lr is None else real("lr", lr, above=0.0)
+        clip = None if clip_norm is None else real("clip_norm", clip_norm, above=0.0)
+        corpus = Corpus(data)
+        corpus.sample(0, length=model.seq_len, seed=0)  # refuses a text shorter than one sample
+        return cls(
+            steps=whole("steps", steps, at_least=1),
+            optimizer=optimizer,
+            lr=lr,
+            clip_norm=clip,
+            data=None if data is None else str(corpus.root),
+            seed=whole("seed", seed, at_least=0, at_most=2**31 - 1),
+            keep_state=choice("keep_state", keep_state, (True, False)),
+        )
+
+
+def run(
+    model: ModelSpec,
+    plan: Plan | None = None,
+    *,
+    device: str | None = None,
+    timeout: float = 120.0,
+    progress: bool = True,
+    strict: bool = False,
+    **settings: Any,
+) -> Report:
+    """Train ``model`` under ``plan`` on real processes and return what they measured.
+
+    model, plan   what to train and how to split it (default: one device)
+    steps         optimizer steps, the first of them warm-up (default 4)
+    optimizer     "adamw" (default) or "sgd"; ``lr`` learning rate (default 1e-3 or 0.1)
+    clip_norm     clip the gradients' global L2 norm to this
+    data          a text file or folder (default: the source of Python's standard library)
+    seed          draws weights and batches
+    keep_state    also return ``report.weights`` and ``report.gradients``
+    device        "cpu", "cuda", or None for the GPU where there is one
+    timeout       seconds without any sign of life before the ranks are stopped
+    progress      show a bar that moves with the ranks' steps
+    strict        hold every call to NCCL's order rules, whatever the backend
+
+    Raises ValueError before a process starts, and RankError, RankTimeout or OutOfMemory after; no process
+    is left behind in any case.
+    """
+    plan = Plan() if plan is None else plan
+    checked = Settings.check(model, plan, **settings)
+    with _progress_bar(checked.steps, plan, progress) as on_progress:
+        try:
+            parts = launch_program(
+                _program,
+                plan.world_size,
+                (model, plan, vars(checked)),
+                timeout=timeout,
+                device=device,
+                on_progress=on_progress,
+                strict=strict,
+            )
+        except OutOfMemory as error:
+            error.explain(_memory_table(model, plan, checked))
+            raise
+    return Report.from_parts(parts, model=model, plan=plan, meta=_meta(checked, parts[0]["meta"]))
+
+
+def run_under_torchrun(
+    model: ModelSpec, plan: Plan, *, folder: str, device: str | None = None,
+    timeout: float = 120.0, **settings: Any,
+) -> int:  # fmt: skip
+    """Be one rank of a `torchrun` job and write this rank's part into ``folder``. Returns the rank.
+
+    ``pl.load(folder)`` merges the parts once they lie in one place.
+    """
+    checked = Settings.check(model, plan, **settings)
+    world = int(os.environ["WORLD_SIZE"])
+    if world != plan.world_size:
+        raise illegal("dp", plan.dp, f"the plan needs {plan.world_size} ranks, torchrun started {world}",
+                      f"a plan of {world} ranks, or --nproc-per-node * --nnodes = {plan.world_size}")
+    context = torchrun_context(timeout=timeout, device=device)
+    part = _program(context, model, plan, vars(checked))
+    meta = _meta(checked, part["meta"])
+    meta["run_id"] = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
+    save_part(Path(folder), part, model=model, plan=plan, meta=meta)
+    return context.rank
+
+
+def _program(context: Any, model: ModelSpec, plan: Plan, settings: dict[str, Any]) -> dict[str, Any]:
+    from paralab.train import train
+
+    return train(context, model, plan, **settings)
+
+
+def _meta(settings: Settings, of_rank: dict[str, Any]) -> dict[str, Any]:
+    import paralab
+
+    return {
+        "run_id": uuid.uuid4().hex,
+        "paralab": paralab.__version__,
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **of_rank,
+        **vars(settings),
+    }
+
+
+def _memory_table(model: ModelSpec, plan: Plan, settings: Settings) -> str:
+    from paralab.theory.memory import table
+
+    return table(model, plan, optimizer=settings.optimizer)
+
+
+class _progress_bar:
+    """A tqdm bar over the steps that every rank has finished; quiet where nobody looks."""
+
+    def __init__(self, steps: int, plan: Plan, wanted: bool) -> None:
+        self.done, self.bar = [0] * plan.world_size, None
+        looked_at = "ipykernel" in sys.modules or sys.stderr.isatty()
+        if wanted and looked_at:
+            from tqdm.auto import tqdm
+
+            self.bar = tqdm(total=steps, desc=f"{plan.world_size} ranks", unit="step")
+
+    def __enter__(self) -> Callable[[int, int, int], None]:
+        return self.move
+
+    def move(self, rank: int, done: int, total: int) -> None:
+        self.done[rank] = done
+        if self.bar is not None:
+            self.bar.update(min(self.done) - self.bar.n)
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()

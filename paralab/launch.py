@@ -1,0 +1,259 @@
+"""Ranks as processes: any function, from a notebook cell too, on real ranks with a process group.
+
+    losses = pl.launch(fn, ranks=4, args=(0.1,))      # fn(0.1) on four ranks, results in rank order
+
+A warm launch of 4 ranks takes some 0.1 s (rank_server.py says why), so a real run fits inside a
+cell. Functions and their arguments travel by value (cloudpickle), so nothing is imported again.
+Ranks meet through a file in a temporary folder: no port, no host name.
+
+One rule covers every failure. An exception in a rank, a rank that dies, no sign of life for
+``timeout`` seconds, an interrupt: all ranks are killed, the folder is removed, what they printed is
+shown, and one error says what happened first. torch is not imported in this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import linecache
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+
+from paralab.rank_errors import OutOfMemory, RankError, RankTimeout
+from paralab.rank_server import RankServer
+from paralab.rank_watch import Run
+from paralab.spec import choice, illegal, real, whole
+
+__all__ = [
+    "OutOfMemory", "RankError", "RankTimeout",
+    "launch", "launch_program", "torchrun_context", "warm_up",
+]  # fmt: skip
+
+MAX_RANKS = 64
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int = 4,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float = 120.0,
+    device: str | None = None,
+    live: bool = False,
+) -> list[Any]:
+    """Call ``fn(*args)`` on every rank; its results in rank order. The default process group is up.
+
+    ranks    processes, 1 to 64
+    timeout  seconds without any sign of life (a result, a line printed, a call that ends) before
+             the ranks are stopped
+    device   "cpu", "cuda", or None for the GPU where there is one
+    live     show what ranks print as it comes; otherwise in rank order at the end
+
+    Raises ``RankError``, ``RankTimeout`` or ``OutOfMemory``, and ``ValueError`` before a process
+    starts. A second call from another thread waits for the first; from a rank or from
+    ``on_progress`` it is refused with ``RuntimeError``.
+    """
+    __tracebackhide__ = True
+    return _launch(
+        "fn", fn, ranks, args, timeout=timeout, device=device, live=live, with_context=False
+    )
+
+
+def launch_program(
+    program: Callable[..., Any],
+    ranks: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float = 120.0,
+    device: str | None = None,
+    live: bool = False,
+    on_progress: Callable[[int, int, int], None] | None = None,
+    strict: bool = False,
+) -> list[Any]:
+    """`launch` for a program that is told who it is: ``program(context, *args)``.
+
+    on_progress  called here as ``on_progress(rank, done, total)``, in the thread that launched
+    strict       carried to ``context.strict``
+    """
+    __tracebackhide__ = True
+    return _launch(
+        "program",
+        program,
+        ranks,
+        args,
+        timeout=timeout,
+        device=device,
+        live=live,
+        with_context=True,
+        on_progress=on_progress,
+        strict=strict,
+    )
+
+
+def warm_up() -> None:
+    """Start loading torch for the ranks to come, in the background. Returns at once; idempotent."""
+    with _house.lock:
+        _house.server()
+
+
+def torchrun_context(**settings: Any) -> Any:
+    """The context of a rank that torchrun started; see `paralab.rank_process.torchrun_context`."""
+    from paralab import rank_process
+
+    return rank_process.torchrun_context(**settings)
+
+
+class _House:
+    """What this process has only one of: the server, and the turn to use it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner: int | None = None  # thread that has the turn
+        self._server: RankServer | None = None
+
+    def server(self) -> RankServer:
+        """The running server; a new one if there is none or it has died. Needs the lock."""
+        if self._server is not None and not self._server.alive():
+            self._server.close()
+            self._server = None
+        if self._server is None:
+            self._server = RankServer()
+        return self._server
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[RankServer]:
+        me = threading.get_ident()
+        if self.owner == me:
+            raise RuntimeError(
+                "a launch is under way in this thread and waits for this callback to return: start "
+                "the next one after it has ended"
+            )
+        with self.lock:
+            self.owner = me
+            try:
+                yield self.server()
+            finally:
+                self.owner = None
+
+
+_house = _House()
+atexit.register(lambda: _house.close())
+
+
+def _forget_house() -> None:
+    """In a fork of this process: the server belongs to the original."""
+    global _house
+    if _house._server is not None:
+        _house._server.let_go()
+    _house = _House()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_house)
+
+
+def _launch(
+    name: str,
+    function: Callable[..., Any],
+    ranks: int,
+    args: Sequence[Any],
+    *,
+    timeout: float,
+    device: str | None,
+    live: bool,
+    with_context: bool,
+    on_progress: Callable[[int, int, int], None] | None = None,
+    strict: bool = False,
+) -> list[Any]:
+    __tracebackhide__ = True
+    if "PARALAB_RANK" in os.environ:
+        raise RuntimeError(
+            f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch ranks; "
+            "start them from the notebook or script"
+        )
+    if not callable(function):
+        raise illegal(name, function, "cannot be called", "a function")
+    ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
+    if not isinstance(args, (tuple, list)):
+        raise illegal("args", args, "not a tuple of arguments", f"args=({args!r},)")
+    timeout = real("timeout", timeout, above=0.0)
+    choice("device", device, (None, "cpu", "cuda"))
+    choice("live", live, (False, True))
+    payload = _pickled(name, function, tuple(args))
+    task = {
+        "ranks": ranks,
+        "device": device,
+        "strict": strict,
+        "with_context": with_context,
+        # One rank's output extends everybody's time, so gloo's own, per call, has to be far longer:
+        # the error that says who waits for whom comes from here.
+        "group_timeout": 10 * timeout + 60,
+        "cwd": os.getcwd(),
+        "path": [entry or os.getcwd() for entry in sys.path],
+        "argv": sys.argv,
+        "env": dict(os.environ),
+        "lines": _cells(),
+    }
+    with _house.turn() as server:
+        run = Run(server, timeout=timeout, on_progress=on_progress)
+        try:
+            run.start(ranks, pickle.dumps(task), payload, live=live)
+            error = run.watch()
+        finally:
+            try:
+                run.end()
+            except KeyboardInterrupt:  # just before `end` began to hold it off
+                run.end()
+                raise
+        if error is not None:
+            raise error
+        return run.results()
+
+
+def _cells() -> dict[str, Any]:
+    """The source of code that is in no file: notebook cells, for the tracebacks of ranks."""
+    entries = linecache.cache.items()
+    return {name: entry for name, entry in list(entries) if len(entry) == 4 and entry[1] is None}
+
+
+def _pickled(name: str, function: Callable[..., Any], args: tuple) -> bytes:
+    try:
+        return cloudpickle.dumps((function, args))
+    except Exception as error:
+        said = str(error) or type(error).__name__
+    shown = getattr(function, "__name__", function)
+    for what, value in _parts(name, function, args):
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:
+            said = f"{what}, a {type(value).__name__}, cannot be sent to a rank ({error})"
+            break
+    legal = "numbers, arrays, functions; open files, locks and connections inside the function"
+    raise illegal(name, shown, said, legal)
+
+
+def _parts(name: str, function: Any, args: tuple) -> Iterator[tuple[str, Any]]:
+    """What a function takes along, by the names the user gave it."""
+    for index, value in enumerate(args):
+        yield f"args[{index}]", value
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        for variable, cell in cells:
+            with contextlib.suppress(ValueError):  # not yet assigned
+                yield f"its variable {variable!r}", cell.cell_contents
+        for variable in code.co_names:
+            if variable in function.__globals__:
+                yield f"its global {variable!r}", function.__globals__[variable]
+    yield name, function

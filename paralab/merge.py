@@ -1,0 +1,116 @@
+"""From what every rank wrote to one report: ranks in order, one clock, one loss per step.
+
+Ranks on one machine share a clock; ranks of different machines measured how far theirs is off, and
+say how well they know it. Adding a constant per rank keeps every duration as it was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from paralab import tables
+from paralab.spec import Plan, illegal
+
+PART_KEYS = ("rank", "clock_offset", "clock_uncertainty", *tables.COLUMNS, "losses")
+
+
+def merge(
+    parts: Sequence[Mapping[str, Any]], *, plan: Plan, meta: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The tables, losses, weights, gradients and meta of a report, from one part per rank."""
+    ordered = _all_ranks(parts, plan.world_size)
+    offsets = [float(part["clock_offset"]) for part in ordered]
+    uncertain = [float(part["clock_uncertainty"]) for part in ordered]
+    for rank, pair in enumerate(zip(offsets, uncertain, strict=True)):
+        if not all(map(math.isfinite, pair)):
+            raise illegal(f"clock_offset of rank {rank}", pair[0], "not finite", "seconds")
+    columns = [{name: _own(name, part) for name in tables.COLUMNS} for part in ordered]
+    starts = [
+        (step != 0, start + offset)
+        for own, offset in zip(columns, offsets, strict=True)
+        for step, start in zip(own["steps"]["step"], own["steps"]["start"], strict=True)
+    ]
+    zero = min(starts, default=(True, 0.0))[1]  # the earliest step 0, or the earliest step there is
+    merged: dict[str, Any] = {
+        name: {c: [] for c in kinds} for name, kinds in tables.COLUMNS.items()
+    }
+    for own, offset in zip(columns, offsets, strict=True):
+        for name, table in own.items():
+            for column, values in table.items():
+                shift = (offset - zero) if column in tables.TIMES else 0
+                merged[name][column] += [v + shift for v in values] if shift else values
+    merged["losses"] = _losses([part["losses"] for part in ordered])
+    merged["meta"] = {**meta, "clock_offsets": {"offset_s": offsets, "uncertainty_s": uncertain}}
+    for state in ("weights", "gradients"):
+        found = [part[state] for part in ordered if part.get(state) is not None]
+        merged[state] = found[0] if found else None
+    return merged
+
+
+def _all_ranks(parts: Sequence[Mapping[str, Any]], world_size: int) -> list[Mapping[str, Any]]:
+    """One part per rank, in rank order, all of one run."""
+    for part in parts:
+        lacking = [key for key in PART_KEYS if key not in part]
+        if lacking:
+            raise ValueError(f"the part of rank {part.get('rank', '?')} lacks {', '.join(lacking)}")
+    found = [part["rank"] for part in parts]
+    strange = [r for r in found if r not in range(world_size)]
+    twice = sorted({r for r in found if found.count(r) > 1})
+    missing = [r for r in range(world_size) if r not in found]
+    asked = f"the plan has {world_size} ranks, 0 to {world_size - 1}"
+    if strange:
+        raise ValueError(f"{asked}, but there is a part of rank {strange[0]!r}")
+    if twice:
+        raise ValueError(f"{asked}, but {_ranks(twice)} wrote more than one part")
+    if missing:
+        raise ValueError(
+            f"{asked}, but there is no part of {_ranks(missing)}; every rank must write one"
+        )
+    runs = {part.get("run_id") for part in parts}
+    if len(runs) > 1:
+        whose = "; ".join(
+            f"{_ranks(sorted(p['rank'] for p in parts if p.get('run_id') == run))}: run {run}"
+            for run in sorted(runs, key=str)
+        )
+        raise ValueError(f"these parts belong to different runs ({whose}); keep one folder per run")
+    return sorted(parts, key=lambda part: part["rank"])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def _own(name: str, part: Mapping[str, Any]) -> dict[str, list[Any]]:
+    own = tables.columns_of(name, part[name])
+    others = set(own["rank"]) - {part["rank"]}
+    if others:
+        raise ValueError(f"rank {part['rank']} wrote {name} of rank {min(others)}")
+    return own
+
+
+def _losses(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """Mean over all ranks' micro-batches, step by step.
+
+    fsum is the correctly rounded sum, so the mean does not depend on how the micro-batches were
+    dealt over ranks (and not on the Python version, as the built-in sum does).
+    """
+    lengths = {len(losses) for losses in by_rank}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"ranks wrote losses of {sorted(lengths)} steps; all must write the same number"
+        )
+    means = []
+    for step in zip(*by_rank, strict=True):
+        values = [float(v) for v in chain.from_iterable(step)]
+        if not values:
+            raise ValueError(f"step {len(means)} has no loss of any rank")
+        # A diverged run holds inf or NaN, which fsum may refuse; the plain sum hands them on.
+        finite = all(map(math.isfinite, values))
+        means.append((math.fsum(values) if finite else sum(values)) / len(values))
+    return means
+
+
+__all__ = ["PART_KEYS", "merge"]

@@ -1,0 +1,242 @@
+"""What a report's tables say in one number: step time, bubble, waiting, hidden, bytes by x.
+
+Pure functions of a ``Report``; measured, replayed and predicted reports are read alike. Times in
+seconds, traffic in bytes. Step 0 is warm-up and left out wherever there is another step.
+Definitions: the docstrings below; the bubble is 1 - sum(compute) / (p T) as in PTD-P (Narayanan+
+2021, arXiv:2104.04473, sec. 2.2), with T from the first forward to the last backward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from paralab.spec import BYTES_PER_ELEMENT, choice, illegal
+from paralab.tables import COMPUTE_KINDS
+from paralab.theory.traffic import BOOKKEEPING, edges
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from paralab.report import Report
+
+Interval = tuple[float, float]
+BY = ("rank", "op", "axis", "level", "phase", "edge")
+NAN = float("nan")
+
+
+def measured_steps(report: Report) -> list[int]:
+    """The steps that count: all but step 0, or step 0 if there is no other."""
+    steps = sorted(set(report.steps["step"].tolist()))
+    return [s for s in steps if s >= 1] or steps
+
+
+def step_durations(report: Report, *, warmup: bool = False) -> dict[int, float]:
+    """Largest (end - start) over ranks, seconds, of every step that counts; of all with warmup."""
+    steps = report.steps
+    largest = (steps["end"] - steps["start"]).groupby(steps["step"]).max()
+    return {s: float(t) for s, t in largest.items() if warmup or s in measured_steps(report)}
+
+
+def step_time(report: Report) -> float:
+    """Median of ``step_durations``, seconds; NaN without steps."""
+    return median(step_durations(report).values() or [NAN])
+
+
+def typical_step(report: Report) -> int:
+    """The step that counts whose duration is nearest the median; the earliest of equals."""
+    durations, middle = step_durations(report), step_time(report)
+    return min(durations, key=lambda s: (abs(durations[s] - middle), s))
+
+
+def bubble(report: Report) -> float:
+    """Idle share of the pipeline part: 1 - sum(compute) / (p T), median over the steps that count.
+
+    Compute is forward, backward and weight_grad; T is the longest of the ranks' times from first
+    forward to last backward. With one stage there is no pipeline to wait for, so each rank is held
+    against its own T.
+    """
+    return median([_step_bubble(report, s) for s in measured_steps(report)] or [NAN])
+
+
+def _step_bubble(report: Report, step: int) -> float:
+    spans = report.spans
+    work = spans[(spans["step"] == step) & spans["kind"].isin(COMPUTE_KINDS)]
+    ranks = work.groupby("rank")
+    windows = ranks["end"].max() - ranks["start"].min()
+    room = windows.sum() if report.plan.pp == 1 else windows.max() * len(windows)
+    return float(1 - (work["end"] - work["start"]).sum() / room) if room > 0 else NAN
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same stretch of time as disjoint intervals in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Sequence[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> float:
+    """Seconds in which both of two unions run."""
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def bookkeeping_spans(report: Report) -> set[int]:
+    """Ids of comm spans that carry a loss or a clock, not the algorithm's bytes."""
+    calls = report.collectives
+    return set(calls["span"][calls["phase"].isin(BOOKKEEPING)].tolist())
+
+
+def shares(report: Report, step: int) -> dict[str, float]:
+    """Where one step's time went: seconds, mean over ranks.
+
+    work           forward, backward, weight_grad spans
+    optimizer      optimizer spans
+    wait           the compute lane stood still for a collective
+    communication  at least one collective in flight (bookkeeping left out)
+    hidden         of that, while the rank's compute lane did forward or backward work
+    """
+    spans = report.spans[report.spans["step"] == step]
+    control, sums = bookkeeping_spans(report), defaultdict(float)
+    ranks = sorted(set(report.steps["rank"].tolist()))
+    for rank in ranks:
+        mine = spans[spans["rank"] == rank]
+        by_kind: dict[str, list[Interval]] = defaultdict(list)
+        for id_, kind, start, end in zip(
+            mine["id"].tolist(), mine["kind"], mine["start"], mine["end"], strict=True
+        ):
+            if id_ not in control:
+                by_kind["work" if kind in COMPUTE_KINDS else kind].append((start, end))
+        work, comm = union(by_kind["work"]), union(by_kind["comm"])
+        sums["work"] += length(work)
+        sums["optimizer"] += length(by_kind["optimizer"])
+        sums["wait"] += length(by_kind["wait"])
+        sums["communication"] += length(comm)
+        sums["hidden"] += overlap(comm, work)
+    parts = ("work", "optimizer", "wait", "communication", "hidden")
+    return {part: float(sums[part]) / max(len(ranks), 1) for part in parts}
+
+
+def peak_memory(report: Report) -> int | None:
+    """Bytes on the device at the worst sample of the worst rank; None if memory was not sampled."""
+    memory = report.memory[report.memory["tier"] == "device"]
+    if memory.empty:
+        return None
+    return int(memory.groupby(["rank", "step", "time"])["bytes"].sum().max())
+
+
+def node_of(report: Report, rank: int) -> int:
+    """The node that ``rank`` ran on; one node where the report does not say."""
+    nodes = report.meta.get("nodes") or []
+    return nodes[rank] if rank < len(nodes) else 0
+
+
+def traffic(
+    report: Report,
+    by: str | Sequence[str] = "rank",
+    *,
+    bookkeeping: bool = False,
+    warmup: bool = False,
+) -> pd.DataFrame:
+    """Bytes sent per step, summed over what is not named in ``by``.
+
+    by           one or several of rank (the sender), op, axis, level, phase, edge; edge gives two
+                 columns, sender and receiver. A level is each edge's own: intra if sender and
+                 receiver share a node
+    bookkeeping  count phases control and setup too
+    warmup       count step 0 too
+
+    The column bytes is the mean over the counted steps: int64 whenever every row's mean is whole,
+    float64 otherwise. Raises ValueError if a row's wire_bytes are not what its operation sends.
+    """
+    import pandas as pd
+
+    names = [choice("by", b, BY) for b in ([by] if isinstance(by, str) else by)]
+    if not names:
+        raise illegal("by", by, "nothing to split by", " | ".join(BY))
+    keys = [k for b in names for k in (("sender", "receiver") if b == "edge" else (b,))]
+    steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
+    calls = report.collectives
+    calls = calls[calls["step"].isin(steps)]
+    if not bookkeeping:
+        calls = calls[~calls["phase"].isin(BOOKKEEPING)]
+    totals: dict[tuple[Any, ...], int] = defaultdict(int)
+    if keys == ["rank"]:  # a rank that sends nothing is worth a row
+        totals |= {(rank,): 0 for rank in sorted(set(report.steps["rank"].tolist()))}
+    for row in calls.to_dict("records"):
+        sent = edges(row["op"], row["ranks"], row["rank"], row["payload_bytes"], row["peer"])
+        if sum(sent.values()) != row["wire_bytes"]:
+            raise ValueError(
+                f"collective {row['call']} on rank {row['rank']}: wire_bytes={row['wire_bytes']}, "
+                f"but {row['op']} of {row['payload_bytes']} bytes among {len(row['ranks'])} ranks "
+                f"sends {sum(sent.values())}; traffic() counts only bytes that the formulas know"
+            )
+        for receiver, count in sent.items():
+            apart = node_of(report, row["rank"]) != node_of(report, receiver)
+            row |= {
+                "level": "inter" if apart else "intra",
+                "sender": row["rank"],
+                "receiver": receiver,
+            }
+            totals[tuple(row[k] for k in keys)] += count
+    rows = sorted(totals.items())
+    whole = all(count % len(steps) == 0 for _, count in rows)
+    values = [count // len(steps) if whole else count / len(steps) for _, count in rows]
+    columns: dict[str, Any] = {}
+    for i, key in enumerate(keys):
+        dtype = "int64" if key in ("rank", "sender", "receiver") else "object"
+        columns[key] = pd.Series([labels[i] for labels, _ in rows], dtype=dtype)
+    columns["bytes"] = pd.Series(values, dtype="int64" if whole else "float64")
+    return pd.DataFrame(columns)
+
+
+def ring_optimum(report: Report) -> int:
+    """Bytes all ranks together send per step in pure data parallelism: N times 2(N-1)/N Psi.
+
+    Psi in bytes of the plan's precision (Patarasuk & Yuan 2009, the bandwidth-optimal all-reduce).
+    """
+    psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.precision]
+    return 2 * (report.plan.dp - 1) * psi
+
+
+def summary(report: Report) -> pd.DataFrame:
+    """The report on one screen: index quantity; columns value and unit."""
+    import pandas as pd
+
+    steps = measured_steps(report)
+    parts = [shares(report, s) for s in steps] or [dict.fromkeys(
+        ("work", "optimizer", "wait", "communication", "hidden"), NAN)]  # fmt: skip
+    typical = {name: median(p[name] for p in parts) for name in parts[0]}
+    comm = typical["communication"]
+    sent = traffic(report)["bytes"].sum() / report.plan.world_size
+    rows = [
+        ("step time", step_time(report) * 1e3, "ms"),
+        ("forward and backward", typical["work"] * 1e3, "ms"),
+        ("optimizer", typical["optimizer"] * 1e3, "ms"),
+        ("waiting", typical["wait"] * 1e3, "ms"),
+        ("communication in flight", comm * 1e3, "ms"),
+        ("of it hidden behind compute", 100 * typical["hidden"] / comm if comm > 0 else 0.0, "%"),
+        ("sent per rank and step", sent / 1e6, "MB"),
+    ]
+    if report.losses:
+        rows += [("loss, first step", report.losses[0], "nats")]
+        rows += [("loss, last step", report.losses[-1], "nats")]
+    frame = pd.DataFrame({"quantity": [r[0] for r in rows], "value": [r[1] for r in rows],
+                          "unit": [r[2] for r in rows]})  # fmt: skip
+    return frame.round({"value": 4}).set_index("quantity")

@@ -1,0 +1,148 @@
+"""The GPT that every plan trains, written for one device; it knows nothing of ranks.
+
+Pre-LayerNorm blocks, learned positions, a GELU MLP four times as wide, as GPT-2 and Megatron-LM have
+them. A model is a list of parts, ``embedding``, ``blocks.0`` ... and ``head``, addressed by their global
+index, so that any paradigm can hold a slice of it.
+
+[Note: initial weights] Every parameter is drawn from a generator of its own, seeded by the run's seed and
+the parameter's name. So a rank that holds a part of the model, or a part of a tensor, can draw exactly what
+the one-device model has there, without drawing the rest.
+
+Shapes: B samples, s tokens, h hidden, a heads, d = h/a, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paralab.spec import ModelSpec
+
+
+class Embedding(nn.Module):
+    """Token plus position embedding."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.token = nn.Embedding(spec.vocab, spec.hidden)
+        self.position = nn.Embedding(spec.seq_len, spec.hidden)
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.token(tokens) + self.position(positions))  # (B, s, h)
+
+
+class Attention(nn.Module):
+    """Causal self-attention. "explicit" writes the (s, s) scores, which the papers' memory formulas count."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.heads, self.kind, self.p = spec.heads, spec.attention, spec.dropout
+        self.qkv = nn.Linear(spec.hidden, 3 * spec.hidden)
+        self.proj = nn.Linear(spec.hidden, spec.hidden)
+        hidden_future = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool).triu(1)
+        self.register_buffer("hidden_future", hidden_future, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, s, h = x.shape
+        q, k, v = self.qkv(x).view(batch, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, a, s, d)
+        p = self.p if self.training else 0.0
+        if self.kind == "sdpa":
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        else:
+            scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)  # (B, a, s, s)
+            scores = scores.masked_fill(self.hidden_future[:s, :s], float("-inf"))
+            mixed = F.dropout(F.softmax(scores, dim=-1), p) @ v  # (B, a, s, d)
+        return F.dropout(self.proj(mixed.transpose(1, 2).reshape(batch, s, h)), p)
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.up = nn.Linear(spec.hidden, 4 * spec.hidden)
+        self.down = nn.Linear(4 * spec.hidden, spec.hidden)
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(spec.hidden)
+        self.attention = Attention(spec)
+        self.norm2 = nn.LayerNorm(spec.hidden)
+        self.mlp = MLP(spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # (B, s, h)
+
+
+class Head(nn.Module):
+    """Last norm, logits and loss. Tied: the token embedding's weight is passed in at the call."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(spec.hidden)
+        if not spec.tied:
+            self.output = nn.Linear(spec.hidden, spec.vocab, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor, tied_weight: Tensor | None = None) -> Tensor:
+        weight = self.output.weight if tied_weight is None else tied_weight
+        logits = F.linear(self.norm(x), weight)  # (B, s, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # mean over B*s tokens
+
+
+class GPT(nn.Module):
+    """The whole model on one device.
+
+    ``GPT(spec, seed=0)(tokens, targets)`` returns the mean cross-entropy per token, a scalar; both arguments
+    are (B, s) int64. Parameter names and shapes are ``spec.parameter_shapes()``.
+    """
+
+    def __init__(self, spec: ModelSpec, *, seed: int = 0) -> None:
+        super().__init__()
+        self.tied = spec.tied
+        with torch.device("meta"):  # no memory and no draw of torch's own initial weights
+            self.embedding = Embedding(spec)
+            self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+            self.head = Head(spec)
+        self.to_empty(device="cpu")
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.hidden_future.copy_(torch.ones_like(module.hidden_future).triu(1))
+        for name, parameter in self.named_parameters():
+            initialize(parameter, name=name, spec=spec, seed=seed)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, targets, self.embedding.token.weight if self.tied else None)
+
+
+@torch.no_grad()
+def initialize(parameter: Tensor, *, name: str, spec: ModelSpec, seed: int) -> None:
+    """Fill ``parameter`` in place with what the model called ``name`` starts from.
+
+    GPT-2's rule: normal with deviation 0.02, the two projections into the residual stream divided by
+    sqrt(2 l); biases 0, norm weights 1. See [Note: initial weights].
+    """
+    if name.endswith("bias"):
+        parameter.zero_()
+    elif "norm" in name:
+        parameter.fill_(1.0)
+    else:
+        deviation = 0.02
+        if name.endswith(("proj.weight", "down.weight")):
+            deviation /= math.sqrt(2 * spec.layers)
+        # 32 bits: all that torch's CPU generator takes of a seed
+        own = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, deviation, generator=own))

@@ -1,0 +1,1 @@
+"""Instruments: what a rank writes down while it trains, and what this machine measures."""

@@ -1,0 +1,223 @@
+"""What this machine really does: the numbers behind `Cluster.local()`, measured once and cached.
+
+Two short measurements in ranks of their own (about 5 seconds together; the caller never imports
+torch):
+
+    device  forward, backward and optimizer of small GPTs on one rank with one thread. Their thread
+            CPU seconds are fitted to flops / F + bytes / B + kernels * o, the model of
+            theory/formulas.py
+    links   every collective between min(4, cores) ranks, 1 KB to 8 MB, fitted to alpha + wire bytes
+            / bandwidth. A call's time runs from its last member's launch to its end, as the event
+            engine counts it
+
+How well both fit is kept with them (`calibration()["accuracy"]`), and so is every measured point, for
+the alpha-beta picture. theory/fit.py has the fit, measure.py what runs in the ranks.
+
+The alpha-beta model is Hockney's (1994, "The communication challenge for MPP"). Its alpha here is
+the price of gloo's threads and sockets on loopback, not of a wire; more ranks than were calibrated
+pay more of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from paralab.observe.measure import OPS, measure_device, measure_links
+from paralab.spec import Cluster
+from paralab.theory.fit import fit_device, fit_link
+from paralab.theory.traffic import wire_bytes
+
+FORMAT = 1  # of the cache file; files of another format are measured again
+VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
+
+# Measurements of this process whose cache folder cannot be written, by path: without them every
+# prediction would measure again.
+_unwritten: dict[Path, dict[str, Any]] = {}
+
+
+def local_cluster(*, refresh: bool = False) -> Cluster:
+    """This machine as a Cluster named "local": measured on the first call, then read from a cache.
+
+    refresh  measure again and replace the cache
+
+    Every rank counts as a device of its own with one core's speed; ``cores`` says how many there
+    really are, ``memory`` is the machine's (or its container's) and is shared by all.
+    """
+    return Cluster.from_dict(calibration(refresh=refresh)["cluster"])
+
+
+def calibration(*, refresh: bool = False) -> dict[str, Any]:
+    """Everything measured: {"cluster", "points", "accuracy", "seconds", "made"}, plain JSON values.
+
+    accuracy   {"device" or an operation: {"median", "worst"}}, relative errors of the fit at its
+               own points
+    """
+    path = cache_path()
+    known = None if refresh else (_unwritten.get(path) or _read(path))
+    if known is None:
+        known = _measure()
+        if _write(path, known):
+            _unwritten.pop(path, None)
+        else:
+            _unwritten[path] = known
+    return known
+
+
+def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any]]]:
+    """The measured points: {"links": rows, "device": rows}, each with its seconds and the fit's.
+
+    links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
+    device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
+    """
+    return calibration(refresh=refresh)["points"]
+
+
+# ---- the cache --------------------------------------------------------------------------------
+def cache_path() -> Path:
+    """The cache file: one per processor, core count, and version of torch and paralab."""
+    base = os.environ.get("PARALAB_CACHE_DIR")
+    if base:
+        folder = Path(base)
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paralab"
+    return folder / f"cluster-{fingerprint()}.json"
+
+
+def fingerprint() -> str:
+    """What a calibration depends on, as 12 hexadecimal digits."""
+    import paralab
+
+    facts = [FORMAT, _processor(), _cores(), _version("torch"), getattr(paralab, "__version__", "")]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("model name", "hardware")):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int:
+    """Memory of the machine, or of the container it runs in if that is less."""
+    limits = [2**34]
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # else 16 GiB is a guess
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(limits)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The cache, or None if there is none or it is damaged: then it is measured again."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["format"] != FORMAT:
+            return None
+        Cluster.from_dict(known["cluster"])
+        rows = (
+            known["points"]["links"],
+            known["points"]["device"],
+            known["accuracy"]["device"]["median"],
+        )
+        return known if all(row is not None for row in rows) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write(path: Path, known: dict[str, Any]) -> bool:
+    """All or nothing: two notebooks may calibrate at once. Whether it could be written."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(known, file)
+        os.replace(temporary, path)
+        return True
+    except OSError:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        return False
+
+
+# ---- measuring --------------------------------------------------------------------------------
+def _measure() -> dict[str, Any]:
+    from paralab.launch import launch_program
+
+    began, cores = time.perf_counter(), _cores()
+    ranks = max(2, min(4, cores))
+    device = launch_program(measure_device, 1, (), device="cpu")[0]
+    links = _from_last_launch(launch_program(measure_links, ranks, (), device="cpu"))
+    (flops, bandwidth, overhead), device_accuracy = fit_device(device)
+    collectives, accuracy = {}, {"device": device_accuracy}
+    for op in OPS:
+        collectives[op], accuracy[op] = fit_link([row for row in links if row["op"] == op])
+    cluster = Cluster(
+        name="local",
+        devices_per_node=VIRTUAL_DEVICES,
+        flops=flops,
+        memory_bandwidth=bandwidth,
+        op_overhead=overhead,
+        memory=_memory_bytes(),
+        intra=collectives["send"],
+        collectives=collectives,
+        cores=cores,
+    )
+    return {
+        "format": FORMAT,
+        "cluster": cluster.to_dict(),
+        "points": {"links": links, "device": device},
+        "accuracy": accuracy,
+        "seconds": time.perf_counter() - began,
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _from_last_launch(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row per operation and size: last end - last launch.
+
+    The lower quartile over repetitions: on a wall clock, other work can only add.
+    """
+    rows = []
+    for same in zip(*ranks, strict=True):
+        op, n, payload = same[0]["op"], same[0]["ranks"], same[0]["payload_bytes"]
+        members = same[:2] if op == "send" else same
+        seconds = sorted(
+            max(end for _, end in marks) - max(launched for launched, _ in marks)
+            for marks in zip(*(row["marks"] for row in members), strict=True)
+        )
+        rows.append({
+            "op": op, "ranks": n, "payload_bytes": payload,
+            "wire_bytes": max(wire_bytes(op, payload, n, index) for index in range(n)),
+            "seconds": seconds[len(seconds) // 4],
+        })  # fmt: skip
+    return rows

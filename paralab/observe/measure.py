@@ -1,0 +1,142 @@
+"""The calibration's measurements, as they run inside ranks: small GPTs, and every collective.
+
+[Note: rounds] Everything is measured in rounds over all shapes and sizes, not one after the other:
+a second in which the machine was busy with something else then spoils a few repetitions of all, not
+all repetitions of a few.
+
+Called by paralab/observe/calibrate.py, which turns the seconds into a Cluster. Torch is imported
+inside the functions: the caller of a calibration reads the shapes and sizes without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+from paralab.spec import ModelSpec
+from paralab.theory.formulas import backward_parts, forward_parts, optimizer_work, total
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+SIZES = tuple(2**k for k in (10, 13, 16, 18, 20, 21, 22, 23))  # payload bytes
+# (layers, hidden, heads, seq_len, samples): thin and wide, short and long, one sample and several
+SHAPES = (
+    (2, 64, 2, 64, 1),
+    (2, 64, 2, 128, 8),
+    (2, 128, 4, 64, 2),
+    (2, 128, 4, 128, 4),
+    (2, 192, 6, 64, 4),
+    (2, 256, 8, 64, 1),
+    (2, 256, 8, 128, 2),
+    (1, 384, 12, 64, 4),
+)
+
+
+def measure_device(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]:
+    """In a rank: median thread CPU seconds of forward, backward and optimizer of every shape.
+
+    budget  seconds in all; at least five rounds. See [Note: rounds]
+    """
+    import torch
+
+    from paralab.model import GPT
+
+    specs = [
+        ModelSpec(layers=layers, hidden=hidden, heads=heads, seq_len=seq_len)
+        for layers, hidden, heads, seq_len, _ in SHAPES
+    ]
+    models = [GPT(spec) for spec in specs]
+    optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in models]
+    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+
+    def train(number: int) -> None:
+        spec, samples = specs[number], SHAPES[number][-1]
+        tokens = torch.zeros(samples, spec.seq_len, dtype=torch.int64)
+        marks = [time.thread_time()]
+        loss = models[number](tokens, tokens)
+        marks.append(time.thread_time())
+        loss.backward()
+        marks.append(time.thread_time())
+        optimizers[number].step()
+        optimizers[number].zero_grad(set_to_none=True)
+        marks.append(time.thread_time())
+        for i, what in enumerate(("forward", "backward", "optimizer")):
+            seconds[number, what].append(marks[i + 1] - marks[i])
+
+    deadline, rounds = time.perf_counter() + budget, 0
+    while rounds < 7 or time.perf_counter() < deadline:
+        for number in range(len(SHAPES)):
+            train(number)
+            train(number)  # the second finds its weights in the cache, as a training loop does
+        rounds += 1
+    points = []
+    for number, (spec, (*_, samples)) in enumerate(zip(specs, SHAPES, strict=True)):
+        works = {
+            "forward": total(forward_parts(spec, samples).values()),
+            "backward": total(w for w, _ in backward_parts(spec, samples, accumulate=False)),
+            "optimizer": optimizer_work(spec, optimizer="adamw"),
+        }
+        for what, work in works.items():
+            points.append({
+                "layers": spec.layers, "hidden": spec.hidden, "heads": spec.heads,
+                "seq_len": spec.seq_len, "samples": samples, "what": what, "flops": work.flops,
+                "bytes": work.bytes, "kernels": work.kernels,
+                "seconds": median(seconds[number, what][4:][1::2]),
+            })  # fmt: skip
+    return points
+
+
+def measure_links(context: Any, *, rounds: int = 11) -> list[dict[str, Any]]:
+    """In a rank: launch and end of every repetition of every collective and size, on this rank's
+    clock.
+
+    rounds  repetitions of each; the first two warm up. See [Note: rounds]
+    """
+    import torch
+
+    from paralab.comm import Group
+    from paralab.observe.recorder import Recorder
+
+    recorder = Recorder(rank=context.rank, world_size=context.world_size)
+    group = Group(range(context.world_size), axis="dp", context=context, recorder=recorder)
+    largest = torch.zeros(SIZES[-1] // 4)
+    rows = [
+        {
+            "op": op,
+            "ranks": group.size,
+            "payload_bytes": size - size % (4 * group.size),
+            "marks": [],
+        }
+        for op in OPS
+        for size in SIZES
+    ]
+    for _ in range(rounds):
+        for row in rows:
+            tensor = largest[: row["payload_bytes"] // 4]
+            part = torch.zeros(tensor.numel() // group.size)
+            group.barrier(phase="setup")
+            launched = time.perf_counter()
+            _call(group, row["op"], tensor, part)
+            row["marks"].append((launched, time.perf_counter()))
+    for row in rows:
+        row["marks"] = row["marks"][2:]
+    return rows
+
+
+def _call(group: Any, op: str, tensor: Any, part: Any) -> None:
+    """One collective of ``tensor``, finished."""
+    if op == "all_reduce":
+        group.all_reduce(tensor, phase="setup").wait()
+    elif op == "all_gather":
+        group.all_gather(tensor, part, phase="setup").wait()
+    elif op == "reduce_scatter":
+        group.reduce_scatter(part, tensor, phase="setup").wait()
+    elif op == "all_to_all":
+        group.all_to_all(tensor.new_empty(tensor.shape), tensor, phase="setup").wait()
+    elif op == "broadcast":
+        group.broadcast(tensor, root=0, phase="setup").wait()
+    elif group.index == 0:
+        group.send(tensor, to=1, phase="setup").wait()
+    elif group.index == 1:
+        group.recv(tensor, source=0, phase="setup").wait()

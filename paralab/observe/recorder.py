@@ -1,0 +1,226 @@
+"""What a rank writes down while it trains: spans of time and rows of traffic.
+
+Always on and nearly free: entering or leaving a span reads two clocks and appends one tuple; on a GPU it
+records one CUDA event, and nothing waits for the device until the step is over. The columns are the public
+contract (CONVENTIONS: lanes, clocks); times are seconds of ``time.perf_counter``, which on one machine all
+processes share.
+
+The compute lane is flat: one thing happens at a time. Entering a span inside another (a wait inside a
+forward, say) ends the outer one's current part and starts a new part of it afterwards. Launching a collective
+also cuts, because what comes after the launch does not precede the collective: so a replay knows how much of
+the backward was left to hide it.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+SPAN_COLUMNS = ("id", "rank", "step", "lane", "kind", "stage", "chunk", "microbatch",
+                "start", "end", "cost", "after")  # fmt: skip
+COLLECTIVE_COLUMNS = ("call", "rank", "step", "op", "axis", "ranks", "peer", "level", "phase",
+                      "payload_bytes", "wire_bytes", "start", "end", "span")  # fmt: skip
+MEMORY_COLUMNS = ("rank", "step", "time", "tier", "category", "bytes")
+STEP_COLUMNS = ("rank", "step", "start", "end")
+
+
+class Recorder:
+    """The notebook of one rank.
+
+    rank, world_size  make span ids unique over ranks: local number * world_size + rank
+    device            "cpu" reads thread CPU time as a span's cost, "cuda:i" device time from events
+    """
+
+    def __init__(self, *, rank: int, world_size: int, device: str = "cpu") -> None:
+        self.rank, self.world_size = rank, world_size
+        self.clock = _CudaClock(device) if device.startswith("cuda") else _CpuClock()
+        self.step = 0
+        self._count = 0
+        self._open: list[tuple] = []  # stack of (kind, microbatch, stage, chunk, after)
+        self._began: Any = None  # marks of the current part of the innermost open span
+        self._last = -1  # id of the last part closed on the compute lane
+        self._spans: list[tuple] = []
+        self._calls: list[tuple] = []
+        self._comm_ends: dict[int, Any] = {}
+        self._steps: list[tuple] = []
+
+    # ---- compute lane -------------------------------------------------------------------------
+    def enter(
+        self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0, after: tuple = ()
+    ) -> None:
+        """Begin a span on the compute lane; `leave` ends it."""
+        now = self.clock.mark()
+        if self._open:
+            self._close(now)
+        self._open.append((kind, microbatch, stage, chunk, after))
+        self._began = now
+
+    def leave(self) -> int:
+        """End the innermost span. Returns the id of its last part."""
+        now = self.clock.mark()
+        closed = self._close(now)
+        self._open.pop()
+        if self._open:
+            self._began = now
+        return closed
+
+    def cut(self) -> tuple[int, ...]:
+        """End the current part and go on with a new one. Returns ``after`` for what starts here."""
+        if self._open:
+            now = self.clock.mark()
+            self._close(now)
+            self._began = now
+        return (self._last,) if self._last >= 0 else ()
+
+    def span(self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0) -> _Span:
+        """``with recorder.span("forward", microbatch=k): ...``"""
+        return _Span(self, (kind, microbatch, stage, chunk))
+
+    def _close(self, now: Any) -> int:
+        self._last = self._new_id()
+        kind, microbatch, stage, chunk, after = self._open[-1]
+        self._spans.append((self._last, self.step, "compute", kind, stage, chunk, microbatch,
+                            self._began, now, after))  # fmt: skip
+        return self._last
+
+    def _new_id(self) -> int:
+        self._count += 1
+        return (self._count - 1) * self.world_size + self.rank
+
+    # ---- other lanes --------------------------------------------------------------------------
+    def launch(self, lane: str, after: tuple, start: Any) -> int:
+        """Write down that a collective was launched; `completed` says later when it ended."""
+        span = self._new_id()
+        self._spans.append((span, self.step, lane, "comm", 0, 0, -1, start, None, after))
+        return span
+
+    def completed(self, span: int, end: Any) -> None:
+        """May be called from another thread: it stores one value."""
+        self._comm_ends[span] = end
+
+    def settled(self, span: int) -> None:
+        """The wait for ``span`` is over; its end is now, unless its own signal said more exactly when."""
+        if span not in self._comm_ends:
+            self._comm_ends[span] = self.clock.host()
+
+    def copied(self, lane: str, start: Any, end: Any, after: tuple) -> int:
+        """Write down a finished copy between tiers, lane "h2d", "d2h" or "disk"."""
+        span = self._new_id()
+        self._spans.append((span, self.step, lane, "copy", 0, 0, -1, start, end, after))
+        return span
+
+    def call(self, row: tuple) -> None:
+        """One row of the traffic ledger: call, op, axis, ranks, peer, level, phase, payload, wire, span."""
+        self._calls.append((self.step, *row))
+
+    # ---- steps and export -----------------------------------------------------------------------
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        self._steps.append((step, self.clock.mark()))
+
+    def end_step(self) -> None:
+        """Close the step. Call after the step's scalars were read, when the device has nothing left to do."""
+        step, start = self._steps.pop()
+        self._steps.append((step, start, self.clock.mark()))
+
+    def tables(self) -> dict[str, dict[str, list]]:
+        """Everything written down, as columns; CUDA events become seconds here."""
+        clock, spans, where = self.clock, [], {}
+        for span, step, lane, kind, stage, chunk, microbatch, start, end, after in self._spans:
+            end = self._comm_ends.get(span, start) if end is None else end
+            began, ended = clock.seconds(start), clock.seconds(end)
+            idle = kind in ("wait", "comm")
+            cost = 0.0 if idle else clock.cost(start, end)
+            where[span] = (began, ended)
+            spans.append((span, self.rank, step, lane, kind, stage, chunk, microbatch,
+                          began, ended, cost, list(after)))  # fmt: skip
+        calls = []
+        for step, call, op, axis, ranks, peer, level, phase, payload, wire, span in self._calls:
+            calls.append((call, self.rank, step, op, axis, list(ranks), peer, level, phase,
+                          payload, wire, *where[span], span))  # fmt: skip
+        steps = [(self.rank, step, clock.seconds(a), clock.seconds(b)) for step, a, b in self._steps]
+        return {
+            "spans": _columns(SPAN_COLUMNS, spans),
+            "collectives": _columns(COLLECTIVE_COLUMNS, calls),
+            "memory": _columns(MEMORY_COLUMNS, []),  # no ledger runs beside this recorder
+            "steps": _columns(STEP_COLUMNS, steps),
+        }
+
+
+def _columns(names: tuple[str, ...], rows: list[tuple]) -> dict[str, list]:
+    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+
+
+class _Span:
+    __slots__ = ("recorder", "what")
+
+    def __init__(self, recorder: Recorder, what: tuple) -> None:
+        self.recorder, self.what = recorder, what
+
+    def __enter__(self) -> None:
+        self.recorder.enter(*self.what)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.recorder.leave()
+
+
+class _CpuClock:
+    """A mark is (wall seconds, this thread's CPU seconds).
+
+    The thread's CPU time leaves out what other ranks did on the same core: it is what the span would take
+    on a core of its own.
+    """
+
+    def mark(self) -> tuple[float, float]:
+        return time.perf_counter(), time.thread_time()
+
+    def host(self) -> tuple[float, float]:
+        """A mark for what happens beside this thread: wall time only. Safe in any thread."""
+        return time.perf_counter(), 0.0
+
+    def seconds(self, mark: tuple[float, float]) -> float:
+        return mark[0]
+
+    def cost(self, start: tuple[float, float], end: tuple[float, float]) -> float:
+        return end[1] - start[1]
+
+
+class _CudaClock:
+    """A mark is a CUDA event on the current stream; its time is known once the device has passed it.
+
+    One event is tied to the wall clock at birth, so device times land on the ranks' common clock.
+    """
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._cuda, self.device = torch.cuda, torch.device(device)
+        self._base = self._event()
+        self._base.synchronize()
+        self._base_wall = time.perf_counter()
+
+    def _event(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self.device))
+        return event
+
+    def mark(self) -> Any:
+        return self._event()
+
+    def host(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, mark: Any) -> float:
+        if isinstance(mark, float):  # a host time: gloo on a shared GPU ends on the host
+            return mark
+        mark.synchronize()
+        return self._base_wall + self._base.elapsed_time(mark) / 1e3
+
+    def cost(self, start: Any, end: Any) -> float:
+        return self.seconds(end) - self.seconds(start)

@@ -1,0 +1,1 @@
+"""The textbook: one paradigm, one file. Start with data_parallel.py."""

@@ -1,0 +1,35 @@
+"""What a launch can end with; `paralab.launch` and `pl` show these names."""
+
+from __future__ import annotations
+
+
+class RankError(RuntimeError):
+    """A rank failed. ``rank``: which one; ``traceback``: its own traceback, as text."""
+
+    def __init__(self, message: str, *, rank: int = -1, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.traceback = rank, traceback
+
+
+class RankTimeout(RankError):
+    """No rank gave a sign of life. ``waiting``: {rank: where it stands}."""
+
+    def __init__(self, message: str, *, waiting: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.waiting = waiting or {}
+
+
+class OutOfMemory(RuntimeError):
+    """An allocation failed. ``rank``: where; ``table``: what holds the memory, by category."""
+
+    def __init__(
+        self, message: str, *, rank: int = -1, table: str = "", traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.table, self.traceback = rank, table, traceback
+
+    def explain(self, table: str) -> None:
+        """Add the category table to the message, if the error does not carry one yet."""
+        if not self.table:
+            self.table = table
+            self.args = (f"{self}\n\n{table}",)

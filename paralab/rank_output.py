@@ -1,0 +1,71 @@
+"""What ranks print: whole lines, tagged by rank, bounded.
+
+A rank's file descriptors 1 and 2 are one pipe, so lines of C++ libraries arrive as well. A rank
+that prints without end is shown by its first and last half megabyte, and the gap is stated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+
+KEEP_BYTES = 500_000  # of the beginning, and as much of the end
+
+
+class RankOutput:
+    """The output of one rank. ``live``: lines are shown as they come, not at the end."""
+
+    def __init__(self, rank: int, *, live: bool) -> None:
+        self._tag, self._live = f"[rank {rank}] ", live
+        self._partial = b""
+        self._head: list[str] = []
+        self._head_left = KEEP_BYTES
+        self._tail: deque[str] = deque()
+        self._tail_bytes = 0
+        self._dropped = 0
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > KEEP_BYTES:
+            lines.append(self._partial)
+            self._partial = b""
+        for line in lines:
+            self._add(line)
+        if self._live:
+            self._show_head()
+
+    def finish(self) -> None:
+        """Show all that has not been shown."""
+        if self._partial:
+            self._add(self._partial)
+            self._partial = b""
+        self._show_head()
+        if self._dropped:
+            show(f"{self._tag}... {self._dropped} bytes left out ...\n")
+        show("".join(self._tail))
+        self._tail.clear()
+
+    def _add(self, raw: bytes) -> None:
+        # A progress bar overwrites its line; what it ended with is what one would have seen.
+        text = raw.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace")
+        line = f"{self._tag}{text}\n"
+        if self._head_left > 0:
+            self._head_left -= len(line)
+            self._head.append(line)
+            return
+        self._tail.append(line)
+        self._tail_bytes += len(line)
+        while self._tail_bytes > KEEP_BYTES and len(self._tail) > 1:
+            gone = len(self._tail.popleft())
+            self._tail_bytes -= gone
+            self._dropped += gone
+
+    def _show_head(self) -> None:
+        show("".join(self._head))
+        self._head.clear()
+
+
+def show(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()

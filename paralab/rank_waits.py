@@ -1,0 +1,159 @@
+"""Who waits for whom: from what ranks noted and where their threads stand, one sentence.
+
+Two sources. A rank that communicates through paralab notes each call before it blocks. A rank that
+calls torch.distributed itself cannot; but faulthandler writes the Python stack of a process that is
+stuck in C++ just as well, and the stack names the collective and the user's own line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
+_NOTE = re.compile(r"^(?:in )?(?P<call>\w+(?: #\w+)?)")
+_NOTE_RANKS = re.compile(r"\branks ([0-9][0-9, \-]*)")
+_TO_ONE = ("send", "recv", "isend", "irecv")
+_NOTE_PEER = re.compile(r"\b(?:from|to|with) rank (\d+)")
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        name = "" if self.function == "<module>" else f" in {self.function}"
+        source = linecache.getline(self.file, self.line).strip()
+        return f"line {self.line} of {show_file(self.file)}{name}" + (f": {source}" * bool(source))
+
+    @property
+    def own(self) -> bool:
+        """Whether the user wrote it: not paralab, not a library, not Python."""
+        installed = "/site-packages/" in self.file or "/dist-packages/" in self.file
+        return not installed and not self.file.startswith((_HERE, "<frozen", *_STDLIB))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one rank stood when nothing moved any more.
+
+    call    the collective it is blocked in, "all_reduce #17", or "" if it computes
+    with_   the ranks that take part in that call, as far as known
+    """
+
+    rank: int
+    text: str
+    call: str = ""
+    with_: tuple[int, ...] = ()
+    finished: bool = False
+
+
+def show_file(file: str) -> str:
+    """A file as the user knows it: "Cell In[3]" for a notebook cell, else its name."""
+    if "IPython" in sys.modules:
+        shell = sys.modules["IPython"].get_ipython()
+        label = shell and shell.compile.format_code_name(file)
+        if label:
+            return " ".join(label)
+    return os.path.basename(file)
+
+
+def show_cells(traceback: str) -> str:
+    """A traceback in which notebook cells are named as IPython names them."""
+
+    def cell(match: re.Match) -> str:
+        name = show_file(match[1])
+        return f"{name}, line" if name.startswith("Cell ") else match[0]
+
+    return re.sub(r'File "([^"\n]+)", line', cell, traceback)
+
+
+def main_stack(dump: str, main_thread: int) -> list[Frame]:
+    """The main thread's frames in a faulthandler dump, innermost first."""
+    starts = list(_THREAD.finditer(dump))
+    for begin, end in zip(starts, [*starts[1:], None], strict=True):
+        if int(begin[1], 16) == main_thread:
+            section = dump[begin.start() : end.start() if end else None]
+            found = _FRAME.findall(section)
+            return [Frame(file, int(line), name) for file, line, name in found if line.isdigit()]
+    return []
+
+
+def standing(rank: int, world_size: int, note: str, stack: Sequence[Frame]) -> Standing:
+    """Read one rank's note and stack."""
+    call, with_ = "", tuple(range(world_size))
+    ours = [f for f in stack if f.file.startswith(_HERE) and "rank_process" not in f.file]
+    own = [f for f in stack if f.own]
+    place = str((own or ours or list(stack))[0]) if stack else ""
+    if note:
+        match = _NOTE.match(note)
+        call = match["call"] if match else note
+        if named := _NOTE_RANKS.search(note):
+            with_ = tuple(_parse_ranks(named[1]))
+        if peer := _NOTE_PEER.search(note):
+            with_ = (rank, int(peer[1]))
+        text = note if note.startswith("in ") else f"in {note}"
+        return Standing(rank, text + (f", {place}" if own else ""), call, with_)
+    if not stack:
+        return Standing(rank, "does not answer: stopped, or stuck inside the operating system")
+    # The outermost is what the user called: all_gather_object is itself built from all_gather.
+    c10d = "torch/distributed/distributed_c10d.py"
+    public = [frame.function for frame in stack if frame.file.endswith(c10d)]
+    if public:
+        call = public[-1]
+        if call.startswith(_TO_ONE):  # a stack does not tell which one
+            with_ = ()
+    elif own and re.search(r"\.wait\(", linecache.getline(own[0].file, own[0].line)):
+        call = "wait()"
+    return Standing(rank, f"in {call}, {place}" if call else place, call, with_)
+
+
+def sentence(standings: Sequence[Standing]) -> str:
+    """ "ranks 0, 1, 3 wait in all_reduce for rank 2": each group that waits, and for whom."""
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    in_call = {s.rank: s.call for s in standings}
+    finished = {s.rank for s in standings if s.finished}
+    for s in standings:
+        if s.call:
+            missing = tuple(r for r in s.with_ if r != s.rank and in_call.get(r) != s.call)
+            groups.setdefault((s.call, missing), []).append(s.rank)
+    said = []
+    for (call, missing), waiting in groups.items():
+        whom = ranks(missing) if missing else "one another; do their calls and sizes agree?"
+        if not missing and len(waiting) == 1:
+            whom = "its peer"
+        gone = [r for r in missing if r in finished]
+        returned = f" ({ranks(gone)} already returned)" if gone else ""
+        verb = "waits" if len(waiting) == 1 else "wait"
+        said.append(f"{ranks(waiting)} {verb} in {call} for {whom}{returned}")
+    busy = [s.rank for s in standings if not s.call and not s.finished]
+    if not said:
+        are = "is" if len(busy) == 1 else "are"
+        said.append(f"no rank waits for another, {ranks(busy)} {are} busy")
+    return "; ".join(said)
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """ "rank 2", "ranks 0, 1, 3", "ranks 0-7"."""
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 3 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"ranks {numbers[0]}-{numbers[-1]}"
+    return "ranks " + ", ".join(map(str, numbers))
+
+
+def _parse_ranks(text: str) -> list[int]:
+    found: list[int] = []
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        found.extend(range(int(first), int(last or first) + 1))
+    return found

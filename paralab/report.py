@@ -1,0 +1,223 @@
+"""Report: what a run, a replay or a prediction left behind. One type for all three.
+
+Everything that draws, compares or checks takes a Report and asks only ``clock`` where its times
+come from: "measured" (wall clock, ranks on devices of their own), "replayed" (measured compute
+costs on one virtual device per rank, with a stated link model) or "predicted". Costs nothing but
+memory: four tables, a list of losses, and the weights if they were asked for. Torch is not
+imported here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paralab import metrics, tables
+from paralab.spec import Cluster, ModelSpec, Plan, choice, illegal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    import plotly.graph_objects as go
+
+CLOCKS = ("measured", "replayed", "predicted")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Report:
+    """Times are seconds from the start of step 0, sizes bytes. Step 0 is warm-up.
+
+    clock        "measured" | "replayed" | "predicted"
+    model, plan  what was trained and how it was split; ``cluster`` on what, where that was stated
+    spans        id, rank, step, lane, kind, stage, chunk, microbatch, start, end, cost, after.
+                 lane: compute, comm:<axis>, h2d, d2h, disk. kind: forward, backward, weight_grad,
+                 optimizer, wait, comm, copy. cost: thread CPU (or device) seconds. after: ids of
+                 the spans waited for. microbatch -1 where it has no meaning
+    collectives  call, rank, step, op, axis, ranks, peer, level, phase, payload_bytes, wire_bytes,
+                 start, end, span. One row per rank and call; wire_bytes is what this rank sends;
+                 level the slowest link that the group crosses
+    memory       rank, step, time, tier, category, bytes
+    steps        rank, step, start, end
+    losses       one per step: mean over the global batch, nats per token
+    weights, gradients  {name in the single-device model: full NumPy array}, or None
+    meta         anything else worth knowing, as plain JSON values; "nodes" is each rank's node
+    """
+
+    clock: str
+    model: ModelSpec
+    plan: Plan
+    cluster: Cluster | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    losses: Sequence[float] = ()
+    spans: pd.DataFrame = None  # type: ignore[assignment]  # None is a table without rows
+    collectives: pd.DataFrame = None  # type: ignore[assignment]
+    memory: pd.DataFrame = None  # type: ignore[assignment]
+    steps: pd.DataFrame = None  # type: ignore[assignment]
+    weights: Mapping[str, np.ndarray] | None = None
+    gradients: Mapping[str, np.ndarray] | None = None
+
+    def __post_init__(self) -> None:
+        choice("clock", self.clock, CLOCKS)
+        for name, kind in (("model", ModelSpec), ("plan", Plan)):
+            if not isinstance(getattr(self, name), kind):
+                raise illegal(name, getattr(self, name), "not one", f"a pl.{kind.__name__}(...)")
+        if self.cluster is not None and not isinstance(self.cluster, Cluster):
+            raise illegal("cluster", self.cluster, "not one", "a pl.Cluster(...) or None")
+        object.__setattr__(self, "meta", plain(dict(self.meta), "meta"))
+        object.__setattr__(self, "losses", [float(loss) for loss in self.losses])
+        for name in tables.COLUMNS:
+            object.__setattr__(self, name, tables.frame(name, getattr(self, name)))
+        tables.check_relations({n: getattr(self, n) for n in tables.COLUMNS}, self.plan.world_size)
+
+    @classmethod
+    def from_parts(
+        cls, parts: Sequence[Mapping[str, Any]], *, model: ModelSpec, plan: Plan,
+        meta: Mapping[str, Any],
+    ) -> Report:  # fmt: skip
+        """One measured report from what every rank wrote, in any order, on one clock.
+
+        Each rank's times get its ``clock_offset`` added, then all are shifted so that the earliest
+        step 0 starts at 0. Raises ValueError if a rank is missing, is there twice, or if parts of
+        different runs meet.
+        """
+        from paralab.merge import merge
+
+        return cls(clock="measured", model=model, plan=plan, **merge(parts, plan=plan, meta=meta))
+
+    # ---- one number ---------------------------------------------------------------------------
+    @property
+    def world_size(self) -> int:
+        """Ranks of the plan."""
+        return self.plan.world_size
+
+    @cached_property
+    def step_time(self) -> float:
+        """Seconds: median over steps 1.. of the largest (end - start) over ranks."""
+        return metrics.step_time(self)
+
+    @cached_property
+    def bubble(self) -> float:
+        """Idle share of the pipeline part, 1 - sum(compute) / (p T); see ``metrics.bubble``."""
+        return metrics.bubble(self)
+
+    @property
+    def peak_memory(self) -> int | None:
+        """Bytes on the device at the worst sample of the worst rank; None if not sampled."""
+        return metrics.peak_memory(self)
+
+    # ---- tables -------------------------------------------------------------------------------
+    def summary(self) -> pd.DataFrame:
+        """Step time, compute, waiting, bytes per rank and step, loss: one small table."""
+        return metrics.summary(self)
+
+    def traffic(
+        self, by: str | Sequence[str] = "rank", *, bookkeeping: bool = False, warmup: bool = False
+    ) -> pd.DataFrame:
+        """Bytes per step by rank, op, axis, level, phase or edge; see ``metrics.traffic``."""
+        return metrics.traffic(self, by, bookkeeping=bookkeeping, warmup=warmup)
+
+    # ---- pictures and files -------------------------------------------------------------------
+    def timeline(self, *, step: int | None = None, ranks: Sequence[int] | None = None) -> go.Figure:
+        """Every span of one step, rank by rank; by default the step of median duration."""
+        from paralab.view.timeline import timeline
+
+        return timeline(self, step=step, ranks=ranks)
+
+    def traffic_chart(self) -> go.Figure:
+        """Bytes per step: rank by rank, and by axis and level."""
+        from paralab.view.traffic import traffic_chart
+
+        return traffic_chart(self)
+
+    def loss_chart(self) -> go.Figure:
+        """The loss over steps."""
+        from paralab.view.loss import loss_chart
+
+        return loss_chart(self)
+
+    def to_html(
+        self, path: str | os.PathLike[str], *, sections: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """One self-contained page. ``sections``: (title, HTML) pairs put after the summary."""
+        from paralab.view.page import to_html
+
+        to_html(self, path, sections=sections)
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> None:
+        """A trace that ui.perfetto.dev opens (Chrome trace-event JSON)."""
+        from paralab.view.perfetto import to_perfetto
+
+        to_perfetto(self, path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything as JSON, gzipped if ``path`` ends in .gz; ``pl.load`` reads it back."""
+        from paralab.storage import save
+
+        save(self, path)
+
+    def replay(self, cluster: Cluster) -> Report:
+        """The same run on one virtual device per rank of ``cluster``; this report stays as is."""
+        from paralab.theory.replay import replay
+
+        return replay(self, cluster)
+
+    def __repr__(self) -> str:
+        # No times: notebooks compare this line, and a run must give the same one twice.
+        plan = self.plan
+        degrees = [
+            f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp") if getattr(plan, axis) > 1
+        ]
+        calls = self.collectives[["axis", "ranks", "call"]].drop_duplicates()
+        counts = [(self.world_size, "rank"), (len(set(self.steps["step"])), "step"),
+                  (len(calls), "collective")]  # fmt: skip
+        said = ", ".join(f"{n} {name}{'s' * (n != 1)}" for n, name in counts)
+        return f"Report({self.clock}, {', '.join([f'dp={plan.dp}', *degrees])}, {said})"
+
+
+def plain(value: Any, where: str) -> Any:
+    """``value`` as JSON knows it: dict with text keys, list, text, number, yes/no, None.
+
+    Done when a report is made, so that what is saved and loaded again is equal. Raises ValueError
+    naming the place of a value that JSON has no form for.
+    """
+    if isinstance(value, Mapping):
+        return {str(k): plain(v, f"{where}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy scalar
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise illegal(where, value, f"{type(value).__name__} has no plain form",
+                  "text, numbers, yes/no, None, and lists and dicts of them")  # fmt: skip
+
+
+def load(path: str | os.PathLike[str]) -> Report:
+    """A saved report, or a folder of rank parts that torchrun's ranks wrote, merged on one clock.
+
+    Raises FileNotFoundError if there is none, ValueError naming the file, what is wrong with it and
+    what would do, if it is damaged, foreign or written by a newer version.
+    """
+    from paralab.storage import load_folder, load_report
+
+    path = Path(path)
+    return load_folder(path) if path.is_dir() else load_report(path)
+
+
+def save_part(
+    folder: str | os.PathLike[str], part: Mapping[str, Any], *, model: ModelSpec, plan: Plan,
+    meta: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Write what one rank of a torchrun job measured, for ``load(folder)`` to merge."""
+    from paralab.storage import save_part as write_part
+
+    write_part(folder, part, model=model, plan=plan, meta=meta)
+
+
+__all__ = ["CLOCKS", "Report", "load", "plain", "save_part"]

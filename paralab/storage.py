@@ -1,0 +1,252 @@
+"""Reports as files: JSON without pickle, sealed by a checksum, written whole or not at all.
+
+    {"format": "paralab report", "version": 1, "sha256": "...", "body": {...}}
+
+Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float; arrays
+are base64 of their little-endian bytes). A file that says something else than it did when written
+is refused: a clear error is worth more than a wrong number. A run over several machines leaves
+one part per rank in a folder, merged when it is loaded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paralab import tables
+from paralab.arrays import decode_arrays, encode_arrays, typed
+from paralab.report import Report, plain
+from paralab.spec import Cluster, ModelSpec, Plan
+
+VERSION = 1
+REPORT, PART = "paralab report", "paralab rank part"
+# What building from any JSON may raise: whatever a foreign writer put there, the reader of a file
+# meets one kind of error.
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+def save(report: Report, path: str | os.PathLike[str]) -> None:
+    body = {
+        "clock": report.clock,
+        "cluster": None if report.cluster is None else plain(report.cluster.to_dict(), "cluster"),
+        **_described(report.model, report.plan, report.meta),
+        "losses": _encode(report.losses),
+        "weights": encode_arrays(report.weights),
+        "gradients": encode_arrays(report.gradients),
+        "tables": {name: _columns(name, getattr(report, name)) for name in tables.COLUMNS},
+    }
+    write(Path(path), body, REPORT)
+
+
+def load_report(path: Path) -> Report:
+    return read(path, REPORT, _report)
+
+
+def save_part(
+    folder: str | os.PathLike[str], part: Mapping[str, Any], *, model: ModelSpec, plan: Plan,
+    meta: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Write one rank's part as ``folder``/rank-00003.json, making the folder if need be.
+
+    ``meta["run_id"]`` must be the same on all ranks of a run and another one for every run.
+    """
+    if not meta.get("run_id"):
+        raise ValueError(
+            "meta['run_id'] is missing; parts of different runs could not be told apart"
+        )
+    body = {
+        "rank": int(part["rank"]),
+        **_described(model, plan, meta),
+        "clock_offset": float(part["clock_offset"]),
+        "clock_uncertainty": float(part["clock_uncertainty"]),
+        "losses": _encode([list(map(float, step)) for step in part["losses"]]),
+        "weights": encode_arrays(part.get("weights")),
+        "gradients": encode_arrays(part.get("gradients")),
+        "tables": {name: _columns(name, part[name]) for name in tables.COLUMNS},
+    }
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write(Path(folder) / f"rank-{body['rank']:05d}.json", body, PART)
+
+
+def load_folder(folder: Path) -> Report:
+    """The parts of all ranks of one run, merged. Weights come from the part that has them."""
+    paths = sorted(folder.glob("rank-*.json"))
+    if not paths:
+        raise FileNotFoundError(
+            f"{folder}: holds no rank-00000.json, rank-00001.json, ...; "
+            "name the folder that the ranks wrote to, or a saved report"
+        )
+    parts = [read(path, PART, _part) for path in paths]
+    first = min(parts, key=lambda part: part["rank"])
+    try:
+        for path, part in zip(paths, parts, strict=True):
+            same_run = part["run_id"] == first["run_id"]
+            for name in ("model", "plan"):
+                if same_run and part[name] != first[name]:
+                    raise ValueError(f"{path.name} has another {name} than rank {first['rank']}")
+        return Report.from_parts(
+            parts, model=first["model"], plan=first["plan"], meta=first["meta"]
+        )
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+# ---- the envelope -------------------------------------------------------------------------------
+def write(path: Path, body: dict[str, Any], kind: str) -> None:
+    """Replace ``path`` in one move: a reader, or a crash, meets the old file or the new one."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+    sealed = {"format": kind, "version": VERSION, "sha256": seal(body), "body": body}
+    data = json.dumps(sealed, allow_nan=False).encode()
+    if path.name.endswith(".gz"):
+        data = gzip.compress(
+            data, compresslevel=6, mtime=0
+        )  # no date: the same report, the same file
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(scratch, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def seal(body: Mapping[str, Any]) -> str:
+    """Checksum of what a file says, whatever its spacing."""
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
+    """What ``build`` makes of the body in the file, or one error that says what is wrong."""
+    again = "save it again, or take another copy"
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path}: there is no such file; report.save({str(path)!r}) would write it"
+        ) from None
+    try:
+        if data[:2] == b"\x1f\x8b":  # by content, not by name: people rename files
+            data = gzip.decompress(data)
+        envelope = json.loads(data.decode(), parse_constant=_refuse_constant)
+    except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
+        raise ValueError(f"{path}: damaged or not a report ({error}); {again}") from None
+    if not isinstance(envelope, dict) or envelope.get("format") not in (REPORT, PART):
+        raise ValueError(f"{path}: not a paralab report; pl.load reads what report.save wrote")
+    if envelope["format"] != kind:
+        raise ValueError(f"{path}: is a {envelope['format']}, not a {kind}; "
+                         "pl.load takes a saved report or the folder of all parts")  # fmt: skip
+    version = envelope.get("version")
+    if type(version) is not int or version < 1:
+        raise ValueError(f"{path}: damaged (version {version!r} is none); {again}")
+    if version > VERSION:
+        raise ValueError(f"{path}: written by a newer paralab (format {version}, this one reads up "
+                         f"to {VERSION}); update paralab to read it")  # fmt: skip
+    body = envelope.get("body")
+    if not isinstance(body, dict):
+        raise ValueError(f"{path}: damaged (body is missing); {again}")
+    try:
+        if envelope.get("sha256") != seal(body):
+            raise ValueError("its checksum does not fit: it was changed after it was written")
+        return build(body)
+    except _MALFORMED as error:
+        raise ValueError(f"{path}: damaged ({error}); {again}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+# ---- the body -----------------------------------------------------------------------------------
+def _described(model: ModelSpec, plan: Plan, meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "model": plain(model.to_dict(), "model"),
+        "plan": plain(plan.to_dict(), "plan"),
+        "meta": _encode(plain(dict(meta), "meta")),
+    }
+
+
+def _report(body: dict[str, Any]) -> Report:
+    cluster = typed(body, "cluster", (dict, type(None)))
+    return Report(
+        clock=typed(body, "clock", str),
+        model=ModelSpec.from_dict(typed(body, "model", dict)),
+        plan=Plan.from_dict(typed(body, "plan", dict)),
+        cluster=None if cluster is None else Cluster.from_dict(cluster),
+        meta=_decode(typed(body, "meta", dict)),
+        losses=_numbers(_decode(typed(body, "losses", list)), "losses"),
+        weights=decode_arrays(body, "weights"),
+        gradients=decode_arrays(body, "gradients"),
+        **_tables(body),
+    )
+
+
+def _part(body: dict[str, Any]) -> dict[str, Any]:
+    meta = _decode(typed(body, "meta", dict))
+    losses = _decode(typed(body, "losses", list))
+    if not all(isinstance(step, list) for step in losses):
+        raise ValueError("losses are not a list per step")
+    offsets = [typed(body, name, (int, float)) for name in ("clock_offset", "clock_uncertainty")]
+    return {
+        "rank": typed(body, "rank", int),
+        "run_id": meta.get("run_id"),
+        "model": ModelSpec.from_dict(typed(body, "model", dict)),
+        "plan": Plan.from_dict(typed(body, "plan", dict)),
+        "meta": meta,
+        "clock_offset": float(offsets[0]),
+        "clock_uncertainty": float(offsets[1]),
+        "losses": [_numbers(step, "losses") for step in losses],
+        "weights": decode_arrays(body, "weights"),
+        "gradients": decode_arrays(body, "gradients"),
+        **_tables(body),
+    }
+
+
+def _tables(body: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    found = typed(body, "tables", dict)
+    return {name: tables.columns_of(name, typed(found, name, dict)) for name in tables.COLUMNS}
+
+
+def _columns(name: str, rows: Any) -> dict[str, list[Any]]:
+    """A table as lists for JSON, which writes tuples as lists."""
+    return tables.columns_of(name, rows)
+
+
+def _numbers(values: list[Any], name: str) -> list[float]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{name} holds {value!r}, which is not a number")
+    return [float(v) for v in values]
+
+
+def _encode(value: Any) -> Any:
+    """JSON has no NaN and no infinity; a diverged loss is one."""
+    if isinstance(value, dict):
+        return {k: _encode(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": repr(value)}
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(v) for v in value]
+    if isinstance(value, dict):
+        if list(value) == ["$float"]:
+            return float(typed(value, "$float", str))
+        return {k: _decode(v) for k, v in value.items()}
+    return value

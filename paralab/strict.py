@@ -1,0 +1,90 @@
+"""Strict order: what passes here cannot deadlock on NCCL.
+
+Gloo matches messages by tag and buffers what it sends, so a program with a wrong order may run on it. NCCL
+matches by order alone: the k-th call that two ranks make on each other has to fit, a batch is one call, and
+a send may stand still until its receive is there. In strict mode `Group` keeps to the harder rule whatever
+the backend: every exchange waits until its counterparts have arrived (so whatever order passes here has a
+run in which nothing is buffered), and the k-th calls must be each other's mirror image. Collectives are
+numbered per group and must agree on operation, bytes and element type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class OrderError(RuntimeError):
+    """Two ranks made calls that do not fit each other; on NCCL the program would hang."""
+
+
+class Strict:
+    """The order book of one group on one rank. context: the rank's context, with its store."""
+
+    def __init__(self, context: Any) -> None:
+        self.rank = context.rank
+        self.store = dist.PrefixStore("strict", context.store)
+        self._numbers: Counter[tuple] = Counter()
+
+    def collective(self, ranks: tuple[int, ...], op: str, payload: Tensor) -> None:
+        """Raise OrderError if another member's call with this number was something else.
+
+        Does not wait: each member writes its own call down first, so the last one to arrive sees them all.
+        """
+        mine = f"{op} of {payload.numel()} {payload.dtype}"
+        number = self._next(ranks)
+        keys = {r: f"{ranks}/{number}/{r}" for r in ranks}
+        self.store.set(keys[self.rank], mine)
+        for rank, key in keys.items():
+            if rank == self.rank or not self.store.check([key]):
+                continue
+            theirs = self.store.get(key).decode()
+            if theirs != mine:
+                raise OrderError(
+                    f"call #{number} of the group of ranks {ranks} is {mine} on rank {self.rank}, "
+                    f"but {theirs} on rank {rank}: every member has to make the same calls in the "
+                    "same order"
+                )
+
+    def rendezvous(self, ranks: tuple[int, ...], parts: Sequence[tuple[str, Tensor, int]]) -> None:
+        """Wait until each peer of this exchange stands at its own matching one; raise OrderError else."""
+        by_peer: dict[int, list[list]] = defaultdict(list)
+        for kind, tensor, peer in parts:
+            by_peer[peer].append([kind, tensor.numel(), str(tensor.dtype)])
+        numbers = {}
+        for peer, calls in by_peer.items():
+            pair = (min(self.rank, peer), max(self.rank, peer))
+            numbers[peer] = self._next((ranks, pair))
+            self.store.set(f"{ranks}/{pair}/{numbers[peer]}/{self.rank}", json.dumps(calls))
+        for peer, calls in by_peer.items():
+            pair = (min(self.rank, peer), max(self.rank, peer))
+            theirs = json.loads(self.store.get(f"{ranks}/{pair}/{numbers[peer]}/{peer}"))
+            if _mirror(theirs) != _in_order(calls):
+                raise OrderError(
+                    f"exchange #{numbers[peer]} between ranks {pair[0]} and {pair[1]}: rank "
+                    f"{self.rank} does {_words(calls)}, rank {peer} does {_words(theirs)}; each send "
+                    "needs its receive in the same exchange, with the same size and type"
+                )
+
+    def _next(self, key: tuple) -> int:
+        self._numbers[key] += 1
+        return self._numbers[key] - 1
+
+
+def _in_order(calls: list[list]) -> tuple[list, list]:
+    """(sends, receives), each in the order they were asked for; NCCL pairs them up in that order."""
+    return ([c[1:] for c in calls if c[0] == "send"], [c[1:] for c in calls if c[0] == "recv"])
+
+
+def _mirror(calls: list[list]) -> tuple[list, list]:
+    sends, receives = _in_order(calls)
+    return receives, sends
+
+
+def _words(calls: list[list]) -> str:
+    return " and ".join(f"{kind} of {numel} {dtype}" for kind, numel, dtype in calls)

@@ -1,0 +1,177 @@
+"""The four tables of a report: their columns, their types, and what must hold between rows.
+
+spans        one row per box of the timeline          (seconds)
+collectives  one row per rank and collective call     (bytes, seconds)
+memory       one row per sample, tier and category    (bytes, seconds)
+steps        one row per rank and optimizer step      (seconds)
+
+The meaning of every column is in the docstring of ``Report``. Columns and dtypes are the same
+whether the rows were measured, replayed, predicted, loaded from a file, or there are none: whole
+numbers are int64, times float64, text and tuples plain Python objects.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from paralab.theory.traffic import OPS, ROOTED
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COMPUTE_KINDS = (
+    "forward",
+    "backward",
+    "weight_grad",
+)  # what fills a pipeline; the rest is not its work
+KINDS = (*COMPUTE_KINDS, "optimizer", "wait", "comm", "copy")
+LEVELS = ("intra", "inter")
+TIERS = ("device", "host", "file")
+
+COLUMNS: dict[str, dict[str, type]] = {
+    "spans": {
+        "id": int, "rank": int, "step": int, "lane": str, "kind": str, "stage": int, "chunk": int,
+        "microbatch": int, "start": float, "end": float, "cost": float, "after": tuple,
+    },
+    "collectives": {
+        "call": int, "rank": int, "step": int, "op": str, "axis": str, "ranks": tuple, "peer": int,
+        "level": str, "phase": str, "payload_bytes": int, "wire_bytes": int, "start": float,
+        "end": float, "span": int,
+    },
+    "memory": {
+        "rank": int, "step": int, "time": float, "tier": str, "category": str, "bytes": int,
+    },
+    "steps": {"rank": int, "step": int, "start": float, "end": float},
+}  # fmt: skip
+TIMES = ("start", "end", "time")  # columns that a clock offset shifts
+
+_CHOICES = {
+    ("spans", "kind"): KINDS,
+    ("collectives", "op"): OPS,
+    ("collectives", "level"): LEVELS,
+    ("memory", "tier"): TIERS,
+}
+_NAMES = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    tuple: "a list of span ids or ranks",
+}
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool) or not -(2**63) <= (number := operator.index(value)) < 2**63:
+        raise TypeError
+    return number
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, (bool, str)) or not math.isfinite(number := float(value)):
+        raise TypeError
+    return number
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _tuple(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)):
+        raise TypeError
+    return tuple(_int(v) for v in value)
+
+
+_CONVERT = {int: _int, float: _float, str: _str, tuple: _tuple}
+_DTYPE = {int: "int64", float: "float64", str: "object", tuple: "object"}
+
+
+def columns_of(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[str, list[Any]]:
+    """Table ``name`` as plain lists, every value checked. None is a table without rows.
+
+    Raises ValueError naming the table, the column, the row and what would be legal.
+    """
+    kinds = COLUMNS[name]
+    if rows is None:
+        return {column: [] for column in kinds}
+    missing = [c for c in kinds if c not in rows]
+    unknown = [str(c) for c in rows if c not in kinds]
+    if missing or unknown:
+        said = [f"lacks {', '.join(missing)}"] * bool(missing)
+        said += [f"has unknown {', '.join(unknown)}"] * bool(unknown)
+        raise ValueError(f"table {name}: {' and '.join(said)}; legal columns: {', '.join(kinds)}")
+    lists = {}
+    for column, kind in kinds.items():
+        values = rows[column]
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, (list, tuple)):
+            raise ValueError(f"table {name}: column {column} is not a list")
+        lists[column] = _checked(name, column, kind, values)
+    if len({len(values) for values in lists.values()}) > 1:
+        lengths = ", ".join(f"{column} {len(values)}" for column, values in lists.items())
+        raise ValueError(f"table {name}: columns of unequal length: {lengths}")
+    return lists
+
+
+def _checked(name: str, column: str, kind: type, values: list[Any] | tuple[Any, ...]) -> list[Any]:
+    legal = _CHOICES.get((name, column))
+    convert, done = _CONVERT[kind], []
+    for row, value in enumerate(values):
+        try:
+            number = convert(value)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(
+                f"table {name}: row {row}, {column}={value!r} is not {_NAMES[kind]}"
+            ) from None
+        if legal and number not in legal:
+            raise ValueError(
+                f"table {name}: row {row}, {column}={value!r}; legal: {', '.join(legal)}"
+            )
+        done.append(number)
+    return done
+
+
+def frame(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> pd.DataFrame:
+    """Table ``name`` as a DataFrame with exactly the stated columns and dtypes."""
+    import pandas as pd
+
+    lists, kinds = columns_of(name, rows), COLUMNS[name]
+    series = {c: pd.Series(values, dtype=_DTYPE[kinds[c]]) for c, values in lists.items()}
+    return pd.DataFrame(series)
+
+
+def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None:
+    """What must hold between rows, or ValueError: unique ids, references that exist, time."""
+    for name, table in tables.items():
+        strange = sorted(set(table["rank"]) - set(range(world_size)))
+        if strange:
+            raise ValueError(f"table {name}: rank {strange[0]} in a report of {world_size} ranks")
+        if "end" in table and (backwards := table["end"] < table["start"]).any():
+            raise ValueError(f"table {name}: row {backwards.argmax()} ends before it starts")
+    spans, calls = tables["spans"], tables["collectives"]
+    ids = set(spans["id"].tolist())
+    if len(ids) < len(spans):
+        twice = spans["id"][spans["id"].duplicated()].iloc[0]
+        raise ValueError(f"table spans: id {twice} appears more than once")
+    for span, after in zip(spans["id"], spans["after"], strict=True):
+        if not ids.issuperset(after):
+            lost = next(a for a in after if a not in ids)
+            raise ValueError(f"table spans: span {span} waits for span {lost}, which is not there")
+    strange = set(calls["span"].tolist()) - ids - {-1}
+    if strange:
+        raise ValueError(f"table collectives: span {min(strange)} is not in the table of spans")
+    for row, (rank, ranks, op, peer) in enumerate(
+        zip(calls["rank"], calls["ranks"], calls["op"], calls["peer"], strict=True)
+    ):
+        if rank not in ranks:
+            raise ValueError(
+                f"table collectives: row {row}, rank {rank} is not of its group {ranks}"
+            )
+        if op in ROOTED and peer not in ranks:
+            raise ValueError(
+                f"table collectives: row {row}, root {peer} is not of its group {ranks}"
+            )

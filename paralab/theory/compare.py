@@ -1,0 +1,232 @@
+"""Predicted, replayed, measured: the same quantities three times, and a sentence on each gap.
+
+    predicted  the device model and the link model: what theory says
+    replayed   the run's own compute costs on one virtual device per rank, with the prediction's
+               links: what devices of their own would have shown
+    measured   the wall clock
+
+Bytes and calls are counted, so they agree exactly or something is wrong. Between predicted and
+replayed lies the error of the device model; between replayed and measured, what the ranks share:
+cores, caches, the machine's other work. Reading data and the Python between spans is in the
+measured step alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+import textwrap
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from paralab import metrics
+from paralab.spec import illegal
+from paralab.theory.gaps import notes_on
+from paralab.theory.traffic import BOOKKEEPING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from paralab.report import Report
+
+COLUMNS = ("predicted", "replayed", "measured")
+COUNTED = {"bytes sent per rank": "B", "collective calls": "calls"}
+TIMED = ("forward", "backward", "optimizer", "communication", "exposed communication", "step time")
+NAN = float("nan")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Comparison:
+    """What `compare` returns; prints as a table with its sentences.
+
+    table   DataFrame, one row per quantity and step: columns predicted, replayed, measured
+            (seconds, bytes or calls; NaN where there is no such report) and unit
+    notes   {quantity: what the gap means}
+    expect, replayed, measured   the reports that were compared; measured is None if only a replay
+                                 was given
+    """
+
+    expect: Report
+    replayed: Report
+    measured: Report | None
+    table: pd.DataFrame
+    notes: dict[str, str] = field(default_factory=dict)
+    bytes_agree: bool
+
+    def __repr__(self) -> str:
+        # No times: notebooks compare this line, and a run must give the same one twice.
+        columns = " | ".join(c for c in COLUMNS if c != "measured" or self.measured is not None)
+        verdict = "agree" if self.bytes_agree else "DIFFER"
+        return f"Comparison({_shape(self.expect)}: {columns}, bytes {verdict})"
+
+    def __str__(self) -> str:
+        rows = [("per step", *COLUMNS)]
+        for name, row in self.table.iterrows():
+            rows.append((str(name), *(_shown(row[c], row["unit"]) for c in COLUMNS)))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = []
+        for name, *cells in rows:
+            right = (cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))
+            lines.append("   ".join([name.ljust(widths[0]), *right]))
+        lines.insert(1, "-" * len(lines[0]))
+        for name, note in self.notes.items():
+            lines += ["", *textwrap.wrap(f"{name}: {note}", 100, subsequent_indent="  ")]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{c}</th>" for c in ("per step", *COLUMNS, "what the gap means"))
+        number, text = 'style="text-align:right;white-space:nowrap"', 'style="text-align:left"'
+        body = []
+        for name, row in self.table.iterrows():
+            cells = "".join(f"<td {number}>{_shown(row[c], row['unit'])}</td>" for c in COLUMNS)
+            label, note = html.escape(str(name)), html.escape(self.notes.get(str(name), ""))
+            body.append(f"<tr><th {text}>{label}</th>{cells}<td {text}>{note}</td></tr>")
+        caption = html.escape(f"{_shape(self.expect)} on cluster {self.expect.cluster.name}")
+        return (
+            f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead>"
+            f"<tbody>{''.join(body)}</tbody></table>"
+        )
+
+
+def compare(expect: Report, report: Report) -> Comparison:
+    """Hold a prediction against a run of the same model and plan.
+
+    expect  what `pl.predict` returned;  report  what `pl.run` returned, or a replay of it. The
+            order does not
+    matter. The run is replayed with the links of the prediction's cluster, so that these two differ
+    in compute costs alone. Raises ValueError naming the first difference if the two are not about
+    the same thing.
+    """
+    expect, report = _in_order(expect, report)
+    _same_subject(expect, report)
+    measured = report if report.clock == "measured" else None
+    replayed = report.replay(expect.cluster) if measured is not None else report
+    columns = {
+        "predicted": _quantities(expect),
+        "replayed": _quantities(replayed),
+        "measured": _quantities(report) if measured is not None else {},
+    }
+    import pandas as pd
+
+    names = [*COUNTED, *TIMED]
+    data: dict[str, Any] = {c: [columns[c].get(name, NAN) for name in names] for c in COLUMNS}
+    data["unit"] = [COUNTED.get(name, "s") for name in names]
+    table = pd.DataFrame(data, index=pd.Index(names, name="quantity"))
+    difference = _first_traffic_difference(expect, report)
+    return Comparison(
+        expect=expect,
+        replayed=replayed,
+        measured=measured,
+        table=table,
+        notes=notes_on(table, expect, report, difference),
+        bytes_agree=not difference,
+    )
+
+
+def _in_order(a: Any, b: Any) -> tuple[Report, Report]:
+    from paralab.report import Report
+
+    for name, value in (("expect", a), ("report", b)):
+        if not isinstance(value, Report):
+            raise illegal(name, value, "not a report", "what pl.predict and pl.run return")
+    if a.clock != "predicted":
+        a, b = b, a
+    if a.clock != "predicted" or b.clock == "predicted":
+        clocks = " and ".join(sorted({a.clock, b.clock}))
+        raise ValueError(
+            f"clock: both reports are {clocks}; legal: one from pl.predict and one from pl.run"
+        )
+    return a, b
+
+
+def _same_subject(expect: Report, report: Report) -> None:
+    for name in ("model", "plan"):
+        ours, theirs = getattr(expect, name), getattr(report, name)
+        for f in dataclasses.fields(ours):
+            x, y = getattr(ours, f.name), getattr(theirs, f.name)
+            if x != y:
+                raise ValueError(
+                    f"{name}.{f.name}: {x!r} was predicted, {y!r} was run; predict what was run: "
+                    "pl.predict(report.model, report.plan)"
+                )
+    x, y = expect.meta.get("optimizer"), report.meta.get("optimizer")
+    if x and y and x != y:
+        raise ValueError(
+            f"optimizer: {x!r} was predicted, {y!r} was run; predict what was run: "
+            f"pl.predict(report.model, report.plan, optimizer={y!r})"
+        )
+
+
+# ---- quantities -------------------------------------------------------------------------------
+def _quantities(report: Report) -> dict[str, float]:
+    """Every row of the table for one report: mean over ranks, median over the steps that count."""
+    steps = metrics.measured_steps(report)
+    spans, calls = report.spans, report.collectives
+    calls = calls[~calls["phase"].isin(BOOKKEEPING) & calls["step"].isin(steps)]
+    shares = [metrics.shares(report, step) for step in steps]
+    seconds = (spans["end"] - spans["start"]).groupby([spans["step"], spans["kind"]]).sum()
+    ranks, count = report.world_size, max(len(steps), 1)
+
+    def spent(kind: str) -> float:
+        return median([float(seconds.get((s, kind), 0.0)) / ranks for s in steps] or [NAN])
+
+    def share(name: str) -> float:
+        return median([s[name] for s in shares] or [NAN])
+
+    return {
+        "bytes sent per rank": calls["wire_bytes"].sum() / ranks / count,
+        "collective calls": len(calls) / ranks / count,
+        "forward": spent("forward"),
+        "backward": spent("backward"),
+        "optimizer": spent("optimizer"),
+        "communication": share("communication"),
+        "exposed communication": share("wait"),
+        "step time": report.step_time,
+    }
+
+
+def _first_traffic_difference(expect: Report, report: Report) -> str:
+    """How the calls of a run differ from the predicted ones, rank by rank; empty if they do not."""
+    predicted, run = _traffic(expect), _traffic(report)
+    first = {rank: rows for (_, rank), rows in sorted(predicted.items(), reverse=True)}
+    for step in metrics.measured_steps(report):
+        for rank in range(report.world_size):
+            want, got = first.get(rank, Counter()), run.get((step, rank), Counter())
+            if want != got:
+                missing, extra = want - got, got - want
+                said = [f"{_call(c)} was predicted" for c in list(missing)[:1]]
+                said += [f"{_call(c)} was run" for c in list(extra)[:1]]
+                return f"step {step}, rank {rank}: {', '.join(said)}"
+    return ""
+
+
+def _traffic(report: Report) -> dict[tuple[int, int], Counter]:
+    found: dict[tuple[int, int], Counter] = {}
+    for row in report.collectives.to_dict("records"):
+        if row["phase"] not in BOOKKEEPING:
+            what = (row["op"], row["axis"], row["payload_bytes"], row["wire_bytes"])
+            found.setdefault((row["step"], row["rank"]), Counter())[what] += 1
+    return found
+
+
+def _call(what: tuple[str, str, int, int]) -> str:
+    op, axis, payload, wire = what
+    return f"an {op} of {payload:,} bytes on axis {axis} sending {wire:,}"
+
+
+# ---- text -------------------------------------------------------------------------------------
+def _shape(report: Report) -> str:
+    plan = report.plan
+    degrees = [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp") if getattr(plan, axis) > 1]
+    return ", ".join([f"dp={plan.dp}", *degrees, plan.grad_sync])
+
+
+def _shown(value: float, unit: str) -> str:
+    if math.isnan(value):
+        return "-"
+    if unit == "s":
+        return f"{value * 1e3:,.2f} ms"
+    return f"{value:,.0f} {unit}" if float(value).is_integer() else f"{value:,.1f} {unit}"

@@ -1,0 +1,64 @@
+"""From measured seconds to rates: the device's three terms, and a link's alpha and bandwidth.
+
+Non-negative least squares of the *relative* error, so that 1 KB and 8 MB, or a small and a large
+model, weigh alike. A coefficient that would come out negative is zero. With two or three unknowns
+the best subset of terms is found by trying all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+from paralab.spec import Link
+
+NEVER = 1e18  # a rate so high that its term vanishes: what a fitted coefficient of zero means
+
+
+def fit_device(points: list[dict[str, Any]]) -> tuple[tuple[float, float, float], dict[str, float]]:
+    """((FLOP/s, bytes/s, seconds per kernel), accuracy); adds "fitted" seconds to every point."""
+    terms = [(p["flops"], p["bytes"], p["kernels"]) for p in points]
+    per_flop, per_byte, per_kernel = non_negative_fit(terms, [p["seconds"] for p in points])
+    for point, (flops, moved, kernels) in zip(points, terms, strict=True):
+        point["fitted"] = flops * per_flop + moved * per_byte + kernels * per_kernel
+    rates = (1 / max(per_flop, 1 / NEVER), 1 / max(per_byte, 1 / NEVER), per_kernel)
+    return rates, _accuracy(points)
+
+
+def fit_link(points: list[dict[str, Any]]) -> tuple[Link, dict[str, float]]:
+    """(alpha and bandwidth, accuracy) of one operation; adds "fitted" seconds to every point."""
+    terms = [(1.0, float(p["wire_bytes"])) for p in points]
+    alpha, per_byte = non_negative_fit(terms, [p["seconds"] for p in points])
+    link = Link(alpha=alpha, bandwidth=1 / max(per_byte, 1 / NEVER))
+    for point in points:
+        point["fitted"] = link.seconds(point["wire_bytes"])
+    return link, _accuracy(points)
+
+
+def _accuracy(points: list[dict[str, Any]]) -> dict[str, float]:
+    errors = [abs(p["fitted"] / p["seconds"] - 1) for p in points]
+    return {"median": median(errors), "worst": max(errors)}
+
+
+def non_negative_fit(terms: list[tuple[float, ...]], seconds: list[float]) -> list[float]:
+    """Coefficients >= 0 that make sum(coefficient * term) / seconds nearest to 1, in least squares.
+
+    terms    one row per measurement;  seconds  its time, above 0
+    """
+    import numpy as np
+
+    wanted = np.asarray(seconds)
+    rows = np.asarray(terms, dtype=float) / wanted[:, None]
+    scale = rows.max(axis=0)
+    rows = rows / np.where(scale > 0, scale, 1.0)
+    best, found = math.inf, np.zeros(rows.shape[1])
+    for count in range(1, rows.shape[1] + 1):
+        for columns in map(list, combinations(range(rows.shape[1]), count)):
+            some = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
+            error = float(((rows[:, columns] @ some - 1) ** 2).sum())
+            if (some >= 0).all() and error < best:
+                best, found = error, np.zeros(rows.shape[1])
+                found[columns] = some
+    return [float(c) for c in found / np.where(scale > 0, scale, 1.0)]

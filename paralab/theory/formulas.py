@@ -1,0 +1,195 @@
+"""Work of one micro-batch, counted from the model: FLOPs, bytes that elementwise kernels move,
+kernels.
+
+A device is three numbers, and time is a sum of three terms:
+
+    seconds = flops / cluster.flops + bytes / cluster.memory_bandwidth + kernels *
+    cluster.op_overhead
+
+FLOPs are those of matrix products alone, 2 per multiply-add. Forward, b samples of s tokens, width
+h:
+
+    block   24 b s h^2 (1 + s/(6h))     8 b s h^2 in the attention's two projections, 16 in the MLP,
+                                        4 b s^2 h in the scores and in their product with the values
+    head    2 b s h V
+
+and backward is twice that (one product for the input's gradient, one for the weight's). PTD-P
+(Narayanan+ 2021, arXiv:2104.04473, appendix, and eq. 3 of the text, F = 96 B s l h^2 (1 + s/(6h) +
+V/(16 l h))) counts forward twice, because it recomputes activations. Nothing is recomputed here, so
+the same sum has 72 in place of 96, and V/(12 l h) in place of V/(16 l h): the head is not
+recomputed there either.
+
+Bytes count every tensor that a kernel other than a matrix product reads or writes, once each:
+norms, GELU, softmax and mask of the explicit s x s scores, residual sums, biases and their
+gradients, copies that a transposed view forces, the optimizer's passes. Kernels are what a call
+costs before it does any work: the calls of modules and tensor functions that paralab/model.py makes
+in forward, autograd's nodes in backward.
+
+On a CPU the tanh of GELU and the exp of softmax cost arithmetic too, not only bytes. `Work` adds it
+to the flops, at the rates in GELU_FLOPS and EXP_FLOPS (measured on one core, where leaving it out
+makes the optimizer look three times too slow); on a GPU it is 55/h of the whole, 1.4 % at h = 4096.
+The functions that are called ``*_flops`` leave it out.
+
+A sum of three terms knows nothing of how well a shape fits a cache: for half of 50 small models
+tried on a CPU core it was within 5 % of thread CPU time, for all within 17 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paralab.spec import Cluster, ModelSpec
+
+ITEM = 4  # bytes of an fp32 element
+GELU_FLOPS = (400, 600)  # per element, forward and backward (tanh form)
+EXP_FLOPS = 100  # per element of a softmax
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device is asked to do. Adds up, and multiplies by a count.
+
+    flops    of matrix products, and the arithmetic of GELU and softmax in the same unit
+    bytes    that other kernels read and write
+    kernels  calls
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    kernels: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops, self.bytes + other.bytes, self.kernels + other.kernels
+        )
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.flops * times, self.bytes * times, self.kernels * times)
+
+    __rmul__ = __mul__
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Time on one device of ``cluster``."""
+        return (
+            self.flops / cluster.flops
+            + self.bytes / cluster.memory_bandwidth
+            + self.kernels * cluster.op_overhead
+        )
+
+
+def total(works: object) -> Work:
+    """Sum of any iterable of Work."""
+    return sum(works, Work())  # type: ignore[call-overload]
+
+
+def block_flops(model: ModelSpec, batch: int) -> int:
+    """Forward FLOPs of one block on ``batch`` samples: 24 b s h^2 (1 + s/(6h))."""
+    s, h = model.seq_len, model.hidden
+    return 24 * batch * s * h * h + 4 * batch * s * s * h
+
+
+def head_flops(model: ModelSpec, batch: int) -> int:
+    """Forward FLOPs of the output projection: 2 b s h V."""
+    return 2 * batch * model.seq_len * model.hidden * model.vocab
+
+
+def forward_flops(model: ModelSpec, batch: int) -> int:
+    """Forward FLOPs of the whole model on ``batch`` samples; backward is twice as many."""
+    return model.layers * block_flops(model, batch) + head_flops(model, batch)
+
+
+def forward_parts(model: ModelSpec, batch: int) -> dict[str, Work]:
+    """Forward of one micro-batch, by the module prefix that the parameters carry, in order.
+
+    Keys: "embedding", "blocks.0" ..., "head".
+    """
+    x, scores = sizes(model, batch)
+    logits = x * model.vocab // model.hidden
+    embedding = Work(0, ITEM * 6 * x, 5)
+    # Norms 2x2, residual sums 2x3, GELU 2x4; a bias is written into the result (9x) before the
+    # product is added to it; explicit attention scales q (2), makes q, k, v and its result
+    # contiguous (4x2), and masks and normalizes the scores.
+    explicit = model.attention == "explicit"
+    elements = 36 * x + (10 * x + 4 * scores if explicit else 0)
+    kernels = 33 if explicit else 26
+    if model.dropout:
+        elements += 3 * (2 * x + (scores if explicit else 0))
+        kernels += 3 if explicit else 2
+    arithmetic = GELU_FLOPS[0] * 4 * x + EXP_FLOPS * scores
+    block = Work(block_flops(model, batch) + arithmetic, ITEM * elements, kernels)
+    head = Work(head_flops(model, batch) + EXP_FLOPS * logits, ITEM * (2 * x + 3 * logits), 6)
+    blocks = {f"blocks.{i}": block for i in range(model.layers)}
+    return {"embedding": embedding, **blocks, "head": head}
+
+
+def backward_parts(
+    model: ModelSpec, batch: int, *, accumulate: bool
+) -> list[tuple[Work, tuple[str, ...]]]:
+    """Backward of one micro-batch in the order it runs: (work, parameters whose gradient it
+    completes).
+
+    accumulate  whether gradients are added to those of an earlier micro-batch; the first one's are
+                kept as they come. The names at each entry are in the order in which they complete.
+                A tied embedding is complete at the very end, when both its uses have been
+                differentiated.
+    """
+    x, scores = sizes(model, batch)
+    logits = x * model.vocab // model.hidden
+    shapes = model.parameter_shapes()
+    explicit = model.attention == "explicit"
+    unit = 2 * batch * model.seq_len * model.hidden**2  # FLOPs of an h x h product
+    attended = 4 * batch * model.seq_len**2 * model.hidden
+    parts: list[tuple[Work, tuple[str, ...]]] = []
+
+    def part(flops: float, elements: float, kernels: float, *names: str) -> None:
+        added = 0.0
+        for name in names:
+            if accumulate:
+                size = 1
+                for length in shapes[name]:
+                    size *= length
+                added += 3 * size  # read the old, read the new, write the sum
+        # Handing a gradient over to its parameter is a call of its own.
+        parts.append((Work(flops, ITEM * (elements + added), kernels + len(names)), names))
+
+    head = () if model.tied else ("head.output.weight",)
+    part(2 * head_flops(model, batch), 4 * logits, 5, *head)
+    part(0, 5 * x, 2, "head.norm.bias", "head.norm.weight")
+    drop = 3 * x if model.dropout else 0
+    for i in reversed(range(model.layers)):
+        b = f"blocks.{i}."
+        part(8 * unit, x + drop, 3, b + "mlp.down.bias", b + "mlp.down.weight")
+        part(8 * unit + GELU_FLOPS[1] * 4 * x, 16 * x, 5, b + "mlp.up.bias", b + "mlp.up.weight")
+        part(0, 8 * x, 3, b + "norm2.bias", b + "norm2.weight")
+        part(2 * unit, x + drop, 3, b + "attention.proj.bias", b + "attention.proj.weight")
+        if explicit:  # four products, softmax, mask, scale, contiguous copies
+            mixed = Work(2 * attended, ITEM * (10 * x + (8 if model.dropout else 5) * scores), 14)
+        else:
+            mixed = Work(2 * attended, 0, 4)
+        qkv = mixed + Work(6 * unit, ITEM * 15 * x, 5)
+        part(qkv.flops, qkv.bytes / ITEM, qkv.kernels,
+             b + "attention.qkv.bias", b + "attention.qkv.weight")  # fmt: skip
+        part(0, 8 * x, 3, b + "norm1.bias", b + "norm1.weight")
+    part(0, 6 * x + 2 * model.vocab * model.hidden, 6,
+         "embedding.position.weight", "embedding.token.weight")  # fmt: skip
+    return parts
+
+
+def optimizer_work(model: ModelSpec, *, optimizer: str, zeroed: int = 0) -> Work:
+    """One fused optimizer step, and zeroing ``zeroed`` gradient buckets for the next one.
+
+    AdamW reads weight, gradient and two moments and writes all but the gradient: 7 Psi elements;
+    SGD 3 Psi.
+    """
+    psi = model.num_params
+    elements = (7 if optimizer == "adamw" else 3) * psi + (psi if zeroed else 0)
+    tensors = len(model.parameter_shapes())  # one call, but Python collects the tensors one by one
+    return Work(0, ITEM * elements, 5 + zeroed + (tensors if optimizer == "adamw" else tensors / 2))
+
+
+def sizes(model: ModelSpec, batch: int) -> tuple[int, int]:
+    """Elements of the residual stream, b s h, and of the explicit scores, a b s^2."""
+    return (
+        batch * model.seq_len * model.hidden,
+        batch * model.heads * model.seq_len**2,
+    )

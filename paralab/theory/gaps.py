@@ -1,0 +1,171 @@
+"""A sentence on every gap of a comparison, in a learner's words.
+
+Between predicted and replayed lies the error of the device model; between replayed and measured,
+what the ranks share. Which of the reasons applies is read off the numbers themselves: ranks against
+cores, CPU seconds against wall seconds, what lies outside every span.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import TYPE_CHECKING
+
+from paralab import metrics
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from paralab.report import Report
+
+NAN = float("nan")
+
+
+def notes_on(
+    table: pd.DataFrame, expect: Report, report: Report, difference: str
+) -> dict[str, str]:
+    """{quantity: sentence}. ``difference`` says how the bytes differ; empty if they do not."""
+    notes = {
+        "bytes sent per rank": difference or "bytes agree exactly, call by call and rank by rank."
+    }
+    if difference:
+        notes["bytes sent per rank"] += (
+            ". A run that moves other bytes than its plan says is a bug."
+        )
+    elif expect.world_size == 1:
+        notes["bytes sent per rank"] = "one rank has nobody to send to."
+    notes |= _device_gaps(table)
+    notes["forward"] += _sharing(expect, report, _contention(table))
+    if expect.world_size > 1:
+        notes["communication"] = _communication_gap(table.loc["communication"], expect)
+        notes["exposed communication"] = _exposed(table, expect)
+    notes["step time"] = _step_gap(table, expect, report)
+    return notes
+
+
+def _contention(table: pd.DataFrame) -> float:
+    """How many times longer the wall clock saw the ranks compute than their threads did."""
+    work = table.loc[["forward", "backward", "optimizer"]].sum()
+    missing = math.isnan(table.loc["forward", "measured"]) or work["replayed"] <= 0
+    return NAN if missing else work["measured"] / work["replayed"]
+
+
+def _device_gaps(table: pd.DataFrame) -> dict[str, str]:
+    """Prediction against replay, kind by kind; the reason is given once."""
+    notes, explained = {}, False
+    for name in ("forward", "backward", "optimizer"):
+        predicted, replayed = table.loc[name, "predicted"], table.loc[name, "replayed"]
+        if not (predicted > 0 and replayed > 0):
+            notes[name] = "nothing to compare."
+            continue
+        off = predicted / replayed - 1
+        if abs(off) <= 0.05:
+            notes[name] = "prediction and replay agree within 5 %."
+            continue
+        notes[name] = (
+            f"theory says {_percent(off)} {'more' if off > 0 else 'less'} than the threads used"
+        )
+        if explained:
+            notes[name] += "."
+        else:
+            notes[name] += ": its device is three rates, and knows nothing of caches and shapes."
+            explained = True
+    return notes
+
+
+def _cores(expect: Report, report: Report) -> int | None:
+    return report.meta.get("cores") or expect.cluster.cores
+
+
+def _sharing(expect: Report, report: Report, contention: float) -> str:
+    cores, ranks = _cores(expect, report), report.world_size
+    if math.isnan(contention) or contention < 1.1:
+        return ""
+    if cores and ranks > cores:
+        return f" The wall clock shows more because {_sharers(ranks, cores)}."
+    return " The wall clock shows more because the cores had other work too."
+
+
+def _sharers(ranks: int, cores: int) -> str:
+    return f"{ranks} ranks share {cores} core{'s' * (cores != 1)}"
+
+
+def _communication_gap(row: pd.Series, expect: Report) -> str:
+    said = (
+        "time with at least one collective in flight; predicted and replayed use the same links, "
+        f"those of cluster {expect.cluster.name!r}."
+    )
+    if row["measured"] > 1.1 * row["replayed"]:
+        said += (
+            f" The wall clock sees {row['measured'] / row['replayed']:.1f} times as much: there a "
+            "call is in flight from its launch, also while a member still computes or waits for a "
+            "core."
+        )
+    return said
+
+
+def _exposed(table: pd.DataFrame, expect: Report) -> str:
+    waited, flight = table.loc["exposed communication"], table.loc["communication"]
+    if not flight["replayed"] > 0:
+        return "nothing is in flight."
+    if expect.plan.grad_sync == "overlapped":
+        hidden = _percent(max(0.0, 1 - waited["replayed"] / flight["replayed"]))
+        said = f"on devices of their own backward hides {hidden} of it; the rest is waited for."
+    else:
+        form = expect.plan.grad_sync
+        said = f"{form} gradient sync starts after backward, so nothing hides it: every rank waits."
+    if waited["measured"] > 1.1 * waited["replayed"]:
+        said += " The measured wait holds waiting for slower ranks too, not only for bytes."
+    return said
+
+
+def _step_gap(table: pd.DataFrame, expect: Report, report: Report) -> str:
+    row = table.loc["step time"]
+    off = row["predicted"] / row["replayed"] - 1 if row["replayed"] > 0 else NAN
+    said = [f"theory is {_percent(off)} {'above' if off > 0 else 'below'} the replay."]
+    if abs(off) < 0.01:
+        said = ["theory and replay agree within 1 %."]
+    if not math.isnan(row["measured"]):
+        said.append(_pace(row["measured"] / row["replayed"], _cores(expect, report), report))
+        outside = _outside(report)
+        if outside > 0.01 * row["measured"]:
+            said.append(
+                f"{_percent(outside / row['measured'])} of the measured step lies outside every "
+                "span: reading data, Python between spans."
+            )
+    return " ".join(said)
+
+
+def _pace(ratio: float, cores: int | None, report: Report) -> str:
+    """Why the wall clock runs ``ratio`` times slower than the replay."""
+    ranks = report.world_size
+    slower = f"the wall clock runs {ratio:.1f} times slower than devices of their own would."
+    if ratio < 1.1:
+        return "The wall clock runs like devices of their own would."
+    if report.meta.get("device", "cpu") != "cpu":
+        return f"Python launches kernels one by one: {slower}"
+    if not cores or ranks <= cores:
+        return f"Every rank could have a core, but they had other work too: {slower}"
+    said = f"{_sharers(ranks, cores)}: {slower}"
+    if ratio > 1.25 * ranks / cores:
+        said += (
+            f" Sharing explains {ranks / cores:g} of it; the rest is other work on the machine, and "
+            "ranks that wait for one that has no core."
+        )
+    return said
+
+
+def _outside(report: Report) -> float:
+    """Seconds of a step without any span on the compute lane: mean over ranks, median over steps."""
+    lane = report.spans[report.spans["lane"] == "compute"]
+    rows = []
+    for step in metrics.measured_steps(report):
+        steps = report.steps[report.steps["step"] == step]
+        spans = lane[lane["step"] == step]
+        inside = (spans["end"] - spans["start"]).sum()
+        rows.append(((steps["end"] - steps["start"]).sum() - inside) / report.world_size)
+    return median(rows or [0.0])
+
+
+def _percent(share: float) -> str:
+    return f"{abs(share) * 100:.0f} %"

@@ -1,0 +1,127 @@
+"""Bytes a rank needs, by category, as formulas. fp32 throughout; the live ledger is the measured
+side.
+
+Model states, Psi parameters (ZeRO, Rajbhandari+ 2020, arXiv:1910.02054, sec. 3.1, has the same
+three lines for its 16-bit recipe of 2 + 2 + 12 bytes):
+
+    parameters  4 Psi
+    gradients   4 Psi           lying in the data-parallel buckets where there are any
+    optimizer   AdamW 8 Psi + 4 per tensor (two moments; each tensor's step count is a scalar of its
+                own) SGD 0
+    buffers     what padding adds to the gradient buckets
+
+Activations kept for backward by one block, in elements, as autograd keeps them in paralab/model.py:
+input of norm1, of qkv, of proj (with x = b s h each: 3x), q, k and v (3x), input of norm2 and of up
+(2x), input of GELU (4x), input of down (4x): 16 x; the softmax's result, a b s^2; two norms' mean
+and deviation, 4 b s. Korthikanti+ 2022 (arXiv:2205.05198, eq. 1) write s b h (34 + 5 a s/h) bytes:
+the same 16 tensors at 2 bytes each and 2 for two dropout masks; the softmax's result, its dropped
+copy and that mask. Fused attention keeps no scores: one number per row of them, and its own result.
+"""
+
+from __future__ import annotations
+
+from paralab.parallel.buckets import assign
+from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
+from paralab.theory.formulas import sizes
+
+OPTIMIZERS = ("adamw", "sgd")
+
+
+def gradient_buckets(model: ModelSpec, plan: Plan) -> list[tuple[tuple[int, ...], int]]:
+    """(indices of its parameters, bytes with padding) of every bucket, in the order they leave.
+
+    Empty where nothing is bucketed: one data-parallel rank, or grad_sync="naive".
+    """
+    if plan.dp == 1 or plan.grad_sync == "naive":
+        return []
+    item = BYTES_PER_ELEMENT[plan.precision]
+    counts = list(parameter_sizes(model).values())
+    buckets = assign(counts, bucket_bytes=plan.bucket_bytes, itemsize=item, multiple=plan.dp)
+    return [(bucket.params, bucket.numel * item) for bucket in buckets]
+
+
+def parameter_sizes(model: ModelSpec) -> dict[str, int]:
+    """Elements of every parameter, in order of registration."""
+    counts = {}
+    for name, shape in model.parameter_shapes().items():
+        counts[name] = 1
+        for length in shape:
+            counts[name] *= length
+    return counts
+
+
+def state_bytes(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> dict[str, int]:
+    """Bytes of the model states on one rank, by category. Raises ValueError on an unknown
+    optimizer.
+    """
+    if optimizer not in OPTIMIZERS:
+        legal = ", ".join(map(repr, OPTIMIZERS))
+        raise ValueError(f"optimizer={optimizer!r}: unknown optimizer; legal: {legal}")
+    item = BYTES_PER_ELEMENT[plan.precision]
+    psi = model.num_params * item
+    padded = sum(size for _, size in gradient_buckets(model, plan))
+    tensors = len(model.parameter_shapes())
+    return {
+        "parameters": psi,
+        "gradients": psi,
+        "optimizer": 2 * psi + 4 * tensors if optimizer == "adamw" else 0,
+        "buffers": padded - psi if padded else 0,
+    }
+
+
+def block_activation_bytes(model: ModelSpec, batch: int) -> int:
+    """Bytes that one block keeps for the backward of ``batch`` samples."""
+    x, scores = sizes(model, batch)
+    tokens = batch * model.seq_len
+    elements = 16 * x + 4 * tokens
+    masks = 0
+    if model.attention == "explicit":
+        elements += scores * (2 if model.dropout else 1)
+        masks += scores if model.dropout else 0
+    else:
+        elements += x + model.heads * tokens
+    if model.dropout:
+        masks += 2 * x
+    return 4 * elements + masks
+
+
+def activation_bytes(model: ModelSpec, batch: int) -> int:
+    """Bytes that the whole model keeps for the backward of one micro-batch of ``batch`` samples.
+
+    The head adds the input and the result of its norm (2x), mean and deviation, and the
+    log-probabilities (b s V); the embedding the token and position indices (8 bytes each), and 1
+    byte per element dropped.
+    """
+    x, _ = sizes(model, batch)
+    tokens = batch * model.seq_len
+    head = 4 * (2 * x + 2 * tokens + tokens * model.vocab)
+    embedding = 8 * (2 * tokens + model.seq_len) + (x if model.dropout else 0)
+    return model.layers * block_activation_bytes(model, batch) + head + embedding
+
+
+def moments(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> dict[str, dict[str, int]]:
+    """Bytes by category at the two moments of a step that can be its peak.
+
+    "forward": the last forward has ended, all its activations are kept; gradients exist if an
+    earlier micro-batch left them, or if they lie in buckets. "backward": the last backward has
+    ended. Workspace inside a kernel is not part of the formula.
+    """
+    states = state_bytes(model, plan, optimizer=optimizer)
+    kept = plan.microbatches > 1 or bool(gradient_buckets(model, plan))
+    forward = {
+        **states,
+        "gradients": states["gradients"] * kept,
+        "activations": activation_bytes(model, plan.microbatch_size),
+    }
+    return {"forward": forward, "backward": {**states, "activations": 0}}
+
+
+def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:
+    """The larger of the two moments as text, category by category: what `pl.OutOfMemory` shows."""
+    found = moments(model, plan, optimizer=optimizer)
+    moment = max(found, key=lambda name: sum(found[name].values()))
+    rows = [(name, size) for name, size in found[moment].items() if size]
+    rows.append(("in all", sum(size for _, size in rows)))
+    lines = [f"what one rank needs by the formulas, when {moment} has ended:"]
+    lines += [f"  {name:<12}{size / 2**20:>14,.1f} MiB" for name, size in rows]
+    return "\n".join(lines)

@@ -1,0 +1,86 @@
+"""Bytes on the wire: what every collective makes one rank send, and to whom.
+
+With n ranks in the group and a payload of S bytes (S = the full buffer, padding included):
+
+    all_reduce                      2 (n-1)/n S      ring: a reduce-scatter, then an all-gather
+    all_gather, reduce_scatter        (n-1)/n S      S = the gathered, or the full input, buffer
+    all_to_all                        (n-1)/n S
+    broadcast                         (n-1) S in all, down a binomial tree from the root
+    reduce                            S from every member but the root, straight to it
+    send                              S from the sender, 0 from the receiver
+
+The first three are the optima that Patarasuk and Yuan prove for large messages (2009, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations"). Bytes are whole: where n does not divide
+the total, the first members of the group send one byte more, so the group's total is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+RING = ("all_reduce", "all_gather")  # each member sends to its right neighbour only
+PAIRWISE = ("reduce_scatter", "all_to_all")  # each member sends a part to every other member
+ROOTED = ("broadcast", "reduce")
+POINT_TO_POINT = ("send", "recv")
+OPS = RING + PAIRWISE + ROOTED + POINT_TO_POINT
+
+# Rows of these phases are bookkeeping (a loss, a clock, a first handshake), not the algorithm's bytes.
+BOOKKEEPING = ("control", "setup")
+
+
+def _share(total: int, n: int, index: int) -> int:
+    """Part ``index`` of ``total`` whole bytes dealt over n members."""
+    return total // n + (index < total % n)
+
+
+def wire_bytes(op: str, payload: int, n: int, index: int = 0, root: int = 0) -> int:
+    """Bytes that member ``index`` of an n-member group sends for ``op`` on ``payload`` bytes.
+
+    index, root are positions in the group, not global ranks. Raises ValueError on an unknown op.
+    """
+    if op not in OPS:
+        raise ValueError(f"op={op!r}: unknown collective; legal: {', '.join(OPS)}")
+    if op == "send":
+        return payload
+    if op == "recv" or n == 1:
+        return 0
+    if op == "all_reduce":
+        return _share(2 * (n - 1) * payload, n, index)
+    if op in ("all_gather", *PAIRWISE):
+        return _share((n - 1) * payload, n, index)
+    if op == "reduce":
+        return payload * (index != root)
+    return payload * len(_tree_children(n, index, root))  # broadcast
+
+
+def _tree_children(n: int, index: int, root: int) -> list[int]:
+    """Whom ``index`` forwards a broadcast to. Round i: the first 2^i members (from the root) send on."""
+    position, children, reach = (index - root) % n, [], 1
+    while reach < n:
+        if position < reach and position + reach < n:
+            children.append((position + reach + root) % n)
+        reach *= 2
+    return children
+
+
+def edges(op: str, ranks: Sequence[int], rank: int, payload: int, peer: int = -1) -> dict[int, int]:
+    """The bytes of ``wire_bytes`` by receiving rank, for the rank x rank picture.
+
+    ranks   global ranks of the group, in group order; rank is one of them
+    peer    the other side of a send, or the root of a broadcast or reduce (a global rank)
+    """
+    n, index = len(ranks), list(ranks).index(rank)
+    if op == "recv" or n == 1:
+        return {}
+    if op == "send":
+        return {peer: payload}
+    root = list(ranks).index(peer) if op in ROOTED else 0
+    sent = wire_bytes(op, payload, n, index, root)
+    if op in RING:
+        return {ranks[(index + 1) % n]: sent}
+    if op in PAIRWISE:
+        others = [r for r in ranks if r != rank]
+        return {r: _share(sent, n - 1, i) for i, r in enumerate(others)}
+    if op == "reduce":
+        return {peer: sent} if sent else {}
+    return {ranks[child]: payload for child in _tree_children(n, index, root)}

@@ -1,0 +1,218 @@
+"""The rank program: training steps under a plan, each of them written down.
+
+Every rank runs `train`. The axes of the plan meet here and nowhere else. Scalars are read once, at the end of a step;
+nothing inside a step asks the device for a number.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paralab.comm import Group
+from paralab.data import Corpus
+from paralab.model import GPT
+from paralab.observe.clocks import measure_offset
+from paralab.observe.recorder import Recorder
+from paralab.parallel import data_parallel
+from paralab.spec import ModelSpec, Plan
+
+
+class GradientSignal:
+    """Says once per step and parameter that its gradient is complete: ``grad_ready(parameter)``.
+
+    Counts the micro-batches that added to each parameter, so that whoever listens (data parallelism, ZeRO) need not
+    know how backward is scheduled. Autograd's accumulate hooks come in here; a gradient that is computed outside
+    autograd calls `accumulated` itself.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *, microbatches: int, listener: Callable[[Tensor], None]
+    ) -> None:
+        self.parameters, self.microbatches, self.listener = list(parameters), microbatches, listener
+        self.reset()
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self.accumulated)
+
+    def reset(self) -> None:
+        self.seen = dict.fromkeys(self.parameters, 0)
+
+    def accumulated(self, parameter: Tensor) -> None:
+        self.seen[parameter] += 1
+        if self.seen[parameter] == self.microbatches:
+            self.listener(parameter)
+
+
+class Trainer:
+    """One rank's model, optimizer and gradient synchronisation, and the step they make together.
+
+    context   who this rank is: rank, world_size, nodes, device, backend, store, strict, note, progress
+    The other arguments are those of `pl.run`, checked.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        model: ModelSpec,
+        plan: Plan,
+        *,
+        optimizer: str = "adamw",
+        lr: float = 1e-3,
+        clip_norm: float | None = None,
+        data: str | None = None,
+        seed: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.context, self.model, self.plan, self.seed = context, model, plan, seed
+        self.clip_norm = clip_norm
+        self.recorder = recorder or Recorder(
+            rank=context.rank, world_size=context.world_size, device=context.device
+        )
+        self.group = Group(range(plan.dp), axis="dp", context=context, recorder=self.recorder)
+        self.corpus = Corpus(data)
+        self.gpt = GPT(model, seed=seed).to(context.device)
+        self.parameters = list(self.gpt.parameters())
+        self.sync = self.signal = None
+        if plan.dp > 1:
+            form = data_parallel.FORMS[plan.grad_sync]
+            self.sync = form(self.parameters, group=self.group, bucket_bytes=plan.bucket_bytes)
+            self.signal = GradientSignal(
+                self.parameters, microbatches=plan.microbatches, listener=self.sync.grad_ready
+            )
+        self.optimizer = make_optimizer(self.parameters, optimizer, lr)
+        self.gradients: dict[str, np.ndarray] | None = None
+
+    def step(self, step: int, *, keep_gradients: bool = False) -> list[float]:
+        """One optimizer update. Returns the losses of this rank's micro-batches."""
+        recorder, plan = self.recorder, self.plan
+        batches = load_batches(
+            self.corpus, self.model, plan, step=step, rank=self.group.index, seed=self.seed
+        )
+        recorder.begin_step(step)
+        losses = [self._microbatch(step, k, batch) for k, batch in enumerate(batches)]
+        if self.sync is not None:
+            self.sync.finish()
+        if keep_gradients:
+            self.gradients = {name: as_numpy(p.grad) for name, p in self.gpt.named_parameters()}
+        with recorder.span("optimizer"):
+            if self.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+            self.optimizer.step()
+            if self.sync is None:
+                self.optimizer.zero_grad(set_to_none=True)
+            else:
+                self.sync.reset()
+                self.signal.reset()
+        values = read_scalars(losses)
+        recorder.end_step()
+        return values
+
+    def _microbatch(self, step: int, k: int, batch: Tensor) -> Tensor:
+        """Forward and backward of this rank's micro-batch ``k``; gradients add up. Returns its loss."""
+        tokens, targets = to_device(batch, self.context.device)
+        if self.model.dropout:  # the mask depends on the sample, not on who computes it
+            number = self.group.index * self.plan.microbatches + k
+            torch.manual_seed(zlib.crc32(f"{self.seed} {step} {number}".encode()))
+        with self.recorder.span("forward", microbatch=k):
+            loss = self.gpt(tokens, targets)
+        with self.recorder.span("backward", microbatch=k):
+            (loss / self.plan.microbatches).backward()  # mean over this rank's micro-batches
+        return loss.detach()
+
+
+def train(
+    context: Any, model: ModelSpec, plan: Plan, *, steps: int, keep_state: bool, **settings: Any
+) -> dict[str, Any]:
+    """Train ``steps`` steps on this rank; returns the rank's part of the report, plain columns.
+
+    With ``keep_state`` rank 0 adds the weights after the last step and the last step's gradients (mean over the
+    global batch, before clipping) under the names of the single-device model.
+    """
+    trainer = Trainer(context, model, plan, **settings)
+    agree(trainer.group, what=f"{model} {plan} {steps} {sorted(settings.items())}", corpus=trainer.corpus)
+    several_nodes = len(set(context.nodes)) > 1
+    offset, uncertainty = measure_offset(trainer.group) if several_nodes else (0.0, 0.0)
+    keep_state = keep_state and context.rank == 0
+    losses = []
+    for step in range(steps):
+        losses.append(trainer.step(step, keep_gradients=keep_state and step == steps - 1))
+        context.progress(step + 1, steps)
+    weights = {name: as_numpy(p) for name, p in trainer.gpt.named_parameters()} if keep_state else None
+    return {
+        "rank": context.rank,
+        "clock_offset": offset,
+        "clock_uncertainty": uncertainty,
+        **trainer.recorder.tables(),
+        "losses": losses,
+        "weights": weights,
+        "gradients": trainer.gradients,
+        "meta": {"device": context.device, "backend": context.backend, "nodes": list(context.nodes),
+                 "torch": torch.__version__, "text_bytes": trainer.corpus.num_bytes},  # fmt: skip
+    }
+
+
+def make_optimizer(parameters: Sequence[Tensor], name: str, lr: float) -> torch.optim.Optimizer:
+    """AdamW with torch's defaults, or plain SGD: w <- w - lr g, the one that hides no wrong factor."""
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, fused=True)
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
+def load_batches(
+    corpus: Corpus, model: ModelSpec, plan: Plan, *, step: int, rank: int, seed: int
+) -> list[Tensor]:
+    """This rank's micro-batches of one step, (b, s + 1) bytes each; see data.py's [Note: same batches]."""
+    first = rank * plan.microbatches
+    texts = [
+        corpus.microbatch(step=step, index=first + k, size=plan.microbatch_size,
+                          global_batch=plan.global_batch, length=model.seq_len, seed=seed)
+        for k in range(plan.microbatches)
+    ]  # fmt: skip
+    return [
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).view(plan.microbatch_size, -1) for text in texts
+    ]
+
+
+def to_device(batch: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), both (b, s) int64: each byte's target is the byte after it."""
+    batch = batch.to(device, non_blocking=True).long()
+    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+def read_scalars(scalars: list[Tensor]) -> list[float]:
+    """The one place where numbers come back from the device, once per step."""
+    return torch.stack(scalars).double().tolist()
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().to("cpu", copy=True).numpy()
+
+
+def agree(group: Group, *, what: str, corpus: Corpus) -> None:
+    """Raise on every rank if the ranks were not started with the same model, plan, settings and text.
+
+    On several machines each is started by its own command line and reads its own files.
+    """
+    context = group.context
+    if group.size == 1:
+        return
+    facts = [zlib.crc32(what.encode()), int(corpus.fingerprint, 16) % 2**31]
+    mine = torch.tensor(facts, dtype=torch.int64, device=context.device)
+    everyone = mine.new_empty(2 * group.size)
+    group.all_gather(everyone, mine, phase="setup").wait()
+    for rank, theirs in enumerate(everyone.view(-1, 2).tolist()):
+        if theirs[0] != facts[0]:
+            raise ValueError(
+                f"rank {rank} was started with another model, plan or settings than rank "
+                f"{context.rank}; give every machine the same command line"
+            )
+        if theirs[1] != facts[1]:
+            raise ValueError(
+                f"rank {rank} reads another text than rank {context.rank} ({corpus.root}, "
+                f"{corpus.num_bytes} bytes); give every machine the same files with data="
+            )

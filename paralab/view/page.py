@@ -1,0 +1,229 @@
+"""A report as one HTML file that needs nothing else: no server, no network, no kit.
+
+plotly's JavaScript (4.8 MB) is inside, and a content security policy in the page forbids the
+browser to ask any host for anything. Light or dark follows the reader's system. Everything that
+came from outside the kit (names, paths, notes) is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paralab.view import theme
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from paralab.report import Report
+
+POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+          "img-src data: blob:; font-src data:")  # fmt: skip
+
+STYLE = """
+:root { color-scheme: light dark; --page: #f6f8fa; --card: #fff; --ink: #24292f; --faint: #57606a;
+  --line: #e5e8eb; --mark: #0072b2; --low: #f4f6f8; --high: #4a5a6a; }
+@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --card: #161b22; --ink: #e6edf3;
+  --faint: #9aa4ae; --line: #30363d; --mark: #56b4e9; --low: #21262d; --high: #c9d1d9; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); line-height: 1.5;
+  font: 16px/1.5 Inter, "Open Sans", "Segoe UI", Helvetica, Arial, sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 32px 20px 48px; }
+h1 { font-size: 28px; margin: 0; letter-spacing: -0.01em; }
+h2 { font-size: 19px; margin: 0 0 12px; }
+h3 { font-size: 15px; margin: 0 0 6px; }
+.lead { color: var(--faint); margin: 4px 0 20px; }
+.lead code { color: var(--ink); }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  padding: 20px; margin: 0 0 20px; overflow-x: auto; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px;
+  margin: 0 0 20px; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  padding: 14px 18px; }
+.card b { display: block; font-size: 25px; font-variant-numeric: tabular-nums; line-height: 1.25; }
+.card span { color: var(--faint); font-size: 14px; }
+.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 24px; }
+table { border-collapse: collapse; font-size: 14px; width: 100%; }
+table.narrow { max-width: 520px; }
+th, td { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line);
+  font-weight: 400; vertical-align: top; overflow-wrap: anywhere; }
+th { color: var(--faint); white-space: nowrap; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; font-size: 0.92em; }
+footer { color: var(--faint); font-size: 14px; }
+"""
+
+# Figures are made light. On a dark page ink, lines and background change; what a colour means does
+# not.
+SCRIPT = """
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const pick = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+function look(layout) {
+  const made = structuredClone(layout), base = made.template.layout;
+  made.paper_bgcolor = made.plot_bgcolor = "rgba(0,0,0,0)";
+  base.font.color = pick("--ink");
+  made.title.font.color = pick("--ink");
+  made.title.subtitle.font.color = pick("--faint");
+  for (const axis of ["xaxis", "yaxis"]) {
+    base[axis].gridcolor = base[axis].linecolor = pick("--line");
+  }
+  for (const shape of made.shapes || []) shape.line.color = pick("--ink");
+  for (const note of made.annotations || []) note.font = {...note.font, color: pick("--ink")};
+  return made;
+}
+function marks(data) {
+  return structuredClone(data).map(trace => {
+    if (trace.type === "heatmap") trace.colorscale = [[0, pick("--low")], [1, pick("--high")]];
+    if (trace.type === "bar") trace.marker.line = {width: 0.5, color: pick("--card")};
+    if (trace.type === "scatter") trace.line.color = pick("--mark");
+    return trace;
+  });
+}
+function draw() {
+  for (const [id, figure] of Object.entries(FIGURES)) {
+    const config = {responsive: true, displayModeBar: false};
+    Plotly.react(id, marks(figure.data), look(figure.layout), config);
+  }
+}
+dark.addEventListener("change", draw);
+draw();
+"""
+
+
+def to_html(
+    report: Report, path: str | os.PathLike[str], *, sections: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Write the page. ``sections``: (title, HTML) pairs, shown after the numbers.
+
+    Titles are escaped; the HTML of a section is trusted as it is, so escape what you put into it.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+    path.write_text(page(report, sections=sections), encoding="utf-8")
+
+
+def page(report: Report, *, sections: Sequence[tuple[str, str]] = ()) -> str:
+    """The page as text."""
+    from plotly.offline import get_plotlyjs
+
+    figures: dict[str, go.Figure] = {}
+    if len(report.steps):
+        figures["timeline"] = report.timeline()
+    figures["traffic"] = report.traffic_chart()
+    if report.losses:
+        figures["loss"] = report.loss_chart()
+    title = f"paralab: {theme.plan_name(report.plan)}"
+    drawn = "\n".join(
+        f'<section><div id="{name}" style="height:{fig.layout.height}px"></div></section>'
+        for name, fig in figures.items()
+    )
+    extra = "\n".join(
+        f"<section><h2>{html.escape(head)}</h2>\n{body}</section>" for head, body in sections
+    )
+    data = {name: json.loads(fig.to_json()) for name, fig in figures.items()}
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<link rel="icon" href="data:,">
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+<h1>{html.escape(title)}</h1>
+<p class="lead"><code>{html.escape(repr(report))}</code><br>
+Times are on the <b>{report.clock}</b> clock: {html.escape(theme.CLOCK_MEANS[report.clock])}.</p>
+{_cards(report)}
+{extra}
+{drawn}
+<section><h2>The numbers</h2>
+{_summary(report)}</section>
+<section><h2>What was run</h2>
+<div class="columns">
+{_described(report)}
+</div></section>
+<footer>Drag over a figure to zoom in, double-click to come back, point at a box for its
+numbers. Step 0 is warm-up and left out of times and bytes. 1 MB = 10<sup>6</sup> bytes.</footer>
+</main>
+<script>{get_plotlyjs()}</script>
+<script>const FIGURES = {_for_script(data)};{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _for_script(value: Any) -> str:
+    """JSON that no text inside it can break out of a script element."""
+    dumped = json.dumps(value)  # ASCII only, so U+2028 and its like are escaped too
+    for sign in "<>&":
+        dumped = dumped.replace(sign, f"\\u{ord(sign):04x}")
+    return dumped
+
+
+def _cards(report: Report) -> str:
+    """The three or four numbers one looks for first."""
+    numbers = report.summary()["value"]
+    cards = [
+        (f"{numbers['step time']:.1f} ms", "per step"),
+        (f"{numbers['sent per rank and step']:.3f} MB", "sent per rank and step"),
+    ]
+    if numbers["communication in flight"] > 0:
+        cards.append((f"{numbers['of it hidden behind compute']:.0f} %", "of communication hidden"))
+    if report.losses:
+        cards.append(
+            (f"{report.losses[0]:.3f} → {report.losses[-1]:.3f}", "loss, first to last step")
+        )
+    shown = "".join(
+        f'<div class="card"><b>{html.escape(value if "nan" not in value else "–")}</b>'
+        f"<span>{html.escape(name)}</span></div>"
+        for value, name in cards
+    )
+    return f'<div class="cards">{shown}</div>'
+
+
+def _summary(report: Report) -> str:
+    rows = [(name, row["value"], row["unit"]) for name, row in report.summary().iterrows()]
+    cells = "".join(
+        f'<tr><th scope="row">{html.escape(name)}</th>'
+        f'<td class="number">{f"{value:.3f}" if math.isfinite(value) else "–"}</td>'
+        f"<td>{html.escape(unit)}</td></tr>"
+        for name, value, unit in rows
+    )
+    return f'<table class="narrow">{cells}</table>'
+
+
+def _described(report: Report) -> str:
+    model = {**report.model.to_dict(), "parameters Ψ": f"{report.model.num_params:,}"}
+    plan = {f.name: getattr(report.plan, f.name) for f in fields(report.plan)
+            if f.name in ("dp", "microbatches", "microbatch_size", "grad_sync", "precision")
+            or getattr(report.plan, f.name) != f.default}  # fmt: skip
+    plan["samples per step"] = report.plan.global_batch
+    groups: list[tuple[str, Mapping[str, Any]]] = [("Model", model), ("Plan", plan)]
+    if report.cluster is not None:
+        groups.append(("Cluster", report.cluster.to_dict()))
+    if report.meta:
+        groups.append(("Run", report.meta))
+    return "\n".join(f"<div><h3>{name}</h3>{_pairs(values)}</div>" for name, values in groups)
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    def said(value: Any) -> str:
+        return (
+            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        )
+
+    rows = "".join(
+        f'<tr><th scope="row">{html.escape(str(name))}</th><td>{html.escape(said(value))}</td></tr>'
+        for name, value in values.items()
+    )
+    return f"<table>{rows}</table>"

@@ -1,0 +1,121 @@
+"""A report as a trace for ui.perfetto.dev or chrome://tracing.
+
+The Chrome trace-event format: a process per rank, a thread per lane, an "X" event per span,
+arrows from a span to what waited for it. Overlapping collectives of one lane get threads of their
+own ("comm:dp 2"), because slices of one thread must nest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paralab.view.tracks import tracks
+
+if TYPE_CHECKING:
+    from paralab.report import Report
+
+
+def to_perfetto(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the trace of all steps. Times in the file are microseconds from the earliest span."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+    trace = {
+        "traceEvents": events(report),
+        "displayTimeUnit": "ms",
+        "otherData": {"written by": "paralab", "clock": report.clock, "report": repr(report)},
+    }
+    path.write_text(json.dumps(trace), encoding="utf-8")
+
+
+def _microseconds(seconds: float) -> float:
+    """On a grid of 1/8 us, which binary floats and whole nanoseconds both hold exactly.
+
+    So the end of a slice and the start of the next stay equal however a viewer rounds them.
+    """
+    return round(seconds * 8e6) / 8
+
+
+def events(report: Report) -> list[dict[str, Any]]:
+    """The list "traceEvents" of the file."""
+    spans = report.spans.to_dict("records")
+    zero = min((s["start"] for s in spans), default=0.0)
+    calls: dict[int, list[dict[str, Any]]] = {}
+    for call in report.collectives.to_dict("records"):
+        calls.setdefault(call["span"], []).append(call)
+    lanes: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for span in spans:
+        span["ts"] = _microseconds(span["start"] - zero)
+        span["dur"] = _microseconds(span["end"] - zero) - span["ts"]
+        lanes.setdefault((span["rank"], span["lane"]), []).append(span)
+    made = [
+        event
+        for rank in sorted({rank for rank, _ in lanes})
+        for event in (
+            _metadata("process_name", rank, 0, name=f"rank {rank}"),
+            _metadata("process_sort_index", rank, 0, sort_index=rank),
+        )
+    ]
+    made += _threads(lanes)
+    made += [_slice(span, calls.get(span["id"], [])) for span in spans]
+    by_id = {span["id"]: span for span in spans}
+    arrows = [(by_id[a], span) for span in spans for a in span["after"]]
+    for number, (cause, effect) in enumerate(arrows):
+        common = {"cat": "after", "name": "after", "id": number}
+        made.append({"ph": "s", **common, **_place(cause)})
+        made.append({"ph": "f", "bp": "e", **common, **_place(effect)})
+    return made
+
+
+def _threads(lanes: dict[tuple[int, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Give every span its thread, "tid"; return the events that name the threads."""
+    made, used = [], {}
+    for (rank, lane), own in sorted(
+        lanes.items(), key=lambda item: (item[0][1] != "compute", item[0])
+    ):
+        boxes = [(s["ts"], s["ts"] + s["dur"]) for s in own]
+        chosen = tracks(boxes, at_most=len(boxes))
+        first = used.get(rank, 0)
+        for span, track in zip(own, chosen, strict=True):
+            span["tid"] = first + track
+        for track in range(max(chosen) + 1):
+            name = lane if track == 0 else f"{lane} {track + 1}"
+            made.append(_metadata("thread_name", rank, first + track, name=name))
+            made.append(
+                _metadata("thread_sort_index", rank, first + track, sort_index=first + track)
+            )
+        used[rank] = first + max(chosen) + 1
+    return made
+
+
+def _metadata(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+
+
+def _place(span: dict[str, Any]) -> dict[str, Any]:
+    return {"pid": span["rank"], "tid": span["tid"], "ts": span["ts"]}
+
+
+def _slice(span: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
+    name = span["kind"].replace("_", " ")
+    if span["microbatch"] >= 0:
+        name += f" {span['microbatch']}"
+    if calls:
+        name = calls[0]["op"] if len(calls) == 1 else f"{len(calls)} transfers"
+    args = {key: span[key] for key in ("id", "step", "stage", "chunk", "microbatch", "cost")}
+    args["after"] = list(span["after"])
+    if calls:
+        args["payload_bytes"] = sum(call["payload_bytes"] for call in calls)
+        args["wire_bytes"] = sum(call["wire_bytes"] for call in calls)
+        args["phase"], args["ranks"] = calls[0]["phase"], list(calls[0]["ranks"])
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": span["kind"],
+        "dur": span["dur"],
+        "args": args,
+        **_place(span),
+    }

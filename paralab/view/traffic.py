@@ -1,0 +1,132 @@
+"""The traffic chart: who sends how much to whom, and over which axis and level.
+
+Left, a matrix: sender rows, receiver columns, bytes of one step. An all-reduce on a ring is its
+off-diagonal band. Right, the same bytes per rank by axis and level, one pattern per operation,
+with the line 2(N-1)/N Psi that no all-reduce gets below. Megabytes are decimal, 10^6 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paralab import metrics
+from paralab.tables import LEVELS
+from paralab.view import theme
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from paralab.report import Report
+
+MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
+
+
+def traffic_chart(report: Report) -> go.Figure:
+    """Bytes per step: rank x rank, and per rank by axis and level."""
+    n = report.world_size
+    per_op = metrics.traffic(report, by=("axis", "level", "op"))
+    total = per_op["bytes"].sum()
+    ideal = metrics.ring_optimum(report) if report.plan.dp == n > 1 else None
+    fig = theme.figure(_finding(report, float(total), ideal), theme.clock_line(
+        report, "bytes of one step, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"),
+        height=max(400, min(40 * n, 560) + 180))  # fmt: skip
+    fig.add_heatmap(**_matrix(report, n))
+    nothing = {"axis": "", "level": "intra", "op": "none", "bytes": 0}
+    rows = sorted(per_op.to_dict("records") or [nothing],
+                  key=lambda r: (r["axis"], LEVELS.index(r["level"]), r["op"]))  # fmt: skip
+    groups = [theme.text(f"{r['axis']}, {theme.LEVEL_NAME[r['level']]}") for r in rows if r["axis"]]
+    groups = groups or ["nothing sent"]
+    for op in sorted({row["op"] for row in rows}):
+        mine = [(g, r) for g, r in zip(groups, rows, strict=True) if r["op"] == op]
+        fig.add_bar(**_bars(op, mine, n))
+    tops: dict[str, float] = {}
+    for group, row in zip(groups, rows, strict=True):
+        tops[group] = tops.get(group, 0.0) + row["bytes"] / n / 1e6
+    highest = max(tops.values())
+    ranks = [str(r) for r in range(n)]
+    fig.update_layout(
+        barmode="stack",
+        showlegend=len({row["op"] for row in rows}) > 1,
+        legend={"x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "orientation": "h"},
+        xaxis={"domain": [0, 0.46], "type": "category", "categoryarray": ranks, "showgrid": False,
+               "title": {"text": "receiving rank (in the cells: MB per step)"},
+               "constrain": "domain"},
+        yaxis={"title": {"text": "sending rank"}, "type": "category", "categoryarray": ranks,
+               "autorange": "reversed", "showgrid": False, "scaleanchor": "x",
+               "constrain": "domain"},
+        xaxis2={"domain": [0.62, 1], "anchor": "y2", "type": "category", "showgrid": False},
+        yaxis2={"anchor": "x2", "title": {"text": "MB sent per rank and step"},
+                "range": [0, max(highest, (ideal or 0) / n / 1e6) * 1.25 or 1], "tickformat": "~g"},
+    )  # fmt: skip
+    for group, top in tops.items():
+        fig.add_annotation(x=group, y=top, xref="x2", yref="y2",
+                           text=f"{theme.megabytes(top * 1e6)} MB", showarrow=False,
+                           yanchor="bottom", yshift=2)  # fmt: skip
+    if ideal is not None:
+        y = ideal / n / 1e6
+        fig.add_shape(type="line", xref="x2 domain", x0=0, x1=1, yref="y2", y0=y, y1=y,
+                      line={"dash": "dash", "width": 2, "color": theme.INK})  # fmt: skip
+        fig.add_annotation(xref="x2 domain", x=1, yref="y2", y=y, showarrow=False, xanchor="right",
+                           yanchor="bottom", yshift=2,
+                           text="2(N−1)/N·Ψ" + ", levels together" * (len(tops) > 1))  # fmt: skip
+    return fig
+
+
+def _matrix(report: Report, n: int) -> dict[str, Any]:
+    sent: list[list[float | None]] = [[0.0] * n for _ in range(n)]
+    for row in metrics.traffic(report, by="edge").to_dict("records"):
+        sent[row["sender"]][row["receiver"]] = row["bytes"] / 1e6
+    for rank in range(n if n > 1 else 0):  # plotly cannot draw a matrix of nothing but holes
+        sent[rank][rank] = None  # a rank sends itself nothing
+    ranks = [str(r) for r in range(n)]
+    return {
+        "name": "sender to receiver",
+        "x": ranks,
+        "y": ranks,
+        "z": sent,
+        "zmin": 0,
+        "zmax": max((v for row in sent for v in row if v is not None), default=0.0) or 1.0,
+        "colorscale": theme.BYTES_SCALE,
+        "xgap": 2,
+        "ygap": 2,
+        "text": [["" if v is None else theme.megabytes(v * 1e6) for v in row] for row in sent],
+        "texttemplate": "%{text}" if n <= MAX_WRITTEN else "",
+        "showscale": n > MAX_WRITTEN,  # written numbers need no scale
+        "colorbar": {"title": {"text": "MB"}, "x": 0.47, "thickness": 12, "len": 0.9},
+        "hoverongaps": False,
+        "hovertemplate": "rank %{y} sends rank %{x}<br>%{text} MB per step<extra></extra>",
+    }
+
+
+def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, Any]:
+    return {
+        "name": op,
+        "x": [group for group, _ in rows],
+        "y": [row["bytes"] / n / 1e6 for _, row in rows],
+        "xaxis": "x2",
+        "yaxis": "y2",
+        "width": 0.5,
+        "marker": {
+            "color": [theme.AXIS_COLOUR.get(r["axis"], theme.OTHER_COLOUR) for _, r in rows],
+            "pattern": {"shape": theme.OP_PATTERN.get(op, ""), "fgcolor": "#FFFFFF", "size": 7},
+        },
+        "hovertext": [f"{op}, {g}: {r['bytes'] / n:,.1f} bytes per rank and step"
+                      for g, r in rows],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }  # fmt: skip
+
+
+def _finding(report: Report, total: float, ideal: int | None) -> str:
+    n, name = report.world_size, theme.plan_name(report.plan)
+    if total == 0:
+        return f"{name}: nothing is sent"
+    by_rank = metrics.traffic(report)["bytes"]
+    alike = by_rank.max() - by_rank.min() <= 1e-3 * by_rank.mean()  # a byte that n does not divide
+    said = f"{name}: {'each rank sends' if alike else 'ranks send on average'} "
+    said += f"{theme.megabytes(total / n)} MB per step"
+    if ideal is None:
+        return said
+    if total == ideal:
+        return f"{said} = 2(N−1)/N·Ψ, exactly"
+    gap = 100 * (total - ideal) / ideal
+    return f"{said}, {abs(gap):.2f} % {'above' if gap > 0 else 'below'} 2(N−1)/N·Ψ"

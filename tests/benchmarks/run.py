@@ -1,0 +1,38 @@
+"""`make bench`: every comparison with a peer, both sides timed in turn in one run; writes bench.json.
+
+python tests/benchmarks/run.py [NAME ...]     all, or those whose name contains one of the words
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import bench_data_parallel
+import bench_instruments
+import bench_launch
+
+BENCHES: dict[str, Callable[[], list[dict]]] = {
+    "launch": bench_launch.rows,
+    "instruments": bench_instruments.measure,
+    "data_parallel": bench_data_parallel.measure,
+}
+
+
+def main(words: list[str]) -> None:
+    rows = []
+    for name, measure in BENCHES.items():
+        if words and not any(word in name for word in words):
+            continue
+        for row in measure():
+            rows.append(row)
+            print(f"{row['name']} against {row['peer']}\n    {row['paralab_s']:.4f} s, {row['peer_s']:.4f} s, "
+                  f"ratio {row['ratio']:.3f}\n    {row['note']}", flush=True)  # fmt: skip
+    with open("bench.json", "w") as file:
+        json.dump(rows, file, indent=1)
+    print(f"{len(rows)} comparisons written to bench.json")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

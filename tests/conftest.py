@@ -1,0 +1,38 @@
+"""What every test shares: one fixed text, and a run that holds all calls to NCCL's order."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+
+import pytest
+
+import paralab as pl
+
+WORDS = (
+    "the gradient of a sum is the sum of the gradients and every rank holds a part of it while the "
+    "pipeline waits for nobody when each bucket leaves as soon as its last byte is there"
+).split()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 KB of words in a fixed order: no test may depend on which Python is installed."""
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    lines = [" ".join(WORDS[int(draw.random() * len(WORDS))] for _ in range(12)) for _ in range(1100)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def run(text: Path):
+    """`pl.run` on the fixed text, in strict order mode, without a progress bar."""
+    return functools.partial(pl.run, data=text, strict=True, progress=False, timeout=60)
+
+
+@pytest.fixture(scope="session")
+def model() -> pl.ModelSpec:
+    """Small, with sizes that 3 ranks do not divide."""
+    return pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=257)

@@ -1,0 +1,310 @@
+"""The shell's promises: every setting reachable, every refusal exit 2, every failure one message.
+
+What a run does is tested elsewhere; here `experiment` is replaced by a double that records how it
+was called, and only the last tests start ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from paralab.launch import OutOfMemory, RankError, RankTimeout, launch
+
+from paralab import cli
+from paralab.spec import ModelSpec, Plan, illegal
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+class FakeReport:
+    """Stands where a report would: says what it was asked to write."""
+
+    def __init__(self) -> None:
+        self.wrote: list[tuple[str, str]] = []
+
+    def __repr__(self) -> str:
+        return "Report(fake)"
+
+    def summary(self):
+        return types.SimpleNamespace(to_string=lambda **_: "step time  1 s")
+
+    def save(self, path) -> None:
+        self.wrote.append(("save", str(path)))
+
+    def to_html(self, path, *, sections=()) -> None:
+        self.wrote.append(("html", str(path)))
+
+    def to_perfetto(self, path) -> None:
+        self.wrote.append(("perfetto", str(path)))
+
+
+@pytest.fixture
+def experiment(monkeypatch):
+    """A double of paralab.experiment; its `calls` are (kind, model, plan, settings)."""
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    double = types.SimpleNamespace(calls=[], report=FakeReport(), fail=None)
+
+    def run(model, plan, **settings):
+        double.calls.append(("run", model, plan, settings))
+        if double.fail is not None:
+            raise double.fail
+        return double.report
+
+    def run_under_torchrun(model, plan, **settings):
+        double.calls.append(("torchrun", model, plan, settings))
+        return int(os.environ["RANK"])
+
+    double.run, double.run_under_torchrun = run, run_under_torchrun
+    monkeypatch.setitem(sys.modules, "paralab.experiment", double)
+    return double
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The message with which the command line refuses these arguments."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(list(arguments))
+    assert exit_.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    return err.splitlines()[-1]
+
+
+# ---- settings ------------------------------------------------------------------------------------
+OTHER = {  # for every field a legal value that is not its default
+    "layers": 2, "hidden": 64, "heads": 8, "seq_len": 32, "vocab": 300, "tied": False,
+    "dropout": 0.25, "attention": "sdpa",
+    "dp": 3, "tp": 2, "pp": 2, "schedule": "gpipe", "microbatches": 4, "microbatch_size": 1,
+    "virtual_stages": 2, "zero_stage": 1, "sequence_parallel": True, "recompute": "full",
+    "offload": "host", "precision": "bf16", "tp_mode": "2d", "grad_sync": "naive",
+    "bucket_bytes": 12345, "prefetch": 2,
+}  # fmt: skip
+
+
+def as_option(name: str, value: object) -> list[str]:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", str(value)]
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(ModelSpec)])
+def test_every_field_of_the_model_is_an_option(experiment, name):
+    assert cli.main(["run", *as_option(name, OTHER[name])]) == 0
+    [(_, model, plan, settings)] = experiment.calls
+    assert model == ModelSpec.preset("laptop").replace(**{name: OTHER[name]})
+    assert model != ModelSpec.preset("laptop") and plan == Plan() and settings == {}
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Plan)])
+def test_every_field_of_the_plan_is_an_option(experiment, monkeypatch, name):
+    monkeypatch.setattr(Plan, "validate", lambda self, model: None)  # also what cannot run yet
+    assert cli.main(["run", *as_option(name, OTHER[name])]) == 0
+    [(_, model, plan, settings)] = experiment.calls
+    assert plan == Plan(**{name: OTHER[name]})
+    assert plan != Plan() and model == ModelSpec.preset("laptop") and settings == {}
+
+
+def test_every_field_is_explained():
+    names = {f.name for kind in (ModelSpec, Plan) for f in dataclasses.fields(kind)}
+    assert names == set(cli.HELP)
+
+
+def test_run_settings_reach_the_run_as_numbers_and_unnamed_ones_stay_the_runs_defaults(experiment):
+    line = "run --dp 4 --steps 8 --optimizer sgd --lr 0.1 --clip-norm 1 --seed 3 --device cpu"
+    assert cli.main([*line.split(), "--timeout", "30", "--data", "my text.txt"]) == 0
+    assert experiment.calls[0][2] == Plan(dp=4)
+    assert experiment.calls[0][3] == {
+        "steps": 8, "optimizer": "sgd", "lr": 0.1, "clip_norm": 1, "seed": 3, "device": "cpu",
+        "timeout": 30, "data": "my text.txt",
+    }  # fmt: skip
+
+
+def test_a_preset_is_the_base_of_the_model(experiment):
+    assert cli.main(["run", "--preset", "gpt2", "--layers", "2"]) == 0
+    assert experiment.calls[0][1] == ModelSpec.preset("gpt2").replace(layers=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4096", 4096),
+        ("4MB", 4_000_000),
+        ("4MiB", 4 * 2**20),
+        ("64 kib", 65536),
+        ("1.5MiB", 1572864),
+    ],
+)
+def test_bucket_size_may_have_a_unit(experiment, text, value):
+    assert cli.main(["run", "--bucket-bytes", text]) == 0
+    assert experiment.calls[0][2].bucket_bytes == value
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (["--dp", "0"], "dp", "0"),
+        (["--dp", "-1"], "dp", "-1"),
+        (["--dp", "two"], "dp", "'two'"),
+        (["--dp", "2.0"], "dp", "2.0"),
+        (["--heads", "3"], "heads", "3"),
+        (["--dropout", "nan"], "dropout", "nan"),
+        (["--attention", "flash"], "attention", "'flash'"),
+        (["--grad-sync", "eager"], "grad_sync", "'eager'"),
+        (["--bucket-bytes", "4 parsecs"], "bucket_bytes", "'4 parsecs'"),
+        (["--bucket-bytes", "0.3KB", "--bucket-bytes", "0.0001KB"], "bucket_bytes", "'0.0001KB'"),
+        (["--tp", "2"], "tp", "2"),
+        (["--schedule", "best"], "schedule", "'best'"),
+        (["--preset", "gpt5"], "preset", "'gpt5'"),
+        (["--save", "no/such/folder/run.json"], "save", "'no/such/folder/run.json'"),
+        (["--html", "."], "html", "'.'"),
+        (["--out", "parts"], "out", "'parts'"),
+    ],
+)
+def test_an_illegal_setting_is_refused_by_name_value_and_what_is_legal(
+    experiment, capsys, arguments, field, value
+):
+    message = refused(capsys, "run", *arguments)
+    assert f"{field}={value}: " in message and "; legal: " in message
+    assert experiment.calls == []  # before anything ran
+
+
+def test_what_the_run_refuses_is_refused_alike(experiment, capsys):
+    experiment.fail = illegal("steps", 0, "out of range", "a whole number of at least 1")
+    assert "steps=0: out of range; legal: " in refused(capsys, "run", "--steps", "0")
+
+
+def test_unknown_and_abbreviated_options_are_refused(experiment, capsys):
+    assert "--speed" in refused(capsys, "run", "--speed", "9")
+    assert "--micro" in refused(capsys, "run", "--micro", "2")
+    refused(capsys)
+
+
+def test_a_defect_keeps_its_traceback(experiment):
+    """A ValueError that is no refusal is a bug of ours: hiding it behind exit 2 blames the user."""
+    experiment.fail = ValueError("operands could not be broadcast")
+    with pytest.raises(ValueError, match="broadcast"):
+        cli.main(["run"])
+
+
+# ---- failures ------------------------------------------------------------------------------------
+def of_kind(kind: type[Exception]) -> Exception:
+    failure = kind.__new__(kind)
+    Exception.__init__(failure, "rank 2 failed\nits own traceback")
+    return failure
+
+
+@pytest.mark.parametrize("kind", [RankError, RankTimeout, OutOfMemory])
+def test_a_failed_run_is_one_message_and_exit_1(experiment, capsys, kind):
+    experiment.fail = of_kind(kind)
+    assert cli.main(["run", "--dp", "2"]) == 1
+    out, err = capsys.readouterr()
+    assert "rank 2 failed" in err and "Traceback (most" not in err and out == ""
+
+
+def test_an_interrupt_is_exit_130(experiment, capsys):
+    experiment.fail = KeyboardInterrupt()
+    assert cli.main(["run"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+# ---- what comes out ------------------------------------------------------------------------------
+def test_results_go_where_they_were_asked_to(experiment, capsys, tmp_path):
+    files = {name: str(tmp_path / name) for name in ("save", "html", "perfetto")}
+    line = [text for name, path in files.items() for text in (f"--{name}", path)]
+    assert cli.main(["run", *line]) == 0
+    assert sorted(experiment.report.wrote) == sorted(files.items())
+    out = capsys.readouterr().out
+    assert "step time  1 s" in out and all(path in out for path in files.values())
+
+
+def test_show_refuses_what_is_no_report(capsys, tmp_path):
+    assert "nowhere.json" in refused(capsys, "show", str(tmp_path / "nowhere.json"))
+    (tmp_path / "torn.json").write_text('{"paralab')
+    assert "torn.json" in refused(capsys, "show", str(tmp_path / "torn.json"))
+
+
+def test_version_is_the_packages(capsys):
+    import paralab
+
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"paralab {paralab.__version__}\n"
+
+
+# ---- torchrun ------------------------------------------------------------------------------------
+@pytest.fixture
+def as_rank(monkeypatch, experiment):
+    def enter(rank: int) -> None:
+        for name, value in zip(("RANK", "WORLD_SIZE", "MASTER_ADDR"), (rank, 2, "127.0.0.1"),
+                               strict=True):  # fmt: skip
+            monkeypatch.setenv(name, str(value))
+
+    return enter
+
+
+def test_under_torchrun_a_rank_writes_its_part_and_only_rank_0_speaks(experiment, as_rank, capsys):
+    for rank in (0, 1):
+        as_rank(rank)
+        assert cli.main(shlex.split("run --dp 2 --steps 3 --out parts")) == 0
+        kind, _, plan, settings = experiment.calls[rank]
+        assert kind == "torchrun" and plan.dp == 2
+        assert settings == {"folder": "parts", "steps": 3}
+        assert ("pl.load('parts')" in capsys.readouterr().out) == (rank == 0)
+
+
+def test_under_torchrun_a_refusal_is_said_once(experiment, as_rank, capsys):
+    as_rank(0)
+    assert "dp=0" in refused(capsys, "run", "--dp", "0")
+    as_rank(1)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["run", "--dp", "0"])
+    assert exit_.value.code == 2 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("option", ["--save x.json", "--html x.html", "--predict"])
+def test_under_torchrun_one_rank_cannot_write_the_whole(experiment, as_rank, capsys, option):
+    as_rank(0)
+    assert "paralab show" in refused(capsys, "run", "--dp", "2", *option.split())
+
+
+# ---- the real thing ------------------------------------------------------------------------------
+def paralab(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+    env["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        [sys.executable, "-m", "paralab", *arguments],
+        cwd=cwd, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_a_run_saved_and_shown_from_the_shell_prints_the_same_twice(tmp_path):
+    small = shlex.split("--dp 2 --layers 1 --hidden 32 --heads 2 --seq-len 16 --steps 3")
+    ran = paralab("run", *small, "--save", "run.json", "--html", "run.html", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    shown = paralab("show", "run.json", "--perfetto", "trace.json", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    summary = [line for line in shown.stdout.splitlines() if "trace.json" not in line]
+    assert "\n".join(summary) in ran.stdout and "dp=2" in ran.stdout
+    assert {"run.json", "run.html", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_failed_rank_is_exit_1_with_its_own_traceback_and_not_the_parents(experiment, capsys):
+    def boom() -> None:
+        raise ZeroDivisionError("in the rank")
+
+    experiment.run = lambda model, plan, **settings: launch(boom, ranks=2)
+    assert cli.main(["run", "--dp", "2"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("paralab: rank ") and "ZeroDivisionError: in the rank" in err
+    assert "paralab/cli.py" not in err

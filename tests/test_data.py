@@ -1,0 +1,98 @@
+"""Real text, and the same batches whatever the plan."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paralab as pl
+from paralab.data import Corpus
+
+
+def test_standard_library_is_there_without_a_download():
+    corpus = Corpus()
+    assert corpus.num_bytes > 2_000_000
+    assert b"def " in corpus.read(0, 100_000)
+
+
+@given(st.lists(st.binary(max_size=9), min_size=1, max_size=6), st.data())
+def test_reading_is_slicing_the_files_joined(tmp_path_factory, pieces, data):
+    folder = tmp_path_factory.mktemp("files")
+    pieces = [p.replace(b"\0", b".") for p in pieces] + [b"end"]
+    for i, piece in enumerate(pieces):
+        (folder / f"{i:02d}.txt").write_bytes(piece)
+    whole, corpus = b"".join(pieces), Corpus(folder)
+    assert corpus.num_bytes == len(whole)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    count = data.draw(st.integers(1, len(whole) - start))
+    assert corpus.read(start, count) == whole[start : start + count]
+
+
+def test_samples_depend_on_seed_and_number_alone(text):
+    corpus = Corpus(text)
+    batch = corpus.microbatch(step=3, index=0, size=8, global_batch=8, length=20, seed=5)
+    halves = [
+        corpus.microbatch(step=3, index=k, size=4, global_batch=8, length=20, seed=5) for k in (0, 1)
+    ]
+    assert batch == b"".join(halves)
+    assert batch != corpus.microbatch(step=4, index=0, size=8, global_batch=8, length=20, seed=5)
+    assert batch != corpus.microbatch(step=3, index=0, size=8, global_batch=8, length=20, seed=6)
+    # a fixed value: another processor, another Python must draw the same
+    assert corpus.sample(0, length=20, seed=0) == b"as leaves a the it ho"
+
+
+def test_samples_reach_all_of_a_short_text(tmp_path):
+    (tmp_path / "t.txt").write_bytes(bytes(range(65, 75)))
+    corpus = Corpus(tmp_path / "t.txt")
+    assert {corpus.sample(i, length=6, seed=0)[0] for i in range(60)} == {65, 66, 67, 68}
+    assert len(corpus.sample(0, length=9, seed=0)) == 10  # exactly one place
+
+
+def test_folders_are_read_in_the_order_of_names_without_hidden_and_binary_files(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.md").write_text("first ")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "c.txt").write_text("no")
+    (tmp_path / "c.bin").write_bytes(b"\0\1\2")
+    corpus = Corpus(tmp_path)
+    assert corpus.read(0, corpus.num_bytes) in (b"first second", b"secondfirst ")
+    assert corpus.num_bytes == 12
+
+
+@pytest.mark.parametrize("make", ["missing", "empty folder", "empty file", "binary only", "number"])
+def test_what_is_no_text_is_refused_with_the_reason(tmp_path, make):
+    paths = {"missing": tmp_path / "nowhere", "empty folder": tmp_path, "empty file": tmp_path / "e",
+             "binary only": tmp_path, "number": 7}  # fmt: skip
+    if make == "empty file":
+        (tmp_path / "e").touch()
+    if make == "binary only":
+        (tmp_path / "b").write_bytes(b"\0")
+    with pytest.raises(ValueError, match="data=.*legal"):
+        Corpus(paths[make])
+
+
+def test_a_text_shorter_than_a_sample_is_refused_before_a_process_starts(tmp_path, model):
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(ValueError, match=r"9 bytes are fewer than one sample; legal: .* 25 bytes"):
+        pl.run(model, data=tmp_path / "short.txt")
+
+
+def test_a_file_that_shrinks_is_an_error_not_an_endless_read(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_text("x" * 100)
+    corpus = Corpus(path)
+    os.truncate(path, 10)
+    with pytest.raises(ValueError, match="became shorter"):
+        corpus.read(50, 5)
+
+
+def test_the_loss_really_falls_on_the_default_text():
+    model = pl.ModelSpec(layers=2, hidden=64, heads=2, seq_len=32)
+    losses = pl.run(model, pl.Plan(dp=2, microbatch_size=8), steps=40, lr=3e-3, progress=False).losses
+    assert losses[0] == pytest.approx(5.5, abs=0.2)  # about ln 256: it knows nothing yet
+    assert sum(losses[-5:]) / 5 < 3.6

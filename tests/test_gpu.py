@@ -1,0 +1,50 @@
+"""The same code on CUDA. Runs where a GPU is present."""
+
+from __future__ import annotations
+
+import pytest
+from equality import worst
+
+import paralab as pl
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(num_gpus() == 0, reason="needs an NVIDIA GPU; the CPU tests cover the same code"),
+]
+MODEL = pl.ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_gpu_gradients_equal_the_cpus(run, dp):
+    """With one GPU and two ranks: gloo through pinned buffers. With two: NCCL."""
+    settings = {"steps": 2, "optimizer": "sgd", "keep_state": True}
+    on_cpu = run(MODEL, pl.Plan(microbatches=dp), device="cpu", **settings)
+    on_gpu = run(MODEL, pl.Plan(dp=dp), device="cuda", **settings)
+    for what in ("gradients", "weights"):
+        gap, name = worst(getattr(on_cpu, what), getattr(on_gpu, what))
+        assert gap < 1e-3, name
+    assert on_gpu.meta["backend"] == ("nccl" if num_gpus() >= dp else "gloo")
+
+
+def test_gpu_spans_are_device_time_in_order(run):
+    report = run(MODEL, pl.Plan(), steps=4, device="cuda")
+    spans = report.spans.query("kind in ('forward', 'backward', 'optimizer') and step > 0")
+    assert (spans.cost > 0).all()
+    ordered = spans.sort_values("id")
+    assert (ordered.start.diff().dropna() >= 0).all()
+    steps = report.steps.query("step > 0")
+    assert spans.start.min() >= steps.start.min() - 1e-4 and spans.end.max() <= steps.end.max() + 1e-4
+
+
+@pytest.mark.skipif(num_gpus() >= 2, reason="two ranks have a GPU each here: NCCL, nothing to stage")
+def test_ranks_that_share_a_gpu_record_their_copies(run):
+    report = run(MODEL, pl.Plan(dp=2), steps=2, device="cuda")
+    copies = report.spans.query("kind == 'copy'")
+    assert set(copies.lane) == {"d2h", "h2d"} and (copies.end > copies.start).all()

@@ -1,0 +1,403 @@
+"""The labs' harness keeps its promise: a stored output that is no longer true fails the run.
+
+One small notebook is built once and run through strict nbval once. Each of its cells belongs to
+one mutation: a copy of the notebook has every stored cell falsified in its own way, and the test
+of each mutation asks what became of exactly its cell.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import nbformat
+import pytest
+
+import build
+from lab_outputs import PLOTLY, PNG, canonical_figure, structure
+
+ROOT = Path(__file__).resolve().parent.parent
+LABS = ROOT / "labs"
+
+# What a lab's cells whose output nothing compares are allowed to be, by notebook: none.
+IGNORED_CELLS: dict[str, int] = {}
+
+
+class Mutation(NamedTuple):
+    """A cell, what is done to it once it is stored, and whether the run must then fail."""
+
+    source: str
+    change: Callable[[Any], object]
+    fails: bool
+    tags: tuple[str, ...] = ()
+
+
+TEXT = 'print("four ranks")\nprint("loss 5.2")'
+FIGURE = "figure(loss=np.array([3.0, 2.0, 1.0 / 3.0]), bound=[1, 2, 3])"
+CLOCK = "print(time.perf_counter())\nfigure(wait=[time.perf_counter(), time.perf_counter()])"
+RAISES = 'raise ValueError("dp=0: out of range")'
+TWO = 'display("first")\nprint("second")'
+
+
+def drawn(cell: Any) -> Any:
+    """The stored figure of a cell."""
+    return next(o.data[PLOTLY] for o in cell.outputs if PLOTLY in o.get("data", {}))
+
+
+def strip(cell: Any) -> None:
+    cell.outputs, cell.execution_count = [], None
+
+
+def unrun(cell: Any) -> None:
+    cell.execution_count = None
+
+
+def as_list(cell: Any) -> None:
+    drawn(cell).data[0].y = [3.0, 2.0, 0.33333333]  # was bdata; and other digits after the sixth
+
+
+def ignore(reason: str | None) -> Callable[[Any], None]:
+    def change(cell: Any) -> None:
+        cell.metadata.tags = ["nbval-ignore-output"]
+        cell.outputs[0].text = "anything"
+        if reason:
+            cell.metadata.ignore_reason = reason
+
+    return change
+
+
+def attribute(name: str, value: object) -> Callable[[Any], None]:
+    return lambda cell: drawn(cell).data[0].__setitem__(name, value)
+
+
+EXTRA = nbformat.v4.new_output("stream", name="stdout", text="and more\n")
+MEASURED = ("measured",)
+MUTATIONS = {
+    "text changed": Mutation(TEXT, lambda c: c.outputs[0].update(text="four ranks\n"), True),
+    "stream renamed": Mutation(TEXT, lambda c: c.outputs[0].update(name="stderr"), True),
+    "output removed": Mutation(TEXT, lambda c: c.outputs.clear(), True),
+    "output added": Mutation("x = 1", lambda c: c.outputs.append(copy.deepcopy(EXTRA)), True),
+    "order of outputs changed": Mutation(TWO, lambda c: c.outputs.reverse(), True),
+    "outputs stripped": Mutation(TEXT, strip, True),
+    "never run": Mutation("x = 1", unrun, True),
+    "kept outputs of no run": Mutation(TEXT, unrun, True),
+    "source changed": Mutation(TEXT, lambda c: c.update(source=TEXT.replace("5", "6")), True),
+    "error renamed": Mutation(
+        RAISES, lambda c: c.outputs[0].update(ename="TypeError"), True, ("raises-exception",)
+    ),
+    "error's words changed": Mutation(
+        RAISES, lambda c: c.outputs[0].update(evalue="dp=1"), True, ("raises-exception",)
+    ),
+    "plotly value changed": Mutation(FIGURE, attribute("y", [3.0, 2.0, 0.34]), True),
+    "plotly trace renamed": Mutation(FIGURE, attribute("name", "gain"), True),
+    "plotly trace removed": Mutation(FIGURE, lambda c: drawn(c).data.pop(), True),
+    "plotly title changed": Mutation(
+        FIGURE, lambda c: drawn(c).layout.title.update(text="another finding"), True
+    ),
+    "plotly figure turned text": Mutation(
+        FIGURE, lambda c: c.outputs[0].data.update({"text/plain": "Figure"}), True
+    ),
+    "measured: trace renamed": Mutation(CLOCK, attribute("name", "comm"), True, MEASURED),
+    "measured: trace of another type": Mutation(CLOCK, attribute("type", "bar"), True, MEASURED),
+    "measured: trace added": Mutation(
+        CLOCK, lambda c: drawn(c).data.append({"type": "bar", "name": "x"}), True, MEASURED
+    ),
+    "measured: text removed": Mutation(CLOCK, lambda c: c.outputs.pop(0), True, MEASURED),
+    "measured: figure removed": Mutation(CLOCK, lambda c: c.outputs.pop(), True, MEASURED),
+    "measured: stripped": Mutation(CLOCK, strip, True, MEASURED),
+    "output ignored without a reason": Mutation(TEXT, ignore(None), True),
+    "cell skipped": Mutation(TEXT, lambda c: c.update(source="# NBVAL_SKIP\n" + TEXT), True),
+    "shown output updated": Mutation(
+        'shown = display("a", display_id="same")\nshown.update("a")', lambda c: None, True
+    ),
+    # what may differ
+    "nothing": Mutation(TEXT, lambda c: None, False),
+    "nothing in a figure": Mutation(FIGURE, lambda c: None, False),
+    "nothing in an error": Mutation(RAISES, lambda c: None, False, ("raises-exception",)),
+    "plotly uid": Mutation(FIGURE, attribute("uid", "5a1b"), False),
+    "plotly template": Mutation(
+        FIGURE, lambda c: drawn(c).layout.update(template={"layout": {}}), False
+    ),
+    "plotly array as list": Mutation(FIGURE, as_list, False),
+    "picture beside a figure": Mutation(
+        FIGURE, lambda c: c.outputs[0].data.update({PNG: "iVBORw0KGgo="}), False
+    ),
+    "measured: other seconds": Mutation(
+        CLOCK, lambda c: (c.outputs[0].update(text="9.9\n"), attribute("y", [1, 2])(c)), False,
+        MEASURED,
+    ),
+    "output ignored with a reason": Mutation(TEXT, ignore("prints the machine's name"), False),
+}  # fmt: skip
+
+SETUP = """\
+import time
+import numpy as np
+import plotly.graph_objects as go
+def figure(**curves):
+    title = "a finding"
+    go.Figure([go.Scatter(y=y, name=n) for n, y in curves.items()], {"title": title}).show()
+"""
+
+
+def percent_script(cells: Mapping[str, Mutation]) -> str:
+    parts = ["# %% [markdown]\n# # A lab\n", "# %%\n" + SETUP]
+    for cell in cells.values():
+        parts.append(f"# %% tags={json.dumps(list(cell.tags))}\n{cell.source}\n")
+    return "\n".join(parts)
+
+
+def pytest_on(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Strict nbval with the labs' own conftest on the notebooks of ``folder``."""
+    for name in ("conftest.py", "lab_outputs.py"):
+        shutil.copy(LABS / name, folder)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", ".", "--nbval", "--nbval-current-env", "-q",
+         "--nbval-cell-timeout=60", "-p", "no:cacheprovider", *options],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory) -> SimpleNamespace:
+    """The stored notebook, and what nbval said of it, of its mutants, and of a kernel that dies."""
+    folder = tmp_path_factory.mktemp("labs")
+    script = folder / "stored.py"
+    script.write_text(percent_script(MUTATIONS), encoding="utf-8")
+    stored = build.execute(build.cells_of(script), folder, pictures=False)
+    mutated, killed = copy.deepcopy(stored), copy.deepcopy(stored)
+    of_mutation = mutated.cells[2:]  # after the heading and the imports
+    for cell, mutation in zip(of_mutation, MUTATIONS.values(), strict=True):
+        mutation.change(cell)
+    killed.cells = killed.cells[:4]
+    killed.cells[2].source = "import os\nos.kill(os.getpid(), 9)"
+    for name, notebook in (("stored", stored), ("mutated", mutated), ("killed", killed)):
+        nbformat.write(notebook, folder / f"{name}.ipynb")
+    ran = pytest_on(folder, "--junit-xml=out.xml", "-n", "2", "--dist=loadfile")
+    outcomes: dict[str, list[SimpleNamespace]] = {"stored": [], "mutated": [], "killed": []}
+    for case in ET.parse(folder / "out.xml").iter("testcase"):
+        said = "".join(part.text or "" for part in case if part.tag in ("failure", "error"))
+        notebook = Path(case.get("classname", "")).stem.split(".")[0]
+        passed = not any(part.tag in ("failure", "error", "skipped") for part in case)
+        cell = SimpleNamespace(name=case.get("name"), passed=passed, said=said,
+                               seconds=float(case.get("time", "nan")))  # fmt: skip
+        outcomes[notebook].append(cell)
+    for cells in outcomes.values():
+        cells.sort(key=lambda cell: int(cell.name.split()[-1]))
+    return SimpleNamespace(ran=ran, **outcomes)
+
+
+def test_a_true_notebook_passes(harness):
+    updated = list(MUTATIONS).index("shown output updated") + 1
+    wrong = [c.name + c.said for i, c in enumerate(harness.stored) if not c.passed and i != updated]
+    assert len(harness.stored) == 1 + len(MUTATIONS) and wrong == [], harness.ran.stdout[-3000:]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_exactly_what_a_mutation_falsifies_fails(harness, name):
+    assert harness.ran.returncode == 1 and len(harness.mutated) == 1 + len(MUTATIONS)
+    cell = harness.mutated[1 + list(MUTATIONS).index(name)]
+    assert cell.passed == (not MUTATIONS[name].fails), cell.said or harness.ran.stdout[-3000:]
+    if not cell.passed:
+        assert "Notebook cell execution failed" in cell.said  # said by nbval, not a crash of ours
+
+
+def test_a_dead_kernel_fails_its_cell_at_once_and_every_cell_after_it(harness):
+    setup, killer, after = harness.killed
+    assert setup.passed and not killer.passed and not after.passed
+    assert "the kernel died" in killer.said
+    assert killer.seconds < 30  # nbval alone: 2000 s
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("--nbval-lax",), "--nbval-lax"), (("-n2", "--dist=load"), "--dist=loadfile")],
+)
+def test_a_weaker_run_of_the_labs_is_refused(tmp_path, options, said):
+    ran = pytest_on(tmp_path, *options)
+    assert ran.returncode == 4 and said in ran.stderr + ran.stdout
+
+
+# ---- the builder ---------------------------------------------------------------------------------
+LAB = """\
+# %% [markdown]
+# # Two builds, one file
+
+# %%
+import plotly.graph_objects as go
+go.Figure(go.Scatter(y=[1, 2], name="loss")).show()
+
+# %% tags=["raises-exception"]
+import paralab.spec
+paralab.spec.Plan(dp=0)
+
+# %%
+import ipywidgets
+ipywidgets.IntSlider()
+
+# %%
+1 + 1
+
+# %%
+1 + 1
+"""
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch) -> Path:
+    """A labs folder with one script in it."""
+    (tmp_path / "src").mkdir()
+    script = tmp_path / "src" / "00_twice.py"
+    script.write_text(LAB, encoding="utf-8")
+    monkeypatch.setattr(build, "LABS", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return script
+
+
+def test_two_builds_are_the_same_bytes_and_hold_nothing_of_this_machine(lab):
+    texts = []
+    for name in ("a.ipynb", "b.ipynb"):
+        build.build(lab, lab.parent.parent / name, pictures=False)
+        texts.append((lab.parent.parent / name).read_bytes())
+    assert texts[0] == texts[1]
+    notebook = nbformat.reads(texts[0].decode(), as_version=4)
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+    assert notebook.metadata == build.METADATA
+    assert b"model_id" not in texts[0] and b"iopub" not in texts[0]
+    for folder in (sys.prefix, str(lab.parent.parent)):
+        assert folder.encode() not in texts[0]
+
+
+def test_check_names_what_is_no_longer_true(lab, monkeypatch, capsys):
+    target = lab.parent.parent / "00_twice.ipynb"
+    assert build.main(["--check"]) == 1
+    assert "does not exist" in capsys.readouterr().out
+    fresh = build.execute(build.cells_of(lab), lab.parent, pictures=False)
+    figure = fresh.cells[1].outputs[0].data
+    figure[PNG] = "iVBORw0KGgo="
+    monkeypatch.setattr(build, "execute", lambda *_, **__: copy.deepcopy(fresh))  # run once
+    nbformat.write(fresh, target)
+    assert build.main(["--check"]) == 0
+    stale = copy.deepcopy(fresh)
+    stale.cells[1].outputs[0].data[PLOTLY].data[0].name = "gain"
+    stale.cells[-1].execution_count += 1
+    del stale.cells[1].outputs[0].data[PNG]
+    stale.metadata.widgets = {}
+    nbformat.write(stale, target)
+    capsys.readouterr()
+    assert build.main(["--check"]) == 1
+    out = capsys.readouterr().out
+    for said in ("outputs differ", "order of execution", "without its picture", "metadata"):
+        assert said in out, out
+    stale.cells.pop()
+    nbformat.write(stale, target)
+    assert build.main(["--check"]) == 1
+    assert "not those of its source" in capsys.readouterr().out
+
+
+def test_a_cell_that_fails_stops_the_build_and_leaves_the_old_notebook(lab, monkeypatch, capsys):
+    monkeypatch.setattr(build, "picture_trouble", lambda: None)
+    target = lab.parent.parent / "00_twice.ipynb"
+    target.write_text("old")
+    lab.write_text('# %%\nraise RuntimeError("the lab is wrong")\n')
+    assert build.main([]) == 1
+    err = capsys.readouterr().err
+    assert "00_twice" in err and "RuntimeError: the lab is wrong" in err and "\x1b" not in err
+    assert target.read_text() == "old"
+
+
+def test_without_chromium_the_builder_says_what_to_install(lab, monkeypatch, capsys):
+    monkeypatch.setenv("BROWSER_PATH", "/nowhere/chromium")
+    assert build.main([]) == 1
+    assert "Install chromium" in capsys.readouterr().err
+    assert not list(lab.parent.parent.glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def chromium() -> None:
+    if trouble := build.picture_trouble():
+        pytest.skip(f"only `make labs` draws pictures, and there is no browser here: {trouble}")
+
+
+def test_every_figure_is_stored_with_a_picture_900_pixels_wide(chromium, lab, monkeypatch):
+    monkeypatch.setattr(build, "picture_trouble", lambda: None)  # the fixture has just asked
+    lab.write_text(LAB.split("# %% tags")[0])
+    assert build.main([]) == 0
+    notebook = nbformat.read(lab.parent.parent / "00_twice.ipynb", as_version=4)
+    data = notebook.cells[1].outputs[0].data
+    picture = base64.b64decode(data[PNG])
+    assert PLOTLY in data and struct.unpack(">I", picture[16:20]) == (build.PICTURE_WIDTH,)
+
+
+def test_an_unknown_lab_is_refused(lab, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        build.main(["99_nothing"])
+    assert exit_.value.code == 2
+    assert "LAB='99_nothing'" in capsys.readouterr().err
+
+
+# ---- what is compared ----------------------------------------------------------------------------
+def test_arrays_of_every_shape_are_compared_by_value():
+    values = {"dtype": "i2", "bdata": base64.b64encode(bytes([1, 0, 2, 0, 3, 0, 4, 0])).decode()}
+    flat = canonical_figure({"data": [{"z": values}]})
+    square = canonical_figure({"data": [{"z": {**values, "shape": "2, 2"}}]})
+    assert flat["data"][0]["z"] == [1, 2, 3, 4]
+    assert square["data"][0]["z"] == [[1, 2], [3, 4]]
+
+
+def test_small_values_are_compared_by_their_digits_and_noise_is_zero():
+    """Microseconds are not rounded away; what is left of a cancelled sum is."""
+    [trace] = canonical_figure({"data": [{"y": [1.23456789e-6, 1e-17, float("nan")]}]})["data"]
+    assert trace["y"] == [1.23457e-6, 0.0, None]
+
+
+def test_structure_has_no_values():
+    def outputs(seconds: float) -> list[dict[str, Any]]:
+        figure = {"data": [{"type": "bar", "name": "wait", "y": [seconds]}]}
+        return [{"output_type": "stream", "name": "stdout", "text": str(seconds)},
+                {"output_type": "display_data", "data": {PLOTLY: figure}}]  # fmt: skip
+
+    assert structure(outputs(1.0)) == structure(outputs(2.0))
+
+
+# ---- the labs themselves -------------------------------------------------------------------------
+SOURCES = sorted((LABS / "src").glob("[0-9]*.py"))
+
+
+def test_every_lab_has_a_source_and_every_source_a_lab():
+    assert [s.stem for s in SOURCES] == sorted(n.stem for n in LABS.glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_a_stored_lab_is_its_source_run_once_from_top_to_bottom(source):
+    stored = nbformat.read(LABS / f"{source.stem}.ipynb", as_version=4)
+    described = build.cells_of(source)
+    for old, new in zip(stored.cells, described.cells, strict=True):
+        assert (old.id, old.source, old.metadata) == (new.id, new.source, new.metadata)
+    assert stored.metadata == described.metadata
+    code = [c for c in stored.cells if c.cell_type == "code" and c.source.strip()]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    figures = [o.data for c in code for o in c.outputs if PLOTLY in o.get("data", {})]
+    assert all(PNG in data for data in figures)
+
+
+def test_no_lab_ignores_an_output_that_is_not_counted_here():
+    def ignored(path: Path) -> int:
+        cells = nbformat.read(path, as_version=4).cells
+        words = ("nbval-ignore-output", "NBVAL_IGNORE_OUTPUT", "PYTEST_VALIDATE_IGNORE_OUTPUT")
+        return sum(any(w in c.source or w in str(c.metadata) for w in words) for c in cells)
+
+    counts = {path.stem: ignored(path) for path in LABS.glob("*.ipynb")}
+    assert {name: n for name, n in counts.items() if n} == IGNORED_CELLS

@@ -1,0 +1,92 @@
+"""Removing any one division or synchronisation makes the equality check fail.
+
+Each mutant is one edit of the source, applied inside the ranks; the edit must hit exactly one place.
+"""
+
+from __future__ import annotations
+
+import pytest
+from equality import assert_equal_state, reference
+
+import paralab as pl
+from paralab.launch import launch_program
+
+STEPS, LR = 2, 0.5
+DATA_PARALLEL, TRAIN = "paralab.parallel.data_parallel", "paralab.train"
+NAIVE_SYNC = "self.group.all_reduce(parameter.grad).wait()"
+FLAT_SYNC = "self.group.all_reduce(flat).wait()"
+LAUNCH = "self.pending.append(self.group.all_reduce(self.flat[self.next]))"
+BUCKETED_DIVISION = FLAT_SYNC + "\n            flat.div_(self.group.size)"
+OVERLAPPED_DIVISION = "pending.wait()\n            flat.div_(self.group.size)"
+
+MUTANTS = {
+    "naive: no division by N": ("naive", DATA_PARALLEL, "parameter.grad.div_(self.group.size)", "pass"),
+    "naive: no all-reduce": ("naive", DATA_PARALLEL, NAIVE_SYNC, "pass"),
+    "naive: weight reduced, not gradient": (
+        "naive", DATA_PARALLEL, NAIVE_SYNC, "self.group.all_reduce(parameter.data).wait()"),
+    "naive: gradients not reset": ("naive", DATA_PARALLEL, "parameter.grad = None", "pass"),
+    "bucketed: no division by N": ("bucketed", DATA_PARALLEL, BUCKETED_DIVISION, FLAT_SYNC),
+    "bucketed: no all-reduce": ("bucketed", DATA_PARALLEL, FLAT_SYNC, "pass"),
+    "bucketed: weights reduced, not gradients": (
+        "bucketed", DATA_PARALLEL, FLAT_SYNC,
+        "[self.group.all_reduce(p.data).wait() for p in self.parameters]"),
+    "bucketed: gradients not reset": ("bucketed", DATA_PARALLEL, "flat.zero_()", "pass"),
+    "overlapped: no division by N": (
+        "overlapped", DATA_PARALLEL, OVERLAPPED_DIVISION, "pending.wait()"),
+    "overlapped: no wait": (
+        "overlapped", DATA_PARALLEL, OVERLAPPED_DIVISION, "flat.div_(self.group.size)"),
+    "overlapped: the last bucket stays": (
+        "overlapped", DATA_PARALLEL, LAUNCH,
+        "if self.next + 1 < len(self.buckets): " + LAUNCH),
+    "overlapped: sent before the last micro-batch": (
+        "overlapped", TRAIN, "self.seen[parameter] == self.microbatches", "self.seen[parameter] == 1"),
+    "no division by the micro-batches": (
+        "overlapped", TRAIN, "(loss / self.plan.microbatches).backward()", "loss.backward()"),
+    "every rank takes the first rank's micro-batches": (
+        "overlapped", TRAIN, "first = rank * plan.microbatches", "first = 0"),
+}  # fmt: skip
+
+
+def mutated_run(context, edit, model, plan, settings):
+    """The rank program with one line of its source replaced."""
+    import importlib
+    import inspect
+
+    if edit is not None:
+        name, old, new = edit
+        module = importlib.import_module(name)
+        source = inspect.getsource(module)
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}"
+        exec(compile(source.replace(old, new), module.__file__, "exec"), module.__dict__)
+    from paralab.train import train
+
+    return train(context, model, plan, **settings)
+
+
+@pytest.fixture(scope="module")
+def check(model, text):
+    settings = {"steps": STEPS, "optimizer": "sgd", "lr": LR, "clip_norm": None, "data": str(text),
+                "seed": 0, "keep_state": True}  # fmt: skip
+    expected = reference(model, microbatches=4, microbatch_size=2, steps=STEPS, lr=LR, data=text)
+
+    def run(form: str, edit: tuple | None) -> None:
+        plan = pl.Plan(dp=2, microbatches=2, microbatch_size=2, grad_sync=form, bucket_bytes=60_000)
+        args = (edit, model, plan, settings)
+        part = launch_program(mutated_run, 2, args, timeout=60, device="cpu")[0]
+        assert_equal_state(expected, part)
+
+    return run
+
+
+@pytest.mark.parametrize("form", ["naive", "bucketed", "overlapped"])
+def test_the_unchanged_source_passes_the_same_check(check, form):
+    check(form, None)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(check, name):
+    form, *edit = MUTANTS[name]
+    # A rank's own refusal counts as caught, an edit that hit nothing does not.
+    with pytest.raises((AssertionError, pl.RankError)) as caught:
+        check(form, tuple(edit))
+    assert "stands" not in str(caught.value)

@@ -1,0 +1,185 @@
+"""What a fresh clone can rely on: a light import, a complete wheel, the targets README names."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "paralab"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = [
+    path
+    for folder in ("paralab", "tests", "labs", "binder")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+# DESIGN: a notebook's kernel imports these, and they leave torch to the ranks.
+TORCH_FREE = ("spec", "report", "launch", "experiment", "cli", "theory", "view", "parallel.buckets")
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_import_paralab_takes_under_half_a_second_of_processor_time():
+    code = "import time; t = time.process_time(); import paralab; print(time.process_time() - t)"
+    assert min(float(python(code)) for _ in range(3)) < 0.5
+
+
+def test_import_paralab_leaves_torch_pandas_and_plotly_for_when_they_are_needed():
+    code = "import sys, paralab; print(*sorted({'torch', 'pandas', 'plotly'} & sys.modules.keys()))"
+    assert python(code).split() == []
+
+
+def test_what_a_kernel_imports_never_imports_torch():
+    names = []
+    for path in MODULES:
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        if any(name == free or name.startswith(f"{free}.") for free in TORCH_FREE):
+            names.append(f"paralab.{name}")
+    assert {"paralab.spec", "paralab.report", "paralab.cli"} <= set(names)
+    code = f"""
+import importlib, sys
+for name in {names!r}:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(name + " imports torch")
+"""
+    python(code)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_begins_with_its_abstract(path):
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def test_no_line_is_longer_than_100_characters():
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in SOURCES
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 100
+    ]
+    assert long == []
+
+
+def test_the_wheel_holds_every_file_of_the_package(tmp_path):
+    """A data file that setuptools does not know of works in a clone and is missing for users."""
+    clone, out = tmp_path / "clone", tmp_path / "out"
+    shutil.copytree(PACKAGE, clone / "paralab", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    out.mkdir()
+    code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    [wheel] = out.glob("paralab-*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("paralab/")}
+    ours = {str(path.relative_to(clone)) for path in clone.glob("paralab/**/*") if path.is_file()}
+    assert packed == ours
+
+
+def test_lint_and_tests_are_configured_as_the_house_wants_them():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        tools = tomllib.load(file)["tool"]
+    assert tools["ruff"]["line-length"] == 100
+    assert set(tools["ruff"]["lint"]["select"]) == {"E", "F", "W", "I", "UP", "B", "SIM"}
+    options = tools["pytest"]["ini_options"]
+    assert "--strict-markers" in options["addopts"] and options["timeout"] <= 180
+    assert any(marker.startswith("gpu:") for marker in options["markers"])
+
+
+# ---- the Makefile --------------------------------------------------------------------------------
+DOCUMENTED = ("lab", "demo", "test", "bench", "labs", "clean")
+
+
+def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    words = [f"{name}={value}" for name, value in variables.items()]
+    return subprocess.run(
+        ["make", *arguments, *words],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", DOCUMENTED)
+def test_every_documented_target_is_there_and_explained(target):
+    assert make("--dry-run", target).returncode == 0
+    assert re.search(rf"^ +make {target} ", make("help").stdout, re.MULTILINE)
+
+
+def test_readme_names_only_targets_that_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^make (\w+)|`make (\w+)", text, re.MULTILINE))
+    words = {first or second for first, second in named}
+    assert words >= {"lab", "test", "demo"} and words <= set(DOCUMENTED)
+
+
+def test_continuous_integration_runs_what_a_contributor_runs():
+    """One definition of "the tests pass": `.ci/run` and the hosted workflow call `make test`."""
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make test"
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    assert "- run: make test\n" in (ROOT / ".github/workflows/test.yml").read_text()
+    recipe = make("--dry-run", "test").stdout
+    for part in ("ruff check", "ruff format --check", "pytest tests", "--nbval "):
+        assert part in recipe
+    assert "--nbval-lax" not in recipe
+
+
+@pytest.fixture
+def bin_folder(tmp_path):
+    """Where a test puts the Python that `make` is to find."""
+
+    def put(script: str) -> str:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return put
+
+
+def test_set_up_says_what_is_missing(tmp_path, bin_folder):
+    venv = str(tmp_path / "venv")
+    none = make("demo", PYTHON="python-of-nowhere", VENV=venv)
+    assert none.returncode != 0 and "there is no 'python-of-nowhere'" in none.stderr
+    real = f'*) exec {sys.executable} "$@";; esac'
+    old = f'case "$*" in *version_info*) exit 1;; -V) echo Python 3.9.2;; {real}'
+    ran = make("demo", PYTHON=bin_folder(old), VENV=venv)
+    assert ran.returncode != 0 and "is Python 3.9.2" in ran.stderr
+    bare = f'case "$*" in *ensurepip*) exit 1;; {real}'
+    ran = make("demo", PYTHON=bin_folder(bare), VENV=venv)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert ran.returncode != 0 and f"sudo apt install python{version}-venv" in ran.stderr
+    assert not Path(venv).exists()
+
+
+def test_set_up_is_not_repeated_until_pyproject_changes(tmp_path):
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    assert "-m venv" in make("--dry-run", "test", VENV=str(venv)).stdout
+    for stamp in (".ready", ".ready-dev"):
+        (venv / stamp).touch()
+    assert "-m venv" not in make("--dry-run", "test", VENV=str(venv)).stdout
+    before = (ROOT / "pyproject.toml").stat().st_mtime - 10
+    for stamp in (".ready", ".ready-dev"):
+        os.utime(venv / stamp, (before, before))
+    assert "-m venv" in make("--dry-run", "test", VENV=str(venv)).stdout

@@ -1,0 +1,88 @@
+"""The recorder keeps the compute lane flat and loses no time."""
+
+from __future__ import annotations
+
+import time
+
+from paralab.observe.recorder import Recorder
+
+
+def spin(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def rows(recorder: Recorder) -> list[dict]:
+    table = recorder.tables()["spans"]
+    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+
+
+def test_a_span_inside_another_cuts_it_in_two():
+    recorder = Recorder(rank=1, world_size=4)
+    with recorder.span("backward", microbatch=2):
+        with recorder.span("wait"):
+            pass
+    parts = rows(recorder)
+    assert [(p["kind"], p["microbatch"]) for p in parts] == [("backward", 2), ("wait", -1), ("backward", 2)]
+    assert [p["id"] for p in parts] == [1, 5, 9]  # local number * world + rank: unique over ranks
+    for before, after in zip(parts, parts[1:], strict=False):
+        assert before["end"] == after["start"]
+
+
+def test_a_launch_cuts_the_span_and_follows_what_came_before_it():
+    recorder = Recorder(rank=0, world_size=1)
+    with recorder.span("backward"):
+        span = recorder.launch("comm:dp", recorder.cut(), recorder.clock.host())
+    recorder.completed(span, recorder.clock.host())
+    first, comm, second = rows(recorder)
+    assert (first["kind"], comm["kind"], second["kind"]) == ("backward", "comm", "backward")
+    assert comm["after"] == [first["id"]] and comm["start"] >= first["end"]
+    assert comm["end"] >= comm["start"] and comm["cost"] == 0.0
+
+
+def test_cost_is_the_cpu_time_of_the_span_and_a_wait_has_none():
+    recorder = Recorder(rank=0, world_size=1)
+    with recorder.span("forward"):
+        spin(0.02)
+    with recorder.span("forward"):
+        time.sleep(0.02)
+    with recorder.span("wait"):
+        spin(0.005)
+    busy, idle, wait = rows(recorder)
+    assert 0.02 <= busy["cost"] < 0.03
+    assert idle["cost"] < 0.01 and idle["end"] - idle["start"] >= 0.02
+    assert wait["cost"] == 0.0
+
+
+def test_a_call_whose_end_nobody_signalled_ends_with_its_wait():
+    recorder = Recorder(rank=0, world_size=1)
+    span = recorder.launch("comm:dp", recorder.cut(), recorder.clock.host())
+    time.sleep(0.01)
+    recorder.settled(span)
+    late = recorder.tables()["spans"]
+    assert late["end"][0] - late["start"][0] >= 0.01
+    recorder.completed(span, (late["start"][0], 0.0))  # its own signal says more exactly when
+    recorder.settled(span)
+    assert recorder.tables()["spans"]["end"] == late["start"]
+
+
+def test_steps_are_written_once_each():
+    recorder = Recorder(rank=3, world_size=4)
+    for step in range(2):
+        recorder.begin_step(step)
+        recorder.end_step()
+    steps = recorder.tables()["steps"]
+    assert steps["step"] == [0, 1] and steps["rank"] == [3, 3]
+    assert all(a <= b for a, b in zip(steps["start"], steps["end"], strict=True))
+
+
+def test_writing_down_a_span_costs_microseconds():
+    recorder = Recorder(rank=0, world_size=1)
+    began = time.thread_time()
+    for _ in range(10_000):
+        with recorder.span("forward"):
+            pass
+    each = (time.thread_time() - began) / 10_000
+    assert each < 50e-6, f"{each * 1e6:.1f} us a span"  # some 4 us where nothing else runs
+    assert len(recorder.tables()["spans"]["id"]) == 10_000

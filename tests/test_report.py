@@ -1,0 +1,563 @@
+"""Promises of Report: merging ranks, numbers from the tables, saving, refusing bad files."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paralab import metrics, tables
+from paralab.report import Report, load, save_part
+from paralab.spec import Cluster, Link, Plan
+from paralab.storage import VERSION, seal
+
+MODEL = synthetic.MODEL
+PSI = 4 * MODEL.num_params  # bytes
+CLUSTER = Cluster(flops=1e11, memory_bandwidth=1e10, intra=Link(alpha=1e-5, bandwidth=1e9),
+                  collectives={"all_reduce": Link(alpha=2e-5, bandwidth=3e9)}, cores=2)  # fmt: skip
+few = settings(
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def same(a: Report, b: Report) -> bool:
+    """Equal to the last bit, tables, settings, losses and arrays."""
+    for name in tables.COLUMNS:
+        pd.testing.assert_frame_equal(getattr(a, name), getattr(b, name), check_exact=True)
+    for name in ("weights", "gradients"):
+        left, right = getattr(a, name), getattr(b, name)
+        assert (left is None) == (right is None)
+        for key in left or {}:
+            assert left[key].dtype == right[key].dtype
+            assert left[key].tobytes() == right[key].tobytes()
+            assert left[key].shape == right[key].shape
+    fields = ("clock", "model", "plan", "cluster", "meta")
+    assert all(getattr(a, f) == getattr(b, f) for f in fields)
+    assert list(map(repr, a.losses)) == list(map(repr, b.losses))  # repr: NaN equals NaN
+    return True
+
+
+def rows(name: str, *values: tuple) -> dict[str, list]:
+    return {c: [row[i] for row in values] for i, c in enumerate(tables.COLUMNS[name])}
+
+
+def hand_made(*spans: tuple, plan: Plan | None = None, steps: list[tuple] | None = None,
+              calls: list[tuple] | None = None) -> Report:  # fmt: skip
+    """A report from spans (rank, step, lane, kind, start, end)."""
+    full = [(i, r, s, lane, kind, 0, 0, -1, a, b, 0.0, ())
+            for i, (r, s, lane, kind, a, b) in enumerate(spans)]  # fmt: skip
+    return Report(
+        clock="measured", model=MODEL, plan=plan or Plan(), spans=rows("spans", *full),
+        collectives=rows("collectives", *(calls or [])),
+        steps=rows("steps", *(steps or [(0, 1, 0.0, 10.0)])),
+    )  # fmt: skip
+
+
+# ---- parts of ranks become one report -----------------------------------------------------------
+def test_parts_merge_to_the_same_report_in_any_order():
+    parts, plan = synthetic.parts(4)
+    meta = {"run_id": "a"}
+    one = Report.from_parts(parts, model=MODEL, plan=plan, meta=meta)
+    other = Report.from_parts(parts[::-1], model=MODEL, plan=plan, meta=meta)
+    assert same(one, other)
+    assert one.clock == "measured"
+
+
+@pytest.mark.parametrize("offsets", [[0.0, 0.0, 0.0], [0.0, 5.0, -2.5]])
+def test_clock_offsets_put_ranks_on_one_clock_that_starts_at_zero(offsets):
+    plain = synthetic.report(3)
+    shifted = synthetic.report(3, clock_offsets=offsets)
+    assert shifted.steps["start"][shifted.steps["step"] == 0].min() == 0.0
+    for name in ("spans", "collectives", "steps"):
+        for column in ("start", "end"):
+            np.testing.assert_allclose(
+                getattr(shifted, name)[column], getattr(plain, name)[column], rtol=0, atol=1e-9
+            )
+    stated = shifted.meta["clock_offsets"]
+    assert stated == {"offset_s": offsets, "uncertainty_s": [1e-6, 2e-6, 3e-6]}
+
+
+def test_missing_and_duplicate_and_foreign_ranks_are_refused_by_name():
+    parts, plan = synthetic.parts(4)
+    merge = lambda p: Report.from_parts(p, model=MODEL, plan=plan, meta={})  # noqa: E731
+    with pytest.raises(ValueError, match=r"no part of ranks 1, 3"):
+        merge([parts[0], parts[2]])
+    with pytest.raises(ValueError, match=r"rank 2 wrote more than one part"):
+        merge([*parts, parts[2]])
+    with pytest.raises(ValueError, match=r"part of rank 7"):
+        merge([*parts[:3], {**parts[3], "rank": 7}])
+    with pytest.raises(ValueError, match=r"rank 3 wrote spans of rank 0"):
+        merge([*parts[:3], {**parts[3], "spans": parts[0]["spans"]}])
+    with pytest.raises(ValueError, match=r"part of rank 1 lacks steps"):
+        merge([parts[0], {k: v for k, v in parts[1].items() if k != "steps"}, *parts[2:]])
+    with pytest.raises(ValueError, match=r"clock_offset of rank 0"):
+        merge([{**parts[0], "clock_offset": float("nan")}, *parts[1:]])
+
+
+def test_parts_of_different_runs_are_refused():
+    parts, plan = synthetic.parts(2)
+    mixed = [{**parts[0], "run_id": "monday"}, {**parts[1], "run_id": "tuesday"}]
+    with pytest.raises(ValueError, match=r"different runs .*rank 0: run monday.*1: run tuesday"):
+        Report.from_parts(mixed, model=MODEL, plan=plan, meta={})
+
+
+@pytest.mark.parametrize("dealt", [1, 2, 4])
+def test_loss_is_the_mean_over_the_global_batch_however_it_was_dealt(dealt):
+    values = [1.0, 1e16, 1.0, 1.0]  # a running sum would lose the ones
+    parts, plan = synthetic.parts(dealt, steps=1)
+    per = 4 // dealt
+    dealt_parts = [{**p, "losses": [values[r * per : (r + 1) * per]]} for r, p in enumerate(parts)]
+    report = Report.from_parts(dealt_parts[::-1], model=MODEL, plan=plan, meta={})
+    assert report.losses == [2.5e15 + 1]
+    diverged = [{**p, "losses": [[float("inf"), float("-inf")]]} for p in parts]
+    assert np.isnan(Report.from_parts(diverged, model=MODEL, plan=plan, meta={}).losses).all()
+
+
+def test_losses_of_unequal_numbers_of_steps_are_refused():
+    parts, plan = synthetic.parts(2)
+    parts[1]["losses"] = parts[1]["losses"][:-1]
+    with pytest.raises(ValueError, match="losses of"):
+        Report.from_parts(parts, model=MODEL, plan=plan, meta={})
+
+
+# ---- tables -------------------------------------------------------------------------------------
+def test_tables_have_the_stated_columns_and_dtypes_even_without_rows(tmp_path):
+    full = synthetic.report(2)
+    empty = Report(clock="predicted", model=MODEL, plan=Plan())
+    empty.save(tmp_path / "empty.json")
+    for report in (full, empty, load(tmp_path / "empty.json")):
+        for name, columns in tables.COLUMNS.items():
+            table = getattr(report, name)
+            assert list(table.columns) == list(columns)
+            kinds = {int: "int64", float: "float64", str: "object", tuple: "object"}
+            assert [str(d) for d in table.dtypes] == [kinds[k] for k in columns.values()]
+    assert {type(v) for v in full.spans["after"]} | {
+        type(v) for v in full.collectives["ranks"]
+    } == {tuple}
+    assert {type(v) for v in full.spans["kind"]} == {str}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda s: s.pop("cost"), "lacks cost"),
+        (lambda s: s.update(color=[]), "unknown color"),
+        (lambda s: s["kind"].__setitem__(3, "dreaming"), "row 3, kind='dreaming'; legal: forward"),
+        (lambda s: s["start"].__setitem__(2, float("nan")), "row 2, start=nan"),
+        (lambda s: s["start"].__setitem__(2, "0"), "row 2, start='0' is not a finite number"),
+        (lambda s: s["rank"].__setitem__(1, 0.5), "row 1, rank=0.5 is not a whole number"),
+        (lambda s: s["rank"].__setitem__(1, True), "row 1, rank=True is not a whole number"),
+        (lambda s: s["rank"].__setitem__(1, 9), "rank 9 in a report of 2 ranks"),
+        (lambda s: s["id"].__setitem__(1, s["id"][0]), "appears more than once"),
+        (lambda s: s["after"].__setitem__(0, (10**6,)), "waits for span 1000000"),
+        (lambda s: s["end"].__setitem__(4, s["start"][4] - 1), "row 4 ends before it starts"),
+        (lambda s: s["end"].pop(), "unequal length"),
+    ],
+)
+def test_a_wrong_table_is_refused_with_its_row_and_column(change, says):
+    spans = synthetic.report(2).spans
+    lists = {c: spans[c].tolist() for c in spans}
+    change(lists)
+    with pytest.raises(ValueError, match=says):
+        Report(clock="measured", model=MODEL, plan=Plan(dp=2), spans=lists)
+
+
+def test_a_collective_outside_its_group_is_refused():
+    good = (0, 0, 1, "broadcast", "dp", (0, 1), 0, "intra", "init", 8, 8, 0.0, 1.0, -1)
+    for change, says in (({5: (1,)}, "rank 0 is not of its group"), ({6: -1}, "root -1"),
+                         ({13: 99}, "span 99")):  # fmt: skip
+        row = tuple(change.get(i, v) for i, v in enumerate(good))
+        with pytest.raises(ValueError, match=says):
+            hand_made(plan=Plan(dp=2), calls=[row])
+    hand_made(plan=Plan(dp=2), calls=[good])
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+def test_step_time_is_the_median_over_steps_of_the_slowest_rank():
+    steps = [(0, 0, 0.0, 99.0), (1, 0, 0.0, 98.0)]  # warm-up does not count
+    for step, (a, b) in enumerate([(1.0, 3.0), (2.0, 1.0), (7.0, 6.0)], start=1):
+        steps += [
+            (0, step, 100.0 * step, 100.0 * step + a),
+            (1, step, 100.0 * step, 100.0 * step + b),
+        ]
+    assert hand_made(plan=Plan(dp=2), steps=steps).step_time == 3.0
+    assert hand_made(plan=Plan(dp=2), steps=steps[:2]).step_time == 99.0
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 4), (4, 8)])
+def test_bubble_of_a_gpipe_timeline_is_the_papers(p, m):
+    spans = []
+    for rank in range(p):
+        for k in range(m):
+            spans.append((rank, 1, "compute", "forward", rank + k, rank + k + 1.0))
+            start = (p - 1 + m) + 2.0 * (p - 1 - rank + k)
+            spans.append((rank, 1, "compute", "backward", start, start + 2.0))
+        spans.append((rank, 1, "compute", "wait", 1e3, 2e3))
+        spans.append((rank, 1, "compute", "optimizer", 2e3, 3e3))  # neither is the pipeline's
+        spans.append((rank, 1, "comm:dp", "comm", 1e3, 2e3))
+    report = hand_made(*spans, plan=Plan(pp=p, microbatches=m), steps=[(0, 1, 0.0, 3e3)])
+    # T runs from first forward to last backward of the rank that takes longest: rank 0, all of it.
+    assert report.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+
+
+def test_bubble_without_a_pipeline_is_each_ranks_own_idle_share():
+    spans = [(0, 1, "compute", "forward", 0.0, 4.0), (0, 1, "compute", "backward", 5.0, 10.0),
+             (1, 1, "compute", "forward", 0.0, 2.0),
+             (1, 1, "compute", "backward", 2.0, 5.0)]  # fmt: skip
+    report = hand_made(*spans, plan=Plan(dp=2), steps=[(0, 1, 0.0, 10.0), (1, 1, 0.0, 10.0)])
+    assert report.bubble == pytest.approx(1 / 15)  # rank 1 is done early, which is no bubble
+
+
+def test_hidden_communication_is_what_runs_beside_forward_and_backward():
+    spans = [(0, 1, "compute", "backward", 0.0, 4.0), (0, 1, "compute", "wait", 4.0, 7.0),
+             (0, 1, "compute", "optimizer", 7.0, 9.0), (0, 1, "comm:dp", "comm", 1.0, 5.0),
+             (0, 1, "comm:dp", "comm", 3.0, 7.0), (0, 1, "comm:dp", "comm", 8.0, 9.0)]  # fmt: skip
+    calls = [(0, 0, 1, "all_reduce", "dp", (0, 1), -1, "intra", "control", 8, 8, 8.0, 9.0, 5)]
+    part = metrics.shares(hand_made(*spans, plan=Plan(dp=2), calls=calls), 1)
+    assert part == {"work": 4.0, "optimizer": 2.0, "wait": 3.0, "communication": 6.0, "hidden": 3.0}
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+@pytest.mark.parametrize("grad_sync", ["bucketed", "overlapped"])
+def test_traffic_is_exact_and_the_same_bytes_by_every_view(dp, grad_sync):
+    report = synthetic.report(dp, grad_sync=grad_sync)
+    for by in (
+        "rank",
+        "op",
+        "axis",
+        "level",
+        "phase",
+        "edge",
+        ("axis", "level", "op"),
+        ["edge", "op"],
+    ):
+        table = report.traffic(by=by)
+        assert table["bytes"].dtype == "int64"
+        assert table["bytes"].sum() == 2 * (dp - 1) * PSI, by
+    edges = report.traffic(by="edge")
+    assert list(edges.columns) == ["sender", "receiver", "bytes"]
+    ring = {(r, (r + 1) % dp) for r in range(dp)} if dp > 1 else set()
+    assert set(zip(edges["sender"], edges["receiver"], strict=True)) == ring
+    assert report.traffic()["rank"].tolist() == list(range(dp))
+    assert set(report.traffic(by="phase")["phase"]) == ({"grad_sync"} if dp > 1 else set())
+
+
+def test_traffic_leaves_out_bookkeeping_and_warm_up_unless_asked():
+    report = synthetic.report(2, steps=3)
+    assert report.traffic("phase", bookkeeping=True)["phase"].tolist() == ["control", "grad_sync"]
+    calls = {c: report.collectives[c].tolist() for c in report.collectives}
+    for i, step in enumerate(calls["step"]):
+        if step == 0:
+            calls["payload_bytes"][i] = calls["wire_bytes"][i] = 0
+    quiet = dataclasses.replace(report, collectives=calls)
+    assert quiet.traffic()["bytes"].sum() == 2 * PSI
+    assert quiet.traffic(warmup=True)["bytes"].sum() == pytest.approx(2 * PSI * 2 / 3)
+
+
+def test_traffic_level_is_that_of_each_edge_and_not_of_the_group():
+    report = synthetic.report(4, nodes=[0, 0, 1, 1])
+    assert set(report.collectives["level"]) == {"inter"}
+    levels = report.traffic(by="level").set_index("level")["bytes"]
+    # 0 to 1 and 2 to 3 stay inside a node; 1 to 2 and 3 to 0 cross.
+    assert levels.to_dict() == {"inter": 3 * PSI, "intra": 3 * PSI}
+
+
+def test_traffic_says_which_bytes_no_formula_knows():
+    row = (0, 0, 1, "all_reduce", "dp", (0, 1), -1, "intra", "grad_sync", 800, 801, 0.0, 1.0, -1)
+    with pytest.raises(
+        ValueError, match="wire_bytes=801, but all_reduce of 800 bytes among 2 ranks"
+    ):
+        hand_made(plan=Plan(dp=2), calls=[row]).traffic()
+    with pytest.raises(ValueError, match="by='colour'"):
+        synthetic.report(2).traffic(by="colour")
+
+
+def test_summary_shows_times_bytes_and_losses():
+    report = synthetic.report(4)
+    summary = report.summary()
+    assert summary.loc["step time", "value"] == pytest.approx(1e3 * report.step_time, abs=1e-4)
+    assert summary.loc["sent per rank and step", "value"] == pytest.approx(
+        1.5 * PSI / 1e6, abs=1e-4
+    )
+    assert summary.loc["loss, last step", "value"] == pytest.approx(report.losses[-1], abs=1e-4)
+    assert summary["unit"].tolist()[:2] == ["ms", "ms"]
+
+
+def test_peak_memory_is_the_worst_sample_of_the_worst_rank_on_the_device():
+    samples = [(0, 1, 0.5, "device", "parameters", 10), (0, 1, 0.5, "device", "gradients", 5),
+               (1, 1, 0.5, "device", "parameters", 12), (1, 1, 0.5, "host", "optimizer", 90)]  # fmt: skip
+    report = Report(clock="measured", model=MODEL, plan=Plan(dp=2), memory=rows("memory", *samples))
+    assert report.peak_memory == 15
+    assert synthetic.report(2).peak_memory is None
+
+
+def test_repr_is_one_short_line_that_no_clock_changes():
+    report = synthetic.report(4, steps=8)
+    assert repr(report) == "Report(measured, dp=4, 4 ranks, 8 steps, 32 collectives)"
+    assert (
+        repr(synthetic.report(1, steps=1))
+        == "Report(measured, dp=1, 1 rank, 1 step, 0 collectives)"
+    )
+    assert "pp=4" in repr(Report(clock="predicted", model=MODEL, plan=Plan(pp=4)))
+    assert len(repr(Report(clock="predicted", model=MODEL, plan=Plan(dp=64, tp=8, pp=64)))) <= 110
+
+
+def test_the_kernel_loads_no_torch_pandas_or_plotly_until_a_report_is_made():
+    modules = (
+        "paralab.report, paralab.storage, paralab.merge, paralab.view.timeline, paralab.view.page"
+    )
+    heavy = "('torch', 'pandas', 'plotly', 'numpy')"
+    code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+# ---- files --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_saved_and_loaded_is_the_same_to_the_last_bit(tmp_path, name):
+    report = synthetic.report(2, keep_state=True, meta={"note": "ünï\u2028", "nodes": (0, 1)})
+    arrays = {"half": np.float16([1.5, -0.0]), "big": np.array([1.0, np.nan], dtype=">f8"),
+              "none": np.zeros((0, 3), np.int32), "one": np.array(7, np.uint8),
+              "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3))}  # fmt: skip
+    report = dataclasses.replace(
+        report, cluster=CLUSTER, losses=[0.1, float("nan"), float("inf"), 1 / 3],
+        gradients={k: v.astype(v.dtype.newbyteorder("=")) for k, v in arrays.items()},
+        meta={**report.meta, "lr": float("inf")},
+    )  # fmt: skip
+    report.save(tmp_path / name)
+    assert same(load(tmp_path / name), report)
+    first = (tmp_path / name).read_bytes()
+    assert (first[:2] == b"\x1f\x8b") == name.endswith("gz")
+    report.save(tmp_path / name)
+    assert (tmp_path / name).read_bytes() == first  # no date, no random order
+    assert os.listdir(tmp_path) == [name]
+    json.loads(gzip.decompress(first) if name.endswith("gz") else first, parse_constant=pytest.fail)
+
+
+def test_a_big_endian_array_comes_back_with_the_same_values(tmp_path):
+    report = synthetic.report(1)
+    swapped = np.array([1.0, 2.5], dtype=">f8")
+    dataclasses.replace(report, weights={"w": swapped}).save(tmp_path / "a.json")
+    np.testing.assert_array_equal(load(tmp_path / "a.json").weights["w"], swapped)
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_no_scrap(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    synthetic.report(1).save(path)
+    before = path.read_bytes()
+
+    def fail(*args: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        synthetic.report(2).save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+    report = synthetic.report(1)
+    objects = dataclasses.replace(report, weights={"w": np.array([object()])})
+    with pytest.raises(ValueError, match="array 'w'"):
+        objects.save(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"meta\['clever'\].*has no plain form"):
+        dataclasses.replace(report, meta={"clever": lambda: 0})
+    with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
+        report.save(tmp_path / "nowhere" / "a.json")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_file_and_an_empty_folder_say_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"gone\.json: there is no such file"):
+        load(tmp_path / "gone.json")
+    with pytest.raises(FileNotFoundError, match=r"holds no rank-00000\.json"):
+        load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, Report]:
+    report = synthetic.report(2, steps=1, microbatches=1, keep_state=True)
+    report = dataclasses.replace(report, cluster=CLUSTER)
+    path = tmp_path_factory.mktemp("saved") / "run.json"
+    report.save(path)
+    return path, report
+
+
+def refused(path: Path, says: str = ": ") -> bool:
+    with pytest.raises(ValueError, match=says) as caught:
+        load(path)
+    assert type(caught.value) is ValueError
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "; " in str(caught.value)  # what is wrong; what would do
+    return True
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "damaged or not a report"),
+        (b"\x00\xff\xfe", "damaged or not a report"),
+        (b"\x1f\x8b broken", "damaged or not a report"),
+        (b"[" * 100_000, "damaged or not a report"),
+        (b"{'single': 'quotes'}", "damaged or not a report"),
+        (b"[1, 2]", "not a paralab report"),
+        (b"null", "not a paralab report"),
+        (b'{"traceEvents": []}', "not a paralab report"),
+        (b'{"format": "paralab report", "version": 1}', "body is missing"),
+        (b'{"format": "paralab report", "version": true, "body": {}}', "version True"),
+        (b'{"format": "paralab report", "version": NaN}', "NaN is not JSON"),
+    ],
+)
+def test_files_that_are_no_reports_are_refused_in_words(tmp_path, content, says):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    assert refused(path, says)
+
+
+def test_a_report_of_a_newer_version_says_to_update(saved, tmp_path):
+    envelope = json.loads(saved[0].read_bytes())
+    envelope["version"] = VERSION + 1
+    path = tmp_path / "new.json"
+    path.write_text(json.dumps(envelope))
+    assert refused(path, "newer paralab .* update paralab")
+
+
+@few
+@given(st.data())
+def test_every_cut_is_noticed(saved, tmp_path, data):
+    content = saved[0].read_bytes()
+    for name, whole in (("c.json", content), ("c.json.gz", gzip.compress(content))):
+        path = tmp_path / name
+        path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+        assert refused(path)
+
+
+@few
+@given(st.data())
+def test_every_wrong_byte_is_noticed_or_changes_nothing(saved, tmp_path, data):
+    content = bytearray(saved[0].read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    content[at] ^= data.draw(st.integers(1, 255))
+    path = tmp_path / "b.json"
+    path.write_bytes(content)
+    try:
+        reloaded = load(path)
+    except ValueError as error:
+        assert str(error).startswith(f"{path}: ")
+    else:
+        assert same(reloaded, saved[1])  # a space that became a tab, say
+
+
+def places(value, at=()):
+    """Every path into a JSON value, lists by their first element."""
+    yield at
+    items = value.items() if isinstance(value, dict) else ()
+    items = list(enumerate(value))[:1] if isinstance(value, list) else items
+    for key, inner in items:
+        yield from places(inner, (*at, key))
+
+
+ABSENT = object()
+STRANGE = [None, True, -7, 2**70, 0.5, "?", [], ["?"], {}, {"$float": "?"}, [[]], [None], ABSENT]
+
+
+def test_no_change_of_the_body_escapes_as_anything_but_a_clear_error(saved, tmp_path):
+    """Drop or replace every single thing, with a checksum that fits, as a foreign writer would."""
+    original = json.loads(saved[0].read_bytes())
+    must_fail = {("tables", "spans", "cost"), ("model",), ("plan", "dp"), ("losses",), ("clock",),
+                 ("weights",), ("tables",), ("tables", "steps"), ("weights", "a", "shape"),
+                 ("cluster", "intra"), ("tables", "spans", "start", 0)}  # fmt: skip
+    path, failed = tmp_path / "m.json", {}
+    for at in list(places(original["body"]))[1:]:
+        for strange in STRANGE:
+            envelope = json.loads(json.dumps(original))
+            spot = envelope["body"]
+            for key in at[:-1]:
+                spot = spot[key]
+            if strange is ABSENT:
+                del spot[at[-1]]
+            else:
+                spot[at[-1]] = strange
+            envelope["sha256"] = seal(envelope["body"])
+            path.write_text(json.dumps(envelope))
+            try:
+                report = load(path)
+            except ValueError as error:
+                assert type(error) is ValueError, at
+                assert str(error).startswith(f"{path}: damaged ("), error
+                failed.setdefault(at, []).append(strange)
+            else:  # legal, if unexpected: then it is a report in every respect
+                assert repr(report).startswith("Report(")
+    for at in must_fail - {("losses",), ("weights",), ("cluster", "intra"), ("plan", "dp")}:
+        assert ABSENT in failed[at], at
+        assert len(failed[at]) >= 8, at
+    assert ABSENT in failed[("weights",)] and "?" in failed[("weights",)]
+    assert ABSENT in failed[("losses",)] and None in failed[("losses",)]
+
+
+# ---- folders of parts ---------------------------------------------------------------------------
+def written(folder: Path, dp: int = 3, run_id: str = "a", ranks=None, **settings) -> Report:
+    parts, plan = synthetic.parts(dp, keep_state=True, **settings)
+    meta = {"run_id": run_id, "nodes": [0] * dp}
+    for part in parts[::-1]:
+        if ranks is None or part["rank"] in ranks:
+            save_part(folder, part, model=MODEL, plan=plan, meta=meta)
+    return Report.from_parts(parts, model=MODEL, plan=plan, meta=meta)
+
+
+def test_a_folder_of_parts_loads_as_the_report_that_one_process_would_make(tmp_path):
+    whole = written(tmp_path / "deep" / "run", clock_offsets=[0.0, 1.5, -0.25])
+    assert sorted(os.listdir(tmp_path / "deep" / "run")) == [f"rank-0000{r}.json" for r in range(3)]
+    assert same(load(tmp_path / "deep" / "run"), whole)
+
+
+def test_a_folder_says_which_ranks_are_missing(tmp_path):
+    written(tmp_path, dp=4, ranks=[0, 2])
+    with pytest.raises(ValueError, match=r"no part of ranks 1, 3") as caught:
+        load(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: ")
+
+
+def test_a_folder_with_parts_of_two_runs_is_refused(tmp_path):
+    written(tmp_path, run_id="old")
+    written(tmp_path, run_id="new", ranks=[0, 1])
+    with pytest.raises(
+        ValueError, match=r"different runs \(ranks 0, 1: run new; rank 2: run old\)"
+    ):
+        load(tmp_path)
+    written(tmp_path, run_id="new", ranks=[2], microbatches=5)
+    with pytest.raises(ValueError, match=r"rank-00002.json has another plan than rank 0"):
+        load(tmp_path)
+    parts, plan = synthetic.parts(1)
+    with pytest.raises(ValueError, match="run_id"):
+        save_part(tmp_path, parts[0], model=MODEL, plan=plan, meta={})
+
+
+def test_a_part_is_not_a_report_and_a_report_is_not_a_part(tmp_path):
+    written(tmp_path, dp=1)
+    assert refused(tmp_path / "rank-00000.json", "is a paralab rank part, not a paralab report")
+    synthetic.report(1).save(tmp_path / "rank-00000.json")
+    with pytest.raises(ValueError, match="is a paralab report, not a paralab rank part"):
+        load(tmp_path)
+
+
+def test_a_damaged_part_is_named(tmp_path):
+    written(tmp_path)
+    path = tmp_path / "rank-00001.json"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"rank-00001\.json: damaged"):
+        load(tmp_path)

@@ -1,0 +1,152 @@
+"""Every illegal description is refused with field, value and what would be legal."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paralab as pl
+
+GOOD_MODEL = {"layers": 2, "hidden": 64, "heads": 4, "seq_len": 32}
+NOT_COUNTS = st.one_of(
+    st.integers(max_value=0), st.floats(), st.booleans(), st.text(max_size=5), st.none(),
+    st.lists(st.integers(), max_size=2),
+)  # fmt: skip
+PLAN_COUNTS = ["dp", "tp", "pp", "microbatches", "microbatch_size", "virtual_stages", "bucket_bytes"]
+
+
+def refuses(build, field: str, value: object) -> None:
+    with pytest.raises(ValueError) as caught:
+        build()
+    message = str(caught.value)
+    assert message.startswith(f"{field}={value!r}:") and "; legal: " in message, message
+
+
+@given(st.sampled_from(["layers", "hidden", "heads", "seq_len", "vocab"]), NOT_COUNTS)
+def test_model_counts_must_be_whole_and_positive(field, value):
+    refuses(lambda: pl.ModelSpec(**{**GOOD_MODEL, field: value}), field, value)
+
+
+@given(st.sampled_from(PLAN_COUNTS), NOT_COUNTS)
+def test_plan_counts_must_be_whole_and_positive(field, value):
+    refuses(lambda: pl.Plan(**{field: value}), field, value)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("attention", "flash"), ("tied", 1), ("tied", "yes"), ("dropout", 1.0), ("dropout", -0.1),
+     ("dropout", float("nan")), ("dropout", "0.1"), ("heads", 3)],
+)  # fmt: skip
+def test_other_model_fields_are_checked(field, value):
+    refuses(lambda: pl.ModelSpec(**{**GOOD_MODEL, field: value}), field, value)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("grad_sync", "ddp"), ("precision", "int8"), ("recompute", True), ("tp_mode", "4d"), ("prefetch", -1),
+     ("zero_stage", 4), ("zero_stage", True), ("schedule", "dualpipe"), ("sequence_parallel", 1)],
+)  # fmt: skip
+def test_other_plan_fields_are_checked(field, value):
+    refuses(lambda: pl.Plan(**{field: value}), field, value)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("tp", 2), ("pp", 2), ("virtual_stages", 2), ("zero_stage", 1), ("sequence_parallel", True),
+     ("recompute", "full"), ("offload", "cpu"), ("tp_mode", "2d"), ("precision", "bf16")],
+)  # fmt: skip
+def test_what_this_version_cannot_run_is_refused_by_run_and_predict_alike(field, value):
+    model, plan = pl.ModelSpec(**GOOD_MODEL), pl.Plan(**{field: value})
+    cluster = pl.Cluster.preset("dgx-a100")
+    refuses(lambda: plan.validate(model), field, value)
+    refuses(lambda: pl.run(model, plan), field, value)
+    refuses(lambda: pl.predict(model, plan, cluster), field, value)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("steps", 0), ("steps", 2.0), ("optimizer", "lion"), ("lr", 0.0), ("lr", "fast"), ("lr", float("inf")),
+     ("clip_norm", -1.0), ("seed", -1), ("seed", 2**31), ("keep_state", "yes"), ("memory_limit", "64MB"),
+     ("data", "/no/such/text"), ("device", "tpu"), ("timeout", 0), ("timeout", "long")],
+)  # fmt: skip
+def test_run_refuses_wrong_arguments_before_a_process_starts(monkeypatch, field, value):
+    import paralab.launch
+
+    def started(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a process was started")
+
+    for name in ("_start_ranks", "warm_up"):
+        if hasattr(paralab.launch, name):
+            monkeypatch.setattr(paralab.launch, name, started)
+    refuses(lambda: pl.run(pl.ModelSpec(**GOOD_MODEL), **{field: value}), field, value)
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused():
+    refuses(lambda: pl.run(pl.ModelSpec(**GOOD_MODEL, vocab=100)), "vocab", 100)
+
+
+def test_model_and_plan_must_be_descriptions():
+    with pytest.raises(ValueError, match="model="):
+        pl.run("gpt2")
+    with pytest.raises(ValueError, match="plan="):
+        pl.run(pl.ModelSpec(**GOOD_MODEL), 4)
+
+
+@given(
+    st.builds(
+        pl.Plan, dp=st.integers(1, 99), microbatches=st.integers(1, 9), bucket_bytes=st.integers(1, 2**40),
+        grad_sync=st.sampled_from(["naive", "bucketed", "overlapped"]),
+    )
+)  # fmt: skip
+def test_plans_survive_json(plan):
+    assert pl.Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_unknown_fields_are_named():
+    with pytest.raises(ValueError, match=r"shards=2: Plan has no such field"):
+        pl.Plan.from_dict({"shards": 2})
+
+
+def test_clusters_survive_json_and_say_what_is_wrong():
+    cluster = pl.Cluster.preset("dgx-h100", nodes=4)
+    again = pl.Cluster.from_dict(json.loads(json.dumps(cluster.to_dict())))
+    assert again == cluster and again.num_devices == 32 and again.node_of(9) == 1
+    refuses(lambda: cluster.replace(flops=0), "flops", 0)
+    refuses(lambda: cluster.replace(intra="fast"), "intra", "fast")
+    refuses(lambda: pl.Cluster.preset("abacus"), "preset", "abacus")
+    refuses(lambda: pl.Link(alpha=-1, bandwidth=1), "alpha", -1)
+
+
+def test_links_measured_per_operation_go_before_the_general_one():
+    one, other, far = (pl.Link(alpha=a, bandwidth=1e9) for a in (1e-6, 2e-6, 3e-6))
+    cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e12, intra=one, inter=far,
+                         collectives={"all_reduce": other})  # fmt: skip
+    assert cluster.link("all_reduce", "intra") == other
+    assert cluster.link("all_gather", "intra") == one
+    assert cluster.link("all_reduce", "inter") == far
+    assert one.seconds(1e9) == pytest.approx(1 + 1e-6)
+
+
+def test_parameter_counts_are_the_papers():
+    # PTD-P, arXiv:2104.04473, Table 1: billions by eq. 2 of the paper
+    for name, billions in {"ptdp-1.7b": 1.6522, "ptdp-7.5b": 7.4678, "ptdp-39b": 39.096,
+                           "ptdp-145b": 145.6222, "ptdp-1t": 1008.0387}.items():  # fmt: skip
+        spec = pl.ModelSpec.preset(name)
+        assert (spec.num_params - 2 * spec.hidden) / 1e9 == pytest.approx(billions, abs=6e-5)
+
+
+def test_num_params_is_the_sum_of_the_shapes():
+    import math
+
+    for tied in (True, False):
+        spec = pl.ModelSpec(**GOOD_MODEL, tied=tied)
+        assert spec.num_params == sum(math.prod(s) for s in spec.parameter_shapes().values())
+
+
+def test_messages_name_legal_values():
+    with pytest.raises(ValueError, match=re.escape("heads=5: hidden=64 is not divisible by it; legal: 1, 2, 4")):
+        pl.ModelSpec(**{**GOOD_MODEL, "heads": 5})

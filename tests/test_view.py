@@ -1,0 +1,450 @@
+"""Promises of the pictures: every span drawn, every byte shown, one theme, no host asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter, defaultdict
+from html.parser import HTMLParser
+
+import pytest
+import synthetic
+
+from paralab import tables
+from paralab.report import Report
+from paralab.spec import Plan
+from paralab.view import theme
+from paralab.view import timeline as timeline_module
+from paralab.view.page import page
+from paralab.view.tracks import tracks
+
+OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
+
+
+def columns(table) -> dict[str, list]:
+    return {c: table[c].tolist() for c in table}
+
+
+def title(figure) -> str:
+    return figure.layout.title.text + " | " + figure.layout.title.subtitle.text
+
+
+def boxes(figure) -> list[tuple[str, float, float, float, float]]:
+    """(trace, start, end, top, bottom) of every bar of a timeline."""
+    return [
+        (bar.name, base, base + x, y - w / 2, y + w / 2)
+        for bar in figure.data
+        for base, x, y, w in zip(bar.base, bar.x, bar.y, bar.width, strict=True)
+    ]
+
+
+def stretched(report: Report, factor: float, clock: str = "measured") -> Report:
+    changed = {}
+    for name in ("spans", "collectives", "steps"):
+        rows = columns(getattr(report, name))
+        for column in ("start", "end"):
+            rows[column] = [v * factor for v in rows[column]]
+        changed[name] = rows
+    return dataclasses.replace(report, clock=clock, **changed)
+
+
+@pytest.fixture(scope="module")
+def four() -> Report:
+    return synthetic.report(4, nodes=[0, 0, 1, 1])
+
+
+def figures(report: Report) -> list:
+    return [report.timeline(), report.traffic_chart(), report.loss_chart()]
+
+
+# ---- every figure ---------------------------------------------------------------------------------
+def test_a_colour_means_one_thing_and_the_colour_blind_can_tell_them_apart():
+    greys = {theme.KIND_COLOUR["wait"], theme.OTHER_COLOUR}
+    used = [c for k, c in theme.KIND_COLOUR.items() if k != "wait"] + list(
+        theme.AXIS_COLOUR.values()
+    )
+    assert set(used) == OKABE_ITO
+    assert len(set(used)) == len(used)
+    assert all(len({g[1:3], g[3:5], g[5:7]}) <= 3 for g in greys)
+    assert set(theme.KIND_COLOUR) | {"comm"} == set(tables.KINDS)
+
+
+@pytest.mark.parametrize("clock", ["measured", "replayed", "predicted"])
+def test_every_figure_states_its_clock_its_units_and_its_finding(four, clock):
+    for figure in figures(dataclasses.replace(four, clock=clock)):
+        assert f"{clock} clock" in title(figure)
+        assert figure.layout.title.text.startswith("<b>dp=4, overlapped: ")
+    timeline, traffic, loss = figures(four)
+    assert "(ms)" in timeline.layout.xaxis.title.text
+    assert "MB" in traffic.layout.xaxis.title.text and "MB" in traffic.layout.yaxis2.title.text
+    assert "10<sup>6</sup> bytes" in title(traffic)
+    assert "nats" in loss.layout.yaxis.title.text
+
+
+def test_structure_of_the_figures_does_not_depend_on_the_times():
+    one = synthetic.report(3)
+    other = stretched(one, 7.3)
+    for a, b in zip(figures(one), figures(other), strict=True):
+        assert [t.name for t in a.data] == [t.name for t in b.data]
+        assert [t.type for t in a.data] == [t.type for t in b.data]
+    assert [t.name for t in one.timeline().data] == [
+        "forward", "backward", "optimizer", "waiting", "communication, dp",
+    ]  # fmt: skip
+    assert [len(t.x) for t in one.timeline().data] == [len(t.x) for t in other.timeline().data]
+
+
+def test_figures_hold_lists_and_no_binary_blobs(four):
+    for figure in figures(four):
+        text = figure.to_json()
+        assert "bdata" not in text
+        assert len(text) < 60_000
+        json.loads(text, parse_constant=pytest.fail)
+
+
+def test_names_from_a_report_cannot_be_markup(four):
+    calls, spans = columns(four.collectives), columns(four.spans)
+    calls["axis"] = ["<a href='x'>dp</a>"] * len(calls["axis"])
+    spans["lane"] = [
+        "compute" if lane == "compute" else "comm:<b onclick=1>" for lane in spans["lane"]
+    ]
+    report = dataclasses.replace(four, collectives=calls, spans=spans)
+    for figure in figures(report):
+        seen = set(re.findall(r"<(/?\w+)", figure.to_json().replace("\\u003c", "<")))
+        assert seen <= {"b", "/b", "br", "sup", "/sup", "extra", "/extra"}
+
+
+# ---- timeline ---------------------------------------------------------------------------------------
+def test_timeline_draws_every_span_of_the_step_once_with_its_times(four):
+    step = four.steps[four.steps["step"] == 2]
+    spans = four.spans[four.spans["step"] == 2]
+    drawn = boxes(four.timeline(step=2))
+    assert len(drawn) == len(spans)
+    zero = step["start"].min()
+    expected = sorted((round((a - zero) * 1e3, 5), round((b - zero) * 1e3, 5))
+                      for a, b in zip(spans["start"], spans["end"], strict=True))  # fmt: skip
+    assert sorted((round(a, 5), round(b, 5)) for _, a, b, _, _ in drawn) == pytest.approx(expected)
+    assert "step 2" in title(four.timeline(step=2))
+
+
+def test_timeline_colours_boxes_by_kind_and_waits_look_like_waits(four):
+    by_name = {bar.name: bar for bar in four.timeline().data}
+    for kind in ("forward", "backward", "optimizer"):
+        assert by_name[kind].marker.color == theme.KIND_COLOUR[kind]
+        assert by_name[kind].marker.pattern.shape is None
+    assert by_name["communication, dp"].marker.color == theme.AXIS_COLOUR["dp"]
+    assert by_name["waiting"].marker.pattern.shape == "/"
+    kinds = Counter(four.spans["kind"][four.spans["step"] == 1])
+    assert len(by_name["waiting"].x) == kinds["wait"]
+
+
+def test_boxes_never_cover_one_another(four):
+    for report in (four, synthetic.report(3, grad_sync="bucketed")):
+        drawn = boxes(report.timeline())
+        for i, (_, a0, a1, top, bottom) in enumerate(drawn):
+            for _, b0, b1, other_top, other_bottom in drawn[:i]:
+                apart_in_time = a1 <= b0 + 1e-6 or b1 <= a0 + 1e-6
+                assert apart_in_time or bottom <= other_top + 1e-9 or other_bottom <= top + 1e-9
+
+
+def test_each_rank_has_its_compute_lane_above_its_communication(four):
+    axis = four.timeline(ranks=[2, 0]).layout.yaxis
+    assert list(axis.ticktext) == ["<b>rank 0</b>", "dp", "<b>rank 2</b>", "dp"]
+    assert list(axis.tickvals) == sorted(axis.tickvals)
+    assert axis.range[0] > axis.range[1]  # the first rank on top
+
+
+def test_the_default_step_is_the_measured_one_nearest_the_median():
+    report = synthetic.report(2, steps=5)
+    steps = columns(report.steps)
+    for i, step in enumerate(steps["step"]):
+        steps["end"][i] = steps["start"][i] + {0: 3.0, 1: 1.0, 2: 5.0, 3: 2.9, 4: 9.0}[step]
+    odd = dataclasses.replace(report, steps=steps)  # median of 1, 5, 2.9, 9 is 3.95: 2.9 and 5 tie
+    assert "step 2 " in title(odd.timeline()) or "step 3 " in title(odd.timeline())
+    steps["end"][steps["step"].index(4)] = 0.0 + steps["start"][steps["step"].index(4)]
+    only = synthetic.report(2, steps=1)
+    assert "step 0 " in title(only.timeline())
+
+
+def test_micro_batch_numbers_stand_on_boxes_that_can_hold_them(four):
+    figure = four.timeline()
+    for bar in figure.data:
+        if bar.name in ("forward", "backward"):
+            # Once per micro-batch and rank, although the last backward is cut into three.
+            assert Counter(t for t in bar.text if t) == {"0": 4, "1": 4}
+        else:
+            assert not any(bar.text)
+    crowded = synthetic.report(2, microbatches=80)
+    assert not any(t for bar in crowded.timeline().data for t in bar.text)
+
+
+def test_hover_says_milliseconds_and_bytes(four):
+    comm = next(bar for bar in four.timeline().data if bar.name == "communication, dp")
+    sent = four.collectives["wire_bytes"].max()
+    assert any(f"{sent:,} sent" in text for text in comm.hovertext)
+    assert all(" ms" in text for bar in four.timeline().data for text in bar.hovertext)
+
+
+def test_the_title_of_the_timeline_is_read_off_the_spans():
+    work = [(0, 0, 1, "compute", "backward", 0, 0, 0, 0.0, 6.0, 6.0, ()),
+            (1, 0, 1, "comm:dp", "comm", 0, 0, -1, 5.0, 9.0, 0.0, (0,)),
+            (2, 0, 1, "compute", "wait", 0, 0, -1, 6.0, 9.0, 0.0, (1,)),
+            (3, 0, 1, "compute", "optimizer", 0, 0, -1, 9.0, 10.0, 1.0, ())]  # fmt: skip
+    rows = {c: [row[i] for row in work] for i, c in enumerate(tables.COLUMNS["spans"])}
+    steps = {"rank": [0], "step": [1], "start": [0.0], "end": [10.0]}
+    report = Report(clock="replayed", model=synthetic.MODEL, plan=Plan(dp=2, grad_sync="naive"),
+                    spans=rows, steps=steps)  # fmt: skip
+    finding = report.timeline().layout.title.text
+    assert finding == (
+        "<b>dp=2, naive: 25 % of communication hidden behind compute, ranks wait 30 % of the step</b>"
+    )
+
+
+def test_a_crowded_step_shows_a_window_and_says_so(four, monkeypatch):
+    monkeypatch.setattr(timeline_module, "MAX_BOXES", 20)
+    figure = four.timeline(step=1)
+    total = (four.spans["step"] == 1).sum()
+    assert len(boxes(figure)) == 20
+    assert f"the first 20 of {total} boxes" in title(figure)
+    starts = sorted(four.spans["start"][four.spans["step"] == 1])
+    zero = four.steps["start"][four.steps["step"] == 1].min()
+    shown = max(start for _, start, _, _, _ in boxes(figure))
+    assert shown == pytest.approx((starts[19] - zero) * 1e3, abs=1e-5)
+    assert "boxes" not in title(synthetic.report(2).timeline())
+
+
+def test_a_step_or_rank_that_is_not_there_is_refused(four):
+    with pytest.raises(ValueError, match=r"step=9.*legal: 0 \| 1 \| 2 \| 3"):
+        four.timeline(step=9)
+    with pytest.raises(ValueError, match=r"ranks=4.*legal: 0 \| 1 \| 2 \| 3"):
+        four.timeline(ranks=[4])
+    with pytest.raises(ValueError, match="no steps"):
+        Report(clock="predicted", model=synthetic.MODEL, plan=Plan()).timeline()
+
+
+def test_tracks_keep_overlapping_boxes_apart():
+    assert tracks([(0, 2), (1, 3), (2, 4), (1, 2)], at_most=4) == [0, 2, 0, 1]
+    assert tracks([(0, 9), (1, 9), (2, 9)], at_most=2) == [0, 1, 0]
+    assert tracks([], at_most=2) == []
+
+
+def test_a_shared_processor_is_mentioned_only_on_the_wall_clock():
+    shared = synthetic.report(4, meta={"cores": 2})
+    assert "4 ranks shared 2 cores" in title(shared.timeline())
+    assert "cores" not in title(dataclasses.replace(shared, clock="replayed").timeline())
+    assert "cores" not in title(synthetic.report(2, meta={"cores": 2}).timeline())
+
+
+# ---- traffic and loss ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def test_the_matrix_has_senders_in_rows_and_every_byte(dp):
+    report = synthetic.report(dp)
+    matrix = report.traffic_chart().data[0]
+    assert matrix.type == "heatmap"
+    edges = report.traffic(by="edge")
+    assert sum(v or 0 for row in matrix.z for v in row) * 1e6 == pytest.approx(edges["bytes"].sum())
+    for sender, receiver, count in edges.itertuples(index=False):
+        assert matrix.z[sender][receiver] == count / 1e6
+    assert [r for r in range(dp) if matrix.z[r][r]] == []
+    figure = report.traffic_chart()
+    assert "sending" in figure.layout.yaxis.title.text
+    assert "receiving" in figure.layout.xaxis.title.text
+
+
+def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
+    assert "each rank sends 0.71 MB per step = 2(N−1)/N·Ψ, exactly" in title(four.traffic_chart())
+    calls = columns(four.collectives)
+    for i, phase in enumerate(calls["phase"]):
+        if phase == "grad_sync":  # buckets padded by 2 % on the wire
+            calls["payload_bytes"][i] = calls["payload_bytes"][i] // 1000 * 1020
+            calls["wire_bytes"][i] = calls["payload_bytes"][i] * 6 // 4
+    padded = dataclasses.replace(four, collectives=calls)
+    assert re.search(r"1\.\d\d % above 2\(N−1\)/N·Ψ", title(padded.traffic_chart()))
+    assert "dp=1: nothing is sent" in title(synthetic.report(1).traffic_chart())
+
+
+def test_bars_split_bytes_by_axis_and_level_with_the_optimum_as_a_line(four):
+    figure = four.traffic_chart()
+    bars = figure.data[1]
+    assert list(bars.x) == ["dp, inside a node", "dp, between nodes"]
+    psi = 4 * four.model.num_params
+    assert list(bars.y) == pytest.approx([0.75 * psi / 1e6] * 2)
+    assert figure.layout.shapes[0].y0 == pytest.approx(1.5 * psi / 1e6)
+    assert list(bars.marker.color) == [theme.AXIS_COLOUR["dp"]] * 2
+
+
+def test_the_loss_chart_says_where_the_loss_went(four):
+    figure = four.loss_chart()
+    assert list(figure.data[0].y) == four.losses
+    assert "loss fell from 5.516 to 4.316 in 4 steps" in title(figure)
+    broken = dataclasses.replace(four, losses=[5.0, float("nan"), 4.0])
+    assert "diverged at step 1" in title(broken.loss_chart())
+    worse = dataclasses.replace(four, losses=[4.0, 5.0])
+    assert "did not fall: from 4.000 to 5.000" in title(worse.loss_chart())
+    with pytest.raises(ValueError, match="has no losses"):
+        dataclasses.replace(four, losses=[]).loss_chart()
+
+
+# ---- the page -----------------------------------------------------------------------------------------
+class Page(HTMLParser):
+    """Checks that elements close in order; collects attributes and visible text."""
+
+    VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.said: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.said.append(data)
+
+
+NASTY = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def nasty_page() -> str:
+    report = synthetic.report(4, meta={"data": NASTY, NASTY: [NASTY], "run": "a & b"})
+    return page(report, sections=[(NASTY, "<p>compared</p>")])
+
+
+def test_the_page_is_well_formed_and_escapes_what_users_wrote(nasty_page):
+    parsed = Page(nasty_page)
+    assert nasty_page.startswith("<!DOCTYPE html>")
+    assert [t for t, _, _ in parsed.attributes if t in ("img", "iframe", "object")] == []
+    assert nasty_page.count("<script") == nasty_page.count("</script>") == 2
+    assert NASTY in "".join(parsed.said)  # shown as it was written, as text
+    assert "compared" in "".join(parsed.said)
+
+
+def test_the_page_asks_no_host_for_anything(nasty_page):
+    parsed = Page(nasty_page)
+    addresses = [
+        v for _, name, v in parsed.attributes if name in ("src", "href", "action", "srcset")
+    ]
+    assert addresses == ["data:,"]
+    policy = next(v for t, n, v in parsed.attributes if n == "content" and "default-src" in v)
+    assert "default-src 'none'" in policy and "http" not in policy
+    own = re.sub(r"<script>.*?</script>", "", nasty_page, count=1, flags=re.S)  # without plotly.js
+    own = own.replace("http://evil.example", "").replace("http:\\u002f", "")
+    assert "http" not in re.sub(r"http-equiv", "", own)
+
+
+def test_the_page_has_numbers_plan_pictures_and_both_colour_schemes(nasty_page):
+    said = "".join(Page(nasty_page).said)
+    report = synthetic.report(4)
+    for words in ("Report(measured, dp=4", "measured clock: wall clock", "step time", "grad_sync",
+                  f"{report.model.num_params:,}", "samples per step"):  # fmt: skip
+        assert words in said.replace("\n", " "), words
+    for figure in ("timeline", "traffic", "loss"):
+        assert f'<div id="{figure}"' in nasty_page
+    assert "prefers-color-scheme: dark" in nasty_page
+
+
+def test_a_prediction_without_losses_has_a_page_too(tmp_path):
+    report = dataclasses.replace(synthetic.report(2), clock="predicted", losses=[])
+    path = tmp_path / "p.html"
+    report.to_html(path)
+    text = path.read_text(encoding="utf-8")
+    assert '<div id="loss"' not in text and '<div id="timeline"' in text
+    empty = page(Report(clock="predicted", model=synthetic.MODEL, plan=Plan()))
+    Page(empty)
+    assert "–" in empty
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        report.to_html(tmp_path / "no" / "p.html")
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs the chromium browser")
+def test_a_browser_draws_the_page_without_a_complaint(tmp_path):
+    path = tmp_path / "p.html"
+    synthetic.report(4, meta={"data": NASTY}).to_html(path)
+    flags = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+             "--disable-background-networking --disable-component-update --disable-dev-shm-usage "
+             "--enable-logging=stderr --virtual-time-budget=4000 --dump-dom")  # fmt: skip
+    run = subprocess.run(
+        ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()],
+        capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert len(re.findall(r'class="[^"]*js-plotly-plot', run.stdout)) == 3
+    assert run.stdout.count('class="gtitle"') >= 3
+    assert "CONSOLE" not in run.stderr
+
+
+# ---- Perfetto -------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def trace(four, tmp_path_factory) -> list[dict]:
+    path = tmp_path_factory.mktemp("trace") / "t.json"
+    four.to_perfetto(path)
+    whole = json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert whole["otherData"]["clock"] == "measured"
+    return whole["traceEvents"]
+
+
+def test_the_trace_has_the_fields_that_the_format_requires(trace, four):
+    required = {"X": {"name", "cat", "ts", "dur"}, "M": {"name", "args"},
+                "s": {"name", "cat", "id", "ts"}, "f": {"name", "cat", "id", "ts", "bp"}}  # fmt: skip
+    for event in trace:
+        assert required[event["ph"]] <= set(event), event
+        assert type(event["pid"]) is int and type(event["tid"]) is int
+        assert event.get("ts", 0) >= 0 and event.get("dur", 0) >= 0
+    slices = [e for e in trace if e["ph"] == "X"]
+    assert len(slices) == len(four.spans)
+    total = (four.spans["end"] - four.spans["start"]).sum() * 1e6
+    assert sum(e["dur"] for e in slices) == pytest.approx(total, abs=len(slices))
+    names = {e["name"] for e in trace if e["ph"] == "M"}
+    assert names == {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
+
+
+def test_the_trace_has_a_process_per_rank_and_a_thread_per_lane(trace):
+    ranks = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
+    assert ranks == {r: f"rank {r}" for r in range(4)}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+    assert [lanes[2, t] for t in range(3)] == ["compute", "comm:dp", "comm:dp 2"]
+    for event in trace:
+        if event["ph"] == "X":
+            assert lanes[event["pid"], event["tid"]].startswith(
+                "comm:dp" if event["cat"] == "comm" else "compute"
+            )
+
+
+def test_slices_of_one_thread_do_not_overlap(trace):
+    threads = defaultdict(list)
+    for event in trace:
+        if event["ph"] == "X":
+            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for slices in threads.values():
+        slices.sort()
+        assert all(end <= start for (_, end), (start, _) in zip(slices, slices[1:], strict=False))
+
+
+def test_arrows_of_the_trace_join_what_waits_to_what_it_waited_for(trace, four):
+    starts = {e["id"]: e for e in trace if e["ph"] == "s"}
+    ends = {e["id"]: e for e in trace if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == sum(map(len, four.spans["after"]))
+    assert all(starts[i]["ts"] <= ends[i]["ts"] for i in starts)
+    places = {(e["pid"], e["tid"], e["ts"]) for e in trace if e["ph"] == "X"}
+    assert all((e["pid"], e["tid"], e["ts"]) in places for e in [*starts.values(), *ends.values()])
+
+
+def test_slices_carry_micro_batch_and_bytes(trace, four):
+    comm = [e for e in trace if e["ph"] == "X" and e["cat"] == "comm"]
+    assert {e["name"] for e in comm} == {"all_reduce"}
+    assert sum(e["args"]["wire_bytes"] for e in comm) == four.collectives["wire_bytes"].sum()
+    assert {e["name"] for e in trace if e.get("cat") == "forward"} == {"forward 0", "forward 1"}
