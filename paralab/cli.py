@@ -149,12 +149,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--save", type=Path, metavar="FILE", help="the report: run.json")
     _add_exports(result)
-    result.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help=f"under torchrun: where every rank writes its part (default {DEFAULT_OUT})",
-    )
+    where = f"under torchrun: where every rank writes its part (default {DEFAULT_OUT})"
+    result.add_argument("--out", type=Path, metavar="FOLDER", help=where)
     run.set_defaults(act=_run, parser=run)
 
     show = commands.add_parser(

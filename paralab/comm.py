@@ -85,7 +85,7 @@ class Group:
         self.stream = torch.cuda.Stream(context.device) if on_cuda and not self.stage else None
         self._calls = 0
         self._noted: tuple = ()
-        self._strict = Strict(context) if context.strict else None
+        self._strict = Strict(context, axis=axis) if context.strict else None
         self._host_buffers: dict[tuple, Tensor] = {}
 
     # ---- collectives ------------------------------------------------------------------------

@@ -136,7 +136,9 @@ def run_under_torchrun(
     context = torchrun_context(timeout=timeout, device=device)
     part = _program(context, model, plan, vars(checked))
     meta = _meta(checked, part["meta"])
-    meta["run_id"] = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
+    if context.rank == 0:
+        context.store.set("paralab/run_id", meta["run_id"])
+    meta["run_id"] = context.store.get("paralab/run_id").decode()  # one name for all the parts
     save_part(Path(folder), part, model=model, plan=plan, meta=meta)
     return context.rank
 

@@ -98,15 +98,18 @@ def launch_program(
 
 def warm_up() -> None:
     """Start loading torch for the ranks to come, in the background. Returns at once; idempotent."""
-    with _house.lock:
-        _house.server()
+    if _house.lock.acquire(blocking=False):  # else a launch is under way, and the server with it
+        try:
+            _house.server()
+        finally:
+            _house.lock.release()
 
 
 def torchrun_context(**settings: Any) -> Any:
-    """The context of a rank that torchrun started; see `paralab.rank_process.torchrun_context`."""
-    from paralab import rank_process
+    """The context of a rank that torchrun started; see `paralab.rank_torchrun`."""
+    from paralab import rank_torchrun  # with torch: this process is a rank
 
-    return rank_process.torchrun_context(**settings)
+    return rank_torchrun.torchrun_context(**settings)
 
 
 class _House:

@@ -7,6 +7,7 @@ stuck in C++ just as well, and the stack names the collective and the user's own
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import re
@@ -80,11 +81,10 @@ def show_cells(traceback: str) -> str:
 
 def main_stack(dump: str, main_thread: int) -> list[Frame]:
     """The main thread's frames in a faulthandler dump, innermost first."""
-    starts = list(_THREAD.finditer(dump))
-    for begin, end in zip(starts, [*starts[1:], None], strict=True):
-        if int(begin[1], 16) == main_thread:
-            section = dump[begin.start() : end.start() if end else None]
-            found = _FRAME.findall(section)
+    ends = [*(match.start() for match in _THREAD.finditer(dump)), len(dump)]
+    for begin, end in itertools.pairwise(ends):
+        if int(_THREAD.match(dump, begin)[1], 16) == main_thread:
+            found = _FRAME.findall(dump[begin:end])
             return [Frame(file, int(line), name) for file, line, name in found if line.isdigit()]
     return []
 

@@ -181,9 +181,9 @@ class Run:
         first = min((f for f in causes if f["what"] == first["what"]), key=lambda f: f["rank"])
         if first["kind"] == "refused":
             return ValueError(first["what"])
-        table, trace = first.get("table", ""), show_cells(first.get("traceback", ""))
+        table, trace = first.get("table", ""), show_cells(first.get("traceback", "")).rstrip()
         parts = [f"rank {first['rank']} {first['what']}", table, trace]
-        message = "\n\n".join(part.rstrip() for part in parts if part)
+        message = "\n\n".join(part for part in parts if part)
         if first["kind"] == "memory":
             return OutOfMemory(message, rank=first["rank"], table=table, traceback=trace)
         return RankError(message, rank=first["rank"], traceback=trace)

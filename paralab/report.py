@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab import metrics, tables
 from paralab.spec import Cluster, ModelSpec, Plan, choice, illegal
+from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -159,8 +160,12 @@ class Report:
 
         save(self, path)
 
-    def replay(self, cluster: Cluster) -> Report:
-        """The same run on one virtual device per rank of ``cluster``; this report stays as is."""
+    def replay(self, cluster: Cluster | None = None) -> Report:
+        """The same run on one virtual device per rank of ``cluster``; this report stays as is.
+
+        Compute takes the processor time it took in the run; links are those of ``cluster``, by
+        default this machine's as measured (`Cluster.local`).
+        """
         from paralab.theory.replay import replay
 
         return replay(self, cluster)
@@ -171,7 +176,8 @@ class Report:
         degrees = [
             f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp") if getattr(plan, axis) > 1
         ]
-        calls = self.collectives[["axis", "ranks", "call"]].drop_duplicates()
+        calls = self.collectives[~self.collectives["phase"].isin(BOOKKEEPING)]
+        calls = calls[["axis", "ranks", "call"]].drop_duplicates()
         counts = [(self.world_size, "rank"), (len(set(self.steps["step"])), "step"),
                   (len(calls), "collective")]  # fmt: skip
         said = ", ".join(f"{n} {name}{'s' * (n != 1)}" for n, name in counts)

@@ -26,9 +26,9 @@ class OrderError(RuntimeError):
 class Strict:
     """The order book of one group on one rank. context: the rank's context, with its store."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, *, axis: str) -> None:
         self.rank = context.rank
-        self.store = dist.PrefixStore("strict", context.store)
+        self.store = dist.PrefixStore(f"strict {axis}", context.store)
         self._numbers: Counter[tuple] = Counter()
 
     def collective(self, ranks: tuple[int, ...], op: str, payload: Tensor) -> None:

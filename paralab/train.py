@@ -121,7 +121,8 @@ class Trainer:
         with self.recorder.span("forward", microbatch=k):
             loss = self.gpt(tokens, targets)
         with self.recorder.span("backward", microbatch=k):
-            (loss / self.plan.microbatches).backward()  # mean over this rank's micro-batches
+            # One division makes the mean over the global batch: micro-batches add up, and so do ranks.
+            (loss / (self.plan.microbatches * self.plan.dp)).backward()
         return loss.detach()
 
 
@@ -134,9 +135,11 @@ def train(
     global batch, before clipping) under the names of the single-device model.
     """
     trainer = Trainer(context, model, plan, **settings)
-    agree(trainer.group, what=f"{model} {plan} {steps} {sorted(settings.items())}", corpus=trainer.corpus)
+    world = Group(range(context.world_size), axis="world", context=context, recorder=trainer.recorder)
+    asked = {**settings, "data": None, "steps": steps}  # paths may differ, what lies there may not
+    agree(world, what=f"{model} {plan} {sorted(asked.items())}", corpus=trainer.corpus)
     several_nodes = len(set(context.nodes)) > 1
-    offset, uncertainty = measure_offset(trainer.group) if several_nodes else (0.0, 0.0)
+    offset, uncertainty = measure_offset(world) if several_nodes else (0.0, 0.0)
     keep_state = keep_state and context.rank == 0
     losses = []
     for step in range(steps):

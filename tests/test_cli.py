@@ -15,9 +15,9 @@ import types
 from pathlib import Path
 
 import pytest
-from paralab.launch import OutOfMemory, RankError, RankTimeout, launch
 
 from paralab import cli
+from paralab.launch import OutOfMemory, RankError, RankTimeout, launch
 from paralab.spec import ModelSpec, Plan, illegal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,7 +185,7 @@ def test_what_the_run_refuses_is_refused_alike(experiment, capsys):
 
 def test_unknown_and_abbreviated_options_are_refused(experiment, capsys):
     assert "--speed" in refused(capsys, "run", "--speed", "9")
-    assert "--micro" in refused(capsys, "run", "--micro", "2")
+    assert "--bucket" in refused(capsys, "run", "--bucket", "2")
     refused(capsys)
 
 

@@ -110,13 +110,13 @@ def test_copies_have_lanes_of_their_own_and_can_follow_each_other():
         Copy("disk", 2.0),
         Copy("h2d", 1.0, (0,)),
         Copy("h2d", 1.0),
+        all_reduce("a", ranks=(0,), wire=0, after=(1,)),
         Compute(1.0),
         Wait((2,)),
-        all_reduce("a", ranks=(0,), wire=0, after=(1,)),
     ]
     times = simulate([program], COST)
-    assert times.start == [[0.0, 2.0, 3.0, 0.0, 1.0, 4.0]]
-    assert times.end == [[2.0, 3.0, 4.0, 1.0, 4.0, 5.0]]
+    assert times.start == [[0.0, 2.0, 3.0, 3.0, 0.0, 1.0]]
+    assert times.end == [[2.0, 3.0, 4.0, 4.0, 1.0, 4.0]]
 
 
 def test_overlap_hides_what_fits_behind_backward():

@@ -125,6 +125,9 @@ MUTATIONS = {
     "nothing": Mutation(TEXT, lambda c: None, False),
     "nothing in a figure": Mutation(FIGURE, lambda c: None, False),
     "nothing in an error": Mutation(RAISES, lambda c: None, False, ("raises-exception",)),
+    "nothing in a widget": Mutation(
+        "import ipywidgets\nipywidgets.IntSlider()", lambda c: None, False
+    ),
     "plotly uid": Mutation(FIGURE, attribute("uid", "5a1b"), False),
     "plotly template": Mutation(
         FIGURE, lambda c: drawn(c).layout.update(template={"layout": {}}), False

@@ -16,32 +16,33 @@ DATA_PARALLEL, TRAIN = "paralab.parallel.data_parallel", "paralab.train"
 NAIVE_SYNC = "self.group.all_reduce(parameter.grad).wait()"
 FLAT_SYNC = "self.group.all_reduce(flat).wait()"
 LAUNCH = "self.pending.append(self.group.all_reduce(self.flat[self.next]))"
-BUCKETED_DIVISION = FLAT_SYNC + "\n            flat.div_(self.group.size)"
-OVERLAPPED_DIVISION = "pending.wait()\n            flat.div_(self.group.size)"
+RESET = "parameter.grad = None\n        self.missing"
+SCALE = "loss / (self.plan.microbatches * self.plan.dp)"
 
 MUTANTS = {
-    "naive: no division by N": ("naive", DATA_PARALLEL, "parameter.grad.div_(self.group.size)", "pass"),
     "naive: no all-reduce": ("naive", DATA_PARALLEL, NAIVE_SYNC, "pass"),
+    "naive: no wait": ("naive", DATA_PARALLEL, NAIVE_SYNC, NAIVE_SYNC.removesuffix(".wait()")),
     "naive: weight reduced, not gradient": (
         "naive", DATA_PARALLEL, NAIVE_SYNC, "self.group.all_reduce(parameter.data).wait()"),
-    "naive: gradients not reset": ("naive", DATA_PARALLEL, "parameter.grad = None", "pass"),
-    "bucketed: no division by N": ("bucketed", DATA_PARALLEL, BUCKETED_DIVISION, FLAT_SYNC),
+    "naive: gradients not reset": (
+        "naive", DATA_PARALLEL, "parameter.grad = None\n\n\nclass", "pass\n\n\nclass"),
     "bucketed: no all-reduce": ("bucketed", DATA_PARALLEL, FLAT_SYNC, "pass"),
     "bucketed: weights reduced, not gradients": (
         "bucketed", DATA_PARALLEL, FLAT_SYNC,
         "[self.group.all_reduce(p.data).wait() for p in self.parameters]"),
-    "bucketed: gradients not reset": ("bucketed", DATA_PARALLEL, "flat.zero_()", "pass"),
-    "overlapped: no division by N": (
-        "overlapped", DATA_PARALLEL, OVERLAPPED_DIVISION, "pending.wait()"),
-    "overlapped: no wait": (
-        "overlapped", DATA_PARALLEL, OVERLAPPED_DIVISION, "flat.div_(self.group.size)"),
+    "bucketed: gradient not in its bucket": (
+        "bucketed", DATA_PARALLEL, "parameter.grad = part.view_as(parameter)", "pass"),
+    "bucketed: gradients not reset": (
+        "bucketed", DATA_PARALLEL, RESET, "pass\n        self.missing"),
+    "overlapped: no all-reduce": ("overlapped", DATA_PARALLEL, LAUNCH, "pass"),
+    "overlapped: no wait": ("overlapped", DATA_PARALLEL, "pending.wait()", "pass"),
     "overlapped: the last bucket stays": (
-        "overlapped", DATA_PARALLEL, LAUNCH,
-        "if self.next + 1 < len(self.buckets): " + LAUNCH),
+        "overlapped", DATA_PARALLEL, LAUNCH, "if self.next + 1 < len(self.flat): " + LAUNCH),
     "overlapped: sent before the last micro-batch": (
         "overlapped", TRAIN, "self.seen[parameter] == self.microbatches", "self.seen[parameter] == 1"),
-    "no division by the micro-batches": (
-        "overlapped", TRAIN, "(loss / self.plan.microbatches).backward()", "loss.backward()"),
+    "no division by N": ("overlapped", TRAIN, SCALE, "loss / self.plan.microbatches"),
+    "no division by the micro-batches": ("overlapped", TRAIN, SCALE, "loss / self.plan.dp"),
+    "no division at all": ("naive", TRAIN, SCALE, "loss"),
     "every rank takes the first rank's micro-batches": (
         "overlapped", TRAIN, "first = rank * plan.microbatches", "first = 0"),
 }  # fmt: skip

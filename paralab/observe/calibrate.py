@@ -10,8 +10,8 @@ torch):
             / bandwidth. A call's time runs from its last member's launch to its end, as the event
             engine counts it
 
-How well both fit is kept with them (`calibration()["accuracy"]`), and so is every measured point, for
-the alpha-beta picture. theory/fit.py has the fit, measure.py what runs in the ranks.
+How well both fit is kept with them (`calibration()["accuracy"]`), and so is every measured point,
+for the alpha-beta picture. theory/fit.py has the fit, measure.py what runs in the ranks.
 
 The alpha-beta model is Hockney's (1994, "The communication challenge for MPP"). Its alpha here is
 the price of gloo's threads and sockets on loopback, not of a wire; more ranks than were calibrated

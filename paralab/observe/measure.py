@@ -36,7 +36,7 @@ SHAPES = (
 def measure_device(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]:
     """In a rank: median thread CPU seconds of forward, backward and optimizer of every shape.
 
-    budget  seconds in all; at least five rounds. See [Note: rounds]
+    budget  seconds in all; at least five rounds after warm-up. See [Note: rounds]
     """
     import torch
 
@@ -87,11 +87,10 @@ def measure_device(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]
     return points
 
 
-def measure_links(context: Any, *, rounds: int = 11) -> list[dict[str, Any]]:
-    """In a rank: launch and end of every repetition of every collective and size, on this rank's
-    clock.
+def measure_links(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]:
+    """In a rank: launch and end of every repetition of every collective and size, on its clock.
 
-    rounds  repetitions of each; the first two warm up. See [Note: rounds]
+    budget  seconds in all; from 6 to 12 rounds, of which the first warms up. See [Note: rounds]
     """
     import torch
 
@@ -100,18 +99,15 @@ def measure_links(context: Any, *, rounds: int = 11) -> list[dict[str, Any]]:
 
     recorder = Recorder(rank=context.rank, world_size=context.world_size)
     group = Group(range(context.world_size), axis="dp", context=context, recorder=recorder)
-    largest = torch.zeros(SIZES[-1] // 4)
+    largest, over = torch.zeros(SIZES[-1] // 4), torch.zeros(1)
+    sizes = [size - size % (4 * group.size) for size in SIZES]  # every member has an equal part
     rows = [
-        {
-            "op": op,
-            "ranks": group.size,
-            "payload_bytes": size - size % (4 * group.size),
-            "marks": [],
-        }
+        {"op": op, "ranks": group.size, "payload_bytes": size, "marks": []}
         for op in OPS
-        for size in SIZES
+        for size in sizes
     ]
-    for _ in range(rounds):
+    deadline = time.perf_counter() + budget
+    for done in range(1, 13):
         for row in rows:
             tensor = largest[: row["payload_bytes"] // 4]
             part = torch.zeros(tensor.numel() // group.size)
@@ -119,8 +115,12 @@ def measure_links(context: Any, *, rounds: int = 11) -> list[dict[str, Any]]:
             launched = time.perf_counter()
             _call(group, row["op"], tensor, part)
             row["marks"].append((launched, time.perf_counter()))
+        over.fill_(time.perf_counter() > deadline)
+        group.all_reduce(over, phase="setup").wait()  # all ranks stop after the same round
+        if done >= 6 and over.item():
+            break
     for row in rows:
-        row["marks"] = row["marks"][2:]
+        row["marks"] = row["marks"][1:]
     return rows
 
 

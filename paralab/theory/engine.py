@@ -121,9 +121,8 @@ def simulate(programs: Sequence[Program], cost: Cost) -> Times:
             finish = end[node]
             kind = type(item)
             if kind is Compute or kind is Wait:
-                rank_start.append(
-                    now
-                )  # of a wait `ready` is its end: it starts as its lane is free
+                # A wait is ready when it ends; it starts as its lane is free.
+                rank_start.append(now)
                 now = finish
             else:
                 rank_start.append(ready[node])

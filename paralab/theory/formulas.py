@@ -175,16 +175,24 @@ def backward_parts(
     return parts
 
 
-def optimizer_work(model: ModelSpec, *, optimizer: str, zeroed: int = 0) -> Work:
-    """One fused optimizer step, and zeroing ``zeroed`` gradient buckets for the next one.
+def optimizer_work(model: ModelSpec, *, optimizer: str) -> Work:
+    """One fused optimizer step.
 
     AdamW reads weight, gradient and two moments and writes all but the gradient: 7 Psi elements;
     SGD 3 Psi.
     """
-    psi = model.num_params
-    elements = (7 if optimizer == "adamw" else 3) * psi + (psi if zeroed else 0)
     tensors = len(model.parameter_shapes())  # one call, but Python collects the tensors one by one
-    return Work(0, ITEM * elements, 5 + zeroed + (tensors if optimizer == "adamw" else tensors / 2))
+    if optimizer == "adamw":
+        return Work(0, ITEM * 7 * model.num_params, 5 + tensors)
+    return Work(0, ITEM * 3 * model.num_params, 5 + tensors / 2)
+
+
+def bucket_copy_work(elements: int, parameters: int) -> Work:
+    """Putting complete gradients into their bucket, divided on the way: new zeros, a read, a write.
+
+    A few calls per parameter, most of them Python's.
+    """
+    return Work(0, ITEM * 3 * elements, 3 * parameters)
 
 
 def sizes(model: ModelSpec, batch: int) -> tuple[int, int]:

@@ -149,14 +149,14 @@ def _pace(ratio: float, cores: int | None, report: Report) -> str:
     said = f"{_sharers(ranks, cores)}: {slower}"
     if ratio > 1.25 * ranks / cores:
         said += (
-            f" Sharing explains {ranks / cores:g} of it; the rest is other work on the machine, and "
-            "ranks that wait for one that has no core."
+            f" Sharing explains {ranks / cores:g} of it; the rest is other work on the machine, "
+            "and ranks that wait for one that has no core."
         )
     return said
 
 
 def _outside(report: Report) -> float:
-    """Seconds of a step without any span on the compute lane: mean over ranks, median over steps."""
+    """Seconds of a step without any span on the compute lane: mean over ranks, median step."""
     lane = report.spans[report.spans["lane"] == "compute"]
     rows = []
     for step in metrics.measured_steps(report):

@@ -5,7 +5,7 @@ Model states, Psi parameters (ZeRO, Rajbhandari+ 2020, arXiv:1910.02054, sec. 3.
 three lines for its 16-bit recipe of 2 + 2 + 12 bytes):
 
     parameters  4 Psi
-    gradients   4 Psi           lying in the data-parallel buckets where there are any
+    gradients   4 Psi           once complete, in the data-parallel buckets where there are any
     optimizer   AdamW 8 Psi + 4 per tensor (two moments; each tensor's step count is a scalar of its
                 own) SGD 0
     buffers     what padding adds to the gradient buckets
@@ -69,51 +69,65 @@ def state_bytes(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> di
     }
 
 
-def block_activation_bytes(model: ModelSpec, batch: int) -> int:
-    """Bytes that one block keeps for the backward of ``batch`` samples."""
+def block_activation_bytes(model: ModelSpec, batch: int, *, mask_bytes: int = 4) -> int:
+    """Bytes that one block keeps for the backward of ``batch`` samples.
+
+    mask_bytes  of a dropped element: torch keeps 4 on a CPU and 1 on a GPU, as the paper counts
+    """
     x, scores = sizes(model, batch)
     tokens = batch * model.seq_len
     elements = 16 * x + 4 * tokens
     masks = 0
     if model.attention == "explicit":
+        # One sample's k and v need no copy to be multiplied: they keep the projection's whole
+        # result.
+        elements += x if batch == 1 else 0
         elements += scores * (2 if model.dropout else 1)
         masks += scores if model.dropout else 0
     else:
         elements += x + model.heads * tokens
     if model.dropout:
         masks += 2 * x
-    return 4 * elements + masks
+    return 4 * elements + mask_bytes * masks
 
 
-def activation_bytes(model: ModelSpec, batch: int) -> int:
+def activation_bytes(model: ModelSpec, batch: int, *, mask_bytes: int = 4) -> int:
     """Bytes that the whole model keeps for the backward of one micro-batch of ``batch`` samples.
 
     The head adds the input and the result of its norm (2x), mean and deviation, and the
-    log-probabilities (b s V); the embedding the token and position indices (8 bytes each), and 1
-    byte per element dropped.
+    log-probabilities (b s V); the embedding the token and position indices (8 bytes each) and its
+    dropout mask.
     """
     x, _ = sizes(model, batch)
     tokens = batch * model.seq_len
     head = 4 * (2 * x + 2 * tokens + tokens * model.vocab)
-    embedding = 8 * (2 * tokens + model.seq_len) + (x if model.dropout else 0)
-    return model.layers * block_activation_bytes(model, batch) + head + embedding
+    embedding = 8 * (2 * tokens + model.seq_len) + (mask_bytes * x if model.dropout else 0)
+    return (
+        model.layers * block_activation_bytes(model, batch, mask_bytes=mask_bytes)
+        + head
+        + embedding
+    )
 
 
 def moments(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> dict[str, dict[str, int]]:
     """Bytes by category at the two moments of a step that can be its peak.
 
-    "forward": the last forward has ended, all its activations are kept; gradients exist if an
-    earlier micro-batch left them, or if they lie in buckets. "backward": the last backward has
-    ended. Workspace inside a kernel is not part of the formula.
+    "forward": the last forward has ended, all its activations are kept; there are gradients if an
+    earlier micro-batch left them. "backward": the last gradient is being copied into the last
+    bucket; all the others are in theirs already, their own memory given back. Workspace inside a
+    kernel is not part of the formula.
     """
     states = state_bytes(model, plan, optimizer=optimizer)
-    kept = plan.microbatches > 1 or bool(gradient_buckets(model, plan))
+    buckets = gradient_buckets(model, plan)
     forward = {
         **states,
-        "gradients": states["gradients"] * kept,
+        "gradients": states["gradients"] if plan.microbatches > 1 else 0,
+        "buffers": 0,
         "activations": activation_bytes(model, plan.microbatch_size),
     }
-    return {"forward": forward, "backward": {**states, "activations": 0}}
+    filling = buckets[-1][1] if buckets else 0
+    backward = {**states, "buffers": states["buffers"] + filling, "activations": 0}
+    return {"forward": forward, "backward": backward}
 
 
 def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:

@@ -27,6 +27,7 @@ from paralab.theory.formulas import (
     ITEM,
     Work,
     backward_parts,
+    bucket_copy_work,
     forward_parts,
     optimizer_work,
     total,
@@ -108,20 +109,19 @@ def predict(
 def step_actions(
     model: ModelSpec, plan: Plan, cluster: Cluster, *, rank: int, optimizer: str
 ) -> list[Action]:
-    """What ``rank`` does in one step, in launch order: the counterpart of paralab/train.py's loop."""
+    """What ``rank`` does in one step, in launch order: the counterpart of train.py's loop."""
     actions: list[Action] = []
     group = _DataParallel(model, plan, cluster, rank, actions)
     batch = plan.microbatch_size
     forward = total(forward_parts(model, batch).values()).seconds(cluster)
-    bucketed = bool(group.buckets)
     for k in range(plan.microbatches):
         actions.append(Action(Compute(forward), "forward", k))
         last = k == plan.microbatches - 1
         work = Work()
-        # Gradients that lie in buckets are always added to what is there, the first micro-batch's
-        # to zeros.
-        for part, names in backward_parts(model, batch, accumulate=bucketed or k > 0):
+        for part, names in backward_parts(model, batch, accumulate=k > 0):
             work += part
+            if last:
+                work += group.copy_into_bucket(names)
             for _ in range(group.completes(names) if last else 0):
                 # Backward is cut at every launch: what comes after it cannot have held it up.
                 actions.append(Action(Compute(work.seconds(cluster)), "backward", k))
@@ -129,15 +129,13 @@ def step_actions(
                 work = Work()
         actions.append(Action(Compute(work.seconds(cluster)), "backward", k))
     group.finish()
-    work = optimizer_work(model, optimizer=optimizer, zeroed=len(group.buckets))
+    work = optimizer_work(model, optimizer=optimizer)
     actions.append(Action(Compute(work.seconds(cluster)), "optimizer"))
     return actions
 
 
 class _DataParallel:
-    """The launches and waits of one form of gradient synchronisation;
-    paralab/parallel/data_parallel.py.
-    """
+    """The launches and waits of one form of gradient sync; see parallel/data_parallel.py."""
 
     def __init__(
         self, model: ModelSpec, plan: Plan, cluster: Cluster, rank: int, actions: list[Action]
@@ -152,6 +150,12 @@ class _DataParallel:
         self.next = 0  # the bucket that leaves next
         self.calls = 0
         self.pending: list[int] = []  # positions of launches not yet waited for
+
+    def copy_into_bucket(self, names: tuple[str, ...]) -> Work:
+        """What it takes to move these complete gradients to where they leave from; compute."""
+        if not self.buckets:
+            return Work()
+        return bucket_copy_work(sum(self.sizes[name] for name in names), len(names))
 
     def completes(self, names: tuple[str, ...]) -> int:
         """Take note of complete gradients; how many buckets leave now. Buckets leave in order."""

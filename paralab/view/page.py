@@ -50,6 +50,7 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .card span { color: var(--faint); font-size: 14px; }
 .columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 24px; }
 table { border-collapse: collapse; font-size: 14px; width: 100%; }
+.figure { min-width: 800px; }
 table.narrow { max-width: 520px; }
 th, td { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line);
   font-weight: 400; vertical-align: top; overflow-wrap: anywhere; }
@@ -121,7 +122,8 @@ def page(report: Report, *, sections: Sequence[tuple[str, str]] = ()) -> str:
         figures["loss"] = report.loss_chart()
     title = f"paralab: {theme.plan_name(report.plan)}"
     drawn = "\n".join(
-        f'<section><div id="{name}" style="height:{fig.layout.height}px"></div></section>'
+        f'<section><div id="{name}" class="figure" style="height:{fig.layout.height}px"></div>'
+        "</section>"
         for name, fig in figures.items()
     )
     extra = "\n".join(
@@ -218,6 +220,8 @@ def _described(report: Report) -> str:
 
 def _pairs(values: Mapping[str, Any]) -> str:
     def said(value: Any) -> str:
+        if value is None:
+            return "none"
         return (
             value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         )

@@ -222,6 +222,6 @@ def _finding(report: Report, step: int) -> str:
     if part["communication"] > 0:
         hidden = 100 * part["hidden"] / part["communication"]
         waiting = 100 * part["wait"] / duration
-        return (f"{name}: {hidden:.0f} % of communication hidden behind compute, "
+        return (f"{name}: {hidden:.0f} % of communication hidden, "
                 f"ranks wait {waiting:.0f} % of the step")  # fmt: skip
     return f"{name}: {100 * part['work'] / duration:.0f} % of the step is forward and backward"

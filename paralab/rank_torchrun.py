@@ -1,0 +1,140 @@
+"""A rank that torchrun started: the same `RankContext`, on one machine or many.
+
+torchrun says who this process is and where the ranks meet; what is added here is that a meeting
+that fails ends in one line and in time. torch's own client waits for ever on a port where another
+program answers, and prints a page of C++ frames for each of its retries.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from paralab.rank_errors import RankError
+from paralab.rank_process import RankContext, choose_device, keep_pages
+
+_FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+def torchrun_context(
+    *,
+    timeout: float = 120.0,
+    device: str | None = None,
+    strict: bool = False,
+    join_timeout: float = 60.0,
+) -> RankContext:
+    """Be the rank that torchrun says this process is; the default process group is up on return.
+
+    timeout       seconds a collective may take; join_timeout: seconds for all ranks to meet
+    Raises ``RankError`` with one line if the ranks cannot meet.
+    """
+    try:
+        rank, world_size, local_rank, local_ranks, node = (
+            int(os.environ[name]) for name in _FROM_TORCHRUN
+        )
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    except (KeyError, ValueError) as error:
+        raise RankError(
+            f"this process is not a rank of torchrun ({type(error).__name__}: {error}): start it "
+            "with torchrun --nproc-per-node N -m paralab run ..."
+        ) from None
+    if local_ranks == world_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    os.environ["PARALAB_RANK"] = str(rank)
+    keep_pages()
+    chosen, backend = choose_device(device, local_rank, local_ranks)
+
+    def meet() -> tuple[dist.Store, list[list[str]]]:
+        if rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            _reach(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), join_timeout)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=join_timeout)))
+        facts = dist.PrefixStore("paralab", store)
+        facts.set(str(rank), f"{node} {backend}")
+        return store, [facts.get(str(r)).decode().split() for r in range(world_size)]
+
+    try:
+        store, everyone = _within(join_timeout, meet)
+        backend = "nccl" if all(theirs == "nccl" for _, theirs in everyone) else "gloo"
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        why = _why_they_did_not_meet(error, join_timeout)
+        message = f"rank {rank} could not meet the other ranks at {where}: {why}"
+        raise RankError(message, rank=rank) from None
+    noted = _say_what_it_was_in(rank)
+    return RankContext(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        nodes=tuple(int(index) for index, _ in everyone),
+        device=chosen,
+        backend=backend,
+        store=dist.PrefixStore("paralab", store),
+        strict=strict,
+        note=lambda text: noted.__setitem__(0, text),
+        noted=lambda: noted[0],
+        progress=lambda done, total: None,
+    )
+
+
+def _reach(host: str, port: int, seconds: float) -> None:
+    """Wait for a listener; torch's own client fills the screen with C++ frames while it retries."""
+    give_up = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=seconds):
+                return
+        except OSError as error:
+            if time.monotonic() + 0.2 >= give_up:
+                raise OSError(error.strerror or str(error)) from None
+            time.sleep(0.2)
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """``call()``, or TimeoutError after that time, whatever C++ is waiting for."""
+    outcome: Future = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result(seconds + 1.0)
+
+
+def _why_they_did_not_meet(error: Exception, seconds: float) -> str:
+    said = (str(error).strip().splitlines() or ["timed out"])[0]
+    if "EADDRINUSE" in said or "address already in use" in said:
+        return "the port is taken by another program; give torchrun another --master-port"
+    if "timed out" in said.lower() or "timeout" in said.lower():
+        return (
+            f"no rank of this job answered within {seconds:g} s; start all nodes with the same "
+            "--master-addr and --master-port, a port that no other program uses"
+        )
+    return f"{said}; check --master-addr and --master-port"
+
+
+def _say_what_it_was_in(rank: int) -> list[str]:
+    """A one-element list to note things in; an error that ends this process shows what it holds."""
+    noted, previous = [""], sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, frames: Any) -> None:
+        if noted[0]:
+            error.add_note(f"rank {rank} was in {noted[0].removeprefix('in ')}")
+        previous(kind, error, frames)
+
+    sys.excepthook = hook
+    return noted

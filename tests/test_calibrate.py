@@ -1,0 +1,261 @@
+"""Calibration: fits recover what made the numbers, and the cache is never a reason to fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paralab as pl
+from paralab.observe import calibrate
+from paralab.theory import fit
+from paralab.theory.predict import predict
+from paralab.theory.traffic import wire_bytes
+
+LINK = pl.Link(alpha=2e-4, bandwidth=2e9)
+CLUSTER = pl.Cluster(
+    name="local", flops=1e11, memory_bandwidth=3e10, devices_per_node=64, intra=LINK, cores=2
+)
+
+
+def made_up():
+    return {
+        "format": calibrate.FORMAT,
+        "cluster": CLUSTER.to_dict(),
+        "points": {"links": [], "device": []},
+        "accuracy": {"device": {"median": 0.05, "worst": 0.2}},
+        "seconds": 5.0,
+        "made": "2026-01-01T00:00:00Z",
+    }
+
+
+@pytest.fixture
+def measurements(monkeypatch, tmp_path):
+    """The cache in a folder of its own, and a list that grows with every measurement."""
+    monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path / "cache"))
+    done = []
+
+    def measure():
+        done.append(made_up())
+        return done[-1]
+
+    monkeypatch.setattr(calibrate, "_measure", measure)
+    return done
+
+
+# ---- fits -----------------------------------------------------------------------------------
+rates = st.floats(1e-12, 1e-3)
+
+
+@given(alpha=rates, per_byte=rates)
+def test_a_link_fit_recovers_alpha_and_bandwidth(alpha, per_byte):
+    true = pl.Link(alpha=alpha, bandwidth=1 / per_byte)
+    points = [{"wire_bytes": 4**k, "seconds": true.seconds(4**k)} for k in range(2, 13)]
+    link, accuracy = fit.fit_link(points)
+    assert accuracy["worst"] < 1e-6
+    for point in points:
+        assert link.seconds(point["wire_bytes"]) == pytest.approx(point["seconds"], rel=1e-6)
+
+
+@given(st.tuples(rates, rates, rates))
+def test_a_device_fit_recovers_its_three_rates(true):
+    terms = [(1e9, 1e6, 50), (1e7, 4e6, 90), (5e8, 9e7, 10), (2e6, 3e4, 70), (8e9, 1e8, 400)]
+    points = [
+        dict(zip(("flops", "bytes", "kernels"), t, strict=True))
+        | {"seconds": sum(a * b for a, b in zip(t, true, strict=True))}
+        for t in terms
+    ]
+    _, accuracy = fit.fit_device(points)
+    assert accuracy["worst"] < 1e-6
+
+
+def test_small_messages_weigh_as_much_as_large_ones():
+    # An absolute fit would give the large message everything and alpha a hundredfold error.
+    sizes = (1_000, 10_000_000, 10_000_000)
+    points = [{"wire_bytes": n, "seconds": LINK.seconds(n)} for n in sizes]
+    points[1]["seconds"] *= 1.1
+    points[2]["seconds"] /= 1.1
+    link, _ = fit.fit_link(points)
+    assert link.alpha == pytest.approx(LINK.alpha, rel=0.05)
+
+
+def test_a_rate_is_never_negative():
+    falling = [{"wire_bytes": n, "seconds": 1.0 / n} for n in (1, 10, 100)]
+    link, accuracy = fit.fit_link(falling)
+    assert link.alpha >= 0 and link.bandwidth > 0
+    assert accuracy["worst"] > 0.5  # and the fit says that it is no fit
+
+
+def test_a_call_lasts_from_its_last_launch_to_its_last_end():
+    early = {
+        "op": "all_reduce",
+        "ranks": 2,
+        "payload_bytes": 8,
+        "marks": [(0.0, 5.0), (10.0, 15.0)],
+    }
+    late = {"op": "all_reduce", "ranks": 2, "payload_bytes": 8, "marks": [(4.0, 4.5), (14.0, 15.5)]}
+    (row,) = calibrate._from_last_launch([[early], [late]])
+    assert row["seconds"] == 1.0  # 5.0 - 4.0; the other one took 1.5
+    assert row["wire_bytes"] == wire_bytes("all_reduce", 8, 2)
+
+
+# ---- the cache ------------------------------------------------------------------------------
+def test_a_machine_is_measured_once_and_then_read(measurements):
+    first, second = pl.Cluster.local(), pl.Cluster.local()
+    assert first == second == CLUSTER
+    assert len(measurements) == 1
+    assert calibrate.cache_path().is_file()
+
+
+def test_refresh_measures_again_and_replaces(measurements):
+    pl.Cluster.local()
+    measurements_before = calibrate.cache_path().read_text()
+    calibrate.cache_path().write_text(measurements_before.replace("5.0", "6.0"))
+    pl.Cluster.local(refresh=True)
+    assert len(measurements) == 2
+    assert calibrate.cache_path().read_text() == measurements_before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '"text"',
+        json.dumps({"format": 1}),
+        json.dumps(made_up() | {"format": 999}),
+        json.dumps(made_up() | {"cluster": {"flops": -1}}),
+        json.dumps(made_up() | {"cluster": None}),
+        json.dumps(made_up() | {"points": {}}),
+        json.dumps(made_up() | {"accuracy": {}}),
+    ],
+)
+def test_a_damaged_cache_is_measured_again(measurements, damage):
+    path = calibrate.cache_path()
+    path.parent.mkdir(parents=True)
+    path.write_text(damage)
+    assert pl.Cluster.local() == CLUSTER
+    assert len(measurements) == 1
+    assert json.loads(path.read_text()) == made_up()
+
+
+def test_bytes_that_are_no_text_are_measured_again(measurements):
+    path = calibrate.cache_path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    assert pl.Cluster.local() == CLUSTER
+
+
+def test_a_cache_that_cannot_be_written_is_no_error_and_measured_once(
+    measurements, monkeypatch, tmp_path
+):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert pl.Cluster.local() == pl.Cluster.local() == CLUSTER
+    assert len(measurements) == 1
+
+
+def test_nothing_half_written_is_left(measurements, monkeypatch):
+    def fails(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(calibrate.os, "replace", fails)
+    assert pl.Cluster.local() == CLUSTER
+    assert list(calibrate.cache_path().parent.iterdir()) == []
+
+
+def test_the_cache_lies_where_the_user_says(monkeypatch, tmp_path):
+    monkeypatch.delenv("PARALAB_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert calibrate.cache_path().parent == tmp_path / "xdg" / "paralab"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert calibrate.cache_path().parent == Path.home() / ".cache" / "paralab"
+    monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path / "own"))
+    assert calibrate.cache_path().parent == tmp_path / "own"
+
+
+def test_another_machine_or_version_has_a_cache_of_its_own(monkeypatch):
+    names = {calibrate.fingerprint()}
+    monkeypatch.setattr(calibrate, "_cores", lambda: 77)
+    names.add(calibrate.fingerprint())
+    monkeypatch.setattr(calibrate, "_processor", lambda: "another")
+    names.add(calibrate.fingerprint())
+    monkeypatch.setattr(calibrate, "_version", lambda package: "9.9")
+    names.add(calibrate.fingerprint())
+    monkeypatch.setattr(pl, "__version__", "9.9")
+    names.add(calibrate.fingerprint())
+    assert len(names) == 5
+
+
+# ---- for real -------------------------------------------------------------------------------
+SCRIPT = """
+import json, sys
+import paralab as pl
+from paralab.observe import calibrate
+cluster = pl.Cluster.local()
+known = calibrate.calibration()
+same = pl.Cluster.local() == cluster
+print(json.dumps({"torch": "torch" in sys.modules, "known": known, "same": same}))
+"""
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """A calibration of this machine, in a process of its own."""
+    import os
+
+    cache = tmp_path_factory.mktemp("calibration")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={
+            **os.environ,
+            "PARALAB_CACHE_DIR": str(cache),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_calibrating_keeps_torch_out_of_the_caller(real):
+    assert real["torch"] is False and real["same"] is True
+
+
+def test_this_machine_comes_out_as_a_machine_could_be(real):
+    cluster = pl.Cluster.from_dict(real["known"]["cluster"])
+    assert cluster.name == "local" and cluster.cores == calibrate._cores()
+    assert 1e8 < cluster.flops < 1e13
+    assert cluster.memory_bandwidth > 1e8
+    assert 0 <= cluster.op_overhead < 1e-2
+    assert 2**27 < cluster.memory < 2**50
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"):
+        link = cluster.link(op, "intra")
+        assert 0 <= link.alpha < 0.1 and link.bandwidth > 1e6, op
+
+
+def test_every_fit_states_its_error_and_keeps_its_points(real):
+    known = real["known"]
+    ops = {point["op"] for point in known["points"]["links"]}
+    assert set(known["accuracy"]) == ops | {"device"}
+    for point in known["points"]["links"] + known["points"]["device"]:
+        assert point["seconds"] > 0 and point["fitted"] >= 0
+    sizes = {point["payload_bytes"] for point in known["points"]["links"]}
+    assert min(sizes) <= 1024 and max(sizes) >= 8_000_000
+
+
+def test_prediction_on_this_machine_is_near_its_replay(real, run):
+    """Costs are thread CPU time: other work on the machine disturbs them, but not by a third."""
+    cluster = pl.Cluster.from_dict(real["known"]["cluster"])
+    model, plan = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64), pl.Plan(dp=2)
+    replayed = run(model, plan, steps=8).replay(cluster)
+    assert predict(model, plan, cluster).step_time == pytest.approx(replayed.step_time, rel=0.35)

@@ -1,0 +1,245 @@
+"""Comparison: the same quantities three times, sentences that fit the numbers, nothing mixed up."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+import paralab as pl
+from paralab.theory.compare import compare
+from paralab.theory.predict import predict
+
+MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=257)
+LINK = pl.Link(alpha=3e-4, bandwidth=1e9)
+CLUSTER = pl.Cluster(
+    name="stated",
+    flops=1e11,
+    memory_bandwidth=3e10,
+    op_overhead=5e-6,
+    devices_per_node=64,
+    intra=LINK,
+    cores=2,
+)
+FORMS = ("naive", "bucketed", "overlapped")
+
+
+def predicted(dp=4, form="overlapped", **more):
+    plan = pl.Plan(dp=dp, grad_sync=form, bucket_bytes=20_000, **more)
+    return predict(MODEL, plan, CLUSTER)
+
+
+def as_measured(report, *, wall=1.0, cost=1.0, cores=2, idle=0.0):
+    """What a machine would have measured whose wall clock runs ``wall`` times slower.
+
+    cost  of every computation over the predicted;  idle  seconds outside spans in every step
+    """
+    tables = {}
+    for name in ("spans", "collectives", "steps"):
+        table = getattr(report, name)
+        shift = table["step"] * idle
+        tables[name] = table.assign(
+            start=table["start"] * wall + shift, end=table["end"] * wall + shift
+        )
+    tables["steps"]["end"] += idle
+    tables["spans"]["cost"] *= cost
+    meta = {"cores": cores, "optimizer": "adamw", "device": "cpu"}
+    return dataclasses.replace(
+        report, clock="measured", cluster=None, memory=None, meta=meta, **tables
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def test_a_run_that_follows_theory_agrees_in_every_row(dp, form):
+    expect = predicted(dp, form)
+    table = compare(expect, as_measured(expect)).table
+    for name in table.index:
+        row = table.loc[name]
+        assert row["replayed"] == pytest.approx(row["predicted"], rel=1e-9), name
+        assert row["measured"] == pytest.approx(row["predicted"], rel=1e-9), name
+
+
+def test_a_real_run_moves_exactly_the_predicted_bytes(run):
+    for dp in (1, 3):
+        plan = pl.Plan(dp=dp, bucket_bytes=20_000)
+        seen = compare(predict(MODEL, plan, CLUSTER), run(MODEL, plan, steps=3))
+        row = seen.table.loc["bytes sent per rank"]
+        assert row["predicted"] == row["replayed"] == row["measured"]
+        assert seen.bytes_agree and "bytes agree" in repr(seen)
+
+
+def test_rows_hold_what_they_say():
+    expect = predicted(4)
+    seen = compare(expect, as_measured(expect, wall=2.0))
+    calls = expect.collectives[expect.collectives["step"] == 1]
+    mine = calls[calls["rank"] == 0]
+    spans = expect.spans[(expect.spans["rank"] == 0) & (expect.spans["step"] == 1)]
+
+    def seconds(kind):
+        rows = spans[spans["kind"] == kind]
+        return (rows["end"] - rows["start"]).sum()
+
+    column = seen.table["predicted"]
+    assert column["bytes sent per rank"] == mine["wire_bytes"].sum()
+    assert column["collective calls"] == len(mine)
+    for name in ("forward", "backward", "optimizer"):
+        assert column[name] == pytest.approx(seconds(name))
+    assert column["exposed communication"] == pytest.approx(seconds("wait"))
+    assert column["step time"] == expect.step_time
+    assert seen.table.loc["step time", "measured"] == pytest.approx(2 * expect.step_time)
+
+
+def test_more_ranks_than_cores_is_said_with_both_numbers():
+    expect = predicted(4)
+    note = compare(expect, as_measured(expect, wall=2.1, cores=2)).notes["step time"]
+    assert "4 ranks share 2 cores" in note
+    assert "2.1 times slower than devices of their own" in note
+    assert "Sharing explains" not in note
+
+
+def test_what_sharing_cannot_explain_is_not_blamed_on_it():
+    expect = predicted(4)
+    note = compare(expect, as_measured(expect, wall=5.0, cores=2)).notes["step time"]
+    assert "Sharing explains 2 of it" in note
+    note = compare(expect, as_measured(expect, wall=5.0, cores=8)).notes["step time"]
+    assert "share" not in note and "other work" in note
+
+
+def test_a_wall_clock_like_the_replay_is_called_that():
+    expect = predicted(2)
+    note = compare(expect, as_measured(expect, wall=1.02)).notes["step time"]
+    assert "like devices of their own" in note
+
+
+def test_time_outside_every_span_is_said():
+    expect = predicted(2)
+    quiet = compare(expect, as_measured(expect)).notes["step time"]
+    idle = compare(expect, as_measured(expect, idle=expect.step_time)).notes["step time"]
+    assert "outside every span" not in quiet
+    assert "50 % of the measured step lies outside every span" in idle
+
+
+def test_the_device_models_error_is_given_in_per_cent_and_explained_once():
+    expect = predicted(2)
+    notes = compare(expect, as_measured(expect, cost=1.25)).notes
+    assert "20 % less than the threads used" in notes["forward"]
+    said = " ".join(notes.values())
+    assert said.count("three rates") == 1
+    notes = compare(expect, as_measured(expect, cost=1.01)).notes
+    assert "agree within 5 %" in notes["backward"]
+
+
+def test_overlap_says_what_it_hides_and_the_others_that_nothing_does():
+    hides = compare(predicted(2), as_measured(predicted(2))).notes["exposed communication"]
+    assert "backward hides" in hides
+    for form in ("naive", "bucketed"):
+        expect = predicted(2, form)
+        note = compare(expect, as_measured(expect)).notes["exposed communication"]
+        assert f"{form} gradient sync" in note and "nothing hides it" in note
+
+
+def test_bytes_that_differ_are_located_and_called_a_bug():
+    expect = predicted(2)
+    measured = as_measured(expect)
+    calls = measured.collectives
+    row = calls.index[(calls["step"] == 2) & (calls["rank"] == 1)][0]
+    calls = calls.copy()
+    calls.loc[row, "wire_bytes"] += 4
+    seen = compare(expect, dataclasses.replace(measured, collectives=calls))
+    assert not seen.bytes_agree and "DIFFER" in repr(seen)
+    note = seen.notes["bytes sent per rank"]
+    assert "step 2, rank 1" in note and "bug" in note
+
+
+def test_control_traffic_is_left_out():
+    expect = predicted(2)
+    measured = as_measured(expect)
+    calls = measured.collectives.copy()
+    extra = calls.groupby("rank").head(1).assign(phase="control", call=10**6, span=-1)
+    import pandas as pd
+
+    more = dataclasses.replace(measured, collectives=pd.concat([calls, extra]))
+    assert compare(expect, more).bytes_agree
+
+
+# ---- what it looks like ---------------------------------------------------------------------
+def test_the_one_line_form_is_short_and_has_no_times():
+    expect = predicted(4)
+    lines = {repr(compare(expect, as_measured(expect, wall=w))) for w in (1.0, 2.0, 3.3)}
+    assert lines == {"Comparison(dp=4, overlapped: predicted | replayed | measured, bytes agree)"}
+    assert all(len(line) <= 110 for line in lines)
+
+
+def test_the_terminal_table_is_aligned_and_fits():
+    expect = predicted(4)
+    text = str(compare(expect, as_measured(expect, wall=2.1)))
+    lines = text.splitlines()
+    table = lines[: lines.index("")]
+    assert len({len(line) for line in table}) == 1
+    assert max(map(len, lines)) <= 100
+    assert "predicted" in table[0] and "measured" in table[0]
+    assert any(line.startswith("step time") for line in table)
+
+
+def test_the_notebook_table_has_every_row_and_note_escaped():
+    expect = predicted(4)
+    expect = dataclasses.replace(expect, cluster=expect.cluster.replace(name="<b>mine</b>"))
+    seen = compare(expect, as_measured(expect))
+    page = seen._repr_html_()
+    assert page.count("<tr>") == len(seen.table) + 1
+    assert "<b>mine" not in page
+    assert "bytes agree exactly" in page
+
+
+def test_a_replay_alone_can_be_compared_and_has_no_measured_column():
+    expect = predicted(2)
+    seen = compare(expect, as_measured(expect).replay(CLUSTER))
+    assert seen.measured is None and "measured" not in repr(seen)
+    assert math.isnan(seen.table.loc["step time", "measured"])
+    assert " -" in str(seen)
+
+
+def test_the_order_of_the_two_reports_does_not_matter():
+    expect = predicted(2)
+    measured = as_measured(expect, wall=2.0)
+    assert compare(expect, measured).table.equals(compare(measured, expect).table)
+
+
+# ---- what cannot be compared ----------------------------------------------------------------
+def test_two_reports_of_one_clock_are_refused():
+    expect = predicted(2)
+    measured = as_measured(expect)
+    for pair in ((expect, expect), (measured, measured), (measured, measured.replay(CLUSTER))):
+        with pytest.raises(
+            ValueError, match="clock.*legal: one from pl.predict and one from pl.run"
+        ):
+            compare(*pair)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"plan": {"bucket_bytes": 4000}}, "plan.bucket_bytes: 20000 was predicted, 4000 was run"),
+        ({"plan": {"microbatches": 3}}, "plan.microbatches: 1 was predicted, 3 was run"),
+        ({"model": {"dropout": 0.5}}, "model.dropout: 0.0 was predicted, 0.5 was run"),
+    ],
+)
+def test_reports_of_different_things_are_refused_by_the_first_difference(changes, said):
+    expect = predicted(2)
+    other = {name: getattr(expect, name).replace(**fields) for name, fields in changes.items()}
+    with pytest.raises(ValueError) as error:
+        compare(expect, dataclasses.replace(as_measured(expect), **other))
+    assert said in str(error.value)
+
+
+def test_another_optimizer_is_refused():
+    expect = predict(MODEL, pl.Plan(), CLUSTER, optimizer="sgd")
+    with pytest.raises(ValueError, match="optimizer: 'sgd' was predicted, 'adamw' was run"):
+        compare(expect, as_measured(expect))
+
+
+def test_something_that_is_no_report_is_refused():
+    with pytest.raises(ValueError, match="report='run.json'"):
+        compare(predicted(2), "run.json")

@@ -1,0 +1,502 @@
+"""What `pl.launch` promises when nothing goes wrong, and what it refuses before it starts."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paralab as pl
+from paralab.launch import _House, _house, launch_program
+from paralab.rank_serve import WHEN_IDLE, _kill
+from paralab.rank_server import RankServer
+from paralab.rank_waits import Standing, sentence
+from paralab.rank_watch import Run
+
+HERE = Path(__file__).parent
+LAUNCH = sys.modules["paralab.launch"]  # `pl.launch` is the function
+
+
+def own_children() -> list[int]:
+    """Living processes below the server: ranks, and whatever they started."""
+    server = _house._server
+    if server is None or not server.alive():
+        return []
+    return [
+        int(p) for p in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    ]
+
+
+def sum_of_ranks() -> tuple[int, float]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item()
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+def test_results_come_in_rank_order_and_the_process_group_is_up() -> None:
+    assert pl.launch(sum_of_ranks, ranks=4) == [(rank, 6.0) for rank in range(4)]
+
+
+def test_closures_lambdas_and_arguments_arrive_by_value() -> None:
+    offset = random.random()
+
+    def add(x: float, y: float) -> float:
+        return x + y + offset
+
+    assert pl.launch(add, ranks=2, args=[1.0, 2.0]) == [3.0 + offset] * 2
+    assert pl.launch(lambda: offset, ranks=1) == [offset]
+
+
+def test_a_result_of_30_megabytes_comes_back_whole() -> None:
+    array = pl.launch(lambda: np.arange(30 * 2**17, dtype=np.float64), ranks=2)[1]
+    assert np.array_equal(array, np.arange(30 * 2**17, dtype=np.float64))
+
+
+def test_a_script_without_a_main_guard_just_works_and_stays_free_of_torch(tmp_path: Path) -> None:
+    script = tmp_path / "no_guard.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys
+        import paralab as pl
+
+        class Point:
+            def __init__(self, x): self.x = x
+
+        def make(x):
+            import torch.distributed as dist
+            return Point(x + dist.get_rank())
+
+        print("once")
+        points = pl.launch(make, ranks=2, args=(10,))
+        assert [p.x for p in points] == [10, 11] and all(isinstance(p, Point) for p in points)
+        assert "torch" not in sys.modules
+        print("done")
+        """)
+    )
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    run = subprocess.run(
+        [sys.executable, script], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (run.stdout, run.stderr) == ("once\ndone\n", "")
+
+
+def test_ranks_see_the_callers_folder_environment_and_path(tmp_path: Path, monkeypatch) -> None:
+    pl.launch(sum_of_ranks, ranks=1)  # the server is older than what follows
+    (tmp_path / "mine_alone.py").write_text("value = 7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SET_JUST_NOW", "yes")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def look() -> tuple[str, str | None, int]:
+        import mine_alone
+
+        return os.getcwd(), os.environ.get("SET_JUST_NOW"), mine_alone.value
+
+    assert pl.launch(look, ranks=1) == [(str(tmp_path), "yes", 7)]
+
+
+def test_the_context_says_who_a_rank_is() -> None:
+    def program(context, word: str) -> tuple:
+        context.store.set(f"said/{context.rank}", word)
+        other = context.store.get(f"said/{1 - context.rank}").decode()
+        facts = context.rank, context.local_rank, context.world_size, context.nodes
+        return *facts, context.device, context.backend, context.strict, other
+
+    found = launch_program(program, 2, ("hello",), device="cpu", strict=True)
+    assert found == [(r, r, 2, (0, 0), "cpu", "gloo", True, "hello") for r in range(2)]
+
+
+def test_ranks_run_one_thread_each_and_draw_different_random_numbers() -> None:
+    def draw() -> tuple:
+        import torch
+
+        return torch.get_num_threads(), np.random.random(), random.random()
+
+    (threads_a, *a), (threads_b, *b) = pl.launch(draw, ranks=2)
+    assert threads_a == threads_b == 1
+    assert a[0] != b[0] and a[1] != b[1]
+
+
+def test_an_interrupt_is_for_the_notebook_and_not_for_its_ranks() -> None:
+    assert pl.launch(os.kill, ranks=1, args=(0, signal.SIGINT)) == [None]  # 0: the whole group
+
+
+def test_ranks_do_not_fault_pages_in_again_at_every_step() -> None:
+    def faults() -> int:
+        import torch
+
+        kept: list = []
+
+        def step() -> None:
+            for _ in range(8):
+                kept.append(torch.ones(2**20))  # 4 MiB, 1024 pages
+            kept.clear()
+
+        for _ in range(4):
+            step()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(5):
+            step()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert max(pl.launch(faults, ranks=1)) < 500
+
+
+# ---- output and progress ------------------------------------------------------------------------
+
+
+def test_prints_arrive_tagged_in_rank_order_c_output_and_unfinished_lines_too(capsys) -> None:
+    def talk() -> None:
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        time.sleep(0.1 * (2 - rank))  # the last rank speaks first
+        print("python")
+        os.write(2, b"system\n")
+        libc = ctypes.CDLL(None)
+        fully = 0  # buffered, as C does with a pipe unless PYTHONUNBUFFERED is set
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, fully, ctypes.c_size_t(4096))
+        libc.printf(b"from C\n")
+        sys.stderr.write("bar 10%\rbar 100%\n")
+        sys.stdout.write("unfinished \u00fc")
+
+    pl.launch(talk, ranks=3)
+    words = ("python", "system", "bar 100%", "unfinished \u00fc", "from C")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:8] for line in lines] == [f"[rank {r}]" for r in range(3) for _ in range(5)]
+    for rank in range(3):  # C buffers on its own, so its line may come later than it was written
+        mine = "\n".join(lines[5 * rank : 5 * rank + 5]).replace(f"[rank {rank}] ", "")
+        assert sorted(mine.replace("\u00fcfrom C", "\u00fc\nfrom C").splitlines()) == sorted(words)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_live_output_comes_before_the_end_and_other_output_at_the_end(capsys, live: bool) -> None:
+    def program(context) -> None:
+        print("early")
+        time.sleep(0.2)
+        context.progress(1, 1)
+
+    seen: list[str] = []
+    launch_program(
+        program, 1, live=live, on_progress=lambda *_: seen.append(capsys.readouterr().out)
+    )
+    assert seen == ["[rank 0] early\n" if live else ""]
+    assert capsys.readouterr().out == ("" if live else "[rank 0] early\n")
+
+
+def test_a_rank_that_prints_megabytes_neither_blocks_nor_floods_the_notebook(capsys) -> None:
+    def flood() -> None:
+        for line in range(60_000):
+            print(f"{line:06d} " + "x" * 92)
+
+    pl.launch(flood, ranks=1)
+    out = capsys.readouterr().out
+    assert len(out) < 1_100_000 and "bytes left out" in out
+    assert out.startswith("[rank 0] 000000 ") and "059999 xx" in out[-200:]
+
+
+def test_progress_is_called_in_the_launching_thread_and_the_last_step_always_arrives() -> None:
+    def program(context) -> None:
+        for done in range(20_001):
+            context.progress(done, 20_000)
+
+    calls: list[tuple] = []
+    launch_program(
+        program, 2, on_progress=lambda *call: calls.append((*call, threading.get_ident()))
+    )
+    assert {call[3] for call in calls} == {threading.get_ident()}
+    for rank in range(2):
+        mine = [call[1] for call in calls if call[0] == rank]
+        assert mine == sorted(mine) and mine[-1] == 20_000 and len(mine) < 500
+
+
+# ---- two at once --------------------------------------------------------------------------------
+
+
+def test_a_launch_from_another_thread_waits_for_its_turn() -> None:
+    def span() -> tuple[float, float]:
+        start = time.monotonic()
+        time.sleep(0.2)
+        return start, time.monotonic()
+
+    found: list[tuple[float, float]] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(pl.launch(span, ranks=1)[0])) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found.sort()
+    assert len(found) == 3
+    assert all(a[1] <= b[0] for a, b in zip(found, found[1:], strict=False))
+
+
+def test_a_launch_from_its_own_callback_or_from_a_rank_is_refused() -> None:
+    def again(*_: int) -> None:
+        pl.launch(sum_of_ranks, ranks=1)
+
+    with pytest.raises(RuntimeError, match="under way in this thread"):
+        launch_program(lambda context: context.progress(1, 1), 1, on_progress=again)
+    with pytest.raises(pl.RankError, match="ranks cannot launch ranks"):
+        pl.launch(again, ranks=1)
+    assert pl.launch(sum_of_ranks, ranks=1) == [(0, 0.0)]
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"ranks": 0}, "ranks=0"),
+        ({"ranks": 65}, "ranks=65: out of range; legal: a whole number from 1 to 64"),
+        ({"ranks": 2.0}, "ranks=2.0"),
+        ({"ranks": True}, "ranks=True"),
+        ({"args": 3}, r"args=3: .*legal: args=\(3,\)"),
+        ({"args": "ab"}, "args='ab'"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"device": "tpu"}, "device='tpu'.*'cuda'"),
+        ({"live": 1}, "live=1"),
+        ({"fn": 3}, "fn=3: cannot be called"),
+        ({"fn": lambda: LOCK}, "its global 'LOCK', a lock, cannot be sent"),
+        ({"args": (1, threading.Lock())}, r"args\[1\], a lock, cannot be sent"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_a_process_starts(monkeypatch, settings, named) -> None:
+    monkeypatch.setattr(_House, "server", lambda self: pytest.fail("a process was started"))
+    given = {"fn": sum_of_ranks, "ranks": 2, **settings}
+    with pytest.raises(ValueError, match=named):
+        pl.launch(given.pop("fn"), **given)
+
+
+def test_a_closed_over_lock_is_named_by_its_variable() -> None:
+    guard = threading.Lock()
+    with pytest.raises(ValueError, match="its variable 'guard', a lock"):
+        pl.launch(lambda: guard, ranks=1)
+
+
+def test_cuda_where_there_is_none_is_a_value_error() -> None:
+    def no_gpu() -> bool:
+        import torch
+
+        return not torch.cuda.is_available()
+
+    if not pl.launch(no_gpu, ranks=1)[0]:
+        pytest.skip("there is a GPU here")
+    with pytest.raises(ValueError, match="device='cuda': torch sees no GPU here"):
+        pl.launch(sum_of_ranks, ranks=2, device="cuda")
+
+
+def test_a_result_that_cannot_be_sent_back_says_so() -> None:
+    with pytest.raises(pl.RankError, match="result, a lock, cannot be sent back") as caught:
+        pl.launch(threading.Lock, ranks=2)
+    assert caught.value.rank == 0
+
+
+# ---- the server ---------------------------------------------------------------------------------
+
+
+def test_the_users_own_multiprocessing_is_left_alone() -> None:
+    pl.launch(sum_of_ranks, ranks=1)
+    assert multiprocessing.get_start_method(allow_none=True) is None
+    assert multiprocessing.forkserver._forkserver._forkserver_pid is None
+
+
+def test_ranks_are_born_with_every_preload_and_cuda_untouched_by_a_server_without_threads() -> None:
+    def look() -> tuple:
+        import torch
+
+        missing = [name for name in WHEN_IDLE if name not in sys.modules]
+        return missing, torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()
+
+    deadline = time.monotonic() + 60
+    while True:  # what is not essential loads while nobody launches
+        missing, initialized, bad_fork = pl.launch(look, ranks=1)[0]
+        assert not initialized and not bad_fork
+        if not missing:
+            break
+        assert time.monotonic() < deadline, f"never preloaded: {missing}"
+        time.sleep(1.5)
+    assert len(os.listdir(f"/proc/{_house._server.pid}/task")) == 1
+
+
+def test_a_failing_import_is_shown_not_hidden_by_the_preload(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libwheel.so is missing')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(LAUNCH, "_house", house := _House())
+    for _ in range(2):  # the next call tries again
+        with pytest.raises(RuntimeError, match="(?s)ranks cannot start.*libwheel.so is missing"):
+            pl.launch(sum_of_ranks, ranks=2)
+    house.close()
+
+
+def test_a_server_that_died_takes_its_ranks_along_and_is_replaced() -> None:
+    pl.warm_up()
+    pl.warm_up()
+    before = _house._server.pid
+    outlived: list[bool] = []
+
+    def kill_server(rank: int, pid: int, _: int) -> None:
+        if not outlived:
+            os.kill(before, 9)
+            outlived.append(not dies(pid))  # the launcher still holds its pipe
+
+    with pytest.raises(pl.RankError, match="the next call starts a new one"):
+        launch_program(say_pid_and_sleep, 2, on_progress=kill_server)
+    assert outlived == [False]
+    assert pl.launch(sum_of_ranks, ranks=2)[1] == (1, 1.0)
+    assert _house._server.pid != before
+
+
+def say_pid_and_sleep(context) -> None:
+    context.progress(os.getpid(), 2**62)
+    time.sleep(60)
+
+
+def test_a_rank_ends_by_itself_when_its_launcher_closes_the_pipe(monkeypatch) -> None:
+    runs: list[Run] = []
+    monkeypatch.setattr(LAUNCH, "Run", lambda *a, **k: runs.append(Run(*a, **k)) or runs[-1])
+
+    def close_pipe(rank: int, pid: int, _: int) -> None:
+        runs[0].ranks[0].control.close()
+        raise ZeroDivisionError("died" if dies(pid) else "lives on")
+
+    with pytest.raises(ZeroDivisionError, match="died"):
+        launch_program(say_pid_and_sleep, 1, on_progress=close_pipe)
+    assert own_children() == []
+
+
+def test_a_rank_is_killed_with_its_process_group() -> None:
+    command = "sleep 600 & echo $!; wait"
+    group = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, start_new_session=True)
+    child = int(group.stdout.readline())
+    _kill(group.pid)
+    group.communicate()
+    assert dies(child)
+
+
+def dies(pid: int) -> bool:
+    """Whether a process is gone within two seconds."""
+    deadline = time.monotonic() + 2.0
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_what_a_rank_started_ends_with_it() -> None:
+    def start_two() -> tuple[int, int]:
+        child = subprocess.Popen(["sleep", "600"])
+        command = "setsid sleep 600 >/dev/null 2>&1 & echo $!"  # an orphan in a session of its own
+        orphan = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+        return child.pid, int(orphan.stdout)
+
+    pids = pl.launch(start_two, ranks=1)[0]
+    assert not any(map(is_alive, pids)) and own_children() == []
+
+
+def test_a_fork_of_the_caller_does_not_use_the_callers_server() -> None:
+    pl.launch(sum_of_ranks, ranks=1)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if LAUNCH._house._server is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert pl.launch(sum_of_ranks, ranks=2)[1] == (1, 1.0)
+
+
+def test_spawn_the_way_without_fork_gives_the_same(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(LAUNCH, "_house", house := _House())
+    house._server = RankServer("spawn")
+    try:
+        assert pl.launch(sum_of_ranks, ranks=2) == [(0, 1.0), (1, 1.0)]
+        with pytest.raises(pl.RankError, match="rank 0 raised ZeroDivisionError"):
+            pl.launch(lambda: print("hi") or 1 / 0, ranks=1)
+        assert capsys.readouterr().out == "[rank 0] hi\n"
+    finally:
+        house.close()
+
+
+# ---- who waits for whom -------------------------------------------------------------------------
+
+
+def in_call(rank: int, call: str, with_: tuple[int, ...] = (0, 1, 2, 3)) -> Standing:
+    return Standing(rank, "", call, with_)
+
+
+@pytest.mark.parametrize(
+    ("standings", "said"),
+    [
+        (
+            [in_call(0, "all_reduce"), in_call(1, "all_reduce"), Standing(2, ""),
+             in_call(3, "all_reduce")],
+            "ranks 0, 1, 3 wait in all_reduce for rank 2",
+        ),
+        (
+            [in_call(0, "recv #1", (0, 1)), in_call(1, "recv #1", (1, 2)), Standing(2, "")],
+            "rank 0 waits in recv #1 for its peer; rank 1 waits in recv #1 for rank 2",
+        ),
+        (
+            [in_call(0, "barrier", (0, 1)), Standing(1, "", finished=True)],
+            "rank 0 waits in barrier for rank 1 (rank 1 already returned)",
+        ),
+        (
+            [in_call(r, "broadcast", (0, 1)) for r in range(2)],
+            "ranks 0, 1 wait in broadcast for one another; do their calls and sizes agree?",
+        ),
+        ([Standing(r, "") for r in range(8)], "no rank waits for another, ranks 0-7 are busy"),
+    ],
+)  # fmt: skip
+def test_the_sentence_names_who_waits_for_whom(standings: list[Standing], said: str) -> None:
+    assert sentence(standings) == said
+
+
+@pytest.mark.gpu
+def test_on_gpus_each_rank_has_its_own_or_they_share_over_gloo() -> None:
+    def program(context) -> tuple[str, str, float]:
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor(1.0, device=context.device)
+        dist.all_reduce(total)
+        return context.device, context.backend, total.item()
+
+    def count() -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
+    gpus = pl.launch(count, ranks=1)[0]
+    if gpus == 0:
+        pytest.skip("no CUDA device")
+    assert launch_program(program, gpus) == [(f"cuda:{r}", "nccl", gpus) for r in range(gpus)]
+    shared = launch_program(program, gpus + 1)
+    assert {backend for _, backend, _ in shared} == {"gloo"}

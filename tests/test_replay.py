@@ -1,0 +1,200 @@
+"""Replay: a run's own costs on devices of their own, the same from a file as from memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pandas as pd
+import pytest
+
+import paralab as pl
+from paralab.theory.predict import predict
+from paralab.theory.replay import replay
+
+MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=257)
+FAST = pl.Link(alpha=3e-4, bandwidth=1e9)
+CLUSTER = pl.Cluster(
+    flops=1e11, memory_bandwidth=3e10, op_overhead=5e-6, devices_per_node=64, intra=FAST
+)
+FORMS = ("naive", "bucketed", "overlapped")
+TABLES = ("spans", "collectives", "memory", "steps")
+
+
+def plan(form="overlapped", **more):
+    return pl.Plan(**{"dp": 2, "grad_sync": form, "bucket_bytes": 20_000, **more})
+
+
+@pytest.fixture(scope="module")
+def measured(run):
+    """A real run of three ranks, six steps."""
+    return run(MODEL, plan(dp=3), steps=6)
+
+
+def same(a, b):
+    return all(getattr(a, name).equals(getattr(b, name)) for name in TABLES)
+
+
+def as_measured(report, *, stretch=2.0, jitter=0.0):
+    """A report as a busy machine would have measured it: times stretched, costs almost kept."""
+    tables = {}
+    for name in ("spans", "collectives", "steps"):
+        table = getattr(report, name)
+        tables[name] = table.assign(start=table["start"] * stretch, end=table["end"] * stretch)
+    wobble = [1 + jitter * ((7 * i) % 11 - 5) for i in range(len(report.spans))]
+    tables["spans"]["cost"] = tables["spans"]["cost"] * wobble
+    return dataclasses.replace(report, clock="measured", cluster=None, memory=None, **tables)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_the_replay_of_a_prediction_is_the_prediction(form, dp):
+    report = predict(MODEL, plan(form, dp=dp), CLUSTER)
+    again = replay(as_measured(report), CLUSTER)
+    assert again.clock == "replayed" and again.cluster == CLUSTER
+    for column in ("start", "end", "cost"):
+        assert (again.spans[column] - report.spans[column]).abs().max() < 1e-12
+    assert math.isclose(again.step_time, report.step_time, rel_tol=1e-12)
+
+
+def test_a_replay_keeps_ids_rows_bytes_and_losses(measured):
+    replayed = measured.replay(CLUSTER)
+    kept = ["id", "rank", "step", "lane", "kind", "microbatch", "after"]
+    assert replayed.spans[kept].equals(measured.spans[kept])
+    counted = [
+        "call",
+        "rank",
+        "step",
+        "op",
+        "ranks",
+        "phase",
+        "payload_bytes",
+        "wire_bytes",
+        "span",
+    ]
+    assert replayed.collectives[counted].equals(measured.collectives[counted])
+    assert replayed.losses == measured.losses and replayed.meta == measured.meta
+
+
+def test_a_replay_never_alters_its_input(measured):
+    before = {name: getattr(measured, name).copy(deep=True) for name in TABLES}
+    replay(measured, CLUSTER)
+    for name, table in before.items():
+        pd.testing.assert_frame_equal(table, getattr(measured, name))
+    assert measured.clock == "measured" and measured.cluster is None
+
+
+def test_a_saved_run_replays_exactly_like_the_live_one(measured, tmp_path):
+    measured.save(tmp_path / "run.json")
+    loaded = pl.load(tmp_path / "run.json")
+    assert same(replay(loaded, CLUSTER), replay(measured, CLUSTER))
+
+
+def test_the_replay_of_a_replay_is_the_same(measured):
+    once = replay(measured, CLUSTER)
+    assert same(replay(once, CLUSTER), once)
+
+
+def test_no_rank_does_two_things_at_once_and_no_wait_ends_early(measured):
+    spans = replay(measured, CLUSTER).spans
+    ends = dict(zip(spans["id"], spans["end"], strict=True))
+    for rank in range(3):
+        lane = spans[(spans["rank"] == rank) & (spans["lane"] == "compute")].sort_values("id")
+        assert (lane["start"].to_numpy()[1:] >= lane["end"].to_numpy()[:-1]).all()
+    for kind, end, after in zip(spans["kind"], spans["end"], spans["after"], strict=True):
+        if kind == "wait":
+            assert all(end >= ends[other] for other in after)
+
+
+def test_members_of_a_collective_run_it_at_the_same_time(measured):
+    calls = replay(measured, CLUSTER).collectives
+    for _, call in calls.groupby("call"):
+        assert len(call) == 3
+        assert call["start"].nunique() == call["end"].nunique() == 1
+
+
+def test_a_step_lasts_at_least_its_compute_and_all_steps_alike(measured):
+    replayed = replay(measured, CLUSTER)
+    work = replayed.spans[replayed.spans["step"] == 2].groupby("rank")["cost"].sum()
+    assert replayed.step_time >= work.max()
+    durations = (replayed.steps["end"] - replayed.steps["start"]).round(12)
+    assert durations.groupby(replayed.steps["step"]).max().nunique() == 1
+
+
+def test_handshakes_before_the_first_step_are_no_part_of_it(measured):
+    replayed = replay(measured, CLUSTER)
+    calls = replayed.collectives
+    setup = calls[calls["phase"] == "setup"]
+    assert len(setup) > 0
+    assert (setup["end"] <= 0.0).all()
+    assert replayed.steps["start"].min() == 0.0
+
+
+def test_costs_are_medians_so_one_slow_step_changes_nothing():
+    report = predict(MODEL, plan(), CLUSTER, steps=6)
+    spans = report.spans
+    slow = spans.assign(cost=spans["cost"].where(spans["step"] != 3, spans["cost"] * 50))
+    slowed = dataclasses.replace(report, spans=slow)
+    assert same(replay(slowed, CLUSTER), replay(report, CLUSTER))
+
+
+def test_the_warm_up_step_does_not_count():
+    report = predict(MODEL, plan(), CLUSTER, steps=2)
+    spans = report.spans
+    cold = spans.assign(cost=spans["cost"].where(spans["step"] != 0, spans["cost"] * 50))
+    assert same(replay(dataclasses.replace(report, spans=cold), CLUSTER), replay(report, CLUSTER))
+
+
+def test_a_run_of_one_step_replays_from_that_step():
+    report = predict(MODEL, plan(), CLUSTER, steps=1)
+    assert math.isclose(replay(report, CLUSTER).step_time, report.step_time, rel_tol=1e-12)
+
+
+def test_a_slower_link_shows_in_the_replay_and_overlap_hides_what_fits():
+    slow = CLUSTER.replace(intra=pl.Link(alpha=2e-3, bandwidth=1e8))
+    after, beside = (as_measured(predict(MODEL, plan(form), CLUSTER)) for form in FORMS[1:])
+    assert replay(after, slow).step_time > replay(after, CLUSTER).step_time
+    assert replay(beside, slow).step_time < replay(after, slow).step_time
+
+
+def test_a_missing_launch_is_named_not_waited_for():
+    report = predict(MODEL, plan("bucketed"), CLUSTER, steps=1)
+    spans, calls = report.spans, report.collectives
+    lost = calls[(calls["rank"] == 1) & (calls["call"] == 0)]["span"].iloc[0]
+    rest = spans[spans["id"] != lost]
+    rest = rest.assign(after=[tuple(a for a in after if a != lost) for after in rest["after"]])
+    broken = dataclasses.replace(report, spans=rest, collectives=calls[calls["span"] != lost])
+    with pytest.raises(ValueError, match="rank 0 waits for all_reduce.*rank 1 never launches"):
+        replay(broken, CLUSTER)
+
+
+def exchange(rank, peer, op, *, id_, start):
+    """A rank's send or receive, then a wait for it, as rows."""
+    span = [id_, rank, 0, "comm:pp", "comm", 0, 0, -1, start, start + 1.0, 0.0, ()]
+    wait = [id_ + 2, rank, 0, "compute", "wait", 0, 0, -1, start, start + 1.0, 0.0, (id_,)]
+    call = [id_, rank, 0, op, "pp", (0, 1), peer, "intra", "activations", 1000,
+            1000 * (op == "send"), start, start + 1.0, id_]  # fmt: skip
+    return [span, wait], call
+
+
+def test_sends_and_receives_meet_pair_by_pair_in_order():
+    from paralab.report import Report
+    from paralab.tables import COLUMNS
+
+    spans, calls = [], []
+    for rank, peer, ops in ((0, 1, ("send", "recv")), (1, 0, ("recv", "send"))):
+        for i, op in enumerate(ops):
+            rows, call = exchange(rank, peer, op, id_=rank + 4 * i, start=float(i))
+            spans += rows
+            calls.append(call)
+    report = Report(
+        clock="measured",
+        model=MODEL,
+        plan=plan(dp=2),
+        spans=pd.DataFrame(spans, columns=list(COLUMNS["spans"])),
+        collectives=pd.DataFrame(calls, columns=list(COLUMNS["collectives"])),
+        steps={"rank": [0, 1], "step": [0, 0], "start": [0.0, 0.0], "end": [2.0, 2.0]},
+    )
+    times = replay(report, CLUSTER).collectives
+    there, back = FAST.seconds(1000), 2 * FAST.seconds(1000)
+    assert times["end"].tolist() == pytest.approx([there, back, there, back])
