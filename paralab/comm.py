@@ -1,15 +1,17 @@
 """The only door to torch.distributed: every byte passes here and is written down.
 
-A `Group` is one communicator: some ranks along one axis of the plan. Each call is asynchronous and returns a
-`Pending`; ``.wait()`` is where the rank stands idle, and it is recorded as a wait, never as communication.
+A `Group` is one communicator: some ranks along one axis of the plan. Each call is asynchronous and
+returns a `Pending`; ``.wait()`` is where the rank stands idle, and it is recorded as a wait, never
+as communication.
 
-What gloo does badly is done better with what it does well (bytes counted on the loopback interface):
-its reduce-scatter is n all-reduces, twice the minimum, so ours is an all-to-all and a local sum; its
-reduce sends up to 2.3 times the minimum, so ours is direct sends and a local sum. Both add in rank order.
+What gloo does badly is done better with what it does well (bytes counted on the loopback
+interface): its reduce-scatter is n all-reduces, twice the minimum, so ours is an all-to-all and a
+local sum; its reduce sends up to 2.3 times the minimum, so ours is direct sends and a local sum.
+Both add in rank order.
 
-[Note: CUDA] With NCCL a group's calls run on a stream of their own and nothing blocks the host. Gloo cannot
-read device memory: there, tensors go through pinned host buffers, and the two copies are recorded on the
-lanes "d2h" and "h2d".
+[Note: CUDA] With NCCL a group's calls run on a stream of their own and nothing blocks the host.
+Gloo cannot read device memory: there, tensors go through pinned host buffers, and the two copies
+are recorded on the lanes "d2h" and "h2d".
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Pending:
-    """A call under way. ``wait()`` returns when its result may be read; waiting twice is harmless."""
+    """A call under way. ``wait()`` returns when its result may be read; twice is harmless."""
 
     __slots__ = ("_group", "_works", "_span", "_what", "_finish", "_done")
 
@@ -104,7 +106,9 @@ class Group:
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, phase: str) -> Pending:
         """Part i of ``tensor`` goes to member i; ``output`` holds what the members sent here."""
-        return self._call("all_to_all", tensor, phase, [output, tensor], self._exchange, writes=[output])
+        return self._call(
+            "all_to_all", tensor, phase, [output, tensor], self._exchange, writes=[output]
+        )
 
     def _exchange(self, output: Tensor, tensor: Tensor) -> list:
         return [dist.all_to_all_single(output, tensor, group=self.process_group, async_op=True)]
@@ -128,14 +132,16 @@ class Group:
     def broadcast(self, tensor: Tensor, *, root: int, phase: str) -> Pending:
         """Everybody gets global rank ``root``'s tensor. Gloo forwards it down a binomial tree."""
         return self._call("broadcast", tensor, phase, [tensor],
-                          lambda t: [dist.broadcast(t, root, group=self.process_group, async_op=True)],
+                          lambda t: [dist.broadcast(t, root, group=self.process_group,
+                          async_op=True)],
                           writes=[tensor], peer=root)  # fmt: skip
 
     def reduce(self, tensor: Tensor, *, root: int, phase: str) -> Pending:
         """Global rank ``root``'s tensor becomes the members' sum; the others keep theirs."""
         if self.context.backend == "nccl":
             return self._call("reduce", tensor, phase, [tensor],
-                              lambda t: [dist.reduce(t, root, group=self.process_group, async_op=True)],
+                              lambda t: [dist.reduce(t, root, group=self.process_group,
+                              async_op=True)],
                               writes=[tensor], peer=root)  # fmt: skip
         others = [r for r in self.ranks if r != root]
         if self.context.rank != root:
@@ -153,7 +159,9 @@ class Group:
             return [dist.irecv(p, r, group=self.process_group)
                     for p, r in zip(into, others, strict=True)]  # fmt: skip
 
-        return self._call("reduce", tensor, phase, parts, receive, writes=parts, peer=root, finish=add_up)
+        return self._call(
+            "reduce", tensor, phase, parts, receive, writes=parts, peer=root, finish=add_up
+        )
 
     def barrier(self, *, phase: str = "control") -> None:
         """Nobody goes on before everybody is here."""
@@ -171,8 +179,8 @@ class Group:
     def exchange(self, parts: Sequence[tuple[str, Tensor, int]], *, phase: str) -> Pending:
         """Several sends and receives at once, ("send" | "recv", tensor, global rank) each.
 
-        What two ranks send each other belongs into one exchange: NCCL runs a pair's calls one after the
-        other, so two sends that face each other would wait for ever.
+        What two ranks send each other belongs into one exchange: NCCL runs a pair's calls one after
+        the other, so two sends that face each other would wait for ever.
         """
         if self._strict is not None:
             self.blocked_in("exchange", [(kind, peer) for kind, _, peer in parts])
@@ -305,7 +313,9 @@ class Group:
             self.context.note("")
             return
         ranks = ",".join(map(str, self.ranks))
-        self.context.note(f"{op} #{call} on axis {self.axis}, ranks {ranks}, step {self.recorder.step}")
+        self.context.note(
+            f"{op} #{call} on axis {self.axis}, ranks {ranks}, step {self.recorder.step}"
+        )
 
 
 def _nbytes(tensor: Tensor) -> int:

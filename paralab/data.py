@@ -1,14 +1,15 @@
 """Real text without a download, and the same batches for every plan.
 
-The text is read as bytes, so the vocabulary is 256 and there is no tokenizer to fetch. By default it is the
-source code of the Python standard library at hand (some 10 MB of well-formed English and code); any text
-file or folder of the user's own does as well.
+The text is read as bytes, so the vocabulary is 256 and there is no tokenizer to fetch. By default
+it is the source code of the Python standard library at hand (some 10 MB of well-formed English and
+code); any text file or folder of the user's own does as well.
 
-[Note: same batches] Sample number g of a run (step * global batch + position in the batch) starts at a place in
-the text that depends on the seed and g alone. Any rank can therefore fetch any sample without asking another,
-and how many ranks share the batch cannot change what is in it. Micro-batch k of a step holds positions
-k*b ... (k+1)*b - 1; data-parallel rank d of micro-batches d*m ... (d+1)*m - 1, so one process that runs the
-dp*m micro-batches in order sees what the ranks see together.
+[Note: same batches] Sample number g of a run (step * global batch + position in the batch) starts
+at a place in the text that depends on the seed and g alone. Any rank can therefore fetch any sample
+without asking another, and how many ranks share the batch cannot change what is in it. Micro-batch
+k of a step holds positions k*b ... (k+1)*b - 1; data-parallel rank d of micro-batches d*m ...
+(d+1)*m - 1, so one process that runs the dp*m micro-batches in order sees what the ranks see
+together.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MASK = 2**64 - 1
 
 
 def _scramble(x: int) -> int:
-    """SplitMix64's finalizer (Steele+ 2014): whole numbers in, well-mixed 64-bit numbers out, on any machine."""
+    """SplitMix64's finalizer (Steele+ 2014): well-mixed 64-bit numbers, on any machine."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)
@@ -36,7 +37,8 @@ def _scramble(x: int) -> int:
 class Corpus:
     """The text as one long run of bytes over its files; nothing is held in memory.
 
-    path  None for the standard library, or a text file, or a folder (all its text files, in the order of their
+    path  None for the standard library, or a text file, or a folder (all its text files, in the
+          order of their
           names, hidden ones left out)
     Raises ValueError where the path does not exist or holds no text.
     """
@@ -52,7 +54,9 @@ class Corpus:
         self.sizes = [f.stat().st_size for f in self.files]
         self.starts = [0, *accumulate(self.sizes)]
         if not self.num_bytes:
-            raise illegal("data", str(self.root), "no text in it", "a text file, or a folder with text files")
+            raise illegal(
+                "data", str(self.root), "no text in it", "a text file, or a folder with text files"
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -82,10 +86,14 @@ class Corpus:
         return b"".join(parts)
 
     def sample(self, number: int, *, length: int, seed: int) -> bytes:
-        """Sample ``number`` of a run: ``length`` + 1 bytes, the last ``length`` of them the targets."""
+        """Sample ``number`` of a run: ``length`` + 1 bytes, the last ``length`` the targets."""
         if self.num_bytes < length + 1:
-            raise illegal("data", str(self.root), f"its {self.num_bytes} bytes are fewer than one sample",
-                          f"at least seq_len + 1 = {length + 1} bytes")
+            raise illegal(
+                "data",
+                str(self.root),
+                f"its {self.num_bytes} bytes are fewer than one sample",
+                f"at least seq_len + 1 = {length + 1} bytes",
+            )
         places = self.num_bytes - length
         start = _scramble((_scramble(seed & _MASK) + number * 0x9E3779B97F4A7C15) & _MASK) % places
         return self.read(start, length + 1)
@@ -93,7 +101,7 @@ class Corpus:
     def microbatch(
         self, *, step: int, index: int, size: int, global_batch: int, length: int, seed: int
     ) -> bytes:
-        """Micro-batch ``index`` of ``step``'s global batch: size * (length + 1) bytes, sample after sample."""
+        """Micro-batch ``index`` of ``step``'s global batch: size * (length + 1) bytes."""
         first = step * global_batch + index * size
         return b"".join(self.sample(first + i, length=length, seed=seed) for i in range(size))
 

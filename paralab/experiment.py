@@ -58,7 +58,9 @@ class Settings:
             raise illegal("vocab", model.vocab, "text is read as bytes", "256 or more")
         choice("optimizer", optimizer, ("adamw", "sgd"))
         if memory_limit is not None:
-            raise illegal("memory_limit", memory_limit, "memory caps are not in this version", "None")
+            raise illegal(
+                "memory_limit", memory_limit, "memory caps are not in this version", "None"
+            )
         lr = DEFAULT_LR[optimizer] if lr is None else real("lr", lr, above=0.0)
         clip = None if clip_norm is None else real("clip_norm", clip_norm, above=0.0)
         corpus = Corpus(data)
@@ -98,8 +100,8 @@ def run(
     progress      show a bar that moves with the ranks' steps
     strict        hold every call to NCCL's order rules, whatever the backend
 
-    Raises ValueError before a process starts, and RankError, RankTimeout or OutOfMemory after; no process
-    is left behind in any case.
+    Raises ValueError before a process starts, and RankError, RankTimeout or OutOfMemory after; no
+    process is left behind in any case.
     """
     plan = Plan() if plan is None else plan
     checked = Settings.check(model, plan, **settings)
@@ -131,8 +133,12 @@ def run_under_torchrun(
     checked = Settings.check(model, plan, **settings)
     world = int(os.environ["WORLD_SIZE"])
     if world != plan.world_size:
-        raise illegal("dp", plan.dp, f"the plan needs {plan.world_size} ranks, torchrun started {world}",
-                      f"a plan of {world} ranks, or --nproc-per-node * --nnodes = {plan.world_size}")
+        raise illegal(
+            "dp",
+            plan.dp,
+            f"the plan needs {plan.world_size} ranks, torchrun started {world}",
+            f"a plan of {world} ranks, or --nproc-per-node * --nnodes = {plan.world_size}",
+        )
     context = torchrun_context(timeout=timeout, device=device)
     part = _program(context, model, plan, vars(checked))
     meta = _meta(checked, part["meta"])
@@ -143,7 +149,9 @@ def run_under_torchrun(
     return context.rank
 
 
-def _program(context: Any, model: ModelSpec, plan: Plan, settings: dict[str, Any]) -> dict[str, Any]:
+def _program(
+    context: Any, model: ModelSpec, plan: Plan, settings: dict[str, Any]
+) -> dict[str, Any]:
     from paralab.train import train
 
     return train(context, model, plan, **settings)
@@ -156,7 +164,9 @@ def _meta(settings: Settings, of_rank: dict[str, Any]) -> dict[str, Any]:
         "run_id": uuid.uuid4().hex,
         "paralab": paralab.__version__,
         "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **of_rank,
         **vars(settings),

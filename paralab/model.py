@@ -1,12 +1,12 @@
 """The GPT that every plan trains, written for one device; it knows nothing of ranks.
 
-Pre-LayerNorm blocks, learned positions, a GELU MLP four times as wide, as GPT-2 and Megatron-LM have
-them. A model is a list of parts, ``embedding``, ``blocks.0`` ... and ``head``, addressed by their global
-index, so that any paradigm can hold a slice of it.
+Pre-LayerNorm blocks, learned positions, a GELU MLP four times as wide, as GPT-2 and Megatron-LM
+have them. A model is a list of parts, ``embedding``, ``blocks.0`` ... and ``head``, addressed by
+their global index, so that any paradigm can hold a slice of it.
 
-[Note: initial weights] Every parameter is drawn from a generator of its own, seeded by the run's seed and
-the parameter's name. So a rank that holds a part of the model, or a part of a tensor, can draw exactly what
-the one-device model has there, without drawing the rest.
+[Note: initial weights] Every parameter is drawn from a generator of its own, seeded by the run's
+seed and the parameter's name. So a rank that holds a part of the model, or a part of a tensor, can
+draw exactly what the one-device model has there, without drawing the rest.
 
 Shapes: B samples, s tokens, h hidden, a heads, d = h/a, V vocabulary.
 """
@@ -38,7 +38,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention. "explicit" writes the (s, s) scores, which the papers' memory formulas count."""
+    """Causal self-attention. "explicit" writes the (s, s) scores the papers' formulas count."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -50,7 +50,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, s, h = x.shape
-        q, k, v = self.qkv(x).view(batch, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, a, s, d)
+        q, k, v = (
+            self.qkv(x).view(batch, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )  # (B, a, s, d)
         p = self.p if self.training else 0.0
         if self.kind == "sdpa":
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
@@ -103,8 +105,8 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """The whole model on one device.
 
-    ``GPT(spec, seed=0)(tokens, targets)`` returns the mean cross-entropy per token, a scalar; both arguments
-    are (B, s) int64. Parameter names and shapes are ``spec.parameter_shapes()``.
+    ``GPT(spec, seed=0)(tokens, targets)`` returns the mean cross-entropy per token, a scalar; both
+    arguments are (B, s) int64. Parameter names and shapes are ``spec.parameter_shapes()``.
     """
 
     def __init__(self, spec: ModelSpec, *, seed: int = 0) -> None:
@@ -132,8 +134,8 @@ class GPT(nn.Module):
 def initialize(parameter: Tensor, *, name: str, spec: ModelSpec, seed: int) -> None:
     """Fill ``parameter`` in place with what the model called ``name`` starts from.
 
-    GPT-2's rule: normal with deviation 0.02, the two projections into the residual stream divided by
-    sqrt(2 l); biases 0, norm weights 1. See [Note: initial weights].
+    GPT-2's rule: normal with deviation 0.02, the two projections into the residual stream divided
+    by sqrt(2 l); biases 0, norm weights 1. See [Note: initial weights].
     """
     if name.endswith("bias"):
         parameter.zero_()

@@ -41,7 +41,9 @@ def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> i
     return number
 
 
-def real(name: str, value: object, *, above: float | None = None, at_least: float | None = None) -> float:
+def real(
+    name: str, value: object, *, above: float | None = None, at_least: float | None = None
+) -> float:
     """``value`` as a finite float in range, or the refusal."""
     bound = f"above {above:g}" if above is not None else f"of at least {at_least:g}"
     legal = f"a finite number {bound}"
@@ -74,12 +76,16 @@ class _Spec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
-        """The inverse of ``to_dict``. Raises ``ValueError`` on a field this version does not know."""
+        """The inverse of ``to_dict``. Raises ``ValueError`` on a field it does not know."""
         known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name in values:
             if name not in known:
-                raise illegal(name, values[name], f"{cls.__name__} has no such field",
-                              ", ".join(sorted(known)))
+                raise illegal(
+                    name,
+                    values[name],
+                    f"{cls.__name__} has no such field",
+                    ", ".join(sorted(known)),
+                )
         return cls(**values)
 
 
@@ -112,8 +118,12 @@ class ModelSpec(_Spec):
             object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
         if self.hidden % self.heads:
             legal = [a for a in range(1, min(self.hidden, 64) + 1) if self.hidden % a == 0]
-            raise illegal("heads", self.heads, f"hidden={self.hidden} is not divisible by it",
-                          ", ".join(map(str, legal)))
+            raise illegal(
+                "heads",
+                self.heads,
+                f"hidden={self.hidden} is not divisible by it",
+                ", ".join(map(str, legal)),
+            )
         choice("tied", self.tied, (True, False))
         object.__setattr__(self, "dropout", real("dropout", self.dropout, at_least=0.0))
         if self.dropout >= 1.0:
@@ -130,12 +140,18 @@ class ModelSpec(_Spec):
         shapes["embedding.position.weight"] = (self.seq_len, h)
         for i in range(self.layers):
             block = {
-                "norm1.weight": (h,), "norm1.bias": (h,),
-                "attention.qkv.weight": (3 * h, h), "attention.qkv.bias": (3 * h,),
-                "attention.proj.weight": (h, h), "attention.proj.bias": (h,),
-                "norm2.weight": (h,), "norm2.bias": (h,),
-                "mlp.up.weight": (4 * h, h), "mlp.up.bias": (4 * h,),
-                "mlp.down.weight": (h, 4 * h), "mlp.down.bias": (h,),
+                "norm1.weight": (h,),
+                "norm1.bias": (h,),
+                "attention.qkv.weight": (3 * h, h),
+                "attention.qkv.bias": (3 * h,),
+                "attention.proj.weight": (h, h),
+                "attention.proj.bias": (h,),
+                "norm2.weight": (h,),
+                "norm2.bias": (h,),
+                "mlp.up.weight": (4 * h, h),
+                "mlp.up.bias": (4 * h,),
+                "mlp.down.weight": (h, 4 * h),
+                "mlp.down.bias": (h,),
             }
             shapes.update({f"blocks.{i}.{name}": shape for name, shape in block.items()})
         shapes["head.norm.weight"] = (h,)
@@ -180,8 +196,8 @@ MODEL_PRESETS: dict[str, dict[str, int]] = {
     "gpt3-175b": _megatron(96, 12288, 96),  # GPT-3 as PTD-P trains it (sec. 5.1)
 }
 
-# What each setting that this version cannot run yet is limited to. An entry leaves this table in the
-# same change that makes `run` and `predict` understand it.
+# What each setting that this version cannot run yet is limited to. An entry leaves this table in
+# the same change that makes `run` and `predict` understand it.
 _NOT_YET: dict[str, tuple[Any, str]] = {
     "tp": (1, "tensor parallelism"),
     "pp": (1, "pipeline parallelism"),
@@ -228,20 +244,32 @@ class Plan(_Spec):
     prefetch: int = 1
 
     def __post_init__(self) -> None:
-        counts = ("dp", "tp", "pp", "microbatches", "microbatch_size", "virtual_stages", "bucket_bytes")
+        counts = (
+            "dp",
+            "tp",
+            "pp",
+            "microbatches",
+            "microbatch_size",
+            "virtual_stages",
+            "bucket_bytes",
+        )
         for name in counts:
             object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
         object.__setattr__(self, "prefetch", whole("prefetch", self.prefetch, at_least=0))
-        object.__setattr__(self, "zero_stage",
-                           whole("zero_stage", self.zero_stage, at_least=0, at_most=3))
+        object.__setattr__(
+            self, "zero_stage", whole("zero_stage", self.zero_stage, at_least=0, at_most=3)
+        )
         choice("grad_sync", self.grad_sync, ("naive", "bucketed", "overlapped"))
         choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         choice("recompute", self.recompute, ("none", "selective", "full"))
         choice("tp_mode", self.tp_mode, ("1d", "2d", "2.5d", "3d"))
         choice("sequence_parallel", self.sequence_parallel, (True, False))
         if not callable(self.schedule):
-            choice("schedule", self.schedule,
-                   ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"))
+            choice(
+                "schedule",
+                self.schedule,
+                ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"),
+            )
 
     @property
     def world_size(self) -> int:
@@ -259,9 +287,13 @@ class Plan(_Spec):
             raise illegal("model", model, "not a model description", "a pl.ModelSpec(...)")
         for name, (only, what) in _NOT_YET.items():
             if getattr(self, name) != only:
-                raise illegal(name, getattr(self, name), f"{what} is not in this version", repr(only))
+                raise illegal(
+                    name, getattr(self, name), f"{what} is not in this version", repr(only)
+                )
         if self.world_size > MAX_RANKS:
-            raise illegal("dp", self.dp, f"dp*tp*pp is {self.world_size} ranks", f"up to {MAX_RANKS}")
+            raise illegal(
+                "dp", self.dp, f"dp*tp*pp is {self.world_size} ranks", f"up to {MAX_RANKS}"
+            )
 
 
 MAX_RANKS = 65536  # beyond any published run; mostly catches a slipped digit
@@ -318,7 +350,9 @@ class Cluster(_Spec):
             if isinstance(value, Mapping):
                 value = Link(**value)
             if not isinstance(value, Link):
-                raise illegal(name, value, "not a link", "pl.Link(alpha=seconds, bandwidth=bytes_per_s)")
+                raise illegal(
+                    name, value, "not a link", "pl.Link(alpha=seconds, bandwidth=bytes_per_s)"
+                )
             return value
 
         for name in ("nodes", "devices_per_node", "memory"):
@@ -329,6 +363,8 @@ class Cluster(_Spec):
         object.__setattr__(self, "intra", as_link("intra", self.intra))
         inter = self.intra if self.inter is None else as_link("inter", self.inter)
         object.__setattr__(self, "inter", inter)
+        if not isinstance(self.collectives, Mapping):
+            raise illegal("collectives", self.collectives, "not a table", "{operation: pl.Link}")
         measured = {op: as_link(f"collectives[{op!r}]", v) for op, v in self.collectives.items()}
         object.__setattr__(self, "collectives", measured)
         if self.cores is not None:
@@ -364,18 +400,23 @@ class Cluster(_Spec):
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
 
 
-def _dgx(peak: float, memory_gb: int, memory_gbs: float, intra_gbs: float, inter_gbs: float) -> dict:
+def _dgx(
+    peak: float, memory_gb: int, memory_gbs: float, intra_gbs: float, inter_gbs: float
+) -> dict:
     """Dense 16-bit peak at 62 %, memory at 80 %: shares that large training kernels reach."""
     return {
-        "devices_per_node": 8, "flops": 0.62 * peak, "memory_bandwidth": 0.8e9 * memory_gbs,
-        "op_overhead": 5e-6, "memory": memory_gb * 10**9,
+        "devices_per_node": 8,
+        "flops": 0.62 * peak,
+        "memory_bandwidth": 0.8e9 * memory_gbs,
+        "op_overhead": 5e-6,
+        "memory": memory_gb * 10**9,
         "intra": Link(alpha=10e-6, bandwidth=intra_gbs * 1e9),
         "inter": Link(alpha=20e-6, bandwidth=inter_gbs * 1e9),
     }
 
 
-# Datasheet figures: 16-bit dense peak, memory size and bandwidth, one-way GB/s per GPU inside a node
-# (NVLink) and between nodes (one HDR / NDR port per GPU).
+# Datasheet figures: 16-bit dense peak, memory size and bandwidth, one-way GB/s per GPU inside a
+# node (NVLink) and between nodes (one HDR / NDR port per GPU).
 CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
     "dgx-a100": _dgx(312e12, 80, 2039, 300, 25),
     "dgx-h100": _dgx(989e12, 80, 3350, 450, 50),

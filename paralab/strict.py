@@ -1,11 +1,12 @@
 """Strict order: what passes here cannot deadlock on NCCL.
 
-Gloo matches messages by tag and buffers what it sends, so a program with a wrong order may run on it. NCCL
-matches by order alone: the k-th call that two ranks make on each other has to fit, a batch is one call, and
-a send may stand still until its receive is there. In strict mode `Group` keeps to the harder rule whatever
-the backend: every exchange waits until its counterparts have arrived (so whatever order passes here has a
-run in which nothing is buffered), and the k-th calls must be each other's mirror image. Collectives are
-numbered per group and must agree on operation, bytes and element type.
+Gloo matches messages by tag and buffers what it sends, so a program with a wrong order may run on
+it. NCCL matches by order alone: the k-th call that two ranks make on each other has to fit, a batch
+is one call, and a send may stand still until its receive is there. In strict mode `Group` keeps to
+the harder rule whatever the backend: every exchange waits until its counterparts have arrived (so
+whatever order passes here has a run in which nothing is buffered), and the k-th calls must be each
+other's mirror image. Collectives are numbered per group and must agree on operation, bytes and
+element type.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Strict:
     def collective(self, ranks: tuple[int, ...], op: str, payload: Tensor) -> None:
         """Raise OrderError if another member's call with this number was something else.
 
-        Does not wait: each member writes its own call down first, so the last one to arrive sees them all.
+        Does not wait: each member writes its own call down first, so the last one to arrive sees
+        them all.
         """
         mine = f"{op} of {payload.numel()} {payload.dtype}"
         number = self._next(ranks)
@@ -52,7 +54,7 @@ class Strict:
                 )
 
     def rendezvous(self, ranks: tuple[int, ...], parts: Sequence[tuple[str, Tensor, int]]) -> None:
-        """Wait until each peer of this exchange stands at its own matching one; raise OrderError else."""
+        """Wait until each peer stands at its own exchange; raise OrderError if they do not fit."""
         by_peer: dict[int, list[list]] = defaultdict(list)
         for kind, tensor, peer in parts:
             by_peer[peer].append([kind, tensor.numel(), str(tensor.dtype)])
@@ -67,8 +69,8 @@ class Strict:
             if _mirror(theirs) != _in_order(calls):
                 raise OrderError(
                     f"exchange #{numbers[peer]} between ranks {pair[0]} and {pair[1]}: rank "
-                    f"{self.rank} does {_words(calls)}, rank {peer} does {_words(theirs)}; each send "
-                    "needs its receive in the same exchange, with the same size and type"
+                    f"{self.rank} does {_words(calls)}, rank {peer} does {_words(theirs)}; each "
+                    "send needs its receive in the same exchange, with the same size and type"
                 )
 
     def _next(self, key: tuple) -> int:
@@ -77,7 +79,7 @@ class Strict:
 
 
 def _in_order(calls: list[list]) -> tuple[list, list]:
-    """(sends, receives), each in the order they were asked for; NCCL pairs them up in that order."""
+    """(sends, receives), each in the order asked for; NCCL pairs them up in that order."""
     return ([c[1:] for c in calls if c[0] == "send"], [c[1:] for c in calls if c[0] == "recv"])
 
 

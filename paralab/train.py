@@ -1,7 +1,7 @@
 """The rank program: training steps under a plan, each of them written down.
 
-Every rank runs `train`. The axes of the plan meet here and nowhere else. Scalars are read once, at the end of a step;
-nothing inside a step asks the device for a number.
+Every rank runs `train`. The axes of the plan meet here and nowhere else. Scalars are read once, at
+the end of a step; nothing inside a step asks the device for a number.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from paralab.spec import ModelSpec, Plan
 class GradientSignal:
     """Says once per step and parameter that its gradient is complete: ``grad_ready(parameter)``.
 
-    Counts the micro-batches that added to each parameter, so that whoever listens (data parallelism, ZeRO) need not
-    know how backward is scheduled. Autograd's accumulate hooks come in here; a gradient that is computed outside
-    autograd calls `accumulated` itself.
+    Counts the micro-batches that added to each parameter, so that whoever listens (data
+    parallelism, ZeRO) need not know how backward is scheduled. Autograd's accumulate hooks come in
+    here; a gradient that is computed outside autograd calls `accumulated` itself.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class GradientSignal:
 class Trainer:
     """One rank's model, optimizer and gradient synchronisation, and the step they make together.
 
-    context   who this rank is: rank, world_size, nodes, device, backend, store, strict, note, progress
-    The other arguments are those of `pl.run`, checked.
+    context   who this rank is: rank, world_size, nodes, device, backend, store, strict, note,
+              progress The other arguments are those of `pl.run`, checked.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Trainer:
         return values
 
     def _microbatch(self, step: int, k: int, batch: Tensor) -> Tensor:
-        """Forward and backward of this rank's micro-batch ``k``; gradients add up. Returns its loss."""
+        """Forward and backward of this rank's micro-batch ``k``; gradients add up."""
         tokens, targets = to_device(batch, self.context.device)
         if self.model.dropout:  # the mask depends on the sample, not on who computes it
             number = self.group.index * self.plan.microbatches + k
@@ -121,7 +121,8 @@ class Trainer:
         with self.recorder.span("forward", microbatch=k):
             loss = self.gpt(tokens, targets)
         with self.recorder.span("backward", microbatch=k):
-            # One division makes the mean over the global batch: micro-batches add up, and so do ranks.
+            # One division makes the mean over the global batch: micro-batches add up, and so do
+            # ranks.
             (loss / (self.plan.microbatches * self.plan.dp)).backward()
         return loss.detach()
 
@@ -131,11 +132,13 @@ def train(
 ) -> dict[str, Any]:
     """Train ``steps`` steps on this rank; returns the rank's part of the report, plain columns.
 
-    With ``keep_state`` rank 0 adds the weights after the last step and the last step's gradients (mean over the
-    global batch, before clipping) under the names of the single-device model.
+    With ``keep_state`` rank 0 adds the weights after the last step and the last step's gradients
+    (mean over the global batch, before clipping) under the names of the single-device model.
     """
     trainer = Trainer(context, model, plan, **settings)
-    world = Group(range(context.world_size), axis="world", context=context, recorder=trainer.recorder)
+    world = Group(
+        range(context.world_size), axis="world", context=context, recorder=trainer.recorder
+    )
     asked = {**settings, "data": None, "steps": steps}  # paths may differ, what lies there may not
     agree(world, what=f"{model} {plan} {sorted(asked.items())}", corpus=trainer.corpus)
     several_nodes = len(set(context.nodes)) > 1
@@ -145,7 +148,9 @@ def train(
     for step in range(steps):
         losses.append(trainer.step(step, keep_gradients=keep_state and step == steps - 1))
         context.progress(step + 1, steps)
-    weights = {name: as_numpy(p) for name, p in trainer.gpt.named_parameters()} if keep_state else None
+    weights = (
+        {name: as_numpy(p) for name, p in trainer.gpt.named_parameters()} if keep_state else None
+    )
     return {
         "rank": context.rank,
         "clock_offset": offset,
@@ -154,13 +159,18 @@ def train(
         "losses": losses,
         "weights": weights,
         "gradients": trainer.gradients,
-        "meta": {"device": context.device, "backend": context.backend, "nodes": list(context.nodes),
-                 "torch": torch.__version__, "text_bytes": trainer.corpus.num_bytes},  # fmt: skip
+        "meta": {
+            "device": context.device,
+            "backend": context.backend,
+            "nodes": list(context.nodes),
+            "torch": torch.__version__,
+            "text_bytes": trainer.corpus.num_bytes,
+        },  # fmt: skip
     }
 
 
 def make_optimizer(parameters: Sequence[Tensor], name: str, lr: float) -> torch.optim.Optimizer:
-    """AdamW with torch's defaults, or plain SGD: w <- w - lr g, the one that hides no wrong factor."""
+    """AdamW with torch's defaults, or plain SGD, w <- w - lr g, which hides no wrong factor."""
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, fused=True)
     return torch.optim.AdamW(parameters, lr=lr, fused=True)
@@ -169,7 +179,7 @@ def make_optimizer(parameters: Sequence[Tensor], name: str, lr: float) -> torch.
 def load_batches(
     corpus: Corpus, model: ModelSpec, plan: Plan, *, step: int, rank: int, seed: int
 ) -> list[Tensor]:
-    """This rank's micro-batches of one step, (b, s + 1) bytes each; see data.py's [Note: same batches]."""
+    """This rank's micro-batches of one step, (b, s + 1) each; data.py's [Note: same batches]."""
     first = rank * plan.microbatches
     texts = [
         corpus.microbatch(step=step, index=first + k, size=plan.microbatch_size,
@@ -177,7 +187,8 @@ def load_batches(
         for k in range(plan.microbatches)
     ]  # fmt: skip
     return [
-        torch.frombuffer(bytearray(text), dtype=torch.uint8).view(plan.microbatch_size, -1) for text in texts
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).view(plan.microbatch_size, -1)
+        for text in texts
     ]
 
 
@@ -197,7 +208,8 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def agree(group: Group, *, what: str, corpus: Corpus) -> None:
-    """Raise on every rank if the ranks were not started with the same model, plan, settings and text.
+    """Raise on every rank if the ranks were not started with the same model, plan, settings and
+    text.
 
     On several machines each is started by its own command line and reads its own files.
     """

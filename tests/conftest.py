@@ -10,10 +10,12 @@ import pytest
 
 import paralab as pl
 
-WORDS = (
-    "the gradient of a sum is the sum of the gradients and every rank holds a part of it while the "
-    "pipeline waits for nobody when each bucket leaves as soon as its last byte is there"
-).split()
+WORDS = [
+    *("the", "gradient", "of", "a", "sum", "is", "the", "sum", "of", "the", "gradients", "and"),
+    *("every", "rank", "holds", "a", "part", "of", "it", "while", "the", "pipeline", "waits"),
+    *("for", "nobody", "when", "each", "bucket", "leaves", "as", "soon", "as", "its", "last"),
+    *("byte", "is", "there"),
+]
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +23,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 KB of words in a fixed order: no test may depend on which Python is installed."""
     draw = random.Random(0)
     path = tmp_path_factory.mktemp("text") / "words.txt"
-    lines = [" ".join(WORDS[int(draw.random() * len(WORDS))] for _ in range(12)) for _ in range(1100)]
+    lines = [
+        " ".join(WORDS[int(draw.random() * len(WORDS))] for _ in range(12)) for _ in range(1100)
+    ]
     path.write_text("\n".join(lines))
     return path
 

@@ -1,7 +1,7 @@
 """The proof that a paradigm is right: its gradients and SGD weights against one process.
 
-The reference is a plain torch loop over the same micro-batches in the same order. It uses the model and the
-text, and nothing of the training code under test.
+The reference is a plain torch loop over the same micro-batches in the same order. It uses the model
+and the text, and nothing of the training code under test.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ import numpy as np
 
 import paralab as pl
 
-# Largest difference allowed, relative to the largest entry of the tensor. Sums over ranks are added in
-# another order than one process adds them; each addition rounds to 2**-24 relative.
+# Largest difference allowed, relative to the largest entry of the tensor. Sums over ranks are added
+# in another order than one process adds them; each addition rounds to 2**-24 relative.
 TOLERANCE = {"fp32": 1e-5}
 
 
 def reference(
-    model: pl.ModelSpec, *, microbatches: int, microbatch_size: int, steps: int, lr: float, data: Path
+    model: pl.ModelSpec,
+    *,
+    microbatches: int,
+    microbatch_size: int,
+    steps: int,
+    lr: float,
+    data: Path,
 ) -> dict[str, Any]:
-    """Gradients of the last step, weights after it and the losses, by one process without paralab's trainer."""
+    """Last step's gradients, the weights after it and all losses, by one plain process."""
     args = (model, microbatches, microbatch_size, steps, lr, str(data))
     return pl.launch(_train_alone, ranks=1, args=args)[0]
 
@@ -72,4 +78,6 @@ def assert_equal_state(expected: dict[str, Any], got: Any, *, precision: str = "
     for what in ("gradients", "weights"):
         state = got[what] if isinstance(got, dict) else getattr(got, what)
         gap, name = worst(expected[what], state)
-        assert gap <= TOLERANCE[precision], f"{what} of {name} differ by {gap:.2e} of their largest entry"
+        assert gap <= TOLERANCE[precision], (
+            f"{what} of {name} differ by {gap:.2e} of their largest entry"
+        )

@@ -84,9 +84,11 @@ def test_small_messages_weigh_as_much_as_large_ones():
     assert link.alpha == pytest.approx(LINK.alpha, rel=0.05)
 
 
-def test_a_rate_is_never_negative():
-    falling = [{"wire_bytes": n, "seconds": 1.0 / n} for n in (1, 10, 100)]
-    link, accuracy = fit.fit_link(falling)
+@pytest.mark.parametrize("power", [-1, 2])
+def test_a_rate_is_never_negative(power):
+    # Falling with size would ask for a negative slope, faster than linear for a negative alpha.
+    points = [{"wire_bytes": n, "seconds": float(n) ** power} for n in (1, 10, 100)]
+    link, accuracy = fit.fit_link(points)
     assert link.alpha >= 0 and link.bandwidth > 0
     assert accuracy["worst"] > 0.5  # and the fit says that it is no fit
 

@@ -1,4 +1,4 @@
-"""Every operation of the one door: right sums, right rows, in strict order and through host buffers."""
+"""Every operation of the one door: right sums, right rows, also through host buffers."""
 
 from __future__ import annotations
 
@@ -80,8 +80,12 @@ def test_rows_say_what_was_sent_to_whom_and_when():
         assert ("send", 24, 24) in kinds and ("recv", 24, 0) in kinds
         assert rows["ranks"][0] == [0, 1, 2] and set(rows["rank"]) == {rank}
         assert all(a <= b for a, b in zip(rows["start"], rows["end"], strict=True))
-    calls = [list(zip(p["collectives"]["call"], p["collectives"]["op"], strict=True)) for p in parts]
-    assert [c for c, op in calls[0] if op == "all_reduce"] == [c for c, op in calls[1] if op == "all_reduce"]
+    calls = [
+        list(zip(p["collectives"]["call"], p["collectives"]["op"], strict=True)) for p in parts
+    ]
+    assert [c for c, op in calls[0] if op == "all_reduce"] == [
+        c for c, op in calls[1] if op == "all_reduce"
+    ]
 
 
 def test_staged_copies_are_written_down_on_the_lanes_of_the_two_links():
@@ -125,7 +129,8 @@ def out_of_order(context, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["both send first", "sizes differ", "another collective", "another size", "tags would match"]
+    "case",
+    ["both send first", "sizes differ", "another collective", "another size", "tags would match"],
 )
 def test_strict_mode_refuses_what_would_hang_on_nccl(case):
     with pytest.raises(pl.RankError, match="OrderError.*(exchange|call) #0") as caught:
@@ -139,7 +144,9 @@ def waits_for_an_absent_peer(context) -> None:
     from paralab.comm import Group
     from paralab.observe.recorder import Recorder
 
-    group = Group(range(2), axis="pp", context=context, recorder=Recorder(rank=context.rank, world_size=2))
+    group = Group(
+        range(2), axis="pp", context=context, recorder=Recorder(rank=context.rank, world_size=2)
+    )
     if context.rank == 0:
         group.send(torch.zeros(1), to=1, phase="test").wait()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import pandas as pd
 import pytest
 
 import paralab as pl
@@ -156,12 +157,15 @@ def test_bytes_that_differ_are_located_and_called_a_bug():
 def test_control_traffic_is_left_out():
     expect = predicted(2)
     measured = as_measured(expect)
-    calls = measured.collectives.copy()
-    extra = calls.groupby("rank").head(1).assign(phase="control", call=10**6, span=-1)
-    import pandas as pd
-
+    calls = measured.collectives
+    late = calls[calls["step"] == 2].groupby("rank").head(1)
+    extra = late.assign(phase="control", call=10**6, span=-1)
     more = dataclasses.replace(measured, collectives=pd.concat([calls, extra]))
-    assert compare(expect, more).bytes_agree
+    seen = compare(expect, more)
+    assert seen.bytes_agree
+    for name in ("bytes sent per rank", "collective calls"):
+        row = seen.table.loc[name]
+        assert row["predicted"] == row["measured"] == row["replayed"]
 
 
 # ---- what it looks like ---------------------------------------------------------------------

@@ -30,7 +30,9 @@ def expected(model, text):
 @pytest.mark.parametrize("grad_sync", FORMS)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
-def test_gradients_and_sgd_weights_equal_one_process(run, model, expected, dp, microbatches, grad_sync):
+def test_gradients_and_sgd_weights_equal_one_process(
+    run, model, expected, dp, microbatches, grad_sync
+):
     plan = pl.Plan(dp=dp, microbatches=microbatches, microbatch_size=2, grad_sync=grad_sync,
                    bucket_bytes=60_000)  # fmt: skip
     report = run(model, plan, steps=STEPS, optimizer="sgd", lr=LR, keep_state=True)
@@ -43,7 +45,9 @@ def test_accumulation_on_one_device_is_bitwise_the_plain_loop(run, model, expect
     report = run(model, plan, steps=STEPS, optimizer="sgd", lr=LR, keep_state=True)
     for what in ("gradients", "weights"):
         for name, array in expected(microbatches)[what].items():
-            np.testing.assert_array_equal(array, getattr(report, what)[name], err_msg=f"{what} {name}")
+            np.testing.assert_array_equal(
+                array, getattr(report, what)[name], err_msg=f"{what} {name}"
+            )
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 30_000, 10**9])
@@ -57,12 +61,17 @@ def test_any_bucket_size_gives_the_same_gradients(run, model, expected, bucket_b
 def test_other_models_are_equal_too(run, model, text, change):
     other = model.replace(**change)
     expected = reference(other, microbatches=2, microbatch_size=2, steps=2, lr=LR, data=text)
-    report = run(other, pl.Plan(dp=2, microbatch_size=2), steps=2, optimizer="sgd", lr=LR, keep_state=True)
+    report = run(
+        other, pl.Plan(dp=2, microbatch_size=2), steps=2, optimizer="sgd", lr=LR, keep_state=True
+    )
     assert_equal_state(expected, report)
 
 
 def test_dropout_drops_the_same_activations_however_the_batch_is_split(run, model):
-    noisy, settings = model.replace(dropout=0.2), {"steps": 2, "optimizer": "sgd", "keep_state": True}
+    noisy, settings = (
+        model.replace(dropout=0.2),
+        {"steps": 2, "optimizer": "sgd", "keep_state": True},
+    )
     alone = run(noisy, pl.Plan(microbatches=4), **settings)
     split = run(noisy, pl.Plan(dp=2, microbatches=2), **settings)
     calm = run(model, pl.Plan(microbatches=4), **settings)
@@ -72,7 +81,9 @@ def test_dropout_drops_the_same_activations_however_the_batch_is_split(run, mode
 
 
 def test_losses_are_the_mean_over_the_global_batch(run, model, expected):
-    report = run(model, pl.Plan(dp=2, microbatches=2, microbatch_size=2), steps=STEPS, optimizer="sgd", lr=LR)
+    report = run(
+        model, pl.Plan(dp=2, microbatches=2, microbatch_size=2), steps=STEPS, optimizer="sgd", lr=LR
+    )
     alone = np.reshape(expected(4)["losses"], (STEPS, 4)).mean(axis=1)
     np.testing.assert_allclose(report.losses, alone, rtol=1e-5)
 
@@ -100,5 +111,6 @@ def test_adamw_trains_the_same_weights_within_tolerance(run, model):
     alone = run(model, pl.Plan(microbatches=4), steps=5, keep_state=True)
     split = run(model, pl.Plan(dp=4), steps=5, keep_state=True)
     for name, weight in alone.weights.items():
-        # Adam divides by the gradient's size, so rounding in tiny gradients shows; 2 % of one update at lr 1e-3
+        # Adam divides by the gradient's size, so rounding in tiny gradients shows; 2 % of one
+        # update at lr 1e-3
         np.testing.assert_allclose(weight, split.weights[name], atol=2e-5, rtol=0, err_msg=name)

@@ -16,7 +16,9 @@ def num_gpus() -> int:
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(num_gpus() == 0, reason="needs an NVIDIA GPU; the CPU tests cover the same code"),
+    pytest.mark.skipif(
+        num_gpus() == 0, reason="needs an NVIDIA GPU; the CPU tests cover the same code"
+    ),
 ]
 MODEL = pl.ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
 
@@ -40,10 +42,14 @@ def test_gpu_spans_are_device_time_in_order(run):
     ordered = spans.sort_values("id")
     assert (ordered.start.diff().dropna() >= 0).all()
     steps = report.steps.query("step > 0")
-    assert spans.start.min() >= steps.start.min() - 1e-4 and spans.end.max() <= steps.end.max() + 1e-4
+    assert (
+        spans.start.min() >= steps.start.min() - 1e-4 and spans.end.max() <= steps.end.max() + 1e-4
+    )
 
 
-@pytest.mark.skipif(num_gpus() >= 2, reason="two ranks have a GPU each here: NCCL, nothing to stage")
+@pytest.mark.skipif(
+    num_gpus() >= 2, reason="two ranks have a GPU each here: NCCL, nothing to stage"
+)
 def test_ranks_that_share_a_gpu_record_their_copies(run):
     report = run(MODEL, pl.Plan(dp=2), steps=2, device="cuda")
     copies = report.spans.query("kind == 'copy'")

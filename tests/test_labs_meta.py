@@ -302,7 +302,12 @@ def test_check_names_what_is_no_longer_true(lab, monkeypatch, capsys):
     capsys.readouterr()
     assert build.main(["--check"]) == 1
     out = capsys.readouterr().out
-    for said in ("outputs differ", "order of execution", "without its picture", "metadata"):
+    for said in (
+        "outputs differ",
+        "order of execution",
+        "without its picture",
+        "notebook's metadata",
+    ):
         assert said in out, out
     stale.cells.pop()
     nbformat.write(stale, target)

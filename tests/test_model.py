@@ -30,7 +30,7 @@ def test_explicit_and_fused_attention_agree():
 
 
 def test_no_token_sees_the_future():
-    model, (tokens, targets) = GPT(SPEC), batch(SPEC)
+    model, (tokens, _) = GPT(SPEC), batch(SPEC)
     x = model.embedding(tokens)
     changed = tokens.clone()
     changed[:, 9:] = 1

@@ -1,6 +1,7 @@
 """Removing any one division or synchronisation makes the equality check fail.
 
-Each mutant is one edit of the source, applied inside the ranks; the edit must hit exactly one place.
+Each mutant is one edit of the source, applied inside the ranks; the edit must hit exactly one
+place.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MUTANTS = {
     "overlapped: the last bucket stays": (
         "overlapped", DATA_PARALLEL, LAUNCH, "if self.next + 1 < len(self.flat): " + LAUNCH),
     "overlapped: sent before the last micro-batch": (
-        "overlapped", TRAIN, "self.seen[parameter] == self.microbatches", "self.seen[parameter] == 1"),
+        "overlapped", TRAIN, "[parameter] == self.microbatches", "[parameter] == 1"),
     "no division by N": ("overlapped", TRAIN, SCALE, "loss / self.plan.microbatches"),
     "no division by the micro-batches": ("overlapped", TRAIN, SCALE, "loss / self.plan.dp"),
     "no division at all": ("naive", TRAIN, SCALE, "loss"),

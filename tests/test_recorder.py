@@ -20,11 +20,14 @@ def rows(recorder: Recorder) -> list[dict]:
 
 def test_a_span_inside_another_cuts_it_in_two():
     recorder = Recorder(rank=1, world_size=4)
-    with recorder.span("backward", microbatch=2):
-        with recorder.span("wait"):
-            pass
+    with recorder.span("backward", microbatch=2), recorder.span("wait"):
+        pass
     parts = rows(recorder)
-    assert [(p["kind"], p["microbatch"]) for p in parts] == [("backward", 2), ("wait", -1), ("backward", 2)]
+    assert [(p["kind"], p["microbatch"]) for p in parts] == [
+        ("backward", 2),
+        ("wait", -1),
+        ("backward", 2),
+    ]
     assert [p["id"] for p in parts] == [1, 5, 9]  # local number * world + rank: unique over ranks
     for before, after in zip(parts, parts[1:], strict=False):
         assert before["end"] == after["start"]

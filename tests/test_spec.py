@@ -16,7 +16,15 @@ NOT_COUNTS = st.one_of(
     st.integers(max_value=0), st.floats(), st.booleans(), st.text(max_size=5), st.none(),
     st.lists(st.integers(), max_size=2),
 )  # fmt: skip
-PLAN_COUNTS = ["dp", "tp", "pp", "microbatches", "microbatch_size", "virtual_stages", "bucket_bytes"]
+PLAN_COUNTS = [
+    "dp",
+    "tp",
+    "pp",
+    "microbatches",
+    "microbatch_size",
+    "virtual_stages",
+    "bucket_bytes",
+]
 
 
 def refuses(build, field: str, value: object) -> None:
@@ -47,9 +55,18 @@ def test_other_model_fields_are_checked(field, value):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("grad_sync", "ddp"), ("precision", "int8"), ("recompute", True), ("tp_mode", "4d"), ("prefetch", -1),
-     ("zero_stage", 4), ("zero_stage", True), ("schedule", "dualpipe"), ("sequence_parallel", 1)],
-)  # fmt: skip
+    [
+        ("grad_sync", "ddp"),
+        ("precision", "int8"),
+        ("recompute", True),
+        ("tp_mode", "4d"),
+        ("prefetch", -1),
+        ("zero_stage", 4),
+        ("zero_stage", True),
+        ("schedule", "dualpipe"),
+        ("sequence_parallel", 1),
+    ],
+)
 def test_other_plan_fields_are_checked(field, value):
     refuses(lambda: pl.Plan(**{field: value}), field, value)
 
@@ -69,10 +86,24 @@ def test_what_this_version_cannot_run_is_refused_by_run_and_predict_alike(field,
 
 @pytest.mark.parametrize(
     "field, value",
-    [("steps", 0), ("steps", 2.0), ("optimizer", "lion"), ("lr", 0.0), ("lr", "fast"), ("lr", float("inf")),
-     ("clip_norm", -1.0), ("seed", -1), ("seed", 2**31), ("keep_state", "yes"), ("memory_limit", "64MB"),
-     ("data", "/no/such/text"), ("device", "tpu"), ("timeout", 0), ("timeout", "long")],
-)  # fmt: skip
+    [
+        ("steps", 0),
+        ("steps", 2.0),
+        ("optimizer", "lion"),
+        ("lr", 0.0),
+        ("lr", "fast"),
+        ("lr", float("inf")),
+        ("clip_norm", -1.0),
+        ("seed", -1),
+        ("seed", 2**31),
+        ("keep_state", "yes"),
+        ("memory_limit", "64MB"),
+        ("data", "/no/such/text"),
+        ("device", "tpu"),
+        ("timeout", 0),
+        ("timeout", "long"),
+    ],
+)
 def test_run_refuses_wrong_arguments_before_a_process_starts(monkeypatch, field, value):
     import paralab.launch
 
@@ -98,8 +129,8 @@ def test_model_and_plan_must_be_descriptions():
 
 @given(
     st.builds(
-        pl.Plan, dp=st.integers(1, 99), microbatches=st.integers(1, 9), bucket_bytes=st.integers(1, 2**40),
-        grad_sync=st.sampled_from(["naive", "bucketed", "overlapped"]),
+        pl.Plan, dp=st.integers(1, 99), microbatches=st.integers(1, 9), bucket_bytes=st.integers(1,
+        2**40), grad_sync=st.sampled_from(["naive", "bucketed", "overlapped"]),
     )
 )  # fmt: skip
 def test_plans_survive_json(plan):
@@ -117,6 +148,7 @@ def test_clusters_survive_json_and_say_what_is_wrong():
     assert again == cluster and again.num_devices == 32 and again.node_of(9) == 1
     refuses(lambda: cluster.replace(flops=0), "flops", 0)
     refuses(lambda: cluster.replace(intra="fast"), "intra", "fast")
+    refuses(lambda: cluster.replace(collectives=None), "collectives", None)
     refuses(lambda: pl.Cluster.preset("abacus"), "preset", "abacus")
     refuses(lambda: pl.Link(alpha=-1, bandwidth=1), "alpha", -1)
 
@@ -148,5 +180,7 @@ def test_num_params_is_the_sum_of_the_shapes():
 
 
 def test_messages_name_legal_values():
-    with pytest.raises(ValueError, match=re.escape("heads=5: hidden=64 is not divisible by it; legal: 1, 2, 4")):
+    with pytest.raises(
+        ValueError, match=re.escape("heads=5: hidden=64 is not divisible by it; legal: 1, 2, 4")
+    ):
         pl.ModelSpec(**{**GOOD_MODEL, "heads": 5})

@@ -1,4 +1,5 @@
-"""Several machines: torchrun starts the ranks, each writes its part, `pl.load` merges them on one clock.
+"""Several machines: torchrun starts the ranks, each writes its part, `pl.load` merges them on one
+clock.
 
 The two machines are two torchrun agents on this one, so the true clock offset is known: none.
 """
@@ -16,7 +17,8 @@ import pytest
 import paralab as pl
 
 MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24)
-SHAPE = "--layers 2 --hidden 40 --heads 4 --seq-len 24 --microbatch-size 2 --optimizer sgd".split()
+SHAPE = ["--layers=2", "--hidden=40", "--heads=4", "--seq-len=24", "--microbatch-size=2",
+         "--optimizer=sgd"]  # fmt: skip
 
 
 def free_port() -> int:
@@ -30,7 +32,7 @@ def two_machines(*args: str, per_node: tuple[str, ...] = ("", "")) -> list[tuple
     port = free_port()
     agents = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
              "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port),
              "-m", "paralab", "run", *SHAPE, *args, *per_node[node].split()],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -61,13 +63,17 @@ def test_the_parts_merge_into_the_report_that_one_machine_would_give(folder, run
     np.testing.assert_array_equal(merged.losses, here.losses)
     columns = ["call", "rank", "step", "op", "axis", "payload_bytes", "wire_bytes"]
     keep = merged.collectives.query("phase == 'grad_sync'")[columns].reset_index(drop=True)
-    assert keep.equals(here.collectives.query("phase == 'grad_sync'")[columns].reset_index(drop=True))
+    assert keep.equals(
+        here.collectives.query("phase == 'grad_sync'")[columns].reset_index(drop=True)
+    )
 
 
 def test_clock_offsets_are_measured_and_stated(folder):
     stated = pl.load(folder).meta["clock_offsets"]
     assert stated["offset_s"][0] == stated["uncertainty_s"][0] == 0.0
-    for offset, uncertainty in zip(stated["offset_s"][1:], stated["uncertainty_s"][1:], strict=True):
+    for offset, uncertainty in zip(
+        stated["offset_s"][1:], stated["uncertainty_s"][1:], strict=True
+    ):
         assert 0 < uncertainty < 0.05
         assert abs(offset) <= uncertainty  # one machine, one clock: the truth is 0
 

@@ -63,7 +63,9 @@ def test_group_totals_are_the_textbook_volumes(payload, n):
         assert total(op) == (n - 1) * payload
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 4000), st.integers(1, 8))
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 4000), st.integers(1, 8)
+)
 def test_buckets_hold_every_parameter_once_in_reverse_order(sizes, bucket_bytes, multiple):
     buckets = assign(sizes, bucket_bytes=bucket_bytes, itemsize=4, multiple=multiple)
     assert [i for b in buckets for i in b.params] == list(reversed(range(len(sizes))))
@@ -81,7 +83,9 @@ def kernel_counts(ranks: int) -> dict[str, dict[str, float]]:
     """{op: bytes by the ledger, bytes on the loopback, calls} of one run of wire_witness.py."""
     script = Path(__file__).with_name("wire_witness.py")
     command = [sys.executable, str(script), str(ranks)]
-    for prefix in ([PRIVATE] if PRIVATE else []) + [[]]:  # where namespaces are forbidden: the shared counter
+    for prefix in ([PRIVATE] if PRIVATE else []) + [
+        []
+    ]:  # where namespaces are forbidden: the shared counter
         done = subprocess.run([*prefix, *command], capture_output=True, text=True, timeout=120)
         if done.returncode == 0:
             return json.loads(done.stdout.splitlines()[-1])

@@ -1,9 +1,10 @@
 """Count on the loopback interface what collectives and a training step really move.
 
-python tests/wire_witness.py RANKS    prints one JSON object: {op: {ledger, kernel, payload}} in bytes, group totals
+python tests/wire_witness.py RANKS    prints one JSON object: {op: {ledger, kernel, payload}} in
+bytes, group totals
 
-Ranks are held at a gate before and after each op, and the parent reads the counter while they are held. Run
-under ``unshare -rn`` the counter is private to this program.
+Ranks are held at a gate before and after each op, and the parent reads the counter while they are
+held. Run under ``unshare -rn`` the counter is private to this program.
 """
 
 from __future__ import annotations

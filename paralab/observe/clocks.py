@@ -1,8 +1,8 @@
 """One clock for ranks on several machines.
 
-Cristian's algorithm (1989, "Probabilistic clock synchronization"): the first rank asks another for its time. The
-answer was written somewhere within the round trip, so taking it for the middle is wrong by half the trip at most.
-Of many rounds the shortest trip says most.
+Cristian's algorithm (1989, "Probabilistic clock synchronization"): the first rank asks another for
+its time. The answer was written somewhere within the round trip, so taking it for the middle is
+wrong by half the trip at most. Of many rounds the shortest trip says most.
 """
 
 from __future__ import annotations

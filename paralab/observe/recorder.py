@@ -1,14 +1,14 @@
 """What a rank writes down while it trains: spans of time and rows of traffic.
 
-Always on and nearly free: entering or leaving a span reads two clocks and appends one tuple; on a GPU it
-records one CUDA event, and nothing waits for the device until the step is over. The columns are the public
-contract (CONVENTIONS: lanes, clocks); times are seconds of ``time.perf_counter``, which on one machine all
-processes share.
+Always on and nearly free: entering or leaving a span reads two clocks and appends one tuple; on a
+GPU it records one CUDA event, and nothing waits for the device until the step is over. The columns
+are the public contract (CONVENTIONS: lanes, clocks); times are seconds of ``time.perf_counter``,
+which on one machine all processes share.
 
-The compute lane is flat: one thing happens at a time. Entering a span inside another (a wait inside a
-forward, say) ends the outer one's current part and starts a new part of it afterwards. Launching a collective
-also cuts, because what comes after the launch does not precede the collective: so a replay knows how much of
-the backward was left to hide it.
+The compute lane is flat: one thing happens at a time. Entering a span inside another (a wait inside
+a forward, say) ends the outer one's current part and starts a new part of it afterwards. Launching
+a collective also cuts, because what comes after the launch does not precede the collective: so a
+replay knows how much of the backward was left to hide it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Recorder:
         self._comm_ends[span] = end
 
     def settled(self, span: int) -> None:
-        """The wait for ``span`` is over; its end is now, unless its own signal said more exactly when."""
+        """The wait for ``span`` is over: it ends now, unless its own signal said when."""
         if span not in self._comm_ends:
             self._comm_ends[span] = self.clock.host()
 
@@ -111,7 +111,7 @@ class Recorder:
         return span
 
     def call(self, row: tuple) -> None:
-        """One row of the traffic ledger: call, op, axis, ranks, peer, level, phase, payload, wire, span."""
+        """One ledger row: call, op, axis, ranks, peer, level, phase, payload, wire, span."""
         self._calls.append((self.step, *row))
 
     # ---- steps and export -----------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Recorder:
         self._steps.append((step, self.clock.mark()))
 
     def end_step(self) -> None:
-        """Close the step. Call after the step's scalars were read, when the device has nothing left to do."""
+        """Close the step, after its scalars were read and the device has nothing left to do."""
         step, start = self._steps.pop()
         self._steps.append((step, start, self.clock.mark()))
 
@@ -139,7 +139,9 @@ class Recorder:
         for step, call, op, axis, ranks, peer, level, phase, payload, wire, span in self._calls:
             calls.append((call, self.rank, step, op, axis, list(ranks), peer, level, phase,
                           payload, wire, *where[span], span))  # fmt: skip
-        steps = [(self.rank, step, clock.seconds(a), clock.seconds(b)) for step, a, b in self._steps]
+        steps = [
+            (self.rank, step, clock.seconds(a), clock.seconds(b)) for step, a, b in self._steps
+        ]
         return {
             "spans": _columns(SPAN_COLUMNS, spans),
             "collectives": _columns(COLLECTIVE_COLUMNS, calls),
@@ -173,8 +175,8 @@ class _Span:
 class _CpuClock:
     """A mark is (wall seconds, this thread's CPU seconds).
 
-    The thread's CPU time leaves out what other ranks did on the same core: it is what the span would take
-    on a core of its own.
+    The thread's CPU time leaves out what other ranks did on the same core: it is what the span
+    would take on a core of its own.
     """
 
     def mark(self) -> tuple[float, float]:
@@ -192,7 +194,8 @@ class _CpuClock:
 
 
 class _CudaClock:
-    """A mark is a CUDA event on the current stream; its time is known once the device has passed it.
+    """A mark is a CUDA event on the current stream; its time is known once the device has passed
+    it.
 
     One event is tied to the wall clock at birth, so device times land on the ranks' common clock.
     """

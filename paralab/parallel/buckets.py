@@ -1,9 +1,10 @@
-"""How gradients are dealt into flat buckets. Torch-free: training and prediction share this one rule.
+"""How gradients are dealt into flat buckets. Torch-free: training and prediction share this one
+rule.
 
-An all-reduce costs alpha + bytes / bandwidth. Thousands of small calls pay alpha thousands of times,
-one call for everything cannot start before the last gradient exists; buckets sit between the two
-(PyTorch Distributed, Li+ 2020, arXiv:2006.15704, sec. 3.2.2-3.2.3). Backward produces gradients from the
-last layer to the first, so buckets are filled in reverse order of registration.
+An all-reduce costs alpha + bytes / bandwidth. Thousands of small calls pay alpha thousands of
+times, one call for everything cannot start before the last gradient exists; buckets sit between the
+two (PyTorch Distributed, Li+ 2020, arXiv:2006.15704, sec. 3.2.2-3.2.3). Backward produces gradients
+from the last layer to the first, so buckets are filled in reverse order of registration.
 """
 
 from __future__ import annotations

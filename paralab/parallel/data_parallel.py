@@ -1,20 +1,24 @@
 """Data parallelism: every rank holds the whole model and trains on its own share of the batch.
 
-The loss is divided by the samples of the *global* batch (train.py), so the gradient of the whole batch is the sum of
-what the N ranks have after backward. One all-reduce of the Psi gradients makes every rank send 2 (N-1)/N Psi elements,
-whichever of the three forms runs:
+The loss is divided by the samples of the *global* batch (train.py), so the gradient of the whole
+batch is the sum of what the N ranks have after backward. One all-reduce of the Psi gradients makes
+every rank send 2 (N-1)/N Psi elements, whichever of the three forms runs:
 
-    Naive       one all-reduce per parameter once backward is over: hundreds of small messages, each paying alpha
+    Naive       one all-reduce per parameter once backward is over: hundreds of small messages, each
+                paying alpha
     Bucketed    the same bytes in a few flat buffers
-    Overlapped  each buffer leaves as soon as its last gradient is there, while backward computes the rest
+    Overlapped  each buffer leaves as soon as its last gradient is there, while backward computes
+                the rest
 
-Memory: 4 Psi bytes of fp32 gradients, and one bucket more. Time: alpha * calls + bytes / bandwidth, of which
-Overlapped hides what fits behind the backward that is left.
+Memory: 4 Psi bytes of fp32 gradients, and one bucket more. Time: alpha * calls + bytes / bandwidth,
+of which Overlapped hides what fits behind the backward that is left.
 
-Li+ 2020, "PyTorch Distributed", arXiv:2006.15704, sec. 3.2 has the same ladder. Labs 00 and 02 show it.
+Li+ 2020, "PyTorch Distributed", arXiv:2006.15704, sec. 3.2 has the same ladder. Lab 00
+shows it.
 
-Each form has the same three moments: `grad_ready(parameter)`, raised once per step and parameter when its gradient is
-complete over all micro-batches; `finish()`, after backward; `reset()`, before the next step's first backward.
+Each form has the same three moments: `grad_ready(parameter)`, raised once per step and parameter
+when its gradient is complete over all micro-batches; `finish()`, after backward; `reset()`, before
+the next step's first backward.
 """
 
 from __future__ import annotations
@@ -49,9 +53,9 @@ class Naive:
 class Bucketed:
     """All-reduce flat buckets when backward is over.
 
-    Once its last gradient is complete, a bucket is put together and the gradients' own memory is given back, so
-    there is never more than one bucket of extra memory. Each ``parameter.grad`` is then a view into its
-    bucket, where the optimizer finds the sum.
+    Once its last gradient is complete, a bucket is put together and the gradients' own memory is
+    given back, so there is never more than one bucket of extra memory. Each ``parameter.grad`` is
+    then a view into its bucket, where the optimizer finds the sum.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, group: Group, bucket_bytes: int) -> None:
@@ -97,8 +101,8 @@ class Overlapped(Bucketed):
 
     def grad_ready(self, parameter: Tensor) -> None:
         super().grad_ready(parameter)
-        # Buckets leave in order even if a later one is complete first: every rank has to make the same calls in
-        # the same order, and which gradient is ready first may differ between ranks.
+        # Buckets leave in order even if a later one is complete first: every rank has to make the
+        # same calls in the same order, and which gradient is ready first may differ between ranks.
         while self.next < len(self.flat) and self.flat[self.next] is not None:
             self.pending.append(self.group.all_reduce(self.flat[self.next]))
             self.next += 1

@@ -1,1 +1,1 @@
-"""What the papers say, as functions: plain Python, no torch. The engine behind simulation and replay."""
+"""What the papers say, as functions, and the engine of simulation and replay; no torch."""

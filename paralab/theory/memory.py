@@ -21,7 +21,7 @@ copy and that mask. Fused attention keeps no scores: one number per row of them,
 from __future__ import annotations
 
 from paralab.parallel.buckets import assign
-from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
+from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan, choice
 from paralab.theory.formulas import sizes
 
 OPTIMIZERS = ("adamw", "sgd")
@@ -54,9 +54,7 @@ def state_bytes(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> di
     """Bytes of the model states on one rank, by category. Raises ValueError on an unknown
     optimizer.
     """
-    if optimizer not in OPTIMIZERS:
-        legal = ", ".join(map(repr, OPTIMIZERS))
-        raise ValueError(f"optimizer={optimizer!r}: unknown optimizer; legal: {legal}")
+    choice("optimizer", optimizer, OPTIMIZERS)
     item = BYTES_PER_ELEMENT[plan.precision]
     psi = model.num_params * item
     padded = sum(size for _, size in gradient_buckets(model, plan))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paralab.spec import Cluster, ModelSpec, Plan, choice, illegal, whole
+from paralab.spec import Cluster, ModelSpec, Plan, illegal, whole
 from paralab.tables import COLUMNS
 from paralab.theory import memory
 from paralab.theory.engine import Collective, Compute, Item, Times, Wait, link_cost, simulate
@@ -78,7 +78,6 @@ def predict(
     cluster = Cluster.local() if cluster is None else cluster
     if not isinstance(cluster, Cluster):
         raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
-    choice("optimizer", optimizer, memory.OPTIMIZERS)
     steps = whole("steps", steps, at_least=1)
     if plan.world_size > cluster.num_devices:
         raise illegal(
@@ -87,11 +86,11 @@ def predict(
             f"the plan needs {plan.world_size} devices, {cluster.name!r} has {cluster.num_devices}",
             "fewer ranks, or a cluster with more nodes",
         )
+    peaks = memory.moments(model, plan, optimizer=optimizer)
     ranks = [
         step_actions(model, plan, cluster, rank=r, optimizer=optimizer) for r in range(plan.dp)
     ]
     times = simulate([[action.item for action in rank] for rank in ranks], link_cost(cluster))
-    peaks = memory.moments(model, plan, optimizer=optimizer)
     return Report(
         clock="predicted",
         model=model,

@@ -10,8 +10,8 @@ With n ranks in the group and a payload of S bytes (S = the full buffer, padding
     send                              S from the sender, 0 from the receiver
 
 The first three are the optima that Patarasuk and Yuan prove for large messages (2009, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations"). Bytes are whole: where n does not divide
-the total, the first members of the group send one byte more, so the group's total is exact.
+optimal all-reduce algorithms for clusters of workstations"). Bytes are whole: where n does not
+divide the total, the first members of the group send one byte more, so the total is exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ROOTED = ("broadcast", "reduce")
 POINT_TO_POINT = ("send", "recv")
 OPS = RING + PAIRWISE + ROOTED + POINT_TO_POINT
 
-# Rows of these phases are bookkeeping (a loss, a clock, a first handshake), not the algorithm's bytes.
+# Rows of these phases are bookkeeping (a loss, a clock, a first handshake), not the algorithm's
+# bytes.
 BOOKKEEPING = ("control", "setup")
 
 
@@ -54,7 +55,7 @@ def wire_bytes(op: str, payload: int, n: int, index: int = 0, root: int = 0) -> 
 
 
 def _tree_children(n: int, index: int, root: int) -> list[int]:
-    """Whom ``index`` forwards a broadcast to. Round i: the first 2^i members (from the root) send on."""
+    """Whom ``index`` forwards a broadcast to. Round i: the first 2^i from the root send on."""
     position, children, reach = (index - root) % n, [], 1
     while reach < n:
         if position < reach and position + reach < n:

@@ -1,7 +1,8 @@
-"""Overlapped data parallel, instruments on, against torch DistributedDataParallel on the same model.
+"""Overlapped data parallel, instruments on, against torch DistributedDataParallel on the same
+model.
 
-Both sides live in the same ranks and take turns: the same processes, threads, text and optimizer. A turn's time is that
-of the slowest rank.
+Both sides live in the same ranks and take turns: the same processes, threads, text and optimizer. A
+turn's time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ MODEL = pl.ModelSpec(layers=8, hidden=256, heads=8, seq_len=128)  # 6.4 M parame
 BATCH = 2
 
 
-def turns(context: Any, model: pl.ModelSpec, plan: pl.Plan, peer: dict, pairs: int, steps: int) -> dict:
+def turns(
+    context: Any, model: pl.ModelSpec, plan: pl.Plan, peer: dict, pairs: int, steps: int
+) -> dict:
     """Seconds per step of each turn on this rank, ours and the peer's."""
     import time
 
@@ -71,12 +74,15 @@ def measure(*, pairs: int = 24, steps: int = 3) -> list[dict]:
                 for side in ("ours", "theirs")
             }
             peer = "torch DistributedDataParallel" + (", gradient_as_bucket_view" if view else "")
-            note = f"s per step, {ranks} ranks, gloo, {MODEL.num_params / 1e6:.1f} M parameters, AdamW"
-            rows.append(row(f"data parallel, {ranks} ranks", peer, slowest["ours"], slowest["theirs"], note))
+            note = (
+                f"s per step, {ranks} ranks, gloo, {MODEL.num_params / 1e6:.1f} M parameters, AdamW"
+            )
+            rows.append(
+                row(f"data parallel, {ranks} ranks", peer, slowest["ours"], slowest["theirs"], note)
+            )
     return rows
 
 
 if __name__ == "__main__":
     for r in measure():
-        print(f"{r['name']:28} {r['peer']:55} {r['paralab_s'] * 1e3:7.1f} ms {r['peer_s'] * 1e3:7.1f} ms "
-              f"{r['ratio']:.3f}  {r['note']}")  # fmt: skip
+        print(r["name"], r["peer"], f"{r['ratio']:.3f}", r["note"], sep="  ")

@@ -1,7 +1,7 @@
 """What the instruments cost: a training step with the recorder on against the same step without it.
 
-Two figures, because a fraction of a per cent drowns in a busy machine's noise: the paired ratio, and the events of
-one step times the measured cost of one event.
+Two figures, because a fraction of a per cent drowns in a busy machine's noise: the paired ratio,
+and the events of one step times the measured cost of one event.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ def turns(context: Any, pairs: int, steps: int) -> dict:
         """Takes every call and writes nothing down."""
 
         def enter(self, *args: object, **kwargs: object) -> None: ...
-        def leave(self) -> int: return -1  # noqa: E704
-        def cut(self) -> tuple: return ()  # noqa: E704
-        def launch(self, *args: object) -> int: return -1  # noqa: E704
+        def leave(self) -> int:
+            return -1  # noqa: E704
+
+        def cut(self) -> tuple:
+            return ()  # noqa: E704
+
+        def launch(self, *args: object) -> int:
+            return -1  # noqa: E704
+
         def completed(self, *args: object) -> None: ...
         def settled(self, *args: object) -> None: ...
         def call(self, row: tuple) -> None: ...
@@ -64,13 +70,17 @@ def turns(context: Any, pairs: int, steps: int) -> dict:
 def measure(*, ranks: int = 2, pairs: int = 24, steps: int = 3) -> list[dict]:
     parts = launch_program(turns, ranks, (pairs, steps), timeout=300, device="cpu")
     slowest = {
-        side: [max(t) for t in zip(*(part[side] for part in parts), strict=True)] for side in ("on", "off")
+        side: [max(t) for t in zip(*(part[side] for part in parts), strict=True)]
+        for side in ("on", "off")
     }
-    found = row("instruments on", "the same step, nothing recorded", slowest["on"], slowest["off"], "")
+    found = row(
+        "instruments on", "the same step, nothing recorded", slowest["on"], slowest["off"], ""
+    )
     events, each = max(p["events"] for p in parts), max(p["each"] for p in parts)
     share = events * each / found["peer_s"]
     found["note"] += (
-        f"s per step, {ranks} ranks; {events:.0f} events a step at {each * 1e6:.1f} us each are {share:.2%} of it"
+        f"s per step, {ranks} ranks; {events:.0f} events a step at {each * 1e6:.1f} us each are "
+        f"{share:.2%} of it"
     )
     found["events_share"] = share
     return [found]

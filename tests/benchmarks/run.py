@@ -1,4 +1,5 @@
-"""`make bench`: every comparison with a peer, both sides timed in turn in one run; writes bench.json.
+"""`make bench`: every comparison with a peer, both sides timed in turn in one run; writes
+bench.json.
 
 python tests/benchmarks/run.py [NAME ...]     all, or those whose name contains one of the words
 """
@@ -27,8 +28,10 @@ def main(words: list[str]) -> None:
             continue
         for row in measure():
             rows.append(row)
-            print(f"{row['name']} against {row['peer']}\n    {row['paralab_s']:.4f} s, {row['peer_s']:.4f} s, "
-                  f"ratio {row['ratio']:.3f}\n    {row['note']}", flush=True)  # fmt: skip
+            seconds = f"{row['paralab_s']:.4f} s, {row['peer_s']:.4f} s, ratio {row['ratio']:.3f}"
+            print(
+                f"{row['name']} against {row['peer']}\n    {seconds}\n    {row['note']}", flush=True
+            )
     with open("bench.json", "w") as file:
         json.dump(rows, file, indent=1)
     print(f"{len(rows)} comparisons written to bench.json")
