@@ -188,7 +188,8 @@ class _progress_bar:
         if wanted and looked_at:
             from tqdm.auto import tqdm
 
-            self.bar = tqdm(total=steps, desc=f"{plan.world_size} ranks", unit="step")
+            ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+            self.bar = tqdm(total=steps, desc=ranks, unit="step")
 
     def __enter__(self) -> Callable[[int, int, int], None]:
         return self.move

@@ -256,7 +256,7 @@ class _Launcher:
 
 
 def _flush() -> None:
+    ctypes.CDLL(None).fflush(None)  # what C and C++ libraries still hold
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    ctypes.CDLL(None).fflush(None)  # what C and C++ libraries still hold

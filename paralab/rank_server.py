@@ -71,23 +71,30 @@ class RankServer:
     def alive(self) -> bool:
         return not self._talking and self._process.poll() is None
 
+    def get_ready(self) -> None:
+        """Wait until the server has loaded what ranks need.
+
+        Raises ``RuntimeError`` with the import's traceback if it could not; ``EOFError`` or
+        ``OSError`` if it has died.
+        """
+        if self._ready:
+            return
+        self.connection.poll(None)  # an interrupt while torch loads does no harm
+        kind, text = self.connection.recv()
+        if kind == "failed":
+            self._talking = True  # it ends now: not `alive` for the next call
+            raise RuntimeError(f"ranks cannot start, an import they need fails:\n\n{text}")
+        self._ready = True
+
     def fork(self, folder: Path, fds: list[tuple[int, int]]) -> list[int]:
         """Fork one rank per (control, output) descriptor pair; returns their process ids.
 
-        Raises ``RuntimeError`` if the server could not load what ranks need, with the import's
-        traceback, and ``EOFError`` or ``OSError`` if it has died.
+        Raises ``EOFError`` or ``OSError`` if the server has died.
         """
-        if not self._ready:
-            self.connection.poll(None)  # an interrupt while torch loads does no harm
-            kind, text = self.connection.recv()
-            if kind == "failed":
-                self._talking = True  # it ends now: not `alive` for the next call
-                raise RuntimeError(f"ranks cannot start, an import they need fails:\n\n{text}")
-            self._ready = True
         self._talking = True
         self.connection.send(("fork", str(folder), len(fds)))
         socket.send_fds(self._socket, [b"f"], [fd for pair in fds for fd in pair])
-        kind, pids = self.connection.recv()
+        _, pids = self.connection.recv()
         self._talking = False
         return pids
 

@@ -65,6 +65,8 @@ class Run:
     # ---- start --------------------------------------------------------------------------------
     def start(self, count: int, task: bytes, payload: bytes, *, live: bool) -> None:
         """Fork the ranks. ``task`` and ``payload`` lie in files: a rank may die before it reads."""
+        with self._or_died():
+            self.server.get_ready()  # before there is a folder that only the server could remove
         self.folder = Path(tempfile.mkdtemp(prefix="paralab-"))
         (self.folder / "task").write_bytes(task)
         (self.folder / "payload").write_bytes(payload)
@@ -80,19 +82,22 @@ class Run:
                 os.set_blocking(pipe, False)
                 self.ranks.append(_Rank(rank, control, pipe, RankOutput(rank, live=live)))
                 ends.append((far.fileno(), write))
-            try:
+            with self._or_died():
                 pids = self.server.fork(self.folder, ends)
-            except (EOFError, OSError):
-                raise self._server_died() from None
         for rank, pid in zip(self.ranks, pids, strict=True):
             rank.pid = pid
         self.life = self.looked = time.monotonic()
 
-    def _server_died(self) -> RankError:
-        return RankError(
-            "the process that ranks are forked from has died, and they with it, perhaps by the "
-            "kernel's out-of-memory killer; the next call starts a new one"
-        )
+    @contextlib.contextmanager
+    def _or_died(self) -> Iterator[None]:
+        """A conversation with the server that its death ends."""
+        try:
+            yield
+        except (EOFError, OSError):
+            raise RankError(
+                "the process that ranks are forked from has died, and they with it, perhaps by the "
+                "kernel's out-of-memory killer; the next call starts a new one"
+            ) from None
 
     # ---- watch --------------------------------------------------------------------------------
     def watch(self) -> Exception | None:
@@ -149,10 +154,8 @@ class Run:
             self.on_progress(rank.rank, *said)
 
     def _count_the_dead(self) -> None:
-        try:
+        with self._or_died():
             deaths = self.server.deaths()
-        except (EOFError, OSError):
-            raise self._server_died() from None
         for rank in self.ranks:
             if rank.pid not in deaths:
                 continue

@@ -1,7 +1,7 @@
 """A process to be killed from outside: ranks that wait for one another, and a child of a rank.
 
 usage: launch_victim.py loading | waiting
-"loading" stops at once, while the server still loads torch; "waiting" once all ranks are blocked.
+"loading" waits for ranks while the server still loads torch; "waiting" has ranks that are blocked.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ def wait_for_one_another(context) -> None:
 
 if sys.argv[1] == "loading":
     pl.warm_up()
+    time.sleep(0.3)
     print("ready", flush=True)
-    time.sleep(600)
 launch_program(wait_for_one_another, 3, on_progress=lambda *_: print("ready", flush=True))

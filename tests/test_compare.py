@@ -87,6 +87,7 @@ def test_rows_hold_what_they_say():
     assert column["collective calls"] == len(mine)
     for name in ("forward", "backward", "optimizer"):
         assert column[name] == pytest.approx(seconds(name))
+    assert column["bucket copies"] == pytest.approx(seconds("copy")) and seconds("copy") > 0
     assert column["exposed communication"] == pytest.approx(seconds("wait"))
     assert column["step time"] == expect.step_time
     assert seen.table.loc["step time", "measured"] == pytest.approx(2 * expect.step_time)

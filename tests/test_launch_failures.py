@@ -415,10 +415,15 @@ def test_in_a_notebook_the_cell_and_its_line_are_named(kernel: Kernel) -> None:
 
 
 def test_nothing_survives_a_kernel_that_is_killed(temporary: Path) -> None:
+    slow = temporary / "slow"
+    slow.mkdir()
+    (slow / "torch.py").write_text("import time; time.sleep(60)")
+
     def one_round(index: int) -> list[str]:
         mark = f"paralab-test-{uuid.uuid4()}"
         moment = "loading" if index % 4 == 0 else "waiting"
-        env = {**os.environ, "PYTHONPATH": str(HERE.parent), "MARK": mark, "TMPDIR": str(temporary)}
+        path = f"{slow}:{HERE.parent}" if moment == "loading" else str(HERE.parent)
+        env = {**os.environ, "PYTHONPATH": path, "MARK": mark, "TMPDIR": str(temporary)}
         victim = subprocess.Popen(
             [sys.executable, HERE / "launch_victim.py", moment], env=env, stdout=subprocess.PIPE
         )

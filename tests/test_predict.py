@@ -112,7 +112,7 @@ def test_backward_is_cut_at_every_launch_and_loses_nothing():
     assert len(cut) > len(whole)
 
     def backward(spans):
-        return spans["cost"][spans["kind"] == "backward"].sum()
+        return spans["cost"][spans["kind"].isin(["backward", "copy"])].sum()
 
     assert math.isclose(backward(cut), backward(whole), rel_tol=1e-12)
 
@@ -122,7 +122,7 @@ def test_a_tied_embedding_is_the_last_gradient_to_be_complete():
     spans = predict(MODEL, plan, cluster(), steps=1).spans
     comm = spans[(spans["kind"] == "comm") & (spans["rank"] == 0)].iloc[0]
     backward = spans[(spans["kind"] == "backward") & (spans["rank"] == 0)]
-    assert comm["start"] == backward["end"].max()
+    assert comm["start"] == pytest.approx(backward["end"].max(), abs=1e-12)
 
 
 def test_a_wait_names_the_call_it_waits_for_and_ends_with_it():
@@ -180,6 +180,20 @@ def test_a_device_is_three_rates():
     machine = cluster(flops=1e9, memory_bandwidth=1e9, op_overhead=1e-2)
     assert math.isclose(work.seconds(machine), 2.0 + 0.3 + 0.1)
     assert 2 * work == work + work
+
+
+def test_every_kind_of_span_costs_what_the_formulas_say():
+    machine = cluster()
+    spans = predict(MODEL, pl.Plan(), machine, steps=1).spans.set_index("kind")
+    works = {
+        "forward": formulas.total(formulas.forward_parts(MODEL, 2).values()),
+        "backward": formulas.total(
+            work for work, _ in formulas.backward_parts(MODEL, 2, accumulate=False)
+        ),
+        "optimizer": formulas.optimizer_work(MODEL, optimizer="adamw"),
+    }
+    for kind, work in works.items():
+        assert spans.loc[kind, "cost"] == pytest.approx(work.seconds(machine), rel=1e-12)
 
 
 def test_free_links_leave_only_compute():
@@ -319,14 +333,12 @@ def test_gradients_are_held_across_micro_batches_and_one_bucket_beside_them():
     psi = 4 * MODEL.num_params
     assert (one["forward"]["gradients"], two["forward"]["gradients"]) == (0, psi)
     assert one["backward"]["gradients"] == psi and one["backward"]["activations"] == 0
-    last = memory.gradient_buckets(MODEL, pl.Plan(dp=2))[-1][1]
-    assert (
-        one["backward"]["buffers"]
-        == one["forward"]["buffers"]
-        + last
-        + sum(size for _, size in memory.gradient_buckets(MODEL, pl.Plan(dp=2)))
-        - psi
-    )
+    plan = pl.Plan(dp=3, bucket_bytes=20_000)
+    beside = memory.moments(MODEL, plan)["backward"]["buffers"]
+    members, size = memory.gradient_buckets(MODEL, plan)[-1]
+    padding = memory.state_bytes(MODEL, plan)["buffers"]
+    assert padding > 0
+    assert size <= beside <= size + 2 * padding
 
 
 # ---- what cannot be predicted ---------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_no_rank_does_two_things_at_once_and_no_wait_ends_early(measured):
 
 def test_members_of_a_collective_run_it_at_the_same_time(measured):
     calls = replay(measured, CLUSTER).collectives
-    for _, call in calls.groupby("call"):
+    for _, call in calls.groupby(["axis", "call"]):
         assert len(call) == 3
         assert call["start"].nunique() == call["end"].nunique() == 1
 
@@ -177,24 +177,38 @@ def exchange(rank, peer, op, *, id_, start):
     return [span, wait], call
 
 
-def test_sends_and_receives_meet_pair_by_pair_in_order():
+def pipeline_report(spans, calls):
     from paralab.report import Report
     from paralab.tables import COLUMNS
 
-    spans, calls = [], []
-    for rank, peer, ops in ((0, 1, ("send", "recv")), (1, 0, ("recv", "send"))):
-        for i, op in enumerate(ops):
-            rows, call = exchange(rank, peer, op, id_=rank + 4 * i, start=float(i))
-            spans += rows
-            calls.append(call)
-    report = Report(
+    return Report(
         clock="measured",
         model=MODEL,
         plan=plan(dp=2),
         spans=pd.DataFrame(spans, columns=list(COLUMNS["spans"])),
         collectives=pd.DataFrame(calls, columns=list(COLUMNS["collectives"])),
-        steps={"rank": [0, 1], "step": [0, 0], "start": [0.0, 0.0], "end": [2.0, 2.0]},
+        steps={"rank": [0, 1], "step": [0, 0], "start": [0.0, 0.0], "end": [3.0, 3.0]},
     )
-    times = replay(report, CLUSTER).collectives
-    there, back = FAST.seconds(1000), 2 * FAST.seconds(1000)
-    assert times["end"].tolist() == pytest.approx([there, back, there, back])
+
+
+def test_sends_and_receives_meet_pair_by_pair_in_order():
+    spans, calls = [], []
+    for rank, peer, ops in ((0, 1, ("send", "send", "recv")), (1, 0, ("recv", "recv", "send"))):
+        for i, op in enumerate(ops):
+            rows, call = exchange(rank, peer, op, id_=rank + 4 * i, start=float(i))
+            spans += rows
+            calls.append(call)
+    times = replay(pipeline_report(spans, calls), CLUSTER).collectives
+    one = FAST.seconds(1000)
+    assert times["end"].tolist() == pytest.approx([one, 2 * one, 3 * one] * 2)
+
+
+def test_what_two_ranks_send_each_other_in_one_exchange_runs_at_once():
+    spans, calls = [], []
+    for rank, peer in ((0, 1), (1, 0)):
+        rows, send = exchange(rank, peer, "send", id_=rank, start=0.0)
+        _, receive = exchange(rank, peer, "recv", id_=rank, start=0.0)
+        spans += rows
+        calls += [send, receive]
+    times = replay(pipeline_report(spans, calls), CLUSTER).collectives
+    assert times["end"].tolist() == pytest.approx([FAST.seconds(1000)] * 4)

@@ -34,7 +34,15 @@ if TYPE_CHECKING:
 
 COLUMNS = ("predicted", "replayed", "measured")
 COUNTED = {"bytes sent per rank": "B", "collective calls": "calls"}
-TIMED = ("forward", "backward", "optimizer", "communication", "exposed communication", "step time")
+TIMED = (
+    "forward",
+    "backward",
+    "bucket copies",
+    "optimizer",
+    "communication",
+    "exposed communication",
+    "step time",
+)
 NAN = float("nan")
 
 
@@ -181,6 +189,7 @@ def _quantities(report: Report) -> dict[str, float]:
         "collective calls": len(calls) / ranks / count,
         "forward": spent("forward"),
         "backward": spent("backward"),
+        "bucket copies": spent("copy"),
         "optimizer": spent("optimizer"),
         "communication": share("communication"),
         "exposed communication": share("wait"),

@@ -1,13 +1,11 @@
-"""Work of one micro-batch, counted from the model: FLOPs, bytes that elementwise kernels move,
-kernels.
+"""Work of one micro-batch, counted from the model: FLOPs, bytes of elementwise kernels, calls.
 
 A device is three numbers, and time is a sum of three terms:
 
-    seconds = flops / cluster.flops + bytes / cluster.memory_bandwidth + kernels *
-    cluster.op_overhead
+    seconds = flops / cluster.flops + bytes / cluster.memory_bandwidth
+              + kernels * cluster.op_overhead
 
-FLOPs are those of matrix products alone, 2 per multiply-add. Forward, b samples of s tokens, width
-h:
+FLOPs are those of matrix products, 2 per multiply-add. Forward, b samples of s tokens, width h:
 
     block   24 b s h^2 (1 + s/(6h))     8 b s h^2 in the attention's two projections, 16 in the MLP,
                                         4 b s^2 h in the scores and in their product with the values
@@ -188,11 +186,11 @@ def optimizer_work(model: ModelSpec, *, optimizer: str) -> Work:
 
 
 def bucket_copy_work(elements: int, parameters: int) -> Work:
-    """Putting complete gradients into their bucket, divided on the way: new zeros, a read, a write.
+    """Putting the complete gradients of one bucket together: every element is read and written.
 
-    A few calls per parameter, most of them Python's.
+    One call per parameter makes it a view into the bucket.
     """
-    return Work(0, ITEM * 3 * elements, 3 * parameters)
+    return Work(0, ITEM * 2 * elements, 3 + parameters)
 
 
 def sizes(model: ModelSpec, batch: int) -> tuple[int, int]:

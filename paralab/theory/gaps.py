@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paralab.report import Report
 
 NAN = float("nan")
+COMPUTED = ("forward", "backward", "bucket copies", "optimizer")
 
 
 def notes_on(
@@ -35,7 +36,7 @@ def notes_on(
     elif expect.world_size == 1:
         notes["bytes sent per rank"] = "one rank has nobody to send to."
     notes |= _device_gaps(table)
-    notes["forward"] += _sharing(expect, report, _contention(table))
+    notes["forward"] = notes.get("forward", "") + _sharing(expect, report, _contention(table))
     if expect.world_size > 1:
         notes["communication"] = _communication_gap(table.loc["communication"], expect)
         notes["exposed communication"] = _exposed(table, expect)
@@ -45,7 +46,7 @@ def notes_on(
 
 def _contention(table: pd.DataFrame) -> float:
     """How many times longer the wall clock saw the ranks compute than their threads did."""
-    work = table.loc[["forward", "backward", "optimizer"]].sum()
+    work = table.loc[list(COMPUTED)].sum()
     missing = math.isnan(table.loc["forward", "measured"]) or work["replayed"] <= 0
     return NAN if missing else work["measured"] / work["replayed"]
 
@@ -53,10 +54,9 @@ def _contention(table: pd.DataFrame) -> float:
 def _device_gaps(table: pd.DataFrame) -> dict[str, str]:
     """Prediction against replay, kind by kind; the reason is given once."""
     notes, explained = {}, False
-    for name in ("forward", "backward", "optimizer"):
+    for name in COMPUTED:
         predicted, replayed = table.loc[name, "predicted"], table.loc[name, "replayed"]
         if not (predicted > 0 and replayed > 0):
-            notes[name] = "nothing to compare."
             continue
         off = predicted / replayed - 1
         if abs(off) <= 0.05:

@@ -1,14 +1,12 @@
-"""Bytes a rank needs, by category, as formulas. fp32 throughout; the live ledger is the measured
-side.
+"""Bytes a rank needs, by category, as formulas for fp32: what a run's memory is held against.
 
 Model states, Psi parameters (ZeRO, Rajbhandari+ 2020, arXiv:1910.02054, sec. 3.1, has the same
 three lines for its 16-bit recipe of 2 + 2 + 12 bytes):
 
     parameters  4 Psi
     gradients   4 Psi           once complete, in the data-parallel buckets where there are any
-    optimizer   AdamW 8 Psi + 4 per tensor (two moments; each tensor's step count is a scalar of its
-                own) SGD 0
-    buffers     what padding adds to the gradient buckets
+    optimizer   AdamW 8 Psi + 4 per tensor (two moments; a step count for each tensor), SGD 0
+    buffers     the padding of the gradient buckets
 
 Activations kept for backward by one block, in elements, as autograd keeps them in paralab/model.py:
 input of norm1, of qkv, of proj (with x = b s h each: 3x), q, k and v (3x), input of norm2 and of up
@@ -116,14 +114,16 @@ def moments(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> dict[s
     kernel is not part of the formula.
     """
     states = state_bytes(model, plan, optimizer=optimizer)
-    buckets = gradient_buckets(model, plan)
     forward = {
         **states,
         "gradients": states["gradients"] if plan.microbatches > 1 else 0,
-        "buffers": 0,
         "activations": activation_bytes(model, plan.microbatch_size),
     }
-    filling = buckets[-1][1] if buckets else 0
+    filling = 0
+    if buckets := gradient_buckets(model, plan):
+        counts = list(parameter_sizes(model).values())
+        item = BYTES_PER_ELEMENT[plan.precision]
+        filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
     backward = {**states, "buffers": states["buffers"] + filling, "activations": 0}
     return {"forward": forward, "backward": backward}
 
