@@ -105,7 +105,7 @@ def run(
     """
     plan = Plan() if plan is None else plan
     checked = Settings.check(model, plan, **settings)
-    with _progress_bar(checked.steps, plan, progress) as on_progress:
+    with _ProgressBar(checked.steps, plan, progress) as on_progress:
         try:
             parts = launch_program(
                 _program,
@@ -179,7 +179,7 @@ def _memory_table(model: ModelSpec, plan: Plan, settings: Settings) -> str:
     return table(model, plan, optimizer=settings.optimizer)
 
 
-class _progress_bar:
+class _ProgressBar:
     """A tqdm bar over the steps that every rank has finished; quiet where nobody looks."""
 
     def __init__(self, steps: int, plan: Plan, wanted: bool) -> None:

@@ -2,7 +2,7 @@
 
     losses = pl.launch(fn, ranks=4, args=(0.1,))      # fn(0.1) on four ranks, results in rank order
 
-A warm launch of 4 ranks takes some 0.1 s (rank_server.py says why), so a real run fits inside a
+A warm launch of 4 ranks takes some 0.1 s (ranks/server.py says why), so a real run fits inside a
 cell. Functions and their arguments travel by value (cloudpickle), so nothing is imported again.
 Ranks meet through a file in a temporary folder: no port, no host name.
 
@@ -25,9 +25,9 @@ from typing import Any
 
 import cloudpickle
 
-from paralab.rank_errors import OutOfMemory, RankError, RankTimeout
-from paralab.rank_server import RankServer
-from paralab.rank_watch import Run
+from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
+from paralab.ranks.server import RankServer
+from paralab.ranks.watch import Run
 from paralab.spec import choice, illegal, real, whole
 
 __all__ = [
@@ -106,10 +106,10 @@ def warm_up() -> None:
 
 
 def torchrun_context(**settings: Any) -> Any:
-    """The context of a rank that torchrun started; see `paralab.rank_torchrun`."""
-    from paralab import rank_torchrun  # with torch: this process is a rank
+    """The context of a rank that torchrun started; see `paralab.ranks.torchrun`."""
+    from paralab.ranks import torchrun  # with torch: this process is a rank
 
-    return rank_torchrun.torchrun_context(**settings)
+    return torchrun.torchrun_context(**settings)
 
 
 class _House:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paralab import metrics, tables
+from paralab.records import metrics, tables
 from paralab.spec import Cluster, ModelSpec, Plan, choice, illegal
 from paralab.theory.traffic import BOOKKEEPING
 
@@ -85,7 +85,7 @@ class Report:
         step 0 starts at 0. Raises ValueError if a rank is missing, is there twice, or if parts of
         different runs meet.
         """
-        from paralab.merge import merge
+        from paralab.records.merge import merge
 
         return cls(clock="measured", model=model, plan=plan, **merge(parts, plan=plan, meta=meta))
 
@@ -156,7 +156,7 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything as JSON, gzipped if ``path`` ends in .gz; ``pl.load`` reads it back."""
-        from paralab.storage import save
+        from paralab.records.storage import save
 
         save(self, path)
 
@@ -210,7 +210,7 @@ def load(path: str | os.PathLike[str]) -> Report:
     Raises FileNotFoundError if there is none, ValueError naming the file, what is wrong with it and
     what would do, if it is damaged, foreign or written by a newer version.
     """
-    from paralab.storage import load_folder, load_report
+    from paralab.records.storage import load_folder, load_report
 
     path = Path(path)
     return load_folder(path) if path.is_dir() else load_report(path)
@@ -221,7 +221,7 @@ def save_part(
     meta: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Write what one rank of a torchrun job measured, for ``load(folder)`` to merge."""
-    from paralab.storage import save_part as write_part
+    from paralab.records.storage import save_part as write_part
 
     write_part(folder, part, model=model, plan=plan, meta=meta)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from paralab.records.tables import COLUMNS
 from paralab.report import Report
 from paralab.spec import ModelSpec, Plan
-from paralab.tables import COLUMNS
 from paralab.theory.traffic import wire_bytes
 
 MODEL = ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)

@@ -22,10 +22,10 @@ import pytest
 
 import paralab as pl
 from paralab.launch import _House, _house, launch_program
-from paralab.rank_serve import WHEN_IDLE, _kill
-from paralab.rank_server import RankServer
-from paralab.rank_waits import Standing, sentence
-from paralab.rank_watch import Run
+from paralab.ranks.serve import WHEN_IDLE, _kill
+from paralab.ranks.server import RankServer
+from paralab.ranks.waits import Standing, sentence
+from paralab.ranks.watch import Run
 
 HERE = Path(__file__).parent
 LAUNCH = sys.modules["paralab.launch"]  # `pl.launch` is the function

@@ -26,7 +26,7 @@ from jupyter_client.manager import KernelManager
 
 import paralab as pl
 from paralab.launch import _house, launch_program
-from paralab.rank_errors import OutOfMemory
+from paralab.ranks.errors import OutOfMemory
 
 ROUNDS = 20
 WITHIN = 3.0  # seconds from the event to the error
@@ -121,7 +121,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_the_cells_line() -> 
         said = str(caught.value)
         assert said.startswith("rank 2 raised Stubborn: one and two\n\nTraceback (most recent")
         assert 'raise Stubborn("one", "two")  # the line to show' in said
-        assert "rank_process.py" not in said and caught.value.traceback in said
+        assert "ranks/process.py" not in said and caught.value.traceback in said
 
 
 def test_the_rank_that_failed_first_is_named_not_the_one_that_lost_its_peer(capsys) -> None:

@@ -17,10 +17,10 @@ import synthetic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paralab import metrics, tables
+from paralab.records import metrics, tables
+from paralab.records.storage import VERSION, seal
 from paralab.report import Report, load, save_part
 from paralab.spec import Cluster, Link, Plan
-from paralab.storage import VERSION, seal
 
 MODEL = synthetic.MODEL
 PSI = 4 * MODEL.num_params  # bytes
@@ -317,9 +317,7 @@ def test_repr_is_one_short_line_that_no_clock_changes():
 
 
 def test_the_kernel_loads_no_torch_pandas_or_plotly_until_a_report_is_made():
-    modules = (
-        "paralab.report, paralab.storage, paralab.merge, paralab.view.timeline, paralab.view.page"
-    )
+    modules = "paralab.report, paralab.records.storage, paralab.records.merge, paralab.view.page"
     heavy = "('torch', 'pandas', 'plotly', 'numpy')"
     code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

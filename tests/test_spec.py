@@ -105,14 +105,10 @@ def test_what_this_version_cannot_run_is_refused_by_run_and_predict_alike(field,
     ],
 )
 def test_run_refuses_wrong_arguments_before_a_process_starts(monkeypatch, field, value):
-    import paralab.launch
-
     def started(*args: object, **kwargs: object) -> None:
         raise AssertionError("a process was started")
 
-    for name in ("_start_ranks", "warm_up"):
-        if hasattr(paralab.launch, name):
-            monkeypatch.setattr(paralab.launch, name, started)
+    monkeypatch.setattr("paralab.ranks.watch.Run.start", started)
     refuses(lambda: pl.run(pl.ModelSpec(**GOOD_MODEL), **{field: value}), field, value)
 
 

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import pytest
 import synthetic
 
-from paralab import tables
+from paralab.records import tables
 from paralab.report import Report
 from paralab.spec import Plan
 from paralab.view import theme

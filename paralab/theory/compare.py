@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paralab import metrics
+from paralab.records import metrics
 from paralab.spec import illegal
 from paralab.theory.gaps import notes_on
 from paralab.theory.traffic import BOOKKEEPING

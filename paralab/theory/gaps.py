@@ -11,7 +11,7 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING
 
-from paralab import metrics
+from paralab.records import metrics
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paralab.records.tables import COLUMNS
 from paralab.spec import Cluster, ModelSpec, Plan, illegal, whole
-from paralab.tables import COLUMNS
 from paralab.theory import memory
 from paralab.theory.engine import Collective, Compute, Item, Times, Wait, link_cost, simulate
 from paralab.theory.formulas import (

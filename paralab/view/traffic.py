@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paralab import metrics
-from paralab.tables import LEVELS
+from paralab.records import metrics
+from paralab.records.tables import LEVELS
 from paralab.view import theme
 
 if TYPE_CHECKING:

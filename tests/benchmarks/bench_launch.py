@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from statistics_of_pairs import row
 
 import paralab as pl
 from paralab.launch import _house, launch_program
@@ -77,6 +79,39 @@ def measure() -> dict[str, float]:
         "note_us": launch_program(_note, 1)[0],
         "result_s": result,
     }
+
+
+def _spawned(rank: int, ranks: int, folder: str) -> None:
+    """What the peer's ranks do: the same group, the same all-reduce."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    done, _ = _all_reduce()
+    Path(folder, str(rank)).write_text(repr(done))
+
+
+def _seconds_of_spawn(ranks: int = 4) -> float:
+    from torch.multiprocessing import spawn
+
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        spawn(_spawned, args=(ranks, folder), nprocs=ranks)
+        return max(float(Path(folder, str(r)).read_text()) for r in range(ranks)) - start
+
+
+def rows(*, pairs: int = 20) -> list[dict]:
+    """For bench.json: a warm launch against torch's own way to start ranks, in turn."""
+    figures = measure()
+    ours, theirs = [], []
+    for _ in range(pairs):
+        ours.append(_seconds())
+        theirs.append(_seconds_of_spawn())
+    said = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+    note = f"s from the call to the first finished all-reduce; {said}"
+    return [row("warm launch, 4 ranks", "torch.multiprocessing.spawn", ours, theirs, note)]
 
 
 if __name__ == "__main__":

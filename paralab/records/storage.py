@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paralab import tables
-from paralab.arrays import decode_arrays, encode_arrays, typed
+from paralab.records import tables
+from paralab.records.arrays import decode_arrays, encode_arrays, typed
 from paralab.report import Report, plain
 from paralab.spec import Cluster, ModelSpec, Plan
 

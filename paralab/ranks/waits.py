@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the package
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
@@ -92,7 +92,9 @@ def main_stack(dump: str, main_thread: int) -> list[Frame]:
 def standing(rank: int, world_size: int, note: str, stack: Sequence[Frame]) -> Standing:
     """Read one rank's note and stack."""
     call, with_ = "", tuple(range(world_size))
-    ours = [f for f in stack if f.file.startswith(_HERE) and "rank_process" not in f.file]
+    ours = [
+        f for f in stack if f.file.startswith(_HERE) and not f.file.endswith("ranks/process.py")
+    ]
     own = [f for f in stack if f.own]
     place = str((own or ours or list(stack))[0]) if stack else ""
     if note:

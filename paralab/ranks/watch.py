@@ -22,11 +22,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from paralab.rank_errors import OutOfMemory, RankError, RankTimeout
-from paralab.rank_notes import Notebook
-from paralab.rank_output import RankOutput
-from paralab.rank_server import RankServer
-from paralab.rank_waits import Standing, main_stack, sentence, show_cells, standing
+from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
+from paralab.ranks.notes import Notebook
+from paralab.ranks.output import RankOutput
+from paralab.ranks.server import RankServer
+from paralab.ranks.waits import Standing, main_stack, sentence, show_cells, standing
 
 GRACE_SECONDS = 0.25  # after an echo, for the failure behind it
 BRIEF_SECONDS = 0.1  # after a failure of a rank's own, for an earlier one still on its way
@@ -58,7 +58,7 @@ class Run:
         self.server, self.timeout, self.on_progress = server, timeout, on_progress
         self.ranks: list[_Rank] = []
         self.folder: Path | None = None
-        self.failures: dict[int, dict[str, Any]] = {}  # by rank, as rank_process.describe says
+        self.failures: dict[int, dict[str, Any]] = {}  # by rank, as failure.describe says
         self.grace_ends = 0.0
         self.life = self.looked = time.monotonic()
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from paralab import tables
+from paralab.records import tables
 from paralab.spec import Plan, illegal
 
 PART_KEYS = ("rank", "clock_offset", "clock_uncertainty", *tables.COLUMNS, "losses")

@@ -1,7 +1,7 @@
 """Where ranks are born: a process that has torch loaded forks one in milliseconds.
 
 A rank that starts from nothing imports torch first: seconds, and 160 MB each. The server
-(rank_serve.py) imports it once and forks; a rank shares those pages with all the others.
+(ranks/serve.py) imports it once and forks; a rank shares those pages with all the others.
 `multiprocessing` has a forkserver too, but one per process: it would be shared with the user's own
 pools, ask for their settings, and import their ``__main__`` again in every rank. This one talks
 over one inherited socket, so there is no port, no file and no key.
@@ -44,7 +44,7 @@ class RankServer:
     def __init__(self, method: str | None = None) -> None:
         ours, theirs = socket.socketpair()
         serve_it = (
-            "from paralab.rank_serve import serve; "
+            "from paralab.ranks.serve import serve; "
             f"serve({theirs.fileno()}, {method or default_method()!r}, {os.getpid()})"
         )
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)

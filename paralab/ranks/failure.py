@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paralab.rank_errors import OutOfMemory, RankError
+from paralab.ranks.errors import OutOfMemory, RankError
 
 _FROM_A_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed out|remote process",

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paralab.rank_errors import RankError
-from paralab.rank_process import RankContext, choose_device, keep_pages
+from paralab.ranks.errors import RankError
+from paralab.ranks.process import RankContext, choose_device, keep_pages
 
 _FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 

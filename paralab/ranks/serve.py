@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 # What every rank needs; a failing import is the launch's error. The last one is pl.run's program.
-ESSENTIAL = ("numpy.random", "torch.distributed", "paralab.rank_process", "paralab.train")
+ESSENTIAL = ("numpy.random", "torch.distributed", "paralab.ranks.process", "paralab.train")
 # What DDP, FSDP and the profiler pull in at first use: 0.9 s and 75 MB in every rank if not shared.
 # Loaded while nobody waits, in pieces below 0.4 s, so a first launch does not pay for it. A piece
 # that fails is tried again by the rank that uses it, and the error is raised there.
@@ -163,11 +163,11 @@ class _Server:
                 os.close(fd)
         if self.method == "spawn":
             os.set_inheritable(control, True)
-            be = f"import paralab.rank_process as r; r.main({rank}, {control}, {self.folder!r})"
+            be = f"import paralab.ranks.process as r; r.main({rank}, {control}, {self.folder!r})"
             os.execv(sys.executable, [sys.executable, "-P", "-c", be])
-        from paralab import rank_process
+        from paralab.ranks import process
 
-        rank_process.main(rank, control, self.folder)
+        process.main(rank, control, self.folder)
 
     def _reap(self) -> None:
         """Report each rank that ended, and end what it had started."""

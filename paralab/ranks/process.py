@@ -1,6 +1,6 @@
 """One rank: from a newborn process to a result, an error, or a sign of what it waits for.
 
-`main` is the life of a rank of `pl.launch`; rank_torchrun.py makes a rank of a process that
+`main` is the life of a rank of `pl.launch`; ranks/torchrun.py makes a rank of a process that
 torchrun started. Both end in a `RankContext`: who this rank is, its device, a store, and two ways
 to be heard. ``note`` writes what the rank is about to block in to a page that the launching process
 can read at any time (1 us); ``progress`` reports finished steps.
@@ -35,10 +35,10 @@ import numpy.random
 import torch
 import torch.distributed as dist
 
-from paralab.rank_errors import RankError
-from paralab.rank_failure import Refused, describe
-from paralab.rank_notes import Notebook
-from paralab.rank_server import ONE_THREAD
+from paralab.ranks.errors import RankError
+from paralab.ranks.failure import Refused, describe
+from paralab.ranks.notes import Notebook
+from paralab.ranks.server import ONE_THREAD
 from paralab.spec import illegal
 
 _PROGRESS_SECONDS = 0.05  # between two reports, except the last

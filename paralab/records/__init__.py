@@ -1,0 +1,1 @@
+"""The tables behind a report: their columns, how parts merge, their numbers, their file."""

@@ -1,0 +1,62 @@
+"""`pl.run` as a whole: what it says while it runs, and when memory runs out."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+import paralab as pl
+from paralab.experiment import _ProgressBar
+from paralab.ranks.errors import OutOfMemory
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_bar_moves_with_the_slowest_ranks_steps(run, model, monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    run(model, pl.Plan(dp=2), steps=3, progress=True)
+    assert "2 ranks" in screen.getvalue() and "3/3" in screen.getvalue()
+
+
+def test_the_bar_shows_steps_that_every_rank_has_finished():
+    bar = _ProgressBar(5, pl.Plan(dp=2), wanted=False)
+    shown = []
+    bar.bar = type("Bar", (), {"n": 0, "update": lambda self, by: shown.append(by)})()
+    bar.move(0, 3, 5)
+    bar.move(1, 2, 5)
+    assert shown == [0, 2]
+
+
+def test_running_out_of_memory_says_what_fills_the_device(run, model):
+    huge = pl.ModelSpec(layers=1, hidden=2**20, heads=1, seq_len=8)  # 13 terabytes of weights
+    with pytest.raises(OutOfMemory) as caught:
+        run(huge, pl.Plan(dp=2))
+    said = str(caught.value)
+    assert "rank" in said and caught.value.table in said
+    for category in ("parameters", "gradients", "optimizer"):
+        assert category in caught.value.table
+    assert run(model, steps=2).losses  # the next call works
+
+
+def test_a_run_without_a_plan_is_one_device(run, model):
+    report = run(model, steps=2)
+    assert report.plan == pl.Plan() and report.collectives.empty and len(report.losses) == 2
+
+
+def test_the_report_says_how_it_was_made(run, model, text):
+    report = run(model, pl.Plan(dp=2), steps=2, seed=3, lr=0.01)
+    assert report.meta["seed"] == 3 and report.meta["lr"] == 0.01 and report.meta["steps"] == 2
+    assert report.meta["data"] == str(text) and report.meta["backend"] == "gloo"
+    assert report.meta["nodes"] == [0, 0]
+
+
+def test_same_seed_same_bits_other_seed_other_run(run, model):
+    plan = pl.Plan(dp=2)
+    first, again, other = (run(model, plan, steps=3, seed=s).losses for s in (1, 1, 2))
+    assert first == again != other
