@@ -13,6 +13,7 @@ it needs chromium. ``--check`` compares as the tests do (lab_outputs.py) and nee
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import os
 import re
@@ -31,6 +32,7 @@ from lab_outputs import PLOTLY, PNG, WIDGET, canonical, is_measured, kinds, stru
 
 LABS = Path(__file__).resolve().parent
 CELL_TIMEOUT_S = 120
+README_LAB, README_PICTURE = "00_start_here", LABS / "pictures" / "timeline.png"
 PICTURE_WIDTH = 900  # pixels, at scale 1: sharp enough to read, small enough to store
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -140,6 +142,15 @@ def build(source: Path, target: Path, *, pictures: bool = True) -> None:
     partial.replace(target)
 
 
+def show_first_picture(lab: Path, picture: Path) -> None:
+    """Write the first figure of a built lab to ``picture``, for README to show."""
+    cells = nbformat.read(lab, as_version=4).cells
+    outputs = [out.get("data", {}) for cell in cells for out in cell.get("outputs", [])]
+    first = next(data[PNG] for data in outputs if PNG in data)
+    picture.parent.mkdir(exist_ok=True)
+    picture.write_bytes(base64.b64decode(first))
+
+
 def check(source: Path, target: Path) -> list[str]:
     """What building ``source`` now would change in ``target``, beyond pixels and clock readings."""
     if not target.exists():
@@ -176,6 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
                 wrong += bool(found)
             else:
                 build(source, target)
+                if name == README_LAB:
+                    show_first_picture(target, README_PICTURE)
                 print(f"{name}: {target.stat().st_size / 1000:.0f} kB")
         except (CellExecutionError, DeadKernelError) as error:
             print(f"{name}: {_first_lines(error)}", file=sys.stderr)

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paralab.spec import MODEL_PRESETS, ModelSpec, Plan, illegal
+from paralab.checks import illegal
+from paralab.spec import MODEL_PRESETS, ModelSpec, Plan
 
 DEFAULT_PRESET = "laptop"
 DEFAULT_OUT = "paralab-run"
@@ -177,7 +178,7 @@ def _version() -> str:
 def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Turn what the descriptions refuse into argparse's exit 2.
 
-    Only a refusal in the one form of ``spec.illegal`` is the user's: any other ValueError is a
+    Only a refusal in the one form of ``checks.illegal`` is the user's: any other ValueError is a
     defect of this package, and keeps its traceback.
     """
     try:

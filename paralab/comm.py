@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paralab.observe.recorder import Recorder
+from paralab.staging import HostStaging
 from paralab.strict import Strict
 from paralab.theory.traffic import wire_bytes
 
@@ -83,12 +84,12 @@ class Group:
         nodes = {context.nodes[r] for r in ranks}
         self.level = "inter" if len(nodes) > 1 else "intra"
         on_cuda = context.device.startswith("cuda")
-        self.stage = (on_cuda and context.backend == "gloo") if stage is None else stage
-        self.stream = torch.cuda.Stream(context.device) if on_cuda and not self.stage else None
+        stage = (on_cuda and context.backend == "gloo") if stage is None else stage
+        self.staging = HostStaging(recorder) if stage else None
+        self.stream = torch.cuda.Stream(context.device) if on_cuda and not stage else None
         self._calls = 0
         self._noted: tuple = ()
         self._strict = Strict(context, axis=axis) if context.strict else None
-        self._host_buffers: dict[tuple, Tensor] = {}
 
     # ---- collectives ------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, *, phase: str = "grad_sync") -> Pending:
@@ -228,8 +229,8 @@ class Group:
     ) -> Pending:
         recorder, after = self.recorder, self.recorder.cut()
         lane = f"comm:{self.axis}"
-        if self.stage:
-            tensors, finish = self._through_host(tensors, writes, finish)
+        if self.staging is not None:
+            tensors, finish = self.staging.through_host(tensors, writes, finish)
         if self.stream is not None:
             works, span = self._on_stream(lane, after, tensors, post)
         else:
@@ -276,36 +277,6 @@ class Group:
                 torch.cuda.current_stream().wait_stream(work)
             else:
                 work.wait()
-
-    def _through_host(
-        self, tensors: list[Tensor], writes: list[Tensor], finish: Callable | None
-    ) -> tuple[list[Tensor], Callable]:
-        """Host copies of ``tensors``, and a finish that copies the results back."""
-        twins = {id(t): self._host_twin(t) for t in tensors}
-        self._copy("d2h", [(twins[id(t)], t) for t in tensors])
-
-        def back() -> None:
-            self._copy("h2d", [(t, twins[id(t)]) for t in writes])
-            if finish is not None:
-                finish()
-
-        return [twins[id(t)] for t in tensors], back
-
-    def _host_twin(self, tensor: Tensor) -> Tensor:
-        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
-        if key not in self._host_buffers:
-            pin = tensor.is_cuda
-            self._host_buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-        return self._host_buffers[key]
-
-    def _copy(self, lane: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        after, clock = self.recorder.cut(), self.recorder.clock
-        start = clock.mark()
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-        if pairs and self.context.device.startswith("cuda"):
-            torch.cuda.current_stream().synchronize()
-        self.recorder.copied(lane, start, clock.mark(), after)
 
     def blocked_in(self, op: str = "", call: object = "") -> None:
         """Tell whoever asks why this rank stands still; no argument: it computes again."""

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from paralab.spec import illegal
+from paralab.checks import illegal
 
 _MASK = 2**64 - 1
 

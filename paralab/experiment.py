@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paralab.checks import choice, illegal, real, whole
 from paralab.data import Corpus
 from paralab.launch import OutOfMemory, launch_program, torchrun_context
 from paralab.report import Report, save_part
-from paralab.spec import ModelSpec, Plan, choice, illegal, real, whole
+from paralab.spec import ModelSpec, Plan
 
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
 

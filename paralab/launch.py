@@ -25,10 +25,10 @@ from typing import Any
 
 import cloudpickle
 
+from paralab.checks import choice, illegal, real, whole
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
 from paralab.ranks.server import RankServer
 from paralab.ranks.watch import Run
-from paralab.spec import choice, illegal, real, whole
 
 __all__ = [
     "OutOfMemory", "RankError", "RankTimeout",

@@ -16,8 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paralab.checks import choice, illegal
 from paralab.records import metrics, tables
-from paralab.spec import Cluster, ModelSpec, Plan, choice, illegal
+from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:

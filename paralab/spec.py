@@ -1,96 +1,27 @@
-"""What to train, how to split it, on what: ModelSpec, Plan, Cluster.
+"""What to train and how to split it: ModelSpec and Plan. (On what: `Cluster`, in cluster.py.)
 
-Everything a learner can ask for is one of these three frozen descriptions. They hold numbers, never
-tensors (torch is not imported here), and every rule about what is legal lives in this file: a wrong
-value raises ``ValueError`` naming the field, the value and what would be legal, before any process
-starts.
+Both are frozen descriptions. They hold numbers, never tensors (torch is not imported here), and
+every rule about what is legal lives here: a wrong value raises ``ValueError`` naming the field, the
+value and what would be legal, before any process starts.
 
-Units: bytes, seconds, FLOP/s, bytes/s. Counts are plain integers.
+Units: bytes and plain counts.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from paralab.checks import Description, choice, illegal, real, whole
+from paralab.cluster import Cluster, Link
+
+__all__ = ["Cluster", "Link", "ModelSpec", "Plan"]
 
 BYTES_PER_ELEMENT = {"fp32": 4}  # of a parameter and of its gradient, by precision
 
 
-def illegal(name: str, value: object, why: str, legal: str) -> ValueError:
-    """The one form of every refusal: what was asked, why it cannot be, what would work."""
-    return ValueError(f"{name}={value!r}: {why}; legal: {legal}")
-
-
-def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> int:
-    """``value`` as an int in range, or the refusal. Booleans and floats are not whole numbers."""
-    legal = f"a whole number of at least {at_least}"
-    if at_most < 2**62:
-        legal = f"a whole number from {at_least} to {at_most}"
-    if isinstance(value, bool):
-        raise illegal(name, value, "a yes/no value is not a count", legal)
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]  # numpy integers pass, 2.0 does not
-    except TypeError:
-        raise illegal(name, value, "not a whole number", legal) from None
-    if not at_least <= number <= at_most:
-        raise illegal(name, value, "out of range", legal)
-    return number
-
-
-def real(
-    name: str, value: object, *, above: float | None = None, at_least: float | None = None
-) -> float:
-    """``value`` as a finite float in range, or the refusal."""
-    bound = f"above {above:g}" if above is not None else f"of at least {at_least:g}"
-    legal = f"a finite number {bound}"
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise illegal(name, value, "not a number", legal)
-    number = float(value)  # type: ignore[arg-type]
-    if not math.isfinite(number):
-        raise illegal(name, value, "not finite", legal)
-    if (above is not None and number <= above) or (at_least is not None and number < at_least):
-        raise illegal(name, value, "out of range", legal)
-    return number
-
-
-def choice(name: str, value: object, options: tuple[Any, ...]) -> Any:
-    """``value`` if it is one of ``options``, or the refusal listing them."""
-    if not any(type(value) is type(o) and value == o for o in options):
-        raise illegal(name, value, "unknown choice", " | ".join(repr(o) for o in options))
-    return value
-
-
-class _Spec:
-    """What the three descriptions share: a change of some fields, and a plain-dict form to save."""
-
-    def replace(self, **changes: Any) -> Any:
-        """A copy with some fields changed, checked like a new one."""
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Any:
-        """The inverse of ``to_dict``. Raises ``ValueError`` on a field it does not know."""
-        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        for name in values:
-            if name not in known:
-                raise illegal(
-                    name,
-                    values[name],
-                    f"{cls.__name__} has no such field",
-                    ", ".join(sorted(known)),
-                )
-        return cls(**values)
-
-
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec(_Spec):
+class ModelSpec(Description):
     """A GPT: pre-LayerNorm blocks, learned positions, 4x GELU MLP, as in GPT-2 and Megatron-LM.
 
     layers    number of transformer blocks, l
@@ -212,7 +143,7 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(_Spec):
+class Plan(Description):
     """How one training step is split over ranks.
 
     dp, tp, pp       degrees of data, tensor and pipeline parallelism
@@ -297,127 +228,3 @@ class Plan(_Spec):
 
 
 MAX_RANKS = 65536  # beyond any published run; mostly catches a slipped digit
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link(_Spec):
-    """The alpha-beta model of one kind of wire: a message of n bytes takes alpha + n / bandwidth.
-
-    alpha      seconds before the first byte
-    bandwidth  bytes per second that one rank can send
-    """
-
-    alpha: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", real("alpha", self.alpha, at_least=0.0))
-        object.__setattr__(self, "bandwidth", real("bandwidth", self.bandwidth, above=0.0))
-
-    def seconds(self, wire_bytes: float) -> float:
-        """Time for one rank to send ``wire_bytes``."""
-        return self.alpha + wire_bytes / self.bandwidth
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster(_Spec):
-    """Nodes of devices, and two levels of links: inside a node and between nodes.
-
-    flops             multiply-add rate that matrix products really reach, FLOP/s per device
-    memory_bandwidth  bytes/s that elementwise kernels really reach, per device
-    op_overhead       seconds every kernel costs before it does any work
-    memory            bytes per device
-    intra, inter      links inside a node and between nodes
-    collectives       links measured per operation inside a node; they go before `intra`
-    cores             processor cores that this cluster's devices share; None where each device
-                      computes on its own (a laptop's ranks share cores, GPUs do not)
-    """
-
-    name: str = "stated"
-    nodes: int = 1
-    devices_per_node: int = 8
-    flops: float
-    memory_bandwidth: float
-    op_overhead: float = 0.0
-    memory: int = 2**62
-    intra: Link
-    inter: Link | None = None
-    collectives: Mapping[str, Link] = field(default_factory=dict)
-    cores: int | None = None
-
-    def __post_init__(self) -> None:
-        def as_link(name: str, value: object) -> Link:
-            if isinstance(value, Mapping):
-                value = Link(**value)
-            if not isinstance(value, Link):
-                raise illegal(
-                    name, value, "not a link", "pl.Link(alpha=seconds, bandwidth=bytes_per_s)"
-                )
-            return value
-
-        for name in ("nodes", "devices_per_node", "memory"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
-        for name in ("flops", "memory_bandwidth"):
-            object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
-        object.__setattr__(self, "op_overhead", real("op_overhead", self.op_overhead, at_least=0.0))
-        object.__setattr__(self, "intra", as_link("intra", self.intra))
-        inter = self.intra if self.inter is None else as_link("inter", self.inter)
-        object.__setattr__(self, "inter", inter)
-        if not isinstance(self.collectives, Mapping):
-            raise illegal("collectives", self.collectives, "not a table", "{operation: pl.Link}")
-        measured = {op: as_link(f"collectives[{op!r}]", v) for op, v in self.collectives.items()}
-        object.__setattr__(self, "collectives", measured)
-        if self.cores is not None:
-            object.__setattr__(self, "cores", whole("cores", self.cores, at_least=1))
-
-    @property
-    def num_devices(self) -> int:
-        return self.nodes * self.devices_per_node
-
-    def node_of(self, rank: int) -> int:
-        """Ranks fill one node after the other."""
-        return rank // self.devices_per_node
-
-    def link(self, op: str, level: str) -> Link:
-        """The link that collective ``op`` runs on at ``level``, "intra" or "inter"."""
-        choice("level", level, ("intra", "inter"))
-        if level == "inter":
-            return self.inter  # type: ignore[return-value]  # __post_init__ filled it
-        return self.collectives.get(op, self.intra)
-
-    @classmethod
-    def local(cls, *, refresh: bool = False) -> Cluster:
-        """This machine, measured: a few seconds the first time, then read from a cache."""
-        from paralab.observe.calibrate import local_cluster
-
-        return local_cluster(refresh=refresh)
-
-    @classmethod
-    def preset(cls, name: str, *, nodes: int = 1) -> Cluster:
-        """A machine of the literature. ``nodes`` of it; device speed as a stated share of peak."""
-        if name not in CLUSTER_PRESETS:
-            raise illegal("preset", name, "unknown cluster", ", ".join(CLUSTER_PRESETS))
-        return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
-
-
-def _dgx(
-    peak: float, memory_gb: int, memory_gbs: float, intra_gbs: float, inter_gbs: float
-) -> dict:
-    """Dense 16-bit peak at 62 %, memory at 80 %: shares that large training kernels reach."""
-    return {
-        "devices_per_node": 8,
-        "flops": 0.62 * peak,
-        "memory_bandwidth": 0.8e9 * memory_gbs,
-        "op_overhead": 5e-6,
-        "memory": memory_gb * 10**9,
-        "intra": Link(alpha=10e-6, bandwidth=intra_gbs * 1e9),
-        "inter": Link(alpha=20e-6, bandwidth=inter_gbs * 1e9),
-    }
-
-
-# Datasheet figures: 16-bit dense peak, memory size and bandwidth, one-way GB/s per GPU inside a
-# node (NVLink) and between nodes (one HDR / NDR port per GPU).
-CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
-    "dgx-a100": _dgx(312e12, 80, 2039, 300, 25),
-    "dgx-h100": _dgx(989e12, 80, 3350, 450, 50),
-}

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from paralab import cli
+from paralab.checks import illegal
 from paralab.launch import OutOfMemory, RankError, RankTimeout, launch
-from paralab.spec import ModelSpec, Plan, illegal
+from paralab.spec import ModelSpec, Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR")

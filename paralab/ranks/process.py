@@ -35,11 +35,11 @@ import numpy.random
 import torch
 import torch.distributed as dist
 
+from paralab.checks import illegal
 from paralab.ranks.errors import RankError
 from paralab.ranks.failure import Refused, describe
 from paralab.ranks.notes import Notebook
 from paralab.ranks.server import ONE_THREAD
-from paralab.spec import illegal
 
 _PROGRESS_SECONDS = 0.05  # between two reports, except the last
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from paralab.checks import illegal
 from paralab.records import tables
-from paralab.spec import Plan, illegal
+from paralab.spec import Plan
 
 PART_KEYS = ("rank", "clock_offset", "clock_uncertainty", *tables.COLUMNS, "losses")
 

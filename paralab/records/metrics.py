@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from paralab.checks import choice, illegal
 from paralab.records.tables import COMPUTE_KINDS
-from paralab.spec import BYTES_PER_ELEMENT, choice, illegal
+from paralab.spec import BYTES_PER_ELEMENT
 from paralab.theory.traffic import BOOKKEEPING, edges
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from paralab.checks import illegal
 from paralab.records import metrics
-from paralab.spec import illegal
 from paralab.theory.gaps import notes_on
 from paralab.theory.traffic import BOOKKEEPING
 

@@ -18,8 +18,9 @@ copy and that mask. Fused attention keeps no scores: one number per row of them,
 
 from __future__ import annotations
 
+from paralab.checks import choice
 from paralab.parallel.buckets import assign
-from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan, choice
+from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 from paralab.theory.formulas import sizes
 
 OPTIMIZERS = ("adamw", "sgd")

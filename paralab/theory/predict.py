@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paralab.checks import illegal, whole
 from paralab.records.tables import COLUMNS
-from paralab.spec import Cluster, ModelSpec, Plan, illegal, whole
+from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.engine import Collective, Compute, Item, Times, Wait, link_cost, simulate
 from paralab.theory.formulas import (

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paralab.checks import choice, whole
 from paralab.records import metrics
 from paralab.records.tables import COMPUTE_KINDS, KINDS
-from paralab.spec import choice, whole
 from paralab.view import theme
 from paralab.view.tracks import tracks
 

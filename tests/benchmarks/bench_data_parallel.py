@@ -16,6 +16,7 @@ from paralab.launch import launch_program
 
 MODEL = pl.ModelSpec(layers=8, hidden=256, heads=8, seq_len=128)  # 6.4 M parameters
 BATCH = 2
+BUCKET = 13 * 2**20  # two buckets, as DistributedDataParallel makes of this model
 
 
 def turns(
@@ -73,7 +74,7 @@ def measure(*, pairs: int = 24, steps: int = 3) -> list[dict]:
     rows = []
     for ranks in (2, 4):
         for view in (False, True):
-            plan = pl.Plan(dp=ranks, microbatch_size=BATCH)
+            plan = pl.Plan(dp=ranks, microbatch_size=BATCH, bucket_bytes=BUCKET)
             args = (MODEL, plan, {"gradient_as_bucket_view": view}, pairs, steps)
             parts = launch_program(turns, ranks, args, timeout=300, device="cpu")
             slowest = {

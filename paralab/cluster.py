@@ -1,0 +1,137 @@
+"""What a plan runs on: nodes of devices, and links inside a node and between nodes.
+
+Units: seconds, bytes, FLOP/s, bytes/s. A cluster is measured (`Cluster.local`), a machine of the
+literature (`Cluster.preset`), or stated field by field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paralab.checks import Description, choice, illegal, real, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link(Description):
+    """The alpha-beta model of one kind of wire: a message of n bytes takes alpha + n / bandwidth.
+
+    alpha      seconds before the first byte
+    bandwidth  bytes per second that one rank can send
+    """
+
+    alpha: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alpha", real("alpha", self.alpha, at_least=0.0))
+        object.__setattr__(self, "bandwidth", real("bandwidth", self.bandwidth, above=0.0))
+
+    def seconds(self, wire_bytes: float) -> float:
+        """Time for one rank to send ``wire_bytes``."""
+        return self.alpha + wire_bytes / self.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Description):
+    """Nodes of devices, and two levels of links: inside a node and between nodes.
+
+    flops             multiply-add rate that matrix products really reach, FLOP/s per device
+    memory_bandwidth  bytes/s that elementwise kernels really reach, per device
+    op_overhead       seconds every kernel costs before it does any work
+    memory            bytes per device
+    intra, inter      links inside a node and between nodes
+    collectives       links measured per operation inside a node; they go before `intra`
+    cores             processor cores that this cluster's devices share; None where each device
+                      computes on its own (a laptop's ranks share cores, GPUs do not)
+    """
+
+    name: str = "stated"
+    nodes: int = 1
+    devices_per_node: int = 8
+    flops: float
+    memory_bandwidth: float
+    op_overhead: float = 0.0
+    memory: int = 2**62
+    intra: Link
+    inter: Link | None = None
+    collectives: Mapping[str, Link] = field(default_factory=dict)
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        def as_link(name: str, value: object) -> Link:
+            if isinstance(value, Mapping):
+                value = Link(**value)
+            if not isinstance(value, Link):
+                raise illegal(
+                    name, value, "not a link", "pl.Link(alpha=seconds, bandwidth=bytes_per_s)"
+                )
+            return value
+
+        for name in ("nodes", "devices_per_node", "memory"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
+        for name in ("flops", "memory_bandwidth"):
+            object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
+        object.__setattr__(self, "op_overhead", real("op_overhead", self.op_overhead, at_least=0.0))
+        object.__setattr__(self, "intra", as_link("intra", self.intra))
+        inter = self.intra if self.inter is None else as_link("inter", self.inter)
+        object.__setattr__(self, "inter", inter)
+        if not isinstance(self.collectives, Mapping):
+            raise illegal("collectives", self.collectives, "not a table", "{operation: pl.Link}")
+        measured = {op: as_link(f"collectives[{op!r}]", v) for op, v in self.collectives.items()}
+        object.__setattr__(self, "collectives", measured)
+        if self.cores is not None:
+            object.__setattr__(self, "cores", whole("cores", self.cores, at_least=1))
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def node_of(self, rank: int) -> int:
+        """Ranks fill one node after the other."""
+        return rank // self.devices_per_node
+
+    def link(self, op: str, level: str) -> Link:
+        """The link that collective ``op`` runs on at ``level``, "intra" or "inter"."""
+        choice("level", level, ("intra", "inter"))
+        if level == "inter":
+            return self.inter  # type: ignore[return-value]  # __post_init__ filled it
+        return self.collectives.get(op, self.intra)
+
+    @classmethod
+    def local(cls, *, refresh: bool = False) -> Cluster:
+        """This machine, measured: a few seconds the first time, then read from a cache."""
+        from paralab.observe.calibrate import local_cluster
+
+        return local_cluster(refresh=refresh)
+
+    @classmethod
+    def preset(cls, name: str, *, nodes: int = 1) -> Cluster:
+        """A machine of the literature. ``nodes`` of it; device speed as a stated share of peak."""
+        if name not in CLUSTER_PRESETS:
+            raise illegal("preset", name, "unknown cluster", ", ".join(CLUSTER_PRESETS))
+        return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
+
+
+def _dgx(
+    peak: float, memory_gb: int, memory_gbs: float, intra_gbs: float, inter_gbs: float
+) -> dict:
+    """Dense 16-bit peak at 62 %, memory at 80 %: shares that large training kernels reach."""
+    return {
+        "devices_per_node": 8,
+        "flops": 0.62 * peak,
+        "memory_bandwidth": 0.8e9 * memory_gbs,
+        "op_overhead": 5e-6,
+        "memory": memory_gb * 10**9,
+        "intra": Link(alpha=10e-6, bandwidth=intra_gbs * 1e9),
+        "inter": Link(alpha=20e-6, bandwidth=inter_gbs * 1e9),
+    }
+
+
+# Datasheet figures: 16-bit dense peak, memory size and bandwidth, one-way GB/s per GPU inside a
+# node (NVLink) and between nodes (one HDR / NDR port per GPU).
+CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
+    "dgx-a100": _dgx(312e12, 80, 2039, 300, 25),
+    "dgx-h100": _dgx(989e12, 80, 3350, 450, 50),
+}
