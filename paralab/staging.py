@@ -17,7 +17,7 @@ from paralab.observe.recorder import Recorder
 
 
 class HostStaging:
-    """The pinned buffers of one group: pinning is slow, so a finished call's buffer serves again."""
+    """The pinned buffers of one group: pinning is slow, so a finished call's buffer is kept."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
