@@ -10,8 +10,7 @@ local sum; its reduce sends up to 2.3 times the minimum, so ours is direct sends
 Both add in rank order.
 
 [Note: CUDA] With NCCL a group's calls run on a stream of their own and nothing blocks the host.
-Gloo cannot read device memory: there, tensors go through pinned host buffers, and the two copies
-are recorded on the lanes "d2h" and "h2d".
+Gloo cannot read device memory: there, tensors go through the host (staging.py).
 """
 
 from __future__ import annotations

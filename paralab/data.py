@@ -1,7 +1,7 @@
 """Real text without a download, and the same batches for every plan.
 
 The text is read as bytes, so the vocabulary is 256 and there is no tokenizer to fetch. By default
-it is the source code of the Python standard library at hand (some 10 MB of well-formed English and
+it is the source code of the Python standard library at hand (some 5 MB of well-formed English and
 code); any text file or folder of the user's own does as well.
 
 [Note: same batches] Sample number g of a run (step * global batch + position in the batch) starts

@@ -5,8 +5,9 @@ have them. A model is a list of parts, ``embedding``, ``blocks.0`` ... and ``hea
 their global index, so that any paradigm can hold a slice of it.
 
 [Note: initial weights] Every parameter is drawn from a generator of its own, seeded by the run's
-seed and the parameter's name. So a rank that holds a part of the model, or a part of a tensor, can
-draw exactly what the one-device model has there, without drawing the rest.
+seed and the parameter's name. So a rank that holds a part of the model draws exactly what the
+one-device model has there, without drawing the rest; of a tensor it holds a slice of, it draws the
+whole and keeps its slice.
 
 Shapes: B samples, s tokens, h hidden, a heads, d = h/a, V vocabulary.
 """

@@ -52,7 +52,8 @@ class Trainer:
     """One rank's model, optimizer and gradient synchronisation, and the step they make together.
 
     context   who this rank is: rank, world_size, nodes, device, backend, store, strict, note,
-              progress The other arguments are those of `pl.run`, checked.
+              progress
+    The other arguments are those of `pl.run`, checked.
     """
 
     def __init__(
@@ -121,8 +122,7 @@ class Trainer:
         with self.recorder.span("forward", microbatch=k):
             loss = self.gpt(tokens, targets)
         with self.recorder.span("backward", microbatch=k):
-            # One division makes the mean over the global batch: micro-batches add up, and so do
-            # ranks.
+            # One division makes the mean over the global batch: micro-batches and ranks add up.
             (loss / (self.plan.microbatches * self.plan.dp)).backward()
         return loss.detach()
 

@@ -31,18 +31,18 @@ def measure_offset(group: Group, *, rounds: int = 32) -> tuple[float, float]:
 
 
 def _ask(group: Group, other: int, rounds: int) -> None:
-    stamp, best = _message(0.0), (float("inf"), 0.0)
+    stamp, best = _message(group, 0.0), (float("inf"), 0.0)
     for _ in range(rounds):
         asked = time.perf_counter()
         group.send(stamp, to=other, phase="setup").wait()
         group.recv(stamp, source=other, phase="setup").wait()
         trip = time.perf_counter() - asked
         best = min(best, (trip, asked + trip / 2 - stamp.item()))
-    group.send(_message(*best), to=other, phase="setup").wait()
+    group.send(_message(group, *best), to=other, phase="setup").wait()
 
 
 def _answer(group: Group, first: int, rounds: int) -> tuple[float, float]:
-    stamp, best = _message(0.0), _message(0.0, 0.0)
+    stamp, best = _message(group, 0.0), _message(group, 0.0, 0.0)
     for _ in range(rounds):
         group.recv(stamp, source=first, phase="setup").wait()
         stamp.fill_(time.perf_counter())
@@ -52,5 +52,6 @@ def _answer(group: Group, first: int, rounds: int) -> tuple[float, float]:
     return offset, trip / 2
 
 
-def _message(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)  # float32 would round a clock to 0.1 s
+def _message(group: Group, *values: float) -> torch.Tensor:
+    # float32 would round a clock to 0.1 s; NCCL sends from device memory only
+    return torch.tensor(values, dtype=torch.float64, device=group.context.device)
