@@ -61,7 +61,7 @@ lab: $(READY)
 
 demo: $(READY)
 	@mkdir -p demo
-	@$(PY) -m paralab run --dp 4 --steps 8 --predict \
+	@$(PY) -m paralab run --dp 4 --microbatch-size 4 --bucket-bytes 1MiB --steps 8 --predict \
 	  --save demo/run.json --html demo/report.html
 
 test: $(READY_DEV)
