@@ -1,4 +1,4 @@
-"""What the instruments cost: a training step with the recorder on against the same step without it.
+"""What the instruments cost: a training step with the recorder on against the same step without.
 
 Two figures, because a fraction of a per cent drowns in a busy machine's noise: the paired ratio,
 and the events of one step times the measured cost of one event.
@@ -8,82 +8,85 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench_data_parallel import BATCH, MODEL
-from statistics_of_pairs import row
+from bench_data_parallel import BATCH, MODEL, STEPS
+from pairs import row, slowest_rank, take_turns
 
 import paralab as pl
 from paralab.launch import launch_program
+from paralab.observe.recorder import Recorder
 
 
-def turns(context: Any, pairs: int, steps: int) -> dict:
-    import time
+class Blind(Recorder):
+    """Takes every call and writes nothing down."""
 
-    import torch.distributed as dist
+    def enter(self, *args: object, **kwargs: object) -> None: ...
 
-    from paralab.observe.recorder import Recorder
+    def leave(self) -> int:
+        return -1
+
+    def cut(self) -> tuple[int, ...]:
+        return ()
+
+    def launch(self, *args: object) -> int:
+        return -1
+
+    def completed(self, *args: object) -> None: ...
+
+    def settled(self, *args: object) -> None: ...
+
+    def call(self, row: tuple) -> None: ...
+
+    def begin_step(self, step: int) -> None: ...
+
+    def end_step(self) -> None: ...
+
+
+def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
+    """The same trainer with its recorder on, and with a blind one in its place."""
     from paralab.train import Trainer
 
-    class Blind(Recorder):
-        """Takes every call and writes nothing down."""
+    trainer = Trainer(context, MODEL, pl.Plan(dp=context.world_size, microbatch_size=BATCH))
+    kinds = {"ours": Recorder, "theirs": Blind}
+    recorders = {s: k(rank=context.rank, world_size=context.world_size) for s, k in kinds.items()}
 
-        def enter(self, *args: object, **kwargs: object) -> None: ...
-        def leave(self) -> int:
-            return -1  # noqa: E704
+    def side(name: str) -> Any:
+        def step(number: int) -> None:
+            trainer.recorder = trainer.group.recorder = recorders[name]
+            trainer.step(number)
 
-        def cut(self) -> tuple:
-            return ()  # noqa: E704
+        return step
 
-        def launch(self, *args: object) -> int:
-            return -1  # noqa: E704
+    names = list(kinds) if ours_first else list(reversed(kinds))
+    return take_turns({name: side(name) for name in names}, steps=STEPS)
 
-        def completed(self, *args: object) -> None: ...
-        def settled(self, *args: object) -> None: ...
-        def call(self, row: tuple) -> None: ...
-        def begin_step(self, step: int) -> None: ...
-        def end_step(self) -> None: ...
 
-    def trainer(kind: type[Recorder]) -> Trainer:
-        recorder = kind(rank=context.rank, world_size=context.world_size)
-        return Trainer(context, MODEL, plan, recorder=recorder)
+def events(context: Any) -> tuple[float, float]:
+    """(events of one step, seconds that one of them costs)."""
+    import time
 
-    plan = pl.Plan(dp=context.world_size, microbatch_size=BATCH)
-    sides = {"on": trainer(Recorder), "off": trainer(Blind)}
-    times: dict[str, list[float]] = {"on": [], "off": []}
-    for turn in range(pairs + 1):
-        for side in sides if turn % 2 else reversed(sides):
-            dist.barrier()
-            began = time.perf_counter()
-            for i in range(steps):
-                sides[side].step(turn * steps + i)
-            if turn:
-                times[side].append((time.perf_counter() - began) / steps)
-    recorder = sides["on"].recorder
-    events = (2 * len(recorder._spans) + len(recorder._calls)) / ((pairs + 1) * steps)
+    from paralab.train import Trainer
+
+    trainer = Trainer(context, MODEL, pl.Plan(dp=context.world_size, microbatch_size=BATCH))
+    trainer.step(0)
+    tables = trainer.recorder.tables()
+    count = 2 * len(tables["spans"]["id"]) + len(tables["collectives"]["call"])
     probe = Recorder(rank=0, world_size=1)
     began = time.thread_time()
     for _ in range(2000):
         with probe.span("forward"):
             pass
-    return {**times, "events": events, "each": (time.thread_time() - began) / 4000}
+    return count, (time.thread_time() - began) / 4000
 
 
-def measure(*, ranks: int = 2, pairs: int = 24, steps: int = 3) -> list[dict]:
-    parts = launch_program(turns, ranks, (pairs, steps), timeout=300, device="cpu")
-    slowest = {
-        side: [max(t) for t in zip(*(part[side] for part in parts), strict=True)]
-        for side in ("on", "off")
-    }
-    found = row(
-        "instruments on", "the same step, nothing recorded", slowest["on"], slowest["off"], ""
+def measure(*, ranks: int = 2) -> list[dict]:
+    ours, theirs = slowest_rank(turns, ranks, ())
+    count, each = launch_program(events, ranks, device="cpu")[0]
+    share = count * each / (sum(theirs) / len(theirs))
+    note = (
+        f"s per step of the slowest of {ranks} ranks; {count} events a step at {each * 1e6:.1f} us "
+        f"each are {share:.2%} of it"
     )
-    events, each = max(p["events"] for p in parts), max(p["each"] for p in parts)
-    share = events * each / found["peer_s"]
-    found["note"] += (
-        f"s per step, {ranks} ranks; {events:.0f} events a step at {each * 1e6:.1f} us each are "
-        f"{share:.2%} of it"
-    )
-    found["events_share"] = share
-    return [found]
+    return [row("instruments on", "the same step, nothing recorded", ours, theirs, note)]
 
 
 if __name__ == "__main__":

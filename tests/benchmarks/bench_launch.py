@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from statistics_of_pairs import row
+from pairs import row
 
 import paralab as pl
 from paralab.launch import _house, launch_program
