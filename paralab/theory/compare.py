@@ -238,4 +238,6 @@ def _shown(value: float, unit: str) -> str:
         return "-"
     if unit == "s":
         return f"{value * 1e3:,.2f} ms"
+    if value == 1:
+        unit = unit.removesuffix("s")  # 1 call
     return f"{value:,.0f} {unit}" if float(value).is_integer() else f"{value:,.1f} {unit}"

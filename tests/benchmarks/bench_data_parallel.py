@@ -13,7 +13,7 @@ import paralab as pl
 
 MODEL = pl.ModelSpec(layers=8, hidden=256, heads=8, seq_len=128)  # 6.4 M parameters
 BATCH = 2
-BUCKET = 13 * 2**20  # two buckets, as DistributedDataParallel makes of this model
+BUCKET = 25 * 2**20  # the cap that DistributedDataParallel has by default
 STEPS = 3  # a turn
 
 
