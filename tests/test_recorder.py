@@ -53,7 +53,7 @@ def test_cost_is_the_cpu_time_of_the_span_and_a_wait_has_none():
     with recorder.span("wait"):
         spin(0.005)
     busy, idle, wait = rows(recorder)
-    assert 0.02 <= busy["cost"] < 0.03
+    assert 0.02 <= busy["cost"] < 0.05
     assert idle["cost"] < 0.01 and idle["end"] - idle["start"] >= 0.02
     assert wait["cost"] == 0.0
 
