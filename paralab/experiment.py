@@ -81,20 +81,28 @@ def run(
     model: ModelSpec,
     plan: Plan | None = None,
     *,
+    steps: int = 4,
+    optimizer: str = "adamw",
+    lr: float | None = None,
+    clip_norm: float | None = None,
+    data: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    memory_limit: object = None,
+    keep_state: bool = False,
     device: str | None = None,
     timeout: float = 120.0,
     progress: bool = True,
     strict: bool = False,
-    **settings: Any,
 ) -> Report:
     """Train ``model`` under ``plan`` on real processes and return what they measured.
 
     model, plan   what to train and how to split it (default: one device)
-    steps         optimizer steps, the first of them warm-up (default 4)
-    optimizer     "adamw" (default) or "sgd"; ``lr`` learning rate (default 1e-3 or 0.1)
+    steps         optimizer steps, the first of them warm-up
+    optimizer     "adamw" or "sgd"; ``lr`` learning rate (default 1e-3 or 0.1)
     clip_norm     clip the gradients' global L2 norm to this
     data          a text file or folder (default: the source of Python's standard library)
     seed          draws weights and batches
+    memory_limit  None: memory caps are not in this version
     keep_state    also return ``report.weights`` and ``report.gradients``
     device        "cpu", "cuda", or None for the GPU where there is one
     timeout       seconds without any sign of life before the ranks are stopped
@@ -105,7 +113,18 @@ def run(
     process is left behind in any case.
     """
     plan = Plan() if plan is None else plan
-    checked = Settings.check(model, plan, **settings)
+    checked = Settings.check(
+        model,
+        plan,
+        steps=steps,
+        optimizer=optimizer,
+        lr=lr,
+        clip_norm=clip_norm,
+        data=data,
+        seed=seed,
+        memory_limit=memory_limit,
+        keep_state=keep_state,
+    )
     with _ProgressBar(checked.steps, plan, progress) as on_progress:
         try:
             parts = launch_program(

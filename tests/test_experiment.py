@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import sys
 
 import pytest
 
 import paralab as pl
-from paralab.experiment import _ProgressBar
+from paralab.experiment import Settings, _ProgressBar
 from paralab.ranks.errors import OutOfMemory
 
 
@@ -54,6 +55,18 @@ def test_the_report_says_how_it_was_made(run, model, text):
     assert report.meta["seed"] == 3 and report.meta["lr"] == 0.01 and report.meta["steps"] == 2
     assert report.meta["data"] == str(text) and report.meta["backend"] == "gloo"
     assert report.meta["nodes"] == [0, 0]
+
+
+def test_run_and_the_torchrun_way_share_their_arguments_and_defaults():
+    def options(function) -> dict:
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    own = {"device", "timeout", "progress", "strict"}
+    asked = {name: value for name, value in options(pl.run).items() if name not in own}
+    assert asked == options(Settings.check)
+    with pytest.raises(TypeError, match="run.*'stepz'"):
+        pl.run(pl.ModelSpec(layers=1, hidden=8, heads=1, seq_len=8), stepz=3)
 
 
 def test_same_seed_same_bits_other_seed_other_run(run, model):
