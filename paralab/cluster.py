@@ -6,6 +6,7 @@ literature (`Cluster.preset`), or stated field by field.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +113,13 @@ class Cluster(Description):
         if name not in CLUSTER_PRESETS:
             raise illegal("preset", name, "unknown cluster", ", ".join(CLUSTER_PRESETS))
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
+
+
+def available_cores() -> int:
+    """Processor cores that this process and its ranks may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _dgx(

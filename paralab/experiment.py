@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paralab.checks import choice, illegal, real, whole
+from paralab.cluster import available_cores
 from paralab.data import Corpus
 from paralab.launch import OutOfMemory, launch_program, torchrun_context
 from paralab.report import Report, save_part
@@ -184,9 +185,7 @@ def _meta(settings: Settings, of_rank: dict[str, Any]) -> dict[str, Any]:
         "run_id": uuid.uuid4().hex,
         "paralab": paralab.__version__,
         "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": available_cores(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **of_rank,
         **vars(settings),

@@ -58,17 +58,17 @@ class Strict:
         by_peer: dict[int, list[list]] = defaultdict(list)
         for kind, tensor, peer in parts:
             by_peer[peer].append([kind, tensor.numel(), str(tensor.dtype)])
-        numbers = {}
+        places = {}  # peer -> (the two ranks, the how-manieth exchange of theirs this is)
         for peer, calls in by_peer.items():
             pair = (min(self.rank, peer), max(self.rank, peer))
-            numbers[peer] = self._next((ranks, pair))
-            self.store.set(f"{ranks}/{pair}/{numbers[peer]}/{self.rank}", json.dumps(calls))
+            places[peer] = (pair, self._next((ranks, pair)))
+            self.store.set(f"{ranks}/{places[peer]}/{self.rank}", json.dumps(calls))
         for peer, calls in by_peer.items():
-            pair = (min(self.rank, peer), max(self.rank, peer))
-            theirs = json.loads(self.store.get(f"{ranks}/{pair}/{numbers[peer]}/{peer}"))
+            pair, number = places[peer]
+            theirs = json.loads(self.store.get(f"{ranks}/{places[peer]}/{peer}"))
             if _mirror(theirs) != _in_order(calls):
                 raise OrderError(
-                    f"exchange #{numbers[peer]} between ranks {pair[0]} and {pair[1]}: rank "
+                    f"exchange #{number} between ranks {pair[0]} and {pair[1]}: rank "
                     f"{self.rank} does {_words(calls)}, rank {peer} does {_words(theirs)}; each "
                     "send needs its receive in the same exchange, with the same size and type"
                 )

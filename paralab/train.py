@@ -42,6 +42,19 @@ class GradientSignal:
     def reset(self) -> None:
         self.seen = dict.fromkeys(self.parameters, 0)
 
+    def check_complete(self) -> None:
+        """Raise ``RuntimeError`` if backward is over and a gradient is not complete.
+
+        Whoever listens would synchronise nothing for it, and the ranks' weights would drift apart.
+        """
+        missing = sum(count != self.microbatches for count in self.seen.values())
+        if missing:
+            raise RuntimeError(
+                f"{missing} of {len(self.parameters)} gradients were never complete: their "
+                "parameters took no part in the loss of every micro-batch; use them, or leave them "
+                "out of the model"
+            )
+
     def accumulated(self, parameter: Tensor) -> None:
         self.seen[parameter] += 1
         if self.seen[parameter] == self.microbatches:
@@ -97,6 +110,7 @@ class Trainer:
         recorder.begin_step(step)
         losses = [self._microbatch(step, k, batch) for k, batch in enumerate(batches)]
         if self.sync is not None:
+            self.signal.check_complete()
             self.sync.finish()
         if keep_gradients:
             self.gradients = {name: as_numpy(p.grad) for name, p in self.gpt.named_parameters()}

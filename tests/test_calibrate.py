@@ -185,7 +185,7 @@ def test_the_cache_lies_where_the_user_says(monkeypatch, tmp_path):
 
 def test_another_machine_or_version_has_a_cache_of_its_own(monkeypatch):
     names = {calibrate.fingerprint()}
-    monkeypatch.setattr(calibrate, "_cores", lambda: 77)
+    monkeypatch.setattr(calibrate, "available_cores", lambda: 77)
     names.add(calibrate.fingerprint())
     monkeypatch.setattr(calibrate, "_processor", lambda: "another")
     names.add(calibrate.fingerprint())
@@ -235,7 +235,7 @@ def test_calibrating_keeps_torch_out_of_the_caller(real):
 
 def test_this_machine_comes_out_as_a_machine_could_be(real):
     cluster = pl.Cluster.from_dict(real["known"]["cluster"])
-    assert cluster.name == "local" and cluster.cores == calibrate._cores()
+    assert cluster.name == "local" and cluster.cores == calibrate.available_cores()
     assert 1e8 < cluster.flops < 1e13
     assert cluster.memory_bandwidth > 1e8
     assert 0 <= cluster.op_overhead < 1e-2

@@ -7,6 +7,7 @@ import pytest
 from equality import assert_equal_state, reference
 
 import paralab as pl
+from paralab.launch import launch_program
 
 FORMS = ("naive", "bucketed", "overlapped")
 STEPS, LR = 3, 0.5
@@ -114,3 +115,27 @@ def test_adamw_trains_the_same_weights_within_tolerance(run, model):
         # Adam divides by the gradient's size, so rounding in tiny gradients shows; 2 % of one
         # update at lr 1e-3
         np.testing.assert_allclose(weight, split.weights[name], atol=2e-5, rtol=0, err_msg=name)
+
+
+def unused_parameter(context, plan, settings) -> None:
+    """The rank program with a model that has one parameter too many."""
+    import torch
+
+    from paralab import train
+    from paralab.model import GPT
+
+    class Wasteful(GPT):
+        def __init__(self, spec, *, seed: int) -> None:
+            super().__init__(spec, seed=seed)
+            self.unused = torch.nn.Parameter(torch.zeros(3))
+
+    train.GPT = Wasteful
+    model = pl.ModelSpec(layers=1, hidden=8, heads=1, seq_len=8)
+    train.train(context, model, plan, steps=1, keep_state=False, **settings)
+
+
+@pytest.mark.parametrize("grad_sync", FORMS)
+def test_a_gradient_that_is_never_complete_is_an_error_not_a_silent_difference(text, grad_sync):
+    plan = pl.Plan(dp=2, grad_sync=grad_sync, bucket_bytes=500)
+    with pytest.raises(pl.RankError, match=r"1 of \d+ gradients were never complete"):
+        launch_program(unused_parameter, 2, (plan, {"data": str(text)}), timeout=30, device="cpu")

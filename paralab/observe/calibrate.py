@@ -31,6 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from paralab.cluster import available_cores
 from paralab.observe.measure import OPS, measure_device, measure_links
 from paralab.spec import Cluster
 from paralab.theory.fit import fit_device, fit_link
@@ -96,7 +97,13 @@ def fingerprint() -> str:
     """What a calibration depends on, as 12 hexadecimal digits."""
     import paralab
 
-    facts = [FORMAT, _processor(), _cores(), _version("torch"), getattr(paralab, "__version__", "")]
+    facts = [
+        FORMAT,
+        _processor(),
+        available_cores(),
+        _version("torch"),
+        getattr(paralab, "__version__", ""),
+    ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
@@ -115,12 +122,6 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _memory_bytes() -> int:
@@ -173,7 +174,7 @@ def _write(path: Path, known: dict[str, Any]) -> bool:
 def _measure() -> dict[str, Any]:
     from paralab.launch import launch_program
 
-    began, cores = time.perf_counter(), _cores()
+    began, cores = time.perf_counter(), available_cores()
     ranks = max(2, min(4, cores))
     device = launch_program(measure_device, 1, (), device="cpu")[0]
     links = _from_last_launch(launch_program(measure_links, ranks, (), device="cpu"))
