@@ -1,0 +1,89 @@
+"""What training a model needs before any of it is split: bytes per parameter, devices, days.
+
+Bytes per parameter are a recipe, never a constant: each names what is kept, and how wide.
+
+    fp32            4 + 4 + 8                 what paralab trains with
+    zero-fp16       2 + 2 + 12       = 16     ZeRO, Rajbhandari+ 2020, arXiv:1910.02054, sec. 3.1:
+                                              16-bit weights and gradients; master weights and
+                                              AdamW's two moments in 32 bits (K = 12)
+    megatron-bf16   2 + 4 + 12       = 18     gradients added up in 32 bits
+    megatron-fp16   2 + 2 + 4 + 12   = 20     16-bit gradients and a 32-bit copy of them; also what
+                                              ZeRO-Infinity counts (arXiv:2104.07857, sec. 3)
+
+These are model states. Activations come on top, and grow with the batch (theory/memory.py).
+
+Time: PTD-P (Narayanan+ 2021, arXiv:2104.04473), sec. 5.1: a step of B samples costs
+F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) FLOPs with activations recomputed (eq. 3), so T tokens on
+n devices take T F / (B s) / (n X) seconds at X FLOP/s each. Its eq. 4, 8 T P / (n X), leaves out
+the last two terms and comes out 1.5 to 3 % low.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from paralab.checks import choice, illegal, real, whole
+from paralab.spec import ModelSpec
+from paralab.theory.formulas import forward_flops
+
+RECIPES: Mapping[str, Mapping[str, int]] = MappingProxyType({
+    "fp32": {"parameters": 4, "gradients": 4, "moments": 8},
+    "zero-fp16": {"parameters": 2, "gradients": 2, "master": 4, "moments": 8},
+    "megatron-bf16": {"parameters": 2, "gradients": 4, "master": 4, "moments": 8},
+    "megatron-fp16": {
+        "parameters": 2, "gradients": 2, "master gradients": 4, "master": 4, "moments": 8,
+    },
+})  # fmt: skip
+SECONDS_PER_DAY = 86_400
+
+
+def bytes_per_parameter(recipe: str) -> int:
+    """Bytes of model states that ``recipe`` keeps for every parameter."""
+    return sum(_parts(recipe).values())
+
+
+def model_states(model: ModelSpec, recipe: str = "zero-fp16") -> dict[str, int]:
+    """{category: bytes} of one whole copy of the model states; their sum is what has to fit."""
+    return {name: width * model.num_params for name, width in _parts(recipe).items()}
+
+
+def devices_for(num_bytes: int, memory: int) -> int:
+    """Devices of ``memory`` bytes that hold ``num_bytes`` between them: a whole number, upward."""
+    return -(-whole("num_bytes", num_bytes, at_least=1) // whole("memory", memory, at_least=1))
+
+
+def step_flops(model: ModelSpec, samples: int, *, recompute: bool = False) -> int:
+    """FLOPs of forward and backward of ``samples``; with ``recompute`` PTD-P's eq. 3.
+
+    Backward is twice forward. Recomputing the blocks costs their forward once more; the head's is
+    not recomputed.
+    """
+    once = forward_flops(model, samples)
+    head = 2 * samples * model.seq_len * model.hidden * model.vocab
+    return 3 * once + ((once - head) if recompute else 0)
+
+
+def training_days(
+    model: ModelSpec, *, tokens: float, devices: int, flops: float, recompute: bool = True
+) -> float:
+    """Days to train on ``tokens`` with ``devices`` that each reach ``flops`` FLOP/s."""
+    tokens, flops = real("tokens", tokens, above=0.0), real("flops", flops, above=0.0)
+    devices = whole("devices", devices, at_least=1)
+    per_token = step_flops(model, 1, recompute=recompute) / model.seq_len
+    return tokens * per_token / (devices * flops) / SECONDS_PER_DAY
+
+
+def largest_layers(model: ModelSpec, memory: int, recipe: str = "zero-fp16") -> int:
+    """Blocks of ``model``'s width whose states still fit ``memory`` bytes; 0 if not even one."""
+    memory = whole("memory", memory, at_least=1)
+    one, two = (model.replace(layers=n).num_params for n in (1, 2))
+    room = memory // bytes_per_parameter(recipe) - one
+    return 0 if room < 0 else 1 + math.floor(room / (two - one))
+
+
+def _parts(recipe: str) -> Mapping[str, int]:
+    if isinstance(recipe, Mapping):
+        raise illegal("recipe", dict(recipe), "not a name", " | ".join(map(repr, RECIPES)))
+    return RECIPES[choice("recipe", recipe, tuple(RECIPES))]
