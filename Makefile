@@ -2,7 +2,7 @@
 #
 #   make lab     open the labs in JupyterLab
 #   make demo    train on four data-parallel ranks without a browser, write one HTML report
-#   make test    everything that continuous integration runs
+#   make test    everything that continuous integration runs; installs chromium if it may and must
 #   make bench   compare with what you would use instead; writes bench.json
 #   make labs    rebuild the notebooks from labs/src (needs chromium, for their pictures)
 #   make clean   remove the environment and everything these targets wrote
@@ -19,6 +19,10 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -qq
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
+
+# JupyterLab's defaults in this environment: it does not ask whether it may fetch news.
+LAB_DEFAULTS := $(VENV)/share/jupyter/lab/settings
+NO_NEWS := {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
 
 # JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -47,6 +51,7 @@ $(READY): pyproject.toml
 	@$(PIP) '$(TORCH)'
 	@echo "[3/3] paralab and JupyterLab"
 	@$(PIP) --editable .
+	@mkdir -p $(LAB_DEFAULTS) && echo '$(NO_NEWS)' >$(LAB_DEFAULTS)/overrides.json
 	@touch $@
 
 $(READY_DEV): $(READY)
@@ -68,6 +73,8 @@ test: $(READY_DEV)
 	@echo "== ruff"
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@echo "== a browser for the labs"
+	@$(PY) tests/browser/chromium.py
 	@echo "== tests"
 	@$(PY) -m pytest tests $(TEST_ARGS)
 	@echo "== labs, strictly: every stored output is compared with a fresh run"

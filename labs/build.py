@@ -1,8 +1,23 @@
-"""Build the notebooks of labs/ from labs/src: one percent script in, one executed notebook out.
+"""Build the notebooks of labs/ from labs/src: one percent script in, executed notebooks out.
 
     python labs/build.py                    every lab
-    python labs/build.py 00_start_here      one of them
+    python labs/build.py 01_collectives     one of them
     python labs/build.py --check            run them, write nothing, say what is no longer true
+
+A source labs/src/NN_name.py makes labs/NN_name.ipynb, the student's notebook. If anything in it is
+marked as a solution it makes labs/solutions/NN_name.ipynb too. Three marks:
+
+    ### BEGIN SOLUTION          code between these two lines, at any indentation, is the answer's;
+    ### STUB: return None       the student gets what the STUB lines say instead (any number of
+    return 2 * (n - 1) / n      them; none: raise NotImplementedError("your turn")), indented as
+    ### END SOLUTION            BEGIN is. No notebook shows the mark lines themselves
+    # %% tags=["solution-only"]             this cell, code or markdown, is in the solutions only
+    # %% [markdown] tags=["student-only"]   and this one in the student's notebook only
+
+Everything else, the other tags included, is the same in both. The figure of the cell tagged
+``readme-picture`` is written to labs/pictures/timeline.png. A stray or misspelled mark is an
+error that names the cell. A cell that holds an exercise's answer is the text of
+paralab/exercises/answers/NAME.py, marks and all (tests/test_labs_meta.py compares).
 
 Two builds give byte-identical files, except for what cells tagged ``measured`` show: cell ids come
 from the cells' text, metadata is fixed, and neither timings nor widget state are stored. Every
@@ -29,31 +44,55 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode
 
 from lab_outputs import PLOTLY, PNG, WIDGET, canonical, is_measured, kinds, structure
+from paralab.exercises.sources import solution, student
 
 LABS = Path(__file__).resolve().parent
 CELL_TIMEOUT_S = 120
-README_LAB, README_PICTURE = "00_start_here", LABS / "pictures" / "timeline.png"
+README_PICTURE, README_TAG = LABS / "pictures" / "timeline.png", "readme-picture"
 PICTURE_WIDTH = 900  # pixels, at scale 1: sharp enough to read, small enough to store
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+SOLUTION_ONLY, STUDENT_ONLY = "solution-only", "student-only"
 READER_NOTES = ("lines_to_next_cell", "lines_to_end_of_cell_marker")  # jupytext's, of the script
 
 
-def cells_of(source: Path) -> NotebookNode:
-    """The notebook that a percent script describes, not yet run."""
+def cells_of(source: Path, *, solved: bool = False) -> NotebookNode:
+    """The notebook that a percent script describes, not yet run.
+
+    solved  the one with solutions, not the student's
+    Raises ValueError naming source and cell where a mark is astray.
+    """
     notebook = jupytext.reads(source.read_text(encoding="utf-8"), fmt="py:percent")
+    left_out = STUDENT_ONLY if solved else SOLUTION_ONLY
+    notebook.cells = [c for c in notebook.cells if left_out not in c.metadata.get("tags", ())]
     seen: dict[str, int] = {}
-    for cell in notebook.cells:
+    for number, cell in enumerate(notebook.cells):
         for note in READER_NOTES:
             cell.metadata.pop(note, None)
+        tags = [t for t in cell.metadata.pop("tags", ()) if t not in (SOLUTION_ONLY, STUDENT_ONLY)]
+        if tags:
+            cell.metadata["tags"] = tags
+        if cell.cell_type == "code":
+            try:
+                cell.source = (solution if solved else student)(cell.source)
+            except ValueError as error:
+                raise ValueError(f"{source.name}, cell {number}: {error}") from None
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
         seen[digest] = seen.get(digest, 0) + 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
     notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
+
+
+def notebooks_of(source: Path) -> dict[Path, bool]:
+    """What ``source`` makes: each notebook's path, and whether it is the one with solutions."""
+    made = {LABS / f"{source.stem}.ipynb": False}
+    if cells_of(source) != cells_of(source, solved=True):
+        made[LABS / "solutions" / f"{source.stem}.ipynb"] = True
+    return made
 
 
 def execute(notebook: NotebookNode, folder: Path, *, pictures: bool) -> NotebookNode:
@@ -134,29 +173,34 @@ def picture_trouble() -> str | None:
     return lines[-1] if lines else f"exit status {probe.returncode}"
 
 
-def build(source: Path, target: Path, *, pictures: bool = True) -> None:
+def build(source: Path, target: Path, *, solved: bool = False, pictures: bool = True) -> None:
     """Write the executed notebook of ``source`` to ``target``, at once or not at all."""
-    notebook = execute(cells_of(source), LABS, pictures=pictures)
+    target.parent.mkdir(exist_ok=True)
+    notebook = execute(cells_of(source, solved=solved), target.parent, pictures=pictures)
     partial = target.with_suffix(".partial")
     partial.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
     partial.replace(target)
 
 
-def show_first_picture(lab: Path, picture: Path) -> None:
-    """Write the first figure of a built lab to ``picture``, for README to show."""
-    cells = nbformat.read(lab, as_version=4).cells
-    outputs = [out.get("data", {}) for cell in cells for out in cell.get("outputs", [])]
-    first = next(data[PNG] for data in outputs if PNG in data)
-    picture.parent.mkdir(exist_ok=True)
-    picture.write_bytes(base64.b64decode(first))
+def keep_readme_picture(lab: Path) -> None:
+    """Write the first figure of the cell tagged ``readme-picture`` to where README shows it."""
+    tagged = [cell for cell in nbformat.read(lab, as_version=4).cells
+              if README_TAG in cell.metadata.get("tags", ())]  # fmt: skip
+    outputs = [out.get("data", {}) for cell in tagged for out in cell.get("outputs", [])]
+    for data in outputs:
+        if PNG in data:
+            README_PICTURE.parent.mkdir(exist_ok=True)
+            README_PICTURE.write_bytes(base64.b64decode(data[PNG]))
+            return
 
 
-def check(source: Path, target: Path) -> list[str]:
+def check(source: Path, target: Path, *, solved: bool = False) -> list[str]:
     """What building ``source`` now would change in ``target``, beyond pixels and clock readings."""
     if not target.exists():
         return [f"{target.name} does not exist; build it with `make labs`"]
     stored = nbformat.read(target, as_version=4)
-    return differences(stored, execute(cells_of(source), LABS, pictures=False))
+    fresh = execute(cells_of(source, solved=solved), target.parent, pictures=False)
+    return differences(stored, fresh)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -168,6 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in chosen.labs:
         if name not in sources:
             parser.error(f"LAB={name!r}: no such script; legal: {', '.join(sources) or 'none yet'}")
+    wanted = chosen.labs or list(sources)
     if not chosen.check and (trouble := picture_trouble()):
         print(
             "A lab's figures are stored with a picture of each, and none can be drawn here:\n"
@@ -177,23 +222,28 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    return 1 if sum(_trouble(name, sources[name], chosen.check) for name in wanted) else 0
+
+
+def _trouble(name: str, source: Path, checking: bool) -> int:
+    """Build or check every notebook of one source; how many went wrong."""
     wrong = 0
-    for name in chosen.labs or sources:
-        source, target = sources[name], LABS / f"{name}.ipynb"
-        try:
-            if chosen.check:
-                found = check(source, target)
-                print("\n  ".join([f"{name}: {'differs' if found else 'the same'}", *found]))
+    try:
+        for target, solved in notebooks_of(source).items():
+            shown = str(target.relative_to(LABS).with_suffix(""))
+            if checking:
+                found = check(source, target, solved=solved)
+                print("\n  ".join([f"{shown}: {'differs' if found else 'the same'}", *found]))
                 wrong += bool(found)
-            else:
-                build(source, target)
-                if name == README_LAB:
-                    show_first_picture(target, README_PICTURE)
-                print(f"{name}: {target.stat().st_size / 1000:.0f} kB")
-        except (CellExecutionError, DeadKernelError) as error:
-            print(f"{name}: {_first_lines(error)}", file=sys.stderr)
-            wrong += 1
-    return 1 if wrong else 0
+                continue
+            build(source, target, solved=solved)
+            if not solved:
+                keep_readme_picture(target)
+            print(f"{shown}: {target.stat().st_size / 1000:.0f} kB", flush=True)
+    except (CellExecutionError, DeadKernelError, ValueError) as error:
+        print(f"{name}: {_first_lines(error)}", file=sys.stderr)
+        wrong += 1
+    return wrong
 
 
 def _first_lines(error: Any) -> str:

@@ -5,6 +5,7 @@
     report = pl.run(model, pl.Plan(dp=4), steps=8)     # four real processes
     expect = pl.predict(model, pl.Plan(dp=4))          # what theory says about this machine
     pl.compare(expect, report)
+    pl.explore(model)                                  # both, with sliders
 
 Importing this package is quick and leaves torch out; ranks import torch in processes of their own.
 """
@@ -13,14 +14,43 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from paralab.experiment import run
-from paralab.launch import OutOfMemory, RankError, RankTimeout, launch, warm_up
+from paralab.launch import OutOfMemory, RankError, RankTimeout, Stopped, launch, warm_up
 from paralab.report import Report, load
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.compare import compare
 from paralab.theory.predict import predict
+from paralab.trace import trace
+
+if TYPE_CHECKING:
+    from paralab.view.widget_explore import Explore
 
 __all__ = [
     "Cluster", "Link", "ModelSpec", "OutOfMemory", "Plan", "RankError", "RankTimeout", "Report",
-    "compare", "launch", "load", "predict", "run", "warm_up",
+    "Stopped", "compare", "explore", "launch", "load", "predict", "run", "trace", "warm_up",
 ]  # fmt: skip
+
+_LAZY = ("exercises", "view")  # subpackages that bring plotly and widgets along
+
+
+def explore(
+    model: ModelSpec | None = None, plan: Plan | None = None, cluster: Cluster | None = None
+) -> Explore:
+    """Sliders over data parallelism: the prediction follows them, «Run it» starts real processes.
+
+    model    default: the "laptop" preset
+    plan     where the sliders start
+    cluster  what is predicted and replayed on; default `Cluster.local()`, this machine
+    """
+    from paralab.view.widget_explore import Explore
+
+    return Explore(model, plan, cluster)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"paralab.{name}")
+    raise AttributeError(f"module 'paralab' has no attribute {name!r}")

@@ -38,8 +38,10 @@ def real(
     name: str, value: object, *, above: float | None = None, at_least: float | None = None
 ) -> float:
     """``value`` as a finite float in range, or the refusal."""
-    bound = f"above {above:g}" if above is not None else f"of at least {at_least:g}"
-    legal = f"a finite number {bound}"
+    bound = f" above {above:g}" if above is not None else ""
+    if at_least is not None:
+        bound = f" of at least {at_least:g}"
+    legal = f"a finite number{bound}"
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise illegal(name, value, "not a number", legal)
     number = float(value)  # type: ignore[arg-type]

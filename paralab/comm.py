@@ -22,40 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paralab.checks import illegal
 from paralab.observe.recorder import Recorder
+from paralab.pending import Pending
 from paralab.staging import HostStaging
 from paralab.strict import Strict
 from paralab.theory.traffic import wire_bytes
 
 # torch 2.13 renamed it; the old name still works there, with a warning.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Pending:
-    """A call under way. ``wait()`` returns when its result may be read; twice is harmless."""
-
-    __slots__ = ("_group", "_works", "_span", "_what", "_finish", "_done")
-
-    def __init__(
-        self, group: Group, works: Sequence[Any], span: int, what: tuple, finish: Callable | None
-    ) -> None:
-        self._group, self._works, self._span = group, works, span
-        self._what, self._finish, self._done = what, finish, False
-
-    def wait(self) -> None:
-        if self._done:
-            return
-        self._done = True
-        group = self._group
-        group.recorder.enter("wait", after=(self._span,))
-        group.blocked_in(*self._what)
-        group.settle(self._works)
-        group.recorder.settled(self._span)
-        group.blocked_in()
-        group.recorder.leave()
-        if self._finish is not None:
-            self._finish()
+native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Group:
@@ -65,6 +41,9 @@ class Group:
     axis      the plan's axis the group lies on: "dp", "tp", "pp", "world"
     context   the rank's context: who it is, its device, its backend, `note`
     stage     force the way through host buffers (tests); by default where gloo meets CUDA
+
+    ``phase`` says in the ledger what a call was for; by default "grad_sync" on axis "dp" and "data"
+    on any other.
     """
 
     def __init__(
@@ -80,31 +59,56 @@ class Group:
         self.ranks, self.axis, self.context, self.recorder = tuple(ranks), axis, context, recorder
         self.size, self.index = len(ranks), list(ranks).index(context.rank)
         self.process_group = dist.group.WORLD if process_group is None else process_group
-        nodes = {context.nodes[r] for r in ranks}
-        self.level = "inter" if len(nodes) > 1 else "intra"
+        self.level = self._level_of(ranks)
+        self.phase = "grad_sync" if axis == "dp" else "data"
         on_cuda = context.device.startswith("cuda")
         stage = (on_cuda and context.backend == "gloo") if stage is None else stage
         self.staging = HostStaging(recorder) if stage else None
         self.stream = torch.cuda.Stream(context.device) if on_cuda and not stage else None
         self._calls = 0
-        self._noted: tuple = ()
+        self._subgroups: dict[tuple, Group | None] = {}
         self._strict = Strict(context, axis=axis) if context.strict else None
 
+    def _level_of(self, ranks: Sequence[int]) -> str:
+        return "inter" if len({self.context.nodes[r] for r in ranks}) > 1 else "intra"
+
+    def subgroup(self, ranks: Sequence[int], *, axis: str) -> Group | None:
+        """Some of these ranks as a group of their own; None on the others.
+
+        Every rank of the world calls this on its world group, with the same arguments and in the
+        same order. Asked for again, the group is the one made before.
+        """
+        ranks = tuple(ranks)
+        if self.size < self.context.world_size:
+            raise RuntimeError("only the group of all ranks has subgroups: every rank has to ask")
+        if not ranks or len(set(ranks).intersection(self.ranks)) < len(ranks):
+            raise illegal("ranks", ranks, "not different ranks", f"some of {self.ranks}")
+        if (ranks, axis) == (self.ranks, self.axis):
+            return self
+        key = (ranks, axis)
+        if key not in self._subgroups:
+            settings = {"context": self.context, "recorder": self.recorder,
+                        "process_group": dist.new_group(list(ranks)),
+                        "stage": self.staging is not None}  # fmt: skip
+            member = self.context.rank in ranks
+            self._subgroups[key] = Group(ranks, axis=axis, **settings) if member else None
+        return self._subgroups[key]
+
     # ---- collectives ------------------------------------------------------------------------
-    def all_reduce(self, tensor: Tensor, *, phase: str = "grad_sync") -> Pending:
+    def all_reduce(self, tensor: Tensor, *, phase: str | None = None) -> Pending:
         """Sum ``tensor`` over the group, in place."""
         return self._call("all_reduce", tensor, phase, [tensor],
                           lambda t: [dist.all_reduce(t, group=self.process_group, async_op=True)],
                           writes=[tensor])  # fmt: skip
 
-    def all_gather(self, output: Tensor, part: Tensor, *, phase: str) -> Pending:
+    def all_gather(self, output: Tensor, part: Tensor, *, phase: str | None = None) -> Pending:
         """``output`` = the members' ``part`` one after the other, (n * numel,)."""
         return self._call("all_gather", output, phase, [output, part],
                           lambda o, p: [_all_gather(
                               o, p, group=self.process_group, async_op=True)],
                           writes=[output])  # fmt: skip
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, *, phase: str) -> Pending:
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, phase: str | None = None) -> Pending:
         """Part i of ``tensor`` goes to member i; ``output`` holds what the members sent here."""
         return self._call(
             "all_to_all", tensor, phase, [output, tensor], self._exchange, writes=[output]
@@ -113,11 +117,13 @@ class Group:
     def _exchange(self, output: Tensor, tensor: Tensor) -> list:
         return [dist.all_to_all_single(output, tensor, group=self.process_group, async_op=True)]
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, *, phase: str) -> Pending:
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, *, phase: str | None = None
+    ) -> Pending:
         """``output`` = this rank's part of the members' sum. tensor: (n * output.numel(),)."""
         if self.context.backend == "nccl":
             return self._call("reduce_scatter", tensor, phase, [output, tensor],
-                              lambda o, t: [_reduce_scatter(
+                              lambda o, t: [native_reduce_scatter(
                                   o, t, group=self.process_group, async_op=True)],
                               writes=[output])  # fmt: skip
         received = torch.empty_like(tensor)
@@ -129,19 +135,19 @@ class Group:
         return self._call("reduce_scatter", tensor, phase, [received, tensor], self._exchange,
                           writes=[received], finish=add_up)  # fmt: skip
 
-    def broadcast(self, tensor: Tensor, *, root: int, phase: str) -> Pending:
+    def broadcast(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
         """Everybody gets global rank ``root``'s tensor. Gloo forwards it down a binomial tree."""
+        options = {"group": self.process_group, "async_op": True}
         return self._call("broadcast", tensor, phase, [tensor],
-                          lambda t: [dist.broadcast(t, root, group=self.process_group,
-                          async_op=True)],
+                          lambda t: [dist.broadcast(t, root, **options)],
                           writes=[tensor], peer=root)  # fmt: skip
 
-    def reduce(self, tensor: Tensor, *, root: int, phase: str) -> Pending:
+    def reduce(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
         """Global rank ``root``'s tensor becomes the members' sum; the others keep theirs."""
         if self.context.backend == "nccl":
+            options = {"group": self.process_group, "async_op": True}
             return self._call("reduce", tensor, phase, [tensor],
-                              lambda t: [dist.reduce(t, root, group=self.process_group,
-                              async_op=True)],
+                              lambda t: [dist.reduce(t, root, **options)],
                               writes=[tensor], peer=root)  # fmt: skip
         others = [r for r in self.ranks if r != root]
         if self.context.rank != root:
@@ -168,24 +174,28 @@ class Group:
         self.all_reduce(torch.zeros(1, device=self.context.device), phase=phase).wait()
 
     # ---- point to point -------------------------------------------------------------------------
-    def send(self, tensor: Tensor, *, to: int, phase: str) -> Pending:
+    def send(self, tensor: Tensor, *, to: int, phase: str | None = None) -> Pending:
         """Send to global rank ``to``; matched with its receives in order, never by tag."""
         return self.exchange([("send", tensor, to)], phase=phase)
 
-    def recv(self, tensor: Tensor, *, source: int, phase: str) -> Pending:
+    def recv(self, tensor: Tensor, *, source: int, phase: str | None = None) -> Pending:
         """Receive from global rank ``source`` into ``tensor``."""
         return self.exchange([("recv", tensor, source)], phase=phase)
 
-    def exchange(self, parts: Sequence[tuple[str, Tensor, int]], *, phase: str) -> Pending:
+    def exchange(
+        self, parts: Sequence[tuple[str, Tensor, int]], *, phase: str | None = None
+    ) -> Pending:
         """Several sends and receives at once, ("send" | "recv", tensor, global rank) each.
 
         What two ranks send each other belongs into one exchange: NCCL runs a pair's calls one after
         the other, so two sends that face each other would wait for ever.
         """
         if self._strict is not None:
+            self.recorder.enter("wait")  # for peers, as where nothing is buffered
             self.blocked_in("exchange", [(kind, peer) for kind, _, peer in parts])
             self._strict.rendezvous(self.ranks, parts)
             self.blocked_in()
+            self.recorder.leave()
         tensors = [tensor for _, tensor, _ in parts]
 
         def post(*staged: Tensor) -> list:
@@ -200,32 +210,19 @@ class Group:
 
     # ---- the one way out -----------------------------------------------------------------------
     def _call(
-        self,
-        op: str,
-        payload: Tensor,
-        phase: str,
-        tensors: list[Tensor],
-        post: Callable,
-        *,
-        writes: list[Tensor],
-        peer: int = -1,
-        finish: Callable | None = None,
-    ) -> Pending:
+        self, op: str, payload: Tensor, phase: str | None, tensors: list[Tensor], post: Callable,
+        *, writes: list[Tensor], peer: int = -1, finish: Callable | None = None,
+    ) -> Pending:  # fmt: skip
         if self._strict is not None:
             self._strict.collective(self.ranks, op, payload)
         if self.size == 1:
-            post = _alone(op)
+            post = _alone
         return self._launch([(op, _nbytes(payload), peer)], phase, tensors, post, writes, finish)
 
     def _launch(
-        self,
-        ops: list[tuple[str, int, int]],
-        phase: str,
-        tensors: list[Tensor],
-        post: Callable,
-        writes: list[Tensor],
-        finish: Callable | None,
-    ) -> Pending:
+        self, ops: list[tuple[str, int, int]], phase: str | None, tensors: list[Tensor],
+        post: Callable, writes: list[Tensor], finish: Callable | None,
+    ) -> Pending:  # fmt: skip
         recorder, after = self.recorder, self.recorder.cut()
         lane = f"comm:{self.axis}"
         if self.staging is not None:
@@ -239,8 +236,10 @@ class Group:
         for op, payload, peer in ops:
             root = self.ranks.index(peer) if op in ("broadcast", "reduce") else 0
             wire = wire_bytes(op, payload, self.size, self.index, root)
-            recorder.call((self._calls, op, self.axis, self.ranks, peer, self.level, phase,
-                           payload, wire, span))  # fmt: skip
+            pair = op in ("send", "recv")
+            level = self._level_of((self.context.rank, peer)) if pair else self.level
+            recorder.call((self._calls, op, self.axis, self.ranks, peer, level,
+                           phase or self.phase, payload, wire, span))  # fmt: skip
         self._calls += 1
         return Pending(self, works, span, (ops[0][0], self._calls - 1), finish)
 
@@ -282,22 +281,16 @@ class Group:
         if not op:
             self.context.note("")
             return
-        ranks = ",".join(map(str, self.ranks))
-        self.context.note(
-            f"{op} #{call} on axis {self.axis}, ranks {ranks}, step {self.recorder.step}"
-        )
+        where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"
+        self.context.note(f"{op} #{call} on {where}, step {self.recorder.step}")
 
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _alone(op: str) -> Callable:
-    """A group of one: nothing to send, the result is the own part."""
-
-    def copy(*parts: Tensor) -> list:
-        if op in ("all_gather", "all_to_all", "reduce_scatter"):
-            parts[0].view(-1).copy_(parts[1].view(-1))
-        return []
-
-    return copy
+def _alone(*parts: Tensor) -> list:
+    """A group of one: nothing to send, the result (the first of two) is the own part."""
+    if len(parts) == 2:
+        parts[0].view(-1).copy_(parts[1].view(-1))
+    return []

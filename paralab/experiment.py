@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 from paralab.checks import choice, illegal, real, whole
 from paralab.cluster import available_cores
 from paralab.data import Corpus
-from paralab.launch import OutOfMemory, launch_program, torchrun_context
+from paralab.launch import OutOfMemory, Stopped, launch_program, torchrun_context
 from paralab.report import Report, save_part
 from paralab.spec import ModelSpec, Plan
 
@@ -92,8 +93,9 @@ def run(
     keep_state: bool = False,
     device: str | None = None,
     timeout: float = 120.0,
-    progress: bool = True,
+    progress: bool | Callable[[int, int, int], None] = True,
     strict: bool = False,
+    stop: threading.Event | None = None,
 ) -> Report:
     """Train ``model`` under ``plan`` on real processes and return what they measured.
 
@@ -107,12 +109,16 @@ def run(
     keep_state    also return ``report.weights`` and ``report.gradients``
     device        "cpu", "cuda", or None for the GPU where there is one
     timeout       seconds without any sign of life before the ranks are stopped
-    progress      show a bar that moves with the ranks' steps
+    progress      show a bar that moves with the ranks' steps; or a function called as
+                  progress(rank, steps done, steps), at most 20 times a second for each rank
     strict        hold every call to NCCL's order rules, whatever the backend
+    stop          an event: set it from any thread, at any moment, and the run ends within a second
 
-    Raises ValueError before a process starts, and RankError, RankTimeout or OutOfMemory after; no
-    process is left behind in any case.
+    Raises ValueError before a process starts, and RankError, RankTimeout, OutOfMemory or Stopped
+    after; no process is left behind in any case.
     """
+    if not callable(progress):
+        choice("progress", progress, (True, False))
     plan = Plan() if plan is None else plan
     checked = Settings.check(
         model,
@@ -126,7 +132,7 @@ def run(
         memory_limit=memory_limit,
         keep_state=keep_state,
     )
-    with _ProgressBar(checked.steps, plan, progress) as on_progress:
+    with _ProgressBar(checked.steps, plan, progress) as bar:
         try:
             parts = launch_program(
                 _program,
@@ -134,9 +140,12 @@ def run(
                 (model, plan, vars(checked)),
                 timeout=timeout,
                 device=device,
-                on_progress=on_progress,
+                on_progress=bar.move,
                 strict=strict,
+                stop=stop,
             )
+        except Stopped as stopped:
+            raise Stopped(f"{stopped}; {min(bar.done)} of {checked.steps} steps done") from None
         except OutOfMemory as error:
             error.explain(_memory_table(model, plan, checked))
             raise
@@ -201,22 +210,27 @@ def _memory_table(model: ModelSpec, plan: Plan, settings: Settings) -> str:
 class _ProgressBar:
     """A tqdm bar over the steps that every rank has finished; quiet where nobody looks."""
 
-    def __init__(self, steps: int, plan: Plan, wanted: bool) -> None:
+    def __init__(
+        self, steps: int, plan: Plan, wanted: bool | Callable[[int, int, int], None]
+    ) -> None:
         self.done, self.bar = [0] * plan.world_size, None
+        self.tell = wanted if callable(wanted) else None
         looked_at = "ipykernel" in sys.modules or sys.stderr.isatty()
-        if wanted and looked_at:
+        if wanted is True and looked_at:
             from tqdm.auto import tqdm
 
             ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
             self.bar = tqdm(total=steps, desc=ranks, unit="step")
 
-    def __enter__(self) -> Callable[[int, int, int], None]:
-        return self.move
+    def __enter__(self) -> _ProgressBar:
+        return self
 
     def move(self, rank: int, done: int, total: int) -> None:
         self.done[rank] = done
         if self.bar is not None:
             self.bar.update(min(self.done) - self.bar.n)
+        if self.tell is not None:
+            self.tell(rank, done, total)
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:

@@ -7,8 +7,9 @@ cell. Functions and their arguments travel by value (cloudpickle), so nothing is
 Ranks meet through a file in a temporary folder: no port, no host name.
 
 One rule covers every failure. An exception in a rank, a rank that dies, no sign of life for
-``timeout`` seconds, an interrupt: all ranks are killed, the folder is removed, what they printed is
-shown, and one error says what happened first. torch is not imported in this process.
+``timeout`` seconds, an interrupt, a ``stop`` event that is set: all ranks are killed, the folder is
+removed, what they printed is shown, and one error says what happened first. torch is not imported
+in this process.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from typing import Any
 import cloudpickle
 
 from paralab.checks import choice, illegal, real, whole
-from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
-from paralab.ranks.server import RankServer
+from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
+from paralab.ranks.server import LOOK_SECONDS, RankServer
 from paralab.ranks.watch import Run
 
 __all__ = [
-    "OutOfMemory", "RankError", "RankTimeout",
+    "OutOfMemory", "RankError", "RankTimeout", "Stopped",
     "launch", "launch_program", "torchrun_context", "warm_up",
 ]  # fmt: skip
 
@@ -46,6 +47,7 @@ def launch(
     timeout: float = 120.0,
     device: str | None = None,
     live: bool = False,
+    stop: threading.Event | None = None,
 ) -> list[Any]:
     """Call ``fn(*args)`` on every rank; its results in rank order. The default process group is up.
 
@@ -54,14 +56,23 @@ def launch(
              the ranks are stopped
     device   "cpu", "cuda", or None for the GPU where there is one
     live     show what ranks print as it comes; otherwise in rank order at the end
+    stop     set it from any thread, at any moment, and the ranks end within a second
 
-    Raises ``RankError``, ``RankTimeout`` or ``OutOfMemory``, and ``ValueError`` before a process
-    starts. A second call from another thread waits for the first; from a rank or from
+    Raises ``RankError``, ``RankTimeout``, ``OutOfMemory`` or ``Stopped``, and ``ValueError`` before
+    a process starts. A second call from another thread waits for the first; from a rank or from
     ``on_progress`` it is refused with ``RuntimeError``.
     """
     __tracebackhide__ = True
     return _launch(
-        "fn", fn, ranks, args, timeout=timeout, device=device, live=live, with_context=False
+        "fn",
+        fn,
+        ranks,
+        args,
+        timeout=timeout,
+        device=device,
+        live=live,
+        with_context=False,
+        stop=stop,
     )
 
 
@@ -75,6 +86,7 @@ def launch_program(
     live: bool = False,
     on_progress: Callable[[int, int, int], None] | None = None,
     strict: bool = False,
+    stop: threading.Event | None = None,
 ) -> list[Any]:
     """`launch` for a program that is told who it is: ``program(context, *args)``.
 
@@ -93,6 +105,7 @@ def launch_program(
         with_context=True,
         on_progress=on_progress,
         strict=strict,
+        stop=stop,
     )
 
 
@@ -135,19 +148,34 @@ class _House:
             self._server = None
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[RankServer]:
+    def turn(self, stop: threading.Event | None) -> Iterator[RankServer]:
         me = threading.get_ident()
         if self.owner == me:
             raise RuntimeError(
                 "a launch is under way in this thread and waits for this callback to return: start "
                 "the next one after it has ended"
             )
-        with self.lock:
+        with self.lock if stop is None else _Queue(self.lock, stop):
             self.owner = me
             try:
                 yield self.server()
             finally:
                 self.owner = None
+
+
+class _Queue:
+    """``with lock``, given up with ``Stopped`` once ``stop`` is set."""
+
+    def __init__(self, lock: threading.Lock, stop: threading.Event) -> None:
+        self.lock, self.stop = lock, stop
+
+    def __enter__(self) -> None:
+        while not self.lock.acquire(timeout=LOOK_SECONDS):
+            if self.stop.is_set():
+                raise Stopped("stopped while waiting for the launch before it to end")
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
 
 
 _house = _House()
@@ -178,6 +206,7 @@ def _launch(
     with_context: bool,
     on_progress: Callable[[int, int, int], None] | None = None,
     strict: bool = False,
+    stop: threading.Event | None = None,
 ) -> list[Any]:
     __tracebackhide__ = True
     if "PARALAB_RANK" in os.environ:
@@ -193,6 +222,8 @@ def _launch(
     timeout = real("timeout", timeout, above=0.0)
     choice("device", device, (None, "cpu", "cuda"))
     choice("live", live, (False, True))
+    if stop is not None and not isinstance(stop, threading.Event):
+        raise illegal("stop", stop, "not an event", "None | threading.Event()")
     payload = _pickled(name, function, tuple(args))
     task = {
         "ranks": ranks,
@@ -208,8 +239,8 @@ def _launch(
         "env": dict(os.environ),
         "lines": _cells(),
     }
-    with _house.turn() as server:
-        run = Run(server, timeout=timeout, on_progress=on_progress)
+    with _house.turn(stop) as server:
+        run = Run(server, timeout=timeout, on_progress=on_progress, stop=stop)
         try:
             run.start(ranks, pickle.dumps(task), payload, live=live)
             error = run.watch()

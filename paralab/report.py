@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
 from paralab.records import metrics, tables
 from paralab.spec import Cluster, ModelSpec, Plan
-from paralab.theory.traffic import BOOKKEEPING
+from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,23 +35,27 @@ class Report:
     """Times are seconds from the start of step 0, sizes bytes. Step 0 is warm-up.
 
     clock        "measured" | "replayed" | "predicted"
-    model, plan  what was trained and how it was split; ``cluster`` on what, where that was stated
+    model, plan  what was trained and how it was split; ``cluster`` on what, where that was stated.
+                 model is None for a traced function (`pl.trace`), which trains nothing
     spans        id, rank, step, lane, kind, stage, chunk, microbatch, start, end, cost, after.
                  lane: compute, comm:<axis>, h2d, d2h, disk. kind: forward, backward, weight_grad,
-                 optimizer, wait, comm, copy. cost: thread CPU (or device) seconds. after: ids of
-                 the spans waited for. microbatch -1 where it has no meaning
+                 optimizer, compute (a traced function's own work), wait, comm, copy. cost: thread
+                 CPU (or device) seconds. after: ids of the spans waited for. microbatch -1 where it
+                 has no meaning
     collectives  call, rank, step, op, axis, ranks, peer, level, phase, payload_bytes, wire_bytes,
                  start, end, span. One row per rank and call; wire_bytes is what this rank sends;
-                 level the slowest link that the group crosses
+                 level the slowest link that the group, or a send, crosses
     memory       rank, step, time, tier, category, bytes
-    steps        rank, step, start, end
+    steps        rank, step, start, end, beside: processor seconds of the rank's other threads,
+                 which carry its messages
     losses       one per step: mean over the global batch, nats per token
     weights, gradients  {name in the single-device model: full NumPy array}, or None
+    results      what a traced function returned on every rank, or None; not saved to a file
     meta         anything else worth knowing, as plain JSON values; "nodes" is each rank's node
     """
 
     clock: str
-    model: ModelSpec
+    model: ModelSpec | None
     plan: Plan
     cluster: Cluster | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -61,14 +66,16 @@ class Report:
     steps: pd.DataFrame = None  # type: ignore[assignment]
     weights: Mapping[str, np.ndarray] | None = None
     gradients: Mapping[str, np.ndarray] | None = None
+    results: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         choice("clock", self.clock, CLOCKS)
-        for name, kind in (("model", ModelSpec), ("plan", Plan)):
+        for name, kind, legal in (("model", (ModelSpec, NoneType), "a pl.ModelSpec(...) or None"),
+                                  ("plan", Plan, "a pl.Plan(...)"),
+                                  ("cluster", (Cluster, NoneType), "a pl.Cluster(...) or None"),
+                                  ):  # fmt: skip
             if not isinstance(getattr(self, name), kind):
-                raise illegal(name, getattr(self, name), "not one", f"a pl.{kind.__name__}(...)")
-        if self.cluster is not None and not isinstance(self.cluster, Cluster):
-            raise illegal("cluster", self.cluster, "not one", "a pl.Cluster(...) or None")
+                raise illegal(name, getattr(self, name), "not one", legal)
         object.__setattr__(self, "meta", plain(dict(self.meta), "meta"))
         object.__setattr__(self, "losses", [float(loss) for loss in self.losses])
         for name in tables.COLUMNS:
@@ -77,7 +84,7 @@ class Report:
 
     @classmethod
     def from_parts(
-        cls, parts: Sequence[Mapping[str, Any]], *, model: ModelSpec, plan: Plan,
+        cls, parts: Sequence[Mapping[str, Any]], *, model: ModelSpec | None, plan: Plan,
         meta: Mapping[str, Any],
     ) -> Report:  # fmt: skip
         """One measured report from what every rank wrote, in any order, on one clock.
@@ -161,28 +168,36 @@ class Report:
 
         save(self, path)
 
-    def replay(self, cluster: Cluster | None = None) -> Report:
+    def replay(self, cluster: Cluster | None = None, *, compute: float = 1.0) -> Report:
         """The same run on one virtual device per rank of ``cluster``; this report stays as is.
 
         Compute takes the processor time it took in the run; links are those of ``cluster``, by
-        default this machine's as measured (`Cluster.local`).
+        default this machine's as measured (`Cluster.local`). ``compute`` scales what compute took:
+        0.0 leaves the links alone, and so a time that is the same on every machine.
         """
         from paralab.theory.replay import replay
 
-        return replay(self, cluster)
+        return replay(self, cluster, compute=compute)
 
     def __repr__(self) -> str:
         # No times: notebooks compare this line, and a run must give the same one twice.
-        plan = self.plan
+        plan, calls = self.plan, self.collectives
+        calls = calls[~calls["phase"].isin(BOOKKEEPING)]
+        messages = int((calls["op"] == "send").sum())
+        calls = calls[~calls["op"].isin(POINT_TO_POINT)]
+        calls = calls[["axis", "ranks", "call"]].drop_duplicates()
+        counts = [(self.world_size, "rank"), (len(set(self.steps["step"])), "step"),
+                  (len(calls), "collective"), (messages, "message")]  # fmt: skip
+        said = [f"{n} {name}{'s' * (n != 1)}" for n, name in counts]
+        if not messages or not len(calls):  # what there is none of goes unsaid, but not both
+            said.pop(3 if not messages else 2)
+        if self.model is None:
+            name = self.meta.get("function", "a function")
+            return f"Report({self.clock}, {', '.join([f'{name} on {said[0]}', *said[2:]])})"
         degrees = [
             f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp") if getattr(plan, axis) > 1
         ]
-        calls = self.collectives[~self.collectives["phase"].isin(BOOKKEEPING)]
-        calls = calls[["axis", "ranks", "call"]].drop_duplicates()
-        counts = [(self.world_size, "rank"), (len(set(self.steps["step"])), "step"),
-                  (len(calls), "collective")]  # fmt: skip
-        said = ", ".join(f"{n} {name}{'s' * (n != 1)}" for n, name in counts)
-        return f"Report({self.clock}, {', '.join([f'dp={plan.dp}', *degrees])}, {said})"
+        return f"Report({self.clock}, {', '.join([f'dp={plan.dp}', *degrees, *said])})"
 
 
 def plain(value: Any, where: str) -> Any:

@@ -9,6 +9,7 @@ Units: bytes and plain counts.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,10 @@ from paralab.cluster import Cluster, Link
 __all__ = ["Cluster", "Link", "ModelSpec", "Plan"]
 
 BYTES_PER_ELEMENT = {"fp32": 4}  # of a parameter and of its gradient, by precision
+
+GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
+GRAD_SYNC_MOMENTS = ("grad_ready", "finish", "reset")  # what an own form is asked for
+OWN_FORM = "own: "  # a saved plan keeps this and the name of an own form, not its code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +156,10 @@ class Plan(Description):
     microbatch_size  samples per micro-batch, b; one step sees dp * m * b samples
     grad_sync        data parallelism's ladder: "naive" (one all-reduce per parameter after
                      backward), "bucketed" (flat buckets after backward), "overlapped" (flat buckets
-                     launched while backward still runs)
+                     launched while backward still runs); or a class of your own, called as
+                     ``form(parameters, group=group, bucket_bytes=bucket_bytes)`` on every rank,
+                     with the methods grad_ready(parameter), finish() and reset() of
+                     parallel/data_parallel.py. `run` runs it, `predict` refuses it
     bucket_bytes     size at which a gradient bucket is closed
     schedule, virtual_stages, zero_stage, sequence_parallel, recompute, offload, precision,
     tp_mode, prefetch: the settings of the other paradigms; `validate` says what this version runs
@@ -170,7 +178,7 @@ class Plan(Description):
     offload: Any = None
     precision: str = "fp32"
     tp_mode: str = "1d"
-    grad_sync: str = "overlapped"
+    grad_sync: Any = "overlapped"
     bucket_bytes: int = 4 * 2**20
     prefetch: int = 1
 
@@ -190,7 +198,7 @@ class Plan(Description):
         object.__setattr__(
             self, "zero_stage", whole("zero_stage", self.zero_stage, at_least=0, at_most=3)
         )
-        choice("grad_sync", self.grad_sync, ("naive", "bucketed", "overlapped"))
+        _check_grad_sync(self.grad_sync)
         choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         choice("recompute", self.recompute, ("none", "selective", "full"))
         choice("tp_mode", self.tp_mode, ("1d", "2d", "2.5d", "3d"))
@@ -212,10 +220,25 @@ class Plan(Description):
         """Samples per optimizer step over all ranks."""
         return self.dp * self.microbatches * self.microbatch_size
 
+    @property
+    def grad_sync_name(self) -> str:
+        """How gradients are synchronised, as text: a form's name, or "own: " and a class's."""
+        if callable(self.grad_sync):
+            kind = type(self.grad_sync).__name__
+            return OWN_FORM + getattr(self.grad_sync, "__name__", kind)
+        return self.grad_sync
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; of an own ``grad_sync`` its name."""
+        return {**super().to_dict(), "grad_sync": self.grad_sync_name}
+
     def validate(self, model: ModelSpec) -> None:
         """Raise ``ValueError`` if this plan cannot train ``model`` in this version."""
         if not isinstance(model, ModelSpec):
             raise illegal("model", model, "not a model description", "a pl.ModelSpec(...)")
+        if isinstance(self.grad_sync, str) and self.grad_sync.startswith(OWN_FORM):
+            raise illegal("grad_sync", self.grad_sync, "a saved plan keeps only the class's name",
+                          "plan.replace(grad_sync=the class itself)")  # fmt: skip
         for name, (only, what) in _NOT_YET.items():
             if getattr(self, name) != only:
                 raise illegal(
@@ -225,6 +248,30 @@ class Plan(Description):
             raise illegal(
                 "dp", self.dp, f"dp*tp*pp is {self.world_size} ranks", f"up to {MAX_RANKS}"
             )
+
+
+def _check_grad_sync(form: Any) -> None:
+    """Refuse what could not synchronise gradients, as far as can be known before it is called."""
+    if isinstance(form, str) and form.startswith(OWN_FORM):
+        return
+    if not callable(form):
+        choice("grad_sync", form, GRAD_SYNC_FORMS)
+        return
+    legal = " | ".join(map(repr, GRAD_SYNC_FORMS)) + " | a class with grad_ready, finish, reset"
+    missing = [m for m in GRAD_SYNC_MOMENTS if not callable(getattr(form, m, None))]
+    if isinstance(form, type) and missing:
+        raise illegal("grad_sync", form, f"the class has no method {' and no '.join(missing)}",
+                      legal)  # fmt: skip
+    try:
+        signature = inspect.signature(form)
+    except (TypeError, ValueError):  # built in: what it takes shows when it is called
+        return
+    try:
+        signature.bind([], group=None, bucket_bytes=1)
+    except TypeError as error:
+        raise illegal("grad_sync", form, f"cannot be called ({error})",
+                      "one called as form(parameters, group=group, bucket_bytes=bytes)"
+                      ) from None  # fmt: skip
 
 
 MAX_RANKS = 65536  # beyond any published run; mostly catches a slipped digit

@@ -12,6 +12,7 @@ element type.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -65,13 +66,24 @@ class Strict:
             self.store.set(f"{ranks}/{places[peer]}/{self.rank}", json.dumps(calls))
         for peer, calls in by_peer.items():
             pair, number = places[peer]
-            theirs = json.loads(self.store.get(f"{ranks}/{places[peer]}/{peer}"))
+            theirs = json.loads(self._wait_for(f"{ranks}/{places[peer]}/{peer}"))
             if _mirror(theirs) != _in_order(calls):
                 raise OrderError(
                     f"exchange #{number} between ranks {pair[0]} and {pair[1]}: rank "
                     f"{self.rank} does {_words(calls)}, rank {peer} does {_words(theirs)}; each "
                     "send needs its receive in the same exchange, with the same size and type"
                 )
+
+    def _wait_for(self, key: str) -> bytes:
+        """The value of ``key`` once it is there.
+
+        A store on a file looks only every 10 ms: too slow for a peer who is about to come, but
+        cheap while waiting for one who is not.
+        """
+        soon = time.monotonic() + 0.1
+        while time.monotonic() < soon and not self.store.check([key]):
+            time.sleep(0.0005)
+        return self.store.get(key)
 
     def _next(self, key: tuple) -> int:
         self._numbers[key] += 1

@@ -20,7 +20,7 @@ from paralab.model import GPT
 from paralab.observe.clocks import measure_offset
 from paralab.observe.recorder import Recorder
 from paralab.parallel import data_parallel
-from paralab.spec import ModelSpec, Plan
+from paralab.spec import GRAD_SYNC_MOMENTS, ModelSpec, Plan
 
 
 class GradientSignal:
@@ -93,8 +93,7 @@ class Trainer:
         self.parameters = list(self.gpt.parameters())
         self.sync = self.signal = None
         if plan.dp > 1:
-            form = data_parallel.FORMS[plan.grad_sync]
-            self.sync = form(self.parameters, group=self.group, bucket_bytes=plan.bucket_bytes)
+            self.sync = gradient_sync(plan, self.parameters, self.group)
             self.signal = GradientSignal(
                 self.parameters, microbatches=plan.microbatches, listener=self.sync.grad_ready
             )
@@ -154,7 +153,7 @@ def train(
         range(context.world_size), axis="world", context=context, recorder=trainer.recorder
     )
     asked = {**settings, "data": None, "steps": steps}  # paths may differ, what lies there may not
-    agree(world, what=f"{model} {plan} {sorted(asked.items())}", corpus=trainer.corpus)
+    agree(world, what=f"{model} {plan.to_dict()} {sorted(asked.items())}", corpus=trainer.corpus)
     several_nodes = len(set(context.nodes)) > 1
     offset, uncertainty = measure_offset(world) if several_nodes else (0.0, 0.0)
     keep_state = keep_state and context.rank == 0
@@ -181,6 +180,20 @@ def train(
             "text_bytes": trainer.corpus.num_bytes,
         },  # fmt: skip
     }
+
+
+def gradient_sync(plan: Plan, parameters: Sequence[Tensor], group: Group) -> Any:
+    """The plan's form of gradient synchronisation over ``group``, a learner's own form included."""
+    own = callable(plan.grad_sync)
+    form = plan.grad_sync if own else data_parallel.FORMS[plan.grad_sync]
+    sync = form(parameters, group=group, bucket_bytes=plan.bucket_bytes)
+    missing = [m for m in GRAD_SYNC_MOMENTS if not callable(getattr(sync, m, None))]
+    if missing:  # a function is asked for its result: what a class has was seen by the plan
+        raise TypeError(
+            f"grad_sync made a {type(sync).__name__}, which has no {' and no '.join(missing)}; "
+            f"what it makes needs the methods {', '.join(GRAD_SYNC_MOMENTS)}"
+        )
+    return sync
 
 
 def make_optimizer(parameters: Sequence[Tensor], name: str, lr: float) -> torch.optim.Optimizer:

@@ -87,7 +87,7 @@ class _Rank:
         last = self.work(step, "optimizer", OPTIMIZER)
         if plan.dp > 1:
             self.wait(step, self.all_reduce(step, 8, "control", 4e-4, last))
-        self.steps.append((self.rank, step, begin, self.now))
+        self.steps.append((self.rank, step, begin, self.now, 0.25 * (self.now - begin)))
 
 
 def parts(dp: int = 2, *, steps: int = 4, microbatches: int = 2, grad_sync: str = "overlapped",

@@ -95,6 +95,54 @@ def test_staged_copies_are_written_down_on_the_lanes_of_the_two_links():
     assert 0 < lanes.count("h2d") <= lanes.count("d2h")
 
 
+def groups_of_groups(context) -> dict:
+    import dataclasses
+
+    import torch
+
+    from paralab.comm import Group
+    from paralab.observe.recorder import Recorder
+
+    n, rank = context.world_size, context.rank
+    context = dataclasses.replace(context, nodes=(0, 0, 1, 1))
+    recorder = Recorder(rank=rank, world_size=n)
+    world = Group(range(n), axis="world", context=context, recorder=recorder)
+    out = {}
+    for axis, members in (("tp", [(0, 1), (2, 3)]), ("dp", [(0, 2), (1, 3)])):
+        asked = [world.subgroup(ranks, axis=axis) for ranks in members]
+        again = [world.subgroup(ranks, axis=axis) for ranks in members]
+        (mine,) = [group for group in asked if group is not None]
+        assert again == asked and rank in mine.ranks and mine.ranks[mine.index] == rank
+        total = torch.full((2,), float(rank))
+        mine.all_reduce(total).wait()
+        out[axis] = total.tolist()
+    assert world.subgroup(range(n), axis="world") is world
+    right, left = (rank + 1) % n, (rank - 1) % n
+    tensor, received = torch.ones(4), torch.empty(4)
+    world.exchange([("send", tensor, right), ("recv", received, left)]).wait()
+    for wrong in ((), (0, 0), (0, 9)):
+        with pytest.raises(ValueError, match="not different ranks"):
+            world.subgroup(wrong, axis="tp")
+    with pytest.raises(RuntimeError, match="every rank has to ask"):
+        mine.subgroup((rank,), axis="pp")
+    return {**out, **recorder.tables()["collectives"]}
+
+
+def test_subgroups_sum_over_their_members_and_every_pair_has_its_own_level():
+    parts = launch_program(groups_of_groups, 4, timeout=30, device="cpu", strict=True)
+    for rank, part in enumerate(parts):
+        assert part["tp"] == [1.0, 1.0] if rank < 2 else [5.0, 5.0]
+        assert part["dp"] == [2.0, 2.0] if rank % 2 == 0 else [4.0, 4.0]
+        rows = zip(part["op"], part["axis"], part["level"], part["phase"], strict=True)
+        near, far = ("inter", "intra") if rank % 2 else ("intra", "inter")  # to the right, left
+        assert list(rows) == [
+            ("all_reduce", "tp", "intra", "data"),
+            ("all_reduce", "dp", "inter", "grad_sync"),
+            ("send", "world", near, "data"),
+            ("recv", "world", far, "data"),
+        ]
+
+
 def out_of_order(context, case: str) -> None:
     import torch
 
@@ -136,6 +184,32 @@ def test_strict_mode_refuses_what_would_hang_on_nccl(case):
     with pytest.raises(pl.RankError, match="OrderError.*(exchange|call) #0") as caught:
         launch_program(out_of_order, 2, (case,), timeout=30, device="cpu", strict=True)
     assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
+
+
+def looks_before_it_waits(context) -> list[str]:
+    """What strict mode asks of its store for a key that is there at the third look."""
+    from paralab.strict import Strict
+
+    class Store:
+        asked: list[str] = []
+
+        def check(self, keys):
+            self.asked.append("check")
+            return len(self.asked) == 3
+
+        def get(self, key):
+            self.asked.append("get")
+            return b"there"
+
+    order = Strict(context, axis="test")
+    order.store = Store()
+    assert order._wait_for("key") == b"there"
+    return Store.asked
+
+
+def test_strict_mode_looks_often_for_a_peer_because_a_file_store_waits_10_ms():
+    asked = launch_program(looks_before_it_waits, 1, timeout=30, device="cpu", strict=True)[0]
+    assert asked == ["check"] * 3 + ["get"]
 
 
 def waits_for_an_absent_peer(context) -> None:

@@ -31,10 +31,11 @@ def predicted(dp=4, form="overlapped", **more):
     return predict(MODEL, plan, CLUSTER)
 
 
-def as_measured(report, *, wall=1.0, cost=1.0, cores=2, idle=0.0):
+def as_measured(report, *, wall=1.0, cost=1.0, cores=2, idle=0.0, beside=0.0):
     """What a machine would have measured whose wall clock runs ``wall`` times slower.
 
-    cost  of every computation over the predicted;  idle  seconds outside spans in every step
+    cost  of every computation over the predicted;  idle  seconds outside spans in every step;
+    beside  processor seconds of each rank's other threads in every step
     """
     tables = {}
     for name in ("spans", "collectives", "steps"):
@@ -44,6 +45,7 @@ def as_measured(report, *, wall=1.0, cost=1.0, cores=2, idle=0.0):
             start=table["start"] * wall + shift, end=table["end"] * wall + shift
         )
     tables["steps"]["end"] += idle
+    tables["steps"]["beside"] = beside
     tables["spans"]["cost"] *= cost
     meta = {"cores": cores, "optimizer": "adamw", "device": "cpu"}
     return dataclasses.replace(
@@ -107,6 +109,16 @@ def test_what_sharing_cannot_explain_is_not_blamed_on_it():
     assert "Sharing explains 2 of it" in note
     note = compare(expect, as_measured(expect, wall=5.0, cores=8)).notes["step time"]
     assert "share" not in note and "other work" in note
+
+
+def test_the_work_of_carrying_messages_is_named_where_it_counts():
+    expect = predicted(2)
+    share = 0.2 * expect.step_time
+    note = compare(expect, as_measured(expect, wall=1.3, beside=share)).notes["step time"]
+    assert f"other threads used {1e3 * share:.0f} ms" in note
+    for nothing in (0.0, 0.01 * expect.step_time):
+        note = compare(expect, as_measured(expect, wall=1.3, beside=nothing)).notes["step time"]
+        assert "other threads" not in note
 
 
 def test_a_wall_clock_like_the_replay_is_called_that():

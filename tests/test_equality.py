@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from equality import assert_equal_state, reference
 
 import paralab as pl
+from equality import assert_equal_state, reference
 from paralab.launch import launch_program
 
 FORMS = ("naive", "bucketed", "overlapped")

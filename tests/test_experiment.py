@@ -62,7 +62,7 @@ def test_run_and_the_torchrun_way_share_their_arguments_and_defaults():
         parameters = inspect.signature(function).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
-    own = {"device", "timeout", "progress", "strict"}
+    own = {"device", "timeout", "progress", "strict", "stop"}
     asked = {name: value for name, value in options(pl.run).items() if name not in own}
     assert asked == options(Settings.check)
     with pytest.raises(TypeError, match="run.*'stepz'"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from equality import worst
 
 import paralab as pl
+from equality import worst
 
 
 def num_gpus() -> int:

@@ -25,6 +25,7 @@ import nbformat
 import pytest
 
 import build
+import paralab as pl
 from lab_outputs import PLOTLY, PNG, canonical_figure, structure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -356,6 +357,82 @@ def test_an_unknown_lab_is_refused(lab, capsys):
     assert "LAB='99_nothing'" in capsys.readouterr().err
 
 
+# ---- student and solution ------------------------------------------------------------------------
+EXERCISE = """\
+# %% [markdown]
+# # One text, two notebooks
+
+# %%
+def twice(n):
+    ### BEGIN SOLUTION
+    ### STUB: return None  # what is asked?
+    return 2 * n
+    ### END SOLUTION
+
+
+twice(21)
+
+# %% [markdown] tags=["solution-only"]
+# Another answer:
+
+# %% tags=["solution-only", "measured"]
+21 + 21
+
+# %% [markdown] tags=["student-only"]
+# Stuck?
+"""
+
+
+def test_one_source_builds_both_notebooks_and_strict_nbval_compares_both(lab):
+    lab.write_text(EXERCISE)
+    for target, solved in build.notebooks_of(lab).items():
+        build.build(lab, target, solved=solved, pictures=False)
+    student = nbformat.read(build.LABS / "00_twice.ipynb", as_version=4)
+    solved = nbformat.read(build.LABS / "solutions" / "00_twice.ipynb", as_version=4)
+    assert len(student.cells) == 3 and len(solved.cells) == 4
+    assert student.cells[1].source == (
+        "def twice(n):\n    return None  # what is asked?\n\n\ntwice(21)"
+    )
+    assert solved.cells[1].source == "def twice(n):\n    return 2 * n\n\n\ntwice(21)"
+    assert student.cells[1].outputs == [] and solved.cells[1].outputs[0].data["text/plain"] == "42"
+    assert solved.cells[3].metadata == {"tags": ["measured"]}
+    assert "tags" not in student.cells[2].metadata
+    assert "SOLUTION" not in nbformat.writes(student) + nbformat.writes(solved)
+    assert "2 * n" not in nbformat.writes(student)
+    solved.cells[1].outputs[0].data["text/plain"] = "43"
+    nbformat.write(solved, build.LABS / "solutions" / "00_twice.ipynb")
+    ran = pytest_on(build.LABS)  # in labs/ and below
+    assert ran.returncode == 1 and "1 failed, 2 passed" in ran.stdout, ran.stdout[-2000:]
+
+
+def test_a_lab_without_solutions_has_one_notebook(lab):
+    assert list(build.notebooks_of(lab)) == [build.LABS / "00_twice.ipynb"]
+
+
+def test_a_mark_astray_stops_the_build_and_names_the_cell(lab, monkeypatch, capsys):
+    monkeypatch.setattr(build, "picture_trouble", lambda: None)
+    lab.write_text(EXERCISE.replace("### END", "### The end of the"))
+    assert build.main([]) == 1
+    assert "00_twice.py, cell 1: ### BEGIN SOLUTION: there is no END" in capsys.readouterr().err
+    assert not list(build.LABS.rglob("*.ipynb"))
+
+
+def test_the_picture_for_the_readme_is_that_of_the_tagged_cell(lab, monkeypatch):
+    notebook = build.cells_of(lab)
+    for cell, picture in zip(notebook.cells[1:3], (b"first", b"second"), strict=True):
+        shown = {PNG: base64.b64encode(picture).decode()}
+        cell.outputs = [nbformat.v4.new_output("display_data", data=shown)]
+    monkeypatch.setattr(build, "README_PICTURE", build.LABS / "pictures" / "timeline.png")
+    built = build.LABS / "00_twice.ipynb"
+    nbformat.write(notebook, built)
+    build.keep_readme_picture(built)
+    assert not build.README_PICTURE.exists()  # no cell is tagged
+    notebook.cells[2].metadata["tags"] = ["readme-picture"]
+    nbformat.write(notebook, built)
+    build.keep_readme_picture(built)
+    assert build.README_PICTURE.read_bytes() == b"second"
+
+
 # ---- what is compared ----------------------------------------------------------------------------
 def test_arrays_of_every_shape_are_compared_by_value():
     values = {"dtype": "i2", "bdata": base64.b64encode(bytes([1, 0, 2, 0, 3, 0, 4, 0])).decode()}
@@ -382,16 +459,20 @@ def test_structure_has_no_values():
 
 # ---- the labs themselves -------------------------------------------------------------------------
 SOURCES = sorted((LABS / "src").glob("[0-9]*.py"))
+MADE = [(source, *made) for source in SOURCES for made in build.notebooks_of(source).items()]
+STORED = sorted([*LABS.glob("*.ipynb"), *(LABS / "solutions").glob("*.ipynb")])
 
 
-def test_every_lab_has_a_source_and_every_source_a_lab():
-    assert [s.stem for s in SOURCES] == sorted(n.stem for n in LABS.glob("*.ipynb"))
+def test_every_lab_has_a_source_and_every_source_its_labs():
+    assert sorted(target for _, target, _ in MADE) == STORED
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_stored_lab_is_its_source_run_once_from_top_to_bottom(source):
-    stored = nbformat.read(LABS / f"{source.stem}.ipynb", as_version=4)
-    described = build.cells_of(source)
+@pytest.mark.parametrize(
+    "source, target, solved", MADE, ids=[str(made[1].relative_to(LABS)) for made in MADE]
+)
+def test_a_stored_lab_is_its_source_run_once_from_top_to_bottom(source, target, solved):
+    stored = nbformat.read(target, as_version=4)
+    described = build.cells_of(source, solved=solved)
     for old, new in zip(stored.cells, described.cells, strict=True):
         assert (old.id, old.source, old.metadata) == (new.id, new.source, new.metadata)
     assert stored.metadata == described.metadata
@@ -401,11 +482,23 @@ def test_a_stored_lab_is_its_source_run_once_from_top_to_bottom(source):
     assert all(PNG in data for data in figures)
 
 
+@pytest.mark.parametrize("exercise", pl.exercises.ALL.values(), ids=lambda e: e.name)
+def test_what_an_exercise_shows_as_stub_and_solution_is_what_its_lab_has(exercise):
+    [source] = [source for source in SOURCES if source.stem.startswith(exercise.lab)]
+    for solved, text in ((False, exercise.stub), (True, str(exercise.solution()))):
+        cells = build.cells_of(source, solved=solved).cells
+        [cell] = [c for c in cells if c.cell_type == "code" and text in c.source]
+        assert "check(" in cell.source
+        if not solved:
+            answer = set(str(exercise.solution()).splitlines()) - set(text.splitlines())
+            assert answer and not [line for line in answer if line.strip() and line in cell.source]
+
+
 def test_no_lab_ignores_an_output_that_is_not_counted_here():
     def ignored(path: Path) -> int:
         cells = nbformat.read(path, as_version=4).cells
         words = ("nbval-ignore-output", "NBVAL_IGNORE_OUTPUT", "PYTEST_VALIDATE_IGNORE_OUTPUT")
         return sum(any(w in c.source or w in str(c.metadata) for w in words) for c in cells)
 
-    counts = {path.stem: ignored(path) for path in LABS.glob("*.ipynb")}
+    counts = {str(path.relative_to(LABS)): ignored(path) for path in STORED}
     assert {name: n for name, n in counts.items() if n} == IGNORED_CELLS

@@ -7,9 +7,9 @@ place.
 from __future__ import annotations
 
 import pytest
-from equality import assert_equal_state, reference
 
 import paralab as pl
+from equality import assert_equal_state, reference
 from paralab.launch import launch_program
 
 STEPS, LR = 2, 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from paralab.observe.recorder import Recorder
@@ -78,6 +79,20 @@ def test_steps_are_written_once_each():
     steps = recorder.tables()["steps"]
     assert steps["step"] == [0, 1] and steps["rank"] == [3, 3]
     assert all(a <= b for a, b in zip(steps["start"], steps["end"], strict=True))
+
+
+def test_work_of_other_threads_is_written_down_beside_the_step_and_own_work_is_not():
+    recorder = Recorder(rank=0, world_size=1)
+    recorder.begin_step(0)
+    spin(0.02)
+    recorder.end_step()
+    recorder.begin_step(1)
+    helper = threading.Thread(target=spin, args=(0.02,))
+    helper.start()
+    helper.join()
+    recorder.end_step()
+    own, helped = recorder.tables()["steps"]["beside"]
+    assert own < 0.01 <= helped < 0.05
 
 
 def test_writing_down_a_span_costs_microseconds():

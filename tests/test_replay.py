@@ -187,7 +187,13 @@ def pipeline_report(spans, calls):
         plan=plan(dp=2),
         spans=pd.DataFrame(spans, columns=list(COLUMNS["spans"])),
         collectives=pd.DataFrame(calls, columns=list(COLUMNS["collectives"])),
-        steps={"rank": [0, 1], "step": [0, 0], "start": [0.0, 0.0], "end": [3.0, 3.0]},
+        steps={
+            "rank": [0, 1],
+            "step": [0, 0],
+            "start": [0.0, 0.0],
+            "end": [3.0, 3.0],
+            "beside": [0.0, 0.0],
+        },
     )
 
 

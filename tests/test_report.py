@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import synthetic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import synthetic
 from paralab.records import metrics, tables
 from paralab.records.storage import VERSION, seal
 from paralab.report import Report, load, save_part
@@ -62,7 +62,7 @@ def hand_made(*spans: tuple, plan: Plan | None = None, steps: list[tuple] | None
     return Report(
         clock="measured", model=MODEL, plan=plan or Plan(), spans=rows("spans", *full),
         collectives=rows("collectives", *(calls or [])),
-        steps=rows("steps", *(steps or [(0, 1, 0.0, 10.0)])),
+        steps=rows("steps", *((*step, 0.0) for step in steps or [(0, 1, 0.0, 10.0)])),
     )  # fmt: skip
 
 
@@ -401,7 +401,7 @@ def saved(tmp_path_factory) -> tuple[Path, Report]:
     report = Report(
         clock="measured", model=MODEL, plan=Plan(dp=2), cluster=CLUSTER, losses=[5.5, 5.25],
         meta={"run_id": "a", "nodes": [0, 0]}, spans=rows("spans", *spans),
-        collectives=rows("collectives", call), steps=rows("steps", (0, 0, 0.5, 1.5)),
+        collectives=rows("collectives", call), steps=rows("steps", (0, 0, 0.5, 1.5, 0.0)),
         memory=rows("memory", (0, 0, 0.5, "device", "parameters", 7)),
         weights={"a": np.float32([[1.5, 2.5]])},
     )  # fmt: skip
@@ -441,6 +441,22 @@ def test_files_that_are_no_reports_are_refused_in_words(tmp_path, content, says)
     assert refused(path, says)
 
 
+def test_a_report_of_an_older_version_still_loads(saved, tmp_path):
+    path, report = saved
+    envelope = json.loads(path.read_text())
+    del envelope["body"]["tables"]["steps"]["beside"]
+    older = tmp_path / "older.json"
+    for version, loads in ((1, True), (VERSION, False)):
+        envelope |= {"version": version, "sha256": seal(envelope["body"])}
+        older.write_text(json.dumps(envelope))
+        if loads:
+            assert (load(older).steps["beside"] == 0.0).all()
+            assert load(older).spans.equals(report.spans)
+        else:
+            with pytest.raises(ValueError, match="steps: lacks beside"):
+                load(older)
+
+
 def test_a_report_of_a_newer_version_says_to_update(saved, tmp_path):
     envelope = json.loads(saved[0].read_bytes())
     envelope["version"] = VERSION + 1
@@ -478,7 +494,7 @@ def test_every_wrong_byte_is_noticed_or_changes_nothing(saved, tmp_path, data):
 @pytest.mark.parametrize(
     ("at", "value", "says"),
     [
-        (("model",), None, "model is NoneType, not dict"),
+        (("model",), [], "model is list, not dict or nothing"),
         (("losses",), {}, "losses is dict, not list"),
         (("losses", 0), True, "losses holds True"),
         (("tables", "steps"), 3, "steps is int, not dict"),

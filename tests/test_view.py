@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from html.parser import HTMLParser
 
 import pytest
-import synthetic
 
+import synthetic
 from paralab.records import tables
 from paralab.report import Report
 from paralab.spec import Plan
@@ -30,7 +30,7 @@ def columns(table) -> dict[str, list]:
 
 
 def title(figure) -> str:
-    return figure.layout.title.text + " | " + figure.layout.title.subtitle.text
+    return figure.finding + " | " + figure.below
 
 
 def boxes(figure) -> list[tuple]:
@@ -64,7 +64,8 @@ def figures(report: Report) -> list:
 # ---- every figure -------------------------------------------------------------------------------
 def test_a_colour_means_one_thing_and_the_colour_blind_can_tell_them_apart():
     greys = {theme.KIND_COLOUR["wait"], theme.OTHER_COLOUR}
-    used = [c for k, c in theme.KIND_COLOUR.items() if k != "wait"] + list(
+    neutral = ("wait", "compute")  # standing still, and work of no kind that training has
+    used = [c for k, c in theme.KIND_COLOUR.items() if k not in neutral] + list(
         theme.AXIS_COLOUR.values()
     )
     assert set(used) == OKABE_ITO
@@ -114,7 +115,7 @@ def test_names_from_a_report_cannot_be_markup(four):
     report = dataclasses.replace(four, collectives=calls, spans=spans)
     for figure in figures(report):
         seen = set(re.findall(r"<(/?\w+)", figure.to_json().replace("\\u003c", "<")))
-        assert seen <= {"b", "/b", "br", "sup", "/sup", "extra", "/extra"}
+        assert seen <= {"b", "/b", "br", "sup", "/sup", "span", "/span", "extra", "/extra"}
 
 
 # ---- timeline -----------------------------------------------------------------------------------
@@ -202,12 +203,11 @@ def test_the_title_of_the_timeline_is_read_off_the_spans():
             (2, 0, 1, "compute", "wait", 0, 0, -1, 6.0, 9.0, 0.0, (1,)),
             (3, 0, 1, "compute", "optimizer", 0, 0, -1, 9.0, 10.0, 1.0, ())]  # fmt: skip
     rows = {c: [row[i] for row in work] for i, c in enumerate(tables.COLUMNS["spans"])}
-    steps = {"rank": [0], "step": [1], "start": [0.0], "end": [10.0]}
+    steps = {"rank": [0], "step": [1], "start": [0.0], "end": [10.0], "beside": [0.0]}
     report = Report(clock="replayed", model=synthetic.MODEL, plan=Plan(dp=2, grad_sync="naive"),
                     spans=rows, steps=steps)  # fmt: skip
-    finding = report.timeline().layout.title.text
-    assert finding == (
-        "<b>dp=2, naive: 25 % of communication hidden, ranks wait 30 % of the step</b>"
+    assert report.timeline().finding == (
+        "dp=2, naive: 25 % of communication hidden, ranks wait 30 % of the step"
     )
 
 

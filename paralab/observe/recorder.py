@@ -22,7 +22,7 @@ SPAN_COLUMNS = ("id", "rank", "step", "lane", "kind", "stage", "chunk", "microba
 COLLECTIVE_COLUMNS = ("call", "rank", "step", "op", "axis", "ranks", "peer", "level", "phase",
                       "payload_bytes", "wire_bytes", "start", "end", "span")  # fmt: skip
 MEMORY_COLUMNS = ("rank", "step", "time", "tier", "category", "bytes")
-STEP_COLUMNS = ("rank", "step", "start", "end")
+STEP_COLUMNS = ("rank", "step", "start", "end", "beside")
 
 
 class Recorder:
@@ -117,12 +117,12 @@ class Recorder:
     # ---- steps and export -----------------------------------------------------------------------
     def begin_step(self, step: int) -> None:
         self.step = step
-        self._steps.append((step, self.clock.mark()))
+        self._steps.append((step, self.clock.mark(), _beside()))
 
     def end_step(self) -> None:
         """Close the step, after its scalars were read and the device has nothing left to do."""
-        step, start = self._steps.pop()
-        self._steps.append((step, start, self.clock.mark()))
+        step, start, beside = self._steps.pop()
+        self._steps.append((step, start, self.clock.mark(), _beside() - beside))
 
     def tables(self) -> dict[str, dict[str, list]]:
         """Everything written down, as columns; CUDA events become seconds here."""
@@ -140,7 +140,8 @@ class Recorder:
             calls.append((call, self.rank, step, op, axis, list(ranks), peer, level, phase,
                           payload, wire, *where[span], span))  # fmt: skip
         steps = [
-            (self.rank, step, clock.seconds(a), clock.seconds(b)) for step, a, b in self._steps
+            (self.rank, step, clock.seconds(a), clock.seconds(b), max(beside, 0.0))
+            for step, a, b, beside in self._steps
         ]
         return {
             "spans": _columns(SPAN_COLUMNS, spans),
@@ -148,6 +149,11 @@ class Recorder:
             "memory": _columns(MEMORY_COLUMNS, []),  # no ledger runs beside this recorder
             "steps": _columns(STEP_COLUMNS, steps),
         }
+
+
+def _beside() -> float:
+    """Processor seconds so far of this process's other threads: those that carry its messages."""
+    return time.process_time() - time.thread_time()
 
 
 def _columns(names: tuple[str, ...], rows: list[tuple]) -> dict[str, list]:

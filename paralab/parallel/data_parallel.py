@@ -13,7 +13,7 @@ every rank send 2 (N-1)/N Psi elements, whichever of the three forms runs:
 Memory: 4 Psi bytes of fp32 gradients, and one bucket more. Time: alpha * calls + bytes / bandwidth,
 of which Overlapped hides what fits behind the backward that is left.
 
-Li+ 2020, "PyTorch Distributed", arXiv:2006.15704, sec. 3.2 has the same ladder. Lab 00
+Li+ 2020, "PyTorch Distributed", arXiv:2006.15704, sec. 3.2 has the same ladder. Lab 02
 shows it.
 
 Each form has the same three moments: `grad_ready(parameter)`, raised once per step and parameter

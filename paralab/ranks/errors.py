@@ -19,6 +19,10 @@ class RankTimeout(RankError):
         self.waiting = waiting or {}
 
 
+class Stopped(RuntimeError):
+    """The caller's ``stop`` event was set. Every rank has ended, and nothing was returned."""
+
+
 class OutOfMemory(RuntimeError):
     """An allocation failed. ``rank``: where; ``table``: what holds the memory, by category."""
 

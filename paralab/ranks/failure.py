@@ -38,7 +38,10 @@ def describe(error: BaseException, noted: str, *, hide: str) -> dict[str, Any]:
     if isinstance(error, RankError):  # said by the rank itself, about the user's function
         return {"kind": "error", "what": f"failed: {error}", "traceback": ""}
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == hide:
+    while frames is not None and (
+        frames.tb_frame.f_code.co_filename == hide
+        or "__tracebackhide__" in frames.tb_frame.f_code.co_varnames
+    ):
         frames = frames.tb_next
     frames = frames or error.__traceback__  # nothing else: paralab's own fault, show all
     text = "".join(traceback.format_exception(type(error), error, frames))

@@ -16,9 +16,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+LOOK_SECONDS = 0.1  # between two looks at whether to go on waiting
 END_SECONDS = 5.0  # for all ranks to be gone; then the server itself is killed, and they with it
 
 # Also keeps numpy's BLAS from starting threads in the server, where they would not survive a fork.
@@ -71,15 +73,17 @@ class RankServer:
     def alive(self) -> bool:
         return not self._talking and self._process.poll() is None
 
-    def get_ready(self) -> None:
+    def get_ready(self, look: Callable[[], None] = lambda: None) -> None:
         """Wait until the server has loaded what ranks need.
 
+        look  called ten times a second; what it raises ends the waiting, and does no harm
         Raises ``RuntimeError`` with the import's traceback if it could not; ``EOFError`` or
         ``OSError`` if it has died.
         """
         if self._ready:
             return
-        self.connection.poll(None)  # an interrupt while torch loads does no harm
+        while not self.connection.poll(LOOK_SECONDS):  # an interrupt here does no harm
+            look()
         kind, text = self.connection.recv()
         if kind == "failed":
             self._talking = True  # it ends now: not `alive` for the next call

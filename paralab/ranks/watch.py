@@ -22,15 +22,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
+from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
 from paralab.ranks.notes import Notebook
 from paralab.ranks.output import RankOutput
-from paralab.ranks.server import RankServer
+from paralab.ranks.server import LOOK_SECONDS, RankServer
 from paralab.ranks.waits import Standing, main_stack, sentence, show_cells, standing
 
 GRACE_SECONDS = 0.25  # after an echo, for the failure behind it
 BRIEF_SECONDS = 0.1  # after a failure of a rank's own, for an earlier one still on its way
 STACK_SECONDS = 0.5  # for ranks to write down where they stand
+SERVER_DIED = """the process that ranks are forked from has died, and they with it, perhaps by the \
+kernel's out-of-memory killer; the next call starts a new one"""
 
 
 @dataclass
@@ -54,8 +56,10 @@ class Run:
         *,
         timeout: float,
         on_progress: Callable[[int, int, int], None] | None,
+        stop: threading.Event | None = None,
     ) -> None:
-        self.server, self.timeout, self.on_progress = server, timeout, on_progress
+        self.server, self.timeout = server, timeout
+        self.on_progress, self.stop = on_progress, stop
         self.ranks: list[_Rank] = []
         self.folder: Path | None = None
         self.failures: dict[int, dict[str, Any]] = {}  # by rank, as failure.describe says
@@ -65,8 +69,9 @@ class Run:
     # ---- start --------------------------------------------------------------------------------
     def start(self, count: int, task: bytes, payload: bytes, *, live: bool) -> None:
         """Fork the ranks. ``task`` and ``payload`` lie in files: a rank may die before it reads."""
+        self._go_on()
         with self._or_died():
-            self.server.get_ready()  # before there is a folder that only the server could remove
+            self.server.get_ready(self._go_on)  # before there is a folder to remove
         self.folder = Path(tempfile.mkdtemp(prefix="paralab-"))
         (self.folder / "task").write_bytes(task)
         (self.folder / "payload").write_bytes(payload)
@@ -94,10 +99,7 @@ class Run:
         try:
             yield
         except (EOFError, OSError):
-            raise RankError(
-                "the process that ranks are forked from has died, and they with it, perhaps by the "
-                "kernel's out-of-memory killer; the next call starts a new one"
-            ) from None
+            raise RankError(SERVER_DIED) from None
 
     # ---- watch --------------------------------------------------------------------------------
     def watch(self) -> Exception | None:
@@ -106,16 +108,23 @@ class Run:
             silent = all(r.result is not None or r.rank in self.failures for r in self.ranks)
             if self.failures and (silent or time.monotonic() >= self.grace_ends):
                 return self._root_cause()
+            self._go_on()
             self._listen()
             if not self.failures and self._nothing_moves():
                 return self._who_waits()
         return self._root_cause() if self.failures else None
 
+    def _go_on(self) -> None:
+        """Raise ``Stopped`` if the caller has asked for it."""
+        if self.stop is not None and self.stop.is_set():
+            work = f"in the middle of its work on {len(self.ranks)} ranks"
+            raise Stopped(f"stopped {work if self.ranks else 'before its ranks had started'}")
+
     def _listen(self) -> None:
         speakers: dict[Any, _Rank] = {r.control: r for r in self.ranks if r.control is not None}
         printers: dict[int, _Rank] = {r.pipe: r for r in self.ranks if r.pipe is not None}
-        pause = 0.02 if self.failures else min(1.0, self.timeout / 4)
-        ready = wait([*speakers, *printers, self.server.connection], pause)
+        often = 0.02 if self.failures else LOOK_SECONDS if self.stop else 1.0
+        ready = wait([*speakers, *printers, self.server.connection], min(often, self.timeout / 4))
         for source in ready:
             if source in printers:
                 self._read(printers[source])
@@ -156,9 +165,7 @@ class Run:
     def _count_the_dead(self) -> None:
         with self._or_died():
             deaths = self.server.deaths()
-        for rank in self.ranks:
-            if rank.pid not in deaths:
-                continue
+        for rank in (r for r in self.ranks if r.pid in deaths):
             while rank.control is not None and rank.control.poll(0):  # its last words first
                 self._hear(rank)
             if rank.rank not in self.failures:

@@ -21,7 +21,7 @@ PART_KEYS = ("rank", "clock_offset", "clock_uncertainty", *tables.COLUMNS, "loss
 def merge(
     parts: Sequence[Mapping[str, Any]], *, plan: Plan, meta: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The tables, losses, weights, gradients and meta of a report, from one part per rank."""
+    """The tables, losses, weights, gradients, results and meta, from one part per rank."""
     ordered = _all_ranks(parts, plan.world_size)
     offsets = [float(part["clock_offset"]) for part in ordered]
     uncertain = [float(part["clock_uncertainty"]) for part in ordered]
@@ -48,6 +48,8 @@ def merge(
     for state in ("weights", "gradients"):
         found = [part[state] for part in ordered if part.get(state) is not None]
         merged[state] = found[0] if found else None
+    if any("result" in part for part in ordered):  # of a traced function
+        merged["results"] = [part.get("result") for part in ordered]
     return merged
 
 

@@ -212,6 +212,8 @@ def ring_optimum(report: Report) -> int:
 
     Psi in bytes of the plan's precision (Patarasuk & Yuan 2009, the bandwidth-optimal all-reduce).
     """
+    if report.model is None:
+        raise illegal("model", None, "a traced function has no gradients to sum", "a training run")
     psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.precision]
     return 2 * (report.plan.dp - 1) * psi
 

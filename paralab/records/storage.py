@@ -1,6 +1,6 @@
 """Reports as files: JSON without pickle, sealed by a checksum, written whole or not at all.
 
-    {"format": "paralab report", "version": 1, "sha256": "...", "body": {...}}
+    {"format": "paralab report", "version": 2, "sha256": "...", "body": {...}}
 
 Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float; arrays
 are base64 of their little-endian bytes). A file that says something else than it did when written
@@ -26,7 +26,7 @@ from paralab.records.arrays import decode_arrays, encode_arrays, typed
 from paralab.report import Report, plain
 from paralab.spec import Cluster, ModelSpec, Plan
 
-VERSION = 1
+VERSION = 2  # 1 had no column `beside` in the table of steps
 REPORT, PART = "paralab report", "paralab rank part"
 # What building from any JSON may raise: whatever a foreign writer put there, the reader of a file
 # meets one kind of error.
@@ -160,9 +160,17 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
     try:
         if envelope.get("sha256") != seal(body):
             raise ValueError("its checksum does not fit: it was changed after it was written")
-        return build(body)
+        return build(_brought_up(body, version))
     except _MALFORMED as error:
         raise ValueError(f"{path}: damaged ({error}); {again}") from None
+
+
+def _brought_up(body: dict[str, Any], version: int) -> dict[str, Any]:
+    """The body as today's version writes it."""
+    if version == 1:
+        steps = body["tables"]["steps"]
+        steps.setdefault("beside", [0.0] * len(steps["rank"]))
+    return body
 
 
 def _refuse_constant(name: str) -> None:
@@ -170,9 +178,9 @@ def _refuse_constant(name: str) -> None:
 
 
 # ---- the body -----------------------------------------------------------------------------------
-def _described(model: ModelSpec, plan: Plan, meta: Mapping[str, Any]) -> dict[str, Any]:
+def _described(model: ModelSpec | None, plan: Plan, meta: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "model": plain(model.to_dict(), "model"),
+        "model": None if model is None else plain(model.to_dict(), "model"),
         "plan": plain(plan.to_dict(), "plan"),
         "meta": _encode(plain(dict(meta), "meta")),
     }
@@ -180,9 +188,10 @@ def _described(model: ModelSpec, plan: Plan, meta: Mapping[str, Any]) -> dict[st
 
 def _report(body: dict[str, Any]) -> Report:
     cluster = typed(body, "cluster", (dict, type(None)))
+    model = typed(body, "model", (dict, type(None)))
     return Report(
         clock=typed(body, "clock", str),
-        model=ModelSpec.from_dict(typed(body, "model", dict)),
+        model=None if model is None else ModelSpec.from_dict(model),
         plan=Plan.from_dict(typed(body, "plan", dict)),
         cluster=None if cluster is None else Cluster.from_dict(cluster),
         meta=_decode(typed(body, "meta", dict)),

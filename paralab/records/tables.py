@@ -27,7 +27,7 @@ COMPUTE_KINDS = (
     "backward",
     "weight_grad",
 )  # what fills a pipeline; the rest is not its work
-KINDS = (*COMPUTE_KINDS, "optimizer", "wait", "comm", "copy")
+KINDS = (*COMPUTE_KINDS, "optimizer", "compute", "wait", "comm", "copy")
 LEVELS = ("intra", "inter")
 TIERS = ("device", "host", "file")
 
@@ -44,7 +44,7 @@ COLUMNS: dict[str, dict[str, type]] = {
     "memory": {
         "rank": int, "step": int, "time": float, "tier": str, "category": str, "bytes": int,
     },
-    "steps": {"rank": int, "step": int, "start": float, "end": float},
+    "steps": {"rank": int, "step": int, "start": float, "end": float, "beside": float},
 }  # fmt: skip
 TIMES = ("start", "end", "time")  # columns that a clock offset shifts
 

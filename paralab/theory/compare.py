@@ -230,7 +230,7 @@ def _call(what: tuple[str, str, int, int]) -> str:
 def _shape(report: Report) -> str:
     plan = report.plan
     degrees = [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp") if getattr(plan, axis) > 1]
-    return ", ".join([f"dp={plan.dp}", *degrees, plan.grad_sync])
+    return ", ".join([f"dp={plan.dp}", *degrees, plan.grad_sync_name])
 
 
 def _shown(value: float, unit: str) -> str:

@@ -127,6 +127,13 @@ def _step_gap(table: pd.DataFrame, expect: Report, report: Report) -> str:
         said = ["theory and replay agree within 1 %."]
     if not math.isnan(row["measured"]):
         said.append(_pace(row["measured"] / row["replayed"], _cores(expect, report), report))
+        carried = beside(report)
+        if carried > 0.02 * row["measured"]:
+            said.append(
+                "Carrying messages is work too: the ranks' other threads used "
+                f"{carried * 1e3:.0f} ms of processor per step and rank, which devices of their "
+                "own do beside computing."
+            )
         outside = _outside(report)
         if outside > 0.01 * row["measured"]:
             said.append(
@@ -165,6 +172,13 @@ def _outside(report: Report) -> float:
         inside = (spans["end"] - spans["start"]).sum()
         rows.append(((steps["end"] - steps["start"]).sum() - inside) / report.world_size)
     return median(rows or [0.0])
+
+
+def beside(report: Report) -> float:
+    """Processor seconds that a rank's other threads used: mean over ranks, median step."""
+    steps = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
+    used = steps.groupby("step")["beside"].mean()
+    return float(used.median()) if len(used) else 0.0
 
 
 def _percent(share: float) -> str:

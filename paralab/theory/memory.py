@@ -29,9 +29,10 @@ OPTIMIZERS = ("adamw", "sgd")
 def gradient_buckets(model: ModelSpec, plan: Plan) -> list[tuple[tuple[int, ...], int]]:
     """(indices of its parameters, bytes with padding) of every bucket, in the order they leave.
 
-    Empty where nothing is bucketed: one data-parallel rank, or grad_sync="naive".
+    Empty where nothing is bucketed (one data-parallel rank, grad_sync="naive"), or where nobody
+    knows: a grad_sync of the user's own.
     """
-    if plan.dp == 1 or plan.grad_sync == "naive":
+    if plan.dp == 1 or plan.grad_sync not in ("bucketed", "overlapped"):
         return []
     item = BYTES_PER_ELEMENT[plan.precision]
     counts = list(parameter_sizes(model).values())

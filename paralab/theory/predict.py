@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal, whole
 from paralab.records.tables import COLUMNS
-from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.spec import GRAD_SYNC_FORMS, Cluster, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.engine import Collective, Compute, Item, Times, Wait, link_cost, simulate
 from paralab.theory.formulas import (
@@ -75,6 +75,14 @@ def predict(
     if not isinstance(plan, Plan):
         raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
     plan.validate(model)
+    if callable(plan.grad_sync):
+        raise illegal(
+            "grad_sync",
+            plan.grad_sync,
+            "theory cannot know when a class of your own sends; run it, and "
+            "pl.run(...).replay(cluster) says what it takes on other links",
+            " | ".join(map(repr, GRAD_SYNC_FORMS)),
+        )
     cluster = Cluster.local() if cluster is None else cluster
     if not isinstance(cluster, Cluster):
         raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
@@ -277,5 +285,6 @@ def _tables(
                         category=category,
                         bytes=size,
                     )
-            add("steps", rank=rank, step=step, start=offset, end=offset + times.end[rank][-1])
+            end = offset + times.end[rank][-1]
+            add("steps", rank=rank, step=step, start=offset, end=end, beside=0.0)
     return made

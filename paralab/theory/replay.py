@@ -23,6 +23,7 @@ from collections import defaultdict
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paralab.checks import real
 from paralab.spec import Cluster
 from paralab.theory.engine import (
     Collective,
@@ -59,13 +60,15 @@ class _Span(NamedTuple):
         return self.kind in ("wait", "comm")
 
 
-def replay(report: Report, cluster: Cluster | None = None) -> Report:
+def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1.0) -> Report:
     """The same run with its recorded costs on ``cluster``, one device per rank; ``report`` stays as
     it is.
 
     report   measured, or replayed before (then only the links can change)
     cluster  whose links carry the collectives; default ``Cluster.local()``. Its device speed is not
              used: compute costs are the recorded ones
+    compute  scales those costs, and those of copies between host and device; 0.0 leaves the links
+             alone
 
     Span ids, rows and bytes are those of ``report``; start, end and cost are new, all steps of one
     kind cost the same, and every step starts on all ranks at once. Raises ValueError if the report
@@ -74,9 +77,11 @@ def replay(report: Report, cluster: Cluster | None = None) -> Report:
     from paralab.report import Report
 
     cluster = Cluster.local() if cluster is None else cluster
+    compute = real("compute", compute, at_least=0.0)
     spans = sorted(_Span(*row) for row in report.spans.itertuples(index=False))
     setup = _setup_spans(report, spans)
-    costs = _typical_costs([span for span in spans if span.id not in setup])
+    costs = _typical_costs([span for span in spans if span.id not in setup], scale=compute,
+                           by_rank=report.model is None)  # fmt: skip
     calls = _collectives(report)
     by_step: dict[tuple[int, bool], list[list[_Span]]] = defaultdict(
         lambda: [[] for _ in range(report.world_size)]
@@ -122,6 +127,7 @@ def replay(report: Report, cluster: Cluster | None = None) -> Report:
         ),
         weights=report.weights,
         gradients=report.gradients,
+        results=report.results,
     )
 
 
@@ -131,8 +137,11 @@ class _Costs(NamedTuple):
     seconds: dict[Key, float]
 
 
-def _typical_costs(spans: list[_Span]) -> _Costs:
-    """The median cost of every kind of span, warm-up left out where there is anything else."""
+def _typical_costs(spans: list[_Span], *, scale: float, by_rank: bool) -> _Costs:
+    """The median cost of every kind of span, warm-up left out where there is anything else.
+
+    by_rank  the ranks of a traced function may do different things: each keeps its own costs
+    """
     groups: dict[Key, list[_Span]] = defaultdict(list)
     for span in spans:
         if not span.idle:
@@ -147,13 +156,13 @@ def _typical_costs(spans: list[_Span]) -> _Costs:
             )
             groups[place].append(span)
     key_of, warm, cold = {}, defaultdict(list), defaultdict(list)
-    for (_, step, lane, kind, stage, chunk, _), parts in groups.items():
+    for (rank, step, lane, kind, stage, chunk, _), parts in groups.items():
         for part, span in enumerate(parts):
-            key = (stage, chunk, lane, kind, len(parts), part)
+            key = (rank * by_rank, stage, chunk, lane, kind, len(parts), part)
             key_of[span.id] = key
             (warm if step >= 1 else cold)[key].append(_own_seconds(span))
     samples = {**cold, **warm}
-    return _Costs(key_of, {key: median(values) for key, values in samples.items()})
+    return _Costs(key_of, {key: scale * median(values) for key, values in samples.items()})
 
 
 def _own_seconds(span: _Span) -> float:

@@ -1,1 +1,37 @@
-"""Pictures of reports: plotly figures, the HTML page, the Perfetto trace. One theme; torch-free."""
+"""Pictures of reports: plotly figures, the HTML page, the Perfetto trace. One theme; torch-free.
+
+Every function here returns a `Chart`: a plotly Figure with the numbers behind it (`.table`) and a
+line of text (its repr). Names are imported on first use, for plotly is slow to import.
+
+    timelines    several reports on one time scale          losses       several runs' losses
+    link_fit     alpha and bandwidth of a link              algorithms   time over message size
+    bytes_bars   memory by category, against capacity       scaling      throughput over ranks
+    use_theme    "light" | "dark", for figures made from then on
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+# name: the module it lives in. No module bears a function's name, or importing one would hide the
+# other.
+_HOME = {
+    "Chart": "chart", "algorithms": "links", "bytes_bars": "memory", "link_fit": "links",
+    "losses": "loss", "scaling": "throughput", "timelines": "timeline", "use_theme": "theme",
+}  # fmt: skip
+_MODULES = ("theme", "widgets")
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_MODULES})

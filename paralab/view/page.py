@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Any
 from paralab.view import theme
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
     from paralab.report import Report
+    from paralab.view.chart import Chart
 
 POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
           "img-src data: blob:; font-src data:")  # fmt: skip
 
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f8fa; --card: #fff; --ink: #24292f; --faint: #57606a;
-  --line: #e5e8eb; --mark: #0072b2; --low: #f4f6f8; --high: #4a5a6a; }
+  --line: #e5e8eb; }
 @media (prefers-color-scheme: dark) { :root { --page: #0d1117; --card: #161b22; --ink: #e6edf3;
-  --faint: #9aa4ae; --line: #30363d; --mark: #56b4e9; --low: #21262d; --high: #c9d1d9; } }
+  --faint: #9aa4ae; --line: #30363d; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); line-height: 1.5;
   font: 16px/1.5 Inter, "Open Sans", "Segoe UI", Helvetica, Arial, sans-serif; }
@@ -60,36 +59,17 @@ code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; font-si
 footer { color: var(--faint); font-size: 14px; }
 """
 
-# Figures are made light. On a dark page ink, lines and background change; what a colour means does
-# not.
+# Every figure is there twice, as theme.py draws it by day and by night; the paper is the page's.
 SCRIPT = """
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const pick = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 function look(layout) {
-  const made = structuredClone(layout), base = made.template.layout;
-  made.paper_bgcolor = made.plot_bgcolor = "rgba(0,0,0,0)";
-  base.font.color = pick("--ink");
-  made.title.font.color = pick("--ink");
-  made.title.subtitle.font.color = pick("--faint");
-  for (const axis of ["xaxis", "yaxis"]) {
-    base[axis].gridcolor = base[axis].linecolor = pick("--line");
-  }
-  for (const shape of made.shapes || []) shape.line.color = pick("--ink");
-  for (const note of made.annotations || []) note.font = {...note.font, color: pick("--ink")};
-  return made;
-}
-function marks(data) {
-  return structuredClone(data).map(trace => {
-    if (trace.type === "heatmap") trace.colorscale = [[0, pick("--low")], [1, pick("--high")]];
-    if (trace.type === "bar") trace.marker.line = {width: 0.5, color: pick("--card")};
-    if (trace.type === "scatter") trace.line.color = pick("--mark");
-    return trace;
-  });
+  return {...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)"};
 }
 function draw() {
-  for (const [id, figure] of Object.entries(FIGURES)) {
+  const now = FIGURES[dark.matches ? "dark" : "light"];
+  for (const [id, figure] of Object.entries(now)) {
     const config = {responsive: true, displayModeBar: false};
-    Plotly.react(id, marks(figure.data), look(figure.layout), config);
+    Plotly.react(id, structuredClone(figure.data), look(structuredClone(figure.layout)), config);
   }
 }
 dark.addEventListener("change", draw);
@@ -114,22 +94,23 @@ def page(report: Report, *, sections: Sequence[tuple[str, str]] = ()) -> str:
     """The page as text."""
     from plotly.offline import get_plotlyjs
 
-    figures: dict[str, go.Figure] = {}
-    if len(report.steps):
-        figures["timeline"] = report.timeline()
-    figures["traffic"] = report.traffic_chart()
-    if report.losses:
-        figures["loss"] = report.loss_chart()
-    title = f"paralab: {theme.plan_name(report.plan)}"
+    figures: dict[str, dict[str, Chart]] = {}
+    for name in theme.LOOKS:
+        with theme.drawn(name):
+            figures[name] = _figures(report)
+    title = f"paralab: {theme.subject(report)}"
     drawn = "\n".join(
         f'<section><div id="{name}" class="figure" style="height:{fig.layout.height}px"></div>'
         "</section>"
-        for name, fig in figures.items()
+        for name, fig in figures["light"].items()
     )
     extra = "\n".join(
         f"<section><h2>{html.escape(head)}</h2>\n{body}</section>" for head, body in sections
     )
-    data = {name: json.loads(fig.to_json()) for name, fig in figures.items()}
+    data = {
+        name: {part: json.loads(fig.to_json()) for part, fig in charts.items()}
+        for name, charts in figures.items()
+    }
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -162,6 +143,16 @@ numbers. Step 0 is warm-up and left out of times and bytes. 1 MB = 10<sup>6</sup
 </body>
 </html>
 """
+
+
+def _figures(report: Report) -> dict[str, Chart]:
+    charts: dict[str, Chart] = {}
+    if len(report.steps):
+        charts["timeline"] = report.timeline()
+    charts["traffic"] = report.traffic_chart()
+    if report.losses:
+        charts["loss"] = report.loss_chart()
+    return charts
 
 
 def _for_script(value: Any) -> str:
@@ -205,12 +196,17 @@ def _summary(report: Report) -> str:
 
 
 def _described(report: Report) -> str:
-    model = {**report.model.to_dict(), "parameters Ψ": f"{report.model.num_params:,}"}
+    model: dict[str, Any] = {}
+    if report.model is not None:
+        model = {**report.model.to_dict(), "parameters Ψ": f"{report.model.num_params:,}"}
     plan = {f.name: getattr(report.plan, f.name) for f in fields(report.plan)
             if f.name in ("dp", "microbatches", "microbatch_size", "grad_sync", "precision")
             or getattr(report.plan, f.name) != f.default}  # fmt: skip
+    plan["grad_sync"] = report.plan.grad_sync_name
     plan["samples per step"] = report.plan.global_batch
     groups: list[tuple[str, Mapping[str, Any]]] = [("Model", model), ("Plan", plan)]
+    if report.model is None:  # a traced function: the plan says no more than how many ranks
+        groups = [("Function", {"ranks": report.world_size})]
     if report.cluster is not None:
         groups.append(("Cluster", report.cluster.to_dict()))
     if report.meta:

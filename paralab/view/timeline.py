@@ -3,225 +3,229 @@
 Reading it: a coloured box is work, a hatched grey one is a rank standing still until a collective
 has ended. Communication under a backward box is hidden; communication over a hatched box is what
 the step paid for. One trace per kind and lane, whatever the times, so two runs have the same
-structure.
+structure. Several reports stand under one another on one time scale, so that lengths compare.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import choice, whole
+from paralab.checks import illegal
 from paralab.records import metrics
-from paralab.records.tables import COMPUTE_KINDS, KINDS
-from paralab.view import theme
-from paralab.view.tracks import tracks
+from paralab.theory.traffic import BOOKKEEPING
+from paralab.view import boxes, theme
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
     from paralab.report import Report
+    from paralab.view.boxes import Section
+    from paralab.view.chart import Chart
 
 MAX_BOXES = 4000  # more make a browser slow, and no screen has the pixels
-MAX_TRACKS = 4
-LABEL_SHARE = 0.018  # of the time axis that a box needs to hold a micro-batch number
-LANE_HEIGHT = {"compute": 1.0}
-OTHER_HEIGHT = 0.7
-RANK_GAP = 0.45
+MAX_RANKS = 12  # rows of ranks that several reports show together before some are left out
+SAME = 0.02  # durations closer than this share are called equal
 
 
 def timeline(
     report: Report, *, step: int | None = None, ranks: Sequence[int] | None = None
-) -> go.Figure:
+) -> Chart:
     """One bar per span of ``step`` (default: of median duration) on ``ranks`` (default: all).
 
     Milliseconds from the step's start. Raises ValueError if the report has no such step or rank.
     """
-    step, ranks = _asked(report, step, ranks)
-    boxes, zero, end = _boxes(report, step, ranks)
-    shown = sorted(boxes, key=lambda b: (b["start"], b["id"]))[:MAX_BOXES]
-    window = (
-        max((b["start"] for b in shown), default=0.0) if len(shown) < len(boxes) else end - zero
+    one = boxes.section(report, step=step, ranks=ranks)
+    said = [] if report.model is None else [f"step {one.step}"]
+    fig = _drawn([one], _finding(one), report.clock, [*said, f"{one.seconds * 1e3:.1f} ms"])
+    what = "" if report.model is None else " of the typical step" if step is None else \
+        f" of step {step}"  # fmt: skip
+    return fig.explained(
+        f"timeline of {theme.subject(report)}, {report.clock}: {len(one.boxes)} boxes{what} on "
+        f"{len(one.ranks)} rank{'s' * (len(one.ranks) != 1)}",
+        boxes.table([one]),
     )
-    rows, ticks, bottom = _rows(boxes, ranks)
-    said = [f"step {step}", f"{(end - zero) * 1e3:.1f} ms"]
-    if len(shown) < len(boxes):
-        said.append(
-            f"the first {len(shown)} of {len(boxes)} boxes ({window * 1e3:.1f} ms); choose ranks="
-        )
-    cores = report.meta.get("cores")
-    if report.clock == "measured" and isinstance(cores, int) and cores < report.world_size:
-        said.append(f"{report.world_size} ranks shared {cores} cores, which stretches boxes")
-    fig = theme.figure(
-        _finding(report, step),
-        theme.clock_line(report, *said),
-        height=int(190 + 34 * bottom),
+
+
+def timelines(
+    *reports: Report,
+    labels: Sequence[str] | None = None,
+    step: int | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Chart:
+    """Several reports under one another on one time scale: who is faster, and where.
+
+    labels  what to call each; by default what tells them apart (clock, plan or both)
+    step    default: of each report the step of median duration
+    ranks   default: all, or as many of the first as leave the picture readable
+
+    Raises ValueError without reports, on a report without that step or rank, or if there are not as
+    many labels as reports.
+    """
+    _checked(reports, labels)
+    names = [str(label) for label in labels] if labels is not None else _labels(reports)
+    known = [sorted(set(report.steps["rank"].tolist())) for report in reports]
+    most = max(1, MAX_RANKS // len(reports))
+    sections = [
+        boxes.section(report, label=name, step=step, ranks=mine[:most] if ranks is None else ranks)
+        for report, name, mine in zip(reports, names, known, strict=True)
+    ]
+    clocks = list(dict.fromkeys(report.clock for report in reports))
+    said = []
+    if ranks is None and any(len(mine) > most for mine in known):
+        said.append(f"the first {most} rank{'s' * (most != 1)} of each; choose ranks=")
+    fig = _drawn(sections, _verdict(sections), " and ".join(clocks), said)
+    return fig.explained(
+        f"timelines of {len(reports)} reports: {' | '.join(names)} ({', '.join(clocks)}): "
+        f"{sum(len(one.boxes) for one in sections)} boxes",
+        boxes.table(sections),
     )
-    for kind, lane in sorted({(b["kind"], b["lane"]) for b in boxes}, key=_legend_order):
-        mine = [b for b in shown if (b["kind"], b["lane"]) == (kind, lane)]
-        fig.add_bar(**_trace(kind, lane, mine, rows, window))
+
+
+def _checked(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
+    from paralab.report import Report
+
+    if not reports:
+        raise illegal("reports", reports, "nothing to draw", "one report or several")
+    for report in reports:
+        if not isinstance(report, Report):
+            raise illegal("reports", report, "not a report", "what pl.run or pl.predict returns")
+    if labels is not None and len(labels) != len(reports):
+        raise illegal("labels", labels, f"there are {len(reports)} reports", "one label for each")
+
+
+def _labels(reports: Sequence[Report]) -> list[str]:
+    """The shortest names that tell the reports apart: subject, clock, both, or those numbered."""
+    subjects = _told_apart([theme.subject(report) for report in reports])
+    clocks = [report.clock for report in reports]
+    both = [f"{s}, {c}" for s, c in zip(subjects, clocks, strict=True)]
+    for names in (clocks, subjects, both):
+        if len(set(names)) == len(reports) and (names is not clocks or len(set(subjects)) == 1):
+            return names
+    return [f"{i}: {name}" for i, name in enumerate(both, 1)]
+
+
+def _told_apart(subjects: list[str]) -> list[str]:
+    """The names without the parts all of them have: "naive" of "dp=4, naive", "ring" of "ring on 4
+    ranks".
+    """
+    parts = [re.split(", | on ", subject) for subject in subjects]
+    common = set(parts[0]).intersection(*parts[1:])
+    shorter = [", ".join(part for part in mine if part not in common) for mine in parts]
+    return shorter if all(shorter) else subjects
+
+
+def _drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -> Chart:
+    """The figure of one section or several; ``said`` goes to its second line."""
+    many = len(sections) > 1
+    shown = [
+        sorted(one.boxes, key=lambda b: (b["start"], b["id"]))[: MAX_BOXES // len(sections)]
+        for one in sections
+    ]
+    window = max(
+        one.seconds if len(some) == len(one.boxes) else max((b["start"] for b in some), default=0.0)
+        for one, some in zip(sections, shown, strict=True)
+    )
+    drawn, total = sum(map(len, shown)), sum(len(one.boxes) for one in sections)
+    if drawn < total:
+        said.append(f"the first {drawn} of {total} boxes ({window * 1e3:.1f} ms); choose ranks=")
+    said += list(dict.fromkeys(filter(None, (_crowded(one.report) for one in sections))))
+    said += ["framed: between nodes"] * any(boxes.two_levels(one) for one in sections)
+    ticks, bottom = boxes.place(sections, heads=many)
+    line = theme.clock_line(sections[0].report, *said)
+    if many:
+        meaning = [f"{c}: {theme.CLOCK_BRIEF[c]}" for c in clocks.split(" and ")]
+        line = " · ".join([*meaning, *said])
+    fig = theme.figure(finding, line, height=int(190 + (28 if many else 34) * bottom))
+    boxes.draw(fig, sections, shown, window)
+    of_step = f"step {sections[0].step}" if not many else "its step"
+    if any(one.report.model is None for one in sections):
+        of_step = "the function" if not many else "each"
     fig.update_layout(
         barmode="overlay",
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        xaxis={"title": {"text": f"time from the start of step {step} (ms)"},
+        xaxis={"title": {"text": f"time from the start of {of_step} (ms)"},
                "range": [-0.005 * window * 1e3, 1.005 * window * 1e3], "tickformat": "~g"},
         yaxis={"tickvals": [y for y, _ in ticks], "ticktext": [label for _, label in ticks],
                "range": [bottom, -0.2], "showgrid": False},
     )  # fmt: skip
+    if many:
+        _heads(fig, sections, window)
     return fig
 
 
-def _asked(report: Report, step: int | None, ranks: Sequence[int] | None) -> tuple[int, list[int]]:
-    steps = sorted(set(report.steps["step"].tolist()))
-    if not steps:
-        raise ValueError(
-            "this report has no steps, so there is no timeline; pl.run(...) records them"
-        )
-    step = metrics.typical_step(report) if step is None else whole("step", step, at_least=0)
-    choice("step", step, tuple(steps))
-    known = sorted(set(report.steps["rank"].tolist()))
-    chosen = known if ranks is None else [choice("ranks", r, tuple(known)) for r in ranks]
-    if not chosen:
-        choice("ranks", ranks, tuple(known))
-    return step, sorted(set(chosen))
+def _heads(fig: Chart, sections: list[Section], window: float) -> None:
+    """Above each section its name and duration, and a line where it ends."""
+    ink = theme.look().ink
+    for one in sections:
+        clock = "" if one.report.clock in one.label else f" ({one.report.clock})"
+        fig.add_annotation(
+            xref="paper", x=0, y=one.top + boxes.HEAD / 2, showarrow=False, xanchor="left",
+            text=f"<b>{theme.text(one.label)}</b>{clock}",
+            font={"size": 14},
+        )  # fmt: skip
+        end = one.seconds * 1e3
+        fig.add_shape(type="line", x0=end, x1=end, y0=one.top + 0.35, y1=one.bottom,
+                      line={"color": ink, "width": 2})  # fmt: skip
+        inside = end > 0.85 * window * 1e3
+        fig.add_annotation(x=end, y=one.top + boxes.HEAD / 2, text=f"<b>{end:.1f} ms</b>",
+                           showarrow=False, xanchor="right" if inside else "left",
+                           xshift=-5 if inside else 5, font={"size": 14})  # fmt: skip
 
 
-def _boxes(
-    report: Report, step: int, ranks: list[int]
-) -> tuple[list[dict[str, Any]], float, float]:
-    """Spans as dicts with times from the step's start and a track; the step's start and end."""
-    steps, spans = report.steps[report.steps["step"] == step], report.spans
-    zero, end = float(steps["start"].min()), float(steps["end"].max())
-    chosen = spans[(spans["step"] == step) & spans["rank"].isin(ranks) & (spans["end"] >= zero)]
-    calls = report.collectives[report.collectives["step"] == step]
-    of_span: dict[int, list[dict[str, Any]]] = {}
-    for call in calls.to_dict("records"):
-        of_span.setdefault(call["span"], []).append(call)
-    boxes = chosen.to_dict("records")
-    lanes: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for box in boxes:
-        box["calls"] = of_span.get(box["id"], [])
-        box["start"], box["end"] = box["start"] - zero, box["end"] - zero
-        lanes.setdefault((box["rank"], box["lane"]), []).append(box)
-    for own in lanes.values():
-        for box, track in zip(
-            own, tracks([(b["start"], b["end"]) for b in own], at_most=MAX_TRACKS), strict=True
-        ):
-            box["track"] = track
-    return boxes, zero, end
+def _crowded(report: Report) -> str:
+    cores = report.meta.get("cores")
+    if report.clock == "measured" and isinstance(cores, int) and cores < report.world_size:
+        return f"{report.world_size} ranks shared {cores} cores, which stretches boxes"
+    return ""
 
 
-def _rows(
-    boxes: list[dict[str, Any]], ranks: list[int]
-) -> tuple[dict[tuple[int, str], tuple[float, float]], list[tuple[float, str]], float]:
-    """Middle and height of every (rank, lane), tick labels, and where the last row ends.
-
-    Every rank shows every lane, and track heights are the same, so that ranks compare at a glance.
-    """
-    lanes = sorted(
-        {b["lane"] for b in boxes} | {"compute"}, key=lambda lane: (lane != "compute", lane)
-    )
-    rows, ticks, y = {}, [], 0.0
-    for rank in ranks:
-        for lane in lanes:
-            height = LANE_HEIGHT.get(lane, OTHER_HEIGHT)
-            rows[rank, lane] = (y + height / 2, height)
-            label = f"<b>rank {rank}</b>" if lane == "compute" else theme.text(theme.axis_of(lane))
-            ticks.append((y + height / 2, label))
-            y += height
-        y += RANK_GAP
-    return rows, ticks, y - RANK_GAP + 0.2
-
-
-def _legend_order(pair: tuple[str, str]) -> tuple[int, str]:
-    return KINDS.index(pair[0]), pair[1]
-
-
-def _trace(
-    kind: str, lane: str, boxes: list[dict[str, Any]],
-    rows: dict[tuple[int, str], tuple[float, float]], window: float,
-) -> dict[str, Any]:  # fmt: skip
-    depth = {}  # tracks in use on each row: they share its height
-    for b in boxes:
-        depth[b["rank"]] = max(depth.get(b["rank"], 1), b["track"] + 1)
-    deepest = max(depth.values(), default=1)
-    y, widths = [], []
-    for b in boxes:
-        middle, height = rows[b["rank"], b["lane"]]
-        share = height * 0.92 / deepest
-        y.append(middle + height * 0.92 * ((b["track"] + 0.5) / deepest - 0.5))
-        widths.append(share * (0.9 if deepest > 1 else 1.0))
-    name = kind.replace("_", " ")
-    if kind == "comm":
-        name = f"communication, {theme.text(theme.axis_of(lane))}"
-    elif lane != "compute":
-        name = f"{name}, {theme.text(lane)}"
-    marker: dict[str, Any] = {"color": theme.colour(kind, lane),
-                              "line": {"width": 0.5, "color": "#FFFFFF"}}  # fmt: skip
-    if kind == "wait":
-        marker["pattern"] = {"shape": "/", "bgcolor": marker["color"], "fgcolor": theme.FAINT,
-                             "size": 6, "solidity": 0.2}  # fmt: skip
-    return {
-        "name": name if kind != "wait" else "waiting",
-        "orientation": "h",
-        "base": [round(b["start"] * 1e3, 6) for b in boxes],
-        "x": [round((b["end"] - b["start"]) * 1e3, 6) for b in boxes],
-        "y": y,
-        "width": widths,
-        "marker": marker,
-        "text": _labels(kind, boxes, window),
-        "textposition": "inside",
-        "insidetextanchor": "middle",
-        "textangle": 0,
-        "constraintext": "none",
-        "textfont": {"size": 12, "color": "#000000"},
-        "hovertext": [_hover(b) for b in boxes],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
-
-
-def _labels(kind: str, boxes: list[dict[str, Any]], window: float) -> list[str]:
-    """The micro-batch number, once per micro-batch: on its widest piece, if that is wide enough."""
-    widest: dict[tuple[int, int, int, int], dict[str, Any]] = {}
-    if kind in COMPUTE_KINDS:
-        for b in boxes:
-            key = (b["rank"], b["stage"], b["chunk"], b["microbatch"])
-            if key not in widest or _duration(b) > _duration(widest[key]):
-                widest[key] = b
-    named = {id(b) for b in widest.values()
-             if b["microbatch"] >= 0 and _duration(b) >= LABEL_SHARE * window}  # fmt: skip
-    return [str(b["microbatch"]) if id(b) in named else "" for b in boxes]
-
-
-def _duration(box: dict[str, Any]) -> float:
-    return box["end"] - box["start"]
-
-
-def _hover(b: dict[str, Any]) -> str:
-    """What a box says when pointed at: times in ms, bytes as they were counted."""
-    head = f"<b>{b['kind'].replace('_', ' ')}</b>"
-    if b["microbatch"] >= 0:
-        head += f", micro-batch {b['microbatch']}"
-    lines = [head, f"rank {b['rank']}, {theme.text(b['lane'])}",
-             f"{_duration(b) * 1e3:.3f} ms, from {b['start'] * 1e3:.3f} to "
-             f"{b['end'] * 1e3:.3f} ms"]  # fmt: skip
-    if b["kind"] not in ("wait", "comm"):
-        lines.append(f"cost {b['cost'] * 1e3:.3f} ms of device time")
-    for call in b["calls"]:
-        lines.append(f"{call['op']} ({theme.text(call['phase'])}): {call['payload_bytes']:,} bytes "
-                     f"in the buffer, {call['wire_bytes']:,} sent")  # fmt: skip
-    return "<br>".join(lines)
-
-
-def _finding(report: Report, step: int) -> str:
-    """The one sentence that the picture proves."""
-    part, name = metrics.shares(report, step), theme.plan_name(report.plan)
+# ---- the finding ---------------------------------------------------------------------------------
+def _finding(one: Section) -> str:
+    """The one sentence that the picture of one report proves."""
+    report, step = one.report, one.step
+    part, name = metrics.shares(report, step), theme.text(theme.subject(report))
     duration = metrics.step_durations(report, warmup=True)[step]
     if duration <= 0:
         return name
+    waiting = f"{100 * part['wait'] / duration:.0f} %"
+    if report.model is None:
+        calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
+        each = calls[["rank", "axis", "ranks", "call"]].drop_duplicates().groupby("rank").size()
+        sent = theme.scaled(float(calls["wire_bytes"].sum()) / report.world_size, "B")
+        count = int(each.max()) if len(each) else 0
+        return (f"{name}: {sent} per rank in {count} call{'s' * (count != 1)}, "
+                f"{theme.scaled(duration, 's')}")  # fmt: skip
     if part["communication"] > 0:
         hidden = 100 * part["hidden"] / part["communication"]
-        waiting = 100 * part["wait"] / duration
-        return (f"{name}: {hidden:.0f} % of communication hidden, "
-                f"ranks wait {waiting:.0f} % of the step")  # fmt: skip
+        return f"{name}: {hidden:.0f} % of communication hidden, ranks wait {waiting} of the step"
     return f"{name}: {100 * part['work'] / duration:.0f} % of the step is forward and backward"
+
+
+def _verdict(sections: list[Section]) -> str:
+    """Who is faster, by how much; of one run on several clocks, what each clock reads."""
+    subjects = {theme.subject(one.report) for one in sections}
+    clocks = [one.report.clock for one in sections]
+    if len(sections) == 1:
+        return _finding(sections[0])
+    if len(subjects) == 1 and len(set(clocks)) == len(sections):
+        read = ", ".join(f"{one.seconds * 1e3:.1f} ms {one.report.clock}" for one in sections)
+        return f"{theme.text(subjects.pop())}: {read}{_gap(sections)}"
+    fast = min(sections, key=lambda one: one.seconds)
+    slow = max(sections, key=lambda one: one.seconds)
+    name, other = theme.text(fast.label), theme.text(slow.label)
+    if fast.seconds <= 0 or slow.seconds / fast.seconds - 1 < SAME:
+        return f"All take the same time, to {100 * SAME:.0f} %: {fast.seconds * 1e3:.1f} ms"
+    return (f"{name} is {slow.seconds / fast.seconds:.2f} times as fast as {other}: "
+            f"{fast.seconds * 1e3:.1f} ms against {slow.seconds * 1e3:.1f}")  # fmt: skip
+
+
+def _gap(sections: list[Section]) -> str:
+    """Of a prediction and one other clock: by how much it is off."""
+    by_clock = {one.report.clock: one.seconds for one in sections}
+    expect = by_clock.pop("predicted", None)
+    if expect is None or len(by_clock) != 1 or not (real := next(iter(by_clock.values()))):
+        return ""
+    if not 0.5 <= expect / real <= 2:
+        return f" (prediction {expect / real:.2g} times that)"
+    off = 100 * (expect / real - 1)
+    return f" (prediction {abs(off):.0f} % {'above' if off > 0 else 'below'})"

@@ -14,23 +14,28 @@ from paralab.records.tables import LEVELS
 from paralab.view import theme
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
+    import pandas as pd
 
     from paralab.report import Report
+    from paralab.view.chart import Chart
 
 MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 
 
-def traffic_chart(report: Report) -> go.Figure:
+def traffic_chart(report: Report) -> Chart:
     """Bytes per step: rank x rank, and per rank by axis and level."""
     n = report.world_size
+    by_edge = metrics.traffic(report, by="edge")
     per_op = metrics.traffic(report, by=("axis", "level", "op"))
     total = per_op["bytes"].sum()
-    ideal = metrics.ring_optimum(report) if report.plan.dp == n > 1 else None
+    ideal = None
+    if report.model is not None and report.plan.dp == n > 1:
+        ideal = metrics.ring_optimum(report)
+    unit = "call" if report.model is None else "step"
     fig = theme.figure(_finding(report, float(total), ideal), theme.clock_line(
-        report, "bytes of one step, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"),
+        report, f"bytes of one {unit}, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"),
         height=max(400, min(40 * n, 560) + 180))  # fmt: skip
-    fig.add_heatmap(**_matrix(report, n))
+    fig.add_heatmap(**_matrix(by_edge, n))
     nothing = {"axis": "", "level": "intra", "op": "none", "bytes": 0}
     rows = sorted(per_op.to_dict("records") or [nothing],
                   key=lambda r: (r["axis"], LEVELS.index(r["level"]), r["op"]))  # fmt: skip
@@ -49,13 +54,13 @@ def traffic_chart(report: Report) -> go.Figure:
         showlegend=len({row["op"] for row in rows}) > 1,
         legend={"x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "orientation": "h"},
         xaxis={"domain": [0, 0.46], "type": "category", "categoryarray": ranks, "showgrid": False,
-               "title": {"text": "receiving rank (in the cells: MB per step)"},
+               "title": {"text": f"receiving rank (in the cells: MB per {unit})"},
                "constrain": "domain"},
         yaxis={"title": {"text": "sending rank"}, "type": "category", "categoryarray": ranks,
                "autorange": "reversed", "showgrid": False, "scaleanchor": "x",
                "constrain": "domain"},
         xaxis2={"domain": [0.62, 1], "anchor": "y2", "type": "category", "showgrid": False},
-        yaxis2={"anchor": "x2", "title": {"text": "MB sent per rank and step"},
+        yaxis2={"anchor": "x2", "title": {"text": f"MB sent per rank and {unit}"},
                 "range": [0, max(highest, (ideal or 0) / n / 1e6) * 1.25 or 1], "tickformat": "~g"},
     )  # fmt: skip
     for group, top in tops.items():
@@ -65,16 +70,20 @@ def traffic_chart(report: Report) -> go.Figure:
     if ideal is not None:
         y = ideal / n / 1e6
         fig.add_shape(type="line", xref="x2 domain", x0=0, x1=1, yref="y2", y0=y, y1=y,
-                      line={"dash": "dash", "width": 2, "color": theme.INK})  # fmt: skip
+                      line={"dash": "dash", "width": 2, "color": theme.look().ink})  # fmt: skip
         fig.add_annotation(xref="x2 domain", x=1, yref="y2", y=y, showarrow=False, xanchor="right",
                            yanchor="bottom", yshift=2,
                            text="2(N−1)/N·Ψ" + ", levels together" * (len(tops) > 1))  # fmt: skip
-    return fig
+    rows_said = f"{len(by_edge)} pairs of ranks, {len(per_op)} rows by axis, level and op"
+    return fig.explained(
+        f"traffic of {theme.subject(report)}, {report.clock}: {rows_said}",
+        metrics.traffic(report, by=("edge", "axis", "level", "op")),
+    )
 
 
-def _matrix(report: Report, n: int) -> dict[str, Any]:
+def _matrix(by_edge: pd.DataFrame, n: int) -> dict[str, Any]:
     sent: list[list[float | None]] = [[0.0] * n for _ in range(n)]
-    for row in metrics.traffic(report, by="edge").to_dict("records"):
+    for row in by_edge.to_dict("records"):
         sent[row["sender"]][row["receiver"]] = row["bytes"] / 1e6
     for rank in range(n if n > 1 else 0):  # plotly cannot draw a matrix of nothing but holes
         sent[rank][rank] = None  # a rank sends itself nothing
@@ -86,7 +95,7 @@ def _matrix(report: Report, n: int) -> dict[str, Any]:
         "z": sent,
         "zmin": 0,
         "zmax": max((v for row in sent for v in row if v is not None), default=0.0) or 1.0,
-        "colorscale": theme.BYTES_SCALE,
+        "colorscale": [[0.0, theme.look().scale[0]], [1.0, theme.look().scale[1]]],
         "xgap": 2,
         "ygap": 2,
         "text": [["" if v is None else theme.megabytes(v * 1e6) for v in row] for row in sent],
@@ -107,8 +116,9 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
         "yaxis": "y2",
         "width": 0.5,
         "marker": {
-            "color": [theme.AXIS_COLOUR.get(r["axis"], theme.OTHER_COLOUR) for _, r in rows],
-            "pattern": {"shape": theme.OP_PATTERN.get(op, ""), "fgcolor": "#FFFFFF", "size": 7},
+            "color": [theme.axis_colour(r["axis"]) for _, r in rows],
+            "pattern": {"shape": theme.OP_PATTERN.get(op, ""), "size": 7,
+                        "fgcolor": theme.look().paper},
         },
         "hovertext": [f"{op}, {g}: {r['bytes'] / n:,.1f} bytes per rank and step"
                       for g, r in rows],
@@ -117,13 +127,13 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
 
 
 def _finding(report: Report, total: float, ideal: int | None) -> str:
-    n, name = report.world_size, theme.plan_name(report.plan)
+    n, name = report.world_size, theme.text(theme.subject(report))
     if total == 0:
         return f"{name}: nothing is sent"
     by_rank = metrics.traffic(report)["bytes"]
     alike = by_rank.max() - by_rank.min() <= 1e-3 * by_rank.mean()  # a byte that n does not divide
     said = f"{name}: {'each rank sends' if alike else 'ranks send on average'} "
-    said += f"{theme.megabytes(total / n)} MB per step"
+    said += f"{theme.megabytes(total / n)} MB" + " per step" * (report.model is not None)
     if ideal is None:
         return said
     if total == ideal:

@@ -1,0 +1,28 @@
+"""Exercises whose checkers enforce every limit they state, and guesses made before a run.
+
+    guess = pl.exercises.guess("megabytes each rank sends per step", low=0, high=10, unit="MB")
+    guess.commit(3.4)                              # or the slider and its button
+    guess.reveal(6.3)                              # you said 3.4 MB, it is 6.3 MB: 0.54 times ...
+
+    pl.exercises.all_gather_half                   # the task and its limits
+    pl.exercises.all_gather_half.check(my_answer)  # a Verdict: limit | asked | yours | ok
+
+A checker looks at the result, gradients, bytes, peak memory and simulated time, never at the wall
+clock, so its verdict is the same on every machine. Importing this leaves torch and widgets out.
+"""
+
+from __future__ import annotations
+
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.guess import Guess, Reveal, guess
+from paralab.exercises.ring import all_gather_half
+from paralab.exercises.states import model_states
+from paralab.exercises.sync import gradient_sync
+from paralab.exercises.verdict import Verdict
+
+ALL = {exercise.name: exercise for exercise in (model_states, all_gather_half, gradient_sync)}
+
+__all__ = [
+    "ALL", "Exercise", "Guess", "Reveal", "Verdict",
+    "all_gather_half", "gradient_sync", "guess", "model_states",
+]  # fmt: skip

@@ -1,0 +1,216 @@
+"""The kernel as witness: what the loopback interface counted, beside what the ledger says.
+
+Ranks on one machine talk through the loopback interface, and the kernel counts its bytes without
+knowing anything of collectives. Ranks are held at a *gate* before and after every call, and the
+parent reads the counter while all of them stand still. So theory, ledger and kernel can be put side
+by side, and an implementation that moves more than its name says is found out.
+
+Headers add some 0.3 to 4 KB per rank and call: below 1 % from about 1 MiB on.
+
+The counter belongs to the whole machine (to the network namespace, to be exact). What other
+programs send over the loopback can only add to it, so every call is made several times and the
+least counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paralab.checks import choice, whole
+from paralab.launch import MAX_RANKS, launch_program
+from paralab.theory import collectives as theory
+from paralab.theory import traffic
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NATIVE = "native reduce_scatter"  # torch's own on gloo: n all-reduces
+OPS = (*(op for op in traffic.OPS if op != "recv"), NATIVE, *theory.ALGORITHMS[:4])
+DEFAULT = ("all_reduce", "all_gather", "reduce_scatter", NATIVE, "ring_all_reduce")
+REPEATS = 5
+_SETTLE_SECONDS = 0.02  # what is still on its way arrives
+_COUNTERS = Path("/proc/net/dev")
+
+Gate = Callable[[], None]
+
+
+def witness(
+    ranks: int = 4, ops: Sequence[str] = DEFAULT, nbytes: int = 8 * 2**20, *, timeout: float = 60.0
+) -> pd.DataFrame:
+    """Make every call of ``ops`` on ``nbytes`` of fp32 and ask the kernel what went over the wire.
+
+    ranks   processes, 2 to 64
+    ops     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
+            "send" (rank 0 to the last): the calls of `comm.Group`; "ring_all_reduce",
+            "tree_all_reduce", ...: those of parallel/collectives.py; "native reduce_scatter":
+            torch's own, past the ledger
+    nbytes  of the full tensor, rounded down to whole elements per rank; 1 MiB or more, or headers
+            show
+
+    One row per op, bytes summed over the ranks: op, theory_bytes (the closed form), ledger_bytes
+    (what `Group` wrote down; none for the native call), kernel_bytes (the least of 5 calls), ratio
+    (kernel over theory). Raises OSError where the kernel shows no counter (only Linux does).
+    """
+    import pandas as pd
+
+    ranks = whole("ranks", ranks, at_least=2, at_most=MAX_RANKS)
+    ops = [choice("ops", op, OPS) for op in ([ops] if isinstance(ops, str) else ops)]
+    nbytes = whole("nbytes", nbytes, at_least=4 * ranks) // (4 * ranks) * (4 * ranks)
+    parts, counts = between_gates(
+        _calls, ranks, (ops, nbytes), gates=len(ops) * (REPEATS + 1), timeout=timeout
+    )
+    rows = []
+    for i, op in enumerate(ops):
+        expected = theory_bytes(op, ranks, nbytes)
+        seen = min(per_call(counts, i))
+        ledger = None if op == NATIVE else sum(part[i] for part in parts)
+        rows.append((op, expected, ledger, seen, round(seen / expected, 3)))
+    table = pd.DataFrame(
+        rows, columns=["op", "theory_bytes", "ledger_bytes", "kernel_bytes", "ratio"]
+    )
+    return table.astype({"ledger_bytes": "Int64"})
+
+
+def theory_bytes(op: str, ranks: int, nbytes: int) -> int:
+    """What all ranks together send for ``op`` on ``nbytes``, by the closed forms."""
+    if op in theory.ALGORITHMS:
+        return sum(theory.wire_bytes(op, ranks, nbytes, index) for index in range(ranks))
+    if op == "send":
+        return nbytes
+    op = op.removeprefix("native ")
+    return sum(traffic.wire_bytes(op, nbytes, ranks, index) for index in range(ranks))
+
+
+# ---- gates --------------------------------------------------------------------------------------
+def between_gates(
+    program: Callable[..., Any], ranks: int, args: Sequence[Any], *, gates: int,
+    timeout: float = 60.0,
+) -> tuple[list[Any], list[int]]:  # fmt: skip
+    """Run ``program(context, gate, *args)`` on every rank; the counter's state at every gate.
+
+    A rank that calls ``gate()`` stands still until all ranks have and the counter has been read.
+    Every rank passes ``gates`` of them. Returns the programs' results and the readings, in bytes.
+    """
+    loopback_bytes()  # refuse before a process starts
+    counts: list[int] = []
+    over = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="paralab-gates-") as folder:
+        keeper = threading.Thread(
+            target=_keep, args=(Path(folder), ranks, gates, counts, over), daemon=True
+        )
+        keeper.start()
+        try:
+            results = launch_program(
+                _gated, ranks, (program, folder, *args), timeout=timeout, device="cpu"
+            )
+        finally:
+            over.set()
+            keeper.join()
+    return results, counts
+
+
+def per_call(counts: Sequence[int], index: int) -> list[int]:
+    """Bytes between successive gates of call number ``index``, which passed REPEATS + 1 of them."""
+    own = counts[index * (REPEATS + 1) : (index + 1) * (REPEATS + 1)]
+    return [after - before for before, after in itertools.pairwise(own)]
+
+
+def loopback_bytes() -> int:
+    """Bytes received on the loopback interface so far: there, each byte sent is received once."""
+    try:
+        lines = _COUNTERS.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[0])
+    raise OSError(
+        f"the kernel shows no counter of the loopback interface in {_COUNTERS}: only Linux has it; "
+        "elsewhere the ledger (report.traffic()) has no witness"
+    )
+
+
+def _keep(
+    folder: Path, ranks: int, gates: int, counts: list[int], over: threading.Event
+) -> None:  # fmt: skip
+    for number in range(gates):
+        while len(list(folder.glob(f"{number}.[0-9]*"))) < ranks:
+            if over.wait(0.002):
+                return
+        time.sleep(_SETTLE_SECONDS)
+        counts.append(loopback_bytes())
+        (folder / f"{number}.open").touch()
+
+
+def _gated(context: Any, program: Callable[..., Any], folder: str, *args: Any) -> Any:
+    numbers: Iterator[int] = itertools.count()
+
+    def gate() -> None:
+        number = next(numbers)
+        context.note(f"gate {number} of the witness")
+        Path(folder, f"{number}.{context.rank}").touch()
+        while not Path(folder, f"{number}.open").exists():
+            time.sleep(0.002)
+        context.note("")
+
+    return program(context, gate, *args)
+
+
+# ---- what ranks do between the gates ------------------------------------------------------------
+def _calls(context: Any, gate: Gate, ops: Sequence[str], nbytes: int) -> list[int]:
+    """Every op between gates; this rank's ledger bytes of one call of each."""
+    from paralab.comm import Group
+    from paralab.observe.recorder import Recorder
+
+    recorder = Recorder(rank=context.rank, world_size=context.world_size)
+    group = Group(range(context.world_size), axis="world", context=context, recorder=recorder)
+    return [held(calls(group, nbytes)[op], gate, recorder) for op in ops]
+
+
+def held(call: Callable[[], None], gate: Gate, recorder: Any) -> int:
+    """Make ``call`` REPEATS times between gates. Returns what the ledger says one of them sent."""
+    call()  # connections are made at the first call
+    before = sum(recorder.tables()["collectives"]["wire_bytes"])
+    gate()
+    for _ in range(REPEATS):
+        call()
+        gate()
+    return (sum(recorder.tables()["collectives"]["wire_bytes"]) - before) // REPEATS
+
+
+def calls(group: Any, nbytes: int) -> dict[str, Callable[[], None]]:
+    """By op: one call of it on ``nbytes`` of fp32, n * 4 bytes a divisor of them."""
+    import torch
+
+    from paralab.comm import native_reduce_scatter
+    from paralab.parallel.collectives import ALGORITHMS
+
+    n, last = group.size, group.ranks[-1]
+    whole = torch.zeros(nbytes // 4)  # (n k,)
+    part = torch.zeros(whole.numel() // n)  # (k,)
+
+    def send() -> None:
+        if group.index == 0:
+            group.send(whole, to=last).wait()
+        elif group.index == n - 1:
+            group.recv(whole, source=group.ranks[0]).wait()
+
+    made = {
+        "all_reduce": lambda: group.all_reduce(whole).wait(),
+        "all_gather": lambda: group.all_gather(whole, part).wait(),
+        "reduce_scatter": lambda: group.reduce_scatter(part, whole).wait(),
+        "all_to_all": lambda: group.all_to_all(torch.empty_like(whole), whole).wait(),
+        "broadcast": lambda: group.broadcast(whole, root=last).wait(),
+        "reduce": lambda: group.reduce(whole, root=last).wait(),
+        "send": send,
+        NATIVE: lambda: native_reduce_scatter(part, whole),
+    }
+    own = {name: ALGORITHMS[name] for name in OPS if name in ALGORITHMS}
+    return made | {name: lambda f=f: f(group, whole) for name, f in own.items()}

@@ -1,0 +1,150 @@
+"""All-reduce from sends and receives: ring, tree, and two rings for two levels of links.
+
+Every member holds a tensor of S bytes and wants the sum over the n members. Neighbours talk, nobody
+else: a *step* is one `exchange` in which a member sends one piece and receives one. What each costs
+(alpha seconds per message, beta bytes per second; theory/collectives.py has them as functions):
+
+                     steps               one member sends          time
+    ring             2 (n-1)             2 (n-1)/n S               2 (n-1) (alpha + S/n / beta)
+    tree             2 ceil(log2 n)      up to ceil(log2 n) S      2 ceil(log2 n) (alpha + S / beta)
+    hierarchical     the ring's in a node, and between nodes on 1/node_size of the tensor
+
+The ring's two halves are collectives of their own: reduce-scatter leaves every member one finished
+chunk, all-gather hands the finished chunks round. It sends the least that is possible (Patarasuk &
+Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", sec. 4); the tree
+pays alpha less often, so it wins on small messages (Thakur, Rabenseifner & Gropp 2005,
+"Optimization of collective communication operations in MPICH", sec. 4). Memory beyond the tensor:
+one chunk for the ring, the whole tensor for the tree. All work in place. Lab 01 shows them.
+
+[Note: chunks] The flat tensor is cut into n chunks, as even as can be (the first numel % n have one
+element more); chunk c is finished on member (c - 1) % n, so member r owns chunk (r + 1) % n
+between the two halves.
+
+    r sends, n = 4       step 0      step 1      step 2
+    reduce-scatter       chunk r     r - 1       r - 2       receives and adds r-1, r-2, r-3
+    all-gather           chunk r+1   r           r - 1       receives r, r-1, r-2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paralab.checks import illegal, whole
+from paralab.comm import Group
+
+
+def ring_reduce_scatter(group: Group, tensor: Tensor, *, ring: Sequence[int] | None = None) -> None:
+    """Make this member's own chunk of ``tensor`` the sum over the members; in place.
+
+    tensor  contiguous, same shape and type on every member; the other chunks are left half summed
+    ring    global ranks in ring order, this one among them; default: the whole group
+
+    Member r of n owns chunk (r + 1) % n; see [Note: chunks]. Sends (n-1)/n S in n - 1 steps.
+    """
+    n, r, left, right = _neighbours(group, ring)
+    chunks = split(tensor, n)
+    incoming = torch.empty_like(chunks[0]) if n > 1 else None  # the largest: all the extra memory
+    for step in range(n - 1):
+        leaving, arriving = chunks[(r - step) % n], chunks[(r - step - 1) % n]
+        partial = incoming[: arriving.numel()]  # what the members to the left have added up
+        group.exchange([("send", leaving, right), ("recv", partial, left)]).wait()
+        arriving += partial
+
+
+def ring_all_gather(group: Group, tensor: Tensor, *, ring: Sequence[int] | None = None) -> None:
+    """Hand every member's own chunk of ``tensor`` round, until each member has all; in place.
+
+    Takes up where `ring_reduce_scatter` ends: member r owns chunk (r + 1) % n. Needs no memory: a
+    chunk arrives where it stays. Sends (n-1)/n S in n - 1 steps.
+    """
+    n, r, left, right = _neighbours(group, ring)
+    chunks = split(tensor, n)
+    for step in range(n - 1):
+        leaving, arriving = chunks[(r + 1 - step) % n], chunks[(r - step) % n]
+        group.exchange([("send", leaving, right), ("recv", arriving, left)]).wait()
+
+
+def ring_all_reduce(group: Group, tensor: Tensor, *, ring: Sequence[int] | None = None) -> None:
+    """Sum ``tensor`` over the members, in place: 2 (n-1)/n S sent by each, in 2 (n-1) steps."""
+    ring_reduce_scatter(group, tensor, ring=ring)
+    ring_all_gather(group, tensor, ring=ring)
+
+
+def tree_all_reduce(group: Group, tensor: Tensor) -> None:
+    """Sum ``tensor`` over the group, in place: up a binomial tree to member 0, and down again.
+
+    In round k members 2^k apart meet. Few steps, but always the whole tensor, and half of the
+    members are done after the first.
+
+        n = 4    round 0: 1 -> 0, 3 -> 2    round 1: 2 -> 0    then the same edges backwards
+    """
+    n, r = group.size, group.index
+    flat = _flat(tensor)
+    rounds = [2**k for k in range((n - 1).bit_length())]  # 1, 2, 4, ... below n
+    incoming = None
+    for distance in rounds:  # towards member 0, adding up
+        if r % (2 * distance) == distance:
+            group.send(flat, to=group.ranks[r - distance]).wait()
+        elif r % (2 * distance) == 0 and r + distance < n:
+            incoming = torch.empty_like(flat) if incoming is None else incoming
+            group.recv(incoming, source=group.ranks[r + distance]).wait()
+            flat += incoming
+    for distance in reversed(rounds):  # away from member 0, the sum
+        if r % (2 * distance) == distance:
+            group.recv(flat, source=group.ranks[r - distance]).wait()
+        elif r % (2 * distance) == 0 and r + distance < n:
+            group.send(flat, to=group.ranks[r + distance]).wait()
+
+
+def hierarchical_all_reduce(group: Group, tensor: Tensor, *, node_size: int) -> None:
+    """Sum ``tensor`` over the group, in place, sending little over the slow links between nodes.
+
+    node_size  members per node, a divisor of the group's size; members i * node_size ... are node i
+
+    Three rings after one another: reduce-scatter inside the node; all-reduce of the own chunk
+    between the members of the same place on every node; all-gather inside the node. Between nodes
+    a member sends 2 (m-1)/m S/node_size, with m nodes: less than a node_size-th of a flat tensor.
+    """
+    ranks, r = group.ranks, group.index
+    node_size = whole("node_size", node_size, at_least=1, at_most=group.size)
+    if group.size % node_size:
+        legal = [d for d in range(1, group.size + 1) if group.size % d == 0]
+        raise illegal("node_size", node_size, f"does not divide {group.size} ranks", str(legal))
+    first, place = r - r % node_size, r % node_size
+    node = ranks[first : first + node_size]
+    twins = ranks[place::node_size]  # the members of this place, one per node
+    ring_reduce_scatter(group, tensor, ring=node)
+    own = split(tensor, node_size)[(place + 1) % node_size]
+    ring_all_reduce(group, own, ring=twins)
+    ring_all_gather(group, tensor, ring=node)
+
+
+def split(tensor: Tensor, n: int) -> tuple[Tensor, ...]:
+    """The n chunks of the flat tensor, views of it; see [Note: chunks]."""
+    return _flat(tensor).tensor_split(n)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        raise illegal("tensor", tuple(tensor.shape), "its elements do not lie one after the other",
+                      "tensor.contiguous()")  # fmt: skip
+    return tensor.view(-1)
+
+
+def _neighbours(group: Group, ring: Sequence[int] | None) -> tuple[int, int, int, int]:
+    """(n, this member's place on the ring, rank to its left, rank to its right)."""
+    ranks = group.ranks if ring is None else tuple(ring)
+    n, r = len(ranks), ranks.index(group.context.rank)
+    return n, r, ranks[(r - 1) % n], ranks[(r + 1) % n]
+
+
+ALGORITHMS = {
+    function.__name__: function
+    for function in (
+        ring_reduce_scatter, ring_all_gather, ring_all_reduce, tree_all_reduce,
+        hierarchical_all_reduce,
+    )
+}  # fmt: skip

@@ -1,0 +1,161 @@
+"""What the all-reduces of parallel/collectives.py cost: steps, bytes, seconds, and who wins when.
+
+In the alpha-beta model (Hockney 1994, "The communication challenge for MPP: Intel Paragon and Meiko
+CS-2") a message of x bytes takes alpha + x / bandwidth. With n members and a tensor of S bytes:
+
+    algorithm              seconds                             one member sends, bytes
+    ring_reduce_scatter    (n-1) (alpha + S/n / beta)          (n-1)/n S
+    ring_all_gather        (n-1) (alpha + S/n / beta)          (n-1)/n S
+    ring_all_reduce        2 (n-1) (alpha + S/n / beta)        2 (n-1)/n S, the least possible
+    tree_all_reduce        2 ceil(log2 n) (alpha + S / beta)   S for each neighbour in the tree
+    hierarchical_all_reduce  with g members per node and m = n/g nodes,
+                           2 (g-1) (alpha + S/g / beta) inside a node
+                         + 2 (m-1) (alpha' + S/(g m) / beta') between nodes
+
+The ring's bytes are the lower bound of Patarasuk & Yuan (2009, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", theorem 1). Thakur, Rabenseifner & Gropp (2005,
+"Optimization of collective communication operations in MPICH", secs. 3-4) have the formulas and the
+switch from trees to rings at a message size. Adding up is left out, as it is everywhere here.
+
+Where n does not divide the tensor, chunks differ by one element and the largest sets the pace.
+"""
+
+from __future__ import annotations
+
+from paralab.checks import choice, illegal, whole
+from paralab.cluster import Link
+
+ALGORITHMS = (
+    "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce", "tree_all_reduce",
+    "hierarchical_all_reduce",
+)  # fmt: skip
+
+
+def steps(algorithm: str, n: int, *, node_size: int | None = None) -> int:
+    """Messages one after the other: how often alpha is paid.
+
+    node_size  members per node, of "hierarchical_all_reduce" only. Raises ValueError on anything
+               that the algorithm would refuse
+    """
+    n, group, nodes = _checked(algorithm, n, node_size)
+    if algorithm == "tree_all_reduce":
+        return 2 * _rounds(n)
+    if algorithm == "hierarchical_all_reduce":
+        return 2 * (group - 1) + 2 * (nodes - 1)
+    return (n - 1) * (2 if algorithm == "ring_all_reduce" else 1)
+
+
+def seconds(
+    algorithm: str,
+    n: int,
+    nbytes: int,
+    link: Link,
+    *,
+    inter: Link | None = None,
+    node_size: int | None = None,
+    itemsize: int = 4,
+) -> float:
+    """Time until the last of ``n`` members has the result, on ``link``.
+
+    nbytes     of the tensor, S; whole elements of ``itemsize`` bytes
+    inter      the link between nodes, of "hierarchical_all_reduce" only; default: ``link``
+    """
+    n, group, nodes = _checked(algorithm, n, node_size)
+    for name, value in (("link", link), ("inter", inter)):
+        if not isinstance(value, Link) and (name == "link" or value is not None):
+            raise illegal(
+                name, value, "not a link", "pl.Link(alpha=seconds, bandwidth=bytes_per_s)"
+            )
+    count = _elements(nbytes, itemsize)
+    times = steps(algorithm, n, node_size=node_size)
+    if algorithm == "tree_all_reduce":
+        return times * link.seconds(count * itemsize)
+    if algorithm == "hierarchical_all_reduce":
+        chunk = -(-count // group)
+        part = -(-chunk // nodes)
+        inside = 2 * (group - 1) * link.seconds(chunk * itemsize)
+        return inside + 2 * (nodes - 1) * (inter or link).seconds(part * itemsize)
+    return times * link.seconds(-(-count // n) * itemsize)
+
+
+def wire_bytes(
+    algorithm: str, n: int, nbytes: int, index: int = 0, *,
+    node_size: int | None = None, itemsize: int = 4,
+) -> int:  # fmt: skip
+    """Bytes that member ``index`` sends; over all n members they add up to the table's n-fold."""
+    n, group, nodes = _checked(algorithm, n, node_size)
+    index = whole("index", index, at_least=0, at_most=n - 1)
+    count = _elements(nbytes, itemsize)
+    if algorithm == "tree_all_reduce":
+        return _tree_neighbours(n, index) * count * itemsize
+    if algorithm == "hierarchical_all_reduce":
+        place, node = index % group, index // group
+        own = _chunk(count, group, (place + 1) % group)
+        sent = _ring(count, group, place, 2) + _ring(own, nodes, node, 2)
+        return sent * itemsize
+    if algorithm == "ring_all_gather":
+        return (count - _chunk(count, n, (index + 2) % n)) * itemsize
+    return _ring(count, n, index, 2 if algorithm == "ring_all_reduce" else 1) * itemsize
+
+
+def crossover(n: int, link: Link) -> float:
+    """The tensor size in bytes at which ring and tree all-reduce take the same time.
+
+    Below it the tree wins, above it the ring. 0.0 for two and three members, where the tree saves
+    no step.
+
+        2 (n-1) (alpha + S/n / beta) = 2 L (alpha + S / beta),  L = ceil(log2 n)
+        S = alpha beta (n-1-L) / (L - (n-1)/n)
+    """
+    n = whole("n", n, at_least=2)
+    saved = n - 1 - _rounds(n)
+    return link.alpha * link.bandwidth * saved / (_rounds(n) - (n - 1) / n)
+
+
+def _checked(algorithm: str, n: int, node_size: int | None) -> tuple[int, int, int]:
+    """(n, members per node, nodes)."""
+    choice("algorithm", algorithm, ALGORITHMS)
+    n = whole("n", n, at_least=1)
+    if algorithm != "hierarchical_all_reduce":
+        if node_size is not None:
+            raise illegal("node_size", node_size, f"{algorithm} knows no nodes", "None")
+        return n, n, 1
+    group = whole("node_size", node_size, at_least=1, at_most=n)
+    if n % group:
+        legal = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+        raise illegal("node_size", group, f"does not divide {n} ranks", legal)
+    return n, group, n // group
+
+
+def _elements(nbytes: int, itemsize: int) -> int:
+    nbytes = whole("nbytes", nbytes, at_least=0)
+    itemsize = whole("itemsize", itemsize, at_least=1)
+    if nbytes % itemsize:
+        raise illegal("nbytes", nbytes, f"not whole elements of {itemsize} bytes",
+                      f"a multiple of {itemsize}")  # fmt: skip
+    return nbytes // itemsize
+
+
+def _rounds(n: int) -> int:
+    return (n - 1).bit_length()  # ceil(log2 n)
+
+
+def _chunk(count: int, n: int, chunk: int) -> int:
+    """Elements of one of n chunks, as even as can be, the larger ones first."""
+    return count // n + (chunk < count % n)
+
+
+def _ring(count: int, n: int, index: int, halves: int) -> int:
+    """Elements that a member of a ring sends: in each half, all chunks but one."""
+    if n == 1:
+        return 0
+    spared = [_chunk(count, n, (index + 1) % n), _chunk(count, n, (index + 2) % n)]
+    return halves * count - sum(spared[:halves])
+
+
+def _tree_neighbours(n: int, index: int) -> int:
+    """With how many members ``index`` shares an edge of the binomial tree rooted in member 0."""
+    distances = [2**k for k in range(_rounds(n))]
+    parent = [d for d in distances if index % (2 * d) == d]
+    children = [d for d in distances if index % (2 * d) == 0 and index + d < n]
+    return len(parent) + len(children)

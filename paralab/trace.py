@@ -1,0 +1,145 @@
+"""`pl.trace`: any function on real ranks, with everything that it sent and computed written down.
+
+    def hello(group):
+        tensor = torch.ones(8) * group.index
+        group.all_reduce(tensor).wait()
+        return tensor
+
+    report = pl.trace(hello, ranks=4)
+    report.results, report.traffic(), report.timeline(), report.replay(cluster)
+
+The report is of the same type as that of a training run, with one step, no model and no losses; so
+whatever draws, counts or replays a run does the same with a function of your own. Torch is not
+imported in this process: what ranks return as tensors arrives as NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from paralab.checks import choice, illegal, whole
+from paralab.launch import MAX_RANKS, _pickled, launch_program
+from paralab.report import Report
+from paralab.spec import Plan
+
+if TYPE_CHECKING:
+    import threading
+
+
+def trace(
+    fn: Callable[..., Any],
+    ranks: int = 4,
+    args: Sequence[Any] = (),
+    *,
+    nodes: int = 1,
+    memory: bool = False,
+    timeout: float = 120.0,
+    device: str | None = None,
+    strict: bool = True,
+    live: bool = False,
+    stop: threading.Event | None = None,
+) -> Report:
+    """Call ``fn(group, *args)`` on every rank and return what it did, and what it returned.
+
+    fn       gets a `comm.Group` of all ranks: ``group.index`` and ``group.size`` say who it is,
+             ``group.context.device`` where its tensors belong, its methods send and receive
+    ranks    processes, 1 to 64
+    args     further arguments, the same on every rank; data of its own for each rank can come as
+             one NumPy array, of which rank r takes ``torch.from_numpy(array[r])``
+    nodes    deal the ranks over this many virtual nodes, the first ones on node 0; calls between
+             two of them count as "inter", and a replay uses the link between nodes
+    memory   also find the peak of tensor bytes that ``fn`` had alive beyond what was alive when it
+             was called, arguments included: ``report.meta["peak_bytes"]``, one number per rank
+    timeout  seconds without any sign of life before the ranks are stopped
+    device   "cpu", "cuda", or None for the GPU where there is one
+    strict   hold every call to NCCL's order rules, whatever the backend
+    live     show what ranks print as it comes; otherwise in rank order at the end
+    stop     an event that ends the ranks when it is set
+
+    ``report.results`` has the return values in rank order, tensors as NumPy arrays. Raises
+    ValueError before a process starts, RankError, RankTimeout or OutOfMemory after.
+    """
+    __tracebackhide__ = True
+    if not callable(fn):
+        raise illegal("fn", fn, "cannot be called", "a function of a group: fn(group, *args)")
+    ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
+    nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
+    if not isinstance(args, (tuple, list)):
+        raise illegal("args", args, "not a tuple of arguments", f"args=({args!r},)")
+    choice("memory", memory, (False, True))
+    choice("strict", strict, (False, True))
+    node_of = [rank * nodes // ranks for rank in range(ranks)]
+    _pickled("fn", fn, tuple(args))  # refuses what cannot be sent by the names the caller knows
+    program = functools.partial(_program, fn)
+    parts = launch_program(program, ranks, (node_of, memory, *args), timeout=timeout,
+                           device=device, live=live, strict=strict,
+                           **({} if stop is None else {"stop": stop}))  # fmt: skip
+    peaks = {"peak_bytes": [part["peak_bytes"] for part in parts]} if memory else {}
+    meta = {"function": _name(fn), "strict": strict, **parts[0]["meta"], **peaks}
+    return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    if isinstance(fn, functools.partial):
+        return _name(fn.func)
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _program(
+    fn: Callable[..., Any], context: Any, node_of: list[int], memory: bool, *args: Any
+) -> dict[str, Any]:
+    """What every rank runs: ``fn`` as step 0, between two moments that all ranks share."""
+    __tracebackhide__ = True  # an error's traceback begins with the caller's function
+    import torch
+
+    from paralab.comm import Group
+    from paralab.observe.memory import PeakMemory
+    from paralab.observe.recorder import Recorder
+
+    context = replace(context, nodes=tuple(node_of))
+    ranks = range(context.world_size)
+
+    def notebook() -> Recorder:
+        return Recorder(rank=context.rank, world_size=len(ranks), device=context.device)
+
+    # Connections are made, and the ranks brought together, in a notebook that is thrown away.
+    Group(ranks, axis="setup", context=context, recorder=notebook()).barrier()
+    recorder = notebook()
+    group = Group(ranks, axis="world", context=context, recorder=recorder)
+    peak = PeakMemory(context.device, existing=args)
+    with peak if memory else contextlib.nullcontext():
+        recorder.begin_step(0)
+        with recorder.span("compute"):
+            result = fn(group, *args)
+        if context.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        recorder.end_step()
+    return {
+        "rank": context.rank,
+        "clock_offset": 0.0,  # one machine, one clock
+        "clock_uncertainty": 0.0,
+        **recorder.tables(),
+        "losses": [],
+        "result": _plain(result),
+        "peak_bytes": peak.peak,
+        "meta": {"device": context.device, "backend": context.backend, "nodes": node_of,
+                 "torch": torch.__version__},
+    }  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with every tensor in it as a NumPy array, which has no bfloat16: float32 then."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(entry) for entry in value)
+    return value

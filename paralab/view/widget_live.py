@@ -1,0 +1,77 @@
+"""A figure on screen becomes another one: only what differs is sent, in one message.
+
+plotly's FigureWidget draws what is assigned to it. Assigning a whole figure sends every point and
+flickers; here traces are matched by place, and of each only the properties that differ are set. So
+the picture follows a slider while it is dragged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+
+WIDTH = 850  # pixels; it is drawn before it is on the page, so it cannot measure the page
+_OWN = ("uid", "type")  # what makes a trace this trace
+
+
+def live(chart: go.Figure) -> go.FigureWidget:
+    """A figure on screen that shows ``chart``, complete from its first moment on."""
+    return go.FigureWidget(list(chart.data), _layout(chart))
+
+
+def show(figure: go.FigureWidget, chart: go.Figure) -> None:
+    """Make ``figure`` look like ``chart``."""
+    new, old = list(chart.data), list(figure.data)
+    alike = 0
+    while alike < min(len(new), len(old)) and new[alike].type == old[alike].type:
+        alike += 1
+    if alike < len(old):
+        figure.data = old[:alike]
+    with figure.batch_update():
+        for trace, wanted in zip(figure.data, new[:alike], strict=True):
+            for name, value in _changes(trace.to_plotly_json(), wanted.to_plotly_json()).items():
+                if name not in _OWN:
+                    trace[name] = value
+        changes = _changes(figure.layout.to_plotly_json(), _layout(chart))
+        for name, value in changes.items():
+            figure.layout[name] = value
+    if alike < len(new):
+        figure.add_traces(new[alike:])
+
+
+def _layout(chart: go.Figure) -> dict[str, Any]:
+    """The chart's layout, of one width, the subtitle as the title's second line.
+
+    plotly puts a subtitle over the title when a figure on screen changes its size.
+    """
+    layout = {**chart.layout.to_plotly_json(), "width": WIDTH}
+    title = dict(layout.get("title", {}))
+    below = title.pop("subtitle", None)
+    if below:
+        font = below.get("font", {})
+        style = f"font-size:{font.get('size', 13)}px;color:{font.get('color', 'inherit')}"
+        title["text"] = f"{title['text']}<br><span style='{style}'>{below['text']}</span>"
+        layout["title"] = {**title, "pad": {"t": 24}}
+    return layout
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What to assign to get from ``old`` to ``new``; a property that has gone is None."""
+    changed = {name: value for name, value in new.items() if not _same(old.get(name), value)}
+    for name in old.keys() - new.keys():
+        changed[name] = () if name in ("annotations", "shapes") else None
+    return changed
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality of plain values and of arrays, and of containers that hold either."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if hasattr(a, "shape") or hasattr(b, "shape"):
+        import numpy as np
+
+        return np.array_equal(a, b)
+    return type(a) is type(b) and a == b

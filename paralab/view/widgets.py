@@ -1,0 +1,18 @@
+"""The widgets: a prediction that follows the sliders, «Run it» for the real thing, «Stop».
+
+    explore     data parallelism: ranks, gradient sync, bucket and micro-batch size, link speed
+    memory      what training needs on one device: layers, hidden size, batch, bytes per parameter
+    collective  ring against tree: ranks, message size, latency, bandwidth
+
+Each is a `Bench` (widget_bench.py says what one can do with it without a mouse).
+"""
+
+from __future__ import annotations
+
+from paralab.view.widget_bench import Bench
+from paralab.view.widget_collective import Collective as collective
+from paralab.view.widget_explore import Explore as explore
+from paralab.view.widget_memory import Memory as memory
+from paralab.view.widget_parts import Knob, Sketch
+
+__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory"]

@@ -1,0 +1,460 @@
+"""Answers to the exercises that are wrong, each in a way that somebody would be wrong.
+
+A checker that lets one of them pass is broken. Ranks import this module, so it imports nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+# ---- lab 00: model_states, devices_needed --------------------------------------------------------
+def states(model, recipe):
+    return {state: model.num_params * size for state, size in recipe.items()}
+
+
+def devices(model, recipe, memory_gb):
+    return math.ceil(sum(states(model, recipe).values()) / (memory_gb * 10**9))
+
+
+def states_without_master(model, recipe):
+    return {state: size for state, size in states(model, recipe).items() if state != "master"}
+
+
+def states_head_twice(model, recipe):
+    count = model.num_params + (model.vocab * model.hidden if model.tied else 0)
+    return {state: count * size for state, size in recipe.items()}
+
+
+def states_head_never(model, recipe):
+    count = model.num_params - (0 if model.tied else model.vocab * model.hidden)
+    return {state: count * size for state, size in recipe.items()}
+
+
+def states_blocks_only(model, recipe):
+    count = 12 * model.layers * model.hidden**2
+    return {state: count * size for state, size in recipe.items()}
+
+
+def states_in_gb(model, recipe):
+    return {state: size / 1e9 for state, size in states(model, recipe).items()}
+
+
+def states_always_sixteen(model, recipe):
+    share = model.num_params * 16 / len(recipe)
+    return dict.fromkeys(recipe, share)
+
+
+def states_summed(model, recipe):
+    return sum(states(model, recipe).values())
+
+
+def states_raises(model, recipe):
+    return {state: model.parameters * size for state, size in recipe.items()}
+
+
+def states_nothing(model, recipe):
+    return None
+
+
+def devices_gib(model, recipe, memory_gb):
+    return math.ceil(sum(states(model, recipe).values()) / (memory_gb * 2**30))
+
+
+def devices_floor(model, recipe, memory_gb):
+    return sum(states(model, recipe).values()) // (memory_gb * 10**9)
+
+
+def devices_round(model, recipe, memory_gb):
+    return round(sum(states(model, recipe).values()) / (memory_gb * 10**9))
+
+
+def devices_one_more(model, recipe, memory_gb):
+    return devices(model, recipe, memory_gb) + 1
+
+
+def devices_fraction(model, recipe, memory_gb):
+    return sum(states(model, recipe).values()) / (memory_gb * 10**9)
+
+
+def devices_weights_only(model, recipe, memory_gb):
+    return math.ceil(model.num_params * 2 / (memory_gb * 10**9))
+
+
+# ---- lab 01: ring_all_gather ---------------------------------------------------------------------
+def _around(group, tensor):
+    """(n, r, left, right, chunks) of this rank."""
+    n, r = group.size, group.index
+    return n, r, group.ranks[(r - 1) % n], group.ranks[(r + 1) % n], tensor.chunk(n)
+
+
+def ring_copied(group, tensor):
+    """A right answer, with a chunk of memory that it does not need."""
+    n, r, left, right, chunks = _around(group, tensor)
+    leaving, arriving = chunks[(r + 1) % n], tensor.new_empty(len(chunks[0]))
+    for step in range(n - 1):
+        group.exchange([("send", leaving, right), ("recv", arriving, left)]).wait()
+        leaving = chunks[(r - step) % n]
+        leaving.copy_(arriving)
+
+
+def ring_to_the_left(group, tensor):
+    """A right answer, the other way round."""
+    n, r, left, right, chunks = _around(group, tensor)
+    for step in range(n - 1):
+        parts = [("send", chunks[(r + 1 + step) % n], left)]
+        group.exchange([*parts, ("recv", chunks[(r + 2 + step) % n], right)]).wait()
+
+
+def ring_whole_tensor(group, tensor):
+    n, r, left, right, chunks = _around(group, tensor)
+    for step in range(n - 1):
+        other = tensor.clone()
+        group.exchange([("send", tensor, right), ("recv", other, left)]).wait()
+        chunks[(r - step) % n].copy_(other.chunk(n)[(r - step) % n])
+
+
+def ring_through_root(group, tensor):
+    n, r, _, _, chunks = _around(group, tensor)
+    if r:
+        group.send(chunks[(r + 1) % n], to=0).wait()
+        group.recv(tensor, source=0).wait()
+        return
+    for other in range(1, n):
+        group.recv(chunks[(other + 1) % n], source=other).wait()
+    for other in range(1, n):
+        group.send(tensor, to=other).wait()
+
+
+def ring_direct(group, tensor):
+    """Everybody to everybody: the same bytes, not on the ring."""
+    n, r, _, _, chunks = _around(group, tensor)
+    parts = []
+    for other in range(n):
+        if other != r:
+            parts += [("send", chunks[(r + 1) % n], other)]
+            parts += [("recv", chunks[(other + 1) % n], other)]
+    group.exchange(parts).wait()
+
+
+def ring_full_copy(group, tensor):
+    n, r, left, right, _ = _around(group, tensor)
+    copy = tensor.clone()
+    chunks = copy.chunk(n)
+    for step in range(n - 1):
+        arriving = chunks[(r - step) % n]
+        group.exchange([("send", chunks[(r + 1 - step) % n], right), ("recv", arriving, left)]
+                       ).wait()  # fmt: skip
+    tensor.copy_(copy)
+
+
+def ring_not_in_place(group, tensor):
+    n, r, left, right, chunks = _around(group, tensor)
+    for step in range(n - 1):
+        arriving = chunks[(r - step) % n].clone()
+        group.exchange([("send", chunks[(r + 1 - step) % n], right), ("recv", arriving, left)]
+                       ).wait()  # fmt: skip
+
+
+def ring_own_chunk_is_r(group, tensor):
+    n, r, left, right, chunks = _around(group, tensor)
+    for step in range(n - 1):
+        parts = [("send", chunks[(r - step) % n], right)]
+        group.exchange([*parts, ("recv", chunks[(r - 1 - step) % n], left)]).wait()
+
+
+def ring_stored_in_wrong_order(group, tensor):
+    n, r, left, right, chunks = _around(group, tensor)
+    leaving = chunks[(r + 1) % n]
+    for step in range(n - 1):
+        arriving = chunks[(r + 2 + step) % n]
+        group.exchange([("send", leaving, right), ("recv", arriving, left)]).wait()
+        leaving = arriving
+
+
+def ring_only_two(group, tensor):
+    n, r, left, right, chunks = _around(group, tensor)
+    parts = [("send", chunks[(r + 1) % n], right), ("recv", chunks[r], left)]
+    group.exchange(parts).wait()
+
+
+def ring_one_step_short(group, tensor):
+    n, r, left, right, chunks = _around(group, tensor)
+    for step in range(max(n - 2, 1)):
+        parts = [("send", chunks[(r + 1 - step) % n], right)]
+        group.exchange([*parts, ("recv", chunks[(r - step) % n], left)]).wait()
+
+
+def ring_only_powers_of_two(group, tensor):
+    """Doubles what it has in each round; with three ranks somebody is left out."""
+    n, r, _, _, chunks = _around(group, tensor)
+    have, distance = [(r + 1) % n], 1
+    while 2 * distance <= n:
+        other = r ^ distance
+        theirs = [(other + 1) % n] if distance == 1 else [((other ^ d) + 1) % n for d in (0, 1)]
+        if other < n:
+            parts = [("send", chunks[c], other) for c in have]
+            group.exchange([*parts, *(("recv", chunks[c], other) for c in theirs)]).wait()
+            have += theirs
+        distance *= 2
+
+
+def ring_by_collective(group, tensor):
+    n, r, _, _, chunks = _around(group, tensor)
+    gathered = tensor.new_empty(tensor.shape)
+    group.all_gather(gathered, chunks[(r + 1) % n].clone()).wait()
+    tensor.copy_(gathered.roll(gathered.numel() // n))
+
+
+def ring_behind_the_back(group, tensor):
+    """torch.distributed itself: nothing in the ledger."""
+    import torch.distributed as dist
+
+    n, r, _, _, chunks = _around(group, tensor)
+    for owner in range(n):
+        dist.broadcast(chunks[(owner + 1) % n], owner)
+
+
+def ring_sends_first(group, tensor):
+    """Every rank stands in its send: a deadlock wherever nothing is buffered."""
+    n, r, left, right, chunks = _around(group, tensor)
+    for step in range(n - 1):
+        group.send(chunks[(r + 1 - step) % n], to=right).wait()
+        group.recv(chunks[(r - step) % n], source=left).wait()
+
+
+def ring_waits_for_nobody(group, tensor):
+    """One rank never takes part."""
+    if group.index:
+        ring_to_the_left(group, tensor)
+
+
+def ring_in_small_pieces(group, tensor):
+    n, r, left, right, chunks = _around(group, tensor)
+    for step in range(n - 1):
+        leaving = chunks[(r + 1 - step) % n].chunk(4)
+        for out, into in zip(leaving, chunks[(r - step) % n].chunk(4), strict=True):
+            group.exchange([("send", out, right), ("recv", into, left)]).wait()
+
+
+def ring_wrong_signature(group):
+    return None
+
+
+# ---- lab 02: gradient synchronisation ------------------------------------------------------------
+class SyncGood:
+    """A right answer by other means: one list of full buckets, gradients copied back."""
+
+    def __init__(self, parameters, *, group, bucket_bytes):
+        self.parameters, self.group, self.bucket_bytes = parameters, group, bucket_bytes
+        self.reset()
+
+    def reset(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.buckets, self.sent = [[]], []
+
+    def grad_ready(self, parameter):
+        self.buckets[-1].append(parameter)
+        if sum(p.grad.nbytes for p in self.buckets[-1]) >= self.bucket_bytes:
+            self.send(self.buckets[-1])
+            self.buckets.append([])
+
+    def send(self, bucket):
+        import torch
+
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        self.sent.append((flat, bucket, self.group.all_reduce(flat)))
+
+    def finish(self):
+        if self.buckets[-1]:
+            self.send(self.buckets[-1])
+        for flat, bucket, pending in self.sent:
+            pending.wait()
+            self.give_back(flat, bucket)
+
+    def give_back(self, flat, bucket):
+        for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            p.grad.copy_(part.view_as(p))
+
+
+class Maker:
+    """A form that is an object, and calls itself something else in every process."""
+
+    def __call__(self, parameters, *, group, bucket_bytes):
+        return SyncGood(parameters, group=group, bucket_bytes=bucket_bytes)
+
+    def __repr__(self):
+        import os
+
+        return f"Maker({os.getpid()})"
+
+
+class SyncAveragesTwice(SyncGood):
+    def give_back(self, flat, bucket):
+        super().give_back(flat / self.group.size, bucket)
+
+
+class SyncForgetsOne(SyncGood):
+    def grad_ready(self, parameter):
+        if parameter is not self.parameters[3]:
+            super().grad_ready(parameter)
+
+
+class SyncForgetsTheRest(SyncGood):
+    """What did not fill a bucket never leaves."""
+
+    def finish(self):
+        for flat, bucket, pending in self.sent:
+            pending.wait()
+            self.give_back(flat, bucket)
+
+
+class SyncNothing(SyncGood):
+    def grad_ready(self, parameter):
+        pass
+
+
+class SyncNoWait(SyncGood):
+    """Reads the sums before they are there: every bucket is given back as it was filled."""
+
+    def send(self, bucket):
+        import torch
+
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        before = flat.clone()
+        self.sent.append((before, bucket, self.group.all_reduce(flat)))
+
+
+class SyncKeepsGradients(SyncGood):
+    """Yesterday's gradients are added to today's."""
+
+    def reset(self):
+        self.buckets, self.sent = [[]], []
+
+
+class SyncKeepsBuckets(SyncGood):
+    """Yesterday's buckets leave again."""
+
+    def reset(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+        if not hasattr(self, "sent"):
+            self.buckets, self.sent = [[]], []
+
+
+class SyncWeights(SyncGood):
+    """The mean of the weights in place of the sum of the gradients."""
+
+    def send(self, bucket):
+        for p in bucket:
+            self.group.all_reduce(p.data).wait()
+            p.data /= self.group.size
+
+
+class SyncOnlyRootKnows(SyncGood):
+    def give_back(self, flat, bucket):
+        if self.group.index == 0:
+            super().give_back(flat, bucket)
+
+
+class SyncPerParameter(SyncGood):
+    def grad_ready(self, parameter):
+        self.sent.append((parameter.grad, [], self.group.all_reduce(parameter.grad)))
+
+    def give_back(self, flat, bucket):
+        pass
+
+
+class SyncAfterBackward(SyncGood):
+    def grad_ready(self, parameter):
+        self.buckets[-1].append(parameter)
+        if sum(p.grad.nbytes for p in self.buckets[-1]) >= self.bucket_bytes:
+            self.buckets.append([])
+
+    def finish(self):
+        for bucket in filter(None, self.buckets):
+            self.send(bucket)
+        for flat, bucket, pending in self.sent:
+            pending.wait()
+            self.give_back(flat, bucket)
+
+
+class SyncOneBucket(SyncGood):
+    def __init__(self, parameters, *, group, bucket_bytes):
+        super().__init__(parameters, group=group, bucket_bytes=2**40)
+
+
+class SyncWaitsAtOnce(SyncGood):
+    def send(self, bucket):
+        super().send(bucket)
+        self.sent[-1][2].wait()
+
+
+class SyncGathersAll(SyncGood):
+    """Every rank gets every gradient and adds them up itself."""
+
+    def send(self, bucket):
+        import torch
+
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        everyone = flat.new_empty(self.group.size * flat.numel())
+        self.sent.append((everyone, bucket, self.group.all_gather(everyone, flat)))
+
+    def give_back(self, flat, bucket):
+        super().give_back(flat.view(self.group.size, -1).sum(0), bucket)
+
+
+class SyncTwoCopies(SyncGood):
+    """Keeps what it sent beside what came back."""
+
+    def send(self, bucket):
+        import torch
+
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        total = flat.clone()
+        self.sent.append((total, bucket, self.group.all_reduce(total)))
+        self.kept = [*getattr(self, "kept", []), flat]
+
+
+class SyncBehindTheBack(SyncGood):
+    """torch.distributed itself: nothing in the ledger."""
+
+    def send(self, bucket):
+        import torch
+        import torch.distributed as dist
+
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        dist.all_reduce(flat)
+        self.give_back(flat, bucket)
+
+
+class SyncOtherOrderOnEveryRank(SyncGood):
+    """Buckets leave in an order of each rank's own."""
+
+    def finish(self):
+        for bucket in self.buckets[:: 1 if self.group.index else -1]:
+            if bucket:
+                super().send(bucket)
+        for flat, bucket, pending in self.sent:
+            pending.wait()
+            self.give_back(flat, bucket)
+
+    def send(self, bucket):
+        pass
+
+
+class SyncRaises(SyncGood):
+    def finish(self):
+        raise KeyError("bucket 7")
+
+
+class SyncHasNoFinish:
+    def __init__(self, parameters, *, group, bucket_bytes):
+        pass
+
+    def grad_ready(self, parameter):
+        pass
+
+    def reset(self):
+        pass

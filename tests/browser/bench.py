@@ -1,0 +1,99 @@
+"""A widget on the page: sliders moved by keyboard, buttons pressed, its picture read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from playwright.sync_api import Locator
+
+from browser.notebook import Notebook
+
+ANSWER_S = 10  # how long a page may take for what a student expects at once; usually 0.1 s
+RUN_S = 60
+
+
+class Bench:
+    """The widget that cell ``index`` of an open notebook shows.
+
+    sliders  one per knob that is a slider
+    choices  rows of buttons, for knobs whose values are words
+    """
+
+    def __init__(self, notebook: Notebook, index: int) -> None:
+        self.notebook, self.index = notebook, index
+        self.cell = notebook.page.locator(".jp-Notebook .jp-Cell").nth(index)
+        movable = ".widget-slider:not(:has([disabled]))"
+        self.sliders = self.cell.locator(movable).all()
+        self.choices = self.cell.locator(".widget-toggle-buttons").all()
+        self._predicted: str | None = None  # what the picture showed before a run
+
+    @property
+    def figure(self) -> dict[str, Any] | None:
+        """What its picture shows (see page.js, ``look``); None for a widget without one."""
+        return next(iter(self.notebook.figures(self.index)), None)
+
+    def _answers(self, before: str | None, what: str) -> None:
+        """Wait until the picture is another one, if there is a picture."""
+        if before is not None:
+            self.notebook.wait(
+                lambda: self.figure["print"] != before, ANSWER_S,
+                f"the picture of cell {self.index} does not follow {what}",
+            )  # fmt: skip
+
+    def move(self, slider: Locator, key: str | None = None) -> None:
+        """One key on a slider (default: a step up, at its end a step down); the picture follows."""
+        handle, readout = slider.locator(".noUi-handle").first, slider.locator(".widget-readout")
+        before, said = self.figure and self.figure["print"], readout.inner_text()
+        handle.focus()
+        for pressed in [key] if key else ["ArrowRight", "ArrowLeft"]:
+            handle.press(pressed)
+            self.notebook.page.wait_for_timeout(20)
+            if readout.inner_text() != said:
+                break
+        else:
+            assert key, f"no key moves the slider that reads {said}"
+            return  # it stood there before
+        self._answers(before, f"its slider from {said} to {readout.inner_text()}")
+
+    def choose(self, row: Locator) -> None:
+        """Press the next button of a row that is not pressed yet; the picture follows."""
+        button = row.locator("button:not(.mod-active)").first
+        before = self.figure and self.figure["print"]
+        button.click()
+        self._answers(before, f"its button «{button.inner_text()}»")
+
+    def button(self, name: str) -> Locator:
+        return self.cell.get_by_role("button", name=name)
+
+    def enabled(self, name: str) -> bool:
+        """Whether there is such a button, and it can be pressed."""
+        found = self.button(name)
+        return found.count() == 1 and found.is_enabled()
+
+    def start(self) -> None:
+        """Press «Run it» and see that a run is under way."""
+        self._predicted = self.figure and self.figure["print"]
+        self.cell.get_by_role("button", name="Run").click()
+        self.notebook.wait(
+            lambda: self.enabled("Stop"), ANSWER_S, f"«Run it» starts nothing: {self.words()}"
+        )
+
+    def stop(self) -> None:
+        """Press «Stop» while a run is under way; its ranks go, and another run can be started."""
+        assert self.enabled("Stop"), f"the run ended before it could be stopped: {self.words()}"
+        self.button("Stop").click()
+        self.notebook.wait(
+            lambda: self.enabled("Run it") and self.notebook.server.ranks() == 0, ANSWER_S,
+            lambda: f"{self.notebook.server.ranks()} ranks after «Stop»: {self.words()}",
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """Wait until the run has ended well: its button offers another one, the picture is new."""
+        self.notebook.wait(
+            lambda: self.enabled("Run again"), RUN_S, lambda: f"no end of the run: {self.words()}"
+        )
+        self._answers(self._predicted, "the run that has ended")
+
+    def words(self) -> str:
+        """What the widget says, numbers and messages."""
+        return " | ".join(self.cell.locator(".widget-html").all_inner_texts())

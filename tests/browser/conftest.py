@@ -1,0 +1,91 @@
+"""One JupyterLab and one chromium for all browser tests; a picture of the page when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from playwright import sync_api
+
+from browser import chromium
+from browser.notebook import Notebook
+from browser.server import Server, serving
+
+# no-sandbox: root has none; the rest: what chromium would ask the network for by itself.
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+]
+OPENED, PICTURES = pytest.StashKey[list[Notebook]](), pytest.StashKey[Path]()
+
+
+# Both live as long as this package: playwright's loop is gone before the next test needs its own.
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("jupyter")) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[sync_api.BrowserContext]:
+    path = chromium.find()
+    if path is None:
+        pytest.skip(f"no browser here; `{Path(chromium.__file__).name}` says what to install")
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield running.new_context()  # one for all: JupyterLab's scripts are loaded once
+        running.close()
+
+
+@pytest.fixture
+def open_notebook(
+    request: pytest.FixtureRequest,
+    browser: sync_api.BrowserContext,
+    server: Server,
+    tmp_path: Path,
+) -> Iterator[Callable[..., Notebook]]:
+    """``open_notebook(path)`` a copy of a notebook, or ``cells=[...]`` of sources."""
+    opened = request.node.stash.setdefault(OPENED, [])
+    request.node.stash[PICTURES] = tmp_path
+
+    def start(path: Path | None = None, *, cells: list[str] | None = None) -> Notebook:
+        name = f"{len(list(server.notebooks.iterdir())):02}-{path.name if path else 'test.ipynb'}"
+        if path is not None:
+            text = path.read_text(encoding="utf-8")
+        else:
+            notebook = nbformat.v4.new_notebook(
+                cells=[nbformat.v4.new_code_cell(source) for source in cells or []],
+                metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}},
+            )
+            text = nbformat.writes(notebook)
+        (server.notebooks / name).write_text(text, encoding="utf-8")
+        opened.append(Notebook(browser, server, name))
+        opened[-1].open()
+        return opened[-1]
+
+    yield start
+    for notebook in opened:
+        notebook.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to a failed test what the page showed: a picture, and all that was wrong with it."""
+    report = yield
+    if call.when == "call" and report.failed and item.stash.get(OPENED, []):
+        lines = []
+        for number, notebook in enumerate(item.stash[OPENED]):
+            try:
+                path = item.stash[PICTURES] / f"page-{number}.png"
+                lines.append(f"{notebook.name}: {notebook.screenshot(path)}")
+                lines += notebook.complaints()
+            except Exception as error:  # the page may be gone: the test's own failure counts
+                lines.append(f"{notebook.name}: no picture: {error!r}")
+        report.sections.append(("browser", "\n".join(lines)))
+        report.sections.append(("jupyter", item.stash[OPENED][0].server.tail()))
+    return report

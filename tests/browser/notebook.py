@@ -1,0 +1,175 @@
+"""An open notebook: run it, look at what it shows, list everything that went wrong.
+
+Nothing here sleeps for a fixed time. Every wait is for a condition, and one that is not met in time
+says what the page looked like instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import BrowserContext, ConsoleMessage, Page
+
+from browser.server import Server
+
+WIDTH, HEIGHT = 1280, 2400
+OPEN_TIMEOUT_S = 60
+OWN = ("127.0.0.1", "localhost")
+
+
+class Notebook:
+    """A notebook of the server's folder, open in a page of its own.
+
+    wrong  what the page itself complained of: console errors, uncaught exceptions, requests to
+           anywhere but loopback
+    """
+
+    def __init__(self, browser: BrowserContext, server: Server, name: str) -> None:
+        self.server, self.name = server, name
+        self.wrong: list[str] = []
+        self.page: Page = browser.new_page()
+        self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+        self.page.add_init_script(path=Path(__file__).with_name("page.js"))
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.wrong.append(f"uncaught: {error}"))
+        self.page.on("request", lambda request: self._address(request.url))
+        self.page.on("websocket", lambda socket: self._address(socket.url))
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            where = message.location.get("url", "").split("?")[0]
+            self.wrong.append(f"console error: {message.text} ({where})")
+
+    def _address(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("data", "blob", "about") and parts.hostname not in OWN:
+            self.wrong.append(f"request off loopback: {url}")
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """Call a function of page.js."""
+        return self.page.evaluate(f"(a) => lab.{question}(...a)", list(arguments))
+
+    def wait(self, condition: Callable[[], Any], seconds: float, otherwise: Any) -> Any:
+        """Poll until ``condition()`` is true and return it; else fail with ``otherwise``.
+
+        otherwise  the message, or a function that makes it
+        """
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            if time.monotonic() > deadline:
+                message = otherwise() if callable(otherwise) else otherwise
+                raise AssertionError(f"after {seconds:.0f} s: {message}")
+            self.page.wait_for_timeout(50)  # lets the page's events in
+        return found
+
+    def open(self) -> None:
+        """Load it and wait for an idle kernel."""
+        self.page.goto(f"{self.server.url}/doc/tree/{self.name}?reset&token={self.server.token}")
+        known = lambda what: self.page.evaluate(f"() => window.lab?.{what}()")  # noqa: E731
+        self.wait(
+            lambda: known("ready") or known("dialogs"), OPEN_TIMEOUT_S,
+            lambda: f"{self.name} has no idle kernel; {self.wrong}\n{self.server.tail()}",
+        )  # fmt: skip
+        assert self.ask("dialogs") == [], f"{self.name} does not open without questions"
+        self.ask("listen")
+
+    def clear(self) -> None:
+        """Forget every stored output, so that whatever shows later was made by this run."""
+        self.page.evaluate("() => jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+        self.wait(
+            lambda: all(c["count"] is None and not c["outputs"] for c in self.cells()),
+            10, "outputs are left after «Clear Outputs of All Cells»",
+        )  # fmt: skip
+
+    def run_all(self, timeout: float = 120.0) -> float:
+        """Run → Run All Cells; seconds until the last cell, and every figure, is there."""
+        start = time.monotonic()
+        self.page.get_by_role("menuitem", name="Run", exact=True).click()
+        self.page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
+        self.wait(lambda: self.ask("ended"), timeout, self._unfinished)
+        self.wait(self.settled, 15, lambda: "; ".join(self.ask("missing")))
+        return time.monotonic() - start
+
+    def settled(self) -> bool:
+        """Whether all that the cells promise is on the page; a failed cell has no more to come."""
+        return bool(self.ask("dialogs")) or self.failed_cells() != [] or not self.ask("missing")
+
+    def _unfinished(self) -> str:
+        waiting = [c for c in self.cells() if c["waits"]]
+        if not waiting:
+            return f"no cell runs and not all have run: {self.complaints()}"
+        return f"cell {waiting[0]['index']} still runs: {_first_line(waiting[0])}"
+
+    def run_cell(self, index: int, timeout: float = 30.0) -> None:
+        """Select cell ``index`` and run it as Shift+Enter does."""
+        before = self.cells()[index]["count"]
+        self.page.evaluate(
+            "(i) => { const p = jupyterapp.shell.currentWidget; p.content.activeCellIndex = i;"
+            " p.content.deselectAll(); jupyterapp.commands.execute('notebook:run-cell'); }",
+            index,
+        )
+        self.wait(
+            lambda: (cell := self.cells()[index])["count"] not in (None, before)
+            and not cell["waits"],
+            timeout, lambda: f"cell {index} has not run: {_first_line(self.cells()[index])}",
+        )  # fmt: skip
+
+    def cells(self) -> list[dict[str, Any]]:
+        """Every cell: index, type, source, tags, count, outputs, and whether it waits or runs."""
+        return self.ask("state")
+
+    def text(self, index: int) -> str:
+        """What cell ``index`` printed."""
+        outputs = self.cells()[index]["outputs"]
+        return "".join("".join(o["text"]) for o in outputs if o["output_type"] == "stream")
+
+    def failed_cells(self) -> list[str]:
+        """Cells with an error that their tags do not announce."""
+        found = []
+        for cell in self.cells():
+            for output in cell["outputs"]:
+                if output["output_type"] == "error" and "raises-exception" not in cell["tags"]:
+                    found.append(
+                        f"cell {cell['index']} ({_first_line(cell)}): "
+                        f"{output['ename']}: {output['evalue']}"
+                    )
+        return found
+
+    def figures(self, index: int | None = None) -> list[dict[str, Any]]:
+        """The plotly figures on the page, or in one cell: title, traces, points, shapes, print."""
+        return self.ask("figures", index)
+
+    def complaints(self) -> list[str]:
+        """Everything that is wrong now, one sentence each; what a student must never see."""
+        cells = self.cells()
+        stderr = [
+            f"cell {cell['index']} ({_first_line(cell)}) shows stderr: {''.join(output['text'])}"
+            for cell in cells
+            for output in cell["outputs"]
+            if output["output_type"] == "stream" and output["name"] == "stderr"
+        ]
+        heard = self.page.evaluate("() => lab.said")
+        dialogs = [f"a dialog covers the page: {text}" for text in self.ask("dialogs")]
+        return self.failed_cells() + stderr + heard + dialogs + self.wrong + self.ask("missing")
+
+    def screenshot(self, path: Path) -> Path:
+        """A picture of the whole notebook, as high as its cells are."""
+        needed = min(16_000, max(HEIGHT, int(self.ask("height")) + 200))
+        self.page.set_viewport_size({"width": WIDTH, "height": needed})
+        self.page.screenshot(path=path)
+        return path
+
+    def close(self) -> None:
+        """Close the page and shut its kernel down."""
+        self.page.close()
+        for session in self.server.request("api/sessions"):
+            self.server.request(f"api/sessions/{session['id']}", method="DELETE")
+
+
+def _first_line(cell: dict[str, Any]) -> str:
+    lines = cell["source"].strip().splitlines() or ["empty"]
+    return lines[0][:60]

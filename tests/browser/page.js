@@ -1,0 +1,115 @@
+// What the tests ask of an open notebook, by way of JupyterLab's own model of it. Loaded into every
+// page before JupyterLab; needs --LabApp.expose_app_in_browser.
+window.lab = (() => {
+  const panel = () => window.jupyterapp.shell.currentWidget;
+  const cells = () => panel().content.widgets;
+
+  // A kernel's complaints, wherever JupyterLab would show them: in a cell, or in the log console
+  // when a widget's callback wrote them.
+  const said = [];
+  // JupyterLab asks every kernel for its widgets, also one that has not imported any. The kernel
+  // logs that; nothing shows, and no notebook can help it.
+  const usual = /^No such comm target registered: jupyter\.widget\.control\s*$|^No such comm: \S+\s*$/;
+  const listen = () =>
+    panel().sessionContext.iopubMessage.connect((_, message) => {
+      const parent = message.parent_header.msg_type;
+      const content = message.content;
+      if (message.header.msg_type === "stream" && content.name === "stderr")
+        if (!usual.test(content.text)) said.push(`stderr (during ${parent}): ${content.text}`);
+      if (message.header.msg_type === "error" && parent !== "execute_request")
+        said.push(`an error outside of any cell: ${content.ename}: ${content.evalue}`);
+    });
+
+  const ready = () => {
+    const context = window.jupyterapp?.restored && panel()?.sessionContext;
+    return context?.isReady && context.session?.kernel?.status === "idle" && cells().length > 0;
+  };
+
+  // One entry per cell: what the model holds, and whether the page says that it waits or runs.
+  const state = () =>
+    cells().map((widget, index) => {
+      const cell = widget.model.sharedModel.toJSON();
+      const prompt = widget.node.querySelector(".jp-InputPrompt")?.textContent ?? "";
+      return {
+        index,
+        type: cell.cell_type,
+        source: Array.isArray(cell.source) ? cell.source.join("") : cell.source,
+        tags: cell.metadata?.tags ?? [],
+        count: cell.execution_count ?? null,
+        outputs: cell.outputs ?? [],
+        waits: prompt.includes("*") || widget.model.executionState === "running",
+      };
+    });
+
+  const failed = (cell) =>
+    cell.outputs.some((output) => output.output_type === "error") &&
+    !cell.tags.includes("raises-exception");
+
+  // Whether a run of all cells has ended, well or not.
+  const ended = () => {
+    const code = state().filter((cell) => cell.type === "code" && cell.source.trim());
+    if (document.querySelector(".jp-Dialog")) return true;
+    if (code.some((cell) => cell.waits)) return false;
+    return code.some(failed) || code.every((cell) => cell.count !== null);
+  };
+
+  const plots = (index) => [
+    ...(index === null ? document : cells()[index].node).querySelectorAll(".js-plotly-plot"),
+  ];
+
+  // What a figure shows: its words, its numbers, and how much of it has reached the screen.
+  const look = (plot) => {
+    const words = plot.layout?.title?.text ?? "";
+    const notes = (plot.layout?.annotations ?? []).map((note) => note.text);
+    const keys = ["x", "y", "z", "base", "width", "value", "values", "text"];
+    const plain = (value) => (ArrayBuffer.isView(value) ? Array.from(value) : value);
+    const numbers = (plot.data ?? []).map((trace) => [
+      trace.type, trace.name, trace.visible, ...keys.map((key) => plain(trace[key]) ?? null),
+    ]);
+    const area = plot.getBoundingClientRect();
+    return {
+      title: words,
+      traces: plot.data?.length ?? 0,
+      points: (plot.calcdata ?? []).reduce((sum, trace) => sum + (trace?.length ?? 0), 0),
+      // traces of any kind: bars, scatter, heat maps drawn as an image
+      shapes: plot.querySelectorAll(".trace, .trace *, .hm image, .heatmaplayer image").length,
+      width: area.width,
+      height: area.height,
+      data: JSON.stringify(numbers),
+      print: JSON.stringify([words, notes, numbers, plot.layout?.shapes?.length ?? 0]),
+    };
+  };
+
+  const figures = (index = null) => plots(index).map(look);
+
+  // Cells that promise a figure or a widget whose place on the page is still empty or broken.
+  const missing = () => {
+    const found = [];
+    state().forEach((cell) => {
+      const node = cells()[cell.index].node;
+      const has = (type) => cell.outputs.filter((output) => output.data && type in output.data);
+      const drawn = figures(cell.index).filter((f) => f.points > 0 && f.shapes > 0 && f.width > 0);
+      const promised = has("application/vnd.plotly.v1+json").length;
+      if (drawn.length < promised)
+        found.push(`cell ${cell.index}: ${promised} figures promised, ${drawn.length} drawn`);
+      if (drawn.length < figures(cell.index).length)
+        found.push(`cell ${cell.index}: a figure without data, or not drawn`);
+      const widgets = has("application/vnd.jupyter.widget-view+json").length;
+      const shown = node.querySelectorAll(".jp-OutputArea-output .jupyter-widgets").length;
+      if (shown < widgets)
+        found.push(`cell ${cell.index}: ${widgets} widgets promised, ${shown} shown`);
+      const text = node.querySelector(".jp-Cell-outputArea")?.textContent ?? "";
+      for (const trouble of ["Error displaying widget", "Error creating widget", "Loading widget"])
+        if (widgets && text.includes(trouble)) found.push(`cell ${cell.index}: «${trouble}»`);
+    });
+    return found;
+  };
+
+  const dialogs = () =>
+    [...document.querySelectorAll(".jp-Dialog")].map((dialog) => dialog.textContent.trim());
+
+  const height = () =>
+    cells().reduce((sum, cell) => sum + cell.node.getBoundingClientRect().height, 0);
+
+  return { said, listen, ready, state, failed, ended, figures, missing, dialogs, height };
+})();

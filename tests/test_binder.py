@@ -1,0 +1,108 @@
+"""Binder: the image it would build, and that four ranks fit into the memory it gives.
+
+binder/ is read by repo2docker, which prints the Dockerfile without Docker. Memory is the sum of
+proportional set sizes (a page shared by n processes counts 1/n in each), sampled while a run is
+under way: a server, a kernel with figures drawn, and four ranks that train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from jupyter_client import BlockingKernelClient
+
+from browser.server import Server, serving
+
+ROOT = Path(__file__).resolve().parent.parent
+BINDER = ROOT / "binder"
+LIMIT_BYTES = 1e9  # mybinder.org promises 1 GB and allows 2
+
+
+@pytest.fixture(scope="module")
+def dockerfile() -> str:
+    pytest.importorskip("repo2docker", reason="the dev extra brings jupyter-repo2docker")
+    ran = subprocess.run(
+        [sys.executable, "-m", "repo2docker", "--no-build", "--debug", "."],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    # It writes the Dockerfile to one stream and remarks to the other; which is its own business.
+    return ran.stdout + ran.stderr
+
+
+def test_the_image_has_a_python_that_paralab_accepts(dockerfile):
+    assert "Building conda environment for python=3.11" in dockerfile
+    assert "unspecified" not in dockerfile  # "Python version unspecified, using …": not by luck
+
+
+def test_the_image_installs_what_binder_names_and_paralab_itself(dockerfile):
+    """The folder hides pyproject.toml; the clone must be there before its ``-e .`` is installed."""
+    install = dockerfile.index('pip install --no-cache-dir -r "binder/requirements.txt"')
+    assert re.search(r"^COPY --chown=\S+ src/ \$\{REPO_DIR\}/$", dockerfile[:install], re.MULTILINE)
+    assert "environment.yml" not in dockerfile and not (BINDER / "environment.yml").exists()
+
+
+def test_what_is_installed_is_the_torch_of_the_makefile_without_cuda_packages():
+    lines = (BINDER / "requirements.txt").read_text().splitlines()
+    told = [line for line in lines if line and not line.startswith("#")]
+    [torch] = re.findall(r"^TORCH \?= (torch==\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    index, *packages = told
+    assert index.startswith("--extra-index-url ") and index.endswith("/cpu")
+    assert packages == [f"{torch}+cpu", "-e ."]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+# What a lab leaves in its kernel (tables, figures, a calibration), and then a run on top of it.
+TRAINING = """\
+import paralab as pl
+model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
+plan = pl.Plan(dp=4, microbatch_size=4)
+report = pl.run(model, plan, steps=2, progress=False)
+report.replay().timeline()._repr_mimebundle_()
+report.traffic_chart()._repr_mimebundle_()
+pl.compare(pl.predict(model, plan), report)
+pl.run(model, plan, steps=8, progress=False)
+"""
+
+
+def pss(server: Server) -> int:
+    """Proportional set size of the server and all below it, in bytes."""
+    total = 0
+    for process in server.family():
+        with contextlib.suppress(psutil.Error):  # it ended since
+            total += process.memory_full_info().pss
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's PSS")
+def test_server_kernel_and_four_training_ranks_fit_into_one_gigabyte(tmp_path):
+    peak = ranks = 0
+    with serving(tmp_path / "jupyter") as server:
+        kernel = server.request("api/kernels", "POST", {"name": "python3"})["id"]
+        client = BlockingKernelClient()
+        client.load_connection_file(str(server.runtime / f"kernel-{kernel}.json"))
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=60)
+            asked, deadline = client.execute(TRAINING), time.monotonic() + 120
+            while time.monotonic() < deadline:
+                with contextlib.suppress(queue.Empty):
+                    reply = client.get_shell_msg(timeout=0.2)
+                    if reply["parent_header"].get("msg_id") == asked:
+                        break
+                ranks, peak = max(ranks, server.ranks()), max(peak, pss(server))
+            else:
+                pytest.fail(f"no answer from the kernel\n{server.tail()}")
+            assert reply["content"]["status"] == "ok", reply["content"]
+        finally:
+            client.stop_channels()
+    assert ranks == 4, "no sample was taken while the ranks were there"
+    assert 200e6 < peak < LIMIT_BYTES, f"{peak / 1e6:.0f} MB"

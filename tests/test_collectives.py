@@ -1,0 +1,168 @@
+"""All-reduce by hand: right sums, bytes and seconds as theory says, one chunk of memory."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import paralab as pl
+from paralab.theory import collectives as theory
+
+INTRA, INTER = pl.Link(alpha=2e-5, bandwidth=3e9), pl.Link(alpha=3e-4, bandwidth=4e8)
+CLUSTER = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=INTRA, inter=INTER)
+ALL_REDUCES = ("ring_all_reduce", "tree_all_reduce", "hierarchical_all_reduce")
+
+
+def call(group, name, data, settings):
+    """One algorithm on row ``group.index`` of ``data`` (n, numel); returns what became of it."""
+    import torch
+
+    from paralab.parallel.collectives import ALGORITHMS
+
+    tensor = torch.from_numpy(data[group.index])  # (numel,)
+    ALGORITHMS[name](group, tensor, **settings)
+    return tensor
+
+
+def data_for(n, numel):
+    return np.random.default_rng(n + numel).integers(0, 1000, (n, numel)).astype(np.float32)
+
+
+def traced(name, n, numel, **settings):
+    nodes = n // settings.get("node_size", n)
+    data = data_for(n, numel)
+    report = pl.trace(call, n, (name, data, settings), nodes=nodes, memory=True, timeout=60)
+    return data, report
+
+
+CASES = [("ring_reduce_scatter", n, numel, {}) for n in (2, 3, 4) for numel in (24, 25)]
+CASES += [("ring_all_gather", n, 26, {}) for n in (2, 3, 4)]
+CASES += [(name, n, numel, {}) for name in ALL_REDUCES[:2] for n in (1, 2, 3, 4)
+          for numel in (24, 26, 2)]  # fmt: skip
+CASES += [("hierarchical_all_reduce", 4, 24, {"node_size": size}) for size in (1, 2, 4)]
+CASES += [("hierarchical_all_reduce", 6, 36, {"node_size": 3}),
+          ("hierarchical_all_reduce", 6, 36, {"node_size": 2})]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda c: "-".join(map(str, c[:3])))
+def case(request):
+    name, n, numel, settings = request.param
+    return (name, n, numel, settings, *traced(name, n, numel, **settings))
+
+
+def test_every_member_has_the_sum_in_place(case):
+    name, n, numel, _, data, report = case
+    chunks = [np.array_split(row, n) for row in report.results]
+    sums = np.array_split(data.sum(axis=0), n)
+    for rank, row in enumerate(report.results):
+        own = (rank + 1) % n
+        if name == "ring_reduce_scatter":
+            assert np.array_equal(chunks[rank][own], sums[own])
+        elif name == "ring_all_gather":  # chunk c comes from its owner, rank c - 1
+            owners = [np.array_split(data[(c - 1) % n], n)[c] for c in range(n)]
+            assert np.array_equal(row, np.concatenate(owners))
+        else:
+            assert np.array_equal(row, data.sum(axis=0)) and row.shape == (numel,)
+
+
+def test_every_member_sends_the_bytes_of_theory(case):
+    name, n, numel, settings, _, report = case
+    expected = [theory.wire_bytes(name, n, 4 * numel, r, **settings) for r in range(n)]
+    assert report.traffic()["bytes"].tolist() == expected
+    if name == "ring_all_reduce":
+        assert sum(expected) == 2 * (n - 1) * 4 * numel
+
+
+def test_the_replay_takes_exactly_the_seconds_of_theory(case):
+    name, n, numel, settings, _, report = case
+    inter = {"inter": INTER} if settings else {}
+    expected = theory.seconds(name, n, 4 * numel, INTRA, **settings, **inter)
+    replayed = report.replay(CLUSTER, compute=0.0)
+    assert math.isclose(replayed.step_time, expected, rel_tol=1e-9)
+    assert replayed.step_time == report.replay(CLUSTER, compute=0.0).step_time
+
+
+def test_a_ring_needs_one_chunk_of_memory_and_its_second_half_none(case):
+    name, n, numel, settings, _, report = case
+    chunk = 4 * math.ceil(numel / settings.get("node_size", n)) * (n > 1)
+    peaks = report.meta["peak_bytes"]
+    if name == "ring_all_gather":
+        assert peaks == [0] * n
+    elif name.startswith("ring"):
+        assert peaks == [chunk] * n
+    elif name == "tree_all_reduce":
+        assert max(peaks) == 4 * numel * (n > 1)
+    else:  # one ring's buffer at a time
+        assert max(peaks) <= max(chunk, 4 * math.ceil(numel / n))
+
+
+def test_two_levels_of_links_carry_what_the_hierarchy_says():
+    n, numel, size = 4, 4096, 2
+    _, flat = traced("ring_all_reduce", n, numel)
+    _, report = traced("hierarchical_all_reduce", n, numel, node_size=size)
+    by_level = dict(report.traffic("level").itertuples(index=False))
+    share = 4 * numel // size  # of the tensor, in bytes
+    assert by_level == {"intra": n * 2 * share, "inter": n * 2 * (share // 2)}
+    assert set(dict(flat.traffic("level").itertuples(index=False))) == {"intra"}
+
+
+def test_a_flat_ring_over_two_nodes_goes_at_the_pace_of_the_slow_link():
+    data = data_for(4, 4096)
+    flat = pl.trace(call, 4, ("ring_all_reduce", data, {}), nodes=2, timeout=60)
+    slow = theory.seconds("ring_all_reduce", 4, 4 * 4096, INTER)
+    assert math.isclose(flat.replay(CLUSTER, compute=0.0).step_time, slow, rel_tol=1e-9)
+    better = theory.seconds("hierarchical_all_reduce", 4, 4 * 4096, INTRA, inter=INTER, node_size=2)
+    assert better < slow
+
+
+@pytest.mark.parametrize("n", [4, 5, 8, 64])
+def test_below_the_crossover_the_tree_wins_and_above_it_the_ring(n):
+    size = theory.crossover(n, INTRA)
+    below, above = (int(size * f) // (4 * n) * 4 * n for f in (0.5, 2))
+    for nbytes, tree_wins in ((below, True), (above, False)):
+        ring, tree = (theory.seconds(a, n, nbytes, INTRA) for a in ALL_REDUCES[:2])
+        assert (tree < ring) == tree_wins
+    at = round(size / (4 * n)) * 4 * n
+    ring, tree = (theory.seconds(a, n, at, INTRA) for a in ALL_REDUCES[:2])
+    assert math.isclose(ring, tree, rel_tol=1e-3)
+
+
+def test_two_and_three_members_have_no_crossover():
+    for n in (2, 3):
+        assert theory.crossover(n, INTRA) == 0.0
+        for nbytes in (0, 12, 12_000):
+            ring, tree = (theory.seconds(a, n, nbytes, INTRA) for a in ALL_REDUCES[:2])
+            assert ring <= tree
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"algorithm": "star"}, "algorithm='star'.*legal: 'ring_reduce_scatter'"),
+        ({"n": 0}, "n=0"),
+        ({"nbytes": 10}, "nbytes=10: not whole elements"),
+        ({"link": 3}, "link=3: not a link"),
+        ({"node_size": 2}, "node_size=2: ring_all_reduce knows no nodes"),
+        ({"algorithm": "hierarchical_all_reduce"}, "node_size=None"),
+        ({"algorithm": "hierarchical_all_reduce", "node_size": 3}, "node_size=3: does not divide"),
+    ],
+)
+def test_what_no_algorithm_could_do_is_refused(settings, says):
+    asked = {"algorithm": "ring_all_reduce", "n": 4, "nbytes": 400, "link": INTRA, **settings}
+    with pytest.raises(ValueError, match=says):
+        theory.seconds(**asked)
+
+
+def stretched(group):
+    import torch
+
+    from paralab.parallel.collectives import ring_all_reduce
+
+    ring_all_reduce(group, torch.ones(4, 4).t())
+
+
+def test_a_tensor_with_gaps_is_refused_in_words():
+    with pytest.raises(pl.RankError, match=r"legal: tensor.contiguous\(\)"):
+        pl.trace(stretched, 2, timeout=30)

@@ -1,0 +1,271 @@
+"""Exercises: stub and answer are one text, guesses stand, verdicts speak, own forms are checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import bad_answers as bad
+import paralab as pl
+from paralab.exercises import sources
+from paralab.exercises.verdict import NOT_STARTED, Notes, attempt
+
+EXERCISES = list(pl.exercises.ALL.values())
+ANSWERS = {
+    "model_states": ("model_states", "devices_needed"),
+    "all_gather_half": ("ring_all_gather",),
+    "gradient_sync": ("MySync",),
+}
+
+
+def defined(text: str) -> dict:
+    """What a cell with this text defines; its classes and functions travel by value, as there."""
+    names: dict = {"__name__": "__main__"}
+    exec(text, names)
+    return names
+
+
+def checked(exercise, text: str):
+    names = defined(text)
+    return exercise.check(*(names[name] for name in ANSWERS[exercise.name]))
+
+
+# ---- the exercises -------------------------------------------------------------------------------
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.name)
+def test_a_stub_is_not_started_and_the_solution_passes(exercise):
+    stub, solved = checked(exercise, exercise.stub), checked(exercise, str(exercise.solution()))
+    assert not stub and not stub.started and NOT_STARTED in repr(stub)
+    assert solved.passed and solved, repr(solved)
+    for verdict in (stub, solved):
+        assert [(row.limit, row.asked) for row in verdict.rows] == list(exercise.asked)
+        assert "\n" not in repr(verdict) and len(verdict.table) == len(exercise.asked)
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.name)
+def test_hints_come_one_at_a_time_and_end_kindly(exercise):
+    exercise._given.clear()
+    said = [repr(exercise.hint()) for _ in range(4)]
+    assert [text[:11] for text in said[:3]] == ["hint 1 of 3", "hint 2 of 3", "hint 3 of 3"]
+    assert "solution()" in said[3] and repr(exercise.hint(1)) == said[0]
+    with pytest.raises(ValueError, match=r"number=4.*legal: a whole number from 1 to 3"):
+        exercise.hint(4)
+    exercise._given.clear()
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.name)
+def test_an_exercise_shows_its_task_and_every_limit(exercise):
+    shown = exercise._repr_markdown_()
+    assert f"pl.exercises.{exercise.name}.check(" in shown
+    for limit, asked in exercise.asked:
+        assert f"| {limit} | {asked} |" in shown and exercise.limits["asked"][limit] == asked
+    assert "SOLUTION" not in exercise.stub + str(exercise.solution())
+
+
+def test_importing_exercises_brings_neither_torch_nor_widgets():
+    code = (
+        "import sys, paralab as pl; pl.exercises.ALL; pl.exercises.guess('?', low=0, high=1); "
+        "print(*sorted({'torch', 'ipywidgets', 'plotly', 'pandas'} & sys.modules.keys()))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0 and ran.stdout.split() == [], ran.stderr + ran.stdout
+
+
+# ---- lab 00 --------------------------------------------------------------------------------------
+STATES = [  # answer, a limit it breaks, words of the verdict
+    (bad.states_without_master, "one head for both ends", "'master' is missing"),
+    (bad.states_head_twice, "one head for both ends", "count it once"),
+    (bad.states_head_never, "a head of its own", "a tensor of its own"),
+    (bad.states_blocks_only, "large models", "12 l h²"),
+    (bad.states_in_gb, "large models", "asked are bytes"),
+    (bad.states_always_sixteen, "large models", "'parameters' is 497.759 MB, yours 663.679 MB"),
+    (bad.states_summed, "one head for both ends", "asked is a dict"),
+    (bad.states_nothing, "one head for both ends", "NoneType"),
+    (bad.states_raises, "one head for both ends", "no attribute 'parameters'"),
+    (None, "one head for both ends", "not callable"),
+]
+DEVICES = [
+    (bad.devices_gib, "GiB"),
+    (bad.devices_floor, "rounded, but not up"),
+    (bad.devices_round, "rounded, but not up"),
+    (bad.devices_one_more, "yours 2"),
+    (bad.devices_fraction, "a device is whole"),
+    (bad.devices_weights_only, "the weights alone"),
+    (lambda model, recipe, memory_gb: "many", "a number of devices"),
+]
+
+
+def missed(verdict) -> set[str]:
+    return {row.limit for row in verdict.rows if row.ok is not True}
+
+
+@pytest.mark.parametrize("answer, limit, words", STATES)
+def test_wrong_model_states_are_refused_with_a_reason(answer, limit, words):
+    verdict = pl.exercises.model_states.check(answer, bad.devices)
+    assert not verdict and limit in missed(verdict) and words in repr(verdict), repr(verdict)
+
+
+@pytest.mark.parametrize("answer, words", DEVICES)
+def test_wrong_numbers_of_devices_are_refused_with_a_reason(answer, words):
+    verdict = pl.exercises.model_states.check(bad.states, answer)
+    assert missed(verdict) == {"devices"} and words in repr(verdict), repr(verdict)
+
+
+def test_half_an_answer_is_told_what_is_left():
+    verdict = pl.exercises.model_states.check(bad.states)
+    assert missed(verdict) == {"devices"} and "one function left" in repr(verdict)
+
+
+def test_a_trillion_parameters_need_202_devices_of_80_gb_for_states_alone():
+    model = pl.ModelSpec.preset("ptdp-1t")
+    assert (
+        bad.devices(model, {"parameters": 2, "gradients": 2, "master": 4, "moments": 8}, 80) == 202
+    )
+
+
+# ---- verdicts ------------------------------------------------------------------------------------
+def test_of_several_looks_at_one_limit_the_first_failure_stands():
+    notes = Notes("x", (("bytes", "few"), ("time", "short")))
+    notes.note("bytes", "n=2: 10", True)
+    notes.note("bytes", "n=3: 99", False, "n=3 sends 99")
+    notes.note("bytes", "n=4: 10", True)
+    verdict = notes.verdict()
+    assert [(row.yours, row.word) for row in verdict.rows] == [("n=3: 99", "no"), ("", "-")]
+    assert repr(verdict) == "x: not yet, 0 of 2 limits kept: n=3 sends 99"
+    with pytest.raises(KeyError):
+        notes.note("beauty", "much", True)
+
+
+def test_a_verdict_shows_what_it_quotes_as_text():
+    notes = Notes("x", (("a<b", "<b>"),))
+    notes.note("a<b", "<script>", False)
+    shown = notes.verdict()._repr_html_()
+    assert "<script>" not in shown and "&lt;script&gt;" in shown and "not yet" in shown
+
+
+def test_an_interrupt_is_the_users_and_not_a_wrong_answer():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        attempt(interrupted)
+    assert attempt(lambda: 1 / 0) == (None, "raised ZeroDivisionError: division by zero")
+
+
+# ---- sources -------------------------------------------------------------------------------------
+MARKED = """\
+def f(n):
+    before = n
+    ### BEGIN SOLUTION
+    ### STUB: left = None  # what is it?
+    ### STUB: return left
+    secret = 2 * n
+    return secret
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+g = 1
+### END SOLUTION"""
+
+
+def test_one_text_is_read_as_stub_and_as_solution():
+    assert sources.student(MARKED) == (
+        "def f(n):\n    before = n\n    left = None  # what is it?\n    return left\n\n\n"
+        'raise NotImplementedError("your turn")'
+    )
+    assert sources.solution(MARKED) == (
+        "def f(n):\n    before = n\n    secret = 2 * n\n    return secret\n\n\ng = 1"
+    )
+    assert sources.has_solution(MARKED) and not sources.has_solution(sources.solution(MARKED))
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("### BEGIN SOLUTION\nx = 1", "there is no END"),
+        ("x = 1\n### END SOLUTION", "line 2, '### END SOLUTION': there is no BEGIN"),
+        ("### BEGIN SOLUTION\n### BEGIN SOLUTION", "has no END"),
+        ("### STUB: x", "not between BEGIN and END"),
+        ("# BEGIN SOLUTION\n# END SOLUTION", "not spelled like a marker"),
+        ("### BEGIN SOLUTIONS\nx\n### END SOLUTION", "not spelled|no BEGIN"),
+        ("### BEGIN SOLUTION\n### Stub: x\n### END SOLUTION", "not spelled like a marker"),
+    ],
+)
+def test_a_stray_mark_is_an_error_not_a_leaked_solution(text, said):
+    for read in (sources.student, sources.solution):
+        with pytest.raises(ValueError, match=said):
+            read(text)
+
+
+# ---- guesses -------------------------------------------------------------------------------------
+def asked(**settings):
+    return pl.exercises.guess("MB per rank?", **{"low": 0, "high": 10, "unit": "MB", **settings})
+
+
+def test_a_guess_is_committed_once_and_stands():
+    guess = asked()
+    assert repr(guess) == "Guess(MB per rank?, not committed yet)"
+    assert repr(guess.commit(3.4)) == "committed: 3.4 MB"
+    assert "committed to 3.4 MB already" in repr(guess.commit(5)) and guess.value == 3.4
+    assert repr(guess) == "Guess(MB per rank?, committed to 3.4 MB)"
+    reveal = guess.reveal(1.7)
+    assert repr(reveal) == "you said 3.4 MB, it is 1.7 MB: 2.00 times what it is"
+    assert reveal.ratio == 2.0 and "you said" in reveal._repr_html_()
+
+
+def test_a_reveal_without_a_guess_is_kind_and_ends_the_guessing():
+    guess = asked()
+    said = repr(guess.reveal(6.3))
+    assert said.startswith("it is 6.3 MB") and "not committed" in said
+    assert "answer is out" in repr(guess.commit(6.3)) and guess.value is None
+
+
+def test_a_guess_that_is_right_or_has_no_ratio_says_so():
+    right, nought = asked(), asked()
+    right.commit(6.3), nought.commit(2)
+    assert repr(right.reveal(6.3000001)).endswith(": exactly")
+    assert repr(nought.reveal(0)) == "you said 2.0 MB, it is 0.0 MB: 2.0 MB apart"
+
+
+@pytest.mark.parametrize(
+    "settings, field",
+    [({"low": 10}, "high"), ({"low": "few"}, "low"), ({"high": float("nan")}, "high"),
+     ({"decimals": 1.5}, "decimals"), ({"step": 0}, "step"), ({"value": 11}, "value")],
+)  # fmt: skip
+def test_a_question_that_cannot_be_asked_is_refused(settings, field):
+    with pytest.raises(ValueError, match=f"{field}=.*; legal: "):
+        asked(**settings)
+
+
+@pytest.mark.parametrize("value", [11, -0.1, "much", None, float("nan")])
+def test_a_commitment_out_of_range_is_refused_and_commits_to_nothing(value):
+    guess = asked()
+    with pytest.raises(ValueError, match=r"value=.*legal: "):
+        guess.commit(value)
+    assert guess.value is None
+
+
+def test_the_repr_of_a_long_question_fits_what_nbval_compares():
+    guess = pl.exercises.guess("how many " * 40, low=0, high=1)
+    assert len(repr(guess)) <= 110 and repr(guess).endswith("..., not committed yet)")
+
+
+def test_slider_and_button_commit_like_the_call():
+    guess = asked(value=2)
+    bundle = guess._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(guess)
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    widget = guess._widget
+    assert (widget.slider.value, widget.slider.min, widget.slider.max) == (2, 0, 10)
+    widget.slider.value = 7.5
+    widget.button.click()
+    assert guess.value == 7.5 and widget.slider.disabled and widget.button.disabled
+    assert widget.said.value == "committed: 7.5 MB"
+    by_call, revealed = asked(), asked()
+    for shown in (by_call, revealed):
+        shown._repr_mimebundle_()
+    by_call.commit(1.0), revealed.reveal(1.0)
+    assert by_call._widget.slider.value == 1.0 and by_call._widget.button.disabled
+    assert revealed._widget.button.disabled and "out" in revealed._widget.said.value

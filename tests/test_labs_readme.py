@@ -1,0 +1,42 @@
+"""labs/README.md sends a reader with a question to a lab and a section: both are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+LABS = Path(__file__).resolve().parents[1] / "labs"
+README = (LABS / "README.md").read_text(encoding="utf-8")
+SOURCES = {path.name[:2]: path.read_text(encoding="utf-8") for path in (LABS / "src").glob("*.py")}
+ROW = re.compile(r"^\| (.+) \| \[.+\]\((https://\S+)\) \| (\d\d) \| (.+) \|$", re.MULTILINE)
+ROWS = ROW.findall(README)
+
+
+def test_every_public_question_about_traffic_has_a_row():
+    # the threads in which people ask what collectives move
+    asked = {
+        "NVIDIA/nccl/issues/870",
+        "NVIDIA/nccl/issues/768",
+        "mit-han-lab/distrifuser/issues/10",
+        "deepspeedai/DeepSpeed/issues/264",
+        "deepspeedai/DeepSpeed/issues/5047",
+        "deepspeedai/DeepSpeed/issues/7403",
+        "traceopt-ai/traceml/issues/145",
+        "pytorch/torchtitan/issues/1369",
+    }
+    assert {url.removeprefix("https://github.com/") for _, url, _, _ in ROWS} >= asked
+
+
+@pytest.mark.parametrize(("question", "url", "lab", "section"), ROWS)
+def test_the_section_is_there_and_its_lab_names_the_question(question, url, lab, section):
+    assert f"# ## {section}\n" in SOURCES[lab]
+    assert f"]({url})" in SOURCES[lab]
+
+
+def test_every_lab_is_linked_and_every_link_of_a_lab_leads_somewhere():
+    linked = set(re.findall(r"\]\((\d\d_\w+\.ipynb)\)", README))
+    assert linked == {path.name for path in LABS.glob("[0-9]*.ipynb")}
+    for path in LABS.glob("[0-9]*.ipynb"):
+        assert (LABS / "solutions" / path.name).exists()

@@ -1,0 +1,163 @@
+"""`stop=`: an event that ends a launch at any moment, from any thread, leaving nothing behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import paralab as pl
+from paralab.launch import _house, launch_program
+
+PATIENCE = 20.0  # for what has to happen at all; promises of speed are held against SOON
+SOON = 5.0  # a second, or what a busy machine makes of it
+
+
+def ranks_alive() -> list[str]:
+    """Processes below the server: ranks, and whatever they started."""
+    server = _house._server
+    if server is None or not server.alive():
+        return []
+    return Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+
+
+class Background:
+    """A call in a thread of its own, how it ended, and when."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.ended: object = None
+        self.at = 0.0
+        self.call = call
+        self.thread = threading.Thread(target=self._go, daemon=True)
+        self.thread.start()
+
+    def _go(self) -> None:
+        try:
+            self.ended = self.call()
+        except BaseException as error:
+            self.ended = error
+        self.at = time.monotonic()
+
+    def result(self) -> object:
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive(), "it has not ended"
+        return self.ended
+
+
+def sleep_for_ever(*_: object) -> None:
+    time.sleep(1000)
+
+
+def hang_in_a_collective(path: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        Path(path).touch()
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(1))  # waits in C++ for rank 0
+
+
+def until(condition: Callable[[], object]) -> None:
+    give_up = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < give_up, "it has not happened"
+        time.sleep(0.01)
+
+
+def test_stop_ends_ranks_that_hang_in_a_collective_and_the_next_launch_works(tmp_path, monkeypatch):
+    (own := tmp_path / "folders").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
+    stop, begun = threading.Event(), tmp_path / "begun"
+    call = Background(
+        lambda: pl.launch(hang_in_a_collective, ranks=3, args=(str(begun),), stop=stop)
+    )
+    until(begun.exists)
+    assert list(own.iterdir()) and ranks_alive()
+    asked = time.monotonic()
+    stop.set()
+    error = call.result()
+    assert isinstance(error, pl.Stopped) and "3 ranks" in str(error)
+    assert call.at - asked < SOON
+    assert not ranks_alive() and not list(own.iterdir())
+    assert pl.launch(lambda: 7, ranks=2, stop=threading.Event()) == [7, 7]
+
+
+def test_an_event_that_is_set_already_starts_no_rank(tmp_path):
+    pl.launch(os.getpid, ranks=1)  # the server is ready: a rank would be born at once
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(pl.Stopped, match="before its ranks had started"):
+        pl.launch((tmp_path / "ran").touch, ranks=1, stop=stop)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_stop_while_queued_ends_the_waiting_and_not_the_launch_in_front(tmp_path):
+    first_stop, stop, begun = threading.Event(), threading.Event(), tmp_path / "begun"
+    first = Background(
+        lambda: pl.launch(hang_in_a_collective, ranks=2, args=(str(begun),), stop=first_stop)
+    )
+    until(begun.exists)
+    queued = Background(lambda: pl.launch(lambda: 1, ranks=1, stop=stop))
+    time.sleep(0.2)
+    assert queued.thread.is_alive()
+    asked = time.monotonic()
+    stop.set()
+    assert isinstance(queued.result(), pl.Stopped) and "waiting" in str(queued.ended)
+    assert queued.at - asked < SOON and first.thread.is_alive() and ranks_alive()
+    first_stop.set()
+    assert isinstance(first.result(), pl.Stopped)
+    assert pl.launch(lambda: 1, ranks=1) == [1]
+
+
+def test_stop_while_torch_still_loads_does_not_wait_for_it():
+    with _house.lock:
+        _house.close()  # the next launch needs a new server, which takes seconds
+    stop = threading.Event()
+    call = Background(lambda: pl.launch(lambda: 1, ranks=1, stop=stop))
+    until(lambda: _house._server is not None)
+    stop.set()
+    assert isinstance(call.result(), pl.Stopped) and not _house._server._ready
+    assert pl.launch(lambda: 1, ranks=1) == [1]  # the same server, ready by now
+
+
+def test_a_result_that_is_there_is_not_taken_back():
+    stop = threading.Event()
+
+    def report_progress(context) -> int:
+        context.progress(1, 1)
+        return context.rank
+
+    done = launch_program(report_progress, 2, stop=stop)
+    stop.set()
+    assert done == [0, 1]
+
+
+@pytest.mark.parametrize("stop", [True, "now", lambda: True])
+def test_what_is_no_event_is_refused_before_a_process_starts(stop):
+    with pytest.raises(ValueError, match=r"stop=.*legal: None \| threading.Event\(\)"):
+        pl.launch(os.getpid, ranks=1, stop=stop)
+
+
+def test_a_training_run_says_how_far_it_came_and_calls_back_as_it_goes(run, model):
+    stop, seen = threading.Event(), []
+
+    def look(rank: int, done: int, total: int) -> None:
+        seen.append((rank, done, total))
+        if rank == 0 and done >= 2:
+            stop.set()
+
+    with pytest.raises(pl.Stopped, match=r"ranks; \d+ of 5000 steps done") as caught:
+        run(model, pl.Plan(dp=2), steps=5000, progress=look, stop=stop)
+    assert "2 ranks" in str(caught.value) and not ranks_alive()
+    assert {rank for rank, _, _ in seen} <= {0, 1} and {total for _, _, total in seen} == {5000}
+    seen.clear()
+    run(model, pl.Plan(dp=2), steps=2, progress=look)
+    assert {(0, 2, 2), (1, 2, 2)} <= set(seen)  # the last step is always reported
+    with pytest.raises(ValueError, match="progress='yes'"):
+        run(model, progress="yes")

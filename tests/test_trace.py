@@ -1,0 +1,193 @@
+"""`pl.trace`: a function on real ranks leaves the same report that a training run leaves."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import paralab as pl
+
+CLUSTER = pl.Cluster(
+    flops=1e12, memory_bandwidth=1e11, intra=pl.Link(alpha=1e-5, bandwidth=1e9),
+    inter=pl.Link(alpha=1e-3, bandwidth=1e8),
+)  # fmt: skip
+
+
+def pass_on(group, factor):
+    """Compute, one message round the ring, one sum."""
+    import torch
+
+    work = torch.ones(200, 200)
+    for _ in range(5):
+        work = work @ work / 200
+    tensor = torch.full((1000,), float(group.index * factor))
+    received = torch.empty(1000)
+    n, ranks = group.size, group.ranks
+    right, left = ranks[(group.index + 1) % n], ranks[(group.index - 1) % n]
+    group.exchange([("send", tensor, right), ("recv", received, left)]).wait()
+    group.all_reduce(tensor).wait()
+    return {"from the left": received, "sum": tensor[0], "also": [tensor.bfloat16()[:2], 3]}
+
+
+@pytest.fixture(scope="module")
+def report():
+    return pl.trace(pass_on, 4, (2,), nodes=2, timeout=60)
+
+
+def test_results_come_in_rank_order_with_tensors_as_numpy(report):
+    for rank, result in enumerate(report.results):
+        assert type(result["from the left"]) is np.ndarray
+        assert (result["from the left"] == 2 * ((rank - 1) % 4)).all()
+        assert result["sum"] == 12.0 and result["also"][1] == 3
+        assert result["also"][0].tolist() == [12.0, 12.0]
+
+
+def test_a_traced_function_is_a_measured_report_of_one_step(report):
+    assert report.clock == "measured" and report.model is None and report.losses == []
+    assert report.plan.world_size == 4 and report.steps["step"].tolist() == [0] * 4
+    assert repr(report) == "Report(measured, pass_on on 4 ranks, 1 collective, 4 messages)"
+    assert report.meta["function"] == "pass_on" and report.meta["nodes"] == [0, 0, 1, 1]
+    assert report.step_time > 0 and "step time" in report.summary().index
+
+
+def test_every_byte_of_the_function_is_data_and_has_its_level(report):
+    assert set(report.collectives["phase"]) == {"data"}
+    sent = dict(report.traffic("op").itertuples(index=False))
+    assert sent == {"send": 4 * 4000, "all_reduce": 2 * 3 * 4000}
+    sends = report.collectives[report.collectives["op"] == "send"]
+    assert sends.set_index("rank")["level"].to_dict() == {
+        0: "intra", 1: "inter", 2: "intra", 3: "inter",
+    }  # fmt: skip
+
+
+def test_what_a_function_computes_is_written_down_between_its_calls(report):
+    spans = report.spans[report.spans["lane"] == "compute"]
+    for _, mine in spans.groupby("rank"):
+        assert mine["start"].to_list()[1:] == mine["end"].to_list()[:-1]  # no gap
+        work = mine[mine["kind"] == "compute"]
+        assert work["cost"].max() > 1e-4 and mine["kind"].iloc[[0, -1]].tolist() == ["compute"] * 2
+    assert len(spans[spans["kind"] == "wait"]) >= 2 * 4
+
+
+def test_a_replay_without_compute_is_alpha_and_bytes_alone(report):
+    replayed = report.replay(CLUSTER, compute=0.0)
+    assert replayed.step_time == pytest.approx((1e-3 + 4000 / 1e8) + (1e-3 + 6000 / 1e8), rel=1e-9)
+    assert replayed.results is report.results and replayed.model is None
+    full, double = report.replay(CLUSTER), report.replay(CLUSTER, compute=2.0)
+    assert replayed.step_time < full.step_time < double.step_time
+    assert double.spans["cost"].sum() == pytest.approx(2 * full.spans["cost"].sum())
+    with pytest.raises(ValueError, match="compute=-1"):
+        report.replay(CLUSTER, compute=-1)
+
+
+def uneven(group):
+    import time
+
+    end = time.thread_time() + 0.02 * group.index
+    while time.thread_time() < end:
+        pass
+
+
+def test_ranks_that_do_different_things_keep_their_own_costs_in_a_replay():
+    steps = pl.trace(uneven, 3, timeout=30).replay(CLUSTER).steps
+    lasted = (steps["end"] - steps["start"]).tolist()
+    assert lasted[0] < 0.02 <= lasted[1] < 0.04 <= lasted[2]
+
+
+def test_a_traced_function_survives_its_file(report, tmp_path):
+    report.save(tmp_path / "traced.json.gz")
+    loaded = pl.load(tmp_path / "traced.json.gz")
+    assert loaded.model is None and loaded.results is None and repr(loaded) == repr(report)
+    for name in ("spans", "collectives", "steps"):
+        assert getattr(loaded, name).equals(getattr(report, name))
+    again, live = (r.replay(CLUSTER) for r in (loaded, report))
+    assert again.spans.equals(live.spans)
+
+
+def test_pictures_of_a_traced_function_can_be_drawn(report, tmp_path):
+    assert len(report.timeline().data) > 0
+    assert len(report.traffic_chart().data) > 0
+    report.to_html(tmp_path / "traced.html")
+    assert b"pass_on" in (tmp_path / "traced.html").read_bytes()
+
+
+def greedy(group, data):
+    import torch
+
+    mine = torch.from_numpy(data[group.index])  # the argument's own memory
+    mine += 1
+    copy = mine.clone()  # 4000
+    seen = torch.frombuffer(bytearray(4000), dtype=torch.uint8)  # 4000 more, seen once it is used
+    total = seen.sum()  # 8
+    view = mine.view(10, 100)[2:]  # nothing
+    del copy
+    bigger = torch.tensor([1.0] * 500).repeat(4)  # 2000, and 8000
+    return total + view.sum() + bigger.sum()
+
+
+def test_peak_memory_is_what_the_function_had_alive_beyond_its_arguments():
+    data = np.zeros((2, 1000), dtype=np.float32)
+    assert pl.trace(greedy, 2, (data,), memory=True).meta["peak_bytes"] == [14008, 14008]
+    assert "peak_bytes" not in pl.trace(greedy, 2, (data,)).meta
+
+
+def shrinking(group):
+    import gc
+
+    import torch
+
+    tensors = [torch.ones(1000) for _ in range(3)]
+    tensors.clear()
+    gc.collect()
+    grown = torch.ones(500)
+    grown.untyped_storage().resize_(13000)
+    grown.add_(1)
+    del grown
+    return torch.ones(500).sum()
+
+
+def test_memory_that_was_given_back_does_not_count_and_what_grew_does():
+    assert pl.trace(shrinking, 1, memory=True).meta["peak_bytes"] == [13000]
+
+
+def breaks(group):
+    if group.index == 1:
+        return [][group.index]
+    group.barrier()
+
+
+def test_an_error_names_the_rank_and_begins_with_the_callers_function():
+    with pytest.raises(pl.RankError, match="rank 1 raised IndexError") as caught:
+        pl.trace(breaks, 2, timeout=30)
+    assert "in breaks" in str(caught.value) and "in _program" not in str(caught.value)
+
+
+def faces(group):
+    import torch
+
+    group.send(torch.ones(2), to=1 - group.index).wait()
+
+
+def test_a_traced_function_is_held_to_ncclS_order_unless_asked_not_to():
+    with pytest.raises(pl.RankError, match="OrderError"):
+        pl.trace(faces, 2, timeout=30)
+    assert pl.trace(pass_on, 2, (1,), strict=False).meta["strict"] is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"fn": 3}, "fn=3: cannot be called"),
+        ({"ranks": 0}, "ranks=0"),
+        ({"nodes": 3}, "nodes=3.*from 1 to 2"),
+        ({"args": 7}, r"args=7: not a tuple.*args=\(7,\)"),
+        ({"memory": "yes"}, "memory='yes'"),
+        ({"strict": None}, "strict=None"),
+        ({"args": (threading.Lock(),)}, r"args\[0\], a lock, cannot be sent"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_before_a_process_starts(settings, says):
+    with pytest.raises(ValueError, match=says):
+        pl.trace(**{"fn": breaks, "ranks": 2, **settings})

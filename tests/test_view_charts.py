@@ -1,0 +1,590 @@
+"""Promises of the charts: numbers behind each, one line of text, light and dark, the finding."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import pickle
+import re
+import subprocess
+import sys
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+import synthetic
+from paralab import view
+from paralab.records import tables
+from paralab.report import Report
+from paralab.spec import Link, Plan
+from paralab.theory.traffic import wire_bytes
+from paralab.view import theme
+from paralab.view.chart import Chart
+from paralab.view.page import page
+
+LINK = Link(alpha=100e-6, bandwidth=1e9)
+NASTY = "<a href='x'>b</a>"
+
+
+def ring(n: float, link: Link = LINK) -> float:
+    return 6 * link.seconds(n / 4)
+
+
+def tree(n: float, link: Link = LINK) -> float:
+    return 4 * link.seconds(n)
+
+
+SIZES = [1000 * 2**i for i in range(14)]
+CURVES = {"ring": {n: ring(n) for n in SIZES}, "tree": {n: tree(n) for n in SIZES}}
+STATES = {"parameters": 15e9, "gradients": 15e9, "master": 30e9, "moments": 60e9}
+ROWS = [
+    {"ranks": n, "clock": clock, "form": form, "samples_per_second": 100 * n * kept ** (n > 1)}
+    for form, kept in (("overlapped", 0.9), ("naive", 0.5))
+    for clock in ("measured", "replayed") for n in (1, 2, 4)
+]  # fmt: skip
+
+
+def points(alpha: float = 1e-4, bandwidth: float = 1e9) -> list[dict]:
+    return [{"op": "all_reduce", "ranks": 2, "payload_bytes": n, "wire_bytes": n,
+             "seconds": alpha + n / bandwidth} for n in SIZES]  # fmt: skip
+
+
+def traced(factor: float = 1.0) -> Report:
+    """Two ranks on two nodes exchange 1000 bytes: what `pl.trace` leaves behind."""
+    spans, calls = [], []
+    for rank in (0, 1):
+        for id_, lane, kind, start, end, after in (
+            (rank, "compute", "compute", 0.0, 1.0, ()),
+            (rank + 2, "comm:world", "comm", 1.0, 4.0, (rank,)),
+            (rank + 4, "compute", "wait", 1.0, 4.0, (rank + 2,)),
+        ):
+            spans.append((id_, rank, 0, lane, kind, 0, 0, -1, start * factor, end * factor,
+                          0.0, after))  # fmt: skip
+        for op in ("send", "recv"):
+            calls.append((0, rank, 0, op, "world", (0, 1), 1 - rank, "inter", "data", 1000,
+                          wire_bytes(op, 1000, 2), factor, 4 * factor, rank + 2))  # fmt: skip
+    rows = {"spans": spans, "collectives": calls,
+            "steps": [(rank, 0, 0.0, 4.0 * factor, 0.0) for rank in (0, 1)]}  # fmt: skip
+    made = {
+        name: {c: [row[i] for row in values] for i, c in enumerate(tables.COLUMNS[name])}
+        for name, values in rows.items()
+    }
+    return Report(clock="replayed", model=None, plan=Plan(dp=2),
+                  meta={"function": "swap", "nodes": [0, 1]}, **made)  # fmt: skip
+
+
+def stretched(report: Report, factor: float) -> Report:
+    changed = {}
+    for name in ("spans", "collectives", "steps"):
+        frame = getattr(report, name).copy()
+        frame[["start", "end"]] *= factor
+        changed[name] = frame
+    return dataclasses.replace(report, **changed)
+
+
+def forms() -> dict[str, Report]:
+    return {form: synthetic.report(2, grad_sync=form) for form in ("bucketed", "overlapped")}
+
+
+def charts() -> dict[str, Chart]:
+    two = forms()
+    report = two["overlapped"]
+    return {
+        "timeline": report.timeline(),
+        "traced": traced().timeline(),
+        "timelines": view.timelines(*two.values()),
+        "traffic": report.traffic_chart(),
+        "loss": report.loss_chart(),
+        "losses": view.losses(two),
+        "link": view.link_fit(points()),
+        "algorithms": view.algorithms(CURVES, CURVES),
+        "bytes": view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9}),
+        "scaling": view.scaling(ROWS),
+    }
+
+
+@pytest.fixture(scope="module")
+def light() -> dict[str, Chart]:
+    return charts()
+
+
+def title(chart: Chart) -> str:
+    return chart.finding
+
+
+def below(chart: Chart) -> str:
+    return chart.below
+
+
+# ---- every chart ---------------------------------------------------------------------------------
+def test_every_chart_has_numbers_behind_it_and_says_in_a_line_what_it_shows(light):
+    for name, chart in light.items():
+        assert isinstance(chart, Chart) and isinstance(chart, go.Figure), name
+        assert len(chart.table) > 0, name
+        assert re.fullmatch(r"Chart\(.*\)", repr(chart)) and len(repr(chart)) <= 110, name
+        assert chart.summary in repr(chart)
+    assert repr(light["timeline"]) == ("Chart(timeline of dp=2, overlapped, measured: 30 boxes of "
+                                       "the typical step on 2 ranks)")  # fmt: skip
+    long = Chart(summary="x" * 300)
+    assert len(repr(long)) == 110 and repr(long).endswith("…)")
+
+
+def test_what_a_notebook_compares_of_a_chart_holds_no_time():
+    """The repr, and trace names and types, for any times: also where a fit has no latency."""
+    report, two = synthetic.report(2), forms()
+    slow = {form: stretched(r, 3.7) for form, r in two.items()}
+    pairs = [
+        (report.timeline(), stretched(report, 3.7).timeline()),
+        (traced().timeline(), traced(3.7).timeline()),
+        (view.timelines(*two.values()), view.timelines(slow["bucketed"], two["overlapped"])),
+        (report.traffic_chart(), stretched(report, 3.7).traffic_chart()),
+        (view.link_fit(points()), view.link_fit(points(alpha=0.0))),
+        (view.link_fit(points()), view.link_fit(points(alpha=10.0))),
+        (view.scaling(ROWS), view.scaling([{**r, "samples_per_second": 7.0} for r in ROWS])),
+    ]
+    for a, b in pairs:
+        assert repr(a) == repr(b)
+        assert [(t.name, t.type) for t in a.data] == [(t.name, t.type) for t in b.data]
+    apart = view.algorithms({"ring": {1: 1.0, 10: 1.0}, "tree": {1: 2.0, 10: 2.0}})
+    cross = view.algorithms({"ring": {1: 1.0, 10: 3.0}, "tree": {1: 2.0, 10: 2.0}})
+    assert [t.name for t in apart.data] == [t.name for t in cross.data]
+
+
+def test_a_chart_is_shown_as_plotly_shows_a_figure(light, monkeypatch):
+    import plotly.io as pio
+
+    monkeypatch.setattr(pio.renderers, "default", "plotly_mimetype")
+    for chart in light.values():
+        bundle = chart._repr_mimebundle_()
+        assert bundle == go.Figure(chart)._repr_mimebundle_()
+        assert set(bundle) == {"application/vnd.plotly.v1+json"}
+
+
+def test_a_chart_survives_copies_pickle_and_becoming_a_widget(light):
+    for chart in light.values():
+        for twin in (
+            copy.copy(chart), copy.deepcopy(chart), pickle.loads(pickle.dumps(chart))
+        ):  # fmt: skip
+            assert type(twin) is Chart and twin == chart
+            assert twin.table.equals(chart.table) and repr(twin) == repr(chart)
+        widget = go.FigureWidget(chart)
+        assert [t.name for t in widget.data] == [t.name for t in chart.data]
+        assert widget.layout.title.text == chart.layout.title.text
+
+
+def test_charts_hold_lists_and_no_binary_blobs(light):
+    for chart in light.values():
+        assert "bdata" not in chart.to_json()
+        json.loads(chart.to_json(), parse_constant=pytest.fail)
+
+
+def test_labels_cannot_be_markup():
+    two = forms()
+    seen = [
+        view.timelines(*two.values(), labels=[NASTY, "b"]),
+        view.losses({NASTY: two["bucketed"], "b": [1.0, 2.0]}),
+        view.algorithms({NASTY: CURVES["ring"], "b": CURVES["tree"]}),
+        view.bytes_bars({NASTY: STATES}, {NASTY: 80e9}),
+        view.scaling([{**ROWS[0], "form": NASTY}]),
+        dataclasses.replace(traced(), meta={"function": NASTY}).timeline(),
+        dataclasses.replace(traced(), meta={"function": NASTY}).traffic_chart(),
+    ]
+    for chart in seen:
+        tags = set(re.findall(r"<(/?\w+)", chart.to_json().replace("\\u003c", "<")))
+        assert tags <= {"b", "/b", "br", "sup", "/sup", "span", "/span", "extra", "/extra"}
+
+
+def test_a_chart_knows_the_two_lines_of_its_title_and_takes_more_words(light):
+    chart = copy.deepcopy(light["bytes"])
+    assert chart.finding == "7.5 B needs 120 GB: 1.5 times what A100 holds"
+    assert chart.below == "1 GB = 10<sup>9</sup> bytes"
+    assert chart.said_below("more").below == "1 GB = 10<sup>9</sup> bytes · more"
+    # plotly's own subtitle falls on the title in a live figure.
+    assert all(c.layout.title.subtitle.text is None for c in light.values())
+    assert (Chart().finding, Chart().below) == ("", "")
+
+
+def test_pictures_are_imported_when_one_is_drawn():
+    code = (
+        "import sys, paralab as pl; from paralab import view; pl.view.use_theme('dark');"
+        "assert pl.view is view and 'timelines' in dir(view);"
+        "assert not {'plotly', 'pandas', 'torch'} & set(sys.modules);"
+        "view.bytes_bars({'a': {'other': 1}}); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'pie'"):
+        view.pie  # noqa: B018
+
+
+# ---- light and dark ------------------------------------------------------------------------------
+def colours(value: object) -> set[str]:
+    return set(re.findall(r"#[0-9A-Fa-f]{6}", json.dumps(value)))
+
+
+def test_light_and_dark_differ_in_paper_and_ink_and_in_no_meaning(light):
+    with theme.drawn("dark"):
+        dark = charts()
+    own = {name: {c for field in dataclasses.asdict(look).values()
+                  for c in ([field] if isinstance(field, str) else field)}
+           for name, look in theme.LOOKS.items()}  # fmt: skip
+    for name, chart in light.items():
+        day, night = colours(chart.to_plotly_json()), colours(dark[name].to_plotly_json())
+        plain = {"#000000", "#FFFFFF"}  # words on boxes
+        assert day - own["light"] - plain == night - own["dark"] - plain, name
+        assert not night & (own["light"] - own["dark"] - {"#FFFFFF"}), name
+        assert dark[name].layout.template.layout.paper_bgcolor == theme.DARK.paper
+        assert repr(dark[name]) == repr(chart)
+    with theme.drawn("dark"):  # black would vanish there, and a wait would shine
+        assert theme.axis_colour("pp") == theme.colour("comm", "comm:pp") == theme.DARK.ink
+        assert theme.colour("wait") == theme.DARK.wait
+
+
+def test_the_theme_is_chosen_by_call_or_environment_and_by_no_other_word(monkeypatch):
+    def paper() -> str:
+        return traced().timeline().layout.template.layout.paper_bgcolor
+
+    monkeypatch.delenv("PARALAB_THEME", raising=False)
+    assert paper() == theme.LIGHT.paper
+    monkeypatch.setenv("PARALAB_THEME", "dark")
+    assert paper() == theme.DARK.paper
+    with theme.drawn("light"):
+        assert paper() == theme.LIGHT.paper
+    assert paper() == theme.DARK.paper
+    monkeypatch.setenv("PARALAB_THEME", "sepia")
+    with pytest.raises(ValueError, match=r"PARALAB_THEME='sepia'.*legal: 'light' \| 'dark'"):
+        paper()
+    with pytest.raises(ValueError, match="theme='blue'"):
+        view.use_theme("blue")
+
+
+def luminance(colour: str) -> float:
+    values = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+@pytest.mark.parametrize("look", theme.LOOKS.values(), ids=theme.LOOKS)
+def test_lines_and_words_stand_out_from_their_paper(look):
+    """WCAG 2.1: 4.5 for text (1.4.3), 3 for what has to be seen of a picture (1.4.11)."""
+
+    def contrast(a: str, b: str) -> float:
+        low, high = sorted((luminance(a), luminance(b)))
+        return (high + 0.05) / (low + 0.05)
+
+    assert all(contrast(c, look.paper) >= 4.5 for c in (look.ink, look.faint))
+    assert all(contrast(c, look.paper) >= 3 for c in look.series)
+    fills = [*theme.KIND_COLOUR.values(), *theme.CATEGORY_COLOUR.values(), *look.series]
+    assert all(contrast(theme.on(c), c) >= 4 for c in fills)
+
+
+# Machado, Oliveira & Fernandes 2009, table 1, severity 1: linear RGB as people see it who lack the
+# first, the second, the third kind of cone.
+LACKING = {
+    "none": np.eye(3),
+    "protan": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+                        [-0.003882, -0.048116, 1.051998]]),
+    "deutan": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+                        [-0.011820, 0.042940, 0.968881]]),
+    "tritan": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+                        [0.004733, 0.691367, 0.303900]]),
+}  # fmt: skip
+
+
+def lab(colour: str, lacking: str) -> np.ndarray:
+    values = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(LACKING[lacking] @ linear, 0, 1)
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(xyz @ linear / [0.9505, 1.0, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize("look", theme.LOOKS.values(), ids=theme.LOOKS)
+def test_five_curves_differ_for_every_eye_and_in_dash_and_marker_too(look, lacking):
+    for a, b in itertools.combinations(look.series, 2):
+        assert np.linalg.norm(lab(a, lacking) - lab(b, lacking)) > 20, (a, b)
+    style = theme.series(["ring", "tree", "x", "y", "z"])
+    assert len({(s["dash"], s["symbol"]) for s in style.values()}) == 5
+
+
+def test_an_algorithm_and_a_form_look_the_same_in_every_figure():
+    alone, among = theme.series(["tree"]), theme.series(["mine", "tree", "ring"])
+    assert alone["tree"] == among["tree"]
+    assert len({s["colour"] for s in among.values()}) == 3
+    assert theme.series(["naive"])["naive"] == theme.series(["bucketed", "naive"])["naive"]
+    both = theme.series(["ring", "overlapped"])
+    assert both["ring"] != both["overlapped"]
+
+
+@pytest.mark.parametrize(("value", "unit", "said"), [
+    (1.25e9, "B/s", "1.25 GB/s"), (999.96, "B", "1 KB"), (107e-6, "s", "107 µs"), (0, "B", "0 B"),
+    (4096, "B", "4.1 KB"), (90, "s", "90 s"), (1.6e16, "B", "16,000 TB"), (-2e-3, "s", "-2 ms"),
+])  # fmt: skip
+def test_numbers_are_said_with_three_digits_and_a_decimal_prefix(value, unit, said):
+    assert theme.scaled(value, unit) == said
+
+
+# ---- timelines -----------------------------------------------------------------------------------
+def test_timelines_put_several_reports_on_one_time_scale():
+    two = forms()
+    chart = view.timelines(*two.values(), step=2)
+    frame = chart.table
+    assert list(frame["report"].unique()) == ["bucketed", "overlapped"]
+    drawn = sorted((base, round(base + x, 5)) for bar in chart.data
+                   for base, x in zip(bar.base, bar.x, strict=True))  # fmt: skip
+    expected = []
+    for report in two.values():
+        zero = report.steps["start"][report.steps["step"] == 2].min()
+        mine = report.spans[report.spans["step"] == 2]
+        expected += [(round((s - zero) * 1e3, 6), round((e - zero) * 1e3, 6))
+                     for s, e in zip(mine["start"], mine["end"], strict=True)]  # fmt: skip
+    assert np.array(drawn) == pytest.approx(np.array(sorted(expected)), abs=1e-5)
+    lasted = [
+        (r.steps["end"][r.steps["step"] == 2].max() - r.steps["start"][r.steps["step"] == 2].min())
+        * 1e3 for r in two.values()
+    ]  # fmt: skip
+    assert [line.x0 for line in chart.layout.shapes] == pytest.approx(lasted)
+    # One under the other: no box of the second stands above the first one's last row.
+    first, second = chart.layout.shapes
+    rows = {y for bar in chart.data for y in bar.y}
+    assert first.y1 < second.y0 and not any(first.y1 < y < second.y0 for y in rows)
+    axis = chart.layout.yaxis
+    assert list(axis.ticktext) == ["<b>rank 0</b>", "dp", "<b>rank 1</b>", "dp"] * 2
+    assert list(axis.tickvals) == sorted(set(axis.tickvals))
+
+
+def test_timelines_say_who_is_faster_and_by_how_much():
+    fast = synthetic.report(2)
+    slow = dataclasses.replace(stretched(fast, 2.5), plan=fast.plan.replace(grad_sync="bucketed"))
+    said = title(view.timelines(slow, fast))
+    assert said.startswith("overlapped is 2.50 times as fast as bucketed: ")
+    assert "All take the same time" in title(view.timelines(fast, fast))
+    replayed = dataclasses.replace(fast, clock="replayed")
+    wall = view.timelines(slow := stretched(fast, 2.5), replayed)
+    assert re.fullmatch(r"dp=2, overlapped: [\d.]+ ms measured, [\d.]+ ms replayed", title(wall))
+    assert "measured: wall clock" in below(wall) and "replayed: one virtual" in below(wall)
+    expect = dataclasses.replace(stretched(fast, 0.9), clock="predicted")
+    assert title(view.timelines(expect, replayed)).endswith("(prediction 10 % below)")
+    far = dataclasses.replace(slow, clock="predicted")
+    assert title(view.timelines(far, replayed)).endswith("(prediction 2.5 times that)")
+
+
+def test_reports_that_look_alike_are_numbered_and_many_ranks_are_cut_and_said_so():
+    one = synthetic.report(4)
+    twice = view.timelines(one, one)
+    assert list(twice.table["report"].unique()) == [
+        "1: dp=4, overlapped, measured", "2: dp=4, overlapped, measured",
+    ]  # fmt: skip
+    many = view.timelines(one, one, one, one)
+    assert set(many.table["rank"]) == {0, 1, 2}
+    assert "the first 3 ranks of each" in below(many)
+    assert set(view.timelines(one, one, ranks=[3]).table["rank"]) == {3}
+
+
+def test_timelines_refuse_what_they_cannot_draw():
+    one = synthetic.report(2)
+    for asked, message in [
+        (lambda: view.timelines(), "nothing to draw"),
+        (lambda: view.timelines(one, 3), "reports=3: not a report"),
+        (lambda: view.timelines(one, one, labels=["a"]), "there are 2 reports"),
+        (lambda: view.timelines(one, step=9), "step=9.*legal: 0"),
+        (lambda: view.timelines(one, ranks=[5]), "ranks=5"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            asked()
+
+
+# ---- a traced function ---------------------------------------------------------------------------
+def test_a_traced_function_is_named_and_its_sends_say_to_whom():
+    timeline = traced().timeline()
+    assert title(timeline) == "swap on 2 ranks: 1 KB per rank in 1 call, 4 s"
+    comm = next(bar for bar in timeline.data if bar.name == "communication, world")
+    assert list(comm.text) == ["→1 ←1", "→0 ←0"]
+    assert comm.marker.color == theme.AXIS_COLOUR["dp"]
+    assert any("send to rank 1 (data): 1,000 bytes" in text for text in comm.hovertext)
+    assert "of the function (ms)" in timeline.layout.xaxis.title.text
+    assert repr(timeline) == "Chart(timeline of swap on 2 ranks, replayed: 6 boxes on 2 ranks)"
+
+
+def test_messages_between_nodes_are_framed_where_others_stay_inside():
+    report = traced()
+    assert "framed" not in below(report.timeline())  # all of them cross: nothing to tell apart
+    calls = report.collectives.copy()
+    calls.loc[calls["rank"] == 0, "level"] = "intra"
+    chart = dataclasses.replace(report, collectives=calls).timeline()
+    assert "framed: between nodes" in below(chart)
+    comm = next(bar for bar in chart.data if bar.name == "communication, world")
+    assert list(comm.marker.line.color) == [theme.LIGHT.paper, theme.LIGHT.ink]
+
+
+def test_traffic_of_a_traced_function_has_its_level_and_no_gradient_optimum():
+    chart = traced().traffic_chart()
+    assert title(chart) == "swap on 2 ranks: each rank sends 0.0010 MB"
+    assert list(chart.data[1].x) == ["world, between nodes"]
+    assert chart.data[0].z[0][1] == 1e-3
+    assert not chart.layout.shapes and "Ψ" not in chart.to_json()
+    assert chart.table["bytes"].sum() == 2000
+
+
+def test_a_traced_function_has_a_page_and_no_loss():
+    text = page(traced())
+    assert "paralab: swap on 2 ranks" in text and '<div id="timeline"' in text
+    with pytest.raises(ValueError, match="no losses"):
+        traced().loss_chart()
+
+
+def test_the_page_holds_every_figure_by_day_and_by_night():
+    text = page(traced())
+    figures = json.loads(re.search(r"const FIGURES = (\{.*?\});\n", text).group(1))
+    assert set(figures) == {"light", "dark"}
+    assert set(figures["light"]) == set(figures["dark"]) == {"timeline", "traffic"}
+    fonts = {n: f["timeline"]["layout"]["template"]["layout"]["font"] for n, f in figures.items()}
+    assert fonts["dark"]["color"] == theme.DARK.ink and fonts["light"]["color"] == theme.LIGHT.ink
+
+
+# ---- losses --------------------------------------------------------------------------------------
+def test_losses_that_coincide_are_drawn_from_wide_to_narrow_and_said_to_coincide():
+    chart = view.losses({"one": [3.0, 2.0, 1.0], "two": [3.0, 2.0, 1.00003], "three": [3, 2, 1]})
+    assert title(chart) == "All 3 curves coincide: no loss differs by more than 1e-04"
+    widths = [trace.line.width for trace in chart.data]
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3
+    assert chart.table["loss"].tolist() == [3, 2, 1, 3, 2, 1.00003, 3, 2, 1]
+
+
+def test_losses_say_where_each_ends_or_which_diverged():
+    worse = view.losses({"a": [3.0, 2.0], "b": [3.0, 2.5]})
+    assert title(worse) == "a ends at 2.000, b at 2.500 nats"
+    lost = view.losses({"a": [3.0, 2.0], "b": [3.0, float("nan")]})
+    assert title(lost) == "b diverged at step 1"
+    report = synthetic.report(2)
+    chart = view.losses({"a": report, "b": report})
+    assert f"{report.plan.global_batch} samples per step" in below(chart)
+    assert len(chart.layout.shapes) == 1  # guessing evenly, once
+    with pytest.raises(ValueError, match="nothing to draw"):
+        view.losses({})
+    with pytest.raises(ValueError, match="old.*has no losses"):
+        view.losses({"old": dataclasses.replace(report, losses=[])})
+
+
+# ---- links ---------------------------------------------------------------------------------------
+def test_the_link_fit_finds_the_link_that_made_the_points():
+    chart = view.link_fit(points(alpha=250e-6, bandwidth=2e9))
+    assert title(chart).startswith("all_reduce on 2 ranks: α = 250 µs, bandwidth 2 GB/s")
+    assert "below 500 KB latency" in title(chart)
+    frame = chart.table
+    assert frame["fitted"].tolist() == pytest.approx(frame["seconds"].tolist())
+    by_name = {t.name: t for t in chart.data}
+    assert list(by_name["half is latency"].x) == pytest.approx([500e3])
+    assert list(by_name["measured"].y) == frame["seconds"].tolist()
+    assert "measured clock" in below(chart)
+    original = points()
+    view.link_fit(original)
+    assert "fitted" not in original[0]  # the caller's rows stay as they are
+
+
+def test_the_link_fit_refuses_an_unknown_operation_and_a_single_point():
+    with pytest.raises(ValueError, match="op='bcast'.*legal: 'all_reduce'"):
+        view.link_fit(points(), op="bcast")
+    with pytest.raises(ValueError, match="a line needs two"):
+        view.link_fit(points()[:1])
+
+
+def test_algorithms_mark_where_the_fastest_changes():
+    chart = view.algorithms(CURVES, {"ring": [(64e3, 1e-3)]})
+    # 6 (alpha + n / 4 beta) = 4 (alpha + n / beta): at n = 0.8 alpha beta = 80 KB.
+    (crossing,) = [t for t in chart.data if t.name == "crossover"]
+    assert list(crossing.x) == pytest.approx([80e3], rel=0.02)
+    assert title(chart) == "tree is fastest below 79 KB, ring above"
+    assert len(chart.table) == 2 * len(SIZES) + 1
+    assert "markers: replayed" in below(chart)
+    by_name = {t.name: t for t in chart.data}
+    assert by_name["ring, replayed"].marker.symbol == "circle-open"
+    assert by_name["ring, replayed"].marker.color == by_name["ring"].line.color
+    alone = view.algorithms({"ring": CURVES["ring"]})
+    assert title(alone).startswith("ring: 1 KB take 60")
+    never = view.algorithms({"a": {1e3: 1e-3, 1e6: 1e-2}, "b": {1e3: 2e-3, 1e6: 4e-2}})
+    assert title(never) == "a is fastest at every size: at 1 MB 4.0 times as fast as b"
+    with pytest.raises(ValueError, match="seconds of a=0"):
+        view.algorithms({"a": {1.0: 0}})
+
+
+# ---- memory --------------------------------------------------------------------------------------
+def test_bytes_are_stacked_by_category_in_fixed_order_and_colours():
+    chart = view.bytes_bars({"a": {"other": 1e9, **STATES}, "b": {"parameters": 2e9}})
+    assert [t.name for t in chart.data] == [
+        "parameters", "gradients", "master weights", "moments", "other",
+    ]  # fmt: skip
+    assert [t.marker.color for t in chart.data][:2] == ["#5B6B7B", theme.KIND_COLOUR["backward"]]
+    assert [sum(t.x[i] for t in chart.data) for i in (0, 1)] == [121.0, 2.0]
+    assert "(GB)" in chart.layout.xaxis.title.text and "10<sup>9</sup>" in below(chart)
+    said = {a.text.strip() for a in chart.layout.annotations}
+    assert said == {"121 GB", "2 GB"}
+    assert chart.table["bytes"].sum() == 123e9
+    assert title(chart) == "a needs 121 GB"
+
+
+def test_capacities_are_lines_and_the_title_says_whether_it_fits():
+    chart = view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9, "cluster": 64e12})
+    assert [line.x0 for line in chart.layout.shapes] == [80.0]
+    assert "cluster: 64 TB, far beyond this axis" in below(chart)
+    assert "<b>A100</b>: 80 GB" in {a.text for a in chart.layout.annotations}
+    over = view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9})
+    assert title(over) == "7.5 B needs 120 GB: 1.5 times what A100 holds"
+    fits = view.bytes_bars({"small": {"other": 20e9}}, {"A100": 80e9})
+    assert title(fits) == "small needs 20 GB: 25 % of A100"
+    crowded = view.bytes_bars({"a": STATES}, {"first": 80e9, "second": 81e9, "third": 10e9})
+    rows = {a.text: a.y for a in crowded.layout.annotations}
+    assert rows["<b>first</b>: 80 GB"] != rows["<b>second</b>: 81 GB"]
+
+
+def test_bytes_of_no_known_category_or_below_zero_are_refused():
+    with pytest.raises(ValueError, match="category='weights'.*legal: 'parameters'"):
+        view.bytes_bars({"a": {"weights": 1}})
+    with pytest.raises(ValueError, match="finite number of at least 0"):
+        view.bytes_bars({"a": {"other": -1}})
+    with pytest.raises(ValueError, match="nothing to draw"):
+        view.bytes_bars({})
+
+
+# ---- scaling -------------------------------------------------------------------------------------
+def test_scaling_holds_every_point_against_what_one_rank_does_alone():
+    chart = view.scaling(ROWS)
+    frame = chart.table.set_index(["form", "clock", "ranks"])
+    assert frame.loc[("naive", "measured", 4), "efficiency"] == pytest.approx(0.5)
+    assert title(chart) == "At 4 ranks overlapped keeps 90 % of ideal, naive 50 % (replayed)"
+    ideal = next(t for t in chart.data if t.name == "ideal")
+    assert list(ideal.y) == pytest.approx([100 * n for n in ideal.x])
+    by_name = {t.name: t for t in chart.data}
+    assert by_name["naive, measured"].line.dash == "solid"
+    assert by_name["naive, replayed"].line.dash == "dash"
+    assert by_name["naive, replayed"].marker.symbol.endswith("-open")
+    assert by_name["naive, replayed"].line.color == by_name["naive, measured"].line.color
+    words = [a.text for a in chart.layout.annotations]
+    assert "<b>naive, replayed 50 %</b>" in words and len(set(words)) == len(words) == 4
+
+
+def test_scaling_takes_step_times_for_strong_and_samples_for_weak_scaling():
+    strong = view.scaling([{"ranks": n, "clock": "replayed", "step_time": 1 / n} for n in (1, 2)])
+    assert strong.table["efficiency"].tolist() == [1.0, 1.0]
+    assert strong.layout.yaxis.title.text == "steps per second"
+    weak = view.scaling([{"ranks": n, "clock": "replayed", "step_time": 1.0, "samples": 8 * n}
+                         for n in (1, 2, 16)])  # fmt: skip
+    assert weak.table["throughput"].tolist() == [8.0, 16.0, 128.0]
+    assert weak.layout.xaxis.type == weak.layout.yaxis.type == "log"  # 1 to 16 ranks
+    assert title(weak) == "At 16 ranks training keeps 100 % of ideal (replayed)"
+    assert view.scaling(weak.table.assign(step_time=1.0)).table["ranks"].tolist() == [1, 2, 16]
+
+
+def test_scaling_names_what_a_row_lacks():
+    with pytest.raises(ValueError, match=r"rows\[0\].*no speed.*samples_per_second, or step_time"):
+        view.scaling([{"ranks": 1, "clock": "measured"}])
+    with pytest.raises(ValueError, match=r"rows\[0\]\['clock'\]='wall'.*'measured'"):
+        view.scaling([{"ranks": 1, "clock": "wall", "step_time": 1.0}])
+    with pytest.raises(ValueError, match=r"rows\[1\]\['ranks'\]=0"):
+        view.scaling([ROWS[0], {**ROWS[0], "ranks": 0}])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        view.scaling([])

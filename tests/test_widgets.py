@@ -1,0 +1,277 @@
+"""The widgets without a browser: sliders move, pictures follow, real runs start, stop and fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from statistics import median
+
+import plotly.graph_objects as go
+import pytest
+
+import paralab as pl
+from paralab import view
+from paralab.launch import _house
+from paralab.view.widget_live import live, show
+
+LINK = pl.Link(alpha=1e-4, bandwidth=1e9)
+CLUSTER = pl.Cluster(
+    flops=5e10, memory_bandwidth=2e10, op_overhead=1e-5, intra=LINK, cores=2, memory=10**10
+)
+MODEL = pl.ModelSpec(layers=1, hidden=32, heads=2, seq_len=16)
+PATIENCE = 30
+
+
+@pytest.fixture
+def explore() -> view.widgets.explore:
+    bench = pl.explore(MODEL, pl.Plan(dp=2, bucket_bytes=20_000), CLUSTER)
+    yield bench
+    bench.close()
+
+
+def memory() -> view.widgets.memory:
+    return view.widgets.memory(MODEL, cluster=CLUSTER)
+
+
+def shown(figure: go.Figure) -> dict:
+    """A figure as plain data, without what a screen adds to it."""
+    plain = figure.to_plotly_json()
+    return {"data": [{k: v for k, v in trace.items() if k != "uid"} for trace in plain["data"]],
+            "layout": {k: v for k, v in plain["layout"].items() if v != []}}  # fmt: skip
+
+
+def said(bench: view.widgets.Bench) -> str:
+    return bench._status.value
+
+
+# ---- a figure on screen --------------------------------------------------------------------------
+def test_a_figure_on_screen_becomes_any_other_chart():
+    reports = [
+        pl.predict(MODEL, pl.Plan(dp=n, grad_sync=form), CLUSTER, steps=1)
+        for n, form in ((1, "naive"), (4, "overlapped"), (2, "naive"))
+    ]
+    charts = [report.timeline() for report in reports]
+    charts += [view.timelines(*reports), view.bytes_bars({"a": {"parameters": 3.0}}), charts[0]]
+    charts += [view.algorithms({"ring": [(1, 1.0), (9, 2.0)], "tree": [(1, 0.5), (9, 3.0)]})]
+    figure = live(charts[0])
+    for chart in [*charts, *reversed(charts)]:
+        show(figure, chart)
+        assert shown(figure) == shown(live(chart))
+
+
+def test_only_what_differs_is_sent_to_the_page(monkeypatch):
+    figure = live(go.Figure(data=[{"type": "bar", "x": [1, 2], "y": [3, 4], "name": "old"}]))
+    sent = []
+    monkeypatch.setattr(figure, "_send_update_msg", lambda *a, **k: sent.append((a, k)))
+    changed = go.Figure(data=[{"type": "bar", "x": [1, 2], "y": [3, 5], "name": "old"}])
+    show(figure, changed)
+    show(figure, changed)
+    values = {**dict(zip(("restyle_data",), sent[0][0], strict=False)), **sent[0][1]}
+    assert len(sent) == 1 and list(values["restyle_data"]) == ["y"]
+
+
+# ---- sliders -------------------------------------------------------------------------------------
+def test_the_prediction_follows_every_slider(explore):
+    for name in explore.knobs:
+        before, picture = shown(explore.figure), explore.chart
+        options = [value for _, value in explore._kinds[name].options]
+        explore.knobs[name].value = next(
+            v for v in reversed(options[:4]) if v != explore.values[name]
+        )
+        assert explore.error is None and explore.chart is not picture
+        assert shown(explore.figure) != before, name
+        plan = explore.plan_of(explore.values)
+        expect = pl.predict(MODEL, plan, explore.cluster_of(explore.values), steps=1)
+        ranks = range(min(4, plan.dp))
+        assert explore.chart.table.equals(expect.timeline(ranks=ranks).table)
+
+
+def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second():
+    bench, took = pl.explore(cluster=CLUSTER), []
+    for ranks in (2, 8, 4) * 3:
+        began = time.thread_time()  # processor seconds: others may be busy too
+        bench.knobs["ranks"].value = ranks
+        took.append(time.thread_time() - began)
+    assert len(bench.refresh_seconds) == 9 and median(took) <= 0.1
+    print(f"median {bench.refresh_median() * 1e3:.0f} ms, processor {median(took) * 1e3:.0f} ms")
+
+
+def test_set_moves_several_sliders_and_draws_once(explore):
+    explore.set(ranks=3, grad_sync="naive", bandwidth=10**8)
+    assert len(explore.refresh_seconds) == 1
+    assert explore.values["ranks"] == 3 and "dp=3, naive" in explore.chart.layout.title.text
+
+
+def test_the_plain_twin_draws_the_same_and_moves_no_slider(explore):
+    before = explore.values
+    chart = explore.predict(ranks=4, grad_sync="bucketed")
+    assert explore.values == before
+    explore.set(ranks=4, grad_sync="bucketed")
+    assert explore.chart.table.equals(chart.table) and repr(explore.chart) == repr(chart)
+
+
+@pytest.mark.parametrize(
+    ("knob", "why"),
+    [({"rank": 2}, "no such knob; legal: ranks, grad_sync"), ({"ranks": 5}, "not on this slider"),
+     ({"ranks": True}, "not on this slider"), ({"grad_sync": "fast"}, "legal: naive, bucketed")],
+)  # fmt: skip
+def test_a_setting_that_no_slider_has_is_refused_by_name(explore, knob, why):
+    for call in (explore.predict, explore.set, explore.run):
+        with pytest.raises(ValueError, match=why):
+            call(**knob)
+    assert explore.state == "idle"
+
+
+def test_the_repr_says_the_settings_and_nothing_of_the_machine():
+    own = CLUSTER.replace(intra=LINK.replace(bandwidth=1234567))
+    texts = {repr(pl.explore(MODEL, cluster=cluster)) for cluster in (CLUSTER, own)}
+    assert texts == {"explore(4 ranks, overlapped, 200 KB, own link, 2 samples)"}
+    assert repr(memory()) == "memory(1 layer, hidden 32, 16 tokens, 2 samples, zero-fp16)"
+    assert repr(view.widgets.collective()) == "collective(ring, 4 ranks, 200 KB, 100 µs, 1 GB/s)"
+    assert all(len(repr(make())) <= 110 for make in (memory, view.widgets.collective))
+
+
+# ---- the real run --------------------------------------------------------------------------------
+def test_run_it_returns_at_once_and_shows_the_run_beside_its_prediction(explore):
+    seen = []
+    explore._bar.observe(lambda change: seen.append(change["new"]), names="value")
+    explore._go.click()
+    assert explore.state == "running"
+    assert explore._go.disabled and not explore._halt.disabled
+    assert all(knob.disabled for knob in explore.knobs.values())
+    with pytest.raises(RuntimeError, match="under way"):
+        explore.run()
+    chart = explore.wait(PATIENCE)
+    assert explore.state == "done" and not explore._go.disabled and explore._halt.disabled
+    assert not any(knob.disabled for knob in explore.knobs.values())
+    assert set(chart.table["clock"]) == {"predicted", "replayed"}
+    assert explore.result.clock == "measured" and explore.result.plan.dp == 2
+    assert seen and seen[-1] == 6 and "2 real processes" in said(explore)
+    assert all(clock in explore._numbers.value for clock in ("predicted", "replayed", "measured"))
+
+
+def test_a_run_is_found_again_and_a_new_link_needs_no_new_run(explore):
+    explore.run().wait(PATIENCE)
+    ran = explore.result
+    explore.set(ranks=1)
+    assert explore.state == "idle" and explore.result is None
+    explore.set(ranks=2, bandwidth=10**7)
+    assert explore.state == "done" and explore.result is ran
+    slow = ran.replay(explore.cluster_of(explore.values))
+    assert f"{slow.step_time * 1e3:.1f} ms" in explore._numbers.value
+
+
+def test_stop_ends_the_run_and_the_next_one_works(explore, monkeypatch):
+    monkeypatch.setattr("paralab.view.widget_explore.STEPS", 100_000)
+    explore.run()
+    give_up = time.monotonic() + PATIENCE
+    while explore._bar.value < 1 and time.monotonic() < give_up:
+        time.sleep(0.01)
+    asked = time.monotonic()
+    explore._halt.click()
+    explore.wait(PATIENCE)  # being stopped is no error
+    assert time.monotonic() - asked < 5.0  # a second, or what a busy machine makes of it
+    assert explore.state == "stopped" and "Stopped in the middle of its work on 2 ranks" in said(
+        explore
+    )
+    assert not explore._go.disabled and explore._halt.disabled and explore.result is None
+    explore.stop()  # nothing to stop: nothing happens
+    monkeypatch.setattr("paralab.view.widget_explore.STEPS", 2)
+    assert explore.run().wait(PATIENCE) and explore.state == "done"
+
+
+def test_an_error_is_text_in_the_widget_and_nothing_is_printed(explore, monkeypatch, capfd):
+    def fail(*_: object) -> None:
+        raise KeyError("<mine>")
+
+    monkeypatch.setattr("paralab.experiment._program", fail)
+    explore.run()
+    with pytest.raises(pl.RankError, match="<mine>"):
+        explore.wait(PATIENCE)
+    assert explore.state == "error" and not explore._go.disabled
+    assert "RankError" in explore._trouble.value and "&lt;mine&gt;" in explore._trouble.value
+    assert "<mine>" not in explore._trouble.value and "Traceback" in explore._trouble.value
+    explore.set(ranks=1)
+    assert explore.state == "idle" and not explore._trouble.value
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_cannot_be_predicted_is_text_in_the_widget_and_the_sliders_live_on():
+    small = CLUSTER.replace(devices_per_node=2)
+    bench = pl.explore(MODEL, pl.Plan(dp=2), small)
+    assert [value for _, value in bench._kinds["ranks"].options] == [1, 2]
+    bench.cluster = small.replace(devices_per_node=1)
+    bench.knobs["bucket_bytes"].value = 10_000
+    assert bench.state == "error" and "devices" in bench._trouble.value
+    bench.knobs["ranks"].value = 1
+    assert bench.state == "idle" and not bench._trouble.value
+
+
+def test_closing_a_widget_ends_its_run(explore, monkeypatch):
+    monkeypatch.setattr("paralab.view.widget_explore.STEPS", 100_000)
+    explore.run()
+    explore.close()
+    explore._now.thread.join(PATIENCE)
+    assert explore.state == "stopped" and _house.lock.acquire(timeout=PATIENCE)
+    _house.lock.release()
+
+
+# ---- memory and collective -----------------------------------------------------------------------
+def test_the_memory_bars_are_the_recipes_bytes_and_the_activations():
+    bench, psi = memory(), MODEL.num_params
+    chart = bench.predict(recipe="fp32")
+    parts = dict(zip(chart.table["category"], chart.table["bytes"], strict=True))
+    kept = pl.predict(MODEL, cluster=CLUSTER).memory
+    kept = kept[kept["category"] == "activations"]["bytes"].max()
+    assert parts == {"parameters": 4 * psi, "gradients": 4 * psi, "moments": 8 * psi,
+                     "activations": kept}  # fmt: skip
+    half = bench.predict(recipe="megatron-fp16").table.set_index("category")["bytes"]
+    assert half["gradients"] == 6 * psi and half.sum() == 20 * psi + kept // 2
+
+
+def test_the_memory_bench_trains_a_small_model_and_refuses_a_large_one():
+    bench = memory()
+    chart = bench.run(layers=2).wait(PATIENCE)
+    assert list(dict.fromkeys(chart.table["bar"])) == ["zero-fp16", "fp32, as run"]
+    assert bench.result.model.layers == 2 and "one real process" in said(bench)
+    bench.set(recipe="fp32")
+    assert bench.state == "done"  # another recipe is another formula, not another run
+    with pytest.raises(ValueError, match=r"needs 2.79 TB in fp32, and this machine has 10 GB"):
+        bench.run(layers=96, hidden=12288).wait(PATIENCE)
+    with pytest.raises(ValueError, match="one step would take about"):
+        bench.run(layers=12, hidden=1024, seq_len=256).wait(PATIENCE)
+    assert bench.state == "error" and "one step would take" in bench._trouble.value
+
+
+def test_a_collective_replayed_lies_on_its_formula_for_both_algorithms():
+    bench = view.widgets.collective()
+    for algorithm in ("ring", "tree"):
+        chart = bench.run(algorithm=algorithm, ranks=3, nbytes=10_000).wait(PATIENCE)
+        assert "every rank holds the sum" in said(bench)
+        assert "exactly what the formula says" in said(bench)
+    marks = chart.table[chart.table["clock"] == "replayed"].set_index("algorithm")["seconds"]
+    lines = chart.table[chart.table["clock"] == "predicted"]
+    lines = lines[lines["bytes"] == 10_000].set_index("algorithm")["seconds"]
+    assert marks.to_dict() == pytest.approx(lines.to_dict(), rel=1e-9)
+    bench.set(alpha=1e-6, bandwidth=10**10)
+    assert bench.state == "done" and "exactly what the formula says" in said(bench)
+
+
+def test_two_benches_take_turns():
+    first, second = view.widgets.collective(), view.widgets.collective()
+    first.run(), second.run(ranks=2)
+    first.wait(PATIENCE), second.wait(PATIENCE)
+    assert first.state == second.state == "done"
+    assert threading.active_count() < 50
+
+
+def test_importing_paralab_brings_no_widgets_and_the_widgets_bring_no_torch():
+    code = (
+        "import sys, paralab as pl; "
+        "assert not {'plotly', 'ipywidgets', 'pandas', 'torch'} & set(sys.modules); "
+        "pl.view.widgets.collective(); assert 'torch' not in sys.modules; "
+        "assert callable(pl.explore) and pl.exercises"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
