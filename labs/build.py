@@ -106,16 +106,10 @@ def execute(notebook: NotebookNode, folder: Path, *, pictures: bool) -> Notebook
         store_widget_state=False,
         coalesce_streams=True,
     )
-    renderer = "plotly_mimetype"
     client.extra_arguments = ["--IPKernelApp.log_level=ERROR"]  # else one warning per kernel
+    client.execute(env={**os.environ, "PLOTLY_RENDERER": "plotly_mimetype"})
     if pictures:
-        renderer += "+png"
-        client.extra_arguments += [
-            "--IPKernelApp.exec_lines=import plotly.io; "
-            f"plotly.io.renderers['png'].width = {PICTURE_WIDTH}; "
-            "plotly.io.renderers['png'].scale = 1; del plotly"
-        ]
-    client.execute(env={**os.environ, "PLOTLY_RENDERER": renderer})
+        draw_pictures(notebook)
     notebook.metadata = nbformat.from_dict(METADATA)  # nbclient notes the kernel's exact version
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
@@ -123,6 +117,19 @@ def execute(notebook: NotebookNode, folder: Path, *, pictures: bool) -> Notebook
             if "traceback" in output:
                 output.traceback = [_portable(line) for line in output.traceback]
     return notebook
+
+
+def draw_pictures(notebook: NotebookNode) -> None:
+    """Put a picture beside every figure. Here, not in the kernel: a browser's noise is no output."""
+    import plotly.io
+
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    for data in (output.data for output in outputs if PLOTLY in output.get("data", {})):
+        drawn = plotly.io.to_image(
+            {"data": data[PLOTLY]["data"], "layout": data[PLOTLY]["layout"]},
+            format="png", width=PICTURE_WIDTH, scale=1, validate=False,
+        )  # fmt: skip
+        data[PNG] = base64.b64encode(drawn).decode()
 
 
 def _portable(line: str) -> str:

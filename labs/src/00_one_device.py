@@ -131,14 +131,14 @@ pd.DataFrame(rows).T.div(pd.Series(as_it_is)).round(2).add_suffix(", times as ma
 
 # %%
 knobs = view.widgets.memory(model)
-knobs.set(recipe="fp32", microbatch_size=8)
+knobs.set(recipe="fp32")
 knobs
 
 # %% [markdown]
 # The same without a mouse:
 
 # %%
-knobs.predict(hidden=512)
+knobs.predict(hidden=512, microbatch_size=8)
 
 # %% [markdown]
 # ## Now the real ones

@@ -60,6 +60,7 @@ class Bench(ipw.VBox):
 
     name = "Bench"
     counts = True  # whether a run tells how far it is
+    _now: _Run | None = None  # also of one whose settings were refused, which is closed like any
 
     def __init__(self, knobs: dict[str, Knob]) -> None:
         self._kinds = knobs
@@ -67,9 +68,8 @@ class Bench(ipw.VBox):
         self.state, self.error, self.chart = "idle", None, Chart()
         self.refresh_seconds: deque[float] = deque(maxlen=100)
         self._results: dict[Any, Any] = {}
-        self._now: _Run | None = None
         self._lock = threading.RLock()  # JupyterLab answers sliders beside a busy cell
-        self._held = False
+        self._held = self._displayed = False
         self._upper: float | None = None
         self._go = button("Run it", "play", "primary")
         self._halt = button("Stop", "stop", "danger")
@@ -214,8 +214,7 @@ class Bench(ipw.VBox):
         """Draw what belongs to the settings as they stand. Never raises: a page would not show."""
         began = time.perf_counter()
         try:
-            chart = self._sketch()
-            show(self.figure, chart)
+            self._draw(self._sketch())
         except Exception as error:
             if self.state != "running":  # else it can wait for the run's end
                 self._complain(error)
@@ -223,6 +222,19 @@ class Bench(ipw.VBox):
             self.refresh_seconds.append(time.perf_counter() - began)
             if self.state != "running":
                 self._enter("done" if self.result is not None else "idle")
+
+    def _draw(self, chart: Chart) -> None:
+        """A figure that no page has seen yet is made anew: it would not learn of changes."""
+        if self._displayed:
+            show(self.figure, chart)
+            return
+        self.figure.close()
+        self.figure = live(chart)
+        self.children = (*self.children[:-1], self.figure)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        self._displayed = True
+        return super()._repr_mimebundle_(**kwargs)
 
     def _sketch(self) -> Chart:
         knobs, found = self.values, self.result
