@@ -120,7 +120,7 @@ def execute(notebook: NotebookNode, folder: Path, *, pictures: bool) -> Notebook
 
 
 def draw_pictures(notebook: NotebookNode) -> None:
-    """Put a picture beside every figure. Here, not in the kernel: a browser's noise is no output."""
+    """Put a picture beside every figure. Not in the kernel: a browser's noise is no output."""
     import plotly.io
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paralab.checks import illegal
 from paralab.observe.recorder import Recorder
-from paralab.pending import Pending
+from paralab.pending import Arrivals, Pending
 from paralab.staging import HostStaging
 from paralab.strict import Strict
 from paralab.theory.traffic import wire_bytes
@@ -66,6 +66,7 @@ class Group:
         self.staging = HostStaging(recorder) if stage else None
         self.stream = torch.cuda.Stream(context.device) if on_cuda and not stage else None
         self._calls = 0
+        self._arrivals = Arrivals()
         self._subgroups: dict[tuple, Group | None] = {}
         self._strict = Strict(context, axis=axis) if context.strict else None
 
@@ -231,8 +232,9 @@ class Group:
             works, span = self._on_stream(lane, after, tensors, post)
         else:
             span = recorder.launch(lane, after, recorder.clock.host())
-            works = post(*tensors)
-            self._when_complete(works, span)
+            works = self._arrivals.watch(
+                post(*tensors), ops, lambda: recorder.completed(span, recorder.clock.host())
+            )
         for op, payload, peer in ops:
             root = self.ranks.index(peer) if op in ("broadcast", "reduce") else 0
             wire = wire_bytes(op, payload, self.size, self.index, root)
@@ -242,18 +244,6 @@ class Group:
                            phase or self.phase, payload, wire, span))  # fmt: skip
         self._calls += 1
         return Pending(self, works, span, (ops[0][0], self._calls - 1), finish)
-
-    def _when_complete(self, works: Sequence[Any], span: int) -> None:
-        """Note when the last of ``works`` ends, on whichever thread sees it."""
-        recorder, clock = self.recorder, self.recorder.clock
-        if not works:
-            recorder.completed(span, clock.host())
-        for work in works:
-            try:
-                future = work.get_future()
-            except RuntimeError:  # gloo's sends and receives have none: `wait` notes their end
-                continue
-            future.add_done_callback(lambda _: recorder.completed(span, clock.host()))
 
     def _on_stream(self, lane: str, after: tuple, tensors: list[Tensor], post: Callable) -> tuple:
         """NCCL: the group's own stream is its lane. See [Note: CUDA]."""
@@ -275,6 +265,10 @@ class Group:
                 torch.cuda.current_stream().wait_stream(work)
             else:
                 work.wait()
+
+    def over(self, works: Sequence[Any]) -> bool:
+        """Whether all of ``works`` are done; asks, does not wait."""
+        return all(w.query() if w is self.stream else w.is_completed() for w in works)
 
     def blocked_in(self, op: str = "", call: object = "") -> None:
         """Tell whoever asks why this rank stands still; no argument: it computes again."""

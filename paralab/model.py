@@ -2,7 +2,8 @@
 
 Pre-LayerNorm blocks, learned positions, a GELU MLP four times as wide, as GPT-2 and Megatron-LM
 have them. A model is a list of parts, ``embedding``, ``blocks.0`` ... and ``head``, addressed by
-their global index, so that any paradigm can hold a slice of it.
+their global index, so that any paradigm can hold a slice of it; and it takes a set of layers, so
+that a paradigm can compute one its own way.
 
 [Note: initial weights] Every parameter is drawn from a generator of its own, seeded by the run's
 seed and the parameter's name. So a rank that holds a part of the model draws exactly what the
@@ -16,12 +17,21 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paralab.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """What a model is made of. linear: called as ``linear(inputs, outputs, bias=...)``."""
+
+    linear: Callable[..., nn.Module] = nn.Linear
 
 
 class Embedding(nn.Module):
@@ -41,11 +51,11 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention. "explicit" writes the (s, s) scores the papers' formulas count."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layers: Layers) -> None:
         super().__init__()
         self.heads, self.kind, self.p = spec.heads, spec.attention, spec.dropout
-        self.qkv = nn.Linear(spec.hidden, 3 * spec.hidden)
-        self.proj = nn.Linear(spec.hidden, spec.hidden)
+        self.qkv = layers.linear(spec.hidden, 3 * spec.hidden)
+        self.proj = layers.linear(spec.hidden, spec.hidden)
         hidden_future = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool).triu(1)
         self.register_buffer("hidden_future", hidden_future, persistent=False)
 
@@ -65,10 +75,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layers: Layers) -> None:
         super().__init__()
-        self.up = nn.Linear(spec.hidden, 4 * spec.hidden)
-        self.down = nn.Linear(4 * spec.hidden, spec.hidden)
+        self.up = layers.linear(spec.hidden, 4 * spec.hidden)
+        self.down = layers.linear(4 * spec.hidden, spec.hidden)
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,12 +86,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layers: Layers) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(spec.hidden)
-        self.attention = Attention(spec)
+        self.attention = Attention(spec, layers)
         self.norm2 = nn.LayerNorm(spec.hidden)
-        self.mlp = MLP(spec)
+        self.mlp = MLP(spec, layers)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -89,34 +99,53 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Last norm, logits and loss. Tied: the token embedding's weight is passed in at the call."""
+    """Last norm, logits and loss. Where it has no ``output`` of its own, the token embedding's
+    weight is passed in at the call.
+    """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layers: Layers, *, own_output: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(spec.hidden)
-        if not spec.tied:
-            self.output = nn.Linear(spec.hidden, spec.vocab, bias=False)
+        if own_output:
+            self.output = layers.linear(spec.hidden, spec.vocab, bias=False)
 
     def forward(self, x: Tensor, targets: Tensor, tied_weight: Tensor | None = None) -> Tensor:
-        weight = self.output.weight if tied_weight is None else tied_weight
-        logits = F.linear(self.norm(x), weight)  # (B, s, V)
+        x = self.norm(x)
+        logits = self.output(x) if tied_weight is None else F.linear(x, tied_weight)  # (B, s, V)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # mean over B*s tokens
 
 
 class GPT(nn.Module):
-    """The whole model on one device.
+    """The whole model on one device, or some of its consecutive parts.
 
     ``GPT(spec, seed=0)(tokens, targets)`` returns the mean cross-entropy per token, a scalar; both
     arguments are (B, s) int64. Parameter names and shapes are ``spec.parameter_shapes()``.
+
+    parts   names of the parts to hold, in order. Without "embedding" the input is the residual
+            stream, (B, s, h), without "head" the result is. A head that is tied to an embedding
+            held elsewhere starts from a copy of it, ``head.output.weight``
+    before  called with the name of each part just before it runs
     """
 
-    def __init__(self, spec: ModelSpec, *, seed: int = 0) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, seed: int = 0, parts: Iterable[str] | None = None,
+        layers: Layers | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.tied = spec.tied
+        layers = Layers() if layers is None else layers
+        whole = ("embedding", *(f"blocks.{i}" for i in range(spec.layers)), "head")
+        self.parts = whole if parts is None else tuple(parts)
+        self.before: Callable[[str], None] | None = None
+        self.tied = spec.tied and "embedding" in self.parts
         with torch.device("meta"):  # no memory and no draw of torch's own initial weights
-            self.embedding = Embedding(spec)
-            self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
-            self.head = Head(spec)
+            if "embedding" in self.parts:
+                self.embedding = Embedding(spec)
+            self.blocks = nn.ModuleList()
+            for name in self.parts:
+                if name.startswith("blocks."):  # under its own number, whichever comes first here
+                    self.blocks.add_module(name.removeprefix("blocks."), Block(spec, layers))
+            if "head" in self.parts:
+                self.head = Head(spec, layers, own_output=not self.tied)
         self.to_empty(device="cpu")
         for module in self.modules():
             if isinstance(module, Attention):
@@ -124,11 +153,16 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             initialize(parameter, name=name, spec=spec, seed=seed)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x, targets, self.embedding.token.weight if self.tied else None)
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        for name in self.parts:
+            if self.before is not None:
+                self.before(name)
+            part = self.get_submodule(name)
+            if name == "head":
+                x = part(x, targets, self.embedding.token.weight if self.tied else None)
+            else:
+                x = part(x)
+        return x
 
 
 @torch.no_grad()
@@ -136,8 +170,11 @@ def initialize(parameter: Tensor, *, name: str, spec: ModelSpec, seed: int) -> N
     """Fill ``parameter`` in place with what the model called ``name`` starts from.
 
     GPT-2's rule: normal with deviation 0.02, the two projections into the residual stream divided
-    by sqrt(2 l); biases 0, norm weights 1. See [Note: initial weights].
+    by sqrt(2 l); biases 0, norm weights 1. A tied head's copy starts from what the embedding starts
+    from. See [Note: initial weights].
     """
+    if spec.tied and name == "head.output.weight":
+        name = "embedding.token.weight"
     if name.endswith("bias"):
         parameter.zero_()
     elif "norm" in name:

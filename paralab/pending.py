@@ -1,8 +1,17 @@
-"""A call under way: what every method of a `Group` returns, and where a rank stands idle."""
+"""A call under way: what every method of a `Group` returns, and where a rank stands idle.
+
+[Note: arrivals] Gloo's sends and receives say nothing when they end; only somebody who waits for
+one hears of it. So a thread for each direction and peer waits for them in turn, as a pair's
+messages arrive in order: the end of a receive is then the moment at which its bytes were there, not
+the moment at which the rank had time to look, and a buffer that has been sent is let go at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,15 +30,112 @@ class Pending:
         self._what, self._finish, self._done = what, finish, False
 
     def wait(self) -> None:
-        if self._done:
-            return
+        wait_all([self])
+
+    def test(self) -> bool:
+        """Whether it is over, without waiting: then there is nothing left to wait for."""
+        if not self._done and self._group.over(self._works):
+            self._group.settle(self._works)  # raises what the transport raised
+            self._end()
+        return self._done
+
+    def _end(self) -> None:
         self._done = True
-        group = self._group
-        group.recorder.enter("wait", after=(self._span,))
-        group.blocked_in(*self._what)
-        group.settle(self._works)
-        group.recorder.settled(self._span)
-        group.blocked_in()
-        group.recorder.leave()
+        self._works = ()
+        self._group.recorder.settled(self._span)
         if self._finish is not None:
             self._finish()
+
+
+def wait_all(calls: Sequence[Pending]) -> None:
+    """Wait for several calls of one group: one wait in the picture, as nothing runs in between."""
+    calls = [call for call in calls if not call._done]
+    if not calls:
+        return
+    group = calls[0]._group
+    group.recorder.enter("wait", after=tuple(call._span for call in calls))
+    for call in calls:
+        group.blocked_in(*call._what)
+        group.settle(call._works)
+        group.recorder.settled(call._span)
+    group.blocked_in()
+    group.recorder.leave()
+    for call in calls:
+        call._end()
+
+
+class Arrivals:
+    """Who notes when a group's calls end: gloo's own threads, or one that waits for them."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[str, int], SimpleQueue] = {}
+
+    def watch(
+        self, works: Sequence[Any], ops: Sequence[tuple[str, int, int]], ended: Callable[[], None]
+    ) -> list[Any]:
+        """Call ``ended`` when each of ``works`` ends, on whichever thread sees it.
+
+        ops  (operation, bytes, peer) of each, or of the one collective that they make up. Returns
+        what to wait for in their place.
+        """
+        if not works:
+            ended()
+        pairs = len(ops) == len(works) and all(op in ("send", "recv") for op, _, _ in ops)
+        watched = []
+        for number, work in enumerate(works):
+            if pairs:
+                op, _, peer = ops[number]
+                watched.append(self._pair((op, peer), work, ended))
+                continue
+            with contextlib.suppress(RuntimeError):  # `reduce` sends: its `wait` notes the end
+                work.get_future().add_done_callback(lambda _: ended())
+            watched.append(work)
+        return watched
+
+    def _pair(self, way: tuple[str, int], work: Any, ended: Callable[[], None]) -> Arrival:
+        """See [Note: arrivals]."""
+        if way not in self._queues:
+            self._queues[way] = SimpleQueue()
+            threading.Thread(target=_watch, args=(self._queues[way],), daemon=True).start()
+        arrival = Arrival(ended)
+        self._queues[way].put((work, arrival))
+        return arrival
+
+
+class Arrival:
+    """The end of one send or receive, for the one thread that computes."""
+
+    __slots__ = ("ended", "error", "_lock")
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self.ended, self.error = ended, None
+        self._lock = threading.Lock()  # held until the end
+        self._lock.acquire()
+
+    def is_completed(self) -> bool:
+        return not self._lock.locked()
+
+    def wait(self) -> None:
+        """Stand still until the end. Raises what the transport raised."""
+        with self._lock:
+            pass
+        if self.error is not None:
+            raise self.error
+
+    def note(self, error: Exception | None) -> None:
+        self.error = error
+        self.ended()
+        self._lock.release()
+
+
+def _watch(queue: SimpleQueue) -> None:
+    while True:
+        work, arrival = queue.get()
+        error = None
+        try:
+            work.wait()
+        except Exception as raised:  # the rank hears of it where it waits itself
+            error = raised
+        work = None  # with it the message's memory: the rank may count on it once it hears
+        arrival.note(error)
+        del arrival  # nothing is kept alive while there is nothing to wait for

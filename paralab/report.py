@@ -123,6 +123,16 @@ class Report:
         """Step time, compute, waiting, bytes per rank and step, loss: one small table."""
         return metrics.summary(self)
 
+    def bubbles(self, cluster: Cluster | None = None) -> pd.DataFrame:
+        """The bubble by formula, simulated with this report's own costs, replayed, measured.
+
+        Two rows: idle over device time, and idle over ideal time (the papers' (p-1)/m). A measured
+        report is replayed on ``cluster`` (default: this machine's links); see theory/ideal.py.
+        """
+        from paralab.theory.ideal import bubbles
+
+        return bubbles(self, cluster)
+
     def traffic(
         self, by: str | Sequence[str] = "rank", *, bookkeeping: bool = False, warmup: bool = False
     ) -> pd.DataFrame:
@@ -130,17 +140,30 @@ class Report:
         return metrics.traffic(self, by, bookkeeping=bookkeeping, warmup=warmup)
 
     # ---- pictures and files -------------------------------------------------------------------
-    def timeline(self, *, step: int | None = None, ranks: Sequence[int] | None = None) -> go.Figure:
-        """Every span of one step, rank by rank; by default the step of median duration."""
+    def timeline(
+        self, *, step: int | None = None, ranks: Sequence[int] | None = None,
+        ideal: bool | None = None,
+    ) -> go.Figure:  # fmt: skip
+        """Every span of one step, rank by rank; by default the step of median duration.
+
+        Of a pipeline the ideal stands above, the same schedule and costs with free links, where
+        there is room; ``ideal`` says yes or no.
+        """
         from paralab.view.timeline import timeline
 
-        return timeline(self, step=step, ranks=ranks)
+        return timeline(self, step=step, ranks=ranks, ideal=ideal)
 
     def traffic_chart(self) -> go.Figure:
         """Bytes per step: rank by rank, and by axis and level."""
         from paralab.view.traffic import traffic_chart
 
         return traffic_chart(self)
+
+    def live_activations(self, *, step: int | None = None) -> go.Figure:
+        """Of a pipeline: how many micro-batches' activations every rank keeps, over time."""
+        from paralab.view.live import live_activations
+
+        return live_activations(self, step=step)
 
     def loss_chart(self) -> go.Figure:
         """The loss over steps."""

@@ -9,20 +9,29 @@ Units: bytes and plain counts.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paralab.checks import Description, choice, illegal, real, whole
 from paralab.cluster import Cluster, Link
+from paralab.forms import (
+    GRAD_SYNC_FORMS,
+    GRAD_SYNC_MOMENTS,
+    OWN_FORM,
+    SCHEDULE_NAMES,
+    check_grad_sync,
+    check_schedule,
+    form_name,
+    make_schedule,
+)
 
-__all__ = ["Cluster", "Link", "ModelSpec", "Plan"]
+if TYPE_CHECKING:
+    from paralab.parallel.schedules import Action
+
+__all__ = ["GRAD_SYNC_FORMS", "GRAD_SYNC_MOMENTS", "OWN_FORM", "SCHEDULE_NAMES", "Cluster", "Link",
+           "ModelSpec", "Plan"]  # fmt: skip
 
 BYTES_PER_ELEMENT = {"fp32": 4}  # of a parameter and of its gradient, by precision
-
-GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
-GRAD_SYNC_MOMENTS = ("grad_ready", "finish", "reset")  # what an own form is asked for
-OWN_FORM = "own: "  # a saved plan keeps this and the name of an own form, not its code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +145,6 @@ MODEL_PRESETS: dict[str, dict[str, int]] = {
 # the same change that makes `run` and `predict` understand it.
 _NOT_YET: dict[str, tuple[Any, str]] = {
     "tp": (1, "tensor parallelism"),
-    "pp": (1, "pipeline parallelism"),
-    "virtual_stages": (1, "interleaved pipelines"),
     "zero_stage": (0, "ZeRO"),
     "sequence_parallel": (False, "sequence parallelism"),
     "recompute": ("none", "activation recomputation"),
@@ -161,8 +168,15 @@ class Plan(Description):
                      with the methods grad_ready(parameter), finish() and reset() of
                      parallel/data_parallel.py. `run` runs it, `predict` refuses it
     bucket_bytes     size at which a gradient bucket is closed
-    schedule, virtual_stages, zero_stage, sequence_parallel, recompute, offload, precision,
-    tp_mode, prefetch: the settings of the other paradigms; `validate` says what this version runs
+    schedule         a pipeline's order of work: "naive", "gpipe", "1f1b", "interleaved", "zb-h1",
+                     "zb-h2"; or a function of your own, f(pp, microbatches) or f(pp, microbatches,
+                     virtual_stages), that returns a list of actions per rank, as those of
+                     parallel/schedules.py do, or of their text ("0F0")
+    virtual_stages   stages per rank, v; stage s of the pp * v lies on rank s % pp
+    zero_stage, sequence_parallel, recompute, offload, precision, tp_mode, prefetch: the settings of
+    the other paradigms; `validate` says what this version runs
+
+    Ranks are dealt over the axes as numpy.arange(world_size).reshape(pp, dp).
     """
 
     dp: int = 1
@@ -183,32 +197,19 @@ class Plan(Description):
     prefetch: int = 1
 
     def __post_init__(self) -> None:
-        counts = (
-            "dp",
-            "tp",
-            "pp",
-            "microbatches",
-            "microbatch_size",
-            "virtual_stages",
-            "bucket_bytes",
-        )
+        counts = ("dp", "tp", "pp", "microbatches", "microbatch_size", "virtual_stages",
+                  "bucket_bytes")  # fmt: skip
         for name in counts:
             object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
         object.__setattr__(self, "prefetch", whole("prefetch", self.prefetch, at_least=0))
-        object.__setattr__(
-            self, "zero_stage", whole("zero_stage", self.zero_stage, at_least=0, at_most=3)
-        )
-        _check_grad_sync(self.grad_sync)
+        stage = whole("zero_stage", self.zero_stage, at_least=0, at_most=3)
+        object.__setattr__(self, "zero_stage", stage)
+        check_grad_sync(self.grad_sync)
         choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         choice("recompute", self.recompute, ("none", "selective", "full"))
         choice("tp_mode", self.tp_mode, ("1d", "2d", "2.5d", "3d"))
         choice("sequence_parallel", self.sequence_parallel, (True, False))
-        if not callable(self.schedule):
-            choice(
-                "schedule",
-                self.schedule,
-                ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"),
-            )
+        check_schedule(self.schedule)
 
     @property
     def world_size(self) -> int:
@@ -221,57 +222,79 @@ class Plan(Description):
         return self.dp * self.microbatches * self.microbatch_size
 
     @property
+    def stages(self) -> int:
+        """Parts that the model is cut into: pp * virtual_stages."""
+        return self.pp * self.virtual_stages
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """(pipeline index, data-parallel index) of a global rank."""
+        return divmod(rank, self.dp)
+
+    def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Global ranks of the group of ``rank`` along ``axis``, "dp" or "pp", in group order."""
+        pp_index, dp_index = self.place(rank)
+        if choice("axis", axis, ("dp", "pp")) == "dp":
+            return tuple(range(pp_index * self.dp, (pp_index + 1) * self.dp))
+        return tuple(range(dp_index, self.world_size, self.dp))
+
+    @property
     def grad_sync_name(self) -> str:
         """How gradients are synchronised, as text: a form's name, or "own: " and a class's."""
-        if callable(self.grad_sync):
-            kind = type(self.grad_sync).__name__
-            return OWN_FORM + getattr(self.grad_sync, "__name__", kind)
-        return self.grad_sync
+        return form_name(self.grad_sync)
+
+    @property
+    def schedule_name(self) -> str:
+        """The pipeline schedule as text: its name, or "own: " and a function's."""
+        return form_name(self.schedule)
+
+    def actions(self) -> list[list[Action]]:
+        """What every pipeline rank computes in a step, in order; proved to be a schedule.
+
+        Not to be altered: the kit's own schedules are made once for equal settings. Raises
+        ``ValueError`` if these settings make no schedule, or if what an own function made is none.
+        """
+        return make_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; of an own ``grad_sync`` its name."""
-        return {**super().to_dict(), "grad_sync": self.grad_sync_name}
+        """Plain values; of an own ``grad_sync`` or ``schedule`` its name."""
+        names = {"grad_sync": self.grad_sync_name, "schedule": self.schedule_name}
+        return {**super().to_dict(), **names}
 
     def validate(self, model: ModelSpec) -> None:
         """Raise ``ValueError`` if this plan cannot train ``model`` in this version."""
         if not isinstance(model, ModelSpec):
             raise illegal("model", model, "not a model description", "a pl.ModelSpec(...)")
-        if isinstance(self.grad_sync, str) and self.grad_sync.startswith(OWN_FORM):
-            raise illegal("grad_sync", self.grad_sync, "a saved plan keeps only the class's name",
-                          "plan.replace(grad_sync=the class itself)")  # fmt: skip
+        for name, kind in (("grad_sync", "class"), ("schedule", "function")):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.startswith(OWN_FORM):
+                raise illegal(name, value, f"a saved plan keeps only the {kind}'s name",
+                              f"plan.replace({name}=the {kind} itself)")  # fmt: skip
         for name, (only, what) in _NOT_YET.items():
             if getattr(self, name) != only:
-                raise illegal(
-                    name, getattr(self, name), f"{what} is not in this version", repr(only)
-                )
+                raise illegal(name, getattr(self, name), f"{what} is not in this version",
+                              repr(only))  # fmt: skip
         if self.world_size > MAX_RANKS:
-            raise illegal(
-                "dp", self.dp, f"dp*tp*pp is {self.world_size} ranks", f"up to {MAX_RANKS}"
-            )
+            raise illegal("dp", self.dp, f"dp*tp*pp is {self.world_size} ranks",
+                          f"up to {MAX_RANKS}")  # fmt: skip
+        self._validate_pipeline(model)
 
-
-def _check_grad_sync(form: Any) -> None:
-    """Refuse what could not synchronise gradients, as far as can be known before it is called."""
-    if isinstance(form, str) and form.startswith(OWN_FORM):
-        return
-    if not callable(form):
-        choice("grad_sync", form, GRAD_SYNC_FORMS)
-        return
-    legal = " | ".join(map(repr, GRAD_SYNC_FORMS)) + " | a class with grad_ready, finish, reset"
-    missing = [m for m in GRAD_SYNC_MOMENTS if not callable(getattr(form, m, None))]
-    if isinstance(form, type) and missing:
-        raise illegal("grad_sync", form, f"the class has no method {' and no '.join(missing)}",
-                      legal)  # fmt: skip
-    try:
-        signature = inspect.signature(form)
-    except (TypeError, ValueError):  # built in: what it takes shows when it is called
-        return
-    try:
-        signature.bind([], group=None, bucket_bytes=1)
-    except TypeError as error:
-        raise illegal("grad_sync", form, f"cannot be called ({error})",
-                      "one called as form(parameters, group=group, bucket_bytes=bytes)"
-                      ) from None  # fmt: skip
+    def _validate_pipeline(self, model: ModelSpec) -> None:
+        """Every stage has a block, and the schedule is one."""
+        pp, v = self.pp, self.virtual_stages
+        if v > 1 and pp == 1:
+            raise illegal("virtual_stages", v, "one rank has nobody to take turns with: all the "
+                          "chunks would be its own", "1, or pp of at least 2")  # fmt: skip
+        if v > 1 and isinstance(self.schedule, str) and self.schedule != "interleaved":
+            raise illegal("virtual_stages", v, f"schedule={self.schedule!r} has one stage per rank",
+                          'schedule="interleaved" or a function of your own, or '
+                          "virtual_stages=1")  # fmt: skip
+        if self.stages > model.layers:
+            name, most = ("pp", model.layers) if v == 1 else ("virtual_stages", model.layers // pp)
+            legal = f"up to {most}" if most else f"pp of at most {model.layers} first"
+            raise illegal(name, getattr(self, name), f"pp*virtual_stages is {self.stages} stages, "
+                          f"the model has {model.layers} blocks, and every stage needs one",
+                          f"{legal}, or a model of at least {self.stages} layers")  # fmt: skip
+        self.actions()
 
 
 MAX_RANKS = 65536  # beyond any published run; mostly catches a slipped digit

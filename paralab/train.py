@@ -6,6 +6,7 @@ the end of a step; nothing inside a step asks the device for a number.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from paralab.comm import Group
 from paralab.data import Corpus
+from paralab.grid import Grid
 from paralab.model import GPT
 from paralab.observe.clocks import measure_offset
 from paralab.observe.recorder import Recorder
-from paralab.parallel import data_parallel
+from paralab.parallel import data_parallel, pipeline
 from paralab.spec import GRAD_SYNC_MOMENTS, ModelSpec, Plan
 
 
@@ -62,7 +65,7 @@ class GradientSignal:
 
 
 class Trainer:
-    """One rank's model, optimizer and gradient synchronisation, and the step they make together.
+    """One rank's stages, optimizer and gradient synchronisation, and the step they make together.
 
     context   who this rank is: rank, world_size, nodes, device, backend, store, strict, note,
               progress
@@ -87,16 +90,25 @@ class Trainer:
         self.recorder = recorder or Recorder(
             rank=context.rank, world_size=context.world_size, device=context.device
         )
-        self.group = Group(range(plan.dp), axis="dp", context=context, recorder=self.recorder)
+        self.grid = Grid(plan, context, self.recorder)
+        self.group = self.grid.dp
         self.corpus = Corpus(data)
-        self.gpt = GPT(model, seed=seed).to(context.device)
-        self.parameters = list(self.gpt.parameters())
+        self.schedule = plan.actions()
+        self.pipeline = pipeline.Pipeline(
+            functools.partial(GPT, model, seed=seed), model, plan, self.schedule, group=self.grid.pp
+        )
+        self.named = self.pipeline.named_parameters()
+        self.parameters = list(self.named.values())
+        self.tied = None
+        if model.tied and self.grid.ends is not None:
+            self.tied = pipeline.TiedEmbedding(self.named, group=self.grid.ends)
         self.sync = self.signal = None
         if plan.dp > 1:
             self.sync = gradient_sync(plan, self.parameters, self.group)
             self.signal = GradientSignal(
                 self.parameters, microbatches=plan.microbatches, listener=self.sync.grad_ready
             )
+            self.pipeline.accumulated = self.signal.accumulated
         self.optimizer = make_optimizer(self.parameters, optimizer, lr)
         self.gradients: dict[str, np.ndarray] | None = None
 
@@ -106,38 +118,61 @@ class Trainer:
         batches = load_batches(
             self.corpus, self.model, plan, step=step, rank=self.group.index, seed=self.seed
         )
+
+        def batch(k: int) -> tuple[Tensor, Tensor]:
+            return to_device(batches[k], self.context.device)
+
+        def share(loss: Tensor) -> Tensor:
+            # One division makes the mean over the global batch: micro-batches and ranks add up.
+            return loss / (self.plan.microbatches * self.plan.dp)
+
         recorder.begin_step(step)
-        losses = [self._microbatch(step, k, batch) for k, batch in enumerate(batches)]
+        losses = self.pipeline.step(batch, share, before=self._seeding(step))
         if self.sync is not None:
             self.signal.check_complete()
             self.sync.finish()
+        if self.tied is not None:
+            self.tied.add_up()
         if keep_gradients:
-            self.gradients = {name: as_numpy(p.grad) for name, p in self.gpt.named_parameters()}
+            self.gradients = {name: as_numpy(p.grad) for name, p in self.state().items()}
         with recorder.span("optimizer"):
             if self.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+                self._clip(self.clip_norm)
             self.optimizer.step()
             if self.sync is None:
                 self.optimizer.zero_grad(set_to_none=True)
             else:
                 self.sync.reset()
                 self.signal.reset()
-        values = read_scalars(losses)
+        values = read_scalars(losses, device=self.context.device)
         recorder.end_step()
         return values
 
-    def _microbatch(self, step: int, k: int, batch: Tensor) -> Tensor:
-        """Forward and backward of this rank's micro-batch ``k``; gradients add up."""
-        tokens, targets = to_device(batch, self.context.device)
-        if self.model.dropout:  # the mask depends on the sample, not on who computes it
-            number = self.group.index * self.plan.microbatches + k
-            torch.manual_seed(zlib.crc32(f"{self.seed} {step} {number}".encode()))
-        with self.recorder.span("forward", microbatch=k):
-            loss = self.gpt(tokens, targets)
-        with self.recorder.span("backward", microbatch=k):
-            # One division makes the mean over the global batch: micro-batches and ranks add up.
-            (loss / (self.plan.microbatches * self.plan.dp)).backward()
-        return loss.detach()
+    def state(self) -> dict[str, Tensor]:
+        """This rank's parameters that the single-device model has; a tied copy is none of them."""
+        names = self.model.parameter_shapes()
+        return {name: p for name, p in self.named.items() if name in names}
+
+    def _clip(self, norm: float) -> None:
+        """Scale the gradients of the whole model to an L2 norm of at most ``norm``."""
+        copy = self.tied.copy if self.tied is not None else None
+        total = get_total_norm([p.grad for p in self.parameters if p is not copy])
+        if self.plan.pp > 1:  # what is tied counts once
+            squares = total**2
+            self.grid.pp.all_reduce(squares, phase="control").wait()
+            total = squares.sqrt()
+        clip_grads_with_norm_(self.parameters, norm, total)
+
+    def _seeding(self, step: int) -> Callable[[int, str], None] | None:
+        """What draws the dropout masks: they depend on sample and part, not on who computes it."""
+        if not self.model.dropout:
+            return None
+        first = self.group.index * self.plan.microbatches
+
+        def before(k: int, part: str) -> None:
+            torch.manual_seed(zlib.crc32(f"{self.seed} {step} {first + k} {part}".encode()))
+
+        return before
 
 
 def train(
@@ -145,25 +180,22 @@ def train(
 ) -> dict[str, Any]:
     """Train ``steps`` steps on this rank; returns the rank's part of the report, plain columns.
 
-    With ``keep_state`` rank 0 adds the weights after the last step and the last step's gradients
-    (mean over the global batch, before clipping) under the names of the single-device model.
+    With ``keep_state`` the ranks of the first data-parallel group add their stages' weights after
+    the last step and the last step's gradients (mean over the global batch, before clipping) under
+    the names of the single-device model.
     """
     trainer = Trainer(context, model, plan, **settings)
-    world = Group(
-        range(context.world_size), axis="world", context=context, recorder=trainer.recorder
-    )
     asked = {**settings, "data": None, "steps": steps}  # paths may differ, what lies there may not
-    agree(world, what=f"{model} {plan.to_dict()} {sorted(asked.items())}", corpus=trainer.corpus)
+    what = f"{model} {plan.to_dict()} {sorted(asked.items())} {trainer.schedule}"
+    agree(trainer.grid.world, what=what, corpus=trainer.corpus)
     several_nodes = len(set(context.nodes)) > 1
-    offset, uncertainty = measure_offset(world) if several_nodes else (0.0, 0.0)
-    keep_state = keep_state and context.rank == 0
+    offset, uncertainty = measure_offset(trainer.grid.world) if several_nodes else (0.0, 0.0)
+    keep_state = keep_state and trainer.group.index == 0
     losses = []
     for step in range(steps):
         losses.append(trainer.step(step, keep_gradients=keep_state and step == steps - 1))
         context.progress(step + 1, steps)
-    weights = (
-        {name: as_numpy(p) for name, p in trainer.gpt.named_parameters()} if keep_state else None
-    )
+    weights = {n: as_numpy(p) for n, p in trainer.state().items()} if keep_state else None
     return {
         "rank": context.rank,
         "clock_offset": offset,
@@ -225,9 +257,13 @@ def to_device(batch: Tensor, device: str) -> tuple[Tensor, Tensor]:
     return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 
-def read_scalars(scalars: list[Tensor]) -> list[float]:
-    """The one place where numbers come back from the device, once per step."""
-    return torch.stack(scalars).double().tolist()
+def read_scalars(scalars: list[Tensor], *, device: str = "cpu") -> list[float]:
+    """The one place where numbers come back from the device, once per step.
+
+    Whoever has none to read waits for ``device`` all the same: the step is over when it is done.
+    """
+    values = torch.stack(scalars or [torch.zeros((), device=device)]).double().tolist()
+    return values[: len(scalars)]
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:

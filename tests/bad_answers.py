@@ -458,3 +458,130 @@ class SyncHasNoFinish:
 
     def reset(self):
         pass
+
+
+# ---- lab 04: a schedule --------------------------------------------------------------------------
+def _one_f_one_b(pp, m, warmup):
+    """1F1B as text, with ``warmup(rank)`` forwards before the first pair."""
+    schedule = []
+    for rank in range(pp):
+        first = min(warmup(rank), m)
+        row = [f"{rank}F{i}" for i in range(first)]
+        for i in range(m):
+            row += [f"{rank}F{first + i}"] * (first + i < m) + [f"{rank}B{i}"]
+        schedule.append(row)
+    return schedule
+
+
+def schedule_good(pp, microbatches):
+    """A right answer, one text per rank."""
+    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
+    return [" ".join(row) for row in lists]
+
+
+def schedule_halves(pp, microbatches):
+    """A right answer, and a faster one: rank r's weight halves wait for r backwards."""
+    schedule = []
+    for rank, row in enumerate(_one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)):
+        split = []
+        for action in row:
+            split.append(action.replace("B", "I"))
+            done = int(action.partition("B")[2] or -1) - rank
+            split += [f"{rank}W{done}"] * (done >= 0)
+        late = range(max(microbatches - rank, 0), microbatches)
+        schedule.append(split + [f"{rank}W{i}" for i in late])
+    return schedule
+
+
+def schedule_gpipe(pp, microbatches):
+    return [[f"{r}{kind}{i}" for kind in "FB" for i in range(microbatches)] for r in range(pp)]
+
+
+def schedule_naive(pp, microbatches):
+    return [[f"{r}{kind}{i}" for i in range(microbatches) for kind in "FB"] for r in range(pp)]
+
+
+def schedule_two_rounds(pp, microbatches):
+    """GPipe in pieces that fit the memory: the pipeline runs empty in between."""
+    rounds = [range(i, min(i + pp, microbatches)) for i in range(0, microbatches, pp)]
+    return [[f"{r}{kind}{i}" for some in rounds for kind in "FB" for i in some] for r in range(pp)]
+
+
+def schedule_short_warmup(pp, microbatches):
+    return _one_f_one_b(pp, microbatches, lambda rank: max(pp - rank - 2, 0))
+
+
+def schedule_long_warmup(pp, microbatches):
+    return _one_f_one_b(pp, microbatches, lambda rank: pp - rank)
+
+
+def schedule_upside_down(pp, microbatches):
+    """The warm-up counted from the wrong end: every list is fine, together they stand still."""
+    return _one_f_one_b(pp, microbatches, lambda rank: rank)
+
+
+def schedule_crossed(pp, microbatches):
+    """Two ranks that each wait for the other."""
+    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
+    if microbatches > 1:
+        row = lists[0]
+        row.remove("0B0")
+        row.insert(row.index("0F1"), "0B0")
+    return lists
+
+
+def schedule_drops_a_backward(pp, microbatches):
+    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
+    lists[1].remove(f"1B{microbatches - 1}")
+    return lists
+
+
+def schedule_twice(pp, microbatches):
+    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
+    lists[0].append("0B0")
+    return lists
+
+
+def schedule_backward_first(pp, microbatches):
+    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
+    last = lists[-1]
+    last[0], last[1] = last[1], last[0]
+    return lists
+
+
+def schedule_other_rank(pp, microbatches):
+    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
+    lists[0].append(lists[1].pop())
+    return lists
+
+
+def schedule_forgets_a_half(pp, microbatches):
+    return [row[:-1] for row in schedule_halves(pp, microbatches)]
+
+
+def schedule_only_six(pp, microbatches):
+    return _one_f_one_b(pp, 6, lambda rank: pp - rank - 1)
+
+
+def schedule_only_four_ranks(pp, microbatches):
+    return _one_f_one_b(pp, microbatches, lambda rank: max(3 - rank, 0))
+
+
+def schedule_one_list(pp, microbatches):
+    return [action for row in schedule_gpipe(pp, microbatches) for action in row]
+
+
+def schedule_tuples(pp, microbatches):
+    return [[("F", i) for i in range(microbatches)] for _ in range(pp)]
+
+
+def schedule_nothing(pp, microbatches):
+    return None
+
+
+def schedule_raises(pp, microbatches):
+    return [[f"{rank}F{i}" for i in range(microbatches)][99] for rank in range(pp)]
+
+
+def schedule_of_p_alone(pp):
+    return []

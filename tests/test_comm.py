@@ -229,3 +229,62 @@ def test_strict_mode_holds_a_send_until_its_receive_is_there():
     with pytest.raises(pl.RankTimeout) as caught:
         launch_program(waits_for_an_absent_peer, 2, timeout=3, device="cpu", strict=True)
     assert "exchange" in caught.value.waiting[0] and "1" in caught.value.waiting[0]
+
+
+def receives_long_before_it_looks(context) -> dict:
+    import time
+
+    import torch
+
+    from paralab.comm import Group
+    from paralab.observe.recorder import Recorder
+
+    recorder = Recorder(rank=context.rank, world_size=2)
+    group = Group(range(2), axis="pp", context=context, recorder=recorder)
+    group.barrier()
+    if context.rank == 0:
+        call = group.send(torch.ones(1000), to=1)
+    else:
+        got = torch.zeros(1000)
+        call = group.recv(got, source=0)
+    time.sleep(0.5)
+    tested = call.test()
+    call.wait()
+    assert context.rank == 0 or bool((got == 1).all())
+    table = recorder.tables()["spans"]
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    lasted = [r["end"] - r["start"] for r in rows if r["lane"] == "comm:pp"]
+    return {"tested": tested, "message": lasted[-1], "kinds": [r["kind"] for r in rows]}
+
+
+def test_a_message_ends_when_its_bytes_are_there_not_when_somebody_looks():
+    for found in launch_program(receives_long_before_it_looks, 2, timeout=30, device="cpu"):
+        assert found["tested"] and found["message"] < 0.4
+        assert found["kinds"] == ["comm", "wait", "comm"]  # what is over needs no wait
+
+
+def waits_for_several(context) -> list[tuple[str, int]]:
+    import torch
+
+    from paralab.comm import Group
+    from paralab.observe.recorder import Recorder
+    from paralab.pending import wait_all
+
+    recorder = Recorder(rank=context.rank, world_size=2)
+    group = Group(range(2), axis="pp", context=context, recorder=recorder)
+    if context.rank == 0:
+        calls = [group.send(torch.full((9,), float(k)), to=1) for k in range(3)]
+    else:
+        got = [torch.empty(9) for _ in range(3)]
+        calls = [group.recv(t, source=0) for t in got]
+    wait_all(calls)
+    wait_all(calls)
+    if context.rank == 1:
+        assert [t[0].item() for t in got] == [0, 1, 2]
+    spans = recorder.tables()["spans"]
+    return [(kind, len(after)) for kind, after in zip(spans["kind"], spans["after"], strict=True)]
+
+
+def test_waiting_for_several_calls_is_one_wait_that_names_them_all():
+    for rows in launch_program(waits_for_several, 2, timeout=30, device="cpu", strict=True):
+        assert [row for row in rows if row == ("wait", 3)] == [("wait", 3)]

@@ -73,7 +73,7 @@ def test_other_plan_fields_are_checked(field, value):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("tp", 2), ("pp", 2), ("virtual_stages", 2), ("zero_stage", 1), ("sequence_parallel", True),
+    [("tp", 2), ("virtual_stages", 2), ("zero_stage", 1), ("sequence_parallel", True),
      ("recompute", "full"), ("offload", "cpu"), ("tp_mode", "2d"), ("precision", "bf16")],
 )  # fmt: skip
 def test_what_this_version_cannot_run_is_refused_by_run_and_predict_alike(field, value):

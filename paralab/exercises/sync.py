@@ -110,7 +110,7 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
             notes.note(limit, "failed", False, trouble)
             return notes.verdict()
         right = _of_one_process(limit, steps)
-        wrong = _first_wrong(right, getattr(report, limit))
+        wrong = first_wrong(right, getattr(report, limit))
         notes.note(limit, wrong or f"{len(right)} tensors, all equal", not wrong,
                    f"{limit}: {wrong}")  # fmt: skip
     _look_at_bytes(notes, report)
@@ -201,7 +201,7 @@ def _why_slow(report: Report, gradients: int) -> str:
     return f": {calls} messages, and each pays 0.25 ms"
 
 
-def _first_wrong(right: dict[str, np.ndarray], yours: dict[str, np.ndarray]) -> str:
+def first_wrong(right: dict[str, np.ndarray], yours: dict[str, np.ndarray]) -> str:
     """The first tensor, in the order of the model, that is not the one of a single process."""
     import numpy as np
 

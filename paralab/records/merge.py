@@ -46,11 +46,25 @@ def merge(
     merged["losses"] = _losses([part["losses"] for part in ordered])
     merged["meta"] = {**meta, "clock_offsets": {"offset_s": offsets, "uncertainty_s": uncertain}}
     for state in ("weights", "gradients"):
-        found = [part[state] for part in ordered if part.get(state) is not None]
-        merged[state] = found[0] if found else None
+        merged[state] = _whole_model([p[state] for p in ordered if p.get(state) is not None])
     if any("result" in part for part in ordered):  # of a traced function
         merged["results"] = [part.get("result") for part in ordered]
     return merged
+
+
+def _whole_model(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The tensors of all pipeline stages, in the order of the single-device model."""
+    if not stages:
+        return None
+    found = {name: array for stage in stages for name, array in stage.items()}
+    return {name: found[name] for name in sorted(found, key=_part_of_model)}
+
+
+def _part_of_model(name: str) -> tuple[int, int]:
+    """Where a tensor's part stands: "embedding", "blocks.0" ... "head". Within it, order stays."""
+    part, _, rest = name.partition(".")
+    number = int(rest.partition(".")[0]) if part == "blocks" else 0
+    return {"embedding": 0, "blocks": 1, "head": 2}.get(part, 3), number
 
 
 def _all_ranks(parts: Sequence[Mapping[str, Any]], world_size: int) -> list[Mapping[str, Any]]:

@@ -55,20 +55,37 @@ def typical_step(report: Report) -> int:
 def bubble(report: Report) -> float:
     """Idle share of the pipeline part: 1 - sum(compute) / (p T), median over the steps that count.
 
-    Compute is forward, backward and weight_grad; T is the longest of the ranks' times from first
-    forward to last backward. With one stage there is no pipeline to wait for, so each rank is held
-    against its own T.
+    Compute is forward, backward and weight_grad, and what a rank copies into gradient buckets
+    between them; T is the longest of the ranks' times from first forward to last backward, of each
+    pipeline where there are several. With one stage there is no pipeline to wait for, so each rank
+    is held against its own T.
     """
-    return median([_step_bubble(report, s) for s in measured_steps(report)] or [NAN])
+    return median([step_bubble(report, s) for s in measured_steps(report)] or [NAN])
 
 
-def _step_bubble(report: Report, step: int) -> float:
-    spans = report.spans
-    work = spans[(spans["step"] == step) & spans["kind"].isin(COMPUTE_KINDS)]
-    ranks = work.groupby("rank")
-    windows = ranks["end"].max() - ranks["start"].min()
-    room = windows.sum() if report.plan.pp == 1 else windows.max() * len(windows)
-    return float(1 - (work["end"] - work["start"]).sum() / room) if room > 0 else NAN
+def step_bubble(report: Report, step: int) -> float:
+    """``bubble`` of one step; NaN if nothing was computed in it."""
+    parts = pipeline_parts(report, step)
+    longest: dict[int, float] = {}
+    for rank, (start, end, _) in parts.items():
+        pipeline = report.plan.place(rank)[1]
+        longest[pipeline] = max(longest.get(pipeline, 0.0), end - start)
+    room = sum(longest[report.plan.place(rank)[1]] for rank in parts)
+    return 1 - sum(busy for _, _, busy in parts.values()) / room if room > 0 else NAN
+
+
+def pipeline_parts(report: Report, step: int) -> dict[int, tuple[float, float, float]]:
+    """{rank: (start of its first forward, end of its last backward, seconds of compute between)}"""
+    spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
+    work = spans[spans["kind"].isin(COMPUTE_KINDS)]
+    seconds = (work["end"] - work["start"]).groupby(work["rank"]).sum()
+    ends, starts = work.groupby("rank")["end"].max(), work.groupby("rank")["start"].min()
+    parts = {int(r): (float(starts[r]), float(ends[r]), float(seconds[r])) for r in ends.index}
+    copies = spans[spans["kind"] == "copy"]
+    for rank, start, end in zip(copies["rank"], copies["start"], copies["end"], strict=True):
+        if rank in parts and parts[rank][0] <= start and end <= parts[rank][1]:
+            parts[rank] = (*parts[rank][:2], parts[rank][2] + end - start)
+    return parts
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -237,6 +254,8 @@ def summary(report: Report) -> pd.DataFrame:
         ("of it hidden behind compute", 100 * typical["hidden"] / comm if comm > 0 else 0.0, "%"),
         ("sent per rank and step", sent / 1e6, "MB"),
     ]
+    if report.plan.pp > 1:
+        rows.append(("bubble", 100 * bubble(report), "% of device time"))
     if report.losses:
         rows += [("loss, first step", report.losses[0], "nats")]
         rows += [("loss, last step", report.losses[-1], "nats")]

@@ -51,7 +51,8 @@ class Comparison:
     """What `compare` returns; prints as a table with its sentences.
 
     table   DataFrame, one row per quantity and step: columns predicted, replayed, measured
-            (seconds, bytes or calls; NaN where there is no such report) and unit
+            (seconds, bytes or calls; NaN where there is no such report) and unit. Of a pipeline
+            the bubble too, a share of device time
     notes   {quantity: what the gap means}
     expect, replayed, measured   the reports that were compared; measured is None if only a replay
                                  was given
@@ -120,8 +121,13 @@ def compare(expect: Report, report: Report) -> Comparison:
     import pandas as pd
 
     names = [*COUNTED, *TIMED]
+    if expect.plan.pp > 1:
+        split = any((r.spans["kind"] == "weight_grad").any() for r in (expect, report))
+        if split:
+            names.insert(names.index("bucket copies"), "weight halves")
+        names.append("bubble")
     data: dict[str, Any] = {c: [columns[c].get(name, NAN) for name in names] for c in COLUMNS}
-    data["unit"] = [COUNTED.get(name, "s") for name in names]
+    data["unit"] = [{**COUNTED, "bubble": "share"}.get(name, "s") for name in names]
     table = pd.DataFrame(data, index=pd.Index(names, name="quantity"))
     difference = _first_traffic_difference(expect, report)
     return Comparison(
@@ -189,11 +195,13 @@ def _quantities(report: Report) -> dict[str, float]:
         "collective calls": len(calls) / ranks / count,
         "forward": spent("forward"),
         "backward": spent("backward"),
+        "weight halves": spent("weight_grad"),
         "bucket copies": spent("copy"),
         "optimizer": spent("optimizer"),
         "communication": share("communication"),
         "exposed communication": share("wait"),
         "step time": report.step_time,
+        "bubble": report.bubble,
     }
 
 
@@ -223,19 +231,22 @@ def _traffic(report: Report) -> dict[tuple[int, int], Counter]:
 
 def _call(what: tuple[str, str, int, int]) -> str:
     op, axis, payload, wire = what
-    return f"an {op} of {payload:,} bytes on axis {axis} sending {wire:,}"
+    return f"a{'n' * (op[0] in 'aeiou')} {op} of {payload:,} bytes on axis {axis} sending {wire:,}"
 
 
 # ---- text -------------------------------------------------------------------------------------
 def _shape(report: Report) -> str:
     plan = report.plan
     degrees = [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp") if getattr(plan, axis) > 1]
-    return ", ".join([f"dp={plan.dp}", *degrees, plan.grad_sync_name])
+    form = [plan.grad_sync_name] * (plan.dp > 1 or plan.pp == 1)
+    return ", ".join([f"dp={plan.dp}", *degrees, *[plan.schedule_name] * (plan.pp > 1), *form])
 
 
 def _shown(value: float, unit: str) -> str:
     if math.isnan(value):
         return "-"
+    if unit == "share":
+        return f"{100 * value:.1f} %"
     if unit == "s":
         return f"{value * 1e3:,.2f} ms"
     if value == 1:

@@ -12,9 +12,9 @@ microseconds each.
     wait        ends at max(now, the end of what it waits for)
     copy        like a collective of one member, with its own seconds
 
-The same code answers `predict` (modelled costs) and `report.replay` (recorded costs); it is the
-alpha-beta model of Hockney (1994) on top of the order of execution. Times are seconds from the
-start.
+The same code answers `predict` (modelled costs), `report.replay` (recorded costs) and, on a bare
+schedule, theory/pipeline.py; it is the alpha-beta model of Hockney (1994) on top of the order of
+execution. Times are seconds from the start.
 """
 
 from __future__ import annotations
@@ -98,20 +98,8 @@ def simulate(programs: Sequence[Program], cost: Cost) -> Times:
     program.
     """
     graph = _Graph(programs, cost)
-    ready, missing, seconds, following = graph.ready, graph.missing, graph.seconds, graph.following
-    frontier = [node for node, count in enumerate(missing) if not count]
-    done = 0
-    end = [0.0] * len(ready)
-    while frontier:
-        node = frontier.pop()
-        done += 1
-        finish = end[node] = ready[node] + seconds[node]
-        for other in following[node]:
-            if finish > ready[other]:
-                ready[other] = finish
-            missing[other] -= 1
-            if not missing[other]:
-                frontier.append(other)
+    ready = graph.ready
+    end, done = longest_path(graph.seconds, graph.missing, graph.following, ready)
     if done < len(ready):
         raise ValueError(_explain(programs, graph))
     starts, ends = [], []
@@ -130,6 +118,38 @@ def simulate(programs: Sequence[Program], cost: Cost) -> Times:
         starts.append(rank_start)
         ends.append(rank_end)
     return Times(starts, ends)
+
+
+def longest_path(
+    seconds: Sequence[float],
+    missing: list[int],
+    following: Sequence[Sequence[int]],
+    ready: list[float],
+) -> tuple[list[float], int]:
+    """The heart of the engine: when every node of a graph ends, and how many ever do.
+
+    seconds    what each node takes
+    missing    how many nodes each has to wait for; counted down, so what is above 0 afterwards is
+               a node that cannot start, because it waits for itself by way of others
+    following  the nodes that wait for each
+    ready      the earliest start of each, 0.0 as a rule; afterwards its start
+
+    A node starts when the last of those it waits for has ended.
+    """
+    frontier = [node for node, count in enumerate(missing) if not count]
+    done = 0
+    end = [0.0] * len(ready)
+    while frontier:
+        node = frontier.pop()
+        done += 1
+        finish = end[node] = ready[node] + seconds[node]
+        for other in following[node]:
+            if finish > ready[other]:
+                ready[other] = finish
+            missing[other] -= 1
+            if not missing[other]:
+                frontier.append(other)
+    return end, done
 
 
 class _Graph:

@@ -34,7 +34,9 @@ tried on a CPU core it was within 5 % of thread CPU time, for all within 17 %.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paralab.spec import Cluster, ModelSpec
 
@@ -120,6 +122,26 @@ def forward_parts(model: ModelSpec, batch: int) -> dict[str, Work]:
     return {"embedding": embedding, **blocks, "head": head}
 
 
+class BackwardPart(NamedTuple):
+    """Some of a micro-batch's backward: what it costs, and whose gradients it completes.
+
+    part          "embedding", "blocks.0" ... or "head": what of the model it differentiates
+    input, weight work of the two halves; a whole backward does both
+    names         parameters whose gradient is complete with the input half, or with the whole
+    weight_names  those whose gradient is the weight half: linear layers' weights and biases
+    """
+
+    part: str
+    input: Work
+    weight: Work
+    names: tuple[str, ...]
+    weight_names: tuple[str, ...]
+
+    @property
+    def whole(self) -> Work:
+        return self.input + self.weight
+
+
 def backward_parts(
     model: ModelSpec, batch: int, *, accumulate: bool
 ) -> list[tuple[Work, tuple[str, ...]]]:
@@ -131,58 +153,89 @@ def backward_parts(
                 A tied embedding is complete at the very end, when both its uses have been
                 differentiated.
     """
+    return [
+        (p.whole, p.names + p.weight_names)
+        for p in backward_halves(model, batch, accumulate=accumulate)
+    ]
+
+
+def backward_halves(model: ModelSpec, batch: int, *, accumulate: bool) -> list[BackwardPart]:
+    """``backward_parts``, each with what belongs to the input and to the weight half.
+
+    A linear layer's two products cost the same: one makes the gradient of its input, which the
+    stage before waits for, the other that of its weight, which can wait (Zero Bubble, Qi+ 2023,
+    arXiv:2401.10241, sec. 2.1, table 1). Everything else is input half.
+    """
     x, scores = sizes(model, batch)
     logits = x * model.vocab // model.hidden
     shapes = model.parameter_shapes()
     explicit = model.attention == "explicit"
     unit = 2 * batch * model.seq_len * model.hidden**2  # FLOPs of an h x h product
     attended = 4 * batch * model.seq_len**2 * model.hidden
-    parts: list[tuple[Work, tuple[str, ...]]] = []
+    parts: list[BackwardPart] = []
 
-    def part(flops: float, elements: float, kernels: float, *names: str) -> None:
+    def handed(*names: str) -> Work:
+        """Handing a gradient over to its parameter is a call; adding it up costs three passes."""
         added = 0.0
-        for name in names:
-            if accumulate:
-                size = 1
-                for length in shapes[name]:
-                    size *= length
-                added += 3 * size  # read the old, read the new, write the sum
-        # Handing a gradient over to its parameter is a call of its own.
-        parts.append((Work(flops, ITEM * (elements + added), kernels + len(names)), names))
+        for name in names if accumulate else ():
+            size = 1
+            for length in shapes[name]:
+                size *= length
+            added += 3 * size  # read the old, read the new, write the sum
+        return Work(0, ITEM * added, len(names))
+
+    def part(at: str, flops: float, elements: float, kernels: float, *names: str) -> None:
+        work = Work(flops, ITEM * elements, kernels) + handed(*names)
+        parts.append(BackwardPart(at, work, Work(), names, ()))
+
+    def linear(at: str, products: float, flops: float, elements: float, kernels: float,
+               *names: str, bias: float = 0.0) -> None:  # fmt: skip
+        """Two products of ``products`` FLOPs together; ``bias`` elements are read for its own."""
+        late = 2 if bias else 1  # kernels: the product, the bias's sum
+        rest = Work(products / 2 + flops, ITEM * (elements - bias), kernels - late)
+        weight = Work(products / 2, ITEM * bias, late) + handed(*names)
+        parts.append(BackwardPart(at, rest, weight, (), names))
 
     head = () if model.tied else ("head.output.weight",)
-    part(2 * head_flops(model, batch), 4 * logits, 5, *head)
-    part(0, 5 * x, 2, "head.norm.bias", "head.norm.weight")
+    linear("head", 2 * head_flops(model, batch), 0, 4 * logits, 5, *head)
+    part("head", 0, 5 * x, 2, "head.norm.bias", "head.norm.weight")
     drop = 3 * x if model.dropout else 0
     for i in reversed(range(model.layers)):
-        b = f"blocks.{i}."
-        part(8 * unit, x + drop, 3, b + "mlp.down.bias", b + "mlp.down.weight")
-        part(8 * unit + GELU_FLOPS[1] * 4 * x, 16 * x, 5, b + "mlp.up.bias", b + "mlp.up.weight")
-        part(0, 8 * x, 3, b + "norm2.bias", b + "norm2.weight")
-        part(2 * unit, x + drop, 3, b + "attention.proj.bias", b + "attention.proj.weight")
+        at, b = f"blocks.{i}", f"blocks.{i}."
+        linear(at, 8 * unit, 0, x + drop, 3, b + "mlp.down.bias", b + "mlp.down.weight", bias=x)
+        linear(at, 8 * unit, GELU_FLOPS[1] * 4 * x, 16 * x, 5,
+               b + "mlp.up.bias", b + "mlp.up.weight", bias=4 * x)  # fmt: skip
+        part(at, 0, 8 * x, 3, b + "norm2.bias", b + "norm2.weight")
+        linear(at, 2 * unit, 0, x + drop, 3,
+               b + "attention.proj.bias", b + "attention.proj.weight", bias=x)  # fmt: skip
         if explicit:  # four products, softmax, mask, scale, contiguous copies
             mixed = Work(2 * attended, ITEM * (10 * x + (8 if model.dropout else 5) * scores), 14)
         else:
             mixed = Work(2 * attended, 0, 4)
-        qkv = mixed + Work(6 * unit, ITEM * 15 * x, 5)
-        part(qkv.flops, qkv.bytes / ITEM, qkv.kernels,
-             b + "attention.qkv.bias", b + "attention.qkv.weight")  # fmt: skip
-        part(0, 8 * x, 3, b + "norm1.bias", b + "norm1.weight")
-    part(0, 6 * x + 2 * model.vocab * model.hidden, 6,
+        qkv = mixed + Work(0, ITEM * 15 * x, 5)
+        linear(at, 6 * unit, qkv.flops, qkv.bytes / ITEM, qkv.kernels,
+               b + "attention.qkv.bias", b + "attention.qkv.weight", bias=3 * x)  # fmt: skip
+        part(at, 0, 8 * x, 3, b + "norm1.bias", b + "norm1.weight")
+    part("embedding", 0, 6 * x + 2 * model.vocab * model.hidden, 6,
          "embedding.position.weight", "embedding.token.weight")  # fmt: skip
     return parts
 
 
-def optimizer_work(model: ModelSpec, *, optimizer: str) -> Work:
+def optimizer_work(
+    model: ModelSpec, *, optimizer: str, parameters: Mapping[str, int] | None = None
+) -> Work:
     """One fused optimizer step.
 
     AdamW reads weight, gradient and two moments and writes all but the gradient: 7 Psi elements;
-    SGD 3 Psi.
+    SGD 3 Psi. parameters: elements of each that the rank holds; default: the whole model's.
     """
-    tensors = len(model.parameter_shapes())  # one call, but Python collects the tensors one by one
+    # One call, but Python collects the tensors one by one.
+    tensors, psi = len(model.parameter_shapes()), model.num_params
+    if parameters is not None:
+        tensors, psi = len(parameters), sum(parameters.values())
     if optimizer == "adamw":
-        return Work(0, ITEM * 7 * model.num_params, 5 + tensors)
-    return Work(0, ITEM * 3 * model.num_params, 5 + tensors / 2)
+        return Work(0, ITEM * 7 * psi, 5 + tensors)
+    return Work(0, ITEM * 3 * psi, 5 + tensors / 2)
 
 
 def bucket_copy_work(elements: int, parameters: int) -> Work:

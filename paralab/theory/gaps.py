@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paralab.report import Report
 
 NAN = float("nan")
-COMPUTED = ("forward", "backward", "bucket copies", "optimizer")
+COMPUTED = ("forward", "backward", "weight halves", "bucket copies", "optimizer")
 
 
 def notes_on(
@@ -40,13 +40,20 @@ def notes_on(
     if expect.world_size > 1:
         notes["communication"] = _communication_gap(table.loc["communication"], expect)
         notes["exposed communication"] = _exposed(table, expect)
+    if expect.plan.pp > 1:
+        notes["exposed communication"] = _waited(table, expect)
+        notes["bubble"] = _bubble_gap(table.loc["bubble"], expect, report)
     notes["step time"] = _step_gap(table, expect, report)
     return notes
 
 
+def _computed(table: pd.DataFrame) -> list[str]:
+    return [name for name in COMPUTED if name in table.index]
+
+
 def _contention(table: pd.DataFrame) -> float:
     """How many times longer the wall clock saw the ranks compute than their threads did."""
-    work = table.loc[list(COMPUTED)].sum()
+    work = table.loc[_computed(table)].sum()
     missing = math.isnan(table.loc["forward", "measured"]) or work["replayed"] <= 0
     return NAN if missing else work["measured"] / work["replayed"]
 
@@ -54,7 +61,7 @@ def _contention(table: pd.DataFrame) -> float:
 def _device_gaps(table: pd.DataFrame) -> dict[str, str]:
     """Prediction against replay, kind by kind; the reason is given once."""
     notes, explained = {}, False
-    for name in COMPUTED:
+    for name in _computed(table):
         predicted, replayed = table.loc[name, "predicted"], table.loc[name, "replayed"]
         if not (predicted > 0 and replayed > 0):
             continue
@@ -117,6 +124,45 @@ def _exposed(table: pd.DataFrame, expect: Report) -> str:
     if waited["measured"] > 1.1 * waited["replayed"]:
         said += " The measured wait holds waiting for slower ranks too, not only for bytes."
     return said
+
+
+def _waited(table: pd.DataFrame, expect: Report) -> str:
+    """Of a pipeline: what standing still means there."""
+    waited, flight = table.loc["exposed communication"], table.loc["communication"]
+    said = "a rank of a pipeline waits for what its neighbour has not computed yet: the bubble."
+    if expect.plan.dp > 1:
+        said += " Waiting for the sum of gradients is in it too."
+    if waited["replayed"] > flight["replayed"]:
+        said += " Messages are in flight for less than that, so a faster link would not cure it."
+    return said
+
+
+def _bubble_gap(row: pd.Series, expect: Report, report: Report) -> str:
+    from paralab.theory import ideal
+
+    alone, formula = ideal.ideal(report).bubble_rate, ideal.formula(expect)
+    said = f"with free links this schedule and the run's own costs leave {_share(alone)} idle"
+    if not math.isnan(formula):
+        said += f", with equal stages {_share(formula)} (formula)"
+    beyond = row["replayed"] - alone
+    links = f"the links add {_share(beyond)}" if beyond >= 0.001 else "the links add nothing"
+    said += f"; in the replay {links}."
+    off = row["predicted"] - row["replayed"]
+    if abs(off) < 0.01:
+        said += " Theory and replay agree to one hundredth of device time."
+    else:
+        said += f" Theory says {_share(abs(off))} {'more' if off > 0 else 'less'}."
+    if not math.isnan(row["measured"]) and abs(row["measured"] - row["replayed"]) >= 0.01:
+        cores = _cores(expect, report)
+        why = "the wall clock also counts what the machine did besides"
+        if cores and report.world_size > cores:
+            why = f"{_sharers(report.world_size, cores)}, so the wall clock answers who got a core"
+        said += f" {why[0].upper()}{why[1:]}: {_share(row['measured'])}."
+    return said
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _step_gap(table: pd.DataFrame, expect: Report, report: Report) -> str:

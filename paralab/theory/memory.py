@@ -18,15 +18,40 @@ copy and that mask. Fused attention keeps no scores: one number per row of them,
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from paralab.checks import choice
 from paralab.parallel.buckets import assign
+from paralab.parallel.partition import partition
+from paralab.parallel.schedules import Action
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
-from paralab.theory.formulas import sizes
+from paralab.theory.formulas import forward_parts, sizes
 
 OPTIMIZERS = ("adamw", "sgd")
 
 
-def gradient_buckets(model: ModelSpec, plan: Plan) -> list[tuple[tuple[int, ...], int]]:
+def stage_parts(model: ModelSpec, plan: Plan, rank: int) -> dict[int, tuple[str, ...]]:
+    """{stage: names of its parts} of the stages on ``rank``, chunk by chunk."""
+    stages = partition(model, plan.stages, plan.microbatch_size)
+    return {s: stages[s] for s in range(plan.place(rank)[0], plan.stages, plan.pp)}
+
+
+def stage_shapes(model: ModelSpec, parts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Every trainable tensor of these parts, in order of registration.
+
+    A head that is tied to an embedding on another stage keeps a copy of it, ``head.output.weight``.
+    """
+    mine = tuple(f"{part}." for part in parts)
+    shapes = {n: s for n, s in model.parameter_shapes().items() if n.startswith(mine)}
+    if model.tied and "head" in parts and "embedding" not in parts:
+        shapes["head.output.weight"] = (model.vocab, model.hidden)
+    return shapes
+
+
+def gradient_buckets(
+    model: ModelSpec, plan: Plan, rank: int = 0
+) -> list[tuple[tuple[int, ...], int]]:
     """(indices of its parameters, bytes with padding) of every bucket, in the order they leave.
 
     Empty where nothing is bucketed (one data-parallel rank, grad_sync="naive"), or where nobody
@@ -35,34 +60,39 @@ def gradient_buckets(model: ModelSpec, plan: Plan) -> list[tuple[tuple[int, ...]
     if plan.dp == 1 or plan.grad_sync not in ("bucketed", "overlapped"):
         return []
     item = BYTES_PER_ELEMENT[plan.precision]
-    counts = list(parameter_sizes(model).values())
+    counts = list(rank_sizes(model, plan, rank).values())
     buckets = assign(counts, bucket_bytes=plan.bucket_bytes, itemsize=item, multiple=plan.dp)
     return [(bucket.params, bucket.numel * item) for bucket in buckets]
 
 
 def parameter_sizes(model: ModelSpec) -> dict[str, int]:
-    """Elements of every parameter, in order of registration."""
-    counts = {}
-    for name, shape in model.parameter_shapes().items():
-        counts[name] = 1
-        for length in shape:
-            counts[name] *= length
-    return counts
+    """Elements of every parameter of the whole model, in order of registration."""
+    return {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
 
 
-def state_bytes(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> dict[str, int]:
+def rank_sizes(model: ModelSpec, plan: Plan, rank: int = 0) -> dict[str, int]:
+    """Elements of every parameter that ``rank`` holds, in order of registration."""
+    return {
+        name: math.prod(shape)
+        for parts in stage_parts(model, plan, rank).values()
+        for name, shape in stage_shapes(model, parts).items()
+    }
+
+
+def state_bytes(
+    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
+) -> dict[str, int]:
     """Bytes of the model states on one rank, by category. Raises ValueError on an unknown
     optimizer.
     """
     choice("optimizer", optimizer, OPTIMIZERS)
-    item = BYTES_PER_ELEMENT[plan.precision]
-    psi = model.num_params * item
-    padded = sum(size for _, size in gradient_buckets(model, plan))
-    tensors = len(model.parameter_shapes())
+    counts = rank_sizes(model, plan, rank)
+    psi = sum(counts.values()) * BYTES_PER_ELEMENT[plan.precision]
+    padded = sum(size for _, size in gradient_buckets(model, plan, rank))
     return {
         "parameters": psi,
         "gradients": psi,
-        "optimizer": 2 * psi + 4 * tensors if optimizer == "adamw" else 0,
+        "optimizer": 2 * psi + 4 * len(counts) if optimizer == "adamw" else 0,
         "buffers": padded - psi if padded else 0,
     }
 
@@ -90,7 +120,15 @@ def block_activation_bytes(model: ModelSpec, batch: int, *, mask_bytes: int = 4)
 
 
 def activation_bytes(model: ModelSpec, batch: int, *, mask_bytes: int = 4) -> int:
-    """Bytes that the whole model keeps for the backward of one micro-batch of ``batch`` samples.
+    """Bytes that the whole model keeps for the backward of one micro-batch of ``batch`` samples."""
+    parts = forward_parts(model, batch)
+    return sum(part_activation_bytes(model, part, batch, mask_bytes=mask_bytes) for part in parts)
+
+
+def part_activation_bytes(
+    model: ModelSpec, part: str, batch: int, *, mask_bytes: int = 4
+) -> int:  # fmt: skip
+    """What one part keeps: "embedding", "blocks.0" ... or "head".
 
     The head adds the input and the result of its norm (2x), mean and deviation, and the
     log-probabilities (b s V); the embedding the token and position indices (8 bytes each) and its
@@ -98,44 +136,87 @@ def activation_bytes(model: ModelSpec, batch: int, *, mask_bytes: int = 4) -> in
     """
     x, _ = sizes(model, batch)
     tokens = batch * model.seq_len
-    head = 4 * (2 * x + 2 * tokens + tokens * model.vocab)
-    embedding = 8 * (2 * tokens + model.seq_len) + (mask_bytes * x if model.dropout else 0)
-    return (
-        model.layers * block_activation_bytes(model, batch, mask_bytes=mask_bytes)
-        + head
-        + embedding
-    )
+    if part == "head":
+        return 4 * (2 * x + 2 * tokens + tokens * model.vocab)
+    if part == "embedding":
+        return 8 * (2 * tokens + model.seq_len) + (mask_bytes * x if model.dropout else 0)
+    return block_activation_bytes(model, batch, mask_bytes=mask_bytes)
 
 
-def moments(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> dict[str, dict[str, int]]:
-    """Bytes by category at the two moments of a step that can be its peak.
+def put_aside_bytes(model: ModelSpec, part: str, batch: int) -> int:
+    """What a part keeps between the input and the weight half of a backward.
 
-    "forward": the last forward has ended, all its activations are kept; there are gradients if an
-    earlier micro-batch left them. "backward": the last gradient is being copied into the last
-    bucket; all the others are in theirs already, their own memory given back. Workspace inside a
-    kernel is not part of the formula.
+    Input and output gradient of every linear layer: 7x and 9x in a block, x and b s V in the head.
     """
-    states = state_bytes(model, plan, optimizer=optimizer)
-    forward = {
-        **states,
-        "gradients": states["gradients"] if plan.microbatches > 1 else 0,
-        "activations": activation_bytes(model, plan.microbatch_size),
-    }
+    x, _ = sizes(model, batch)
+    if part == "head":
+        return 4 * (x + batch * model.seq_len * model.vocab)
+    return 0 if part == "embedding" else 4 * 16 * x
+
+
+def moments(
+    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
+) -> dict[str, dict[str, int]]:
+    """Bytes by category at the two moments of a step that can be the peak of ``rank``.
+
+    "forward": activations and gradients are at their most after a forward (in a pipeline of one
+    stage the last: there are gradients if an earlier micro-batch left them). "backward": the last
+    gradient is being copied into the last bucket; all the others are in theirs already, their own
+    memory given back. Workspace inside a kernel is not part of the formula.
+    """
+    states = state_bytes(model, plan, optimizer=optimizer, rank=rank)
+    _, kept, gradients = fullest(model, plan, rank)
+    forward = {**states, "gradients": gradients, "activations": kept}
     filling = 0
-    if buckets := gradient_buckets(model, plan):
-        counts = list(parameter_sizes(model).values())
+    if buckets := gradient_buckets(model, plan, rank):
+        counts = list(rank_sizes(model, plan, rank).values())
         item = BYTES_PER_ELEMENT[plan.precision]
         filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
     backward = {**states, "buffers": states["buffers"] + filling, "activations": 0}
     return {"forward": forward, "backward": backward}
 
 
+def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
+    """(forward, bytes of activations, of gradients): the last after which both are at their most.
+
+    A forward's activations stay until its backward, or until the weight half of it; what leaves
+    for the next stage stays too, for backward starts from it.
+    """
+    batch, held = plan.microbatch_size, stage_parts(model, plan, rank)
+    item = BYTES_PER_ELEMENT[plan.precision]
+    size, late, own = {}, {}, {}
+    for s, parts in held.items():
+        size[s] = sum(part_activation_bytes(model, part, batch) for part in parts)
+        size[s] += 0 if "head" in parts else item * sizes(model, batch)[0]
+        late[s] = sum(put_aside_bytes(model, part, batch) for part in parts)
+        own[s] = item * sum(map(math.prod, stage_shapes(model, parts).values()))
+    live, gradients = 0, dict.fromkeys(held, 0)
+    most: list[tuple[Action, int, int]] = []
+    for action in plan.actions()[plan.place(rank)[0]]:
+        s = action.stage
+        live += {"F": size[s], "B": -size[s], "W": -late[s], "I": late[s] - size[s]}[action.kind]
+        if action.kind != "F":
+            gradients[s] = own[s]
+            continue
+        now = (action, live, sum(gradients.values()))
+        if not most or sum(now[1:]) >= sum(most[0][1:]):
+            most = [now]
+    return most[0]
+
+
 def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:
-    """The larger of the two moments as text, category by category: what `pl.OutOfMemory` shows."""
-    found = moments(model, plan, optimizer=optimizer)
-    moment = max(found, key=lambda name: sum(found[name].values()))
-    rows = [(name, size) for name, size in found[moment].items() if size]
+    """The fullest rank at the fuller of its two moments, category by category, as text: what
+    `pl.OutOfMemory` shows.
+    """
+    found = {
+        (moment, rank): parts
+        for rank in range(0, plan.world_size, plan.dp)  # data-parallel ranks hold the same
+        for moment, parts in moments(model, plan, optimizer=optimizer, rank=rank).items()
+    }
+    moment, rank = max(found, key=lambda key: (sum(found[key].values()), -key[1]))
+    rows = [(name, size) for name, size in found[moment, rank].items() if size]
     rows.append(("in all", sum(size for _, size in rows)))
-    lines = [f"what one rank needs by the formulas, when {moment} has ended:"]
+    who = f"rank {rank}" if plan.pp > 1 else "one rank"
+    lines = [f"what {who} needs by the formulas, when {moment} has ended:"]
     lines += [f"  {name:<12}{size / 2**20:>14,.1f} MiB" for name, size in rows]
     return "\n".join(lines)

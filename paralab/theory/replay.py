@@ -6,9 +6,9 @@ seconds of its own thread. So the recorded order, the recorded dependencies and 
 through the event engine, with a stated link model, and out comes the timeline that devices of their
 own would have given.
 
-    cost of a span   median over steps >= 1 and ranks of the same stage, of spans of the same kind
-                     at the same place: a backward that launches collectives is cut there, and every
-                     part has its own
+    cost of a span   median over steps >= 1 and ranks that hold the same stages, of spans of the
+                     same stage and kind at the same place: a backward that launches collectives is
+                     cut there, and every part has its own
     collective       alpha + wire bytes / bandwidth, from its row in the traffic table
     wait             as long as the engine says, whatever it took in the run
 
@@ -80,8 +80,9 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
     compute = real("compute", compute, at_least=0.0)
     spans = sorted(_Span(*row) for row in report.spans.itertuples(index=False))
     setup = _setup_spans(report, spans)
-    costs = _typical_costs([span for span in spans if span.id not in setup], scale=compute,
-                           by_rank=report.model is None)  # fmt: skip
+    role = {rank: rank if report.model is None else report.plan.place(rank)[0]
+            for rank in range(report.world_size)}  # fmt: skip
+    costs = _typical_costs([s for s in spans if s.id not in setup], scale=compute, role=role)
     calls = _collectives(report)
     by_step: dict[tuple[int, bool], list[list[_Span]]] = defaultdict(
         lambda: [[] for _ in range(report.world_size)]
@@ -137,10 +138,11 @@ class _Costs(NamedTuple):
     seconds: dict[Key, float]
 
 
-def _typical_costs(spans: list[_Span], *, scale: float, by_rank: bool) -> _Costs:
+def _typical_costs(spans: list[_Span], *, scale: float, role: dict[int, int]) -> _Costs:
     """The median cost of every kind of span, warm-up left out where there is anything else.
 
-    by_rank  the ranks of a traced function may do different things: each keeps its own costs
+    role  ranks of one role do the same: those of a data-parallel group. The ranks of a traced
+          function may do different things, so each has a role of its own
     """
     groups: dict[Key, list[_Span]] = defaultdict(list)
     for span in spans:
@@ -158,7 +160,7 @@ def _typical_costs(spans: list[_Span], *, scale: float, by_rank: bool) -> _Costs
     key_of, warm, cold = {}, defaultdict(list), defaultdict(list)
     for (rank, step, lane, kind, stage, chunk, _), parts in groups.items():
         for part, span in enumerate(parts):
-            key = (rank * by_rank, stage, chunk, lane, kind, len(parts), part)
+            key = (role[rank], stage, chunk, lane, kind, len(parts), part)
             key_of[span.id] = key
             (warm if step >= 1 else cold)[key].append(_own_seconds(span))
     samples = {**cold, **warm}
@@ -188,7 +190,7 @@ def _collectives(report: Report) -> dict[int, list[tuple[Key, dict[str, Any]]]]:
     count: dict[Key, int] = defaultdict(int)
     rows = report.collectives.sort_values(["rank", "step", "span"], kind="stable")
     for row in rows.to_dict("records"):
-        key: Key = (row["axis"], row["ranks"], row["call"])
+        key: Key = (row["axis"], row["ranks"], row["phase"], row["call"])
         if row["op"] in ("send", "recv"):
             pair = (row["rank"], row["peer"])
             way = pair if row["op"] == "send" else pair[::-1]

@@ -6,6 +6,8 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     timelines    several reports on one time scale          losses       several runs' losses
     link_fit     alpha and bandwidth of a link              algorithms   time over message size
     bytes_bars   memory by category, against capacity       scaling      throughput over ranks
+    live_activations   micro-batches that a pipeline's ranks keep, over time
+    stuck        how far a schedule gets that deadlocks
     use_theme    "light" | "dark", for figures made from then on
 """
 
@@ -18,7 +20,8 @@ from typing import Any
 # other.
 _HOME = {
     "Chart": "chart", "algorithms": "links", "bytes_bars": "memory", "link_fit": "links",
-    "losses": "loss", "scaling": "throughput", "timelines": "timeline", "use_theme": "theme",
+    "live_activations": "live", "losses": "loss", "scaling": "throughput", "stuck": "standstill",
+    "timelines": "timeline", "use_theme": "theme",
 }  # fmt: skip
 _MODULES = ("theme", "widgets")
 

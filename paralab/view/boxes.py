@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import choice, whole
 from paralab.records import metrics
 from paralab.records.tables import COMPUTE_KINDS, KINDS
-from paralab.theory.traffic import POINT_TO_POINT
 from paralab.view import theme
+from paralab.view.hover import hover
 from paralab.view.tracks import tracks
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from paralab.view.chart import Chart
 
 MAX_TRACKS = 4
-LABEL_SHARE = 0.018  # of the time axis that a box needs to hold a micro-batch number
 LETTER_SHARE = 0.010  # of the time axis that one letter takes
 LANE_HEIGHT = {"compute": 1.0}
 OTHER_HEIGHT = 0.7
 RANK_GAP = 0.45
 HEAD = 1.15  # rows of room for the line above a section
+HALVES = {"backward": "backward, input half", "weight_grad": "backward, weight half"}
 
 
 @dataclass
@@ -42,15 +42,30 @@ class Section:
     ranks: list[int]
     boxes: list[dict[str, Any]]
     seconds: float
+    lanes: tuple[str, ...] | None = None  # what is drawn; None: every lane that has a box
+    gap: float = RANK_GAP
+    mark: float | None = None  # where a pipeline ends, if that is not where the step does
+    total: int = 0  # boxes there are; maybe not all of them are here
+    idle: dict[int, float] = field(default_factory=dict)  # share of a rank's time, for the margin
+    head: str = ""  # in place of label and clock
     rows: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
     top: float = 0.0
     bottom: float = 0.0
 
 
 def section(
-    report: Report, *, label: str = "", step: int | None, ranks: Sequence[int] | None
+    report: Report,
+    *,
+    label: str = "",
+    step: int | None,
+    ranks: Sequence[int] | None,
+    lanes: tuple[str, ...] | None = None,
+    most: int | None = None,
 ) -> Section:
-    """The step that was asked for. Raises ValueError if the report has no such step or rank."""
+    """The step that was asked for, of ``lanes`` (None: all), the first ``most`` boxes of it.
+
+    Raises ValueError if the report has no such step or rank.
+    """
     steps = sorted(set(report.steps["step"].tolist()))
     if not steps:
         raise ValueError(
@@ -63,17 +78,25 @@ def section(
     if not chosen:
         choice("ranks", ranks, tuple(known))
     chosen = sorted(set(chosen))
-    boxes, seconds = _boxes(report, step, chosen, label)
-    return Section(report, label, step, chosen, boxes, seconds)
+    boxes, seconds, total = _boxes(report, step, chosen, label, lanes, most)
+    return Section(report, label, step, chosen, boxes, seconds, lanes=lanes, total=total)
 
 
 def _boxes(
-    report: Report, step: int, ranks: list[int], label: str
-) -> tuple[list[dict[str, Any]], float]:
-    """Spans as dicts with times from the step's start and a track; how long the step took."""
+    report: Report, step: int, ranks: list[int], label: str, only: tuple[str, ...] | None,
+    most: int | None,
+) -> tuple[list[dict[str, Any]], float, int]:  # fmt: skip
+    """Spans as dicts with times from the step's start and a track; how long the step took, and how
+    many spans there are.
+    """
     steps, spans = report.steps[report.steps["step"] == step], report.spans
     zero, end = float(steps["start"].min()), float(steps["end"].max())
     chosen = spans[(spans["step"] == step) & spans["rank"].isin(ranks) & (spans["end"] >= zero)]
+    if only is not None:
+        chosen = chosen[chosen["lane"].isin(only)]
+    total = len(chosen)
+    if most is not None and total > most:
+        chosen = chosen.sort_values(["start", "id"]).head(most)
     calls = report.collectives[report.collectives["step"] == step]
     of_span: dict[int, list[dict[str, Any]]] = {}
     for call in calls.to_dict("records"):
@@ -90,7 +113,7 @@ def _boxes(
             own, tracks([(b["start"], b["end"]) for b in own], at_most=MAX_TRACKS), strict=True
         ):
             box["track"] = track
-    return boxes, end - zero
+    return boxes, end - zero, total
 
 
 def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float, str]], float]:
@@ -102,7 +125,7 @@ def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float
     for one in sections:
         one.top = y
         y += HEAD if heads else 0.0
-        lanes = sorted(
+        lanes = one.lanes or sorted(
             {b["lane"] for b in one.boxes} | {"compute"}, key=lambda lane: (lane != "compute", lane)
         )
         for rank in one.ranks:
@@ -112,8 +135,9 @@ def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float
                 axis = theme.text(theme.axis_of(lane))
                 ticks.append((y + height / 2, f"<b>rank {rank}</b>" if lane == "compute" else axis))
                 y += height
-            y += RANK_GAP
-        one.bottom = y - RANK_GAP
+            y += one.gap
+        one.bottom = y - one.gap
+        y = one.bottom + RANK_GAP
     return ticks, y - RANK_GAP + 0.2
 
 
@@ -126,14 +150,27 @@ def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[
          window: float) -> None:  # fmt: skip
     """One trace per kind and lane, whatever the times, over all sections: one legend entry each."""
     pairs = {(b["kind"], b["lane"]) for one in sections for b in one.boxes}
+    chunks = 1 + max((b["chunk"] for one in sections for b in one.boxes), default=0)
+    halves = any(kind == "weight_grad" for kind, _ in pairs)
     for kind, lane in sorted(pairs, key=lambda pair: (KINDS.index(pair[0]), pair[1])):
         bars: dict[str, list[Any]] = {"base": [], "x": [], "y": [], "width": [], "text": [],
                                       "hovertext": []}  # fmt: skip
         for one, boxes in zip(sections, shown, strict=True):
             mine = [b for b in boxes if (b["kind"], b["lane"]) == (kind, lane)]
+            mine.sort(key=lambda b: b["chunk"])  # the legend has the colour of the first
             for name, values in _bars(kind, mine, one, window).items():
                 bars[name] += values
         style = _style(kind, lane)
+        if halves and kind in HALVES:
+            style["name"] = HALVES[kind]
+        if kind == "wait" and any(one.idle for one in sections):
+            style["name"] = "waiting: the bubble"
+        if kind in COMPUTE_KINDS and chunks > 1:  # a rank's later chunks are paler
+            drawn = [sorted(b["chunk"] for b in boxes if (b["kind"], b["lane"]) == (kind, lane))
+                     for boxes in shown]  # fmt: skip
+            fills = [theme.shade(theme.colour(kind), n, chunks) for own in drawn for n in own]
+            style["marker"]["color"] = fills
+            style["textfont"]["color"] = [theme.on(fill) for fill in fills]
         if kind == "comm" and any(two_levels(one) for one in sections):
             drawn = [b for boxes in shown for b in boxes if (b["kind"], b["lane"]) == (kind, lane)]
             far = [any(c["level"] == "inter" for c in b["calls"]) for b in drawn]
@@ -164,7 +201,7 @@ def _bars(
         "y": y,
         "width": widths,
         "text": _labels(kind, boxes, window, deepest),
-        "hovertext": [_hover(b) for b in boxes],
+        "hovertext": [hover(b) for b in boxes],
     }
 
 
@@ -208,12 +245,12 @@ def _labels(kind: str, boxes: list[dict[str, Any]], window: float, deepest: int)
             if key not in widest or _duration(b) > _duration(widest[key]):
                 widest[key] = b
     named = {id(b) for b in widest.values()
-             if b["microbatch"] >= 0 and _duration(b) >= LABEL_SHARE * window}  # fmt: skip
+             if b["microbatch"] >= 0 and _fits(str(b["microbatch"]), b, window)}  # fmt: skip
     return [str(b["microbatch"]) if id(b) in named else "" for b in boxes]
 
 
 def _fits(said: str, box: dict[str, Any], window: float) -> bool:
-    return _duration(box) >= LETTER_SHARE * len(said) * window
+    return _duration(box) >= LETTER_SHARE * max(len(said), 1.2) * window
 
 
 def _partners(b: dict[str, Any]) -> str:
@@ -226,36 +263,15 @@ def _duration(box: dict[str, Any]) -> float:
     return box["end"] - box["start"]
 
 
-def _hover(b: dict[str, Any]) -> str:
-    """What a box says when pointed at: times in ms, bytes as they were counted."""
-    head = f"<b>{b['kind'].replace('_', ' ')}</b>"
-    if b["microbatch"] >= 0:
-        head += f", micro-batch {b['microbatch']}"
-    if b["label"]:
-        head = f"{theme.text(b['label'])}: {head}"
-    lines = [head, f"rank {b['rank']}, {theme.text(b['lane'])}",
-             f"{_duration(b) * 1e3:.3f} ms, from {b['start'] * 1e3:.3f} to "
-             f"{b['end'] * 1e3:.3f} ms"]  # fmt: skip
-    if b["kind"] not in ("wait", "comm"):
-        lines.append(f"cost {b['cost'] * 1e3:.3f} ms of device time")
-    lines += [_call(call) for call in b["calls"]]
-    return "<br>".join(lines)
-
-
-def _call(call: dict[str, Any]) -> str:
-    phase = theme.text(call["phase"])
-    if call["op"] in POINT_TO_POINT:
-        way = "send to" if call["op"] == "send" else "receive from"
-        return f"{way} rank {call['peer']} ({phase}): {call['payload_bytes']:,} bytes"
-    return (f"{call['op']} ({phase}): {call['payload_bytes']:,} bytes "
-            f"in the buffer, {call['wire_bytes']:,} sent")  # fmt: skip
-
-
 def table(sections: Sequence[Section]) -> pd.DataFrame:
-    """Every box: report, clock, rank, lane, kind, microbatch, start, end (seconds), wire_bytes."""
+    """Every box: report, clock, rank, lane, kind, microbatch, start, end (seconds), wire_bytes.
+
+    Of pipelines the stage too.
+    """
     import pandas as pd
 
-    columns = ("rank", "lane", "kind", "microbatch", "start", "end")
+    staged = ("stage",) if any(one.report.plan.pp > 1 for one in sections) else ()
+    columns = ("rank", "lane", "kind", *staged, "microbatch", "start", "end")
     rows = [
         {"report": one.label or theme.subject(one.report), "clock": one.report.clock,
          **{c: b[c] for c in columns}, "wire_bytes": sum(c["wire_bytes"] for c in b["calls"])}

@@ -145,6 +145,14 @@ def colour(kind: str, lane: str = "compute") -> str:
     return look().wait if kind == "wait" else KIND_COLOUR.get(kind, OTHER_COLOUR)
 
 
+def shade(fill: str, index: int, of: int) -> str:
+    """The ``index``-th of ``of`` shades of a colour: the colour itself, then paler and paler."""
+    paper, part = look().paper, 0.62 * index / max(of - 1, 1)
+    mixed = (round((1 - part) * int(fill[i : i + 2], 16) + part * int(paper[i : i + 2], 16))
+             for i in (1, 3, 5))  # fmt: skip
+    return "#" + "".join(f"{level:02X}" for level in mixed)
+
+
 def on(background: str) -> str:
     """Black or white, whichever reads better on this colour (relative luminance, WCAG 2)."""
     parts = [int(background[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -174,13 +182,28 @@ def text(value: Any) -> str:
     return html.escape(str(value))
 
 
+SCHEDULE_NAME = {"naive": "naive pipeline", "gpipe": "GPipe", "1f1b": "1F1B",
+                 "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2"}  # fmt: skip
+
+
+def schedule_name(plan: Plan) -> str:
+    """The plan's schedule as the papers call it; of a function of one's own its name."""
+    if callable(plan.schedule):
+        return getattr(plan.schedule, "__name__", "own schedule")
+    return SCHEDULE_NAME.get(plan.schedule, plan.schedule.removeprefix(OWN_FORM))
+
+
 def plan_name(plan: Plan) -> str:
-    """ "dp=4, overlapped": the degrees, and how gradients are synchronised if they are."""
-    degrees = [f"dp={plan.dp}"] + [
-        f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp") if getattr(plan, axis) > 1
-    ]
+    """ "dp=4, overlapped" or "1F1B, p=4, m=8": the degrees, and how the ranks work together."""
     form = plan.grad_sync_name.removeprefix(OWN_FORM)
-    return ", ".join(degrees + [form] * (plan.dp > 1))
+    copies = [f"dp={plan.dp}"] + [form] * (plan.dp > 1)
+    if plan.tp > 1:
+        copies.insert(1, f"tp={plan.tp}")
+    if plan.pp == 1:
+        return ", ".join(copies)
+    name = [schedule_name(plan), f"p={plan.pp}", f"m={plan.microbatches}"]
+    name += [f"v={plan.virtual_stages}"] * (plan.virtual_stages > 1)
+    return ", ".join(name + copies * (plan.dp > 1 or plan.tp > 1))
 
 
 def subject(report: Report) -> str:

@@ -24,19 +24,36 @@ if TYPE_CHECKING:
 
 MAX_BOXES = 4000  # more make a browser slow, and no screen has the pixels
 MAX_RANKS = 12  # rows of ranks that several reports show together before some are left out
+_SEPARATORS = re.compile(", | on ")
 SAME = 0.02  # durations closer than this share are called equal
 
 
 def timeline(
-    report: Report, *, step: int | None = None, ranks: Sequence[int] | None = None
+    report: Report,
+    *,
+    step: int | None = None,
+    ranks: Sequence[int] | None = None,
+    ideal: bool | None = None,
 ) -> Chart:
     """One bar per span of ``step`` (default: of median duration) on ``ranks`` (default: all).
 
-    Milliseconds from the step's start. Raises ValueError if the report has no such step or rank.
+    ideal   of a pipeline: its schedule with free links above, what the report has beneath. Default:
+            where there is room for both
+
+    Milliseconds from the step's start. Raises ValueError if the report has no such step or rank, or
+    no ideal.
     """
+    if ideal not in (None, True, False):
+        raise illegal("ideal", ideal, "neither yes nor no", "True | False | None")
+    if report.plan.pp > 1:
+        from paralab.view.pipeline import pipeline_timeline
+
+        return pipeline_timeline(report, step=step, ranks=ranks, ideal=ideal)
+    if ideal:
+        raise illegal("ideal", ideal, "one stage has no schedule to idealise", "None, or pp > 1")
     one = boxes.section(report, step=step, ranks=ranks)
     said = [] if report.model is None else [f"step {one.step}"]
-    fig = _drawn([one], _finding(one), report.clock, [*said, f"{one.seconds * 1e3:.1f} ms"])
+    fig = drawn([one], _finding(one), report.clock, [*said, f"{one.seconds * 1e3:.1f} ms"])
     what = "" if report.model is None else " of the typical step" if step is None else \
         f" of step {step}"  # fmt: skip
     return fig.explained(
@@ -66,19 +83,28 @@ def timelines(
     known = [sorted(set(report.steps["rank"].tolist())) for report in reports]
     most = max(1, MAX_RANKS // len(reports))
     sections = [
-        boxes.section(report, label=name, step=step, ranks=mine[:most] if ranks is None else ranks)
+        _section(report, label=name, step=step, ranks=mine[:most] if ranks is None else ranks)
         for report, name, mine in zip(reports, names, known, strict=True)
     ]
     clocks = list(dict.fromkeys(report.clock for report in reports))
-    said = []
+    said = [theme.text(", ".join(common([theme.subject(r) for r in reports])))]
+    said *= any(report.plan.pp > 1 for report in reports) and bool(said[0])
     if ranks is None and any(len(mine) > most for mine in known):
         said.append(f"the first {most} rank{'s' * (most != 1)} of each; choose ranks=")
-    fig = _drawn(sections, _verdict(sections), " and ".join(clocks), said)
+    fig = drawn(sections, _verdict(sections), " and ".join(clocks), said)
     return fig.explained(
         f"timelines of {len(reports)} reports: {' | '.join(names)} ({', '.join(clocks)}): "
         f"{sum(len(one.boxes) for one in sections)} boxes",
         boxes.table(sections),
     )
+
+
+def _section(report: Report, **settings: Any) -> Section:
+    if report.plan.pp == 1:
+        return boxes.section(report, **settings)
+    from paralab.view.pipeline import section
+
+    return section(report, **settings)
 
 
 def _checked(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
@@ -95,7 +121,7 @@ def _checked(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
 
 def _labels(reports: Sequence[Report]) -> list[str]:
     """The shortest names that tell the reports apart: subject, clock, both, or those numbered."""
-    subjects = _told_apart([theme.subject(report) for report in reports])
+    subjects = told_apart([theme.subject(report) for report in reports])
     clocks = [report.clock for report in reports]
     both = [f"{s}, {c}" for s, c in zip(subjects, clocks, strict=True)]
     for names in (clocks, subjects, both):
@@ -104,17 +130,22 @@ def _labels(reports: Sequence[Report]) -> list[str]:
     return [f"{i}: {name}" for i, name in enumerate(both, 1)]
 
 
-def _told_apart(subjects: list[str]) -> list[str]:
+def told_apart(subjects: list[str]) -> list[str]:
     """The names without the parts all of them have: "naive" of "dp=4, naive", "ring" of "ring on 4
     ranks".
     """
-    parts = [re.split(", | on ", subject) for subject in subjects]
-    common = set(parts[0]).intersection(*parts[1:])
-    shorter = [", ".join(part for part in mine if part not in common) for mine in parts]
+    shared = common(subjects)
+    shorter = [", ".join(p for p in _SEPARATORS.split(mine) if p not in shared)
+               for mine in subjects]  # fmt: skip
     return shorter if all(shorter) else subjects
 
 
-def _drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -> Chart:
+def common(subjects: list[str]) -> list[str]:
+    parts = [_SEPARATORS.split(subject) for subject in subjects]
+    return [part for part in parts[0] if all(part in other for other in parts[1:])]
+
+
+def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -> Chart:
     """The figure of one section or several; ``said`` goes to its second line."""
     many = len(sections) > 1
     shown = [
@@ -122,24 +153,32 @@ def _drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) 
         for one in sections
     ]
     window = max(
-        one.seconds if len(some) == len(one.boxes) else max((b["start"] for b in some), default=0.0)
+        one.seconds if len(some) == max(len(one.boxes), one.total)
+        else max((b["start"] for b in some), default=0.0)
         for one, some in zip(sections, shown, strict=True)
-    )
-    drawn, total = sum(map(len, shown)), sum(len(one.boxes) for one in sections)
-    if drawn < total:
-        said.append(f"the first {drawn} of {total} boxes ({window * 1e3:.1f} ms); choose ranks=")
+    )  # fmt: skip
+    many_boxes, total = sum(map(len, shown)), sum(max(len(s.boxes), s.total) for s in sections)
+    if many_boxes < total:
+        said.append(f"the first {many_boxes:,} of {total:,} boxes ({window * 1e3:.1f} ms); "
+                    "choose ranks=")  # fmt: skip
     said += list(dict.fromkeys(filter(None, (_crowded(one.report) for one in sections))))
+    said += ["shades: a rank's chunks"] * any(b["chunk"] for one in sections for b in one.boxes)
     said += ["framed: between nodes"] * any(boxes.two_levels(one) for one in sections)
     ticks, bottom = boxes.place(sections, heads=many)
     line = theme.clock_line(sections[0].report, *said)
     if many:
         meaning = [f"{c}: {theme.CLOCK_BRIEF[c]}" for c in clocks.split(" and ")]
         line = " · ".join([*meaning, *said])
-    fig = theme.figure(finding, line, height=int(190 + (28 if many else 34) * bottom))
+    rows = 28 if many else 34
+    if any(one.idle for one in sections):  # many ranks with one lane each: they may be lower
+        rows = max(14.0, min(30.0, 660 / bottom))
+    fig = theme.figure(finding, line, height=int(190 + rows * bottom))
     boxes.draw(fig, sections, shown, window)
     of_step = f"step {sections[0].step}" if not many else "its step"
     if any(one.report.model is None for one in sections):
         of_step = "the function" if not many else "each"
+    if all(one.lanes == ("compute",) for one in sections):
+        of_step = "the step"
     fig.update_layout(
         barmode="overlay",
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
@@ -150,7 +189,26 @@ def _drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) 
     )  # fmt: skip
     if many:
         _heads(fig, sections, window)
+    _idle(fig, sections)
     return fig
+
+
+def _idle(fig: Chart, sections: list[Section]) -> None:
+    """In the right margin the share of its time that every rank stands idle."""
+    if not any(one.idle for one in sections):
+        return
+    faint = theme.look().faint
+    for one in sections:
+        y = {rank: one.rows[rank, "compute"][0] for rank in one.ranks}
+        for rank, share in one.idle.items():
+            if rank in y:
+                fig.add_annotation(xref="paper", x=1, y=y[rank], text=f"{100 * share:.0f} %",
+                                   showarrow=False, xanchor="left", xshift=8)  # fmt: skip
+        at = {"y": one.top + boxes.HEAD / 2} if len(sections) > 1 else \
+            {"yref": "paper", "y": 1, "yanchor": "bottom"}  # fmt: skip
+        fig.add_annotation(xref="paper", x=1, text="idle", xshift=8, showarrow=False,
+                           xanchor="left", font={"color": faint}, **at)  # fmt: skip
+    fig.update_layout(margin={"r": 68})
 
 
 def _heads(fig: Chart, sections: list[Section], window: float) -> None:
@@ -160,10 +218,10 @@ def _heads(fig: Chart, sections: list[Section], window: float) -> None:
         clock = "" if one.report.clock in one.label else f" ({one.report.clock})"
         fig.add_annotation(
             xref="paper", x=0, y=one.top + boxes.HEAD / 2, showarrow=False, xanchor="left",
-            text=f"<b>{theme.text(one.label)}</b>{clock}",
+            text=one.head or f"<b>{theme.text(one.label)}</b>{clock}",
             font={"size": 14},
         )  # fmt: skip
-        end = one.seconds * 1e3
+        end = (one.seconds if one.mark is None else one.mark) * 1e3
         fig.add_shape(type="line", x0=end, x1=end, y0=one.top + 0.35, y1=one.bottom,
                       line={"color": ink, "width": 2})  # fmt: skip
         inside = end > 0.85 * window * 1e3

@@ -3,6 +3,7 @@
     explore     data parallelism: ranks, gradient sync, bucket and micro-batch size, link speed
     memory      what training needs on one device: layers, hidden size, batch, bytes per parameter
     collective  ring against tree: ranks, message size, latency, bandwidth
+    pipeline    schedule, ranks, micro-batches, chunks per rank, a slower stage, link speed
 
 Each is a `Bench` (widget_bench.py says what one can do with it without a mouse).
 """
@@ -14,5 +15,6 @@ from paralab.view.widget_collective import Collective as collective
 from paralab.view.widget_explore import Explore as explore
 from paralab.view.widget_memory import Memory as memory
 from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_pipeline import Pipeline as pipeline
 
-__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory"]
+__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory", "pipeline"]

@@ -51,7 +51,8 @@ def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
 
     def side(name: str) -> Any:
         def step(number: int) -> None:
-            trainer.recorder = trainer.group.recorder = recorders[name]
+            for holder in (trainer, trainer.group, trainer.grid.pp):
+                holder.recorder = recorders[name]
             trainer.step(number)
 
         return step

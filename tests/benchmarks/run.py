@@ -13,11 +13,13 @@ from collections.abc import Callable
 import bench_data_parallel
 import bench_instruments
 import bench_launch
+import bench_pipeline
 
 BENCHES: dict[str, Callable[[], list[dict]]] = {
     "launch": bench_launch.rows,
     "instruments": bench_instruments.measure,
     "data_parallel": bench_data_parallel.measure,
+    "pipeline": bench_pipeline.measure,
 }
 
 

@@ -1,0 +1,48 @@
+"""The ranks as a grid, one axis per kind of parallelism: who belongs to whose groups.
+
+    numpy.arange(world_size).reshape(pp, dp)
+
+Neighbours in rank are data-parallel to each other: they send most at once, and lie on one node. The
+ranks of a column are one pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paralab.comm import Group
+from paralab.observe.recorder import Recorder
+from paralab.spec import Plan
+
+
+class Grid:
+    """One rank's groups: ``world``, ``dp`` and ``pp``; and ``ends`` of its pipeline.
+
+    ends  the first and the last rank of the pipeline, on these two, if they are different; else
+          None
+    """
+
+    def __init__(self, plan: Plan, context: Any, recorder: Recorder) -> None:
+        self.context, self.recorder = context, recorder
+        everyone = range(context.world_size)
+        self.world = self._group(everyone, "world")
+        self.dp = self._mine({plan.ranks("dp", rank) for rank in everyone}, "dp")
+        pipelines = {plan.ranks("pp", rank) for rank in everyone}
+        self.pp = self._mine(pipelines, "pp")
+        ends = {(ranks[0], ranks[-1]) for ranks in pipelines}
+        self.ends = self.pp if plan.pp == 2 else self._mine(ends, "pp") if plan.pp > 2 else None
+        if context.backend == "nccl" and self.pp.size > 1:
+            # NCCL connects a group at its first call, which has to be one that all members make.
+            self.pp.barrier(phase="setup")
+
+    def _mine(self, groups: set[tuple[int, ...]], axis: str) -> Group | None:
+        """Of disjoint groups the one that this rank is in; every rank asks for the same ones."""
+        groups = sorted(groups)
+        if len(groups[0]) in (1, self.context.world_size):  # needs no communicator of its own
+            return next(self._group(g, axis) for g in groups if self.context.rank in g)
+        made = [self.world.subgroup(ranks, axis=axis) for ranks in groups]
+        return next((group for group in made if group is not None), None)
+
+    def _group(self, ranks: Sequence[int], axis: str) -> Group:
+        return Group(ranks, axis=axis, context=self.context, recorder=self.recorder)

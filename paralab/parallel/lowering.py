@@ -1,0 +1,192 @@
+"""From what every rank computes to what it does: the sends and receives between the actions.
+
+A schedule says only what is computed (parallel/schedules.py). `lower` adds a send after every
+action whose result another rank needs, and a receive before the action that needs it. Between
+stages of one rank nothing is sent. The rule that makes it safe:
+
+    All transfers stand in one row, and every rank makes its own in the order of that row.
+
+So whoever is first in the row can go: both its ends have done all their earlier transfers, and what
+stands between those is compute, which waits for nothing but earlier transfers. Hence no deadlock,
+even if every transfer holds up both its ranks until it is over and messages are matched by order
+alone, as with NCCL; `check_lowered` runs the lists under those rules. The row is the order in which
+the results are ready, on the event engine with F, I and W costing 1, B 2 and a message 1/8 (without
+it, what comes would often be in a tie with what goes). Ties: activations before gradients, then the
+lower stage.
+
+A receive stands ``ahead`` actions before the one that needs it, as far as the row allows: its
+message travels while the rank computes. One is enough unless a message takes longer than an
+action; each costs a buffer. Of an activation and a gradient that two neighbours swap at the same
+moment only one can be hidden so. If they were one exchange, as NCCL needs it where nothing else
+sets an order, neither could: it would begin only when both have computed. Torch is not imported
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paralab.checks import illegal, whole
+from paralab.parallel.schedules import Action
+from paralab.theory.engine import longest_path
+from paralab.theory.order import F, graph
+from paralab.theory.schedule_check import checked, deadlock
+
+UNITS = (1.0, 2.0, 1.0, 1.0)  # of F, B, I, W: what a linear layer's products cost
+MESSAGE = 0.125
+
+
+class Transfer(NamedTuple):
+    """One end of a message: ``str`` is "1RECV_F0", stage 1 receives micro-batch 0's activations.
+
+    kind        "send" or "recv"
+    what        "F": activations, to the next stage; "B": their gradient, to the stage before
+    stage       the stage of this rank that it leaves, or enters
+    microbatch
+    peer        pipeline rank of the other end
+    """
+
+    kind: str
+    what: str
+    stage: int
+    microbatch: int
+    peer: int
+
+    @property
+    def other_stage(self) -> int:
+        """The stage at the other end."""
+        up = (self.what == "F") == (self.kind == "send")
+        return self.stage + 1 if up else self.stage - 1
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.upper()}_{self.what}{self.microbatch}"
+
+
+Step = Action | Transfer
+
+
+def lower(schedule: Sequence[Sequence[Action | str]], *, ahead: int = 1) -> list[list[Step]]:
+    """Per rank what it does, in order: its actions, and the transfers they need.
+
+    ahead  a receive is posted so many actions before the one that needs it; earlier where the row
+           has its turn before that of a send, for a result leaves as soon as it is there
+
+    Raises ScheduleError, a ValueError, if the schedule is not valid.
+    """
+    ahead = whole("ahead", ahead, at_least=0)
+    schedule, order = checked(schedule)
+    n = len(order.rank)
+    dag = graph(order, np.array(UNITS)[order.kind], np.full(n, MESSAGE))
+    end, _ = longest_path(*dag)
+    if any(dag.missing[:n]):
+        raise deadlock(order, dag.missing)
+    to = np.flatnonzero(order.source >= 0)
+    source = order.source[to]
+    away = order.rank[source] != order.rank[to]
+    to, source = to[away], source[away]
+    forward = order.kind[source] == F
+    stage, ready = order.stage[source], np.array(end[:n])[source]
+    row = np.lexsort((order.microbatch[source], stage, ~forward, ready))
+    first, rank = order.first.tolist(), order.rank.tolist()
+    lists: list[list[Step]] = [[] for _ in schedule]
+    at = order.first[:-1].tolist()  # how far each rank's actions are in its list
+    awaits, owes = set(to.tolist()), set(source.tolist())  # whose message is to come, or to leave
+
+    def upto(rank: int, node: int) -> None:
+        """Put a rank's actions before ``node`` into its list, but not past a message's turn."""
+        here = at[rank]
+        while here < node and here not in awaits:
+            if here > first[rank] and here - 1 in owes:
+                break
+            lists[rank].append(schedule[rank][here - first[rank]])
+            here += 1
+        at[rank] = here
+
+    for maker, user, is_forward in zip(
+        source[row].tolist(), to[row].tolist(), forward[row].tolist(), strict=True
+    ):
+        a, b, what = rank[maker], rank[user], "F" if is_forward else "B"
+        made, used = schedule[a][maker - first[a]], schedule[b][user - first[b]]
+        upto(a, maker + 1)
+        lists[a].append(Transfer("send", what, made.stage, made.microbatch, b))
+        owes.discard(maker)
+        upto(b, user - ahead)
+        lists[b].append(Transfer("recv", what, used.stage, used.microbatch, a))
+        awaits.discard(user)
+    for r in range(len(schedule)):
+        upto(r, first[r + 1])
+    return lists
+
+
+def check_lowered(lists: Sequence[Sequence[Step]]) -> None:
+    """Run the lists where a transfer holds up both ends until it is over, matched by order alone.
+
+    Raises ValueError at an action or a send whose input is not there yet, at a receive that does
+    not fit the send it meets, and if no rank can go on.
+    """
+    p = len(lists)
+    stages = 1 + max((step.stage for row in lists for step in row), default=0)
+    at = [0] * p
+    there: list[set[tuple]] = [set() for _ in range(p)]  # what each rank has: see `_result`
+    ready = list(range(p))
+    while ready:
+        rank = ready.pop()
+        while at[rank] < len(lists[rank]):
+            step = lists[rank][at[rank]]
+            if isinstance(step, Transfer):
+                peer = step.peer
+                other = lists[peer][at[peer]] if at[peer] < len(lists[peer]) else None
+                if not isinstance(other, Transfer) or other.peer != rank:
+                    break  # the peer will come to it, and then go on with this rank
+                sent, taken = (step, other) if step.kind == "send" else (other, step)
+                if sent.kind == taken.kind or (sent.what, sent.other_stage, sent.microbatch) != (
+                    taken.what, taken.stage, taken.microbatch,
+                ):  # fmt: skip
+                    raise illegal(f"lists[{rank}][{at[rank]}]", str(step),
+                                  f"meets {other} of rank {peer}",
+                                  "each send the counterpart of its receive")  # fmt: skip
+                result = (sent.what, sent.stage, sent.microbatch)
+                sender = rank if sent is step else peer
+                if result not in there[sender]:
+                    raise illegal(f"lists[{sender}][{at[sender]}]", str(sent),
+                                  "what it sends is not computed yet",
+                                  "a send after its action")  # fmt: skip
+                there[rank + peer - sender].add(result)
+                at[peer] += 1
+                ready.append(peer)
+            else:
+                need = _needs(step, stages)
+                if not need <= there[rank]:
+                    raise illegal(f"lists[{rank}][{at[rank]}]", str(step),
+                                  "what it needs is not there yet",
+                                  "an action after its receive")  # fmt: skip
+                there[rank].add(_result(step))
+            at[rank] += 1
+    stuck = [
+        f"rank {r} stands at {row[at[r]]}, for rank {row[at[r]].peer}"
+        for r, row in enumerate(lists)
+        if at[r] < len(row)
+    ]
+    if stuck:
+        raise illegal("lists", "...", f"no rank can go on: {'; '.join(stuck)}",
+                      "both ends of every pair's transfers in one order")  # fmt: skip
+
+
+def _result(action: Action) -> tuple:
+    """What an action leaves: ("F" | "B", stage, micro-batch); I leaves what B does, W nothing."""
+    kind = "B" if action.kind == "I" else action.kind
+    return (kind, action.stage, action.microbatch)
+
+
+def _needs(action: Action, stages: int) -> set[tuple]:
+    """The results that have to be on an action's rank when it starts."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return {("F", stage - 1, microbatch)} if stage else set()
+    own = {("F", stage, microbatch)}
+    if kind == "W":
+        return own | {("B", stage, microbatch)}
+    return own | ({("B", stage + 1, microbatch)} if stage < stages - 1 else set())

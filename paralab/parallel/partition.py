@@ -1,0 +1,46 @@
+"""Which part of the model each pipeline stage holds. Torch-free: run and predict share it.
+
+A model is a row of parts, "embedding", "blocks.0" ... "head". Stages are contiguous pieces of it,
+each with at least one block. A pipeline runs at the pace of its slowest stage, so the cut is the
+one whose most expensive stage is cheapest (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 2.2
+assumes equal stages; a head of V columns is worth V/(12h) blocks). Blocks being all alike, that is
+found by giving each block to the stage that is cheapest so far; of equals, to the latest, since
+earlier stages hold more activations.
+
+Cost is that of the matrix products, GELU and softmax of one forward (theory/formulas.py), backward
+being twice as much everywhere: the embedding, which only looks up, comes free.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from paralab.checks import illegal
+from paralab.spec import ModelSpec
+from paralab.theory.formulas import forward_parts
+
+
+@lru_cache(maxsize=256)
+def partition(model: ModelSpec, stages: int, batch: int = 1) -> list[tuple[str, ...]]:
+    """The names of each stage's parts, stage by stage. batch: samples of a micro-batch.
+
+    Raises ValueError if there are fewer blocks than stages. The list is made once: not to be
+    altered.
+    """
+    if not 1 <= stages <= model.layers:
+        raise illegal("stages", stages, f"the model has {model.layers} blocks, a stage needs one",
+                      f"1 to {model.layers}")  # fmt: skip
+    cost = {name: work.flops for name, work in forward_parts(model, batch).items()}
+    block = cost["blocks.0"]
+    load, blocks = [block] * stages, [1] * stages
+    load[0] += cost["embedding"]
+    load[-1] += cost["head"]
+    for _ in range(model.layers - stages):
+        cheapest = min(range(stages), key=lambda s: (load[s], -s))
+        load[cheapest] += block
+        blocks[cheapest] += 1
+    names = iter(f"blocks.{i}" for i in range(model.layers))
+    parts = [tuple(next(names) for _ in range(count)) for count in blocks]
+    parts[0] = ("embedding", *parts[0])
+    parts[-1] = (*parts[-1], "head")
+    return parts

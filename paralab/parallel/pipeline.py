@@ -1,0 +1,216 @@
+"""Pipeline parallelism: every rank holds some of the layers, micro-batches flow through the ranks.
+
+The model is cut into stages of consecutive layers (partition.py). A stage's forward needs the
+activation of the stage before, its backward the gradient from the stage after:
+
+                 F(s-1, k)  --activation-->  F(s, k)         B(s, k)  <--gradient--  B(s+1, k)
+
+*When* a rank does what is its schedule, a list of actions (schedules.py); which messages that takes
+and in which order is worked out by lowering.py. What remains is here: do what the list says. The
+same few lines run naive, GPipe, 1F1B, interleaved and zero-bubble schedules, and a learner's own.
+
+Memory: 1/pp of the parameters, gradients and optimizer state, and the activations of the
+micro-batches between their F and their B. Bytes: a message of b s h elements per micro-batch, stage
+boundary and direction, the least of all ways to split a model. Time: what the schedule says, see
+schedules.py. A pipeline of one stage sends nothing: it is gradient accumulation.
+
+GPipe (Huang+ 2019, arXiv:1811.06965), PTD-P (Narayanan+ 2021, arXiv:2104.04473) sec. 2.2. Lab 03.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from paralab.comm import Group
+from paralab.model import Layers
+from paralab.parallel import split_backward
+from paralab.parallel.lowering import Transfer, lower
+from paralab.parallel.partition import partition
+from paralab.parallel.schedules import Schedule
+from paralab.parallel.split_backward import WeightHalves
+from paralab.pending import Pending, wait_all
+from paralab.spec import ModelSpec, Plan
+
+Key = tuple[str, int, int]  # ("F" activation | "B" its gradient, stage, micro-batch)
+
+
+class Stage:
+    """Consecutive layers, and what they remember between a micro-batch's forward and backward.
+
+    model   maps (B, s) tokens or (B, s, h) activations to activations or, with the targets, to the
+            loss
+    halves  where its layers put their weight halves aside, or None if they compute them at once
+    """
+
+    def __init__(self, model: nn.Module, *, halves: WeightHalves | None = None) -> None:
+        self.model, self.halves = model, halves
+        self._alive: dict[int, tuple[Tensor, Any]] = {}  # micro-batch -> input, root of its graph
+
+    def forward(self, k: int, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Forward of micro-batch ``k``. Returns the activation, or the loss if it has targets."""
+        if x.is_floating_point():
+            x.requires_grad_()
+        y = self.model(x, targets)
+        # Of an activation only the graph is kept: the numbers leave with the message.
+        self._alive[k] = (x, y if targets is not None else get_gradient_edge(y))
+        return y.detach()
+
+    def backward(self, k: int, grad: Tensor | None, share: Callable[[Tensor], Tensor]) -> Any:
+        """Backward of micro-batch ``k``, without what the layers put aside.
+
+        grad is that of the activation; None: ``k`` ended in a loss, which ``share`` scales.
+        Returns the input's gradient, (B, s, h), or None for tokens.
+        """
+        x, root = self._alive.pop(k)
+        if self.halves is not None:
+            self.halves.collect(k)
+        if grad is None:
+            share(root).backward()
+        else:
+            torch.autograd.backward(root, grad)
+        return x.grad
+
+    def weight_grad(self, k: int, accumulated: Callable[[Tensor], None]) -> None:
+        """The rest of micro-batch ``k``'s backward."""
+        if self.halves is not None:
+            self.halves.run(k, accumulated)
+
+
+class Pipeline:
+    """One rank's stages, and the list of steps that it goes through in every optimizer step.
+
+    build     called as build(parts=names, layers=Layers(...)): these parts of the model, with their
+              first weights; without arguments the whole of it
+    schedule  one list of actions per rank of ``group``, the pipeline's ranks
+
+    ``accumulated`` is told of every gradient that autograd's own hooks do not see.
+    """
+
+    def __init__(
+        self, build: Callable[..., nn.Module], model: ModelSpec, plan: Plan, schedule: Schedule, *,
+        group: Group,
+    ) -> None:  # fmt: skip
+        self.group, self.last = group, plan.stages - 1
+        self.activation = (plan.microbatch_size, model.seq_len, model.hidden)  # what travels
+        self.steps = lower(schedule)[group.index]
+        self.accumulated: Callable[[Tensor], None] = lambda parameter: None
+        self._arriving: dict[Key, tuple[Tensor, Pending]] = {}
+        self._leaving: dict[Key, Tensor] = {}
+        self._sent: list[Pending] = []
+        actions = schedule[group.index]
+        parts = partition(model, plan.stages, plan.microbatch_size)
+        split = any(action.kind == "W" for action in actions)
+        self.stages: dict[int, Stage] = {}
+        for s in sorted({action.stage for action in actions}):
+            halves = split_backward.WeightHalves() if split else None
+            settings: dict[str, Any] = {"parts": parts[s]} if plan.stages > 1 else {}
+            if split:
+                settings["layers"] = Layers(linear=partial(split_backward.Linear, halves=halves))
+            piece = build(**settings).to(group.context.device)
+            self.stages[s] = Stage(piece, halves=halves)
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """This rank's, by their names in the single-device model; a tied head's copy beside."""
+        return {n: p for stage in self.stages.values() for n, p in stage.model.named_parameters()}
+
+    def step(
+        self, batch: Callable[[int], tuple[Tensor, Tensor]], share: Callable[[Tensor], Tensor], *,
+        before: Callable[[int, str], None] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Forward and backward of all micro-batches; gradients add up in the parameters.
+
+        batch(k)         tokens and targets of micro-batch k, (B, s) each
+        share(loss)      its share in the mean over the global batch: what is differentiated
+        before(k, part)  called before a part of the model computes on micro-batch k
+
+        Returns the losses in the order of the micro-batches, on the last stage's rank alone.
+        """
+        losses: dict[int, Tensor] = {}
+        for step in self.steps:
+            if isinstance(step, Transfer):
+                self._transfer(step)
+            elif step.kind == "F":
+                model = self.stages[step.stage].model
+                model.before = before and partial(before, step.microbatch)
+                self._forward(step.stage, step.microbatch, batch, losses)
+            elif step.kind == "W":
+                self._weight_grad(step.stage, step.microbatch)
+            else:
+                self._backward(step.stage, step.microbatch, share, whole=step.kind == "B")
+            self._sent = [call for call in self._sent if not call.test()]  # frees what has left
+        wait_all(self._sent)
+        self._sent.clear()
+        return [losses[k] for k in sorted(losses)]
+
+    # ---- actions -------------------------------------------------------------------------------
+    def _forward(self, s: int, k: int, batch: Callable, losses: dict[int, Tensor]) -> None:
+        tokens, targets = batch(k) if s in (0, self.last) else (None, None)
+        x = tokens if s == 0 else self._arrived("F", s, k)
+        with self._span("forward", s, k):
+            y = self.stages[s].forward(k, x, targets if s == self.last else None)
+        if s == self.last:
+            losses[k] = y
+        else:
+            self._leaving["F", s, k] = y
+
+    def _backward(self, s: int, k: int, share: Callable, *, whole: bool) -> None:
+        grad = None if s == self.last else self._arrived("B", s, k)
+        with self._span("backward", s, k):
+            grad = self.stages[s].backward(k, grad, share)
+            if whole:
+                self.stages[s].weight_grad(k, self.accumulated)
+        if s > 0:
+            self._leaving["B", s, k] = grad
+
+    def _weight_grad(self, s: int, k: int) -> None:
+        with self._span("weight_grad", s, k):
+            self.stages[s].weight_grad(k, self.accumulated)
+
+    def _span(self, kind: str, s: int, k: int) -> Any:
+        return self.group.recorder.span(kind, microbatch=k, stage=s, chunk=s // self.group.size)
+
+    # ---- messages ------------------------------------------------------------------------------
+    def _transfer(self, transfer: Transfer) -> None:
+        """Post it; a receive is waited for where its action needs it, a send at the very end."""
+        kind, what, s, k, peer = transfer
+        rank = self.group.ranks[peer]
+        if kind == "send":
+            self._sent.append(
+                self.group.send(self._leaving.pop((what, s, k)), to=rank, phase="activations")
+            )
+        else:
+            tensor = torch.empty(self.activation, device=self.group.context.device)
+            call = self.group.recv(tensor, source=rank, phase="activations")
+            self._arriving[what, s, k] = tensor, call
+
+    def _arrived(self, what: str, s: int, k: int) -> Tensor:
+        tensor, call = self._arriving.pop((what, s, k))
+        call.wait()
+        return tensor
+
+
+class TiedEmbedding:
+    """The token embedding where first and last stage both compute with it.
+
+    The last stage's head starts from a copy, ``head.output.weight``. Each of the two has one part
+    of the weight's gradient: the look-up's and the logits'. Added over the two ranks, they are the
+    same on both, and so is the update. This comes after data parallelism, which has summed either
+    part over its own ranks; sums may be taken in any order (Megatron-LM's is this one too).
+
+    Bytes: V h elements per step for each of the two.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], *, group: Group) -> None:
+        self.group = group
+        self.copy = parameters.get("head.output.weight")
+        self.part = parameters.get("embedding.token.weight", self.copy)
+
+    def add_up(self) -> None:
+        """Both ranks' gradient of the weight becomes the sum of theirs."""
+        self.group.all_reduce(self.part.grad, phase="tied").wait()

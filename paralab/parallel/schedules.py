@@ -1,0 +1,265 @@
+"""Pipeline schedules as data: what every rank computes, and in which order. Nothing else.
+
+A model cut into stages lives on ``pp`` ranks, stage s on rank s % pp. A *schedule* is one list of
+actions per rank; a rank works through its list from left to right and waits where what an action
+needs has not arrived. Six functions below write such lists, and so can you (lab 04). F, B, W:
+seconds of a micro-batch's forward, whole backward, weight half of the backward on one rank; m
+micro-batches, v stages per rank.
+
+                 bubble: idle seconds per rank   most micro-batches alive on rank r
+    naive        m (p-1) (F + B)                 1
+    gpipe        (p-1) (F + B)                   m
+    one_f_one_b  (p-1) (F + B)                   min(m, p - r)
+    interleaved  (p-1) (F + B) / v               min(m v, 2 (p-r-1) + (v-1) p + 1) chunks
+    zb_h1        (p-1) (F + B - 2 W)             min(m, p - r), and r whose weight half waits
+    zb_h2        (p-1) (F + B - 3 W)             min(m, 2 (p-r) - 1), and 2 r whose half waits
+
+Ideal work is m (F + B), so the bubble's share of the whole is bubble / (bubble + m (F + B)). An
+action is written in the notation of torch.distributed.pipelining: "4F0" is stage 4, forward,
+micro-batch 0. Who sends what to whom follows from the lists (parallel/lowering.py), whether they
+can deadlock too (theory/schedule_check.py). Torch is not imported here. Labs 03 and 04 show all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from paralab.checks import choice, illegal, whole
+
+KINDS = {"F": "forward", "B": "whole backward", "I": "input half of the backward",
+         "W": "weight half of the backward"}  # fmt: skip
+
+
+class Action(NamedTuple):
+    """One box of the picture: ``str(Action(4, "F", 0))`` is "4F0".
+
+    stage       global: 0 is where the data comes in, whichever rank it lives on
+    kind        "F" forward, "B" whole backward, "I" its input half (the gradient that the stage
+                before waits for), "W" its weight half (which nobody waits for)
+    microbatch  0 .. m-1
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Schedule = list[list[Action]]
+
+
+def naive(pp: int, microbatches: int) -> Schedule:
+    """Layer-wise model parallelism: one micro-batch goes all the way and back before the next.
+
+    One rank works at a time. Bubble: (p-1)/p of everything, however many micro-batches there are;
+    alive: 1. (GPipe, Huang+ 2019, arXiv:1811.06965, fig. 2b.)
+    """
+    pp, microbatches = _sizes(pp, microbatches)
+    return [
+        [Action(rank, kind, i) for i in range(microbatches) for kind in "FB"] for rank in range(pp)
+    ]
+
+
+def gpipe(pp: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards.
+
+    Bubble: (p-1)/(m+p-1) of everything, (p-1)/m of the ideal time; alive: all m. GPipe (Huang+
+    2019, arXiv:1811.06965) sec. 2.3, fig. 2c.
+    """
+    pp, microbatches = _sizes(pp, microbatches)
+    return [
+        [Action(rank, kind, i) for kind in "FB" for i in range(microbatches)] for rank in range(pp)
+    ]
+
+
+def one_f_one_b(pp: int, microbatches: int) -> Schedule:
+    """As few forwards as keep the last rank busy, then one forward, one backward in turn.
+
+    The bubble is GPipe's, (p-1)/(m+p-1); alive: min(m, p - r), which no longer grows with m.
+    PipeDream-Flush (Narayanan+ 2021, arXiv:2006.09503, sec. 3.2), as in PTD-P (arXiv:2104.04473)
+    sec. 2.2.1, fig. 4.
+    """
+    pp, microbatches = _sizes(pp, microbatches)
+    schedule = []
+    for rank in range(pp):
+        warmup = min(pp - rank - 1, microbatches)
+        actions = [Action(rank, "F", i) for i in range(warmup)]
+        for i in range(microbatches):  # the i-th backward
+            if warmup + i < microbatches:  # steady; after that it cools down
+                actions.append(Action(rank, "F", warmup + i))
+            actions.append(Action(rank, "B", i))
+        schedule.append(actions)
+    return schedule
+
+
+def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
+    """1F1B with v stages per rank: rank r has r, r + p, r + 2p, ... and takes p micro-batches each.
+
+    Bubble: (p-1)/(v m + p-1) of everything, (p-1)/(v m) of the ideal time, for v times the
+    messages. Alive: 2(p-r-1) + (v-1)p + 1 chunks of 1/v of the rank's layers. The last rank has to
+    bring p micro-batches to its last chunk before its first backward, that is (v-1) p forwards; a
+    rank d before it hears of that 2 d actions later. m must be a multiple of p. PTD-P (Narayanan+
+    2021, arXiv:2104.04473) sec. 2.2.2, fig. 4.
+    """
+    pp, microbatches = _sizes(pp, microbatches)
+    v = whole("virtual_stages", virtual_stages, at_least=1)
+    if microbatches % pp:
+        near = sorted({max(microbatches // pp, 1) * pp, (microbatches // pp + 1) * pp})
+        raise illegal("microbatches", microbatches,
+                      f"interleaved takes them {pp} (pp) at a time through each of a rank's stages",
+                      f"a multiple of {pp}, like {' or '.join(map(str, near))}; or "
+                      "schedule='1f1b', which takes any number")  # fmt: skip
+
+    # p micro-batches pass through a rank's first stage, its second, ..., then come the next p.
+    turns = [
+        (chunk, i) for first in range(0, microbatches, pp) for chunk in range(v)
+        for i in range(first, first + pp)
+    ]  # fmt: skip
+    schedule = []
+    for rank in range(pp):
+        forwards = [Action(chunk * pp + rank, "F", i) for chunk, i in turns]
+        backwards = [Action((v - 1 - chunk) * pp + rank, "B", i) for chunk, i in turns]
+        warmup = min(2 * (pp - rank - 1) + (v - 1) * pp, len(turns))
+        actions = forwards[:warmup]
+        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+            actions += (forward, backward)
+        schedule.append(actions + backwards[len(turns) - warmup :])
+    return schedule
+
+
+def zb_h1(pp: int, microbatches: int) -> Schedule:
+    """1F1B whose backward is split: weight halves wait, and fill what was bubble at the end.
+
+    Rank r holds back r of them. Bubble: (p-1)(F + I - W), I and W the halves, a third of 1F1B's
+    where F = I = W; alive: p - r and r waiting, no more than 1F1B's first rank. Zero Bubble (Qi+
+    2023, arXiv:2401.10241) sec. 2.3.1, fig. 3.
+    """
+    pp, microbatches = _sizes(pp, microbatches)
+    return [_zero_bubble(rank, pp - rank - 1, rank, microbatches) for rank in range(pp)]
+
+
+def zb_h2(pp: int, microbatches: int) -> Schedule:
+    """Twice the warm-up fills the bubble at the start too; no rank starts or ends with another.
+
+    Bubble: (p-1)(F + I - 2W), none where F = I = W and m >= 2p - 1; alive: 2(p-r) - 1 and 2r
+    waiting, twice 1F1B's. Each rank's step ends at another time, so the next step's start has to
+    wait for nobody. Zero Bubble (Qi+ 2023, arXiv:2401.10241) sec. 2.3.2, fig. 3.
+    """
+    pp, microbatches = _sizes(pp, microbatches)
+    return [_zero_bubble(rank, 2 * (pp - rank - 1), 2 * rank, microbatches) for rank in range(pp)]
+
+
+def _zero_bubble(rank: int, warmup: int, held: int, microbatches: int) -> list[Action]:
+    """One rank of 1F1B after ``warmup`` forwards, each weight half ``held`` backwards late."""
+    warmup = min(warmup, microbatches)
+    actions = [Action(rank, "F", i) for i in range(warmup)]
+    for i in range(microbatches):
+        if warmup + i < microbatches:
+            actions.append(Action(rank, "F", warmup + i))
+        actions.append(Action(rank, "I", i))
+        if i >= held:
+            actions.append(Action(rank, "W", i - held))
+    return actions + [
+        Action(rank, "W", i) for i in range(max(microbatches - held, 0), microbatches)
+    ]
+
+
+# What Plan(schedule="...") names.
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved,
+    "zb-h1": zb_h1, "zb-h2": zb_h2,
+}  # fmt: skip
+
+_ACTION = re.compile(r"\s*(\d+)([FBIW])(\d+)\s*", re.ASCII)
+
+
+def parse(text: str) -> Action:
+    """``parse("4F0") == Action(4, "F", 0)``. Raises ValueError on anything else."""
+    found = _ACTION.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise illegal("action", text, "not an action", _LEGAL_ACTION)
+    stage, kind, microbatch = found.groups()
+    return Action(int(stage), kind, int(microbatch))
+
+
+_LEGAL_ACTION = 'stage, F, B, I or W, and micro-batch, like "4F0"'
+
+
+def actions(lists: Iterable[Iterable[Action | str]]) -> Schedule:
+    """Lists of actions, or of their text, as a schedule. A rank's list may be one text: "0F0 0B0".
+
+    Raises ValueError naming rank and position of what is not an action.
+    """
+    if isinstance(lists, (str, bytes)) or not isinstance(lists, Iterable):
+        raise illegal("schedule", lists, "not a schedule", "a list of actions per pipeline rank")
+    schedule = []
+    for rank, row in enumerate(lists):
+        items = row.split() if isinstance(row, str) else row
+        if not isinstance(items, Iterable):
+            raise illegal(f"schedule[{rank}]", row, "not a list of actions", '["0F0", ...]')
+        done = list(items)
+        if not set(map(type, done)) <= {Action}:
+            done = [_action(item, rank, at) for at, item in enumerate(done)]
+        schedule.append(done)
+    return schedule
+
+
+def _action(item: Any, rank: int, position: int) -> Action:
+    try:
+        if isinstance(item, str):
+            return parse(item)
+        stage, kind, microbatch = item
+        if kind in KINDS:
+            return Action(whole("stage", stage, at_least=0), kind,
+                          whole("microbatch", microbatch, at_least=0))  # fmt: skip
+    except (TypeError, ValueError):
+        pass
+    raise illegal(f"schedule[{rank}][{position}]", item, "not an action", _LEGAL_ACTION)
+
+
+def build(
+    schedule: str | Callable[..., Sequence[Sequence[Action | str]]], *, pp: int, microbatches: int,
+    virtual_stages: int = 1,
+) -> Schedule:  # fmt: skip
+    """The lists of a schedule by name, or of your own function.
+
+    An own function is called as f(pp, microbatches), or f(pp, microbatches, virtual_stages) if it
+    takes three. The lists are not checked here: theory/schedule_check.py does. Raises ValueError if
+    the schedule cannot have these sizes.
+    """
+    pp, microbatches = _sizes(pp, microbatches)
+    v = whole("virtual_stages", virtual_stages, at_least=1)
+    if callable(schedule):
+        sizes = (pp, microbatches, v) if _takes_three(schedule) else (pp, microbatches)
+        return actions(schedule(*sizes))
+    function = SCHEDULES[choice("schedule", schedule, tuple(SCHEDULES))]
+    if function is interleaved:
+        return interleaved(pp, microbatches, v)
+    if v > 1:
+        raise illegal("virtual_stages", v, f"{schedule} has one stage per rank",
+                      "1, or schedule='interleaved', or a function f(pp, microbatches, "
+                      "virtual_stages) of your own")  # fmt: skip
+    return function(pp, microbatches)
+
+
+def _takes_three(function: Callable[..., Any]) -> bool:
+    for sizes in ((1, 1, 1), (1, 1)):
+        try:
+            inspect.signature(function).bind(*sizes)
+        except TypeError:
+            continue
+        except ValueError:  # built in, or the like: it does not say
+            break
+        return len(sizes) == 3
+    raise illegal("schedule", function, "cannot be called with the sizes of a pipeline",
+                  "a function f(pp, microbatches) or f(pp, microbatches, virtual_stages)"
+                  )  # fmt: skip
+
+
+def _sizes(pp: int, microbatches: int) -> tuple[int, int]:
+    return whole("pp", pp, at_least=1), whole("microbatches", microbatches, at_least=1)

@@ -1,0 +1,136 @@
+"""The ideal beneath a real pipeline: what its schedule costs even where links are free.
+
+A report knows what every rank computed, in which order, and what that cost. The same order and the
+typical costs, simulated without communication (theory/pipeline.py), are the ideal: what is idle
+there is the schedule's own bubble, and what a run shows beyond it comes from links, from uneven
+costs and from whatever ranks share. Three numbers answer the question how large a bubble is:
+
+    formula     balanced stages, free links: (p-1)/(m+p-1) of device time for GPipe and 1F1B
+    simulated   this schedule with this report's median cost of every (stage, kind), free links
+    replayed    the recorded order, costs and messages on one virtual device per rank
+
+All three are the idle share of device time, 1 - sum(compute) / (p T). The papers often write the
+idle time over the ideal time, (p-1)/m (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 2.2): the
+same bubble over a smaller whole, named `bubble over ideal` here. One is x, the other x / (1 - x).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+from typing import TYPE_CHECKING
+
+from paralab.parallel.schedules import SCHEDULES, Action
+from paralab.records import metrics
+from paralab.records.tables import COMPUTE_KINDS
+from paralab.spec import Cluster
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from paralab.report import Report
+    from paralab.theory.pipeline import Simulation
+
+LETTER = {"forward": "F", "backward": "B", "weight_grad": "W"}
+NAN = float("nan")
+
+
+def schedule_of(report: Report, *, step: int | None = None) -> list[list[Action]]:
+    """What every rank of one pipeline computed in ``step``, in order: the schedule, read off spans.
+
+    step  default: the typical one. Of several pipelines beside each other the first is read; all
+    follow the same schedule.
+    """
+    step = metrics.typical_step(report) if step is None else step
+    spans = _compute(report)
+    spans = spans[spans["step"] == step].sort_values("id")
+    split = set(_places(spans[spans["kind"] == "weight_grad"]))
+    found: list[dict[Action, None]] = [{} for _ in range(report.plan.pp)]
+    for rank, kind, (stage, microbatch) in zip(
+        spans["rank"].tolist(), spans["kind"], _places(spans), strict=True
+    ):
+        pp_index, dp_index = report.plan.place(rank)
+        letter = "I" if kind == "backward" and (stage, microbatch) in split else LETTER[kind]
+        if dp_index == 0:  # a backward that messages cut into pieces is one action
+            found[pp_index][Action(stage, letter, microbatch)] = None
+    return [list(actions) for actions in found]
+
+
+def stage_costs(report: Report) -> dict[str, list[float]]:
+    """{kind: seconds per stage}: the median cost of one micro-batch over the steps that count.
+
+    What is measured by the processor's or device's own clock, so that ranks which share cores do
+    not stretch one another's costs. 0.0 where a stage has no such kind.
+    """
+    spans = _compute(report)
+    spans = spans[spans["step"].isin(metrics.measured_steps(report))]
+    whole: dict[tuple[int, ...], float] = defaultdict(float)  # the pieces of an action add up
+    keys = zip(*(spans[c].tolist() for c in ("rank", "step", "stage", "microbatch")), strict=True)
+    for kind, key, cost in zip(spans["kind"], keys, spans["cost"].tolist(), strict=True):
+        whole[kind, *key] += cost
+    samples: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for (kind, _, _, stage, _), cost in whole.items():
+        samples[kind, stage].append(cost)
+    stages = 1 + max((stage for _, stage in samples), default=0)
+    return {
+        kind: [median(samples.get((kind, stage), [0.0])) for stage in range(stages)]
+        for kind in COMPUTE_KINDS
+    }
+
+
+def ideal(report: Report, *, step: int | None = None) -> Simulation:
+    """The report's schedule with its own median costs, on devices with links that cost nothing."""
+    from paralab.theory.pipeline import simulate
+
+    costs = stage_costs(report)
+    return simulate(
+        schedule_of(report, step=step),
+        forward=costs["forward"],
+        backward=costs["backward"],
+        weight_grad=costs["weight_grad"],
+    )
+
+
+def formula(report: Report) -> float:
+    """The textbook's bubble of the report's schedule; NaN for a schedule of the user's own.
+
+    Balanced stages and free links; F, B and W are the medians of this report, mean over ranks.
+    """
+    from paralab.theory.pipeline import bubble_formula
+
+    plan = report.plan
+    if plan.schedule_name not in SCHEDULES:
+        return NAN
+    of_rank = {kind: sum(seconds) / plan.pp for kind, seconds in stage_costs(report).items()}
+    return bubble_formula(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages,
+                          F=of_rank["forward"], B=of_rank["backward"],
+                          W=of_rank["weight_grad"])  # fmt: skip
+
+
+def bubbles(report: Report, cluster: Cluster | None = None) -> pd.DataFrame:
+    """Formula, simulated, and what the report says, side by side.
+
+    cluster  whose links a measured report is replayed on; default ``Cluster.local()``
+
+    Rows: "bubble" (idle over device time) and "bubble over ideal" (idle over ideal time, which for
+    GPipe and 1F1B is the papers' (p-1)/m). Columns: formula, simulated, then the report's clock;
+    for a measured report replayed before measured. NaN where there is no such number.
+    """
+    import pandas as pd
+
+    shares = {"formula": formula(report), "simulated": ideal(report).bubble_rate}
+    if report.clock == "measured":
+        shares["replayed"] = report.replay(cluster).bubble
+    shares[report.clock] = report.bubble
+    over = {name: x / (1 - x) if x < 1 else NAN for name, x in shares.items()}
+    rows = pd.Index(["bubble", "bubble over ideal"], name="share")
+    return pd.DataFrame([shares, over], index=rows)
+
+
+def _compute(report: Report) -> pd.DataFrame:
+    spans = report.spans
+    return spans[(spans["lane"] == "compute") & spans["kind"].isin(COMPUTE_KINDS)]
+
+
+def _places(spans: pd.DataFrame) -> list[tuple[int, int]]:
+    return list(zip(spans["stage"].tolist(), spans["microbatch"].tolist(), strict=True))

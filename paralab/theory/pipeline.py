@@ -1,0 +1,210 @@
+"""What a pipeline schedule costs: makespan, bubble and live activations, without running it.
+
+`simulate` puts any valid schedule on the event engine (theory/engine.py): a rank works through its
+list in order, an action starts when the rank is free and what it needs has arrived. The bubble is
+
+    bubble rate = 1 - sum of compute / (p cost),   cost = the longest of the ranks' (end - start)
+
+which is how the Zero Bubble paper counts (Qi+ 2023, arXiv:2401.10241, sec. 5.3): with ZB-H2 the
+ranks neither start nor end together, so the makespan would say too much. Fed with that paper's
+Table 6 it gives the bubble rates of its Table 5. `bubble_formula` is what the papers say for
+balanced stages and free links. Cost: about 3 microseconds per action. Labs 03 and 04.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paralab.checks import choice, illegal, real, whole
+from paralab.parallel.schedules import SCHEDULES, Action
+from paralab.theory.engine import longest_path
+from paralab.theory.order import B, F, I, Order, W, graph
+from paralab.theory.schedule_check import checked, deadlock, live
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+    from paralab.report import Report
+
+Cost = float | Sequence[float]
+SPAN_KINDS = ("forward", "backward", "backward", "weight_grad")  # of F, B, I, W
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Simulation:
+    """A schedule with a clock. Times are seconds from the start of the first action.
+
+    order       the schedule as arrays: rank, stage, kind, microbatch of every action, rank by rank
+    start, end  of every action, in the same order                         (number of actions,)
+    """
+
+    schedule: list[list[Action]]
+    order: Order
+    start: np.ndarray
+    end: np.ndarray
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end, seconds."""
+        return float(self.end.max() - self.start.min())
+
+    @cached_property
+    def cost(self) -> float:
+        """The longest of the ranks' (end of the last - start of the first action), seconds."""
+        first, last = self.order.first[:-1], self.order.first[1:] - 1
+        return float((self.end[last] - self.start[first]).max())
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Seconds of compute per rank."""
+        return np.add.reduceat(self.end - self.start, self.order.first[:-1]).tolist()
+
+    @cached_property
+    def bubble_rate(self) -> float:
+        """Idle share of device time, 1 - sum(busy) / (p cost); 0 if nothing costs anything."""
+        room = self.order.ranks * self.cost
+        return 1 - sum(self.busy) / room if room else 0.0
+
+    @cached_property
+    def peak_live(self) -> list[int]:
+        """Per rank: most micro-batches (with v chunks: chunks of them) alive at once."""
+        return [max(counts) for counts in live(self.schedule)]
+
+    @cached_property
+    def spans(self) -> pd.DataFrame:
+        """One row per action: rank, action, stage, chunk, kind, microbatch, start, end.
+
+        kind is F, B, I or W; chunk the how-manieth of its rank's stages it is.
+        """
+        import pandas as pd
+
+        order = self.order
+        return pd.DataFrame({
+            "rank": order.rank,
+            "action": [str(action) for row in self.schedule for action in row],
+            "stage": order.stage,
+            "chunk": order.stage // order.ranks,
+            "kind": np.array(list("FBIW"), object)[order.kind],
+            "microbatch": order.microbatch,
+            "start": self.start,
+            "end": self.end,
+        })  # fmt: skip
+
+    def report(self, name: str = "a schedule") -> Report:
+        """The same as a predicted `Report` of one step, for whatever draws or compares reports."""
+        from paralab.report import Report
+        from paralab.spec import Plan
+
+        order, n = self.order, len(self.start)
+        duration = self.end - self.start
+        spans = {
+            "id": list(range(n)), "rank": order.rank, "step": [0] * n, "lane": ["compute"] * n,
+            "kind": np.array(SPAN_KINDS, object)[order.kind], "stage": order.stage,
+            "chunk": order.stage // order.ranks, "microbatch": order.microbatch,
+            "start": self.start, "end": self.end, "cost": duration,
+            "after": [(i,) if i >= 0 else () for i in order.source.tolist()],
+        }  # fmt: skip
+        ranks, last = order.ranks, float(self.end.max())
+        steps = {"rank": list(range(ranks)), "step": [0] * ranks, "start": [0.0] * ranks,
+                 "end": [last] * ranks, "beside": [0.0] * ranks}  # fmt: skip
+        plan = Plan(pp=ranks, microbatches=order.microbatches,
+                    virtual_stages=order.stages // ranks)  # fmt: skip
+        return Report(clock="predicted", model=None, plan=plan, meta={"function": name},
+                      spans=spans, steps=steps)  # fmt: skip
+
+    def timeline(self, name: str = "a schedule") -> go.Figure:
+        """The picture: one row per rank, one box per action, gaps are bubble."""
+        from paralab.view.pipeline import simulated_timeline
+
+        return simulated_timeline(self, name)
+
+    def __repr__(self) -> str:
+        order = self.order
+        return (
+            f"Simulation({order.ranks} ranks, {order.stages} stages, {order.microbatches} "
+            f"micro-batches: makespan {self.makespan:.6g} s, bubble {100 * self.bubble_rate:.1f} %)"
+        )
+
+
+def simulate(
+    schedule: Sequence[Sequence[Action | str]], *, forward: Cost, backward: Cost,
+    weight_grad: Cost = 0.0, comm: Cost = 0.0,
+) -> Simulation:  # fmt: skip
+    """When every action of a valid schedule starts and ends.
+
+    All in seconds per micro-batch; each a number, or one per stage:
+    forward      what F takes
+    backward     what I takes, the half that the stage before waits for
+    weight_grad  what W takes; a whole B takes backward + weight_grad
+    comm         how long what leaves a stage (activations or gradients) is on its way to another
+                 rank; the sender computes on meanwhile, and links have room for all
+
+    Raises ScheduleError, a ValueError, as `validate` does, if the schedule is not valid.
+    """
+    schedule, order = checked(schedule)
+    stages = order.stages
+    f, i, w, delay = (
+        _per_stage(name, cost, stages)
+        for name, cost in (("forward", forward), ("backward", backward),
+                           ("weight_grad", weight_grad), ("comm", comm))
+    )  # fmt: skip
+    table = np.empty((4, stages))
+    table[[F, B, I, W]] = f, i + w, i, w
+    seconds = table[order.kind, order.stage]
+    dag = graph(order, seconds, delay[order.stage] if delay.any() else None)
+    end, _ = longest_path(*dag)
+    n = len(order.rank)
+    if any(dag.missing[:n]):
+        raise deadlock(order, dag.missing)
+    return Simulation(schedule, order, np.array(dag.ready[:n]), np.array(end[:n]))
+
+
+def _per_stage(name: str, cost: Any, stages: int) -> np.ndarray:
+    if not np.ndim(cost):
+        return np.full(stages, real(name, cost, at_least=0.0))
+    if len(cost) != stages:
+        raise illegal(name, cost, f"{len(cost)} numbers for {stages} stages",
+                      "a number of seconds, or one per stage")  # fmt: skip
+    return np.array([real(f"{name}[{s}]", c, at_least=0.0) for s, c in enumerate(cost)])
+
+
+def bubble_formula(
+    name: str, pp: int, microbatches: int, virtual_stages: int = 1, F: float = 1.0, B: float = 1.0,
+    W: float = 0.0,
+) -> float:  # fmt: skip
+    """The bubble's share of device time that the papers derive; balanced stages, free links.
+
+    F, B, W  seconds of one micro-batch on one *rank* per forward, input half and weight half; as in
+             `simulate` a whole backward is B + W. Only their ratios matter.
+
+    With p ranks, m micro-batches and v stages per rank, idle seconds per rank are
+
+        naive        m (p-1) (F + B + W)   one rank works at a time
+        gpipe, 1f1b  (p-1) (F + B + W)     PTD-P, arXiv:2104.04473, sec. 2.2.1: (p-1)/(m+p-1)
+        interleaved  (p-1) (F + B + W) / v PTD-P, sec. 2.2.2
+        zb-h1        (p-1) (F + B - W)     Zero Bubble, arXiv:2401.10241, sec. 2.4, table 1
+        zb-h2        (p-1) (F + B - 2 W)   the same
+
+    and the share is idle / (idle + m (F + B + W)). The last two hold for m >= 2p - 1 and where the
+    halves fit the gaps (F = B = W does); an idle time below zero counts as none.
+    """
+    choice("name", name, tuple(SCHEDULES))
+    p, m = whole("pp", pp, at_least=1), whole("microbatches", microbatches, at_least=1)
+    v = whole("virtual_stages", virtual_stages, at_least=1)
+    work = F + B + W
+    idle = (p - 1) * {
+        "naive": m * work,
+        "gpipe": work,
+        "1f1b": work,
+        "interleaved": work / v,
+        "zb-h1": F + B - W,
+        "zb-h2": F + B - 2 * W,
+    }[name]
+    idle = max(idle, 0.0)
+    return idle / (idle + m * work) if work else 0.0

@@ -1,0 +1,232 @@
+"""What a rank does in one step, in launch order: the counterpart of train.py and pipeline.py.
+
+The plan's schedule says what is computed when, its lowered form (parallel/lowering.py) who sends
+what to whom: the very lists that a run goes through. Every entry becomes an item of the event
+engine, with its seconds (theory/formulas.py) or its bytes (theory/traffic.py), and a row of the
+tables. A plan without a pipeline is a pipeline of one stage.
+
+    forward, backward   the work of a stage's parts on one micro-batch
+    send, receive       b s h elements, what goes from stage to stage or its gradient. A receive is
+                        posted early and waited for where its action needs it, sends at the end
+    data parallelism    three forms, which differ here in the same place as in
+                        parallel/data_parallel.py: when the all-reduces leave, and who waits
+    tied embedding      V h elements, summed over first and last stage, after data parallelism
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from paralab.parallel.lowering import Transfer, lower
+from paralab.parallel.schedules import Action
+from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.theory import memory
+from paralab.theory.engine import Collective, Compute, Item, Wait
+from paralab.theory.formulas import (
+    ITEM,
+    BackwardPart,
+    Work,
+    backward_halves,
+    bucket_copy_work,
+    forward_parts,
+    optimizer_work,
+    total,
+)
+from paralab.theory.traffic import wire_bytes
+
+KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
+
+
+class Row(NamedTuple):
+    """One row of a rank's step: an engine item, and what the tables say about it."""
+
+    item: Item
+    kind: str
+    microbatch: int = -1
+    after: tuple[int, ...] = ()  # positions in the same list
+    stage: int = 0
+    payload: int = 0  # of a call, bytes
+    axis: str = ""
+    phase: str = ""
+    ranks: tuple[int, ...] = ()  # the call's group
+    peer: int = -1
+
+
+class _Rank:
+    """A rank's rows so far, and what it needs to write the next."""
+
+    def __init__(self, model: ModelSpec, plan: Plan, cluster: Cluster, rank: int) -> None:
+        self.model, self.plan, self.cluster, self.rank = model, plan, cluster, rank
+        self.rows: list[Row] = []
+        self.calls: dict[tuple, int] = {}  # so that the members of a call name it alike
+
+    def compute(self, work: Work, kind: str, microbatch: int = -1, stage: int = 0) -> None:
+        seconds = work.seconds(self.cluster)
+        self.rows.append(Row(Compute(seconds), kind, microbatch, stage=stage))
+
+    def wait(self, *positions: int) -> None:
+        if positions:
+            self.rows.append(Row(Wait(positions), "wait", after=positions))
+
+    def launch(self, op: str, payload: int, ranks: tuple[int, ...], axis: str, phase: str,
+               peer: int = -1) -> int:  # fmt: skip
+        """Post a call; returns its position, to be waited for."""
+        lane, members = f"comm:{axis}", ranks
+        if peer >= 0:  # each direction of each pair is a wire of its own, used in order
+            members = (self.rank, peer) if op == "send" else (peer, self.rank)
+            lane = f"{lane}:{members[0]}>{members[1]}"
+        name = (axis, phase, *members) if peer < 0 else ("pair", *members)
+        number = self.calls[name] = self.calls.get(name, -1) + 1
+        nodes = {self.cluster.node_of(r) for r in members}
+        wire = wire_bytes(op, payload, len(ranks), ranks.index(self.rank))
+        item = Collective((*name, number), lane, members, op, wire,
+                          "inter" if len(nodes) > 1 else "intra")  # fmt: skip
+        before = next(
+            (p for p in reversed(range(len(self.rows))) if self.rows[p].kind != "comm"), -1
+        )
+        after = (before,) if before >= 0 else ()
+        self.rows.append(Row(item, "comm", -1, after, 0, payload, axis, phase, ranks, peer))
+        return len(self.rows) - 1
+
+
+def step_rows(
+    model: ModelSpec, plan: Plan, cluster: Cluster, *, rank: int, optimizer: str,
+    steps: Sequence[Any] | None = None,
+) -> list[Row]:  # fmt: skip
+    """The rows of ``rank``, in launch order. steps: its lowered list; made here if not given."""
+    pp_index = plan.place(rank)[0]
+    steps = lower(plan.actions())[pp_index] if steps is None else steps
+    mine = _Rank(model, plan, cluster, rank)
+    sync = _DataParallel(mine)
+    stages = {s: _Stage(model, plan, p) for s, p in memory.stage_parts(model, plan, rank).items()}
+    arriving: dict[tuple, int] = {}
+    sent: list[int] = []
+    pipeline = plan.ranks("pp", rank)
+    activation = ITEM * plan.microbatch_size * model.seq_len * model.hidden
+    for step in steps:
+        if isinstance(step, Transfer):
+            call = mine.launch(step.kind, activation, pipeline, "pp", "activations",
+                               pipeline[step.peer])  # fmt: skip
+            if step.kind == "send":
+                sent.append(call)
+            else:
+                arriving[step.what, step.stage, step.microbatch] = call
+        else:
+            message = ("F" if step.kind == "F" else "B", step.stage, step.microbatch)
+            if step.kind != "W" and message in arriving:
+                mine.wait(arriving.pop(message))
+            stages[step.stage].act(step, mine, sync)
+    mine.wait(*sent)
+    sync.finish()
+    ends = (pipeline[0], pipeline[-1])
+    if model.tied and plan.stages > 1 and rank in ends:
+        payload = ITEM * model.vocab * model.hidden
+        mine.wait(mine.launch("all_reduce", payload, ends, "pp", "tied"))
+    mine.compute(optimizer_work(model, optimizer=optimizer, parameters=sync.sizes), "optimizer")
+    return mine.rows
+
+
+class _Stage:
+    """What the actions of one stage cost, part by part."""
+
+    def __init__(self, model: ModelSpec, plan: Plan, parts: tuple[str, ...]) -> None:
+        batch = plan.microbatch_size
+        forward = forward_parts(model, batch)
+        self.forward = total(forward[part] for part in parts)
+        self.alone = "embedding" in parts
+        # The first micro-batch's gradients are kept as they come, later ones' are added to them.
+        self.halves = [
+            [p for p in backward_halves(model, batch, accumulate=adding) if p.part in parts]
+            for adding in (False, True)
+        ]
+        if model.tied and not self.alone:  # its copy of the embedding is a weight like any other
+            self.halves = [[_with_copy(p) for p in halves] for halves in self.halves]
+        self.microbatches = plan.microbatches
+        self.done = {"I": 0, "W": 0}
+
+    def act(self, action: Action, rank: _Rank, sync: _DataParallel) -> None:
+        """Append the rows of one action, cut where a bucket is packed and where it leaves."""
+        stage, kind, microbatch = action
+        if kind == "F":
+            rank.compute(self.forward, "forward", microbatch, stage)
+            return
+        halves = "IW" if kind == "B" else kind
+        parts = self.halves[self.done[halves[0]] > 0]
+        for half in halves:
+            self.done[half] += 1
+        last = self.done[halves[0]] == self.microbatches
+        work = Work()
+
+        def cut(work: Work) -> Work:
+            """End a piece of this backward, as the recorder does at every launch and copy."""
+            rank.compute(work, KIND[kind], microbatch, stage)
+            return Work()
+
+        for part in parts:
+            work += part.whole if kind == "B" else part.input if kind == "I" else part.weight
+            names = part.names * ("I" in halves) + part.weight_names * ("W" in halves)
+            for copying in sync.completes(names) if last and names else ():
+                work = cut(work)
+                rank.compute(copying, "copy")
+                while sync.may_launch():
+                    work = cut(work)
+                    sync.launch_next()
+        cut(work)
+
+
+def _with_copy(part: BackwardPart) -> BackwardPart:
+    if part.part != "head" or part.names:
+        return part
+    return part._replace(weight_names=("head.output.weight",))
+
+
+class _DataParallel:
+    """The launches and waits of one form of gradient sync; see parallel/data_parallel.py."""
+
+    def __init__(self, rank: _Rank) -> None:
+        self.rank, self.plan = rank, rank.plan
+        self.sizes = memory.rank_sizes(rank.model, rank.plan, rank.rank)
+        self.buckets = memory.gradient_buckets(rank.model, rank.plan, rank.rank)
+        names = list(self.sizes)
+        self.missing = [{names[i] for i in params} for params, _ in self.buckets]
+        self.next = 0  # the bucket that leaves next
+        self.pending: list[int] = []  # positions of launches not yet waited for
+
+    def completes(self, names: tuple[str, ...]) -> list[Work]:
+        """Take note of complete gradients; the work of packing each bucket that is now complete."""
+        copies = []
+        for number, missing in enumerate(self.missing):
+            if missing and missing <= missing.intersection(names):
+                params, size = self.buckets[number]
+                copies.append(bucket_copy_work(size // ITEM, len(params)))
+            missing.difference_update(names)
+        return copies
+
+    def may_launch(self) -> bool:
+        """Whether the bucket whose turn it is may leave; they leave in order."""
+        overlapped = self.plan.grad_sync == "overlapped"
+        return overlapped and self.next < len(self.buckets) and not self.missing[self.next]
+
+    def launch_next(self) -> None:
+        self._launch(self.buckets[self.next][1])
+        self.next += 1
+
+    def _launch(self, payload: int) -> None:
+        ranks = self.plan.ranks("dp", self.rank.rank)
+        self.pending.append(self.rank.launch("all_reduce", payload, ranks, "dp", "grad_sync"))
+
+    def finish(self) -> None:
+        """After backward: wait for what is under way, or send what has not left."""
+        if self.plan.dp == 1:
+            return
+        if self.plan.grad_sync == "overlapped":
+            for position in self.pending:
+                self.rank.wait(position)
+            return
+        payloads = [size for _, size in self.buckets]
+        if self.plan.grad_sync == "naive":
+            payloads = [ITEM * count for count in self.sizes.values()]
+        for payload in payloads:
+            self._launch(payload)
+            self.rank.wait(self.pending[-1])

@@ -1,0 +1,238 @@
+"""What a pipeline keeps in memory: live activations over time, rank by rank.
+
+A forward makes a micro-batch's activations, its backward (split: the weight half) lets them go. In
+between they are alive, and how many are decides whether a schedule fits: GPipe keeps all m, 1F1B
+never more than p - r on rank r, for the very same bubble. Counted in chunks where a rank has
+several stages; each holds 1/v of the rank's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paralab.checks import illegal, whole
+from paralab.records import metrics
+from paralab.theory.ideal import schedule_of
+from paralab.view import theme
+from paralab.view.timeline import told_apart
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from paralab.view.chart import Chart
+
+MAX_RANKS = 16
+ROOM = 1.28  # of a curve's highest value: what a rank's row is high
+
+
+class _Curve(NamedTuple):
+    """times and counts of one rank, a step each; times in seconds, or in forwards."""
+
+    times: list[float]
+    counts: list[float]
+
+    @property
+    def peak(self) -> float:
+        return max(self.counts, default=0)
+
+
+class _Source(NamedTuple):
+    name: str
+    clock: str  # empty: a bare schedule, times are in forwards
+    chunks: int
+    curves: list[_Curve]
+
+
+def live_activations(
+    *sources: Any, labels: Sequence[str] | None = None, step: int | None = None
+) -> Chart:
+    """How many micro-batches' activations every rank keeps, over one step.
+
+    sources  reports of pipelines; schedules (a list of actions per rank), whose forward, input and
+             weight half take one unit of time each; or simulations of them
+    labels   what to call each; default: the plan's name, or "schedule"
+    step     of a report; default the typical one
+
+    Raises ValueError without sources, or if they do not have equally many pipeline ranks.
+    """
+    if not sources:
+        raise illegal("sources", sources, "nothing to draw", "a report of a pipeline, a schedule")
+    if labels is not None and len(labels) != len(sources):
+        raise illegal("labels", labels, f"there are {len(sources)} sources", "one label for each")
+    found = [_read(source, step) for source in sources]
+    if labels is not None:
+        found = [one._replace(name=str(label)) for one, label in zip(found, labels, strict=True)]
+    else:
+        names = told_apart([one.name for one in found])
+        found = [one._replace(name=name) for one, name in zip(found, names, strict=True)]
+    if len({one.name for one in found}) < len(found):
+        found = [one._replace(name=f"{i}: {one.name}") for i, one in enumerate(found, 1)]
+    if len({one.chunks for one in found}) > 1:  # a chunk of v is 1/v of what a rank holds
+        found = [one._replace(curves=[_Curve(c.times, [n / one.chunks for n in c.counts])
+                                      for c in one.curves]) for one in found]  # fmt: skip
+    ranks = {len(one.curves) for one in found}
+    if len(ranks) > 1:
+        raise illegal("sources", sorted(ranks), "pipelines of different length",
+                      "as many ranks in each")  # fmt: skip
+    return _drawn(found)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+def _read(source: Any, step: int | None) -> _Source:
+    from paralab.report import Report
+    from paralab.theory.pipeline import Simulation, simulate
+
+    if isinstance(source, Report):
+        return _of_report(source, step)
+    if not isinstance(source, Simulation):
+        source = simulate(source, forward=1.0, backward=1.0, weight_grad=1.0)
+    events: list[list[tuple[float, int]]] = [[] for _ in source.schedule]
+    order = source.order
+    for rank, kind, start, end in zip(
+        order.rank.tolist(), order.kind.tolist(), source.start.tolist(), source.end.tolist(),
+        strict=True,
+    ):  # fmt: skip
+        events[rank] += _event("FBIW"[kind], start, end)
+    chunks = order.stages // order.ranks
+    return _Source("schedule", "", chunks, [_curve(e, source.makespan) for e in events])
+
+
+def _of_report(report: Any, step: int | None) -> _Source:
+    if report.plan.pp == 1 and report.plan.microbatches == 1:
+        raise illegal("sources", report, "one micro-batch on one stage", "a pipeline's report")
+    steps = tuple(sorted(set(report.steps["step"].tolist())))
+    if not steps:
+        raise illegal("sources", report, "the report has no steps", "a report of a run")
+    step = metrics.typical_step(report) if step is None else whole("step", step, at_least=0)
+    if step not in steps:
+        raise illegal("step", step, "not in the report", ", ".join(map(str, steps)))
+    when: dict[Any, list[float]] = {}  # of every action, cut into pieces or not
+    spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
+    columns = (spans[c].tolist() for c in ("rank", "kind", "stage", "microbatch", "start", "end"))
+    for rank, kind, stage, microbatch, start, end in zip(*columns, strict=True):
+        if report.plan.place(rank)[1] == 0:
+            span = when.setdefault((kind, stage, microbatch), [start, end])
+            span[:] = min(span[0], start), max(span[1], end)
+    names = {"F": "forward", "W": "weight_grad"}
+    zero = min(start for start, _ in when.values())
+    total = max(end for _, end in when.values()) - zero
+    curves = []
+    for actions in schedule_of(report, step=step):
+        events: list[tuple[float, int]] = []
+        for stage, kind, microbatch in actions:
+            start, end = when[names.get(kind, "backward"), stage, microbatch]
+            events += _event(kind, start - zero, end - zero)
+        curves.append(_curve(events, total))
+    return _Source(theme.subject(report), report.clock, report.plan.virtual_stages, curves)
+
+
+def _event(kind: str, start: float, end: float) -> list[tuple[float, int]]:
+    """A forward begins to keep, a whole backward or a weight half ends it."""
+    return {"F": [(start, 1)], "B": [(end, -1)], "I": [], "W": [(end, -1)]}[kind]
+
+
+def _curve(events: list[tuple[float, int]], total: float) -> _Curve:
+    times, counts, now = [0.0], [0], 0
+    for time, change in sorted(events):  # at one moment: first let go, then keep
+        now += change
+        if time == times[-1]:
+            counts[-1] = now
+        else:
+            times.append(time)
+            counts.append(now)
+    return _Curve([*times, total], [*counts, counts[-1]])
+
+
+# ---- drawing -------------------------------------------------------------------------------------
+def _drawn(found: list[_Source]) -> Chart:
+    first, many = found[0], len(found) > 1
+    ranks = range(min(len(first.curves), MAX_RANKS))
+    highest = max(max(one.curves[r].peak for r in ranks) for one in found) or 1
+    row = ROOM * highest
+    timed = all(one.clock for one in found)
+    per = 1e3 if timed else 1.0
+    clocks = list(dict.fromkeys(one.clock for one in found if one.clock))
+    said = [f"{clock}: {theme.CLOCK_BRIEF[clock]}" for clock in clocks]
+    said += ["a schedule: F, I and W take one unit of time each"] * (not timed)
+    if len({one.chunks for one in found}) > 1:
+        said.append("a chunk counts as its share of the rank's layers")
+    elif first.chunks > 1:
+        said.append(f"counted in chunks, 1/{first.chunks} of a rank's layers each")
+    if len(first.curves) > len(ranks):
+        said.append(f"the first {len(ranks)} of {len(first.curves)} ranks")
+    fig = theme.figure(_finding(found), " · ".join(said), height=int(190 + 62 * len(ranks)))
+    styles = theme.series([one.name for one in found])
+    for one in found:
+        colour = styles[one.name]["colour"] if many else theme.KIND_COLOUR["forward"]
+        for r in ranks:
+            _area(fig, one, r, (len(ranks) - 1 - r) * row, per, colour, many, show=r == 0)
+    for r in ranks:
+        base = (len(ranks) - 1 - r) * row
+        peaks = " | ".join(
+            f"<span style='color:{styles[one.name]['colour']}'>{one.curves[r].peak:g}</span>"
+            if many else f"{one.curves[r].peak:g}" for one in found
+        )  # fmt: skip
+        fig.add_annotation(xref="paper", x=1, xshift=8, xanchor="left", y=base + 0.5 * highest,
+                           text=f"<b>{peaks}</b>", showarrow=False, font={"size": 15})  # fmt: skip
+        fig.add_shape(type="line", xref="paper", x0=0, x1=1, y0=base, y1=base,
+                      line={"color": theme.look().grid, "width": 1})  # fmt: skip
+    fig.add_annotation(xref="paper", x=1, xshift=8, xanchor="left", yref="paper", y=1,
+                       yanchor="bottom", text="peak", showarrow=False,
+                       font={"color": theme.look().faint})  # fmt: skip
+    unit = "ms" if timed else "units"
+    fig.update_layout(
+        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+        xaxis={"title": {"text": f"time from the first forward ({unit})"}, "tickformat": "~g"},
+        yaxis={"tickvals": [(len(ranks) - 1 - r) * row + 0.5 * highest for r in ranks],
+               "ticktext": [f"<b>rank {r}</b>" for r in ranks], "showgrid": False,
+               "range": [-0.02 * row, (len(ranks) - 1) * row + 1.1 * highest]},
+        margin={"r": 40 + 20 * len(found)},
+    )  # fmt: skip
+    names = " | ".join(one.name for one in found)
+    return fig.explained(f"live activations of {names} on {len(first.curves)} ranks", _table(found))
+
+
+def _area(fig: Chart, one: _Source, rank: int, base: float, per: float, colour: str, many: bool,
+          *, show: bool) -> None:  # fmt: skip
+    curve = one.curves[rank]
+    x = [round(t * per, 6) for t in curve.times]
+    fig.add_scatter(
+        x=[x[0], x[-1]], y=[base, base], mode="lines", line={"width": 0}, showlegend=False,
+        hoverinfo="skip",
+    )  # fmt: skip
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    fig.add_scatter(
+        x=x, y=[base + n for n in curve.counts], mode="lines", fill="tonexty",
+        line={"shape": "hv", "width": 2 if many else 1.5, "color": colour},
+        fillcolor=f"rgba({red},{green},{blue},{0.22 if many else 0.75})",
+        name=theme.text(one.name), legendgroup=one.name, showlegend=show and many,
+        hovertext=[f"{theme.text(one.name)}, rank {rank}: {n:g} alive" for n in curve.counts],
+        hovertemplate="%{hovertext}<extra></extra>",
+    )  # fmt: skip
+
+
+def _finding(found: list[_Source]) -> str:
+    def peaks(one: _Source) -> str:
+        counts = [f"{curve.peak:g}" for curve in one.curves]
+        what = "chunks" if one.chunks > 1 else "micro-batches"
+        if len(set(counts)) == 1:
+            return f"{counts[0]} {what} on every rank"
+        return f"{counts[0]} {what} on the first rank, {counts[-1]} on the last"
+
+    if len(found) == 1:
+        return f"{theme.text(found[0].name)} keeps at most {peaks(found[0])}"
+    said = "; ".join(f"{theme.text(one.name)} {one.curves[0].peak:g}" for one in found)
+    return f"Most micro-batches kept at once on the first rank: {said}"
+
+
+def _table(found: list[_Source]) -> pd.DataFrame:
+    """source, rank, time (seconds, or units of a bare schedule), live."""
+    import pandas as pd
+
+    rows = [
+        (one.name, rank, time, count)
+        for one in found for rank, curve in enumerate(one.curves)
+        for time, count in zip(curve.times, curve.counts, strict=True)
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=["source", "rank", "time", "live"])

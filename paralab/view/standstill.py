@@ -1,0 +1,109 @@
+"""A schedule that deadlocks, drawn as far as it gets: who stands where, and needs what of whom.
+
+Every rank works until what it needs cannot come any more. What was done is drawn as boxes, then
+each rank that stands still says at which action, and what it waits for. Follow the needs from rank
+to rank: they lead round in a circle (theory/schedule_check.py names it). Lab 04's clinic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paralab.theory.engine import longest_path
+from paralab.theory.order import B, F, I, Order, W, graph
+from paralab.theory.pipeline import Simulation
+from paralab.theory.schedule_check import checked
+from paralab.view import theme
+
+if TYPE_CHECKING:
+    from paralab.parallel.schedules import Action
+    from paralab.report import Report
+    from paralab.view.chart import Chart
+
+SECONDS = {F: 10e-3, B: 20e-3, I: 10e-3, W: 10e-3}
+ROOM = 0.8  # of the time that was worked, for the words on who stands where
+
+
+def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule") -> Chart:
+    """How far a schedule gets; F = 10 ms, B = 20 ms, I = W = 10 ms, links free.
+
+    Raises ScheduleError, a ValueError, if the lists are wrong in another way: something is missing,
+    twice, on the wrong rank, or before what it needs on its own rank.
+    """
+    from paralab.view.timeline import timeline
+
+    lists, order = checked(schedule)
+    seconds = np.array([SECONDS[kind] for kind in order.kind.tolist()])
+    dag = graph(order, seconds)
+    end, _ = longest_path(*dag)
+    n = len(order.rank)
+    done = [not missing for missing in dag.missing[:n]]
+    start, end = (np.array(times[:n]) * done for times in (dag.ready, end))
+    reached = Simulation(lists, order, start, end)
+    worked = float(reached.end.max())
+    standing = _standing(order, done)
+    report = _so_far(reached.report(name), done, standing, worked)
+    chart = timeline(report, ideal=False)
+    title = f"{theme.text(name)}: {sum(done)} of {n} actions are done, then "
+    title += f"{len(standing)} of {order.ranks} ranks wait for ever" if standing else "all is done"
+    fresh = theme.figure(title, "F = 10 ms, B = 20 ms, I = W = 10 ms, links free",
+                         height=int(chart.layout.height))  # fmt: skip
+    chart.layout.title, chart.layout.annotations, chart.layout.shapes = fresh.layout.title, (), ()
+    chart.layout.xaxis.title.text = "time (ms)"
+    rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
+    for rank, (action, need, other) in standing.items():
+        chart.add_annotation(
+            x=1e3 * _until(reached, done, rank), y=rows[f"<b>rank {rank}</b>"], showarrow=False,
+            xanchor="left", xshift=4, bgcolor=theme.look().paper, borderpad=2,
+            text=f"<b>{action}</b> needs <b>{need}</b> of rank {other}",
+        )  # fmt: skip
+    return chart.explained(
+        f"{name}: {sum(done)} of {n} actions done, {len(standing)} of {order.ranks} ranks stand "
+        "still", chart.table,
+    )  # fmt: skip
+
+
+def _standing(order: Order, done: Sequence[bool]) -> dict[int, tuple[str, str, int]]:
+    """{rank: (the action it stands at, the one that it needs, whose that is)}."""
+    found = {}
+    for node, over in enumerate(done):
+        rank = int(order.rank[node])
+        if not over and rank not in found:
+            need = int(order.source[node])
+            found[rank] = (
+                str(order.action(node)), str(order.action(need)), int(order.rank[need])
+            )  # fmt: skip
+    return found
+
+
+def _until(reached: Simulation, done: Sequence[bool], rank: int) -> float:
+    """Seconds until ``rank`` has done the last that it does."""
+    mine = (reached.order.rank == rank) & np.array(done)
+    return float(reached.end[mine].max()) if mine.any() else 0.0
+
+
+def _so_far(
+    report: Report, done: Sequence[bool], standing: dict[int, Any], worked: float
+) -> Report:
+    """The report of what was done, and a wait without end of every rank that stands still."""
+    import pandas as pd
+
+    spans, steps = report.spans[np.array(done)], report.steps
+    horizon = (worked or SECONDS[F]) * (1 + ROOM if standing else 1)
+    until = spans.groupby("rank")["end"].max()
+    blank = report.spans.iloc[0].to_dict() | {
+        "kind": "wait", "microbatch": -1, "cost": 0.0, "after": (), "end": horizon
+    }  # fmt: skip
+    waits = [
+        blank | {"id": len(done) + rank, "rank": rank, "start": float(until.get(rank, 0.0))}
+        for rank in standing
+    ]
+    return dataclasses.replace(
+        report,
+        spans=pd.concat([spans, pd.DataFrame(waits)], ignore_index=True) if waits else spans,
+        steps=steps.assign(end=horizon),
+    )

@@ -1,0 +1,188 @@
+"""Lab 04's exercises: schedules that are wrong, slow or large do not pass, and are told why."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import pytest
+
+import bad_answers as bad
+import paralab as pl
+from paralab.exercises import clinic, schedule
+from paralab.parallel.schedules import SCHEDULES, actions
+from paralab.theory.schedule_check import ScheduleError, validate
+from paralab.view import stuck
+
+CLINIC, OWN = pl.exercises.deadlock_clinic, pl.exercises.own_schedule
+FIXED = {
+    "too early": ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"],
+    "two chunks": ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"],
+    "upside down": [" ".join(map(str, row)) for row in SCHEDULES["1f1b"](3, 3)],
+}
+
+
+def missed(verdict) -> set[str]:
+    return {row.limit for row in verdict.rows if row.ok is False}
+
+
+# ---- a schedule of one's own ---------------------------------------------------------------------
+WRONG = [  # answer, limits it breaks, words of the verdict
+    (bad.schedule_gpipe, {"live micro-batches", "other sizes"},
+     "rank 0 holds 6 micro-batches, asked are at most 4: 0F4, the 5th of its list"),
+    (bad.schedule_naive, {"simulated step", "other sizes"},
+     "720 ms, 450 ms more than the 270 ms asked: rank 0 starts 0F1, the 3rd of its list, at 120"),
+    (bad.schedule_two_rounds, {"simulated step"}, "ms more than the 270 ms asked"),
+    (bad.schedule_short_warmup, {"simulated step"}, "rank 0 starts 0F3, the 5th of its list"),
+    (bad.schedule_long_warmup, {"live micro-batches"}, "rank 0 holds 5 micro-batches"),
+    (bad.schedule_upside_down, {"schedule"}, "rank 0 stands at 0B0, which needs 1B0 of rank 1"),
+    (bad.schedule_crossed, {"schedule"}, "deadlock, the waits go in a circle: rank 0 stands at"),
+    (bad.schedule_drops_a_backward, {"schedule"}, "missing in schedule[1]='1B5'"),
+    (bad.schedule_twice, {"schedule"}, "schedule[0][12]='0B0': is there twice"),
+    (bad.schedule_backward_first, {"schedule"}, "schedule[3][0]='3B0': comes before 3F0"),
+    (bad.schedule_other_rank, {"schedule"}, "schedule[0][12]='1B5': stage 1 lives on rank 1"),
+    (bad.schedule_forgets_a_half, {"schedule"}, "the weight half of the backward of stage"),
+    (bad.schedule_only_six, {"other sizes"}, "p=2, m=1: schedule[0][1]='0F1': there is no micro-"),
+    (bad.schedule_only_four_ranks, {"other sizes"}, "p=2, m=5: rank 0 holds 4 micro-batches"),
+    (bad.schedule_one_list, {"schedule"}, "made 48 lists; legal: 4, one per pipeline rank"),
+    (bad.schedule_tuples, {"schedule"}, "schedule[0][0]=('F', 0): not an action"),
+    (bad.schedule_nothing, {"schedule"}, "schedule=None: not a schedule"),
+    (bad.schedule_raises, {"schedule"}, "p=4, m=6: raised IndexError"),
+    (bad.schedule_of_p_alone, {"schedule"}, "asked is f(pp, microbatches), yours"),
+    ("1f1b", {"schedule"}, "asked is a function"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer, limits, words", WRONG)
+def test_a_wrong_schedule_is_refused_by_the_limits_it_breaks(answer, limits, words):
+    verdict = OWN.check(answer)
+    assert not verdict and limits <= missed(verdict), repr(verdict)
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+@pytest.mark.parametrize("answer", [bad.schedule_good, bad.schedule_halves, SCHEDULES["1f1b"],
+                                    SCHEDULES["zb-h1"]])  # fmt: skip
+def test_another_right_schedule_passes(answer):
+    verdict = OWN.check(answer)
+    assert verdict.passed, repr(verdict)
+
+
+@pytest.mark.parametrize("name, kept", [("gpipe", "simulated step"), ("naive", "live micro-")])
+def test_gpipe_keeps_the_time_and_naive_the_memory_and_neither_both(name, kept):
+    verdict = OWN.check(SCHEDULES[name])
+    [row] = [row for row in verdict.rows if row.limit.startswith(kept)]
+    assert row.ok and not verdict.passed
+
+
+def test_gradients_of_a_run_are_compared_with_one_process(monkeypatch):
+    """Whatever a schedule says, a gradient that is off by a factor is seen."""
+    right = schedule._of_one_process()
+    monkeypatch.setattr(schedule, "_of_one_process", lambda: {n: 6 * g for n, g in right.items()})
+    verdict = OWN.check(bad.schedule_good)
+    assert missed(verdict) == {"gradients"}
+    assert "embedding.token.weight is 0.167 times what it should be" in repr(verdict)
+
+
+# ---- the clinic ----------------------------------------------------------------------------------
+def without(lists: list[str], action: str) -> list[str]:
+    return [" ".join(a for a in row.split() if a != action) for row in lists]
+
+
+def patients() -> dict[str, list[str]]:
+    return {name: list(patient.lists) for name, patient in CLINIC.patients.items()}
+
+
+CURES = [  # what is handed in for one patient, limits it breaks, words of the verdict
+    ("too early", patients()["too early"], {"too early"}, "too early: schedule[0][1]='0B0': dead"),
+    ("too early", without(FIXED["too early"], "1B2"), {"too early", "same work"}, "has lost 1B2"),
+    ("too early", [FIXED["too early"][0] + " 0B0", FIXED["too early"][1]],
+     {"too early", "same work"}, "rank 0 has 0B0, which was not in its list"),
+    ("too early", ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"], {"moves"},
+     "too early: 2 moves, 1 would do"),
+    ("two chunks", FIXED["two chunks"][:1], {"two chunks"}, "1 lists, asked are 2"),
+    ("two chunks", ["0F0 0F1 zero"], {"two chunks"}, "not an action"),
+    ("two chunks", None, {"two chunks"}, "its lists are missing"),
+    ("upside down", [row.replace("B", "I") for row in FIXED["upside down"]],
+     {"upside down", "same work"}, "missing in schedule[0]='0W0'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, lists, limits, words", CURES)
+def test_a_cure_that_does_not_cure_or_changes_the_work_is_refused(name, lists, limits, words):
+    verdict = CLINIC.check({**FIXED, name: lists})
+    assert missed(verdict) == limits, verdict.table.to_string()
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+def test_patients_as_they_are_count_as_not_started_and_anything_but_a_dict_is_told_so():
+    assert not CLINIC.check(patients()).started
+    verdict = CLINIC.check(list(FIXED.values()))
+    assert verdict.started and "asked is a dict" in repr(verdict)
+    assert CLINIC.check(FIXED).passed
+
+
+def test_the_stub_holds_the_patients_themselves():
+    names: dict = {}
+    exec(CLINIC.stub, names)
+    assert names["fixed"] == patients()
+
+
+@pytest.mark.parametrize("patient", CLINIC.patients.values(), ids=lambda p: p.name)
+def test_a_patient_deadlocks_and_its_picture_says_the_same_as_the_validator(patient):
+    with pytest.raises(ScheduleError, match="deadlock") as found:
+        validate(patient.lists)
+    assert repr(patient.diagnosis) == str(found.value)
+    chart = patient.chart()
+    said = {note.text for note in chart.layout.annotations}
+    for _, action, need, other in found.value.waits:
+        assert f"<b>{action}</b> needs <b>{need}</b> of rank {other}" in said
+    assert f"{len(patient.lists)} of {len(patient.lists)} ranks stand still" in repr(chart)
+    done = (chart.table["kind"] != "wait").sum()
+    assert 0 < done < sum(map(len, actions(patient.lists)))
+    assert patient.story in repr(patient) and patient.lists[0] in repr(patient)
+
+
+def within(row: list, most: int):
+    """Every order of a list, forward before backward, that takes at most ``most`` moves."""
+    for order in permutations(row):
+        place = {action: i for i, action in enumerate(order)}
+        if clinic.moves(row, order) <= most and all(
+            place[a] > place[a._replace(kind="F")] for a in order if a.kind == "B"
+        ):
+            yield order
+
+
+@pytest.mark.parametrize("name", ["too early", "two chunks"])
+def test_no_patient_runs_with_fewer_moves_than_are_allowed(name):
+    patient = CLINIC.patients[name]
+    lists, fewer = actions(patient.lists), patient.moves - 1
+    choices = [list(within(row, fewer)) for row in lists] if name == "too early" else [
+        [row, *_one_move(row)] for row in lists
+    ]  # fmt: skip
+    for tried in product(*choices):
+        if sum(map(clinic.moves, lists, tried)) <= fewer:
+            with pytest.raises(ScheduleError):
+                validate(tried)
+
+
+def _one_move(row: list) -> list[list]:
+    found = []
+    for i, j in product(range(len(row)), repeat=2):
+        rest = row[:i] + row[i + 1 :]
+        found.append(rest[:j] + [row[i]] + rest[j:])
+    return found
+
+
+def test_moves_are_the_fewest_that_turn_one_list_into_the_other():
+    row = list("abcde")
+    assert [clinic.moves(row, list(to)) for to in ("abcde", "bcdea", "eabcd", "edcba", "badce")] \
+        == [0, 1, 1, 4, 2]  # fmt: skip
+    for to in _one_move(row):
+        assert clinic.moves(row, to) <= 1
+
+
+def test_a_schedule_that_runs_is_drawn_to_its_end_and_a_wrong_one_is_refused():
+    chart = stuck(SCHEDULES["zb-h1"](3, 4), name="whole")
+    assert repr(chart) == "Chart(whole: 36 of 36 actions done, 0 of 3 ranks stand still)"
+    assert "all is done" in chart.finding
+    with pytest.raises(ScheduleError, match="comes before 0F0"):
+        stuck(["0B0 0F0"])

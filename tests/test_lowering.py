@@ -1,0 +1,178 @@
+"""Lowering: sends and receives that no backend can deadlock on, early enough to be hidden."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from paralab.parallel.lowering import Transfer, check_lowered, lower
+from paralab.parallel.schedules import (
+    SCHEDULES,
+    Action,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    parse,
+    zb_h1,
+)
+
+
+def text(lists):
+    return [" ".join(map(str, row)) for row in lists]
+
+
+def read(rows, p):
+    """Lowered lists from their text; stage s is on rank s % p."""
+    lists = []
+    for row in rows:
+        steps = []
+        for word in row.split():
+            if "_" not in word:
+                steps.append(parse(word))
+                continue
+            kind = "send" if "SEND" in word else "recv"
+            stage, _, rest = word.partition(kind.upper() + "_")
+            one = Transfer(kind, rest[0], int(stage), int(rest[1:]), 0)
+            steps.append(one._replace(peer=one.other_stage % p))
+        lists.append(steps)
+    return lists
+
+
+SOME = [
+    *(f(p, m) for f, p, m in product(
+        (f for f in SCHEDULES.values() if f is not interleaved), (1, 2, 3, 4, 8), (1, 2, 3, 4, 9))),
+    *(interleaved(p, p * n, v) for p, n, v in product((1, 2, 3, 4), (1, 2, 3), (1, 2, 3))),
+]  # fmt: skip
+
+
+def test_two_ranks_by_hand():
+    assert text(lower(gpipe(2, 2))) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1",
+        "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
+    ]
+    assert text(lower(gpipe(2, 2), ahead=0)) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
+    ]
+
+
+def test_the_lists_without_transfers_are_the_schedule():
+    for schedule, ahead in product(SOME, (0, 1, 99)):
+        kept = [[s for s in row if isinstance(s, Action)] for row in lower(schedule, ahead=ahead)]
+        assert kept == schedule
+
+
+def test_every_message_has_two_ends_and_stays_off_ranks_of_its_own():
+    for schedule in SOME:
+        p, stages = len(schedule), 1 + max(a.stage for row in schedule for a in row)
+        m = 1 + max(a.microbatch for row in schedule for a in row)
+        ends = {"send": set(), "recv": set()}
+        for rank, row in enumerate(lower(schedule)):
+            for s in row:
+                if isinstance(s, Transfer):
+                    assert s.stage % p == rank and s.other_stage % p == s.peer != rank
+                    low = min(s.stage, s.other_stage)
+                    assert (s.what, low, s.microbatch) not in ends[s.kind]
+                    ends[s.kind].add((s.what, low, s.microbatch))
+        crossing = stages - 1 if p > 1 else 0
+        assert ends["send"] == ends["recv"]
+        assert len(ends["send"]) == 2 * m * crossing  # v times as many with v stages per rank
+
+
+def test_no_order_deadlocks_where_every_transfer_holds_up_both_ranks():
+    for schedule, ahead in product(SOME, (0, 1, 2, 99)):
+        check_lowered(lower(schedule, ahead=ahead))
+
+
+def test_a_result_leaves_before_its_rank_computes_on():
+    for schedule, ahead in product(SOME, (0, 1, 99)):
+        for row in lower(schedule, ahead=ahead):
+            last = None
+            for step in row:
+                if isinstance(step, Action):
+                    last = step
+                elif step.kind == "send":
+                    assert (last.stage, last.microbatch) == (step.stage, step.microbatch)
+                    assert step.what == {"I": "B"}.get(last.kind, last.kind)
+
+
+def test_few_buffers_wait_for_their_action():
+    # Receives are early by what the sender is ahead: one micro-batch in 1F1B, whatever p and m.
+    for p, m in product((2, 4, 8), (8, 32)):
+        for row in lower(one_f_one_b(p, m)):
+            posted = dict.fromkeys("FB", 0)
+            for step in row:
+                if isinstance(step, Transfer):
+                    posted[step.what] += step.kind == "recv"
+                    assert posted[step.what] <= 2, (p, m, str(step))
+                elif posted[step.kind]:
+                    posted[step.kind] -= 1
+
+
+def test_a_receive_is_posted_while_the_action_before_computes():
+    for p, m in ((2, 4), (3, 4), (4, 9)):
+        for row in lower(gpipe(p, m)):
+            done, late = 0, 0
+            for step in row:
+                if isinstance(step, Action):
+                    done += 1
+                elif step.kind == "recv":
+                    used = Action(step.stage, step.what, step.microbatch)
+                    at = [s for s in row if isinstance(s, Action)].index(used)
+                    late += at == done and done > 0
+            assert late <= 1  # the first gradient: nothing is left to compute meanwhile
+    # 1F1B: of what two neighbours swap at once one is early, here the gradient.
+    rows = text(lower(one_f_one_b(4, 8)))
+    assert "2RECV_B2 2F3 2SEND_F3 2B2" in rows[2] and "3RECV_F3 3F3" in rows[3]
+
+
+# ---- what the check finds -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        # Two sends that face each other, as in a naive 1F1B.
+        (["0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+          "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"], "0SEND_F1|1SEND_B0"),
+        # Matched by order alone, micro-batch 1 would be taken for 0.
+        (["0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+          "1RECV_F1 1F1 1RECV_F0 1F0 1B0 1SEND_B0 1B1 1SEND_B1"], "meets 1RECV_F1|meets 0SEND_F0"),
+        (["0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"], "a send after its action"),
+        (["0F0 0SEND_F0 0B0 0RECV_B0", "1RECV_F0 1F0 1B0 1SEND_B0"], "an action after its receive"),
+        (["0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1RECV_F0 1B0 1SEND_B0"], "an action after its receive"),
+        (["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1B0 1F0 1SEND_B0"], "not there yet"),
+        (["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0"], "rank 0 stands at 0RECV_B0"),
+        (["0F0 0SEND_F0 0B0", "1F0 1B0"], "not there yet|stands at"),
+        (["0W0 0F0 0B0"], "not there yet"),
+    ],
+)  # fmt: skip
+def test_lists_that_could_hang_are_refused(rows, said):
+    with pytest.raises(ValueError, match=said):
+        check_lowered(read(rows, len(rows)))
+
+
+def test_a_circle_of_sends_over_three_ranks_is_found():
+    rows = ["0SEND_F0 3RECV_F2", "1SEND_F1 1RECV_F0", "2SEND_F2 2RECV_F1"]
+    said = "rank 0 stands at 0SEND_F0, for rank 1; rank 1 .* 1SEND_F1, for rank 2; rank 2 .* rank 0"
+    with pytest.raises(ValueError, match=said):
+        check_lowered(read(rows, 3))
+
+
+def test_two_sends_of_one_micro_batch_that_face_each_other_are_no_match():
+    # Two ranks with two stages each: stage 1 to 2 and stage 2 to 3 are the same pair's messages.
+    with pytest.raises(ValueError, match="meets"):
+        check_lowered(read(["0F0 0SEND_F0 2SEND_F0", "1RECV_F0 1F0 1SEND_F0"], 2))
+
+
+def test_swapped_sends_of_a_lowered_schedule_are_found():
+    lists = lower(zb_h1(3, 4))
+    at = [i for i, s in enumerate(lists[1]) if isinstance(s, Transfer)]
+    found = 0
+    for i, j in zip(at, at[1:], strict=False):
+        broken = [list(row) for row in lists]
+        broken[1][i], broken[1][j] = broken[1][j], broken[1][i]
+        try:
+            check_lowered(broken)
+        except ValueError:
+            found += 1
+    assert found >= len(at) // 2  # some neighbours may be swapped without harm

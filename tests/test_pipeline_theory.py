@@ -1,0 +1,213 @@
+"""The pipeline simulator: the papers' tables and formulas, and timelines worked out by hand."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+
+from paralab.parallel.schedules import (
+    SCHEDULES,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
+from paralab.theory.engine import Collective, Compute, Wait
+from paralab.theory.engine import simulate as run_engine
+from paralab.theory.pipeline import bubble_formula, simulate
+from paralab.theory.schedule_check import ScheduleError, validate
+
+# Zero Bubble (Qi+ 2023, arXiv:2401.10241). Table 6: measured milliseconds of TF, TB, TW, Tcomm.
+# Table 5: bubble rates of 1F1B, ZB-H1, ZB-H2, 1F1B-I; the last has 3 chunks per rank.
+#        p, m,   TF,    TB,    TW,   Tcomm, 1F1B,  ZB-H1,  ZB-H2,  1F1B-I
+PAPER = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.1083, 0.1055),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242, 0.0837, 0.0818),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674, 0.0444, 0.0443),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397, 0.0672, 0.1104),
+    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082, 0.1088, 0.0516, 0.0852),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0576, 0.0266, 0.0445),
+]
+
+
+@pytest.mark.parametrize("row", PAPER, ids=lambda row: f"p{row[0]}-m{row[1]}")
+def test_the_zero_bubble_papers_table_5_follows_from_its_table_6(row):
+    p, m, tf, tb, tw, tcomm, *printed = row
+    for schedule, rate in zip((one_f_one_b, zb_h1, zb_h2), printed, strict=False):
+        got = simulate(schedule(p, m), forward=tf, backward=tb, weight_grad=tw, comm=tcomm)
+        assert round(got.bubble_rate, 4) == rate
+    v = 3
+    got = simulate(
+        interleaved(p, m, v), forward=tf / v, backward=tb / v, weight_grad=tw / v, comm=tcomm
+    )
+    assert abs(got.bubble_rate - printed[3]) < 0.004
+
+
+# ---- formulas -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_bubble_formulas_are_exact_where_stages_are_alike_and_links_free(p):
+    for m, b in product((1, 2, 3, 4, 8, 17), (1.0, 2.0, 3.0)):  # whole numbers: no rounding
+        for name in ("naive", "gpipe", "1f1b"):
+            got = simulate(SCHEDULES[name](p, m), forward=1.0, backward=b)
+            assert got.bubble_rate == pytest.approx(
+                bubble_formula(name, p, m, 1, 1.0, b), abs=1e-12
+            )
+            if name != "naive":
+                assert got.bubble_rate == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+                idle = p * got.cost - sum(got.busy)
+                assert idle == p * (p - 1) * (1 + b)
+        for v in (1, 2, 3, 4):
+            got = simulate(interleaved(p, m * p, v), forward=1.0, backward=b)
+            want = bubble_formula("interleaved", p, m * p, v, v, v * b)
+            assert got.bubble_rate == pytest.approx(want, abs=1e-12)
+            assert want == pytest.approx((p - 1) / (v * m * p + p - 1))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_zero_bubble_formulas_are_exact_where_they_are_meant(p):
+    for m in (2 * p - 1, 2 * p, 3 * p, 5 * p):
+        for f, b, w in ((1, 1, 1), (2, 2, 1), (3, 3, 2)):
+            for name, function, weights in (("zb-h1", zb_h1, 1), ("zb-h2", zb_h2, 2)):
+                got = simulate(function(p, m), forward=f, backward=b, weight_grad=w)
+                idle = (p - 1) * (f + b - weights * w)
+                assert got.cost - m * (f + b + w) == idle  # Zero Bubble, table 1
+                want = bubble_formula(name, p, m, 1, f, b, w)
+                assert got.bubble_rate == pytest.approx(want, abs=1e-12)
+    assert simulate(zb_h2(4, 8), forward=1, backward=1, weight_grad=1).bubble_rate == 0.0
+
+
+def test_bubble_formula_says_what_it_knows():
+    assert bubble_formula("1f1b", 4, 8) == pytest.approx(3 / 11)
+    assert bubble_formula("naive", 4, 100) == pytest.approx(3 / 4)
+    assert bubble_formula("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
+    assert bubble_formula("zb-h1", 4, 8, 1, 1, 1, 1) == pytest.approx(3 / 27)
+    assert bubble_formula("zb-h2", 4, 8, 1, 1, 1, 3) == 0.0  # less than nothing is nothing
+    with pytest.raises(ValueError, match="'zb-h2'"):
+        bubble_formula("dualpipe", 4, 8)
+
+
+# ---- by hand ------------------------------------------------------------------------------------
+def test_gpipe_on_two_ranks_by_hand():
+    got = simulate(gpipe(2, 2), forward=[1.0, 2.0], backward=[3.0, 1.0], weight_grad=[0.5, 1.0])
+    assert got.spans[["action", "start", "end"]].values.tolist() == [
+        ["0F0", 0.0, 1.0], ["0F1", 1.0, 2.0], ["0B0", 7.0, 10.5], ["0B1", 10.5, 14.0],
+        ["1F0", 1.0, 3.0], ["1F1", 3.0, 5.0], ["1B0", 5.0, 7.0], ["1B1", 7.0, 9.0],
+    ]  # fmt: skip
+    assert (got.makespan, got.cost, got.busy) == (14.0, 14.0, [9.0, 8.0])
+    assert got.bubble_rate == 1 - 17 / 28
+    assert got.peak_live == [2, 2]
+
+
+def test_comm_delays_what_goes_to_another_rank_and_nothing_else():
+    got = simulate(naive(2, 1), forward=1, backward=1, comm=[0.25, 0.5])
+    assert got.start.tolist() == [0.0, 3.75, 1.25, 2.25]  # 0F0 0B0, 1F0 1B0
+    alone = interleaved(1, 2, 2)  # both stages on one rank
+    free = simulate(alone, forward=1, backward=1)
+    assert simulate(alone, forward=1, backward=1, comm=9.0).end.tolist() == free.end.tolist()
+
+
+def test_a_split_backward_lets_the_stage_before_go_on_before_its_weight_half():
+    got = simulate([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]], forward=1, backward=2,
+                   weight_grad=4)  # fmt: skip
+    assert got.start.tolist() == [0, 4, 6, 1, 2, 4]
+
+
+def test_cost_is_the_longest_rank_not_the_makespan():
+    got = simulate(zb_h2(3, 6), forward=1, backward=1, weight_grad=1)
+    assert (got.cost, got.makespan) == (18.0, 20.0)
+
+
+def test_the_bubble_is_that_of_the_report():
+    for schedule in (gpipe(4, 6), interleaved(2, 4, 2), zb_h1(3, 5), zb_h2(3, 7)):
+        got = simulate(schedule, forward=1.0, backward=1.5, weight_grad=0.5, comm=0.25)
+        report = got.report("mine")
+        assert report.bubble == pytest.approx(got.bubble_rate, abs=1e-12)
+        assert report.clock == "predicted" and report.meta["function"] == "mine"
+        assert len(report.spans) == len(got.start)
+        assert "mine" in repr(got.timeline("mine"))
+
+
+# The longest path is one algorithm for both: a schedule spelt out as engine items says the same.
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), interleaved(2, 4, 2), zb_h2(3, 5)])
+def test_simulate_is_the_event_engine(schedule):
+    seconds = {"F": 1.0, "I": 1.25, "W": 0.5, "B": 1.75}
+    p, stages = len(schedule), 1 + max(a.stage for row in schedule for a in row)
+
+    def message(kind, stage, microbatch, op):
+        """What leaves ``stage``, on a lane of its own; None if it stays on its rank."""
+        to = stage + (1 if kind == "F" else -1)
+        if kind == "W" or not (0 <= to < stages and 0 <= stage < stages) or to % p == stage % p:
+            return None
+        key = ("F" if kind == "F" else "B", stage, microbatch)
+        return Collective(key, f"{op} {key}", (stage % p, to % p), op, 0)
+
+    programs, places = [], []
+    for row in schedule:
+        source = {a: a.stage + (-1 if a.kind == "F" else 1) for a in row}
+        comes = {a: message(a.kind, source[a], a.microbatch, "recv") for a in row}
+        items = [c for c in comes.values() if c is not None]  # all posted at the start
+        posted = {id(c): i for i, c in enumerate(items)}
+        places.append([])
+        for a in row:
+            if comes[a] is not None:
+                items.append(Wait((posted[id(comes[a])],)))
+            places[-1].append(len(items))
+            items.append(Compute(seconds[a.kind]))
+            goes = message(a.kind, a.stage, a.microbatch, "send")
+            items += [goes] if goes is not None else []
+        programs.append(items)
+    times = run_engine(programs, lambda op, *_: 0.125 if op == "send" else 0.0)
+    got = simulate(schedule, forward=1.0, backward=1.25, weight_grad=0.5, comm=0.125)
+    assert got.start.tolist() == [times.start[r][i] for r in range(p) for i in places[r]]
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+def test_a_schedule_that_cannot_run_is_refused_not_simulated():
+    with pytest.raises(ScheduleError, match="deadlock"):
+        simulate(
+            [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], forward=1, backward=1
+        )
+    with pytest.raises(ScheduleError, match="missing"):
+        simulate([["0F0"]], forward=1, backward=1)
+
+
+@pytest.mark.parametrize(
+    "costs, said",
+    [
+        (dict(forward=-1.0, backward=1.0), "forward=-1.0"),
+        (dict(forward=1.0, backward=float("nan")), "backward"),
+        (dict(forward=[1.0], backward=1.0), "1 numbers for 2 stages"),
+        (dict(forward=1.0, backward=1.0, comm=[0.0, -2.0]), r"comm\[1\]"),
+        (dict(forward="fast", backward=1.0), "forward='fast'"),
+    ],
+)
+def test_costs_that_are_none_are_refused(costs, said):
+    with pytest.raises(ValueError, match=said):
+        simulate(gpipe(2, 2), **costs)
+
+
+# ---- speed --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sizes, seconds", [((16, 64, 4), 0.05), ((64, 512, 4), 1.0)])
+def test_a_slider_feels_live(sizes, seconds):
+    # Measured alone: 15 ms and 0.5 s. Processor time and three times the bar: a busy machine
+    # makes a test wait, and its caches are shared.
+    best = float("inf")
+    for _ in range(3):
+        began = time.process_time()
+        schedule = interleaved(*sizes)
+        validate(schedule)
+        got = simulate(schedule, forward=1.0, backward=2.0)
+        best = min(best, time.process_time() - began)
+        if best < seconds:
+            break
+    p, m, v = sizes
+    assert len(got.start) == 2 * p * m * v
+    assert Fraction(got.cost) == 3 * (m * v + p - 1)
+    assert np.all(got.end > got.start)
+    assert best < 3 * seconds

@@ -1,0 +1,227 @@
+"""Schedules: the papers' orders, torch's orders, and what cannot be scheduled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+
+from paralab.parallel.schedules import (
+    SCHEDULES,
+    Action,
+    actions,
+    build,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    parse,
+    zb_h1,
+    zb_h2,
+)
+from paralab.theory.schedule_check import live, peak_live, validate
+
+SIZES = list(product((1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 8, 16)))  # m < p and m % p != 0 among them
+
+
+def text(schedule):
+    return [" ".join(map(str, row)) for row in schedule]
+
+
+def every_schedule():
+    for (p, m), (name, function) in product(SIZES, SCHEDULES.items()):
+        if function is not interleaved:
+            yield name, function(p, m), p, m, 1
+    for p, v, rounds in product((1, 2, 3, 4), (1, 2, 3), (1, 2, 3)):
+        yield "interleaved", interleaved(p, p * rounds, v), p, p * rounds, v
+
+
+# ---- the papers' pictures ----------------------------------------------------------------------
+def test_naive_takes_one_micro_batch_all_the_way_and_back():
+    assert text(naive(2, 2)) == ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]
+
+
+def test_gpipe_is_all_forwards_then_all_backwards():
+    assert text(gpipe(2, 3)) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
+
+
+def test_1f1b_is_the_picture_of_ptdp():
+    # PTD-P (Narayanan+ 2021, arXiv:2104.04473), fig. 4, top: p = 4, m = 8.
+    assert text(one_f_one_b(4, 8)) == [
+        "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7",
+        "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1F6 1B4 1F7 1B5 1B6 1B7",
+        "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2F6 2B5 2F7 2B6 2B7",
+        "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5 3F6 3B6 3F7 3B7",
+    ]
+
+
+def test_interleaved_warms_up_with_2_p_minus_r_minus_1_and_v_minus_1_p_forwards():
+    # PTD-P sec. 2.2.2, fig. 4, bottom: p = 4, v = 2, m = 8; device 1 begins with 1 2 3 4 of both.
+    rows = text(interleaved(4, 8, 2))
+    assert rows[0].startswith("0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1")
+    assert rows[3].startswith("3F0 3F1 3F2 3F3 7F0 7B0 7F1 7B1")
+    for p, v in product((2, 3, 4), (1, 2, 3)):
+        for rank, row in enumerate(interleaved(p, 4 * p, v)):
+            warmup = next(i for i, action in enumerate(row) if action.kind == "B") - 1
+            assert warmup == 2 * (p - rank - 1) + (v - 1) * p
+
+
+def test_zb_h1_is_1f1b_with_weight_halves_held_back():
+    for p, m in SIZES:
+        for rank, (row, plain) in enumerate(zip(zb_h1(p, m), one_f_one_b(p, m), strict=True)):
+            order = [str(a).replace("I", "B") for a in row if a.kind != "W"]
+            assert order == [str(a) for a in plain]
+            late = [a.microbatch - max(b.microbatch for b in row[: row.index(a)] if b.kind == "I")
+                    for a in row if a.kind == "W"]  # fmt: skip
+            assert min(late) == -min(rank, m - 1)  # so many input halves later
+
+
+def test_zb_h2_starts_with_2_p_minus_r_minus_1_forwards():
+    assert text(zb_h2(2, 4)) == [
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+        "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3",
+    ]
+
+
+# ---- all of them -------------------------------------------------------------------------------
+def test_every_schedule_of_every_size_is_valid():
+    for _, schedule, p, m, v in every_schedule():
+        validate(schedule, microbatches=m, stages=p * v)
+
+
+def test_live_activations_are_those_of_the_papers():
+    for name, schedule, p, m, v in every_schedule():
+        peak = peak_live(schedule)
+        expected = {
+            "naive": [1] * p,
+            "gpipe": [m] * p,
+            "1f1b": [min(m, p - r) for r in range(p)],
+            "interleaved": [min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)],
+            # A micro-batch counts until its weight half: (p - r) M_B + r M_W, Zero Bubble table 1.
+            "zb-h1": [min(m, p)] * p,
+            "zb-h2": [min(m, 2 * p - 1)] * p,
+        }[name]
+        assert peak == expected, (name, p, m, v)
+
+
+def test_live_counts_a_forward_in_and_a_backward_out():
+    assert live(one_f_one_b(2, 3)) == [[1, 2, 2, 2, 2, 1], [1, 1, 1, 1, 1, 1]]
+    assert live(zb_h1(2, 2))[1] == [1, 1, 2, 2, 2, 1]  # 1F0 1I0 1F1 1I1 1W0 1W1
+
+
+# ---- torch's ------------------------------------------------------------------------------------
+def torch_rows(kind, p, m, v=1):
+    """The compute actions of a schedule of torch.distributed.pipelining, rank by rank, as text."""
+    from torch.distributed.pipelining import schedules as theirs
+
+    cls = getattr(theirs, kind)
+    one = object.__new__(cls)  # its constructor wants stages on devices; the order needs sizes
+    one._num_stages, one._n_microbatches = p, m
+    if v == 1 and hasattr(cls, "_get_pipeline_order") and kind in ("ScheduleGPipe", "Schedule1F1B"):
+        rows = one._get_pipeline_order()
+    else:
+        one.pp_group_size, one.n_local_stages = p, v
+        one.number_of_rounds = max(1, m // p)
+        one.microbatches_per_round = m // one.number_of_rounds
+        rows = {rank: one._calculate_single_rank_operations(rank) for rank in range(p)}
+    kept = [[str(a) for a in rows[r] if a is not None] for r in range(p)]
+    return [" ".join(a for a in row if not a.endswith("REDUCE_GRAD")) for row in kept]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7, 16])
+def test_gpipe_is_torchs(p):
+    for m in (1, 2, 3, 4, 7, 32):
+        assert text(gpipe(p, m)) == torch_rows("ScheduleGPipe", p, m)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
+def test_interleaved_is_torchs(p):
+    for rounds, v in product((1, 2, 3, 5), (1, 2, 3, 4)):
+        rows = torch_rows("ScheduleInterleaved1F1B", p, p * rounds, v)
+        assert text(interleaved(p, p * rounds, v)) == rows
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
+def test_1f1b_and_zb_h1_are_torchs_zero_bubble_of_one_stage_per_rank(p):
+    # torch's own 1F1B forgets the last rank's first forward (2.13), and its interleaved schedule
+    # warms up twice as long where v = 1. Its interleaved zero bubble, v = 1, is 1F1B's order.
+    for m in (p, 2 * p, 3 * p, 5 * p):
+        rows = torch_rows("ScheduleInterleavedZeroBubble", p, m)
+        assert text(zb_h1(p, m)) == rows
+        without = [" ".join(a.replace("I", "B") for a in row.split() if "W" not in a)
+                   for row in rows]  # fmt: skip
+        assert text(one_f_one_b(p, m)) == without
+        assert text(one_f_one_b(p, m))[:-1] == torch_rows("Schedule1F1B", p, m)[:-1]
+
+
+# ---- what can be written ------------------------------------------------------------------------
+def test_an_action_reads_back_from_its_text():
+    assert str(Action(4, "F", 0)) == "4F0" and parse("12W345") == Action(12, "W", 345)
+    for _, schedule, *_ in every_schedule():
+        assert actions(text(schedule)) == schedule
+
+
+@pytest.mark.parametrize("bad", ["", "F0", "0F", "0X0", "-1F0", "0F-1", "0f0", "0F0 0F1", "٠F0", 5])
+def test_what_is_no_action_is_refused(bad):
+    with pytest.raises(ValueError, match=r"not an action; legal: .*4F0"):
+        parse(bad)
+
+
+@pytest.mark.parametrize(
+    "lists, said",
+    [
+        ("0F0 0B0", "a list of actions per pipeline rank"),
+        (None, "a list of actions per pipeline rank"),
+        ([3], r"schedule\[0\]=3"),
+        ([["0F0"], ["1F0", "oops"]], r"schedule\[1\]\[1\]='oops'"),
+        ([[("0", "F", 0)]], r"schedule\[0\]\[0\]"),
+        ([[(0, "F", 0.5)]], r"schedule\[0\]\[0\]"),
+    ],
+)
+def test_lists_that_are_no_schedule_are_refused_by_place(lists, said):
+    with pytest.raises(ValueError, match=said):
+        actions(lists)
+
+
+def test_names_and_own_functions_build_alike():
+    assert build("1f1b", pp=2, microbatches=3) == one_f_one_b(2, 3)
+    assert build("interleaved", pp=2, microbatches=4, virtual_stages=2) == interleaved(2, 4, 2)
+    assert build(gpipe, pp=2, microbatches=3) == gpipe(2, 3)
+    assert build(interleaved, pp=2, microbatches=4, virtual_stages=3) == interleaved(2, 4, 3)
+    mine = build(lambda pp, m: [[f"{r}F0", f"{r}B0"] for r in range(pp)], pp=2, microbatches=1)
+    assert mine == naive(2, 1)
+    more = build(lambda pp, m, v=1: interleaved(pp, m, v), pp=2, microbatches=2, virtual_stages=2)
+    assert more == interleaved(2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "sizes, said",
+    [
+        (dict(schedule="zigzag"), "'1f1b'"),
+        (dict(schedule="1f1b", virtual_stages=2), "virtual_stages=2.*interleaved"),
+        (
+            dict(schedule="interleaved", microbatches=3),
+            "microbatches=3.*a multiple of 2, like 2 or 4",
+        ),
+        (
+            dict(schedule="interleaved", microbatches=1),
+            "a multiple of 2, like 2; or schedule=.1f1b.*any",
+        ),
+        (dict(schedule="gpipe", pp=0), "pp=0"),
+        (dict(schedule="gpipe", microbatches=0), "microbatches=0"),
+        (dict(schedule=lambda: []), "f\\(pp, microbatches\\)"),
+        (dict(schedule=lambda pp, m: 7), "a list of actions per pipeline rank"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_what_would_do(sizes, said):
+    with pytest.raises(ValueError, match=said):
+        build(**{"pp": 2, "microbatches": 4, **sizes})
+
+
+def test_schedules_and_their_theory_do_without_torch():
+    modules = "parallel.schedules, parallel.lowering, theory.pipeline, theory.schedule_check"
+    code = "".join(f"import paralab.{m.strip()}\n" for m in modules.split(","))
+    code += "import sys; assert 'torch' not in sys.modules and 'pandas' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

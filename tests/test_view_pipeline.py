@@ -1,0 +1,233 @@
+"""Promises of a pipeline's pictures: every action drawn, every bubble seen as one, one scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+
+import pytest
+
+import paralab as pl
+from paralab import view
+from paralab.parallel import schedules
+from paralab.theory.ideal import ideal
+from paralab.theory.pipeline import simulate
+from paralab.theory.schedule_check import peak_live
+from paralab.view import theme
+from paralab.view import timeline as timeline_module
+from paralab.view.page import page
+from test_predict_pipeline import MODEL, NAMES, cluster, plan_of
+
+COMPUTED = {"forward", "backward", "backward, input half", "backward, weight half"}
+
+
+def predicted(name="1f1b", pp=4, microbatches=8, tied=True, **settings):
+    model = MODEL.replace(layers=8, tied=tied)
+    return pl.predict(model, plan_of(name, pp, microbatches, **settings), cluster(), steps=2)
+
+
+def boxes(figure, *names):
+    """(trace, start, end, row) of every bar."""
+    return [
+        (bar.name, base, base + x, y)
+        for bar in figure.data
+        for base, x, y in zip(bar.base, bar.x, bar.y, strict=True)
+        if not names or bar.name in names
+    ]
+
+
+# ---- timeline -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_ideal_and_real_show_every_action_once_with_its_micro_batch(name):
+    report = predicted(name)
+    figure = report.timeline()
+    actions = [str(a.microbatch) for rank in report.plan.actions() for a in rank]
+    drawn = [bar for bar in figure.data if bar.name in COMPUTED]
+    assert sum(len(bar.x) for bar in drawn) == 2 * len(actions)
+    labels = Counter(t for bar in drawn for t in bar.text if t)
+    assert set(labels) == set(actions)
+    assert set(figure.table["report"]) == {"ideal", "predicted"}
+
+
+def test_the_real_one_is_below_the_ideal_on_one_scale_each_with_its_bubble():
+    report = predicted()
+    figure = report.timeline()
+    top = figure.table[figure.table["report"] == "ideal"]
+    below = figure.table[figure.table["report"] == "predicted"]
+    assert top["end"].max() == pytest.approx(ideal(report).makespan)
+    assert below[below["kind"] == "backward"]["end"].max() > top["end"].max()  # links cost time
+    said = " ".join(a.text for a in figure.layout.annotations)
+    for share in (ideal(report).bubble_rate, report.bubble):
+        assert f"bubble {100 * share:.0f} %" in said
+    assert f"{100 * report.bubble:.0f} % of device time is bubble" in figure.finding
+    assert "predicted" in figure.below and "links free" in figure.below
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_work_and_bubble_fill_every_rank_and_never_overlap(name):
+    simulation = ideal(predicted(name))
+    figure = simulation.timeline("mine")
+    table = figure.table
+    for rank, own in table.sort_values("start").groupby("rank"):
+        assert own["start"].iloc[0] == pytest.approx(0.0, abs=1e-12)
+        assert own["end"].iloc[-1] == pytest.approx(simulation.makespan)
+        assert own["end"].to_numpy()[:-1] == pytest.approx(own["start"].to_numpy()[1:])
+        idle = own[own["kind"] == "wait"]
+        assert (own["end"] - own["start"]).sum() - simulation.busy[rank] == pytest.approx(
+            (idle["end"] - idle["start"]).sum()
+        )
+
+
+def test_what_is_idle_before_and_after_a_ranks_work_is_hatched_too():
+    report = predicted("gpipe", tied=False)  # nobody waits for a sum at the end
+    figure = report.timeline(ideal=False)
+    waits = figure.table[figure.table["kind"] == "wait"]
+    forward = figure.table[figure.table["kind"] == "forward"]
+    last = waits[waits["rank"] == 3]
+    assert last["start"].min() == pytest.approx(0.0, abs=1e-12)
+    work = report.spans[(report.spans["step"] == 1) & (report.spans["kind"] == "backward")]
+    zero = report.steps[report.steps["step"] == 1]["start"].min()
+    assert last["end"].max() == pytest.approx(work["end"].max() - zero)  # till all are done
+    assert forward[forward["rank"] == 3]["start"].min() > 0
+    hatched = next(bar for bar in figure.data if bar.name == "waiting: the bubble")
+    assert hatched.marker.pattern.shape == "/"
+
+
+def test_the_margin_has_every_ranks_idle_share():
+    simulation = simulate(schedules.one_f_one_b(4, 8), forward=1.0, backward=2.0)
+    said = [a.text for a in simulation.timeline().layout.annotations]
+    assert said.count("27 %") == 4 and "idle" in said
+    uneven = simulate(schedules.gpipe(2, 4), forward=[1.0, 3.0], backward=[1.0, 3.0])
+    said = [a.text for a in uneven.timeline().layout.annotations]
+    shares = [f"{100 * (1 - busy / uneven.cost):.0f} %" for busy in uneven.busy]
+    assert shares[0] != shares[1] and set(shares) <= set(said)
+
+
+def test_forward_backward_and_its_halves_have_the_kits_colours():
+    figure = predicted("zb-h1").timeline()
+    fill = {bar.name: bar.marker.color for bar in figure.data}
+    assert fill["forward"] == theme.KIND_COLOUR["forward"]
+    assert fill["backward, input half"] == theme.KIND_COLOUR["backward"]
+    assert fill["backward, weight half"] == theme.KIND_COLOUR["weight_grad"]
+    assert "backward" in {bar.name for bar in predicted("1f1b").timeline().data}
+
+
+@pytest.mark.parametrize("look", ["light", "dark"])
+def test_later_chunks_are_paler_and_the_legend_shows_the_first(look):
+    with theme.drawn(look):
+        figure = predicted("interleaved").timeline()
+        for bar in figure.data:
+            if bar.name in ("forward", "backward"):
+                kind = theme.KIND_COLOUR[bar.name]
+                assert bar.marker.color[0] == kind
+                assert Counter(bar.marker.color) == {kind: 64, theme.shade(kind, 1, 2): 64}
+                for fill, said in zip(bar.marker.color, bar.hovertext, strict=True):
+                    stage = re.search(r"stage (\d+)", said)  # of 8, dealt to 4 ranks in turn
+                    chunk = int(stage[1]) // 4 if stage else 0
+                    assert fill == theme.shade(kind, chunk, 2)
+                assert list(bar.textfont.color) == [theme.on(fill) for fill in bar.marker.color]
+    assert theme.shade("#009E73", 0, 3) == "#009E73"
+
+
+def test_many_boxes_become_a_window_and_every_ranks_total():
+    simulation = simulate(schedules.interleaved(16, 64, 4), forward=1e-3, backward=2e-3)
+    figure = simulation.timeline("large")
+    drawn = sum(len(bar.x) for bar in figure.data)
+    assert drawn <= timeline_module.MAX_BOXES
+    assert "of 8," in figure.below or "of 9," in figure.below
+    said = [a.text for a in figure.layout.annotations]
+    assert sum(text.endswith(" %") for text in said) == 16
+    assert figure.layout.xaxis.range[1] < 1e3 * simulation.makespan
+
+
+def test_a_report_with_more_boxes_than_fit_shows_a_window(monkeypatch):
+    monkeypatch.setattr(timeline_module, "MAX_BOXES", 60)
+    figure = predicted().timeline()
+    assert sum(len(bar.x) for bar in figure.data) <= 60
+    assert "the first 60 of" in figure.below
+
+
+def test_several_pipelines_stand_under_one_another_and_say_what_they_share():
+    one, two = predicted("gpipe"), predicted("interleaved")
+    figure = view.timelines(one, two)
+    said = [a.text for a in figure.layout.annotations]
+    assert any(text.startswith("<b>GPipe</b> · bubble") for text in said)
+    assert any(text.startswith("<b>interleaved 1F1B, v=2</b> · bubble") for text in said)
+    assert "p=4, m=8" in figure.below
+    assert figure.finding.startswith("GPipe is 1.")  # these links make messages dear
+
+
+def test_there_is_room_for_an_ideal_up_to_sixteen_ranks_and_by_choice():
+    assert "ideal" in predicted("gpipe", pp=8, dp=2).timeline().below
+    assert "ideal" not in predicted("gpipe", pp=8, dp=3).timeline().below
+    assert "ideal" in predicted("gpipe", pp=8, dp=3).timeline(ideal=True).below
+    figure = predicted("gpipe", dp=2).timeline(ranks=[2, 3])  # pipeline rank 1, both copies
+    table = figure.table
+    assert set(table[table["report"] == "ideal"]["rank"]) == {1}
+    assert set(table[table["report"] == "predicted"]["rank"]) == {2, 3}
+    with pytest.raises(ValueError, match="ideal=True: one stage has no schedule"):
+        pl.predict(MODEL, pl.Plan(), cluster()).timeline(ideal=True)
+    with pytest.raises(ValueError, match="ideal='yes'"):
+        predicted().timeline(ideal="yes")
+
+
+def test_a_pipelines_charts_say_what_they_are_without_a_time_and_survive_as_json():
+    report = predicted("interleaved")
+    for figure in (report.timeline(), report.timeline(ideal=False), report.live_activations()):
+        assert len(repr(figure)) <= 110
+        assert "interleaved 1F1B, p=4, m=8, v=2" in repr(figure)
+        assert " ms" not in repr(figure)
+        assert "bdata" not in figure.to_json()
+    slower = dataclasses.replace(report, spans=report.spans.assign(end=report.spans["end"] + 1e-5))
+    assert repr(slower.timeline()) == repr(report.timeline())
+
+
+def test_the_page_and_the_summary_of_a_pipeline_have_its_bubble():
+    report = predicted("gpipe")
+    assert report.summary().loc["bubble", "value"] == pytest.approx(100 * report.bubble, abs=1e-3)
+    text = page(report)
+    assert "of device time" in text and "GPipe, p=4, m=8" in text
+    assert "bubble" not in pl.predict(MODEL, pl.Plan(dp=2), cluster()).summary().index
+
+
+# ---- live activations ---------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_live_activations_peak_where_the_schedule_says_and_end_at_none(name):
+    report = predicted(name)
+    lists = report.plan.actions()
+    for source in (report, lists, ideal(report)):
+        table = view.live_activations(source).table
+        peaks = table.groupby("rank")["live"].max()
+        assert peaks.tolist() == peak_live(lists)
+        assert (table.groupby("rank")["live"].last() == 0).all()
+        assert (table["live"] >= 0).all()
+
+
+def test_gpipe_keeps_all_and_1f1b_one_less_on_every_rank():
+    figure = view.live_activations(predicted("gpipe"), predicted("1f1b"))
+    assert figure.finding == "Most micro-batches kept at once on the first rank: GPipe 8; 1F1B 4"
+    peaks = figure.table.groupby(["source", "rank"])["live"].max()
+    assert peaks["GPipe"].tolist() == [8, 8, 8, 8]
+    assert peaks["1F1B"].tolist() == [4, 3, 2, 1]
+
+
+def test_chunks_beside_whole_stages_count_as_their_share():
+    alone = view.live_activations(predicted("interleaved"))
+    assert "chunks" in alone.finding and "1/2" in alone.below
+    both = view.live_activations(predicted("interleaved"), predicted("1f1b"))
+    peaks = both.table.groupby(["source", "rank"])["live"].max()
+    halves = [n / 2 for n in peak_live(schedules.interleaved(4, 8, 2))]
+    assert peaks["interleaved 1F1B, v=2"].tolist() == halves
+    assert "share of the rank's layers" in both.below
+
+
+def test_live_activations_refuse_what_has_none():
+    with pytest.raises(ValueError, match="sources"):
+        view.live_activations()
+    with pytest.raises(ValueError, match="different length"):
+        view.live_activations(schedules.gpipe(2, 2), schedules.gpipe(3, 3))
+    with pytest.raises(ValueError, match="labels"):
+        view.live_activations(schedules.gpipe(2, 2), labels=["a", "b"])
+    with pytest.raises(ValueError, match="step"):
+        view.live_activations(predicted(), step=7)
