@@ -12,7 +12,7 @@ WIDGETS = {
     "explore": "pl.explore(plan=pl.Plan(dp=2, microbatch_size=4, bucket_bytes=2**18))",
     "memory": "pl.view.widgets.memory(pl.ModelSpec(layers=2, hidden=256, heads=8, seq_len=64))",
     "collective": "pl.view.widgets.collective()",
-    "pipeline": "pl.view.widgets.pipeline(pl.ModelSpec(layers=8, hidden=128, heads=4))",
+    "pipeline": "pl.view.widgets.pipeline(pl.ModelSpec(layers=8, hidden=64, heads=4, seq_len=64))",
 }
 SHOW, TWIN, STATE, CHART = range(4)  # the cells
 KNOBS = 5
