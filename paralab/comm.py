@@ -27,7 +27,7 @@ from paralab.observe.recorder import Recorder
 from paralab.pending import Arrivals, Pending
 from paralab.staging import HostStaging
 from paralab.strict import Strict
-from paralab.theory.traffic import wire_bytes
+from paralab.theory.traffic import POINT_TO_POINT, wire_bytes
 
 # torch 2.13 renamed it; the old name still works there, with a warning.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -238,7 +238,7 @@ class Group:
         for op, payload, peer in ops:
             root = self.ranks.index(peer) if op in ("broadcast", "reduce") else 0
             wire = wire_bytes(op, payload, self.size, self.index, root)
-            pair = op in ("send", "recv")
+            pair = op in POINT_TO_POINT
             level = self._level_of((self.context.rank, peer)) if pair else self.level
             recorder.call((self._calls, op, self.axis, self.ranks, peer, level,
                            phase or self.phase, payload, wire, span))  # fmt: skip

@@ -11,13 +11,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
+from paralab.parallel.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
 
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
 GRAD_SYNC_MOMENTS = ("grad_ready", "finish", "reset")  # what an own form is asked for
-SCHEDULE_NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")
+SCHEDULE_NAMES = tuple(SCHEDULES)
 OWN_FORM = "own: "  # a saved plan keeps this and the name of an own form, not its code
 
 

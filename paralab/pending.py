@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from paralab.theory.traffic import POINT_TO_POINT
+
 if TYPE_CHECKING:
     from paralab.comm import Group
 
@@ -80,7 +82,7 @@ class Arrivals:
         """
         if not works:
             ended()
-        pairs = len(ops) == len(works) and all(op in ("send", "recv") for op, _, _ in ops)
+        pairs = len(ops) == len(works) and all(op in POINT_TO_POINT for op, _, _ in ops)
         watched = []
         for number, work in enumerate(works):
             if pairs:

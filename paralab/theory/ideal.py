@@ -82,13 +82,7 @@ def ideal(report: Report, *, step: int | None = None) -> Simulation:
     """The report's schedule with its own median costs, on devices with links that cost nothing."""
     from paralab.theory.pipeline import simulate
 
-    costs = stage_costs(report)
-    return simulate(
-        schedule_of(report, step=step),
-        forward=costs["forward"],
-        backward=costs["backward"],
-        weight_grad=costs["weight_grad"],
-    )
+    return simulate(schedule_of(report, step=step), **stage_costs(report))
 
 
 def formula(report: Report) -> float:

@@ -20,13 +20,12 @@ the last two terms and comes out 1.5 to 3 % low.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from paralab.checks import choice, illegal, real, whole
 from paralab.spec import ModelSpec
-from paralab.theory.formulas import forward_flops
+from paralab.theory.formulas import forward_flops, head_flops
 
 RECIPES: Mapping[str, Mapping[str, int]] = MappingProxyType({
     "fp32": {"parameters": 4, "gradients": 4, "moments": 8},
@@ -61,8 +60,7 @@ def step_flops(model: ModelSpec, samples: int, *, recompute: bool = False) -> in
     not recomputed.
     """
     once = forward_flops(model, samples)
-    head = 2 * samples * model.seq_len * model.hidden * model.vocab
-    return 3 * once + ((once - head) if recompute else 0)
+    return 3 * once + (once - head_flops(model, samples) if recompute else 0)
 
 
 def training_days(
@@ -80,7 +78,7 @@ def largest_layers(model: ModelSpec, memory: int, recipe: str = "zero-fp16") -> 
     memory = whole("memory", memory, at_least=1)
     one, two = (model.replace(layers=n).num_params for n in (1, 2))
     room = memory // bytes_per_parameter(recipe) - one
-    return 0 if room < 0 else 1 + math.floor(room / (two - one))
+    return 0 if room < 0 else 1 + room // (two - one)
 
 
 def _parts(recipe: str) -> Mapping[str, int]:

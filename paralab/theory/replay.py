@@ -34,6 +34,7 @@ from paralab.theory.engine import (
     link_cost,
     simulate,
 )
+from paralab.theory.traffic import POINT_TO_POINT
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -191,7 +192,7 @@ def _collectives(report: Report) -> dict[int, list[tuple[Key, dict[str, Any]]]]:
     rows = report.collectives.sort_values(["rank", "step", "span"], kind="stable")
     for row in rows.to_dict("records"):
         key: Key = (row["axis"], row["ranks"], row["phase"], row["call"])
-        if row["op"] in ("send", "recv"):
+        if row["op"] in POINT_TO_POINT:
             pair = (row["rank"], row["peer"])
             way = pair if row["op"] == "send" else pair[::-1]
             side = (row["op"], row["axis"], *way)

@@ -41,19 +41,8 @@ def show(figure: go.FigureWidget, chart: go.Figure) -> None:
 
 
 def _layout(chart: go.Figure) -> dict[str, Any]:
-    """The chart's layout, of one width, the subtitle as the title's second line.
-
-    plotly puts a subtitle over the title when a figure on screen changes its size.
-    """
-    layout = {**chart.layout.to_plotly_json(), "width": WIDTH}
-    title = dict(layout.get("title", {}))
-    below = title.pop("subtitle", None)
-    if below:
-        font = below.get("font", {})
-        style = f"font-size:{font.get('size', 13)}px;color:{font.get('color', 'inherit')}"
-        title["text"] = f"{title['text']}<br><span style='{style}'>{below['text']}</span>"
-        layout["title"] = {**title, "pad": {"t": 24}}
-    return layout
+    """The chart's layout, of one width."""
+    return {**chart.layout.to_plotly_json(), "width": WIDTH}
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
