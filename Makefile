@@ -24,6 +24,10 @@ READY_DEV := $(VENV)/.ready-dev
 LAB_DEFAULTS := $(VENV)/share/jupyter/lab/settings
 NO_NEWS := {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
 
+# A choice of tests (TEST_ARGS='-k ring') may lie in one of the two groups: 5 is "none collected".
+PYTEST := $(PY) -m pytest tests $(TEST_ARGS)
+OR_NONE := $(if $(TEST_ARGS),|| [ $$? -eq 5 ])
+
 # JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
@@ -75,8 +79,10 @@ test: $(READY_DEV)
 	@$(PY) -m ruff format --check .
 	@echo "== a browser for the labs"
 	@$(PY) tests/browser/chromium.py
-	@echo "== tests"
-	@$(PY) -m pytest tests $(TEST_ARGS)
+	@echo "== tests, two at a time"
+	@$(PYTEST) -m 'not alone' --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(OR_NONE)
+	@echo "== tests that measure this machine, one at a time"
+	@$(PYTEST) -m alone $(OR_NONE)
 	@echo "== labs, strictly: every stored output is compared with a fresh run"
 	@if ls labs/*.ipynb >/dev/null 2>&1; then \
 	  $(PY) -m pytest labs --nbval --nbval-current-env --nbval-cell-timeout=120 \

@@ -28,6 +28,8 @@ import paralab as pl
 from paralab.launch import _house, launch_program
 from paralab.ranks.errors import OutOfMemory
 
+pytestmark = pytest.mark.alone
+
 ROUNDS = 20
 WITHIN = 3.0  # seconds from the event to the error
 HERE = Path(__file__).parent

@@ -19,7 +19,7 @@ MODEL = pl.ModelSpec(layers=4, hidden=256, heads=4, seq_len=128)
 ATTEMPTS = 3  # other work on the machine can only lengthen the wall clock
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif(available_cores() < 2, reason="two ranks need two cores of their own")
 def test_replay_of_an_overlapped_run_is_within_ten_per_cent_of_the_wall_clock():
     plan, seen = pl.Plan(dp=2, microbatch_size=8), []
@@ -32,7 +32,7 @@ def test_replay_of_an_overlapped_run_is_within_ten_per_cent_of_the_wall_clock():
     assert 0.9 <= seen[-1] <= 1.1, f"replayed / wall clock, median of 5: {seen}"
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif(available_cores() < 2, reason="two ranks need two cores of their own")
 def test_what_the_replay_leaves_out_is_written_down_beside_the_step():
     plan, seen = pl.Plan(dp=2, microbatch_size=4, bucket_bytes=2**20), []

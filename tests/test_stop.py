@@ -14,6 +14,7 @@ import pytest
 import paralab as pl
 from paralab.launch import _house, launch_program
 
+pytestmark = pytest.mark.alone
 PATIENCE = 20.0  # for what has to happen at all; promises of speed are held against SOON
 SOON = 5.0  # a second, or what a busy machine makes of it
 

@@ -123,4 +123,4 @@ def test_every_caller_asks_for_the_browser_first():
     """`make test` (and so continuous integration) never skips the browser tests for want of one."""
     root = Path(chromium.__file__).resolve().parents[2]
     recipe = (root / "Makefile").read_text().partition("\ntest: ")[2].partition("\n\n")[0]
-    assert recipe.index("tests/browser/chromium.py") < recipe.index("-m pytest tests")
+    assert recipe.index("tests/browser/chromium.py") < recipe.index("$(PYTEST)")
