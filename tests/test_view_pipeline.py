@@ -117,16 +117,16 @@ def test_forward_backward_and_its_halves_have_the_kits_colours():
 def test_later_chunks_are_paler_and_the_legend_shows_the_first(look):
     with theme.drawn(look):
         figure = predicted("interleaved").timeline()
-        for bar in figure.data:
-            if bar.name in ("forward", "backward"):
-                kind = theme.KIND_COLOUR[bar.name]
-                assert bar.marker.color[0] == kind
-                assert Counter(bar.marker.color) == {kind: 64, theme.shade(kind, 1, 2): 64}
-                for fill, said in zip(bar.marker.color, bar.hovertext, strict=True):
+        for name in ("forward", "backward"):
+            kind, bars = theme.KIND_COLOUR[name], [b for b in figure.data if b.name == name]
+            assert [b.marker.color for b in bars] == [kind, theme.shade(kind, 1, 2)]
+            assert [b.showlegend for b in bars] == [True, False]
+            assert {b.legendgroup for b in bars} == {name}  # a click hides both
+            for chunk, bar in enumerate(bars):
+                assert len(bar.x) == 64 and bar.textfont.color == theme.on(bar.marker.color)
+                for said in bar.hovertext:
                     stage = re.search(r"stage (\d+)", said)  # of 8, dealt to 4 ranks in turn
-                    chunk = int(stage[1]) // 4 if stage else 0
-                    assert fill == theme.shade(kind, chunk, 2)
-                assert list(bar.textfont.color) == [theme.on(fill) for fill in bar.marker.color]
+                    assert (int(stage[1]) // 4 if stage else 0) == chunk
     assert theme.shade("#009E73", 0, 3) == "#009E73"
 
 

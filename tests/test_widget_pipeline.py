@@ -85,8 +85,8 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(benc
 
 def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second(bench):
     bench._displayed = True  # as on a page
-    bench.set(pp=8, microbatches=16)
-    for name in ("gpipe", "1f1b", "zb-h2"):
+    bench.set(pp=8, microbatches=16, virtual_stages=3)
+    for name in ("gpipe", "1f1b", "zb-h2", "interleaved"):
         bench.set(schedule=name)
         took = []
         for imbalance in (1.5, 2.0, 1.5, 2.0, 1.5):

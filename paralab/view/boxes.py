@@ -148,17 +148,19 @@ def two_levels(one: Section) -> bool:
 
 def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[str, Any]]],
          window: float) -> None:  # fmt: skip
-    """One trace per kind and lane, whatever the times, over all sections: one legend entry each."""
-    pairs = {(b["kind"], b["lane"]) for one in sections for b in one.boxes}
-    chunks = 1 + max((b["chunk"] for one in sections for b in one.boxes), default=0)
-    halves = any(kind == "weight_grad" for kind, _ in pairs)
-    for kind, lane in sorted(pairs, key=lambda pair: (KINDS.index(pair[0]), pair[1])):
+    """One trace per kind, lane and chunk, whatever the times; one legend entry for all chunks."""
+    found = {(b["kind"], b["lane"], _chunk(b)) for one in sections for b in one.boxes}
+    chunks = 1 + max((chunk for *_, chunk in found), default=0)
+    halves = any(kind == "weight_grad" for kind, *_ in found)
+    named: set[str] = set()
+    for group in sorted(found, key=lambda group: (KINDS.index(group[0]), *group[1:])):
+        kind, lane, chunk = group
+        mine = [[b for b in boxes if (b["kind"], b["lane"], _chunk(b)) == group]
+                for boxes in shown]  # fmt: skip
         bars: dict[str, list[Any]] = {"base": [], "x": [], "y": [], "width": [], "text": [],
                                       "hovertext": []}  # fmt: skip
-        for one, boxes in zip(sections, shown, strict=True):
-            mine = [b for b in boxes if (b["kind"], b["lane"]) == (kind, lane)]
-            mine.sort(key=lambda b: b["chunk"])  # the legend has the colour of the first
-            for name, values in _bars(kind, mine, one, window).items():
+        for one, boxes in zip(sections, mine, strict=True):
+            for name, values in _bars(kind, boxes, one, window).items():
                 bars[name] += values
         style = _style(kind, lane)
         if halves and kind in HALVES:
@@ -166,20 +168,22 @@ def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[
         if kind == "wait" and any(one.idle for one in sections):
             style["name"] = "waiting: the bubble"
         if kind in COMPUTE_KINDS and chunks > 1:  # a rank's later chunks are paler
-            drawn = [sorted(b["chunk"] for b in boxes if (b["kind"], b["lane"]) == (kind, lane))
-                     for boxes in shown]  # fmt: skip
-            fills = [theme.shade(theme.colour(kind), n, chunks) for own in drawn for n in own]
-            style["marker"]["color"] = fills
-            style["textfont"]["color"] = [theme.on(fill) for fill in fills]
+            fill = theme.shade(theme.colour(kind), chunk, chunks)
+            style["marker"]["color"], style["textfont"]["color"] = fill, theme.on(fill)
+            style |= {"legendgroup": style["name"], "showlegend": style["name"] not in named}
+            named.add(style["name"])
         if kind == "comm" and any(two_levels(one) for one in sections):
-            drawn = [b for boxes in shown for b in boxes if (b["kind"], b["lane"]) == (kind, lane)]
-            far = [any(c["level"] == "inter" for c in b["calls"]) for b in drawn]
+            far = [any(c["level"] == "inter" for c in b["calls"]) for own in mine for b in own]
             ink, paper = theme.look().ink, theme.look().paper
             style["marker"]["line"] = {
                 "width": [2.5 if f else 0.5 for f in far],
                 "color": [ink if f else paper for f in far],
             }
         fig.add_bar(**style, **bars)
+
+
+def _chunk(box: dict[str, Any]) -> int:
+    return box["chunk"] if box["kind"] in COMPUTE_KINDS else 0
 
 
 def _bars(
