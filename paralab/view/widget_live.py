@@ -11,7 +11,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-WIDTH = 850  # pixels; it is drawn before it is on the page, so it cannot measure the page
+WIDTH = 800  # pixels, what a laptop shows beside the file list: a figure drawn before it is on
+# the page cannot measure it
 _OWN = ("uid", "type")  # what makes a trace this trace
 
 

@@ -53,9 +53,9 @@ class Knob:
         return self.brief.get(value, words)
 
     def row(self, widget: ipw.Widget) -> ipw.HBox:
-        """The widget with its name before it, all of one width."""
+        """The widget with its name before it, all of one width; buttons may need two lines."""
         name = ipw.Label(self.label, layout={"width": "92px", "flex": "0 0 auto"})
-        return ipw.HBox([name, widget], layout={"align_items": "center", "height": "34px"})
+        return ipw.HBox([name, widget], layout={"align_items": "center", "min_height": "34px"})
 
 
 @dataclass(frozen=True, kw_only=True)
