@@ -52,6 +52,42 @@ def real(
     return number
 
 
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def number(text: str) -> int | float | str:
+    """The number that ``text`` writes, or ``text``: then the field refuses it in its own words."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def size(text: str) -> int | float | str:
+    """Bytes: a plain number, or one with a unit. 1.5MiB is fine, half a byte is not."""
+    upper = text.strip().upper()
+    for unit, factor in UNITS.items():
+        value = number(upper.removesuffix(unit).strip()) if upper.endswith(unit) else text
+        if not isinstance(value, str):
+            total = value * factor
+            return int(total) if total == total // 1 else text
+    return number(text)
+
+
+def num_bytes(name: str, value: object) -> int:
+    """``value`` as a number of bytes: an int, or text as "64MB" (10^6) or "64MiB" (2^20)."""
+    found = size(value) if isinstance(value, str) else value
+    legal = 'bytes, at least 1, as a whole number or as text: "64MB" (10^6), "64MiB" (2^20)'
+    if isinstance(found, str):
+        raise illegal(name, value, "not a number of bytes", legal)
+    try:
+        return whole(name, found, at_least=1)
+    except ValueError:
+        raise illegal(name, value, "not a whole number of bytes above 0", legal) from None
+
+
 def choice(name: str, value: object, options: tuple[Any, ...]) -> Any:
     """``value`` if it is one of ``options``, or the refusal listing them."""
     if not any(type(value) is type(o) and value == o for o in options):

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paralab.checks import illegal
+from paralab.checks import illegal, number, size
 from paralab.spec import MODEL_PRESETS, ModelSpec, Plan
 
 DEFAULT_PRESET = "laptop"
@@ -38,6 +38,7 @@ HELP = {
     "tied": "share one weight between token embedding and output head",
     "dropout": "probability of dropping an activation, from 0 to below 1",
     "attention": "explicit (writes the score matrix) or sdpa (torch's fused kernel)",
+    "frozen": "parameters not to train, prefixes of their names, as embedding,blocks.0",
     # Plan
     "dp": "data-parallel degree: copies of the model, each on its share of the batch",
     "tp": "tensor-parallel degree",
@@ -47,8 +48,9 @@ HELP = {
     "microbatch_size": "samples per micro-batch",
     "virtual_stages": "model chunks per pipeline rank",
     "zero_stage": "what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + all",
+    "shard": "data-parallel ranks that share one copy of the states; the others hold replicas",
     "sequence_parallel": "split the activations between tensor-parallel regions too",
-    "recompute": "activations computed again in backward: none, selective, full",
+    "recompute": "activations computed again in backward: none, selective (attention), full",
     "offload": "what is kept off the device",
     "precision": "fp32, bf16 or fp16",
     "tp_mode": "how a layer is cut: 1d, 2d, 2.5d, 3d",
@@ -57,31 +59,15 @@ HELP = {
     "prefetch": "units gathered ahead of their use",
 }
 
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+def names(text: str) -> list[str]:
+    """A list written with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def number(text: str) -> int | float | str:
-    """The number that ``text`` writes, or ``text``: then the field refuses it in its own words."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def size(text: str) -> int | float | str:
-    """Bytes: a plain number, or one with a unit. 1.5MiB is fine, half a byte is not."""
-    upper = text.strip().upper()
-    for unit, factor in UNITS.items():
-        value = number(upper.removesuffix(unit).strip()) if upper.endswith(unit) else text
-        if not isinstance(value, str):
-            whole = value * factor
-            return int(whole) if whole == whole // 1 else text
-    return number(text)
-
-
-READERS: dict[str, Callable[[str], Any]] = {"int": number, "float": number}  # by annotation
+READERS: dict[str, Callable[[str], Any]] = {  # by annotation
+    "int": number, "float": number, "int | None": number, "tuple[str, ...]": names,
+}  # fmt: skip
 
 
 def torchrun_started_this() -> bool:
@@ -93,7 +79,8 @@ def torchrun_started_this() -> bool:
 def _add_fields(group: Any, kind: type, defaults: dict[str, Any]) -> None:
     """One option per field of the dataclass ``kind``. What is not given leaves no trace."""
     for field in dataclasses.fields(kind):
-        default = "" if defaults[field.name] is None else f" (default {defaults[field.name]})"
+        value = defaults[field.name]
+        default = "" if value is None or value == () else f" (default {value})"
         option = "--" + field.name.replace("_", "-")
         shared = {"dest": field.name, "default": argparse.SUPPRESS}
         shared["help"] = HELP.get(field.name, f"see {kind.__name__}") + default
@@ -137,6 +124,10 @@ def make_parser() -> argparse.ArgumentParser:
         ("--clip-norm", number, "clip the gradients' global norm to this"),
         ("--data", str, "a text file or folder (default: Python's standard library)"),
         ("--seed", number, "draws weights and batches"),
+        ("--memory-limit", size, "stop a rank that needs more: 64MB (10^6), 64MiB (2^20)"),
+        ("--checkpoint", str, "a folder to save checkpoints into, the last after the last step"),
+        ("--save-every", number, "save a checkpoint every so many steps too"),
+        ("--resume", str, "a folder of checkpoints to go on from, under any plan"),
         ("--device", str, "cpu or cuda (default: the GPU where there is one)"),
         ("--timeout", number, "seconds without a sign of life before the ranks are stopped"),
     ):
@@ -207,8 +198,11 @@ def _taken(kind: type, given: argparse.Namespace) -> dict[str, Any]:
 def _run(given: argparse.Namespace) -> int:
     experiment = importlib.import_module("paralab.experiment")
     by_torchrun = torchrun_started_this()
-    names = ("steps", "optimizer", "lr", "clip_norm", "data", "seed", "device", "timeout")
+    names = ("steps", "optimizer", "lr", "clip_norm", "data", "seed", "memory_limit", "device",
+             "timeout", "save_every", "resume")  # fmt: skip
     settings = {name: getattr(given, name) for name in names if name in given}
+    if "checkpoint" in given:  # --save is the report's here
+        settings["save"] = given.checkpoint
     with _refusals(given.parser):
         model = ModelSpec.preset(given.preset).replace(**_taken(ModelSpec, given))
         plan = Plan(**_taken(Plan, given))

@@ -128,6 +128,7 @@ class Group:
                                   o, t, group=self.process_group, async_op=True)],
                               writes=[output])  # fmt: skip
         received = torch.empty_like(tensor)
+        self.recorder.owns("buffers", received)
 
         def add_up() -> None:
             with self.recorder.span("copy"):
@@ -156,6 +157,7 @@ class Group:
                               lambda t: [dist.isend(t, root, group=self.process_group)],
                               writes=[], peer=root)  # fmt: skip
         parts = [torch.empty_like(tensor) for _ in others]
+        self.recorder.owns("buffers", *parts)
 
         def add_up() -> None:
             with self.recorder.span("copy"):

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paralab.checks import choice, illegal, real, whole
+from paralab.checks import choice, illegal, num_bytes, real, whole
 from paralab.cluster import available_cores
 from paralab.data import Corpus
 from paralab.launch import OutOfMemory, Stopped, launch_program, torchrun_context
+from paralab.records import checkpoints
 from paralab.report import Report, save_part
 from paralab.spec import ModelSpec, Plan
 
@@ -37,6 +38,10 @@ class Settings:
     data: str | None
     seed: int
     keep_state: bool
+    memory_limit: int | None
+    save: str | None
+    save_every: int | None
+    resume: str | None
 
     @classmethod
     def check(
@@ -52,6 +57,9 @@ class Settings:
         seed: int = 0,
         keep_state: bool = False,
         memory_limit: object = None,
+        save: str | os.PathLike[str] | None = None,
+        save_every: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> Settings:
         """Raise ``ValueError`` on anything that no run could do, before a process starts."""
         if not isinstance(plan, Plan):
@@ -60,22 +68,32 @@ class Settings:
         if model.vocab < 256:
             raise illegal("vocab", model.vocab, "text is read as bytes", "256 or more")
         choice("optimizer", optimizer, ("adamw", "sgd"))
-        if memory_limit is not None:
-            raise illegal(
-                "memory_limit", memory_limit, "memory caps are not in this version", "None"
-            )
         lr = DEFAULT_LR[optimizer] if lr is None else real("lr", lr, above=0.0)
         clip = None if clip_norm is None else real("clip_norm", clip_norm, above=0.0)
         corpus = Corpus(data)
         corpus.sample(0, length=model.seq_len, seed=0)  # refuses a text shorter than one sample
+        seed = whole("seed", seed, at_least=0, at_most=2**31 - 1)
+        if save_every is not None:
+            whole("save_every", save_every, at_least=1)
+            if save is None:
+                raise illegal("save_every", save_every, "there is no folder to save into",
+                              'save="a folder" too, or None')  # fmt: skip
+        if resume is not None:  # the latest now, under its own name: the same for all ranks
+            found = checkpoints.find(resume)
+            found.check(model=model, optimizer=optimizer, seed=seed)
+            resume = str(found.folder)
         return cls(
             steps=whole("steps", steps, at_least=1),
             optimizer=optimizer,
             lr=lr,
             clip_norm=clip,
             data=None if data is None else str(corpus.root),
-            seed=whole("seed", seed, at_least=0, at_most=2**31 - 1),
+            seed=seed,
             keep_state=choice("keep_state", keep_state, (True, False)),
+            memory_limit=None if memory_limit is None else num_bytes("memory_limit", memory_limit),
+            save=None if save is None else checkpoints.prepare(save),
+            save_every=save_every,
+            resume=resume,
         )
 
 
@@ -91,6 +109,9 @@ def run(
     seed: int = 0,
     memory_limit: object = None,
     keep_state: bool = False,
+    save: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
     device: str | None = None,
     timeout: float = 120.0,
     progress: bool | Callable[[int, int, int], None] = True,
@@ -105,8 +126,16 @@ def run(
     clip_norm     clip the gradients' global L2 norm to this
     data          a text file or folder (default: the source of Python's standard library)
     seed          draws weights and batches
-    memory_limit  None: memory caps are not in this version
+    memory_limit  bytes of tensors that a rank may have alive, or text, "64MB" (10^6) or "64MiB"
+                  (2^20): one more ends the run with OutOfMemory. Then `report.memory` has every
+                  step, else step 0 alone
     keep_state    also return ``report.weights`` and ``report.gradients``
+    save          a folder for checkpoints, written after the last step; the last two are kept
+    save_every    save too whenever it divides the number of steps the training has done
+    resume        a folder that ``save`` wrote: go on from its latest checkpoint (or from one in
+                  it, "folder/step-00000004"), under this plan or any other. ``steps`` are steps
+                  more; model, optimizer and seed must be those of the checkpoint, and the batches
+                  are those that come next
     device        "cpu", "cuda", or None for the GPU where there is one
     timeout       seconds without any sign of life before the ranks are stopped
     progress      show a bar that moves with the ranks' steps; or a function called as
@@ -131,6 +160,9 @@ def run(
         seed=seed,
         memory_limit=memory_limit,
         keep_state=keep_state,
+        save=save,
+        save_every=save_every,
+        resume=resume,
     )
     with _ProgressBar(checked.steps, plan, progress) as bar:
         try:

@@ -17,7 +17,10 @@ from paralab.spec import Plan
 
 
 class Grid:
-    """One rank's groups: ``world``, ``dp`` and ``pp``; and ``ends`` of its pipeline.
+    """One rank's groups: ``world``, ``dp`` and ``pp``; ``shard`` and ``replica``; and ``ends``.
+
+    shard    the data-parallel ranks that share one copy of the model states; ``replica`` those that
+             keep the same part of theirs, None where there is one copy
 
     ends  the first and the last rank of the pipeline, on these two, if they are different; else
           None
@@ -28,6 +31,10 @@ class Grid:
         everyone = range(context.world_size)
         self.world = self._group(everyone, "world")
         self.dp = self._mine({plan.ranks("dp", rank) for rank in everyone}, "dp")
+        self.shard, self.replica = self.dp, None
+        if plan.shard_degree < plan.dp:
+            self.shard = self._mine({plan.ranks("shard", rank) for rank in everyone}, "dp")
+            self.replica = self._mine({plan.ranks("replica", rank) for rank in everyone}, "replica")
         pipelines = {plan.ranks("pp", rank) for rank in everyone}
         self.pp = self._mine(pipelines, "pp")
         ends = {(ranks[0], ranks[-1]) for ranks in pipelines}

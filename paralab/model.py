@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paralab.checks import choice
+from paralab.parallel.recompute import recomputed
 from paralab.spec import ModelSpec
 
 
@@ -51,19 +53,27 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention. "explicit" writes the (s, s) scores the papers' formulas count."""
 
-    def __init__(self, spec: ModelSpec, layers: Layers) -> None:
+    def __init__(self, spec: ModelSpec, layers: Layers, recompute: str) -> None:
         super().__init__()
         self.heads, self.kind, self.p = spec.heads, spec.attention, spec.dropout
+        self.recompute = recompute
         self.qkv = layers.linear(spec.hidden, 3 * spec.hidden)
         self.proj = layers.linear(spec.hidden, spec.hidden)
         hidden_future = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool).triu(1)
         self.register_buffer("hidden_future", hidden_future, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, s, h = x.shape
-        q, k, v = (
-            self.qkv(x).view(batch, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        )  # (B, a, s, d)
+        p = self.p if self.training else 0.0
+        if self.recompute == "selective":
+            mixed = recomputed(self.core, self.qkv(x), draws=p > 0)
+        else:
+            mixed = self.core(self.qkv(x))
+        return F.dropout(self.proj(mixed), p)  # (B, s, h)
+
+    def core(self, qkv: Tensor) -> Tensor:
+        """From queries, keys and values, (B, s, 3h), to what the heads found, (B, s, h)."""
+        batch, s, _ = qkv.shape
+        q, k, v = qkv.view(batch, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, a, s, d)
         p = self.p if self.training else 0.0
         if self.kind == "sdpa":
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
@@ -71,7 +81,7 @@ class Attention(nn.Module):
             scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)  # (B, a, s, s)
             scores = scores.masked_fill(self.hidden_future[:s, :s], float("-inf"))
             mixed = F.dropout(F.softmax(scores, dim=-1), p) @ v  # (B, a, s, d)
-        return F.dropout(self.proj(mixed.transpose(1, 2).reshape(batch, s, h)), p)
+        return mixed.transpose(1, 2).reshape(batch, s, -1)
 
 
 class MLP(nn.Module):
@@ -86,14 +96,21 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, spec: ModelSpec, layers: Layers) -> None:
+    def __init__(self, spec: ModelSpec, layers: Layers, recompute: str) -> None:
         super().__init__()
+        self.p, self.recompute = spec.dropout, recompute
         self.norm1 = nn.LayerNorm(spec.hidden)
-        self.attention = Attention(spec, layers)
+        self.attention = Attention(spec, layers, recompute)
         self.norm2 = nn.LayerNorm(spec.hidden)
         self.mlp = MLP(spec, layers)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.recompute == "full":  # inside the module: its hooks see one forward, not two
+            draws = self.training and self.p > 0
+            return recomputed(self.compute, x, parameters=self.parameters(), draws=draws)
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))  # (B, s, h)
 
@@ -112,7 +129,8 @@ class Head(nn.Module):
     def forward(self, x: Tensor, targets: Tensor, tied_weight: Tensor | None = None) -> Tensor:
         x = self.norm(x)
         logits = self.output(x) if tied_weight is None else F.linear(x, tied_weight)  # (B, s, V)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # mean over B*s tokens
+        logits = logits.flatten(0, 1).float()  # 16 bits are too few for a sum over V
+        return F.cross_entropy(logits, targets.flatten())  # mean over B*s tokens
 
 
 class GPT(nn.Module):
@@ -121,17 +139,22 @@ class GPT(nn.Module):
     ``GPT(spec, seed=0)(tokens, targets)`` returns the mean cross-entropy per token, a scalar; both
     arguments are (B, s) int64. Parameter names and shapes are ``spec.parameter_shapes()``.
 
-    parts   names of the parts to hold, in order. Without "embedding" the input is the residual
-            stream, (B, s, h), without "head" the result is. A head that is tied to an embedding
-            held elsewhere starts from a copy of it, ``head.output.weight``
-    before  called with the name of each part just before it runs
+    parts      names of the parts to hold, in order. Without "embedding" the input is the residual
+               stream, (B, s, h), without "head" the result is. A head that is tied to an embedding
+               held elsewhere starts from a copy of it, ``head.output.weight``
+    recompute  what its blocks compute a second time in backward: parallel/recompute.py
+    empty      parameters have shapes and no bytes: whoever asked for that gives them bytes, and
+               calls `initialize`, one after the other
+    before     called with the name of each part just before it runs
     """
 
     def __init__(
         self, spec: ModelSpec, *, seed: int = 0, parts: Iterable[str] | None = None,
-        layers: Layers | None = None,
+        layers: Layers | None = None, recompute: str = "none", device: str = "cpu",
+        empty: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        choice("recompute", recompute, ("none", "selective", "full"))
         layers = Layers() if layers is None else layers
         whole = ("embedding", *(f"blocks.{i}" for i in range(spec.layers)), "head")
         self.parts = whole if parts is None else tuple(parts)
@@ -143,15 +166,22 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList()
             for name in self.parts:
                 if name.startswith("blocks."):  # under its own number, whichever comes first here
-                    self.blocks.add_module(name.removeprefix("blocks."), Block(spec, layers))
+                    block = Block(spec, layers, recompute)
+                    self.blocks.add_module(name.removeprefix("blocks."), block)
             if "head" in self.parts:
                 self.head = Head(spec, layers, own_output=not self.tied)
-        self.to_empty(device="cpu")
         for module in self.modules():
+            for name, meta in module.named_parameters(recurse=False):
+                parameter = nn.Parameter(torch.empty(meta.shape, device=device))
+                if empty:
+                    parameter.untyped_storage().resize_(0)
+                setattr(module, name, parameter)
             if isinstance(module, Attention):
-                module.hidden_future.copy_(torch.ones_like(module.hidden_future).triu(1))
+                module.hidden_future = torch.ones_like(module.hidden_future, device=device).triu(1)
         for name, parameter in self.named_parameters():
-            initialize(parameter, name=name, spec=spec, seed=seed)
+            parameter.requires_grad_(spec.trainable(name))
+            if not empty:
+                initialize(parameter, name=name, spec=spec, seed=seed)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         for name in self.parts:

@@ -45,7 +45,10 @@ class Report:
     collectives  call, rank, step, op, axis, ranks, peer, level, phase, payload_bytes, wire_bytes,
                  start, end, span. One row per rank and call; wire_bytes is what this rank sends;
                  level the slowest link that the group, or a send, crosses
-    memory       rank, step, time, tier, category, bytes
+    memory       rank, step, time, tier, category, bytes. Per rank one sample at every span's
+                 beginning and end and one at the fullest moment between; a sample is one row for
+                 every category (parameters, gradients, optimizer, activations, buffers, workspace,
+                 other) that there is or has been. Measured in step 0, with a memory_limit in all
     steps        rank, step, start, end, beside: processor seconds of the rank's other threads,
                  which carry its messages
     losses       one per step: mean over the global batch, nats per token
@@ -123,6 +126,15 @@ class Report:
         """Step time, compute, waiting, bytes per rank and step, loss: one small table."""
         return metrics.summary(self)
 
+    def peaks(self, rank: int | None = None) -> pd.DataFrame:
+        """Bytes by category at the peak of ``rank`` (default: the worst), formula beside.
+
+        See ``records.peaks``.
+        """
+        from paralab.records.peaks import peaks
+
+        return peaks(self, rank)
+
     def bubbles(self, cluster: Cluster | None = None) -> pd.DataFrame:
         """The bubble by formula, simulated with this report's own costs, replayed, measured.
 
@@ -158,6 +170,15 @@ class Report:
         from paralab.view.traffic import traffic_chart
 
         return traffic_chart(self)
+
+    def memory_chart(self, *, rank: int | None = None, step: int | None = None) -> go.Figure:
+        """Bytes on the device by category over a step, by default the one with the highest peak.
+
+        A panel for every rank, or for one ``rank``. Raises ValueError without memory samples.
+        """
+        from paralab.view.memory_chart import memory_chart
+
+        return memory_chart(self, rank=rank, step=step)
 
     def live_activations(self, *, step: int | None = None) -> go.Figure:
         """Of a pipeline: how many micro-batches' activations every rank keeps, over time."""

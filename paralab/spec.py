@@ -1,14 +1,15 @@
 """What to train and how to split it: ModelSpec and Plan. (On what: `Cluster`, in cluster.py.)
 
-Both are frozen descriptions. They hold numbers, never tensors (torch is not imported here), and
-every rule about what is legal lives here: a wrong value raises ``ValueError`` naming the field, the
-value and what would be legal, before any process starts.
+Both are frozen descriptions. They hold numbers, never tensors (torch is not imported here). A wrong
+value raises ``ValueError`` naming the field, the value and what would be legal, before any process
+starts; what goes with what is in rules.py.
 
 Units: bytes and plain counts.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from paralab.forms import (
     form_name,
     make_schedule,
 )
+from paralab.rules import begins, check_frozen, check_plan
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["GRAD_SYNC_FORMS", "GRAD_SYNC_MOMENTS", "OWN_FORM", "SCHEDULE_NAMES", "Cluster", "Link",
            "ModelSpec", "Plan"]  # fmt: skip
 
-BYTES_PER_ELEMENT = {"fp32": 4}  # of a parameter and of its gradient, by precision
+# Of a parameter and of its gradient, by precision. Beside 16 bits AdamW keeps a 4-byte master copy.
+BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,8 @@ class ModelSpec(Description):
     dropout   probability of dropping an activation while training
     attention "explicit" writes the s x s score matrix (what the papers' activation formulas
               assume), "sdpa" uses torch's fused kernel
+    frozen    prefixes of the names of parameters that training leaves as they are: "embedding",
+              "blocks.0", "blocks.1.mlp"
     """
 
     layers: int
@@ -57,6 +62,7 @@ class ModelSpec(Description):
     tied: bool = True
     dropout: float = 0.0
     attention: str = "explicit"
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq_len", "vocab"):
@@ -74,9 +80,14 @@ class ModelSpec(Description):
         if self.dropout >= 1.0:
             raise illegal("dropout", self.dropout, "would drop everything", "from 0 to below 1")
         choice("attention", self.attention, ("explicit", "sdpa"))
+        object.__setattr__(self, "frozen", check_frozen(self))
+
+    def trainable(self, name: str) -> bool:
+        """Whether training changes the parameter called ``name``."""
+        return not any(begins(name, prefix) for prefix in self.frozen)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every trainable tensor of the single-device model, in order of registration.
+        """Every parameter of the single-device model, frozen ones too, in order of registration.
 
         A linear layer's weight is (out, in), as in torch. A tied head has no row of its own.
         """
@@ -107,7 +118,7 @@ class ModelSpec(Description):
 
     @property
     def num_params(self) -> int:
-        """Psi, all trainable elements: l(12h^2 + 13h) + (V + s)h + 2h, and Vh more if not tied.
+        """Psi, all elements: l(12h^2 + 13h) + (V + s)h + 2h, and Vh more if not tied.
 
         PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 2 has the same terms without the last
         LayerNorm's 2h.
@@ -116,6 +127,14 @@ class ModelSpec(Description):
         untied = 0 if self.tied else self.vocab * h
         blocks = self.layers * (12 * h * h + 13 * h)
         return blocks + (self.vocab + self.seq_len) * h + 2 * h + untied
+
+    @property
+    def num_trainable(self) -> int:
+        """Elements that have a gradient: Psi without what is frozen."""
+        if not self.frozen:
+            return self.num_params
+        shapes = self.parameter_shapes().items()
+        return sum(math.prod(shape) for name, shape in shapes if self.trainable(name))
 
     @classmethod
     def preset(cls, name: str) -> ModelSpec:
@@ -141,18 +160,6 @@ MODEL_PRESETS: dict[str, dict[str, int]] = {
     "gpt3-175b": _megatron(96, 12288, 96),  # GPT-3 as PTD-P trains it (sec. 5.1)
 }
 
-# What each setting that this version cannot run yet is limited to. An entry leaves this table in
-# the same change that makes `run` and `predict` understand it.
-_NOT_YET: dict[str, tuple[Any, str]] = {
-    "tp": (1, "tensor parallelism"),
-    "zero_stage": (0, "ZeRO"),
-    "sequence_parallel": (False, "sequence parallelism"),
-    "recompute": ("none", "activation recomputation"),
-    "offload": (None, "offload"),
-    "tp_mode": ("1d", "tensor parallelism in 2D, 2.5D and 3D"),
-    "precision": ("fp32", "mixed precision"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Description):
@@ -173,8 +180,17 @@ class Plan(Description):
                      virtual_stages), that returns a list of actions per rank, as those of
                      parallel/schedules.py do, or of their text ("0F0")
     virtual_stages   stages per rank, v; stage s of the pp * v lies on rank s % pp
-    zero_stage, sequence_parallel, recompute, offload, precision, tp_mode, prefetch: the settings of
-    the other paradigms; `validate` says what this version runs
+    zero_stage       what data-parallel ranks keep only a share of (ZeRO): 0 nothing, 1 optimizer
+                     states, 2 gradients too, 3 parameters too
+    shard            data-parallel ranks that share one copy of the states; dp/shard replicas
+                     of it (HSDP). None: all dp of them
+    prefetch         units beyond the one in use whose parameters stage 3 may hold gathered
+    recompute        activations that backward computes again: "none", "selective" (the attention
+                     core), "full" (all but each block's input)
+    precision        of weights, gradients and products: "fp32", or "bf16" or "fp16" beside a master
+                     copy in fp32
+    sequence_parallel, offload, tp_mode: the settings of the other paradigms; `validate` says what
+    this version runs
 
     Ranks are dealt over the axes as numpy.arange(world_size).reshape(pp, dp).
     """
@@ -187,6 +203,7 @@ class Plan(Description):
     microbatch_size: int = 2
     virtual_stages: int = 1
     zero_stage: int = 0
+    shard: int | None = None
     sequence_parallel: bool = False
     recompute: str = "none"
     offload: Any = None
@@ -204,6 +221,8 @@ class Plan(Description):
         object.__setattr__(self, "prefetch", whole("prefetch", self.prefetch, at_least=0))
         stage = whole("zero_stage", self.zero_stage, at_least=0, at_most=3)
         object.__setattr__(self, "zero_stage", stage)
+        if self.shard is not None:
+            object.__setattr__(self, "shard", whole("shard", self.shard, at_least=1))
         check_grad_sync(self.grad_sync)
         choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         choice("recompute", self.recompute, ("none", "selective", "full"))
@@ -226,16 +245,30 @@ class Plan(Description):
         """Parts that the model is cut into: pp * virtual_stages."""
         return self.pp * self.virtual_stages
 
+    @property
+    def shard_degree(self) -> int:
+        """N: data-parallel ranks that share one copy of the states."""
+        return self.dp if self.shard is None else self.shard
+
     def place(self, rank: int) -> tuple[int, int]:
         """(pipeline index, data-parallel index) of a global rank."""
         return divmod(rank, self.dp)
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Global ranks of the group of ``rank`` along ``axis``, "dp" or "pp", in group order."""
+        """Global ranks of the group of ``rank`` along ``axis``, in group order.
+
+        axis  "dp", "pp", and inside a data-parallel group "shard": the ranks that share one copy of
+              the states, next to each other; "replica": those that keep the same share of theirs
+        """
         pp_index, dp_index = self.place(rank)
-        if choice("axis", axis, ("dp", "pp")) == "dp":
-            return tuple(range(pp_index * self.dp, (pp_index + 1) * self.dp))
-        return tuple(range(dp_index, self.world_size, self.dp))
+        choice("axis", axis, ("dp", "pp", "shard", "replica"))
+        if axis == "pp":
+            return tuple(range(dp_index, self.world_size, self.dp))
+        first, n = pp_index * self.dp, self.shard_degree
+        group = range(first, first + self.dp)
+        if axis == "shard":
+            return tuple(group[dp_index // n * n :][:n])
+        return tuple(group[dp_index % n :: n] if axis == "replica" else group)
 
     @property
     def grad_sync_name(self) -> str:
@@ -264,37 +297,4 @@ class Plan(Description):
         """Raise ``ValueError`` if this plan cannot train ``model`` in this version."""
         if not isinstance(model, ModelSpec):
             raise illegal("model", model, "not a model description", "a pl.ModelSpec(...)")
-        for name, kind in (("grad_sync", "class"), ("schedule", "function")):
-            value = getattr(self, name)
-            if isinstance(value, str) and value.startswith(OWN_FORM):
-                raise illegal(name, value, f"a saved plan keeps only the {kind}'s name",
-                              f"plan.replace({name}=the {kind} itself)")  # fmt: skip
-        for name, (only, what) in _NOT_YET.items():
-            if getattr(self, name) != only:
-                raise illegal(name, getattr(self, name), f"{what} is not in this version",
-                              repr(only))  # fmt: skip
-        if self.world_size > MAX_RANKS:
-            raise illegal("dp", self.dp, f"dp*tp*pp is {self.world_size} ranks",
-                          f"up to {MAX_RANKS}")  # fmt: skip
-        self._validate_pipeline(model)
-
-    def _validate_pipeline(self, model: ModelSpec) -> None:
-        """Every stage has a block, and the schedule is one."""
-        pp, v = self.pp, self.virtual_stages
-        if v > 1 and pp == 1:
-            raise illegal("virtual_stages", v, "one rank has nobody to take turns with: all the "
-                          "chunks would be its own", "1, or pp of at least 2")  # fmt: skip
-        if v > 1 and isinstance(self.schedule, str) and self.schedule != "interleaved":
-            raise illegal("virtual_stages", v, f"schedule={self.schedule!r} has one stage per rank",
-                          'schedule="interleaved" or a function of your own, or '
-                          "virtual_stages=1")  # fmt: skip
-        if self.stages > model.layers:
-            name, most = ("pp", model.layers) if v == 1 else ("virtual_stages", model.layers // pp)
-            legal = f"up to {most}" if most else f"pp of at most {model.layers} first"
-            raise illegal(name, getattr(self, name), f"pp*virtual_stages is {self.stages} stages, "
-                          f"the model has {model.layers} blocks, and every stage needs one",
-                          f"{legal}, or a model of at least {self.stages} layers")  # fmt: skip
-        self.actions()
-
-
-MAX_RANKS = 65536  # beyond any published run; mostly catches a slipped digit
+        check_plan(self, model)

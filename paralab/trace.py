@@ -127,7 +127,7 @@ def _program(
         "result": _plain(result),
         "peak_bytes": peak.peak,
         "meta": {"device": context.device, "backend": context.backend, "nodes": node_of,
-                 "torch": torch.__version__},
+                 "torch": str(torch.__version__)},
     }  # fmt: skip
 
 

@@ -6,62 +6,32 @@ the end of a step; nothing inside a step asks the device for a number.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from paralab import checkpoint
+from paralab.agree import agree
+from paralab.batches import as_numpy, load_batches, read_scalars, to_device
 from paralab.comm import Group
 from paralab.data import Corpus
 from paralab.grid import Grid
-from paralab.model import GPT
+from paralab.model import GPT, initialize
+from paralab.observe.advice import advice
 from paralab.observe.clocks import measure_offset
+from paralab.observe.ledger import watch
 from paralab.observe.recorder import Recorder
-from paralab.parallel import data_parallel, pipeline
+from paralab.parallel import data_parallel, pipeline, precision, zero
+from paralab.parallel.buckets import units
+from paralab.parallel.gradient_signal import GradientSignal
 from paralab.spec import GRAD_SYNC_MOMENTS, ModelSpec, Plan
-
-
-class GradientSignal:
-    """Says once per step and parameter that its gradient is complete: ``grad_ready(parameter)``.
-
-    Counts the micro-batches that added to each parameter, so that whoever listens (data
-    parallelism, ZeRO) need not know how backward is scheduled. Autograd's accumulate hooks come in
-    here; a gradient that is computed outside autograd calls `accumulated` itself.
-    """
-
-    def __init__(
-        self, parameters: Iterable[Tensor], *, microbatches: int, listener: Callable[[Tensor], None]
-    ) -> None:
-        self.parameters, self.microbatches, self.listener = list(parameters), microbatches, listener
-        self.reset()
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self.accumulated)
-
-    def reset(self) -> None:
-        self.seen = dict.fromkeys(self.parameters, 0)
-
-    def check_complete(self) -> None:
-        """Raise ``RuntimeError`` if backward is over and a gradient is not complete.
-
-        Whoever listens would synchronise nothing for it, and the ranks' weights would drift apart.
-        """
-        missing = sum(count != self.microbatches for count in self.seen.values())
-        if missing:
-            raise RuntimeError(
-                f"{missing} of {len(self.parameters)} gradients were never complete: their "
-                "parameters took no part in the loss of every micro-batch; use them, or leave them "
-                "out of the model"
-            )
-
-    def accumulated(self, parameter: Tensor) -> None:
-        self.seen[parameter] += 1
-        if self.seen[parameter] == self.microbatches:
-            self.listener(parameter)
 
 
 class Trainer:
@@ -86,7 +56,8 @@ class Trainer:
         recorder: Recorder | None = None,
     ) -> None:
         self.context, self.model, self.plan, self.seed = context, model, plan, seed
-        self.clip_norm = clip_norm
+        self.clip_norm, self.optimizer_name = clip_norm, optimizer
+        self.first_step = 0  # steps that a checkpoint had done: batches go on from there
         self.recorder = recorder or Recorder(
             rank=context.rank, world_size=context.world_size, device=context.device
         )
@@ -95,28 +66,64 @@ class Trainer:
         self.corpus = Corpus(data)
         self.schedule = plan.actions()
         self.pipeline = pipeline.Pipeline(
-            functools.partial(GPT, model, seed=seed), model, plan, self.schedule, group=self.grid.pp
-        )
+            functools.partial(GPT, model, seed=seed, recompute=plan.recompute,
+                              empty=plan.zero_stage == 3),
+            model, plan, self.schedule, group=self.grid.pp,
+        )  # fmt: skip
         self.named = self.pipeline.named_parameters()
-        self.parameters = list(self.named.values())
-        self.tied = None
-        if model.tied and self.grid.ends is not None:
-            self.tied = pipeline.TiedEmbedding(self.named, group=self.grid.ends)
-        self.sync = self.signal = None
-        if plan.dp > 1:
-            self.sync = gradient_sync(plan, self.parameters, self.group)
-            self.signal = GradientSignal(
-                self.parameters, microbatches=plan.microbatches, listener=self.sync.grad_ready
-            )
+        self.recorder.owns("parameters", *self.named.values(), *self.pipeline.buffers())
+        trained = [p for p in self.named.values() if p.requires_grad]
+        self.sync = self.signal = self.tied = masters = None
+        if plan.zero_stage:
+            self.sync = self._zero()
+            masters = self.sync.masters
+        elif plan.precision != "fp32":
+            before = precision.lower(self.named.values(), plan.precision)
+            masters = [m for m, p in zip(before, self.named.values(), strict=True)
+                       if p.requires_grad]  # fmt: skip
+        if plan.dp > 1 and not plan.zero_stage:
+            self.sync = gradient_sync(plan, trained, self.group)
+        if self.sync is not None:
+            every = plan.zero_stage == 3 or plan.zero_stage == 2 and plan.pp == 1
+            self.signal = GradientSignal(trained, microbatches=plan.microbatches, every=every,
+                                         listener=self.sync.grad_ready)  # fmt: skip
             self.pipeline.accumulated = self.signal.accumulated
-        self.optimizer = make_optimizer(self.parameters, optimizer, lr)
+        self.targets = self.sync.targets if plan.zero_stage else trained
+        if model.tied and self.grid.ends is not None:
+            own = dict(zip(self.named.values(), self.named.values(), strict=True))
+            if plan.zero_stage:
+                own = {p: flat.own for p, flat in self.sync.flat_of.items()}
+            self.tied = pipeline.TiedEmbedding(self.named, own, group=self.grid.ends)
+        self.update = precision.Update(
+            self.targets, functools.partial(make_optimizer, name=optimizer, lr=lr),
+            precision=plan.precision, masters=masters,
+            groups=[self.grid.pp] + [self.grid.shard] * (plan.zero_stage > 0),
+            duplicate=None if self.tied is None else self.tied.copy,
+        )  # fmt: skip
+        self.recorder.owns("optimizer", *self.update.states)
         self.gradients: dict[str, np.ndarray] | None = None
+
+    def _zero(self) -> zero.Stage1:
+        """The plan's stage of ZeRO over this rank's data-parallel group."""
+        plan, grid, more = self.plan, self.grid, {}
+        sizes = {name: p.numel() for name, p in self.named.items()}
+        if plan.zero_stage == 3:
+            more = {
+                "models": [stage.model for stage in self.pipeline.stages.values()],
+                "prefetch": plan.prefetch,
+                "initialize": functools.partial(initialize, spec=self.model, seed=self.seed),
+            }
+        return zero.STAGES[plan.zero_stage](
+            self.named, units(sizes, self.model, plan), group=grid.shard, replicas=grid.replica,
+            dtype=precision.DTYPES[plan.precision], **more,
+        )  # fmt: skip
 
     def step(self, step: int, *, keep_gradients: bool = False) -> list[float]:
         """One optimizer update. Returns the losses of this rank's micro-batches."""
         recorder, plan = self.recorder, self.plan
+        number = self.first_step + step
         batches = load_batches(
-            self.corpus, self.model, plan, step=step, rank=self.group.index, seed=self.seed
+            self.corpus, self.model, plan, step=number, rank=self.group.index, seed=self.seed
         )
 
         def batch(k: int) -> tuple[Tensor, Tensor]:
@@ -124,44 +131,46 @@ class Trainer:
 
         def share(loss: Tensor) -> Tensor:
             # One division makes the mean over the global batch: micro-batches and ranks add up.
-            return loss / (self.plan.microbatches * self.plan.dp)
+            return self.update.scale(loss / (self.plan.microbatches * self.plan.dp))
 
         recorder.begin_step(step)
-        losses = self.pipeline.step(batch, share, before=self._seeding(step))
+        losses = self.pipeline.step(batch, share, before=self._seeding(number))
         if self.sync is not None:
             self.signal.check_complete()
             self.sync.finish()
         if self.tied is not None:
             self.tied.add_up()
         if keep_gradients:
-            self.gradients = {name: as_numpy(p.grad) for name, p in self.state().items()}
+            with recorder.unwatched():
+                self.gradients = self.whole(gradients=True)
         with recorder.span("optimizer"):
-            if self.clip_norm is not None:
-                self._clip(self.clip_norm)
-            self.optimizer.step()
-            if self.sync is None:
-                self.optimizer.zero_grad(set_to_none=True)
-            else:
-                self.sync.reset()
-                self.signal.reset()
+            self.update.step(clip_norm=self.clip_norm)
+        if self.sync is None:
+            self.update.optimizer.zero_grad(set_to_none=True)
+        else:
+            self.sync.reset()
+            self.signal.reset()
+        if plan.zero_stage:
+            self.sync.updated()
         values = read_scalars(losses, device=self.context.device)
         recorder.end_step()
         return values
 
-    def state(self) -> dict[str, Tensor]:
-        """This rank's parameters that the single-device model has; a tied copy is none of them."""
-        names = self.model.parameter_shapes()
-        return {name: p for name, p in self.named.items() if name in names}
+    def whole(self, *, gradients: bool = False) -> dict[str, np.ndarray] | None:
+        """Weights, or gradients, of this rank's stages under their names in the single-device
+        model; a tied copy is none of them. None on all data-parallel ranks but the first.
 
-    def _clip(self, norm: float) -> None:
-        """Scale the gradients of the whole model to an L2 norm of at most ``norm``."""
-        copy = self.tied.copy if self.tied is not None else None
-        total = get_total_norm([p.grad for p in self.parameters if p is not copy])
-        if self.plan.pp > 1:  # what is tied counts once
-            squares = total**2
-            self.grid.pp.all_reduce(squares, phase="control").wait()
-            total = squares.sqrt()
-        clip_grads_with_norm_(self.parameters, norm, total)
+        With ZeRO every rank has to call it: each has a part.
+        """
+        found = {n: p.grad if gradients else p for n, p in self.named.items()
+                 if p.requires_grad or not gradients}  # fmt: skip
+        if self.plan.zero_stage:
+            found |= self.sync.whole(gradients=gradients)
+        if self.group.index > 0:
+            return None
+        read = self.update.unscaled if gradients else Tensor.float
+        return {name: as_numpy(read(found[name])) for name in self.model.parameter_shapes()
+                if name in found}  # fmt: skip
 
     def _seeding(self, step: int) -> Callable[[int, str], None] | None:
         """What draws the dropout masks: they depend on sample and part, not on who computes it."""
@@ -176,26 +185,59 @@ class Trainer:
 
 
 def train(
-    context: Any, model: ModelSpec, plan: Plan, *, steps: int, keep_state: bool, **settings: Any
-) -> dict[str, Any]:
+    context: Any, model: ModelSpec, plan: Plan, *, steps: int, keep_state: bool,
+    memory_limit: int | None = None, save: str | None = None, save_every: int | None = None,
+    resume: str | None = None, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Train ``steps`` steps on this rank; returns the rank's part of the report, plain columns.
 
     With ``keep_state`` the ranks of the first data-parallel group add their stages' weights after
     the last step and the last step's gradients (mean over the global batch, before clipping) under
     the names of the single-device model.
+
+    The memory ledger is on while the model is built and in step 0; with ``memory_limit``, in bytes,
+    it is on throughout and enforces it.
+
+    ``resume`` is the checkpoint to go on from, ``save`` the folder to write checkpoints into: after
+    the last step, and whenever ``save_every`` divides the number of steps the training has done.
     """
-    trainer = Trainer(context, model, plan, **settings)
-    asked = {**settings, "data": None, "steps": steps}  # paths may differ, what lies there may not
+    recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
+    help_with = functools.partial(advice, model, plan, limit=memory_limit, rank=context.rank,
+                                  optimizer=settings.get("optimizer", "adamw"))  # fmt: skip
+    with watch(recorder, device=context.device, limit=memory_limit, advise=help_with) as watched:
+        return _train(context, model, plan, recorder, watched, steps=steps, keep_state=keep_state,
+                      memory_limit=memory_limit, save=save, save_every=save_every, resume=resume,
+                      **settings)  # fmt: skip
+
+
+def _train(
+    context: Any, model: ModelSpec, plan: Plan, recorder: Recorder,
+    watched: contextlib.ExitStack, *, steps: int, keep_state: bool, memory_limit: int | None,
+    save: str | None, save_every: int | None, resume: str | None, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """`train`, with a ledger on until ``watched`` is closed."""
+    trainer = Trainer(context, model, plan, recorder=recorder, **settings)
+    asked = {  # paths may differ, what lies there may not
+        **settings, "memory_limit": memory_limit, "data": None, "steps": steps,
+        "save": (save is None, save_every), "resume": resume and Path(resume).name,
+    }  # fmt: skip
     what = f"{model} {plan.to_dict()} {sorted(asked.items())} {trainer.schedule}"
     agree(trainer.grid.world, what=what, corpus=trainer.corpus)
     several_nodes = len(set(context.nodes)) > 1
     offset, uncertainty = measure_offset(trainer.grid.world) if several_nodes else (0.0, 0.0)
-    keep_state = keep_state and trainer.group.index == 0
+    if resume is not None:
+        checkpoint.load(trainer, resume)
     losses = []
-    for step in range(steps):
-        losses.append(trainer.step(step, keep_gradients=keep_state and step == steps - 1))
-        context.progress(step + 1, steps)
-    weights = {n: as_numpy(p) for n, p in trainer.state().items()} if keep_state else None
+    with checkpoint.saving(trainer, save, every=save_every, steps=steps) as save_if_due:
+        for step in range(steps):
+            losses.append(trainer.step(step, keep_gradients=keep_state and step == steps - 1))
+            if memory_limit is None:
+                watched.close()
+            with recorder.unwatched():
+                save_if_due(step + 1)
+            context.progress(step + 1, steps)
+    watched.close()
+    weights = trainer.whole() if keep_state else None
     return {
         "rank": context.rank,
         "clock_offset": offset,
@@ -208,8 +250,9 @@ def train(
             "device": context.device,
             "backend": context.backend,
             "nodes": list(context.nodes),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # its own class would bring torch to the caller
             "text_bytes": trainer.corpus.num_bytes,
+            "first_step": trainer.first_step,
         },  # fmt: skip
     }
 
@@ -232,65 +275,10 @@ def make_optimizer(parameters: Sequence[Tensor], name: str, lr: float) -> torch.
     """AdamW with torch's defaults, or plain SGD, w <- w - lr g, which hides no wrong factor."""
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, fused=True)
-    return torch.optim.AdamW(parameters, lr=lr, fused=True)
-
-
-def load_batches(
-    corpus: Corpus, model: ModelSpec, plan: Plan, *, step: int, rank: int, seed: int
-) -> list[Tensor]:
-    """This rank's micro-batches of one step, (b, s + 1) each; data.py's [Note: same batches]."""
-    first = rank * plan.microbatches
-    texts = [
-        corpus.microbatch(step=step, index=first + k, size=plan.microbatch_size,
-                          global_batch=plan.global_batch, length=model.seq_len, seed=seed)
-        for k in range(plan.microbatches)
-    ]  # fmt: skip
-    return [
-        torch.frombuffer(bytearray(text), dtype=torch.uint8).view(plan.microbatch_size, -1)
-        for text in texts
-    ]
-
-
-def to_device(batch: Tensor, device: str) -> tuple[Tensor, Tensor]:
-    """(tokens, targets), both (b, s) int64: each byte's target is the byte after it."""
-    batch = batch.to(device, non_blocking=True).long()
-    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-
-
-def read_scalars(scalars: list[Tensor], *, device: str = "cpu") -> list[float]:
-    """The one place where numbers come back from the device, once per step.
-
-    Whoever has none to read waits for ``device`` all the same: the step is over when it is done.
-    """
-    values = torch.stack(scalars or [torch.zeros((), device=device)]).double().tolist()
-    return values[: len(scalars)]
-
-
-def as_numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().to("cpu", copy=True).numpy()
-
-
-def agree(group: Group, *, what: str, corpus: Corpus) -> None:
-    """Raise on every rank if the ranks were not started with the same model, plan, settings and
-    text.
-
-    On several machines each is started by its own command line and reads its own files.
-    """
-    context = group.context
-    if group.size == 1:
-        return
-    facts = [zlib.crc32(what.encode()), int(corpus.fingerprint, 16) % 2**31]
-    mine = torch.tensor(facts, dtype=torch.int64, device=context.device)
-    everyone = mine.new_empty(2 * group.size)
-    group.all_gather(everyone, mine, phase="setup").wait()
-    for rank, theirs in enumerate(everyone.view(-1, 2).tolist()):
-        if theirs[0] != facts[0]:
-            raise ValueError(
-                f"rank {rank} was started with another model, plan or settings than rank "
-                f"{context.rank}; give every machine the same command line"
-            )
-        if theirs[1] != facts[1]:
-            raise ValueError(
-                f"rank {rank} reads another text than rank {context.rank} ({corpus.root}, "
-                f"{corpus.num_bytes} bytes); give every machine the same files with data="
-            )
+    made = torch.optim.AdamW(parameters, lr=lr, fused=True)
+    for parameter in parameters:  # what its first step would make: now, so that all steps are alike
+        made.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter),
+        }  # fmt: skip
+    return made

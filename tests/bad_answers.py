@@ -585,3 +585,256 @@ def schedule_raises(pp, microbatches):
 
 def schedule_of_p_alone(pp):
     return []
+
+
+# ---- lab 05: MyZero1 -----------------------------------------------------------------------------
+class ZeroGood:
+    """A right answer; the wrong ones change one thing of it."""
+
+    def __init__(self, parameters, *, group, lr, momentum):
+        self.parameters, self.group = parameters, group
+        self.lr, self.momentum = lr, momentum
+        self.part = -(-parameters.numel() // group.size)
+        self.velocity = parameters.new_zeros(self.part)
+
+    def padded(self, flat):
+        buffer = flat.new_zeros(self.group.size * self.part)
+        buffer[: flat.numel()] = flat
+        return buffer
+
+    def step(self, gradient):
+        own_gradient = self.reduced(gradient)
+        self.velocity.mul_(self.momentum).add_(own_gradient)
+        full = self.padded(self.parameters)
+        own = full.chunk(self.group.size)[self.group.index]
+        own.sub_(self.lr * self.velocity)
+        self.spread(full, own)
+        self.parameters.copy_(full[: self.parameters.numel()])
+
+    def reduced(self, gradient):
+        own_gradient = gradient.new_empty(self.part)
+        self.group.reduce_scatter(own_gradient, self.padded(gradient)).wait()
+        return own_gradient
+
+    def spread(self, full, own):
+        self.group.all_gather(full, own).wait()
+
+
+class ZeroByHand(ZeroGood):
+    """A right answer: parts to whom they belong, added up there, without a reduce-scatter."""
+
+    def reduced(self, gradient):
+        full = self.padded(gradient)
+        received = full.new_empty(full.shape)
+        self.group.all_to_all(received, full).wait()
+        return received.view(self.group.size, -1).sum(0)
+
+
+class ZeroKeepsItsPart(ZeroGood):
+    """A right answer, of a rank that keeps its part of the parameters too: 8 Psi/N, refused."""
+
+    def step(self, gradient):
+        super().step(gradient)
+        self.own = self.padded(self.parameters).chunk(self.group.size)[self.group.index].clone()
+
+
+class ZeroAllReduce(ZeroGood):
+    """Everybody gets the whole sum and takes a part of it."""
+
+    def reduced(self, gradient):
+        full = self.padded(gradient)
+        self.group.all_reduce(full).wait()
+        return full.chunk(self.group.size)[self.group.index]
+
+
+class ZeroNot:
+    """Plain data parallelism: right, 2(N-1)/N Psi, and momentum for everything."""
+
+    def __init__(self, parameters, *, group, lr, momentum):
+        self.parameters, self.group = parameters, group
+        self.lr, self.momentum = lr, momentum
+        self.velocity = parameters.new_zeros(parameters.numel())
+
+    def step(self, gradient):
+        n = self.group.size
+        full = gradient.new_zeros(-(-gradient.numel() // n) * n)
+        full[: gradient.numel()] = gradient
+        self.group.all_reduce(full).wait()
+        self.velocity.mul_(self.momentum).add_(full[: gradient.numel()])
+        self.parameters.sub_(self.lr * self.velocity)
+
+
+class ZeroMomentumForAll(ZeroGood):
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, **settings)
+        self.all = parameters.new_zeros(self.group.size * self.part)
+        self.velocity = self.all.chunk(self.group.size)[self.group.index]
+
+
+class ZeroNoGather(ZeroGood):
+    def spread(self, full, own):
+        pass
+
+
+class ZeroGathersFirst(ZeroGood):
+    """Hands round the parts as they were before the update."""
+
+    def spread(self, full, own):
+        before = own + self.lr * self.velocity
+        self.group.all_gather(full, before).wait()
+
+
+class ZeroNoWait(ZeroGood):
+    """Goes on before the others' parts are there."""
+
+    def spread(self, full, own):
+        self.pending = self.group.all_gather(full.clone(), own)
+
+
+class ZeroWrongPart(ZeroGood):
+    """Updates the part of its neighbour with the gradient of its own."""
+
+    def step(self, gradient):
+        own_gradient = self.reduced(gradient)
+        self.velocity.mul_(self.momentum).add_(own_gradient)
+        full = self.padded(self.parameters)
+        parts = full.chunk(self.group.size)
+        other = parts[(self.group.index + 1) % self.group.size]
+        other.sub_(self.lr * self.velocity)
+        self.spread(full, other)
+        self.parameters.copy_(full[: self.parameters.numel()])
+
+
+class ZeroAveragesTwice(ZeroGood):
+    def reduced(self, gradient):
+        return super().reduced(gradient) / self.group.size
+
+
+class ZeroOwnGradient(ZeroGood):
+    """Nothing is summed: a rank updates its part with what it found itself."""
+
+    def reduced(self, gradient):
+        return self.padded(gradient).chunk(self.group.size)[self.group.index]
+
+
+class ZeroForgetsMomentum(ZeroGood):
+    """Begins anew in every step."""
+
+    def step(self, gradient):
+        self.velocity = self.velocity.new_zeros(self.part)
+        super().step(gradient)
+
+
+class ZeroDropsTheRest(ZeroGood):
+    """N-ths rounded down: what is left over is nobody's."""
+
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, **settings)
+        self.part = parameters.numel() // self.group.size
+        self.velocity = parameters.new_zeros(self.part)
+
+    def padded(self, flat):
+        return flat[: self.group.size * self.part].clone()
+
+    def step(self, gradient):
+        whole, covered = self.parameters, self.group.size * self.part
+        self.parameters = whole[:covered]
+        super().step(gradient)
+        self.parameters = whole
+
+
+class ZeroPadsInFront(ZeroGood):
+    """The gradient's zeros lie in front, those of the parameters behind."""
+
+    def reduced(self, gradient):
+        full = gradient.new_zeros(self.group.size * self.part)
+        full[full.numel() - gradient.numel() :] = gradient
+        own_gradient = gradient.new_empty(self.part)
+        self.group.reduce_scatter(own_gradient, full).wait()
+        return own_gradient
+
+
+class ZeroNoPadding(ZeroGood):
+    def padded(self, flat):
+        return flat.clone()
+
+
+class ZeroInTwo(ZeroGood):
+    """Two ranks and no more: the other part is the second half."""
+
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, **settings)
+        self.part = parameters.numel() // 2
+        self.velocity = parameters.new_zeros(self.part)
+
+    def padded(self, flat):
+        return flat.clone()
+
+
+class ZeroGathersGradients(ZeroGood):
+    """Everybody gets everybody's gradients."""
+
+    def reduced(self, gradient):
+        full = self.padded(gradient)
+        everything = full.new_empty(self.group.size * full.numel())
+        self.group.all_gather(everything, full).wait()
+        parts = everything.view(self.group.size, self.group.size, -1)
+        return parts[:, self.group.index].sum(0)
+
+
+class ZeroManyCopies(ZeroGood):
+    """Right, with the bytes asked, and a copy of the gradient for every rank."""
+
+    def reduced(self, gradient):
+        copies = [gradient.clone() for _ in range(1 + self.group.size)]
+        return super().reduced(copies[-1])
+
+
+class ZeroGathersTwice(ZeroGood):
+    def spread(self, full, own):
+        super().spread(full, own.clone())
+        super().spread(full, own)
+
+
+class ZeroNotInPlace(ZeroGood):
+    """New parameters in a new tensor, which nobody looks at."""
+
+    def step(self, gradient):
+        self.parameters = self.parameters.clone()
+        super().step(gradient)
+
+
+class ZeroBehindTheBack(ZeroGood):
+    def reduced(self, gradient):
+        import torch.distributed as dist
+
+        full = self.padded(gradient)
+        dist.all_reduce(full)
+        return full.chunk(self.group.size)[self.group.index]
+
+    def spread(self, full, own):
+        import torch.distributed as dist
+
+        dist.all_gather(list(full.chunk(self.group.size)), own.clone())
+
+
+class ZeroRootOnly(ZeroGood):
+    """Only rank 0 asks for the others' parts."""
+
+    def spread(self, full, own):
+        if self.group.index == 0:
+            super().spread(full, own)
+
+
+class ZeroRaises(ZeroGood):
+    def step(self, gradient):
+        raise KeyError("part 7")
+
+
+class ZeroHasNoStep:
+    def __init__(self, parameters, *, group, lr, momentum):
+        pass
+
+
+def zero_of_three(parameters, group, lr):
+    return None

@@ -8,6 +8,7 @@ times wobble a little by rank and step, from a fixed formula, so that two builds
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -133,3 +134,44 @@ def report(dp: int = 2, *, meta: dict[str, Any] | None = None, model: ModelSpec 
     built, plan = parts(dp, model=model, nodes=nodes, **settings)
     said = {"run_id": "synthetic", "nodes": nodes or [0] * dp, **(meta or {})}
     return Report.from_parts(built, model=model, plan=plan, meta=said)
+
+
+def with_memory(made: Report, *, stage: int = 0, within: int = 4, step: int = 0) -> Report:
+    """The report with what a ledger might have seen in ``step``: when work begins, and of every
+    span of work ``within`` - 1 times inside it and at its end, one row per category.
+
+    stage  of ZeRO: which of optimizer, gradients, parameters are divided by the ranks. Rank r keeps
+           r tenths more activations than rank 0
+    """
+    psi, n = 4 * made.model.num_params, made.world_size
+    shard = {c: n if stage >= s else 1
+             for c, s in (("parameters", 3), ("gradients", 2), ("optimizer", 1))}  # fmt: skip
+    rows: list[tuple] = []
+    spans = made.spans[(made.spans["step"] == step) & (made.spans["lane"] == "compute")]
+    for rank in range(n):
+        mine = spans[(spans["rank"] == rank) & (spans["kind"] != "wait")].sort_values("start")
+        pieces = mine[mine["kind"] == "backward"].groupby("microbatch").size()
+        kept, done, total = 0.0, 0.0, len(pieces)
+        for kind, micro, start, end in zip(
+            mine["kind"], mine["microbatch"], mine["start"], mine["end"], strict=True
+        ):
+            share = {"forward": 1.0, "backward": -1 / pieces.get(micro, 1)}.get(kind, 0.0)
+            for i in range(int(kept + done > 0), within + 1):
+                part = i / within
+                ready = done - share * part * (kind == "backward")
+                state = {
+                    "parameters": psi // shard["parameters"],
+                    "gradients": int(min(1.0, ready) * psi) // shard["gradients"],
+                    "optimizer": 2 * psi // shard["optimizer"],
+                    "activations": round(2 * psi * (kept + share * part) * (1 + 0.1 * rank)),
+                    "buffers": psi // 8 if kind == "backward" else 0,
+                    "workspace": psi // 4 if 0 < part < 1 else 0,
+                    "other": 64,
+                }
+                time = start + (end - start) * part
+                rows += [(rank, step, time, "device", c, b) for c, b in state.items()]
+            kept += share
+            done -= share * (kind == "backward")
+        assert abs(kept) < 1e-9 and abs(done - total) < 1e-9
+    table = {c: [row[i] for row in rows] for i, c in enumerate(COLUMNS["memory"])}
+    return dataclasses.replace(made, memory=table)

@@ -82,11 +82,11 @@ def refused(capsys, *arguments: str) -> str:
 # ---- settings ------------------------------------------------------------------------------------
 OTHER = {  # for every field a legal value that is not its default
     "layers": 2, "hidden": 64, "heads": 8, "seq_len": 32, "vocab": 300, "tied": False,
-    "dropout": 0.25, "attention": "sdpa",
+    "dropout": 0.25, "attention": "sdpa", "frozen": ("embedding", "blocks.0"),
     "dp": 3, "tp": 2, "pp": 2, "schedule": "gpipe", "microbatches": 4, "microbatch_size": 1,
-    "virtual_stages": 2, "zero_stage": 1, "sequence_parallel": True, "recompute": "full",
-    "offload": "host", "precision": "bf16", "tp_mode": "2d", "grad_sync": "naive",
-    "bucket_bytes": 12345, "prefetch": 2,
+    "virtual_stages": 2, "zero_stage": 1, "shard": 2, "sequence_parallel": True,
+    "recompute": "full", "offload": "host", "precision": "bf16", "tp_mode": "2d",
+    "grad_sync": "naive", "bucket_bytes": 12345, "prefetch": 2,
 }  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def as_option(name: str, value: object) -> list[str]:
     option = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]
-    return [f"--{option}", str(value)]
+    return [f"--{option}", ",".join(value) if isinstance(value, tuple) else str(value)]
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(ModelSpec)])

@@ -125,8 +125,8 @@ def unused_parameter(context, plan, settings) -> None:
     from paralab.model import GPT
 
     class Wasteful(GPT):
-        def __init__(self, spec, *, seed: int) -> None:
-            super().__init__(spec, seed=seed)
+        def __init__(self, spec, **settings) -> None:
+            super().__init__(spec, **settings)
             self.unused = torch.nn.Parameter(torch.zeros(3))
 
     train.GPT = Wasteful

@@ -19,6 +19,8 @@ ANSWERS = {
     "gradient_sync": ("MySync",),
     "own_schedule": ("my_schedule",),
     "deadlock_clinic": ("fixed",),
+    "zero_step": ("MyZero1",),
+    "memory_clinic": ("treatment",),
 }
 
 

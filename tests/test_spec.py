@@ -73,8 +73,8 @@ def test_other_plan_fields_are_checked(field, value):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("tp", 2), ("virtual_stages", 2), ("zero_stage", 1), ("sequence_parallel", True),
-     ("recompute", "full"), ("offload", "cpu"), ("tp_mode", "2d"), ("precision", "bf16")],
+    [("tp", 2), ("virtual_stages", 2), ("sequence_parallel", True), ("offload", "cpu"),
+     ("tp_mode", "2d"), ("shard", 2)],
 )  # fmt: skip
 def test_what_this_version_cannot_run_is_refused_by_run_and_predict_alike(field, value):
     model, plan = pl.ModelSpec(**GOOD_MODEL), pl.Plan(**{field: value})
@@ -82,6 +82,82 @@ def test_what_this_version_cannot_run_is_refused_by_run_and_predict_alike(field,
     refuses(lambda: plan.validate(model), field, value)
     refuses(lambda: pl.run(model, plan), field, value)
     refuses(lambda: pl.predict(model, plan, cluster), field, value)
+
+
+PIPE = {"pp": 2, "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    "settings, field, why",
+    [
+        ({"zero_stage": 1, "grad_sync": "naive"}, "grad_sync", "reduce-scatter"),
+        ({"zero_stage": 2, "grad_sync": "bucketed"}, "grad_sync", "reduce-scatter"),
+        ({"zero_stage": 3, **PIPE, "schedule": "zb-h1"}, "zero_stage", "stay gathered"),
+        ({"recompute": "full", **PIPE, "schedule": "zb-h1"}, "recompute", "weight halves"),
+        ({"recompute": "selective", **PIPE, "schedule": "zb-h2"}, "recompute", "weight halves"),
+        ({"precision": "bf16", **PIPE}, "precision", "fp32"),
+        ({"precision": "fp16", **PIPE}, "precision", "fp32"),
+        ({"zero_stage": 1, "dp": 4, "shard": 3}, "shard", "dp=4"),
+        ({"zero_stage": 3, "dp": 2, "shard": 4}, "shard", "dp=2"),
+        ({"dp": 4, "shard": 2}, "shard", "zero_stage=0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(settings, field, why):
+    plan = pl.Plan(**settings)
+    with pytest.raises(ValueError, match=f"{field}=.*{why}.*; legal: "):
+        plan.validate(pl.ModelSpec(**GOOD_MODEL))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero_stage": 1}, {"zero_stage": 2, **PIPE, "schedule": "zb-h1"}, {"zero_stage": 3},
+        {"zero_stage": 3, "dp": 4, "shard": 2}, {"recompute": "full", **PIPE},
+        {"precision": "fp16", "recompute": "selective", "zero_stage": 2, "dp": 3},
+    ],
+)  # fmt: skip
+def test_what_goes_together_is_let_through(settings):
+    pl.Plan(**settings).validate(pl.ModelSpec(**GOOD_MODEL))
+
+
+def test_gathering_again_at_every_action_of_a_pipeline_warns():
+    plan = pl.Plan(dp=2, pp=2, microbatches=3, zero_stage=3)
+    with pytest.warns(UserWarning, match=r"gathered again for every action, 2\*3 times a step"):
+        plan.validate(pl.ModelSpec(**GOOD_MODEL))
+
+
+def test_shard_groups_are_neighbours_and_replicas_hold_the_same_share():
+    plan = pl.Plan(pp=2, dp=4, shard=2, zero_stage=1)
+    assert [plan.ranks("shard", r) for r in (0, 1, 2, 7)] == [(0, 1), (0, 1), (2, 3), (6, 7)]
+    assert [plan.ranks("replica", r) for r in (0, 1, 2, 7)] == [(0, 2), (1, 3), (0, 2), (5, 7)]
+    whole = plan.replace(shard=None)
+    assert whole.shard_degree == 4 and plan.shard_degree == 2
+    assert whole.ranks("shard", 5) == whole.ranks("dp", 5) == (4, 5, 6, 7)
+    assert whole.ranks("replica", 5) == (5,)
+
+
+@pytest.mark.parametrize("value", [0, 1.5, True, "2"])
+def test_a_shard_is_a_count(value):
+    refuses(lambda: pl.Plan(shard=value), "shard", value)
+
+
+@pytest.mark.parametrize(
+    "value", ["embedding", 3, ["embed"], ["blocks.2"], ["blocks.0.attention.q"], [1], [""],
+              ["embedding", "blocks", "head"]]
+)  # fmt: skip
+def test_what_cannot_be_frozen_is_refused(value):
+    refuses(lambda: pl.ModelSpec(**GOOD_MODEL, frozen=value), "frozen", value)
+
+
+def test_frozen_parameters_are_whole_names_and_are_not_counted_as_trained():
+    model = pl.ModelSpec(**{**GOOD_MODEL, "layers": 11}, frozen=["embedding", "blocks.1"])
+    assert pl.ModelSpec.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+    assert not model.trainable("blocks.1.norm1.weight") and model.trainable("blocks.10.norm1.bias")
+    block = 12 * 64 * 64 + 13 * 64
+    assert model.num_trainable == model.num_params - (256 + 32) * 64 - block
+    assert model.replace(frozen=()).num_trainable == model.num_params
+    with pytest.raises(ValueError, match="frozen=.*trains nothing"):
+        pl.Plan(pp=2).validate(model)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +173,16 @@ def test_what_this_version_cannot_run_is_refused_by_run_and_predict_alike(field,
         ("seed", -1),
         ("seed", 2**31),
         ("keep_state", "yes"),
-        ("memory_limit", "64MB"),
+        ("memory_limit", 0),
+        ("memory_limit", -1),
+        ("memory_limit", 1.5),
+        ("memory_limit", True),
+        ("memory_limit", "much"),
+        ("memory_limit", "0MB"),
+        ("memory_limit", "-64MB"),
+        ("memory_limit", "1.5"),
+        ("memory_limit", "nanMB"),
+        ("memory_limit", "64 elephants"),
         ("data", "/no/such/text"),
         ("device", "tpu"),
         ("timeout", 0),

@@ -16,18 +16,29 @@ from __future__ import annotations
 from paralab.exercises.clinic import deadlock_clinic
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.guess import Guess, Reveal, guess
+from paralab.exercises.memory import memory_clinic
 from paralab.exercises.ring import all_gather_half
 from paralab.exercises.schedule import own_schedule
 from paralab.exercises.states import model_states
 from paralab.exercises.sync import gradient_sync
 from paralab.exercises.verdict import Verdict
+from paralab.exercises.zero import zero_step
 
 ALL = {
     exercise.name: exercise
-    for exercise in (model_states, all_gather_half, gradient_sync, own_schedule, deadlock_clinic)
+    for exercise in (
+        model_states,
+        all_gather_half,
+        gradient_sync,
+        own_schedule,
+        deadlock_clinic,
+        zero_step,
+        memory_clinic,
+    )
 }
 
 __all__ = [
     "ALL", "Exercise", "Guess", "Reveal", "Verdict",
-    "all_gather_half", "deadlock_clinic", "gradient_sync", "guess", "model_states", "own_schedule",
+    "all_gather_half", "deadlock_clinic", "gradient_sync", "guess", "memory_clinic", "model_states",
+    "own_schedule", "zero_step",
 ]  # fmt: skip

@@ -3,17 +3,18 @@
 A dispatch mode sees every operation and holds a weak reference to each storage that comes out of
 one: born, it adds its bytes; gone, it takes them back. The same figure as the allocator's peak,
 views counted once, at a few per cent of the time. It works on a CPU, where no allocator can be
-asked, and on a GPU.
+asked, on a GPU, and on fake tensors, which have sizes and no bytes (FakeTensorMode).
 
-What was alive when counting began counts as zero, whatever becomes of it. A NumPy array is seen
-once a tensor looks at it, a bytes buffer once an operation uses such a tensor; what no tensor looks
-at is not counted.
+`PeakMemory` is one number for any function; the ledger of a training run (ledger.py) says besides
+what the bytes are for.
 """
 
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -23,21 +24,81 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class PeakMemory(TorchDispatchMode):
+class Life(weakref.ref):
+    """A storage that is alive: its ``address``, the ``size`` it counts with, its ``category``."""
+
+    __slots__ = ("address", "size", "category")
+
+
+class Storages(TorchDispatchMode):
+    """The storages on one kind of device ("cpu", "cuda"), and the bytes of those alive: ``live``.
+
+    What has died waits in a queue until it is looked at, before the next operation at the latest:
+    storages also die on the threads that carry messages, and only one thread keeps the count.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = torch.device(device).type
+        self._here = operator.attrgetter(f"is_{self.device}")  # half the time of tensor.device
+        self.live = 0
+        self._known: dict[int, Life] = {}  # by address, which may be given to the next
+        self._dead: deque[Life] = deque()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard would cost more than the counting
+
+    def _born(self, storage: torch.UntypedStorage) -> str | None:
+        """Category of a storage that was not known; None: it was there before, and counts zero."""
+        return "other"
+
+    def _meet(self, tensor: Tensor) -> Life | None:
+        """The life of the tensor's storage, with its size as it is now; None: it is elsewhere."""
+        if not self._here(tensor) or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        life = self._known.get(address)
+        if life is None or life() is not storage:
+            life = self._known[address] = Life(storage, self._dead.append)
+            life.address, life.size, life.category = address, 0, self._born(storage)
+        size = storage.nbytes()
+        if size != life.size and life.category is not None:
+            self._count(life, size)
+        return life
+
+    def _count(self, life: Life, size: int) -> None:
+        """From now on it has ``size`` bytes."""
+        self.live += size - life.size
+        life.size = size
+
+    def _settle(self) -> None:
+        """Take back the bytes of all that has died."""
+        while self._dead:
+            life = self._dead.popleft()
+            if self._known.get(life.address) is life:
+                del self._known[life.address]
+            self._count(life, 0)
+
+
+class PeakMemory(Storages):
     """``with PeakMemory() as memory: ...``, then ``memory.peak``: bytes beyond what was alive.
 
     device    count storages of this kind of device only ("cpu", "cuda")
     existing  values (nested at will) whose NumPy arrays were alive before; tensors are found anyway
+
+    What was alive when counting began counts as zero, whatever becomes of it. A NumPy array is seen
+    once a tensor looks at it, a bytes buffer once an operation uses such a tensor; what no tensor
+    looks at is not counted.
     """
 
     def __init__(self, device: str = "cpu", *, existing: Any = ()) -> None:
-        super().__init__()
-        self.device = torch.device(device).type
-        self.live = self.peak = 0
+        super().__init__(device)
+        self.peak = 0
         arrays = [a for a in tree_leaves(existing) if isinstance(a, np.ndarray)]
         self._arrays = [np.lib.array_utils.byte_bounds(a) for a in arrays]  # [first, end) addresses
-        # storage address -> (it, bytes counted; None if it was alive before)
-        self._known: dict[int, tuple[weakref.ref, int | None]] = {}
+        self._counting = False
 
     def __enter__(self) -> PeakMemory:
         for thing in gc.get_objects():
@@ -45,7 +106,8 @@ class PeakMemory(TorchDispatchMode):
                 grad = thing.grad if thing.is_leaf else None
                 for tensor in (thing, grad):
                     if tensor is not None:
-                        self._meet(tensor, before=True)
+                        self._meet(tensor)
+        self._counting = True
         super().__enter__()
         return self
 
@@ -53,6 +115,7 @@ class PeakMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._settle()
         result = func(*args, **kwargs)
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor):
@@ -60,23 +123,8 @@ class PeakMemory(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         return result
 
-    def _meet(self, tensor: Tensor, *, before: bool = False) -> None:
-        if tensor.device.type != self.device or tensor.layout != torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
-        if address in self._known:
-            reference, counted = self._known[address]
-            if counted is None:
-                return
-        else:
-            first, counted = storage.data_ptr(), 0
-            if before or any(start <= first < end for start, end in self._arrays):
-                size = None
-            reference = weakref.ref(storage, lambda _: self._part(address))
-        self._known[address] = (reference, size)
-        self.live += (size or 0) - counted  # a storage may be resized where it is
-
-    def _part(self, address: int) -> None:
-        """A storage has gone; its address may be given to the next."""
-        self.live -= self._known.pop(address)[1] or 0
+    def _born(self, storage: torch.UntypedStorage) -> str | None:
+        first = storage.data_ptr()
+        if not self._counting or any(start <= first < end for start, end in self._arrays):
+            return None
+        return "other"

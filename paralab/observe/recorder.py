@@ -14,8 +14,17 @@ replay knows how much of the backward was left to hide it.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from paralab.observe.samples import Sample, rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paralab.observe.ledger import Ledger
 
 SPAN_COLUMNS = ("id", "rank", "step", "lane", "kind", "stage", "chunk", "microbatch",
                 "start", "end", "cost", "after")  # fmt: skip
@@ -44,6 +53,46 @@ class Recorder:
         self._calls: list[tuple] = []
         self._comm_ends: dict[int, Any] = {}
         self._steps: list[tuple] = []
+        self.ledger: Ledger | None = None  # counts the bytes of this rank's tensors, where wanted
+        self.samples: list[Sample] = []
+
+    # ---- memory -------------------------------------------------------------------------------
+    def owns(self, category: str, *tensors: Tensor) -> None:
+        """From now on the storages of these tensors count as ``category``; see observe/ledger.py.
+
+        Free where no ledger is, as is `resized`.
+        """
+        if self.ledger is not None:
+            self.ledger.owns(category, *tensors)
+
+    def resized(self, *tensors: Tensor) -> None:
+        """The storages of these tensors were resized where they are (``storage.resize_``)."""
+        if self.ledger is not None:
+            self.ledger.resized(*tensors)
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """What happens here is no part of the training: it is not counted and not limited."""
+        ledger = self.ledger
+        if ledger is None:
+            yield
+            return
+        ledger.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            ledger.__enter__()
+
+    def _sample(self, now: Any) -> None:
+        if self.ledger is not None:
+            self.ledger.sample(now, self._open[-1][0] if self._open else "")
+
+    def where(self) -> str:
+        """Where this rank stands, for a message: "step 0, forward of micro-batch 1"."""
+        if not self._steps or len(self._steps[-1]) > 3:
+            return f"before step {len(self._steps)}"
+        kind, microbatch = self._open[-1][:2] if self._open else ("between two spans", -1)
+        return f"step {self.step}, {kind}" + (f" of micro-batch {microbatch}" * (microbatch >= 0))
 
     # ---- compute lane -------------------------------------------------------------------------
     def enter(
@@ -55,6 +104,7 @@ class Recorder:
             self._close(now)
         self._open.append((kind, microbatch, stage, chunk, after))
         self._began = now
+        self._sample(now)
 
     def leave(self) -> int:
         """End the innermost span. Returns the id of its last part."""
@@ -63,6 +113,7 @@ class Recorder:
         self._open.pop()
         if self._open:
             self._began = now
+        self._sample(now)
         return closed
 
     def cut(self) -> tuple[int, ...]:
@@ -71,6 +122,7 @@ class Recorder:
             now = self.clock.mark()
             self._close(now)
             self._began = now
+            self._sample(now)
         return (self._last,) if self._last >= 0 else ()
 
     def span(self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0) -> _Span:
@@ -117,12 +169,18 @@ class Recorder:
     # ---- steps and export -----------------------------------------------------------------------
     def begin_step(self, step: int) -> None:
         self.step = step
-        self._steps.append((step, self.clock.mark(), _beside()))
+        now = self.clock.mark()
+        if not self._steps:
+            self.samples.clear()  # building the model is no part of a step
+        self._steps.append((step, now, _beside()))
+        self._sample(now)
 
     def end_step(self) -> None:
         """Close the step, after its scalars were read and the device has nothing left to do."""
         step, start, beside = self._steps.pop()
-        self._steps.append((step, start, self.clock.mark(), _beside() - beside))
+        now = self.clock.mark()
+        self._steps.append((step, start, now, _beside() - beside))
+        self._sample(now)
 
     def tables(self) -> dict[str, dict[str, list]]:
         """Everything written down, as columns; CUDA events become seconds here."""
@@ -146,7 +204,7 @@ class Recorder:
         return {
             "spans": _columns(SPAN_COLUMNS, spans),
             "collectives": _columns(COLLECTIVE_COLUMNS, calls),
-            "memory": _columns(MEMORY_COLUMNS, []),  # no ledger runs beside this recorder
+            "memory": _columns(MEMORY_COLUMNS, rows(self.samples, clock, self.rank)),
             "steps": _columns(STEP_COLUMNS, steps),
         }
 

@@ -1,16 +1,24 @@
-"""How gradients are dealt into flat buckets. Torch-free: training and prediction share this one
-rule.
+"""How parameters are dealt into flat buffers. Torch-free: training and prediction share this rule.
 
 An all-reduce costs alpha + bytes / bandwidth. Thousands of small calls pay alpha thousands of
 times, one call for everything cannot start before the last gradient exists; buckets sit between the
 two (PyTorch Distributed, Li+ 2020, arXiv:2006.15704, sec. 3.2.2-3.2.3). Backward produces gradients
 from the last layer to the first, so buckets are filled in reverse order of registration.
+
+ZeRO shares flat buffers out: `units` says what lies in each, and every rank owns one of N equal
+parts of it, wherever that cuts through a parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
+
+# Reduce-scatters that ZeRO has under way at once: each holds its gradients and what it receives.
+# One is enough to hide behind the backward of the unit that follows (FSDP2 has one too).
+IN_FLIGHT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +56,57 @@ def assign(
             buckets.append(Bucket(params=tuple(params), offsets=tuple(offsets), numel=padded))
             params, offsets, filled = [], [], 0
     return buckets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Parameters in one flat buffer that N ranks share out in equal parts.
+
+    names   of the parameters, in the order in which they lie in the buffer
+    numel   elements of the buffer, padded to a multiple of N
+    part    the part of the model whose parameters these are; "" where a unit spans parts
+    frozen  whether training leaves them as they are
+    """
+
+    names: tuple[str, ...]
+    numel: int
+    part: str = ""
+    frozen: bool = False
+
+
+def units(sizes: Mapping[str, int], model: ModelSpec, plan: Plan) -> list[Unit]:
+    """The flat buffers of ZeRO's stages on one rank, in the order in which they are numbered.
+
+    sizes  elements of every parameter the rank holds, in order of registration
+
+    Stages 1 and 2 share out the gradient buckets (frozen parameters stay outside, whole). Stage 3
+    shares out what is gathered together: each part of the model, its frozen parameters apart. An
+    embedding that a pipeline's last stage holds a copy of is alone and last: so its shards are the
+    same on both stages.
+    """
+    n, trained = plan.shard_degree, [name for name in sizes if model.trainable(name)]
+    ends = {"embedding.token.weight", "head.output.weight"} if model.tied and plan.pp > 1 else set()
+    tied = [name for name in trained if name in ends]
+
+    def unit(names: Sequence[str], **more: object) -> Unit:
+        numel = -(-sum(sizes[name] for name in names) // n) * n
+        return Unit(names=tuple(names), numel=numel, **more)  # type: ignore[arg-type]
+
+    if plan.zero_stage < 3:
+        rest = [name for name in trained if name not in ends]
+        item, counts = BYTES_PER_ELEMENT[plan.precision], [sizes[name] for name in rest]
+        found = assign(counts, bucket_bytes=plan.bucket_bytes, itemsize=item)
+        made = [unit([rest[index] for index in bucket.params]) for bucket in found]
+        return made + [unit([name]) for name in tied]
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name in sizes:
+        if name not in tied:
+            groups.setdefault((part_of(name), not model.trainable(name)), []).append(name)
+    made = [unit(names, part=part, frozen=frozen) for (part, frozen), names in groups.items()]
+    return made + [unit([name], part=part_of(name)) for name in tied]
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a parameter belongs to: "blocks.3" of "blocks.3.norm1.weight"."""
+    first, second, _ = name.split(".", 2)
+    return f"{first}.{second}" if first == "blocks" else first

@@ -83,6 +83,7 @@ class Bucketed:
             parts = flat.split([*(p.numel() for p in members), padding.numel()])
             for parameter, part in zip(members, parts, strict=False):
                 parameter.grad = part.view_as(parameter)
+        self.group.recorder.owns("gradients", flat)
         return flat
 
     def finish(self) -> None:

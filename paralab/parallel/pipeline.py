@@ -108,16 +108,20 @@ class Pipeline:
         split = any(action.kind == "W" for action in actions)
         self.stages: dict[int, Stage] = {}
         for s in sorted({action.stage for action in actions}):
-            halves = split_backward.WeightHalves() if split else None
+            halves = split_backward.WeightHalves(group.recorder.owns) if split else None
             settings: dict[str, Any] = {"parts": parts[s]} if plan.stages > 1 else {}
             if split:
                 settings["layers"] = Layers(linear=partial(split_backward.Linear, halves=halves))
-            piece = build(**settings).to(group.context.device)
+            piece = build(**settings, device=group.context.device)
             self.stages[s] = Stage(piece, halves=halves)
 
     def named_parameters(self) -> dict[str, Tensor]:
         """This rank's, by their names in the single-device model; a tied head's copy beside."""
         return {n: p for stage in self.stages.values() for n, p in stage.model.named_parameters()}
+
+    def buffers(self) -> list[Tensor]:
+        """What this rank's stages hold besides parameters: masks."""
+        return [b for stage in self.stages.values() for b in stage.model.buffers()]
 
     def step(
         self, batch: Callable[[int], tuple[Tensor, Tensor]], share: Callable[[Tensor], Tensor], *,
@@ -181,11 +185,12 @@ class Pipeline:
         kind, what, s, k, peer = transfer
         rank = self.group.ranks[peer]
         if kind == "send":
-            self._sent.append(
-                self.group.send(self._leaving.pop((what, s, k)), to=rank, phase="activations")
-            )
+            tensor = self._leaving.pop((what, s, k))
+            self.group.recorder.owns("buffers", tensor)
+            self._sent.append(self.group.send(tensor, to=rank, phase="activations"))
         else:
             tensor = torch.empty(self.activation, device=self.group.context.device)
+            self.group.recorder.owns("buffers", tensor)
             call = self.group.recv(tensor, source=rank, phase="activations")
             self._arriving[what, s, k] = tensor, call
 
@@ -203,13 +208,19 @@ class TiedEmbedding:
     same on both, and so is the update. This comes after data parallelism, which has summed either
     part over its own ranks; sums may be taken in any order (Megatron-LM's is this one too).
 
-    Bytes: V h elements per step for each of the two.
+    Bytes: V h elements per step for each of the two; with ZeRO the N-th of it that a rank owns.
+
+    named  {name: parameter} of the rank
+    own    {parameter: what the rank's optimizer updates of it}, whose gradient is added up
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, group: Group) -> None:
+    def __init__(
+        self, named: Mapping[str, Tensor], own: Mapping[Tensor, Tensor], *, group: Group
+    ) -> None:
         self.group = group
-        self.copy = parameters.get("head.output.weight")
-        self.part = parameters.get("embedding.token.weight", self.copy)
+        copy, first = (named.get(n) for n in ("head.output.weight", "embedding.token.weight"))
+        self.copy = None if copy is None else own[copy]
+        self.part = self.copy if first is None else own[first]
 
     def add_up(self) -> None:
         """Both ranks' gradient of the weight becomes the sum of theirs."""

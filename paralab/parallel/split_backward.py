@@ -30,9 +30,12 @@ class WeightHalves:
     """The weight halves that one model piece has put aside, by micro-batch.
 
     `collect` names the micro-batch whose backward is about to run; `run` computes its rest.
+
+    owns  is told what a tensor is for: `Recorder.owns`
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owns: Callable[..., None] = lambda category, *tensors: None) -> None:
+        self.owns = owns
         self._aside: dict[int, list[tuple[Linear, Tensor, Tensor]]] = {}
         self._current: list[tuple[Linear, Tensor, Tensor]] = []
 
@@ -40,6 +43,7 @@ class WeightHalves:
         self._current = self._aside.setdefault(microbatch, [])
 
     def put(self, layer: Linear, x: Tensor, grad: Tensor) -> None:
+        self.owns("activations", grad)
         self._current.append((layer, x, grad))
 
     @torch.no_grad()
@@ -52,18 +56,18 @@ class WeightHalves:
         while aside:  # each x and grad is let go as soon as it is used
             layer, x, grad = aside.pop(0)
             x, grad = x.flatten(0, -2), grad.flatten(0, -2)  # (B*s, in), (B*s, out)
-            _add(layer.weight, grad.t() @ x)
+            self._add(layer.weight, grad.t() @ x)
             accumulated(layer.weight)
             if layer.bias is not None:
-                _add(layer.bias, grad.sum(0))
+                self._add(layer.bias, grad.sum(0))
                 accumulated(layer.bias)
 
-
-def _add(parameter: Tensor, grad: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad += grad
+    def _add(self, parameter: Tensor, grad: Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = grad
+            self.owns("gradients", grad)
+        else:
+            parameter.grad += grad
 
 
 class Linear(nn.Linear):

@@ -62,6 +62,7 @@ def describe(error: BaseException, noted: str, *, hide: str) -> dict[str, Any]:
         what = "ran out of memory" + (f": it asked for {_readable(asked[1])}" if asked else "")
         if isinstance(error, OutOfMemory):
             what = f"ran out of memory: {said[0]}"
+            report["traceback"] = text.replace(f"\n\n{error.table}", "") if error.table else text
         report |= {"kind": "memory", "what": what, "table": getattr(error, "table", "")}
     elif any(_is_from_a_peer(e) for e in _chain(error)):
         report["kind"] = "communication"

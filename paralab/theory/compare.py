@@ -239,6 +239,11 @@ def _shape(report: Report) -> str:
     plan = report.plan
     degrees = [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp") if getattr(plan, axis) > 1]
     form = [plan.grad_sync_name] * (plan.dp > 1 or plan.pp == 1)
+    if plan.zero_stage:
+        form = [
+            f"zero_stage={plan.zero_stage}",
+            *[f"shard={plan.shard}"] * (plan.shard is not None),
+        ]
     return ", ".join([f"dp={plan.dp}", *degrees, *[plan.schedule_name] * (plan.pp > 1), *form])
 
 

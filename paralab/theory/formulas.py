@@ -13,9 +13,8 @@ FLOPs are those of matrix products, 2 per multiply-add. Forward, b samples of s 
 
 and backward is twice that (one product for the input's gradient, one for the weight's). PTD-P
 (Narayanan+ 2021, arXiv:2104.04473, appendix, and eq. 3 of the text, F = 96 B s l h^2 (1 + s/(6h) +
-V/(16 l h))) counts forward twice, because it recomputes activations. Nothing is recomputed here, so
-the same sum has 72 in place of 96, and V/(12 l h) in place of V/(16 l h): the head is not
-recomputed there either.
+V/(16 l h))) counts forward twice, because it recomputes activations. Without, the same sum has 72
+in place of 96, and V/(12 l h) in place of V/(16 l h): the head is not recomputed there either.
 
 Bytes count every tensor that a kernel other than a matrix product reads or writes, once each:
 norms, GELU, softmax and mask of the explicit s x s scores, residual sums, biases and their
@@ -36,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paralab.spec import Cluster, ModelSpec
 
@@ -221,21 +220,48 @@ def backward_halves(model: ModelSpec, batch: int, *, accumulate: bool) -> list[B
     return parts
 
 
+def attention_core_work(model: ModelSpec, batch: int) -> Work:
+    """What selective recomputation does again in a block: from the result of qkv to proj's input.
+
+    The two products with the scores, 4 b s^2 h FLOPs, and the kernels between them.
+    """
+    x, scores = sizes(model, batch)
+    flops = 4 * batch * model.seq_len**2 * model.hidden + EXP_FLOPS * scores
+    if model.attention != "explicit":
+        return Work(flops, 0, 5)
+    dropped = 3 * scores if model.dropout else 0
+    return Work(flops, ITEM * (10 * x + 4 * scores + dropped), 12 + bool(model.dropout))
+
+
+def recompute_work(model: ModelSpec, batch: int, recompute: str) -> Work:
+    """What the backward of one block computes again first: parallel/recompute.py."""
+    if recompute == "none":
+        return Work()
+    if recompute == "selective":
+        return attention_core_work(model, batch)
+    return forward_parts(model, batch)["blocks.0"]
+
+
 def optimizer_work(
-    model: ModelSpec, *, optimizer: str, parameters: Mapping[str, int] | None = None
-) -> Work:
+    model: ModelSpec, *, optimizer: str, parameters: Mapping[Any, int] | None = None,
+    mixed: bool = False,
+) -> Work:  # fmt: skip
     """One fused optimizer step.
 
     AdamW reads weight, gradient and two moments and writes all but the gradient: 7 Psi elements;
-    SGD 3 Psi. parameters: elements of each that the rank holds; default: the whole model's.
+    SGD 3 Psi. parameters: elements of each tensor that it updates, of a shard those that the rank
+    owns; default: the whole model's. mixed: gradients and weights have 16 bits, the optimizer works
+    on masters in fp32, one tensor after the other (parallel/precision.py): 12 bytes per element
+    more, and a call for each.
     """
     # One call, but Python collects the tensors one by one.
     tensors, psi = len(model.parameter_shapes()), model.num_params
     if parameters is not None:
         tensors, psi = len(parameters), sum(parameters.values())
+    more = Work(0, 12 * psi, 8 * tensors) if mixed else Work()
     if optimizer == "adamw":
-        return Work(0, ITEM * 7 * psi, 5 + tensors)
-    return Work(0, ITEM * 3 * psi, 5 + tensors / 2)
+        return more + Work(0, ITEM * 7 * psi, 5 + tensors)
+    return more + Work(0, ITEM * 3 * psi, 5 + tensors / 2)
 
 
 def bucket_copy_work(elements: int, parameters: int) -> Work:

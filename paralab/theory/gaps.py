@@ -12,11 +12,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from paralab.records import metrics
+from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from paralab.report import Report
+    from paralab.spec import Plan
 
 NAN = float("nan")
 COMPUTED = ("forward", "backward", "weight halves", "bucket copies", "optimizer")
@@ -35,6 +37,8 @@ def notes_on(
         )
     elif expect.world_size == 1:
         notes["bytes sent per rank"] = "one rank has nobody to send to."
+    else:
+        notes["bytes sent per rank"] += _levels(expect)
     notes |= _device_gaps(table)
     notes["forward"] = notes.get("forward", "") + _sharing(expect, report, _contention(table))
     if expect.world_size > 1:
@@ -97,6 +101,16 @@ def _sharers(ranks: int, cores: int) -> str:
     return f"{ranks} ranks share {cores} core{'s' * (cores != 1)}"
 
 
+def _levels(expect: Report) -> str:
+    """How much of the traffic leaves a node, where some does and some does not."""
+    calls = expect.collectives[~expect.collectives["phase"].isin(BOOKKEEPING)]
+    sent = calls.groupby("level")["wire_bytes"].sum()
+    if not {"intra", "inter"} <= set(sent.index) or not sent.sum():
+        return ""
+    away = _percent(sent["inter"] / sent.sum())
+    return f" {away} of them leave a node, by a slower link: their sum says nothing about time."
+
+
 def _communication_gap(row: pd.Series, expect: Report) -> str:
     said = (
         "time with at least one collective in flight; predicted and replayed use the same links, "
@@ -115,8 +129,10 @@ def _exposed(table: pd.DataFrame, expect: Report) -> str:
     waited, flight = table.loc["exposed communication"], table.loc["communication"]
     if not flight["replayed"] > 0:
         return "nothing is in flight."
-    if expect.plan.grad_sync == "overlapped":
-        hidden = _percent(max(0.0, 1 - waited["replayed"] / flight["replayed"]))
+    hidden = _percent(max(0.0, 1 - waited["replayed"] / flight["replayed"]))
+    if expect.plan.zero_stage:
+        said = f"on devices of their own computing hides {hidden} of it{_zero_waits(expect.plan)}"
+    elif expect.plan.grad_sync == "overlapped":
         said = f"on devices of their own backward hides {hidden} of it; the rest is waited for."
     else:
         form = expect.plan.grad_sync
@@ -126,12 +142,25 @@ def _exposed(table: pd.DataFrame, expect: Report) -> str:
     return said
 
 
+def _zero_waits(plan: Plan) -> str:
+    """What of ZeRO's traffic computing can hide, and what it cannot."""
+    if plan.zero_stage < 3:
+        return (
+            ". Gradients leave while backward goes on; the new parameters are gathered after the "
+            "optimizer, and nothing hides that."
+        )
+    ahead = f"up to {plan.prefetch} unit{'s' * (plan.prefetch != 1)} ahead of their use"
+    gathered = ahead if plan.prefetch else "when they are needed, so nothing hides that"
+    return f". Parameters are gathered {gathered}; gradients leave while backward goes on."
+
+
 def _waited(table: pd.DataFrame, expect: Report) -> str:
     """Of a pipeline: what standing still means there."""
     waited, flight = table.loc["exposed communication"], table.loc["communication"]
     said = "a rank of a pipeline waits for what its neighbour has not computed yet: the bubble."
     if expect.plan.dp > 1:
-        said += " Waiting for the sum of gradients is in it too."
+        what = "parameters and the sum of" if expect.plan.zero_stage else "the sum of"
+        said += f" Waiting for {what} gradients is in it too."
     if waited["replayed"] > flight["replayed"]:
         said += " Messages are in flight for less than that, so a faster link would not cure it."
     return said

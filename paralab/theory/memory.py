@@ -1,19 +1,20 @@
-"""Bytes a rank needs, by category, as formulas for fp32: what a run's memory is held against.
+"""Bytes a rank needs, by category, as formulas: what a run's memory is held against.
 
-Model states, Psi parameters (ZeRO, Rajbhandari+ 2020, arXiv:1910.02054, sec. 3.1, has the same
-three lines for its 16-bit recipe of 2 + 2 + 12 bytes):
+Model states, Psi parameters of which all are trained, w bytes each (4 in fp32, 2 in bf16 and fp16),
+N ranks that share them out (ZeRO, Rajbhandari+ 2020, arXiv:1910.02054, sec. 3.1 and 5):
 
-    parameters  4 Psi
-    gradients   4 Psi           once complete, in the data-parallel buckets where there are any
-    optimizer   AdamW 8 Psi + 4 per tensor (two moments; a step count for each tensor), SGD 0
-    buffers     the padding of the gradient buckets
+    stage            0           1            2            3
+    parameters       w Psi       w Psi        w Psi        w Psi/N and what is gathered
+    gradients        w Psi       w Psi        w Psi/N      w Psi/N
+    optimizer        K Psi       K Psi/N      K Psi/N      K Psi/N
 
-Activations kept for backward by one block, in elements, as autograd keeps them in paralab/model.py:
-input of norm1, of qkv, of proj (with x = b s h each: 3x), q, k and v (3x), input of norm2 and of up
-(2x), input of GELU (4x), input of down (4x): 16 x; the softmax's result, a b s^2; two norms' mean
-and deviation, 4 b s. Korthikanti+ 2022 (arXiv:2205.05198, eq. 1) write s b h (34 + 5 a s/h) bytes:
-the same 16 tensors at 2 bytes each and 2 for two dropout masks; the softmax's result, its dropped
-copy and that mask. Fused attention keeps no scores: one number per row of them, and its own result.
+K is 8 for AdamW in fp32 (two moments) and 12 in 16 bits (master weights too); SGD has 0 and 4. With
+each tensor, or unit of ZeRO, AdamW keeps a step count of 4 bytes. ZeRO's units are padded to a
+multiple of N, and Psi is counted with padding wherever it stands beside N. Frozen parameters have
+their own bytes and nothing else.
+
+Once complete, gradients lie in data parallelism's buckets, whose padding counts as "buffers".
+ZeRO's buffers are the reduce-scatters under way: memory_zero.py. Activations: activations.py.
 """
 
 from __future__ import annotations
@@ -22,11 +23,22 @@ import math
 from collections.abc import Sequence
 
 from paralab.checks import choice
-from paralab.parallel.buckets import assign
+from paralab.parallel.buckets import assign, units
 from paralab.parallel.partition import partition
 from paralab.parallel.schedules import Action
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
-from paralab.theory.formulas import forward_parts, sizes
+from paralab.theory.activations import (
+    activation_bytes,
+    block_activation_bytes,
+    part_activation_bytes,
+    put_aside_bytes,
+    recomputed_bytes,
+)
+from paralab.theory.formulas import sizes
+
+__all__ = ["activation_bytes", "block_activation_bytes", "fullest", "gradient_buckets", "moments",
+           "parameter_sizes", "part_activation_bytes", "put_aside_bytes", "rank_sizes",
+           "stage_parts", "stage_shapes", "state_bytes", "table"]  # fmt: skip
 
 OPTIMIZERS = ("adamw", "sgd")
 
@@ -38,7 +50,7 @@ def stage_parts(model: ModelSpec, plan: Plan, rank: int) -> dict[int, tuple[str,
 
 
 def stage_shapes(model: ModelSpec, parts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Every trainable tensor of these parts, in order of registration.
+    """Every parameter of these parts, in order of registration.
 
     A head that is tied to an embedding on another stage keeps a copy of it, ``head.output.weight``.
     """
@@ -57,10 +69,10 @@ def gradient_buckets(
     Empty where nothing is bucketed (one data-parallel rank, grad_sync="naive"), or where nobody
     knows: a grad_sync of the user's own.
     """
-    if plan.dp == 1 or plan.grad_sync not in ("bucketed", "overlapped"):
+    if plan.dp == 1 or plan.zero_stage or plan.grad_sync not in ("bucketed", "overlapped"):
         return []
     item = BYTES_PER_ELEMENT[plan.precision]
-    counts = list(rank_sizes(model, plan, rank).values())
+    counts = [n for name, n in rank_sizes(model, plan, rank).items() if model.trainable(name)]
     buckets = assign(counts, bucket_bytes=plan.bucket_bytes, itemsize=item, multiple=plan.dp)
     return [(bucket.params, bucket.numel * item) for bucket in buckets]
 
@@ -84,74 +96,38 @@ def state_bytes(
 ) -> dict[str, int]:
     """Bytes of the model states on one rank, by category. Raises ValueError on an unknown
     optimizer.
+
+    gradients: what a step keeps of them between two micro-batches; with one alone ZeRO's first
+    stage gives them away as they come, like its second.
     """
     choice("optimizer", optimizer, OPTIMIZERS)
+    item, mixed = BYTES_PER_ELEMENT[plan.precision], plan.precision != "fp32"
     counts = rank_sizes(model, plan, rank)
-    psi = sum(counts.values()) * BYTES_PER_ELEMENT[plan.precision]
-    padded = sum(size for _, size in gradient_buckets(model, plan, rank))
+    trained = {name: count for name, count in counts.items() if model.trainable(name)}
+    parameters, gradients = sum(counts.values()), sum(trained.values())
+    updated, tensors, padding = gradients, len(trained), 0
+    if plan.zero_stage:
+        n, made = plan.shard_degree, units(counts, model, plan)
+        shared = [unit for unit in made if not unit.frozen]
+        padded = sum(unit.numel for unit in made)
+        updated, tensors = sum(unit.numel for unit in shared) // n, len(shared)
+        alone = parameters - sum(counts[name] for unit in made for name in unit.names)
+        parameters = alone + (padded // n if plan.zero_stage == 3 else padded)
+        gradients = gradients if plan.zero_stage == 1 or not reduces_often(plan) else updated
+    elif buckets := gradient_buckets(model, plan, rank):
+        padding = sum(size for _, size in buckets) - item * gradients
+    moments = 8 * updated + 4 * tensors if optimizer == "adamw" else 0
     return {
-        "parameters": psi,
-        "gradients": psi,
-        "optimizer": 2 * psi + 4 * len(counts) if optimizer == "adamw" else 0,
-        "buffers": padded - psi if padded else 0,
+        "parameters": item * parameters,
+        "gradients": item * gradients,
+        "optimizer": moments + (4 * updated if mixed else 0),
+        "buffers": padding,
     }
 
 
-def block_activation_bytes(model: ModelSpec, batch: int, *, mask_bytes: int = 4) -> int:
-    """Bytes that one block keeps for the backward of ``batch`` samples.
-
-    mask_bytes  of a dropped element: torch keeps 4 on a CPU and 1 on a GPU, as the paper counts
-    """
-    x, scores = sizes(model, batch)
-    tokens = batch * model.seq_len
-    elements = 16 * x + 4 * tokens
-    masks = 0
-    if model.attention == "explicit":
-        # One sample's k and v need no copy to be multiplied: they keep the projection's whole
-        # result.
-        elements += x if batch == 1 else 0
-        elements += scores * (2 if model.dropout else 1)
-        masks += scores if model.dropout else 0
-    else:
-        elements += x + model.heads * tokens
-    if model.dropout:
-        masks += 2 * x
-    return 4 * elements + mask_bytes * masks
-
-
-def activation_bytes(model: ModelSpec, batch: int, *, mask_bytes: int = 4) -> int:
-    """Bytes that the whole model keeps for the backward of one micro-batch of ``batch`` samples."""
-    parts = forward_parts(model, batch)
-    return sum(part_activation_bytes(model, part, batch, mask_bytes=mask_bytes) for part in parts)
-
-
-def part_activation_bytes(
-    model: ModelSpec, part: str, batch: int, *, mask_bytes: int = 4
-) -> int:  # fmt: skip
-    """What one part keeps: "embedding", "blocks.0" ... or "head".
-
-    The head adds the input and the result of its norm (2x), mean and deviation, and the
-    log-probabilities (b s V); the embedding the token and position indices (8 bytes each) and its
-    dropout mask.
-    """
-    x, _ = sizes(model, batch)
-    tokens = batch * model.seq_len
-    if part == "head":
-        return 4 * (2 * x + 2 * tokens + tokens * model.vocab)
-    if part == "embedding":
-        return 8 * (2 * tokens + model.seq_len) + (mask_bytes * x if model.dropout else 0)
-    return block_activation_bytes(model, batch, mask_bytes=mask_bytes)
-
-
-def put_aside_bytes(model: ModelSpec, part: str, batch: int) -> int:
-    """What a part keeps between the input and the weight half of a backward.
-
-    Input and output gradient of every linear layer: 7x and 9x in a block, x and b s V in the head.
-    """
-    x, _ = sizes(model, batch)
-    if part == "head":
-        return 4 * (x + batch * model.seq_len * model.vocab)
-    return 0 if part == "embedding" else 4 * 16 * x
+def reduces_often(plan: Plan) -> bool:
+    """Whether ZeRO reduces gradients in every micro-batch: in a pipeline's stage 2 once a step."""
+    return plan.zero_stage == 3 or (plan.zero_stage == 2 and plan.pp == 1)
 
 
 def moments(
@@ -162,18 +138,46 @@ def moments(
     "forward": activations and gradients are at their most after a forward (in a pipeline of one
     stage the last: there are gradients if an earlier micro-batch left them). "backward": the last
     gradient is being copied into the last bucket; all the others are in theirs already, their own
-    memory given back. Workspace inside a kernel is not part of the formula.
+    memory given back. Or, if it is more, the first block to be recomputed is there once more.
+    Workspace inside a kernel is not part of the formula. Beside the parameters every block has its
+    causal mask, s^2 bytes. For ZeRO see memory_zero.py.
     """
     states = state_bytes(model, plan, optimizer=optimizer, rank=rank)
-    _, kept, gradients = fullest(model, plan, rank)
+    held = [part for parts in stage_parts(model, plan, rank).values() for part in parts]
+    masks = sum(part.startswith("blocks.") for part in held) * model.seq_len**2
+    states["parameters"] += masks
+    if plan.zero_stage:
+        from paralab.theory.memory_zero import zero_moments
+
+        return zero_moments(model, plan, states, rank)
+    action, kept, gradients = fullest(model, plan, rank)
     forward = {**states, "gradients": gradients, "activations": kept}
     filling = 0
     if buckets := gradient_buckets(model, plan, rank):
-        counts = list(rank_sizes(model, plan, rank).values())
+        counts = [n for name, n in rank_sizes(model, plan, rank).items() if model.trainable(name)]
         item = BYTES_PER_ELEMENT[plan.precision]
         filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
     backward = {**states, "buffers": states["buffers"] + filling, "activations": 0}
+    if plan.recompute != "none":
+        asked = {"recompute": plan.recompute, "precision": plan.precision}
+        more = recomputed_bytes(model, plan.microbatch_size, **asked)
+        if "head" in stage_parts(model, plan, rank)[action.stage]:  # its backward is over
+            more -= part_activation_bytes(model, "head", plan.microbatch_size, **asked)
+        again = {**forward, "activations": kept + more}
+        backward = max(backward, again, key=lambda found: sum(found.values()))
     return {"forward": forward, "backward": backward}
+
+
+def kept_bytes(model: ModelSpec, plan: Plan, parts: Sequence[str]) -> dict[str, int]:
+    """{part: bytes of activations} of one micro-batch in a stage of these parts.
+
+    "" is what leaves for the next stage, which stays too, for backward starts from it.
+    """
+    batch = plan.microbatch_size
+    asked = {"recompute": plan.recompute, "precision": plan.precision}
+    kept = {part: part_activation_bytes(model, part, batch, **asked) for part in parts}
+    leaving = BYTES_PER_ELEMENT[plan.precision] * sizes(model, batch)[0]
+    return {"": 0 if "head" in parts else leaving, **kept}
 
 
 def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
@@ -183,13 +187,14 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
     for the next stage stays too, for backward starts from it.
     """
     batch, held = plan.microbatch_size, stage_parts(model, plan, rank)
-    item = BYTES_PER_ELEMENT[plan.precision]
     size, late, own = {}, {}, {}
     for s, parts in held.items():
-        size[s] = sum(part_activation_bytes(model, part, batch) for part in parts)
-        size[s] += 0 if "head" in parts else item * sizes(model, batch)[0]
+        size[s] = sum(kept_bytes(model, plan, parts).values())
         late[s] = sum(put_aside_bytes(model, part, batch) for part in parts)
-        own[s] = item * sum(map(math.prod, stage_shapes(model, parts).values()))
+        shapes = stage_shapes(model, parts).items()
+        elements = sum(math.prod(shape) for name, shape in shapes if model.trainable(name))
+        own[s] = BYTES_PER_ELEMENT[plan.precision] * elements
+        own[s] //= plan.shard_degree if reduces_often(plan) else 1
     live, gradients = 0, dict.fromkeys(held, 0)
     most: list[tuple[Action, int, int]] = []
     for action in plan.actions()[plan.place(rank)[0]]:

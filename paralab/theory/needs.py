@@ -40,12 +40,12 @@ SECONDS_PER_DAY = 86_400
 
 def bytes_per_parameter(recipe: str) -> int:
     """Bytes of model states that ``recipe`` keeps for every parameter."""
-    return sum(_parts(recipe).values())
+    return sum(recipe_parts(recipe).values())
 
 
 def model_states(model: ModelSpec, recipe: str = "zero-fp16") -> dict[str, int]:
     """{category: bytes} of one whole copy of the model states; their sum is what has to fit."""
-    return {name: width * model.num_params for name, width in _parts(recipe).items()}
+    return {name: width * model.num_params for name, width in recipe_parts(recipe).items()}
 
 
 def devices_for(num_bytes: int, memory: int) -> int:
@@ -81,7 +81,8 @@ def largest_layers(model: ModelSpec, memory: int, recipe: str = "zero-fp16") -> 
     return 0 if room < 0 else 1 + room // (two - one)
 
 
-def _parts(recipe: str) -> Mapping[str, int]:
+def recipe_parts(recipe: str) -> Mapping[str, int]:
+    """{what is kept: bytes per parameter} of the recipe called so."""
     if isinstance(recipe, Mapping):
         raise illegal("recipe", dict(recipe), "not a name", " | ".join(map(repr, RECIPES)))
     return RECIPES[choice("recipe", recipe, tuple(RECIPES))]

@@ -8,6 +8,8 @@ its seconds from the device model (theory/formulas.py) or its bytes from the rin
     bucketed    the same bytes, alpha paid once per bucket
     overlapped  only what the rest of backward does not cover is waited for
     a pipeline  its schedule, with every message between stages alpha + bytes / bandwidth under way
+    ZeRO        its gathers and reduce-scatters where a run has them (predict_zero.py), and what
+                computing does not cover of them
 
 Left out, and part of the gap to a measured step: reading the data, Python between spans, page
 faults, the cores that ranks share. Li+ 2020 (arXiv:2006.15704) measure what is modelled here.

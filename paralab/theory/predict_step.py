@@ -10,17 +10,20 @@ tables. A plan without a pipeline is a pipeline of one stage.
                         posted early and waited for where its action needs it, sends at the end
     data parallelism    three forms, which differ here in the same place as in
                         parallel/data_parallel.py: when the all-reduces leave, and who waits
+    ZeRO                predict_zero.py, in place of data parallelism
     tied embedding      V h elements, summed over first and last stage, after data parallelism
+    recomputation       a block's forward, or its attention's, once more before its backward
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from paralab.parallel.lowering import Transfer, lower
 from paralab.parallel.schedules import Action
-from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.spec import BYTES_PER_ELEMENT, Cluster, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.engine import Collective, Compute, Item, Wait
 from paralab.theory.formulas import (
@@ -31,8 +34,10 @@ from paralab.theory.formulas import (
     bucket_copy_work,
     forward_parts,
     optimizer_work,
-    total,
+    recompute_work,
 )
+from paralab.theory.gathering import parts_with_backward
+from paralab.theory.predict_zero import ZeroRows
 from paralab.theory.traffic import wire_bytes
 
 KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
@@ -58,12 +63,14 @@ class _Rank:
 
     def __init__(self, model: ModelSpec, plan: Plan, cluster: Cluster, rank: int) -> None:
         self.model, self.plan, self.cluster, self.rank = model, plan, cluster, rank
+        self.item = BYTES_PER_ELEMENT[plan.precision]
         self.rows: list[Row] = []
         self.calls: dict[tuple, int] = {}  # so that the members of a call name it alike
 
     def compute(self, work: Work, kind: str, microbatch: int = -1, stage: int = 0) -> None:
-        seconds = work.seconds(self.cluster)
-        self.rows.append(Row(Compute(seconds), kind, microbatch, stage=stage))
+        if self.item != ITEM and kind != "optimizer":  # which works in fp32 in any precision
+            work = replace(work, bytes=work.bytes * self.item / ITEM)
+        self.rows.append(Row(Compute(work.seconds(self.cluster)), kind, microbatch, stage=stage))
 
     def wait(self, *positions: int) -> None:
         if positions:
@@ -98,8 +105,9 @@ def step_rows(
     pp_index = plan.place(rank)[0]
     steps = lower(plan.actions())[pp_index] if steps is None else steps
     mine = _Rank(model, plan, cluster, rank)
-    sync = _DataParallel(mine)
-    stages = {s: _Stage(model, plan, p) for s, p in memory.stage_parts(model, plan, rank).items()}
+    sync = ZeroRows(mine) if plan.zero_stage else _DataParallel(mine)
+    held = memory.stage_parts(model, plan, rank)
+    stages = {s: _Stage(model, plan, s, parts) for s, parts in held.items()}
     arriving: dict[tuple, int] = {}
     sent: list[int] = []
     pipeline = plan.ranks("pp", rank)
@@ -121,58 +129,81 @@ def step_rows(
     sync.finish()
     ends = (pipeline[0], pipeline[-1])
     if model.tied and plan.stages > 1 and rank in ends:
-        payload = ITEM * model.vocab * model.hidden
-        mine.wait(mine.launch("all_reduce", payload, ends, "pp", "tied"))
-    mine.compute(optimizer_work(model, optimizer=optimizer, parameters=sync.sizes), "optimizer")
+        elements = model.vocab * model.hidden
+        if plan.zero_stage:  # of the shard that either of them owns
+            elements = -(-elements // plan.shard_degree)
+        mine.wait(mine.launch("all_reduce", ITEM * elements, ends, "pp", "tied"))
+    work = optimizer_work(model, optimizer=optimizer, parameters=sync.sizes,
+                          mixed=plan.precision != "fp32")  # fmt: skip
+    mine.compute(work, "optimizer")
+    sync.updated()
     return mine.rows
 
 
 class _Stage:
     """What the actions of one stage cost, part by part."""
 
-    def __init__(self, model: ModelSpec, plan: Plan, parts: tuple[str, ...]) -> None:
+    def __init__(self, model: ModelSpec, plan: Plan, stage: int, parts: tuple[str, ...]) -> None:
         batch = plan.microbatch_size
-        forward = forward_parts(model, batch)
-        self.forward = total(forward[part] for part in parts)
-        self.alone = "embedding" in parts
+        self.parts, self.forward = parts, forward_parts(model, batch)
+        self.again = recompute_work(model, batch, plan.recompute)
         # The first micro-batch's gradients are kept as they come, later ones' are added to them.
         self.halves = [
             [p for p in backward_halves(model, batch, accumulate=adding) if p.part in parts]
             for adding in (False, True)
         ]
-        if model.tied and not self.alone:  # its copy of the embedding is a weight like any other
+        if model.tied and "embedding" not in parts:  # its copy is a weight like any other
             self.halves = [[_with_copy(p) for p in halves] for halves in self.halves]
+        if model.frozen:
+            kept = parts_with_backward(model, {stage: parts})
+            self.halves = [
+                [_trained(model, p) for p in halves if p.part in kept] for halves in self.halves
+            ]
         self.microbatches = plan.microbatches
         self.done = {"I": 0, "W": 0}
 
-    def act(self, action: Action, rank: _Rank, sync: _DataParallel) -> None:
-        """Append the rows of one action, cut where a bucket is packed and where it leaves."""
+    def act(self, action: Action, rank: _Rank, sync: _DataParallel | ZeroRows) -> None:
+        """Append the rows of one action, cut where something is copied, leaves or is awaited."""
         stage, kind, microbatch = action
+        pieces = Pieces(rank, KIND[kind], microbatch, stage)
         if kind == "F":
-            rank.compute(self.forward, "forward", microbatch, stage)
+            for at, part in enumerate(self.parts):
+                sync.forward(self.parts, at, pieces)
+                pieces.add(self.forward[part])
+                sync.leave(self.parts, at, pieces)
+            pieces.cut()
             return
         halves = "IW" if kind == "B" else kind
         parts = self.halves[self.done[halves[0]] > 0]
         for half in halves:
             self.done[half] += 1
-        last = self.done[halves[0]] == self.microbatches
-        work = Work()
-
-        def cut(work: Work) -> Work:
-            """End a piece of this backward, as the recorder does at every launch and copy."""
-            rank.compute(work, KIND[kind], microbatch, stage)
-            return Work()
-
+        last, at = self.done[halves[0]] == self.microbatches, None
         for part in parts:
-            work += part.whole if kind == "B" else part.input if kind == "I" else part.weight
+            if part.part != at and "I" in halves:
+                sync.backward(self.parts, self.parts.index(part.part), pieces)
+                pieces.add(self.again if part.part.startswith("blocks.") else Work())
+            at = part.part
+            pieces.add(part.whole if kind == "B" else part.input if kind == "I" else part.weight)
             names = part.names * ("I" in halves) + part.weight_names * ("W" in halves)
-            for copying in sync.completes(names) if last and names else ():
-                work = cut(work)
-                rank.compute(copying, "copy")
-                while sync.may_launch():
-                    work = cut(work)
-                    sync.launch_next()
-        cut(work)
+            if last or sync.every:
+                sync.complete(names, pieces)
+        pieces.cut()
+
+
+class Pieces:
+    """A span that is written piece by piece: every launch, copy and wait within ends a piece."""
+
+    def __init__(self, rank: _Rank, kind: str, microbatch: int, stage: int) -> None:
+        self.rank, self.said = rank, (kind, microbatch, stage)
+        self.work = Work()
+
+    def add(self, work: Work) -> None:
+        self.work += work
+
+    def cut(self) -> None:
+        """End a piece, as the recorder does."""
+        self.rank.compute(self.work, *self.said)
+        self.work = Work()
 
 
 def _with_copy(part: BackwardPart) -> BackwardPart:
@@ -181,36 +212,60 @@ def _with_copy(part: BackwardPart) -> BackwardPart:
     return part._replace(weight_names=("head.output.weight",))
 
 
+def _trained(model: ModelSpec, part: BackwardPart) -> BackwardPart:
+    """Without the gradients of frozen parameters."""
+    names, weight_names = (
+        tuple(filter(model.trainable, some)) for some in (part.names, part.weight_names)
+    )
+    of = part.weight_names or ("embedding.token.weight",)  # a tied head's
+    weight = part.weight if any(map(model.trainable, of)) else Work()
+    return part._replace(names=names, weight_names=weight_names, weight=weight)
+
+
 class _DataParallel:
-    """The launches and waits of one form of gradient sync; see parallel/data_parallel.py."""
+    """The launches and waits of one form of gradient sync; see parallel/data_parallel.py.
+
+    A step calls `forward` and `leave` around a part's forward, `backward` before its backward,
+    `complete` with the names of gradients that are now complete (``every``: in each micro-batch,
+    else in the last), `finish` after the last backward and `updated` after the optimizer.
+    """
+
+    every = False
 
     def __init__(self, rank: _Rank) -> None:
-        self.rank, self.plan = rank, rank.plan
-        self.sizes = memory.rank_sizes(rank.model, rank.plan, rank.rank)
+        self.rank, self.plan, self.item = rank, rank.plan, rank.item
+        counts = memory.rank_sizes(rank.model, rank.plan, rank.rank)
+        self.sizes = {n: size for n, size in counts.items() if rank.model.trainable(n)}
         self.buckets = memory.gradient_buckets(rank.model, rank.plan, rank.rank)
         names = list(self.sizes)
         self.missing = [{names[i] for i in params} for params, _ in self.buckets]
         self.next = 0  # the bucket that leaves next
         self.pending: list[int] = []  # positions of launches not yet waited for
 
-    def completes(self, names: tuple[str, ...]) -> list[Work]:
-        """Take note of complete gradients; the work of packing each bucket that is now complete."""
-        copies = []
+    def forward(self, parts: Sequence[str], at: int, pieces: Pieces) -> None:
+        pass  # parameters are there
+
+    leave = backward = forward
+
+    def complete(self, names: Sequence[str], pieces: Pieces) -> None:
+        """Pack every bucket that is now complete, and let those leave whose turn it is."""
         for number, missing in enumerate(self.missing):
             if missing and missing <= missing.intersection(names):
                 params, size = self.buckets[number]
-                copies.append(bucket_copy_work(size // ITEM, len(params)))
+                pieces.cut()
+                work = bucket_copy_work(size // self.item, len(params))
+                self.rank.compute(work, "copy")
+                missing.clear()
+                while self._may_launch():
+                    pieces.cut()
+                    self._launch(self.buckets[self.next][1])
+                    self.next += 1
             missing.difference_update(names)
-        return copies
 
-    def may_launch(self) -> bool:
+    def _may_launch(self) -> bool:
         """Whether the bucket whose turn it is may leave; they leave in order."""
         overlapped = self.plan.grad_sync == "overlapped"
         return overlapped and self.next < len(self.buckets) and not self.missing[self.next]
-
-    def launch_next(self) -> None:
-        self._launch(self.buckets[self.next][1])
-        self.next += 1
 
     def _launch(self, payload: int) -> None:
         ranks = self.plan.ranks("dp", self.rank.rank)
@@ -226,7 +281,10 @@ class _DataParallel:
             return
         payloads = [size for _, size in self.buckets]
         if self.plan.grad_sync == "naive":
-            payloads = [ITEM * count for count in self.sizes.values()]
+            payloads = [self.item * count for count in self.sizes.values()]
         for payload in payloads:
             self._launch(payload)
             self.rank.wait(self.pending[-1])
+
+    def updated(self) -> None:
+        pass  # every rank has made the same update

@@ -282,5 +282,9 @@ def _retimed_memory(
             old = [t for s in lane for t in (s.start, s.end)]
             moved = [t - zero for s in lane for t in when[s.id]]
             mine = (table["rank"] == rank).to_numpy()
-            new[mine] = np.interp(new[mine], old, moved)
+            times, place = np.unique(new[mine], return_inverse=True)
+            times = np.interp(times, old, moved)
+            for i in range(1, len(times)):  # what was no time apart is still one after the other
+                times[i] = max(times[i], times[i - 1] + 1e-9)
+            new[mine] = times[place]
     return table.assign(time=new)

@@ -6,6 +6,7 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     timelines    several reports on one time scale          losses       several runs' losses
     link_fit     alpha and bandwidth of a link              algorithms   time over message size
     bytes_bars   memory by category, against capacity       scaling      throughput over ranks
+    memory_charts   memory of several runs over a step   memory_bars   their peaks by category
     live_activations   micro-batches that a pipeline's ranks keep, over time
     stuck        how far a schedule gets that deadlocks
     use_theme    "light" | "dark", for figures made from then on
@@ -20,7 +21,8 @@ from typing import Any
 # other.
 _HOME = {
     "Chart": "chart", "algorithms": "links", "bytes_bars": "memory", "link_fit": "links",
-    "live_activations": "live", "losses": "loss", "scaling": "throughput", "stuck": "standstill",
+    "live_activations": "live", "losses": "loss", "memory_bars": "memory_chart",
+    "memory_charts": "memory_chart", "scaling": "throughput", "stuck": "standstill",
     "timelines": "timeline", "use_theme": "theme",
 }  # fmt: skip
 _MODULES = ("theme", "widgets")

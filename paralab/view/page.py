@@ -150,6 +150,8 @@ def _figures(report: Report) -> dict[str, Chart]:
     if len(report.steps):
         charts["timeline"] = report.timeline()
     charts["traffic"] = report.traffic_chart()
+    if (report.memory["tier"] == "device").any():
+        charts["memory"] = report.memory_chart()
     if report.losses:
         charts["loss"] = report.loss_chart()
     return charts

@@ -196,6 +196,9 @@ def schedule_name(plan: Plan) -> str:
 def plan_name(plan: Plan) -> str:
     """ "dp=4, overlapped" or "1F1B, p=4, m=8": the degrees, and how the ranks work together."""
     form = plan.grad_sync_name.removeprefix(OWN_FORM)
+    if plan.zero_stage:
+        form = f"ZeRO-{plan.zero_stage}"
+        form += f" in groups of {plan.shard_degree}" * (plan.shard_degree < plan.dp)
     copies = [f"dp={plan.dp}"] + [form] * (plan.dp > 1)
     if plan.tp > 1:
         copies.insert(1, f"tp={plan.tp}")

@@ -4,6 +4,7 @@
     memory      what training needs on one device: layers, hidden size, batch, bytes per parameter
     collective  ring against tree: ranks, message size, latency, bandwidth
     pipeline    schedule, ranks, micro-batches, chunks per rank, a slower stage, link speed
+    zero        ZeRO's stages: devices, micro-batches, hidden size, precision, recomputation
 
 Each is a `Bench` (widget_bench.py says what one can do with it without a mouse).
 """
@@ -16,5 +17,6 @@ from paralab.view.widget_explore import Explore as explore
 from paralab.view.widget_memory import Memory as memory
 from paralab.view.widget_parts import Knob, Sketch
 from paralab.view.widget_pipeline import Pipeline as pipeline
+from paralab.view.widget_zero import Zero as zero
 
-__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory", "pipeline"]
+__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory", "pipeline", "zero"]

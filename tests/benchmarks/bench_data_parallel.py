@@ -46,7 +46,7 @@ def turns(context: Any, ours_first: bool, view: bool) -> dict[str, list[float]]:
 
     trainer.step(0)
     their_step(0)
-    for a, b in zip(trainer.parameters, ddp.parameters(), strict=True):
+    for a, b in zip(trainer.named.values(), ddp.parameters(), strict=True):
         assert (a - b).abs().max() < 1e-3, "the two sides do not train the same weights"
     return take_turns({"ours": trainer.step, "theirs": their_step}, steps=STEPS)
 

@@ -13,9 +13,10 @@ WIDGETS = {
     "memory": "pl.view.widgets.memory(pl.ModelSpec(layers=2, hidden=256, heads=8, seq_len=64))",
     "collective": "pl.view.widgets.collective()",
     "pipeline": "pl.view.widgets.pipeline(pl.ModelSpec(layers=8, hidden=64, heads=4, seq_len=64))",
+    "zero": "pl.view.widgets.zero(plan=pl.Plan(dp=2, zero_stage=1, bucket_bytes=2**18))",
 }
 SHOW, TWIN, STATE, CHART = range(4)  # the cells
-KNOBS = 5
+KNOBS = {"zero": 6}  # else 5 that can be moved
 
 
 def displayed(notebook: Notebook, cell: int) -> str:
@@ -40,7 +41,7 @@ def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook, widget):
     bench = Bench(notebook, SHOW)
 
     # every knob moves the picture, to what the plain call says
-    assert len(bench.sliders) + len(bench.choices) == KNOBS
+    assert len(bench.sliders) + len(bench.choices) == KNOBS.get(widget, 5)
     for slider in bench.sliders:
         bench.move(slider)
     for row in bench.choices:

@@ -1,0 +1,370 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 05 · ZeRO: who keeps what
+#
+# *«Four devices hold four copies of everything. Why can I not train a larger model on four of them
+# than on one?»*
+#
+# Because plain data parallelism copies. After every all-reduce all ranks have the same gradients,
+# make the same update and keep the same AdamW moments: the same work, the same bytes, N times over.
+# **ZeRO** deals these bytes out. Every rank updates only its own N-th of the parameters, and then
+# all get together what each has updated. By hand, in twenty lines:
+
+# %%
+import numpy as np
+import pandas as pd
+
+import paralab as pl
+from paralab import view
+from paralab.theory import zero
+
+model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
+
+
+def by_hand(group, steps, gather=True):
+    import torch
+    from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+    from paralab.data import Corpus
+    from paralab.model import GPT
+    from paralab.train import load_batches, to_device
+
+    gpt, corpus = GPT(model), Corpus()
+    plan = pl.Plan(dp=group.size, microbatch_size=4)
+    flat = parameters_to_vector(gpt.parameters()).detach()  # a length that 4 divides
+    own = flat.chunk(group.size)[group.index].clone()  # this rank's part of the parameters ...
+    update = torch.optim.AdamW([own], lr=1e-3)  # ... and the moments of that part alone
+    losses = []
+    for step in range(steps):
+        batch = load_batches(corpus, model, plan, step=step, rank=group.index, seed=0)[0]
+        loss = gpt(*to_device(batch, "cpu"))
+        loss.backward()
+        gradients = parameters_to_vector([p.grad for p in gpt.parameters()]) / group.size
+        own.grad = torch.empty_like(own)
+        group.reduce_scatter(own.grad, gradients).wait()  # the sum, of the own part only
+        update.step()
+        if gather:
+            group.all_gather(flat, own).wait()  # everybody gets everybody's part
+        else:
+            flat.chunk(group.size)[group.index].copy_(own)
+        vector_to_parameters(flat, gpt.parameters())
+        gpt.zero_grad()
+        losses.append(loss.item())
+    moments = sum(t.nbytes for t in update.state[own].values())
+    return losses, moments, float(flat.double().sum())
+
+
+traced = pl.trace(by_hand, ranks=4, args=(8,)).results
+losses = np.mean([of_rank for of_rank, _, _ in traced], axis=0)
+print("it learns:", losses[-1] < losses[0] - 0.5)
+print(f"AdamW's moments on each rank: {traced[0][1] / 1e6:.2f} MB "
+      f"of the {8 * model.num_params / 1e6:.2f} MB that one device needs")  # fmt: skip
+
+# %% [markdown]
+# An all-reduce *is* a reduce-scatter and an all-gather (lab 01). ZeRO only puts the optimizer
+# between the two, so its first stage costs not one byte more. Two stages follow from the same
+# thought: who updates only a part needs only that part of the **gradients** (stage 2), and a
+# **parameter** need not be there while it is not used (stage 3).
+#
+# ## Commit to a guess
+# Four ranks. Data parallelism needs a certain memory at its worst moment. How much of that is left
+# with all three stages?
+
+# %%
+guess = pl.exercises.guess(
+    "peak memory of ZeRO-3 on 4 ranks, as a share of data parallelism's",
+    low=0, high=100, unit="%", decimals=0,
+)  # fmt: skip
+guess
+
+# %% [markdown]
+# ## Run it
+# Four real processes each time. The memory ledger sees every tensor of every rank come and go.
+
+# %%
+wide = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=32)
+plan = pl.Plan(dp=4, microbatches=2, microbatch_size=2, bucket_bytes=2**20)
+reports = {"data parallelism": pl.run(wide, plan, steps=3, progress=False)}
+for stage in (1, 2, 3):
+    split = plan.replace(zero_stage=stage)
+    reports[f"ZeRO-{stage}"] = pl.run(wide, split, steps=3, progress=False)
+
+# %% [markdown]
+# ## See it
+# One step of rank 0, four times, on one scale.
+
+# %% tags=["measured"]
+view.memory_charts(reports)
+
+# %%
+peaks = pd.DataFrame({name: report.peaks(rank=0).iloc[:, -1] for name, report in reports.items()})
+(peaks.fillna(0) / 1e6).round(2).add_suffix(" (MB)")
+
+# %%
+share = reports["ZeRO-3"].peak_memory / reports["data parallelism"].peak_memory
+guess.reveal(round(100 * share))
+
+# %% [markdown]
+# A quarter of the model states, but not a quarter of the memory: activations belong to a rank's own
+# samples, and ZeRO does not touch them (lab 06). And something comes and goes: gradients on their
+# way, and the parameters of the block at work.
+#
+# ## Three prices: memory, traffic, time
+# The formulas, in Ψ (parameters) per rank, beside what these runs did. The replay gives every rank
+# a
+# device of its own and all of them the same link.
+
+# %% tags=["measured"]
+STATES = ["parameters", "gradients", "optimizer"]
+link = pl.Link(alpha=100e-6, bandwidth=2e9)
+cluster = pl.Cluster(name="2 GB/s", devices_per_node=4, flops=1e11, memory_bandwidth=2e10,
+                     intra=link)  # fmt: skip
+rows = []
+for stage, (name, report) in enumerate(reports.items()):
+    psi, n = wide.num_params, plan.dp
+    states = report.memory.query("rank == 0 and category in @STATES")
+    most = states.groupby("time")["bytes"].sum().max()
+    rows.append({
+        "": name,
+        "states at most (B/parameter)": round(most / psi, 2),
+        "formula": zero.bytes_per_device(1.0, n, stage, "fp32"),
+        "sent (Ψ per rank)": round(report.traffic()["bytes"].mean() / 4 / psi, 2),
+        "formula ": zero.elements_sent(1.0, n, stage, plan.microbatches),
+        "step, replayed (ms)": round(1e3 * report.replay(cluster).step_time),
+    })  # fmt: skip
+pd.DataFrame(rows).set_index("")
+
+# %% [markdown]
+# Stages 2 and 3 hold a little more than the formula at their worst moment: gradients of a block
+# that
+# have not left yet, blocks that are gathered. `report.peaks()` has that to the byte.
+#
+# The traffic is for two micro-batches per step. With one, stages 1 and 2 are free, and stage 3
+# costs
+# half as much again, because parameters are gathered twice, once for each direction. But stage 2
+# cannot keep gradients until the last micro-batch, or it would hold them all; stage 3 cannot keep
+# parameters. Counted on real ranks:
+
+# %%
+rows = []
+for m in (1, 2, 4):
+    row = {"m": m}
+    for stage in (1, 2, 3):
+        small = plan.replace(dp=2, zero_stage=stage, microbatches=m, microbatch_size=1)
+        report = pl.run(model, small, steps=2, progress=False)
+        volume = report.traffic()["bytes"].sum() / 4 / model.num_params
+        row |= {f"ZeRO-{stage}": round(volume, 3), f"theory {stage}": zero.volume(stage, m)}
+    rows.append(row)
+pd.DataFrame(rows).set_index("m")
+
+# %% [markdown]
+# (Times (N−1)/N per rank, so over two ranks exactly the volume. The last digits are padding.)
+#
+# ## The paper's own numbers
+# Figure 1 of the [paper](https://arxiv.org/abs/1910.02054): 7.5 billion parameters on 64 devices,
+# in
+# GB, with weights and gradients in 16 bits and AdamW's 12 bytes.
+
+# %%
+figure = pd.DataFrame({
+    name: zero.stage_bytes(7.5e9, 64, stage) for stage, name in enumerate(zero.NAMES)
+})  # fmt: skip
+figure.loc["in all"] = figure.sum()
+(figure / 1e9).round(2).add_suffix(" (GB)")
+
+# %% [markdown]
+# And its Table 1, as printed: gigabytes per device for three models.
+
+# %%
+rows = {
+    (f"{params / 1e9:g} B", n): {
+        name: zero.as_printed(zero.bytes_per_device(params, n, stage))
+        for stage, name in enumerate(zero.NAMES) if stage
+    }
+    for params in (7.5e9, 128e9, 1e12) for n in (1, 4, 16, 64, 256, 1024)
+}  # fmt: skip
+pd.DataFrame(rows).T.rename_axis(["model", "devices"])
+
+# %% [markdown]
+# Stages 1 and 2 run into a wall: the copy of the parameters that everybody keeps. Stage 3 has none;
+# on 1024 devices a trillion parameters need 16 GB each.
+#
+# ## Turn the knobs
+# *Run it* starts real ranks.
+
+# %%
+view.widgets.zero()
+
+# %% [markdown]
+# ## The largest model that fits
+# A rank here is a virtual accelerator, and it can have a memory of its own: `memory_limit`.
+# Whatever
+# does not fit fails, as it would on a real one, but it tells you what filled it:
+
+# %%
+deep = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=64)
+limit = "64MB"
+try:
+    pl.run(deep, pl.Plan(dp=4, microbatch_size=1), steps=2, memory_limit=limit, progress=False)
+except pl.OutOfMemory as error:
+    print(str(error).split("\n\n")[0][:400])
+
+# %% [markdown]
+# How many blocks does each stage get into 64 MB? Not by formula: every answer below was trained,
+# and
+# one block more was tried and failed.
+
+
+# %%
+def fits(layers, stage):
+    try:
+        pl.run(deep.replace(layers=layers), pl.Plan(dp=4, microbatch_size=1, zero_stage=stage,
+               bucket_bytes=2**20), steps=1, memory_limit=limit, progress=False)  # fmt: skip
+        return True
+    except pl.OutOfMemory:
+        return False
+
+
+largest = {}
+for stage in range(4):
+    low, high = 2, 18  # the largest that fits lies between: halve
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle, stage) else (low, middle)
+    largest[f"ZeRO-{stage}" if stage else "data parallelism"] = {
+        "blocks": low, "parameters": deep.replace(layers=low).num_params,
+    }  # fmt: skip
+pd.DataFrame(largest).T
+
+# %% [markdown]
+# ## Nodes: not all bytes are alike
+# Stage 3 sends 3Ψ, and with the ranks spread over nodes most of that crosses the slow network. The
+# remedy is to share inside a node, where links are fast, and keep a copy per node: hybrid sharding
+# (HSDP, `shard=` the ranks that share). Two nodes of two devices, counted on real ranks, by level:
+
+# %%
+nodes = pl.Cluster(name="2 nodes of 2", nodes=2, devices_per_node=2, flops=1e11,
+                   memory_bandwidth=2e10, intra=pl.Link(alpha=20e-6, bandwidth=1e10),
+                   inter=pl.Link(alpha=100e-6, bandwidth=5e8))  # fmt: skip
+rows = {}
+for name, shard in (("ZeRO-3 over all 4", None), ("HSDP: 2 share, 2 copies", 2)):
+    split = plan.replace(zero_stage=3, shard=shard, microbatches=2)
+    expected = pl.predict(wide, split, nodes)
+    by_level = expected.traffic(by="level").set_index("level")["bytes"] / 1e6
+    rows[name] = {
+        "inside a node (MB)": by_level.get("intra", 0.0),
+        "between nodes (MB)": by_level.get("inter", 0.0),
+        "in all (MB)": by_level.sum(),
+        "step, predicted (ms)": 1e3 * expected.step_time,
+        "peak memory (MB)": expected.peak_memory / 1e6,
+    }
+pd.DataFrame(rows).T.round(1)
+
+# %% [markdown]
+# The sum of the bytes says little about the time. It adds bytes of a link that is twenty times as
+# fast as the other, and hides the one number that the step waits for. The price of the cure stands
+# in the last column.
+#
+# ## Is it the same training?
+# One process, all micro-batches, plain SGD: gradients and weights, stage by stage.
+
+# %%
+proof = {"optimizer": "sgd", "lr": 0.1, "steps": 3, "keep_state": True, "progress": False}
+alone = pl.run(model, pl.Plan(microbatches=6), **proof)
+for stage in (1, 2, 3):
+    # 3 ranks: nothing here is divisible by 3
+    split = pl.run(model, pl.Plan(dp=3, zero_stage=stage, microbatches=2), **proof)
+    worst = max(
+        np.abs(alone.gradients[name] - split.gradients[name]).max()
+        / np.abs(alone.gradients[name]).max()
+        for name in alone.gradients
+    )
+    print(f"ZeRO-{stage}: gradients equal to 1e-5 of their largest entry: {worst < 1e-5}")
+
+# %% [markdown]
+# ## Break it
+# Leave the all-gather out. Every rank updates its part and nobody tells the others:
+
+# %%
+broken = pl.trace(by_hand, ranks=4, args=(8, False)).results
+losses = np.mean([of_rank for of_rank, _, _ in broken], axis=0)
+print("it still learns:", losses[-1] < losses[0] - 0.1)
+print("different weights after 8 steps, ranks:", len({total for _, _, total in broken}))
+print("with the all-gather                   :", len({total for _, _, total in traced}))
+
+# %% [markdown]
+# The loss falls, and there are four models. This is why the check above compares gradients and
+# weights, and never a loss curve. The traffic would have told as well: half of it is missing.
+#
+# ## Your turn
+
+# %%
+exercise = pl.exercises.zero_step
+exercise
+
+
+# %%
+class MyZero1:
+    """SGD with momentum, in which every rank keeps the momentum of its own N-th only."""
+
+    def __init__(self, parameters, *, group, lr, momentum):
+        # parameters: (numel,), the same on every rank; N need not divide numel
+        self.parameters, self.group = parameters, group
+        self.lr, self.momentum = lr, momentum
+        ### BEGIN SOLUTION
+        ### STUB: # what does this rank keep from step to step?
+        self.part = -(-parameters.numel() // group.size)  # elements of an N-th, rounded up
+        self.velocity = parameters.new_zeros(self.part)
+        ### END SOLUTION
+
+    def step(self, gradient):
+        """gradient: (numel,), of this rank's share; their sum over the ranks is the mean.
+
+        When this returns, `self.parameters` holds the new ones, on every rank.
+        """
+        ### BEGIN SOLUTION
+        ### STUB: raise NotImplementedError("your turn")
+        own_gradient = gradient.new_empty(self.part)
+        self.group.reduce_scatter(own_gradient, self.padded(gradient)).wait()
+        self.velocity.mul_(self.momentum).add_(own_gradient)
+        full = self.padded(self.parameters)
+        own = full.chunk(self.group.size)[self.group.index]  # a view of full
+        own.sub_(self.lr * self.velocity)
+        self.group.all_gather(full, own).wait()
+        self.parameters.copy_(full[: self.parameters.numel()])
+        ### END SOLUTION
+
+    ### BEGIN SOLUTION
+    ### STUB: # more methods, if you want some
+    def padded(self, flat):
+        """`flat` and so many zeros behind it that there are N equal parts."""
+        buffer = flat.new_zeros(self.group.size * self.part)
+        buffer[: flat.numel()] = flat
+        return buffer
+
+    ### END SOLUTION
+
+
+exercise.check(MyZero1)
+
+# %% [markdown]
+# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
+
+# %% [markdown]
+# ## On your GPUs
+# The same cells: ranks then use NCCL, the ledger counts device memory, and `memory_limit` also caps
+# the allocator. In a larger model, raise `bucket_bytes` to some 25 MiB and watch in
+# `report.timeline()` whether the gathers hide behind the blocks that compute.
+#
+# ## Read on
+# * Rajbhandari and others 2020, [ZeRO](https://arxiv.org/abs/1910.02054): figure 1 and table 1
+#   above,
+#   sec. 7 for the traffic. Zhao and others 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277),
+#   sec. 3.2: hybrid sharding.
+# * In the package: `paralab/parallel/zero.py`, three stages that read as one ladder.

@@ -1,0 +1,45 @@
+"""What goes to a rank's device, a step's text, and what comes back, numbers and whole tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paralab.data import Corpus
+from paralab.spec import ModelSpec, Plan
+
+
+def load_batches(
+    corpus: Corpus, model: ModelSpec, plan: Plan, *, step: int, rank: int, seed: int
+) -> list[Tensor]:
+    """This rank's micro-batches of one step, (b, s + 1) each; data.py's [Note: same batches]."""
+    first = rank * plan.microbatches
+    texts = [
+        corpus.microbatch(step=step, index=first + k, size=plan.microbatch_size,
+                          global_batch=plan.global_batch, length=model.seq_len, seed=seed)
+        for k in range(plan.microbatches)
+    ]  # fmt: skip
+    return [
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).view(plan.microbatch_size, -1)
+        for text in texts
+    ]
+
+
+def to_device(batch: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), both (b, s) int64: each byte's target is the byte after it."""
+    batch = batch.to(device, non_blocking=True).long()
+    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+def read_scalars(scalars: list[Tensor], *, device: str = "cpu") -> list[float]:
+    """The one place where numbers come back from the device, once per step.
+
+    Whoever has none to read waits for ``device`` all the same: the step is over when it is done.
+    """
+    values = torch.stack(scalars or [torch.zeros((), device=device)]).double().tolist()
+    return values[: len(scalars)]
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().to("cpu", copy=True).numpy()

@@ -1,0 +1,281 @@
+"""Lab 06's memory clinic: four plans whose memory does not fall with more devices.
+
+    patient = pl.exercises.memory_clinic.patients["twice the devices"]
+    patient.chart()                      # what fills a device, with fewer devices and with more
+    patient.chart(recompute="full")      # and with a setting changed
+    pl.exercises.memory_clinic.check(treatment)
+
+The causes are those that people meet (facebookresearch/fairscale issue 1050 has a list of four):
+ZeRO shares out states, and something else fills the device, or fewer ranks share than there are.
+Peaks are those of the formulas (theory/memory.py), with AdamW, on the fullest rank. No rank is
+started, and nothing here needs more than a laptop to be run for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
+from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.theory import memory
+
+if TYPE_CHECKING:
+    from paralab.report import Report
+    from paralab.view.chart import Chart
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
+CLUSTER = "dgx-a100"  # only of interest for the report's times
+SETTINGS = tuple(field.name for field in fields(Plan))
+STAYS = {"world_size": "devices", "global_batch": "samples per step", "precision": "precision"}
+TOGETHER = {"microbatches", "microbatch_size"}  # one setting: how a device's samples are cut
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Patient:
+    """A plan that needs about as much memory per device as one on fewer devices.
+
+    story   what was expected, and what was seen
+    met     where people met it
+    fewer   the plan that it is compared with
+    drop    per cent by which the peak has to fall
+    """
+
+    name: str
+    story: str
+    met: str
+    model: ModelSpec
+    fewer: Plan
+    plan: Plan
+    drop: int
+
+    def peak(self, **change: Any) -> dict[str, int]:
+        """{category: bytes} at the fullest moment of the fullest rank, by the formulas.
+
+        change  settings of the plan to be changed first: ``recompute="full"``
+        """
+        return peak(self.model, self.plan.replace(**change))
+
+    def report(self, **change: Any) -> Report:
+        """The predicted report of the plan, with settings changed or not."""
+        from paralab.theory.predict import predict
+
+        return predict(self.model, self.plan.replace(**change), Cluster.preset(CLUSTER))
+
+    def chart(self, **change: Any) -> Chart:
+        """What fills a device: with fewer devices, as it is, and with settings changed."""
+        from paralab.view import theme
+        from paralab.view.memory import bytes_bars
+
+        def devices(plan: Plan) -> str:
+            return f"{plan.world_size} device{'s' * (plan.world_size > 1)}"
+
+        bars = {devices(self.fewer): peak(self.model, self.fewer), devices(self.plan): self.peak()}
+        if change:
+            bars[", ".join(f"{k}={v!r}" for k, v in change.items())] = self.peak(**change)
+        said = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
+        title = f"{theme.text(self.name)}: {said[0]} on {devices(self.fewer)}, {said[1]} on "
+        title += devices(self.plan) + (f", {said[2]} once changed" if change else "")
+        return bytes_bars(bars, title=title)
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.story}\n  {self.model}\n  {self.plan}\n  met in {self.met}"
+
+
+PATIENTS = (
+    Patient(
+        name="twice the devices", drop=50,
+        story="ZeRO-3, 8 samples on every device. On 4 devices instead of 2 the memory was to be "
+              "halved, and a twentieth of it went",
+        met="fairscale 1050, DeepSpeed 2302",
+        model=ModelSpec(layers=6, hidden=128, heads=4, seq_len=128),
+        fewer=Plan(dp=2, zero_stage=3, microbatch_size=8),
+        plan=Plan(dp=4, zero_stage=3, microbatch_size=8),
+    ),
+    Patient(
+        name="a small model", drop=35,
+        story="273 thousand parameters, ZeRO-2. Four devices share optimizer states and gradients "
+              "and each needs nearly as much as one device alone",
+        met="pytorch-lightning 6047, pytorch 108976, DeepSpeed 1302",
+        model=ModelSpec(layers=4, hidden=72, heads=4, seq_len=32),
+        fewer=Plan(microbatch_size=1),
+        plan=Plan(dp=4, zero_stage=2, microbatch_size=1),
+    ),
+    Patient(
+        name="fully sharded", drop=30,
+        story="ZeRO-3, everything in parts. From 4 to 8 devices each part is halved, the memory "
+              "falls by a sixth",
+        met="fairscale 1050, pytorch-lightning 15976",
+        model=ModelSpec(layers=16, hidden=64, heads=4, seq_len=16),
+        fewer=Plan(dp=4, zero_stage=3, prefetch=32, microbatch_size=1),
+        plan=Plan(dp=8, zero_stage=3, prefetch=32, microbatch_size=1),
+    ),
+    Patient(
+        name="more nodes", drop=30,
+        story="ZeRO-3 that stays inside nodes of 2 devices. Four nodes instead of two, and not a "
+              "byte less on any device",
+        met="fairscale 1050, DeepSpeed 237",
+        model=ModelSpec(layers=12, hidden=128, heads=4, seq_len=32),
+        fewer=Plan(dp=4, zero_stage=3, shard=2, microbatch_size=1),
+        plan=Plan(dp=8, zero_stage=3, shard=2, microbatch_size=1),
+    ),
+)  # fmt: skip
+FILLS, SAME, ONE = "what fills it", "same training", "settings"
+
+TASK = """
+**Your turn.** Four people have added devices, and each device is as full as before. Look at each
+plan, `pl.exercises.memory_clinic.patients["twice the devices"]` and its `.chart()`, and say two
+things: the category that fills most of the device at its peak, and the **one** setting of the plan
+that helps. `.chart(prefetch=0)` tries a setting, `.report()` is the whole prediction.
+
+The training stays what it is: as many devices, as many samples per step, the same precision.
+
+(The fifth cause on everybody's list is none: what `nvidia-smi` shows is what the allocator has
+reserved, and that does not shrink because less is in use.)
+
+`pl.exercises.memory_clinic.check(treatment)`
+"""
+
+ASKED = (
+    *((patient.name, f"its peak falls by at least {patient.drop} %") for patient in PATIENTS),
+    (FILLS, f"the largest at its peak: {', '.join(CATEGORIES[:-1])} or {CATEGORIES[-1]}"),
+    (SAME, "a plan that runs, with its devices, samples per step and precision"),
+    (ONE, "one for each (microbatches and microbatch_size together are one)"),
+)
+
+HINTS = (
+    "for each, ask what the colour that fills the bar depends on: on the number of parameters over "
+    "the ranks that share them? On the samples? On a setting that has nothing to do with either?",
+    "ZeRO shares out states, activations it does not. Buffers are a few buckets, "
+    "and one bucket may hold a whole small model. What is gathered is whole. And N is the number "
+    "of ranks that share, which need not be the number of devices.",
+    "twice the devices: recompute, or smaller micro-batches and more of them. A small model: "
+    "bucket_bytes (or stage 3, which sends block by block). Fully sharded: prefetch. More nodes: "
+    "shard.",
+)
+
+
+class MemoryClinic(Exercise):
+    """An exercise that has patients."""
+
+    @property
+    def patients(self) -> dict[str, Patient]:
+        """{name: patient}, the most frequent first."""
+        return {patient.name: patient for patient in PATIENTS}
+
+
+def peak(model: ModelSpec, plan: Plan) -> dict[str, int]:
+    """{category: bytes} at the fullest moment of the fullest rank. Raises ValueError as `predict`
+    does.
+    """
+    plan.validate(model)
+    found = [
+        parts
+        for rank in range(0, plan.world_size, plan.dp)  # data-parallel ranks hold the same
+        for parts in memory.moments(model, plan, rank=rank).values()
+    ]
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def check(treatment: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Verdict:
+    """Predict every patient with and without the change. Takes no time, starts no ranks.
+
+    treatment  {name of the patient: (category, {setting: new value})}
+    """
+    notes = Notes("memory_clinic", ASKED)
+    if not isinstance(treatment, Mapping):
+        notes.note(PATIENTS[0].name, "no treatment", False, "asked is a dict {patient: (category, "
+                   f"{{setting: value}})}}, yours is {type(treatment).__name__}")  # fmt: skip
+        return notes.verdict()
+    if all(_as_pair(treatment.get(patient.name)) == ("", {}) for patient in PATIENTS):
+        notes.said = NOT_STARTED
+        return notes.verdict()
+    kept: dict[str, list[str]] = {FILLS: [], SAME: [], ONE: []}
+    for patient in PATIENTS:
+        pair = _as_pair(treatment.get(patient.name))
+        if pair is None:
+            notes.note(patient.name, "nothing to try", False, f"{patient.name}: asked is "
+                       f"(category, {{setting: value}}), yours is {treatment.get(patient.name)!r}"
+                       )  # fmt: skip
+            continue
+        found = {FILLS: _misnamed(patient, pair[0])}
+        plan, found[SAME] = _changed(patient, pair[1])
+        if plan is not None:
+            found[ONE] = _not_one(patient.plan, plan)
+            _hold_against_drop(notes, patient, plan)
+        for limit, wrong in found.items():
+            kept[limit] += [] if wrong else [patient.name]
+            if wrong:
+                notes.note(limit, f"{patient.name}: {wrong}", False, f"{patient.name}: {wrong}")
+    for limit, said in ((FILLS, "all four named"), (SAME, "all four"), (ONE, "one each")):
+        if len(kept[limit]) == len(PATIENTS):
+            notes.note(limit, said, True)
+    return notes.verdict()
+
+
+def _as_pair(found: Any) -> tuple[Any, Mapping[str, Any]] | None:
+    is_pair = isinstance(found, (tuple, list)) and len(found) == 2 and isinstance(found[1], Mapping)
+    return tuple(found) if is_pair else None
+
+
+def _misnamed(patient: Patient, category: Any) -> str:
+    """Why this is not the category that fills most; "" if it is."""
+    parts = patient.peak()
+    if category not in CATEGORIES:
+        return f"{category!r} is no category" if category else "no category is named"
+    if category == max(parts, key=lambda name: parts[name]):
+        return ""
+    held, total = _size(parts[category]), _size(sum(parts.values()))
+    return f"{category} are {held} of {total}, something else is more"
+
+
+def _changed(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, str]:
+    """(the changed plan, how it trains another thing), or (None, why it cannot train)."""
+
+    for name in change:
+        if name not in SETTINGS:
+            return None, f"{name!r} is no setting of a plan"
+
+    def made() -> Plan:
+        plan = patient.plan.replace(**change)
+        plan.validate(patient.model)
+        return plan
+
+    plan, trouble = attempt(made)
+    if trouble:
+        return None, trouble
+    for field, words in STAYS.items():
+        now, was = getattr(plan, field), getattr(patient.plan, field)
+        if now != was:
+            return plan, f"{words}: {now}, and it was {was}"
+    return plan, ""
+
+
+def _not_one(before: Plan, after: Plan) -> str:
+    """How many settings differ, in words; "" if one does."""
+    changed = {name for name in SETTINGS if getattr(after, name) != getattr(before, name)}
+    count = len(changed - TOGETHER) + bool(changed & TOGETHER)
+    return "" if count == 1 else f"{count or 'no'} settings are changed, asked is one"
+
+
+def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
+    was, parts = sum(patient.peak().values()), peak(patient.model, plan)
+    now, most = sum(parts.values()), max(parts, key=lambda name: parts[name])
+    fall = f"falls by {100 * (1 - now / was):.1f} %" if now < was else "does not fall"
+    notes.note(
+        patient.name, f"{_size(was)} before, {_size(now)} after",
+        100 * now <= (100 - patient.drop) * was,
+        f"{patient.name}: the peak {fall}, asked are {patient.drop} %; of {_size(now)} "
+        f"{_size(parts[most])} are {most}",
+    )  # fmt: skip
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+memory_clinic = MemoryClinic(
+    name="memory_clinic", lab="06", task=TASK, asked=ASKED, hints=HINTS, checker=check
+)

@@ -1,0 +1,82 @@
+"""Which setting would make a run fit, by the formulas: what `pl.OutOfMemory` says at its end."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from paralab.spec import ModelSpec, Plan
+from paralab.theory import memory
+
+
+def advice(model: ModelSpec, plan: Plan, *, optimizer: str, limit: int, rank: int = 0) -> str:
+    """One or two sentences: the settings that bring this rank under ``limit`` bytes, or come
+    nearest.
+
+    Each is tried alone, then all together. The formulas leave out workspace, so a plan that is
+    close to the limit by them may still pass it.
+    """
+    alone = _changes(plan)
+    together: dict[str, Any] = {}
+    for change in alone:  # the later the stronger: stage 3 replaces stage 1
+        together |= change
+    found = []
+    for change in [*alone, together]:
+        size = _peak(model, plan, change, optimizer=optimizer, rank=rank)
+        if size is not None:
+            found.append((change, size))
+    now = _peak(model, plan, {}, optimizer=optimizer, rank=rank)
+    found = [(change, size) for change, size in found if now is None or size < now]
+    enough = [(change, size) for change, size in found if size <= limit]
+    if enough:
+        first, *others = enough
+        said = f"By the formulas {_said(*first)} would fit"
+        if others := [other for other in others if other[0] is not together][:2]:
+            said += f"; so would {' or '.join(_said(*other) for other in others)}"
+        return said + ". Workspace comes on top."
+    if found:
+        change, size = min(found, key=lambda pair: pair[1])
+        more = "more data-parallel ranks to share the states (dp), " if plan.dp == 1 else ""
+        return (
+            f"By the formulas {_said(change, size)} comes nearest, and is too much still: it takes "
+            f"{more}more pipeline stages (pp), a smaller model or a larger limit."
+        )
+    return "No setting of this plan takes less: it takes more ranks, a smaller model or batch."
+
+
+def _changes(plan: Plan) -> list[dict[str, Any]]:
+    """Settings that take less memory and leave the result as it is, the cheapest first."""
+    changes: list[dict[str, Any]] = []
+    if plan.dp > 1:
+        changes += [{"zero_stage": stage} for stage in range(plan.zero_stage + 1, 4)]
+    size, count = plan.microbatch_size, plan.microbatches
+    changes += [
+        {"microbatch_size": size // n, "microbatches": count * n}
+        for n in (2, 4, 8)
+        if size % n == 0
+    ]
+    if plan.recompute != "full":
+        changes.append({"recompute": "full"})
+    return changes
+
+
+def _peak(
+    model: ModelSpec, plan: Plan, change: dict[str, Any], *, optimizer: str, rank: int
+) -> int | None:
+    """Bytes at the fuller of the formulas' moments; None if the changed plan is not legal."""
+    if change.get("zero_stage") and plan.grad_sync != "overlapped":
+        change = {**change, "grad_sync": "overlapped"}  # ZeRO has its own way
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            changed = plan.replace(**change)
+            changed.validate(model)
+            moments = memory.moments(model, changed, optimizer=optimizer, rank=rank)
+    except ValueError:
+        return None
+    return max(sum(parts.values()) for parts in moments.values())
+
+
+def _said(change: dict[str, Any], size: int) -> str:
+    settings = ", ".join(f"{name}={value!r}" for name, value in change.items())
+    return f"{settings} ({size / 2**20:,.1f} MiB)"

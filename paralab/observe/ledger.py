@@ -1,0 +1,243 @@
+"""The live memory ledger: how many bytes of a rank's tensors are alive, and what they are for.
+
+    parameters   and what else a model holds, such as its masks
+    gradients    of parameters
+    optimizer    its state
+    activations  what autograd has saved for backward
+    buffers      what a message leaves from or arrives in, gathered parameters
+    workspace    results that nobody saves, gradients of activations, temporaries of the optimizer
+    other        what came to be while no span was open: a batch, a loss
+
+A storage has one category, and counts once however many views of it there are. Which one, is known
+from where it came: a new storage has the category of the open span (see ``BORN``). It becomes an
+activation at the moment autograd saves it, a gradient when it has been added to a parameter's
+``grad``; what else it may be, the code that made it says with ``recorder.owns``.
+
+The counting is that of memory.py, so it is the same on a CPU, on a GPU and on fake tensors. What a
+kernel takes and gives back inside itself is not seen. While no ledger is on, nothing is left of it:
+no mode, no hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from paralab.observe.memory import Life, Storages
+from paralab.observe.samples import CATEGORIES, Sample
+from paralab.ranks.errors import OutOfMemory
+
+if TYPE_CHECKING:
+    from paralab.observe.recorder import Recorder
+
+BORN = {"copy": "buffers", "wait": "buffers", "": "other"}  # open span -> category; else workspace
+GRAIN = 32  # within a span a sample is taken whenever 1/32 of the most bytes have come or gone
+ALLOCATOR_EXTRA = 64 * 2**20
+UNNAMED = ("buffers", "workspace", "other")  # what autograd saves of these is an activation
+
+
+class Ledger(Storages):
+    """``with Ledger(recorder): ...`` counts for ``recorder``, which writes the samples down.
+
+    limit   bytes that may be alive at once; an operation that takes more raises `OutOfMemory`
+    advise  what to say then: which setting would help
+
+    It may be left and entered again: what it knows stays
+    right, for a storage that dies meanwhile is taken back; what is born meanwhile is met when an
+    operation writes to it.
+    """
+
+    def __init__(
+        self, recorder: Recorder, *, device: str = "cpu", limit: int | None = None,
+        advise: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
+        super().__init__(device)
+        self.recorder, self.limit, self.advise = recorder, limit, advise
+        self.bytes = dict.fromkeys(CATEGORIES, 0)
+        self.born = "other"  # category of a new storage
+        self._noted = self._most = 0  # bytes alive at the last sample, and most there ever were
+        self._top = 0  # most bytes alive since the last sample
+        self._at_top: tuple[float, dict[str, int]] | None = None  # when, and what they were
+        self._parameters: list[weakref.ref] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Ledger:
+        super().__enter__()
+        saved = saved_tensors_hooks(self._saved, lambda tensor: tensor)
+        saved.__enter__()
+        self._hooks = [saved]
+        for reference in self._parameters:
+            self._listen(reference())
+        self.recorder.ledger = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.recorder.ledger = None
+        saved, *hooks = self._hooks
+        for hook in hooks:
+            hook.remove()
+        saved.__exit__(*error)
+        super().__exit__(*error)
+
+    # ---- what comes and goes ------------------------------------------------------------------
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._dead:
+            self._settle()
+        before = self.live
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        except torch.OutOfMemoryError as error:  # the device's own allocator
+            said = f"{self.recorder.where()}: {str(error).split('. ')[0]}"
+            raise self._error(said, self.bytes, {}) from error
+        if func.is_view:  # most operations are, and none of them makes a storage
+            return result
+        self._meet_all(result)
+        if self.recorder.samples and abs(self.live - self._noted) > self._most // GRAIN:
+            self._note()
+        if self.limit is not None and self.live > self.limit:
+            raise self._over(self.live - before, self.born)
+        return result
+
+    def _meet_all(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            self._meet(result)
+        elif isinstance(result, (tuple, list)):
+            for part in result:
+                self._meet_all(part)
+
+    def _born(self, storage: torch.UntypedStorage) -> str:
+        return self.born
+
+    def _count(self, life: Life, size: int) -> None:
+        if size < life.size:
+            self._look_back()
+        self.bytes[life.category] += size - life.size
+        self.live += size - life.size
+        life.size = size
+
+    def _look_back(self) -> None:
+        """Before bytes are given back: was this the most there were? Categories settled by now."""
+        if self.live > self._top:
+            self._top, self._at_top = self.live, (time.perf_counter(), self.bytes.copy())
+
+    # ---- what it is for -----------------------------------------------------------------------
+    def owns(self, category: str, *tensors: Tensor) -> None:
+        """From now on these tensors' storages have this category.
+
+        Parameters that are trained are listened to: the gradients they get are gradients.
+        """
+        self._settle()
+        for tensor in tensors:
+            life = self._meet(tensor)
+            if life is not None:
+                self._move(life, category)
+            if category == "parameters" and tensor.is_leaf and tensor.requires_grad:
+                self._parameters.append(weakref.ref(tensor))
+                self._listen(tensor)
+
+    def resized(self, *tensors: Tensor) -> None:
+        """These tensors' storages were resized where they are."""
+        self._settle()
+        for tensor in tensors:
+            before, life = self.live, self._meet(tensor)
+            if self.limit is not None and self.live > max(self.limit, before):
+                raise self._over(self.live - before, life.category)
+
+    def _move(self, life: Life, category: str) -> None:
+        if life.category != category:
+            self.bytes[life.category] -= life.size
+            self.bytes[category] += life.size
+            life.category = category
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        life = self._meet(tensor)
+        if life is not None and life.category in UNNAMED:
+            self._move(life, "activations")
+        return tensor
+
+    def _listen(self, parameter: Tensor | None) -> None:
+        if parameter is not None:
+            hook = parameter.register_post_accumulate_grad_hook(self._accumulated)
+            self._hooks.append(hook)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and (life := self._meet(parameter.grad)) is not None:
+            self._move(life, "gradients")
+
+    def state(self) -> dict[str, int]:
+        """{category: bytes alive now}."""
+        self._settle()
+        return self.bytes.copy()
+
+    # ---- samples ------------------------------------------------------------------------------
+    def sample(self, mark: Any, kind: str) -> None:
+        """The state now, at a span's boundary, and before it the fullest one since the last.
+
+        mark  the boundary on the recorder's clock; kind: the span that is open from here on, or ""
+        """
+        self._settle()
+        self._note(mark)
+        self.born = BORN.get(kind, "workspace")
+
+    def _note(self, mark: Any = None) -> None:
+        """Write down what is alive, and what was when there was more since the last time."""
+        samples, step = self.recorder.samples, self.recorder.step
+        if samples and self._at_top is not None and self._top > self.live:
+            samples.append(Sample(step, None, *self._at_top))
+        samples.append(Sample(step, mark, time.perf_counter(), self.bytes.copy()))
+        self._top, self._at_top, self._noted = self.live, None, self.live
+        self._most = max(self._most, self.live)
+
+    # ---- the limit ----------------------------------------------------------------------------
+    def _over(self, asked: int, category: str) -> OutOfMemory:
+        """What is raised when ``asked`` bytes, counted already, are more than the limit allows."""
+        first = (
+            f"{self.recorder.where()} asked for {_mib(asked)} when {_mib(self.live - asked)} of "
+            f"memory_limit={_mib(self.limit)} were taken"
+        )
+        held = self.bytes.copy()
+        held[category] -= asked
+        return self._error(first, held, {"asked for": asked, "limit": self.limit})
+
+    def _error(self, first: str, held: dict[str, int], more: dict[str, int]) -> OutOfMemory:
+        rows = {name: size for name, size in held.items() if size > 0}
+        rows |= {"in all": sum(held.values()), **more}
+        lines = [f"what rank {self.recorder.rank} held in {self.recorder.where()}:"]
+        lines += [f"  {name:<12}{size / 2**20:>14,.3f} MiB" for name, size in rows.items()]
+        table = "\n".join([*lines, *filter(None, [self.advise()])])
+        return OutOfMemory(f"{first}\n\n{table}", rank=self.recorder.rank, table=table)
+
+
+def watch(
+    recorder: Recorder, *, device: str, limit: int | None, advise: Callable[[], str]
+) -> contextlib.ExitStack:
+    """A ledger that is on from here to the end of the ``with``, or to ``close()``."""
+    if limit is not None and device.startswith("cuda"):
+        _bound_allocator(limit, device)
+    watched = contextlib.ExitStack()
+    watched.enter_context(Ledger(recorder, device=device, limit=limit, advise=advise))
+    return watched
+
+
+def _bound_allocator(limit: int, device: str) -> None:
+    """Hold CUDA's allocator to ``limit`` bytes too, for what no operation returns.
+
+    The limit is on bytes of tensors. The allocator counts what it has reserved: it takes whole
+    segments, and cuBLAS's workspace from the same pool, so it is given ``ALLOCATOR_EXTRA`` beyond.
+    """
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = min(1.0, (limit + ALLOCATOR_EXTRA) / total)
+    torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.3f} MiB"

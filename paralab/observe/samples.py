@@ -1,0 +1,50 @@
+"""What the ledger sampled, as rows of the table of memory. No torch here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+CATEGORIES = (
+    "parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "other",
+)  # fmt: skip
+
+
+class Sample(NamedTuple):
+    """What was alive at one moment of a step.
+
+    mark  the moment on the recorder's clock, at a span's boundary; None within a span
+    host  seconds of ``time.perf_counter``
+    held  {category: bytes}
+    """
+
+    step: int
+    mark: Any
+    host: float
+    held: dict[str, int]
+
+
+def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
+    """(rank, step, time, tier, category, bytes), for every category there is or has been.
+
+    Times rise strictly, so that a time is one sample. Within a span a sample was taken by the
+    host's clock; on a GPU the span runs later, and the sample lies as far into it as the host was
+    between launching its beginning and its end.
+    """
+    table: list[tuple] = []
+    seen: set[str] = set()
+    last = float("-inf")
+    for i, (step, mark, host, held) in enumerate(samples):
+        if mark is None:  # between two boundaries
+            before = next(s for s in reversed(samples[:i]) if s.mark is not None)
+            after = next((s for s in samples[i:] if s.mark is not None), before)
+            share = (host - before.host) / ((after.host - before.host) or 1.0)
+            start = clock.seconds(before.mark)
+            when = start + share * (clock.seconds(after.mark) - start)
+        else:
+            when = clock.seconds(mark)
+        last = when = max(when, last + 1e-7)
+        seen.update(name for name, size in held.items() if size)
+        table += [
+            (rank, step, when, "device", name, size) for name, size in held.items() if name in seen
+        ]
+    return table

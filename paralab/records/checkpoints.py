@@ -1,0 +1,266 @@
+"""A folder of checkpoints: published whole or not at all, found and judged without torch.
+
+    folder/latest                   the names of the last two checkpoints, newest first
+    folder/step-00000004/           one checkpoint: the training's state after 4 steps
+        paralab.json                what it is: model, plan, optimizer, seed, step; and the size and
+                                    checksum of every other file
+        .metadata, __0_0.distcp ... the tensors, as torch.distributed.checkpoint writes them
+
+[Note: atomic] A save writes into ``.saving-step-00000004``, where nobody looks. When all of it has
+reached the disk (fsync of files and folder) one rename gives it its name, and one more replaces
+``latest``, by which alone a checkpoint is found. So whenever the ranks are killed, ``latest`` names
+a checkpoint that is whole: the one before, or the new one. Only then does the last but two go. What
+a killed save has left behind, the next one sweeps away.
+
+A folder belongs to one run at a time: its rank 0 holds a lock that ends with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paralab.checks import illegal
+from paralab.records.arrays import typed
+from paralab.records.storage import seal
+from paralab.report import plain
+from paralab.spec import ModelSpec
+
+FORMAT, VERSION = "paralab checkpoint", 1
+ABOUT, LATEST, LOCK = "paralab.json", "latest", ".lock"
+KEPT = 2
+LOCK_SECONDS = 10.0  # for the ranks of a run whose caller was killed to be gone
+_NAME = re.compile(r"step-\d{8}(\.\d+)?")
+_SCRATCH, _REMOVED = ".saving-", ".removed-"
+_LEGAL = 'a folder that pl.run(..., save="folder") wrote, or None for a run from the start'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint says about itself.
+
+    folder     where it lies
+    model, plan, optimizer, seed  of the run that wrote it; ``plan`` as plain values
+    step       optimizer steps that the training has done
+    counters   numbers of the optimizer that every rank has the same: {name: value}
+    files      {file name: (bytes, CRC-32)}
+    """
+
+    folder: Path
+    model: ModelSpec
+    plan: Mapping[str, Any]
+    optimizer: str
+    seed: int
+    step: int
+    counters: Mapping[str, float]
+    files: Mapping[str, tuple[int, int]]
+
+    def check(self, *, model: ModelSpec, optimizer: str, seed: int) -> None:
+        """Raise ``ValueError`` if a run with these settings would not go on with this training."""
+        saved, asked = (plain(m.to_dict(), "model") for m in (self.model, model))
+        other = [name for name in asked if saved[name] != asked[name]]
+        if other:
+            was, now = (", ".join(f"{n}={m[n]!r}" for n in other) for m in (saved, asked))
+            raise self._refuse(f"its model has {was}, this one {now}", f"a model with {was}")
+        if self.optimizer != optimizer:
+            raise self._refuse(
+                f"it was trained with optimizer={self.optimizer!r}, whose state "
+                f"{optimizer!r} cannot go on with", f"optimizer={self.optimizer!r}")  # fmt: skip
+        if self.seed != seed:
+            raise self._refuse(
+                f"it was trained with seed={self.seed}, which draws the batches that come next; "
+                f"this run has {seed}", f"seed={self.seed}")  # fmt: skip
+
+    def _refuse(self, why: str, legal: str) -> ValueError:
+        return illegal("resume", str(self.folder), why, f"{legal}, or resume=None")
+
+
+# ---- reading ------------------------------------------------------------------------------------
+def find(path: object) -> Checkpoint:
+    """The checkpoint at ``path``: a folder of them (its latest), or one of them.
+
+    Raises ``ValueError`` saying what is wrong: no folder, none in it, a file that is missing, too
+    short or too long. What a file holds is compared with its checksum by the ranks that read it.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise illegal("resume", path, "not a path", _LEGAL)
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        why = "is a file" if folder.exists() else "there is no such folder"
+        raise illegal("resume", str(path), why, _LEGAL)
+    if not (folder / ABOUT).exists():
+        names = _listed(folder)
+        if not names:
+            there = sorted(p.parent.name for p in folder.glob(f"step-*/{ABOUT}"))
+            raise illegal("resume", str(path), f"no file {LATEST!r} in it names a checkpoint",
+                          ", ".join(str(folder / name) for name in there) or _LEGAL)  # fmt: skip
+        folder /= names[0]
+    checkpoint = _read(folder)
+    for name, (size, _) in checkpoint.files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            damaged(folder / name, "the file is missing")
+        if found != size:
+            damaged(folder / name, f"the file has {found} bytes, {size} were written")
+    return checkpoint
+
+
+def damaged(file: Path, why: str) -> NoReturn:
+    """Raise the refusal of a checkpoint because of one of its files."""
+    others = [name for name in _listed(file.parent.parent) if name != file.parent.name]
+    legal = f"another copy of {file.parent}"
+    if others:
+        legal += f", or the checkpoint before it, {file.parent.with_name(others[-1])}"
+    raise illegal("resume", str(file), f"{why}: the checkpoint is damaged", legal)
+
+
+def facts(file: Path) -> tuple[int, int]:
+    """(bytes, CRC-32) of a file. They tell damage, not malice."""
+    size = crc = 0
+    with open(file, "rb") as opened:
+        while part := opened.read(2**22):
+            size, crc = size + len(part), zlib.crc32(part, crc)
+    return size, crc
+
+
+def _read(folder: Path) -> Checkpoint:
+    file = folder / ABOUT
+    try:
+        said = json.loads(file.read_bytes())
+        if not isinstance(said, dict) or said.get("format") != FORMAT:
+            raise illegal("resume", str(folder), f"{ABOUT} in it is not a checkpoint's", _LEGAL)
+        if typed(said, "version", int) > VERSION:
+            raise illegal("resume", str(folder), "written by a newer paralab", "update paralab")
+        body = typed(said, "body", dict)
+        if seal(body) != said.get("sha256"):
+            damaged(file, "its own checksum does not fit")
+        return Checkpoint(
+            folder=folder,
+            model=ModelSpec.from_dict(typed(body, "model", dict)),
+            plan=typed(body, "plan", dict),
+            optimizer=typed(body, "optimizer", str),
+            seed=typed(body, "seed", int),
+            step=typed(body, "step", int),
+            counters=typed(body, "counters", dict),
+            files={n: (size, crc) for n, (size, crc) in typed(body, "files", dict).items()},
+        )
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        if "; legal: " in str(error):
+            raise
+        damaged(file, f"it cannot be read ({error})")
+
+
+def _listed(folder: Path) -> list[str]:
+    """The names in ``latest``, newest first, of checkpoints that are there."""
+    try:
+        names = (folder / LATEST).read_text().split()
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [n for n in names if _NAME.fullmatch(n) and (folder / n / ABOUT).is_file()]
+
+
+# ---- writing ------------------------------------------------------------------------------------
+def prepare(path: object) -> str:
+    """Make the folder if need be and prove that it can be written to; its absolute path."""
+    legal = "a folder that you may write to, or the name of a new one"
+    if not isinstance(path, (str, os.PathLike)):
+        raise illegal("save", path, "not a path", legal)
+    folder = Path(path).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder):
+            pass
+    except OSError as error:
+        why = f"cannot be written to ({error.strerror})"
+        raise illegal("save", str(path), why, legal) from None
+    return str(folder)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The folder is this process's for as long as the block runs."""
+    with open(folder / LOCK, "a") as file:
+        give_up = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    why, legal = "another run saves there", "another folder, or wait for its end"
+                    raise illegal("save", str(folder), why, legal) from None
+                time.sleep(0.05)
+        yield
+
+
+def scratch(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is written before it is published."""
+    return folder / f"{_SCRATCH}{_name(step)}"
+
+
+def sweep(folder: Path) -> None:
+    """Remove what no reader can want: leftovers of a killed save, and all but the last two.
+
+    A folder whose ``latest`` is gone keeps all its checkpoints.
+    """
+    kept = _listed(folder)
+    for found in list(folder.iterdir()):
+        if kept and _NAME.fullmatch(found.name) and found.name not in kept:
+            gone = found.with_name(f"{_REMOVED}{found.name}")
+            shutil.rmtree(gone, ignore_errors=True)
+            found = found.rename(gone)  # half a checkpoint never has a checkpoint's name
+        if found.name.startswith((_SCRATCH, _REMOVED)):
+            shutil.rmtree(found, ignore_errors=True)
+
+
+def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
+    """Make what lies in ``written`` the folder's latest checkpoint. See [Note: atomic]."""
+    folder, before = written.parent, _listed(written.parent)
+    body = plain(about, "checkpoint")
+    said = {"format": FORMAT, "version": VERSION, "sha256": seal(body), "body": body}
+    _write(written / ABOUT, json.dumps(said, indent=1))
+    _sync(written)
+    name, again = _name(step), 0
+    while (folder / name).exists():  # the same step once more: a run that began before it
+        again += 1
+        name = f"{_name(step)}.{again}"
+    os.rename(written, folder / name)
+    _sync(folder)
+    fresh = folder / f"{_SCRATCH}{LATEST}"
+    _write(fresh, "\n".join([name, *before][:KEPT]) + "\n")
+    os.replace(fresh, folder / LATEST)
+    _sync(folder)
+    sweep(folder)
+    return folder / name
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _write(file: Path, text: str) -> None:
+    with open(file, "w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """The folder's own entries reach the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,115 @@
+"""Bytes that a micro-batch's forward leaves for its backward, part by part, as formulas.
+
+Kept by one block, in elements, as autograd keeps them in paralab/model.py: input of norm1, of qkv,
+of proj (with x = b s h each: 3x), q, k and v (3x), input of norm2 and of up (2x), input of GELU
+(4x), input of down (4x): 16 x; the softmax's result, a b s^2; two norms' mean and deviation, 4 b s.
+Korthikanti+ 2022 (arXiv:2205.05198, eq. 1) write s b h (34 + 5 a s/h) bytes: the same 16 tensors
+at 2 bytes each and 2 for two dropout masks; the softmax's result, its dropped copy and that mask.
+Fused attention keeps one number per row of the scores, in 4 bytes, in their place. (With dropout
+torch has no fused kernel on a CPU, and keeps at least what "explicit" does.)
+
+What is recomputed (parallel/recompute.py) is not kept: with "full" a block keeps its input, x; with
+"selective" the same 16 x without scores (qkv's result in place of q, k and v). What a block then
+needs while its backward runs is `recomputed_bytes`, for one block at a time.
+"""
+
+from __future__ import annotations
+
+from paralab.spec import BYTES_PER_ELEMENT, ModelSpec
+from paralab.theory.formulas import forward_parts, sizes
+
+GENERATOR_STATE = 5056  # bytes of torch's CPU generator: to draw the same dropout masks again
+
+
+def block_activation_bytes(
+    model: ModelSpec, batch: int, *, mask_bytes: int | None = None, recompute: str = "none",
+    precision: str = "fp32",
+) -> int:  # fmt: skip
+    """Bytes that one block keeps for the backward of ``batch`` samples.
+
+    mask_bytes  of a dropped element: torch keeps one as wide as the element on a CPU (default), and
+                1 on a GPU, as the paper counts
+    """
+    x, scores = sizes(model, batch)
+    tokens, item = batch * model.seq_len, BYTES_PER_ELEMENT[precision]
+    mask_bytes = item if mask_bytes is None else mask_bytes
+    state = GENERATOR_STATE if model.dropout else 0
+    if recompute == "full":
+        return item * x + state
+    kept = item * (16 * x + 4 * tokens) + (2 * mask_bytes * x if model.dropout else 0)
+    if recompute == "selective":
+        return kept + state
+    if model.attention == "sdpa":
+        return kept + 4 * model.heads * tokens
+    if batch == 1:
+        # One sample's k and v need no copy to be multiplied: they keep the projection's whole
+        # result.
+        kept += item * x
+    return kept + _scores_bytes(model, scores, item, mask_bytes)
+
+
+def _scores_bytes(model: ModelSpec, scores: int, item: int, mask_bytes: int) -> int:
+    """The softmax's result; where it is dropped, the dropped copy and the mask too."""
+    return scores * (item + (item + mask_bytes if model.dropout else 0))
+
+
+def recomputed_bytes(
+    model: ModelSpec, batch: int, *, recompute: str, mask_bytes: int | None = None,
+    precision: str = "fp32",
+) -> int:  # fmt: skip
+    """Bytes that the backward of one block adds to those it kept, once its part is recomputed."""
+    if recompute == "none":
+        return 0
+    x, scores = sizes(model, batch)
+    item = BYTES_PER_ELEMENT[precision]
+    if recompute == "full":  # all but the input, which is there
+        whole = block_activation_bytes(model, batch, mask_bytes=mask_bytes, precision=precision)
+        return whole - item * x
+    if model.attention == "sdpa":
+        return 4 * model.heads * batch * model.seq_len
+    mask_bytes = item if mask_bytes is None else mask_bytes
+    copies = x if batch == 1 else 3 * x
+    return item * copies + _scores_bytes(model, scores, item, mask_bytes)
+
+
+def activation_bytes(
+    model: ModelSpec, batch: int, *, mask_bytes: int | None = None, recompute: str = "none",
+    precision: str = "fp32",
+) -> int:  # fmt: skip
+    """Bytes that the whole model keeps for the backward of one micro-batch of ``batch`` samples."""
+    settings = {"mask_bytes": mask_bytes, "recompute": recompute, "precision": precision}
+    parts = forward_parts(model, batch)
+    return sum(part_activation_bytes(model, part, batch, **settings) for part in parts)
+
+
+def part_activation_bytes(
+    model: ModelSpec, part: str, batch: int, *, mask_bytes: int | None = None,
+    recompute: str = "none", precision: str = "fp32",
+) -> int:  # fmt: skip
+    """What one part keeps: "embedding", "blocks.0" ... or "head".
+
+    The head adds the input and the result of its norm (2x), mean and deviation, and the
+    log-probabilities (b s V, always of 4 bytes); the embedding the token and position indices (8
+    bytes each) and its dropout mask.
+    """
+    x, _ = sizes(model, batch)
+    tokens, item = batch * model.seq_len, BYTES_PER_ELEMENT[precision]
+    if part == "head":
+        return item * (2 * x + 2 * tokens) + 4 * tokens * model.vocab
+    if part == "embedding":
+        mask = item if mask_bytes is None else mask_bytes
+        return 8 * (2 * tokens + model.seq_len) + (mask * x if model.dropout else 0)
+    return block_activation_bytes(
+        model, batch, mask_bytes=mask_bytes, recompute=recompute, precision=precision
+    )
+
+
+def put_aside_bytes(model: ModelSpec, part: str, batch: int) -> int:
+    """What a part keeps between the input and the weight half of a backward.
+
+    Input and output gradient of every linear layer: 7x and 9x in a block, x and b s V in the head.
+    """
+    x, _ = sizes(model, batch)
+    if part == "head":
+        return 4 * (x + batch * model.seq_len * model.vocab)
+    return 0 if part == "embedding" else 4 * 16 * x

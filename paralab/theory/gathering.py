@@ -1,0 +1,102 @@
+"""Which of ZeRO-3's units are gathered when: the order of events of parallel/zero.Stage3.
+
+Without tensors, so that the prediction of traffic (predict_zero.py) and of memory (memory_zero.py)
+go through the same events as a run:
+
+    gather  the unit's all-gather is launched, its buffer has all its bytes from here on
+    wait    the next to compute needs it
+    free    the buffer is given back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from paralab.parallel.buckets import Unit
+from paralab.spec import ModelSpec
+
+
+class Event(NamedTuple):
+    """What happens to unit number ``unit``: "gather", "wait" or "free"."""
+
+    what: str
+    unit: int
+
+
+class Gathering:
+    """The units of one rank that are gathered, ``here``, as its parts compute.
+
+    stages    {stage: its parts} of the rank
+    prefetch  units that may be gathered ahead of those in use
+    """
+
+    def __init__(
+        self, model: ModelSpec, stages: Mapping[int, Sequence[str]], units: Sequence[Unit],
+        prefetch: int,
+    ) -> None:  # fmt: skip
+        self.prefetch = prefetch
+        self.here: dict[int, bool] = {}  # unit -> whether somebody has waited for it
+        self.needs: dict[str, list[int]] = {}
+        self.backwards = parts_with_backward(model, stages)
+        for parts in stages.values():
+            for part in parts:
+                tied = part == "head" and model.tied and "embedding" in parts
+                shared = {"embedding.token.weight"} if tied else set()
+                self.needs[part] = [
+                    number for number, unit in enumerate(units)
+                    if unit.part == part or shared & set(unit.names)
+                ]  # fmt: skip
+
+    def forward(self, parts: Sequence[str], at: int) -> list[Event]:
+        """Part number ``at`` of a stage is about to compute."""
+        return self._enter(parts[at:])
+
+    def leave(self, parts: Sequence[str], at: int) -> list[Event]:
+        """It has computed."""
+        later = self._units(parts[at + 1 :])
+        return self.release([unit for unit in self.needs[parts[at]] if unit not in later])
+
+    def backward(self, parts: Sequence[str], at: int) -> list[Event]:
+        """Its backward is about to begin."""
+        order = [part for part in parts[: at + 1] if part in self.backwards][::-1]
+        wanted = self._units(order)
+        freed = self.release([unit for unit in self.here if unit not in wanted])
+        return freed + self._enter(order)
+
+    def release(self, units: Sequence[int]) -> list[Event]:
+        """Nobody needs these any more; what is still on its way is waited for first."""
+        events = []
+        for unit in units:
+            if unit in self.here:
+                arrived = self.here.pop(unit)
+                events += [] if arrived else [Event("wait", unit)]
+                events.append(Event("free", unit))
+        return events
+
+    def _units(self, parts: Sequence[str]) -> list[int]:
+        return list(dict.fromkeys(unit for part in parts for unit in self.needs[part]))
+
+    def _enter(self, parts: Sequence[str]) -> list[Event]:
+        """The first of ``parts`` is about to compute, the others follow."""
+        units, now = self._units(parts), len(self.needs[parts[0]])
+        events = [Event("gather", u) for u in units[: now + self.prefetch] if u not in self.here]
+        self.here.update((event.unit, False) for event in events)
+        events += [Event("wait", unit) for unit in units[:now] if not self.here[unit]]
+        self.here.update((unit, True) for unit in units[:now])
+        return events
+
+
+def parts_with_backward(model: ModelSpec, stages: Mapping[int, Sequence[str]]) -> set[str]:
+    """Parts that a gradient flows through: those of which, or below which, something trains."""
+    found: set[str] = set()
+    for stage, parts in stages.items():
+        trains = stage > 0  # what a pipeline sends on has a gradient
+        for part in parts:
+            trains = trains or any(
+                model.trainable(name)
+                for name in model.parameter_shapes()
+                if name.startswith(f"{part}.")
+            )
+            found.update([part] if trains else [])
+    return found

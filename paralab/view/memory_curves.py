@@ -1,0 +1,171 @@
+"""The memory table of a report as curves: what a rank had on its device, sample by sample.
+
+A sample is a state of all categories at one moment; it holds until the next one. Phases of the step
+come from the spans. Bytes, and seconds from the start of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paralab.checks import illegal, whole
+from paralab.records.tables import COMPUTE_KINDS
+from paralab.view import theme
+
+if TYPE_CHECKING:
+    from paralab.report import Report
+
+PHASES = (*COMPUTE_KINDS, "optimizer")
+
+
+class Phase(NamedTuple):
+    """A stretch of the step in which a rank did work of one kind, seconds from the step's start."""
+
+    kind: str
+    start: float
+    end: float
+
+
+class Curve(NamedTuple):
+    """What one rank had on its device in one step.
+
+    times     seconds from the step's start
+    samples   {category: bytes} at each, every category of the curve in each; totals: their sums
+    length    of the step, seconds
+    sparse    moments of a prediction, not samples of all that happened
+    """
+
+    report: Report
+    rank: int
+    step: int
+    times: list[float]
+    samples: list[dict[str, int]]
+    totals: list[int]
+    phases: list[Phase]
+    length: float
+    sparse: bool
+
+    @property
+    def peak_at(self) -> int:
+        """The sample with the most bytes, the first of equals."""
+        return max(range(len(self.samples)), key=lambda i: (self.totals[i], -i))
+
+    @property
+    def peak(self) -> int:
+        return self.totals[self.peak_at]
+
+    @property
+    def largest(self) -> tuple[str, float]:
+        """The category with most bytes at the peak, and its share."""
+        sample = self.samples[self.peak_at]
+        name = max(sample, key=lambda category: sample[category])
+        return name, sample[name] / self.peak if self.peak else 0.0
+
+    def phase(self, index: int) -> str:
+        """ "in backward", "after backward": where a sample lies."""
+        time, before = self.times[index], ""
+        for phase in self.phases:  # a sample at the border of two ends the first
+            if phase.start < time <= phase.end:
+                return f"in {phase.kind.replace('_', ' ')}"
+            if phase.end < time:
+                before = f"after {phase.kind.replace('_', ' ')}"
+        return before or "before forward"
+
+
+# ---- reading -------------------------------------------------------------------------------------
+def curves(
+    report: Report, *, ranks: Sequence[int] | None = None, step: int | None = None
+) -> list[Curve]:
+    """The memory of ``ranks`` (default all that were sampled) in ``step``.
+
+    The default step is the one with the highest peak. Raises ValueError if nothing was sampled, or
+    naming a rank or step that was not.
+    """
+    table = report.memory[report.memory["tier"] == "device"]
+    if table.empty:
+        raise illegal("report", report, "no memory was sampled in it",
+                      "what pl.run(...) or pl.predict(...) returned for a model")  # fmt: skip
+    table = _chosen(table, "rank", ranks)
+    table = _chosen(table, "step", None if step is None else [step])
+    found: dict[tuple[int, int], tuple[list[float], list[dict[str, int]]]] = {}
+    columns = (table[c].tolist() for c in ("rank", "step", "time", "category", "bytes"))
+    for rank, at, time, category, count in zip(*columns, strict=True):
+        times, samples = found.setdefault((rank, at), ([], []))
+        if not times or time != times[-1] or category in samples[-1]:
+            times.append(time)
+            samples.append({})
+        samples[-1][category] = count
+    if step is None:
+        step = max(found, key=lambda key: (max(sum(s.values()) for s in found[key][1]), -key[1]))[1]
+    return [_curve(report, rank, step, *found[rank, at])
+            for rank, at in sorted(found) if at == step]  # fmt: skip
+
+
+def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
+    if wanted is None:
+        return table
+    there = sorted(set(table[column].tolist()))
+    for value in wanted:
+        if whole(column, value, at_least=0) not in there:
+            raise illegal(column, value, "no memory was sampled there", ", ".join(map(str, there)))
+    return table[table[column].isin(list(wanted))]
+
+
+def _curve(
+    report: Report, rank: int, step: int, times: list[float], samples: list[dict[str, int]]
+) -> Curve:
+    names = [c for c in theme.CATEGORY_COLOUR if any(c in sample for sample in samples)]
+    unknown = sorted({c for sample in samples for c in sample} - set(names))
+    rows = [{c: sample.get(c, 0) for c in (*names, *unknown)} for sample in samples]
+    spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == step)]
+    own = report.steps[(report.steps["rank"] == rank) & (report.steps["step"] == step)]
+    zero = float(own["start"].min()) if len(own) else times[0]
+    end = float(own["end"].max()) if len(own) else times[-1]
+    order = sorted(range(len(times)), key=times.__getitem__)
+    rows = [rows[i] for i in order]
+    return Curve(
+        report, rank, step, [times[i] - zero for i in order], rows,
+        [sum(row.values()) for row in rows], _phases(spans, zero),
+        max(end, times[order[-1]]) - zero, report.clock == "predicted",
+    )  # fmt: skip
+
+
+def _phases(spans: Any, zero: float) -> list[Phase]:
+    """Work of a kind that follows work of its kind is one phase, whatever was waited between."""
+    spans = spans[(spans["lane"] == "compute") & spans["kind"].isin(PHASES)].sort_values("start")
+    merged: list[Phase] = []
+    columns = (spans[c].tolist() for c in ("kind", "start", "end"))
+    for kind, start, end in zip(*columns, strict=True):
+        if merged and merged[-1].kind == kind:
+            merged[-1] = merged[-1]._replace(end=max(merged[-1].end, end - zero))
+        else:
+            merged.append(Phase(kind, start - zero, end - zero))
+    return merged
+
+
+def fullest(report: Report) -> Curve:
+    """The curve of the rank with the highest peak, in the step that has it."""
+    return max(curves(report), key=lambda curve: (curve.peak, -curve.rank))
+
+
+def thinned(totals: Sequence[int], most: int) -> list[int]:
+    """Indices of at most about ``most`` samples: of every stretch first, highest and lowest."""
+    count = len(totals)
+    if count <= most:
+        return list(range(count))
+    size = -(-count // max(1, most // 3))
+    kept = {count - 1}
+    for low in range(0, count, size):
+        part = range(low, min(low + size, count))
+        kept |= {low, max(part, key=totals.__getitem__), min(part, key=totals.__getitem__)}
+    return sorted(kept)
+
+
+def capacity(report: Report) -> tuple[str, int] | None:
+    """What the device holds: the run's own limit, or the memory that its cluster states."""
+    if limit := report.meta.get("memory_limit"):
+        return "memory limit", int(limit)
+    if report.cluster is not None and report.cluster.memory:
+        return f"memory of {report.cluster.name}", report.cluster.memory
+    return None

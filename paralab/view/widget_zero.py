@@ -1,0 +1,234 @@
+"""ZeRO with sliders: what every stage keeps on a device, what it sends for that, the real thing.
+
+Left the peak of a step by category, of all four stages; right what a rank sends per step. Both are
+formulas of this very program (theory/memory.py, theory/zero.py) with its padding, at once and for
+any number of devices. «Run it» trains on one real process per device under the chosen stage; its
+ledger's peak and its counted bytes then stand below the prediction.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from paralab.checks import illegal
+from paralab.parallel.buckets import units
+from paralab.report import Report
+from paralab.spec import BYTES_PER_ELEMENT, Cluster, ModelSpec, Plan
+from paralab.theory import memory, zero
+from paralab.view import theme
+from paralab.view.chart import Chart
+from paralab.view.memory_curves import fullest
+from paralab.view.widget_bench import Bench, Progress
+from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.zero_bars import memory_and_traffic, table
+
+STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+RANKS = (1, 2, 3, 4, 8, 16, 64)
+MOST_RANKS = 8  # real processes; more devices are for theory
+MICROBATCHES = (1, 2, 3, 4, 8)
+HIDDEN = (64, 96, 128, 192, 256, 384)
+MODEL = ModelSpec(layers=8, hidden=128, heads=4, seq_len=64)  # one block in eight is gathered
+PLAN = Plan(dp=4, zero_stage=2, microbatches=2, microbatch_size=1, bucket_bytes=2**18)
+STEPS = 4
+STATES = ("parameters", "gradients", "optimizer", "master", "moments")
+
+
+class Zero(Bench):
+    """Stage, devices N, micro-batches m, hidden size, precision, recomputation.
+
+    model  where the hidden size starts, and all else about the model; default: 8 layers
+    plan   where the other knobs start; its bucket_bytes, prefetch and microbatch_size are used
+    """
+
+    name = "zero"
+
+    def __init__(self, model: ModelSpec | None = None, plan: Plan | None = None) -> None:
+        self.model, self.plan = MODEL if model is None else model, PLAN if plan is None else plan
+        if not isinstance(self.model, ModelSpec):
+            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...) or None")
+        if self.model.frozen:
+            raise illegal("frozen", self.model.frozen, "this widget's formulas are of a model that "
+                          "is trained whole", "()")  # fmt: skip
+        if not isinstance(self.plan, Plan):
+            raise illegal("plan", plan, "not a plan", "a pl.Plan(...) or None")
+        if self.plan.pp > 1:
+            raise illegal("pp", self.plan.pp, "this widget is about data parallelism", "1")
+        at = self.plan
+        super().__init__({
+            "stage": Knob(label="stage", value=at.zero_stage, buttons=True,
+                          options=[(name, stage) for stage, name in STAGES.items()]),
+            "ranks": _slider("devices N", RANKS, at.dp, "{} device"),
+            "microbatches": _slider("micro-batches", MICROBATCHES, at.microbatches,
+                                    "{} micro-batch", "es"),
+            "hidden": _slider("hidden size", HIDDEN, self.model.hidden, "hidden {}", ""),
+            "precision": Knob(label="precision", value=at.precision, buttons=True,
+                              options=[("fp32", "fp32"), ("bf16, mixed", "bf16"),
+                                       ("fp16, mixed", "fp16")]),
+            "recompute": Knob(label="recompute", value=at.recompute, buttons=True,
+                              options=[(f"{kind} recomputed" if kind != "none" else "all kept",
+                                        kind) for kind in ("none", "selective", "full")]),
+        })  # fmt: skip
+
+    # ---- settings as descriptions --------------------------------------------------------------
+    def model_of(self, knobs: dict[str, Any]) -> ModelSpec:
+        """The model that these settings mean; heads stay as wide as they are."""
+        width = self.model.hidden // self.model.heads
+        heads = max(1, knobs["hidden"] // width)
+        heads = next(n for n in range(heads, 0, -1) if knobs["hidden"] % n == 0)
+        return self.model.replace(hidden=knobs["hidden"], heads=heads)
+
+    def plan_of(self, knobs: dict[str, Any], stage: int | None = None) -> Plan:
+        """The plan that these settings mean, with this stage or the chosen one."""
+        return self.plan.replace(
+            dp=knobs["ranks"], microbatches=knobs["microbatches"], precision=knobs["precision"],
+            recompute=knobs["recompute"], shard=None, grad_sync="overlapped",
+            zero_stage=knobs["stage"] if stage is None else stage,
+        )  # fmt: skip
+
+    def bytes_of(self, knobs: dict[str, Any], stage: int) -> dict[str, int]:
+        """{category: bytes} at the fuller of a step's two moments, on every device."""
+        found = memory.moments(self.model_of(knobs), self.plan_of(knobs, stage))
+        return max(found.values(), key=lambda parts: sum(parts.values()))
+
+    def sent_of(self, knobs: dict[str, Any], stage: int) -> int:
+        """Bytes that each device sends per step, padding included."""
+        model, plan = self.model_of(knobs), self.plan_of(knobs, stage)
+        item = BYTES_PER_ELEMENT[plan.precision]
+        if stage:
+            sizes = memory.rank_sizes(model, plan)
+            padded = sum(unit.numel for unit in units(sizes, model, plan))
+        else:
+            buckets = memory.gradient_buckets(model, plan)
+            padded = sum(size for _, size in buckets) // item or model.num_params
+        return round(item * zero.elements_sent(padded, plan.dp, stage, plan.microbatches))
+
+    # ---- the bench ------------------------------------------------------------------------------
+    def _steady(self, chart: Chart) -> Chart:
+        return chart  # bytes grow fast here: the axis has to follow
+
+    def _predict(self, knobs: dict[str, Any]) -> Sketch:
+        self.plan_of(knobs).validate(self.model_of(knobs))
+        return Sketch(chart=self._bars(knobs), rows=self._predicted(knobs))
+
+    def _measure(
+        self, knobs: dict[str, Any], *, stop: threading.Event, progress: Progress
+    ) -> Report:
+        from paralab.experiment import run
+
+        n, model, plan = knobs["ranks"], self.model_of(knobs), self.plan_of(knobs)
+        if n > MOST_RANKS:
+            raise illegal("ranks", n, "real processes on one machine: they would only wait for one "
+                          "another", f"up to {MOST_RANKS}; the prediction holds for any number"
+                          )  # fmt: skip
+        need, there = n * sum(self.bytes_of(knobs, plan.zero_stage).values()), Cluster.local()
+        if need > there.memory // 2:
+            raise ValueError(
+                f"{n} ranks need {theme.scaled(need, 'B')}, and this machine has "
+                f"{theme.scaled(there.memory, 'B')}: fewer devices or a smaller hidden size would "
+                "fit"
+            )
+        return run(model, plan, steps=STEPS, progress=progress, stop=stop)
+
+    def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
+        kept, sent = _measured(found)
+        peak, foreseen = sum(kept.values()), sum(self.bytes_of(knobs, knobs["stage"]).values())
+        exact = sent == self.sent_of(knobs, knobs["stage"])
+        return Sketch(
+            chart=self._bars(knobs, found),
+            rows=[*self._predicted(knobs), _row(f"{STAGES[knobs['stage']]}, measured", kept, sent)],
+            said=f"Done, {_count(knobs['ranks'], 'real process', 'es')}: the peak is "
+            f"{theme.scaled(peak, 'B')}, the formula says {theme.scaled(foreseen, 'B')} (workspace "
+            "is not in it); bytes sent "
+            + ("are as predicted, every one." if exact else f"are {theme.scaled(sent, 'B')}."),
+        )
+
+    def _hint(self, knobs: dict[str, Any]) -> str:
+        if knobs["ranks"] > MOST_RANKS:
+            return f"«Run it» takes up to {MOST_RANKS} devices."
+        return f"«Run it» trains on {_count(knobs['ranks'], 'real process', 'es')}."
+
+    def _starting(self, knobs: dict[str, Any]) -> str:
+        return f"starting {_count(knobs['ranks'], 'process', 'es')} …"
+
+    # ---- what is shown --------------------------------------------------------------------------
+    def _predicted(self, knobs: dict[str, Any]) -> list[dict[str, str]]:
+        """A row for plain data parallelism and one for the chosen stage."""
+        rows, model = [], self.model_of(knobs)
+        for stage in sorted({0, knobs["stage"]}):
+            states = memory.state_bytes(model, self.plan_of(knobs, stage))
+            each = sum(states.get(name, 0) for name in STATES) / model.num_params
+            times = zero.volume(stage, knobs["microbatches"]) if knobs["ranks"] > 1 else 0
+            rows.append(_row(
+                f"{STAGES[stage]}, predicted", self.bytes_of(knobs, stage),
+                self.sent_of(knobs, stage), f"{each:.2f}", f"{times} Ψ(N−1)/N" if times else "0",
+            ))  # fmt: skip
+        return rows
+
+    def _bars(self, knobs: dict[str, Any], found: Report | None = None) -> Chart:
+        """The four stages, the chosen one in full colour, below it what a run measured."""
+        bars, sent, chosen = {}, {}, [STAGES[knobs["stage"]]]
+        for stage, name in STAGES.items():
+            bars[name], sent[name] = self.bytes_of(knobs, stage), self.sent_of(knobs, stage)
+            if found is not None and [name] == chosen:
+                bars["measured"], sent["measured"] = _measured(found)
+        clock = "predicted" if found is None else "predicted and measured"
+        psi = self.model_of(knobs).num_params
+        fig = memory_and_traffic(
+            bars, sent, bright=[*chosen, "measured"], title=self._finding(knobs),
+            below=f"{clock}, per device and step · 1 MB = 10<sup>6</sup> bytes · Ψ = {psi:,}",
+        )  # fmt: skip
+        return fig.explained(
+            f"ZeRO on {_count(knobs['ranks'], 'device')}, {clock}: {len(bars)} bars by category",
+            table(bars, sent),
+        )
+
+    def _finding(self, knobs: dict[str, Any]) -> str:
+        stage = knobs["stage"]
+        peaks = {s: sum(self.bytes_of(knobs, s).values()) for s in (0, stage)}
+        said = f"{STAGES[stage]} on {_count(knobs['ranks'], 'device')}: "
+        if stage == 0:
+            return f"{said}{theme.scaled(peaks[0], 'B')} on each, everything on every one"
+        said += f"{100 * peaks[stage] / peaks[0]:.0f} % of the memory of plain DP"
+        before, now = self.sent_of(knobs, 0), self.sent_of(knobs, stage)
+        if not before:
+            return f"{said}, nobody to share with"
+        times = now / before
+        return f"{said} for {'the same' if abs(times - 1) < 0.01 else f'{times:.2g} times the'} " \
+            "traffic"  # fmt: skip
+
+
+def _measured(found: Report) -> tuple[dict[str, int], int]:
+    """({category: bytes} at the worst sample of the fullest rank, bytes a rank sends per step)."""
+    curve = fullest(found)
+    return curve.samples[curve.peak_at], round(float(found.traffic()["bytes"].max()))
+
+
+def _row(
+    name: str, kept: dict[str, int], sent: int, each: str = "", formula: str = ""
+) -> dict[str, str]:  # fmt: skip
+    states = sum(kept.get(category, 0) for category in STATES)
+    rest = sum(kept.values()) - states - kept.get("activations", 0) - kept.get("buffers", 0)
+    return {
+        "at the peak": name,
+        "model states": theme.scaled(states, "B"),
+        "bytes per Ψ": each,
+        "activations": theme.scaled(kept.get("activations", 0), "B"),
+        "buffers": theme.scaled(kept.get("buffers", 0), "B"),
+        "rest": theme.scaled(rest, "B"),
+        "in all": theme.scaled(sum(kept.values()), "B"),
+        "sent": theme.scaled(sent, "B"),
+        "that is": formula,
+    }
+
+
+def _slider(
+    label: str, usual: tuple[int, ...], value: int, text: str, plural: str = "s"
+) -> Knob:  # fmt: skip
+    return Knob(label=label, value=value,
+                options=[(text.format(n) + plural * (n != 1), n)
+                         for n in sorted({*usual, value})])  # fmt: skip
+
+
+def _count(n: int, what: str, plural: str = "s") -> str:
+    return f"{n} {what}{plural if n != 1 else ''}"

@@ -1,0 +1,357 @@
+"""Checkpoints: what one plan saved any other goes on with, and no failure loses the last good one.
+
+What being killed at any moment does is in test_checkpoint_killed.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paralab as pl
+from equality import worst
+from paralab import cli
+from paralab.launch import launch_program
+from paralab.records import checkpoints
+
+ROOT = Path(__file__).resolve().parent.parent
+# AdamW divides by the root of a mean square: where a gradient is next to nothing, the order of
+# additions decides which way its weight goes. Over the few steps here; SGD needs no such allowance.
+ADAMW_TOLERANCE = 2e-3
+
+PLANS = {
+    "one device": pl.Plan(microbatches=4),
+    "dp=2": pl.Plan(dp=2, microbatches=2),
+    "dp=3": pl.Plan(dp=3, microbatches=2),
+    "pp=2": pl.Plan(pp=2, microbatches=4),
+    "interleaved": pl.Plan(pp=2, virtual_stages=2, schedule="interleaved", microbatches=4),
+    "zero 1": pl.Plan(dp=2, zero_stage=1, microbatches=2),
+    "zero 2": pl.Plan(dp=3, zero_stage=2, microbatches=2, bucket_bytes=20_000),
+    "zero 3": pl.Plan(dp=4, zero_stage=3),
+    "hsdp": pl.Plan(dp=4, zero_stage=3, shard=2),
+    "zero 1, pp=2": pl.Plan(dp=2, pp=2, zero_stage=1, microbatches=2),
+    "zero 3, pp=2": pl.Plan(dp=2, pp=2, zero_stage=3, microbatches=2),
+}
+
+
+@pytest.fixture(scope="module")
+def deep() -> pl.ModelSpec:
+    """Four blocks, for interleaved stages; sizes that 3 ranks do not divide; dropout."""
+    return pl.ModelSpec(layers=4, hidden=20, heads=2, seq_len=12, vocab=257, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def saved(run, deep, tmp_path_factory) -> Path:
+    """A folder with the checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(deep, PLANS["dp=2"], steps=2, save=folder, save_every=1)
+    return folder
+
+
+def copy_of(folder: Path, into: Path) -> Path:
+    return Path(shutil.copytree(folder, into / "copy"))
+
+
+def latest(folder: Path) -> Path:
+    return checkpoints.find(folder).folder
+
+
+# ---- going on -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, deep, tmp_path, optimizer):
+    plan, same = PLANS["dp=2"], {"optimizer": optimizer, "keep_state": True, "clip_norm": 1.0}
+    whole = run(deep, plan, steps=4, **same)
+    first = run(deep, plan, steps=2, save=tmp_path, **same)
+    second = run(deep, plan, steps=2, resume=tmp_path, **same)
+    assert first.losses + second.losses == whole.losses
+    assert second.meta["first_step"] == 2 and whole.meta["first_step"] == 0
+    assert worst(whole.weights, second.weights)[0] == 0.0
+    assert worst(whole.gradients, second.gradients)[0] == 0.0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_mixed_precision_master_weights_and_loss_scale_go_on_too(run, deep, tmp_path, precision):
+    plan = pl.Plan(dp=2, zero_stage=2, precision=precision, microbatches=2)
+    whole = run(deep, plan, steps=4, keep_state=True)
+    first = run(deep, plan, steps=2, save=tmp_path)
+    second = run(deep, plan, steps=2, resume=tmp_path, save=tmp_path, keep_state=True)
+    assert first.losses + second.losses == whole.losses
+    assert worst(whole.weights, second.weights)[0] == 0.0
+    scale = {"loss_scale.value": 2.0**16, "loss_scale.good_steps": 4.0}
+    scale = scale if precision == "fp16" else {}
+    assert checkpoints.find(tmp_path).counters == {"optimizer_steps": 4.0, **scale}
+    masters = tmp_path / "step-00000002"
+    plain = run(deep, PLANS["dp=2"], steps=1, resume=masters)  # fp32 goes on from them
+    assert plain.losses == pytest.approx(whole.losses[2:3], rel=1e-2)
+
+
+def test_a_training_changes_its_plan_at_every_stop_and_stays_the_same(run, deep, tmp_path):
+    whole = run(deep, PLANS["one device"], steps=5, keep_state=True)
+    losses: list[float] = []
+    for name in ("dp=2", "pp=2", "zero 3", "zero 1", "zero 3, pp=2"):
+        folder = tmp_path if losses else None
+        part = run(deep, PLANS[name], steps=1, save=tmp_path, resume=folder, keep_state=True)
+        losses += part.losses
+    assert losses == pytest.approx(whole.losses, rel=1e-5)
+    gap, name = worst(whole.weights, part.weights)
+    assert gap < ADAMW_TOLERANCE, name
+
+
+def _restored(context: Any, model: pl.ModelSpec, plan: pl.Plan, folder: str) -> dict[str, Any]:
+    """In a rank: what a trainer under ``plan`` has after loading."""
+    from paralab import checkpoint
+    from paralab.pieces import counters, pieces
+    from paralab.train import Trainer
+
+    trainer = Trainer(context, model, plan)
+    checkpoint.load(trainer, folder)
+    tensors = [(kind, piece.name, piece.start, np.array(values))
+               for piece in pieces(trainer)
+               for kind, values in {"weight": piece.weight, **piece.state}.items()]  # fmt: skip
+    used = {} if plan.zero_stage == 3 else {
+        "embedding.token.weight" if model.tied and name == "head.output.weight" else name:
+        p.detach().numpy() for name, p in trainer.named.items()}  # fmt: skip
+    return {"pieces": tensors, "used": used, "counters": counters(trainer)}
+
+
+def assembled(parts: list[dict[str, Any]], model: pl.ModelSpec) -> dict[str, np.ndarray]:
+    """Every tensor of the training's state, whole, from what the ranks keep; replicas agree."""
+    found: dict[str, np.ndarray] = {}
+    shapes = model.parameter_shapes()
+    for kind, name, start, values in (piece for part in parts for piece in part["pieces"]):
+        empty = np.full(math.prod(shapes[name]), np.nan)
+        there = found.setdefault(f"{kind}/{name}", empty)[start : start + len(values)]
+        assert np.isnan(there).all() or (there == values).all(), f"replicas of {name} differ"
+        there[:] = values
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_reads_every_bit_of_the_state(name, deep, saved):
+    one = launch_program(_restored, 1, (deep, pl.Plan(), str(saved)))
+    plan = PLANS[name]
+    parts = launch_program(_restored, plan.world_size, (deep, plan, str(saved)), strict=True)
+    expected, got = assembled(one, deep), assembled(parts, deep)
+    assert got.keys() == expected.keys() and len(got) == 3 * len(deep.parameter_shapes())
+    for tensor in expected:
+        assert np.array_equal(got[tensor], expected[tensor]), tensor  # NaN, not filled, is unequal
+    assert np.abs(expected["exp_avg/blocks.1.mlp.up.weight"]).max() > 0.0
+    used = [item for part in parts for item in part["used"].items()]
+    assert used or plan.zero_stage == 3  # there the model has nothing between two steps
+    for tensor, values in used:  # what the model computes with, not only what is kept
+        assert np.array_equal(values, one[0]["used"][tensor]), tensor
+    assert all(part["counters"] == {"optimizer_steps": 2.0} for part in parts)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_writes_all_of_it_once_and_shares_the_writing(name, run, deep, saved, tmp_path):
+    plan, psi = PLANS[name], deep.num_params
+    run(deep, plan, steps=1, save=tmp_path, resume=saved)
+    found = checkpoints.find(tmp_path)
+    assert found.step == 3 and found.model == deep and found.plan["pp"] == plan.pp
+    sizes = [size for file, (size, _) in found.files.items() if file.endswith(".distcp")]
+    assert len(sizes) == plan.world_size
+    # DCP writes each tensor as a file of its own would be: some 1.3 KB beside the values
+    tensors = 3 * len(deep.parameter_shapes()) * (1 if plan.zero_stage == 0 else 2)
+    assert 12 * psi < sum(sizes) < 12 * psi + 1600 * tensors
+    assert max(sizes) < 1.6 * sum(sizes) / plan.world_size
+
+
+def test_frozen_parameters_and_an_untied_head_travel_too(run, tmp_path):
+    model = pl.ModelSpec(layers=2, hidden=16, heads=2, seq_len=8, tied=False,
+                         frozen=("embedding", "blocks.0.mlp"))  # fmt: skip
+    whole = run(model, pl.Plan(dp=2), steps=3, keep_state=True)
+    run(model, pl.Plan(dp=2, zero_stage=3), steps=2, save=tmp_path)
+    rest = run(model, pl.Plan(dp=2), steps=1, resume=tmp_path, keep_state=True)
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+    assert worst(whole.weights, rest.weights)[0] < ADAMW_TOLERANCE
+
+
+def test_the_last_two_are_kept_and_every_so_many_steps_count_from_the_start(run, model, tmp_path):
+    plan = pl.Plan(dp=2)
+    run(model, plan, steps=5, save=tmp_path, save_every=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+    run(model, plan, steps=2, save=tmp_path, save_every=2, resume=tmp_path)
+    assert names(tmp_path) == ["step-00000006", "step-00000007"]
+    run(model, plan, steps=1, save=tmp_path, resume=tmp_path / "step-00000006")  # 7 once more
+    assert names(tmp_path) == ["step-00000007", "step-00000007.1"]
+    assert latest(tmp_path).name == "step-00000007.1"
+
+
+def names(folder: Path) -> list[str]:
+    """Everything in the folder but ``latest`` and the lock."""
+    return sorted(f.name for f in folder.iterdir() if f.name not in ("latest", ".lock"))
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+def test_what_is_no_checkpoint_is_refused_before_a_rank_starts(run, deep, tmp_path):
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "paralab.json").write_text('{"format": "another"}')
+    for path, said in (
+        ("nowhere", "there is no such folder"),
+        ("file", "is a file"),
+        ("empty", "no file 'latest' in it names a checkpoint"),
+        ("other", "paralab.json in it is not a checkpoint's"),
+    ):
+        with pytest.raises(ValueError, match=f"^resume=.*{said}.*; legal: "):
+            run(deep, resume=tmp_path / path)
+    with pytest.raises(ValueError, match="resume=3: not a path"):
+        run(deep, resume=3)
+
+
+def test_another_model_optimizer_or_seed_is_refused_saying_which(run, deep, saved):
+    for settings, said in (
+        ({"model": deep.replace(layers=2)}, "its model has layers=4, this one layers=2; legal: a "
+         "model with layers=4, or resume=None"),
+        ({"optimizer": "sgd"}, "trained with optimizer='adamw', whose state 'sgd' cannot go on"),
+        ({"seed": 7}, "trained with seed=0, which draws the batches that come next; this run has"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            run(settings.pop("model", deep), resume=saved, **settings)
+
+
+def test_a_file_cut_short_or_gone_is_named_and_the_one_before_still_works(
+    run, deep, saved, tmp_path
+):
+    folder = copy_of(saved, tmp_path)
+    victim = latest(folder) / "__1_0.distcp"
+    size = victim.stat().st_size
+    os.truncate(victim, size // 2)
+    with pytest.raises(ValueError, match=rf"__1_0.distcp'.* {size // 2} bytes, {size} were writ"):
+        run(deep, resume=folder)
+    victim.unlink()
+    with pytest.raises(ValueError, match="__1_0.distcp': the file is missing.*") as caught:
+        run(deep, resume=folder)
+    assert str(caught.value).endswith(f"or the checkpoint before it, {folder / 'step-00000001'}")
+    assert run(deep, steps=1, resume=folder / "step-00000001").meta["first_step"] == 1
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
+def test_a_changed_byte_is_found_by_the_ranks(run, deep, saved, tmp_path, file):
+    folder = copy_of(saved, tmp_path)
+    victim = latest(folder) / file
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{file}': its checksum does not fit.*; legal: "):
+        run(deep, PLANS["dp=2"], resume=folder)
+
+
+def test_a_damaged_description_is_refused(run, deep, saved, tmp_path):
+    folder = copy_of(saved, tmp_path)
+    about = latest(folder) / "paralab.json"
+    said = json.loads(about.read_text())
+    about.write_text(json.dumps({**said, "body": {**said["body"], "step": 3}}))
+    with pytest.raises(ValueError, match="its own checksum does not fit: the checkpoint is damag"):
+        run(deep, resume=folder)
+    about.write_text(json.dumps({**said, "version": 2}))
+    with pytest.raises(ValueError, match="written by a newer paralab; legal: update"):
+        run(deep, resume=folder)
+    about.write_text(about.read_text()[:100])
+    with pytest.raises(ValueError, match="paralab.json': it cannot be read"):
+        run(deep, resume=folder)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_a_rank_starts(run, deep, tmp_path):
+    (tmp_path / "file").write_text("text")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        with pytest.raises(ValueError, match="^save=.*cannot be written to .*; legal: a folder"):
+            run(deep, save=path)
+    with pytest.raises(ValueError, match="save_every=2: there is no folder to save into"):
+        run(deep, save_every=2)
+    with pytest.raises(ValueError, match="save_every=0: out of range"):
+        run(deep, save=tmp_path, save_every=0)
+
+
+def test_one_run_at_a_time_saves_into_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "LOCK_SECONDS", 0.1)
+    refused = pytest.raises(ValueError, match="another run saves there; legal: another folder")
+    with checkpoints.locked(tmp_path), refused, checkpoints.locked(tmp_path):
+        raise AssertionError("two runs in one folder")
+    with checkpoints.locked(tmp_path):
+        pass
+
+
+# ---- a full disk --------------------------------------------------------------------------------
+def _no_room(file: str) -> None:
+    """In a rank: from now on nothing of any size can be written; or paralab.json cannot."""
+    if file == "the tensors":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        return
+
+    def write(file: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    checkpoints._write = write
+
+
+@pytest.mark.parametrize(
+    ("full", "file", "said"),
+    [
+        (0, "the tensors", "rank 0: .*File too large"),
+        (1, "the tensors", "rank 1: .*File too large"),
+        (0, "paralab.json", "No space left on device.*paralab.json"),
+    ],
+)
+def test_a_disk_that_runs_full_leaves_the_checkpoint_before(
+    run, deep, saved, tmp_path, text, full, file, said
+):
+    folder = copy_of(saved, tmp_path)
+    before = checkpoints.find(folder)
+
+    def program(context: Any) -> Any:
+        from paralab.train import train
+
+        if context.rank == full:
+            _no_room(file)
+        return train(
+            context, deep, pl.Plan(dp=2), steps=1, keep_state=False, data=str(text),
+            save=str(folder), resume=str(before.folder), optimizer="adamw",
+        )  # fmt: skip
+
+    said = f"raised OSError: cannot save the checkpoint of step 3 into {folder}: .*{said}"
+    with pytest.raises(pl.RankError, match=said):
+        launch_program(program, 2)
+    assert checkpoints.find(folder) == before
+    assert names(folder) == ["step-00000001", "step-00000002"]
+    assert run(deep, PLANS["dp=2"], steps=1, resume=folder, save=folder).meta["first_step"] == 2
+
+
+# ---- where it is called from --------------------------------------------------------------------
+def test_the_callers_process_saves_and_resumes_without_torch(tmp_path):
+    script = f"""
+import sys, paralab as pl
+model = pl.ModelSpec(layers=1, hidden=8, heads=1, seq_len=8)
+for resume in (None, {str(tmp_path)!r}):
+    pl.run(model, pl.Plan(dp=2), steps=1, save={str(tmp_path)!r}, resume=resume, progress=False)
+print([m for m in sys.modules if m.partition(".")[0] == "torch"])
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+    assert latest(tmp_path).name == "step-00000002"
+
+
+def test_the_command_line_saves_and_resumes(tmp_path, capsys, text):
+    small = ["--layers", "1", "--hidden", "8", "--heads", "1", "--seq-len", "8", "--steps", "2"]
+    where = ["--data", str(text), "--checkpoint", str(tmp_path)]
+    assert cli.main(["run", *small, *where, "--save-every", "1"]) == 0
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert cli.main(["run", *small, *where, "--resume", str(tmp_path), "--dp", "2"]) == 0
+    assert latest(tmp_path).name == "step-00000004"
+    with pytest.raises(SystemExit):
+        cli.main(["run", *small, "--resume", str(tmp_path / "nowhere")])
+    assert "there is no such folder; legal: " in capsys.readouterr().err
