@@ -14,6 +14,8 @@ from paralab.launch import launch_program
 
 STEPS, LR = 2, 0.5
 DATA_PARALLEL, TRAIN = "paralab.parallel.data_parallel", "paralab.train"
+SIGNAL, BATCHES = "paralab.parallel.gradient_signal", "paralab.batches"
+ZERO = "paralab.parallel.zero"
 NAIVE_SYNC = "self.group.all_reduce(parameter.grad).wait()"
 FLAT_SYNC = "self.group.all_reduce(flat).wait()"
 LAUNCH = "self.pending.append(self.group.all_reduce(self.flat[self.next]))"
@@ -40,12 +42,20 @@ MUTANTS = {
     "overlapped: the last bucket stays": (
         "overlapped", DATA_PARALLEL, LAUNCH, "if self.next + 1 < len(self.flat): " + LAUNCH),
     "overlapped: sent before the last micro-batch": (
-        "overlapped", TRAIN, "[parameter] == self.microbatches", "[parameter] == 1"),
+        "overlapped", SIGNAL, "[parameter] == self.microbatches", "[parameter] == 1"),
     "no division by N": ("overlapped", TRAIN, SCALE, "loss / self.plan.microbatches"),
     "no division by the micro-batches": ("overlapped", TRAIN, SCALE, "loss / self.plan.dp"),
     "no division at all": ("naive", TRAIN, SCALE, "loss"),
     "every rank takes the first rank's micro-batches": (
-        "overlapped", TRAIN, "first = rank * plan.microbatches", "first = 0"),
+        "overlapped", BATCHES, "first = rank * plan.microbatches", "first = 0"),
+    "ZeRO-1: no all-gather": (1, ZERO, "[flat.gather() for flat in self.trained]", "[]"),
+    "ZeRO-1: the last reduce-scatters stay": (1, ZERO, "self.settle(keep=0)", "pass"),
+    "ZeRO-1: every rank owns the first part": (
+        1, ZERO, "self.own = self.full.chunk(group.size)[group.index]",
+        "self.own = self.full.chunk(group.size)[0]"),
+    "ZeRO-2: the last micro-batch alone": (
+        2, ZERO, "flat.own.grad += part", "flat.own.grad = part  #"),
+    "ZeRO-3: not gathered for backward": (3, ZERO, "output.register_hook(", "str("),
 }  # fmt: skip
 
 
@@ -60,6 +70,10 @@ def mutated_run(context, edit, model, plan, settings):
         source = inspect.getsource(module)
         assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}"
         exec(compile(source.replace(old, new), module.__file__, "exec"), module.__dict__)
+        importer = importlib.import_module(TRAIN)  # has what it took from there by its name
+        for known in set(vars(importer)).intersection(vars(module)) - {"__name__"}:
+            if getattr(vars(module)[known], "__module__", None) == name:
+                setattr(importer, known, vars(module)[known])
     from paralab.train import train
 
     return train(context, model, plan, **settings)
@@ -71,8 +85,9 @@ def check(model, text):
                 "seed": 0, "keep_state": True}  # fmt: skip
     expected = reference(model, microbatches=4, microbatch_size=2, steps=STEPS, lr=LR, data=text)
 
-    def run(form: str, edit: tuple | None) -> None:
-        plan = pl.Plan(dp=2, microbatches=2, microbatch_size=2, grad_sync=form, bucket_bytes=60_000)
+    def run(form: str | int, edit: tuple | None) -> None:
+        how = {"zero_stage": form} if isinstance(form, int) else {"grad_sync": form}
+        plan = pl.Plan(dp=2, microbatches=2, microbatch_size=2, bucket_bytes=60_000, **how)
         args = (edit, model, plan, settings)
         part = launch_program(mutated_run, 2, args, timeout=60, device="cpu")[0]
         assert_equal_state(expected, part)
@@ -80,7 +95,7 @@ def check(model, text):
     return run
 
 
-@pytest.mark.parametrize("form", ["naive", "bucketed", "overlapped"])
+@pytest.mark.parametrize("form", ["naive", "bucketed", "overlapped", 1, 2, 3])
 def test_the_unchanged_source_passes_the_same_check(check, form):
     check(form, None)
 

@@ -104,7 +104,7 @@ view.memory_charts(reports)
 
 # %%
 peaks = pd.DataFrame({name: report.peaks(rank=0).iloc[:, -1] for name, report in reports.items()})
-(peaks.fillna(0) / 1e6).round(2).add_suffix(" (MB)")
+(peaks / 1e6).round(2).add_suffix(" (MB)")
 
 # %%
 share = reports["ZeRO-3"].peak_memory / reports["data parallelism"].peak_memory

@@ -73,7 +73,7 @@ guess.reveal(round(report.peak_memory / 1e6))
 
 # %%
 rows = []
-for change, size in (({}, 8), ({}, 4), ({}, 16), ({"seq_len": 256}, 8), ({"seq_len": 64}, 8),
+for change, size in (({}, 8), ({}, 16), ({"seq_len": 256}, 8), ({"seq_len": 64}, 8),
                      ({"hidden": 256}, 8)):  # fmt: skip
     spec = model.replace(**change)
     peak = pl.run(spec, pl.Plan(microbatch_size=size), steps=1, progress=False).peaks()
@@ -148,7 +148,7 @@ def peaks(spec, plans):
     for name, plan in plans.items():
         run = pl.run(spec, plan, steps=1, progress=False)
         columns[name] = (run.peaks().iloc[:, -1] / 1e6).round(2)
-    return pd.DataFrame(columns).fillna(0)
+    return pd.DataFrame(columns)
 
 
 zero3 = pl.Plan(dp=2, zero_stage=3, microbatch_size=8, bucket_bytes=2**20)
@@ -165,13 +165,11 @@ peaks(model, {
 })  # fmt: skip
 
 # %% [markdown]
-# **2. The model is too small.** Sharing has costs of its own: padding, gradients under way,
-# gathered
+# **2. The model is too small.** Sharing has costs of its own: padding, gradients under way, gathered
 # parameters. For [230 thousand
-# parameters](https://github.com/Lightning-AI/pytorch-lightning/issues/6047) they are larger than
-# what is shared, and [plain data parallelism needs
-# less](https://github.com/pytorch/pytorch/issues/108976), or [stage 3 more than stage
-# 2](https://github.com/deepspeedai/DeepSpeed/issues/4305):
+# parameters](https://github.com/Lightning-AI/pytorch-lightning/issues/6047) they eat what is
+# shared: [plain data parallelism](https://github.com/pytorch/pytorch/issues/108976) is about as good, and
+# [stage 3 needs more than stage 2](https://github.com/deepspeedai/DeepSpeed/issues/4305):
 
 # %%
 tiny = pl.ModelSpec(layers=1, hidden=128, heads=4, seq_len=16)
@@ -188,7 +186,7 @@ peaks(tiny, {name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1) for name, n in
 # %%
 narrow = pl.ModelSpec(layers=12, hidden=128, heads=4, seq_len=16)
 ahead = pl.Plan(dp=4, zero_stage=3, microbatch_size=1)
-peaks(narrow, {f"{n} blocks ahead": ahead.replace(prefetch=n) for n in (0, 1, 4, 12)})
+peaks(narrow, {f"{n} blocks ahead": ahead.replace(prefetch=n) for n in (0, 1, 12)})
 
 # %% [markdown]
 # **4. The wrong number grew.** States are shared by the ranks that *share*: [the data-parallel
@@ -197,11 +195,11 @@ peaks(narrow, {f"{n} blocks ahead": ahead.replace(prefetch=n) for n in (0, 1, 4,
 # node, or with the ranks spent on another axis, more devices share nothing more:
 
 # %%
-inside = pl.Plan(dp=4, shard=2, zero_stage=3, microbatch_size=1)
+inside = pl.Plan(dp=2, shard=2, zero_stage=3, microbatch_size=1)
 peaks(narrow, {
-    "4 devices, 2 share": inside,
-    "8 devices, 2 share": inside.replace(dp=8),
-    "8 devices, 8 share": inside.replace(dp=8, shard=8),
+    "2 devices, 2 share": inside,
+    "4 devices, 2 share": inside.replace(dp=4),
+    "4 devices, 4 share": inside.replace(dp=4, shard=4),
 })  # fmt: skip
 
 # %% [markdown]

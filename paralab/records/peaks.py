@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
+from paralab.observe.samples import CATEGORIES
 from paralab.theory import memory as formulas
 
 if TYPE_CHECKING:
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 def peaks(report: Report, rank: int | None = None) -> pd.DataFrame:
     """What fills the device of ``rank`` (default: the worst rank) at its worst sample, in bytes.
 
-    One row per category and one "total". Columns: formula, what theory/memory.py says of the fuller
-    of a step's two moments, which has no workspace; and the report's clock. Formulas are of the
-    plan; there are none for a traced function, and the column is 0. Raises ValueError if memory was
-    not sampled.
+    One row per category, always in the same order, and one "total". Columns: formula, what
+    theory/memory.py says of the fuller of a step's two moments, which has no workspace; and the
+    report's clock. Formulas are of the plan; there are none for a traced function, and the column
+    is 0. Raises ValueError if memory was not sampled.
     """
     import pandas as pd
 
@@ -44,7 +45,8 @@ def peaks(report: Report, rank: int | None = None) -> pd.DataFrame:
             rank=int(worst[0]),
         )
         formula = max(moments.values(), key=lambda parts: sum(parts.values()))
-    names = [*held, *(name for name in formula if name not in held)]
+    known = [*held, *(name for name in formula if name not in held)]
+    names = [*CATEGORIES, *(name for name in known if name not in CATEGORIES)]
     table = pd.DataFrame(
         {
             "formula": [formula.get(name, 0) for name in names],
