@@ -9,6 +9,7 @@ Run under ``unshare -rn`` the counter is private to this program.
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import socket
 import struct
@@ -23,6 +24,7 @@ OPS = (
     *("ring_reduce_scatter", "ring_all_gather", "ring_all_reduce", "tree_all_reduce"),
 )
 MODEL = pl.ModelSpec(layers=2, hidden=256, heads=4, seq_len=16)
+STAGES = {f"training step, ZeRO stage {stage}": stage for stage in range(4)}
 
 
 def program(context, gate, payload: int) -> list[int]:
@@ -34,11 +36,13 @@ def program(context, gate, payload: int) -> list[int]:
     n = context.world_size
     recorder = Recorder(rank=context.rank, world_size=n)
     group = Group(range(n), axis="world", context=context, recorder=recorder)
-    plan = pl.Plan(dp=n, microbatch_size=1, bucket_bytes=2**20)
-    trainer = Trainer(context, MODEL, plan, recorder=recorder)
     calls = witness.calls(group, payload)
     sent = [witness.held(calls[op], gate, recorder) for op in OPS]
-    return [*sent, witness.held(lambda: trainer.step(0), gate, recorder)]
+    for stage in STAGES.values():
+        plan = pl.Plan(dp=n, microbatch_size=1, bucket_bytes=2**20, zero_stage=stage)
+        trainer = Trainer(context, MODEL, plan, recorder=recorder)
+        sent.append(witness.held(functools.partial(trainer.step, 0), gate, recorder))
+    return sent
 
 
 def bring_loopback_up() -> None:
@@ -55,7 +59,7 @@ def main() -> None:
     ranks = int(sys.argv[1])
     bring_loopback_up()
     payload = MESSAGE // 4 // ranks * ranks * 4
-    names = (*OPS, "training step")
+    names = (*OPS, *STAGES)
     gates = len(names) * (witness.REPEATS + 1)
     parts, counts = witness.between_gates(program, ranks, (payload,), gates=gates)
     result = {

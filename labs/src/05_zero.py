@@ -102,23 +102,23 @@ for stage in (1, 2, 3):
 # %% tags=["measured"]
 view.memory_charts(reports)
 
-# %%
+# %% tags=["measured"]
 peaks = pd.DataFrame({name: report.peaks(rank=0).iloc[:, -1] for name, report in reports.items()})
 (peaks / 1e6).round(2).add_suffix(" (MB)")
 
-# %%
+# %% tags=["measured"]
 share = reports["ZeRO-3"].peak_memory / reports["data parallelism"].peak_memory
 guess.reveal(round(100 * share))
 
 # %% [markdown]
-# A quarter of the model states, but not a quarter of the memory: activations belong to a rank's own
-# samples, and ZeRO does not touch them (lab 06). And something comes and goes: gradients on their
-# way, and the parameters of the block at work.
+# A quarter of the model states, but not a quarter of the memory: that is [what of sharded memory is
+# really sharded](https://github.com/huggingface/accelerate/issues/3474). Activations belong to a
+# rank's own samples, and ZeRO does not touch them (lab 06). And something comes and goes: gradients
+# on their way, and the parameters of the block at work.
 #
 # ## Three prices: memory, traffic, time
 # The formulas, in Ψ (parameters) per rank, beside what these runs did. The replay gives every rank
-# a
-# device of its own and all of them the same link.
+# a device of its own and all of them the same link.
 
 # %% tags=["measured"]
 STATES = ["parameters", "gradients", "optimizer"]
@@ -142,14 +142,12 @@ pd.DataFrame(rows).set_index("")
 
 # %% [markdown]
 # Stages 2 and 3 hold a little more than the formula at their worst moment: gradients of a block
-# that
-# have not left yet, blocks that are gathered. `report.peaks()` has that to the byte.
+# that have not left yet, blocks that are gathered. `report.peaks()` has that to the byte.
 #
 # The traffic is for two micro-batches per step. With one, stages 1 and 2 are free, and stage 3
-# costs
-# half as much again, because parameters are gathered twice, once for each direction. But stage 2
-# cannot keep gradients until the last micro-batch, or it would hold them all; stage 3 cannot keep
-# parameters. Counted on real ranks:
+# costs half as much again, because parameters are gathered twice, once for each direction. But
+# stage 2 cannot keep gradients until the last micro-batch, or it would hold them all; stage 3
+# cannot keep parameters. Counted on real ranks:
 
 # %%
 rows = []
@@ -168,8 +166,7 @@ pd.DataFrame(rows).set_index("m")
 #
 # ## The paper's own numbers
 # Figure 1 of the [paper](https://arxiv.org/abs/1910.02054): 7.5 billion parameters on 64 devices,
-# in
-# GB, with weights and gradients in 16 bits and AdamW's 12 bytes.
+# in GB, with weights and gradients in 16 bits and AdamW's 12 bytes.
 
 # %%
 figure = pd.DataFrame({
@@ -204,8 +201,7 @@ view.widgets.zero()
 # %% [markdown]
 # ## The largest model that fits
 # A rank here is a virtual accelerator, and it can have a memory of its own: `memory_limit`.
-# Whatever
-# does not fit fails, as it would on a real one, but it tells you what filled it:
+# Whatever does not fit fails, as it would on a real one, but it tells you what filled it:
 
 # %%
 deep = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=64)
@@ -217,11 +213,10 @@ except pl.OutOfMemory as error:
 
 # %% [markdown]
 # How many blocks does each stage get into 64 MB? Not by formula: every answer below was trained,
-# and
-# one block more was tried and failed.
+# and one block more was tried and failed.
 
 
-# %%
+# %% tags=["measured"]
 def fits(layers, stage):
     try:
         pl.run(deep.replace(layers=layers), pl.Plan(dp=4, microbatch_size=1, zero_stage=stage,
@@ -246,7 +241,7 @@ pd.DataFrame(largest).T
 # ## Nodes: not all bytes are alike
 # Stage 3 sends 3Ψ, and with the ranks spread over nodes most of that crosses the slow network. The
 # remedy is to share inside a node, where links are fast, and keep a copy per node: hybrid sharding
-# (HSDP, `shard=` the ranks that share). Two nodes of two devices, counted on real ranks, by level:
+# (HSDP, `shard=` the ranks that share). Two nodes of two devices, as predicted, by level:
 
 # %%
 nodes = pl.Cluster(name="2 nodes of 2", nodes=2, devices_per_node=2, flops=1e11,
@@ -364,7 +359,6 @@ exercise.check(MyZero1)
 #
 # ## Read on
 # * Rajbhandari and others 2020, [ZeRO](https://arxiv.org/abs/1910.02054): figure 1 and table 1
-#   above,
-#   sec. 7 for the traffic. Zhao and others 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277),
-#   sec. 3.2: hybrid sharding.
+#   above, sec. 7 for the traffic. Zhao and others 2023, [PyTorch
+#   FSDP](https://arxiv.org/abs/2304.11277), sec. 3.2: hybrid sharding.
 # * In the package: `paralab/parallel/zero.py`, three stages that read as one ladder.

@@ -9,11 +9,10 @@
 # # 06 · Where the memory goes
 #
 # *«[Estimate: 0.49 GB. Observed: 14 to 21.](https://github.com/deepspeedai/DeepSpeed/issues/4527)»*
-# *«[Memory does not fall with more
-# GPUs.](https://github.com/pytorch/pytorch/issues/104589)»* *«[ZeRO-3 has no
-# effect.](https://github.com/huggingface/trl/issues/2784)»* Two dozen public threads ask the same
-# question. The answer is always in one picture, and few tools draw it: what is in memory, **what
-# for**, and **when**.
+# *«[Memory does not fall with more GPUs.](https://github.com/pytorch/pytorch/issues/104589)»*
+# *«[ZeRO-3 has no effect.](https://github.com/huggingface/trl/issues/2784)»* Two dozen public
+# threads ask the same question. The answer is always in one picture, and few tools draw it: what is
+# in memory, **what for**, and **when**.
 
 # %%
 import numpy as np
@@ -31,8 +30,7 @@ print(f"{psi:,} parameters: 16 bytes for each are {16 * psi / 1e6:.1f} MB")
 # %% [markdown]
 # ## Commit to a guess
 # One device, fp32, AdamW: 4 bytes per parameter for weights, 4 for gradients, 8 for two moments.
-# Eight
-# samples of 128 tokens per step. How much is in memory at the worst moment?
+# Eight samples of 128 tokens per step. How much is in memory at the worst moment?
 
 # %%
 guess = pl.exercises.guess("peak memory of one training step", low=0, high=200, unit="MB",
@@ -48,7 +46,8 @@ report
 
 # %% [markdown]
 # ## See it
-# One step, every byte of it. The ledger notes each tensor when it comes and when it goes.
+# [Where does the memory go?](https://github.com/pytorch/pytorch/issues/114934) One step, every byte
+# of it. The ledger notes each tensor when it comes and when it goes.
 
 # %% tags=["measured"]
 report.memory_chart()
@@ -57,9 +56,9 @@ report.memory_chart()
 guess.reveal(round(report.peak_memory / 1e6))
 
 # %% [markdown]
-# Sixteen bytes per parameter are the flat bottom. The mountain is **activations**: what forward
-# leaves behind for backward. It rises through forward, layer by layer, and falls through backward.
-# Gradients grow while it falls: they are never both at their most.
+# Weights and moments are the flat bottom. The mountain is **activations**: what forward leaves
+# behind for backward. It rises through forward, layer by layer, and falls through backward.
+# Gradients grow while it falls: the two are never both at their most.
 
 # %%
 (report.peaks() / 1e6).round(2).add_suffix(" (MB)")
@@ -88,9 +87,8 @@ pd.DataFrame(rows)
 
 # %% [markdown]
 # Twice the batch, twice the activations. Twice the tokens, *more* than twice: the scores of
-# attention
-# are s x s. So with a long sequence or a large batch, whatever shares out model states shares out
-# the smaller part.
+# attention are s x s. So with a long sequence or a large batch, whatever shares out model states
+# shares out the smaller part.
 #
 # ## Forget, and compute again
 # An activation can be made anew. **Full** recomputation keeps only each block's input and runs its
@@ -129,8 +127,7 @@ for kind in ("selective", "full"):
 # ## «My memory does not fall with more devices»
 # There are four reasons, and [one maintainer's
 # checklist](https://github.com/facebookresearch/fairscale/issues/1050) has them all. Here is each,
-# for
-# real.
+# for real.
 #
 # **1. It is not the states.** ZeRO [shares out model states, not
 # activations](https://github.com/deepspeedai/DeepSpeed/issues/2302); each device still has its own
@@ -141,7 +138,7 @@ for kind in ("selective", "full"):
 # [four](https://github.com/huggingface/trl/issues/2784)):
 
 
-# %%
+# %% tags=["measured"]
 def peaks(spec, plans):
     """Peak of the worst rank by category, MB, one column per plan; each is really run."""
     columns = {}
@@ -157,7 +154,7 @@ peaks(model, {"2 devices": zero3, "4 devices": zero3.replace(dp=4)})
 # %% [markdown]
 # What helps: fewer samples at a time (more micro-batches), or recomputation. Same global batch:
 
-# %%
+# %% tags=["measured"]
 peaks(model, {
     "4 devices": zero3.replace(dp=4),
     "2 samples at a time": zero3.replace(dp=4, microbatch_size=2, microbatches=4),
@@ -165,13 +162,13 @@ peaks(model, {
 })  # fmt: skip
 
 # %% [markdown]
-# **2. The model is too small.** Sharing has costs of its own: padding, gradients under way, gathered
-# parameters. For [230 thousand
+# **2. The model is too small.** Sharing has costs of its own: padding, gradients under way,
+# gathered parameters. For [230 thousand
 # parameters](https://github.com/Lightning-AI/pytorch-lightning/issues/6047) they eat what is
-# shared: [plain data parallelism](https://github.com/pytorch/pytorch/issues/108976) is about as good, and
-# [stage 3 needs more than stage 2](https://github.com/deepspeedai/DeepSpeed/issues/4305):
+# shared: [plain data parallelism](https://github.com/pytorch/pytorch/issues/108976) is about as
+# good, and [stage 3 needs more than stage 2](https://github.com/deepspeedai/DeepSpeed/issues/4305):
 
-# %%
+# %% tags=["measured"]
 tiny = pl.ModelSpec(layers=1, hidden=128, heads=4, seq_len=16)
 print(f"{tiny.num_params:,} parameters")
 stages = {"data parallelism": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
@@ -180,21 +177,19 @@ peaks(tiny, {name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1) for name, n in
 # %% [markdown]
 # **3. Everything is gathered at once.** Stage 3 saves only if a *part* is there at a time. Wrap the
 # whole model [as one unit](https://github.com/Lightning-AI/pytorch-lightning/issues/15976), or
-# gather
-# too far ahead, and at the worst moment all of it is there:
+# gather too far ahead, and at the worst moment all of it is there:
 
-# %%
+# %% tags=["measured"]
 narrow = pl.ModelSpec(layers=12, hidden=128, heads=4, seq_len=16)
 ahead = pl.Plan(dp=4, zero_stage=3, microbatch_size=1)
 peaks(narrow, {f"{n} blocks ahead": ahead.replace(prefetch=n) for n in (0, 1, 12)})
 
 # %% [markdown]
 # **4. The wrong number grew.** States are shared by the ranks that *share*: [the data-parallel
-# degree,
-# not the number of devices](https://github.com/deepspeedai/DeepSpeed/issues/237). With copies per
-# node, or with the ranks spent on another axis, more devices share nothing more:
+# degree, not the number of devices](https://github.com/deepspeedai/DeepSpeed/issues/237). With
+# copies per node, or with the ranks spent on another axis, more devices share nothing more:
 
-# %%
+# %% tags=["measured"]
 inside = pl.Plan(dp=2, shard=2, zero_stage=3, microbatch_size=1)
 peaks(narrow, {
     "2 devices, 2 share": inside,
@@ -215,31 +210,29 @@ peaks(narrow, {
 # [more](https://github.com/deepspeedai/DeepSpeed/issues/5102) than
 # [once](https://github.com/deepspeedai/DeepSpeed/issues/2797). Beside a run:
 
-# %%
+# %% tags=["measured"]
 stage3 = pl.run(model, zero3.replace(dp=4), steps=1, progress=False)
 largest = max(12 * model.hidden**2 + 13 * model.hidden, (model.vocab + 128) * model.hidden)
 estimate, _ = zero.deepspeed_zero3(psi, largest, devices=4, per_node=4)
-states = zero.bytes_per_device(psi, 4, 3, "fp32")
 measured = stage3.peaks().iloc[:, -1]
 pd.Series({
     "estimator: 18 bytes/N and the largest layer": estimate,
-    "model states, this recipe": states,
+    "model states, gathered blocks": measured[["parameters", "gradients", "optimizer"]].sum(),
     "activations": measured["activations"],
-    "buffers and gathered parameters": measured["total"] - measured["activations"] - states
-    - measured["workspace"],
-    "workspace": measured["workspace"],
+    "buffers and workspace": measured[["buffers", "workspace"]].sum(),
     "measured peak": measured["total"],
 }, name="MB").div(1e6).round(2).to_frame()  # fmt: skip
 
 # %% [markdown]
-# The estimator is right about what it estimates. It is the first line of a bill.
+# The estimator is right about what it estimates (gradients, which it counts too, are not there yet
+# at this peak). It is the first line of a bill.
 #
 # ## Buffers of constant size
 # A fused buffer is fast, and a buffer for *all* gradients grows with the model. ZeRO therefore caps
 # it (the paper's C<sub>B</sub>, sec. 6.2; here `bucket_bytes`). After backward people then find
 # [11 GB where they expected 5](https://github.com/facebookresearch/fairscale/issues/627):
 
-# %%
+# %% tags=["measured"]
 rows = []
 for layers in (2, 4, 8):
     row = {"blocks": layers}
@@ -254,8 +247,7 @@ pd.DataFrame(rows).set_index("blocks")
 # %% [markdown]
 # ## Enough free, and no room
 # An allocator deals addresses, and cannot move what it has dealt. The tensors of the very step
-# above,
-# laid into an address space one after the other, each where it first fits:
+# above, laid into an address space one after the other, each where it first fits:
 
 # %%
 step = heap.storages(model, pl.Plan(microbatch_size=8))
@@ -269,15 +261,13 @@ pd.DataFrame(spaces, index=["alive", "address space", "free", "largest hole"]).d
 
 # %% [markdown]
 # In the first row, at the worst moment, many megabytes are free, and a request for a fraction of
-# them
-# fails: they lie between tensors that stay. This is **fragmentation**. ZeRO-R (M<sub>D</sub>, sec.
-# 6.3)
-# gives long-lived tensors regions of their own. The holes become large; the price is address space.
+# them fails: they lie between tensors that stay. This is **fragmentation**. ZeRO-R (M<sub>D</sub>,
+# sec. 6.3) gives long-lived tensors regions of their own. The holes become large; the price is
+# address space.
 #
 # ## Break it
 # Give the rank less memory than the step needs. It fails at the very tensor that is one too many,
-# and
-# says what filled the device and what would help:
+# and says what filled the device and what would help:
 
 # %%
 try:
@@ -341,8 +331,7 @@ clinic.check(treatment)
 # %% [markdown]
 # ## On your GPUs
 # The same cells: the ledger counts tensors on the device, and `memory_limit` caps the allocator
-# too.
-# Compare `report.peak_memory` with `torch.cuda.max_memory_allocated()`, and that with
+# too. Compare `report.peak_memory` with `torch.cuda.max_memory_allocated()`, and that with
 # `max_memory_reserved()`.
 #
 # ## Read on

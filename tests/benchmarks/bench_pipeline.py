@@ -50,7 +50,7 @@ def turns(context: Any, ours_first: bool, schedule: str, chunks: int) -> dict[st
 
     trainer.step(0)
     their_step(0)
-    for a, b in zip(trainer.parameters, parameters, strict=True):
+    for a, b in zip(trainer.named.values(), parameters, strict=True):
         assert (a - b).abs().max() < 1e-3, "the two sides do not train the same weights"
     return take_turns({"ours": trainer.step, "theirs": their_step}, steps=STEPS)
 

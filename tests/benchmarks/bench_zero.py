@@ -9,6 +9,7 @@ Both sides live in the same ranks and take turns: the same processes, threads, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pairs import row, slowest_rank, take_turns
@@ -49,67 +50,71 @@ def redundant(lr: float = 1e-3) -> tuple[Any, Any]:
     return model, ZeroRedundancyOptimizer(model.parameters(), kind, lr=lr, fused=True)
 
 
-def sides(context: Any, ours_first: bool, stage: int) -> dict[str, Any]:
-    """{side: a function of the step that trains one}."""
-    from paralab.train import Trainer, load_batches, read_scalars, to_device
+def their_step(context: Any, stage: int, plan: pl.Plan) -> Callable[[int], float]:
+    """A function of the step that trains torch's side and gives the loss."""
+    from paralab.data import Corpus
+    from paralab.train import load_batches, read_scalars, to_device
 
-    plan = pl.Plan(dp=context.world_size, microbatch_size=BATCH, zero_stage=stage,
-                   bucket_bytes=BUCKET)  # fmt: skip
-    made: dict[str, Any] = {}
-    for side in ("ours", "theirs") if ours_first else ("theirs", "ours"):
-        if side == "ours":
-            made[side] = Trainer(context, MODEL, plan)
-        else:
-            made[side] = sharded() if stage == 3 else redundant()
-    trainer, (model, optimizer) = made["ours"], made["theirs"]
+    model, optimizer = sharded() if stage == 3 else redundant()
+    corpus = Corpus(None)
 
-    def their_step(step: int) -> float:
+    def step(number: int) -> float:
         optimizer.zero_grad()
-        batches = load_batches(trainer.corpus, MODEL, plan, step=step, rank=context.rank, seed=0)
+        batches = load_batches(corpus, MODEL, plan, step=number, rank=context.rank, seed=0)
         loss = model(*to_device(batches[0], context.device))
         loss.backward()
         optimizer.step()
         return read_scalars([loss.detach()])[0]
 
-    return {"ours": trainer.step, "theirs": their_step}
+    return step
+
+
+def our_step(context: Any, stage: int, plan: pl.Plan) -> Callable[[int], float]:
+    """The same of this side."""
+    from paralab.train import Trainer
+
+    trainer = Trainer(context, MODEL, plan)
+    return lambda number: trainer.step(number)[0]
+
+
+SIDES = {"ours": our_step, "theirs": their_step}
+
+
+def plan_of(stage: int, ranks: int) -> pl.Plan:
+    return pl.Plan(dp=ranks, microbatch_size=BATCH, zero_stage=stage, bucket_bytes=BUCKET)
 
 
 def turns(context: Any, ours_first: bool, stage: int) -> dict[str, list[float]]:
     """Seconds per step of each turn on this rank."""
-    both = sides(context, ours_first, stage)
+    plan = plan_of(stage, context.world_size)
+    order = SIDES if ours_first else reversed(SIDES)
+    both = {side: SIDES[side](context, stage, plan) for side in order}
     for step in range(3):  # the same training
-        ours, theirs = both["ours"](step)[0], both["theirs"](step)
+        ours, theirs = both["ours"](step), both["theirs"](step)
         assert abs(ours - theirs) < 1e-3, (step, ours, theirs)
-    return take_turns(both, steps=STEPS)
+    return take_turns({side: both[side] for side in SIDES}, steps=STEPS)
 
 
-def peaks(context: Any, side: str, stage: int) -> int:
-    """Bytes of one side alone at its peak over three steps, from an empty rank."""
-    from paralab.observe.memory import PeakMemory
-    from paralab.train import Trainer, load_batches, read_scalars, to_device
+def resident_peak(context: Any, side: str, stage: int) -> int:
+    """Most bytes of memory that the kernel saw this rank hold in two steps, beyond an empty rank's.
 
-    plan = pl.Plan(dp=context.world_size, microbatch_size=BATCH, zero_stage=stage,
-                   bucket_bytes=BUCKET)  # fmt: skip
-    with PeakMemory() as memory:
-        if side == "ours":
-            trainer = Trainer(context, MODEL, plan)
-            for step in range(3):
-                memory.peak = memory.live
-                trainer.step(step)
-            return memory.peak
-        model, optimizer = sharded() if stage == 3 else redundant()
-        from paralab.data import Corpus
+    It is asked of the kernel for both sides alike: counters of tensors miss what each does inside
+    its own wrappers. Freed pages go back at once (ranks are born with malloc's thresholds set).
+    """
+    empty = resident("VmRSS")
+    step = SIDES[side](context, stage, plan_of(stage, context.world_size))
+    step(0)  # makes optimizer states and buffers
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the high-water mark starts anew from here: proc(5)
+    step(1), step(2)
+    return resident("VmHWM") - empty
 
-        corpus = Corpus(None)
-        for step in range(3):
-            memory.peak = memory.live
-            optimizer.zero_grad()
-            batches = load_batches(corpus, MODEL, plan, step=step, rank=context.rank, seed=0)
-            loss = model(*to_device(batches[0], context.device))
-            loss.backward()
-            optimizer.step()
-            read_scalars([loss.detach()])
-        return memory.peak
+
+def resident(name: str) -> int:
+    """A line of the kernel's account of this process, in bytes."""
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith(name + ":")]
+    return 1024 * int(line.split()[1])
 
 
 def measure() -> list[dict]:
@@ -119,8 +124,8 @@ def measure() -> list[dict]:
     for stage, ranks in ((3, 4), (3, 2), (1, 4), (2, 4)):
         ours, theirs = slowest_rank(turns, ranks, (stage,))
         memory = [
-            max(launch_program(peaks, ranks, (side, stage), timeout=120, device="cpu"))
-            for side in ("ours", "theirs")
+            max(launch_program(resident_peak, ranks, (side, stage), timeout=120, device="cpu"))
+            for side in SIDES
         ]
         note = (f"s per step of the slowest of {ranks} ranks, gloo, "
                 f"{MODEL.num_params / 1e6:.1f} M parameters, AdamW; peak memory "

@@ -14,12 +14,14 @@ import bench_data_parallel
 import bench_instruments
 import bench_launch
 import bench_pipeline
+import bench_zero
 
 BENCHES: dict[str, Callable[[], list[dict]]] = {
     "launch": bench_launch.rows,
     "instruments": bench_instruments.measure,
     "data_parallel": bench_data_parallel.measure,
     "pipeline": bench_pipeline.measure,
+    "zero": bench_zero.measure,
 }
 
 
