@@ -4,7 +4,8 @@
     stage 1  DistributedDataParallel with ZeroRedundancyOptimizer
     stage 2  the same: torch has no stage 2 apart from FSDP2's
 
-Both sides live in the same ranks and take turns: the same processes, threads, text and optimizer.
+Both sides live in the same ranks and take turns: the same processes, threads, text and optimizer;
+each with the sizes of buckets that it comes with.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from paralab.launch import launch_program
 MODEL = pl.ModelSpec(layers=8, hidden=256, heads=8, seq_len=128)  # 6.4 M parameters
 BATCH = 2
 STEPS = 3  # a turn
-BUCKET = 25 * 2**20
 
 
 def sharded(lr: float = 1e-3) -> tuple[Any, Any]:
@@ -81,7 +81,7 @@ SIDES = {"ours": our_step, "theirs": their_step}
 
 
 def plan_of(stage: int, ranks: int) -> pl.Plan:
-    return pl.Plan(dp=ranks, microbatch_size=BATCH, zero_stage=stage, bucket_bytes=BUCKET)
+    return pl.Plan(dp=ranks, microbatch_size=BATCH, zero_stage=stage)
 
 
 def turns(context: Any, ours_first: bool, stage: int) -> dict[str, list[float]]:
