@@ -9,7 +9,7 @@ single-device model,
 and a plan only says who writes, and later reads, which elements of it (`Piece`). Every rank writes
 what it keeps and nobody ever holds all of it: 12 bytes per parameter in all with AdamW in fp32,
 12/world_size on each rank, replicas taking turns. torch.distributed.checkpoint moves the bytes
-(records/intervals.py); records/checkpoints.py makes a checkpoint appear all at once.
+(records/boxes.py); records/checkpoints.py makes a checkpoint appear all at once.
 
 With mixed precision the stored weight is the fp32 master: what the ranks compute with is that,
 rounded. So precision is not in the checkpoint either. Nor is randomness: batches and dropout masks
@@ -21,7 +21,6 @@ The messages that this takes are no part of a step, and are not in the report's 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -31,19 +30,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paralab.checks import illegal
+from paralab.parallel.layouts import whole_shape
 from paralab.pieces import Piece, counters, pieces, restored
 from paralab.ranks.failure import Refused
 from paralab.records import checkpoints
 
 
-def _intervals(pieces: Sequence[Piece]) -> dict[str, list[tuple[int, Tensor]]]:
-    """{name in the checkpoint: [(first element, values)]} of what a rank keeps."""
-    found: dict[str, list[tuple[int, Tensor]]] = {}
+def _boxes(pieces: Sequence[Piece]) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
+    """{name in the checkpoint: [(offsets, values)]} of what a rank keeps."""
+    found: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
     for piece in pieces:
         tensors = dict(piece.state)
         tensors["weight"] = tensors.pop("master", piece.weight)
         for kind, values in tensors.items():
-            found.setdefault(f"{kind}/{piece.name}", []).append((piece.start, values.detach()))
+            found.setdefault(f"{kind}/{piece.name}", []).append((piece.offsets, values.detach()))
     return found
 
 
@@ -76,17 +76,17 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
-    from paralab.records.intervals import SaveIntervals
+    from paralab.records.boxes import SaveBoxes
 
     rank, written = dist.get_rank(), checkpoints.scratch(folder, step)
-    intervals, shapes = _intervals(pieces(trainer)), trainer.model.parameter_shapes()
-    sizes = {name: math.prod(shapes[name.partition("/")[2]]) for name in intervals}
+    boxes = _boxes(pieces(trainer))
+    shapes = {name: whole_shape(trainer.model, name.partition("/")[2]) for name in boxes}
     try:
         if rank == 0:
             checkpoints.sweep(folder)
         dist.barrier()
         dcp.save({}, storage_writer=dcp.FileSystemWriter(written),
-                 planner=SaveIntervals(intervals, sizes))  # fmt: skip
+                 planner=SaveBoxes(boxes, shapes))  # fmt: skip
         files: list[dict[str, tuple[int, int]]] = [{} for _ in range(dist.get_world_size())]
         mine = [f"__{rank}_0.distcp", *[".metadata"] * (rank == 0)]
         dist.all_gather_object(files, {name: checkpoints.facts(written / name) for name in mine})
@@ -120,7 +120,7 @@ def load(trainer: Any, folder: str) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
-    from paralab.records.intervals import LoadIntervals
+    from paralab.records.boxes import LoadBoxes
 
     try:
         found = checkpoints.find(folder)
@@ -128,7 +128,7 @@ def load(trainer: Any, folder: str) -> None:
             if checkpoints.facts(found.folder / name) != found.files[name]:
                 checkpoints.damaged(found.folder / name, "its checksum does not fit")
         dcp.load({}, storage_reader=dcp.FileSystemReader(found.folder),
-                 planner=LoadIntervals(_intervals(pieces(trainer))))  # fmt: skip
+                 planner=LoadBoxes(_boxes(pieces(trainer))))  # fmt: skip
     except dcp.CheckpointException as error:
         raise Refused(str(illegal("resume", folder, f"cannot be read: {_cause(error)}",
                                   "another checkpoint"))) from error  # fmt: skip

@@ -1,9 +1,10 @@
 """The ranks as a grid, one axis per kind of parallelism: who belongs to whose groups.
 
-    numpy.arange(world_size).reshape(pp, dp)
+    numpy.arange(world_size).reshape(pp, dp, tp)
 
-Neighbours in rank are data-parallel to each other: they send most at once, and lie on one node. The
-ranks of a column are one pipeline.
+Neighbours in rank are tensor-parallel to each other: they send most and wait for it, and lie on one
+node. Then come the data-parallel ones; a pipeline's stages, which send least, lie farthest apart
+(PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3.2).
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any
 
 from paralab.comm import Group
 from paralab.observe.recorder import Recorder
+from paralab.parallel.layouts import mode_of
 from paralab.spec import Plan
 
 
 class Grid:
-    """One rank's groups: ``world``, ``dp`` and ``pp``; ``shard`` and ``replica``; and ``ends``.
+    """One rank's groups: ``world``, ``tp``, ``dp``, ``pp``; ``shard``, ``replica``; and ``ends``.
+
+    tp       {axis: group}: "tp", all ranks that share a layer, and the axes of its mode's grid
 
     shard    the data-parallel ranks that share one copy of the model states; ``replica`` those that
              keep the same part of theirs, None where there is one copy
@@ -30,6 +34,10 @@ class Grid:
         self.context, self.recorder = context, recorder
         everyone = range(context.world_size)
         self.world = self._group(everyone, "world")
+        self.tp = {
+            axis: self._mine({plan.ranks(axis, rank) for rank in everyone}, axis)
+            for axis in mode_of(plan).axes
+        }
         self.dp = self._mine({plan.ranks("dp", rank) for rank in everyone}, "dp")
         self.shard, self.replica = self.dp, None
         if plan.shard_degree < plan.dp:

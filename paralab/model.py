@@ -3,7 +3,7 @@
 Pre-LayerNorm blocks, learned positions, a GELU MLP four times as wide, as GPT-2 and Megatron-LM
 have them. A model is a list of parts, ``embedding``, ``blocks.0`` ... and ``head``, addressed by
 their global index, so that any paradigm can hold a slice of it; and it takes a set of layers, so
-that a paradigm can compute one its own way.
+that a paradigm can compute one its own way, or hold a block of its weights.
 
 [Note: initial weights] Every parameter is drawn from a generator of its own, seeded by the run's
 seed and the parameter's name. So a rank that holds a part of the model draws exactly what the
@@ -19,6 +19,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +29,16 @@ from paralab.checks import choice
 from paralab.parallel.recompute import recomputed
 from paralab.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from paralab.parallel.layouts import Holding
 
-@dataclass(frozen=True, kw_only=True)
-class Layers:
-    """What a model is made of. linear: called as ``linear(inputs, outputs, bias=...)``."""
 
-    linear: Callable[..., nn.Module] = nn.Linear
+def dense(inputs: int, outputs: int, *, bias: bool = True, role: str = "") -> nn.Module:
+    return nn.Linear(inputs, outputs, bias=bias)
+
+
+def dropped(x: Tensor, p: float, what: str = "residual") -> Tensor:
+    return F.dropout(x, p)
 
 
 class Embedding(nn.Module):
@@ -43,11 +48,41 @@ class Embedding(nn.Module):
         super().__init__()
         self.token = nn.Embedding(spec.vocab, spec.hidden)
         self.position = nn.Embedding(spec.seq_len, spec.hidden)
-        self.dropout = nn.Dropout(spec.dropout)
+        self.p = spec.dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.dropout(self.token(tokens) + self.position(positions))  # (B, s, h)
+        x = self.token(tokens) + self.position(positions)  # (B, s, h)
+        return dropped(x, self.p if self.training else 0.0)
+
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    rows = logits.flatten(0, 1).float()  # 16 bits are too few for a sum over V
+    return F.cross_entropy(rows, targets.flatten())  # mean over B*s tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """What a model is made of. A layer may hold and see a block of its tensors alone: of which
+    sizes is its own affair, as long as one layer's result is what the next one takes.
+
+    linear     called as ``linear(inputs, outputs, bias=..., role=...)`` with the whole layer's
+               sizes; role is "qkv", "proj", "up", "down" or "output"
+    norm       called with h
+    embedding  called with the ModelSpec; maps (B, s) tokens to (B, s, h), dropped already
+    tied       maps (B, s, h) and the token embedding's weight to logits, (B, s, V)
+    dropout    called as ``dropout(x, p, what)``; what is "residual" or "scores"
+    loss       maps logits and (B, s) targets to the mean cross-entropy per token
+    partition  keeps a part of a block's input: `parallel.recompute.recomputed`
+    """
+
+    linear: Callable[..., nn.Module] = dense
+    norm: Callable[[int], nn.Module] = nn.LayerNorm
+    embedding: Callable[[ModelSpec], nn.Module] = Embedding
+    tied: Callable[[Tensor, Tensor], Tensor] = F.linear
+    dropout: Callable[[Tensor, float, str], Tensor] = dropped
+    loss: Callable[[Tensor, Tensor], Tensor] = mean_cross_entropy
+    partition: Any = None
 
 
 class Attention(nn.Module):
@@ -55,10 +90,10 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layers: Layers, recompute: str) -> None:
         super().__init__()
-        self.heads, self.kind, self.p = spec.heads, spec.attention, spec.dropout
-        self.recompute = recompute
-        self.qkv = layers.linear(spec.hidden, 3 * spec.hidden)
-        self.proj = layers.linear(spec.hidden, spec.hidden)
+        self.width, self.kind, self.p = spec.hidden // spec.heads, spec.attention, spec.dropout
+        self.recompute, self.dropout = recompute, layers.dropout
+        self.qkv = layers.linear(spec.hidden, 3 * spec.hidden, role="qkv")
+        self.proj = layers.linear(spec.hidden, spec.hidden, role="proj")
         hidden_future = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool).triu(1)
         self.register_buffer("hidden_future", hidden_future, persistent=False)
 
@@ -68,46 +103,50 @@ class Attention(nn.Module):
             mixed = recomputed(self.core, self.qkv(x), draws=p > 0)
         else:
             mixed = self.core(self.qkv(x))
-        return F.dropout(self.proj(mixed), p)  # (B, s, h)
+        return self.dropout(self.proj(mixed), p, "residual")  # (B, s, h)
 
     def core(self, qkv: Tensor) -> Tensor:
-        """From queries, keys and values, (B, s, 3h), to what the heads found, (B, s, h)."""
+        """From queries, keys and values, (B, s, 3h), to what the heads found, (B, s, h): of all
+        heads, or of those that are here.
+        """
         batch, s, _ = qkv.shape
-        q, k, v = qkv.view(batch, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, a, s, d)
+        q, k, v = qkv.view(batch, s, 3, -1, self.width).permute(2, 0, 3, 1, 4)  # (B, a, s, d)
         p = self.p if self.training else 0.0
         if self.kind == "sdpa":
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         else:
             scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)  # (B, a, s, s)
             scores = scores.masked_fill(self.hidden_future[:s, :s], float("-inf"))
-            mixed = F.dropout(F.softmax(scores, dim=-1), p) @ v  # (B, a, s, d)
+            mixed = self.dropout(F.softmax(scores, dim=-1), p, "scores") @ v  # (B, a, s, d)
         return mixed.transpose(1, 2).reshape(batch, s, -1)
 
 
 class MLP(nn.Module):
     def __init__(self, spec: ModelSpec, layers: Layers) -> None:
         super().__init__()
-        self.up = layers.linear(spec.hidden, 4 * spec.hidden)
-        self.down = layers.linear(4 * spec.hidden, spec.hidden)
-        self.dropout = nn.Dropout(spec.dropout)
+        self.up = layers.linear(spec.hidden, 4 * spec.hidden, role="up")
+        self.down = layers.linear(4 * spec.hidden, spec.hidden, role="down")
+        self.dropout, self.p = layers.dropout, spec.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
+        p = self.p if self.training else 0.0
+        return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")), p, "residual")
 
 
 class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layers: Layers, recompute: str) -> None:
         super().__init__()
-        self.p, self.recompute = spec.dropout, recompute
-        self.norm1 = nn.LayerNorm(spec.hidden)
+        self.p, self.recompute, self.partition = spec.dropout, recompute, layers.partition
+        self.norm1 = layers.norm(spec.hidden)
         self.attention = Attention(spec, layers, recompute)
-        self.norm2 = nn.LayerNorm(spec.hidden)
+        self.norm2 = layers.norm(spec.hidden)
         self.mlp = MLP(spec, layers)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recompute == "full":  # inside the module: its hooks see one forward, not two
             draws = self.training and self.p > 0
-            return recomputed(self.compute, x, parameters=self.parameters(), draws=draws)
+            return recomputed(self.compute, x, parameters=self.parameters(), draws=draws,
+                              partition=self.partition)  # fmt: skip
         return self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
@@ -122,15 +161,14 @@ class Head(nn.Module):
 
     def __init__(self, spec: ModelSpec, layers: Layers, *, own_output: bool) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(spec.hidden)
+        self.norm, self.tied, self.loss = layers.norm(spec.hidden), layers.tied, layers.loss
         if own_output:
-            self.output = layers.linear(spec.hidden, spec.vocab, bias=False)
+            self.output = layers.linear(spec.hidden, spec.vocab, bias=False, role="output")
 
     def forward(self, x: Tensor, targets: Tensor, tied_weight: Tensor | None = None) -> Tensor:
         x = self.norm(x)
-        logits = self.output(x) if tied_weight is None else F.linear(x, tied_weight)  # (B, s, V)
-        logits = logits.flatten(0, 1).float()  # 16 bits are too few for a sum over V
-        return F.cross_entropy(logits, targets.flatten())  # mean over B*s tokens
+        logits = self.output(x) if tied_weight is None else self.tied(x, tied_weight)  # (B, s, V)
+        return self.loss(logits, targets)
 
 
 class GPT(nn.Module):
@@ -142,6 +180,8 @@ class GPT(nn.Module):
     parts      names of the parts to hold, in order. Without "embedding" the input is the residual
                stream, (B, s, h), without "head" the result is. A head that is tied to an embedding
                held elsewhere starts from a copy of it, ``head.output.weight``
+    layers     what it is made of; by default whole layers of torch's
+    holding    called with a parameter's name: which block of it is held (parallel/layouts.py)
     recompute  what its blocks compute a second time in backward: parallel/recompute.py
     empty      parameters have shapes and no bytes: whoever asked for that gives them bytes, and
                calls `initialize`, one after the other
@@ -150,8 +190,8 @@ class GPT(nn.Module):
 
     def __init__(
         self, spec: ModelSpec, *, seed: int = 0, parts: Iterable[str] | None = None,
-        layers: Layers | None = None, recompute: str = "none", device: str = "cpu",
-        empty: bool = False,
+        layers: Layers | None = None, holding: Callable[[str], Holding] | None = None,
+        recompute: str = "none", device: str = "cpu", empty: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         choice("recompute", recompute, ("none", "selective", "full"))
@@ -162,7 +202,7 @@ class GPT(nn.Module):
         self.tied = spec.tied and "embedding" in self.parts
         with torch.device("meta"):  # no memory and no draw of torch's own initial weights
             if "embedding" in self.parts:
-                self.embedding = Embedding(spec)
+                self.embedding = layers.embedding(spec)
             self.blocks = nn.ModuleList()
             for name in self.parts:
                 if name.startswith("blocks."):  # under its own number, whichever comes first here
@@ -181,7 +221,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(spec.trainable(name))
             if not empty:
-                initialize(parameter, name=name, spec=spec, seed=seed)
+                initialize(parameter, name=name, spec=spec, seed=seed, holding=holding)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         for name in self.parts:
@@ -196,8 +236,12 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def initialize(parameter: Tensor, *, name: str, spec: ModelSpec, seed: int) -> None:
-    """Fill ``parameter`` in place with what the model called ``name`` starts from.
+def initialize(
+    parameter: Tensor, *, name: str, spec: ModelSpec, seed: int,
+    holding: Callable[[str], Holding] | None = None,
+) -> None:  # fmt: skip
+    """Fill ``parameter`` in place with what the model called ``name`` starts from, or the block of
+    that which ``holding(name)`` says it is.
 
     GPT-2's rule: normal with deviation 0.02, the two projections into the residual stream divided
     by sqrt(2 l); biases 0, norm weights 1. A tied head's copy starts from what the embedding starts
@@ -215,4 +259,7 @@ def initialize(parameter: Tensor, *, name: str, spec: ModelSpec, seed: int) -> N
             deviation /= math.sqrt(2 * spec.layers)
         # 32 bits: all that torch's CPU generator takes of a seed
         own = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, deviation, generator=own))
+        mine = None if holding is None else holding(name)
+        shape = parameter.shape if mine is None else mine.whole
+        drawn = torch.empty(shape).normal_(0.0, deviation, generator=own)
+        parameter.copy_(drawn if mine is None else drawn[mine.box].reshape(mine.shape))

@@ -2,70 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from paralab.parallel.buckets import cut
+from paralab.parallel.layouts import box_shape
 
 if TYPE_CHECKING:
     from paralab.train import Trainer
 
 
-class Piece(NamedTuple):
-    """Consecutive elements of one parameter that this rank keeps, and their optimizer state.
+class Place(NamedTuple):
+    """Where consecutive elements of one of the rank's own parameters lie.
 
-    name    the parameter's in the single-device model
-    start   first element, counted in the flattened parameter
-    weight  (n,) a view: filling it changes what the rank trains
-    state   {"exp_avg": (n,), "exp_avg_sq": (n,)}, views; with "master", the weight in fp32 that
-            ``weight`` is rounded from
+    name   the parameter's, in this rank's stages
+    start  first element, counted in the rank's own tensor, flattened
+    where  these elements in ``kept``
+    kept   what is stored: the parameter, or ZeRO's part of a flat buffer, which its optimizer
+           updates
     """
 
     name: str
     start: int
+    where: slice
+    kept: Tensor
+
+
+def places(named: Mapping[str, Tensor], flats: Sequence[Any] = ()) -> list[Place]:
+    """Where everything lies that a rank keeps of its parameters.
+
+    flats  ZeRO's flat buffers: of these a rank keeps its own part, wherever that cuts through a
+           parameter
+    """
+    inside = {name for flat in flats for name in flat.unit.names}
+    found = [Place(name, 0, slice(0, p.numel()), p) for name, p in named.items()
+             if name not in inside]  # fmt: skip
+    for flat in flats:
+        sizes = {n: p.numel() for n, p in zip(flat.unit.names, flat.parameters, strict=True)}
+        count = flat.own.numel()
+        mine = cut(sizes, flat.group.index * count, count)
+        found += [Place(name, start, where, flat.own) for name, start, where in mine]
+    return found
+
+
+class Piece(NamedTuple):
+    """A box of one parameter that this rank keeps, and its optimizer state.
+
+    name     the parameter's in the single-device model
+    offsets  of the box in the whole parameter (qkv's three parts are a dimension of their own)
+    weight   (...) a view of the box's shape: filling it changes what the rank trains
+    state    {"exp_avg", "exp_avg_sq"}, such views too; with "master", the weight in fp32 that
+             ``weight`` is rounded from
+    """
+
+    name: str
+    offsets: tuple[int, ...]
     weight: Tensor
     state: Mapping[str, Tensor]
 
 
-def cut(sizes: Mapping[str, int], start: int, count: int) -> Iterator[tuple[str, int, slice]]:
-    """(name, its first element there, where in the part) of what lies in a part of a flat buffer.
-
-    sizes  elements of the buffer's tensors, one after the other; the part is ``count`` elements
-           from ``start``
+def boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the boxes that elements start to stop of a flattened tensor fill, in
+    order: the end of a row, whole rows, the beginning of a row.
     """
-    offset = 0
-    for name, size in sizes.items():
-        first, end = max(offset, start), min(offset + size, start + count)
-        if first < end:
-            yield name, first - offset, slice(first - start, end - start)
-        offset += size
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+
+    def within(number: int, begin: int, end: int) -> Iterator[tuple]:
+        for offsets, sizes in boxes(inner, begin, end):
+            yield (number, *offsets), (1, *sizes)
+
+    (first, left), (last, right) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from within(first, left, right)
+        return
+    if left:
+        yield from within(first, left, row)
+        first += 1
+    if first < last:
+        yield (first, *[0] * len(inner)), (last - first, *inner)
+    if right:
+        yield from within(last, 0, right)
 
 
 def pieces(trainer: Trainer) -> list[Piece]:
-    """The training's state as far as a rank keeps it, to be read or filled.
-
-    Of ZeRO's flat buffers that is its own part, wherever that cuts through a parameter.
-    """
-    flats = trainer.sync.flats if trainer.plan.zero_stage else []
-    inside = {name for flat in flats for name in flat.unit.names}
-    places = [(name, 0, slice(p.numel()), p) for name, p in trainer.named.items()
-              if name not in inside]  # fmt: skip
-    for flat in flats:
-        sizes = {n: p.numel() for n, p in zip(flat.unit.names, flat.parameters, strict=True)}
-        count = flat.own.numel()
-        found_in = cut(sizes, flat.group.index * count, count)
-        places += [(name, start, where, flat.own) for name, start, where in found_in]
+    """The training's state as far as a rank keeps it, to be read or filled."""
     found, masters = [], dict(zip(trainer.targets, trainer.update.masters, strict=True))
-    for name, start, where, kept in places:
-        if trainer.tied is not None and name == "head.output.weight":
+    for name, start, where, kept in trainer.places:
+        if trainer.model.tied and name == "head.output.weight":
             name = "embedding.token.weight"
+        held = trainer.holding(name)
         master = masters.get(kept, kept)
         tensors = {"weight": kept.detach(), **trainer.update.optimizer.state.get(master, {})}
         tensors |= {"master": master} if master is not kept else {}
         tensors.pop("step", None)
         parts = {kind: tensor.view(-1)[where] for kind, tensor in tensors.items()}
-        found.append(Piece(name, start, parts.pop("weight"), parts))
+        at = 0
+        for offsets, sizes in boxes(box_shape(held.box), start, start + where.stop - where.start):
+            count = math.prod(sizes)
+            views = {kind: part[at : at + count].view(sizes) for kind, part in parts.items()}
+            corner = tuple(o + part.start for o, part in zip(offsets, held.box, strict=True))
+            found.append(Piece(name, corner, views.pop("weight"), views))
+            at += count
     return found
 
 

@@ -98,7 +98,12 @@ class Report:
         """
         from paralab.records.merge import merge
 
-        return cls(clock="measured", model=model, plan=plan, **merge(parts, plan=plan, meta=meta))
+        return cls(
+            clock="measured",
+            model=model,
+            plan=plan,
+            **merge(parts, plan=plan, meta=meta, model=model),
+        )
 
     # ---- one number ---------------------------------------------------------------------------
     @property

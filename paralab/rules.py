@@ -6,6 +6,7 @@ starts. Torch-free.
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,7 @@ MAX_RANKS = 65536  # beyond any published run; mostly catches a slipped digit
 # What each setting that this version cannot run yet is limited to. An entry leaves this table in
 # the same change that makes `run` and `predict` understand it.
 _NOT_YET: dict[str, tuple[Any, str]] = {
-    "tp": (1, "tensor parallelism"),
-    "sequence_parallel": (False, "sequence parallelism"),
     "offload": (None, "offload"),
-    "tp_mode": ("1d", "tensor parallelism in 2D, 2.5D and 3D"),
 }
 
 
@@ -60,6 +58,7 @@ def check_plan(plan: Plan, model: ModelSpec) -> None:
             raise illegal(name, getattr(plan, name), f"{what} is not in this version", repr(only))
     if plan.world_size > MAX_RANKS:
         raise illegal("dp", plan.dp, f"dp*tp*pp is {plan.world_size} ranks", f"up to {MAX_RANKS}")
+    _check_tensor(plan, model)
     _check_pipeline(plan, model)
     _check_zero(plan)
     _check_split_backward(plan)
@@ -76,6 +75,85 @@ def check_plan(plan: Plan, model: ModelSpec) -> None:
             f"action, 2*{plan.microbatches} times a step; zero_stage=1 moves them once",
             stacklevel=3,
         )
+
+
+def tensor_grid(tp: int, mode: str, depth: int | None) -> tuple[int, int]:
+    """(q, depth) of the grid of ``tp`` ranks in a tp_mode; see `Plan.tp_grid`."""
+    if depth is not None and mode != "2.5d":
+        raise illegal("tp_depth", depth, f"tp_mode={mode!r} has no depth to choose",
+                      "None, or tp_mode='2.5d'")  # fmt: skip
+    if mode == "1d":
+        return tp, 1
+    power = 3 if mode == "3d" else 2
+    if mode == "2.5d":
+        depths = [depth] if depth else [d for d in range(1, tp + 1) if tp % d == 0]
+        for d in reversed(depths):
+            q = math.isqrt(tp // d)
+            if d * q * q == tp and (depth or d <= q):
+                return q, d
+        legal = sorted(
+            {d * q * q for q in range(1, 9) for d in ([depth] if depth else range(1, q + 1))}
+        )
+        raise illegal("tp", tp, "tp_mode='2.5d' needs d grids of q x q ranks, "
+                      + (f"d={depth}" if depth else "d up to q"), _some(legal))  # fmt: skip
+    q = round(tp ** (1 / power))
+    if q**power != tp:
+        shape = " x ".join("q" * power)
+        raise illegal("tp", tp, f"tp_mode={mode!r} needs a grid of {shape} ranks",
+                      _some([n**power for n in range(1, 9)]))  # fmt: skip
+    return q, q if power == 3 else 1
+
+
+def _some(values: list[int]) -> str:
+    return ", ".join(map(str, values[:12])) + ", ..."
+
+
+def _check_tensor(plan: Plan, model: ModelSpec) -> None:
+    """What a tp group's grid must divide, and what else does not go with it."""
+    q, depth = plan.tp_grid
+    one = plan.tp_mode == "1d"
+    if plan.sequence_parallel and (plan.tp == 1 or not one):
+        why = (
+            "one rank has the whole sequence"
+            if plan.tp == 1
+            else (f"tp_mode={plan.tp_mode!r} has the residual stream in parts already")
+        )
+        raise illegal(
+            "sequence_parallel", True, why, "False, or tp_mode='1d' with tp of at least 2"
+        )
+    if plan.partition_activations:
+        if plan.recompute != "full":
+            raise illegal("partition_activations", True, "it cuts what recomputation keeps of a "
+                          f"block, and recompute is {plan.recompute!r}",
+                          "False, or recompute='full'")  # fmt: skip
+        if plan.tp == 1 or not one or plan.sequence_parallel:
+            raise illegal("partition_activations", True, "every tp rank has its own part of a "
+                          "block's input already", "False, or tp_mode='1d' with tp of at least 2 "
+                          "and sequence_parallel=False")  # fmt: skip
+    if plan.tp == 1:
+        return
+    samples = {"1d": 1, "2d": q, "2.5d": q * depth, "3d": q * q}[plan.tp_mode]
+    wide = q * q if plan.tp_mode == "3d" else q
+    said = f"tp={plan.tp}" if one else f"tp_mode={plan.tp_mode!r} with q={q}"
+    needs: list[tuple[str, Any, int]] = [
+        ("heads", model, q), ("hidden", model, 1 if one else wide), ("vocab", model, wide),
+        ("microbatch_size", plan, samples),
+        ("seq_len", model, q if plan.sequence_parallel else 1),
+    ]  # fmt: skip
+    if plan.partition_activations:
+        needs.append(("seq_len", model, q))
+    for name, where, parts in needs:
+        value = getattr(where, name)
+        if value % parts:
+            nearest = sorted({max(parts, value // parts * parts), (value // parts + 1) * parts})
+            legal = f"a multiple of {parts}, such as {' or '.join(map(str, nearest))}"
+            if name == "vocab":
+                legal += " (the entries beyond the text's are never looked up)"
+            raise illegal(name, value, f"{said} deals it out in {parts} equal parts", legal)
+    if model.dropout and model.attention == "sdpa":
+        raise illegal("attention", "sdpa", "its fused kernel draws its dropout mask itself, and "
+                      "the heads of one rank would not get the mask they have on one device",
+                      "'explicit', or dropout=0")  # fmt: skip
 
 
 def _check_pipeline(plan: Plan, model: ModelSpec) -> None:
@@ -114,7 +192,8 @@ def _check_zero(plan: Plan) -> None:
 
 def _check_split_backward(plan: Plan) -> None:
     """What a schedule that puts weight halves of backward aside does not go with."""
-    if not (plan.zero_stage == 3 or plan.recompute != "none"):
+    grid = plan.tp > 1 and plan.tp_mode != "1d"
+    if not (plan.zero_stage == 3 or plan.recompute != "none" or grid):
         return
     if not any(action.kind == "W" for actions in plan.actions() for action in actions):
         return
@@ -123,6 +202,10 @@ def _check_split_backward(plan: Plan) -> None:
         raise illegal("zero_stage", 3, f"schedule={plan.schedule_name!r} puts weight halves of "
                       "backward aside, and every stage's parameters would have to stay gathered "
                       "until they ran", f"0, 1 or 2, or schedule={legal}")  # fmt: skip
+    if grid:
+        raise illegal("tp_mode", plan.tp_mode, f"schedule={plan.schedule_name!r} puts weight "
+                      "halves of backward aside, and on a grid these have messages of their own",
+                      f"'1d', or schedule={legal}")  # fmt: skip
     raise illegal("recompute", plan.recompute, f"schedule={plan.schedule_name!r} puts weight "
                   "halves of backward aside, and these need the recomputed activations after the "
                   "block has given them back", f"'none', or schedule={legal}")  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import Description, choice, illegal, real, whole
 from paralab.cluster import Cluster, Link
@@ -25,13 +25,13 @@ from paralab.forms import (
     form_name,
     make_schedule,
 )
-from paralab.rules import begins, check_frozen, check_plan
+from paralab.rules import begins, check_frozen, check_plan, tensor_grid
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
 
 __all__ = ["GRAD_SYNC_FORMS", "GRAD_SYNC_MOMENTS", "OWN_FORM", "SCHEDULE_NAMES", "Cluster", "Link",
-           "ModelSpec", "Plan"]  # fmt: skip
+           "ModelSpec", "Place", "Plan"]  # fmt: skip
 
 # Of a parameter and of its gradient, by precision. Beside 16 bits AdamW keeps a 4-byte master copy.
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -161,6 +161,14 @@ MODEL_PRESETS: dict[str, dict[str, int]] = {
 }
 
 
+class Place(NamedTuple):
+    """Where a rank stands on each axis of a plan."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(Description):
     """How one training step is split over ranks.
@@ -189,10 +197,14 @@ class Plan(Description):
                      core), "full" (all but each block's input)
     precision        of weights, gradients and products: "fp32", or "bf16" or "fp16" beside a master
                      copy in fp32
-    sequence_parallel, offload, tp_mode: the settings of the other paradigms; `validate` says what
-    this version runs
+    tp_mode          how a layer is cut over tp ranks: "1d", "2d" (q x q of them), "2.5d" (d of
+                     these), "3d" (q x q x q)
+    tp_depth         d of "2.5d"; None: the largest up to q with tp = d q^2
+    sequence_parallel  with "1d": the residual stream lies on the tp ranks in parts of the sequence
+    partition_activations  with recompute="full": of a block's input each tp rank keeps a part
+    offload          a later paradigm's setting; `validate` says what this version runs
 
-    Ranks are dealt over the axes as numpy.arange(world_size).reshape(pp, dp).
+    Ranks are dealt over the axes as numpy.arange(world_size).reshape(pp, dp, tp).
     """
 
     dp: int = 1
@@ -209,6 +221,8 @@ class Plan(Description):
     offload: Any = None
     precision: str = "fp32"
     tp_mode: str = "1d"
+    tp_depth: int | None = None
+    partition_activations: bool = False
     grad_sync: Any = "overlapped"
     bucket_bytes: int = 4 * 2**20
     prefetch: int = 1
@@ -221,13 +235,15 @@ class Plan(Description):
         object.__setattr__(self, "prefetch", whole("prefetch", self.prefetch, at_least=0))
         stage = whole("zero_stage", self.zero_stage, at_least=0, at_most=3)
         object.__setattr__(self, "zero_stage", stage)
-        if self.shard is not None:
-            object.__setattr__(self, "shard", whole("shard", self.shard, at_least=1))
+        for name in ("shard", "tp_depth"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
         check_grad_sync(self.grad_sync)
         choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         choice("recompute", self.recompute, ("none", "selective", "full"))
         choice("tp_mode", self.tp_mode, ("1d", "2d", "2.5d", "3d"))
         choice("sequence_parallel", self.sequence_parallel, (True, False))
+        choice("partition_activations", self.partition_activations, (True, False))
         check_schedule(self.schedule)
 
     @property
@@ -250,25 +266,43 @@ class Plan(Description):
         """N: data-parallel ranks that share one copy of the states."""
         return self.dp if self.shard is None else self.shard
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """(pipeline index, data-parallel index) of a global rank."""
-        return divmod(rank, self.dp)
+    @property
+    def tp_grid(self) -> tuple[int, int]:
+        """(q, depth) of the grid on which a tp group stands: q x q, d of these, or q x q x q.
+
+        Raises ``ValueError`` naming legal values if tp makes no such grid. "1d" is (tp, 1).
+        """
+        return tensor_grid(self.tp, self.tp_mode, self.tp_depth)
+
+    def place(self, rank: int) -> Place:
+        """Indices of a global rank: pipeline, data-parallel and tensor-parallel."""
+        rest, tp_index = divmod(rank, self.tp)
+        return Place(*divmod(rest, self.dp), tp_index)
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """Global ranks of the group of ``rank`` along ``axis``, in group order.
 
-        axis  "dp", "pp", and inside a data-parallel group "shard": the ranks that share one copy of
-              the states, next to each other; "replica": those that keep the same share of theirs
+        axis  "tp", "dp", "pp", and inside a data-parallel group "shard": the ranks that share one
+              copy of the states, next to each other; "replica": those that keep the same share of
+              theirs. Inside a tp group "tp:row" and the like: the axes of its mode's grid
         """
-        pp_index, dp_index = self.place(rank)
-        choice("axis", axis, ("dp", "pp", "shard", "replica"))
+        at = self.place(rank)
+        if axis.startswith("tp:"):
+            from paralab.parallel.layouts import groups
+
+            group = self.ranks("tp", rank)
+            mine = next(found for found in groups(self, axis) if at.tp in found)
+            return tuple(group[index] for index in mine)
+        choice("axis", axis, ("tp", "dp", "pp", "shard", "replica"))
+        if axis == "tp":
+            return tuple(range(rank - at.tp, rank - at.tp + self.tp))
         if axis == "pp":
-            return tuple(range(dp_index, self.world_size, self.dp))
-        first, n = pp_index * self.dp, self.shard_degree
-        group = range(first, first + self.dp)
+            return tuple(range(at.dp * self.tp + at.tp, self.world_size, self.dp * self.tp))
+        first, n = at.pp * self.dp * self.tp + at.tp, self.shard_degree
+        group = range(first, first + self.dp * self.tp, self.tp)
         if axis == "shard":
-            return tuple(group[dp_index // n * n :][:n])
-        return tuple(group[dp_index % n :: n] if axis == "replica" else group)
+            return tuple(group[at.dp // n * n :][:n])
+        return tuple(group[at.dp % n :: n] if axis == "replica" else group)
 
     @property
     def grad_sync_name(self) -> str:

@@ -31,6 +31,17 @@ from paralab.observe.recorder import Recorder
 from paralab.parallel import data_parallel, pipeline, precision, zero
 from paralab.parallel.buckets import units
 from paralab.parallel.gradient_signal import GradientSignal
+from paralab.parallel.layouts import (
+    SHARED_PHASE,
+    Holding,
+    holding,
+    kind_of,
+    loss_parts,
+    says_loss,
+)
+from paralab.parallel.modes import make_layers
+from paralab.parallel.shared_gradients import SharedGradients
+from paralab.pieces import Place, places
 from paralab.spec import GRAD_SYNC_MOMENTS, ModelSpec, Plan
 
 
@@ -65,15 +76,17 @@ class Trainer:
         self.group = self.grid.dp
         self.corpus = Corpus(data)
         self.schedule = plan.actions()
+        self.tp = self.grid.tp["tp"].index
         self.pipeline = pipeline.Pipeline(
             functools.partial(GPT, model, seed=seed, recompute=plan.recompute,
-                              empty=plan.zero_stage == 3),
+                              holding=self.holding, empty=plan.zero_stage == 3),
             model, plan, self.schedule, group=self.grid.pp,
+            layers=functools.partial(make_layers, model, plan, self.grid.tp),
         )  # fmt: skip
         self.named = self.pipeline.named_parameters()
         self.recorder.owns("parameters", *self.named.values(), *self.pipeline.buffers())
         trained = [p for p in self.named.values() if p.requires_grad]
-        self.sync = self.signal = self.tied = masters = None
+        self.sync = self.signal = masters = None
         if plan.zero_stage:
             self.sync = self._zero()
             masters = self.sync.masters
@@ -89,19 +102,58 @@ class Trainer:
                                          listener=self.sync.grad_ready)  # fmt: skip
             self.pipeline.accumulated = self.signal.accumulated
         self.targets = self.sync.targets if plan.zero_stage else trained
-        if model.tied and self.grid.ends is not None:
-            own = dict(zip(self.named.values(), self.named.values(), strict=True))
-            if plan.zero_stage:
-                own = {p: flat.own for p, flat in self.sync.flat_of.items()}
-            self.tied = pipeline.TiedEmbedding(self.named, own, group=self.grid.ends)
+        self.places = places(self.named, self.sync.flats if plan.zero_stage else ())
+        self.shared = self._shared()
         self.update = precision.Update(
             self.targets, functools.partial(make_optimizer, name=optimizer, lr=lr),
             precision=plan.precision, masters=masters,
-            groups=[self.grid.pp] + [self.grid.shard] * (plan.zero_stage > 0),
-            duplicate=None if self.tied is None else self.tied.copy,
+            groups=[self.grid.pp, self.grid.tp["tp"]] + [self.grid.shard] * (plan.zero_stage > 0),
+            counted=self._counted(),
         )  # fmt: skip
         self.recorder.owns("optimizer", *self.update.states)
         self.gradients: dict[str, np.ndarray] | None = None
+
+    def holding(self, name: str) -> Holding:
+        """Which block of a parameter this rank holds under tensor parallelism."""
+        return holding(self.model, self.plan, name, self.tp)
+
+    def _shared(self) -> list[SharedGradients]:
+        """What other ranks hold too and see another part of the gradient of."""
+        found: dict[tuple[str, str], list] = {}
+        trained = set(self.targets)
+        for name, _, where, kept in self.places:
+            held = self.holding(name)
+            if held.partial and kept in trained:
+                phase = SHARED_PHASE.get(kind_of(name), "shared")
+                found.setdefault((held.copies, phase), []).append((kept, where))
+        shared = [
+            SharedGradients(some, group=self.grid.tp[axis], phase=phase)
+            for (axis, phase), some in found.items()
+        ]
+        if self.model.tied and self.grid.ends is not None:
+            tied = ("embedding.token.weight", "head.output.weight")
+            kept = next(p for name, p in self.named.items() if name in tied)
+            if self.plan.zero_stage:
+                kept = self.sync.flat_of[kept].own  # it is alone in its unit
+            everything = [(kept, slice(0, kept.numel()))]
+            shared.append(SharedGradients(everything, group=self.grid.ends, phase="tied"))
+        return shared
+
+    def _counted(self) -> list[tuple[Tensor, slice]] | None:
+        """What this rank counts of the gradients' norm; None: all of it.
+
+        Others count a tied embedding's copy, and what tp ranks hold the same.
+        """
+
+        def first(place: Place) -> bool:
+            axis = self.holding(place.name).copies
+            copy = self.model.tied and place.name == "head.output.weight"
+            return not copy and (not axis or self.grid.tp[axis].index == 0)
+
+        if all(map(first, self.places)):
+            return None
+        trained = set(self.targets)
+        return [(p.kept, p.where) for p in self.places if p.kept in trained and first(p)]
 
     def _zero(self) -> zero.Stage1:
         """The plan's stage of ZeRO over this rank's data-parallel group."""
@@ -111,7 +163,9 @@ class Trainer:
             more = {
                 "models": [stage.model for stage in self.pipeline.stages.values()],
                 "prefetch": plan.prefetch,
-                "initialize": functools.partial(initialize, spec=self.model, seed=self.seed),
+                "initialize": functools.partial(
+                    initialize, spec=self.model, seed=self.seed, holding=self.holding
+                ),
             }
         return zero.STAGES[plan.zero_stage](
             self.named, units(sizes, self.model, plan), group=grid.shard, replicas=grid.replica,
@@ -131,15 +185,17 @@ class Trainer:
 
         def share(loss: Tensor) -> Tensor:
             # One division makes the mean over the global batch: micro-batches and ranks add up.
-            return self.update.scale(loss / (self.plan.microbatches * self.plan.dp))
+            # So do tp ranks with tokens of their own; those with the same tokens each differentiate
+            # their part of the model.
+            return self.update.scale(loss / (plan.microbatches * plan.dp * loss_parts(plan)))
 
         recorder.begin_step(step)
         losses = self.pipeline.step(batch, share, before=self._seeding(number))
         if self.sync is not None:
             self.signal.check_complete()
             self.sync.finish()
-        if self.tied is not None:
-            self.tied.add_up()
+        for shared in self.shared:
+            shared.add_up()
         if keep_gradients:
             with recorder.unwatched():
                 self.gradients = self.whole(gradients=True)
@@ -152,7 +208,8 @@ class Trainer:
             self.signal.reset()
         if plan.zero_stage:
             self.sync.updated()
-        values = read_scalars(losses, device=self.context.device)
+        says = says_loss(plan, self.tp)  # one rank for all that have the same tokens
+        values = read_scalars(losses if says else [], device=self.context.device)
         recorder.end_step()
         return values
 

@@ -173,7 +173,7 @@ def peak(model: ModelSpec, plan: Plan) -> dict[str, int]:
     plan.validate(model)
     found = [
         parts
-        for rank in range(0, plan.world_size, plan.dp)  # data-parallel ranks hold the same
+        for rank in range(0, plan.world_size, plan.dp * plan.tp)  # the others hold as much
         for parts in memory.moments(model, plan, rank=rank).values()
     ]
     return max(found, key=lambda parts: sum(parts.values()))

@@ -11,7 +11,7 @@ parts of it, wherever that cuts through a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
@@ -104,6 +104,20 @@ def units(sizes: Mapping[str, int], model: ModelSpec, plan: Plan) -> list[Unit]:
             groups.setdefault((part_of(name), not model.trainable(name)), []).append(name)
     made = [unit(names, part=part, frozen=frozen) for (part, frozen), names in groups.items()]
     return made + [unit([name], part=part_of(name)) for name in tied]
+
+
+def cut(sizes: Mapping[str, int], start: int, count: int) -> Iterator[tuple[str, int, slice]]:
+    """(name, its first element there, where in the part) of what lies in a part of a flat buffer.
+
+    sizes  elements of the buffer's tensors, one after the other; the part is ``count`` elements
+           from ``start``
+    """
+    offset = 0
+    for name, size in sizes.items():
+        first, end = max(offset, start), min(offset + size, start + count)
+        if first < end:
+            yield name, first - offset, slice(first - start, end - start)
+        offset += size
 
 
 def part_of(name: str) -> str:

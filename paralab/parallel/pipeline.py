@@ -19,7 +19,7 @@ GPipe (Huang+ 2019, arXiv:1811.06965), PTD-P (Narayanan+ 2021, arXiv:2104.04473)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from paralab.comm import Group
 from paralab.model import Layers
-from paralab.parallel import split_backward
+from paralab.parallel.layouts import residual_shape
 from paralab.parallel.lowering import Transfer, lower
 from paralab.parallel.partition import partition
 from paralab.parallel.schedules import Schedule
@@ -86,7 +86,8 @@ class Pipeline:
     """One rank's stages, and the list of steps that it goes through in every optimizer step.
 
     build     called as build(parts=names, layers=Layers(...)): these parts of the model, with their
-              first weights; without arguments the whole of it
+              first weights
+    layers    called with where weight halves of backward are put aside, or None: the Layers
     schedule  one list of actions per rank of ``group``, the pipeline's ranks
 
     ``accumulated`` is told of every gradient that autograd's own hooks do not see.
@@ -94,10 +95,10 @@ class Pipeline:
 
     def __init__(
         self, build: Callable[..., nn.Module], model: ModelSpec, plan: Plan, schedule: Schedule, *,
-        group: Group,
+        group: Group, layers: Callable[[WeightHalves | None], Layers],
     ) -> None:  # fmt: skip
         self.group, self.last = group, plan.stages - 1
-        self.activation = (plan.microbatch_size, model.seq_len, model.hidden)  # what travels
+        self.activation = residual_shape(model, plan)  # what travels
         self.steps = lower(schedule)[group.index]
         self.accumulated: Callable[[Tensor], None] = lambda parameter: None
         self._arriving: dict[Key, tuple[Tensor, Pending]] = {}
@@ -108,11 +109,8 @@ class Pipeline:
         split = any(action.kind == "W" for action in actions)
         self.stages: dict[int, Stage] = {}
         for s in sorted({action.stage for action in actions}):
-            halves = split_backward.WeightHalves(group.recorder.owns) if split else None
-            settings: dict[str, Any] = {"parts": parts[s]} if plan.stages > 1 else {}
-            if split:
-                settings["layers"] = Layers(linear=partial(split_backward.Linear, halves=halves))
-            piece = build(**settings, device=group.context.device)
+            halves = WeightHalves(group.recorder.owns) if split else None
+            piece = build(parts=parts[s], layers=layers(halves), device=group.context.device)
             self.stages[s] = Stage(piece, halves=halves)
 
     def named_parameters(self) -> dict[str, Tensor]:
@@ -198,30 +196,3 @@ class Pipeline:
         tensor, call = self._arriving.pop((what, s, k))
         call.wait()
         return tensor
-
-
-class TiedEmbedding:
-    """The token embedding where first and last stage both compute with it.
-
-    The last stage's head starts from a copy, ``head.output.weight``. Each of the two has one part
-    of the weight's gradient: the look-up's and the logits'. Added over the two ranks, they are the
-    same on both, and so is the update. This comes after data parallelism, which has summed either
-    part over its own ranks; sums may be taken in any order (Megatron-LM's is this one too).
-
-    Bytes: V h elements per step for each of the two; with ZeRO the N-th of it that a rank owns.
-
-    named  {name: parameter} of the rank
-    own    {parameter: what the rank's optimizer updates of it}, whose gradient is added up
-    """
-
-    def __init__(
-        self, named: Mapping[str, Tensor], own: Mapping[Tensor, Tensor], *, group: Group
-    ) -> None:
-        self.group = group
-        copy, first = (named.get(n) for n in ("head.output.weight", "embedding.token.weight"))
-        self.copy = None if copy is None else own[copy]
-        self.part = self.copy if first is None else own[first]
-
-    def add_up(self) -> None:
-        """Both ranks' gradient of the weight becomes the sum of theirs."""
-        self.group.all_reduce(self.part.grad, phase="tied").wait()

@@ -54,14 +54,15 @@ class Update:
                     fp32 the targets are their own masters, and nothing is copied
     groups          those over which the model's targets are dealt out (a pipeline's ranks, ZeRO's
                     shards): the norm is taken and an overflow agreed over all of them
-    duplicate       a target whose gradient another rank counts: a tied embedding's copy
+    counted         [(target, elements)]: what of the targets this rank counts in the norm, where
+                    others count the rest: a tied embedding's copy, what tp ranks hold the same
     """
 
     def __init__(
         self, targets: Sequence[Tensor],
         make_optimizer: Callable[[Sequence[Tensor]], torch.optim.Optimizer], *,
         precision: str = "fp32", masters: Sequence[Tensor] | None = None,
-        groups: Sequence[Group] = (), duplicate: Tensor | None = None,
+        groups: Sequence[Group] = (), counted: Sequence[tuple[Tensor, slice]] | None = None,
     ) -> None:  # fmt: skip
         self.targets = self.masters = list(targets)
         if precision != "fp32":
@@ -70,7 +71,8 @@ class Update:
             self.masters = list(masters)
         self.optimizer = make_optimizer(self.masters)
         self.groups = [group for group in groups if group.size > 1]
-        self.counted = [target for target in self.targets if target is not duplicate]
+        whole = [(target, slice(None)) for target in self.targets]
+        self.counted = whole if counted is None else list(counted)
         self.loss_scale = LossScale(self.targets[0].device) if precision == "fp16" else None
 
     @property
@@ -121,8 +123,10 @@ class Update:
 
     def norm(self) -> Tensor:
         """L2 norm of the whole model's gradients as backward left them, added up in fp32, 0-d."""
-        norms = [torch.linalg.vector_norm(t.grad, dtype=torch.float32) for t in self.counted]
-        squares = torch.stack(norms).square().sum()
+        parts = [target.grad.reshape(-1)[where] for target, where in self.counted]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+        zero = torch.zeros((), device=self.targets[0].device)  # a rank may have nothing to count
+        squares = torch.stack([zero, *norms]).square().sum()
         for group in self.groups:
             group.all_reduce(squares, phase="control").wait()
         return squares.sqrt()

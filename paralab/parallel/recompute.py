@@ -18,6 +18,10 @@ in theory/memory.py):
                  masks, 2 x, if it drops. The same for both kinds of attention: neither the scores
                  (a b s^2), nor their mask and dropped copy, nor what the fused kernel keeps
 
+Under 1D tensor parallelism every rank keeps the same x. ``Plan(partition_activations=True)`` keeps
+a t-th on each and gathers it before the part is recomputed: one all-gather of x per block and
+micro-batch (ZeRO's P_a, Rajbhandari+ 2020, arXiv:1910.02054, sec. 6.1).
+
 Where the part drops activations, the state of the random generator stays besides: 5056 bytes on a
 CPU, 16 of the host's on a GPU. Bytes on the wire: none. Time, all of it in the backward: "full" one
 forward more, which makes backward half as long again; "selective" 4 b s^2 h FLOPs per block.
@@ -37,35 +41,41 @@ from torch import Tensor
 
 
 def recomputed(
-    part: Callable[[Tensor], Tensor], x: Tensor, *, parameters: Iterable[Tensor] = (), draws: bool
-) -> Tensor:
+    part: Callable[[Tensor], Tensor], x: Tensor, *, parameters: Iterable[Tensor] = (), draws: bool,
+    partition: Any = None,
+) -> Tensor:  # fmt: skip
     """``part(x)``, of which only ``x`` is kept for backward.
 
     parameters  those that part computes with; their gradients are added to ``.grad`` as ever, one
                 after the other while the part's own backward runs, and their hooks fire once
     draws       part draws random numbers (dropout): draw the same the second time
+    partition   keeps ``partition.part(x)`` instead, and ``partition.whole(...)`` of that is x again
     """
     # x may be the result of frozen layers: autograd has to come by for the parameters' sake too.
     # Not for the parameters themselves: their hooks would fire here, and in the part's backward.
     anchor = x.new_empty(0).requires_grad_(any(p.requires_grad for p in parameters))
-    return _Recomputed.apply(part, draws, x, anchor)
+    return _Recomputed.apply(part, draws, partition, x, anchor)
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Callable, draws: bool, x: Tensor, anchor: Tensor) -> Tensor:
-        ctx.part = part
-        ctx.save_for_backward(x, _generator_state(x.device) if draws else None)
+    def forward(
+        ctx: Any, part: Callable, draws: bool, partition: Any, x: Tensor, anchor: Tensor
+    ) -> Tensor:
+        ctx.part, ctx.partition = part, partition
+        kept = x if partition is None else partition.part(x)
+        ctx.save_for_backward(kept, _generator_state(x.device) if draws else None)
         return part(x)  # autograd is off inside a Function: nothing more is kept
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor | None, None]:
         x, state = ctx.saved_tensors
-        x = x.detach().requires_grad_(ctx.needs_input_grad[2])
+        x = x.detach() if ctx.partition is None else ctx.partition.whole(x)
+        x.requires_grad_(ctx.needs_input_grad[3])
         with torch.enable_grad(), _drawing_from(state, x.device):
             y = ctx.part(x)
         torch.autograd.backward(y, grad)
-        return None, None, x.grad, None
+        return None, None, None, x.grad, None
 
 
 def _generator_state(device: torch.device) -> Tensor:

@@ -36,13 +36,13 @@ class WeightHalves:
 
     def __init__(self, owns: Callable[..., None] = lambda category, *tensors: None) -> None:
         self.owns = owns
-        self._aside: dict[int, list[tuple[Linear, Tensor, Tensor]]] = {}
-        self._current: list[tuple[Linear, Tensor, Tensor]] = []
+        self._aside: dict[int, list[tuple[nn.Linear, Tensor, Tensor]]] = {}
+        self._current: list[tuple[nn.Linear, Tensor, Tensor]] = []
 
     def collect(self, microbatch: int) -> None:
         self._current = self._aside.setdefault(microbatch, [])
 
-    def put(self, layer: Linear, x: Tensor, grad: Tensor) -> None:
+    def put(self, layer: nn.Linear, x: Tensor, grad: Tensor) -> None:
         self.owns("activations", grad)
         self._current.append((layer, x, grad))
 
@@ -74,7 +74,7 @@ class Linear(nn.Linear):
     """`nn.Linear` whose backward puts its weight half aside, in ``halves``."""
 
     def __init__(
-        self, inputs: int, outputs: int, *, bias: bool = True, halves: WeightHalves
+        self, inputs: int, outputs: int, *, bias: bool = True, role: str = "", halves: WeightHalves
     ) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.halves = halves

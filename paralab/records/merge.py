@@ -12,16 +12,21 @@ from itertools import chain
 from typing import Any
 
 from paralab.checks import illegal
+from paralab.parallel.layouts import holding
 from paralab.records import tables
-from paralab.spec import Plan
+from paralab.spec import ModelSpec, Plan
 
 PART_KEYS = ("rank", "clock_offset", "clock_uncertainty", *tables.COLUMNS, "losses")
 
 
 def merge(
-    parts: Sequence[Mapping[str, Any]], *, plan: Plan, meta: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The tables, losses, weights, gradients, results and meta, from one part per rank."""
+    parts: Sequence[Mapping[str, Any]], *, plan: Plan, meta: Mapping[str, Any],
+    model: ModelSpec | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The tables, losses, weights, gradients, results and meta, from one part per rank.
+
+    model  of a training; weights and gradients that tp ranks hold in blocks are put together
+    """
     ordered = _all_ranks(parts, plan.world_size)
     offsets = [float(part["clock_offset"]) for part in ordered]
     uncertain = [float(part["clock_uncertainty"]) for part in ordered]
@@ -46,17 +51,37 @@ def merge(
     merged["losses"] = _losses([part["losses"] for part in ordered])
     merged["meta"] = {**meta, "clock_offsets": {"offset_s": offsets, "uncertainty_s": uncertain}}
     for state in ("weights", "gradients"):
-        merged[state] = _whole_model([p[state] for p in ordered if p.get(state) is not None])
+        held = {p["rank"]: p[state] for p in ordered if p.get(state) is not None}
+        merged[state] = _whole_model(held, plan, model)
     if any("result" in part for part in ordered):  # of a traced function
         merged["results"] = [part.get("result") for part in ordered]
     return merged
 
 
-def _whole_model(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The tensors of all pipeline stages, in the order of the single-device model."""
-    if not stages:
+def _whole_model(
+    held: Mapping[int, Mapping[str, Any]], plan: Plan, model: ModelSpec | None
+) -> dict[str, Any] | None:
+    """The tensors of all stages and blocks, in the order of the single-device model.
+
+    held  {rank: {name: what it holds of that tensor}}
+    """
+    import numpy as np  # `import paralab` does without
+
+    if not held:
         return None
-    found = {name: array for stage in stages for name, array in stage.items()}
+    found: dict[str, Any] = {}
+    for rank, own in held.items():
+        for name, array in own.items():
+            if model is None or plan.tp == 1:
+                found[name] = array
+                continue
+            block = holding(model, plan, name, plan.place(rank).tp)
+            if name not in found:
+                found[name] = np.empty(block.whole, array.dtype)
+            found[name][block.box] = array.reshape(found[name][block.box].shape)
+    if model is not None and plan.tp > 1:
+        shapes = model.parameter_shapes()
+        found = {name: array.reshape(shapes[name]) for name, array in found.items()}
     return {name: found[name] for name in sorted(found, key=_part_of_model)}
 
 

@@ -66,11 +66,11 @@ def bubble(report: Report) -> float:
 def step_bubble(report: Report, step: int) -> float:
     """``bubble`` of one step; NaN if nothing was computed in it."""
     parts = pipeline_parts(report, step)
-    longest: dict[int, float] = {}
+    longest: dict[tuple[int, ...], float] = {}
     for rank, (start, end, _) in parts.items():
-        pipeline = report.plan.place(rank)[1]
+        pipeline = report.plan.place(rank)[1:]
         longest[pipeline] = max(longest.get(pipeline, 0.0), end - start)
-    room = sum(longest[report.plan.place(rank)[1]] for rank in parts)
+    room = sum(longest[report.plan.place(rank)[1:]] for rank in parts)
     return 1 - sum(busy for _, _, busy in parts.values()) / room if room > 0 else NAN
 
 

@@ -8,6 +8,12 @@ at 2 bytes each and 2 for two dropout masks; the softmax's result, its dropped c
 Fused attention keeps one number per row of the scores, in 4 bytes, in their place. (With dropout
 torch has no fused kernel on a CPU, and keeps at least what "explicit" does.)
 
+A tensor-parallel rank keeps a share of each (`theory.tensor.Shares`). With 1D on t ranks that is
+the whole of the inputs of norm1, qkv, norm2 and up, and of the dropout masks, and a t-th of the 12
+others, and of the scores: in the paper's bytes, 4 * 2 + 2 = 10 and 12 * 2 / t, s b h (10 + 24/t +
+5 a s/(h t)). Sequence parallelism leaves a t-th of everything. 3D keeps what it brings together:
+inputs of linear layers, (1 + 1 + 1 + 4) x / q^2, and their weights, 12 h^2/q^2.
+
 What is recomputed (parallel/recompute.py) is not kept: with "full" a block keeps its input, x; with
 "selective" the same 16 x without scores (qkv's result in place of q, k and v). What a block then
 needs while its backward runs is `recomputed_bytes`, for one block at a time.
@@ -17,16 +23,19 @@ from __future__ import annotations
 
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec
 from paralab.theory.formulas import forward_parts, sizes
+from paralab.theory.tensor import WHOLE, Shares
 
 GENERATOR_STATE = 5056  # bytes of torch's CPU generator: to draw the same dropout masks again
 
 
 def block_activation_bytes(
     model: ModelSpec, batch: int, *, mask_bytes: int | None = None, recompute: str = "none",
-    precision: str = "fp32",
+    precision: str = "fp32", shares: Shares = WHOLE, partition: int = 1,
 ) -> int:  # fmt: skip
     """Bytes that one block keeps for the backward of ``batch`` samples.
 
+    shares      what of it a tensor-parallel rank keeps; ``partition``: tp ranks that deal out what
+                full recomputation keeps
     mask_bytes  of a dropped element: torch keeps one as wide as the element on a CPU (default), and
                 1 on a GPU, as the paper counts
     """
@@ -35,17 +44,21 @@ def block_activation_bytes(
     mask_bytes = item if mask_bytes is None else mask_bytes
     state = GENERATOR_STATE if model.dropout else 0
     if recompute == "full":
-        return item * x + state
-    kept = item * (16 * x + 4 * tokens) + (2 * mask_bytes * x if model.dropout else 0)
+        return item * x // shares.outside // partition + state
+    kept = item * (2 * x // shares.outside + 2 * x // shares.entered + 7 * x // shares.inside
+                   + 5 * x // shares.left + 4 * tokens // shares.tokens)  # fmt: skip
+    kept += 2 * mask_bytes * x // shares.outside if model.dropout else 0
+    if shares.weights:
+        kept += item * 12 * model.hidden**2 // shares.weights
     if recompute == "selective":
         return kept + state
     if model.attention == "sdpa":
-        return kept + 4 * model.heads * tokens
-    if batch == 1:
+        return kept + 4 * model.heads * tokens // shares.inside
+    if batch == shares.samples:
         # One sample's k and v need no copy to be multiplied: they keep the projection's whole
         # result.
-        kept += item * x
-    return kept + _scores_bytes(model, scores, item, mask_bytes)
+        kept += item * x // shares.inside
+    return kept + _scores_bytes(model, scores, item, mask_bytes) // shares.inside
 
 
 def _scores_bytes(model: ModelSpec, scores: int, item: int, mask_bytes: int) -> int:
@@ -55,21 +68,22 @@ def _scores_bytes(model: ModelSpec, scores: int, item: int, mask_bytes: int) -> 
 
 def recomputed_bytes(
     model: ModelSpec, batch: int, *, recompute: str, mask_bytes: int | None = None,
-    precision: str = "fp32",
+    precision: str = "fp32", shares: Shares = WHOLE, partition: int = 1,
 ) -> int:  # fmt: skip
     """Bytes that the backward of one block adds to those it kept, once its part is recomputed."""
     if recompute == "none":
         return 0
     x, scores = sizes(model, batch)
     item = BYTES_PER_ELEMENT[precision]
-    if recompute == "full":  # all but the input, which is there
-        whole = block_activation_bytes(model, batch, mask_bytes=mask_bytes, precision=precision)
-        return whole - item * x
+    if recompute == "full":  # all but the part of the input that is there
+        whole = block_activation_bytes(model, batch, mask_bytes=mask_bytes, precision=precision,
+                                       shares=shares)  # fmt: skip
+        return whole - item * x // shares.outside // partition
     if model.attention == "sdpa":
-        return 4 * model.heads * batch * model.seq_len
+        return 4 * model.heads * batch * model.seq_len // shares.inside
     mask_bytes = item if mask_bytes is None else mask_bytes
-    copies = x if batch == 1 else 3 * x
-    return item * copies + _scores_bytes(model, scores, item, mask_bytes)
+    copies = x if batch == shares.samples else 3 * x
+    return (item * copies + _scores_bytes(model, scores, item, mask_bytes)) // shares.inside
 
 
 def activation_bytes(
@@ -84,7 +98,7 @@ def activation_bytes(
 
 def part_activation_bytes(
     model: ModelSpec, part: str, batch: int, *, mask_bytes: int | None = None,
-    recompute: str = "none", precision: str = "fp32",
+    recompute: str = "none", precision: str = "fp32", shares: Shares = WHOLE, partition: int = 1,
 ) -> int:  # fmt: skip
     """What one part keeps: "embedding", "blocks.0" ... or "head".
 
@@ -94,22 +108,31 @@ def part_activation_bytes(
     """
     x, _ = sizes(model, batch)
     tokens, item = batch * model.seq_len, BYTES_PER_ELEMENT[precision]
+    split = shares != WHOLE
     if part == "head":
-        return item * (2 * x + 2 * tokens) + 4 * tokens * model.vocab
+        kept = x // shares.outside + x // shares.entered + 2 * tokens // shares.tokens
+        if shares.weights:
+            kept += model.vocab * model.hidden // shares.weights
+        chosen = 9 * tokens // shares.tokens if split else 0
+        return item * kept + 4 * tokens * model.vocab // shares.inside + chosen
     if part == "embedding":
         mask = item if mask_bytes is None else mask_bytes
-        return 8 * (2 * tokens + model.seq_len) + (mask * x if model.dropout else 0)
+        dropped = mask * x // shares.outside if model.dropout else 0
+        looked_up = tokens // shares.lookups
+        return 8 * (2 * tokens + model.seq_len) + dropped + (9 * looked_up if split else 0)
     return block_activation_bytes(
-        model, batch, mask_bytes=mask_bytes, recompute=recompute, precision=precision
-    )
+        model, batch, mask_bytes=mask_bytes, recompute=recompute, precision=precision,
+        shares=shares, partition=partition,
+    )  # fmt: skip
 
 
-def put_aside_bytes(model: ModelSpec, part: str, batch: int) -> int:
+def put_aside_bytes(model: ModelSpec, part: str, batch: int, tp: int = 1) -> int:
     """What a part keeps between the input and the weight half of a backward.
 
     Input and output gradient of every linear layer: 7x and 9x in a block, x and b s V in the head.
+    Of these, 1D tensor parallelism cuts what is inside its pairs of layers, 12x and the logits.
     """
     x, _ = sizes(model, batch)
     if part == "head":
-        return 4 * (x + batch * model.seq_len * model.vocab)
-    return 0 if part == "embedding" else 4 * 16 * x
+        return 4 * (x + batch * model.seq_len * model.vocab // tp)
+    return 0 if part == "embedding" else 4 * (4 * x + 12 * x // tp)

@@ -33,8 +33,9 @@ tried on a CPU core it was within 5 % of thread CPU time, for all within 17 %.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from paralab.spec import Cluster, ModelSpec
@@ -97,28 +98,77 @@ def forward_flops(model: ModelSpec, batch: int) -> int:
     return model.layers * block_flops(model, batch) + head_flops(model, batch)
 
 
-def forward_parts(model: ModelSpec, batch: int) -> dict[str, Work]:
+class Cut(NamedTuple):
+    """Which share of a model's work one tensor-parallel rank has.
+
+    inside   of products, attention, GELU and the columns' biases
+    outside  of norms, sums, dropout and the rows' biases: what is done on the residual stream
+    """
+
+    inside: float = 1.0
+    outside: float = 1.0
+
+
+WHOLE = Cut()
+
+
+def forward_pieces(
+    model: ModelSpec, batch: int, cut: Cut = WHOLE
+) -> dict[str, list[tuple[str, Work]]]:
+    """Forward of one micro-batch: {part: [(layer, work)]}, in order.
+
+    Layers are the linear ones by their roles, "qkv", "proj", "up", "down" and "output", with what
+    follows them, and "norm", "embedding" and "loss".
+    """
+    x, scores = sizes(model, batch)
+    logits = x * model.vocab // model.hidden
+    unit = 2 * batch * model.seq_len * model.hidden**2  # FLOPs of an h x h product
+    explicit = model.attention == "explicit"
+    drop = model.dropout > 0
+
+    def work(inside: Work, outside: float = 0.0, kernels: float = 0.0) -> Work:
+        """outside: elements."""
+        return replace(inside, flops=inside.flops * cut.inside, bytes=inside.bytes * cut.inside) + (
+            Work(0, ITEM * outside * cut.outside, kernels)
+        )
+
+    # A bias is written into the result before the product is added to it. Explicit attention scales
+    # q (2), makes q, k, v and its result contiguous (4x2), and masks and normalizes the scores.
+    core = Work(4 * batch * model.seq_len**2 * model.hidden + EXP_FLOPS * scores, 0, 5)
+    if explicit:
+        elements = 10 * x + (7 if drop else 4) * scores
+        core += Work(0, ITEM * elements, 7 + drop)
+    norm = work(Work(), 2 * x, 3)
+    dropped = 3 * x * drop
+    block = [
+        ("norm", norm),
+        ("qkv", work(Work(6 * unit, ITEM * 6 * x, 3) + core)),
+        ("proj", work(Work(2 * unit), 5 * x + dropped, 5 + drop)),
+        ("norm", norm),
+        ("up", work(Work(8 * unit + GELU_FLOPS[0] * 4 * x, ITEM * 16 * x, 4))),
+        ("down", work(Work(8 * unit), 5 * x + dropped, 3 + drop)),
+    ]
+    head = [
+        ("norm", work(Work(), 2 * x, 2)),
+        ("output", work(Work(head_flops(model, batch), 0, 1))),
+        ("loss", work(Work(EXP_FLOPS * logits, ITEM * 3 * logits, 3))),
+    ]
+    embedding = [("embedding", work(Work(), 6 * x, 5))]
+    blocks = {f"blocks.{i}": block for i in range(model.layers)}
+    return {"embedding": embedding, **blocks, "head": head}
+
+
+def forward_parts(model: ModelSpec, batch: int, cut: Cut = WHOLE) -> dict[str, Work]:
     """Forward of one micro-batch, by the module prefix that the parameters carry, in order.
 
     Keys: "embedding", "blocks.0" ..., "head".
     """
-    x, scores = sizes(model, batch)
-    logits = x * model.vocab // model.hidden
-    embedding = Work(0, ITEM * 6 * x, 5)
-    # Norms 2x2, residual sums 2x3, GELU 2x4; a bias is written into the result (9x) before the
-    # product is added to it; explicit attention scales q (2), makes q, k, v and its result
-    # contiguous (4x2), and masks and normalizes the scores.
-    explicit = model.attention == "explicit"
-    elements = 36 * x + (10 * x + 4 * scores if explicit else 0)
-    kernels = 33 if explicit else 26
-    if model.dropout:
-        elements += 3 * (2 * x + (scores if explicit else 0))
-        kernels += 3 if explicit else 2
-    arithmetic = GELU_FLOPS[0] * 4 * x + EXP_FLOPS * scores
-    block = Work(block_flops(model, batch) + arithmetic, ITEM * elements, kernels)
-    head = Work(head_flops(model, batch) + EXP_FLOPS * logits, ITEM * (2 * x + 3 * logits), 6)
-    blocks = {f"blocks.{i}": block for i in range(model.layers)}
-    return {"embedding": embedding, **blocks, "head": head}
+    pieces = forward_pieces(model, batch, cut)
+    block = total(work for _, work in pieces["blocks.0"])
+    return {
+        part: block if part.startswith("blocks.") else total(work for _, work in layers)
+        for part, layers in pieces.items()
+    }
 
 
 class BackwardPart(NamedTuple):
@@ -128,6 +178,7 @@ class BackwardPart(NamedTuple):
     input, weight work of the two halves; a whole backward does both
     names         parameters whose gradient is complete with the input half, or with the whole
     weight_names  those whose gradient is the weight half: linear layers' weights and biases
+    layer         "qkv", "proj", "up", "down", "output", "norm" or "embedding"
     """
 
     part: str
@@ -135,6 +186,7 @@ class BackwardPart(NamedTuple):
     weight: Work
     names: tuple[str, ...]
     weight_names: tuple[str, ...]
+    layer: str
 
     @property
     def whole(self) -> Work:
@@ -158,8 +210,13 @@ def backward_parts(
     ]
 
 
-def backward_halves(model: ModelSpec, batch: int, *, accumulate: bool) -> list[BackwardPart]:
+def backward_halves(
+    model: ModelSpec, batch: int, *, accumulate: bool, cut: Cut = WHOLE,
+    held: Mapping[str, int] | None = None,
+) -> list[BackwardPart]:  # fmt: skip
     """``backward_parts``, each with what belongs to the input and to the weight half.
+
+    cut   the share of a tensor-parallel rank; ``held``: elements of the parameters that it holds
 
     A linear layer's two products cost the same: one makes the gradient of its input, which the
     stage before waits for, the other that of its weight, which can wait (Zero Bubble, Qi+ 2023,
@@ -167,7 +224,8 @@ def backward_halves(model: ModelSpec, batch: int, *, accumulate: bool) -> list[B
     """
     x, scores = sizes(model, batch)
     logits = x * model.vocab // model.hidden
-    shapes = model.parameter_shapes()
+    if held is None:
+        held = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
     explicit = model.attention == "explicit"
     unit = 2 * batch * model.seq_len * model.hidden**2  # FLOPs of an h x h product
     attended = 4 * batch * model.seq_len**2 * model.hidden
@@ -177,46 +235,51 @@ def backward_halves(model: ModelSpec, batch: int, *, accumulate: bool) -> list[B
         """Handing a gradient over to its parameter is a call; adding it up costs three passes."""
         added = 0.0
         for name in names if accumulate else ():
-            size = 1
-            for length in shapes[name]:
-                size *= length
-            added += 3 * size  # read the old, read the new, write the sum
+            added += 3 * held.get(name, 0)  # read the old, read the new, write the sum
         return Work(0, ITEM * added, len(names))
 
-    def part(at: str, flops: float, elements: float, kernels: float, *names: str) -> None:
-        work = Work(flops, ITEM * elements, kernels) + handed(*names)
-        parts.append(BackwardPart(at, work, Work(), names, ()))
+    def part(at: str, layer: str, elements: float, kernels: float, *names: str,
+             inside: float = 0.0) -> None:  # fmt: skip
+        moved = elements * cut.outside + inside * cut.inside
+        work = Work(0, ITEM * moved, kernels) + handed(*names)
+        parts.append(BackwardPart(at, work, Work(), names, (), layer))
 
-    def linear(at: str, products: float, flops: float, elements: float, kernels: float,
-               *names: str, bias: float = 0.0) -> None:  # fmt: skip
-        """Two products of ``products`` FLOPs together; ``bias`` elements are read for its own."""
+    def linear(at: str, layer: str, products: float, flops: float, inside: float, outside: float,
+               kernels: float, *names: str, bias: float = 0.0) -> None:  # fmt: skip
+        """Two products of ``products`` FLOPs together, and elements read and written inside and
+        outside of a pair of layers; ``bias`` elements are read for the bias's own gradient.
+        """
         late = 2 if bias else 1  # kernels: the product, the bias's sum
-        rest = Work(products / 2 + flops, ITEM * (elements - bias), kernels - late)
-        weight = Work(products / 2, ITEM * bias, late) + handed(*names)
-        parts.append(BackwardPart(at, rest, weight, (), names))
+        bias *= cut.outside if layer in ("proj", "down") else cut.inside
+        elements = inside * cut.inside + outside * cut.outside
+        rest = Work((products / 2 + flops) * cut.inside, ITEM * elements, kernels - late)
+        weight = Work(products / 2 * cut.inside, ITEM * bias, late) + handed(*names)
+        parts.append(BackwardPart(at, rest, weight, (), names, layer))
 
     head = () if model.tied else ("head.output.weight",)
-    linear("head", 2 * head_flops(model, batch), 0, 4 * logits, 5, *head)
-    part("head", 0, 5 * x, 2, "head.norm.bias", "head.norm.weight")
+    linear("head", "output", 2 * head_flops(model, batch), 0, 4 * logits, 0, 5, *head)
+    part("head", "norm", 5 * x, 2, "head.norm.bias", "head.norm.weight")
     drop = 3 * x if model.dropout else 0
     for i in reversed(range(model.layers)):
         at, b = f"blocks.{i}", f"blocks.{i}."
-        linear(at, 8 * unit, 0, x + drop, 3, b + "mlp.down.bias", b + "mlp.down.weight", bias=x)
-        linear(at, 8 * unit, GELU_FLOPS[1] * 4 * x, 16 * x, 5,
+        linear(at, "down", 8 * unit, 0, 0, drop, 3, b + "mlp.down.bias", b + "mlp.down.weight",
+               bias=x)  # fmt: skip
+        linear(at, "up", 8 * unit, GELU_FLOPS[1] * 4 * x, 12 * x, 0, 5,
                b + "mlp.up.bias", b + "mlp.up.weight", bias=4 * x)  # fmt: skip
-        part(at, 0, 8 * x, 3, b + "norm2.bias", b + "norm2.weight")
-        linear(at, 2 * unit, 0, x + drop, 3,
+        part(at, "norm", 8 * x, 3, b + "norm2.bias", b + "norm2.weight")
+        linear(at, "proj", 2 * unit, 0, 0, drop, 3,
                b + "attention.proj.bias", b + "attention.proj.weight", bias=x)  # fmt: skip
         if explicit:  # four products, softmax, mask, scale, contiguous copies
             mixed = Work(2 * attended, ITEM * (10 * x + (8 if model.dropout else 5) * scores), 14)
         else:
             mixed = Work(2 * attended, 0, 4)
-        qkv = mixed + Work(0, ITEM * 15 * x, 5)
-        linear(at, 6 * unit, qkv.flops, qkv.bytes / ITEM, qkv.kernels,
+        qkv = mixed + Work(0, ITEM * 12 * x, 5)
+        linear(at, "qkv", 6 * unit, qkv.flops, qkv.bytes / ITEM, 0, qkv.kernels,
                b + "attention.qkv.bias", b + "attention.qkv.weight", bias=3 * x)  # fmt: skip
-        part(at, 0, 8 * x, 3, b + "norm1.bias", b + "norm1.weight")
-    part("embedding", 0, 6 * x + 2 * model.vocab * model.hidden, 6,
-         "embedding.position.weight", "embedding.token.weight")  # fmt: skip
+        part(at, "norm", 8 * x, 3, b + "norm1.bias", b + "norm1.weight")
+    part("embedding", "embedding", 6 * x, 6,
+         "embedding.position.weight", "embedding.token.weight",
+         inside=2 * model.vocab * model.hidden)  # fmt: skip
     return parts
 
 
@@ -233,13 +296,14 @@ def attention_core_work(model: ModelSpec, batch: int) -> Work:
     return Work(flops, ITEM * (10 * x + 4 * scores + dropped), 12 + bool(model.dropout))
 
 
-def recompute_work(model: ModelSpec, batch: int, recompute: str) -> Work:
+def recompute_work(model: ModelSpec, batch: int, recompute: str, cut: Cut = WHOLE) -> Work:
     """What the backward of one block computes again first: parallel/recompute.py."""
     if recompute == "none":
         return Work()
     if recompute == "selective":
-        return attention_core_work(model, batch)
-    return forward_parts(model, batch)["blocks.0"]
+        core = attention_core_work(model, batch)
+        return replace(core, flops=core.flops * cut.inside, bytes=core.bytes * cut.inside)
+    return forward_parts(model, batch, cut)["blocks.0"]
 
 
 def optimizer_work(

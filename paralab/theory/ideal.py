@@ -49,9 +49,9 @@ def schedule_of(report: Report, *, step: int | None = None) -> list[list[Action]
     for rank, kind, (stage, microbatch) in zip(
         spans["rank"].tolist(), spans["kind"], _places(spans), strict=True
     ):
-        pp_index, dp_index = report.plan.place(rank)
+        pp_index, *pipeline = report.plan.place(rank)
         letter = "I" if kind == "backward" and (stage, microbatch) in split else LETTER[kind]
-        if dp_index == 0:  # a backward that messages cut into pieces is one action
+        if not any(pipeline):  # a backward that messages cut into pieces is one action
             found[pp_index][Action(stage, letter, microbatch)] = None
     return [list(actions) for actions in found]
 

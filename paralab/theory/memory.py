@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from paralab.checks import choice
 from paralab.parallel.buckets import assign, units
+from paralab.parallel.layouts import holding, residual_shape
 from paralab.parallel.partition import partition
 from paralab.parallel.schedules import Action
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
@@ -34,7 +36,7 @@ from paralab.theory.activations import (
     put_aside_bytes,
     recomputed_bytes,
 )
-from paralab.theory.formulas import sizes
+from paralab.theory.tensor import shares
 
 __all__ = ["activation_bytes", "block_activation_bytes", "fullest", "gradient_buckets", "moments",
            "parameter_sizes", "part_activation_bytes", "put_aside_bytes", "rank_sizes",
@@ -84,8 +86,9 @@ def parameter_sizes(model: ModelSpec) -> dict[str, int]:
 
 def rank_sizes(model: ModelSpec, plan: Plan, rank: int = 0) -> dict[str, int]:
     """Elements of every parameter that ``rank`` holds, in order of registration."""
+    index = plan.place(rank).tp
     return {
-        name: math.prod(shape)
+        name: math.prod(shape if plan.tp == 1 else holding(model, plan, name, index).shape)
         for parts in stage_parts(model, plan, rank).values()
         for name, shape in stage_shapes(model, parts).items()
     }
@@ -159,10 +162,9 @@ def moments(
         filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
     backward = {**states, "buffers": states["buffers"] + filling, "activations": 0}
     if plan.recompute != "none":
-        asked = {"recompute": plan.recompute, "precision": plan.precision}
-        more = recomputed_bytes(model, plan.microbatch_size, **asked)
+        more = recomputed_bytes(model, plan.microbatch_size, **asked(plan))
         if "head" in stage_parts(model, plan, rank)[action.stage]:  # its backward is over
-            more -= part_activation_bytes(model, "head", plan.microbatch_size, **asked)
+            more -= part_activation_bytes(model, "head", plan.microbatch_size, **asked(plan))
         again = {**forward, "activations": kept + more}
         backward = max(backward, again, key=lambda found: sum(found.values()))
     return {"forward": forward, "backward": backward}
@@ -174,10 +176,15 @@ def kept_bytes(model: ModelSpec, plan: Plan, parts: Sequence[str]) -> dict[str, 
     "" is what leaves for the next stage, which stays too, for backward starts from it.
     """
     batch = plan.microbatch_size
-    asked = {"recompute": plan.recompute, "precision": plan.precision}
-    kept = {part: part_activation_bytes(model, part, batch, **asked) for part in parts}
-    leaving = BYTES_PER_ELEMENT[plan.precision] * sizes(model, batch)[0]
+    kept = {part: part_activation_bytes(model, part, batch, **asked(plan)) for part in parts}
+    leaving = BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
     return {"": 0 if "head" in parts else leaving, **kept}
+
+
+def asked(plan: Plan) -> dict[str, Any]:
+    """The plan's settings as the formulas of activations.py take them."""
+    return {"recompute": plan.recompute, "precision": plan.precision, "shares": shares(plan),
+            "partition": plan.tp if plan.partition_activations else 1}  # fmt: skip
 
 
 def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
@@ -187,12 +194,12 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
     for the next stage stays too, for backward starts from it.
     """
     batch, held = plan.microbatch_size, stage_parts(model, plan, rank)
-    size, late, own = {}, {}, {}
+    size, late, own, counts = {}, {}, {}, rank_sizes(model, plan, rank)
     for s, parts in held.items():
         size[s] = sum(kept_bytes(model, plan, parts).values())
-        late[s] = sum(put_aside_bytes(model, part, batch) for part in parts)
-        shapes = stage_shapes(model, parts).items()
-        elements = sum(math.prod(shape) for name, shape in shapes if model.trainable(name))
+        late[s] = sum(put_aside_bytes(model, part, batch, plan.tp) for part in parts)
+        names = stage_shapes(model, parts)
+        elements = sum(counts[name] for name in names if model.trainable(name))
         own[s] = BYTES_PER_ELEMENT[plan.precision] * elements
         own[s] //= plan.shard_degree if reduces_often(plan) else 1
     live, gradients = 0, dict.fromkeys(held, 0)
@@ -215,7 +222,7 @@ def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:
     """
     found = {
         (moment, rank): parts
-        for rank in range(0, plan.world_size, plan.dp)  # data-parallel ranks hold the same
+        for rank in range(0, plan.world_size, plan.dp * plan.tp)  # the others hold as much
         for moment, parts in moments(model, plan, optimizer=optimizer, rank=rank).items()
     }
     moment, rank = max(found, key=lambda key: (sum(found[key].values()), -key[1]))

@@ -61,11 +61,10 @@ class _Walk:
         self.stages = memory.stage_parts(model, plan, rank)
         self.kept = {s: memory.kept_bytes(model, plan, p) for s, p in self.stages.items()}
         self.aside = {
-            s: sum(memory.put_aside_bytes(model, part, batch) for part in parts)
+            s: sum(memory.put_aside_bytes(model, part, batch, plan.tp) for part in parts)
             for s, parts in self.stages.items()
         }
-        self.again = recomputed_bytes(model, batch, recompute=plan.recompute,
-                                      precision=plan.precision)  # fmt: skip
+        self.again = recomputed_bytes(model, batch, **memory.asked(plan))
         flows = parts_with_backward(model, self.stages)
         self.backward = {
             s: [p for p in backward_halves(model, batch, accumulate=False)

@@ -12,19 +12,23 @@ tables. A plan without a pipeline is a pipeline of one stage.
                         parallel/data_parallel.py: when the all-reduces leave, and who waits
     ZeRO                predict_zero.py, in place of data parallelism
     tied embedding      V h elements, summed over first and last stage, after data parallelism
+    tensor parallelism  theory/tensor.py: what each layer sends, in forward and in backward, and the
+                        share of the work that is left
     recomputation       a block's forward, or its attention's, once more before its backward
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from paralab.parallel.layouts import residual_shape
 from paralab.parallel.lowering import Transfer, lower
 from paralab.parallel.schedules import Action
 from paralab.spec import BYTES_PER_ELEMENT, Cluster, ModelSpec, Plan
-from paralab.theory import memory
+from paralab.theory import memory, tensor
 from paralab.theory.engine import Collective, Compute, Item, Wait
 from paralab.theory.formulas import (
     ITEM,
@@ -32,14 +36,16 @@ from paralab.theory.formulas import (
     Work,
     backward_halves,
     bucket_copy_work,
-    forward_parts,
+    forward_pieces,
     optimizer_work,
     recompute_work,
 )
 from paralab.theory.gathering import parts_with_backward
 from paralab.theory.predict_zero import ZeroRows
-from paralab.theory.traffic import wire_bytes
+from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
 
+# Sums over a token's features or entries are made in fp32, whatever the precision.
+ALWAYS_FP32 = ("norm_forward", "norm_backward", "loss_forward")
 KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
 
 
@@ -78,15 +84,17 @@ class _Rank:
 
     def launch(self, op: str, payload: int, ranks: tuple[int, ...], axis: str, phase: str,
                peer: int = -1) -> int:  # fmt: skip
-        """Post a call; returns its position, to be waited for."""
+        """Post a call; returns its position, to be waited for. peer: of a pair, or a root."""
         lane, members = f"comm:{axis}", ranks
-        if peer >= 0:  # each direction of each pair is a wire of its own, used in order
+        pair = op in POINT_TO_POINT
+        if pair:  # each direction of each pair is a wire of its own, used in order
             members = (self.rank, peer) if op == "send" else (peer, self.rank)
             lane = f"{lane}:{members[0]}>{members[1]}"
-        name = (axis, phase, *members) if peer < 0 else ("pair", *members)
+        name = ("pair", *members) if pair else (axis, phase, *members)
         number = self.calls[name] = self.calls.get(name, -1) + 1
         nodes = {self.cluster.node_of(r) for r in members}
-        wire = wire_bytes(op, payload, len(ranks), ranks.index(self.rank))
+        root = ranks.index(peer) if op in ROOTED else 0
+        wire = wire_bytes(op, payload, len(ranks), ranks.index(self.rank), root)
         item = Collective((*name, number), lane, members, op, wire,
                           "inter" if len(nodes) > 1 else "intra")  # fmt: skip
         before = next(
@@ -95,6 +103,13 @@ class _Rank:
         after = (before,) if before >= 0 else ()
         self.rows.append(Row(item, "comm", -1, after, 0, payload, axis, phase, ranks, peer))
         return len(self.rows) - 1
+
+    def call(self, call: tensor.Call) -> int:
+        """Post a call of tensor parallelism."""
+        ranks = self.plan.ranks(call.axis, self.rank)
+        peer = ranks[call.root] if call.root >= 0 else -1
+        item = 4 if call.phase in ALWAYS_FP32 else self.item
+        return self.launch(call.op, item * call.elements, ranks, call.axis, call.phase, peer)
 
 
 def step_rows(
@@ -107,11 +122,11 @@ def step_rows(
     mine = _Rank(model, plan, cluster, rank)
     sync = ZeroRows(mine) if plan.zero_stage else _DataParallel(mine)
     held = memory.stage_parts(model, plan, rank)
-    stages = {s: _Stage(model, plan, s, parts) for s, parts in held.items()}
+    stages = {s: _Stage(model, plan, s, parts, rank) for s, parts in held.items()}
     arriving: dict[tuple, int] = {}
     sent: list[int] = []
     pipeline = plan.ranks("pp", rank)
-    activation = ITEM * plan.microbatch_size * model.seq_len * model.hidden
+    activation = ITEM * math.prod(residual_shape(model, plan))
     for step in steps:
         if isinstance(step, Transfer):
             call = mine.launch(step.kind, activation, pipeline, "pp", "activations",
@@ -127,9 +142,15 @@ def step_rows(
             stages[step.stage].act(step, mine, sync)
     mine.wait(*sent)
     sync.finish()
+    counts = memory.rank_sizes(model, plan, rank)
+    for call in tensor.shared_calls(model, plan, rank, counts):
+        work = Work(0, mine.item * 2 * call.elements, 3)  # into one message, and back
+        mine.compute(work, "copy")
+        mine.wait(mine.call(call))
+        mine.compute(work, "copy")
     ends = (pipeline[0], pipeline[-1])
     if model.tied and plan.stages > 1 and rank in ends:
-        elements = model.vocab * model.hidden
+        elements = model.vocab * model.hidden // plan.tp
         if plan.zero_stage:  # of the shard that either of them owns
             elements = -(-elements // plan.shard_degree)
         mine.wait(mine.launch("all_reduce", ITEM * elements, ends, "pp", "tied"))
@@ -143,15 +164,21 @@ def step_rows(
 class _Stage:
     """What the actions of one stage cost, part by part."""
 
-    def __init__(self, model: ModelSpec, plan: Plan, stage: int, parts: tuple[str, ...]) -> None:
-        batch = plan.microbatch_size
-        self.parts, self.forward = parts, forward_parts(model, batch)
-        self.again = recompute_work(model, batch, plan.recompute)
+    def __init__(
+        self, model: ModelSpec, plan: Plan, stage: int, parts: tuple[str, ...], rank: int
+    ) -> None:
+        batch, split = plan.microbatch_size, tensor.share_of_work(plan)
+        self.model, self.plan, self.parts = model, plan, parts
+        self.forward = forward_pieces(model, batch, split)
+        self.again = recompute_work(model, batch, plan.recompute, split)
+        self.calls = tensor.calls(model, plan)
+        held = memory.rank_sizes(model, plan, rank)
         # The first micro-batch's gradients are kept as they come, later ones' are added to them.
         self.halves = [
-            [p for p in backward_halves(model, batch, accumulate=adding) if p.part in parts]
+            [p for p in backward_halves(model, batch, accumulate=adding, cut=split, held=held)
+             if p.part in parts]
             for adding in (False, True)
-        ]
+        ]  # fmt: skip
         if model.tied and "embedding" not in parts:  # its copy is a weight like any other
             self.halves = [[_with_copy(p) for p in halves] for halves in self.halves]
         if model.frozen:
@@ -169,7 +196,7 @@ class _Stage:
         if kind == "F":
             for at, part in enumerate(self.parts):
                 sync.forward(self.parts, at, pieces)
-                pieces.add(self.forward[part])
+                self._forward(part, pieces)
                 sync.leave(self.parts, at, pieces)
             pieces.cut()
             return
@@ -181,13 +208,44 @@ class _Stage:
         for part in parts:
             if part.part != at and "I" in halves:
                 sync.backward(self.parts, self.parts.index(part.part), pieces)
-                pieces.add(self.again if part.part.startswith("blocks.") else Work())
+                if part.part.startswith("blocks."):
+                    self._again(part.part, pieces)
             at = part.part
-            pieces.add(part.whole if kind == "B" else part.input if kind == "I" else part.weight)
+            self._backward(part, halves, pieces)
             names = part.names * ("I" in halves) + part.weight_names * ("W" in halves)
             if last or sync.every:
                 sync.complete(names, pieces)
         pieces.cut()
+
+    def _forward(self, part: str, pieces: Pieces) -> None:
+        for layer, work in self.forward[part]:
+            calls = self.calls.get(layer, tensor.Calls())
+            pieces.wait_for(calls.before)
+            pieces.add(work)
+            pieces.wait_for(calls.after)
+
+    def _again(self, part: str, pieces: Pieces) -> None:
+        """What recomputation does before a block's backward."""
+        if self.plan.recompute == "full" and self.plan.tp > 1:
+            pieces.wait_for(tensor.partition_calls(self.model, self.plan))
+            self._forward(part, pieces)
+        else:
+            pieces.add(self.again)
+
+    def _backward(self, part: BackwardPart, halves: str, pieces: Pieces) -> None:
+        calls = self.calls.get(part.layer, tensor.Calls())
+        beside: list[int] = []
+        if "I" in halves:
+            pieces.wait_for(calls.backward)
+            pieces.add(part.input)
+            beside = [pieces.launch(call) for call in calls.beside]
+        if "W" in halves:
+            pieces.add(part.weight)
+            if part.weight != Work():  # not of a frozen layer
+                pieces.wait_for(calls.weight)
+        for position in beside:
+            pieces.cut()
+            pieces.rank.wait(position)
 
 
 class Pieces:
@@ -204,6 +262,16 @@ class Pieces:
         """End a piece, as the recorder does."""
         self.rank.compute(self.work, *self.said)
         self.work = Work()
+
+    def launch(self, call: tensor.Call) -> int:
+        """A call of tensor parallelism leaves; returns its position."""
+        self.cut()
+        return self.rank.call(call)
+
+    def wait_for(self, calls: Sequence[tensor.Call]) -> None:
+        """Such calls one after the other, each waited for."""
+        for call in calls:
+            self.rank.wait(self.launch(call))
 
 
 def _with_copy(part: BackwardPart) -> BackwardPart:

@@ -111,7 +111,7 @@ def _of_report(report: Any, step: int | None) -> _Source:
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
     columns = (spans[c].tolist() for c in ("rank", "kind", "stage", "microbatch", "start", "end"))
     for rank, kind, stage, microbatch, start, end in zip(*columns, strict=True):
-        if report.plan.place(rank)[1] == 0:
+        if not any(report.plan.place(rank)[1:]):  # the first pipeline
             span = when.setdefault((kind, stage, microbatch), [start, end])
             span[:] = min(span[0], start), max(span[1], end)
     names = {"F": "forward", "W": "weight_grad"}

@@ -91,7 +91,7 @@ def section(
     parts = metrics.pipeline_parts(report, one.step)
     if not parts:
         return one
-    of = {rank: report.plan.place(rank)[1] for rank in parts}
+    of = {rank: report.plan.place(rank)[1:] for rank in parts}
     zero = float(report.steps["start"][report.steps["step"] == one.step].min())
     ends = {p: max(parts[r][1] for r in parts if of[r] == p) for p in of.values()}
     starts = {p: min(parts[r][0] for r in parts if of[r] == p) for p in of.values()}
