@@ -838,3 +838,236 @@ class ZeroHasNoStep:
 
 def zero_of_three(parameters, group, lr):
     return None
+
+
+# ---- lab 07: tensor_mlp --------------------------------------------------------------------------
+class MLPGood:
+    """A right answer; the wrong ones change one thing of it."""
+
+    def __init__(self, A, b, B, c, *, group):
+        self.group = group
+        own = self.own(A.shape[1])
+        self.A, self.b, self.B = A[:, own].clone(), b[own].clone(), B[own].clone()
+        self.c = c
+
+    def own(self, size):
+        width = size // self.group.size
+        return slice(self.group.index * width, (self.group.index + 1) * width)
+
+    def forward(self, x):
+        self.x, self.inside = x, (x @ self.A + self.b).relu()
+        return self.added(self.inside @ self.B) + self.c
+
+    def backward(self, grad):
+        of_inside = (grad @ self.B.t()) * (self.inside > 0)
+        self.gradients = {"A": self.x.t() @ of_inside, "b": of_inside.sum(0),
+                          "B": self.inside.t() @ grad, "c": grad.sum(0)}  # fmt: skip
+        return self.added_back(of_inside @ self.A.t())
+
+    def added(self, z):
+        self.group.all_reduce(z).wait()
+        return z
+
+    added_back = added
+
+
+class MLPInTwo(MLPGood):
+    """A right answer: an all-reduce is a reduce-scatter and an all-gather."""
+
+    def added(self, z):
+        part = z.new_empty(z.numel() // self.group.size)
+        self.group.reduce_scatter(part, z.view(-1)).wait()
+        self.group.all_gather(z.view(-1), part).wait()
+        return z
+
+    added_back = added
+
+
+class MLPAddsNothing(MLPGood):
+    """Each rank takes its own term for the sum."""
+
+    def added(self, z):
+        return z
+
+
+class MLPAddsNothingBack(MLPGood):
+    def added_back(self, of_x):
+        return of_x
+
+
+class MLPBiasEverywhere(MLPGood):
+    """c is added before the sum, by every rank."""
+
+    def forward(self, x):
+        self.x, self.inside = x, (x @ self.A + self.b).relu()
+        return self.added(self.inside @ self.B + self.c)
+
+
+class MLPSumsBiasGradient(MLPGood):
+    """c's gradient is the same on all ranks already."""
+
+    def backward(self, grad):
+        of_x = super().backward(grad)
+        self.group.all_reduce(self.gradients["c"]).wait()
+        return of_x
+
+
+class MLPAverages(MLPGood):
+    """The mean, as data parallelism takes it of gradients."""
+
+    def added_back(self, of_x):
+        return self.added(of_x) / self.group.size
+
+
+class MLPSumsIncoming(MLPGood):
+    """f and g confused: backward adds up the gradient that comes in."""
+
+    def backward(self, grad):
+        self.group.all_reduce(grad).wait()
+        return super().backward(grad)
+
+    def added_back(self, of_x):
+        return of_x
+
+
+class MLPKeepsAll(MLPGood):
+    """All ranks keep all weights and use a part."""
+
+    def __init__(self, A, b, B, c, *, group):
+        super().__init__(A, b, B, c, group=group)
+        self.whole = A, b, B
+
+
+class MLPKeepsViews(MLPGood):
+    """A slice is a view, which keeps the whole tensor alive."""
+
+    def __init__(self, A, b, B, c, *, group):
+        self.group, self.c = group, c
+        own = self.own(A.shape[1])
+        self.A, self.b, self.B = A[:, own], b[own], B[own]
+
+
+class MLPGathersWeights(MLPGood):
+    """A t-th is kept, and the weights are gathered to be used: ZeRO-3, not tensor parallelism."""
+
+    def gathered(self, part):
+        whole = part.new_empty(self.group.size, *part.shape)
+        self.group.all_gather(whole.view(-1), part.reshape(-1)).wait()
+        return whole.flatten(0, 1)
+
+    def forward(self, x):
+        A, B = self.gathered(self.A.t().contiguous()).t(), self.gathered(self.B)
+        b = self.gathered(self.b)
+        self.x, inside = x, (x @ A + b).relu()
+        self.inside = inside[:, self.own(A.shape[1])]
+        return inside @ B + self.c
+
+
+class MLPGathersInside(MLPGood):
+    """What is between the two weights is gathered, as if anybody needed the others' columns."""
+
+    def forward(self, x):
+        z = super().forward(x)
+        whole = self.inside.new_empty(self.group.size * self.inside.numel())
+        self.group.all_gather(whole, self.inside.reshape(-1)).wait()
+        return z
+
+
+class MLPRowsFirst(MLPGood):
+    """Rows of A and columns of B: a sum before ReLU, and a gather in the end."""
+
+    def __init__(self, A, b, B, c, *, group):
+        self.group, self.b, self.c = group, b, c
+        own = self.own(A.shape[0])
+        self.A, self.B = A[own].clone(), B[:, own].clone()
+
+    def forward(self, x):
+        self.x = x[:, self.own(x.shape[1])]
+        self.inside = (self.added(self.x @ self.A) + self.b).relu()
+        own = self.inside @ self.B
+        whole = own.new_empty(self.group.size * own.numel())
+        self.group.all_gather(whole, own.view(-1)).wait()
+        return whole.view(self.group.size, *own.shape).movedim(0, 1).flatten(1, 2) + self.c
+
+    def backward(self, grad):
+        own = grad[:, self.own(grad.shape[1])]
+        of_inside = self.added(own @ self.B.t()) * (self.inside > 0)
+        self.gradients = {"A": self.x.t() @ of_inside, "b": of_inside.sum(0),
+                          "B": self.inside.t() @ own, "c": grad.sum(0)}  # fmt: skip
+        part = of_inside @ self.A.t()
+        whole = part.new_empty(self.group.size * part.numel())
+        self.group.all_gather(whole, part.view(-1)).wait()
+        return whole.view(self.group.size, *part.shape).movedim(0, 1).flatten(1, 2)
+
+
+class MLPOthersPart(MLPGood):
+    """Rank r keeps the next rank's part: the sum is right, and the gradients are not its own."""
+
+    def own(self, size):
+        width, at = size // self.group.size, (self.group.index + 1) % self.group.size
+        return slice(at * width, (at + 1) * width)
+
+
+class MLPNoSlope(MLPGood):
+    """ReLU's derivative is left out."""
+
+    def backward(self, grad):
+        inside, self.inside = self.inside, self.inside + 1.0
+        of_x = super().backward(grad)
+        self.inside = inside
+        self.gradients["B"] = inside.t() @ grad
+        return of_x
+
+
+class MLPNoWait(MLPGood):
+    def added(self, z):
+        self.group.all_reduce(z)
+        return z
+
+
+class MLPBehindTheBack(MLPGood):
+    """The sum is taken where no ledger sees it."""
+
+    def added(self, z):
+        import torch.distributed as dist
+
+        dist.all_reduce(z)
+        return z
+
+    added_back = added
+
+
+class MLPRootOnly(MLPGood):
+    """Only rank 0 asks for the sum."""
+
+    def added(self, z):
+        return super().added(z) if self.group.index == 0 else z
+
+
+class MLPRaises(MLPGood):
+    def backward(self, grad):
+        raise KeyError("A")
+
+
+class MLPNoGradients(MLPGood):
+    def backward(self, grad):
+        of_x = super().backward(grad)
+        del self.gradients["B"]
+        return of_x
+
+
+class MLPReturnsNothing(MLPGood):
+    def forward(self, x):
+        super().forward(x)
+
+
+class MLPHasNoBackward:
+    def __init__(self, A, b, B, c, *, group):
+        pass
+
+    def forward(self, x):
+        return x
+
+
+def mlp_of_three(A, B, group):
+    return None

@@ -21,6 +21,7 @@ ANSWERS = {
     "deadlock_clinic": ("fixed",),
     "zero_step": ("MyZero1",),
     "memory_clinic": ("treatment",),
+    "tensor_mlp": ("MyMLP",),
 }
 
 

@@ -20,7 +20,9 @@ from paralab.exercises.memory import memory_clinic
 from paralab.exercises.ring import all_gather_half
 from paralab.exercises.schedule import own_schedule
 from paralab.exercises.states import model_states
+from paralab.exercises.summa import summa
 from paralab.exercises.sync import gradient_sync
+from paralab.exercises.tensor import tensor_mlp
 from paralab.exercises.verdict import Verdict
 from paralab.exercises.zero import zero_step
 
@@ -34,11 +36,12 @@ ALL = {
         deadlock_clinic,
         zero_step,
         memory_clinic,
+        tensor_mlp,
     )
 }
 
 __all__ = [
     "ALL", "Exercise", "Guess", "Reveal", "Verdict",
     "all_gather_half", "deadlock_clinic", "gradient_sync", "guess", "memory_clinic", "model_states",
-    "own_schedule", "zero_step",
+    "own_schedule", "tensor_mlp", "zero_step",
 ]  # fmt: skip

@@ -122,11 +122,11 @@ def train(group: Any, form: Callable[..., Any]) -> dict[str, Any]:
         for gradient in gradients:
             answer.step(gradient)
             seen.append(parameters.detach().cpu().numpy().copy())
-            kept = max(kept, _at_rest(memory, device, enough=max(kept, enough)))
+            kept = max(kept, at_rest(memory, device, enough=max(kept, enough)))
     return {"parameters": np.stack(seen), "kept": kept, "peak": memory.peak}
 
 
-def _at_rest(memory: Any, device: str, *, enough: int) -> int:
+def at_rest(memory: Any, device: str, *, enough: int) -> int:
     """Bytes that stay, once the threads that carry messages have let go of theirs."""
     import gc
     import time

@@ -312,7 +312,7 @@ class TensorLayers:
         whole = {"residual": (batch, model.seq_len, model.hidden),
                  "scores": (batch, model.heads, model.seq_len, model.seq_len)}[what]  # fmt: skip
         mask = dropped(x.new_ones(whole), p, what)[self.local(what)]
-        return x * mask.contiguous()
+        return x * mask.clone()  # the whole mask is given back
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         samples, _, entries = self.local("logits")

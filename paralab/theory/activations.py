@@ -54,11 +54,16 @@ def block_activation_bytes(
         return kept + state
     if model.attention == "sdpa":
         return kept + 4 * model.heads * tokens // shares.inside
-    if batch == shares.samples:
-        # One sample's k and v need no copy to be multiplied: they keep the projection's whole
-        # result.
+    if _one(model, batch, shares):
+        # One sample's or head's k and v need no copy to be multiplied: they keep the projection's
+        # whole result.
         kept += item * x // shares.inside
     return kept + _scores_bytes(model, scores, item, mask_bytes) // shares.inside
+
+
+def _one(model: ModelSpec, batch: int, shares: Shares) -> bool:
+    """Whether a rank's attention is of one sample or one head."""
+    return batch == shares.samples or model.heads == shares.heads
 
 
 def _scores_bytes(model: ModelSpec, scores: int, item: int, mask_bytes: int) -> int:
@@ -82,7 +87,7 @@ def recomputed_bytes(
     if model.attention == "sdpa":
         return 4 * model.heads * batch * model.seq_len // shares.inside
     mask_bytes = item if mask_bytes is None else mask_bytes
-    copies = x if batch == shares.samples else 3 * x
+    copies = x if _one(model, batch, shares) else 3 * x
     return (item * copies + _scores_bytes(model, scores, item, mask_bytes)) // shares.inside
 
 
@@ -104,7 +109,8 @@ def part_activation_bytes(
 
     The head adds the input and the result of its norm (2x), mean and deviation, and the
     log-probabilities (b s V, always of 4 bytes); the embedding the token and position indices (8
-    bytes each) and its dropout mask.
+    bytes each) and its dropout mask. Where the vocabulary is dealt out, embedding and loss each
+    keep the entries that a rank has (8 bytes per token), and which these are (1).
     """
     x, _ = sizes(model, batch)
     tokens, item = batch * model.seq_len, BYTES_PER_ELEMENT[precision]
@@ -113,13 +119,14 @@ def part_activation_bytes(
         kept = x // shares.outside + x // shares.entered + 2 * tokens // shares.tokens
         if shares.weights:
             kept += model.vocab * model.hidden // shares.weights
-        chosen = 9 * tokens // shares.tokens if split else 0
+        chosen = 9 * tokens // shares.samples if split else 0
         return item * kept + 4 * tokens * model.vocab // shares.inside + chosen
     if part == "embedding":
         mask = item if mask_bytes is None else mask_bytes
         dropped = mask * x // shares.outside if model.dropout else 0
-        looked_up = tokens // shares.lookups
-        return 8 * (2 * tokens + model.seq_len) + dropped + (9 * looked_up if split else 0)
+        if split:
+            return dropped + 9 * tokens // shares.lookups
+        return dropped + 8 * (2 * tokens + model.seq_len)
     return block_activation_bytes(
         model, batch, mask_bytes=mask_bytes, recompute=recompute, precision=precision,
         shares=shares, partition=partition,

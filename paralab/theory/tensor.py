@@ -255,7 +255,8 @@ class Shares(NamedTuple):
     left     what proj and down keep of their input
     tokens   numbers per token: a norm's mean and deviation; a loss's indices
     weights  of the linear layers' weights kept gathered (3D); 0: none are
-    samples  of a micro-batch's samples, where attention is
+    samples  of a micro-batch's samples, where attention is, and of the heads
+    heads
     lookups  of the tokens that a rank looks up in its part of the embedding
     """
 
@@ -266,6 +267,7 @@ class Shares(NamedTuple):
     tokens: int = 1
     weights: int = 0
     samples: int = 1
+    heads: int = 1
     lookups: int = 1
 
 
@@ -279,7 +281,7 @@ def shares(plan: Plan) -> Shares:
         return WHOLE
     if plan.tp_mode == "1d":
         s = t if plan.sequence_parallel else 1
-        return Shares(outside=s, entered=s, inside=t, left=t, tokens=s)
+        return Shares(outside=s, entered=s, inside=t, left=t, tokens=s, heads=t)
     if plan.tp_mode == "3d":
-        return Shares(t, q * q, t, q * q, q * q, q * q, samples=q * q)
-    return Shares(t, t, t, t, d * q, samples=d * q, lookups=d)
+        return Shares(t, q * q, t, q * q, q * q, q * q, samples=q * q, heads=q)
+    return Shares(t, t, t, t, d * q, samples=d * q, heads=q, lookups=d)

@@ -5,6 +5,7 @@
     collective  ring against tree: ranks, message size, latency, bandwidth
     pipeline    schedule, ranks, micro-batches, chunks per rank, a slower stage, link speed
     zero        ZeRO's stages: devices, micro-batches, hidden size, precision, recomputation
+    tensor1d    tensor parallelism in 1D: ranks, sequence parallelism, micro-batch size, link speed
 
 Each is a `Bench` (widget_bench.py says what one can do with it without a mouse).
 """
@@ -17,6 +18,8 @@ from paralab.view.widget_explore import Explore as explore
 from paralab.view.widget_memory import Memory as memory
 from paralab.view.widget_parts import Knob, Sketch
 from paralab.view.widget_pipeline import Pipeline as pipeline
+from paralab.view.widget_tensor1d import Tensor1D as tensor1d
 from paralab.view.widget_zero import Zero as zero
 
-__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory", "pipeline", "zero"]
+__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory", "pipeline", "tensor1d",
+           "zero"]  # fmt: skip

@@ -1,0 +1,74 @@
+"""The published table of what 1D, 2D, 2.5D and 3D tensor parallelism cost, and its units.
+
+`PRINTED` is the table of Colossal-AI's documentation (hpcaitech/ColossalAI, docs/source/en/features,
+1D_, 2D_, 2p5D_ and 3D_tensor_parallel.md: one linear layer, forward and backward, on a ring), typed
+as it stands there. Its rows count in different units, so they cannot be compared as they are.
+With square matrices, M = K = N and S = M N elements, P ranks:
+
+    row     printed                 counts in     so elements sent per rank are
+    1D      2 (P-1)/P               S             2 (P-1)/P S
+    2D      6 (q-1)/q               S/q           6 (q-1)/q^2 S
+    2.5D    3 (q-1)(d+1)/(d q)      S/q           3 (q-1)(d+1)/(d q^2) S, and 2 (d-1)/(d q^2) S for
+                                                  the sum over depth, which the table leaves out
+    3D      6 (q-1)/q^3             S             6 (q-1)/q^3 S
+
+`in_one_unit` is the last column; it agrees with `tensor.linear_elements`, which holds for matrices
+of any shape and is tested against what real ranks send.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+from paralab.rules import tensor_grid
+
+
+class Cost(NamedTuple):
+    """A row as printed: orders of magnitude, one linear layer, forward and backward."""
+
+    processes: str
+    compute: str
+    parameters: str
+    activations: str
+    bandwidth: str
+    latency: str
+
+
+PRINTED = {
+    "1d": Cost("P", "1/P", "1/P", "1", "2(P-1)/P", "2(P-1)"),
+    "2d": Cost("P=q^2", "1/q^2", "1/q^2", "1/q^2", "6(q-1)/q", "6(q-1)"),
+    "2.5d": Cost("P=d q^2", "1/(d q^2)", "1/q^2", "1/(d q^2)", "3(q-1)(d+1)/(d q)", "6(q-1)"),
+    "3d": Cost("P=q^3", "1/q^3", "1/q^3", "1/q^3", "6(q-1)/q^3", "6(q-1)"),
+}
+
+
+def as_printed(mode: str, tp: int) -> Fraction:
+    """The number in the bandwidth column for ``tp`` ranks, whatever it counts in.
+
+    Raises ValueError where ``tp`` ranks make no grid of this mode.
+    """
+    q, d = tensor_grid(tp, mode, None)
+    return {
+        "1d": lambda: Fraction(2 * (tp - 1), tp),
+        "2d": lambda: Fraction(6 * (q - 1), q),
+        "2.5d": lambda: Fraction(3 * (q - 1) * (d + 1), d * q),
+        "3d": lambda: Fraction(6 * (q - 1), q**3),
+    }[mode]()
+
+
+def unit(mode: str, tp: int) -> Fraction:
+    """What the row counts in, in S: the elements of a whole matrix."""
+    q, _ = tensor_grid(tp, mode, None)
+    return Fraction(1, q) if mode in ("2d", "2.5d") else Fraction(1)
+
+
+def left_out(mode: str, tp: int) -> Fraction:
+    """What the table says nothing of, in S: 2.5D's sum of the weight's gradient over depth."""
+    q, d = tensor_grid(tp, mode, None)
+    return Fraction(2 * (d - 1), d * q * q) if mode == "2.5d" else Fraction(0)
+
+
+def in_one_unit(mode: str, tp: int) -> Fraction:
+    """Elements that a rank sends for one square linear layer, forward and backward, in S."""
+    return as_printed(mode, tp) * unit(mode, tp) + left_out(mode, tp)

@@ -1,0 +1,203 @@
+"""1D tensor parallelism with sliders: what t ranks save of a layer, and what its sums cost.
+
+Above the predicted step, a bar per rank; every gap is a sum that the next layer needs. The table
+puts one device, t ranks, and t ranks with sequence parallelism side by side: parameters,
+activations, bytes sent and the time they are waited for (theory/predict.py, theory/memory.py).
+«Run it» trains on t real processes; the picture then has the replay of that run on the links that
+the slider states. One run is replayed on any link.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from paralab.checks import illegal
+from paralab.records import metrics
+from paralab.report import Report
+from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.theory import memory
+from paralab.theory.predict import predict
+from paralab.view import theme
+from paralab.view.chart import Chart
+from paralab.view.timeline import timeline, timelines
+from paralab.view.widget_bench import Bench, Progress
+from paralab.view.widget_parts import Knob, Sketch
+
+RANKS = (1, 2, 4, 8)
+SAMPLES = (1, 2, 4, 8)
+BANDWIDTHS = tuple(m * 10**e for e in range(8, 12) for m in (1, 3))  # 100 MB/s to 300 GB/s
+MODEL = ModelSpec(layers=3, hidden=128, heads=8, seq_len=64)
+PLAN = Plan(tp=4, microbatch_size=4)
+STEPS = 6
+SHOWN, BESIDE = 4, 2  # ranks drawn of a prediction, of two reports; the others do alike
+RESIDUAL = {"whole on every rank": "whole", "in parts of the sequence": "parts"}
+
+
+class Tensor1D(Bench):
+    """Ranks t, where the residual stream lies, micro-batch size, link speed.
+
+    model    what is trained; its heads limit t. Default: 3 layers of 8 heads
+    plan     where the sliders start; tensor-parallel in 1D
+    cluster  what is predicted and replayed on; default ``Cluster.local()``, this machine
+    """
+
+    name = "tensor1d"
+
+    def __init__(
+        self,
+        model: ModelSpec | None = None,
+        plan: Plan | None = None,
+        cluster: Cluster | None = None,
+    ) -> None:
+        self.model, self.plan = MODEL if model is None else model, PLAN if plan is None else plan
+        if not isinstance(self.model, ModelSpec):
+            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...) or None")
+        if not isinstance(self.plan, Plan):
+            raise illegal("plan", plan, "not a plan", "a pl.Plan(...) or None")
+        at = self.plan
+        if at.tp_mode != "1d" or at.dp * at.pp > 1:
+            raise illegal("plan", at, "this widget is about tensor parallelism in 1D alone",
+                          "pl.Plan(tp=...)")  # fmt: skip
+        at.validate(self.model)
+        self.cluster = Cluster.local() if cluster is None else cluster
+        if not isinstance(self.cluster, Cluster):
+            raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
+        self.link = self.cluster.link("all_reduce", "intra")
+        own, most = self.link.bandwidth, self.cluster.num_devices
+        ranks = sorted({n for n in RANKS if n <= most and self._divides(n)} | {at.tp})
+        speeds = sorted({b for b in BANDWIDTHS if not 0.7 < b / own < 1.4} | {own})
+        super().__init__({
+            "ranks": Knob(label="ranks t", value=at.tp,
+                          options=[(_count(n, "rank"), n) for n in ranks]),
+            "sequence": Knob(label="residual", buttons=True, options=list(RESIDUAL.items()),
+                             value="parts" if at.sequence_parallel else "whole",
+                             tip="norms, dropout and sums: t times over, or a t-th on each rank"),
+            "microbatch_size": Knob(label="micro-batch", value=at.microbatch_size,
+                                    options=[(_count(b, "sample"), b)
+                                             for b in sorted({*SAMPLES, at.microbatch_size})]),
+            "bandwidth": Knob(label="link speed", value=own,
+                              options=[(_speed(b, own), b) for b in speeds],
+                              tip=f"a call also costs {theme.scaled(self.link.alpha, 's')}",
+                              brief={own: "own link"}),
+        })  # fmt: skip
+
+    def _divides(self, t: int) -> bool:
+        """Whether every matrix, the heads and the sequence can be dealt out to t ranks."""
+        try:
+            Plan(tp=t, sequence_parallel=t > 1).validate(self.model)
+        except ValueError:
+            return False
+        return True
+
+    # ---- settings as descriptions --------------------------------------------------------------
+    def plan_of(self, knobs: dict[str, Any]) -> Plan:
+        """The plan that these settings mean."""
+        parts = knobs["sequence"] == "parts" and knobs["ranks"] > 1
+        alone = {"partition_activations": False} if knobs["ranks"] == 1 or parts else {}
+        return self.plan.replace(tp=knobs["ranks"], sequence_parallel=parts,
+                                 microbatch_size=knobs["microbatch_size"], **alone)  # fmt: skip
+
+    def cluster_of(self, knobs: dict[str, Any]) -> Cluster:
+        """The cluster with its links at the chosen speed; latency stays."""
+        if knobs["bandwidth"] == self.link.bandwidth:
+            return self.cluster
+        link = Link(alpha=self.link.alpha, bandwidth=knobs["bandwidth"])
+        inter = self.cluster.inter.replace(bandwidth=knobs["bandwidth"])
+        return self.cluster.replace(intra=link, inter=inter, collectives={})
+
+    # ---- the bench ------------------------------------------------------------------------------
+    def _expect(self, knobs: dict[str, Any]) -> Report:
+        return predict(self.model, self.plan_of(knobs), self.cluster_of(knobs), steps=1)
+
+    def _predict(self, knobs: dict[str, Any]) -> Sketch:
+        expect = self._expect(knobs)
+        chart = timeline(expect, ranks=range(min(SHOWN, knobs["ranks"])))
+        return Sketch(chart=_few(chart, SHOWN, knobs), rows=self._predicted(knobs, expect))
+
+    def _measure(
+        self, knobs: dict[str, Any], *, stop: threading.Event, progress: Progress
+    ) -> Report:
+        from paralab.experiment import run
+
+        return run(self.model, self.plan_of(knobs), steps=STEPS, progress=progress, stop=stop)
+
+    def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
+        expect, replayed = self._expect(knobs), found.replay(self.cluster_of(knobs))
+        sent = [metrics.traffic(report)["bytes"].sum() for report in (expect, found)]
+        gap = expect.step_time / replayed.step_time - 1
+        how = f"is {abs(100 * gap):.0f} % {'above' if gap > 0 else 'below'} the replay of that run"
+        how = "equals the replay of that run" if abs(gap) < 0.01 else how
+        exact = "bytes are as predicted, every one" if sent[0] == sent[1] else "bytes differ"
+        drawn = timelines(expect, replayed, ranks=range(min(BESIDE, knobs["ranks"])))
+        name = self._called(knobs)
+        kept = {category: found.memory.query("category == @category")["bytes"].max()
+                for category in ("parameters", "activations")}  # fmt: skip
+        return Sketch(
+            chart=_few(drawn, BESIDE, knobs),
+            rows=[*self._predicted(knobs, expect), _row(f"{name}, replayed", replayed, kept)],
+            said=f"Done, {_count(knobs['ranks'], 'real process', 'es')}: {exact}; the predicted "
+            f"step {how}.",
+        )  # fmt: skip
+
+    def _needs(self, knobs: dict[str, Any]) -> Any:
+        return self.plan_of(knobs)
+
+    def _hint(self, knobs: dict[str, Any]) -> str:
+        return f"«Run it» trains on {_count(knobs['ranks'], 'real process', 'es')}."
+
+    def _starting(self, knobs: dict[str, Any]) -> str:
+        return f"starting {_count(knobs['ranks'], 'process', 'es')} …"
+
+    # ---- what is shown --------------------------------------------------------------------------
+    def _called(self, knobs: dict[str, Any]) -> str:
+        if knobs["ranks"] == 1:
+            return "1 device"
+        parts = knobs["sequence"] == "parts"
+        return f"t={knobs['ranks']}{' with sequence parallelism' if parts else ''}"
+
+    def _predicted(self, knobs: dict[str, Any], expect: Report) -> list[dict[str, str]]:
+        """One device, t ranks, t ranks with sequence parallelism."""
+        rows = []
+        for ranks, sequence in dict.fromkeys([(1, "whole"), (knobs["ranks"], "whole"),
+                                              (knobs["ranks"], "parts")]):  # fmt: skip
+            if ranks == 1 and sequence == "parts":
+                continue
+            at = {**knobs, "ranks": ranks, "sequence": sequence}
+            chosen = self.plan_of(at) == self.plan_of(knobs)
+            found = memory.moments(self.model, self.plan_of(at)).values()
+            kept = {category: max(parts.get(category, 0) for parts in found)
+                    for category in ("parameters", "activations")}  # fmt: skip
+            report = expect if chosen else self._expect(at)
+            rows.append(_row(f"{self._called(at)}, predicted", report, kept))
+        return rows
+
+
+def _row(name: str, report: Report, kept: dict[str, int]) -> dict[str, str]:
+    step = metrics.typical_step(report)
+    wait = metrics.shares(report, step)["wait"]
+    return {
+        "clock": name,
+        "parameters": theme.scaled(int(kept["parameters"]), "B"),
+        "activations": theme.scaled(int(kept["activations"]), "B"),
+        "sent per rank": theme.scaled(float(metrics.traffic(report)["bytes"].mean()), "B")
+        if report.world_size > 1 else "0 B",
+        "time per step": f"{report.step_time * 1e3:.1f} ms",
+        "of it waiting": f"{100 * wait / report.step_time:.0f} %",
+    }  # fmt: skip
+
+
+def _few(chart: Chart, shown: int, knobs: dict[str, Any]) -> Chart:
+    """The chart, which says so if it does not show all ranks."""
+    if shown < knobs["ranks"]:
+        chart.said_below(f"{shown} of {knobs['ranks']} ranks drawn")
+    return chart
+
+
+def _count(n: int, what: str, plural: str = "s") -> str:
+    return f"{n} {what}{plural if n != 1 else ''}"
+
+
+def _speed(bandwidth: float, own: float) -> str:
+    said = theme.scaled(bandwidth, "B/s")
+    return f"{said}, own" if bandwidth == own else said
