@@ -63,16 +63,17 @@ class GathersAll(Good):
     """As many elements, and a whole row and a whole column on every rank."""
 
     def forward(self, x, w):
-        xs, ws = x.new_empty(self.q, *x.shape), w.new_empty(self.q, *w.shape)
-        self.row.all_gather(xs, x).wait()
-        self.column.all_gather(ws, w).wait()
-        return (xs @ ws).sum(0)
+        xs, ws = x.new_empty(self.q * x.numel()), w.new_empty(self.q * w.numel())
+        self.row.all_gather(xs, x.view(-1)).wait()
+        self.column.all_gather(ws, w.view(-1)).wait()
+        return (xs.view(self.q, *x.shape) @ ws.view(self.q, *w.shape)).sum(0)
 
 
 class GathersTheColumn(Good):
     def forward(self, x, w):
-        ws = w.new_empty(self.q, *w.shape)
-        self.column.all_gather(ws, w).wait()
+        ws = w.new_empty(self.q * w.numel())
+        self.column.all_gather(ws, w.view(-1)).wait()
+        ws = ws.view(self.q, *w.shape)
         y = x.new_zeros(x.shape[0], w.shape[1])
         for step in range(self.q):
             y += self.spread(self.row, x, step) @ ws[step]

@@ -22,6 +22,7 @@ ANSWERS = {
     "zero_step": ("MyZero1",),
     "memory_clinic": ("treatment",),
     "tensor_mlp": ("MyMLP",),
+    "summa": ("MySumma",),
 }
 
 

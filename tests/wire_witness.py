@@ -24,7 +24,31 @@ OPS = (
     *("ring_reduce_scatter", "ring_all_gather", "ring_all_reduce", "tree_all_reduce"),
 )
 MODEL = pl.ModelSpec(layers=2, hidden=256, heads=4, seq_len=16)
-STAGES = {f"training step, ZeRO stage {stage}": stage for stage in range(4)}
+# Messages of 300 KB and more, the norms' and the loss's few numbers per token aside.
+WIDE = pl.ModelSpec(layers=1, hidden=512, heads=8, seq_len=256)
+
+
+def steps_of(n: int) -> dict[str, tuple[pl.ModelSpec, pl.Plan]]:
+    """Training steps to count on n ranks."""
+    zero = pl.Plan(dp=n, microbatch_size=1, bucket_bytes=2**20)
+    found = {f"training step, ZeRO stage {s}": (MODEL, zero.replace(zero_stage=s))
+             for s in range(4)}  # fmt: skip
+    tensor = {
+        2: ({}, {"sequence_parallel": True}), 4: ({}, {"sequence_parallel": True},
+                                                  {"tp_mode": "2d"}),
+        8: ({"tp_mode": "2.5d"}, {"tp_mode": "3d"}),
+    }  # fmt: skip
+    if n == 8:
+        found = {}
+    for mode in tensor.get(n, ()):
+        name = f"training step, tensor parallel {mode.get('tp_mode', '1d')}"
+        name += ", sequence" * ("sequence_parallel" in mode)
+        found[name] = WIDE, pl.Plan(tp=n, microbatch_size=4, **mode)
+    return found
+
+
+def ops_of(n: int) -> tuple[str, ...]:
+    return OPS if n < 8 else ()
 
 
 def program(context, gate, payload: int) -> list[int]:
@@ -37,10 +61,9 @@ def program(context, gate, payload: int) -> list[int]:
     recorder = Recorder(rank=context.rank, world_size=n)
     group = Group(range(n), axis="world", context=context, recorder=recorder)
     calls = witness.calls(group, payload)
-    sent = [witness.held(calls[op], gate, recorder) for op in OPS]
-    for stage in STAGES.values():
-        plan = pl.Plan(dp=n, microbatch_size=1, bucket_bytes=2**20, zero_stage=stage)
-        trainer = Trainer(context, MODEL, plan, recorder=recorder)
+    sent = [witness.held(calls[op], gate, recorder) for op in ops_of(n)]
+    for model, plan in steps_of(n).values():
+        trainer = Trainer(context, model, plan, recorder=recorder)
         sent.append(witness.held(functools.partial(trainer.step, 0), gate, recorder))
     return sent
 
@@ -59,7 +82,7 @@ def main() -> None:
     ranks = int(sys.argv[1])
     bring_loopback_up()
     payload = MESSAGE // 4 // ranks * ranks * 4
-    names = (*OPS, *STAGES)
+    names = (*ops_of(ranks), *steps_of(ranks))
     gates = len(names) * (witness.REPEATS + 1)
     parts, counts = witness.between_gates(program, ranks, (payload,), gates=gates)
     result = {
