@@ -14,6 +14,7 @@ import bench_data_parallel
 import bench_instruments
 import bench_launch
 import bench_pipeline
+import bench_tensor
 import bench_zero
 
 BENCHES: dict[str, Callable[[], list[dict]]] = {
@@ -22,6 +23,7 @@ BENCHES: dict[str, Callable[[], list[dict]]] = {
     "data_parallel": bench_data_parallel.measure,
     "pipeline": bench_pipeline.measure,
     "zero": bench_zero.measure,
+    "tensor": bench_tensor.measure,
 }
 
 
