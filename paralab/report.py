@@ -243,9 +243,7 @@ class Report:
         if self.model is None:
             name = self.meta.get("function", "a function")
             return f"Report({self.clock}, {', '.join([f'{name} on {said[0]}', *said[2:]])})"
-        degrees = [
-            f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp") if getattr(plan, axis) > 1
-        ]
+        degrees = [*[plan.tp_name] * (plan.tp > 1), *[f"pp={plan.pp}"] * (plan.pp > 1)]
         return f"Report({self.clock}, {', '.join([f'dp={plan.dp}', *degrees, *said])})"
 
 

@@ -305,6 +305,16 @@ class Plan(Description):
         return tuple(group[at.dp % n :: n] if axis == "replica" else group)
 
     @property
+    def tp_name(self) -> str:
+        """Tensor parallelism as text: "tp=4", "tp=4 in 2D", "tp=4 with sequence parallelism"; or
+        nothing, where there is none.
+        """
+        if self.tp == 1:
+            return ""
+        grid = "" if self.tp_mode == "1d" else f" in {self.tp_mode.upper()}"
+        return f"tp={self.tp}{grid}" + " with sequence parallelism" * self.sequence_parallel
+
+    @property
     def grad_sync_name(self) -> str:
         """How gradients are synchronised, as text: a form's name, or "own: " and a class's."""
         return form_name(self.grad_sync)

@@ -107,15 +107,16 @@ def rows(report, step=0):
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"microbatches": 2, "dp": 2, "zero_stage": 1}, {"recompute": "full"},
-     {"recompute": "selective", "precision": "bf16"}],
+    ("mode", "more"),
+    [*((mode, {"microbatches": 2}) for mode in ALL),
+     *((mode, {"dp": 2, "zero_stage": 1}) for mode in ("1d, 2", "1d sequence, 2", "2d, 4")),
+     ("1d, 2", {"dp": 2, "zero_stage": 3}), ("2d, 4", {"dp": 2, "zero_stage": 2}),
+     *((mode, {"recompute": "full"}) for mode in ("1d sequence, 2", "2d, 4", "3d, 8")),
+     ("1d, 4", {"recompute": "full", "partition_activations": True}),
+     *((mode, {"recompute": "selective", "precision": "bf16"}) for mode in ("1d, 2", "2.5d, 8"))],
     ids=str,
 )  # fmt: skip
-@modes
 def test_prediction_has_the_calls_of_a_run(run, mode, more):
-    if plan_of(mode, **more).world_size > 8:
-        more = {**more, "dp": 1, "zero_stage": 0}
     plan = plan_of(mode, **more)
     expect = predict(MODEL, plan, cluster(devices_per_node=16), steps=1)
     assert rows(expect) == rows(run(MODEL, plan, steps=2), step=1)
@@ -184,15 +185,16 @@ def test_a_block_keeps_what_korthikanti_says(t):
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"recompute": "full"}, {"recompute": "selective"}, {"zero_stage": 1, "dp": 2}],
+    ("mode", "more", "dropout"),
+    [*((mode, {}, 0.1) for mode in ALL),
+     *((mode, {}, 0.0) for mode in ("1d, 4", "1d sequence, 2", "2d, 4", "3d, 8")),
+     *((mode, {"recompute": "full"}, 0.0) for mode in ALL),
+     ("1d, 2", {"recompute": "full"}, 0.1), ("2.5d, 8", {"recompute": "full"}, 0.1),
+     ("1d, 2", {"recompute": "selective"}, 0.1), ("2d, 4", {"recompute": "selective"}, 0.0),
+     ("1d, 2", {"zero_stage": 1, "dp": 2}, 0.0), ("2d, 4", {"zero_stage": 1, "dp": 2}, 0.0)],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@modes
 def test_states_and_activations_are_the_formulas_to_the_byte(run, mode, more, dropout):
-    if "dp" in more and ALL[mode]["tp"] == 8:
-        more = {}  # not 16 ranks
     model = pl.ModelSpec(layers=2, hidden=128, heads=4, seq_len=64, dropout=dropout)
     plan = plan_of(mode, **more)
     report = run(model, plan, steps=1)

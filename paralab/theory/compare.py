@@ -237,7 +237,7 @@ def _call(what: tuple[str, str, int, int]) -> str:
 # ---- text -------------------------------------------------------------------------------------
 def _shape(report: Report) -> str:
     plan = report.plan
-    degrees = [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp") if getattr(plan, axis) > 1]
+    degrees = [*[plan.tp_name] * (plan.tp > 1), *[f"pp={plan.pp}"] * (plan.pp > 1)]
     form = [plan.grad_sync_name] * (plan.dp > 1 or plan.pp == 1)
     if plan.zero_stage:
         form = [

@@ -130,7 +130,12 @@ def _exposed(table: pd.DataFrame, expect: Report) -> str:
     if not flight["replayed"] > 0:
         return "nothing is in flight."
     hidden = _percent(max(0.0, 1 - waited["replayed"] / flight["replayed"]))
-    if expect.plan.zero_stage:
+    if expect.plan.tp > 1:
+        said = ("a layer cannot begin before the messages of the one before it are there: on "
+                f"devices of their own computing hides {hidden} of them.")  # fmt: skip
+        if expect.plan.tp_mode in ("1d", "3d"):
+            said += " What can hide is the sum of an input's gradient, behind the weight's."
+    elif expect.plan.zero_stage:
         said = f"on devices of their own computing hides {hidden} of it{_zero_waits(expect.plan)}"
     elif expect.plan.grad_sync == "overlapped":
         said = f"on devices of their own backward hides {hidden} of it; the rest is waited for."

@@ -38,6 +38,10 @@ KIND_COLOUR = {
     "wait": "#DDE1E5",
 }
 AXIS_COLOUR = {"dp": "#D55E00", "tp": "#0072B2", "pp": "#000000"}  # vermillion, blue, black
+# Inside a tp group's grid: the first axis of its kind is tp's own blue.
+AXIS_COLOUR |= {"tp:row": "#0072B2", "tp:col": "#7B5EA7", "tp:depth": "#333E7A"}
+AXIS_COLOUR |= {"tp:tokens": "#333E7A", "tp:j": "#0072B2", "tp:i": "#7B5EA7", "tp:k": "#333E7A"}
+AXIS_COLOUR |= {"tp:ij": "#A58FC4", "tp:ik": "#A58FC4"}
 AXIS_ALIAS = {"world": "dp"}  # a traced function has one group of all ranks, as dp mostly has
 OTHER_COLOUR = "#7F7F7F"
 CATEGORY_COLOUR = {  # of bytes, in the order they are stacked
@@ -201,7 +205,7 @@ def plan_name(plan: Plan) -> str:
         form += f" in groups of {plan.shard_degree}" * (plan.shard_degree < plan.dp)
     copies = [f"dp={plan.dp}"] + [form] * (plan.dp > 1)
     if plan.tp > 1:
-        copies.insert(1, f"tp={plan.tp}")
+        copies = [plan.tp_name, *copies * (plan.dp > 1)]
     if plan.pp == 1:
         return ", ".join(copies)
     name = [schedule_name(plan), f"p={plan.pp}", f"m={plan.microbatches}"]
