@@ -20,7 +20,7 @@ NAIVE_SYNC = "self.group.all_reduce(parameter.grad).wait()"
 FLAT_SYNC = "self.group.all_reduce(flat).wait()"
 LAUNCH = "self.pending.append(self.group.all_reduce(self.flat[self.next]))"
 RESET = "parameter.grad = None\n        self.missing"
-SCALE = "loss / (self.plan.microbatches * self.plan.dp)"
+SCALE = "loss / (plan.microbatches * plan.dp * loss_parts(plan))"
 
 MUTANTS = {
     "naive: no all-reduce": ("naive", DATA_PARALLEL, NAIVE_SYNC, "pass"),
@@ -43,8 +43,8 @@ MUTANTS = {
         "overlapped", DATA_PARALLEL, LAUNCH, "if self.next + 1 < len(self.flat): " + LAUNCH),
     "overlapped: sent before the last micro-batch": (
         "overlapped", SIGNAL, "[parameter] == self.microbatches", "[parameter] == 1"),
-    "no division by N": ("overlapped", TRAIN, SCALE, "loss / self.plan.microbatches"),
-    "no division by the micro-batches": ("overlapped", TRAIN, SCALE, "loss / self.plan.dp"),
+    "no division by N": ("overlapped", TRAIN, SCALE, "loss / plan.microbatches"),
+    "no division by the micro-batches": ("overlapped", TRAIN, SCALE, "loss / plan.dp"),
     "no division at all": ("naive", TRAIN, SCALE, "loss"),
     "every rank takes the first rank's micro-batches": (
         "overlapped", BATCHES, "first = rank * plan.microbatches", "first = 0"),
@@ -63,6 +63,7 @@ def mutated_run(context, edit, model, plan, settings):
     """The rank program with one line of its source replaced."""
     import importlib
     import inspect
+    import sys
 
     if edit is not None:
         name, old, new = edit
@@ -70,10 +71,12 @@ def mutated_run(context, edit, model, plan, settings):
         source = inspect.getsource(module)
         assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}"
         exec(compile(source.replace(old, new), module.__file__, "exec"), module.__dict__)
-        importer = importlib.import_module(TRAIN)  # has what it took from there by its name
-        for known in set(vars(importer)).intersection(vars(module)) - {"__name__"}:
-            if getattr(vars(module)[known], "__module__", None) == name:
-                setattr(importer, known, vars(module)[known])
+        importlib.import_module(TRAIN)
+        for other in [m for n, m in sys.modules.items() if n.startswith("paralab.")]:
+            for known in set(vars(other)).intersection(vars(module)) - {"__name__"}:
+                if getattr(vars(module)[known], "__module__", None) == name:
+                    setattr(other, known, vars(module)[known])  # what it took from there
+        importlib.reload(sys.modules["paralab.parallel.modes"])  # has classes in a table
     from paralab.train import train
 
     return train(context, model, plan, **settings)

@@ -52,13 +52,13 @@ def merge(
     merged["meta"] = {**meta, "clock_offsets": {"offset_s": offsets, "uncertainty_s": uncertain}}
     for state in ("weights", "gradients"):
         held = {p["rank"]: p[state] for p in ordered if p.get(state) is not None}
-        merged[state] = _whole_model(held, plan, model)
+        merged[state] = whole_model(held, plan, model)
     if any("result" in part for part in ordered):  # of a traced function
         merged["results"] = [part.get("result") for part in ordered]
     return merged
 
 
-def _whole_model(
+def whole_model(
     held: Mapping[int, Mapping[str, Any]], plan: Plan, model: ModelSpec | None
 ) -> dict[str, Any] | None:
     """The tensors of all stages and blocks, in the order of the single-device model.
