@@ -39,7 +39,7 @@ def advice(model: ModelSpec, plan: Plan, *, optimizer: str, limit: int, rank: in
         more = "more data-parallel ranks to share the states (dp), " if plan.dp == 1 else ""
         return (
             f"By the formulas {_said(change, size)} comes nearest, and is too much still: it takes "
-            f"{more}more pipeline stages (pp), a smaller model or a larger limit."
+            f"{more}ranks to share the layers (tp, pp), a smaller model or a larger limit."
         )
     return "No setting of this plan takes less: it takes more ranks, a smaller model or batch."
 
@@ -55,6 +55,8 @@ def _changes(plan: Plan) -> list[dict[str, Any]]:
         for n in (2, 4, 8)
         if size % n == 0
     ]
+    if plan.tp > 1 and plan.tp_mode == "1d" and not plan.sequence_parallel:
+        changes.append({"sequence_parallel": True})
     if plan.recompute != "full":
         changes.append({"recompute": "full"})
     return changes
