@@ -37,11 +37,12 @@ ALL = {
         zero_step,
         memory_clinic,
         tensor_mlp,
+        summa,
     )
 }
 
 __all__ = [
     "ALL", "Exercise", "Guess", "Reveal", "Verdict",
     "all_gather_half", "deadlock_clinic", "gradient_sync", "guess", "memory_clinic", "model_states",
-    "own_schedule", "tensor_mlp", "zero_step",
+    "own_schedule", "summa", "tensor_mlp", "zero_step",
 ]  # fmt: skip

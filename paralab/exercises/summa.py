@@ -7,9 +7,9 @@ three forms of one loop (van de Geijn & Watts 1997; Xu+ 2021, arXiv:2104.05343, 
     X' = Y' W^T   W_lj to all of column j; the sum of row i's terms to rank (i, l)
     W' = X^T Y'   X_il to all of row i; the sum of column j's terms to rank (l, j)
 
-The checker runs the answer on 2 x 2 and 3 x 3 real ranks. It compares every block with the product
+The checker runs the answer on 2 x 2 and 4 x 4 real ranks. It compares every block with the product
 of whole matrices, elements sent with (q-1)(M K + K N) forward and twice that backward, all ranks
-together, and, on 3 x 3, memory: an all-gather of the row and of the column sends as much, and is
+together, and, on 4 x 4, memory: an all-gather of the row and of the column sends as much, and is
 refused for what it holds. M, K and N differ, and in turn X and W are the large ones.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from paralab.report import Report
 
-GRIDS = (2, 3)  # q; on 2 x 2 ranks the own block and a received one are a whole row
+GRIDS = (2, 4)  # q; with 2 or 3, the own block and two received ones are a whole row
 SHAPES = ((40, 48, 6), (6, 48, 40))  # blocks' m, k, n: X is the large one, then W is
 TRIES = 3  # of forward: threads that carry messages may hold a block a little longer
 RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it on its way out
@@ -48,20 +48,20 @@ one, `MySumma(row, column)`, and has block (i, j) of every matrix:
 * `backward(x, w, dy)` returns its blocks of X' = Y' W^T and W' = X^T Y', from the same two and dy
   (m, n).
 
-`row` is the group of the ranks (i, 0) ... (i, q-1), so `row.index` is j; `column` that of (0, j) ...
-(q-1, j), so `column.index` is i. `group.broadcast(tensor, root=group.ranks[l])` gives everybody
-member l's tensor, in place; `group.reduce(tensor, root=group.ranks[l])` makes member l's tensor the
-sum of all. Both want a `.wait()`, and a contiguous tensor. No rank may hold a whole row or column
-of blocks: that is what makes it SUMMA.
+`row` is the group of the ranks (i, 0) ... (i, q-1), so `row.index` is j; `column` is that of
+(0, j) ... (q-1, j), and `column.index` is i. `group.broadcast(tensor, root=group.ranks[l])` gives
+everybody member l's tensor, in place; `group.reduce(tensor, root=group.ranks[l])` makes member l's
+tensor the sum of all. Both want a `.wait()`, and a contiguous tensor. No rank may hold a whole row
+or column of blocks: that is what makes it SUMMA.
 
 `pl.exercises.summa.check(MySumma)`
 """
 
 ASKED = (
-    (FORWARD, "on 2 x 2 and on 3 x 3 ranks: block (i, j) of X W on rank (i, j)"),
+    (FORWARD, "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)"),
     (SENT, "exactly (q-1)(M K + K N), all ranks together"),
     (MEMORY, f"beside its own x and w: y, one product, and {RECEIVED} received blocks of X and of "
-     "W at most (3 x 3 ranks)"),
+     "W at most (4 x 4 ranks)"),
     (BACKWARD, "block (i, j) of Y' W^T and of X^T Y' on rank (i, j)"),
     (SENT_BACK, "exactly 2(q-1)(M K + K N), all ranks together"),
 )  # fmt: skip
@@ -79,7 +79,7 @@ HINTS = (
 
 
 def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
-    """Run ``form`` on 4 and on 9 real ranks; some two seconds when ranks are warm.
+    """Run ``form`` on 4 and on 16 real ranks; some three seconds when ranks are warm.
 
     timeout  seconds without a sign of life until a deadlock is called one
 
@@ -182,7 +182,7 @@ def _look(notes: Notes, report: Report, q: int) -> None:
         exact = yours == asked
         notes.note(limit, f"q={q}: {asked:,}" if exact else said, exact, said)
 
-    if q > RECEIVED:
+    if q > RECEIVED + 1:
         _look_at_memory(notes, report, q)
 
 

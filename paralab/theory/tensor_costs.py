@@ -1,6 +1,6 @@
 """The published table of what 1D, 2D, 2.5D and 3D tensor parallelism cost, and its units.
 
-`PRINTED` is the table of Colossal-AI's documentation (hpcaitech/ColossalAI, docs/source/en/features,
+`PRINTED` is the table of Colossal-AI's documentation (ColossalAI, docs/source/en/features,
 1D_, 2D_, 2p5D_ and 3D_tensor_parallel.md: one linear layer, forward and backward, on a ring), typed
 as it stands there. Its rows count in different units, so they cannot be compared as they are.
 With square matrices, M = K = N and S = M N elements, P ranks:

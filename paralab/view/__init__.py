@@ -8,6 +8,9 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     bytes_bars   memory by category, against capacity       scaling      throughput over ranks
     memory_charts   memory of several runs over a step   memory_bars   their peaks by category
     live_activations   micro-batches that a pipeline's ranks keep, over time
+    blocks       which tp rank holds which block of X, W and Y in Y = X W
+    multiplication   one such product step by step
+    crossover    what 1D, 2D, 2.5D and 3D send, over the tokens
     stuck        how far a schedule gets that deadlocks
     use_theme    "light" | "dark", for figures made from then on
 """
@@ -20,9 +23,10 @@ from typing import Any
 # name: the module it lives in. No module bears a function's name, or importing one would hide the
 # other.
 _HOME = {
-    "Chart": "chart", "algorithms": "links", "bytes_bars": "memory", "link_fit": "links",
-    "live_activations": "live", "losses": "loss", "memory_bars": "memory_chart",
-    "memory_charts": "memory_chart", "scaling": "throughput", "stuck": "standstill",
+    "Chart": "chart", "algorithms": "links", "blocks": "matrix_blocks", "bytes_bars": "memory",
+    "crossover": "tensor_curves", "link_fit": "links", "live_activations": "live",
+    "losses": "loss", "memory_bars": "memory_chart", "memory_charts": "memory_chart",
+    "multiplication": "matrix_steps", "scaling": "throughput", "stuck": "standstill",
     "timelines": "timeline", "use_theme": "theme",
 }  # fmt: skip
 _MODULES = ("theme", "widgets")

@@ -128,12 +128,12 @@ def _block(name: str, i: int, j: int, z: int = 0, depth: int = 1) -> str:
 
 def _along(cell: Cell, axis: str, q: int, depth: int) -> list[tuple]:
     """Arrows from a block to both ends of its row (axis j) or column (axis i)."""
-    start, first = NAMES.index(cell.matrix) * PITCH, 0.5 / q
+    start, first, side = NAMES.index(cell.matrix) * PITCH, 0.5 / q, 0.26 / q
     x, y = cell.centre
     found = []
     for end in (first, 1 - first):
-        to = (start + end, y + 0.13 / depth) if axis == "j" else (x + 0.13, end)
-        home = (x, y + 0.13 / depth) if axis == "j" else (x + 0.13, y)
+        to = (start + end, y + side / depth) if axis == "j" else (x + side, end)
+        home = (x, y + side / depth) if axis == "j" else (x + side, y)
         if abs(to[0] - home[0]) + abs(to[1] - home[1]) > 1e-6:
             found.append((home, to))
     return found
@@ -171,7 +171,7 @@ def cube(plan: Plan) -> list[Step]:
         Step(f"Step 4 of {count}: each rank multiplies once; a block of Y is the sum of {q} such",
              "multiply", shown(together, "XWY")),
         Step(f"Step 5 of {count}: Y is summed along {y_along} and dealt out, 1/{q**3} for each",
-             "reduce-scatter Y", shown(lies, "Y")),
+             "sum Y", shown(lies, "Y")),
     ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """1D tensor parallelism with sliders: what t ranks save of a layer, and what its sums cost.
 
-Above the predicted step, a bar per rank; every gap is a sum that the next layer needs. The table
-puts one device, t ranks, and t ranks with sequence parallelism side by side: parameters,
-activations, bytes sent and the time they are waited for (theory/predict.py, theory/memory.py).
+Below the predicted step, a bar per rank; every gap is a sum that the next layer needs. The table
+puts one device and t ranks side by side: parameters, activations, bytes sent and the time that they
+are waited for (theory/predict.py, theory/memory.py).
 «Run it» trains on t real processes; the picture then has the replay of that run on the links that
 the slider states. One run is replayed on any link.
 """
@@ -27,17 +27,18 @@ from paralab.view.widget_parts import Knob, Sketch
 RANKS = (1, 2, 4, 8)
 SAMPLES = (1, 2, 4, 8)
 BANDWIDTHS = tuple(m * 10**e for e in range(8, 12) for m in (1, 3))  # 100 MB/s to 300 GB/s
-MODEL = ModelSpec(layers=3, hidden=128, heads=8, seq_len=64)
+MODEL = ModelSpec(layers=2, hidden=128, heads=8, seq_len=64)
 PLAN = Plan(tp=4, microbatch_size=4)
 STEPS = 6
-SHOWN, BESIDE = 4, 2  # ranks drawn of a prediction, of two reports; the others do alike
+SHARED = ("parameters", "activations")  # what the table has of a rank's memory
+SHOWN = 1  # ranks drawn: all do alike
 RESIDUAL = {"whole on every rank": "whole", "in parts of the sequence": "parts"}
 
 
 class Tensor1D(Bench):
     """Ranks t, where the residual stream lies, micro-batch size, link speed.
 
-    model    what is trained; its heads limit t. Default: 3 layers of 8 heads
+    model    what is trained; its heads limit t. Default: 2 layers of 8 heads
     plan     where the sliders start; tensor-parallel in 1D
     cluster  what is predicted and replayed on; default ``Cluster.local()``, this machine
     """
@@ -64,6 +65,7 @@ class Tensor1D(Bench):
         if not isinstance(self.cluster, Cluster):
             raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
         self.link = self.cluster.link("all_reduce", "intra")
+        self._alone: dict[int, dict[str, str]] = {}  # the table's first row, by micro-batch size
         own, most = self.link.bandwidth, self.cluster.num_devices
         ranks = sorted({n for n in RANKS if n <= most and self._divides(n)} | {at.tp})
         speeds = sorted({b for b in BANDWIDTHS if not 0.7 < b / own < 1.4} | {own})
@@ -113,7 +115,7 @@ class Tensor1D(Bench):
     def _predict(self, knobs: dict[str, Any]) -> Sketch:
         expect = self._expect(knobs)
         chart = timeline(expect, ranks=range(min(SHOWN, knobs["ranks"])))
-        return Sketch(chart=_few(chart, SHOWN, knobs), rows=self._predicted(knobs, expect))
+        return Sketch(chart=_few(chart, knobs), rows=self._predicted(knobs, expect))
 
     def _measure(
         self, knobs: dict[str, Any], *, stop: threading.Event, progress: Progress
@@ -129,12 +131,11 @@ class Tensor1D(Bench):
         how = f"is {abs(100 * gap):.0f} % {'above' if gap > 0 else 'below'} the replay of that run"
         how = "equals the replay of that run" if abs(gap) < 0.01 else how
         exact = "bytes are as predicted, every one" if sent[0] == sent[1] else "bytes differ"
-        drawn = timelines(expect, replayed, ranks=range(min(BESIDE, knobs["ranks"])))
+        drawn = timelines(expect, replayed, ranks=range(min(SHOWN, knobs["ranks"])))
         name = self._called(knobs)
-        kept = {category: found.memory.query("category == @category")["bytes"].max()
-                for category in ("parameters", "activations")}  # fmt: skip
+        kept = found.memory.groupby("category")["bytes"].max()
         return Sketch(
-            chart=_few(drawn, BESIDE, knobs),
+            chart=_few(drawn, knobs),
             rows=[*self._predicted(knobs, expect), _row(f"{name}, replayed", replayed, kept)],
             said=f"Done, {_count(knobs['ranks'], 'real process', 'es')}: {exact}; the predicted "
             f"step {how}.",
@@ -157,40 +158,38 @@ class Tensor1D(Bench):
         return f"t={knobs['ranks']}{' with sequence parallelism' if parts else ''}"
 
     def _predicted(self, knobs: dict[str, Any], expect: Report) -> list[dict[str, str]]:
-        """One device, t ranks, t ranks with sequence parallelism."""
-        rows = []
-        for ranks, sequence in dict.fromkeys([(1, "whole"), (knobs["ranks"], "whole"),
-                                              (knobs["ranks"], "parts")]):  # fmt: skip
-            if ranks == 1 and sequence == "parts":
-                continue
-            at = {**knobs, "ranks": ranks, "sequence": sequence}
-            chosen = self.plan_of(at) == self.plan_of(knobs)
-            found = memory.moments(self.model, self.plan_of(at)).values()
-            kept = {category: max(parts.get(category, 0) for parts in found)
-                    for category in ("parameters", "activations")}  # fmt: skip
-            report = expect if chosen else self._expect(at)
-            rows.append(_row(f"{self._called(at)}, predicted", report, kept))
-        return rows
+        """One device, which no link slows down, and what is chosen."""
+        size, rows = knobs["microbatch_size"], []
+        if size not in self._alone:
+            alone = {**knobs, "ranks": 1}
+            self._alone[size] = self._foreseen(alone, self._expect(alone))
+        if knobs["ranks"] > 1:
+            rows.append(self._foreseen(knobs, expect))
+        return [self._alone[size], *rows]
+
+    def _foreseen(self, knobs: dict[str, Any], expect: Report) -> dict[str, str]:
+        moments = memory.moments(self.model, self.plan_of(knobs)).values()
+        kept = {category: max(parts.get(category, 0) for parts in moments) for category in SHARED}
+        return _row(f"{self._called(knobs)}, predicted", expect, kept)
 
 
-def _row(name: str, report: Report, kept: dict[str, int]) -> dict[str, str]:
-    step = metrics.typical_step(report)
-    wait = metrics.shares(report, step)["wait"]
+def _row(name: str, report: Report, kept: Any) -> dict[str, str]:
+    wait, seconds = metrics.shares(report, metrics.typical_step(report))["wait"], report.step_time
     return {
         "clock": name,
         "parameters": theme.scaled(int(kept["parameters"]), "B"),
         "activations": theme.scaled(int(kept["activations"]), "B"),
         "sent per rank": theme.scaled(float(metrics.traffic(report)["bytes"].mean()), "B")
         if report.world_size > 1 else "0 B",
-        "time per step": f"{report.step_time * 1e3:.1f} ms",
-        "of it waiting": f"{100 * wait / report.step_time:.0f} %",
+        "time per step": f"{seconds * 1e3:.1f} ms",
+        "of it waiting": f"{100 * wait / seconds:.0f} %",
     }  # fmt: skip
 
 
-def _few(chart: Chart, shown: int, knobs: dict[str, Any]) -> Chart:
+def _few(chart: Chart, knobs: dict[str, Any]) -> Chart:
     """The chart, which says so if it does not show all ranks."""
-    if shown < knobs["ranks"]:
-        chart.said_below(f"{shown} of {knobs['ranks']} ranks drawn")
+    if knobs["ranks"] > SHOWN:
+        chart.said_below(f"{SHOWN} of {knobs['ranks']} ranks drawn")
     return chart
 
 

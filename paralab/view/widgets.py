@@ -4,6 +4,7 @@
     memory      what training needs on one device: layers, hidden size, batch, bytes per parameter
     collective  ring against tree: ranks, message size, latency, bandwidth
     pipeline    schedule, ranks, micro-batches, chunks per rank, a slower stage, link speed
+    tensor      tensor parallelism in 1D, 2D, 2.5D, 3D: tokens, hidden size, ranks
     zero        ZeRO's stages: devices, micro-batches, hidden size, precision, recomputation
     tensor1d    tensor parallelism in 1D: ranks, sequence parallelism, micro-batch size, link speed
 
@@ -18,8 +19,9 @@ from paralab.view.widget_explore import Explore as explore
 from paralab.view.widget_memory import Memory as memory
 from paralab.view.widget_parts import Knob, Sketch
 from paralab.view.widget_pipeline import Pipeline as pipeline
+from paralab.view.widget_tensor import Tensor as tensor
 from paralab.view.widget_tensor1d import Tensor1D as tensor1d
 from paralab.view.widget_zero import Zero as zero
 
-__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory", "pipeline", "tensor1d",
-           "zero"]  # fmt: skip
+__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory", "pipeline", "tensor",
+           "tensor1d", "zero"]  # fmt: skip

@@ -20,11 +20,12 @@ LETTER = 0.017  # of the memory axis that one letter takes
 
 def memory_and_traffic(
     bars: Mapping[str, Mapping[str, int]], sent: Mapping[str, int], *, bright: Sequence[str],
-    title: str, below: str,
+    title: str, below: str, axis: str = "dp",
 ) -> Chart:  # fmt: skip
     """Bytes on a device by category, {label: {category: bytes}}, and bytes sent, {label: bytes}.
 
     bright  labels whose bars are in full colour
+    axis    along which they are sent
     """
     totals = {label: sum(parts.values()) for label, parts in bars.items()}
     opaque = [1.0 if label in bright else PALE for label in bars]
@@ -33,12 +34,12 @@ def memory_and_traffic(
     for category in theme.CATEGORY_COLOUR:
         if any(category in parts for parts in bars.values()):
             fig.add_bar(**_trace(category, bars, opaque, end))
-    fig.add_bar(**_traffic(sent, opaque))
+    fig.add_bar(**_traffic(sent, opaque, axis))
     for label, total in totals.items():
-        for axis, size in (("x", total), ("x2", sent[label])):
+        for scale, size in (("x", total), ("x2", sent[label])):
             said = theme.scaled(size, "B")
             fig.add_annotation(
-                x=size / 1e6, y=theme.text(label), xref=axis, xanchor="left", showarrow=False,
+                x=size / 1e6, y=theme.text(label), xref=scale, xanchor="left", showarrow=False,
                 text=f" <b>{said}</b>" if label in bright else f" {said}", font={"size": 13},
             )  # fmt: skip
     fig.update_layout(
@@ -82,11 +83,11 @@ def _trace(
     }  # fmt: skip
 
 
-def _traffic(sent: Mapping[str, int], opaque: list[float]) -> dict[str, Any]:
+def _traffic(sent: Mapping[str, int], opaque: list[float], axis: str) -> dict[str, Any]:
     return {
         "name": "sent", "orientation": "h", "y": [theme.text(label) for label in sent],
         "x": [n / 1e6 for n in sent.values()],
-        "xaxis": "x2", "marker": {"color": theme.axis_colour("dp"), "opacity": opaque},
+        "xaxis": "x2", "marker": {"color": theme.axis_colour(axis), "opacity": opaque},
         "showlegend": False,
         "hovertext": [f"{theme.text(label)}: {n:,} bytes per device and step"
                       for label, n in sent.items()],

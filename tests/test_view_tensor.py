@@ -1,0 +1,280 @@
+"""Figures of tensor parallelism: blocks as they are dealt out, steps as a product goes, curves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import paralab as pl
+from paralab import view
+from paralab.parallel import layouts
+from paralab.theory import tensor
+from paralab.view import matrix_blocks, matrix_steps, tensor_curves, theme
+from test_tensor_parallel import ALL, GRIDS
+
+GPT3 = pl.ModelSpec.preset("gpt3-175b")
+MODEL = pl.ModelSpec(layers=1, hidden=64, heads=8, seq_len=32)
+PARAMETER = {"qkv": "attention.qkv", "proj": "attention.proj", "up": "mlp.up", "down": "mlp.down"}
+every_mode = pytest.mark.parametrize("mode", ALL)
+
+
+def plan_of(mode):
+    return pl.Plan(microbatch_size=4, **ALL[mode])
+
+
+def drawn(chart, matrix, rank):
+    """The rank's one block of the matrix: (row start, row stop, column start, column stop)."""
+    rows = chart.table.query("matrix == @matrix and rank == @rank")
+    assert len(rows) == 1
+    return tuple(rows.iloc[0, 2:])
+
+
+def parts(box, whole):
+    return tuple(end / n for at, n in zip(box, whole, strict=True) for end in (at.start, at.stop))
+
+
+# ---- blocks -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("role", PARAMETER)
+@every_mode
+def test_a_drawn_block_of_w_is_what_the_rank_holds(mode, role):
+    plan = plan_of(mode)
+    chart = view.blocks(plan, role=role)
+    for rank in range(plan.tp):
+        held = layouts.holding(MODEL, plan, f"blocks.0.{PARAMETER[role]}.weight", rank)
+        out, inner = held.box[-2:]  # as torch stores it
+        assert drawn(chart, "W", rank) == parts((inner, out), held.whole[-2:][::-1])
+
+
+@every_mode
+def test_drawn_blocks_of_x_and_y_are_the_ranks_activations(mode):
+    plan = plan_of(mode)
+    inward, outward = view.blocks(plan, role="up"), view.blocks(plan, role="down")
+    cut = 1 if ALL[mode].get("sequence_parallel") else 0  # which dimension tokens are cut in
+    for rank in range(plan.tp):
+        stream = layouts.activation_box(MODEL, plan, "residual", rank)
+        stream = parts((stream[cut], stream[2]), ((4, 32)[cut], 64))
+        between = layouts.activation_box(MODEL, plan, "scores", rank)
+        between = parts(between[:2], (4, 8))
+        assert drawn(inward, "X", rank) == drawn(outward, "Y", rank) == stream
+        assert drawn(inward, "Y", rank) == drawn(outward, "X", rank) == between
+
+
+@every_mode
+def test_drawn_blocks_cover_each_matrix_once(mode):
+    cells = [matrix_blocks.lie(plan_of(mode), name, cut)
+             for name, cut in matrix_blocks.splits(plan_of(mode), "up").items()]  # fmt: skip
+    for some in cells:
+        area = sum((c.rows[1] - c.rows[0]) * (c.columns[1] - c.columns[0]) for c in some)
+        assert area == 1
+        assert sorted(r for c in some for r in c.ranks) == list(range(plan_of(mode).tp))
+
+
+@pytest.mark.parametrize(("plan", "role", "said"), [
+    ({"tp": 4}, "up", "1D on 4 ranks: every rank holds all of X and 1/4 of W and Y"),
+    ({"tp": 4}, "down", "1D on 4 ranks: every rank holds all of Y and 1/4 of X and W"),
+    (GRIDS["2d, 4"], "up", "2D on 4 ranks: every rank holds 1/4 of X, W and Y"),
+    (GRIDS["2.5d, 8"], "up", "2.5D on 8 ranks: every rank holds 1/4 of W and 1/8 of X and Y"),
+    (GRIDS["3d, 8"], "proj", "3D on 8 ranks: every rank holds 1/8 of X, W and Y"),
+])  # fmt: skip
+def test_the_title_says_how_much_a_rank_holds(plan, role, said):
+    chart = view.blocks(pl.Plan(**plan), role=role)
+    assert chart.finding == said
+    assert repr(chart).startswith(f"Chart(blocks of X, W, Y of «{role}»")
+
+
+def test_a_rank_has_one_colour_in_every_figure_by_day_and_by_night():
+    def colours(chart):
+        """{rank: colours of the rectangles under its number}."""
+        found = {}
+        for word in chart.layout.annotations:
+            if not (word.text or "").isdigit():
+                continue
+            inside = [s.fillcolor for s in chart.layout.shapes
+                      if s.x0 < word.x < s.x1 and s.y0 < word.y < s.y1]  # fmt: skip
+            found.setdefault(int(word.text), set()).add(inside[-1])  # the topmost
+        return found
+
+    for name in theme.LOOKS:
+        with theme.drawn(name):
+            for mode in ALL:
+                for rank, seen in colours(view.blocks(plan_of(mode))).items():
+                    assert seen == {matrix_blocks.RANK_COLOUR[rank]}, (mode, rank)
+    assert len(set(matrix_blocks.RANK_COLOUR)) == 8
+
+
+def test_what_has_no_blocks_is_refused():
+    for call in (view.blocks, view.multiplication):
+        with pytest.raises(ValueError, match=r"legal: a pl\.Plan\(tp=\.\.\.\)"):
+            call("2d")
+        with pytest.raises(ValueError, match="tp=1: nothing is cut.*legal: 2 to 64"):
+            call(pl.Plan())
+    with pytest.raises(ValueError, match="role='norm'.*legal: .*down"):
+        view.blocks(pl.Plan(tp=4), role="norm")
+
+
+# ---- one product, step by step ------------------------------------------------------------------
+def terms_of(step, plan):
+    """{rank: the labels of the blocks that it multiplies in this step of SUMMA}."""
+    found = {}
+    for rank in range(plan.tp):
+        at = layouts.coordinates(plan, rank)
+        sent = [c for c in step.cells if c.strong and c.matrix in "XW"]
+        [x] = [
+            c.label
+            for c in sent
+            if c.matrix == "X"
+            and any(
+                layouts.coordinates(plan, r)["i"] == at["i"]
+                and layouts.coordinates(plan, r).get("z") == at.get("z")
+                for r in c.ranks
+            )
+        ]
+        [w] = [c.label for c in sent if c.matrix == "W" and any(
+            layouts.coordinates(plan, r)["j"] == at["j"] for r in c.ranks)]  # fmt: skip
+        found[rank] = x + w
+    return found
+
+
+@pytest.mark.parametrize("plan", [
+    pl.Plan(tp=4, tp_mode="2d"), pl.Plan(tp=9, tp_mode="2d"), pl.Plan(tp=8, tp_mode="2.5d"),
+], ids=str)  # fmt: skip
+def test_every_step_of_summa_adds_the_product_of_what_is_sent(plan):
+    q, _ = plan.tp_grid
+    steps = matrix_steps.summa(plan)
+    assert len(steps) == q
+    for number, step in enumerate(steps):
+        added = terms_of(step, plan)
+        for cell in (c for c in step.cells if c.matrix == "Y"):
+            shown = cell.label.replace("<b>", "").replace("</b>", "").split("<br>+ ")
+            assert len(shown) == number + 1 and shown[-1] == added[cell.ranks[0]]
+        sent = [c for c in step.cells if c.matrix != "Y" and c.strong]
+        assert len(sent) == plan.tp // q + q  # a column of X, a row of W
+    final = {c.ranks[0]: c.label for c in steps[-1].cells if c.matrix == "Y"}
+    assert all(label.count("X") == q for label in final.values())
+
+
+@pytest.mark.parametrize("plan", [pl.Plan(tp=8, tp_mode="3d"), pl.Plan(tp=27, tp_mode="3d")],
+                         ids=str)  # fmt: skip
+def test_the_cubes_gathered_blocks_multiply_to_the_block_that_is_summed(plan):
+    q, _ = plan.tp_grid
+    product, last = matrix_steps.cube(plan)[3:]
+
+    def of(step, matrix, rank):
+        [cell] = [c for c in step.cells if c.matrix == matrix and rank in c.ranks]
+        return cell
+
+    for rank in range(plan.tp):
+        x, w, y = (of(product, name, rank) for name in "XWY")
+        assert x.columns == w.rows and (y.rows, y.columns) == (x.rows, w.columns)
+        assert len(x.ranks) == len(w.ranks) == len(y.ranks) == q
+        mine = of(last, "Y", rank)
+        assert mine.columns == y.columns and y.rows[0] <= mine.rows[0] < mine.rows[1] <= y.rows[1]
+        inner = {of(product, "X", r).columns for r in y.ranks}
+        assert sum((b - a for a, b in inner), Fraction(0)) == 1  # all of K, each part once
+
+
+@pytest.mark.parametrize("mode", GRIDS)
+def test_a_frame_shows_what_the_same_step_shows_alone(mode):
+    plan = plan_of(mode)
+    moving = view.multiplication(plan)
+    slider = moving.layout.sliders[0]
+    assert [s.args[0][0] for s in slider.steps] == [f.name for f in moving.frames]
+    for number, frame in enumerate(moving.frames):
+        still = view.multiplication(plan, step=number)
+        assert not still.frames and not still.layout.sliders
+        assert frame.layout.shapes == still.layout.shapes
+        assert frame.layout.annotations == still.layout.annotations
+        assert frame.layout.title.text == still.layout.title.text
+        assert still.finding.startswith(f"Step {number + 1} of {len(moving.frames)}: ")
+        rows = moving.table.query("step == @number").reset_index(drop=True)
+        assert rows.equals(still.table)
+    assert moving.finding == view.multiplication(plan, step=0).finding  # what GitHub shows
+    assert pickle.loads(pickle.dumps(moving)).frames == moving.frames
+
+
+def test_a_step_that_there_is_not_and_a_product_without_steps_are_refused():
+    with pytest.raises(ValueError, match="step=2.*0 to 1"):
+        view.multiplication(plan_of("2d, 4"), step=2)
+    with pytest.raises(ValueError, match=r"tp_mode='1d'.*view\.blocks"):
+        view.multiplication(pl.Plan(tp=4))
+
+
+# ---- the crossover ------------------------------------------------------------------------------
+def million(mode, batch, tp=64):
+    plan = pl.Plan(tp=tp, tp_mode=mode, microbatch_size=batch)
+    return (
+        sum(
+            sum(tensor.linear_elements(GPT3, plan, role)) + tensor.depth_elements(GPT3, plan, role)
+            for role in ("up", "down")
+        )
+        / 10**6
+    )
+
+
+@pytest.mark.parametrize(("batch", "numbers"), [
+    (1, {"1d": 99, "2d": 438, "2.5d": 810, "3d": 137}),
+    (64, {"1d": 6342, "2d": 3039, "2.5d": 1925, "3d": 1623}),
+])  # fmt: skip
+def test_the_lines_are_the_formulas_at_gpt3_sizes(batch, numbers):
+    found = tensor_curves.lines(GPT3, 64)
+    for mode, expected in numbers.items():
+        exact = found[mode].fixed + found[mode].each * batch * 2048
+        assert exact / 10**6 == million(mode, batch)
+        assert round(float(exact / 10**6)) == expected
+
+
+@pytest.mark.parametrize("pair", tensor_curves.PAIRS)
+@pytest.mark.parametrize("tp", [4, 8, 27, 64, 512])
+def test_the_winner_sends_least_and_changes_where_two_lines_meet(tp, pair):
+    found = tensor_curves.lines(GPT3, tp, pair)
+    best = tensor_curves.winners(found)
+    assert best[0][0] == 0
+    for (at, mode), (until, after) in itertools.pairwise([*best, (best[-1][0] * 2 + 1e7, "")]):
+        for tokens in np.linspace(at, until, 7):
+            least = min(line.at(tokens) for line in found.values())
+            assert found[mode].at(tokens) == pytest.approx(least, rel=1e-12)
+        if after:
+            assert found[mode].at(until) == pytest.approx(found[after].at(until), rel=1e-12)
+
+
+def test_a_mode_that_cannot_be_is_left_out():
+    assert list(tensor_curves.lines(GPT3, 64)) == ["1d", "2d", "2.5d", "3d"]
+    assert list(tensor_curves.lines(GPT3, 8)) == ["1d", "2.5d", "3d"]
+    assert list(tensor_curves.lines(GPT3, 4)) == ["1d", "2d"]  # one grid of 2.5D is 2D
+    assert list(tensor_curves.lines(GPT3, 6)) == ["1d"]
+
+
+def test_the_title_names_the_crossovers_and_the_picture_marks_them():
+    chart = view.crossover(GPT3, 64, name="GPT-3")
+    assert chart.finding == ("GPT-3, MLP on 64 ranks: 1D sends least up to 3,070 tokens, then 3D, "
+                             "from 236,000 on 2.5D")  # fmt: skip
+    best = tensor_curves.winners(tensor_curves.lines(GPT3, 64))
+    assert [(round(at), mode) for at, mode in best] == [(0, "1d"), (3072, "3d"), (235930, "2.5d")]
+    assert [s.x0 for s in chart.layout.shapes] == [at for at, _ in best[1:]]
+    at_2048 = chart.table.query("mode == '1d'")
+    assert np.allclose(at_2048["elements"] / at_2048["tokens"], 4 * 63 / 64 * 12288)
+    assert math.isclose(chart.table["tokens"].max(), 2**20)
+    assert "whatever the tokens" in view.crossover(GPT3, 6).finding
+
+
+def test_several_counts_of_ranks_share_a_legend_and_wrong_ones_are_refused():
+    chart = view.crossover(GPT3, (8, 64), tokens=(512, 2**19))
+    names = [trace.name for trace in chart.data if trace.showlegend]
+    assert sorted(names) == ["1D", "2.5D", "2D", "3D"]
+    assert set(chart.table["tp"]) == {8, 64} and chart.layout.yaxis2.matches == "y"
+    assert view.crossover(GPT3, 64, pair="attention").finding.startswith("h=12,288, attention on")
+    with pytest.raises(ValueError, match="1 to 3 counts"):
+        view.crossover(GPT3, ())
+    with pytest.raises(ValueError, match="tps=1.*legal: .*at least 2"):
+        view.crossover(GPT3, 1)
+    with pytest.raises(ValueError, match=r"tokens\[1\]"):
+        view.crossover(GPT3, 64, tokens=(100, 100))
+    with pytest.raises(ValueError, match="pair='all'"):
+        view.crossover(GPT3, 64, pair="all")
+    with pytest.raises(ValueError, match=r"legal: a pl\.ModelSpec"):
+        view.crossover("gpt3", 64)
