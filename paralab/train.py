@@ -79,7 +79,8 @@ class Trainer:
         self.tp = self.grid.tp["tp"].index
         self.pipeline = pipeline.Pipeline(
             functools.partial(GPT, model, seed=seed, recompute=plan.recompute,
-                              holding=self.holding, empty=plan.zero_stage == 3),
+                              holding=self.holding if plan.tp > 1 else None,
+                              empty=plan.zero_stage == 3),
             model, plan, self.schedule, group=self.grid.pp,
             layers=functools.partial(make_layers, model, plan, self.grid.tp),
         )  # fmt: skip
@@ -121,7 +122,7 @@ class Trainer:
         """What other ranks hold too and see another part of the gradient of."""
         found: dict[tuple[str, str], list] = {}
         trained = set(self.targets)
-        for name, _, where, kept in self.places:
+        for name, _, where, kept in self.places if self.plan.tp > 1 else ():
             held = self.holding(name)
             if held.partial and kept in trained:
                 phase = SHARED_PHASE.get(kind_of(name), "shared")
@@ -146,7 +147,7 @@ class Trainer:
         """
 
         def first(place: Place) -> bool:
-            axis = self.holding(place.name).copies
+            axis = self.holding(place.name).copies if self.plan.tp > 1 else ""
             copy = self.model.tied and place.name == "head.output.weight"
             return not copy and (not axis or self.grid.tp[axis].index == 0)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import resource
 import shutil
@@ -23,6 +22,7 @@ import paralab as pl
 from equality import worst
 from paralab import cli
 from paralab.launch import launch_program
+from paralab.parallel.layouts import whole_shape
 from paralab.records import checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,7 +116,7 @@ def _restored(context: Any, model: pl.ModelSpec, plan: pl.Plan, folder: str) -> 
 
     trainer = Trainer(context, model, plan)
     checkpoint.load(trainer, folder)
-    tensors = [(kind, piece.name, piece.start, np.array(values))
+    tensors = [(kind, piece.name, piece.offsets, np.array(values))
                for piece in pieces(trainer)
                for kind, values in {"weight": piece.weight, **piece.state}.items()]  # fmt: skip
     used = {} if plan.zero_stage == 3 else {
@@ -128,10 +128,10 @@ def _restored(context: Any, model: pl.ModelSpec, plan: pl.Plan, folder: str) -> 
 def assembled(parts: list[dict[str, Any]], model: pl.ModelSpec) -> dict[str, np.ndarray]:
     """Every tensor of the training's state, whole, from what the ranks keep; replicas agree."""
     found: dict[str, np.ndarray] = {}
-    shapes = model.parameter_shapes()
-    for kind, name, start, values in (piece for part in parts for piece in part["pieces"]):
-        empty = np.full(math.prod(shapes[name]), np.nan)
-        there = found.setdefault(f"{kind}/{name}", empty)[start : start + len(values)]
+    for kind, name, offsets, values in (piece for part in parts for piece in part["pieces"]):
+        empty = np.full(whole_shape(model, name), np.nan)
+        box = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+        there = found.setdefault(f"{kind}/{name}", empty)[box]
         assert np.isnan(there).all() or (there == values).all(), f"replicas of {name} differ"
         there[:] = values
     return found

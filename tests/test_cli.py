@@ -164,7 +164,7 @@ def test_bucket_size_may_have_a_unit(experiment, text, value):
         (["--grad-sync", "eager"], "grad_sync", "'eager'"),
         (["--bucket-bytes", "4 parsecs"], "bucket_bytes", "'4 parsecs'"),
         (["--bucket-bytes", "0.3KB", "--bucket-bytes", "0.0001KB"], "bucket_bytes", "'0.0001KB'"),
-        (["--tp", "2"], "tp", "2"),
+        (["--tp", "3", "--tp-mode", "2d"], "tp", "3"),
         (["--schedule", "best"], "schedule", "'best'"),
         (["--preset", "gpt5"], "preset", "'gpt5'"),
         (["--save", "no/such/folder/run.json"], "save", "'no/such/folder/run.json'"),

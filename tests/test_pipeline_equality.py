@@ -209,7 +209,7 @@ def test_what_cannot_be_called_as_a_schedule_is_refused_by_the_plan():
 def test_ranks_are_a_grid_of_pipelines_by_data_parallel_groups():
     plan, grid = pl.Plan(pp=3, dp=4), np.arange(12).reshape(3, 4)
     for rank in range(12):
-        pp_index, dp_index = plan.place(rank)
+        pp_index, dp_index, _ = plan.place(rank)
         assert grid[pp_index, dp_index] == rank
         assert plan.ranks("dp", rank) == tuple(grid[pp_index])
         assert plan.ranks("pp", rank) == tuple(grid[:, dp_index])
@@ -223,8 +223,8 @@ SPLIT_PLAN = pl.Plan(pp=2, microbatches=4, schedule="zb-h1")
 MUTANTS = {
     "no division by the micro-batches": (pl.Plan(pp=2, microbatches=4), TRAIN, SCALE, "loss"),
     "no sum over the tied embedding": (
-        pl.Plan(pp=3, microbatches=4), PIPELINE,
-        'self.group.all_reduce(self.part.grad, phase="tied").wait()', "pass"),
+        pl.Plan(pp=3, microbatches=4), "paralab.parallel.shared_gradients",
+        "self.group.all_reduce(self.places[0][0].grad, phase=self.phase).wait()", "pass"),
     "a tied copy of its own": (
         pl.Plan(pp=3, microbatches=4), MODEL, 'name = "embedding.token.weight"', "pass"),
     "messages of neighbouring micro-batches swapped": (

@@ -73,8 +73,8 @@ def test_other_plan_fields_are_checked(field, value):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("tp", 2), ("virtual_stages", 2), ("sequence_parallel", True), ("offload", "cpu"),
-     ("tp_mode", "2d"), ("shard", 2)],
+    [("virtual_stages", 2), ("sequence_parallel", True), ("offload", "cpu"),
+     ("tp_depth", 2), ("partition_activations", True), ("shard", 2)],
 )  # fmt: skip
 def test_what_this_version_cannot_run_is_refused_by_run_and_predict_alike(field, value):
     model, plan = pl.ModelSpec(**GOOD_MODEL), pl.Plan(**{field: value})

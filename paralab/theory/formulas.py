@@ -142,11 +142,11 @@ def forward_pieces(
     dropped = 3 * x * drop
     block = [
         ("norm", norm),
-        ("qkv", work(Work(6 * unit, ITEM * 6 * x, 3) + core)),
-        ("proj", work(Work(2 * unit), 5 * x + dropped, 5 + drop)),
+        ("qkv", work(Work(3 * unit, ITEM * 6 * x, 3) + core)),
+        ("proj", work(Work(unit), 5 * x + dropped, 5 + drop)),
         ("norm", norm),
-        ("up", work(Work(8 * unit + GELU_FLOPS[0] * 4 * x, ITEM * 16 * x, 4))),
-        ("down", work(Work(8 * unit), 5 * x + dropped, 3 + drop)),
+        ("up", work(Work(4 * unit + GELU_FLOPS[0] * 4 * x, ITEM * 16 * x, 4))),
+        ("down", work(Work(4 * unit), 5 * x + dropped, 3 + drop)),
     ]
     head = [
         ("norm", work(Work(), 2 * x, 2)),

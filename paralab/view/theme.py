@@ -38,10 +38,6 @@ KIND_COLOUR = {
     "wait": "#DDE1E5",
 }
 AXIS_COLOUR = {"dp": "#D55E00", "tp": "#0072B2", "pp": "#000000"}  # vermillion, blue, black
-# Inside a tp group's grid: the first axis of its kind is tp's own blue.
-AXIS_COLOUR |= {"tp:row": "#0072B2", "tp:col": "#7B5EA7", "tp:depth": "#333E7A"}
-AXIS_COLOUR |= {"tp:tokens": "#333E7A", "tp:j": "#0072B2", "tp:i": "#7B5EA7", "tp:k": "#333E7A"}
-AXIS_COLOUR |= {"tp:ij": "#A58FC4", "tp:ik": "#A58FC4"}
 AXIS_ALIAS = {"world": "dp"}  # a traced function has one group of all ranks, as dp mostly has
 OTHER_COLOUR = "#7F7F7F"
 CATEGORY_COLOUR = {  # of bytes, in the order they are stacked
@@ -137,7 +133,14 @@ def axis_of(lane: str) -> str:
     return lane.removeprefix("comm:")
 
 
+# Of three shades of tp's blue: the axes of a tp group's grid.
+TP_SHADE = {"row": 0, "j": 0, "col": 1, "i": 1, "depth": 2, "k": 2, "tokens": 2, "ij": 2, "ik": 2}
+
+
 def axis_colour(axis: str) -> str:
+    kind, _, part = axis.partition(":")
+    if part:
+        return shade(AXIS_COLOUR[kind], TP_SHADE.get(part, 0), 3)
     found = AXIS_COLOUR.get(AXIS_ALIAS.get(axis, axis), OTHER_COLOUR)
     return look().ink if found == "#000000" else found
 
