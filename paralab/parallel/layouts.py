@@ -220,11 +220,17 @@ def kind_of(name: str) -> str:
     return f"{layer} bias" if leaf == "bias" else layer
 
 
+@lru_cache(maxsize=16)
+def _shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The model's parameters: asked for one by one, and thousands in a large model."""
+    return model.parameter_shapes()
+
+
 def whole_shape(model: ModelSpec, name: str) -> tuple[int, ...]:
     """Shape of a whole parameter, with qkv's three parts as a dimension of their own."""
     if name == "head.output.weight":  # also a tied head's copy of the embedding, which has no row
         return (model.vocab, model.hidden)
-    shape = model.parameter_shapes()[name]
+    shape = _shapes(model)[name]
     return (3, shape[0] // 3, *shape[1:]) if kind_of(name).startswith("qkv") else shape
 
 

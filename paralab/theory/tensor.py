@@ -215,6 +215,8 @@ def shared_calls(model: ModelSpec, plan: Plan, rank: int, sizes: dict[str, int])
 
     sizes  elements of every parameter of the rank; with ZeRO it is its shards that are summed
     """
+    if plan.tp == 1:
+        return []
     at = plan.place(rank)
     pieces = [(name, size) for name, size in sizes.items()]
     if plan.zero_stage:

@@ -153,6 +153,7 @@ def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[
     chunks = 1 + max((chunk for *_, chunk in found), default=0)
     halves = any(kind == "weight_grad" for kind, *_ in found)
     named: set[str] = set()
+    traces = []
     for group in sorted(found, key=lambda group: (KINDS.index(group[0]), *group[1:])):
         kind, lane, chunk = group
         mine = [[b for b in boxes if (b["kind"], b["lane"], _chunk(b)) == group]
@@ -179,7 +180,8 @@ def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[
                 "width": [2.5 if f else 0.5 for f in far],
                 "color": [ink if f else paper for f in far],
             }
-        fig.add_bar(**style, **bars)
+        traces.append({"type": "bar", **style, **bars})
+    fig.add_traces(traces)  # as dicts: a Bar would be checked here a second time, box by box
 
 
 def _chunk(box: dict[str, Any]) -> int:

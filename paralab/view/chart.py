@@ -10,6 +10,7 @@ plotly is imported here and nowhere above, so this module is imported inside fun
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
@@ -39,6 +40,8 @@ class Chart(go.Figure):
 
     @property
     def table(self) -> pd.DataFrame | None:
+        if callable(self._table):
+            self._table = self._table()
         return self._table
 
     @property
@@ -55,14 +58,22 @@ class Chart(go.Figure):
         _, _, second = (self.layout.title.text or "").partition("<br>")
         return re.sub("^<span[^>]*>|</span>$", "", second)
 
+    def annotated(self, notes: Iterable[dict[str, Any]]) -> Chart:
+        """This chart with these annotations; one by one, each would check all before it again."""
+        self.layout.annotations = (*self.layout.annotations, *notes)
+        return self
+
     def said_below(self, more: str) -> Chart:
         """This chart, with some more words at the end of its title's second line."""
         text = self.layout.title.text.removesuffix("</span>")
         self.layout.title.text = f"{text} · {more}</span>"
         return self
 
-    def explained(self, summary: str, table: pd.DataFrame) -> Chart:
-        """This chart, with its line of text and the numbers behind it."""
+    def explained(self, summary: str, table: pd.DataFrame | Callable[[], pd.DataFrame]) -> Chart:
+        """This chart, with its line of text and the numbers behind it, or what makes them.
+
+        A slider's picture is gone before anybody asks for its table.
+        """
         self._table, self._summary = table, summary
         return self
 
@@ -72,7 +83,7 @@ class Chart(go.Figure):
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = super().__reduce__()
-        return rebuild, arguments, {"_table": self._table, "_summary": self._summary}
+        return rebuild, arguments, {"_table": self.table, "_summary": self._summary}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._table, self._summary = state["_table"], state["_summary"]

@@ -59,7 +59,7 @@ def pipeline_timeline(
     return fig.explained(
         f"timeline of {theme.subject(report)}, {report.clock}{below}: {count} boxes on "
         f"{len(real.ranks)} ranks",
-        boxes.table(sections),
+        lambda: boxes.table(sections),
     )
 
 
@@ -153,7 +153,8 @@ def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Char
     finding = f"{theme.text(name)}: {percent(simulation.bubble_rate)} of device time is bubble"
     fig = timeline.drawn([one], finding, "predicted", said)
     return fig.explained(
-        f"timeline of {name}: {one.total} actions on {order.ranks} ranks", boxes.table([one])
+        f"timeline of {name}: {one.total} actions on {order.ranks} ranks",
+        lambda: boxes.table([one]),
     )
 
 

@@ -260,8 +260,11 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 # ---- the empty figure ----------------------------------------------------------------------------
-def figure(title: str, subtitle: str, *, height: int) -> Chart:
-    """An empty chart in the kit's look: finding on top, clock beneath."""
+def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
+    """An empty chart in the kit's look: finding on top, clock beneath; ``settings`` of its layout.
+
+    All at once, also what could come later: update_layout takes several times as long.
+    """
     from paralab.view.chart import Chart
 
     now = look()
@@ -283,9 +286,9 @@ def figure(title: str, subtitle: str, *, height: int) -> Chart:
                     "remove": ["sendChartToCloud", "lasso2d", "select2d"]},
         "barcornerradius": 2,
     }  # fmt: skip
-    fig = Chart(layout={"template": {"layout": layout}})
-    fig.update_layout(
-        title={
+    return Chart(layout={
+        "template": {"layout": layout},
+        "title": {
             # One text of two lines: plotly's own subtitle falls on the title wherever a figure
             # is drawn before it is on screen, or changes its width there.
             "text": f"<b>{title}</b><br><span style='font-size:13px;color:{now.faint}'>{subtitle}"
@@ -293,7 +296,7 @@ def figure(title: str, subtitle: str, *, height: int) -> Chart:
             "x": 0, "xref": "paper", "xanchor": "left", "font": {"size": 17},
             "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 24},
         },
-        height=height,
-        margin={"t": 96, "l": 20, "r": 44, "b": 60},
-    )  # fmt: skip
-    return fig
+        "height": height,
+        "margin": {"t": 96, "l": 20, "r": 44, "b": 60} | settings.pop("margin", {}),
+        **settings,
+    })  # fmt: skip

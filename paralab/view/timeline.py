@@ -59,7 +59,7 @@ def timeline(
     return fig.explained(
         f"timeline of {theme.subject(report)}, {report.clock}: {len(one.boxes)} boxes{what} on "
         f"{len(one.ranks)} rank{'s' * (len(one.ranks) != 1)}",
-        boxes.table([one]),
+        lambda: boxes.table([one]),
     )
 
 
@@ -95,7 +95,7 @@ def timelines(
     return fig.explained(
         f"timelines of {len(reports)} reports: {' | '.join(names)} ({', '.join(clocks)}): "
         f"{sum(len(one.boxes) for one in sections)} boxes",
-        boxes.table(sections),
+        lambda: boxes.table(sections),
     )
 
 
@@ -172,21 +172,21 @@ def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -
     rows = 28 if many else 34
     if any(one.idle for one in sections):  # many ranks with one lane each: they may be lower
         rows = max(14.0, min(30.0, 660 / bottom))
-    fig = theme.figure(finding, line, height=int(190 + rows * bottom))
-    boxes.draw(fig, sections, shown, window)
     of_step = f"step {sections[0].step}" if not many else "its step"
     if any(one.report.model is None for one in sections):
         of_step = "the function" if not many else "each"
     if all(one.lanes == ("compute",) for one in sections):
         of_step = "the step"
-    fig.update_layout(
-        barmode="overlay",
+    fig = theme.figure(
+        finding, line, height=int(190 + rows * bottom), barmode="overlay",
+        margin={"r": 68} if any(one.idle for one in sections) else {},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         xaxis={"title": {"text": f"time from the start of {of_step} (ms)"},
                "range": [-0.005 * window * 1e3, 1.005 * window * 1e3], "tickformat": "~g"},
         yaxis={"tickvals": [y for y, _ in ticks], "ticktext": [label for _, label in ticks],
                "range": [bottom, -0.2], "showgrid": False},
     )  # fmt: skip
+    boxes.draw(fig, sections, shown, window)
     if many:
         _heads(fig, sections, window)
     _idle(fig, sections)
@@ -198,17 +198,17 @@ def _idle(fig: Chart, sections: list[Section]) -> None:
     if not any(one.idle for one in sections):
         return
     faint = theme.look().faint
+    said: list[dict[str, Any]] = []
     for one in sections:
         y = {rank: one.rows[rank, "compute"][0] for rank in one.ranks}
         for rank, share in one.idle.items():
             if rank in y:
-                fig.add_annotation(xref="paper", x=1, y=y[rank], text=f"{100 * share:.0f} %",
-                                   showarrow=False, xanchor="left", xshift=8)  # fmt: skip
+                said.append({"y": y[rank], "text": f"{100 * share:.0f} %"})
         at = {"y": one.top + boxes.HEAD / 2} if len(sections) > 1 else \
             {"yref": "paper", "y": 1, "yanchor": "bottom"}  # fmt: skip
-        fig.add_annotation(xref="paper", x=1, text="idle", xshift=8, showarrow=False,
-                           xanchor="left", font={"color": faint}, **at)  # fmt: skip
-    fig.update_layout(margin={"r": 68})
+        said.append({"text": "idle", "font": {"color": faint}, **at})
+    margin = {"xref": "paper", "x": 1, "xshift": 8, "xanchor": "left", "showarrow": False}
+    fig.annotated(margin | one for one in said)
 
 
 def _heads(fig: Chart, sections: list[Section], window: float) -> None:

@@ -142,11 +142,10 @@ class Collective(Bench):
         if not fits or held[1] - held[0] > need[1] - need[0] + 2:
             held = need
         self._decades = held
-        steady = Chart(chart, table=chart.table, summary=chart.summary)
         ticks = [10.0**k for k in range(held[0], held[1] + 1)]
-        steady.layout.yaxis.update(range=list(held), tickvals=ticks,
-                                   ticktext=[theme.scaled(t, "s") for t in ticks])  # fmt: skip
-        return steady
+        chart.layout.yaxis.update(range=list(held), tickvals=ticks,
+                                  ticktext=[theme.scaled(t, "s") for t in ticks])  # fmt: skip
+        return chart
 
 
 def _sender(name: str) -> Callable[..., list[float]]:

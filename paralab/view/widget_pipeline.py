@@ -149,14 +149,6 @@ class Pipeline(Bench):
         chunks, schedule = self.knobs["virtual_stages"], self.knobs["schedule"].value
         chunks.disabled = state == "running" or schedule != "interleaved"
 
-    def _steady(self, chart: Chart) -> Chart:
-        """As every bench, but no copy: hundreds of boxes, and the chart is nobody else's."""
-        bounds = chart.layout.xaxis.range
-        if self._upper is None or not 0.4 * self._upper <= bounds[1] <= self._upper:
-            self._upper = bounds[1]
-        chart.layout.xaxis.range = [-0.005 * self._upper, self._upper]
-        return chart
-
     # ---- what is shown --------------------------------------------------------------------------
     def _beneath(self, knobs: dict[str, Any], simulation: Simulation, replayed: Report) -> Chart:
         """The run's replay beneath the simulation, on one time scale."""

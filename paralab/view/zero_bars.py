@@ -29,21 +29,13 @@ def memory_and_traffic(
     """
     totals = {label: sum(parts.values()) for label, parts in bars.items()}
     opaque = [1.0 if label in bright else PALE for label in bars]
-    fig = theme.figure(theme.text(title), below, height=150 + 52 * len(bars))
     end = 1.22 * max([*totals.values(), 1])
+    traces, notes = [], []
     for category in theme.CATEGORY_COLOUR:
         if any(category in parts for parts in bars.values()):
-            fig.add_bar(**_trace(category, bars, opaque, end))
-    fig.add_bar(**_traffic(sent, opaque, axis))
-    for label, total in totals.items():
-        for scale, size in (("x", total), ("x2", sent[label])):
-            said = theme.scaled(size, "B")
-            fig.add_annotation(
-                x=size / 1e6, y=theme.text(label), xref=scale, xanchor="left", showarrow=False,
-                text=f" <b>{said}</b>" if label in bright else f" {said}", font={"size": 13},
-            )  # fmt: skip
-    fig.update_layout(
-        barmode="stack", bargap=0.3,
+            traces.append(_trace(category, bars, opaque, end))
+    fig = theme.figure(
+        theme.text(title), below, height=150 + 52 * len(bars), barmode="stack", bargap=0.3,
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         xaxis={"domain": MEMORY, "showgrid": False, "range": [0, end / 1e6], "tickformat": "~g",
                "title": {"text": "peak of memory (MB)"}},
@@ -56,6 +48,16 @@ def memory_and_traffic(
                "ticktext": [f"<b>{theme.text(label)}</b>" if label in bright
                             else theme.text(label) for label in bars]},
     )  # fmt: skip
+    fig.add_traces([{"type": "bar", **one} for one in [*traces, _traffic(sent, opaque, axis)]])
+    for label, total in totals.items():
+        for scale, size in (("x", total), ("x2", sent[label])):
+            said = theme.scaled(size, "B")
+            notes.append({
+                "x": size / 1e6, "y": theme.text(label), "xref": scale, "xanchor": "left",
+                "text": f" <b>{said}</b>" if label in bright else f" {said}",
+                "font": {"size": 13}, "showarrow": False,
+            })  # fmt: skip
+    fig.annotated(notes)
     return fig
 
 
