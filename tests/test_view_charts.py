@@ -19,7 +19,8 @@ import synthetic
 from paralab import view
 from paralab.records import tables
 from paralab.report import Report
-from paralab.spec import Link, Plan
+from paralab.spec import Link, ModelSpec, Plan
+from paralab.theory.predict import predict
 from paralab.theory.traffic import wire_bytes
 from paralab.view import theme
 from paralab.view.chart import Chart
@@ -428,6 +429,18 @@ def test_traffic_of_a_traced_function_has_its_level_and_no_gradient_optimum():
     assert chart.data[0].z[0][1] == 1e-3
     assert not chart.layout.shapes and "Ψ" not in chart.to_json()
     assert chart.table["bytes"].sum() == 2000
+
+
+def test_bars_with_a_pattern_keep_the_colour_of_their_axis():
+    report = predict(ModelSpec(layers=1, hidden=16, heads=2, seq_len=8, vocab=32),
+                     Plan(tp=2, sequence_parallel=True), steps=1)  # fmt: skip
+    bars = {
+        trace.name: trace.marker for trace in report.traffic_chart().data if trace.type == "bar"
+    }
+    assert {"all_gather", "reduce_scatter"} <= bars.keys()
+    for name, marker in bars.items():
+        assert set(marker.color) == {theme.axis_colour("tp")}, name
+        assert not marker.pattern.shape or marker.pattern.fillmode == "overlay", name
 
 
 def test_a_traced_function_has_a_page_and_no_loss():

@@ -253,7 +253,7 @@ for what in ("gradients", "weights"):
 # Leave out one line, the division by N. Every gradient is now four times too large. What do you
 # expect the loss to do?
 
-# %%
+# %% tags=["measured"]
 curves = {}
 for optimizer, lr in (("adamw", 1e-3), ("sgd", 0.1)):
     for divide in (True, False):
@@ -264,7 +264,7 @@ for optimizer in ("adamw", "sgd"):
     apart = np.abs(curves[optimizer, True] - curves[optimizer, False]).max()
     print(f"{optimizer:<6} largest difference of the loss with and without: {apart:.2f}")
 
-# %%
+# %% tags=["measured"]
 named = {
     f"{optimizer}{'' if divide else ' without the division'}": list(values)
     for (optimizer, divide), values in curves.items()

@@ -203,7 +203,7 @@ view.widgets.zero()
 # A rank here is a virtual accelerator, and it can have a memory of its own: `memory_limit`.
 # Whatever does not fit fails, as it would on a real one, but it tells you what filled it:
 
-# %%
+# %% tags=["measured"]
 deep = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=64)
 limit = "64MB"
 try:

@@ -117,7 +117,8 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
         "width": 0.5,
         "marker": {
             "color": [theme.axis_colour(r["axis"]) for _, r in rows],
-            "pattern": {"shape": theme.OP_PATTERN.get(op, ""), "size": 7,
+            # "overlay" draws the colour beneath the pattern; without it there is paper on paper.
+            "pattern": {"shape": theme.OP_PATTERN.get(op, ""), "size": 7, "fillmode": "overlay",
                         "fgcolor": theme.look().paper},
         },
         "hovertext": [f"{op}, {g}: {r['bytes'] / n:,.1f} bytes per rank and step"
