@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 from pathlib import Path
 
 import pytest
 
 import paralab as pl
+from paralab.ranks.server import ONE_THREAD
+
+# torch is not imported yet. With a thread per core in every worker beside the ranks of its tests,
+# threads wait for one another more than they compute: two files at a time took 154 s, and 59 so.
+os.environ.update(ONE_THREAD)
 
 WORDS = [
     *("the", "gradient", "of", "a", "sum", "is", "the", "sum", "of", "the", "gradients", "and"),
