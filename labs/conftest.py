@@ -7,7 +7,7 @@ waits 2000 s for a kernel that is dead. With this file:
 - plotly figures are compared by what they show, ``measured`` cells by structure (lab_outputs.py);
 - a cell that was never run, is skipped, or ignores its output without a reason in its metadata
   (``ignore_reason``) fails; so does one that rewrites an output after showing it;
-- a kernel that dies fails its cell at once.
+- a kernel that dies fails its cell at once; one that never began is started again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from nbval.plugin import IPyNbCell, IPyNbFile
 from lab_outputs import canonical, is_measured, kinds, structure
 
 POLL_S = 0.5  # how often a silent kernel is asked whether it still lives
+STARTS = 3  # of a kernel that ends before its first answer
 REWRITES = (
     "clear_output",
     "update_display_data",
@@ -61,8 +62,19 @@ class LabFile(IPyNbFile):
     def setup(self) -> None:
         # The kernel draws no PNG: that needs a browser, and pixels are not compared.
         os.environ["PLOTLY_RENDERER"] = "plotly_mimetype"
-        super().setup()
+        self._start()
         self.kernel.__class__ = WatchedKernel  # nbval has no other way to say which kernel it uses
+
+    def _start(self) -> None:
+        """A kernel's ports are found free, let go, and bound by the kernel a moment later. If
+        somebody took one meanwhile the kernel ends at once: others are tried.
+        """
+        for left in range(STARTS - 1, -1, -1):
+            try:
+                return super().setup()
+            except RuntimeError as error:
+                if not left or "Kernel died" not in str(error):
+                    raise
 
     def get_kernel_message(self, timeout: float | None = None, stream: str = "iopub") -> Any:
         message = super().get_kernel_message(timeout=timeout, stream=stream)

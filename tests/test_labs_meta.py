@@ -225,6 +225,22 @@ def test_a_dead_kernel_fails_its_cell_at_once_and_every_cell_after_it(harness):
     assert killer.seconds < 30  # nbval alone: 2000 s
 
 
+@pytest.mark.parametrize("deaths", [2, 3])
+def test_a_kernel_that_finds_its_ports_taken_is_started_again_twice(tmp_path, deaths):
+    (tmp_path / "ipykernel_launcher.py").write_text(  # found before the real one
+        f"import os\nfor n in range({deaths}):\n"
+        "    if not os.path.exists(f'died{n}'):\n"
+        "        open(f'died{n}', 'w').close()\n"
+        "        raise SystemExit('ZMQError: Address already in use')\n"
+        "from ipykernel import kernelapp\nkernelapp.launch_new_instance()\n"
+    )
+    cell = nbformat.v4.new_code_cell("x = 1", execution_count=1)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "lab.ipynb")
+    ran = pytest_on(tmp_path)
+    assert (ran.returncode == 0) == (deaths == 2), ran.stdout[-3000:]
+    assert deaths == 2 or "Kernel died" in ran.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [(("--nbval-lax",), "--nbval-lax"), (("-n2", "--dist=load"), "--dist=loadfile")],
