@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import real
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
+from paralab.exercises.verdict import Notes, Verdict, on_ranks
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
@@ -88,19 +88,11 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
     from paralab.trace import trace
 
     timeout = real("timeout", timeout, above=0.0)
-    notes = Notes("summa", ASKED)
-    if not callable(form):
-        notes.note(FORWARD, "nothing to call", False, f"asked is a class, yours is {form!r}")
-        return notes.verdict()
-    for q in GRIDS:
-        report, trouble = attempt(lambda q=q: trace(multiply, q * q, (form,), timeout=timeout))
-        if trouble == NOT_STARTED:
-            return notes.verdict()
-        if trouble:
-            notes.note(FORWARD, f"q={q}: failed", False, f"q={q}: {trouble}")
-            return notes.verdict()
-        _look(notes, report, q)
-    return notes.verdict()
+    return on_ranks(
+        Notes("summa", ASKED), form, GRIDS,
+        lambda q: trace(multiply, q * q, (form,), timeout=timeout),
+        _look, first=FORWARD, letter="q",
+    )  # fmt: skip
 
 
 def multiply(group: Any, form: Callable[..., Any]) -> dict[str, Any]:

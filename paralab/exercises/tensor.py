@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import real
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
+from paralab.exercises.verdict import Notes, Verdict, on_ranks
 from paralab.exercises.zero import at_rest
 
 if TYPE_CHECKING:
@@ -81,19 +81,11 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
     from paralab.trace import trace
 
     timeout = real("timeout", timeout, above=0.0)
-    notes = Notes("tensor_mlp", ASKED)
-    if not callable(form):
-        notes.note(RESULT, "nothing to call", False, f"asked is a class, yours is {form!r}")
-        return notes.verdict()
-    for t in RANKS:
-        report, trouble = attempt(lambda t=t: trace(forward_and_back, t, (form,), timeout=timeout))
-        if trouble == NOT_STARTED:
-            return notes.verdict()
-        if trouble:
-            notes.note(RESULT, f"t={t}: failed", False, f"t={t}: {trouble}")
-            return notes.verdict()
-        _look(notes, report, t)
-    return notes.verdict()
+    return on_ranks(
+        Notes("tensor_mlp", ASKED), form, RANKS,
+        lambda t: trace(forward_and_back, t, (form,), timeout=timeout),
+        _look, first=RESULT, letter="t",
+    )  # fmt: skip
 
 
 def forward_and_back(group: Any, form: Callable[..., Any]) -> dict[str, Any]:

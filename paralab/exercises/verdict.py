@@ -8,7 +8,7 @@ compared. Torch is not imported here.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +127,31 @@ class Notes:
         if not said and not all(row.ok for row in rows):
             said = NOT_STARTED
         return Verdict(exercise=self.exercise, rows=tuple(rows), said=said)
+
+
+def on_ranks(
+    notes: Notes, form: Any, sizes: Iterable[int], run: Callable[[int], Any],
+    look: Callable[[Notes, Any, int], None], *, first: str, letter: str,
+) -> Verdict:  # fmt: skip
+    """The verdict on a class that real ranks run, once for every size; a failure ends it.
+
+    run     size -> what came of it, usually a Report
+    look    notes what there is to say about that
+    first   the limit that an answer misses which fails
+    letter  what the size is called: "N"
+    """
+    if not callable(form):
+        notes.note(first, "nothing to call", False, f"asked is a class, yours is {form!r}")
+        return notes.verdict()
+    for size in sizes:
+        found, trouble = attempt(lambda size=size: run(size))
+        if trouble == NOT_STARTED:
+            return notes.verdict()
+        if trouble:
+            notes.note(first, f"{letter}={size}: failed", False, f"{letter}={size}: {trouble}")
+            return notes.verdict()
+        look(notes, found, size)
+    return notes.verdict()
 
 
 def attempt(call: Callable[[], Any]) -> tuple[Any, str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import real
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
+from paralab.exercises.verdict import Notes, Verdict, on_ranks
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
@@ -87,19 +87,11 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
     from paralab.trace import trace
 
     timeout = real("timeout", timeout, above=0.0)
-    notes = Notes("zero_step", ASKED)
-    if not callable(form):
-        notes.note(RESULT, "nothing to call", False, f"asked is a class, yours is {form!r}")
-        return notes.verdict()
-    for n in RANKS:
-        report, trouble = attempt(lambda n=n: trace(train, n, (form,), timeout=timeout))
-        if trouble == NOT_STARTED:
-            return notes.verdict()
-        if trouble:
-            notes.note(RESULT, f"N={n}: failed", False, f"N={n}: {trouble}")
-            return notes.verdict()
-        _look(notes, report, n)
-    return notes.verdict()
+    return on_ranks(
+        Notes("zero_step", ASKED), form, RANKS,
+        lambda n: trace(train, n, (form,), timeout=timeout),
+        _look, first=RESULT, letter="N",
+    )  # fmt: skip
 
 
 def train(group: Any, form: Callable[..., Any]) -> dict[str, Any]:

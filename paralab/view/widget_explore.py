@@ -13,13 +13,13 @@ from typing import Any
 from paralab.checks import illegal
 from paralab.records import metrics
 from paralab.report import Report
-from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.predict import predict
 from paralab.view import theme
-from paralab.view.chart import Chart
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_shared import at_speed, count, few, link_knob
 
 RANKS = (1, 2, 3, 4, 6, 8)
 BUCKETS = tuple(m * 10**e for e in (4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 10 KB to 10 MB
@@ -61,23 +61,18 @@ class Explore(Bench):
         forms = ["naive", "bucketed", "overlapped"]
         if form not in forms:
             form = "overlapped"
-        own = self.link.bandwidth
-        speeds = sorted({b for b in BANDWIDTHS if not 0.7 < b / own < 1.4} | {own})
         super().__init__({
             "ranks": Knob(label="ranks", value=plan.dp,
-                          options=[(_count(n, "rank"), n) for n in ranks]),
+                          options=[(count(n, "rank"), n) for n in ranks]),
             "grad_sync": Knob(label="gradients", value=form, buttons=True,
                               options=[(f, f) for f in forms]),
             "bucket_bytes": Knob(label="bucket size", value=plan.bucket_bytes,
                                  options=[(theme.scaled(b, "B"), b)
                                           for b in sorted({*BUCKETS, plan.bucket_bytes})],
                                  tip="gradients travel in flat buckets of about this size"),
-            "bandwidth": Knob(label="link speed", value=own,
-                              options=[(_speed(b, own), b) for b in speeds],
-                              tip=f"a call also costs {theme.scaled(self.link.alpha, 's')}",
-                              brief={own: "own link"}),
+            "bandwidth": link_knob(self.link, BANDWIDTHS),
             "microbatch_size": Knob(label="micro-batch", value=plan.microbatch_size,
-                                    options=[(_count(b, "sample"), b)
+                                    options=[(count(b, "sample"), b)
                                              for b in sorted({*SAMPLES, plan.microbatch_size})]),
         })  # fmt: skip
 
@@ -93,11 +88,7 @@ class Explore(Bench):
 
     def cluster_of(self, knobs: dict[str, Any]) -> Cluster:
         """The cluster with its links at the chosen speed; latency stays."""
-        if knobs["bandwidth"] == self.link.bandwidth:
-            return self.cluster
-        link = Link(alpha=self.link.alpha, bandwidth=knobs["bandwidth"])
-        inter = self.cluster.inter.replace(bandwidth=knobs["bandwidth"])
-        return self.cluster.replace(intra=link, inter=inter, collectives={})
+        return at_speed(self.cluster, self.link, knobs["bandwidth"])
 
     # ---- the bench ------------------------------------------------------------------------------
     def _expect(self, knobs: dict[str, Any]) -> Report:
@@ -105,8 +96,9 @@ class Explore(Bench):
 
     def _predict(self, knobs: dict[str, Any]) -> Sketch:
         expect = self._expect(knobs)
+        chart = timeline(expect, ranks=range(min(SHOWN, knobs["ranks"])))
         return Sketch(
-            chart=_few(timeline(expect, ranks=range(min(SHOWN, knobs["ranks"]))), SHOWN, knobs),
+            chart=few(chart, SHOWN, knobs["ranks"]),
             rows=[_numbers("predicted", expect)],
         )
 
@@ -124,30 +116,23 @@ class Explore(Bench):
         how = "equals the replay of that run" if abs(gap) < 0.01 else how
         drawn = timelines(expect, replayed, ranks=range(min(BESIDE, knobs["ranks"])))
         return Sketch(
-            chart=_few(drawn, BESIDE, knobs),
+            chart=few(drawn, BESIDE, knobs["ranks"]),
             rows=[
                 _numbers("predicted", expect),
                 _numbers("replayed", replayed),
                 _numbers(_crowd(found), found),
             ],
-            said=f"Done, {_count(knobs['ranks'], 'real process', 'es')}: the prediction {how}.",
+            said=f"Done, {count(knobs['ranks'], 'real process', 'es')}: the prediction {how}.",
         )
 
     def _needs(self, knobs: dict[str, Any]) -> Any:
         return tuple((name, value) for name, value in knobs.items() if name != "bandwidth")
 
     def _hint(self, knobs: dict[str, Any]) -> str:
-        return f"«Run it» trains on {_count(knobs['ranks'], 'real process', 'es')}."
+        return f"«Run it» trains on {count(knobs['ranks'], 'real process', 'es')}."
 
     def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {_count(knobs['ranks'], 'process', 'es')} …"
-
-
-def _few(chart: Chart, shown: int, knobs: dict[str, Any]) -> Chart:
-    """The chart, which says so if it does not show all ranks."""
-    if shown < knobs["ranks"]:
-        chart.said_below(f"{shown} of {knobs['ranks']} ranks drawn")
-    return chart
+        return f"starting {count(knobs['ranks'], 'process', 'es')} …"
 
 
 def _numbers(clock: str, report: Report) -> dict[str, str]:
@@ -171,12 +156,3 @@ def _crowd(report: Report) -> str:
     cores = report.meta.get("cores")
     shared = isinstance(cores, int) and cores < report.world_size
     return f"measured ({report.world_size} ranks on {cores} cores)" if shared else "measured"
-
-
-def _count(n: int, what: str, plural: str = "s") -> str:
-    return f"{n} {what}{plural if n != 1 else ''}"
-
-
-def _speed(bandwidth: float, own: float) -> str:
-    said = theme.scaled(bandwidth, "B/s")
-    return f"{said}, own" if bandwidth == own else said

@@ -18,7 +18,7 @@ from typing import Any
 from paralab.checks import illegal
 from paralab.parallel.layouts import extents, mode_of
 from paralab.report import Report
-from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.spec import ModelSpec, Plan
 from paralab.theory import memory, tensor
 from paralab.view import theme
 from paralab.view.chart import Chart
@@ -26,10 +26,10 @@ from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.memory_curves import fullest
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_shared import MOST_RANKS, check_real
 from paralab.view.zero_bars import memory_and_traffic, table
 
 RANKS = (4, 8, 16, 64)
-MOST_RANKS = 8  # real processes; more are for theory
 TOKENS = (128, 256, 512, 2048, 8192, 32768, 131072)
 HIDDEN = (64, 128, 256, 512, 2048, 8192, 12288)
 MODEL = ModelSpec(layers=2, hidden=64, heads=8, seq_len=32)
@@ -119,18 +119,8 @@ class Tensor(Bench):
     ) -> Report:
         from paralab.experiment import run
 
-        n, model, plan = knobs["ranks"], self.model_of(knobs), self.plan_of(knobs)
-        if n > MOST_RANKS:
-            raise illegal("ranks", n, "real processes on one machine: they would only wait for one "
-                          "another", f"up to {MOST_RANKS}; the prediction holds for any number"
-                          )  # fmt: skip
-        need, there = n * sum(self.bytes_of(knobs, plan.tp_mode).values()), Cluster.local()
-        if need > there.memory // 2:
-            raise ValueError(
-                f"{n} ranks need {theme.scaled(need, 'B')}, and this machine has "
-                f"{theme.scaled(there.memory, 'B')}: fewer tokens or a smaller hidden size would "
-                "fit"
-            )
+        model, plan = self.model_of(knobs), self.plan_of(knobs)
+        check_real(knobs["ranks"], sum(self.bytes_of(knobs, plan.tp_mode).values()), "tokens")
         return run(model, plan, steps=STEPS, progress=progress, stop=stop)
 
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:

@@ -15,14 +15,14 @@ from typing import Any
 from paralab.checks import illegal
 from paralab.records import metrics
 from paralab.report import Report
-from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.predict import predict
 from paralab.view import theme
-from paralab.view.chart import Chart
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_shared import at_speed, count, few, link_knob
 
 RANKS = (1, 2, 4, 8)
 SAMPLES = (1, 2, 4, 8)
@@ -66,22 +66,18 @@ class Tensor1D(Bench):
             raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
         self.link = self.cluster.link("all_reduce", "intra")
         self._alone: dict[int, dict[str, str]] = {}  # the table's first row, by micro-batch size
-        own, most = self.link.bandwidth, self.cluster.num_devices
+        most = self.cluster.num_devices
         ranks = sorted({n for n in RANKS if n <= most and self._divides(n)} | {at.tp})
-        speeds = sorted({b for b in BANDWIDTHS if not 0.7 < b / own < 1.4} | {own})
         super().__init__({
             "ranks": Knob(label="ranks t", value=at.tp,
-                          options=[(_count(n, "rank"), n) for n in ranks]),
+                          options=[(count(n, "rank"), n) for n in ranks]),
             "sequence": Knob(label="residual", buttons=True, options=list(RESIDUAL.items()),
                              value="parts" if at.sequence_parallel else "whole",
                              tip="norms, dropout and sums: t times over, or a t-th on each rank"),
             "microbatch_size": Knob(label="micro-batch", value=at.microbatch_size,
-                                    options=[(_count(b, "sample"), b)
+                                    options=[(count(b, "sample"), b)
                                              for b in sorted({*SAMPLES, at.microbatch_size})]),
-            "bandwidth": Knob(label="link speed", value=own,
-                              options=[(_speed(b, own), b) for b in speeds],
-                              tip=f"a call also costs {theme.scaled(self.link.alpha, 's')}",
-                              brief={own: "own link"}),
+            "bandwidth": link_knob(self.link, BANDWIDTHS),
         })  # fmt: skip
 
     def _divides(self, t: int) -> bool:
@@ -102,11 +98,7 @@ class Tensor1D(Bench):
 
     def cluster_of(self, knobs: dict[str, Any]) -> Cluster:
         """The cluster with its links at the chosen speed; latency stays."""
-        if knobs["bandwidth"] == self.link.bandwidth:
-            return self.cluster
-        link = Link(alpha=self.link.alpha, bandwidth=knobs["bandwidth"])
-        inter = self.cluster.inter.replace(bandwidth=knobs["bandwidth"])
-        return self.cluster.replace(intra=link, inter=inter, collectives={})
+        return at_speed(self.cluster, self.link, knobs["bandwidth"])
 
     # ---- the bench ------------------------------------------------------------------------------
     def _expect(self, knobs: dict[str, Any]) -> Report:
@@ -115,7 +107,7 @@ class Tensor1D(Bench):
     def _predict(self, knobs: dict[str, Any]) -> Sketch:
         expect = self._expect(knobs)
         chart = timeline(expect, ranks=range(min(SHOWN, knobs["ranks"])))
-        return Sketch(chart=_few(chart, knobs), rows=self._predicted(knobs, expect))
+        return Sketch(chart=few(chart, SHOWN, knobs["ranks"]), rows=self._predicted(knobs, expect))
 
     def _measure(
         self, knobs: dict[str, Any], *, stop: threading.Event, progress: Progress
@@ -135,9 +127,9 @@ class Tensor1D(Bench):
         name = self._called(knobs)
         kept = found.memory.groupby("category")["bytes"].max()
         return Sketch(
-            chart=_few(drawn, knobs),
+            chart=few(drawn, SHOWN, knobs["ranks"]),
             rows=[*self._predicted(knobs, expect), _row(f"{name}, replayed", replayed, kept)],
-            said=f"Done, {_count(knobs['ranks'], 'real process', 'es')}: {exact}; the predicted "
+            said=f"Done, {count(knobs['ranks'], 'real process', 'es')}: {exact}; the predicted "
             f"step {how}.",
         )  # fmt: skip
 
@@ -145,10 +137,10 @@ class Tensor1D(Bench):
         return self.plan_of(knobs)
 
     def _hint(self, knobs: dict[str, Any]) -> str:
-        return f"«Run it» trains on {_count(knobs['ranks'], 'real process', 'es')}."
+        return f"«Run it» trains on {count(knobs['ranks'], 'real process', 'es')}."
 
     def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {_count(knobs['ranks'], 'process', 'es')} …"
+        return f"starting {count(knobs['ranks'], 'process', 'es')} …"
 
     # ---- what is shown --------------------------------------------------------------------------
     def _called(self, knobs: dict[str, Any]) -> str:
@@ -184,19 +176,3 @@ def _row(name: str, report: Report, kept: Any) -> dict[str, str]:
         "time per step": f"{seconds * 1e3:.1f} ms",
         "of it waiting": f"{100 * wait / seconds:.0f} %",
     }  # fmt: skip
-
-
-def _few(chart: Chart, knobs: dict[str, Any]) -> Chart:
-    """The chart, which says so if it does not show all ranks."""
-    if knobs["ranks"] > SHOWN:
-        chart.said_below(f"{SHOWN} of {knobs['ranks']} ranks drawn")
-    return chart
-
-
-def _count(n: int, what: str, plural: str = "s") -> str:
-    return f"{n} {what}{plural if n != 1 else ''}"
-
-
-def _speed(bandwidth: float, own: float) -> str:
-    said = theme.scaled(bandwidth, "B/s")
-    return f"{said}, own" if bandwidth == own else said

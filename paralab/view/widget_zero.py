@@ -14,18 +14,18 @@ from typing import Any
 from paralab.checks import illegal
 from paralab.parallel.buckets import units
 from paralab.report import Report
-from paralab.spec import BYTES_PER_ELEMENT, Cluster, ModelSpec, Plan
+from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 from paralab.theory import memory, zero
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.memory_curves import fullest
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_shared import MOST_RANKS, check_real, count
 from paralab.view.zero_bars import memory_and_traffic, table
 
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 RANKS = (1, 2, 3, 4, 8, 16, 64)
-MOST_RANKS = 8  # real processes; more devices are for theory
 MICROBATCHES = (1, 2, 3, 4, 8)
 HIDDEN = (64, 96, 128, 192, 256, 384)
 MODEL = ModelSpec(layers=8, hidden=128, heads=4, seq_len=64)  # one block in eight is gathered
@@ -116,18 +116,8 @@ class Zero(Bench):
     ) -> Report:
         from paralab.experiment import run
 
-        n, model, plan = knobs["ranks"], self.model_of(knobs), self.plan_of(knobs)
-        if n > MOST_RANKS:
-            raise illegal("ranks", n, "real processes on one machine: they would only wait for one "
-                          "another", f"up to {MOST_RANKS}; the prediction holds for any number"
-                          )  # fmt: skip
-        need, there = n * sum(self.bytes_of(knobs, plan.zero_stage).values()), Cluster.local()
-        if need > there.memory // 2:
-            raise ValueError(
-                f"{n} ranks need {theme.scaled(need, 'B')}, and this machine has "
-                f"{theme.scaled(there.memory, 'B')}: fewer devices or a smaller hidden size would "
-                "fit"
-            )
+        model, plan = self.model_of(knobs), self.plan_of(knobs)
+        check_real(knobs["ranks"], sum(self.bytes_of(knobs, plan.zero_stage).values()), "devices")
         return run(model, plan, steps=STEPS, progress=progress, stop=stop)
 
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
@@ -137,7 +127,7 @@ class Zero(Bench):
         return Sketch(
             chart=self._bars(knobs, found),
             rows=[*self._predicted(knobs), _row(f"{STAGES[knobs['stage']]}, measured", kept, sent)],
-            said=f"Done, {_count(knobs['ranks'], 'real process', 'es')}: the peak is "
+            said=f"Done, {count(knobs['ranks'], 'real process', 'es')}: the peak is "
             f"{theme.scaled(peak, 'B')}, the formula says {theme.scaled(foreseen, 'B')} (workspace "
             "is not in it); bytes sent "
             + ("are as predicted, every one." if exact else f"are {theme.scaled(sent, 'B')}."),
@@ -146,10 +136,10 @@ class Zero(Bench):
     def _hint(self, knobs: dict[str, Any]) -> str:
         if knobs["ranks"] > MOST_RANKS:
             return f"«Run it» takes up to {MOST_RANKS} devices."
-        return f"«Run it» trains on {_count(knobs['ranks'], 'real process', 'es')}."
+        return f"«Run it» trains on {count(knobs['ranks'], 'real process', 'es')}."
 
     def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {_count(knobs['ranks'], 'process', 'es')} …"
+        return f"starting {count(knobs['ranks'], 'process', 'es')} …"
 
     # ---- what is shown --------------------------------------------------------------------------
     def _predicted(self, knobs: dict[str, Any]) -> list[dict[str, str]]:
@@ -179,14 +169,14 @@ class Zero(Bench):
             below=f"{clock}, per device and step · 1 MB = 10<sup>6</sup> bytes · Ψ = {psi:,}",
         )  # fmt: skip
         return fig.explained(
-            f"ZeRO on {_count(knobs['ranks'], 'device')}, {clock}: {len(bars)} bars by category",
+            f"ZeRO on {count(knobs['ranks'], 'device')}, {clock}: {len(bars)} bars by category",
             table(bars, sent),
         )
 
     def _finding(self, knobs: dict[str, Any]) -> str:
         stage = knobs["stage"]
         peaks = {s: sum(self.bytes_of(knobs, s).values()) for s in (0, stage)}
-        said = f"{STAGES[stage]} on {_count(knobs['ranks'], 'device')}: "
+        said = f"{STAGES[stage]} on {count(knobs['ranks'], 'device')}: "
         if stage == 0:
             return f"{said}{theme.scaled(peaks[0], 'B')} on each, everything on every one"
         said += f"{100 * peaks[stage] / peaks[0]:.0f} % of the memory of plain DP"
@@ -228,7 +218,3 @@ def _slider(
     return Knob(label=label, value=value,
                 options=[(text.format(n) + plural * (n != 1), n)
                          for n in sorted({*usual, value})])  # fmt: skip
-
-
-def _count(n: int, what: str, plural: str = "s") -> str:
-    return f"{n} {what}{plural if n != 1 else ''}"

@@ -1,0 +1,60 @@
+"""What benches of real ranks share: a knob for the links, the limits of one machine, some words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paralab.checks import illegal
+from paralab.spec import Cluster, Link
+from paralab.view import theme
+from paralab.view.chart import Chart
+from paralab.view.widget_parts import Knob
+
+MOST_RANKS = 8  # real processes; more are for theory
+
+
+def count(n: int, what: str, plural: str = "s") -> str:
+    """ "1 rank", "4 ranks"."""
+    return f"{n} {what}{plural if n != 1 else ''}"
+
+
+def few(chart: Chart, shown: int, ranks: int) -> Chart:
+    """The chart, which says so if it does not show all ranks."""
+    return chart.said_below(f"{shown} of {ranks} ranks drawn") if ranks > shown else chart
+
+
+def link_knob(link: Link, usual: Sequence[float]) -> Knob:
+    """Bandwidths to choose from, bytes/s; the link's own is where the knob starts."""
+    own = link.bandwidth
+    speeds = sorted({b for b in usual if not 0.7 < b / own < 1.4} | {own})
+    return Knob(label="link speed", value=own,
+                options=[(theme.scaled(b, "B/s") + ", own" * (b == own), b) for b in speeds],
+                tip=f"a call also costs {theme.scaled(link.alpha, 's')}",
+                brief={own: "own link"})  # fmt: skip
+
+
+def at_speed(cluster: Cluster, link: Link, bandwidth: float) -> Cluster:
+    """The cluster with its links at the chosen speed; ``link``'s latency stays."""
+    if bandwidth == link.bandwidth:
+        return cluster
+    inter = cluster.inter.replace(bandwidth=bandwidth)
+    return cluster.replace(intra=Link(alpha=link.alpha, bandwidth=bandwidth), inter=inter,
+                           collectives={})  # fmt: skip
+
+
+def check_real(ranks: int, each: int, fewer: str) -> None:
+    """Refuse a run of more processes than make sense, or of more bytes than are there.
+
+    each   bytes that one rank needs
+    fewer  what there should be fewer of
+    """
+    if ranks > MOST_RANKS:
+        raise illegal("ranks", ranks, "real processes on one machine: they would only wait for one "
+                      "another", f"up to {MOST_RANKS}; the prediction holds for any number"
+                      )  # fmt: skip
+    need, there = ranks * each, Cluster.local().memory
+    if need > there // 2:
+        raise ValueError(
+            f"{ranks} ranks need {theme.scaled(need, 'B')}, and this machine has "
+            f"{theme.scaled(there, 'B')}: fewer {fewer} or a smaller hidden size would fit"
+        )
