@@ -79,6 +79,7 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
     from paralab.records.boxes import SaveBoxes
 
     rank, written = dist.get_rank(), checkpoints.scratch(folder, step)
+    trainer.settle()
     boxes = _boxes(pieces(trainer))
     shapes = {name: whole_shape(trainer.model, name.partition("/")[2]) for name in boxes}
     try:

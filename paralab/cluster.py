@@ -43,6 +43,9 @@ class Cluster(Description):
     op_overhead       seconds every kernel costs before it does any work
     memory            bytes per device
     intra, inter      links inside a node and between nodes
+    host, disk        links between a device and its host, each way, and to files; None: not stated,
+                      and plans that offload are refused
+    host_bandwidth    bytes/s at which a device's share of the host's processor updates states
     collectives       links measured per operation inside a node; they go before `intra`
     cores             processor cores that this cluster's devices share; None where each device
                       computes on its own (a laptop's ranks share cores, GPUs do not)
@@ -57,6 +60,9 @@ class Cluster(Description):
     memory: int = 2**62
     intra: Link
     inter: Link | None = None
+    host: Link | None = None
+    disk: Link | None = None
+    host_bandwidth: float | None = None
     collectives: Mapping[str, Link] = field(default_factory=dict)
     cores: int | None = None
 
@@ -78,6 +84,12 @@ class Cluster(Description):
         object.__setattr__(self, "intra", as_link("intra", self.intra))
         inter = self.intra if self.inter is None else as_link("inter", self.inter)
         object.__setattr__(self, "inter", inter)
+        for name in ("host", "disk"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_link(name, getattr(self, name)))
+        if self.host_bandwidth is not None:
+            rate = real("host_bandwidth", self.host_bandwidth, above=0.0)
+            object.__setattr__(self, "host_bandwidth", rate)
         if not isinstance(self.collectives, Mapping):
             raise illegal("collectives", self.collectives, "not a table", "{operation: pl.Link}")
         measured = {op: as_link(f"collectives[{op!r}]", v) for op, v in self.collectives.items()}
@@ -123,8 +135,9 @@ def available_cores() -> int:
 
 
 def _dgx(
-    peak: float, memory_gb: int, memory_gbs: float, intra_gbs: float, inter_gbs: float
-) -> dict:
+    peak: float, memory_gb: int, memory_gbs: float, intra_gbs: float, inter_gbs: float,
+    host_gbs: float, host_memory_gbs: float,
+) -> dict:  # fmt: skip
     """Dense 16-bit peak at 62 %, memory at 80 %: shares that large training kernels reach."""
     return {
         "devices_per_node": 8,
@@ -134,12 +147,16 @@ def _dgx(
         "memory": memory_gb * 10**9,
         "intra": Link(alpha=10e-6, bandwidth=intra_gbs * 1e9),
         "inter": Link(alpha=20e-6, bandwidth=inter_gbs * 1e9),
+        "host": Link(alpha=10e-6, bandwidth=0.8e9 * host_gbs),
+        "host_bandwidth": 0.8e9 * host_memory_gbs,
     }
 
 
 # Datasheet figures: 16-bit dense peak, memory size and bandwidth, one-way GB/s per GPU inside a
-# node (NVLink) and between nodes (one HDR / NDR port per GPU).
+# node (NVLink) and between nodes (one HDR / NDR port per GPU); PCIe x16 to the host, one way, and
+# an eighth of both sockets' memory bandwidth (8 channels each of DDR4-3200, of DDR5-4800). Disks
+# differ from site to site: state yours.
 CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
-    "dgx-a100": _dgx(312e12, 80, 2039, 300, 25),
-    "dgx-h100": _dgx(989e12, 80, 3350, 450, 50),
+    "dgx-a100": _dgx(312e12, 80, 2039, 300, 25, 31, 51),
+    "dgx-h100": _dgx(989e12, 80, 3350, 450, 50, 63, 77),
 }

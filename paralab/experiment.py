@@ -20,9 +20,10 @@ from paralab.checks import choice, illegal, num_bytes, real, whole
 from paralab.cluster import available_cores
 from paralab.data import Corpus
 from paralab.launch import OutOfMemory, Stopped, launch_program, torchrun_context
-from paralab.records import checkpoints
+from paralab.records import checkpoints, scratch
 from paralab.report import Report, save_part
 from paralab.spec import ModelSpec, Plan
+from paralab.theory.offload import file_bytes
 
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
 
@@ -82,6 +83,7 @@ class Settings:
             found = checkpoints.find(resume)
             found.check(model=model, optimizer=optimizer, seed=seed)
             resume = str(found.folder)
+        scratch.check(plan.tiers, file_bytes(model, plan, optimizer=optimizer))
         return cls(
             steps=whole("steps", steps, at_least=1),
             optimizer=optimizer,
@@ -166,16 +168,17 @@ def run(
     )
     with _ProgressBar(checked.steps, plan, progress) as bar:
         try:
-            parts = launch_program(
-                _program,
-                plan.world_size,
-                (model, plan, vars(checked)),
-                timeout=timeout,
-                device=device,
-                on_progress=bar.move,
-                strict=strict,
-                stop=stop,
-            )
+            with scratch.folder(plan.tiers) as folder:
+                parts = launch_program(
+                    _program,
+                    plan.world_size,
+                    (model, plan, {**vars(checked), "offload_folder": folder}),
+                    timeout=timeout,
+                    device=device,
+                    on_progress=bar.move,
+                    strict=strict,
+                    stop=stop,
+                )
         except Stopped as stopped:
             raise Stopped(f"{stopped}; {min(bar.done)} of {checked.steps} steps done") from None
         except OutOfMemory as error:
@@ -202,7 +205,8 @@ def run_under_torchrun(
             f"a plan of {world} ranks, or --nproc-per-node * --nnodes = {plan.world_size}",
         )
     context = torchrun_context(timeout=timeout, device=device)
-    part = _program(context, model, plan, vars(checked))
+    with scratch.folder(plan.tiers) as folder_of_rank:
+        part = _program(context, model, plan, {**vars(checked), "offload_folder": folder_of_rank})
     meta = _meta(checked, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from paralab.parallel.buckets import cut
@@ -96,16 +95,14 @@ def boxes(
 
 def pieces(trainer: Trainer) -> list[Piece]:
     """The training's state as far as a rank keeps it, to be read or filled."""
-    found, masters = [], dict(zip(trainer.targets, trainer.update.masters, strict=True))
+    found, held_as = [], {}
     for name, start, where, kept in trainer.places:
         if trainer.model.tied and name == "head.output.weight":
             name = "embedding.token.weight"
         held = trainer.holding(name)
-        master = masters.get(kept, kept)
-        tensors = {"weight": kept.detach(), **trainer.update.optimizer.state.get(master, {})}
-        tensors |= {"master": master} if master is not kept else {}
-        tensors.pop("step", None)
-        parts = {kind: tensor.view(-1)[where] for kind, tensor in tensors.items()}
+        if kept not in held_as:
+            held_as[kept] = trainer.update.tensors_of(kept)
+        parts = {kind: tensor.view(-1)[where] for kind, tensor in held_as[kept].items()}
         at = 0
         for offsets, sizes in boxes(box_shape(held.box), start, start + where.stop - where.start):
             count = math.prod(sizes)
@@ -118,7 +115,7 @@ def pieces(trainer: Trainer) -> list[Piece]:
 
 def counters(trainer: Trainer) -> dict[str, float]:
     """What the optimizer counts, the same for every parameter and on every rank."""
-    counts = {state["step"].item() for state in trainer.update.optimizer.state.values()}
+    counts = {count.item() for count in trainer.update.counts()}
     found = {"optimizer_steps": counts.pop()} if counts else {}
     if trainer.update.loss_scale is not None:
         scale = vars(trainer.update.loss_scale).items()
@@ -129,15 +126,13 @@ def counters(trainer: Trainer) -> dict[str, float]:
 def restored(trainer: Trainer, step: int, counters: Mapping[str, float]) -> None:
     """Go on after ``step`` steps, whose state ``pieces`` was filled with."""
     trainer.first_step = step
-    for state in trainer.update.optimizer.state.values():
-        state["step"].fill_(counters["optimizer_steps"])
+    for count in trainer.update.counts():
+        count.fill_(counters["optimizer_steps"])
     scale = vars(trainer.update.loss_scale) if trainer.update.loss_scale else {}
     for name, tensor in scale.items():
         if f"loss_scale.{name}" in counters:  # a training that was fp16 before
             tensor.fill_(counters[f"loss_scale.{name}"])
-    with torch.no_grad():
-        for target, master in zip(trainer.targets, trainer.update.masters, strict=True):
-            target.copy_(master)
+    trainer.update.refresh()
     if trainer.plan.zero_stage in (1, 2):
         for flat in trainer.sync.flats:
             flat.group.all_gather(flat.full, flat.own, phase="setup").wait()

@@ -3,7 +3,7 @@
 Everything that draws, compares or checks takes a Report and asks only ``clock`` where its times
 come from: "measured" (wall clock, ranks on devices of their own), "replayed" (measured compute
 costs on one virtual device per rank, with a stated link model) or "predicted". Costs nothing but
-memory: four tables, a list of losses, and the weights if they were asked for. Torch is not
+memory: five tables, a list of losses, and the weights if they were asked for. Torch is not
 imported here.
 """
 
@@ -38,13 +38,17 @@ class Report:
     model, plan  what was trained and how it was split; ``cluster`` on what, where that was stated.
                  model is None for a traced function (`pl.trace`), which trains nothing
     spans        id, rank, step, lane, kind, stage, chunk, microbatch, start, end, cost, after.
-                 lane: compute, comm:<axis>, h2d, d2h, disk. kind: forward, backward, weight_grad,
+                 lane: compute, comm:<axis>, h2d, d2h, disk, host (the host's processor at work for
+                 the rank: an optimizer that was offloaded). kind: forward, backward, weight_grad,
                  optimizer, compute (a traced function's own work), wait, comm, copy. cost: thread
                  CPU (or device) seconds. after: ids of the spans waited for. microbatch -1 where it
                  has no meaning
     collectives  call, rank, step, op, axis, ranks, peer, level, phase, payload_bytes, wire_bytes,
                  start, end, span. One row per rank and call; wire_bytes is what this rank sends;
                  level the slowest link that the group, or a send, crosses
+    copies       rank, step, lane, op, category, bytes, start, end, span. One row per copy between
+                 memory tiers: lane h2d (host to device), d2h, disk (op read or write); category
+                 what was moved, as in memory
     memory       rank, step, time, tier, category, bytes. Per rank one sample at every span's
                  beginning and end and one at the fullest moment between; a sample is one row for
                  every category (parameters, gradients, optimizer, activations, buffers, workspace,
@@ -65,6 +69,7 @@ class Report:
     losses: Sequence[float] = ()
     spans: pd.DataFrame = None  # type: ignore[assignment]  # None is a table without rows
     collectives: pd.DataFrame = None  # type: ignore[assignment]
+    copies: pd.DataFrame = None  # type: ignore[assignment]
     memory: pd.DataFrame = None  # type: ignore[assignment]
     steps: pd.DataFrame = None  # type: ignore[assignment]
     weights: Mapping[str, np.ndarray] | None = None

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 65536  # beyond any published run; mostly catches a slipped digit
 
-# What each setting that this version cannot run yet is limited to. An entry leaves this table in
-# the same change that makes `run` and `predict` understand it.
-_NOT_YET: dict[str, tuple[Any, str]] = {
-    "offload": (None, "offload"),
-}
-
 
 def begins(name: str, prefix: str) -> bool:
     """Whether ``prefix`` is ``name`` or whole words of it: "blocks.1" begins no "blocks.10"."""
@@ -53,15 +47,13 @@ def check_plan(plan: Plan, model: ModelSpec) -> None:
         if isinstance(value, str) and value.startswith(OWN_FORM):
             raise illegal(name, value, f"a saved plan keeps only the {kind}'s name",
                           f"plan.replace({name}=the {kind} itself)")  # fmt: skip
-    for name, (only, what) in _NOT_YET.items():
-        if getattr(plan, name) != only:
-            raise illegal(name, getattr(plan, name), f"{what} is not in this version", repr(only))
     if plan.world_size > MAX_RANKS:
         raise illegal("dp", plan.dp, f"dp*tp*pp is {plan.world_size} ranks", f"up to {MAX_RANKS}")
     _check_tensor(plan, model)
     _check_pipeline(plan, model)
     _check_zero(plan)
     _check_split_backward(plan)
+    _check_offload(plan)
     if plan.precision != "fp32" and plan.pp > 1:
         raise illegal("precision", plan.precision, "messages between pipeline stages are fp32 in "
                       "this version", "'fp32', or pp=1")  # fmt: skip
@@ -188,6 +180,48 @@ def _check_zero(plan: Plan) -> None:
         raise illegal("grad_sync", plan.grad_sync_name, f"zero_stage={plan.zero_stage} brings its "
                       "own way of adding gradients up, a reduce-scatter to whoever keeps the sum",
                       "'overlapped', or zero_stage=0")  # fmt: skip
+
+
+def _check_offload(plan: Plan) -> None:
+    """What may leave the device, and what it needs for that."""
+    tiers, stage = plan.tiers, plan.zero_stage
+    if tiers is None:
+        return
+    if stage == 0 and isinstance(plan.offload, str):
+        raise illegal("zero_stage", stage, f"offload={plan.offload!r} moves what ZeRO deals out, "
+                      "and stage 0 deals out nothing", "1 (optimizer), 2 (gradients too), 3 "
+                      "(parameters too); dp=1 is enough")  # fmt: skip
+    if not tiers.states and tiers.activations == "device":
+        raise illegal("offload", plan.offload, "nothing in it leaves the device",
+                      "None, or a state on 'cpu' or 'nvme'")  # fmt: skip
+    for name, least in (("optimizer", 1), ("gradients", 2), ("parameters", 3)):
+        place = getattr(tiers, name)
+        if place == "device":
+            continue
+        if stage < least:
+            raise illegal(f"offload[{name!r}]", place, f"zero_stage={stage} does not deal {name} "
+                          f"out", f"'device', or zero_stage of at least {least}")  # fmt: skip
+        if tiers.optimizer == "device":
+            raise illegal(f"offload[{name!r}]", place, "the update runs where the optimizer's "
+                          "states are, and on the device it would have to fetch them back",
+                          "'device', or the optimizer on 'cpu' or 'nvme' too")  # fmt: skip
+    if tiers.activations != "device" and (plan.recompute != "full" or plan.partition_activations):
+        raise illegal("offload['activations']", tiers.activations, "what moves is each block's "
+                      "input, which alone is kept when blocks are recomputed",
+                      "'device', or recompute='full' without partition_activations")  # fmt: skip
+    ours = (tiers.parameters, tiers.gradients, tiers.optimizer)
+    if tiers.delayed and ours != ("device", "cpu", "cpu"):
+        raise illegal("offload['delayed']", True, "the host updates its own copy of the parameters "
+                      "while the device computes with the one before",
+                      "False, or parameters on 'device', gradients and optimizer on "
+                      "'cpu'")  # fmt: skip
+    if tiers.states and plan.shard_degree < plan.dp:
+        raise illegal("shard", plan.shard, "replicas add up their shares of the gradient on the "
+                      "device, and offload takes these away", "None, or offload=None")  # fmt: skip
+    for name in ("tp", "pp"):
+        if tiers.states and getattr(plan, name) > 1:
+            raise illegal(name, getattr(plan, name), "offload of states beside tensor or pipeline "
+                          "parallelism is not in this version", "1, or offload=None")  # fmt: skip
 
 
 def _check_split_backward(plan: Plan) -> None:

@@ -26,6 +26,7 @@ from paralab.forms import (
     make_schedule,
 )
 from paralab.rules import begins, check_frozen, check_plan, tensor_grid
+from paralab.tiers import Offload, as_offload, resolved
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
@@ -202,7 +203,9 @@ class Plan(Description):
     tp_depth         d of "2.5d"; None: the largest up to q with tp = d q^2
     sequence_parallel  with "1d": the residual stream lies on the tp ranks in parts of the sequence
     partition_activations  with recompute="full": of a block's input each tp rank keeps a part
-    offload          a later paradigm's setting; `validate` says what this version runs
+    offload          where states lie that are not on the device: "cpu" (the host's memory), "nvme"
+                     (files), or a table of both, see `tiers.Offload`; with zero_stage of 1 to 3, on
+                     one device too
 
     Ranks are dealt over the axes as numpy.arange(world_size).reshape(pp, dp, tp).
     """
@@ -245,6 +248,12 @@ class Plan(Description):
         choice("sequence_parallel", self.sequence_parallel, (True, False))
         choice("partition_activations", self.partition_activations, (True, False))
         check_schedule(self.schedule)
+        object.__setattr__(self, "offload", as_offload(self.offload))
+
+    @property
+    def tiers(self) -> Offload | None:
+        """Where every state lies, or None if all of them are on the device."""
+        return resolved(self.offload, self.zero_stage)
 
     @property
     def world_size(self) -> int:

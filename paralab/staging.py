@@ -52,4 +52,5 @@ class HostStaging:
             target.copy_(source, non_blocking=True)
         if any(t.is_cuda for pair in pairs for t in pair):
             torch.cuda.current_stream().synchronize()
-        self.recorder.copied(lane, start, clock.mark(), after)
+        size = sum(target.nbytes for target, _ in pairs)
+        self.recorder.copied(lane, start, clock.mark(), after, size=size, category="buffers")

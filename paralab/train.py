@@ -28,9 +28,10 @@ from paralab.observe.advice import advice
 from paralab.observe.clocks import measure_offset
 from paralab.observe.ledger import watch
 from paralab.observe.recorder import Recorder
-from paralab.parallel import data_parallel, pipeline, precision, zero
+from paralab.parallel import data_parallel, offload, pipeline, precision, zero
 from paralab.parallel.buckets import units
 from paralab.parallel.gradient_signal import GradientSignal
+from paralab.parallel.host import Host
 from paralab.parallel.layouts import (
     SHARED_PHASE,
     Holding,
@@ -65,6 +66,7 @@ class Trainer:
         data: str | None = None,
         seed: int = 0,
         recorder: Recorder | None = None,
+        offload_folder: str | None = None,
     ) -> None:
         self.context, self.model, self.plan, self.seed = context, model, plan, seed
         self.clip_norm, self.optimizer_name = clip_norm, optimizer
@@ -77,13 +79,20 @@ class Trainer:
         self.corpus = Corpus(data)
         self.schedule = plan.actions()
         self.tp = self.grid.tp["tp"].index
+        self.host = self._host(offload_folder)
+        inputs = None
+        if self.host is not None and plan.tiers.activations != "device":
+            inputs = offload.Activations(self.host, plan.tiers.activations)
         self.pipeline = pipeline.Pipeline(
             functools.partial(GPT, model, seed=seed, recompute=plan.recompute,
                               holding=self.holding if plan.tp > 1 else None,
-                              empty=plan.zero_stage == 3),
+                              empty=self._empty()),
             model, plan, self.schedule, group=self.grid.pp,
-            layers=functools.partial(make_layers, model, plan, self.grid.tp),
+            layers=functools.partial(make_layers, model, plan, self.grid.tp, inputs),
         )  # fmt: skip
+        if inputs is not None:
+            for stage in self.pipeline.stages.values():
+                stage.model.register_forward_pre_hook(inputs.begin)
         self.named = self.pipeline.named_parameters()
         self.recorder.owns("parameters", *self.named.values(), *self.pipeline.buffers())
         trained = [p for p in self.named.values() if p.requires_grad]
@@ -105,12 +114,17 @@ class Trainer:
         self.targets = self.sync.targets if plan.zero_stage else trained
         self.places = places(self.named, self.sync.flats if plan.zero_stage else ())
         self.shared = self._shared()
-        self.update = precision.Update(
-            self.targets, functools.partial(make_optimizer, name=optimizer, lr=lr),
-            precision=plan.precision, masters=masters,
-            groups=[self.grid.pp, self.grid.tp["tp"]] + [self.grid.shard] * (plan.zero_stage > 0),
-            counted=self._counted(),
-        )  # fmt: skip
+        over = [self.grid.pp, self.grid.tp["tp"]] + [self.grid.shard] * (plan.zero_stage > 0)
+        if plan.tiers is not None and plan.tiers.optimizer != "device":
+            self.update = offload.HostUpdate(
+                self.sync, optimizer=optimizer, lr=lr, clips=clip_norm is not None,
+                mixed=plan.precision, groups=over,
+            )  # fmt: skip
+        else:
+            self.update = precision.Update(
+                self.targets, functools.partial(make_optimizer, name=optimizer, lr=lr),
+                precision=plan.precision, masters=masters, groups=over, counted=self._counted(),
+            )  # fmt: skip
         self.recorder.owns("optimizer", *self.update.states)
         self.gradients: dict[str, np.ndarray] | None = None
 
@@ -156,19 +170,36 @@ class Trainer:
         trained = set(self.targets)
         return [(p.kept, p.where) for p in self.places if p.kept in trained and first(p)]
 
+    def _host(self, folder: str | None) -> Host | None:
+        """What this rank has beside its device's memory, if the plan uses it."""
+        plan = self.plan
+        if plan.tiers is None:
+            return None
+        return Host(plan.tiers, context=self.context, recorder=self.recorder, ahead=plan.prefetch,
+                    folder=Path(folder or ".") / f"rank-{self.context.rank}")  # fmt: skip
+
+    def _empty(self) -> bool:
+        """Whether the model is made without its parameters' bytes, and gets them unit by unit."""
+        tiers = self.plan.tiers
+        return self.plan.zero_stage == 3 or (tiers is not None and tiers.states)
+
     def _zero(self) -> zero.Stage1:
         """The plan's stage of ZeRO over this rank's data-parallel group."""
         plan, grid, more = self.plan, self.grid, {}
         sizes = {name: p.numel() for name, p in self.named.items()}
+        if self._empty():
+            more["initialize"] = functools.partial(
+                initialize, spec=self.model, seed=self.seed, holding=self.holding
+            )
         if plan.zero_stage == 3:
-            more = {
-                "models": [stage.model for stage in self.pipeline.stages.values()],
-                "prefetch": plan.prefetch,
-                "initialize": functools.partial(
-                    initialize, spec=self.model, seed=self.seed, holding=self.holding
-                ),
-            }
-        return zero.STAGES[plan.zero_stage](
+            models = [stage.model for stage in self.pipeline.stages.values()]
+            more |= {"models": models, "prefetch": plan.prefetch}
+        stages = zero.STAGES
+        if plan.tiers is not None and plan.tiers.states:
+            moments = 2 if self.optimizer_name == "adamw" else 0
+            more |= {"host": self.host, "tiers": plan.tiers, "moments": moments}
+            stages = offload.STAGES
+        return stages[plan.zero_stage](
             self.named, units(sizes, self.model, plan), group=grid.shard, replicas=grid.replica,
             dtype=precision.DTYPES[plan.precision], **more,
         )  # fmt: skip
@@ -213,6 +244,15 @@ class Trainer:
         values = read_scalars(losses if says else [], device=self.context.device)
         recorder.end_step()
         return values
+
+    def settle(self) -> None:
+        """What a delayed update has left to be done is done: the training's state is one."""
+        if self.host is not None:
+            with self.recorder.unwatched(), self.recorder.unwritten():
+                if getattr(self.update, "late", ()):
+                    self.update.complete()
+                    self.sync.updated()
+                self.host.settle()
 
     def whole(self, *, gradients: bool = False) -> dict[str, np.ndarray] | None:
         """Weights, or gradients, of this rank's stages under their names in the single-device
@@ -276,7 +316,8 @@ def _train(
     """`train`, with a ledger on until ``watched`` is closed."""
     trainer = Trainer(context, model, plan, recorder=recorder, **settings)
     asked = {  # paths may differ, what lies there may not
-        **settings, "memory_limit": memory_limit, "data": None, "steps": steps,
+        **settings, "memory_limit": memory_limit, "steps": steps,
+        "data": None, "offload_folder": None,
         "save": (save is None, save_every), "resume": resume and Path(resume).name,
     }  # fmt: skip
     what = f"{model} {plan.to_dict()} {sorted(asked.items())} {trainer.schedule}"
@@ -295,6 +336,7 @@ def _train(
                 save_if_due(step + 1)
             context.progress(step + 1, steps)
     watched.close()
+    trainer.settle()
     weights = trainer.whole() if keep_state else None
     return {
         "rank": context.rank,

@@ -107,6 +107,7 @@ def parts(dp: int = 2, *, steps: int = 4, microbatches: int = 2, grad_sync: str 
         rows = {
             "spans": notes.spans,
             "collectives": notes.calls,
+            "copies": [],
             "memory": [],
             "steps": notes.steps,
         }

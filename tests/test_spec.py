@@ -73,7 +73,7 @@ def test_other_plan_fields_are_checked(field, value):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("virtual_stages", 2), ("sequence_parallel", True), ("offload", "cpu"),
+    [("virtual_stages", 2), ("sequence_parallel", True),
      ("tp_depth", 2), ("partition_activations", True), ("shard", 2)],
 )  # fmt: skip
 def test_what_this_version_cannot_run_is_refused_by_run_and_predict_alike(field, value):

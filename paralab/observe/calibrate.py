@@ -1,6 +1,6 @@
 """What this machine really does: the numbers behind `Cluster.local()`, measured once and cached.
 
-Two short measurements in ranks of their own (about 5 seconds together; the caller never imports
+Three short measurements in ranks of their own (about 7 seconds together; the caller never imports
 torch):
 
     device  forward, backward and optimizer of small GPTs on one rank with one thread. Their thread
@@ -10,7 +10,10 @@ torch):
             / bandwidth. A call's time runs from its last member's launch to its end, as the event
             engine counts it
 
-How well both fit is kept with them (`calibration()["accuracy"]`), and so is every measured point,
+    tiers   copies from one part of memory to another, which is what "host to device" is where both
+            are the same chips; files, written and read past the page cache; AdamW steps
+
+How well they fit is kept with them (`calibration()["accuracy"]`), and so is every measured point,
 for the alpha-beta picture. theory/fit.py has the fit, measure.py what runs in the ranks.
 
 The alpha-beta model is Hockney's (1994, "The communication challenge for MPP"). Its alpha here is
@@ -32,12 +35,12 @@ from pathlib import Path
 from typing import Any
 
 from paralab.cluster import available_cores
-from paralab.observe.measure import OPS, measure_device, measure_links
+from paralab.observe.measure import OPS, measure_device, measure_links, measure_tiers
 from paralab.spec import Cluster
 from paralab.theory.fit import fit_device, fit_link
 from paralab.theory.traffic import wire_bytes
 
-FORMAT = 1  # of the cache file; files of another format are measured again
+FORMAT = 2  # of the cache file; files of another format are measured again
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 
 # Measurements of this process whose cache folder cannot be written, by path: without them every
@@ -74,10 +77,11 @@ def calibration(*, refresh: bool = False) -> dict[str, Any]:
 
 
 def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """The measured points: {"links": rows, "device": rows}, each with its seconds and the fit's.
+    """The measured points: {"links", "device", "tiers": rows}, each with its seconds and the fit's.
 
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
     device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
+    tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
     """
     return calibration(refresh=refresh)["points"]
 
@@ -177,11 +181,15 @@ def _measure() -> dict[str, Any]:
     began, cores = time.perf_counter(), available_cores()
     ranks = max(2, min(4, cores))
     device = launch_program(measure_device, 1, (), device="cpu")[0]
+    tiers = launch_program(measure_tiers, 1, (), device="cpu")[0]
     links = _from_last_launch(launch_program(measure_links, ranks, (), device="cpu"))
     (flops, bandwidth, overhead), device_accuracy = fit_device(device)
     collectives, accuracy = {}, {"device": device_accuracy}
     for op in OPS:
         collectives[op], accuracy[op] = fit_link([row for row in links if row["op"] == op])
+    between = {}
+    for op in ("host", "disk", "optimizer"):
+        between[op], accuracy[op] = fit_link([row for row in tiers if row["op"] == op])
     cluster = Cluster(
         name="local",
         devices_per_node=VIRTUAL_DEVICES,
@@ -191,12 +199,16 @@ def _measure() -> dict[str, Any]:
         memory=_memory_bytes(),
         intra=collectives["send"],
         collectives=collectives,
+        host=between["host"],
+        disk=between["disk"],
+        # AdamW reads and writes 7 tensors of the size that was counted: theory/formulas.py.
+        host_bandwidth=7 * between["optimizer"].bandwidth,
         cores=cores,
     )
     return {
         "format": FORMAT,
         "cluster": cluster.to_dict(),
-        "points": {"links": links, "device": device},
+        "points": {"links": links, "device": device, "tiers": tiers},
         "accuracy": accuracy,
         "seconds": time.perf_counter() - began,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -64,7 +64,7 @@ class Ledger(Storages):
         self.born = "other"  # category of a new storage
         self._noted = self._most = 0  # bytes alive at the last sample, and most there ever were
         self._top = 0  # most bytes alive since the last sample
-        self._at_top: tuple[float, dict[str, int]] | None = None  # when, and what they were
+        self._at_top: tuple | None = None  # when, and what they were, here and elsewhere
         self._parameters: list[weakref.ref] = []
         self._hooks: list[Any] = []
 
@@ -127,7 +127,9 @@ class Ledger(Storages):
     def _look_back(self) -> None:
         """Before bytes are given back: was this the most there were? Categories settled by now."""
         if self.live > self._top:
-            self._top, self._at_top = self.live, (time.perf_counter(), self.bytes.copy())
+            away = self.recorder.away.copy()
+            self._top = self.live
+            self._at_top = (time.perf_counter(), self.bytes.copy(), away)
 
     # ---- what it is for -----------------------------------------------------------------------
     def owns(self, category: str, *tensors: Tensor) -> None:
@@ -193,7 +195,8 @@ class Ledger(Storages):
         samples, step = self.recorder.samples, self.recorder.step
         if samples and self._at_top is not None and self._top > self.live:
             samples.append(Sample(step, None, *self._at_top))
-        samples.append(Sample(step, mark, time.perf_counter(), self.bytes.copy()))
+        away = self.recorder.away.copy()
+        samples.append(Sample(step, mark, time.perf_counter(), self.bytes.copy(), away))
         self._top, self._at_top, self._noted = self.live, None, self.live
         self._most = max(self._most, self.live)
 

@@ -20,6 +20,7 @@ from paralab.theory.formulas import backward_parts, forward_parts, optimizer_wor
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 SIZES = tuple(2**k for k in (10, 13, 16, 18, 20, 21, 22, 23))  # payload bytes
+TIER_SIZES = tuple(2**k for k in (16, 18, 20, 22, 23))
 # (layers, hidden, heads, seq_len, samples): thin and wide, short and long, one sample and several
 SHAPES = (
     (2, 64, 2, 64, 1),
@@ -122,6 +123,58 @@ def measure_links(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]:
     for row in rows:
         row["marks"] = row["marks"][1:]
     return rows
+
+
+def measure_tiers(context: Any, *, budget: float = 1.5) -> list[dict[str, Any]]:
+    """In a rank: seconds of copies between tiers, in the lanes that offload uses, and of the
+    optimizer on the host's processor.
+
+    One row for each op ("host" for a copy either way, "disk" for a file written, or read, past the
+    page cache, "optimizer") and size. See [Note: rounds]
+    """
+    import tempfile
+
+    import torch
+    from torch.optim.adamw import adamw
+
+    from paralab.observe.recorder import Recorder
+    from paralab.parallel.files import Files
+    from paralab.parallel.lanes import Lane
+
+    recorder = Recorder(rank=context.rank, world_size=context.world_size)
+    host, disk = Lane("h2d", recorder), Lane("disk", recorder)
+    there, here = (torch.zeros(TIER_SIZES[-1] // 4) for _ in "12")
+    moments = torch.zeros(2, TIER_SIZES[-1] // 4)
+    rows: dict[tuple[str, int], list[float]] = defaultdict(list)
+
+    def timed(lane: Lane, op: str, size: int, work: Any) -> None:
+        began = time.perf_counter()
+        lane.submit(work).wait()
+        rows[op, size].append(time.perf_counter() - began)
+
+    def update(size: int) -> None:
+        adamw(
+            [there[:size]], [here[:size]], [moments[0, :size]], [moments[1, :size]], [],
+            [torch.ones(())], fused=True, amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-9,
+            weight_decay=0.0, eps=1e-8, maximize=False,
+        )  # fmt: skip
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(folder)
+        for size in TIER_SIZES:
+            files.create(str(size), size)
+        deadline = time.perf_counter() + budget
+        while len(rows["host", TIER_SIZES[0]]) < 4 or time.perf_counter() < deadline:
+            for size in TIER_SIZES:
+                to, values, name = there[: size // 4], here[: size // 4], str(size)
+                timed(host, "host", size, lambda to=to, values=values: to.copy_(values))
+                timed(host, "optimizer", size, lambda size=size: update(size // 4))
+                timed(disk, "disk", size, lambda n=name, v=values: files.write(n, v))
+                timed(disk, "disk", size, lambda n=name, v=values: files.read(n, v))
+    return [
+        {"op": op, "payload_bytes": size, "wire_bytes": size, "seconds": median(found)}
+        for (op, size), found in rows.items()
+    ]
 
 
 def _call(group: Any, op: str, tensor: Any, part: Any) -> None:

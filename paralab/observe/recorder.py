@@ -30,6 +30,7 @@ SPAN_COLUMNS = ("id", "rank", "step", "lane", "kind", "stage", "chunk", "microba
                 "start", "end", "cost", "after")  # fmt: skip
 COLLECTIVE_COLUMNS = ("call", "rank", "step", "op", "axis", "ranks", "peer", "level", "phase",
                       "payload_bytes", "wire_bytes", "start", "end", "span")  # fmt: skip
+COPY_COLUMNS = ("rank", "step", "lane", "op", "category", "bytes", "start", "end", "span")
 MEMORY_COLUMNS = ("rank", "step", "time", "tier", "category", "bytes")
 STEP_COLUMNS = ("rank", "step", "start", "end", "beside")
 
@@ -51,10 +52,13 @@ class Recorder:
         self._last = -1  # id of the last part closed on the compute lane
         self._spans: list[tuple] = []
         self._calls: list[tuple] = []
+        self._copies: list[tuple] = []
         self._comm_ends: dict[int, Any] = {}
+        self._lane_work: dict[int, tuple[Any, Any, float]] = {}  # what other threads say of spans
         self._steps: list[tuple] = []
         self.ledger: Ledger | None = None  # counts the bytes of this rank's tensors, where wanted
         self.samples: list[Sample] = []
+        self.away: dict[tuple[str, str], int] = {}  # (tier, category): bytes not on the device
 
     # ---- memory -------------------------------------------------------------------------------
     def owns(self, category: str, *tensors: Tensor) -> None:
@@ -70,6 +74,11 @@ class Recorder:
         if self.ledger is not None:
             self.ledger.resized(*tensors)
 
+    def holds(self, tier: str, category: str, more: int) -> None:
+        """The rank has ``more`` bytes on the "host" or in a "file"; less, if negative."""
+        key = (tier, category)
+        self.away[key] = self.away.get(key, 0) + more
+
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """What happens here is no part of the training: it is not counted and not limited."""
@@ -82,6 +91,17 @@ class Recorder:
             yield
         finally:
             ledger.__enter__()
+
+    @contextmanager
+    def unwritten(self) -> Iterator[None]:
+        """What happens here, between two steps, leaves no row."""
+        tables = (self._spans, self._calls, self._copies)
+        counts = [len(table) for table in tables]
+        try:
+            yield
+        finally:
+            for table, count in zip(tables, counts, strict=True):
+                del table[count:]
 
     def _sample(self, now: Any) -> None:
         if self.ledger is not None:
@@ -156,11 +176,32 @@ class Recorder:
         if span not in self._comm_ends:
             self._comm_ends[span] = self.clock.host()
 
-    def copied(self, lane: str, start: Any, end: Any, after: tuple) -> int:
-        """Write down a finished copy between tiers, lane "h2d", "d2h" or "disk"."""
+    def copied(
+        self, lane: str, start: Any, end: Any, after: tuple, *, size: int, category: str
+    ) -> int:
+        """Write down a finished copy of ``size`` bytes between tiers, lane "h2d" or "d2h"."""
         span = self._new_id()
         self._spans.append((span, self.step, lane, "copy", 0, 0, -1, start, end, after))
+        self._copies.append((self.step, lane, "copy", category, size, span))
         return span
+
+    def queued(
+        self, lane: str, after: tuple, *, op: str = "copy", category: str = "", size: int = 0
+    ) -> int:
+        """Work was handed to a lane that another thread runs; `worked` says later when it was done.
+
+        op  "copy", "read" or "write" of ``size`` bytes; "optimizer" and "compute" move none
+        """
+        kind = op if op in ("optimizer", "compute") else "copy"
+        span, now = self._new_id(), self.clock.host()
+        self._spans.append((span, self.step, lane, kind, 0, 0, -1, now, now, after))
+        if kind == "copy":
+            self._copies.append((self.step, lane, op, category, size, span))
+        return span
+
+    def worked(self, span: int, start: Any, end: Any, cost: float) -> None:
+        """When queued work was done, and its cost in seconds. Safe in any thread."""
+        self._lane_work[span] = (start, end, cost)
 
     def call(self, row: tuple) -> None:
         """One ledger row: call, op, axis, ranks, peer, level, phase, payload, wire, span."""
@@ -187,16 +228,20 @@ class Recorder:
         clock, spans, where = self.clock, [], {}
         for span, step, lane, kind, stage, chunk, microbatch, start, end, after in self._spans:
             end = self._comm_ends.get(span, start) if end is None else end
+            start, end, cost = self._lane_work.get(span, (start, end, None))
             began, ended = clock.seconds(start), clock.seconds(end)
-            idle = kind in ("wait", "comm")
-            cost = 0.0 if idle else clock.cost(start, end)
+            if cost is None:
+                cost = 0.0 if kind in ("wait", "comm") else clock.cost(start, end)
             where[span] = (began, ended)
             spans.append((span, self.rank, step, lane, kind, stage, chunk, microbatch,
                           began, ended, cost, list(after)))  # fmt: skip
+        written = where.keys()  # what an `unwritten` block left waits for nobody
+        spans = [(*row[:-1], [a for a in row[-1] if a in written]) for row in spans]
         calls = []
         for step, call, op, axis, ranks, peer, level, phase, payload, wire, span in self._calls:
             calls.append((call, self.rank, step, op, axis, list(ranks), peer, level, phase,
                           payload, wire, *where[span], span))  # fmt: skip
+        copies = [(self.rank, *row[:-1], *where[row[-1]], row[-1]) for row in self._copies]
         steps = [
             (self.rank, step, clock.seconds(a), clock.seconds(b), max(beside, 0.0))
             for step, a, b, beside in self._steps
@@ -204,6 +249,7 @@ class Recorder:
         return {
             "spans": _columns(SPAN_COLUMNS, spans),
             "collectives": _columns(COLLECTIVE_COLUMNS, calls),
+            "copies": _columns(COPY_COLUMNS, copies),
             "memory": _columns(MEMORY_COLUMNS, rows(self.samples, clock, self.rank)),
             "steps": _columns(STEP_COLUMNS, steps),
         }

@@ -14,13 +14,15 @@ class Sample(NamedTuple):
 
     mark  the moment on the recorder's clock, at a span's boundary; None within a span
     host  seconds of ``time.perf_counter``
-    held  {category: bytes}
+    held  {category: bytes} on the device
+    away  {(tier, category): bytes} of what was offloaded from it
     """
 
     step: int
     mark: Any
     host: float
     held: dict[str, int]
+    away: dict[tuple[str, str], int]
 
 
 def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
@@ -31,9 +33,9 @@ def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
     between launching its beginning and its end.
     """
     table: list[tuple] = []
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     last = float("-inf")
-    for i, (step, mark, host, held) in enumerate(samples):
+    for i, (step, mark, host, held, away) in enumerate(samples):
         if mark is None:  # between two boundaries
             before = next(s for s in reversed(samples[:i]) if s.mark is not None)
             after = next((s for s in samples[i:] if s.mark is not None), before)
@@ -43,8 +45,7 @@ def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
         else:
             when = clock.seconds(mark)
         last = when = max(when, last + 1e-7)
-        seen.update(name for name, size in held.items() if size)
-        table += [
-            (rank, step, when, "device", name, size) for name, size in held.items() if name in seen
-        ]
+        found = {**{("device", name): size for name, size in held.items()}, **away}
+        seen.update(key for key, size in found.items() if size)
+        table += [(rank, step, when, *key, size) for key, size in found.items() if key in seen]
     return table

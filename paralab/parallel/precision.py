@@ -96,16 +96,7 @@ class Update:
         most ``clip_norm``. 16-bit gradients are given back on the way; fp32's stay, for the
         caller to reset.
         """
-        divisor = overflow = None  # of the gradients; whether one of them is not finite, 1 or 0
-        if clip_norm is not None or self.loss_scale is not None:
-            norm = self.norm()
-            if self.loss_scale is not None:
-                overflow = 1.0 - torch.isfinite(norm).float()
-                divisor = self.loss_scale.value
-                norm = norm / divisor
-            if clip_norm is not None:
-                shrink = ((norm + 1e-6) / clip_norm).clamp(min=1.0)
-                divisor = shrink if divisor is None else divisor * shrink
+        divisor, overflow = self.verdict(clip_norm)
         # Fused optimizers divide, and leave an overflowing step out, inside their one kernel.
         self.optimizer.grad_scale, self.optimizer.found_inf = divisor, overflow
         if self.masters is self.targets:
@@ -121,15 +112,54 @@ class Update:
         if self.loss_scale is not None:
             self.loss_scale.adapt(overflow)
 
+    def verdict(self, clip_norm: float | None) -> tuple[Tensor | None, Tensor | None]:
+        """What to divide the gradients by, and whether one of them is not finite, 1.0 or 0.0."""
+        divisor = overflow = None
+        if clip_norm is not None or self.loss_scale is not None:
+            norm = self.norm()
+            if self.loss_scale is not None:
+                overflow = 1.0 - torch.isfinite(norm).float()
+                divisor = self.loss_scale.value
+                norm = norm / divisor
+            if clip_norm is not None:
+                shrink = ((norm + 1e-6) / clip_norm).clamp(min=1.0)
+                divisor = shrink if divisor is None else divisor * shrink
+        return divisor, overflow
+
     def norm(self) -> Tensor:
         """L2 norm of the whole model's gradients as backward left them, added up in fp32, 0-d."""
         parts = [target.grad.reshape(-1)[where] for target, where in self.counted]
         norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
         zero = torch.zeros((), device=self.targets[0].device)  # a rank may have nothing to count
-        squares = torch.stack([zero, *norms]).square().sum()
+        return self.over_groups(torch.stack([zero, *norms]))
+
+    def over_groups(self, norms: Tensor) -> Tensor:
+        """One norm of these and of what the other ranks have, 0-d."""
+        squares = norms.square().sum()
         for group in self.groups:
             group.all_reduce(squares, phase="control").wait()
         return squares.sqrt()
+
+    # ---- for checkpoints -------------------------------------------------------------------------
+    def tensors_of(self, kept: Tensor) -> dict[str, Tensor]:
+        """What is kept from step to step of a target, or of what is not trained: "weight", the
+        optimizer's "exp_avg" and "exp_avg_sq", "master" in 16 bits. Filling them changes it.
+        """
+        master = next((m for t, m in zip(self.targets, self.masters, strict=True) if t is kept),
+                      kept)  # fmt: skip
+        found = {"weight": kept.detach(), **self.optimizer.state.get(master, {})}
+        found.pop("step", None)
+        return found if master is kept else {**found, "master": master}
+
+    def counts(self) -> list[Tensor]:
+        """Steps done, for each tensor the optimizer updates, 0-d."""
+        return [state["step"] for state in self.optimizer.state.values()]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The masters were filled from elsewhere: round them."""
+        for target, master in zip(self.targets, self.masters, strict=True):
+            target.copy_(master)
 
 
 class LossScale:

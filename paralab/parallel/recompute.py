@@ -49,7 +49,8 @@ def recomputed(
     parameters  those that part computes with; their gradients are added to ``.grad`` as ever, one
                 after the other while the part's own backward runs, and their hooks fire once
     draws       part draws random numbers (dropout): draw the same the second time
-    partition   keeps ``partition.part(x)`` instead, and ``partition.whole(...)`` of that is x again
+    partition   keeps ``partition.part(x)`` instead, a tensor or something that knows where x lies
+                (parallel/offload.py); ``partition.whole(...)`` of that is x again
     """
     # x may be the result of frozen layers: autograd has to come by for the parameters' sake too.
     # Not for the parameters themselves: their hooks would fire here, and in the part's backward.
@@ -64,13 +65,16 @@ class _Recomputed(torch.autograd.Function):
     ) -> Tensor:
         ctx.part, ctx.partition = part, partition
         kept = x if partition is None else partition.part(x)
-        ctx.save_for_backward(kept, _generator_state(x.device) if draws else None)
+        here = isinstance(kept, Tensor)
+        ctx.elsewhere = None if here else kept
+        ctx.save_for_backward(kept if here else None, _generator_state(x.device) if draws else None)
         return part(x)  # autograd is off inside a Function: nothing more is kept
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor | None, None]:
         x, state = ctx.saved_tensors
-        x = x.detach() if ctx.partition is None else ctx.partition.whole(x)
+        kept, ctx.elsewhere = (x if ctx.elsewhere is None else ctx.elsewhere), None
+        x = x.detach() if ctx.partition is None else ctx.partition.whole(kept)
         x.requires_grad_(ctx.needs_input_grad[3])
         with torch.enable_grad(), _drawing_from(state, x.device):
             y = ctx.part(x)

@@ -44,24 +44,36 @@ class Flat:
     own   (numel / N,)  this rank's part, which its optimizer updates; ``own.grad`` is its part of
                         the gradient summed over the ranks
     master              what ``own`` was rounded from, where ``dtype`` is not fp32; else None
+
+    initialize  fills in parameters that have no bytes yet: so they never exist twice
     """
 
     def __init__(
-        self, unit: Unit, parameters: Sequence[Tensor], *, group: Group, dtype: torch.dtype
-    ) -> None:
+        self, unit: Unit, parameters: Sequence[Tensor], *, group: Group, dtype: torch.dtype,
+        initialize: Callable[..., None] | None = None,
+    ) -> None:  # fmt: skip
         self.unit, self.parameters, self.group = unit, list(parameters), group
         self.shapes = [p.shape for p in self.parameters]
         self.missing = len(self.parameters)  # gradients that are not there yet
         first, used = self.parameters[0], sum(p.numel() for p in self.parameters)
         self.padding = first.new_zeros(unit.numel - used, dtype=dtype)
-        whole = torch.cat([*(p.detach().flatten() for p in self.parameters), self.padding])
+        if initialize is None:
+            whole = torch.cat([*(p.detach().flatten() for p in self.parameters), self.padding])
+        else:
+            whole = first.new_zeros(unit.numel)
+            for name, parameter, view in zip(
+                unit.names, self.parameters, self.views(whole), strict=True
+            ):
+                parameter.data = view
+                initialize(parameter, name=name)
         self.full = whole.to(dtype)
         for parameter, view in zip(self.parameters, self.views(self.full), strict=True):
             parameter.data = view
         self.own = self.full.chunk(group.size)[group.index]
         self.master = None
         if self.own.dtype != whole.dtype and not unit.frozen:
-            self.master = whole.chunk(group.size)[group.index].clone()
+            mine = whole.chunk(group.size)[group.index]
+            self.master = mine if group.size == 1 else mine.clone()
         group.recorder.owns("parameters", self.full)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -77,9 +89,10 @@ class Flat:
                 parameter.grad = None
         return flat
 
-    def gather(self) -> Pending:
-        """``full`` becomes every rank's part, in order."""
-        return self.group.all_gather(self.full, self.own, phase="param_gather")
+    def gather(self, part: Tensor | None = None) -> Pending:
+        """``full`` becomes every rank's part, in order; of this rank ``own``, or ``part``."""
+        part = self.own if part is None else part
+        return self.group.all_gather(self.full, part, phase="param_gather")
 
     def whole(self, part: Tensor) -> list[Tensor]:
         """What the ranks hold as ``part``, (numel / N,) each, put together, parameter by parameter.
@@ -99,6 +112,8 @@ class Stage1:
     group     the N ranks that share the states out; ``replicas``, if there is one, the ranks of
               other such groups that hold the same part (HSDP: shares inside a node, copies across)
     dtype     of parameters and gradients; what they were in fp32 is in ``masters``
+    initialize  called as initialize(parameter, name=...), where the model was made without its
+              parameters' bytes: gives them what training starts from
     """
 
     every_microbatch = False  # whether grad_ready comes for each micro-batch, or for all together
@@ -106,17 +121,26 @@ class Stage1:
     def __init__(
         self, named: Mapping[str, Tensor], units: Sequence[Unit], *, group: Group,
         replicas: Group | None = None, dtype: torch.dtype = torch.float32,
+        initialize: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
         self.group, self.replicas, self.dtype = group, replicas, dtype
+        self.initialize = initialize
         self.flats = [self.lay_out(unit, [named[n] for n in unit.names]) for unit in units]
         self.trained = [flat for flat in self.flats if not flat.unit.frozen]
         self.flat_of = {p: flat for flat in self.trained for p in flat.parameters}
         self.pending: list[tuple[Flat, Tensor, Pending]] = []
         self.ready: list[Flat] = []
+        if initialize is not None:
+            for name in set(named).difference(*(unit.names for unit in units)):
+                whole = named[name].new_zeros(named[name].shape)
+                named[name].data = whole
+                initialize(named[name], name=name)
         self.reset()
 
     def lay_out(self, unit: Unit, parameters: list[Tensor]) -> Flat:
-        return Flat(unit, parameters, group=self.group, dtype=self.dtype)
+        return Flat(
+            unit, parameters, group=self.group, dtype=self.dtype, initialize=self.initialize
+        )
 
     @property
     def targets(self) -> list[Tensor]:
@@ -140,7 +164,10 @@ class Stage1:
         """The unit's gradients leave; of their sum over the ranks this one gets its part."""
         self.settle(keep=IN_FLIGHT - 1)
         gradients = flat.pack()
-        part = torch.empty_like(flat.own)
+        if self.group.size == 1:  # nobody to add up with
+            self.keep(flat, gradients)
+            return
+        part = gradients.new_empty(flat.own.numel())
         self.group.recorder.owns("buffers", part)
         call = self.group.reduce_scatter(part, gradients, phase="grad_sync")
         self.pending.append((flat, part, call))
@@ -150,11 +177,15 @@ class Stage1:
         while len(self.pending) > keep:
             flat, part, call = self.pending.pop(0)
             call.wait()
-            if flat.own.grad is None:
-                flat.own.grad = part
-                self.group.recorder.owns("gradients", part)
-            else:
-                flat.own.grad += part
+            self.keep(flat, part)
+
+    def keep(self, flat: Flat, part: Tensor) -> None:
+        """This rank's part of the sum is there, for one micro-batch or for all."""
+        if flat.own.grad is None:
+            flat.own.grad = part
+            self.group.recorder.owns("gradients", part)
+        else:
+            flat.own.grad += part
 
     def finish(self) -> None:
         """After backward: every part's gradient is the sum over all ranks."""
@@ -183,9 +214,13 @@ class Stage1:
         """
         found = {}
         for flat in self.trained if gradients else self.flats:
-            part = flat.own.grad if gradients else flat.own
+            part = self.part(flat, gradients=gradients)
             found.update(zip(flat.unit.names, flat.whole(part), strict=True))
         return found
+
+    def part(self, flat: Flat, *, gradients: bool) -> Tensor:
+        """This rank's part of the unit, or of its gradient."""
+        return flat.own.grad if gradients else flat.own
 
 
 class Stage2(Stage1):
@@ -201,7 +236,6 @@ class Stage3(Stage2):
     """Parameters in N parts too: each part of the model is gathered just before it computes.
 
     models      this rank's stages, whose parameters have no bytes yet
-    initialize  called as initialize(parameter, name=...): fills in what training starts from
     prefetch    how many units may be gathered ahead of the ones in use
 
     Gathered are, at most, the parts in use, ``prefetch`` units more, and a tied embedding from the
@@ -214,9 +248,11 @@ class Stage3(Stage2):
         replicas: Group | None = None, dtype: torch.dtype = torch.float32, models: Sequence[GPT],
         initialize: Callable[..., None], prefetch: int,
     ) -> None:  # fmt: skip
-        self.initialize, self.prefetch = initialize, prefetch
+        self.prefetch = prefetch
         self.arriving: dict[Flat, Pending | None] = {}  # gathered: None once it is all there
-        super().__init__(named, units, group=group, replicas=replicas, dtype=dtype)
+        super().__init__(
+            named, units, group=group, replicas=replicas, dtype=dtype, initialize=initialize
+        )
         self.needs: dict[str, list[Flat]] = {}
         self.backwards: set[str] = set()  # parts that have a backward: not below all that trains
         for model in models:
@@ -235,10 +271,6 @@ class Stage3(Stage2):
         module.register_forward_hook(lambda _, __, output: self.leave(done, output, after))
 
     def lay_out(self, unit: Unit, parameters: list[Tensor]) -> Flat:
-        for name, parameter in zip(unit.names, parameters, strict=True):
-            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
-            self.group.recorder.resized(parameter)
-            self.initialize(parameter, name=name)
         flat = super().lay_out(unit, parameters)
         flat.own = flat.own.clone()
         self.group.recorder.owns("parameters", flat.own)
@@ -249,11 +281,14 @@ class Stage3(Stage2):
         flat.full.untyped_storage().resize_(0)
         self.group.recorder.resized(flat.full)
 
+    def unfree(self, flat: Flat) -> None:
+        flat.full.untyped_storage().resize_(flat.full.numel() * flat.full.element_size())
+        self.group.recorder.resized(flat.full)
+
     def fetch(self, flat: Flat) -> None:
         """Start to gather a unit, unless it is there or on its way."""
         if flat not in self.arriving:
-            flat.full.untyped_storage().resize_(flat.full.numel() * flat.full.element_size())
-            self.group.recorder.resized(flat.full)
+            self.unfree(flat)
             self.arriving[flat] = flat.gather()
 
     def arrive(self, flat: Flat) -> None:

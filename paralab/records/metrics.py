@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
-from paralab.records.tables import COMPUTE_KINDS
+from paralab.records.tables import COMPUTE_KINDS, COPY_LANES
 from paralab.spec import BYTES_PER_ELEMENT
 from paralab.theory.traffic import BOOKKEEPING, edges
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Interval = tuple[float, float]
 BY = ("rank", "op", "axis", "level", "phase", "edge")
+COPIED_BY = ("rank", "link", "category")
+LINKS = ("h2d", "d2h", "disk read", "disk write")
+COPIES_HIDDEN = "of the copies hidden behind compute"
 NAN = float("nan")
 
 
@@ -125,7 +128,7 @@ def shares(report: Report, step: int) -> dict[str, float]:
     """Where one step's time went: seconds, mean over ranks.
 
     work           forward, backward, weight_grad spans
-    optimizer      optimizer spans
+    optimizer      optimizer spans of the rank itself; an offloaded step is its host's
     wait           the compute lane stood still for a collective
     communication  at least one collective in flight (bookkeeping left out)
     hidden         of that, while the rank's compute lane did forward or backward work
@@ -136,10 +139,10 @@ def shares(report: Report, step: int) -> dict[str, float]:
     for rank in ranks:
         mine = spans[spans["rank"] == rank]
         by_kind: dict[str, list[Interval]] = defaultdict(list)
-        for id_, kind, start, end in zip(
-            mine["id"].tolist(), mine["kind"], mine["start"], mine["end"], strict=True
+        for id_, lane, kind, start, end in zip(
+            mine["id"].tolist(), mine["lane"], mine["kind"], mine["start"], mine["end"], strict=True
         ):
-            if id_ not in control:
+            if id_ not in control and lane != "host":
                 by_kind["work" if kind in COMPUTE_KINDS else kind].append((start, end))
         work, comm = union(by_kind["work"]), union(by_kind["comm"])
         sums["work"] += length(work)
@@ -149,6 +152,25 @@ def shares(report: Report, step: int) -> dict[str, float]:
         sums["hidden"] += overlap(comm, work)
     parts = ("work", "optimizer", "wait", "communication", "hidden")
     return {part: float(sums[part]) / max(len(ranks), 1) for part in parts}
+
+
+def copy_shares(report: Report, step: int) -> dict[str, float]:
+    """Copies between memory tiers in one step: seconds, mean over ranks.
+
+    copies   at least one of them under way
+    hidden   of that, while the rank's compute lane did work of any kind, and no waiting; of any
+             step, for a copy may end in the one after its own
+    """
+    spans, sums = report.spans, defaultdict(float)
+    ranks = sorted(set(report.steps["rank"].tolist()))
+    for rank in ranks:
+        mine = spans[spans["rank"] == rank]
+        copies = mine[(mine["step"] == step) & mine["lane"].isin(COPY_LANES)]
+        work = mine[(mine["lane"] == "compute") & (mine["kind"] != "wait")]
+        under_way, busy = (union(zip(t["start"], t["end"], strict=True)) for t in (copies, work))
+        sums["copies"] += length(under_way)
+        sums["hidden"] += overlap(under_way, busy)
+    return {part: float(sums[part]) / max(len(ranks), 1) for part in ("copies", "hidden")}
 
 
 def peak_memory(report: Report) -> int | None:
@@ -183,8 +205,6 @@ def traffic(
     The column bytes is the mean over the counted steps: int64 whenever every row's mean is whole,
     float64 otherwise. Raises ValueError if a row's wire_bytes are not what its operation sends.
     """
-    import pandas as pd
-
     names = [choice("by", b, BY) for b in ([by] if isinstance(by, str) else by)]
     if not names:
         raise illegal("by", by, "nothing to split by", " | ".join(BY))
@@ -213,9 +233,41 @@ def traffic(
                 "receiver": receiver,
             }
             totals[tuple(row[k] for k in keys)] += count
-    rows = sorted(totals.items())
-    whole = all(count % len(steps) == 0 for _, count in rows)
-    values = [count // len(steps) if whole else count / len(steps) for _, count in rows]
+    return _per_step(sorted(totals.items()), keys, len(steps))
+
+
+def copied(
+    report: Report, by: str | Sequence[str] = COPIED_BY, *, warmup: bool = False
+) -> pd.DataFrame:
+    """Bytes copied between memory tiers per step, summed over what is not named in ``by``.
+
+    by      one or several of rank, link (h2d, d2h, disk read, disk write), category
+    warmup  count step 0 too
+
+    The column bytes is the mean over the counted steps, as in ``traffic``.
+    """
+    names = [choice("by", b, COPIED_BY) for b in ([by] if isinstance(by, str) else by)]
+    if not names:
+        raise illegal("by", by, "nothing to split by", " | ".join(COPIED_BY))
+    steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
+    totals: dict[tuple[Any, ...], int] = defaultdict(int)
+    if names == ["rank"]:  # a rank that copies nothing is worth a row
+        totals |= {(rank,): 0 for rank in sorted(set(report.steps["rank"].tolist()))}
+    for row in report.copies[report.copies["step"].isin(steps)].to_dict("records"):
+        lane, op = row["lane"], row["op"]
+        row["link"] = lane if op == "copy" else f"{lane} {op}"
+        totals[tuple(row[k] for k in names)] += row["bytes"]
+    place = {link: f"{i}" for i, link in enumerate(LINKS)}  # from the device outwards
+    rows = sorted(totals.items(), key=lambda r: [place.get(label, label) for label in r[0]])
+    return _per_step(rows, names, len(steps))
+
+
+def _per_step(rows: Sequence[Any], keys: Sequence[str], steps: int) -> pd.DataFrame:
+    """Rows (labels, bytes of all steps) as a table of bytes of one step."""
+    import pandas as pd
+
+    whole = all(count % steps == 0 for _, count in rows)
+    values = [count // steps if whole else count / steps for _, count in rows]
     columns: dict[str, Any] = {}
     for i, key in enumerate(keys):
         dtype = "int64" if key in ("rank", "sender", "receiver") else "object"
@@ -245,7 +297,7 @@ def summary(report: Report) -> pd.DataFrame:
     typical = {name: median(p[name] for p in parts) for name in parts[0]}
     comm = typical["communication"]
     sent = traffic(report)["bytes"].sum() / report.plan.world_size
-    rows = [
+    rows: list[tuple[str, float, str]] = [
         ("step time", step_time(report) * 1e3, "ms"),
         ("forward and backward", typical["work"] * 1e3, "ms"),
         ("optimizer", typical["optimizer"] * 1e3, "ms"),
@@ -254,6 +306,7 @@ def summary(report: Report) -> pd.DataFrame:
         ("of it hidden behind compute", 100 * typical["hidden"] / comm if comm > 0 else 0.0, "%"),
         ("sent per rank and step", sent / 1e6, "MB"),
     ]
+    rows += _copy_rows(report)
     if report.plan.pp > 1:
         rows.append(("bubble", 100 * bubble(report), "% of device time"))
     if report.losses:
@@ -262,3 +315,25 @@ def summary(report: Report) -> pd.DataFrame:
     frame = pd.DataFrame({"quantity": [r[0] for r in rows], "value": [r[1] for r in rows],
                           "unit": [r[2] for r in rows]})  # fmt: skip
     return frame.round({"value": 4}).set_index("quantity")
+
+
+def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
+    """What summary says of copies between memory tiers: nothing where there are none."""
+    n, unit = report.world_size, "MB" + " per rank" * (report.world_size > 1)
+    moved = copied(report, "link").set_index("link")["bytes"]
+    names = {"host to device per step": LINKS[:1], "device to host per step": LINKS[1:2],
+             "disk, read and written per step": LINKS[2:]}  # fmt: skip
+    mega = {name: float(sum(moved.get(link, 0) for link in links)) / n / 1e6
+            for name, links in names.items()}  # fmt: skip
+    rows = [(name, size, unit) for name, size in mega.items() if size]
+    steps = measured_steps(report)
+    spans = report.spans[report.spans["lane"] == "host"]
+    host = (spans["end"] - spans["start"]).groupby(spans["step"]).sum()
+    if len(host):
+        busy = median(float(host.get(step, 0.0)) for step in steps) / n
+        rows.append(("host's processor at work", busy * 1e3, "ms"))
+    parts = [copy_shares(report, step) for step in steps]
+    if middle := median([part["copies"] for part in parts] or [0.0]):
+        hidden = 100 * median(part["hidden"] for part in parts) / middle
+        rows.append((COPIES_HIDDEN, hidden, "%"))
+    return rows

@@ -1,7 +1,8 @@
-"""The four tables of a report: their columns, their types, and what must hold between rows.
+"""The five tables of a report: their columns, their types, and what must hold between rows.
 
 spans        one row per box of the timeline          (seconds)
 collectives  one row per rank and collective call     (bytes, seconds)
+copies       one row per copy between memory tiers    (bytes, seconds)
 memory       one row per sample, tier and category    (bytes, seconds)
 steps        one row per rank and optimizer step      (seconds)
 
@@ -30,6 +31,8 @@ COMPUTE_KINDS = (
 KINDS = (*COMPUTE_KINDS, "optimizer", "compute", "wait", "comm", "copy")
 LEVELS = ("intra", "inter")
 TIERS = ("device", "host", "file")
+COPY_LANES = ("h2d", "d2h", "disk")  # the links between them
+COPY_OPS = ("copy", "read", "write")  # of a file: read or write
 
 COLUMNS: dict[str, dict[str, type]] = {
     "spans": {
@@ -40,6 +43,10 @@ COLUMNS: dict[str, dict[str, type]] = {
         "call": int, "rank": int, "step": int, "op": str, "axis": str, "ranks": tuple, "peer": int,
         "level": str, "phase": str, "payload_bytes": int, "wire_bytes": int, "start": float,
         "end": float, "span": int,
+    },
+    "copies": {
+        "rank": int, "step": int, "lane": str, "op": str, "category": str, "bytes": int,
+        "start": float, "end": float, "span": int,
     },
     "memory": {
         "rank": int, "step": int, "time": float, "tier": str, "category": str, "bytes": int,
@@ -52,6 +59,8 @@ _CHOICES = {
     ("spans", "kind"): KINDS,
     ("collectives", "op"): OPS,
     ("collectives", "level"): LEVELS,
+    ("copies", "lane"): COPY_LANES,
+    ("copies", "op"): COPY_OPS,
     ("memory", "tier"): TIERS,
 }
 _NAMES = {
@@ -161,9 +170,10 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
         if not ids.issuperset(after):
             lost = next(a for a in after if a not in ids)
             raise ValueError(f"table spans: span {span} waits for span {lost}, which is not there")
-    strange = set(calls["span"].tolist()) - ids - {-1}
-    if strange:
-        raise ValueError(f"table collectives: span {min(strange)} is not in the table of spans")
+    for name in ("collectives", "copies"):
+        strange = set(tables[name]["span"].tolist()) - ids - {-1}
+        if strange:
+            raise ValueError(f"table {name}: span {min(strange)} is not in the table of spans")
     for row, (rank, ranks, op, peer) in enumerate(
         zip(calls["rank"], calls["ranks"], calls["op"], calls["peer"], strict=True)
     ):

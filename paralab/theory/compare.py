@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
 from paralab.records import metrics
-from paralab.theory.gaps import notes_on
+from paralab.theory.gaps import MOVED, WAITED, notes_on
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
@@ -126,8 +126,11 @@ def compare(expect: Report, report: Report) -> Comparison:
         if split:
             names.insert(names.index("bucket copies"), "weight halves")
         names.append("bubble")
+    if any(len(r.copies) for r in (expect, report)):
+        names.insert(2, MOVED)
+        names.insert(names.index("communication"), WAITED)
     data: dict[str, Any] = {c: [columns[c].get(name, NAN) for name in names] for c in COLUMNS}
-    data["unit"] = [{**COUNTED, "bubble": "share"}.get(name, "s") for name in names]
+    data["unit"] = [{**COUNTED, MOVED: "B", "bubble": "share"}.get(name, "s") for name in names]
     table = pd.DataFrame(data, index=pd.Index(names, name="quantity"))
     difference = _first_traffic_difference(expect, report)
     return Comparison(
@@ -181,7 +184,9 @@ def _quantities(report: Report) -> dict[str, float]:
     spans, calls = report.spans, report.collectives
     calls = calls[~calls["phase"].isin(BOOKKEEPING) & calls["step"].isin(steps)]
     shares = [metrics.shares(report, step) for step in steps]
-    seconds = (spans["end"] - spans["start"]).groupby([spans["step"], spans["kind"]]).sum()
+    here = spans[spans["lane"] == "compute"]
+    seconds = (here["end"] - here["start"]).groupby([here["step"], here["kind"]]).sum()
+    moved = report.copies[report.copies["step"].isin(steps)]
     ranks, count = report.world_size, max(len(steps), 1)
 
     def spent(kind: str) -> float:
@@ -193,6 +198,8 @@ def _quantities(report: Report) -> dict[str, float]:
     return {
         "bytes sent per rank": calls["wire_bytes"].sum() / ranks / count,
         "collective calls": len(calls) / ranks / count,
+        MOVED: moved["bytes"].sum() / ranks / count,
+        WAITED: median([metrics.copy_shares(report, s)["copies"] for s in steps] or [NAN]),
         "forward": spent("forward"),
         "backward": spent("backward"),
         "weight halves": spent("weight_grad"),
@@ -226,11 +233,16 @@ def _traffic(report: Report) -> dict[tuple[int, int], Counter]:
         if row["phase"] not in BOOKKEEPING:
             what = (row["op"], row["axis"], row["payload_bytes"], row["wire_bytes"])
             found.setdefault((row["step"], row["rank"]), Counter())[what] += 1
+    for row in report.copies.to_dict("records"):
+        what = (row["op"], row["lane"], row["category"], row["bytes"])
+        found.setdefault((row["step"], row["rank"]), Counter())[what] += 1
     return found
 
 
-def _call(what: tuple[str, str, int, int]) -> str:
+def _call(what: tuple[str, str, int | str, int]) -> str:
     op, axis, payload, wire = what
+    if isinstance(payload, str):  # of a copy: its category
+        return f"a {op} of {wire:,} bytes of {payload} on lane {axis}"
     return f"a{'n' * (op[0] in 'aeiou')} {op} of {payload:,} bytes on axis {axis} sending {wire:,}"
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paralab.spec import Plan
 
 NAN = float("nan")
+MOVED, WAITED = "bytes moved between tiers per rank", "copies between tiers"
 COMPUTED = ("forward", "backward", "weight halves", "bucket copies", "optimizer")
 
 
@@ -44,6 +45,14 @@ def notes_on(
     if expect.world_size > 1:
         notes["communication"] = _communication_gap(table.loc["communication"], expect)
         notes["exposed communication"] = _exposed(table, expect)
+    if MOVED in table.index:
+        notes[MOVED] = difference or "they agree exactly, copy by copy and rank by rank."
+        notes[WAITED] = (
+            "time with at least one copy under way between device, host and files, over links as "
+            f"fast as those of cluster {expect.cluster.name!r}."
+        )
+        if expect.world_size == 1:
+            notes["exposed communication"] = "there are no other ranks: the device waits for these."
     if expect.plan.pp > 1:
         notes["exposed communication"] = _waited(table, expect)
         notes["bubble"] = _bubble_gap(table.loc["bubble"], expect, report)

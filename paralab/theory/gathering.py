@@ -6,6 +6,11 @@ go through the same events as a run:
     gather  the unit's all-gather is launched, its buffer has all its bytes from here on
     wait    the next to compute needs it
     free    the buffer is given back
+
+Where parameters are offloaded (parallel/offload.Offloaded3) two more go before:
+
+    fetch   this rank's part starts to come up; the buffer has all its bytes from here on
+    raise   it is waited for; with several ranks the all-gather follows at once
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from paralab.spec import ModelSpec
 
 
 class Event(NamedTuple):
-    """What happens to unit number ``unit``: "gather", "wait" or "free"."""
+    """What happens to unit number ``unit``: "fetch", "raise", "gather", "wait" or "free"."""
 
     what: str
     unit: int
@@ -29,14 +34,17 @@ class Gathering:
 
     stages    {stage: its parts} of the rank
     prefetch  units that may be gathered ahead of those in use
+    away      whether parameters come up from the host or from files
+    alone     whether nobody else has a part of them
     """
 
     def __init__(
         self, model: ModelSpec, stages: Mapping[int, Sequence[str]], units: Sequence[Unit],
-        prefetch: int,
+        prefetch: int, *, away: bool = False, alone: bool = False,
     ) -> None:  # fmt: skip
-        self.prefetch = prefetch
-        self.here: dict[int, bool] = {}  # unit -> whether somebody has waited for it
+        self.prefetch, self.alone = prefetch, alone
+        self.first = "fetch" if away else "gather"
+        self.here: dict[int, str] = {}  # unit -> "fetch" or "gather": under way; "wait": there
         self.needs: dict[str, list[int]] = {}
         self.backwards = parts_with_backward(model, stages)
         for parts in stages.values():
@@ -69,8 +77,9 @@ class Gathering:
         events = []
         for unit in units:
             if unit in self.here:
-                arrived = self.here.pop(unit)
-                events += [] if arrived else [Event("wait", unit)]
+                last = self.here.pop(unit)
+                events += {"fetch": [Event("raise", unit)], "gather": [Event("wait", unit)],
+                           "wait": []}[last]  # fmt: skip
                 events.append(Event("free", unit))
         return events
 
@@ -80,11 +89,24 @@ class Gathering:
     def _enter(self, parts: Sequence[str]) -> list[Event]:
         """The first of ``parts`` is about to compute, the others follow."""
         units, now = self._units(parts), len(self.needs[parts[0]])
-        events = [Event("gather", u) for u in units[: now + self.prefetch] if u not in self.here]
-        self.here.update((event.unit, False) for event in events)
-        events += [Event("wait", unit) for unit in units[:now] if not self.here[unit]]
-        self.here.update((unit, True) for unit in units[:now])
+        before = list(self.here)
+        events = [Event(self.first, u) for u in units[: now + self.prefetch] if u not in self.here]
+        self.here.update((unit, what) for what, unit in events)
+        for unit in units[:now]:
+            events += self._raise(unit)
+            if self.here[unit] == "gather":
+                events.append(Event("wait", unit))
+                self.here[unit] = "wait"
+        for unit in before if not self.alone else ():
+            events += self._raise(unit)
         return events
+
+    def _raise(self, unit: int) -> list[Event]:
+        """If its copy is under way: wait for it, and gather the others' parts."""
+        if self.here[unit] != "fetch":
+            return []
+        self.here[unit] = "wait" if self.alone else "gather"
+        return [Event("raise", unit)] + [Event("gather", unit)] * (not self.alone)
 
 
 def parts_with_backward(model: ModelSpec, stages: Mapping[int, Sequence[str]]) -> set[str]:

@@ -37,6 +37,7 @@ from paralab.theory.activations import (
     recomputed_bytes,
 )
 from paralab.theory.tensor import shares
+from paralab.theory.workspace import backward_workspace
 
 __all__ = ["activation_bytes", "block_activation_bytes", "fullest", "gradient_buckets", "moments",
            "parameter_sizes", "part_activation_bytes", "put_aside_bytes", "rank_sizes",
@@ -100,6 +101,8 @@ def state_bytes(
     """Bytes of the model states on one rank, by category. Raises ValueError on an unknown
     optimizer.
 
+    What is offloaded is not on the device and counts 0: theory/offload.py.
+
     gradients: what a step keeps of them between two micro-batches; with one alone ZeRO's first
     stage gives them away as they come, like its second.
     """
@@ -109,6 +112,7 @@ def state_bytes(
     trained = {name: count for name, count in counts.items() if model.trainable(name)}
     parameters, gradients = sum(counts.values()), sum(trained.values())
     updated, tensors, padding = gradients, len(trained), 0
+    tiers = plan.tiers
     if plan.zero_stage:
         n, made = plan.shard_degree, units(counts, model, plan)
         shared = [unit for unit in made if not unit.frozen]
@@ -120,12 +124,16 @@ def state_bytes(
     elif buckets := gradient_buckets(model, plan, rank):
         padding = sum(size for _, size in buckets) - item * gradients
     moments = 8 * updated + 4 * tensors if optimizer == "adamw" else 0
-    return {
+    here = {
         "parameters": item * parameters,
         "gradients": item * gradients,
         "optimizer": moments + (4 * updated if mixed else 0),
         "buffers": padding,
     }
+    for name in ("parameters", "gradients", "optimizer"):
+        if tiers is not None and getattr(tiers, name) != "device":
+            here[name] = 0
+    return here
 
 
 def reduces_often(plan: Plan) -> bool:
@@ -154,7 +162,8 @@ def moments(
 
         return zero_moments(model, plan, states, rank)
     action, kept, gradients = fullest(model, plan, rank)
-    forward = {**states, "gradients": gradients, "activations": kept}
+    moving = offloaded_input(model, plan)  # the last block's input is on its way to the host
+    forward = {**states, "gradients": gradients, "activations": kept + moving}
     filling = 0
     if buckets := gradient_buckets(model, plan, rank):
         counts = [n for name, n in rank_sizes(model, plan, rank).items() if model.trainable(name)]
@@ -165,7 +174,13 @@ def moments(
         more = recomputed_bytes(model, plan.microbatch_size, **asked(plan))
         if "head" in stage_parts(model, plan, rank)[action.stage]:  # its backward is over
             more -= part_activation_bytes(model, "head", plan.microbatch_size, **asked(plan))
+        if moving:  # its own input is back, and that of the block below, if there is one
+            blocks = [p for p in stage_parts(model, plan, rank)[action.stage] if "blocks" in p]
+            more += moving * min(2, len(blocks)) - moving  # forward has counted one
         again = {**forward, "activations": kept + more}
+        if moving:
+            hand = backward_workspace(model, plan)
+            again["workspace"] = hand.down + hand.tied
         backward = max(backward, again, key=lambda found: sum(found.values()))
     return {"forward": forward, "backward": backward}
 
@@ -175,10 +190,21 @@ def kept_bytes(model: ModelSpec, plan: Plan, parts: Sequence[str]) -> dict[str, 
 
     "" is what leaves for the next stage, which stays too, for backward starts from it.
     """
-    batch = plan.microbatch_size
-    kept = {part: part_activation_bytes(model, part, batch, **asked(plan)) for part in parts}
+    batch, gone = plan.microbatch_size, offloaded_input(model, plan)
+    kept = {
+        part: part_activation_bytes(model, part, batch, **asked(plan))
+        - (gone if part.startswith("blocks.") else 0)
+        for part in parts
+    }
     leaving = BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
     return {"": 0 if "head" in parts else leaving, **kept}
+
+
+def offloaded_input(model: ModelSpec, plan: Plan) -> int:
+    """Bytes of a block's input, if inputs are kept off the device; else 0."""
+    if plan.tiers is None or plan.tiers.activations == "device":
+        return 0
+    return BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
 
 
 def asked(plan: Plan) -> dict[str, Any]:

@@ -4,12 +4,16 @@ Beside the model states (memory.py) and activations there are
 
     stage 3   the units that are gathered, whole, as "parameters": those in use, ``prefetch`` more,
               and a tied embedding from the first part to the last (gathering.py)
+    offload   what is not on the device is not counted, and of a gradient that leaves the N-th that
+              is on its way; of offloaded activations the block's input that leaves, or the one that
+              has come up and the one below it
     all       gradients that backward has made and no reduce-scatter has taken yet, as "gradients";
               of the two reduce-scatters that may be under way: the packed gradients, as many bytes
               to receive the others' parts in (gloo's way, see comm.py), and the sum of them, an
               N-th: as "buffers". They stay until somebody waits for them, also in the next forward
 
-A part's activations are counted until its backward has made gradients; workspace is not counted.
+A part's activations are counted until its backward has made gradients; workspace only where states
+are offloaded (workspace.py).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from paralab.theory import memory
 from paralab.theory.activations import recomputed_bytes
 from paralab.theory.formulas import backward_halves
 from paralab.theory.gathering import Gathering, parts_with_backward
+from paralab.theory.workspace import backward_workspace
 
 Bytes = dict[str, int]
 
@@ -74,7 +79,15 @@ class _Walk:
         self.copy = model.tied and plan.stages > 1  # the head's, of a tied embedding elsewhere
         self.gathering = None
         if plan.zero_stage == 3:
-            self.gathering = Gathering(model, self.stages, self.units, plan.prefetch)
+            away = plan.tiers is not None and plan.tiers.parameters != "device"
+            self.gathering = Gathering(model, self.stages, self.units, plan.prefetch, away=away,
+                                       alone=self.n == 1)  # fmt: skip
+        self.away = plan.tiers is not None and plan.tiers.gradients != "device"
+        self.leaving: tuple[int, ...] = ()  # units whose part of the gradient is on its way down
+        self.input = memory.offloaded_input(model, plan)  # bytes; 0 if inputs stay
+        self.moving = 0  # bytes of inputs on their way
+        self.hand = backward_workspace(model, plan) if plan.tiers is not None else None
+        self.tied = 0  # bytes of a tied weight's gradient that waits for the embedding's
         self.activations = 0
         self.whole: dict[str, int] = {}  # gradients that nobody has taken, elements
         self.shards: set[int] = set()  # units whose part of the gradient is there
@@ -92,16 +105,19 @@ class _Walk:
         late = self.done[kind == "W"]
         late[stage] += kind != "F"
         last = late[stage] == self.plan.microbatches
-        before = (stage, kind, last, frozenset(self.whole), frozenset(self.shards), self.under_way)
+        before = (stage, kind, last, frozenset(self.whole), frozenset(self.shards), self.under_way,
+                  self.leaving, self.moving)  # fmt: skip
         base = self.activations
         if before in self.seen and not last:
-            self.whole, self.shards, self.under_way, found = self.seen[before]
+            self.whole, self.shards, rest, found = self.seen[before]
             self.whole, self.shards = dict(self.whole), set(self.shards)
+            self.under_way, self.leaving, self.moving = rest
         else:
             self.activations = 0
             moments = self._forward(stage) if kind == "F" else self._backward(stage, kind, last)
             found = max(moments, key=lambda moment: sum(moment.values()))
-            self.seen[before] = dict(self.whole), set(self.shards), self.under_way, found
+            rest = self.under_way, self.leaving, self.moving
+            self.seen[before] = dict(self.whole), set(self.shards), rest, found
         size, aside = sum(self.kept[stage].values()), self.aside[stage]
         more = {"F": size, "B": -size, "I": aside - size, "W": -aside}[kind]
         self.activations = base + more
@@ -115,6 +131,8 @@ class _Walk:
             if self.gathering is not None:
                 self.gathering.forward(parts, at)
             self.activations += kept[part]
+            if part.startswith("blocks."):
+                self.moving = self.input
             yield self._now()
             if self.gathering is not None:
                 self.gathering.leave(parts, at)
@@ -129,14 +147,35 @@ class _Walk:
                     self.activations -= kept[current]
                 if self.gathering is not None:
                     self.gathering.backward(parts, parts.index(half.part))
-                yield self._now(self.again if half.part.startswith("blocks.") else 0)
+                if half.part.startswith("blocks."):
+                    below = parts[: parts.index(half.part)]
+                    self.moving = self.input * (1 + any(p.startswith("blocks.") for p in below))
+                elif half.part == "embedding":
+                    self.moving = 0
+                yield from self._began(half.part)
             current = half.part
+            if half.part == "embedding" and self.hand is not None:
+                yield self._now(-kept[current], hand=self.hand.lookup)
+                self.tied = 0
             names = half.names * (kind != "W") + half.weight_names * (kind != "I")
             if self.copy and half.part == "head" and half.weight.flops and kind != "I":
                 names = ("head.output.weight",)
             for name in names:
                 yield from self._made(name, last, kept[current] if kind != "W" else 0)
         yield self._now()
+
+    def _began(self, part: str) -> Iterator[Bytes]:
+        """The fullest moments of a part's backward before its gradients are complete."""
+        if not part.startswith("blocks."):
+            if self.hand is not None and part == "head":
+                yield self._now(hand=self.hand.head)
+                self.tied = self.hand.tied
+            yield self._now()
+            return
+        yield self._now(self.again, hand=self.hand.down if self.hand is not None else 0)
+        if self.hand is not None:
+            hand = self.hand.core + self.hand.core_gradients
+            yield self._now(self.again - self.hand.gone, hand=hand)
 
     def _made(self, name: str, last: bool, spent: int) -> Iterator[Bytes]:
         """Backward has made this gradient; ``spent``: activations of its part, used up by now."""
@@ -151,27 +190,45 @@ class _Walk:
             return
         self.missing[unit] = len(self.units[unit].names)
         settled = self.under_way[: len(self.under_way) - (IN_FLIGHT - 1)]
-        self.shards.update(settled)
-        self.under_way = self.under_way[len(settled) :]
-        yield self._now(-spent, self.units[unit].numel)  # packed, and its own memory still there
+        self.under_way, self.leaving = self.under_way[len(settled) :], ()
+        self._keep(settled)
+        hand = 0
+        if self.hand is not None and self.units[unit].part.startswith("blocks."):
+            hand = self.hand.close
+        # Packed, and its own memory still there.
+        yield self._now(-spent, self.units[unit].numel, hand)
         for taken in self.units[unit].names:
             self.whole.pop(taken)
-        self.under_way += (unit,)
+        if self.n == 1:
+            self._keep((unit,))
+        else:
+            self.under_way += (unit,)
         yield self._now(-spent)
         if self.gathering is not None:
             self.gathering.release([unit])
 
-    def _now(self, activations: int = 0, packing: int = 0) -> Bytes:
-        """What is there, with ``activations`` bytes more and a buffer of ``packing`` elements."""
+    def _keep(self, units: tuple[int, ...]) -> None:
+        """The parts of these gradients are summed: here they stay, or they leave."""
+        if self.away:
+            self.leaving = units
+        else:
+            self.shards.update(units)
+
+    def _now(self, activations: int = 0, packing: int = 0, hand: int = 0) -> Bytes:
+        """What is there, with ``activations`` bytes more, a buffer of ``packing`` elements, and
+        ``hand`` bytes of workspace.
+        """
         gathered = self.gathering.here if self.gathering is not None else ()
         full = sum(self.units[unit].numel for unit in gathered)
         shards = sum(self.units[unit].numel // self.n for unit in self.shards)
         moving = [self.units[unit].numel for unit in self.under_way]
         buffers = packing + sum(2 * numel + numel // self.n for numel in moving)
+        buffers += sum(self.units[unit].numel // self.n for unit in self.leaving)
         return {
             "parameters": self.states["parameters"] + self.item * full,
             "gradients": self.item * (sum(self.whole.values()) + shards),
             "optimizer": self.states["optimizer"],
             "buffers": self.item * buffers,
-            "activations": self.activations + activations,
+            "activations": self.activations + activations + self.moving,
+            "workspace": hand + self.tied,
         }

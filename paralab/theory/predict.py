@@ -24,7 +24,8 @@ from paralab.checks import choice, illegal, whole
 from paralab.records.tables import COLUMNS
 from paralab.spec import GRAD_SYNC_FORMS, Cluster, ModelSpec, Plan
 from paralab.theory import memory
-from paralab.theory.engine import Collective, Compute, Times, link_cost, simulate
+from paralab.theory.engine import Collective, Times, Wait, link_cost, simulate
+from paralab.theory.offload import tier_bytes
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -54,6 +55,7 @@ def predict(
     # Not at the top: schedules are handled as arrays, and `import paralab` does without NumPy.
     from paralab.parallel.lowering import lower
     from paralab.report import Report
+    from paralab.theory.predict_offload import check_links
     from paralab.theory.predict_step import step_rows
 
     plan = Plan() if plan is None else plan
@@ -80,6 +82,7 @@ def predict(
             "fewer ranks, or a cluster with more nodes",
         )
     choice("optimizer", optimizer, memory.OPTIMIZERS)
+    check_links(plan, cluster)
     lists = lower(plan.actions())
     ranks = [
         step_rows(model, plan, cluster, rank=r, optimizer=optimizer, steps=lists[plan.place(r)[0]])
@@ -115,6 +118,7 @@ def _tables(
 
     for rank, rows in enumerate(ranks):
         peaks = memory.moments(model, plan, optimizer=optimizer, rank=rank)
+        beyond = tier_bytes(model, plan, optimizer=optimizer, rank=rank)
         fullest = memory.fullest(model, plan, rank)[0]
         of_group = Counter(row.phase for row in rows if row.kind == "comm")
         for step in range(steps):
@@ -131,14 +135,14 @@ def _tables(
                     id=identity,
                     rank=rank,
                     step=step,
-                    lane=f"comm:{row.axis}" if row.axis else "compute",
+                    lane=row.lane,
                     kind=row.kind,
                     stage=row.stage,
                     chunk=row.stage // plan.pp,
                     microbatch=row.microbatch,
                     start=start,
                     end=end,
-                    cost=item.seconds if isinstance(item, Compute) else 0.0,
+                    cost=0.0 if isinstance(item, (Collective, Wait)) else item.seconds,
                     after=tuple((first + p) * world + rank for p in row.after),
                 )
                 if isinstance(item, Collective):
@@ -160,21 +164,35 @@ def _tables(
                         span=identity,
                     )
                     call[row.phase] += 1
+                if row.op:
+                    add(
+                        "copies",
+                        rank=rank,
+                        step=step,
+                        lane=row.lane,
+                        op=row.op,
+                        category=row.category,
+                        bytes=row.payload,
+                        start=start,
+                        end=end,
+                        span=identity,
+                    )
                 if row.kind == "backward" or (row.kind, row.stage, row.microbatch) == (
                     "forward", fullest.stage, fullest.microbatch
                 ):  # fmt: skip
                     when[row.kind] = end
             for moment, categories in peaks.items():
-                for category, size in categories.items():
-                    add(
-                        "memory",
-                        rank=rank,
-                        step=step,
-                        time=when[moment],
-                        tier="device",
-                        category=category,
-                        bytes=size,
-                    )
+                for tier, held in {"device": categories, **beyond}.items():
+                    for category, size in held.items():
+                        add(
+                            "memory",
+                            rank=rank,
+                            step=step,
+                            time=when[moment],
+                            tier=tier,
+                            category=category,
+                            bytes=size,
+                        )
             end = offset + times.end[rank][-1]
             add("steps", rank=rank, step=step, start=offset, end=end, beside=0.0)
     return made

@@ -29,7 +29,7 @@ from paralab.parallel.lowering import Transfer, lower
 from paralab.parallel.schedules import Action
 from paralab.spec import BYTES_PER_ELEMENT, Cluster, ModelSpec, Plan
 from paralab.theory import memory, tensor
-from paralab.theory.engine import Collective, Compute, Item, Wait
+from paralab.theory.engine import Collective, Compute, Copy, Item, Wait
 from paralab.theory.formulas import (
     ITEM,
     BackwardPart,
@@ -41,6 +41,7 @@ from paralab.theory.formulas import (
     recompute_work,
 )
 from paralab.theory.gathering import parts_with_backward
+from paralab.theory.predict_offload import InputRows, OffloadRows
 from paralab.theory.predict_zero import ZeroRows
 from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
 
@@ -62,6 +63,14 @@ class Row(NamedTuple):
     phase: str = ""
     ranks: tuple[int, ...] = ()  # the call's group
     peer: int = -1
+    op: str = ""  # of a copy between tiers; its payload is what it moves
+    category: str = ""
+
+    @property
+    def lane(self) -> str:
+        if isinstance(self.item, Copy):
+            return self.item.lane
+        return f"comm:{self.axis}" if self.axis else "compute"
 
 
 class _Rank:
@@ -97,11 +106,20 @@ class _Rank:
         wire = wire_bytes(op, payload, len(ranks), ranks.index(self.rank), root)
         item = Collective((*name, number), lane, members, op, wire,
                           "inter" if len(nodes) > 1 else "intra")  # fmt: skip
-        before = next(
-            (p for p in reversed(range(len(self.rows))) if self.rows[p].kind != "comm"), -1
+        self.rows.append(
+            Row(item, "comm", -1, self._before(), 0, payload, axis, phase, ranks, peer)
         )
-        after = (before,) if before >= 0 else ()
-        self.rows.append(Row(item, "comm", -1, after, 0, payload, axis, phase, ranks, peer))
+        return len(self.rows) - 1
+
+    def _before(self) -> tuple[int, ...]:
+        """The last entry of the compute lane: what is launched now comes after it."""
+        rows = self.rows
+        return next(((p,) for p in reversed(range(len(rows))) if rows[p].lane == "compute"), ())
+
+    def queue(self, item: Copy, kind: str, op: str, category: str, size: int) -> int:
+        """Hand a job to a lane between tiers; returns its position."""
+        after = (*self._before(), *item.after)
+        self.rows.append(Row(item, kind, -1, after, 0, size, op=op, category=category))
         return len(self.rows) - 1
 
     def call(self, call: tensor.Call) -> int:
@@ -120,9 +138,14 @@ def step_rows(
     pp_index = plan.place(rank)[0]
     steps = lower(plan.actions())[pp_index] if steps is None else steps
     mine = _Rank(model, plan, cluster, rank)
-    sync = ZeroRows(mine) if plan.zero_stage else _DataParallel(mine)
+    away = plan.tiers is not None and plan.tiers.states
+    if away:
+        sync = OffloadRows(mine, optimizer=optimizer)
+    else:
+        sync = ZeroRows(mine) if plan.zero_stage else _DataParallel(mine)
+    inputs = InputRows(mine) if memory.offloaded_input(model, plan) else None
     held = memory.stage_parts(model, plan, rank)
-    stages = {s: _Stage(model, plan, s, parts, rank) for s, parts in held.items()}
+    stages = {s: _Stage(model, plan, s, parts, rank, inputs) for s, parts in held.items()}
     arriving: dict[tuple, int] = {}
     sent: list[int] = []
     pipeline = plan.ranks("pp", rank)
@@ -154,9 +177,12 @@ def step_rows(
         if plan.zero_stage:  # of the shard that either of them owns
             elements = -(-elements // plan.shard_degree)
         mine.wait(mine.launch("all_reduce", ITEM * elements, ends, "pp", "tied"))
-    work = optimizer_work(model, optimizer=optimizer, parameters=sync.sizes,
-                          mixed=plan.precision != "fp32")  # fmt: skip
-    mine.compute(work, "optimizer")
+    if away and plan.tiers.optimizer != "device":
+        sync.update()
+    else:
+        work = optimizer_work(model, optimizer=optimizer, parameters=sync.sizes,
+                              mixed=plan.precision != "fp32")  # fmt: skip
+        mine.compute(work, "optimizer")
     sync.updated()
     return mine.rows
 
@@ -165,8 +191,11 @@ class _Stage:
     """What the actions of one stage cost, part by part."""
 
     def __init__(
-        self, model: ModelSpec, plan: Plan, stage: int, parts: tuple[str, ...], rank: int
-    ) -> None:
+        self, model: ModelSpec, plan: Plan, stage: int, parts: tuple[str, ...], rank: int,
+        inputs: InputRows | None,
+    ) -> None:  # fmt: skip
+        self.inputs = inputs
+        self.blocks = [part for part in parts if part.startswith("blocks.")]
         batch, split = plan.microbatch_size, tensor.share_of_work(plan)
         self.model, self.plan, self.parts = model, plan, parts
         self.forward = forward_pieces(model, batch, split)
@@ -196,6 +225,8 @@ class _Stage:
         if kind == "F":
             for at, part in enumerate(self.parts):
                 sync.forward(self.parts, at, pieces)
+                if self.inputs is not None and part in self.blocks:
+                    self.inputs.leave(microbatch, part, pieces)
                 self._forward(part, pieces)
                 sync.leave(self.parts, at, pieces)
             pieces.cut()
@@ -208,7 +239,10 @@ class _Stage:
         for part in parts:
             if part.part != at and "I" in halves:
                 sync.backward(self.parts, self.parts.index(part.part), pieces)
-                if part.part.startswith("blocks."):
+                if part.part in self.blocks:
+                    if self.inputs is not None:
+                        below = self.blocks[: self.blocks.index(part.part) + 1][::-1]
+                        self.inputs.come(microbatch, below, pieces)
                     self._again(part.part, pieces)
             at = part.part
             self._backward(part, halves, pieces)

@@ -42,7 +42,9 @@ class ZeroRows:
         self.gathering = None
         if plan.zero_stage == 3:
             held = memory.stage_parts(model, plan, rank.rank)
-            self.gathering = Gathering(model, held, self.units, plan.prefetch)
+            away = plan.tiers is not None and plan.tiers.parameters != "device"
+            self.gathering = Gathering(model, held, self.units, plan.prefetch, away=away,
+                                       alone=plan.shard_degree == 1)  # fmt: skip
 
     # ---- parameters ----------------------------------------------------------------------------
     def forward(self, parts: Sequence[str], at: int, pieces: Pieces) -> None:
@@ -92,8 +94,11 @@ class ZeroRows:
         numel = self.units[unit].numel
         pieces.cut()
         self.rank.compute(bucket_copy_work(numel, len(self.units[unit].names)), "copy")
-        pieces.cut()
-        self.pending.append((unit, self._launch("reduce_scatter", numel, "grad_sync")))
+        if self.plan.shard_degree == 1:
+            self._keep(unit, pieces)
+        else:
+            pieces.cut()
+            self.pending.append((unit, self._launch("reduce_scatter", numel, "grad_sync")))
         if self.gathering is not None:
             self._do(self.gathering.release([unit]), pieces)
 
@@ -106,6 +111,10 @@ class ZeroRows:
             self._cut(pieces)
             elements = self.units[unit].numel + self.sizes[unit]
             self.rank.compute(Work(0, ITEM * elements, 2), "copy")
+            self._keep(unit, pieces)
+
+    def _keep(self, unit: int, pieces: Pieces | None = None) -> None:
+        """The rank's part of the sum is there, and stays."""
 
     def finish(self) -> None:
         if self.gathering is not None:

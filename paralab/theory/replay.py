@@ -10,6 +10,8 @@ own would have given.
                      same stage and kind at the same place: a backward that launches collectives is
                      cut there, and every part has its own
     collective       alpha + wire bytes / bandwidth, from its row in the traffic table
+    copy             the same between memory tiers, if the cluster states these links; no faster
+                     than the plan's ``bandwidth``. Else as long as it took
     wait             as long as the engine says, whatever it took in the run
 
 Its one assumption: a computation costs the same alone as beside others. Shared caches and memory
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from paralab.report import Report
 
 Key = tuple[Any, ...]
+PROCESSORS = ("compute", "host")  # lanes whose spans cost processor time, not time on a link
 
 
 class _Span(NamedTuple):
@@ -84,7 +87,7 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
     role = {rank: rank if report.model is None else report.plan.place(rank)[0]
             for rank in range(report.world_size)}  # fmt: skip
     costs = _typical_costs([s for s in spans if s.id not in setup], scale=compute, role=role)
-    calls = _collectives(report)
+    calls, copies = _collectives(report), _copies(report, cluster)
     by_step: dict[tuple[int, bool], list[list[_Span]]] = defaultdict(
         lambda: [[] for _ in range(report.world_size)]
     )
@@ -96,7 +99,7 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
     when: dict[int, tuple[float, float]] = {}
     steps: dict[tuple[int, int], tuple[float, float]] = {}
     for (step, inside), ranks in sorted(by_step.items()):
-        programs = [_program(rank, calls, costs) for rank in ranks]
+        programs = [_program(rank, calls, costs, copies) for rank in ranks]
         times = simulate([items for items, _ in programs], cost)
         latest = now
         for rank, (_, places) in enumerate(programs):
@@ -122,6 +125,7 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
             cost=[_cost(_Span(*row), costs) for row in report.spans.itertuples(index=False)]
         ),
         collectives=_retimed(report.collectives, "span", when, zero),
+        copies=_retimed(report.copies, "span", when, zero),
         memory=_retimed_memory(report, spans, when, zero),
         steps=report.steps.assign(
             start=[steps[key][0] - zero for key in _step_keys(report)],
@@ -169,13 +173,13 @@ def _typical_costs(spans: list[_Span], *, scale: float, role: dict[int, int]) ->
 
 
 def _own_seconds(span: _Span) -> float:
-    """What a span costs by itself: its thread's CPU time, or on a copy lane how long it took."""
-    return max(span.cost, 0.0) if span.lane == "compute" else span.end - span.start
+    """What a span costs by itself: its thread's CPU time, or on a link how long it took."""
+    return max(span.cost, 0.0) if span.lane in PROCESSORS else span.end - span.start
 
 
 def _cost(span: _Span, costs: _Costs) -> float:
     key = costs.key_of.get(span.id)
-    if key is None or span.lane != "compute":
+    if key is None or span.lane not in PROCESSORS:
         return span.cost
     return costs.seconds[key]
 
@@ -202,8 +206,23 @@ def _collectives(report: Report) -> dict[int, list[tuple[Key, dict[str, Any]]]]:
     return found
 
 
+def _copies(report: Report, cluster: Cluster) -> dict[int, float]:
+    """Seconds by span of copies over links that ``cluster`` states."""
+    tiers, rows = report.plan.tiers, report.copies
+    limits = {} if tiers is None else tiers.limits
+    links = {"h2d": cluster.host, "d2h": cluster.host, "disk": cluster.disk}
+    return {
+        span: max(links[lane].seconds(size), size / limits.get(lane, float("inf")))
+        for span, lane, size in zip(rows["span"], rows["lane"], rows["bytes"], strict=True)
+        if links[lane] is not None
+    }
+
+
 def _program(
-    spans: list[_Span], calls: dict[int, list[tuple[Key, dict[str, Any]]]], costs: _Costs
+    spans: list[_Span],
+    calls: dict[int, list[tuple[Key, dict[str, Any]]]],
+    costs: _Costs,
+    copies: dict[int, float],
 ) -> tuple[list[Item], list[list[int]]]:
     """One rank's step as engine items, and for every span the positions of its items."""
     items: list[Item] = []
@@ -227,7 +246,8 @@ def _program(
             items += [_collective(key, row, span, awaited) for key, row in calls[span.id]]
         else:
             key = costs.key_of.get(span.id)
-            items.append(Copy(span.lane, 0.0 if key is None else costs.seconds[key], awaited))
+            seconds = 0.0 if key is None else costs.seconds[key]
+            items.append(Copy(span.lane, copies.get(span.id, seconds), awaited))
         at[span.id] = list(range(first, len(items)))
         places.append(at[span.id])
         if span.lane == "compute":

@@ -1,0 +1,79 @@
+"""The folder that a run's offloaded states lie in: made before the ranks, gone after them.
+
+    <folder>/paralab-offload-k3x9/rank-0/states-1 ...
+
+It goes when the run ends, however it ends: who launched the ranks removes it, and if that process
+is killed too, the next run with the same folder does. A folder belongs to a process that lives: it
+holds a lock on the file ``lock`` in it, which the operating system takes back when the process
+ends. Torch-free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from paralab.checks import illegal
+from paralab.tiers import Offload
+
+NAME, _UNLOCKED, _LOCK = "paralab-offload-", ".paralab-new-", "lock"
+
+
+def check(tiers: Offload | None, needed: int) -> None:
+    """Raise ``ValueError`` if ``needed`` bytes cannot be written where ``tiers`` says."""
+    if tiers is None or not tiers.uses("nvme"):
+        return
+    base, field = _base(tiers), "offload['folder']"
+    legal = "a folder that exists, that you may write to, with room for what is offloaded"
+    if not base.is_dir():
+        raise illegal(field, str(base), "there is no such folder", legal)
+    _sweep(base)
+    try:
+        with tempfile.TemporaryFile(dir=base):
+            pass
+    except OSError as error:
+        raise illegal(field, str(base), f"cannot be written to: {error.strerror}", legal) from None
+    free = shutil.disk_usage(base).free
+    if needed > free:
+        raise illegal(field, str(base), f"this plan's files take {needed / 2**20:,.0f} MiB, and "
+                      f"{free / 2**20:,.0f} MiB are free there", legal)  # fmt: skip
+
+
+@contextlib.contextmanager
+def folder(tiers: Offload | None) -> Iterator[str | None]:
+    """A folder of this process's own for as long as the block runs; None if no file is written."""
+    if tiers is None or not tiers.uses("nvme"):
+        yield None
+        return
+    base = _base(tiers)
+    _sweep(base)
+    new = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=base))
+    mine = new
+    try:
+        with open(new / _LOCK, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            mine = new.rename(base / new.name.replace(_UNLOCKED, NAME, 1))
+            yield str(mine)
+    finally:
+        shutil.rmtree(mine, ignore_errors=True)
+
+
+def _base(tiers: Offload) -> Path:
+    return Path(tiers.folder or tempfile.gettempdir()).expanduser().absolute()
+
+
+def _sweep(base: Path) -> None:
+    """Remove what processes that are gone have left."""
+    for found in [*base.glob(f"{NAME}*"), *base.glob(f"{_UNLOCKED}*")]:
+        with contextlib.suppress(OSError):
+            file = os.open(found / _LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+                shutil.rmtree(found, ignore_errors=True)
+            finally:
+                os.close(file)

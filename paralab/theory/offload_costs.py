@@ -1,0 +1,236 @@
+"""What ZeRO-Offload and ZeRO-Infinity state about memory outside the GPU: cuts, bytes, bandwidth.
+
+ZeRO-Offload (Ren+ 2021, arXiv:2101.06840, sec. 3) draws a step of mixed-precision Adam as a graph:
+circles hold data, boxes compute, and an edge weighs what flows along it in a step, for M parameters
+2M bytes where 16-bit numbers leave a node and 4M where 32-bit ones do (figure 2):
+
+    fwd-bwd --2M--> g16 --2M--> update <--4M each way--> p32, m32, v32
+       ^                                                  |
+       +------4M------ p16 <------2M------ float2half <-4M-+
+
+Forward and backward are one node, and p16 feeds it twice, 2M each time. A strategy puts every node
+on GPU or CPU, and what crosses per step is the sum over the edges that it cuts: `cut_volume`. With
+fwd-bwd on the GPU (sec. 3.2: it costs O(M B), all the rest O(M)), the four cheapest cuts are
+table 1's, 0 with everything on the GPU and 4M for three, and any other crosses 6M or more (3.3):
+
+    p16  g16  update and 32 bits    on the GPU    as printed    crosses
+    gpu  gpu  gpu                   16M           16M           0
+    gpu  cpu  gpu                   14M           14M           4M
+    gpu  gpu  cpu                    4M            4M           4M
+    gpu  cpu  cpu                    2M            4M (8x)      4M      ZeRO-Offload
+
+The last row contradicts itself: an eighth of 16M is 2M, and at 4M the 13 B parameters of figure 7
+would not fit its 32 GB.
+
+ZeRO-Infinity (Rajbhandari+ 2021, arXiv:2104.07857) counts bytes in sec. 3 and asks in sec. 4 which
+bandwidth is enough. Its figure 2a says TB and GB and means TiB and GiB. As printed, eq. 5 lacks the
+2 bytes per element without which figure 2a does not follow, the working memory of figure 2a's
+smallest model is 1.95 (20 h^2) where eq. 4 gives 1.56, and the 1.5 TB/s "for 90 %" of sec. 4 would
+give 91.6 %: 1.23 are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from types import MappingProxyType
+
+from paralab.checks import choice, illegal, real, whole
+from paralab.theory.needs import bytes_per_parameter
+
+GPU, CPU = "gpu", "cpu"
+
+# ---- ZeRO-Offload: the graph and its cuts ----
+# Bytes per parameter that a node holds; what computes holds none.
+HELD: Mapping[str, int] = MappingProxyType({
+    "fwd-bwd": 0, "p16": 2, "g16": 2, "update": 0, "float2half": 0, "p32": 4, "m32": 4, "v32": 4,
+})  # fmt: skip
+# Bytes per parameter and step that flow from one node to another.
+FLOWS: Mapping[tuple[str, str], int] = MappingProxyType({
+    ("p16", "fwd-bwd"): 2 * 2,  # forward reads it, backward reads it again
+    ("fwd-bwd", "g16"): 2,
+    ("g16", "update"): 2,
+    **{("update", state): 4 for state in ("p32", "m32", "v32")},
+    **{(state, "update"): 4 for state in ("p32", "m32", "v32")},
+    ("p32", "float2half"): 4,
+    ("float2half", "p16"): 2,
+})  # fmt: skip
+UPDATE_SUPER = ("update", "p32", "m32", "v32", "float2half")  # one node of the reduced graph
+
+
+def placed(*on_cpu: str) -> dict[str, str]:
+    """{node: device} with the nodes named on the CPU and all others on the GPU.
+
+    ZeRO-Offload is ``placed("g16", *UPDATE_SUPER)``.
+    """
+    for name in on_cpu:
+        choice("on_cpu", name, tuple(HELD))
+    return _checked({name: CPU if name in on_cpu else GPU for name in HELD})
+
+
+def cut_volume(assignment: Mapping[str, str]) -> int:
+    """Bytes per parameter that cross between GPU and CPU in a step; ZeRO-Offload, sec. 3.3.
+
+    The paper also prints 28M for L2L, seven times ZeRO-Offload's (sec. 6.2), and no sum. This graph
+    gives 28 where the GPU computes forward, backward and update, and all but g16 is held by the
+    CPU, which rounds to 16 bits: 4 for p16, 8 for each of p32, m32 and v32.
+    """
+    at = _checked(assignment)
+    return sum(width for (source, to), width in FLOWS.items() if at[source] != at[to])
+
+
+def gpu_memory(assignment: Mapping[str, str]) -> int:
+    """Bytes per parameter of the model states held on the GPU; ZeRO-Offload, table 1."""
+    at = _checked(assignment)
+    return sum(width for name, width in HELD.items() if at[name] == GPU)
+
+
+def cuts(update: str = CPU) -> list[dict[str, str]]:
+    """Every assignment with fwd-bwd on the GPU and the update on the device ``update``: 64."""
+    choice("update", update, (GPU, CPU))
+    free = [name for name in HELD if name not in ("fwd-bwd", "update")]
+    return [
+        {"fwd-bwd": GPU, "update": update, **dict(zip(free, devices, strict=True))}
+        for devices in product((GPU, CPU), repeat=len(free))
+    ]
+
+
+def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(assignment, Mapping):
+        raise illegal("assignment", assignment, "not {node: device}", "what placed(...) returns")
+    for name, device in assignment.items():
+        choice("node", name, tuple(HELD))
+        choice(name, device, (GPU, CPU))
+    missing = [name for name in HELD if name not in assignment]
+    if missing:
+        raise illegal("assignment", dict(assignment), f"no device for {', '.join(missing)}",
+                      "a device for every node")  # fmt: skip
+    if assignment["fwd-bwd"] == CPU:
+        raise illegal("fwd-bwd", CPU, "its work grows with the batch, too much for a CPU", "'gpu'")
+    return dict(assignment)
+
+
+# ---- ZeRO-Infinity, sec. 3: bytes ----
+def transformer_parameters(layers: int, hidden: int) -> int:
+    """12 l h^2: the linear layers' weights, 4 h^2 in attention and 8 h^2 in the MLP; eq. 1.
+
+    Biases, norms and embeddings are left out; `ModelSpec.num_params` counts them.
+    """
+    return 12 * whole("layers", layers, at_least=1) * whole("hidden", hidden, at_least=1) ** 2
+
+
+def model_state_bytes(layers: int, hidden: int, recipe: str = "megatron-fp16") -> int:
+    """Bytes of all model states of one copy, 240 l h^2: eq. 1 at 20 bytes per parameter; eq. 2."""
+    return bytes_per_parameter(recipe) * transformer_parameters(layers, hidden)
+
+
+def checkpoint_bytes(
+    layers: int, hidden: int, batch: float, seq_len: int, *, interval: int = 1
+) -> float:
+    """Bytes of activation checkpoints, 2 b s h l / ci: block inputs in 16 bits; eq. 3.
+
+    interval  ci, blocks from one checkpoint to the next
+    """
+    layers = whole("layers", layers, at_least=1)
+    interval = whole("interval", interval, at_least=1, at_most=layers)
+    return 2 * _tokens(batch, seq_len) * whole("hidden", hidden, at_least=1) * layers / interval
+
+
+def mswm_bytes(hidden: int) -> int:
+    """Model state working memory, 4 h 4h bytes: what a GPU needs at once for the largest layer.
+
+    That is the MLP's first, h x 4h, with weights and gradients in 16 bits; eq. 4.
+    """
+    return 4 * (h := whole("hidden", hidden, at_least=1)) * 4 * h
+
+
+def awm_bytes(hidden: int, heads: int, batch: float, seq_len: int, *, interval: int = 1) -> float:
+    """Activation working memory, 2 b s ci (16 h + 2 a s): what lies between two checkpoints; eq. 5.
+
+    The leading 2 are the bytes per element, which the equation leaves out. With ``interval`` the
+    number of layers it is figure 2a's "Act.", everything kept and nothing recomputed.
+    """
+    interval = whole("interval", interval, at_least=1)
+    scores = 2 * whole("heads", heads, at_least=1) * whole("seq_len", seq_len, at_least=1)
+    per_token = 16 * whole("hidden", hidden, at_least=1) + scores
+    return 2 * _tokens(batch, seq_len) * interval * per_token
+
+
+def _tokens(batch: float, seq_len: int) -> float:
+    """A batch may be a mean: table 1 has 1.25 samples per GPU."""
+    return real("batch", batch, above=0.0) * whole("seq_len", seq_len, at_least=1)
+
+
+# ---- ZeRO-Infinity, sec. 4: bandwidth ----
+def iteration_flops(params: float, batch: float, seq_len: int) -> float:
+    """FLOPs of an iteration, 2 * 4 b s P: forward 2, once more to recompute, backward 4; eq. 7."""
+    return 2 * 4 * _tokens(batch, seq_len) * real("params", params, above=0.0)
+
+
+def ait_parameters(batch: float, seq_len: int) -> float:
+    """FLOPs per byte moved of parameters and gradients, b s; eq. 9.
+
+    `iteration_flops` over 2 * 4 P bytes: parameters are read for forward, recomputation and
+    backward, and gradients written once.
+    """
+    return _tokens(batch, seq_len)
+
+
+def ait_optimizer(batch: float, seq_len: int) -> float:
+    """FLOPs per byte moved of optimizer states, b s / 4: 16 P bytes, read and written; eq. 10."""
+    return _tokens(batch, seq_len) / 4
+
+
+def ait_checkpoints(hidden: int, *, interval: int = 1) -> int:
+    """FLOPs per byte moved of activation checkpoints, 24 h ci: written and read once; eq. 11."""
+    return 24 * whole("hidden", hidden, at_least=1) * whole("interval", interval, at_least=1)
+
+
+def efficiency_at(ait: float, bandwidth: float, peak_flops: float) -> float:
+    """Share of time spent computing, ait bw / (ait bw + peak), with no overlap; eq. 6.
+
+    ait         FLOPs per byte moved
+    bandwidth   bytes/s to one device
+    peak_flops  FLOP/s that one device reaches when it waits for nothing; the paper takes 70e12
+    """
+    fed = real("ait", ait, above=0.0) * real("bandwidth", bandwidth, above=0.0)
+    return fed / (fed + real("peak_flops", peak_flops, above=0.0))
+
+
+def bandwidth_needed(efficiency: float, ait: float, peak_flops: float) -> float:
+    """Bytes/s at which `efficiency_at` is ``efficiency``: e / (1 - e) peak / ait."""
+    share = real("efficiency", efficiency, above=0.0)
+    if share >= 1:
+        raise illegal("efficiency", efficiency, "without overlap every transfer costs time",
+                      "a number above 0 and below 1")  # fmt: skip
+    peak = real("peak_flops", peak_flops, above=0.0)
+    return share / (1 - share) * peak / real("ait", ait, above=0.0)
+
+
+def efficiency(
+    flops_per_step: float, bytes_per_step: float, peak_flops: float, bandwidth: float
+) -> float:
+    """compute / (compute + transfer): transfers wait for the computation, and it for them.
+
+    This is the paper's assumption (eq. 6), for any precision. bytes_per_step is what crosses: with
+    gradients down and parameters up, 4 bytes per parameter in 16 bits, and 8 in paralab's fp32.
+    """
+    compute, transfer = _seconds(flops_per_step, bytes_per_step, peak_flops, bandwidth)
+    return compute / (compute + transfer)
+
+
+def efficiency_overlapped(
+    flops_per_step: float, bytes_per_step: float, peak_flops: float, bandwidth: float
+) -> float:
+    """compute / max(compute, transfer): all that can be hidden is hidden.
+
+    Not the paper's, which is `efficiency`; at most twice that, and 1 where that is 1/2 or more.
+    """
+    compute, transfer = _seconds(flops_per_step, bytes_per_step, peak_flops, bandwidth)
+    return compute / max(compute, transfer)
+
+
+def _seconds(flops: float, num_bytes: float, peak: float, bandwidth: float) -> tuple[float, float]:
+    compute = real("flops_per_step", flops, above=0.0) / real("peak_flops", peak, above=0.0)
+    moved = real("bytes_per_step", num_bytes, at_least=0.0)
+    return compute, moved / real("bandwidth", bandwidth, above=0.0)

@@ -1,0 +1,316 @@
+"""ZeRO-Offload's cuts and ZeRO-Infinity's bytes and bandwidths, as printed, and where they err."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paralab.theory import needs
+from paralab.theory import offload_costs as costs
+from paralab.theory.offload_costs import CPU, GPU, UPDATE_SUPER, placed
+
+TIB, GIB = 2**40, 2**30
+PEAK = 70e12  # FLOP/s of a V100, ZeRO-Infinity, sec. 4.2
+DGX2_GPU = 32e9  # bytes of the V100 that ZeRO-Offload and ZeRO-Infinity measure on
+
+# Ren+ 2021, ZeRO-Offload, arXiv:2101.06840, Table 1: where fp16 parameters, fp16 gradients and the
+# update are, and bytes per parameter on the GPU as printed; the last is an erratum.
+TABLE_1 = {(GPU, GPU, GPU): 16, (GPU, CPU, GPU): 14, (GPU, GPU, CPU): 4, (GPU, CPU, CPU): 4}
+REDUCTION = {(GPU, GPU, GPU): 1, (GPU, CPU, GPU): 1.14, (GPU, GPU, CPU): 4, (GPU, CPU, CPU): 8}
+ERRATUM = (GPU, CPU, CPU)
+
+# Rajbhandari+ 2021, ZeRO-Infinity, arXiv:2104.07857, Figure 2a: layers, hidden, heads; then
+# parameters in T, states, activations and checkpoints in "TB", MSWM and AWM in "GB"; sequences of
+# 1024, 32 of them per node, 2 per GPU.
+FIGURE_2A = [
+    (80, 10240, 128, 0.1, 1.83, 2.03, 0.05, 1.95, 1.63),
+    (100, 20480, 160, 0.5, 9.16, 3.91, 0.12, 6.25, 2.5),
+    (315, 163840, 1024, 101.47, 1845.7, 88.59, 3.08, 400.0, 18.0),
+]
+
+# ZeRO-Infinity, Table 1: parameters in billions, hidden in binary thousands, layers.
+TABLE_1_INFINITY = [
+    (10, 4, 50), (50, 8, 62), (100, 8, 125), (500, 18, 124), (1000, 25, 128), (5000, 48, 174),
+    (10_000, 64, 200), (20_000, 88, 205),
+]  # fmt: skip
+
+
+def row(p16: str, g16: str, update: str) -> dict[str, str]:
+    """The assignment that a row of ZeRO-Offload's table 1 means."""
+    where = {"p16": p16, "g16": g16, **dict.fromkeys(UPDATE_SUPER, update)}
+    return placed(*(name for name, device in where.items() if device == CPU))
+
+
+def printed(number: float) -> object:
+    """As rounded to two digits behind the point, either way at a tie."""
+    return pytest.approx(number, abs=0.005 + 1e-9)
+
+
+# ---- ZeRO-Offload ----
+@pytest.mark.parametrize("where", TABLE_1)
+def test_table_1_memory_and_its_last_row(where):
+    found = costs.gpu_memory(row(*where))
+    assert found == (2 if where == ERRATUM else TABLE_1[where])
+    assert 16 / found == printed(REDUCTION[where])  # which the row printed as 4M contradicts
+
+
+def test_figure_7_fits_two_bytes_and_not_the_four_that_are_printed():
+    # Figure 7: 13 B parameters with ZeRO-Offload and 1.4 B with PyTorch on one GPU
+    offloaded = costs.gpu_memory(placed("g16", *UPDATE_SUPER))
+    assert 13e9 * offloaded < DGX2_GPU < 13e9 * TABLE_1[ERRATUM]
+    assert 1.4e9 * costs.gpu_memory(placed()) < DGX2_GPU < 2 * 1.4e9 * costs.gpu_memory(placed())
+
+
+def test_all_bytes_are_the_recipes():
+    assert sum(costs.HELD.values()) == needs.bytes_per_parameter("zero-fp16")
+
+
+def test_edges_weigh_2m_from_16_bits_and_4m_from_32_and_p16_is_read_twice():
+    # sec. 3.1; p16 and the node that forward and backward became: 4M, sec. 3.3
+    for (source, to), width in costs.FLOWS.items():
+        states32 = {source, to} & {"p32", "m32", "v32"}
+        assert width == (4 if states32 or (source, to) == ("p16", "fwd-bwd") else 2)
+
+
+def test_every_node_is_on_a_cycle():
+    # sec. 3.3, for which reason any cut has two edges or more, of 2M each or more
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            here = todo.pop()
+            for source, to in costs.FLOWS:
+                if source == here and to not in seen:
+                    seen.add(to)
+                    todo.append(to)
+        return seen
+
+    assert all(node in reached(node) for node in costs.HELD)
+
+
+def test_of_all_cuts_with_the_update_on_the_cpu_4m_is_least_and_6m_comes_next():
+    # sec. 3.3: at least 4M; 6M where 32-bit states leave their producers, or p16 the GPU
+    all_cuts = costs.cuts()
+    assert len({tuple(sorted(cut.items())) for cut in all_cuts}) == len(all_cuts) == 2**6
+    assert all(cut["fwd-bwd"] == GPU and cut["update"] == CPU for cut in all_cuts)
+    least = [cut for cut in all_cuts if costs.cut_volume(cut) == 4]
+    assert least == [row(GPU, GPU, CPU), row(GPU, CPU, CPU)]
+    assert min(costs.cut_volume(cut) for cut in all_cuts if cut not in least) == 6
+
+
+def test_table_1_lists_every_cut_below_6m():
+    both = costs.cuts(GPU) + costs.cuts(CPU)
+    cheap = [cut for cut in both if costs.cut_volume(cut) < 6]
+    listed = [row(*where) for where in TABLE_1]
+    assert len(cheap) == len(listed) and all(cut in listed for cut in cheap)
+    assert [costs.cut_volume(cut) for cut in listed] == [0, 4, 4, 4]
+
+
+def test_zero_offload_is_the_only_best_one():
+    # sec. 3.5: unique; whatever leaves less on the GPU crosses more
+    best = placed("g16", *UPDATE_SUPER)
+    for cut in costs.cuts():
+        assert cut == best or (costs.cut_volume(cut), costs.gpu_memory(cut)) > (4, 2)
+
+
+@pytest.mark.parametrize(
+    "on_cpu, crosses",
+    [
+        ((), 0),
+        (("p16", *UPDATE_SUPER), 4 + 2),
+        (("p16", "g16", *UPDATE_SUPER), 4 + 2),
+        (("float2half",), 4 + 2),
+        (("m32",), 4 + 4),
+        (("p32",), 4 + 4 + 4),
+        # sec. 6.2: 28M for L2L, which updates on the GPU
+        (("p16", "p32", "m32", "v32", "float2half"), 7 * 4),
+    ],
+)
+def test_what_crosses_is_the_edges_that_are_cut(on_cpu, crosses):
+    assert costs.cut_volume(placed(*on_cpu)) == crosses
+
+
+# ---- ZeRO-Infinity, sec. 3 ----
+@pytest.mark.parametrize("numbers", FIGURE_2A)
+def test_figure_2a_in_binary_units(numbers):
+    layers, hidden, heads, params, states, acts, checkpoints, mswm, awm = numbers
+    assert costs.transformer_parameters(layers, hidden) / 1e12 == printed(params)
+    assert costs.model_state_bytes(layers, hidden) / TIB == printed(states)
+    every = costs.awm_bytes(hidden, heads, 32, 1024, interval=layers)
+    assert every / TIB == printed(acts)
+    assert costs.checkpoint_bytes(layers, hidden, 32, 1024) / TIB == printed(checkpoints)
+    assert costs.awm_bytes(hidden, heads, 2, 1024) / GIB == printed(awm)
+    if params > 0.1:  # whose working memory does not follow eq. 4
+        assert costs.mswm_bytes(hidden) / GIB == printed(mswm)
+
+
+def test_figure_2a_does_not_follow_in_decimal_units():
+    for layers, hidden, _, _, states, _, _, mswm, _ in FIGURE_2A:
+        assert costs.model_state_bytes(layers, hidden) / 1e12 > 1.09 * states
+        if mswm != 1.95:
+            assert costs.mswm_bytes(hidden) / 1e9 > 1.07 * mswm
+
+
+def test_figure_2a_working_memory_of_the_smallest_model_is_20_h_h_and_not_16():
+    assert costs.mswm_bytes(10240) / GIB == 1.5625
+    found = costs.mswm_bytes(10240) * 20 / 16
+    assert found / GIB == printed(1.95)
+
+
+def test_equation_5_needs_two_bytes_per_element():
+    for _, hidden, heads, *_, awm in FIGURE_2A:
+        without = 2 * 1024 * 1 * (16 * hidden + 2 * heads * 1024)
+        assert costs.awm_bytes(hidden, heads, 2, 1024) == 2 * without
+        assert 2 * without / GIB == printed(awm)
+
+
+def test_equations_2_to_5_by_hand():
+    assert costs.model_state_bytes(3, 10) == 240 * 3 * 10**2
+    assert costs.model_state_bytes(3, 10, "fp32") == 16 * 12 * 3 * 10**2
+    assert costs.checkpoint_bytes(6, 10, 3, 7) == 2 * 3 * 7 * 10 * 6
+    assert costs.checkpoint_bytes(6, 10, 3, 7, interval=4) == 2 * 3 * 7 * 10 * 6 / 4
+    assert costs.mswm_bytes(10) == 16 * 10**2
+    assert costs.awm_bytes(10, 5, 3, 7, interval=4) == 2 * 3 * 7 * 4 * (16 * 10 + 2 * 5 * 7)
+
+
+@pytest.mark.parametrize("billions, kibi_hidden, layers", TABLE_1_INFINITY)
+def test_equation_1_gives_the_sizes_of_table_1(billions, kibi_hidden, layers):
+    found = costs.transformer_parameters(layers, kibi_hidden * 1024)
+    assert found / 1e9 == pytest.approx(billions, rel=0.035)
+
+
+# ---- ZeRO-Infinity, sec. 4 ----
+batches = st.floats(0.25, 1e4)
+lengths = st.integers(1, 2**17)
+sizes = st.integers(1, 2**16)
+
+
+@given(batch=batches, seq_len=lengths, layers=sizes, hidden=sizes, every=st.integers(1, 64))
+def test_intensities_are_flops_over_bytes_moved(batch, seq_len, layers, hidden, every):
+    every = min(every, layers)
+    params = costs.transformer_parameters(layers, hidden)
+    flops = costs.iteration_flops(params, batch, seq_len)
+    assert flops == pytest.approx(2 * 4 * 12 * batch * seq_len * layers * hidden**2)  # eq. 8
+    moved = {
+        "parameters": 2 * (3 * params + params),  # forward, recomputation, backward; gradients
+        "optimizer": 2 * 16 * params,
+        "checkpoints": 2 * costs.checkpoint_bytes(layers, hidden, batch, seq_len, interval=every),
+    }
+    assert {name: flops / num for name, num in moved.items()} == pytest.approx({
+        "parameters": costs.ait_parameters(batch, seq_len),
+        "optimizer": costs.ait_optimizer(batch, seq_len),
+        "checkpoints": costs.ait_checkpoints(hidden, interval=every),
+    })  # fmt: skip
+
+
+def test_equations_9_to_11_by_hand():
+    assert costs.ait_parameters(3, 1024) == 3 * 1024
+    assert costs.ait_optimizer(3, 1024) == 3 * 1024 / 4
+    assert costs.ait_checkpoints(10, interval=5) == 24 * 10 * 5
+
+
+def test_1_23_terabytes_per_second_give_90_percent_where_1_5_are_printed():
+    # sec. 4.2: optimizer states at 2 samples of 1024 tokens per GPU
+    ait = costs.ait_optimizer(2, 1024)
+    assert costs.bandwidth_needed(0.9, ait, PEAK) / 1e12 == printed(1.23)
+    assert 100 * costs.efficiency_at(ait, 1.5e12, PEAK) == pytest.approx(91.6, abs=0.05)
+
+
+def test_what_section_4_says_of_half_the_peak():
+    # sec. 4.2, figure 3: parameters and gradients need 70 GB/s even at one sample, optimizer states
+    # four times as much, checkpoints 2 GB/s at h = 2K
+    needed = [costs.bandwidth_needed(0.5, f(1, 1024), PEAK) / 1e9
+              for f in (costs.ait_parameters, costs.ait_optimizer)]  # fmt: skip
+    assert needed[0] < 70 < 1.03 * needed[0]
+    assert needed[1] == pytest.approx(4 * needed[0])
+    assert costs.efficiency_at(costs.ait_checkpoints(2048), 2e9, PEAK) > 0.5
+
+
+shares = st.floats(1e-3, 0.999)
+rates = st.floats(1e6, 1e15)
+
+
+@given(share=shares, ait=st.floats(0.1, 1e7), peak=rates)
+def test_bandwidth_needed_inverts_the_efficiency(share, ait, peak):
+    bandwidth = costs.bandwidth_needed(share, ait, peak)
+    assert costs.efficiency_at(ait, bandwidth, peak) == pytest.approx(share, rel=1e-9)
+
+
+@given(ratio=st.floats(1e-3, 1e3), ait=st.floats(0.1, 1e7), peak=rates)
+def test_the_efficiency_inverts_bandwidth_needed(ratio, ait, peak):
+    bandwidth = ratio * peak / ait
+    share = costs.efficiency_at(ait, bandwidth, peak)
+    assert costs.bandwidth_needed(share, ait, peak) == pytest.approx(bandwidth, rel=1e-9)
+
+
+@given(flops=st.floats(1.0, 1e21), moved=st.floats(1.0, 1e15), peak=rates, bandwidth=rates)
+def test_both_efficiencies(flops, moved, peak, bandwidth):
+    alone = costs.efficiency(flops, moved, peak, bandwidth)
+    hidden = costs.efficiency_overlapped(flops, moved, peak, bandwidth)
+    assert alone == pytest.approx(costs.efficiency_at(flops / moved, bandwidth, peak), rel=1e-9)
+    assert alone <= hidden <= min(1.0, 2 * alone * (1 + 1e-12))
+    assert hidden == 1.0 or alone < 0.5 * (1 + 1e-12)
+
+
+def test_efficiencies_by_hand():
+    # 4 s of computation; 8 bytes (fp32: gradients down, parameters up) of 10^9 parameters, 1 or 8 s
+    assert costs.efficiency(4e12, 8e9, 1e12, 8e9) == 4 / 5
+    assert costs.efficiency_overlapped(4e12, 8e9, 1e12, 8e9) == 1
+    assert costs.efficiency(4e12, 8e9, 1e12, 1e9) == 4 / 12
+    assert costs.efficiency_overlapped(4e12, 8e9, 1e12, 1e9) == 4 / 8
+    nothing = (4e12, 0, 1e12, 8e9)
+    assert costs.efficiency(*nothing) == costs.efficiency_overlapped(*nothing) == 1
+
+
+# ---- refusals ----
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: placed("g32"), "on_cpu='g32': unknown choice; legal: 'fwd-bwd' | 'p16'"),
+        (lambda: placed("fwd-bwd"), "fwd-bwd='cpu': its work grows with the batch"),
+        (lambda: costs.cut_volume({**placed(), "p16": "nvme"}),
+         "p16='nvme': unknown choice; legal: 'gpu' | 'cpu'"),
+        (lambda: costs.gpu_memory({**placed(), "g32": CPU}), "node='g32': unknown choice"),
+        (lambda: costs.gpu_memory({n: GPU for n in costs.HELD if n not in ("g16", "v32")}),
+         "no device for g16, v32; legal: a device for every node"),
+        (lambda: costs.cut_volume("gpu"), "assignment='gpu': not {node: device}"),
+        (lambda: costs.cuts("nvme"), "update='nvme': unknown choice; legal: 'gpu' | 'cpu'"),
+        (lambda: costs.transformer_parameters(0, 8), "layers=0: out of range"),
+        (lambda: costs.mswm_bytes(8.0), "hidden=8.0: not a whole number"),
+        (lambda: costs.model_state_bytes(2, 8, "fp4"), "recipe='fp4': unknown choice"),
+        (lambda: costs.checkpoint_bytes(4, 8, 1, 8, interval=5),
+         "interval=5: out of range; legal: a whole number from 1 to 4"),
+        (lambda: costs.awm_bytes(8, 0, 1, 8), "heads=0: out of range"),
+        (lambda: costs.awm_bytes(8, 2, 1, 8, interval=0), "interval=0: out of range"),
+        (lambda: costs.ait_parameters(0, 8), "batch=0: out of range; legal: a finite number above"),
+        (lambda: costs.ait_optimizer(1, 0), "seq_len=0: out of range"),
+        (lambda: costs.ait_checkpoints(True), "hidden=True: a yes/no value is not a count"),
+        (lambda: costs.ait_checkpoints(8, interval=0), "interval=0: out of range"),
+        (lambda: costs.iteration_flops("1B", 1, 8), "params='1B': not a number"),
+        (lambda: costs.efficiency_at(512, 0, PEAK), "bandwidth=0: out of range"),
+        (lambda: costs.efficiency_at(0, 1e9, PEAK), "ait=0: out of range"),
+        (lambda: costs.efficiency_at(512, 1e9, 0), "peak_flops=0: out of range"),
+        (lambda: costs.bandwidth_needed(1, 512, PEAK), "efficiency=1: without overlap every"),
+        (lambda: costs.bandwidth_needed(0, 512, PEAK), "efficiency=0: out of range"),
+        (lambda: costs.bandwidth_needed(0.5, 0, PEAK), "ait=0: out of range"),
+        (lambda: costs.bandwidth_needed(0.5, 512, 0), "peak_flops=0: out of range"),
+        (lambda: costs.efficiency(0, 8, 1, 1), "flops_per_step=0: out of range"),
+        (lambda: costs.efficiency(1, -8, 1, 1), "bytes_per_step=-8: out of range"),
+        (lambda: costs.efficiency(1, 8, 0, 1), "peak_flops=0: out of range"),
+        (lambda: costs.efficiency_overlapped(1, 8, 1, float("nan")), "bandwidth=nan: not finite"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(call, message):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+def test_neither_torch_nor_numpy_is_needed():
+    code = "import sys, paralab.theory.offload_costs; print({'torch', 'numpy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")
