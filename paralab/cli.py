@@ -51,7 +51,7 @@ HELP = {
     "shard": "data-parallel ranks that share one copy of the states; the others hold replicas",
     "sequence_parallel": "split the activations between tensor-parallel regions too",
     "recompute": "activations computed again in backward: none, selective (attention), full",
-    "offload": "what is kept off the device",
+    "offload": "cpu or nvme: where the states that zero_stage deals out lie",
     "precision": "fp32, bf16 or fp16",
     "tp_mode": "how a layer is cut: 1d, 2d (q x q ranks), 2.5d (d of these), 3d (q x q x q)",
     "tp_depth": "d of 2.5d; by default the largest up to q",

@@ -161,6 +161,12 @@ class Report:
         """Bytes per step by rank, op, axis, level, phase or edge; see ``metrics.traffic``."""
         return metrics.traffic(self, by, bookkeeping=bookkeeping, warmup=warmup)
 
+    def copied(
+        self, by: str | Sequence[str] = ("rank", "link", "category"), *, warmup: bool = False
+    ) -> pd.DataFrame:
+        """Bytes per step between device, host and files; see ``metrics.copied``."""
+        return metrics.copied(self, by, warmup=warmup)
+
     # ---- pictures and files -------------------------------------------------------------------
     def timeline(
         self, *, step: int | None = None, ranks: Sequence[int] | None = None,

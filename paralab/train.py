@@ -175,7 +175,7 @@ class Trainer:
         plan = self.plan
         if plan.tiers is None:
             return None
-        return Host(plan.tiers, context=self.context, recorder=self.recorder, ahead=plan.prefetch,
+        return Host(plan.tiers, context=self.context, recorder=self.recorder,
                     folder=Path(folder or ".") / f"rank-{self.context.rank}")  # fmt: skip
 
     def _empty(self) -> bool:

@@ -65,9 +65,7 @@ class Host:
     folder  for this rank's files; made when the first of them is
     """
 
-    def __init__(
-        self, tiers: Offload, *, context: Any, recorder: Recorder, folder: Path, ahead: int
-    ) -> None:
+    def __init__(self, tiers: Offload, *, context: Any, recorder: Recorder, folder: Path) -> None:
         self.tiers, self.recorder = tiers, recorder
         self.cuda = context.device.startswith("cuda")
 
@@ -78,7 +76,7 @@ class Host:
         self.h2d, self.d2h = (lane(name, device=context.device) for name in ("h2d", "d2h"))
         self.disk, self.processor = lane("disk"), lane("host")
         self.files = Files(folder, cached=tiers.cached) if tiers.uses("nvme") else None
-        self.staging = Ring(self, 0, count=ahead + 2)
+        self.staging = Ring(self, 0)
         self.inputs = Ring(self, 0)
         self._number = 0
         self._lent: dict[tuple, list[tuple[Tensor, Job]]] = {}

@@ -249,47 +249,47 @@ class Offloaded2(_Offloaded, zero.Stage2):
 class Offloaded3(_Offloaded, zero.Stage3):
     """ZeRO-Infinity: parameters too, which come up unit by unit.
 
-    What is ``arriving`` is a `Job` until its copy is there; with N ranks it is gathered then: by
-    who enters the next part, so that the messages overlap as well, where ``prefetch`` is 2 or more.
+    One rank alone copies a unit to where it is used. Several copy each its part, one unit further
+    ahead than they gather: a gather starts when its copy has had a part's time to arrive, and has
+    as much itself. What is ``coming`` is such a part, (numel / N,).
     """
 
-    def fetch(self, flat: Flat) -> None:
-        if self.tiers.parameters == "device" or flat in self.arriving:
-            super().fetch(flat)
-            return
-        self.unfree(flat)
-        self.arriving[flat] = self.shares[flat].fetch(self.chunk(flat))
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self.coming: dict[Flat, tuple[Tensor, Job]] = {}
+        super().__init__(*args, **more)
+        self.away = self.tiers.parameters != "device"
+        self.alone = self.group.size == 1
 
-    def chunk(self, flat: Flat) -> Tensor:
-        """This rank's part of what is gathered."""
-        return flat.full.chunk(self.group.size)[self.group.index]
+    def fetch(self, flat: Flat) -> None:
+        if not self.away or flat in self.arriving:
+            super().fetch(flat)
+        elif self.alone:
+            self.unfree(flat)
+            self.arriving[flat] = self.shares[flat].fetch(flat.full)
+        else:
+            self.bring(flat)
+            part, job = self.coming[flat]
+            job.wait()
+            self.unfree(flat)
+            self.arriving[flat] = flat.gather(part)
+
+    def bring(self, flat: Flat) -> None:
+        """Start to copy this rank's part, unless it is there or on its way."""
+        if flat not in self.coming and flat not in self.arriving:
+            part = torch.empty(flat.own.numel(), dtype=self.dtype, device=flat.full.device)
+            self.group.recorder.owns("buffers", part)
+            self.coming[flat] = part, self.shares[flat].fetch(part)
 
     def arrive(self, flat: Flat) -> None:
-        self.raise_up(flat)
         super().arrive(flat)
-
-    def raise_up(self, flat: Flat) -> None:
-        """The copy is there: now the others' parts."""
-        job = self.arriving[flat]
-        if isinstance(job, Job):
-            job.wait()
-            alone = self.group.size == 1
-            self.arriving[flat] = None if alone else flat.gather(self.chunk(flat))
+        self.coming.pop(flat, None)
 
     def enter(self, parts: Sequence[str]) -> None:
-        before = list(self.arriving)
+        if self.away and not self.alone:
+            units = list(dict.fromkeys(flat for part in parts for flat in self.needs[part]))
+            for flat in units[: len(self.needs[parts[0]]) + self.prefetch + 1]:
+                self.bring(flat)
         super().enter(parts)
-        if self.group.size > 1:
-            for flat in before:
-                self.raise_up(flat)
-
-    def release(self, flats: Sequence[Flat]) -> None:
-        for flat in flats:
-            job = self.arriving.get(flat)
-            if isinstance(job, Job):  # nobody will need it after all
-                job.wait()
-                self.arriving[flat] = None
-        super().release(flats)
 
 
 STAGES = {1: Offloaded1, 2: Offloaded2, 3: Offloaded3}

@@ -198,6 +198,8 @@ class Stage1:
     # ---- parameters ----------------------------------------------------------------------------
     def updated(self) -> None:
         """After the optimizer: everybody gets everybody's part."""
+        if self.group.size == 1:  # its part is everything
+            return
         calls = [flat.gather() for flat in self.trained]
         for call in calls:
             call.wait()

@@ -7,10 +7,11 @@ go through the same events as a run:
     wait    the next to compute needs it
     free    the buffer is given back
 
-Where parameters are offloaded (parallel/offload.Offloaded3) two more go before:
+Where parameters are offloaded (parallel/offload.Offloaded3) they have to come up first:
 
-    fetch   this rank's part starts to come up; the buffer has all its bytes from here on
-    raise   it is waited for; with several ranks the all-gather follows at once
+    fetch   this rank's part starts to; alone it has the whole buffer for it from here on, one of
+            several the N-th that it brings
+    raise   the part is waited for; one of several gathers at once, and has its part until "wait"
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ class Gathering:
         self, model: ModelSpec, stages: Mapping[int, Sequence[str]], units: Sequence[Unit],
         prefetch: int, *, away: bool = False, alone: bool = False,
     ) -> None:  # fmt: skip
-        self.prefetch, self.alone = prefetch, alone
-        self.first = "fetch" if away else "gather"
+        self.prefetch, self.away, self.alone = prefetch, away, alone
         self.here: dict[int, str] = {}  # unit -> "fetch" or "gather": under way; "wait": there
         self.needs: dict[str, list[int]] = {}
         self.backwards = parts_with_backward(model, stages)
@@ -89,24 +89,23 @@ class Gathering:
     def _enter(self, parts: Sequence[str]) -> list[Event]:
         """The first of ``parts`` is about to compute, the others follow."""
         units, now = self._units(parts), len(self.needs[parts[0]])
-        before = list(self.here)
-        events = [Event(self.first, u) for u in units[: now + self.prefetch] if u not in self.here]
-        self.here.update((unit, what) for what, unit in events)
+        ahead, events = now + self.prefetch, []
+        if self.away:
+            further = ahead + (not self.alone)
+            events = [Event("fetch", unit) for unit in units[:further] if unit not in self.here]
+            self.here.update((unit, "fetch") for _, unit in events)
+        if not (self.away and self.alone):
+            for unit in units[:ahead]:
+                if self.here.get(unit) == "fetch":
+                    events.append(Event("raise", unit))
+                if self.here.get(unit, "fetch") == "fetch":
+                    events.append(Event("gather", unit))
+                    self.here[unit] = "gather"
         for unit in units[:now]:
-            events += self._raise(unit)
-            if self.here[unit] == "gather":
-                events.append(Event("wait", unit))
+            if self.here[unit] != "wait":
+                events.append(Event({"fetch": "raise", "gather": "wait"}[self.here[unit]], unit))
                 self.here[unit] = "wait"
-        for unit in before if not self.alone else ():
-            events += self._raise(unit)
         return events
-
-    def _raise(self, unit: int) -> list[Event]:
-        """If its copy is under way: wait for it, and gather the others' parts."""
-        if self.here[unit] != "fetch":
-            return []
-        self.here[unit] = "wait" if self.alone else "gather"
-        return [Event("raise", unit)] + [Event("gather", unit)] * (not self.alone)
 
 
 def parts_with_backward(model: ModelSpec, stages: Mapping[int, Sequence[str]]) -> set[str]:

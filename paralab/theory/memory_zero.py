@@ -218,11 +218,16 @@ class _Walk:
         """What is there, with ``activations`` bytes more, a buffer of ``packing`` elements, and
         ``hand`` bytes of workspace.
         """
-        gathered = self.gathering.here if self.gathering is not None else ()
-        full = sum(self.units[unit].numel for unit in gathered)
+        full = brought = 0
+        for unit, state in self.gathering.here.items() if self.gathering is not None else ():
+            numel, alone = self.units[unit].numel, self.gathering.alone
+            full += numel if state != "fetch" or alone else 0
+            brought += (
+                numel // self.n if self.gathering.away and not (alone or state == "wait") else 0
+            )
         shards = sum(self.units[unit].numel // self.n for unit in self.shards)
         moving = [self.units[unit].numel for unit in self.under_way]
-        buffers = packing + sum(2 * numel + numel // self.n for numel in moving)
+        buffers = packing + brought + sum(2 * numel + numel // self.n for numel in moving)
         buffers += sum(self.units[unit].numel // self.n for unit in self.leaving)
         return {
             "parameters": self.states["parameters"] + self.item * full,

@@ -17,8 +17,8 @@ forward and backward; m if no backward comes by. With stage 1, m of gradients is
 (Ren+ 2021, arXiv:2101.06840, sec. 3) is the first column's second line and the second's first with
 w = 2, N = 1 and m = 1: 4 bytes per parameter.
 
-On the host lie 8 bytes per unit besides, a step count and a norm, and buffers: what is read or
-written passes through two at a time, what is fetched through ``prefetch`` + 2.
+On the host lie 8 bytes per unit besides, a step count and a norm, and buffers: whatever is read or
+written passes through two, in turn.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _buffers(plan: Plan, at: Layout) -> int:
     staged = "nvme" in (tiers.parameters, tiers.gradients) or (adds and tiers.gradients == "cpu")
     rounded = at.item != 4 and tiers.parameters == _NOTHING
     return (
-        (plan.prefetch + 2) * part * staged
+        2 * part * staged
         + 2 * 4 * at.rows * trained * (tiers.optimizer == "nvme" and at.rows > 0)
         + 2 * at.item * trained * (tiers.gradients != "cpu")
         + 2 * at.item * trained * (tiers.parameters == "nvme" or rounded)

@@ -129,6 +129,6 @@ class ZeroRows:
                 self.rank.wait(call)
 
     def updated(self) -> None:
-        if self.gathering is None:
+        if self.gathering is None and self.plan.shard_degree > 1:
             for call in [self._gather(unit) for unit in self.trained]:
                 self.rank.wait(call)

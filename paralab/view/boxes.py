@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import choice, whole
 from paralab.records import metrics
 from paralab.records.tables import COMPUTE_KINDS, KINDS
-from paralab.view import theme
+from paralab.view import lanes, theme
 from paralab.view.hover import hover
 from paralab.view.tracks import tracks
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_TRACKS = 4
 LETTER_SHARE = 0.010  # of the time axis that one letter takes
-LANE_HEIGHT = {"compute": 1.0}
+LANE_HEIGHT = {"compute": 1.0, **dict.fromkeys(lanes.ROW_NAME, lanes.HEIGHT)}
 OTHER_HEIGHT = 0.7
 RANK_GAP = 0.45
 HEAD = 1.15  # rows of room for the line above a section
@@ -64,6 +64,7 @@ def section(
 ) -> Section:
     """The step that was asked for, of ``lanes`` (None: all), the first ``most`` boxes of it.
 
+    What links between memory tiers and the host do meanwhile for another step belongs to it too.
     Raises ValueError if the report has no such step or rank.
     """
     steps = sorted(set(report.steps["step"].tolist()))
@@ -91,29 +92,37 @@ def _boxes(
     """
     steps, spans = report.steps[report.steps["step"] == step], report.spans
     zero, end = float(steps["start"].min()), float(steps["end"].max())
-    chosen = spans[(spans["step"] == step) & spans["rank"].isin(ranks) & (spans["end"] >= zero)]
+    beside = spans["lane"].isin(lanes.LANES) & (spans["start"] < end) & (spans["end"] > zero)
+    chosen = spans[((spans["step"] == step) & (spans["end"] >= zero) | beside)
+                   & spans["rank"].isin(ranks)]  # fmt: skip
     if only is not None:
         chosen = chosen[chosen["lane"].isin(only)]
     total = len(chosen)
     if most is not None and total > most:
         chosen = chosen.sort_values(["start", "id"]).head(most)
-    calls = report.collectives[report.collectives["step"] == step]
-    of_span: dict[int, list[dict[str, Any]]] = {}
-    for call in calls.to_dict("records"):
-        of_span.setdefault(call["span"], []).append(call)
+    calls, copies = of_span(report.collectives, step), of_span(report.copies)
     boxes = chosen.to_dict("records")
-    lanes: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    rows: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for box in boxes:
-        box["calls"], box["label"] = of_span.get(box["id"], []), label
-        box["traced"] = report.model is None
+        box["calls"], box["copies"] = calls.get(box["id"], []), copies.get(box["id"], [])
+        box["traced"], box["label"] = report.model is None, label
+        box["late"] = box["step"] != step
         box["start"], box["end"] = box["start"] - zero, box["end"] - zero
-        lanes.setdefault((box["rank"], box["lane"]), []).append(box)
-    for own in lanes.values():
+        rows.setdefault((box["rank"], lanes.row(box)), []).append(box)
+    for own in rows.values():
         for box, track in zip(
             own, tracks([(b["start"], b["end"]) for b in own], at_most=MAX_TRACKS), strict=True
         ):
             box["track"] = track
     return boxes, end - zero, total
+
+
+def of_span(table: pd.DataFrame, step: int | None = None) -> dict[int, list[dict[str, Any]]]:
+    """The rows of collectives or copies by the span that carried them."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in (table if step is None else table[table["step"] == step]).to_dict("records"):
+        found.setdefault(row["span"], []).append(row)
+    return found
 
 
 def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float, str]], float]:
@@ -125,15 +134,14 @@ def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float
     for one in sections:
         one.top = y
         y += HEAD if heads else 0.0
-        lanes = one.lanes or sorted(
-            {b["lane"] for b in one.boxes} | {"compute"}, key=lambda lane: (lane != "compute", lane)
-        )
+        found = {lanes.row(b) for b in one.boxes} | {"compute"}
+        rows = one.lanes or sorted(found, key=lanes.order)
         for rank in one.ranks:
-            for lane in lanes:
-                height = LANE_HEIGHT.get(lane, OTHER_HEIGHT)
-                one.rows[rank, lane] = (y + height / 2, height)
-                axis = theme.text(theme.axis_of(lane))
-                ticks.append((y + height / 2, f"<b>rank {rank}</b>" if lane == "compute" else axis))
+            for row in rows:
+                height = LANE_HEIGHT.get(row, OTHER_HEIGHT)
+                one.rows[rank, row] = (y + height / 2, height)
+                name = lanes.ROW_NAME.get(row) or theme.text(theme.axis_of(row))
+                ticks.append((y + height / 2, f"<b>rank {rank}</b>" if row == "compute" else name))
                 y += height
             y += one.gap
         one.bottom = y - one.gap
@@ -148,22 +156,34 @@ def two_levels(one: Section) -> bool:
 
 def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[str, Any]]],
          window: float) -> None:  # fmt: skip
-    """One trace per kind, lane and chunk, whatever the times; one legend entry for all chunks."""
-    found = {(b["kind"], b["lane"], _chunk(b)) for one in sections for b in one.boxes}
-    chunks = 1 + max((chunk for *_, chunk in found), default=0)
+    """One trace per kind, row, chunk and what is copied, whatever the times; one legend entry for
+    all chunks, and for what is copied on any row.
+    """
+    found = {_group(b) for one in sections for b in one.boxes}
+    chunks = 1 + max((chunk for _, _, chunk, _ in found), default=0)
+    tiers = any(category for *_, category in found)
     halves = any(kind == "weight_grad" for kind, *_ in found)
+    of_group: list[dict[Any, list[dict[str, Any]]]] = [{} for _ in shown]
+    for dealt, boxes in zip(of_group, shown, strict=True):
+        for b in boxes:
+            dealt.setdefault(_group(b), []).append(b)
     named: set[str] = set()
     traces = []
     for group in sorted(found, key=lambda group: (KINDS.index(group[0]), *group[1:])):
-        kind, lane, chunk = group
-        mine = [[b for b in boxes if (b["kind"], b["lane"], _chunk(b)) == group]
-                for boxes in shown]  # fmt: skip
+        kind, row, chunk, category = group
+        mine = [dealt.get(group, []) for dealt in of_group]
         bars: dict[str, list[Any]] = {"base": [], "x": [], "y": [], "width": [], "text": [],
                                       "hovertext": []}  # fmt: skip
         for one, boxes in zip(sections, mine, strict=True):
             for name, values in _bars(kind, boxes, one, window).items():
                 bars[name] += values
-        style = _style(kind, lane)
+        style = _style(kind, row)
+        if tiers and kind not in ("comm", "wait"):
+            style["name"], fill = lanes.style(kind, row, category).values()
+            style["marker"]["color"] = fill
+            if row in lanes.ROW_NAME:
+                flat = [b for own in mine for b in own]
+                style["marker"]["line"] = lanes.edges(flat, window, fill)
         if halves and kind in HALVES:
             style["name"] = HALVES[kind]
         if kind == "wait" and any(one.idle for one in sections):
@@ -171,6 +191,7 @@ def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[
         if kind in COMPUTE_KINDS and chunks > 1:  # a rank's later chunks are paler
             fill = theme.shade(theme.colour(kind), chunk, chunks)
             style["marker"]["color"], style["textfont"]["color"] = fill, theme.on(fill)
+        if tiers or kind in COMPUTE_KINDS and chunks > 1:
             style |= {"legendgroup": style["name"], "showlegend": style["name"] not in named}
             named.add(style["name"])
         if kind == "comm" and any(two_levels(one) for one in sections):
@@ -184,8 +205,10 @@ def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[
     fig.add_traces(traces)  # as dicts: a Bar would be checked here a second time, box by box
 
 
-def _chunk(box: dict[str, Any]) -> int:
-    return box["chunk"] if box["kind"] in COMPUTE_KINDS else 0
+def _group(box: dict[str, Any]) -> tuple[str, str, int, str]:
+    """Boxes of one trace: kind, row, chunk of a rank, what is copied between tiers."""
+    chunk = box["chunk"] if box["kind"] in COMPUTE_KINDS else 0
+    return box["kind"], lanes.row(box), chunk, lanes.category(box)
 
 
 def _bars(
@@ -197,7 +220,7 @@ def _bars(
     deepest = max(depth.values(), default=1)
     y, widths = [], []
     for b in boxes:
-        middle, height = one.rows[b["rank"], b["lane"]]
+        middle, height = one.rows[b["rank"], lanes.row(b)]
         share = height * 0.92 / deepest
         y.append(middle + height * 0.92 * ((b["track"] + 0.5) / deepest - 0.5))
         widths.append(share * (0.9 if deepest > 1 else 1.0))
@@ -272,7 +295,7 @@ def _duration(box: dict[str, Any]) -> float:
 def table(sections: Sequence[Section]) -> pd.DataFrame:
     """Every box: report, clock, rank, lane, kind, microbatch, start, end (seconds), wire_bytes.
 
-    Of pipelines the stage too.
+    Of pipelines the stage too; with copies between tiers op, category and bytes of each.
     """
     import pandas as pd
 
@@ -280,7 +303,15 @@ def table(sections: Sequence[Section]) -> pd.DataFrame:
     columns = ("rank", "lane", "kind", *staged, "microbatch", "start", "end")
     rows = [
         {"report": one.label or theme.subject(one.report), "clock": one.report.clock,
-         **{c: b[c] for c in columns}, "wire_bytes": sum(c["wire_bytes"] for c in b["calls"])}
+         **{c: b[c] for c in columns}, "wire_bytes": sum(c["wire_bytes"] for c in b["calls"]),
+         **_copied(b)}
         for one in sections for b in one.boxes
     ]  # fmt: skip
-    return pd.DataFrame(rows, columns=["report", "clock", *columns, "wire_bytes"])
+    copied = [*_copied({})] if any(b.get("copies") for one in sections for b in one.boxes) else []
+    return pd.DataFrame(rows, columns=["report", "clock", *columns, "wire_bytes", *copied])
+
+
+def _copied(box: dict[str, Any]) -> dict[str, Any]:
+    copies = box.get("copies") or [{"op": "", "category": "", "bytes": 0}]
+    return {"op": copies[0]["op"], "category": copies[0]["category"],
+            "bytes": sum(copy["bytes"] for copy in copies)}  # fmt: skip

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from paralab.records.tables import COPY_LANES
 from paralab.theory.traffic import POINT_TO_POINT
-from paralab.view import theme
+from paralab.view import lanes, theme
 
 
 def hover(b: dict[str, Any]) -> str:
     """What a box says when pointed at: times in ms, bytes as they were counted."""
     head = f"<b>{b['kind'].replace('_', ' ')}</b>"
+    if b["lane"] in lanes.LANES:
+        head = f"<b>{lanes.style(b['kind'], b['lane'], lanes.category(b))['name']}</b>"
     if b["microbatch"] >= 0:
         head += f", micro-batch {b['microbatch']}"
     if b["stage"] or b["chunk"]:
         head += f", stage {b['stage']}"
     if b["label"]:
         head = f"{theme.text(b['label'])}: {head}"
-    lines = [head, f"rank {b['rank']}, {theme.text(b['lane'])}",
+    where = f"rank {b['rank']}, {lanes.ROW_NAME.get(b['lane']) or theme.text(b['lane'])}"
+    where += f", of step {b['step']}" * b.get("late", False)
+    lines = [head, where,
              f"{(b['end'] - b['start']) * 1e3:.3f} ms, from {b['start'] * 1e3:.3f} to "
              f"{b['end'] * 1e3:.3f} ms"]  # fmt: skip
-    if b["kind"] not in ("wait", "comm"):
-        lines.append(f"cost {b['cost'] * 1e3:.3f} ms of device time")
+    if b["kind"] not in ("wait", "comm") and b["lane"] not in COPY_LANES:
+        whose = "processor" if b["lane"] == "host" else "device"
+        lines.append(f"cost {b['cost'] * 1e3:.3f} ms of {whose} time")
     lines += [b["why"]] if "why" in b else [_call(call) for call in b["calls"]]
+    lines += lanes.hover(b)
     return "<br>".join(lines)
 
 

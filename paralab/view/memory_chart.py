@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import illegal
 from paralab.view import theme
 from paralab.view.memory import bytes_bars
-from paralab.view.memory_curves import Curve, curves, fullest
+from paralab.view.memory_curves import Curve, Tier, curves, fullest, tiers
 from paralab.view.memory_panels import MAX_PANELS, drawn, limits
+from paralab.view.memory_tiers import TIER_NAME, draw_tiers, room
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -23,7 +24,8 @@ ALIKE = 0.01  # peaks that differ by less are one peak to the eye
 
 
 def memory_chart(report: Report, *, rank: int | None = None, step: int | None = None) -> Chart:
-    """Bytes on the device by category over one step, a panel for every rank.
+    """Bytes on the device by category over one step, a panel for every rank; and beneath, of the
+    fullest rank, what it keeps on the host and in files, if anything.
 
     rank  one rank only; default all, of more than four the fullest and others evenly spaced
     step  default the one with the highest peak
@@ -37,11 +39,15 @@ def memory_chart(report: Report, *, rank: int | None = None, step: int | None = 
     if len(shown) < len(found):
         said.append(f"{len(shown)} of {len(found)} ranks drawn, the fullest among them")
     heads = [f"<b>rank {c.rank}</b>" if report.world_size > 1 else "" for c in shown]
-    fig = drawn(shown, heads, _finding(found, worst), theme.clock_line(report, *said), share=False)
+    away = tiers(worst)
+    finding = _spread(worst, away) if away else _finding(found, worst)
+    fig = drawn(shown, heads, finding, theme.clock_line(report, *said), share=False,
+                room_below=room(away))  # fmt: skip
+    draw_tiers(fig, away, many=report.world_size > 1)
     ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(found)} ranks"
     return fig.explained(
         f"memory of {theme.subject(report)}, {report.clock}: {ranks}, by category",
-        _table([(f"rank {c.rank}", c) for c in shown]),
+        _table([(f"rank {c.rank}", c) for c in shown], away),
     )
 
 
@@ -114,6 +120,15 @@ def _finding(found: Sequence[Curve], worst: Curve) -> str:
     return f"{said} {worst.phase(worst.peak_at)}, {100 * share:.0f} % {theme.text(category)}"
 
 
+def _spread(worst: Curve, away: Sequence[Tier]) -> str:
+    """How much lies where at most; for the device also how much may."""
+    parts = [f"{TIER_NAME[tier.name]}{' peaks' * (tier is away[0])} at "
+             f"{theme.scaled(tier.total, 'B')}" for tier in away]  # fmt: skip
+    if limit := worst.report.meta.get("memory_limit"):
+        parts[0] += f" of {theme.scaled(limit, 'B')}"
+    return f"{theme.text(theme.subject(worst.report))}: {', '.join(parts)}"
+
+
 def _verdict(peaks: Mapping[str, float]) -> str:
     """Who needs least, who most, and how far apart they are."""
     least, most = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
@@ -154,7 +169,8 @@ def _spaced(found: list[Curve]) -> list[Curve]:
     return [found[i] for i in sorted(places)]
 
 
-def _table(shown: Sequence[tuple[str, Curve]]) -> Any:
+def _table(shown: Sequence[tuple[str, Curve]], away: Sequence[Tier] = ()) -> Any:
+    """Every sample drawn; with other tiers their peaks too, and a column more."""
     import pandas as pd
 
     rows = [
@@ -164,4 +180,10 @@ def _table(shown: Sequence[tuple[str, Curve]]) -> Any:
         for category, size in curve.samples[i].items()
     ]
     columns = ["panel", "rank", "step", "time", "phase", "category", "bytes"]
-    return pd.DataFrame(rows, columns=columns)
+    table = pd.DataFrame(rows, columns=columns)
+    if not away:
+        return table
+    more = [(f"peaks of rank {tier.rank}", tier.rank, tier.step, tier.time, "", category, size,
+             tier.name) for tier in away for category, size in tier.held.items()]  # fmt: skip
+    return pd.concat([table.assign(tier="device"), pd.DataFrame(more, columns=[*columns, "tier"])],
+                     ignore_index=True)  # fmt: skip

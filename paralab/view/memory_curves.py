@@ -1,4 +1,5 @@
-"""The memory table of a report as curves: what a rank had on its device, sample by sample.
+"""The memory table of a report as curves: what a rank had on its device, sample by sample; and what
+it had elsewhere, at its fullest.
 
 A sample is a state of all categories at one moment; it holds until the next one. Phases of the step
 come from the spans. Bytes, and seconds from the start of the step.
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal, whole
-from paralab.records.tables import COMPUTE_KINDS
+from paralab.records.tables import COMPUTE_KINDS, TIERS
 from paralab.view import theme
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Curve(NamedTuple):
 
     times     seconds from the step's start
     samples   {category: bytes} at each, every category of the curve in each; totals: their sums
-    length    of the step, seconds
+    length    of the step, seconds; start on the report's clock
     sparse    moments of a prediction, not samples of all that happened
     """
 
@@ -45,6 +46,7 @@ class Curve(NamedTuple):
     phases: list[Phase]
     length: float
     sparse: bool
+    start: float
 
     @property
     def peak_at(self) -> int:
@@ -71,6 +73,20 @@ class Curve(NamedTuple):
             if phase.end < time:
                 before = f"after {phase.kind.replace('_', ' ')}"
         return before or "before forward"
+
+
+class Tier(NamedTuple):
+    """What one rank has in one tier at its fullest moment of a step."""
+
+    name: str
+    rank: int
+    step: int
+    time: float
+    held: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values())
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -102,6 +118,26 @@ def curves(
             for rank, at in sorted(found) if at == step]  # fmt: skip
 
 
+def tiers(curve: Curve) -> list[Tier]:
+    """Of the rank and step of ``curve``, device, host and file; empty if nothing left the device.
+
+    Each at its own peak, which need not be at the same moment.
+    """
+    table = curve.report.memory
+    table = table[(table["rank"] == curve.rank) & (table["step"] == curve.step)]
+    found = [Tier("device", curve.rank, curve.step, curve.times[curve.peak_at],
+                  curve.samples[curve.peak_at])]  # fmt: skip
+    for name in TIERS[1:]:
+        mine = table[(table["tier"] == name) & (table["bytes"] > 0)]
+        if mine.empty:
+            continue
+        time = mine.groupby("time")["bytes"].sum().idxmax()
+        here = mine[mine["time"] == time].groupby("category")["bytes"].sum()
+        found.append(Tier(name, curve.rank, curve.step, float(time) - curve.start,
+                          {c: int(n) for c, n in here.items()}))  # fmt: skip
+    return found if len(found) > 1 else []
+
+
 def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
     if wanted is None:
         return table
@@ -127,7 +163,7 @@ def _curve(
     return Curve(
         report, rank, step, [times[i] - zero for i in order], rows,
         [sum(row.values()) for row in rows], _phases(spans, zero),
-        max(end, times[order[-1]]) - zero, report.clock == "predicted",
+        max(end, times[order[-1]]) - zero, report.clock == "predicted", zero,
     )  # fmt: skip
 
 

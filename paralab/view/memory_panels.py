@@ -26,6 +26,7 @@ HEAD, STRIP, GAP = 26, 17, 20  # pixels
 WORDS = 28  # pixels above the highest peak, for its bytes
 ROOM = {1: 300, 2: 200, 3: 165, 4: 145}  # pixels that a panel is high
 BAR = 0.07  # of the step: how wide the bar of a predicted moment is
+FRAME = 152  # pixels of a figure that are no panel
 LETTER = 0.0095  # of the step that one letter in the strip takes
 
 
@@ -40,10 +41,12 @@ def limits(found: Any) -> dict[str, float]:
 
 
 def drawn(
-    shown: list[Curve], heads: list[str], finding: str, below: str, *, share: bool
+    shown: list[Curve], heads: list[str], finding: str, below: str, *, share: bool,
+    room_below: int = 0,
 ) -> Chart:  # fmt: skip
     """A panel for each curve, its head above it.
 
+    room_below  pixels left free beneath them
     share  the time axis is per cent of each curve's own step, not milliseconds; and a faint line in
            every panel is the peak of the first
     """
@@ -54,9 +57,9 @@ def drawn(
     power = len(str(int(per))) - 1
     head = HEAD if any(heads) else 6
     each = head + STRIP + 3 + room
-    plot = len(shown) * each + (len(shown) - 1) * GAP
+    plot = len(shown) * each + (len(shown) - 1) * GAP + room_below
     fig = theme.figure(finding, f"{below} · 1 {unit} = 10<sup>{power}</sup> bytes" if power
-                       else below, height=plot + 152)  # fmt: skip
+                       else below, height=plot + FRAME)  # fmt: skip
     width = 100.0 if share else 1e3 * max(curve.length for curve in shown)
     names = [c for c in theme.CATEGORY_COLOUR if any(c in one.samples[0] for one in shown)]
     names += sorted({c for one in shown for c in one.samples[0]} - set(names))

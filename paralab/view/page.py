@@ -16,6 +16,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paralab.records import metrics
+from paralab.tiers import Offload
 from paralab.view import theme
 
 if TYPE_CHECKING:
@@ -166,14 +168,21 @@ def _for_script(value: Any) -> str:
 
 
 def _cards(report: Report) -> str:
-    """The three or four numbers one looks for first."""
+    """The few numbers one looks for first."""
     numbers = report.summary()["value"]
     cards = [
         (f"{numbers['step time']:.1f} ms", "per step"),
         (f"{numbers['sent per rank and step']:.3f} MB", "sent per rank and step"),
     ]
-    if numbers["communication in flight"] > 0:
+    if report.plan.tiers is not None and len(report.copies):
+        each = metrics.copied(report, "rank")["bytes"].mean() / 1e6
+        copied = (f"{each:.3f} MB", "copied between tiers, per rank and step")
+        # One device sends nothing: that is worth no card.
+        cards[1:] = [copied] if report.world_size == 1 else [cards[1], copied]
+    if numbers["communication in flight"] > 0 and numbers["sent per rank and step"]:
         cards.append((f"{numbers['of it hidden behind compute']:.0f} %", "of communication hidden"))
+    if (hidden := numbers.get(metrics.COPIES_HIDDEN)) is not None:
+        cards.append((f"{hidden:.0f} %", "of copies hidden"))
     if report.losses:
         cards.append(
             (f"{report.losses[0]:.3f} → {report.losses[-1]:.3f}", "loss, first to last step")
@@ -204,6 +213,9 @@ def _described(report: Report) -> str:
     plan = {f.name: getattr(report.plan, f.name) for f in fields(report.plan)
             if f.name in ("dp", "microbatches", "microbatch_size", "grad_sync", "precision")
             or getattr(report.plan, f.name) != f.default}  # fmt: skip
+    if isinstance(report.plan.offload, Offload):
+        plan["offload"] = {name: value for name, value in report.plan.offload.to_dict().items()
+                           if value != getattr(Offload(), name)}  # fmt: skip
     plan["grad_sync"] = report.plan.grad_sync_name
     plan["samples per step"] = report.plan.global_batch
     groups: list[tuple[str, Mapping[str, Any]]] = [("Model", model), ("Plan", plan)]

@@ -2,7 +2,8 @@
 
 The Chrome trace-event format: a process per rank, a thread per lane, an "X" event per span,
 arrows from a span to what waited for it. Overlapping collectives of one lane get threads of their
-own ("comm:dp 2"), because slices of one thread must nest.
+own ("comm:dp 2"), because slices of one thread must nest. A copy between memory tiers says what and
+how many bytes it moves.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paralab.view.boxes import of_span
+from paralab.view.lanes import ROW_NAME, order
 from paralab.view.tracks import tracks
 
 if TYPE_CHECKING:
@@ -43,9 +46,7 @@ def events(report: Report) -> list[dict[str, Any]]:
     """The list "traceEvents" of the file."""
     spans = report.spans.to_dict("records")
     zero = min((s["start"] for s in spans), default=0.0)
-    calls: dict[int, list[dict[str, Any]]] = {}
-    for call in report.collectives.to_dict("records"):
-        calls.setdefault(call["span"], []).append(call)
+    calls, copies = of_span(report.collectives), of_span(report.copies)
     lanes: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for span in spans:
         span["ts"] = _microseconds(span["start"] - zero)
@@ -60,7 +61,7 @@ def events(report: Report) -> list[dict[str, Any]]:
         )
     ]
     made += _threads(lanes)
-    made += [_slice(span, calls.get(span["id"], [])) for span in spans]
+    made += [_slice(s, calls.get(s["id"], []), copies.get(s["id"], [])) for s in spans]
     by_id = {span["id"]: span for span in spans}
     arrows = [(by_id[a], span) for span in spans for a in span["after"]]
     for number, (cause, effect) in enumerate(arrows):
@@ -74,7 +75,7 @@ def _threads(lanes: dict[tuple[int, str], list[dict[str, Any]]]) -> list[dict[st
     """Give every span its thread, "tid"; return the events that name the threads."""
     made, used = [], {}
     for (rank, lane), own in sorted(
-        lanes.items(), key=lambda item: (item[0][1] != "compute", item[0])
+        lanes.items(), key=lambda item: (order(item[0][1])[0], item[0])
     ):
         boxes = [(s["ts"], s["ts"] + s["dur"]) for s in own]
         chosen = tracks(boxes, at_most=len(boxes))
@@ -82,7 +83,8 @@ def _threads(lanes: dict[tuple[int, str], list[dict[str, Any]]]) -> list[dict[st
         for span, track in zip(own, chosen, strict=True):
             span["tid"] = first + track
         for track in range(max(chosen) + 1):
-            name = lane if track == 0 else f"{lane} {track + 1}"
+            name = ROW_NAME.get(lane, lane)
+            name = name if track == 0 else f"{name} {track + 1}"
             made.append(_metadata("thread_name", rank, first + track, name=name))
             made.append(
                 _metadata("thread_sort_index", rank, first + track, sort_index=first + track)
@@ -99,7 +101,9 @@ def _place(span: dict[str, Any]) -> dict[str, Any]:
     return {"pid": span["rank"], "tid": span["tid"], "ts": span["ts"]}
 
 
-def _slice(span: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
+def _slice(
+    span: dict[str, Any], calls: list[dict[str, Any]], copies: list[dict[str, Any]]
+) -> dict[str, Any]:
     name = span["kind"].replace("_", " ")
     if span["microbatch"] >= 0:
         name += f" {span['microbatch']}"
@@ -111,6 +115,12 @@ def _slice(span: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
         args["payload_bytes"] = sum(call["payload_bytes"] for call in calls)
         args["wire_bytes"] = sum(call["wire_bytes"] for call in calls)
         args["phase"], args["ranks"] = calls[0]["phase"], list(calls[0]["ranks"])
+    if copies:
+        first, size = copies[0], sum(copy["bytes"] for copy in copies)
+        name = f"{first['op']} {first['category']}"
+        args |= {"bytes": size, "category": first["category"], "op": first["op"]}
+        if (seconds := span["end"] - span["start"]) > 0:
+            args["bytes_per_second"] = round(size / seconds)
     return {
         "ph": "X",
         "name": name,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paralab.records import metrics
+from paralab.records.tables import COLUMNS
 from paralab.theory.ideal import ideal as make_ideal
 from paralab.view import boxes, theme, timeline
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from paralab.view.chart import Chart
 
 LANES = ("compute",)
-NO_ROWS = {"spans": None, "collectives": None, "memory": None, "steps": None}
+NO_ROWS = dict.fromkeys(COLUMNS)
 GAP = 0.14  # of a row, between two ranks
 ROOM = 16  # ranks that stand above their ideal
 KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}

@@ -4,7 +4,8 @@ The colours are Okabe and Ito's eight (2008, "Color Universal Design"), which pe
 of colour blindness can tell apart. What a rank computes takes five of them, communication the
 other three, one per axis of parallelism, so a colour never means two things. Memory takes the
 colour of what makes it: activations are forward's, gradients backward's, states the optimizer's,
-buffers those of the copies into them. Waiting is grey and hatched: nothing happens there.
+buffers those of the copies into them; what moves from tier to tier keeps its colour. Waiting is
+grey and hatched: nothing happens there.
 
 Curves that are none of these (a run's losses, an algorithm) come from a second set, `series`, and
 differ in dash and marker too. `use_theme` chooses light or dark for figures made from then on; a
@@ -206,14 +207,28 @@ def plan_name(plan: Plan) -> str:
     if plan.zero_stage:
         form = f"ZeRO-{plan.zero_stage}"
         form += f" in groups of {plan.shard_degree}" * (plan.shard_degree < plan.dp)
-    copies = [f"dp={plan.dp}"] + [form] * (plan.dp > 1)
+    dealt = plan.tiers is not None and plan.tiers.states  # what ZeRO deals out, on one rank too
+    copies = [f"dp={plan.dp}"] + [form] * (plan.dp > 1 or dealt)
     if plan.tp > 1:
         copies = [plan.tp_name, *copies * (plan.dp > 1)]
     if plan.pp == 1:
-        return ", ".join(copies)
+        return ", ".join(copies + _away(plan))
     name = [schedule_name(plan), f"p={plan.pp}", f"m={plan.microbatches}"]
     name += [f"v={plan.virtual_stages}"] * (plan.virtual_stages > 1)
-    return ", ".join(name + copies * (plan.dp > 1 or plan.tp > 1))
+    return ", ".join(name + copies * (plan.dp > 1 or plan.tp > 1) + _away(plan))
+
+
+def _away(plan: Plan) -> list[str]:
+    """ "offload to nvme", "activations to cpu": what left the device; else empty."""
+    tiers = plan.tiers
+    found = {} if tiers is None else {n: getattr(tiers, n) for n in CATEGORY_COLOUR
+                                      if getattr(tiers, n, "device") != "device"}  # fmt: skip
+    if not found:
+        return []
+    places = " and ".join(place for place in ("cpu", "nvme") if place in found.values())
+    said = next(iter(found)) if len(found) == 1 else "offload"
+    said += f" to {plan.offload if isinstance(plan.offload, str) else places}"
+    return [said + ", delayed" * tiers.delayed]
 
 
 def subject(report: Report) -> str:

@@ -2,8 +2,9 @@
 
 Reading it: a coloured box is work, a hatched grey one is a rank standing still until a collective
 has ended. Communication under a backward box is hidden; communication over a hatched box is what
-the step paid for. One trace per kind and lane, whatever the times, so two runs have the same
-structure. Several reports stand under one another on one time scale, so that lengths compare.
+the step paid for. Where something was offloaded, links between memory tiers stand beneath, and what
+the host's processor does. One trace per kind and lane, whatever the times, so two runs have the
+same structure. Several reports stand under one another on one time scale, so that lengths compare.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MAX_BOXES = 4000  # more make a browser slow, and no screen has the pixels
 MAX_RANKS = 12  # rows of ranks that several reports show together before some are left out
 _SEPARATORS = re.compile(", | on ")
+LEGEND_ROW = 24  # pixels
 SAME = 0.02  # durations closer than this share are called equal
 
 
@@ -53,11 +55,15 @@ def timeline(
         raise illegal("ideal", ideal, "one stage has no schedule to idealise", "None, or pp > 1")
     one = boxes.section(report, step=step, ranks=ranks)
     said = [] if report.model is None else [f"step {one.step}"]
-    fig = drawn([one], _finding(one), report.clock, [*said, f"{one.seconds * 1e3:.1f} ms"])
+    said.append(f"{one.seconds * 1e3:.1f} ms")
+    if report.plan.tiers is not None:  # no room for it above
+        said.append(f"waiting {_waiting(one)} of it")
+    fig = drawn([one], _finding(one), report.clock, said)
     what = "" if report.model is None else " of the typical step" if step is None else \
         f" of step {step}"  # fmt: skip
+    own = sum(b["step"] == one.step for b in one.boxes)  # of others there are more or fewer
     return fig.explained(
-        f"timeline of {theme.subject(report)}, {report.clock}: {len(one.boxes)} boxes{what} on "
+        f"timeline of {theme.subject(report)}, {report.clock}: {own} boxes{what} on "
         f"{len(one.ranks)} rank{'s' * (len(one.ranks) != 1)}",
         lambda: boxes.table([one]),
     )
@@ -177,9 +183,12 @@ def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -
         of_step = "the function" if not many else "each"
     if all(one.lanes == ("compute",) for one in sections):
         of_step = "the step"
+    margin = {"r": 68} if any(one.idle for one in sections) else {}
+    if tiers := any(b.get("copies") for one in sections for b in one.boxes):
+        margin["t"] = 96 + LEGEND_ROW  # what is copied is in the legend too
     fig = theme.figure(
-        finding, line, height=int(190 + rows * bottom), barmode="overlay",
-        margin={"r": 68} if any(one.idle for one in sections) else {},
+        finding, line, height=int(190 + LEGEND_ROW * tiers + rows * bottom), barmode="overlay",
+        margin=margin,
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         xaxis={"title": {"text": f"time from the start of {of_step} (ms)"},
                "range": [-0.005 * window * 1e3, 1.005 * window * 1e3], "tickformat": "~g"},
@@ -245,7 +254,6 @@ def _finding(one: Section) -> str:
     duration = metrics.step_durations(report, warmup=True)[step]
     if duration <= 0:
         return name
-    waiting = f"{100 * part['wait'] / duration:.0f} %"
     if report.model is None:
         calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
         each = calls[["rank", "axis", "ranks", "call"]].drop_duplicates().groupby("rank").size()
@@ -253,10 +261,22 @@ def _finding(one: Section) -> str:
         count = int(each.max()) if len(each) else 0
         return (f"{name}: {sent} per rank in {count} call{'s' * (count != 1)}, "
                 f"{theme.scaled(duration, 's')}")  # fmt: skip
-    if part["communication"] > 0:
-        hidden = 100 * part["hidden"] / part["communication"]
-        return f"{name}: {hidden:.0f} % of communication hidden, ranks wait {waiting} of the step"
+    hidden = []
+    copied = metrics.copy_shares(report, step) if report.plan.tiers is not None else {"copies": 0}
+    if part["communication"] > 0 and (report.world_size > 1 or not copied["copies"]):
+        hidden.append(f"{100 * part['hidden'] / part['communication']:.0f} % of communication")
+    if copied["copies"]:
+        hidden.append(f"{100 * copied['hidden'] / copied['copies']:.0f} % of copies")
+    if hidden:
+        waiting = f", ranks wait {_waiting(one)} of the step" * (not copied["copies"])
+        return f"{name}: {' and '.join(hidden)} hidden{waiting}"
     return f"{name}: {100 * part['work'] / duration:.0f} % of the step is forward and backward"
+
+
+def _waiting(one: Section) -> str:
+    """Share of the step, mean over ranks."""
+    seconds = metrics.step_durations(one.report, warmup=True)[one.step]
+    return f"{100 * metrics.shares(one.report, one.step)['wait'] / (seconds or 1.0):.0f} %"
 
 
 def _verdict(sections: list[Section]) -> str:

@@ -1,8 +1,9 @@
-"""The traffic chart: who sends how much to whom, and over which axis and level.
+"""The traffic chart: who sends how much to whom, over which axis and level, and over which link.
 
 Left, a matrix: sender rows, receiver columns, bytes of one step. An all-reduce on a ring is its
 off-diagonal band. Right, the same bytes per rank by axis and level, one pattern per operation,
-with the line 2(N-1)/N Psi that no all-reduce gets below. Megabytes are decimal, 10^6 bytes.
+with the line 2(N-1)/N Psi that no all-reduce gets below; and beside them what a rank copies between
+memory tiers, link by link. Megabytes are decimal, 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.records import metrics
 from paralab.records.tables import LEVELS
-from paralab.view import theme
+from paralab.view import link_bars, theme
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,23 +24,28 @@ MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 
 
 def traffic_chart(report: Report) -> Chart:
-    """Bytes per step: rank x rank, and per rank by axis and level."""
+    """Bytes per step: rank x rank, and per rank by axis and level, and by link between tiers."""
     n = report.world_size
     by_edge = metrics.traffic(report, by="edge")
     per_op = metrics.traffic(report, by=("axis", "level", "op"))
-    total = per_op["bytes"].sum()
+    total, copied = per_op["bytes"].sum(), link_bars.copied(report)
+    if copied["bytes"].any() and not total:
+        return link_bars.chart(report, copied)
     ideal = None
-    if report.model is not None and report.plan.dp == n > 1:
+    if report.model is not None and report.plan.dp == n > 1 and copied.empty:
         ideal = metrics.ring_optimum(report)
     unit = "call" if report.model is None else "step"
-    fig = theme.figure(_finding(report, float(total), ideal), theme.clock_line(
+    fig = theme.figure(_finding(report, float(total), ideal, copied), theme.clock_line(
         report, f"bytes of one {unit}, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"),
         height=max(400, min(40 * n, 560) + 180))  # fmt: skip
     fig.add_heatmap(**_matrix(by_edge, n))
     nothing = {"axis": "", "level": "intra", "op": "none", "bytes": 0}
     rows = sorted(per_op.to_dict("records") or [nothing],
                   key=lambda r: (r["axis"], LEVELS.index(r["level"]), r["op"]))  # fmt: skip
-    groups = [theme.text(f"{r['axis']}, {theme.LEVEL_NAME[r['level']]}") for r in rows if r["axis"]]
+    many = len(copied) > 0  # narrower bars, and two things that they mean
+    apart = ",<br>" if many else ", "
+    groups = [theme.text(r["axis"]) + apart + theme.LEVEL_NAME[r["level"]]
+              for r in rows if r["axis"]]  # fmt: skip
     groups = groups or ["nothing sent"]
     for op in sorted({row["op"] for row in rows}):
         mine = [(g, r) for g, r in zip(groups, rows, strict=True) if r["op"] == op]
@@ -47,26 +53,28 @@ def traffic_chart(report: Report) -> Chart:
     tops: dict[str, float] = {}
     for group, row in zip(groups, rows, strict=True):
         tops[group] = tops.get(group, 0.0) + row["bytes"] / n / 1e6
-    highest = max(tops.values())
-    ranks = [str(r) for r in range(n)]
+    links = link_bars.tops(copied, n)
+    highest = max(*tops.values(), *links.values(), 0.0)
+    ranks, (left, right) = [str(r) for r in range(n)], (0.31, 0.44) if many else (0.46, 0.62)
     fig.update_layout(
         barmode="stack",
-        showlegend=len({row["op"] for row in rows}) > 1,
-        legend={"x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "orientation": "h"},
-        xaxis={"domain": [0, 0.46], "type": "category", "categoryarray": ranks, "showgrid": False,
+        showlegend=many or len({row["op"] for row in rows}) > 1,
+        legend={"x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "orientation": "h",
+                **({"traceorder": "normal"} if many else {})},
+        xaxis={"domain": [0, left], "type": "category", "categoryarray": ranks, "showgrid": False,
                "title": {"text": f"receiving rank (in the cells: MB per {unit})"},
                "constrain": "domain"},
         yaxis={"title": {"text": "sending rank"}, "type": "category", "categoryarray": ranks,
                "autorange": "reversed", "showgrid": False, "scaleanchor": "x",
                "constrain": "domain"},
-        xaxis2={"domain": [0.62, 1], "anchor": "y2", "type": "category", "showgrid": False},
-        yaxis2={"anchor": "x2", "title": {"text": f"MB sent per rank and {unit}"},
+        xaxis2={"domain": [right, 1], "anchor": "y2", "type": "category",
+                "showgrid": False} | ({"categoryarray": [*tops, *links]} if many else {}),
+        yaxis2={"anchor": "x2",
+                "title": {"text": f"MB sent{' or copied' * many} per rank and {unit}"},
                 "range": [0, max(highest, (ideal or 0) / n / 1e6) * 1.25 or 1], "tickformat": "~g"},
     )  # fmt: skip
-    for group, top in tops.items():
-        fig.add_annotation(x=group, y=top, xref="x2", yref="y2",
-                           text=f"{theme.megabytes(top * 1e6)} MB", showarrow=False,
-                           yanchor="bottom", yshift=2)  # fmt: skip
+    link_bars.heights(fig, tops, ("x2", "y2"))
+    link_bars.draw(fig, copied, n, unit=unit, axes=("x2", "y2"))
     if ideal is not None:
         y = ideal / n / 1e6
         fig.add_shape(type="line", xref="x2 domain", x0=0, x1=1, yref="y2", y0=y, y1=y,
@@ -75,9 +83,9 @@ def traffic_chart(report: Report) -> Chart:
                            yanchor="bottom", yshift=2,
                            text="2(N−1)/N·Ψ" + ", levels together" * (len(tops) > 1))  # fmt: skip
     rows_said = f"{len(by_edge)} pairs of ranks, {len(per_op)} rows by axis, level and op"
+    rows_said += f", {len(copied)} by link" * many
     return fig.explained(
-        f"traffic of {theme.subject(report)}, {report.clock}: {rows_said}",
-        metrics.traffic(report, by=("edge", "axis", "level", "op")),
+        f"traffic of {theme.subject(report)}, {report.clock}: {rows_said}", link_bars.table(report)
     )
 
 
@@ -127,14 +135,17 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
     }  # fmt: skip
 
 
-def _finding(report: Report, total: float, ideal: int | None) -> str:
+def _finding(report: Report, total: float, ideal: int | None, copied: pd.DataFrame) -> str:
     n, name = report.world_size, theme.text(theme.subject(report))
     if total == 0:
         return f"{name}: nothing is sent"
     by_rank = metrics.traffic(report)["bytes"]
     alike = by_rank.max() - by_rank.min() <= 1e-3 * by_rank.mean()  # a byte that n does not divide
     said = f"{name}: {'each rank sends' if alike else 'ranks send on average'} "
-    said += f"{theme.megabytes(total / n)} MB" + " per step" * (report.model is not None)
+    said += f"{theme.megabytes(total / n)} MB"
+    if moved := float(copied["bytes"].sum()):
+        said += f" and copies {theme.megabytes(moved / n)} MB"
+    said += " per step" * (report.model is not None)
     if ideal is None:
         return said
     if total == ideal:

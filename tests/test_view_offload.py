@@ -1,0 +1,408 @@
+"""Promises of the pictures of offload: every copy drawn and counted, by what it moves and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+import paralab as pl
+from paralab.records import metrics, tables
+from paralab.report import Report
+from paralab.spec import ModelSpec, Plan
+from paralab.theory.traffic import wire_bytes
+from paralab.view import theme
+from paralab.view.page import page
+
+MODEL = ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
+ROWS = ["host to device", "device to host", "host's processor", "disk read", "disk write"]
+# One step of a rank, seconds: what it does, and what its links do meanwhile.
+WORK = [("compute", "forward", 0.0, 0.3), ("compute", "wait", 0.3, 0.4),
+        ("compute", "backward", 0.4, 0.8), ("compute", "optimizer", 0.8, 0.82),
+        ("compute", "wait", 0.82, 1.0), ("host", "compute", 0.6, 0.65),
+        ("host", "optimizer", 0.88, 0.9)]  # fmt: skip
+COPIES = [("disk", "read", "parameters", 1000, 0.05, 0.15),
+          ("h2d", "copy", "parameters", 1000, 0.15, 0.35),
+          ("d2h", "copy", "gradients", 500, 0.5, 0.6),
+          ("disk", "read", "optimizer", 2000, 0.82, 0.88),
+          ("disk", "write", "optimizer", 2000, 0.9, 0.9001)]  # fmt: skip
+HELD = [("device", "parameters", 3e6), ("device", "activations", 5e6), ("host", "gradients", 2e6),
+        ("host", "buffers", 1e6), ("file", "optimizer", 16e6)]  # fmt: skip
+HIDDEN, UNDER_WAY = 0.25 + 0.1, 0.3 + 0.1 + 0.06 + 0.0001  # of COPIES, beside WORK and at all
+
+
+def made(dp=1, *, steps=3, copies=COPIES, held=HELD, factor=1.0, sent=800, **settings) -> Report:
+    """Every step like every other; ranks alike. ``sent``: bytes of an all-reduce, with dp > 1."""
+    plan = Plan(**{"zero_stage": 3, "offload": "nvme", "dp": dp} | settings)
+    rows = {name: [] for name in tables.COLUMNS}
+    for step in range(steps):
+        for rank in range(plan.world_size):
+            now = float(step)
+
+            def span(lane, kind, start, end, *, rank=rank, step=step, now=now):
+                id_ = len(rows["spans"])
+                rows["spans"].append((id_, rank, step, lane, kind, 0, 0, -1, (now + start) * factor,
+                                      (now + end) * factor, 0.0, ()))  # fmt: skip
+                return id_
+
+            for lane, kind, start, end in WORK:
+                span(lane, kind, start, end)
+            for lane, op, category, size, start, end in copies:
+                id_ = span(lane, "copy", start, end)
+                rows["copies"].append((rank, step, lane, op, category, size,
+                                       (now + start) * factor, (now + end) * factor,
+                                       id_))  # fmt: skip
+            if dp > 1:
+                id_ = span("comm:dp", "comm", 0.5, 0.7)
+                rows["collectives"].append((
+                    step, rank, step, "all_reduce", "dp", tuple(range(dp)), -1, "intra",
+                    "grad_sync", sent, wire_bytes("all_reduce", sent, dp, rank), now, now, id_,
+                ))  # fmt: skip
+            rows["steps"].append((rank, step, now * factor, (now + 1.0) * factor, 0.0))
+            for part, time in ((0.5, 0.1), (1.0, 0.5), (0.25, 0.9)):  # fullest in the middle
+                rows["memory"] += [(rank, step, (now + time) * factor, tier, category,
+                                    int(part * size) + rank) for tier, category, size in held
+                                   if step == 0]  # fmt: skip
+    found = {name: {c: [row[i] for row in rows[name]] for i, c in enumerate(columns)}
+             for name, columns in tables.COLUMNS.items()}  # fmt: skip
+    meta = {"run_id": "made", "nodes": [0] * plan.world_size}
+    return Report(clock="measured", model=MODEL, plan=plan, meta=meta, losses=[5.0, 4.0, 3.5],
+                  **found)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one() -> Report:
+    return made()
+
+
+@pytest.fixture(scope="module")
+def two() -> Report:
+    return made(2)
+
+
+def labels(chart) -> list[str]:
+    return list(chart.layout.yaxis.ticktext)
+
+
+def bars(chart) -> list[dict]:
+    """Every box of a timeline: which trace, which row, when, what it says."""
+    axis = chart.layout.yaxis
+    rows = dict(zip(axis.ticktext, axis.tickvals, strict=True))
+    return [
+        {"name": t.name, "row": min(rows, key=lambda r: abs(rows[r] - y)), "start": base / 1e3,
+         "end": (base + x) / 1e3, "colour": t.marker.color, "said": said, "y": y, "height": w}
+        for t in chart.data for base, x, y, w, said in
+        zip(t.base, t.x, t.y, t.width, t.hovertext, strict=True)
+    ]  # fmt: skip
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+def test_copied_counts_every_byte_once_per_step_by_rank_link_and_category(two):
+    found = metrics.copied(two)
+    assert list(found.columns) == ["rank", "link", "category", "bytes"]
+    assert found.values.tolist() == [
+        row for rank in (0, 1) for row in (
+            [rank, "h2d", "parameters", 1000], [rank, "d2h", "gradients", 500],
+            [rank, "disk read", "optimizer", 2000], [rank, "disk read", "parameters", 1000],
+            [rank, "disk write", "optimizer", 2000])
+    ]  # fmt: skip
+    assert found["bytes"].dtype == "int64" and found["rank"].dtype == "int64"
+    assert metrics.copied(two, "rank").values.tolist() == [[0, 6500], [1, 6500]]
+    by_link = metrics.copied(two, by="link")
+    assert by_link["link"].tolist() == list(metrics.LINKS)  # from the device outwards
+    assert by_link["bytes"].tolist() == [2000, 1000, 6000, 4000]
+
+
+def test_copied_leaves_warm_up_out_and_keeps_halves():
+    report = made(steps=3)
+    rows = report.copies.copy()
+    rows.loc[(rows["step"] == 0) & (rows["lane"] == "h2d"), "bytes"] = 7000
+    odd = rows.copy()
+    odd.loc[(rows["step"] == 2) & (rows["lane"] == "h2d"), "bytes"] = 1001
+    report = dataclasses.replace(report, copies=rows)
+    assert metrics.copied(report, "link")["bytes"].tolist() == [1000, 500, 3000, 2000]
+    assert metrics.copied(report, "link", warmup=True)["bytes"].tolist() == [3000, 500, 3000, 2000]
+    halves = metrics.copied(dataclasses.replace(report, copies=odd), "link")["bytes"]
+    assert halves.dtype == "float64" and halves.tolist() == [1000.5, 500, 3000, 2000]
+
+
+def test_copied_says_what_it_can_be_split_by_and_has_a_row_for_a_rank_that_copies_nothing():
+    with pytest.raises(ValueError, match="by='lane'.*rank.*link.*category"):
+        metrics.copied(made(), by="lane")
+    with pytest.raises(ValueError, match="nothing to split by"):
+        metrics.copied(made(), by=[])
+    assert metrics.copied(made(copies=[]), "rank").values.tolist() == [[0, 0]]
+    assert metrics.copied(made(copies=[])).empty
+
+
+def test_copies_are_hidden_by_work_of_any_kind_and_not_by_waiting(two):
+    part = metrics.copy_shares(two, 1)
+    assert part == pytest.approx({"copies": UNDER_WAY, "hidden": HIDDEN})
+    late = made(copies=[("h2d", "copy", "parameters", 10, 0.9, 1.1)])  # into the next step's work
+    assert metrics.copy_shares(late, 1) == pytest.approx({"copies": 0.2, "hidden": 0.1})
+
+
+def test_the_summary_has_what_there_is_of_each_link_and_how_much_is_hidden(one, two):
+    value, unit = (one.summary()[column] for column in ("value", "unit"))
+    names = ["host to device per step", "device to host per step",
+             "disk, read and written per step"]  # fmt: skip
+    assert [value[name] for name in names] == [0.001, 0.0005, 0.005]
+    assert value["of the copies hidden behind compute"] == pytest.approx(100 * HIDDEN / UNDER_WAY,
+                                                                         abs=1e-3)  # fmt: skip
+    assert {unit[name] for name in names} == {"MB"}
+    assert value["optimizer"] == pytest.approx(20)  # the rank's own; what its host does is beside
+    assert value["host's processor at work"] == pytest.approx(70)
+    assert two.summary().loc["host's processor at work", "value"] == pytest.approx(70)
+    assert two.summary().loc[names[0]].tolist() == [0.001, "MB per rank"]  # not of both together
+    some = made(copies=COPIES[1:2]).summary().index
+    assert names[0] in some and names[1] not in some and names[2] not in some
+    assert not set(names) & set(made(copies=[]).summary().index)
+
+
+# ---- timeline ------------------------------------------------------------------------------------
+def test_links_stand_below_compute_and_messages_in_words_and_only_where_there_is_something(two):
+    rows = labels(two.timeline())
+    assert rows == ["<b>rank 0</b>", "dp", *ROWS, "<b>rank 1</b>", "dp", *ROWS]
+    assert labels(made(copies=COPIES[2:3]).timeline())[1:] == ROWS[1:3]
+    assert labels(made(copies=COPIES[:2]).timeline())[1:] == [ROWS[0], *ROWS[2:4]]
+
+
+def test_every_copy_is_one_box_at_its_time_in_the_colour_of_what_it_moves(one):
+    drawn = bars(one.timeline(step=1))
+    assert len(drawn) == len(WORK) + len(COPIES)
+    for lane, op, category, size, start, end in COPIES:
+        row = {"h2d": ROWS[0], "d2h": ROWS[1]}.get(lane) or f"disk {op}"
+        (box,) = [b for b in drawn if b["row"] == row and b["start"] == pytest.approx(start)]
+        assert box["end"] == pytest.approx(end)
+        assert box["colour"] == theme.CATEGORY_COLOUR[category]
+        assert box["name"] == f"copying {category}"
+        assert f"{size:,} bytes at {theme.scaled(size / (end - start), 'B/s')}" in box["said"]
+        assert "device time" not in box["said"]
+    said = " ".join(b["said"] for b in drawn)
+    for words in ("parameters, read from disk", "parameters, host to device",
+                  "gradients, device to host", "optimizer states, written to disk"):  # fmt: skip
+        assert words in said
+
+
+def test_the_hosts_processor_adds_and_updates_on_its_own_row(one):
+    mine = [b for b in bars(one.timeline()) if b["row"] == "host's processor"]
+    assert [(b["name"], round(b["start"], 9)) for b in mine] == [
+        ("optimizer", 0.88), ("adding, rounding", 0.6)
+    ]  # fmt: skip
+    assert mine[0]["colour"] == theme.KIND_COLOUR["optimizer"]
+    assert all("processor time" in b["said"] for b in mine)
+
+
+def test_the_legend_has_every_name_once_and_its_entry_hides_all_of_that_name(two):
+    chart = two.timeline()
+    shown = [t.name for t in chart.data if t.showlegend]
+    assert sorted(shown) == sorted({t.name for t in chart.data})
+    assert all(t.legendgroup == t.name for t in chart.data)
+    assert chart.layout.margin.t > made(copies=[]).timeline().layout.margin.t  # a row more
+
+
+def test_a_box_too_short_to_see_has_an_edge_of_its_own_colour(one):
+    (write,) = [t for t in one.timeline().data if t.name == "copying optimizer" and t.x[0] < 1]
+    (read,) = [t for t in one.timeline().data if t.name == "copying optimizer" and t.x[0] > 1]
+    assert write.marker.line.color == (theme.CATEGORY_COLOUR["optimizer"],)
+    assert read.marker.line.color == (theme.look().paper,)
+
+
+def test_the_title_says_how_much_of_the_copies_is_hidden(one, two):
+    share = f"{100 * HIDDEN / UNDER_WAY:.0f} %"
+    assert one.timeline().finding == f"dp=1, ZeRO-3, offload to nvme: {share} of copies hidden"
+    both = f"100 % of communication and {share} of copies hidden"
+    assert two.timeline().finding == f"dp=2, ZeRO-3, offload to nvme: {both}"
+    assert one.timeline().below.endswith("1000.0 ms · waiting 28 % of it")
+
+
+def test_what_a_link_does_for_the_step_before_is_drawn_and_not_counted():
+    late = made(copies=[("h2d", "copy", "parameters", 10, 0.9, 1.1)])
+    chart = late.timeline(step=1)
+    starts = [b["start"] for b in bars(chart) if b["row"] == "host to device"]
+    assert starts == pytest.approx([-0.1, 0.9])
+    assert sum(", of step 0" in b["said"] for b in bars(chart)) == 1
+    assert f"{len(WORK) + 1} boxes" in repr(chart)  # a notebook compares it: the same in every run
+
+
+def test_the_table_of_a_timeline_has_the_bytes_and_a_run_without_copies_no_column_more(one):
+    table = one.timeline(step=1).table
+    assert table["bytes"].sum() == sum(copy[3] for copy in COPIES)
+    found = table[table["bytes"] > 0]
+    assert sorted(zip(found["lane"], found["op"], found["category"], strict=True)) == sorted(
+        copy[:3] for copy in COPIES
+    )
+    assert "bytes" not in made(copies=[]).timeline().table
+
+
+def test_structure_holds_no_time(one):
+    slow = made(factor=3.7)
+    for name in ("timeline", "traffic_chart", "memory_chart"):
+        a, b = getattr(one, name)(), getattr(slow, name)()
+        assert repr(a) == repr(b)
+        assert [(t.name, t.type) for t in a.data] == [(t.name, t.type) for t in b.data]
+
+
+def test_a_pipeline_that_offloads_activations_stands_below_its_ideal():
+    moved = [("d2h", "copy", "activations", 10, 0.1, 0.2)]
+    report = made(pp=2, zero_stage=0, recompute="full", offload={"activations": "cpu"},
+                  microbatches=1, copies=moved)  # fmt: skip
+    spans = report.spans.copy()  # what an ideal needs to know of a pipeline
+    spans["stage"] = spans["rank"]
+    work = spans["kind"].isin(tables.COMPUTE_KINDS)
+    spans["microbatch"] = spans["microbatch"].mask(work, 0)
+    spans["cost"] = (spans["end"] - spans["start"]).where(work, 0.0)
+    report = dataclasses.replace(report, spans=spans)
+    assert "below its ideal" in repr(report.timeline())
+    alone = report.timeline(ideal=False)
+    assert "device to host" in labels(alone) and "activations to cpu" in alone.finding
+
+
+def test_the_plans_name_says_where_what_left_the_device_is():
+    for settings, said in (
+        ({"zero_stage": 3, "offload": "nvme"}, "dp=1, ZeRO-3, offload to nvme"),
+        ({"dp": 4, "zero_stage": 1, "offload": "cpu"}, "dp=4, ZeRO-1, optimizer to cpu"),
+        ({"offload": {"activations": "cpu"}, "recompute": "full"}, "dp=1, activations to cpu"),
+        ({"zero_stage": 2, "offload": {"gradients": "cpu", "optimizer": "cpu", "delayed": True}},
+         "dp=1, ZeRO-2, offload to cpu, delayed"),
+        ({"zero_stage": 2, "offload": {"gradients": "cpu", "optimizer": "nvme"}},
+         "dp=1, ZeRO-2, offload to cpu and nvme"),
+    ):  # fmt: skip
+        assert theme.plan_name(Plan(**settings)) == said
+
+
+# ---- traffic -------------------------------------------------------------------------------------
+def stacks(chart, axis: str) -> dict[tuple[str, str], float]:
+    """{(bar, trace): bytes} of the bars on an axis."""
+    return {(x.replace("<br>", " "), t.name): y * 1e6 for t in chart.data
+            if t.type == "bar" and t.xaxis == axis
+            for x, y in zip(t.x, t.y, strict=True)}  # fmt: skip
+
+
+LINKS = {("host to device", "parameters"): 1000, ("device to host", "gradients"): 500,
+         ("disk read", "parameters"): 1000, ("disk read", "optimizer"): 2000,
+         ("disk write", "optimizer"): 2000}  # fmt: skip
+
+
+def test_where_nothing_is_sent_the_chart_of_traffic_is_that_of_the_links(one):
+    chart = one.traffic_chart()
+    assert stacks(chart, "x") == pytest.approx(LINKS)
+    assert [t.type for t in chart.data] == ["bar"] * 3  # no matrix of one rank
+    assert all(t.marker.color == theme.CATEGORY_COLOUR[t.name] for t in chart.data)
+    order = [x.replace("<br>", " ") for x in chart.layout.xaxis.categoryarray]
+    assert order == [ROWS[0], ROWS[1], *ROWS[3:]]
+    assert chart.finding == ("dp=1, ZeRO-3, offload to nvme: copies 0.0065 MB per step, 77 % of it "
+                             "to and from disk")  # fmt: skip
+    assert "MB" in chart.layout.yaxis.title.text and "10<sup>6</sup> bytes" in chart.below
+    assert chart.table["bytes"].sum() == 6500
+    assert "disk" not in made(copies=COPIES[1:3]).traffic_chart().finding
+
+
+def test_links_stand_beside_what_is_sent_per_rank_and_on_one_scale(two):
+    chart = two.traffic_chart()
+    assert [t.type for t in chart.data] == ["heatmap", *["bar"] * 4]
+    sent = {("dp, inside a node", "all_reduce"): 800}
+    assert stacks(chart, "x2") == pytest.approx({**sent, **LINKS})
+    order = [x.replace("<br>", " ") for x in chart.layout.xaxis2.categoryarray]
+    assert order == ["dp, inside a node", ROWS[0], ROWS[1], *ROWS[3:]]
+    assert chart.layout.yaxis2.range[1] > 3000 / 1e6  # the highest bar is a link's
+    tops = [note.text for note in chart.layout.annotations]
+    assert tops == ["0.0008 MB", "0.0010 MB", "0.0005 MB", "0.0030 MB", "0.0020 MB"]
+    assert "sends 0.0008 MB and copies 0.0065 MB per step" in chart.finding
+    own = chart.table[chart.table["sender"] == chart.table["receiver"]]
+    assert own["bytes"].sum() == 2 * 6500 and chart.table["bytes"].sum() == 2 * (6500 + 800)
+
+
+def test_what_messages_pass_through_is_no_offload_and_leaves_the_chart_of_traffic_alone():
+    """Ranks that share a GPU send through the host: copies, and a plan that offloads nothing."""
+    staged = [("d2h", "copy", "buffers", 800, 0.5, 0.55), ("h2d", "copy", "buffers", 800, 0.6, 0.7)]
+    plain = {"zero_stage": 0, "offload": None}
+    with_, without = made(2, copies=staged, **plain), made(2, copies=[], **plain)
+    charts = [report.traffic_chart() for report in (with_, without)]
+    assert charts[0].to_json() == charts[1].to_json()
+    assert list(charts[0].table) == list(charts[1].table)
+    assert "host to device" in labels(with_.timeline())
+    assert "copies" not in with_.timeline().finding
+
+
+# ---- memory --------------------------------------------------------------------------------------
+def tier_bars(chart) -> dict[tuple[str, str], int]:
+    return {(label.strip(), t.name): round(x * 1e6) for t in chart.data if t.xaxis == "x2"
+            for label, x in zip(t.y, t.x, strict=True) if x}  # fmt: skip
+
+
+def test_what_is_elsewhere_stands_below_the_device_at_each_tiers_fullest(one):
+    chart = one.memory_chart()
+    name = {"device": "device", "host": "host", "file": "files"}
+    assert tier_bars(chart) == {(name[tier], c): size for tier, c, size in HELD}
+    assert chart.finding == ("dp=1, ZeRO-3, offload to nvme: device peaks at 8 MB, host at 3 MB, "
+                             "files at 16 MB")  # fmt: skip
+    assert "memory (MB)" in chart.layout.xaxis2.title.text
+    above = [t for t in chart.data if t.type == "scatter" and t.stackgroup]
+    assert {t.name for t in above} == {"parameters", "activations"}  # panels: the device alone
+    held = chart.table[chart.table["panel"] == "peaks of rank 0"]
+    assert held.groupby("tier")["bytes"].sum().to_dict() == \
+        {"device": 8e6, "host": 3e6, "file": 16e6}  # fmt: skip
+    assert set(held["time"]) == {0.5}
+
+
+def test_a_colour_of_memory_is_in_the_legend_once_and_bars_do_not_reach_into_panels(two):
+    chart = two.memory_chart()
+    entries = [t.name for t in chart.data if t.showlegend]
+    assert sorted(entries) == sorted({c for _, c, _ in HELD})
+    lowest = min(chart.layout[a].domain[0] for a in ("yaxis", "yaxis3"))
+    assert chart.layout.yaxis100.domain[1] < lowest
+    assert "<b>rank 1: each tier at its fullest</b>" in [n.text for n in chart.layout.annotations]
+
+
+def test_without_other_tiers_there_is_no_second_panel_and_with_a_limit_the_title_has_it():
+    alone = made(held=HELD[:2]).memory_chart()
+    assert not tier_bars(alone) and "tier" not in alone.table
+    assert alone.layout.height < made().memory_chart().layout.height
+    assert "peak 8 MB" in alone.finding
+    report = made()
+    limited = dataclasses.replace(report, meta={**report.meta, "memory_limit": 10_000_000})
+    assert "device peaks at 8 MB of 10 MB, host" in limited.memory_chart().finding
+
+
+# ---- files ---------------------------------------------------------------------------------------
+def test_the_page_draws_the_links_and_says_what_was_offloaded(one):
+    text = page(made(zero_stage=2, offload={"gradients": "cpu", "optimizer": "nvme",
+                                            "bandwidth": {"disk": "1GB"}}))  # fmt: skip
+    assert "copied between tiers" in text and "of copies hidden</span>" in text
+    assert "&quot;optimizer&quot;: &quot;nvme&quot;" in text and "Offload(" not in text
+    assert "1000000000" in text and "&quot;delayed&quot;" not in text  # what was set, no more
+    assert "sent per rank and step</span>" not in text  # one device sends nothing
+    assert "host to device" in page(one) and "sent per rank and step</span>" in page(made(2))
+
+
+def test_perfetto_has_a_track_per_lane_and_the_bytes_of_every_copy(two, tmp_path):
+    two.to_perfetto(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events
+               if e["name"] == "thread_name"}  # fmt: skip
+    for rank in (0, 1):
+        own = [name for (pid, _), name in sorted(threads.items()) if pid == rank]
+        assert own == ["compute", "comm:dp", "host to device", "device to host",
+                       "host's processor", "disk"]  # fmt: skip
+    copies = [e for e in events if e["ph"] == "X" and "bytes" in e["args"]]
+    assert len(copies) == len(two.copies)
+    assert sum(e["args"]["bytes"] for e in copies) == two.copies["bytes"].sum()
+    write = next(e for e in copies if e["name"] == "write optimizer")
+    assert threads[write["pid"], write["tid"]] == "disk"
+    read = next(e for e in copies if e["name"] == "read parameters")
+    assert read["args"]["bytes_per_second"] == pytest.approx(10_000)
+
+
+def test_a_real_run_is_drawn_on_both_clocks():
+    """Small, through files and back: every picture, and no byte more or less than it recorded."""
+    plan = Plan(zero_stage=3, offload="nvme", microbatches=2)
+    report = pl.run(MODEL, plan, steps=2, progress=False)
+    for found in (report, report.replay()):
+        step = found.copies[found.copies["step"] == 1]
+        assert found.timeline(step=1).table["bytes"].sum() == step["bytes"].sum() > 0
+        assert labels(found.timeline(step=1))[1:] == ROWS
+        assert found.traffic_chart().table["bytes"].sum() == step["bytes"].sum()
+        assert {tier for tier, _ in tier_bars(found.memory_chart())} == {"device", "host", "files"}
+        assert found.clock in page(found)
