@@ -85,7 +85,7 @@ OTHER = {  # for every field a legal value that is not its default
     "dropout": 0.25, "attention": "sdpa", "frozen": ("embedding", "blocks.0"),
     "dp": 3, "tp": 2, "pp": 2, "schedule": "gpipe", "microbatches": 4, "microbatch_size": 1,
     "virtual_stages": 2, "zero_stage": 1, "shard": 2, "sequence_parallel": True,
-    "recompute": "full", "offload": "host", "precision": "bf16", "tp_mode": "2d",
+    "recompute": "full", "offload": "cpu", "precision": "bf16", "tp_mode": "2d",
     "grad_sync": "naive", "bucket_bytes": 12345, "prefetch": 2, "tp_depth": 2,
     "partition_activations": True,
 }  # fmt: skip

@@ -17,6 +17,7 @@ from paralab.exercises.clinic import deadlock_clinic
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.guess import Guess, Reveal, guess
 from paralab.exercises.memory import memory_clinic
+from paralab.exercises.offload import stream
 from paralab.exercises.ring import all_gather_half
 from paralab.exercises.schedule import own_schedule
 from paralab.exercises.states import model_states
@@ -38,11 +39,12 @@ ALL = {
         memory_clinic,
         tensor_mlp,
         summa,
+        stream,
     )
 }
 
 __all__ = [
     "ALL", "Exercise", "Guess", "Reveal", "Verdict",
     "all_gather_half", "deadlock_clinic", "gradient_sync", "guess", "memory_clinic", "model_states",
-    "own_schedule", "summa", "tensor_mlp", "zero_step",
+    "own_schedule", "stream", "summa", "tensor_mlp", "zero_step",
 ]  # fmt: skip
