@@ -183,8 +183,8 @@ class GPT(nn.Module):
     layers     what it is made of; by default whole layers of torch's
     holding    called with a parameter's name: which block of it is held (parallel/layouts.py)
     recompute  what its blocks compute a second time in backward: parallel/recompute.py
-    empty      parameters have shapes and no bytes: whoever asked for that gives them bytes, and
-               calls `initialize`, one after the other
+    empty      parameters have shapes, and one element each to fill them: whoever asked for that
+               gives them memory, and calls `initialize`, one after the other
     before     called with the name of each part just before it runs
     """
 
@@ -212,10 +212,8 @@ class GPT(nn.Module):
                 self.head = Head(spec, layers, own_output=not self.tied)
         for module in self.modules():
             for name, meta in module.named_parameters(recurse=False):
-                parameter = nn.Parameter(torch.empty(meta.shape, device=device))
-                if empty:
-                    parameter.untyped_storage().resize_(0)
-                setattr(module, name, parameter)
+                made = torch.empty(1 if empty else meta.shape, device=device)
+                setattr(module, name, nn.Parameter(made.expand(meta.shape)))
             if isinstance(module, Attention):
                 module.hidden_future = torch.ones_like(module.hidden_future, device=device).triu(1)
         for name, parameter in self.named_parameters():

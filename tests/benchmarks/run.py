@@ -13,6 +13,7 @@ from collections.abc import Callable
 import bench_data_parallel
 import bench_instruments
 import bench_launch
+import bench_offload
 import bench_pipeline
 import bench_tensor
 import bench_zero
@@ -24,6 +25,7 @@ BENCHES: dict[str, Callable[[], list[dict]]] = {
     "pipeline": bench_pipeline.measure,
     "zero": bench_zero.measure,
     "tensor": bench_tensor.measure,
+    "offload": bench_offload.measure,
 }
 
 
