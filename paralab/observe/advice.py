@@ -59,6 +59,8 @@ def _changes(plan: Plan) -> list[dict[str, Any]]:
         changes.append({"sequence_parallel": True})
     if plan.recompute != "full":
         changes.append({"recompute": "full"})
+    if plan.tiers is None:  # it moves bytes over slow links: when nothing else is enough
+        changes.append({"zero_stage": 3, "offload": "cpu"})
     return changes
 
 

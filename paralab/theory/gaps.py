@@ -218,8 +218,9 @@ def _step_gap(table: pd.DataFrame, expect: Report, report: Report) -> str:
         said.append(_pace(row["measured"] / row["replayed"], _cores(expect, report), report))
         carried = beside(report)
         if carried > 0.02 * row["measured"]:
+            what = "Copying" if len(report.copies) else "Carrying messages"
             said.append(
-                "Carrying messages is work too: the ranks' other threads used "
+                f"{what} is work too: the ranks' other threads used "
                 f"{carried * 1e3:.0f} ms of processor per step and rank, which devices of their "
                 "own do beside computing."
             )
