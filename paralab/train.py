@@ -338,6 +338,8 @@ def _train(
     watched.close()
     trainer.settle()
     weights = trainer.whole() if keep_state else None
+    if trainer.host is not None:
+        trainer.host.close()
     return {
         "rank": context.rank,
         "clock_offset": offset,

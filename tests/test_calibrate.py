@@ -240,6 +240,9 @@ def test_this_machine_comes_out_as_a_machine_could_be(real):
     assert cluster.memory_bandwidth > 1e8
     assert 0 <= cluster.op_overhead < 1e-2
     assert 2**27 < cluster.memory < 2**50
+    for link in (cluster.host, cluster.disk):
+        assert 0 <= link.alpha < 0.1 and link.bandwidth > 1e6
+    assert cluster.host_bandwidth > 1e8
     for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"):
         link = cluster.link(op, "intra")
         assert 0 <= link.alpha < 0.1 and link.bandwidth > 1e6, op
@@ -248,8 +251,10 @@ def test_this_machine_comes_out_as_a_machine_could_be(real):
 def test_every_fit_states_its_error_and_keeps_its_points(real):
     known = real["known"]
     ops = {point["op"] for point in known["points"]["links"]}
-    assert set(known["accuracy"]) == ops | {"device"}
-    for point in known["points"]["links"] + known["points"]["device"]:
+    tiers = {point["op"] for point in known["points"]["tiers"]}
+    assert tiers == {"host", "disk", "optimizer"}
+    assert set(known["accuracy"]) == ops | tiers | {"device"}
+    for point in [point for points in known["points"].values() for point in points]:
         assert point["seconds"] > 0 and point["fitted"] >= 0
     sizes = {point["payload_bytes"] for point in known["points"]["links"]}
     assert min(sizes) <= 1024 and max(sizes) >= 8_000_000
