@@ -23,6 +23,7 @@ ANSWERS = {
     "memory_clinic": ("treatment",),
     "tensor_mlp": ("MyMLP",),
     "summa": ("MySumma",),
+    "stream": ("my_stream",),
 }
 
 

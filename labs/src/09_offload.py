@@ -379,6 +379,29 @@ print("as if nothing had been:", all(np.array_equal(whole.weights[n], more.weigh
 exercise = pl.exercises.stream
 exercise
 
+
+# %%
+def my_stream(units, window):
+    """The jobs of one update, in the order in which they are handed over: (what, unit, buffer).
+
+    units: how many units' states lie in files; window: how many buffers there are, 0, 1, ...
+    """
+    jobs = []
+    ### BEGIN SOLUTION
+    ### STUB: raise NotImplementedError("your turn")
+    ahead = window - 1  # units that are read before the first one is written
+    for unit in range(units + ahead):
+        if unit < units:
+            jobs.append(("read", unit, unit % window))
+            jobs.append(("update", unit, unit % window))
+        if unit >= ahead:
+            jobs.append(("write", unit - ahead, (unit - ahead) % window))
+    ### END SOLUTION
+    return jobs
+
+
+exercise.check(my_stream)
+
 # %% [markdown]
 # Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
 

@@ -1,0 +1,181 @@
+"""Lab 09's exercise: right orders pass, wrong ones are refused by the limits they break."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import tempfile
+
+import pytest
+
+import bad_answers_offload as bad
+import paralab as pl
+from test_exercises_zero import defined, missed
+
+STREAM = pl.exercises.stream
+offload = importlib.import_module("paralab.exercises.offload")
+JOBS, STATES, BYTES, MEMORY, TIME = (limit for limit, _ in STREAM.asked)
+AS_BEFORE, OTHER = "is as it was before the update", "has other states than after an update in mem"
+WRONG = [  # answer, limits it breaks, words of the verdict
+    (bad.one_after_the_other, {TIME}, "units=6, window=2: fast host, 198 ms, asked are 150 ms: the "
+     "lane disk stands still from 10 ms to 18 ms, before write 0"),
+    (bad.one_buffer, {TIME}, "198 ms, asked are 150 ms"),
+    (bad.in_batches, {TIME}, "units=6, window=2: slow host, 255 ms, asked are 205 ms: the lane "
+     "host stands still from 70 ms to 95 ms, before update 2"),
+    (bad.updates_the_second_first, {TIME}, "the lane disk stands still from 20 ms to 36 ms"),
+    (bad.all_reads_first, {JOBS, STATES}, "jobs[2]=('read', 2, 0): overwrites unit 0, which is in"),
+    (bad.reads_too_far_ahead, {JOBS, STATES}, "jobs[4]=('read', 2, 0): overwrites unit 0"),
+    (bad.writes_before_the_update, {JOBS, STATES}, f"unit 0 {AS_BEFORE}"),
+    (bad.updates_before_the_read, {JOBS, STATES}, "jobs[0]=('update', 0, 0): unit 0 is not in"),
+    (bad.lane_by_lane, {JOBS, STATES}, "jobs[2]=('write', 0, 0): unit 0 has not been updated by"),
+    (bad.backwards, {JOBS, STATES}, "jobs[0]=('write', 5, 1): unit 5 is not in buffer 1 by then"),
+    (bad.writes_the_other_buffer, {JOBS, STATES}, f"unit 0 {OTHER}"),
+    (bad.writes_into_the_next_file, {JOBS, STATES}, "jobs[4]=('write', 1, 0): unit 1 is not in"),
+    (bad.never_writes, {JOBS, STATES, BYTES}, "73,728 bytes, asked are 147,456, 0.5 times as many"),
+    (bad.forgets_the_last_write, {JOBS, STATES, BYTES}, "there is no write of unit 5"),
+    (bad.forgets_an_update, {JOBS, STATES}, f"unit 5 {AS_BEFORE}"),
+    (bad.forgets_the_rest, {JOBS, STATES, BYTES}, "units=1, window=2: there is no read of unit 0"),
+    (bad.does_nothing, {JOBS, STATES, BYTES}, "units=6, window=2: there is no read of unit 0"),
+    (bad.reads_twice, {JOBS, BYTES}, "159,744 bytes, asked are 147,456, 1.08 times as many"),
+    (bad.updates_twice, {JOBS, STATES}, "jobs[2]=('update', 0, 0): the update of unit 0 is there"),
+    (bad.writes_twice, {JOBS, BYTES}, "jobs[5]=('write', 0, 0): the write of unit 0 is there tw"),
+    (bad.reads_again_to_check, {JOBS, BYTES}, "1.5 times as many"),
+    (bad.one_buffer_more, {MEMORY}, "jobs[4]=('read', 2, 2): buffers are 0 to 1; 36,864 bytes, "),
+    (bad.a_buffer_for_every_unit, {MEMORY}, "73,728 bytes, asked are at most 24,576"),
+    (bad.buffers_from_one, {MEMORY}, "jobs[2]=('read', 1, 2): buffers are 0 to 1; 24,576 bytes"),
+    (bad.always_two, {MEMORY}, "units=5, window=1: jobs[2]=('read', 1, 1): buffers are 0 to 0"),
+    (bad.only_six, {JOBS}, "units, window=(1, 2): rank 0 raised ValueError: len(jobs)=18: too m"),
+    (bad.not_with_one_buffer, {JOBS}, "units, window=(5, 1): rank 0 raised ZeroDivisionError"),
+    (bad.fills_the_window_first, {JOBS}, "units, window=(1, 2): rank 0 raised ValueError: jobs[1]"),
+    (bad.a_generator, {JOBS}, "jobs='generator': not a list"),
+    (bad.nothing, {JOBS}, "jobs='NoneType': not a list"),
+    (bad.without_buffers, {JOBS}, "jobs[0]=('read', 0): not a job; legal: (\"read\", unit, "),
+    (bad.as_text, {JOBS}, "jobs[0]='read 0 0': not a job"),
+    (bad.other_words, {JOBS}, "jobs[0][0]='load': unknown choice; legal: 'read' | 'update' | 'wri"),
+    (bad.units_from_one, {JOBS}, "=6: out of range; legal: a whole number from 0 to 5"),
+    (bad.half_a_buffer, {JOBS}, "jobs[0][2]=0.0: not a whole number"),
+    (bad.too_many, {JOBS}, "len(jobs)=18000000: too many; legal: 3 per unit"),
+    (bad.without_end, {JOBS}, "100,000 lines of it were run, and it has not ended"),
+    (bad.without_end_on_one_line, {JOBS}, "100,000 lines of it were run, and it has not ended"),
+    (bad.asleep, {JOBS}, "nothing moves any more: rank 0"),
+    (bad.raises, {JOBS}, "units, window=(6, 2): rank 0 raised KeyError: 'unit 7'"),
+    (bad.of_units_alone, {JOBS}, "takes 1 positional argument but 2 were given"),
+    ("stream", {JOBS}, "asked is a function, yours is 'stream'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer, limits, words", WRONG)
+def test_a_wrong_stream_is_refused_by_the_limits_it_breaks(answer, limits, words):
+    verdict = STREAM.check(answer, timeout=3)
+    assert verdict.started and missed(verdict) == limits, verdict.table.to_string()
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+@pytest.mark.parametrize("answer", [bad.good, bad.two_of_many, bad.last_unit_first, bad.in_halves])
+def test_another_right_stream_passes_and_says_the_same_twice(answer):
+    first, second = STREAM.check(answer), STREAM.check(answer)
+    assert first.passed, repr(first)
+    assert first == second and first._repr_html_() == second._repr_html_()
+    assert {row.yours.split(": ")[0] for row in first.rows} == {"units=6, window=2"}
+
+
+def test_the_stub_is_not_started_and_the_solution_passes():
+    stub = STREAM.check(defined(STREAM.stub, "my_stream"))
+    assert not stub and not stub.started
+    assert STREAM.check(defined(str(STREAM.solution()), "my_stream")).passed
+
+
+@pytest.mark.parametrize("answer", [bad.good, bad.raises, bad.asleep])
+def test_no_file_is_left_behind(answer, tmp_path, monkeypatch):
+    made, folder = [], tempfile.TemporaryDirectory
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryDirectory",
+                        lambda **how: made.append(folder(**how)) or made[-1])  # fmt: skip
+    STREAM.check(answer, timeout=2)
+    ours = [one.name for one in made if "paralab-stream-" in one.name]
+    assert len(ours) == 1 and ours[0].startswith(str(tmp_path))
+    assert not list(tmp_path.glob("paralab-stream-*"))
+
+
+def test_states_that_differ_in_one_bit_are_wrong():
+    import numpy as np
+
+    right = np.ones((2, 3, 4), dtype=np.float32)
+    found = {"before": 0 * right, "after": right.copy(), "right": right}
+    assert offload._first_wrong(found) == ""
+    found["after"][1, 2, 3] = np.nextafter(np.float32(1), np.float32(2))
+    assert offload._first_wrong(found).startswith(f"unit 1 {OTHER}")
+
+
+def test_a_real_run_moves_every_byte_on_the_lane_disk(tmp_path):
+    report = pl.trace(offload.update, 1, (bad.good, 4, 2, str(tmp_path)), device="cpu")
+    assert set(report.copies["lane"]) == {"disk"}
+    assert list(report.copies["op"]) == ["read", "read", "write", "read", "write", "read", "write",
+                                         "write"]  # fmt: skip
+    work = report.spans[report.spans["lane"] == "host"]
+    assert list(work["kind"]) == ["optimizer"] * 4
+    assert report.results[0]["peak"] == 2 * offload.STATES_BYTES
+
+
+# ---- simulated time ------------------------------------------------------------------------------
+def took(jobs, update_s):
+    return max(offload.simulate(jobs, update_s).end[0])
+
+
+def test_a_job_starts_when_its_lane_and_its_buffer_are_free():
+    jobs = bad.good(3, 2)
+    times = offload.simulate(jobs, 30e-3)
+    starts = dict(zip([job[:2] for job in jobs], times.start[0], strict=True))
+    assert {job: round(1e3 * start) for job, start in starts.items()} == {
+        ("read", 0): 0, ("update", 0): 10, ("read", 1): 10, ("update", 1): 40, ("write", 0): 40,
+        ("read", 2): 55, ("update", 2): 70, ("write", 1): 70, ("write", 2): 100,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("update_s", [1e-3, offload.FAST_S, 10e-3, 25e-3, offload.SLOW_S, 0.1])
+def test_reading_ahead_reaches_the_limit_at_every_size(update_s):
+    for units in range(1, 13):
+        for window in range(1, 16):
+            jobs = bad.good(units, window)
+            assert not offload.first_misplaced(jobs, units)
+            limit = offload.limit_s(units, window, update_s)
+            assert took(jobs, update_s) == pytest.approx(limit, rel=1e-9), (units, window)
+
+
+def test_no_order_that_is_right_is_faster_than_the_limit():
+    draw = random.Random(0)
+    for _ in range(2000):
+        units, window = draw.randint(1, 6), draw.randint(1, 4)
+        jobs = at_random(draw, units, window)
+        assert not offload.first_misplaced(jobs, units)
+        for update_s in (1e-3, offload.FAST_S, 12e-3, offload.SLOW_S):
+            assert took(jobs, update_s) >= offload.limit_s(units, window, update_s) * (1 - 1e-9)
+
+
+def at_random(draw: random.Random, units: int, window: int) -> list:
+    """Some order that is right."""
+    jobs, inside, left = [], {}, draw.sample(range(units), units)
+    while left or inside:
+        free = [buffer for buffer in range(window) if buffer not in inside]
+        if left and free and (not inside or draw.random() < 0.5):
+            inside[buffer := draw.choice(free)] = ["read", "update", "write"], left.pop()
+        else:
+            buffer = draw.choice(list(inside))
+        kinds, unit = inside[buffer]
+        jobs.append((kinds.pop(0), unit, buffer))
+        if not kinds:
+            del inside[buffer]
+    return jobs
+
+
+def test_at_every_size_but_the_trivial_ones_taking_turns_is_too_slow():
+    slow = {(size, host) for size in offload.SIZES for host in offload.UPDATE_S
+            if offload._too_late(bad.one_after_the_other(*size), *size, host)}  # fmt: skip
+    trivial = {(1, 2), (5, 1)}  # one unit, one buffer
+    assert {size for size, _ in slow} == set(offload.SIZES) - trivial
+    assert len(slow) == 2 * (len(offload.SIZES) - len(trivial))
+
+
+def test_a_wrong_timeout_is_refused():
+    with pytest.raises(ValueError, match=r"timeout=0.*; legal: "):
+        STREAM.check(bad.good, timeout=0)
