@@ -57,7 +57,7 @@ class _Walk:
     ) -> None:  # fmt: skip
         batch = plan.microbatch_size
         self.plan, self.states, self.n = plan, states, plan.shard_degree
-        self.item, self.every = BYTES_PER_ELEMENT[plan.precision], memory.reduces_often(plan)
+        self.item, self.every = BYTES_PER_ELEMENT[plan.precision], plan.reduces_often
         self.sizes = memory.rank_sizes(model, plan, rank)
         self.units = units(self.sizes, model, plan)
         self.unit_of = {

@@ -100,7 +100,7 @@ def _moves(
             if tiers.parameters == "nvme":
                 yield "disk read", "parameters", up + part * (plan.precision == "fp32")
                 yield "disk write", "parameters", part
-        often = m if tiers.gradients != _NOTHING and memory.reduces_often(plan) else 1
+        often = m if tiers.gradients != _NOTHING and plan.reduces_often else 1
         yield "d2h", "gradients", often * part
         if tiers.gradients == "nvme":
             yield "disk read", "gradients", often * part
@@ -148,7 +148,7 @@ def _buffers(plan: Plan, at: Layout) -> int:
     """Bytes of host memory that only pass data on."""
     tiers, part = plan.tiers, at.item * at.most
     trained = max(count for _, count in at.trained)
-    adds = plan.microbatches > 1 and memory.reduces_often(plan)
+    adds = plan.microbatches > 1 and plan.reduces_often
     staged = "nvme" in (tiers.parameters, tiers.gradients) or (adds and tiers.gradients == "cpu")
     rounded = at.item != 4 and tiers.parameters == _NOTHING
     return (

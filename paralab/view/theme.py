@@ -191,7 +191,8 @@ def text(value: Any) -> str:
 
 
 SCHEDULE_NAME = {"naive": "naive pipeline", "gpipe": "GPipe", "1f1b": "1F1B",
-                 "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2"}  # fmt: skip
+                 "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2",
+                 "l2l": "layer relay"}  # fmt: skip
 
 
 def schedule_name(plan: Plan) -> str:
