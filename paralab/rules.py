@@ -174,8 +174,8 @@ def _check_relay(plan: Plan) -> None:
         return
     if plan.pp > 1 or plan.virtual_stages > 1:
         name = "pp" if plan.pp > 1 else "virtual_stages"
-        raise illegal(name, getattr(plan, name), "schedule='l2l' is one rank's relay: every part "
-                      "of the model takes its turn there", "1, or a pipeline's schedule")  # fmt: skip
+        raise illegal(name, getattr(plan, name), "schedule='l2l' is one rank's relay: all parts "
+                      "of the model take turns there", "1, or a pipeline's schedule")  # fmt: skip
     away = plan.tiers is not None and plan.tiers.parameters != "device"
     if plan.zero_stage < 3 or not away:
         name = "zero_stage" if plan.zero_stage < 3 else "offload"
