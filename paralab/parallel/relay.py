@@ -67,8 +67,8 @@ class Relay(Pipeline):
         self.order = relay(len(self.model.parts), self.microbatches)
         self.sync: Stage3 | None = None
         self.inputs: Activations | None = None
-        self._between: dict[int, tuple[Tensor, bool]] = {}  # what the next part takes, and whether
-        # its gradient is wanted
+        # What the next part takes of each micro-batch, and whether its gradient is wanted.
+        self._between: dict[int, tuple[Tensor, bool]] = {}
         self._gradients: dict[int, Tensor] = {}  # of what the part above took
         self._graphs: dict[tuple[int, int], tuple[Any, list[Tensor] | None]] = {}
 
@@ -140,8 +140,7 @@ class Activations(offload.Activations):
 
     def next_part(self) -> None:
         """What comes now belongs to another part; the one before lies below it."""
-        self.below, self.last = self.first or self.below, None
-        self.first = None
+        self.below, self.first, self.last = self.first, None, None
 
     def linked(self, kept: Any) -> Any:
         if self.last is None:

@@ -39,6 +39,9 @@ class RelayWalk(Walk):
         self.hand = self.hand._replace(tied=0, lookup=self.item * model.vocab * model.hidden)
         self.actions = relay(len(self.parts), self.m)
         self.held = 0  # bytes that wait for their backward
+        targets = 8 * plan.microbatch_size * model.seq_len  # wait for the head in other plans
+        self.kept[0]["embedding"] -= targets
+        self.kept[0]["head"] += targets
         for part in set(self.parts) - parts_with_backward(model, self.stages):
             self.kept[0][part] = 0
 

@@ -212,6 +212,8 @@ def plan_name(plan: Plan) -> str:
     copies = [f"dp={plan.dp}"] + [form] * (plan.dp > 1 or dealt)
     if plan.tp > 1:
         copies = [plan.tp_name, *copies * (plan.dp > 1)]
+    if plan.relays:
+        copies += [schedule_name(plan), f"m={plan.microbatches}"]
     if plan.pp == 1:
         return ", ".join(copies + _away(plan))
     name = [schedule_name(plan), f"p={plan.pp}", f"m={plan.microbatches}"]
