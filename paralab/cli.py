@@ -43,7 +43,8 @@ HELP = {
     "dp": "data-parallel degree: copies of the model, each on its share of the batch",
     "tp": "tensor-parallel degree",
     "pp": "pipeline-parallel degree",
-    "schedule": "order of a pipeline's work: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2",
+    "schedule": "order of a pipeline's work: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2; "
+    "l2l: one rank's relay of offloaded layers",
     "microbatches": "micro-batches per step on every data-parallel rank",
     "microbatch_size": "samples per micro-batch",
     "virtual_stages": "model chunks per pipeline rank",

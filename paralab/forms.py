@@ -11,14 +11,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
-from paralab.parallel.schedules import SCHEDULES
+from paralab.parallel.schedules import RELAY, SCHEDULES
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
 
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
 GRAD_SYNC_MOMENTS = ("grad_ready", "finish", "reset")  # what an own form is asked for
-SCHEDULE_NAMES = tuple(SCHEDULES)
+SCHEDULE_NAMES = (*SCHEDULES, RELAY)
 OWN_FORM = "own: "  # a saved plan keeps this and the name of an own form, not its code
 
 
@@ -83,6 +83,8 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
     from paralab.parallel.schedules import build
     from paralab.theory.schedule_check import validate
 
+    if form == RELAY:  # to whoever looks at a rank as one stage
+        form = "gpipe"
     lists = build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if len(lists) != pp:
         raise illegal("schedule", form_name(form), f"made {len(lists)} lists",

@@ -223,14 +223,17 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         for name in self.parts:
-            if self.before is not None:
-                self.before(name)
-            part = self.get_submodule(name)
-            if name == "head":
-                x = part(x, targets, self.embedding.token.weight if self.tied else None)
-            else:
-                x = part(x)
+            x = self.compute(name, x, targets)
         return x
+
+    def compute(self, name: str, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """One part alone."""
+        if self.before is not None:
+            self.before(name)
+        part = self.get_submodule(name)
+        if name == "head":
+            return part(x, targets, self.embedding.token.weight if self.tied else None)
+        return part(x)
 
 
 @torch.no_grad()

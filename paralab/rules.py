@@ -50,6 +50,7 @@ def check_plan(plan: Plan, model: ModelSpec) -> None:
     if plan.world_size > MAX_RANKS:
         raise illegal("dp", plan.dp, f"dp*tp*pp is {plan.world_size} ranks", f"up to {MAX_RANKS}")
     _check_tensor(plan, model)
+    _check_relay(plan)
     _check_pipeline(plan, model)
     _check_zero(plan)
     _check_split_backward(plan)
@@ -165,6 +166,26 @@ def _check_pipeline(plan: Plan, model: ModelSpec) -> None:
                       f"the model has {model.layers} blocks, and every stage needs one",
                       f"{legal}, or a model of at least {plan.stages} layers")  # fmt: skip
     plan.actions()
+
+
+def _check_relay(plan: Plan) -> None:
+    """What one part of the model at a time asks for."""
+    if not plan.relays:
+        return
+    if plan.pp > 1 or plan.virtual_stages > 1:
+        name = "pp" if plan.pp > 1 else "virtual_stages"
+        raise illegal(name, getattr(plan, name), "schedule='l2l' is one rank's relay: all parts "
+                      "of the model take turns there", "1, or a pipeline's schedule")  # fmt: skip
+    away = plan.tiers is not None and plan.tiers.parameters != "device"
+    if plan.zero_stage < 3 or not away:
+        name = "zero_stage" if plan.zero_stage < 3 else "offload"
+        raise illegal(name, getattr(plan, name), "there is nothing to relay: schedule='l2l' brings "
+                      "parameters up part by part, and these are on the device", "zero_stage=3 "
+                      "with parameters on 'cpu' or 'nvme', or a pipeline's schedule")  # fmt: skip
+    if plan.recompute != "full":
+        raise illegal("recompute", plan.recompute, "schedule='l2l' comes back to a block after all "
+                      "others: of every micro-batch its input alone can wait that long",
+                      "'full', or a pipeline's schedule")  # fmt: skip
 
 
 def _check_zero(plan: Plan) -> None:

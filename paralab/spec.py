@@ -25,6 +25,7 @@ from paralab.forms import (
     form_name,
     make_schedule,
 )
+from paralab.parallel.schedules import RELAY
 from paralab.rules import begins, check_frozen, check_plan, tensor_grid
 from paralab.tiers import Offload, as_offload, resolved
 
@@ -187,7 +188,8 @@ class Plan(Description):
     schedule         a pipeline's order of work: "naive", "gpipe", "1f1b", "interleaved", "zb-h1",
                      "zb-h2"; or a function of your own, f(pp, microbatches) or f(pp, microbatches,
                      virtual_stages), that returns a list of actions per rank, as those of
-                     parallel/schedules.py do, or of their text ("0F0")
+                     parallel/schedules.py do, or of their text ("0F0"). "l2l" is one rank's: a
+                     relay of the model's parts, whose parameters are offloaded (parallel/relay.py)
     virtual_stages   stages per rank, v; stage s of the pp * v lies on rank s % pp
     zero_stage       what data-parallel ranks keep only a share of (ZeRO): 0 nothing, 1 optimizer
                      states, 2 gradients too, 3 parameters too
@@ -333,8 +335,23 @@ class Plan(Description):
         """The pipeline schedule as text: its name, or "own: " and a function's."""
         return form_name(self.schedule)
 
+    @property
+    def relays(self) -> bool:
+        """Whether a rank takes all micro-batches through one part of the model after the other."""
+        return isinstance(self.schedule, str) and self.schedule == RELAY
+
+    @property
+    def reduces_often(self) -> bool:
+        """Whether ZeRO reduces gradients in every micro-batch: in a pipeline's stage 2 once a step,
+        and in a relay too.
+        """
+        if self.relays:
+            return False
+        return self.zero_stage == 3 or (self.zero_stage == 2 and self.pp == 1)
+
     def actions(self) -> list[list[Action]]:
-        """What every pipeline rank computes in a step, in order; proved to be a schedule.
+        """What every pipeline rank computes in a step, in order; proved to be a schedule. Of "l2l",
+        which goes part by part, with the model as one stage: all forwards, then all backwards.
 
         Not to be altered: the kit's own schedules are made once for equal settings. Raises
         ``ValueError`` if these settings make no schedule, or if what an own function made is none.

@@ -28,7 +28,7 @@ from paralab.observe.advice import advice
 from paralab.observe.clocks import measure_offset
 from paralab.observe.ledger import watch
 from paralab.observe.recorder import Recorder
-from paralab.parallel import data_parallel, offload, pipeline, precision, zero
+from paralab.parallel import data_parallel, offload, pipeline, precision, relay, zero
 from paralab.parallel.buckets import units
 from paralab.parallel.gradient_signal import GradientSignal
 from paralab.parallel.host import Host
@@ -82,8 +82,9 @@ class Trainer:
         self.host = self._host(offload_folder)
         inputs = None
         if self.host is not None and plan.tiers.activations != "device":
-            inputs = offload.Activations(self.host, plan.tiers.activations)
-        self.pipeline = pipeline.Pipeline(
+            kind = relay.Activations if plan.relays else offload.Activations
+            inputs = kind(self.host, plan.tiers.activations)
+        self.pipeline = (relay.Relay if plan.relays else pipeline.Pipeline)(
             functools.partial(GPT, model, seed=seed, recompute=plan.recompute,
                               holding=self.holding if plan.tp > 1 else None,
                               empty=self._empty()),
@@ -107,8 +108,12 @@ class Trainer:
         if plan.dp > 1 and not plan.zero_stage:
             self.sync = gradient_sync(plan, trained, self.group)
         if self.sync is not None:
-            every = plan.zero_stage == 3 or plan.zero_stage == 2 and plan.pp == 1
-            self.signal = GradientSignal(trained, microbatches=plan.microbatches, every=every,
+            twice = []
+            if plan.relays:
+                self.pipeline.sync, self.pipeline.inputs = self.sync, inputs
+                twice = self.pipeline.shared()
+            self.signal = GradientSignal(trained, microbatches=plan.microbatches, twice=twice,
+                                         every=plan.reduces_often,
                                          listener=self.sync.grad_ready)  # fmt: skip
             self.pipeline.accumulated = self.signal.accumulated
         self.targets = self.sync.targets if plan.zero_stage else trained

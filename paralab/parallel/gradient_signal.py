@@ -15,14 +15,17 @@ class GradientSignal:
     here; a gradient that is computed outside autograd calls `accumulated` itself.
 
     every  say it after each micro-batch instead: the listener takes the gradient away each time
+    twice  parameters that every micro-batch adds to twice: a tied weight, whose two uses are
+           differentiated apart (relay.py)
     """
 
     def __init__(
         self, parameters: Iterable[Tensor], *, microbatches: int,
-        listener: Callable[[Tensor], None], every: bool = False,
+        listener: Callable[[Tensor], None], every: bool = False, twice: Iterable[Tensor] = (),
     ) -> None:  # fmt: skip
-        self.parameters, self.microbatches, self.listener = list(parameters), microbatches, listener
-        self.every = every
+        self.parameters, self.listener, self.every = list(parameters), listener, every
+        self.expected = dict.fromkeys(self.parameters, microbatches)
+        self.expected.update(dict.fromkeys(twice, 2 * microbatches))
         self.reset()
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.accumulated)
@@ -35,7 +38,7 @@ class GradientSignal:
 
         Whoever listens would synchronise nothing for it, and the ranks' weights would drift apart.
         """
-        missing = sum(count != self.microbatches for count in self.seen.values())
+        missing = sum(count != self.expected[p] for p, count in self.seen.items())
         if missing:
             raise RuntimeError(
                 f"{missing} of {len(self.parameters)} gradients were never complete: their "
@@ -45,5 +48,5 @@ class GradientSignal:
 
     def accumulated(self, parameter: Tensor) -> None:
         self.seen[parameter] += 1
-        if self.every or self.seen[parameter] == self.microbatches:
+        if self.every or self.seen[parameter] == self.expected[parameter]:
             self.listener(parameter)

@@ -10,6 +10,9 @@ device computes:
                    element 2w per parameter and step, the least that any such cut moves (sec. 3)
     ZeRO-Infinity  (Rajbhandari+ 2021, arXiv:2104.07857)   parameters too, and files behind the
                    host. What stage 3 gathers comes up from there, ``prefetch`` units ahead
+    L2L            (Pudipeddi+ 2020, arXiv:2002.05645)   the far end: all micro-batches pass through
+                   one part of the model before the next comes up. Whatever m is, parameters come
+                   up twice and gradients leave once (relay.py)
     delayed update (ZeRO-Offload, sec. 5.2)   the host updates while the device is at the next step
                    already, whose gradients are then of weights one update old
 
@@ -19,6 +22,7 @@ Bytes of a rank per step, Psi parameters, N ranks, m micro-batches, K the optimi
     gradients      d2h    w m Psi/N    from stage 2 on; from a stage 1, whose sum stays, w Psi/N
     parameters     h2d    w Psi/N      after the update, where they live on the device
                           2 w m Psi/N  where they do not: before each forward and each backward
+                          2 w Psi/N    of these with schedule="l2l", and then gradients w Psi/N
     optimizer      disk   K Psi/N read, K Psi/N written
     activations    d2h    w m l b s h, and as much h2d: the input of every block
 
@@ -510,8 +514,13 @@ class Activations:
         self._left()
         x = x.detach()
         self.host.recorder.owns("activations", x)
-        kept = self.below = _Kept(self.host, x, self.place, self.below)
+        kept = self.linked(_Kept(self.host, x, self.place, self.below))
         self.leaving.append(kept.leave(x))
+        return kept
+
+    def linked(self, kept: _Kept) -> _Kept:
+        """The next to be kept comes after it in forward, so backward needs this one after that."""
+        self.below = kept
         return kept
 
     def whole(self, kept: _Kept) -> Tensor:

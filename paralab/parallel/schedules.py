@@ -175,6 +175,22 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb-h1": zb_h1, "zb-h2": zb_h2,
 }  # fmt: skip
 
+RELAY = "l2l"  # a name beside these: what one rank's parts do in turn, `relay`
+
+
+def relay(parts: int, microbatches: int) -> list[Action]:
+    """The layer relay of L2L (Pudipeddi+ 2020, arXiv:2002.05645): one part of the model at a time.
+
+    ``stage`` is the part's number here. All micro-batches pass through a part before the next one
+    begins, forward from the first to the last, backward from there. The last part turns round: it
+    makes each micro-batch's backward at once, so that one micro-batch's logits are alive, not m.
+    """
+    last, m = parts - 1, range(microbatches)
+    there = [Action(part, "F", k) for part in range(last) for k in m]
+    turn = [Action(last, kind, k) for k in m for kind in "FB"]
+    return there + turn + [Action(part, "B", k) for part in reversed(range(last)) for k in m]
+
+
 _ACTION = re.compile(r"\s*(\d+)([FBIW])(\d+)\s*", re.ASCII)
 
 

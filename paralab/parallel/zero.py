@@ -243,6 +243,9 @@ class Stage3(Stage2):
     Gathered are, at most, the parts in use, ``prefetch`` units more, and a tied embedding from the
     first part to the last. Freed memory is given back at once: a parameter keeps its shape, and its
     storage has no bytes.
+
+    ``stays`` says that the part that computes forward is needed again at once: by its next
+    micro-batch, or by its own backward (relay.py).
     """
 
     def __init__(
@@ -250,7 +253,7 @@ class Stage3(Stage2):
         replicas: Group | None = None, dtype: torch.dtype = torch.float32, models: Sequence[GPT],
         initialize: Callable[..., None], prefetch: int,
     ) -> None:  # fmt: skip
-        self.prefetch = prefetch
+        self.prefetch, self.stays = prefetch, False
         self.arriving: dict[Flat, Pending | None] = {}  # gathered: None once it is all there
         super().__init__(
             named, units, group=group, replicas=replicas, dtype=dtype, initialize=initialize
@@ -318,7 +321,8 @@ class Stage3(Stage2):
     def leave(self, done: Sequence[str], output: Tensor, after: Sequence[str]) -> None:
         """The last of ``done`` has computed forward; its backward begins at ``output``."""
         later = {flat for part in after for flat in self.needs[part]}
-        self.release([flat for flat in self.needs[done[-1]] if flat not in later])
+        if not self.stays:
+            self.release([flat for flat in self.needs[done[-1]] if flat not in later])
         if output.requires_grad:
             self.backwards.add(done[-1])
             parts = [part for part in done if part in self.backwards]

@@ -256,7 +256,9 @@ def _shape(report: Report) -> str:
             f"zero_stage={plan.zero_stage}",
             *[f"shard={plan.shard}"] * (plan.shard is not None),
         ]
-    return ", ".join([f"dp={plan.dp}", *degrees, *[plan.schedule_name] * (plan.pp > 1), *form])
+    return ", ".join(
+        [f"dp={plan.dp}", *degrees, *[plan.schedule_name] * (plan.pp > 1 or plan.relays), *form]
+    )
 
 
 def _shown(value: float, unit: str) -> str:

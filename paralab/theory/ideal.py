@@ -93,6 +93,8 @@ def formula(report: Report) -> float:
     from paralab.theory.pipeline import bubble_formula
 
     plan = report.plan
+    if plan.relays:  # one rank, which waits for nobody
+        return 0.0
     if plan.schedule_name not in SCHEDULES:
         return NAN
     of_rank = {kind: sum(seconds) / plan.pp for kind, seconds in stage_costs(report).items()}

@@ -120,7 +120,7 @@ def state_bytes(
         updated, tensors = sum(unit.numel for unit in shared) // n, len(shared)
         alone = parameters - sum(counts[name] for unit in made for name in unit.names)
         parameters = alone + (padded // n if plan.zero_stage == 3 else padded)
-        gradients = gradients if plan.zero_stage == 1 or not reduces_often(plan) else updated
+        gradients = updated if plan.reduces_often or plan.zero_stage == 3 else gradients
     elif buckets := gradient_buckets(model, plan, rank):
         padding = sum(size for _, size in buckets) - item * gradients
     moments = 8 * updated + 4 * tensors if optimizer == "adamw" else 0
@@ -134,11 +134,6 @@ def state_bytes(
         if tiers is not None and getattr(tiers, name) != "device":
             here[name] = 0
     return here
-
-
-def reduces_often(plan: Plan) -> bool:
-    """Whether ZeRO reduces gradients in every micro-batch: in a pipeline's stage 2 once a step."""
-    return plan.zero_stage == 3 or (plan.zero_stage == 2 and plan.pp == 1)
 
 
 def moments(
@@ -227,7 +222,7 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
         names = stage_shapes(model, parts)
         elements = sum(counts[name] for name in names if model.trainable(name))
         own[s] = BYTES_PER_ELEMENT[plan.precision] * elements
-        own[s] //= plan.shard_degree if reduces_often(plan) else 1
+        own[s] //= plan.shard_degree if plan.reduces_often else 1
     live, gradients = 0, dict.fromkeys(held, 0)
     most: list[tuple[Action, int, int]] = []
     for action in plan.actions()[plan.place(rank)[0]]:

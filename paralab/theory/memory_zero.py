@@ -39,9 +39,12 @@ def zero_moments(
 
     states  of the rank, from memory.state_bytes
     """
-    walk = _Walk(model, plan, states, rank)
+    kind = Walk
+    if plan.relays:
+        from paralab.theory.memory_relay import RelayWalk as kind
+    walk = kind(model, plan, states, rank)
     fullest: dict[str, Bytes] = {}
-    for action in plan.actions()[plan.place(rank)[0]]:
+    for action in walk.actions:
         moment = "forward" if action.kind == "F" else "backward"
         found = walk.act(action)
         if moment not in fullest or sum(found.values()) > sum(fullest[moment].values()):
@@ -49,15 +52,16 @@ def zero_moments(
     return fullest
 
 
-class _Walk:
+class Walk:
     """One rank's memory as its actions pass: what is there, and the most there has been."""
 
     def __init__(
         self, model: ModelSpec, plan: Plan, states: Mapping[str, int], rank: int
     ) -> None:  # fmt: skip
         batch = plan.microbatch_size
+        self.actions = plan.actions()[plan.place(rank)[0]]
         self.plan, self.states, self.n = plan, states, plan.shard_degree
-        self.item, self.every = BYTES_PER_ELEMENT[plan.precision], memory.reduces_often(plan)
+        self.item, self.every = BYTES_PER_ELEMENT[plan.precision], plan.reduces_often
         self.sizes = memory.rank_sizes(model, plan, rank)
         self.units = units(self.sizes, model, plan)
         self.unit_of = {
@@ -88,6 +92,7 @@ class _Walk:
         self.moving = 0  # bytes of inputs on their way
         self.hand = backward_workspace(model, plan) if plan.tiers is not None else None
         self.tied = 0  # bytes of a tied weight's gradient that waits for the embedding's
+        self.between = 0  # bytes of gradients that wait for the part below
         self.activations = 0
         self.whole: dict[str, int] = {}  # gradients that nobody has taken, elements
         self.shards: set[int] = set()  # units whose part of the gradient is there
@@ -164,8 +169,11 @@ class _Walk:
                 yield from self._made(name, last, kept[current] if kind != "W" else 0)
         yield self._now()
 
-    def _began(self, part: str) -> Iterator[Bytes]:
-        """The fullest moments of a part's backward before its gradients are complete."""
+    def _began(self, part: str, *, adding: bool = False) -> Iterator[Bytes]:
+        """The fullest moments of a part's backward before its gradients are complete.
+
+        adding  to an earlier micro-batch's, which are there: of its own only one at a time
+        """
         if not part.startswith("blocks."):
             if self.hand is not None and part == "head":
                 yield self._now(hand=self.hand.head)
@@ -174,7 +182,7 @@ class _Walk:
             return
         yield self._now(self.again, hand=self.hand.down if self.hand is not None else 0)
         if self.hand is not None:
-            hand = self.hand.core + self.hand.core_gradients
+            hand = self.hand.core + self.hand.core_gradients * (not adding)
             yield self._now(self.again - self.hand.gone, hand=hand)
 
     def _made(self, name: str, last: bool, spent: int) -> Iterator[Bytes]:
@@ -235,5 +243,5 @@ class _Walk:
             "optimizer": self.states["optimizer"],
             "buffers": self.item * buffers,
             "activations": self.activations + activations + self.moving,
-            "workspace": hand + self.tied,
+            "workspace": hand + self.tied + self.between,
         }

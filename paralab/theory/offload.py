@@ -13,9 +13,10 @@ weights too, in 16 bits and where parameters stay on the device):
     disk write  w c                         m w c              4 k c        m w l b s h
 
 The disk's rows where that state is on "nvme". g is how often a unit is needed: 2 m, once for every
-forward and backward; m if no backward comes by. With stage 1, m of gradients is 1. ZeRO-Offload
-(Ren+ 2021, arXiv:2101.06840, sec. 3) is the first column's second line and the second's first with
-w = 2, N = 1 and m = 1: 4 bytes per parameter.
+forward and backward; m if no backward comes by. With stage 1, m of gradients is 1. In a layer relay
+(parallel/relay.py) both m are 1, and the head, which turns round, is needed once, as is what is
+tied to it. ZeRO-Offload (Ren+ 2021, arXiv:2101.06840, sec. 3) is the first column's second line and
+the second's first with w = 2, N = 1 and m = 1: 4 bytes per parameter.
 
 On the host lie 8 bytes per unit besides, a step count and a norm, and buffers: whatever is read or
 written passes through two, in turn.
@@ -69,6 +70,8 @@ def needed(model: ModelSpec, plan: Plan, unit: Unit, rank: int = 0) -> int:
     """How often stage 3 needs a unit in a step: for every forward, and every backward there is."""
     flows = parts_with_backward(model, memory.stage_parts(model, plan, rank))
     tied = model.tied and "embedding.token.weight" in unit.names and "head" in flows
+    if plan.relays:  # a tied embedding stays until the head has turned
+        return 1 if tied or unit.part == "head" else 1 + (unit.part in flows)
     return plan.microbatches * (1 + (unit.part in flows or tied))
 
 
@@ -100,7 +103,7 @@ def _moves(
             if tiers.parameters == "nvme":
                 yield "disk read", "parameters", up + part * (plan.precision == "fp32")
                 yield "disk write", "parameters", part
-        often = m if tiers.gradients != _NOTHING and memory.reduces_often(plan) else 1
+        often = m if tiers.gradients != _NOTHING and plan.reduces_often else 1
         yield "d2h", "gradients", often * part
         if tiers.gradients == "nvme":
             yield "disk read", "gradients", often * part
@@ -148,7 +151,7 @@ def _buffers(plan: Plan, at: Layout) -> int:
     """Bytes of host memory that only pass data on."""
     tiers, part = plan.tiers, at.item * at.most
     trained = max(count for _, count in at.trained)
-    adds = plan.microbatches > 1 and memory.reduces_often(plan)
+    adds = plan.microbatches > 1 and plan.reduces_often
     staged = "nvme" in (tiers.parameters, tiers.gradients) or (adds and tiers.gradients == "cpu")
     rounded = at.item != 4 and tiers.parameters == _NOTHING
     return (

@@ -220,13 +220,13 @@ class InputRows:
             write = self.lanes.copy("disk", "activations", self.size, [job], op="write")
             self.there[k, part] = [write]
 
-    def come(self, k: int, parts: Sequence[str], pieces: Pieces) -> None:
-        """The first of ``parts`` begins its backward; that below it is the second."""
+    def come(self, which: Sequence[tuple[int, str]], pieces: Pieces) -> None:
+        """The first of these (micro-batch, block) begins its backward, the second comes next."""
         self._left(pieces)
-        self._come(k, parts[0])
-        self.lanes.wait(self.arriving.pop((k, parts[0])))
-        for part in parts[1:2]:
-            self._come(k, part)
+        self._come(*which[0])
+        self.lanes.wait(self.arriving.pop(which[0]))
+        for following in which[1:2]:
+            self._come(*following)
 
     def _come(self, k: int, part: str) -> None:
         if (k, part) in self.arriving:

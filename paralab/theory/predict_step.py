@@ -14,6 +14,7 @@ tables. A plan without a pipeline is a pipeline of one stage.
     tied embedding      V h elements, summed over first and last stage, after data parallelism
     tensor parallelism  theory/tensor.py: what each layer sends, in forward and in backward, and the
                         share of the work that is left
+    layer relay         the same part by part, predict_relay.py
     recomputation       a block's forward, or its attention's, once more before its backward
 """
 
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 from paralab.parallel.layouts import residual_shape
 from paralab.parallel.lowering import Transfer, lower
-from paralab.parallel.schedules import Action
+from paralab.parallel.schedules import Action, relay
 from paralab.spec import BYTES_PER_ELEMENT, Cluster, ModelSpec, Plan
 from paralab.theory import memory, tensor
 from paralab.theory.engine import Collective, Compute, Copy, Item, Wait
@@ -145,7 +146,15 @@ def step_rows(
         sync = ZeroRows(mine) if plan.zero_stage else _DataParallel(mine)
     inputs = InputRows(mine) if memory.offloaded_input(model, plan) else None
     held = memory.stage_parts(model, plan, rank)
-    stages = {s: _Stage(model, plan, s, parts, rank, inputs) for s, parts in held.items()}
+    if plan.relays:
+        from paralab.theory.predict_relay import RelayStage
+
+        steps = relay(len(held[0]), plan.microbatches)  # one after the other, and nobody to send to
+        stages = dict.fromkeys(
+            range(len(held[0])), RelayStage(model, plan, 0, held[0], rank, inputs)
+        )
+    else:
+        stages = {s: Stage(model, plan, s, parts, rank, inputs) for s, parts in held.items()}
     arriving: dict[tuple, int] = {}
     sent: list[int] = []
     pipeline = plan.ranks("pp", rank)
@@ -187,7 +196,7 @@ def step_rows(
     return mine.rows
 
 
-class _Stage:
+class Stage:
     """What the actions of one stage cost, part by part."""
 
     def __init__(
@@ -242,7 +251,7 @@ class _Stage:
                 if part.part in self.blocks:
                     if self.inputs is not None:
                         below = self.blocks[: self.blocks.index(part.part) + 1][::-1]
-                        self.inputs.come(microbatch, below, pieces)
+                        self.inputs.come([(microbatch, block) for block in below], pieces)
                     self._again(part.part, pieces)
             at = part.part
             self._backward(part, halves, pieces)

@@ -32,7 +32,7 @@ class ZeroRows:
         model, plan = rank.model, rank.plan
         self.rank, self.plan, self.item = rank, plan, rank.item
         self.units = units(memory.rank_sizes(model, plan, rank.rank), model, plan)
-        self.every = plan.zero_stage == 3 or plan.zero_stage == 2 and plan.pp == 1
+        self.every = plan.reduces_often
         self.trained = [n for n, unit in enumerate(self.units) if not unit.frozen]
         self.unit_of = {name: n for n in self.trained for name in self.units[n].names}
         self.sizes = {n: self.units[n].numel // plan.shard_degree for n in self.trained}

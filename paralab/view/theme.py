@@ -191,7 +191,8 @@ def text(value: Any) -> str:
 
 
 SCHEDULE_NAME = {"naive": "naive pipeline", "gpipe": "GPipe", "1f1b": "1F1B",
-                 "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2"}  # fmt: skip
+                 "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2",
+                 "l2l": "layer relay"}  # fmt: skip
 
 
 def schedule_name(plan: Plan) -> str:
@@ -211,6 +212,8 @@ def plan_name(plan: Plan) -> str:
     copies = [f"dp={plan.dp}"] + [form] * (plan.dp > 1 or dealt)
     if plan.tp > 1:
         copies = [plan.tp_name, *copies * (plan.dp > 1)]
+    if plan.relays:
+        copies += [schedule_name(plan), f"m={plan.microbatches}"]
     if plan.pp == 1:
         return ", ".join(copies + _away(plan))
     name = [schedule_name(plan), f"p={plan.pp}", f"m={plan.microbatches}"]
