@@ -290,6 +290,24 @@ pd.DataFrame(rows).T
 # what it would have to hold. (`recompute="full"` and `offload={"activations": "cpu"}` take the
 # activations too.)
 #
+# At the far end of the ladder one layer is on the device at a time, and *all* micro-batches pass
+# through it before the next one comes: **L2L**, the layer relay. Parameters then come up as often
+# with many micro-batches as with one. Bytes per parameter, counted on runs:
+
+# %%
+rows = {}
+for m in (1, 2, 4):
+    usual = pl.Plan(zero_stage=3, offload="cpu", recompute="full", microbatches=m)
+    rows[m] = {}
+    for name, how in (("in turn", usual), ("relay", usual.replace(schedule="l2l"))):
+        run = pl.run(model, how, steps=2, progress=False)
+        moved = run.copied(by="link").set_index("link")["bytes"] / model.num_params
+        rows[m] |= {f"{name}, up": moved["h2d"], f"{name}, down": moved["d2h"]}
+pd.DataFrame(rows).T.rename_axis("micro-batches").round(2)
+
+# %% [markdown]
+# Its price: between two layers the residual stream of every micro-batch waits.
+#
 # People ask why [the host needs far more than the estimate
 # says](https://github.com/deepspeedai/DeepSpeed/issues/2797). Buffers: whatever passes between two
 # tiers passes through memory of the host. Here they are, beside what is kept:

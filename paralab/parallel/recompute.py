@@ -55,6 +55,8 @@ def recomputed(
     # x may be the result of frozen layers: autograd has to come by for the parameters' sake too.
     # Not for the parameters themselves: their hooks would fire here, and in the part's backward.
     anchor = x.new_empty(0).requires_grad_(any(p.requires_grad for p in parameters))
+    if not (x.requires_grad or anchor.requires_grad):  # no backward comes by: nothing is kept
+        return part(x)
     return _Recomputed.apply(part, draws, partition, x, anchor)
 
 

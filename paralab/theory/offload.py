@@ -112,8 +112,8 @@ def _moves(
             states = 4 * at.rows * sum(count for _, count in at.trained)
             yield "disk read", "optimizer", states
             yield "disk write", "optimizer", states
-    parts = [part for some in memory.stage_parts(model, plan, rank).values() for part in some]
-    inputs = m * memory.offloaded_input(model, plan) * sum(p.startswith("blocks.") for p in parts)
+    blocks = sum(map(len, blocks_kept(model, plan, rank).values()))
+    inputs = m * memory.offloaded_input(model, plan) * blocks
     for link in LINKS if tiers.activations == "nvme" else LINKS[:2]:
         yield link, "activations", inputs
 
@@ -162,10 +162,18 @@ def _buffers(plan: Plan, at: Layout) -> int:
     )
 
 
+def blocks_kept(model: ModelSpec, plan: Plan, rank: int = 0) -> dict[int, list[str]]:
+    """{stage: blocks} of ``rank`` whose input stays for a backward."""
+    held = memory.stage_parts(model, plan, rank)
+    flows = parts_with_backward(model, held)
+    return {
+        s: [p for p in parts if p.startswith("blocks.") and p in flows] for s, parts in held.items()
+    }
+
+
 def _inputs_alive(model: ModelSpec, plan: Plan, rank: int) -> int:
     """Blocks' inputs that wait for their backward at once, at most."""
-    held = memory.stage_parts(model, plan, rank)
-    blocks = {s: sum(p.startswith("blocks.") for p in parts) for s, parts in held.items()}
+    blocks = {s: len(parts) for s, parts in blocks_kept(model, plan, rank).items()}
     alive = most = 0
     for action in plan.actions()[plan.place(rank)[0]]:
         alive += {"F": 1, "B": -1}.get(action.kind, 0) * blocks[action.stage]

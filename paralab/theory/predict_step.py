@@ -42,6 +42,7 @@ from paralab.theory.formulas import (
     recompute_work,
 )
 from paralab.theory.gathering import parts_with_backward
+from paralab.theory.offload import blocks_kept
 from paralab.theory.predict_offload import InputRows, OffloadRows
 from paralab.theory.predict_zero import ZeroRows
 from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
@@ -204,7 +205,7 @@ class Stage:
         inputs: InputRows | None,
     ) -> None:  # fmt: skip
         self.inputs = inputs
-        self.blocks = [part for part in parts if part.startswith("blocks.")]
+        self.blocks = blocks_kept(model, plan, rank)[stage]
         batch, split = plan.microbatch_size, tensor.share_of_work(plan)
         self.model, self.plan, self.parts = model, plan, parts
         self.forward = forward_pieces(model, batch, split)
