@@ -7,6 +7,7 @@
     tensor      tensor parallelism in 1D, 2D, 2.5D, 3D: tokens, hidden size, ranks
     zero        ZeRO's stages: devices, micro-batches, hidden size, precision, recomputation
     tensor1d    tensor parallelism in 1D: ranks, sequence parallelism, micro-batch size, link speed
+    offload     how fast a disk must be: its bandwidth, batch, where states lie, link to the host
 
 Each is a `Bench` (widget_bench.py says what one can do with it without a mouse).
 """
@@ -17,11 +18,12 @@ from paralab.view.widget_bench import Bench
 from paralab.view.widget_collective import Collective as collective
 from paralab.view.widget_explore import Explore as explore
 from paralab.view.widget_memory import Memory as memory
+from paralab.view.widget_offload import Offload as offload
 from paralab.view.widget_parts import Knob, Sketch
 from paralab.view.widget_pipeline import Pipeline as pipeline
 from paralab.view.widget_tensor import Tensor as tensor
 from paralab.view.widget_tensor1d import Tensor1D as tensor1d
 from paralab.view.widget_zero import Zero as zero
 
-__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory", "pipeline", "tensor",
-           "tensor1d", "zero"]  # fmt: skip
+__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory", "offload", "pipeline",
+           "tensor", "tensor1d", "zero"]  # fmt: skip

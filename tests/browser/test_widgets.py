@@ -12,13 +12,14 @@ WIDGETS = {
     "explore": "pl.explore(plan=pl.Plan(dp=2, microbatch_size=4, bucket_bytes=2**18))",
     "memory": "pl.view.widgets.memory(pl.ModelSpec(layers=2, hidden=256, heads=8, seq_len=64))",
     "collective": "pl.view.widgets.collective()",
+    "offload": "pl.view.widgets.offload().set(parameters='cpu', optimizer='cpu')",
     "pipeline": "pl.view.widgets.pipeline(pl.ModelSpec(layers=8, hidden=64, heads=4, seq_len=64))",
     "tensor": "pl.view.widgets.tensor()",
     "tensor1d": "pl.view.widgets.tensor1d(plan=pl.Plan(tp=2, microbatch_size=4))",
     "zero": "pl.view.widgets.zero(plan=pl.Plan(dp=2, zero_stage=1, bucket_bytes=2**18))",
 }
 SHOW, TWIN, STATE, CHART = range(4)  # the cells
-KNOBS = {"tensor": 4, "tensor1d": 4, "zero": 6}  # else 5 that can be moved
+KNOBS = {"offload": 7, "tensor": 4, "tensor1d": 4, "zero": 6}  # else 5 that can be moved
 
 
 def displayed(notebook: Notebook, cell: int) -> str:
