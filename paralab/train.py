@@ -28,10 +28,19 @@ from paralab.observe.advice import advice
 from paralab.observe.clocks import measure_offset
 from paralab.observe.ledger import watch
 from paralab.observe.recorder import Recorder
-from paralab.parallel import data_parallel, offload, pipeline, precision, relay, zero
+from paralab.parallel import (
+    data_parallel,
+    offload,
+    offload_inputs,
+    pipeline,
+    precision,
+    relay,
+    zero,
+)
 from paralab.parallel.buckets import units
 from paralab.parallel.gradient_signal import GradientSignal
 from paralab.parallel.host import Host
+from paralab.parallel.host_update import HostUpdate
 from paralab.parallel.layouts import (
     SHARED_PHASE,
     Holding,
@@ -82,7 +91,7 @@ class Trainer:
         self.host = self._host(offload_folder)
         inputs = None
         if self.host is not None and plan.tiers.activations != "device":
-            kind = relay.Activations if plan.relays else offload.Activations
+            kind = relay.Activations if plan.relays else offload_inputs.Activations
             inputs = kind(self.host, plan.tiers.activations)
         self.pipeline = (relay.Relay if plan.relays else pipeline.Pipeline)(
             functools.partial(GPT, model, seed=seed, recompute=plan.recompute,
@@ -121,7 +130,7 @@ class Trainer:
         self.shared = self._shared()
         over = [self.grid.pp, self.grid.tp["tp"]] + [self.grid.shard] * (plan.zero_stage > 0)
         if plan.tiers is not None and plan.tiers.optimizer != "device":
-            self.update = offload.HostUpdate(
+            self.update = HostUpdate(
                 self.sync, optimizer=optimizer, lr=lr, clips=clip_norm is not None,
                 mixed=plan.precision, groups=over,
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import shutil
@@ -688,7 +689,7 @@ def test_threads_of_lanes_are_not_seen_by_the_ledger(recorder):
 
 
 # ---- mutants ----------------------------------------------------------------------------------
-OFFLOAD = "paralab.parallel.offload"
+OFFLOAD, UPDATE = "paralab.parallel.offload", "paralab.parallel.host_update"
 MUTANTS = {
     "a later micro-batch takes the place of an earlier one": (
         "cpu", "sum_.add_(new)", "sum_.copy_(new)"),
@@ -712,6 +713,8 @@ def test_a_mutant_is_caught(kept, model, text, name):
     from test_mutants import mutated_run
 
     place, *edit = MUTANTS.get(name, ("nvme",))
+    with open(importlib.import_module(UPDATE).__file__) as file:
+        home = UPDATE if edit and edit[0] in file.read() else OFFLOAD
     plan = pl.Plan(dp=2, zero_stage=3, microbatches=2, offload=place)
     settings = {"steps": STEPS, "optimizer": "adamw", "lr": 1e-3, "clip_norm": None,
                 "data": str(text), "seed": 0, "keep_state": True,
@@ -723,7 +726,7 @@ def test_a_mutant_is_caught(kept, model, text, name):
 
         with tempfile.TemporaryDirectory() as folder:
             asked = {**settings, "offload_folder": folder}
-            args = ((OFFLOAD, *edit) if edit else None, model, plan, asked)
+            args = ((home, *edit) if edit else None, model, plan, asked)
             part = launch_program(mutated_run, 2, args, timeout=60, device="cpu")[0]
         assert_near(alone, types.SimpleNamespace(**part))
 

@@ -9,7 +9,7 @@ from functools import partial
 from paralab.comm import Group
 from paralab.model import Layers
 from paralab.parallel import split_backward
-from paralab.parallel.offload import Activations
+from paralab.parallel.offload_inputs import Activations
 from paralab.parallel.split_backward import WeightHalves
 from paralab.parallel.tensor_2d import Layers2D
 from paralab.parallel.tensor_3d import Layers3D

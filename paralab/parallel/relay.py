@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from paralab.parallel import offload
+from paralab.parallel import offload_inputs
 from paralab.parallel.pipeline import Pipeline
 from paralab.parallel.schedules import relay
 from paralab.parallel.zero import Stage3
@@ -129,7 +129,7 @@ class Relay(Pipeline):
             self._gradients[k] = into.pop()
 
 
-class Activations(offload.Activations):
+class Activations(offload_inputs.Activations):
     """Backward needs a part's inputs in the order of the micro-batches, then those of the part
     below: while one computes, the next of these comes up.
     """
