@@ -78,15 +78,6 @@ class Offload(Description):
         """Whether anything lies there."""
         return any(getattr(self, name) == place for name in _STATES)
 
-    @property
-    def name(self) -> str:
-        """In few words: "optimizer and gradients on cpu, parameters on nvme"."""
-        found = {}
-        for name in _STATES:
-            if getattr(self, name) != "device":
-                found.setdefault(getattr(self, name), []).append(name)
-        return "; ".join(f"{', '.join(names)} on {place}" for place, names in found.items())
-
 
 def as_offload(value: Any) -> str | Offload | None:
     """What `Plan` keeps of the setting ``offload``, checked."""

@@ -93,9 +93,6 @@ class Host:
         self.recorder.holds("host", category, found.nbytes)
         return found
 
-    def ring(self, size: int) -> Ring:
-        return Ring(self, size)
-
     def here(self, tensor: Tensor) -> Tensor:
         """A copy on the host, for setting up."""
         return tensor.detach().to("cpu", copy=True)

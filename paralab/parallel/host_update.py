@@ -18,6 +18,7 @@ from torch.optim.sgd import sgd
 
 from paralab.comm import Group
 from paralab.parallel import precision
+from paralab.parallel.host import Ring
 from paralab.parallel.lanes import Job, wait_all
 from paralab.parallel.offload import Share, norm_of
 
@@ -47,9 +48,9 @@ class HostUpdate(precision.Update):
         rows = max(share.rows for share in self.shares)
         item = self.shares[0].dtype.itemsize
         self.ring = {
-            "states": self.host.ring(4 * rows * most * (self.tiers.optimizer == "nvme")),
-            "gradient": self.host.ring(item * most * (self.tiers.gradients != "cpu")),
-            "parameters": self.host.ring(item * most * self._passes()),
+            "states": Ring(self.host, 4 * rows * most * (self.tiers.optimizer == "nvme")),
+            "gradient": Ring(self.host, item * most * (self.tiers.gradients != "cpu")),
+            "parameters": Ring(self.host, item * most * self._passes()),
         }
         self.delivered: list[Job] = []
         self.late: list[Share] = []  # updated by the host, and not yet on the device
