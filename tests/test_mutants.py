@@ -42,7 +42,7 @@ MUTANTS = {
     "overlapped: the last bucket stays": (
         "overlapped", DATA_PARALLEL, LAUNCH, "if self.next + 1 < len(self.flat): " + LAUNCH),
     "overlapped: sent before the last micro-batch": (
-        "overlapped", SIGNAL, "[parameter] == self.microbatches", "[parameter] == 1"),
+        "overlapped", SIGNAL, "== self.expected[parameter]", "== 1"),
     "no division by N": ("overlapped", TRAIN, SCALE, "loss / plan.microbatches"),
     "no division by the micro-batches": ("overlapped", TRAIN, SCALE, "loss / plan.dp"),
     "no division at all": ("naive", TRAIN, SCALE, "loss"),

@@ -1,7 +1,8 @@
 """The file tier: tensors in plain files, read and written whole, in blocks.
 
 One file per tensor, of fixed size, its room reserved when it is made: a disk that is full says so
-before training begins. A write has reached the disk when it returns, and the page cache forgets
+before training begins. A write is on its way to the disk when it returns, and has reached it
+(fdatasync) two writes later, or with `sync`: nobody stands still for it. The page cache forgets
 what was written or read, so that the next read comes from the disk and not from memory that
 nobody counted (``cached`` leaves all that to the operating system). Nothing here is asynchronous:
 the lane "disk" (lanes.py) is.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 8 * 2**20  # bytes per call of the operating system
+UNSYNCED = 2  # writes that may be on their way
 
 
 class Files:
@@ -29,6 +31,7 @@ class Files:
     def __init__(self, folder: str | os.PathLike[str], *, cached: bool = False) -> None:
         self.folder, self.cached = Path(folder), cached
         self.sizes: dict[str, int] = {}
+        self._leaving: list[str] = []  # written, and not known to be on the disk
         with self._explained("make", ""):
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -52,14 +55,27 @@ class Files:
             at = 0
             while at < len(data):
                 at += os.pwrite(file, data[at : at + BLOCK], at)
-            if not self.cached:
+            self._forget(file)  # which starts to write out what is there
+        if not self.cached:
+            self._leaving.append(name)
+            self.sync(keep=UNSYNCED)
+
+    def sync(self, *, keep: int = 0) -> None:
+        """All writes but the last ``keep`` are on the disk, and out of the page cache."""
+        while len(self._leaving) > keep:
+            name = self._leaving.pop(0)
+            with self._explained("write", name), self._open(name, os.O_WRONLY) as file:
                 getattr(os, "fdatasync", os.fsync)(file)
-            self._forget(file)
+                self._forget(file)
 
     def read(self, name: str, tensor: Tensor) -> None:
         """The tensor's bytes become the whole file's."""
+        if name in self._leaving:
+            self.sync()
         data = _bytes(tensor)
         with self._explained("read", name), self._open(name, os.O_RDONLY) as file:
+            if hasattr(os, "posix_fadvise"):  # ask for all of it at once, not as a reader comes by
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
             at = 0
             while at < len(data):
                 count = os.preadv(file, [data[at : at + BLOCK]], at)
