@@ -569,6 +569,14 @@ def test_a_run_that_lives_keeps_its_files_when_another_begins(tmp_path, run):
     assert not os.listdir(tmp_path)
 
 
+def test_what_a_late_write_left_behind_goes_with_the_next_run(tmp_path):
+    late = tmp_path / f"{scratch.NAME}gone" / "rank-0"
+    late.mkdir(parents=True)
+    (late / "states-1").write_bytes(b"written after its folder was emptied")
+    with scratch.folder(on(tmp_path).tiers) as mine:
+        assert os.listdir(tmp_path) == [os.path.basename(mine)]
+
+
 # ---- checkpoints ------------------------------------------------------------------------------
 @pytest.mark.parametrize("first, second", [
     ({"zero_stage": 3, "offload": "nvme", "dp": 2}, {"dp": 2}),

@@ -15,6 +15,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,11 @@ def folder(tiers: Offload | None) -> Iterator[str | None]:
             mine = new.rename(base / new.name.replace(_UNLOCKED, NAME, 1))
             yield str(mine)
     finally:
-        shutil.rmtree(mine, ignore_errors=True)
+        for _ in range(20):  # a rank that was stopped may be at its last write
+            shutil.rmtree(mine, ignore_errors=True)
+            if not mine.exists():
+                break
+            time.sleep(0.05)
 
 
 def _base(tiers: Offload) -> Path:
@@ -70,6 +75,9 @@ def _base(tiers: Offload) -> Path:
 def _sweep(base: Path) -> None:
     """Remove what processes that are gone have left."""
     for found in [*base.glob(f"{NAME}*"), *base.glob(f"{_UNLOCKED}*")]:
+        if found.name.startswith(NAME) and not (found / _LOCK).exists():
+            shutil.rmtree(found, ignore_errors=True)  # removed once, while a rank still wrote
+            continue
         with contextlib.suppress(OSError):
             file = os.open(found / _LOCK, os.O_RDWR)
             try:
