@@ -112,6 +112,11 @@ class Cluster(Description):
             return self.inter  # type: ignore[return-value]  # __post_init__ filled it
         return self.collectives.get(op, self.intra)
 
+    def copy_seconds(self, lane: str, size: int, limit: float | None = None) -> float:
+        """Of ``size`` bytes over "h2d", "d2h" or "disk", at no more than ``limit`` bytes/s."""
+        link = self.disk if lane == "disk" else self.host
+        return max(link.seconds(size), size / limit if limit else 0.0)
+
     @classmethod
     def local(cls, *, refresh: bool = False) -> Cluster:
         """This machine, measured: a few seconds the first time, then read from a cache."""

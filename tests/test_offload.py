@@ -17,7 +17,8 @@ import paralab as pl
 from equality import assert_equal_state, reference, worst
 from paralab.records import scratch
 from paralab.theory import memory
-from paralab.theory.offload import LINKS, link_bytes, tier_bytes
+from paralab.theory.offload import link_bytes, tier_bytes
+from paralab.tiers import WAYS
 from test_predict import cluster as slow_cluster
 from test_predict_zero import order
 
@@ -240,7 +241,7 @@ def test_bytes_over_each_link_are_the_formulas(counted, settings):
         for step in (1, 2):
             rows = report.copies
             rows = rows[(rows["rank"] == rank) & (rows["step"] == step)]
-            found = {link: {} for link in LINKS}
+            found = {link: {} for link in WAYS}
             for row in rows.itertuples():
                 link = found[f"disk {row.op}" if row.lane == "disk" else row.lane]
                 link[row.category] = link.get(row.category, 0) + row.bytes

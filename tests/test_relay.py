@@ -13,8 +13,9 @@ from paralab.parallel.buckets import units
 from paralab.parallel.schedules import gpipe, relay
 from paralab.theory import memory
 from paralab.theory.memory_relay import RelayWalk
-from paralab.theory.offload import LINKS, link_bytes, tier_bytes
+from paralab.theory.offload import link_bytes, tier_bytes
 from paralab.theory.schedule_check import validate
+from paralab.tiers import WAYS
 from test_offload import ALL, assert_near, assert_same_bits, cluster, said
 from test_predict_zero import order
 
@@ -170,7 +171,7 @@ def counted(run):
 
 def moved(report, rank=0, step=1):
     rows = report.copies
-    found = {link: {} for link in LINKS}
+    found = {link: {} for link in WAYS}
     for row in rows[(rows["rank"] == rank) & (rows["step"] == step)].itertuples():
         link = found[f"disk {row.op}" if row.lane == "disk" else row.lane]
         link[row.category] = link.get(row.category, 0) + row.bytes

@@ -110,7 +110,7 @@ def test_copied_counts_every_byte_once_per_step_by_rank_link_and_category(two):
     assert found["bytes"].dtype == "int64" and found["rank"].dtype == "int64"
     assert metrics.copied(two, "rank").values.tolist() == [[0, 6500], [1, 6500]]
     by_link = metrics.copied(two, by="link")
-    assert by_link["link"].tolist() == list(metrics.LINKS)  # from the device outwards
+    assert by_link["link"].tolist() == list(metrics.WAYS)  # from the device outwards
     assert by_link["bytes"].tolist() == [2000, 1000, 6000, 4000]
 
 

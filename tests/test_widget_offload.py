@@ -198,6 +198,7 @@ def test_the_picture_and_the_table_are_those_of_the_plain_call(bench):
     assert named == ["predicted", "no overlap", "perfect overlap", "the cluster's disk, 1 GB/s"]
 
 
+@pytest.mark.alone
 def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second():
     bench = offload(cluster=CLUSTER)
     bench._displayed = True  # as on a page

@@ -83,6 +83,7 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(benc
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.alone
 def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second(bench):
     bench._displayed = True  # as on a page
     bench.set(pp=8, microbatches=16, virtual_stages=3)

@@ -98,6 +98,7 @@ def test_what_no_mode_can_share_out_is_said_in_words(bench):
         bench.predict(ranks=64)
 
 
+@pytest.mark.alone
 def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second():
     bench = tensor()
     bench._displayed = True  # as on a page

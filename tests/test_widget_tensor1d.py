@@ -78,6 +78,7 @@ def test_ranks_that_do_not_divide_the_model_are_not_on_the_slider():
     assert [v for _, v in tensor1d(MODEL, PLAN, small)._kinds["ranks"].options] == [1, 2]
 
 
+@pytest.mark.alone
 def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second():
     bench = tensor1d(cluster=CLUSTER)
     bench._displayed = True  # as on a page

@@ -105,6 +105,7 @@ def test_the_chosen_stage_stands_out_and_the_title_says_what_it_gives_and_takes(
     assert "predicted" in bench.chart.below and "10<sup>6</sup> bytes" in bench.chart.below
 
 
+@pytest.mark.alone
 def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second():
     bench = zero()
     bench._displayed = True  # as on a page

@@ -88,6 +88,7 @@ def test_the_prediction_follows_every_slider(explore):
         assert explore.chart.table.equals(expect.timeline(ranks=ranks).table)
 
 
+@pytest.mark.alone
 def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second():
     bench, took = pl.explore(cluster=CLUSTER), []
     bench._displayed = True  # as on a page

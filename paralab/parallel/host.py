@@ -75,6 +75,7 @@ class Host:
 
         self.h2d, self.d2h = (lane(name, device=context.device) for name in ("h2d", "d2h"))
         self.disk, self.processor = lane("disk"), lane("host")
+        self.lanes = (self.d2h, self.processor, self.disk, self.h2d)
         self.files = Files(folder, cached=tiers.cached) if tiers.uses("nvme") else None
         self.staging = Ring(self, 0)
         self.inputs = Ring(self, 0)
@@ -110,8 +111,7 @@ class Host:
         free = self._lent.setdefault((tuple(shape), dtype), [])
         if free:
             found, job = free.pop(0)
-            if not job.done.is_set():
-                job.settle()
+            job.settle()
             return found
         return self.empty(tuple(shape), dtype, "activations")
 
@@ -154,11 +154,11 @@ class Host:
 
     def settle(self) -> None:
         """Hold the rank until all that was handed over is done."""
-        for lane in (self.d2h, self.processor, self.disk, self.h2d, self.disk, self.processor):
+        for lane in self.lanes:
             lane.drain()
 
     def close(self) -> None:
-        for lane in (self.d2h, self.processor, self.disk, self.h2d):
+        for lane in self.lanes:
             lane.close()
         if self.files is not None:
             self.files.close()

@@ -39,6 +39,7 @@ memory, which ``recorder.holds`` counts. Lab 09.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,10 +91,7 @@ class Share:
     def _place(self, kind: str, where: str, shape: tuple, dtype: torch.dtype) -> Tensor | None:
         category = {"states": "optimizer", "gradient": "gradients"}.get(kind, kind)
         if where == "nvme":
-            size = dtype.itemsize
-            for extent in shape:
-                size *= extent
-            self.host.create(self.names[kind], size, category)
+            self.host.create(self.names[kind], dtype.itemsize * math.prod(shape), category)
         return self.host.empty(shape, dtype, category) if where == "cpu" else None
 
     def start(self) -> None:
@@ -204,9 +202,13 @@ class _Offloaded:
 
     # ---- gradients -----------------------------------------------------------------------------
     def settle(self, *, keep: int) -> None:
+        self.left()
+        super().settle(keep=keep)
+
+    def left(self) -> None:
+        """The gradients on their way down are down: their device memory is free."""
         wait_all(self.leaving)
         self.leaving.clear()
-        super().settle(keep=keep)
 
     def keep(self, flat: Flat, part: Tensor) -> None:
         share = self.shares[flat]
@@ -220,8 +222,7 @@ class _Offloaded:
 
     def finish(self) -> None:
         super().finish()
-        wait_all(self.leaving)
-        self.leaving.clear()
+        self.left()
 
     def reset(self) -> None:
         super().reset()

@@ -17,6 +17,7 @@ from paralab.checks import choice, illegal
 from paralab.records.tables import COMPUTE_KINDS, COPY_LANES
 from paralab.spec import BYTES_PER_ELEMENT
 from paralab.theory.traffic import BOOKKEEPING, edges
+from paralab.tiers import WAYS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 Interval = tuple[float, float]
 BY = ("rank", "op", "axis", "level", "phase", "edge")
 COPIED_BY = ("rank", "link", "category")
-LINKS = ("h2d", "d2h", "disk read", "disk write")
 COPIES_HIDDEN = "of the copies hidden behind compute"
 NAN = float("nan")
 
@@ -257,7 +257,7 @@ def copied(
         lane, op = row["lane"], row["op"]
         row["link"] = lane if op == "copy" else f"{lane} {op}"
         totals[tuple(row[k] for k in names)] += row["bytes"]
-    place = {link: f"{i}" for i, link in enumerate(LINKS)}  # from the device outwards
+    place = {link: f"{i}" for i, link in enumerate(WAYS)}  # from the device outwards
     rows = sorted(totals.items(), key=lambda r: [place.get(label, label) for label in r[0]])
     return _per_step(rows, names, len(steps))
 
@@ -321,8 +321,8 @@ def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
     """What summary says of copies between memory tiers: nothing where there are none."""
     n, unit = report.world_size, "MB" + " per rank" * (report.world_size > 1)
     moved = copied(report, "link").set_index("link")["bytes"]
-    names = {"host to device per step": LINKS[:1], "device to host per step": LINKS[1:2],
-             "disk, read and written per step": LINKS[2:]}  # fmt: skip
+    names = {"host to device per step": WAYS[:1], "device to host per step": WAYS[1:2],
+             "disk, read and written per step": WAYS[2:]}  # fmt: skip
     mega = {name: float(sum(moved.get(link, 0) for link in links)) / n / 1e6
             for name, links in names.items()}  # fmt: skip
     rows = [(name, size, unit) for name, size in mega.items() if size]

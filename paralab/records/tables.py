@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paralab.theory.traffic import OPS, ROOTED
+from paralab.tiers import LINKS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,7 +32,7 @@ COMPUTE_KINDS = (
 KINDS = (*COMPUTE_KINDS, "optimizer", "compute", "wait", "comm", "copy")
 LEVELS = ("intra", "inter")
 TIERS = ("device", "host", "file")
-COPY_LANES = ("h2d", "d2h", "disk")  # the links between them
+COPY_LANES = LINKS  # between them
 COPY_OPS = ("copy", "read", "write")  # of a file: read or write
 
 COLUMNS: dict[str, dict[str, type]] = {

@@ -24,16 +24,15 @@ written passes through two, in turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from paralab.parallel.buckets import Unit, units
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.gathering import parts_with_backward
-from paralab.tiers import TIER_OF
+from paralab.tiers import TIER_OF, WAYS
 
-LINKS = ("h2d", "d2h", "disk read", "disk write")
 _NOTHING = "device"
 
 
@@ -78,8 +77,8 @@ def needed(model: ModelSpec, plan: Plan, unit: Unit, rank: int = 0) -> int:
 def link_bytes(
     model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
 ) -> dict[str, dict[str, int]]:
-    """{link: {category: bytes}} that ``rank`` moves in a step; links are `LINKS`."""
-    moved: dict[str, dict[str, int]] = {link: {} for link in LINKS}
+    """{link: {category: bytes}} that ``rank`` moves in a step; links are `tiers.WAYS`."""
+    moved: dict[str, dict[str, int]] = {link: {} for link in WAYS}
     for link, category, size in _moves(model, plan, optimizer, rank):
         if size:
             moved[link][category] = moved[link].get(category, 0) + size
@@ -112,9 +111,9 @@ def _moves(
             states = 4 * at.rows * sum(count for _, count in at.trained)
             yield "disk read", "optimizer", states
             yield "disk write", "optimizer", states
-    blocks = sum(map(len, blocks_kept(model, plan, rank).values()))
+    blocks = sum(map(len, blocks_kept(model, memory.stage_parts(model, plan, rank)).values()))
     inputs = m * memory.offloaded_input(model, plan) * blocks
-    for link in LINKS if tiers.activations == "nvme" else LINKS[:2]:
+    for link in WAYS if tiers.activations == "nvme" else WAYS[:2]:
         yield link, "activations", inputs
 
 
@@ -162,18 +161,19 @@ def _buffers(plan: Plan, at: Layout) -> int:
     )
 
 
-def blocks_kept(model: ModelSpec, plan: Plan, rank: int = 0) -> dict[int, list[str]]:
-    """{stage: blocks} of ``rank`` whose input stays for a backward."""
-    held = memory.stage_parts(model, plan, rank)
+def blocks_kept(model: ModelSpec, held: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
+    """{stage: blocks} of those in ``held`` whose input stays for a backward."""
+    blocks = {s: [p for p in parts if p.startswith("blocks.")] for s, parts in held.items()}
+    if not model.frozen:  # a backward comes by all of them
+        return blocks
     flows = parts_with_backward(model, held)
-    return {
-        s: [p for p in parts if p.startswith("blocks.") and p in flows] for s, parts in held.items()
-    }
+    return {s: [p for p in parts if p in flows] for s, parts in blocks.items()}
 
 
 def _inputs_alive(model: ModelSpec, plan: Plan, rank: int) -> int:
     """Blocks' inputs that wait for their backward at once, at most."""
-    blocks = {s: len(parts) for s, parts in blocks_kept(model, plan, rank).items()}
+    kept = blocks_kept(model, memory.stage_parts(model, plan, rank))
+    blocks = {stage: len(parts) for stage, parts in kept.items()}
     alive = most = 0
     for action in plan.actions()[plan.place(rank)[0]]:
         alive += {"F": 1, "B": -1}.get(action.kind, 0) * blocks[action.stage]

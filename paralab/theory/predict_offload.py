@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
-from paralab.cluster import Cluster, Link
+from paralab.cluster import Cluster
 from paralab.spec import Plan
 from paralab.theory import memory
 from paralab.theory.engine import Copy
@@ -62,8 +62,7 @@ class Lanes:
     def copy(self, lane: str, category: str, size: int, after: Sequence[int] = (),
              op: str = "copy") -> int:  # fmt: skip
         """Hand over a copy; returns its position."""
-        link: Link = self.cluster.disk if lane == "disk" else self.cluster.host
-        seconds = max(link.seconds(size), size / self.limits.get(lane, float("inf")))
+        seconds = self.cluster.copy_seconds(lane, size, self.limits.get(lane))
         self._cut()
         return self.rank.queue(Copy(lane, seconds, tuple(after)), "copy", op, category, size)
 

@@ -205,7 +205,7 @@ class Stage:
         inputs: InputRows | None,
     ) -> None:  # fmt: skip
         self.inputs = inputs
-        self.blocks = blocks_kept(model, plan, rank)[stage]
+        self.blocks = blocks_kept(model, {stage: parts})[stage]
         batch, split = plan.microbatch_size, tensor.share_of_work(plan)
         self.model, self.plan, self.parts = model, plan, parts
         self.forward = forward_pieces(model, batch, split)

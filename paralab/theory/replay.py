@@ -212,7 +212,7 @@ def _copies(report: Report, cluster: Cluster) -> dict[int, float]:
     limits = {} if tiers is None else tiers.limits
     links = {"h2d": cluster.host, "d2h": cluster.host, "disk": cluster.disk}
     return {
-        span: max(links[lane].seconds(size), size / limits.get(lane, float("inf")))
+        span: cluster.copy_seconds(lane, size, limits.get(lane))
         for span, lane, size in zip(rows["span"], rows["lane"], rows["bytes"], strict=True)
         if links[lane] is not None
     }
