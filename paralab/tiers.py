@@ -34,7 +34,7 @@ class Offload(Description):
                  are then of weights one update old (ZeRO-Offload, arXiv:2101.06840, sec. 5.2)
     folder       where "nvme" writes; None: the system's folder for temporary files
     cached       leave the files in the operating system's page cache. By default every write has
-                 reached the disk two writes later, and nothing is read from the cache
+                 reached the disk when it is done, and nothing is read from the cache
     bandwidth    {"h2d", "d2h" or "disk": bytes per second}, at most, as a number or text ("1GB"): a
                  slower link than there is, to see what it would do
     """

@@ -502,6 +502,56 @@ def test_a_write_to_a_full_disk_says_how_much_room_there_is(tmp_path):
     assert values.tolist() == [1, 1]  # the host's copy is as it was
 
 
+@pytest.mark.parametrize("size", [1, 4095, 4096, 20_000_001])
+@pytest.mark.parametrize("askew", [0, 1])
+def test_files_give_back_what_they_were_given_past_the_page_cache_or_not(
+    tmp_path, monkeypatch, size, askew
+):
+    from paralab.parallel import files
+
+    monkeypatch.setattr(files.fcntl, "fcntl", spy := Spy(files.fcntl.fcntl, []))
+    tier = files.Files(tmp_path / "tier")
+    tier.create("states", size)
+    kept = files.aligned(size + askew)[askew:]
+    kept.random_(0, 256)
+    tier.write("states", kept)
+    found = files.aligned(size + askew)[askew:].zero_()
+    tier.read("states", found)
+    assert bool((found == kept).all())
+    assert (tmp_path / "tier" / "states").stat().st_size == size
+    past = [how for how in spy.flags if how & os.O_DIRECT]
+    if tier._direct:  # not every file system knows it
+        assert len(past) == 2 * (size >= 4096 and not askew)
+    os.truncate(tmp_path / "tier" / "states", size // 2)
+    with pytest.raises(OSError, match="somebody has cut it short"):
+        tier.read("states", found)
+    tier.close()
+
+
+class Spy:
+    """fcntl.fcntl, and the flags it was asked to set."""
+
+    def __init__(self, call, flags):
+        self.call, self.flags = call, flags
+
+    def __call__(self, file, command, *how):
+        self.flags += how
+        return self.call(file, command, *how)
+
+
+def test_a_file_system_that_has_no_way_past_its_cache_is_used_as_it_is(tmp_path, monkeypatch):
+    from paralab.parallel import files
+
+    monkeypatch.setattr(files, "_DIRECT", os.O_DIRECTORY)  # refused for a plain file
+    tier = files.Files(tmp_path / "tier")
+    tier.create("states", 8192)
+    tier.write("states", files.aligned(8192).fill_(7))
+    found = files.aligned(8192).zero_()
+    tier.read("states", found)
+    assert tier._direct == 0 and bool((found == 7).all())
+    assert [path.name for path in (tmp_path / "tier").iterdir()] == ["states"]
+
+
 @pytest.mark.parametrize("killed", ["rank", "caller"])
 def test_files_go_after_a_crash(tmp_path, killed):
     """A rank that is killed is cleaned up after by its caller, a caller by the next run."""

@@ -1,25 +1,31 @@
 """The file tier: tensors in plain files, read and written whole, in blocks.
 
 One file per tensor, of fixed size, its room reserved when it is made: a disk that is full says so
-before training begins. A write is on its way to the disk when it returns, and has reached it
-(fdatasync) two writes later, or with `sync`: nobody stands still for it. The page cache forgets
-what was written or read, so that the next read comes from the disk and not from memory that
-nobody counted (``cached`` leaves all that to the operating system). Nothing here is asynchronous:
-the lane "disk" (lanes.py) is.
+before training begins. Bytes go past the operating system's page cache (O_DIRECT), straight between
+the tensor's memory and the disk: nobody copies them, and memory that nobody counted never answers
+for the disk. That asks for addresses and lengths in whole pages, so the last bytes of a file, a
+tensor that lies askew (`aligned`), and a file system that knows no such thing go through the cache,
+which then forgets them. Either way a write is on the disk (fdatasync) when it returns. ``cached``
+leaves all that to the operating system. Nothing here is asynchronous: the lane "disk" (lanes.py)
+is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 BLOCK = 8 * 2**20  # bytes per call of the operating system
-UNSYNCED = 2  # writes that may be on their way
+PAGE = 4096  # what lies in whole pages may go past the page cache
+_DIRECT = getattr(os, "O_DIRECT", 0)  # not everywhere
 
 
 class Files:
@@ -31,9 +37,9 @@ class Files:
     def __init__(self, folder: str | os.PathLike[str], *, cached: bool = False) -> None:
         self.folder, self.cached = Path(folder), cached
         self.sizes: dict[str, int] = {}
-        self._leaving: list[str] = []  # written, and not known to be on the disk
         with self._explained("make", ""):
             self.folder.mkdir(parents=True, exist_ok=True)
+        self._direct = 0 if cached else _direct(self.folder)
 
     def create(self, name: str, size: int) -> None:
         """A file of ``size`` bytes; what it holds is not defined."""
@@ -50,39 +56,16 @@ class Files:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """The whole file becomes the tensor's bytes; contiguous, on the host."""
-        data = _bytes(tensor)
         with self._explained("write", name), self._open(name, os.O_WRONLY) as file:
-            at = 0
-            while at < len(data):
-                at += os.pwrite(file, data[at : at + BLOCK], at)
-            self._forget(file)  # which starts to write out what is there
-        if not self.cached:
-            self._leaving.append(name)
-            self.sync(keep=UNSYNCED)
-
-    def sync(self, *, keep: int = 0) -> None:
-        """All writes but the last ``keep`` are on the disk, and out of the page cache."""
-        while len(self._leaving) > keep:
-            name = self._leaving.pop(0)
-            with self._explained("write", name), self._open(name, os.O_WRONLY) as file:
+            self._move(os.pwritev, file, tensor)
+            if not self.cached:
                 getattr(os, "fdatasync", os.fsync)(file)
-                self._forget(file)
+            self._forget(file)
 
     def read(self, name: str, tensor: Tensor) -> None:
         """The tensor's bytes become the whole file's."""
-        if name in self._leaving:
-            self.sync()
-        data = _bytes(tensor)
         with self._explained("read", name), self._open(name, os.O_RDONLY) as file:
-            if hasattr(os, "posix_fadvise"):  # ask for all of it at once, not as a reader comes by
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
-            at = 0
-            while at < len(data):
-                count = os.preadv(file, [data[at : at + BLOCK]], at)
-                if count == 0:
-                    raise OSError(f"it ends after {at:,} of {len(data):,} bytes: somebody has cut "
-                                  "it short")  # fmt: skip
-                at += count
+            self._move(os.preadv, file, tensor)
             self._forget(file)
 
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -100,6 +83,21 @@ class Files:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- inside --------------------------------------------------------------------------------
+    def _move(self, call: Callable[..., int], file: int, tensor: Tensor) -> None:
+        """All bytes through ``call``, os.preadv or os.pwritev; whole pages past the page cache."""
+        data = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+        whole = len(data) // PAGE * PAGE if self._direct and tensor.data_ptr() % PAGE == 0 else 0
+        flags, at = fcntl.fcntl(file, fcntl.F_GETFL), 0
+        for end, how in ((whole, flags | self._direct), (len(data), flags)):
+            if at < end:
+                fcntl.fcntl(file, fcntl.F_SETFL, how)
+            while at < end:
+                count = call(file, [data[at : min(at + BLOCK, end)]], at)
+                at += count
+                if count == 0 or (at < whole and at % PAGE):
+                    raise OSError(f"it ends after {at:,} of {len(data):,} bytes: somebody has cut "
+                                  "it short")  # fmt: skip
+
     @contextlib.contextmanager
     def _open(self, name: str, how: int):  # noqa: ANN202
         file = os.open(self.folder / name, how)  # each time anew: a folder that went away is missed
@@ -128,5 +126,20 @@ class Files:
             ) from error
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+def _direct(folder: Path) -> int:
+    """The flag that opens files here past the page cache; 0 if the file system has none."""
+    probe = folder / "probe"
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | _DIRECT, 0o600))
+        return _DIRECT
+    except OSError:
+        return 0
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def aligned(size: int) -> Tensor:
+    """Memory of ``size`` bytes that begins a page, (size,), uint8, and that no ledger sees."""
+    room = np.empty(size + PAGE, dtype=np.uint8)
+    skip = -room.ctypes.data % PAGE
+    return torch.from_numpy(room[skip : skip + size])

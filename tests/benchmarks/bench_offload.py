@@ -78,7 +78,6 @@ def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
         def timed(**how: Any) -> None:
             began = time.perf_counter()
             update(**how)
-            trainer.host.files.sync()
             spent.append(time.perf_counter() - began)
 
         trainer.update.step = timed
