@@ -1,0 +1,57 @@
+"""Plans in the order they came in, beside the order that was predicted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from paralab.view import contest
+from paralab.view.plan_times import rank_correlation
+
+
+def reports(clock, **seconds):
+    return {n: SimpleNamespace(clock=clock, step_time=s) for n, s in seconds.items()}
+
+
+FOUND = reports("replayed", a=3e-3, b=1e-3, c=2e-3)
+
+
+def test_plans_stand_in_the_order_they_came_in_with_both_times():
+    chart = contest(reports("predicted", a=5e-3, b=2e-3, c=1e-3), FOUND)
+    assert chart.table.index.tolist() == ["b", "c", "a"]
+    assert chart.table["predicted"].tolist() == [2e-3, 1e-3, 5e-3]
+    assert chart.table["replayed"].tolist() == [1e-3, 2e-3, 3e-3]
+    assert chart.finding == "b wins, predicted was c; both orders correlate with 0.50"
+    lines, expected, found = chart.data
+    assert expected.x == (2.0, 1.0, 5.0) and found.x == (1.0, 2.0, 3.0)  # ms
+    assert expected.marker.symbol == "circle-open" and found.marker.symbol == "circle"
+    assert lines.x == (2.0, 1.0, None, 1.0, 2.0, None, 5.0, 3.0, None)
+    assert repr(chart) == "Chart(3 plans, predicted and replayed time of a step)"
+
+
+def test_a_right_prediction_is_said_to_be_one():
+    chart = contest(reports("predicted", a=9.0, b=7.0, c=8.0), FOUND)
+    assert chart.finding == "b wins, as predicted; both orders correlate with 1.00"
+
+
+def test_rank_correlation_is_spearmans_with_ties():
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    # ranks 1, 2.5, 2.5, 4 and 1, 2, 3, 4: 4.5 / sqrt(4.5 * 5)
+    assert rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.948683, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "expected, words",
+    [
+        (reports("predicted", a=1.0, b=1.0), "not the plans that were expected"),
+        (reports("predicted", a=1.0, b=1.0, c=1.0)
+         | reports("measured", c=1.0), "times of different clocks"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused(expected, words):
+    with pytest.raises(ValueError, match=words):
+        contest(expected, FOUND)
+    with pytest.raises(ValueError, match="at least two"):
+        contest(reports("predicted", a=1.0), reports("measured", a=1.0))
