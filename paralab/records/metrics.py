@@ -31,6 +31,19 @@ COPIES_HIDDEN = "of the copies hidden behind compute"
 NAN = float("nan")
 
 
+def in_outline(report: Report) -> bool:
+    """Whether the report has one rank per pipeline stage and one box per action: see
+    theory/outline.py. A box's cost is what the rank computes in it; the rest of its length it
+    stands still.
+    """
+    return report.meta.get("detail") == "actions"
+
+
+def reported_ranks(report: Report) -> list[int]:
+    """The ranks that the tables have rows of: all, or in outline one per pipeline stage."""
+    return sorted(set(report.steps["rank"].tolist()))
+
+
 def measured_steps(report: Report) -> list[int]:
     """The steps that count: all but step 0, or step 0 if there is no other."""
     steps = sorted(set(report.steps["step"].tolist()))
@@ -81,7 +94,8 @@ def pipeline_parts(report: Report, step: int) -> dict[int, tuple[float, float, f
     """{rank: (start of its first forward, end of its last backward, seconds of compute between)}"""
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
     work = spans[spans["kind"].isin(COMPUTE_KINDS)]
-    seconds = (work["end"] - work["start"]).groupby(work["rank"]).sum()
+    seconds = work["cost"] if in_outline(report) else work["end"] - work["start"]
+    seconds = seconds.groupby(work["rank"]).sum()
     ends, starts = work.groupby("rank")["end"].max(), work.groupby("rank")["start"].min()
     parts = {int(r): (float(starts[r]), float(ends[r]), float(seconds[r])) for r in ends.index}
     copies = spans[spans["kind"] == "copy"]
@@ -133,9 +147,11 @@ def shares(report: Report, step: int) -> dict[str, float]:
     communication  at least one collective in flight (bookkeeping left out)
     hidden         of that, while the rank's compute lane did forward or backward work
     """
+    if in_outline(report):
+        return _shares_in_outline(report, step)
     spans = report.spans[report.spans["step"] == step]
     control, sums = bookkeeping_spans(report), defaultdict(float)
-    ranks = sorted(set(report.steps["rank"].tolist()))
+    ranks = reported_ranks(report)
     for rank in ranks:
         mine = spans[spans["rank"] == rank]
         by_kind: dict[str, list[Interval]] = defaultdict(list)
@@ -154,6 +170,26 @@ def shares(report: Report, step: int) -> dict[str, float]:
     return {part: float(sums[part]) / max(len(ranks), 1) for part in parts}
 
 
+def _shares_in_outline(report: Report, step: int) -> dict[str, float]:
+    """``shares`` of sums: what is waited for inside boxes and after the last is not hidden."""
+    spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
+    seconds = spans["end"] - spans["start"]
+    boxes, waits = spans["kind"].isin(COMPUTE_KINDS), spans["kind"] == "wait"
+    inside = float((seconds - spans["cost"])[boxes].sum())
+    # A wait that names an action is one for another stage: the pipeline's, not the link's.
+    after = sum(s for s, a in zip(seconds[waits], spans["after"][waits], strict=True) if not a)
+    calls = report.collectives[report.collectives["step"] == step]
+    flight = float((calls["end"] - calls["start"]).sum())
+    found = {
+        "work": float(spans["cost"][boxes].sum()),
+        "optimizer": float(seconds[spans["kind"] == "optimizer"].sum()),
+        "wait": float(seconds[waits].sum()) + inside,
+        "communication": flight,
+        "hidden": max(0.0, flight - inside - after),
+    }
+    return {part: value / max(len(reported_ranks(report)), 1) for part, value in found.items()}
+
+
 def copy_shares(report: Report, step: int) -> dict[str, float]:
     """Copies between memory tiers in one step: seconds, mean over ranks.
 
@@ -162,7 +198,7 @@ def copy_shares(report: Report, step: int) -> dict[str, float]:
              step, for a copy may end in the one after its own
     """
     spans, sums = report.spans, defaultdict(float)
-    ranks = sorted(set(report.steps["rank"].tolist()))
+    ranks = reported_ranks(report)
     for rank in ranks:
         mine = spans[spans["rank"] == rank]
         copies = mine[(mine["step"] == step) & mine["lane"].isin(COPY_LANES)]
@@ -170,6 +206,10 @@ def copy_shares(report: Report, step: int) -> dict[str, float]:
         under_way, busy = (union(zip(t["start"], t["end"], strict=True)) for t in (copies, work))
         sums["copies"] += length(under_way)
         sums["hidden"] += overlap(under_way, busy)
+        if in_outline(report):  # some of these boxes it only waits
+            boxes = work[(work["step"] == step) & work["kind"].isin(COMPUTE_KINDS)]
+            sums["hidden"] -= float((boxes["end"] - boxes["start"] - boxes["cost"]).sum())
+    sums["hidden"] = max(0.0, sums["hidden"])
     return {part: float(sums[part]) / max(len(ranks), 1) for part in ("copies", "hidden")}
 
 
@@ -210,15 +250,16 @@ def traffic(
         raise illegal("by", by, "nothing to split by", " | ".join(BY))
     keys = [k for b in names for k in (("sender", "receiver") if b == "edge" else (b,))]
     steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
-    calls = report.collectives
+    calls, sums = report.collectives, in_outline(report)
     calls = calls[calls["step"].isin(steps)]
     if not bookkeeping:
         calls = calls[~calls["phase"].isin(BOOKKEEPING)]
     totals: dict[tuple[Any, ...], int] = defaultdict(int)
     if keys == ["rank"]:  # a rank that sends nothing is worth a row
-        totals |= {(rank,): 0 for rank in sorted(set(report.steps["rank"].tolist()))}
+        totals |= {(rank,): 0 for rank in reported_ranks(report)}
     for row in calls.to_dict("records"):
-        sent = edges(row["op"], row["ranks"], row["rank"], row["payload_bytes"], row["peer"])
+        sent = edges(row["op"], row["ranks"], row["rank"], row["payload_bytes"], row["peer"],
+                     sent=row["wire_bytes"] if sums else None)  # fmt: skip
         if sum(sent.values()) != row["wire_bytes"]:
             raise ValueError(
                 f"collective {row['call']} on rank {row['rank']}: wire_bytes={row['wire_bytes']}, "
@@ -252,7 +293,7 @@ def copied(
     steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
     totals: dict[tuple[Any, ...], int] = defaultdict(int)
     if names == ["rank"]:  # a rank that copies nothing is worth a row
-        totals |= {(rank,): 0 for rank in sorted(set(report.steps["rank"].tolist()))}
+        totals |= {(rank,): 0 for rank in reported_ranks(report)}
     for row in report.copies[report.copies["step"].isin(steps)].to_dict("records"):
         lane, op = row["lane"], row["op"]
         row["link"] = lane if op == "copy" else f"{lane} {op}"
@@ -296,7 +337,7 @@ def summary(report: Report) -> pd.DataFrame:
         ("work", "optimizer", "wait", "communication", "hidden"), NAN)]  # fmt: skip
     typical = {name: median(p[name] for p in parts) for name in parts[0]}
     comm = typical["communication"]
-    sent = traffic(report)["bytes"].sum() / report.plan.world_size
+    sent = traffic(report)["bytes"].sum() / max(len(reported_ranks(report)), 1)
     rows: list[tuple[str, float, str]] = [
         ("step time", step_time(report) * 1e3, "ms"),
         ("forward and backward", typical["work"] * 1e3, "ms"),
@@ -319,7 +360,7 @@ def summary(report: Report) -> pd.DataFrame:
 
 def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
     """What summary says of copies between memory tiers: nothing where there are none."""
-    n, unit = report.world_size, "MB" + " per rank" * (report.world_size > 1)
+    n, unit = len(reported_ranks(report)), "MB" + " per rank" * (report.world_size > 1)
     moved = copied(report, "link").set_index("link")["bytes"]
     names = {"host to device per step": WAYS[:1], "device to host per step": WAYS[1:2],
              "disk, read and written per step": WAYS[2:]}  # fmt: skip
