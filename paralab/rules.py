@@ -55,9 +55,6 @@ def check_plan(plan: Plan, model: ModelSpec) -> None:
     _check_zero(plan)
     _check_split_backward(plan)
     _check_offload(plan)
-    if plan.precision != "fp32" and plan.pp > 1:
-        raise illegal("precision", plan.precision, "messages between pipeline stages are fp32 in "
-                      "this version", "'fp32', or pp=1")  # fmt: skip
     if model.frozen and plan.pp > 1:
         raise illegal("frozen", model.frozen, "every stage sends the gradient of its input back, "
                       "and one that trains nothing would have none to compute",

@@ -112,6 +112,7 @@ class Trainer:
             masters = self.sync.masters
         elif plan.precision != "fp32":
             before = precision.lower(self.named.values(), plan.precision)
+            self.recorder.owns("parameters", *self.named.values())  # rounded, they lie elsewhere
             masters = [m for m, p in zip(before, self.named.values(), strict=True)
                        if p.requires_grad]  # fmt: skip
         if plan.dp > 1 and not plan.zero_stage:

@@ -231,7 +231,9 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
     size, late, own, counts = {}, {}, {}, rank_sizes(model, plan, rank)
     for s, parts in held.items():
         size[s] = sum(kept_bytes(model, plan, parts).values())
-        late[s] = sum(put_aside_bytes(model, part, batch, plan.tp) for part in parts)
+        late[s] = sum(
+            put_aside_bytes(model, part, batch, plan.tp, plan.precision) for part in parts
+        )
         names = stage_shapes(model, parts)
         elements = sum(counts[name] for name in names if model.trainable(name))
         own[s] = BYTES_PER_ELEMENT[plan.precision] * elements

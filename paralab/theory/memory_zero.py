@@ -70,7 +70,7 @@ class Walk:
         self.stages = memory.stage_parts(model, plan, rank)
         self.kept = {s: memory.kept_bytes(model, plan, p) for s, p in self.stages.items()}
         self.aside = {
-            s: sum(memory.put_aside_bytes(model, part, batch, plan.tp) for part in parts)
+            s: sum(memory.put_aside_bytes(model, p, batch, plan.tp, plan.precision) for p in parts)
             for s, parts in self.stages.items()
         }
         self.again = recomputed_bytes(model, batch, **memory.asked(plan))
