@@ -49,7 +49,7 @@ def seconds_of(report: Report, spans: pd.DataFrame) -> pd.Series:
 
 def reported_ranks(report: Report) -> list[int]:
     """The ranks that the tables have rows of: all, or in outline one per pipeline stage."""
-    return sorted(set(report.steps["rank"].tolist()))
+    return sorted(set(report.steps["rank"].tolist())) or list(range(report.world_size))
 
 
 def measured_steps(report: Report) -> list[int]:
