@@ -39,9 +39,17 @@ def in_outline(report: Report) -> bool:
     return report.meta.get("detail") == "actions"
 
 
+def seconds_of(report: Report, spans: pd.DataFrame) -> pd.Series:
+    """What these spans of a compute lane took; of an outline's boxes, what was computed in them."""
+    seconds = spans["end"] - spans["start"]
+    if in_outline(report):
+        seconds = seconds.where(~spans["kind"].isin(COMPUTE_KINDS), spans["cost"])
+    return seconds
+
+
 def reported_ranks(report: Report) -> list[int]:
     """The ranks that the tables have rows of: all, or in outline one per pipeline stage."""
-    return sorted(set(report.steps["rank"].tolist()))
+    return sorted(set(report.steps["rank"].tolist())) or list(range(report.world_size))
 
 
 def measured_steps(report: Report) -> list[int]:
@@ -94,8 +102,7 @@ def pipeline_parts(report: Report, step: int) -> dict[int, tuple[float, float, f
     """{rank: (start of its first forward, end of its last backward, seconds of compute between)}"""
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
     work = spans[spans["kind"].isin(COMPUTE_KINDS)]
-    seconds = work["cost"] if in_outline(report) else work["end"] - work["start"]
-    seconds = seconds.groupby(work["rank"]).sum()
+    seconds = seconds_of(report, work).groupby(work["rank"]).sum()
     ends, starts = work.groupby("rank")["end"].max(), work.groupby("rank")["start"].min()
     parts = {int(r): (float(starts[r]), float(ends[r]), float(seconds[r])) for r in ends.index}
     copies = spans[spans["kind"] == "copy"]
@@ -171,23 +178,20 @@ def shares(report: Report, step: int) -> dict[str, float]:
 
 
 def _shares_in_outline(report: Report, step: int) -> dict[str, float]:
-    """``shares`` of sums: what is waited for inside boxes and after the last is not hidden."""
+    """``shares`` where a box is an action: what is waited for inside it is a wait too."""
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
     seconds = spans["end"] - spans["start"]
-    boxes, waits = spans["kind"].isin(COMPUTE_KINDS), spans["kind"] == "wait"
+    boxes = spans["kind"].isin(COMPUTE_KINDS)
     inside = float((seconds - spans["cost"])[boxes].sum())
-    # A wait that names an action is one for another stage: the pipeline's, not the link's.
-    after = sum(s for s, a in zip(seconds[waits], spans["after"][waits], strict=True) if not a)
-    calls = report.collectives[report.collectives["step"] == step]
-    flight = float((calls["end"] - calls["start"]).sum())
     found = {
         "work": float(spans["cost"][boxes].sum()),
         "optimizer": float(seconds[spans["kind"] == "optimizer"].sum()),
-        "wait": float(seconds[waits].sum()) + inside,
-        "communication": flight,
-        "hidden": max(0.0, flight - inside - after),
+        "wait": float(seconds[spans["kind"] == "wait"].sum()) + inside,
     }
-    return {part: value / max(len(reported_ranks(report)), 1) for part, value in found.items()}
+    moving = report.meta["in flight"]  # sums have no moments; said when they were made
+    here = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
+    each = max(len(reported_ranks(report)), 1)
+    return {part: value / each for part, value in found.items()} | here
 
 
 def copy_shares(report: Report, step: int) -> dict[str, float]:
@@ -197,6 +201,9 @@ def copy_shares(report: Report, step: int) -> dict[str, float]:
     hidden   of that, while the rank's compute lane did work of any kind, and no waiting; of any
              step, for a copy may end in the one after its own
     """
+    if in_outline(report):
+        moving = report.meta["in flight"]
+        return {"copies": moving["copies"], "hidden": moving["copies hidden"]}
     spans, sums = report.spans, defaultdict(float)
     ranks = reported_ranks(report)
     for rank in ranks:
@@ -206,10 +213,6 @@ def copy_shares(report: Report, step: int) -> dict[str, float]:
         under_way, busy = (union(zip(t["start"], t["end"], strict=True)) for t in (copies, work))
         sums["copies"] += length(under_way)
         sums["hidden"] += overlap(under_way, busy)
-        if in_outline(report):  # some of these boxes it only waits
-            boxes = work[(work["step"] == step) & work["kind"].isin(COMPUTE_KINDS)]
-            sums["hidden"] -= float((boxes["end"] - boxes["start"] - boxes["cost"]).sum())
-    sums["hidden"] = max(0.0, sums["hidden"])
     return {part: float(sums[part]) / max(len(ranks), 1) for part in ("copies", "hidden")}
 
 
@@ -369,7 +372,8 @@ def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
     rows = [(name, size, unit) for name, size in mega.items() if size]
     steps = measured_steps(report)
     spans = report.spans[report.spans["lane"] == "host"]
-    host = (spans["end"] - spans["start"]).groupby(spans["step"]).sum()
+    seconds = spans["cost"] if in_outline(report) else spans["end"] - spans["start"]
+    host = seconds.groupby(spans["step"]).sum()
     if len(host):
         busy = median(float(host.get(step, 0.0)) for step in steps) / n
         rows.append(("host's processor at work", busy * 1e3, "ms"))

@@ -177,11 +177,21 @@ def _checked(name: str, column: str, kind: type, values: list[Any] | tuple[Any, 
 
 def frame(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> pd.DataFrame:
     """Table ``name`` as a DataFrame with exactly the stated columns and dtypes."""
+    import numpy as np  # `import paralab` does without
     import pandas as pd
 
-    lists, kinds = _columns(name, rows), COLUMNS[name]
-    series = {c: pd.Series(values, dtype=_DTYPE[kinds[c]]) for c, values in lists.items()}
-    return pd.DataFrame(series)
+    found, kinds = _columns(name, rows), COLUMNS[name]
+    index = pd.RangeIndex(len(next(iter(found.values()))))
+    columns: dict[str, Any] = {}
+    for column, values in found.items():
+        dtype = _DTYPE[kinds[column]]
+        if dtype == "object":
+            cells = np.empty(len(index), object)
+            cells[:] = values
+            columns[column] = pd.Series(cells, index=index, dtype=cells.dtype)
+        else:
+            columns[column] = np.asarray(values, dtype)
+    return pd.DataFrame(columns, index=index)
 
 
 def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None:

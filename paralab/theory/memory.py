@@ -100,6 +100,11 @@ def parameter_sizes(model: ModelSpec) -> dict[str, int]:
 
 def rank_sizes(model: ModelSpec, plan: Plan, rank: int = 0) -> dict[str, int]:
     """Elements of every parameter that ``rank`` holds, in order of registration."""
+    return dict(_rank_sizes(model, plan, rank))
+
+
+@lru_cache(maxsize=128)
+def _rank_sizes(model: ModelSpec, plan: Plan, rank: int) -> dict[str, int]:
     index = plan.place(rank).tp
     return {
         name: math.prod(shape if plan.tp == 1 else holding(model, plan, name, index).shape)
