@@ -233,13 +233,6 @@ def _check_offload(plan: Plan) -> None:
                       "while the device computes with the one before",
                       "False, or parameters on 'device', gradients and optimizer on "
                       "'cpu'")  # fmt: skip
-    if tiers.states and plan.shard_degree < plan.dp:
-        raise illegal("shard", plan.shard, "replicas add up their shares of the gradient on the "
-                      "device, and offload takes these away", "None, or offload=None")  # fmt: skip
-    for name in ("tp", "pp"):
-        if tiers.states and getattr(plan, name) > 1:
-            raise illegal(name, getattr(plan, name), "offload of states beside tensor or pipeline "
-                          "parallelism is not in this version", "1, or offload=None")  # fmt: skip
 
 
 def _check_split_backward(plan: Plan) -> None:

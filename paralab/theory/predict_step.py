@@ -193,6 +193,8 @@ def step_rows(
         if plan.zero_stage:  # of the shard that either of them owns
             elements = -(-elements // plan.shard_degree)
         mine.wait(mine.launch("all_reduce", mine.item * elements, ends, "pp", "tied"))
+    if away:
+        sync.summed()
     if away and plan.tiers.optimizer != "device":
         sync.update()
     else:
