@@ -108,19 +108,20 @@ def bubble(c: Columns, whole: Pass, pace: Pass) -> Array:
         zb-h1        (p-1) (F + I - W)          Zero Bubble (Qi+ 2023, arXiv:2401.10241), table 1
         zb-h2        (p-1) (F + I - 2 W)
 
-    in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. The last two
-    fill the bubble with weight halves of later micro-batches, of which there are m - 1.
+    in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. In the last
+    two a rank's W runs beside the next one's I, and weight halves of later micro-batches, of which
+    there are m - 1, fill what is left.
     """
-    others = whole.whole - pace.whole
-    weights = (whole.weight - pace.weight) * np.minimum(1.0, (c.m - 1) / np.maximum(c.p - 1, 1))
-    more = (whole.weight - pace.weight) * np.clip((c.m - 1) / np.maximum(c.p - 1, 1) - 1, 0.0, 1.0)
+    others, weights = whole.whole - pace.whole, whole.weight - pace.weight
+    later = (c.m - 1) / np.maximum(c.p - 1, 1)  # micro-batches there are to fill a gap with
+    beside = weights * (1 + np.minimum(later, 1.0))
     found = {
         "naive": others + (c.m - 1) * others,
         "gpipe": others,
         "1f1b": others,
         "interleaved": whole.whole * (c.p - 1) / (c.p * c.v),
-        "zb-h1": others - 2 * weights,
-        "zb-h2": others - 2 * weights - more,
+        "zb-h1": others - beside,
+        "zb-h2": others - beside - weights * np.clip(later - 1, 0.0, 1.0),
     }
     return np.where(c.one, 0.0, np.maximum(_of_schedule(c, found), 0.0))
 
