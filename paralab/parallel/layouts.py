@@ -84,6 +84,7 @@ def _weights(*, token: tuple, position: tuple, norm: Split, inward: tuple[Split,
     }  # fmt: skip
 
 
+@lru_cache
 def _one_d(sequence_parallel: bool) -> Mode:
     t: Split = ("t",)
     s = t if sequence_parallel else ()
