@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from paralab.report import Report
     from paralab.theory.predict_step import Row
 
+DETAILS = ("calls", "actions")
+MANY = 40_000  # rows of a report, at about 40 microseconds each
+
 
 def predict(
     model: ModelSpec,
@@ -39,6 +42,7 @@ def predict(
     *,
     steps: int = 4,
     optimizer: str = "adamw",
+    detail: str | None = None,
 ) -> Report:
     """The report that ``pl.run(model, plan)`` would return on ``cluster``, on the predicted clock.
 
@@ -46,6 +50,9 @@ def predict(
     cluster      the machine; default ``Cluster.local()``, this one, measured once and cached
     steps        steps to write down; all alike, a prediction has no warm-up
     optimizer    "adamw" or "sgd"
+    detail       "calls": every call of every rank. "actions": one rank per pipeline stage, one box
+                 per action, calls summed up; quick at any scale (theory/outline.py). None: calls
+                 while they are few. It is in ``meta["detail"]``
 
     Bytes are exact. Times are as good as the cluster's numbers: against replayed runs on the
     calibrated machine the step time of 24 small plans was off by 6 % at the median and 26 % at the
@@ -83,12 +90,22 @@ def predict(
         )
     choice("optimizer", optimizer, memory.OPTIMIZERS)
     check_links(plan, cluster)
-    lists = lower(plan.actions())
-    ranks = [
-        step_rows(model, plan, cluster, rank=r, optimizer=optimizer, steps=lists[plan.place(r)[0]])
-        for r in range(plan.world_size)
-    ]
-    times = simulate([[row.item for row in rank] for rank in ranks], link_cost(cluster))
+    if detail is None:
+        detail = "calls" if _rows(model, plan) * (steps + 1) <= MANY else "actions"
+    choice("detail", detail, DETAILS)
+    if detail == "actions":
+        from paralab.theory.outline_tables import outline
+
+        tables = outline(model, plan, cluster, optimizer=optimizer, steps=steps)
+    else:
+        lists = lower(plan.actions())
+        ranks = [
+            step_rows(model, plan, cluster, rank=r, optimizer=optimizer,
+                      steps=lists[plan.place(r)[0]])
+            for r in range(plan.world_size)
+        ]  # fmt: skip
+        times = simulate([[row.item for row in rank] for rank in ranks], link_cost(cluster))
+        tables = _tables(model, plan, ranks, times, optimizer=optimizer, steps=steps)
     return Report(
         clock="predicted",
         model=model,
@@ -97,10 +114,19 @@ def predict(
         meta={
             "optimizer": optimizer,
             "steps": steps,
+            "detail": detail,
             "nodes": [cluster.node_of(r) for r in range(plan.world_size)],
         },
-        **_tables(model, plan, ranks, times, optimizer=optimizer, steps=steps),
+        **tables,
     )
+
+
+def _rows(model: ModelSpec, plan: Plan) -> int:
+    """Roughly how many rows a step in full has."""
+    per_block = 1 + 12 * (plan.tp > 1) + 3 * (plan.zero_stage > 1) + 3 * (plan.tiers is not None)
+    actions = 2 * plan.microbatches * plan.stages * 3  # each with what it sends and waits for
+    blocks = 2 * plan.microbatches * model.layers * (per_block if per_block > 1 else 0)
+    return plan.dp * plan.tp * (actions + blocks)
 
 
 def _tables(

@@ -134,9 +134,12 @@ class _Rank:
 
 def step_rows(
     model: ModelSpec, plan: Plan, cluster: Cluster, *, rank: int, optimizer: str,
-    steps: Sequence[Any] | None = None,
+    steps: Sequence[Any] | None = None, marks: list[int] | None = None,
 ) -> list[Row]:  # fmt: skip
-    """The rows of ``rank``, in launch order. steps: its lowered list; made here if not given."""
+    """The rows of ``rank``, in launch order. steps: its lowered list; made here if not given.
+
+    marks  gets where each of the steps begins, and at last where the rows after them do
+    """
     pp_index = plan.place(rank)[0]
     steps = lower(plan.actions())[pp_index] if steps is None else steps
     mine = _Rank(model, plan, cluster, rank)
@@ -159,8 +162,10 @@ def step_rows(
     arriving: dict[tuple, int] = {}
     sent: list[int] = []
     pipeline = plan.ranks("pp", rank)
-    activation = ITEM * math.prod(residual_shape(model, plan))
+    activation = activation_bytes_sent(model, plan)
+    marks = [] if marks is None else marks
     for step in steps:
+        marks.append(len(mine.rows))
         if isinstance(step, Transfer):
             call = mine.launch(step.kind, activation, pipeline, "pp", "activations",
                                pipeline[step.peer])  # fmt: skip
@@ -173,6 +178,7 @@ def step_rows(
             if step.kind != "W" and message in arriving:
                 mine.wait(arriving.pop(message))
             stages[step.stage].act(step, mine, sync)
+    marks.append(len(mine.rows))
     mine.wait(*sent)
     sync.finish()
     counts = memory.rank_sizes(model, plan, rank)
@@ -195,6 +201,11 @@ def step_rows(
         mine.compute(work, "optimizer")
     sync.updated()
     return mine.rows
+
+
+def activation_bytes_sent(model: ModelSpec, plan: Plan) -> int:
+    """Of a message from one pipeline stage to the next, or of the gradient that comes back."""
+    return ITEM * math.prod(residual_shape(model, plan))
 
 
 class Stage:
