@@ -249,7 +249,9 @@ class Report:
         counts = [(self.world_size, "rank"), (len(set(self.steps["step"])), "step"),
                   (len(calls), "collective"), (messages, "message")]  # fmt: skip
         said = [f"{n} {name}{'s' * (n != 1)}" for n, name in counts]
-        if not messages or not len(calls):  # what there is none of goes unsaid, but not both
+        if metrics.in_outline(self):  # its rows are sums of calls
+            said[2:] = [f"{len(metrics.reported_ranks(self))} in outline"]
+        elif not messages or not len(calls):  # what there is none of goes unsaid, but not both
             said.pop(3 if not messages else 2)
         if self.model is None:
             name = self.meta.get("function", "a function")

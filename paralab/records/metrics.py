@@ -32,6 +32,27 @@ COPIES_HIDDEN = "of the copies hidden behind compute"
 NAN = float("nan")
 
 
+def in_outline(report: Report) -> bool:
+    """Whether the report has one rank per pipeline stage and one box per action: see
+    theory/outline.py. A box's cost is what the rank computes in it; the rest of its length it
+    stands still.
+    """
+    return report.meta.get("detail") == "actions"
+
+
+def seconds_of(report: Report, spans: pd.DataFrame) -> pd.Series:
+    """What these spans of a compute lane took; of an outline's boxes, what was computed in them."""
+    seconds = spans["end"] - spans["start"]
+    if in_outline(report):
+        seconds = seconds.where(~spans["kind"].isin(COMPUTE_KINDS), spans["cost"])
+    return seconds
+
+
+def reported_ranks(report: Report) -> list[int]:
+    """The ranks that the tables have rows of: all, or in outline one per pipeline stage."""
+    return sorted(set(report.steps["rank"].tolist())) or list(range(report.world_size))
+
+
 def measured_steps(report: Report) -> list[int]:
     """The steps that count: all but step 0, or step 0 if there is no other."""
     steps = sorted(set(report.steps["step"].tolist()))
@@ -83,19 +104,20 @@ def pipeline_parts(report: Report, step: int) -> dict[int, tuple[float, float, f
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
     kinds, copies = set(COMPUTE_KINDS), []
     found: dict[int, list[float]] = {}
-    seconds: dict[int, list[float]] = defaultdict(list)
-    columns = (spans[name].tolist() for name in ("rank", "kind", "start", "end"))
-    for rank, kind, start, end in zip(*columns, strict=True):
+    busy: dict[int, list[float]] = defaultdict(list)
+    columns = [spans[name].tolist() for name in ("rank", "kind", "start", "end")]
+    seconds = seconds_of(report, spans).tolist()
+    for rank, kind, start, end, lasts in zip(*columns, seconds, strict=True):
         if kind == "copy":
             copies.append((rank, start, end))
         elif kind in kinds:
             part = found.setdefault(rank, [start, end])
             part[0], part[1] = min(part[0], start), max(part[1], end)
-            seconds[rank].append(end - start)
+            busy[rank].append(lasts)
     for rank, start, end in copies:
         if rank in found and found[rank][0] <= start and end <= found[rank][1]:
-            seconds[rank].append(end - start)
-    return {rank: (*found[rank], math.fsum(seconds[rank])) for rank in sorted(found)}
+            busy[rank].append(end - start)
+    return {rank: (*found[rank], math.fsum(busy[rank])) for rank in sorted(found)}
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -140,9 +162,11 @@ def shares(report: Report, step: int) -> dict[str, float]:
     communication  at least one collective in flight (bookkeeping left out)
     hidden         of that, while the rank's compute lane did forward or backward work
     """
+    if in_outline(report):
+        return _shares_in_outline(report, step)
     spans = report.spans[report.spans["step"] == step]
     control, sums = bookkeeping_spans(report), defaultdict(float)
-    ranks = sorted(set(report.steps["rank"].tolist()))
+    ranks = reported_ranks(report)
     for rank in ranks:
         mine = spans[spans["rank"] == rank]
         by_kind: dict[str, list[Interval]] = defaultdict(list)
@@ -161,6 +185,23 @@ def shares(report: Report, step: int) -> dict[str, float]:
     return {part: float(sums[part]) / max(len(ranks), 1) for part in parts}
 
 
+def _shares_in_outline(report: Report, step: int) -> dict[str, float]:
+    """``shares`` where a box is an action: what is waited for inside it is a wait too."""
+    spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
+    seconds = spans["end"] - spans["start"]
+    boxes = spans["kind"].isin(COMPUTE_KINDS)
+    inside = float((seconds - spans["cost"])[boxes].sum())
+    found = {
+        "work": float(spans["cost"][boxes].sum()),
+        "optimizer": float(seconds[spans["kind"] == "optimizer"].sum()),
+        "wait": float(seconds[spans["kind"] == "wait"].sum()) + inside,
+    }
+    moving = report.meta["in flight"]  # sums have no moments; said when they were made
+    here = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
+    each = max(len(reported_ranks(report)), 1)
+    return {part: value / each for part, value in found.items()} | here
+
+
 def copy_shares(report: Report, step: int) -> dict[str, float]:
     """Copies between memory tiers in one step: seconds, mean over ranks.
 
@@ -168,8 +209,11 @@ def copy_shares(report: Report, step: int) -> dict[str, float]:
     hidden   of that, while the rank's compute lane did work of any kind, and no waiting; of any
              step, for a copy may end in the one after its own
     """
+    if in_outline(report):
+        moving = report.meta["in flight"]
+        return {"copies": moving["copies"], "hidden": moving["copies hidden"]}
     spans, sums = report.spans, defaultdict(float)
-    ranks = sorted(set(report.steps["rank"].tolist()))
+    ranks = reported_ranks(report)
     for rank in ranks:
         mine = spans[spans["rank"] == rank]
         copies = mine[(mine["step"] == step) & mine["lane"].isin(COPY_LANES)]
@@ -217,15 +261,16 @@ def traffic(
         raise illegal("by", by, "nothing to split by", " | ".join(BY))
     keys = [k for b in names for k in (("sender", "receiver") if b == "edge" else (b,))]
     steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
-    calls = report.collectives
+    calls, sums = report.collectives, in_outline(report)
     calls = calls[calls["step"].isin(steps)]
     if not bookkeeping:
         calls = calls[~calls["phase"].isin(BOOKKEEPING)]
     totals: dict[tuple[Any, ...], int] = defaultdict(int)
     if keys == ["rank"]:  # a rank that sends nothing is worth a row
-        totals |= {(rank,): 0 for rank in sorted(set(report.steps["rank"].tolist()))}
+        totals |= {(rank,): 0 for rank in reported_ranks(report)}
     for row in calls.to_dict("records"):
-        sent = edges(row["op"], row["ranks"], row["rank"], row["payload_bytes"], row["peer"])
+        sent = edges(row["op"], row["ranks"], row["rank"], row["payload_bytes"], row["peer"],
+                     sent=row["wire_bytes"] if sums else None)  # fmt: skip
         if sum(sent.values()) != row["wire_bytes"]:
             raise ValueError(
                 f"collective {row['call']} on rank {row['rank']}: wire_bytes={row['wire_bytes']}, "
@@ -259,7 +304,7 @@ def copied(
     steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
     totals: dict[tuple[Any, ...], int] = defaultdict(int)
     if names == ["rank"]:  # a rank that copies nothing is worth a row
-        totals |= {(rank,): 0 for rank in sorted(set(report.steps["rank"].tolist()))}
+        totals |= {(rank,): 0 for rank in reported_ranks(report)}
     for row in report.copies[report.copies["step"].isin(steps)].to_dict("records"):
         lane, op = row["lane"], row["op"]
         row["link"] = lane if op == "copy" else f"{lane} {op}"
@@ -303,7 +348,7 @@ def summary(report: Report) -> pd.DataFrame:
         ("work", "optimizer", "wait", "communication", "hidden"), NAN)]  # fmt: skip
     typical = {name: median(p[name] for p in parts) for name in parts[0]}
     comm = typical["communication"]
-    sent = traffic(report)["bytes"].sum() / report.plan.world_size
+    sent = traffic(report)["bytes"].sum() / max(len(reported_ranks(report)), 1)
     rows: list[tuple[str, float, str]] = [
         ("step time", step_time(report) * 1e3, "ms"),
         ("forward and backward", typical["work"] * 1e3, "ms"),
@@ -326,7 +371,7 @@ def summary(report: Report) -> pd.DataFrame:
 
 def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
     """What summary says of copies between memory tiers: nothing where there are none."""
-    n, unit = report.world_size, "MB" + " per rank" * (report.world_size > 1)
+    n, unit = len(reported_ranks(report)), "MB" + " per rank" * (report.world_size > 1)
     moved = copied(report, "link").set_index("link")["bytes"]
     names = {"host to device per step": WAYS[:1], "device to host per step": WAYS[1:2],
              "disk, read and written per step": WAYS[2:]}  # fmt: skip
@@ -335,7 +380,8 @@ def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
     rows = [(name, size, unit) for name, size in mega.items() if size]
     steps = measured_steps(report)
     spans = report.spans[report.spans["lane"] == "host"]
-    host = (spans["end"] - spans["start"]).groupby(spans["step"]).sum()
+    seconds = spans["cost"] if in_outline(report) else spans["end"] - spans["start"]
+    host = seconds.groupby(spans["step"]).sum()
     if len(host):
         busy = median(float(host.get(step, 0.0)) for step in steps) / n
         rows.append(("host's processor at work", busy * 1e3, "ms"))

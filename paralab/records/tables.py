@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from paralab.theory.traffic import OPS, ROOTED
@@ -105,6 +106,11 @@ def columns_of(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict
 
     Raises ValueError naming the table, the column, the row and what would be legal.
     """
+    found = _columns(name, rows)
+    return {c: values if isinstance(values, list) else values.tolist() for c, values in found.items()}
+
+
+def _columns(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[str, Any]:
     kinds = COLUMNS[name]
     if rows is None:
         return {column: [] for column in kinds}
@@ -114,17 +120,41 @@ def columns_of(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict
         said = [f"lacks {', '.join(missing)}"] * bool(missing)
         said += [f"has unknown {', '.join(unknown)}"] * bool(unknown)
         raise ValueError(f"table {name}: {' and '.join(said)}; legal columns: {', '.join(kinds)}")
-    lists = {}
-    for column, kind in kinds.items():
-        values = rows[column]
-        values = values.tolist() if hasattr(values, "tolist") else values
-        if not isinstance(values, (list, tuple)):
-            raise ValueError(f"table {name}: column {column} is not a list")
-        lists[column] = _checked(name, column, kind, values)
+    lists = {column: _read(name, column, rows[column]) for column in kinds}
     if len({len(values) for values in lists.values()}) > 1:
         lengths = ", ".join(f"{column} {len(values)}" for column, values in lists.items())
         raise ValueError(f"table {name}: columns of unequal length: {lengths}")
     return lists
+
+
+def _read(name: str, column: str, values: Any) -> Any:
+    """A column, checked: a list, or the NumPy array that came if it is one of numbers."""
+    kind = COLUMNS[name][column]
+    if hasattr(values, "to_numpy"):
+        values = values.to_numpy()
+    dtype = getattr(values, "dtype", None)
+    if dtype is not None and len(values.shape) == 1 and dtype.str[1:] in ("i8", "f8"):
+        if kind is int and dtype.kind == "i":
+            return values
+        if kind is float and dtype.kind == "f" and abs(values).max(initial=0.0) < math.inf:
+            return values
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"table {name}: column {column} is not a list")
+    if _plain(kind, values) and set(values) <= set(_CHOICES.get((name, column), values)):
+        return list(values)
+    return _checked(name, column, kind, values)
+
+
+def _plain(kind: type, values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether all values are what they should be, found out at once; if not, `_checked` says."""
+    if not set(map(type, values)) <= {kind}:
+        return False
+    if kind is tuple:
+        return _plain(int, list(chain.from_iterable(values)))
+    if kind is int:
+        return not values or -(2**63) <= min(values) and max(values) < 2**63
+    return kind is str or all(map(math.isfinite, values))
 
 
 def _checked(name: str, column: str, kind: type, values: list[Any] | tuple[Any, ...]) -> list[Any]:
@@ -147,17 +177,27 @@ def _checked(name: str, column: str, kind: type, values: list[Any] | tuple[Any, 
 
 def frame(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> pd.DataFrame:
     """Table ``name`` as a DataFrame with exactly the stated columns and dtypes."""
+    import numpy as np  # `import paralab` does without
     import pandas as pd
 
-    lists, kinds = columns_of(name, rows), COLUMNS[name]
-    series = {c: pd.Series(values, dtype=_DTYPE[kinds[c]]) for c, values in lists.items()}
-    return pd.DataFrame(series)
+    found, kinds = _columns(name, rows), COLUMNS[name]
+    index = pd.RangeIndex(len(next(iter(found.values()))))
+    columns: dict[str, Any] = {}
+    for column, values in found.items():
+        dtype = _DTYPE[kinds[column]]
+        if dtype == "object":
+            cells = np.empty(len(index), object)
+            cells[:] = values
+            columns[column] = pd.Series(cells, index=index, dtype=cells.dtype)
+        else:
+            columns[column] = np.asarray(values, dtype)
+    return pd.DataFrame(columns, index=index)
 
 
 def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None:
     """What must hold between rows, or ValueError: unique ids, references that exist, time."""
     for name, table in tables.items():
-        strange = sorted(set(table["rank"]) - set(range(world_size)))
+        strange = sorted(set(table["rank"].tolist()) - set(range(world_size)))
         if strange:
             raise ValueError(f"table {name}: rank {strange[0]} in a report of {world_size} ranks")
         if "end" in table and (backwards := table["end"] < table["start"]).any():
@@ -167,12 +207,14 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
     if len(ids) < len(spans):
         twice = spans["id"][spans["id"].duplicated()].iloc[0]
         raise ValueError(f"table spans: id {twice} appears more than once")
-    for span, after in zip(spans["id"], spans["after"], strict=True):
-        if not ids.issuperset(after):
-            lost = next(a for a in after if a not in ids)
-            raise ValueError(f"table spans: span {span} waits for span {lost}, which is not there")
+    if not ids.issuperset(chain.from_iterable(spans["after"].tolist())):
+        span, lost = next(
+            (span, a) for span, after in zip(spans["id"], spans["after"], strict=True)
+            for a in after if a not in ids
+        )  # fmt: skip
+        raise ValueError(f"table spans: span {span} waits for span {lost}, which is not there")
     for name in ("collectives", "copies"):
-        strange = set(tables[name]["span"].tolist()) - ids - {-1}
+        strange = set(tables[name]["span"].tolist()) - {-1} - ids
         if strange:
             raise ValueError(f"table {name}: span {min(strange)} is not in the table of spans")
     for row, (rank, ranks, op, peer) in enumerate(

@@ -185,9 +185,10 @@ def _quantities(report: Report) -> dict[str, float]:
     calls = calls[~calls["phase"].isin(BOOKKEEPING) & calls["step"].isin(steps)]
     shares = [metrics.shares(report, step) for step in steps]
     here = spans[spans["lane"] == "compute"]
-    seconds = (here["end"] - here["start"]).groupby([here["step"], here["kind"]]).sum()
+    seconds = metrics.seconds_of(report, here).groupby([here["step"], here["kind"]]).sum()
     moved = report.copies[report.copies["step"].isin(steps)]
-    ranks, count = report.world_size, max(len(steps), 1)
+    ranks, count = len(metrics.reported_ranks(report)), max(len(steps), 1)
+    summed = metrics.in_outline(report)  # a row of its calls is many
 
     def spent(kind: str) -> float:
         return median([float(seconds.get((s, kind), 0.0)) / ranks for s in steps] or [NAN])
@@ -197,7 +198,7 @@ def _quantities(report: Report) -> dict[str, float]:
 
     return {
         "bytes sent per rank": calls["wire_bytes"].sum() / ranks / count,
-        "collective calls": len(calls) / ranks / count,
+        "collective calls": NAN if summed else len(calls) / ranks / count,
         MOVED: moved["bytes"].sum() / ranks / count,
         WAITED: median([metrics.copy_shares(report, s)["copies"] for s in steps] or [NAN]),
         "forward": spent("forward"),
@@ -214,10 +215,11 @@ def _quantities(report: Report) -> dict[str, float]:
 
 def _first_traffic_difference(expect: Report, report: Report) -> str:
     """How the calls of a run differ from the predicted ones, rank by rank; empty if they do not."""
-    predicted, run = _traffic(expect), _traffic(report)
+    summed = metrics.in_outline(expect)
+    predicted, run = _traffic(expect, summed), _traffic(report, summed)
     first = {rank: rows for (_, rank), rows in sorted(predicted.items(), reverse=True)}
     for step in metrics.measured_steps(report):
-        for rank in range(report.world_size):
+        for rank in metrics.reported_ranks(expect):
             want, got = first.get(rank, Counter()), run.get((step, rank), Counter())
             if want != got:
                 missing, extra = want - got, got - want
@@ -227,7 +229,8 @@ def _first_traffic_difference(expect: Report, report: Report) -> str:
     return ""
 
 
-def _traffic(report: Report) -> dict[tuple[int, int], Counter]:
+def _traffic(report: Report, summed: bool) -> dict[tuple[int, int], Counter]:
+    """What every rank moves in a step: how often every call; or ``summed``, one of all its bytes."""
     found: dict[tuple[int, int], Counter] = {}
     for row in report.collectives.to_dict("records"):
         if row["phase"] not in BOOKKEEPING:

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from paralab.checks import choice
-from paralab.parallel.buckets import assign, units
+from paralab.parallel.buckets import assign, part_of, units
 from paralab.parallel.layouts import holding, residual_shape
 from paralab.parallel.partition import partition
 from paralab.parallel.schedules import Action
@@ -52,13 +53,25 @@ def stage_parts(model: ModelSpec, plan: Plan, rank: int) -> dict[int, tuple[str,
     return {s: stages[s] for s in range(plan.place(rank)[0], plan.stages, plan.pp)}
 
 
+@lru_cache(maxsize=16)
+def _shapes_by_part(model: ModelSpec) -> dict[str, dict[str, tuple[int, ...]]]:
+    """{part: {name: shape}}: asked for stage by stage, and thousands in a large model."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in model.parameter_shapes().items():
+        found.setdefault(part_of(name), {})[name] = shape
+    return found
+
+
 def stage_shapes(model: ModelSpec, parts: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Every parameter of these parts, in order of registration.
 
     A head that is tied to an embedding on another stage keeps a copy of it, ``head.output.weight``.
     """
-    mine = tuple(f"{part}." for part in parts)
-    shapes = {n: s for n, s in model.parameter_shapes().items() if n.startswith(mine)}
+    by_part = _shapes_by_part(model)
+    order = {part: number for number, part in enumerate(by_part)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in sorted(parts, key=order.__getitem__):
+        shapes.update(by_part[part])
     if model.tied and "head" in parts and "embedding" not in parts:
         shapes["head.output.weight"] = (model.vocab, model.hidden)
     return shapes
@@ -87,6 +100,11 @@ def parameter_sizes(model: ModelSpec) -> dict[str, int]:
 
 def rank_sizes(model: ModelSpec, plan: Plan, rank: int = 0) -> dict[str, int]:
     """Elements of every parameter that ``rank`` holds, in order of registration."""
+    return dict(_rank_sizes(model, plan, rank))
+
+
+@lru_cache(maxsize=128)
+def _rank_sizes(model: ModelSpec, plan: Plan, rank: int) -> dict[str, int]:
     index = plan.place(rank).tp
     return {
         name: math.prod(shape if plan.tp == 1 else holding(model, plan, name, index).shape)
@@ -223,18 +241,21 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
         elements = sum(counts[name] for name in names if model.trainable(name))
         own[s] = BYTES_PER_ELEMENT[plan.precision] * elements
         own[s] //= plan.shard_degree if plan.reduces_often else 1
-    live, gradients = 0, dict.fromkeys(held, 0)
-    most: list[tuple[Action, int, int]] = []
+    live = gradients = 0
+    missing = dict(own)  # of stages that no backward has come to
+    change = {}
+    for s in held:
+        change |= {(s, "F"): size[s], (s, "B"): -size[s], (s, "W"): -late[s],
+                   (s, "I"): late[s] - size[s]}  # fmt: skip
+    most, found = -1, None
     for action in plan.actions()[plan.place(rank)[0]]:
-        s = action.stage
-        live += {"F": size[s], "B": -size[s], "W": -late[s], "I": late[s] - size[s]}[action.kind]
-        if action.kind != "F":
-            gradients[s] = own[s]
-            continue
-        now = (action, live, sum(gradients.values()))
-        if not most or sum(now[1:]) >= sum(most[0][1:]):
-            most = [now]
-    return most[0]
+        s, kind, _ = action
+        live += change[s, kind]
+        if kind != "F":
+            gradients += missing.pop(s, 0)
+        elif live + gradients >= most:
+            most, found = live + gradients, (action, live, gradients)
+    return found
 
 
 def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:

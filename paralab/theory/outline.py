@@ -32,12 +32,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paralab.parallel.schedules import Action, relay
+from paralab.records import metrics
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.engine import Collective, Compute, Copy, Wait, link_cost
 from paralab.theory.order import CODE, F, I, Order, W, order
 from paralab.theory.predict_step import Row, step_rows
 
+WORK = ("forward", "backward", "weight_grad")
 FEW = 3  # micro-batches of a program: the first, one like all the others, the last
 FEW_IN_LANES = 4  # where traffic runs on into the next, one more until it repeats itself
 
@@ -159,9 +161,9 @@ class Program:
             )  # fmt: skip
 
     @cached_property
-    def lanes(self) -> dict[tuple, dict[tuple[str, str], tuple[float, float]]]:
-        """{slice: {(lane, kind): from when to when, after the slice's begin}} of copies."""
-        found: dict[tuple, dict[tuple[str, str], tuple[float, float]]] = {}
+    def lanes(self) -> dict[tuple, dict[tuple[str, str], tuple[float, float, float]]]:
+        """{slice: {(lane, kind): (from, to, seconds at work)}} of copies, after the slice began."""
+        found: dict[tuple, dict[tuple[str, str], tuple[float, float, float]]] = {}
         for key, part in self.slices.items():
             mine = found[key] = {}
             for position in range(part.first, part.end):
@@ -169,8 +171,38 @@ class Program:
                 if type(row.item) is Copy:
                     start = self.played.start[position] - part.begin
                     end = self.played.end[position] - part.begin
-                    known = mine.get((row.lane, row.kind), (start, end))
-                    mine[row.lane, row.kind] = min(known[0], start), max(known[1], end)
+                    first, last, busy = mine.get((row.lane, row.kind), (start, end, 0.0))
+                    mine[row.lane, row.kind] = first, max(last, end), busy + end - start
+        return found
+
+    def in_flight(self, microbatches: int) -> np.ndarray:
+        """Seconds of a step that calls are under way, and of these beside forward and backward;
+        that copies between tiers are, and of these beside any work                         (4,)
+        """
+        work: tuple[list[float], list[float]] = [0.0], [0.0]  # moments, and work done until then
+        any_work: tuple[list[float], list[float]] = [0.0], [0.0]
+        for row, start, end in zip(self.rows, self.played.start, self.played.end, strict=True):
+            if type(row.item) is Compute:
+                for moments, done in (work, any_work) if row.kind in WORK else (any_work,):
+                    moments += (start, end)
+                    done += (done[-1], done[-1] + end - start)
+        parts = [(0, self.head, 1), (self.tail, len(self.rows), 1)]
+        parts += [(s.first, s.end, self.times(key[2], microbatches))
+                  for key, s in self.slices.items()]  # fmt: skip
+        found = np.zeros(4)
+        for first, end, times in parts:
+            calls, copies = [], []
+            for position in range(first, end):
+                row = self.rows[position]
+                into = calls if type(row.item) is Collective else copies if row.op else None
+                if into is not None:
+                    into.append((self.played.start[position], self.played.end[position]))
+            for at, some, (moments, done) in ((0, calls, work), (2, copies, any_work)):
+                if some:
+                    both = np.array(metrics.union(some)).T
+                    beside = np.interp(both, moments, done)
+                    found[at] += times * (both[1] - both[0]).sum()
+                    found[at + 1] += times * (beside[1] - beside[0]).sum()
         return found
 
     def _now_at(self, marks: Sequence[int]) -> list[float]:

@@ -11,11 +11,11 @@ memory       as in full
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from paralab.records.metrics import union
 from paralab.records.tables import COLUMNS
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
@@ -43,8 +43,10 @@ SHORT = 1e-9  # of a step: gaps shorter than that are rounding
 
 def outline(
     model: ModelSpec, plan: Plan, cluster: Cluster, *, optimizer: str, steps: int
-) -> dict[str, dict[str, Any]]:
-    """The tables of ``steps`` steps."""
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """The tables of ``steps`` steps; and what was under way in one, seconds per rank: see
+    ``in_flight``.
+    """
     made = programs(model, plan, cluster, optimizer)
     ranks = pipeline_ranks(plan)
     size = activation_bytes_sent(model, plan)
@@ -65,7 +67,31 @@ def outline(
         "steps": _steps(plan, ends),
     }
     length = max(tail.now for tail in ends)
-    return {name: _repeated(name, table, steps, length) for name, table in one.items()}
+    repeated = {name: _repeated(name, table, steps, length) for name, table in one.items()}
+    return repeated, in_flight(plan, times, ends)
+
+
+def in_flight(plan: Plan, times: Timetable, ends: Sequence[Tail]) -> dict[str, float]:
+    """Seconds of a step that calls and copies are under way, and how many of these are hidden
+    behind computing: mean over the ranks of the outline. What `metrics.shares` reads off spans in
+    full. Messages between stages count on both sides.
+    """
+    programs = {id(tail.program): tail.program for tail in ends}
+    each = {name: one.in_flight(plan.microbatches) for name, one in programs.items()}
+    total = sum(each[id(tail.program)] for tail in ends)
+    found = times.order
+    moments, done = np.stack([times.start, times.end]), np.cumsum(times.cost)
+    done = np.stack([done - times.cost, done])  # work until an action starts, and ends
+    for side in (times.maker, times.user):
+        total[0] += (times.came - times.left).sum()
+        for rank in range(found.ranks):
+            here = slice(found.first[rank], found.first[rank + 1])
+            mine = found.rank[side] == rank
+            at = moments[:, here].T.ravel(), done[:, here].T.ravel()
+            beside = np.interp(times.came[mine], *at) - np.interp(times.left[mine], *at)
+            total[1] += beside.sum()
+    names = ("communication", "communication hidden", "copies", "copies hidden")
+    return {name: float(value) / len(ends) for name, value in zip(names, total, strict=True)}
 
 
 # ---- spans ---------------------------------------------------------------------------------------
@@ -130,8 +156,10 @@ def _rest(plan: Plan, times: Timetable, ends: Sequence[Tail]) -> dict[str, Any]:
             elif end > start and not row.axis.startswith("tp") and _shown(row, position, program):
                 lanes.setdefault((row.lane, row.kind), []).append((start, end))
         rows += [(rank, "compute", *run) for run in runs if run[2] > run[1]]
-        rows += [(rank, lane, kind, *both, 0.0)
-                 for (lane, kind), some in lanes.items() for both in _union(some)]  # fmt: skip
+        rows += [
+            (rank, lane, kind, *both, 0.0 if kind == "comm" else both[1] - both[0])
+            for (lane, kind), some in lanes.items() for both in union(some)
+        ]  # fmt: skip
     rows += _lanes_beside(plan, times, ends)
     columns = list(zip(*rows, strict=True)) or [()] * 6
     n = len(rows)
@@ -141,16 +169,6 @@ def _rest(plan: Plan, times: Timetable, ends: Sequence[Tail]) -> dict[str, Any]:
         "end": np.array(columns[4], float), "cost": np.array(columns[5], float),
         "stage": np.zeros(n, int), "microbatch": np.full(n, -1), "after": np.full(n, -1),
     }  # fmt: skip
-
-
-def _union(some: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(some):
-        if found and start <= found[-1][1] + 1e-12:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
 
 
 def _shown(row: Row, position: int, program: Program) -> bool:
@@ -168,8 +186,9 @@ def _lanes_beside(plan: Plan, times: Timetable, ends: Sequence[Tail]) -> list[tu
         index = int(found.rank[action])
         program = ends[index].program
         key = times.key(plan, action, program.count)
-        for (lane, kind), (first, last) in program.lanes[key].items():
-            rows.append((pipeline_ranks(plan)[index], lane, kind, start + first, start + last, 0.0))
+        for (lane, kind), (first, last, busy) in program.lanes[key].items():
+            rank = pipeline_ranks(plan)[index]
+            rows.append((rank, lane, kind, start + first, start + last, busy))
     return rows
 
 

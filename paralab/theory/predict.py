@@ -93,10 +93,11 @@ def predict(
     if detail is None:
         detail = "calls" if _rows(model, plan) * (steps + 1) <= MANY else "actions"
     choice("detail", detail, DETAILS)
+    said: dict[str, Any] = {"optimizer": optimizer, "steps": steps, "detail": detail}
     if detail == "actions":
         from paralab.theory.outline_tables import outline
 
-        tables = outline(model, plan, cluster, optimizer=optimizer, steps=steps)
+        tables, said["in flight"] = outline(model, plan, cluster, optimizer=optimizer, steps=steps)
     else:
         lists = lower(plan.actions())
         ranks = [
@@ -111,12 +112,7 @@ def predict(
         model=model,
         plan=plan,
         cluster=cluster,
-        meta={
-            "optimizer": optimizer,
-            "steps": steps,
-            "detail": detail,
-            "nodes": [cluster.node_of(r) for r in range(plan.world_size)],
-        },
+        meta={**said, "nodes": [cluster.node_of(r) for r in range(plan.world_size)]},
         **tables,
     )
 

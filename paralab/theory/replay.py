@@ -25,7 +25,7 @@ from collections import defaultdict
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paralab.checks import real
+from paralab.checks import illegal, real
 from paralab.spec import Cluster
 from paralab.theory.engine import (
     Collective,
@@ -78,8 +78,13 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
     kind cost the same, and every step starts on all ranks at once. Raises ValueError if the report
     holds collectives that a rank of their group never launched.
     """
+    from paralab.records.metrics import in_outline
     from paralab.report import Report
 
+    if in_outline(report):
+        raise illegal("detail", "actions", "a report in outline has its calls summed up, and nobody "
+                      "can say when each of them came", "pl.predict(..., detail='calls'), or "
+                      "pl.predict on the other cluster")  # fmt: skip
     cluster = Cluster.local() if cluster is None else cluster
     compute = real("compute", compute, at_least=0.0)
     spans = sorted(_Span(*row) for row in report.spans.itertuples(index=False))

@@ -64,11 +64,15 @@ def _tree_children(n: int, index: int, root: int) -> list[int]:
     return children
 
 
-def edges(op: str, ranks: Sequence[int], rank: int, payload: int, peer: int = -1) -> dict[int, int]:
+def edges(
+    op: str, ranks: Sequence[int], rank: int, payload: int, peer: int = -1, *,
+    sent: int | None = None,
+) -> dict[int, int]:  # fmt: skip
     """The bytes of ``wire_bytes`` by receiving rank, for the rank x rank picture.
 
     ranks   global ranks of the group, in group order; rank is one of them
     peer    the other side of a send, or the root of a broadcast or reduce (a global rank)
+    sent    what the rank sends in all, of several calls that were rounded to whole bytes one by one
     """
     n, index = len(ranks), list(ranks).index(rank)
     if op == "recv" or n == 1:
@@ -76,7 +80,7 @@ def edges(op: str, ranks: Sequence[int], rank: int, payload: int, peer: int = -1
     if op == "send":
         return {peer: payload}
     root = list(ranks).index(peer) if op in ROOTED else 0
-    sent = wire_bytes(op, payload, n, index, root)
+    sent = wire_bytes(op, payload, n, index, root) if sent is None else sent
     if op in RING:
         return {ranks[(index + 1) % n]: sent}
     if op in PAIRWISE:

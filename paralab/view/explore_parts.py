@@ -9,7 +9,6 @@ import html
 import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from typing import Any
 
 from paralab.parallel.schedules import SCHEDULES
 from paralab.report import Report

@@ -59,7 +59,8 @@ def heights(fig: Chart, found: dict[str, float], axes: tuple[str, str]) -> None:
 
 def chart(report: Report, found: pd.DataFrame) -> Chart:
     """The chart of traffic where nothing is sent."""
-    n, each = report.world_size, tops(found, report.world_size)
+    n = len(metrics.reported_ranks(report))
+    each = tops(found, n)
     subject = theme.subject(report)
     fig = theme.figure(
         f"{theme.text(subject)}: {_finding(found, n)}",

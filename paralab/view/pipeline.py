@@ -39,7 +39,7 @@ def pipeline_timeline(
 ) -> Chart:
     """The step's boxes; above them, if ``ideal``, those of the same schedule with free links."""
     if ideal is None:  # where there is room, and where it is not theory already
-        drawn = report.world_size if ranks is None else len(ranks)
+        drawn = len(metrics.reported_ranks(report)) if ranks is None else len(ranks)
         ideal = drawn <= ROOM and report.model is not None
     real = section(report, step=step, ranks=ranks, lanes=LANES if ideal else None, marked=True)
     share, said = metrics.step_bubble(report, real.step), [f"step {real.step}"]

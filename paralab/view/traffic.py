@@ -25,20 +25,21 @@ MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 
 def traffic_chart(report: Report) -> Chart:
     """Bytes per step: rank x rank, and per rank by axis and level, and by link between tiers."""
-    n = report.world_size
+    n = len(metrics.reported_ranks(report))
     by_edge = metrics.traffic(report, by="edge")
     per_op = metrics.traffic(report, by=("axis", "level", "op"))
     total, copied = per_op["bytes"].sum(), link_bars.copied(report)
     if copied["bytes"].any() and not total:
         return link_bars.chart(report, copied)
     ideal = None
-    if report.model is not None and report.plan.dp == n > 1 and copied.empty:
-        ideal = metrics.ring_optimum(report)
+    if report.model is not None and report.plan.dp == report.world_size > 1 and copied.empty:
+        ideal = metrics.ring_optimum(report) * n // report.world_size
     unit = "call" if report.model is None else "step"
     fig = theme.figure(_finding(report, float(total), ideal, copied), theme.clock_line(
         report, f"bytes of one {unit}, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"),
         height=max(400, min(40 * n, 560) + 180))  # fmt: skip
-    fig.add_heatmap(**_matrix(by_edge, n))
+    senders, receivers = _ends(report, by_edge)
+    fig.add_heatmap(**_matrix(by_edge, senders, receivers))
     nothing = {"axis": "", "level": "intra", "op": "none", "bytes": 0}
     rows = sorted(per_op.to_dict("records") or [nothing],
                   key=lambda r: (r["axis"], LEVELS.index(r["level"]), r["op"]))  # fmt: skip
@@ -55,16 +56,18 @@ def traffic_chart(report: Report) -> Chart:
         tops[group] = tops.get(group, 0.0) + row["bytes"] / n / 1e6
     links = link_bars.tops(copied, n)
     highest = max(*tops.values(), *links.values(), 0.0)
-    ranks, (left, right) = [str(r) for r in range(n)], (0.31, 0.44) if many else (0.46, 0.62)
+    left, right = (0.31, 0.44) if many else (0.46, 0.62)
     fig.update_layout(
         barmode="stack",
         showlegend=many or len({row["op"] for row in rows}) > 1,
         legend={"x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "orientation": "h",
                 **({"traceorder": "normal"} if many else {})},
-        xaxis={"domain": [0, left], "type": "category", "categoryarray": ranks, "showgrid": False,
+        xaxis={"domain": [0, left], "type": "category", "showgrid": False,
+               "categoryarray": [str(r) for r in receivers],
                "title": {"text": f"receiving rank (in the cells: MB per {unit})"},
                "constrain": "domain"},
-        yaxis={"title": {"text": "sending rank"}, "type": "category", "categoryarray": ranks,
+        yaxis={"title": {"text": "sending rank"}, "type": "category",
+               "categoryarray": [str(r) for r in senders],
                "autorange": "reversed", "showgrid": False, "scaleanchor": "x",
                "constrain": "domain"},
         xaxis2={"domain": [right, 1], "anchor": "y2", "type": "category",
@@ -89,17 +92,24 @@ def traffic_chart(report: Report) -> Chart:
     )
 
 
-def _matrix(by_edge: pd.DataFrame, n: int) -> dict[str, Any]:
-    sent: list[list[float | None]] = [[0.0] * n for _ in range(n)]
-    for row in by_edge.to_dict("records"):
-        sent[row["sender"]][row["receiver"]] = row["bytes"] / 1e6
-    for rank in range(n if n > 1 else 0):  # plotly cannot draw a matrix of nothing but holes
-        sent[rank][rank] = None  # a rank sends itself nothing
-    ranks = [str(r) for r in range(n)]
+def _ends(report: Report, by_edge: pd.DataFrame) -> tuple[list[int], list[int]]:
+    """The ranks of the matrix's rows, and of its columns: in outline, whoever they send to too."""
+    ranks = metrics.reported_ranks(report)
+    return ranks, sorted({*ranks, *by_edge["receiver"].tolist()})
+
+
+def _matrix(by_edge: pd.DataFrame, senders: list[int], receivers: list[int]) -> dict[str, Any]:
+    n, row = max(len(senders), len(receivers)), {rank: i for i, rank in enumerate(senders)}
+    column = {rank: i for i, rank in enumerate(receivers)}
+    sent: list[list[float | None]] = [[0.0] * len(receivers) for _ in senders]
+    for edge in by_edge.to_dict("records"):
+        sent[row[edge["sender"]]][column[edge["receiver"]]] = edge["bytes"] / 1e6
+    for rank in senders if n > 1 else ():  # plotly cannot draw a matrix of nothing but holes
+        sent[row[rank]][column[rank]] = None  # a rank sends itself nothing
     return {
         "name": "sender to receiver",
-        "x": ranks,
-        "y": ranks,
+        "x": [str(r) for r in receivers],
+        "y": [str(r) for r in senders],
         "z": sent,
         "zmin": 0,
         "zmax": max((v for row in sent for v in row if v is not None), default=0.0) or 1.0,
@@ -136,7 +146,7 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
 
 
 def _finding(report: Report, total: float, ideal: int | None, copied: pd.DataFrame) -> str:
-    n, name = report.world_size, theme.text(theme.subject(report))
+    n, name = len(metrics.reported_ranks(report)), theme.text(theme.subject(report))
     if total == 0:
         return f"{name}: nothing is sent"
     by_rank = metrics.traffic(report)["bytes"]

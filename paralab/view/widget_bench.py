@@ -55,8 +55,8 @@ class Bench(ipw.VBox):
     state   "idle" | "running" | "done" | "stopped" | "error"
     values  {knob: value} as the sliders stand
     knobs   {knob: its ipywidget}
-    figure  the plotly FigureWidget on screen; ``chart`` the Chart it shows. Where a bench has several
-            views ``figures`` and ``charts``, of which these are the first
+    figure  the plotly FigureWidget on screen; ``chart`` the Chart it shows. Of several views they
+            are the first of ``figures`` and ``charts``
     error   what a run ended with, or what cannot be predicted, as long as that is shown
     """
 

@@ -24,7 +24,6 @@ import ipywidgets as ipw
 from paralab.checks import illegal
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
-from paralab.theory import memory
 from paralab.theory.predict import predict
 from paralab.view import explore_parts as parts
 from paralab.view import theme
