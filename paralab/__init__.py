@@ -39,11 +39,11 @@ _LAZY = ("exercises", "view")  # subpackages that bring plotly and widgets along
 def explore(
     model: ModelSpec | None = None, plan: Plan | None = None, cluster: Cluster | None = None
 ) -> Explore:
-    """Sliders over data parallelism: the prediction follows them, «Run it» starts real processes.
+    """A whole plan with sliders: the prediction follows them, «Run it» starts real processes.
 
-    model    default: the "laptop" preset
+    model    default: eight small layers
     plan     where the sliders start
-    cluster  what is predicted and replayed on; default `Cluster.local()`, this machine
+    cluster  what is predicted on; default `Cluster.local()`, this machine
     """
     from paralab.view.widget_explore import Explore
 

@@ -25,8 +25,8 @@ PATIENCE = 30
 
 
 @pytest.fixture
-def explore() -> view.widgets.explore:
-    bench = pl.explore(MODEL, pl.Plan(dp=2, bucket_bytes=20_000), CLUSTER)
+def bench() -> view.widgets.data_parallel:
+    bench = view.widgets.data_parallel(MODEL, pl.Plan(dp=2, bucket_bytes=20_000), CLUSTER)
     yield bench
     bench.close()
 
@@ -73,24 +73,22 @@ def test_only_what_differs_is_sent_to_the_page(monkeypatch):
 
 
 # ---- sliders -------------------------------------------------------------------------------------
-def test_the_prediction_follows_every_slider(explore):
-    for name in explore.knobs:
-        before, picture = shown(explore.figure), explore.chart
-        options = [value for _, value in explore._kinds[name].options]
-        explore.knobs[name].value = next(
-            v for v in reversed(options[:4]) if v != explore.values[name]
-        )
-        assert explore.error is None and explore.chart is not picture
-        assert shown(explore.figure) != before, name
-        plan = explore.plan_of(explore.values)
-        expect = pl.predict(MODEL, plan, explore.cluster_of(explore.values), steps=1)
+def test_the_prediction_follows_every_slider(bench):
+    for name in bench.knobs:
+        before, picture = shown(bench.figure), bench.chart
+        options = [value for _, value in bench._kinds[name].options]
+        bench.knobs[name].value = next(v for v in reversed(options[:4]) if v != bench.values[name])
+        assert bench.error is None and bench.chart is not picture
+        assert shown(bench.figure) != before, name
+        plan = bench.plan_of(bench.values)
+        expect = pl.predict(MODEL, plan, bench.cluster_of(bench.values), steps=1)
         ranks = range(min(4, plan.dp))
-        assert explore.chart.table.equals(expect.timeline(ranks=ranks).table)
+        assert bench.chart.table.equals(expect.timeline(ranks=ranks).table)
 
 
 @pytest.mark.alone
 def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second():
-    bench, took = pl.explore(cluster=CLUSTER), []
+    bench, took = view.widgets.data_parallel(cluster=CLUSTER), []
     bench._displayed = True  # as on a page
     for ranks in (2, 8, 4) * 3:
         began = time.thread_time()  # processor seconds: others may be busy too
@@ -100,18 +98,18 @@ def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second():
     print(f"median {bench.refresh_median() * 1e3:.0f} ms, processor {median(took) * 1e3:.0f} ms")
 
 
-def test_set_moves_several_sliders_and_draws_once(explore):
-    explore.set(ranks=3, grad_sync="naive", bandwidth=10**8)
-    assert len(explore.refresh_seconds) == 1
-    assert explore.values["ranks"] == 3 and "dp=3, naive" in explore.chart.layout.title.text
+def test_set_moves_several_sliders_and_draws_once(bench):
+    bench.set(ranks=3, grad_sync="naive", bandwidth=10**8)
+    assert len(bench.refresh_seconds) == 1
+    assert bench.values["ranks"] == 3 and "dp=3, naive" in bench.chart.layout.title.text
 
 
-def test_the_plain_twin_draws_the_same_and_moves_no_slider(explore):
-    before = explore.values
-    chart = explore.predict(ranks=4, grad_sync="bucketed")
-    assert explore.values == before
-    explore.set(ranks=4, grad_sync="bucketed")
-    assert explore.chart.table.equals(chart.table) and repr(explore.chart) == repr(chart)
+def test_the_plain_twin_draws_the_same_and_moves_no_slider(bench):
+    before = bench.values
+    chart = bench.predict(ranks=4, grad_sync="bucketed")
+    assert bench.values == before
+    bench.set(ranks=4, grad_sync="bucketed")
+    assert bench.chart.table.equals(chart.table) and repr(bench.chart) == repr(chart)
 
 
 @pytest.mark.parametrize(
@@ -119,90 +117,90 @@ def test_the_plain_twin_draws_the_same_and_moves_no_slider(explore):
     [({"rank": 2}, "no such knob; legal: ranks, grad_sync"), ({"ranks": 5}, "not on this slider"),
      ({"ranks": True}, "not on this slider"), ({"grad_sync": "fast"}, "legal: naive, bucketed")],
 )  # fmt: skip
-def test_a_setting_that_no_slider_has_is_refused_by_name(explore, knob, why):
-    for call in (explore.predict, explore.set, explore.run):
+def test_a_setting_that_no_slider_has_is_refused_by_name(bench, knob, why):
+    for call in (bench.predict, bench.set, bench.run):
         with pytest.raises(ValueError, match=why):
             call(**knob)
-    assert explore.state == "idle"
+    assert bench.state == "idle"
 
 
 def test_the_repr_says_the_settings_and_nothing_of_the_machine():
     own = CLUSTER.replace(intra=LINK.replace(bandwidth=1234567))
-    texts = {repr(pl.explore(MODEL, cluster=cluster)) for cluster in (CLUSTER, own)}
-    assert texts == {"explore(4 ranks, overlapped, 200 KB, own link, 2 samples)"}
+    texts = {repr(view.widgets.data_parallel(MODEL, cluster=cluster)) for cluster in (CLUSTER, own)}
+    assert texts == {"data_parallel(4 ranks, overlapped, 200 KB, own link, 2 samples)"}
     assert repr(memory()) == "memory(1 layer, hidden 32, 16 tokens, 2 samples, zero-fp16)"
     assert repr(view.widgets.collective()) == "collective(ring, 4 ranks, 200 KB, 100 µs, 1 GB/s)"
     assert all(len(repr(make())) <= 110 for make in (memory, view.widgets.collective))
 
 
 # ---- the real run --------------------------------------------------------------------------------
-def test_run_it_returns_at_once_and_shows_the_run_beside_its_prediction(explore):
+def test_run_it_returns_at_once_and_shows_the_run_beside_its_prediction(bench):
     seen = []
-    explore._bar.observe(lambda change: seen.append(change["new"]), names="value")
-    explore._go.click()
-    assert explore.state == "running"
-    assert explore._go.disabled and not explore._halt.disabled
-    assert all(knob.disabled for knob in explore.knobs.values())
+    bench._bar.observe(lambda change: seen.append(change["new"]), names="value")
+    bench._go.click()
+    assert bench.state == "running"
+    assert bench._go.disabled and not bench._halt.disabled
+    assert all(knob.disabled for knob in bench.knobs.values())
     with pytest.raises(RuntimeError, match="under way"):
-        explore.run()
-    chart = explore.wait(PATIENCE)
-    assert explore.state == "done" and not explore._go.disabled and explore._halt.disabled
-    assert not any(knob.disabled for knob in explore.knobs.values())
+        bench.run()
+    chart = bench.wait(PATIENCE)
+    assert bench.state == "done" and not bench._go.disabled and bench._halt.disabled
+    assert not any(knob.disabled for knob in bench.knobs.values())
     assert set(chart.table["clock"]) == {"predicted", "replayed"}
-    assert explore.result.clock == "measured" and explore.result.plan.dp == 2
-    assert seen and seen[-1] == 6 and "2 real processes" in said(explore)
-    assert all(clock in explore._numbers.value for clock in ("predicted", "replayed", "measured"))
+    assert bench.result.clock == "measured" and bench.result.plan.dp == 2
+    assert seen and seen[-1] == 6 and "2 real processes" in said(bench)
+    assert all(clock in bench._numbers.value for clock in ("predicted", "replayed", "measured"))
 
 
-def test_a_run_is_found_again_and_a_new_link_needs_no_new_run(explore):
-    explore.run().wait(PATIENCE)
-    ran = explore.result
-    explore.set(ranks=1)
-    assert explore.state == "idle" and explore.result is None
-    explore.set(ranks=2, bandwidth=10**7)
-    assert explore.state == "done" and explore.result is ran
-    slow = ran.replay(explore.cluster_of(explore.values))
-    assert f"{slow.step_time * 1e3:.1f} ms" in explore._numbers.value
+def test_a_run_is_found_again_and_a_new_link_needs_no_new_run(bench):
+    bench.run().wait(PATIENCE)
+    ran = bench.result
+    bench.set(ranks=1)
+    assert bench.state == "idle" and bench.result is None
+    bench.set(ranks=2, bandwidth=10**7)
+    assert bench.state == "done" and bench.result is ran
+    slow = ran.replay(bench.cluster_of(bench.values))
+    assert f"{slow.step_time * 1e3:.1f} ms" in bench._numbers.value
 
 
-def test_stop_ends_the_run_and_the_next_one_works(explore, monkeypatch):
-    monkeypatch.setattr("paralab.view.widget_explore.STEPS", 100_000)
-    explore.run()
+def test_stop_ends_the_run_and_the_next_one_works(bench, monkeypatch):
+    monkeypatch.setattr("paralab.view.widget_data_parallel.STEPS", 100_000)
+    bench.run()
     give_up = time.monotonic() + PATIENCE
-    while explore._bar.value < 1 and time.monotonic() < give_up:
+    while bench._bar.value < 1 and time.monotonic() < give_up:
         time.sleep(0.01)
     asked = time.monotonic()
-    explore._halt.click()
-    explore.wait(PATIENCE)  # being stopped is no error
+    bench._halt.click()
+    bench.wait(PATIENCE)  # being stopped is no error
     assert time.monotonic() - asked < 5.0  # a second, or what a busy machine makes of it
-    assert explore.state == "stopped" and "Stopped in the middle of its work on 2 ranks" in said(
-        explore
+    assert bench.state == "stopped" and "Stopped in the middle of its work on 2 ranks" in said(
+        bench
     )
-    assert not explore._go.disabled and explore._halt.disabled and explore.result is None
-    explore.stop()  # nothing to stop: nothing happens
-    monkeypatch.setattr("paralab.view.widget_explore.STEPS", 2)
-    assert explore.run().wait(PATIENCE) and explore.state == "done"
+    assert not bench._go.disabled and bench._halt.disabled and bench.result is None
+    bench.stop()  # nothing to stop: nothing happens
+    monkeypatch.setattr("paralab.view.widget_data_parallel.STEPS", 2)
+    assert bench.run().wait(PATIENCE) and bench.state == "done"
 
 
-def test_an_error_is_text_in_the_widget_and_nothing_is_printed(explore, monkeypatch, capfd):
+def test_an_error_is_text_in_the_widget_and_nothing_is_printed(bench, monkeypatch, capfd):
     def fail(*_: object) -> None:
         raise KeyError("<mine>")
 
     monkeypatch.setattr("paralab.experiment._program", fail)
-    explore.run()
+    bench.run()
     with pytest.raises(pl.RankError, match="<mine>"):
-        explore.wait(PATIENCE)
-    assert explore.state == "error" and not explore._go.disabled
-    assert "RankError" in explore._trouble.value and "&lt;mine&gt;" in explore._trouble.value
-    assert "<mine>" not in explore._trouble.value and "Traceback" in explore._trouble.value
-    explore.set(ranks=1)
-    assert explore.state == "idle" and not explore._trouble.value
+        bench.wait(PATIENCE)
+    assert bench.state == "error" and not bench._go.disabled
+    assert "RankError" in bench._trouble.value and "&lt;mine&gt;" in bench._trouble.value
+    assert "<mine>" not in bench._trouble.value and "Traceback" in bench._trouble.value
+    bench.set(ranks=1)
+    assert bench.state == "idle" and not bench._trouble.value
     assert capfd.readouterr() == ("", "")
 
 
 def test_what_cannot_be_predicted_is_text_in_the_widget_and_the_sliders_live_on():
     small = CLUSTER.replace(devices_per_node=2)
-    bench = pl.explore(MODEL, pl.Plan(dp=2), small)
+    bench = view.widgets.data_parallel(MODEL, pl.Plan(dp=2), small)
     assert [value for _, value in bench._kinds["ranks"].options] == [1, 2]
     bench.cluster = small.replace(devices_per_node=1)
     bench.knobs["bucket_bytes"].value = 10_000
@@ -211,12 +209,12 @@ def test_what_cannot_be_predicted_is_text_in_the_widget_and_the_sliders_live_on(
     assert bench.state == "idle" and not bench._trouble.value
 
 
-def test_closing_a_widget_ends_its_run(explore, monkeypatch):
-    monkeypatch.setattr("paralab.view.widget_explore.STEPS", 100_000)
-    explore.run()
-    explore.close()
-    explore._now.thread.join(PATIENCE)
-    assert explore.state == "stopped" and _house.lock.acquire(timeout=PATIENCE)
+def test_closing_a_widget_ends_its_run(bench, monkeypatch):
+    monkeypatch.setattr("paralab.view.widget_data_parallel.STEPS", 100_000)
+    bench.run()
+    bench.close()
+    bench._now.thread.join(PATIENCE)
+    assert bench.state == "stopped" and _house.lock.acquire(timeout=PATIENCE)
     _house.lock.release()
 
 

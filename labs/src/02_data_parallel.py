@@ -220,7 +220,7 @@ pd.DataFrame(rows).set_index("GB/s").round(1)
 # starts the real ranks.
 
 # %%
-pl.explore(model, plan)
+pl.view.widgets.data_parallel(model, plan)
 
 # %% [markdown]
 # The same without a mouse, on a network that takes two milliseconds to answer:

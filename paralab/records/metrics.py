@@ -8,6 +8,7 @@ Definitions: the docstrings below; the bubble is 1 - sum(compute) / (p T) as in 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -101,15 +102,22 @@ def step_bubble(report: Report, step: int) -> float:
 def pipeline_parts(report: Report, step: int) -> dict[int, tuple[float, float, float]]:
     """{rank: (start of its first forward, end of its last backward, seconds of compute between)}"""
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
-    work = spans[spans["kind"].isin(COMPUTE_KINDS)]
-    seconds = seconds_of(report, work).groupby(work["rank"]).sum()
-    ends, starts = work.groupby("rank")["end"].max(), work.groupby("rank")["start"].min()
-    parts = {int(r): (float(starts[r]), float(ends[r]), float(seconds[r])) for r in ends.index}
-    copies = spans[spans["kind"] == "copy"]
-    for rank, start, end in zip(copies["rank"], copies["start"], copies["end"], strict=True):
-        if rank in parts and parts[rank][0] <= start and end <= parts[rank][1]:
-            parts[rank] = (*parts[rank][:2], parts[rank][2] + end - start)
-    return parts
+    kinds, copies = set(COMPUTE_KINDS), []
+    found: dict[int, list[float]] = {}
+    busy: dict[int, list[float]] = defaultdict(list)
+    columns = [spans[name].tolist() for name in ("rank", "kind", "start", "end")]
+    seconds = seconds_of(report, spans).tolist()
+    for rank, kind, start, end, lasts in zip(*columns, seconds, strict=True):
+        if kind == "copy":
+            copies.append((rank, start, end))
+        elif kind in kinds:
+            part = found.setdefault(rank, [start, end])
+            part[0], part[1] = min(part[0], start), max(part[1], end)
+            busy[rank].append(lasts)
+    for rank, start, end in copies:
+        if rank in found and found[rank][0] <= start and end <= found[rank][1]:
+            busy[rank].append(end - start)
+    return {rank: (*found[rank], math.fsum(busy[rank])) for rank in sorted(found)}
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -10,6 +10,8 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     live_activations   micro-batches that a pipeline's ranks keep, over time
     blocks       which tp rank holds which block of X, W and Y in Y = X W
     multiplication   one such product step by step
+    mesh         ranks as a grid, nodes as frames, the groups of one rank and what flows in them
+    link_traffic   what a rank sends and copies, link by link; stage_memory: what each stage needs
     crossover    what 1D, 2D, 2.5D and 3D send, over the tokens
     stuck        how far a schedule gets that deadlocks
     contest      several plans by the time of a step, predicted and found
@@ -26,11 +28,12 @@ from typing import Any
 # other.
 _HOME = {
     "Chart": "chart", "algorithms": "links", "blocks": "matrix_blocks", "bytes_bars": "memory",
-    "contest": "plan_times", "crossover": "tensor_curves",
-    "disk_needed": "offload_curves", "link_fit": "links", "live_activations": "live",
-    "losses": "loss", "memory_bars": "memory_chart",
-    "memory_charts": "memory_chart", "multiplication": "matrix_steps", "scaling": "throughput",
-    "stuck": "standstill", "timelines": "timeline", "use_theme": "theme",
+    "contest": "plan_times", "crossover": "tensor_curves", "disk_needed": "offload_curves",
+    "link_fit": "links", "link_traffic": "traffic_bars", "live_activations": "live",
+    "losses": "loss", "memory_bars": "memory_chart", "memory_charts": "memory_chart",
+    "mesh": "rank_mesh", "multiplication": "matrix_steps", "scaling": "throughput",
+    "stage_memory": "stage_bars", "stuck": "standstill", "timelines": "timeline",
+    "use_theme": "theme",
 }  # fmt: skip
 _MODULES = ("theme", "widgets")
 

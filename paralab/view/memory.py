@@ -45,27 +45,32 @@ def bytes_bars(
     said = [f"1 {unit} = 10<sup>{len(str(int(per))) - 1}</sup> bytes"] if unit != "B" else ["bytes"]
     said += [f"{theme.text(label)}: {theme.scaled(n, 'B')}, far beyond this axis"
              for label, n in size.items() if label not in drawn]  # fmt: skip
+    rows = _rows(drawn, end)
+    totals_said = [
+        {"x": total / per, "y": theme.text(label), "text": f" {theme.scaled(total, 'B')}",
+         "xanchor": "left", "showarrow": False, "font": {"size": 14}}
+        for label, total in totals.items()
+    ]  # fmt: skip
+    # All at once: each add_ and update_ checks the whole figure again, and a slider is waiting.
     fig = theme.figure(
         theme.text(title) if title is not None else _finding(totals, size),
         " · ".join(said),
-        height=170 + int(58 * (len(bars) + ROW * _rows(drawn, end))),
-    )
-    for category in theme.CATEGORY_COLOUR:
-        if any(category in parts for parts in bars.values()):
-            fig.add_bar(**_trace(category, bars, per, end))
-    for label, total in totals.items():
-        fig.add_annotation(x=total / per, y=theme.text(label), text=f" {theme.scaled(total, 'B')}",
-                           xanchor="left", showarrow=False, font={"size": 14})  # fmt: skip
-    _capacities(fig, drawn, per, end)
-    fig.update_layout(
+        height=170 + int(58 * (len(bars) + ROW * rows)),
         barmode="stack", bargap=0.3,
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         xaxis={"title": {"text": f"memory ({unit})"}, "range": [0, end / per], "tickformat": "~g"},
         yaxis={"type": "category", "showgrid": False,
-               "range": [len(bars) - 0.45, -0.55 - ROW * _rows(drawn, end)],
+               "range": [len(bars) - 0.45, -0.55 - ROW * rows],
                "categoryarray": [theme.text(label) for label in bars],
                "tickfont": {"size": 14}, "ticksuffix": " "},
+        annotations=[*totals_said, *_capacity_names(drawn, per, end)],
+        shapes=[{"type": "line", "x0": count / per, "x1": count / per, "yref": "paper", "y0": 0,
+                 "y1": 1, "line": {"dash": "dash", "width": 2, "color": theme.look().ink}}
+                for count in drawn.values()],
     )  # fmt: skip
+    fig.add_traces([{"type": "bar", **_trace(category, bars, per, end)}
+                    for category in theme.CATEGORY_COLOUR
+                    if any(category in parts for parts in bars.values())])  # fmt: skip
     names = " | ".join(map(str, bars))
     return fig.explained(
         f"memory of {len(bars)} bar{'s' * (len(bars) != 1)} by category: {names}", _table(bars)
@@ -111,20 +116,17 @@ def _trace(
     }  # fmt: skip
 
 
-def _capacities(fig: Chart, drawn: Mapping[str, float], per: float, end: float) -> None:
-    """A dashed line for each device, its name at the upper end, above the bars."""
-    ink = theme.look().ink
-    levels = _levels(drawn, end)
+def _capacity_names(drawn: Mapping[str, float], per: float, end: float) -> list[dict[str, Any]]:
+    """What devices are called, at the upper end of their lines, above the bars."""
+    levels, notes = _levels(drawn, end), []
     for label, count in drawn.items():
-        x = count / per
-        fig.add_shape(type="line", x0=x, x1=x, yref="paper", y0=0, y1=1,
-                      line={"dash": "dash", "width": 2, "color": ink})  # fmt: skip
         left = count > 0.6 * end
-        fig.add_annotation(
-            x=x, y=-0.55 - ROW * (levels[label] + 0.5), showarrow=False,
-            xanchor="right" if left else "left", xshift=-4 if left else 4,
-            text=f"<b>{theme.text(label)}</b>: {theme.scaled(count, 'B')}", font={"size": 13},
-        )  # fmt: skip
+        notes.append({
+            "x": count / per, "y": -0.55 - ROW * (levels[label] + 0.5), "showarrow": False,
+            "xanchor": "right" if left else "left", "xshift": -4 if left else 4,
+            "text": f"<b>{theme.text(label)}</b>: {theme.scaled(count, 'B')}", "font": {"size": 13},
+        })  # fmt: skip
+    return notes
 
 
 def _levels(drawn: Mapping[str, float], end: float) -> dict[str, int]:

@@ -15,12 +15,13 @@ colour means the same in both, and black, which night would swallow, is white th
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import html
 import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import choice
 from paralab.spec import OWN_FORM, Plan
@@ -277,6 +278,38 @@ def log_ticks(low: float, high: float) -> list[float]:
             if low <= m * 10.0**k <= high]  # fmt: skip
 
 
+# ---- a frame ------------------------------------------------------------------------------------
+class Frame(NamedTuple):
+    """Pixels of a figure that is one of several on a page, and has to do with less room."""
+
+    width: int
+    height: int
+
+
+_frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
+
+
+@contextlib.contextmanager
+def framed(width: int, height: int) -> Iterator[None]:
+    """Inside the block every figure is made for a frame of this size, whatever it would like."""
+    token = _frame.set(Frame(width, height))
+    try:
+        yield
+    finally:
+        _frame.reset(token)
+
+
+def _in_frame(frame: Frame, layout: dict[str, Any]) -> dict[str, Any]:
+    """The layout with smaller letters, of the frame's size; room for two lines of legend."""
+    across = layout.get("legend", {}).get("orientation") == "h"
+    title = layout["title"] | {"font": {"size": 14}, "pad": {"t": 10}}
+    title["text"] = title["text"].replace("font-size:13px", "font-size:11px")
+    margin = layout["margin"] | {"t": 112 if across else 88, "b": min(layout["margin"]["b"], 110)}
+    legend = {"legend": {**layout["legend"], "font": {"size": 11}}} if "legend" in layout else {}
+    return {**layout, **legend, "title": title, "margin": margin, "width": frame.width,
+            "height": frame.height}  # fmt: skip
+
+
 # ---- the empty figure ----------------------------------------------------------------------------
 def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
     """An empty chart in the kit's look: finding on top, clock beneath; ``settings`` of its layout.
@@ -304,7 +337,7 @@ def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
                     "remove": ["sendChartToCloud", "lasso2d", "select2d"]},
         "barcornerradius": 2,
     }  # fmt: skip
-    return Chart(layout={
+    made = {
         "template": {"layout": layout},
         "title": {
             # One text of two lines: plotly's own subtitle falls on the title wherever a figure
@@ -317,4 +350,6 @@ def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
         "height": height,
         "margin": {"t": 96, "l": 20, "r": 44, "b": 60} | settings.pop("margin", {}),
         **settings,
-    })  # fmt: skip
+    }  # fmt: skip
+    frame = _frame.get()
+    return Chart(layout=made if frame is None else _in_frame(frame, made))

@@ -26,11 +26,12 @@ from statistics import median
 from typing import Any
 
 import ipywidgets as ipw
+import plotly.graph_objects as go
 
 from paralab.checks import illegal
 from paralab.ranks.errors import Stopped
 from paralab.view.chart import MAX_REPR, Chart
-from paralab.view.widget_live import live, show
+from paralab.view.widget_live import WIDTH, live, show
 from paralab.view.widget_parts import Knob, Sketch, button, grid, table, trouble
 
 Progress = Callable[[int, int, int], None]
@@ -54,18 +55,20 @@ class Bench(ipw.VBox):
     state   "idle" | "running" | "done" | "stopped" | "error"
     values  {knob: value} as the sliders stand
     knobs   {knob: its ipywidget}
-    figure  the plotly FigureWidget on screen; ``chart`` the Chart it shows
+    figure  the plotly FigureWidget on screen; ``chart`` the Chart it shows. Of several views they
+            are the first of ``figures`` and ``charts``
     error   what a run ended with, or what cannot be predicted, as long as that is shown
     """
 
     name = "Bench"
     counts = True  # whether a run tells how far it is
+    width = WIDTH  # pixels that its knobs take at most
     _now: _Run | None = None  # also of one whose settings were refused, which is closed like any
 
     def __init__(self, knobs: dict[str, Knob]) -> None:
         self._kinds = knobs
         self.knobs = {name: knob.widget() for name, knob in knobs.items()}
-        self.state, self.error, self.chart = "idle", None, Chart()
+        self.state, self.error, self.charts = "idle", None, [Chart()]
         self.refresh_seconds: deque[float] = deque(maxlen=100)
         self._results: dict[Any, Any] = {}
         self._lock = threading.RLock()  # JupyterLab answers sliders beside a busy cell
@@ -76,11 +79,12 @@ class Bench(ipw.VBox):
         self._bar = ipw.IntProgress(min=0, max=1, layout={"width": "150px", "height": "20px"})
         self._status = ipw.HTML(layout={"flex": "1 1 300px", "margin": "0 0 0 8px"})
         self._numbers, self._trouble = ipw.HTML(), ipw.HTML()
-        self.figure = live(self._sketch())
-        board = grid([knob.row(self.knobs[name]) for name, knob in knobs.items()])
+        self.figures = [live(chart) for chart in self._sketch()]
+        self._views = self._arranged()
+        board = grid([knob.row(self.knobs[name]) for name, knob in knobs.items()], self.width)
         buttons = ipw.HBox([self._go, self._halt, self._bar, self._status])
         buttons.layout.align_items, buttons.layout.margin = "center", "6px 0"
-        super().__init__([board, buttons, self._trouble, self._numbers, self.figure],
+        super().__init__([board, buttons, self._trouble, self._numbers, self._views],
                          layout={"width": "100%"})  # fmt: skip
         for widget in self.knobs.values():
             widget.observe(self._moved, names="value")
@@ -113,7 +117,31 @@ class Bench(ipw.VBox):
         """What is said until the first step is done."""
         raise NotImplementedError
 
+    def _blocked(self, knobs: dict[str, Any]) -> str:
+        """Why «Run it» cannot be pressed at these settings, as a sentence; "" if it can."""
+        return ""
+
+    def _ranks(self, knobs: dict[str, Any]) -> int:
+        """Processes that a run has, all of which tell how far they are."""
+        return knobs.get("ranks", 1)
+
+    def _arranged(self) -> ipw.Box:
+        """The figures on the page."""
+        return ipw.VBox(self.figures)
+
+    def _refuse(self, error: Exception) -> None:
+        """Say that nothing can be predicted for the settings as they stand."""
+        self._complain(error)
+
     # ---- plain calls --------------------------------------------------------------------------
+    @property
+    def figure(self) -> go.FigureWidget:
+        return self.figures[0]
+
+    @property
+    def chart(self) -> Chart:
+        return self.charts[0]
+
     @property
     def values(self) -> dict[str, Any]:
         return {name: widget.value for name, widget in self.knobs.items()}
@@ -217,31 +245,33 @@ class Bench(ipw.VBox):
             self._draw(self._sketch())
         except Exception as error:
             if self.state != "running":  # else it can wait for the run's end
-                self._complain(error)
+                self._refuse(error)
         else:
             self.refresh_seconds.append(time.perf_counter() - began)
             if self.state != "running":
                 self._enter("done" if self.result is not None else "idle")
 
-    def _draw(self, chart: Chart) -> None:
+    def _draw(self, charts: list[Chart]) -> None:
         """A figure that no page has seen yet is made anew: it would not learn of changes."""
         if self._displayed:
-            show(self.figure, chart)
+            for figure, chart in zip(self.figures, charts, strict=True):
+                show(figure, chart)
             return
-        self.figure.close()
-        self.figure = live(chart)
-        self.children = (*self.children[:-1], self.figure)
+        for figure in self.figures:
+            figure.close()
+        self.figures = [live(chart) for chart in charts]
+        self._views.children = self.figures
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         self._displayed = True
         return super()._repr_mimebundle_(**kwargs)
 
-    def _sketch(self) -> Chart:
+    def _sketch(self) -> list[Chart]:
         knobs, found = self.values, self.result
         sketch = self._predict(knobs) if found is None else self._compare(knobs, found)
-        self.chart, self._said = sketch.chart, sketch.said
+        self.charts, self._said = [self._steady(sketch.chart), *sketch.beside], sketch.said
         self._numbers.value = table(sketch.rows)
-        return self._steady(sketch.chart)
+        return self.charts
 
     def _steady(self, chart: Chart) -> Chart:
         """Its time axis stays while it can, so that a shorter step looks shorter."""
@@ -279,7 +309,7 @@ class Bench(ipw.VBox):
             self._refresh()
 
     def _progress(self, run: _Run, total: int) -> None:
-        done = min(run.done.values()) if len(run.done) == run.knobs.get("ranks", 1) else 0
+        done = min(run.done.values()) if len(run.done) == self._ranks(run.knobs) else 0
         self._bar.max, self._bar.value = total, done
         if done and not run.stop.is_set():
             self._tell(f"running: step {done} of {total}")
@@ -288,7 +318,8 @@ class Bench(ipw.VBox):
     def _enter(self, state: str, said: str = "", error: Exception | None = None) -> None:
         running = state == "running"
         self.state, self.error = state, error
-        self._go.disabled, self._halt.disabled = running, not running
+        self._go.disabled = running or bool(self._blocked(self.values))
+        self._halt.disabled = not running
         for widget in self.knobs.values():
             widget.disabled = running
         self._bar.layout.display = "flex" if running and self.counts else "none"

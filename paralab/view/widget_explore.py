@@ -1,43 +1,63 @@
-"""`pl.explore`: data parallelism with sliders. What theory says at once, real ranks on demand.
+"""`pl.explore`: a whole plan with sliders. What theory says at once, real ranks on demand.
 
-The prediction (theory/predict.py) follows the sliders. «Run it» trains on real processes; of that
-run the picture shows the replay on the links that the slider states, below the prediction and on
-the same time scale. The link slider needs no new run: one run is replayed on any link.
+Four views follow the sliders, and each has a twin that needs no mouse. With
+``report = pl.predict(model, plan, cluster, steps=1, detail="actions")``:
+
+    mesh       pl.view.mesh(plan, cluster)     ranks, nodes, the groups of rank 0 and their traffic
+    timeline   report.timeline()               a step, stage by stage
+    memory     pl.view.stage_memory(report)    peak by category against what a device has
+    traffic    pl.view.link_traffic(report)    bytes and time over every link
+
+A combination that cannot be says why in place of the views, which are greyed. «Run it» trains with
+the plan on this machine, one process per rank; of that run the timeline shows the replay, beneath
+the prediction and on the same time scale, and the other views what was measured.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
+import ipywidgets as ipw
+
 from paralab.checks import illegal
-from paralab.records import metrics
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.predict import predict
+from paralab.view import explore_parts as parts
 from paralab.view import theme
+from paralab.view.chart import Chart
+from paralab.view.explore_parts import GIVEN, HERE, LOW, STALE, TALL
+from paralab.view.rank_mesh import mesh
+from paralab.view.stage_bars import fits, stage_memory
 from paralab.view.timeline import timeline, timelines
+from paralab.view.traffic_bars import link_traffic
 from paralab.view.widget_bench import Bench, Progress
-from paralab.view.widget_parts import Knob, Sketch
-from paralab.view.widget_shared import at_speed, count, few, link_knob
+from paralab.view.widget_parts import Sketch
+from paralab.view.widget_shared import MOST_RANKS, count
 
-RANKS = (1, 2, 3, 4, 6, 8)
-BUCKETS = tuple(m * 10**e for e in (4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 10 KB to 10 MB
-SAMPLES = (1, 2, 4, 8, 16)
-BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))  # 10 MB/s to 300 GB/s
-STEPS = 6
-SHOWN, BESIDE = 4, 2  # ranks drawn of a prediction, of two reports; the others do alike
+MODEL = ModelSpec(layers=8, hidden=128, heads=8, seq_len=64)  # eight heads, eight stages at most
+PLAN = Plan(dp=2, pp=2, microbatches=4)
+STEPS = 5
+LONGEST = 60.0  # seconds of a run
+BOXES = 200  # of the timeline, about
+BESIDE = 3  # ranks of two timelines
+WARNING = "zero_stage=3 with pp="  # what a plan says that is legal and slow
 
 
 class Explore(Bench):
-    """Ranks, form of gradient sync, bucket size, micro-batch size, link speed.
+    """Degrees, schedule, micro-batches, ZeRO, offload, recomputation, precision, cluster.
 
-    model    what is trained; default: the "laptop" preset
-    plan     where the sliders start; only its data-parallel settings are used
-    cluster  what is predicted and replayed on; default ``Cluster.local()``, this machine
+    model    what is trained; default: eight small layers. A slider has models of the literature
+    plan     where the sliders start; what has no slider (tp_mode, bucket_bytes, ...) stays
+    cluster  what is predicted on; default ``Cluster.local()``, this machine. Buttons have others
+
+    ``chart`` is the timeline, ``charts`` are timeline, mesh, memory and traffic.
     """
 
     name = "explore"
+    width = parts.WIDTH
 
     def __init__(
         self,
@@ -45,114 +65,193 @@ class Explore(Bench):
         plan: Plan | None = None,
         cluster: Cluster | None = None,
     ) -> None:
-        self.model = ModelSpec.preset("laptop") if model is None else model
-        plan = Plan(dp=4, bucket_bytes=200_000) if plan is None else plan
-        if not isinstance(plan, Plan):
+        self.model, self.plan = MODEL if model is None else model, PLAN if plan is None else plan
+        if not isinstance(self.model, ModelSpec):
+            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...) or None")
+        if not isinstance(self.plan, Plan):
             raise illegal("plan", plan, "not a plan", "a pl.Plan(...) or None")
-        plan.validate(self.model)
-        self.cluster = Cluster.local() if cluster is None else cluster
-        if not isinstance(self.cluster, Cluster):
+        if cluster is not None and not isinstance(cluster, Cluster):
             raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
-        self.plan = plan
-        self.link = self.cluster.link("all_reduce", "intra")
-        most = min(self.cluster.num_devices, 64)
-        ranks = sorted({n for n in RANKS if n <= most} | {plan.dp})
-        form = plan.grad_sync
-        forms = ["naive", "bucketed", "overlapped"]
-        if form not in forms:
-            form = "overlapped"
-        super().__init__({
-            "ranks": Knob(label="ranks", value=plan.dp,
-                          options=[(count(n, "rank"), n) for n in ranks]),
-            "grad_sync": Knob(label="gradients", value=form, buttons=True,
-                              options=[(f, f) for f in forms]),
-            "bucket_bytes": Knob(label="bucket size", value=plan.bucket_bytes,
-                                 options=[(theme.scaled(b, "B"), b)
-                                          for b in sorted({*BUCKETS, plan.bucket_bytes})],
-                                 tip="gradients travel in flat buckets of about this size"),
-            "bandwidth": link_knob(self.link, BANDWIDTHS),
-            "microbatch_size": Knob(label="micro-batch", value=plan.microbatch_size,
-                                    options=[(count(b, "sample"), b)
-                                             for b in sorted({*SAMPLES, plan.microbatch_size})]),
-        })  # fmt: skip
+        self.cluster = Cluster.local() if cluster is None else cluster
+        self._clusters: dict[Any, Cluster] = {}
+        self._replays: dict[str, Report] = {}
+        self._notes: list[str] = []
+        self._stands_in = ""  # why the plan as it stands cannot run here
+        self._code = ipw.HTML()
+        super().__init__(parts.knobs(self.model, self.plan, self.cluster))
+        self.children = (*self.children[:-1], self._code, self._views)
 
     # ---- settings as descriptions --------------------------------------------------------------
+    def model_of(self, knobs: dict[str, Any]) -> ModelSpec:
+        """The model that these settings mean."""
+        return self.model if knobs["model"] == GIVEN else ModelSpec.preset(knobs["model"])
+
     def plan_of(self, knobs: dict[str, Any]) -> Plan:
-        """The plan that these settings mean."""
-        return self.plan.replace(
-            dp=knobs["ranks"],
-            grad_sync=knobs["grad_sync"],
-            bucket_bytes=knobs["bucket_bytes"],
-            microbatch_size=knobs["microbatch_size"],
-        )
+        """The plan that these settings mean. Raises ``ValueError`` on what no plan can be."""
+        changed = {name: value for name, value in knobs.items()
+                   if name not in ("model", "cluster", "nodes")}  # fmt: skip
+        return self.plan.replace(**changed)
 
     def cluster_of(self, knobs: dict[str, Any]) -> Cluster:
-        """The cluster with its links at the chosen speed; latency stays."""
-        return at_speed(self.cluster, self.link, knobs["bandwidth"])
+        """The cluster that these settings mean; this machine is one node, whatever ``nodes``."""
+        name, nodes = knobs["cluster"], knobs["nodes"]
+        if name == HERE or (name == GIVEN and parts.is_here(self.cluster)):
+            return self.cluster if name == GIVEN else Cluster.local()
+        if (name, nodes) not in self._clusters:
+            made = self.cluster.replace(nodes=nodes) if name == GIVEN else \
+                Cluster.preset(name, nodes=nodes)  # fmt: skip
+            self._clusters[name, nodes] = made
+        return self._clusters[name, nodes]
 
     # ---- the bench ------------------------------------------------------------------------------
-    def _expect(self, knobs: dict[str, Any]) -> Report:
-        return predict(self.model, self.plan_of(knobs), self.cluster_of(knobs), steps=1)
+    def _expect(self, knobs: dict[str, Any], detail: str = "actions") -> Report:
+        """The prediction; what it warns of is shown, not printed."""
+        plan = self.plan_of(knobs)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            report = predict(
+                self.model_of(knobs), plan, self.cluster_of(knobs), steps=1, detail=detail
+            )
+        self._notes = list(dict.fromkeys(str(one.message) for one in heard))
+        return report
+
+    def views(self, **knobs: Any) -> dict[str, Chart]:
+        """All views by name, as `predict` gives the timeline."""
+        sketch = self._predict(self._asked(knobs))
+        names = ("timeline", "mesh", "memory", "traffic")
+        return dict(zip(names, (sketch.chart, *sketch.beside), strict=True))
 
     def _predict(self, knobs: dict[str, Any]) -> Sketch:
         expect = self._expect(knobs)
-        chart = timeline(expect, ranks=range(min(SHOWN, knobs["ranks"])))
-        return Sketch(
-            chart=few(chart, SHOWN, knobs["ranks"]),
-            rows=[_numbers("predicted", expect)],
-        )
+        shown = parts.shown_ranks(expect, BOXES)
+        with theme.framed(parts.EACH, TALL):
+            drawn = timeline(expect, ranks=shown, ideal=False if expect.plan.pp > 1 else None)
+        if len(shown) < expect.world_size:
+            drawn.said_below(f"{len(shown)} of {count(expect.world_size, 'rank')} drawn")
+        return self._sketched(knobs, drawn, [expect], [parts.numbers("predicted", expect)])
+
+    def _sketched(
+        self, knobs: dict[str, Any], drawn: Chart, reports: list[Report],
+        rows: list[dict[str, str]], said: str = "",
+    ) -> Sketch:  # fmt: skip
+        """Beside the timeline the other three views, all of the page's size."""
+        expect = reports[0]
+        if (trouble := fits(expect)) is not None:
+            self._notes.insert(0, trouble)
+        self._stands_in = self._why_not(knobs, expect)
+        self._code.value = parts.as_code(expect.plan)
+        with theme.framed(parts.EACH, TALL):
+            beside = [mesh(expect.plan, expect.cluster)]
+        with theme.framed(parts.EACH, LOW):
+            beside += [stage_memory(*reports), link_traffic(*reports)]
+        beside = [parts.broken(chart) for chart in beside]
+        return Sketch(chart=parts.broken(drawn), beside=beside, rows=rows, said=said)
 
     def _measure(
         self, knobs: dict[str, Any], *, stop: threading.Event, progress: Progress
     ) -> Report:
         from paralab.experiment import run
 
-        return run(self.model, self.plan_of(knobs), steps=STEPS, progress=progress, stop=stop)
+        if why := self._why_not(knobs, self._expect(knobs)):
+            raise ValueError(why)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=WARNING)  # the page says it already
+            return run(self.model_of(knobs), self.plan_of(knobs), steps=STEPS, progress=progress,
+                       stop=stop)  # fmt: skip
 
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
-        expect, replayed = self._expect(knobs), found.replay(self.cluster_of(knobs))
+        expect, replayed = self._expect(knobs), self._replay(knobs, found)
+        shown = parts.shown_ranks(expect, BOXES // 2)[:BESIDE]
+        with theme.framed(parts.EACH, TALL):
+            drawn = timelines(expect, replayed, ranks=shown)
+        drawn.said_below(f"{len(shown)} of {count(found.world_size, 'rank')} drawn")
         gap = expect.step_time / replayed.step_time - 1
-        how = f"is {abs(100 * gap):.0f} % {'above' if gap > 0 else 'below'} the replay of that run"
-        how = "equals the replay of that run" if abs(gap) < 0.01 else how
-        drawn = timelines(expect, replayed, ranks=range(min(BESIDE, knobs["ranks"])))
-        return Sketch(
-            chart=few(drawn, BESIDE, knobs["ranks"]),
-            rows=[
-                _numbers("predicted", expect),
-                _numbers("replayed", replayed),
-                _numbers(_crowd(found), found),
-            ],
-            said=f"Done, {count(knobs['ranks'], 'real process', 'es')}: the prediction {how}.",
-        )
+        how = f"is {abs(100 * gap):.0f} % {'above' if gap > 0 else 'below'} its replay"
+        how = "equals its replay" if abs(gap) < 0.01 else how
+        rows = [parts.numbers("predicted", expect), parts.numbers("replayed", replayed),
+                parts.numbers(parts.crowd(found), found)]  # fmt: skip
+        said = f"Done, {count(found.world_size, 'real process', 'es')}: the predicted step {how}."
+        return self._sketched(knobs, drawn, [expect, found], rows, said)
+
+    def _replay(self, knobs: dict[str, Any], found: Report) -> Report:
+        key = found.meta["run_id"]
+        if key not in self._replays:
+            self._replays[key] = found.replay(self.cluster_of(knobs))
+        return self._replays[key]
 
     def _needs(self, knobs: dict[str, Any]) -> Any:
-        return tuple((name, value) for name, value in knobs.items() if name != "bandwidth")
+        """A run is found again whatever says the same: the nodes of one machine, for example."""
+        try:
+            here = parts.is_here(self.cluster_of(knobs))
+            return self.model_of(knobs), self.plan_of(knobs), knobs["cluster"] if here else None
+        except ValueError:
+            return None
+
+    # ---- what cannot be -------------------------------------------------------------------------
+    def _why_not(self, knobs: dict[str, Any], expect: Report) -> str:
+        """Why this plan cannot run on this machine; "" if it can."""
+        cluster, plan, model = expect.cluster, expect.plan, expect.model
+        if not parts.is_here(cluster):
+            return f"«Run it» trains on this machine, and this is a prediction for {cluster.name}"
+        if plan.world_size > MOST_RANKS:
+            return (f"«Run it» takes up to {MOST_RANKS} real processes on one machine, and this "
+                    f"plan has {plan.world_size} ranks")  # fmt: skip
+        if model.vocab < 256:
+            return "«Run it» reads text as bytes, which needs a vocabulary of 256 or more"
+        each = expect.peak_memory or 0
+        if plan.tiers is not None:
+            table = expect.memory
+            each += int(table[table["tier"] == "host"].groupby(["rank", "time"])["bytes"].sum()
+                        .max() or 0)  # fmt: skip
+        need, there = plan.world_size * each, cluster.memory
+        if need > there // 2:
+            return (f"«Run it» would need {theme.scaled(need, 'B')} for {plan.world_size} ranks, "
+                    f"and this machine has {theme.scaled(there, 'B')}")  # fmt: skip
+        seconds = STEPS * expect.step_time * max(1, plan.world_size / (cluster.cores or 1))
+        if seconds > LONGEST:
+            return f"«Run it» would take about {theme.scaled(seconds, 's')} here"
+        return ""
+
+    def _blocked(self, knobs: dict[str, Any]) -> str:
+        return self._stands_in
+
+    def _refuse(self, error: Exception) -> None:
+        """The reason in place of the views, which stay, greyed; nothing to run."""
+        if not isinstance(error, ValueError):
+            self._complain(error)
+            return
+        self._stands_in, self._notes = "this combination cannot be: see below", []
+        self._enter("error", "This combination cannot be: see below. Move a slider.", error)
+        self._trouble.value = parts.impossible(error)
+        self._numbers.value = self._code.value = ""
+        self._views.add_class(STALE)
+
+    def _enter(self, state: str, said: str = "", error: Exception | None = None) -> None:
+        super()._enter(state, said, error)
+        here = self._kinds["cluster"].says(self.knobs["cluster"].value) == HERE
+        self.knobs["nodes"].disabled = state == "running" or here
+        self._views.remove_class(STALE)
+        if state != "error":
+            self._trouble.value = parts.note(self._notes)
+
+    # ---- what is shown --------------------------------------------------------------------------
+    def _arranged(self) -> ipw.Box:
+        """Two beside one another where the page has room for them: mesh and timeline on top."""
+        made = ipw.GridBox(self._in_order(), layout={"grid_gap": "0 16px"})
+        made.layout.grid_template_columns = f"repeat(auto-fit, {parts.EACH}px)"
+        return made
+
+    def _in_order(self) -> list[Any]:
+        return self.figures
 
     def _hint(self, knobs: dict[str, Any]) -> str:
-        return f"«Run it» trains on {count(knobs['ranks'], 'real process', 'es')}."
+        if self._stands_in:
+            return f"{self._stands_in}."
+        ranks = self.plan_of(knobs).world_size
+        return f"«Run it» trains on {count(ranks, 'real process', 'es')}."
 
     def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {count(knobs['ranks'], 'process', 'es')} …"
+        return f"starting {count(self._ranks(knobs), 'process', 'es')} …"
 
-
-def _numbers(clock: str, report: Report) -> dict[str, str]:
-    step = metrics.typical_step(report)
-    part, seconds = metrics.shares(report, step), report.step_time
-    sent = metrics.traffic(report)["bytes"].mean()
-    talked = part["communication"] > 0
-    return {
-        "clock": clock,
-        "time per step": f"{seconds * 1e3:.1f} ms",
-        "samples per second": f"{report.plan.global_batch / seconds:,.0f}",
-        "communication hidden": (
-            f"{100 * part['hidden'] / part['communication']:.0f} %" if talked else "none needed"
-        ),
-        "ranks wait": f"{100 * part['wait'] / seconds:.0f} %",
-        "sent per rank": theme.scaled(float(sent), "B") if talked else "0 B",
-    }
-
-
-def _crowd(report: Report) -> str:
-    cores = report.meta.get("cores")
-    shared = isinstance(cores, int) and cores < report.world_size
-    return f"measured ({report.world_size} ranks on {cores} cores)" if shared else "measured"
+    def _ranks(self, knobs: dict[str, Any]) -> int:
+        return self.plan_of(knobs).world_size

@@ -42,8 +42,8 @@ def show(figure: go.FigureWidget, chart: go.Figure) -> None:
 
 
 def _layout(chart: go.Figure) -> dict[str, Any]:
-    """The chart's layout, of one width."""
-    return {**chart.layout.to_plotly_json(), "width": WIDTH}
+    """The chart's layout, of one width unless it has its own."""
+    return {"width": WIDTH, **chart.layout.to_plotly_json()}
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -43,9 +43,10 @@ class Knob:
     def check(self, name: str, value: Any) -> Any:
         """``value`` as the slider has it, or the refusal."""
         values = [option for _, option in self.options]
-        if isinstance(value, bool) or value not in values:
+        same = [o for o in values if o == value and isinstance(o, bool) == isinstance(value, bool)]
+        if not same:
             raise illegal(name, value, "not on this slider", ", ".join(map(str, values)))
-        return values[values.index(value)]
+        return same[0]
 
     def says(self, value: Any) -> str:
         """The value in the words of the bench's repr."""
@@ -60,16 +61,20 @@ class Knob:
 
 @dataclass(frozen=True, kw_only=True)
 class Sketch:
-    """What a bench shows: a picture, a small table of headline numbers, one sentence."""
+    """What a bench shows: a picture, a small table of headline numbers, one sentence.
+
+    beside  more pictures, of a bench that has several views
+    """
 
     chart: Chart
+    beside: Sequence[Chart] = ()
     rows: Sequence[dict[str, str]] = ()
     said: str = ""
 
 
-def grid(rows: Sequence[ipw.Widget]) -> ipw.GridBox:
-    """The knobs: two columns where the page has room for them."""
-    made = ipw.GridBox(list(rows), layout={"max_width": f"{WIDTH}px", "grid_gap": "0 28px"})
+def grid(rows: Sequence[ipw.Widget], width: int = WIDTH) -> ipw.GridBox:
+    """The knobs: two columns where the page has room for them, of a wider bench more."""
+    made = ipw.GridBox(list(rows), layout={"max_width": f"{width}px", "grid_gap": "0 28px"})
     made.layout.grid_template_columns = "repeat(auto-fit, minmax(360px, 1fr))"
     return made
 

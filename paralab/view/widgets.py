@@ -1,6 +1,7 @@
 """The widgets: a prediction that follows the sliders, «Run it» for the real thing, «Stop».
 
-    explore     data parallelism: ranks, gradient sync, bucket and micro-batch size, link speed
+    explore     the whole plan: every degree, schedule, ZeRO, offload, recomputation, cluster
+    data_parallel   ranks, form of gradient sync, bucket and micro-batch size, link speed
     memory      what training needs on one device: layers, hidden size, batch, bytes per parameter
     collective  ring against tree: ranks, message size, latency, bandwidth
     pipeline    schedule, ranks, micro-batches, chunks per rank, a slower stage, link speed
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from paralab.view.widget_bench import Bench
 from paralab.view.widget_collective import Collective as collective
+from paralab.view.widget_data_parallel import DataParallel as data_parallel
 from paralab.view.widget_explore import Explore as explore
 from paralab.view.widget_memory import Memory as memory
 from paralab.view.widget_offload import Offload as offload
@@ -25,5 +27,5 @@ from paralab.view.widget_tensor import Tensor as tensor
 from paralab.view.widget_tensor1d import Tensor1D as tensor1d
 from paralab.view.widget_zero import Zero as zero
 
-__all__ = ["Bench", "Knob", "Sketch", "collective", "explore", "memory", "offload", "pipeline",
-           "tensor", "tensor1d", "zero"]  # fmt: skip
+__all__ = ["Bench", "Knob", "Sketch", "collective", "data_parallel", "explore", "memory", "offload",
+           "pipeline", "tensor", "tensor1d", "zero"]  # fmt: skip

@@ -9,7 +9,8 @@ from browser.notebook import Notebook
 
 # {widget: how to make one that has somewhere to go, and whose first run can be stopped}
 WIDGETS = {
-    "explore": "pl.explore(plan=pl.Plan(dp=2, microbatch_size=4, bucket_bytes=2**18))",
+    "data_parallel": "pl.view.widgets.data_parallel("
+    "plan=pl.Plan(dp=2, microbatch_size=4, bucket_bytes=2**18))",
     "memory": "pl.view.widgets.memory(pl.ModelSpec(layers=2, hidden=256, heads=8, seq_len=64))",
     "collective": "pl.view.widgets.collective()",
     "offload": "pl.view.widgets.offload().set(parameters='cpu', optimizer='cpu')",

@@ -1,0 +1,182 @@
+"""Where the cells of a mesh lie: rows of pipeline ranks, blocks of data-parallel indices, and which
+of them are drawn if there are too many; the frames of nodes around them.
+
+Lengths are in cells, y grows downwards. See rank_mesh.py for what it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paralab.spec import Cluster, Plan
+from paralab.view import theme
+
+if TYPE_CHECKING:
+    from paralab.view.rank_mesh import Group
+
+ROWS, COLUMNS = 10, 24  # cells at most: each has to have room for a rank of four digits
+TP_CELLS = 12
+BLOCK_GAP, LEFT_OUT = 0.35, 1.0  # in cells: between blocks; where some are left out
+NARROWEST = 6.0  # cells that the picture is wide: of fewer ranks none is a bar
+ROW_GAP = 0.5  # in rows: room for the node's name
+
+
+class Grid:
+    """Which cells are drawn, and where. x, y: left and upper edges, in cells; y grows downwards."""
+
+    def __init__(self, plan: Plan, own: int) -> None:
+        self.plan, self.own, at = plan, own, plan.place(own)
+        tps = shown(plan.tp, at.tp, TP_CELLS)
+        dps = shown(plan.dp, at.dp, max(2, COLUMNS // len(tps)))
+        pps = shown(plan.pp, at.pp, ROWS)
+        self.left_out = [f"{len(shown)} of {of} {name} drawn" for name, shown, of in
+                         (("pipeline ranks", pps, plan.pp), ("dp indices", dps, plan.dp),
+                          ("tp indices", tps, plan.tp)) if len(shown) < of]  # fmt: skip
+        self.x: dict[tuple[int, int], float] = {}  # (dp, tp): left edge
+        self.blocks: list[tuple[float, int]] = []  # middle of a block, its dp index
+        self.gaps: list[float] = []  # middles of what is left out
+        now = 0.0
+        for d, before in zip(dps, [None, *dps], strict=False):
+            if before is not None:
+                now += self._gap(now, d - before, BLOCK_GAP if plan.tp > 1 else 0.0)
+            start = now
+            for t, left in zip(tps, [None, *tps], strict=False):
+                now += 0.0 if left is None else self._gap(now, t - left, 0.0)
+                self.x[d, t] = now
+                now += 1.0
+            self.blocks.append(((start + now) / 2, d))
+        self.right = now
+        self.y: dict[int, float] = {}  # pp index: upper edge
+        self.row_gaps: list[float] = []
+        now = 0.0
+        for p, before in zip(pps, [None, *pps], strict=False):
+            if before is not None:
+                now += ROW_GAP if p - before == 1 else LEFT_OUT + ROW_GAP
+                if p - before > 1:
+                    self.row_gaps.append(now - ROW_GAP - LEFT_OUT / 2)
+            self.y[p] = now
+            now += 1.0
+        self.bottom = now
+
+    def _gap(self, now: float, distance: int, usual: float) -> float:
+        if distance == 1:
+            return usual
+        self.gaps.append(now + LEFT_OUT / 2)
+        return LEFT_OUT
+
+    def block_names(self) -> list[str]:
+        """ "dp 0", or where blocks are narrow "0", the first one in full."""
+        narrow = self.plan.tp == 1 and len(self.blocks) > 12
+        return [str(index) if narrow and i else f"dp {index}"
+                for i, (_, index) in enumerate(self.blocks)]  # fmt: skip
+
+    def rank(self, pp: int, dp: int, tp: int) -> int:
+        return (pp * self.plan.dp + dp) * self.plan.tp + tp
+
+    def cells(
+        self, colours: dict[str, str], found: Sequence[Group], cluster: Cluster | None
+    ) -> dict[str, Any]:  # fmt: skip
+        """All cells as one heat map whose numbers are colours; holes between them."""
+        codes = {name: code for code, name in enumerate(colours)}
+        of = {r: group.axis for group in reversed(found) for r in group.ranks} | {self.own: "rank"}
+        across, columns = edges(self.x)
+        down, rows = edges(self.y)
+        z, text, hover = [], [], []
+        for p in rows:
+            line: list[list[Any]] = [[], [], []]
+            for place in columns:
+                if p is None or place is None:
+                    values = (None, "", "")
+                else:
+                    r = self.rank(p, *place)
+                    axis = of.get(r, "other")
+                    said = f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}"
+                    said += f", node {cluster.node_of(r)}" if cluster is not None else ""
+                    said += f"<br>in the {axis} group of rank {self.own}" * (
+                        axis not in ("other", "rank")
+                    )
+                    values = (codes[axis], str(r), said)
+                for values_of, value in zip(line, values, strict=True):
+                    values_of.append(value)
+            z.append(line[0]), text.append(line[1]), hover.append(line[2])
+        most = max(1, len(colours) - 1)
+        scale = [[code / most, colours[name]] for name, code in codes.items()]
+        widest = len(str(self.plan.world_size - 1))
+        size = 13 if self.right <= 17 else 11 if widest < 4 or self.right <= 20 else 9
+        return {
+            "type": "heatmap", "name": "ranks", "x": across, "y": down, "z": z, "text": text,
+            "texttemplate": "%{text}", "textfont": {"size": size}, "hovertext": hover,
+            "hovertemplate": "%{hovertext}<extra></extra>", "hoverongaps": False, "xgap": 2,
+            "colorscale": scale, "zmin": 0, "zmax": most, "showscale": False, "showlegend": False,
+        }  # fmt: skip
+
+    def _pieces(self, cluster: Cluster) -> list[tuple[int, float, float, float, float]]:
+        """(node, left, right, upper, lower) of every rectangle that a node's cells make."""
+        made: list[tuple[int, float, float, float, float]] = []
+        for p, y in self.y.items():
+            runs: list[tuple[int, float, float]] = []
+            for (d, t), x in self.x.items():
+                node = cluster.node_of(self.rank(p, d, t))
+                close = runs and runs[-1][0] == node and x - runs[-1][2] < LEFT_OUT
+                if close:
+                    runs[-1] = (node, runs[-1][1], x + 1.0)
+                else:
+                    runs.append((node, x, x + 1.0))
+            for node, left, right in runs:
+                above = [i for i, one in enumerate(made)
+                         if one[:3] == (node, left, right) and y - one[4] < LEFT_OUT]  # fmt: skip
+                if above:
+                    made[above[0]] = (*made[above[0]][:4], y + 1.0)
+                else:
+                    made.append((node, left, right, y, y + 1.0))
+        return made
+
+    def frames(self, cluster: Cluster | None) -> list[dict[str, Any]]:
+        pieces = [] if cluster is None else self._pieces(cluster)
+        line = {"color": theme.look().faint, "width": 1.5}
+        return [{"type": "rect", "x0": left - 0.02, "x1": right + 0.02, "y0": upper - 0.07,
+                 "y1": lower + 0.07, "line": line} for _, left, right, upper, lower in pieces
+                ]  # fmt: skip
+
+    def names(self, cluster: Cluster | None) -> list[dict[str, Any]]:
+        """Every frame's node above its left corner; its number alone where there is no room."""
+        pieces = [] if cluster is None else self._pieces(cluster)
+        wide = min((right - left for _, left, right, _, _ in pieces), default=0.0)
+        word = "node " if wide >= 0.075 * self.right else ""
+        return [{"x": left, "y": upper - 0.07, "text": f"{word}{node}", "showarrow": False,
+                 "xanchor": "left", "yanchor": "bottom", "borderpad": 0,
+                 "font": {"size": 10, "color": theme.look().faint}}
+                for node, left, _, upper, _ in pieces]  # fmt: skip
+
+    def dots(self) -> list[dict[str, Any]]:
+        """Where cells are left out."""
+        font = {"size": 16, "color": theme.look().faint}
+        dots = {"showarrow": False, "font": font}
+        middle = next(iter(self.y.values())) + 0.5
+        return [{**dots, "x": x, "y": middle, "text": "⋯"} for x in self.gaps] + [
+            {**dots, "x": self.right / 2, "y": y, "text": "⋮"} for y in self.row_gaps
+        ]
+
+
+def shown(n: int, own: int, most: int) -> list[int]:
+    """At most ``most`` of n indices: own and beside it, the first ones, the last."""
+    if n <= most:
+        return list(range(n))
+    wanted = dict.fromkeys([own, 0, n - 1, own + 1, own - 1, *range(n)])
+    return sorted([i for i in wanted if 0 <= i < n][:most])
+
+
+def edges(starts: dict[Any, float]) -> tuple[list[float], list[Any]]:
+    """Edges of cells of width 1 and of the holes between them; what is between two edges: a key of
+    ``starts``, or None for a hole.
+    """
+    made: list[float] = []
+    keys: list[Any] = []
+    for key, start in starts.items():
+        if made and start > made[-1]:
+            keys.append(None)
+            made.append(start)
+        made += [start, start + 1.0] if not made else [start + 1.0]
+        keys.append(key)
+    return made, keys

@@ -1,0 +1,193 @@
+"""The mesh: every rank a cell, every node a frame, and the groups of one rank in colour.
+
+    numpy.arange(world_size).reshape(pp, dp, tp)
+
+A row is a pipeline rank, a block in it a data-parallel index, and the cells of a block are tensor
+parallel to each other: neighbours in rank lie side by side (PTD-P, Narayanan+ 2021,
+arXiv:2104.04473, sec. 3.2). So the tp group of a rank is its block, its dp group the row's cells at
+the same place, its pipeline the column. Ranks fill one node after the other: a frame says at once
+which group stays on links inside a node, and which has to leave it.
+
+Of more ranks than a screen has room for, the rank's neighbourhood is drawn: its own row and block,
+those beside them, the first and the last; the second line of the title says how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paralab.checks import illegal, whole
+from paralab.spec import Cluster, Plan
+from paralab.view import theme
+from paralab.view.mesh_grid import NARROWEST, ROW_GAP, Grid
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from paralab.view.chart import Chart
+
+ROW, LEGEND_ROW, HEAD = 34, 20, 84  # pixels
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of one rank.
+
+    ranks    all of its members, in group order
+    sends    what flows in it
+    level    "intra", or "inter" if a call in it leaves a node; "" where no cluster is stated
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    sends: str
+    level: str
+
+    @property
+    def name(self) -> str:
+        """ "tp: 8 ranks inside a node, all-reduce of activations"."""
+        place = f" {theme.LEVEL_NAME[self.level]}" if self.level else ""
+        return f"{self.axis}: {len(self.ranks)} ranks{place}, {self.sends}"
+
+
+def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Group]:
+    """The groups of ``rank`` that have more than one member, from the innermost axis outwards."""
+    axes = {"tp": _tp_sends(plan), **_dp_sends(plan),
+            "pp": "activations one way, their gradients the other, stage to stage"}  # fmt: skip
+    found = []
+    for axis, sends in axes.items():
+        ranks = plan.ranks(axis, rank)
+        if len(ranks) > 1:
+            found.append(Group(axis, ranks, sends, _level(cluster, ranks)))
+    return found
+
+
+def _level(cluster: Cluster | None, ranks: Sequence[int]) -> str:
+    if cluster is None:
+        return ""
+    return "inter" if len({cluster.node_of(r) for r in ranks}) > 1 else "intra"
+
+
+def _tp_sends(plan: Plan) -> str:
+    if plan.tp_mode == "3d":
+        return "all-gather and reduce-scatter of blocks in every layer"
+    if plan.tp_mode != "1d":
+        return "broadcast and reduce of blocks in every layer"
+    if plan.sequence_parallel:
+        return "all-gather and reduce-scatter of activations in every layer"
+    return "all-reduce of activations in every layer"
+
+
+def _dp_sends(plan: Plan) -> dict[str, str]:
+    """{axis: what flows} of data parallelism: one group, or with HSDP two."""
+    if not plan.zero_stage:
+        return {"dp": f"all-reduce of gradients, {theme.text(plan.grad_sync_name)}"}
+    dealt = "reduce-scatter of gradients, all-gather of parameters"
+    dealt += " for every use" * (plan.zero_stage == 3)
+    if plan.shard_degree == plan.dp:
+        return {"dp": f"{dealt} (ZeRO-{plan.zero_stage})"}
+    return {"shard": f"{dealt} (ZeRO-{plan.zero_stage})",
+            "replica": "all-reduce of the gradients' parts"}  # fmt: skip
+
+
+def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None) -> Chart:
+    """The ranks of ``plan`` as a grid, the groups of ``rank`` (default 0) in the colours of their
+    axes, with what flows in each, and the nodes of ``cluster`` (default: none stated) as frames.
+
+    Of more than ten pipeline ranks, or two dozen ranks in one of them, the rank's neighbourhood.
+    The table has all of them. Raises ValueError if there is no such rank, or too few devices.
+    """
+    if not isinstance(plan, Plan):
+        raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
+    world = plan.world_size
+    if cluster is not None and world > cluster.num_devices:
+        raise illegal("cluster", cluster.name, f"it has {cluster.num_devices} devices, the plan "
+                      f"needs {world}", "more nodes, or fewer ranks")  # fmt: skip
+    own = 0 if rank is None else whole("rank", rank, at_least=0, at_most=world - 1)
+    found = groups(plan, cluster, own)
+    grid = Grid(plan, own)
+    below = [f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}, ranks side by side in tp"]
+    below += grid.left_out
+    legend = max(1, len(found) + 1)
+    fig = theme.figure(
+        _finding(plan, cluster, own, found), " · ".join(below),
+        height=int(HEAD + 40 + ROW * max(3.0, grid.bottom) + LEGEND_ROW * legend),
+        margin={"t": HEAD, "b": 14 + LEGEND_ROW * legend, "l": 10, "r": 16},
+        legend={"orientation": "v", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0,
+                "xanchor": "left", "traceorder": "normal", "font": {"size": 12},
+                "itemclick": False, "itemdoubleclick": False},
+        xaxis={"side": "top", "tickvals": [x for x, _ in grid.blocks], "showgrid": False,
+               "ticktext": grid.block_names(), "showticklabels": plan.dp > 1, "tickangle": 0,
+               "range": [-0.15, max(grid.right, NARROWEST) + 0.15],
+               "showline": False, "fixedrange": True},
+        yaxis={"tickvals": [y + 0.5 for y in grid.y.values()], "showgrid": False,
+               "ticktext": [f"{row_name(plan, index)} " for index in grid.y], "showline": False,
+               "range": [grid.bottom + 0.1, -ROW_GAP - 0.1], "fixedrange": True},
+    )  # fmt: skip
+    colours = {"other": theme.look().grid, "rank": theme.KIND_COLOUR["copy"]}
+    colours |= {group.axis: _colour(group.axis) for group in found}
+    fig.add_traces([grid.cells(colours, found, cluster), *_keys(own, colours, found)])
+    fig.update_layout(shapes=grid.frames(cluster), annotations=[*grid.names(cluster), *grid.dots()])
+    drawn = len(grid.y) * len(grid.x)
+    said = f", {drawn} of them drawn" * (drawn < world)
+    return fig.explained(
+        f"mesh of {theme.plan_name(plan)}: {world} rank{'s' * (world > 1)}{said}, "
+        f"{len(found)} group{'s' * (len(found) != 1)} of rank {own}",
+        lambda: _table(plan, cluster, own, found),
+    )  # fmt: skip
+
+
+def _colour(axis: str) -> str:
+    """Of an axis; replicas, which are data parallel too, are paler than those that share."""
+    if axis == "replica":
+        return theme.shade(theme.axis_colour("dp"), 1, 2)
+    return theme.axis_colour("dp" if axis == "shard" else axis)
+
+
+def row_name(plan: Plan, index: int) -> str:
+    """ "stage 2", or of a rank with several chunks "stages 2, 6"."""
+    stages = range(index, plan.stages, plan.pp)
+    if len(stages) == 1:
+        return f"stage {index}"
+    shown = ", ".join(map(str, stages)) if len(stages) < 4 else f"{index}, {index + plan.pp}, ..."
+    return f"stages {shown}"
+
+
+def _finding(plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Group]) -> str:
+    """Whom the rank talks to, and which groups leave their node."""
+    world, others = plan.world_size, {r for group in found for r in group.ranks} - {own}
+    if not others:
+        return "One rank, and nobody to talk to"
+    said = f"Rank {own} shares groups with {len(others):,} of {world - 1:,} others"
+    far = [group.axis for group in found if group.level == "inter"]
+    if cluster is None:
+        return said
+    if not far:
+        return f"{said}, all inside its node"
+    near = [group.axis for group in found if group.level == "intra"]
+    said += f": {' and '.join(far)} between nodes"
+    return said + f", {' and '.join(near)} inside one" * bool(near)
+
+
+def _keys(own: int, colours: dict[str, str], found: Sequence[Group]) -> list[dict[str, Any]]:
+    """The legend: the rank itself, and every group in words."""
+    names = {"rank": f"rank {own}"} | {group.axis: group.name for group in found}
+    return [{"type": "scatter", "x": [None], "y": [None], "mode": "markers", "name": said,
+             "marker": {"symbol": "square", "size": 12, "color": colours[key]}}
+            for key, said in names.items()]  # fmt: skip
+
+
+def _table(
+    plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Group]
+) -> pd.DataFrame:  # fmt: skip
+    """Every rank: its place, its node (-1: none stated) and the group that it shares with own."""
+    import pandas as pd
+
+    of = {r: group.axis for group in reversed(found) for r in group.ranks} | {own: "rank"}
+    rows = [(r, *plan.place(r), -1 if cluster is None else cluster.node_of(r), of.get(r, ""))
+            for r in range(plan.world_size)]  # fmt: skip
+    return pd.DataFrame(rows, columns=["rank", "pp", "dp", "tp", "node", "group"])

@@ -1,0 +1,148 @@
+"""What every pipeline stage needs on its device at its peak, by category, against what there is.
+
+A bar for the fullest rank of each pipeline rank, for those of a stage differ in nothing but what a
+grid does not divide. What was offloaded lies on the host or in files and has bars of its own. Of
+many stages the fullest, the first, the last and some between.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paralab.checks import illegal
+from paralab.records.tables import TIERS
+from paralab.view import theme
+from paralab.view.memory import bytes_bars
+from paralab.view.memory_curves import capacity
+from paralab.view.memory_tiers import TIER_NAME
+from paralab.view.rank_mesh import row_name
+
+if TYPE_CHECKING:
+    from paralab.report import Report
+    from paralab.view.chart import Chart
+
+MAX_STAGES = 4
+
+
+class Peak(NamedTuple):
+    """{category: bytes} of one rank in one tier at the moment when they are most."""
+
+    rank: int
+    tier: str
+    held: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values())
+
+
+def peaks(report: Report) -> dict[tuple[int, str], Peak]:
+    """{(pipeline rank, tier): peak of the fullest rank there}, device first; from the memory table.
+
+    Raises ValueError if no memory was sampled.
+    """
+    table = report.memory
+    if table.empty:
+        raise illegal("report", report, "no memory was sampled in it",
+                      "what pl.run(...) or pl.predict(...) returned for a model")  # fmt: skip
+    samples: dict[tuple[int, str, int, float], dict[str, int]] = defaultdict(dict)
+    columns = ("rank", "tier", "step", "time", "category", "bytes")
+    for rank, tier, step, time, category, size in zip(
+        *(table[name].tolist() for name in columns), strict=True
+    ):
+        samples[rank, tier, step, time][category] = size
+    found: dict[tuple[int, str], Peak] = {}
+    for (rank, tier, _, _), held in samples.items():
+        key, peak = (report.plan.place(rank).pp, tier), Peak(rank, tier, held)
+        if peak.total and (key not in found or peak.total > found[key].total):
+            found[key] = peak
+    return dict(sorted(found.items(), key=lambda one: (one[0][0], TIERS.index(one[0][1]))))
+
+
+def stage_memory(*reports: Report) -> Chart:
+    """Peaks by category: a bar per pipeline stage and tier, of one report or of several on one
+    scale, with what a device holds (the run's memory limit, or the cluster's memory) as a line.
+
+    Raises ValueError without reports, or on one without memory samples.
+    """
+    if not reports:
+        raise illegal("reports", reports, "nothing to draw", "one report or several")
+    bars: dict[str, dict[str, int]] = {}
+    limits: dict[str, float] = {}
+    drawn, fullest = 0, []
+    for report in reports:
+        found = peaks(report)
+        shown = _chosen({pp: peak.total for (pp, tier), peak in found.items() if tier == "device"})
+        drawn = max(drawn, len(shown))
+        for (pp, tier), peak in found.items():
+            if pp in shown:
+                bars[_label(report, pp, tier, many=len(reports) > 1)] = _kinds(peak.held)
+        fullest.append(max((p for p in found.values() if p.tier == "device"),
+                           key=lambda p: p.total))  # fmt: skip
+        if (limit := capacity(report)) is not None:
+            limits[limit[0]] = limit[1]
+    chart = bytes_bars(bars, limits, title=_finding(reports, fullest))
+    clocks = " and ".join(dict.fromkeys(report.clock for report in reports))
+    chart.said_below(f"{clocks}, peak of a step")
+    if drawn < reports[0].plan.pp:
+        chart.said_below(f"{drawn} of {reports[0].plan.pp} stages drawn")
+    chart._summary = f"{chart.summary} ({clocks})"
+    return chart
+
+
+def _chosen(totals: dict[int, int]) -> set[int]:
+    """The first, the fullest, the last, and of the others the fullest."""
+    order = sorted(totals)
+    most = sorted(order, key=lambda pp: -totals[pp])
+    wanted = dict.fromkeys([most[0], order[0], order[-1], *most])
+    return set(list(wanted)[:MAX_STAGES])
+
+
+def _label(report: Report, pp: int, tier: str, *, many: bool) -> str:
+    parts = [row_name(report.plan, pp)] if report.plan.pp > 1 else []
+    parts += [TIER_NAME[tier]] * (tier != "device" or not parts)
+    return ", ".join([*parts, *[report.clock] * many])
+
+
+def _kinds(held: dict[str, int]) -> dict[str, int]:
+    """By category, and what has no colour of its own as "other"."""
+    found: dict[str, int] = defaultdict(int)
+    for category, size in held.items():
+        found[category if category in theme.CATEGORY_COLOUR else "other"] += size
+    return dict(found)
+
+
+def _finding(reports: tuple[Report, ...], fullest: list[Peak]) -> str:
+    """Whether it fits, with the numbers; of several reports how far apart they are."""
+    report, peak = reports[0], fullest[0]
+    said = f"{row_name(report.plan, report.plan.place(peak.rank).pp)} needs " * (report.plan.pp > 1)
+    said = (said or "A device needs ") + theme.scaled(peak.total, "B")
+    said = said[:1].upper() + said[1:]
+    for other, more in zip(reports[1:], fullest[1:], strict=True):
+        said += f", {other.clock} {theme.scaled(more.total, 'B')}"
+    if (limit := capacity(report)) is None:
+        return said
+    share = peak.total / limit[1]
+    if share > 1:
+        return f"{said}: {share:.2g} times what a device has, it does not fit"
+    few = f"{100 * share:.0f} %" if share >= 0.01 else "less than 1 %"
+    return f"{said}: {few} of what a device has"
+
+
+def fits(report: Report) -> str | None:
+    """What stands in the way of a plan in terms of memory, with the numbers; None if it fits."""
+    limit = capacity(report)
+    if limit is None or report.memory.empty:
+        return None
+    worst: Any = max((p for p in peaks(report).values() if p.tier == "device"),
+                     key=lambda p: p.total)  # fmt: skip
+    if worst.total <= limit[1]:
+        return None
+    who = row_name(report.plan, report.plan.place(worst.rank).pp)
+    most = max(worst.held, key=lambda category: worst.held[category])
+    return (
+        f"It does not fit: a device of {who} needs {theme.scaled(worst.total, 'B')} and has "
+        f"{theme.scaled(limit[1], 'B')}; most of it, {theme.scaled(worst.held[most], 'B')}, is "
+        f"{most}"
+    )
