@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from paralab.dry_run import dry_run
 from paralab.experiment import run
 from paralab.launch import OutOfMemory, RankError, RankTimeout, Stopped, launch, warm_up
 from paralab.report import Report, load
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster", "Link", "ModelSpec", "OutOfMemory", "Plan", "RankError", "RankTimeout", "Report",
-    "Stopped", "compare", "explore", "launch", "load", "predict", "run", "trace", "warm_up",
+    "Stopped", "compare", "dry_run", "explore", "launch", "load", "predict", "run", "trace", "warm_up",
 ]  # fmt: skip
 
 _LAZY = ("exercises", "view")  # subpackages that bring plotly and widgets along

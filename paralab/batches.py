@@ -36,9 +36,10 @@ def read_scalars(scalars: list[Tensor], *, device: str = "cpu") -> list[float]:
     """The one place where numbers come back from the device, once per step.
 
     Whoever has none to read waits for ``device`` all the same: the step is over when it is done.
+    A dry run has nothing to read: its tensors have no values.
     """
-    values = torch.stack(scalars or [torch.zeros((), device=device)]).double().tolist()
-    return values[: len(scalars)]
+    values = torch.stack(scalars or [torch.zeros((), device=device)]).double()
+    return [] if values.is_meta else values.tolist()[: len(scalars)]
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:

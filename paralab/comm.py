@@ -9,6 +9,8 @@ interface): its reduce-scatter is n all-reduces, twice the minimum, so ours is a
 local sum; its reduce sends up to 2.3 times the minimum, so ours is direct sends and a local sum.
 Both add in rank order.
 
+The backend "fake" is a dry run's: nobody is there. A call writes its row and is over.
+
 [Note: CUDA] With NCCL a group's calls run on a stream of their own and nothing blocks the host.
 Gloo cannot read device memory: there, tensors go through the host (staging.py).
 """
@@ -61,6 +63,7 @@ class Group:
         self.process_group = dist.group.WORLD if process_group is None else process_group
         self.level = self._level_of(ranks)
         self.phase = "grad_sync" if axis == "dp" else "data"
+        self.fake = context.backend == "fake"
         on_cuda = context.device.startswith("cuda")
         stage = (on_cuda and context.backend == "gloo") if stage is None else stage
         self.staging = HostStaging(recorder) if stage else None
@@ -88,8 +91,9 @@ class Group:
             return self
         key = (ranks, axis)
         if key not in self._subgroups:
+            process_group = None if self.fake else dist.new_group(list(ranks))
             settings = {"context": self.context, "recorder": self.recorder,
-                        "process_group": dist.new_group(list(ranks)),
+                        "process_group": process_group,
                         "stage": self.staging is not None}  # fmt: skip
             member = self.context.rank in ranks
             self._subgroups[key] = Group(ranks, axis=axis, **settings) if member else None
@@ -234,8 +238,9 @@ class Group:
             works, span = self._on_stream(lane, after, tensors, post)
         else:
             span = recorder.launch(lane, after, recorder.clock.host())
+            posted = [] if self.fake else post(*tensors)
             works = self._arrivals.watch(
-                post(*tensors), ops, lambda: recorder.completed(span, recorder.clock.host())
+                posted, ops, lambda: recorder.completed(span, recorder.clock.host())
             )
         for op, payload, peer in ops:
             root = self.ranks.index(peer) if op in ("broadcast", "reduce") else 0

@@ -246,8 +246,10 @@ def initialize(
 
     GPT-2's rule: normal with deviation 0.02, the two projections into the residual stream divided
     by sqrt(2 l); biases 0, norm weights 1. A tied head's copy starts from what the embedding starts
-    from. See [Note: initial weights].
+    from. See [Note: initial weights]. A dry run's tensors have no values to fill.
     """
+    if parameter.is_meta:
+        return
     if spec.tied and name == "head.output.weight":
         name = "embedding.token.weight"
     if name.endswith("bias"):

@@ -1,10 +1,10 @@
-"""Report: what a run, a replay or a prediction left behind. One type for all three.
+"""Report: what a run, a replay, a prediction or a dry run left behind. One type for all of them.
 
 Everything that draws, compares or checks takes a Report and asks only ``clock`` where its times
 come from: "measured" (wall clock, ranks on devices of their own), "replayed" (measured compute
-costs on one virtual device per rank, with a stated link model) or "predicted". Costs nothing but
-memory: five tables, a list of losses, and the weights if they were asked for. Torch is not
-imported here.
+costs on one virtual device per rank, with a stated link model) or "predicted"; or nowhere: "dry
+run". Costs nothing but memory: five tables, a list of losses, and the weights if they were asked
+for. Torch is not imported here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
-from paralab.records import metrics, tables
+from paralab.records import dry, metrics, tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
 
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-CLOCKS = ("measured", "replayed", "predicted")
+CLOCKS = ("measured", "replayed", "predicted", dry.CLOCK)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Report:
     """Times are seconds from the start of step 0, sizes bytes. Step 0 is warm-up.
 
-    clock        "measured" | "replayed" | "predicted"
+    clock        "measured" | "replayed" | "predicted" | "dry run", which has rows of one rank alone
+                 (meta["rank"]), and in place of times the numbers of what happens, in order
     model, plan  what was trained and how it was split; ``cluster`` on what, where that was stated.
                  model is None for a traced function (`pl.trace`), which trains nothing
     spans        id, rank, step, lane, kind, stage, chunk, microbatch, start, end, cost, after.
@@ -153,6 +154,7 @@ class Report:
         """
         from paralab.theory.ideal import bubbles
 
+        dry.needs_times(self, "a bubble")
         return bubbles(self, cluster)
 
     def traffic(
@@ -179,6 +181,7 @@ class Report:
         """
         from paralab.view.timeline import timeline
 
+        dry.needs_times(self, "a timeline")
         return timeline(self, step=step, ranks=ranks, ideal=ideal)
 
     def traffic_chart(self) -> go.Figure:
@@ -200,6 +203,7 @@ class Report:
         """Of a pipeline: how many micro-batches' activations every rank keeps, over time."""
         from paralab.view.live import live_activations
 
+        dry.needs_times(self, "a chart over all ranks")
         return live_activations(self, step=step)
 
     def loss_chart(self) -> go.Figure:
@@ -220,6 +224,7 @@ class Report:
         """A trace that ui.perfetto.dev opens (Chrome trace-event JSON)."""
         from paralab.view.perfetto import to_perfetto
 
+        dry.needs_times(self, "a trace")
         to_perfetto(self, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -237,6 +242,7 @@ class Report:
         """
         from paralab.theory.replay import replay
 
+        dry.needs_times(self, "a replay")
         return replay(self, cluster, compute=compute)
 
     def __repr__(self) -> str:
@@ -249,6 +255,8 @@ class Report:
         counts = [(self.world_size, "rank"), (len(set(self.steps["step"])), "step"),
                   (len(calls), "collective"), (messages, "message")]  # fmt: skip
         said = [f"{n} {name}{'s' * (n != 1)}" for n, name in counts]
+        if self.clock == dry.CLOCK:
+            said[0] = f"rank {self.meta.get('rank')} of {said[0]}"
         if metrics.in_outline(self):  # its rows are sums of calls
             said[2:] = [f"{len(metrics.reported_ranks(self))} in outline"]
         elif not messages or not len(calls):  # what there is none of goes unsaid, but not both

@@ -21,7 +21,6 @@ no mode, no hook.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -129,7 +128,7 @@ class Ledger(Storages):
         if self.live > self._top:
             away = self.recorder.away.copy()
             self._top = self.live
-            self._at_top = (time.perf_counter(), self.bytes.copy(), away)
+            self._at_top = (self.recorder.clock.now(), self.bytes.copy(), away)
 
     # ---- what it is for -----------------------------------------------------------------------
     def owns(self, category: str, *tensors: Tensor) -> None:
@@ -196,7 +195,7 @@ class Ledger(Storages):
         if samples and self._at_top is not None and self._top > self.live:
             samples.append(Sample(step, None, *self._at_top))
         away = self.recorder.away.copy()
-        samples.append(Sample(step, mark, time.perf_counter(), self.bytes.copy(), away))
+        samples.append(Sample(step, mark, self.recorder.clock.now(), self.bytes.copy(), away))
         self._top, self._at_top, self._noted = self.live, None, self.live
         self._most = max(self._most, self.live)
 
@@ -226,8 +225,11 @@ def watch(
     """A ledger that is on from here to the end of the ``with``, or to ``close()``."""
     if limit is not None and device.startswith("cuda"):
         _bound_allocator(limit, device)
+    kind = Ledger
+    if device == "meta":
+        from paralab.observe.dry import DryLedger as kind
     watched = contextlib.ExitStack()
-    watched.enter_context(Ledger(recorder, device=device, limit=limit, advise=advise))
+    watched.enter_context(kind(recorder, device=device, limit=limit, advise=advise))
     return watched
 
 

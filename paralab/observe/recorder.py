@@ -39,12 +39,13 @@ class Recorder:
     """The notebook of one rank.
 
     rank, world_size  make span ids unique over ranks: local number * world_size + rank
-    device            "cpu" reads thread CPU time as a span's cost, "cuda:i" device time from events
+    device            "cpu" reads thread CPU time as a span's cost, "cuda:i" device time from events;
+                      "meta", a dry run's, numbers what happens instead of timing it
     """
 
     def __init__(self, *, rank: int, world_size: int, device: str = "cpu") -> None:
         self.rank, self.world_size = rank, world_size
-        self.clock = _CudaClock(device) if device.startswith("cuda") else _CpuClock()
+        self.clock = _clock(device)
         self.step = 0
         self._count = 0
         self._open: list[tuple] = []  # stack of (kind, microbatch, stage, chunk, after)
@@ -213,14 +214,14 @@ class Recorder:
         now = self.clock.mark()
         if not self._steps:
             self.samples.clear()  # building the model is no part of a step
-        self._steps.append((step, now, _beside()))
+        self._steps.append((step, now, self.clock.beside()))
         self._sample(now)
 
     def end_step(self) -> None:
         """Close the step, after its scalars were read and the device has nothing left to do."""
         step, start, beside = self._steps.pop()
         now = self.clock.mark()
-        self._steps.append((step, start, now, _beside() - beside))
+        self._steps.append((step, start, now, self.clock.beside() - beside))
         self._sample(now)
 
     def tables(self) -> dict[str, dict[str, list]]:
@@ -255,11 +256,6 @@ class Recorder:
         }
 
 
-def _beside() -> float:
-    """Processor seconds so far of this process's other threads: those that carry its messages."""
-    return time.process_time() - time.thread_time()
-
-
 def _columns(names: tuple[str, ...], rows: list[tuple]) -> dict[str, list]:
     return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
@@ -282,7 +278,47 @@ class _Span:
         self.recorder.leave()
 
 
-class _CpuClock:
+def _clock(device: str) -> Any:
+    if device == "meta":
+        return _OrderClock()
+    return _CudaClock(device) if device.startswith("cuda") else _CpuClock()
+
+
+class _Clock:
+    """What a clock of a real run knows beside its marks."""
+
+    def now(self) -> float:
+        """The host's time, between two marks."""
+        return time.perf_counter()
+
+    def beside(self) -> float:
+        """Processor seconds so far of this process's other threads: those that carry messages."""
+        return time.process_time() - time.thread_time()
+
+
+class _OrderClock:
+    """A dry run's: a mark is the number of what happens, and nothing takes any time."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def mark(self) -> int:
+        self._count += 1
+        return self._count
+
+    host = now = mark
+
+    def seconds(self, mark: int) -> float:
+        return float(mark)
+
+    def cost(self, start: int, end: int) -> float:
+        return 0.0
+
+    def beside(self) -> float:
+        return 0.0
+
+
+class _CpuClock(_Clock):
     """A mark is (wall seconds, this thread's CPU seconds).
 
     The thread's CPU time leaves out what other ranks did on the same core: it is what the span
@@ -303,7 +339,7 @@ class _CpuClock:
         return end[1] - start[1]
 
 
-class _CudaClock:
+class _CudaClock(_Clock):
     """A mark is a CUDA event on the current stream; its time is known once the device has passed
     it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any, NamedTuple
 
 CATEGORIES = (
@@ -35,14 +36,16 @@ def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
     table: list[tuple] = []
     seen: set[tuple[str, str]] = set()
     last = float("-inf")
+    before = after = None  # the boundaries that a sample lies between
     for i, (step, mark, host, held, away) in enumerate(samples):
-        if mark is None:  # between two boundaries
-            before = next(s for s in reversed(samples[:i]) if s.mark is not None)
-            after = next((s for s in samples[i:] if s.mark is not None), before)
+        if mark is None:
+            if after is None:
+                after = next((s for s in islice(samples, i, None) if s.mark is not None), before)
             share = (host - before.host) / ((after.host - before.host) or 1.0)
             start = clock.seconds(before.mark)
             when = start + share * (clock.seconds(after.mark) - start)
         else:
+            before, after = samples[i], None
             when = clock.seconds(mark)
         last = when = max(when, last + 1e-7)
         found = {**{("device", name): size for name, size in held.items()}, **away}

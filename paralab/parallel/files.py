@@ -126,6 +126,19 @@ class Files:
             ) from error
 
 
+class DryFiles:
+    """A dry run's: files that have names and sizes, and are nowhere."""
+
+    def create(self, name: str, size: int) -> None:
+        pass
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def _direct(folder: Path) -> int:
     """The flag that opens files here past the page cache; 0 if the file system has none."""
     probe = folder / "probe"

@@ -6,7 +6,8 @@ turn, and so does what is written.
 
 On a CPU the device's memory and the host's are the same chips. What keeps them apart is who counts:
 the ledger sees what the rank's own thread does, and the jobs here run in others; what they hold is
-counted here, as tiers of their own, and no ``memory_limit`` bounds it.
+counted here, as tiers of their own, and no ``memory_limit`` bounds it. In a dry run there is none of
+all this: tensors without bytes, lanes that move nothing, files that are nowhere.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from paralab.observe.recorder import Recorder
-from paralab.parallel.files import Files, aligned
-from paralab.parallel.lanes import Job, Lane
+from paralab.parallel.files import DryFiles, Files, aligned
+from paralab.parallel.lanes import DryLane, Job, Lane
 from paralab.tiers import Offload
 
 
@@ -66,16 +67,19 @@ class Host:
 
     def __init__(self, tiers: Offload, *, context: Any, recorder: Recorder, folder: Path) -> None:
         self.tiers, self.recorder = tiers, recorder
-        self.cuda = context.device.startswith("cuda")
+        self.cuda, self.dry = context.device.startswith("cuda"), context.device == "meta"
 
         def lane(name: str, *, device: str | None = None) -> Lane:
-            return Lane(name, recorder, device=device, bandwidth=tiers.limits.get(name),
+            kind = DryLane if self.dry else Lane
+            return kind(name, recorder, device=device, bandwidth=tiers.limits.get(name),
                         note=context.note)  # fmt: skip
 
         self.h2d, self.d2h = (lane(name, device=context.device) for name in ("h2d", "d2h"))
         self.disk, self.processor = lane("disk"), lane("host")
         self.lanes = (self.d2h, self.processor, self.disk, self.h2d)
-        self.files = Files(folder, cached=tiers.cached) if tiers.uses("nvme") else None
+        self.files = None
+        if tiers.uses("nvme"):
+            self.files = DryFiles() if self.dry else Files(folder, cached=tiers.cached)
         self.staging = Ring(self, 0)
         self.inputs = Ring(self, 0)
         self._number = 0
@@ -85,7 +89,10 @@ class Host:
     # ---- memory ----------------------------------------------------------------------------------
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> Tensor:
         """Host memory that the device's ledger does not see."""
-        if self.cuda:
+        if self.dry:
+            with self.recorder.unwatched():
+                found = torch.empty(shape, dtype=dtype, device="meta")
+        elif self.cuda:
             found = torch.empty(shape, dtype=dtype, pin_memory=True)
         else:
             found = aligned(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
@@ -94,7 +101,7 @@ class Host:
 
     def here(self, tensor: Tensor) -> Tensor:
         """A copy on the host, for setting up."""
-        return tensor.detach().to("cpu", copy=True)
+        return tensor.detach().clone() if self.dry else tensor.detach().to("cpu", copy=True)
 
     def number(self) -> int:
         self._number += 1

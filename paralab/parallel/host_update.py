@@ -217,4 +217,6 @@ class HostUpdate(precision.Update):
 
 def _on_host(value: Tensor | None) -> Tensor | None:
     """A copy: the next step changes the loss scale while the host may still be at work."""
-    return None if value is None else value.detach().to("cpu", copy=True)
+    if value is None:
+        return None
+    return value.detach().clone() if value.is_meta else value.detach().to("cpu", copy=True)

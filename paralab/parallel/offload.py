@@ -104,7 +104,7 @@ class Share:
         if self.tiers.parameters != "device":
             self.put("parameters", copy)
         if self.rows:
-            states = torch.zeros(self.rows, self.count)
+            states = torch.zeros(self.rows, self.count, device=copy.device)
             if self.own_master:
                 states[-1] = copy if master is None else self.host.here(master)
             self.put("states", states)
@@ -208,8 +208,9 @@ class _Offloaded:
         flat = super().lay_out(unit, parameters)
         with self.group.recorder.unwatched():  # the host's side of it
             self.shares[flat] = Share(flat, self.host, self.tiers, moments=self.moments)
-        if self.tiers.parameters != "device":
-            flat.own = flat.own.to("meta")  # how much it is; the values are elsewhere
+            if self.tiers.parameters != "device":
+                # How much it is; the values are elsewhere.
+                flat.own = torch.empty_like(flat.own, device="meta")
         return flat
 
     # ---- gradients -----------------------------------------------------------------------------

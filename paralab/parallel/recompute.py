@@ -85,8 +85,10 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _generator_state(device: torch.device) -> Tensor:
-    cuda = device.type == "cuda"
-    return torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    state = torch.get_rng_state()
+    return state.to(device) if device.type == "meta" else state  # a dry run counts its bytes
 
 
 def _set_generator_state(state: Tensor, device: torch.device) -> None:
@@ -99,7 +101,7 @@ def _set_generator_state(state: Tensor, device: torch.device) -> None:
 @contextlib.contextmanager
 def _drawing_from(state: Tensor | None, device: torch.device) -> Iterator[None]:
     """Random numbers go on from ``state`` in here, and from where they were afterwards."""
-    if state is None:
+    if state is None or state.is_meta:
         yield
         return
     now = _generator_state(device)

@@ -15,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
+from paralab.records import dry
 from paralab.records.tables import COMPUTE_KINDS, COPY_LANES
 from paralab.spec import BYTES_PER_ELEMENT
 from paralab.theory.traffic import BOOKKEEPING, edges
@@ -61,6 +62,7 @@ def measured_steps(report: Report) -> list[int]:
 
 def step_durations(report: Report, *, warmup: bool = False) -> dict[int, float]:
     """Largest (end - start) over ranks, seconds, of every step that counts; of all with warmup."""
+    dry.needs_times(report, "the time of a step")
     steps = report.steps
     largest = (steps["end"] - steps["start"]).groupby(steps["step"]).max()
     return {s: float(t) for s, t in largest.items() if warmup or s in measured_steps(report)}
@@ -90,6 +92,7 @@ def bubble(report: Report) -> float:
 
 def step_bubble(report: Report, step: int) -> float:
     """``bubble`` of one step; NaN if nothing was computed in it."""
+    dry.needs_times(report, "a bubble")
     parts = pipeline_parts(report, step)
     longest: dict[tuple[int, ...], float] = {}
     for rank, (start, end, _) in parts.items():
@@ -341,6 +344,8 @@ def ring_optimum(report: Report) -> int:
 
 def summary(report: Report) -> pd.DataFrame:
     """The report on one screen: index quantity; columns value and unit."""
+    if report.clock == dry.CLOCK:
+        return dry.summary(report)
     import pandas as pd
 
     steps = measured_steps(report)

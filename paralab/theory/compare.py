@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
 from paralab.records import metrics
+from paralab.records.dry import needs_times
 from paralab.theory.gaps import MOVED, WAITED, notes_on
 from paralab.theory.traffic import BOOKKEEPING
 
@@ -149,6 +150,7 @@ def _in_order(a: Any, b: Any) -> tuple[Report, Report]:
     for name, value in (("expect", a), ("report", b)):
         if not isinstance(value, Report):
             raise illegal(name, value, "not a report", "what pl.predict and pl.run return")
+        needs_times(value, "a comparison")
     if a.clock != "predicted":
         a, b = b, a
     if a.clock != "predicted" or b.clock == "predicted":

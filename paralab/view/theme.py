@@ -64,12 +64,14 @@ CLOCK_MEANS = {
     "measured": "wall clock",
     "replayed": "measured compute on one virtual device per rank, modelled links",
     "predicted": "theory alone",
+    "dry run": "no times, only what happens in which order",
 }
 CLOCK_BRIEF = {**CLOCK_MEANS, "replayed": "one virtual device per rank"}
 CLOCK_STYLE = {  # line dash, and whether markers are hollow: a clock looks the same everywhere
     "measured": ("solid", False),
     "replayed": ("dash", True),
     "predicted": ("dot", True),
+    "dry run": ("longdash", True),
 }
 
 

@@ -1,0 +1,168 @@
+"""The ledger of a dry run: tensors on torch's "meta" device, which have sizes and no bytes.
+
+The rank program runs as ever; every operation says what its result would look like, and the ledger
+counts that. What would lie on the device is on "meta", and it alone is counted.
+
+[Note: remembered shapes] On "meta" many operations work out the result's shape in Python, for 0.2
+ms each. A step repeats some hundred different ones, micro-batch after micro-batch: so what came out
+for the same operation and the same shapes is remembered, and the next time an empty tensor of that
+shape is made, in 10 us. Every operation is still seen and counted, each time. Views are made anew,
+and so is what shares memory with an argument; what writes into an argument hands it back.
+
+[Note: as a CPU] A dry run's bytes are those of a run on CPUs. Where torch itself chooses between
+ways by device, the CPU's is taken: that is fused attention alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from paralab.observe.ledger import Ledger
+
+_UNKNOWN = object()
+
+
+class DryLedger(Ledger):
+    """`Ledger` of tensors without bytes, as quick as one of tensors with them."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._kernels = _Kernels()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.is_view:
+            if self._dead:
+                self._settle()
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return super().__torch_dispatch__(self._kernels[func], types, args, kwargs)
+
+
+class _Kernels(dict):
+    """{operation: the same with a memory}"""
+
+    def __missing__(self, func: Any) -> Remembered:
+        self[func] = made = Remembered(func)
+        return made
+
+
+class Remembered:
+    """An operation that knows its results' shapes. See [Note: remembered shapes]."""
+
+    is_view = False
+
+    def __init__(self, func: Any) -> None:
+        self.func, self.writes = func, func._schema.is_mutable
+        self.known: dict[tuple, Callable[[tuple], Any] | None] = {}  # None: is called each time
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            key = _key(args, kwargs)
+            make = self.known.get(key, _UNKNOWN)
+        except (TypeError, _Elsewhere):
+            return self.func(*args, **kwargs)
+        if make is _UNKNOWN:
+            before = _state(args[0]) if self.writes and args else None
+            result = self.func(*args, **kwargs)
+            self.known[key] = self._maker(result, args, kwargs, before)
+            return result
+        return self.func(*args, **kwargs) if make is None else make(args)
+
+    def _maker(self, result: Any, args: tuple, kwargs: dict, before: Any) -> Any:
+        """What makes such a result again of such arguments; None: the operation alone can."""
+        if self.writes:
+            same = args and result is args[0] and _state(result) == before
+            return _first if same else None
+        there = {t.untyped_storage()._cdata for t in _tensors((args, tuple(kwargs.values())))}
+        if isinstance(result, Tensor):
+            return _maker_of(result, there)
+        if not isinstance(result, tuple) or not result:
+            return None
+        makers: list[Any] = []
+        for part in result:
+            if part is None:
+                makers.append(lambda _: None)
+            else:
+                makers.append(isinstance(part, Tensor) and _maker_of(part, there))
+                there |= {t.untyped_storage()._cdata for t in _tensors([part])}
+        return (lambda args: tuple(make(args) for make in makers)) if all(makers) else None
+
+
+class _Elsewhere(Exception):
+    """An argument is not on "meta": it may be a number in disguise, and decide on a type."""
+
+
+def _key(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """All that a result's shape depends on. Raises _Elsewhere, or TypeError if it is not known."""
+    key: list[Any] = []
+    for value in args:
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                raise _Elsewhere
+            key += (value.dtype, value.shape, value.stride())
+        elif isinstance(value, (list, tuple)):
+            key.append(_key(value, {}))
+        else:
+            key += (type(value), value)
+    for name, value in kwargs.items():
+        key += (name, _key((value,), {}))
+    return tuple(key)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _state(tensor: Any) -> Any:
+    """What an operation that writes numbers leaves as it is, and one that resizes does not."""
+    if not isinstance(tensor, Tensor):
+        return None
+    storage = tensor.untyped_storage()
+    return tensor.shape, tensor.stride(), storage._cdata, storage.nbytes()
+
+
+def _first(args: tuple) -> Any:
+    return args[0]
+
+
+def _maker_of(result: Tensor, there: set[int]) -> Callable[[tuple], Tensor] | None:
+    """there: storages of the arguments; a result that lies in one of them is not new."""
+    size, stride, dtype = result.shape, result.stride(), result.dtype
+    if not result.is_meta or result.untyped_storage()._cdata in there:
+        return None
+
+    def make(_: tuple) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+    whole = make(()).untyped_storage().nbytes() == result.untyped_storage().nbytes()
+    return make if whole and result.storage_offset() == 0 else None
+
+
+class _CpuAttention(TorchFunctionMode):
+    """Fused attention as a CPU has it, which keeps no scores. See [Note: as a CPU]."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and not kwargs.get("dropout_p"):
+            fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return fused(*args, is_causal=kwargs.get("is_causal", False))[0]
+        return func(*args, **kwargs)
+
+
+def as_on_cpu(attention: str) -> contextlib.AbstractContextManager:
+    """Around a dry run of a model with this kind of attention."""
+    return _CpuAttention() if attention == "sdpa" else contextlib.nullcontext()

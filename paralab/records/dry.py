@@ -1,0 +1,65 @@
+"""Reports of a dry run: one rank's rows, in an order and without times.
+
+What needs no clock works as on any report: bytes by category, by link, by operation. What does is
+refused in one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from paralab.checks import illegal
+from paralab.records import tables
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from paralab.report import Report
+
+CLOCK = "dry run"
+
+
+def tables_of(part: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """The tables of the one rank that ran; step 0 starts at 0."""
+    found = {name: dict(part[name]) for name in tables.COLUMNS}
+    zero = min(found["steps"]["start"])
+    for table in found.values():
+        for column in set(tables.TIMES).intersection(table):
+            table[column] = [value - zero for value in table[column]]
+    return found
+
+
+def needs_times(report: Report, what: str) -> None:
+    """Refuse ``what`` for a report that has none."""
+    if report.clock == CLOCK:
+        raise illegal("clock", CLOCK, f"{what} needs times, and a dry run has none: it knows what "
+                      "happens and in which order", "summary(), peaks(), traffic(), copied(), "
+                      "memory_chart(), traffic_chart() of this report; times from pl.predict or "
+                      "pl.run")  # fmt: skip
+
+
+def summary(report: Report) -> pd.DataFrame:
+    """What the rank holds, sends and copies: index quantity; columns value and unit."""
+    import pandas as pd
+
+    from paralab.records import metrics
+
+    rows: list[tuple[str, float, str]] = [
+        ("parameters", report.meta.get("num_params", float("nan")), "of this rank")
+    ]
+    table = report.peaks()[CLOCK]
+    rows.append(("peak memory", table["total"] / 1e6, "MB"))
+    rows += [(f"of it {name}", size / 1e6, "MB") for name, size in table.items()
+             if size and name != "total"]  # fmt: skip
+    for tier in ("host", "file"):
+        mine = report.memory[report.memory["tier"] == tier]
+        if len(mine):
+            most = mine.groupby(["step", "time"])["bytes"].sum().max()
+            rows.append((f"on the host{' in files' * (tier == 'file')}", most / 1e6, "MB"))
+    rows.append(("sent per step", metrics.traffic(report)["bytes"].sum() / 1e6, "MB"))
+    moved = metrics.copied(report, "link")
+    rows += [(f"copied, {link}, per step", size / 1e6, "MB")
+             for link, size in zip(moved["link"], moved["bytes"], strict=True)]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=["quantity", "value", "unit"])
+    return frame.round({"value": 4}).set_index("quantity")
