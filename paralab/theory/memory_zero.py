@@ -211,7 +211,7 @@ class Walk:
             self._keep((unit,))
         else:
             self.under_way += (unit,)
-        yield self._now(-spent)
+        yield self._now(-spent, hand=hand)
         if self.gathering is not None:
             self.gathering.release([unit])
 
