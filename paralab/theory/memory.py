@@ -20,7 +20,7 @@ ZeRO's buffers are the reduce-scatters under way: memory_zero.py. Activations: a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -185,19 +185,42 @@ def moments(
         item = BYTES_PER_ELEMENT[plan.precision]
         filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
     backward = {**states, "buffers": states["buffers"] + filling, "activations": 0}
-    if plan.recompute != "none":
-        more = recomputed_bytes(model, plan.microbatch_size, **asked(plan))
-        if "head" in stage_parts(model, plan, rank)[action.stage]:  # its backward is over
-            more -= part_activation_bytes(model, "head", plan.microbatch_size, **asked(plan))
-        if moving:  # its own input is back, and that of the block below, if there is one
-            blocks = [p for p in stage_parts(model, plan, rank)[action.stage] if "blocks" in p]
-            more += moving * min(2, len(blocks)) - moving  # forward has counted one
-        again = {**forward, "activations": kept + more}
-        if moving:
-            hand = backward_workspace(model, plan)
-            again["workspace"] = hand.down + hand.tied
-        backward = max(backward, again, key=lambda found: sum(found.values()))
-    return {"forward": forward, "backward": backward}
+    begun = _begun(model, plan, rank, forward)
+    if plan.recompute == "none":  # then most of them are what a forward has left
+        begun = [found for found in begun if _total(found) > _total(forward)]
+    return {"forward": forward, "backward": max([backward, *begun], key=_total)}
+
+
+def _begun(
+    model: ModelSpec, plan: Plan, rank: int, forward: dict[str, int]
+) -> list[dict[str, int]]:
+    """What is there when each backward has begun: a block that is recomputed once more, and the
+    gradients of earlier micro-batches, which after a forward may not have been there.
+    """
+    moving, more = offloaded_input(model, plan), {}
+    for stage, parts in stage_parts(model, plan, rank).items():
+        more[stage] = 0
+        if plan.recompute != "none":
+            more[stage] = recomputed_bytes(model, plan.microbatch_size, **asked(plan))
+            if "head" in parts:  # its backward is over
+                head = part_activation_bytes(model, "head", plan.microbatch_size, **asked(plan))
+                more[stage] -= head
+        # Its own input is back, and that of the block below, if there is one.
+        more[stage] += moving * min(2, sum("blocks" in part for part in parts))
+    most: dict[int, tuple[int, int]] = {}  # of each stage
+    for action, kept, gradients in _held(model, plan, rank):
+        if action.kind in "BI" and kept + gradients > sum(most.get(action.stage, (0, -1))):
+            most[action.stage] = kept, gradients
+    begun = [{**forward, "activations": kept + more[stage], "gradients": gradients}
+             for stage, (kept, gradients) in most.items()]  # fmt: skip
+    if moving:
+        hand = backward_workspace(model, plan)
+        begun = [{**found, "workspace": hand.down + hand.tied} for found in begun]
+    return begun
+
+
+def _total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
 
 
 def kept_bytes(model: ModelSpec, plan: Plan, parts: Sequence[str]) -> dict[str, int]:
@@ -234,6 +257,12 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
     A forward's activations stay until its backward, or until the weight half of it; what leaves
     for the next stage stays too, for backward starts from it.
     """
+    forwards = [found for found in _held(model, plan, rank) if found[0].kind == "F"]
+    return max(reversed(forwards), key=lambda found: found[1] + found[2])
+
+
+def _held(model: ModelSpec, plan: Plan, rank: int) -> Iterator[tuple[Action, int, int]]:
+    """(action, bytes of activations, of gradients) after each forward, before each backward."""
     batch, held = plan.microbatch_size, stage_parts(model, plan, rank)
     size, late, own, counts = {}, {}, {}, rank_sizes(model, plan, rank)
     for s, parts in held.items():
@@ -246,20 +275,19 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
         own[s] = BYTES_PER_ELEMENT[plan.precision] * elements
         own[s] //= plan.shard_degree if plan.reduces_often else 1
     live = gradients = 0
-    missing = dict(own)  # of stages that no backward has come to
-    change = {}
+    missing, change = dict(own), {}  # of stages that no backward has come to
     for s in held:
         change |= {(s, "F"): size[s], (s, "B"): -size[s], (s, "W"): -late[s],
                    (s, "I"): late[s] - size[s]}  # fmt: skip
-    most, found = -1, None
     for action in plan.actions()[plan.place(rank)[0]]:
         s, kind, _ = action
+        if kind in "BI":
+            yield action, live, gradients
         live += change[s, kind]
-        if kind != "F":
+        if kind == "F":
+            yield action, live, gradients
+        else:
             gradients += missing.pop(s, 0)
-        elif live + gradients >= most:
-            most, found = live + gradients, (action, live, gradients)
-    return found
 
 
 def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:
