@@ -98,6 +98,7 @@ def _trace(
 ) -> dict[str, Any]:
     fill = theme.CATEGORY_COLOUR[category]
     name = {"master": "master weights"}.get(category, category)
+    letter = WORD_SHARE * theme.letter_scale()
     counts = [float(parts.get(category, 0.0)) for parts in bars.values()]
     words = [theme.scaled(n, "B") for n in counts]
     return {
@@ -106,7 +107,7 @@ def _trace(
         "y": [theme.text(label) for label in bars],
         "x": [n / per for n in counts],
         "marker": {"color": fill, "line": {"width": 1, "color": theme.look().paper}},
-        "text": [word if n >= WORD_SHARE * (len(word) + 1) * end else ""
+        "text": [word if n >= letter * (len(word) + 1) * end else ""
                  for n, word in zip(counts, words, strict=True)],
         "textposition": "inside", "insidetextanchor": "middle", "constraintext": "none",
         "textangle": 0, "textfont": {"size": 13, "color": theme.on(fill)},

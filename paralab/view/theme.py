@@ -288,6 +288,8 @@ class Frame(NamedTuple):
     height: int
 
 
+TALL = 380  # pixels, from which on there is room for three lines of legend
+USUAL_WIDTH = 800
 _frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
 
 
@@ -301,12 +303,19 @@ def framed(width: int, height: int) -> Iterator[None]:
         _frame.reset(token)
 
 
+def letter_scale() -> float:
+    """How much more of an axis a letter takes in the frame in force than in a figure alone."""
+    frame = _frame.get()
+    return 1.0 if frame is None else 1.15 * USUAL_WIDTH / frame.width
+
+
 def _in_frame(frame: Frame, layout: dict[str, Any]) -> dict[str, Any]:
-    """The layout with smaller letters, of the frame's size; room for two lines of legend."""
+    """The layout with smaller letters, of the frame's size; room for a legend above the picture."""
     across = layout.get("legend", {}).get("orientation") == "h"
-    title = layout["title"] | {"font": {"size": 14}, "pad": {"t": 10}}
+    title = layout["title"] | {"font": {"size": 14}, "pad": {"t": 10, "l": 12}, "xref": "container"}
     title["text"] = title["text"].replace("font-size:13px", "font-size:11px")
-    margin = layout["margin"] | {"t": 112 if across else 88, "b": min(layout["margin"]["b"], 110)}
+    top = 112 if across and frame.height >= TALL else 88
+    margin = layout["margin"] | {"t": top, "b": min(layout["margin"]["b"], 110)}
     legend = {"legend": {**layout["legend"], "font": {"size": 11}}} if "legend" in layout else {}
     return {**layout, **legend, "title": title, "margin": margin, "width": frame.width,
             "height": frame.height}  # fmt: skip

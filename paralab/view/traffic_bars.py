@@ -87,7 +87,7 @@ def link_traffic(*reports: Report) -> Chart:
     many = len(reports) > 1
     rows = [(report, flow) for report in reports for flow in flows(report)]
     label = lambda r, f: NAMES[f.link] + f", {r.clock}" * many  # noqa: E731
-    links = {key: i for i, key in enumerate((*LEVELS, *WAYS))}
+    links = {name: i for i, name in enumerate((*LEVELS, *WAYS))}
     bars = list(dict.fromkeys(label(r, f) for r, f in sorted(rows, key=lambda one: links[
         one[1].link])))  # fmt: skip
     tops = {bar: sum(f.bytes for r, f in rows if label(r, f) == bar) for bar in bars}
@@ -100,7 +100,8 @@ def link_traffic(*reports: Report) -> Chart:
     per = LARGEST[unit]
     clocks = " and ".join(dict.fromkeys(report.clock for report in reports))
     fig = theme.figure(
-        _finding(tops, took), f"{clocks}, bytes of one rank and step · time: bytes / bandwidth",
+        _finding(list(dict.fromkeys(label(r, f) for r, f in rows if r is reports[0])), tops, took),
+        f"{clocks}, bytes of one rank and step · time: bytes / bandwidth",
         height=150 + ROW * max(2, len(bars)), barmode="stack", bargap=0.35, showlegend=True,
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         xaxis={"title": {"text": f"sent or copied ({unit})"}, "range": [0, ROOM * biggest / per],
@@ -139,14 +140,16 @@ def _trace(kind: str, mine: list[tuple[str, Flow]], per: float) -> dict[str, Any
     }  # fmt: skip
 
 
-def _finding(tops: dict[str, float], took: dict[str, float | None]) -> str:
-    """What is sent, and which link is busy longest."""
-    if not tops:
+def _finding(bars: list[str], tops: dict[str, float], took: dict[str, float | None]) -> str:
+    """What is sent, and which link is busy longest; of these bars, those of the first report."""
+    if not bars:
         return "Nothing is sent"
-    if any(seconds is None for seconds in took.values()):
-        return f"A rank sends {theme.scaled(sum(tops.values()), 'B')} in a step"
-    slow = max(took, key=lambda bar: took[bar])  # type: ignore[arg-type,return-value]
-    return (f"Most time goes to the link {slow}: {theme.scaled(tops[slow], 'B')}, "
+    if any(took[bar] is None for bar in bars):
+        return f"A rank sends {theme.scaled(sum(tops[bar] for bar in bars), 'B')} in a step"
+    slow = max(bars, key=lambda bar: took[bar])  # type: ignore[arg-type,return-value]
+    where = slow.partition(",")[0]
+    where = where if where in theme.LEVEL_NAME.values() else f"on the link {where}"
+    return (f"Bytes take longest {where}: {theme.scaled(tops[slow], 'B')}, "
             f"{theme.scaled(took[slow], 's')}")  # fmt: skip
 
 

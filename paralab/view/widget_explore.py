@@ -104,14 +104,13 @@ class Explore(Bench):
         return self._clusters[name, nodes]
 
     # ---- the bench ------------------------------------------------------------------------------
-    def _expect(self, knobs: dict[str, Any], detail: str = "actions") -> Report:
+    def _expect(self, knobs: dict[str, Any]) -> Report:
         """The prediction; what it warns of is shown, not printed."""
         plan = self.plan_of(knobs)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            report = predict(
-                self.model_of(knobs), plan, self.cluster_of(knobs), steps=1, detail=detail
-            )
+            report = predict(self.model_of(knobs), plan, self.cluster_of(knobs), steps=1,
+                             detail="actions")  # fmt: skip
         self._notes = list(dict.fromkeys(str(one.message) for one in heard))
         return report
 
@@ -126,6 +125,8 @@ class Explore(Bench):
         shown = parts.shown_ranks(expect, BOXES)
         with theme.framed(parts.EACH, TALL):
             drawn = timeline(expect, ranks=shown, ideal=False if expect.plan.pp > 1 else None)
+        if expect.plan.tp > 1:
+            drawn.said_below("boxes with their waits for tp")
         if len(shown) < expect.world_size:
             drawn.said_below(f"{len(shown)} of {count(expect.world_size, 'rank')} drawn")
         return self._sketched(knobs, drawn, [expect], [parts.numbers("predicted", expect)])
@@ -236,13 +237,10 @@ class Explore(Bench):
 
     # ---- what is shown --------------------------------------------------------------------------
     def _arranged(self) -> ipw.Box:
-        """Two beside one another where the page has room for them: mesh and timeline on top."""
-        made = ipw.GridBox(self._in_order(), layout={"grid_gap": "0 16px"})
+        """Two beside one another where the page has room for them."""
+        made = ipw.GridBox(self.figures, layout={"grid_gap": "12px 16px"})
         made.layout.grid_template_columns = f"repeat(auto-fit, {parts.EACH}px)"
         return made
-
-    def _in_order(self) -> list[Any]:
-        return self.figures
 
     def _hint(self, knobs: dict[str, Any]) -> str:
         if self._stands_in:

@@ -1,0 +1,162 @@
+"""The mesh: every rank where Megatron deals it, nodes around them, and groups as they talk."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+import paralab as pl
+from paralab.view import mesh, rank_mesh, theme
+
+LINK = pl.Link(alpha=1e-5, bandwidth=1e10)
+MODEL = pl.ModelSpec(layers=4, hidden=64, heads=8, seq_len=16)
+SAID = {"all-reduce": "all_reduce", "all-gather": "all_gather", "broadcast": "broadcast",
+        "reduce-scatter": "reduce_scatter", "and reduce of": "reduce"}  # fmt: skip
+PLANS = [
+    {"dp": 4}, {"dp": 2, "zero_stage": 1}, {"dp": 4, "zero_stage": 2}, {"dp": 2, "zero_stage": 3},
+    {"dp": 4, "zero_stage": 2, "shard": 2}, {"tp": 4}, {"tp": 2, "sequence_parallel": True},
+    {"tp": 4, "tp_mode": "2d", "microbatch_size": 4}, {"pp": 4},
+    {"tp": 8, "tp_mode": "2.5d", "microbatch_size": 8},
+    {"tp": 8, "tp_mode": "3d", "microbatch_size": 8}, {"dp": 2, "tp": 2, "pp": 2},
+]  # fmt: skip
+
+
+def cluster(nodes: int, each: int = 8) -> pl.Cluster:
+    return pl.Cluster(nodes=nodes, devices_per_node=each, flops=1e12, memory_bandwidth=1e11,
+                      intra=LINK, inter=LINK.replace(bandwidth=1e9))  # fmt: skip
+
+
+def cells(chart) -> dict[int, tuple[float, float]]:
+    """{rank: middle of its cell}"""
+    (heat,) = (trace for trace in chart.data if trace.type == "heatmap")
+    return {
+        int(text): ((heat.x[j] + heat.x[j + 1]) / 2, (heat.y[i] + heat.y[i + 1]) / 2)
+        for i, line in enumerate(heat.text)
+        for j, text in enumerate(line)
+        if text
+    }
+
+
+def colours(chart) -> dict[int, str]:
+    """{rank: the colour of its cell}"""
+    (heat,) = (trace for trace in chart.data if trace.type == "heatmap")
+    scale = {round(place * heat.zmax): colour for place, colour in heat.colorscale}
+    return {int(text): scale[heat.z[i][j]] for i, line in enumerate(heat.text)
+            for j, text in enumerate(line) if text}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [pl.Plan(), pl.Plan(dp=2, tp=2, pp=2), pl.Plan(dp=4, tp=4, pp=4),
+                                  pl.Plan(dp=3, tp=2, pp=4)], ids=str)  # fmt: skip
+def test_cells_lie_as_megatron_deals_the_ranks(plan):
+    where = cells(mesh(plan))
+    grid = np.arange(plan.world_size).reshape(plan.pp, plan.dp, plan.tp)
+    assert sorted(where) == grid.ravel().tolist()
+    for line in grid.reshape(plan.pp, -1):  # a row per stage, in it all from left to right
+        assert len({where[r][1] for r in line}) == 1
+        assert sorted(line, key=lambda r: where[r][0]) == line.tolist()
+    for column in grid.reshape(plan.pp, -1).T:  # stages one below the other
+        assert len({where[r][0] for r in column}) == 1
+        assert sorted(column, key=lambda r: where[r][1]) == column.tolist()
+
+
+@pytest.mark.parametrize("rank", [0, 5, 63])
+def test_a_ranks_groups_have_the_colours_of_their_axes(rank):
+    plan = pl.Plan(dp=4, tp=4, pp=4)
+    chart = mesh(plan, cluster(8), rank=rank)
+    seen, legend = colours(chart), [t.name for t in chart.data if t.type == "scatter"]
+    for axis in ("tp", "dp", "pp"):
+        mine = {r for r, colour in seen.items() if colour == theme.axis_colour(axis)}
+        assert mine == set(plan.ranks(axis, rank)) - {rank}
+        assert any(name.startswith(f"{axis}: 4 ranks ") for name in legend)
+    assert len(set(seen.values())) == 5 and legend[0] == f"rank {rank}"
+    table = chart.table.set_index("rank")
+    assert table.loc[rank, "group"] == "rank" and set(table["group"]) == {"", "rank", "tp", "dp",
+                                                                          "pp"}  # fmt: skip
+    assert table.loc[23].to_list()[:4] == [*plan.place(23), 2]
+    assert "9 of 63 others: dp and pp between nodes, tp inside one" in chart.finding
+
+
+@pytest.mark.parametrize("settings", PLANS, ids=str)
+def test_the_words_for_a_group_name_the_calls_that_a_step_makes_in_it(settings):
+    plan = pl.Plan(**settings)
+    report = pl.predict(MODEL, plan, cluster(2, 4), steps=1)
+    calls = report.collectives[report.collectives["rank"] == 0]
+    for group in rank_mesh.groups(plan, cluster(2, 4)):
+        kind = {"shard": "dp"}.get(group.axis, group.axis)
+        mine = calls[calls["axis"].str.split(":").str[0] == kind]
+        if kind == "tp":  # norms, embedding and loss have other calls, few and small
+            mine = mine[mine["phase"].isin(["linear_forward", "linear_backward"])
+                        & (mine["axis"] != "tp:depth")]  # fmt: skip
+        if kind == "pp":
+            assert "stage to stage" in group.sends and {"send", "recv"} & set(mine["op"])
+            assert max(mine["ranks"].map(len)) == len(group.ranks)
+            continue
+        said = {op for word, op in SAID.items() if word in group.sends}
+        assert said == set(mine["op"]), group
+        assert set(mine["level"]) <= {"intra", group.level}, group
+        assert max(mine["ranks"].map(len)) == len(group.ranks) or kind == "tp"
+
+
+def test_groups_say_whether_they_leave_a_node():
+    plan = pl.Plan(dp=2, tp=4, pp=2)
+    assert {g.axis: g.level for g in rank_mesh.groups(plan, cluster(2))} == {
+        "tp": "intra", "dp": "intra", "pp": "inter"}  # fmt: skip
+    assert {g.axis: g.level for g in rank_mesh.groups(plan, cluster(4, 4))} == {
+        "tp": "intra", "dp": "inter", "pp": "inter"}  # fmt: skip
+    assert {g.level for g in rank_mesh.groups(plan)} == {""}
+    names = [group.name for group in rank_mesh.groups(plan, cluster(2))]
+    assert names[0] == "tp: 4 ranks inside a node, all-reduce of activations in every layer"
+    assert names[2].startswith("pp: 2 ranks between nodes, activations one way")
+
+
+@pytest.mark.parametrize(
+    ("plan", "each"),
+    [(pl.Plan(dp=4, tp=4, pp=4), 8), (pl.Plan(dp=3, tp=2, pp=4), 8), (pl.Plan(pp=4), 2),
+     (pl.Plan(dp=512), 8), (pl.Plan(dp=6, tp=8, pp=64), 8)],
+    ids=str,
+)  # fmt: skip
+def test_every_cell_lies_in_the_frame_of_its_node(plan, each):
+    own = cluster(-(-plan.world_size // each), each)
+    chart = mesh(plan, own)
+    names = {(round(note.x, 6), round(note.y, 6)): note.text for note in chart.layout.annotations}
+    for rank, (x, y) in cells(chart).items():
+        inside = [s for s in chart.layout.shapes if s.x0 < x < s.x1 and s.y0 < y < s.y1]
+        (frame,) = inside
+        name = names[round(frame.x0 + 0.02, 6), round(frame.y0, 6)]
+        assert name.removeprefix("node ") == str(own.node_of(rank)), rank
+    assert not mesh(plan).layout.shapes
+
+
+def test_of_thousands_of_ranks_the_neighbourhood_is_drawn_and_said():
+    plan = pl.Plan(dp=6, tp=8, pp=64)
+    rank = plan.world_size // 2
+    chart = mesh(plan, cluster(384), rank=rank)
+    seen = set(cells(chart))
+    assert len(seen) == 240 and len(chart.table) == 3072 and "240 of them drawn" in repr(chart)
+    assert set(plan.ranks("tp", rank)) <= seen
+    assert {0, plan.world_size - 1, rank, rank - 48, rank + 48} <= seen
+    assert "10 of 64 pipeline ranks drawn · 3 of 6 dp indices drawn" in chart.below
+    assert sum(note.text in "⋮⋯" for note in chart.layout.annotations) == 3
+
+
+def test_one_rank_is_a_mesh_too_and_wrong_ones_are_refused():
+    chart = mesh(pl.Plan())
+    assert list(cells(chart)) == [0] and chart.finding == "One rank, and nobody to talk to"
+    with pytest.raises(ValueError, match="rank=4: out of range; legal: a whole number from 0 to 3"):
+        mesh(pl.Plan(dp=4), rank=4)
+    with pytest.raises(ValueError, match=r"it has 8 devices, the plan needs 16.*more nodes"):
+        mesh(pl.Plan(dp=16), cluster(1))
+    with pytest.raises(ValueError, match="plan=4: not a plan"):
+        mesh(4)
+    with pytest.raises(ValueError, match="cluster=8: not a cluster"):
+        mesh(pl.Plan(), 8)
+
+
+def test_a_row_names_the_stages_of_its_rank():
+    plan = pl.Plan(pp=2, virtual_stages=3, schedule="interleaved", microbatches=4)
+    assert list(mesh(plan).layout.yaxis.ticktext) == ["stages 0, 2, 4 ", "stages 1, 3, 5 "]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mesh(plan.replace(zero_stage=3, dp=2)).finding
