@@ -279,7 +279,7 @@ class Group:
 
     def blocked_in(self, op: str = "", call: object = "") -> None:
         """Tell whoever asks why this rank stands still; no argument: it computes again."""
-        if not op:
+        if not op or self.fake:
             self.context.note("")
             return
         where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"

@@ -397,7 +397,8 @@ def gradient_sync(plan: Plan, parameters: Sequence[Tensor], group: Group) -> Any
 def make_optimizer(parameters: Sequence[Tensor], name: str, lr: float) -> torch.optim.Optimizer:
     """AdamW with torch's defaults, or plain SGD, w <- w - lr g, which hides no wrong factor."""
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, fused=True)
+        # Torch refuses its fused kernel to a dry run's tensors; either has no temporaries.
+        return torch.optim.SGD(parameters, lr=lr, fused=not parameters[0].is_meta)
     made = torch.optim.AdamW(parameters, lr=lr, fused=True)
     for parameter in parameters:  # what its first step would make: now, so that all steps are alike
         made.state[parameter] = {

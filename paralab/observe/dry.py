@@ -9,8 +9,9 @@ for the same operation and the same shapes is remembered, and the next time an e
 shape is made, in 10 us. Every operation is still seen and counted, each time. Views are made anew,
 and so is what shares memory with an argument; what writes into an argument hands it back.
 
-[Note: as a CPU] A dry run's bytes are those of a run on CPUs. Where torch itself chooses between
-ways by device, the CPU's is taken: that is fused attention alone.
+[Note: as a CPU] A dry run's bytes are those of a run on CPUs. Where these depend on the device the
+CPU's way is taken: its fused attention keeps no scores, and its layer norm keeps mean and deviation
+in the type of what it is given, where a GPU keeps them in fp32.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from paralab.observe.ledger import Ledger
+from paralab.observe.ledger import GRAIN, Ledger
 
-_UNKNOWN = object()
+_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 class DryLedger(Ledger):
@@ -39,11 +40,15 @@ class DryLedger(Ledger):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._dead:
+            self._settle()
         if func.is_view:
-            if self._dead:
-                self._settle()
             return func(*args, **kwargs) if kwargs else func(*args)
-        return super().__torch_dispatch__(self._kernels[func], types, args, kwargs)
+        result = self._kernels[func](args, kwargs or {})
+        self._meet_all(result)
+        if self.recorder.samples and abs(self.live - self._noted) > self._most // GRAIN:
+            self._note()
+        return result
 
 
 class _Kernels(dict):
@@ -57,24 +62,29 @@ class _Kernels(dict):
 class Remembered:
     """An operation that knows its results' shapes. See [Note: remembered shapes]."""
 
-    is_view = False
-
     def __init__(self, func: Any) -> None:
+        if func is torch.ops.aten._unsafe_view.default:  # shares memory all the same
+            func = torch.ops.aten.view.default
         self.func, self.writes = func, func._schema.is_mutable
         self.known: dict[tuple, Callable[[tuple], Any] | None] = {}  # None: is called each time
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
             key = _key(args, kwargs)
-            make = self.known.get(key, _UNKNOWN)
+            make = self.known[key]
+        except KeyError:
+            return self._first(key, args, kwargs)
         except (TypeError, _Elsewhere):
             return self.func(*args, **kwargs)
-        if make is _UNKNOWN:
-            before = _state(args[0]) if self.writes and args else None
-            result = self.func(*args, **kwargs)
-            self.known[key] = self._maker(result, args, kwargs, before)
-            return result
         return self.func(*args, **kwargs) if make is None else make(args)
+
+    def _first(self, key: tuple, args: tuple, kwargs: dict[str, Any]) -> Any:
+        before = _state(args[0]) if self.writes and args else None
+        result = self.func(*args, **kwargs)
+        if self.func is torch.ops.aten.native_layer_norm.default and args[2] is not None:
+            result = (result[0], *(kept.to(args[2].dtype) for kept in result[1:]))
+        self.known[key] = self._maker(result, args, kwargs, before)
+        return result
 
     def _maker(self, result: Any, args: tuple, kwargs: dict, before: Any) -> Any:
         """What makes such a result again of such arguments; None: the operation alone can."""
@@ -102,18 +112,17 @@ class _Elsewhere(Exception):
 
 def _key(args: tuple, kwargs: dict[str, Any]) -> tuple:
     """All that a result's shape depends on. Raises _Elsewhere, or TypeError if it is not known."""
-    key: list[Any] = []
-    for value in args:
-        if isinstance(value, Tensor):
+    key: list[Any] = [*kwargs]
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind in _TENSORS:
             if not value.is_meta:
                 raise _Elsewhere
             key += (value.dtype, value.shape, value.stride())
-        elif isinstance(value, (list, tuple)):
+        elif kind is list or kind is tuple:
             key.append(_key(value, {}))
         else:
-            key += (type(value), value)
-    for name, value in kwargs.items():
-        key += (name, _key((value,), {}))
+            key += (kind, value)
     return tuple(key)
 
 

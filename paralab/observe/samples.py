@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any, NamedTuple
 
 CATEGORIES = (
@@ -36,19 +35,26 @@ def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
     table: list[tuple] = []
     seen: set[tuple[str, str]] = set()
     last = float("-inf")
-    before = after = None  # the boundaries that a sample lies between
+    before, ahead = None, _next_boundaries(samples)
     for i, (step, mark, host, held, away) in enumerate(samples):
-        if mark is None:
-            if after is None:
-                after = next((s for s in islice(samples, i, None) if s.mark is not None), before)
+        if mark is None:  # between two boundaries
+            after = ahead[i] or before
             share = (host - before.host) / ((after.host - before.host) or 1.0)
             start = clock.seconds(before.mark)
             when = start + share * (clock.seconds(after.mark) - start)
         else:
-            before, after = samples[i], None
+            before = samples[i]
             when = clock.seconds(mark)
         last = when = max(when, last + 1e-7)
         found = {**{("device", name): size for name, size in held.items()}, **away}
         seen.update(key for key, size in found.items() if size)
         table += [(rank, step, when, *key, size) for key, size in found.items() if key in seen]
     return table
+
+
+def _next_boundaries(samples: list[Sample]) -> list[Sample | None]:
+    """Of each sample the first at or after it that lies at a span's boundary."""
+    found: list[Sample | None] = []
+    for sample in reversed(samples):
+        found.append(sample if sample.mark is not None else found[-1] if found else None)
+    return found[::-1]
