@@ -15,7 +15,8 @@ These are model states. Activations come on top, and grow with the batch (theory
 Time: PTD-P (Narayanan+ 2021, arXiv:2104.04473), sec. 5.1: a step of B samples costs
 F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) FLOPs with activations recomputed (eq. 3), so T tokens on
 n devices take T F / (B s) / (n X) seconds at X FLOP/s each. Its eq. 4, 8 T P / (n X), leaves out
-the last two terms and comes out 1.5 to 3 % low.
+the last two terms and comes out 1.5 to 3 % low; theory/training.py has it, and what follows from
+days.
 """
 
 from __future__ import annotations
@@ -53,20 +54,28 @@ def devices_for(num_bytes: int, memory: int) -> int:
     return -(-whole("num_bytes", num_bytes, at_least=1) // whole("memory", memory, at_least=1))
 
 
-def step_flops(model: ModelSpec, samples: int, *, recompute: bool = False) -> int:
-    """FLOPs of forward and backward of ``samples``; with ``recompute`` PTD-P's eq. 3.
+def step_flops(model: ModelSpec, samples: int, *, recompute: bool | str = False) -> int:
+    """FLOPs of forward and backward of ``samples``, and of what is computed again.
 
-    Backward is twice forward. Recomputing the blocks costs their forward once more; the head's is
-    not recomputed.
+    recompute  as in `Plan`: "none" (False), "selective", or "full" (True), PTD-P's eq. 3
+
+    Backward is twice forward. Recomputing the blocks costs their forward once more, recomputing the
+    attention core 4 b s^2 h in each of them; the head's is not recomputed.
     """
-    once = forward_flops(model, samples)
-    return 3 * once + (once - head_flops(model, samples) if recompute else 0)
+    if not isinstance(recompute, bool):
+        choice("recompute", recompute, ("none", "selective", "full"))
+    once, core = forward_flops(model, samples), 4 * samples * model.seq_len**2 * model.hidden
+    again = {"selective": model.layers * core, "full": once - head_flops(model, samples)}
+    return 3 * once + again.get("full" if recompute is True else recompute, 0)
 
 
 def training_days(
-    model: ModelSpec, *, tokens: float, devices: int, flops: float, recompute: bool = True
+    model: ModelSpec, *, tokens: float, devices: int, flops: float, recompute: bool | str = True
 ) -> float:
-    """Days to train on ``tokens`` with ``devices`` that each reach ``flops`` FLOP/s."""
+    """Days to train on ``tokens`` with ``devices`` that each reach ``flops`` FLOP/s.
+
+    These count what is recomputed, as PTD-P's do: with "none" the same devices reach fewer.
+    """
     tokens, flops = real("tokens", tokens, above=0.0), real("flops", flops, above=0.0)
     devices = whole("devices", devices, at_least=1)
     per_token = step_flops(model, 1, recompute=recompute) / model.seq_len

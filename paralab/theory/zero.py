@@ -21,9 +21,11 @@ parameter over N" is a factor off: stage 3 holds at least the largest unit whole
 
 from __future__ import annotations
 
+import math
 from decimal import ROUND_HALF_UP, Decimal
 
 from paralab.checks import choice, illegal, real, whole
+from paralab.spec import ModelSpec
 from paralab.theory.needs import recipe_parts
 
 NAMES = ("baseline", "Pos", "Pos+g", "Pos+g+p")  # of the stages, as the paper writes them
@@ -79,6 +81,27 @@ def as_printed(num_bytes: float) -> str:
     digits = Decimal("0.1") if gigabytes >= 10 else Decimal("0.01")
     text = str(gigabytes.quantize(digits, ROUND_HALF_UP))
     return text.rstrip("0").rstrip(".")
+
+
+# ---- activations, as the paper estimates them ----
+def activations_footnote(model: ModelSpec, batch: int) -> int:
+    """Bytes of a GPT's activations, 2 * 12 h b s l; ZeRO, sec. 3.2, footnote.
+
+    An estimate in 16 bits that leaves out the s x s scores; 60 GB for GPT-2's 1.5 B parameters.
+    theory/activations.py counts what is kept.
+    """
+    batch = whole("batch", batch, at_least=1)
+    return 2 * 12 * model.hidden * batch * model.seq_len * model.layers
+
+
+def checkpoint_footnote(hidden: int, layers: int, batch: int, seq_len: int) -> int:
+    """Bytes of the blocks' inputs in 16 bits, 2 h b s l: what partitioning (Pa) deals out.
+
+    ZeRO, sec. 6.1, has 33 GB for 100 B parameters (h = 8192, l = 125, b = 32, s = 1024), and 2 GB
+    on each of 16 devices; 2 bytes per element make 67.1 and 4.2 GB, as "about 60 GB" in sec. 3.2.
+    """
+    sizes = {"hidden": hidden, "layers": layers, "batch": batch, "seq_len": seq_len}
+    return 2 * math.prod(whole(name, value, at_least=1) for name, value in sizes.items())
 
 
 # ---- traffic ----

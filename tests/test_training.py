@@ -1,0 +1,70 @@
+"""Utilisation, days and energy: the formulas by hand. Papers' numbers are in test_papers_*.py."""
+
+from __future__ import annotations
+
+import pytest
+
+import paralab as pl
+from paralab.theory import needs, training
+
+MODEL = pl.ModelSpec(layers=3, hidden=8, heads=2, seq_len=5, vocab=7)
+
+
+def test_flops_of_what_is_recomputed():
+    once = 3 * (24 * 5 * 8 * 8 + 4 * 5 * 5 * 8) + 2 * 5 * 8 * 7
+    assert needs.step_flops(MODEL, 1) == needs.step_flops(MODEL, 1, recompute="none") == 3 * once
+    blocks, core = once - 2 * 5 * 8 * 7, 3 * 4 * 5 * 5 * 8
+    full = needs.step_flops(MODEL, 1, recompute="full")
+    assert full == needs.step_flops(MODEL, 1, recompute=True) == 3 * once + blocks
+    assert needs.step_flops(MODEL, 2, recompute="selective") == 2 * (3 * once + core)
+    with pytest.raises(ValueError, match="recompute='some'.*'selective'"):
+        needs.step_flops(MODEL, 1, recompute="some")
+
+
+def test_utilisation_is_flops_over_what_all_devices_could_do():
+    flops = needs.step_flops(MODEL, 4)
+    found = training.utilisation(MODEL, 4, seconds=2.0, devices=5, peak=1e6)
+    assert found == (flops / 1e7, flops / 1e7)
+    again = training.utilisation(MODEL, 4, seconds=2.0, devices=5, peak=1e6, recompute="full")
+    assert again.model == found.model and again.hardware > 1.2 * found.hardware
+
+
+def test_a_step_takes_its_flops_over_the_rate():
+    took = training.step_seconds(MODEL, 6, devices=3, flops=1e5)
+    assert took == needs.step_flops(MODEL, 6, recompute=True) / 3e5
+    used = training.utilisation(MODEL, 6, seconds=took, devices=3, peak=4e5, recompute=True)
+    assert used.hardware == pytest.approx(0.25)
+
+
+def test_what_would_my_model_cost():
+    cost = training.training_cost(MODEL, tokens=1e9, devices=4, flops=1e9, memory=2**14, watts=500)
+    per_token = needs.step_flops(MODEL, 1, recompute=True) / 5
+    seconds = 1e9 * per_token / 4e9
+    assert cost.params == MODEL.num_params
+    assert cost.state_bytes == 18 * MODEL.num_params
+    assert cost.saved_bytes == 14 * MODEL.num_params
+    assert cost.fewest_devices == -(-18 * MODEL.num_params // 2**14) == 3
+    assert cost.flops == pytest.approx(1e9 * per_token)
+    assert cost.days == pytest.approx(seconds / 86_400)
+    assert cost.device_hours == pytest.approx(4 * seconds / 3600)
+    assert cost.energy == pytest.approx(4 * seconds * 500)
+    silent = training.training_cost(MODEL, tokens=1e9, devices=4, flops=1e9, recipe="zero-fp16")
+    assert silent.energy is None and silent.state_bytes == 16 * MODEL.num_params
+
+
+def test_days_by_parameters_are_8_t_p_over_n_x():
+    found = training.days_by_parameters(1e6, tokens=1e9, devices=10, flops=1e9)
+    assert found == 8 * 1e9 * 1e6 / 1e10 / 86_400
+
+
+@pytest.mark.parametrize("field, call", [
+    ("seconds", lambda: training.utilisation(MODEL, 1, seconds=0, devices=1, peak=1.0)),
+    ("peak", lambda: training.utilisation(MODEL, 1, seconds=1, devices=1, peak=-1.0)),
+    ("devices", lambda: training.step_seconds(MODEL, 1, devices=0, flops=1.0)),
+    ("tokens", lambda: training.days_by_parameters(1, tokens=0, devices=1, flops=1.0)),
+    ("watts", lambda: training.training_cost(MODEL, tokens=1, devices=1, flops=1.0, watts=0)),
+    ("recipe", lambda: training.training_cost(MODEL, tokens=1, devices=1, flops=1, recipe="x")),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(field, call):
+    with pytest.raises(ValueError, match=f"{field}="):
+        call()
