@@ -14,6 +14,7 @@ clock, so its verdict is the same on every machine. Importing this leaves torch 
 from __future__ import annotations
 
 from paralab.exercises.clinic import deadlock_clinic
+from paralab.exercises.cost import training_cost
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.guess import Guess, Reveal, guess
 from paralab.exercises.memory import memory_clinic
@@ -40,11 +41,12 @@ ALL = {
         tensor_mlp,
         summa,
         stream,
+        training_cost,
     )
 }
 
 __all__ = [
     "ALL", "Exercise", "Guess", "Reveal", "Verdict",
     "all_gather_half", "deadlock_clinic", "gradient_sync", "guess", "memory_clinic", "model_states",
-    "own_schedule", "stream", "summa", "tensor_mlp", "zero_step",
+    "own_schedule", "stream", "summa", "tensor_mlp", "training_cost", "zero_step",
 ]  # fmt: skip

@@ -87,7 +87,7 @@ def check(
         started = True
         where = f"{name}, {recipe_name}"
         wrong = trouble or _wrong_states(model, recipe, found)
-        right = _size(sum(recipe.values()) * model.num_params)
+        right = size_text(sum(recipe.values()) * model.num_params)
         notes.note(limit, f"{where}: {wrong or right}", not wrong, f"{where}: {wrong}")
     for name, recipe_name, memory_gb in DEVICE_CASES if devices_needed else ():
         model, recipe = ModelSpec.preset(name), RECIPES[recipe_name]
@@ -117,10 +117,10 @@ def _wrong_states(model: ModelSpec, recipe: Mapping[str, int], found: Any) -> st
             return f"{state!r} is not in the recipe"
     for state, size in recipe.items():
         right, yours = model.num_params * size, found[state]
-        if not _is_number(yours):
+        if not is_number(yours):
             return f"{state!r} is {yours!r}, not a number of bytes"
         if yours != right:
-            return f"{state!r} is {_size(right)}, yours {_size(yours)}" + _why(
+            return f"{state!r} is {size_text(right)}, yours {size_text(yours)}" + _why(
                 model, size, right, yours
             )
     return ""
@@ -145,7 +145,7 @@ def _why(model: ModelSpec, size: int, right: int, yours: float) -> str:
 def _wrong_devices(model: ModelSpec, recipe: Mapping[str, int], gb: int, found: Any) -> str:
     total = model.num_params * sum(recipe.values())
     right = math.ceil(total / (gb * 10**9))
-    if not _is_number(found):
+    if not is_number(found):
         return f"asked is a number of devices, yours is {found!r}"
     if found == right:
         return ""
@@ -160,11 +160,18 @@ def _wrong_devices(model: ModelSpec, recipe: Mapping[str, int], gb: int, found: 
     return f"{right:,} device{'s' * (right > 1)}, yours {found:,}{why}"
 
 
-def _is_number(value: object) -> bool:
-    return hasattr(value, "__float__") and not isinstance(value, (bool, str))
+def is_number(value: object) -> bool:
+    """Whether ``value`` is one number: of Python, NumPy or torch, but no text and no truth."""
+    if not hasattr(value, "__float__") or isinstance(value, (bool, str)):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several, say
+        return False
+    return True
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     """Bytes as a data sheet has them, with enough digits to tell answers apart."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if abs(count) >= factor:

@@ -1,0 +1,229 @@
+"""Lab 11's exercise: right answers pass, a wrong one is refused and told which mistake it is."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+import paralab as pl
+from paralab.theory import needs, zero
+from test_exercises_zero import defined, missed
+
+COST = pl.exercises.training_cost
+cost = importlib.import_module("paralab.exercises.cost")
+FLOPS, DAYS, SPLIT, ZERO = (limit for limit, _ in COST.asked)
+ANSWER = str(COST.solution())
+RIGHT = [defined(ANSWER, name) for name in ("step_flops", "training_days", "states_per_device")]
+
+
+# ---- FLOPs of a step -----------------------------------------------------------------------------
+def forward(m, n):
+    block = 24 * n * m.seq_len * m.hidden**2 + 4 * n * m.seq_len**2 * m.hidden
+    return m.layers * block, 2 * n * m.seq_len * m.hidden * m.vocab
+
+
+def eq3(m, n, scores=1.0, head=1.0):
+    s, h, layers = m.seq_len, m.hidden, m.layers
+    return (
+        96 * n * s * layers * h**2 * (1 + scores * s / (6 * h) + head * m.vocab / (16 * layers * h))
+    )
+
+
+def spent(m, n, blocks, head):
+    of_blocks, of_head = forward(m, n)
+    return blocks * of_blocks + head * of_head
+
+
+def raises(m, n):
+    return m.width
+
+
+WRONG_FLOPS = [  # answer, words of the verdict
+    (lambda m, n: spent(m, n, 3, 3), "nothing is recomputed there"),
+    (lambda m, n: spent(m, n, 4, 4), "the head is recomputed there too"),
+    (lambda m, n: spent(m, n, 1, 1), "that is forward alone"),
+    (lambda m, n: spent(m, n, 2, 1), "that is forward twice"),
+    (lambda m, n: eq3(m, n) / 2, "a multiply-add is two FLOPs"),
+    (lambda m, n: eq3(m, 1), "that is one sample"),
+    (lambda m, n: eq3(m, n) / m.seq_len, "that is one token per sample"),
+    (lambda m, n: eq3(m, n, 0, 0), "that is the term before the bracket"),
+    (lambda m, n: eq3(m, n, head=0), "the head is missing, V/(16 l h)"),
+    (lambda m, n: eq3(m, n, scores=0), "attention's scores are missing, s/(6h)"),
+    (lambda m, n: 8 * m.num_params * n * m.seq_len, "that is eq. 4, 8 Ψ for every token"),
+    (lambda m, n: 6 * m.num_params * n * m.seq_len, "that is 6 Ψ for every token"),
+    (lambda m, n: eq3(m, n) * 1.001, "(1 times as much)"),
+    (lambda m, n: 1.5 * eq3(m, n), "(1.5 times as much)"),
+    (lambda m, n: math.nan, "yours nan"),
+    (lambda m, n: -eq3(m, n), "yours -"),
+    (lambda m, n: f"{eq3(m, n)}", "asked is a number of FLOPs, yours is '"),
+    (lambda m, n: np.ones(2), "asked is a number of FLOPs"),
+    (lambda m, n: None, "yours is None"),
+    (raises, "gpt2, 8 samples: raised AttributeError: 'ModelSpec' object has no"),
+    (lambda m: 1, "raised TypeError"),
+]
+
+
+@pytest.mark.parametrize("answer, words", WRONG_FLOPS)
+def test_wrong_flops_are_refused_and_their_mistake_is_named(answer, words):
+    verdict = COST.check(answer, *RIGHT[1:])
+    assert not verdict and missed(verdict) == {FLOPS}, verdict.table.to_string()
+    assert words in verdict.said, verdict.said
+
+
+def test_flops_written_as_eq_3_pass():
+    assert COST.check(eq3, *RIGHT[1:]).passed
+
+
+# ---- days ----------------------------------------------------------------------------------------
+def days(m, tokens, devices, flops, per_token=None):
+    per_token = eq3(m, 1) / m.seq_len if per_token is None else per_token(m)
+    return tokens * per_token / (devices * flops) / 86_400
+
+
+WRONG_DAYS = [
+    (lambda *a: days(*a, lambda m: 8 * m.num_params), "that is eq. 4, 2.6 % too low"),
+    (lambda *a: days(*a, lambda m: 6 * m.num_params), "that is 6 Ψ for every token"),
+    (lambda *a: days(*a, lambda m: needs.step_flops(m, 1) / m.seq_len), "nothing is recomputed"),
+    (lambda *a: 86_400 * days(*a), "those are seconds"),
+    (lambda *a: 24 * days(*a), "those are hours"),
+    (lambda *a: 1440 * days(*a), "those are minutes"),
+    (lambda m, t, n, x: n * days(m, t, n, x), "that is one device"),
+    (lambda m, t, n, x: days(m, t, n, x) / n, "divided by the number of devices twice"),
+    (lambda m, t, n, x: days(m, t * m.seq_len, n, x), "tokens are not samples"),
+    (lambda *a: 1.002 * days(*a), "34.73 days, yours 34.8013"),
+    (lambda *a: round(days(*a)), "34.73 days, yours 35 (1.01 times as much)"),
+    (lambda *a: "35 days", "asked is a number of days, yours is '35 days'"),
+    (lambda *a: math.inf, "yours inf"),
+]
+
+
+@pytest.mark.parametrize("answer, words", WRONG_DAYS)
+def test_wrong_days_are_refused_and_their_mistake_is_named(answer, words):
+    verdict = COST.check(RIGHT[0], answer, RIGHT[2])
+    assert not verdict and missed(verdict) == {DAYS}, verdict.table.to_string()
+    assert words in verdict.said, verdict.said
+
+
+def test_days_rounded_to_the_fourth_digit_pass():
+    assert COST.check(RIGHT[0], lambda *a: float(f"{days(*a):.4g}"), RIGHT[2]).passed
+
+
+# ---- states --------------------------------------------------------------------------------------
+def states(shared=cost.SHARED_FROM, size=lambda x, tp, pp, dp: x / (tp * pp), over=None):
+    """An answer: ZeRO's table ``shared``, Psi as ``size`` has it, N as ``over`` has it."""
+
+    def answer(m, recipe, tp, pp, dp, stage):
+        n = over(tp, pp, dp) if over else dp
+        return {state: width * size(m.num_params, tp, pp, dp) / (n if stage >= shared[state] else 1)
+                for state, width in recipe.items()}  # fmt: skip
+
+    return answer
+
+
+def matrices(m, recipe, tp, pp, dp, stage):
+    return states(size=lambda *_: 12 * m.layers * m.hidden**2 / (tp * pp))(
+        m, recipe, tp, pp, dp, stage
+    )
+
+
+def changed(change):
+    return lambda *asked: change(states()(*asked))
+
+
+NEVER, ALWAYS = dict.fromkeys(cost.SHARED_FROM, 4), dict.fromkeys(cost.SHARED_FROM, 0)
+WRONG_STATES = [  # answer, limits it breaks, words of the verdict
+    (states({**cost.SHARED_FROM, "gradients": 1}), {ZERO}, "'gradients' is 3.938 GB, yours 656.275 "
+     "MB (stage 1 shares the optimizer's states, master weights and moments)"),
+    (states({**cost.SHARED_FROM, "master": 4}), {ZERO}, "'master' is 1.313 GB, yours 7.875 GB "
+     "(stage 1 shares the optimizer's states"),
+    (states({**cost.SHARED_FROM, "parameters": 2}), {ZERO}, "zero_stage=2: 'parameters' is "),
+    (states({**cost.SHARED_FROM, "gradients": 3}), {ZERO}, "(stage 2 shares the optimizer's states "
+     "and gradients)"),
+    (states({**cost.SHARED_FROM, "parameters": 4}), {ZERO}, "(stage 3 shares everything"),
+    (states(dict(parameters=2, gradients=1, master=0, moments=0)), {SPLIT, ZERO}, "(data "
+     "parallelism without ZeRO copies everything)"),
+    (states(NEVER), {ZERO}, "(stage 1 shares the optimizer's states"),
+    (states(ALWAYS), {SPLIT, ZERO}, "(data parallelism without ZeRO copies everything)"),
+    (states(size=lambda x, tp, pp, dp: x), {SPLIT, ZERO}, "(that is the whole model's; tp and pp"),
+    (states(size=lambda x, tp, pp, dp: x / tp), {SPLIT, ZERO}, "pp=12 dp=5 zero_stage=0: "
+     "'parameters' is 3.638 GB, yours 43.654 GB (pp deals it out too)"),
+    (states(size=lambda x, tp, pp, dp: x / pp), {SPLIT, ZERO}, "(that is the whole model's; tp and "
+     "pp deal it out)"),
+    (states(over=lambda tp, pp, dp: tp * pp * dp), {ZERO}, "(ZeRO's N is dp, not all devices)"),
+    (matrices, {SPLIT, ZERO}, "(12 l h² are the blocks' matrices alone"),
+    (changed(lambda held: {k: v / 1e9 for k, v in held.items()}), {SPLIT, ZERO}, "those are GB"),
+    (changed(lambda held: {k: v / 2**30 for k, v in held.items()}), {SPLIT, ZERO}, "those are GiB"),
+    (lambda m, r, tp, pp, *a: dict.fromkeys(r, m.num_params / tp / pp), {SPLIT, ZERO},
+     "that is the number of parameters"),
+    (changed(lambda held: sum(held.values())), {SPLIT, ZERO}, "asked is a dict, {state: bytes}"),
+    (changed(lambda held: {k: held[k] for k in held if k != "moments"}), {SPLIT, ZERO}, "the state "
+     "'moments' is missing"),
+    (changed(lambda held: {**held, "activations": 0}), {SPLIT, ZERO}, "'activations' is not in th"),
+    (changed(lambda held: {k: str(v) for k, v in held.items()}), {SPLIT, ZERO}, "not a number of"),
+    (changed(lambda held: {k: 1.25 * v for k, v in held.items()}), {SPLIT, ZERO}, "(1.25 times as"),
+    (changed(lambda held: held["weights"]), {SPLIT, ZERO}, "raised KeyError: 'weights'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer, limits, words", WRONG_STATES)
+def test_wrong_states_are_refused_and_their_mistake_is_named(answer, limits, words):
+    verdict = COST.check(*RIGHT[:2], answer)
+    assert not verdict and missed(verdict) == limits, verdict.table.to_string()
+    assert words in verdict.said, verdict.said
+
+
+def test_states_in_whole_bytes_pass():
+    whole = changed(lambda held: {state: int(size) for state, size in held.items()})
+    assert COST.check(*RIGHT[:2], whole).passed
+
+
+# ---- the checker itself --------------------------------------------------------------------------
+def test_every_known_mistake_has_a_number_of_its_own():
+    """Two mistakes that gave one number, or one that gave the right one, would be named wrongly."""
+    for name, samples in cost.FLOP_CASES:
+        model = pl.ModelSpec.preset(name)
+        known = cost.known_flops(model, samples).values()
+        apart([needs.step_flops(model, samples, recompute=True), *known], cost.EXACT)
+    for name, *asked in cost.DAY_CASES:
+        known = cost.known_days(pl.ModelSpec.preset(name), *asked).values()
+        apart([days(pl.ModelSpec.preset(name), *asked), *known], cost.DAYS_TOLERANCE)
+
+
+def apart(numbers, tolerance):
+    for a, b in itertools.combinations(numbers, 2):
+        assert not math.isclose(a, b, rel_tol=2 * tolerance), (a, b)
+
+
+def test_the_right_states_are_those_of_zeros_formula():
+    recipe = needs.RECIPES["zero-fp16"]
+    model = pl.ModelSpec.preset("ptdp-1t")
+    for stage in range(4):
+        ours = cost.right_states(model, recipe, 1, 1, 1024, stage)
+        assert ours == pytest.approx(zero.stage_bytes(model.num_params, 1024, stage))
+
+
+def test_functions_that_are_not_written_yet_leave_their_limits_open():
+    def later(*asked):
+        raise NotImplementedError("your turn")
+
+    assert not COST.check(later, later, later).started
+    for verdict in (COST.check(RIGHT[0]), COST.check(RIGHT[0], later, later)):
+        assert not verdict and [row.ok for row in verdict.rows] == [True, None, None, None]
+        assert "there is one more function to write" in repr(verdict)
+    alone = COST.check(later, later, RIGHT[2])
+    assert [row.ok for row in alone.rows] == [None, None, True, True] and alone.started
+
+
+def test_an_answer_cannot_spoil_the_recipe_for_the_next_question():
+    def spoils(m, recipe, *asked):
+        held = states()(m, recipe, *asked)
+        recipe.clear()
+        return held
+
+    first = COST.check(*RIGHT[:2], spoils)
+    assert first.passed and first == COST.check(*RIGHT)
+    assert first._repr_html_() == COST.check(*RIGHT)._repr_html_()
