@@ -237,7 +237,9 @@ def test_what_has_no_slider_stays_as_given():
     bench = pl.explore(MODEL, plan, CLUSTER)
     assert bench.plan_of(bench.values) == plan
     assert "mine" in repr(bench) and "dp=5" in repr(bench)
-    assert repr(pl.explore(MODEL, PLAN, CLUSTER)).startswith("explore(dp=2, tp=1, pp=2, micro-batche")
+    assert repr(pl.explore(MODEL, PLAN, CLUSTER)).startswith(
+        "explore(dp=2, tp=1, pp=2, micro-batche"
+    )
 
 
 # ---- the real run --------------------------------------------------------------------------------

@@ -268,6 +268,7 @@ pd.DataFrame(rows).T.round(2).add_suffix(" (MB, all ranks)")
 exercise = pl.exercises.place
 exercise
 
+
 # %%
 def my_planner(model, cluster, batch, ask):
     """The plan that trains `model` on all devices of `cluster`, `batch` samples per step, in bf16.

@@ -214,6 +214,7 @@ class Columns:
     # ---- offload -------------------------------------------------------------------------------
     def place(self, state: str) -> Array:
         """Where a state lies: 0 on the device, 1 on the host, 2 in files."""
+
         def of(mix: dict[str, Any]) -> int:
             tiers = resolved(mix["offload"], mix["zero_stage"])
             return 0 if tiers is None else PLACES.index(getattr(tiers, state))

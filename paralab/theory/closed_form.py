@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paralab.theory.closed_columns import Array, Columns, Rank, Wire
-from paralab.theory.formulas import ITEM, optimizer_work
+from paralab.theory.closed_columns import Array, Columns, Rank
+from paralab.theory.formulas import optimizer_work
 
 TERMS = ("compute", "recompute", "tensor", "bubble", "messages", "gradients", "offload",
          "optimizer")  # fmt: skip
@@ -54,9 +54,7 @@ def seconds(c: Columns) -> dict[str, Array]:
     pipeline = c.m * pace.whole - added + idle + hops
     ends = [after(c, rank, found, pipeline) for rank, found in zip(c.ranks, passes, strict=True)]
     last = np.argmax([sum(end) for end in ends], axis=0)
-    sync, away, update, slack = (
-        np.choose(last, columns) for columns in zip(*ends, strict=True)
-    )
+    sync, away, update, slack = (np.choose(last, columns) for columns in zip(*ends, strict=True))
     return {
         "compute": c.m * (pace.whole - pace.again - pace.sent - pace.gathered) - added,
         "recompute": c.m * (pace.again + pace.sent_again),
@@ -73,6 +71,7 @@ def seconds(c: Columns) -> dict[str, Array]:
 # ---- one micro-batch ----------------------------------------------------------------------------
 def one_pass(c: Columns, rank: Rank) -> Pass:
     """Work of PTD-P's eq. 3 cut by tensor parallelism (layer_costs.py), and what ZeRO-3 gathers."""
+
     def total(*names: str) -> Array:
         return sum(rank.blocks * getattr(c.block, name) + rank.first * getattr(c.embedding, name)
                    + rank.last * getattr(c.head, name) for name in names)  # fmt: skip
@@ -172,14 +171,18 @@ def gathering(c: Columns, rank: Rank) -> tuple[Array, Array]:
     again = again + (chunks - 1) * g + later * np.maximum(g + r - back, 0.0)
     reduced = rank.blocks * np.maximum(r - back, 0.0)
     alone = c.n == 1
-    return (np.where(third & ~alone, fetched, 0.0),
-            np.where(alone, 0.0, np.where(third, again, np.where(c.often, reduced, 0.0))))
+    return (
+        np.where(third & ~alone, fetched, 0.0),
+        np.where(alone, 0.0, np.where(third, again, np.where(c.often, reduced, 0.0))),
+    )
 
 
 def _window(part) -> tuple[Array, Array]:
     """What a part's forward and backward take: so long can something else be under way."""
-    return (part.forward + part.sent,
-            part.input + part.weight + part.again + part.sent_back + part.sent_again)
+    return (
+        part.forward + part.sent,
+        part.input + part.weight + part.again + part.sent_back + part.sent_again,
+    )
 
 
 def _collective(c: Columns, op: str):
@@ -223,8 +226,11 @@ def _exposed(c: Columns, psi: Array, units: Array, tail: Array, window: Array) -
     reduce, scatter = _collective(c, "all_reduce"), _collective(c, "reduce_scatter")
     form = c.of_mix(lambda mix: mix["grad_sync"])
     calls = np.where(form == "naive", 12 * c.model.layers // c.p, units)
-    late = np.where(form == "overlapped",
-                    np.maximum(reduce(tail), reduce(psi, units) - window), reduce(psi, calls))
+    late = np.where(
+        form == "overlapped",
+        np.maximum(reduce(tail), reduce(psi, units) - window),
+        reduce(psi, calls),
+    )
     shared = np.maximum(scatter(tail), scatter(psi, units) - window)
     wire = c.wire("all_reduce", c.replica_inter)
     sent = 2 * (c.replicas - 1) / c.replicas * psi / c.n * c.item

@@ -36,7 +36,7 @@ from paralab.records import metrics
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.engine import Collective, Compute, Copy, Wait, link_cost
-from paralab.theory.order import CODE, F, I, Order, W, order
+from paralab.theory.order import CODE, F, Order, W, order
 from paralab.theory.predict_step import Row, step_rows
 
 WORK = ("forward", "backward", "weight_grad")

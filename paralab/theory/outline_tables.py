@@ -11,7 +11,7 @@ memory       as in full
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.engine import Compute, Copy, Wait, link_cost
 from paralab.theory.offload import tier_bytes
+from paralab.theory.order import CODE, F
 from paralab.theory.outline import (
     Program,
     Tail,
@@ -31,7 +32,6 @@ from paralab.theory.outline import (
     tails,
     timetable,
 )
-from paralab.theory.order import CODE, F
 from paralab.theory.predict_step import Row, activation_bytes_sent
 
 if TYPE_CHECKING:

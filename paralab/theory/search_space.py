@@ -236,8 +236,12 @@ class _Rules:
 
     def _copies(self, dp: int) -> np.ndarray:
         def ask(mix: dict[str, Any]) -> bool:
-            if dp == 1 and mix["zero_stage"] and mix["offload"] is None and (
-                0 in self.tried["zero_stage"] and None in self.tried["offload"]):
+            if (
+                dp == 1
+                and mix["zero_stage"]
+                and mix["offload"] is None
+                and (0 in self.tried["zero_stage"] and None in self.tried["offload"])
+            ):
                 return False  # a twin: one rank shares nothing out
             key = ("one copy", dp, mix["shard"], mix["zero_stage"])
             return self._once(key, lambda: mix["shard"] is None or self._legal(
