@@ -71,8 +71,8 @@ def test_links_carry_what_ranks_send_and_take_bytes_over_bandwidth():
     worst = max((near, far), key=lambda part: part["seconds"].sum())
     place = "between nodes" if worst is far else "inside a node"
     assert chart.finding == (f"Bytes take longest {place}: "
-                             f"{theme.scaled(worst['bytes'].sum(), 'B')}, "
-                             f"{theme.scaled(worst['seconds'].sum(), 's')}")  # fmt: skip
+                             f"{theme.scaled(float(worst['bytes'].sum()), 'B')}, "
+                             f"{theme.scaled(float(worst['seconds'].sum()), 's')}")  # fmt: skip
     colours = {trace.name: trace.marker.color for trace in chart.data}
     assert colours == {axis: theme.axis_colour(axis) for axis in ("tp", "dp", "pp")}
 
@@ -87,7 +87,7 @@ def test_several_reports_stand_beside_one_another():
     assert [a.y for a in links.layout.annotations] == [
         "inside a node, predicted", "inside a node, replayed"]  # fmt: skip
     assert set(links.table["clock"]) == {"predicted", "replayed"}
-    assert theme.scaled(metrics.traffic(expect)["bytes"].mean(), "B") in links.finding
+    assert theme.scaled(float(metrics.traffic(expect)["bytes"].mean()), "B") in links.finding
 
 
 def test_of_many_stages_the_fullest_first_and_last_are_drawn():

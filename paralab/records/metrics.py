@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
 from paralab.records import dry
+from paralab.records.once import once
 from paralab.records.tables import COMPUTE_KINDS, COPY_LANES
 from paralab.spec import BYTES_PER_ELEMENT
 from paralab.theory.traffic import BOOKKEEPING, edges
@@ -102,6 +103,7 @@ def step_bubble(report: Report, step: int) -> float:
     return 1 - sum(busy for _, _, busy in parts.values()) / room if room > 0 else NAN
 
 
+@once
 def pipeline_parts(report: Report, step: int) -> dict[int, tuple[float, float, float]]:
     """{rank: (start of its first forward, end of its last backward, seconds of compute between)}"""
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]

@@ -15,6 +15,7 @@ from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import theme
 from paralab.view.chart import Chart
+from paralab.view.stage_bars import peaks
 from paralab.view.traffic_bars import flows
 from paralab.view.widget_parts import BAD, MUTED, Knob
 from paralab.view.widget_shared import count
@@ -48,8 +49,8 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
         "dp": _counts("data, dp", DEGREES, plan.dp),
         "tp": _counts("tensor, tp", TPS, plan.tp),
         "pp": _counts("pipeline, pp", PPS, plan.pp),
-        "microbatches": _counts("micro-batches", MICROBATCHES, plan.microbatches),
-        "microbatch_size": _counts("samples each", SAMPLES, plan.microbatch_size),
+        "microbatches": _counts("micro-batches, m", MICROBATCHES, plan.microbatches),
+        "microbatch_size": _counts("samples, b", SAMPLES, plan.microbatch_size),
         "virtual_stages": _counts("chunks, v", (1, 2, 3, 4), plan.virtual_stages),
         "schedule": Knob(label="schedule", options=schedules, value=plan.schedule),
         "zero_stage": Knob(label="ZeRO", value=plan.zero_stage, buttons=True,
@@ -137,10 +138,15 @@ def numbers(clock: str, report: Report) -> dict[str, str]:
         "a step": theme.scaled(seconds, "s"),
         "tokens per second": f"{tokens:,.0f}",
         "bubble": f"{100 * report.bubble:.1f} %" if plan.pp > 1 else "no pipeline",
-        "peak of a device": theme.scaled(report.peak_memory, "B") if report.peak_memory else "",
+        "peak of a device": theme.scaled(peak(report), "B"),
         "sent inside a node": theme.scaled(sent["intra"], "B"),
         "sent between nodes": theme.scaled(sent["inter"], "B"),
     }
+
+
+def peak(report: Report) -> int:
+    """Bytes on the fullest device."""
+    return max(p.total for p in peaks(report).values() if p.tier == "device")
 
 
 def crowd(report: Report) -> str:

@@ -133,9 +133,9 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     fig.add_traces([grid.cells(colours, found, cluster), *_keys(own, colours, found)])
     fig.update_layout(shapes=grid.frames(cluster), annotations=[*grid.names(cluster), *grid.dots()])
     drawn = len(grid.y) * len(grid.x)
-    said = f", {drawn} of them drawn" * (drawn < world)
+    said = f": {world} rank{'s' * (world > 1)}" + f", {drawn} of them drawn" * (drawn < world)
     return fig.explained(
-        f"mesh of {theme.plan_name(plan)}: {world} rank{'s' * (world > 1)}{said}, "
+        f"mesh of pp={plan.pp} x dp={plan.dp} x tp={plan.tp}{said}, "
         f"{len(found)} group{'s' * (len(found) != 1)} of rank {own}",
         lambda: _table(plan, cluster, own, found),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
+from paralab.records.once import once
 from paralab.records.tables import TIERS
 from paralab.view import theme
 from paralab.view.memory import bytes_bars
@@ -37,6 +38,7 @@ class Peak(NamedTuple):
         return sum(self.held.values())
 
 
+@once
 def peaks(report: Report) -> dict[tuple[int, str], Peak]:
     """{(pipeline rank, tier): peak of the fullest rank there}, device first; from the memory table.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.records import metrics
+from paralab.records.once import once
 from paralab.records.tables import LEVELS
 from paralab.theory.traffic import BOOKKEEPING
 from paralab.tiers import WAYS
@@ -39,6 +40,7 @@ class Flow(NamedTuple):
     ops: str
 
 
+@once
 def flows(report: Report) -> list[Flow]:
     """What the ranks of a report send and copy per step, on average; links as they lie outwards.
 

@@ -18,27 +18,41 @@ _OWN = ("uid", "type")  # what makes a trace this trace
 
 def live(chart: go.Figure) -> go.FigureWidget:
     """A figure on screen that shows ``chart``, complete from its first moment on."""
-    return go.FigureWidget(list(chart.data), _layout(chart))
+    figure = go.FigureWidget(list(chart.data), _layout(chart))
+    figure._shown = chart, *_plain(chart)
+    return figure
 
 
 def show(figure: go.FigureWidget, chart: go.Figure) -> None:
-    """Make ``figure`` look like ``chart``."""
+    """Make ``figure``, which `live` made, look like ``chart``.
+
+    What it showed last is kept as plain data: to ask the figure costs as much as all the rest.
+    """
+    before, had, layout = figure._shown
+    if before is chart:
+        return
     new, old = list(chart.data), list(figure.data)
+    wants, wanted_layout = _plain(chart)
     alike = 0
     while alike < min(len(new), len(old)) and new[alike].type == old[alike].type:
         alike += 1
     if alike < len(old):
         figure.data = old[:alike]
     with figure.batch_update():
-        for trace, wanted in zip(figure.data, new[:alike], strict=True):
-            for name, value in _changes(trace.to_plotly_json(), wanted.to_plotly_json()).items():
+        for i, trace in enumerate(figure.data):
+            for name, value in _changes(had[i], wants[i]).items():
                 if name not in _OWN:
                     trace[name] = value
-        changes = _changes(figure.layout.to_plotly_json(), _layout(chart))
+        changes = _changes(layout, wanted_layout)
         for name, value in changes.items():
             figure.layout[name] = value
     if alike < len(new):
         figure.add_traces(new[alike:])
+    figure._shown = chart, wants, wanted_layout
+
+
+def _plain(chart: go.Figure) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    return [trace.to_plotly_json() for trace in chart.data], _layout(chart)
 
 
 def _layout(chart: go.Figure) -> dict[str, Any]:
