@@ -48,23 +48,31 @@ CASES = [
 ]  # fmt: skip
 
 
-def _every_rank(context, model, plan, settings):
-    """Dry runs of all ranks, one after the other in one process."""
-    nodes, parts = (0,) * plan.world_size, []
-    for rank in range(plan.world_size):
-        part = _program(context, model, plan, nodes, {"rank": rank, **settings})
-        parts.append({**tables_of(part), "num_params": part["num_params"]})
-    return parts
+def _every_rank(context, cases):
+    """Dry runs of all ranks of all cases, one after the other in one process."""
+    found = []
+    for model, plan, settings in cases:
+        asked = {"optimizer": "adamw", "steps": 1, "clip_norm": None, **settings}
+        nodes, parts = (0,) * plan.world_size, []
+        for rank in range(plan.world_size):
+            part = _program(context, model, plan, nodes, {"rank": rank, **asked})
+            parts.append({**tables_of(part), "num_params": part["num_params"]})
+        found.append(parts)
+    return found
 
 
-@pytest.fixture(scope="module", params=CASES)
-def both(request, text):
+@pytest.fixture(scope="module")
+def dry():
+    """[parts of all ranks] of every case."""
+    return launch_program(_every_rank, 1, ([case.values[0] for case in CASES],), device="cpu")[0]
+
+
+@pytest.fixture(scope="module", params=range(len(CASES)), ids=[case.id for case in CASES])
+def both(request, text, dry):
     """(model, plan, what `pl.run` measured, what dry runs of all its ranks found)"""
-    model, plan, settings = request.param
+    model, plan, settings = CASES[request.param].values[0]
     real = pl.run(model, plan, steps=1, data=text, strict=True, progress=False, **settings)
-    asked = {"optimizer": "adamw", "steps": 1, "clip_norm": None, **settings}
-    (parts,) = launch_program(_every_rank, 1, (model, plan, asked), device="cpu")
-    return model, plan, real, parts
+    return model, plan, real, dry[request.param]
 
 
 def rows(table, *columns):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal, whole
+from paralab.records.dry import CLOCK
 from paralab.records.tables import COMPUTE_KINDS, TIERS
 from paralab.view import theme
 
@@ -47,6 +48,11 @@ class Curve(NamedTuple):
     length: float
     sparse: bool
     start: float
+
+    @property
+    def numbered(self) -> bool:
+        """Whether times are numbers of what happens, in order, and no seconds."""
+        return self.report.clock == CLOCK
 
     @property
     def peak_at(self) -> int:

@@ -60,14 +60,16 @@ def drawn(
     plot = len(shown) * each + (len(shown) - 1) * GAP + room_below
     fig = theme.figure(finding, f"{below} · 1 {unit} = 10<sup>{power}</sup> bytes" if power
                        else below, height=plot + FRAME)  # fmt: skip
-    width = 100.0 if share else 1e3 * max(curve.length for curve in shown)
+    numbered = any(curve.numbered for curve in shown)  # no times: what happens, in order
+    seconds = 1.0 if numbered else 1e3
+    width = 100.0 if share else seconds * max(curve.length for curve in shown)
     names = [c for c in theme.CATEGORY_COLOUR if any(c in one.samples[0] for one in shown)]
     names += sorted({c for one in shown for c in one.samples[0]} - set(names))
     most = MAX_POINTS // (len(shown) * max(1, len(names)))
     layout: dict[str, Any] = {}
     for i, curve in enumerate(shown):
         top = plot - i * (each + GAP)
-        scale = (100.0 / curve.length if share else 1e3) if curve.length > 0 else 1.0
+        scale = (100.0 / curve.length if share else seconds) if curve.length > 0 else 1.0
         panel, strip = "y" if i == 0 else f"y{2 * i + 1}", f"y{2 * i + 2}"
         _strip(fig, curve, strip, scale, width)
         _stack(fig, curve, names, panel, scale, per, most, width)
@@ -100,7 +102,9 @@ def drawn(
     fig.update_layout(
         **layout, barmode="stack", bargap=0, hovermode="closest",
         margin={"t": 100, "b": 52, "l": 20, "r": 44},
-        xaxis={"title": {"text": "share of the step (%)" if share else "time in the step (ms)"},
+        xaxis={"title": {"text": "share of the step (%)" if share else
+                         "what happens in the step, numbered" if numbered else
+                         "time in the step (ms)"},
                "range": [-0.005 * width, end * width], "dtick": _dtick(width),
                "showgrid": False, "anchor": panel},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
@@ -124,7 +128,8 @@ def _strip(fig: Chart, curve: Curve, axis: str, scale: float, width: float) -> N
             marker={"color": fill, "line": {"width": 1, "color": theme.look().paper}},
             text=words, textposition="inside", insidetextanchor="middle", textangle=0,
             constraintext="none", textfont={"size": 12, "color": theme.on(fill)},
-            hovertext=[f"{name}: {1e3 * (p.end - p.start):.2f} ms" for p in mine],
+            hovertext=[name if curve.numbered else f"{name}: {1e3 * (p.end - p.start):.2f} ms"
+                       for p in mine],
             hovertemplate="%{hovertext}<extra></extra>",
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paralab.records import metrics
+from paralab.records import dry, metrics
 from paralab.tiers import Offload
 from paralab.view import theme
 
@@ -149,7 +149,7 @@ numbers. Step 0 is warm-up and left out of times and bytes. 1 MB = 10<sup>6</sup
 
 def _figures(report: Report) -> dict[str, Chart]:
     charts: dict[str, Chart] = {}
-    if len(report.steps):
+    if len(report.steps) and report.clock != dry.CLOCK:
         charts["timeline"] = report.timeline()
     charts["traffic"] = report.traffic_chart()
     if (report.memory["tier"] == "device").any():
@@ -170,6 +170,11 @@ def _for_script(value: Any) -> str:
 def _cards(report: Report) -> str:
     """The few numbers one looks for first."""
     numbers = report.summary()["value"]
+    if report.clock == dry.CLOCK:
+        return _shown_as_cards([
+            (f"{numbers['peak memory']:,.3f} MB", f"at most on rank {report.meta.get('rank')}"),
+            (f"{numbers['sent per step']:,.3f} MB", "sent by it per step"),
+        ])  # fmt: skip
     cards = [
         (f"{numbers['step time']:.1f} ms", "per step"),
         (f"{numbers['sent per rank and step']:.3f} MB", "sent per rank and step"),
@@ -187,6 +192,10 @@ def _cards(report: Report) -> str:
         cards.append(
             (f"{report.losses[0]:.3f} → {report.losses[-1]:.3f}", "loss, first to last step")
         )
+    return _shown_as_cards(cards)
+
+
+def _shown_as_cards(cards: Sequence[tuple[str, str]]) -> str:
     shown = "".join(
         f'<div class="card"><b>{html.escape(value if "nan" not in value else "–")}</b>'
         f"<span>{html.escape(name)}</span></div>"
