@@ -1,4 +1,4 @@
-"""`paralab run` and `paralab show`: what a notebook cell does, from a shell.
+"""`paralab run` and `paralab show`: what a notebook cell does, from a shell; `paralab doctor`.
 
 Every field of ``ModelSpec`` and ``Plan`` is an option of the same name, read off the dataclasses:
 a field that a later version adds is reachable the day it exists. Under torchrun the same command
@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from paralab import doctor
 from paralab.checks import illegal, number, size
 from paralab.spec import MODEL_PRESETS, ModelSpec, Plan
 
@@ -154,6 +155,7 @@ def make_parser() -> argparse.ArgumentParser:
     show.add_argument("path", metavar="FILE_OR_FOLDER")
     _add_exports(show)
     show.set_defaults(act=_show, parser=show)
+    doctor.add_command(commands)
     return parser
 
 

@@ -72,15 +72,14 @@ def calibration(*, refresh: bool = False) -> dict[str, Any]:
     accuracy   {"device", an operation, or as "bf16 forward" a product: {"median", "worst"}},
                relative errors of the fit at its own points
     """
-    path = cache_path()
-    known = None if refresh else (_unwritten.get(path) or _read(path))
-    if known is None:
-        known = _measure()
-        if _write(path, known):
+    path, found = cache_path(), None if refresh else known()
+    if found is None:
+        found = _measure()
+        if _write(path, found):
             _unwritten.pop(path, None)
         else:
-            _unwritten[path] = known
-    return known
+            _unwritten[path] = found
+    return found
 
 
 def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any]]]:
@@ -96,6 +95,15 @@ def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any
 
 
 # ---- the cache --------------------------------------------------------------------------------
+def known() -> dict[str, Any] | None:
+    """The calibration that is there already, in this process or in the cache; nothing is measured.
+
+    None if there is none.
+    """
+    path = cache_path()
+    return _unwritten.get(path) or _read(path)
+
+
 def cache_path() -> Path:
     """The cache file: one per processor, core count, and version of torch and paralab."""
     base = os.environ.get("PARALAB_CACHE_DIR")
@@ -137,7 +145,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """Memory of the machine, or of the container it runs in if that is less."""
     limits = [2**34]
     with contextlib.suppress(AttributeError, OSError, ValueError):  # else 16 GiB is a guess
@@ -212,7 +220,7 @@ def _measure() -> dict[str, Any]:
         flops=flops,
         memory_bandwidth=bandwidth,
         op_overhead=overhead,
-        memory=_memory_bytes(),
+        memory=memory_bytes(),
         intra=collectives["send"],
         collectives=collectives,
         host=between["host"],
