@@ -17,10 +17,9 @@ and the last repeat each other, and so do stages with equally many blocks. So he
                 the tied embedding's sum, the optimizer, what is gathered afterwards: `Tail`
 
 Simulated are the ranks with data-parallel and tensor-parallel index 0, with their real numbers.
-Bytes are exact. Time is that of the full simulation but for what it leaves out: that lanes are
-busy with an earlier action's traffic when a rank stood idle in between, and groups of other
-indices that cross nodes where those of index 0 do not. tests/test_outline.py says what that comes
-to. Cost: about 10 microseconds per action and step, whatever the number of layers and ranks.
+Bytes are exact. Time is that of the full simulation but for a lane that an action before a wait
+has left busy, and for receives that could be posted earlier. tests/test_outline.py says what that
+comes to. Cost: about 10 microseconds per action and step, whatever the number of layers and ranks.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paralab.parallel.lowering import posted_after
 from paralab.parallel.schedules import Action, relay
 from paralab.records import metrics
 from paralab.spec import Cluster, ModelSpec, Plan
@@ -40,6 +40,7 @@ from paralab.theory.order import CODE, F, I, Order, W, order
 from paralab.theory.predict_step import Row, step_rows
 
 WORK = ("forward", "backward", "weight_grad")
+EXACT = 10_000  # actions up to which it is worked out when each receive is posted
 FEW = 3  # micro-batches of a program: the first, one like all the others, the last
 FEW_IN_LANES = 4  # where traffic runs on into the next, one more until it repeats itself
 
@@ -97,7 +98,7 @@ class Program:
         kinds = {action.kind for action in actions}
         count = plan.microbatches if {"B", "W"} <= kinds else few_of(plan)
         few = plan.replace(microbatches=count)
-        self.rank, self.cost, self.count = rank, _seconds(cluster), count
+        self.rank, self.cost, self.count = rank, _seconds(plan, cluster, rank), count
         self.actions = actions if count == plan.microbatches else \
             _few_actions(model, few, rank, "".join(k for k in "FBIW" if k in kinds))  # fmt: skip
         self._sums: dict[str, dict[tuple, Sum]] | None = None
@@ -238,22 +239,39 @@ def _few_actions(model: ModelSpec, few: Plan, rank: int, kinds: str) -> list[Act
     ]
 
 
-def _seconds(cluster: Cluster) -> Callable[[Row], float]:
-    """What a call takes its slowest member; every member's is the same but for whoever sends on."""
+def _seconds(plan: Plan, cluster: Cluster, rank: int) -> Callable[[Row], float]:
+    """What a call of ``rank`` takes its slowest member, in the slowest of its stage's groups:
+    sooner or later the others wait for that one.
+    """
     link = link_cost(cluster)
+    levels: dict[str, str] = {}
 
     def cost(row: Row) -> float:
         item = row.item
         if type(item) is Copy:
             return item.seconds
-        wire = item.wire_bytes
+        if row.axis not in levels:
+            levels[row.axis] = _slowest(plan, cluster, rank, row.axis, item.level)
+        wire = item.wire_bytes  # index 0's, the most; but for whoever sends on
         if item.op == "broadcast":
             wire = row.payload * (len(row.ranks) - 1).bit_length()
         elif item.op == "reduce":
             wire = row.payload * (len(row.ranks) > 1)
-        return link(item.op, item.level, wire)
+        return link(item.op, levels[row.axis], wire)
 
     return cost
+
+
+def _slowest(plan: Plan, cluster: Cluster, rank: int, axis: str, own: str) -> str:
+    """The level of the slowest group along ``axis`` at the rank's stage; its ``own`` is known."""
+    fits = axis.startswith("tp") and cluster.devices_per_node % plan.tp == 0
+    if own == "inter" or fits or axis == "pp":
+        return own
+    group = "shard" if axis == "dp" and plan.zero_stage else axis
+    for member in range(rank, rank + plan.dp * plan.tp):
+        if len({cluster.node_of(r) for r in plan.ranks(group, member)}) > 1:
+            return "inter"
+    return own
 
 
 def play(rows: Sequence[Row], cost: Callable[[Row], float]) -> Played:
@@ -419,8 +437,7 @@ def _longest(
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Starts and ends of the n actions and then of the messages, each as early as can be.
 
-    Every node has at most three that come before it. A rank's actions and a wire's messages are in
-    order, so one walk that goes as far as it can on each of them, in turn, meets every node once.
+    A message waits for its maker, for the one before it on its wire, and for its receive.
     """
     from paralab.theory.engine import longest_path
     from paralab.theory.order import FREE
@@ -437,16 +454,23 @@ def _longest(
     to[maker] = messages
     to[n:] = user
     posts = np.full(n + t, dummy)  # the receive that is posted after this action
-    ahead = user - 2
-    posted = ahead >= found.first[found.rank[user]]
+    if n <= EXACT:
+        ahead = posted_after(found)[user]
+    else:
+        ahead = np.where(user - 2 >= found.first[found.rank[user]], user - 2, -1)
+    posted = np.flatnonzero(ahead >= 0)
     posts[ahead[posted]] = messages[posted]
+    others = posted[posts[ahead[posted]] != messages[posted]]  # posted behind the same action
     missing = np.zeros(dummy + 1, np.int64)
     for edges in (later, to, posts):
         missing += np.bincount(edges, minlength=dummy + 1)
+    np.add.at(missing, messages[others], 1)
     missing[dummy] = FREE
     takes_all = np.concatenate([seconds, takes, [0.0]])
     following = list(zip(later.tolist(), to.tolist(), posts.tolist(), strict=True))
     following.append(())
+    for action, message in zip(ahead[others].tolist(), messages[others].tolist(), strict=True):
+        following[action] += (message,)
     ready = [0.0] * (dummy + 1)
     end, _ = longest_path(takes_all.tolist(), missing.tolist(), following, ready)
     return np.array(ready[:dummy]), np.array(end[:dummy])

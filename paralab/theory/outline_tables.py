@@ -52,12 +52,16 @@ def outline(
     size = activation_bytes_sent(model, plan)
     cost = link_cost(cluster)
 
-    def level(a: int, b: int) -> str:
-        apart = cluster.node_of(ranks[a]) != cluster.node_of(ranks[b])
+    def level(a: int, b: int, beside: int = 0) -> str:
+        apart = cluster.node_of(ranks[a] + beside) != cluster.node_of(ranks[b] + beside)
         return "inter" if apart else "intra"
 
-    times = timetable(plan, schedule_order(model, plan), made,
-                      lambda a, b: cost("send", level(a, b), size))  # fmt: skip
+    def message(a: int, b: int) -> float:
+        """Of the slowest of the pipelines that run beside each other."""
+        return max(cost("send", where, size) for where in
+                   {level(a, b, beside) for beside in range(plan.dp * plan.tp)})  # fmt: skip
+
+    times = timetable(plan, schedule_order(model, plan), made, message)
     ends = tails(plan, made, times)
     one = {
         "spans": _spans(plan, times, ends),

@@ -192,7 +192,9 @@ def step_rows(
         elements = model.vocab * model.hidden // plan.tp
         if plan.zero_stage:  # of the shard that either of them owns
             elements = -(-elements // plan.shard_degree)
-        mine.wait(mine.launch("all_reduce", ITEM * elements, ends, "pp", "tied"))
+        mine.wait(mine.launch("all_reduce", mine.item * elements, ends, "pp", "tied"))
+    if away:
+        sync.summed()
     if away and plan.tiers.optimizer != "device":
         sync.update()
     else:
@@ -205,7 +207,7 @@ def step_rows(
 
 def activation_bytes_sent(model: ModelSpec, plan: Plan) -> int:
     """Of a message from one pipeline stage to the next, or of the gradient that comes back."""
-    return ITEM * math.prod(residual_shape(model, plan))
+    return BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
 
 
 class Stage:
