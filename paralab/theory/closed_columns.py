@@ -117,8 +117,9 @@ class Columns:
                       for parts in partition(self.model, pp * v)]  # fmt: skip
             held = [sum(stages[r::pp]) for r in range(pp)]
             most = max(range(pp), key=lambda r, held=held: (held[r], -r))
-            found.append((held[0], most, held[most], held[-1]))
-        first, at, most, last = np.array(found)[which].T
+            uneven = max(stages[:-1], default=0) - min(stages[:-1], default=0)
+            found.append((held[0], most, held[most], held[-1], uneven))
+        first, at, most, last, self.uneven = np.array(found)[which].T
         nobody = np.zeros_like(first)
         self.ranks = [Rank(nobody, first, nobody + 1, 1 * self.one),
                       Rank(at, most, 1 * (at == 0), 1 * (at == self.p - 1)),

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paralab.theory.closed_columns import Array, Columns, Rank
-from paralab.theory.formulas import optimizer_work
+from paralab.theory.closed_columns import Array, Columns, Rank, Wire
+from paralab.theory.formulas import ITEM, optimizer_work
 
 TERMS = ("compute", "recompute", "tensor", "bubble", "messages", "gradients", "offload",
          "optimizer")  # fmt: skip
@@ -49,12 +49,14 @@ def seconds(c: Columns) -> dict[str, Array]:
     whole = one_pass(c, c.whole)
     slowest = np.argmax([found.whole for found in passes], axis=0)
     pace = Pass(*(np.choose(slowest, columns) for columns in zip(*passes, strict=True)))
-    idle, hops = bubble(c, whole, pace), messages(c)
+    idle, hops = bubble(c, whole, pace), messages(c, whole, pace)
     added = np.choose(slowest, [first_gradients(c, rank) for rank in c.ranks])
-    pipeline = c.m * pace.whole - added + idle + hops
-    ends = [after(c, rank, found, pipeline) for rank, found in zip(c.ranks, passes, strict=True)]
+    ends = [after(c, rank, found) for rank, found in zip(c.ranks, passes, strict=True)]
+    sums = (c.p - 1) * sum(last_backward(c, c.ranks[1], passes[1]))
     last = np.argmax([sum(end) for end in ends], axis=0)
-    sync, away, update, slack = (np.choose(last, columns) for columns in zip(*ends, strict=True))
+    sync, away, update, slack = (
+        np.choose(last, columns) for columns in zip(*ends, strict=True)
+    )
     return {
         "compute": c.m * (pace.whole - pace.again - pace.sent - pace.gathered) - added,
         "recompute": c.m * (pace.again + pace.sent_again),
@@ -62,7 +64,7 @@ def seconds(c: Columns) -> dict[str, Array]:
                   + c.shared_more * (c.ranks[1].blocks - 1),
         "bubble": idle,
         "messages": hops,
-        "gradients": c.m * pace.gathered + sync + slack,
+        "gradients": c.m * pace.gathered + np.where(c.split, 0.0, sums) + sync + slack,
         "offload": away,
         "optimizer": update,
     }  # fmt: skip
@@ -71,7 +73,6 @@ def seconds(c: Columns) -> dict[str, Array]:
 # ---- one micro-batch ----------------------------------------------------------------------------
 def one_pass(c: Columns, rank: Rank) -> Pass:
     """Work of PTD-P's eq. 3 cut by tensor parallelism (layer_costs.py), and what ZeRO-3 gathers."""
-
     def total(*names: str) -> Array:
         return sum(rank.blocks * getattr(c.block, name) + rank.first * getattr(c.embedding, name)
                    + rank.last * getattr(c.head, name) for name in names)  # fmt: skip
@@ -107,7 +108,9 @@ def bubble(c: Columns, whole: Pass, pace: Pass) -> Array:
         zb-h1        (p-1) (F + I - W)          Zero Bubble (Qi+ 2023, arXiv:2401.10241), table 1
         zb-h2        (p-1) (F + I - 2 W)
 
-    in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. In the last
+    in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. Interleaved
+    chunks that differ by a block cost one more in every round of p micro-batches: whoever is at a
+    small one waits for a neighbour at a large one. In the last
     two a rank's W runs beside the next one's I, and weight halves of later micro-batches, of which
     there are m - 1, fill what is left.
     """
@@ -118,30 +121,34 @@ def bubble(c: Columns, whole: Pass, pace: Pass) -> Array:
         "naive": others + (c.m - 1) * others,
         "gpipe": others,
         "1f1b": others,
-        "interleaved": whole.whole * (c.p - 1) / (c.p * c.v),
+        "interleaved": whole.whole * (c.p - 1) / (c.p * c.v) + c.uneven * sum(_window(c.block))
+                       * np.maximum(c.m / c.p - 1, 0.0),
         "zb-h1": others - beside,
         "zb-h2": others - beside - weights * np.clip(later - 1, 0.0, 1.0),
     }
     return np.where(c.one, 0.0, np.maximum(_of_schedule(c, found), 0.0))
 
 
-def messages(c: Columns) -> Array:
+def messages(c: Columns, whole: Pass, pace: Pass) -> Array:
     """What stages wait for each other's messages: b s h elements per boundary and direction.
 
-    A step begins with p - 1 hops and ends with as many. In between 1F1B has p micro-batches under
-    way, whose way there and back takes 2 (p-1) hops.
+    A step begins with a hop to every later stage and ends with one to every earlier. In between the
+    p micro-batches that 1F1B has under way cannot come round sooner than a way there and back:
+    where (p (F + I + W) + hops) / p is more than a rank's own pace, it is the pace. Interleaved
+    there are more of them under way than needed for that, and p v - 1 hops each way.
     """
     near, far = c.wire("send", c.one & False), c.wire("send", c.one | True)
-    hops = (c.p - 1 - c.hops_inter) * near.seconds(c.message)
-    hops = hops + c.hops_inter * far.seconds(c.message)
-    rounds = np.maximum(c.m / c.p - 1, 0.0)
+    hops = 2 * (c.p - 1 - c.hops_inter) * near.seconds(c.message)
+    hops = hops + 2 * c.hops_inter * far.seconds(c.message)
+    steady = np.maximum(c.m - c.p, 0)
+    late = np.maximum((whole.whole + hops) / c.p - pace.whole, 0.0)
     found = {
-        "naive": c.m * 2 * hops,
-        "gpipe": 2 * hops,
-        "1f1b": 2 * hops * (1 + rounds),
-        "interleaved": 2 * hops * (1 + rounds),
-        "zb-h1": 2 * hops * (1 + rounds),
-        "zb-h2": 2 * hops,
+        "naive": c.m * hops,
+        "gpipe": hops,
+        "1f1b": hops + steady * late,
+        "interleaved": hops / np.maximum(c.p - 1, 1) * (c.p * c.v - 1),
+        "zb-h1": hops + steady * late,
+        "zb-h2": hops,
     }
     return np.where(c.one, 0.0, _of_schedule(c, found))
 
@@ -169,20 +176,21 @@ def gathering(c: Columns, rank: Rank) -> tuple[Array, Array]:
     fetched = fetched + rank.last * np.maximum(gather(head) - forward, 0.0)
     again = np.where(rank.last > 0, gather(head) + np.maximum(g - _window(c.head)[1], 0.0), g)
     again = again + (chunks - 1) * g + later * np.maximum(g + r - back, 0.0)
+    # The next action's first gather queues behind what the last part of this one sends.
+    again = again + np.where(rank.first > 0, scatter(embedding) + (chunks - 1) * r, chunks * r)
     reduced = rank.blocks * np.maximum(r - back, 0.0)
+    psi = c.elements(rank)
+    summed = (2 + (c.n > 1) * (1 + 1 / c.n)) * psi * c.item / c.cluster.memory_bandwidth
+    summed = np.where(c.often, summed + 17 * rank.blocks * c.cluster.op_overhead, 0.0)
     alone = c.n == 1
-    return (
-        np.where(third & ~alone, fetched, 0.0),
-        np.where(alone, 0.0, np.where(third, again, np.where(c.often, reduced, 0.0))),
-    )
+    return (np.where(third & ~alone, fetched, 0.0),
+            summed + np.where(alone, 0.0, np.where(third, again, c.often * reduced)))
 
 
 def _window(part) -> tuple[Array, Array]:
     """What a part's forward and backward take: so long can something else be under way."""
-    return (
-        part.forward + part.sent,
-        part.input + part.weight + part.again + part.sent_back + part.sent_again,
-    )
+    return (part.forward + part.sent,
+            part.input + part.weight + part.again + part.sent_back + part.sent_again)
 
 
 def _collective(c: Columns, op: str):
@@ -196,16 +204,15 @@ def _collective(c: Columns, op: str):
     return seconds
 
 
-def after(c: Columns, rank: Rank, found: Pass, pipeline: Array) -> tuple[Array, ...]:
+def after(c: Columns, rank: Rank, found: Pass) -> tuple[Array, ...]:
     """(gradients, offload, optimizer, slack): what a rank does after its last backward, and by how
     much before the pipeline's end that is, as a negative number.
     """
-    psi, (units, tail) = c.elements(rank), c.buckets(rank)
+    psi, (units, _) = c.elements(rank), c.buckets(rank)
     own = np.where(c.zero > 0, psi / c.n, psi)
-    window = (found.input + found.weight) * (1 - 1 / units)
-    early = np.where(c.split | (c.schedule == "naive"), 0.0, rank.at / c.p)
-    slack = -early * (found.input + found.weight) * c.p
-    sync = copies(c, psi, units) + _exposed(c, psi, units, tail, window)
+    early = np.where(c.split | (c.schedule == "naive"), 0.0, rank.at)
+    slack = -early * (found.input + found.weight)
+    sync = sum(last_backward(c, rank, found)) + _exposed(c, rank, found)
     tied = c.wire("all_reduce", c.ends_inter).seconds(
         c.item * c.token / np.where(c.zero > 0, c.n, 1))  # fmt: skip
     sync = sync + np.where(c.tied & ((rank.first > 0) | (rank.last > 0)), tied, 0.0)
@@ -217,35 +224,42 @@ def after(c: Columns, rank: Rank, found: Pass, pipeline: Array) -> tuple[Array, 
     return sync + gather, away, update, ends
 
 
-def _exposed(c: Columns, psi: Array, units: Array, tail: Array, window: Array) -> Array:
-    """Data parallelism's traffic, 2 Psi or Psi, beyond the last backward that it runs beside.
+def last_backward(c: Columns, rank: Rank, found: Pass) -> tuple[Array, Array]:
+    """By how much a rank's last backward is longer than the others: (copies, waits).
 
-    Buckets leave as they fill (Li+ 2020, arXiv:2006.15704, sec. 3.2.3): the last one has nothing
-    left to hide behind.
+    Gradients are copied into their buckets, and ZeRO sums what N ranks sent: bytes over bandwidth.
+    ZeRO has one reduce-scatter under way (parallel/buckets.py) and waits where that takes longer
+    than the backward of what is next. The rank before in the pipeline waits with it.
     """
-    reduce, scatter = _collective(c, "all_reduce"), _collective(c, "reduce_scatter")
-    form = c.of_mix(lambda mix: mix["grad_sync"])
-    calls = np.where(form == "naive", 12 * c.model.layers // c.p, units)
-    late = np.where(
-        form == "overlapped",
-        np.maximum(reduce(tail), reduce(psi, units) - window),
-        reduce(psi, calls),
-    )
-    shared = np.maximum(scatter(tail), scatter(psi, units) - window)
-    wire = c.wire("all_reduce", c.replica_inter)
-    sent = 2 * (c.replicas - 1) / c.replicas * psi / c.n * c.item
-    copied = np.where(c.replicas > 1, wire.seconds(sent, units), 0.0)
-    # Reduced in every micro-batch, only the last part's is left when backward ends.
-    return np.where(c.zero == 0, late, np.where(c.often, scatter(tail), shared) + copied)
-
-
-def copies(c: Columns, psi: Array, units: Array) -> Array:
-    """Gradients into their buckets, and ZeRO's sum of what N ranks sent: bytes over the bandwidth."""
+    psi, (units, tail) = c.elements(rank), c.buckets(rank)
     into = np.where((c.zero > 0) | (c.dp > 1), 2.0, 0.0)
     summed = np.where((c.zero > 0) & (c.n > 1), 1 + 1 / c.n, 0.0)
     moved = (into + summed) * psi * c.item / c.cluster.memory_bandwidth
-    calls = (into > 0) * (12 * c.ranks[1].blocks + 5 * units) * c.cluster.op_overhead
-    return (moved + calls) * np.where(c.often, c.m, 1)
+    calls = (into > 0) * (12 * rank.blocks + 5 * units) * c.cluster.op_overhead
+    scatter = _collective(c, "reduce_scatter")
+    window = (found.input + found.weight) * (1 - 1 / units)
+    waits = np.maximum(scatter(psi, units) - scatter(tail) - window, 0.0)
+    shares = (c.zero > 0) & ~c.often
+    return np.where(c.often, 0.0, moved + calls), np.where(shares, waits, 0.0)
+
+
+def _exposed(c: Columns, rank: Rank, found: Pass) -> Array:
+    """Data parallelism's traffic beyond the last backward that it runs beside.
+
+    Buckets leave as they fill (Li+ 2020, arXiv:2006.15704, sec. 3.2.3): the last one has nothing
+    left to hide behind. 2 Psi (N-1)/N in all, or half of that and a gather after the update.
+    """
+    psi, (units, tail) = c.elements(rank), c.buckets(rank)
+    window = (found.input + found.weight) * (1 - 1 / units)
+    reduce = _collective(c, "all_reduce")
+    form = c.of_mix(lambda mix: mix["grad_sync"])
+    calls = np.where(form == "naive", 12 * rank.blocks, units)
+    late = np.where(form == "overlapped",
+                    np.maximum(reduce(tail), reduce(psi, units) - window), reduce(psi, calls))
+    wire = c.wire("all_reduce", c.replica_inter)
+    sent = 2 * (c.replicas - 1) / c.replicas * psi / c.n * c.item
+    copied = np.where(c.replicas > 1, wire.seconds(sent, units), 0.0)
+    return np.where(c.zero == 0, late, _collective(c, "reduce_scatter")(tail) + copied)
 
 
 # ---- the update ---------------------------------------------------------------------------------
