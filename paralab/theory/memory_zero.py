@@ -25,7 +25,7 @@ from paralab.parallel.schedules import Action
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.activations import recomputed_bytes
-from paralab.theory.formulas import backward_halves
+from paralab.theory.formulas import backward_halves, sizes
 from paralab.theory.gathering import Gathering, parts_with_backward
 from paralab.theory.workspace import backward_workspace
 
@@ -60,7 +60,7 @@ class Walk:
     ) -> None:  # fmt: skip
         batch = plan.microbatch_size
         self.actions = plan.actions()[plan.place(rank)[0]]
-        self.plan, self.states, self.n = plan, states, plan.shard_degree
+        self.model, self.plan, self.states, self.n = model, plan, states, plan.shard_degree
         self.item, self.every = BYTES_PER_ELEMENT[plan.precision], plan.reduces_often
         self.sizes = memory.rank_sizes(model, plan, rank)
         self.units = units(self.sizes, model, plan)
@@ -145,7 +145,7 @@ class Walk:
     def _backward(self, stage: int, kind: str, last: bool) -> Iterator[Bytes]:
         parts, kept = self.stages[stage], self.kept[stage]
         self.activations = self.aside[stage] if kind == "W" else sum(kept.values())
-        current = None
+        current, aside = None, 0
         for half in self.backward[stage]:
             if half.part != current and kind != "W":
                 if current is not None:
@@ -158,6 +158,9 @@ class Walk:
                 elif half.part == "embedding":
                     self.moving = 0
                 yield from self._began(half.part)
+            if kind == "W":  # what the layers before had put aside is gone
+                self.activations -= aside
+                aside = self.item * _put_aside(self.model, self.plan, half.layer)
             current = half.part
             if half.part == "embedding" and self.hand is not None:
                 yield self._now(-kept[current], hand=self.hand.lookup)
@@ -244,3 +247,13 @@ class Walk:
             "activations": self.activations + activations + self.moving,
             "workspace": hand + self.tied + self.between,
         }
+
+
+def _put_aside(model: ModelSpec, plan: Plan, layer: str) -> int:
+    """Elements of a linear layer's input and of its result's gradient, which wait for its weight
+    half; together the layers of a part have `memory.put_aside_bytes`.
+    """
+    (x, _), t = sizes(model, plan.microbatch_size), plan.tp
+    inside = {"qkv": 3 * x, "proj": x, "up": 4 * x, "down": 4 * x,
+              "output": x * model.vocab // model.hidden}  # fmt: skip
+    return x + inside[layer] // t if layer in inside else 0
