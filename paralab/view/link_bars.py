@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paralab.records import metrics
+from paralab.records.dry import CLOCK
 from paralab.view import lanes, theme
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def heights(fig: Chart, found: dict[str, float], axes: tuple[str, str]) -> None:
 
 def chart(report: Report, found: pd.DataFrame) -> Chart:
     """The chart of traffic where nothing is sent."""
-    n, each = report.world_size, tops(found, report.world_size)
+    n = 1 if report.clock == CLOCK else report.world_size
+    each = tops(found, n)
     subject = theme.subject(report)
     fig = theme.figure(
         f"{theme.text(subject)}: {_finding(found, n)}",
