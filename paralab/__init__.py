@@ -5,6 +5,7 @@
     report = pl.run(model, pl.Plan(dp=4), steps=8)     # four real processes
     expect = pl.predict(model, pl.Plan(dp=4))          # what theory says about this machine
     pl.compare(expect, report)
+    pl.dry_run(model, pl.Plan(dp=4096), rank=7)        # one rank of any plan: bytes, no times
     pl.explore(model)                                  # both, with sliders
 
 Importing this package is quick and leaves torch out; ranks import torch in processes of their own.
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster", "Link", "ModelSpec", "OutOfMemory", "Plan", "RankError", "RankTimeout", "Report",
-    "Stopped", "compare", "dry_run", "explore", "launch", "load", "predict", "run", "trace", "warm_up",
+    "Stopped", "compare", "dry_run", "explore", "launch", "load", "predict", "run", "trace",
+    "warm_up",
 ]  # fmt: skip
 
 _LAZY = ("exercises", "view")  # subpackages that bring plotly and widgets along

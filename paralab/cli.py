@@ -1,4 +1,4 @@
-"""`paralab run` and `paralab show`: what a notebook cell does, from a shell; `paralab doctor`.
+"""`paralab run`, `dry-run`, `show` and `doctor`: what a notebook cell does, from a shell.
 
 Every field of ``ModelSpec`` and ``Plan`` is an option of the same name, read off the dataclasses:
 a field that a later version adds is reachable the day it exists. Under torchrun the same command
@@ -112,14 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m paralab run --dp 8 --out FOLDER",
         allow_abbrev=False,
     )
-    model = run.add_argument_group("the model")
-    model.add_argument("--preset", default=DEFAULT_PRESET, metavar="NAME",
-                       help=f"start from {', '.join(MODEL_PRESETS)} (default {DEFAULT_PRESET}); "
-                       "the options below change it")  # fmt: skip
-    of_preset = ModelSpec.preset(DEFAULT_PRESET).to_dict()
-    _add_fields(model, ModelSpec, of_preset)
-    _add_fields(run.add_argument_group("the plan"), Plan, Plan().to_dict())
-
+    _add_model_and_plan(run)
     how = run.add_argument_group("the run")
     for option, reader, said in (
         ("--steps", number, "optimizer steps, the first of them warm-up"),
@@ -149,6 +142,28 @@ def make_parser() -> argparse.ArgumentParser:
     result.add_argument("--out", type=Path, metavar="FOLDER", help=where)
     run.set_defaults(act=_run, parser=run)
 
+    dry = commands.add_parser(
+        "dry-run",
+        usage="%(prog)s [options]",
+        help="one rank of a plan of any size: what it would hold and send, without training",
+        allow_abbrev=False,
+    )
+    _add_model_and_plan(dry)
+    what = dry.add_argument_group("the dry run")
+    for option, reader, said in (
+        ("--rank", number, "which of the plan's ranks to be (default 0)"),
+        ("--steps", number, "optimizer steps (default 1); they are alike"),
+        ("--optimizer", str, "adamw or sgd"),
+        ("--clip-norm", number, "clip the gradients' global norm to this"),
+        ("--timeout", number, "seconds that it may take"),
+    ):
+        name = option[2:].replace("-", "_")
+        what.add_argument(option, dest=name, type=reader, metavar=name.upper(),
+                          default=argparse.SUPPRESS, help=said)  # fmt: skip
+    dry.add_argument("--save", type=Path, metavar="FILE", help="the report: dry.json")
+    dry.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page")
+    dry.set_defaults(act=_dry_run, parser=dry)
+
     show = commands.add_parser(
         "show", help="print a saved report, or a torchrun job's folder", allow_abbrev=False
     )
@@ -157,6 +172,15 @@ def make_parser() -> argparse.ArgumentParser:
     show.set_defaults(act=_show, parser=show)
     doctor.add_command(commands)
     return parser
+
+
+def _add_model_and_plan(command: argparse.ArgumentParser) -> None:
+    model = command.add_argument_group("the model")
+    model.add_argument("--preset", default=DEFAULT_PRESET, metavar="NAME",
+                       help=f"start from {', '.join(MODEL_PRESETS)} (default {DEFAULT_PRESET}); "
+                       "the options below change it")  # fmt: skip
+    _add_fields(model, ModelSpec, ModelSpec.preset(DEFAULT_PRESET).to_dict())
+    _add_fields(command.add_argument_group("the plan"), Plan, Plan().to_dict())
 
 
 def _add_exports(group: Any) -> None:
@@ -232,6 +256,25 @@ def _run(given: argparse.Namespace) -> int:
     _export(report, given, sections)
     if given.save:
         print(f"saved {given.save}; see it again: paralab show {given.save}")
+    return 0
+
+
+def _dry_run(given: argparse.Namespace) -> int:
+    module = importlib.import_module("paralab.dry_run")
+    names = ("rank", "steps", "optimizer", "clip_norm", "timeout")
+    with _refusals(given.parser):
+        model = ModelSpec.preset(given.preset).replace(**_taken(ModelSpec, given))
+        plan = Plan(**_taken(Plan, given))
+        _files(given, "save", "html")
+        settings = {name: getattr(given, name) for name in names if name in given}
+        report = module.dry_run(model, plan, **settings)
+    _print_summary(report)
+    if given.save:
+        report.save(given.save)
+        print(f"saved {given.save}; see it again: paralab show {given.save}")
+    if given.html:
+        report.to_html(given.html)
+        print(f"wrote {given.html}: open it in a browser")
     return 0
 
 

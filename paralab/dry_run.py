@@ -31,7 +31,7 @@ def dry_run(
     steps: int = 1, clip_norm: float | None = None, cluster: Cluster | None = None,
     timeout: float = 120.0, stop: threading.Event | None = None,
 ) -> Report:  # fmt: skip
-    """What ``rank`` would hold, send and copy in a run of ``model`` under ``plan``: bytes, no times.
+    """What ``rank`` would hold, send and copy if ``model`` ran under ``plan``: bytes, no times.
 
     model, plan  what to train and how to split it (default: one device), over any number of ranks
     rank         which of the plan's ranks to be

@@ -17,6 +17,7 @@ in the type of what it is given, where a GPU keeps them in fp32.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,10 +34,6 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 class DryLedger(Ledger):
     """`Ledger` of tensors without bytes, as quick as one of tensors with them."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._kernels = _Kernels()
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -44,19 +41,11 @@ class DryLedger(Ledger):
             self._settle()
         if func.is_view:
             return func(*args, **kwargs) if kwargs else func(*args)
-        result = self._kernels[func](args, kwargs or {})
+        result = _remembered(func)(args, kwargs or {})
         self._meet_all(result)
         if self.recorder.samples and abs(self.live - self._noted) > self._most // GRAIN:
             self._note()
         return result
-
-
-class _Kernels(dict):
-    """{operation: the same with a memory}"""
-
-    def __missing__(self, func: Any) -> Remembered:
-        self[func] = made = Remembered(func)
-        return made
 
 
 class Remembered:
@@ -104,6 +93,9 @@ class Remembered:
                 makers.append(isinstance(part, Tensor) and _maker_of(part, there))
                 there |= {t.untyped_storage()._cdata for t in _tensors([part])}
         return (lambda args: tuple(make(args) for make in makers)) if all(makers) else None
+
+
+_remembered = functools.cache(Remembered)  # pure: of one operation, the same in every run
 
 
 class _Elsewhere(Exception):

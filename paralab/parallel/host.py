@@ -6,8 +6,8 @@ turn, and so does what is written.
 
 On a CPU the device's memory and the host's are the same chips. What keeps them apart is who counts:
 the ledger sees what the rank's own thread does, and the jobs here run in others; what they hold is
-counted here, as tiers of their own, and no ``memory_limit`` bounds it. In a dry run there is none of
-all this: tensors without bytes, lanes that move nothing, files that are nowhere.
+counted here, as tiers of their own, and no ``memory_limit`` bounds it. In a dry run there is none
+of all this: tensors without bytes, lanes that move nothing, files that are nowhere.
 """
 
 from __future__ import annotations

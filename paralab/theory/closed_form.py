@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paralab.theory.closed_columns import Array, Columns, Rank, Wire
-from paralab.theory.formulas import ITEM, optimizer_work
+from paralab.theory.closed_columns import Array, Columns, Rank
+from paralab.theory.formulas import optimizer_work
 
 TERMS = ("compute", "recompute", "tensor", "bubble", "messages", "gradients", "offload",
          "optimizer")  # fmt: skip

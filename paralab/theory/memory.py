@@ -226,16 +226,14 @@ def _total(parts: dict[str, int]) -> int:
 def kept_bytes(model: ModelSpec, plan: Plan, parts: Sequence[str]) -> dict[str, int]:
     """{part: bytes of activations} of one micro-batch in a stage of these parts.
 
-    "" is what leaves for the next stage, which stays too, for backward starts from it.
+    What leaves for the next stage is not kept: backward needs its graph, and none of its numbers.
     """
     batch, gone = plan.microbatch_size, offloaded_input(model, plan)
-    kept = {
+    return {
         part: part_activation_bytes(model, part, batch, **asked(plan))
         - (gone if part.startswith("blocks.") else 0)
         for part in parts
     }
-    leaving = BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
-    return {"": 0 if "head" in parts else leaving, **kept}
 
 
 def offloaded_input(model: ModelSpec, plan: Plan) -> int:
@@ -254,8 +252,7 @@ def asked(plan: Plan) -> dict[str, Any]:
 def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
     """(forward, bytes of activations, of gradients): the last after which both are at their most.
 
-    A forward's activations stay until its backward, or until the weight half of it; what leaves
-    for the next stage stays too, for backward starts from it.
+    A forward's activations stay until its backward, or until the weight half of it.
     """
     forwards = [found for found in _held(model, plan, rank) if found[0].kind == "F"]
     return max(reversed(forwards), key=lambda found: found[1] + found[2])

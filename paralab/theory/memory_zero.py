@@ -131,7 +131,7 @@ class Walk:
 
     def _forward(self, stage: int) -> Iterator[Bytes]:
         parts, kept = self.stages[stage], self.kept[stage]
-        self.activations = kept[""]
+        self.activations = 0
         for at, part in enumerate(parts):
             if self.gathering is not None:
                 self.gathering.forward(parts, at)

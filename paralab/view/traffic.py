@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paralab.records import metrics
+from paralab.records.dry import CLOCK
 from paralab.records.tables import LEVELS
 from paralab.view import link_bars, theme
 
@@ -25,6 +26,7 @@ MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 
 def traffic_chart(report: Report) -> Chart:
     """Bytes per step: rank x rank, and per rank by axis and level, and by link between tiers."""
+    one = report.clock == CLOCK  # rows of one rank: whom it sends to is no matrix
     n = len(metrics.reported_ranks(report))
     by_edge = metrics.traffic(report, by="edge")
     per_op = metrics.traffic(report, by=("axis", "level", "op"))
@@ -39,7 +41,8 @@ def traffic_chart(report: Report) -> Chart:
         report, f"bytes of one {unit}, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"),
         height=max(400, min(40 * n, 560) + 180))  # fmt: skip
     senders, receivers = _ends(report, by_edge)
-    fig.add_heatmap(**_matrix(by_edge, senders, receivers))
+    if not one:
+        fig.add_heatmap(**_matrix(by_edge, senders, receivers))
     nothing = {"axis": "", "level": "intra", "op": "none", "bytes": 0}
     rows = sorted(per_op.to_dict("records") or [nothing],
                   key=lambda r: (r["axis"], LEVELS.index(r["level"]), r["op"]))  # fmt: skip
@@ -57,16 +60,17 @@ def traffic_chart(report: Report) -> Chart:
     links = link_bars.tops(copied, n)
     highest = max(*tops.values(), *links.values(), 0.0)
     left, right = (0.31, 0.44) if many else (0.46, 0.62)
+    right = 0 if one else right
     fig.update_layout(
         barmode="stack",
         showlegend=many or len({row["op"] for row in rows}) > 1,
         legend={"x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "orientation": "h",
                 **({"traceorder": "normal"} if many else {})},
-        xaxis={"domain": [0, left], "type": "category", "showgrid": False,
+        xaxis={"domain": [0, left], "type": "category", "showgrid": False, "visible": not one,
                "categoryarray": [str(r) for r in receivers],
                "title": {"text": f"receiving rank (in the cells: MB per {unit})"},
                "constrain": "domain"},
-        yaxis={"title": {"text": "sending rank"}, "type": "category",
+        yaxis={"title": {"text": "sending rank"}, "type": "category", "visible": not one,
                "categoryarray": [str(r) for r in senders],
                "autorange": "reversed", "showgrid": False, "scaleanchor": "x",
                "constrain": "domain"},
@@ -147,6 +151,10 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
 
 def _finding(report: Report, total: float, ideal: int | None, copied: pd.DataFrame) -> str:
     n, name = len(metrics.reported_ranks(report)), theme.text(theme.subject(report))
+    if report.clock == CLOCK:
+        said = f"{name}: rank {report.meta.get('rank')} sends {theme.scaled(total, 'B')}"
+        moved = float(copied["bytes"].sum())
+        return said + f" and copies {theme.scaled(moved, 'B')}" * (moved > 0) + " per step"
     if total == 0:
         return f"{name}: nothing is sent"
     by_rank = metrics.traffic(report)["bytes"]
