@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 
+import paralab as pl
 from paralab.parallel.schedules import SCHEDULES as MADE
 from paralab.theory import experts, papers, pipeline_costs, tensor_costs
 from paralab.theory.pipeline import bubble_formula, simulate
@@ -143,6 +144,24 @@ def test_expert_capacity():
     assert experts.dropped([0, 0]) == 0
     with pytest.raises(ValueError, match="factor=0"):
         experts.expert_capacity(6, 3, 0)
+
+
+# ---- hardware ----
+@pytest.mark.parametrize("preset, device", [("dgx-a100", "A100-80GB"), ("dgx-h100", "H100-SXM")])
+def test_presets_are_the_datasheets_at_stated_shares(preset, device):
+    row, cluster = papers.devices().set_index("device").loc[device], pl.Cluster.preset(preset)
+    assert cluster.memory == row["memory (GB)"] * 10**9
+    assert cluster.intra.bandwidth == row["inside a node (GB/s)"] * 1e9
+    assert cluster.inter.bandwidth == row["between nodes (GB/s)"] * 1e9
+    assert cluster.memory_bandwidth == pytest.approx(0.8e9 * row["memory (GB/s)"])
+    # 62 % of peak: above what PTD-P's whole steps reach, below what a single product does
+    assert cluster.flops == pytest.approx(0.62e12 * row["peak (TFLOP/s)"])
+    assert cluster.flops < 1e12 * row["matrix product (TFLOP/s)"]
+
+
+def test_matrix_products_reach_80_to_87_percent():
+    reached = papers.devices().set_index("device")["reached (%)"].round(1)
+    assert reached["A100-80GB"] == 86.9 and reached["H100-SXM"] == 80.3
 
 
 # ---- errata ----

@@ -141,6 +141,8 @@ def hybrid_elements_sent(
 
 
 # ---- PyTorch FSDP: Zhao+ 2023, arXiv:2304.11277 ----
+# (An all-gather of fewer than some 33 million elements wastes bandwidth on the paper's machines;
+# how large a message has to be is `Cluster`'s alpha times bandwidth.)
 def fsdp_peak_parameters(
     units: list[int], devices: int, *, kept: float = 1.0, computed: float = 1.0
 ) -> float:

@@ -10,6 +10,7 @@ inputs. tests/test_papers_*.py hold the two together, at a tolerance that each s
     pipelines    Qi+ 2023, arXiv:2401.10241, zero bubble; Huang+ 2018, arXiv:1811.06965, GPipe
     offload      Ren+ 2021, arXiv:2101.06840, ZeRO-Offload; Rajbhandari+ 2021, arXiv:2104.07857,
                  ZeRO-Infinity
+    hardware     the devices they ran on
     layers       Colossal-AI's documentation; Fedus+ 2021, arXiv:2101.03961, Switch Transformers
     errata       where papers contradict themselves, and what this package does about it
 
@@ -19,6 +20,7 @@ GiB as it is meant. Where a printed row does not follow from its own inputs it s
 """
 
 from paralab.theory.papers.errata import errata
+from paralab.theory.papers.hardware import devices
 from paralab.theory.papers.korthikanti import (
     korthikanti_figure1,
     korthikanti_figure7,
@@ -52,7 +54,8 @@ from paralab.theory.papers.zero import (
 )
 
 __all__ = [
-    "colossal_costs", "errata", "gpipe_table2", "korthikanti_figure1", "korthikanti_figure7",
+    "colossal_costs", "devices", "errata", "gpipe_table2", "korthikanti_figure1",
+    "korthikanti_figure7",
     "korthikanti_table2", "korthikanti_table4", "korthikanti_table5", "ptdp_configs", "ptdp_facts",
     "ptdp_models", "ptdp_table1", "ptdp_table2", "schedule_costs", "switch_table1",
     "zero_bubble_table5", "zero_figure1", "zero_headlines", "zero_infinity_figure2a",
