@@ -160,13 +160,15 @@ def moments(
         return zero_moments(model, plan, states, rank)
     action, kept, gradients = fullest(model, plan, rank)
     moving = offloaded_input(model, plan)  # the last block's input is on its way to the host
-    forward = {**states, "gradients": gradients, "activations": kept + moving}
-    filling = 0
+    messages, filling = message_bytes(model, plan, rank), 0
+    forward = {**states, "buffers": states["buffers"] + messages, "gradients": gradients,
+               "activations": kept + moving}  # fmt: skip
     if buckets := gradient_buckets(model, plan, rank):
         counts = [n for name, n in rank_sizes(model, plan, rank).items() if model.trainable(name)]
         item = BYTES_PER_ELEMENT[plan.precision]
         filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
-    backward = {**states, "buffers": states["buffers"] + filling, "activations": 0}
+    backward = {**forward, "buffers": forward["buffers"] + filling,
+                "gradients": states["gradients"], "activations": 0}  # fmt: skip
     if plan.recompute != "none":
         more = recomputed_bytes(model, plan.microbatch_size, **asked(plan))
         if "head" in stage_parts(model, plan, rank)[action.stage]:  # its backward is over
@@ -183,18 +185,27 @@ def moments(
 
 
 def kept_bytes(model: ModelSpec, plan: Plan, parts: Sequence[str]) -> dict[str, int]:
-    """{part: bytes of activations} of one micro-batch in a stage of these parts.
-
-    "" is what leaves for the next stage, which stays too, for backward starts from it.
-    """
+    """{part: bytes of activations} of one micro-batch in a stage of these parts."""
     batch, gone = plan.microbatch_size, offloaded_input(model, plan)
-    kept = {
+    return {
         part: part_activation_bytes(model, part, batch, **asked(plan))
         - (gone if part.startswith("blocks.") else 0)
         for part in parts
     }
-    leaving = BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
-    return {"": 0 if "head" in parts else leaving, **kept}
+
+
+def message_bytes(model: ModelSpec, plan: Plan, rank: int) -> int:
+    """Of a pipeline's messages at the fullest moment: one arrives while the rank computes, and one
+    leaves. The last stage makes its backward at once, and what leaves has left by the next.
+    """
+    if plan.pp == 1:
+        return 0
+    ends = list(stage_parts(model, plan, rank)) == [plan.stages - 1]
+    return (
+        (1 if ends else 2)
+        * BYTES_PER_ELEMENT[plan.precision]
+        * math.prod(residual_shape(model, plan))
+    )
 
 
 def offloaded_input(model: ModelSpec, plan: Plan) -> int:
@@ -213,8 +224,7 @@ def asked(plan: Plan) -> dict[str, Any]:
 def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
     """(forward, bytes of activations, of gradients): the last after which both are at their most.
 
-    A forward's activations stay until its backward, or until the weight half of it; what leaves
-    for the next stage stays too, for backward starts from it.
+    A forward's activations stay until its backward, or until the weight half of it.
     """
     batch, held = plan.microbatch_size, stage_parts(model, plan, rank)
     size, late, own, counts = {}, {}, {}, rank_sizes(model, plan, rank)
