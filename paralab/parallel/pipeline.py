@@ -42,6 +42,29 @@ from paralab.spec import ModelSpec, Plan
 Key = tuple[str, int, int]  # ("F" activation | "B" its gradient, stage, micro-batch)
 
 
+class Cut(torch.autograd.Function):
+    """``x``, where a graph begins: its gradient is put into ``into``.
+
+    A leaf would do the same, and hold x on the device until its backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, into: list[Tensor]) -> Tensor:
+        ctx.into = into
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.into.append(grad)
+        return None, None, None
+
+
+def cut(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """``x`` as the beginning of a graph, and where its gradient will be."""
+    into: list[Tensor] = []
+    return Cut.apply(x, x.new_empty(0).requires_grad_(), into), into
+
+
 class Stage:
     """Consecutive layers, and what they remember between a micro-batch's forward and backward.
 
@@ -52,15 +75,17 @@ class Stage:
 
     def __init__(self, model: nn.Module, *, halves: WeightHalves | None = None) -> None:
         self.model, self.halves = model, halves
-        self._alive: dict[int, tuple[Tensor, Any]] = {}  # micro-batch -> input, root of its graph
+        # micro-batch -> where its input's gradient will be, root of its graph
+        self._alive: dict[int, tuple[list[Tensor], Any]] = {}
 
     def forward(self, k: int, x: Tensor, targets: Tensor | None) -> Tensor:
         """Forward of micro-batch ``k``. Returns the activation, or the loss if it has targets."""
+        into: list[Tensor] = []
         if x.is_floating_point():
-            x.requires_grad_()
+            x, into = cut(x)
         y = self.model(x, targets)
         # Of an activation only the graph is kept: the numbers leave with the message.
-        self._alive[k] = (x, y if targets is not None else get_gradient_edge(y))
+        self._alive[k] = (into, y if targets is not None else get_gradient_edge(y))
         return y.detach()
 
     def backward(self, k: int, grad: Tensor | None, share: Callable[[Tensor], Tensor]) -> Any:
@@ -69,14 +94,14 @@ class Stage:
         grad is that of the activation; None: ``k`` ended in a loss, which ``share`` scales.
         Returns the input's gradient, (B, s, h), or None for tokens.
         """
-        x, root = self._alive.pop(k)
+        into, root = self._alive.pop(k)
         if self.halves is not None:
             self.halves.collect(k)
         if grad is None:
             share(root).backward()
         else:
             torch.autograd.backward(root, grad)
-        return x.grad
+        return into.pop() if into else None
 
     def weight_grad(self, k: int, accumulated: Callable[[Tensor], None]) -> None:
         """The rest of micro-batch ``k``'s backward."""

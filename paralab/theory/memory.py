@@ -178,13 +178,15 @@ def moments(
         return zero_moments(model, plan, states, rank)
     action, kept, gradients = fullest(model, plan, rank)
     moving = offloaded_input(model, plan)  # the last block's input is on its way to the host
-    forward = {**states, "gradients": gradients, "activations": kept + moving}
-    filling = 0
+    messages, filling = message_bytes(model, plan, rank), 0
+    forward = {**states, "buffers": states["buffers"] + messages, "gradients": gradients,
+               "activations": kept + moving}  # fmt: skip
     if buckets := gradient_buckets(model, plan, rank):
         counts = [n for name, n in rank_sizes(model, plan, rank).items() if model.trainable(name)]
         item = BYTES_PER_ELEMENT[plan.precision]
         filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
-    backward = {**states, "buffers": states["buffers"] + filling, "activations": 0}
+    backward = {**forward, "buffers": forward["buffers"] + filling,
+                "gradients": states["gradients"], "activations": 0}  # fmt: skip
     begun = _begun(model, plan, rank, forward)
     if plan.recompute == "none":  # then most of them are what a forward has left
         begun = [found for found in begun if _total(found) > _total(forward)]
@@ -234,6 +236,20 @@ def kept_bytes(model: ModelSpec, plan: Plan, parts: Sequence[str]) -> dict[str, 
         - (gone if part.startswith("blocks.") else 0)
         for part in parts
     }
+
+
+def message_bytes(model: ModelSpec, plan: Plan, rank: int) -> int:
+    """Of a pipeline's messages at the fullest moment: one arrives while the rank computes, and one
+    leaves. The last stage makes its backward at once, and what leaves has left by the next.
+    """
+    if plan.pp == 1:
+        return 0
+    ends = list(stage_parts(model, plan, rank)) == [plan.stages - 1]
+    return (
+        (1 if ends else 2)
+        * BYTES_PER_ELEMENT[plan.precision]
+        * math.prod(residual_shape(model, plan))
+    )
 
 
 def offloaded_input(model: ModelSpec, plan: Plan) -> int:

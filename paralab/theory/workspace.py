@@ -41,6 +41,7 @@ class Workspace(NamedTuple):
     """Bytes at each of the moments; see the top of the file.
 
     head, down, core, close, lookup  in hand
+    down_gradient  of a weight, in "down"
     gone      activations of the block that "core" no longer has
     core_gradients  of weights that "core" has already
     tied      waits from the head to the embedding
@@ -51,6 +52,7 @@ class Workspace(NamedTuple):
     core: int
     close: int
     lookup: int
+    down_gradient: int
     gone: int
     core_gradients: int
     tied: int
@@ -79,6 +81,7 @@ def backward_workspace(model: ModelSpec, plan: Plan) -> Workspace:
                      + (scores if dropped else 0)),
         close=item * (again + 2 * stream),
         lookup=item * 3 * words,
+        down_gradient=item * 4 * squared,
         gone=item * (stream + x // kept.entered + 4 * inside + 5 * x // kept.left),
         core_gradients=item * 9 * squared,
         tied=item * words if model.tied and plan.stages == 1 else 0,
