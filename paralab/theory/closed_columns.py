@@ -19,6 +19,7 @@ from paralab.parallel.partition import partition
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 from paralab.theory.layer_costs import LayerBook, PartCost
 from paralab.theory.search_space import LAYER, Space
+from paralab.theory.workspace import Workspace, backward_workspace
 from paralab.tiers import LINKS, PLACES, resolved
 
 Array = np.ndarray
@@ -117,9 +118,10 @@ class Columns:
                       for parts in partition(self.model, pp * v)]  # fmt: skip
             held = [sum(stages[r::pp]) for r in range(pp)]
             most = max(range(pp), key=lambda r, held=held: (held[r], -r))
-            uneven = max(stages[:-1], default=0) - min(stages[:-1], default=0)
-            found.append((held[0], most, held[most], held[-1], uneven))
-        first, at, most, last, self.uneven = np.array(found)[which].T
+            inner = stages[:-1] or stages  # the last has fewer for its head's sake
+            longer = max(inner) - sum(inner) / len(inner)
+            found.append((held[0], most, held[most], held[-1], max(inner) > min(inner), longer))
+        first, at, most, last, self.uneven, self.longer = np.array(found)[which].T
         nobody = np.zeros_like(first)
         self.ranks = [Rank(nobody, first, nobody + 1, 1 * self.one),
                       Rank(at, most, 1 * (at == 0), 1 * (at == self.p - 1)),
@@ -211,6 +213,14 @@ class Columns:
         made = assign(sizes, bucket_bytes=most, itemsize=item)
         alone = zero and tied and has > 0
         return len(made) + alone, token if alone else made[-1].numel
+
+    def workspace(self) -> Workspace:
+        """What backward has in hand, `theory.workspace`; counted where something is offloaded."""
+        away = self.of_mix(lambda mix: mix["offload"] is not None)
+        made = [backward_workspace(self.model, plan) for plan in self.plans]
+        columns = np.array(made, float)[self.layer].T * away
+        found = Workspace(*columns)
+        return found._replace(tied=found.tied * self.one)
 
     # ---- offload -------------------------------------------------------------------------------
     def place(self, state: str) -> Array:

@@ -108,21 +108,23 @@ def bubble(c: Columns, whole: Pass, pace: Pass) -> Array:
         zb-h1        (p-1) (F + I - W)          Zero Bubble (Qi+ 2023, arXiv:2401.10241), table 1
         zb-h2        (p-1) (F + I - 2 W)
 
-    in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. Interleaved
-    chunks that differ by a block cost one more in every round of p micro-batches: whoever is at a
-    small one waits for a neighbour at a large one. In the last
+    in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. Where chunks of
+    interleaved stages differ by a block, the longer ones count, and every further round of p
+    micro-batches costs p - 3 blocks: whoever is at a short one waits for others at long ones (read
+    off `pipeline.simulate`, for p of 2 to 16). In the last
     two a rank's W runs beside the next one's I, and weight halves of later micro-batches, of which
     there are m - 1, fill what is left.
     """
     others, weights = whole.whole - pace.whole, whole.weight - pace.weight
     later = (c.m - 1) / np.maximum(c.p - 1, 1)  # micro-batches there are to fill a gap with
+    block = sum(_window(c.block))
     beside = weights * (1 + np.minimum(later, 1.0))
     found = {
         "naive": others + (c.m - 1) * others,
         "gpipe": others,
         "1f1b": others,
-        "interleaved": whole.whole * (c.p - 1) / (c.p * c.v) + c.uneven * sum(_window(c.block))
-                       * np.maximum(c.m / c.p - 1, 0.0),
+        "interleaved": whole.whole * (c.p - 1) / (c.p * c.v) + block * (
+            (c.p - 1) * c.longer + c.uneven * (c.m / c.p - 1) * np.maximum(c.p - 3, 0)),
         "zb-h1": others - beside,
         "zb-h2": others - beside - weights * np.clip(later - 1, 0.0, 1.0),
     }
@@ -159,32 +161,41 @@ def _of_schedule(c: Columns, found: dict[str, Array]) -> Array:
 
 # ---- data parallelism and ZeRO ------------------------------------------------------------------
 def gathering(c: Columns, rank: Rank) -> tuple[Array, Array]:
-    """Exposed seconds of what ZeRO does in every micro-batch: 3 m Psi, or (m + 1) Psi in stage 2.
+    """Exposed seconds of what ZeRO does in every micro-batch, forward and backward: 3 m Psi, or
+    (m + 1) Psi in stage 2; where parameters are offloaded, their way up too.
 
-    The first part of a stage is waited for; the next is gathered while one computes, and a part's
+    The first part of a stage is waited for; the next comes while one computes, and a part's
     gradients leave while the next part makes its own (ZeRO, arXiv:1910.02054, sec. 7.2.2).
     """
     gather, scatter = (_collective(c, op) for op in ("all_gather", "reduce_scatter"))
-    block, embedding = c.block.elements, c.embedding.elements
-    head = c.head.elements + c.tied * c.token
-    third = c.zero == 3
-    chunks, later = c.v, np.maximum(rank.blocks - c.v, 0)
+    weights, up, disk = c.place("parameters"), c.link("h2d"), c.link("disk")
+
+    def come(elements: Array) -> tuple[Array, Array]:
+        """(alone, one after the other): seconds until a unit is there."""
+        size = elements / c.n * c.item
+        ways = [gather(elements), np.where(weights > 0, up.seconds(size), 0.0),
+                np.where(weights == 2, disk.seconds(size), 0.0)]  # fmt: skip
+        return sum(ways), np.maximum.reduce(ways)
+
+    embedding, chunks, later = c.embedding.elements, c.v, np.maximum(rank.blocks - c.v, 0)
     forward, back = _window(c.block)
-    g, r = gather(block), scatter(block) * c.often
-    first = rank.first * (gather(embedding) - _window(c.embedding)[0])
-    fetched = chunks * g + np.maximum(first, -g) + later * np.maximum(g - forward, 0.0)
-    fetched = fetched + rank.last * np.maximum(gather(head) - forward, 0.0)
-    again = np.where(rank.last > 0, gather(head) + np.maximum(g - _window(c.head)[1], 0.0), g)
-    again = again + (chunks - 1) * g + later * np.maximum(g + r - back, 0.0)
+    (first, next_one), r = come(c.block.elements), scatter(c.block.elements) * c.often
+    (head, next_head), (tokens, _) = come(c.head.elements + c.tied * c.token), come(embedding)
+    fetched = chunks * first + later * np.maximum(next_one - forward, 0.0)
+    fetched = fetched + rank.first * np.maximum(tokens - _window(c.embedding)[0], -first)
+    fetched = fetched + rank.last * np.maximum(next_head - forward, 0.0)
+    sent = np.maximum(scatter(c.block.elements) + gather(c.block.elements), next_one)
+    again = np.where(rank.last > 0, head + np.maximum(next_one - _window(c.head)[1], 0.0), first)
+    again = again + (chunks - 1) * first + later * np.maximum(sent - back, 0.0)
     # The next action's first gather queues behind what the last part of this one sends.
     again = again + np.where(rank.first > 0, scatter(embedding) + (chunks - 1) * r, chunks * r)
     reduced = rank.blocks * np.maximum(r - back, 0.0)
     psi = c.elements(rank)
     summed = (2 + (c.n > 1) * (1 + 1 / c.n)) * psi * c.item / c.cluster.memory_bandwidth
     summed = np.where(c.often, summed + 17 * rank.blocks * c.cluster.op_overhead, 0.0)
-    alone = c.n == 1
-    return (np.where(third & ~alone, fetched, 0.0),
-            summed + np.where(alone, 0.0, np.where(third, again, c.often * reduced)))
+    third = c.zero == 3
+    return (np.where(third, fetched, 0.0),
+            summed + np.where(third, again, np.where(c.n > 1, c.often * reduced, 0.0)))
 
 
 def _window(part) -> tuple[Array, Array]:
@@ -288,7 +299,7 @@ def offloaded(c: Columns, own: Array, units: Array) -> Array:
     up, down, disk = (c.link(lane) for lane in ("h2d", "d2h", "disk"))
     weights, sums, states, inputs = map(
         c.place, ("parameters", "gradients", "optimizer", "activations"))  # fmt: skip
-    size, part = own * c.item, own * c.item
+    part = own * c.item
     rows = (2 if c.optimizer == "adamw" else 0) + (c.mixed | (weights == 0))
     host = own * _update_work(c)[0] / (c.cluster.host_bandwidth or 1.0)
     file = ((states == 2) * 2 * disk.seconds(4 * rows * own, units)
@@ -298,16 +309,14 @@ def offloaded(c: Columns, own: Array, units: Array) -> Array:
              (weights == 0) * up.seconds(part, units)]  # fmt: skip
     update = np.maximum.reduce(lanes)
     update = update + (sum(lanes) - update) / units
-    # In every micro-batch: parameters come up twice, gradients go down, inputs do both.
+    # In every micro-batch gradients go down, blocks' inputs go down and come up.
     often = np.where(c.often, c.m, 1)
     held = c.ranks[1].blocks * c.m * c.message
-    fetched = (weights > 0) * 2 * c.m * up.seconds(size, units) + (inputs > 0) * up.seconds(held)
-    left = (sums > 0) * often * down.seconds(part, units) + (inputs > 0) * down.seconds(held)
-    filed = ((weights == 2) * 2 * c.m * disk.seconds(size, units)
-             + (sums == 2) * (2 * often - 1) * disk.seconds(part, units)
+    left = (sums > 0) * often * down.seconds(part, units)
+    filed = ((sums == 2) * (2 * often - 1) * disk.seconds(part, units)
              + (inputs == 2) * 2 * disk.seconds(held))  # fmt: skip
-    busy = c.m * (c.ranks[1].blocks * sum(_window(c.block)))
-    slowest = np.maximum.reduce([fetched, left, filed])
-    beside = np.maximum(slowest - busy, 0.0) + (fetched / (2 * c.m) / units)
-    return np.where(states + weights + sums > 0, update, 0.0) + np.where(
-        weights + sums + inputs > 0, beside, 0.0)  # fmt: skip
+    moved = np.maximum.reduce([left + (inputs > 0) * down.seconds(held),
+                               (inputs > 0) * up.seconds(held), filed])  # fmt: skip
+    busy = c.m * c.ranks[1].blocks * _window(c.block)[1]
+    beside = np.maximum(moved - busy, 0.0) + left / (often * units)
+    return np.where(states > 0, update, 0.0) + beside

@@ -182,7 +182,8 @@ class _Parts:
             added=added, again=0.0, sent=sent, sent_back=back, sent_input=alone, sent_again=0.0,
             kept=part_activation_bytes(self.model, name, self.batch, **memory.asked(self.plan)),
             again_bytes=0,
-            aside=put_aside_bytes(self.model, name, self.batch, self.plan.tp),
+            aside=put_aside_bytes(self.model, name, self.batch, self.plan.tp,
+                                  self.plan.precision),
             elements=sum(n for key, n in self.held.items() if key.startswith(f"{name}.")),
         )  # fmt: skip
 
