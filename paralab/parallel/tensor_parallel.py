@@ -156,7 +156,10 @@ class Linear(nn.Linear):
         self.enter, self.leave, self.halves, self.what = enter, leave, halves, what
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x, self.weight, self.bias, self)
+        weight, bias = self.weight, self.bias
+        if self.halves is not None:  # who runs a half says so; autograd would say it too early
+            weight, bias = weight.detach(), bias if bias is None else bias.detach()
+        return _Linear.apply(x, weight, bias, self)
 
 
 class _Linear(torch.autograd.Function):

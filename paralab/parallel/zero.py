@@ -109,7 +109,7 @@ class Stage1:
     """Optimizer states in N parts.
 
     named     {name: parameter} of everything this rank's stages hold
-    units     how they lie in flat buffers; what is in none stays as it is
+    units     how they lie in flat buffers; what is in none stays by itself
     group     the N ranks that share the states out; ``replicas``, if there is one, the ranks of
               other such groups that hold the same part (HSDP: shares inside a node, copies across)
     dtype     of parameters and gradients; what they were in fp32 is in ``masters``
@@ -131,11 +131,11 @@ class Stage1:
         self.flat_of = {p: flat for flat in self.trained for p in flat.parameters}
         self.pending: list[tuple[Flat, Tensor, Pending]] = []
         self.ready: list[Flat] = []
-        if initialize is not None:
-            for name in set(named).difference(*(unit.names for unit in units)):
-                whole = named[name].new_zeros(named[name].shape)
-                named[name].data = whole
+        for name in set(named).difference(*(unit.names for unit in units)):
+            if initialize is not None:
+                named[name].data = named[name].new_zeros(named[name].shape)
                 initialize(named[name], name=name)
+            named[name].data = named[name].data.to(dtype)
         self.reset()
 
     def lay_out(self, unit: Unit, parameters: list[Tensor]) -> Flat:

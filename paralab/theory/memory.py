@@ -20,7 +20,7 @@ ZeRO's buffers are the reduce-scatters under way: memory_zero.py. Activations: a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paralab.checks import choice
@@ -169,19 +169,41 @@ def moments(
         filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
     backward = {**forward, "buffers": forward["buffers"] + filling,
                 "gradients": states["gradients"], "activations": 0}  # fmt: skip
-    if plan.recompute != "none":
-        more = recomputed_bytes(model, plan.microbatch_size, **asked(plan))
-        if "head" in stage_parts(model, plan, rank)[action.stage]:  # its backward is over
-            more -= part_activation_bytes(model, "head", plan.microbatch_size, **asked(plan))
-        if moving:  # its own input is back, and that of the block below, if there is one
-            blocks = [p for p in stage_parts(model, plan, rank)[action.stage] if "blocks" in p]
-            more += moving * min(2, len(blocks)) - moving  # forward has counted one
-        again = {**forward, "activations": kept + more}
-        if moving:
-            hand = backward_workspace(model, plan)
-            again["workspace"] = hand.down + hand.tied
-        backward = max(backward, again, key=lambda found: sum(found.values()))
-    return {"forward": forward, "backward": backward}
+    begun = _begun(model, plan, rank, forward)
+    if plan.recompute == "none":  # then most of them are what a forward has left
+        begun = [found for found in begun if _total(found) > _total(forward)]
+    return {"forward": forward, "backward": max([backward, *begun], key=_total)}
+
+
+def _begun(
+    model: ModelSpec, plan: Plan, rank: int, forward: dict[str, int]
+) -> list[dict[str, int]]:
+    """What is there when each backward has begun: a block that is recomputed once more, and the
+    gradients of earlier micro-batches, which after a forward may not have been there.
+    """
+    moving, more = offloaded_input(model, plan), {}
+    for stage, parts in stage_parts(model, plan, rank).items():
+        more[stage] = 0
+        if plan.recompute != "none":
+            more[stage] = recomputed_bytes(model, plan.microbatch_size, **asked(plan))
+            if "head" in parts:  # its backward is over
+                head = part_activation_bytes(model, "head", plan.microbatch_size, **asked(plan))
+                more[stage] -= head
+        # Its own input is back, and that of the block below, if there is one.
+        more[stage] += moving * min(2, sum("blocks" in part for part in parts))
+    begun = [
+        {**forward, "activations": kept + more[action.stage], "gradients": gradients}
+        for action, kept, gradients in _held(model, plan, rank)
+        if action.kind in "BI"
+    ]
+    if moving:
+        hand = backward_workspace(model, plan)
+        begun = [{**found, "workspace": hand.down + hand.tied} for found in begun]
+    return begun
+
+
+def _total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
 
 
 def kept_bytes(model: ModelSpec, plan: Plan, parts: Sequence[str]) -> dict[str, int]:
@@ -201,11 +223,8 @@ def message_bytes(model: ModelSpec, plan: Plan, rank: int) -> int:
     if plan.pp == 1:
         return 0
     ends = list(stage_parts(model, plan, rank)) == [plan.stages - 1]
-    return (
-        (1 if ends else 2)
-        * BYTES_PER_ELEMENT[plan.precision]
-        * math.prod(residual_shape(model, plan))
-    )
+    size = BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
+    return size if ends else 2 * size
 
 
 def offloaded_input(model: ModelSpec, plan: Plan) -> int:
@@ -226,6 +245,12 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
 
     A forward's activations stay until its backward, or until the weight half of it.
     """
+    forwards = [found for found in _held(model, plan, rank) if found[0].kind == "F"]
+    return max(reversed(forwards), key=lambda found: sum(found[1:]))
+
+
+def _held(model: ModelSpec, plan: Plan, rank: int) -> Iterator[tuple[Action, int, int]]:
+    """(action, bytes of activations, of gradients) after each forward, before each backward."""
     batch, held = plan.microbatch_size, stage_parts(model, plan, rank)
     size, late, own, counts = {}, {}, {}, rank_sizes(model, plan, rank)
     for s, parts in held.items():
@@ -238,17 +263,15 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
         own[s] = BYTES_PER_ELEMENT[plan.precision] * elements
         own[s] //= plan.shard_degree if plan.reduces_often else 1
     live, gradients = 0, dict.fromkeys(held, 0)
-    most: list[tuple[Action, int, int]] = []
     for action in plan.actions()[plan.place(rank)[0]]:
         s = action.stage
+        if action.kind in "BI":
+            yield action, live, sum(gradients.values())
         live += {"F": size[s], "B": -size[s], "W": -late[s], "I": late[s] - size[s]}[action.kind]
-        if action.kind != "F":
+        if action.kind == "F":
+            yield action, live, sum(gradients.values())
+        else:
             gradients[s] = own[s]
-            continue
-        now = (action, live, sum(gradients.values()))
-        if not most or sum(now[1:]) >= sum(most[0][1:]):
-            most = [now]
-    return most[0]
 
 
 def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:
