@@ -47,6 +47,8 @@ class Cluster(Description):
                       and plans that offload are refused
     host_bandwidth    bytes/s at which a device's share of the host's processor updates states
     collectives       links measured per operation inside a node; they go before `intra`
+    products_16bit    {"bf16" or "fp16": FLOP/s of products x W^T, g W, g^T x} of a processor that
+                      has no instructions for them: theory/work.py; empty: `flops` in any precision
     cores             processor cores that this cluster's devices share; None where each device
                       computes on its own (a laptop's ranks share cores, GPUs do not)
     """
@@ -64,6 +66,7 @@ class Cluster(Description):
     disk: Link | None = None
     host_bandwidth: float | None = None
     collectives: Mapping[str, Link] = field(default_factory=dict)
+    products_16bit: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     cores: int | None = None
 
     def __post_init__(self) -> None:
@@ -94,6 +97,11 @@ class Cluster(Description):
             raise illegal("collectives", self.collectives, "not a table", "{operation: pl.Link}")
         measured = {op: as_link(f"collectives[{op!r}]", v) for op, v in self.collectives.items()}
         object.__setattr__(self, "collectives", measured)
+        if not isinstance(self.products_16bit, Mapping):
+            raise illegal("products_16bit", self.products_16bit, "not a table",
+                          '{"bf16": (7e9, 1.5e9, 16e9)}')  # fmt: skip
+        rates = {name: _three(name, of) for name, of in self.products_16bit.items()}
+        object.__setattr__(self, "products_16bit", rates)
         if self.cores is not None:
             object.__setattr__(self, "cores", whole("cores", self.cores, at_least=1))
 
@@ -130,6 +138,14 @@ class Cluster(Description):
         if name not in CLUSTER_PRESETS:
             raise illegal("preset", name, "unknown cluster", ", ".join(CLUSTER_PRESETS))
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
+
+
+def _three(precision: str, rates: Any) -> tuple[float, ...]:
+    name = f"products_16bit[{precision!r}]"
+    choice("precision", precision, ("bf16", "fp16"))
+    if not isinstance(rates, (tuple, list)) or len(rates) != 3:
+        raise illegal(name, rates, "not three rates", "FLOP/s of x W^T, g W and g^T x")
+    return tuple(real(name, rate, above=0.0) for rate in rates)
 
 
 def available_cores() -> int:

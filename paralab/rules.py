@@ -16,7 +16,9 @@ from paralab.forms import OWN_FORM
 if TYPE_CHECKING:
     from paralab.spec import ModelSpec, Plan
 
-MAX_RANKS = 65536  # beyond any published run; mostly catches a slipped digit
+# Beyond any published run; they mostly catch a slipped digit, which would be worked on for hours.
+MAX_RANKS = 65536
+MAX_ACTIONS = 2**18  # micro-batches times stages
 
 
 def begins(name: str, prefix: str) -> bool:
@@ -26,10 +28,13 @@ def begins(name: str, prefix: str) -> bool:
 
 def check_frozen(model: ModelSpec) -> tuple[str, ...]:
     """``model.frozen`` as a tuple of prefixes that name parameters and leave some to train."""
-    frozen, names = model.frozen, tuple(model.parameter_shapes())
+    frozen = model.frozen
     if not isinstance(frozen, (tuple, list)):
         raise illegal("frozen", frozen, "not a list of names",
                       'a list such as ["embedding", "blocks.0"]')  # fmt: skip
+    if not frozen:
+        return ()
+    names = tuple(model.parameter_shapes())
     for prefix in frozen:
         if not isinstance(prefix, str) or not any(begins(name, prefix) for name in names):
             raise illegal("frozen", frozen, f"{prefix!r} begins no parameter's name",
@@ -48,7 +53,9 @@ def check_plan(plan: Plan, model: ModelSpec) -> None:
             raise illegal(name, value, f"a saved plan keeps only the {kind}'s name",
                           f"plan.replace({name}=the {kind} itself)")  # fmt: skip
     if plan.world_size > MAX_RANKS:
-        raise illegal("dp", plan.dp, f"dp*tp*pp is {plan.world_size} ranks", f"up to {MAX_RANKS}")
+        name = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
+        raise illegal(name, getattr(plan, name), f"dp*tp*pp is {plan.world_size} ranks",
+                      f"up to {MAX_RANKS}")  # fmt: skip
     _check_tensor(plan, model)
     _check_relay(plan)
     _check_pipeline(plan, model)
@@ -162,6 +169,10 @@ def _check_pipeline(plan: Plan, model: ModelSpec) -> None:
         raise illegal(name, getattr(plan, name), f"pp*virtual_stages is {plan.stages} stages, "
                       f"the model has {model.layers} blocks, and every stage needs one",
                       f"{legal}, or a model of at least {plan.stages} layers")  # fmt: skip
+    if plan.microbatches * plan.stages > MAX_ACTIONS:
+        raise illegal("microbatches", plan.microbatches, f"in {plan.stages} stages make a schedule "
+                      "that takes minutes to write down",
+                      f"up to {max(1, MAX_ACTIONS // plan.stages)}")  # fmt: skip
     plan.actions()
 
 

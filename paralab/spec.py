@@ -67,8 +67,10 @@ class ModelSpec(Description):
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        most = {"layers": 2**16}  # they are counted one by one
         for name in ("layers", "hidden", "heads", "seq_len", "vocab"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
+            value = whole(name, getattr(self, name), at_least=1, at_most=most.get(name, 2**62))
+            object.__setattr__(self, name, value)
         if self.hidden % self.heads:
             legal = [a for a in range(1, min(self.hidden, 64) + 1) if self.hidden % a == 0]
             raise illegal(

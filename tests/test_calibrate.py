@@ -16,11 +16,13 @@ from paralab.observe import calibrate
 from paralab.theory import fit
 from paralab.theory.predict import predict
 from paralab.theory.traffic import wire_bytes
+from paralab.theory.work import PRODUCTS
 
 LINK = pl.Link(alpha=2e-4, bandwidth=2e9)
 CLUSTER = pl.Cluster(
-    name="local", flops=1e11, memory_bandwidth=3e10, devices_per_node=64, intra=LINK, cores=2
-)
+    name="local", flops=1e11, memory_bandwidth=3e10, devices_per_node=64, intra=LINK, cores=2,
+    products_16bit={"bf16": (7e9, 1.5e9, 16e9)},
+)  # fmt: skip
 
 
 def made_up():
@@ -72,6 +74,12 @@ def test_a_device_fit_recovers_its_three_rates(true):
     ]
     _, accuracy = fit.fit_device(points)
     assert accuracy["worst"] < 1e-6
+
+
+def test_a_product_has_a_rate():
+    points = [{"flops": n, "seconds": n / 7e9} for n in (1e6, 1e8)]
+    rate, accuracy = fit.fit_rate(points)
+    assert rate == pytest.approx(7e9) and accuracy["worst"] < 1e-9
 
 
 def test_small_messages_weigh_as_much_as_large_ones():
@@ -145,7 +153,7 @@ def test_a_damaged_cache_is_measured_again(measurements, damage):
     path.write_text(damage)
     assert pl.Cluster.local() == CLUSTER
     assert len(measurements) == 1
-    assert json.loads(path.read_text()) == made_up()
+    assert json.loads(path.read_text()) == json.loads(json.dumps(made_up()))
 
 
 def test_bytes_that_are_no_text_are_measured_again(measurements):
@@ -253,11 +261,23 @@ def test_every_fit_states_its_error_and_keeps_its_points(real):
     ops = {point["op"] for point in known["points"]["links"]}
     tiers = {point["op"] for point in known["points"]["tiers"]}
     assert tiers == {"host", "disk", "optimizer"}
-    assert set(known["accuracy"]) == ops | tiers | {"device"}
+    products = {f"{precision} {what}" for precision in ("bf16", "fp16") for what in PRODUCTS}
+    assert {f"{p['precision']} {p['what']}" for p in known["points"]["products"]} == products
+    assert set(known["accuracy"]) == ops | tiers | products | {"device"}
     for point in [point for points in known["points"].values() for point in points]:
         assert point["seconds"] > 0 and point["fitted"] >= 0
     sizes = {point["payload_bytes"] for point in known["points"]["links"]}
     assert min(sizes) <= 1024 and max(sizes) >= 8_000_000
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_on_this_machine_take_as_long_as_their_products_do(real, run, precision):
+    """Without rates of their own they were predicted up to 15 times too fast."""
+    cluster = pl.Cluster.from_dict(real["known"]["cluster"])
+    model = pl.ModelSpec(layers=2, hidden=128, heads=4, seq_len=64)
+    plan = pl.Plan(precision=precision, microbatches=2)
+    replayed = run(model, plan, steps=5).replay(cluster)
+    assert predict(model, plan, cluster).step_time == pytest.approx(replayed.step_time, rel=0.5)
 
 
 def test_prediction_on_this_machine_is_near_its_replay(real, run):

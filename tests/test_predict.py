@@ -196,6 +196,39 @@ def test_every_kind_of_span_costs_what_the_formulas_say():
         assert spans.loc[kind, "cost"] == pytest.approx(work.seconds(machine), rel=1e-12)
 
 
+def test_products_in_16_bits_take_their_own_rates_and_other_kernels_as_long_as_in_fp32():
+    plain = formulas.Work(flops=5e9, bytes=3e8, kernels=10, products=(1e9, 2e9, 1e9))
+    rates = {"bf16": (1e10, 2e9, 5e9)}
+    slow, machine = cluster(products_16bit=rates), cluster()
+    rest = 3e8 / machine.memory_bandwidth + 10 * machine.op_overhead
+    assert plain.seconds(slow) == plain.seconds(machine) == pytest.approx(5e9 / 1e11 + rest)
+    assert plain.seconds(slow, "bf16") == pytest.approx(0.1 + 1.0 + 0.2 + 1e9 / 1e11 + rest)
+    halved = rest - 1.5e8 / machine.memory_bandwidth
+    assert plain.seconds(slow, "fp16") == pytest.approx(5e9 / 1e11 + halved)
+
+
+@pytest.mark.parametrize("attention", ["explicit", "sdpa"])
+def test_every_matrix_product_has_its_kind(attention):
+    model = MODEL.replace(attention=attention, tied=False)
+    forward = formulas.total(formulas.forward_parts(model, 3).values())
+    backward = formulas.total(w for w, _ in formulas.backward_parts(model, 3, accumulate=False))
+    attended = model.layers * 4 * 3 * model.seq_len**2 * model.hidden
+    linear = formulas.forward_flops(model, 3) - attended
+    assert forward.products == (linear, attended, 0)
+    assert backward.products == (0, linear + 2 * attended, linear)
+    half = formulas.forward_parts(model, 3, formulas.Cut(inside=0.5))["blocks.0"]
+    whole = formulas.forward_parts(model, 3)["blocks.0"]
+    assert half.products == tuple(flops / 2 for flops in whole.products)
+    assert half.kernels == whole.kernels
+
+
+@pytest.mark.parametrize("rates", [3, {"bf16": 1e9}, {"bf16": (1, 2)}, {"fp32": (1, 2, 3)},
+                                   {"bf16": (1e9, 0, 1e9)}])  # fmt: skip
+def test_rates_that_are_none_are_refused(rates):
+    with pytest.raises(ValueError, match="legal: "):
+        cluster(products_16bit=rates)
+
+
 def test_free_links_leave_only_compute():
     plan = pl.Plan(dp=4, grad_sync="bucketed")
     free = cluster(intra=pl.Link(alpha=0.0, bandwidth=1e30))

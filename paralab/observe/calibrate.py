@@ -1,6 +1,6 @@
 """What this machine really does: the numbers behind `Cluster.local()`, measured once and cached.
 
-Three short measurements in ranks of their own (about 7 seconds together; the caller never imports
+Four short measurements in ranks of their own (about 8 seconds together; the caller never imports
 torch):
 
     device  forward, backward and optimizer of small GPTs on one rank with one thread. Their thread
@@ -9,7 +9,7 @@ torch):
     links   every collective between min(4, cores) ranks, 1 KB to 8 MB, fitted to alpha + wire bytes
             / bandwidth. A call's time runs from its last member's launch to its end, as the event
             engine counts it
-
+    products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
     tiers   copies from one part of memory to another, which is what "host to device" is where both
             are the same chips; files, written and read past the page cache; AdamW steps
 
@@ -35,12 +35,19 @@ from pathlib import Path
 from typing import Any
 
 from paralab.cluster import available_cores
-from paralab.observe.measure import OPS, measure_device, measure_links, measure_tiers
+from paralab.observe.measure import (
+    OPS,
+    measure_device,
+    measure_links,
+    measure_products,
+    measure_tiers,
+)
 from paralab.spec import Cluster
-from paralab.theory.fit import fit_device, fit_link
+from paralab.theory.fit import fit_device, fit_link, fit_rate
 from paralab.theory.traffic import wire_bytes
+from paralab.theory.work import PRODUCTS
 
-FORMAT = 2  # of the cache file; files of another format are measured again
+FORMAT = 3  # of the cache file; files of another format are measured again
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 
 # Measurements of this process whose cache folder cannot be written, by path: without them every
@@ -62,8 +69,8 @@ def local_cluster(*, refresh: bool = False) -> Cluster:
 def calibration(*, refresh: bool = False) -> dict[str, Any]:
     """Everything measured: {"cluster", "points", "accuracy", "seconds", "made"}, plain JSON values.
 
-    accuracy   {"device" or an operation: {"median", "worst"}}, relative errors of the fit at its
-               own points
+    accuracy   {"device", an operation, or as "bf16 forward" a product: {"median", "worst"}},
+               relative errors of the fit at its own points
     """
     path = cache_path()
     known = None if refresh else (_unwritten.get(path) or _read(path))
@@ -77,10 +84,12 @@ def calibration(*, refresh: bool = False) -> dict[str, Any]:
 
 
 def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """The measured points: {"links", "device", "tiers": rows}, each with its seconds and the fit's.
+    """The measured points, rows each with its seconds and the fit's: {"links", "device",
+    "products", "tiers": rows}.
 
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
     device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
+    products  precision, what (forward, input, weight), flops, seconds, fitted
     tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
     """
     return calibration(refresh=refresh)["points"]
@@ -181,12 +190,19 @@ def _measure() -> dict[str, Any]:
     began, cores = time.perf_counter(), available_cores()
     ranks = max(2, min(4, cores))
     device = launch_program(measure_device, 1, (), device="cpu")[0]
+    products = launch_program(measure_products, 1, (), device="cpu")[0]
     tiers = launch_program(measure_tiers, 1, (), device="cpu")[0]
     links = _from_last_launch(launch_program(measure_links, ranks, (), device="cpu"))
     (flops, bandwidth, overhead), device_accuracy = fit_device(device)
     collectives, accuracy = {}, {"device": device_accuracy}
     for op in OPS:
         collectives[op], accuracy[op] = fit_link([row for row in links if row["op"] == op])
+    rates: dict[str, list[float]] = {"bf16": [], "fp16": []}
+    for precision, found in rates.items():
+        for what in PRODUCTS:
+            rows = [r for r in products if (r["precision"], r["what"]) == (precision, what)]
+            rate, accuracy[f"{precision} {what}"] = fit_rate(rows)
+            found.append(rate)
     between = {}
     for op in ("host", "disk", "optimizer"):
         between[op], accuracy[op] = fit_link([row for row in tiers if row["op"] == op])
@@ -203,12 +219,13 @@ def _measure() -> dict[str, Any]:
         disk=between["disk"],
         # AdamW reads and writes 7 tensors of the size that was counted: theory/formulas.py.
         host_bandwidth=7 * between["optimizer"].bandwidth,
+        products_16bit=rates,
         cores=cores,
     )
     return {
         "format": FORMAT,
         "cluster": cluster.to_dict(),
-        "points": {"links": links, "device": device, "tiers": tiers},
+        "points": {"links": links, "device": device, "products": products, "tiers": tiers},
         "accuracy": accuracy,
         "seconds": time.perf_counter() - began,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

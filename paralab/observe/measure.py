@@ -1,4 +1,4 @@
-"""The calibration's measurements, as they run inside ranks: small GPTs, and every collective.
+"""The calibration's measurements, as they run inside ranks: small GPTs, products, collectives.
 
 [Note: rounds] Everything is measured in rounds over all shapes and sizes, not one after the other:
 a second in which the machine was busy with something else then spoils a few repetitions of all, not
@@ -20,6 +20,7 @@ from paralab.theory.formulas import backward_parts, forward_parts, optimizer_wor
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 SIZES = tuple(2**k for k in (10, 13, 16, 18, 20, 21, 22, 23))  # payload bytes
+PRODUCT_SHAPES = ((128, 64, 192), (128, 128, 512), (128, 256, 768), (128, 512, 256))
 TIER_SIZES = tuple(2**k for k in (16, 18, 20, 22, 23))
 # (layers, hidden, heads, seq_len, samples): thin and wide, short and long, one sample and several
 SHAPES = (
@@ -86,6 +87,40 @@ def measure_device(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]
                 "seconds": median(seconds[number, what][4:][1::2]),
             })  # fmt: skip
     return points
+
+
+def measure_products(context: Any, *, budget: float = 1.0) -> list[dict[str, Any]]:
+    """In a rank: median thread CPU seconds of matrix products in 16 bits, by precision and kind.
+
+    x W^T, g W and g^T x as blocks of several widths have them. See [Note: rounds]
+    """
+    import torch
+
+    from paralab.parallel.precision import DTYPES
+
+    rows: dict[tuple[str, str, int], Any] = {}
+    for precision in ("bf16", "fp16"):
+        for tokens, inputs, outputs in PRODUCT_SHAPES:
+            x, g, w = (
+                torch.zeros(size, dtype=DTYPES[precision])
+                for size in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
+            )
+            flops = 2 * tokens * inputs * outputs
+            rows[precision, "forward", flops] = lambda x=x, w=w: torch.nn.functional.linear(x, w)
+            rows[precision, "input", flops] = lambda g=g, w=w: g @ w
+            rows[precision, "weight", flops] = lambda g=g, x=x: g.t() @ x
+    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    deadline, rounds = time.perf_counter() + budget, 0
+    while rounds < 3 or time.perf_counter() < deadline:
+        for key, multiply in rows.items():
+            began = time.thread_time()
+            multiply()
+            seconds[key].append(time.thread_time() - began)
+        rounds += 1
+    return [
+        {"precision": precision, "what": what, "flops": flops, "seconds": median(found[1:])}
+        for (precision, what, flops), found in seconds.items()
+    ]
 
 
 def measure_links(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]:

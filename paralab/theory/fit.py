@@ -37,6 +37,14 @@ def fit_link(points: list[dict[str, Any]]) -> tuple[Link, dict[str, float]]:
     return link, _accuracy(points)
 
 
+def fit_rate(points: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:
+    """(FLOP/s, accuracy) of one kind of matrix product; adds "fitted" seconds to every point."""
+    (per_flop,) = non_negative_fit([(p["flops"],) for p in points], [p["seconds"] for p in points])
+    for point in points:
+        point["fitted"] = per_flop * point["flops"]
+    return 1 / per_flop, _accuracy(points)
+
+
 def _accuracy(points: list[dict[str, Any]]) -> dict[str, float]:
     errors = [abs(p["fitted"] / p["seconds"] - 1) for p in points]
     return {"median": median(errors), "worst": max(errors)}

@@ -1,11 +1,7 @@
 """Work of one micro-batch, counted from the model: FLOPs, bytes of elementwise kernels, calls.
 
-A device is three numbers, and time is a sum of three terms:
-
-    seconds = flops / cluster.flops + bytes / cluster.memory_bandwidth
-              + kernels * cluster.op_overhead
-
-FLOPs are those of matrix products, 2 per multiply-add. Forward, b samples of s tokens, width h:
+What a device makes of that, in seconds, is in work.py. FLOPs are those of matrix products, 2 per
+multiply-add. Forward, b samples of s tokens, width h:
 
     block   24 b s h^2 (1 + s/(6h))     8 b s h^2 in the attention's two projections, 16 in the MLP,
                                         4 b s^2 h in the scores and in their product with the values
@@ -35,46 +31,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from paralab.spec import Cluster, ModelSpec
+from paralab.spec import ModelSpec
+from paralab.theory.work import ITEM, Work, product
 
-ITEM = 4  # bytes of an fp32 element
 GELU_FLOPS = (400, 600)  # per element, forward and backward (tanh form)
 EXP_FLOPS = 100  # per element of a softmax
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a device is asked to do. Adds up, and multiplies by a count.
-
-    flops    of matrix products, and the arithmetic of GELU and softmax in the same unit
-    bytes    that other kernels read and write
-    kernels  calls
-    """
-
-    flops: float = 0.0
-    bytes: float = 0.0
-    kernels: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flops + other.flops, self.bytes + other.bytes, self.kernels + other.kernels
-        )
-
-    def __mul__(self, times: float) -> Work:
-        return Work(self.flops * times, self.bytes * times, self.kernels * times)
-
-    __rmul__ = __mul__
-
-    def seconds(self, cluster: Cluster) -> float:
-        """Time on one device of ``cluster``."""
-        return (
-            self.flops / cluster.flops
-            + self.bytes / cluster.memory_bandwidth
-            + self.kernels * cluster.op_overhead
-        )
 
 
 def total(works: object) -> Work:
@@ -128,13 +91,15 @@ def forward_pieces(
 
     def work(inside: Work, outside: float = 0.0, kernels: float = 0.0) -> Work:
         """outside: elements."""
-        return replace(inside, flops=inside.flops * cut.inside, bytes=inside.bytes * cut.inside) + (
-            Work(0, ITEM * outside * cut.outside, kernels)
-        )
+        return inside.share(cut.inside) + Work(0, ITEM * outside * cut.outside, kernels)
+
+    def linear(flops: float) -> Work:
+        return product(flops, "forward")
 
     # A bias is written into the result before the product is added to it. Explicit attention scales
     # q (2), makes q, k, v and its result contiguous (4x2), and masks and normalizes the scores.
-    core = Work(4 * batch * model.seq_len**2 * model.hidden + EXP_FLOPS * scores, 0, 5)
+    attended = product(4 * batch * model.seq_len**2 * model.hidden, "input")
+    core = attended + Work(EXP_FLOPS * scores, 0, 5)
     if explicit:
         elements = 10 * x + (7 if drop else 4) * scores
         core += Work(0, ITEM * elements, 7 + drop)
@@ -142,15 +107,15 @@ def forward_pieces(
     dropped = 3 * x * drop
     block = [
         ("norm", norm),
-        ("qkv", work(Work(3 * unit, ITEM * 6 * x, 3) + core)),
-        ("proj", work(Work(unit), 5 * x + dropped, 5 + drop)),
+        ("qkv", work(linear(3 * unit) + Work(0, ITEM * 6 * x, 3) + core)),
+        ("proj", work(linear(unit), 5 * x + dropped, 5 + drop)),
         ("norm", norm),
-        ("up", work(Work(4 * unit + GELU_FLOPS[0] * 4 * x, ITEM * 16 * x, 4))),
-        ("down", work(Work(4 * unit), 5 * x + dropped, 3 + drop)),
+        ("up", work(linear(4 * unit) + Work(GELU_FLOPS[0] * 4 * x, ITEM * 16 * x, 4))),
+        ("down", work(linear(4 * unit), 5 * x + dropped, 3 + drop)),
     ]
     head = [
         ("norm", work(Work(), 2 * x, 2)),
-        ("output", work(Work(head_flops(model, batch), 0, 1))),
+        ("output", work(linear(head_flops(model, batch)), 0, 1)),
         ("loss", work(Work(EXP_FLOPS * logits, ITEM * 3 * logits, 3))),
     ]
     embedding = [("embedding", work(Work(), 6 * x, 5))]
@@ -228,7 +193,7 @@ def backward_halves(
         held = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
     explicit = model.attention == "explicit"
     unit = 2 * batch * model.seq_len * model.hidden**2  # FLOPs of an h x h product
-    attended = 4 * batch * model.seq_len**2 * model.hidden
+    attended = product(8 * batch * model.seq_len**2 * model.hidden, "input")
     parts: list[BackwardPart] = []
 
     def handed(*names: str) -> Work:
@@ -244,37 +209,39 @@ def backward_halves(
         work = Work(0, ITEM * moved, kernels) + handed(*names)
         parts.append(BackwardPart(at, work, Work(), names, (), layer))
 
-    def linear(at: str, layer: str, products: float, flops: float, inside: float, outside: float,
+    def linear(at: str, layer: str, products: float, more: Work, inside: float, outside: float,
                kernels: float, *names: str, bias: float = 0.0) -> None:  # fmt: skip
-        """Two products of ``products`` FLOPs together, and elements read and written inside and
-        outside of a pair of layers; ``bias`` elements are read for the bias's own gradient.
+        """Two products of ``products`` FLOPs together, ``more`` work inside, and elements read and
+        written inside and outside of a pair of layers; ``bias`` elements are read for the bias's
+        own gradient.
         """
         late = 2 if bias else 1  # kernels: the product, the bias's sum
         bias *= cut.outside if layer in ("proj", "down") else cut.inside
         elements = inside * cut.inside + outside * cut.outside
-        rest = Work((products / 2 + flops) * cut.inside, ITEM * elements, kernels - late)
-        weight = Work(products / 2 * cut.inside, ITEM * bias, late) + handed(*names)
-        parts.append(BackwardPart(at, rest, weight, (), names, layer))
+        rest = (product(products / 2, "input") + more).share(cut.inside)
+        rest += Work(0, ITEM * elements, kernels - late)
+        weight = product(products / 2 * cut.inside, "weight") + Work(0, ITEM * bias, late)
+        parts.append(BackwardPart(at, rest, weight + handed(*names), (), names, layer))
 
     head = () if model.tied else ("head.output.weight",)
-    linear("head", "output", 2 * head_flops(model, batch), 0, 4 * logits, 0, 5, *head)
+    linear("head", "output", 2 * head_flops(model, batch), Work(), 4 * logits, 0, 5, *head)
     part("head", "norm", 5 * x, 2, "head.norm.bias", "head.norm.weight")
     drop = 3 * x if model.dropout else 0
     for i in reversed(range(model.layers)):
         at, b = f"blocks.{i}", f"blocks.{i}."
-        linear(at, "down", 8 * unit, 0, 0, drop, 3, b + "mlp.down.bias", b + "mlp.down.weight",
+        linear(at, "down", 8 * unit, Work(), 0, drop, 3, b + "mlp.down.bias", b + "mlp.down.weight",
                bias=x)  # fmt: skip
-        linear(at, "up", 8 * unit, GELU_FLOPS[1] * 4 * x, 12 * x, 0, 5,
+        linear(at, "up", 8 * unit, Work(GELU_FLOPS[1] * 4 * x), 12 * x, 0, 5,
                b + "mlp.up.bias", b + "mlp.up.weight", bias=4 * x)  # fmt: skip
         part(at, "norm", 8 * x, 3, b + "norm2.bias", b + "norm2.weight")
-        linear(at, "proj", 2 * unit, 0, 0, drop, 3,
+        linear(at, "proj", 2 * unit, Work(), 0, drop, 3,
                b + "attention.proj.bias", b + "attention.proj.weight", bias=x)  # fmt: skip
         if explicit:  # four products, softmax, mask, scale, contiguous copies
-            mixed = Work(2 * attended, ITEM * (10 * x + (8 if model.dropout else 5) * scores), 14)
+            mixed = 10 * x + (8 if model.dropout else 5) * scores
+            kernels = 19
         else:
-            mixed = Work(2 * attended, 0, 4)
-        qkv = mixed + Work(0, ITEM * 12 * x, 5)
-        linear(at, "qkv", 6 * unit, qkv.flops, qkv.bytes / ITEM, 0, qkv.kernels,
+            mixed, kernels = 0, 9
+        linear(at, "qkv", 6 * unit, attended, mixed + 12 * x, 0, kernels,
                b + "attention.qkv.bias", b + "attention.qkv.weight", bias=3 * x)  # fmt: skip
         part(at, "norm", 8 * x, 3, b + "norm1.bias", b + "norm1.weight")
     part("embedding", "embedding", 6 * x, 6,
@@ -289,11 +256,12 @@ def attention_core_work(model: ModelSpec, batch: int) -> Work:
     The two products with the scores, 4 b s^2 h FLOPs, and the kernels between them.
     """
     x, scores = sizes(model, batch)
-    flops = 4 * batch * model.seq_len**2 * model.hidden + EXP_FLOPS * scores
+    core = product(4 * batch * model.seq_len**2 * model.hidden, "input")
+    core += Work(EXP_FLOPS * scores, 0, 5)
     if model.attention != "explicit":
-        return Work(flops, 0, 5)
+        return core
     dropped = 3 * scores if model.dropout else 0
-    return Work(flops, ITEM * (10 * x + 4 * scores + dropped), 12 + bool(model.dropout))
+    return core + Work(0, ITEM * (10 * x + 4 * scores + dropped), 7 + bool(model.dropout))
 
 
 def recompute_work(model: ModelSpec, batch: int, recompute: str, cut: Cut = WHOLE) -> Work:
@@ -301,8 +269,7 @@ def recompute_work(model: ModelSpec, batch: int, recompute: str, cut: Cut = WHOL
     if recompute == "none":
         return Work()
     if recompute == "selective":
-        core = attention_core_work(model, batch)
-        return replace(core, flops=core.flops * cut.inside, bytes=core.bytes * cut.inside)
+        return attention_core_work(model, batch).share(cut.inside)
     return forward_parts(model, batch, cut)["blocks.0"]
 
 

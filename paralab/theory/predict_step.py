@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from paralab.parallel.layouts import residual_shape
@@ -85,9 +84,10 @@ class _Rank:
         self.calls: dict[tuple, int] = {}  # so that the members of a call name it alike
 
     def compute(self, work: Work, kind: str, microbatch: int = -1, stage: int = 0) -> None:
-        if self.item != ITEM and kind != "optimizer":  # which works in fp32 in any precision
-            work = replace(work, bytes=work.bytes * self.item / ITEM)
-        self.rows.append(Row(Compute(work.seconds(self.cluster)), kind, microbatch, stage=stage))
+        # An optimizer works in fp32 in any precision.
+        precision = "fp32" if kind == "optimizer" else self.plan.precision
+        seconds = work.seconds(self.cluster, precision)
+        self.rows.append(Row(Compute(seconds), kind, microbatch, stage=stage))
 
     def wait(self, *positions: int) -> None:
         if positions:
@@ -177,7 +177,7 @@ def step_rows(
     sync.finish()
     counts = memory.rank_sizes(model, plan, rank)
     for call in tensor.shared_calls(model, plan, rank, counts):
-        work = Work(0, mine.item * 2 * call.elements, 3)  # into one message, and back
+        work = Work(0, ITEM * 2 * call.elements, 3)  # into one message, and back
         mine.compute(work, "copy")
         mine.wait(mine.call(call))
         mine.compute(work, "copy")

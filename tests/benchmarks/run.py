@@ -15,6 +15,7 @@ import bench_instruments
 import bench_launch
 import bench_offload
 import bench_pipeline
+import bench_predict
 import bench_tensor
 import bench_zero
 
@@ -26,6 +27,7 @@ BENCHES: dict[str, Callable[[], list[dict]]] = {
     "zero": bench_zero.measure,
     "tensor": bench_tensor.measure,
     "offload": bench_offload.measure,
+    "predict": bench_predict.measure,
 }
 
 

@@ -1,0 +1,253 @@
+"""Plans that nobody chose: each is refused in a refusal's words, or predicted, and some are run.
+
+Hypothesis draws them, so they are others in every run of the suite; what it has found stays with
+its seed. What a prediction sends is held against the closed forms of each paradigm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import warnings
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import paralab as pl
+from equality import assert_equal_state, reference
+from paralab.parallel.buckets import units
+from paralab.parallel.layouts import residual_shape
+from paralab.spec import BYTES_PER_ELEMENT, SCHEDULE_NAMES
+from paralab.theory import memory, tensor
+from paralab.theory.traffic import wire_bytes
+from paralab.theory.zero import volume
+
+LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
+MACHINE = pl.Cluster(flops=1e11, memory_bandwidth=3e10, devices_per_node=16, intra=LINK, host=LINK,
+                     disk=LINK, host_bandwidth=1e10)  # fmt: skip
+FIELDS = [f.name for kind in (pl.Plan, pl.ModelSpec) for f in dataclasses.fields(kind)]
+PLACES = st.sampled_from(["device", "cpu", "nvme"])
+TIERS = st.fixed_dictionaries({}, optional={
+    "parameters": PLACES, "gradients": PLACES, "optimizer": PLACES, "activations": PLACES,
+    "delayed": st.booleans(),
+})  # fmt: skip
+PLAN = {
+    "dp": st.integers(1, 8),
+    "tp": st.integers(1, 9),
+    "pp": st.integers(1, 5),
+    "schedule": st.sampled_from(SCHEDULE_NAMES),
+    "microbatches": st.integers(1, 7),
+    "microbatch_size": st.integers(1, 5),
+    "virtual_stages": st.integers(1, 3),
+    "zero_stage": st.integers(0, 3),
+    "shard": st.one_of(st.none(), st.integers(1, 4)),
+    "sequence_parallel": st.booleans(),
+    "recompute": st.sampled_from(["none", "selective", "full"]),
+    "offload": st.one_of(st.sampled_from([None, "cpu", "nvme"]), TIERS),
+    "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
+    "tp_mode": st.sampled_from(["1d", "2d", "2.5d", "3d"]),
+    "tp_depth": st.one_of(st.none(), st.integers(1, 2)),
+    "partition_activations": st.booleans(),
+    "grad_sync": st.sampled_from(["naive", "bucketed", "overlapped"]),
+    "bucket_bytes": st.sampled_from([1, 7_000, 50_000, 10**9]),
+    "prefetch": st.integers(0, 4),
+}
+MODEL = {
+    "layers": st.integers(1, 6),
+    "heads": st.sampled_from([1, 2, 3, 4, 8]),
+    "hidden": st.sampled_from([24, 40, 48]),
+    "seq_len": st.sampled_from([8, 9, 16]),
+    "vocab": st.sampled_from([256, 257, 260, 264]),
+    "tied": st.booleans(),
+    "dropout": st.sampled_from([0.0, 0.1]),
+    "attention": st.sampled_from(["explicit", "sdpa"]),
+    "frozen": st.sampled_from([(), ("embedding",), ("blocks.0",), ("blocks.0.mlp", "head")]),
+}
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=6),
+    st.lists(st.integers(0, 3), max_size=2), st.just({"a": 1}),
+)  # fmt: skip
+SMALL = {"layers": 4, "hidden": 48, "heads": 4, "seq_len": 16, "vocab": 260}
+
+pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
+CALM = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+def refused(build) -> str:
+    """The refusal of ``build()``, in a refusal's words, or nothing. Anything else is an error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            build()
+    except ValueError as error:
+        said = str(error)
+        name = re.match(r"(\w+)(\['\w+'\])*=", said)
+        assert name and "; legal: " in said, said
+        assert name[1] in [*FIELDS, *(f.name for f in dataclasses.fields(pl.tiers.Offload))], said
+        return said
+    return ""
+
+
+@st.composite
+def anything(draw, values: dict) -> dict:
+    """Some fields, of sizes that make sense or of any other kind."""
+    names = draw(st.lists(st.sampled_from(list(values)), unique=True))
+    odd = draw(st.lists(st.sampled_from(names), max_size=1)) if names else []
+    return {name: draw(JUNK if name in odd else values[name]) for name in names}
+
+
+@st.composite
+def legal(draw, ranks: int, **base) -> tuple[pl.ModelSpec, pl.Plan]:
+    """Changes of a plain plan and model in any order; those that would not be legal are not made,
+    unless the next one mends it.
+    """
+    model, plan, more = pl.ModelSpec(**SMALL), pl.Plan(**base), {}
+    names = draw(st.permutations([*PLAN, *MODEL]))
+    for name in names[: draw(st.integers(1, len(names)))]:
+        more[name] = draw((PLAN | MODEL)[name])
+        try:
+            other = model.replace(**{n: v for n, v in more.items() if n in MODEL})
+            changed = plan.replace(**{n: v for n, v in more.items() if n in PLAN})
+            changed.validate(other)
+        except ValueError:
+            more = {name: more[name]} if len(more) > 3 else more
+            continue
+        if changed.world_size <= ranks:
+            model, plan = other, changed
+        more = {}
+    return model, plan
+
+
+# ---- legal or refused ---------------------------------------------------------------------------
+@settings(max_examples=400, **CALM)
+@given(anything(PLAN), anything(MODEL))
+def test_whatever_is_asked_is_a_plan_or_is_refused_by_name(of_plan, of_model):
+    asked = []
+
+    def build():
+        asked.append(pl.ModelSpec(**{**SMALL, **of_model}))
+        asked.append(pl.Plan(**of_plan))
+        asked[1].validate(asked[0])
+
+    said = refused(build)
+    if len(asked) == 2 and said:  # and so it is by whoever would use it
+        model, plan = asked
+        assert refused(lambda: pl.predict(model, plan, MACHINE)) == said
+        assert refused(lambda: pl.run(model, plan)) == said
+
+
+@pytest.mark.parametrize("settings", [
+    {"microbatches": 10**9}, {"microbatches": 10**6, "pp": 4}, {"dp": 10**9}, {"tp": 2**60},
+    {"pp": 10**12}, {"virtual_stages": 10**9, "pp": 2, "schedule": "interleaved"},
+    {"tp": 10**12, "tp_mode": "3d"}, {"tp": 10**12, "tp_mode": "2.5d"},
+    {"zero_stage": 1, "shard": 10**15}, {"dp": 4, "pp": 10**5},
+], ids=str)  # fmt: skip
+@pytest.mark.timeout(20)
+def test_a_slipped_digit_is_refused_at_once_and_by_its_own_name(settings):
+    field = max((n for n, v in settings.items() if isinstance(v, int)), key=settings.get)
+    model = pl.ModelSpec(**SMALL)
+    assert refused(lambda: pl.Plan(**settings).validate(model)).startswith(f"{field}=")
+    assert refused(lambda: model.replace(layers=10**9)).startswith("layers=1000000000:")
+
+
+# ---- predicted ----------------------------------------------------------------------------------
+def total(calls, **where) -> int:
+    """Bytes that all ranks send."""
+    for column, value in where.items():
+        calls = calls[calls[column] == value]
+    return int(calls["wire_bytes"].sum())
+
+
+def padded(model: pl.ModelSpec, plan: pl.Plan, rank: int) -> int:
+    """Elements of the units that a rank trains."""
+    made = units(memory.rank_sizes(model, plan, rank), model, plan)
+    return sum(unit.numel for unit in made if not unit.frozen)
+
+
+@settings(max_examples=60, **CALM)
+@given(legal(16))
+def test_a_legal_plan_is_predicted_and_sends_what_the_closed_forms_say(drawn):
+    model, plan = drawn
+    report = pl.predict(model, plan, MACHINE, steps=1)
+    assert 0 < report.step_time < 60 and report.peak_memory > 0
+    assert (report.spans["end"] >= report.spans["start"]).all()
+    calls, item = report.collectives, BYTES_PER_ELEMENT[plan.precision]
+    check_messages(model, plan, calls, item)
+    if plan.zero_stage:
+        check_zero(model, plan, calls, item)
+    elif plan.dp > 1:
+        check_gradient_sync(model, plan, calls, item)
+    check_tensor(model, plan, calls, item)
+
+
+def check_messages(model, plan, calls, item) -> None:
+    """b s h elements over every boundary, forth and back; each that leaves arrives."""
+    sent, arrived = (calls[calls["op"] == op] for op in ("send", "recv"))
+    pairs = Counter(zip(sent["rank"], sent["peer"], sent["payload_bytes"], strict=True))
+    assert pairs == Counter(zip(arrived["peer"], arrived["rank"], arrived["payload_bytes"],
+                                strict=True))  # fmt: skip
+    if model.frozen:  # below what trains nothing flows back
+        return
+    boundaries = (plan.stages - 1) * plan.dp * plan.tp
+    message = item * math.prod(residual_shape(model, plan))
+    assert total(calls, op="send") == 2 * plan.microbatches * boundaries * message
+
+
+def check_zero(model, plan, calls, item) -> None:
+    """2 Psi, (m+1) Psi or 3m Psi, times (N-1)/N; replicas an all-reduce of each shard."""
+    n, replicas = plan.shard_degree, plan.dp // plan.shard_degree
+    psi = Fraction(sum(padded(model, plan, rank) for rank in range(plan.world_size)) * item)
+    if replicas > 1:
+        assert total(calls, axis="replica") == psi / n * 2 * (replicas - 1) / replicas
+    if model.frozen or plan.relays:  # theory/offload.py says how often a relay needs each part
+        return
+    stage = 1 if plan.zero_stage == 2 and plan.pp > 1 else plan.zero_stage
+    assert total(calls, axis="dp") == volume(stage, plan.microbatches) * psi * (n - 1) / n
+
+
+def check_gradient_sync(model, plan, calls, item) -> None:
+    """An all-reduce of every gradient, and of little padding in buckets."""
+    for rank in range(plan.world_size):
+        sizes = [s for n, s in memory.rank_sizes(model, plan, rank).items() if model.trainable(n)]
+        payloads = [item * size for size in sizes]
+        if plan.grad_sync != "naive":
+            payloads = [size for _, size in memory.gradient_buckets(model, plan, rank)]
+            assert 0 <= sum(payloads) - item * sum(sizes) < item * plan.dp * len(payloads)
+        index = plan.ranks("dp", rank).index(rank)
+        sent = total(calls, rank=rank, phase="grad_sync")
+        assert sent == sum(wire_bytes("all_reduce", size, plan.dp, index) for size in payloads)
+
+
+def check_tensor(model, plan, calls, item) -> None:
+    """The modes' formulas for every linear layer, forward and backward."""
+    if plan.tp == 1 or model.frozen or plan.recompute == "full":
+        return
+    roles = ("qkv", "proj", "up", "down")
+    both = [tensor.linear_elements(model, plan, role) for role in roles]
+    depth = sum(tensor.depth_elements(model, plan, role) for role in roles)
+    layers = item * model.layers * plan.tp * plan.dp
+    times = layers * plan.microbatches
+    assert total(calls, phase="linear_forward") == times * sum(forward for forward, _ in both)
+    backward = times * sum(backward for _, backward in both)
+    assert total(calls, phase="linear_backward") == backward + layers * depth
+
+
+# ---- run ----------------------------------------------------------------------------------------
+@settings(max_examples=8, derandomize=True, database=None, **CALM)
+@given(drawn=legal(6, dp=2, pp=2, microbatches=2))
+def test_some_are_run_and_train_what_one_process_does(run, text, drawn):
+    model, plan = drawn
+    assume(not (plan.tiers and plan.tiers.delayed))  # which is one update late, and means to be
+    assume(not (model.dropout and model.attention == "sdpa"))  # draws its mask inside the kernel
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = run(model, plan, steps=2, optimizer="sgd", lr=0.5, keep_state=True)
+    alone = reference(model, microbatches=plan.dp * plan.microbatches, steps=2, lr=0.5, data=text,
+                      microbatch_size=plan.microbatch_size, precision=plan.precision)  # fmt: skip
+    assert_equal_state(alone, report, precision=plan.precision)
+    expect = pl.predict(model, plan, MACHINE, optimizer="sgd")
+    assert pl.compare(expect, report).bytes_agree
