@@ -245,11 +245,8 @@ def message_bytes(model: ModelSpec, plan: Plan, rank: int) -> int:
     if plan.pp == 1:
         return 0
     ends = list(stage_parts(model, plan, rank)) == [plan.stages - 1]
-    return (
-        (1 if ends else 2)
-        * BYTES_PER_ELEMENT[plan.precision]
-        * math.prod(residual_shape(model, plan))
-    )
+    size = BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
+    return size if ends else 2 * size
 
 
 def offloaded_input(model: ModelSpec, plan: Plan) -> int:
