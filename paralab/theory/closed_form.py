@@ -52,7 +52,7 @@ def seconds(c: Columns) -> dict[str, Array]:
     idle, hops = bubble(c, whole, pace), messages(c, whole, pace)
     added = np.choose(slowest, [first_gradients(c, rank) for rank in c.ranks])
     ends = [after(c, rank, found) for rank, found in zip(c.ranks, passes, strict=True)]
-    sums = (c.p - 1) * sum(last_backward(c, c.ranks[1], passes[1]))
+    sums = (c.p - 1) * sum(last_backward(c, c.ranks[1]))
     last = np.argmax([sum(end) for end in ends], axis=0)
     sync, away, update, slack = (
         np.choose(last, columns) for columns in zip(*ends, strict=True)
@@ -189,13 +189,23 @@ def gathering(c: Columns, rank: Rank) -> tuple[Array, Array]:
     again = again + (chunks - 1) * first + later * np.maximum(sent - back, 0.0)
     # The next action's first gather queues behind what the last part of this one sends.
     again = again + np.where(rank.first > 0, scatter(embedding) + (chunks - 1) * r, chunks * r)
-    reduced = rank.blocks * np.maximum(r - back, 0.0)
-    psi = c.elements(rank)
+    psi, (units, _) = c.elements(rank), c.buckets(rank)
+    reduced = rank.blocks * _settled(c, rank, units, r)
     summed = (2 + (c.n > 1) * (1 + 1 / c.n)) * psi * c.item / c.cluster.memory_bandwidth
     summed = np.where(c.often, summed + 17 * rank.blocks * c.cluster.op_overhead, 0.0)
     third = c.zero == 3
     return (np.where(third, fetched, 0.0),
             summed + np.where(third, again, np.where(c.n > 1, c.often * reduced, 0.0)))
+
+
+def _settled(c: Columns, rank: Rank, units: Array, scatter: Array) -> Array:
+    """Seconds per block that a rank waits for its reduce-scatters, of which one is under way: each
+    hides behind the backward of the next unit alone. Recomputation hides the last one's.
+    """
+    again = c.block.again + c.block.sent_again
+    back, each = _window(c.block)[1] - again, np.maximum(units / np.maximum(rank.blocks, 1), 1)
+    waits = (1 - 1 / each) * np.maximum(scatter - back, 0.0)
+    return waits + np.maximum(scatter / each - again - back / each, 0.0)
 
 
 def _window(part) -> tuple[Array, Array]:
@@ -223,7 +233,7 @@ def after(c: Columns, rank: Rank, found: Pass) -> tuple[Array, ...]:
     own = np.where(c.zero > 0, psi / c.n, psi)
     early = np.where(c.split | (c.schedule == "naive"), 0.0, rank.at)
     slack = -early * (found.input + found.weight)
-    sync = sum(last_backward(c, rank, found)) + _exposed(c, rank, found)
+    sync = sum(last_backward(c, rank)) + _exposed(c, rank, found)
     tied = c.wire("all_reduce", c.ends_inter).seconds(
         c.item * c.token / np.where(c.zero > 0, c.n, 1))  # fmt: skip
     sync = sync + np.where(c.tied & ((rank.first > 0) | (rank.last > 0)), tied, 0.0)
@@ -235,21 +245,21 @@ def after(c: Columns, rank: Rank, found: Pass) -> tuple[Array, ...]:
     return sync + gather, away, update, ends
 
 
-def last_backward(c: Columns, rank: Rank, found: Pass) -> tuple[Array, Array]:
+def last_backward(c: Columns, rank: Rank) -> tuple[Array, Array]:
     """By how much a rank's last backward is longer than the others: (copies, waits).
 
     Gradients are copied into their buckets, and ZeRO sums what N ranks sent: bytes over bandwidth.
     ZeRO has one reduce-scatter under way (parallel/buckets.py) and waits where that takes longer
     than the backward of what is next. The rank before in the pipeline waits with it.
     """
-    psi, (units, tail) = c.elements(rank), c.buckets(rank)
+    psi, (units, _) = c.elements(rank), c.buckets(rank)
     into = np.where((c.zero > 0) | (c.dp > 1), 2.0, 0.0)
     summed = np.where((c.zero > 0) & (c.n > 1), 1 + 1 / c.n, 0.0)
     moved = (into + summed) * psi * c.item / c.cluster.memory_bandwidth
     calls = (into > 0) * (12 * rank.blocks + 5 * units) * c.cluster.op_overhead
     scatter = _collective(c, "reduce_scatter")
-    window = (found.input + found.weight) * (1 - 1 / units)
-    waits = np.maximum(scatter(psi, units) - scatter(tail) - window, 0.0)
+    each = scatter(c.block.elements, units / np.maximum(rank.blocks, 1))
+    waits = rank.blocks * _settled(c, rank, units, each)
     shares = (c.zero > 0) & ~c.often
     return np.where(c.often, 0.0, moved + calls), np.where(shares, waits, 0.0)
 

@@ -85,7 +85,7 @@ def moments(c: Columns, rank: Rank) -> list[Moment]:
     when one is packed. Workspace counts where states are offloaded, as in workspace.py.
     """
     item, third, n = c.item, c.zero == 3, c.n
-    psi, (_, tail), many = c.elements(rank), c.buckets(rank), under_way(c, rank)
+    psi, (units, tail), many = c.elements(rank), c.buckets(rank), under_way(c, rank)
     zero = 0.0 * psi
     moving = (c.place("activations") > 0) * c.message
     one = (rank.blocks * (c.block.kept - moving) + rank.first * c.embedding.kept
@@ -106,6 +106,7 @@ def moments(c: Columns, rank: Rank) -> list[Moment]:
     # A unit of gradients, packed; as it leaves, beside what is received and what comes out.
     unit = item * np.where(third, c.block.elements, tail) * (c.zero > 0)
     leaving = unit * np.where(n > 1, 2 + 1 / n, np.where(c.place("gradients") > 0, 1.0, 0.0))
+    gone = c.block.kept * np.maximum(rank.blocks / units, 1)  # a unit may span several blocks
     these = np.where(c.often, many, 1)  # micro-batches under way when gradients leave
     held = np.where(c.often, before, later)
     fresh = np.where(c.often | (c.m == 1), item * c.block.elements, 0.0)
@@ -118,9 +119,9 @@ def moments(c: Columns, rank: Rank) -> list[Moment]:
                hand.core + hand.core_gradients + hand.tied),
         Moment((many - (c.zero > 0)) * one + aside - head + again + 2 * moving,
                np.where(c.zero > 0, later, before), whole, zero, hand.down + hand.tied),
-        Moment(these * one - head - c.block.kept + again + moving, held, whole, leaving,
+        Moment(these * one - head - gone + again * (units > 1) + moving, held, whole, leaving,
                hand.down + hand.tied),
-        Moment(these * one - head - c.block.kept + moving, held + fresh, whole, unit,
+        Moment(these * one - head - gone + moving, held + fresh, whole, unit,
                hand.close + hand.tied),
         Moment((these - 1) * one, held + ends * (c.often | (c.m == 1)), tied, ends,
                hand.lookup * rank.first),
