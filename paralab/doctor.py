@@ -61,7 +61,7 @@ class Lab(NamedTuple):
 LABS = (
     Lab("00", "Why one device is not enough", 1),
     Lab("01", "Collectives", 4),
-    Lab("02", "Data parallelism", 4),
+    Lab("02", "Data parallelism", 8),
     Lab("03", "Pipelines", 4),
     Lab("04", "Write your own schedule", 4),
     Lab("05", "ZeRO", 4),

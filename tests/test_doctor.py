@@ -206,8 +206,9 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"a / ext4 rw 0 0\nb {tmp_path} xfs rw 0 0\nc {inner} tmpfs rw 0 0\n"
                       f"d {tmp_path}/in nfs rw 0 0\n")  # fmt: skip
-    kinds = [machine.file_system(str(at), str(mounts)) for at in (inner, tmp_path, "/")]
-    assert kinds == ["tmpfs", "xfs", "ext4"]
+    places = (inner, tmp_path / "inside", tmp_path, "/")  # "in" is mounted, "inside" is not in it
+    kinds = [machine.file_system(str(at), str(mounts)) for at in places]
+    assert kinds == ["tmpfs", "xfs", "xfs", "ext4"]
     assert machine.file_system("/", str(tmp_path / "none")) is None
 
 
