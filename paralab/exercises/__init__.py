@@ -19,6 +19,7 @@ from paralab.exercises.exercise import Exercise
 from paralab.exercises.guess import Guess, Reveal, guess
 from paralab.exercises.memory import memory_clinic
 from paralab.exercises.offload import stream
+from paralab.exercises.place import place
 from paralab.exercises.ring import all_gather_half
 from paralab.exercises.schedule import own_schedule
 from paralab.exercises.states import model_states
@@ -41,6 +42,7 @@ ALL = {
         tensor_mlp,
         summa,
         stream,
+        place,
         training_cost,
     )
 }
@@ -48,5 +50,5 @@ ALL = {
 __all__ = [
     "ALL", "Exercise", "Guess", "Reveal", "Verdict",
     "all_gather_half", "deadlock_clinic", "gradient_sync", "guess", "memory_clinic", "model_states",
-    "own_schedule", "stream", "summa", "tensor_mlp", "training_cost", "zero_step",
+    "own_schedule", "place", "stream", "summa", "tensor_mlp", "training_cost", "zero_step",
 ]  # fmt: skip

@@ -54,9 +54,7 @@ def seconds(c: Columns) -> dict[str, Array]:
     ends = [after(c, rank, found) for rank, found in zip(c.ranks, passes, strict=True)]
     sums = (c.p - 1) * sum(last_backward(c, c.ranks[1]))
     last = np.argmax([sum(end) for end in ends], axis=0)
-    sync, away, update, slack = (
-        np.choose(last, columns) for columns in zip(*ends, strict=True)
-    )
+    sync, away, update, slack = (np.choose(last, columns) for columns in zip(*ends, strict=True))
     return {
         "compute": c.m * (pace.whole - pace.again - pace.sent - pace.gathered) - added,
         "recompute": c.m * (pace.again + pace.sent_again),
@@ -73,6 +71,7 @@ def seconds(c: Columns) -> dict[str, Array]:
 # ---- one micro-batch ----------------------------------------------------------------------------
 def one_pass(c: Columns, rank: Rank) -> Pass:
     """Work of PTD-P's eq. 3 cut by tensor parallelism (layer_costs.py), and what ZeRO-3 gathers."""
+
     def total(*names: str) -> Array:
         return sum(rank.blocks * getattr(c.block, name) + rank.first * getattr(c.embedding, name)
                    + rank.last * getattr(c.head, name) for name in names)  # fmt: skip
@@ -123,8 +122,8 @@ def bubble(c: Columns, whole: Pass, pace: Pass) -> Array:
         "naive": others + (c.m - 1) * others,
         "gpipe": others,
         "1f1b": others,
-        "interleaved": whole.whole * (c.p - 1) / (c.p * c.v) + block * (
-            (c.p - 1) * c.longer + c.uneven * (c.m / c.p - 1) * np.maximum(c.p - 3, 0)),
+        "interleaved": whole.whole * (c.p - 1) / (c.p * c.v)
+        + block * ((c.p - 1) * c.longer + c.uneven * (c.m / c.p - 1) * np.maximum(c.p - 3, 0)),
         "zb-h1": others - beside,
         "zb-h2": others - beside - weights * np.clip(later - 1, 0.0, 1.0),
     }
@@ -194,8 +193,10 @@ def gathering(c: Columns, rank: Rank) -> tuple[Array, Array]:
     summed = (2 + (c.n > 1) * (1 + 1 / c.n)) * psi * c.item / c.cluster.memory_bandwidth
     summed = np.where(c.often, summed + 17 * rank.blocks * c.cluster.op_overhead, 0.0)
     third = c.zero == 3
-    return (np.where(third, fetched, 0.0),
-            summed + np.where(third, again, np.where(c.n > 1, c.often * reduced, 0.0)))
+    return (
+        np.where(third, fetched, 0.0),
+        summed + np.where(third, again, np.where(c.n > 1, c.often * reduced, 0.0)),
+    )
 
 
 def _settled(c: Columns, rank: Rank, units: Array, scatter: Array) -> Array:
@@ -210,8 +211,10 @@ def _settled(c: Columns, rank: Rank, units: Array, scatter: Array) -> Array:
 
 def _window(part) -> tuple[Array, Array]:
     """What a part's forward and backward take: so long can something else be under way."""
-    return (part.forward + part.sent,
-            part.input + part.weight + part.again + part.sent_back + part.sent_again)
+    return (
+        part.forward + part.sent,
+        part.input + part.weight + part.again + part.sent_back + part.sent_again,
+    )
 
 
 def _collective(c: Columns, op: str):
@@ -275,8 +278,11 @@ def _exposed(c: Columns, rank: Rank, found: Pass) -> Array:
     reduce = _collective(c, "all_reduce")
     form = c.of_mix(lambda mix: mix["grad_sync"])
     calls = np.where(form == "naive", 12 * rank.blocks, units)
-    late = np.where(form == "overlapped",
-                    np.maximum(reduce(tail), reduce(psi, units) - window), reduce(psi, calls))
+    late = np.where(
+        form == "overlapped",
+        np.maximum(reduce(tail), reduce(psi, units) - window),
+        reduce(psi, calls),
+    )
     wire = c.wire("all_reduce", c.replica_inter)
     sent = 2 * (c.replicas - 1) / c.replicas * psi / c.n * c.item
     copied = np.where(c.replicas > 1, wire.seconds(sent, units), 0.0)

@@ -19,10 +19,10 @@ def my_planner(model, cluster, batch, ask):
         states = model.num_params * (4 + 12 / dp) / (tp * pp)
         if batch % dp or states > cluster.memory:
             continue  # no need to ask
-        for samples in (1, 2, 4):
+        for samples in (1, 2, 4, 8):
             if batch // dp % samples:
                 continue
-            for recompute in ("selective", "full"):
+            for recompute in ("none", "selective", "full"):
                 plan = pl.Plan(dp=dp, tp=tp, pp=pp, zero_stage=1, precision="bf16",
                                sequence_parallel=tp > 1, recompute=recompute,
                                microbatch_size=samples,
