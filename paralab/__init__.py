@@ -6,6 +6,7 @@
     expect = pl.predict(model, pl.Plan(dp=4))          # what theory says about this machine
     pl.compare(expect, report)
     pl.explore(model)                                  # both, with sliders
+    pl.plan_search(model, cluster)                     # which plan is best, and why
 
 Importing this package is quick and leaves torch out; ranks import torch in processes of their own.
 """
@@ -26,11 +27,12 @@ from paralab.theory.predict import predict
 from paralab.trace import trace
 
 if TYPE_CHECKING:
+    from paralab.theory.search import plan_search
     from paralab.view.widget_explore import Explore
 
 __all__ = [
     "Cluster", "Link", "ModelSpec", "OutOfMemory", "Plan", "RankError", "RankTimeout", "Report",
-    "Stopped", "compare", "explore", "launch", "load", "predict", "run", "trace", "warm_up",
+    "Stopped", "compare", "explore", "launch", "load", "plan_search", "predict", "run", "trace", "warm_up",
 ]  # fmt: skip
 
 _LAZY = ("exercises", "view")  # subpackages that bring plotly and widgets along
@@ -53,4 +55,6 @@ def explore(
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"paralab.{name}")
+    if name == "plan_search":  # brings NumPy along
+        return importlib.import_module("paralab.theory.search").plan_search
     raise AttributeError(f"module 'paralab' has no attribute {name!r}")

@@ -144,8 +144,9 @@ class Search:
     def _simulate(self, top: int) -> None:
         """The best plans that fit, as the event engine has them; memory by the exact formulas."""
         good = 0
-        for at in np.argsort(np.where(self.fits, self.closed, np.inf), kind="stable")[: 3 * top]:
-            if good == top or not self.fits[at]:
+        ranked = np.argsort(np.where(self.fits, self.closed, np.inf), kind="stable")
+        for tried, at in enumerate(ranked):
+            if good == top or (good and tried >= 3 * top) or not self.fits[at]:
                 break
             seconds, peak = simulate(self.model, self.space.plan(at), self.cluster, self.optimizer)
             self.simulated[at], self.memory[at] = seconds, peak

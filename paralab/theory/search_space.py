@@ -12,7 +12,7 @@ asked in parts, which together are as strict as the whole (tests/test_search.py 
     copies               dp, shard, zero_stage
     what goes with what  every setting at once, on a small model and two ranks per axis
 
-Plans that do the same as another are left out, `twin`, unless the other is not among what is tried.
+Settings that have nothing to act on are left out, `needless`, where the plain one is tried too.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class _Rules:
 
     def _pipeline(self, pp: int, m: int, pipe: int) -> bool:
         schedule, v = self.pipes[pipe]
-        same = twin(Plan(pp=pp, schedule=schedule, virtual_stages=v))
-        if same.get("schedule") in self.schedules:
+        plain = needless(Plan(pp=pp, schedule=schedule))
+        if plain.get("schedule") in self.schedules:
             return False
         few = pp if m % pp == 0 else 1  # nobody asks for more than a multiple of pp
         return self._legal(self.model, pp=pp, microbatches=few, schedule=schedule,
@@ -242,8 +242,9 @@ class _Rules:
         schedule, v = self.pipes[pipe]
 
         def ask(mix: dict[str, Any]) -> bool:
-            same = twin(Plan(dp=dp, pp=pp, zero_stage=mix["zero_stage"], offload=mix["offload"]))
-            if same.get("zero_stage") in self.stages:
+            plain = needless(Plan(dp=dp, pp=pp, zero_stage=mix["zero_stage"],
+                                  offload=mix["offload"]))  # fmt: skip
+            if plain.get("zero_stage") in self.stages:
                 return False
             t = few if mix["tp_mode"] == "1d" else tp
             shard = mix["shard"]
@@ -271,16 +272,15 @@ class _Rules:
         return True
 
 
-def twin(plan: Plan) -> dict[str, Any]:
-    """{field: value} that would change nothing about what this plan does; {} if each would.
+def needless(plan: Plan) -> dict[str, Any]:
+    """{field: the plain value} of settings that have nothing to act on in this plan.
 
-    One rank has no schedule, and interleaved with one stage per rank is 1F1B. ZeRO shares nothing
-    out where there is one copy, and beside a pipeline stage 2 reduces once a step, as stage 1 does.
+    One rank has no order of work to choose: 1F1B is one micro-batch after the other there. ZeRO has
+    nothing to share out where there is one copy, and beside a pipeline stage 2 reduces gradients
+    once a step, as stage 1 does.
     """
     found: dict[str, Any] = {}
-    if plan.schedule != "1f1b" and (
-        plan.pp == 1 or (plan.schedule == "interleaved" and plan.virtual_stages == 1)
-    ):
+    if plan.pp == 1 and plan.schedule != "1f1b":
         found["schedule"] = "1f1b"
     if plan.offload is None and plan.zero_stage:
         if plan.dp == 1:

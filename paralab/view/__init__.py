@@ -12,6 +12,7 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     multiplication   one such product step by step
     crossover    what 1D, 2D, 2.5D and 3D send, over the tokens
     stuck        how far a schedule gets that deadlocks
+    pareto       time against memory of every plan of a search
     disk_needed  how busy a device is, over the bandwidth of the disk that it offloads to
     use_theme    "light" | "dark", for figures made from then on
 """
@@ -27,7 +28,8 @@ _HOME = {
     "Chart": "chart", "algorithms": "links", "blocks": "matrix_blocks", "bytes_bars": "memory",
     "crossover": "tensor_curves", "disk_needed": "offload_curves", "link_fit": "links",
     "live_activations": "live", "losses": "loss", "memory_bars": "memory_chart",
-    "memory_charts": "memory_chart", "multiplication": "matrix_steps", "scaling": "throughput",
+    "memory_charts": "memory_chart", "multiplication": "matrix_steps", "pareto": "pareto_front",
+    "scaling": "throughput",
     "stuck": "standstill", "timelines": "timeline", "use_theme": "theme",
 }  # fmt: skip
 _MODULES = ("theme", "widgets")
