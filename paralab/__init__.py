@@ -7,6 +7,7 @@
     pl.compare(expect, report)
     pl.dry_run(model, pl.Plan(dp=4096), rank=7)        # one rank of any plan: bytes, no times
     pl.explore(model)                                  # both, with sliders
+    pl.plan_search(model, cluster)                     # which plan is best, and why
 
 Importing this package is quick and leaves torch out; ranks import torch in processes of their own.
 """
@@ -28,12 +29,13 @@ from paralab.theory.predict import predict
 from paralab.trace import trace
 
 if TYPE_CHECKING:
+    from paralab.theory.search import plan_search
     from paralab.view.widget_explore import Explore
 
 __all__ = [
     "Cluster", "Link", "ModelSpec", "OutOfMemory", "Plan", "RankError", "RankTimeout", "Report",
-    "Stopped", "compare", "dry_run", "explore", "launch", "load", "predict", "run", "trace",
-    "warm_up",
+    "Stopped", "compare", "dry_run", "explore", "launch", "load", "plan_search", "predict", "run",
+    "trace", "warm_up",
 ]  # fmt: skip
 
 _LAZY = ("exercises", "view")  # subpackages that bring plotly and widgets along
@@ -56,4 +58,6 @@ def explore(
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"paralab.{name}")
+    if name == "plan_search":  # brings NumPy along
+        return importlib.import_module("paralab.theory.search").plan_search
     raise AttributeError(f"module 'paralab' has no attribute {name!r}")

@@ -30,7 +30,7 @@ tried on a CPU core it was within 5 % of thread CPU time, for all within 17 %.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 from paralab.spec import ModelSpec
@@ -177,11 +177,12 @@ def backward_parts(
 
 def backward_halves(
     model: ModelSpec, batch: int, *, accumulate: bool, cut: Cut = WHOLE,
-    held: Mapping[str, int] | None = None,
+    held: Mapping[str, int] | None = None, parts: Container[str] | None = None,
 ) -> list[BackwardPart]:  # fmt: skip
     """``backward_parts``, each with what belongs to the input and to the weight half.
 
     cut   the share of a tensor-parallel rank; ``held``: elements of the parameters that it holds
+    parts of the model that are asked for; default: all
 
     A linear layer's two products cost the same: one makes the gradient of its input, which the
     stage before waits for, the other that of its weight, which can wait (Zero Bubble, Qi+ 2023,
@@ -194,7 +195,7 @@ def backward_halves(
     explicit = model.attention == "explicit"
     unit = 2 * batch * model.seq_len * model.hidden**2  # FLOPs of an h x h product
     attended = product(8 * batch * model.seq_len**2 * model.hidden, "input")
-    parts: list[BackwardPart] = []
+    made: list[BackwardPart] = []
 
     def handed(*names: str) -> Work:
         """Handing a gradient over to its parameter is a call; adding it up costs three passes."""
@@ -207,7 +208,7 @@ def backward_halves(
              inside: float = 0.0) -> None:  # fmt: skip
         moved = elements * cut.outside + inside * cut.inside
         work = Work(0, ITEM * moved, kernels) + handed(*names)
-        parts.append(BackwardPart(at, work, Work(), names, (), layer))
+        made.append(BackwardPart(at, work, Work(), names, (), layer))
 
     def linear(at: str, layer: str, products: float, more: Work, inside: float, outside: float,
                kernels: float, *names: str, bias: float = 0.0) -> None:  # fmt: skip
@@ -221,7 +222,7 @@ def backward_halves(
         rest = (product(products / 2, "input") + more).share(cut.inside)
         rest += Work(0, ITEM * elements, kernels - late)
         weight = product(products / 2 * cut.inside, "weight") + Work(0, ITEM * bias, late)
-        parts.append(BackwardPart(at, rest, weight + handed(*names), (), names, layer))
+        made.append(BackwardPart(at, rest, weight + handed(*names), (), names, layer))
 
     head = () if model.tied else ("head.output.weight",)
     linear("head", "output", 2 * head_flops(model, batch), Work(), 4 * logits, 0, 5, *head)
@@ -229,6 +230,8 @@ def backward_halves(
     drop = 3 * x if model.dropout else 0
     for i in reversed(range(model.layers)):
         at, b = f"blocks.{i}", f"blocks.{i}."
+        if parts is not None and at not in parts:
+            continue
         linear(at, "down", 8 * unit, Work(), 0, drop, 3, b + "mlp.down.bias", b + "mlp.down.weight",
                bias=x)  # fmt: skip
         linear(at, "up", 8 * unit, Work(GELU_FLOPS[1] * 4 * x), 12 * x, 0, 5,
@@ -247,7 +250,7 @@ def backward_halves(
     part("embedding", "embedding", 6 * x, 6,
          "embedding.position.weight", "embedding.token.weight",
          inside=2 * model.vocab * model.hidden)  # fmt: skip
-    return parts
+    return made if parts is None else [p for p in made if p.part in parts]
 
 
 def attention_core_work(model: ModelSpec, batch: int) -> Work:

@@ -88,10 +88,9 @@ class Walk:
         self.again = recomputed_bytes(model, batch, **memory.asked(plan))
         flows = parts_with_backward(model, self.stages)
         self.backward = {
-            s: [p for p in backward_halves(model, batch, accumulate=False)
-                if p.part in parts and p.part in flows]
+            s: backward_halves(model, batch, accumulate=False, parts=flows.intersection(parts))
             for s, parts in self.stages.items()
-        }  # fmt: skip
+        }
         self.copy = model.tied and plan.stages > 1  # the head's, of a tied embedding elsewhere
         self.gathering = None
         if plan.zero_stage == 3:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from paralab.parallel.layouts import residual_shape
@@ -231,10 +232,9 @@ class Stage:
         held = memory.rank_sizes(model, plan, rank)
         # The first micro-batch's gradients are kept as they come, later ones' are added to them.
         self.halves = [
-            [p for p in backward_halves(model, batch, accumulate=adding, cut=split, held=held)
-             if p.part in parts]
+            backward_halves(model, batch, accumulate=adding, cut=split, held=held, parts=parts)
             for adding in (False, True)
-        ]  # fmt: skip
+        ]
         if model.tied and "embedding" not in parts:  # its copy is a weight like any other
             self.halves = [[_with_copy(p) for p in halves] for halves in self.halves]
         if model.frozen:

@@ -20,10 +20,10 @@ import numpy as np
 from paralab.checks import choice, illegal, num_bytes, whole
 from paralab.cluster import Cluster
 from paralab.spec import ModelSpec, Plan
-from paralab.theory import closed_form, closed_memory, memory
+from paralab.theory import closed_form, closed_memory
 from paralab.theory.closed_columns import Columns
 from paralab.theory.predict import predict
-from paralab.theory.search_space import COUNTED, PIPE, Space, as_values, space
+from paralab.theory.search_space import COUNTED, Space, as_values, space
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -144,8 +144,9 @@ class Search:
     def _simulate(self, top: int) -> None:
         """The best plans that fit, as the event engine has them; memory by the exact formulas."""
         good = 0
-        for at in np.argsort(np.where(self.fits, self.closed, np.inf), kind="stable")[: 3 * top]:
-            if good == top or not self.fits[at]:
+        ranked = np.argsort(np.where(self.fits, self.closed, np.inf), kind="stable")
+        for tried, at in enumerate(ranked):
+            if good == top or (good and tried >= 3 * top) or not self.fits[at]:
                 break
             seconds, peak = simulate(self.model, self.space.plan(at), self.cluster, self.optimizer)
             self.simulated[at], self.memory[at] = seconds, peak
@@ -194,10 +195,7 @@ class Search:
         """The table's columns, but rank and why, of the plans at these positions of the space."""
         import pandas as pd
 
-        pipes = {name: self.space.column(name) for name in PIPE}
-        columns = {name: pipes[name] if name in pipes else self.space.column(name)
-                   for name in self.settings}  # fmt: skip
-        terms = self.terms
+        columns, terms = {name: self.space.column(name) for name in self.settings}, self.terms
         columns |= {
             "closed_s": self.closed, "simulated_s": self.simulated, "memory": self.memory,
             "fits": self.fits, "bubble": self.bubble, "compute_s": terms["compute"],
@@ -205,7 +203,8 @@ class Search:
             "dp_s": terms["gradients"], "offload_s": terms["offload"],
             "optimizer_s": terms["optimizer"],
         }  # fmt: skip
-        return pd.DataFrame({name: column[which] for name, column in columns.items()})
+        made = {name: pd.Series(column[which], dtype=column.dtype) for name, column in columns.items()}
+        return pd.DataFrame(made)
 
     def pareto(self) -> pd.DataFrame:
         """Plans that no other beats in both time and memory, fastest first, fitting or not."""

@@ -12,8 +12,7 @@ asked in parts, which together are as strict as the whole (tests/test_search.py 
     copies               dp, shard, zero_stage
     what goes with what  every setting at once, on a small model and two ranks per axis
 
-Plans that do the same as another are left out, `_twin`: a schedule where there is no pipeline, ZeRO
-where there is one copy.
+Settings that have nothing to act on are left out, `needless`, where the plain one is tried too.
 """
 
 from __future__ import annotations
@@ -189,14 +188,14 @@ class _Rules:
         self, model: ModelSpec, pipes: Sequence[tuple[Any, int]], mixes: list[dict[str, Any]]
     ) -> None:  # fmt: skip
         self.model, self.pipes, self.all = model, pipes, mixes
-        self.tried = {name: {mix[name] for mix in mixes} for name in ("zero_stage", "offload")}
+        self.stages = {mix["zero_stage"] for mix in mixes}
         self.flat = all(mix["tp_mode"] == "1d" for mix in mixes)  # the micro-batch stays whole
         self.schedules = {schedule for schedule, _ in pipes}
         self.asked: dict[tuple, Any] = {}
 
     def mixes(self, dp: int, tp: int, pp: int, m: int, b: int, pipe: int) -> np.ndarray:
         """Positions of the legal ones."""
-        if not self._once(("stages", pp, m % pp == 0, pipe), partial(self._stages, pp, m, pipe)):
+        if not self._once(("pipe", pp, m % pp == 0, pipe), partial(self._pipeline, pp, m, pipe)):
             return np.zeros(0, int)
         few = tuple(min(n, 2) for n in (dp, tp, pp))
         wide = 0 if self.flat else tp  # on a grid two ranks do not say what more of them do
@@ -212,18 +211,14 @@ class _Rules:
             self.asked[key] = ask()
         return self.asked[key]
 
-    def _stages(self, pp: int, m: int, pipe: int) -> bool:
+    def _pipeline(self, pp: int, m: int, pipe: int) -> bool:
         schedule, v = self.pipes[pipe]
-        if (pp == 1 or v == 1) and self._twin_schedule(schedule, pp):
+        plain = needless(Plan(pp=pp, schedule=schedule))
+        if plain.get("schedule") in self.schedules:
             return False
         few = pp if m % pp == 0 else 1  # nobody asks for more than a multiple of pp
         return self._legal(self.model, pp=pp, microbatches=few, schedule=schedule,
                            virtual_stages=v)  # fmt: skip
-
-    def _twin_schedule(self, schedule: Any, pp: int) -> bool:
-        """Whether 1F1B does the same: on one rank, and interleaved with one stage on each."""
-        same = pp == 1 or schedule == "interleaved"
-        return same and schedule != "1f1b" and "1f1b" in self.schedules
 
     def _layer(self, tp: int, b: int) -> np.ndarray:
         def ask(mix: dict[str, Any]) -> bool:
@@ -236,13 +231,6 @@ class _Rules:
 
     def _copies(self, dp: int) -> np.ndarray:
         def ask(mix: dict[str, Any]) -> bool:
-            if (
-                dp == 1
-                and mix["zero_stage"]
-                and mix["offload"] is None
-                and (0 in self.tried["zero_stage"] and None in self.tried["offload"])
-            ):
-                return False  # a twin: one rank shares nothing out
             key = ("one copy", dp, mix["shard"], mix["zero_stage"])
             return self._once(key, lambda: mix["shard"] is None or self._legal(
                 self.model, dp=dp, shard=mix["shard"], zero_stage=mix["zero_stage"]))  # fmt: skip
@@ -254,6 +242,10 @@ class _Rules:
         schedule, v = self.pipes[pipe]
 
         def ask(mix: dict[str, Any]) -> bool:
+            plain = needless(Plan(dp=dp, pp=pp, zero_stage=mix["zero_stage"],
+                                  offload=mix["offload"]))  # fmt: skip
+            if plain.get("zero_stage") in self.stages:
+                return False
             t = few if mix["tp_mode"] == "1d" else tp
             shard = mix["shard"]
             if shard is not None:
@@ -278,6 +270,24 @@ class _Rules:
         except ValueError:
             return False
         return True
+
+
+def needless(plan: Plan) -> dict[str, Any]:
+    """{field: the plain value} of settings that have nothing to act on in this plan.
+
+    One rank has no order of work to choose: 1F1B is one micro-batch after the other there. ZeRO has
+    nothing to share out where there is one copy, and beside a pipeline stage 2 reduces gradients
+    once a step, as stage 1 does.
+    """
+    found: dict[str, Any] = {}
+    if plan.pp == 1 and plan.schedule != "1f1b":
+        found["schedule"] = "1f1b"
+    if plan.offload is None and plan.zero_stage:
+        if plan.dp == 1:
+            found["zero_stage"] = 0
+        elif plan.zero_stage == 2 and plan.pp > 1:
+            found["zero_stage"] = 1
+    return found
 
 
 def _nothing(

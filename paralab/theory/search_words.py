@@ -67,7 +67,9 @@ def reasons(search: Search) -> list[str]:
     names, best = list(search.terms), order[0]
     more = np.array([search.terms[name] - search.terms[name][best] for name in names])[:, order]
     most, over = more.argmax(0).tolist(), more.max(0).tolist()
-    said = [f"{GROWS[names[at]]} +{by:.3g} s" for at, by in zip(most, over, strict=True)]
+    even = 1e-3 * search.closed[best]
+    said = [f"{GROWS[names[at]]} +{by:.3g} s" if by > even else "hardly any slower"
+            for at, by in zip(most, over, strict=True)]  # fmt: skip
     for at, (fits, need) in enumerate(
         zip(search.fits[order].tolist(), search.memory[order].tolist(), strict=True)
     ):

@@ -15,6 +15,7 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     crossover    what 1D, 2D, 2.5D and 3D send, over the tokens
     stuck        how far a schedule gets that deadlocks
     contest      several plans by the time of a step, predicted and found
+    pareto       time against memory of every plan of a search
     disk_needed  how busy a device is, over the bandwidth of the disk that it offloads to
     use_theme    "light" | "dark", for figures made from then on
 """
@@ -31,9 +32,9 @@ _HOME = {
     "contest": "plan_times", "crossover": "tensor_curves", "disk_needed": "offload_curves",
     "link_fit": "links", "link_traffic": "traffic_bars", "live_activations": "live",
     "losses": "loss", "memory_bars": "memory_chart", "memory_charts": "memory_chart",
-    "mesh": "rank_mesh", "multiplication": "matrix_steps", "scaling": "throughput",
-    "stage_memory": "stage_bars", "stuck": "standstill", "timelines": "timeline",
-    "use_theme": "theme",
+    "mesh": "rank_mesh", "multiplication": "matrix_steps", "pareto": "pareto_front",
+    "scaling": "throughput", "stage_memory": "stage_bars", "stuck": "standstill",
+    "timelines": "timeline", "use_theme": "theme",
 }  # fmt: skip
 _MODULES = ("theme", "widgets")
 
