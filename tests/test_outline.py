@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from functools import lru_cache
+from functools import cache
 
 import pytest
 
@@ -70,7 +70,7 @@ PLANS = {
 OFF = {"zero 3 and pp": 0.02}
 
 
-@lru_cache(maxsize=None)
+@cache
 def both(name, slow=False):
     plan, cluster = pl.Plan(**PLANS[name]), SLOW if slow else FAST
     model = DEEP if plan.stages > 4 else MODEL

@@ -232,7 +232,7 @@ def _first_traffic_difference(expect: Report, report: Report) -> str:
 
 
 def _traffic(report: Report, summed: bool) -> dict[tuple[int, int], Counter]:
-    """What every rank moves in a step: how often every call; or ``summed``, one of all its bytes."""
+    """What every rank moves in a step: every call and how often; ``summed``: as if in one."""
     found: dict[tuple[int, int], Counter] = {}
     for row in report.collectives.to_dict("records"):
         if row["phase"] not in BOOKKEEPING:
