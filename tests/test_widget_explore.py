@@ -57,7 +57,9 @@ MOVES = [  # knob, value, the views that cannot look the same
     ("virtual_stages", 2, NO_MESH),
     ("zero_stage", 1, ("timeline", "mesh", "memory")),
     ("recompute", "full", ("timeline", "memory")),
-    ("sequence_parallel", True, VIEWS), ("cluster", "dgx-a100", VIEWS), ("nodes", 4, ("mesh",)),
+    ("sequence_parallel", True, VIEWS), ("dp", 2, ("timeline", "mesh", "traffic")),
+    ("cluster", "dgx-a100", NO_MESH), ("nodes", 4, ()),  # makes room for what comes now
+    ("dp", 4, ("timeline", "mesh", "traffic")),
     ("cluster", "dgx-h100", ("timeline", "traffic")), ("model", "ptdp-7.5b", NO_MESH),
     ("pp", 4, VIEWS), ("sequence_parallel", False, VIEWS),
 ]  # fmt: skip
