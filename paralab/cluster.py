@@ -39,6 +39,10 @@ class Cluster(Description):
     """Nodes of devices, and two levels of links: inside a node and between nodes.
 
     flops             multiply-add rate that matrix products really reach, FLOP/s per device
+    peak_flops        FLOP/s that a device's datasheet promises in the precision that is trained in;
+                      None: not stated, and no report says how much of it a step uses
+    half_rate_tokens  tokens of a micro-batch at which products reach half of ``flops``, where small
+                      ones are slower: n_1/2 of Hockney's r = r_inf n / (n + n_1/2). 0: they are not
     memory_bandwidth  bytes/s that elementwise kernels really reach, per device
     op_overhead       seconds every kernel costs before it does any work
     memory            bytes per device
@@ -65,6 +69,8 @@ class Cluster(Description):
     host_bandwidth: float | None = None
     collectives: Mapping[str, Link] = field(default_factory=dict)
     cores: int | None = None
+    peak_flops: float | None = None
+    half_rate_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         def as_link(name: str, value: object) -> Link:
@@ -80,16 +86,17 @@ class Cluster(Description):
             object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
         for name in ("flops", "memory_bandwidth"):
             object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
-        object.__setattr__(self, "op_overhead", real("op_overhead", self.op_overhead, at_least=0.0))
+        for name in ("op_overhead", "half_rate_tokens"):
+            object.__setattr__(self, name, real(name, getattr(self, name), at_least=0.0))
         object.__setattr__(self, "intra", as_link("intra", self.intra))
         inter = self.intra if self.inter is None else as_link("inter", self.inter)
         object.__setattr__(self, "inter", inter)
         for name in ("host", "disk"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, as_link(name, getattr(self, name)))
-        if self.host_bandwidth is not None:
-            rate = real("host_bandwidth", self.host_bandwidth, above=0.0)
-            object.__setattr__(self, "host_bandwidth", rate)
+        for name in ("host_bandwidth", "peak_flops"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
         if not isinstance(self.collectives, Mapping):
             raise illegal("collectives", self.collectives, "not a table", "{operation: pl.Link}")
         measured = {op: as_link(f"collectives[{op!r}]", v) for op, v in self.collectives.items()}
@@ -141,11 +148,12 @@ def available_cores() -> int:
 
 def _dgx(
     peak: float, memory_gb: int, memory_gbs: float, intra_gbs: float, inter_gbs: float,
-    host_gbs: float, host_memory_gbs: float,
+    host_gbs: float, host_memory_gbs: float, devices: int = 8,
 ) -> dict:  # fmt: skip
     """Dense 16-bit peak at 62 %, memory at 80 %: shares that large training kernels reach."""
     return {
-        "devices_per_node": 8,
+        "devices_per_node": devices,
+        "peak_flops": peak,
         "flops": 0.62 * peak,
         "memory_bandwidth": 0.8e9 * memory_gbs,
         "op_overhead": 5e-6,
@@ -160,8 +168,11 @@ def _dgx(
 # Datasheet figures: 16-bit dense peak, memory size and bandwidth, one-way GB/s per GPU inside a
 # node (NVLink) and between nodes (one HDR / NDR port per GPU); PCIe x16 to the host, one way, and
 # an eighth of both sockets' memory bandwidth (8 channels each of DDR4-3200, of DDR5-4800). Disks
-# differ from site to site: state yours.
+# differ from site to site: state yours. "dgx-v100" is the DGX-2 that the ZeRO papers ran on: 16
+# V100 of 32 GB behind NVSwitch, 800 Gbit/s between nodes (arXiv:1910.02054, sec. 10), PCIe 3 to
+# hosts of 6 channels of DDR4-2666 a socket.
 CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
+    "dgx-v100": _dgx(125e12, 32, 900, 150, 6.25, 16, 16, devices=16),
     "dgx-a100": _dgx(312e12, 80, 2039, 300, 25, 31, 51),
     "dgx-h100": _dgx(989e12, 80, 3350, 450, 50, 63, 77),
 }

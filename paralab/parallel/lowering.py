@@ -32,7 +32,7 @@ import numpy as np
 from paralab.checks import illegal, whole
 from paralab.parallel.schedules import Action
 from paralab.theory.engine import longest_path
-from paralab.theory.order import F, graph
+from paralab.theory.order import F, Order, graph
 from paralab.theory.schedule_check import checked, deadlock
 
 UNITS = (1.0, 2.0, 1.0, 1.0)  # of F, B, I, W: what a linear layer's products cost
@@ -78,22 +78,12 @@ def lower(schedule: Sequence[Sequence[Action | str]], *, ahead: int = 1) -> list
     """
     ahead = whole("ahead", ahead, at_least=0)
     schedule, order = checked(schedule)
-    n = len(order.rank)
-    dag = graph(order, np.array(UNITS)[order.kind], np.full(n, MESSAGE))
-    end, _ = longest_path(*dag)
-    if any(dag.missing[:n]):
-        raise deadlock(order, dag.missing)
-    to = np.flatnonzero(order.source >= 0)
-    source = order.source[to]
-    away = order.rank[source] != order.rank[to]
-    to, source = to[away], source[away]
-    forward = order.kind[source] == F
-    stage, ready = order.stage[source], np.array(end[:n])[source]
-    row = np.lexsort((order.microbatch[source], stage, ~forward, ready))
+    makers, users = row_of(order)
+    forward = order.kind[makers] == F
     first, rank = order.first.tolist(), order.rank.tolist()
     lists: list[list[Step]] = [[] for _ in schedule]
     at = order.first[:-1].tolist()  # how far each rank's actions are in its list
-    awaits, owes = set(to.tolist()), set(source.tolist())  # whose message is to come, or to leave
+    awaits, owes = set(users.tolist()), set(makers.tolist())  # messages to come, to leave
 
     def upto(rank: int, node: int) -> None:
         """Put a rank's actions before ``node`` into its list, but not past a message's turn."""
@@ -106,7 +96,7 @@ def lower(schedule: Sequence[Sequence[Action | str]], *, ahead: int = 1) -> list
         at[rank] = here
 
     for maker, user, is_forward in zip(
-        source[row].tolist(), to[row].tolist(), forward[row].tolist(), strict=True
+        makers.tolist(), users.tolist(), forward.tolist(), strict=True
     ):
         a, b, what = rank[maker], rank[user], "F" if is_forward else "B"
         made, used = schedule[a][maker - first[a]], schedule[b][user - first[b]]
@@ -119,6 +109,43 @@ def lower(schedule: Sequence[Sequence[Action | str]], *, ahead: int = 1) -> list
     for r in range(len(schedule)):
         upto(r, first[r + 1])
     return lists
+
+
+def row_of(order: Order) -> tuple[np.ndarray, np.ndarray]:
+    """The row of all messages: the actions that make them, and those that need them."""
+    n = len(order.rank)
+    dag = graph(order, np.array(UNITS)[order.kind], np.full(n, MESSAGE))
+    end, _ = longest_path(*dag)
+    if any(dag.missing[:n]):
+        raise deadlock(order, dag.missing)
+    to = np.flatnonzero(order.source >= 0)
+    source = order.source[to]
+    away = order.rank[source] != order.rank[to]
+    to, source = to[away], source[away]
+    stage, ready = order.stage[source], np.array(end[:n])[source]
+    row = np.lexsort((order.microbatch[source], stage, order.kind[source] != F, ready))
+    return source[row], to[row]
+
+
+def posted_after(order: Order) -> np.ndarray:
+    """Per action that needs a message: behind which action of its rank `lower` posts the receive.
+
+    -1: before the first, and of actions that need none                  (n,)
+    """
+    makers, users = row_of(order)
+    awaits, owes = set(users.tolist()), set(makers.tolist())
+    at, first = order.first[:-1].tolist(), set(order.first.tolist())
+    rank, found = order.rank.tolist(), np.full(len(order.rank), -1)
+    for maker, user in zip(makers.tolist(), users.tolist(), strict=True):
+        for of, node in ((maker, maker + 1), (user, user - 1)):  # as `upto` goes
+            here = at[rank[of]]
+            while here < node and here not in awaits and (here in first or here - 1 not in owes):
+                here += 1
+            at[rank[of]] = here
+            owes.discard(maker)
+        awaits.discard(user)
+        found[user] = -1 if here in first else here - 1
+    return found
 
 
 def check_lowered(lists: Sequence[Sequence[Step]]) -> None:

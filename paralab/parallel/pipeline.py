@@ -10,8 +10,9 @@ and in which order is worked out by lowering.py. What remains is here: do what t
 same few lines run naive, GPipe, 1F1B, interleaved and zero-bubble schedules, and a learner's own.
 
 Memory: 1/pp of the parameters, gradients and optimizer state, and the activations of the
-micro-batches between their F and their B. Bytes: a message of b s h elements per micro-batch, stage
-boundary and direction, the least of all ways to split a model. Time: what the schedule says, see
+micro-batches between their F and their B. Bytes: a message of b s h elements, in the precision that
+is computed in, per micro-batch, stage boundary and direction, the least of all ways to split a
+model. Time: what the schedule says, see
 schedules.py. A pipeline of one stage sends nothing: it is gradient accumulation.
 
 GPipe (Huang+ 2019, arXiv:1811.06965), PTD-P (Narayanan+ 2021, arXiv:2104.04473) sec. 2.2. Lab 03.
@@ -32,6 +33,7 @@ from paralab.model import Layers
 from paralab.parallel.layouts import residual_shape
 from paralab.parallel.lowering import Transfer, lower
 from paralab.parallel.partition import partition
+from paralab.parallel.precision import DTYPES
 from paralab.parallel.schedules import Schedule
 from paralab.parallel.split_backward import WeightHalves
 from paralab.pending import Pending, wait_all
@@ -99,6 +101,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.group, self.last = group, plan.stages - 1
         self.activation = residual_shape(model, plan)  # what travels
+        self.dtype = DTYPES[plan.precision]
         self.steps = lower(schedule)[group.index]
         self.accumulated: Callable[[Tensor], None] = lambda parameter: None
         self._arriving: dict[Key, tuple[Tensor, Pending]] = {}
@@ -187,7 +190,8 @@ class Pipeline:
             self.group.recorder.owns("buffers", tensor)
             self._sent.append(self.group.send(tensor, to=rank, phase="activations"))
         else:
-            tensor = torch.empty(self.activation, device=self.group.context.device)
+            tensor = torch.empty(self.activation, dtype=self.dtype,
+                                 device=self.group.context.device)  # fmt: skip
             self.group.recorder.owns("buffers", tensor)
             call = self.group.recv(tensor, source=rank, phase="activations")
             self._arriving[what, s, k] = tensor, call

@@ -361,6 +361,7 @@ def summary(report: Report) -> pd.DataFrame:
         ("sent per rank and step", sent / 1e6, "MB"),
     ]
     rows += _copy_rows(report)
+    rows += _flops_rows(report)
     if report.plan.pp > 1:
         rows.append(("bubble", 100 * bubble(report), "% of device time"))
     if report.losses:
@@ -369,6 +370,19 @@ def summary(report: Report) -> pd.DataFrame:
     frame = pd.DataFrame({"quantity": [r[0] for r in rows], "value": [r[1] for r in rows],
                           "unit": [r[2] for r in rows]})  # fmt: skip
     return frame.round({"value": 4}).set_index("quantity")
+
+
+def _flops_rows(report: Report) -> list[tuple[str, float, str]]:
+    """What a step computes per second, and of a stated peak how much: theory/utilisation.py."""
+    from paralab.theory.utilisation import achieved, utilisation
+
+    seconds = step_time(report)
+    if report.model is None or not seconds > 0:
+        return []
+    rate = achieved(report.model, report.plan, seconds)["model"]
+    rows = [("model FLOP/s per device", rate / 1e9, "GFLOP/s")]
+    return rows + [(f"{name} FLOPs utilisation", 100 * share, "% of peak")
+                   for name, share in utilisation(report).items()]  # fmt: skip
 
 
 def _copy_rows(report: Report) -> list[tuple[str, float, str]]:

@@ -133,13 +133,15 @@ def part_activation_bytes(
     )  # fmt: skip
 
 
-def put_aside_bytes(model: ModelSpec, part: str, batch: int, tp: int = 1) -> int:
+def put_aside_bytes(
+    model: ModelSpec, part: str, batch: int, tp: int = 1, precision: str = "fp32"
+) -> int:  # fmt: skip
     """What a part keeps between the input and the weight half of a backward.
 
     Input and output gradient of every linear layer: 7x and 9x in a block, x and b s V in the head.
     Of these, 1D tensor parallelism cuts what is inside its pairs of layers, 12x and the logits.
     """
-    x, _ = sizes(model, batch)
+    (x, _), item = sizes(model, batch), BYTES_PER_ELEMENT[precision]
     if part == "head":
-        return 4 * (x + batch * model.seq_len * model.vocab // tp)
-    return 0 if part == "embedding" else 4 * (4 * x + 12 * x // tp)
+        return item * (x + batch * model.seq_len * model.vocab // tp)
+    return 0 if part == "embedding" else item * (4 * x + 12 * x // tp)

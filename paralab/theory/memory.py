@@ -119,7 +119,8 @@ def state_bytes(
     """Bytes of the model states on one rank, by category. Raises ValueError on an unknown
     optimizer.
 
-    What is offloaded is not on the device and counts 0: theory/offload.py.
+    What is offloaded is not on the device and counts 0: theory/offload.py; of gradients what has to
+    wait there for the sum over other ranks.
 
     gradients: what a step keeps of them between two micro-batches; with one alone ZeRO's first
     stage gives them away as they come, like its second.
@@ -129,7 +130,7 @@ def state_bytes(
     counts = rank_sizes(model, plan, rank)
     trained = {name: count for name, count in counts.items() if model.trainable(name)}
     parameters, gradients = sum(counts.values()), sum(trained.values())
-    updated, tensors, padding = gradients, len(trained), 0
+    updated, tensors, padding, waiting = gradients, len(trained), 0, 0
     tiers = plan.tiers
     if plan.zero_stage:
         n, made = plan.shard_degree, units(counts, model, plan)
@@ -139,6 +140,7 @@ def state_bytes(
         alone = parameters - sum(counts[name] for unit in made for name in unit.names)
         parameters = alone + (padded // n if plan.zero_stage == 3 else padded)
         gradients = updated if plan.reduces_often or plan.zero_stage == 3 else gradients
+        waiting = item * sum(unit.numel for unit in shared if unit.waits) // n
     elif buckets := gradient_buckets(model, plan, rank):
         padding = sum(size for _, size in buckets) - item * gradients
     moments = 8 * updated + 4 * tensors if optimizer == "adamw" else 0
@@ -150,7 +152,7 @@ def state_bytes(
     }
     for name in ("parameters", "gradients", "optimizer"):
         if tiers is not None and getattr(tiers, name) != "device":
-            here[name] = 0
+            here[name] = waiting if name == "gradients" else 0
     return here
 
 
@@ -236,7 +238,9 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
     size, late, own, counts = {}, {}, {}, rank_sizes(model, plan, rank)
     for s, parts in held.items():
         size[s] = sum(kept_bytes(model, plan, parts).values())
-        late[s] = sum(put_aside_bytes(model, part, batch, plan.tp) for part in parts)
+        late[s] = sum(
+            put_aside_bytes(model, part, batch, plan.tp, plan.precision) for part in parts
+        )
         names = stage_shapes(model, parts)
         elements = sum(counts[name] for name in names if model.trainable(name))
         own[s] = BYTES_PER_ELEMENT[plan.precision] * elements

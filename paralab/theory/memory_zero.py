@@ -70,7 +70,7 @@ class Walk:
         self.stages = memory.stage_parts(model, plan, rank)
         self.kept = {s: memory.kept_bytes(model, plan, p) for s, p in self.stages.items()}
         self.aside = {
-            s: sum(memory.put_aside_bytes(model, part, batch, plan.tp) for part in parts)
+            s: sum(memory.put_aside_bytes(model, p, batch, plan.tp, plan.precision) for p in parts)
             for s, parts in self.stages.items()
         }
         self.again = recomputed_bytes(model, batch, **memory.asked(plan))
@@ -217,10 +217,9 @@ class Walk:
 
     def _keep(self, units: tuple[int, ...]) -> None:
         """The parts of these gradients are summed: here they stay, or they leave."""
-        if self.away:
-            self.leaving = units
-        else:
-            self.shards.update(units)
+        stay = {unit for unit in units if not self.away or self.units[unit].waits}
+        self.leaving = tuple(unit for unit in units if unit not in stay)
+        self.shards.update(stay)
 
     def _now(self, activations: int = 0, packing: int = 0, hand: int = 0) -> Bytes:
         """What is there, with ``activations`` bytes more, a buffer of ``packing`` elements, and

@@ -81,10 +81,14 @@ class _Rank:
     def __init__(self, model: ModelSpec, plan: Plan, cluster: Cluster, rank: int) -> None:
         self.model, self.plan, self.cluster, self.rank = model, plan, cluster, rank
         self.item = BYTES_PER_ELEMENT[plan.precision]
+        # How many times longer products take than on infinitely many tokens.
+        self.slower = 1 + cluster.half_rate_tokens / (plan.microbatch_size * model.seq_len)
         self.rows: list[Row] = []
         self.calls: dict[tuple, int] = {}  # so that the members of a call name it alike
 
     def compute(self, work: Work, kind: str, microbatch: int = -1, stage: int = 0) -> None:
+        if self.slower > 1:
+            work = replace(work, flops=work.flops * self.slower)
         if self.item != ITEM and kind != "optimizer":  # which works in fp32 in any precision
             work = replace(work, bytes=work.bytes * self.item / ITEM)
         self.rows.append(Row(Compute(work.seconds(self.cluster)), kind, microbatch, stage=stage))
@@ -192,7 +196,9 @@ def step_rows(
         elements = model.vocab * model.hidden // plan.tp
         if plan.zero_stage:  # of the shard that either of them owns
             elements = -(-elements // plan.shard_degree)
-        mine.wait(mine.launch("all_reduce", ITEM * elements, ends, "pp", "tied"))
+        mine.wait(mine.launch("all_reduce", mine.item * elements, ends, "pp", "tied"))
+    if away:
+        sync.summed()
     if away and plan.tiers.optimizer != "device":
         sync.update()
     else:
@@ -205,7 +211,7 @@ def step_rows(
 
 def activation_bytes_sent(model: ModelSpec, plan: Plan) -> int:
     """Of a message from one pipeline stage to the next, or of the gradient that comes back."""
-    return ITEM * math.prod(residual_shape(model, plan))
+    return BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
 
 
 class Stage:
