@@ -57,7 +57,9 @@ MOVES = [  # knob, value, the views that cannot look the same
     ("virtual_stages", 2, NO_MESH),
     ("zero_stage", 1, ("timeline", "mesh", "memory")),
     ("recompute", "full", ("timeline", "memory")),
-    ("sequence_parallel", True, VIEWS), ("cluster", "dgx-a100", VIEWS), ("nodes", 4, ("mesh",)),
+    ("sequence_parallel", True, VIEWS), ("dp", 2, ("timeline", "mesh", "traffic")),
+    ("cluster", "dgx-a100", NO_MESH), ("nodes", 4, ()),  # makes room for what comes now
+    ("dp", 4, ("timeline", "mesh", "traffic")),
     ("cluster", "dgx-h100", ("timeline", "traffic")), ("model", "ptdp-7.5b", NO_MESH),
     ("pp", 4, VIEWS), ("sequence_parallel", False, VIEWS),
 ]  # fmt: skip
@@ -86,7 +88,7 @@ def test_every_knob_moves_its_views_to_what_the_plain_functions_draw(bench):
         before = on_screen(bench)
         bench.knobs[name].value = value
         assert bench.error is None and on_screen(bench) != before, name
-        bench.knobs[name].value = {"offload": None, "precision": "fp32"}[name]
+        bench.knobs[name].value = {"offload": "none", "precision": "fp32"}[name]
         moved.add(name)
     assert moved == set(bench.knobs)
 
@@ -180,7 +182,7 @@ def test_an_impossible_combination_says_why_in_place_of_its_views(bench, knobs, 
     with pytest.raises(ValueError, match="legal: "):
         bench.run().wait(PATIENCE)
     for name in knobs:  # and back again
-        bench.knobs[name].value = getattr(PLAN, name)
+        bench.knobs[name].value = getattr(PLAN, name) if name != "offload" else "none"
     assert bench.state == "idle" and bench.error is None and not bench._trouble.value
     assert not bench._go.disabled and explore_parts.STALE not in bench._views._dom_classes
     assert on_screen(bench) == before and numbers(bench)

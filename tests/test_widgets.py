@@ -61,6 +61,22 @@ def test_a_figure_on_screen_becomes_any_other_chart():
         assert shown(figure) == shown(live(chart))
 
 
+def test_a_page_hears_of_a_figure_when_it_is_complete(monkeypatch):
+    import comm
+
+    told, make = [], comm.create_comm
+
+    def listen(*args, **settings):
+        told.append((settings.get("data") or {}).get("state") or {})
+        return make(*args, **settings)
+
+    monkeypatch.setattr(comm, "create_comm", listen)
+    figure = live(go.Figure(data=[{"type": "bar", "x": [1, 2]}], layout={"height": 77}))
+    (state,) = [state for state in told if "_widget_data" in state]
+    assert [trace["x"] for trace in state["_widget_data"]] == [(1, 2)] or state["_widget_data"]
+    assert state["_widget_layout"]["height"] == 77 and figure.model_id
+
+
 def test_only_what_differs_is_sent_to_the_page(monkeypatch):
     figure = live(go.Figure(data=[{"type": "bar", "x": [1, 2], "y": [3, 4], "name": "old"}]))
     sent = []

@@ -32,6 +32,7 @@ NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
 MODELS = ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t")
 CLUSTERS = ("dgx-a100", "dgx-h100")
 HERE, GIVEN = "this machine", "given"
+NOWHERE = "none"  # buttons cannot have None for a value
 STALE = "paralab-stale"
 GREY = f"<style>.{STALE} {{ opacity: 0.2; pointer-events: none; }}</style>"
 
@@ -42,7 +43,7 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
     schedules = [(theme.SCHEDULE_NAME.get(name, name), name) for name in SCHEDULES]
     if plan.schedule not in SCHEDULES:
         schedules.append((theme.schedule_name(plan), plan.schedule))
-    places = [("none", None), ("to host", "cpu"), ("to disk", "nvme")]
+    places = [(NOWHERE, NOWHERE), ("to host", "cpu"), ("to disk", "nvme")]
     if plan.offload not in (None, "cpu", "nvme"):
         places.append(("as given", plan.offload))
     return {
@@ -55,7 +56,8 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
         "schedule": Knob(label="schedule", options=schedules, value=plan.schedule),
         "zero_stage": Knob(label="ZeRO", value=plan.zero_stage, buttons=True,
                            options=[("off", 0), ("1", 1), ("2", 2), ("3", 3)]),
-        "offload": Knob(label="offload", options=places, value=plan.offload, buttons=True),
+        "offload": Knob(label="offload", options=places, value=plan.offload or NOWHERE,
+                        buttons=True),
         "recompute": Knob(label="recompute", value=plan.recompute, buttons=True,
                           options=[("none", "none"), ("attention", "selective"),
                                    ("blocks", "full")]),

@@ -49,6 +49,10 @@ class _Run:
     error: Exception | None = None
 
 
+def _all_live(charts: list[Chart]) -> list[go.FigureWidget]:
+    return [live(chart, first=i == 0) for i, chart in enumerate(charts)]
+
+
 class Bench(ipw.VBox):
     """Sliders, prediction, «Run it» and «Stop». See the module's text for the calls.
 
@@ -79,7 +83,7 @@ class Bench(ipw.VBox):
         self._bar = ipw.IntProgress(min=0, max=1, layout={"width": "150px", "height": "20px"})
         self._status = ipw.HTML(layout={"flex": "1 1 300px", "margin": "0 0 0 8px"})
         self._numbers, self._trouble = ipw.HTML(), ipw.HTML()
-        self.figures = [live(chart) for chart in self._sketch()]
+        self.figures = _all_live(self._sketch())
         self._views = self._arranged()
         board = grid([knob.row(self.knobs[name]) for name, knob in knobs.items()], self.width)
         buttons = ipw.HBox([self._go, self._halt, self._bar, self._status])
@@ -259,7 +263,7 @@ class Bench(ipw.VBox):
             return
         for figure in self.figures:
             figure.close()
-        self.figures = [live(chart) for chart in charts]
+        self.figures = _all_live(charts)
         self._views.children = self.figures
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:

@@ -91,6 +91,8 @@ class Explore(Bench):
         """The plan that these settings mean. Raises ``ValueError`` on what no plan can be."""
         changed = {name: value for name, value in knobs.items()
                    if name not in ("model", "cluster", "nodes")}  # fmt: skip
+        if changed["offload"] == parts.NOWHERE:
+            changed["offload"] = None
         return self.plan.replace(**changed)
 
     def cluster_of(self, knobs: dict[str, Any]) -> Cluster:

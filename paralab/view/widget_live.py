@@ -7,18 +7,54 @@ the picture follows a slider while it is dragged.
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
+import plotly
 import plotly.graph_objects as go
+from traitlets import Unicode
 
 WIDTH = 800  # pixels, what a laptop shows beside the file list: a figure drawn before it is on
 # the page cannot measure it
+_FOLDER, _OURS = Path(plotly.__file__).parent, Path(__file__).with_name("figure.js")
 _OWN = ("uid", "type")  # what makes a trace this trace
 
 
-def live(chart: go.Figure) -> go.FigureWidget:
-    """A figure on screen that shows ``chart``, complete from its first moment on."""
-    figure = go.FigureWidget(list(chart.data), _layout(chart))
+@functools.cache
+def _plotly() -> str:
+    """The code that draws a FigureWidget on a page."""
+    return (_FOLDER / "package_data" / "widgetbundle.js").read_text(encoding="utf-8")
+
+
+class _Figure(go.FigureWidget):
+    """A FigureWidget that can stand beside others.
+
+    It tells the page of itself when it is complete. plotly's own does so before it has its data,
+    and sends these afterwards: a page that draws it in between draws an empty figure, for good.
+    And it brings plotly's code along only if it is the first one (figure.js).
+    """
+
+    _esm = _OURS.read_text(encoding="utf-8").replace("VERSION", plotly.__version__)
+    _bundle = Unicode("").tag(sync=True)
+    _ready = False
+
+    def __init__(self, *args: Any, bundle: str = "", **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._bundle, self._ready = bundle, True
+        self.open()
+
+    def open(self) -> None:
+        if self._ready:
+            super().open()
+
+
+def live(chart: go.Figure, *, first: bool = True) -> go.FigureWidget:
+    """A figure on screen that shows ``chart``, complete from its first moment on.
+
+    first  whether it is the first one of its widget, and brings the code for all
+    """
+    figure = _Figure(list(chart.data), _layout(chart), bundle=_plotly() if first else "")
     figure._shown = chart, *_plain(chart)
     return figure
 

@@ -144,6 +144,9 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
     for _ in range(2):
         bench.key("data, dp", "ArrowRight")
     notebook.wait(lambda: "dp=4, tp=8, pp=2" in bench.words(), ANSWER_S, bench.words)
-    assert "of 63 others" in bench.views[1]["title"] and bench.faded() == 1
+    notebook.wait(
+        lambda: "of 63 others" in bench.views[1]["title"] and bench.faded() == 1, ANSWER_S,
+        lambda: bench.views[1]["title"],
+    )  # fmt: skip
     notebook.page.screenshot(path=tmp_path / "cluster.png")
     assert notebook.complaints() == []
