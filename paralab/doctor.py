@@ -67,7 +67,7 @@ LABS = (
     Lab("05", "ZeRO", 4),
     Lab("06", "Where the memory goes", 4),
     Lab("07", "Tensor parallelism", 4),
-    Lab("08", "Grids", 8),
+    Lab("08", "Grids", 16),
     Lab("09", "Offload", 1, files=200 * MB),
 )
 
@@ -92,11 +92,14 @@ class Diagnosis(NamedTuple):
         rows = [f"paralab {paralab.__version__} on {self.machine.system}, "
                 f"Python {self.machine.python}", ""]  # fmt: skip
         rows += [f"  {what:<{width}}  {said}" for what, said in self.lines]
-        rows += ["", "labs (each takes about a minute on two cores, longer on fewer)"]
+        rows += [
+            "",
+            "labs (some minute each; more where many ranks share few cores)",
+        ]
         title = max(len(lab.title) for lab, _, _ in self.labs)
         for lab, _, said in self.labs:
             ranks = f"{lab.ranks} rank{'s' * (lab.ranks > 1)}"
-            rows.append(f"  {lab.name} {lab.title:<{title}}  {ranks:<8} {said}")
+            rows.append(f"  {lab.name} {lab.title:<{title}}  {ranks:<9} {said}")
         rows.append("")
         if self.problems:
             rows += ["What has to be mended first:", *(f"  - {said}" for said in self.problems)]

@@ -91,7 +91,8 @@ def test_gpus_one_for_all_one_for_each_and_none():
     assert verdicts(one)["00"] == (True, "runs here as it is, on 1 GPU")
     assert "ranks sharing 1 GPU over gloo; NCCL needs a GPU for each" in verdicts(one)["01"][1]
     eight = on(torch=dataclasses.replace(with_cuda, gpus=(H100,) * 8))
-    assert verdicts(eight)["08"] == (True, "runs here as it is, on 8 GPUs")
+    assert verdicts(eight)["02"] == (True, "runs here as it is, on 8 GPUs")
+    assert "sharing 8 GPUs" in verdicts(eight)["08"][1]
 
 
 def test_links_say_what_was_measured_or_how_to_measure():
@@ -131,7 +132,7 @@ def test_little_memory_means_fewer_ranks():
     found = on(free_memory=800 * MB)
     assert says(found, "memory").endswith("room for 4 ranks")
     assert verdicts(found)["05"][0] is True
-    assert verdicts(found)["08"] == (False, "with 4 ranks instead: memory has no room for 8")
+    assert verdicts(found)["08"] == (False, "with 4 ranks instead: memory has no room for 16")
     assert found.runs and found.problems == []
     assert found.text().endswith("as they are. Open them with: make lab")
 
@@ -283,7 +284,7 @@ def test_json_has_facts_sentences_labs_and_problems(fake, capsys):
     assert found["machine"]["temp"]["kind"] == "ext4"
     assert found["says"]["backends"] == "gloo"
     assert [lab["name"] for lab in found["labs"]] == [lab.name for lab in LABS]
-    assert found["labs"][8]["ranks"] == 8 and found["labs"][0]["runs"] is False
+    assert found["labs"][8]["ranks"] == 16 and found["labs"][0]["runs"] is False
 
 
 def test_calibrate_measures_first(fake, capsys, monkeypatch):
