@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import re
 import warnings
 from collections import Counter
@@ -30,42 +31,42 @@ LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
 MACHINE = pl.Cluster(flops=1e11, memory_bandwidth=3e10, devices_per_node=16, intra=LINK, host=LINK,
                      disk=LINK, host_bandwidth=1e10)  # fmt: skip
 FIELDS = [f.name for kind in (pl.Plan, pl.ModelSpec) for f in dataclasses.fields(kind)]
-PLACES = st.sampled_from(["device", "cpu", "nvme"])
-TIERS = st.fixed_dictionaries({}, optional={
-    "parameters": PLACES, "gradients": PLACES, "optimizer": PLACES, "activations": PLACES,
-    "delayed": st.booleans(),
-})  # fmt: skip
+TIERS = (
+    {"activations": "cpu"}, {"activations": "nvme", "optimizer": "cpu"}, {"optimizer": "nvme"},
+    {"gradients": "cpu", "optimizer": "cpu", "delayed": True}, {"gradients": "cpu"},
+    {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}, {"parameters": "cpu"},
+)  # fmt: skip
 PLAN = {
-    "dp": st.integers(1, 8),
-    "tp": st.integers(1, 9),
-    "pp": st.integers(1, 5),
-    "schedule": st.sampled_from(SCHEDULE_NAMES),
-    "microbatches": st.integers(1, 7),
-    "microbatch_size": st.integers(1, 5),
-    "virtual_stages": st.integers(1, 3),
-    "zero_stage": st.integers(0, 3),
-    "shard": st.one_of(st.none(), st.integers(1, 4)),
-    "sequence_parallel": st.booleans(),
-    "recompute": st.sampled_from(["none", "selective", "full"]),
-    "offload": st.one_of(st.sampled_from([None, "cpu", "nvme"]), TIERS),
-    "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
-    "tp_mode": st.sampled_from(["1d", "2d", "2.5d", "3d"]),
-    "tp_depth": st.one_of(st.none(), st.integers(1, 2)),
-    "partition_activations": st.booleans(),
-    "grad_sync": st.sampled_from(["naive", "bucketed", "overlapped"]),
-    "bucket_bytes": st.sampled_from([1, 7_000, 50_000, 10**9]),
-    "prefetch": st.integers(0, 4),
+    "dp": (1, 2, 3, 4, 8),
+    "tp": (1, 2, 3, 4, 8, 9),
+    "pp": (1, 2, 3, 4, 5),
+    "schedule": SCHEDULE_NAMES,
+    "microbatches": (1, 2, 3, 4, 5, 6),
+    "microbatch_size": (1, 2, 4),
+    "virtual_stages": (1, 2, 3),
+    "zero_stage": (0, 1, 2, 3),
+    "shard": (None, 1, 2, 3),
+    "sequence_parallel": (False, True),
+    "recompute": ("none", "selective", "full"),
+    "offload": (None, "cpu", "nvme", *TIERS),
+    "precision": ("fp32", "bf16", "fp16"),
+    "tp_mode": ("1d", "2d", "2.5d", "3d"),
+    "tp_depth": (None, 1, 2),
+    "partition_activations": (False, True),
+    "grad_sync": ("naive", "bucketed", "overlapped"),
+    "bucket_bytes": (1, 7_000, 50_000, 10**9),
+    "prefetch": (0, 1, 2, 5),
 }
 MODEL = {
-    "layers": st.integers(1, 6),
-    "heads": st.sampled_from([1, 2, 3, 4, 8]),
-    "hidden": st.sampled_from([24, 40, 48]),
-    "seq_len": st.sampled_from([8, 9, 16]),
-    "vocab": st.sampled_from([256, 257, 260, 264]),
-    "tied": st.booleans(),
-    "dropout": st.sampled_from([0.0, 0.1]),
-    "attention": st.sampled_from(["explicit", "sdpa"]),
-    "frozen": st.sampled_from([(), ("embedding",), ("blocks.0",), ("blocks.0.mlp", "head")]),
+    "layers": (1, 2, 4, 5, 6),
+    "heads": (1, 3, 4, 8),
+    "hidden": (24, 40, 48),
+    "seq_len": (8, 9, 16),
+    "vocab": (256, 257, 260, 264),
+    "tied": (True, False),
+    "dropout": (0.0, 0.1),
+    "attention": ("explicit", "sdpa"),
+    "frozen": ((), (), (), (), ("embedding",), ("blocks.0",), ("blocks.0.mlp", "head")),
 }
 JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=6),
@@ -92,38 +93,41 @@ def refused(build) -> str:
     return ""
 
 
+# Hypothesis draws a seed, and the seed the rest: what it would make small itself is seldom a plan
+# that does much.
+seeds = st.integers(0, 2**32 - 1).map(random.Random)
+
+
 @st.composite
 def anything(draw, values: dict) -> dict:
-    """Some fields, of sizes that make sense or of any other kind."""
-    names = draw(st.lists(st.sampled_from(list(values)), unique=True))
-    odd = draw(st.lists(st.sampled_from(names), max_size=1)) if names else []
-    return {name: draw(JUNK if name in odd else values[name]) for name in names}
+    """Some fields, of sizes that make sense or, one of them now and then, of any other kind."""
+    chance = draw(seeds)
+    found = {name: chance.choice(some) for name, some in values.items() if chance.random() < 0.3}
+    if found and chance.random() < 0.3:
+        found[chance.choice(list(found))] = draw(JUNK)
+    return found
 
 
 @st.composite
-def legal(draw, ranks: int, **base) -> tuple[pl.ModelSpec, pl.Plan]:
-    """Changes of a plain plan and model in any order; those that would not be legal are not made,
-    unless the next one mends it.
-    """
-    model, plan, more = pl.ModelSpec(**SMALL), pl.Plan(**base), {}
-    names = draw(st.permutations([*PLAN, *MODEL]))
-    for name in names[: draw(st.integers(1, len(names)))]:
-        more[name] = draw((PLAN | MODEL)[name])
+def legal(draw, ranks: int) -> tuple[pl.ModelSpec, pl.Plan]:
+    """Changes of a plain plan and model, some at a time, as long as they are legal together."""
+    chance, model, plan = draw(seeds), pl.ModelSpec(**SMALL), pl.Plan()
+    for _ in range(60):
+        names = chance.sample([*PLAN, *MODEL], chance.randint(1, 3))
+        more = {name: chance.choice((PLAN | MODEL)[name]) for name in names}
         try:
             other = model.replace(**{n: v for n, v in more.items() if n in MODEL})
             changed = plan.replace(**{n: v for n, v in more.items() if n in PLAN})
             changed.validate(other)
         except ValueError:
-            more = {name: more[name]} if len(more) > 3 else more
             continue
         if changed.world_size <= ranks:
             model, plan = other, changed
-        more = {}
     return model, plan
 
 
 # ---- legal or refused ---------------------------------------------------------------------------
-@settings(max_examples=400, **CALM)
+@settings(max_examples=1000, **CALM)
 @given(anything(PLAN), anything(MODEL))
 def test_whatever_is_asked_is_a_plan_or_is_refused_by_name(of_plan, of_model):
     asked = []
@@ -192,6 +196,14 @@ def check_messages(model, plan, calls, item) -> None:
                                 strict=True))  # fmt: skip
     if model.frozen:  # below what trains nothing flows back
         return
+    if model.tied and plan.stages > 1:  # first and last stage add the embedding's gradient up
+        words = sum(
+            -(-memory.rank_sizes(model, plan, rank)["embedding.token.weight"] // plan.shard_degree)
+            if plan.zero_stage
+            else memory.rank_sizes(model, plan, rank)["embedding.token.weight"]
+            for rank in range(plan.dp * plan.tp)
+        )
+        assert total(calls, phase="tied") == 2 * item * words
     boundaries = (plan.stages - 1) * plan.dp * plan.tp
     message = item * math.prod(residual_shape(model, plan))
     assert total(calls, op="send") == 2 * plan.microbatches * boundaries * message
@@ -238,7 +250,7 @@ def check_tensor(model, plan, calls, item) -> None:
 
 # ---- run ----------------------------------------------------------------------------------------
 @settings(max_examples=8, derandomize=True, database=None, **CALM)
-@given(drawn=legal(6, dp=2, pp=2, microbatches=2))
+@given(drawn=legal(6))
 def test_some_are_run_and_train_what_one_process_does(run, text, drawn):
     model, plan = drawn
     assume(not (plan.tiers and plan.tiers.delayed))  # which is one update late, and means to be
