@@ -69,6 +69,8 @@ LABS = (
     Lab("07", "Tensor parallelism", 4),
     Lab("08", "Grids", 16),
     Lab("09", "Offload", 1, files=200 * MB),
+    Lab("10", "Composing", 8),
+    Lab("11", "A trillion parameters", 8),
 )
 
 

@@ -89,8 +89,8 @@ HINTS = (
     "to ask about. All that is left is dp = num_devices // (tp*pp), with zero_stage=1 almost for "
     "nothing.",
     "for every such (tp, pp): micro-batches of 1, 2, 4 samples, with batch // (dp*b) of them, "
-    "sequence_parallel where tp > 1, and recompute 'none' before 'selective' before 'full'. Stop at "
-    "the first recompute that fits; keep the fastest plan that fits; count your questions.",
+    "sequence_parallel where tp > 1, and recompute 'none' before 'selective' before 'full'. Stop "
+    "at the first recompute that fits; keep the fastest plan that fits; count your questions.",
 )
 
 

@@ -1,0 +1,107 @@
+"""Lab 10's exercise: planners that know the advice pass, others are refused by what they break."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import paralab as pl
+from test_exercises_zero import defined, missed
+
+PLACE = pl.exercises.place
+place = importlib.import_module("paralab.exercises.place")
+PLAN, FITS, NODE, TIME, OFTEN = (limit for limit, _ in PLACE.asked)
+
+
+def planned(tp, pp, batch, devices, samples=1, **settings):
+    dp = devices // (tp * pp)
+    settings = {"zero_stage": 1, "precision": "bf16", "recompute": "full", **settings}
+    return pl.Plan(dp=dp, tp=tp, pp=pp, microbatch_size=samples,
+                   microbatches=batch // dp // samples, **settings)  # fmt: skip
+
+
+def shape(model):
+    """(tp, pp) that fit with full recomputation."""
+    return {36: (4, 1), 48: (8, 1), 96: (8, 8)}[model.layers]
+
+
+def always_recomputes(model, cluster, batch, ask):
+    return planned(*shape(model), batch, cluster.num_devices)
+
+
+def all_data_parallel(model, cluster, batch, ask):
+    devices = min(cluster.num_devices, batch)
+    return planned(1, cluster.num_devices // devices, batch, cluster.num_devices)
+
+
+def tensor_across_nodes(model, cluster, batch, ask):
+    return planned(16, 1, batch, cluster.num_devices)
+
+
+def half_the_batch(model, cluster, batch, ask):
+    return planned(*shape(model), batch // 2, cluster.num_devices)
+
+
+def half_the_devices(model, cluster, batch, ask):
+    return planned(*shape(model), batch, cluster.num_devices // 2)
+
+
+def in_fp32(model, cluster, batch, ask):
+    return planned(*shape(model), batch, cluster.num_devices, precision="fp32")
+
+
+def on_the_host(model, cluster, batch, ask):
+    return planned(*shape(model), batch, cluster.num_devices, offload={"optimizer": "cpu"})
+
+
+def asks_too_often(model, cluster, batch, ask):
+    for _ in range(31):
+        ask(planned(*shape(model), batch, cluster.num_devices))
+
+
+def illegal(model, cluster, batch, ask):
+    return planned(3, 1, batch, 48)
+
+
+WRONG = [  # answer, limits it breaks, words of the verdict
+    (always_recomputes, {TIME}, "ptdp-7.5b on 16 devices, batch 64: a step takes"),
+    (all_data_parallel, {FITS, TIME}, "a step takes"),
+    (tensor_across_nodes, {NODE, TIME}, "a tensor-parallel group lie on 2 nodes"),
+    (half_the_batch, {PLAN}, "dp*microbatches*microbatch_size is 32, a step has 64 samples"),
+    (half_the_devices, {PLAN}, "dp*tp*pp is 8, there are 16 devices"),
+    (in_fp32, {PLAN}, "precision='fp32': not what is asked"),
+    (on_the_host, {PLAN}, "these machines have no room beside"),
+    (asks_too_often, {OFTEN}, "more than 30 questions"),
+    (illegal, {PLAN}, "tp=3 deals it out in 3 equal parts"),
+    (lambda *asked: None, {PLAN}, "plan=None: not a plan"),
+    (lambda *asked: 1 / 0, {PLAN}, "raised ZeroDivisionError"),
+    (lambda model: None, {PLAN}, "yours cannot be called so"),
+    ("a plan", {PLAN}, "asked is a function, yours is 'a plan'"),
+]
+
+
+def test_the_answer_passes_and_asks_no_more_than_it_may():
+    verdict = PLACE.check(defined(str(PLACE.solution()), "my_planner"))
+    assert verdict.passed, verdict.table.to_string()
+
+
+def test_the_stub_is_not_started():
+    assert not PLACE.check(defined(PLACE.stub, "my_planner")).started
+
+
+@pytest.mark.parametrize("answer, limits, words", WRONG, ids=lambda v: getattr(v, "__name__", None))
+def test_a_wrong_answer_is_refused_by_the_limits_it_breaks(answer, limits, words):
+    verdict = PLACE.check(answer)
+    assert missed(verdict) == limits, verdict.table.to_string()
+    assert words in verdict.said, verdict.said
+
+
+def test_the_limit_is_the_best_plan_that_a_search_finds():
+    case = place.CASES[0]
+    seconds = place.best(case)
+    rivals = [planned(tp, pp, case.batch, 16, samples, recompute="none", sequence_parallel=tp > 1)
+              for tp, pp in ((2, 1), (4, 1), (8, 1), (2, 2)) for samples in (1, 4)]  # fmt: skip
+    fitting = [plan for plan in rivals if place.needed(plan, case) <= case.cluster.memory]
+    assert len(fitting) >= 4
+    assert all(place.known(plan, case).seconds >= 0.999 * seconds for plan in fitting)
