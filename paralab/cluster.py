@@ -41,6 +41,8 @@ class Cluster(Description):
     flops             multiply-add rate that matrix products really reach, FLOP/s per device
     peak_flops        FLOP/s that a device's datasheet promises in the precision that is trained in;
                       None: not stated, and no report says how much of it a step uses
+    half_rate_tokens  tokens of a micro-batch at which products reach half of ``flops``, where small
+                      ones are slower: n_1/2 of Hockney's r = r_inf n / (n + n_1/2). 0: they are not
     memory_bandwidth  bytes/s that elementwise kernels really reach, per device
     op_overhead       seconds every kernel costs before it does any work
     memory            bytes per device
@@ -68,6 +70,7 @@ class Cluster(Description):
     collectives: Mapping[str, Link] = field(default_factory=dict)
     cores: int | None = None
     peak_flops: float | None = None
+    half_rate_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         def as_link(name: str, value: object) -> Link:
@@ -83,7 +86,8 @@ class Cluster(Description):
             object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
         for name in ("flops", "memory_bandwidth"):
             object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
-        object.__setattr__(self, "op_overhead", real("op_overhead", self.op_overhead, at_least=0.0))
+        for name in ("op_overhead", "half_rate_tokens"):
+            object.__setattr__(self, name, real(name, getattr(self, name), at_least=0.0))
         object.__setattr__(self, "intra", as_link("intra", self.intra))
         inter = self.intra if self.inter is None else as_link("inter", self.inter)
         object.__setattr__(self, "inter", inter)

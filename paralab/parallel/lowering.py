@@ -83,7 +83,7 @@ def lower(schedule: Sequence[Sequence[Action | str]], *, ahead: int = 1) -> list
     first, rank = order.first.tolist(), order.rank.tolist()
     lists: list[list[Step]] = [[] for _ in schedule]
     at = order.first[:-1].tolist()  # how far each rank's actions are in its list
-    awaits, owes = set(users.tolist()), set(makers.tolist())  # whose message is to come, or to leave
+    awaits, owes = set(users.tolist()), set(makers.tolist())  # messages to come, to leave
 
     def upto(rank: int, node: int) -> None:
         """Put a rank's actions before ``node`` into its list, but not past a message's turn."""

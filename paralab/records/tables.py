@@ -107,7 +107,7 @@ def columns_of(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict
     Raises ValueError naming the table, the column, the row and what would be legal.
     """
     found = _columns(name, rows)
-    return {c: values if isinstance(values, list) else values.tolist() for c, values in found.items()}
+    return {c: some if isinstance(some, list) else some.tolist() for c, some in found.items()}
 
 
 def _columns(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _plain(kind: type, values: list[Any] | tuple[Any, ...]) -> bool:
     if kind is tuple:
         return _plain(int, list(chain.from_iterable(values)))
     if kind is int:
-        return not values or -(2**63) <= min(values) and max(values) < 2**63
+        return not values or (min(values) >= -(2**63) and max(values) < 2**63)
     return kind is str or all(map(math.isfinite, values))
 
 

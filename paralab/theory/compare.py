@@ -230,7 +230,7 @@ def _first_traffic_difference(expect: Report, report: Report) -> str:
 
 
 def _traffic(report: Report, summed: bool) -> dict[tuple[int, int], Counter]:
-    """What every rank moves in a step: how often every call; or ``summed``, one of all its bytes."""
+    """What every rank moves in a step: every call and how often; ``summed``: as if in one."""
     found: dict[tuple[int, int], Counter] = {}
     for row in report.collectives.to_dict("records"):
         if row["phase"] not in BOOKKEEPING:
@@ -239,7 +239,19 @@ def _traffic(report: Report, summed: bool) -> dict[tuple[int, int], Counter]:
     for row in report.copies.to_dict("records"):
         what = (row["op"], row["lane"], row["category"], row["bytes"])
         found.setdefault((row["step"], row["rank"]), Counter())[what] += 1
-    return found
+    return {key: _sums(calls) for key, calls in found.items()} if summed else found
+
+
+def _sums(calls: Counter) -> Counter:
+    """One call, or copy, in place of all of its kind: (op, axis, payload or category, bytes)."""
+    totals: dict[tuple, list[int]] = {}
+    for (op, axis, what, size), count in calls.items():
+        copied = isinstance(what, str)
+        total = totals.setdefault((op, axis, what if copied else ""), [0, 0])
+        total[0] += 0 if copied else count * what
+        total[1] += count * size
+    return Counter([(op, axis, category or payload, size)
+                    for (op, axis, category), (payload, size) in totals.items()])  # fmt: skip
 
 
 def _call(what: tuple[str, str, int | str, int]) -> str:

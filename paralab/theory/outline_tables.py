@@ -11,58 +11,35 @@ memory       as in full
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from paralab.records.metrics import union
 from paralab.records.tables import COLUMNS
-from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.spec import ModelSpec, Plan
 from paralab.theory import memory
-from paralab.theory.engine import Compute, Copy, Wait, link_cost
+from paralab.theory.engine import Compute, Copy, Wait
 from paralab.theory.offload import tier_bytes
-from paralab.theory.outline import (
-    Program,
-    Tail,
-    Timetable,
-    pipeline_ranks,
-    programs,
-    schedule_order,
-    tails,
-    timetable,
-)
 from paralab.theory.order import CODE, F
-from paralab.theory.predict_step import Row, activation_bytes_sent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from paralab.theory.outline_program import Program, pipeline_ranks
+from paralab.theory.outline_tail import Tail
+from paralab.theory.outline_times import Timetable
+from paralab.theory.predict_step import Row
 
 KINDS = np.array(["forward", "backward", "backward", "weight_grad"], object)  # of F, B, I, W
 SHORT = 1e-9  # of a step: gaps shorter than that are rounding
 
 
-def outline(
-    model: ModelSpec, plan: Plan, cluster: Cluster, *, optimizer: str, steps: int
-) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """The tables of ``steps`` steps; and what was under way in one, seconds per rank: see
-    ``in_flight``.
+def tables(
+    model: ModelSpec, plan: Plan, times: Timetable, ends: Sequence[Tail], *, size: int,
+    level: Callable[[int, int], str], optimizer: str, steps: int,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Of ``steps`` steps, all alike.
+
+    size, level  bytes of a message between stages, and the level that it crosses between two ranks
     """
-    made = programs(model, plan, cluster, optimizer)
-    ranks = pipeline_ranks(plan)
-    size = activation_bytes_sent(model, plan)
-    cost = link_cost(cluster)
-
-    def level(a: int, b: int, beside: int = 0) -> str:
-        apart = cluster.node_of(ranks[a] + beside) != cluster.node_of(ranks[b] + beside)
-        return "inter" if apart else "intra"
-
-    def message(a: int, b: int) -> float:
-        """Of the slowest of the pipelines that run beside each other."""
-        return max(cost("send", where, size) for where in
-                   {level(a, b, beside) for beside in range(plan.dp * plan.tp)})  # fmt: skip
-
-    times = timetable(plan, schedule_order(model, plan), made, message)
-    ends = tails(plan, made, times)
     one = {
         "spans": _spans(plan, times, ends),
         "collectives": _calls(plan, times, ends, size, level),
@@ -71,31 +48,7 @@ def outline(
         "steps": _steps(plan, ends),
     }
     length = max(tail.now for tail in ends)
-    repeated = {name: _repeated(name, table, steps, length) for name, table in one.items()}
-    return repeated, in_flight(plan, times, ends)
-
-
-def in_flight(plan: Plan, times: Timetable, ends: Sequence[Tail]) -> dict[str, float]:
-    """Seconds of a step that calls and copies are under way, and how many of these are hidden
-    behind computing: mean over the ranks of the outline. What `metrics.shares` reads off spans in
-    full. Messages between stages count on both sides.
-    """
-    programs = {id(tail.program): tail.program for tail in ends}
-    each = {name: one.in_flight(plan.microbatches) for name, one in programs.items()}
-    total = sum(each[id(tail.program)] for tail in ends)
-    found = times.order
-    moments, done = np.stack([times.start, times.end]), np.cumsum(times.cost)
-    done = np.stack([done - times.cost, done])  # work until an action starts, and ends
-    for side in (times.maker, times.user):
-        total[0] += (times.came - times.left).sum()
-        for rank in range(found.ranks):
-            here = slice(found.first[rank], found.first[rank + 1])
-            mine = found.rank[side] == rank
-            at = moments[:, here].T.ravel(), done[:, here].T.ravel()
-            beside = np.interp(times.came[mine], *at) - np.interp(times.left[mine], *at)
-            total[1] += beside.sum()
-    names = ("communication", "communication hidden", "copies", "copies hidden")
-    return {name: float(value) / len(ends) for name, value in zip(names, total, strict=True)}
+    return {name: _repeated(name, table, steps, length) for name, table in one.items()}
 
 
 # ---- spans ---------------------------------------------------------------------------------------
@@ -198,7 +151,11 @@ def _lanes_beside(plan: Plan, times: Timetable, ends: Sequence[Tail]) -> list[tu
 
 # ---- calls and copies ----------------------------------------------------------------------------
 def _calls(
-    plan: Plan, times: Timetable, ends: Sequence[Tail], size: int, level: Any
+    plan: Plan,
+    times: Timetable,
+    ends: Sequence[Tail],
+    size: int,
+    level: Callable[[int, int], str],
 ) -> dict[str, list[Any]]:
     made: dict[str, list[Any]] = {column: [] for column in COLUMNS["collectives"]}
     ranks = pipeline_ranks(plan)

@@ -95,7 +95,7 @@ def predict(
     choice("detail", detail, DETAILS)
     said: dict[str, Any] = {"optimizer": optimizer, "steps": steps, "detail": detail}
     if detail == "actions":
-        from paralab.theory.outline_tables import outline
+        from paralab.theory.outline import outline
 
         tables, said["in flight"] = outline(model, plan, cluster, optimizer=optimizer, steps=steps)
     else:

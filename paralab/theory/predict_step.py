@@ -81,10 +81,14 @@ class _Rank:
     def __init__(self, model: ModelSpec, plan: Plan, cluster: Cluster, rank: int) -> None:
         self.model, self.plan, self.cluster, self.rank = model, plan, cluster, rank
         self.item = BYTES_PER_ELEMENT[plan.precision]
+        # How many times longer products take than on infinitely many tokens.
+        self.slower = 1 + cluster.half_rate_tokens / (plan.microbatch_size * model.seq_len)
         self.rows: list[Row] = []
         self.calls: dict[tuple, int] = {}  # so that the members of a call name it alike
 
     def compute(self, work: Work, kind: str, microbatch: int = -1, stage: int = 0) -> None:
+        if self.slower > 1:
+            work = replace(work, flops=work.flops * self.slower)
         if self.item != ITEM and kind != "optimizer":  # which works in fp32 in any precision
             work = replace(work, bytes=work.bytes * self.item / ITEM)
         self.rows.append(Row(Compute(work.seconds(self.cluster)), kind, microbatch, stage=stage))

@@ -82,8 +82,8 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
     from paralab.report import Report
 
     if in_outline(report):
-        raise illegal("detail", "actions", "a report in outline has its calls summed up, and nobody "
-                      "can say when each of them came", "pl.predict(..., detail='calls'), or "
+        raise illegal("detail", "actions", "an outline has its calls summed up, and nobody can "
+                      "say when each of them came", "pl.predict(..., detail='calls'), or "
                       "pl.predict on the other cluster")  # fmt: skip
     cluster = Cluster.local() if cluster is None else cluster
     compute = real("compute", compute, at_least=0.0)

@@ -1,0 +1,220 @@
+"""A step in outline says what the full simulation says: bytes, memory, time, and every picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from functools import cache
+
+import pytest
+
+import paralab as pl
+from paralab.parallel.schedules import Action, one_f_one_b
+from paralab.theory.predict import predict
+
+MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256)
+DEEP = MODEL.replace(layers=8)
+LINK = {"alpha": 1e-5, "bandwidth": 1e10}
+FAST = pl.Cluster(
+    nodes=8, devices_per_node=4, flops=1e11, memory_bandwidth=3e10, op_overhead=5e-6,
+    intra=pl.Link(**LINK), inter=pl.Link(alpha=3e-5, bandwidth=2e9),
+    host=pl.Link(alpha=1e-5, bandwidth=5e9), disk=pl.Link(alpha=1e-5, bandwidth=2e9),
+    host_bandwidth=1e10,
+)  # fmt: skip
+# Messages take longer than what is computed between them.
+SLOW = FAST.replace(intra=pl.Link(alpha=3e-4, bandwidth=3e8),
+                    inter=pl.Link(alpha=2e-3, bandwidth=2e7))  # fmt: skip
+DELAYED = {"gradients": "cpu", "optimizer": "cpu", "delayed": True}
+PLANS = {
+    "one device": {"microbatches": 8},
+    "naive": {"dp": 4, "microbatches": 4, "grad_sync": "naive"},
+    "bucketed": {"dp": 4, "grad_sync": "bucketed"},
+    "overlapped": {"dp": 3, "microbatches": 2, "bucket_bytes": 20_000},
+    "1f1b": {"pp": 4, "microbatches": 8},
+    "1f1b, m < p": {"pp": 4, "microbatches": 3},
+    "gpipe": {"pp": 4, "microbatches": 8, "schedule": "gpipe"},
+    "naive pipeline": {"pp": 4, "microbatches": 4, "schedule": "naive"},
+    "interleaved": {"pp": 4, "microbatches": 8, "schedule": "interleaved", "virtual_stages": 2},
+    "zb-h1": {"pp": 4, "microbatches": 8, "schedule": "zb-h1"},
+    "zb-h2": {"pp": 4, "dp": 2, "microbatches": 8, "schedule": "zb-h2"},
+    "dp and pp": {"dp": 2, "pp": 2, "microbatches": 8, "bucket_bytes": 20_000},
+    "three axes": {"dp": 2, "tp": 2, "pp": 2, "microbatches": 6},
+    "nodes cut through groups": {"dp": 3, "tp": 2, "pp": 4, "microbatches": 6},
+    "sequence": {"tp": 2, "pp": 2, "microbatches": 6, "sequence_parallel": True},
+    "2d": {"tp": 4, "microbatches": 2, "tp_mode": "2d", "microbatch_size": 4},
+    "2.5d": {"tp": 8, "microbatches": 2, "tp_mode": "2.5d", "microbatch_size": 4},
+    "3d": {"tp": 8, "microbatches": 2, "tp_mode": "3d", "microbatch_size": 4},
+    "zero 1": {"dp": 4, "microbatches": 4, "zero_stage": 1},
+    "zero 2": {"dp": 4, "microbatches": 6, "zero_stage": 2, "bucket_bytes": 20_000},
+    "zero 3": {"dp": 4, "microbatches": 6, "zero_stage": 3},
+    "zero 3, no prefetch": {"dp": 4, "microbatches": 6, "zero_stage": 3, "prefetch": 0},
+    "hsdp": {"dp": 4, "shard": 2, "microbatches": 6, "zero_stage": 3},
+    "zero 1, interleaved": {"dp": 2, "pp": 4, "microbatches": 8, "schedule": "interleaved",
+                            "virtual_stages": 2, "zero_stage": 1},
+    "zero 2 and pp": {"dp": 2, "pp": 2, "microbatches": 8, "zero_stage": 2},
+    "zero 3 and pp": {"dp": 2, "pp": 2, "microbatches": 8, "zero_stage": 3},
+    "full": {"tp": 2, "microbatches": 6, "recompute": "full", "partition_activations": True},
+    "selective": {"pp": 2, "microbatches": 6, "recompute": "selective"},
+    "optimizer on the host": {"microbatches": 6, "zero_stage": 1, "offload": "cpu"},
+    "all on the host": {"dp": 2, "microbatches": 6, "zero_stage": 3, "offload": "cpu"},
+    "all in files": {"dp": 2, "microbatches": 6, "zero_stage": 3, "offload": "nvme"},
+    "inputs on the host": {"pp": 2, "microbatches": 6, "recompute": "full",
+                           "offload": {"activations": "cpu"}},
+    "delayed": {"microbatches": 6, "zero_stage": 2, "offload": DELAYED},
+    "relay": {"microbatches": 6, "zero_stage": 3, "offload": "cpu", "schedule": "l2l",
+              "recompute": "full"},
+    "bf16": {"dp": 2, "pp": 2, "microbatches": 5, "precision": "bf16"},
+}  # fmt: skip
+# Of the step time. ZeRO-3's lanes in a pipeline are taken to be as busy as if nobody ever waited.
+OFF = {"zero 3 and pp": 0.02}
+
+
+@cache
+def both(name, slow=False):
+    plan, cluster = pl.Plan(**PLANS[name]), SLOW if slow else FAST
+    model = DEEP if plan.stages > 4 else MODEL
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tuple(
+            predict(model, plan, cluster, steps=2, detail=detail) for detail in ("calls", "actions")
+        )
+
+
+def rows(report, table, columns, ranks):
+    found = getattr(report, table)
+    found = found[found["rank"].isin(ranks)]
+    return sorted(map(tuple, found[columns].values.tolist()))
+
+
+def totals(report, table, by, sums, ranks):
+    found = getattr(report, table)
+    found = found[found["rank"].isin(ranks)]
+    return found.groupby(by)[sums].sum().sort_index().to_dict("index")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_bytes_and_memory_are_exactly_those_of_every_call(name):
+    calls, actions = both(name)
+    plan, ranks = calls.plan, actions.steps["rank"].tolist()
+    assert set(ranks) == set(range(0, plan.world_size, plan.dp * plan.tp))
+    by, sums = ["step", "rank", "op", "axis", "phase", "level"], ["payload_bytes", "wire_bytes"]
+    assert totals(actions, "collectives", by, sums, ranks) == \
+        totals(calls, "collectives", by, sums, ranks)  # fmt: skip
+    by = ["step", "rank", "lane", "op", "category"]
+    assert totals(actions, "copies", by, ["bytes"], ranks) == \
+        totals(calls, "copies", by, ["bytes"], ranks)  # fmt: skip
+    columns = ["rank", "step", "tier", "category", "bytes"]
+    assert rows(actions, "memory", columns, ranks) == rows(calls, "memory", columns, ranks)
+    assert actions.peak_memory == calls.peak_memory
+
+
+CASES = [(name, slow) for name in PLANS for slow in (False, True)
+         if not slow or {"dp", "pp"} & set(PLANS[name])]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "slow"), CASES)
+def test_a_step_takes_as_long_as_with_every_call(name, slow):
+    calls, actions = both(name, slow)
+    assert actions.step_time == pytest.approx(calls.step_time, rel=OFF.get(name, 1e-6))
+    assert actions.bubble == pytest.approx(calls.bubble, abs=0.01)
+    one, other = calls.summary()["value"], actions.summary()["value"]
+    assert list(one.index) == list(other.index)
+    step = one["step time"]
+    for quantity in ("forward and backward", "optimizer", "waiting"):
+        assert other[quantity] == pytest.approx(one[quantity], abs=0.02 * step)
+    if calls.plan.pp == 1:  # in a pipeline messages each way are counted beside each other
+        for quantity in ("communication in flight", "of it hidden behind compute"):
+            assert other[quantity] == pytest.approx(one[quantity], rel=0.02, abs=0.05)
+
+
+def test_a_box_per_action_in_the_order_of_the_schedule():
+    _, report = both("three axes")
+    spans = report.spans[(report.spans["step"] == 1) & (report.spans["microbatch"] >= 0)]
+    assert len(spans) == sum(map(len, report.plan.actions()))
+    for index, actions in enumerate(report.plan.actions()):
+        mine = spans[spans["rank"] == 4 * index].sort_values("id")
+        letters = mine["kind"].map({"forward": "F", "backward": "B"})
+        found = zip(mine["stage"], letters, mine["microbatch"], strict=True)
+        assert [Action(*action) for action in found] == actions
+    inside = (spans["end"] - spans["start"] - spans["cost"])[spans["kind"] == "forward"]
+    assert (inside > 1e-5).all()  # every forward waits for its tensor-parallel sums
+    by_id = report.spans.set_index("id")
+    for end, after in zip(spans["start"], spans["after"], strict=True):
+        assert all(by_id.loc[a, "end"] <= end for a in after)
+
+
+def test_a_schedule_that_mixes_whole_and_split_backwards():
+    def mixed(pp, microbatches):
+        return [
+            [half for a in row for half in
+             ([a._replace(kind="I"), a._replace(kind="W")] if a.kind == "B" and a.microbatch % 2
+              else [a])]
+            for row in one_f_one_b(pp, microbatches)
+        ]  # fmt: skip
+
+    plan = pl.Plan(pp=2, microbatches=6, schedule=mixed)
+    calls, actions = (predict(MODEL, plan, FAST, detail=d) for d in ("calls", "actions"))
+    assert actions.step_time == pytest.approx(calls.step_time, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["three axes", "all in files"])
+def test_every_picture_and_table_reads_an_outline(name, tmp_path):
+    calls, actions = both(name)
+    assert actions.meta["detail"] == "actions" and "in outline" in repr(actions)
+    for draw in (actions.timeline, actions.memory_chart, actions.traffic_chart):
+        assert draw().data
+    assert actions.peaks()["predicted"].tolist() == calls.peaks()["predicted"].tolist()
+    ours, theirs = actions.bubbles(), calls.bubbles()
+    assert ours.values == pytest.approx(theirs.values, abs=0.01, nan_ok=True)
+    actions.to_html(tmp_path / "page.html")
+    actions.to_perfetto(tmp_path / "trace.json")
+    actions.save(tmp_path / "report.json")
+    again = pl.load(tmp_path / "report.json")
+    assert again.summary().equals(actions.summary())
+    with pytest.raises(ValueError, match="in outline"):
+        actions.replay(FAST)
+    # Per rank, not per rank of the plan: an outline has fewer.
+    sent = calls.traffic("rank").set_index("rank")["bytes"]
+    mine = actions.traffic("rank").set_index("rank")["bytes"]
+    assert mine.to_dict() == sent[mine.index].to_dict()
+    assert actions.summary()["value"]["sent per rank and step"] == \
+        pytest.approx(mine.mean() / 1e6, abs=1e-4)  # fmt: skip
+
+
+def test_an_outline_is_compared_with_a_run_by_its_sums(run):
+    plan = pl.Plan(dp=2, microbatches=2, bucket_bytes=20_000)
+    model = MODEL.replace(layers=2)
+    measured = run(model, plan, steps=2)
+    expect = predict(model, plan, FAST, detail="actions")
+    found = pl.compare(expect, measured)
+    assert found.bytes_agree
+    assert found.table.loc["bytes sent per rank", "predicted"] == \
+        found.table.loc["bytes sent per rank", "measured"]  # fmt: skip
+    other = expect.collectives.assign(wire_bytes=expect.collectives["wire_bytes"] + 8)
+    assert not pl.compare(dataclasses.replace(expect, collectives=other), measured).bytes_agree
+
+
+def test_detail_is_chosen_by_size_and_refused_by_name():
+    assert predict(MODEL, pl.Plan(dp=2), FAST).meta["detail"] == "calls"
+    big = pl.Plan(dp=4, tp=2, pp=4, microbatches=32)
+    assert predict(MODEL, big, FAST).meta["detail"] == "actions"
+    with pytest.raises(ValueError, match="detail='rows'.*'calls' | 'actions'"):
+        predict(MODEL, pl.Plan(), FAST, detail="rows")
+
+
+@pytest.mark.alone
+def test_outlines_are_quick_at_any_scale():
+    def seconds(*asked, **settings):
+        best = 1e9
+        for _ in range(3):
+            start = time.process_time()
+            predict(*asked, detail="actions", **settings)
+            best = min(best, time.process_time() - start)
+        return best
+
+    laptop = pl.Plan(dp=2, tp=2, pp=2, microbatches=8)
+    assert seconds(MODEL, laptop, FAST, steps=1) < 0.05
+    plan = pl.Plan(dp=6, tp=8, pp=64, microbatches=512, microbatch_size=1, recompute="full")
+    cluster = pl.Cluster.preset("dgx-a100", nodes=384)
+    assert seconds(pl.ModelSpec.preset("ptdp-1t"), plan, cluster, steps=1) < 4.0
