@@ -3,26 +3,28 @@
 Both axes are logarithmic. Plans that fit are coloured by their degree of tensor parallelism, from
 one device's to beyond a node; those that do not fit are faint, right of the line where memory ends.
 Of the simulated plans both figures are there, with a line from the closed form's to the
-simulation's. Many thousand points say no more than a few: they are thinned evenly, `MOST`, which
-the title's second line says; front and simulated plans are always all there.
+simulation's. Many thousand points say no more than a few: what is far slower than the best, or far
+beyond the memory, is left out and the rest thinned evenly, as the title's second line says; front
+and simulated plans are always all there.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paralab.checks import illegal
 from paralab.theory.search import Search
-from paralab.theory.search_words import UNLIMITED, brief, size
+from paralab.theory.search_words import brief, size
 from paralab.view import theme
 
 if TYPE_CHECKING:
     from paralab.view.chart import Chart
 
 MOST = 3000  # points of plans; a browser stays quick, and no place that has some is left empty
+SLOWER, LARGER = 20, 10  # times the best plan's time, and the memory: what is drawn
 CELLS = 60  # of a grid over both axes: thinning takes the same number from each
 
 
@@ -34,27 +36,27 @@ def pareto(search: Search) -> Chart:
     """
     if not isinstance(search, Search):
         raise illegal("search", search, "not a search", "what pl.plan_search(...) returns")
-    shown = _thinned(search)
+    shown = _drawn(search)
     total, fits = len(search.space), search.fits
     below = [f"closed form of {total:,} plans on {search.devices:,} devices"]
     if len(shown) < total:
-        below.append(f"{len(shown):,} of them drawn")
-    known = int(np.isfinite(search.simulated).sum())
-    below.append(f"{known} simulated, from their closed form along the grey lines")
+        below[0] += (f", {len(shown):,} drawn: thinned, up to {SLOWER} times the best's time and "
+                     f"{LARGER} times the memory")  # fmt: skip
+    below.append(f"{int(np.isfinite(search.simulated).sum())} simulated")
     fig = theme.figure(_finding(search), " · ".join(below), height=520)
     now = theme.look()
     _points(fig, search, shown[~fits[shown]], "does not fit", theme.shade(now.ink, 8, 8), 0.35)
     for number, (name, chosen, fill) in enumerate(_groups(search)):
         mine = shown[fits[shown] & chosen[shown]]
         _points(fig, search, mine, name, fill, 0.55, rank=number)
-    front = search.front
+    front = search.front[np.isin(search.front, shown)]
     fig.add_scatter(name="Pareto front", mode="lines", x=search.memory[front].tolist(),
                     y=search.closed[front].tolist(), hoverinfo="skip",
                     line={"color": now.ink, "width": 2, "shape": "vh"})  # fmt: skip
     _simulated(fig, search)
     _best(fig, search)
     low, high = search.memory[shown].min(), search.memory[shown].max()
-    if search.memory_limit < UNLIMITED:
+    if search.memory_limit < LARGER * high:
         low, high = min(low, search.memory_limit), max(high, search.memory_limit)
         fig.add_vline(x=search.memory_limit, line={"color": now.faint, "dash": "dash"})
         fig.annotated([{"x": math.log10(search.memory_limit), "xref": "x", "y": 1, "yref": "paper",
@@ -62,11 +64,11 @@ def pareto(search: Search) -> Chart:
                         "xanchor": "left", "yanchor": "top", "xshift": 6,
                         "font": {"color": now.faint}}])  # fmt: skip
     fig.update_layout(
-        xaxis=_axis("peak memory per device (bytes)", low, high, "B"),
-        yaxis=_axis("step time (seconds)", search.closed[shown].min(),
-                    search.closed[shown].max(), "s"),
+        xaxis=_axis("peak memory per device", low, high, "B"),
+        yaxis=_axis("step time", search.closed[shown].min(),
+                    search.closed[shown].max(), "s", below=0.24),  # room for the best one's name
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "itemsizing": "constant"},
-        margin={"t": 118},
+        margin={"t": 108},
     )  # fmt: skip
 
     def table():
@@ -78,22 +80,25 @@ def pareto(search: Search) -> Chart:
     return fig.explained(f"time against memory of {said}", table)
 
 
-def _thinned(search: Search) -> np.ndarray:
-    """Positions of the plans that are drawn: all, or of every cell of a grid the same number."""
-    total = len(search.space)
-    always = np.union1d(search.front, np.flatnonzero(np.isfinite(search.simulated)))
-    if total <= MOST:
-        return np.arange(total)
-    cell = np.zeros(total, int)
-    for values in (search.memory, search.closed):
+def _drawn(search: Search) -> np.ndarray:
+    """Positions of the plans that are drawn: of every cell of a grid the same number, at most."""
+    near = search.closed <= SLOWER * search.closed[search.order[0]]
+    near &= search.memory <= LARGER * search.memory_limit
+    which = np.flatnonzero(near)
+    always = np.union1d(search.front[near[search.front]],
+                        np.flatnonzero(np.isfinite(search.simulated)))  # fmt: skip
+    if len(which) <= MOST:
+        return np.union1d(which, always)
+    cell = np.zeros(len(which), int)
+    for values in (search.memory[which], search.closed[which]):
         scaled = np.log(values) - np.log(values.min())
         cell = cell * CELLS + np.minimum(scaled / scaled.max() * CELLS, CELLS - 1).astype(int)
-    cell = cell * 2 + search.fits
-    order = np.argsort(cell, kind="stable")
+    cell = cell * 2 + search.fits[which]
+    order, places = np.argsort(cell, kind="stable"), np.arange(len(which))
     starts = np.r_[True, np.diff(cell[order]) > 0]
-    turn = np.arange(total) - np.maximum.accumulate(np.where(starts, np.arange(total), 0))
+    turn = places - np.maximum.accumulate(np.where(starts, places, 0))
     chosen = order[np.argsort(turn, kind="stable")][: MOST - len(always)]
-    return np.union1d(chosen, always)
+    return np.union1d(which[chosen], always)
 
 
 def _groups(search: Search) -> list[tuple[str, np.ndarray, str]]:
@@ -144,17 +149,22 @@ def _best(fig: Chart, search: Search) -> None:
     fig.add_scatter(name="best", mode="markers", x=[x], y=[y], showlegend=False,
                     hoverinfo="skip", marker={"symbol": "star", "size": 17, "color": "#D55E00",
                                               "line": {"width": 1, "color": now.paper}})
+    words = brief(search.space.plan(at)).split()
+    half = (len(words) + 1) // 2
+    name = [theme.text(" ".join(some)) for some in (words[:half], words[half:])]
+    right = x > math.sqrt(search.memory.min() * min(search.memory_limit, search.memory.max()))
     fig.annotated([{
-        "x": math.log10(x), "y": math.log10(y), "ax": -30, "ay": 62, "xanchor": "right",
-        "text": "<b>best</b>: " + theme.text(brief(search.space.plan(at))), "showarrow": True,
-        "arrowcolor": now.faint, "bgcolor": now.paper, "font": {"color": now.ink}, "arrowwidth": 1,
+        "x": math.log10(x), "y": math.log10(y), "ax": -24 if right else 24, "ay": 44,
+        "xanchor": "right" if right else "left", "text": f"<b>best</b>: {name[0]}<br>{name[1]}",
+        "align": "right" if right else "left", "showarrow": True, "arrowcolor": now.faint,
+        "arrowwidth": 1, "font": {"color": now.ink},
     }])  # fmt: skip
 
 
 def _finding(search: Search) -> str:
     """What the front says: what memory buys, or that it buys nothing."""
     best, front = search.order[0], search.front
-    seconds = f"{theme.scaled(search.simulated[best], 's')} per step"
+    seconds = f"{theme.scaled(float(search.simulated[best]), 's')} per step"
     first = front[0]
     if search.fits[first]:
         return f"{seconds} is the best there is: the fastest plan of all fits"
@@ -163,9 +173,11 @@ def _finding(search: Search) -> str:
             f"times the memory would make it {less:.2f} times faster")  # fmt: skip
 
 
-def _axis(title: str, low: float, high: float, unit: str) -> dict:
+def _axis(title: str, low: float, high: float, unit: str, *, below: float = 0.04) -> dict[str, Any]:
+    """Logarithmic. below: room before the lowest, as a share of all."""
     ticks = theme.log_ticks(low / 1.05, high * 1.05)
-    room = 0.04 * (math.log10(high) - math.log10(low)) or 0.1
+    length = math.log10(high / low) or 1.0
     return {"type": "log", "title": {"text": title}, "tickvals": ticks,
-            "ticktext": [theme.scaled(tick, unit) for tick in ticks],
-            "range": [math.log10(low) - room, math.log10(high) + 2 * room]}  # fmt: skip
+            "ticktext": [theme.scaled(float(tick), unit) for tick in ticks],
+            "range": [math.log10(low) - below * length, math.log10(high) + 0.06 * length]
+            }  # fmt: skip
