@@ -184,7 +184,7 @@ def best(case: Case) -> float:
     from paralab.theory.search import plan_search
 
     found = plan_search(case.spec, case.cluster, global_batch=case.batch, precision=PRECISION,
-                        **PTDP)  # fmt: skip
+                        top=5, **PTDP)  # fmt: skip
     return known(found.best, case).seconds
 
 
