@@ -1,8 +1,8 @@
 """Offload beside pipelines, tensor parallelism and replicas: one training, wherever states lie.
 
 What other ranks have a part of too waits on the device until it is summed: a tied embedding at a
-pipeline's ends, norms that tp ranks share, with replicas everything. Bytes and memory of these
-plans are in test_offload_composed_bytes.py.
+pipeline's ends, norms that tp ranks share, with replicas everything. Rows and memory of such plans
+are in test_composed.py.
 """
 
 from __future__ import annotations
