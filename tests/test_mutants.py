@@ -77,6 +77,8 @@ def mutate(edit):
                 if getattr(vars(module)[known], "__module__", None) == name:
                     setattr(other, known, vars(module)[known])  # what it took from there
         importlib.reload(sys.modules["paralab.parallel.modes"])  # has classes in a table
+        if name == ZERO:
+            importlib.reload(sys.modules["paralab.parallel.offload"])  # has classes made of these
 
 
 def mutated_run(context, edit, model, plan, settings):

@@ -224,7 +224,8 @@ MUTANTS = {
     "no division by the micro-batches": (pl.Plan(pp=2, microbatches=4), TRAIN, SCALE, "loss"),
     "no sum over the tied embedding": (
         pl.Plan(pp=3, microbatches=4), "paralab.parallel.shared_gradients",
-        "self.group.all_reduce(self.places[0][0].grad, phase=self.phase).wait()", "pass"),
+        "self.group.all_reduce(self.gradient(self.places[0][0]), phase=self.phase).wait()",
+        "pass"),
     "a tied copy of its own": (
         pl.Plan(pp=3, microbatches=4), MODEL, 'name = "embedding.token.weight"', "pass"),
     "messages of neighbouring micro-batches swapped": (
