@@ -62,9 +62,6 @@ def check_plan(plan: Plan, model: ModelSpec) -> None:
     _check_zero(plan)
     _check_split_backward(plan)
     _check_offload(plan)
-    if plan.precision != "fp32" and plan.pp > 1:
-        raise illegal("precision", plan.precision, "messages between pipeline stages are fp32 in "
-                      "this version", "'fp32', or pp=1")  # fmt: skip
     if model.frozen and plan.pp > 1:
         raise illegal("frozen", model.frozen, "every stage sends the gradient of its input back, "
                       "and one that trains nothing would have none to compute",
@@ -247,13 +244,6 @@ def _check_offload(plan: Plan) -> None:
                       "while the device computes with the one before",
                       "False, or parameters on 'device', gradients and optimizer on "
                       "'cpu'")  # fmt: skip
-    if tiers.states and plan.shard_degree < plan.dp:
-        raise illegal("shard", plan.shard, "replicas add up their shares of the gradient on the "
-                      "device, and offload takes these away", "None, or offload=None")  # fmt: skip
-    for name in ("tp", "pp"):
-        if tiers.states and getattr(plan, name) > 1:
-            raise illegal(name, getattr(plan, name), "offload of states beside tensor or pipeline "
-                          "parallelism is not in this version", "1, or offload=None")  # fmt: skip
 
 
 def _check_split_backward(plan: Plan) -> None:

@@ -112,6 +112,7 @@ class Trainer:
             masters = self.sync.masters
         elif plan.precision != "fp32":
             before = precision.lower(self.named.values(), plan.precision)
+            self.recorder.owns("parameters", *self.named.values())  # rounded, they lie elsewhere
             masters = [m for m, p in zip(before, self.named.values(), strict=True)
                        if p.requires_grad]  # fmt: skip
         if plan.dp > 1 and not plan.zero_stage:
@@ -132,7 +133,7 @@ class Trainer:
         if plan.tiers is not None and plan.tiers.optimizer != "device":
             self.update = HostUpdate(
                 self.sync, optimizer=optimizer, lr=lr, clips=clip_norm is not None,
-                mixed=plan.precision, groups=over,
+                mixed=plan.precision, groups=over, counted=self._counted(),
             )  # fmt: skip
         else:
             self.update = precision.Update(
@@ -150,13 +151,14 @@ class Trainer:
         """What other ranks hold too and see another part of the gradient of."""
         found: dict[tuple[str, str], list] = {}
         trained = set(self.targets)
+        more = {"gradient": self.sync.gradient} if self.plan.zero_stage else {}
         for name, _, where, kept in self.places if self.plan.tp > 1 else ():
             held = self.holding(name)
             if held.partial and kept in trained:
                 phase = SHARED_PHASE.get(kind_of(name), "shared")
                 found.setdefault((held.copies, phase), []).append((kept, where))
         shared = [
-            SharedGradients(some, group=self.grid.tp[axis], phase=phase)
+            SharedGradients(some, group=self.grid.tp[axis], phase=phase, **more)
             for (axis, phase), some in found.items()
         ]
         if self.model.tied and self.grid.ends is not None:
@@ -165,7 +167,7 @@ class Trainer:
             if self.plan.zero_stage:
                 kept = self.sync.flat_of[kept].own  # it is alone in its unit
             everything = [(kept, slice(0, kept.numel()))]
-            shared.append(SharedGradients(everything, group=self.grid.ends, phase="tied"))
+            shared.append(SharedGradients(everything, group=self.grid.ends, phase="tied", **more))
         return shared
 
     def _counted(self) -> list[tuple[Tensor, slice]] | None:
@@ -242,6 +244,8 @@ class Trainer:
             self.sync.finish()
         for shared in self.shared:
             shared.add_up()
+        if plan.zero_stage:
+            self.sync.summed()
         if keep_gradients:
             with recorder.unwatched():
                 self.gradients = self.whole(gradients=True)

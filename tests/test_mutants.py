@@ -59,8 +59,8 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def mutated_run(context, edit, model, plan, settings):
-    """The rank program with one line of its source replaced."""
+def mutate(edit):
+    """Replace one line of the source in this process; None: leave it as it is."""
     import importlib
     import inspect
     import sys
@@ -77,6 +77,11 @@ def mutated_run(context, edit, model, plan, settings):
                 if getattr(vars(module)[known], "__module__", None) == name:
                     setattr(other, known, vars(module)[known])  # what it took from there
         importlib.reload(sys.modules["paralab.parallel.modes"])  # has classes in a table
+
+
+def mutated_run(context, edit, model, plan, settings):
+    """The rank program with one line of its source replaced."""
+    mutate(edit)
     from paralab.train import train
 
     return train(context, model, plan, **settings)

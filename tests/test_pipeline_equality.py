@@ -234,7 +234,8 @@ MUTANTS = {
         pl.Plan(pp=2, microbatches=4, schedule="gpipe"), PIPELINE,
         "torch.autograd.backward(root, grad)", "torch.autograd.backward(root, grad / grad)"),
     "half the input's gradient sent on": (
-        pl.Plan(pp=2, microbatches=4), PIPELINE, "return x.grad", "return x.grad * 0.5"),
+        pl.Plan(pp=2, microbatches=4), PIPELINE, "return into.pop() if",
+        "return into.pop() * 0.5 if"),
     "weight halves forgotten": (
         SPLIT_PLAN, PIPELINE, "self.halves.run(k, accumulated)", "pass"),
     "weight halves overwrite each other": (

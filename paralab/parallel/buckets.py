@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from paralab.parallel.layouts import holding
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 
 # Reduce-scatters that ZeRO has under way at once: each holds its gradients and what it receives.
@@ -66,12 +67,15 @@ class Unit:
     numel   elements of the buffer, padded to a multiple of N
     part    the part of the model whose parameters these are; "" where a unit spans parts
     frozen  whether training leaves them as they are
+    waits   whether the rank's part of the gradient, once the N ranks have summed it, has to wait on
+            the device: others have a part of it too, and add it up after backward
     """
 
     names: tuple[str, ...]
     numel: int
     part: str = ""
     frozen: bool = False
+    waits: bool = False
 
 
 def units(sizes: Mapping[str, int], model: ModelSpec, plan: Plan) -> list[Unit]:
@@ -82,27 +86,42 @@ def units(sizes: Mapping[str, int], model: ModelSpec, plan: Plan) -> list[Unit]:
     Stages 1 and 2 share out the gradient buckets (frozen parameters stay outside, whole). Stage 3
     shares out what is gathered together: each part of the model, its frozen parameters apart. An
     embedding that a pipeline's last stage holds a copy of is alone and last: so its shards are the
-    same on both stages.
+    same on both stages. Where gradients are offloaded, those that have to wait are apart, and the
+    last of their part: so the others can leave.
     """
     n, trained = plan.shard_degree, [name for name in sizes if model.trainable(name)]
     ends = {"embedding.token.weight", "head.output.weight"} if model.tied and plan.pp > 1 else set()
     tied = [name for name in trained if name in ends]
+    leaves = plan.tiers is not None and plan.tiers.gradients != "device"
 
     def unit(names: Sequence[str], **more: object) -> Unit:
         numel = -(-sum(sizes[name] for name in names) // n) * n
+        more["waits"] = model.trainable(names[0]) and waits(names[0])
         return Unit(names=tuple(names), numel=numel, **more)  # type: ignore[arg-type]
 
+    def waits(name: str) -> bool:
+        """Whether replicas, the pipeline's other end or tp ranks have a part of its gradient."""
+        if not leaves or n < plan.dp or name in ends:
+            return leaves
+        return plan.tp > 1 and holding(model, plan, name, 0).partial
+
     if plan.zero_stage < 3:
-        rest = [name for name in trained if name not in ends]
-        item, counts = BYTES_PER_ELEMENT[plan.precision], [sizes[name] for name in rest]
-        found = assign(counts, bucket_bytes=plan.bucket_bytes, itemsize=item)
-        made = [unit([rest[index] for index in bucket.params]) for bucket in found]
+        made, item = [], BYTES_PER_ELEMENT[plan.precision]
+        for later in (False, True):
+            rest = [name for name in trained if name not in ends and waits(name) == later]
+            counts = [sizes[name] for name in rest]
+            found = assign(counts, bucket_bytes=plan.bucket_bytes, itemsize=item)
+            made += [unit([rest[index] for index in bucket.params]) for bucket in found]
         return made + [unit([name]) for name in tied]
-    groups: dict[tuple[str, bool], list[str]] = {}
+    parts = list(dict.fromkeys(map(part_of, sizes)))
+    groups: dict[tuple[int, bool, bool], list[str]] = {}
     for name in sizes:
         if name not in tied:
-            groups.setdefault((part_of(name), not model.trainable(name)), []).append(name)
-    made = [unit(names, part=part, frozen=frozen) for (part, frozen), names in groups.items()]
+            frozen = not model.trainable(name)
+            key = (parts.index(part_of(name)), waits(name) and not frozen, frozen)
+            groups.setdefault(key, []).append(name)
+    made = [unit(groups[key], part=parts[key[0]], frozen=key[2])
+            for key in sorted(groups, key=lambda key: key[:2])]  # fmt: skip
     return made + [unit([name], part=part_of(name)) for name in tied]
 
 

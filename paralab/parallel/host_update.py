@@ -20,7 +20,7 @@ from paralab.comm import Group
 from paralab.parallel import precision
 from paralab.parallel.host import Ring
 from paralab.parallel.lanes import Job, wait_all
-from paralab.parallel.offload import Share, norm_of
+from paralab.parallel.offload import Share
 
 
 class HostUpdate(precision.Update):
@@ -28,11 +28,12 @@ class HostUpdate(precision.Update):
 
     sync       the stage of ZeRO whose shares are updated
     optimizer  "adamw" or "sgd", with ``lr``; clips: whether `step` will be given a norm
+    counted    [(target, elements)] that this rank counts in the norm; None: all
     """
 
     def __init__(
         self, sync: Any, *, optimizer: str, lr: float, clips: bool, mixed: str,
-        groups: Sequence[Group] = (),
+        groups: Sequence[Group] = (), counted: Sequence[tuple[Tensor, slice]] | None = None,
     ) -> None:  # fmt: skip
         self.sync, self.host, self.tiers = sync, sync.host, sync.tiers
         self.optimizer_name, self.lr = optimizer, lr
@@ -44,6 +45,8 @@ class HostUpdate(precision.Update):
         if clips or self.loss_scale is not None:
             for share in self.shares:
                 share.measures = True
+                if counted is not None:
+                    share.counted = [where for t, where in counted if t is share.flat.own]
         most = max(share.count for share in self.shares)
         rows = max(share.rows for share in self.shares)
         item = self.shares[0].dtype.itemsize
@@ -116,7 +119,7 @@ class HostUpdate(precision.Update):
 
     def norm(self) -> Tensor:
         if self.tiers.gradients == "device":
-            parts = [norm_of(share.here) for share in self.shares]
+            parts = [share.norm_of(share.here) for share in self.shares]
         else:
             wait_all([job for share in self.shares for job in share.adding])
             parts = [share.norm.to(self.device) for share in self.shares]

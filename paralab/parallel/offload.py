@@ -30,6 +30,8 @@ ZeRO's stages (zero.py) stay what they are; a rank's share of a unit is moved wh
 
     lay_out  its parameters start on the device and go where they live
     keep     the share of a gradient has been summed: it leaves
+    summed   so has what other axes of the plan have a part of too, which had to wait for them: a
+             tied embedding at the pipeline's ends, what tp ranks share, with replicas everything
     fetch    a unit is about to be needed: its share comes up, then it is gathered
 
 The update is the host's own (host_update.py), unit by unit; activations are offload_inputs.py's.
@@ -83,6 +85,7 @@ class Share:
                 host.empty((), torch.float32, "optimizer").zero_() for _ in "12"
             )
         self.measures = False  # whether somebody will ask for the norm
+        self.counted = [slice(None)]  # of these elements
         self.here: Tensor | None = None  # the gradient, where it stays on the device
         self.adding: list[Job] = []  # what the gradient waits for; empty: there is none yet
         self.updating: list[Job] = []  # the last update of it
@@ -163,16 +166,24 @@ class Share:
                 if more is not None:
                     slot = more
         if self.measures:
-            self.adding = [host.do(lambda: self.norm.copy_(norm_of(held)), after=self.adding)]
+            self.adding = [host.do(lambda: self.norm.copy_(self.norm_of(held)), after=self.adding)]
         if self.gradient is None:
             self.adding = [host.write(self.names["gradient"], held, "gradients",
                                       [*self.adding, *after])]  # fmt: skip
             slot.users = self.adding
         return down
 
-
-def norm_of(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values, dtype=torch.float32)
+    def norm_of(self, gradient: Tensor) -> Tensor:
+        """Of what this rank counts of it, 0-d."""
+        parts = [torch.linalg.vector_norm(gradient[where], dtype=torch.float32)
+                 for where in self.counted]  # fmt: skip
+        return (
+            parts[0]
+            if len(parts) == 1
+            else torch.linalg.vector_norm(
+                torch.stack([gradient.new_zeros((), dtype=torch.float32), *parts])
+            )
+        )
 
 
 class _Offloaded:
@@ -189,6 +200,7 @@ class _Offloaded:
         self.shares: dict[Flat, Share] = {}
         self.leaving: list[Job] = []  # copies of gradients on their way down
         super().__init__(*args, **more)
+        self.share_of = {flat.own: share for flat, share in self.shares.items()}
         count = max(share.count for share in self.shares.values())
         host.staging.size = count * self.dtype.itemsize
 
@@ -212,7 +224,7 @@ class _Offloaded:
 
     def keep(self, flat: Flat, part: Tensor) -> None:
         share = self.shares[flat]
-        if self.tiers.gradients != "device":
+        if self.tiers.gradients != "device" and not flat.unit.waits:
             self.leaving.append(share.add(part))
         elif share.here is None:
             share.here = part
@@ -223,6 +235,18 @@ class _Offloaded:
     def finish(self) -> None:
         super().finish()
         self.left()
+
+    def summed(self) -> None:
+        for flat in self.trained:
+            if flat.unit.waits:
+                share = self.shares[flat]
+                self.leaving.append(share.add(share.here))
+                share.here = None
+        self.left()
+
+    def gradient(self, target: Tensor) -> Tensor:
+        """What is on the device of it."""
+        return self.share_of[target].here
 
     def reset(self) -> None:
         super().reset()

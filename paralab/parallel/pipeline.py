@@ -10,8 +10,9 @@ and in which order is worked out by lowering.py. What remains is here: do what t
 same few lines run naive, GPipe, 1F1B, interleaved and zero-bubble schedules, and a learner's own.
 
 Memory: 1/pp of the parameters, gradients and optimizer state, and the activations of the
-micro-batches between their F and their B. Bytes: a message of b s h elements per micro-batch, stage
-boundary and direction, the least of all ways to split a model. Time: what the schedule says, see
+micro-batches between their F and their B. Bytes: a message of b s h elements, in the precision that
+is computed in, per micro-batch, stage boundary and direction, the least of all ways to split a
+model. Time: what the schedule says, see
 schedules.py. A pipeline of one stage sends nothing: it is gradient accumulation.
 
 GPipe (Huang+ 2019, arXiv:1811.06965), PTD-P (Narayanan+ 2021, arXiv:2104.04473) sec. 2.2. Lab 03.
@@ -32,12 +33,36 @@ from paralab.model import Layers
 from paralab.parallel.layouts import residual_shape
 from paralab.parallel.lowering import Transfer, lower
 from paralab.parallel.partition import partition
+from paralab.parallel.precision import DTYPES
 from paralab.parallel.schedules import Schedule
 from paralab.parallel.split_backward import WeightHalves
 from paralab.pending import Pending, wait_all
 from paralab.spec import ModelSpec, Plan
 
 Key = tuple[str, int, int]  # ("F" activation | "B" its gradient, stage, micro-batch)
+
+
+class Cut(torch.autograd.Function):
+    """``x``, where a graph begins: its gradient is put into ``into``.
+
+    A leaf would do the same, and hold x on the device until its backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, into: list[Tensor]) -> Tensor:
+        ctx.into = into
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.into.append(grad)
+        return None, None, None
+
+
+def cut(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """``x`` as the beginning of a graph, and where its gradient will be."""
+    into: list[Tensor] = []
+    return Cut.apply(x, x.new_empty(0).requires_grad_(), into), into
 
 
 class Stage:
@@ -50,15 +75,17 @@ class Stage:
 
     def __init__(self, model: nn.Module, *, halves: WeightHalves | None = None) -> None:
         self.model, self.halves = model, halves
-        self._alive: dict[int, tuple[Tensor, Any]] = {}  # micro-batch -> input, root of its graph
+        # micro-batch -> where its input's gradient will be, root of its graph
+        self._alive: dict[int, tuple[list[Tensor], Any]] = {}
 
     def forward(self, k: int, x: Tensor, targets: Tensor | None) -> Tensor:
         """Forward of micro-batch ``k``. Returns the activation, or the loss if it has targets."""
+        into: list[Tensor] = []
         if x.is_floating_point():
-            x.requires_grad_()
+            x, into = cut(x)
         y = self.model(x, targets)
         # Of an activation only the graph is kept: the numbers leave with the message.
-        self._alive[k] = (x, y if targets is not None else get_gradient_edge(y))
+        self._alive[k] = (into, y if targets is not None else get_gradient_edge(y))
         return y.detach()
 
     def backward(self, k: int, grad: Tensor | None, share: Callable[[Tensor], Tensor]) -> Any:
@@ -67,14 +94,14 @@ class Stage:
         grad is that of the activation; None: ``k`` ended in a loss, which ``share`` scales.
         Returns the input's gradient, (B, s, h), or None for tokens.
         """
-        x, root = self._alive.pop(k)
+        into, root = self._alive.pop(k)
         if self.halves is not None:
             self.halves.collect(k)
         if grad is None:
             share(root).backward()
         else:
             torch.autograd.backward(root, grad)
-        return x.grad
+        return into.pop() if into else None
 
     def weight_grad(self, k: int, accumulated: Callable[[Tensor], None]) -> None:
         """The rest of micro-batch ``k``'s backward."""
@@ -99,6 +126,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.group, self.last = group, plan.stages - 1
         self.activation = residual_shape(model, plan)  # what travels
+        self.dtype = DTYPES[plan.precision]
         self.steps = lower(schedule)[group.index]
         self.accumulated: Callable[[Tensor], None] = lambda parameter: None
         self._arriving: dict[Key, tuple[Tensor, Pending]] = {}
@@ -187,7 +215,8 @@ class Pipeline:
             self.group.recorder.owns("buffers", tensor)
             self._sent.append(self.group.send(tensor, to=rank, phase="activations"))
         else:
-            tensor = torch.empty(self.activation, device=self.group.context.device)
+            tensor = torch.empty(self.activation, dtype=self.dtype,
+                                 device=self.group.context.device)  # fmt: skip
             self.group.recorder.owns("buffers", tensor)
             call = self.group.recv(tensor, source=rank, phase="activations")
             self._arriving[what, s, k] = tensor, call

@@ -32,26 +32,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from paralab.parallel import offload_inputs
-from paralab.parallel.pipeline import Pipeline
+from paralab.parallel.pipeline import Pipeline, cut
 from paralab.parallel.schedules import relay
 from paralab.parallel.zero import Stage3
-
-
-class _Cut(torch.autograd.Function):
-    """``x``, where a part's graph begins: its gradient is put into ``into``.
-
-    A leaf would do the same, and hold x on the device until its backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, into: list[Tensor]) -> Tensor:
-        ctx.into = into
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.into.append(grad)
-        return None, None, None
 
 
 class Relay(Pipeline):
@@ -103,10 +86,10 @@ class Relay(Pipeline):
         self.sync.stays = last or k < self.microbatches - 1
         tokens, targets = batch(k) if part == 0 or last else (None, None)
         x, flows = (tokens, False) if part == 0 else self._between.pop(k)
-        into: list[Tensor] | None = [] if flows else None
+        into: list[Tensor] | None = None
         with self._span("forward", 0, k):
             if flows:
-                x = _Cut.apply(x, x.new_empty(0).requires_grad_(), into)
+                x, into = cut(x)
             y = self.model.compute(name, x, targets if last else None)
         if y.requires_grad:
             self._graphs[part, k] = y if last else get_gradient_edge(y), into

@@ -15,7 +15,7 @@ shared over the same ranks leaves in one message, as small messages cost their l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,22 +28,27 @@ Place = tuple[Tensor, slice]  # what the optimizer updates, and the elements of 
 class SharedGradients:
     """What is shared over one group.
 
-    places  where the shared elements lie in what the rank's optimizer updates, in the same order on
-            every rank of ``group``
-    phase   of the message in the ledger
+    places    where the shared elements lie in what the rank's optimizer updates, in the same order
+              on every rank of ``group``
+    phase     of the message in the ledger
+    gradient  called with what the optimizer updates: its gradient; by default its ``.grad``
     """
 
-    def __init__(self, places: Sequence[Place], *, group: Group, phase: str) -> None:
+    def __init__(
+        self, places: Sequence[Place], *, group: Group, phase: str,
+        gradient: Callable[[Tensor], Tensor] = lambda target: target.grad,
+    ) -> None:  # fmt: skip
         self.places, self.group, self.phase = list(places), group, phase
+        self.gradient = gradient
 
     def add_up(self) -> None:
         """Every rank's gradient of what is shared becomes the sum of theirs."""
-        if len(self.places) == 1 and self.places[0][0].grad.numel() == _count(self.places[0][1]):
-            self.group.all_reduce(self.places[0][0].grad, phase=self.phase).wait()
+        if len(self.places) == 1 and self.places[0][0].numel() == _count(self.places[0][1]):
+            self.group.all_reduce(self.gradient(self.places[0][0]), phase=self.phase).wait()
             return
         recorder, parts = self.group.recorder, []
         for target, where in self.places:
-            parts.append(target.grad.view(-1)[where])
+            parts.append(self.gradient(target).view(-1)[where])
         with recorder.span("copy"):
             flat = torch.cat(parts)
         recorder.owns("buffers", flat)

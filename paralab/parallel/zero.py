@@ -20,8 +20,9 @@ for AdamW and SGD treat every element alike. Stage 1 reduces each buffer once, a
 micro-batch; stage 2 as backward produces it, so that whole gradients never exist together; stage 3
 keeps parameters in parts too and gathers each block's just before it computes. Lab 05.
 
-Each stage has the moments of data_parallel.py, `grad_ready`, `finish` and `reset`, and two more:
-`targets`, what this rank's optimizer updates, and `updated`, called when it has.
+Each stage has the moments of data_parallel.py, `grad_ready`, `finish` and `reset`, and more:
+`targets`, what this rank's optimizer updates, `updated`, called when it has, and `summed`, called
+when shared_gradients.py has added up what other axes of the plan share.
 """
 
 from __future__ import annotations
@@ -191,9 +192,17 @@ class Stage1:
         """After backward: every part's gradient is the sum over all ranks."""
         self.settle(keep=0)
         if self.replicas is not None:
-            calls = [self.replicas.all_reduce(t.grad, phase="grad_sync") for t in self.targets]
+            parts = map(self.gradient, self.targets)
+            calls = [self.replicas.all_reduce(part, phase="grad_sync") for part in parts]
             for call in calls:
                 call.wait()
+
+    def summed(self) -> None:
+        """After `finish`: what others have a part of too is summed over them as well."""
+
+    def gradient(self, target: Tensor) -> Tensor:
+        """This rank's part of the gradient, (numel / N,), of one of the ``targets``."""
+        return target.grad
 
     # ---- parameters ----------------------------------------------------------------------------
     def updated(self) -> None:
@@ -222,7 +231,7 @@ class Stage1:
 
     def part(self, flat: Flat, *, gradients: bool) -> Tensor:
         """This rank's part of the unit, or of its gradient."""
-        return flat.own.grad if gradients else flat.own
+        return self.gradient(flat.own) if gradients else flat.own
 
 
 class Stage2(Stage1):

@@ -133,13 +133,25 @@ def part_activation_bytes(
     )  # fmt: skip
 
 
-def put_aside_bytes(model: ModelSpec, part: str, batch: int, tp: int = 1) -> int:
-    """What a part keeps between the input and the weight half of a backward.
+def put_aside_bytes(
+    model: ModelSpec, part: str, batch: int, tp: int = 1, precision: str = "fp32"
+) -> int:  # fmt: skip
+    """What a part keeps between the input and the weight half of a backward: what its linear layers
+    do, 7x and 9x in a block, x and b s V in the head.
+    """
+    layers = {"embedding": (), "head": ("output",)}.get(part, ("qkv", "proj", "up", "down"))
+    return sum(layer_aside_bytes(model, layer, batch, tp, precision) for layer in layers)
 
-    Input and output gradient of every linear layer: 7x and 9x in a block, x and b s V in the head.
-    Of these, 1D tensor parallelism cuts what is inside its pairs of layers, 12x and the logits.
+
+def layer_aside_bytes(
+    model: ModelSpec, layer: str, batch: int, tp: int = 1, precision: str = "fp32"
+) -> int:  # fmt: skip
+    """What a linear layer puts aside: its input and its output's gradient, of which 1D tensor
+    parallelism cuts what is inside a pair of layers.
+
+    layer  "qkv", "proj", "up", "down" or "output"
     """
     x, _ = sizes(model, batch)
-    if part == "head":
-        return 4 * (x + batch * model.seq_len * model.vocab // tp)
-    return 0 if part == "embedding" else 4 * (4 * x + 12 * x // tp)
+    inside = {"qkv": 3 * x, "proj": x, "up": 4 * x, "down": 4 * x,
+              "output": batch * model.seq_len * model.vocab}[layer]  # fmt: skip
+    return BYTES_PER_ELEMENT[precision] * (x + inside // tp)

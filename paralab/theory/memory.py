@@ -101,7 +101,8 @@ def state_bytes(
     """Bytes of the model states on one rank, by category. Raises ValueError on an unknown
     optimizer.
 
-    What is offloaded is not on the device and counts 0: theory/offload.py.
+    What is offloaded is not on the device and counts 0: theory/offload.py; of gradients what has to
+    wait there for the sum over other ranks.
 
     gradients: what a step keeps of them between two micro-batches; with one alone ZeRO's first
     stage gives them away as they come, like its second.
@@ -111,7 +112,7 @@ def state_bytes(
     counts = rank_sizes(model, plan, rank)
     trained = {name: count for name, count in counts.items() if model.trainable(name)}
     parameters, gradients = sum(counts.values()), sum(trained.values())
-    updated, tensors, padding = gradients, len(trained), 0
+    updated, tensors, padding, waiting = gradients, len(trained), 0, 0
     tiers = plan.tiers
     if plan.zero_stage:
         n, made = plan.shard_degree, units(counts, model, plan)
@@ -121,6 +122,7 @@ def state_bytes(
         alone = parameters - sum(counts[name] for unit in made for name in unit.names)
         parameters = alone + (padded // n if plan.zero_stage == 3 else padded)
         gradients = updated if plan.reduces_often or plan.zero_stage == 3 else gradients
+        waiting = item * sum(unit.numel for unit in shared if unit.waits) // n
     elif buckets := gradient_buckets(model, plan, rank):
         padding = sum(size for _, size in buckets) - item * gradients
     moments = 8 * updated + 4 * tensors if optimizer == "adamw" else 0
@@ -132,7 +134,7 @@ def state_bytes(
     }
     for name in ("parameters", "gradients", "optimizer"):
         if tiers is not None and getattr(tiers, name) != "device":
-            here[name] = 0
+            here[name] = waiting if name == "gradients" else 0
     return here
 
 
@@ -158,13 +160,15 @@ def moments(
         return zero_moments(model, plan, states, rank)
     action, kept, gradients = fullest(model, plan, rank)
     moving = offloaded_input(model, plan)  # the last block's input is on its way to the host
-    forward = {**states, "gradients": gradients, "activations": kept + moving}
-    filling = 0
+    messages, filling = message_bytes(model, plan, rank), 0
+    forward = {**states, "buffers": states["buffers"] + messages, "gradients": gradients,
+               "activations": kept + moving}  # fmt: skip
     if buckets := gradient_buckets(model, plan, rank):
         counts = [n for name, n in rank_sizes(model, plan, rank).items() if model.trainable(name)]
         item = BYTES_PER_ELEMENT[plan.precision]
         filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
-    backward = {**states, "buffers": states["buffers"] + filling, "activations": 0}
+    backward = {**forward, "buffers": forward["buffers"] + filling,
+                "gradients": states["gradients"], "activations": 0}  # fmt: skip
     begun = _begun(model, plan, rank, forward)
     if plan.recompute == "none":  # then most of them are what a forward has left
         begun = [found for found in begun if _total(found) > _total(forward)]
@@ -203,18 +207,24 @@ def _total(parts: dict[str, int]) -> int:
 
 
 def kept_bytes(model: ModelSpec, plan: Plan, parts: Sequence[str]) -> dict[str, int]:
-    """{part: bytes of activations} of one micro-batch in a stage of these parts.
-
-    "" is what leaves for the next stage, which stays too, for backward starts from it.
-    """
+    """{part: bytes of activations} of one micro-batch in a stage of these parts."""
     batch, gone = plan.microbatch_size, offloaded_input(model, plan)
-    kept = {
+    return {
         part: part_activation_bytes(model, part, batch, **asked(plan))
         - (gone if part.startswith("blocks.") else 0)
         for part in parts
     }
-    leaving = BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
-    return {"": 0 if "head" in parts else leaving, **kept}
+
+
+def message_bytes(model: ModelSpec, plan: Plan, rank: int) -> int:
+    """Of a pipeline's messages at the fullest moment: one arrives while the rank computes, and one
+    leaves. The last stage makes its backward at once, and what leaves has left by the next.
+    """
+    if plan.pp == 1:
+        return 0
+    ends = list(stage_parts(model, plan, rank)) == [plan.stages - 1]
+    size = BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
+    return size if ends else 2 * size
 
 
 def offloaded_input(model: ModelSpec, plan: Plan) -> int:
@@ -233,8 +243,7 @@ def asked(plan: Plan) -> dict[str, Any]:
 def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
     """(forward, bytes of activations, of gradients): the last after which both are at their most.
 
-    A forward's activations stay until its backward, or until the weight half of it; what leaves
-    for the next stage stays too, for backward starts from it.
+    A forward's activations stay until its backward, or until the weight half of it.
     """
     forwards = [found for found in _held(model, plan, rank) if found[0].kind == "F"]
     return max(reversed(forwards), key=lambda found: sum(found[1:]))
@@ -246,7 +255,9 @@ def _held(model: ModelSpec, plan: Plan, rank: int) -> Iterator[tuple[Action, int
     size, late, own, counts = {}, {}, {}, rank_sizes(model, plan, rank)
     for s, parts in held.items():
         size[s] = sum(kept_bytes(model, plan, parts).values())
-        late[s] = sum(put_aside_bytes(model, part, batch, plan.tp) for part in parts)
+        late[s] = sum(
+            put_aside_bytes(model, part, batch, plan.tp, plan.precision) for part in parts
+        )
         names = stage_shapes(model, parts)
         elements = sum(counts[name] for name in names if model.trainable(name))
         own[s] = BYTES_PER_ELEMENT[plan.precision] * elements

@@ -33,7 +33,7 @@ class RelayWalk(Walk):
         self, model: ModelSpec, plan: Plan, states: Mapping[str, int], rank: int
     ) -> None:  # fmt: skip
         super().__init__(model, plan, states, rank)
-        self.model, self.parts, self.m = model, self.stages[0], plan.microbatches
+        self.parts, self.m = self.stages[0], plan.microbatches
         self.x = self.item * math.prod(residual_shape(model, plan))
         # A tied weight's gradient is one from the head on; a lookup's is added to what is there.
         self.hand = self.hand._replace(tied=0, lookup=self.item * model.vocab * model.hidden)

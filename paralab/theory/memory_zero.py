@@ -12,6 +12,9 @@ Beside the model states (memory.py) and activations there are
               to receive the others' parts in (gloo's way, see comm.py), and the sum of them, an
               N-th: as "buffers". They stay until somebody waits for them, also in the next forward
 
+In a pipeline its messages besides, one that arrives and one that leaves, as "buffers". The input
+half of a split backward puts aside what the weight half lets go of again, layer by layer.
+
 A part's activations are counted until its backward has made gradients; workspace only where states
 are offloaded (workspace.py).
 """
@@ -24,12 +27,13 @@ from paralab.parallel.buckets import IN_FLIGHT, units
 from paralab.parallel.schedules import Action
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 from paralab.theory import memory
-from paralab.theory.activations import recomputed_bytes
-from paralab.theory.formulas import backward_halves, sizes
+from paralab.theory.activations import layer_aside_bytes, recomputed_bytes
+from paralab.theory.formulas import backward_halves
 from paralab.theory.gathering import Gathering, parts_with_backward
 from paralab.theory.workspace import backward_workspace
 
 Bytes = dict[str, int]
+LINEAR = ("qkv", "proj", "up", "down", "output")
 
 
 def zero_moments(
@@ -61,6 +65,7 @@ class Walk:
         batch = plan.microbatch_size
         self.actions = plan.actions()[plan.place(rank)[0]]
         self.model, self.plan, self.states, self.n = model, plan, states, plan.shard_degree
+        self.messages = memory.message_bytes(model, plan, rank)
         self.item, self.every = BYTES_PER_ELEMENT[plan.precision], plan.reduces_often
         self.sizes = memory.rank_sizes(model, plan, rank)
         self.units = units(self.sizes, model, plan)
@@ -69,9 +74,16 @@ class Walk:
         }
         self.stages = memory.stage_parts(model, plan, rank)
         self.kept = {s: memory.kept_bytes(model, plan, p) for s, p in self.stages.items()}
+        self.put = {
+            layer: layer_aside_bytes(model, layer, batch, plan.tp, plan.precision)
+            for layer in LINEAR
+        }
+        self.part_aside = {
+            part: memory.put_aside_bytes(model, part, batch, plan.tp, plan.precision)
+            for parts in self.stages.values() for part in parts
+        }  # fmt: skip
         self.aside = {
-            s: sum(memory.put_aside_bytes(model, part, batch, plan.tp) for part in parts)
-            for s, parts in self.stages.items()
+            s: sum(self.part_aside[part] for part in parts) for s, parts in self.stages.items()
         }
         self.again = recomputed_bytes(model, batch, **memory.asked(plan))
         flows = parts_with_backward(model, self.stages)
@@ -131,7 +143,7 @@ class Walk:
 
     def _forward(self, stage: int) -> Iterator[Bytes]:
         parts, kept = self.stages[stage], self.kept[stage]
-        self.activations = kept[""]
+        self.activations = 0
         for at, part in enumerate(parts):
             if self.gathering is not None:
                 self.gathering.forward(parts, at)
@@ -145,11 +157,12 @@ class Walk:
     def _backward(self, stage: int, kind: str, last: bool) -> Iterator[Bytes]:
         parts, kept = self.stages[stage], self.kept[stage]
         self.activations = self.aside[stage] if kind == "W" else sum(kept.values())
-        current, aside = None, 0
+        current = None
         for half in self.backward[stage]:
             if half.part != current and kind != "W":
                 if current is not None:
-                    self.activations -= kept[current]
+                    stays = self.part_aside[current] if kind == "I" else 0
+                    self.activations -= kept[current] - stays
                 if self.gathering is not None:
                     self.gathering.backward(parts, parts.index(half.part))
                 if half.part.startswith("blocks."):
@@ -157,10 +170,7 @@ class Walk:
                     self.moving = self.input * (1 + any(p.startswith("blocks.") for p in below))
                 elif half.part == "embedding":
                     self.moving = 0
-                yield from self._began(half.part)
-            if kind == "W":  # what the layers before had put aside is gone
-                self.activations -= aside
-                aside = self.item * _put_aside(self.model, self.plan, half.layer)
+                yield from self._began(half.part, split=kind == "I")
             current = half.part
             if half.part == "embedding" and self.hand is not None:
                 yield self._now(-kept[current], hand=self.hand.lookup)
@@ -170,12 +180,15 @@ class Walk:
                 names = ("head.output.weight",)
             for name in names:
                 yield from self._made(name, last, kept[current] if kind != "W" else 0)
+            if kind == "W":
+                self.activations -= self.put.get(half.layer, 0)
         yield self._now()
 
-    def _began(self, part: str, *, adding: bool = False) -> Iterator[Bytes]:
+    def _began(self, part: str, *, adding: bool = False, split: bool = False) -> Iterator[Bytes]:
         """The fullest moments of a part's backward before its gradients are complete.
 
         adding  to an earlier micro-batch's, which are there: of its own only one at a time
+        split   it is the input half alone: no weight's gradient, but what is put aside for it
         """
         if not part.startswith("blocks."):
             if self.hand is not None and part == "head":
@@ -183,10 +196,13 @@ class Walk:
                 self.tied = self.hand.tied
             yield self._now()
             return
-        yield self._now(self.again, hand=self.hand.down if self.hand is not None else 0)
-        if self.hand is not None:
-            hand = self.hand.core + self.hand.core_gradients * (not adding)
-            yield self._now(self.again - self.hand.gone, hand=hand)
+        if self.hand is None:
+            yield self._now(self.again)
+            return
+        yield self._now(self.again, hand=self.hand.down - self.hand.down_gradient * split)
+        hand = self.hand.core + self.hand.core_gradients * (not adding and not split)
+        aside = sum(self.put[layer] for layer in ("down", "up", "proj")) * split
+        yield self._now(self.again - self.hand.gone + aside, hand=hand)
 
     def _made(self, name: str, last: bool, spent: int) -> Iterator[Bytes]:
         """Backward has made this gradient; ``spent``: activations of its part, used up by now."""
@@ -214,16 +230,15 @@ class Walk:
             self._keep((unit,))
         else:
             self.under_way += (unit,)
-        yield self._now(-spent)
+        yield self._now(-spent, hand=hand)
         if self.gathering is not None:
             self.gathering.release([unit])
 
     def _keep(self, units: tuple[int, ...]) -> None:
         """The parts of these gradients are summed: here they stay, or they leave."""
-        if self.away:
-            self.leaving = units
-        else:
-            self.shards.update(units)
+        stay = {unit for unit in units if not self.away or self.units[unit].waits}
+        self.leaving = tuple(unit for unit in units if unit not in stay)
+        self.shards.update(stay)
 
     def _now(self, activations: int = 0, packing: int = 0, hand: int = 0) -> Bytes:
         """What is there, with ``activations`` bytes more, a buffer of ``packing`` elements, and
@@ -244,17 +259,7 @@ class Walk:
             "parameters": self.states["parameters"] + self.item * full,
             "gradients": self.item * (sum(self.whole.values()) + shards),
             "optimizer": self.states["optimizer"],
-            "buffers": self.item * buffers,
+            "buffers": self.item * buffers + self.messages,
             "activations": self.activations + activations + self.moving,
             "workspace": hand + self.tied + self.between,
         }
-
-
-def _put_aside(model: ModelSpec, plan: Plan, layer: str) -> int:
-    """Elements of a linear layer's input and of its result's gradient, which wait for its weight
-    half; together the layers of a part have `memory.put_aside_bytes`.
-    """
-    (x, _), t = sizes(model, plan.microbatch_size), plan.tp
-    inside = {"qkv": 3 * x, "proj": x, "up": 4 * x, "down": 4 * x,
-              "output": x * model.vocab // model.hidden}  # fmt: skip
-    return x + inside[layer] // t if layer in inside else 0

@@ -12,7 +12,9 @@ weights too, in 16 bits and where parameters stay on the device):
     disk read   g w c, in fp32 w c more     m w c              4 k c        m w l b s h
     disk write  w c                         m w c              4 k c        m w l b s h
 
-The disk's rows where that state is on "nvme". g is how often a unit is needed: 2 m, once for every
+The disk's rows where that state is on "nvme". Gradients of which others have a part too (replicas;
+a tied embedding at a pipeline's ends; what tp ranks share) wait on the device and leave once: their
+m is 1. g is how often a unit is needed: 2 m, once for every
 forward and backward; m if no backward comes by. With stage 1, m of gradients is 1. In a layer relay
 (parallel/relay.py) both m are 1, and the head, which turns round, is needed once, as is what is
 tied to it. ZeRO-Offload (Ren+ 2021, arXiv:2101.06840, sec. 3) is the first column's second line and
@@ -103,10 +105,11 @@ def _moves(
                 yield "disk read", "parameters", up + part * (plan.precision == "fp32")
                 yield "disk write", "parameters", part
         often = m if tiers.gradients != _NOTHING and plan.reduces_often else 1
-        yield "d2h", "gradients", often * part
+        down = at.item * sum(count * (1 if u.waits else often) for u, count in at.trained)
+        yield "d2h", "gradients", down
         if tiers.gradients == "nvme":
-            yield "disk read", "gradients", often * part
-            yield "disk write", "gradients", often * part
+            yield "disk read", "gradients", down
+            yield "disk write", "gradients", down
         if tiers.optimizer == "nvme":
             states = 4 * at.rows * sum(count for _, count in at.trained)
             yield "disk read", "optimizer", states
@@ -151,6 +154,7 @@ def _buffers(plan: Plan, at: Layout) -> int:
     tiers, part = plan.tiers, at.item * at.most
     trained = max(count for _, count in at.trained)
     adds = plan.microbatches > 1 and plan.reduces_often
+    adds = adds and not all(unit.waits for unit, _ in at.trained)
     staged = "nvme" in (tiers.parameters, tiers.gradients) or (adds and tiers.gradients == "cpu")
     rounded = at.item != 4 and tiers.parameters == _NOTHING
     return (

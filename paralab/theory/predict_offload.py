@@ -109,9 +109,12 @@ class OffloadRows(ZeroRows):
         super()._settle(keep, pieces)
 
     def _keep(self, unit: int, pieces: Pieces | None = None) -> None:
-        if self.tiers.gradients == "device":
+        if self.tiers.gradients == "device" or self.units[unit].waits:
             super()._keep(unit, pieces)
             return
+        self._leave(unit, pieces)
+
+    def _leave(self, unit: int, pieces: Pieces | None = None) -> None:
         self.lanes.pieces = pieces
         size, before = self.item * self.counts[unit], self.adding.get(unit, [])
         down = self.lanes.copy("d2h", "gradients", size, [] if before else self._updated(unit))
@@ -133,6 +136,13 @@ class OffloadRows(ZeroRows):
     def finish(self) -> None:
         super().finish()
         self.lanes.pieces = None
+        self.lanes.wait(*self.leaving)
+        self.leaving = []
+
+    def summed(self) -> None:
+        for unit in self.trained:
+            if self.units[unit].waits:
+                self._leave(unit)
         self.lanes.wait(*self.leaving)
         self.leaving = []
 

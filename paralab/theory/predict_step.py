@@ -159,7 +159,7 @@ def step_rows(
     arriving: dict[tuple, int] = {}
     sent: list[int] = []
     pipeline = plan.ranks("pp", rank)
-    activation = ITEM * math.prod(residual_shape(model, plan))
+    activation = mine.item * math.prod(residual_shape(model, plan))
     for step in steps:
         if isinstance(step, Transfer):
             call = mine.launch(step.kind, activation, pipeline, "pp", "activations",
@@ -186,7 +186,9 @@ def step_rows(
         elements = model.vocab * model.hidden // plan.tp
         if plan.zero_stage:  # of the shard that either of them owns
             elements = -(-elements // plan.shard_degree)
-        mine.wait(mine.launch("all_reduce", ITEM * elements, ends, "pp", "tied"))
+        mine.wait(mine.launch("all_reduce", mine.item * elements, ends, "pp", "tied"))
+    if away:
+        sync.summed()
     if away and plan.tiers.optimizer != "device":
         sync.update()
     else:

@@ -128,6 +128,9 @@ class ZeroRows:
             for call in calls:
                 self.rank.wait(call)
 
+    def summed(self) -> None:
+        """What other axes have a part of too is summed over them as well."""
+
     def updated(self) -> None:
         if self.gathering is None and self.plan.shard_degree > 1:
             for call in [self._gather(unit) for unit in self.trained]:

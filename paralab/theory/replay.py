@@ -188,15 +188,19 @@ def _cost(span: _Span, costs: _Costs) -> float:
 def _collectives(report: Report) -> dict[int, list[tuple[Key, dict[str, Any]]]]:
     """By comm span: its rows, each with the key under which the members of the call meet.
 
-    A collective's number is the same on every member. Sends and receives are matched in order per
-    pair, as NCCL does.
+    Collectives of a group are matched in order, and so are the sends and receives of a pair, as
+    NCCL does. A group's own numbers count both: a pipeline's ranks, which send more or less often,
+    would not agree on them.
     """
     found: dict[int, list[tuple[Key, dict[str, Any]]]] = defaultdict(list)
     count: dict[Key, int] = defaultdict(int)
     rows = report.collectives.sort_values(["rank", "step", "span"], kind="stable")
     for row in rows.to_dict("records"):
-        key: Key = (row["axis"], row["ranks"], row["phase"], row["call"])
-        if row["op"] in POINT_TO_POINT:
+        if row["op"] not in POINT_TO_POINT:
+            of = (row["rank"], row["axis"], row["ranks"], row["phase"])
+            key: Key = (*of[1:], count[of])
+            count[of] += 1
+        else:
             pair = (row["rank"], row["peer"])
             way = pair if row["op"] == "send" else pair[::-1]
             side = (row["op"], row["axis"], *way)
