@@ -10,9 +10,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
+from paralab.cluster import CLUSTER_PRESETS
 from paralab.parallel.schedules import SCHEDULES
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.theory.utilisation import utilisation
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.stage_bars import peaks
@@ -30,7 +32,7 @@ MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SAMPLES = (1, 2, 4, 8, 16)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
 MODELS = ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t")
-CLUSTERS = ("dgx-a100", "dgx-h100")
+CLUSTERS = tuple(CLUSTER_PRESETS)
 HERE, GIVEN = "this machine", "given"
 NOWHERE = "none"  # buttons cannot have None for a value
 STALE = "paralab-stale"
@@ -135,10 +137,12 @@ def numbers(clock: str, report: Report) -> dict[str, str]:
     for flow in flows(report):
         if flow.link in sent:
             sent[flow.link] += flow.bytes
+    used = utilisation(report).get("model")
     return {
         "clock": clock,
         "a step": theme.scaled(seconds, "s"),
         "tokens per second": f"{tokens:,.0f}",
+        "model FLOPs": "no peak stated" if used is None else f"{100 * used:.0f} % of peak",
         "bubble": f"{100 * report.bubble:.1f} %" if plan.pp > 1 else "no pipeline",
         "peak of a device": theme.scaled(peak(report), "B"),
         "sent inside a node": theme.scaled(sent["intra"], "B"),
