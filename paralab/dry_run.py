@@ -45,10 +45,8 @@ def dry_run(
 
     Returns a `Report` on the clock "dry run" with the rows of that rank in the tables collectives,
     memory (every step's), copies, steps and spans. Their times number what happens, one after the
-    other. ``meta`` has the "rank", its "num_params", and how many micro-batches of a step were
-    "executed": of many, those that repeat each other are executed three times and written down as
-    often as they are (records/stretch.py). Bytes are those of a run on CPUs, row by row; a message
-    counts as sent the moment it leaves. Raises ValueError on anything that no run
+    other. ``meta`` has the "rank" and its "num_params". Bytes are those of a run on CPUs, row by
+    row; a message counts as sent the moment it leaves. Raises ValueError on anything that no run
     could do, RankTimeout, RankError or Stopped.
     """
     plan = Plan() if plan is None else plan
@@ -81,34 +79,22 @@ def dry_run(
         error.args = (str(error).replace("rank 0", who, 1),)
         error.rank = settings["rank"]
         raise
-    meta = {**settings, "num_params": part["num_params"], "executed": part["executed"],
-            **part["meta"]}  # fmt: skip
+    meta = {**settings, "num_params": part["num_params"], **part["meta"]}
     return Report(clock=CLOCK, model=model, plan=plan, cluster=cluster, meta=meta,
                   **tables_of(part))  # fmt: skip
 
 
 def _program(
-    context: Any, model: ModelSpec, plan: Plan, nodes: tuple[int, ...], settings: dict[str, Any],
-    everything: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """The rank program, in a context where there are n ranks and no device.
-
-    everything  execute every micro-batch, whether they repeat each other or not
-    """
+    context: Any, model: ModelSpec, plan: Plan, nodes: tuple[int, ...], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The rank program, in a context where there are n ranks and no device."""
     from paralab.observe.dry import as_on_cpu
-    from paralab.records.stretch import repeat, stretched
     from paralab.train import train
-
-    def run(plan: Plan) -> dict[str, Any]:
-        with as_on_cpu(model.attention):
-            part = train(context, model, plan, steps=settings["steps"], keep_state=False,
-                         optimizer=settings["optimizer"],
-                         clip_norm=settings["clip_norm"])  # fmt: skip
-        return {**part, "executed": plan.microbatches}
 
     context = replace(
         context, rank=settings["rank"], world_size=plan.world_size, nodes=nodes, device="meta",
         backend="fake", strict=False, note=lambda text: None, progress=lambda done, total: None,
     )  # fmt: skip
-    how = None if everything else repeat(plan, settings["rank"])
-    return (how and stretched(run(how.plan), how)) or run(plan)
+    with as_on_cpu(model.attention):
+        return train(context, model, plan, steps=settings["steps"], keep_state=False,
+                     optimizer=settings["optimizer"], clip_norm=settings["clip_norm"])  # fmt: skip

@@ -333,8 +333,6 @@ def _train(
 ) -> dict[str, Any]:  # fmt: skip
     """`train`, with a ledger on until ``watched`` is closed."""
     trainer = Trainer(context, model, plan, recorder=recorder, **settings)
-    if context.backend == "fake":
-        recorder.turns = []
     asked = {  # paths may differ, what lies there may not
         **settings, "memory_limit": memory_limit, "steps": steps,
         "data": None, "offload_folder": None,
@@ -370,7 +368,6 @@ def _train(
         "losses": losses,
         "weights": weights,
         "gradients": trainer.gradients,
-        "turns": recorder.turns,
         "num_params": sum(p.numel() for p in trainer.named.values()),
         "meta": {
             "device": context.device,

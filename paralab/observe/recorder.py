@@ -60,7 +60,6 @@ class Recorder:
         self.ledger: Ledger | None = None  # counts the bytes of this rank's tensors, where wanted
         self.samples: list[Sample] = []
         self.away: dict[tuple[str, str], int] = {}  # (tier, category): bytes not on the device
-        self.turns: list[Any] | None = None  # where wanted: when each entry of the list began
 
     # ---- memory -------------------------------------------------------------------------------
     def owns(self, category: str, *tensors: Tensor) -> None:
@@ -208,11 +207,6 @@ class Recorder:
     def call(self, row: tuple) -> None:
         """One ledger row: call, op, axis, ranks, peer, level, phase, payload, wire, span."""
         self._calls.append((self.step, *row))
-
-    def next_turn(self) -> None:
-        """The next entry of the list that a rank goes through in a step begins."""
-        if self.turns is not None:
-            self.turns.append(self.clock.mark())
 
     # ---- steps and export -----------------------------------------------------------------------
     def begin_step(self, step: int) -> None:

@@ -163,7 +163,6 @@ class Pipeline:
         """
         losses: dict[int, Tensor] = {}
         for step in self.steps:
-            self.group.recorder.next_turn()
             if isinstance(step, Transfer):
                 self._transfer(step)
             elif step.kind == "F":
@@ -175,7 +174,6 @@ class Pipeline:
             else:
                 self._backward(step.stage, step.microbatch, share, whole=step.kind == "B")
             self._sent = [call for call in self._sent if not call.test()]  # frees what has left
-        self.group.recorder.next_turn()
         wait_all(self._sent)
         self._sent.clear()
         return [losses[k] for k in sorted(losses)]
