@@ -10,7 +10,7 @@ Torch-free: training, prediction and pictures read the same description.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from paralab.checks import Description, choice, illegal, num_bytes
@@ -87,7 +87,12 @@ def as_offload(value: Any) -> str | Offload | None:
     if isinstance(value, str):
         return choice("offload", value, PLACES[1:])
     if isinstance(value, Mapping):
-        return Offload.from_dict(value)
+        known = [field.name for field in fields(Offload)]
+        for name in value:
+            if name not in known:
+                raise illegal(f"offload[{name!r}]", value[name], "Offload has no such field",
+                              ", ".join(known))  # fmt: skip
+        return Offload(**value)
     raise illegal("offload", value, "not a place",
                   "None | 'cpu' | 'nvme' | {'parameters': 'cpu', 'optimizer': 'nvme', "
                   "...}")  # fmt: skip

@@ -203,7 +203,7 @@ class Search:
             "dp_s": terms["gradients"], "offload_s": terms["offload"],
             "optimizer_s": terms["optimizer"],
         }  # fmt: skip
-        made = {name: pd.Series(column[which], dtype=column.dtype) for name, column in columns.items()}
+        made = {name: pd.Series(some[which], dtype=some.dtype) for name, some in columns.items()}
         return pd.DataFrame(made)
 
     def pareto(self) -> pd.DataFrame:

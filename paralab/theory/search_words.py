@@ -1,4 +1,4 @@
-"""What a search says: why the losers lose, what would help where nothing fits, the short summary."""
+"""What a search says: why losers lose, what would help where nothing fits, the short summary."""
 
 from __future__ import annotations
 
