@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster", "Link", "ModelSpec", "OutOfMemory", "Plan", "RankError", "RankTimeout", "Report",
-    "Stopped", "compare", "explore", "launch", "load", "plan_search", "predict", "run", "trace", "warm_up",
+    "Stopped", "compare", "explore", "launch", "load", "plan_search", "predict", "run", "trace",
+    "warm_up",
 ]  # fmt: skip
 
 _LAZY = ("exercises", "view")  # subpackages that bring plotly and widgets along

@@ -102,8 +102,8 @@ class Columns:
             inter = self.crosses(plan.tp, int(self.space.dp[0] * self.tp[0] * self.p[0]))
             made.append(book.costs(plan, inter=inter))
         self.layer, self.book = which, book  # which: position in ``plans``
-        numbers = np.array([[x for part in cost[:3] for x in part] + list(cost[3:]) for cost in made],
-                           float)[which].T  # fmt: skip
+        flat = [[number for part in cost[:3] for number in part] + list(cost[3:]) for cost in made]
+        numbers = np.array(flat, float)[which].T
         width = len(PartCost._fields)
         self.embedding, self.block, self.head = (
             PartCost(*numbers[i * width : (i + 1) * width]) for i in range(3)
@@ -225,6 +225,7 @@ class Columns:
     # ---- offload -------------------------------------------------------------------------------
     def place(self, state: str) -> Array:
         """Where a state lies: 0 on the device, 1 on the host, 2 in files."""
+
         def of(mix: dict[str, Any]) -> int:
             tiers = resolved(mix["offload"], mix["zero_stage"])
             return 0 if tiers is None else PLACES.index(getattr(tiers, state))

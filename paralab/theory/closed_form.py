@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paralab.theory.closed_columns import Array, Columns, Rank, Wire
-from paralab.theory.formulas import ITEM, optimizer_work
+from paralab.theory.closed_columns import Array, Columns, Rank
+from paralab.theory.formulas import optimizer_work
 
 TERMS = ("compute", "recompute", "tensor", "bubble", "messages", "gradients", "offload",
          "optimizer")  # fmt: skip
@@ -54,9 +54,7 @@ def seconds(c: Columns) -> dict[str, Array]:
     ends = [after(c, rank, found) for rank, found in zip(c.ranks, passes, strict=True)]
     sums = (c.p - 1) * sum(last_backward(c, c.ranks[1]))
     last = np.argmax([sum(end) for end in ends], axis=0)
-    sync, away, update, slack = (
-        np.choose(last, columns) for columns in zip(*ends, strict=True)
-    )
+    sync, away, update, slack = (np.choose(last, columns) for columns in zip(*ends, strict=True))
     return {
         "compute": c.m * (pace.whole - pace.again - pace.sent - pace.gathered) - added,
         "recompute": c.m * (pace.again + pace.sent_again),
@@ -73,6 +71,7 @@ def seconds(c: Columns) -> dict[str, Array]:
 # ---- one micro-batch ----------------------------------------------------------------------------
 def one_pass(c: Columns, rank: Rank) -> Pass:
     """Work of PTD-P's eq. 3 cut by tensor parallelism (layer_costs.py), and what ZeRO-3 gathers."""
+
     def total(*names: str) -> Array:
         return sum(rank.blocks * getattr(c.block, name) + rank.first * getattr(c.embedding, name)
                    + rank.last * getattr(c.head, name) for name in names)  # fmt: skip
@@ -108,12 +107,11 @@ def bubble(c: Columns, whole: Pass, pace: Pass) -> Array:
         zb-h1        (p-1) (F + I - W)          Zero Bubble (Qi+ 2023, arXiv:2401.10241), table 1
         zb-h2        (p-1) (F + I - 2 W)
 
-    in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. Where chunks of
-    interleaved stages differ by a block, the longer ones count, and every further round of p
+    in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. Where
+    interleaved chunks differ by a block, the longer ones count, and every further round of p
     micro-batches costs p - 3 blocks: whoever is at a short one waits for others at long ones (read
-    off `pipeline.simulate`, for p of 2 to 16). In the last
-    two a rank's W runs beside the next one's I, and weight halves of later micro-batches, of which
-    there are m - 1, fill what is left.
+    off `pipeline.simulate`, for p of 2 to 16). In the last two a rank's W runs beside the next
+    one's I, and weight halves of later micro-batches, of which there are m - 1, fill what is left.
     """
     others, weights = whole.whole - pace.whole, whole.weight - pace.weight
     later = (c.m - 1) / np.maximum(c.p - 1, 1)  # micro-batches there are to fill a gap with
@@ -123,8 +121,8 @@ def bubble(c: Columns, whole: Pass, pace: Pass) -> Array:
         "naive": others + (c.m - 1) * others,
         "gpipe": others,
         "1f1b": others,
-        "interleaved": whole.whole * (c.p - 1) / (c.p * c.v) + block * (
-            (c.p - 1) * c.longer + c.uneven * (c.m / c.p - 1) * np.maximum(c.p - 3, 0)),
+        "interleaved": whole.whole * (c.p - 1) / (c.p * c.v)
+        + block * ((c.p - 1) * c.longer + c.uneven * (c.m / c.p - 1) * np.maximum(c.p - 3, 0)),
         "zb-h1": others - beside,
         "zb-h2": others - beside - weights * np.clip(later - 1, 0.0, 1.0),
     }
@@ -194,8 +192,10 @@ def gathering(c: Columns, rank: Rank) -> tuple[Array, Array]:
     summed = (2 + (c.n > 1) * (1 + 1 / c.n)) * psi * c.item / c.cluster.memory_bandwidth
     summed = np.where(c.often, summed + 17 * rank.blocks * c.cluster.op_overhead, 0.0)
     third = c.zero == 3
-    return (np.where(third, fetched, 0.0),
-            summed + np.where(third, again, np.where(c.n > 1, c.often * reduced, 0.0)))
+    return (
+        np.where(third, fetched, 0.0),
+        summed + np.where(third, again, np.where(c.n > 1, c.often * reduced, 0.0)),
+    )
 
 
 def _settled(c: Columns, rank: Rank, units: Array, scatter: Array) -> Array:
@@ -210,8 +210,10 @@ def _settled(c: Columns, rank: Rank, units: Array, scatter: Array) -> Array:
 
 def _window(part) -> tuple[Array, Array]:
     """What a part's forward and backward take: so long can something else be under way."""
-    return (part.forward + part.sent,
-            part.input + part.weight + part.again + part.sent_back + part.sent_again)
+    return (
+        part.forward + part.sent,
+        part.input + part.weight + part.again + part.sent_back + part.sent_again,
+    )
 
 
 def _collective(c: Columns, op: str):
@@ -275,8 +277,11 @@ def _exposed(c: Columns, rank: Rank, found: Pass) -> Array:
     reduce = _collective(c, "all_reduce")
     form = c.of_mix(lambda mix: mix["grad_sync"])
     calls = np.where(form == "naive", 12 * rank.blocks, units)
-    late = np.where(form == "overlapped",
-                    np.maximum(reduce(tail), reduce(psi, units) - window), reduce(psi, calls))
+    late = np.where(
+        form == "overlapped",
+        np.maximum(reduce(tail), reduce(psi, units) - window),
+        reduce(psi, calls),
+    )
     wire = c.wire("all_reduce", c.replica_inter)
     sent = 2 * (c.replicas - 1) / c.replicas * psi / c.n * c.item
     copied = np.where(c.replicas > 1, wire.seconds(sent, units), 0.0)

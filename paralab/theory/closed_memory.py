@@ -30,8 +30,8 @@ def peaks(c: Columns) -> dict[str, Array]:
 def under_way(c: Columns, rank: Rank) -> Array:
     """Micro-batches whose activations a rank keeps at most, in whole ranks' worth.
 
-        naive 1, gpipe m, 1f1b p - r, interleaved (2 (p-r-1) + (v-1) p + 1) / v chunks
-        zb-h1 p - r, zb-h2 2 (p-r) - 1; never more than m. PTD-P, arXiv:2104.04473, sec. 2.2
+    naive 1, gpipe m, 1f1b p - r, interleaved (2 (p-r-1) + (v-1) p + 1) / v chunks
+    zb-h1 p - r, zb-h2 2 (p-r) - 1; never more than m. PTD-P, arXiv:2104.04473, sec. 2.2
     """
     left = c.p - rank.at
     chunks = (2 * (left - 1) + (c.v - 1) * c.p + 1) / c.v
