@@ -102,7 +102,7 @@ class Columns:
             inter = self.crosses(plan.tp, int(self.space.dp[0] * self.tp[0] * self.p[0]))
             made.append(book.costs(plan, inter=inter))
         self.layer, self.book = which, book  # which: position in ``plans``
-        flat = [[x for part in cost[:3] for x in part] + list(cost[3:]) for cost in made]
+        flat = [[number for part in cost[:3] for number in part] + list(cost[3:]) for cost in made]
         numbers = np.array(flat, float)[which].T
         width = len(PartCost._fields)
         self.embedding, self.block, self.head = (

@@ -107,12 +107,11 @@ def bubble(c: Columns, whole: Pass, pace: Pass) -> Array:
         zb-h1        (p-1) (F + I - W)          Zero Bubble (Qi+ 2023, arXiv:2401.10241), table 1
         zb-h2        (p-1) (F + I - 2 W)
 
-    in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. Where chunks of
-    interleaved stages differ by a block, the longer ones count, and every further round of p
+    in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. Where
+    interleaved chunks differ by a block, the longer ones count, and every further round of p
     micro-batches costs p - 3 blocks: whoever is at a short one waits for others at long ones (read
-    off `pipeline.simulate`, for p of 2 to 16). In the last
-    two a rank's W runs beside the next one's I, and weight halves of later micro-batches, of which
-    there are m - 1, fill what is left.
+    off `pipeline.simulate`, for p of 2 to 16). In the last two a rank's W runs beside the next
+    one's I, and weight halves of later micro-batches, of which there are m - 1, fill what is left.
     """
     others, weights = whole.whole - pace.whole, whole.weight - pace.weight
     later = (c.m - 1) / np.maximum(c.p - 1, 1)  # micro-batches there are to fill a gap with

@@ -2,8 +2,8 @@
 
 All blocks of a model are alike, so a plan's step is a few such costs times a few counts. They come
 from the very functions that the prediction adds up call by call: work from formulas.py (PTD-P,
-Narayanan+ 2021, arXiv:2104.04473, eq. 3), what tensor parallelism sends from tensor.py (Megatron-LM,
-Shoeybi+ 2019, arXiv:1909.08053, sec. 3), what stays for backward from activations.py (Korthikanti+
+Narayanan+ 2021, arXiv:2104.04473, eq. 3), what tensor parallelism sends from tensor.py (Shoeybi+
+2019, arXiv:1909.08053, sec. 3), what stays for backward from activations.py (Korthikanti+
 2022, arXiv:2205.05198, eq. 1 to 5). What a call of tensor parallelism does not hide behind the
 product beside it is its exposed time. Units: seconds, bytes, elements.
 """
@@ -133,6 +133,8 @@ class _Parts:
         self.plan = plan.replace(recompute="none", partition_activations=False)
         self.level = "inter" if inter else "intra"
         self.item, self.batch = BYTES_PER_ELEMENT[plan.precision], plan.microbatch_size
+        tokens = self.batch * self.model.seq_len
+        self.slower = 1 + self.cluster.half_rate_tokens / tokens  # of products, as in predict_step
         self.calls = tensor.calls(self.model, plan)
         self.cut, self.held = tensor.share_of_work(plan), book.held(plan)
         self.message = self.item * math.prod(residual_shape(self.model, plan))
@@ -149,7 +151,8 @@ class _Parts:
 
     def seconds(self, work: Work) -> float:
         """Of work on the device, in the plan's precision."""
-        return Work(work.flops, work.bytes * self.item / ITEM, work.kernels).seconds(self.cluster)
+        flops, moved = work.flops * self.slower, work.bytes * self.item / ITEM
+        return Work(flops, moved, work.kernels).seconds(self.cluster)
 
     def comm(self, calls: Iterable[tensor.Call]) -> float:
         """Of calls one after the other: alpha + wire bytes / bandwidth each (traffic.py)."""

@@ -203,8 +203,9 @@ class Search:
             "dp_s": terms["gradients"], "offload_s": terms["offload"],
             "optimizer_s": terms["optimizer"],
         }  # fmt: skip
-        made = {name: pd.Series(some[which], dtype=some.dtype) for name, some in columns.items()}
-        return pd.DataFrame(made)
+        return pd.DataFrame({
+            name: pd.Series(column[which], dtype=column.dtype) for name, column in columns.items()
+        })  # fmt: skip
 
     def pareto(self) -> pd.DataFrame:
         """Plans that no other beats in both time and memory, fastest first, fitting or not."""

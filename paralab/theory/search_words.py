@@ -1,4 +1,4 @@
-"""What a search says: why losers lose, what would help where nothing fits, the short summary."""
+"""What a search says: why the losers lose, what helps where nothing fits, the short summary."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def size(count: float) -> str:
 def counts(search: Search) -> str:
     """ "12,480 plans on 512 devices, 3,110 fit in 80 GB"."""
     plans, fits = len(search.space), int(search.fits.sum())
-    room = (
-        "" if search.memory_limit >= UNLIMITED else f", {fits:,} fit in {size(search.memory_limit)}"
-    )
+    limit = search.memory_limit
+    room = "" if limit >= UNLIMITED else f", {fits:,} fit in {size(limit)}"
     return f"{plans:,} plans on {search.devices:,} device{'s' * (search.devices > 1)}{room}"
 
 
@@ -177,9 +176,8 @@ def as_html(search: Search) -> str:
             and name not in ("dp", "tp", "pp")]  # fmt: skip
     names = [name for name in search.settings if name not in same]
     shown = [*names, "closed form", "simulated", "memory", "bubble"]
-    lines = [
-        "<tr><th>#</th>" + "".join(f"<th>{html.escape(name)}</th>" for name in shown) + "</tr>"
-    ]
+    titles = "".join(f"<th>{html.escape(name)}</th>" for name in shown)
+    lines = [f"<tr><th>#</th>{titles}</tr>"]
     for at, row in enumerate(top.to_dict("records")):
         known = row["simulated_s"] == row["simulated_s"]
         cells = [html.escape(str(row[name])) for name in names]

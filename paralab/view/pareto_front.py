@@ -146,9 +146,20 @@ def _simulated(fig: Chart, search: Search) -> None:
 def _best(fig: Chart, search: Search) -> None:
     at, now = search.order[0], theme.look()
     x, y = float(search.memory[at]), float(search.simulated[at])
-    fig.add_scatter(name="best", mode="markers", x=[x], y=[y], showlegend=False,
-                    hoverinfo="skip", marker={"symbol": "star", "size": 17, "color": "#D55E00",
-                                              "line": {"width": 1, "color": now.paper}})
+    fig.add_scatter(
+        name="best",
+        mode="markers",
+        x=[x],
+        y=[y],
+        showlegend=False,
+        hoverinfo="skip",
+        marker={
+            "symbol": "star",
+            "size": 17,
+            "color": "#D55E00",
+            "line": {"width": 1, "color": now.paper},
+        },
+    )
     words = brief(search.space.plan(at)).split()
     half = (len(words) + 1) // 2
     name = [theme.text(" ".join(some)) for some in (words[:half], words[half:])]
