@@ -158,12 +158,7 @@ view.bytes_bars({name: parts.to_dict() for name, parts in peaks.items()},
 
 # %%
 def under_way(report):
-<<<<<<< HEAD
     work = report.spans.query("kind in ['forward', 'backward']").groupby("microbatch")
-=======
-    work = report.spans.query("kind in ['forward', 'backward'] and microbatch >= 0")
-    work = work.groupby("microbatch")
->>>>>>> 4ebdfb829c8e204ede820753068954b82c4002b6
     begun, done = work["start"].min(), work["end"].max()
     return max(int((begun <= at).sum() - (done <= at).sum()) for at in begun)
 
