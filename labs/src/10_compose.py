@@ -119,10 +119,9 @@ print("bytes predicted exactly, in all of them:",
 pl.compare(expected["tp 2, pp 2, interleaved"], found["tp 2, pp 2, interleaved"])
 
 # %% [markdown]
-# ## The same runs, on other wires
-# A replay keeps what was computed and who waited for whom, and puts other links below it. Two real
-# runs, `tp 4` and `dp 4`: once with all four ranks in one node, once on two nodes, with a hundredth
-# of the bandwidth between them.
+# ## The same plans, on other wires
+# This machine has one kind of wire. A prediction takes any: four devices as fast as this one's,
+# once all in one node, once on two nodes, with a hundredth of the bandwidth between them.
 
 
 # %% tags=["measured"]
@@ -133,14 +132,15 @@ def nodes(count, name):
 
 
 where = {"one node": nodes(1, "one node"), "two nodes": nodes(2, "two nodes")}
-rows = {name: {place: 1e3 * found[name].replay(on).step_time for place, on in where.items()}
-        for name in ("dp 4", "tp 4", "dp 2, tp 2")}  # fmt: skip
+rows = {name: {place: 1e3 * pl.predict(model, plans[name], on).step_time
+               for place, on in where.items()}
+        for name in ("dp 4", "tp 4", "dp 2, tp 2", "pp 4, 1F1B")}  # fmt: skip
 pd.DataFrame(rows).T.round(1).add_suffix(" (ms per step)")
 
 # %% [markdown]
-# In one node the difference is small. Across two, tensor parallelism stands still in every layer,
-# and the plan that keeps it inside (`dp 2, tp 2`) sends only gradients over the slow wire. That is
-# Megatron's first advice. Seen on the mesh:
+# What crosses the slow wire decides. `tp 4` stands still in every layer; `dp 2, tp 2` keeps that
+# inside and sends gradients across, once a step; a pipeline sends least of all. That is Megatron's
+# first advice. Seen on the mesh:
 
 # %%
 view.mesh(plans["tp 4"], where_two := pl.Cluster.preset("dgx-a100").replace(
@@ -215,7 +215,10 @@ view.pareto(search)
 # the others lose?
 
 # %%
-search.losers()
+pd.set_option("display.max_colwidth", 200)
+losers = search.losers()
+losers = losers[losers["setting"].isin(["tp", "pp", "schedule", "recompute", "offload"])]
+losers[["setting", "instead", "times", "fits", "why"]].round(2)
 
 # %% [markdown]
 # ## Turn all the knobs
