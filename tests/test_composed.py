@@ -15,6 +15,8 @@ import pytest
 import paralab as pl
 from equality import TOLERANCE, assert_equal_state, references, worst
 from pairwise import Case, cover
+from paralab.parallel.buckets import units
+from paralab.spec import BYTES_PER_ELEMENT
 from paralab.theory import memory
 from paralab.theory.traffic import BOOKKEEPING
 from paralab.theory.workspace import backward_workspace
@@ -110,5 +112,8 @@ def test_peak_memory_is_the_formulas(report, one):
         spare += memory.message_bytes(one.model, plan, rank)
         buckets = memory.gradient_buckets(one.model, plan, rank)
         spare += max((size for _, size in buckets), default=0)
+        if plan.zero_stage:  # a unit more whose sum is still under way, if the others are late
+            made = units(memory.rank_sizes(one.model, plan, rank), one.model, plan)
+            spare += BYTES_PER_ELEMENT[plan.precision] * max(unit.numel for unit in made)
         assert found >= 0.9 * (formula["total"] - formula["workspace"]), table
         assert found <= 1.05 * (formula["total"] + spare), table

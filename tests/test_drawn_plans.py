@@ -254,6 +254,7 @@ def check_tensor(model, plan, calls, item) -> None:
 def test_some_are_run_and_train_what_one_process_does(run, text, drawn):
     model, plan = drawn
     assume(not (plan.tiers and plan.tiers.delayed))  # which is one update late, and means to be
+    assume(plan.precision != "fp16")  # a first step may overflow, and is skipped
     assume(not (model.dropout and model.attention == "sdpa"))  # draws its mask inside the kernel
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -24,6 +24,7 @@ ANSWERS = {
     "tensor_mlp": ("MyMLP",),
     "summa": ("MySumma",),
     "stream": ("my_stream",),
+    "place": ("my_planner",),
     "training_cost": ("step_flops", "training_days", "states_per_device"),
 }
 

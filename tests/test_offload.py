@@ -351,9 +351,6 @@ def test_a_cluster_that_does_not_state_its_links_is_refused():
         ({"offload": {"activations": "cpu"}}, "kept when blocks are recomputed"),
         ({"zero_stage": 3, "offload": {}}, "nothing in it leaves the device"),
         ({"zero_stage": 3, "offload": {"optimizer": "nvme", "delayed": True}}, "delayed"),
-        ({"zero_stage": 2, "dp": 4, "shard": 2, "offload": "cpu"}, "replicas"),
-        ({"zero_stage": 1, "tp": 2, "offload": "cpu"}, "tp=2: offload of states beside tensor"),
-        ({"zero_stage": 1, "pp": 2, "offload": "cpu"}, "pp=2: offload of states beside tensor"),
     ],
     ids=said,
 )  # fmt: skip

@@ -351,7 +351,6 @@ def test_pictures_and_words_of_a_relay(counted):
         ({"offload": {"optimizer": "cpu"}}, "there is nothing to relay"),
         ({"recompute": "none"}, "recompute='none': schedule='l2l' comes back to a block"),
         ({"recompute": "selective"}, "recompute='selective'"),
-        ({"tp": 2}, "tp=2: offload of states beside tensor"),
     ],
     ids=said,
 )
@@ -365,13 +364,14 @@ def test_what_cannot_be_is_refused_before_a_process_starts(settings, words):
 
 
 # ---- mutants ----------------------------------------------------------------------------------
-RELAY, SIGNAL = "paralab.parallel.relay", "paralab.parallel.gradient_signal"
+RELAY, PIPELINE = "paralab.parallel.relay", "paralab.parallel.pipeline"
+SIGNAL = "paralab.parallel.gradient_signal"
 MUTANTS = {
     "dropout masks of the first micro-batch for all": (
         RELAY, "before and partial(before, k)", "before and partial(before, 0)"),
     "another micro-batch's gradient": (
         RELAY, "self._gradients[k] = into.pop()", "self._gradients[0] = into.pop()"),
-    "no gradient passes on": (RELAY, "ctx.into.append(grad)", "pass"),
+    "no gradient passes on": (PIPELINE, "ctx.into.append(grad)", "pass"),
     "a tied weight leaves before its embedding has added": (
         SIGNAL, "2 * microbatches", "microbatches"),
     "gradients of the last step are still there": (

@@ -323,6 +323,7 @@ def _per_step(rows: Sequence[Any], keys: Sequence[str], steps: int) -> pd.DataFr
     """Rows (labels, bytes of all steps) as a table of bytes of one step."""
     import pandas as pd
 
+    steps = max(steps, 1)  # a report may have none
     whole = all(count % steps == 0 for _, count in rows)
     values = [count // steps if whole else count / steps for _, count in rows]
     columns: dict[str, Any] = {}
