@@ -18,7 +18,8 @@ export default () => {
   let figure;
   return {
     initialize(context) {
-      load(context.model.get("_bundle"));
+      // Not at once: its five megabytes would hold the page while the two seconds run.
+      setTimeout(() => load(context.model.get("_bundle")), 50);
       figure = loaded.code.then(async (code) => {
         const made = await code.default();
         await made.initialize(context);

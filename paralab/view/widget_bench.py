@@ -50,7 +50,7 @@ class _Run:
 
 
 def _all_live(charts: list[Chart]) -> list[go.FigureWidget]:
-    return [live(chart, first=i == 0) for i, chart in enumerate(charts)]
+    return [live(chart, of=len(charts), first=i == 0) for i, chart in enumerate(charts)]
 
 
 class Bench(ipw.VBox):

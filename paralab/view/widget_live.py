@@ -27,7 +27,7 @@ def _plotly() -> str:
     return (_FOLDER / "package_data" / "widgetbundle.js").read_text(encoding="utf-8")
 
 
-class _Figure(go.FigureWidget):
+class _Shared(go.FigureWidget):
     """A FigureWidget that can stand beside others.
 
     It tells the page of itself when it is complete. plotly's own does so before it has its data,
@@ -49,12 +49,16 @@ class _Figure(go.FigureWidget):
             super().open()
 
 
-def live(chart: go.Figure, *, first: bool = True) -> go.FigureWidget:
+def live(chart: go.Figure, *, of: int = 1, first: bool = True) -> go.FigureWidget:
     """A figure on screen that shows ``chart``, complete from its first moment on.
 
-    first  whether it is the first one of its widget, and brings the code for all
+    of     figures that its widget has; several share the code that draws them
+    first  whether it is the first of them, and brings that code for all
     """
-    figure = _Figure(list(chart.data), _layout(chart), bundle=_plotly() if first else "")
+    if of == 1:
+        figure = go.FigureWidget(list(chart.data), _layout(chart))
+    else:
+        figure = _Shared(list(chart.data), _layout(chart), bundle=_plotly() if first else "")
     figure._shown = chart, *_plain(chart)
     return figure
 

@@ -32,18 +32,27 @@ class Bench:
         """What its picture shows (see page.js, ``look``); None for a widget without one."""
         return next(iter(self.notebook.figures(self.index)), None)
 
+    def shown(self) -> str | None:
+        """Its picture; of a widget with several all of them, and its words, which say in their
+        place what cannot be. None without a picture.
+        """
+        figures = self.notebook.figures(self.index)
+        if len(figures) > 1:
+            return "".join([figure["print"] for figure in figures]) + self.words()
+        return figures[0]["print"] if figures else None
+
     def _answers(self, before: str | None, what: str) -> None:
         """Wait until the picture is another one, if there is a picture."""
         if before is not None:
             self.notebook.wait(
-                lambda: self.figure["print"] != before, ANSWER_S,
+                lambda: self.shown() != before, ANSWER_S,
                 f"the picture of cell {self.index} does not follow {what}",
             )  # fmt: skip
 
     def move(self, slider: Locator, key: str | None = None) -> None:
         """One key on a slider (default: a step up, at its end a step down); the picture follows."""
         handle, readout = slider.locator(".noUi-handle").first, slider.locator(".widget-readout")
-        before, said = self.figure and self.figure["print"], readout.inner_text()
+        before, said = self.shown(), readout.inner_text()
         handle.focus()
         for pressed in [key] if key else ["ArrowRight", "ArrowLeft"]:
             handle.press(pressed)
@@ -58,7 +67,7 @@ class Bench:
     def choose(self, row: Locator) -> None:
         """Press the next button of a row that is not pressed yet; the picture follows."""
         button = row.locator("button:not(.mod-active)").first
-        before = self.figure and self.figure["print"]
+        before = self.shown()
         button.click()
         self._answers(before, f"its button «{button.inner_text()}»")
 
@@ -72,7 +81,7 @@ class Bench:
 
     def start(self) -> None:
         """Press «Run it» and see that a run is under way."""
-        self._predicted = self.figure and self.figure["print"]
+        self._predicted = self.shown()
         self.cell.get_by_role("button", name="Run").click()
         self.notebook.wait(
             lambda: self.enabled("Stop"), ANSWER_S, f"«Run it» starts nothing: {self.words()}"
