@@ -74,6 +74,8 @@ def test_a_lab_opens_runs_and_its_widgets_work(open_notebook, path):
 
     # every widget: each knob, then a run, its Stop where it is not over yet, and a run to its end
     for cell in lab.cells():
+        if len(lab.figures(cell["index"])) > 1:
+            continue  # the explorer: test_explore.py drives it
         widget = Bench(lab, cell["index"])
         for slider in widget.sliders:
             widget.move(slider)
