@@ -19,6 +19,7 @@ from browser.bench import ANSWER_S, Bench
 LABS = Path(__file__).resolve().parent.parent.parent / "labs"
 NOTEBOOKS = sorted(LABS.glob("[0-9]*.ipynb"))
 LAB_S = 45
+SLOWER = {"10_compose": 120, "11_trillion": 120}  # a dozen real runs; 3,072 ranks
 PLOTLY = "application/vnd.plotly.v1+json"
 
 
@@ -93,4 +94,4 @@ def test_a_lab_opens_runs_and_its_widgets_work(open_notebook, path):
             widget.button("Commit").click()
             lab.wait(lambda w=widget: not w.enabled("Commit"), ANSWER_S, "no commitment")
     assert lab.complaints() == []
-    assert wall - others < LAB_S, f"{wall:.0f} s, of which others took {others:.0f} s"
+    assert wall - others < SLOWER.get(path.stem, LAB_S), f"{wall:.0f} s, of which others took {others:.0f} s"
