@@ -113,8 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_model_and_plan(run)
-    how = run.add_argument_group("the run")
-    for option, reader, said in (
+    _add_options(run.add_argument_group("the run"), (
         ("--steps", number, "optimizer steps, the first of them warm-up"),
         ("--optimizer", str, "adamw or sgd"),
         ("--lr", number, "learning rate"),
@@ -127,10 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("--resume", str, "a folder of checkpoints to go on from, under any plan"),
         ("--device", str, "cpu or cuda (default: the GPU where there is one)"),
         ("--timeout", number, "seconds without a sign of life before the ranks are stopped"),
-    ):
-        name = option[2:].replace("-", "_")
-        how.add_argument(option, dest=name, type=reader, metavar=name.upper(),
-                         default=argparse.SUPPRESS, help=said)  # fmt: skip
+    ))  # fmt: skip
 
     result = run.add_argument_group("what to show and write")
     result.add_argument(
@@ -149,17 +145,13 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_model_and_plan(dry)
-    what = dry.add_argument_group("the dry run")
-    for option, reader, said in (
+    _add_options(dry.add_argument_group("the dry run"), (
         ("--rank", number, "which of the plan's ranks to be (default 0)"),
         ("--steps", number, "optimizer steps (default 1); they are alike"),
         ("--optimizer", str, "adamw or sgd"),
         ("--clip-norm", number, "clip the gradients' global norm to this"),
         ("--timeout", number, "seconds that it may take"),
-    ):
-        name = option[2:].replace("-", "_")
-        what.add_argument(option, dest=name, type=reader, metavar=name.upper(),
-                          default=argparse.SUPPRESS, help=said)  # fmt: skip
+    ))  # fmt: skip
     dry.add_argument("--save", type=Path, metavar="FILE", help="the report: dry.json")
     dry.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page")
     dry.set_defaults(act=_dry_run, parser=dry)
@@ -181,6 +173,14 @@ def _add_model_and_plan(command: argparse.ArgumentParser) -> None:
                        "the options below change it")  # fmt: skip
     _add_fields(model, ModelSpec, ModelSpec.preset(DEFAULT_PRESET).to_dict())
     _add_fields(command.add_argument_group("the plan"), Plan, Plan().to_dict())
+
+
+def _add_options(group: Any, options: Sequence[tuple[str, Callable[[str], Any], str]]) -> None:
+    """(option, what reads its value, help) each; one that is not given is not in the result."""
+    for option, reader, said in options:
+        name = option[2:].replace("-", "_")
+        group.add_argument(option, dest=name, type=reader, metavar=name.upper(),
+                           default=argparse.SUPPRESS, help=said)  # fmt: skip
 
 
 def _add_exports(group: Any) -> None:

@@ -19,8 +19,6 @@ from paralab.checks import illegal
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
 from paralab.spec import Cluster, ModelSpec, Plan
-from paralab.theory import memory
-from paralab.theory.predict import predict
 
 QUESTIONS, SLACK = 30, 1.10
 PRECISION = "bf16"
@@ -164,18 +162,9 @@ def suits(plan: Any, case: Case) -> None:
 @functools.lru_cache(maxsize=1024)
 def known(plan: Plan, case: Case) -> Answer:
     """What `ask` says."""
-    report = predict(case.spec, plan, case.cluster, steps=1, detail="actions")
-    return Answer(report.step_time, needed(plan, case))
+    from paralab.theory.search import simulate
 
-
-def needed(plan: Plan, case: Case) -> int:
-    """Bytes on the fullest device, by the formulas."""
-    ranks = range(0, plan.world_size, plan.dp * plan.tp)  # one of every stage: the others do alike
-    return max(
-        sum(parts.values())
-        for rank in ranks
-        for parts in memory.moments(case.spec, plan, rank=rank).values()
-    )
+    return Answer(*simulate(case.spec, plan, case.cluster, "adamw"))
 
 
 @functools.cache
@@ -189,7 +178,7 @@ def best(case: Case) -> float:
 
 
 def _look(notes: Notes, case: Case, plan: Plan, questions: int) -> None:
-    memory_gb, room_gb = needed(plan, case) / 1e9, case.cluster.memory / 1e9
+    memory_gb, room_gb = known(plan, case).bytes / 1e9, case.cluster.memory / 1e9
     notes.note(PLAN, "three legal plans", True)
     notes.note(FITS, f"{case.model}: {memory_gb:.0f} GB", memory_gb <= room_gb,
                f"{case}: {memory_gb:.0f} GB on the fullest device, which has "
