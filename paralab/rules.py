@@ -60,7 +60,7 @@ def check_plan(plan: Plan, model: ModelSpec) -> None:
     _check_relay(plan)
     _check_pipeline(plan, model)
     _check_zero(plan)
-    _check_split_backward(plan)
+    _check_split_backward(plan, model)
     _check_offload(plan)
     if model.frozen and plan.pp > 1:
         raise illegal("frozen", model.frozen, "every stage sends the gradient of its input back, "
@@ -246,10 +246,10 @@ def _check_offload(plan: Plan) -> None:
                       "'cpu'")  # fmt: skip
 
 
-def _check_split_backward(plan: Plan) -> None:
+def _check_split_backward(plan: Plan, model: ModelSpec) -> None:
     """What a schedule that puts weight halves of backward aside does not go with."""
     grid = plan.tp > 1 and plan.tp_mode != "1d"
-    if not (plan.zero_stage == 3 or plan.recompute != "none" or grid):
+    if not (plan.zero_stage == 3 or plan.recompute != "none" or grid or model.frozen):
         return
     if not any(action.kind == "W" for actions in plan.actions() for action in actions):
         return
@@ -262,6 +262,10 @@ def _check_split_backward(plan: Plan) -> None:
         raise illegal("tp_mode", plan.tp_mode, f"schedule={plan.schedule_name!r} puts weight "
                       "halves of backward aside, and on a grid these have messages of their own",
                       f"'1d', or schedule={legal}")  # fmt: skip
+    if model.frozen:
+        raise illegal("frozen", model.frozen, f"schedule={plan.schedule_name!r} puts weight halves "
+                      "of backward aside, and what is frozen has none",
+                      f"(), or schedule={legal}")  # fmt: skip
     raise illegal("recompute", plan.recompute, f"schedule={plan.schedule_name!r} puts weight "
                   "halves of backward aside, and these need the recomputed activations after the "
                   "block has given them back", f"'none', or schedule={legal}")  # fmt: skip

@@ -157,6 +157,8 @@ def test_frozen_parameters_are_whole_names_and_are_not_counted_as_trained():
     assert model.replace(frozen=()).num_trainable == model.num_params
     with pytest.raises(ValueError, match="frozen=.*trains nothing"):
         pl.Plan(pp=2).validate(model)
+    with pytest.raises(ValueError, match="frozen=.*weight halves"):
+        pl.Plan(schedule="zb-h1").validate(model)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_figure_on_screen_becomes_any_other_chart():
         assert shown(figure) == shown(live(chart))
 
 
-def test_a_page_hears_of_a_figure_when_it_is_complete(monkeypatch):
+def test_a_page_of_several_hears_of_a_figure_when_it_is_complete(monkeypatch):
     import comm
 
     told, make = [], comm.create_comm
@@ -71,7 +71,7 @@ def test_a_page_hears_of_a_figure_when_it_is_complete(monkeypatch):
         return make(*args, **settings)
 
     monkeypatch.setattr(comm, "create_comm", listen)
-    figure = live(go.Figure(data=[{"type": "bar", "x": [1, 2]}], layout={"height": 77}))
+    figure = live(go.Figure(data=[{"type": "bar", "x": [1, 2]}], layout={"height": 77}), of=2)
     (state,) = [state for state in told if "_widget_data" in state]
     assert [trace["x"] for trace in state["_widget_data"]] == [(1, 2)] or state["_widget_data"]
     assert state["_widget_layout"]["height"] == 77 and figure.model_id

@@ -278,6 +278,9 @@ exercise
 
 
 # %%
+import paralab as pl
+
+
 def my_planner(model, cluster, batch, ask):
     """The plan that trains `model` on all devices of `cluster`, `batch` samples per step, in bf16.
 

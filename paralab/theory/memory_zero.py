@@ -108,7 +108,7 @@ class Walk:
         self.whole: dict[str, int] = {}  # gradients that nobody has taken, elements
         self.shards: set[int] = set()  # units whose part of the gradient is there
         self.under_way: tuple[int, ...] = ()
-        self.missing = {n: len(self.units[n].names) for n in set(self.unit_of.values())}
+        self.missing: dict[int, int] = {}  # of units begun, the gradients that are yet to come
         self.done = dict.fromkeys(self.stages, 0), dict.fromkeys(self.stages, 0)
         self.seen: dict[tuple, tuple] = {}
 
@@ -121,19 +121,22 @@ class Walk:
         late = self.done[kind == "W"]
         late[stage] += kind != "F"
         last = late[stage] == self.plan.microbatches
-        before = (stage, kind, last, frozenset(self.whole), frozenset(self.shards), self.under_way,
-                  self.leaving, self.moving)  # fmt: skip
+        before = (stage, kind, last, frozenset(self.whole), frozenset(self.shards),
+                  frozenset(self.missing.items()), self.under_way, self.leaving,
+                  self.moving)  # fmt: skip
         base = self.activations
         if before in self.seen and not last:
-            self.whole, self.shards, rest, found = self.seen[before]
+            self.whole, self.shards, self.missing, rest, found = self.seen[before]
             self.whole, self.shards = dict(self.whole), set(self.shards)
+            self.missing = dict(self.missing)
             self.under_way, self.leaving, self.moving = rest
         else:
             self.activations = 0
             moments = self._forward(stage) if kind == "F" else self._backward(stage, kind, last)
             found = max(moments, key=lambda moment: sum(moment.values()))
             rest = self.under_way, self.leaving, self.moving
-            self.seen[before] = dict(self.whole), set(self.shards), rest, found
+            sets = dict(self.whole), set(self.shards), dict(self.missing)
+            self.seen[before] = *sets, rest, found
         size, aside = sum(self.kept[stage].values()), self.aside[stage]
         more = {"F": size, "B": -size, "I": aside - size, "W": -aside}[kind]
         self.activations = base + more
@@ -211,10 +214,10 @@ class Walk:
         unit = self.unit_of[name]
         if not (last or self.every):
             return
-        self.missing[unit] -= 1
-        if self.missing[unit]:
+        missing = self.missing.pop(unit, len(self.units[unit].names)) - 1
+        if missing:
+            self.missing[unit] = missing
             return
-        self.missing[unit] = len(self.units[unit].names)
         settled = self.under_way[: len(self.under_way) - (IN_FLIGHT - 1)]
         self.under_way, self.leaving = self.under_way[len(settled) :], ()
         self._keep(settled)

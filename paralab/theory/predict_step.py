@@ -194,7 +194,7 @@ def step_rows(
         mine.compute(work, "copy")
     ends = (pipeline[0], pipeline[-1])
     if model.tied and plan.stages > 1 and rank in ends:
-        elements = model.vocab * model.hidden // plan.tp
+        elements = memory.rank_sizes(model, plan, ends[0])["embedding.token.weight"]
         if plan.zero_stage:  # of the shard that either of them owns
             elements = -(-elements // plan.shard_degree)
         mine.wait(mine.launch("all_reduce", mine.item * elements, ends, "pp", "tied"))

@@ -98,9 +98,15 @@ def linear_elements(model: ModelSpec, plan: Plan, role: str) -> tuple[Fraction, 
 
 
 def depth_elements(model: ModelSpec, plan: Plan, role: str) -> Fraction:
-    """Elements that one rank of 2.5D sends once per step to sum a weight's gradient over depth."""
+    """Elements that one rank of 2.5D sends once per step to sum a weight's gradient over depth.
+
+    With ZeRO of its own share of it, after data parallelism; on average over the dp ranks.
+    """
     (q, d), (k, n) = plan.tp_grid, matrix(model, role)
-    return Fraction(2 * (d - 1) * k * n, d * q * q) if plan.tp_mode == "2.5d" else Fraction(0)
+    if plan.tp_mode != "2.5d":
+        return Fraction(0)
+    share = plan.shard_degree if plan.zero_stage else 1
+    return Fraction(2 * (d - 1) * k * n, d * q * q * share)
 
 
 # ---- the calls, one by one ----------------------------------------------------------------------
