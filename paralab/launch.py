@@ -242,7 +242,7 @@ def _launch(
     with _house.turn(stop) as server:
         run = Run(server, timeout=timeout, on_progress=on_progress, stop=stop)
         try:
-            run.start(ranks, pickle.dumps(task), payload, live=live)
+            run.start(ranks, pickle.dumps(task), payload, live=live, trains=with_context)
             error = run.watch()
         finally:
             try:

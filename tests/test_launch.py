@@ -343,6 +343,35 @@ def test_ranks_are_born_with_every_preload_and_cuda_untouched_by_a_server_withou
     assert len(os.listdir(f"/proc/{_house._server.pid}/task")) == 1
 
 
+def has_compiler(context: object = None) -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def test_ranks_that_train_are_born_with_what_an_optimizer_imports(monkeypatch) -> None:
+    monkeypatch.setattr(LAUNCH, "_house", house := _House())
+    try:
+        assert launch_program(has_compiler, ranks=2) == [True, True]  # each would take 1.4 s
+    finally:
+        house.close()
+
+
+def test_who_gives_up_while_a_server_loads_leaves_it_usable(monkeypatch) -> None:
+    monkeypatch.setattr(LAUNCH, "_house", house := _House())
+    server = house.server()
+    server.get_ready()
+
+    def give_up() -> None:
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server.get_ready(give_up, to_train=True)
+        assert launch_program(has_compiler, ranks=1) == [True]
+        assert pl.launch(has_compiler, ranks=1) == [True] and house.server() is server
+    finally:
+        house.close()
+
+
 def test_a_failing_import_is_shown_not_hidden_by_the_preload(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libwheel.so is missing')\n")
     monkeypatch.syspath_prepend(tmp_path)

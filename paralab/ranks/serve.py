@@ -28,9 +28,13 @@ from typing import NoReturn
 
 # What every rank needs; a failing import is the launch's error. The last one is pl.run's program.
 ESSENTIAL = ("numpy.random", "torch.distributed", "paralab.ranks.process", "paralab.train")
-# What DDP, FSDP and the profiler pull in at first use: 0.9 s and 75 MB in every rank if not shared.
-# Loaded while nobody waits, in pieces below 0.4 s, so a first launch does not pay for it. A piece
-# that fails is tried again by the rank that uses it, and the error is raised there.
+# What torch's optimizers import at first use, its compiler: 1.4 s in every rank if not shared.
+# Loaded before the first launch that trains.
+TO_TRAIN = ("torch._dynamo",)
+# What DDP, FSDP and the profiler pull in at first use, and all of the above in smaller pieces: 75
+# MB in every rank if not shared. Loaded while nobody waits, in pieces below 0.4 s, so a first
+# launch does not pay for it. A piece that fails is tried again by the rank that uses it, and the
+# error is raised there.
 WHEN_IDLE = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -120,6 +124,13 @@ class _Server:
             message = self.connection.recv()
             if message[0] == "fork":
                 self._fork(*message[1:])
+            elif message[0] == "to train":
+                for name in TO_TRAIN if self.method == "fork" else ():
+                    with contextlib.suppress(
+                        Exception
+                    ):  # the rank that needs it says what is wrong
+                        self._import(name)
+                self.connection.send(("loaded",))
             else:
                 self._end()
                 self.connection.send(("ended",))

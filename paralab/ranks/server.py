@@ -64,6 +64,7 @@ class RankServer:
         self._socket = ours
         self.connection = Connection(os.dup(ours.fileno()))
         self._ready = False
+        self._to_train = ""  # "asked" to load what training needs, or "there"
         self._talking = False  # an interrupted conversation cannot be taken up again
 
     @property
@@ -73,22 +74,31 @@ class RankServer:
     def alive(self) -> bool:
         return not self._talking and self._process.poll() is None
 
-    def get_ready(self, look: Callable[[], None] = lambda: None) -> None:
+    def get_ready(self, look: Callable[[], None] = lambda: None, *, to_train: bool = False) -> None:
         """Wait until the server has loaded what ranks need.
 
-        look  called ten times a second; what it raises ends the waiting, and does no harm
+        look      called ten times a second; what it raises ends the waiting, and does no harm
+        to_train  what an optimizer needs too
         Raises ``RuntimeError`` with the import's traceback if it could not; ``EOFError`` or
         ``OSError`` if it has died.
         """
-        if self._ready:
-            return
+        if not self._ready:
+            kind, text = self._hear(look)
+            if kind == "failed":
+                self._talking = True  # it ends now: not `alive` for the next call
+                raise RuntimeError(f"ranks cannot start, an import they need fails:\n\n{text}")
+            self._ready = True
+        if to_train and not self._to_train:
+            self.connection.send(("to train",))
+            self._to_train = "asked"
+        if self._to_train == "asked":  # now, or by a launch that was interrupted
+            self._hear(look)
+            self._to_train = "there"
+
+    def _hear(self, look: Callable[[], None]) -> tuple:
         while not self.connection.poll(LOOK_SECONDS):  # an interrupt here does no harm
             look()
-        kind, text = self.connection.recv()
-        if kind == "failed":
-            self._talking = True  # it ends now: not `alive` for the next call
-            raise RuntimeError(f"ranks cannot start, an import they need fails:\n\n{text}")
-        self._ready = True
+        return self.connection.recv()
 
     def fork(self, folder: Path, fds: list[tuple[int, int]]) -> list[int]:
         """Fork one rank per (control, output) descriptor pair; returns their process ids.

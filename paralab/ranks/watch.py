@@ -67,11 +67,14 @@ class Run:
         self.life = self.looked = time.monotonic()
 
     # ---- start --------------------------------------------------------------------------------
-    def start(self, count: int, task: bytes, payload: bytes, *, live: bool) -> None:
+    def start(
+        self, count: int, task: bytes, payload: bytes, *, live: bool, trains: bool
+    ) -> None:  # fmt: skip
         """Fork the ranks. ``task`` and ``payload`` lie in files: a rank may die before it reads."""
         self._go_on()
         with self._or_died():
-            self.server.get_ready(self._go_on)  # before there is a folder to remove
+            # Before there is a folder to remove.
+            self.server.get_ready(self._go_on, to_train=trains)
         self.folder = Path(tempfile.mkdtemp(prefix="paralab-"))
         (self.folder / "task").write_bytes(task)
         (self.folder / "payload").write_bytes(payload)
