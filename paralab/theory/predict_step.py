@@ -85,6 +85,8 @@ class _Rank:
         self.slower = 1 + cluster.half_rate_tokens / (plan.microbatch_size * model.seq_len)
         self.rows: list[Row] = []
         self.calls: dict[tuple, int] = {}  # so that the members of a call name it alike
+        self.groups: dict[str, tuple[int, ...]] = {}  # of tensor parallelism, by axis
+        self.alike: dict[tuple, tuple] = {}  # what calls with the same arguments have in common
 
     def compute(self, work: Work, kind: str, microbatch: int = -1, stage: int = 0) -> None:
         if self.slower > 1:
@@ -101,22 +103,30 @@ class _Rank:
     def launch(self, op: str, payload: int, ranks: tuple[int, ...], axis: str, phase: str,
                peer: int = -1) -> int:  # fmt: skip
         """Post a call; returns its position, to be waited for. peer: of a pair, or a root."""
+        key = op, payload, ranks, axis, phase, peer
+        if key not in self.alike:
+            self.alike[key] = self._common(*key)
+        name, *common = self.alike[key]
+        number = self.calls[name] = self.calls.get(name, -1) + 1
+        item = Collective((*name, number), *common)
+        self.rows.append(
+            Row(item, "comm", -1, self._before(), 0, payload, axis, phase, ranks, peer)
+        )
+        return len(self.rows) - 1
+
+    def _common(self, op: str, payload: int, ranks: tuple[int, ...], axis: str, phase: str,
+                peer: int) -> tuple:  # fmt: skip
+        """(name of its kind, lane, members, op, wire bytes, level) of a call."""
         lane, members = f"comm:{axis}", ranks
         pair = op in POINT_TO_POINT
         if pair:  # each direction of each pair is a wire of its own, used in order
             members = (self.rank, peer) if op == "send" else (peer, self.rank)
             lane = f"{lane}:{members[0]}>{members[1]}"
         name = ("pair", *members) if pair else (axis, phase, *members)
-        number = self.calls[name] = self.calls.get(name, -1) + 1
         nodes = {self.cluster.node_of(r) for r in members}
         root = ranks.index(peer) if op in ROOTED else 0
         wire = wire_bytes(op, payload, len(ranks), ranks.index(self.rank), root)
-        item = Collective((*name, number), lane, members, op, wire,
-                          "inter" if len(nodes) > 1 else "intra")  # fmt: skip
-        self.rows.append(
-            Row(item, "comm", -1, self._before(), 0, payload, axis, phase, ranks, peer)
-        )
-        return len(self.rows) - 1
+        return name, lane, members, op, wire, "inter" if len(nodes) > 1 else "intra"
 
     def _before(self) -> tuple[int, ...]:
         """The last entry of the compute lane: what is launched now comes after it."""
@@ -131,7 +141,9 @@ class _Rank:
 
     def call(self, call: tensor.Call) -> int:
         """Post a call of tensor parallelism."""
-        ranks = self.plan.ranks(call.axis, self.rank)
+        if call.axis not in self.groups:
+            self.groups[call.axis] = self.plan.ranks(call.axis, self.rank)
+        ranks = self.groups[call.axis]
         peer = ranks[call.root] if call.root >= 0 else -1
         item = 4 if call.phase in ALWAYS_FP32 else self.item
         return self.launch(call.op, item * call.elements, ranks, call.axis, call.phase, peer)
