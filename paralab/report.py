@@ -18,7 +18,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
-from paralab.records import dry, metrics, tables
+from paralab.records import dry, metrics, moved, summary, tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
 
@@ -135,7 +135,7 @@ class Report:
     # ---- tables -------------------------------------------------------------------------------
     def summary(self) -> pd.DataFrame:
         """Step time, compute, waiting, bytes per rank and step, loss: one small table."""
-        return metrics.summary(self)
+        return summary.summary(self)
 
     def peaks(self, rank: int | None = None) -> pd.DataFrame:
         """Bytes by category at the peak of ``rank`` (default: the worst), formula beside.
@@ -160,14 +160,14 @@ class Report:
     def traffic(
         self, by: str | Sequence[str] = "rank", *, bookkeeping: bool = False, warmup: bool = False
     ) -> pd.DataFrame:
-        """Bytes per step by rank, op, axis, level, phase or edge; see ``metrics.traffic``."""
-        return metrics.traffic(self, by, bookkeeping=bookkeeping, warmup=warmup)
+        """Bytes per step by rank, op, axis, level, phase or edge; see ``moved.traffic``."""
+        return moved.traffic(self, by, bookkeeping=bookkeeping, warmup=warmup)
 
     def copied(
         self, by: str | Sequence[str] = ("rank", "link", "category"), *, warmup: bool = False
     ) -> pd.DataFrame:
-        """Bytes per step between device, host and files; see ``metrics.copied``."""
-        return metrics.copied(self, by, warmup=warmup)
+        """Bytes per step between device, host and files; see ``moved.copied``."""
+        return moved.copied(self, by, warmup=warmup)
 
     # ---- pictures and files -------------------------------------------------------------------
     def timeline(

@@ -43,7 +43,7 @@ def summary(report: Report) -> pd.DataFrame:
     """What the rank holds, sends and copies: index quantity; columns value and unit."""
     import pandas as pd
 
-    from paralab.records import metrics
+    from paralab.records import moved
 
     rows: list[tuple[str, float, str]] = [
         ("parameters", report.meta.get("num_params", float("nan")), "of this rank")
@@ -57,9 +57,9 @@ def summary(report: Report) -> pd.DataFrame:
         if len(mine):
             most = mine.groupby(["step", "time"])["bytes"].sum().max()
             rows.append((f"on the host{' in files' * (tier == 'file')}", most / 1e6, "MB"))
-    rows.append(("sent per step", metrics.traffic(report)["bytes"].sum() / 1e6, "MB"))
-    moved = metrics.copied(report, "link")
+    rows.append(("sent per step", moved.traffic(report)["bytes"].sum() / 1e6, "MB"))
+    copies = moved.copied(report, "link")
     rows += [(f"copied, {link}, per step", size / 1e6, "MB")
-             for link, size in zip(moved["link"], moved["bytes"], strict=True)]  # fmt: skip
+             for link, size in zip(copies["link"], copies["bytes"], strict=True)]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["quantity", "value", "unit"])
     return frame.round({"value": 4}).set_index("quantity")

@@ -1,9 +1,9 @@
-"""What a report's tables say in one number: step time, bubble, waiting, hidden, bytes by x.
+"""What a report's times say in one number: step time, bubble, waiting, hidden; and peak memory.
 
 Pure functions of a ``Report``; measured, replayed and predicted reports are read alike. Times in
-seconds, traffic in bytes. Step 0 is warm-up and left out wherever there is another step.
-Definitions: the docstrings below; the bubble is 1 - sum(compute) / (p T) as in PTD-P (Narayanan+
-2021, arXiv:2104.04473, sec. 2.2), with T from the first forward to the last backward.
+seconds; bytes sent and copied are in moved.py. Step 0 is warm-up and left out wherever there is
+another step. Definitions: the docstrings below; the bubble is 1 - sum(compute) / (p T) as in PTD-P
+(Narayanan+ 2021, arXiv:2104.04473, sec. 2.2), with T from the first forward to the last backward.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paralab.checks import choice, illegal
 from paralab.records import dry
 from paralab.records.once import once
 from paralab.records.tables import COMPUTE_KINDS, COPY_LANES
-from paralab.spec import BYTES_PER_ELEMENT
-from paralab.theory.traffic import BOOKKEEPING, edges
-from paralab.tiers import WAYS
+from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,9 +25,6 @@ if TYPE_CHECKING:
     from paralab.report import Report
 
 Interval = tuple[float, float]
-BY = ("rank", "op", "axis", "level", "phase", "edge")
-COPIED_BY = ("rank", "link", "category")
-COPIES_HIDDEN = "of the copies hidden behind compute"
 NAN = float("nan")
 
 
@@ -235,180 +229,3 @@ def peak_memory(report: Report) -> int | None:
     if memory.empty:
         return None
     return int(memory.groupby(["rank", "step", "time"])["bytes"].sum().max())
-
-
-def node_of(report: Report, rank: int) -> int:
-    """The node that ``rank`` ran on; one node where the report does not say."""
-    nodes = report.meta.get("nodes") or []
-    return nodes[rank] if rank < len(nodes) else 0
-
-
-def traffic(
-    report: Report,
-    by: str | Sequence[str] = "rank",
-    *,
-    bookkeeping: bool = False,
-    warmup: bool = False,
-) -> pd.DataFrame:
-    """Bytes sent per step, summed over what is not named in ``by``.
-
-    by           one or several of rank (the sender), op, axis, level, phase, edge; edge gives two
-                 columns, sender and receiver. A level is each edge's own: intra if sender and
-                 receiver share a node
-    bookkeeping  count phases control and setup too
-    warmup       count step 0 too
-
-    The column bytes is the mean over the counted steps: int64 whenever every row's mean is whole,
-    float64 otherwise. Raises ValueError if a row's wire_bytes are not what its operation sends.
-    """
-    names = [choice("by", b, BY) for b in ([by] if isinstance(by, str) else by)]
-    if not names:
-        raise illegal("by", by, "nothing to split by", " | ".join(BY))
-    keys = [k for b in names for k in (("sender", "receiver") if b == "edge" else (b,))]
-    steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
-    calls, sums = report.collectives, in_outline(report)
-    calls = calls[calls["step"].isin(steps)]
-    if not bookkeeping:
-        calls = calls[~calls["phase"].isin(BOOKKEEPING)]
-    totals: dict[tuple[Any, ...], int] = defaultdict(int)
-    if keys == ["rank"]:  # a rank that sends nothing is worth a row
-        totals |= {(rank,): 0 for rank in reported_ranks(report)}
-    for row in calls.to_dict("records"):
-        sent = edges(row["op"], row["ranks"], row["rank"], row["payload_bytes"], row["peer"],
-                     sent=row["wire_bytes"] if sums else None)  # fmt: skip
-        if sum(sent.values()) != row["wire_bytes"]:
-            raise ValueError(
-                f"collective {row['call']} on rank {row['rank']}: wire_bytes={row['wire_bytes']}, "
-                f"but {row['op']} of {row['payload_bytes']} bytes among {len(row['ranks'])} ranks "
-                f"sends {sum(sent.values())}; traffic() counts only bytes that the formulas know"
-            )
-        for receiver, count in sent.items():
-            apart = node_of(report, row["rank"]) != node_of(report, receiver)
-            row |= {
-                "level": "inter" if apart else "intra",
-                "sender": row["rank"],
-                "receiver": receiver,
-            }
-            totals[tuple(row[k] for k in keys)] += count
-    return _per_step(sorted(totals.items()), keys, len(steps))
-
-
-def copied(
-    report: Report, by: str | Sequence[str] = COPIED_BY, *, warmup: bool = False
-) -> pd.DataFrame:
-    """Bytes copied between memory tiers per step, summed over what is not named in ``by``.
-
-    by      one or several of rank, link (h2d, d2h, disk read, disk write), category
-    warmup  count step 0 too
-
-    The column bytes is the mean over the counted steps, as in ``traffic``.
-    """
-    names = [choice("by", b, COPIED_BY) for b in ([by] if isinstance(by, str) else by)]
-    if not names:
-        raise illegal("by", by, "nothing to split by", " | ".join(COPIED_BY))
-    steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
-    totals: dict[tuple[Any, ...], int] = defaultdict(int)
-    if names == ["rank"]:  # a rank that copies nothing is worth a row
-        totals |= {(rank,): 0 for rank in reported_ranks(report)}
-    for row in report.copies[report.copies["step"].isin(steps)].to_dict("records"):
-        lane, op = row["lane"], row["op"]
-        row["link"] = lane if op == "copy" else f"{lane} {op}"
-        totals[tuple(row[k] for k in names)] += row["bytes"]
-    place = {link: f"{i}" for i, link in enumerate(WAYS)}  # from the device outwards
-    rows = sorted(totals.items(), key=lambda r: [place.get(label, label) for label in r[0]])
-    return _per_step(rows, names, len(steps))
-
-
-def _per_step(rows: Sequence[Any], keys: Sequence[str], steps: int) -> pd.DataFrame:
-    """Rows (labels, bytes of all steps) as a table of bytes of one step."""
-    import pandas as pd
-
-    steps = max(steps, 1)  # a report may have none
-    whole = all(count % steps == 0 for _, count in rows)
-    values = [count // steps if whole else count / steps for _, count in rows]
-    columns: dict[str, Any] = {}
-    for i, key in enumerate(keys):
-        dtype = "int64" if key in ("rank", "sender", "receiver") else "object"
-        columns[key] = pd.Series([labels[i] for labels, _ in rows], dtype=dtype)
-    columns["bytes"] = pd.Series(values, dtype="int64" if whole else "float64")
-    return pd.DataFrame(columns)
-
-
-def ring_optimum(report: Report) -> int:
-    """Bytes all ranks together send per step in pure data parallelism: N times 2(N-1)/N Psi.
-
-    Psi in bytes of the plan's precision (Patarasuk & Yuan 2009, the bandwidth-optimal all-reduce).
-    """
-    if report.model is None:
-        raise illegal("model", None, "a traced function has no gradients to sum", "a training run")
-    psi = report.model.num_trainable * BYTES_PER_ELEMENT[report.plan.precision]
-    return 2 * (report.plan.dp - 1) * psi
-
-
-def summary(report: Report) -> pd.DataFrame:
-    """The report on one screen: index quantity; columns value and unit."""
-    if report.clock == dry.CLOCK:
-        return dry.summary(report)
-    import pandas as pd
-
-    steps = measured_steps(report)
-    parts = [shares(report, s) for s in steps] or [dict.fromkeys(
-        ("work", "optimizer", "wait", "communication", "hidden"), NAN)]  # fmt: skip
-    typical = {name: median(p[name] for p in parts) for name in parts[0]}
-    comm = typical["communication"]
-    sent = traffic(report)["bytes"].sum() / max(len(reported_ranks(report)), 1)
-    rows: list[tuple[str, float, str]] = [
-        ("step time", step_time(report) * 1e3, "ms"),
-        ("forward and backward", typical["work"] * 1e3, "ms"),
-        ("optimizer", typical["optimizer"] * 1e3, "ms"),
-        ("waiting", typical["wait"] * 1e3, "ms"),
-        ("communication in flight", comm * 1e3, "ms"),
-        ("of it hidden behind compute", 100 * typical["hidden"] / comm if comm > 0 else 0.0, "%"),
-        ("sent per rank and step", sent / 1e6, "MB"),
-    ]
-    rows += _copy_rows(report)
-    rows += _flops_rows(report)
-    if report.plan.pp > 1:
-        rows.append(("bubble", 100 * bubble(report), "% of device time"))
-    if report.losses:
-        rows += [("loss, first step", report.losses[0], "nats")]
-        rows += [("loss, last step", report.losses[-1], "nats")]
-    frame = pd.DataFrame({"quantity": [r[0] for r in rows], "value": [r[1] for r in rows],
-                          "unit": [r[2] for r in rows]})  # fmt: skip
-    return frame.round({"value": 4}).set_index("quantity")
-
-
-def _flops_rows(report: Report) -> list[tuple[str, float, str]]:
-    """What a step computes per second, and of a stated peak how much: theory/utilisation.py."""
-    from paralab.theory.utilisation import achieved, utilisation
-
-    seconds = step_time(report)
-    if report.model is None or not seconds > 0:
-        return []
-    rate = achieved(report.model, report.plan, seconds)["model"]
-    rows = [("model FLOP/s per device", rate / 1e9, "GFLOP/s")]
-    return rows + [(f"{name} FLOPs utilisation", 100 * share, "% of peak")
-                   for name, share in utilisation(report).items()]  # fmt: skip
-
-
-def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
-    """What summary says of copies between memory tiers: nothing where there are none."""
-    n, unit = len(reported_ranks(report)), "MB" + " per rank" * (report.world_size > 1)
-    moved = copied(report, "link").set_index("link")["bytes"]
-    names = {"host to device per step": WAYS[:1], "device to host per step": WAYS[1:2],
-             "disk, read and written per step": WAYS[2:]}  # fmt: skip
-    mega = {name: float(sum(moved.get(link, 0) for link in links)) / n / 1e6
-            for name, links in names.items()}  # fmt: skip
-    rows = [(name, size, unit) for name, size in mega.items() if size]
-    steps = measured_steps(report)
-    spans = report.spans[report.spans["lane"] == "host"]
-    seconds = spans["cost"] if in_outline(report) else spans["end"] - spans["start"]
-    host = seconds.groupby(spans["step"]).sum()
-    if len(host):
-        busy = median(float(host.get(step, 0.0)) for step in steps) / n
-        rows.append(("host's processor at work", busy * 1e3, "ms"))
-    parts = [copy_shares(report, step) for step in steps]
-    if middle := median([part["copies"] for part in parts] or [0.0]):
-        hidden = 100 * median(part["hidden"] for part in parts) / middle
-        rows.append((COPIES_HIDDEN, hidden, "%"))
-    return rows

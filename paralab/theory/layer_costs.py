@@ -28,7 +28,7 @@ from paralab.theory.formulas import (
     recompute_work,
     total,
 )
-from paralab.theory.predict_step import ALWAYS_FP32
+from paralab.theory.predict_rows import ALWAYS_FP32
 from paralab.theory.traffic import wire_bytes
 
 PARTS = ("embedding", "blocks.0", "head")
@@ -134,7 +134,7 @@ class _Parts:
         self.level = "inter" if inter else "intra"
         self.item, self.batch = BYTES_PER_ELEMENT[plan.precision], plan.microbatch_size
         tokens = self.batch * self.model.seq_len
-        self.slower = 1 + self.cluster.half_rate_tokens / tokens  # of products, as in predict_step
+        self.slower = 1 + self.cluster.half_rate_tokens / tokens  # of products, as in predict_rows
         self.calls = tensor.calls(self.model, plan)
         self.cut, self.held = tensor.share_of_work(plan), book.held(plan)
         self.message = self.item * math.prod(residual_shape(self.model, plan))

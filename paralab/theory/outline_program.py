@@ -20,7 +20,8 @@ from paralab.records.tables import COMPUTE_KINDS
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.engine import Collective, Compute, Copy, Wait, link_cost
-from paralab.theory.predict_step import Row, step_rows
+from paralab.theory.predict_rows import Row
+from paralab.theory.predict_step import step_rows
 
 FEW = 3  # micro-batches of a program: the first, one like all the others, the last
 FEW_IN_LANES = 4  # where traffic runs on into the next, one more until it repeats itself

@@ -26,7 +26,7 @@ from paralab.theory.order import CODE, F
 from paralab.theory.outline_program import Program, pipeline_ranks
 from paralab.theory.outline_tail import Tail
 from paralab.theory.outline_times import Timetable
-from paralab.theory.predict_step import Row
+from paralab.theory.predict_rows import Row
 
 KINDS = np.array(["forward", "backward", "backward", "weight_grad"], object)  # of F, B, I, W
 SHORT = 1e-9  # of a step: gaps shorter than that are rounding

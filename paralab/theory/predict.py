@@ -29,7 +29,7 @@ from paralab.theory.offload import tier_bytes
 
 if TYPE_CHECKING:
     from paralab.report import Report
-    from paralab.theory.predict_step import Row
+    from paralab.theory.predict_rows import Row
 
 DETAILS = ("calls", "actions")
 MANY = 40_000  # rows of a report, at about 40 microseconds each

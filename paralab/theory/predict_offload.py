@@ -21,7 +21,7 @@ from paralab.theory.offload import layout
 from paralab.theory.predict_zero import ZeroRows
 
 if TYPE_CHECKING:
-    from paralab.theory.predict_step import Pieces, _Rank
+    from paralab.theory.predict_rows import Pieces, RankRows
 
 
 def check_links(plan: Plan, cluster: Cluster) -> None:
@@ -45,7 +45,7 @@ class Lanes:
     pieces  the span that is open: whatever is handed over or waited for ends a piece of it
     """
 
-    def __init__(self, rank: _Rank) -> None:
+    def __init__(self, rank: RankRows) -> None:
         self.rank, self.cluster = rank, rank.cluster
         self.limits = rank.plan.tiers.limits
         self.pieces: Pieces | None = None
@@ -76,7 +76,7 @@ class Lanes:
 class OffloadRows(ZeroRows):
     """A stage of ZeRO whose shares leave the device; see `parallel.offload`."""
 
-    def __init__(self, rank: _Rank, *, optimizer: str) -> None:
+    def __init__(self, rank: RankRows, *, optimizer: str) -> None:
         super().__init__(rank)
         self.lanes, self.tiers, self.optimizer = Lanes(rank), rank.plan.tiers, optimizer
         self.at = layout(rank.model, rank.plan, optimizer=optimizer, rank=rank.rank)
@@ -149,7 +149,7 @@ class OffloadRows(ZeroRows):
     # ---- the update ----------------------------------------------------------------------------
     def update(self) -> None:
         """In place of the optimizer's work on the device."""
-        from paralab.theory.predict_step import Pieces
+        from paralab.theory.predict_rows import Pieces
 
         pieces = self.lanes.pieces = Pieces(self.rank, "optimizer", -1, 0)
         self._update()
@@ -211,7 +211,7 @@ class OffloadRows(ZeroRows):
 class InputRows:
     """Inputs of recomputed blocks on their way to another tier and back."""
 
-    def __init__(self, rank: _Rank) -> None:
+    def __init__(self, rank: RankRows) -> None:
         self.lanes = Lanes(rank)
         self.size = memory.offloaded_input(rank.model, rank.plan)
         self.file = rank.plan.tiers.activations == "nvme"

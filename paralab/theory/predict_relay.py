@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paralab.parallel.schedules import Action
-from paralab.theory.predict_step import Pieces, Stage
+from paralab.theory.predict_rows import Pieces
+from paralab.theory.predict_step import Stage
 
 if TYPE_CHECKING:
     from paralab.theory.predict_offload import OffloadRows
-    from paralab.theory.predict_step import _Rank
+    from paralab.theory.predict_rows import RankRows
 
 
 class RelayStage(Stage):
     """The whole model on one rank, part by part."""
 
-    def act(self, action: Action, rank: _Rank, sync: OffloadRows) -> None:
+    def act(self, action: Action, rank: RankRows, sync: OffloadRows) -> None:
         """Append the rows of one action, whose stage is the part's number."""
         at, kind, k = action
         part, turns = self.parts[at], at == len(self.parts) - 1

@@ -22,131 +22,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from paralab.parallel.layouts import residual_shape
 from paralab.parallel.lowering import Transfer, lower
 from paralab.parallel.schedules import Action, relay
 from paralab.spec import BYTES_PER_ELEMENT, Cluster, ModelSpec, Plan
 from paralab.theory import memory, tensor
-from paralab.theory.engine import Collective, Compute, Copy, Item, Wait
 from paralab.theory.formulas import (
     ITEM,
     BackwardPart,
     Work,
     backward_halves,
-    bucket_copy_work,
     forward_pieces,
     optimizer_work,
     recompute_work,
 )
 from paralab.theory.gathering import parts_with_backward
 from paralab.theory.offload import blocks_kept
+from paralab.theory.predict_data_parallel import DataParallelRows
 from paralab.theory.predict_offload import InputRows, OffloadRows
+from paralab.theory.predict_rows import Pieces, RankRows, Row
 from paralab.theory.predict_zero import ZeroRows
-from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
 
-# Sums over a token's features or entries are made in fp32, whatever the precision.
-ALWAYS_FP32 = ("norm_forward", "norm_backward", "loss_forward")
 KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
-
-
-class Row(NamedTuple):
-    """One row of a rank's step: an engine item, and what the tables say about it."""
-
-    item: Item
-    kind: str
-    microbatch: int = -1
-    after: tuple[int, ...] = ()  # positions in the same list
-    stage: int = 0
-    payload: int = 0  # of a call, bytes
-    axis: str = ""
-    phase: str = ""
-    ranks: tuple[int, ...] = ()  # the call's group
-    peer: int = -1
-    op: str = ""  # of a copy between tiers; its payload is what it moves
-    category: str = ""
-
-    @property
-    def lane(self) -> str:
-        if isinstance(self.item, Copy):
-            return self.item.lane
-        return f"comm:{self.axis}" if self.axis else "compute"
-
-
-class _Rank:
-    """A rank's rows so far, and what it needs to write the next."""
-
-    def __init__(self, model: ModelSpec, plan: Plan, cluster: Cluster, rank: int) -> None:
-        self.model, self.plan, self.cluster, self.rank = model, plan, cluster, rank
-        self.item = BYTES_PER_ELEMENT[plan.precision]
-        # How many times longer products take than on infinitely many tokens.
-        self.slower = 1 + cluster.half_rate_tokens / (plan.microbatch_size * model.seq_len)
-        self.rows: list[Row] = []
-        self.calls: dict[tuple, int] = {}  # so that the members of a call name it alike
-        self.groups: dict[str, tuple[int, ...]] = {}  # of tensor parallelism, by axis
-        self.alike: dict[tuple, tuple] = {}  # what calls with the same arguments have in common
-
-    def compute(self, work: Work, kind: str, microbatch: int = -1, stage: int = 0) -> None:
-        if self.slower > 1:
-            work = replace(work, flops=work.flops * self.slower)
-        # An optimizer works in fp32 in any precision.
-        precision = "fp32" if kind == "optimizer" else self.plan.precision
-        seconds = work.seconds(self.cluster, precision)
-        self.rows.append(Row(Compute(seconds), kind, microbatch, stage=stage))
-
-    def wait(self, *positions: int) -> None:
-        if positions:
-            self.rows.append(Row(Wait(positions), "wait", after=positions))
-
-    def launch(self, op: str, payload: int, ranks: tuple[int, ...], axis: str, phase: str,
-               peer: int = -1) -> int:  # fmt: skip
-        """Post a call; returns its position, to be waited for. peer: of a pair, or a root."""
-        key = op, payload, ranks, axis, phase, peer
-        if key not in self.alike:
-            self.alike[key] = self._common(*key)
-        name, *common = self.alike[key]
-        number = self.calls[name] = self.calls.get(name, -1) + 1
-        item = Collective((*name, number), *common)
-        self.rows.append(
-            Row(item, "comm", -1, self._before(), 0, payload, axis, phase, ranks, peer)
-        )
-        return len(self.rows) - 1
-
-    def _common(self, op: str, payload: int, ranks: tuple[int, ...], axis: str, phase: str,
-                peer: int) -> tuple:  # fmt: skip
-        """(name of its kind, lane, members, op, wire bytes, level) of a call."""
-        lane, members = f"comm:{axis}", ranks
-        pair = op in POINT_TO_POINT
-        if pair:  # each direction of each pair is a wire of its own, used in order
-            members = (self.rank, peer) if op == "send" else (peer, self.rank)
-            lane = f"{lane}:{members[0]}>{members[1]}"
-        name = ("pair", *members) if pair else (axis, phase, *members)
-        nodes = {self.cluster.node_of(r) for r in members}
-        root = ranks.index(peer) if op in ROOTED else 0
-        wire = wire_bytes(op, payload, len(ranks), ranks.index(self.rank), root)
-        return name, lane, members, op, wire, "inter" if len(nodes) > 1 else "intra"
-
-    def _before(self) -> tuple[int, ...]:
-        """The last entry of the compute lane: what is launched now comes after it."""
-        rows = self.rows
-        return next(((p,) for p in reversed(range(len(rows))) if rows[p].lane == "compute"), ())
-
-    def queue(self, item: Copy, kind: str, op: str, category: str, size: int) -> int:
-        """Hand a job to a lane between tiers; returns its position."""
-        after = (*self._before(), *item.after)
-        self.rows.append(Row(item, kind, -1, after, 0, size, op=op, category=category))
-        return len(self.rows) - 1
-
-    def call(self, call: tensor.Call) -> int:
-        """Post a call of tensor parallelism."""
-        if call.axis not in self.groups:
-            self.groups[call.axis] = self.plan.ranks(call.axis, self.rank)
-        ranks = self.groups[call.axis]
-        peer = ranks[call.root] if call.root >= 0 else -1
-        item = 4 if call.phase in ALWAYS_FP32 else self.item
-        return self.launch(call.op, item * call.elements, ranks, call.axis, call.phase, peer)
 
 
 def step_rows(
@@ -159,12 +58,12 @@ def step_rows(
     """
     pp_index = plan.place(rank)[0]
     steps = lower(plan.actions())[pp_index] if steps is None else steps
-    mine = _Rank(model, plan, cluster, rank)
+    mine = RankRows(model, plan, cluster, rank)
     away = plan.tiers is not None and plan.tiers.states
     if away:
         sync = OffloadRows(mine, optimizer=optimizer)
     else:
-        sync = ZeroRows(mine) if plan.zero_stage else _DataParallel(mine)
+        sync = ZeroRows(mine) if plan.zero_stage else DataParallelRows(mine)
     inputs = InputRows(mine) if memory.offloaded_input(model, plan) else None
     held = memory.stage_parts(model, plan, rank)
     if plan.relays:
@@ -257,7 +156,7 @@ class Stage:
         self.microbatches = plan.microbatches
         self.done = {"I": 0, "W": 0}
 
-    def act(self, action: Action, rank: _Rank, sync: _DataParallel | ZeroRows) -> None:
+    def act(self, action: Action, rank: RankRows, sync: DataParallelRows | ZeroRows) -> None:
         """Append the rows of one action, cut where something is copied, leaves or is awaited."""
         stage, kind, microbatch = action
         pieces = Pieces(rank, KIND[kind], microbatch, stage)
@@ -321,32 +220,6 @@ class Stage:
             pieces.rank.wait(position)
 
 
-class Pieces:
-    """A span that is written piece by piece: every launch, copy and wait within ends a piece."""
-
-    def __init__(self, rank: _Rank, kind: str, microbatch: int, stage: int) -> None:
-        self.rank, self.said = rank, (kind, microbatch, stage)
-        self.work = Work()
-
-    def add(self, work: Work) -> None:
-        self.work += work
-
-    def cut(self) -> None:
-        """End a piece, as the recorder does."""
-        self.rank.compute(self.work, *self.said)
-        self.work = Work()
-
-    def launch(self, call: tensor.Call) -> int:
-        """A call of tensor parallelism leaves; returns its position."""
-        self.cut()
-        return self.rank.call(call)
-
-    def wait_for(self, calls: Sequence[tensor.Call]) -> None:
-        """Such calls one after the other, each waited for."""
-        for call in calls:
-            self.rank.wait(self.launch(call))
-
-
 def _with_copy(part: BackwardPart) -> BackwardPart:
     if part.part != "head" or part.names:
         return part
@@ -361,71 +234,3 @@ def _trained(model: ModelSpec, part: BackwardPart) -> BackwardPart:
     of = part.weight_names or ("embedding.token.weight",)  # a tied head's
     weight = part.weight if any(map(model.trainable, of)) else Work()
     return part._replace(names=names, weight_names=weight_names, weight=weight)
-
-
-class _DataParallel:
-    """The launches and waits of one form of gradient sync; see parallel/data_parallel.py.
-
-    A step calls `forward` and `leave` around a part's forward, `backward` before its backward,
-    `complete` with the names of gradients that are now complete (``every``: in each micro-batch,
-    else in the last), `finish` after the last backward and `updated` after the optimizer.
-    """
-
-    every = False
-
-    def __init__(self, rank: _Rank) -> None:
-        self.rank, self.plan, self.item = rank, rank.plan, rank.item
-        counts = memory.rank_sizes(rank.model, rank.plan, rank.rank)
-        self.sizes = {n: size for n, size in counts.items() if rank.model.trainable(n)}
-        self.buckets = memory.gradient_buckets(rank.model, rank.plan, rank.rank)
-        names = list(self.sizes)
-        self.missing = [{names[i] for i in params} for params, _ in self.buckets]
-        self.next = 0  # the bucket that leaves next
-        self.pending: list[int] = []  # positions of launches not yet waited for
-
-    def forward(self, parts: Sequence[str], at: int, pieces: Pieces) -> None:
-        pass  # parameters are there
-
-    leave = backward = forward
-
-    def complete(self, names: Sequence[str], pieces: Pieces) -> None:
-        """Pack every bucket that is now complete, and let those leave whose turn it is."""
-        for number, missing in enumerate(self.missing):
-            if missing and missing <= missing.intersection(names):
-                params, size = self.buckets[number]
-                pieces.cut()
-                work = bucket_copy_work(size // self.item, len(params))
-                self.rank.compute(work, "copy")
-                missing.clear()
-                while self._may_launch():
-                    pieces.cut()
-                    self._launch(self.buckets[self.next][1])
-                    self.next += 1
-            missing.difference_update(names)
-
-    def _may_launch(self) -> bool:
-        """Whether the bucket whose turn it is may leave; they leave in order."""
-        overlapped = self.plan.grad_sync == "overlapped"
-        return overlapped and self.next < len(self.buckets) and not self.missing[self.next]
-
-    def _launch(self, payload: int) -> None:
-        ranks = self.plan.ranks("dp", self.rank.rank)
-        self.pending.append(self.rank.launch("all_reduce", payload, ranks, "dp", "grad_sync"))
-
-    def finish(self) -> None:
-        """After backward: wait for what is under way, or send what has not left."""
-        if self.plan.dp == 1:
-            return
-        if self.plan.grad_sync == "overlapped":
-            for position in self.pending:
-                self.rank.wait(position)
-            return
-        payloads = [size for _, size in self.buckets]
-        if self.plan.grad_sync == "naive":
-            payloads = [self.item * count for count in self.sizes.values()]
-        for payload in payloads:
-            self._launch(payload)
-            self.rank.wait(self.pending[-1])
-
-    def updated(self) -> None:
-        pass  # every rank has made the same update

@@ -20,15 +20,15 @@ from paralab.theory.formulas import ITEM, Work, bucket_copy_work
 from paralab.theory.gathering import Event, Gathering
 
 if TYPE_CHECKING:
-    from paralab.theory.predict_step import Pieces, _Rank
+    from paralab.theory.predict_rows import Pieces, RankRows
 
 
 class ZeroRows:
     """The launches, copies and waits of a stage of ZeRO; the moments are those of plain data
-    parallelism in predict_step.py.
+    parallelism in predict_data_parallel.py.
     """
 
-    def __init__(self, rank: _Rank) -> None:
+    def __init__(self, rank: RankRows) -> None:
         model, plan = rank.model, rank.plan
         self.rank, self.plan, self.item = rank, plan, rank.item
         self.units = units(memory.rank_sizes(model, plan, rank.rank), model, plan)

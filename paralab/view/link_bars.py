@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paralab.records import metrics
+from paralab.records import metrics, moved
 from paralab.view import lanes, theme
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def copied(report: Report) -> pd.DataFrame:
 
     Of plans that offload: what messages pass through on their way is theirs already.
     """
-    found = metrics.copied(report, by=("link", "category"))
+    found = moved.copied(report, by=("link", "category"))
     return found if report.plan.tiers is not None else found.head(0)
 
 
@@ -83,8 +83,8 @@ def table(report: Report) -> pd.DataFrame:
     """
     import pandas as pd
 
-    sent = metrics.traffic(report, by=("edge", "axis", "level", "op"))
-    own = metrics.copied(report).rename(columns={"rank": "sender", "link": "op"})
+    sent = moved.traffic(report, by=("edge", "axis", "level", "op"))
+    own = moved.copied(report).rename(columns={"rank": "sender", "link": "op"})
     if copied(report).empty:
         return sent
     own = own.assign(receiver=own["sender"], axis="", level="")

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paralab.records import dry, metrics
+from paralab.records import dry, moved, summary
 from paralab.tiers import Offload
 from paralab.view import theme
 
@@ -180,13 +180,13 @@ def _cards(report: Report) -> str:
         (f"{numbers['sent per rank and step']:.3f} MB", "sent per rank and step"),
     ]
     if report.plan.tiers is not None and len(report.copies):
-        each = metrics.copied(report, "rank")["bytes"].mean() / 1e6
+        each = moved.copied(report, "rank")["bytes"].mean() / 1e6
         copied = (f"{each:.3f} MB", "copied between tiers, per rank and step")
         # One device sends nothing: that is worth no card.
         cards[1:] = [copied] if report.world_size == 1 else [cards[1], copied]
     if numbers["communication in flight"] > 0 and numbers["sent per rank and step"]:
         cards.append((f"{numbers['of it hidden behind compute']:.0f} %", "of communication hidden"))
-    if (hidden := numbers.get(metrics.COPIES_HIDDEN)) is not None:
+    if (hidden := numbers.get(summary.COPIES_HIDDEN)) is not None:
         cards.append((f"{hidden:.0f} %", "of copies hidden"))
     if report.losses:
         cards.append(

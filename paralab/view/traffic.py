@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paralab.records import metrics
+from paralab.records import metrics, moved
 from paralab.records.dry import CLOCK
 from paralab.records.tables import LEVELS
 from paralab.view import link_bars, theme
@@ -28,14 +28,14 @@ def traffic_chart(report: Report) -> Chart:
     """Bytes per step: rank x rank, and per rank by axis and level, and by link between tiers."""
     one = report.clock == CLOCK  # rows of one rank: whom it sends to is no matrix
     n = len(metrics.reported_ranks(report))
-    by_edge = metrics.traffic(report, by="edge")
-    per_op = metrics.traffic(report, by=("axis", "level", "op"))
+    by_edge = moved.traffic(report, by="edge")
+    per_op = moved.traffic(report, by=("axis", "level", "op"))
     total, copied = per_op["bytes"].sum(), link_bars.copied(report)
     if copied["bytes"].any() and not total:
         return link_bars.chart(report, copied)
     ideal = None
     if report.model is not None and report.plan.dp == report.world_size > 1 and copied.empty:
-        ideal = metrics.ring_optimum(report) * n // report.world_size
+        ideal = moved.ring_optimum(report) * n // report.world_size
     unit = "call" if report.model is None else "step"
     fig = theme.figure(_finding(report, float(total), ideal, copied), theme.clock_line(
         report, f"bytes of one {unit}, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"),
@@ -151,18 +151,18 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
 
 def _finding(report: Report, total: float, ideal: int | None, copied: pd.DataFrame) -> str:
     n, name = len(metrics.reported_ranks(report)), theme.text(theme.subject(report))
+    size = float(copied["bytes"].sum())
     if report.clock == CLOCK:
         said = f"{name}: rank {report.meta.get('rank')} sends {theme.scaled(total, 'B')}"
-        moved = float(copied["bytes"].sum())
-        return said + f" and copies {theme.scaled(moved, 'B')}" * (moved > 0) + " per step"
+        return said + f" and copies {theme.scaled(size, 'B')}" * (size > 0) + " per step"
     if total == 0:
         return f"{name}: nothing is sent"
-    by_rank = metrics.traffic(report)["bytes"]
+    by_rank = moved.traffic(report)["bytes"]
     alike = by_rank.max() - by_rank.min() <= 1e-3 * by_rank.mean()  # a byte that n does not divide
     said = f"{name}: {'each rank sends' if alike else 'ranks send on average'} "
     said += f"{theme.megabytes(total / n)} MB"
-    if moved := float(copied["bytes"].sum()):
-        said += f" and copies {theme.megabytes(moved / n)} MB"
+    if size:
+        said += f" and copies {theme.megabytes(size / n)} MB"
     said += " per step" * (report.model is not None)
     if ideal is None:
         return said

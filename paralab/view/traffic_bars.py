@@ -13,7 +13,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.records import metrics
+from paralab.records import metrics, moved
 from paralab.records.once import once
 from paralab.records.tables import LEVELS
 from paralab.theory.traffic import BOOKKEEPING
@@ -64,7 +64,7 @@ def flows(report: Report) -> list[Flow]:
             if cluster is not None:
                 seconds[key] += size / per / cluster.link(op, level).bandwidth
     if report.plan.tiers is not None:
-        for row in metrics.copied(report, ("link", "category")).to_dict("records"):
+        for row in moved.copied(report, ("link", "category")).to_dict("records"):
             key = (row["link"], row["category"])
             sums[key] += row["bytes"] / ranks
             link = None if cluster is None else _tier_link(cluster, row["link"])

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from paralab.checks import illegal
-from paralab.records import metrics
+from paralab.records import metrics, moved
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.predict import predict
@@ -138,7 +138,7 @@ class DataParallel(Bench):
 def _numbers(clock: str, report: Report) -> dict[str, str]:
     step = metrics.typical_step(report)
     part, seconds = metrics.shares(report, step), report.step_time
-    sent = metrics.traffic(report)["bytes"].mean()
+    sent = moved.traffic(report)["bytes"].mean()
     talked = part["communication"] > 0
     return {
         "clock": clock,

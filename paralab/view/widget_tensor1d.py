@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from paralab.checks import illegal
-from paralab.records import metrics
+from paralab.records import metrics, moved
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
@@ -118,7 +118,7 @@ class Tensor1D(Bench):
 
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
         expect, replayed = self._expect(knobs), found.replay(self.cluster_of(knobs))
-        sent = [metrics.traffic(report)["bytes"].sum() for report in (expect, found)]
+        sent = [moved.traffic(report)["bytes"].sum() for report in (expect, found)]
         gap = expect.step_time / replayed.step_time - 1
         how = f"is {abs(100 * gap):.0f} % {'above' if gap > 0 else 'below'} the replay of that run"
         how = "equals the replay of that run" if abs(gap) < 0.01 else how
@@ -171,7 +171,7 @@ def _row(name: str, report: Report, kept: Any) -> dict[str, str]:
         "clock": name,
         "parameters": theme.scaled(int(kept["parameters"]), "B"),
         "activations": theme.scaled(int(kept["activations"]), "B"),
-        "sent per rank": theme.scaled(float(metrics.traffic(report)["bytes"].mean()), "B")
+        "sent per rank": theme.scaled(float(moved.traffic(report)["bytes"].mean()), "B")
         if report.world_size > 1 else "0 B",
         "time per step": f"{seconds * 1e3:.1f} ms",
         "of it waiting": f"{100 * wait / seconds:.0f} %",

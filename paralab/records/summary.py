@@ -1,0 +1,86 @@
+"""A report on one screen: the rows of `Report.summary`."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from paralab.records import dry, metrics, moved
+from paralab.tiers import WAYS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from paralab.report import Report
+
+COPIES_HIDDEN = "of the copies hidden behind compute"
+NAN = float("nan")
+
+
+def summary(report: Report) -> pd.DataFrame:
+    """The report on one screen: index quantity; columns value and unit."""
+    if report.clock == dry.CLOCK:
+        return dry.summary(report)
+    import pandas as pd
+
+    steps = metrics.measured_steps(report)
+    parts = [metrics.shares(report, s) for s in steps] or [dict.fromkeys(
+        ("work", "optimizer", "wait", "communication", "hidden"), NAN)]  # fmt: skip
+    typical = {name: median(p[name] for p in parts) for name in parts[0]}
+    comm = typical["communication"]
+    sent = moved.traffic(report)["bytes"].sum() / max(len(metrics.reported_ranks(report)), 1)
+    rows: list[tuple[str, float, str]] = [
+        ("step time", metrics.step_time(report) * 1e3, "ms"),
+        ("forward and backward", typical["work"] * 1e3, "ms"),
+        ("optimizer", typical["optimizer"] * 1e3, "ms"),
+        ("waiting", typical["wait"] * 1e3, "ms"),
+        ("communication in flight", comm * 1e3, "ms"),
+        ("of it hidden behind compute", 100 * typical["hidden"] / comm if comm > 0 else 0.0, "%"),
+        ("sent per rank and step", sent / 1e6, "MB"),
+    ]
+    rows += _copy_rows(report)
+    rows += _flops_rows(report)
+    if report.plan.pp > 1:
+        rows.append(("bubble", 100 * metrics.bubble(report), "% of device time"))
+    if report.losses:
+        rows += [("loss, first step", report.losses[0], "nats")]
+        rows += [("loss, last step", report.losses[-1], "nats")]
+    frame = pd.DataFrame({"quantity": [r[0] for r in rows], "value": [r[1] for r in rows],
+                          "unit": [r[2] for r in rows]})  # fmt: skip
+    return frame.round({"value": 4}).set_index("quantity")
+
+
+def _flops_rows(report: Report) -> list[tuple[str, float, str]]:
+    """What a step computes per second, and of a stated peak how much: theory/utilisation.py."""
+    from paralab.theory.utilisation import achieved, utilisation
+
+    seconds = metrics.step_time(report)
+    if report.model is None or not seconds > 0:
+        return []
+    rate = achieved(report.model, report.plan, seconds)["model"]
+    rows = [("model FLOP/s per device", rate / 1e9, "GFLOP/s")]
+    return rows + [(f"{name} FLOPs utilisation", 100 * share, "% of peak")
+                   for name, share in utilisation(report).items()]  # fmt: skip
+
+
+def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
+    """What summary says of copies between memory tiers: nothing where there are none."""
+    n, unit = len(metrics.reported_ranks(report)), "MB" + " per rank" * (report.world_size > 1)
+    copies = moved.copied(report, "link").set_index("link")["bytes"]
+    names = {"host to device per step": WAYS[:1], "device to host per step": WAYS[1:2],
+             "disk, read and written per step": WAYS[2:]}  # fmt: skip
+    mega = {name: float(sum(copies.get(link, 0) for link in links)) / n / 1e6
+            for name, links in names.items()}  # fmt: skip
+    rows = [(name, size, unit) for name, size in mega.items() if size]
+    steps = metrics.measured_steps(report)
+    spans = report.spans[report.spans["lane"] == "host"]
+    seconds = spans["cost"] if metrics.in_outline(report) else spans["end"] - spans["start"]
+    host = seconds.groupby(spans["step"]).sum()
+    if len(host):
+        busy = median(float(host.get(step, 0.0)) for step in steps) / n
+        rows.append(("host's processor at work", busy * 1e3, "ms"))
+    parts = [metrics.copy_shares(report, step) for step in steps]
+    if middle := median([part["copies"] for part in parts] or [0.0]):
+        hidden = 100 * median(part["hidden"] for part in parts) / middle
+        rows.append((COPIES_HIDDEN, hidden, "%"))
+    return rows
