@@ -117,7 +117,8 @@ def link_traffic(*reports: Report) -> Chart:
     kinds = list(dict.fromkeys(flow.what for _, flow in rows))
     fig.add_traces([_trace(kind, [(label(r, f), f) for r, f in rows if f.what == kind], per)
                     for kind in kinds] or [_trace("", [], per)])  # fmt: skip
-    said = f"traffic of {theme.subject(reports[0])} by link, {clocks}: {len(bars)} bars"
+    drawn = f"{len(bars)} bar{'s' * (len(bars) != 1)}"
+    said = f"traffic of {theme.subject(reports[0])} by link, {clocks}: {drawn}"
     return fig.explained(said, lambda: _table(rows))
 
 
