@@ -6,6 +6,8 @@ place.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import paralab as pl
@@ -81,10 +83,26 @@ def mutate(edit):
             importlib.reload(sys.modules["paralab.parallel.offload"])  # has classes made of these
 
 
+def be_late():
+    """Every all-reduce of this rank leaves 20 ms later than it might."""
+    import torch.distributed as dist
+
+    prompt = dist.all_reduce
+
+    def late(*args, **settings):
+        time.sleep(0.02)
+        return prompt(*args, **settings)
+
+    dist.all_reduce = late
+
+
 def mutated_run(context, edit, model, plan, settings):
     """The rank program with one line of its source replaced."""
     mutate(edit)
     from paralab.train import train
+
+    if edit is not None and ".wait()" in edit[1] and context.rank:  # who does not wait is too early
+        be_late()
 
     return train(context, model, plan, **settings)
 

@@ -179,17 +179,20 @@ def _look(notes: Notes, report: Report, q: int) -> None:
 
 
 def _look_at_memory(notes: Notes, report: Report, q: int) -> None:
+    """Of both shapes the one that is farthest beyond its limit."""
+    found = []
     for number, (m, k, n) in enumerate(SHAPES):
         limit = 4 * (RECEIVED * k * (m + n) + 2 * m * n) + SCALARS
-        peaks = [found["peak"][number] for found in report.results]
+        peaks = [result["peak"][number] for result in report.results]
         worst = max(range(q * q), key=lambda r: (peaks[r], -r))
-        fits, large = peaks[worst] <= limit, ("X", "W")[number]
-        block = 4 * k * max(m, n)
-        said = "no more than that" if fits else (
-            f"q={q}: rank {divmod(worst, q)} holds {peaks[worst] / block:.1f} blocks of {large} "
-            f"beside its own, a whole {'row' if large == 'X' else 'column'} is {q}"
-        )  # fmt: skip
-        notes.note(MEMORY, said, fits, said)
+        found.append((peaks[worst] / limit, -number, worst, peaks[worst] / (4 * k * max(m, n))))
+    share, number, worst, held = max(found)
+    fits, large = share <= 1, ("X", "W")[-number]
+    said = "no more than that" if fits else (
+        f"q={q}: rank {divmod(worst, q)} holds {held:.1f} blocks of {large} "
+        f"beside its own, a whole {'row' if large == 'X' else 'column'} is {q}"
+    )  # fmt: skip
+    notes.note(MEMORY, said, fits, said)
 
 
 def _first_wrong(results: list[dict], name: str, q: int, number: int) -> str:
