@@ -1,0 +1,104 @@
+"""FLOPs of a step against torch's own count and the papers' formulas, and the shares of a peak."""
+
+from __future__ import annotations
+
+import pytest
+
+import paralab as pl
+from paralab.theory.utilisation import achieved, hardware_flops, model_flops, utilisation
+
+MODEL = pl.ModelSpec(layers=3, hidden=48, heads=4, seq_len=24, vocab=264, attention="explicit")
+LINK = pl.Link(alpha=0.0, bandwidth=1e12)
+WIDE = pl.ModelSpec(layers=2, hidden=4096, heads=4, seq_len=64, vocab=264)
+# Bytes take no time; of a wide model nearly all FLOPs are products'.
+PRODUCTS = pl.Cluster(flops=1e12, memory_bandwidth=1e30, intra=LINK, peak_flops=4e12)
+FROZEN = [(), ("embedding",), ("embedding", "blocks.0"), ("blocks.1.mlp", "head.norm"),
+          ("blocks.0.attention.qkv", "blocks.2")]  # fmt: skip
+
+
+def counted(asked: list[tuple[pl.ModelSpec, str]], samples: int) -> list[int]:
+    """FLOPs that torch counts in forward and backward of the model, for each (model, recompute)."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from paralab.model import GPT
+
+    found = []
+    for spec, recompute in asked:
+        gpt = GPT(spec, seed=0, recompute=recompute)
+        tokens = torch.randint(spec.vocab, (samples, spec.seq_len + 1))
+        with FlopCounterMode(display=False) as counter:
+            gpt(tokens[:, :-1], tokens[:, 1:]).backward()
+        found.append(counter.get_total_flops())
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_are_those_that_torch_counts(tied):
+    asked = [(MODEL.replace(frozen=frozen, tied=tied), recompute)
+             for frozen in FROZEN for recompute in ("none", "selective", "full")]  # fmt: skip
+    (theirs,) = pl.launch(counted, ranks=1, args=(asked, 2))
+    ours = [hardware_flops(model, 2, recompute) for model, recompute in asked]
+    assert ours == theirs
+    plain = [count for (_, recompute), count in zip(asked, theirs, strict=True)
+             if recompute == "none"]  # fmt: skip
+    assert [model_flops(model, 2) for model, how in asked if how == "none"] == plain
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "ptdp-39b", "ptdp-1t"])
+def test_flops_are_those_of_ptdp_equation_3(name):
+    spec = pl.ModelSpec.preset(name)
+    batch, s, layers, h, v = 1536, spec.seq_len, spec.layers, spec.hidden, spec.vocab
+    need = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    done = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert model_flops(spec, batch) == pytest.approx(need, rel=1e-12)
+    assert hardware_flops(spec, batch, "full") == pytest.approx(done, rel=1e-12)
+    again = hardware_flops(spec, batch, "selective") - model_flops(spec, batch)
+    assert again == layers * 4 * batch * s**2 * h
+
+
+def test_a_device_that_does_nothing_but_multiply_uses_all_that_it_reaches():
+    plan = pl.Plan(microbatches=3, microbatch_size=2)
+    report = pl.predict(WIDE, plan, PRODUCTS, steps=1, optimizer="sgd")
+    work = model_flops(WIDE, plan.global_batch)
+    assert 1 <= report.step_time / (work / 1e12) <= 1.02
+    assert utilisation(report) == pytest.approx({"model": 0.25, "hardware": 0.25}, rel=0.02)
+    said = report.summary()["value"]
+    assert said["model FLOPs utilisation"] == pytest.approx(25, rel=0.02)
+    assert said["model FLOP/s per device"] == pytest.approx(1000, rel=0.02)  # GFLOP/s
+
+
+def test_recomputing_is_work_of_the_hardware_and_none_of_the_models():
+    plan = pl.Plan(microbatches=2, recompute="full")
+    report = pl.predict(WIDE, plan, PRODUCTS, steps=1, optimizer="sgd")
+    found = utilisation(report)
+    assert found["hardware"] == pytest.approx(0.25, rel=0.02)
+    assert found["model"] < 0.8 * found["hardware"]
+    rates = achieved(WIDE, plan, report.step_time)
+    assert rates["model"] / found["model"] == pytest.approx(4e12)
+
+
+def test_no_peak_is_stated_and_none_is_assumed():
+    report = pl.predict(MODEL, pl.Plan(), PRODUCTS.replace(peak_flops=None), steps=1)
+    assert utilisation(report) == {}
+    assert not [name for name in report.summary().index if "utilisation" in name]
+
+
+@pytest.mark.parametrize("detail", [None, "actions"])
+def test_products_on_few_tokens_are_slower_by_hockneys_rule(detail):
+    def seconds(half: float, size: int) -> float:
+        cluster = PRODUCTS.replace(half_rate_tokens=half)
+        plan = pl.Plan(microbatches=2, microbatch_size=size)
+        return pl.predict(MODEL, plan, cluster, steps=1, detail=detail).step_time
+
+    tokens = MODEL.seq_len
+    assert seconds(tokens, 1) == pytest.approx(2 * seconds(0, 1), rel=1e-3)
+    assert seconds(tokens, 4) == pytest.approx(1.25 * seconds(0, 4), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "field, value", [("half_rate_tokens", -1), ("peak_flops", 0), ("half_rate_tokens", "few")]
+)
+def test_what_no_device_has_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field}="):
+        PRODUCTS.replace(**{field: value})
