@@ -27,9 +27,9 @@ CPU = {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 LATE = {"gradients": "cpu", "optimizer": "cpu", "delayed": True}
 BUCKET = {"bucket_bytes": 60_000}
 AXES = [
-    (5, {"pp": 2}),
-    (2, {"tp": 2, "sequence_parallel": True}),  # its layers are alike, and say much to each other
-    (5, {"dp": 2, "shard": 1}),
+    {"pp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"dp": 2, "shard": 1},
 ]
 __all__ = ["kept"]
 
@@ -46,10 +46,11 @@ def several(context, model, plans, settings, folder):
 
 
 @pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
-@pytest.mark.parametrize("layers, axis", AXES, ids=said)
-def test_adamw_is_that_of_the_same_plan_wherever_its_states_lie(kept, text, tmp_path, layers, axis):
+@pytest.mark.parametrize("axis", AXES, ids=said)
+def test_adamw_is_that_of_the_same_plan_wherever_its_states_lie(kept, text, tmp_path, axis):
     """Every combination of places, beside every axis: five steps, bit for bit."""
-    model = MODEL.replace(layers=layers)
+    # Tensor parallelism's layers are alike, and say much to each other.
+    model = MODEL.replace(layers=2) if "tp" in axis else MODEL
     of = {"microbatches": 4 // axis.get("dp", 1), **BUCKET, **axis}
     plans = [pl.Plan(zero_stage=stage, **of) for stage in (1, 2, 3)]
     plans += [pl.Plan(zero_stage=stage, offload=tiers, **of) for stage, tiers in TIERS]

@@ -106,6 +106,11 @@ class _Server:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
+    def _try(self, name: str) -> None:
+        """`_import`; the rank that uses what fails here tries again, and says so."""
+        with contextlib.suppress(Exception):
+            self._import(name)
+
     def _leave(self) -> NoReturn:
         with contextlib.suppress(EOFError, OSError):
             if self.folder is None and self.connection.poll(0):  # a launch that was not begun
@@ -126,17 +131,13 @@ class _Server:
                 self._fork(*message[1:])
             elif message[0] == "to train":
                 for name in TO_TRAIN if self.method == "fork" else ():
-                    with contextlib.suppress(
-                        Exception
-                    ):  # the rank that needs it says what is wrong
-                        self._import(name)
+                    self._try(name)
                 self.connection.send(("loaded",))
             else:
                 self._end()
                 self.connection.send(("ended",))
         elif spare:
-            with contextlib.suppress(Exception):
-                self._import(self.later.pop(0))
+            self._try(self.later.pop(0))
 
     def _fork(self, folder: str, count: int) -> None:
         self.folder = folder
