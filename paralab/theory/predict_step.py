@@ -105,7 +105,8 @@ def step_rows(
         mine.compute(work, "copy")
     ends = (pipeline[0], pipeline[-1])
     if model.tied and plan.stages > 1 and rank in ends:
-        elements = memory.rank_sizes(model, plan, ends[0])["embedding.token.weight"]
+        own = "embedding.token.weight" if rank == ends[0] else "head.output.weight"
+        elements = counts[own]
         if plan.zero_stage:  # of the shard that either of them owns
             elements = -(-elements // plan.shard_degree)
         mine.wait(mine.launch("all_reduce", mine.item * elements, ends, "pp", "tied"))
