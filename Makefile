@@ -83,9 +83,10 @@ test: $(READY_DEV)
 	@$(PYTEST) -m 'not alone' --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(OR_NONE)
 	@echo "== tests that measure this machine, one at a time"
 	@$(PYTEST) -m alone $(OR_NONE)
-	@echo "== labs, strictly: every stored output is compared with a fresh run"
-	@if ls labs/*.ipynb >/dev/null 2>&1; then \
-	  $(PY) -m pytest labs --nbval --nbval-current-env --nbval-cell-timeout=120 \
+	@echo "== solutions of the labs, strictly: every stored output is compared with a fresh run"
+	@echo "   (the labs themselves were compared in the browser, by the same rules)"
+	@if ls labs/solutions/*.ipynb >/dev/null 2>&1; then \
+	  $(PY) -m pytest labs/solutions --nbval --nbval-current-env --nbval-cell-timeout=120 \
 	    --numprocesses=2 --dist=loadfile; \
 	else echo "no notebooks in labs/ yet"; fi
 

@@ -114,3 +114,56 @@ def structure(outputs: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
         if figure is not None
     ]
     return kinds(outputs) + figures
+
+
+def contradictions(
+    stored: Sequence[Mapping[str, Any]], fresh: Sequence[Mapping[str, Any]], measured: bool
+) -> list[str]:
+    """What this run of a cell shows that its stored outputs do not, in words; [] if they agree."""
+    stored, fresh = _joined(stored), _joined(fresh)
+    shape = structure if measured else kinds
+    if shape(stored) != shape(fresh):
+        return [
+            "The cell shows other outputs, or in another order.",
+            f"  stored:   {shape(stored)}",
+            f"  this run: {shape(fresh)}",
+        ]
+    if measured:
+        return []
+    return [
+        f"Output {number} is another.\n  stored:   {before}\n  this run: {now}"
+        for number, (before, now) in enumerate(
+            zip(canonical(stored), canonical(fresh), strict=True), start=1
+        )
+        if not _alike(before, now)
+    ]
+
+
+def _alike(stored: Any, fresh: Any) -> bool:
+    """Equal, where a page may have turned 3.0 into 3: JavaScript has one kind of number."""
+    if isinstance(stored, dict) and isinstance(fresh, dict):
+        return stored.keys() == fresh.keys() and all(_alike(stored[k], fresh[k]) for k in stored)
+    if isinstance(stored, list) and isinstance(fresh, list):
+        return len(stored) == len(fresh) and all(map(_alike, stored, fresh))
+    if {type(stored), type(fresh)} == {int, float}:
+        return _plain(float(stored)) == _plain(float(fresh))
+    return bool(stored == fresh)
+
+
+def _joined(outputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Outputs as a notebook stores them: the text of one stream is one string in one output, and a
+    traceback, which names this machine's paths, is left out.
+    """
+    result: list[dict[str, Any]] = []
+    streams: dict[str, dict[str, Any]] = {}
+    for output in outputs:
+        plain = {k: v for k, v in output.items() if k != "traceback"}
+        if plain["output_type"] == "stream":
+            text = "".join(plain["text"])
+            if plain["name"] in streams:
+                streams[plain["name"]]["text"] += text
+                continue
+            streams[plain["name"]] = plain
+            plain["text"] = text
+        result.append(plain)
+    return result

@@ -47,21 +47,21 @@ def open_notebook(
     server: Server,
     tmp_path: Path,
 ) -> Iterator[Callable[..., Notebook]]:
-    """``open_notebook(path)`` a copy of a notebook, or ``cells=[...]`` of sources."""
+    """``open_notebook(path)`` a copy of a notebook, or ``cells=[...]`` of sources, or both: then
+    the cells come after it.
+    """
     opened = request.node.stash.setdefault(OPENED, [])
     request.node.stash[PICTURES] = tmp_path
 
     def start(path: Path | None = None, *, cells: list[str] | None = None) -> Notebook:
         name = f"{len(list(server.notebooks.iterdir())):02}-{path.name if path else 'test.ipynb'}"
         if path is not None:
-            text = path.read_text(encoding="utf-8")
+            notebook = nbformat.read(path, as_version=4)
         else:
-            notebook = nbformat.v4.new_notebook(
-                cells=[nbformat.v4.new_code_cell(source) for source in cells or []],
-                metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}},
-            )
-            text = nbformat.writes(notebook)
-        (server.notebooks / name).write_text(text, encoding="utf-8")
+            spec = {"name": "python3", "display_name": "Python 3"}
+            notebook = nbformat.v4.new_notebook(metadata={"kernelspec": spec})
+        notebook.cells += [nbformat.v4.new_code_cell(source) for source in cells or []]
+        nbformat.write(notebook, server.notebooks / name)
         opened.append(Notebook(browser, server, name))
         opened[-1].open()
         return opened[-1]

@@ -29,7 +29,6 @@ window.lab = (() => {
   const state = () =>
     cells().map((widget, index) => {
       const cell = widget.model.sharedModel.toJSON();
-      const prompt = widget.node.querySelector(".jp-InputPrompt")?.textContent ?? "";
       return {
         index,
         type: cell.cell_type,
@@ -37,20 +36,26 @@ window.lab = (() => {
         tags: cell.metadata?.tags ?? [],
         count: cell.execution_count ?? null,
         outputs: cell.outputs ?? [],
-        waits: prompt.includes("*") || widget.model.executionState === "running",
+        waits: waits(widget),
       };
     });
 
-  const failed = (cell) =>
-    cell.outputs.some((output) => output.output_type === "error") &&
-    !cell.tags.includes("raises-exception");
+  const waits = (widget) =>
+    (widget.node.querySelector(".jp-InputPrompt")?.textContent ?? "").includes("*") ||
+    widget.model.executionState === "running";
 
-  // Whether a run of all cells has ended, well or not.
+  const failed = ({ model }) => {
+    const types = Array.from({ length: model.outputs.length }, (_, i) => model.outputs.get(i).type);
+    return types.includes("error") && !(model.getMetadata("tags") ?? []).includes("raises-exception");
+  };
+
+  // Whether a run of all cells has ended, well or not. Asked many times while the page has other
+  // work to do: so nothing is copied, as `state` would every figure.
   const ended = () => {
-    const code = state().filter((cell) => cell.type === "code" && cell.source.trim());
+    const code = cells().filter(({ model }) => model.type === "code" && model.sharedModel.source.trim());
     if (document.querySelector(".jp-Dialog")) return true;
-    if (code.some((cell) => cell.waits)) return false;
-    return code.some(failed) || code.every((cell) => cell.count !== null);
+    if (code.some(waits)) return false;
+    return code.some(failed) || code.every(({ model }) => model.executionCount !== null);
   };
 
   const plots = (index) => [
@@ -105,11 +110,19 @@ window.lab = (() => {
     return found;
   };
 
+  // {the words on a button of this cell: whether it can be pressed}
+  const buttons = (index) =>
+    Object.fromEntries(
+      [...cells()[index].node.querySelectorAll(".jp-OutputArea-output button")].map((button) => [
+        button.textContent.trim(), !button.disabled,
+      ]),
+    );
+
   const dialogs = () =>
     [...document.querySelectorAll(".jp-Dialog")].map((dialog) => dialog.textContent.trim());
 
   const height = () =>
     cells().reduce((sum, cell) => sum + cell.node.getBoundingClientRect().height, 0);
 
-  return { said, listen, ready, state, failed, ended, figures, missing, dialogs, height };
+  return { said, listen, ready, state, ended, figures, missing, buttons, dialogs, height };
 })();

@@ -1,5 +1,8 @@
 """Every lab in JupyterLab: opened, run, its widgets used, and nothing a student must never see.
 
+What its cells show is what the stored notebook shows, by the same comparison as in strict nbval:
+`make test` need not run the student's notebooks a second time for that, only their solutions.
+
 "Under 45 s" is a promise about two cores that have nothing else to do. So what other programs took
 of the cores while the lab ran is subtracted from the time on the wall.
 """
@@ -11,16 +14,27 @@ import os
 import time
 from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 
 from browser.bench import ANSWER_S, Bench
+from browser.notebook import Notebook
+from lab_outputs import PLOTLY, WIDGET, contradictions, is_measured
 
 LABS = Path(__file__).resolve().parent.parent.parent / "labs"
 NOTEBOOKS = sorted(LABS.glob("[0-9]*.ipynb"))
 LAB_S = 45
 SLOWER = {"10_compose": 120, "11_trillion": 120}  # a dozen real runs; 3,072 ranks
-PLOTLY = "application/vnd.plotly.v1+json"
+
+# The lab's widget by its plain calls: cells put after the lab's own.
+FIND = """
+from paralab.view.widget_bench import Bench
+bench = next((shown for shown in reversed(Out.values()) if isinstance(shown, Bench)), None)
+"""
+TWIN, CHART = "bench.predict() if bench else None", "bench.chart if bench else None"
+KNOBS = {"07_tensor": 4, "08_grids": 4, "05_zero": 6, "09_offload": 7}  # else 5 that can be moved
+WITHOUT = ("04_own_schedule", "06_memory")  # labs without a widget that runs
 
 
 class Stopwatch:
@@ -48,13 +62,33 @@ class Stopwatch:
         return time.monotonic() - wall, max(0.0, others) / (os.cpu_count() or 1)
 
 
+def not_as_stored(path: Path, lab: Notebook) -> list[str]:
+    """Cells that show something else than the notebook stores, and what."""
+    found = []
+    cells = nbformat.read(path, as_version=4).cells
+    for stored, ran in zip(cells, lab.cells()[:-3], strict=True):
+        assert stored.source == ran["source"]
+        if stored.cell_type == "code":
+            assert stored.execution_count or not stored.source.strip(), "stored without a run"
+            wrong = contradictions(stored.outputs, ran["outputs"], is_measured(stored))
+            found += [f"cell {ran['index']}: {line}" for line in wrong]
+    return found
+
+
+def displayed(lab: Notebook, index: int) -> str:
+    """The data of the figure that cell ``index`` displays when it is run now."""
+    lab.run_cell(index)
+    lab.wait(lambda: lab.figures(index), ANSWER_S, f"cell {index} shows no figure")
+    return lab.figures(index)[0]["data"]
+
+
 def test_there_are_labs_to_open():
     assert NOTEBOOKS
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_lab_opens_runs_and_its_widgets_work(open_notebook, path):
-    lab = open_notebook(path)
+    lab = open_notebook(path, cells=[FIND, TWIN, CHART])
 
     # before anything is run: every stored figure is a picture
     stored = [c for c in lab.cells() if any(PLOTLY in o.get("data", {}) for o in c["outputs"])]
@@ -69,13 +103,20 @@ def test_a_lab_opens_runs_and_its_widgets_work(open_notebook, path):
     lab.run_all()
     wall, others = watch.seconds()
     assert lab.complaints() == []
+    assert not_as_stored(path, lab) == []
     drawn = [f for f in lab.figures() if f["points"] and f["shapes"] and f["height"] > 100]
     assert len(drawn) == len(lab.figures()) >= len(stored)
     assert all(figure["title"] for figure in drawn), "a figure without the finding in its title"
 
-    # every widget: each knob, then a run, its Stop where it is not over yet, and a run to its end
-    for cell in lab.cells():
+    # every widget: each knob, to what the plain call says; then a run, its Stop where it is not
+    # over yet, and a run to its end, after which what was measured is in the picture
+    *own, _, twin, chart = lab.cells()
+    runs = 0
+    for cell in own:
+        if not any(WIDGET in output.get("data", {}) for output in cell["outputs"]):
+            continue
         if len(lab.figures(cell["index"])) > 1:
+            runs += 1
             continue  # the explorer: test_explore.py drives it
         widget = Bench(lab, cell["index"])
         for slider in widget.sliders:
@@ -83,6 +124,13 @@ def test_a_lab_opens_runs_and_its_widgets_work(open_notebook, path):
         for row in widget.choices:
             widget.choose(row)
         if widget.enabled("Run it"):
+            runs += 1
+            assert len(widget.sliders) + len(widget.choices) == KNOBS.get(path.stem, 5)
+            predicted = displayed(lab, twin["index"])
+            lab.wait(
+                lambda w=widget, p=predicted: w.figure["data"] == p, ANSWER_S,
+                lambda w=widget, p=predicted: f"on the page:\n{w.figure}\n.predict():\n{p}",
+            )  # fmt: skip
             widget.start()
             if widget.enabled("Stop"):
                 widget.button("Stop").click()
@@ -90,9 +138,11 @@ def test_a_lab_opens_runs_and_its_widgets_work(open_notebook, path):
             if widget.enabled("Run it"):
                 widget.start()
                 widget.finish()
+            assert widget.figure["data"] == displayed(lab, chart["index"]) != predicted
         elif widget.enabled("Commit"):
             widget.button("Commit").click()
             lab.wait(lambda w=widget: not w.enabled("Commit"), ANSWER_S, "no commitment")
+    assert runs == (path.stem not in WITHOUT)
     assert lab.complaints() == []
     limit = SLOWER.get(path.stem, LAB_S)
     assert wall - others < limit, f"{wall:.0f} s, of which others took {others:.0f} s"
