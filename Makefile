@@ -3,6 +3,7 @@
 #   make lab     open the labs in JupyterLab
 #   make demo    train on four data-parallel ranks without a browser, write one HTML report
 #   make test    everything that continuous integration runs; installs chromium if it may and must
+#   make nbval   the labs' stored outputs against a fresh run by nbval, without a browser
 #   make bench   compare with what you would use instead; writes bench.json
 #   make labs    rebuild the notebooks from labs/src (needs chromium, for their pictures)
 #   make clean   remove the environment and everything these targets wrote
@@ -31,7 +32,7 @@ OR_NONE := $(if $(TEST_ARGS),|| [ $$? -eq 5 ])
 # JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab demo test bench labs clean
+.PHONY: help lab demo test nbval bench labs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -83,12 +84,10 @@ test: $(READY_DEV)
 	@$(PYTEST) -m 'not alone' --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(OR_NONE)
 	@echo "== tests that measure this machine, one at a time"
 	@$(PYTEST) -m alone $(OR_NONE)
-	@echo "== solutions of the labs, strictly: every stored output is compared with a fresh run"
-	@echo "   (the labs themselves were compared in the browser, by the same rules)"
-	@if ls labs/solutions/*.ipynb >/dev/null 2>&1; then \
-	  $(PY) -m pytest labs/solutions --nbval --nbval-current-env --nbval-cell-timeout=120 \
-	    --numprocesses=2 --dist=loadfile; \
-	else echo "no notebooks in labs/ yet"; fi
+
+nbval: $(READY_DEV)
+	@$(PY) -m pytest labs --nbval --nbval-current-env --nbval-cell-timeout=120 \
+	  --numprocesses=2 --dist=loadfile
 
 bench: $(READY_DEV)
 	@$(PY) tests/benchmarks/run.py

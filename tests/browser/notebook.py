@@ -118,6 +118,10 @@ class Notebook:
             timeout, lambda: f"cell {index} has not run: {_first_line(self.cells()[index])}",
         )  # fmt: skip
 
+    def write(self, index: int, source: str) -> None:
+        """Put ``source`` into cell ``index`` in place of what is there."""
+        self.ask("write", index, source)
+
     def cells(self) -> list[dict[str, Any]]:
         """Every cell: index, type, source, tags, count, outputs, and whether it waits or runs."""
         return self.ask("state")

@@ -40,6 +40,8 @@ window.lab = (() => {
       };
     });
 
+  const write = (index, source) => cells()[index].model.sharedModel.setSource(source);
+
   const waits = (widget) =>
     (widget.node.querySelector(".jp-InputPrompt")?.textContent ?? "").includes("*") ||
     widget.model.executionState === "running";
@@ -124,5 +126,5 @@ window.lab = (() => {
   const height = () =>
     cells().reduce((sum, cell) => sum + cell.node.getBoundingClientRect().height, 0);
 
-  return { said, listen, ready, state, ended, figures, missing, buttons, dialogs, height };
+  return { said, listen, ready, state, write, ended, figures, missing, buttons, dialogs, height };
 })();

@@ -1,7 +1,8 @@
 """Every lab in JupyterLab: opened, run, its widgets used, and nothing a student must never see.
 
-What its cells show is what the stored notebook shows, by the same comparison as in strict nbval:
-`make test` need not run the student's notebooks a second time for that, only their solutions.
+What its cells show is what the stored notebook shows, by the same comparison as in strict nbval.
+Then the exercise is solved on that page: what a solution has and the lab has not, is run, and shows
+what the solution's notebook stores.
 
 "Under 45 s" is a promise about two cores that have nothing else to do. So what other programs took
 of the cores while the lab ran is subtracted from the time on the wall.
@@ -13,6 +14,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import psutil
@@ -62,17 +64,32 @@ class Stopwatch:
         return time.monotonic() - wall, max(0.0, others) / (os.cpu_count() or 1)
 
 
-def not_as_stored(path: Path, lab: Notebook) -> list[str]:
-    """Cells that show something else than the notebook stores, and what."""
-    found = []
+def cells_of(path: Path) -> list[nbformat.NotebookNode]:
+    """A notebook's cells; those of code have been run."""
     cells = nbformat.read(path, as_version=4).cells
-    for stored, ran in zip(cells, lab.cells()[:-3], strict=True):
-        assert stored.source == ran["source"]
-        if stored.cell_type == "code":
-            assert stored.execution_count or not stored.source.strip(), "stored without a run"
-            wrong = contradictions(stored.outputs, ran["outputs"], is_measured(stored))
-            found += [f"cell {ran['index']}: {line}" for line in wrong]
-    return found
+    assert all(c.get("execution_count", 1) or not c.source.strip() for c in cells), path
+    return cells
+
+
+def not_as_stored(stored: nbformat.NotebookNode, outputs: list[Any]) -> list[str]:
+    """What these outputs of a cell contradict in what is stored of it."""
+    if stored.cell_type != "code":
+        return []
+    found = contradictions(stored.outputs, outputs, is_measured(stored))
+    return [f"{stored.source.splitlines()[0][:60]}: {line}" for line in found]
+
+
+def only_in_the_solution(path: Path) -> list[nbformat.NotebookNode]:
+    """Its cells of code that the lab has not; all others are stored in both, and alike."""
+    solution = LABS / "solutions" / path.name
+    if not solution.exists():
+        return []
+    student = {cell.source: cell for cell in cells_of(path) if cell.cell_type == "code"}
+    code = [cell for cell in cells_of(solution) if cell.cell_type == "code"]
+    for cell in code:
+        if cell.source in student:
+            assert not_as_stored(cell, student[cell.source].outputs) == []
+    return [cell for cell in code if cell.source not in student]
 
 
 def displayed(lab: Notebook, index: int) -> str:
@@ -103,14 +120,16 @@ def test_a_lab_opens_runs_and_its_widgets_work(open_notebook, path):
     lab.run_all()
     wall, others = watch.seconds()
     assert lab.complaints() == []
-    assert not_as_stored(path, lab) == []
+    *own, spare, twin, chart = lab.cells()
+    for stored, ran in zip(cells_of(path), own, strict=True):
+        assert stored.source == ran["source"]
+        assert not_as_stored(stored, ran["outputs"]) == []
     drawn = [f for f in lab.figures() if f["points"] and f["shapes"] and f["height"] > 100]
     assert len(drawn) == len(lab.figures()) >= len(stored)
     assert all(figure["title"] for figure in drawn), "a figure without the finding in its title"
 
     # every widget: each knob, to what the plain call says; then a run, its Stop where it is not
     # over yet, and a run to its end, after which what was measured is in the picture
-    *own, _, twin, chart = lab.cells()
     runs = 0
     for cell in own:
         if not any(WIDGET in output.get("data", {}) for output in cell["outputs"]):
@@ -143,6 +162,12 @@ def test_a_lab_opens_runs_and_its_widgets_work(open_notebook, path):
             widget.button("Commit").click()
             lab.wait(lambda w=widget: not w.enabled("Commit"), ANSWER_S, "no commitment")
     assert runs == (path.stem not in WITHOUT)
+
+    # the exercise, solved by its solution
+    for cell in only_in_the_solution(path):
+        lab.write(spare["index"], cell.source)
+        lab.run_cell(spare["index"], timeout=120)
+        assert not_as_stored(cell, lab.cells()[spare["index"]]["outputs"]) == []
     assert lab.complaints() == []
     limit = SLOWER.get(path.stem, LAB_S)
     assert wall - others < limit, f"{wall:.0f} s, of which others took {others:.0f} s"
