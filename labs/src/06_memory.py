@@ -64,11 +64,11 @@ guess.reveal(round(report.peak_memory / 1e6))
 (report.peaks() / 1e6).round(2).add_suffix(" (MB)")
 
 # %% [markdown]
-# The formula knows model states, activations and buffers to the byte. It leaves out *workspace*:
+# The formula knows what lives for long, model states and activations. It leaves out *workspace*:
 # what a kernel's result needs for a moment. The ledger is checked against the allocator itself.
 #
 # ## What it grows with
-# Model states know nothing of your batch. Activations know nothing else:
+# Model states know nothing of your batch. Activations grow with all three:
 
 # %%
 rows = []
@@ -177,12 +177,12 @@ peaks(tiny, {name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1) for name, n in
 # %% [markdown]
 # **3. Everything is gathered at once.** Stage 3 saves only if a *part* is there at a time. Wrap the
 # whole model [as one unit](https://github.com/Lightning-AI/pytorch-lightning/issues/15976), or
-# gather too far ahead, and at the worst moment all of it is there:
+# gather too far ahead (`prefetch`, in blocks), and at the worst moment all of it is there:
 
 # %% tags=["measured"]
 narrow = pl.ModelSpec(layers=12, hidden=128, heads=4, seq_len=16)
 ahead = pl.Plan(dp=4, zero_stage=3, microbatch_size=1)
-peaks(narrow, {f"{n} blocks ahead": ahead.replace(prefetch=n) for n in (0, 1, 12)})
+peaks(narrow, {f"prefetch={n}": ahead.replace(prefetch=n) for n in (0, 1, 12)})
 
 # %% [markdown]
 # **4. The wrong number grew.** States are shared by the ranks that *share*: [the data-parallel
@@ -224,8 +224,9 @@ pd.Series({
 }, name="MB").div(1e6).round(2).to_frame()  # fmt: skip
 
 # %% [markdown]
-# The estimator is right about what it estimates (gradients, which it counts too, are not there yet
-# at this peak). It is the first line of a bill.
+# The estimator is near, though it counts another recipe: 18 bytes of mixed precision, where this
+# run in fp32 has 16, and gradients, which are not there yet at this peak. And it is the first line
+# of a bill.
 #
 # ## Buffers of constant size
 # A fused buffer is fast, and a buffer for *all* gradients grows with the model. ZeRO therefore caps
@@ -262,8 +263,9 @@ pd.DataFrame(spaces, index=["alive", "address space", "free", "largest hole"]).d
 # %% [markdown]
 # In the first row, at the worst moment, many megabytes are free, and a request for a fraction of
 # them fails: they lie between tensors that stay. This is **fragmentation**. ZeRO-R (M<sub>D</sub>,
-# sec. 6.3) gives long-lived tensors regions of their own. The holes become large; the price is
-# address space.
+# sec. 6.3) gives long-lived tensors regions of their own. Then far less lies idle, and the largest
+# hole is a larger part of it; the price is address space. (`alive` is the most at any moment;
+# `free` and `largest hole` are of the moment when free space is of least use.)
 #
 # ## Break it
 # Give the rank less memory than the step needs. It fails at the very tensor that is one too many,

@@ -211,7 +211,7 @@ pd.DataFrame(rows).T.add_suffix(" (MB)")
 
 # %% [markdown]
 # [Korthikanti and others](https://arxiv.org/abs/2205.05198) have this as formulas, in bytes per
-# layer (table 2). Into these the models of their table 3, in 16 bits and with t = 8:
+# layer (table 2). Put in the models of their table 3, in 16 bits and with t = 8:
 
 # %%
 sizes = {  # a, h, s, b
@@ -293,8 +293,8 @@ for name, split in (("tp=4 inside, dp=2 across", pl.Plan(tp=4, dp=2, microbatch_
     summary = expected.summary()["value"]
     rows.append({
         "": name,
-        "inside a node (GB)": by_level.get("intra", 0.0),
-        "between nodes (GB)": by_level.get("inter", 0.0),
+        "inside a node (GB, all ranks)": by_level.get("intra", 0.0),
+        "between nodes (GB, all ranks)": by_level.get("inter", 0.0),
         "step, predicted (ms)": 1e3 * expected.step_time,
         "of it waiting (ms)": summary["waiting"],
     })  # fmt: skip

@@ -59,7 +59,8 @@ sent = traced.traffic()["bytes"].sum() / 4
 print(f"elements sent by all ranks: {sent:,.0f}; (q-1)(MK + KN) = {M * K + K * N:,}")
 
 # %% [markdown]
-# No rank has ever seen a whole row or column of anything. And nothing was *summed* on the way: what
+# All of its row of X and all of its column of W came through each rank, one block at a time, and
+# none of it was kept. And nothing was *summed* on the way: what
 # travels is what the product needs, blocks of X and of W.
 #
 # ## Commit to a guess
@@ -173,8 +174,8 @@ pd.DataFrame(rows).T.round(1)
 # %% [markdown]
 # To the byte. «All else» are logits, norms, embedding and loss. Two things to notice. On four ranks
 # 2D has sent *more* than 1D: with so few tokens the weights that travel are not made up for (wait
-# for the crossover). And the last column: the grids send ten times as many messages, each of them
-# small; where every message costs its latency, that is what decides (lab 01).
+# for the crossover). And the last column: the grids send several times as many messages, each of
+# them small; where every message costs its latency, that is what decides (lab 01).
 #
 # ## Memory
 # At the worst moment of a step, on the fullest rank, by category:
@@ -328,7 +329,8 @@ class MySumma:
         ### END SOLUTION
 
     def backward(self, x, w, dy):
-        """dy: (m, n), the block of Y's gradient. Returns those of X' = Y' W^T and W' = X^T Y'."""
+        """dy: (m, n), the block of Y's gradient. Returns those of X' = Y' W^T and W' = X^T Y',
+        where X' is the gradient of X."""
         ### BEGIN SOLUTION
         ### STUB: raise NotImplementedError("your turn")
         for step in range(self.row.size):

@@ -153,7 +153,8 @@ pd.DataFrame(rows).set_index(["", "link"])
 
 # %% [markdown]
 # Two micro-batches per step: gradients go down for each of them, and stage 3 fetches every
-# parameter four times, before each forward and each backward.
+# parameter four times, before each forward and each backward. In files the update reads and writes
+# too: weights and two moments.
 #
 # ## Why this cut, and no other
 # Take the training step as a graph: values are nodes, whatever flows between them is an edge with
@@ -173,8 +174,7 @@ for cut in best:
 # Four bytes per parameter is the minimum, six the next best. Of the two cuts that reach it,
 # ZeRO-Offload takes the one that leaves two bytes per parameter on the device: an eighth of 16.
 # (Its Table 1 prints four for that row, and "8x"; two is meant. `theory/offload_costs.py` has what
-# the papers print and where it does not add up.) L2L, which brings a layer's states up and back,
-# moves 28.
+# the papers print and where it does not add up.)
 #
 # Counted on a run in 16 bits, one micro-batch:
 
@@ -213,7 +213,7 @@ print(f"at the paper's 1.5 TB/s it is {100 * share:.1f} %")
 
 # %% tags=["measured"]
 def busy(model, plan, cluster):
-    """Share of a step that computes: by the formula, with perfect overlap, predicted, replayed."""
+    """Share of a step that computes: by the formula, with perfect overlap, and predicted."""
     moved = offload.link_bytes(model, plan)
     disk = sum(sum(moved[link].values()) for link in ("disk read", "disk write"))
     flops = 3 * pl.theory.formulas.forward_flops(model, plan.microbatches * plan.microbatch_size)
@@ -233,8 +233,9 @@ for samples in (2, 8, 32):
 # %% [markdown]
 # The same bytes for more work: the batch is what pays for a slow link. The prediction lies above
 # the formula, for two reasons: this device does more than multiply, so its step takes longer than
-# FLOPs over peak, and some of the copying hides behind it. It lies below the last column but one
-# where the update has to wait: nothing computes then.
+# FLOPs over peak, and some of the copying hides behind it. With few samples the first reason can
+# lift it even above perfect overlap; with many it stays below that, because the update has to wait,
+# and nothing computes then.
 #
 # ## How fast an NVMe do I need?
 # *Run it* trains for real, with the disk held down to the slider's bandwidth.
@@ -306,17 +307,17 @@ for m in (1, 2, 4):
 pd.DataFrame(rows).T.rename_axis("micro-batches").round(2)
 
 # %% [markdown]
-# Its price: between two layers the residual stream of every micro-batch waits.
+# Its price: between two layers the residual stream of every micro-batch waits. (ZeRO-Offload's
+# paper counts more for L2L: there the optimizer's states come up and go back too; here they stay.)
 #
-# People ask why [the host needs far more than the estimate
-# says](https://github.com/deepspeedai/DeepSpeed/issues/2797). Buffers: whatever passes between two
-# tiers passes through memory of the host. Here they are, beside what is kept:
+# And what does the host hold? All that left the device; and where files take part, buffers, through
+# which everything passes on its way:
 
 # %%
 pd.DataFrame({
     name: offload.tier_bytes(deep.replace(layers=24), how)["host"]
     for name, how in ladder.items() if how.offload
-}).fillna(0).astype(int)  # fmt: skip
+}).fillna(0).div(1e6).round(1).add_suffix(" (MB)")  # fmt: skip
 
 # %% [markdown]
 # ## Is it the same training?

@@ -32,7 +32,7 @@ view.mesh(cube, rank=0)
 # its last layer to the next stage, once per micro-batch. Neighbours in rank are tensor partners:
 # they have most to say to each other.
 #
-# Is it still the same training? One step of it, beside one process that does everything alone:
+# Is it still the same training? Two steps of it, beside one process that does everything alone:
 
 # %%
 proof = {"steps": 2, "optimizer": "sgd", "lr": 0.1, "keep_state": True, "progress": False}
@@ -54,12 +54,12 @@ guess = pl.exercises.guess("the slowest plan's step, as a multiple of the fastes
 guess
 
 # %%
-b16 = {"microbatches": 1, "microbatch_size": 4}  # of each of four data-parallel ranks
+each = {"microbatches": 1, "microbatch_size": 4}  # of each of four data-parallel ranks
 plans = {
-    "dp 4": pl.Plan(dp=4, **b16),
-    "dp 4, ZeRO 2": pl.Plan(dp=4, zero_stage=2, **b16),
-    "dp 4, ZeRO 3": pl.Plan(dp=4, zero_stage=3, **b16),
-    "dp 4, ZeRO 3, recompute": pl.Plan(dp=4, zero_stage=3, recompute="full", **b16),
+    "dp 4": pl.Plan(dp=4, **each),
+    "dp 4, ZeRO 2": pl.Plan(dp=4, zero_stage=2, **each),
+    "dp 4, ZeRO 3": pl.Plan(dp=4, zero_stage=3, **each),
+    "dp 4, ZeRO 3, recompute": pl.Plan(dp=4, zero_stage=3, recompute="full", **each),
     "tp 4": pl.Plan(tp=4, microbatch_size=16),
     "tp 4, sequence parallel": pl.Plan(tp=4, sequence_parallel=True, microbatch_size=16),
     "pp 4, GPipe": pl.Plan(pp=4, schedule="gpipe", microbatches=8, microbatch_size=2),
@@ -90,8 +90,8 @@ took = {name: report.step_time for name, report in replayed.items()}
 guess.reveal(max(took.values()) / min(took.values()))
 
 # %% [markdown]
-# What each of them pays with: the share of a step in which a rank waits, megabytes that it sends,
-# and the peak of its memory. Nobody wins in every column.
+# What each of them pays with: time, the share of it in which ranks wait for a message, megabytes
+# that a rank sends, and the peak of its memory. Nobody wins in every column.
 
 # %% tags=["measured"]
 rows = {}
@@ -99,6 +99,7 @@ for name, report in found.items():
     rows[name] = {
         "step, replayed (ms)": 1e3 * took[name],
         "predicted (ms)": 1e3 * expected[name].step_time,
+        "waiting (%)": replayed[name].summary().loc["waiting", "value"] / (10 * took[name]),
         "sent per rank (MB)": report.traffic()["bytes"].mean() / 1e6,
         "peak memory (MB)": report.peak_memory / 1e6,
     }
@@ -112,6 +113,10 @@ print("bytes predicted exactly, in all of them:",
       all(pl.compare(expected[name], found[name]).bytes_agree for name in plans))  # fmt: skip
 
 # %% [markdown]
+# Why is the slowest so slow, although it sends less than plans that are quicker? Its messages are
+# many: each layer cut in two, each micro-batch passed on through four chunks, and every one is
+# waited for. On this machine a message costs more by its latency than by its bytes.
+#
 # Where prediction and replay differ, `compare` says by how much and why. The plan with most moving
 # parts:
 
@@ -176,6 +181,9 @@ print("best with batch 32:", table["batch 32"].idxmax(), "- with 128:", table["b
 table.round(1).add_suffix(", MFU (%)")
 
 # %% [markdown]
+# (MFU, model FLOPs utilisation: the FLOPs that the model needs, over those that the devices could
+# do. What is recomputed is not counted; the paper counts it, about a third more.)
+#
 # tp = 8 is a node. Beyond it every layer's all-reduces cross to other nodes; below it the pipeline
 # is so long that its bubble, (p - 1)/m of the work, eats what was saved. (The paper's figure 13 has
 # its maximum at the same place.)
@@ -227,8 +235,9 @@ search
 view.pareto(search)
 
 # %% [markdown]
-# The line is what is worth discussing: who wants to be faster has to find more memory. And why do
-# the others lose?
+# The line is what is worth discussing: who wants to be faster has to find more memory. The winner
+# is ZeRO-3 across nodes, and not Megatron's advice: this prediction lets gathers overlap perfectly.
+# Lab 11 holds that against a measurement. And why do the others lose?
 
 # %%
 pd.set_option("display.max_colwidth", 200)

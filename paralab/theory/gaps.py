@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from paralab.records import metrics
+from paralab.theory import ideal
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def notes_on(
         if expect.world_size == 1:
             notes["exposed communication"] = "there are no other ranks: the device waits for these."
     if expect.plan.pp > 1:
-        notes["exposed communication"] = _waited(table, expect)
+        notes["exposed communication"] = _waited(table, expect, report)
         notes["bubble"] = _bubble_gap(table.loc["bubble"], expect, report)
     notes["step time"] = _step_gap(table, expect, report)
     return notes
@@ -168,21 +169,22 @@ def _zero_waits(plan: Plan) -> str:
     return f". Parameters are gathered {gathered}; gradients leave while backward goes on."
 
 
-def _waited(table: pd.DataFrame, expect: Report) -> str:
+def _waited(table: pd.DataFrame, expect: Report, report: Report) -> str:
     """Of a pipeline: what standing still means there."""
     waited, flight = table.loc["exposed communication"], table.loc["communication"]
     said = "a rank of a pipeline waits for what its neighbour has not computed yet: the bubble."
     if expect.plan.dp > 1:
         what = "parameters and the sum of" if expect.plan.zero_stage else "the sum of"
         said += f" Waiting for {what} gradients is in it too."
-    if waited["replayed"] > flight["replayed"]:
+    row = table.loc["bubble"]
+    if row["replayed"] - ideal.ideal(report).bubble_rate > row["replayed"] / 2:
+        said += " Most of it is the links' doing: each message is waited for."
+    elif waited["replayed"] > flight["replayed"]:
         said += " Messages are in flight for less than that, so a faster link would not cure it."
     return said
 
 
 def _bubble_gap(row: pd.Series, expect: Report, report: Report) -> str:
-    from paralab.theory import ideal
-
     alone, formula = ideal.ideal(report).bubble_rate, ideal.formula(expect)
     said = f"with free links this schedule and the run's own costs leave {_share(alone)} idle"
     if not math.isnan(formula):
@@ -198,6 +200,8 @@ def _bubble_gap(row: pd.Series, expect: Report, report: Report) -> str:
     if not math.isnan(row["measured"]) and abs(row["measured"] - row["replayed"]) >= 0.01:
         cores = _cores(expect, report)
         why = "the wall clock also counts what the machine did besides"
+        if row["measured"] < row["replayed"]:
+            why = "on the wall clock messages took less than the links of the replay say"
         if cores and report.world_size > cores:
             why = f"{_sharers(report.world_size, cores)}, so the wall clock answers who got a core"
         said += f" {why[0].upper()}{why[1:]}: {_share(row['measured'])}."
@@ -237,6 +241,9 @@ def _pace(ratio: float, cores: int | None, report: Report) -> str:
     """Why the wall clock runs ``ratio`` times slower than the replay."""
     ranks = report.world_size
     slower = f"the wall clock runs {ratio:.1f} times slower than devices of their own would."
+    if ratio < 0.9:
+        return (f"The wall clock is {_percent(1 - ratio)} faster than the replay: messages took "
+                "less time than the replay's links say.")  # fmt: skip
     if ratio < 1.1:
         return "The wall clock runs like devices of their own would."
     if report.meta.get("device", "cpu") != "cpu":

@@ -46,7 +46,7 @@ def contest(
     finding = f"{theme.text(names[0])} wins, as predicted" if favourite == names[0] else (
         f"{theme.text(names[0])} wins, predicted was {theme.text(favourite)}"
     )  # fmt: skip
-    finding += f"; both orders correlate with {order:.2f}"
+    finding += f"; rank correlation {order:.2f}"
     line = " · ".join(f"{clock}: {theme.CLOCK_BRIEF[clock]}" for clock in clocks)
     fig = theme.figure(theme.text(title) if title is not None else finding, line,
                        height=150 + 34 * len(names))  # fmt: skip

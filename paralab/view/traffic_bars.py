@@ -103,11 +103,11 @@ def link_traffic(*reports: Report) -> Chart:
     clocks = " and ".join(dict.fromkeys(report.clock for report in reports))
     fig = theme.figure(
         _finding(list(dict.fromkeys(label(r, f) for r, f in rows if r is reports[0])), tops, took),
-        f"{clocks}, bytes of one rank and step · time: bytes / bandwidth",
+        f"{clocks}, mean of the ranks, one step · a call counts on the slowest link of its group",
         height=150 + ROW * max(2, len(bars)), barmode="stack", bargap=0.35, showlegend=True,
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         xaxis={"title": {"text": f"sent or copied ({unit})"}, "range": [0, ROOM * biggest / per],
-               "tickformat": "~g"},
+               "tickformat": "~g"},  # the seconds behind a bar: its bytes / bandwidth
         yaxis={"type": "category", "showgrid": False, "categoryarray": bars, "ticksuffix": " ",
                "range": [max(2, len(bars)) - 0.45, -0.55]},
         annotations=[{"x": top / per, "y": bar, "xanchor": "left", "showarrow": False,
