@@ -1,6 +1,7 @@
-"""What to train and how to split it: ModelSpec and Plan. (On what: `Cluster`, in cluster.py.)
+"""How to split a training step: Plan. (What: `ModelSpec`, model_spec.py; on what: `Cluster`,
+cluster.py. All three can be had here.)
 
-Both are frozen descriptions. They hold numbers, never tensors (torch is not imported here). A wrong
+All are frozen descriptions. They hold numbers, never tensors (torch is not imported here). A wrong
 value raises ``ValueError`` naming the field, the value and what would be legal, before any process
 starts; what goes with what is in rules.py.
 
@@ -9,11 +10,10 @@ Units: bytes and plain counts.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paralab.checks import Description, choice, illegal, real, whole
+from paralab.checks import Description, choice, illegal, whole
 from paralab.cluster import Cluster, Link
 from paralab.forms import (
     GRAD_SYNC_FORMS,
@@ -25,144 +25,19 @@ from paralab.forms import (
     form_name,
     make_schedule,
 )
+from paralab.model_spec import MODEL_PRESETS, ModelSpec
 from paralab.parallel.schedules import RELAY
-from paralab.rules import begins, check_frozen, check_plan, tensor_grid
+from paralab.rules import check_plan, tensor_grid
 from paralab.tiers import Offload, as_offload, resolved
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
 
-__all__ = ["GRAD_SYNC_FORMS", "GRAD_SYNC_MOMENTS", "OWN_FORM", "SCHEDULE_NAMES", "Cluster", "Link",
-           "ModelSpec", "Place", "Plan"]  # fmt: skip
+__all__ = ["GRAD_SYNC_FORMS", "GRAD_SYNC_MOMENTS", "MODEL_PRESETS", "OWN_FORM", "SCHEDULE_NAMES",
+           "Cluster", "Link", "ModelSpec", "Place", "Plan"]  # fmt: skip
 
 # Of a parameter and of its gradient, by precision. Beside 16 bits AdamW keeps a 4-byte master copy.
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec(Description):
-    """A GPT: pre-LayerNorm blocks, learned positions, 4x GELU MLP, as in GPT-2 and Megatron-LM.
-
-    layers    number of transformer blocks, l
-    hidden    width of the residual stream, h
-    heads     attention heads, a; must divide hidden
-    seq_len   tokens per sample, s
-    vocab     entries of the embedding, V; bytes of text need 256
-    tied      the output head shares the token embedding's weight
-    dropout   probability of dropping an activation while training
-    attention "explicit" writes the s x s score matrix (what the papers' activation formulas
-              assume), "sdpa" uses torch's fused kernel
-    frozen    prefixes of the names of parameters that training leaves as they are: "embedding",
-              "blocks.0", "blocks.1.mlp"
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    seq_len: int
-    vocab: int = 256
-    tied: bool = True
-    dropout: float = 0.0
-    attention: str = "explicit"
-    frozen: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        most = {"layers": 2**16}  # they are counted one by one
-        for name in ("layers", "hidden", "heads", "seq_len", "vocab"):
-            value = whole(name, getattr(self, name), at_least=1, at_most=most.get(name, 2**62))
-            object.__setattr__(self, name, value)
-        if self.hidden % self.heads:
-            legal = [a for a in range(1, min(self.hidden, 64) + 1) if self.hidden % a == 0]
-            raise illegal(
-                "heads",
-                self.heads,
-                f"hidden={self.hidden} is not divisible by it",
-                ", ".join(map(str, legal)),
-            )
-        choice("tied", self.tied, (True, False))
-        object.__setattr__(self, "dropout", real("dropout", self.dropout, at_least=0.0))
-        if self.dropout >= 1.0:
-            raise illegal("dropout", self.dropout, "would drop everything", "from 0 to below 1")
-        choice("attention", self.attention, ("explicit", "sdpa"))
-        object.__setattr__(self, "frozen", check_frozen(self))
-
-    def trainable(self, name: str) -> bool:
-        """Whether training changes the parameter called ``name``."""
-        return not any(begins(name, prefix) for prefix in self.frozen)
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter of the single-device model, frozen ones too, in order of registration.
-
-        A linear layer's weight is (out, in), as in torch. A tied head has no row of its own.
-        """
-        h, shapes = self.hidden, {}
-        shapes["embedding.token.weight"] = (self.vocab, h)
-        shapes["embedding.position.weight"] = (self.seq_len, h)
-        for i in range(self.layers):
-            block = {
-                "norm1.weight": (h,),
-                "norm1.bias": (h,),
-                "attention.qkv.weight": (3 * h, h),
-                "attention.qkv.bias": (3 * h,),
-                "attention.proj.weight": (h, h),
-                "attention.proj.bias": (h,),
-                "norm2.weight": (h,),
-                "norm2.bias": (h,),
-                "mlp.up.weight": (4 * h, h),
-                "mlp.up.bias": (4 * h,),
-                "mlp.down.weight": (h, 4 * h),
-                "mlp.down.bias": (h,),
-            }
-            shapes.update({f"blocks.{i}.{name}": shape for name, shape in block.items()})
-        shapes["head.norm.weight"] = (h,)
-        shapes["head.norm.bias"] = (h,)
-        if not self.tied:
-            shapes["head.output.weight"] = (self.vocab, h)
-        return shapes
-
-    @property
-    def num_params(self) -> int:
-        """Psi, all elements: l(12h^2 + 13h) + (V + s)h + 2h, and Vh more if not tied.
-
-        PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 2 has the same terms without the last
-        LayerNorm's 2h.
-        """
-        h = self.hidden
-        untied = 0 if self.tied else self.vocab * h
-        blocks = self.layers * (12 * h * h + 13 * h)
-        return blocks + (self.vocab + self.seq_len) * h + 2 * h + untied
-
-    @property
-    def num_trainable(self) -> int:
-        """Elements that have a gradient: Psi without what is frozen."""
-        if not self.frozen:
-            return self.num_params
-        shapes = self.parameter_shapes().items()
-        return sum(math.prod(shape) for name, shape in shapes if self.trainable(name))
-
-    @classmethod
-    def preset(cls, name: str) -> ModelSpec:
-        """A model of the literature, or one that a laptop trains in seconds."""
-        if name not in MODEL_PRESETS:
-            raise illegal("preset", name, "unknown model", ", ".join(MODEL_PRESETS))
-        return cls(**MODEL_PRESETS[name])
-
-
-def _megatron(layers: int, hidden: int, heads: int) -> dict[str, int]:
-    return {"layers": layers, "hidden": hidden, "heads": heads, "seq_len": 2048, "vocab": 51200}
-
-
-MODEL_PRESETS: dict[str, dict[str, int]] = {
-    "laptop": {"layers": 4, "hidden": 128, "heads": 4, "seq_len": 64, "vocab": 256},
-    "gpt2": {"layers": 12, "hidden": 768, "heads": 12, "seq_len": 1024, "vocab": 50257},
-    # PTD-P, arXiv:2104.04473, Table 1: sequence 2048, vocabulary 51200.
-    "ptdp-1.7b": _megatron(24, 2304, 24),
-    "ptdp-7.5b": _megatron(36, 4096, 32),
-    "ptdp-39b": _megatron(48, 8192, 64),
-    "ptdp-145b": _megatron(80, 12288, 96),
-    "ptdp-1t": _megatron(128, 25600, 160),
-    "gpt3-175b": _megatron(96, 12288, 96),  # GPT-3 as PTD-P trains it (sec. 5.1)
-}
 
 
 class Place(NamedTuple):
