@@ -17,7 +17,7 @@ from paralab.launch import launch_program
 STEPS, LR = 2, 0.5
 DATA_PARALLEL, TRAIN = "paralab.parallel.data_parallel", "paralab.train"
 SIGNAL, BATCHES = "paralab.parallel.gradient_signal", "paralab.batches"
-ZERO = "paralab.parallel.zero"
+ZERO, FLAT = "paralab.parallel.zero", "paralab.parallel.flat"
 NAIVE_SYNC = "self.group.all_reduce(parameter.grad).wait()"
 FLAT_SYNC = "self.group.all_reduce(flat).wait()"
 LAUNCH = "self.pending.append(self.group.all_reduce(self.flat[self.next]))"
@@ -53,7 +53,7 @@ MUTANTS = {
     "ZeRO-1: no all-gather": (1, ZERO, "[flat.gather() for flat in self.trained]", "[]"),
     "ZeRO-1: the last reduce-scatters stay": (1, ZERO, "self.settle(keep=0)", "pass"),
     "ZeRO-1: every rank owns the first part": (
-        1, ZERO, "self.own = self.full.chunk(group.size)[group.index]",
+        1, FLAT, "self.own = self.full.chunk(group.size)[group.index]",
         "self.own = self.full.chunk(group.size)[0]"),
     "ZeRO-2: the last micro-batch alone": (
         2, ZERO, "flat.own.grad += part", "flat.own.grad = part  #"),

@@ -50,9 +50,9 @@ from torch import Tensor
 
 from paralab.parallel import zero
 from paralab.parallel.buckets import Unit
+from paralab.parallel.flat import Flat
 from paralab.parallel.host import Host
 from paralab.parallel.lanes import Job, wait_all
-from paralab.parallel.zero import Flat
 from paralab.tiers import Offload
 
 
