@@ -1,9 +1,8 @@
 """`paralab run`, `dry-run`, `show` and `doctor`: what a notebook cell does, from a shell.
 
-Every field of ``ModelSpec`` and ``Plan`` is an option of the same name, read off the dataclasses:
-a field that a later version adds is reachable the day it exists. Under torchrun the same command
-is one rank of a job that may span machines: it writes its part of the report into a folder, which
-``pl.load`` merges.
+Every field of ``ModelSpec`` and ``Plan`` is an option of the same name (options.py). Under torchrun
+the same command is one rank of a job that may span machines: it writes its part of the report into
+a folder, which ``pl.load`` merges.
 
 What is legal is said in one place, the descriptions themselves: options are handed on as typed, and
 a refusal comes back as exit status 2. A run that failed is 1, an interrupted one 130. Neither shows
@@ -13,86 +12,33 @@ this process's traceback, only what the rank said. torch is imported by the rank
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from paralab import doctor
 from paralab.checks import illegal, number, size
-from paralab.spec import MODEL_PRESETS, ModelSpec, Plan
+from paralab.options import (
+    add_exports,
+    add_model_and_plan,
+    add_options,
+    model_of,
+    plan_of,
+    settings_of,
+)
+from paralab.spec import ModelSpec, Plan
 
-DEFAULT_PRESET = "laptop"
 DEFAULT_OUT = "paralab-run"
-
-HELP = {
-    # ModelSpec
-    "layers": "transformer blocks",
-    "hidden": "width of the residual stream",
-    "heads": "attention heads; must divide hidden",
-    "seq_len": "tokens per sample",
-    "vocab": "entries of the embedding; bytes of text need 256",
-    "tied": "share one weight between token embedding and output head",
-    "dropout": "probability of dropping an activation, from 0 to below 1",
-    "attention": "explicit (writes the score matrix) or sdpa (torch's fused kernel)",
-    "frozen": "parameters not to train, prefixes of their names, as embedding,blocks.0",
-    # Plan
-    "dp": "data-parallel degree: copies of the model, each on its share of the batch",
-    "tp": "tensor-parallel degree",
-    "pp": "pipeline-parallel degree",
-    "schedule": "order of a pipeline's work: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2; "
-    "l2l: one rank's relay of offloaded layers",
-    "microbatches": "micro-batches per step on every data-parallel rank",
-    "microbatch_size": "samples per micro-batch",
-    "virtual_stages": "model chunks per pipeline rank",
-    "zero_stage": "what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + all",
-    "shard": "data-parallel ranks that share one copy of the states; the others hold replicas",
-    "sequence_parallel": "split the activations between tensor-parallel regions too",
-    "recompute": "activations computed again in backward: none, selective (attention), full",
-    "offload": "cpu or nvme: where the states that zero_stage deals out lie",
-    "precision": "fp32, bf16 or fp16",
-    "tp_mode": "how a layer is cut: 1d, 2d (q x q ranks), 2.5d (d of these), 3d (q x q x q)",
-    "tp_depth": "d of 2.5d; by default the largest up to q",
-    "partition_activations": "with recompute full: tensor-parallel ranks share what a block keeps",
-    "grad_sync": "naive (one call per parameter), bucketed, or overlapped with backward",
-    "bucket_bytes": "size at which a gradient bucket is closed: 4194304, 4MiB (2^20) or 4MB (10^6)",
-    "prefetch": "units gathered ahead of their use",
-}
-
-
-def names(text: str) -> list[str]:
-    """A list written with commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-READERS: dict[str, Callable[[str], Any]] = {  # by annotation
-    "int": number, "float": number, "int | None": number, "tuple[str, ...]": names,
-}  # fmt: skip
 
 
 def torchrun_started_this() -> bool:
     """Whether this process is one rank of a torchrun job."""
     by_hand = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     return by_hand or "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _add_fields(group: Any, kind: type, defaults: dict[str, Any]) -> None:
-    """One option per field of the dataclass ``kind``. What is not given leaves no trace."""
-    for field in dataclasses.fields(kind):
-        value = defaults[field.name]
-        default = "" if value is None or value == () else f" (default {value})"
-        option = "--" + field.name.replace("_", "-")
-        shared = {"dest": field.name, "default": argparse.SUPPRESS}
-        shared["help"] = HELP.get(field.name, f"see {kind.__name__}") + default
-        if field.type == "bool":
-            group.add_argument(option, action=argparse.BooleanOptionalAction, **shared)
-            continue
-        reader = size if field.name.endswith("_bytes") else READERS.get(str(field.type), str)
-        group.add_argument(option, type=reader, metavar=field.name.upper(), **shared)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -112,8 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m paralab run --dp 8 --out FOLDER",
         allow_abbrev=False,
     )
-    _add_model_and_plan(run)
-    _add_options(run.add_argument_group("the run"), (
+    add_model_and_plan(run)
+    add_options(run.add_argument_group("the run"), (
         ("--steps", number, "optimizer steps, the first of them warm-up"),
         ("--optimizer", str, "adamw or sgd"),
         ("--lr", number, "learning rate"),
@@ -133,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--predict", action="store_true", help="predict the run from this machine's speed; compare"
     )
     result.add_argument("--save", type=Path, metavar="FILE", help="the report: run.json")
-    _add_exports(result)
+    add_exports(result)
     where = f"under torchrun: where every rank writes its part (default {DEFAULT_OUT})"
     result.add_argument("--out", type=Path, metavar="FOLDER", help=where)
     run.set_defaults(act=_run, parser=run)
@@ -144,8 +90,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="one rank of a plan of any size: what it would hold and send, without training",
         allow_abbrev=False,
     )
-    _add_model_and_plan(dry)
-    _add_options(dry.add_argument_group("the dry run"), (
+    add_model_and_plan(dry)
+    add_options(dry.add_argument_group("the dry run"), (
         ("--rank", number, "which of the plan's ranks to be (default 0)"),
         ("--steps", number, "optimizer steps (default 1); they are alike"),
         ("--optimizer", str, "adamw or sgd"),
@@ -160,32 +106,10 @@ def make_parser() -> argparse.ArgumentParser:
         "show", help="print a saved report, or a torchrun job's folder", allow_abbrev=False
     )
     show.add_argument("path", metavar="FILE_OR_FOLDER")
-    _add_exports(show)
+    add_exports(show)
     show.set_defaults(act=_show, parser=show)
     doctor.add_command(commands)
     return parser
-
-
-def _add_model_and_plan(command: argparse.ArgumentParser) -> None:
-    model = command.add_argument_group("the model")
-    model.add_argument("--preset", default=DEFAULT_PRESET, metavar="NAME",
-                       help=f"start from {', '.join(MODEL_PRESETS)} (default {DEFAULT_PRESET}); "
-                       "the options below change it")  # fmt: skip
-    _add_fields(model, ModelSpec, ModelSpec.preset(DEFAULT_PRESET).to_dict())
-    _add_fields(command.add_argument_group("the plan"), Plan, Plan().to_dict())
-
-
-def _add_options(group: Any, options: Sequence[tuple[str, Callable[[str], Any], str]]) -> None:
-    """(option, what reads its value, help) each; one that is not given is not in the result."""
-    for option, reader, said in options:
-        name = option[2:].replace("-", "_")
-        group.add_argument(option, dest=name, type=reader, metavar=name.upper(),
-                           default=argparse.SUPPRESS, help=said)  # fmt: skip
-
-
-def _add_exports(group: Any) -> None:
-    group.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page")
-    group.add_argument("--perfetto", type=Path, metavar="FILE", help="a trace for ui.perfetto.dev")
 
 
 def _version() -> str:
@@ -219,22 +143,15 @@ def _files(given: argparse.Namespace, *names: str) -> None:
             raise illegal(name, str(path), "cannot be written", "a file in a folder that exists")
 
 
-def _taken(kind: type, given: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``kind`` that the command line names."""
-    return {f.name: getattr(given, f.name) for f in dataclasses.fields(kind) if f.name in given}
-
-
 def _run(given: argparse.Namespace) -> int:
     experiment = importlib.import_module("paralab.experiment")
     by_torchrun = torchrun_started_this()
-    names = ("steps", "optimizer", "lr", "clip_norm", "data", "seed", "memory_limit", "device",
-             "timeout", "save_every", "resume")  # fmt: skip
-    settings = {name: getattr(given, name) for name in names if name in given}
+    settings = settings_of(given, "steps", "optimizer", "lr", "clip_norm", "data", "seed",
+                           "memory_limit", "device", "timeout", "save_every", "resume")  # fmt: skip
     if "checkpoint" in given:  # --save is the report's here
         settings["save"] = given.checkpoint
     with _refusals(given.parser):
-        model = ModelSpec.preset(given.preset).replace(**_taken(ModelSpec, given))
-        plan = Plan(**_taken(Plan, given))
+        model, plan = model_of(given), plan_of(given)
         plan.validate(model)
         _files(given, "save", "html", "perfetto")
         if by_torchrun:
@@ -261,12 +178,10 @@ def _run(given: argparse.Namespace) -> int:
 
 def _dry_run(given: argparse.Namespace) -> int:
     module = importlib.import_module("paralab.dry_run")
-    names = ("rank", "steps", "optimizer", "clip_norm", "timeout")
+    settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm", "timeout")
     with _refusals(given.parser):
-        model = ModelSpec.preset(given.preset).replace(**_taken(ModelSpec, given))
-        plan = Plan(**_taken(Plan, given))
+        model, plan = model_of(given), plan_of(given)
         _files(given, "save", "html")
-        settings = {name: getattr(given, name) for name in names if name in given}
         report = module.dry_run(model, plan, **settings)
     _print_summary(report)
     if given.save:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from paralab import cli
+from paralab import cli, options
 from paralab.checks import illegal
 from paralab.launch import OutOfMemory, RankError, RankTimeout, launch
 from paralab.spec import ModelSpec, Plan
@@ -117,7 +117,7 @@ def test_every_field_of_the_plan_is_an_option(experiment, monkeypatch, name):
 
 def test_every_field_is_explained():
     names = {f.name for kind in (ModelSpec, Plan) for f in dataclasses.fields(kind)}
-    assert names == set(cli.HELP)
+    assert names == set(options.HELP)
 
 
 def test_run_settings_reach_the_run_as_numbers_and_unnamed_ones_stay_the_runs_defaults(experiment):

@@ -1,0 +1,122 @@
+"""A shell's options, read off the descriptions, and what was typed as a model and a plan again.
+
+Every field of ``ModelSpec`` and ``Plan`` is an option of the same name: a field that a later
+version adds is reachable the day it exists. Values are handed on as typed: what is legal is said by
+the descriptions alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paralab.checks import number, size
+from paralab.spec import MODEL_PRESETS, ModelSpec, Plan
+
+DEFAULT_PRESET = "laptop"
+
+HELP = {
+    # ModelSpec
+    "layers": "transformer blocks",
+    "hidden": "width of the residual stream",
+    "heads": "attention heads; must divide hidden",
+    "seq_len": "tokens per sample",
+    "vocab": "entries of the embedding; bytes of text need 256",
+    "tied": "share one weight between token embedding and output head",
+    "dropout": "probability of dropping an activation, from 0 to below 1",
+    "attention": "explicit (writes the score matrix) or sdpa (torch's fused kernel)",
+    "frozen": "parameters not to train, prefixes of their names, as embedding,blocks.0",
+    # Plan
+    "dp": "data-parallel degree: copies of the model, each on its share of the batch",
+    "tp": "tensor-parallel degree",
+    "pp": "pipeline-parallel degree",
+    "schedule": "order of a pipeline's work: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2; "
+    "l2l: one rank's relay of offloaded layers",
+    "microbatches": "micro-batches per step on every data-parallel rank",
+    "microbatch_size": "samples per micro-batch",
+    "virtual_stages": "model chunks per pipeline rank",
+    "zero_stage": "what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + all",
+    "shard": "data-parallel ranks that share one copy of the states; the others hold replicas",
+    "sequence_parallel": "split the activations between tensor-parallel regions too",
+    "recompute": "activations computed again in backward: none, selective (attention), full",
+    "offload": "cpu or nvme: where the states that zero_stage deals out lie",
+    "precision": "fp32, bf16 or fp16",
+    "tp_mode": "how a layer is cut: 1d, 2d (q x q ranks), 2.5d (d of these), 3d (q x q x q)",
+    "tp_depth": "d of 2.5d; by default the largest up to q",
+    "partition_activations": "with recompute full: tensor-parallel ranks share what a block keeps",
+    "grad_sync": "naive (one call per parameter), bucketed, or overlapped with backward",
+    "bucket_bytes": "size at which a gradient bucket is closed: 4194304, 4MiB (2^20) or 4MB (10^6)",
+    "prefetch": "units gathered ahead of their use",
+}
+
+
+def comma_separated(text: str) -> list[str]:
+    """A list written with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+READERS: dict[str, Callable[[str], Any]] = {  # by annotation
+    "int": number, "float": number, "int | None": number, "tuple[str, ...]": comma_separated,
+}  # fmt: skip
+
+
+def _add_fields(group: Any, kind: type, defaults: dict[str, Any]) -> None:
+    """One option per field of the dataclass ``kind``. What is not given leaves no trace."""
+    for field in dataclasses.fields(kind):
+        value = defaults[field.name]
+        default = "" if value is None or value == () else f" (default {value})"
+        option = "--" + field.name.replace("_", "-")
+        shared = {"dest": field.name, "default": argparse.SUPPRESS}
+        shared["help"] = HELP.get(field.name, f"see {kind.__name__}") + default
+        if field.type == "bool":
+            group.add_argument(option, action=argparse.BooleanOptionalAction, **shared)
+            continue
+        reader = size if field.name.endswith("_bytes") else READERS.get(str(field.type), str)
+        group.add_argument(option, type=reader, metavar=field.name.upper(), **shared)
+
+
+def add_model_and_plan(command: argparse.ArgumentParser) -> None:
+    model = command.add_argument_group("the model")
+    model.add_argument("--preset", default=DEFAULT_PRESET, metavar="NAME",
+                       help=f"start from {', '.join(MODEL_PRESETS)} (default {DEFAULT_PRESET}); "
+                       "the options below change it")  # fmt: skip
+    _add_fields(model, ModelSpec, ModelSpec.preset(DEFAULT_PRESET).to_dict())
+    _add_fields(command.add_argument_group("the plan"), Plan, Plan().to_dict())
+
+
+def add_options(group: Any, options: Sequence[tuple[str, Callable[[str], Any], str]]) -> None:
+    """(option, what reads its value, help) each; one that is not given is not in the result."""
+    for option, reader, said in options:
+        name = option[2:].replace("-", "_")
+        group.add_argument(option, dest=name, type=reader, metavar=name.upper(),
+                           default=argparse.SUPPRESS, help=said)  # fmt: skip
+
+
+def add_exports(group: Any) -> None:
+    group.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page")
+    group.add_argument("--perfetto", type=Path, metavar="FILE", help="a trace for ui.perfetto.dev")
+
+
+def model_of(given: argparse.Namespace) -> ModelSpec:
+    """The preset with what the command line changes of it. Raises ``ValueError`` if there is no
+    such model.
+    """
+    return ModelSpec.preset(given.preset).replace(**_taken(ModelSpec, given))
+
+
+def plan_of(given: argparse.Namespace) -> Plan:
+    """The plan that the command line names. Raises ``ValueError`` if there is no such plan."""
+    return Plan(**_taken(Plan, given))
+
+
+def settings_of(given: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of the options ``names`` that were given."""
+    return {name: getattr(given, name) for name in names if name in given}
+
+
+def _taken(kind: type, given: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``kind`` that the command line names."""
+    return settings_of(given, *(field.name for field in dataclasses.fields(kind)))
