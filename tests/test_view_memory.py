@@ -12,7 +12,7 @@ import paralab as pl
 import synthetic
 from paralab import view
 from paralab.report import Report
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.memory_curves import curves, thinned
 from paralab.view.memory_panels import MAX_POINTS
 from paralab.view.page import page
@@ -336,7 +336,7 @@ def test_the_page_has_the_memory_where_there_is_some(two):
 
 
 def test_a_plan_is_called_by_its_stage():
-    assert theme.plan_name(pl.Plan(dp=4, zero_stage=2)) == "dp=4, ZeRO-2"
-    assert theme.plan_name(pl.Plan(dp=4, zero_stage=3, shard=2)) == "dp=4, ZeRO-3 in groups of 2"
-    assert theme.plan_name(pl.Plan(dp=2, pp=2, microbatches=4, zero_stage=1)) == \
+    assert naming.plan_name(pl.Plan(dp=4, zero_stage=2)) == "dp=4, ZeRO-2"
+    assert naming.plan_name(pl.Plan(dp=4, zero_stage=3, shard=2)) == "dp=4, ZeRO-3 in groups of 2"
+    assert naming.plan_name(pl.Plan(dp=2, pp=2, microbatches=4, zero_stage=1)) == \
         "1F1B, p=2, m=4, dp=2, ZeRO-1"  # fmt: skip

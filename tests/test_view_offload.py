@@ -12,7 +12,7 @@ from paralab.records import metrics, moved, tables
 from paralab.report import Report
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.traffic import wire_bytes
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.page import page
 
 MODEL = ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
@@ -269,7 +269,7 @@ def test_the_plans_name_says_where_what_left_the_device_is():
         ({"zero_stage": 2, "offload": {"gradients": "cpu", "optimizer": "nvme"}},
          "dp=1, ZeRO-2, offload to cpu and nvme"),
     ):  # fmt: skip
-        assert theme.plan_name(Plan(**settings)) == said
+        assert naming.plan_name(Plan(**settings)) == said
 
 
 # ---- traffic -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import choice, whole
 from paralab.records import metrics
 from paralab.records.tables import COMPUTE_KINDS, KINDS
-from paralab.view import lanes, theme
+from paralab.view import lanes, naming, theme
 from paralab.view.hover import hover
 from paralab.view.tracks import tracks
 
@@ -302,7 +302,7 @@ def table(sections: Sequence[Section]) -> pd.DataFrame:
     staged = ("stage",) if any(one.report.plan.pp > 1 for one in sections) else ()
     columns = ("rank", "lane", "kind", *staged, "microbatch", "start", "end")
     rows = [
-        {"report": one.label or theme.subject(one.report), "clock": one.report.clock,
+        {"report": one.label or naming.subject(one.report), "clock": one.report.clock,
          **{c: b[c] for c in columns}, "wire_bytes": sum(c["wire_bytes"] for c in b["calls"]),
          **_copied(b)}
         for one in sections for b in one.boxes

@@ -15,7 +15,7 @@ from paralab.parallel.schedules import SCHEDULES
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.utilisation import utilisation
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.stage_bars import peaks
 from paralab.view.traffic_bars import flows
@@ -42,9 +42,9 @@ GREY = f"<style>.{STALE} {{ opacity: 0.2; pointer-events: none; }}</style>"
 def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Knob]:
     """Every setting of a plan that has a slider, and what it runs on; they start at ``plan``."""
     own_nodes = cluster.nodes if cluster is not None else 1
-    schedules = [(theme.SCHEDULE_NAME.get(name, name), name) for name in SCHEDULES]
+    schedules = [(naming.SCHEDULE_NAME.get(name, name), name) for name in SCHEDULES]
     if plan.schedule not in SCHEDULES:
-        schedules.append((theme.schedule_name(plan), plan.schedule))
+        schedules.append((naming.schedule_name(plan), plan.schedule))
     places = [(NOWHERE, NOWHERE), ("to host", "cpu"), ("to disk", "nvme")]
     if plan.offload not in (None, "cpu", "nvme"):
         places.append(("as given", plan.offload))

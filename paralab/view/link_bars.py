@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paralab.records import metrics, moved
-from paralab.view import lanes, theme
+from paralab.view import lanes, naming, theme
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,10 +61,10 @@ def chart(report: Report, found: pd.DataFrame) -> Chart:
     """The chart of traffic where nothing is sent."""
     n = len(metrics.reported_ranks(report))
     each = tops(found, n)
-    subject = theme.subject(report)
+    subject = naming.subject(report)
     fig = theme.figure(
         f"{theme.text(subject)}: {_finding(found, n)}",
-        theme.clock_line(report, "bytes of one step", "1 MB = 10<sup>6</sup> bytes"),
+        naming.clock_line(report, "bytes of one step", "1 MB = 10<sup>6</sup> bytes"),
         height=420, barmode="stack", showlegend=True,
         legend={"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "traceorder": "normal"},
         xaxis={"type": "category", "categoryarray": list(each), "showgrid": False,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal, real
 from paralab.theory.fit import fit_link
-from paralab.view import theme
+from paralab.view import naming, theme
 
 if TYPE_CHECKING:
     from paralab.view.chart import Chart
@@ -48,7 +48,7 @@ def link_fit(points: Sequence[Mapping[str, Any]] | None = None, op: str = "all_r
         title += f"; below {theme.scaled(knee, 'B', digits=2)} latency costs most"
     fig = theme.figure(
         title,
-        f"measured clock ({theme.CLOCK_MEANS['measured']}) · line: α + bytes / bandwidth, off by "
+        f"measured clock ({naming.CLOCK_MEANS['measured']}) · line: α + bytes / bandwidth, off by "
         f"{100 * accuracy['median']:.0f} % in the middle, {100 * accuracy['worst']:.0f} % at worst",
         height=440,
     )
@@ -107,14 +107,14 @@ def algorithms(
 
     Raises ValueError if there is nothing to draw or a size or time is not above 0.
     """
-    choice("clock", clock, tuple(theme.CLOCK_MEANS))
-    choice("points_clock", points_clock, tuple(theme.CLOCK_MEANS))
+    choice("clock", clock, tuple(naming.CLOCK_MEANS))
+    choice("points_clock", points_clock, tuple(naming.CLOCK_MEANS))
     lines = {str(name): _pairs(str(name), curve) for name, curve in curves.items()}
     marks = {str(name): _pairs(str(name), curve) for name, curve in (points or {}).items()}
     if not lines:
         raise illegal("curves", curves, "nothing to draw", "{algorithm: {bytes: seconds}}")
     changes = _changes(lines)
-    said = [f"lines: {clock} clock ({theme.CLOCK_MEANS[clock]})"]
+    said = [f"lines: {clock} clock ({naming.CLOCK_MEANS[clock]})"]
     if marks:
         said.append(f"markers: {points_clock}")
     finding = theme.text(title) if title is not None else _finding(lines, changes)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paralab.checks import illegal, whole
 from paralab.records import metrics
 from paralab.theory.ideal import schedule_of
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.timeline import told_apart
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _of_report(report: Any, step: int | None) -> _Source:
             start, end = when[names.get(kind, "backward"), stage, microbatch]
             events += _event(kind, start - zero, end - zero)
         curves.append(_curve(events, total))
-    return _Source(theme.subject(report), report.clock, report.plan.virtual_stages, curves)
+    return _Source(naming.subject(report), report.clock, report.plan.virtual_stages, curves)
 
 
 def _event(kind: str, start: float, end: float) -> list[tuple[float, int]]:
@@ -153,7 +153,7 @@ def _drawn(found: list[_Source]) -> Chart:
     timed = all(one.clock for one in found)
     per = 1e3 if timed else 1.0
     clocks = list(dict.fromkeys(one.clock for one in found if one.clock))
-    said = [f"{clock}: {theme.CLOCK_BRIEF[clock]}" for clock in clocks]
+    said = [f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks]
     said += ["a schedule: F, I and W take one unit of time each"] * (not timed)
     if len({one.chunks for one in found}) > 1:
         said.append("a chunk counts as its share of the rank's layers")

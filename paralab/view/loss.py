@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
-from paralab.view import theme
+from paralab.view import naming, theme
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -25,7 +25,7 @@ def loss_chart(report: Report) -> Chart:
 
     Raises ValueError if there are no losses: a prediction or a traced function has none.
     """
-    values = _values(theme.subject(report), report)
+    values = _values(naming.subject(report), report)
     first, last, count = values[0], values[-1], len(values)
     moved = "fell" if last < first else "did not fall:"
     title = f"loss {moved} from {first:.3f} to {last:.3f} in {count} steps"
@@ -33,10 +33,10 @@ def loss_chart(report: Report) -> Chart:
         title = f"loss of the first step: {first:.3f}"
     if not all(map(math.isfinite, values)):
         title = f"loss diverged at step {_diverged(values)}"
-    name = theme.subject(report)
+    name = naming.subject(report)
     fig = theme.figure(
         f"{theme.text(name)}: {title}",
-        theme.clock_line(report, f"{report.plan.global_batch} samples per step"),
+        naming.clock_line(report, f"{report.plan.global_batch} samples per step"),
         height=380,
     )
     _curve(fig, "loss", values, {**theme.series(["loss"])["loss"], "width": 2.0}, legend=False)
@@ -54,7 +54,7 @@ def losses(runs: Mapping[str, Report | Sequence[float]]) -> Chart:
     curves = {str(label): _values(str(label), run) for label, run in runs.items()}
     reports = [run for run in runs.values() if hasattr(run, "clock")]
     vocabularies = {r.model.vocab for r in reports if r.model is not None}
-    lines = [theme.clock_line(reports[0])] if len({r.clock for r in reports}) == 1 else []
+    lines = [naming.clock_line(reports[0])] if len({r.clock for r in reports}) == 1 else []
     batches = {r.plan.global_batch for r in reports}
     if len(batches) == 1 and len(reports) == len(runs):
         lines.append(f"{batches.pop()} samples per step")

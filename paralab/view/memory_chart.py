@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.memory import bytes_bars
 from paralab.view.memory_curves import Curve, Tier, curves, fullest, tiers
 from paralab.view.memory_panels import MAX_PANELS, drawn, limits
@@ -41,12 +41,12 @@ def memory_chart(report: Report, *, rank: int | None = None, step: int | None = 
     heads = [f"<b>rank {c.rank}</b>" if report.world_size > 1 else "" for c in shown]
     away = tiers(worst)
     finding = _spread(worst, away) if away else _finding(found, worst)
-    fig = drawn(shown, heads, finding, theme.clock_line(report, *said), share=False,
+    fig = drawn(shown, heads, finding, naming.clock_line(report, *said), share=False,
                 room_below=room(away))  # fmt: skip
     draw_tiers(fig, away, many=report.world_size > 1)
     ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(found)} ranks"
     return fig.explained(
-        f"memory of {theme.subject(report)}, {report.clock}: {ranks}, by category",
+        f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
         _table([(f"rank {c.rank}", c) for c in shown], away),
     )
 
@@ -110,7 +110,7 @@ def _several(runs: Any) -> None:
 
 def _finding(found: Sequence[Curve], worst: Curve) -> str:
     report, (category, share) = worst.report, worst.largest
-    said = f"{theme.text(theme.subject(report))}: peak {theme.scaled(worst.peak, 'B')}"
+    said = f"{theme.text(naming.subject(report))}: peak {theme.scaled(worst.peak, 'B')}"
     if limit := report.meta.get("memory_limit"):
         said += f" of {theme.scaled(limit, 'B')}"
     if len(found) > 1 and worst.peak - min(c.peak for c in found) <= ALIKE * worst.peak:
@@ -126,7 +126,7 @@ def _spread(worst: Curve, away: Sequence[Tier]) -> str:
              f"{theme.scaled(tier.total, 'B')}" for tier in away]  # fmt: skip
     if limit := worst.report.meta.get("memory_limit"):
         parts[0] += f" of {theme.scaled(limit, 'B')}"
-    return f"{theme.text(theme.subject(worst.report))}: {', '.join(parts)}"
+    return f"{theme.text(naming.subject(worst.report))}: {', '.join(parts)}"
 
 
 def _verdict(peaks: Mapping[str, float]) -> str:
@@ -153,7 +153,7 @@ def _against(label: str, peaks: Mapping[str, float]) -> str:
 def _clocks(reports: Any, *more: str) -> str:
     reports = list(reports)
     if len({report.clock for report in reports}) == 1:
-        return theme.clock_line(reports[0], *more)
+        return naming.clock_line(reports[0], *more)
     return " · ".join([f"clocks: {', '.join(sorted({r.clock for r in reports}))}", *more])
 
 

@@ -27,7 +27,7 @@ from paralab.theory.offload import link_bytes
 from paralab.theory.offload_costs import bandwidth_needed, efficiency, efficiency_overlapped
 from paralab.theory.predict_offload import check_links
 from paralab.theory.predict_step import step_rows
-from paralab.view import lanes, theme
+from paralab.view import lanes, naming, theme
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -57,7 +57,7 @@ class Foreseen:
 
     def __init__(self, model: ModelSpec, plan: Plan, cluster: Cluster) -> None:
         if plan.tiers is None or plan.pp * plan.tp > 1:
-            raise illegal("plan", theme.plan_name(plan), "these curves are of data-parallel "
+            raise illegal("plan", naming.plan_name(plan), "these curves are of data-parallel "
                           "training that offloads", "pl.Plan(zero_stage=3, offload='nvme', ...), "
                           "tp=1, pp=1")  # fmt: skip
         plan.validate(model)
@@ -205,7 +205,7 @@ def chart(foreseen: Foreseen, at: float, share: float, found: Sequence[Point] = 
     )  # fmt: skip
     fig.add_traces([*_curves(foreseen, low, high), *_marks(foreseen, at, share, now, found), *bars])
     return fig.explained(
-        f"disk needed by {theme.plan_name(foreseen.plan)}: {len(foreseen.curve)} bandwidths "
+        f"disk needed by {naming.plan_name(foreseen.plan)}: {len(foreseen.curve)} bandwidths "
         f"predicted, {len(found)} points of runs",
         lambda: _table(foreseen, at, found),
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.records import dry, moved, summary
 from paralab.tiers import Offload
-from paralab.view import theme
+from paralab.view import naming, theme
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -100,7 +100,7 @@ def page(report: Report, *, sections: Sequence[tuple[str, str]] = ()) -> str:
     for name in theme.LOOKS:
         with theme.drawn(name):
             figures[name] = _figures(report)
-    title = f"paralab: {theme.subject(report)}"
+    title = f"paralab: {naming.subject(report)}"
     drawn = "\n".join(
         f'<section><div id="{name}" class="figure" style="height:{fig.layout.height}px"></div>'
         "</section>"
@@ -127,7 +127,7 @@ def page(report: Report, *, sections: Sequence[tuple[str, str]] = ()) -> str:
 <main>
 <h1>{html.escape(title)}</h1>
 <p class="lead"><code>{html.escape(repr(report))}</code><br>
-Times are on the <b>{report.clock}</b> clock: {html.escape(theme.CLOCK_MEANS[report.clock])}.</p>
+Times are on the <b>{report.clock}</b> clock: {html.escape(naming.CLOCK_MEANS[report.clock])}.</p>
 {_cards(report)}
 {extra}
 {drawn}

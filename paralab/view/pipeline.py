@@ -17,7 +17,7 @@ import numpy as np
 from paralab.records import metrics
 from paralab.records.tables import COLUMNS
 from paralab.theory.ideal import ideal as make_ideal
-from paralab.view import boxes, theme, timeline
+from paralab.view import boxes, naming, theme, timeline
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -58,14 +58,14 @@ def pipeline_timeline(
     count = sum(len(one.boxes) for one in sections)
     below = ", below its ideal" if ideal else ""
     return fig.explained(
-        f"timeline of {theme.subject(report)}, {report.clock}{below}: {count} boxes on "
+        f"timeline of {naming.subject(report)}, {report.clock}{below}: {count} boxes on "
         f"{len(real.ranks)} ranks",
         lambda: boxes.table(sections),
     )
 
 
 def _finding(report: Report, share: float, alone: float | None) -> str:
-    said = f"{theme.text(theme.subject(report))}: {percent(share)} of device time is bubble"
+    said = f"{theme.text(naming.subject(report))}: {percent(share)} of device time is bubble"
     if alone is None:
         return said
     if percent(alone) == percent(share):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
-from paralab.view import theme
+from paralab.view import naming, theme
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -47,7 +47,7 @@ def contest(
         f"{theme.text(names[0])} wins, predicted was {theme.text(favourite)}"
     )  # fmt: skip
     finding += f"; rank correlation {order:.2f}"
-    line = " · ".join(f"{clock}: {theme.CLOCK_BRIEF[clock]}" for clock in clocks)
+    line = " · ".join(f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks)
     fig = theme.figure(theme.text(title) if title is not None else finding, line,
                        height=150 + 34 * len(names))  # fmt: skip
     now, rows = theme.look(), [theme.text(name) for name in names]

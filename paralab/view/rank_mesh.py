@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, whole
 from paralab.spec import Cluster, Plan
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.mesh_grid import NARROWEST, ROW_GAP, Grid
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Group:
     @property
     def name(self) -> str:
         """ "tp: 8 ranks inside a node, all-reduce of activations"."""
-        place = f" {theme.LEVEL_NAME[self.level]}" if self.level else ""
+        place = f" {naming.LEVEL_NAME[self.level]}" if self.level else ""
         return f"{self.axis}: {len(self.ranks)} ranks{place}, {self.sends}"
 
 

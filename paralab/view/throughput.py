@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal, real, whole
-from paralab.view import theme
+from paralab.view import naming, theme
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,8 +38,8 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]], title: str | None 
         unit = "steps per second"
     table, bases = _efficiency(points)
     curves = list(dict.fromkeys(zip(table["form"], table["clock"], strict=True)))
-    clocks = [c for c in theme.CLOCK_MEANS if c in set(table["clock"])]
-    line = " · ".join(f"{c}: {theme.CLOCK_BRIEF[c]}" for c in clocks)
+    clocks = [c for c in naming.CLOCK_MEANS if c in set(table["clock"])]
+    line = " · ".join(f"{c}: {naming.CLOCK_BRIEF[c]}" for c in clocks)
     finding = theme.text(title) if title is not None else _finding(table)
     fig = theme.figure(finding, line, height=460)
     most, now = int(table["ranks"].max()), theme.look()
@@ -84,7 +84,7 @@ def _checked(rows: Any) -> list[dict[str, Any]]:
         # A DataFrame fills what a row does not have with NaN, which is not there either.
         row = {k: v for k, v in row.items() if v is not None and v == v}
         whole(f"rows[{i}]['ranks']", row.get("ranks"), at_least=1)
-        choice(f"rows[{i}]['clock']", row.get("clock"), tuple(theme.CLOCK_MEANS))
+        choice(f"rows[{i}]['clock']", row.get("clock"), tuple(naming.CLOCK_MEANS))
         if "samples_per_second" not in row and "step_time" not in row:
             raise illegal(f"rows[{i}]", row, "no speed", "samples_per_second, or step_time")
         for name in ("samples_per_second", "step_time", "samples"):
@@ -107,12 +107,12 @@ def _efficiency(points: list[dict[str, Any]]) -> tuple[pd.DataFrame, dict[str, f
         least = min(p["ranks"] for p in mine)
         bases[clock] = max(p["throughput"] / least for p in mine if p["ranks"] == least)
     rows = sorted(
-        (str(p["form"]), list(theme.CLOCK_MEANS).index(p["clock"]), int(p["ranks"]),
+        (str(p["form"]), list(naming.CLOCK_MEANS).index(p["clock"]), int(p["ranks"]),
          float(p["throughput"])) for p in points
     )  # fmt: skip
     forms = list(dict.fromkeys(str(p["form"]) for p in points))
     rows.sort(key=lambda row: (forms.index(row[0]), row[1], row[2]))
-    clocks = list(theme.CLOCK_MEANS)
+    clocks = list(naming.CLOCK_MEANS)
     frame = pd.DataFrame(rows, columns=["form", "clock", "ranks", "throughput"])
     frame["clock"] = [clocks[i] for i in frame["clock"]]
     base = frame["clock"].map(bases)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import illegal
 from paralab.records import metrics
 from paralab.theory.traffic import BOOKKEEPING
-from paralab.view import boxes, theme
+from paralab.view import boxes, naming, theme
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -63,7 +63,7 @@ def timeline(
         f" of step {step}"  # fmt: skip
     own = sum(b["step"] == one.step for b in one.boxes)  # of others there are more or fewer
     return fig.explained(
-        f"timeline of {theme.subject(report)}, {report.clock}: {own} boxes{what} on "
+        f"timeline of {naming.subject(report)}, {report.clock}: {own} boxes{what} on "
         f"{len(one.ranks)} rank{'s' * (len(one.ranks) != 1)}",
         lambda: boxes.table([one]),
     )
@@ -93,7 +93,7 @@ def timelines(
         for report, name, mine in zip(reports, names, known, strict=True)
     ]
     clocks = list(dict.fromkeys(report.clock for report in reports))
-    said = [theme.text(", ".join(common([theme.subject(r) for r in reports])))]
+    said = [theme.text(", ".join(common([naming.subject(r) for r in reports])))]
     said *= any(report.plan.pp > 1 for report in reports) and bool(said[0])
     if ranks is None and any(len(mine) > most for mine in known):
         said.append(f"the first {most} rank{'s' * (most != 1)} of each; choose ranks=")
@@ -127,7 +127,7 @@ def _checked(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
 
 def _labels(reports: Sequence[Report]) -> list[str]:
     """The shortest names that tell the reports apart: subject, clock, both, or those numbered."""
-    subjects = told_apart([theme.subject(report) for report in reports])
+    subjects = told_apart([naming.subject(report) for report in reports])
     clocks = [report.clock for report in reports]
     both = [f"{s}, {c}" for s, c in zip(subjects, clocks, strict=True)]
     for names in (clocks, subjects, both):
@@ -171,9 +171,9 @@ def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -
     said += ["shades: a rank's chunks"] * any(b["chunk"] for one in sections for b in one.boxes)
     said += ["framed: between nodes"] * any(boxes.two_levels(one) for one in sections)
     ticks, bottom = boxes.place(sections, heads=many)
-    line = theme.clock_line(sections[0].report, *said)
+    line = naming.clock_line(sections[0].report, *said)
     if many:
-        meaning = [f"{c}: {theme.CLOCK_BRIEF[c]}" for c in clocks.split(" and ")]
+        meaning = [f"{c}: {naming.CLOCK_BRIEF[c]}" for c in clocks.split(" and ")]
         line = " · ".join([*meaning, *said])
     rows = 28 if many else 34
     if any(one.idle for one in sections):  # many ranks with one lane each: they may be lower
@@ -250,7 +250,7 @@ def _crowded(report: Report) -> str:
 def _finding(one: Section) -> str:
     """The one sentence that the picture of one report proves."""
     report, step = one.report, one.step
-    part, name = metrics.shares(report, step), theme.text(theme.subject(report))
+    part, name = metrics.shares(report, step), theme.text(naming.subject(report))
     duration = metrics.step_durations(report, warmup=True)[step]
     if duration <= 0:
         return name
@@ -281,7 +281,7 @@ def _waiting(one: Section) -> str:
 
 def _verdict(sections: list[Section]) -> str:
     """Who is faster, by how much; of one run on several clocks, what each clock reads."""
-    subjects = {theme.subject(one.report) for one in sections}
+    subjects = {naming.subject(one.report) for one in sections}
     clocks = [one.report.clock for one in sections]
     if len(sections) == 1:
         return _finding(sections[0])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paralab.records import metrics, moved
 from paralab.records.dry import CLOCK
 from paralab.records.tables import LEVELS
-from paralab.view import link_bars, theme
+from paralab.view import link_bars, naming, theme
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,7 +37,7 @@ def traffic_chart(report: Report) -> Chart:
     if report.model is not None and report.plan.dp == report.world_size > 1 and copied.empty:
         ideal = moved.ring_optimum(report) * n // report.world_size
     unit = "call" if report.model is None else "step"
-    fig = theme.figure(_finding(report, float(total), ideal, copied), theme.clock_line(
+    fig = theme.figure(_finding(report, float(total), ideal, copied), naming.clock_line(
         report, f"bytes of one {unit}, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"),
         height=max(400, min(40 * n, 560) + 180))  # fmt: skip
     senders, receivers = _ends(report, by_edge)
@@ -48,7 +48,7 @@ def traffic_chart(report: Report) -> Chart:
                   key=lambda r: (r["axis"], LEVELS.index(r["level"]), r["op"]))  # fmt: skip
     many = len(copied) > 0  # narrower bars, and two things that they mean
     apart = ",<br>" if many else ", "
-    groups = [theme.text(r["axis"]) + apart + theme.LEVEL_NAME[r["level"]]
+    groups = [theme.text(r["axis"]) + apart + naming.LEVEL_NAME[r["level"]]
               for r in rows if r["axis"]]  # fmt: skip
     groups = groups or ["nothing sent"]
     for op in sorted({row["op"] for row in rows}):
@@ -92,7 +92,7 @@ def traffic_chart(report: Report) -> Chart:
     rows_said = f"{len(by_edge)} pairs of ranks, {len(per_op)} rows by axis, level and op"
     rows_said += f", {len(copied)} by link" * many
     return fig.explained(
-        f"traffic of {theme.subject(report)}, {report.clock}: {rows_said}", link_bars.table(report)
+        f"traffic of {naming.subject(report)}, {report.clock}: {rows_said}", link_bars.table(report)
     )
 
 
@@ -150,7 +150,7 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
 
 
 def _finding(report: Report, total: float, ideal: int | None, copied: pd.DataFrame) -> str:
-    n, name = len(metrics.reported_ranks(report)), theme.text(theme.subject(report))
+    n, name = len(metrics.reported_ranks(report)), theme.text(naming.subject(report))
     size = float(copied["bytes"].sum())
     if report.clock == CLOCK:
         said = f"{name}: rank {report.meta.get('rank')} sends {theme.scaled(total, 'B')}"

@@ -18,14 +18,14 @@ from paralab.records.once import once
 from paralab.records.tables import LEVELS
 from paralab.theory.traffic import BOOKKEEPING
 from paralab.tiers import WAYS
-from paralab.view import lanes, theme
+from paralab.view import lanes, naming, theme
 from paralab.view.memory import LARGEST
 
 if TYPE_CHECKING:
     from paralab.report import Report
     from paralab.view.chart import Chart
 
-NAMES = {**theme.LEVEL_NAME, **{way: lanes.ROW_NAME[way] for way in WAYS}}  # by link
+NAMES = {**naming.LEVEL_NAME, **{way: lanes.ROW_NAME[way] for way in WAYS}}  # by link
 ROW = 46  # pixels
 ROOM = 1.42  # of the longest bar: what stands behind it
 
@@ -118,7 +118,7 @@ def link_traffic(*reports: Report) -> Chart:
     fig.add_traces([_trace(kind, [(label(r, f), f) for r, f in rows if f.what == kind], per)
                     for kind in kinds] or [_trace("", [], per)])  # fmt: skip
     drawn = f"{len(bars)} bar{'s' * (len(bars) != 1)}"
-    said = f"traffic of {theme.subject(reports[0])} by link, {clocks}: {drawn}"
+    said = f"traffic of {naming.subject(reports[0])} by link, {clocks}: {drawn}"
     return fig.explained(said, lambda: _table(rows))
 
 
@@ -151,7 +151,7 @@ def _finding(bars: list[str], tops: dict[str, float], took: dict[str, float | No
         return f"A rank sends {theme.scaled(sum(tops[bar] for bar in bars), 'B')} in a step"
     slow = max(bars, key=lambda bar: took[bar])  # type: ignore[arg-type,return-value]
     where = slow.partition(",")[0]
-    where = where if where in theme.LEVEL_NAME.values() else f"on the link {where}"
+    where = where if where in naming.LEVEL_NAME.values() else f"on the link {where}"
     return (f"Bytes take longest {where}: {theme.scaled(tops[slow], 'B')}, "
             f"{theme.scaled(took[slow], 's')}")  # fmt: skip
 

@@ -1,0 +1,78 @@
+"""What figures call things: a plan, a schedule, what a report is about, which clock it is on.
+
+As the papers name them, and as short as tells two plans apart; plain text, for a table too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paralab.spec import OWN_FORM, Plan
+from paralab.view.theme import CATEGORY_COLOUR
+
+if TYPE_CHECKING:
+    from paralab.report import Report
+
+LEVEL_NAME = {"intra": "inside a node", "inter": "between nodes"}
+CLOCK_MEANS = {
+    "measured": "wall clock",
+    "replayed": "measured compute on one virtual device per rank, modelled links",
+    "predicted": "theory alone",
+    "dry run": "no times, only what happens in which order",
+}
+CLOCK_BRIEF = {**CLOCK_MEANS, "replayed": "one virtual device per rank"}
+SCHEDULE_NAME = {"naive": "naive pipeline", "gpipe": "GPipe", "1f1b": "1F1B",
+                 "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2",
+                 "l2l": "layer relay"}  # fmt: skip
+
+
+def schedule_name(plan: Plan) -> str:
+    """The plan's schedule as the papers call it; of a function of one's own its name."""
+    if callable(plan.schedule):
+        return getattr(plan.schedule, "__name__", "own schedule")
+    return SCHEDULE_NAME.get(plan.schedule, plan.schedule.removeprefix(OWN_FORM))
+
+
+def plan_name(plan: Plan) -> str:
+    """ "dp=4, overlapped" or "1F1B, p=4, m=8": the degrees, and how the ranks work together."""
+    form = plan.grad_sync_name.removeprefix(OWN_FORM)
+    if plan.zero_stage:
+        form = f"ZeRO-{plan.zero_stage}"
+        form += f" in groups of {plan.shard_degree}" * (plan.shard_degree < plan.dp)
+    dealt = plan.tiers is not None and plan.tiers.states  # what ZeRO deals out, on one rank too
+    copies = [f"dp={plan.dp}"] + [form] * (plan.dp > 1 or dealt)
+    if plan.tp > 1:
+        copies = [plan.tp_name, *copies * (plan.dp > 1)]
+    if plan.relays:
+        copies += [schedule_name(plan), f"m={plan.microbatches}"]
+    if plan.pp == 1:
+        return ", ".join(copies + _away(plan))
+    name = [schedule_name(plan), f"p={plan.pp}", f"m={plan.microbatches}"]
+    name += [f"v={plan.virtual_stages}"] * (plan.virtual_stages > 1)
+    return ", ".join(name + copies * (plan.dp > 1 or plan.tp > 1) + _away(plan))
+
+
+def _away(plan: Plan) -> list[str]:
+    """ "offload to nvme", "activations to cpu": what left the device; else empty."""
+    tiers = plan.tiers
+    found = {} if tiers is None else {n: getattr(tiers, n) for n in CATEGORY_COLOUR
+                                      if getattr(tiers, n, "device") != "device"}  # fmt: skip
+    if not found:
+        return []
+    places = " and ".join(place for place in ("cpu", "nvme") if place in found.values())
+    said = next(iter(found)) if len(found) == 1 else "offload"
+    said += f" to {plan.offload if isinstance(plan.offload, str) else places}"
+    return [said + ", delayed" * tiers.delayed]
+
+
+def subject(report: Report) -> str:
+    """What a report is about, as plain text: its plan, or the function that was traced."""
+    if report.model is not None:
+        return plan_name(report.plan)
+    n = report.world_size
+    return f"{report.meta.get('function', 'function')} on {n} rank{'s' * (n != 1)}"
+
+
+def clock_line(report: Report, *more: str) -> str:
+    """The second line of every title: which clock, then what else."""
+    return " · ".join([f"{report.clock} clock ({CLOCK_MEANS[report.clock]})", *more])
