@@ -3,8 +3,9 @@
     step = compute + recompute + tensor + bubble + messages + gradients + offload + optimizer
 
 `predict` lets the event engine say when everything happens; here every term is a formula of the
-literature, on arrays with an entry per plan (closed_columns.py). What they leave out, one thing
-waiting for another, is what the two differ by: tests/test_search.py holds them against each other.
+literature, on arrays with an entry per plan (closed_columns.py); those of data parallelism and ZeRO
+are in closed_zero.py. What they leave out, one thing waiting for another, is what the two differ
+by: tests/test_search.py holds them against each other.
 
 All in seconds. F, I, W: forward and the two halves of backward of one micro-batch on one rank, with
 what tensor parallelism does not hide; p, m, v as in parallel/schedules.py.
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paralab.theory.closed_columns import Array, Columns, Rank
+from paralab.theory.closed_zero import collective, exposed, gathering, last_backward, window
 from paralab.theory.formulas import optimizer_work
 
 TERMS = ("compute", "recompute", "tensor", "bubble", "messages", "gradients", "offload",
@@ -115,7 +117,7 @@ def bubble(c: Columns, whole: Pass, pace: Pass) -> Array:
     """
     others, weights = whole.whole - pace.whole, whole.weight - pace.weight
     later = (c.m - 1) / np.maximum(c.p - 1, 1)  # micro-batches there are to fill a gap with
-    block = sum(_window(c.block))
+    block = sum(window(c.block))
     beside = weights * (1 + np.minimum(later, 1.0))
     found = {
         "naive": others + (c.m - 1) * others,
@@ -157,76 +159,7 @@ def _of_schedule(c: Columns, found: dict[str, Array]) -> Array:
     return np.select([c.schedule == name for name in found], list(found.values()))
 
 
-# ---- data parallelism and ZeRO ------------------------------------------------------------------
-def gathering(c: Columns, rank: Rank) -> tuple[Array, Array]:
-    """Exposed seconds of what ZeRO does in every micro-batch, forward and backward: 3 m Psi, or
-    (m + 1) Psi in stage 2; where parameters are offloaded, their way up too.
-
-    The first part of a stage is waited for; the next comes while one computes, and a part's
-    gradients leave while the next part makes its own (ZeRO, arXiv:1910.02054, sec. 7.2.2).
-    """
-    gather, scatter = (_collective(c, op) for op in ("all_gather", "reduce_scatter"))
-    weights, up, disk = c.place("parameters"), c.link("h2d"), c.link("disk")
-
-    def come(elements: Array) -> tuple[Array, Array]:
-        """(alone, one after the other): seconds until a unit is there."""
-        size = elements / c.n * c.item
-        ways = [gather(elements), np.where(weights > 0, up.seconds(size), 0.0),
-                np.where(weights == 2, disk.seconds(size), 0.0)]  # fmt: skip
-        return sum(ways), np.maximum.reduce(ways)
-
-    embedding, chunks, later = c.embedding.elements, c.v, np.maximum(rank.blocks - c.v, 0)
-    forward, back = _window(c.block)
-    (first, next_one), r = come(c.block.elements), scatter(c.block.elements) * c.often
-    (head, next_head), (tokens, _) = come(c.head.elements + c.tied * c.token), come(embedding)
-    fetched = chunks * first + later * np.maximum(next_one - forward, 0.0)
-    fetched = fetched + rank.first * np.maximum(tokens - _window(c.embedding)[0], -first)
-    fetched = fetched + rank.last * np.maximum(next_head - forward, 0.0)
-    sent = np.maximum(scatter(c.block.elements) + gather(c.block.elements), next_one)
-    again = np.where(rank.last > 0, head + np.maximum(next_one - _window(c.head)[1], 0.0), first)
-    again = again + (chunks - 1) * first + later * np.maximum(sent - back, 0.0)
-    # The next action's first gather queues behind what the last part of this one sends.
-    again = again + np.where(rank.first > 0, scatter(embedding) + (chunks - 1) * r, chunks * r)
-    psi, (units, _) = c.elements(rank), c.buckets(rank)
-    reduced = rank.blocks * _settled(c, rank, units, r)
-    summed = (2 + (c.n > 1) * (1 + 1 / c.n)) * psi * c.item / c.cluster.memory_bandwidth
-    summed = np.where(c.often, summed + 17 * rank.blocks * c.cluster.op_overhead, 0.0)
-    third = c.zero == 3
-    return (
-        np.where(third, fetched, 0.0),
-        summed + np.where(third, again, np.where(c.n > 1, c.often * reduced, 0.0)),
-    )
-
-
-def _settled(c: Columns, rank: Rank, units: Array, scatter: Array) -> Array:
-    """Seconds per block that a rank waits for its reduce-scatters, of which one is under way: each
-    hides behind the backward of the next unit alone. Recomputation hides the last one's.
-    """
-    again = c.block.again + c.block.sent_again
-    back, each = _window(c.block)[1] - again, np.maximum(units / np.maximum(rank.blocks, 1), 1)
-    waits = (1 - 1 / each) * np.maximum(scatter - back, 0.0)
-    return waits + np.maximum(scatter / each - again - back / each, 0.0)
-
-
-def _window(part) -> tuple[Array, Array]:
-    """What a part's forward and backward take: so long can something else be under way."""
-    return (
-        part.forward + part.sent,
-        part.input + part.weight + part.again + part.sent_back + part.sent_again,
-    )
-
-
-def _collective(c: Columns, op: str):
-    """Seconds of ``op`` in the group that shares the states, of so many elements at once."""
-    wire, times = c.wire(op, c.dp_inter), 2 if op == "all_reduce" else 1
-
-    def seconds(elements: Array, messages: Array | float = 1.0) -> Array:
-        sent = times * (c.n - 1) / c.n * elements * c.item
-        return np.where(c.n > 1, wire.seconds(sent, messages), 0.0)
-
-    return seconds
-
-
+# ---- after backward -----------------------------------------------------------------------------
 def after(c: Columns, rank: Rank, found: Pass) -> tuple[Array, ...]:
     """(gradients, offload, optimizer, slack): what a rank does after its last backward, and by how
     much before the pipeline's end that is, as a negative number.
@@ -235,57 +168,16 @@ def after(c: Columns, rank: Rank, found: Pass) -> tuple[Array, ...]:
     own = np.where(c.zero > 0, psi / c.n, psi)
     early = np.where(c.split | (c.schedule == "naive"), 0.0, rank.at)
     slack = -early * (found.input + found.weight)
-    sync = sum(last_backward(c, rank)) + _exposed(c, rank, found)
+    sync = sum(last_backward(c, rank)) + exposed(c, rank, found.input + found.weight)
     tied = c.wire("all_reduce", c.ends_inter).seconds(
         c.item * c.token / np.where(c.zero > 0, c.n, 1))  # fmt: skip
     sync = sync + np.where(c.tied & ((rank.first > 0) | (rank.last > 0)), tied, 0.0)
     ends = np.where(c.tied & (rank.last > 0), 0.0, slack)  # the last rank waits for the first
-    gather = _collective(c, "all_gather")(psi, units)
+    gather = collective(c, "all_gather")(psi, units)
     gather = np.where((c.zero > 0) & (c.zero < 3), gather, 0.0)
     away = offloaded(c, own, units)
     update = np.where(c.place("optimizer") > 0, 0.0, optimizer(c, own, units))
     return sync + gather, away, update, ends
-
-
-def last_backward(c: Columns, rank: Rank) -> tuple[Array, Array]:
-    """By how much a rank's last backward is longer than the others: (copies, waits).
-
-    Gradients are copied into their buckets, and ZeRO sums what N ranks sent: bytes over bandwidth.
-    ZeRO has one reduce-scatter under way (parallel/buckets.py) and waits where that takes longer
-    than the backward of what is next. The rank before in the pipeline waits with it.
-    """
-    psi, (units, _) = c.elements(rank), c.buckets(rank)
-    into = np.where((c.zero > 0) | (c.dp > 1), 2.0, 0.0)
-    summed = np.where((c.zero > 0) & (c.n > 1), 1 + 1 / c.n, 0.0)
-    moved = (into + summed) * psi * c.item / c.cluster.memory_bandwidth
-    calls = (into > 0) * (12 * rank.blocks + 5 * units) * c.cluster.op_overhead
-    scatter = _collective(c, "reduce_scatter")
-    each = scatter(c.block.elements, units / np.maximum(rank.blocks, 1))
-    waits = rank.blocks * _settled(c, rank, units, each)
-    shares = (c.zero > 0) & ~c.often
-    return np.where(c.often, 0.0, moved + calls), np.where(shares, waits, 0.0)
-
-
-def _exposed(c: Columns, rank: Rank, found: Pass) -> Array:
-    """Data parallelism's traffic beyond the last backward that it runs beside.
-
-    Buckets leave as they fill (Li+ 2020, arXiv:2006.15704, sec. 3.2.3): the last one has nothing
-    left to hide behind. 2 Psi (N-1)/N in all, or half of that and a gather after the update.
-    """
-    psi, (units, tail) = c.elements(rank), c.buckets(rank)
-    window = (found.input + found.weight) * (1 - 1 / units)
-    reduce = _collective(c, "all_reduce")
-    form = c.of_mix(lambda mix: mix["grad_sync"])
-    calls = np.where(form == "naive", 12 * rank.blocks, units)
-    late = np.where(
-        form == "overlapped",
-        np.maximum(reduce(tail), reduce(psi, units) - window),
-        reduce(psi, calls),
-    )
-    wire = c.wire("all_reduce", c.replica_inter)
-    sent = 2 * (c.replicas - 1) / c.replicas * psi / c.n * c.item
-    copied = np.where(c.replicas > 1, wire.seconds(sent, units), 0.0)
-    return np.where(c.zero == 0, late, _collective(c, "reduce_scatter")(tail) + copied)
 
 
 # ---- the update ---------------------------------------------------------------------------------
@@ -332,6 +224,6 @@ def offloaded(c: Columns, own: Array, units: Array) -> Array:
              + (inputs == 2) * 2 * disk.seconds(held))  # fmt: skip
     moved = np.maximum.reduce([left + (inputs > 0) * down.seconds(held),
                                (inputs > 0) * up.seconds(held), filed])  # fmt: skip
-    busy = c.m * c.ranks[1].blocks * _window(c.block)[1]
+    busy = c.m * c.ranks[1].blocks * window(c.block)[1]
     beside = np.maximum(moved - busy, 0.0) + left / (often * units)
     return np.where(states > 0, update, 0.0) + beside
