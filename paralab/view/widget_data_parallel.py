@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from paralab.checks import illegal
 from paralab.records import metrics, moved
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
@@ -18,7 +17,7 @@ from paralab.theory.predict import predict
 from paralab.view import theme
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget_bench import Bench, Progress
-from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_parts import Knob, Sketch, given
 from paralab.view.widget_shared import at_speed, count, few, link_knob
 
 RANKS = (1, 2, 3, 4, 6, 8)
@@ -45,15 +44,10 @@ class DataParallel(Bench):
         plan: Plan | None = None,
         cluster: Cluster | None = None,
     ) -> None:
-        self.model = ModelSpec.preset("laptop") if model is None else model
-        plan = Plan(dp=4, bucket_bytes=200_000) if plan is None else plan
-        if not isinstance(plan, Plan):
-            raise illegal("plan", plan, "not a plan", "a pl.Plan(...) or None")
+        self.model = given("model", model, ModelSpec.preset("laptop"))
+        self.plan = plan = given("plan", plan, Plan(dp=4, bucket_bytes=200_000))
         plan.validate(self.model)
-        self.cluster = Cluster.local() if cluster is None else cluster
-        if not isinstance(self.cluster, Cluster):
-            raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
-        self.plan = plan
+        self.cluster = given("cluster", cluster, Cluster.local)
         self.link = self.cluster.link("all_reduce", "intra")
         most = min(self.cluster.num_devices, 64)
         ranks = sorted({n for n in RANKS if n <= most} | {plan.dp})

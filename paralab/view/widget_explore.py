@@ -21,7 +21,6 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from paralab.checks import illegal
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.predict import predict
@@ -34,7 +33,7 @@ from paralab.view.stage_bars import fits, stage_memory
 from paralab.view.timeline import timeline, timelines
 from paralab.view.traffic_bars import link_traffic
 from paralab.view.widget_bench import Bench, Progress
-from paralab.view.widget_parts import Sketch
+from paralab.view.widget_parts import Sketch, given
 from paralab.view.widget_shared import MOST_RANKS, count
 
 MODEL = ModelSpec(layers=8, hidden=128, heads=8, seq_len=64)  # eight heads, eight stages at most
@@ -65,14 +64,8 @@ class Explore(Bench):
         plan: Plan | None = None,
         cluster: Cluster | None = None,
     ) -> None:
-        self.model, self.plan = MODEL if model is None else model, PLAN if plan is None else plan
-        if not isinstance(self.model, ModelSpec):
-            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...) or None")
-        if not isinstance(self.plan, Plan):
-            raise illegal("plan", plan, "not a plan", "a pl.Plan(...) or None")
-        if cluster is not None and not isinstance(cluster, Cluster):
-            raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
-        self.cluster = Cluster.local() if cluster is None else cluster
+        self.model, self.plan = given("model", model, MODEL), given("plan", plan, PLAN)
+        self.cluster = given("cluster", cluster, Cluster.local)
         self._clusters: dict[Any, Cluster] = {}
         self._replays: dict[str, Report] = {}
         self._notes: list[str] = []

@@ -22,7 +22,7 @@ from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.memory import bytes_bars
 from paralab.view.widget_bench import Bench, Progress
-from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_parts import Knob, Sketch, given
 
 LAYERS = (1, 2, 4, 8, 12, 24, 36, 48, 80, 96, 128)
 HIDDEN = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288, 16384, 25600)
@@ -50,13 +50,11 @@ class Memory(Bench):
         device: Mapping[str, int] = DEVICE,
         cluster: Cluster | None = None,
     ) -> None:
-        self.model = ModelSpec.preset("laptop") if model is None else model
-        if not isinstance(self.model, ModelSpec):
-            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...) or None")
+        self.model = given("model", model, ModelSpec.preset("laptop"))
         if not isinstance(device, Mapping) or len(device) != 1:
             raise illegal("device", device, "not one device", '{"80 GB GPU": 80 * 10**9}')
         (self.device,) = device.items()
-        self.cluster = Cluster.local() if cluster is None else cluster
+        self.cluster = given("cluster", cluster, Cluster.local)
         super().__init__({
             "layers": _knob("layers", LAYERS, self.model.layers, "{:,} layers"),
             "hidden": _knob("hidden size", HIDDEN, self.model.hidden, "hidden {:,}"),

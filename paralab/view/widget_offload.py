@@ -13,7 +13,6 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from paralab.checks import illegal
 from paralab.report import Report
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory import memory
@@ -23,7 +22,7 @@ from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.offload_curves import FASTEST, SHARE, SLOWEST, Foreseen, Point, chart, points
 from paralab.view.widget_bench import Bench, Progress
-from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_parts import Knob, Sketch, given
 from paralab.view.widget_shared import check_real, count, link_knob
 
 RANKS = (1, 2, 4)
@@ -50,12 +49,8 @@ class Offload(Bench):
     name = "offload"
 
     def __init__(self, model: ModelSpec | None = None, cluster: Cluster | None = None) -> None:
-        self.model = MODEL if model is None else model
-        if not isinstance(self.model, ModelSpec):
-            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...) or None")
-        self.cluster = Cluster.local() if cluster is None else cluster
-        if not isinstance(self.cluster, Cluster):
-            raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
+        self.model = given("model", model, MODEL)
+        self.cluster = given("cluster", cluster, Cluster.local)
         check_links(Plan(zero_stage=3, offload="cpu"), self.cluster)
         self._known: dict[Any, Foreseen] = {}
         self._points: dict[Any, list[Point]] = {}

@@ -1,4 +1,6 @@
-"""The pieces of a widget: its knobs, what it shows, its small table, its words for an error."""
+"""The pieces of a widget: what it was given, its knobs, what it shows, its small table, its words
+for an error.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 import ipywidgets as ipw
 
 from paralab.checks import illegal
+from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view.chart import Chart
 from paralab.view.widget_live import WIDTH
 
@@ -70,6 +73,23 @@ class Sketch:
     beside: Sequence[Chart] = ()
     rows: Sequence[dict[str, str]] = ()
     said: str = ""
+
+
+KINDS = {"model": (ModelSpec, "model description"), "plan": (Plan, "plan"),
+         "cluster": (Cluster, "cluster")}  # fmt: skip
+
+
+def given(name: str, value: Any, default: Any) -> Any:
+    """What a bench was given as "model", "plan" or "cluster"; its default if that is None.
+
+    default  the description, or what makes it
+    """
+    if value is None:
+        return default() if callable(default) else default
+    kind, said = KINDS[name]
+    if not isinstance(value, kind):
+        raise illegal(name, value, f"not a {said}", f"a pl.{kind.__name__}(...) or None")
+    return value
 
 
 def grid(rows: Sequence[ipw.Widget], width: int = WIDTH) -> ipw.GridBox:

@@ -14,7 +14,6 @@ import dataclasses
 import threading
 from typing import Any
 
-from paralab.checks import illegal
 from paralab.parallel.schedules import SCHEDULES, Schedule, build
 from paralab.report import Report
 from paralab.spec import Cluster, Link, ModelSpec, Plan
@@ -27,7 +26,7 @@ from paralab.view import theme, timeline
 from paralab.view.boxes import table as boxes_table
 from paralab.view.chart import Chart
 from paralab.view.widget_bench import Bench, Progress
-from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_parts import Knob, Sketch, given
 
 RANKS = (2, 3, 4, 6, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -48,9 +47,7 @@ class Pipeline(Bench):
     name = "pipeline"
 
     def __init__(self, model: ModelSpec | None = None) -> None:
-        self.model = MODEL if model is None else model
-        if not isinstance(self.model, ModelSpec):
-            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...) or None")
+        self.model = given("model", model, MODEL)
         super().__init__({
             "schedule": Knob(label="schedule", value="1f1b", buttons=True,
                              options=[(name, name) for name in SCHEDULES]),

@@ -25,7 +25,7 @@ from paralab.view.chart import Chart
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.memory_curves import fullest
 from paralab.view.widget_bench import Bench, Progress
-from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_parts import Knob, Sketch, given
 from paralab.view.widget_shared import MOST_RANKS, check_real
 from paralab.view.zero_bars import memory_and_traffic, table
 
@@ -49,12 +49,8 @@ class Tensor(Bench):
     name = "tensor"
 
     def __init__(self, model: ModelSpec | None = None, plan: Plan | None = None) -> None:
-        self.model = MODEL if model is None else model
-        at = Plan(tp=4, tp_mode="2d", microbatch_size=4) if plan is None else plan
-        if not isinstance(self.model, ModelSpec):
-            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...) or None")
-        if not isinstance(at, Plan):
-            raise illegal("plan", plan, "not a plan", "a pl.Plan(...) or None")
+        self.model = given("model", model, MODEL)
+        at = given("plan", plan, Plan(tp=4, tp_mode="2d", microbatch_size=4))
         if at.world_size > at.tp or at.tp == 1:
             raise illegal("plan", at, "this widget is about tensor parallelism alone",
                           "tp of at least 2, and pp=1, dp=1")  # fmt: skip

@@ -21,7 +21,7 @@ from paralab.theory.predict import predict
 from paralab.view import theme
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget_bench import Bench, Progress
-from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_parts import Knob, Sketch, given
 from paralab.view.widget_shared import at_speed, count, few, link_knob
 
 RANKS = (1, 2, 4, 8)
@@ -51,19 +51,13 @@ class Tensor1D(Bench):
         plan: Plan | None = None,
         cluster: Cluster | None = None,
     ) -> None:
-        self.model, self.plan = MODEL if model is None else model, PLAN if plan is None else plan
-        if not isinstance(self.model, ModelSpec):
-            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...) or None")
-        if not isinstance(self.plan, Plan):
-            raise illegal("plan", plan, "not a plan", "a pl.Plan(...) or None")
+        self.model, self.plan = given("model", model, MODEL), given("plan", plan, PLAN)
         at = self.plan
         if at.tp_mode != "1d" or at.dp * at.pp > 1:
             raise illegal("plan", at, "this widget is about tensor parallelism in 1D alone",
                           "pl.Plan(tp=...)")  # fmt: skip
         at.validate(self.model)
-        self.cluster = Cluster.local() if cluster is None else cluster
-        if not isinstance(self.cluster, Cluster):
-            raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
+        self.cluster = given("cluster", cluster, Cluster.local)
         self.link = self.cluster.link("all_reduce", "intra")
         self._alone: dict[int, dict[str, str]] = {}  # the table's first row, by micro-batch size
         most = self.cluster.num_devices

@@ -20,7 +20,7 @@ from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.memory_curves import fullest
 from paralab.view.widget_bench import Bench, Progress
-from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_parts import Knob, Sketch, given
 from paralab.view.widget_shared import MOST_RANKS, check_real, count
 from paralab.view.zero_bars import memory_and_traffic, table
 
@@ -44,14 +44,11 @@ class Zero(Bench):
     name = "zero"
 
     def __init__(self, model: ModelSpec | None = None, plan: Plan | None = None) -> None:
-        self.model, self.plan = MODEL if model is None else model, PLAN if plan is None else plan
-        if not isinstance(self.model, ModelSpec):
-            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...) or None")
+        self.model = given("model", model, MODEL)
         if self.model.frozen:
             raise illegal("frozen", self.model.frozen, "this widget's formulas are of a model that "
                           "is trained whole", "()")  # fmt: skip
-        if not isinstance(self.plan, Plan):
-            raise illegal("plan", plan, "not a plan", "a pl.Plan(...) or None")
+        self.plan = given("plan", plan, PLAN)
         if self.plan.pp > 1:
             raise illegal("pp", self.plan.pp, "this widget is about data parallelism", "1")
         at = self.plan
