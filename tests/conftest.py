@@ -48,6 +48,21 @@ def run(text: Path):
     return functools.partial(pl.run, data=text, strict=True, progress=False, timeout=60)
 
 
+@pytest.fixture(scope="module")
+def kept(request: pytest.FixtureRequest, run):
+    """`run` for the STEPS of the test's file, with its state; equal runs are made once."""
+    known: dict[str, pl.Report] = {}
+
+    def train(model: pl.ModelSpec, plan: pl.Plan, **more) -> pl.Report:
+        settings = {"steps": request.module.STEPS, "keep_state": True, **more}
+        key = repr((model, plan, settings))
+        if key not in known:
+            known[key] = run(model, plan, **settings)
+        return known[key]
+
+    return train
+
+
 @pytest.fixture(scope="session")
 def model() -> pl.ModelSpec:
     """Small, with sizes that 3 ranks do not divide."""

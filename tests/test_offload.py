@@ -44,21 +44,6 @@ def cluster():
     return slow_cluster().replace(host=link, disk=link, host_bandwidth=1e10)
 
 
-@pytest.fixture(scope="module")
-def kept(run):
-    """A run with its state; equal ones are made once."""
-    known: dict[str, pl.Report] = {}
-
-    def train(model, plan, **more):
-        settings = {"steps": STEPS, "keep_state": True, **more}
-        key = repr((model, plan, settings))
-        if key not in known:
-            known[key] = run(model, plan, **settings)
-        return known[key]
-
-    return train
-
-
 def assert_same_bits(report, other):
     for what in ("weights", "gradients"):
         gap, name = worst(getattr(other, what), getattr(report, what))

@@ -18,9 +18,10 @@ from paralab.parallel.buckets import units
 from paralab.records.merge import whole_model
 from paralab.theory import memory
 from test_mutants import TRAIN, mutated_run
-from test_offload import ALL, TIERS, _one_late, assert_near, assert_same_bits, kept, said
+from test_offload import ALL, TIERS, _one_late, assert_near, assert_same_bits, said
 
-# Five blocks: no number of stages divides them. Imported fixtures are used by name.
+STEPS = 5
+# Five blocks: no number of stages divides them.
 MODEL = pl.ModelSpec(layers=5, hidden=40, heads=4, seq_len=24, vocab=258)
 STATES = {k: v for k, v in ALL.items() if k != "activations"}
 CPU = {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}
@@ -31,7 +32,6 @@ AXES = [
     {"tp": 2, "sequence_parallel": True},
     {"dp": 2, "shard": 1},
 ]
-__all__ = ["kept"]
 
 
 # ---- equality ---------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_adamw_is_that_of_the_same_plan_wherever_its_states_lie(kept, text, tmp_
     plans += [pl.Plan(zero_stage=stage, offload=tiers, **of) for stage, tiers in TIERS]
     for plan in plans:
         plan.validate(model)
-    settings = {"steps": 5, "keep_state": True, "data": str(text), "seed": 0, "lr": 1e-3,
+    settings = {"steps": STEPS, "keep_state": True, "data": str(text), "seed": 0, "lr": 1e-3,
                 "optimizer": "adamw", "clip_norm": None}  # fmt: skip
     args = (model, plans, settings, str(tmp_path))
     ranks = launch_program(several, 2, args, timeout=300, device="cpu")

@@ -35,21 +35,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def kept(run):
-    """A run with its state; equal ones are made once."""
-    known: dict[str, pl.Report] = {}
-
-    def train(model, plan, **more):
-        more = {"steps": STEPS, "keep_state": True, **more}
-        key = repr((model, plan, more))
-        if key not in known:
-            known[key] = run(model, plan, **more)
-        return known[key]
-
-    return train
-
-
 def optimizers(name):
     return {"optimizer": "sgd", "lr": 0.5} if name == "sgd" else {}
 

@@ -29,21 +29,6 @@ def plan_of(**settings):
                       "microbatches": 4, **settings})  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def kept(run):
-    """A run with its state; equal ones are made once."""
-    known: dict[str, pl.Report] = {}
-
-    def train(model, plan, **more):
-        settings = {"steps": STEPS, "keep_state": True, **more}
-        key = repr((model, plan, settings))
-        if key not in known:
-            known[key] = run(model, plan, **settings)
-        return known[key]
-
-    return train
-
-
 # ---- equality ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
