@@ -13,7 +13,7 @@ from paralab import view
 from paralab.records import metrics
 from paralab.theory.offload import link_bytes
 from paralab.view import theme, widget_offload
-from paralab.view.offload_curves import FASTEST, SLOWEST
+from paralab.view.disk_bandwidth import FASTEST, SLOWEST
 from paralab.view.widgets import offload
 
 MODEL = pl.ModelSpec(layers=2, hidden=64, heads=2, seq_len=32)

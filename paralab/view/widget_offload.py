@@ -20,7 +20,8 @@ from paralab.theory.offload import tier_bytes
 from paralab.theory.predict_offload import check_links
 from paralab.view import theme
 from paralab.view.chart import Chart
-from paralab.view.offload_curves import FASTEST, SHARE, SLOWEST, Foreseen, Point, chart, points
+from paralab.view.disk_bandwidth import FASTEST, SLOWEST, Foreseen, Point, points
+from paralab.view.offload_curves import SHARE, chart
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Knob, Sketch, given
 from paralab.view.widget_shared import check_real, count, link_knob
