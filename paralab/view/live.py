@@ -15,7 +15,6 @@ from paralab.checks import illegal, whole
 from paralab.records import metrics
 from paralab.theory.ideal import schedule_of
 from paralab.view import naming, theme
-from paralab.view.timeline import told_apart
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,7 +63,7 @@ def live_activations(
     if labels is not None:
         found = [one._replace(name=str(label)) for one, label in zip(found, labels, strict=True)]
     else:
-        names = told_apart([one.name for one in found])
+        names = naming.told_apart([one.name for one in found])
         found = [one._replace(name=name) for one, name in zip(found, names, strict=True)]
     if len({one.name for one in found}) < len(found):
         found = [one._replace(name=f"{i}: {one.name}") for i, one in enumerate(found, 1)]

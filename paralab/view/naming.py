@@ -5,6 +5,7 @@ As the papers name them, and as short as tells two plans apart; plain text, for 
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from paralab.spec import OWN_FORM, Plan
@@ -13,6 +14,7 @@ from paralab.view.theme import CATEGORY_COLOUR
 if TYPE_CHECKING:
     from paralab.report import Report
 
+_SEPARATORS = re.compile(", | on ")
 LEVEL_NAME = {"intra": "inside a node", "inter": "between nodes"}
 CLOCK_MEANS = {
     "measured": "wall clock",
@@ -76,3 +78,19 @@ def subject(report: Report) -> str:
 def clock_line(report: Report, *more: str) -> str:
     """The second line of every title: which clock, then what else."""
     return " · ".join([f"{report.clock} clock ({CLOCK_MEANS[report.clock]})", *more])
+
+
+def told_apart(subjects: list[str]) -> list[str]:
+    """The names without the parts all of them have: "naive" of "dp=4, naive", "ring" of "ring on 4
+    ranks".
+    """
+    shared = common(subjects)
+    shorter = [", ".join(p for p in _SEPARATORS.split(mine) if p not in shared)
+               for mine in subjects]  # fmt: skip
+    return shorter if all(shorter) else subjects
+
+
+def common(subjects: list[str]) -> list[str]:
+    """The parts that all of the names have."""
+    parts = [_SEPARATORS.split(subject) for subject in subjects]
+    return [part for part in parts[0] if all(part in other for other in parts[1:])]

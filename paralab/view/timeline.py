@@ -9,7 +9,6 @@ same structure. Several reports stand under one another on one time scale, so th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 MAX_BOXES = 4000  # more make a browser slow, and no screen has the pixels
 MAX_RANKS = 12  # rows of ranks that several reports show together before some are left out
-_SEPARATORS = re.compile(", | on ")
 LEGEND_ROW = 24  # pixels
 SAME = 0.02  # durations closer than this share are called equal
 
@@ -93,7 +91,7 @@ def timelines(
         for report, name, mine in zip(reports, names, known, strict=True)
     ]
     clocks = list(dict.fromkeys(report.clock for report in reports))
-    said = [theme.text(", ".join(common([naming.subject(r) for r in reports])))]
+    said = [theme.text(", ".join(naming.common([naming.subject(r) for r in reports])))]
     said *= any(report.plan.pp > 1 for report in reports) and bool(said[0])
     if ranks is None and any(len(mine) > most for mine in known):
         said.append(f"the first {most} rank{'s' * (most != 1)} of each; choose ranks=")
@@ -127,28 +125,13 @@ def _checked(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
 
 def _labels(reports: Sequence[Report]) -> list[str]:
     """The shortest names that tell the reports apart: subject, clock, both, or those numbered."""
-    subjects = told_apart([naming.subject(report) for report in reports])
+    subjects = naming.told_apart([naming.subject(report) for report in reports])
     clocks = [report.clock for report in reports]
     both = [f"{s}, {c}" for s, c in zip(subjects, clocks, strict=True)]
     for names in (clocks, subjects, both):
         if len(set(names)) == len(reports) and (names is not clocks or len(set(subjects)) == 1):
             return names
     return [f"{i}: {name}" for i, name in enumerate(both, 1)]
-
-
-def told_apart(subjects: list[str]) -> list[str]:
-    """The names without the parts all of them have: "naive" of "dp=4, naive", "ring" of "ring on 4
-    ranks".
-    """
-    shared = common(subjects)
-    shorter = [", ".join(p for p in _SEPARATORS.split(mine) if p not in shared)
-               for mine in subjects]  # fmt: skip
-    return shorter if all(shorter) else subjects
-
-
-def common(subjects: list[str]) -> list[str]:
-    parts = [_SEPARATORS.split(subject) for subject in subjects]
-    return [part for part in parts[0] if all(part in other for other in parts[1:])]
 
 
 def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -> Chart:
