@@ -33,6 +33,7 @@ from paralab.ranks.errors import Stopped
 from paralab.view.chart import MAX_REPR, Chart
 from paralab.view.widget_live import WIDTH, live, show
 from paralab.view.widget_parts import Knob, Sketch, button, grid, table, trouble
+from paralab.view.widget_shared import count
 
 Progress = Callable[[int, int, int], None]
 FOLLOWS = "Move a slider: the prediction follows. "
@@ -115,11 +116,11 @@ class Bench(ipw.VBox):
 
     def _hint(self, knobs: dict[str, Any]) -> str:
         """What «Run it» would do."""
-        raise NotImplementedError
+        return f"«Run it» trains on {count(self._ranks(knobs), 'real process', 'es')}."
 
     def _starting(self, knobs: dict[str, Any]) -> str:
         """What is said until the first step is done."""
-        raise NotImplementedError
+        return f"starting {count(self._ranks(knobs), 'process', 'es')} …"
 
     def _blocked(self, knobs: dict[str, Any]) -> str:
         """Why «Run it» cannot be pressed at these settings, as a sentence; "" if it can."""

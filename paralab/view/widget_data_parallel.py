@@ -122,12 +122,6 @@ class DataParallel(Bench):
     def _needs(self, knobs: dict[str, Any]) -> Any:
         return tuple((name, value) for name, value in knobs.items() if name != "bandwidth")
 
-    def _hint(self, knobs: dict[str, Any]) -> str:
-        return f"«Run it» trains on {count(knobs['ranks'], 'real process', 'es')}."
-
-    def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {count(knobs['ranks'], 'process', 'es')} …"
-
 
 def _numbers(clock: str, report: Report) -> dict[str, str]:
     step = metrics.typical_step(report)

@@ -249,11 +249,7 @@ class Explore(Bench):
     def _hint(self, knobs: dict[str, Any]) -> str:
         if self._stands_in:
             return f"{self._stands_in}."
-        ranks = self.plan_of(knobs).world_size
-        return f"«Run it» trains on {count(ranks, 'real process', 'es')}."
-
-    def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {count(self._ranks(knobs), 'process', 'es')} …"
+        return super()._hint(knobs)
 
     def _ranks(self, knobs: dict[str, Any]) -> int:
         return self.plan_of(knobs).world_size

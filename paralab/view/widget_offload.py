@@ -131,9 +131,6 @@ class Offload(Bench):
             return f"{said}; the disk stays as slow as it is."
         return f"{said}, with a disk held down to {theme.scaled(knobs['bandwidth'], 'B/s')}."
 
-    def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {count(knobs['ranks'], 'process', 'es')} …"
-
     # ---- what is shown --------------------------------------------------------------------------
     def _foreseen(self, knobs: dict[str, Any]) -> Foreseen:
         """What is predicted, whatever the disk; kept, so that its slider costs next to nothing."""

@@ -109,13 +109,7 @@ class Pipeline(Bench):
     ) -> Report:
         from paralab.experiment import run
 
-        done = dict.fromkeys(range(knobs["pp"]), 0)
-
-        def slowest(rank: int, steps: int, total: int) -> None:
-            done[rank] = steps
-            progress(0, min(done.values()), total)
-
-        return run(self.model, self.plan_of(knobs), steps=STEPS, progress=slowest, stop=stop)
+        return run(self.model, self.plan_of(knobs), steps=STEPS, progress=progress, stop=stop)
 
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
         simulation, replayed = self.simulation_of(knobs, found), self.replay_of(knobs, found)
@@ -138,8 +132,8 @@ class Pipeline(Bench):
     def _hint(self, knobs: dict[str, Any]) -> str:
         return f"«Run it» trains {self.model.layers} layers on {knobs['pp']} real processes."
 
-    def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {knobs['pp']} processes …"
+    def _ranks(self, knobs: dict[str, Any]) -> int:
+        return knobs["pp"]
 
     def _enter(self, state: str, said: str = "", error: Exception | None = None) -> None:
         super()._enter(state, said, error)

@@ -136,10 +136,7 @@ class Tensor(Bench):
     def _hint(self, knobs: dict[str, Any]) -> str:
         if knobs["ranks"] > MOST_RANKS:
             return f"«Run it» takes up to {MOST_RANKS} ranks."
-        return f"«Run it» trains on {knobs['ranks']} real processes."
-
-    def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {knobs['ranks']} processes …"
+        return super()._hint(knobs)
 
     # ---- what is shown --------------------------------------------------------------------------
     def _predicted(self, knobs: dict[str, Any]) -> list[dict[str, str]]:

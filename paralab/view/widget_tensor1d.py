@@ -130,12 +130,6 @@ class Tensor1D(Bench):
     def _needs(self, knobs: dict[str, Any]) -> Any:
         return self.plan_of(knobs)
 
-    def _hint(self, knobs: dict[str, Any]) -> str:
-        return f"«Run it» trains on {count(knobs['ranks'], 'real process', 'es')}."
-
-    def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {count(knobs['ranks'], 'process', 'es')} …"
-
     # ---- what is shown --------------------------------------------------------------------------
     def _called(self, knobs: dict[str, Any]) -> str:
         if knobs["ranks"] == 1:

@@ -133,10 +133,7 @@ class Zero(Bench):
     def _hint(self, knobs: dict[str, Any]) -> str:
         if knobs["ranks"] > MOST_RANKS:
             return f"«Run it» takes up to {MOST_RANKS} devices."
-        return f"«Run it» trains on {count(knobs['ranks'], 'real process', 'es')}."
-
-    def _starting(self, knobs: dict[str, Any]) -> str:
-        return f"starting {count(knobs['ranks'], 'process', 'es')} …"
+        return super()._hint(knobs)
 
     # ---- what is shown --------------------------------------------------------------------------
     def _predicted(self, knobs: dict[str, Any]) -> list[dict[str, str]]:
