@@ -18,7 +18,7 @@ from paralab.view import theme
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Knob, Sketch, given
-from paralab.view.widget_shared import at_speed, count, few, link_knob
+from paralab.view.widget_shared import at_speed, beside_replay, count, few, link_knob
 
 RANKS = (1, 2, 3, 4, 6, 8)
 BUCKETS = tuple(m * 10**e for e in (4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 10 KB to 10 MB
@@ -105,9 +105,6 @@ class DataParallel(Bench):
 
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
         expect, replayed = self._expect(knobs), found.replay(self.cluster_of(knobs))
-        gap = expect.step_time / replayed.step_time - 1
-        how = f"is {abs(100 * gap):.0f} % {'above' if gap > 0 else 'below'} the replay of that run"
-        how = "equals the replay of that run" if abs(gap) < 0.01 else how
         drawn = timelines(expect, replayed, ranks=range(min(BESIDE, knobs["ranks"])))
         return Sketch(
             chart=few(drawn, BESIDE, knobs["ranks"]),
@@ -116,7 +113,8 @@ class DataParallel(Bench):
                 _numbers("replayed", replayed),
                 _numbers(_crowd(found), found),
             ],
-            said=f"Done, {count(knobs['ranks'], 'real process', 'es')}: the prediction {how}.",
+            said=f"Done, {count(knobs['ranks'], 'real process', 'es')}: the prediction "
+            f"{beside_replay(expect, replayed)}.",
         )
 
     def _needs(self, knobs: dict[str, Any]) -> Any:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
 from paralab.spec import Cluster, Link
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.widget_parts import Knob
+
+if TYPE_CHECKING:
+    from paralab.report import Report
 
 MOST_RANKS = 8  # real processes; more are for theory
 
@@ -21,6 +25,14 @@ def count(n: int, what: str, plural: str = "s") -> str:
 def few(chart: Chart, shown: int, ranks: int) -> Chart:
     """The chart, which says so if it does not show all ranks."""
     return chart.said_below(f"{shown} of {ranks} ranks drawn") if ranks > shown else chart
+
+
+def beside_replay(expect: Report, replayed: Report) -> str:
+    """How a predicted step compares: "is 4 % above the replay of that run"."""
+    gap = expect.step_time / replayed.step_time - 1
+    if abs(gap) < 0.01:
+        return "equals the replay of that run"
+    return f"is {abs(100 * gap):.0f} % {'above' if gap > 0 else 'below'} the replay of that run"
 
 
 def link_knob(link: Link, usual: Sequence[float]) -> Knob:

@@ -22,7 +22,7 @@ from paralab.view import theme
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Knob, Sketch, given
-from paralab.view.widget_shared import at_speed, count, few, link_knob
+from paralab.view.widget_shared import at_speed, beside_replay, count, few, link_knob
 
 RANKS = (1, 2, 4, 8)
 SAMPLES = (1, 2, 4, 8)
@@ -113,9 +113,6 @@ class Tensor1D(Bench):
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
         expect, replayed = self._expect(knobs), found.replay(self.cluster_of(knobs))
         sent = [moved.traffic(report)["bytes"].sum() for report in (expect, found)]
-        gap = expect.step_time / replayed.step_time - 1
-        how = f"is {abs(100 * gap):.0f} % {'above' if gap > 0 else 'below'} the replay of that run"
-        how = "equals the replay of that run" if abs(gap) < 0.01 else how
         exact = "bytes are as predicted, every one" if sent[0] == sent[1] else "bytes differ"
         drawn = timelines(expect, replayed, ranks=range(min(SHOWN, knobs["ranks"])))
         name = self._called(knobs)
@@ -124,7 +121,7 @@ class Tensor1D(Bench):
             chart=few(drawn, SHOWN, knobs["ranks"]),
             rows=[*self._predicted(knobs, expect), _row(f"{name}, replayed", replayed, kept)],
             said=f"Done, {count(knobs['ranks'], 'real process', 'es')}: {exact}; the predicted "
-            f"step {how}.",
+            f"step {beside_replay(expect, replayed)}.",
         )  # fmt: skip
 
     def _needs(self, knobs: dict[str, Any]) -> Any:
