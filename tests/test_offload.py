@@ -22,7 +22,7 @@ from paralab.tiers import WAYS
 from test_predict import cluster as slow_cluster
 from test_predict_zero import order
 
-STEPS = 5
+STEPS = 3
 PLACES = ("device", "cpu", "nvme")
 BUCKET = {"bucket_bytes": 60_000}  # several units in stages 1 and 2
 TIERS = [

@@ -19,7 +19,7 @@ from paralab.tiers import WAYS
 from test_offload import ALL, assert_near, assert_same_bits, cluster, said
 from test_predict_zero import order
 
-STEPS = 4
+STEPS = 3
 STATES = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
 HERE = {"parameters": "cpu", "optimizer": "cpu"}  # gradients stay on the device
 

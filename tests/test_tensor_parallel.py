@@ -8,7 +8,7 @@ import pytest
 import paralab as pl
 from equality import assert_equal_state, reference, worst
 
-STEPS, LR = 3, 0.5
+STEPS, LR = 2, 0.5
 MODEL = pl.ModelSpec(layers=2, hidden=48, heads=4, seq_len=24, vocab=260)
 BUCKET = 60_000
 ONE_D = {
@@ -120,7 +120,9 @@ def alone(run):
 @modes
 def test_dropout_drops_the_same_activations(sgd, alone, mode):
     model = MODEL.replace(dropout=0.2)
-    assert worst(alone(model).gradients, sgd(ALL[mode], model).gradients)[0] < 1e-5
+    assert (
+        worst(alone(model, steps=1).gradients, sgd(ALL[mode], model, steps=1).gradients)[0] < 1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,8 +163,8 @@ def test_partitioned_activations_cost_one_all_gather_per_block(sgd, tp):
 
 
 @pytest.mark.parametrize("mode", ["1d sequence, 4", "2d, 4", "2.5d, 8", "3d, 8"])
-def test_five_adamw_steps_stay_within_tolerance(run, mode):
-    settings = {"steps": 5, "lr": 1e-3, "keep_state": True}
+def test_three_adamw_steps_stay_within_tolerance(run, mode):
+    settings = {"steps": 3, "lr": 1e-3, "keep_state": True}
     alone = run(MODEL, pl.Plan(microbatch_size=4), **settings)
     report = run(MODEL, pl.Plan(microbatch_size=4, **ALL[mode]), **settings)
     for name, array in alone.weights.items():

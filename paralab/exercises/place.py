@@ -65,8 +65,8 @@ TASK = f"""
 `cluster.num_devices` devices train `model` on `batch` samples per step, in `{PRECISION}`.
 `ask(plan)` tells the simulated `seconds` of a step and the `bytes` on the fullest device, which has
 `cluster.memory`. There are tens of thousands of plans, and {QUESTIONS} questions: which ones are
-worth asking about? A plan without `offload`; asked about one that is not legal, or leaves devices or
-samples over, `ask` raises ValueError, and counts no question.
+worth asking about? Only plans without `offload`; asked about one that is not legal, or leaves
+devices or samples over, `ask` raises ValueError and counts no question.
 
 `pl.exercises.place.check(my_planner)`
 """
