@@ -81,6 +81,9 @@ class LayerCosts(NamedTuple):
     shared_more: float
 
 
+LAYOUT = ("tp", "tp_mode", "tp_depth", "sequence_parallel")  # how a plan cuts layers
+
+
 class LayerBook:
     """The costs of ``model``'s layers on ``cluster``, whatever its depth; each worked out once."""
 
@@ -94,7 +97,7 @@ class LayerBook:
 
         inter  whether a tensor-parallel group crosses nodes: all its calls are then at that level
         """
-        layout = (plan.tp, plan.tp_mode, plan.tp_depth, plan.sequence_parallel)
+        layout = tuple(getattr(plan, name) for name in LAYOUT)
         key = (*layout, plan.microbatch_size, plan.precision, inter)
         parts = self._once(("parts", *key), lambda: _Parts(self, plan, inter))
         shared = self._once(("shared", *layout, plan.precision, inter),
@@ -104,9 +107,9 @@ class LayerBook:
 
     def held(self, plan: Plan) -> dict[str, int]:
         """Elements of every parameter of a model of one block that the first tp rank holds."""
-        layout = Plan(tp=plan.tp, tp_mode=plan.tp_mode, tp_depth=plan.tp_depth,
-                      sequence_parallel=plan.sequence_parallel)  # fmt: skip
-        return self._once(("held", layout), lambda: memory.rank_sizes(self.one, layout))
+        layout = {name: getattr(plan, name) for name in LAYOUT}
+        return self._once(("held", *layout.values()),
+                          lambda: memory.rank_sizes(self.one, Plan(**layout)))  # fmt: skip
 
     def group_size(self, plan: Plan, axis: str) -> int:
         key = (axis, plan.tp, plan.tp_mode, plan.tp_depth)
