@@ -10,12 +10,17 @@ node. Then come the data-parallel ones; a pipeline's stages, which send least, l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from paralab.comm import Group
 from paralab.observe.recorder import Recorder
 from paralab.parallel.layouts import mode_of
 from paralab.spec import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Grid:
@@ -52,6 +57,20 @@ class Grid:
         if context.backend == "nccl" and self.pp.size > 1:
             # NCCL connects a group at its first call, which has to be one that all members make.
             self.pp.barrier(phase="setup")
+
+    def mesh(self) -> DeviceMesh:
+        """The same grid as torch has it, over the same process groups, for what is built on it
+        (DTensor, fully_shard): dimensions "pp", "dp", "tp", of these the ones with several ranks.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        axes = {"pp": self.pp, "dp": self.dp, "tp": self.tp["tp"]}
+        axes = {name: group for name, group in axes.items() if group.size > 1} or {"dp": self.dp}
+        ranks = torch.arange(self.world.size).reshape([group.size for group in axes.values()])
+        return DeviceMesh.from_group(
+            [group.process_group for group in axes.values()], self.context.device.split(":")[0],
+            ranks, mesh_dim_names=tuple(axes),
+        )  # fmt: skip
 
     def _mine(self, groups: set[tuple[int, ...]], axis: str) -> Group | None:
         """Of disjoint groups the one that this rank is in; every rank asks for the same ones."""
