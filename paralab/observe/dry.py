@@ -6,8 +6,13 @@ counts that. What would lie on the device is on "meta", and it alone is counted.
 [Note: remembered shapes] On "meta" many operations work out the result's shape in Python, for 0.2
 ms each. A step repeats some hundred different ones, micro-batch after micro-batch: so what came out
 for the same operation and the same shapes is remembered, and the next time an empty tensor of that
-shape is made, in 10 us. Every operation is still seen and counted, each time. Views are made anew,
-and so is what shares memory with an argument; what writes into an argument hands it back.
+shape is made, in 10 us. Every operation that can make memory is seen and counted, each time; what
+shares memory with an argument is made anew, what writes into an argument hands it back.
+
+[Note: views] Half of all operations are views, and none of them makes memory. Seen once, an
+operation of that kind goes past the ledger, straight to torch's kernel for it: its way through
+Python and back took 10 to 20 us, a fifth of a dry run. What has died since is taken back when the
+next operation comes or autograd saves something, so the bytes are those of a ledger that sees all.
 
 [Note: as a CPU] A dry run's bytes are those of a run on CPUs. Where these depend on the device the
 CPU's way is taken: its fused attention keeps no scores, and its layer norm keeps mean and deviation
@@ -27,45 +32,79 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from paralab.observe.ledger import GRAIN, Ledger
+from paralab.observe.memory import Life
 
 _TENSORS = (Tensor, torch.nn.Parameter)
+_META = torch.device("meta")  # a name would be read each time
+_DETACH = torch.ops.aten.detach.default
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd does not know of
 
 
 class DryLedger(Ledger):
     """`Ledger` of tensors without bytes, as quick as one of tensors with them."""
+
+    def __enter__(self) -> DryLedger:
+        self._views = torch.library.Library("aten", "IMPL")
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._views._destroy()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._dead:
             self._settle()
-        if func.is_view:
+        if func is _DETACH:  # autograd's own for what it saves, which no kernel is asked for
+            return args[0].detach()
+        if func.is_view or func is _UNSAFE_VIEW:  # for the first and last time
+            for key in ("Python", "PythonTLSSnapshot"):
+                self._views.impl(func, torch.library.fallthrough_kernel, key)
             return func(*args, **kwargs) if kwargs else func(*args)
-        result = _remembered(func)(args, kwargs or {})
-        self._meet_all(result)
+        remembered = _OPERATIONS.get(func.__qualname__) or _operation(func)
+        result = remembered(self, args, kwargs or {})
         if self.recorder.samples and abs(self.live - self._noted) > self._most // GRAIN:
             self._note()
         return result
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        if self._dead:
+            self._settle()
+        return super()._saved(tensor)
+
+    def add(self, tensor: Tensor, size: int) -> None:
+        """A tensor was made, with ``size`` bytes of its own: `_meet`, where nothing is in doubt."""
+        storage = tensor.untyped_storage()
+        life = Life(storage, self._dead.append)
+        life.address, life.size, life.category = storage._cdata, size, self.born
+        self._known[life.address] = life
+        self.bytes[self.born] += size
+        self.live += size
 
 
 class Remembered:
     """An operation that knows its results' shapes. See [Note: remembered shapes]."""
 
     def __init__(self, func: Any) -> None:
-        if func is torch.ops.aten._unsafe_view.default:  # shares memory all the same
-            func = torch.ops.aten.view.default
         self.func, self.writes = func, func._schema.is_mutable
-        self.known: dict[tuple, Callable[[tuple], Any] | None] = {}  # None: is called each time
+        self.known: dict[tuple, Make | None] = {}  # None: is called each time
 
-    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def __call__(self, ledger: DryLedger, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
             key = _key(args, kwargs)
             make = self.known[key]
         except KeyError:
-            return self._first(key, args, kwargs)
+            result = self._first(key, args, kwargs)
         except (TypeError, _Elsewhere):
-            return self.func(*args, **kwargs)
-        return self.func(*args, **kwargs) if make is None else make(args)
+            result = self.func(*args, **kwargs)
+        else:
+            if make is not None:
+                return make(ledger, args)
+            result = self.func(*args, **kwargs)
+        ledger._meet_all(result)
+        return result
 
     def _first(self, key: tuple, args: tuple, kwargs: dict[str, Any]) -> Any:
         before = _state(args[0]) if self.writes and args else None
@@ -75,7 +114,7 @@ class Remembered:
         self.known[key] = self._maker(result, args, kwargs, before)
         return result
 
-    def _maker(self, result: Any, args: tuple, kwargs: dict, before: Any) -> Any:
+    def _maker(self, result: Any, args: tuple, kwargs: dict, before: Any) -> Make | None:
         """What makes such a result again of such arguments; None: the operation alone can."""
         if self.writes:
             same = args and result is args[0] and _state(result) == before
@@ -88,14 +127,21 @@ class Remembered:
         makers: list[Any] = []
         for part in result:
             if part is None:
-                makers.append(lambda _: None)
+                makers.append(lambda ledger, args: None)
             else:
                 makers.append(isinstance(part, Tensor) and _maker_of(part, there))
                 there |= {t.untyped_storage()._cdata for t in _tensors([part])}
-        return (lambda args: tuple(make(args) for make in makers)) if all(makers) else None
+        if not all(makers):
+            return None
+        return lambda ledger, args: tuple([make(ledger, args) for make in makers])
 
 
-_remembered = functools.cache(Remembered)  # pure: of one operation, the same in every run
+Make = Callable[[DryLedger, tuple], Any]  # result for these arguments, counted by the ledger
+_OPERATIONS: dict[str, Remembered] = {}  # by name; of one operation the same in every run
+
+
+def _operation(func: Any) -> Remembered:
+    return _OPERATIONS.setdefault(func.__qualname__, Remembered(func))
 
 
 class _Elsewhere(Exception):
@@ -134,20 +180,26 @@ def _state(tensor: Any) -> Any:
     return tensor.shape, tensor.stride(), storage._cdata, storage.nbytes()
 
 
-def _first(args: tuple) -> Any:
+def _first(ledger: DryLedger, args: tuple) -> Any:
+    ledger._meet(args[0])
     return args[0]
 
 
-def _maker_of(result: Tensor, there: set[int]) -> Callable[[tuple], Tensor] | None:
+def _maker_of(result: Tensor, there: set[int]) -> Make | None:
     """there: storages of the arguments; a result that lies in one of them is not new."""
     size, stride, dtype = result.shape, result.stride(), result.dtype
     if not result.is_meta or result.untyped_storage()._cdata in there:
         return None
 
-    def make(_: tuple) -> Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    empty = functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=_META)
+    nbytes = empty().untyped_storage().nbytes()
 
-    whole = make(()).untyped_storage().nbytes() == result.untyped_storage().nbytes()
+    def make(ledger: DryLedger, _: tuple) -> Tensor:
+        made = empty()
+        ledger.add(made, nbytes)
+        return made
+
+    whole = nbytes == result.untyped_storage().nbytes()
     return make if whole and result.storage_offset() == 0 else None
 
 
