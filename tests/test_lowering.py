@@ -63,6 +63,13 @@ def test_the_lists_without_transfers_are_the_schedule():
         assert kept == schedule
 
 
+def test_one_ranks_list_alone_is_that_among_all():
+    for schedule, ahead in product(SOME, (0, 1, 99)):
+        for rank, row in enumerate(lower(schedule, ahead=ahead)):
+            alone = lower(schedule, ahead=ahead, only=rank)
+            assert alone[rank] == row and not any(alone[:rank] + alone[rank + 1 :])
+
+
 def test_every_message_has_two_ends_and_stays_off_ranks_of_its_own():
     for schedule in SOME:
         p, stages = len(schedule), 1 + max(a.stage for row in schedule for a in row)

@@ -127,7 +127,7 @@ class Pipeline:
         self.group, self.last = group, plan.stages - 1
         self.activation = residual_shape(model, plan)  # what travels
         self.dtype = DTYPES[plan.precision]
-        self.steps = lower(schedule)[group.index]
+        self.steps = lower(schedule, only=group.index)[group.index]
         self.accumulated: Callable[[Tensor], None] = lambda parameter: None
         self._arriving: dict[Key, tuple[Tensor, Pending]] = {}
         self._leaving: dict[Key, Tensor] = {}

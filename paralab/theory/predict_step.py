@@ -57,7 +57,7 @@ def step_rows(
     marks  gets where each of the steps begins, and at last where the rows after them do
     """
     pp_index = plan.place(rank)[0]
-    steps = lower(plan.actions())[pp_index] if steps is None else steps
+    steps = lower(plan.actions(), only=pp_index)[pp_index] if steps is None else steps
     mine = RankRows(model, plan, cluster, rank)
     away = plan.tiers is not None and plan.tiers.states
     if away:
