@@ -223,6 +223,32 @@ def test_what_no_run_could_do_is_refused_before_a_process_starts(arguments, said
         pl.dry_run(**{"model": TRILLION, "plan": BIG, **arguments})
 
 
+def test_views_go_past_the_ledger_until_it_is_left():
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from paralab.observe.dry import DryLedger
+    from paralab.observe.recorder import Recorder
+
+    seen = []
+
+    class Witness(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with DryLedger(Recorder(rank=0, world_size=1, device="meta"), device="meta") as ledger:
+        x = torch.empty(2, 3, device="meta")
+        x.view(6)  # the first is seen
+        with Witness():
+            y = x.view(6)
+            assert seen == [] and y.untyped_storage() is x.untyped_storage()
+        assert ledger.live == 24
+    with Witness():
+        x.view(6)
+    assert seen == ["view.default"]
+
+
 def test_what_takes_too_long_is_stopped():
     start = time.monotonic()
     with pytest.raises(pl.RankTimeout, match=r"rank 5 of 3072.*not done after 0.3 s.*longer"):

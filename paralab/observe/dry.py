@@ -59,9 +59,10 @@ class DryLedger(Ledger):
             self._settle()
         if func is _DETACH:  # autograd's own for what it saves, which no kernel is asked for
             return args[0].detach()
-        if func.is_view or func is _UNSAFE_VIEW:  # for the first and last time
-            for key in ("Python", "PythonTLSSnapshot"):
-                self._views.impl(func, torch.library.fallthrough_kernel, key)
+        if func.is_view or func is _UNSAFE_VIEW:
+            if func.namespace == "aten":  # for the first and last time
+                for key in ("Python", "PythonTLSSnapshot"):
+                    self._views.impl(func, torch.library.fallthrough_kernel, key)
             return func(*args, **kwargs) if kwargs else func(*args)
         remembered = _OPERATIONS.get(func.__qualname__) or _operation(func)
         result = remembered(self, args, kwargs or {})
