@@ -580,6 +580,17 @@ def test_scaling_holds_every_point_against_what_one_rank_does_alone():
     assert "<b>naive, replayed 50 %</b>" in words and len(set(words)) == len(words) == 4
 
 
+def test_a_form_is_held_against_its_own_single_rank():
+    rows = [{"ranks": n, "clock": "replayed", "form": form, "samples_per_second": alone * n ** 0.9}
+            for form, alone in (("strong", 140.0), ("weak", 100.0)) for n in (1, 8)]  # fmt: skip
+    chart = view.scaling([*rows, {**rows[1], "form": "late", "samples_per_second": 560.0}])
+    share = chart.table.set_index(["form", "ranks"])["efficiency"]
+    assert share["strong", 8] == pytest.approx(share["weak", 8]) == pytest.approx(8**-0.1)
+    assert share["late", 8] == pytest.approx(0.5)  # not run on one rank: the best that was
+    ideals = {t.line.color: t.y[-1] for t in chart.data if t.name == "ideal"}
+    assert sorted(ideals.values()) == pytest.approx([800.0, 1120.0, 1120.0])
+
+
 def test_scaling_takes_step_times_for_strong_and_samples_for_weak_scaling():
     strong = view.scaling([{"ranks": n, "clock": "replayed", "step_time": 1 / n} for n in (1, 2)])
     assert strong.table["efficiency"].tolist() == [1.0, 1.0]

@@ -35,7 +35,8 @@ guess
 
 # %% [markdown]
 # ## Run it
-# One real process, real text (the source code of Python's standard library), six steps.
+# One real process, a **rank** (here the only one; on a cluster there is one for each device), real
+# text (the source code of Python's standard library), six steps.
 
 # %%
 report = pl.run(model, pl.Plan(microbatch_size=8), steps=6)
@@ -49,8 +50,9 @@ report.timeline()
 # backward will need. **Backward** uses that up and leaves a gradient for every parameter. The
 # **optimizer** turns gradients into new weights.
 #
-# Backward takes about twice as long, and that is no accident: for every matrix product of forward
-# it makes two, one for the gradient of the input and one for the gradient of the weight.
+# (The number in a box is its micro-batch.) By arithmetic backward takes twice as long: for every
+# matrix product of forward it makes two, one for the gradient of the input and one for the gradient
+# of the weight. The clock need not agree, for products are not all that a step does:
 
 # %% tags=["measured"]
 from paralab.theory import needs
@@ -93,10 +95,13 @@ view.bytes_bars(
         "read off the tensors": parts.bytes.to_dict(),
         "by formula": parts.formula_bytes.to_dict(),
     },
-    title="What a step holds: activations outweigh the model",
+    title="What a step makes: activations outweigh the model",
 )
 
 # %% [markdown]
+# The four are not all there at once: backward uses activations up while gradients appear. So the
+# peak is less than this bar; lab 06 watches it.
+#
 # ## Turn the knobs
 # What happens to either when something doubles? States follow the number of parameters, activations
 # follow the tokens that are under way.
@@ -181,14 +186,15 @@ view.bytes_bars(
 
 # %% [markdown]
 # The second is **time**: the last column trains on 300 billion tokens at 150 TFLOP/s, half of what
-# an A100 can do at its peak. Even if a trillion parameters fitted, nobody would wait for them. So
-# the work has to be split, and there are only so many ways: by samples (data parallelism, lab 02),
-# by layers, inside a layer, by who keeps which state, and by moving state to slower memory.
+# an A100 can do at its peak, every forward done twice (lab 06 says why). Even if a trillion
+# parameters fitted, nobody would wait for them. So the work has to be split, and there are only so
+# many ways: by samples (data parallelism, lab 02), by layers (03), inside a layer (07), by who
+# keeps which state (05), and by moving state to slower memory (09).
 #
 # ## Break it
 # Gradient accumulation is how a large batch is trained on a device that holds a small one: several
 # micro-batches, one after the other, and their gradients add up. Both functions below do that, and
-# their gradients are the same. One of them does not save a single byte.
+# their gradients agree (here one of them is shown). One of them does not save a single byte.
 
 
 # %%

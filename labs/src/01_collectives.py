@@ -18,8 +18,10 @@
 
 # %% [markdown]
 # ## What each one does
-# A collective is a call that all ranks of a group make together. Four ranks, four numbers each:
-# rank 2 has 20, 21, 22, 23. `pl.trace` runs a function on real processes, and hands it the `group`.
+# A *rank* is one process with one device, and its number; a *node* is one machine with some of
+# them. A collective is a call that all ranks of a *group* make together. Four ranks, four numbers
+# each: rank 2 has 20, 21, 22, 23. `pl.trace` runs a function on real processes, and hands it the
+# `group`.
 
 
 # %%
@@ -229,7 +231,7 @@ print(
 # and a local sum, which is why its row is right.)
 #
 # ## How long does it take?
-# Two numbers describe a wire well enough: **α**, the seconds before the first byte, and the
+# Two numbers describe a wire roughly: **α**, the seconds before the first byte, and the
 # **bandwidth** β. A message of n bytes takes α + n/β (Hockney 1994). Here they are for *your*
 # machine, fitted to all-reduces of 1 KB to 8 MB that it just ran:
 
@@ -239,13 +241,15 @@ from paralab.observe.calibrate import calibration_points
 view.link_fit(calibration_points()["links"], op="all_reduce")
 
 # %% [markdown]
-# Left of the knee a message costs α whatever its size. This is why it matters into how many
+# (The subtitle says how far the points lie from the line. With fewer free cores than ranks α is
+# mostly waiting for a core, so yours will differ.) Left of the knee a message costs α whatever its
+# size. This is why it matters into how many
 # pieces traffic is cut: [«why are my all-gathers so
 # fragmented?»](https://github.com/deepspeedai/DeepSpeed/issues/5047) The same 8 MB, in more and
 # more pieces:
 
 # %%
-gather = pl.Link(alpha=200e-6, bandwidth=1e9)
+gather = pl.Link(alpha=200e-6, bandwidth=1e9)  # a slow start, 1 GB/s
 pieces = pd.Series([1, 8, 64, 512, 4096], name="pieces")
 wire = wire_bytes("all_gather", S, 4)
 pd.DataFrame({
@@ -282,13 +286,14 @@ print(f"the same bytes in 64 pieces took {slower:.0f} times as long")
 # ## Ring or tree?
 # A ring needs 2(N−1) steps, so it pays α that many times. A tree adds up along its branches and
 # sends the sum back down: only 2 log₂ N steps, but the whole buffer in each. Which is better
-# depends on the size of the message, and libraries switch between them. For 64 ranks on the link
-# above:
+# depends on the size of the message, and libraries switch between them. For 64 ranks on links like
+# `link`:
 
 # %%
 from paralab.theory import collectives
 
 sizes = [2**k for k in range(10, 31)]
+print(f"alpha {1e6 * link.alpha:g} us, {link.bandwidth / 1e9:g} GB/s")
 view.algorithms({
     algorithm: [(size, collectives.seconds(algorithm, 64, size, link)) for size in sizes]
     for algorithm in ("ring_all_reduce", "tree_all_reduce")
@@ -353,8 +358,10 @@ pd.DataFrame(rows).T
 # %% [markdown]
 # Adding the two columns as if they were alike would hide the point: the hierarchical way
 # (reduce-scatter inside the node, all-reduce between nodes, all-gather inside) does not send less
-# in total, it sends less where it is slow. Which rank of one node talks to which of the other, for
-# the hierarchical way:
+# in total, it sends less where it is slow. (The tree sends as little between the nodes, but one
+# rank of each carries all of it, first one way and then the other. In the hierarchical way both
+# ranks of a node carry half, both ways at once.) Which rank of one node talks to which of the
+# other, for the hierarchical way:
 
 # %%
 traced.traffic_chart()
@@ -385,8 +392,9 @@ except pl.RankTimeout as error:
 
 # %% [markdown]
 # Some deadlocks hide: MPI, say, sends small messages ahead, so the same code works there until the
-# messages grow. NCCL runs a pair's calls one after the other and matches them by order. `pl.trace`
-# holds every call to that rule by default, without a GPU and without waiting:
+# messages grow. NCCL, the library that does this between NVIDIA GPUs, runs a pair's calls one after
+# the other and matches them by order. `pl.trace` holds every call to that rule by default, without
+# a GPU and without waiting:
 
 # %% tags=["measured"]
 try:
@@ -395,7 +403,7 @@ except pl.RankError as error:
     print(str(error).splitlines()[0])
 
 # %% [markdown]
-# The remedy is in `ring_reduce_scatter` above: what two ranks send each other belongs into **one**
+# The remedy is in `ring_reduce_scatter` above: what two ranks send each other belongs in **one**
 # `exchange`.
 #
 # ## Your turn
@@ -451,9 +459,9 @@ exercise.check(the_other_way_round)
 
 # %% [markdown]
 # ## On your GPUs
-# The same cells: with one GPU per rank the calls go over NCCL, and the α of `link_fit` falls from
-# a tenth of a millisecond or more to some ten microseconds. Look at the knee of the curve: it moves
-# to larger messages, because a faster wire needs more bytes before α no longer matters.
+# The same cells: with one GPU per rank the calls go over NCCL, and the α of `link_fit` falls to
+# some ten microseconds. Look at the knee of the curve: it moves to larger messages, because a
+# faster wire needs more bytes before α no longer matters.
 #
 # ## Read on
 # * Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*:

@@ -77,6 +77,10 @@ guess
 # %%
 plan = pl.Plan(dp=4, microbatch_size=4, bucket_bytes=2**20)
 report = pl.run(model, plan, steps=8)
+link = pl.Link(alpha=400e-6, bandwidth=0.6e9)
+devices = pl.Cluster(
+    name="0.6 GB/s", devices_per_node=64, flops=50e9, memory_bandwidth=10e9, intra=link
+)
 report
 
 # %% [markdown]
@@ -84,15 +88,15 @@ report
 # One row per rank: what it computed, and under it what was on the wire. Grey is a rank that waits.
 # Most likely your machine has fewer cores than four ranks want, and then the wall clock mostly
 # shows ranks waiting for a core. So this is your run *replayed*: each piece of work takes the
-# processor time it really took, on a device of its own.
+# processor time it really took, on a device of its own, and links carry 0.6 GB/s.
 
 # %% tags=["measured", "readme-picture"]
-report.replay().timeline()
+report.replay(devices).timeline()
 
 # %% [markdown]
 # The gradients leave in buckets while backward is still running (that is why backward is cut into
-# pieces), so most of the traffic costs no time. Only the last bucket has nothing left to hide
-# behind.
+# pieces), so part of the traffic costs no time; the title says how much. The last bucket has
+# nothing left to hide behind.
 #
 # ## Count it
 
@@ -149,10 +153,6 @@ setup[["step", "op", "axis", "phase", "payload_bytes", "wire_bytes"]].drop_dupli
 # while backward computes the rest. The same link for all three:
 
 # %%
-link = pl.Link(alpha=400e-6, bandwidth=0.6e9)
-devices = pl.Cluster(
-    name="0.6 GB/s", devices_per_node=64, flops=50e9, memory_bandwidth=10e9, intra=link
-)
 forms = {
     form: pl.run(model, plan.replace(grad_sync=form), steps=6, progress=False)
     for form in ("naive", "bucketed", "overlapped")

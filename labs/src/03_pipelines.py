@@ -39,7 +39,10 @@ for rank, actions in enumerate(layerwise):
 # and a backward two, this is what happens:
 
 # %%
-pipeline.simulate(layerwise, forward=1e-3, backward=1e-3, weight_grad=1e-3).timeline()
+# A backward is two products of 1 ms each, for the input and for the weight (lab 04).
+pipeline.simulate(layerwise, forward=1e-3, backward=1e-3, weight_grad=1e-3).timeline(
+    "layer by layer"
+)
 
 # %% [markdown]
 # One device works, three wait: this naive form buys memory and no speed at all. The remedy is as
@@ -85,8 +88,10 @@ guess.reveal(round(100 * replayed.bubble))
 
 # %% [markdown]
 # ## Three numbers, and which to believe
-# Theory says that (p−1)/(m+p−1) of the time is bubble. Papers often print (p−1)/m instead: idle
-# time over *ideal* time, another number under the same name, so both are here.
+# The bubble is 1 − work / (p · T), with T the longest time from a rank's first action to its last.
+# One formula, and three numbers of your run. Theory says that (p−1)/(m+p−1) is bubble. Papers often
+# print (p−1)/m instead: idle time over *ideal* time, another number under the same name, so both
+# are here.
 
 # %% tags=["measured"]
 report.bubbles().round(2)
@@ -98,6 +103,9 @@ report.bubbles().round(2)
 #   own, with links;
 # * **measured**: the wall clock. With fewer cores than ranks it answers another question, for a
 #   process that waits for a *core* looks just like one that waits for a message.
+#
+# For «what would four devices do» believe the *replay*; *simulated* beside it says how much of that
+# is the schedule's own. Believe the wall clock where every rank has a core or a GPU of its own.
 #
 # The replay can tell the two apart, and this is why every span was written down with its cost. Its
 # one assumption: a stage computes as fast alone as it did here. On GPUs profilers have a trap of
@@ -114,6 +122,9 @@ seconds = (spans.end - spans.start).groupby([spans["rank"], spans.kind]).sum().u
 (1e3 * seconds[["forward", "backward", "wait"]]).round(1).add_suffix(" (ms)")
 
 # %% [markdown]
+# (A rank that has done its last backward waits for nobody: that end of the picture is bubble too,
+# and no span.)
+#
 # ## Turn the knobs
 # More micro-batches, smaller bubble. One slow stage, and everybody waits for it. *Run it* starts
 # real processes.
@@ -168,7 +179,9 @@ view.live_activations(*runs.values(), labels=["GPipe", "1F1B"]).table.groupby(
 # ## Interleave
 # The bubble is the time until the last stage has something to do. Give every device *two* smaller
 # stages, first and fifth, second and sixth, and the first micro-batch gets to the last device in
-# half the time: bubble over v, messages times v.
+# half the time. Idle time goes down by v (the *bubble over ideal*, for the share is of a shorter
+# whole), and messages go up by (pv−1)/(p−1), a little more than v: the stages of one device are not
+# neighbours, so every border is a message.
 
 # %%
 rows = []
@@ -188,9 +201,10 @@ for v in (1, 2, 4):
         "v": v,
         "bubble, formula": pipeline.bubble_formula(name, 4, 8, v, F=1, B=1, W=1),
         "bubble, simulated": simulated.bubble_rate,
+        "bubble over ideal": simulated.bubble_rate / (1 - simulated.bubble_rate),
         "messages, counted": len(sends),
         "rank 0 keeps (micro-batches)": simulated.peak_live[0] / v,
-        "PTD-P: p (1 + (p-1)/(p v))": 4 * (1 + 3 / (4 * v)) if v > 1 else 4,
+        "Korthikanti: p (1 + (p-1)/(p v))": 4 * (1 + 3 / (4 * v)) if v > 1 else 4,
     })  # fmt: skip
 pd.DataFrame(rows).set_index("v").round(3)
 
@@ -285,6 +299,7 @@ view.stuck(broken, name="one swap on rank 1")
 # ## Read on
 # * Huang and others 2019, [GPipe](https://arxiv.org/abs/1811.06965), sec. 2.3. Narayanan and others
 #   2021, [PTD-P](https://arxiv.org/abs/2104.04473), sec. 2.2: both bubble formulas and the
-#   interleaved schedule (fig. 4).
+#   interleaved schedule (fig. 4). Korthikanti and others 2022, [Reducing activation
+#   recomputation](https://arxiv.org/abs/2205.05198), sec. 4.2.3: what interleaving keeps.
 # * In the package: `paralab/parallel/schedules.py` has all six on a screen each, `lowering.py` adds
 #   the messages, `pipeline.py` runs any of them, `theory/pipeline.py` simulates them.

@@ -49,11 +49,17 @@ guess = pl.exercises.guess(
 guess
 
 # %%
-greedy = pipeline.simulate(schedules.zb_h2(4, 8), **unit)
-guess.reveal(round(100 * greedy.bubble_rate))
+h2 = pipeline.simulate(schedules.zb_h2(4, 8), **unit)
+print(f"the last action ends at: ZB-H1 {1e3 * split.makespan:.0f} ms, "
+      f"ZB-H2 {1e3 * h2.makespan:.0f} ms")  # fmt: skip
+guess.reveal(round(100 * h2.bubble_rate))
 
 # %% [markdown]
-# Nothing is free. What it costs is read off the other picture:
+# Nothing is left, and yet both end at the same moment? A rank's bubble is counted from its own
+# first action to its own last. Under ZB-H2 rank 0 is through earlier, by as much as the last rank
+# began later. Within one step nothing is gained by that: rank 0 has to go straight on to the next
+# one. An optimizer that first adds up a norm over all ranks forbids it; the paper checks afterwards
+# instead (sec. 4). And it costs memory, which is read off the other picture:
 
 # %%
 view.live_activations(
@@ -62,28 +68,31 @@ view.live_activations(
 )  # fmt: skip
 
 # %% [markdown]
+# ZB-H1 keeps p micro-batches on *every* rank, where 1F1B's last rank keeps one; ZB-H2 keeps nearly
+# twice as many.
+#
 # ## Where do such formulas come from?
-# Not from magic: idle time per rank is (p−1) times what a rank waits for at each hand-over, and a
-# schedule changes what can be done meanwhile. Simulate, compare with the formula, and change the
-# times:
+# In 1F1B a rank is idle for (p−1)(F + I + W): the first micro-batch travels down, p−1 forwards, and
+# its gradient back, p−1 whole backwards. ZB-H1 passes the gradient on after I, which takes (p−1)W
+# off the way back, and does p−1 weight halves in the gap that is left, another (p−1)W: (p−1)(F + I
+# − W). ZB-H2 fills in (p−1)W more. Simulate, compare, change the times:
 
 # %%
 rows = []
-for times in ({"F": 1, "B": 1, "W": 1}, {"F": 2, "B": 2, "W": 1}):
+for F, I, W in ((1, 1, 1), (2, 2, 1)):  # noqa: E741
     for name, make in (("1f1b", schedules.one_f_one_b), ("zb-h1", schedules.zb_h1)):
-        simulated = pipeline.simulate(
-            make(4, 12), forward=times["F"], backward=times["B"], weight_grad=times["W"]
-        )
-        rows.append({"schedule": name, **times, "simulated": simulated.bubble_rate,
-                     "formula": pipeline.bubble_formula(name, 4, 12, **times)})  # fmt: skip
+        simulated = pipeline.simulate(make(4, 12), forward=F, backward=I, weight_grad=W)
+        formula = pipeline.bubble_formula(name, 4, 12, F=F, B=I, W=W)
+        rows.append({"schedule": name, "F": F, "I": I, "W": W,
+                     "simulated": simulated.bubble_rate, "formula": formula})  # fmt: skip
 pd.DataFrame(rows).round(4)
 
 # %% [markdown]
-# The same reading gives DualPipe's (p/2−1)(F&B + B − 3W). It runs the pipeline from both ends, so
-# only p/2−1 hand-overs are in the way of each, and in it F&B is one overlapped forward and
-# backward, a time of its own: change what F&B costs, and
-# [the pictures people compare](https://github.com/Victarry/PP-Schedule-Visualization/issues/1) have
-# a bubble or have none. In its terms B is a *whole* backward, so ZB-H1's (p−1)(F + I − W) reads
+# The same reading (and two copies of the parameters) gives DualPipe's (p/2−1)(F&B + B − 3W). It
+# runs the pipeline from both ends, so only p/2−1 hand-overs are in the way of each, and in it F&B
+# is one overlapped forward and backward, a time of its own: change what F&B costs, and [the
+# pictures people compare](https://github.com/Victarry/PP-Schedule-Visualization/issues/1) have a
+# bubble or have none. In its terms B is a *whole* backward, so ZB-H1's (p−1)(F + I − W) reads
 # (p−1)(F + B − 2W) there:
 
 # %%
@@ -169,9 +178,9 @@ clinic.check(fixed)
 
 # %% [markdown]
 # ## Your turn
-# A schedule for any number of stages and micro-batches, of single backwards (`B`). The checker
-# proves it, simulates it, counts what it keeps in memory, and then runs it on four real ranks and
-# compares every gradient with one process.
+# A schedule for any number of stages and micro-batches. The checker proves it, simulates it, counts
+# what it keeps in memory, and then runs it on four real ranks and compares every gradient with one
+# process.
 
 # %%
 exercise = pl.exercises.own_schedule

@@ -111,10 +111,11 @@ share = reports["ZeRO-3"].peak_memory / reports["data parallelism"].peak_memory
 guess.reveal(round(100 * share))
 
 # %% [markdown]
-# A quarter of the model states, but not a quarter of the memory: that is [what of sharded memory is
-# really sharded](https://github.com/huggingface/accelerate/issues/3474). Activations belong to a
-# rank's own samples, and ZeRO does not touch them (lab 06). And something comes and goes: gradients
-# on their way, and the parameters of the block at work.
+# At rest a rank holds a quarter of the model states. At the worst moment it is more, and the rest
+# of the memory does not shrink with it: that is [what of sharded memory is really
+# sharded](https://github.com/huggingface/accelerate/issues/3474). Activations belong to a rank's
+# own samples, and ZeRO does not touch them (lab 06). And something comes and goes: gradients on
+# their way, and the parameters of the block at work.
 #
 # ## Three prices: memory, traffic, time
 # The formulas, in Ψ (parameters) per rank, beside what these runs did. The replay gives every rank
@@ -141,8 +142,9 @@ for stage, (name, report) in enumerate(reports.items()):
 pd.DataFrame(rows).set_index("")
 
 # %% [markdown]
-# Stages 2 and 3 hold a little more than the formula at their worst moment: gradients of a block
-# that have not left yet, blocks that are gathered. `report.peaks()` has that to the byte.
+# Stages 2 and 3 hold more than the formula at their worst moment, stage 3 clearly so in a model of
+# so few blocks: gradients of a block that have not left yet, blocks that are gathered.
+# `report.peaks()` has that to the byte.
 #
 # The traffic is for two micro-batches per step. With one, stages 1 and 2 are free, and stage 3
 # costs half as much again, because parameters are gathered twice, once for each direction. But
@@ -162,11 +164,13 @@ for m in (1, 2, 4):
 pd.DataFrame(rows).set_index("m")
 
 # %% [markdown]
-# (Times (N−1)/N per rank, so over two ranks exactly the volume. The last digits are padding.)
+# (Times (N−1)/N per rank, so over two ranks exactly the volume.)
 #
 # ## The paper's own numbers
 # Figure 1 of the [paper](https://arxiv.org/abs/1910.02054): 7.5 billion parameters on 64 devices,
-# in GB, with weights and gradients in 16 bits and AdamW's 12 bytes.
+# in GB, with weights and gradients in 16 bits and 12 bytes for the optimizer (the 32-bit master
+# copy and two moments). The paper calls stages 1, 2 and 3 *Pos*, *Pos+g* and *Pos+g+p*: optimizer
+# states, and gradients, and parameters are in parts.
 
 # %%
 figure = pd.DataFrame({
@@ -209,7 +213,8 @@ limit = "64MB"
 try:
     pl.run(deep, pl.Plan(dp=4, microbatch_size=1), steps=2, memory_limit=limit, progress=False)
 except pl.OutOfMemory as error:
-    print(str(error).split("\n\n")[0][:400])
+    print(str(error).split("\n\n")[0])
+    print(error.table)
 
 # %% [markdown]
 # How many blocks does each stage get into 64 MB? The formula's answer is where the search begins,
@@ -218,7 +223,7 @@ except pl.OutOfMemory as error:
 
 # %% tags=["measured"]
 def shares(stage):
-    return pl.Plan(dp=4, microbatch_size=1, zero_stage=stage, bucket_bytes=2**20)
+    return pl.Plan(dp=4, microbatches=2, microbatch_size=1, zero_stage=stage, bucket_bytes=2**20)
 
 
 def needs(layers, stage):  # by formula, without the workspace of kernels

@@ -1,8 +1,8 @@
 """Throughput over ranks, against the line that perfect scaling would follow.
 
-Efficiency is a rank's throughput divided by what one rank reaches alone (of the same clock; the
-smallest number of ranks, where one rank was not run). Measured points are filled and their line is
-solid, replayed ones hollow and dashed, predicted ones hollow and dotted.
+Efficiency is a rank's throughput divided by what one rank reaches alone, in the same form and by
+the same clock (the smallest number of ranks, where one rank was not run). Measured points are
+filled and their line is solid, replayed ones hollow and dashed, predicted ones hollow and dotted.
 """
 
 from __future__ import annotations
@@ -45,17 +45,20 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]], title: str | None 
     most, now = int(table["ranks"].max()), theme.look()
     least = int(table["ranks"].min())
     ranks = sorted(set(table["ranks"].tolist()))
-    for clock in clocks:  # where they agree on what one rank does, these lie on one another
+    style = theme.series(list(dict.fromkeys(table["form"])))
+    for i, (form, clock) in enumerate(curves):  # where they agree these lie on one another
         mine = [n for n in ranks if n <= table["ranks"][table["clock"] == clock].max()]
-        fig.add_scatter(name="ideal", mode="lines", hoverinfo="skip", showlegend=clock == clocks[0],
-                        legendgroup="ideal", x=mine, y=[bases[clock] * n for n in mine],
-                        line={"color": now.faint, "width": 1.5})  # fmt: skip
+        apart = len({f"{bases[one]:.1e}" for one in curves if one[1] == clock}) > 1
+        fig.add_scatter(name="ideal", mode="lines", hoverinfo="skip", showlegend=i == 0,
+                        legendgroup="ideal", x=mine, y=[bases[form, clock] * n for n in mine],
+                        line={"color": style[form]["colour"] if apart else now.faint,
+                              "width": 1 if apart else 1.5})  # fmt: skip
+    for clock in clocks:
         dash, hollow = theme.CLOCK_STYLE[clock]
         fig.add_scatter(name=clock, x=[None], y=[None], mode="lines+markers",
                         line={"color": now.ink, "width": 2.5, "dash": dash},
                         marker={"size": 10, "line": {"width": 2},
                                 "symbol": "circle" + "-open" * hollow})  # fmt: skip
-    style = theme.series(list(dict.fromkeys(table["form"])))
     for form, clock in curves:
         mine = table[(table["form"] == form) & (table["clock"] == clock)]
         fig.add_scatter(**_curve(form, clock, mine, style[form], unit))
@@ -94,18 +97,25 @@ def _checked(rows: Any) -> list[dict[str, Any]]:
     return points
 
 
-def _efficiency(points: list[dict[str, Any]]) -> tuple[pd.DataFrame, dict[str, float]]:
-    """form, ranks, clock, throughput, efficiency; and what one rank reaches on each clock."""
+def _efficiency(
+    points: list[dict[str, Any]],
+) -> tuple[pd.DataFrame, dict[tuple[str, str], float]]:
+    """form, ranks, clock, throughput, efficiency; and what one rank of each (form, clock) reaches.
+
+    A form that was not run on so few ranks as another is held against the best of those that were.
+    """
     import pandas as pd
 
     for p in points:
         steps = 1 / p["step_time"] if "step_time" in p else 0.0
         p["throughput"] = p.get("samples_per_second", p.get("samples", 1) * steps)
     bases = {}
-    for clock in {p["clock"] for p in points}:
+    for form, clock in {(str(p["form"]), p["clock"]) for p in points}:
         mine = [p for p in points if p["clock"] == clock]
         least = min(p["ranks"] for p in mine)
-        bases[clock] = max(p["throughput"] / least for p in mine if p["ranks"] == least)
+        first = [p for p in mine if p["ranks"] == least]
+        own = [p for p in first if str(p["form"]) == form]
+        bases[form, clock] = max(p["throughput"] / least for p in own or first)
     rows = sorted(
         (str(p["form"]), list(naming.CLOCK_MEANS).index(p["clock"]), int(p["ranks"]),
          float(p["throughput"])) for p in points
@@ -115,7 +125,7 @@ def _efficiency(points: list[dict[str, Any]]) -> tuple[pd.DataFrame, dict[str, f
     clocks = list(naming.CLOCK_MEANS)
     frame = pd.DataFrame(rows, columns=["form", "clock", "ranks", "throughput"])
     frame["clock"] = [clocks[i] for i in frame["clock"]]
-    base = frame["clock"].map(bases)
+    base = [bases[key] for key in zip(frame["form"], frame["clock"], strict=True)]
     frame["efficiency"] = frame["throughput"] / (frame["ranks"] * base)
     return frame, bases
 
@@ -186,7 +196,9 @@ def _apart(ranks: list[int]) -> list[int]:
     return kept[::-1]
 
 
-def _heights(table: pd.DataFrame, bases: Mapping[str, float], log: bool) -> dict[str, Any]:
+def _heights(
+    table: pd.DataFrame, bases: Mapping[tuple[str, str], float], log: bool
+) -> dict[str, Any]:
     if not log:
         return {"rangemode": "tozero", "tickformat": "~s"}
     low = 0.7 * float(table["throughput"].min())

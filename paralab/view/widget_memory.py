@@ -143,8 +143,9 @@ class Memory(Bench):
         share = f"{total / size:,.3g} times" if total > size else f"{100 * total / size:.0f} % of"
         if total < 0.01 * size:
             share = "less than 1 % of"
-        title = (f"{_large(self.model_of(knobs).num_params)} parameters need "
-                 f"{theme.scaled(total, 'B')} to train: {share} one {label}")  # fmt: skip
+        count = _large(self.model_of(knobs).num_params)
+        title = (f"{count} parameters make {theme.scaled(total, 'B')} of states and activations: "
+                 f"{share} one {label}")  # fmt: skip
         bars = {recipe: need} | ({"fp32, as run": self.bytes_of(knobs, "fp32")} if run else {})
         return bytes_bars(bars, dict([self.device]), title=title)
 
