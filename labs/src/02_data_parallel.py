@@ -305,7 +305,7 @@ for kind, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
 view.scaling(rows)
 
 # %% [markdown]
-# Weak scaling stays close to the ideal, because the gradients do not grow with the number of
+# Weak scaling keeps more of the ideal, because the gradients do not grow with the number of
 # samples. Strong scaling bends: at eight ranks each has two samples left to hide as many bytes
 # behind. That is the limit of data parallelism in time. Its limit in memory is plainer: every rank
 # still holds the whole model (lab 00).

@@ -46,11 +46,12 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]], title: str | None 
     least = int(table["ranks"].min())
     ranks = sorted(set(table["ranks"].tolist()))
     style = theme.series(list(dict.fromkeys(table["form"])))
-    for i, (form, clock) in enumerate(curves):  # where they agree these lie on one another
-        mine = [n for n in ranks if n <= table["ranks"][table["clock"] == clock].max()]
-        apart = len({f"{bases[one]:.1e}" for one in curves if one[1] == clock}) > 1
-        fig.add_scatter(name="ideal", mode="lines", hoverinfo="skip", showlegend=i == 0,
-                        legendgroup="ideal", x=mine, y=[bases[form, clock] * n for n in mine],
+    judged = [form for form, clock in curves if clock == _judged(table)]
+    apart = len({f"{bases[form, _judged(table)]:.1e}" for form in judged}) > 1
+    for form in judged:  # where they agree these lie on one another
+        each = bases[form, _judged(table)]
+        fig.add_scatter(name="ideal", mode="lines", hoverinfo="skip", showlegend=form == judged[0],
+                        legendgroup="ideal", x=ranks, y=[each * n for n in ranks],
                         line={"color": style[form]["colour"] if apart else now.faint,
                               "width": 1 if apart else 1.5})  # fmt: skip
     for clock in clocks:
@@ -173,10 +174,15 @@ def _ends(fig: Chart, table: pd.DataFrame, curves: list[tuple[str, str]],
     return [word for *_, word in ends]
 
 
+def _judged(table: pd.DataFrame) -> str:
+    """The clock at the largest scale that is judged: replayed before predicted before measured."""
+    there = set(table["clock"][table["ranks"] == table["ranks"].max()])
+    return next(c for c in ("replayed", "predicted", "measured") if c in there)
+
+
 def _finding(table: pd.DataFrame) -> str:
-    """What is left of ideal at the largest scale; replayed before predicted before measured."""
-    most = table[table["ranks"] == table["ranks"].max()]
-    clock = next(c for c in ("replayed", "predicted", "measured") if c in set(most["clock"]))
+    """What is left of ideal at the largest scale."""
+    most, clock = table[table["ranks"] == table["ranks"].max()], _judged(table)
     ends = most[most["clock"] == clock].sort_values("efficiency", ascending=False)
     said = [f"{theme.text(form)} {100 * share:.0f} %".strip()
             for form, share in zip(ends["form"], ends["efficiency"], strict=True)]  # fmt: skip
