@@ -283,6 +283,15 @@ def test_a_run_just_below_the_limit_passes_and_one_byte_less_stops_it(run):
     assert run(MODEL, PLAN, steps=1).peak_memory == needs  # the next run works
 
 
+def test_an_optimizer_that_does_not_fit_is_named_while_it_is_made(run):
+    weights = 4 * MODEL.num_params + MASKS
+    with pytest.raises(pl.OutOfMemory) as caught:
+        run(MODEL, PLAN, steps=1, memory_limit=2 * weights)  # the moments are twice the weights
+    held = {line.split()[0]: line for line in caught.value.table.splitlines()[1:]}
+    assert "before step 0" in str(caught.value) and {"parameters", "optimizer"} <= set(held)
+    assert "other" not in held
+
+
 def test_a_limit_below_the_model_stops_it_before_the_first_step(run):
     with pytest.raises(pl.OutOfMemory, match="before step 0 asked for") as caught:
         run(MODEL, PLAN.replace(dp=2), memory_limit="0.25MiB")

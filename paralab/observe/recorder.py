@@ -70,6 +70,18 @@ class Recorder:
         if self.ledger is not None:
             self.ledger.owns(category, *tensors)
 
+    @contextmanager
+    def making(self, category: str) -> Iterator[None]:
+        """What is made meanwhile counts as ``category`` at once, also where not all of it fits."""
+        if self.ledger is None:
+            yield
+            return
+        before, self.ledger.born = self.ledger.born, category
+        try:
+            yield
+        finally:
+            self.ledger.born = before
+
     def resized(self, *tensors: Tensor) -> None:
         """The storages of these tensors were resized where they are (``storage.resize_``)."""
         if self.ledger is not None:
