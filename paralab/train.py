@@ -130,17 +130,21 @@ class Trainer:
         self.places = places(self.named, self.sync.flats if plan.zero_stage else ())
         self.shared = self._shared()
         over = [self.grid.pp, self.grid.tp["tp"]] + [self.grid.shard] * (plan.zero_stage > 0)
-        with self.recorder.making("optimizer"):
-            if plan.tiers is not None and plan.tiers.optimizer != "device":
-                self.update = HostUpdate(
-                    self.sync, optimizer=optimizer, lr=lr, clips=clip_norm is not None,
-                    mixed=plan.precision, groups=over, counted=self._counted(),
-                )  # fmt: skip
-            else:
-                self.update = precision.Update(
-                    self.targets, functools.partial(make_optimizer, name=optimizer, lr=lr),
-                    precision=plan.precision, masters=masters, groups=over, counted=self._counted(),
-                )  # fmt: skip
+
+        def made(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+            with self.recorder.making("optimizer"):
+                return make_optimizer(parameters, optimizer, lr)
+
+        if plan.tiers is not None and plan.tiers.optimizer != "device":
+            self.update = HostUpdate(
+                self.sync, optimizer=optimizer, lr=lr, clips=clip_norm is not None,
+                mixed=plan.precision, groups=over, counted=self._counted(),
+            )  # fmt: skip
+        else:
+            self.update = precision.Update(
+                self.targets, made, precision=plan.precision, masters=masters, groups=over,
+                counted=self._counted(),
+            )  # fmt: skip
         self.recorder.owns("optimizer", *self.update.states)
         self.gradients: dict[str, np.ndarray] | None = None
 

@@ -19,7 +19,8 @@ class MySumma:
         ### END SOLUTION
 
     def backward(self, x, w, dy):
-        """dy: (m, n), the block of Y's gradient. Returns those of X' = Y' W^T and W' = X^T Y'."""
+        """dy: (m, n), the block of Y's gradient. Returns those of X' = Y' W^T and W' = X^T Y',
+        where X' is the gradient of X."""
         ### BEGIN SOLUTION
         ### STUB: raise NotImplementedError("your turn")
         for step in range(self.row.size):

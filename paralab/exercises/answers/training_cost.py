@@ -2,7 +2,9 @@
 
 
 def step_flops(model, samples):
-    """FLOPs of one step over `samples` samples, every block's forward made twice."""
+    """FLOPs of one step over `samples` samples, every block's forward made twice; attention over
+    all s * s pairs, masked or not.
+    """
     ### BEGIN SOLUTION
     ### STUB: raise NotImplementedError("your turn")
     s, h = model.seq_len, model.hidden
