@@ -121,9 +121,9 @@ def test_a_lab_opens_runs_and_its_widgets_work(open_notebook, path):
     wall, others = watch.seconds()
     assert lab.complaints() == []
     *own, spare, twin, chart = lab.cells()
-    for stored, ran in zip(cells_of(path), own, strict=True):
-        assert stored.source == ran["source"]
-        assert not_as_stored(stored, ran["outputs"]) == []
+    for cell, ran in zip(cells_of(path), own, strict=True):
+        assert cell.source == ran["source"]
+        assert not_as_stored(cell, ran["outputs"]) == []
     drawn = [f for f in lab.figures() if f["points"] and f["shapes"] and f["height"] > 100]
     assert len(drawn) == len(lab.figures()) >= len(stored)
     assert all(figure["title"] for figure in drawn), "a figure without the finding in its title"
