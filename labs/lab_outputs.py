@@ -140,13 +140,13 @@ def contradictions(
 
 
 def _alike(stored: Any, fresh: Any) -> bool:
-    """Equal, where a page may have turned 3.0 into 3: JavaScript has one kind of number."""
+    """Equal; a page may have made an integer of a float: JavaScript has one kind of number."""
     if isinstance(stored, dict) and isinstance(fresh, dict):
         return stored.keys() == fresh.keys() and all(_alike(stored[k], fresh[k]) for k in stored)
     if isinstance(stored, list) and isinstance(fresh, list):
         return len(stored) == len(fresh) and all(map(_alike, stored, fresh))
-    if {type(stored), type(fresh)} == {int, float}:
-        return _plain(float(stored)) == _plain(float(fresh))
+    if type(stored) is float and type(fresh) is int:
+        return stored == _plain(float(fresh))
     return bool(stored == fresh)
 
 

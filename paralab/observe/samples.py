@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import Any, NamedTuple
 
 CATEGORIES = (
@@ -15,7 +14,7 @@ class Sample(NamedTuple):
 
     mark  the moment on the recorder's clock, at a span's boundary; None within a span
     host  seconds of ``time.perf_counter``
-    held  {category: bytes} on the device, in the order of ``CATEGORIES``
+    held  {category: bytes} on the device
     away  {(tier, category): bytes} of what was offloaded from it
     """
 
@@ -37,7 +36,6 @@ def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
     seen: set[tuple[str, str]] = set()
     last = float("-inf")
     before, ahead = None, _next_boundaries(samples)
-    device = [("device", name) for name in CATEGORIES]
     for i, (step, mark, host, held, away) in enumerate(samples):
         if mark is None:  # between two boundaries
             after = ahead[i] or before
@@ -48,8 +46,8 @@ def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
             before = samples[i]
             when = clock.seconds(mark)
         last = when = max(when, last + 1e-7)
-        found = {**dict(zip(device, held.values(), strict=True)), **away}
-        seen.update(compress(found, found.values()))  # those of any size
+        found = {**{("device", name): size for name, size in held.items()}, **away}
+        seen.update(key for key, size in found.items() if size)
         table += [(rank, step, when, *key, size) for key, size in found.items() if key in seen]
     return table
 

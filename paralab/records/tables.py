@@ -141,11 +141,8 @@ def _read(name: str, column: str, values: Any) -> Any:
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"table {name}: column {column} is not a list")
-    same = list(values)
-    if kind is tuple and set(map(type, values)) <= {list, tuple}:
-        same = list(map(tuple, values))
-    if _plain(kind, same) and set(same) <= set(_CHOICES.get((name, column), same)):
-        return same
+    if _plain(kind, values) and set(values) <= set(_CHOICES.get((name, column), values)):
+        return list(values)
     return _checked(name, column, kind, values)
 
 

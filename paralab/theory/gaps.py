@@ -55,8 +55,9 @@ def notes_on(
         if expect.world_size == 1:
             notes["exposed communication"] = "there are no other ranks: the device waits for these."
     if expect.plan.pp > 1:
-        notes["exposed communication"] = _waited(table, expect, report)
-        notes["bubble"] = _bubble_gap(table.loc["bubble"], expect, report)
+        alone = ideal.ideal(report).bubble_rate  # of the schedule itself: links cost nothing
+        notes["exposed communication"] = _waited(table, expect, alone)
+        notes["bubble"] = _bubble_gap(table.loc["bubble"], expect, report, alone)
     notes["step time"] = _step_gap(table, expect, report)
     return notes
 
@@ -169,7 +170,7 @@ def _zero_waits(plan: Plan) -> str:
     return f". Parameters are gathered {gathered}; gradients leave while backward goes on."
 
 
-def _waited(table: pd.DataFrame, expect: Report, report: Report) -> str:
+def _waited(table: pd.DataFrame, expect: Report, alone: float) -> str:
     """Of a pipeline: what standing still means there."""
     waited, flight = table.loc["exposed communication"], table.loc["communication"]
     said = "a rank of a pipeline waits for what its neighbour has not computed yet: the bubble."
@@ -177,15 +178,15 @@ def _waited(table: pd.DataFrame, expect: Report, report: Report) -> str:
         what = "parameters and the sum of" if expect.plan.zero_stage else "the sum of"
         said += f" Waiting for {what} gradients is in it too."
     row = table.loc["bubble"]
-    if row["replayed"] - ideal.ideal(report).bubble_rate > row["replayed"] / 2:
+    if row["replayed"] - alone > row["replayed"] / 2:
         said += " Most of it is the links' doing: each message is waited for."
     elif waited["replayed"] > flight["replayed"]:
         said += " Messages are in flight for less than that, so a faster link would not cure it."
     return said
 
 
-def _bubble_gap(row: pd.Series, expect: Report, report: Report) -> str:
-    alone, formula = ideal.ideal(report).bubble_rate, ideal.formula(expect)
+def _bubble_gap(row: pd.Series, expect: Report, report: Report, alone: float) -> str:
+    formula = ideal.formula(expect)
     said = f"with free links this schedule and the run's own costs leave {_share(alone)} idle"
     if not math.isnan(formula):
         said += f", with equal stages {_share(formula)} (formula)"

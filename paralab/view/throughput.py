@@ -46,11 +46,10 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]], title: str | None 
     least = int(table["ranks"].min())
     ranks = sorted(set(table["ranks"].tolist()))
     style = theme.series(list(dict.fromkeys(table["form"])))
-    judged = [form for form, clock in curves if clock == _judged(table)]
-    apart = len({f"{bases[form, _judged(table)]:.1e}" for form in judged}) > 1
-    for form in judged:  # where they agree these lie on one another
-        each = bases[form, _judged(table)]
-        fig.add_scatter(name="ideal", mode="lines", hoverinfo="skip", showlegend=form == judged[0],
+    judged = {form: bases[form, clock] for form, clock in curves if clock == _judged(table)}
+    apart = len({f"{each:.1e}" for each in judged.values()}) > 1
+    for i, (form, each) in enumerate(judged.items()):  # where they agree these lie on one another
+        fig.add_scatter(name="ideal", mode="lines", hoverinfo="skip", showlegend=i == 0,
                         legendgroup="ideal", x=ranks, y=[each * n for n in ranks],
                         line={"color": style[form]["colour"] if apart else now.faint,
                               "width": 1 if apart else 1.5})  # fmt: skip

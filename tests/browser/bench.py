@@ -12,6 +12,13 @@ ANSWER_S = 10  # how long a page may take for what a student expects at once; us
 RUN_S = 60
 
 
+def displayed(notebook: Notebook, index: int) -> str:
+    """The data of the figure that cell ``index`` displays when it is run now."""
+    notebook.run_cell(index)
+    notebook.wait(lambda: notebook.figures(index), ANSWER_S, f"cell {index} shows no figure")
+    return notebook.figures(index)[0]["data"]
+
+
 class Bench:
     """The widget that cell ``index`` of an open notebook shows.
 

@@ -20,8 +20,7 @@ import nbformat
 import psutil
 import pytest
 
-from browser.bench import ANSWER_S, Bench
-from browser.notebook import Notebook
+from browser.bench import ANSWER_S, Bench, displayed
 from lab_outputs import PLOTLY, WIDGET, contradictions, is_measured
 
 LABS = Path(__file__).resolve().parent.parent.parent / "labs"
@@ -90,13 +89,6 @@ def only_in_the_solution(path: Path) -> list[nbformat.NotebookNode]:
         if cell.source in student:
             assert not_as_stored(cell, student[cell.source].outputs) == []
     return [cell for cell in code if cell.source not in student]
-
-
-def displayed(lab: Notebook, index: int) -> str:
-    """The data of the figure that cell ``index`` displays when it is run now."""
-    lab.run_cell(index)
-    lab.wait(lambda: lab.figures(index), ANSWER_S, f"cell {index} shows no figure")
-    return lab.figures(index)[0]["data"]
 
 
 def test_there_are_labs_to_open():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from browser.bench import ANSWER_S, Bench
-from browser.notebook import Notebook
+from browser.bench import ANSWER_S, Bench, displayed
 
 # {widget: how to make one that has somewhere to go, and whose first run can be stopped}. All are
 # of one kind (view/widget_bench.py), and all others are driven where they stand, in their labs.
@@ -15,13 +14,6 @@ WIDGETS = {
     "pipeline": "pl.view.widgets.pipeline(pl.ModelSpec(layers=8, hidden=64, heads=4, seq_len=64))",
 }
 SHOW, TWIN, STATE, CHART = range(4)  # the cells
-
-
-def displayed(notebook: Notebook, cell: int) -> str:
-    """The data of the figure that ``cell`` displays when it is run now."""
-    notebook.run_cell(cell)
-    notebook.wait(lambda: notebook.figures(cell), ANSWER_S, f"cell {cell} shows no figure")
-    return notebook.figures(cell)[0]["data"]
 
 
 @pytest.mark.parametrize("widget", WIDGETS)
