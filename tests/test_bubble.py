@@ -11,6 +11,7 @@ import pytest
 import paralab as pl
 from paralab.records.tables import COLUMNS
 from paralab.report import Report
+from paralab.theory.gaps import _pace, _waited
 from paralab.theory.ideal import bubbles, ideal, schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate
 from test_predict_pipeline import FREE, MODEL, NAMES, cluster, plan_of
@@ -165,3 +166,20 @@ def test_a_replayed_bubble_is_the_simulators_and_the_formulas(run, name, pp, mic
         if abs(replayed.bubble - simulated) <= 0.02 and abs(replayed.bubble - formula) <= 0.05:
             return
     pytest.fail(f"replayed, simulated, formula: {seen}")
+
+
+def test_a_bubble_of_the_links_is_not_said_to_be_the_schedules():
+    expect = pl.predict(MODEL, plan_of("1f1b"), cluster())
+    of_links, of_schedule = (
+        _waited(pd.DataFrame({"replayed": {"bubble": 0.7, "exposed communication": 2.0,
+                                           "communication": 1.0}}), expect, alone)
+        for alone in (0.2, 0.6)
+    )  # fmt: skip
+    assert "the links' doing" in of_links and "would not cure" not in of_links
+    assert "the links' doing" not in of_schedule and "would not cure" in of_schedule
+
+
+def test_a_wall_clock_that_is_quicker_than_the_replay_is_said_to_be():
+    report = pl.predict(MODEL, plan_of("1f1b"), cluster())
+    assert "25 % faster than the replay" in _pace(0.75, 2, report)
+    assert "like devices of their own" in _pace(0.95, 2, report)
