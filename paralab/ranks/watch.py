@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import shutil
 import signal
 import tempfile
@@ -33,6 +34,11 @@ BRIEF_SECONDS = 0.1  # after a failure of a rank's own, for an earlier one still
 STACK_SECONDS = 0.5  # for ranks to write down where they stand
 SERVER_DIED = """the process that ranks are forked from has died, and they with it, perhaps by the \
 kernel's out-of-memory killer; the next call starts a new one"""
+
+
+def _without_addresses(failure: dict[str, Any]) -> str:
+    """What was raised; objects in it are somewhere else in every rank."""
+    return re.sub(r"\b0x[0-9a-f]+", "", failure["what"])
 
 
 @dataclass
@@ -191,7 +197,8 @@ class Run:
         causes = [f for f in found if f["kind"] != "communication"] or found
         first = min(causes, key=lambda f: f["time"])
         # One mistake that all ranks make alike: which came first is chance, so name the lowest.
-        first = min((f for f in causes if f["what"] == first["what"]), key=lambda f: f["rank"])
+        alike = [f for f in causes if _without_addresses(f) == _without_addresses(first)]
+        first = min(alike, key=lambda f: f["rank"])
         if first["kind"] == "refused":
             return ValueError(first["what"])
         table, trace = first.get("table", ""), show_cells(first.get("traceback", "")).rstrip()
