@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,36 @@ def test_refresh_measures_again_and_replaces(measurements):
     pl.Cluster.local(refresh=True)
     assert len(measurements) == 2
     assert calibrate.cache_path().read_text() == measurements_before
+
+
+def test_what_was_measured_beside_busy_programs_is_measured_again_once_they_are_done(
+    measurements, monkeypatch
+):
+    now = 0.9
+    monkeypatch.setattr(calibrate, "processors_busy", lambda: now)
+    busy = made_up() | {"busy": 0.9}
+    calibrate._write(calibrate.cache_path(), busy)
+    assert calibrate.calibration()["busy"] == 0.9 and not measurements  # nothing better to be had
+    now = 0.1
+    assert "busy" not in calibrate.calibration() and len(measurements) == 1
+    assert "busy" not in calibrate.calibration() and len(measurements) == 1  # and kept
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux tells")
+def test_a_program_that_computes_makes_the_processors_busy():
+    cores = os.cpu_count()
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
+    try:
+        assert calibrate.processors_busy(1.0) > 0.8
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def test_where_nobody_tells_the_processors_are_not_busy(monkeypatch):
+    monkeypatch.setattr(calibrate, "_processor_time", lambda: (0, 0))
+    assert calibrate.processors_busy(0.0) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 import paralab as pl
 from paralab.parallel.schedules import Action, one_f_one_b
+from paralab.theory import outline
 from paralab.theory.predict import predict
 
 MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256)
@@ -109,6 +110,13 @@ def test_bytes_and_memory_are_exactly_those_of_every_call(name):
     assert actions.peak_memory == calls.peak_memory
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_without_its_tables_a_step_is_as_long_and_as_large(name):
+    report = both(name)[1]
+    found = outline.totals(report.model, report.plan, FAST, optimizer="adamw")
+    assert found == (pytest.approx(report.step_time, rel=1e-12), report.peak_memory)
+
+
 CASES = [(name, slow) for name in PLANS for slow in (False, True)
          if not slow or {"dp", "pp"} & set(PLANS[name])]  # fmt: skip
 
@@ -203,7 +211,7 @@ def test_detail_is_chosen_by_size_and_refused_by_name():
         predict(MODEL, pl.Plan(), FAST, detail="rows")
 
 
-@pytest.mark.alone
+@pytest.mark.prompt
 def test_outlines_are_quick_at_any_scale():
     def seconds(*asked, **settings):
         best = 1e9

@@ -12,7 +12,7 @@ import pytest
 
 import paralab as pl
 from paralab.theory import search_space
-from paralab.theory.search import simulate
+from paralab.theory.outline import totals
 from paralab.view.plan_times import rank_correlation
 
 LAPTOP = pl.Cluster(name="stated", devices_per_node=8, flops=5e10, memory_bandwidth=1e10,
@@ -99,7 +99,7 @@ def test_the_terms_add_up(small):
 def test_the_closed_forms_rank_as_the_simulation_does():
     found = pl.plan_search(SMALL.replace(hidden=256, seq_len=64), LAPTOP, global_batch=16, top=1)
     some = random.Random(0).sample(range(len(found.space)), 60)
-    exact = [simulate(found.model, found.space.plan(at), LAPTOP, "adamw") for at in some]
+    exact = [totals(found.model, found.space.plan(at), LAPTOP, optimizer="adamw") for at in some]
     seconds, peaks = zip(*exact, strict=True)
     assert rank_correlation(found.closed[some], seconds) >= 0.99
     assert rank_correlation(found.memory[some], peaks) >= 0.97
@@ -134,7 +134,7 @@ def test_megatrons_advice_comes_out():
     assert beyond["times"] > 2 and "tensor-parallel waits" in beyond["why"]
 
 
-@pytest.mark.alone
+@pytest.mark.prompt
 def test_ten_thousand_plans_take_two_seconds():
     model, cluster = pl.ModelSpec.preset("ptdp-39b"), pl.Cluster.preset("dgx-a100", nodes=8)
     best, count = float("inf"), 0
@@ -150,7 +150,7 @@ def test_ten_thousand_plans_take_two_seconds():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"memory": 10**5}, "none of .* plans fits in 100 KB: the smallest needs 111 KB"),
+        ({"memory": 10**5}, "none of .* plans fits in 100 kB: the smallest needs 111 kB"),
         ({"batch_size": 3}, "batch_size=3: a plan has no such field"),
         ({"devices": 9}, "'stated' has 8"),
         ({"schedule": "l2l"}, "there is no closed form for it"),

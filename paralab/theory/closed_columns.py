@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paralab.cluster import Cluster, Link
-from paralab.parallel.buckets import assign
+from paralab.parallel.buckets import closed
 from paralab.parallel.partition import partition
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 from paralab.theory.layer_costs import LayerBook, PartCost
@@ -71,6 +72,7 @@ class Columns:
         self.tied = model.tied & ~self.one  # the last rank has a copy of the embedding
         self._load_layers()
         self._load_stages()
+        self._dealt: dict[int, tuple[Array, Array]] = {}
 
     # ---- lookups -------------------------------------------------------------------------------
     def of_mix(self, ask: Callable[[dict[str, Any]], Any]) -> Array:
@@ -182,6 +184,11 @@ class Columns:
         """(how many flat buffers the gradients of ``rank`` lie in, elements of the last to leave);
         `parallel.buckets.units`.
         """
+        if id(rank) not in self._dealt:  # one of `ranks`, or `whole`: they stay
+            self._dealt[id(rank)] = self._buckets(rank)
+        return self._dealt[id(rank)]
+
+    def _buckets(self, rank: Rank) -> tuple[Array, Array]:
         limit = self.of_mix(lambda mix: mix["bucket_bytes"])
         layer_kind, ends = self._rows(self.layer, self.zero > 0)[1], rank.first + 2 * rank.last
         keys, which = self._rows(layer_kind, rank.blocks, ends, self.item, limit, 1 * self.one)
@@ -210,9 +217,10 @@ class Columns:
         tied = self.model.tied and not one
         sizes = of("embedding")[1 if zero and tied else 0 :] * (has & 1) + of("blocks.0") * blocks
         sizes += (of("head") + [token] * (tied and not zero)) * (has // 2)
-        made = assign(sizes, bucket_bytes=most, itemsize=item)
+        ends = list(accumulate(reversed(sizes), initial=0))
+        made = closed(ends, -(-most // item))  # `assign`, without its lists
         alone = zero and tied and has > 0
-        return len(made) + alone, token if alone else made[-1].numel
+        return len(made) + alone, token if alone else ends[-1] - ends[made[-1][0]]
 
     def workspace(self) -> Workspace:
         """What backward has in hand, `theory.workspace`; counted where something is offloaded."""

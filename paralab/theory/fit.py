@@ -1,6 +1,6 @@
 """From measured seconds to rates: the device's three terms, and a link's alpha and bandwidth.
 
-Non-negative least squares of the *relative* error, so that 1 KB and 8 MB, or a small and a large
+Non-negative least squares of the *relative* error, so that 1 kB and 8 MB, or a small and a large
 model, weigh alike. A coefficient that would come out negative is zero. With two or three unknowns
 the best subset of terms is found by trying all of them.
 """

@@ -157,6 +157,14 @@ class BackwardPart(NamedTuple):
     def whole(self) -> Work:
         return self.input + self.weight
 
+    def in_block(self, at: str) -> BackwardPart:
+        """The same of another block."""
+        names, weight_names = (
+            tuple([at + name[len(self.part) :] for name in some])
+            for some in (self.names, self.weight_names)
+        )
+        return BackwardPart(at, self.input, self.weight, names, weight_names, self.layer)
+
 
 def backward_parts(
     model: ModelSpec, batch: int, *, accumulate: bool
@@ -190,8 +198,9 @@ def backward_halves(
     """
     x, scores = sizes(model, batch)
     logits = x * model.vocab // model.hidden
-    if held is None:
-        held = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
+    if held is None:  # asked for only where gradients are added up
+        shapes = model.parameter_shapes() if accumulate else {}
+        held = {name: math.prod(shape) for name, shape in shapes.items()}
     explicit = model.attention == "explicit"
     unit = 2 * batch * model.seq_len * model.hidden**2  # FLOPs of an h x h product
     attended = product(8 * batch * model.seq_len**2 * model.hidden, "input")
@@ -228,10 +237,10 @@ def backward_halves(
     linear("head", "output", 2 * head_flops(model, batch), Work(), 4 * logits, 0, 5, *head)
     part("head", "norm", 5 * x, 2, "head.norm.bias", "head.norm.weight")
     drop = 3 * x if model.dropout else 0
-    for i in reversed(range(model.layers)):
+    wanted = [i for i in reversed(range(model.layers)) if parts is None or f"blocks.{i}" in parts]
+    before = len(made)
+    for i in wanted[:1]:  # the others are like it, but for their names
         at, b = f"blocks.{i}", f"blocks.{i}."
-        if parts is not None and at not in parts:
-            continue
         linear(at, "down", 8 * unit, Work(), 0, drop, 3, b + "mlp.down.bias", b + "mlp.down.weight",
                bias=x)  # fmt: skip
         linear(at, "up", 8 * unit, Work(GELU_FLOPS[1] * 4 * x), 12 * x, 0, 5,
@@ -247,6 +256,9 @@ def backward_halves(
         linear(at, "qkv", 6 * unit, attended, mixed + 12 * x, 0, kernels,
                b + "attention.qkv.bias", b + "attention.qkv.weight", bias=3 * x)  # fmt: skip
         part(at, "norm", 8 * x, 3, b + "norm1.bias", b + "norm1.weight")
+    block = made[before:]
+    for i in wanted[1:]:
+        made += [p.in_block(f"blocks.{i}") for p in block]
     part("embedding", "embedding", 6 * x, 6,
          "embedding.position.weight", "embedding.token.weight",
          inside=2 * model.vocab * model.hidden)  # fmt: skip

@@ -45,16 +45,16 @@ class Gathering:
     ) -> None:  # fmt: skip
         self.prefetch, self.away, self.alone = prefetch, away, alone
         self.here: dict[int, str] = {}  # unit -> "fetch" or "gather": under way; "wait": there
-        self.needs: dict[str, list[int]] = {}
+        self.needs: dict[str, list[int]] = {p: [] for parts in stages.values() for p in parts}
         self.backwards = parts_with_backward(model, stages)
-        for parts in stages.values():
-            for part in parts:
-                tied = part == "head" and model.tied and "embedding" in parts
-                shared = {"embedding.token.weight"} if tied else set()
-                self.needs[part] = [
-                    number for number, unit in enumerate(units)
-                    if unit.part == part or shared & set(unit.names)
-                ]  # fmt: skip
+        with_head = next((parts for parts in stages.values() if "head" in parts), ())
+        tied = model.tied and "embedding" in with_head
+        self.users: list[list[str]] = []  # of each unit, the parts that need it
+        for number, unit in enumerate(units):
+            both = tied and "embedding.token.weight" in unit.names
+            self.users.append([unit.part, "head"] if both else [unit.part])
+            for part in self.users[-1]:
+                self.needs[part].append(number)
 
     def forward(self, parts: Sequence[str], at: int) -> list[Event]:
         """Part number ``at`` of a stage is about to compute."""
@@ -62,14 +62,14 @@ class Gathering:
 
     def leave(self, parts: Sequence[str], at: int) -> list[Event]:
         """It has computed."""
-        later = self._units(parts[at + 1 :])
-        return self.release([unit for unit in self.needs[parts[at]] if unit not in later])
+        later = set(parts[at + 1 :])
+        return self.release([u for u in self.needs[parts[at]] if later.isdisjoint(self.users[u])])
 
     def backward(self, parts: Sequence[str], at: int) -> list[Event]:
         """Its backward is about to begin."""
         order = [part for part in parts[: at + 1] if part in self.backwards][::-1]
-        wanted = self._units(order)
-        freed = self.release([unit for unit in self.here if unit not in wanted])
+        wanted = set(order)
+        freed = self.release([u for u in self.here if wanted.isdisjoint(self.users[u])])
         return freed + self._enter(order)
 
     def release(self, units: Sequence[int]) -> list[Event]:
@@ -83,15 +83,22 @@ class Gathering:
                 events.append(Event("free", unit))
         return events
 
-    def _units(self, parts: Sequence[str]) -> list[int]:
-        return list(dict.fromkeys(unit for part in parts for unit in self.needs[part]))
+    def _units(self, parts: Sequence[str], most: int) -> list[int]:
+        """What these parts need, in order: all, or ``most`` and what the last part needs beside."""
+        found: dict[int, None] = {}
+        for part in parts:
+            if len(found) >= most:
+                break
+            found.update(dict.fromkeys(self.needs[part]))
+        return list(found)
 
     def _enter(self, parts: Sequence[str]) -> list[Event]:
         """The first of ``parts`` is about to compute, the others follow."""
-        units, now = self._units(parts), len(self.needs[parts[0]])
+        now = len(self.needs[parts[0]])
         ahead, events = now + self.prefetch, []
+        further = ahead + (not self.alone)
+        units = self._units(parts, further)
         if self.away:
-            further = ahead + (not self.alone)
             events = [Event("fetch", unit) for unit in units[:further] if unit not in self.here]
             self.here.update((unit, "fetch") for _, unit in events)
         if not (self.away and self.alone):

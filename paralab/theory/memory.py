@@ -20,11 +20,11 @@ ZeRO's buffers are the reduce-scatters under way: memory_zero.py. Activations: a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from paralab.checks import choice
-from paralab.parallel.buckets import units
 from paralab.parallel.layouts import residual_shape
 from paralab.parallel.schedules import Action
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
@@ -39,6 +39,7 @@ from paralab.theory.parameters import (
     gradient_buckets,
     parameter_sizes,
     rank_sizes,
+    rank_units,
     stage_parts,
     stage_shapes,
 )
@@ -47,9 +48,10 @@ from paralab.theory.workspace import backward_workspace
 
 __all__ = ["activation_bytes", "block_activation_bytes", "fullest", "gradient_buckets", "moments",
            "parameter_sizes", "part_activation_bytes", "put_aside_bytes", "rank_sizes",
-           "stage_parts", "stage_shapes", "state_bytes", "table"]  # fmt: skip
+           "rank_units", "stage_parts", "stage_shapes", "state_bytes", "table"]  # fmt: skip
 
 OPTIMIZERS = ("adamw", "sgd")
+LINEAR = ("qkv", "proj", "up", "down", "output")  # layers with a weight half of their backward
 
 
 def state_bytes(
@@ -72,7 +74,7 @@ def state_bytes(
     updated, tensors, padding, waiting = gradients, len(trained), 0, 0
     tiers = plan.tiers
     if plan.zero_stage:
-        n, made = plan.shard_degree, units(counts, model, plan)
+        n, made = plan.shard_degree, rank_units(model, plan, rank)
         shared = [unit for unit in made if not unit.frozen]
         padded = sum(unit.numel for unit in made)
         updated, tensors = sum(unit.numel for unit in shared) // n, len(shared)
@@ -128,8 +130,8 @@ def moments(
                 "gradients": states["gradients"], "activations": 0}  # fmt: skip
     begun = _begun(model, plan, rank, forward)
     if plan.recompute == "none":  # then most of them are what a forward has left
-        begun = [found for found in begun if _total(found) > _total(forward)]
-    return {"forward": forward, "backward": max([backward, *begun], key=_total)}
+        begun = [found for found in begun if total(found) > total(forward)]
+    return {"forward": forward, "backward": max([backward, *begun], key=total)}
 
 
 def _begun(
@@ -160,7 +162,8 @@ def _begun(
     return begun
 
 
-def _total(parts: dict[str, int]) -> int:
+def total(parts: Mapping[str, int]) -> int:
+    """Bytes of all categories."""
     return sum(parts.values())
 
 
@@ -210,21 +213,29 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
     return max(reversed(forwards), key=lambda found: found[1] + found[2])
 
 
-def _held(model: ModelSpec, plan: Plan, rank: int) -> Iterator[tuple[Action, int, int]]:
+@lru_cache(maxsize=4)  # what is asked for a rank is asked up to three times in a row
+def _held(model: ModelSpec, plan: Plan, rank: int) -> tuple[tuple[Action, int, int], ...]:
     """(action, bytes of activations, of gradients) after each forward, before each backward."""
+    return tuple(_going_through(model, plan, rank))
+
+
+def _going_through(model: ModelSpec, plan: Plan, rank: int) -> Iterator[tuple[Action, int, int]]:
     batch, held = plan.microbatch_size, stage_parts(model, plan, rank)
-    size, late, own, counts = {}, {}, {}, rank_sizes(model, plan, rank)
+    size, late, missing, counts = {}, {}, {}, rank_sizes(model, plan, rank)
     for s, parts in held.items():
         size[s] = sum(kept_bytes(model, plan, parts).values())
         late[s] = sum(
             put_aside_bytes(model, part, batch, plan.tp, plan.precision) for part in parts
         )
-        names = stage_shapes(model, parts)
-        elements = sum(counts[name] for name in names if model.trainable(name))
-        own[s] = BYTES_PER_ELEMENT[plan.precision] * elements
-        own[s] //= plan.shard_degree if plan.reduces_often else 1
+        # Gradients that no backward has made yet; of linear layers' the weight half makes them.
+        trained = [name for name in stage_shapes(model, parts) if model.trainable(name)]
+        for half in "IW":
+            made = [n for n in trained if (n.split(".")[-2] in LINEAR) == (half == "W")]
+            elements = sum(counts[name] for name in made)
+            missing[s, half] = BYTES_PER_ELEMENT[plan.precision] * elements
+            missing[s, half] //= plan.shard_degree if plan.reduces_often else 1
     live = gradients = 0
-    missing, change = dict(own), {}  # of stages that no backward has come to
+    change = {}
     for s in held:
         change |= {(s, "F"): size[s], (s, "B"): -size[s], (s, "W"): -late[s],
                    (s, "I"): late[s] - size[s]}  # fmt: skip
@@ -236,7 +247,7 @@ def _held(model: ModelSpec, plan: Plan, rank: int) -> Iterator[tuple[Action, int
         if kind == "F":
             yield action, live, gradients
         else:
-            gradients += missing.pop(s, 0)
+            gradients += sum(missing.pop((s, half), 0) for half in kind.replace("B", "IW"))
 
 
 def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:

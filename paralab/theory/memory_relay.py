@@ -21,6 +21,7 @@ from paralab.parallel.layouts import residual_shape
 from paralab.parallel.schedules import Action, relay
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.gathering import parts_with_backward
+from paralab.theory.memory import total
 from paralab.theory.memory_zero import Bytes, Walk
 
 TIED = "embedding.token.weight"
@@ -45,10 +46,10 @@ class RelayWalk(Walk):
         for part in set(self.parts) - parts_with_backward(model, self.stages):
             self.kept[0][part] = 0
 
-    def act(self, action: Action) -> Bytes:
+    def act(self, action: Action) -> tuple[Bytes, int]:
         at, kind, k = action
         moments = self._part_forward(at, k) if kind == "F" else self._part_backward(at, k)
-        return max(moments, key=lambda moment: sum(moment.values()))
+        return max(moments, key=total), 0
 
     def _part_forward(self, at: int, k: int) -> Iterator[Bytes]:
         part, turns = self.parts[at], at == len(self.parts) - 1

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from paralab.parallel.buckets import IN_FLIGHT, units
+from paralab.parallel.buckets import IN_FLIGHT
 from paralab.parallel.schedules import Action
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 from paralab.theory import memory
@@ -33,7 +33,6 @@ from paralab.theory.gathering import Gathering, parts_with_backward
 from paralab.theory.workspace import backward_workspace
 
 Bytes = dict[str, int]
-LINEAR = ("qkv", "proj", "up", "down", "output")
 
 
 def zero_moments(
@@ -47,13 +46,17 @@ def zero_moments(
     if plan.relays:
         from paralab.theory.memory_relay import RelayWalk as kind
     walk = kind(model, plan, states, rank)
-    fullest: dict[str, Bytes] = {}
+    most: dict[str, tuple[int, Bytes, int]] = {}
     for action in walk.actions:
         moment = "forward" if action.kind == "F" else "backward"
-        found = walk.act(action)
-        if moment not in fullest or sum(found.values()) > sum(fullest[moment].values()):
-            fullest[moment] = found
-    return fullest
+        found, beside = walk.act(action)
+        size = memory.total(found) + beside
+        if moment not in most or size > most[moment][0]:
+            most[moment] = size, found, beside
+    return {
+        moment: {**found, "activations": found["activations"] + beside}
+        for moment, (_, found, beside) in most.items()
+    }
 
 
 class Walk:
@@ -68,15 +71,17 @@ class Walk:
         self.messages = memory.message_bytes(model, plan, rank)
         self.item, self.every = BYTES_PER_ELEMENT[plan.precision], plan.reduces_often
         self.sizes = memory.rank_sizes(model, plan, rank)
-        self.units = units(self.sizes, model, plan)
+        self.units = memory.rank_units(model, plan, rank)
+        self.own = [unit.numel // self.n for unit in self.units]
         self.unit_of = {
             name: n for n, unit in enumerate(self.units) if not unit.frozen for name in unit.names
         }
         self.stages = memory.stage_parts(model, plan, rank)
         self.kept = {s: memory.kept_bytes(model, plan, p) for s, p in self.stages.items()}
+        self.size = {s: sum(parts.values()) for s, parts in self.kept.items()}
         self.put = {
             layer: layer_aside_bytes(model, layer, batch, plan.tp, plan.precision)
-            for layer in LINEAR
+            for layer in memory.LINEAR
         }
         self.part_aside = {
             part: memory.put_aside_bytes(model, part, batch, plan.tp, plan.precision)
@@ -110,10 +115,15 @@ class Walk:
         self.under_way: tuple[int, ...] = ()
         self.missing: dict[int, int] = {}  # of units begun, the gradients that are yet to come
         self.done = dict.fromkeys(self.stages, 0), dict.fromkeys(self.stages, 0)
-        self.seen: dict[tuple, tuple] = {}
+        self.states_met: list[tuple] = []  # copies, by number
+        self.number_of: dict[tuple, int] = {}
+        self.at = self._number()  # of the state it is in
+        self.behind = False  # whether the attributes are still those of an earlier one
+        self.seen: dict[tuple, tuple[Bytes, int]] = {}
 
-    def act(self, action: Action) -> Bytes:
-        """Go through one action; returns its fullest moment.
+    def act(self, action: Action) -> tuple[Bytes, int]:
+        """Go through one action; returns its fullest moment, but for the activations of other
+        micro-batches; and the bytes of these.
 
         Micro-batches repeat each other: what an action did from the same state is looked up.
         """
@@ -121,27 +131,40 @@ class Walk:
         late = self.done[kind == "W"]
         late[stage] += kind != "F"
         last = late[stage] == self.plan.microbatches
-        before = (stage, kind, last, frozenset(self.whole), frozenset(self.shards),
-                  frozenset(self.missing.items()), self.under_way, self.leaving,
-                  self.moving)  # fmt: skip
-        base = self.activations
-        if before in self.seen and not last:
-            self.whole, self.shards, self.missing, rest, found = self.seen[before]
-            self.whole, self.shards = dict(self.whole), set(self.shards)
-            self.missing = dict(self.missing)
-            self.under_way, self.leaving, self.moving = rest
-        else:
-            self.activations = 0
+        before, base = (self.at, stage, kind), self.activations
+        known = None if last else self.seen.get(before)
+        if known is None:
+            if self.behind:
+                self._catch_up()
             moments = self._forward(stage) if kind == "F" else self._backward(stage, kind, last)
-            found = max(moments, key=lambda moment: sum(moment.values()))
-            rest = self.under_way, self.leaving, self.moving
-            sets = dict(self.whole), set(self.shards), dict(self.missing)
-            self.seen[before] = *sets, rest, found
-        size, aside = sum(self.kept[stage].values()), self.aside[stage]
+            known = max(moments, key=memory.total), self._number()
+            if not last:
+                self.seen[before] = known
+        else:
+            self.behind = True
+        found, self.at = known
+        size, aside = self.size[stage], self.aside[stage]
         more = {"F": size, "B": -size, "I": aside - size, "W": -aside}[kind]
         self.activations = base + more
         held = {"F": 0, "B": size, "I": size, "W": aside}[kind]  # counted by the moments themselves
-        return {**found, "activations": found["activations"] + base - held}
+        return found, base - held
+
+    def _number(self) -> int:
+        """Of the state that this is in: the same for the same."""
+        rest = self.under_way, self.leaving, self.moving
+        key = (frozenset(self.whole), frozenset(self.shards), frozenset(self.missing.items()),
+               *rest)  # fmt: skip
+        if key not in self.number_of:
+            self.number_of[key] = len(self.states_met)
+            copies = dict(self.whole), set(self.shards), dict(self.missing)
+            self.states_met.append((*copies, *rest))
+        return self.number_of[key]
+
+    def _catch_up(self) -> None:
+        whole, shards, missing, *rest = self.states_met[self.at]
+        self.whole, self.shards, self.missing = dict(whole), set(shards), dict(missing)
+        self.under_way, self.leaving, self.moving = rest
+        self.behind = False
 
     def _forward(self, stage: int) -> Iterator[Bytes]:
         parts, kept = self.stages[stage], self.kept[stage]
@@ -158,7 +181,7 @@ class Walk:
 
     def _backward(self, stage: int, kind: str, last: bool) -> Iterator[Bytes]:
         parts, kept = self.stages[stage], self.kept[stage]
-        self.activations = self.aside[stage] if kind == "W" else sum(kept.values())
+        self.activations = self.aside[stage] if kind == "W" else self.size[stage]
         current = None
         for half in self.backward[stage]:
             if half.part != current and kind != "W":
@@ -253,10 +276,10 @@ class Walk:
             brought += (
                 numel // self.n if self.gathering.away and not (alone or state == "wait") else 0
             )
-        shards = sum(self.units[unit].numel // self.n for unit in self.shards)
+        shards = sum(map(self.own.__getitem__, self.shards))
         moving = [self.units[unit].numel for unit in self.under_way]
         buffers = packing + brought + sum(2 * numel + numel // self.n for numel in moving)
-        buffers += sum(self.units[unit].numel // self.n for unit in self.leaving)
+        buffers += sum(map(self.own.__getitem__, self.leaving))
         return {
             "parameters": self.states["parameters"] + self.item * full,
             "gradients": self.item * (sum(self.whole.values()) + shards),

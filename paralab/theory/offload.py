@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from paralab.parallel.buckets import Unit, units
+from paralab.parallel.buckets import Unit
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.gathering import parts_with_backward
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
 
 def layout(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0) -> Layout:
     """What lies where on ``rank``, of a plan that offloads states."""
-    made = units(memory.rank_sizes(model, plan, rank), model, plan)
+    made = memory.rank_units(model, plan, rank)
     parts = [(unit, unit.numel // plan.shard_degree) for unit in made]
     own_master = plan.precision != "fp32" or plan.tiers.parameters == _NOTHING
     rows = (2 if optimizer == "adamw" else 0) + own_master

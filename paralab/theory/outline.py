@@ -24,7 +24,7 @@ comes to. Cost: about 10 microseconds per action and step, whatever the number o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,14 +46,43 @@ def outline(
     """The tables of ``steps`` steps; and what was under way in one, seconds per rank: see
     ``in_flight``.
     """
-    made = programs(model, plan, cluster, optimizer)
+    times, ends = played(model, plan, cluster, optimizer)
+    made_of = tables(model, plan, times, ends, size=activation_bytes_sent(model, plan),
+                     level=levels(plan, cluster), optimizer=optimizer, steps=steps)  # fmt: skip
+    return made_of, in_flight(plan, times, ends)
+
+
+def totals(model: ModelSpec, plan: Plan, cluster: Cluster, *, optimizer: str) -> tuple[float, int]:
+    """Of a step in outline without its tables: its seconds, and the fullest device's bytes."""
+    _, ends = played(model, plan, cluster, optimizer)
+    peaks = [
+        sum(held.values())
+        for rank in pipeline_ranks(plan)
+        for held in memory.moments(model, plan, optimizer=optimizer, rank=rank).values()
+    ]
+    return max(tail.now for tail in ends), max(peaks)
+
+
+def levels(plan: Plan, cluster: Cluster) -> Callable[..., str]:
+    """(a, b, beside) -> what a message from one pipeline rank to another crosses, of the pipeline
+    that is ``beside`` ranks further on: by default the first.
+    """
     ranks = pipeline_ranks(plan)
-    size = activation_bytes_sent(model, plan)
-    cost = link_cost(cluster)
 
     def level(a: int, b: int, beside: int = 0) -> str:
         apart = cluster.node_of(ranks[a] + beside) != cluster.node_of(ranks[b] + beside)
         return "inter" if apart else "intra"
+
+    return level
+
+
+def played(
+    model: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str
+) -> tuple[Timetable, list[Tail]]:
+    """When everything happens in a step: its actions and messages, and its end on every rank."""
+    made = programs(model, plan, cluster, optimizer)
+    size = activation_bytes_sent(model, plan)
+    cost, level = link_cost(cluster), levels(plan, cluster)
 
     def message(a: int, b: int) -> float:
         """Of the slowest of the pipelines that run beside each other."""
@@ -61,10 +90,7 @@ def outline(
                    {level(a, b, beside) for beside in range(plan.dp * plan.tp)})  # fmt: skip
 
     times = timetable(plan, schedule_order(model, plan), made, message)
-    ends = tails(plan, made, times)
-    made_of = tables(model, plan, times, ends, size=size, level=level, optimizer=optimizer,
-                     steps=steps)  # fmt: skip
-    return made_of, in_flight(plan, times, ends)
+    return times, tails(plan, made, times)
 
 
 def in_flight(plan: Plan, times: Timetable, ends: Sequence[Tail]) -> dict[str, float]:

@@ -33,10 +33,13 @@ def pipeline_ranks(plan: Plan) -> range:
 
 
 class Played(NamedTuple):
-    """When every row of a program starts and ends, if nothing ever holds the rank up."""
+    """When every row of a program starts and ends, if nothing ever holds the rank up; and when its
+    compute lane is free again after that row.
+    """
 
     start: list[float]
     end: list[float]
+    free: list[float]
 
 
 class Slice(NamedTuple):
@@ -96,7 +99,7 @@ class Program:
         self.head, self.tail = marks[0], marks[-1]
         self.played = play(self.rows, self.cost)
         self.slices: dict[tuple[int, str, int], Slice] = {}
-        begins = self._now_at(marks)
+        begins = [self.played.free[mark - 1] if mark else 0.0 for mark in marks]
         done: dict[tuple[int, str], int] = {}
         for number, action in enumerate(self.actions):
             unit = action.stage if plan.relays else action.stage // plan.pp
@@ -193,17 +196,6 @@ class Program:
                     found[at + 1] += times * (beside[1] - beside[0]).sum()
         return found
 
-    def _now_at(self, marks: Sequence[int]) -> list[float]:
-        """When the compute lane comes to these rows."""
-        found, now, at = [], 0.0, 0
-        for mark in marks:
-            for position in range(at, mark):
-                if type(self.rows[position].item) in (Compute, Wait):
-                    now = self.played.end[position]
-            at = mark
-            found.append(now)
-        return found
-
 
 def few_of(plan: Plan) -> int:
     """Micro-batches of a program."""
@@ -266,6 +258,7 @@ def play(rows: Sequence[Row], cost: Callable[[Row], float]) -> Played:
     now, lanes = 0.0, {}
     starts: list[float] = []
     ends: list[float] = []
+    free: list[float] = []
     for row in rows:
         item = row.item
         kind = type(item)
@@ -278,8 +271,9 @@ def play(rows: Sequence[Row], cost: Callable[[Row], float]) -> Played:
                     now = ends[on]
             end = now
         else:
-            start = max([start, lanes.get(item.lane, 0.0), *[ends[on] for on in item.after]])
+            start = max(start, lanes.get(item.lane, 0.0), *[ends[on] for on in item.after])
             end = lanes[item.lane] = start + cost(row)
         starts.append(start)
         ends.append(end)
-    return Played(starts, ends)
+        free.append(now)
+    return Played(starts, ends, free)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from paralab.parallel.buckets import assign, part_of
+from paralab.parallel.buckets import Unit, assign, part_of, units
 from paralab.parallel.layouts import holding
 from paralab.parallel.partition import partition
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
@@ -75,8 +75,22 @@ def rank_sizes(model: ModelSpec, plan: Plan, rank: int = 0) -> dict[str, int]:
 @lru_cache(maxsize=128)
 def _rank_sizes(model: ModelSpec, plan: Plan, rank: int) -> dict[str, int]:
     index = plan.place(rank).tp
-    return {
-        name: math.prod(shape if plan.tp == 1 else holding(model, plan, name, index).shape)
-        for parts in stage_parts(model, plan, rank).values()
-        for name, shape in stage_shapes(model, parts).items()
-    }
+    in_a_block: dict[str, int] = {}  # {name without the block: elements}, alike in all of them
+    found: dict[str, int] = {}
+    for parts in stage_parts(model, plan, rank).values():
+        for name, shape in stage_shapes(model, parts).items():
+            layer = name.split(".", 2)[2] if name.startswith("blocks.") else name
+            if layer not in in_a_block:
+                whole = plan.tp == 1
+                mine = shape if whole else holding(model, plan, name, index).shape
+                in_a_block[layer] = math.prod(mine)
+            found[name] = in_a_block[layer]
+    return found
+
+
+@lru_cache(maxsize=128)
+def rank_units(model: ModelSpec, plan: Plan, rank: int = 0) -> tuple[Unit, ...]:
+    """The flat buffers that ZeRO shares out on ``rank``, in the order in which they are numbered:
+    `parallel.buckets.units`.
+    """
+    return tuple(units(_rank_sizes(model, plan, rank), model, plan))

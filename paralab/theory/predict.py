@@ -26,6 +26,7 @@ from paralab.spec import GRAD_SYNC_FORMS, Cluster, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.engine import Collective, Times, Wait, link_cost, simulate
 from paralab.theory.offload import tier_bytes
+from paralab.theory.uncollected import uncollected
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -35,6 +36,7 @@ DETAILS = ("calls", "actions")
 MANY = 40_000  # rows of a report, at about 40 microseconds each
 
 
+@uncollected()
 def predict(
     model: ModelSpec,
     plan: Plan | None = None,

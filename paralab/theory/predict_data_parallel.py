@@ -26,6 +26,7 @@ class DataParallelRows:
         self.buckets = memory.gradient_buckets(rank.model, rank.plan, rank.rank)
         names = list(self.sizes)
         self.missing = [{names[i] for i in params} for params, _ in self.buckets]
+        self.bucket_of = {name: b for b, missing in enumerate(self.missing) for name in missing}
         self.next = 0  # the bucket that leaves next
         self.pending: list[int] = []  # positions of launches not yet waited for
 
@@ -36,7 +37,8 @@ class DataParallelRows:
 
     def complete(self, names: Sequence[str], pieces: Pieces) -> None:
         """Pack every bucket that is now complete, and let those leave whose turn it is."""
-        for number, missing in enumerate(self.missing):
+        for number in sorted({self.bucket_of[n] for n in names if n in self.bucket_of}):
+            missing = self.missing[number]
             if missing and missing <= missing.intersection(names):
                 params, size = self.buckets[number]
                 pieces.cut()

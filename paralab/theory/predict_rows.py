@@ -43,6 +43,17 @@ class Row(NamedTuple):
         return f"comm:{self.axis}" if self.axis else "compute"
 
 
+class _Common(NamedTuple):
+    """What calls with the same arguments have in common: the name of their kind, the number of the
+    last one, shared with all of that name, and what the item and the row say.
+    """
+
+    name: tuple
+    number: list[int]
+    item: tuple  # lane, members, op, wire bytes, level
+    row: tuple  # payload, axis, phase, ranks, peer
+
+
 class RankRows:
     """A rank's rows so far, and what it needs to write the next."""
 
@@ -52,39 +63,60 @@ class RankRows:
         # How many times longer products take than on infinitely many tokens.
         self.slower = 1 + cluster.half_rate_tokens / (plan.microbatch_size * model.seq_len)
         self.rows: list[Row] = []
-        self.calls: dict[tuple, int] = {}  # so that the members of a call name it alike
-        self.groups: dict[str, tuple[int, ...]] = {}  # of tensor parallelism, by axis
-        self.alike: dict[tuple, tuple] = {}  # what calls with the same arguments have in common
+        self.before: tuple[int, ...] = ()  # the position of the compute lane's last entry
+        self.calls: dict[tuple, list[int]] = {}  # so that the members of a call name it alike
+        # What calls with the same arguments have in common, and those of tensor parallelism.
+        self.alike: dict[tuple, _Common] = {}
+        self.of_layers: dict[tensor.Call, _Common] = {}
+        self.known: dict[Work, float] = {}  # seconds of work: blocks and micro-batches are alike
 
-    def compute(self, work: Work, kind: str, microbatch: int = -1, stage: int = 0) -> None:
+    def compute(self, work: Work, kind: str) -> None:
+        # An optimizer works in fp32 in any precision.
+        seconds = self.seconds(work, "fp32") if kind == "optimizer" else self.takes(work)
+        self.computes(Compute(seconds), kind)
+
+    def computes(
+        self, item: Item, kind: str, microbatch: int = -1, after: tuple[int, ...] = (),
+        stage: int = 0,
+    ) -> None:  # fmt: skip
+        """An entry of the compute lane: what is launched now comes after it."""
+        self.before = (len(self.rows),)
+        self.rows.append(Row(item, kind, microbatch, after, stage))
+
+    def takes(self, work: Work) -> float:
+        """Seconds of work in the plan's precision."""
+        found = self.known.get(work)
+        if found is None:
+            found = self.known[work] = self.seconds(work, self.plan.precision)
+        return found
+
+    def seconds(self, work: Work, precision: str) -> float:
         if self.slower > 1:
             work = replace(work, flops=work.flops * self.slower)
-        # An optimizer works in fp32 in any precision.
-        precision = "fp32" if kind == "optimizer" else self.plan.precision
-        seconds = work.seconds(self.cluster, precision)
-        self.rows.append(Row(Compute(seconds), kind, microbatch, stage=stage))
+        return work.seconds(self.cluster, precision)
 
     def wait(self, *positions: int) -> None:
         if positions:
-            self.rows.append(Row(Wait(positions), "wait", after=positions))
+            self.computes(Wait(positions), "wait", -1, positions)
 
     def launch(self, op: str, payload: int, ranks: tuple[int, ...], axis: str, phase: str,
                peer: int = -1) -> int:  # fmt: skip
         """Post a call; returns its position, to be waited for. peer: of a pair, or a root."""
         key = op, payload, ranks, axis, phase, peer
-        if key not in self.alike:
-            self.alike[key] = self._common(*key)
-        name, *common = self.alike[key]
-        number = self.calls[name] = self.calls.get(name, -1) + 1
-        item = Collective((*name, number), *common)
-        self.rows.append(
-            Row(item, "comm", -1, self._before(), 0, payload, axis, phase, ranks, peer)
-        )
+        found = self.alike.get(key)
+        if found is None:
+            found = self.alike[key] = self._common(*key)
+        return self._post(found)
+
+    def _post(self, common: _Common) -> int:
+        name, number, item, row = common
+        number[0] += 1
+        item = Collective((*name, number[0]), *item)
+        self.rows.append(Row(item, "comm", -1, self.before, 0, *row))
         return len(self.rows) - 1
 
     def _common(self, op: str, payload: int, ranks: tuple[int, ...], axis: str, phase: str,
-                peer: int) -> tuple:  # fmt: skip
-        """(name of its kind, lane, members, op, wire bytes, level) of a call."""
+                peer: int) -> _Common:  # fmt: skip
         lane, members = f"comm:{axis}", ranks
         pair = op in POINT_TO_POINT
         if pair:  # each direction of each pair is a wire of its own, used in order
@@ -94,43 +126,42 @@ class RankRows:
         nodes = {self.cluster.node_of(r) for r in members}
         root = ranks.index(peer) if op in ROOTED else 0
         wire = wire_bytes(op, payload, len(ranks), ranks.index(self.rank), root)
-        return name, lane, members, op, wire, "inter" if len(nodes) > 1 else "intra"
-
-    def _before(self) -> tuple[int, ...]:
-        """The last entry of the compute lane: what is launched now comes after it."""
-        rows = self.rows
-        return next(((p,) for p in reversed(range(len(rows))) if rows[p].lane == "compute"), ())
+        item = lane, members, op, wire, "inter" if len(nodes) > 1 else "intra"
+        number = self.calls.setdefault(name, [-1])
+        return _Common(name, number, item, (payload, axis, phase, ranks, peer))
 
     def queue(self, item: Copy, kind: str, op: str, category: str, size: int) -> int:
         """Hand a job to a lane between tiers; returns its position."""
-        after = (*self._before(), *item.after)
+        after = (*self.before, *item.after)
         self.rows.append(Row(item, kind, -1, after, 0, size, op=op, category=category))
         return len(self.rows) - 1
 
     def call(self, call: tensor.Call) -> int:
         """Post a call of tensor parallelism."""
-        if call.axis not in self.groups:
-            self.groups[call.axis] = self.plan.ranks(call.axis, self.rank)
-        ranks = self.groups[call.axis]
-        peer = ranks[call.root] if call.root >= 0 else -1
-        item = 4 if call.phase in ALWAYS_FP32 else self.item
-        return self.launch(call.op, item * call.elements, ranks, call.axis, call.phase, peer)
+        found = self.of_layers.get(call)
+        if found is None:
+            ranks = self.plan.ranks(call.axis, self.rank)
+            peer = ranks[call.root] if call.root >= 0 else -1
+            size = call.elements * (4 if call.phase in ALWAYS_FP32 else self.item)
+            found = self._common(call.op, size, ranks, call.axis, call.phase, peer)
+            self.of_layers[call] = found
+        return self._post(found)
 
 
 class Pieces:
     """A span that is written piece by piece: every launch, copy and wait within ends a piece."""
 
     def __init__(self, rank: RankRows, kind: str, microbatch: int, stage: int) -> None:
-        self.rank, self.said = rank, (kind, microbatch, stage)
-        self.work = Work()
+        self.rank, self.kind, self.microbatch, self.stage = rank, kind, microbatch, stage
+        self.seconds = 0.0
 
     def add(self, work: Work) -> None:
-        self.work += work
+        self.seconds += self.rank.takes(work)
 
     def cut(self) -> None:
         """End a piece, as the recorder does."""
-        self.rank.compute(self.work, *self.said)
-        self.work = Work()
+        self.rank.computes(Compute(self.seconds), self.kind, self.microbatch, (), self.stage)
+        self.seconds = 0.0
 
     def launch(self, call: tensor.Call) -> int:
         """A call of tensor parallelism leaves; returns its position."""

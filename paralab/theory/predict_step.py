@@ -21,7 +21,7 @@ tables. A plan without a pipeline is a pipeline of one stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from paralab.parallel.layouts import residual_shape
@@ -45,6 +45,7 @@ from paralab.theory.predict_offload import InputRows, OffloadRows
 from paralab.theory.predict_rows import Pieces, RankRows, Row
 from paralab.theory.predict_zero import ZeroRows
 
+NOTHING = Work()
 KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
 
 
@@ -65,16 +66,15 @@ def step_rows(
     else:
         sync = ZeroRows(mine) if plan.zero_stage else DataParallelRows(mine)
     inputs = InputRows(mine) if memory.offloaded_input(model, plan) else None
-    held = memory.stage_parts(model, plan, rank)
+    held, counts = memory.stage_parts(model, plan, rank), memory.rank_sizes(model, plan, rank)
+    costs = Costs(model, plan, {part for parts in held.values() for part in parts}, counts)
     if plan.relays:
         from paralab.theory.predict_relay import RelayStage
 
         steps = relay(len(held[0]), plan.microbatches)  # one after the other, and nobody to send to
-        stages = dict.fromkeys(
-            range(len(held[0])), RelayStage(model, plan, 0, held[0], rank, inputs)
-        )
+        stages = dict.fromkeys(range(len(held[0])), RelayStage(costs, 0, held[0], inputs))
     else:
-        stages = {s: Stage(model, plan, s, parts, rank, inputs) for s, parts in held.items()}
+        stages = {s: Stage(costs, s, parts, inputs) for s, parts in held.items()}
     arriving: dict[tuple, int] = {}
     sent: list[int] = []
     pipeline = plan.ranks("pp", rank)
@@ -97,7 +97,6 @@ def step_rows(
     marks.append(len(mine.rows))
     mine.wait(*sent)
     sync.finish()
-    counts = memory.rank_sizes(model, plan, rank)
     for call in tensor.shared_calls(model, plan, rank, counts):
         work = Work(0, ITEM * 2 * call.elements, 3)  # into one message, and back
         mine.compute(work, "copy")
@@ -127,26 +126,37 @@ def activation_bytes_sent(model: ModelSpec, plan: Plan) -> int:
     return BYTES_PER_ELEMENT[plan.precision] * math.prod(residual_shape(model, plan))
 
 
+class Costs:
+    """What the stages of a rank have alike: what each layer costs and sends, and each part of these
+    ``parts``; ``counts``: elements of the parameters that the rank holds.
+    """
+
+    def __init__(
+        self, model: ModelSpec, plan: Plan, parts: Container[str], counts: Mapping[str, int]
+    ) -> None:  # fmt: skip
+        self.model, self.plan = model, plan
+        batch, split = plan.microbatch_size, tensor.share_of_work(plan)
+        self.forward = forward_pieces(model, batch, split)
+        self.again = recompute_work(model, batch, plan.recompute, split)
+        self.calls = tensor.calls(model, plan)
+        # The first micro-batch's gradients are kept as they come, later ones' are added to them.
+        self.halves = [
+            backward_halves(model, batch, accumulate=adding, cut=split, held=counts, parts=parts)
+            for adding in (False, True)
+        ]
+
+
 class Stage:
     """What the actions of one stage cost, part by part."""
 
     def __init__(
-        self, model: ModelSpec, plan: Plan, stage: int, parts: tuple[str, ...], rank: int,
-        inputs: InputRows | None,
+        self, costs: Costs, stage: int, parts: tuple[str, ...], inputs: InputRows | None
     ) -> None:  # fmt: skip
-        self.inputs = inputs
+        self.model, self.plan, self.parts, self.inputs = costs.model, costs.plan, parts, inputs
+        self.forward, self.again, self.calls = costs.forward, costs.again, costs.calls
+        model = costs.model
         self.blocks = blocks_kept(model, {stage: parts})[stage]
-        batch, split = plan.microbatch_size, tensor.share_of_work(plan)
-        self.model, self.plan, self.parts = model, plan, parts
-        self.forward = forward_pieces(model, batch, split)
-        self.again = recompute_work(model, batch, plan.recompute, split)
-        self.calls = tensor.calls(model, plan)
-        held = memory.rank_sizes(model, plan, rank)
-        # The first micro-batch's gradients are kept as they come, later ones' are added to them.
-        self.halves = [
-            backward_halves(model, batch, accumulate=adding, cut=split, held=held, parts=parts)
-            for adding in (False, True)
-        ]
+        self.halves = [[p for p in halves if p.part in parts] for halves in costs.halves]
         if model.tied and "embedding" not in parts:  # its copy is a weight like any other
             self.halves = [[_with_copy(p) for p in halves] for halves in self.halves]
         if model.frozen:
@@ -154,7 +164,7 @@ class Stage:
             self.halves = [
                 [_trained(model, p) for p in halves if p.part in kept] for halves in self.halves
             ]
-        self.microbatches = plan.microbatches
+        self.microbatches = costs.plan.microbatches
         self.done = {"I": 0, "W": 0}
 
     def act(self, action: Action, rank: RankRows, sync: DataParallelRows | ZeroRows) -> None:
@@ -214,7 +224,7 @@ class Stage:
             beside = [pieces.launch(call) for call in calls.beside]
         if "W" in halves:
             pieces.add(part.weight)
-            if part.weight != Work():  # not of a frozen layer
+            if part.weight != NOTHING:  # not of a frozen layer
                 pieces.wait_for(calls.weight)
         for position in beside:
             pieces.cut()
@@ -233,5 +243,5 @@ def _trained(model: ModelSpec, part: BackwardPart) -> BackwardPart:
         tuple(filter(model.trainable, some)) for some in (part.names, part.weight_names)
     )
     of = part.weight_names or ("embedding.token.weight",)  # a tied head's
-    weight = part.weight if any(map(model.trainable, of)) else Work()
+    weight = part.weight if any(map(model.trainable, of)) else NOTHING
     return part._replace(names=names, weight_names=weight_names, weight=weight)

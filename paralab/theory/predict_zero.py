@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paralab.parallel.buckets import IN_FLIGHT, units
+from paralab.parallel.buckets import IN_FLIGHT
 from paralab.theory import memory
 from paralab.theory.formulas import ITEM, Work, bucket_copy_work
 from paralab.theory.gathering import Event, Gathering
@@ -31,7 +31,8 @@ class ZeroRows:
     def __init__(self, rank: RankRows) -> None:
         model, plan = rank.model, rank.plan
         self.rank, self.plan, self.item = rank, plan, rank.item
-        self.units = units(memory.rank_sizes(model, plan, rank.rank), model, plan)
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self.units = memory.rank_units(model, plan, rank.rank)
         self.every = plan.reduces_often
         self.trained = [n for n, unit in enumerate(self.units) if not unit.frozen]
         self.unit_of = {name: n for n in self.trained for name in self.units[n].names}
@@ -72,7 +73,9 @@ class ZeroRows:
         return self._launch("all_gather", self.units[unit].numel, "param_gather")
 
     def _launch(self, op: str, elements: int, phase: str, group: str = "shard") -> int:
-        ranks = self.plan.ranks(group, self.rank.rank)
+        if group not in self.groups:
+            self.groups[group] = self.plan.ranks(group, self.rank.rank)
+        ranks = self.groups[group]
         axis = "dp" if group == "shard" else group
         return self.rank.launch(op, self.item * elements, ranks, axis, phase)
 

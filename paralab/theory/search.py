@@ -10,7 +10,6 @@ not built in here: they come out.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,9 @@ from paralab.cluster import Cluster
 from paralab.spec import ModelSpec, Plan
 from paralab.theory import closed_form, closed_memory
 from paralab.theory.closed_columns import Columns
-from paralab.theory.predict import predict
+from paralab.theory.outline import totals
 from paralab.theory.search_space import COUNTED, Space, as_values, space
+from paralab.theory.uncollected import uncollected
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +33,7 @@ SETTINGS = ("dp", "tp", "pp", "virtual_stages", "schedule", "microbatches", "mic
             "zero_stage", "sequence_parallel", "recompute", "offload")  # fmt: skip
 
 
+@uncollected()
 def plan_search(
     model: ModelSpec, cluster: Cluster, devices: int | None = None, *,
     global_batch: int | None = None, memory: int | str | None = None, optimizer: str = "adamw",
@@ -148,7 +149,8 @@ class Search:
         for tried, at in enumerate(ranked):
             if good == top or (good and tried >= 3 * top) or not self.fits[at]:
                 break
-            seconds, peak = simulate(self.model, self.space.plan(at), self.cluster, self.optimizer)
+            plan = self.space.plan(at)
+            seconds, peak = totals(self.model, plan, self.cluster, optimizer=self.optimizer)
             self.simulated[at], self.memory[at] = seconds, peak
             self.fits[at] = peak <= self.memory_limit
             good += bool(self.fits[at])
@@ -238,13 +240,3 @@ class Search:
         from paralab.theory.search_words import as_html
 
         return as_html(self)
-
-
-def simulate(
-    model: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str
-) -> tuple[float, int]:  # fmt: skip
-    """(seconds of a step, peak bytes per device) of one plan on the event engine."""
-    with warnings.catch_warnings():  # ZeRO-3 beside a pipeline: its price is in the seconds
-        warnings.simplefilter("ignore")
-        report = predict(model, plan, cluster, steps=1, optimizer=optimizer, detail="actions")
-    return report.step_time, int(report.peak_memory)

@@ -199,11 +199,13 @@ class _Rules:
             return np.zeros(0, int)
         few = tuple(min(n, 2) for n in (dp, tp, pp))
         wide = 0 if self.flat else tp  # on a grid two ranks do not say what more of them do
-        key = ("all", dp, tp, few, pipe, 0 if self.flat else b)
+        schedule, v = self.pipes[pipe][0], min(self.pipes[pipe][1], 2)
+        key = ("all", dp, tp, few, schedule, v, 0 if self.flat else b)
         return self._once(key, lambda: np.flatnonzero(
             self._once(("layer", tp, key[-1]), partial(self._layer, tp, b))
             & self._once(("copies", dp), partial(self._copies, dp))
-            & self._once(("mix", *few, wide, pipe), partial(self._together, *few, tp, pipe))
+            & self._once(("mix", *few, wide, schedule, v),
+                         partial(self._together, *few, tp, schedule, v))
         ))  # fmt: skip
 
     def _once(self, key: tuple, ask: Any) -> Any:
@@ -213,8 +215,7 @@ class _Rules:
 
     def _pipeline(self, pp: int, m: int, pipe: int) -> bool:
         schedule, v = self.pipes[pipe]
-        plain = needless(Plan(pp=pp, schedule=schedule))
-        if plain.get("schedule") in self.schedules:
+        if self._needless(pp=pp, schedule=schedule).get("schedule") in self.schedules:
             return False
         few = pp if m % pp == 0 else 1  # nobody asks for more than a multiple of pp
         return self._legal(self.model, pp=pp, microbatches=few, schedule=schedule,
@@ -237,13 +238,14 @@ class _Rules:
 
         return np.array([ask(mix) for mix in self.all])
 
-    def _together(self, dp: int, few: int, pp: int, tp: int, pipe: int) -> np.ndarray:
+    def _together(
+        self, dp: int, few: int, pp: int, tp: int, schedule: Any, v: int
+    ) -> np.ndarray:  # fmt: skip
         """Everything at once, on as few ranks as say the same."""
-        schedule, v = self.pipes[pipe]
 
         def ask(mix: dict[str, Any]) -> bool:
-            plain = needless(Plan(dp=dp, pp=pp, zero_stage=mix["zero_stage"],
-                                  offload=mix["offload"]))  # fmt: skip
+            plain = self._needless(dp=dp, pp=pp, zero_stage=mix["zero_stage"],
+                                   offload=mix["offload"])  # fmt: skip
             if plain.get("zero_stage") in self.stages:
                 return False
             t = few if mix["tp_mode"] == "1d" else tp
@@ -253,9 +255,13 @@ class _Rules:
             settings = {**mix, "shard": shard}
             return self._legal(self._once(("small", t), partial(self._small, t)), dp=dp, tp=t,
                                pp=pp, microbatches=2, microbatch_size=t * t, schedule=schedule,
-                               virtual_stages=min(v, 2), **settings)  # fmt: skip
+                               virtual_stages=v, **settings)  # fmt: skip
 
         return np.array([ask(mix) for mix in self.all])
+
+    def _needless(self, **settings: Any) -> dict[str, Any]:
+        key = "needless", *settings.items()
+        return self._once(key, lambda: needless(Plan(**settings)))
 
     def _small(self, tp: int) -> ModelSpec:
         """A model whose every size ``tp`` ranks can cut in any tp_mode."""

@@ -31,7 +31,7 @@ def size(count: float) -> str:
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if count >= factor:
             return f"{count / factor:,.3g} {unit}"
-    return f"{count / 1e3:,.3g} KB"
+    return f"{count / 1e3:,.3g} kB"
 
 
 def counts(search: Search) -> str:

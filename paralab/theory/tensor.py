@@ -28,18 +28,18 @@ import math
 from fractions import Fraction
 from typing import NamedTuple
 
-from paralab.parallel.buckets import cut, units
+from paralab.parallel.buckets import cut
 from paralab.parallel.layouts import (
     SHARED_PHASE,
     extents,
     groups,
-    holding,
     kind_of,
     mode_of,
     residual_shape,
 )
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.formulas import Cut
+from paralab.theory.parameters import rank_units
 
 # (inputs, outputs) of a linear layer, in h; the logits' are (1, V/h)
 ROLES = {"qkv": (1, 3), "proj": (1, 1), "up": (1, 4), "down": (4, 1)}
@@ -223,10 +223,9 @@ def shared_calls(model: ModelSpec, plan: Plan, rank: int, sizes: dict[str, int])
     """
     if plan.tp == 1:
         return []
-    at = plan.place(rank)
     pieces = [(name, size) for name, size in sizes.items()]
     if plan.zero_stage:
-        made, pieces = units(sizes, model, plan), []
+        made, pieces = rank_units(model, plan, rank), []
         index = plan.ranks("shard", rank).index(rank)
         inside = {name for unit in made for name in unit.names}
         pieces += [(name, size) for name, size in sizes.items() if name not in inside]
@@ -235,10 +234,11 @@ def shared_calls(model: ModelSpec, plan: Plan, rank: int, sizes: dict[str, int])
             mine = cut({name: sizes[name] for name in unit.names}, index * own, own)
             pieces += [(name, where.stop - where.start) for name, _, where in mine]
     found: dict[tuple[str, str], int] = {}
+    mode = mode_of(plan)
     for name, size in pieces:
-        held = holding(model, plan, name, at.tp)
-        if held.partial and model.trainable(name):
-            key = held.copies, SHARED_PHASE.get(kind_of(name), "shared")
+        kind = kind_of(name)
+        if kind in mode.partial and model.trainable(name):
+            key = mode.copies.get(kind, ""), SHARED_PHASE.get(kind, "shared")
             found[key] = found.get(key, 0) + size
     return [Call("all_reduce", size, axis, phase) for (axis, phase), size in found.items()]
 
