@@ -322,8 +322,8 @@ def test_an_algorithm_and_a_form_look_the_same_in_every_figure():
 
 
 @pytest.mark.parametrize(("value", "unit", "said"), [
-    (1.25e9, "B/s", "1.25 GB/s"), (999.96, "B", "1 KB"), (107e-6, "s", "107 µs"), (0, "B", "0 B"),
-    (4096, "B", "4.1 KB"), (90, "s", "90 s"), (1.6e16, "B", "16,000 TB"), (-2e-3, "s", "-2 ms"),
+    (1.25e9, "B/s", "1.25 GB/s"), (999.96, "B", "1 kB"), (107e-6, "s", "107 µs"), (0, "B", "0 B"),
+    (4096, "B", "4.1 kB"), (90, "s", "90 s"), (1.6e16, "B", "16,000 TB"), (-2e-3, "s", "-2 ms"),
 ])  # fmt: skip
 def test_numbers_are_said_with_three_digits_and_a_decimal_prefix(value, unit, said):
     assert theme.scaled(value, unit) == said
@@ -402,7 +402,7 @@ def test_timelines_refuse_what_they_cannot_draw():
 # ---- a traced function ---------------------------------------------------------------------------
 def test_a_traced_function_is_named_and_its_sends_say_to_whom():
     timeline = traced().timeline()
-    assert title(timeline) == "swap on 2 ranks: 1 KB per rank in 1 call, 4 s"
+    assert title(timeline) == "swap on 2 ranks: 1 kB per rank in 1 call, 4 s"
     comm = next(bar for bar in timeline.data if bar.name == "communication, world")
     assert list(comm.text) == ["→1 ←1", "→0 ←0"]
     assert comm.marker.color == theme.AXIS_COLOUR["dp"]
@@ -471,6 +471,7 @@ def test_losses_that_coincide_are_drawn_from_wide_to_narrow_and_said_to_coincide
 def test_losses_say_where_each_ends_or_which_diverged():
     worse = view.losses({"a": [3.0, 2.0], "b": [3.0, 2.5]})
     assert title(worse) == "a ends at 2.000, b at 2.500 nats"
+    assert title(view.losses({"a": [1.0]}, title="<b> & co")) == "&lt;b&gt; &amp; co"
     lost = view.losses({"a": [3.0, 2.0], "b": [3.0, float("nan")]})
     assert title(lost) == "b diverged at step 1"
     report = synthetic.report(2)
@@ -487,7 +488,7 @@ def test_losses_say_where_each_ends_or_which_diverged():
 def test_the_link_fit_finds_the_link_that_made_the_points():
     chart = view.link_fit(points(alpha=250e-6, bandwidth=2e9))
     assert title(chart).startswith("all_reduce on 2 ranks: α = 250 µs, bandwidth 2 GB/s")
-    assert "below 500 KB latency" in title(chart)
+    assert "below 500 kB latency" in title(chart)
     frame = chart.table
     assert frame["fitted"].tolist() == pytest.approx(frame["seconds"].tolist())
     by_name = {t.name: t for t in chart.data}
@@ -508,17 +509,17 @@ def test_the_link_fit_refuses_an_unknown_operation_and_a_single_point():
 
 def test_algorithms_mark_where_the_fastest_changes():
     chart = view.algorithms(CURVES, {"ring": [(64e3, 1e-3)]})
-    # 6 (alpha + n / 4 beta) = 4 (alpha + n / beta): at n = 0.8 alpha beta = 80 KB.
+    # 6 (alpha + n / 4 beta) = 4 (alpha + n / beta): at n = 0.8 alpha beta = 80 kB.
     (crossing,) = [t for t in chart.data if t.name == "crossover"]
     assert list(crossing.x) == pytest.approx([80e3], rel=0.02)
-    assert title(chart) == "tree is fastest below 79 KB, ring above"
+    assert title(chart) == "tree is fastest below 79 kB, ring above"
     assert len(chart.table) == 2 * len(SIZES) + 1
     assert "markers: replayed" in below(chart)
     by_name = {t.name: t for t in chart.data}
     assert by_name["ring, replayed"].marker.symbol == "circle-open"
     assert by_name["ring, replayed"].marker.color == by_name["ring"].line.color
     alone = view.algorithms({"ring": CURVES["ring"]})
-    assert title(alone).startswith("ring: 1 KB take 60")
+    assert title(alone).startswith("ring: 1 kB take 60")
     never = view.algorithms({"a": {1e3: 1e-3, 1e6: 1e-2}, "b": {1e3: 2e-3, 1e6: 4e-2}})
     assert title(never) == "a is fastest at every size: at 1 MB 4.0 times as fast as b"
     with pytest.raises(ValueError, match="seconds of a=0"):
@@ -547,6 +548,10 @@ def test_capacities_are_lines_and_the_title_says_whether_it_fits():
     assert "<b>A100</b>: 80 GB" in {a.text for a in chart.layout.annotations}
     over = view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9})
     assert title(over) == "7.5 B needs 120 GB: 1.5 times what A100 holds"
+    anchors = {trace.name: trace.insidetextanchor for trace in over.data}
+    crossed = view.bytes_bars({"a": {"parameters": 40e9, "activations": 60e9}}, {"A100": 70e9})
+    assert [trace.insidetextanchor for trace in crossed.data] == ["middle", "start"]
+    assert set(anchors.values()) == {"middle"}  # no line goes through a number
     fits = view.bytes_bars({"small": {"other": 20e9}}, {"A100": 80e9})
     assert title(fits) == "small needs 20 GB: 25 % of A100"
     crowded = view.bytes_bars({"a": STATES}, {"first": 80e9, "second": 81e9, "third": 10e9})

@@ -259,6 +259,7 @@ def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
     assert heads[3] == f"<b>ZeRO-3</b>: {100 * peaks['ZeRO-3'] / peaks['plain']:.0f} % of plain"
     dots = [s for s in chart.layout.shapes if s.line.dash == "dot"]
     assert [s.y0 for s in dots] == [peaks["plain"] / 1e6] * 3
+    assert words(chart).count("peak of plain") == 1
     assert chart.finding.startswith(f"ZeRO-3 peaks at {theme.scaled(peaks['ZeRO-3'], 'B')}, plain")
     assert chart.layout.xaxis.title.text == "share of the step (%)"
     ends = {round(t.x[-1]) for traces in areas(chart).values() for t in traces}

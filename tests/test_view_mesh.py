@@ -124,9 +124,15 @@ def test_every_cell_lies_in_the_frame_of_its_node(plan, each):
     for rank, (x, y) in cells(chart).items():
         inside = [s for s in chart.layout.shapes if s.x0 < x < s.x1 and s.y0 < y < s.y1]
         (frame,) = inside
-        name = names[round(frame.x0 + 0.02, 6), round(frame.y0, 6)]
+        (name,) = [text for (left, upper), text in names.items()
+                   if -1e-6 < left - frame.x0 < 0.021 and abs(upper - frame.y0) < 1e-6]  # fmt: skip
         assert name.removeprefix("node ") == str(own.node_of(rank)), rank
     assert not mesh(plan).layout.shapes
+
+
+def test_nodes_that_touch_share_a_line_and_do_not_overlap():
+    one, other = mesh(pl.Plan(tp=4), cluster(2, 2)).layout.shapes
+    assert one.x0 < one.x1 == other.x0 < other.x1
 
 
 def test_of_thousands_of_ranks_the_neighbourhood_is_drawn_and_said():

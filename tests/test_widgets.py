@@ -61,7 +61,11 @@ def test_a_figure_on_screen_becomes_any_other_chart():
         assert shown(figure) == shown(live(chart))
 
 
-def test_a_page_of_several_hears_of_a_figure_when_it_is_complete(monkeypatch):
+@pytest.mark.parametrize("first", [True, False])
+def test_a_page_hears_of_a_figure_when_it_is_complete(monkeypatch, first):
+    """A slow page draws what it hears of at once; data that come later it never shows. Nor can it
+    load plotly in the two seconds that a widget has to initialize: that code is not the figure's.
+    """
     import comm
 
     told, make = [], comm.create_comm
@@ -71,10 +75,12 @@ def test_a_page_of_several_hears_of_a_figure_when_it_is_complete(monkeypatch):
         return make(*args, **settings)
 
     monkeypatch.setattr(comm, "create_comm", listen)
-    figure = live(go.Figure(data=[{"type": "bar", "x": [1, 2]}], layout={"height": 77}), of=2)
+    chart = go.Figure(data=[{"type": "bar", "x": ["a", "b"]}], layout={"height": 77})
+    figure = live(chart, first=first)
     (state,) = [state for state in told if "_widget_data" in state]
-    assert [trace["x"] for trace in state["_widget_data"]] == [(1, 2)] or state["_widget_data"]
+    assert [tuple(trace["x"]) for trace in state["_widget_data"]] == [("a", "b")]
     assert state["_widget_layout"]["height"] == 77 and figure.model_id
+    assert len(state["_esm"]) < 5_000 and (len(state["_bundle"]) > 1_000_000) is first
 
 
 def test_only_what_differs_is_sent_to_the_page(monkeypatch):
@@ -120,6 +126,14 @@ def test_set_moves_several_sliders_and_draws_once(bench):
     assert bench.values["ranks"] == 3 and "dp=3, naive" in bench.chart.layout.title.text
 
 
+def test_a_figure_that_no_page_shows_yet_is_made_anew_and_the_old_one_is_not_closed(bench):
+    """A page that is making itself a model of it would complain if it were closed meanwhile."""
+    old = bench.figure
+    bench.set(ranks=3)
+    assert bench.figure is not old and old.comm is not None
+    assert shown(bench.figure) == shown(live(bench.chart)) != shown(old)
+
+
 def test_the_plain_twin_draws_the_same_and_moves_no_slider(bench):
     before = bench.values
     chart = bench.predict(ranks=4, grad_sync="bucketed")
@@ -143,9 +157,9 @@ def test_a_setting_that_no_slider_has_is_refused_by_name(bench, knob, why):
 def test_the_repr_says_the_settings_and_nothing_of_the_machine():
     own = CLUSTER.replace(intra=LINK.replace(bandwidth=1234567))
     texts = {repr(view.widgets.data_parallel(MODEL, cluster=cluster)) for cluster in (CLUSTER, own)}
-    assert texts == {"data_parallel(4 ranks, overlapped, 200 KB, own link, 2 samples)"}
+    assert texts == {"data_parallel(4 ranks, overlapped, 200 kB, own link, 2 samples)"}
     assert repr(memory()) == "memory(1 layer, hidden 32, 16 tokens, 2 samples, zero-fp16)"
-    assert repr(view.widgets.collective()) == "collective(ring, 4 ranks, 200 KB, 100 µs, 1 GB/s)"
+    assert repr(view.widgets.collective()) == "collective(ring, 4 ranks, 200 kB, 100 µs, 1 GB/s)"
     assert all(len(repr(make())) <= 110 for make in (memory, view.widgets.collective))
 
 

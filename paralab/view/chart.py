@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
+from paralab.view import late_grammar  # noqa: F401  before a figure is shown
+
 if TYPE_CHECKING:
     import pandas as pd
 

@@ -1,6 +1,6 @@
-// A plotly figure on a page of several: plotly's own code, 5 MB of it, comes with the first figure and
-// is loaded once for all. anywidget gives a figure two seconds to initialize; four times 5 MB take
-// longer on a slow machine. So a figure is initialized at once, and drawn when the code is there.
+// A plotly figure: plotly's own code, 5 MB of it, comes with a widget's first figure and is loaded
+// once for the page. anywidget gives a figure two seconds to initialize; 5 MB, or four times these,
+// take longer on a slow machine. So a figure is initialized at once, and drawn when the code is there.
 const loaded = (globalThis["paralab plotly VERSION"] ??= {});
 loaded.code ??= new Promise((done) => {
   loaded.done = done;
@@ -14,17 +14,30 @@ const load = async (text) => {
   URL.revokeObjectURL(url);
 };
 
+// What the kernel says is kept until the figure is drawn, and reaches it in any case: a page that is
+// busy for more than those two seconds, with the figures of other cells, would have anywidget turn
+// away all of it for good.
+const listen = (model, drawn) => {
+  if (!model?.set_state || !model.comm) return; // no page of Jupyter's own
+  const { set_state } = model;
+  model.set_state = (state) => drawn.then(() => set_state.call(model, state));
+  drawn.then(() => delete model.set_state);
+  const widget = Object.getPrototypeOf(Object.getPrototypeOf(model)); // anywidget's own is between
+  model.comm.on_msg((message) => widget._handle_comm_msg.call(model, message));
+};
+
 export default () => {
   let figure;
   return {
-    initialize(context) {
+    async initialize({ model, ...more }) {
       // Not at once: its five megabytes would hold the page while the two seconds run.
-      setTimeout(() => load(context.model.get("_bundle")), 50);
+      setTimeout(() => load(model.get("_bundle")), 50);
       figure = loaded.code.then(async (code) => {
         const made = await code.default();
-        await made.initialize(context);
+        await made.initialize({ model, ...more });
         return made;
       });
+      listen(await model.widget_manager.get_model(model.get("_own")), figure);
     },
     render(context) {
       let gone = false;

@@ -251,7 +251,7 @@ def _log_axes(fig: Chart, sizes: Sequence[float], seconds: Sequence[float], what
                 "title": {"text": title}}  # fmt: skip
 
     fig.update_layout(
-        xaxis=axis(sizes, "B", f"{what} (bytes; 1 KB = 10<sup>3</sup>)"),
+        xaxis=axis(sizes, "B", f"{what} (bytes; 1 kB = 10<sup>3</sup>)"),
         yaxis=axis(seconds, "s", "time (seconds)"),
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
     )

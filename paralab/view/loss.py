@@ -44,8 +44,12 @@ def loss_chart(report: Report) -> Chart:
     return fig.explained(f"loss of {name}, {report.clock}: {count} steps", _table({name: values}))
 
 
-def losses(runs: Mapping[str, Report | Sequence[float]]) -> Chart:
+def losses(
+    runs: Mapping[str, Report | Sequence[float]], *, title: str | None = None
+) -> Chart:  # fmt: skip
     """The losses of several runs in one figure, {label: report or its losses}.
+
+    title  in place of the finding that the curves themselves give
 
     Raises ValueError if there are none, or naming the run that has no losses.
     """
@@ -58,7 +62,8 @@ def losses(runs: Mapping[str, Report | Sequence[float]]) -> Chart:
     batches = {r.plan.global_batch for r in reports}
     if len(batches) == 1 and len(reports) == len(runs):
         lines.append(f"{batches.pop()} samples per step")
-    fig = theme.figure(_verdict(curves), " · ".join(lines or ["nats per token"]), height=420)
+    finding = _verdict(curves) if title is None else theme.text(title)
+    fig = theme.figure(finding, " · ".join(lines or ["nats per token"]), height=420)
     style = theme.series(list(curves))
     widest = 2.5 * len(curves)
     for i, (label, values) in enumerate(curves.items()):

@@ -5,7 +5,7 @@ Decimal units, as data sheets of devices have them: 1 GB = 10^9 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal, real
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WORD_SHARE = 0.0105  # of the axis that one letter takes
 ROW = 0.42  # of a bar's row that a line of text above the bars takes
-LARGEST = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1.0}
+LARGEST = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 
 
 def bytes_bars(
@@ -48,7 +48,8 @@ def bytes_bars(
     rows = _rows(drawn, end)
     totals_said = [
         {"x": total / per, "y": theme.text(label), "text": f" {theme.scaled(total, 'B')}",
-         "xanchor": "left", "showarrow": False, "font": {"size": 14}}
+         "xanchor": "left", "showarrow": False, "font": {"size": 14},
+         "bgcolor": theme.look().paper, "borderpad": 0}  # a capacity's line passes behind it
         for label, total in totals.items()
     ]  # fmt: skip
     # All at once: each add_ and update_ checks the whole figure again, and a slider is waiting.
@@ -68,7 +69,7 @@ def bytes_bars(
                  "y1": 1, "line": {"dash": "dash", "width": 2, "color": theme.look().ink}}
                 for count in drawn.values()],
     )  # fmt: skip
-    fig.add_traces([{"type": "bar", **_trace(category, bars, per, end)}
+    fig.add_traces([{"type": "bar", **_trace(category, bars, drawn.values(), per, end)}
                     for category in theme.CATEGORY_COLOUR
                     if any(category in parts for parts in bars.values())])  # fmt: skip
     names = " | ".join(map(str, bars))
@@ -94,13 +95,21 @@ def _checked(
 
 
 def _trace(
-    category: str, bars: Mapping[str, Mapping[str, float]], per: float, end: float
-) -> dict[str, Any]:
+    category: str, bars: Mapping[str, Mapping[str, float]], lines: Collection[float], per: float,
+    end: float,
+) -> dict[str, Any]:  # fmt: skip
     fill = theme.CATEGORY_COLOUR[category]
     name = {"master": "master weights"}.get(category, category)
     letter = WORD_SHARE * theme.letter_scale()
     counts = [float(parts.get(category, 0.0)) for parts in bars.values()]
     words = [theme.scaled(n, "B") for n in counts]
+    order = list(theme.CATEGORY_COLOUR)
+    below = [sum(parts.get(name, 0.0) for name in order[: order.index(category)])
+             for parts in bars.values()]  # fmt: skip
+    crossed = any(
+        abs(first + n / 2 - line) < letter * (len(word) + 1) / 2 * end
+        for first, n, word in zip(below, counts, words, strict=True) for line in lines
+    )  # fmt: skip
     return {
         "name": name,
         "orientation": "h",
@@ -109,7 +118,8 @@ def _trace(
         "marker": {"color": fill, "line": {"width": 1, "color": theme.look().paper}},
         "text": [word if n >= letter * (len(word) + 1) * end else ""
                  for n, word in zip(counts, words, strict=True)],
-        "textposition": "inside", "insidetextanchor": "middle", "constraintext": "none",
+        "textposition": "inside", "insidetextanchor": "start" if crossed else "middle",
+        "constraintext": "none",
         "textangle": 0, "textfont": {"size": 13, "color": theme.on(fill)},
         "hovertext": [f"{theme.text(label)}, {name}: {word} ({n:,.0f} bytes)"
                       for label, word, n in zip(bars, words, counts, strict=True)],

@@ -41,8 +41,8 @@ def memory_chart(report: Report, *, rank: int | None = None, step: int | None = 
     heads = [f"<b>rank {c.rank}</b>" if report.world_size > 1 else "" for c in shown]
     away = tiers(worst)
     finding = _spread(worst, away) if away else _finding(found, worst)
-    fig = drawn(shown, heads, finding, naming.clock_line(report, *said), share=False,
-                room_below=room(away))  # fmt: skip
+    below = naming.clock_line(report, *said)
+    fig = drawn(shown, heads, finding, below, room_below=room(away))
     draw_tiers(fig, away, many=report.world_size > 1)
     ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(found)} ranks"
     return fig.explained(
@@ -72,7 +72,7 @@ def memory_charts(
              + _against(label, peaks) for label, c in found.items()]  # fmt: skip
     many = any(report.world_size > 1 for report in runs.values())
     below = _clocks(runs.values(), *[f"rank {rank}"] * many)
-    fig = drawn(shown, heads, _verdict(peaks), below, share=True)
+    fig = drawn(shown, heads, _verdict(peaks), below, against=next(iter(found)))
     return fig.explained(
         f"memory of {len(found)} runs on rank {rank}, by category: {' | '.join(found)}",
         _table(list(found.items())),

@@ -41,16 +41,16 @@ def limits(found: Any) -> dict[str, float]:
 
 
 def drawn(
-    shown: list[Curve], heads: list[str], finding: str, below: str, *, share: bool,
-    room_below: int = 0,
+    shown: list[Curve], heads: list[str], finding: str, below: str, *,
+    against: str | None = None, room_below: int = 0,
 ) -> Chart:  # fmt: skip
     """A panel for each curve, its head above it.
 
     room_below  pixels left free beneath them
-    share  the time axis is per cent of each curve's own step, not milliseconds; and a faint line in
-           every panel is the peak of the first
+    against     what the first is called: then the time axis is per cent of each curve's own step,
+                not milliseconds, and a faint line in every other panel is the first's peak
     """
-    held = limits(shown)
+    held, share = limits(shown), against is not None
     highest = max([*(curve.peak for curve in shown), *held.values(), 1])
     unit = next(u for u, size in LARGEST.items() if highest >= size)
     per, room = LARGEST[unit], ROOM[min(len(shown), MAX_PANELS)]
@@ -94,6 +94,12 @@ def drawn(
                 y1=shown[0].peak / per,
                 line={"dash": "dot", "width": 1.5, "color": theme.look().faint},
             )
+        if share and i == 1:
+            fig.add_annotation(
+                xref="paper", x=1, y=shown[0].peak / per, yref=panel, xanchor="right",
+                yanchor="bottom", text=f"peak of {theme.text(against)}", showarrow=False,
+                font={"size": 12, "color": theme.look().faint},
+            )  # fmt: skip
         if heads[i]:
             fig.add_annotation(xref="paper", x=0, yref="paper", y=(top - head) / plot,
                                xanchor="left", yanchor="bottom", text=heads[i], showarrow=False,

@@ -135,7 +135,10 @@ class Grid:
     def frames(self, cluster: Cluster | None) -> list[dict[str, Any]]:
         pieces = [] if cluster is None else self._pieces(cluster)
         line = {"color": theme.look().faint, "width": 1.5}
-        return [{"type": "rect", "x0": left - 0.02, "x1": right + 0.02, "y0": upper - 0.07,
+        begun, ended = {left for _, left, *_ in pieces}, {right for _, _, right, *_ in pieces}
+        # Nodes side by side share the line between them: frames that overlap look like a mistake.
+        return [{"type": "rect", "x0": left - 0.02 * (left not in ended),
+                 "x1": right + 0.02 * (right not in begun), "y0": upper - 0.07,
                  "y1": lower + 0.07, "line": line} for _, left, right, upper, lower in pieces
                 ]  # fmt: skip
 

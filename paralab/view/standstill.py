@@ -50,8 +50,9 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     chart = timeline(report, ideal=False)
     title = f"{theme.text(name)}: {sum(done)} of {n} actions are done, then "
     title += f"{len(standing)} of {order.ranks} ranks wait for ever" if standing else "all is done"
-    fresh = theme.figure(title, "F = 10 ms, B = 20 ms, I = W = 10 ms, links free",
-                         height=int(chart.layout.height))  # fmt: skip
+    below = "F = 10 ms, B = 20 ms, I = W = 10 ms, links free"
+    below += " · a rank's later stages are paler" * (order.stages > order.ranks)
+    fresh = theme.figure(title, below, height=int(chart.layout.height))
     chart.layout.title, chart.layout.annotations, chart.layout.shapes = fresh.layout.title, (), ()
     chart.layout.xaxis.title.text = "time (ms)"
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))

@@ -189,10 +189,10 @@ def megabytes(count: float) -> str:
 
 
 def scaled(value: float, unit: str, *, digits: int = 3) -> str:
-    """ "1.25 MB", "107 µs", "3.4 GB/s": three digits and a decimal prefix. 1 KB = 10^3 bytes."""
-    prefixes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""), (1e-3, "m"),
+    """ "1.25 MB", "107 µs", "3.4 GB/s": three digits and a decimal prefix. 1 kB = 10^3 bytes."""
+    prefixes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"),
                 (1e-6, "µ"), (1e-9, "n"))  # fmt: skip
-    size = float(f"{abs(value):.{digits}g}")  # 999.9 is 1 K
+    size = float(f"{abs(value):.{digits}g}")  # 999.9 is 1 k
     if size == 0:
         return f"0 {unit}"
     factor, prefix = next((p for p in prefixes if size >= p[0]), prefixes[-1])

@@ -37,7 +37,7 @@ def traffic_chart(report: Report) -> Chart:
     if report.model is not None and report.plan.dp == report.world_size > 1 and copied.empty:
         ideal = moved.ring_optimum(report) * n // report.world_size
     unit = "call" if report.model is None else "step"
-    fig = theme.figure(_finding(report, float(total), ideal, copied), naming.clock_line(
+    fig = theme.figure(_finding(report, per_op, ideal, copied), naming.clock_line(
         report, f"bytes of one {unit}, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"),
         height=max(400, min(40 * n, 560) + 180))  # fmt: skip
     senders, receivers = _ends(report, by_edge)
@@ -149,9 +149,11 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
     }  # fmt: skip
 
 
-def _finding(report: Report, total: float, ideal: int | None, copied: pd.DataFrame) -> str:
+def _finding(
+    report: Report, sent: pd.DataFrame, ideal: int | None, copied: pd.DataFrame
+) -> str:  # fmt: skip
     n, name = len(metrics.reported_ranks(report)), theme.text(naming.subject(report))
-    size = float(copied["bytes"].sum())
+    total, size = float(sent["bytes"].sum()), float(copied["bytes"].sum())
     if report.clock == CLOCK:
         said = f"{name}: rank {report.meta.get('rank')} sends {theme.scaled(total, 'B')}"
         return said + f" and copies {theme.scaled(size, 'B')}" * (size > 0) + " per step"
@@ -164,9 +166,10 @@ def _finding(report: Report, total: float, ideal: int | None, copied: pd.DataFra
     if size:
         said += f" and copies {theme.megabytes(size / n)} MB"
     said += " per step" * (report.model is not None)
-    if ideal is None:
-        return said
-    if total == ideal:
-        return f"{said} = 2(N−1)/N·Ψ, exactly"
-    gap = 100 * (total - ideal) / ideal
-    return f"{said}, {abs(gap):.2f} % {'above' if gap > 0 else 'below'} 2(N−1)/N·Ψ"
+    if ideal is not None and total == ideal:
+        said += " = 2(N−1)/N·Ψ, exactly"
+    elif ideal is not None:
+        gap = 100 * (total - ideal) / ideal
+        said += f", {abs(gap):.2f} % {'above' if gap > 0 else 'below'} 2(N−1)/N·Ψ"
+    far = sent.loc[sent["level"] == "inter", "bytes"].sum()
+    return f"{said}; {100 * far / total:.0f} % of it between nodes" if 0 < far < total else said

@@ -51,7 +51,7 @@ class _Run:
 
 
 def _all_live(charts: list[Chart]) -> list[go.FigureWidget]:
-    return [live(chart, of=len(charts), first=i == 0) for i, chart in enumerate(charts)]
+    return [live(chart, first=i == 0) for i, chart in enumerate(charts)]
 
 
 class Bench(ipw.VBox):
@@ -257,13 +257,13 @@ class Bench(ipw.VBox):
                 self._enter("done" if self.result is not None else "idle")
 
     def _draw(self, charts: list[Chart]) -> None:
-        """A figure that no page has seen yet is made anew: it would not learn of changes."""
+        """A figure that no page has seen yet is made anew: it would not learn of changes. The old
+        one is not closed: a page that just makes itself a model of it would fail, and say so.
+        """
         if self._displayed:
             for figure, chart in zip(self.figures, charts, strict=True):
                 show(figure, chart)
             return
-        for figure in self.figures:
-            figure.close()
         self.figures = _all_live(charts)
         self._views.children = self.figures
 

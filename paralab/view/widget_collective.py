@@ -25,7 +25,7 @@ from paralab.view.widget_parts import Knob, Sketch
 
 FORMS = {"ring": "ring_all_reduce", "tree": "tree_all_reduce"}
 RANKS = (2, 3, 4, 6, 8)
-SIZES = tuple(m * 10**e for e in (3, 4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 1 KB to 10 MB
+SIZES = tuple(m * 10**e for e in (3, 4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 1 kB to 10 MB
 LATENCIES = tuple(m * 10**-e for e in (6, 5, 4, 3) for m in (1, 3))[:-1]  # 1 µs to 1 ms
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))[:-1]  # 10 MB/s to 100 GB/s
 

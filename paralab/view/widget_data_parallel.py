@@ -21,7 +21,7 @@ from paralab.view.widget_parts import Knob, Sketch, given
 from paralab.view.widget_shared import at_speed, beside_replay, count, few, link_knob
 
 RANKS = (1, 2, 3, 4, 6, 8)
-BUCKETS = tuple(m * 10**e for e in (4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 10 KB to 10 MB
+BUCKETS = tuple(m * 10**e for e in (4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 10 kB to 10 MB
 SAMPLES = (1, 2, 4, 8, 16)
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))  # 10 MB/s to 300 GB/s
 STEPS = 6

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import plotly
 import plotly.graph_objects as go
@@ -27,21 +28,25 @@ def _plotly() -> str:
     return (_FOLDER / "package_data" / "widgetbundle.js").read_text(encoding="utf-8")
 
 
-class _Shared(go.FigureWidget):
-    """A FigureWidget that can stand beside others.
+class _Whole(go.FigureWidget):
+    """A FigureWidget that tells the page of itself when it is complete.
 
-    It tells the page of itself when it is complete. plotly's own does so before it has its data,
-    and sends these afterwards: a page that draws it in between draws an empty figure, for good.
-    And it brings plotly's code along only if it is the first one (figure.js).
+    plotly's own does so before it has its data, and sends these afterwards: a page that draws it in
+    between, as a slow one does, draws an empty figure, for good. And its 5 MB of code must be
+    loaded within two seconds; here they come beside the figure, and once for a page (figure.js).
+
+    _bundle  plotly's code, where this figure brings it        _own  the name of the page's model
     """
 
     _esm = _OURS.read_text(encoding="utf-8").replace("VERSION", plotly.__version__)
     _bundle = Unicode("").tag(sync=True)
+    _own = Unicode("").tag(sync=True)
     _ready = False
 
-    def __init__(self, *args: Any, bundle: str = "", **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, chart: go.Figure, bundle: str) -> None:
+        super().__init__(list(chart.data), _layout(chart))
         self._bundle, self._ready = bundle, True
+        self._own = self._model_id = uuid4().hex
         self.open()
 
     def open(self) -> None:
@@ -49,16 +54,12 @@ class _Shared(go.FigureWidget):
             super().open()
 
 
-def live(chart: go.Figure, *, of: int = 1, first: bool = True) -> go.FigureWidget:
+def live(chart: go.Figure, *, first: bool = True) -> go.FigureWidget:
     """A figure on screen that shows ``chart``, complete from its first moment on.
 
-    of     figures that its widget has; several share the code that draws them
-    first  whether it is the first of them, and brings that code for all
+    first  whether it is the first of a widget's figures, and brings plotly's code for all
     """
-    if of == 1:
-        figure = go.FigureWidget(list(chart.data), _layout(chart))
-    else:
-        figure = _Shared(list(chart.data), _layout(chart), bundle=_plotly() if first else "")
+    figure = _Whole(chart, _plotly() if first else "")
     figure._shown = chart, *_plain(chart)
     return figure
 

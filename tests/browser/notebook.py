@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import BrowserContext, ConsoleMessage, Page
+from playwright.sync_api import BrowserContext, ConsoleMessage, Error, Page
 
 from browser.server import Server
 
 WIDTH, HEIGHT = 1280, 2400
 OPEN_TIMEOUT_S = 60
 OWN = ("127.0.0.1", "localhost")
+# What anywidget says of a figure on a page that is busy for two seconds. It follows all the same
+# (paralab/view/figure.js; tests/browser/test_widgets.py has it always said).
+LATE = "[anywidget] Failed to initialize model."
 
 
 class Notebook:
@@ -26,16 +29,18 @@ class Notebook:
 
     wrong  what the page itself complained of: console errors, uncaught exceptions, requests to
            anywhere but loopback
+    late   how many figures were late to begin
     """
 
     def __init__(self, browser: BrowserContext, server: Server, name: str) -> None:
         self.server, self.name = server, name
         self.wrong: list[str] = []
+        self.late = 0
         self.page: Page = browser.new_page()
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         self.page.add_init_script(path=Path(__file__).with_name("page.js"))
         self.page.on("console", self._console)
-        self.page.on("pageerror", lambda error: self.wrong.append(f"uncaught: {error}"))
+        self.page.on("pageerror", self._uncaught)
         self.page.on("request", lambda request: self._address(request.url))
         self.page.on("websocket", lambda socket: self._address(socket.url))
 
@@ -43,6 +48,12 @@ class Notebook:
         if message.type == "error":
             where = message.location.get("url", "").split("?")[0]
             self.wrong.append(f"console error: {message.text} ({where})")
+
+    def _uncaught(self, error: Error) -> None:
+        if str(error) == LATE:
+            self.late += 1
+        else:
+            self.wrong.append(f"uncaught: {error}")
 
     def _address(self, url: str) -> None:
         parts = urlsplit(url)
@@ -96,7 +107,9 @@ class Notebook:
 
     def settled(self) -> bool:
         """Whether all that the cells promise is on the page; a failed cell has no more to come."""
-        return bool(self.ask("dialogs")) or self.failed_cells() != [] or not self.ask("missing")
+        if self.ask("dialogs") or self.failed_cells():
+            return True
+        return not self.ask("missing", True)
 
     def _unfinished(self) -> str:
         waiting = [c for c in self.cells() if c["waits"]]
@@ -106,15 +119,15 @@ class Notebook:
 
     def run_cell(self, index: int, timeout: float = 30.0) -> None:
         """Select cell ``index`` and run it as Shift+Enter does."""
-        before = self.cells()[index]["count"]
+        before = self.ask("stands", index)["count"]
         self.page.evaluate(
             "(i) => { const p = jupyterapp.shell.currentWidget; p.content.activeCellIndex = i;"
             " p.content.deselectAll(); jupyterapp.commands.execute('notebook:run-cell'); }",
             index,
         )
         self.wait(
-            lambda: (cell := self.cells()[index])["count"] not in (None, before)
-            and not cell["waits"],
+            lambda: (now := self.ask("stands", index))["count"] not in (None, before)
+            and not now["waits"],
             timeout, lambda: f"cell {index} has not run: {_first_line(self.cells()[index])}",
         )  # fmt: skip
 

@@ -46,13 +46,18 @@ window.lab = (() => {
     (widget.node.querySelector(".jp-InputPrompt")?.textContent ?? "").includes("*") ||
     widget.model.executionState === "running";
 
+  // How far a cell has come. Asked many times while it runs, so nothing is copied.
+  const stands = (index) => {
+    const widget = cells()[index];
+    return { count: widget.model.executionCount ?? null, waits: waits(widget) };
+  };
+
   const failed = ({ model }) => {
     const types = Array.from({ length: model.outputs.length }, (_, i) => model.outputs.get(i).type);
     return types.includes("error") && !(model.getMetadata("tags") ?? []).includes("raises-exception");
   };
 
-  // Whether a run of all cells has ended, well or not. Asked many times while the page has other
-  // work to do: so nothing is copied, as `state` would every figure.
+  // Whether a run of all cells has ended, well or not. Nothing is copied here either.
   const ended = () => {
     const code = cells().filter(({ model }) => model.type === "code" && model.sharedModel.source.trim());
     if (document.querySelector(".jp-Dialog")) return true;
@@ -90,9 +95,12 @@ window.lab = (() => {
   const figures = (index = null) => plots(index).map(look);
 
   // Cells that promise a figure or a widget whose place on the page is still empty or broken.
-  const missing = () => {
+  // JupyterLab draws what is in sight. scroll: go to the first of them, as a reader would.
+  const missing = (scroll = false) => {
     const found = [];
+    let first = null;
     state().forEach((cell) => {
+      const before = found.length;
       const node = cells()[cell.index].node;
       const has = (type) => cell.outputs.filter((output) => output.data && type in output.data);
       const drawn = figures(cell.index).filter((f) => f.points > 0 && f.shapes > 0 && f.width > 0);
@@ -108,7 +116,9 @@ window.lab = (() => {
       const text = node.querySelector(".jp-Cell-outputArea")?.textContent ?? "";
       for (const trouble of ["Error displaying widget", "Error creating widget", "Loading widget"])
         if (widgets && text.includes(trouble)) found.push(`cell ${cell.index}: «${trouble}»`);
+      if (found.length > before) first ??= cell.index;
     });
+    if (scroll && first !== null) panel().content.scrollToItem(first, "center");
     return found;
   };
 
@@ -126,5 +136,5 @@ window.lab = (() => {
   const height = () =>
     cells().reduce((sum, cell) => sum + cell.node.getBoundingClientRect().height, 0);
 
-  return { said, listen, ready, state, write, ended, figures, missing, buttons, dialogs, height };
+  return { said, listen, ready, state, write, stands, ended, figures, missing, buttons, dialogs, height };
 })();

@@ -1,4 +1,4 @@
-"""The widgets by keyboard and mouse: the picture follows, a run leaves the page alive and stops."""
+"""A widget by keyboard and mouse: the picture follows, a run leaves the page alive and stops."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import pytest
 
 from browser.bench import ANSWER_S, Bench, displayed
 
-# {widget: how to make one that has somewhere to go, and whose first run can be stopped}. All are
-# of one kind (view/widget_bench.py), and all others are driven where they stand, in their labs.
-WIDGETS = {
-    "data_parallel": "pl.view.widgets.data_parallel("
-    "plan=pl.Plan(dp=2, microbatch_size=4, bucket_bytes=2**18))",
-    "pipeline": "pl.view.widgets.pipeline(pl.ModelSpec(layers=8, hidden=64, heads=4, seq_len=64))",
-}
+# One that has somewhere to go, and whose first run can be stopped. All widgets are of one kind
+# (view/widget_bench.py), and each is driven where it stands, in its lab.
+MADE = "pl.view.widgets.pipeline(pl.ModelSpec(layers=8, hidden=64, heads=4, seq_len=64))"
 SHOW, TWIN, STATE, CHART = range(4)  # the cells
+OVER = "() => { const c = new AbortController(); setTimeout(() => c.abort()); return c.signal; }"
 
 
-@pytest.mark.parametrize("widget", WIDGETS)
-def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook, widget):
+def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook):
     notebook = open_notebook(
         cells=[
-            f"import paralab as pl\nbench = {WIDGETS[widget]}\nbench",
+            f"import paralab as pl\nbench = {MADE}\nbench",
             "bench.predict()",
             "print(bench.state)",
             "bench.chart",
@@ -56,3 +52,27 @@ def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook, widget):
     bench.finish()
     assert bench.figure["data"] == displayed(notebook, CHART) != twin
     assert notebook.complaints() == []
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_figure_follows_from_the_first_moment_on_and_on_a_busy_page(open_notebook, busy):
+    """Also what is said to it before it is drawn, as when all cells are run at once. A busy page is
+    one that did not begin within anywidget's two seconds: here they are over at once.
+    """
+    later = "None" if busy else "bench.set(pp=2);"
+    notebook = open_notebook(
+        cells=[f"import paralab as pl\nbench = {MADE}\nbench", later, "bench.chart"]
+    )
+    if busy:
+        notebook.page.evaluate(f"() => (AbortSignal.timeout = {OVER})")
+    notebook.run_all()
+    bench = Bench(notebook, SHOW)
+    for move in (None, *bench.sliders):
+        if move is not None:
+            bench.move(move)
+        wanted = displayed(notebook, 2)
+        notebook.wait(
+            lambda w=wanted: bench.figure["data"] == w, ANSWER_S,
+            lambda w=wanted: f"on the page:\n{bench.figure['data']}\nin the kernel:\n{w}",
+        )  # fmt: skip
+    assert notebook.complaints() == [] and notebook.late >= busy
