@@ -15,6 +15,7 @@ import argparse
 import importlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ from paralab.options import (
 from paralab.spec import ModelSpec, Plan
 
 DEFAULT_OUT = "paralab-run"
+SPEAKER_FIRST = 20.0  # seconds that the one rank which says why has for it
 
 
 def torchrun_started_this() -> bool:
@@ -130,8 +132,9 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
     except ValueError as error:
         if "; legal: " not in str(error):
             raise
-        if os.environ.get("RANK", "0") == "0":  # once, not once per torchrun rank
-            parser.error(str(error))
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+            parser.error(str(error))  # once per machine, not once per rank
+        time.sleep(SPEAKER_FIRST)  # torchrun ends a machine's ranks with the first that goes
         sys.exit(2)
 
 

@@ -254,8 +254,9 @@ def _links(machine: Machine) -> str:
     if at is None:
         return ("not measured yet: paralab doctor --calibrate takes some ten seconds; else the "
                 "first prediction does it")  # fmt: skip
+    again = "; other programs were busy, so it is measured again once they are not" * at["busy"]
     return (f"measured {at['made'][:10]}: {at['flops'] / 1e9:.0f} GFLOP/s on a core, between ranks "
-            f"{1e3 * at['alpha']:.2g} ms and {at['bandwidth'] / 1e9:.2g} GB/s")  # fmt: skip
+            f"{1e3 * at['alpha']:.2g} ms and {at['bandwidth'] / 1e9:.2g} GB/s{again}")  # fmt: skip
 
 
 def _open_files(machine: Machine) -> str:

@@ -6,6 +6,7 @@ The two machines are two torchrun agents on this one, so the true clock offset i
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -27,13 +28,16 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def two_machines(*args: str, per_node: tuple[str, ...] = ("", "")) -> list[tuple[int, str]]:
-    """Two agents of two ranks each; (exit code, what it printed) of both."""
+def two_machines(
+    *args: str, ranks: int = 2, per_node: tuple[str, ...] = ("", "")
+) -> list[tuple[int, str]]:
+    """Two agents, each with as many ranks; (exit code, what it printed) of both."""
     port = free_port()
     agents = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
-             "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port),
+             "--nproc-per-node", str(ranks),
+             "--master-addr", "127.0.0.1", "--master-port", str(port),
              "-m", "paralab", "run", *SHAPE, *args, *per_node[node].split()],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
@@ -89,12 +93,12 @@ def test_bytes_between_machines_are_told_from_bytes_inside(folder):
 def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text):
     other = tmp_path / "other.txt"
     other.write_text("x" * 5000)
-    args = ("--dp", "4", "--steps", "2", "--out", str(tmp_path / "out"))
+    args = ("--dp", "2", "--steps", "2", "--out", str(tmp_path / "out"))
     for per_node, said in (
         ((f"--data {text}", f"--data {other}"), "reads another text"),
         ((f"--data {text} --lr 0.1", f"--data {text} --lr 0.2"), "another model, plan or settings"),
     ):
-        ended = two_machines(*args, per_node=per_node)
+        ended = two_machines(*args, ranks=1, per_node=per_node)
         assert all(code != 0 for code, _ in ended)
         assert said in ended[0][1] + ended[1][1]
 
@@ -102,4 +106,21 @@ def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text):
 def test_a_plan_of_another_size_is_refused(tmp_path):
     ended = two_machines("--dp", "3", "--out", str(tmp_path / "out"))
     assert all(code != 0 for code, _ in ended)
-    assert "the plan needs 3 ranks, torchrun started 4" in ended[0][1]
+    for _, said in ended:  # once on every machine
+        assert said.count("the plan needs 3 ranks, torchrun started 4") == 1
+
+
+def test_the_rank_that_says_why_goes_first(tmp_path):
+    """torchrun ends all ranks of a machine with the first that goes, heard or not."""
+
+    def rank(local: str) -> subprocess.Popen:
+        started = dict(RANK=local, LOCAL_RANK=local, WORLD_SIZE="2", MASTER_ADDR="localhost")
+        command = [sys.executable, "-m", "paralab", "run", "--dp", "3", "--out", str(tmp_path)]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ | started)
+
+    with rank("1") as silent:
+        with rank("0") as speaker:
+            assert b"the plan needs 3 ranks" in speaker.communicate(timeout=60)[1]
+        with pytest.raises(subprocess.TimeoutExpired):
+            silent.wait(2.0)
+        silent.terminate()

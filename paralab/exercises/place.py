@@ -163,9 +163,9 @@ def suits(plan: Any, case: Case) -> None:
 @functools.lru_cache(maxsize=1024)
 def known(plan: Plan, case: Case) -> Answer:
     """What `ask` says."""
-    from paralab.theory.search import simulate
+    from paralab.theory.outline import totals
 
-    return Answer(*simulate(case.spec, plan, case.cluster, "adamw"))
+    return Answer(*totals(case.spec, plan, case.cluster, optimizer="adamw"))
 
 
 @functools.cache

@@ -27,7 +27,7 @@ CHUNK = 5000  # elements of 4 bytes: k
 CLUSTER = Cluster(
     name="10 Gbit/s", flops=1e12, memory_bandwidth=1e11, intra=Link(alpha=20e-6, bandwidth=1.25e9)
 )
-TIMEOUT_S = 10.0  # without any sign of life: four ranks that exchange 60 KB need milliseconds
+TIMEOUT_S = 10.0  # without any sign of life: four ranks that exchange 60 kB need milliseconds
 
 RESULT, CALLS, BYTES, MEMORY, TIME = (
     "result", "calls", "bytes per rank", "extra memory", "simulated time",

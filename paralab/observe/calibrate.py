@@ -6,7 +6,7 @@ torch):
     device  forward, backward and optimizer of small GPTs on one rank with one thread. Their thread
             CPU seconds are fitted to flops / F + bytes / B + kernels * o, the model of
             theory/formulas.py
-    links   every collective between min(4, cores) ranks, 1 KB to 8 MB, fitted to alpha + wire bytes
+    links   every collective between min(4, cores) ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
             / bandwidth. A call's time runs from its last member's launch to its end, as the event
             engine counts it
     products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
@@ -14,7 +14,9 @@ torch):
             are the same chips; files, written and read past the page cache; AdamW steps
 
 How well they fit is kept with them (`calibration()["accuracy"]`), and so is every measured point,
-for the alpha-beta picture. theory/fit.py has the fit, measure.py what runs in the ranks.
+for the alpha-beta picture. theory/fit.py has the fit, measure.py what runs in the ranks. What was
+measured while other programs computed is kept no longer than they do: links can come out half as
+fast.
 
 The alpha-beta model is Hockney's (1994, "The communication challenge for MPP"). Its alpha here is
 the price of gloo's threads and sockets on loopback, not of a wire; more ranks than were calibrated
@@ -48,6 +50,8 @@ from paralab.theory.traffic import wire_bytes
 from paralab.theory.work import PRODUCTS
 
 FORMAT = 3  # of the cache file; files of another format are measured again
+BUSY = 0.25  # of the processors, taken by other programs: what is measured beside them is not kept
+LOOK_S = 0.2  # how long to look at that
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 
 # Measurements of this process whose cache folder cannot be written, by path: without them every
@@ -67,13 +71,16 @@ def local_cluster(*, refresh: bool = False) -> Cluster:
 
 
 def calibration(*, refresh: bool = False) -> dict[str, Any]:
-    """Everything measured: {"cluster", "points", "accuracy", "seconds", "made"}, plain JSON values.
+    """Everything measured: {"cluster", "points", "accuracy", "busy", "seconds", "made"}, plain JSON
+    values.
 
     accuracy   {"device", an operation, or as "bf16 forward" a product: {"median", "worst"}},
                relative errors of the fit at its own points
+    busy       share of the processors that other programs took, between or after measurements. If
+               that was more than a quarter, a later call measures again once it is not
     """
     path, found = cache_path(), None if refresh else known()
-    if found is None:
+    if found is None or (found.get("busy", 0.0) > BUSY >= processors_busy()):
         found = _measure()
         if _write(path, found):
             _unwritten.pop(path, None)
@@ -192,12 +199,33 @@ def _write(path: Path, known: dict[str, Any]) -> bool:
 
 
 # ---- measuring --------------------------------------------------------------------------------
+def processors_busy(seconds: float = LOOK_S) -> float:
+    """Share of all processors' time that programs take now, from 0 to 1; 0.0 where it is not told
+    (it is on Linux). This process does nothing meanwhile.
+    """
+    before = _processor_time()
+    time.sleep(seconds)
+    total, idle = (b - a for a, b in zip(before, _processor_time(), strict=True))
+    return 1 - idle / total if total > 0 else 0.0
+
+
+def _processor_time() -> tuple[int, int]:
+    """(all, idle or waiting for a disk) of the processors' time since they started, in ticks."""
+    try:
+        words = Path("/proc/stat").read_text().split(maxsplit=9)
+        ticks = [int(word) for word in words[1:9]]
+    except (OSError, ValueError):
+        return 0, 0
+    return sum(ticks), ticks[3] + ticks[4]
+
+
 def _measure() -> dict[str, Any]:
     from paralab.launch import launch_program
 
     began, cores = time.perf_counter(), available_cores()
     ranks = max(2, min(4, cores))
     device = launch_program(measure_device, 1, (), device="cpu")[0]
+    busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
     products = launch_program(measure_products, 1, (), device="cpu")[0]
     tiers = launch_program(measure_tiers, 1, (), device="cpu")[0]
     links = _from_last_launch(launch_program(measure_links, ranks, (), device="cpu"))
@@ -235,6 +263,7 @@ def _measure() -> dict[str, Any]:
         "cluster": cluster.to_dict(),
         "points": {"links": links, "device": device, "products": products, "tiers": tiers},
         "accuracy": accuracy,
+        "busy": max(busy, processors_busy()),
         "seconds": time.perf_counter() - began,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -166,16 +166,18 @@ def ask_torch(
 
 # ---- links --------------------------------------------------------------------------------------
 def calibrated() -> dict[str, Any] | None:
-    """{"made", "flops", "alpha", "bandwidth"} of the cached calibration, or None.
+    """{"made", "busy", "flops", "alpha", "bandwidth"} of the cached calibration, or None.
 
-    flops is one core's, FLOP/s; the link is that of an all-reduce between ranks.
+    flops is one core's, FLOP/s; the link is that of an all-reduce between ranks; busy: whether too
+    much of the machine was other programs' for it to be kept.
     """
     known = calibrate.known()
     if known is None:
         return None
     cluster = known["cluster"]
     link = cluster["collectives"].get("all_reduce") or cluster["intra"]
-    return {"made": known["made"], "flops": cluster["flops"], "alpha": link["alpha"],
+    busy = known.get("busy", 0.0) > calibrate.BUSY
+    return {"made": known["made"], "busy": busy, "flops": cluster["flops"], "alpha": link["alpha"],
             "bandwidth": link["bandwidth"]}  # fmt: skip
 
 

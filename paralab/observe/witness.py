@@ -5,7 +5,7 @@ knowing anything of collectives. Ranks are held at a *gate* before and after eve
 parent reads the counter while all of them stand still. So theory, ledger and kernel can be put side
 by side, and an implementation that moves more than its name says is found out.
 
-Headers add some 0.3 to 4 KB per rank and call: below 1 % from about 1 MiB on.
+Headers add some 0.3 to 4 kB per rank and call: below 1 % from about 1 MiB on.
 
 The counter belongs to the whole machine (to the network namespace, to be exact). What other
 programs send over the loopback can only add to it, so every call is made several times and the

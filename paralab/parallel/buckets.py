@@ -11,8 +11,10 @@ parts of it, wherever that cuts through a parameter.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from paralab.parallel.layouts import holding
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
@@ -44,19 +46,30 @@ def assign(
     A bucket is closed once it holds ``bucket_bytes`` or more, and padded to a whole multiple of
     ``multiple`` elements (the group size, so that every rank's share of it is equal).
     """
-    buckets: list[Bucket] = []
-    params: list[int] = []
-    offsets: list[int] = []
-    filled = 0
-    for index in reversed(range(len(sizes))):
-        params.append(index)
-        offsets.append(filled)
-        filled += sizes[index]
-        if filled * itemsize >= bucket_bytes or index == 0:
-            padded = -(-filled // multiple) * multiple
-            buckets.append(Bucket(params=tuple(params), offsets=tuple(offsets), numel=padded))
-            params, offsets, filled = [], [], 0
+    n, ends = len(sizes), list(accumulate(reversed(sizes), initial=0))
+    buckets = []
+    for first, end in closed(ends, -(-bucket_bytes // itemsize)):
+        filled = ends[end] - ends[first]
+        buckets.append(Bucket(
+            params=tuple(range(n - 1 - first, n - 1 - end, -1)),
+            offsets=tuple(at - ends[first] for at in ends[first:end]),
+            numel=-(-filled // multiple) * multiple,
+        ))  # fmt: skip
     return buckets
+
+
+def closed(ends: Sequence[int], enough: int) -> list[tuple[int, int]]:
+    """(first, end) of the parameters in each bucket, counted in the order in which they are dealt.
+
+    ends    elements before each of them, and at last of all
+    enough  elements that close a bucket
+    """
+    found, first, n = [], 0, len(ends) - 1
+    while first < n:
+        end = min(bisect_left(ends, ends[first] + enough, lo=first + 1), n)
+        found.append((first, end))
+        first = end
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
