@@ -25,8 +25,17 @@ READY_DEV := $(VENV)/.ready-dev
 LAB_DEFAULTS := $(VENV)/share/jupyter/lab/settings
 NO_NEWS := {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
 
-# A choice of tests (TEST_ARGS='-k ring') may lie in one of the two groups: 5 is "none collected".
-PYTEST := $(PY) -m pytest tests $(TEST_ARGS)
+# Files of tests at a time.
+WORKERS ?= $(if $(filter 0 1 2 3,$(shell nproc 2>/dev/null || echo 2)),2,3)
+
+# The tests start hundreds of interpreters: what each would compile again is kept, also where the
+# environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
+
+# A choice of tests (TEST_ARGS='-k ring') may lie in one of the three groups: 5 is "none collected".
+# nbval is for `make nbval`; as a plugin of every test process it would only be imported.
+PYTEST := $(PY) -m pytest -p no:nbval $(TEST_ARGS)
+MARKED = $(shell grep -lrw --include='test_*.py' 'mark.$(1)' tests)
 OR_NONE := $(if $(TEST_ARGS),|| [ $$? -eq 5 ])
 
 # JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
@@ -80,10 +89,13 @@ test: $(READY_DEV)
 	@$(PY) -m ruff format --check .
 	@echo "== a browser for the labs"
 	@$(PY) tests/browser/chromium.py
-	@echo "== tests, two at a time"
-	@$(PYTEST) -m 'not alone' --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(OR_NONE)
+	@echo "== tests, $(WORKERS) files at a time"
+	@$(PYTEST) tests -m 'not alone and not prompt' --numprocesses=$(WORKERS) --dist=loadfile \
+	  --no-loadscope-reorder $(OR_NONE)
+	@echo "== tests of how soon something answers, two at a time"
+	@$(PYTEST) $(call MARKED,prompt) -m prompt --numprocesses=2 --dist=load $(OR_NONE)
 	@echo "== tests that measure this machine, one at a time"
-	@$(PYTEST) -m alone $(OR_NONE)
+	@$(PYTEST) $(call MARKED,alone) -m alone $(OR_NONE)
 
 nbval: $(READY_DEV)
 	@$(PY) -m pytest labs --nbval --nbval-current-env --nbval-cell-timeout=120 \

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import os
 import random
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 import paralab as pl
 from paralab.ranks.server import ONE_THREAD
+from paralab.view import late_grammar  # noqa: F401  before nbformat is imported
 
 # torch is not imported yet. With a thread per core in every worker beside the ranks of its tests,
 # threads wait for one another more than they compute: two files at a time took 154 s, and 59 so.
@@ -30,9 +33,47 @@ WORDS = [
 ]
 
 
+# Files of a minute or more. Beside others they begin first, after the pages: one that begins last
+# is waited for alone.
+LONG = ("composed", "offload", "offload_composed", "tensor_parallel", "labs_meta", "relay",
+        "checkpoint_killed", "tensor_theory", "checkpoint", "exercises_ranks", "torchrun",
+        "pipeline_equality", "traffic", "zero")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def turn(item: pytest.Item) -> int:
+        name = item.path.stem.removeprefix("test_")
+        if item.path.parent.name == "browser":
+            return -1
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=turn)  # stable: within a file nothing moves
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each file's tests go to one worker; the labs, a quarter of all there is to do, to two."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            lab = re.search(r"test_labs.py::.*\[(\d+)_", nodeid)
+            return f"labs {int(lab[1]) % 2}" if lab else super()._split_scope(nodeid)
+
+    return Files(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Beside others, a worker that is done with pages goes behind those that are not: a page is
+    held to seconds, and the labs' pages are what comes first.
+    """
+    if hasattr(item.config, "workerinput") and "/browser/" not in item.nodeid and os.nice(0) == 0:
+        os.nice(5)
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64 KB of words in a fixed order: no test may depend on which Python is installed."""
+    """64 kB of words in a fixed order: no test may depend on which Python is installed."""
     draw = random.Random(0)
     path = tmp_path_factory.mktemp("text") / "words.txt"
     lines = [

@@ -6,6 +6,7 @@ and the text, and nothing of the training code under test.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ import paralab as pl
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.05, "fp16": 0.006}
 
 
+@functools.cache
 def reference(model: pl.ModelSpec, **asked: Any) -> dict[str, Any]:
-    """Last step's gradients, the weights after it and all losses, by one plain process.
+    """Last step's gradients, the weights after it and all losses, by one plain process; made once.
 
     asked  microbatches, microbatch_size, steps, lr and data, and if they matter precision and
            clip_norm

@@ -46,7 +46,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "schedule": ("1f1b", "naive", "gpipe", "interleaved", "zb-h1", "zb-h2", "l2l"),
     "virtual_stages": (1, 2),
-    "microbatches": (4, 1, 3),  # with 2 or 3 stages: fewer than stages, and not divisible by them
+    "microbatches": (2, 1, 3),  # with 2 or 3 stages: fewer than stages, and not divisible by them
     "zero_stage": (0, 1, 2, 3),
     "shard": (None, 2),
     "prefetch": (1, 0),

@@ -162,7 +162,7 @@ def test_every_plan_writes_all_of_it_once_and_shares_the_writing(name, run, deep
     assert found.step == 3 and found.model == deep and found.plan["pp"] == plan.pp
     sizes = [size for file, (size, _) in found.files.items() if file.endswith(".distcp")]
     assert len(sizes) == plan.world_size
-    # DCP writes each tensor as a file of its own would be: some 1.3 KB beside the values
+    # DCP writes each tensor as a file of its own would be: some 1.3 kB beside the values
     tensors = 3 * len(deep.parameter_shapes()) * (1 if plan.zero_stage == 0 else 2)
     assert 12 * psi < sum(sizes) < 12 * psi + 1600 * tensors
     assert max(sizes) < 1.6 * sum(sizes) / plan.world_size

@@ -173,7 +173,7 @@ pl.run(pl.{model}, pl.{plan}, steps=10**6, save=folder, save_every=1, resume=fol
 """
 
 
-@pytest.mark.alone
+@pytest.mark.timeout(420)
 def test_killed_at_50_random_moments_a_training_goes_on_where_it_was(run, text, tmp_path):
     script = VICTIM.format(model=MODEL, plan=PLAN)
     callers = [

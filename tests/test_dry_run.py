@@ -150,7 +150,7 @@ print(json.dumps([time.perf_counter() - start, "torch" in sys.modules, report.pe
 """
 
 
-@pytest.mark.alone
+@pytest.mark.prompt
 def test_a_trillion_parameters_take_seconds_and_the_caller_has_no_torch():
     done = subprocess.run([sys.executable, "-c", IN_A_KERNEL], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -287,7 +287,7 @@ def test_a_compute_lane_holds_its_work_and_its_waits_and_no_gap(lists):
         assert math.isclose(work + waits, spans[-1][1] if spans else 0.0, abs_tol=1e-12)
 
 
-@pytest.mark.alone
+@pytest.mark.prompt
 def test_ten_thousand_items_are_quick():
     program = []
     for call in range(834):

@@ -182,6 +182,8 @@ def test_moves_are_the_fewest_that_turn_one_list_into_the_other():
 
 def test_a_schedule_that_runs_is_drawn_to_its_end_and_a_wrong_one_is_refused():
     chart = stuck(SCHEDULES["zb-h1"](3, 4), name="whole")
+    assert "paler" not in chart.below
+    assert "later stages are paler" in stuck(SCHEDULES["interleaved"](2, 2, 2)).below
     assert repr(chart) == "Chart(whole: 36 of 36 actions done, 0 of 3 ranks stand still)"
     assert "all is done" in chart.finding
     with pytest.raises(ScheduleError, match="comes before 0F0"):

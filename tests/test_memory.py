@@ -331,7 +331,7 @@ def test_advice_names_settings_that_fit_by_the_formulas():
 
 
 # ---- what it costs -------------------------------------------------------------------------------
-@pytest.mark.alone
+@pytest.mark.prompt
 def test_a_watched_step_costs_a_tenth_more_at_most():
     spec = pl.ModelSpec(layers=4, hidden=256, heads=8, seq_len=128, vocab=256)
     recorder = Recorder(rank=0, world_size=1)

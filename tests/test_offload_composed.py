@@ -49,9 +49,9 @@ def several(context, model, plans, settings, folder):
 @pytest.mark.parametrize("axis", AXES, ids=said)
 def test_adamw_is_that_of_the_same_plan_wherever_its_states_lie(kept, text, tmp_path, axis):
     """Every combination of places, beside every axis: three steps, bit for bit."""
-    # Tensor parallelism's layers are alike, and say much to each other.
-    model = MODEL.replace(layers=2) if "tp" in axis else MODEL
-    of = {"microbatches": 4 // axis.get("dp", 1), **BUCKET, **axis}
+    # Tensor parallelism's layers and micro-batches are alike, and say much to each other.
+    model, count = (MODEL.replace(layers=2), 2) if "tp" in axis else (MODEL, 4)
+    of = {"microbatches": count // axis.get("dp", 1), **BUCKET, **axis}
     plans = [pl.Plan(zero_stage=stage, **of) for stage in (1, 2, 3)]
     plans += [pl.Plan(zero_stage=stage, offload=tiers, **of) for stage, tiers in TIERS]
     for plan in plans:
@@ -60,7 +60,7 @@ def test_adamw_is_that_of_the_same_plan_wherever_its_states_lie(kept, text, tmp_
                 "optimizer": "adamw", "clip_norm": None}  # fmt: skip
     args = (model, plans, settings, str(tmp_path))
     ranks = launch_program(several, 2, args, timeout=300, device="cpu")
-    alone = kept(model, pl.Plan(microbatches=4))
+    alone = kept(model, pl.Plan(microbatches=count))
     states = [
         types.SimpleNamespace(**{
             what: whole_model({p["rank"]: p[what] for p in parts if p[what]}, plan, model)
@@ -138,11 +138,8 @@ def test_gradients_and_sgd_weights_are_those_of_a_plain_loop(run, text, axis, pl
     assert_equal_state(alone_of(text), report)
 
 
-def alone_of(text, known={}):  # noqa: B006
-    if not known:
-        known["found"] = reference(MODEL, microbatches=4, microbatch_size=2, steps=3, lr=0.5,
-                                   data=text)  # fmt: skip
-    return known["found"]
+def alone_of(text):
+    return reference(MODEL, microbatches=4, microbatch_size=2, steps=3, lr=0.5, data=text)
 
 
 @pytest.mark.parametrize("axis", [{"tp": 2, "sequence_parallel": True}, {"dp": 2, "shard": 1}],

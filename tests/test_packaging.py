@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,24 @@ def test_import_paralab_takes_under_half_a_second_of_processor_time():
 def test_import_paralab_leaves_torch_pandas_and_plotly_for_when_they_are_needed():
     code = "import sys, paralab; print(*sorted({'torch', 'pandas', 'plotly'} & sys.modules.keys()))"
     assert python(code).split() == []
+
+
+@pytest.mark.skipif(not find_spec("rfc3987_syntax"), reason="JupyterLab has not brought it along")
+def test_a_figure_does_not_wait_for_a_grammar_that_nobody_asks_for():
+    code = """
+import sys
+from paralab.view import chart
+import nbformat, plotly.io
+for module in list(sys.modules.values()):  # as inspect and unittest go through them
+    getattr(module, "__file__", None), getattr(module, "__warningregistry__", None)
+there = "lark" in sys.modules
+import jsonschema
+checks = jsonschema.FormatChecker(["iri"])
+said = [checks.conforms(text, "iri") for text in ("http://a/\u00fc", "no iri")]
+from rfc3987_syntax import parse
+print(there, *said, "lark" in sys.modules, parse("iri", "http://a/b") is not None)
+"""
+    assert python(code).split() == ["False", "True", "False", "True", "True"]
 
 
 def test_what_a_kernel_imports_never_imports_torch():
@@ -174,9 +193,11 @@ def test_continuous_integration_runs_what_a_contributor_runs():
     for part in (
         "ruff check",
         "ruff format --check",
-        "pytest tests ",
-        "-m 'not alone'",
-        "-m alone",
+        "tests -m 'not alone and not prompt'",
+        " tests/test_launch_failures.py ",
+        " -m prompt --numprocesses=2",
+        " tests/test_bubble.py ",
+        " -m alone",
     ):
         assert part in recipe
     strictly = make("--dry-run", "nbval").stdout

@@ -193,7 +193,7 @@ def test_costs_that_are_none_are_refused(costs, said):
 
 
 # ---- speed --------------------------------------------------------------------------------------
-@pytest.mark.alone
+@pytest.mark.prompt
 @pytest.mark.parametrize("sizes, seconds", [((16, 64, 4), 0.05), ((64, 512, 4), 1.0)])
 def test_a_slider_feels_live(sizes, seconds):
     # Measured alone: 15 ms and 0.5 s. Processor time and three times the bar: a busy machine

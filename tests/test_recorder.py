@@ -97,7 +97,7 @@ def test_work_of_other_threads_is_written_down_beside_the_step_and_own_work_is_n
     assert own < 0.01 <= helped < 0.05
 
 
-@pytest.mark.alone
+@pytest.mark.prompt
 def test_writing_down_a_span_costs_microseconds():
     recorder = Recorder(rank=0, world_size=1)
     began = time.thread_time()

@@ -1,7 +1,7 @@
 """Count on the loopback interface what collectives and a training step really move.
 
-python tests/wire_witness.py RANKS    prints one JSON object: {op: {ledger, kernel, payload}} in
-bytes, group totals
+python tests/wire_witness.py RANKS ...    prints one JSON object, for each number of ranks: {op:
+{ledger, kernel, payload}} in bytes, group totals
 
 Run under ``unshare -rn`` the counter is private to this program.
 """
@@ -18,13 +18,13 @@ import sys
 import paralab as pl
 from paralab.observe import witness
 
-MESSAGE = 8 * 2**20  # bytes: overhead of a few KB per call is then far below 1 %
+MESSAGE = 8 * 2**20  # bytes: overhead of a few kB per call is then far below 1 %
 OPS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send"),
     *("ring_reduce_scatter", "ring_all_gather", "ring_all_reduce", "tree_all_reduce"),
 )
 MODEL = pl.ModelSpec(layers=2, hidden=256, heads=4, seq_len=16)
-# Messages of 300 KB and more, the norms' and the loss's few numbers per token aside.
+# Messages of 300 kB and more, the norms' and the loss's few numbers per token aside.
 WIDE = pl.ModelSpec(layers=1, hidden=512, heads=8, seq_len=256)
 
 
@@ -79,13 +79,16 @@ def bring_loopback_up() -> None:
 
 
 def main() -> None:
-    ranks = int(sys.argv[1])
     bring_loopback_up()
+    print(json.dumps({ranks: counted(int(ranks)) for ranks in sys.argv[1:]}))
+
+
+def counted(ranks: int) -> dict[str, dict[str, float]]:
     payload = MESSAGE // 4 // ranks * ranks * 4
     names = (*ops_of(ranks), *steps_of(ranks))
     gates = len(names) * (witness.REPEATS + 1)
     parts, counts = witness.between_gates(program, ranks, (payload,), gates=gates)
-    result = {
+    return {
         name: {
             "ledger": sum(part[i] for part in parts),
             "kernel": min(witness.per_call(counts, i)),
@@ -93,7 +96,6 @@ def main() -> None:
         }
         for i, name in enumerate(names)
     }
-    print(json.dumps(result))
 
 
 if __name__ == "__main__":
