@@ -233,7 +233,7 @@ print(
 # ## How long does it take?
 # Two numbers describe a wire roughly: **α**, the seconds before the first byte, and the
 # **bandwidth** β. A message of n bytes takes α + n/β (Hockney 1994). Here they are for *your*
-# machine, fitted to all-reduces of 1 KB to 8 MB that it just ran:
+# machine, fitted to all-reduces of 1 kB to 8 MB that it just ran:
 
 # %% tags=["measured"]
 from paralab.observe.calibrate import calibration_points
@@ -260,7 +260,7 @@ pd.DataFrame({
 }, index=pieces).round(1)  # fmt: skip
 
 # %% [markdown]
-# And for real on this machine: one all-gather of 4 MB against 64 of 64 KB each.
+# And for real on this machine: one all-gather of 4 MB against 64 of 64 kB each.
 
 
 # %%

@@ -260,16 +260,18 @@ for optimizer, lr in (("adamw", 1e-3), ("sgd", 0.1)):
         traced = pl.trace(by_hand, ranks=4, args=(optimizer, lr, 8, divide))
         curves[optimizer, divide] = np.mean(traced.results, axis=0)
 
+apart = {}
 for optimizer in ("adamw", "sgd"):
-    apart = np.abs(curves[optimizer, True] - curves[optimizer, False]).max()
-    print(f"{optimizer:<6} largest difference of the loss with and without: {apart:.2f}")
+    apart[optimizer] = np.abs(curves[optimizer, True] - curves[optimizer, False]).max()
+    print(f"{optimizer:<6} largest difference of the loss with and without: {apart[optimizer]:.2f}")
 
 # %% tags=["measured"]
 named = {
     f"{optimizer}{'' if divide else ' without the division'}": list(values)
     for (optimizer, divide), values in curves.items()
 }
-view.losses(named)
+said = ", ".join(f"{worst:.2f} nats under {name}" for name, worst in apart.items())
+view.losses(named, title=f"Without the division losses differ by up to {said}")
 
 # %% [markdown]
 # Adam divides by the size of the gradient, so it does not see the factor at all: the curve is the
