@@ -45,6 +45,9 @@ class Cluster(Description):
                       ones are slower: n_1/2 of Hockney's r = r_inf n / (n + n_1/2). 0: they are not
     memory_bandwidth  bytes/s that elementwise kernels really reach, per device
     op_overhead       seconds every kernel costs before it does any work
+    call_overhead     seconds that posting a call takes from a device that posts its own
+    wait_overhead     seconds that what follows a wait takes longer on a core whose caches others
+                      have used meanwhile
     memory            bytes per device
     intra, inter      links inside a node and between nodes
     host, disk        links between a device and its host, each way, and to files; None: not stated,
@@ -63,6 +66,8 @@ class Cluster(Description):
     flops: float
     memory_bandwidth: float
     op_overhead: float = 0.0
+    call_overhead: float = 0.0
+    wait_overhead: float = 0.0
     memory: int = 2**62
     intra: Link
     inter: Link | None = None
@@ -89,7 +94,7 @@ class Cluster(Description):
             object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
         for name in ("flops", "memory_bandwidth"):
             object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
-        for name in ("op_overhead", "half_rate_tokens"):
+        for name in ("op_overhead", "call_overhead", "wait_overhead", "half_rate_tokens"):
             object.__setattr__(self, name, real(name, getattr(self, name), at_least=0.0))
         object.__setattr__(self, "intra", as_link("intra", self.intra))
         inter = self.intra if self.inter is None else as_link("inter", self.inter)

@@ -115,6 +115,17 @@ def test_a_call_lasts_from_its_last_launch_to_its_last_end():
     assert row["wire_bytes"] == wire_bytes("all_reduce", 8, 2)
 
 
+def test_an_overhead_is_a_median_over_ranks_and_passes_and_never_negative():
+    def rank(post, after):
+        rows = {"post": post, "forward": 1.0, "backward": 2.0, "forward after a wait": after,
+                "backward after a wait": 3 * after}  # fmt: skip
+        return [{"what": what, "seconds": seconds} for what, seconds in rows.items()]
+
+    typical = calibrate._typical([rank(0.1, 0.5), rank(0.9, -1.0), rank(0.2, 0.25)])
+    assert calibrate.overheads(typical) == (0.2, 0.5)
+    assert calibrate.overheads(calibrate._typical([rank(0.3, -0.1)])) == (0.3, 0.0)
+
+
 # ---- the cache ------------------------------------------------------------------------------
 def test_a_machine_is_measured_once_and_then_read(measurements):
     first, second = pl.Cluster.local(), pl.Cluster.local()
@@ -240,6 +251,7 @@ SCRIPT = """
 import json, sys
 import paralab as pl
 from paralab.observe import calibrate
+calibrate.BUSY = 1.0  # other tests run beside this one, or do not
 cluster = pl.Cluster.local()
 known = calibrate.calibration()
 same = pl.Cluster.local() == cluster
@@ -278,6 +290,8 @@ def test_this_machine_comes_out_as_a_machine_could_be(real):
     assert 1e8 < cluster.flops < 1e13
     assert cluster.memory_bandwidth > 1e8
     assert 0 <= cluster.op_overhead < 1e-2
+    assert 1e-6 < cluster.call_overhead < 1e-2
+    assert 0 <= cluster.wait_overhead < 1e-2
     assert 2**27 < cluster.memory < 2**50
     for link in (cluster.host, cluster.disk):
         assert 0 <= link.alpha < 0.1 and link.bandwidth > 1e6
@@ -295,6 +309,9 @@ def test_every_fit_states_its_error_and_keeps_its_points(real):
     products = {f"{precision} {what}" for precision in ("bf16", "fp16") for what in PRODUCTS}
     assert {f"{p['precision']} {p['what']}" for p in known["points"]["products"]} == products
     assert set(known["accuracy"]) == ops | tiers | products | {"device"}
+    assert {call["what"] for call in known["points"].pop("calls")} == {
+        "post", "forward", "forward after a wait", "backward", "backward after a wait"
+    }  # fmt: skip
     for point in [point for points in known["points"].values() for point in points]:
         assert point["seconds"] > 0 and point["fitted"] >= 0
     sizes = {point["payload_bytes"] for point in known["points"]["links"]}

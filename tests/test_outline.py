@@ -25,7 +25,8 @@ FAST = pl.Cluster(
 )  # fmt: skip
 # Messages take longer than what is computed between them.
 SLOW = FAST.replace(intra=pl.Link(alpha=3e-4, bandwidth=3e8),
-                    inter=pl.Link(alpha=2e-3, bandwidth=2e7))  # fmt: skip
+                    inter=pl.Link(alpha=2e-3, bandwidth=2e7), call_overhead=1e-4,
+                    wait_overhead=2e-4)  # fmt: skip
 DELAYED = {"gradients": "cpu", "optimizer": "cpu", "delayed": True}
 PLANS = {
     "one device": {"microbatches": 8},
@@ -68,7 +69,9 @@ PLANS = {
     "bf16": {"dp": 2, "pp": 2, "microbatches": 5, "precision": "bf16"},
 }  # fmt: skip
 # Of the step time. ZeRO-3's lanes in a pipeline are taken to be as busy as if nobody ever waited.
-OFF = {"zero 3 and pp": 0.02}
+# On slow links waits for copies get shorter where what is before them goes on more slowly.
+OFF = {("zero 3 and pp", False): 0.02, ("zero 3 and pp", True): 0.05,
+       ("inputs on the host", True): 0.01}  # fmt: skip
 
 
 @cache
@@ -124,8 +127,9 @@ CASES = [(name, slow) for name in PLANS for slow in (False, True)
 @pytest.mark.parametrize(("name", "slow"), CASES)
 def test_a_step_takes_as_long_as_with_every_call(name, slow):
     calls, actions = both(name, slow)
-    assert actions.step_time == pytest.approx(calls.step_time, rel=OFF.get(name, 1e-6))
-    assert actions.bubble == pytest.approx(calls.bubble, abs=0.01)
+    off = OFF.get((name, slow), 1e-6)
+    assert actions.step_time == pytest.approx(calls.step_time, rel=off)
+    assert actions.bubble == pytest.approx(calls.bubble, abs=max(0.01, off / 3))
     one, other = calls.summary()["value"], actions.summary()["value"]
     assert list(one.index) == list(other.index)
     step = one["step time"]

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 import paralab as pl
 from paralab.parallel.buckets import assign
 from paralab.theory import formulas, memory
+from paralab.theory.engine import Compute
 from paralab.theory.predict import predict
+from paralab.theory.predict_rows import RankRows
 
 MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=257)  # 3 divides no size of it
 FORMS = ("naive", "bucketed", "overlapped")
@@ -220,6 +222,44 @@ def test_every_matrix_product_has_its_kind(attention):
     whole = formulas.forward_parts(model, 3)["blocks.0"]
     assert half.products == tuple(flops / 2 for flops in whole.products)
     assert half.kernels == whole.kernels
+
+
+def test_posting_takes_time_unless_it_is_waited_for_and_what_follows_a_wait_takes_longer():
+    rank = RankRows(MODEL, pl.Plan(dp=2), cluster(call_overhead=0.25, wait_overhead=0.5), 0)
+
+    def compute():
+        rank.computes(Compute(1.0), "forward")
+        return rank.rows[-1].item.seconds
+
+    def launch():
+        return rank.launch("all_reduce", 8, (0, 1), "dp", "grad_sync")
+
+    assert compute() == 1.0
+    calls = [launch(), launch()]
+    assert compute() == 1.5 and compute() == 1.0
+    rank.wait(*calls)
+    assert compute() == 1.5 and compute() == 1.0
+    rank.wait(launch())
+    rank.wait(launch())  # nothing was computed in between
+    assert compute() == 1.5
+
+
+def test_a_tensor_parallel_step_is_longer_by_what_its_waits_cost():
+    model, plan = MODEL.replace(vocab=258), pl.Plan(tp=2, microbatches=2)
+    plain, slower = (predict(model, plan, cluster(wait_overhead=s), steps=1) for s in (0.0, 1.0))
+    waits = (plain.spans.query("rank == 0")["kind"] == "wait").sum()
+    assert waits > 16 and slower.step_time - plain.step_time == pytest.approx(waits)
+
+
+def test_dropout_draws_each_mask_whole_on_every_tensor_parallel_rank():
+    half = formulas.Cut(inside=0.5, outside=0.5)
+    plain, dropped = (formulas.forward_parts(MODEL.replace(dropout=p), 3, half) for p in (0, 0.1))
+    x, scores = formulas.sizes(MODEL, 3)
+    for part, drawn in (("embedding", x), ("blocks.0", 2 * x + scores), ("head", 0)):
+        assert dropped[part].flops - plain[part].flops == formulas.DRAW_FLOPS * drawn
+    again = [formulas.recompute_work(MODEL.replace(dropout=p), 3, "selective", half)
+             for p in (0, 0.1)]  # fmt: skip
+    assert again[1].flops - again[0].flops == formulas.DRAW_FLOPS * scores
 
 
 @pytest.mark.parametrize("rates", [3, {"bf16": 1e9}, {"bf16": (1, 2)}, {"fp32": (1, 2, 3)},

@@ -96,15 +96,21 @@ def test_the_terms_add_up(small):
     assert np.allclose(sum(small.terms.values()), small.closed)
 
 
-def test_the_closed_forms_rank_as_the_simulation_does():
-    found = pl.plan_search(SMALL.replace(hidden=256, seq_len=64), LAPTOP, global_batch=16, top=1)
+@pytest.mark.parametrize(
+    "cluster, like, least",
+    [(LAPTOP, 0.99, 0.9),
+     (LAPTOP.replace(call_overhead=2e-4, wait_overhead=2.5e-4), 0.97, 0.85)],
+)  # fmt: skip
+def test_the_closed_forms_rank_as_the_simulation_does(cluster, like, least):
+    """Also where calls and waits cost four times what a link does."""
+    found = pl.plan_search(SMALL.replace(hidden=256, seq_len=64), cluster, global_batch=16, top=1)
     some = random.Random(0).sample(range(len(found.space)), 60)
-    exact = [totals(found.model, found.space.plan(at), LAPTOP, optimizer="adamw") for at in some]
+    exact = [totals(found.model, found.space.plan(at), cluster, optimizer="adamw") for at in some]
     seconds, peaks = zip(*exact, strict=True)
-    assert rank_correlation(found.closed[some], seconds) >= 0.99
+    assert rank_correlation(found.closed[some], seconds) >= like
     assert rank_correlation(found.memory[some], peaks) >= 0.97
     ratios = found.closed[some] / np.array(seconds)
-    assert np.quantile(ratios, 0.05) >= 0.9 and np.quantile(ratios, 0.95) <= 1.05
+    assert np.quantile(ratios, 0.05) >= least and np.quantile(ratios, 0.95) <= 1.05
 
 
 def test_the_front_is_what_no_other_plan_beats(small):

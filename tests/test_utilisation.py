@@ -97,7 +97,14 @@ def test_products_on_few_tokens_are_slower_by_hockneys_rule(detail):
 
 
 @pytest.mark.parametrize(
-    "field, value", [("half_rate_tokens", -1), ("peak_flops", 0), ("half_rate_tokens", "few")]
+    "field, value",
+    [
+        ("half_rate_tokens", -1),
+        ("peak_flops", 0),
+        ("half_rate_tokens", "few"),
+        ("call_overhead", -1),
+        ("wait_overhead", "long"),
+    ],
 )
 def test_what_no_device_has_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}="):

@@ -1,14 +1,16 @@
 """What this machine really does: the numbers behind `Cluster.local()`, measured once and cached.
 
-Four short measurements in ranks of their own (about 8 seconds together; the caller never imports
-torch):
+Five short measurements in ranks of their own (some twelve seconds together; the caller never
+imports torch):
 
-    device  forward, backward and optimizer of small GPTs on one rank with one thread. Their thread
-            CPU seconds are fitted to flops / F + bytes / B + kernels * o, the model of
-            theory/formulas.py
+    device  forward, backward and optimizer of small GPTs with one thread, in min(4, cores) ranks at
+            once, as in a run. Their thread CPU seconds are fitted to flops / F + bytes / B +
+            kernels * o, the model of theory/formulas.py
     links   every collective between min(4, cores) ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
             / bandwidth. A call's time runs from its last member's launch to its end, as the event
             engine counts it
+    calls   what posting a call takes a rank's own thread, and how much longer a forward or a
+            backward takes after a wait than in a loop: whoever ran meanwhile has used the caches
     products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
     tiers   copies from one part of memory to another, which is what "host to device" is where both
             are the same chips; files, written and read past the page cache; AdamW steps
@@ -34,11 +36,13 @@ import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from paralab.cluster import available_cores
 from paralab.observe.measure import (
     OPS,
+    measure_calls,
     measure_device,
     measure_links,
     measure_products,
@@ -49,7 +53,8 @@ from paralab.theory.fit import fit_device, fit_link, fit_rate
 from paralab.theory.traffic import wire_bytes
 from paralab.theory.work import PRODUCTS
 
-FORMAT = 3  # of the cache file; files of another format are measured again
+PASSES = 3  # over all measurements but the links': cores change their speed from second to second
+FORMAT = 4  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured beside them is not kept
 LOOK_S = 0.2  # how long to look at that
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
@@ -94,6 +99,7 @@ def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any
     "products", "tiers": rows}.
 
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
+    calls   what, seconds: "post"; "forward", "backward"; either "after a wait": how much more
     device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
     products  precision, what (forward, input, weight), flops, seconds, fitted
     tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
@@ -224,11 +230,16 @@ def _measure() -> dict[str, Any]:
 
     began, cores = time.perf_counter(), available_cores()
     ranks = max(2, min(4, cores))
-    device = launch_program(measure_device, 1, (), device="cpu")[0]
+    programs = {measure_device: ranks, measure_calls: ranks, measure_products: ranks,
+                measure_tiers: 1}  # fmt: skip
+    measured: dict[Any, list[list[dict[str, Any]]]] = {program: [] for program in programs}
+    for _ in range(PASSES):
+        for program, count in programs.items():
+            measured[program] += launch_program(program, count, (), device="cpu")
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
-    products = launch_program(measure_products, 1, (), device="cpu")[0]
-    tiers = launch_program(measure_tiers, 1, (), device="cpu")[0]
+    device, calls, products, tiers = map(_typical, measured.values())
     links = _from_last_launch(launch_program(measure_links, ranks, (), device="cpu"))
+    post, wait = overheads(calls)
     (flops, bandwidth, overhead), device_accuracy = fit_device(device)
     collectives, accuracy = {}, {"device": device_accuracy}
     for op in OPS:
@@ -248,6 +259,8 @@ def _measure() -> dict[str, Any]:
         flops=flops,
         memory_bandwidth=bandwidth,
         op_overhead=overhead,
+        call_overhead=post,
+        wait_overhead=wait,
         memory=memory_bytes(),
         intra=collectives["send"],
         collectives=collectives,
@@ -261,12 +274,33 @@ def _measure() -> dict[str, Any]:
     return {
         "format": FORMAT,
         "cluster": cluster.to_dict(),
-        "points": {"links": links, "device": device, "products": products, "tiers": tiers},
+        "points": {
+            "links": links,
+            "device": device,
+            "calls": calls,
+            "products": products,
+            "tiers": tiers,
+        },
         "accuracy": accuracy,
         "busy": max(busy, processors_busy()),
         "seconds": time.perf_counter() - began,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _typical(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows that every rank has in every pass, with the median of their seconds."""
+    return [
+        {**same[0], "seconds": median(row["seconds"] for row in same)}
+        for same in zip(*ranks, strict=True)
+    ]
+
+
+def overheads(calls: list[dict[str, Any]]) -> tuple[float, float]:
+    """(seconds of posting a call, seconds that what follows a wait costs more)."""
+    seconds = {row["what"]: row["seconds"] for row in calls}
+    more = [seconds[f"{what} after a wait"] for what in ("forward", "backward")]
+    return seconds["post"], max(0.0, sum(more) / len(more))
 
 
 def _from_last_launch(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

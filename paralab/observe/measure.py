@@ -35,10 +35,10 @@ SHAPES = (
 )
 
 
-def measure_device(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]:
+def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
     """In a rank: median thread CPU seconds of forward, backward and optimizer of every shape.
 
-    budget  seconds in all; at least five rounds after warm-up. See [Note: rounds]
+    rounds  over the shapes, of which the first warms up. See [Note: rounds]
     """
     import torch
 
@@ -66,12 +66,10 @@ def measure_device(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]
         for i, what in enumerate(("forward", "backward", "optimizer")):
             seconds[number, what].append(marks[i + 1] - marks[i])
 
-    deadline, rounds = time.perf_counter() + budget, 0
-    while rounds < 7 or time.perf_counter() < deadline:
+    for _ in range(rounds):
         for number in range(len(SHAPES)):
             train(number)
             train(number)  # the second finds its weights in the cache, as a training loop does
-        rounds += 1
     points = []
     for number, (spec, (*_, samples)) in enumerate(zip(specs, SHAPES, strict=True)):
         works = {
@@ -84,12 +82,12 @@ def measure_device(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]
                 "layers": spec.layers, "hidden": spec.hidden, "heads": spec.heads,
                 "seq_len": spec.seq_len, "samples": samples, "what": what, "flops": work.flops,
                 "bytes": work.bytes, "kernels": work.kernels,
-                "seconds": median(seconds[number, what][4:][1::2]),
+                "seconds": median(seconds[number, what][2:][1::2]),
             })  # fmt: skip
     return points
 
 
-def measure_products(context: Any, *, budget: float = 1.0) -> list[dict[str, Any]]:
+def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any]]:
     """In a rank: median thread CPU seconds of matrix products in 16 bits, by precision and kind.
 
     x W^T, g W and g^T x as blocks of several widths have them. See [Note: rounds]
@@ -160,7 +158,58 @@ def measure_links(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_tiers(context: Any, *, budget: float = 1.5) -> list[dict[str, Any]]:
+def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
+    """In a rank: median thread CPU seconds of posting a call, and by how much a forward and a
+    backward take longer right after a wait for one than in a loop without.
+
+    The model is the smallest: what a wait adds hardly grows with the work after it. See [Note:
+    rounds]; the first quarter warms up
+    """
+    import torch
+
+    from paralab.comm import Group
+    from paralab.model import GPT
+    from paralab.observe.recorder import Recorder
+
+    recorder = Recorder(rank=context.rank, world_size=context.world_size)
+    group = Group(range(context.world_size), axis="dp", context=context, recorder=recorder)
+    layers, hidden, heads, seq_len, samples = SHAPES[0]
+    model = GPT(ModelSpec(layers=layers, hidden=hidden, heads=heads, seq_len=seq_len))
+    tokens = torch.zeros(samples, seq_len, dtype=torch.int64)
+    message = torch.zeros(seq_len * hidden)
+    found: dict[str, list[float]] = defaultdict(list)
+
+    def timed(work: Any) -> tuple[Any, float]:
+        began = time.thread_time()
+        made = work()
+        return made, time.thread_time() - began
+
+    def train(waits: bool) -> list[float]:
+        seconds = []
+        for what in ("forward", "backward"):
+            if waits:
+                call, posted = timed(lambda: group.all_reduce(message, phase="setup"))
+                found["post"].append(posted)
+                call.wait()
+            if what == "forward":
+                loss, spent = timed(lambda: model(tokens, tokens))
+            else:
+                _, spent = timed(loss.backward)
+            seconds.append(spent)
+        return seconds
+
+    for _ in range(rounds):
+        train(waits=False)  # still feels the last one's waits
+        inside, after = train(waits=False), train(waits=True)
+        for what, less, more in zip(("forward", "backward"), inside, after, strict=True):
+            found[what].append(less)
+            found[f"{what} after a wait"].append(more - less)
+    return [
+        {"what": what, "seconds": median(some[len(some) // 4 :])} for what, some in found.items()
+    ]
+
+
+def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
     """In a rank: seconds of copies between tiers, in the lanes that offload uses, and of the
     optimizer on the host's processor.
 

@@ -138,9 +138,13 @@ class Columns:
         return any(first // per != (first + span) // per for first in firsts)
 
     def wire(self, op: str, inter: Array) -> Wire:
-        """The link of ``op``, where ``inter`` says that a group crosses nodes."""
+        """The link of ``op``, where ``inter`` says that a group crosses nodes. What goes on more
+        slowly after a wait is in its alpha; after a message from stage to stage, in the stage's own
+        time (closed_form.py).
+        """
+        slower = 0.0 if op == "send" else self.cluster.wait_overhead
         near, far = self.cluster.link(op, "intra"), self.cluster.link(op, "inter")
-        return Wire(np.where(inter, far.alpha, near.alpha),
+        return Wire(np.where(inter, far.alpha, near.alpha) + slower,
                     np.where(inter, far.bandwidth, near.bandwidth))  # fmt: skip
 
     def _crossing(self, size: Array, stride: Array) -> Array:

@@ -47,8 +47,8 @@ class Pass(NamedTuple):
 
 def seconds(c: Columns) -> dict[str, Array]:
     """{term: seconds of a step}; their sum is the closed form's step time."""
-    passes = [one_pass(c, rank) for rank in c.ranks]
-    whole = one_pass(c, c.whole)
+    passes = [one_pass(c, rank, c.v) for rank in c.ranks]
+    whole = one_pass(c, c.whole, c.p * c.v)
     slowest = np.argmax([found.whole for found in passes], axis=0)
     pace = Pass(*(np.choose(slowest, columns) for columns in zip(*passes, strict=True)))
     idle, hops = bubble(c, whole, pace), messages(c, whole, pace)
@@ -71,8 +71,11 @@ def seconds(c: Columns) -> dict[str, Array]:
 
 
 # ---- one micro-batch ----------------------------------------------------------------------------
-def one_pass(c: Columns, rank: Rank) -> Pass:
-    """Work of PTD-P's eq. 3 cut by tensor parallelism (layer_costs.py), and what ZeRO-3 gathers."""
+def one_pass(c: Columns, rank: Rank, stages: Array) -> Pass:
+    """Work of PTD-P's eq. 3 cut by tensor parallelism (layer_costs.py), what ZeRO-3 gathers, and
+    what goes on more slowly after each message that one of the rank's ``stages`` waits for.
+    """
+    slower = c.cluster.wait_overhead
 
     def total(*names: str) -> Array:
         return sum(rank.blocks * getattr(c.block, name) + rank.first * getattr(c.embedding, name)
@@ -83,8 +86,13 @@ def one_pass(c: Columns, rank: Rank) -> Pass:
     gather_forward, gather_backward = gathering(c, rank)
     forward, sent = total("forward"), total("sent")
     return Pass(
-        forward=forward + sent + gather_forward,
-        input=total("input") + again + sent_back + sent_again + gather_backward,
+        forward=forward + sent + gather_forward + slower * (stages - rank.first),
+        input=total("input")
+        + again
+        + sent_back
+        + sent_again
+        + gather_backward
+        + slower * (stages - rank.last),
         weight=total("weight"),
         again=again,
         sent=sent + sent_back + sent_again,

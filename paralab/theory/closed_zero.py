@@ -49,6 +49,10 @@ def gathering(c: Columns, rank: Rank) -> tuple[Array, Array]:
     summed = (2 + (c.n > 1) * (1 + 1 / c.n)) * psi * c.item / c.cluster.memory_bandwidth
     summed = np.where(c.often, summed + 17 * rank.blocks * c.cluster.op_overhead, 0.0)
     third = c.zero == 3
+    # However early a part was asked for, it is waited for, and its gradients' way out is posted.
+    slower, posts = c.cluster.wait_overhead, c.cluster.call_overhead
+    fetched = fetched + later * (slower + posts)
+    again = again + later * (slower + 2 * posts)
     return (
         np.where(third, fetched, 0.0),
         summed + np.where(third, again, np.where(c.n > 1, c.often * reduced, 0.0)),

@@ -18,9 +18,10 @@ gradients, copies that a transposed view forces, the optimizer's passes. Kernels
 costs before it does any work: the calls of modules and tensor functions that paralab/model.py makes
 in forward, autograd's nodes in backward.
 
-On a CPU the tanh of GELU and the exp of softmax cost arithmetic too, not only bytes. `Work` adds it
-to the flops, at the rates in GELU_FLOPS and EXP_FLOPS (measured on one core, where leaving it out
-makes the optimizer look three times too slow); on a GPU it is 55/h of the whole, 1.4 % at h = 4096.
+On a CPU the tanh of GELU, the exp of softmax and the random numbers of dropout cost arithmetic too,
+not only bytes. `Work` adds it to the flops, at the rates in GELU_FLOPS, EXP_FLOPS and DRAW_FLOPS
+(measured on one core, where leaving it out makes the optimizer look three times too slow); on a GPU
+GELU is 55/h of the whole, 1.4 % at h = 4096. Masks are drawn whole on every tensor-parallel rank.
 The functions that are called ``*_flops`` leave it out.
 
 A sum of three terms knows nothing of how well a shape fits a cache: for half of 50 small models
@@ -38,6 +39,7 @@ from paralab.theory.work import ITEM, Work, product
 
 GELU_FLOPS = (400, 600)  # per element, forward and backward (tanh form)
 EXP_FLOPS = 100  # per element of a softmax
+DRAW_FLOPS = 1000  # per element of a dropout mask: 8 to 13 ns where products reach 110 GFLOP/s
 
 
 def total(works: object) -> Work:
@@ -89,9 +91,10 @@ def forward_pieces(
     explicit = model.attention == "explicit"
     drop = model.dropout > 0
 
-    def work(inside: Work, outside: float = 0.0, kernels: float = 0.0) -> Work:
-        """outside: elements."""
-        return inside.share(cut.inside) + Work(0, ITEM * outside * cut.outside, kernels)
+    def work(inside: Work, outside: float = 0.0, kernels: float = 0.0, drawn: float = 0.0) -> Work:
+        """outside, drawn: elements."""
+        shared = Work(DRAW_FLOPS * drawn * drop, ITEM * outside * cut.outside, kernels)
+        return inside.share(cut.inside) + shared
 
     def linear(flops: float) -> Work:
         return product(flops, "forward")
@@ -107,18 +110,18 @@ def forward_pieces(
     dropped = 3 * x * drop
     block = [
         ("norm", norm),
-        ("qkv", work(linear(3 * unit) + Work(0, ITEM * 6 * x, 3) + core)),
-        ("proj", work(linear(unit), 5 * x + dropped, 5 + drop)),
+        ("qkv", work(linear(3 * unit) + Work(0, ITEM * 6 * x, 3) + core, drawn=scores)),
+        ("proj", work(linear(unit), 5 * x + dropped, 5 + drop, drawn=x)),
         ("norm", norm),
         ("up", work(linear(4 * unit) + Work(GELU_FLOPS[0] * 4 * x, ITEM * 16 * x, 4))),
-        ("down", work(linear(4 * unit), 5 * x + dropped, 3 + drop)),
+        ("down", work(linear(4 * unit), 5 * x + dropped, 3 + drop, drawn=x)),
     ]
     head = [
         ("norm", work(Work(), 2 * x, 2)),
         ("output", work(linear(head_flops(model, batch)), 0, 1)),
         ("loss", work(Work(EXP_FLOPS * logits, ITEM * 3 * logits, 3))),
     ]
-    embedding = [("embedding", work(Work(), 6 * x, 5))]
+    embedding = [("embedding", work(Work(), 6 * x + dropped, 5 + drop, drawn=x))]
     blocks = {f"blocks.{i}": block for i in range(model.layers)}
     return {"embedding": embedding, **blocks, "head": head}
 
@@ -259,7 +262,7 @@ def backward_halves(
     block = made[before:]
     for i in wanted[1:]:
         made += [p.in_block(f"blocks.{i}") for p in block]
-    part("embedding", "embedding", 6 * x, 6,
+    part("embedding", "embedding", 6 * x + drop, 6,
          "embedding.position.weight", "embedding.token.weight",
          inside=2 * model.vocab * model.hidden)  # fmt: skip
     return made if parts is None else [p for p in made if p.part in parts]
@@ -268,7 +271,8 @@ def backward_halves(
 def attention_core_work(model: ModelSpec, batch: int) -> Work:
     """What selective recomputation does again in a block: from the result of qkv to proj's input.
 
-    The two products with the scores, 4 b s^2 h FLOPs, and the kernels between them.
+    The two products with the scores, 4 b s^2 h FLOPs, and the kernels between them, without the
+    random numbers, which nobody shares.
     """
     x, scores = sizes(model, batch)
     core = product(4 * batch * model.seq_len**2 * model.hidden, "input")
@@ -284,7 +288,8 @@ def recompute_work(model: ModelSpec, batch: int, recompute: str, cut: Cut = WHOL
     if recompute == "none":
         return Work()
     if recompute == "selective":
-        return attention_core_work(model, batch).share(cut.inside)
+        drawn = sizes(model, batch)[1] * (model.dropout > 0)
+        return attention_core_work(model, batch).share(cut.inside) + Work(DRAW_FLOPS * drawn)
     return forward_parts(model, batch, cut)["blocks.0"]
 
 

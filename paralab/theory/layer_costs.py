@@ -158,13 +158,16 @@ class _Parts:
         return Work(flops, moved, work.kernels).seconds(self.cluster)
 
     def comm(self, calls: Iterable[tensor.Call]) -> float:
-        """Of calls one after the other: alpha + wire bytes / bandwidth each (traffic.py)."""
+        """Of calls one after the other: alpha + wire bytes / bandwidth each (traffic.py), and what
+        goes on more slowly after the wait.
+        """
         found = 0.0
         for call in calls:
             item = 4 if call.phase in ALWAYS_FP32 else self.item
             n = self.book.group_size(self.plan, call.axis)
             sent = wire_bytes(call.op, item * call.elements, n, 0, n - 1 if call.root > 0 else 0)
             found += self.cluster.link(call.op, self.level).seconds(sent)
+            found += self.cluster.wait_overhead
         return found
 
     def _part(
@@ -180,9 +183,12 @@ class _Parts:
         for half in later:
             calls = self._of(half.layer)
             waited, beside = self.comm(calls.backward), self.comm(calls.beside)
-            alone += waited + beside
-            back += waited + self.comm(calls.weight)
-            back += max(0.0, beside - self.seconds(half.weight))
+            # A call that something hides is still posted, and waited for.
+            posted = len(calls.beside) * self.cluster.call_overhead
+            slower = len(calls.beside) * self.cluster.wait_overhead
+            alone += waited + beside + posted
+            back += waited + self.comm(calls.weight) + posted
+            back += max(slower, beside - self.seconds(half.weight))
         return PartCost(
             forward=self.seconds(total(work for _, work in forward)), input=inputs, weight=weights,
             added=added, again=0.0, sent=sent, sent_back=back, sent_input=alone, sent_again=0.0,

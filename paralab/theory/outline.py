@@ -89,7 +89,7 @@ def played(
         return max(cost("send", where, size) for where in
                    {level(a, b, beside) for beside in range(plan.dp * plan.tp)})  # fmt: skip
 
-    times = timetable(plan, schedule_order(model, plan), made, message)
+    times = timetable(plan, schedule_order(model, plan), made, message, cluster)
     return times, tails(plan, made, times)
 
 

@@ -50,6 +50,7 @@ class Slice(NamedTuple):
     seconds     from then to the next one's start
     cost        of these, those that the rank computes, without
     copies      seconds of putting gradients together
+    waits       whether it begins with a wait of its own
     """
 
     first: int
@@ -58,6 +59,7 @@ class Slice(NamedTuple):
     seconds: float
     cost: float
     copies: float
+    waits: bool
 
 
 class Sum(NamedTuple):
@@ -109,8 +111,10 @@ class Program:
             work = [row for row in self.rows[first:end] if type(row.item) is Compute]
             copies = sum(row.item.seconds for row in work if row.kind == "copy")
             cost = sum(row.item.seconds for row in work) - copies
+            types = (type(row.item) for row in self.rows[first:end])
+            waits = next((of is Wait for of in types if of in (Compute, Wait)), False)
             self.slices[unit, action.kind, at] = Slice(
-                first, end, begins[number], begins[number + 1] - begins[number], cost, copies
+                first, end, begins[number], begins[number + 1] - begins[number], cost, copies, waits
             )
 
     def times(self, number: int, microbatches: int) -> int:

@@ -88,7 +88,7 @@ def tails(plan: Plan, made: Sequence[Program], times: Timetable) -> list[Tail]:
     for action in np.flatnonzero(times.number == plan.microbatches - 1).tolist():
         rank, kind = int(found.rank[action]), "FBIW"[found.kind[action]]
         part = made[rank].slices[int(units[action]), kind, made[rank].count - 1]
-        last[rank].append((float(times.start[action]), part))
+        last[rank].append((float(times.start[action] + times.more[action]), part))
     nows = times.end[found.first[1:] - 1]
     sent = np.zeros(found.ranks)
     np.maximum.at(sent, found.rank[times.maker], times.came)

@@ -15,7 +15,7 @@ import numpy as np
 
 from paralab.parallel.lowering import posted_after
 from paralab.parallel.schedules import relay
-from paralab.spec import ModelSpec, Plan
+from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.engine import longest_path
 from paralab.theory.order import CODE, FREE, F, Order, W, order
@@ -32,6 +32,7 @@ class Timetable(NamedTuple):
     number      the how-manieth of its stage and kind in its rank's list              (n,)
     start, end  seconds from the start of the step                                    (n,)
     cost, copies  seconds of its work, and of putting gradients together in it        (n,)
+    more        seconds of its cost that messages before it add, at its start         (n,)
     maker, user  actions at both ends of every message                                (t,)
     left, came  when it starts and ends                                               (t,)
     """
@@ -42,6 +43,7 @@ class Timetable(NamedTuple):
     end: np.ndarray
     cost: np.ndarray
     copies: np.ndarray
+    more: np.ndarray
     maker: np.ndarray
     user: np.ndarray
     left: np.ndarray
@@ -96,19 +98,20 @@ def stands_for(count: np.ndarray, microbatches: int, few: int) -> np.ndarray:
 
 
 def timetable(
-    plan: Plan, found: Order, made: Sequence[Program], message: Callable[[int, int], float]
-) -> Timetable:
+    plan: Plan, found: Order, made: Sequence[Program], message: Callable[[int, int], float],
+    cluster: Cluster,
+) -> Timetable:  # fmt: skip
     """When everything happens. message: seconds from one pipeline rank to another."""
     n, m, few = len(found.rank), plan.microbatches, made[0].count
     count = numbers(found)
     number = stands_for(count, m, few)
     units = found.stages if plan.relays else plan.virtual_stages
-    table = np.zeros((found.ranks, units, 4, few, 3))
+    table = np.zeros((found.ranks, units, 4, few, 4))
     for rank, program in enumerate(made):
         for (unit, kind, at), part in program.slices.items():
-            table[rank, unit, CODE[kind], at] = part.seconds, part.cost, part.copies
+            table[rank, unit, CODE[kind], at] = part.seconds, part.cost, part.copies, part.waits
     unit = found.stage if plan.relays else found.stage // plan.pp
-    seconds, cost, copies = table[found.rank, unit, found.kind, number].T
+    seconds, cost, copies, waits = table[found.rank, unit, found.kind, number].T
     user = np.flatnonzero(found.source >= 0)
     maker = found.source[user]
     away = found.rank[maker] != found.rank[user]
@@ -120,14 +123,39 @@ def timetable(
     kinds, inverse = np.unique(pair, return_inverse=True)
     takes = np.array([message(*divmod(int(p), found.ranks)) for p in kinds] or [0.0])
     takes = takes[inverse] if len(pair) else np.zeros(0)
-    begin, finish = _longest(found, seconds, near, user, maker, pair, takes)
-    return Timetable(found, count, begin[:n], finish[:n], cost, copies, maker, user, begin[n:],
-                     finish[n:])  # fmt: skip
+    ahead = _posted(found, user)
+    more = np.where(waits, 0.0, _overheads(found, user, maker, ahead, cluster))
+    begin, finish = _longest(found, seconds + more, near, user, maker, pair, takes, ahead)
+    return Timetable(found, count, begin[:n], finish[:n], cost + more, copies, more, maker, user,
+                     begin[n:], finish[n:])  # fmt: skip
+
+
+def _posted(found: Order, user: np.ndarray) -> np.ndarray:
+    """Behind which action the receive of each message is posted; -1: before a rank's first."""
+    if len(found.rank) <= EXACT:
+        return posted_after(found)[user]
+    return np.where(user - 2 >= found.first[found.rank[user]], user - 2, -1)
+
+
+def _overheads(
+    found: Order, user: np.ndarray, maker: np.ndarray, ahead: np.ndarray, cluster: Cluster
+) -> np.ndarray:
+    """Seconds that messages add to every action, as predict_rows.py has them: one that waits for a
+    message goes on more slowly; any other has to wait until the messages before it are posted. (n,)
+    """
+    posts = np.zeros(len(found.rank))
+    np.add.at(
+        posts, np.setdiff1d(maker + 1, found.first), 1
+    )  # what is sent behind the last is free
+    np.add.at(posts, np.where(ahead >= 0, ahead + 1, found.first[found.rank[user]]), 1)
+    more = cluster.call_overhead * posts
+    more[user] = cluster.wait_overhead
+    return more
 
 
 def _longest(
     found: Order, seconds: np.ndarray, near: np.ndarray, user: np.ndarray, maker: np.ndarray,
-    pair: np.ndarray, takes: np.ndarray,
+    pair: np.ndarray, takes: np.ndarray, ahead: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Starts and ends of the n actions and then of the messages, each as early as can be.
 
@@ -145,10 +173,6 @@ def _longest(
     to[maker] = messages
     to[n:] = user
     posts = np.full(n + t, dummy)  # the receive that is posted after this action
-    if n <= EXACT:
-        ahead = posted_after(found)[user]
-    else:
-        ahead = np.where(user - 2 >= found.first[found.rank[user]], user - 2, -1)
     posted = np.flatnonzero(ahead >= 0)
     posts[ahead[posted]] = messages[posted]
     others = posted[posts[ahead[posted]] != messages[posted]]  # posted behind the same action

@@ -64,6 +64,7 @@ class RankRows:
         self.slower = 1 + cluster.half_rate_tokens / (plan.microbatch_size * model.seq_len)
         self.rows: list[Row] = []
         self.before: tuple[int, ...] = ()  # the position of the compute lane's last entry
+        self.owed = 0.0  # seconds that calls and waits so far add to what is computed next
         self.calls: dict[tuple, list[int]] = {}  # so that the members of a call name it alike
         # What calls with the same arguments have in common, and those of tensor parallelism.
         self.alike: dict[tuple, _Common] = {}
@@ -80,6 +81,8 @@ class RankRows:
         stage: int = 0,
     ) -> None:  # fmt: skip
         """An entry of the compute lane: what is launched now comes after it."""
+        if self.owed and isinstance(item, Compute):
+            item, self.owed = Compute(item.seconds + self.owed), 0.0
         self.before = (len(self.rows),)
         self.rows.append(Row(item, kind, microbatch, after, stage))
 
@@ -98,6 +101,7 @@ class RankRows:
     def wait(self, *positions: int) -> None:
         if positions:
             self.computes(Wait(positions), "wait", -1, positions)
+            self.owed = self.cluster.wait_overhead  # the call's own time hides its posting
 
     def launch(self, op: str, payload: int, ranks: tuple[int, ...], axis: str, phase: str,
                peer: int = -1) -> int:  # fmt: skip
@@ -111,6 +115,7 @@ class RankRows:
     def _post(self, common: _Common) -> int:
         name, number, item, row = common
         number[0] += 1
+        self.owed += self.cluster.call_overhead
         item = Collective((*name, number[0]), *item)
         self.rows.append(Row(item, "comm", -1, self.before, 0, *row))
         return len(self.rows) - 1

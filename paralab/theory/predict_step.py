@@ -96,6 +96,7 @@ def step_rows(
             stages[step.stage].act(step, mine, sync)
     marks.append(len(mine.rows))
     mine.wait(*sent)
+    mine.owed = 0.0  # they left long ago
     sync.finish()
     for call in tensor.shared_calls(model, plan, rank, counts):
         work = Work(0, ITEM * 2 * call.elements, 3)  # into one message, and back
