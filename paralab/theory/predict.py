@@ -57,8 +57,8 @@ def predict(
                  while they are few. It is in ``meta["detail"]``
 
     Bytes are exact. Times are as good as the cluster's numbers: against replayed runs on the
-    calibrated machine the step time of 24 small plans was off by 6 % at the median and 26 % at the
-    worst (steps of 6 ms, all overhead). The memory table has the formulas' two possible peaks of
+    calibrated machine the step time of 51 plans was off by 6 and 8 % at the median and 27 % at the
+    worst (tests/benchmarks/FIGURES.md). The memory table has the formulas' two possible peaks of
     every step. There are no losses. Raises ValueError on anything that a run would refuse.
     """
     # Not at the top: schedules are handled as arrays, and `import paralab` does without NumPy.
