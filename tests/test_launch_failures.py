@@ -152,20 +152,26 @@ def test_the_rank_that_failed_first_is_named_not_the_one_that_lost_its_peer(caps
 
 
 @pytest.mark.parametrize(
-    "said, later, named", [("rank {} as well", 0.06, 1), ("<Block object at 0x7f{}>", 0.02, 0)]
+    "said, later, named", [("rank {} as well", 0.06, 1), ("<Block object at 0x7f{}>", 0.0, 0)]
 )
-def test_of_two_ranks_that_fail_by_themselves_the_earlier_is_named(said, later, named) -> None:
+def test_of_two_ranks_that_fail_by_themselves_the_earlier_is_named(
+    said, later, named, temporary
+) -> None:
     """Of one mistake that both make the lowest, wherever the objects in its words are."""
 
-    def fail() -> None:
+    def fail(failing: str) -> None:
         import torch.distributed as dist
 
-        dist.barrier()
-        time.sleep(0.0 if dist.get_rank() == 1 else later)
+        if dist.get_rank() == 1:
+            Path(failing).touch()
+        else:
+            while not Path(failing).exists():
+                time.sleep(0.001)
+            time.sleep(later)
         raise ValueError(said.format(dist.get_rank()))
 
     with one_clear_error(pl.RankError) as caught:
-        pl.launch(fail, ranks=2)
+        pl.launch(fail, ranks=2, args=(str(temporary / "failing"),))
     assert caught.value.rank == named
 
 
