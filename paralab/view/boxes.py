@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from paralab.view.chart import Chart
 
 MAX_TRACKS = 4
+MANY = 100  # boxes of a trace, from which on some may be hidden by the lines around them:
+EDGED = 8e-3  # those below this share of the time axis
 LETTER_SHARE = 0.010  # of the time axis that one letter takes
 LANE_HEIGHT = {"compute": 1.0, **dict.fromkeys(lanes.ROW_NAME, lanes.HEIGHT)}
 OTHER_HEIGHT = 0.7
@@ -191,6 +193,10 @@ def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[
         if kind in COMPUTE_KINDS and chunks > 1:  # a rank's later chunks are paler
             fill = theme.shade(theme.colour(kind), chunk, chunks)
             style["marker"]["color"], style["textfont"]["color"] = fill, theme.on(fill)
+        if kind in COMPUTE_KINDS and len(bars["x"]) > MANY:  # lines between them would hide them
+            flat = [b for own in mine for b in own]
+            fill = style["marker"]["color"]
+            style["marker"]["line"] = lanes.edges(flat, window, fill, least=EDGED)
         if tiers or kind in COMPUTE_KINDS and chunks > 1:
             style |= {"legendgroup": style["name"], "showlegend": style["name"] not in named}
             named.add(style["name"])

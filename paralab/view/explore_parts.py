@@ -22,9 +22,9 @@ from paralab.view.traffic_bars import flows
 from paralab.view.widget_parts import BAD, MUTED, Knob
 from paralab.view.widget_shared import count
 
-WIDTH = 1256  # pixels: two pictures beside one another
-EACH, TALL, LOW = 620, 400, 340  # of one picture: width; height above and below
-BOLD, SMALL = 76, 104  # letters on a line of its title
+WIDTH = 1056  # pixels: two pictures beside one another, as a laptop shows beside the file list
+EACH, TALL, LOW = 520, 424, 340  # of one picture: width; height above and below
+BOLD, SMALL = 66, 96  # letters on a line of its title
 DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512)
 TPS = (1, 2, 4, 8, 16)
 PPS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)

@@ -60,9 +60,13 @@ def style(kind: str, row: str, category: str) -> dict[str, str]:
     return found
 
 
-def edges(boxes: Sequence[dict[str, Any]], window: float, fill: str) -> dict[str, list[Any]]:
-    """Lines around boxes: of paper between those that can be seen, of their own around others."""
-    thin = [b["end"] - b["start"] < THIN * window for b in boxes]
+def edges(
+    boxes: Sequence[dict[str, Any]], window: float, fill: str, least: float = THIN
+) -> dict[str, list[Any]]:
+    """Lines around boxes: of paper between those of at least a share ``least`` of the window, of
+    their own colour around others.
+    """
+    thin = [b["end"] - b["start"] < least * window for b in boxes]
     paper = theme.look().paper
     return {"width": [1 if t else 0.5 for t in thin], "color": [fill if t else paper for t in thin]}
 

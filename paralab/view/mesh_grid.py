@@ -104,6 +104,7 @@ class Grid:
         scale = [[code / most, colours[name]] for name, code in codes.items()]
         widest = len(str(self.plan.world_size - 1))
         size = 13 if self.right <= 17 else 11 if widest < 4 or self.right <= 20 else 9
+        size -= 2 * (theme.letter_scale() > 1 and widest > 3)
         return {
             "type": "heatmap", "name": "ranks", "x": across, "y": down, "z": z, "text": text,
             "texttemplate": "%{text}", "textfont": {"size": size}, "hovertext": hover,
@@ -143,8 +144,13 @@ class Grid:
                 ]  # fmt: skip
 
     def names(self, cluster: Cluster | None) -> list[dict[str, Any]]:
-        """Every frame's node above its left corner; its number alone where there is no room."""
+        """Every frame's node above its left corner; its number alone where there is no room, and
+        of low rows the first's alone.
+        """
         pieces = [] if cluster is None else self._pieces(cluster)
+        if theme.letter_scale() > 1 and len(self.y) > 5:
+            highest = min((upper for *_, upper, _ in pieces), default=0.0)
+            pieces = [piece for piece in pieces if piece[3] == highest]
         wide = min((right - left for _, left, right, _, _ in pieces), default=0.0)
         word = "node " if wide >= 0.075 * self.right else ""
         return [{"x": left, "y": upper - 0.07, "text": f"{word}{node}", "showarrow": False,

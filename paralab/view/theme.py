@@ -221,7 +221,7 @@ class Frame(NamedTuple):
     height: int
 
 
-TALL = 380  # pixels, from which on there is room for three lines of legend
+TALL = 380  # pixels, from which on there is room for four lines of legend below a long title
 USUAL_WIDTH = 800
 _frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
 
@@ -247,7 +247,7 @@ def _in_frame(frame: Frame, layout: dict[str, Any]) -> dict[str, Any]:
     across = layout.get("legend", {}).get("orientation") == "h"
     title = layout["title"] | {"font": {"size": 14}, "pad": {"t": 10, "l": 12}, "xref": "container"}
     title["text"] = title["text"].replace("font-size:13px", "font-size:11px")
-    top = 112 if across and frame.height >= TALL else 88
+    top = 136 if across and frame.height >= TALL else 88
     margin = layout["margin"] | {"t": top, "b": min(layout["margin"]["b"], 110)}
     legend = {"legend": {**layout["legend"], "font": {"size": 11}}} if "legend" in layout else {}
     return {**layout, **legend, "title": title, "margin": margin, "width": frame.width,

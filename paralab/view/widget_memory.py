@@ -144,7 +144,7 @@ class Memory(Bench):
         if total < 0.01 * size:
             share = "less than 1 % of"
         count = _large(self.model_of(knobs).num_params)
-        title = (f"{count} parameters make {theme.scaled(total, 'B')} of states and activations: "
+        title = (f"{count} parameters make {theme.scaled(total, 'B')} with activations: "
                  f"{share} one {label}")  # fmt: skip
         bars = {recipe: need} | ({"fp32, as run": self.bytes_of(knobs, "fp32")} if run else {})
         return bytes_bars(bars, dict([self.device]), title=title)
