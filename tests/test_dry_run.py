@@ -28,7 +28,7 @@ def case(name: str, *, model: pl.ModelSpec = MODEL, run: dict | None = None, **p
     return pytest.param((model, PLAN.replace(**plan), run or {}), id=name)
 
 
-ATTEMPTS = 3  # a thread of gloo's may be kept from letting go of a buffer that it has sent
+ATTEMPTS = 3  # a thread of gloo's may let go of a buffer some ms after the wait for it is over
 CASES = [
     case("dp, dropout, clipped", model=MODEL.replace(dropout=0.1), dp=3, recompute="full",
          run={"clip_norm": 1.0}),
