@@ -144,9 +144,8 @@ def _overheads(
     message goes on more slowly; any other has to wait until the messages before it are posted. (n,)
     """
     posts = np.zeros(len(found.rank))
-    np.add.at(
-        posts, np.setdiff1d(maker + 1, found.first), 1
-    )  # what is sent behind the last is free
+    sent = np.setdiff1d(maker + 1, found.first)  # what is sent behind the last is free
+    np.add.at(posts, sent, 1)
     np.add.at(posts, np.where(ahead >= 0, ahead + 1, found.first[found.rank[user]]), 1)
     more = cluster.call_overhead * posts
     more[user] = cluster.wait_overhead

@@ -56,7 +56,7 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
 
     # two beside one another, all of them inside the cell, nothing to scroll sideways
     boxes = [plot.bounding_box() for plot in bench.cell.locator(".js-plotly-plot").all()]
-    assert [box["width"] for box in boxes] == [620] * 4
+    assert [box["width"] for box in boxes] == [520] * 4
     assert boxes[0]["y"] == boxes[1]["y"] < boxes[2]["y"] == boxes[3]["y"]
     assert boxes[0]["x"] == boxes[2]["x"] < boxes[1]["x"] == boxes[3]["x"]
     area = bench.cell.locator(".jp-OutputArea-output").first
