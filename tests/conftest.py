@@ -39,6 +39,10 @@ LONG = ("composed", "offload", "offload_composed", "tensor_parallel", "labs_meta
         "checkpoint_killed", "tensor_theory", "checkpoint", "exercises_ranks", "torchrun",
         "pipeline_equality", "traffic", "zero")  # fmt: skip
 
+# A test of seconds may fail because the machine had other work. It is tried twice more, after a
+# pause; what is wrong in the code is wrong each time. Tests of anything else have one try.
+AGAIN = pytest.mark.flaky(reruns=2, reruns_delay=5)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def turn(item: pytest.Item) -> int:
@@ -48,6 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=turn)  # stable: within a file nothing moves
+    for item in items:
+        if any(item.iter_markers("alone")) or any(item.iter_markers("prompt")):
+            item.add_marker(AGAIN)
 
 
 @pytest.hookimpl(optionalhook=True)

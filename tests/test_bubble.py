@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from statistics import median
 
 import pandas as pd
 import pytest
@@ -144,7 +145,7 @@ def pair(plan):
 
 # ---- real runs --------------------------------------------------------------------------------
 BALANCED = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=128, vocab=256)  # >= 5 ms an action
-ATTEMPTS = 3
+PAIRS = 4  # of runs, at most: what else the machine does makes one stage of one run slow
 
 
 @pytest.mark.alone
@@ -156,16 +157,19 @@ ATTEMPTS = 3
 def test_a_replayed_bubble_is_the_simulators_and_the_formulas(run, name, pp, microbatches):
     layers = 2 * pp if name == "interleaved" else pp
     plan, model = plan_of(name, pp, microbatches), BALANCED.replace(layers=layers)
-    seen = []
-    for _ in range(ATTEMPTS):  # other work on the machine may disturb one
+    links = cluster(intra=pl.Link(alpha=1e-4, bandwidth=5e9))
+    formula = bubble_formula(name, pp, microbatches, plan.virtual_stages)
+    replayed, simulated = [], []
+    for _ in range(PAIRS):
         first, other = (run(model, plan, steps=6, optimizer="sgd") for _ in range(2))
-        replayed = first.replay(cluster(intra=pl.Link(alpha=1e-4, bandwidth=5e9)))
-        simulated = simulate(schedule_of(first), **stage_costs(other)).bubble_rate
-        formula = bubble_formula(name, pp, microbatches, plan.virtual_stages)
-        seen.append((replayed.bubble, simulated, formula))
-        if abs(replayed.bubble - simulated) <= 0.02 and abs(replayed.bubble - formula) <= 0.05:
+        replayed.append(first.replay(links).bubble)
+        same = simulate(schedule_of(first), **stage_costs(first)).bubble_rate
+        assert replayed[-1] == pytest.approx(same, abs=0.02)  # its own costs: no chance in this
+        simulated.append(simulate(schedule_of(other), **stage_costs(other)).bubble_rate)
+        found, expected = median(replayed), median(simulated)
+        if abs(found - expected) <= 0.02 and abs(found - formula) <= 0.05:
             return
-    pytest.fail(f"replayed, simulated, formula: {seen}")
+    pytest.fail(f"formula {formula}, replayed {replayed}, simulated {simulated}")
 
 
 def test_a_bubble_of_the_links_is_not_said_to_be_the_schedules():
