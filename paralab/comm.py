@@ -26,7 +26,7 @@ from torch import Tensor
 
 from paralab.checks import illegal
 from paralab.observe.recorder import Recorder
-from paralab.pending import Arrivals, Pending
+from paralab.pending import Arrivals, Lent, Pending
 from paralab.staging import HostStaging
 from paralab.strict import Strict
 from paralab.theory.traffic import POINT_TO_POINT, wire_bytes
@@ -232,8 +232,12 @@ class Group:
     ) -> Pending:  # fmt: skip
         recorder, after = self.recorder, self.recorder.cut()
         lane = f"comm:{self.axis}"
+        lent = None
         if self.staging is not None:
             tensors, finish = self.staging.through_host(tensors, writes, finish)
+        elif recorder.ledger is not None and self.context.backend == "gloo":
+            lent = Lent(tensors)
+            tensors = lent.tensors
         if self.stream is not None:
             works, span = self._on_stream(lane, after, tensors, post)
         else:
@@ -249,7 +253,7 @@ class Group:
             recorder.call((self._calls, op, self.axis, self.ranks, peer, level,
                            phase or self.phase, payload, wire, span))  # fmt: skip
         self._calls += 1
-        return Pending(self, works, span, (ops[0][0], self._calls - 1), finish)
+        return Pending(self, works, span, (ops[0][0], self._calls - 1), finish, lent)
 
     def _on_stream(self, lane: str, after: tuple, tensors: list[Tensor], post: Callable) -> tuple:
         """NCCL: the group's own stream is its lane. See [Note: CUDA]."""

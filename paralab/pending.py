@@ -4,12 +4,18 @@
 one hears of it. So a thread for each direction and peer waits for them in turn, as a pair's
 messages arrive in order: the end of a receive is then the moment at which its bytes were there, not
 the moment at which the rank had time to look, and a buffer that has been sent is let go at once.
+
+[Note: lent] Gloo's thread says that a collective is over before it lets go of the tensors: in 2 to
+7 % of 12,000 calls they were still held when the rank went on, for up to 11 ms, and in half of them
+where every core was busy. A peak of memory that was counted just then would be another in the next
+run. So where memory is counted, gloo is lent aliases, and a wait is over when nobody else has them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -17,19 +23,25 @@ from typing import TYPE_CHECKING, Any
 from paralab.theory.traffic import POINT_TO_POINT
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paralab.comm import Group
+
+PATIENCE = 0.1  # seconds that gloo may hold what it was lent after it says that a call is over
 
 
 class Pending:
     """A call under way. ``wait()`` returns when its result may be read; twice is harmless."""
 
-    __slots__ = ("_group", "_works", "_span", "_what", "_finish", "_done")
+    __slots__ = ("_group", "_works", "_span", "_what", "_finish", "_lent", "_done")
 
     def __init__(
-        self, group: Group, works: Sequence[Any], span: int, what: tuple, finish: Callable | None
-    ) -> None:
+        self, group: Group, works: Sequence[Any], span: int, what: tuple, finish: Callable | None,
+        lent: Lent | None = None,
+    ) -> None:  # fmt: skip
         self._group, self._works, self._span = group, works, span
         self._what, self._finish, self._done = what, finish, False
+        self._lent = lent
 
     def wait(self) -> None:
         wait_all([self])
@@ -37,13 +49,20 @@ class Pending:
     def test(self) -> bool:
         """Whether it is over, without waiting: then there is nothing left to wait for."""
         if not self._done and self._group.over(self._works):
-            self._group.settle(self._works)  # raises what the transport raised
+            self._settle()
             self._end()
         return self._done
 
+    def _settle(self) -> None:
+        """Stand still until it is over; raises what the transport raised."""
+        self._group.settle(self._works)
+        self._works = ()  # each holds its tensors
+        if self._lent is not None:
+            self._lent.wait()
+            self._lent = None
+
     def _end(self) -> None:
         self._done = True
-        self._works = ()
         self._group.recorder.settled(self._span)
         if self._finish is not None:
             self._finish()
@@ -58,12 +77,32 @@ def wait_all(calls: Sequence[Pending]) -> None:
     group.recorder.enter("wait", after=tuple(call._span for call in calls))
     for call in calls:
         group.blocked_in(*call._what)
-        group.settle(call._works)
+        call._settle()
         group.recorder.settled(call._span)
     group.blocked_in()
     group.recorder.leave()
     for call in calls:
         call._end()
+
+
+class Lent:
+    """Aliases of a call's tensors for gloo, and when it has let go of them. See [Note: lent]."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self._own = [tensor._use_count() for tensor in self.tensors]
+
+    def wait(self) -> None:
+        give_up = time.monotonic() + PATIENCE
+        late = False
+        while self._held() and time.monotonic() < give_up:
+            late = True
+            time.sleep(1e-5)  # the thread may need Python's lock to go on
+        if late:
+            time.sleep(5e-5)  # views that gloo made itself go last
+
+    def _held(self) -> bool:
+        return any(t._use_count() > own for t, own in zip(self.tensors, self._own, strict=True))
 
 
 class Arrivals:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 import paralab as pl
@@ -232,8 +235,6 @@ def test_strict_mode_holds_a_send_until_its_receive_is_there():
 
 
 def receives_long_before_it_looks(context) -> dict:
-    import time
-
     import torch
 
     from paralab.comm import Group
@@ -288,3 +289,62 @@ def waits_for_several(context) -> list[tuple[str, int]]:
 def test_waiting_for_several_calls_is_one_wait_that_names_them_all():
     for rows in launch_program(waits_for_several, 2, timeout=30, device="cpu", strict=True):
         assert [row for row in rows if row == ("wait", 3)] == [("wait", 3)]
+
+
+def looks_for_what_gloo_still_has(context) -> dict[str, int]:
+    """How often a buffer was alive after the wait and the last name for it were gone."""
+    import weakref
+
+    import torch
+
+    from paralab.comm import Group
+    from paralab.observe.ledger import Ledger
+    from paralab.observe.recorder import Recorder
+
+    n = context.world_size
+    recorder = Recorder(rank=context.rank, world_size=n)
+    group = Group(range(n), axis="dp", context=context, recorder=recorder)
+    found = {}
+    with Ledger(recorder):
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            found[name] = 0
+            for _ in range(300):
+                gone = []
+                whole, part = torch.zeros(6000 * n), torch.zeros(6000)
+                other = torch.zeros(6000 * n)
+                tensors = {
+                    "all_reduce": [whole],
+                    "all_gather": [whole, part],
+                    "reduce_scatter": [part, whole],
+                    "all_to_all": [other, whole],
+                }[name]
+                seen = [weakref.ref(t.untyped_storage(), gone.append) for t in tensors]
+                getattr(group, name)(*tensors).wait()
+                del whole, part, other, tensors
+                found[name] += len(gone) < len(seen)
+    return found
+
+
+def test_a_wait_ends_when_gloo_has_let_go_where_memory_is_counted():
+    for found in launch_program(looks_for_what_gloo_still_has, 3, timeout=60, device="cpu"):
+        assert max(found.values()) <= 3, found  # of 300; without care 10 to 180 of each
+
+
+def test_what_was_lent_is_waited_for_until_it_is_back_but_not_for_ever(monkeypatch):
+    import torch
+
+    from paralab import pending
+
+    def seconds(keeps: list, *, gives_back_after: float) -> float:
+        threading.Timer(gives_back_after, keeps.clear).start()
+        began = time.monotonic()
+        lent.wait()
+        return time.monotonic() - began
+
+    lent = pending.Lent([torch.zeros(3), torch.zeros(2)])
+    weight = torch.ones(2, requires_grad=True)  # its backward needs what it was multiplied with
+    monkeypatch.setattr(pending, "PATIENCE", 10.0)
+    assert seconds([], gives_back_after=0) < 5
+    assert 0.1 <= seconds([weight * lent.tensors[1]], gives_back_after=0.1) < 5
+    monkeypatch.setattr(pending, "PATIENCE", 0.1)
+    assert 0.1 <= seconds([weight * lent.tensors[1]], gives_back_after=6) < 5
