@@ -8,7 +8,6 @@ another step. Definitions: the docstrings below; the bubble is 1 - sum(compute) 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -100,23 +99,24 @@ def step_bubble(report: Report, step: int) -> float:
 @once
 def pipeline_parts(report: Report, step: int) -> dict[int, tuple[float, float, float]]:
     """{rank: (start of its first forward, end of its last backward, seconds of compute between)}"""
+    import numpy as np  # `import paralab` does without
+
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
-    kinds, copies = set(COMPUTE_KINDS), []
-    found: dict[int, list[float]] = {}
-    busy: dict[int, list[float]] = defaultdict(list)
-    columns = [spans[name].tolist() for name in ("rank", "kind", "start", "end")]
-    seconds = seconds_of(report, spans).tolist()
-    for rank, kind, start, end, lasts in zip(*columns, seconds, strict=True):
-        if kind == "copy":
-            copies.append((rank, start, end))
-        elif kind in kinds:
-            part = found.setdefault(rank, [start, end])
-            part[0], part[1] = min(part[0], start), max(part[1], end)
-            busy[rank].append(lasts)
-    for rank, start, end in copies:
-        if rank in found and found[rank][0] <= start and end <= found[rank][1]:
-            busy[rank].append(end - start)
-    return {rank: (*found[rank], math.fsum(busy[rank])) for rank in sorted(found)}
+    rank, start, end = (spans[name].to_numpy() for name in ("rank", "start", "end"))
+    work = spans["kind"].isin(COMPUTE_KINDS).to_numpy()
+    ranks = np.unique(rank[work])
+    if not len(ranks):
+        return {}
+    at = np.searchsorted(ranks, rank).clip(max=len(ranks) - 1)  # of another rank: some of these
+    first, last = np.full(len(ranks), np.inf), np.full(len(ranks), -np.inf)
+    np.minimum.at(first, at[work], start[work])
+    np.maximum.at(last, at[work], end[work])
+    packs = (spans["kind"] == "copy").to_numpy() & (ranks[at] == rank)
+    counts = work | packs & (start >= first[at]) & (end <= last[at])
+    seconds = seconds_of(report, spans).to_numpy()
+    busy = np.bincount(at[counts], seconds[counts], len(ranks))
+    parts = zip(ranks.tolist(), first.tolist(), last.tolist(), busy.tolist(), strict=True)
+    return {rank: tuple(part) for rank, *part in parts}
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -20,9 +20,9 @@ ZeRO's buffers are the reduce-scatters under way: memory_zero.py. Activations: a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import choice
 from paralab.parallel.layouts import residual_shape
@@ -45,6 +45,9 @@ from paralab.theory.parameters import (
 )
 from paralab.theory.tensor import shares
 from paralab.theory.workspace import backward_workspace
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["activation_bytes", "block_activation_bytes", "fullest", "gradient_buckets", "moments",
            "parameter_sizes", "part_activation_bytes", "put_aside_bytes", "rank_sizes",
@@ -150,10 +153,12 @@ def _begun(
                 more[stage] -= head
         # Its own input is back, and that of the block below, if there is one.
         more[stage] += moving * min(2, sum("blocks" in part for part in parts))
-    most: dict[int, tuple[int, int]] = {}  # of each stage
-    for action, kept, gradients in _held(model, plan, rank):
-        if action.kind in "BI" and kept + gradients > sum(most.get(action.stage, (0, -1))):
-            most[action.stage] = kept, gradients
+    held = _held(model, plan, rank)
+    both, most = held.activations + held.gradients, {}
+    backward = ((held.kind == "B") | (held.kind == "I")).nonzero()[0]
+    for stage in dict.fromkeys(held.stage[backward].tolist()):
+        here = backward[held.stage[backward] == stage]
+        most[stage] = held.bytes(here[both[here].argmax()])
     begun = [{**forward, "activations": kept + more[stage], "gradients": gradients}
              for stage, (kept, gradients) in most.items()]  # fmt: skip
     if moving:
@@ -209,45 +214,54 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
 
     A forward's activations stay until its backward, or until the weight half of it.
     """
-    forwards = [found for found in _held(model, plan, rank) if found[0].kind == "F"]
-    return max(reversed(forwards), key=lambda found: found[1] + found[2])
+    held = _held(model, plan, rank)
+    forward = (held.kind == "F").nonzero()[0][::-1]
+    at = forward[(held.activations + held.gradients)[forward].argmax()]
+    return plan.actions()[plan.place(rank)[0]][at], *held.bytes(at)
+
+
+class Held(NamedTuple):
+    """A rank's actions in order: what each is, and the bytes there are after a forward, before a
+    backward or a half of one. (n,) each
+    """
+
+    stage: np.ndarray
+    kind: np.ndarray  # "F", "B", "I" or "W"
+    activations: np.ndarray
+    gradients: np.ndarray
+
+    def bytes(self, at: int) -> tuple[int, int]:
+        return int(self.activations[at]), int(self.gradients[at])
 
 
 @lru_cache(maxsize=4)  # what is asked for a rank is asked up to three times in a row
-def _held(model: ModelSpec, plan: Plan, rank: int) -> tuple[tuple[Action, int, int], ...]:
-    """(action, bytes of activations, of gradients) after each forward, before each backward."""
-    return tuple(_going_through(model, plan, rank))
+def _held(model: ModelSpec, plan: Plan, rank: int) -> Held:
+    import numpy as np  # `import paralab` does without
 
-
-def _going_through(model: ModelSpec, plan: Plan, rank: int) -> Iterator[tuple[Action, int, int]]:
-    batch, held = plan.microbatch_size, stage_parts(model, plan, rank)
-    size, late, missing, counts = {}, {}, {}, rank_sizes(model, plan, rank)
-    for s, parts in held.items():
-        size[s] = sum(kept_bytes(model, plan, parts).values())
-        late[s] = sum(
-            put_aside_bytes(model, part, batch, plan.tp, plan.precision) for part in parts
-        )
+    batch, counts = plan.microbatch_size, rank_sizes(model, plan, rank)
+    item = BYTES_PER_ELEMENT[plan.precision]
+    change, made = {}, {}  # by stage and kind: of activations; of gradients, by whichever is first
+    for s, parts in stage_parts(model, plan, rank).items():
+        size = sum(kept_bytes(model, plan, parts).values())
+        late = sum(put_aside_bytes(model, part, batch, plan.tp, plan.precision) for part in parts)
+        change |= {(s, "F"): size, (s, "B"): -size, (s, "I"): late - size, (s, "W"): -late}
         # Gradients that no backward has made yet; of linear layers' the weight half makes them.
         trained = [name for name in stage_shapes(model, parts) if model.trainable(name)]
         for half in "IW":
-            made = [n for n in trained if (n.split(".")[-2] in LINEAR) == (half == "W")]
-            elements = sum(counts[name] for name in made)
-            missing[s, half] = BYTES_PER_ELEMENT[plan.precision] * elements
-            missing[s, half] //= plan.shard_degree if plan.reduces_often else 1
-    live = gradients = 0
-    change = {}
-    for s in held:
-        change |= {(s, "F"): size[s], (s, "B"): -size[s], (s, "W"): -late[s],
-                   (s, "I"): late[s] - size[s]}  # fmt: skip
-    for action in plan.actions()[plan.place(rank)[0]]:
-        s, kind, _ = action
-        if kind in "BI":
-            yield action, live, gradients
-        live += change[s, kind]
-        if kind == "F":
-            yield action, live, gradients
-        else:
-            gradients += sum(missing.pop((s, half), 0) for half in kind.replace("B", "IW"))
+            mine = [n for n in trained if (n.split(".")[-2] in LINEAR) == (half == "W")]
+            made[s, half] = item * sum(counts[name] for name in mine)
+            made[s, half] //= plan.shard_degree if plan.reduces_often else 1
+    stage, kind, _ = zip(*plan.actions()[plan.place(rank)[0]], strict=True)
+    stages, kinds = np.array(stage), np.array(kind)
+    changes = np.array([change[action] for action in zip(stage, kind, strict=True)])
+    first: dict[tuple[int, str], int] = {}
+    for at, action in enumerate(zip(stage, kind, strict=True)):
+        first.setdefault(action, at)
+    new = np.zeros(len(stages), np.int64)
+    for (s, half), size in made.items():
+        new[min(first[s, k] for k in (half, "B") if (s, k) in first)] += size
+    after = np.cumsum(changes) - np.where(kinds == "F", 0, changes)
+    return Held(stages, kinds, after, np.cumsum(new) - new)
 
 
 def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:

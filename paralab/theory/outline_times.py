@@ -1,4 +1,4 @@
-"""When the actions of a pipeline in outline happen, and the messages between them: one graph.
+"""When the actions of a pipeline in outline happen, and the messages between them.
 
 A rank works through its list; an action starts when the one before it has ended and what it needs
 has come. A message leaves when it is made, each direction of a pair of ranks is one wire, and a
@@ -17,8 +17,7 @@ from paralab.parallel.lowering import posted_after
 from paralab.parallel.schedules import relay
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
-from paralab.theory.engine import longest_path
-from paralab.theory.order import CODE, FREE, F, Order, W, order
+from paralab.theory.order import CODE, F, Order, W, order
 from paralab.theory.outline_program import Program
 
 EXACT = 10_000  # actions up to which it is worked out when each receive is posted
@@ -102,7 +101,7 @@ def timetable(
     cluster: Cluster,
 ) -> Timetable:  # fmt: skip
     """When everything happens. message: seconds from one pipeline rank to another."""
-    n, m, few = len(found.rank), plan.microbatches, made[0].count
+    m, few = plan.microbatches, made[0].count
     count = numbers(found)
     number = stands_for(count, m, few)
     units = found.stages if plan.relays else plan.virtual_stages
@@ -114,20 +113,17 @@ def timetable(
     seconds, cost, copies, waits = table[found.rank, unit, found.kind, number].T
     user = np.flatnonzero(found.source >= 0)
     maker = found.source[user]
-    away = found.rank[maker] != found.rank[user]
-    near = user[~away]
+    away = found.rank[maker] != found.rank[user]  # what stays on its rank was made there before
     user, maker = user[away], maker[away]
     pair = found.rank[maker] * found.ranks + found.rank[user]
     row = np.lexsort((maker, pair))  # each wire in the order in which its messages are made
     user, maker, pair = user[row], maker[row], pair[row]
-    kinds, inverse = np.unique(pair, return_inverse=True)
-    takes = np.array([message(*divmod(int(p), found.ranks)) for p in kinds] or [0.0])
-    takes = takes[inverse] if len(pair) else np.zeros(0)
+    kinds, wire = np.unique(pair, return_inverse=True)
+    takes = np.array([message(*divmod(int(p), found.ranks)) for p in kinds])
     ahead = _posted(found, user)
     more = np.where(waits, 0.0, _overheads(found, user, maker, ahead, cluster))
-    begin, finish = _longest(found, seconds + more, near, user, maker, pair, takes, ahead)
-    return Timetable(found, count, begin[:n], finish[:n], cost + more, copies, more, maker, user,
-                     begin[n:], finish[n:])  # fmt: skip
+    start, end, left, came = _played(found, seconds + more, user, maker, wire, takes, ahead)
+    return Timetable(found, count, start, end, cost + more, copies, more, maker, user, left, came)
 
 
 def _posted(found: Order, user: np.ndarray) -> np.ndarray:
@@ -144,6 +140,8 @@ def _overheads(
     message goes on more slowly; any other has to wait until the messages before it are posted. (n,)
     """
     posts = np.zeros(len(found.rank))
+    if not cluster.call_overhead and not cluster.wait_overhead:
+        return posts
     sent = np.setdiff1d(maker + 1, found.first)  # what is sent behind the last is free
     np.add.at(posts, sent, 1)
     np.add.at(posts, np.where(ahead >= 0, ahead + 1, found.first[found.rank[user]]), 1)
@@ -152,39 +150,44 @@ def _overheads(
     return more
 
 
-def _longest(
-    found: Order, seconds: np.ndarray, near: np.ndarray, user: np.ndarray, maker: np.ndarray,
-    pair: np.ndarray, takes: np.ndarray, ahead: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Starts and ends of the n actions and then of the messages, each as early as can be.
+def _played(
+    found: Order, seconds: np.ndarray, user: np.ndarray, maker: np.ndarray, wire: np.ndarray,
+    takes: np.ndarray, ahead: np.ndarray,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """Starts and ends of the n actions and of the t messages, each as early as can be.
 
-    A message waits for its maker, for the one before it on its wire, and for its receive.
+    A message waits for its maker, for the one before it on its wire, and for its receive. Wave by
+    wave: of each wire the next message, of each rank the next action, if they can be known by now;
+    in a deep pipeline that is much at once.
     """
-    n, t = len(seconds), len(user)
-    dummy = n + t
-    messages = np.arange(n, dummy)
-    later = np.arange(1, n + t + 1)
-    later[found.first[1:] - 1] = dummy  # a rank's last action
-    if t:
-        later[n + np.flatnonzero(np.r_[pair[1:] != pair[:-1], True])] = dummy
-    to = np.full(n + t, dummy)
-    to[found.source[near]] = near
-    to[maker] = messages
-    to[n:] = user
-    posts = np.full(n + t, dummy)  # the receive that is posted after this action
-    posted = np.flatnonzero(ahead >= 0)
-    posts[ahead[posted]] = messages[posted]
-    others = posted[posts[ahead[posted]] != messages[posted]]  # posted behind the same action
-    missing = np.zeros(dummy + 1, np.int64)
-    for edges in (later, to, posts):
-        missing += np.bincount(edges, minlength=dummy + 1)
-    np.add.at(missing, messages[others], 1)
-    missing[dummy] = FREE
-    takes_all = np.concatenate([seconds, takes, [0.0]])
-    following = list(zip(later.tolist(), to.tolist(), posts.tolist(), strict=True))
-    following.append(())
-    for action, message in zip(ahead[others].tolist(), messages[others].tolist(), strict=True):
-        following[action] += (message,)
-    ready = [0.0] * (dummy + 1)
-    end, _ = longest_path(takes_all.tolist(), missing.tolist(), following, ready)
-    return np.array(ready[:dummy]), np.array(end[:dummy])
+    n, t = len(seconds), len(maker)
+    if not t:  # one rank
+        end = np.cumsum(seconds)
+        return np.r_[0.0, end[:-1]], end, np.zeros(0), np.zeros(0)
+    needs = np.full(n + 1, t)  # the message that an action waits for; t: none, it is always there
+    needs[user] = np.arange(t)
+    maker, ahead = np.r_[maker, n], np.r_[np.where(ahead >= 0, ahead, n), n]
+    start, end, done = np.zeros(n + 1), np.zeros(n + 1), np.zeros(n + 1, bool)
+    left, came, there = np.zeros(t + 1), np.zeros(t + 1), np.zeros(t + 1, bool)
+    done[n] = there[t] = True
+    due = np.searchsorted(wire, np.arange(len(takes)))
+    over, free = np.r_[due[1:], t], np.zeros(len(takes))
+    at, stop, now = found.first[:-1].copy(), found.first[1:], np.zeros(found.ranks)
+    while True:
+        wires = (done[maker[due]] & done[ahead[due]] & (due < over)).nonzero()[0]
+        if len(wires):
+            which = due[wires]
+            goes = np.maximum(end[maker[which]], end[ahead[which]])
+            left[which] = goes = np.maximum(goes, free[wires])
+            came[which] = free[wires] = goes + takes[wires]
+            there[which] = True
+            due[wires] += 1
+        ranks = (there[needs[at]] & (at < stop)).nonzero()[0]
+        if len(ranks):
+            which = at[ranks]
+            start[which] = begun = np.maximum(now[ranks], came[needs[which]])
+            end[which] = now[ranks] = begun + seconds[which]
+            done[which] = True
+            at[ranks] += 1
+        elif not len(wires):
+            return start[:n], end[:n], left[:t], came[:t]
