@@ -101,7 +101,9 @@ def pipeline_parts(report: Report, step: int) -> dict[int, tuple[float, float, f
     """{rank: (start of its first forward, end of its last backward, seconds of compute between)}"""
     import numpy as np  # `import paralab` does without
 
-    spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
+    columns = ["rank", "kind", "start", "end", "cost"]
+    here = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
+    spans = report.spans.loc[here, columns]
     rank, start, end = (spans[name].to_numpy() for name in ("rank", "start", "end"))
     work = spans["kind"].isin(COMPUTE_KINDS).to_numpy()
     ranks = np.unique(rank[work])

@@ -155,9 +155,8 @@ def _begun(
         more[stage] += moving * min(2, sum("blocks" in part for part in parts))
     held = _held(model, plan, rank)
     both, most = held.activations + held.gradients, {}
-    backward = ((held.kind == "B") | (held.kind == "I")).nonzero()[0]
-    for stage in dict.fromkeys(held.stage[backward].tolist()):
-        here = backward[held.stage[backward] == stage]
+    for stage in dict.fromkeys(held.stage[held.backward].tolist()):
+        here = held.backward[held.stage[held.backward] == stage]
         most[stage] = held.bytes(here[both[here].argmax()])
     begun = [{**forward, "activations": kept + more[stage], "gradients": gradients}
              for stage, (kept, gradients) in most.items()]  # fmt: skip
@@ -215,20 +214,23 @@ def fullest(model: ModelSpec, plan: Plan, rank: int) -> tuple[Action, int, int]:
     A forward's activations stay until its backward, or until the weight half of it.
     """
     held = _held(model, plan, rank)
-    forward = (held.kind == "F").nonzero()[0][::-1]
+    forward = held.forward[::-1]
     at = forward[(held.activations + held.gradients)[forward].argmax()]
-    return plan.actions()[plan.place(rank)[0]][at], *held.bytes(at)
+    action = Action(int(held.stage[at]), "F", int(held.microbatch[at]))
+    return action, *held.bytes(at)
 
 
 class Held(NamedTuple):
-    """A rank's actions in order: what each is, and the bytes there are after a forward, before a
-    backward or a half of one. (n,) each
+    """The bytes there are after a rank's forwards, before its backwards and halves of them, action
+    by action. (n,); but for two arrays that tell which actions are which
     """
 
     stage: np.ndarray
-    kind: np.ndarray  # "F", "B", "I" or "W"
+    microbatch: np.ndarray
     activations: np.ndarray
     gradients: np.ndarray
+    forward: np.ndarray  # positions
+    backward: np.ndarray  # positions, but of weight halves
 
     def bytes(self, at: int) -> tuple[int, int]:
         return int(self.activations[at]), int(self.gradients[at])
@@ -238,30 +240,34 @@ class Held(NamedTuple):
 def _held(model: ModelSpec, plan: Plan, rank: int) -> Held:
     import numpy as np  # `import paralab` does without
 
-    batch, counts = plan.microbatch_size, rank_sizes(model, plan, rank)
-    item = BYTES_PER_ELEMENT[plan.precision]
-    change, made = {}, {}  # by stage and kind: of activations; of gradients, by whichever is first
+    from paralab.theory.order import CODE, order_of
+
+    found, place = order_of(plan), plan.place(rank)[0]
+    here = slice(found.first[place], found.first[place + 1])
+    stage, kind, microbatch = found.stage[here], found.kind[here], found.microbatch[here]
+    which = stage // plan.pp * len(CODE) + kind  # one number for each stage and kind of the rank
+    first = np.full(plan.virtual_stages * len(CODE), len(which))
+    np.minimum.at(first, which, np.arange(len(which)))
+    change, made = np.zeros(len(first), np.int64), np.zeros(len(which) + 1, np.int64)
+    item, batch = BYTES_PER_ELEMENT[plan.precision], plan.microbatch_size
+    counts = rank_sizes(model, plan, rank)
     for s, parts in stage_parts(model, plan, rank).items():
         size = sum(kept_bytes(model, plan, parts).values())
         late = sum(put_aside_bytes(model, part, batch, plan.tp, plan.precision) for part in parts)
-        change |= {(s, "F"): size, (s, "B"): -size, (s, "I"): late - size, (s, "W"): -late}
+        own = s // plan.pp * len(CODE)
+        change[own : own + len(CODE)] = size, -size, late - size, -late  # F, B, I, W
         # Gradients that no backward has made yet; of linear layers' the weight half makes them.
         trained = [name for name in stage_shapes(model, parts) if model.trainable(name)]
         for half in "IW":
             mine = [n for n in trained if (n.split(".")[-2] in LINEAR) == (half == "W")]
-            made[s, half] = item * sum(counts[name] for name in mine)
-            made[s, half] //= plan.shard_degree if plan.reduces_often else 1
-    stage, kind, _ = zip(*plan.actions()[plan.place(rank)[0]], strict=True)
-    stages, kinds = np.array(stage), np.array(kind)
-    changes = np.array([change[action] for action in zip(stage, kind, strict=True)])
-    first: dict[tuple[int, str], int] = {}
-    for at, action in enumerate(zip(stage, kind, strict=True)):
-        first.setdefault(action, at)
-    new = np.zeros(len(stages), np.int64)
-    for (s, half), size in made.items():
-        new[min(first[s, k] for k in (half, "B") if (s, k) in first)] += size
-    after = np.cumsum(changes) - np.where(kinds == "F", 0, changes)
-    return Held(stages, kinds, after, np.cumsum(new) - new)
+            elements = item * sum(counts[name] for name in mine)
+            elements //= plan.shard_degree if plan.reduces_often else 1
+            made[min(first[own + CODE["B"]], first[own + CODE[half]])] += elements
+    changes, new = change[which], made[:-1]
+    forward, weights = kind == CODE["F"], kind == CODE["W"]
+    held = np.cumsum(changes) - np.where(forward, 0, changes)
+    return Held(stage, microbatch, held, np.cumsum(new) - new, np.flatnonzero(forward),
+                np.flatnonzero(~forward & ~weights))  # fmt: skip
 
 
 def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:

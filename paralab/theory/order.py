@@ -13,12 +13,17 @@ NumPy does it for all actions at once: about 0.5 microseconds each, so that a sl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain, repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from paralab.forms import make_schedule
 from paralab.parallel.schedules import Action
+
+if TYPE_CHECKING:
+    from paralab.spec import Plan
 
 F, B, I, W = range(4)  # noqa: E741  # the field's letters
 CODE = {"F": F, "B": B, "I": I, "W": W}
@@ -96,6 +101,20 @@ def order(
     source[backward[:-1]] = backward[1:]
     first = np.concatenate([[0], np.cumsum(lengths)])
     return Order(ranks, stages, microbatches, first, rank, stage, kind, microbatch, source)
+
+
+def order_of(plan: Plan) -> Order:
+    """`plan.actions` as arrays, not to be altered. Raises what that raises."""
+    made = _order_of if callable(plan.schedule) else _order_once  # an own one may change its mind
+    return made(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages)
+
+
+def _order_of(form: Any, pp: int, microbatches: int, virtual_stages: int) -> Order:
+    lists = make_schedule(form, pp, microbatches, virtual_stages)
+    return order(lists, pp * virtual_stages, microbatches)
+
+
+_order_once = lru_cache(maxsize=8)(_order_of)
 
 
 class Graph(NamedTuple):

@@ -17,7 +17,7 @@ from paralab.parallel.lowering import posted_after
 from paralab.parallel.schedules import relay
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import memory
-from paralab.theory.order import CODE, F, Order, W, order
+from paralab.theory.order import CODE, F, Order, W, order_of
 from paralab.theory.outline_program import Program
 
 EXACT = 10_000  # actions up to which it is worked out when each receive is posted
@@ -68,7 +68,7 @@ class Timetable(NamedTuple):
 def schedule_order(model: ModelSpec, plan: Plan) -> Order:
     """The plan's actions as arrays."""
     if not plan.relays:
-        return order(plan.actions(), plan.stages, plan.microbatches)
+        return order_of(plan)
     parts = len(memory.stage_parts(model, plan, 0)[0])
     stage, kind, k = zip(*relay(parts, plan.microbatches), strict=True)
     n = len(stage)
