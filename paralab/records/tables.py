@@ -141,7 +141,8 @@ def _read(name: str, column: str, values: Any) -> Any:
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"table {name}: column {column} is not a list")
-    if _plain(kind, values) and set(values) <= set(_CHOICES.get((name, column), values)):
+    legal = _CHOICES.get((name, column))
+    if _plain(kind, values) and (legal is None or set(values) <= set(legal)):
         return list(values)
     return _checked(name, column, kind, values)
 
@@ -186,8 +187,7 @@ def frame(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> pd.DataFr
     for column, values in found.items():
         dtype = _DTYPE[kinds[column]]
         if dtype == "object":
-            cells = np.empty(len(index), object)
-            cells[:] = values
+            cells = np.fromiter(values, object, len(index))
             columns[column] = pd.Series(cells, index=index, dtype=cells.dtype)
         else:
             columns[column] = np.asarray(values, dtype)
@@ -197,7 +197,7 @@ def frame(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> pd.DataFr
 def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None:
     """What must hold between rows, or ValueError: unique ids, references that exist, time."""
     for name, table in tables.items():
-        strange = sorted(set(table["rank"].tolist()) - set(range(world_size)))
+        strange = sorted(set(table["rank"].unique().tolist()) - set(range(world_size)))
         if strange:
             raise ValueError(f"table {name}: rank {strange[0]} in a report of {world_size} ranks")
         if "end" in table and (backwards := table["end"] < table["start"]).any():

@@ -101,17 +101,16 @@ def in_flight(plan: Plan, times: Timetable, ends: Sequence[Tail]) -> dict[str, f
     programs = {id(tail.program): tail.program for tail in ends}
     each = {name: one.in_flight(plan.microbatches) for name, one in programs.items()}
     total = sum(each[id(tail.program)] for tail in ends)
-    found = times.order
-    moments, done = np.stack([times.start, times.end]), np.cumsum(times.cost)
-    done = np.stack([done - times.cost, done])  # work until an action starts, and ends
+    done = np.cumsum(times.cost)
+    done = np.stack([done - times.cost, done], 1).ravel()  # work until an action starts, and ends
+    # The ranks' times one behind the other: one interpolation for all of them.
+    length = max(times.end.max(), times.came.max(initial=0.0))
+    shift = 2 * length * times.order.rank
+    at = (np.stack([times.start, times.end], 1) + shift[:, None]).ravel()
     for side in (times.maker, times.user):
-        total[0] += (times.came - times.left).sum()
-        for rank in range(found.ranks):
-            here = slice(found.first[rank], found.first[rank + 1])
-            mine = found.rank[side] == rank
-            at = moments[:, here].T.ravel(), done[:, here].T.ravel()
-            beside = np.interp(times.came[mine], *at) - np.interp(times.left[mine], *at)
-            total[1] += beside.sum()
+        left, came = times.left + shift[side], times.came + shift[side]
+        total[0] += (came - left).sum()
+        total[1] += (np.interp(came, at, done) - np.interp(left, at, done)).sum()
     names = ("communication", "communication hidden", "copies", "copies hidden")
     return {name: float(value) / len(ends) for name, value in zip(names, total, strict=True)}
 

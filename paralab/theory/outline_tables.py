@@ -254,10 +254,10 @@ def _repeated(name: str, table: dict[str, Any], steps: int, length: float) -> di
             made[column] = turn
             continue
         if column == "after":
-            made[column] = [
-                (a + step * n,) if a >= 0 else ()
-                for step in range(steps) for a in table[column].tolist()
-            ]  # fmt: skip
+            after = np.tile(table[column], steps)
+            made[column] = list(zip((after + turn * n).tolist(), strict=True))
+            for row in np.flatnonzero(after < 0).tolist():
+                made[column][row] = ()
             continue
         if kind in (str, tuple):
             values = table[column] if isinstance(table[column], list) else table[column].tolist()

@@ -93,10 +93,10 @@ def _boxes(
     many spans there are.
     """
     steps, spans = report.steps[report.steps["step"] == step], report.spans
+    spans = spans[spans["rank"].isin(ranks)]
     zero, end = float(steps["start"].min()), float(steps["end"].max())
     beside = spans["lane"].isin(lanes.LANES) & (spans["start"] < end) & (spans["end"] > zero)
-    chosen = spans[((spans["step"] == step) & (spans["end"] >= zero) | beside)
-                   & spans["rank"].isin(ranks)]  # fmt: skip
+    chosen = spans[(spans["step"] == step) & (spans["end"] >= zero) | beside]
     if only is not None:
         chosen = chosen[chosen["lane"].isin(only)]
     total = len(chosen)
