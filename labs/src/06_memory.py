@@ -10,9 +10,9 @@
 #
 # *«[Estimate: 0.49 GB. Observed: 14 to 21.](https://github.com/deepspeedai/DeepSpeed/issues/4527)»*
 # *«[Memory does not fall with more GPUs.](https://github.com/pytorch/pytorch/issues/104589)»*
-# *«[ZeRO-3 has no effect.](https://github.com/huggingface/trl/issues/2784)»* Two dozen public
-# threads ask the same question. The answer is always in one picture, and few tools draw it: what is
-# in memory, **what for**, and **when**.
+# *«[ZeRO-3 has no effect.](https://github.com/huggingface/trl/issues/2784)»* Many public threads
+# ask the same question. The answer is always in one picture, and few tools draw it: what is in
+# memory, **what for**, and **when**.
 
 # %%
 import numpy as np
@@ -88,7 +88,8 @@ pd.DataFrame(rows)
 # %% [markdown]
 # Twice the batch, twice the activations. Twice the tokens, *more* than twice: the scores of
 # attention are s x s. So with a long sequence or a large batch, whatever shares out model states
-# shares out the smaller part.
+# shares out the smaller part. (In the last row the step is fullest a moment after the activations
+# are: the first of them have gone, and a product of backward has its workspace.)
 #
 # ## Forget, and compute again
 # An activation can be made anew. **Full** recomputation keeps only each block's input and runs its
@@ -126,16 +127,13 @@ for kind in ("selective", "full"):
 # %% [markdown]
 # ## «My memory does not fall with more devices»
 # There are four reasons, and [one maintainer's
-# checklist](https://github.com/facebookresearch/fairscale/issues/1050) has them all. Here is each,
-# for real.
+# checklist](https://github.com/facebookresearch/fairscale/issues/1050) has most of them. Here is
+# each, for real.
 #
 # **1. It is not the states.** ZeRO [shares out model states, not
 # activations](https://github.com/deepspeedai/DeepSpeed/issues/2302); each device still has its own
-# samples. This is behind most of the threads
-# ([one](https://github.com/pytorch/torchtitan/issues/1126),
-# [two](https://github.com/pytorch/examples/issues/1319),
-# [three](https://github.com/pytorch/pytorch/issues/104589),
-# [four](https://github.com/huggingface/trl/issues/2784)):
+# samples. ([One thread](https://github.com/pytorch/torchtitan/issues/1126),
+# [another](https://github.com/pytorch/examples/issues/1319).)
 
 
 # %% tags=["measured"]
@@ -176,8 +174,9 @@ peaks(tiny, {name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1) for name, n in
 
 # %% [markdown]
 # **3. Everything is gathered at once.** Stage 3 saves only if a *part* is there at a time. Wrap the
-# whole model [as one unit](https://github.com/Lightning-AI/pytorch-lightning/issues/15976), or
-# gather too far ahead (`prefetch`, in blocks), and at the worst moment all of it is there:
+# whole model as [one unit](https://github.com/facebookresearch/fairscale/issues/1050) (the
+# checklist's last), or gather too far ahead (`prefetch`, in blocks), and at the worst moment all of
+# it is there:
 
 # %% tags=["measured"]
 narrow = pl.ModelSpec(layers=12, hidden=128, heads=4, seq_len=16)
@@ -198,11 +197,12 @@ peaks(narrow, {
 })  # fmt: skip
 
 # %% [markdown]
-# (And a fifth that is none: [what the driver
-# shows](https://github.com/pytorch/pytorch/issues/82001) is what the allocator has *reserved*. It
-# keeps what it once had. [Which number matters](https://github.com/pytorch/torchtitan/issues/735)?
-# What is allocated, for whether it fits next to something else; what is reserved, for whether it
-# fits at all. The ledger counts allocated.)
+# (And a fifth that is none: what the driver shows is what the allocator has
+# [*reserved*](https://github.com/pytorch/pytorch/issues/82001), and what libraries take besides. An
+# allocator keeps what it once had. [Which number
+# matters](https://github.com/pytorch/torchtitan/issues/735)? What is allocated, and how it lies,
+# for whether your step fits; what is reserved, for whether something else fits beside it. The
+# ledger counts allocated.)
 #
 # ## What estimators leave out
 # [Estimators](https://github.com/deepspeedai/DeepSpeed/issues/965) print model states, and people
@@ -212,11 +212,11 @@ peaks(narrow, {
 
 # %% tags=["measured"]
 stage3 = pl.run(model, zero3.replace(dp=4), steps=1, progress=False)
-largest = max(12 * model.hidden**2 + 13 * model.hidden, (model.vocab + 128) * model.hidden)
+largest = max(4 * model.hidden**2 + 4 * model.hidden, model.vocab * model.hidden)  # one module
 estimate, _ = zero.deepspeed_zero3(psi, largest, devices=4, per_node=4)
 measured = stage3.peaks().iloc[:, -1]
 pd.Series({
-    "estimator: 18 bytes/N and the largest layer": estimate,
+    "estimator: 18 bytes/N and the largest module": estimate,
     "model states, gathered blocks": measured[["parameters", "gradients", "optimizer"]].sum(),
     "activations": measured["activations"],
     "buffers and workspace": measured[["buffers", "workspace"]].sum(),
@@ -230,8 +230,9 @@ pd.Series({
 #
 # ## Buffers of constant size
 # A fused buffer is fast, and a buffer for *all* gradients grows with the model. ZeRO therefore caps
-# it (the paper's C<sub>B</sub>, sec. 6.2; here `bucket_bytes`). After backward people then find
-# [11 GB where they expected 5](https://github.com/facebookresearch/fairscale/issues/627):
+# it (the paper's C<sub>B</sub>, sec. 6.2; here `bucket_bytes`). Capped ones add up as well, if
+# every unit keeps its own: somebody found [11 GB after backward and had expected
+# 5](https://github.com/facebookresearch/fairscale/issues/627). Here nobody keeps one:
 
 # %% tags=["measured"]
 rows = []

@@ -264,8 +264,9 @@ for name, cut in {"1D": plan, "1D with sequence parallelism": sequence}.items():
 
 # %% [markdown]
 # ## Predicted, replayed, measured
-# Bytes agree call by call. The wall clock is far off where four ranks share fewer cores: in every
-# call all wait for the last one to come. The replay gives each rank a device of its own.
+# Bytes agree call by call. Where four ranks share fewer cores the wall clock is far off: in every
+# call all wait for the last one to come. With a core each it may even be ahead of the replay, which
+# gives each rank a device of its own, and links that it has measured.
 
 # %% tags=["measured"]
 expect = pl.predict(model, plan)

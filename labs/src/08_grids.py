@@ -301,7 +301,7 @@ pd.DataFrame(rows).T
 
 # %% [markdown]
 # Nothing fails, the loss falls, and there are two models. (This is a known bug of
-# published code.) Only a comparison with one process, as above, tells.
+# published code.) Only a comparison tells: of the copies, as here, or with one process, as above.
 #
 # ## Your turn
 

@@ -83,9 +83,10 @@ guess
 # ## Run it
 # One real process, five times the same training. `offload="cpu"` moves what ZeRO's stage deals out
 # (it does so with one rank as well): stage 1 the optimizer's states, stage 2 gradients too, stage 3
-# parameters too. `offload="nvme"` writes them to files. On a laptop the device's memory and the
-# host's are the same chips; what keeps them apart is the ledger, which counts the device's bytes
-# and, with `memory_limit`, bounds them. The copies are real, and so are the files.
+# parameters too. `offload="nvme"` writes the optimizer's states and the parameters to files, and
+# leaves gradients on the host. On a laptop the device's memory and the host's are the same chips;
+# what keeps them apart is the ledger, which counts the device's bytes and, with `memory_limit`,
+# bounds them. The copies are real, and so are the files.
 
 # %%
 wide = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32)
@@ -131,13 +132,14 @@ reports["+ gradients"].timeline()
 
 # %% [markdown]
 # Gradients leave while backward is still at work; then the device stands still, while the host
-# updates and the new parameters come up. With everything in files:
+# updates and the new parameters come up. With parameters and states in files:
 
 # %% tags=["measured"]
 reports["files"].timeline()
 
 # %% [markdown]
-# How many bytes, over which link? The formula beside the run, byte for byte:
+# How many bytes, over which link (h2d: host to device; d2h: device to host; disk)? The formula
+# beside the run, byte for byte:
 
 # %%
 rows = []
@@ -152,9 +154,9 @@ for name, report in reports.items():
 pd.DataFrame(rows).set_index(["", "link"])
 
 # %% [markdown]
-# Two micro-batches per step: gradients go down for each of them, and stage 3 fetches every
-# parameter four times, before each forward and each backward. In files the update reads and writes
-# too: weights and two moments.
+# Two micro-batches per step: from stage 2 on gradients go down for each of them (stage 1 keeps them
+# until the step ends), and stage 3 fetches every parameter four times, before each forward and each
+# backward. In files the update reads and writes too: weights and two moments.
 #
 # ## Why this cut, and no other
 # Take the training step as a graph: values are nodes, whatever flows between them is an edge with
@@ -185,7 +187,7 @@ print(f"{half.copied(by='link')['bytes'].sum() / wide.num_params:g} bytes per pa
 
 # %% [markdown]
 # ## What it costs
-# Predicted, replayed, measured, for everything in files on this machine:
+# Predicted, replayed, measured, for the plan with files, on this machine:
 
 # %% tags=["measured"]
 cluster = pl.Cluster.local()
@@ -255,7 +257,7 @@ ladder = {
     "without": one,
     "ZeRO-Offload": one.replace(zero_stage=2, offload="cpu"),
     "everything on the host": one.replace(zero_stage=3, offload="cpu"),
-    "everything in files": one.replace(zero_stage=3, offload="nvme"),
+    "parameters and states in files": one.replace(zero_stage=3, offload="nvme"),
 }
 
 
@@ -308,10 +310,11 @@ pd.DataFrame(rows).T.rename_axis("micro-batches").round(2)
 
 # %% [markdown]
 # Its price: between two layers the residual stream of every micro-batch waits. (ZeRO-Offload's
-# paper counts more for L2L: there the optimizer's states come up and go back too; here they stay.)
+# paper prints 28 bytes per parameter for L2L. That is what comes out if the optimizer's states come
+# up and go back too; here they stay.)
 #
-# And what does the host hold? All that left the device; and where files take part, buffers, through
-# which everything passes on its way:
+# And what does the host hold? All that left the device and is in no file; and where files take
+# part, buffers, through which everything passes on its way:
 
 # %%
 pd.DataFrame({
@@ -408,7 +411,7 @@ def my_stream(units, window):
     jobs = []
     ### BEGIN SOLUTION
     ### STUB: raise NotImplementedError("your turn")
-    ahead = window - 1  # units that are read before the first one is written
+    ahead = window - 1  # units that are read ahead of the one that is written
     for unit in range(units + ahead):
         if unit < units:
             jobs.append(("read", unit, unit % window))

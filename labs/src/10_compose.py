@@ -156,9 +156,9 @@ view.mesh(plans["dp 2, tp 2"], where_two, rank=0)
 
 # %% [markdown]
 # ## Megatron's advice, tested
-# PTD-P (sec. 5.4) measured it on clusters. Here is its first experiment by prediction: a GPT of 162
-# billion parameters on 64 A100s in eight nodes, all 64 of them model-parallel. How much of it
-# should be tensor, how much pipeline?
+# PTD-P (sec. 5.4 and 5.5) measured it on clusters. Here is its first experiment by prediction: a
+# GPT of 162 billion parameters on 64 A100s in eight nodes, all 64 of them model-parallel. How much
+# of it should be tensor, how much pipeline?
 
 # %%
 big = pl.ModelSpec(layers=32, hidden=20480, heads=128, seq_len=2048, vocab=51200)
@@ -212,8 +212,11 @@ by_microbatch(a100)
 
 # %% [markdown]
 # That is the bubble's half of the answer: at a batch of 128, eight samples per micro-batch leave 16
-# micro-batches for 8 stages. The other half is missing: this cluster multiplies at one rate, and a
-# real device is slower on few tokens. `half_rate_tokens` says with how many it reaches half of it:
+# micro-batches for 8 stages. (At 512, where the bubble is small, something else shows: every
+# micro-batch adds its gradients to those before it, which reads and writes them all. Try
+# `a100.replace(memory_bandwidth=1e20)`.) The other half is missing: this cluster multiplies at one
+# rate, and a real device is slower on few tokens. `half_rate_tokens` says with how many it reaches
+# half of it:
 
 # %%
 by_microbatch(a100.replace(half_rate_tokens=256))
@@ -224,8 +227,9 @@ by_microbatch(a100.replace(half_rate_tokens=256))
 # has to say so.
 #
 # ## Ten thousand plans
-# `plan_search` goes through all that are legal by closed formulas, leaves out what does not fit,
-# and simulates the best twenty. 39 billion parameters on 64 A100s:
+# `plan_search` goes through every legal combination of dp, tp, pp, schedule, micro-batches, ZeRO
+# stage, recomputation and offload by closed formulas, leaves out what does not fit, and simulates
+# the best twenty. 39 billion parameters on 64 A100s:
 
 # %% tags=["measured"]
 search = pl.plan_search(pl.ModelSpec.preset("ptdp-39b"), a100, global_batch=128, precision="bf16")
@@ -275,8 +279,7 @@ for settings in (
 
 # %% [markdown]
 # No process was started. Some plans are legal, and a trap. ZeRO's third stage keeps a shard of
-# every parameter and gathers the rest when it is needed: in a pipeline, once for every micro-batch,
-# there and back.
+# every parameter and gathers the rest when it is needed: for every micro-batch, there and back.
 
 # %%
 import warnings
@@ -293,7 +296,9 @@ print(heard[0].message)
 pd.DataFrame(rows).T.round(2).add_suffix(" (MB, all ranks)")
 
 # %% [markdown]
-# Every axis alone is as it was; it is their meeting that costs.
+# Of m micro-batches stage 1 sends twice the parameters along dp, whatever m is, and stage 3 sends
+# them 3m times. It would do so without a pipeline, too; but there m may be 1, and a pipeline lives
+# on a large one.
 #
 # ## Your turn
 
@@ -359,6 +364,6 @@ exercise.check(my_planner)
 #
 # ## Read on
 # * Narayanan and others 2021, [PTD-P](https://arxiv.org/abs/2104.04473): sec. 3 for the model of
-#   composing, sec. 5.4 for the experiments above.
+#   composing, sec. 5.4 and 5.5 for the experiments above.
 # * In the package: `paralab/train.py`, where the axes meet, `paralab/grid.py`, the mesh,
 #   `paralab/theory/search.py`. Next: [lab 11](11_trillion.ipynb).

@@ -11,9 +11,9 @@
 # *«We have 3,072 GPUs and a model of a trillion parameters. What does one of them hold, what does
 # it send, and for how long?»*
 #
-# In 2021 somebody did it: [PTD-P](https://arxiv.org/abs/2104.04473) trained such a model on 384
-# nodes of eight A100s. Whatever they split by is in this kit, so here is their plan. This lab asks
-# it the three questions, and needs no GPU for that.
+# In 2021 somebody tried it: [PTD-P](https://arxiv.org/abs/2104.04473) ran training steps of such a
+# model on 384 nodes of eight A100s. Whatever they split by is in this kit, so here is their
+# plan. This lab asks it the three questions, and needs no GPU for that.
 
 # %%
 import pandas as pd
@@ -152,7 +152,7 @@ reports = {f"{name}: rank {rank}": pl.dry_run(model, full, rank=rank, cluster=no
            for name, rank in stages.items()}  # fmt: skip
 peaks = {name: report.peaks()["dry run"].drop("total") for name, report in reports.items()}
 view.bytes_bars({name: parts.to_dict() for name, parts in peaks.items()},
-                capacity={"A100": nodes.memory},
+                capacity={"one A100": nodes.memory},
                 title="The first stage is the fullest: 64 micro-batches wait there")  # fmt: skip
 
 
@@ -398,7 +398,7 @@ pd.Series({
     "parameters (billions)": cost.params / 1e9,
     "model states, 18 bytes each (GB)": cost.state_bytes / GB,
     "80 GB devices that hold them": cost.fewest_devices,
-    "a checkpoint (GB)": cost.saved_bytes / GB,
+    "a checkpoint, 14 bytes each (GB)": cost.saved_bytes / GB,
     "days": cost.days,
     "device hours": cost.device_hours,
     "electricity (MWh)": cost.energy / 3.6e9,
@@ -432,7 +432,7 @@ best[["dp", "tp", "pp", "microbatches", "microbatch_size", "zero_stage", "sequen
 forgot = pl.dry_run(model, full.replace(recompute="none"), rank=0, cluster=nodes)
 view.bytes_bars({"recompute='full'": peaks["first: rank 0"].to_dict(),
                  "recompute='none'": forgot.peaks()["dry run"].drop("total").to_dict()},
-                capacity={"A100": nodes.memory})  # fmt: skip
+                capacity={"one A100": nodes.memory})  # fmt: skip
 
 # %% [markdown]
 # Or make tp wider than a node, the last line of the table above. The plan is legal, the memory is

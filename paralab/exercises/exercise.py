@@ -87,7 +87,7 @@ class Exercise:
         if number is None:
             number = len(self._given) + 1
             if number > len(self.hints):
-                return Text(f"That were all {len(self.hints)}; .solution() shows one answer.")
+                return Text(f"Those were all {len(self.hints)}; .solution() shows one answer.")
             self._given.append(number)
         number = whole("number", number, at_least=1, at_most=len(self.hints))
         return Text(f"hint {number} of {len(self.hints)}: {self.hints[number - 1]}")

@@ -5,7 +5,7 @@
     patient.chart(recompute="full")      # and with a setting changed
     pl.exercises.memory_clinic.check(treatment)
 
-The causes are those that people meet (facebookresearch/fairscale issue 1050 has a list of four):
+The causes are those that people meet (facebookresearch/fairscale issue 1050 lists some):
 ZeRO shares out states, and something else fills the device, or fewer ranks share than there are.
 Peaks are those of the formulas (theory/memory.py), with AdamW, on the fullest rank. No rank is
 started, and nothing here needs more than a laptop to be run for real.
@@ -107,7 +107,7 @@ PATIENTS = (
         name="fully sharded", drop=30,
         story="ZeRO-3, everything in parts. From 4 to 8 devices each part is halved, the memory "
               "falls by a sixth",
-        met="fairscale 1050, pytorch-lightning 15976",
+        met="fairscale 1050",
         model=ModelSpec(layers=16, hidden=64, heads=4, seq_len=16),
         fewer=Plan(dp=4, zero_stage=3, prefetch=32, microbatch_size=1),
         plan=Plan(dp=8, zero_stage=3, prefetch=32, microbatch_size=1),
@@ -116,7 +116,7 @@ PATIENTS = (
         name="more nodes", drop=30,
         story="ZeRO-3 that stays inside nodes of 2 devices. Four nodes instead of two, and not a "
               "byte less on any device",
-        met="fairscale 1050, DeepSpeed 237",
+        met="DeepSpeed 237",
         model=ModelSpec(layers=12, hidden=128, heads=4, seq_len=32),
         fewer=Plan(dp=4, zero_stage=3, shard=2, microbatch_size=1),
         plan=Plan(dp=8, zero_stage=3, shard=2, microbatch_size=1),
@@ -125,7 +125,7 @@ PATIENTS = (
 FILLS, SAME, ONE = "what fills it", "same training", "settings"
 
 TASK = """
-**Your turn.** Four people have added devices, and each device is as full as before. Look at each
+**Your turn.** Four people have added devices, and each is nearly as full as before. Look at each
 plan, `pl.exercises.memory_clinic.patients["twice the devices"]` and its `.chart()`, and say two
 things: the category that fills most of the device at its peak, and the **one** setting of the plan
 that helps. `.chart(prefetch=0)` tries a setting, `.report()` is the whole prediction.
@@ -133,7 +133,7 @@ that helps. `.chart(prefetch=0)` tries a setting, `.report()` is the whole predi
 The training stays what it is: as many devices, as many samples per step, the same precision.
 
 (The fifth cause on everybody's list is none: what `nvidia-smi` shows is what the allocator has
-reserved, and that does not shrink because less is in use.)
+reserved, and what libraries take; it does not shrink because less is in use.)
 
 `pl.exercises.memory_clinic.check(treatment)`
 """

@@ -51,8 +51,8 @@ one, `MySumma(row, column)`, and has block (i, j) of every matrix:
 `row` is the group of the ranks (i, 0) ... (i, q-1), so `row.index` is j; `column` is that of
 (0, j) ... (q-1, j), and `column.index` is i. `group.broadcast(tensor, root=group.ranks[l])` gives
 everybody member l's tensor, in place; `group.reduce(tensor, root=group.ranks[l])` makes member l's
-tensor the sum of all. Both want a `.wait()`, and a contiguous tensor. No rank may hold a whole row
-or column of blocks: that is what makes it SUMMA.
+tensor the sum of all. Both want a `.wait()`, and a contiguous tensor. In forward no rank may hold a
+whole row or column of blocks: that is what makes it SUMMA.
 
 `pl.exercises.summa.check(MySumma)`
 """
