@@ -133,7 +133,8 @@ for kind in ("selective", "full"):
 # **1. It is not the states.** ZeRO [shares out model states, not
 # activations](https://github.com/deepspeedai/DeepSpeed/issues/2302); each device still has its own
 # samples. ([One thread](https://github.com/pytorch/torchtitan/issues/1126),
-# [another](https://github.com/pytorch/examples/issues/1319).)
+# [another](https://github.com/pytorch/examples/issues/1319), and [one with large medical
+# images](https://github.com/Lightning-AI/pytorch-lightning/issues/15976).)
 
 
 # %% tags=["measured"]
