@@ -139,7 +139,10 @@ class Cluster(Description):
 
     @classmethod
     def local(cls, *, refresh: bool = False) -> Cluster:
-        """This machine, measured: a few seconds the first time, then read from a cache."""
+        """This machine's processors, measured: a few seconds the first time, then from a cache.
+
+        GPUs are not measured; what a rank on one would take is for `preset` to say.
+        """
         from paralab.observe.calibrate import local_cluster
 
         return local_cluster(refresh=refresh)

@@ -83,7 +83,7 @@ guess.reveal(round(states.bytes.sum() / model.num_params))
 # %% [markdown]
 # Sixteen, four times what the weights alone take: the weight (4), its gradient (4), and AdamW's two
 # moments, running means of the gradient and of its square (4 + 4). These are the **model states**.
-# They depend on the number of parameters Ψ, and on nothing else.
+# They depend on the number of parameters Ψ and on the recipe, and on nothing else.
 #
 # The **activations** are another matter:
 
@@ -203,8 +203,9 @@ def one_backward_at_the_end(group, spec, microbatches):
 
     from paralab.model import GPT
 
-    gpt = GPT(spec)
-    tokens = torch.arange(8 * spec.seq_len).view(8, spec.seq_len) % spec.vocab
+    device = group.context.device
+    gpt = GPT(spec).to(device)
+    tokens = torch.arange(8 * spec.seq_len, device=device).view(8, spec.seq_len) % spec.vocab
     loss = sum(gpt(tokens, tokens.flip(0)) for _ in range(microbatches))
     loss.backward()
     return gpt.head.norm.weight.grad
@@ -215,8 +216,9 @@ def backward_each_time(group, spec, microbatches):
 
     from paralab.model import GPT
 
-    gpt = GPT(spec)
-    tokens = torch.arange(8 * spec.seq_len).view(8, spec.seq_len) % spec.vocab
+    device = group.context.device
+    gpt = GPT(spec).to(device)
+    tokens = torch.arange(8 * spec.seq_len, device=device).view(8, spec.seq_len) % spec.vocab
     for _ in range(microbatches):
         gpt(tokens, tokens.flip(0)).backward()
     return gpt.head.norm.weight.grad
@@ -242,7 +244,7 @@ print("same gradients:", np.allclose(*gradients, rtol=1e-4, atol=1e-5))
 #
 # ## Your turn
 # How many devices does it take to hold a model's states? Write it as a function, for any recipe of
-# bytes per parameter. The checker asks about models you have not seen.
+# bytes per parameter. The checker asks about models and recipes of its own.
 
 # %%
 exercise = pl.exercises.model_states
@@ -297,8 +299,7 @@ exercise.check(states_by_sum, devices_by_whole_numbers)
 # %% [markdown]
 # ## On your GPUs
 # The same cells run there as they are: `pl.run` takes the GPU where there is one, and the timeline
-# is device time. What differs is the last digit of the activations: kernels that are fused keep
-# less, and a dropout mask is one byte instead of four. The states are the same to the byte.
+# is device time. (`anatomy` counts on the CPU wherever it runs: states are the same to the byte.)
 #
 # ## Read on
 # * Rajbhandari and others 2020, [ZeRO](https://arxiv.org/abs/1910.02054), sec. 3.1 (what the

@@ -12,9 +12,10 @@
 # log?»* ([asked](https://github.com/NVIDIA/nccl/issues/870) of the library that moves them, and
 # still open.)
 #
-# Everything that parallel training says over the wire is one of a handful of **collectives**. In
-# this lab you see what each of them moves, build the most important one out of sends and receives,
-# and let the operating system confirm the byte count.
+# Nearly everything that parallel training says over the wire is one of a handful of **collectives**
+# (the rest are plain sends and receives: lab 03). In this lab you see what each of them moves,
+# build the most important one out of sends and receives, and let the operating system confirm the
+# byte count.
 
 # %% [markdown]
 # ## What each one does
@@ -34,10 +35,12 @@ from paralab import view
 def every_collective(group):
     import torch  # torch lives in the ranks: this notebook's own process never loads it
 
-    def mine():
-        return torch.arange(4.0) + 10 * group.index
+    device = group.context.device  # of this rank: its GPU, if it has one
 
-    one, four = torch.empty(1), torch.empty(4)
+    def mine():
+        return torch.arange(4.0, device=device) + 10 * group.index
+
+    one, four = torch.empty(1, device=device), torch.empty(4, device=device)
     shown = {"before": mine()}
     group.broadcast(x := mine(), root=0).wait()
     shown["broadcast"] = x
@@ -99,7 +102,8 @@ MB = 10**6
 def reduce_scatter_8mb(group):
     import torch
 
-    tensor = torch.full((2 * MB,), float(10**group.index))  # ranks 0..3 hold 1, 10, 100, 1000
+    mine = float(10**group.index)  # ranks 0..3 hold 1, 10, 100, 1000
+    tensor = torch.full((2 * MB,), mine, device=group.context.device)
     ring_reduce_scatter(group, tensor)
     return [chunk[0].item() for chunk in tensor.chunk(group.size)]
 
@@ -143,7 +147,7 @@ def all_reduce_8mb(group):
 
     from paralab.parallel.collectives import ring_all_reduce
 
-    tensor = torch.full((2 * MB,), float(10**group.index))
+    tensor = torch.full((2 * MB,), float(10**group.index), device=group.context.device)
     ring_all_reduce(group, tensor)
     return tensor.unique().tolist()
 
@@ -178,8 +182,8 @@ S = 8 * MB
 def one_of_each(group):
     import torch
 
-    whole = torch.ones(S // 4)
-    part = torch.empty(S // 4 // group.size)
+    whole = torch.ones(S // 4, device=group.context.device)
+    part = torch.empty_like(whole[: S // 4 // group.size])
     group.all_reduce(whole).wait()
     group.reduce_scatter(part, whole).wait()
     group.all_gather(whole, part).wait()
@@ -233,7 +237,7 @@ print(
 # ## How long does it take?
 # Two numbers describe a wire roughly: **α**, the seconds before the first byte, and the
 # **bandwidth** β. A message of n bytes takes α + n/β (Hockney 1994). Here they are for *your*
-# machine, fitted to all-reduces of 1 kB to 8 MB that it just ran:
+# machine, fitted to all-reduces of 1 kB to 8 MB that it ran when it was first measured:
 
 # %% tags=["measured"]
 from paralab.observe.calibrate import calibration_points
@@ -260,15 +264,16 @@ pd.DataFrame({
 }, index=pieces).round(1)  # fmt: skip
 
 # %% [markdown]
-# And for real on this machine: one all-gather of 4 MB against 64 of 64 kB each.
+# And for real on this machine: one all-gather of 4 MB, against 64 of a 64th of that.
 
 
 # %%
 def gathers(group, pieces):
     import torch
 
-    whole = torch.empty(10**6 // pieces // group.size * group.size)
-    part = torch.ones(whole.numel() // group.size)
+    each = 10**6 // pieces // group.size
+    part = torch.ones(each, device=group.context.device)
+    whole = part.new_empty(each * group.size)
     for _ in range(pieces):
         group.all_gather(whole, part).wait()
 
@@ -323,7 +328,7 @@ def all_reduce_on_two_nodes(group, how):
 
     from paralab.parallel import collectives
 
-    tensor = torch.full((2 * MB,), float(10**group.index))
+    tensor = torch.full((2 * MB,), float(10**group.index), device=group.context.device)
     if how == "ring":
         collectives.ring_all_reduce(group, tensor)
     elif how == "tree":
@@ -379,7 +384,8 @@ def both_send_first(group):
     import torch
 
     other = group.ranks[1 - group.index]
-    mine, theirs = torch.full((4,), float(group.index)), torch.empty(4)
+    mine = torch.full((4,), float(group.index), device=group.context.device)
+    theirs = torch.empty_like(mine)
     group.send(mine, to=other).wait()
     group.recv(theirs, source=other).wait()
     return theirs
@@ -459,9 +465,9 @@ exercise.check(the_other_way_round)
 
 # %% [markdown]
 # ## On your GPUs
-# The same cells: with one GPU per rank the calls go over NCCL, and the α of `link_fit` falls to
-# some ten microseconds. Look at the knee of the curve: it moves to larger messages, because a
-# faster wire needs more bytes before α no longer matters.
+# The same cells: with one GPU per rank the calls go over NCCL. (`link_fit` stays a picture of this
+# machine's processors.) The knee of a link is α times its bandwidth. A GPU's links have a much
+# smaller α and a much larger bandwidth: measure both, and see which changed more.
 #
 # ## Read on
 # * Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*:

@@ -32,14 +32,15 @@ def by_hand(group, optimizer, lr, steps, divide=True):
     from paralab.model import GPT
     from paralab.train import load_batches, make_optimizer, to_device
 
-    gpt = GPT(model)  # the same first weights on every rank
+    device = group.context.device
+    gpt = GPT(model).to(device)  # the same first weights on every rank
     parameters = list(gpt.parameters())
     update = make_optimizer(parameters, optimizer, lr)
     plan, corpus = pl.Plan(dp=group.size, microbatch_size=4), Corpus()
     losses = []
     for step in range(steps):
         batch = load_batches(corpus, model, plan, step=step, rank=group.index, seed=0)[0]
-        loss = gpt(*to_device(batch, "cpu"))
+        loss = gpt(*to_device(batch, device))
         loss.backward()
         gradients = [parameter.grad for parameter in parameters]
         flat = parameters_to_vector(gradients)  # all of them, one after the other
@@ -275,9 +276,9 @@ view.losses(named, title=f"Without the division losses differ by up to {said}")
 
 # %% [markdown]
 # Adam divides by the size of the gradient, so it does not see the factor at all: the curve is the
-# same, and the bug lives on until somebody changes the optimizer, clips by norm, or changes N. A
-# loss curve under Adam proves nothing. Equality with one process does, and that is how every
-# paradigm in this kit is tested.
+# same, and the bug lives on until somebody changes the optimizer or clips by norm. A loss curve
+# under Adam proves nothing. Equality with one process does, and that is how every paradigm in this
+# kit is tested.
 #
 # ## Does it scale?
 # *Strong scaling*: the same total batch on more ranks, so each has less to do but as much to say.

@@ -97,7 +97,7 @@ guess.reveal(round(100 * replayed.bubble))
 report.bubbles().round(2)
 
 # %% [markdown]
-# * **formula**: all stages alike, messages free;
+# * **formula**: all stages alike, with the mean times of this run's actions; messages free;
 # * **simulated**: the same schedule with the costs that this run's stages really had;
 # * **replayed**: your run, each piece of work with the processor time it took, on a device of its
 #   own, with links;
@@ -110,9 +110,9 @@ report.bubbles().round(2)
 # The replay can tell the two apart, and this is why every span was written down with its cost. Its
 # one assumption: a stage computes as fast alone as it did here. On GPUs profilers have a trap of
 # the same kind. The kernel that receives is *running* while it waits, so idling looks like
-# communication. The authors of one paper say so, and that their bubble rates
-# [are computed](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/25) from
-# profiled times of the work alone.
+# communication. Users of one paper's code met it, and its authors answer that their bubble rates
+# [are computed](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/25), from times
+# of work and of messages that were profiled apart.
 #
 # Here a wait is a span of its own:
 
@@ -123,7 +123,8 @@ seconds = (spans.end - spans.start).groupby([spans["rank"], spans.kind]).sum().u
 
 # %% [markdown]
 # (A rank that has done its last backward waits for nobody: that end of the picture is bubble too,
-# and no span.)
+# and no span. But the last rank: it shares the token embedding with rank 0, and waits until both
+# can add up its gradient.)
 #
 # ## Turn the knobs
 # More micro-batches, smaller bubble. One slow stage, and everybody waits for it. *Run it* starts
@@ -204,7 +205,7 @@ for v in (1, 2, 4):
         "bubble over ideal": simulated.bubble_rate / (1 - simulated.bubble_rate),
         "messages, counted": len(sends),
         "rank 0 keeps (micro-batches)": simulated.peak_live[0] / v,
-        "Korthikanti: p (1 + (p-1)/(p v))": 4 * (1 + 3 / (4 * v)) if v > 1 else 4,
+        "Korthikanti: p (1 + (p-1)/(p v))": 4 * (1 + 3 / (4 * v)) if v > 1 else float("nan"),
     })  # fmt: skip
 pd.DataFrame(rows).set_index("v").round(3)
 

@@ -55,11 +55,12 @@ print(f"the last action ends at: ZB-H1 {1e3 * split.makespan:.0f} ms, "
 guess.reveal(round(100 * h2.bubble_rate))
 
 # %% [markdown]
-# Nothing is left, and yet both end at the same moment? A rank's bubble is counted from its own
-# first action to its own last. Under ZB-H2 rank 0 is through earlier, by as much as the last rank
-# began later. Within one step nothing is gained by that: rank 0 has to go straight on to the next
-# one. An optimizer that first adds up a norm over all ranks forbids it; the paper checks afterwards
-# instead (sec. 4). And it costs memory, which is read off the other picture:
+# Nothing is left, and yet both end at the same moment? The bubble is counted against T, the longest
+# time from a rank's *own* first action to its own last (lab 03). Under ZB-H2 rank 0 is through
+# earlier, by as much as the last rank began later, and T is shorter. Within one step nothing is
+# gained by that: rank 0 has to go straight on to the next one. An optimizer that first adds up a
+# norm over all ranks forbids it; the paper checks afterwards instead (sec. 4). And it costs memory,
+# which is read off the other picture:
 
 # %%
 view.live_activations(
@@ -92,8 +93,8 @@ pd.DataFrame(rows).round(4)
 # runs the pipeline from both ends, so only p/2−1 hand-overs are in the way of each, and in it F&B
 # is one overlapped forward and backward, a time of its own: change what F&B costs, and [the
 # pictures people compare](https://github.com/Victarry/PP-Schedule-Visualization/issues/1) have a
-# bubble or have none. In its terms B is a *whole* backward, so ZB-H1's (p−1)(F + I − W) reads
-# (p−1)(F + B − 2W) there:
+# large bubble or a small one. In its terms B is a *whole* backward, so ZB-H1's (p−1)(F + I − W)
+# reads (p−1)(F + B − 2W) there:
 
 # %%
 p, F, W = 8, 1.0, 1.0
@@ -125,6 +126,9 @@ report.replay().timeline()
 report.bubbles().round(2)
 
 # %% [markdown]
+# (The formula counts with the mean F, I and W of this run. They are not alike, so its bubble is not
+# that of equal halves above.)
+#
 # ## Break it: the deadlock clinic
 # Three schedules that look right, and stand still. Read what the validator says, and look at the
 # picture: every rank's last box, and what it waits for.
@@ -138,7 +142,7 @@ for name, patient in clinic.patients.items():
 clinic.patients["two chunks"].chart()
 
 # %% [markdown]
-# Repair them by moving as few actions as possible.
+# Repair them by moving a few actions; the limits say how many are enough.
 
 # %%
 clinic
@@ -249,7 +253,7 @@ exercise.check(by_rule)
 #
 # ## Read on
 # * Qi and others 2024, [Zero Bubble Pipeline Parallelism](https://arxiv.org/abs/2401.10241),
-#   sec. 2: ZB-H1 and ZB-H2, and table 1 with both bubbles. The DeepSeek-V3 technical report,
+#   sec. 2: ZB-H1 and ZB-H2, and table 2 with both bubbles. The DeepSeek-V3 technical report,
 #   sec. 3.2, has DualPipe.
 # * In the package: `paralab/parallel/schedules.py`, `split_backward.py` (the layer that queues its
 #   weight gradient), `theory/schedule_check.py` (the proof).

@@ -32,6 +32,7 @@ def mlp(group, cut):
 
     torch.manual_seed(0)
     x, A, B = torch.randn(16, 64), torch.randn(64, 256) / 8, torch.randn(256, 64) / 16
+    x, A, B = (tensor.to(group.context.device) for tensor in (x, A, B))
     t, r = group.size, group.index
     if cut == "A by columns, B by rows":
         z = gelu(x @ A.chunk(t, 1)[r]) @ B.chunk(t, 0)[r]  # one of t terms of a sum
@@ -40,7 +41,7 @@ def mlp(group, cut):
         inside = x.chunk(t, 1)[r] @ A.chunk(t, 0)[r]  # one of t terms too, before GELU
         if cut == "A by rows, B by columns":
             group.all_reduce(inside).wait()
-            parts = torch.empty(t * 16, 64 // t)
+            parts = x.new_empty(t * 16, 64 // t)
             group.all_gather(parts, gelu(inside) @ B.chunk(t, 1)[r]).wait()
             z = torch.cat(parts.chunk(t), dim=1)
         else:
@@ -325,7 +326,8 @@ def after_dropout(group, own_seeds):
     from torch.nn.functional import dropout, gelu
 
     torch.manual_seed(0)
-    x, v, A, B = (torch.randn(n, m).double() for n, m in ((8, 16), (8, 16), (16, 32), (32, 16)))
+    shapes = (8, 16), (8, 16), (16, 32), (32, 16)
+    x, v, A, B = (torch.randn(shape).double().to(group.context.device) for shape in shapes)
     A, B = (W.chunk(group.size, d)[group.index] / 4 for W, d in ((A, 1), (B, 0)))
     torch.manual_seed(1 + own_seeds * group.index)
     mask = dropout(torch.ones_like(x), 0.5)

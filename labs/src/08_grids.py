@@ -31,8 +31,8 @@ def by_hand(group, x_blocks, w_blocks):
     i, j = divmod(group.index, q)  # where this rank stands
     rows = [group.subgroup([a * q + b for b in range(q)], axis="row") for a in range(q)]
     columns = [group.subgroup([a * q + b for a in range(q)], axis="column") for b in range(q)]
-    x, w = torch.from_numpy(x_blocks[i, j]), torch.from_numpy(w_blocks[i, j])
-    y = torch.zeros(x.shape[0], w.shape[1])
+    x, w = (torch.from_numpy(b[i, j]).to(group.context.device) for b in (x_blocks, w_blocks))
+    y = x.new_zeros(x.shape[0], w.shape[1])
     for step in range(q):
         x_step = x if j == step else torch.empty_like(x)  # X[i, step], for all of row i
         rows[i].broadcast(x_step, root=i * q + step).wait()

@@ -38,13 +38,14 @@ def by_hand(group, steps):
     from paralab.model import GPT
     from paralab.train import load_batches, to_device
 
-    gpt, corpus = GPT(model), Corpus()  # "on the device"
-    host = [p.detach().clone() for p in gpt.parameters()]  # the host's own copy of the weights ...
+    device = group.context.device
+    gpt, corpus = GPT(model).to(device), Corpus()
+    host = [p.detach().cpu().clone() for p in gpt.parameters()]  # the host's own weights ...
     update = torch.optim.AdamW(host, lr=1e-3)  # ... and the moments
     losses, moved = [], 0
     for step in range(steps):
         batch = load_batches(corpus, model, pl.Plan(), step=step, rank=0, seed=0)[0]
-        loss = gpt(*to_device(batch, "cpu"))
+        loss = gpt(*to_device(batch, device))
         loss.backward()
         for ours, theirs in zip(gpt.parameters(), host, strict=True):
             theirs.grad, ours.grad = ours.grad.to("cpu"), None  # gradients go down

@@ -357,10 +357,11 @@ exercise.check(my_planner)
 
 # %% [markdown]
 # ## On your GPUs
-# The same cells. `pl.Cluster.local()` measures the GPUs and their links; on several nodes
-# `torchrun ... -m paralab run --dp 4 --tp 8 --pp 2` makes the run and `pl.load` reads it. Look
-# first at the level of each group (`report.traffic(by="level")`): what is between nodes should be
-# the smallest number.
+# The same cells run there. `pl.Cluster.local()` measures processors, not GPUs: to predict a run on
+# those take a preset, or `pl.Cluster.preset("dgx-a100").replace(flops=..., intra=pl.Link(...))`
+# with figures of your own. On several nodes `torchrun ... -m paralab run --dp 4 --tp 8 --pp 2`
+# makes the run and `pl.load` reads it. Look first at the level of each group
+# (`report.traffic(by="level")`): what is between nodes should be the smallest number.
 #
 # ## Read on
 # * Narayanan and others 2021, [PTD-P](https://arxiv.org/abs/2104.04473): sec. 3 for the model of

@@ -86,7 +86,7 @@ TASK = """
 **Your turn.** Three schedules stand still before they are done. For each, look at the picture,
 `pl.exercises.deadlock_clinic.patients["too early"].chart()`, and find the circle: who waits for
 whom? `.diagnosis` is what the validator says. Then repair the lists: move actions within a rank's
-list, as few as you can. Nothing is added, nothing lost, nothing changes its rank.
+list, no more than the limits allow. Nothing is added, nothing lost, nothing changes its rank.
 
 `pl.exercises.deadlock_clinic.check(fixed)`
 """

@@ -44,7 +44,7 @@ CLUSTER = Cluster(
 )
 LIMIT_S = 15e-3  # buckets without overlap take 21 ms, overlap without buckets as long
 PADDING = 1.001
-EXTRA_COPIES = 1.5  # one, and what gloo's threads have not let go of yet: up to two buckets
+EXTRA_COPIES = 1.5  # one, and what gloo's threads have not let go of yet: about two buckets
 TIMEOUT_S = 20.0
 
 GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = (
@@ -71,7 +71,7 @@ ASKED = (
     (WEIGHTS, "after 3 steps of SGD: those of one process"),
     (BYTES, "at most 2(N-1)/N Ψ (and 0.1 % for padding)"),
     (TIME, f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes"),
-    (MEMORY, "one more copy of the gradients, and two buckets"),
+    (MEMORY, "at most one and a half more copies of the gradients"),
 )
 
 HINTS = (

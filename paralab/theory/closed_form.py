@@ -114,7 +114,7 @@ def bubble(c: Columns, whole: Pass, pace: Pass) -> Array:
         naive        (m (p-1)) (F + I + W)
         gpipe, 1f1b  (p-1) (F + I + W)          PTD-P, sec. 2.2.1
         interleaved  (p-1) (F + I + W) / v      PTD-P, sec. 2.2.2
-        zb-h1        (p-1) (F + I - W)          Zero Bubble (Qi+ 2023, arXiv:2401.10241), table 1
+        zb-h1        (p-1) (F + I - W)          Zero Bubble (Qi+ 2023, arXiv:2401.10241), table 2
         zb-h2        (p-1) (F + I - 2 W)
 
     in equal stages; with unequal ones (p-1)(F + I + W) is what the other ranks take. Where

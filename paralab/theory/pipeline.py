@@ -188,7 +188,7 @@ def bubble_formula(
         naive        m (p-1) (F + B + W)   one rank works at a time
         gpipe, 1f1b  (p-1) (F + B + W)     PTD-P, arXiv:2104.04473, sec. 2.2.1: (p-1)/(m+p-1)
         interleaved  (p-1) (F + B + W) / v PTD-P, sec. 2.2.2
-        zb-h1        (p-1) (F + B - W)     Zero Bubble, arXiv:2401.10241, sec. 2.4, table 1
+        zb-h1        (p-1) (F + B - W)     Zero Bubble, arXiv:2401.10241, sec. 2.3, table 2
         zb-h2        (p-1) (F + B - 2 W)   the same
 
     and the share is idle / (idle + m (F + B + W)). The last two hold for m >= 2p - 1 and where the
