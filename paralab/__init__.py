@@ -47,7 +47,8 @@ def explore(
     """A whole plan with sliders: the prediction follows them, «Run it» starts real processes.
 
     model    default: eight small layers
-    plan     where the sliders start
+    plan     where the sliders start; default: two pipelines of two stages, or one device where
+             model or cluster have no room for that
     cluster  what is predicted on; default `Cluster.local()`, this machine
     """
     from paralab.view.widget_explore import Explore

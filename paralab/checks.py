@@ -44,7 +44,12 @@ def real(
     legal = f"a finite number{bound}"
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise illegal(name, value, "not a number", legal)
-    number = float(value)  # type: ignore[arg-type]
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        raise illegal(name, value, "too large", legal) from None
+    except TypeError:
+        raise illegal(name, value, "not one number", legal) from None
     if not math.isfinite(number):
         raise illegal(name, value, "not finite", legal)
     if (above is not None and number <= above) or (at_least is not None and number < at_least):

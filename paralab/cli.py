@@ -170,7 +170,8 @@ def _run(given: argparse.Namespace) -> int:
         import paralab as pl
 
         print("measuring this machine, or reading what was measured before …", flush=True)
-        comparison = pl.compare(pl.predict(model, plan, cluster=pl.Cluster.local()), report)
+        expect = pl.predict(model, plan, pl.Cluster.local(), optimizer=report.meta["optimizer"])
+        comparison = pl.compare(expect, report)
         print(f"\n{comparison}")
         sections.append(("Predicted and measured", comparison._repr_html_()))
     _export(report, given, sections)
@@ -221,7 +222,8 @@ def _show(given: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         given.parser.error(str(error))
     _print_summary(report)
-    _export(report, given)
+    with _refusals(given.parser):
+        _export(report, given)
     return 0
 
 

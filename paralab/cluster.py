@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paralab.checks import Description, choice, illegal, real, whole
+from paralab.theory.traffic import OPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,8 @@ class Cluster(Description):
                 object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
         if not isinstance(self.collectives, Mapping):
             raise illegal("collectives", self.collectives, "not a table", "{operation: pl.Link}")
-        measured = {op: as_link(f"collectives[{op!r}]", v) for op, v in self.collectives.items()}
+        measured = {choice("collectives", op, OPS): as_link(f"collectives[{op!r}]", v)
+                    for op, v in self.collectives.items()}  # fmt: skip
         object.__setattr__(self, "collectives", measured)
         if not isinstance(self.products_16bit, Mapping):
             raise illegal("products_16bit", self.products_16bit, "not a table",
@@ -139,7 +141,7 @@ class Cluster(Description):
 
     @classmethod
     def local(cls, *, refresh: bool = False) -> Cluster:
-        """This machine's processors, measured: a few seconds the first time, then from a cache.
+        """This machine's processors, measured: twelve seconds the first time, then from a cache.
 
         GPUs are not measured; what a rank on one would take is for `preset` to say.
         """
@@ -150,7 +152,7 @@ class Cluster(Description):
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1) -> Cluster:
         """A machine of the literature. ``nodes`` of it; device speed as a stated share of peak."""
-        if name not in CLUSTER_PRESETS:
+        if not isinstance(name, str) or name not in CLUSTER_PRESETS:
             raise illegal("preset", name, "unknown cluster", ", ".join(CLUSTER_PRESETS))
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
 

@@ -35,7 +35,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine's speed and links first: some ten seconds",
+        help="measure this machine's speed and links first: some twelve seconds",
     )
     parser.set_defaults(act=_command, parser=parser)
 
@@ -96,7 +96,7 @@ class Diagnosis(NamedTuple):
         rows += [f"  {what:<{width}}  {said}" for what, said in self.lines]
         rows += [
             "",
-            "labs (some minute each; more where many ranks share few cores)",
+            "labs (up to a minute each; more where many ranks share few cores)",
         ]
         title = max(len(lab.title) for lab, _, _ in self.labs)
         for lab, _, said in self.labs:
@@ -252,7 +252,7 @@ def _gpus(machine: Machine) -> str:
 def _links(machine: Machine) -> str:
     at = machine.links
     if at is None:
-        return ("not measured yet: paralab doctor --calibrate takes some ten seconds; else the "
+        return ("not measured yet: paralab doctor --calibrate takes some twelve seconds; else the "
                 "first prediction does it")  # fmt: skip
     again = "; other programs were busy, so it is measured again once they are not" * at["busy"]
     return (f"measured {at['made'][:10]}: {at['flops'] / 1e9:.0f} GFLOP/s on a core, between ranks "

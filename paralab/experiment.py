@@ -19,7 +19,7 @@ from typing import Any
 from paralab.checks import choice, illegal, num_bytes, real, whole
 from paralab.cluster import available_cores
 from paralab.data import Corpus
-from paralab.launch import OutOfMemory, Stopped, launch_program, torchrun_context
+from paralab.launch import MAX_RANKS, OutOfMemory, Stopped, launch_program, torchrun_context
 from paralab.records import checkpoints, scratch
 from paralab.report import Report, save_part
 from paralab.spec import ModelSpec, Plan
@@ -151,6 +151,12 @@ def run(
     if not callable(progress):
         choice("progress", progress, (True, False))
     plan = Plan() if plan is None else plan
+    if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
+        largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
+        raise illegal(largest, getattr(plan, largest), f"the plan needs {plan.world_size} ranks, "
+                      f"and one machine starts {MAX_RANKS} at most", "fewer ranks; or pl.predict "
+                      "or pl.dry_run, which need none, or torchrun on several machines"
+                      )  # fmt: skip
     checked = Settings.check(
         model,
         plan,
@@ -196,6 +202,8 @@ def run_under_torchrun(
     ``pl.load(folder)`` merges the parts once they lie in one place.
     """
     checked = Settings.check(model, plan, **settings)
+    timeout = real("timeout", timeout, above=0.0)
+    choice("device", device, (None, "cpu", "cuda"))
     world = int(os.environ["WORLD_SIZE"])
     if world != plan.world_size:
         raise illegal(

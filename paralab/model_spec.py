@@ -116,7 +116,7 @@ class ModelSpec(Description):
     @classmethod
     def preset(cls, name: str) -> ModelSpec:
         """A model of the literature, or one that a laptop trains in seconds."""
-        if name not in MODEL_PRESETS:
+        if not isinstance(name, str) or name not in MODEL_PRESETS:
             raise illegal("preset", name, "unknown model", ", ".join(MODEL_PRESETS))
         return cls(**MODEL_PRESETS[name])
 

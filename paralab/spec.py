@@ -163,7 +163,12 @@ class Plan(Description):
         return tensor_grid(self.tp, self.tp_mode, self.tp_depth)
 
     def place(self, rank: int) -> Place:
-        """Indices of a global rank: pipeline, data-parallel and tensor-parallel."""
+        """Indices of a global rank: pipeline, data-parallel and tensor-parallel. Raises ValueError
+        on a rank that the plan does not have.
+        """
+        if not 0 <= rank < self.dp * self.tp * self.pp:
+            raise illegal("rank", rank, "out of range",
+                          f"a whole number from 0 to {self.world_size - 1}")  # fmt: skip
         rest, tp_index = divmod(rank, self.tp)
         return Place(*divmod(rest, self.dp), tp_index)
 
@@ -176,8 +181,9 @@ class Plan(Description):
         """
         at = self.place(rank)
         if axis.startswith("tp:"):
-            from paralab.parallel.layouts import groups
+            from paralab.parallel.layouts import groups, mode_of
 
+            choice("axis", axis, tuple(mode_of(self).axes))
             group = self.ranks("tp", rank)
             mine = next(found for found in groups(self, axis) if at.tp in found)
             return tuple(group[index] for index in mine)

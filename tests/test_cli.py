@@ -291,6 +291,26 @@ def paralab(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def test_what_is_predicted_beside_a_run_has_its_optimizer(tmp_path):
+    small = shlex.split("--dp 2 --layers 1 --hidden 32 --heads 2 --seq-len 16 --steps 3")
+    ran = paralab("run", *small, *shlex.split("--optimizer sgd --predict --html run.html"),
+                  cwd=tmp_path)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "predicted" in ran.stdout and (tmp_path / "run.html").exists()
+
+
+def test_what_a_report_cannot_be_written_as_is_refused(capsys, tmp_path):
+    import paralab as pl
+
+    model = pl.ModelSpec(layers=1, hidden=32, heads=2, seq_len=16)
+    pl.dry_run(model, pl.Plan()).save(tmp_path / "dry.json")
+    refused = ["show", str(tmp_path / "dry.json"), "--perfetto", str(tmp_path / "trace.json")]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(refused)
+    assert ended.value.code == 2
+    assert "a trace needs times" in capsys.readouterr().err
+
+
 def test_a_run_saved_and_shown_from_the_shell_prints_the_same_twice(tmp_path):
     small = shlex.split("--dp 2 --layers 1 --hidden 32 --heads 2 --seq-len 16 --steps 3")
     ran = paralab("run", *small, "--save", "run.json", "--html", "run.html", cwd=tmp_path)

@@ -9,7 +9,9 @@ import pandas as pd
 import pytest
 
 import paralab as pl
+from paralab.parallel.schedules import gpipe
 from paralab.theory.compare import compare
+from paralab.theory.pipeline import simulate
 from paralab.theory.predict import predict
 
 MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=257)
@@ -260,3 +262,37 @@ def test_another_optimizer_is_refused():
 def test_something_that_is_no_report_is_refused():
     with pytest.raises(ValueError, match="report='run.json'"):
         compare(predicted(2), "run.json")
+
+
+def test_a_report_that_trained_no_model_is_refused():
+    expect = predicted(2)
+    simulated = simulate(gpipe(2, 2), forward=1.0, backward=2.0).report()
+    with pytest.raises(ValueError, match="report=.*it trained no model.*legal: "):
+        compare(expect, dataclasses.replace(as_measured(expect), model=None))
+    with pytest.raises(ValueError, match="expect=.*it trained no model.*legal: "):
+        compare(simulated, as_measured(expect))
+
+
+def test_a_run_of_an_own_schedule_is_compared_after_it_was_saved(tmp_path):
+    def mine(pp, microbatches):
+        return gpipe(pp, microbatches)
+
+    expect = predict(MODEL, pl.Plan(pp=2, microbatches=2, schedule=mine), CLUSTER)
+    measured = dataclasses.replace(as_measured(expect), memory=expect.memory)
+    measured.save(tmp_path / "run.json")
+    loaded = pl.load(tmp_path / "run.json")
+    table = compare(expect, loaded).table
+    assert table.equals(compare(expect, measured).table)
+    peaks = loaded.peaks()  # what the formula was worked out from is not in the file
+    assert (peaks["formula"] == 0).all() and peaks["measured"]["total"] > 0
+    assert (measured.peaks()["formula"]["total"]) > 0
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_replay_that_takes_no_time_has_no_gap_in_per_cent(dp):
+    expect = predict(MODEL, pl.Plan(dp=dp), CLUSTER)
+    free = CLUSTER.replace(intra=pl.Link(alpha=0.0, bandwidth=1e30))
+    notes = compare(expect, as_measured(expect).replay(free, compute=0.0)).notes
+    assert "nan" not in " ".join(notes.values()) and all(notes.values())
+    if dp == 1:
+        assert notes["step time"] == "in the replay a step takes no time."

@@ -212,3 +212,11 @@ def test_a_slider_feels_live(sizes, seconds):
     assert Fraction(got.cost) == 3 * (m * v + p - 1)
     assert np.all(got.end > got.start)
     assert best < 3 * seconds
+
+
+@pytest.mark.parametrize("schedule", [naive, zb_h1, one_f_one_b])
+def test_a_simulated_schedule_is_not_given_the_formula_of_another(schedule):
+    found = simulate(schedule(4, 8), forward=1.0, backward=1.0, weight_grad=1.0)
+    table = found.report().bubbles()
+    assert table["simulated"]["bubble"] == pytest.approx(found.bubble_rate)
+    assert np.isnan(table["formula"]["bubble"])

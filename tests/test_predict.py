@@ -440,3 +440,21 @@ def test_what_a_run_would_refuse_is_refused(arguments, said):
     with pytest.raises(ValueError) as error:
         predict(given["model"], given["plan"], given["cluster"], **extra)
     assert said in str(error.value) and "legal" in str(error.value)
+
+
+@pytest.mark.parametrize("degree", ["dp", "tp", "pp"])
+def test_too_few_devices_are_said_by_the_largest_degree(degree):
+    model = MODEL.replace(layers=4, vocab=256)
+    plan = pl.Plan(**{"dp": 2, "tp": 2, "pp": 2, "microbatches": 4, degree: 4})
+    with pytest.raises(ValueError, match=f"{degree}=4: the plan needs 16 devices"):
+        predict(model, plan, cluster(devices_per_node=8))
+
+
+def test_a_link_for_a_call_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="collectives='allreduce'.*legal: .*'all_reduce'"):
+        cluster(collectives={"allreduce": pl.Link(alpha=1.0, bandwidth=1.0)})
+
+
+def test_a_replay_on_something_that_is_no_cluster_is_refused():
+    with pytest.raises(ValueError, match="cluster='laptop': not a cluster"):
+        predict(MODEL, pl.Plan(), cluster()).replay("laptop")

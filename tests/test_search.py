@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import paralab as pl
+from paralab.parallel.data_parallel import Overlapped
 from paralab.theory import search_space
 from paralab.theory.outline import totals
 from paralab.view.plan_times import rank_correlation
@@ -160,6 +161,7 @@ def test_ten_thousand_plans_take_two_seconds():
         ({"batch_size": 3}, "batch_size=3: a plan has no such field"),
         ({"devices": 9}, "'stated' has 8"),
         ({"schedule": "l2l"}, "there is no closed form for it"),
+        ({"grad_sync": Overlapped}, "a class of your own sends; legal: 'naive'"),
         ({"tp": 3}, "legal"),
         ({"tp": []}, "no value to try"),
     ],

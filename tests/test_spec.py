@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paralab as pl
+from paralab.experiment import run_under_torchrun
+from paralab.theory import needs, utilisation
 
 GOOD_MODEL = {"layers": 2, "hidden": 64, "heads": 4, "seq_len": 32}
 NOT_COUNTS = st.one_of(
@@ -266,3 +268,45 @@ def test_messages_name_legal_values():
         ValueError, match=re.escape("heads=5: hidden=64 is not divisible by it; legal: 1, 2, 4")
     ):
         pl.ModelSpec(**{**GOOD_MODEL, "heads": 5})
+
+
+def test_more_ranks_than_one_machine_starts_are_refused_by_the_largest_degree(monkeypatch):
+    monkeypatch.setattr("paralab.ranks.watch.Run.start", None)
+    with pytest.raises(ValueError, match="dp=65: the plan needs 65 ranks.*legal: .*pl.dry_run"):
+        pl.run(pl.ModelSpec(**GOOD_MODEL), pl.Plan(dp=65))
+
+
+def test_a_rank_or_an_axis_that_a_plan_does_not_have_is_refused():
+    plan = pl.Plan(dp=2)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank={rank}: out of range; legal: .* from 0 to 1"):
+            plan.place(rank)
+        with pytest.raises(ValueError, match=f"rank={rank}: "):
+            plan.ranks("dp", rank)
+    with pytest.raises(ValueError, match="axis='tp:row'"):
+        plan.ranks("tp:row", 0)
+
+
+@pytest.mark.parametrize("preset", [pl.ModelSpec.preset, pl.Cluster.preset])
+@pytest.mark.parametrize("name", ["gpt-9", ["gpt2"], None])
+def test_a_preset_that_there_is_not_is_refused(preset, name):
+    with pytest.raises(ValueError, match="preset=.*legal: "):
+        preset(name)
+
+
+@pytest.mark.parametrize("settings", [{"timeout": "long"}, {"timeout": 0}, {"device": "tpu"}])
+def test_torchruns_ranks_refuse_what_a_launch_refuses(settings):
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"{name}=.*legal: "):
+        run_under_torchrun(pl.ModelSpec(**GOOD_MODEL), pl.Plan(), folder="parts", **settings)
+
+
+@pytest.mark.parametrize("flops", [needs.step_flops, utilisation.hardware_flops])
+def test_flops_of_a_recomputation_that_there_is_not_are_refused(flops):
+    with pytest.raises(ValueError, match="recompute='some'.*legal: "):
+        flops(pl.ModelSpec(**GOOD_MODEL), 1, recompute="some")
+
+
+def test_a_number_too_large_for_a_float_is_refused():
+    with pytest.raises(ValueError, match="alpha=1000.*: too large; legal: a finite number"):
+        pl.Link(alpha=10**400, bandwidth=1.0)

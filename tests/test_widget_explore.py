@@ -329,3 +329,14 @@ assert "torch" not in sys.modules, sorted(m for m in sys.modules if m.startswith
 def test_predicting_drawing_and_exploring_need_no_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":".join(map(str, sys.path)))
     subprocess.run([sys.executable, "-c", NO_TORCH], check=True, timeout=120, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("model, cluster", [
+    (MODEL.replace(layers=1), CLUSTER),
+    (MODEL, CLUSTER.replace(devices_per_node=2)),
+    (MODEL.replace(frozen=("embedding",)), CLUSTER),
+])  # fmt: skip
+def test_without_a_plan_it_begins_with_one_that_can_be(model, cluster):
+    bench = pl.explore(model, cluster=cluster)
+    assert bench.plan == pl.Plan(microbatches=4) and bench.state != "error"
+    bench.close()

@@ -5,7 +5,7 @@ and B = 20 ms, free links (theory/pipeline.py), counts live micro-batches, asks 
 and at last trains on four real ranks and compares gradients with one process. GPipe keeps the time
 and not the memory, one micro-batch after another the memory and not the time; 1F1B keeps both
 (Narayanan+ 2021, arXiv:2006.09503, sec. 3.2), and so does a backward split into its halves (Qi+
-2023, arXiv:2401.10241, sec. 2.3.1), which is faster still.
+2023, arXiv:2401.10241, sec. 2.1), which is faster still.
 """
 
 from __future__ import annotations

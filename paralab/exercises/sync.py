@@ -129,8 +129,9 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
     psi = 4 * sum(sizes)
     extra = max(traced.meta["peak_bytes"]) - 2 * psi  # parameters and gradients are backwards'
     fits = extra <= EXTRA_COPIES * psi
-    said = f"about {extra / psi:.0f} copies" if not fits else "no more than that"
-    notes.note(MEMORY, said, fits, f"{said} of the gradients beside themselves, asked is one")
+    said = f"{extra / psi:.1f} copies" if not fits else "no more than that"
+    notes.note(MEMORY, said, fits, f"{said} of the gradients beside themselves, asked are at most "
+               f"{EXTRA_COPIES:g}")  # fmt: skip
     return notes.verdict()
 
 

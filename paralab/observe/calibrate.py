@@ -95,7 +95,7 @@ def calibration(*, refresh: bool = False) -> dict[str, Any]:
 
 
 def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """The measured points, rows each with its seconds and the fit's: {"links", "device",
+    """The measured points, rows each with its seconds and the fit's: {"links", "calls", "device",
     "products", "tiers": rows}.
 
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted

@@ -20,19 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.observe.marks import clock_of
 from paralab.observe.samples import Sample, rows
+from paralab.records.tables import COLUMNS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from paralab.observe.ledger import Ledger
 
-SPAN_COLUMNS = ("id", "rank", "step", "lane", "kind", "stage", "chunk", "microbatch",
-                "start", "end", "cost", "after")  # fmt: skip
-COLLECTIVE_COLUMNS = ("call", "rank", "step", "op", "axis", "ranks", "peer", "level", "phase",
-                      "payload_bytes", "wire_bytes", "start", "end", "span")  # fmt: skip
-COPY_COLUMNS = ("rank", "step", "lane", "op", "category", "bytes", "start", "end", "span")
-MEMORY_COLUMNS = ("rank", "step", "time", "tier", "category", "bytes")
-STEP_COLUMNS = ("rank", "step", "start", "end", "beside")
+SPAN_COLUMNS, COLLECTIVE_COLUMNS, COPY_COLUMNS, MEMORY_COLUMNS, STEP_COLUMNS = (
+    tuple(COLUMNS[table]) for table in ("spans", "collectives", "copies", "memory", "steps")
+)
 
 
 class Recorder:

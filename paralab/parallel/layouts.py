@@ -68,10 +68,6 @@ class Mode:
     partial: frozenset[str]
 
 
-_KINDS = ("token", "position", "norm", "qkv", "qkv bias", "up", "up bias", "proj", "proj bias",
-          "down", "down bias", "output")  # fmt: skip
-
-
 def _weights(*, token: tuple, position: tuple, norm: Split, inward: tuple[Split, Split],
              outward: tuple[Split, Split], biases: tuple[Split, Split]) -> dict:  # fmt: skip
     """inward: (out, in) of the weights that leave the residual stream, qkv and up; outward: of

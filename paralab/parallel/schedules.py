@@ -137,7 +137,7 @@ def zb_h1(pp: int, microbatches: int) -> Schedule:
 
     Rank r holds back r of them. Bubble: (p-1)(F + I - W), I and W the halves, a third of 1F1B's
     where F = I = W; alive: p - r and r waiting, no more than 1F1B's first rank. Zero Bubble (Qi+
-    2023, arXiv:2401.10241) sec. 2.3.1, fig. 3.
+    2023, arXiv:2401.10241) sec. 2.1, fig. 3.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [_zero_bubble(rank, pp - rank - 1, rank, microbatches) for rank in range(pp)]
@@ -148,7 +148,7 @@ def zb_h2(pp: int, microbatches: int) -> Schedule:
 
     Bubble: (p-1)(F + I - 2W), none where F = I = W and m >= 2p - 1; alive: 2(p-r) - 1 and 2r
     waiting, twice 1F1B's. Each rank's step ends at another time, so the next step's start has to
-    wait for nobody. Zero Bubble (Qi+ 2023, arXiv:2401.10241) sec. 2.3.2, fig. 3.
+    wait for nobody. Zero Bubble (Qi+ 2023, arXiv:2401.10241) sec. 2.2, fig. 3.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [_zero_bubble(rank, 2 * (pp - rank - 1), 2 * rank, microbatches) for rank in range(pp)]

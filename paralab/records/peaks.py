@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
 from paralab.observe.samples import CATEGORIES
+from paralab.spec import OWN_FORM
 from paralab.theory import memory as formulas
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ def peaks(report: Report, rank: int | None = None) -> pd.DataFrame:
     """What fills the device of ``rank`` (default: the worst rank) at its worst sample, in bytes.
 
     One row per category, always in the same order, and one "total". Columns: formula, what
-    theory/memory.py says of the fuller of a step's two moments, which has no workspace; and the
-    report's clock. Formulas are of the plan; there are none for a traced function, and the column
+    theory/memory.py says of the fuller of a step's two moments, which has workspace only where
+    something is offloaded; and the report's clock. Formulas are of the plan; there are none for a
+    traced function, nor for a schedule of the user's own in a report that was saved, and the column
     is 0. Raises ValueError if memory was not sampled.
     """
     import pandas as pd
@@ -37,7 +39,8 @@ def peaks(report: Report, rank: int | None = None) -> pd.DataFrame:
     moment = memory[(memory["rank"] == worst[0]) & (memory["time"] == worst[2])]
     held = moment.groupby("category", sort=False)["bytes"].sum().to_dict()
     formula: dict[str, int] = {}
-    if report.model is not None:
+    code_is_lost = str(report.plan.schedule).startswith(OWN_FORM)
+    if report.model is not None and not code_is_lost:
         moments = formulas.moments(
             report.model,
             report.plan,

@@ -21,9 +21,6 @@ from paralab.theory.closed_columns import Array, Columns, Rank
 from paralab.theory.closed_zero import collective, exposed, gathering, last_backward, window
 from paralab.theory.formulas import optimizer_work
 
-TERMS = ("compute", "recompute", "tensor", "bubble", "messages", "gradients", "offload",
-         "optimizer")  # fmt: skip
-
 
 class Pass(NamedTuple):
     """A micro-batch on a rank: work and exposed communication, forward and backward.

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from paralab.checks import choice, illegal, whole
 from paralab.cluster import Link
+from paralab.theory.traffic import share
 
 ALGORITHMS = (
     "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce", "tree_all_reduce",
@@ -90,11 +91,11 @@ def wire_bytes(
         return _tree_neighbours(n, index) * count * itemsize
     if algorithm == "hierarchical_all_reduce":
         place, node = index % group, index // group
-        own = _chunk(count, group, (place + 1) % group)
+        own = share(count, group, (place + 1) % group)
         sent = _ring(count, group, place, 2) + _ring(own, nodes, node, 2)
         return sent * itemsize
     if algorithm == "ring_all_gather":
-        return (count - _chunk(count, n, (index + 2) % n)) * itemsize
+        return (count - share(count, n, (index + 2) % n)) * itemsize
     return _ring(count, n, index, 2 if algorithm == "ring_all_reduce" else 1) * itemsize
 
 
@@ -140,16 +141,11 @@ def _rounds(n: int) -> int:
     return (n - 1).bit_length()  # ceil(log2 n)
 
 
-def _chunk(count: int, n: int, chunk: int) -> int:
-    """Elements of one of n chunks, as even as can be, the larger ones first."""
-    return count // n + (chunk < count % n)
-
-
 def _ring(count: int, n: int, index: int, halves: int) -> int:
     """Elements that a member of a ring sends: in each half, all chunks but one."""
     if n == 1:
         return 0
-    spared = [_chunk(count, n, (index + 1) % n), _chunk(count, n, (index + 2) % n)]
+    spared = [share(count, n, (index + 1) % n), share(count, n, (index + 2) % n)]
     return halves * count - sum(spared[:halves])
 
 

@@ -13,7 +13,6 @@ measured step alone.
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import math
 import textwrap
@@ -104,11 +103,12 @@ class Comparison:
 def compare(expect: Report, report: Report) -> Comparison:
     """Hold a prediction against a run of the same model and plan.
 
-    expect  what `pl.predict` returned;  report  what `pl.run` returned, or a replay of it. The
-            order does not
-    matter. The run is replayed with the links of the prediction's cluster, so that these two differ
-    in compute costs alone. Raises ValueError naming the first difference if the two are not about
-    the same thing.
+    expect  what `pl.predict` returned
+    report  what `pl.run` returned, or a replay of it; the order of the two does not matter
+
+    The run is replayed with the links of the prediction's cluster, so that these two differ in
+    compute costs alone. Raises ValueError naming the first difference if the two are not about the
+    same thing.
     """
     expect, report = _in_order(expect, report)
     _same_subject(expect, report)
@@ -162,13 +162,18 @@ def _in_order(a: Any, b: Any) -> tuple[Report, Report]:
 
 
 def _same_subject(expect: Report, report: Report) -> None:
+    for name, one in (("expect", expect), ("report", report)):
+        if one.model is None:
+            raise illegal(name, one, "it trained no model, so there is nothing to hold it against",
+                          "what pl.predict(model, plan) and pl.run(model, plan) return"
+                          )  # fmt: skip
     for name in ("model", "plan"):
-        ours, theirs = getattr(expect, name), getattr(report, name)
-        for f in dataclasses.fields(ours):
-            x, y = getattr(ours, f.name), getattr(theirs, f.name)
-            if x != y:
+        # As they are saved: of an own class or function the name, so that loaded runs compare too.
+        ours, theirs = getattr(expect, name).to_dict(), getattr(report, name).to_dict()
+        for setting, x in ours.items():
+            if x != (y := theirs[setting]):
                 raise ValueError(
-                    f"{name}.{f.name}: {x!r} was predicted, {y!r} was run; predict what was run: "
+                    f"{name}.{setting}: {x!r} was predicted, {y!r} was run; predict what was run: "
                     "pl.predict(report.model, report.plan)"
                 )
     x, y = expect.meta.get("optimizer"), report.meta.get("optimizer")

@@ -197,7 +197,7 @@ def backward_halves(
 
     A linear layer's two products cost the same: one makes the gradient of its input, which the
     stage before waits for, the other that of its weight, which can wait (Zero Bubble, Qi+ 2023,
-    arXiv:2401.10241, sec. 2.1, table 1). Everything else is input half.
+    arXiv:2401.10241, sec. 2.3, table 1). Everything else is input half.
     """
     x, scores = sizes(model, batch)
     logits = x * model.vocab // model.hidden

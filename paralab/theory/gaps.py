@@ -42,7 +42,8 @@ def notes_on(
     else:
         notes["bytes sent per rank"] += _levels(expect)
     notes |= _device_gaps(table)
-    notes["forward"] = notes.get("forward", "") + _sharing(expect, report, _contention(table))
+    if said := notes.get("forward", "") + _sharing(expect, report, _contention(table)):
+        notes["forward"] = said
     if expect.world_size > 1:
         notes["communication"] = _communication_gap(table.loc["communication"], expect)
         notes["exposed communication"] = _exposed(table, expect)
@@ -217,6 +218,8 @@ def _step_gap(table: pd.DataFrame, expect: Report, report: Report) -> str:
     row = table.loc["step time"]
     off = row["predicted"] / row["replayed"] - 1 if row["replayed"] > 0 else NAN
     said = [f"theory is {_percent(off)} {'above' if off > 0 else 'below'} the replay."]
+    if math.isnan(off):
+        said = ["in the replay a step takes no time."]
     if abs(off) < 0.01:
         said = ["theory and replay agree within 1 %."]
     if not math.isnan(row["measured"]):

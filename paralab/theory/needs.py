@@ -62,6 +62,7 @@ def step_flops(model: ModelSpec, samples: int, *, recompute: bool | str = False)
     Backward is twice forward. Recomputing the blocks costs their forward once more, recomputing the
     attention core 4 b s^2 h in each of them; the head's is not recomputed.
     """
+    samples = whole("samples", samples, at_least=1)
     if not isinstance(recompute, bool):
         choice("recompute", recompute, ("none", "selective", "full"))
     once, core = forward_flops(model, samples), 4 * samples * model.seq_len**2 * model.hidden

@@ -99,7 +99,7 @@ class Simulation:
     def report(self, name: str = "a schedule") -> Report:
         """The same as a predicted `Report` of one step, for whatever draws or compares reports."""
         from paralab.report import Report
-        from paralab.spec import Plan
+        from paralab.spec import OWN_FORM, Plan
 
         order, n = self.order, len(self.start)
         duration = self.end - self.start
@@ -113,7 +113,7 @@ class Simulation:
         ranks, last = order.ranks, float(self.end.max())
         steps = {"rank": list(range(ranks)), "step": [0] * ranks, "start": [0.0] * ranks,
                  "end": [last] * ranks, "beside": [0.0] * ranks}  # fmt: skip
-        plan = Plan(pp=ranks, microbatches=order.microbatches,
+        plan = Plan(pp=ranks, microbatches=order.microbatches, schedule=OWN_FORM + name,
                     virtual_stages=order.stages // ranks)  # fmt: skip
         return Report(clock="predicted", model=None, plan=plan, meta={"function": name},
                       spans=spans, steps=steps)  # fmt: skip

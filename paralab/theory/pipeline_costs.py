@@ -92,7 +92,7 @@ def peak_activations(
 def zero_bubble_activations(name: str, pp: int, rank: int) -> tuple[int, int]:
     """(whole micro-batches, micro-batches that only wait for their weight half) on a rank.
 
-    Zero Bubble, table 1, whose workers count from 1: zb-h1 keeps (p-i+1) M_B + (i-1) M_W, zb-h2
+    Zero Bubble, sec. 2.3, whose workers count from 1: zb-h1 keeps (p-i+1) M_B + (i-1) M_W, zb-h2
     (2p-2i+1) M_B + (2i-2) M_W.
     """
     p = whole("pp", pp, at_least=1)

@@ -59,7 +59,7 @@ def predict(
     Bytes are exact. Times are as good as the cluster's numbers: against replayed runs on the
     calibrated machine the step time of 51 plans was off by 6 and 8 % at the median and 27 % at the
     worst (tests/benchmarks/FIGURES.md). The memory table has the formulas' two possible peaks of
-    every step. There are no losses. Raises ValueError on anything that a run would refuse.
+    every step. There are no losses. Raises ValueError on a plan that cannot train the model.
     """
     # Not at the top: schedules are handled as arrays, and `import paralab` does without NumPy.
     from paralab.parallel.lowering import lower
@@ -84,9 +84,10 @@ def predict(
         raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
     steps = whole("steps", steps, at_least=1)
     if plan.world_size > cluster.num_devices:
+        largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
         raise illegal(
-            "pp" if plan.pp > plan.dp else "dp",
-            max(plan.pp, plan.dp),
+            largest,
+            getattr(plan, largest),
             f"the plan needs {plan.world_size} devices, {cluster.name!r} has {cluster.num_devices}",
             "fewer ranks, or a cluster with more nodes",
         )

@@ -86,6 +86,8 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
                       "say when each of them came", "pl.predict(..., detail='calls'), or "
                       "pl.predict on the other cluster")  # fmt: skip
     cluster = Cluster.local() if cluster is None else cluster
+    if not isinstance(cluster, Cluster):
+        raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
     compute = real("compute", compute, at_least=0.0)
     spans = sorted(_Span(*row) for row in report.spans.itertuples(index=False))
     setup = _setup_spans(report, spans)

@@ -30,7 +30,7 @@ import numpy as np
 from paralab.checks import illegal
 from paralab.cluster import Cluster
 from paralab.parallel.schedules import SCHEDULES
-from paralab.spec import ModelSpec, Plan
+from paralab.spec import GRAD_SYNC_FORMS, ModelSpec, Plan
 from paralab.theory.predict_offload import check_links
 
 COUNTED = ("dp", "tp", "pp", "microbatches", "microbatch_size")  # these follow from each other
@@ -115,6 +115,9 @@ def values(model: ModelSpec, cluster: Cluster, pinned: dict[str, Any]) -> dict[s
                 name, (default,))  # fmt: skip
     for value in found["offload"]:
         check_links(Plan(offload=value), cluster)
+    for value in filter(callable, found["grad_sync"]):
+        raise illegal("grad_sync", value, "theory cannot know when a class of your own sends",
+                      " | ".join(map(repr, GRAD_SYNC_FORMS)))  # fmt: skip
     for value in found["schedule"]:
         if value not in SCHEDULES:
             raise illegal("schedule", value, "there is no closed form for it; pl.predict simulates "

@@ -29,8 +29,8 @@ OPS = RING + PAIRWISE + ROOTED + POINT_TO_POINT
 BOOKKEEPING = ("control", "setup")
 
 
-def _share(total: int, n: int, index: int) -> int:
-    """Part ``index`` of ``total`` whole bytes dealt over n members."""
+def share(total: int, n: int, index: int) -> int:
+    """Part ``index`` of ``total`` bytes or elements dealt over n members, the larger ones first."""
     return total // n + (index < total % n)
 
 
@@ -46,9 +46,9 @@ def wire_bytes(op: str, payload: int, n: int, index: int = 0, root: int = 0) -> 
     if op == "recv" or n == 1:
         return 0
     if op == "all_reduce":
-        return _share(2 * (n - 1) * payload, n, index)
+        return share(2 * (n - 1) * payload, n, index)
     if op in ("all_gather", *PAIRWISE):
-        return _share((n - 1) * payload, n, index)
+        return share((n - 1) * payload, n, index)
     if op == "reduce":
         return payload * (index != root)
     return payload * len(_tree_children(n, index, root))  # broadcast
@@ -85,7 +85,7 @@ def edges(
         return {ranks[(index + 1) % n]: sent}
     if op in PAIRWISE:
         others = [r for r in ranks if r != rank]
-        return {r: _share(sent, n - 1, i) for i, r in enumerate(others)}
+        return {r: share(sent, n - 1, i) for i, r in enumerate(others)}
     if op == "reduce":
         return {peer: sent} if sent else {}
     return {ranks[child]: payload for child in _tree_children(n, index, root)}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paralab.checks import choice
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.formulas import block_flops, head_flops
 from paralab.theory.gathering import parts_with_backward
@@ -47,6 +48,7 @@ def model_flops(model: ModelSpec, samples: int) -> int:
 
 def hardware_flops(model: ModelSpec, samples: int, recompute: str = "none") -> int:
     """FLOPs that a step on ``samples`` does compute: `model_flops` and what ``recompute`` adds."""
+    choice("recompute", recompute, ("none", "selective", "full"))
     again = {"none": 0, "full": block_flops(model, samples),
              "selective": 4 * samples * model.seq_len**2 * model.hidden}[recompute]  # fmt: skip
     blocks = model.layers

@@ -155,12 +155,6 @@ def peak(report: Report) -> int:
     return max(p.total for p in peaks(report).values() if p.tier == "device")
 
 
-def crowd(report: Report) -> str:
-    cores = report.meta.get("cores")
-    shared = isinstance(cores, int) and cores < report.world_size
-    return f"measured ({report.world_size} ranks on {cores} cores)" if shared else "measured"
-
-
 def code(plan: Plan) -> str:
     """The plan as one would write it: what differs from the default."""
     said = []

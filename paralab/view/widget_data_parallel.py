@@ -18,7 +18,7 @@ from paralab.view import theme
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Knob, Sketch, given
-from paralab.view.widget_shared import at_speed, beside_replay, count, few, link_knob
+from paralab.view.widget_shared import at_speed, beside_replay, count, crowd, few, link_knob
 
 RANKS = (1, 2, 3, 4, 6, 8)
 BUCKETS = tuple(m * 10**e for e in (4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 10 kB to 10 MB
@@ -111,7 +111,7 @@ class DataParallel(Bench):
             rows=[
                 _numbers("predicted", expect),
                 _numbers("replayed", replayed),
-                _numbers(_crowd(found), found),
+                _numbers(crowd(found), found),
             ],
             said=f"Done, {count(knobs['ranks'], 'real process', 'es')}: the prediction "
             f"{beside_replay(expect, replayed)}.",
@@ -136,9 +136,3 @@ def _numbers(clock: str, report: Report) -> dict[str, str]:
         "ranks wait": f"{100 * part['wait'] / seconds:.0f} %",
         "sent per rank": theme.scaled(float(sent), "B") if talked else "0 B",
     }
-
-
-def _crowd(report: Report) -> str:
-    cores = report.meta.get("cores")
-    shared = isinstance(cores, int) and cores < report.world_size
-    return f"measured ({report.world_size} ranks on {cores} cores)" if shared else "measured"

@@ -34,10 +34,11 @@ from paralab.view.timeline import timeline, timelines
 from paralab.view.traffic_bars import link_traffic
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Sketch, given
-from paralab.view.widget_shared import MOST_RANKS, count
+from paralab.view.widget_shared import MOST_RANKS, count, crowd
 
 MODEL = ModelSpec(layers=8, hidden=128, heads=8, seq_len=64)  # eight heads, eight stages at most
 PLAN = Plan(dp=2, pp=2, microbatches=4)
+SMALLER = Plan(microbatches=4)  # where that one cannot be
 STEPS = 5
 LONGEST = 60.0  # seconds of a run
 BOXES = 200  # of the timeline, about
@@ -49,7 +50,8 @@ class Explore(Bench):
     """Degrees, schedule, micro-batches, ZeRO, offload, recomputation, precision, cluster.
 
     model    what is trained; default: eight small layers. A slider has models of the literature
-    plan     where the sliders start; what has no slider (tp_mode, bucket_bytes, ...) stays
+    plan     where the sliders start; what has no slider (tp_mode, bucket_bytes, ...) stays. The
+             default is dp=2, pp=2, or one device where model or cluster have no room for that
     cluster  what is predicted on; default ``Cluster.local()``, this machine. Buttons have others
 
     ``chart`` is the timeline, ``charts`` are timeline, mesh, memory and traffic.
@@ -64,8 +66,9 @@ class Explore(Bench):
         plan: Plan | None = None,
         cluster: Cluster | None = None,
     ) -> None:
-        self.model, self.plan = given("model", model, MODEL), given("plan", plan, PLAN)
+        self.model = given("model", model, MODEL)
         self.cluster = given("cluster", cluster, Cluster.local)
+        self.plan = given("plan", plan, PLAN if _fits(self.model, self.cluster) else SMALLER)
         self._clusters: dict[Any, Cluster] = {}
         self._replays: dict[str, Report] = {}
         self._notes: list[str] = []
@@ -174,7 +177,7 @@ class Explore(Bench):
         how = f"is {abs(100 * gap):.0f} % {'above' if gap > 0 else 'below'} its replay"
         how = "equals its replay" if abs(gap) < 0.01 else how
         rows = [parts.numbers("predicted", expect), parts.numbers("replayed", replayed),
-                parts.numbers(parts.crowd(found), found)]  # fmt: skip
+                parts.numbers(crowd(found), found)]  # fmt: skip
         said = f"Done, {count(found.world_size, 'real process', 'es')}: the predicted step {how}."
         return self._sketched(knobs, drawn, [expect, found], rows, said)
 
@@ -253,3 +256,12 @@ class Explore(Bench):
 
     def _ranks(self, knobs: dict[str, Any]) -> int:
         return self.plan_of(knobs).world_size
+
+
+def _fits(model: ModelSpec, cluster: Cluster) -> bool:
+    """Whether the usual plan can be."""
+    try:
+        PLAN.validate(model)
+    except ValueError:
+        return False
+    return PLAN.world_size <= cluster.num_devices

@@ -22,6 +22,7 @@ from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.disk_bandwidth import FASTEST, SLOWEST, Foreseen, Point, points
 from paralab.view.offload_curves import SHARE, chart
+from paralab.view.pipeline import percent
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Knob, Sketch, given
 from paralab.view.widget_shared import check_real, count, link_knob
@@ -115,8 +116,8 @@ class Offload(Bench):
         replayed, measured = self._points_of(knobs, found)
         expect = self._foreseen(knobs).share("predicted", knobs["bandwidth"])
         said = (f"Done, {count(knobs['ranks'], 'real process', 'es')}: replayed on these links the "
-                f"device computes {_percent(replayed.share)} of a step, predicted "
-                f"{_percent(expect)}; by the wall clock {_percent(measured.share)}.")  # fmt: skip
+                f"device computes {percent(replayed.share)} of a step, predicted "
+                f"{percent(expect)}; by the wall clock {percent(measured.share)}.")  # fmt: skip
         return Sketch(chart=self._drawn(knobs), rows=self._rows(knobs, found), said=said)
 
     def _needs(self, knobs: dict[str, Any]) -> Any:
@@ -164,13 +165,9 @@ class Offload(Bench):
             shares[point.clock], seconds[point.clock] = point.share, point.seconds
         head = f"disk of {theme.scaled(at, 'B/s')}"
         return [
-            {head: "device computes", **{name: _percent(s) for name, s in shares.items()}},
+            {head: "device computes", **{name: percent(s) for name, s in shares.items()}},
             {head: "time per step", **{name: f"{s * 1e3:.1f} ms" for name, s in seconds.items()}},
         ]  # fmt: skip
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def _disk_knob(disk: Link | None) -> Knob:

@@ -27,6 +27,7 @@ from paralab.view.boxes import table as boxes_table
 from paralab.view.chart import Chart
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Knob, Sketch, given
+from paralab.view.widget_shared import crowd
 
 RANKS = (2, 3, 4, 6, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -119,7 +120,7 @@ class Pipeline(Bench):
             rows=[
                 self._simulated(knobs, simulation),
                 self._ran("replayed", replayed),
-                self._ran(_crowd(found), found),
+                self._ran(crowd(found), found),
             ],
             said=f"Done, {knobs['pp']} real processes: replayed, {100 * replayed.bubble:.0f} % is "
             f"bubble; simulated with its median costs {100 * simulation.bubble_rate:.0f} %"
@@ -197,9 +198,3 @@ def _delay(knobs: dict[str, Any], forward: list[float]) -> float:
 
 def _head(name: str, bubble: float) -> str:
     return f"<b>{name}</b> · bubble {drawing.percent(bubble)}"
-
-
-def _crowd(report: Report) -> str:
-    cores = report.meta.get("cores")
-    shared = isinstance(cores, int) and cores < report.world_size
-    return f"measured ({report.world_size} ranks on {cores} cores)" if shared else "measured"

@@ -22,6 +22,13 @@ def count(n: int, what: str, plural: str = "s") -> str:
     return f"{n} {what}{plural if n != 1 else ''}"
 
 
+def crowd(report: Report) -> str:
+    """ "measured", and how many ranks shared how many cores, if they did."""
+    cores = report.meta.get("cores")
+    shared = isinstance(cores, int) and cores < report.world_size
+    return f"measured ({report.world_size} ranks on {cores} cores)" if shared else "measured"
+
+
 def few(chart: Chart, shown: int, ranks: int) -> Chart:
     """The chart, which says so if it does not show all ranks."""
     return chart.said_below(f"{shown} of {ranks} ranks drawn") if ranks > shown else chart
