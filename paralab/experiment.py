@@ -152,6 +152,7 @@ def run(
         choice("progress", progress, (True, False))
     plan = Plan() if plan is None else plan
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
+        plan.validate(model)  # what no machine can do is said first
         largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
         raise illegal(largest, getattr(plan, largest), f"the plan needs {plan.world_size} ranks, "
                       f"and one machine starts {MAX_RANKS} at most", "fewer ranks; or pl.predict "
