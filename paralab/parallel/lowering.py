@@ -25,6 +25,7 @@ here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -137,10 +138,12 @@ def row_of(order: Order) -> tuple[np.ndarray, np.ndarray]:
     return source[row], to[row]
 
 
+@lru_cache(maxsize=8)  # an order is known by being the same one
 def posted_after(order: Order) -> np.ndarray:
     """Per action that needs a message: behind which action of its rank `lower` posts the receive.
 
     -1: before the first, and of actions that need none                  (n,)
+    Not to be altered: asked again for the same order, it is the same array.
     """
     makers, users = row_of(order)
     awaits, owes = set(users.tolist()), set(makers.tolist())

@@ -13,6 +13,7 @@ NumPy does it for all actions at once: about 0.5 microseconds each, so that a sl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +31,8 @@ CODE = {"F": F, "B": B, "I": I, "W": W}
 FREE = 2**62  # so many are missing that it never starts
 
 
-class Order(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Order:
     """A schedule's actions, rank after rank, in the order of the lists; n of them.
 
     first       where each rank's actions begin, and at last n          (ranks + 1,)

@@ -102,7 +102,8 @@ def _boxes(
     total = len(chosen)
     if most is not None and total > most:
         chosen = chosen.sort_values(["start", "id"]).head(most)
-    calls, copies = of_span(report.collectives, step), of_span(report.copies)
+    mine = [table[table["rank"].isin(ranks)] for table in (report.collectives, report.copies)]
+    calls, copies = of_span(mine[0], step), of_span(mine[1])
     boxes = chosen.to_dict("records")
     rows: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for box in boxes:
