@@ -39,6 +39,8 @@ class Link(Description):
 class Cluster(Description):
     """Nodes of devices, and two levels of links: inside a node and between nodes.
 
+    name              what reports and figures call it
+    nodes, devices_per_node   how many; a plan's ranks fill one node after the other
     flops             multiply-add rate that matrix products really reach, FLOP/s per device
     peak_flops        FLOP/s that a device's datasheet promises in the precision that is trained in;
                       None: not stated, and no report says how much of it a step uses

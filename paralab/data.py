@@ -38,8 +38,7 @@ class Corpus:
     """The text as one long run of bytes over its files; nothing is held in memory.
 
     path  None for the standard library, or a text file, or a folder (all its text files, in the
-          order of their
-          names, hidden ones left out)
+          order of their names, hidden ones left out)
     Raises ValueError where the path does not exist or holds no text.
     """
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
-from paralab.parallel.schedules import RELAY, SCHEDULES
+from paralab.parallel.schedules import RELAY, SCHEDULES, takes_three
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
@@ -60,17 +60,7 @@ def check_schedule(form: Any) -> None:
     if not callable(form):
         choice("schedule", form, SCHEDULE_NAMES)
         return
-    try:
-        signature = inspect.signature(form)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(*(1,) * _sizes_taken(form))
-    except TypeError as error:
-        names = " | ".join(map(repr, SCHEDULE_NAMES))
-        raise illegal("schedule", form, f"cannot be called ({error})",
-                      f"{names} | f(pp, microbatches) | f(pp, microbatches, virtual_stages)"
-                      ) from None  # fmt: skip
+    takes_three(form)
 
 
 def make_schedule(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[list[Action]]:
@@ -94,12 +84,3 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
 
 
 _build_once = lru_cache(maxsize=64)(_build)
-
-
-def _sizes_taken(form: Any) -> int:
-    """3 for f(pp, microbatches, virtual_stages), 2 for f(pp, microbatches)."""
-    try:
-        inspect.signature(form).bind(1, 1, 1)
-    except TypeError:
-        return 2
-    return 3

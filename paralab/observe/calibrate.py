@@ -3,10 +3,10 @@
 Five short measurements in ranks of their own (some twelve seconds together; the caller never
 imports torch):
 
-    device  forward, backward and optimizer of small GPTs with one thread, in min(4, cores) ranks at
-            once, as in a run. Their thread CPU seconds are fitted to flops / F + bytes / B +
-            kernels * o, the model of theory/formulas.py
-    links   every collective between min(4, cores) ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
+    device  forward, backward and optimizer of small GPTs with one thread, in two to four
+            ranks at once, as in a run. Their thread CPU seconds are fitted to flops / F + bytes / B
+            + kernels * o, the model of theory/formulas.py
+    links   every collective between as many ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
             / bandwidth. A call's time runs from its last member's launch to its end, as the event
             engine counts it
     calls   what posting a call takes a rank's own thread, and how much longer a forward or a

@@ -48,9 +48,8 @@ class Ledger(Storages):
     limit   bytes that may be alive at once; an operation that takes more raises `OutOfMemory`
     advise  what to say then: which setting would help
 
-    It may be left and entered again: what it knows stays
-    right, for a storage that dies meanwhile is taken back; what is born meanwhile is met when an
-    operation writes to it.
+    It may be left and entered again: what it knows stays right, for a storage that dies meanwhile
+    is taken back; what is born meanwhile is met when an operation writes to it.
     """
 
     def __init__(

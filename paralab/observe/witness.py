@@ -52,6 +52,7 @@ def witness(
             torch's own, past the ledger
     nbytes  of the full tensor, rounded down to whole elements per rank; 1 MiB or more, or headers
             show
+    timeout seconds without any sign of life before the ranks are stopped
 
     One row per op, bytes summed over the ranks: op, theory_bytes (the closed form), ledger_bytes
     (what `Group` wrote down; none for the native call), kernel_bytes (the least of 5 calls), ratio

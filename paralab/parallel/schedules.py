@@ -251,7 +251,7 @@ def build(
     pp, microbatches = _sizes(pp, microbatches)
     v = whole("virtual_stages", virtual_stages, at_least=1)
     if callable(schedule):
-        sizes = (pp, microbatches, v) if _takes_three(schedule) else (pp, microbatches)
+        sizes = (pp, microbatches, v) if takes_three(schedule) else (pp, microbatches)
         return actions(schedule(*sizes))
     function = SCHEDULES[choice("schedule", schedule, tuple(SCHEDULES))]
     if function is interleaved:
@@ -263,7 +263,11 @@ def build(
     return function(pp, microbatches)
 
 
-def _takes_three(function: Callable[..., Any]) -> bool:
+def takes_three(function: Callable[..., Any]) -> bool:
+    """Whether it is f(pp, microbatches, virtual_stages), not f(pp, microbatches).
+
+    Raises ValueError if it is neither, or does not say.
+    """
     for sizes in ((1, 1, 1), (1, 1)):
         try:
             inspect.signature(function).bind(*sizes)
@@ -272,8 +276,9 @@ def _takes_three(function: Callable[..., Any]) -> bool:
         except ValueError:  # built in, or the like: it does not say
             break
         return len(sizes) == 3
+    names = " | ".join(map(repr, (*SCHEDULES, RELAY)))
     raise illegal("schedule", function, "cannot be called with the sizes of a pipeline",
-                  "a function f(pp, microbatches) or f(pp, microbatches, virtual_stages)"
+                  f"{names} | f(pp, microbatches) | f(pp, microbatches, virtual_stages)"
                   )  # fmt: skip
 
 

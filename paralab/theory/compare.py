@@ -54,6 +54,7 @@ class Comparison:
             (seconds, bytes or calls; NaN where there is no such report) and unit. Of a pipeline
             the bubble too, a share of device time
     notes   {quantity: what the gap means}
+    bytes_agree   whether report and prediction sent the same bytes in the same number of calls
     expect, replayed, measured   the reports that were compared; measured is None if only a replay
                                  was given
     """

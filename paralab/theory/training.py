@@ -111,10 +111,11 @@ def training_cost(
 ) -> Cost:  # fmt: skip
     """What ``model`` on ``tokens`` costs with ``devices`` that each reach ``flops`` FLOP/s.
 
-    flops   with what is recomputed counted in, as PTD-P's 140 to 163 TFLOP/s on A100s are
-    recipe  bytes per parameter by name, see theory/needs.py
-    memory  bytes of one device
-    watts   of one device with its share of the rest; None: energy is left out
+    flops      with what is recomputed counted in, as PTD-P's 140 to 163 TFLOP/s on A100s are
+    recompute  as in `needs.step_flops`
+    recipe     bytes per parameter by name, see theory/needs.py
+    memory     bytes of one device
+    watts      of one device with its share of the rest; None: energy is left out
     """
     days = needs.training_days(
         model, tokens=tokens, devices=devices, flops=flops, recompute=recompute
