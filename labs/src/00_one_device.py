@@ -194,7 +194,8 @@ view.bytes_bars(
 # ## Break it
 # Gradient accumulation is how a large batch is trained on a device that holds a small one: several
 # micro-batches, one after the other, and their gradients add up. Both functions below do that, and
-# their gradients agree (here one of them is shown). One of them does not save a single byte.
+# their gradients agree (the cell compares one tensor's). But one of the functions saves next to
+# nothing.
 
 
 # %%

@@ -467,7 +467,7 @@ exercise.check(the_other_way_round)
 # ## On your GPUs
 # The same cells: with one GPU per rank the calls go over NCCL. (`link_fit` stays a picture of this
 # machine's processors.) The knee of a link is α times its bandwidth. A GPU's links have a much
-# smaller α and a much larger bandwidth: measure both, and see which changed more.
+# smaller α and a much larger bandwidth.
 #
 # ## Read on
 # * Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*:

@@ -130,13 +130,23 @@ report.traffic_chart()
 # ## Every single call
 # A summary of all traffic by what it is for, and every call by name, size and group, is what people
 # [wish they had](https://github.com/traceopt-ai/traceml/issues/145), and as [raw
-# data](https://github.com/deepspeedai/DeepSpeed/issues/7403). Here it is a table:
+# data](https://github.com/deepspeedai/DeepSpeed/issues/7403). `report.collectives` has one row for
+# every call of every rank and step. Those of rank 0 in step 3, one by one:
 
 # %%
 calls = report.collectives.query("step == 3 and rank == 0")
+calls[["call", "op", "axis", "ranks", "phase", "payload_bytes", "wire_bytes"]].set_index("call")
+
+# %% [markdown]
+# Summed up by what they are for:
+
+# %%
 calls.groupby(["axis", "phase", "op"]).agg(
     calls=("call", "count"), payload=("payload_bytes", "sum"), sent=("wire_bytes", "sum")
 )
+
+# %% [markdown]
+# And what else rank 0 took part in, in all steps:
 
 # %%
 setup = report.collectives.query("rank == 0 and phase != 'grad_sync'")
@@ -149,9 +159,9 @@ setup[["step", "op", "axis", "phase", "payload_bytes", "wire_bytes"]].drop_dupli
 # before the first step: do all ranks have the same settings and the same text?
 #
 # ## Three ways to send the same bytes
-# `naive` is the loop by hand: one all-reduce per parameter, after backward. `bucketed` packs
-# gradients into a few large buffers first. `overlapped` sends each buffer as soon as it is full,
-# while backward computes the rest. The same link for all three:
+# `naive` sends every parameter's gradient by itself, after backward (the loop by hand sent all of
+# them in one). `bucketed` packs gradients into a few large buffers first. `overlapped` sends each
+# buffer as soon as it is full, while backward computes the rest. The same link for all three:
 
 # %%
 forms = {
@@ -176,8 +186,8 @@ for form, replayed in replays.items():
           f"{summary['waiting']:5.1f} ms")  # fmt: skip
 
 # %% [markdown]
-# The same bytes three times. Buckets save α, once per parameter; overlap hides the rest behind
-# work that has to be done anyway.
+# The same bytes three times. Buckets save α, once per parameter; overlap hides most of the rest
+# behind work that has to be done anyway. What the last bucket takes stays.
 #
 # ## Theory, replay, wall clock
 # `predict` returns the same kind of report as `run`, from formulas and a short measurement of this

@@ -46,8 +46,8 @@ pipeline.simulate(layerwise, forward=1e-3, backward=1e-3, weight_grad=1e-3).time
 
 # %% [markdown]
 # One device works, three wait: this naive form buys memory and no speed at all. The remedy is as
-# old as pipelines: cut the batch into **micro-batches**, and let stage 0 start the next one while
-# the others still work on the first. GPipe runs all forwards, then all backwards:
+# old as pipelines: with the batch cut into **micro-batches**, stage 0 need not wait for the first
+# to come back before it starts the next. GPipe runs all forwards, then all backwards:
 
 # %%
 gpipe = schedules.gpipe(4, 4)
@@ -107,12 +107,13 @@ report.bubbles().round(2)
 # For «what would four devices do» believe the *replay*; *simulated* beside it says how much of that
 # is the schedule's own. Believe the wall clock where every rank has a core or a GPU of its own.
 #
-# The replay can tell the two apart, and this is why every span was written down with its cost. Its
-# one assumption: a stage computes as fast alone as it did here. On GPUs profilers have a trap of
-# the same kind. The kernel that receives is *running* while it waits, so idling looks like
-# communication. Users of one paper's code met it, and its authors answer that their bubble rates
-# [are computed](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/25), from times
-# of work and of messages that were profiled apart.
+# The replay can tell waiting for a core from waiting for a message, and this is why every span was
+# written down with its cost. Its one assumption: a stage computes as fast alone as it did here. On
+# GPUs profilers have a trap of the same kind. The kernel that receives is *running* while it waits,
+# so idling looks like communication. Users of one paper's code met it, and its authors answer that
+# their bubble rates [are
+# computed](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/25), from times of
+# work and of messages that were profiled apart.
 #
 # Here a wait is a span of its own:
 
@@ -123,8 +124,8 @@ seconds = (spans.end - spans.start).groupby([spans["rank"], spans.kind]).sum().u
 
 # %% [markdown]
 # (A rank that has done its last backward waits for nobody: that end of the picture is bubble too,
-# and no span. But the last rank: it shares the token embedding with rank 0, and waits until both
-# can add up its gradient.)
+# and no span. The last rank is the exception: it shares the token embedding with rank 0, and waits
+# until both can add up its gradient.)
 #
 # ## Turn the knobs
 # More micro-batches, smaller bubble. One slow stage, and everybody waits for it. *Run it* starts
@@ -216,10 +217,9 @@ pipeline.simulate(interleaved, **halved).timeline("interleaved")
 
 # %% [markdown]
 # People stumble over the number of forwards before the first backward: 2(p−r−1) + (v−1)p here,
-# [why not p−r−1](https://github.com/NVIDIA/Megatron-LM/issues/169) as in 1F1B? Read it off the
-# picture. Rank 0 has to send its first chunk's micro-batches *and* feed its second chunk, p of them
-# for every further chunk; and an answer takes two trips, down to the last rank and back, before
-# the first gradient arrives.
+# [why not p−r−1](https://github.com/NVIDIA/Megatron-LM/issues/169) as in 1F1B? The second half you
+# read off the picture: rank 0 has to send its first chunk's micro-batches *and* feed its second
+# chunk, p of them for every further chunk.
 
 # %%
 p, v = 4, 2
@@ -231,7 +231,34 @@ for rank, actions in enumerate(interleaved):
 pd.DataFrame(warm_up).set_index("rank")
 
 # %% [markdown]
-# (The counted number leaves out one forward, the first of the steady one-forward-one-backward.)
+# (The counted number leaves out one forward, the first of the steady one-forward-one-backward.) The
+# 2 does not show in the picture, where messages take no time. So try 1 in its place, with messages
+# that take a tenth of a forward and with such that take none:
+
+# %%
+from itertools import chain
+
+rows = {}
+for factor in (2, 1):
+    lists = []
+    for rank, actions in enumerate(interleaved):
+        forwards = [action for action in actions if action.kind == "F"]
+        backwards = [action for action in actions if action.kind == "B"]
+        first = factor * (p - rank - 1) + (v - 1) * p
+        steady = chain.from_iterable(zip(forwards[first:], backwards, strict=False))
+        lists.append([*forwards[:first], *steady, *backwards[len(forwards) - first :]])
+    none, some = (pipeline.simulate(lists, **halved, comm=comm) for comm in (0, 0.05e-3))
+    rows[f"{factor}(p-r-1) + (v-1)p"] = {
+        "bubble, messages take no time": none.bubble_rate,
+        "bubble, they take 0.05 ms": some.bubble_rate,
+        "rank 0 keeps (chunks)": none.peak_live[0],
+    }
+pd.DataFrame(rows).T.round(3)
+
+# %% [markdown]
+# So it is about the links: where messages take time, forwards begun ahead of need hide them, and
+# are paid for with memory.
+#
 # And [why do some codes demand p > 2](https://github.com/NVIDIA/Megatron-LM/issues/750)? With two
 # ranks each is both the left and the right neighbour of the other, and messages that are told apart
 # by *order* alone must not overtake one another. Here every pair's messages have one agreed order,
@@ -287,8 +314,8 @@ view.stuck(broken, name="one swap on rank 1")
 #   the pipeline?
 # * `pl.Plan(pp=2, dp=2, ...)`: two pipelines of two stages beside one another. Which messages are
 #   new?
-# * The widget: make one stage twice as slow. Where does the bubble go, and do more micro-batches
-#   help?
+# * The widget: make the last stage twice as slow. Where does the bubble go, and do more
+#   micro-batches help?
 #
 # The large one, a schedule of your own, is [lab 04](04_own_schedule.ipynb).
 #

@@ -194,8 +194,9 @@ rows = {
 pd.DataFrame(rows).T.rename_axis(["model", "devices"])
 
 # %% [markdown]
-# Stages 1 and 2 run into a wall: the copy of the parameters that everybody keeps. Stage 3 has none;
-# on 1024 devices a trillion parameters need 16 GB each.
+# Stages 1 and 2 run into a wall, what everybody keeps whole: parameters and gradients in stage 1 (4
+# bytes per parameter), the parameters alone in stage 2 (2 bytes). Stage 3 keeps nothing whole; on
+# 1024 devices a trillion parameters need 16 GB each.
 #
 # ## Turn the knobs
 # *Run it* starts real ranks.
@@ -256,9 +257,9 @@ pd.DataFrame(largest).T
 
 # %% [markdown]
 # ## Nodes: not all bytes are alike
-# Stage 3 sends 3Ψ for every micro-batch (two here), and with the ranks spread over nodes most of
-# that crosses the slow network. The remedy is to share inside a node, where links are fast, and
-# keep a copy per node: hybrid sharding (HSDP, `shard=` the ranks that share). Two nodes of two
+# Stage 3 sends 3Ψ for every micro-batch (two here), and with the ranks spread over nodes more than
+# half of that crosses the slow network. The remedy is to share inside a node, where links are fast,
+# and keep a copy per node: hybrid sharding (HSDP, `shard=` the ranks that share). Two nodes of two
 # devices, as predicted, by level:
 
 # %%

@@ -102,8 +102,9 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
 
     Bubble: (p-1)/(v m + p-1) of everything, (p-1)/(v m) of the ideal time, for v times the
     messages. Alive: 2(p-r-1) + (v-1)p + 1 chunks of 1/v of the rank's layers. The last rank has to
-    bring p micro-batches to its last chunk before its first backward, that is (v-1) p forwards; a
-    rank d before it hears of that 2 d actions later. m must be a multiple of p. PTD-P (Narayanan+
+    bring p micro-batches to its last chunk before its first backward, that is (v-1) p forwards. Of
+    a rank d before it d forwards more would do where messages take no time; 2 d fill the way down
+    and the way back, so that messages can be late. m must be a multiple of p. PTD-P (Narayanan+
     2021, arXiv:2104.04473) sec. 2.2.2, fig. 4.
     """
     pp, microbatches = _sizes(pp, microbatches)
