@@ -265,9 +265,11 @@ for name, cut in {"1D": plan, "1D with sequence parallelism": sequence}.items():
 
 # %% [markdown]
 # ## Predicted, replayed, measured
-# Bytes agree call by call. Where four ranks share fewer cores the wall clock is far off: in every
-# call all wait for the last one to come. With a core each it may even be ahead of the replay, which
-# gives each rank a device of its own, and links that it has measured.
+# Bytes agree call by call. The wall clock need not: where ranks share cores, with one another or
+# with the threads that carry their messages, all wait in every call for the last one to come, and
+# the step falls far behind the replay, which gives each rank a device of its own. With cores to
+# spare it may even be ahead, for the replay's links are as fast as they were measured, and no
+# faster.
 
 # %% tags=["measured"]
 expect = pl.predict(model, plan)

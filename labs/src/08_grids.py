@@ -167,7 +167,7 @@ for name, report in reports.items():
         "backward (B)": per_rank["linear_backward"], "formula ": float(backward),
         "all else (B)": per_rank.drop(["linear_forward", "linear_backward", "control", "setup"],
                                       errors="ignore").sum(),
-        "calls per rank": len(calls.query("rank == 0 and phase != 'control'")),
+        "calls per rank": len(calls.query("rank == 0 and phase not in ['control', 'setup']")),
     }  # fmt: skip
 pd.DataFrame(rows).T.round(1)
 
@@ -300,8 +300,8 @@ for name, add_up in (("with the sum", True), ("without", False)):
 pd.DataFrame(rows).T
 
 # %% [markdown]
-# Nothing fails, the loss falls, and there are two models. (This is a known bug of
-# published code.) Only a comparison tells: of the copies, as here, or with one process, as above.
+# Nothing fails, the loss falls, and there are two models. Only a comparison tells: of the copies,
+# as here, or with one process, as above.
 #
 # ## Your turn
 

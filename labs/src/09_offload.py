@@ -325,7 +325,8 @@ pd.DataFrame({
 
 # %% [markdown]
 # ## Is it the same training?
-# Not to five decimals: bit for bit. The host's processor makes the same step with the same kernel.
+# Not to five decimals: bit for bit, where the device is a processor too: the host then makes the
+# same step with the same kernel.
 
 # %%
 proof = {"steps": 4, "keep_state": True, "progress": False}
@@ -407,7 +408,8 @@ exercise
 def my_stream(units, window):
     """The jobs of one update, in the order in which they are handed over: (what, unit, buffer).
 
-    units: how many units' states lie in files; window: how many buffers there are, 0, 1, ...
+    units: how many units' states lie in files; window: how many buffers there are, 1 or more
+    (they are called 0, 1, ...)
     """
     jobs = []
     ### BEGIN SOLUTION
@@ -431,8 +433,10 @@ exercise.check(my_stream)
 # %% [markdown]
 # ## On your GPUs
 # The same cells. Copies then run on streams of their own from page-locked memory, the lanes show
-# what the device's clock says, and `memory_limit` also caps the allocator. Look at how much of the
-# copies hides behind computing (`report.summary()`), and raise `microbatch_size` until it does.
+# what the device's clock says, and `memory_limit` also caps the allocator. («The same bits» need
+# the same kernel: AdamW on the host may differ from the GPU's in the last digits.) Look at how much
+# of the copies hides behind computing (`report.summary()`), and raise `microbatch_size` until it
+# does.
 #
 # ## Read on
 # * Ren and others 2021, [ZeRO-Offload](https://arxiv.org/abs/2101.06840): sec. 3 for the cut, sec.

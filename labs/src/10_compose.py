@@ -227,9 +227,9 @@ by_microbatch(a100.replace(half_rate_tokens=256))
 # has to say so.
 #
 # ## Ten thousand plans
-# `plan_search` goes through every legal combination of dp, tp, pp, schedule, micro-batches, ZeRO
-# stage, recomputation and offload by closed formulas, leaves out what does not fit, and simulates
-# the best twenty. 39 billion parameters on 64 A100s:
+# `plan_search` goes through every legal combination of dp, tp, pp, schedule, chunks per rank,
+# micro-batches, ZeRO stage, sequence parallelism, recomputation and offload by closed formulas,
+# leaves out what does not fit, and simulates the best twenty. 39 billion parameters on 64 A100s:
 
 # %% tags=["measured"]
 search = pl.plan_search(pl.ModelSpec.preset("ptdp-39b"), a100, global_batch=128, precision="bf16")
@@ -296,7 +296,7 @@ print(heard[0].message)
 pd.DataFrame(rows).T.round(2).add_suffix(" (MB, all ranks)")
 
 # %% [markdown]
-# Of m micro-batches stage 1 sends twice the parameters along dp, whatever m is, and stage 3 sends
+# With m micro-batches stage 1 sends twice the parameters along dp, whatever m is, and stage 3 sends
 # them 3m times. It would do so without a pipeline, too; but there m may be 1, and a pipeline lives
 # on a large one.
 #
