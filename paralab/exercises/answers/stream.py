@@ -4,7 +4,8 @@
 def my_stream(units, window):
     """The jobs of one update, in the order in which they are handed over: (what, unit, buffer).
 
-    units: how many units' states lie in files; window: how many buffers there are, 0, 1, ...
+    units: how many units' states lie in files; window: how many buffers there are, 1 or more
+    (they are called 0, 1, ...)
     """
     jobs = []
     ### BEGIN SOLUTION
