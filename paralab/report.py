@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 CLOCKS = ("measured", "replayed", "predicted", dry.CLOCK)
+PLAIN = {bool, int, float, str, NoneType}  # what JSON knows as it is
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -277,6 +278,8 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         return {str(k): plain(v, f"{where}[{k!r}]") for k, v in value.items()}
     if isinstance(value, (list, tuple)):
+        if set(map(type, value)) <= PLAIN:  # the nodes of thousands of ranks
+            return list(value)
         return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)

@@ -142,6 +142,17 @@ def test_a_step_takes_as_long_as_with_every_call(name, links):
             assert other[quantity] == pytest.approx(one[quantity], rel=0.02, abs=0.05)
 
 
+@pytest.mark.parametrize("links", CLUSTERS)
+def test_an_outline_is_of_the_slowest_pipeline_where_only_some_cross_nodes(links):
+    """Of nodes of four: ranks 0 and 3 are on one, 1 and 4, 2 and 5 are not."""
+    plan, cluster = pl.Plan(dp=3, pp=2, microbatches=6), CLUSTERS[links]
+    calls, actions = (predict(MODEL, plan, cluster, steps=2, detail=detail)
+                      for detail in ("calls", "actions"))  # fmt: skip
+    tied = calls.collectives[calls.collectives["phase"] == "tied"]
+    assert set(tied["level"]) == {"intra", "inter"}
+    assert actions.step_time == pytest.approx(calls.step_time, rel=1e-6)
+
+
 def test_a_box_per_action_in_the_order_of_the_schedule():
     _, report = both("three axes")
     spans = report.spans[(report.spans["step"] == 1) & (report.spans["microbatch"] >= 0)]

@@ -330,3 +330,16 @@ def test_the_ledger_counts_the_formulas_bytes(run, settings):
         sizes = [item * unit.numel for unit in layout(MODEL, plan)]
         gathered = most["parameters"] - least["parameters"]
         assert max(sizes) <= gathered <= sum(sorted(sizes)[-2 - plan.prefetch :])
+
+
+@pytest.mark.parametrize(("pp", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "gpipe")])
+def test_the_first_stage_keeps_whole_gradients_until_the_last_micro_batch(pp, schedule):
+    """So no reduce-scatter is under way in any forward, and all gradients are there in one."""
+    model = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=16, vocab=512)
+    plan = pl.Plan(dp=2, pp=pp, schedule=schedule, microbatches=6, microbatch_size=1, zero_stage=1)
+    for rank in range(0, plan.world_size, 2):
+        forward = memory.moments(model, plan, rank=rank)["forward"]
+        assert forward["buffers"] == memory.message_bytes(model, plan, rank)
+        before = pp > 1 and schedule == "gpipe"  # every forward comes before the first backward
+        whole = 4 * sum(memory.rank_sizes(model, plan, rank).values())
+        assert forward["gradients"] == (0 if before else whole)

@@ -227,7 +227,7 @@ def test_activations_before_the_turn_are_the_formulas(counted, change, settings)
     rows = rows[(rows["category"] == "activations") & (rows["time"] <= turn)]
     walk = RelayWalk(report.model, report.plan, memory.state_bytes(report.model, report.plan), 0)
     there = itertools.takewhile(lambda action: action.kind == "F", walk.actions)
-    expected = max(walk.act(action)[0]["activations"] for action in there)
+    expected = max(walk.act(action)["activations"] for action in there)
     most = rows[rows["tier"] == "device"]["bytes"].max()
     assert most == pytest.approx(expected, rel=0.02)
 

@@ -271,11 +271,23 @@ print(f"between nodes with scatter/gather: {mean / GB:.0f} GB per rank, "
       f"{mean / nodes.inter.bandwidth:.1f} s")  # fmt: skip
 
 # %% [markdown]
-# The bubble is small because 512 micro-batches go through 64 stages. With an eighth of the batch:
+# And now look at the whole step. Each row is a stage, eight of the 64. Its boxes, one for every
+# forward and every backward, are more than a screen has pixels, so what repeats itself is drawn as
+# one stretch, and the height is shared out as the time is: forward; backward, with what is
+# recomputed for it; tensor parallelism's calls; and hatched, nothing. First look at the last row:
+
+# %%
+view.stage_time(expect)
+
+# %% [markdown]
+# Between its first micro-batch and its last nothing is hatched there: the last stage never waits,
+# and the hatched line through all other rows is their waiting for it. The two triangles are the
+# pipeline that fills and drains. They are narrow because 512 micro-batches go through 64 stages.
+# With an eighth of the batch:
 
 # %%
 eighth = pl.predict(model, full, nodes, steps=1, detail="actions")
-eighth.timeline(ranks=[0, 1008, 2016, 3024], ideal=False)
+view.stage_time(eighth)
 
 # %%
 print(f"bubble: {expect.bubble:.0%} of the devices' time with {plan.microbatches} micro-batches, "

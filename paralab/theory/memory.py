@@ -37,6 +37,7 @@ from paralab.theory.activations import (
 )
 from paralab.theory.parameters import (
     gradient_buckets,
+    like,
     parameter_sizes,
     rank_sizes,
     rank_units,
@@ -112,55 +113,75 @@ def moments(
     Workspace inside a kernel is not part of the formula. Beside the parameters every block has its
     causal mask, s^2 bytes. For ZeRO see memory_zero.py.
     """
-    states = state_bytes(model, plan, optimizer=optimizer, rank=rank)
-    held = [part for parts in stage_parts(model, plan, rank).values() for part in parts]
-    masks = sum(part.startswith("blocks.") for part in held) * model.seq_len**2
-    states["parameters"] += masks
+    as_ever = _standing(model, plan, optimizer, like(model, plan, rank))
     if plan.zero_stage:
         from paralab.theory.memory_zero import zero_moments
 
-        return zero_moments(model, plan, states, rank)
+        return zero_moments(model, plan, as_ever.states, rank)
+    states = as_ever.states
     action, kept, gradients = fullest(model, plan, rank)
     moving = offloaded_input(model, plan)  # the last block's input is on its way to the host
-    messages, filling = message_bytes(model, plan, rank), 0
-    forward = {**states, "buffers": states["buffers"] + messages, "gradients": gradients,
+    forward = {**states, "buffers": states["buffers"] + as_ever.messages, "gradients": gradients,
                "activations": kept + moving}  # fmt: skip
-    if buckets := gradient_buckets(model, plan, rank):
-        counts = [n for name, n in rank_sizes(model, plan, rank).items() if model.trainable(name)]
-        item = BYTES_PER_ELEMENT[plan.precision]
-        filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
-    backward = {**forward, "buffers": forward["buffers"] + filling,
+    backward = {**forward, "buffers": forward["buffers"] + as_ever.filling,
                 "gradients": states["gradients"], "activations": 0}  # fmt: skip
-    begun = _begun(model, plan, rank, forward)
+    begun = _begun(model, plan, rank, forward, as_ever.again)
     if plan.recompute == "none":  # then most of them are what a forward has left
         begun = [found for found in begun if total(found) > total(forward)]
     return {"forward": forward, "backward": max([backward, *begun], key=total)}
 
 
-def _begun(
-    model: ModelSpec, plan: Plan, rank: int, forward: dict[str, int]
-) -> list[dict[str, int]]:
-    """What is there when each backward has begun: a block that is recomputed once more, and the
-    gradients of earlier micro-batches, which after a forward may not have been there.
+class Standing(NamedTuple):
+    """Of a rank, whatever its schedule; bytes.
+
+    states    with the blocks' masks
+    messages  of a pipeline
+    filling   gradients on their way into the last bucket, and its padding
+    again     of each chunk, what its backward has beside when it begins
     """
-    moving, more = offloaded_input(model, plan), {}
-    for stage, parts in stage_parts(model, plan, rank).items():
-        more[stage] = 0
+
+    states: dict[str, int]
+    messages: int
+    filling: int
+    again: tuple[int, ...]
+
+
+@lru_cache(maxsize=8)  # ranks that are alike
+def _standing(model: ModelSpec, plan: Plan, optimizer: str, rank: int) -> Standing:
+    states, chunks = state_bytes(model, plan, optimizer=optimizer, rank=rank), []
+    parts_of, filling = stage_parts(model, plan, rank).values(), 0
+    blocks = sum(part.startswith("blocks.") for parts in parts_of for part in parts)
+    states["parameters"] += blocks * model.seq_len**2
+    if buckets := gradient_buckets(model, plan, rank):
+        counts = [n for name, n in rank_sizes(model, plan, rank).items() if model.trainable(name)]
+        item = BYTES_PER_ELEMENT[plan.precision]
+        filling = states["buffers"] + item * sum(counts[i] for i in buckets[-1][0])
+    for parts in parts_of:
+        more = 0
         if plan.recompute != "none":
-            more[stage] = recomputed_bytes(model, plan.microbatch_size, **asked(plan))
+            more = recomputed_bytes(model, plan.microbatch_size, **asked(plan))
             if "head" in parts:  # its backward is over
-                head = part_activation_bytes(model, "head", plan.microbatch_size, **asked(plan))
-                more[stage] -= head
+                more -= part_activation_bytes(model, "head", plan.microbatch_size, **asked(plan))
         # Its own input is back, and that of the block below, if there is one.
-        more[stage] += moving * min(2, sum("blocks" in part for part in parts))
-    held = _held(model, plan, rank)
-    both, most = held.activations + held.gradients, {}
-    for stage in dict.fromkeys(held.stage[held.backward].tolist()):
-        here = held.backward[held.stage[held.backward] == stage]
-        most[stage] = held.bytes(here[both[here].argmax()])
-    begun = [{**forward, "activations": kept + more[stage], "gradients": gradients}
-             for stage, (kept, gradients) in most.items()]  # fmt: skip
-    if moving:
+        more += offloaded_input(model, plan) * min(2, sum("blocks" in part for part in parts))
+        chunks.append(more)
+    return Standing(states, message_bytes(model, plan, rank), filling, tuple(chunks))
+
+
+def _begun(
+    model: ModelSpec, plan: Plan, rank: int, forward: dict[str, int], again: Sequence[int]
+) -> list[dict[str, int]]:
+    """What is there when each chunk's backward has begun: a block that is recomputed once more, and
+    the gradients of earlier micro-batches, which after a forward may not have been there.
+    """
+    held, begun = _held(model, plan, rank), []
+    both, stage = held.activations + held.gradients, held.stage[held.backward]
+    for of in dict.fromkeys(stage.tolist()):
+        here = held.backward[stage == of]
+        kept, gradients = held.bytes(here[both[here].argmax()])
+        more = again[of // plan.pp]
+        begun.append({**forward, "activations": kept + more, "gradients": gradients})
+    if offloaded_input(model, plan):
         hand = backward_workspace(model, plan)
         begun = [{**found, "workspace": hand.down + hand.tied} for found in begun]
     return begun
@@ -236,6 +257,36 @@ class Held(NamedTuple):
         return int(self.activations[at]), int(self.gradients[at])
 
 
+class Chunk(NamedTuple):
+    """Of a chunk of a rank's layers, bytes: kept and put aside for a micro-batch, and the gradients
+    that input halves make and weight halves (linear layers').
+    """
+
+    kept: int
+    aside: int
+    inputs: int
+    weights: int
+
+
+@lru_cache(maxsize=8)  # ranks that are alike
+def _chunks(model: ModelSpec, plan: Plan, rank: int) -> tuple[Chunk, ...]:
+    item, batch, found = BYTES_PER_ELEMENT[plan.precision], plan.microbatch_size, []
+    counts = rank_sizes(model, plan, rank)
+    for parts in stage_parts(model, plan, rank).values():
+        made = dict.fromkeys("IW", 0)
+        for name in stage_shapes(model, parts):
+            if model.trainable(name):
+                made["W" if name.split(".")[-2] in LINEAR else "I"] += item * counts[name]
+        if plan.reduces_often:
+            made = {half: size // plan.shard_degree for half, size in made.items()}
+        found.append(Chunk(
+            sum(kept_bytes(model, plan, parts).values()),
+            sum(put_aside_bytes(model, part, batch, plan.tp, plan.precision) for part in parts),
+            made["I"], made["W"],
+        ))  # fmt: skip
+    return tuple(found)
+
+
 @lru_cache(maxsize=4)  # what is asked for a rank is asked up to three times in a row
 def _held(model: ModelSpec, plan: Plan, rank: int) -> Held:
     import numpy as np  # `import paralab` does without
@@ -249,20 +300,17 @@ def _held(model: ModelSpec, plan: Plan, rank: int) -> Held:
     first = np.full(plan.virtual_stages * len(CODE), len(which))
     np.minimum.at(first, which, np.arange(len(which)))
     change, made = np.zeros(len(first), np.int64), np.zeros(len(which) + 1, np.int64)
-    item, batch = BYTES_PER_ELEMENT[plan.precision], plan.microbatch_size
-    counts = rank_sizes(model, plan, rank)
-    for s, parts in stage_parts(model, plan, rank).items():
-        size = sum(kept_bytes(model, plan, parts).values())
-        late = sum(put_aside_bytes(model, part, batch, plan.tp, plan.precision) for part in parts)
-        own = s // plan.pp * len(CODE)
-        change[own : own + len(CODE)] = size, -size, late - size, -late  # F, B, I, W
-        # Gradients that no backward has made yet; of linear layers' the weight half makes them.
-        trained = [name for name in stage_shapes(model, parts) if model.trainable(name)]
-        for half in "IW":
-            mine = [n for n in trained if (n.split(".")[-2] in LINEAR) == (half == "W")]
-            elements = item * sum(counts[name] for name in mine)
-            elements //= plan.shard_degree if plan.reduces_often else 1
-            made[min(first[own + CODE["B"]], first[own + CODE[half]])] += elements
+    for chunk, one in enumerate(_chunks(model, plan, like(model, plan, rank))):
+        own = chunk * len(CODE)
+        change[own : own + len(CODE)] = (
+            one.kept,
+            -one.kept,
+            one.aside - one.kept,
+            -one.aside,
+        )  # FBIW
+        # Gradients that no backward has made yet.
+        for half, size in (("I", one.inputs), ("W", one.weights)):
+            made[min(first[own + CODE["B"]], first[own + CODE[half]])] += size
     changes, new = change[which], made[:-1]
     forward, weights = kind == CODE["F"], kind == CODE["W"]
     held = np.cumsum(changes) - np.where(forward, 0, changes)

@@ -46,10 +46,18 @@ class RelayWalk(Walk):
         for part in set(self.parts) - parts_with_backward(model, self.stages):
             self.kept[0][part] = 0
 
-    def act(self, action: Action) -> tuple[Bytes, int]:
+    def fullest(self, place: int = 0) -> dict[str, tuple[Bytes, int]]:
+        found = [(action.kind, self.act(action)) for action in self.actions]
+        return {
+            moment: (max((held for kind, held in found if (kind == "F") == forward), key=total), 0)
+            for moment, forward in (("forward", True), ("backward", False))
+        }
+
+    def act(self, action: Action) -> Bytes:
+        """Go through one action; returns its fullest moment."""
         at, kind, k = action
         moments = self._part_forward(at, k) if kind == "F" else self._part_backward(at, k)
-        return max(moments, key=total), 0
+        return max(moments, key=total)
 
     def _part_forward(self, at: int, k: int) -> Iterator[Bytes]:
         part, turns = self.parts[at], at == len(self.parts) - 1

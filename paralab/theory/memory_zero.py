@@ -22,14 +22,17 @@ are offloaded (workspace.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+
+import numpy as np
 
 from paralab.parallel.buckets import IN_FLIGHT
-from paralab.parallel.schedules import Action
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 from paralab.theory import memory
 from paralab.theory.activations import layer_aside_bytes, recomputed_bytes
 from paralab.theory.formulas import backward_halves
 from paralab.theory.gathering import Gathering, parts_with_backward
+from paralab.theory.order import CODE, F, W, order_of
 from paralab.theory.workspace import backward_workspace
 
 Bytes = dict[str, int]
@@ -42,21 +45,22 @@ def zero_moments(
 
     states  of the rank, from memory.state_bytes
     """
-    kind = Walk
+    alike = memory.like(model, plan, rank)
     if plan.relays:
-        from paralab.theory.memory_relay import RelayWalk as kind
-    walk = kind(model, plan, states, rank)
-    most: dict[str, tuple[int, Bytes, int]] = {}
-    for action in walk.actions:
-        moment = "forward" if action.kind == "F" else "backward"
-        found, beside = walk.act(action)
-        size = memory.total(found) + beside
-        if moment not in most or size > most[moment][0]:
-            most[moment] = size, found, beside
+        from paralab.theory.memory_relay import RelayWalk
+
+        walk: Walk = RelayWalk(model, plan, states, alike)
+    else:
+        walk = _walk(model, plan, tuple(states.items()), alike)
     return {
         moment: {**found, "activations": found["activations"] + beside}
-        for moment, (_, found, beside) in most.items()
+        for moment, (found, beside) in walk.fullest(plan.place(rank).pp).items()
     }
+
+
+@lru_cache(maxsize=4)  # ranks that are alike
+def _walk(model: ModelSpec, plan: Plan, states: tuple[tuple[str, int], ...], rank: int) -> Walk:
+    return Walk(model, plan, dict(states), rank)
 
 
 class Walk:
@@ -66,7 +70,6 @@ class Walk:
         self, model: ModelSpec, plan: Plan, states: Mapping[str, int], rank: int
     ) -> None:  # fmt: skip
         batch = plan.microbatch_size
-        self.actions = plan.actions()[plan.place(rank)[0]]
         self.model, self.plan, self.states, self.n = model, plan, states, plan.shard_degree
         self.messages = memory.message_bytes(model, plan, rank)
         self.item, self.every = BYTES_PER_ELEMENT[plan.precision], plan.reduces_often
@@ -114,40 +117,59 @@ class Walk:
         self.shards: set[int] = set()  # units whose part of the gradient is there
         self.under_way: tuple[int, ...] = ()
         self.missing: dict[int, int] = {}  # of units begun, the gradients that are yet to come
-        self.done = dict.fromkeys(self.stages, 0), dict.fromkeys(self.stages, 0)
-        self.states_met: list[tuple] = []  # copies, by number
+        self.met: list[tuple] = []  # copies of the states it has been in, by number
         self.number_of: dict[tuple, int] = {}
-        self.at = self._number()  # of the state it is in
-        self.behind = False  # whether the attributes are still those of an earlier one
-        self.seen: dict[tuple, tuple[Bytes, int]] = {}
+        self.start = self._number()
+        self.turns: dict[tuple[int, int], tuple[int, int]] = {}  # what an action does from a state:
+        self.found: list[Bytes] = []  # the number of its fullest moment here, and the state after
 
-    def act(self, action: Action) -> tuple[Bytes, int]:
-        """Go through one action; returns its fullest moment, but for the activations of other
-        micro-batches; and the bytes of these.
+    def fullest(self, place: int) -> dict[str, tuple[Bytes, int]]:
+        """{"forward", "backward"}: the fullest moment of any forward, of any backward, but for the
+        activations of other micro-batches; and the bytes of these.
 
-        Micro-batches repeat each other: what an action did from the same state is looked up.
+        place  in the pipeline, of a rank that holds as much as this one
+
+        Micro-batches repeat each other: what an action does from a state is worked out once.
         """
-        stage, kind, _ = action
-        late = self.done[kind == "W"]
-        late[stage] += kind != "F"
-        last = late[stage] == self.plan.microbatches
-        before, base = (self.at, stage, kind), self.activations
-        known = None if last else self.seen.get(before)
-        if known is None:
-            if self.behind:
-                self._catch_up()
-            moments = self._forward(stage) if kind == "F" else self._backward(stage, kind, last)
-            known = max(moments, key=memory.total), self._number()
-            if not last:
-                self.seen[before] = known
-        else:
-            self.behind = True
-        found, self.at = known
-        size, aside = self.size[stage], self.aside[stage]
-        more = {"F": size, "B": -size, "I": aside - size, "W": -aside}[kind]
-        self.activations = base + more
-        held = {"F": 0, "B": size, "I": size, "W": aside}[kind]  # counted by the moments themselves
-        return found, base - held
+        order, own = order_of(self.plan), list(self.stages)
+        here = slice(order.first[place], order.first[place + 1])
+        chunk, kind = order.stage[here] // self.plan.pp, order.kind[here]
+        at, passed = self.start, []
+        for code in (2 * (chunk * len(CODE) + kind) + self._last(chunk, kind)).tolist():
+            known = self.turns.get((at, code))
+            if known is None:
+                self._enter(at)
+                (of, what), last = divmod(code // 2, len(CODE)), bool(code % 2)
+                moments = self._forward(own[of]) if what == F else \
+                    self._backward(own[of], "FBIW"[what], last)  # fmt: skip
+                self.found.append(max(moments, key=memory.total))
+                self.turns[at, code] = known = len(self.found) - 1, self._number()
+            passed.append(known[0])
+            at = known[1]
+        size = np.array([self.size[s] for s in own])[chunk]
+        aside = np.array([self.aside[s] for s in own])[chunk]
+        more = np.choose(kind, [size, -size, aside - size, -aside])  # F, B, I, W
+        # What an action's own micro-batch has there is counted by its moments themselves.
+        beside = np.cumsum(more) - more - np.choose(kind, [0 * size, size, size, aside])
+        sizes = np.array([memory.total(one) for one in self.found])[passed] + beside
+        most: dict[str, tuple[Bytes, int]] = {}
+        for moment, which in (("forward", kind == F), ("backward", kind != F)):
+            among = np.flatnonzero(which)
+            at = among[sizes[among].argmax()]
+            most[moment] = self.found[passed[at]], int(beside[at])
+        return most
+
+    def _last(self, chunk: np.ndarray, kind: np.ndarray) -> np.ndarray:
+        """Whether an action is its chunk's last whole backward or input half, or its last weight
+        half if there is one for every micro-batch.
+        """
+        last = np.zeros(len(kind), bool)
+        for of in ((kind != F) & (kind != W), kind == W):
+            for one in range(len(self.stages)):
+                mine = np.flatnonzero(of & (chunk == one))
+                if len(mine) == self.plan.microbatches:
+                    last[mine[-1]] = True
+        return last
 
     def _number(self) -> int:
         """Of the state that this is in: the same for the same."""
@@ -155,16 +177,15 @@ class Walk:
         key = (frozenset(self.whole), frozenset(self.shards), frozenset(self.missing.items()),
                *rest)  # fmt: skip
         if key not in self.number_of:
-            self.number_of[key] = len(self.states_met)
-            copies = dict(self.whole), set(self.shards), dict(self.missing)
-            self.states_met.append((*copies, *rest))
+            self.number_of[key] = len(self.met)
+            self.met.append((dict(self.whole), set(self.shards), dict(self.missing), *rest))
         return self.number_of[key]
 
-    def _catch_up(self) -> None:
-        whole, shards, missing, *rest = self.states_met[self.at]
+    def _enter(self, number: int) -> None:
+        """Be in the state of this number."""
+        whole, shards, missing, *rest = self.met[number]
         self.whole, self.shards, self.missing = dict(whole), set(shards), dict(missing)
         self.under_way, self.leaving, self.moving = rest
-        self.behind = False
 
     def _forward(self, stage: int) -> Iterator[Bytes]:
         parts, kept = self.stages[stage], self.kept[stage]

@@ -37,6 +37,7 @@ from paralab.theory.outline_program import Program, pipeline_ranks
 from paralab.theory.outline_tables import tables
 from paralab.theory.outline_tail import Tail, tails
 from paralab.theory.outline_times import Timetable, schedule_order, timetable
+from paralab.theory.parameters import like
 from paralab.theory.predict_step import activation_bytes_sent
 
 
@@ -83,11 +84,12 @@ def played(
     made = programs(model, plan, cluster, optimizer)
     size = activation_bytes_sent(model, plan)
     cost, level = link_cost(cluster), levels(plan, cluster)
+    # Pipelines beside each other; what they cross repeats itself from node to node.
+    apart = range(min(plan.dp * plan.tp, cluster.devices_per_node))
 
     def message(a: int, b: int) -> float:
         """Of the slowest of the pipelines that run beside each other."""
-        return max(cost("send", where, size) for where in
-                   {level(a, b, beside) for beside in range(plan.dp * plan.tp)})  # fmt: skip
+        return max(cost("send", where, size) for where in {level(a, b, at) for at in apart})
 
     times = timetable(plan, schedule_order(model, plan), made, message, cluster)
     return times, tails(plan, made, times)
@@ -131,11 +133,7 @@ def programs(model: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> 
 
 def _kind(model: ModelSpec, plan: Plan, cluster: Cluster, rank: int) -> Any:
     """Equal for ranks that do the same: parts alike, and groups alike within and between nodes."""
-    held = memory.stage_parts(model, plan, rank).values()
-    if model.frozen:
-        parts: Any = tuple(held)
-    else:
-        parts = tuple((len(p), p[0] == "embedding", p[-1] == "head") for p in held)
+    alike = like(model, plan, rank)
     if plan.world_size <= cluster.devices_per_node:
-        return parts, 0
-    return parts, rank % cluster.devices_per_node
+        return alike, 0
+    return alike, rank % cluster.devices_per_node

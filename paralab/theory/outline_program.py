@@ -22,6 +22,7 @@ from paralab.theory import memory
 from paralab.theory.engine import Collective, Compute, Copy, Wait, link_cost
 from paralab.theory.predict_rows import Row
 from paralab.theory.predict_step import step_rows
+from paralab.theory.traffic import POINT_TO_POINT
 
 FEW = 3  # micro-batches of a program: the first, one like all the others, the last
 FEW_IN_LANES = 4  # where traffic runs on into the next, one more until it repeats itself
@@ -233,8 +234,10 @@ def _seconds(plan: Plan, cluster: Cluster, rank: int) -> Callable[[Row], float]:
         item = row.item
         if type(item) is Copy:
             return item.seconds
+        if item.op in POINT_TO_POINT:
+            return link(item.op, item.level, item.wire_bytes)
         if row.axis not in levels:
-            levels[row.axis] = _slowest(plan, cluster, rank, row.axis, item.level)
+            levels[row.axis] = _slowest(plan, cluster, rank, row, item.level)
         wire = item.wire_bytes  # index 0's, the most; but for whoever sends on
         if item.op == "broadcast":
             wire = row.payload * (len(row.ranks) - 1).bit_length()
@@ -245,14 +248,19 @@ def _seconds(plan: Plan, cluster: Cluster, rank: int) -> Callable[[Row], float]:
     return cost
 
 
-def _slowest(plan: Plan, cluster: Cluster, rank: int, axis: str, own: str) -> str:
-    """The level of the slowest group along ``axis`` at the rank's stage; its ``own`` is known."""
+def _slowest(plan: Plan, cluster: Cluster, rank: int, row: Row, own: str) -> str:
+    """The level of the slowest group along the row's axis at the rank's stage, or for a sum of a
+    tied embedding of the pipelines beside this one; its ``own`` is known.
+    """
+    axis = row.axis
     fits = axis.startswith("tp") and cluster.devices_per_node % plan.tp == 0
-    if own == "inter" or fits or axis == "pp":
+    if own == "inter" or fits:
         return own
     group = "shard" if axis == "dp" and plan.zero_stage else axis
-    for member in range(rank, rank + plan.dp * plan.tp):
-        if len({cluster.node_of(r) for r in plan.ranks(group, member)}) > 1:
+    for beside in range(plan.dp * plan.tp):
+        members = [r + beside for r in row.ranks] if axis == "pp" else \
+            plan.ranks(group, rank + beside)  # fmt: skip
+        if len({cluster.node_of(r) for r in members}) > 1:
             return "inter"
     return own
 

@@ -22,6 +22,25 @@ def stage_parts(model: ModelSpec, plan: Plan, rank: int) -> dict[int, tuple[str,
     return {s: stages[s] for s in range(plan.place(rank)[0], plan.stages, plan.pp)}
 
 
+def like(model: ModelSpec, plan: Plan, rank: int) -> int:
+    """The first rank that holds as much as this one, in layers of the same kinds.
+
+    In a deep pipeline nearly all are alike. (Frozen parameters go by number, but beside a pipeline
+    there are none.)
+    """
+    at = plan.place(rank)
+    return _likes(model, plan)[at.pp] * plan.dp * plan.tp + at.tp
+
+
+@lru_cache(maxsize=8)
+def _likes(model: ModelSpec, plan: Plan) -> list[int]:
+    """For each place of a pipeline the first one like it."""
+    stages = partition(model, plan.stages, plan.microbatch_size)
+    kinds = [(len(parts), parts[0] == "embedding", parts[-1] == "head") for parts in stages]
+    first: dict[object, int] = {}
+    return [first.setdefault(tuple(kinds[at :: plan.pp]), at) for at in range(plan.pp)]
+
+
 @lru_cache(maxsize=16)
 def _shapes_by_part(model: ModelSpec) -> dict[str, dict[str, tuple[int, ...]]]:
     """{part: {name: shape}}: asked for stage by stage, and thousands in a large model."""

@@ -12,6 +12,7 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     multiplication   one such product step by step
     mesh         ranks as a grid, nodes as frames, the groups of one rank and what flows in them
     link_traffic   what a rank sends and copies, link by link; stage_memory: what each stage needs
+    stage_time   what each stage does with a step of more boxes than a screen has pixels
     crossover    what 1D, 2D, 2.5D and 3D send, over the tokens
     stuck        how far a schedule gets that deadlocks
     contest      several plans by the time of a step, predicted and found
@@ -33,8 +34,8 @@ _HOME = {
     "link_fit": "links", "link_traffic": "traffic_bars", "live_activations": "live",
     "losses": "loss", "memory_bars": "memory_chart", "memory_charts": "memory_chart",
     "mesh": "rank_mesh", "multiplication": "matrix_steps", "pareto": "pareto_front",
-    "scaling": "throughput", "stage_memory": "stage_bars", "stuck": "standstill",
-    "timelines": "timeline", "use_theme": "theme",
+    "scaling": "throughput", "stage_memory": "stage_bars", "stage_time": "stage_stretches",
+    "stuck": "standstill", "timelines": "timeline", "use_theme": "theme",
 }  # fmt: skip
 _MODULES = ("theme", "widgets")
 

@@ -12,18 +12,23 @@ from dataclasses import MISSING, fields
 
 from paralab.cluster import CLUSTER_PRESETS
 from paralab.parallel.schedules import SCHEDULES
+from paralab.records.metrics import reported_ranks
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.utilisation import utilisation
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.stage_bars import peaks
+from paralab.view.stage_stretches import spread, stage_time
+from paralab.view.timeline import timeline
 from paralab.view.traffic_bars import flows
 from paralab.view.widget_parts import BAD, MUTED, Knob
 from paralab.view.widget_shared import count
 
 WIDTH = 1056  # pixels: two pictures beside one another, as a laptop shows beside the file list
 EACH, TALL, LOW = 520, 424, 340  # of one picture: width; height above and below
+BOXES = 320  # of a timeline, at most
+FEW = 4  # stages whose boxes must fit among those
 BOLD, SMALL = 66, 96  # letters on a line of its title
 DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512)
 TPS = (1, 2, 4, 8, 16)
@@ -113,19 +118,33 @@ def broken(chart: Chart) -> Chart:
     return chart
 
 
+def step_chart(report: Report) -> Chart:
+    """A step box by box, or as stretches where few of its ranks could be drawn that way."""
+    ranks, stages = shown_ranks(report, BOXES), report.plan.pp
+    if len(ranks) < min(stages, FEW) or _boxes(report) > BOXES:
+        return stage_time(report)
+    drawn = timeline(report, ranks=ranks, ideal=False if stages > 1 else None)
+    if report.plan.tp > 1:
+        drawn.said_below("boxes with their waits for tp")
+    if len(ranks) < report.world_size:
+        drawn.said_below(f"{len(ranks)} of {count(report.world_size, 'rank')} drawn")
+    return drawn
+
+
 def shown_ranks(report: Report, boxes: int) -> list[int]:
     """Ranks whose timeline is drawn, evenly spaced, so that there are about ``boxes`` in all; of
     a pipeline one per stage, of one stage at most four.
     """
-    known = sorted(set(report.steps["rank"].tolist()))
-    plan = report.plan
+    known, plan = reported_ranks(report), report.plan
     if plan.pp > 1:
         known = [r for r in known if plan.place(r)[1:] == (0, 0)]
-    per = max(1.0, len(report.spans) / max(1, len(set(report.steps["rank"].tolist()))))
-    most = max(1, min(len(known), 8 if plan.pp > 1 else 4, int(boxes / per)))
-    if most == 1:
-        return known[:1]
-    return [known[round(i * (len(known) - 1) / (most - 1))] for i in range(most)]
+    most = min(8 if plan.pp > 1 else 4, int(boxes / _boxes(report)))
+    return spread(known, max(1, most))
+
+
+def _boxes(report: Report) -> float:
+    """Of a rank, on average."""
+    return max(1.0, len(report.spans) / len(reported_ranks(report)))
 
 
 # ---- words ---------------------------------------------------------------------------------------

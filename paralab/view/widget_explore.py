@@ -4,7 +4,8 @@ Four views follow the sliders, and each has a twin that needs no mouse. With
 ``report = pl.predict(model, plan, cluster, steps=1, detail="actions")``:
 
     mesh       pl.view.mesh(plan, cluster)     ranks, nodes, the groups of rank 0 and their traffic
-    timeline   report.timeline()               a step, stage by stage
+    timeline   report.timeline()               a step, stage by stage; one of too many boxes as
+               pl.view.stage_time(report)      stretches, shared out by what their time went to
     memory     pl.view.stage_memory(report)    peak by category against what a device has
     traffic    pl.view.link_traffic(report)    bytes and time over every link
 
@@ -30,7 +31,7 @@ from paralab.view.chart import Chart
 from paralab.view.explore_parts import GIVEN, HERE, LOW, STALE, TALL
 from paralab.view.rank_mesh import mesh
 from paralab.view.stage_bars import fits, stage_memory
-from paralab.view.timeline import timeline, timelines
+from paralab.view.timeline import timelines
 from paralab.view.traffic_bars import link_traffic
 from paralab.view.widget_bench import Bench, Progress
 from paralab.view.widget_parts import Sketch, given
@@ -41,7 +42,6 @@ PLAN = Plan(dp=2, pp=2, microbatches=4)
 SMALLER = Plan(microbatches=4)  # where that one cannot be
 STEPS = 5
 LONGEST = 60.0  # seconds of a run
-BOXES = 200  # of the timeline, about
 BESIDE = 3  # ranks of two timelines
 WARNING = "zero_stage=3 with pp="  # what a plan says that is legal and slow
 
@@ -121,13 +121,8 @@ class Explore(Bench):
 
     def _predict(self, knobs: dict[str, Any]) -> Sketch:
         expect = self._expect(knobs)
-        shown = parts.shown_ranks(expect, BOXES)
         with theme.framed(parts.EACH, TALL):
-            drawn = timeline(expect, ranks=shown, ideal=False if expect.plan.pp > 1 else None)
-        if expect.plan.tp > 1:
-            drawn.said_below("boxes with their waits for tp")
-        if len(shown) < expect.world_size:
-            drawn.said_below(f"{len(shown)} of {count(expect.world_size, 'rank')} drawn")
+            drawn = parts.step_chart(expect)
         return self._sketched(knobs, drawn, [expect], [parts.numbers("predicted", expect)])
 
     def _sketched(
@@ -169,7 +164,7 @@ class Explore(Bench):
 
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
         expect, replayed = self._expect(knobs), self._replay(knobs, found)
-        shown = parts.shown_ranks(expect, BOXES // 2)[:BESIDE]
+        shown = parts.shown_ranks(expect, parts.BOXES // 2)[:BESIDE]
         with theme.framed(parts.EACH, TALL):
             drawn = timelines(expect, replayed, ranks=shown)
         drawn.said_below(f"{len(shown)} of {count(found.world_size, 'rank')} drawn")

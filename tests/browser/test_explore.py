@@ -149,4 +149,17 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
         lambda: bench.views[1]["title"],
     )  # fmt: skip
     notebook.page.screenshot(path=tmp_path / "cluster.png")
+
+    # more boxes than pixels: each stage's stretches, shared out by what their time went to
+    bench.key("micro-batches, m", "End")
+    notebook.wait(
+        lambda: "height: share of time" in bench.views[0]["title"], ANSWER_S,
+        lambda: bench.views[0]["title"],
+    )  # fmt: skip
+    notebook.page.screenshot(path=tmp_path / "stretches.png")
+    bench.key("micro-batches, m", "Home")
+    notebook.wait(
+        lambda: "height" not in bench.views[0]["title"], ANSWER_S,
+        lambda: bench.views[0]["title"],
+    )  # fmt: skip
     assert notebook.complaints() == []

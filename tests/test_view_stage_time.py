@@ -1,0 +1,125 @@
+"""`view.stage_time`: what every stage does with its step, and that no second of it is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import paralab as pl
+from paralab.view import stage_stretches, stage_time
+
+LINK = pl.Link(alpha=1e-5, bandwidth=1e10)
+CLUSTER = pl.Cluster(flops=5e10, memory_bandwidth=2e10, intra=LINK, devices_per_node=64)
+MODEL = pl.ModelSpec(layers=8, hidden=32, heads=4, seq_len=16)
+P, M = 4, 48
+
+
+def predicted(detail="actions", **settings):
+    plan = pl.Plan(pp=P, microbatches=M, microbatch_size=1, **settings)
+    return pl.predict(MODEL, plan, CLUSTER, steps=1, detail=detail)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"dp": 2}, {"tp": 2}, {"schedule": "gpipe"}, {"schedule": "zb-h1"},
+    {"zero_stage": 1, "dp": 2},
+    {"schedule": "interleaved", "virtual_stages": 2}, {"recompute": "full"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("detail", ["actions", "calls"])
+def test_no_second_of_a_rank_is_lost_and_none_counted_twice(settings, detail):
+    report = predicted(detail, **settings)
+    table, spans = stage_time(report).table, report.spans
+    steps = report.steps.set_index("rank")["end"]
+    assert list(table["rank"].unique()) == [r for r in steps.index
+                                            if not any(report.plan.place(r)[1:])]  # fmt: skip
+    kinds = [name for name in table.columns if name not in ("rank", "phase", "start", "end")]
+    lengths = table["end"] - table["start"]
+    assert np.allclose(table[kinds].sum(axis=1), lengths, rtol=1e-9, atol=1e-12)
+    assert (lengths > 0).all()
+    for rank, mine in table.groupby("rank"):
+        assert mine["start"].iloc[0] == 0.0 and mine["end"].iloc[-1] == pytest.approx(steps.max())
+        assert np.allclose(mine["start"].iloc[1:], mine["end"].iloc[:-1], atol=1e-12)
+        here = spans[(spans["rank"] == rank) & (spans["lane"] == "compute")]
+        for kind in ("forward", "backward", "weight_grad", "optimizer"):
+            told = float(mine[kind].sum()) if kind in mine else 0.0
+            assert told == pytest.approx(here["cost"][here["kind"] == kind].sum(), rel=1e-9)
+    inside = detail == "actions" and report.plan.tp > 1  # in full, calls have boxes of their own
+    assert (table["within"].sum() > 0.01 * steps.max()) == inside
+
+
+def test_1f1b_fills_goes_on_and_drains_stage_by_stage():
+    report = predicted()
+    table, spans = stage_time(report).table, report.spans
+    each = spans[spans["kind"] == "forward"].groupby("rank")["cost"].median()
+    filling, draining = stage_stretches.PHASE[0], stage_stretches.PHASE[2]
+    for rank in range(P):
+        mine = table[table["rank"] == rank]
+        warm = mine[mine["phase"] == filling]["forward"].sum()  # p - r forwards before a backward
+        assert warm == pytest.approx((P - rank) * each[rank], rel=0.02)
+        assert (mine[mine["phase"] == filling]["backward"] == 0).all()
+        assert (mine[mine["phase"] == draining]["forward"] == 0).all()
+        order = [name for name in mine["phase"] if name != "wait"]
+        assert order == sorted(order, key=stage_stretches.PHASE.index)
+    starts = table[table["phase"] == filling].groupby("rank")["start"].min()
+    assert starts.is_monotonic_increasing and starts[0] == 0.0
+
+
+def test_a_stretch_is_as_high_as_its_row_and_shared_out_as_its_time():
+    report = predicted(dp=2, tp=2)
+    chart = stage_time(report)
+    table = chart.table
+    named = {trace.name: trace for trace in chart.data}
+    assert {"forward", "backward", "inside actions, tp", "waiting: the bubble",
+            "communication, dp"} <= set(named)  # fmt: skip
+    high = stage_stretches.HEIGHT - stage_stretches.MESSAGES
+    heights: dict[tuple[float, float], float] = {}
+    for name, trace in named.items():
+        if name != "communication, dp":
+            for base, y, width in zip(trace.base, trace.y, trace.width, strict=True):
+                key = base, int(y)
+                heights[key] = heights.get(key, 0.0) + width
+    assert heights and all(high * 0.98 < found <= high * 1.001 for found in heights.values())
+    steady = table[table["phase"] == stage_stretches.PHASE[1]].iloc[0]
+    share = steady["forward"] / (steady["end"] - steady["start"])
+    at = list(named["forward"].base).index(round(steady["start"] * 1e3, 6))
+    assert named["forward"].width[at] == pytest.approx(high * share)
+    lanes = report.spans[(report.spans["lane"] == "comm:dp") & (report.spans["rank"] == 0)]
+    first = [b for b, y in zip(named["communication, dp"].base, named["communication, dp"].y,
+                               strict=True) if y < 1]  # fmt: skip
+    assert min(first) == pytest.approx(lanes["start"].min() * 1e3, rel=1e-6)
+    idle = [note.text for note in chart.layout.annotations]
+    assert f"{100 * report.bubble:.0f} % of device time is bubble" in chart.finding
+    assert "idle" in idle and len(idle) == P + 1
+
+
+def test_long_steps_are_in_seconds_and_deep_pipelines_show_some_stages():
+    slow = CLUSTER.replace(flops=1e6)
+    plan = pl.Plan(pp=8, microbatches=16, microbatch_size=1)
+    model = MODEL.replace(layers=16)
+    chart = stage_time(pl.predict(model, plan, slow, steps=1, detail="actions"))
+    assert chart.layout.xaxis.title.text.endswith("(s)")
+    assert len(chart.layout.yaxis.ticktext) == 8
+    assert "(ms)" in stage_time(predicted()).layout.xaxis.title.text
+    assert stage_stretches.spread(range(64), 8) == [0, 9, 18, 27, 36, 45, 54, 63]
+    assert stage_stretches.spread([3, 4], 8) == [3, 4] and stage_stretches.spread([3, 4], 1) == [3]
+    few = stage_time(predicted(), ranks=[2])
+    assert few.table["rank"].unique().tolist() == [2] and "1 of 4 ranks" in few.below
+
+
+def test_one_stage_has_a_picture_too():
+    plan = pl.Plan(dp=2, microbatches=32, microbatch_size=1)
+    chart = stage_time(pl.predict(MODEL, plan, CLUSTER, steps=1, detail="actions"))
+    assert "of the step is forward and backward" in chart.finding
+    assert "bubble" not in "".join(trace.name for trace in chart.data)
+
+
+def test_what_is_not_there_is_refused():
+    report = predicted()
+    with pytest.raises(ValueError, match="step=7: .*legal: 0"):
+        stage_time(report, step=7)
+    with pytest.raises(ValueError, match="ranks=9: .*legal: 0 . 1 . 2 . 3"):
+        stage_time(report, ranks=[9])
+    with pytest.raises(ValueError, match="no rank"):
+        stage_time(report, ranks=[])
+    bare = pl.report.Report(clock="predicted", model=MODEL, plan=report.plan)
+    with pytest.raises(ValueError, match="no steps"):
+        stage_time(bare)
