@@ -143,7 +143,7 @@ class Cluster(Description):
 
     @classmethod
     def local(cls, *, refresh: bool = False) -> Cluster:
-        """This machine's processors, measured: twelve seconds the first time, then from a cache.
+        """This machine's processors, measured: fifteen seconds the first time, then from a cache.
 
         GPUs are not measured; what a rank on one would take is for `preset` to say.
         """

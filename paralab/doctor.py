@@ -14,6 +14,7 @@ import sys
 from typing import Any, NamedTuple
 
 from paralab.launch import MAX_RANKS
+from paralab.observe.calibrate import BUSY
 from paralab.observe.machine import Folder, Machine, examine
 from paralab.spec import Cluster
 
@@ -35,7 +36,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine's speed and links first: some twelve seconds",
+        help="measure this machine's speed and links first: some fifteen seconds",
     )
     parser.set_defaults(act=_command, parser=parser)
 
@@ -252,9 +253,14 @@ def _gpus(machine: Machine) -> str:
 def _links(machine: Machine) -> str:
     at = machine.links
     if at is None:
-        return ("not measured yet: paralab doctor --calibrate takes some twelve seconds; else the "
+        return ("not measured yet: paralab doctor --calibrate takes some fifteen seconds; else the "
                 "first prediction does it")  # fmt: skip
     again = "; other programs were busy, so it is measured again once they are not" * at["busy"]
+    if at["stolen"] > BUSY and not again:
+        again = (
+            f"; meanwhile {100 * at['stolen']:.0f} % of its time went to other machines on "
+            "the same hardware, so links look slow; --calibrate in a quieter hour"
+        )
     return (f"measured {at['made'][:10]}: {at['flops'] / 1e9:.0f} GFLOP/s on a core, between ranks "
             f"{1e3 * at['alpha']:.2g} ms and {at['bandwidth'] / 1e9:.2g} GB/s{again}")  # fmt: skip
 

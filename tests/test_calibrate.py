@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paralab as pl
-from paralab.observe import calibrate
+from paralab.observe import calibrate, processors
 from paralab.theory import fit
 from paralab.theory.predict import predict
 from paralab.theory.traffic import wire_bytes
@@ -115,6 +115,19 @@ def test_a_call_lasts_from_its_last_launch_to_its_last_end():
     assert row["wire_bytes"] == wire_bytes("all_reduce", 8, 2)
 
 
+def test_a_launch_in_which_everything_is_slow_does_not_make_a_slow_link():
+    """Three passes of two ranks, of whose calls those of the second pass take ten times as long."""
+    found = []
+    for slow in (1.0, 10.0, 1.0):
+        for late in (0.0, 0.5):
+            marks = [(t + late, t + 1 + slow) for t in (0.0, 100.0)]
+            found.append([{"op": "send", "ranks": 2, "payload_bytes": 8, "marks": marks}])
+    pooled = calibrate._pooled(found, ranks=2)
+    assert [len(row["marks"]) for rank in pooled for row in rank] == [6, 6]
+    assert [rank[0]["marks"][0][0] for rank in pooled] == [0.0, 0.5]
+    assert calibrate._from_last_launch(pooled)[0]["seconds"] == 1.5
+
+
 def test_an_overhead_is_a_median_over_ranks_and_passes_and_never_negative():
     def rank(post, after):
         rows = {"post": post, "forward": 1.0, "backward": 2.0, "forward after a wait": after,
@@ -161,7 +174,7 @@ def test_a_program_that_computes_makes_the_processors_busy():
     cores = os.cpu_count()
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
     try:
-        assert calibrate.processors_busy(1.0) > 0.8
+        assert processors.processors_busy(1.0) > 0.8
     finally:
         for loop in loops:
             loop.kill()
@@ -169,8 +182,18 @@ def test_a_program_that_computes_makes_the_processors_busy():
 
 
 def test_where_nobody_tells_the_processors_are_not_busy(monkeypatch):
-    monkeypatch.setattr(calibrate, "_processor_time", lambda: (0, 0))
-    assert calibrate.processors_busy(0.0) == 0.0
+    monkeypatch.setattr(processors, "spent", lambda: processors.Spent(0, 0, 0))
+    assert processors.processors_busy(0.0) == 0.0
+    assert processors.stolen_since(processors.Spent(0, 0, 0)) == 0.0
+
+
+def test_what_a_hypervisor_gave_to_others_is_a_share_of_what_was_wanted(tmp_path, monkeypatch):
+    monkeypatch.setattr(processors, "Path", lambda _: tmp_path / "stat")
+    (tmp_path / "stat").write_text("cpu  100 0 100 700 100 0 0 50 0 0\ncpu0 1")
+    before = processors.spent()
+    assert before == (1050, 800, 50)
+    (tmp_path / "stat").write_text("cpu  150 0 150 900 100 0 0 350 0 0\ncpu0 1")
+    assert processors.stolen_since(before) == 0.75  # 300 of 400 that were not idle
 
 
 @pytest.mark.parametrize(

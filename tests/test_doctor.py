@@ -97,13 +97,15 @@ def test_gpus_one_for_all_one_for_each_and_none():
 
 def test_links_say_what_was_measured_or_how_to_measure():
     assert "paralab doctor --calibrate" in says(on(), "links")
-    links = {"made": "2026-01-02T03:04:05Z", "busy": False, "flops": 42e9, "alpha": 1.5e-3,
-             "bandwidth": 1.25e9}  # fmt: skip
+    links = {"made": "2026-01-02T03:04:05Z", "busy": False, "stolen": 0.1, "flops": 42e9,
+             "alpha": 1.5e-3, "bandwidth": 1.25e9}  # fmt: skip
     assert says(on(links=links), "links") == (
         "measured 2026-01-02: 42 GFLOP/s on a core, between ranks 1.5 ms and 1.2 GB/s"
     )
     again = says(on(links=links | {"busy": True}), "links")
     assert again.endswith("; other programs were busy, so it is measured again once they are not")
+    shared = says(on(links=links | {"stolen": 0.61}), "links")
+    assert "61 % of its time went to other machines" in shared and "quieter hour" in shared
 
 
 def test_remarks_that_keep_nothing_from_running():
@@ -234,9 +236,10 @@ def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     known = {"format": calibrate.FORMAT, "cluster": cluster, "made": "2026-01-02T03:04:05Z",
              "points": points, "accuracy": accuracy}  # fmt: skip
     calibrate.cache_path().write_text(json.dumps(known))
-    assert machine.calibrated() == {"made": known["made"], "busy": False, "flops": 1e9, **link}
-    calibrate.cache_path().write_text(json.dumps(known | {"busy": 0.5}))
-    assert machine.calibrated()["busy"]
+    assert machine.calibrated() == {"made": known["made"], "busy": False, "stolen": 0.0,
+                                    "flops": 1e9, **link}  # fmt: skip
+    calibrate.cache_path().write_text(json.dumps(known | {"busy": 0.5, "stolen": 0.7}))
+    assert machine.calibrated()["busy"] and machine.calibrated()["stolen"] == 0.7
 
 
 def test_a_browser_is_the_one_that_is_named_or_the_first_there_is(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """What this machine really does: the numbers behind `Cluster.local()`, measured once and cached.
 
-Five short measurements in ranks of their own (some twelve seconds together; the caller never
+Five short measurements in ranks of their own (some fifteen seconds together; the caller never
 imports torch):
 
     device  forward, backward and optimizer of small GPTs with one thread, in two to four
@@ -48,15 +48,15 @@ from paralab.observe.measure import (
     measure_products,
     measure_tiers,
 )
+from paralab.observe.processors import processors_busy, spent, stolen_since
 from paralab.spec import Cluster
 from paralab.theory.fit import fit_device, fit_link, fit_rate
 from paralab.theory.traffic import wire_bytes
 from paralab.theory.work import PRODUCTS
 
-PASSES = 3  # over all measurements but the links': cores change their speed from second to second
-FORMAT = 4  # of the cache file; files of another format are measured again
+PASSES = 3  # over all measurements: cores change their speed from second to second
+FORMAT = 5  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured beside them is not kept
-LOOK_S = 0.2  # how long to look at that
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 
 # Measurements of this process whose cache folder cannot be written, by path: without them every
@@ -76,13 +76,15 @@ def local_cluster(*, refresh: bool = False) -> Cluster:
 
 
 def calibration(*, refresh: bool = False) -> dict[str, Any]:
-    """Everything measured: {"cluster", "points", "accuracy", "busy", "seconds", "made"}, plain JSON
-    values.
+    """Everything measured: {"cluster", "points", "accuracy", "busy", "stolen", "seconds", "made"},
+    plain JSON values.
 
     accuracy   {"device", an operation, or as "bf16 forward" a product: {"median", "worst"}},
                relative errors of the fit at its own points
     busy       share of the processors that other programs took, between or after measurements. If
                that was more than a quarter, a later call measures again once it is not
+    stolen     share of the time that the measurements wanted which a hypervisor gave to other
+               machines; links then look slower than they are
     """
     path, found = cache_path(), None if refresh else known()
     if found is None or (found.get("busy", 0.0) > BUSY >= processors_busy()):
@@ -205,40 +207,21 @@ def _write(path: Path, known: dict[str, Any]) -> bool:
 
 
 # ---- measuring --------------------------------------------------------------------------------
-def processors_busy(seconds: float = LOOK_S) -> float:
-    """Share of all processors' time that programs take now, from 0 to 1; 0.0 where it is not told
-    (it is on Linux). This process does nothing meanwhile.
-    """
-    before = _processor_time()
-    time.sleep(seconds)
-    total, idle = (b - a for a, b in zip(before, _processor_time(), strict=True))
-    return 1 - idle / total if total > 0 else 0.0
-
-
-def _processor_time() -> tuple[int, int]:
-    """(all, idle or waiting for a disk) of the processors' time since they started, in ticks."""
-    try:
-        words = Path("/proc/stat").read_text().split(maxsplit=9)
-        ticks = [int(word) for word in words[1:9]]
-    except (OSError, ValueError):
-        return 0, 0
-    return sum(ticks), ticks[3] + ticks[4]
-
-
 def _measure() -> dict[str, Any]:
     from paralab.launch import launch_program
 
-    began, cores = time.perf_counter(), available_cores()
+    began, cores, before = time.perf_counter(), available_cores(), spent()
     ranks = max(2, min(4, cores))
     programs = {measure_device: ranks, measure_calls: ranks, measure_products: ranks,
-                measure_tiers: 1}  # fmt: skip
+                measure_tiers: 1, measure_links: ranks}  # fmt: skip
     measured: dict[Any, list[list[dict[str, Any]]]] = {program: [] for program in programs}
     for _ in range(PASSES):
         for program, count in programs.items():
             measured[program] += launch_program(program, count, (), device="cpu")
+    stolen = stolen_since(before)
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
+    links = _from_last_launch(_pooled(measured.pop(measure_links), ranks))
     device, calls, products, tiers = map(_typical, measured.values())
-    links = _from_last_launch(launch_program(measure_links, ranks, (), device="cpu"))
     post, wait = overheads(calls)
     (flops, bandwidth, overhead), device_accuracy = fit_device(device)
     collectives, accuracy = {}, {"device": device_accuracy}
@@ -283,6 +266,7 @@ def _measure() -> dict[str, Any]:
         },
         "accuracy": accuracy,
         "busy": max(busy, processors_busy()),
+        "stolen": stolen,
         "seconds": time.perf_counter() - began,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -294,6 +278,18 @@ def _typical(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         {**same[0], "seconds": median(row["seconds"] for row in same)}
         for same in zip(*ranks, strict=True)
     ]
+
+
+def _pooled(found: list[list[dict[str, Any]]], ranks: int) -> list[list[dict[str, Any]]]:
+    """Each rank's rows with its marks of all passes: what ``found`` has pass by pass, rank by rank.
+
+    On a shared machine whole launches are ten times as slow while others have its processors.
+    """
+    return [
+        [{**same[0], "marks": [m for row in same for m in row["marks"]]}
+         for same in zip(*found[rank::ranks], strict=True)]
+        for rank in range(ranks)
+    ]  # fmt: skip
 
 
 def overheads(calls: list[dict[str, Any]]) -> tuple[float, float]:

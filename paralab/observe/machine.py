@@ -166,10 +166,11 @@ def ask_torch(
 
 # ---- links --------------------------------------------------------------------------------------
 def calibrated() -> dict[str, Any] | None:
-    """{"made", "busy", "flops", "alpha", "bandwidth"} of the cached calibration, or None.
+    """{"made", "busy", "stolen", "flops", "alpha", "bandwidth"} of the cached calibration, or None.
 
     flops is one core's, FLOP/s; the link is that of an all-reduce between ranks; busy: whether too
-    much of the machine was other programs' for it to be kept.
+    much of the machine was other programs' for it to be kept; stolen: the share that was another
+    machine's.
     """
     known = calibrate.known()
     if known is None:
@@ -177,7 +178,8 @@ def calibrated() -> dict[str, Any] | None:
     cluster = known["cluster"]
     link = cluster["collectives"].get("all_reduce") or cluster["intra"]
     busy = known.get("busy", 0.0) > calibrate.BUSY
-    return {"made": known["made"], "busy": busy, "flops": cluster["flops"], "alpha": link["alpha"],
+    return {"made": known["made"], "busy": busy, "stolen": known.get("stolen", 0.0),
+            "flops": cluster["flops"], "alpha": link["alpha"],
             "bandwidth": link["bandwidth"]}  # fmt: skip
 
 

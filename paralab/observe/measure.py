@@ -121,10 +121,10 @@ def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any
     ]
 
 
-def measure_links(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]:
+def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
     """In a rank: launch and end of every repetition of every collective and size, on its clock.
 
-    budget  seconds in all; from 6 to 12 rounds, of which the first warms up. See [Note: rounds]
+    budget  seconds in all; from 3 to 12 rounds, of which the first warms up. See [Note: rounds]
     """
     import torch
 
@@ -151,7 +151,7 @@ def measure_links(context: Any, *, budget: float = 2.0) -> list[dict[str, Any]]:
             row["marks"].append((launched, time.perf_counter()))
         over.fill_(time.perf_counter() > deadline)
         group.all_reduce(over, phase="setup").wait()  # all ranks stop after the same round
-        if done >= 6 and over.item():
+        if done >= 3 and over.item():
             break
     for row in rows:
         row["marks"] = row["marks"][1:]

@@ -57,7 +57,7 @@ def predict(
                  while they are few. It is in ``meta["detail"]``
 
     Bytes are exact. Times are as good as the cluster's numbers: against replayed runs on the
-    calibrated machine the step time of 51 plans was off by 6 and 8 % at the median and 27 % at the
+    calibrated machine the step time of 51 plans was off by 6 to 8 % at the median and 33 % at the
     worst (tests/benchmarks/FIGURES.md). The memory table has the formulas' two possible peaks of
     every step. There are no losses. Raises ValueError on a plan that cannot train the model.
     """
