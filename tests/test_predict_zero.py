@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 import paralab as pl
 from paralab.parallel.buckets import units
-from paralab.theory import formulas, memory
+from paralab.theory import formulas, memory, memory_zero
 from paralab.theory.gathering import Gathering
 from paralab.theory.predict import predict
 from test_predict import MODEL, cluster
@@ -343,3 +346,25 @@ def test_the_first_stage_keeps_whole_gradients_until_the_last_micro_batch(pp, sc
         before = pp > 1 and schedule == "gpipe"  # every forward comes before the first backward
         whole = 4 * sum(memory.rank_sizes(model, plan, rank).values())
         assert forward["gradients"] == (0 if before else whole)
+
+
+def test_threads_that_ask_for_the_same_plan_do_not_disturb_each_other():
+    """As a widget does that checks its plan in the background while a slider moves."""
+    model = pl.ModelSpec(layers=8, hidden=64, heads=4, seq_len=16, vocab=512)
+    plans = [
+        pl.Plan(dp=2, pp=4, microbatches=6, microbatch_size=size, zero_stage=3, prefetch=2)
+        for size in range(1, 9)
+    ]
+    alone = [[memory.moments(model, plan, rank=r) for r in range(8)] for plan in plans]
+    caches = memory_zero._walk, memory._standing, memory._held, memory._chunks
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for at, plan in enumerate(plans):
+            for cache in caches:
+                cache.cache_clear()
+            with ThreadPoolExecutor(4) as threads:
+                asked = [threads.submit(memory.moments, model, plan, rank=r) for r in range(8)]
+            assert [one.result() for one in asked] == alone[at]
+    finally:
+        sys.setswitchinterval(before)

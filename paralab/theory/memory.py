@@ -267,6 +267,11 @@ class Chunk(NamedTuple):
     inputs: int
     weights: int
 
+    @property
+    def changes(self) -> tuple[int, int, int, int]:
+        """What an F, a B, an I and a W add to the activations there are."""
+        return self.kept, -self.kept, self.aside - self.kept, -self.aside
+
 
 @lru_cache(maxsize=8)  # ranks that are alike
 def _chunks(model: ModelSpec, plan: Plan, rank: int) -> tuple[Chunk, ...]:
@@ -302,12 +307,7 @@ def _held(model: ModelSpec, plan: Plan, rank: int) -> Held:
     change, made = np.zeros(len(first), np.int64), np.zeros(len(which) + 1, np.int64)
     for chunk, one in enumerate(_chunks(model, plan, like(model, plan, rank))):
         own = chunk * len(CODE)
-        change[own : own + len(CODE)] = (
-            one.kept,
-            -one.kept,
-            one.aside - one.kept,
-            -one.aside,
-        )  # FBIW
+        change[own : own + len(CODE)] = one.changes
         # Gradients that no backward has made yet.
         for half, size in (("I", one.inputs), ("W", one.weights)):
             made[min(first[own + CODE["B"]], first[own + CODE[half]])] += size

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from threading import Lock
 
 import numpy as np
 
@@ -52,9 +53,15 @@ def zero_moments(
         walk: Walk = RelayWalk(model, plan, states, alike)
     else:
         walk = _walk(model, plan, tuple(states.items()), alike)
+    try:
+        with walk.turn:
+            fullest = walk.fullest(plan.place(rank).pp)
+    except BaseException:  # interrupted halfway, it is not to be gone on with
+        _walk.cache_clear()
+        raise
     return {
         moment: {**found, "activations": found["activations"] + beside}
-        for moment, (found, beside) in walk.fullest(plan.place(rank).pp).items()
+        for moment, (found, beside) in fullest.items()
     }
 
 
@@ -119,6 +126,7 @@ class Walk:
         self.missing: dict[int, int] = {}  # of units begun, the gradients that are yet to come
         self.met: list[tuple] = []  # copies of the states it has been in, by number
         self.number_of: dict[tuple, int] = {}
+        self.turn = Lock()  # ranks that are alike share it, and a widget predicts in two threads
         self.start = self._number()
         self.turns: dict[tuple[int, int], tuple[int, int]] = {}  # what an action does from a state:
         self.found: list[Bytes] = []  # the number of its fullest moment here, and the state after
