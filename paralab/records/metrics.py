@@ -88,12 +88,26 @@ def step_bubble(report: Report, step: int) -> float:
     """``bubble`` of one step; NaN if nothing was computed in it."""
     dry.needs_times(report, "a bubble")
     parts = pipeline_parts(report, step)
-    longest: dict[tuple[int, ...], float] = {}
-    for rank, (start, end, _) in parts.items():
-        pipeline = report.plan.place(rank)[1:]
-        longest[pipeline] = max(longest.get(pipeline, 0.0), end - start)
-    room = sum(longest[report.plan.place(rank)[1:]] for rank in parts)
+    room = sum(_longest(report, step).values())
     return 1 - sum(busy for _, _, busy in parts.values()) / room if room > 0 else NAN
+
+
+def idle_shares(report: Report, step: int) -> dict[int, float]:
+    """{rank: what it does not compute of the longest T in its pipeline}; their mean is the bubble
+    where there is one pipeline.
+    """
+    longest = _longest(report, step)
+    return {rank: 1 - part[2] / longest[rank]
+            for rank, part in pipeline_parts(report, step).items()}  # fmt: skip
+
+
+def _longest(report: Report, step: int) -> dict[int, float]:
+    """{rank: the longest time from first forward to last backward in its pipeline}"""
+    parts, longest = pipeline_parts(report, step), {}
+    of = {rank: report.plan.place(rank)[1:] for rank in parts}
+    for rank, (start, end, _) in parts.items():
+        longest[of[rank]] = max(longest.get(of[rank], 0.0), end - start)
+    return {rank: longest[of[rank]] for rank in parts}
 
 
 @once

@@ -54,7 +54,7 @@ def zero_moments(
     else:
         walk = _walk(model, plan, tuple(states.items()), alike)
     try:
-        with walk.turn:
+        with walk.lock:
             fullest = walk.fullest(plan.place(rank).pp)
     except BaseException:  # interrupted halfway, it is not to be gone on with
         _walk.cache_clear()
@@ -126,7 +126,7 @@ class Walk:
         self.missing: dict[int, int] = {}  # of units begun, the gradients that are yet to come
         self.met: list[tuple] = []  # copies of the states it has been in, by number
         self.number_of: dict[tuple, int] = {}
-        self.turn = Lock()  # ranks that are alike share it, and a widget predicts in two threads
+        self.lock = Lock()  # ranks that are alike share it, and a widget predicts in two threads
         self.start = self._number()
         self.turns: dict[tuple[int, int], tuple[int, int]] = {}  # what an action does from a state:
         self.found: list[Bytes] = []  # the number of its fullest moment here, and the state after

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import choice, whole
+from paralab.checks import choice, illegal, whole
 from paralab.records import metrics
 from paralab.records.tables import COMPUTE_KINDS, KINDS
 from paralab.view import lanes, naming, theme
@@ -69,6 +69,16 @@ def section(
     What links between memory tiers and the host do meanwhile for another step belongs to it too.
     Raises ValueError if the report has no such step or rank.
     """
+    step, shown = chosen(report, step, ranks)
+    boxes, seconds, total = _boxes(report, step, shown, label, lanes, most)
+    return Section(report, label, step, shown, boxes, seconds, lanes=lanes, total=total)
+
+
+def chosen(report: Report, step: int | None, ranks: Sequence[int] | None) -> tuple[int, list[int]]:
+    """The step and the ranks that were asked for, or the typical step and all ranks there are.
+
+    Raises ValueError if the report has no such step or rank, or no step at all.
+    """
     steps = sorted(set(report.steps["step"].tolist()))
     if not steps:
         raise ValueError(
@@ -76,13 +86,11 @@ def section(
         )
     step = metrics.typical_step(report) if step is None else whole("step", step, at_least=0)
     choice("step", step, tuple(steps))
-    known = sorted(set(report.steps["rank"].tolist()))
-    chosen = known if ranks is None else [choice("ranks", r, tuple(known)) for r in ranks]
-    if not chosen:
-        choice("ranks", ranks, tuple(known))
-    chosen = sorted(set(chosen))
-    boxes, seconds, total = _boxes(report, step, chosen, label, lanes, most)
-    return Section(report, label, step, chosen, boxes, seconds, lanes=lanes, total=total)
+    known = metrics.reported_ranks(report)
+    if ranks is not None and not len(ranks):
+        raise illegal("ranks", ranks, "no rank", ", ".join(map(str, known)))
+    asked = known if ranks is None else [choice("ranks", r, tuple(known)) for r in ranks]
+    return step, sorted(set(asked))
 
 
 def _boxes(
@@ -180,7 +188,7 @@ def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[
         for one, boxes in zip(sections, mine, strict=True):
             for name, values in _bars(kind, boxes, one, window).items():
                 bars[name] += values
-        style = _style(kind, row)
+        style = bar_style(kind, row)
         if tiers and kind not in ("comm", "wait"):
             style["name"], fill = lanes.style(kind, row, category).values()
             style["marker"]["color"] = fill
@@ -241,7 +249,8 @@ def _bars(
     }
 
 
-def _style(kind: str, lane: str) -> dict[str, Any]:
+def bar_style(kind: str, lane: str) -> dict[str, Any]:
+    """Name, colour and text of a trace of spans."""
     now, fill = theme.look(), theme.colour(kind, lane)
     name = kind.replace("_", " ")
     if kind == "comm":

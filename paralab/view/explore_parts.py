@@ -18,8 +18,9 @@ from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.utilisation import utilisation
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
+from paralab.view.sampling import spread
 from paralab.view.stage_bars import peaks
-from paralab.view.stage_stretches import spread, stage_time
+from paralab.view.stage_stretches import stage_time
 from paralab.view.timeline import timeline
 from paralab.view.traffic_bars import flows
 from paralab.view.widget_parts import BAD, MUTED, Knob

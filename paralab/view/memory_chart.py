@@ -15,6 +15,7 @@ from paralab.view.memory import bytes_bars
 from paralab.view.memory_curves import Curve, Tier, curves, fullest, tiers
 from paralab.view.memory_panels import MAX_PANELS, drawn, limits
 from paralab.view.memory_tiers import TIER_NAME, draw_tiers, room
+from paralab.view.sampling import spread
 
 if TYPE_CHECKING:
     from paralab.report import Report
@@ -162,7 +163,7 @@ def _spaced(found: list[Curve]) -> list[Curve]:
     n = len(found)
     if n <= MAX_PANELS:
         return found
-    places = [round(i * (n - 1) / (MAX_PANELS - 1)) for i in range(MAX_PANELS)]
+    places = spread(range(n), MAX_PANELS)
     worst = max(range(n), key=lambda i: (found[i].peak, -i))
     if worst not in places:
         places[min(range(MAX_PANELS), key=lambda i: abs(places[i] - worst))] = worst

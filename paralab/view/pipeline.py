@@ -54,7 +54,7 @@ def pipeline_timeline(
         above.boxes = [b for b in above.boxes if b["rank"] in above.ranks]
         sections.insert(0, above)
         said.append("ideal: the same costs, links free")
-    fig = timeline.drawn(sections, _finding(report, share, alone), report.clock, said)
+    fig = timeline.drawn(sections, finding(report, share, alone), report.clock, said)
     count = sum(len(one.boxes) for one in sections)
     below = ", below its ideal" if ideal else ""
     return fig.explained(
@@ -64,7 +64,8 @@ def pipeline_timeline(
     )
 
 
-def _finding(report: Report, share: float, alone: float | None) -> str:
+def finding(report: Report, share: float, alone: float | None = None) -> str:
+    """How large the bubble is, and the ideal's (``alone``), if it is drawn."""
     said = f"{theme.text(naming.subject(report))}: {percent(share)} of device time is bubble"
     if alone is None:
         return said
@@ -96,8 +97,8 @@ def section(
     zero = float(report.steps["start"][report.steps["step"] == one.step].min())
     ends = {p: max(parts[r][1] for r in parts if of[r] == p) for p in of.values()}
     starts = {p: min(parts[r][0] for r in parts if of[r] == p) for p in of.values()}
-    longest = {p: max(parts[r][1] - parts[r][0] for r in parts if of[r] == p) for p in of.values()}
-    one.idle = {r: 1 - parts[r][2] / longest[of[r]] for r in one.ranks if r in parts}
+    idle = metrics.idle_shares(report, one.step)
+    one.idle = {r: idle[r] for r in one.ranks if r in parts}
     if label:
         share = metrics.step_bubble(report, one.step)
         one.head = f"{_head(label, share)}{'' if report.clock in label else f', {report.clock}'}"

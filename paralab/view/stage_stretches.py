@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import choice, illegal, whole
 from paralab.records import metrics
 from paralab.records.tables import COMPUTE_KINDS, KINDS
-from paralab.view import naming, theme
+from paralab.view import boxes, naming, pipeline, theme, timeline
 from paralab.view.rank_mesh import row_name
+from paralab.view.sampling import spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,6 +30,7 @@ LONG = 0.015  # of a step: a rank that stands still that long is seen to
 SHOWN = 2e-3  # of a stretch or of a step: less than that has no pixel
 HEIGHT = 0.84  # of a row, or less where its messages stand beneath
 MESSAGES = 0.18
+LANE = "comm:dp"  # whose calls those are
 IN_SECONDS = 10.0  # a step from which on the axis is in seconds
 ORDER = (*(kind for kind in KINDS if kind not in ("comm", "wait")), "within", "wait")
 OTHER = 3  # of the phases
@@ -62,29 +63,13 @@ def stage_time(
     Beneath a row are the rank's calls of data parallelism. ``.table`` has a row for every stretch,
     in seconds. Raises ValueError if the report has no such step or rank, or no step at all.
     """
-    steps = tuple(sorted(set(report.steps["step"].tolist())))
-    if not steps:
-        raise illegal("report", report, "it has no steps", "what pl.run or pl.predict returns")
-    step = metrics.typical_step(report) if step is None else whole("step", step, at_least=0)
-    choice("step", step, steps)
-    known = metrics.reported_ranks(report)
+    step, shown = boxes.chosen(report, step, ranks)
     if ranks is None:
-        first = [r for r in known if report.plan.pp == 1 or not any(report.plan.place(r)[1:])]
-        ranks = spread(first, MAX_ROWS)
-    ranks = sorted({choice("ranks", rank, tuple(known)) for rank in ranks})
-    if not ranks:
-        raise illegal("ranks", ranks, "no rank", ", ".join(map(str, known)))
-    found, calls, seconds = _read(report, step, ranks)
-    return _drawn(report, step, ranks, found, calls, seconds)
-
-
-def spread(ranks: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, the first and the last among them, evenly spaced."""
-    if len(ranks) <= most:
-        return list(ranks)
-    if most == 1:
-        return list(ranks[:1])
-    return [ranks[round(i * (len(ranks) - 1) / (most - 1))] for i in range(most)]
+        place = report.plan.place
+        first = [r for r in shown if report.plan.pp == 1 or not any(place(r)[1:])]
+        shown = spread(first, MAX_ROWS)
+    found, calls, seconds = _read(report, step, shown)
+    return _drawn(report, step, shown, found, calls, seconds)
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -106,7 +91,7 @@ def _read(
         here = np.flatnonzero(rank == one)
         here = here[np.argsort(start[here], kind="stable")]
         found += _of_rank(one, kind[here], start[here], length[here], own[here], end - zero)
-    sent = spans[spans["lane"] == "comm:dp"]
+    sent = spans[spans["lane"] == LANE]
     calls: dict[int, list[metrics.Interval]] = {}
     for one, low, high in zip(*(sent[c].tolist() for c in ("rank", "start", "end")), strict=True):
         calls.setdefault(one, []).append((low - zero, high - zero))
@@ -154,7 +139,7 @@ def _drawn(
     report: Report, step: int, ranks: Sequence[int], found: list[Stretch],
     calls: dict[int, list[metrics.Interval]], seconds: float,
 ) -> Chart:  # fmt: skip
-    plan, now = report.plan, theme.look()
+    plan = report.plan
     per, unit = (1.0, "s") if seconds >= IN_SECONDS else (1e3, "ms")
     finding, said = _finding(report, step), [f"step {step}", "height: share of time"]
     if len(ranks) < report.world_size:
@@ -182,29 +167,21 @@ def _drawn(
             share = one.parts.get(kind, 0.0) / whole_of
             if share < SHOWN:
                 continue
-            bars = traces.setdefault(
-                kind, {c: [] for c in ("base", "x", "y", "width", "hovertext")}
-            )
+            bars = traces.setdefault(kind, {name: [] for name in BARS})
             bars["base"].append(round(one.start * per, 6))
             bars["x"].append(round(whole_of * per, 6))
             bars["y"].append(top + high * share / 2)
             bars["width"].append(high * share)
             bars["hovertext"].append(hover)
             top += high * share
-    drawn = [_trace(report, kind, traces[kind]) for kind in ORDER
-             if kind in traces]  # fmt: skip
+    drawn = [_trace(report, kind, traces[kind]) for kind in ORDER if kind in traces]
     if calls:
         drawn.append(_messages(calls, rows, per))
     fig.add_traces(drawn)
-    parts = metrics.pipeline_parts(report, step)
-    if plan.pp > 1 and parts:
-        longest = max(end - start for start, end, _ in parts.values())
-        notes = [{"y": rows[r] + high / 2, "text": f"{100 * (1 - parts[r][2] / longest):.0f} %"}
-                 for r in ranks if r in parts]  # fmt: skip
-        notes.append({"yref": "paper", "y": 1, "yanchor": "bottom", "text": "idle",
-                      "font": {"color": now.faint}})  # fmt: skip
-        margin = {"xref": "paper", "x": 1, "xshift": 8, "xanchor": "left", "showarrow": False}
-        fig.annotated(margin | note for note in notes)
+    idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
+    if idle:
+        shares = [(rows[r] + high / 2, idle[r]) for r in ranks if r in idle]
+        fig.annotated(timeline.idle_notes(shares, None))
     return fig.explained(
         f"stage time of {naming.subject(report)}, {report.clock}: {len(found)} stretches on "
         f"{len(ranks)} rank{'s' * (len(ranks) != 1)}",
@@ -213,23 +190,19 @@ def _drawn(
 
 
 def _finding(report: Report, step: int) -> str:
-    name = theme.text(naming.subject(report))
     if report.plan.pp > 1:
-        return f"{name}: {100 * metrics.step_bubble(report, step):.0f} % of device time is bubble"
+        return pipeline.finding(report, metrics.step_bubble(report, step))
+    name = theme.text(naming.subject(report))
     work = metrics.shares(report, step)["work"]
     length = metrics.step_durations(report, warmup=True)[step] or 1.0
     return f"{name}: {100 * work / length:.0f} % of the step is forward and backward"
 
 
 def _trace(report: Report, kind: str, bars: dict[str, list[Any]]) -> dict[str, Any]:
-    now = theme.look()
-    fill = theme.OTHER_COLOUR if kind == "within" else theme.colour(kind)
-    marker: dict[str, Any] = {"color": fill, "cornerradius": 0, "line": {"width": 0}}
-    name = kind.replace("_", " ")
-    if kind == "wait":
-        marker["pattern"] = {"shape": "/", "bgcolor": fill, "fgcolor": now.hatch,
-                             "size": 6, "solidity": 0.2}  # fmt: skip
-        name = "waiting: the bubble" if report.plan.pp > 1 else "waiting"
+    style = boxes.bar_style(kind, "compute")
+    name, marker = style["name"], style["marker"] | {"cornerradius": 0, "line": {"width": 0}}
+    if kind == "wait" and report.plan.pp > 1:
+        name = "waiting: the bubble"
     if kind == "within":
         causes = within(report)
         name = "inside actions, " + (" and ".join(causes) or "not computing")
@@ -251,12 +224,13 @@ def _messages(
     calls: dict[int, list[metrics.Interval]], rows: dict[int, float], per: float
 ) -> dict[str, Any]:
     flat = [(rank, *when) for rank, some in calls.items() for when in some]
-    said = [f"<b>communication, dp</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
+    style = boxes.bar_style("comm", LANE)
+    said = [f"<b>{style['name']}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
             for rank, low, high in flat]  # fmt: skip
     return {
-        "type": "bar", "orientation": "h", "name": "communication, dp", "hovertext": said,
+        "type": "bar", "orientation": "h", "name": style["name"], "hovertext": said,
         "hovertemplate": "%{hovertext}<extra></extra>",
-        "marker": {"color": theme.colour("comm", "comm:dp"), "line": {"width": 0}},
+        "marker": style["marker"] | {"line": {"width": 0}},
         "base": [round(low * per, 6) for _, low, _ in flat],
         "x": [round((high - low) * per, 6) for _, low, high in flat],
         "y": [rows[rank] + HEIGHT - MESSAGES / 2 for rank, _, _ in flat],

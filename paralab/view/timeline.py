@@ -189,18 +189,23 @@ def _idle(fig: Chart, sections: list[Section]) -> None:
     """In the right margin the share of its time that every rank stands idle."""
     if not any(one.idle for one in sections):
         return
-    faint = theme.look().faint
     said: list[dict[str, Any]] = []
     for one in sections:
         y = {rank: one.rows[rank, "compute"][0] for rank in one.ranks}
-        for rank, share in one.idle.items():
-            if rank in y:
-                said.append({"y": y[rank], "text": f"{100 * share:.0f} %"})
-        at = {"y": one.top + boxes.HEAD / 2} if len(sections) > 1 else \
-            {"yref": "paper", "y": 1, "yanchor": "bottom"}  # fmt: skip
-        said.append({"text": "idle", "font": {"color": faint}, **at})
+        shares = [(y[rank], share) for rank, share in one.idle.items() if rank in y]
+        said += idle_notes(shares, one.top + boxes.HEAD / 2 if len(sections) > 1 else None)
+    fig.annotated(said)
+
+
+def idle_notes(shares: Sequence[tuple[float, float]], head: float | None) -> list[dict[str, Any]]:
+    """Notes for the right margin: each share at its y, and what they are, at y = ``head`` or, if
+    that is None, on top.
+    """
+    said: list[dict[str, Any]] = [{"y": y, "text": f"{100 * share:.0f} %"} for y, share in shares]
+    at = {"yref": "paper", "y": 1, "yanchor": "bottom"} if head is None else {"y": head}
+    said.append({"text": "idle", "font": {"color": theme.look().faint}, **at})
     margin = {"xref": "paper", "x": 1, "xshift": 8, "xanchor": "left", "showarrow": False}
-    fig.annotated(margin | one for one in said)
+    return [margin | one for one in said]
 
 
 def _heads(fig: Chart, sections: list[Section], window: float) -> None:

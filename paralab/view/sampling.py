@@ -1,0 +1,15 @@
+"""Which of many are drawn, where a picture has no room for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def spread(many: Sequence[Any], most: int) -> list[Any]:
+    """At most ``most`` of them, evenly spaced, the first and the last among them."""
+    if len(many) <= most:
+        return list(many)
+    if most == 1:
+        return list(many[:1])
+    return [many[round(i * (len(many) - 1) / (most - 1))] for i in range(most)]
