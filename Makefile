@@ -3,6 +3,7 @@
 #   make lab     open the labs in JupyterLab
 #   make demo    train on four data-parallel ranks without a browser, write one HTML report
 #   make test    everything that continuous integration runs; installs chromium if it may and must
+#   make memory  predicted memory against the bytes of tensors: 200 drawn plans, 20 searches
 #   make nbval   the labs' stored outputs against a fresh run by nbval, without a browser
 #   make bench   compare with what you would use instead; writes bench.json
 #   make labs    rebuild the notebooks from labs/src (needs chromium, for their pictures)
@@ -41,7 +42,7 @@ OR_NONE := $(if $(TEST_ARGS),|| [ $$? -eq 5 ])
 # JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab demo test nbval bench labs clean
+.PHONY: help lab demo test memory nbval bench labs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -96,6 +97,11 @@ test: $(READY_DEV)
 	@$(PYTEST) $(call MARKED,prompt) -m prompt --numprocesses=2 --dist=load $(OR_NONE)
 	@echo "== tests that measure this machine, one at a time"
 	@$(PYTEST) $(call MARKED,alone) -m alone $(OR_NONE)
+
+memory: $(READY_DEV)
+	@PARALAB_MEMORY_PLANS=200 PARALAB_MEMORY_SEARCHES=20 $(PYTEST) -k 'drawn or witness or limit' \
+	  tests/test_interpret_memory.py tests/test_search.py \
+	  --numprocesses=$(WORKERS) --dist=load
 
 nbval: $(READY_DEV)
 	@$(PY) -m pytest labs --nbval --nbval-current-env --nbval-cell-timeout=120 \

@@ -5,6 +5,7 @@
     report = pl.run(model, pl.Plan(dp=4), steps=8)     # four real processes
     expect = pl.predict(model, pl.Plan(dp=4))          # what theory says about this machine
     pl.compare(expect, report)
+    pl.program(model, pl.Plan(dp=4))                   # what every rank does, to read
     pl.dry_run(model, pl.Plan(dp=4096), rank=7)        # one rank of any plan: bytes, no times
     pl.explore(model)                                  # both, with sliders
     pl.plan_search(model, cluster)                     # which plan is best, and why
@@ -21,24 +22,34 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.dry_run import dry_run
 from paralab.experiment import run
+from paralab.interpret.predict import predict
 from paralab.launch import OutOfMemory, RankError, RankTimeout, Stopped, launch, warm_up
 from paralab.report import Report, load
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.compare import compare
-from paralab.theory.predict import predict
 from paralab.trace import trace
 
 if TYPE_CHECKING:
-    from paralab.theory.search import plan_search
+    from paralab.interpret.text import program
+    from paralab.model import reference as reference
+    from paralab.programs.search import plan_search
     from paralab.view.widget_explore import Explore
 
 __all__ = [
     "Cluster", "Link", "ModelSpec", "OutOfMemory", "Plan", "RankError", "RankTimeout", "Report",
-    "Stopped", "compare", "dry_run", "explore", "launch", "load", "plan_search", "predict", "run",
-    "trace", "warm_up",
+    "Stopped", "compare", "dry_run", "explore", "launch", "load", "plan_search", "predict",
+    "program", "reference", "run", "trace", "warm_up",
 ]  # fmt: skip
 
-_LAZY = ("exercises", "view")  # subpackages that bring plotly and widgets along
+_LAZY = {  # what brings plotly and widgets along, or torch
+    "exercises": "paralab.exercises",
+    "reference": "paralab.model.reference",
+    "view": "paralab.view",
+}
+_LATER = {  # functions that bring NumPy along, or the ops of a model
+    "plan_search": "paralab.programs.search",
+    "program": "paralab.interpret.text",
+}
 
 
 def explore(
@@ -58,7 +69,7 @@ def explore(
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return importlib.import_module(f"paralab.{name}")
-    if name == "plan_search":  # brings NumPy along
-        return importlib.import_module("paralab.theory.search").plan_search
+        return importlib.import_module(_LAZY[name])
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'paralab' has no attribute {name!r}")

@@ -26,17 +26,11 @@ def load_batches(
     ]
 
 
-def to_device(batch: Tensor, device: str) -> tuple[Tensor, Tensor]:
-    """(tokens, targets), both (b, s) int64: each byte's target is the byte after it."""
-    batch = batch.to(device, non_blocking=True).long()
-    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-
-
 def read_scalars(scalars: list[Tensor], *, device: str = "cpu") -> list[float]:
     """The one place where numbers come back from the device, once per step.
 
     Whoever has none to read waits for ``device`` all the same: the step is over when it is done.
-    A dry run has nothing to read: its tensors have no values.
+    Tensors on "meta" have no values to read.
     """
     values = torch.stack(scalars or [torch.zeros((), device=device)]).double()
     return [] if values.is_meta else values.tolist()[: len(scalars)]

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paralab.checks import illegal
+from paralab.interpret.pieces import Piece
 from paralab.parallel.layouts import whole_shape
-from paralab.pieces import Piece, counters, pieces, restored
 from paralab.ranks.failure import Refused
 from paralab.records import checkpoints
 
@@ -80,7 +80,7 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
 
     rank, written = dist.get_rank(), checkpoints.scratch(folder, step)
     trainer.settle()
-    boxes = _boxes(pieces(trainer))
+    boxes = _boxes(trainer.pieces())
     shapes = {name: whole_shape(trainer.model, name.partition("/")[2]) for name in boxes}
     try:
         if rank == 0:
@@ -98,7 +98,7 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
                 "optimizer": trainer.optimizer_name,
                 "seed": trainer.seed,
                 "step": step,
-                "counters": counters(trainer),
+                "counters": trainer.counters(),
                 "files": {name: facts for found in files for name, facts in found.items()},
             }
             checkpoints.publish(written, about, step=step)
@@ -129,13 +129,13 @@ def load(trainer: Any, folder: str) -> None:
             if checkpoints.facts(found.folder / name) != found.files[name]:
                 checkpoints.damaged(found.folder / name, "its checksum does not fit")
         dcp.load({}, storage_reader=dcp.FileSystemReader(found.folder),
-                 planner=LoadBoxes(_boxes(pieces(trainer))))  # fmt: skip
+                 planner=LoadBoxes(_boxes(trainer.pieces())))  # fmt: skip
     except dcp.CheckpointException as error:
         raise Refused(str(illegal("resume", folder, f"cannot be read: {_cause(error)}",
                                   "another checkpoint"))) from error  # fmt: skip
     except ValueError as error:
         raise Refused(str(error)) from None
-    restored(trainer, found.step, found.counters)
+    trainer.restored(found.step, found.counters)
 
 
 def _cause(error: BaseException) -> str:

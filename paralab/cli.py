@@ -1,4 +1,4 @@
-"""`paralab run`, `dry-run`, `show` and `doctor`: what a notebook cell does, from a shell.
+"""`paralab run`, `predict`, `program`, `dry-run`, `show`, `doctor`: a notebook's cells in a shell.
 
 Every field of ``ModelSpec`` and ``Plan`` is an option of the same name (options.py). Under torchrun
 the same command is one rank of a job that may span machines: it writes its part of the report into
@@ -23,16 +23,22 @@ from typing import Any
 
 from paralab import doctor
 from paralab.checks import illegal, number, size
+from paralab.cluster import CLUSTER_PRESETS
 from paralab.options import (
     add_exports,
     add_model_and_plan,
     add_options,
+    add_other_plan,
+    comma_separated,
     model_of,
+    other_plan_of,
     plan_of,
     settings_of,
 )
 from paralab.spec import ModelSpec, Plan
+from paralab.theory.traffic import BOOKKEEPING
 
+DIFF = "diff_"  # --diff-zero-stage 3: the same plan but for this
 DEFAULT_OUT = "paralab-run"
 SPEAKER_FIRST = 20.0  # seconds that the one rank which says why has for it
 
@@ -98,11 +104,56 @@ def make_parser() -> argparse.ArgumentParser:
         ("--steps", number, "optimizer steps (default 1); they are alike"),
         ("--optimizer", str, "adamw or sgd"),
         ("--clip-norm", number, "clip the gradients' global norm to this"),
-        ("--timeout", number, "seconds that it may take"),
     ))  # fmt: skip
     dry.add_argument("--save", type=Path, metavar="FILE", help="the report: dry.json")
     dry.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page")
     dry.set_defaults(act=_dry_run, parser=dry)
+
+    program = commands.add_parser(
+        "program",
+        usage="%(prog)s [options]",
+        help="what a rank does in a step, as a list of instructions; or how two plans differ",
+        allow_abbrev=False,
+    )
+    add_model_and_plan(program)
+    add_other_plan(program, DIFF)
+    lines = program.add_argument_group("what to print")
+    add_options(
+        lines,
+        (
+            ("--rank", number, "which of the plan's ranks (default 0)"),
+            ("--optimizer", str, "adamw or sgd"),
+            ("--clip-norm", number, "clip the gradients' global norm to this"),
+            ("--op", comma_separated, "only these instructions, as all_gather,wait"),
+            ("--lane", comma_separated, "only what runs there: compute, or an axis, as dp"),
+            ("--microbatch", number, "only this micro-batch's"),
+        ),
+    )
+    lines.add_argument("--all", action="store_true", help="every line: repetitions not folded")
+    program.set_defaults(act=_program, parser=program)
+
+    predict = commands.add_parser(
+        "predict",
+        usage="%(prog)s [options]",
+        help="what a run would take on this machine or a cluster, without one",
+        allow_abbrev=False,
+    )
+    add_model_and_plan(predict)
+    machine = predict.add_argument_group("the machine")
+    presets = ", ".join(CLUSTER_PRESETS)
+    machine.add_argument(
+        "--cluster", metavar="NAME", help=f"{presets} (default: this machine, measured)"
+    )
+    add_options(
+        machine,
+        (
+            ("--nodes", number, "nodes of such a cluster (default: as few as hold the plan)"),
+            ("--optimizer", str, "adamw or sgd"),
+        ),
+    )
+    predict.add_argument("--save", type=Path, metavar="FILE", help="the report: predicted.json")
+    add_exports(predict)
+    predict.set_defaults(act=_predict, parser=predict)
 
     show = commands.add_parser(
         "show", help="print a saved report, or a torchrun job's folder", allow_abbrev=False
@@ -182,7 +233,7 @@ def _run(given: argparse.Namespace) -> int:
 
 def _dry_run(given: argparse.Namespace) -> int:
     module = importlib.import_module("paralab.dry_run")
-    settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm", "timeout")
+    settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
     with _refusals(given.parser):
         model, plan = model_of(given), plan_of(given)
         _files(given, "save", "html")
@@ -195,6 +246,60 @@ def _dry_run(given: argparse.Namespace) -> int:
         report.to_html(given.html)
         print(f"wrote {given.html}: open it in a browser")
     return 0
+
+
+def _program(given: argparse.Namespace) -> int:
+    module = importlib.import_module("paralab.interpret.text")
+    settings = settings_of(given, "rank", "optimizer", "clip_norm")
+    chosen = settings_of(given, "op", "lane", "microbatch")
+    with _refusals(given.parser):
+        model, plan = model_of(given), plan_of(given)
+        other = other_plan_of(given, DIFF)
+        shown = module.program(model, plan, **settings).filter(**chosen)
+        if other is not None:
+            shown = shown.diff(module.program(model, other, **settings).filter(**chosen))
+    print(shown.text(folded=not given.all) if other is None else shown)
+    return 0
+
+
+def _predict(given: argparse.Namespace) -> int:
+    import paralab as pl
+
+    with _refusals(given.parser):
+        model, plan = model_of(given), plan_of(given)
+        plan.validate(model)
+        _files(given, "save", "html", "perfetto")
+        if given.cluster is None:
+            if "nodes" in given:
+                raise illegal("nodes", given.nodes, "this machine is one", "--cluster NAME too")
+            print("measuring this machine, or reading what was measured before …", flush=True)
+            cluster = pl.Cluster.local()
+        else:
+            cluster = pl.Cluster.preset(given.cluster)
+            enough = -(-plan.world_size // cluster.devices_per_node)
+            cluster = pl.Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
+        report = pl.predict(model, plan, cluster, **settings_of(given, "optimizer"))
+    _print_summary(report)
+    for what, sizes in _amounts(report).items():
+        lines = [f"  {name:<24}{size / 1e6:>14,.2f} MB" for name, size in sizes.items() if size]
+        print("\n".join([what, *(lines or ["  none"])]) + "\n")
+    if given.save:
+        report.save(given.save)
+        print(f"saved {given.save}; see it again: paralab show {given.save}")
+    _export(report, given)
+    return 0
+
+
+def _amounts(report: Any) -> dict[str, dict[str, float]]:
+    """{what: {part: bytes}} of a prediction: messages by axis and level, the highest peak."""
+    calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
+    steps, ranks = report.steps["step"].nunique(), report.steps["rank"].nunique()
+    where = {"intra": "inside a node", "inter": "across nodes"}
+    sent = calls.groupby(["axis", "level"])["wire_bytes"].sum() / (steps * ranks)
+    return {
+        "sent per rank and step": {f"{axis}, {where[at]}": n for (axis, at), n in sent.items()},
+        "peak memory of the rank with the highest": report.peaks()[report.clock].to_dict(),
+    }
 
 
 def _run_one_rank(
@@ -247,7 +352,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     given = make_parser().parse_args(arguments)
     try:
-        return given.act(given)
+        done = given.act(given)
+        sys.stdout.flush()
+        return done
+    except BrokenPipeError:  # whoever reads, as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("paralab: interrupted; the ranks are stopped", file=sys.stderr)
         return 130

@@ -19,6 +19,7 @@ from typing import Any
 from paralab.checks import choice, illegal, num_bytes, real, whole
 from paralab.cluster import available_cores
 from paralab.data import Corpus
+from paralab.interpret.quick import table
 from paralab.launch import MAX_RANKS, OutOfMemory, Stopped, launch_program, torchrun_context
 from paralab.records import checkpoints, scratch
 from paralab.report import Report, save_part
@@ -71,6 +72,10 @@ class Settings:
         choice("optimizer", optimizer, ("adamw", "sgd"))
         lr = DEFAULT_LR[optimizer] if lr is None else real("lr", lr, above=0.0)
         clip = None if clip_norm is None else real("clip_norm", clip_norm, above=0.0)
+        if plan.passes or plan.grad_sync is None:  # what a pass gets wrong is refused here
+            from paralab.programs.compile import compiled
+
+            compiled(model, plan, optimizer=optimizer, clips=clip is not None)
         corpus = Corpus(data)
         corpus.sample(0, length=model.seq_len, seed=0)  # refuses a text shorter than one sample
         seed = whole("seed", seed, at_least=0, at_most=2**31 - 1)
@@ -189,7 +194,7 @@ def run(
         except Stopped as stopped:
             raise Stopped(f"{stopped}; {min(bar.done)} of {checked.steps} steps done") from None
         except OutOfMemory as error:
-            error.explain(_memory_table(model, plan, checked))
+            error.explain(table(model, plan, optimizer=checked.optimizer))
             raise
     return Report.from_parts(parts, model=model, plan=plan, meta=_meta(checked, parts[0]["meta"]))
 
@@ -213,6 +218,8 @@ def run_under_torchrun(
             f"the plan needs {plan.world_size} ranks, torchrun started {world}",
             f"a plan of {world} ranks, or --nproc-per-node * --nnodes = {plan.world_size}",
         )
+    import torch.distributed as dist
+
     context = torchrun_context(timeout=timeout, device=device)
     with scratch.folder(plan.tiers) as folder_of_rank:
         part = _program(context, model, plan, {**vars(checked), "offload_folder": folder_of_rank})
@@ -221,13 +228,14 @@ def run_under_torchrun(
         context.store.set("paralab/run_id", meta["run_id"])
     meta["run_id"] = context.store.get("paralab/run_id").decode()  # one name for all the parts
     save_part(Path(folder), part, model=model, plan=plan, meta=meta)
+    dist.destroy_process_group()  # else NCCL's threads may hang at exit
     return context.rank
 
 
 def _program(
     context: Any, model: ModelSpec, plan: Plan, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    from paralab.train import train
+    from paralab.interpret.train import train
 
     return train(context, model, plan, **settings)
 
@@ -244,12 +252,6 @@ def _meta(settings: Settings, of_rank: dict[str, Any]) -> dict[str, Any]:
         **of_rank,
         **vars(settings),
     }
-
-
-def _memory_table(model: ModelSpec, plan: Plan, settings: Settings) -> str:
-    from paralab.theory.memory import table
-
-    return table(model, plan, optimizer=settings.optimizer)
 
 
 class _ProgressBar:

@@ -1,12 +1,12 @@
 """What a plan takes beside a name: a form of one's own, as far as it can be judged before a run.
 
-Gradient synchronisation may be a class of the user's, a pipeline's schedule a function. What such a
-form must be able to do is checked here, without torch and before a process starts.
+A pass may be a function of the user's, a pipeline's schedule a function, a model's block a module.
+What such a form must be able to do is checked here, before a process starts, and
+without torch; but a module's parameters are known when it has been made, which takes torch.
 """
 
 from __future__ import annotations
 
-import inspect
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
 
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
-GRAD_SYNC_MOMENTS = ("grad_ready", "finish", "reset")  # what an own form is asked for
 SCHEDULE_NAMES = (*SCHEDULES, RELAY)
 OWN_FORM = "own: "  # a saved plan keeps this and the name of an own form, not its code
 
@@ -30,27 +29,28 @@ def form_name(form: Any) -> str:
 
 
 def check_grad_sync(form: Any) -> None:
-    """Refuse what could not synchronise gradients, as far as can be known before it is called."""
-    if isinstance(form, str) and form.startswith(OWN_FORM):
-        return
-    if not callable(form):
-        choice("grad_sync", form, GRAD_SYNC_FORMS)
-        return
-    legal = " | ".join(map(repr, GRAD_SYNC_FORMS)) + " | a class with grad_ready, finish, reset"
-    missing = [m for m in GRAD_SYNC_MOMENTS if not callable(getattr(form, m, None))]
-    if isinstance(form, type) and missing:
-        raise illegal("grad_sync", form, f"the class has no method {' and no '.join(missing)}",
-                      legal)  # fmt: skip
-    try:
-        signature = inspect.signature(form)
-    except (TypeError, ValueError):  # built in: what it takes shows when it is called
-        return
-    try:
-        signature.bind([], group=None, bucket_bytes=1)
-    except TypeError as error:
-        raise illegal("grad_sync", form, f"cannot be called ({error})",
-                      "one called as form(parameters, group=group, bucket_bytes=bytes)"
-                      ) from None  # fmt: skip
+    """Refuse what is no name of a form; None leaves the gradients to the plan's own passes."""
+    if callable(form):
+        raise illegal(
+            "grad_sync",
+            form_name(form),
+            "a plan is compiled, and what a class of your own does is known only when it runs",
+            " | ".join(map(repr, GRAD_SYNC_FORMS)) + " | None, with a pass of your own that says "
+            "which sums there are: passes=(f,)",
+        )
+    if form is not None and not (isinstance(form, str) and form.startswith(OWN_FORM)):
+        choice("grad_sync", form, (*GRAD_SYNC_FORMS, None))
+
+
+def check_passes(forms: Any) -> tuple[Any, ...]:
+    """Passes of the learner's own, as a tuple; refused is what could not be called."""
+    legal = "functions f(program) -> program, see paralab.programs.own"
+    if not isinstance(forms, (tuple, list)):
+        raise illegal("passes", forms, "not a sequence", f"a tuple of {legal}")
+    for form in forms:
+        if not callable(form) and not (isinstance(form, str) and form.startswith(OWN_FORM)):
+            raise illegal("passes", forms, f"{form!r} cannot be called", legal)
+    return tuple(forms)
 
 
 def check_schedule(form: Any) -> None:
@@ -84,3 +84,54 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
 
 
 _build_once = lru_cache(maxsize=64)(_build)
+
+
+def check_block(form: Any) -> None:
+    """Refuse what could not make a model's blocks, as far as can be known before it is called."""
+    if form is None or callable(form) or isinstance(form, str) and form.startswith(OWN_FORM):
+        return
+    raise illegal(
+        "block",
+        form,
+        "not a class and not a function",
+        "None for the standard block, or a class or function that makes an nn.Module of a model",
+    )
+
+
+@lru_cache(maxsize=16)
+def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the parameters of ``form(model)``, a block of the user's own. It is made
+    once for this, on torch's "meta" device, without memory and without a random number.
+    """
+    if isinstance(form, str):
+        raise illegal(
+            "block",
+            form,
+            "a saved model keeps only the name of its block",
+            "model.replace(block=the class or function itself)",
+        )
+    import torch
+
+    legal = "a class or function that makes an nn.Module of a ModelSpec, or None"
+    name = form_name(form)
+    try:
+        with torch.device("meta"):
+            module = form(model)
+    except Exception as error:
+        raise illegal(
+            "block", name, f"block(model) raised {type(error).__name__}: {error}", legal
+        ) from error
+    if not isinstance(module, torch.nn.Module):
+        raise illegal("block", name, f"block(model) returned a {type(module).__name__}", legal)
+    shapes = {}
+    for local, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            raise illegal(
+                "block",
+                name,
+                f"its parameter {local!r} requires no gradient, and every "
+                "parameter of a model is trained",
+                "a buffer: module.register_buffer(...)",
+            )
+        shapes[local] = tuple(parameter.shape)
+    return shapes

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
 
 class Grid:
-    """One rank's groups: ``world``, ``tp``, ``dp``, ``pp``; ``shard``, ``replica``; and ``ends``.
+    """One rank's groups: ``world``, ``tp``, ``dp``, ``pp``; ``shard``, ``replica``, ``secondary``;
+    and ``ends``.
 
     tp       {axis: group}: "tp", all ranks that share a layer, and the axes of its mode's grid
 
     shard    the data-parallel ranks that share one copy of the model states; ``replica`` those that
-             keep the same part of theirs, None where there is one copy
+             keep the same part of theirs, None where there is one copy; ``secondary`` those
+             that share a second copy of the parameters, or None
 
     ends  the first and the last rank of the pipeline, on these two, if they are different; else
           None
@@ -37,10 +39,8 @@ class Grid:
 
     def __init__(self, plan: Plan, context: Any, recorder: Recorder) -> None:
         self.context, self.recorder = context, recorder
-        everyone: Sequence[int] = range(context.world_size)
+        everyone = range(context.world_size)
         self.world = self._group(everyone, "world")
-        if context.backend == "fake":  # a dry run: nobody else asks, and of thousands of ranks
-            everyone = [context.rank]  # only this one's groups are of interest
         self.tp = {
             axis: self._mine({plan.ranks(axis, rank) for rank in everyone}, axis)
             for axis in mode_of(plan).axes
@@ -50,13 +50,24 @@ class Grid:
         if plan.shard_degree < plan.dp:
             self.shard = self._mine({plan.ranks("shard", rank) for rank in everyone}, "dp")
             self.replica = self._mine({plan.ranks("replica", rank) for rank in everyone}, "replica")
+        near = {plan.ranks("secondary", rank) for rank in everyone}
+        self.secondary = self._mine(near, "secondary") if plan.secondary_shard else None
         pipelines = {plan.ranks("pp", rank) for rank in everyone}
         self.pp = self._mine(pipelines, "pp")
         ends = {(ranks[0], ranks[-1]) for ranks in pipelines}
         self.ends = self.pp if plan.pp == 2 else self._mine(ends, "pp") if plan.pp > 2 else None
-        if context.backend == "nccl" and self.pp.size > 1:
-            # NCCL connects a group at its first call, which has to be one that all members make.
-            self.pp.barrier(phase="setup")
+        if context.backend == "nccl":
+            self._connect(sorted(pipelines))
+
+    def _connect(self, pipelines: list[tuple[int, ...]]) -> None:
+        """NCCL connects a group at its first call: here, not within the first step's backward."""
+        groups = (self.world, *self.tp.values(), self.dp, self.shard, self.replica, self.secondary,
+                  self.pp, self.ends)  # fmt: skip
+        for group in dict.fromkeys(group for group in groups if group is not None):
+            if group.size > 1:
+                group.barrier(phase="setup")
+        if self.pp.size > 1:
+            self.pp.open_ways(pipelines)
 
     def mesh(self) -> DeviceMesh:
         """The same grid as torch has it, over the same process groups, for what is built on it

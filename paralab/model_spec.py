@@ -1,15 +1,17 @@
 """What is trained: a GPT as a frozen description, its parameters counted, and models of the papers.
 
-The model itself is in model.py; nothing here holds a tensor.
+The model itself is in model/; nothing here holds a tensor.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from paralab.checks import Description, choice, illegal, real, whole
-from paralab.rules import begins, check_frozen
+from paralab.forms import block_shapes, check_block, form_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,9 @@ class ModelSpec(Description):
     dropout   probability of dropping an activation while training
     attention "explicit" writes the s x s score matrix (what the papers' activation formulas
               assume), "sdpa" uses torch's fused kernel
-    frozen    prefixes of the names of parameters that training leaves as they are: "embedding",
-              "blocks.0", "blocks.1.mlp"
+    block     a block of your own in place of the standard one: a class or function, called as
+              ``block(spec)``, that makes an ``nn.Module`` which maps (b, s, h) to (b, s, h). It
+              trains with autograd inside; each block is one op of the program
     """
 
     layers: int
@@ -37,7 +40,7 @@ class ModelSpec(Description):
     tied: bool = True
     dropout: float = 0.0
     attention: str = "explicit"
-    frozen: tuple[str, ...] = ()
+    block: Callable[[ModelSpec], Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         most = {"layers": 2**16}  # they are counted one by one
@@ -57,35 +60,33 @@ class ModelSpec(Description):
         if self.dropout >= 1.0:
             raise illegal("dropout", self.dropout, "would drop everything", "from 0 to below 1")
         choice("attention", self.attention, ("explicit", "sdpa"))
-        object.__setattr__(self, "frozen", check_frozen(self))
-
-    def trainable(self, name: str) -> bool:
-        """Whether training changes the parameter called ``name``."""
-        return not any(begins(name, prefix) for prefix in self.frozen)
+        check_block(self.block)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter of the single-device model, frozen ones too, in order of registration.
+        """Every parameter of the single-device model, in order of registration.
 
         A linear layer's weight is (out, in), as in torch. A tied head has no row of its own.
         """
         h, shapes = self.hidden, {}
         shapes["embedding.token.weight"] = (self.vocab, h)
         shapes["embedding.position.weight"] = (self.seq_len, h)
+        block = {
+            "norm1.weight": (h,),
+            "norm1.bias": (h,),
+            "attention.qkv.weight": (3 * h, h),
+            "attention.qkv.bias": (3 * h,),
+            "attention.proj.weight": (h, h),
+            "attention.proj.bias": (h,),
+            "norm2.weight": (h,),
+            "norm2.bias": (h,),
+            "mlp.up.weight": (4 * h, h),
+            "mlp.up.bias": (4 * h,),
+            "mlp.down.weight": (h, 4 * h),
+            "mlp.down.bias": (h,),
+        }
+        if self.block is not None:
+            block = block_shapes(self.block, self)
         for i in range(self.layers):
-            block = {
-                "norm1.weight": (h,),
-                "norm1.bias": (h,),
-                "attention.qkv.weight": (3 * h, h),
-                "attention.qkv.bias": (3 * h,),
-                "attention.proj.weight": (h, h),
-                "attention.proj.bias": (h,),
-                "norm2.weight": (h,),
-                "norm2.bias": (h,),
-                "mlp.up.weight": (4 * h, h),
-                "mlp.up.bias": (4 * h,),
-                "mlp.down.weight": (h, 4 * h),
-                "mlp.down.bias": (h,),
-            }
             shapes.update({f"blocks.{i}.{name}": shape for name, shape in block.items()})
         shapes["head.norm.weight"] = (h,)
         shapes["head.norm.bias"] = (h,)
@@ -98,20 +99,25 @@ class ModelSpec(Description):
         """Psi, all elements: l(12h^2 + 13h) + (V + s)h + 2h, and Vh more if not tied.
 
         PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 2 has the same terms without the last
-        LayerNorm's 2h.
+        LayerNorm's 2h. With a block of one's own, what that has.
         """
+        if self.block is not None:
+            return sum(map(math.prod, self.parameter_shapes().values()))
         h = self.hidden
         untied = 0 if self.tied else self.vocab * h
         blocks = self.layers * (12 * h * h + 13 * h)
         return blocks + (self.vocab + self.seq_len) * h + 2 * h + untied
 
-    @property
-    def num_trainable(self) -> int:
-        """Elements that have a gradient: Psi without what is frozen."""
-        if not self.frozen:
-            return self.num_params
-        shapes = self.parameter_shapes().items()
-        return sum(math.prod(shape) for name, shape in shapes if self.trainable(name))
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; of an own ``block`` its name."""
+        return {**super().to_dict(), "block": form_name(self.block)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
+        """The inverse of ``to_dict``. Files of version 0.1 have ``frozen`` too, which was empty for
+        a model that trained whole.
+        """
+        return super().from_dict({k: v for k, v in values.items() if k != "frozen" or v})
 
     @classmethod
     def preset(cls, name: str) -> ModelSpec:

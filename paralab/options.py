@@ -17,6 +17,7 @@ from paralab.checks import number, size
 from paralab.spec import MODEL_PRESETS, ModelSpec, Plan
 
 DEFAULT_PRESET = "laptop"
+CODE = ("block", "passes")  # fields that take code of one's own, which a shell cannot write
 
 HELP = {
     # ModelSpec
@@ -28,7 +29,6 @@ HELP = {
     "tied": "share one weight between token embedding and output head",
     "dropout": "probability of dropping an activation, from 0 to below 1",
     "attention": "explicit (writes the score matrix) or sdpa (torch's fused kernel)",
-    "frozen": "parameters not to train, prefixes of their names, as embedding,blocks.0",
     # Plan
     "dp": "data-parallel degree: copies of the model, each on its share of the batch",
     "tp": "tensor-parallel degree",
@@ -40,6 +40,7 @@ HELP = {
     "virtual_stages": "model chunks per pipeline rank",
     "zero_stage": "what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + all",
     "shard": "data-parallel ranks that share one copy of the states; the others hold replicas",
+    "secondary_shard": "neighbouring ranks that share a second copy, gathered in backward (hpZ)",
     "sequence_parallel": "split the activations between tensor-parallel regions too",
     "recompute": "activations computed again in backward: none, selective (attention), full",
     "offload": "cpu or nvme: where the states that zero_stage deals out lie",
@@ -63,19 +64,35 @@ READERS: dict[str, Callable[[str], Any]] = {  # by annotation
 }  # fmt: skip
 
 
-def _add_fields(group: Any, kind: type, defaults: dict[str, Any]) -> None:
-    """One option per field of the dataclass ``kind``. What is not given leaves no trace."""
+def _add_fields(
+    group: Any, kind: type, defaults: dict[str, Any], *, prefix: str = "", said: str = ""
+) -> None:
+    """One option per field of the dataclass ``kind``. What is not given leaves no trace.
+
+    prefix  of the options' names; ``said``: help for all of them, instead of each one's own
+    """
     for field in dataclasses.fields(kind):
+        if field.name in CODE:
+            continue
         value = defaults[field.name]
         default = "" if value is None or value == () else f" (default {value})"
-        option = "--" + field.name.replace("_", "-")
-        shared = {"dest": field.name, "default": argparse.SUPPRESS}
-        shared["help"] = HELP.get(field.name, f"see {kind.__name__}") + default
+        name = prefix + field.name
+        option = "--" + name.replace("_", "-")
+        shared = {"dest": name, "default": argparse.SUPPRESS}
+        shared["help"] = said or HELP.get(field.name, f"see {kind.__name__}") + default
         if field.type == "bool":
             group.add_argument(option, action=argparse.BooleanOptionalAction, **shared)
             continue
         reader = size if field.name.endswith("_bytes") else READERS.get(str(field.type), str)
         group.add_argument(option, type=reader, metavar=field.name.upper(), **shared)
+
+
+def add_other_plan(command: argparse.ArgumentParser, prefix: str) -> None:
+    """The plan's options once more, for a second plan that differs in these."""
+    name = prefix.replace("_", "-")
+    about = f"Every option of the plan with --{name} before its name, as --{name}dp 4."
+    group = command.add_argument_group("the plan to compare it with", about)
+    _add_fields(group, Plan, Plan().to_dict(), prefix=prefix, said=argparse.SUPPRESS)
 
 
 def add_model_and_plan(command: argparse.ArgumentParser) -> None:
@@ -110,6 +127,13 @@ def model_of(given: argparse.Namespace) -> ModelSpec:
 def plan_of(given: argparse.Namespace) -> Plan:
     """The plan that the command line names. Raises ``ValueError`` if there is no such plan."""
     return Plan(**_taken(Plan, given))
+
+
+def other_plan_of(given: argparse.Namespace, prefix: str) -> Plan | None:
+    """The same plan with what the options with this prefix change, or None without any."""
+    names = {prefix + field.name: field.name for field in dataclasses.fields(Plan)}
+    changes = {names[name]: value for name, value in vars(given).items() if name in names}
+    return plan_of(given).replace(**changes) if changes else None
 
 
 def settings_of(given: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -156,6 +156,7 @@ class Report:
         from paralab.theory.ideal import bubbles
 
         dry.needs_times(self, "a bubble")
+        dry.needs_own_devices(self, "a bubble")
         return bubbles(self, cluster)
 
     def traffic(
@@ -244,6 +245,7 @@ class Report:
         from paralab.theory.replay import replay
 
         dry.needs_times(self, "a replay")
+        dry.needs_own_devices(self, "a replay")
         return replay(self, cluster, compute=compute)
 
     def __repr__(self) -> str:

@@ -1,271 +1,362 @@
-"""What goes together: the rules behind `Plan.validate`, and which parameters may be frozen.
+"""What goes together: the rules behind `Plan.validate`, as data that a search reads too.
 
-Each raises ``ValueError`` naming the field, the value and what would be legal, before any process
-starts. Torch-free.
+A rule names a field, says when it holds and, where it does not, why and what would be legal.
+``holds`` is written on settings (settings.py) with operators that a value and a column of values
+share, so the same list judges one plan and all the plans of a search. The words are made for the
+one plan that is refused: a ``ValueError`` that names the field, the value and what would be legal,
+before any process starts. Torch-free.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.forms import OWN_FORM
-
-if TYPE_CHECKING:
-    from paralab.spec import ModelSpec, Plan
+from paralab.parallel.schedules import RELAY, rounds
+from paralab.settings import Asked
 
 # Beyond any published run; they mostly catch a slipped digit, which would be worked on for hours.
 MAX_RANKS = 65536
 MAX_ACTIONS = 2**18  # micro-batches times stages
+NONE = None  # what a column is compared with
+
+Words = str | Callable[[Any], str]
 
 
-def begins(name: str, prefix: str) -> bool:
-    """Whether ``prefix`` is ``name`` or whole words of it: "blocks.1" begins no "blocks.10"."""
-    return name == prefix or name.startswith(f"{prefix}.")
+class Rule(NamedTuple):
+    """What a plan has to be like. Words are a template over settings ``s``, or a function."""
+
+    field: str
+    holds: Callable[[Any], Any]
+    why: Words
+    legal: Words
 
 
-def check_frozen(model: ModelSpec) -> tuple[str, ...]:
-    """``model.frozen`` as a tuple of prefixes that name parameters and leave some to train."""
-    frozen = model.frozen
-    if not isinstance(frozen, (tuple, list)):
-        raise illegal("frozen", frozen, "not a list of names",
-                      'a list such as ["embedding", "blocks.0"]')  # fmt: skip
-    if not frozen:
-        return ()
-    names = tuple(model.parameter_shapes())
-    for prefix in frozen:
-        if not isinstance(prefix, str) or not any(begins(name, prefix) for name in names):
-            raise illegal("frozen", frozen, f"{prefix!r} begins no parameter's name",
-                          f"embedding, blocks.0 to blocks.{model.layers - 1}, head, or a name "
-                          "inside one")  # fmt: skip
-    if not any(map(model.trainable, names)):
-        raise illegal("frozen", frozen, "leaves nothing to train", "fewer names")
-    return tuple(frozen)
+def implies(a: Any, b: Any) -> Any:
+    """Of values or of columns: b holds where a does."""
+    return (a == 0) | b
 
 
-def check_plan(plan: Plan, model: ModelSpec) -> None:
+def refuse(rules: Iterable[Rule], s: Asked) -> None:
+    """Raise ``ValueError`` for the first rule that does not hold."""
+    for rule in rules:
+        if not rule.holds(s):
+            field, why, legal = (
+                words(s) if callable(words) else words.format(s=s)
+                for words in (rule.field, rule.why, rule.legal)
+            )
+            raise illegal(field, s.value(field), why, legal)
+
+
+# ---- how large, and the grid of a tp group ------------------------------------------------------
+SIZES = (
+    *(
+        Rule(
+            field,
+            lambda s, field=field: s.only_named != field,
+            f"a saved plan keeps only the {kind}'s name",
+            f"plan.replace({field}=the {kind} itself)",
+        )
+        for field, kind in (
+            ("grad_sync", "class"),
+            ("schedule", "function"),
+            ("passes", "function"),
+        )
+    ),
+    Rule(
+        "{s.largest}",
+        lambda s: s.dp * s.tp * s.pp <= MAX_RANKS,
+        "dp*tp*pp is {s.world_size} ranks",
+        f"up to {MAX_RANKS}",
+    ),
+)
+GRID = (
+    Rule(
+        "tp_depth",
+        lambda s: (s.tp_depth == NONE) | (s.tp_mode == "2.5d"),
+        "tp_mode={s.tp_mode!r} has no depth to choose",
+        "None, or tp_mode='2.5d'",
+    ),
+    Rule(
+        "tp",
+        lambda s: s.grid.q > 0,
+        "tp_mode={s.tp_mode!r} needs {s.grid.shape}",
+        "{s.grid.sizes}",
+    ),
+)
+
+
+def tensor_grid(tp: int, mode: str, depth: int | None) -> tuple[int, int]:
+    """(q, depth) of the grid of ``tp`` ranks in a tp_mode; see `Plan.tp_grid`."""
+    asked = Asked(SimpleNamespace(tp=tp, tp_mode=mode, tp_depth=depth))
+    refuse(GRID, asked)
+    return asked.grid.q, asked.grid.depth
+
+
+def _dealt(name: str, parts: Callable[[Any], Any]) -> Rule:
+    """A size that the ranks of a tp group deal out in equal parts."""
+
+    def why(s: Any) -> str:
+        group = f"tp={s.tp}" if s.tp_mode == "1d" else f"tp_mode={s.tp_mode!r} with q={s.grid.q}"
+        return f"{group} deals it out in {parts(s)} equal parts"
+
+    def legal(s: Any) -> str:
+        value, n = getattr(s, name), parts(s)
+        nearest = sorted({max(n, value // n * n), (value // n + 1) * n})
+        beyond = " (the entries beyond the text's are never looked up)" * (name == "vocab")
+        return f"a multiple of {n}, such as {' or '.join(map(str, nearest))}{beyond}"
+
+    return Rule(name, lambda s: getattr(s, name) % parts(s) == 0, why, legal)
+
+
+TENSOR = (
+    *GRID,
+    Rule(
+        "sequence_parallel",
+        lambda s: implies(s.sequence_parallel, s.tp > 1),
+        "one rank has the whole sequence",
+        "False, or tp_mode='1d' with tp of at least 2",
+    ),
+    Rule(
+        "sequence_parallel",
+        lambda s: implies(s.sequence_parallel, s.tp_mode == "1d"),
+        "tp_mode={s.tp_mode!r} has the residual stream in parts already",
+        "False, or tp_mode='1d' with tp of at least 2",
+    ),
+    Rule(
+        "partition_activations",
+        lambda s: implies(s.partition_activations, s.recompute == "full"),
+        "it cuts what recomputation keeps of a block, and recompute is {s.recompute!r}",
+        "False, or recompute='full'",
+    ),
+    Rule(
+        "partition_activations",
+        lambda s: implies(
+            s.partition_activations,
+            (s.tp > 1) & (s.tp_mode == "1d") & (s.sequence_parallel == 0),
+        ),
+        "every tp rank has its own part of a block's input already",
+        "False, or tp_mode='1d' with tp of at least 2 and sequence_parallel=False",
+    ),
+    _dealt("heads", lambda s: s.grid.heads),
+    _dealt("hidden", lambda s: s.grid.hidden),
+    _dealt("vocab", lambda s: s.grid.vocab),
+    _dealt("microbatch_size", lambda s: s.grid.microbatch_size),
+    _dealt("seq_len", lambda s: 1 + (s.tp - 1) * (s.sequence_parallel | s.partition_activations)),
+    Rule(
+        "attention",
+        lambda s: implies((s.tp > 1) & (s.dropout > 0), s.attention != "sdpa"),
+        "its fused kernel draws its dropout mask itself, and the heads of one rank would not get "
+        "the mask they have on one device",
+        "'explicit', or dropout=0",
+    ),
+)
+
+# ---- the order of work --------------------------------------------------------------------------
+RELAYS = (
+    *(
+        Rule(
+            field,
+            lambda s, field=field: implies(s.schedule == RELAY, getattr(s, field) == 1),
+            "schedule='l2l' is one rank's relay: all parts of the model take turns there",
+            "1, or a pipeline's schedule",
+        )
+        for field in ("pp", "virtual_stages")
+    ),
+    *(
+        Rule(
+            field,
+            lambda s, field=field: implies(
+                s.schedule == RELAY,
+                s.zero_stage == 3 if field == "zero_stage" else s.place.parameters != "device",
+            ),
+            "there is nothing to relay: schedule='l2l' brings parameters up part by part, and "
+            "these are on the device",
+            "zero_stage=3 with parameters on 'cpu' or 'nvme', or a pipeline's schedule",
+        )
+        for field in ("zero_stage", "offload")
+    ),
+    Rule(
+        "recompute",
+        lambda s: implies(s.schedule == RELAY, s.recompute == "full"),
+        "schedule='l2l' comes back to a block after all others: of every micro-batch its input "
+        "alone can wait that long",
+        "'full', or a pipeline's schedule",
+    ),
+)
+PIPELINE = (
+    Rule(
+        "virtual_stages",
+        lambda s: implies(s.virtual_stages > 1, s.pp > 1),
+        "one rank has nobody to take turns with: all the chunks would be its own",
+        "1, or pp of at least 2",
+    ),
+    Rule(
+        "virtual_stages",
+        lambda s: (s.virtual_stages == 1) | (s.schedule == "interleaved") | s.own_schedule,
+        "schedule={s.schedule!r} has one stage per rank",
+        'schedule="interleaved" or a function of your own, or virtual_stages=1',
+    ),
+    *(
+        Rule(
+            field,
+            # of the two degrees that a model is cut by, the one that a learner would change
+            lambda s, field=field: implies(
+                (s.virtual_stages == 1) == (field == "pp"), s.pp * s.virtual_stages <= s.layers
+            ),
+            "pp*virtual_stages is {s.stages} stages, the model has {s.layers} blocks, and every "
+            "stage needs one",
+            "{s.most_stages}, or a model of at least {s.stages} layers",
+        )
+        for field in ("pp", "virtual_stages")
+    ),
+    Rule(
+        "microbatches",
+        lambda s: s.microbatches * s.pp * s.virtual_stages <= MAX_ACTIONS,
+        "in {s.stages} stages make a schedule that takes minutes to write down",
+        lambda s: f"up to {max(1, MAX_ACTIONS // s.stages)}",
+    ),
+    Rule(
+        "microbatches",
+        lambda s: implies(s.schedule == "interleaved", s.microbatches % s.pp == 0),
+        lambda s: rounds(s.pp, s.microbatches)[0],
+        lambda s: rounds(s.pp, s.microbatches)[1],
+    ),
+    Rule("schedule", lambda s: s.is_schedule, "makes no list of actions", "one that does"),
+)
+
+# ---- who keeps what, and where ------------------------------------------------------------------
+ZERO = (
+    Rule(
+        "shard",
+        lambda s: (s.shard == NONE) | (s.zero_stage > 0),
+        "zero_stage=0 keeps everything on every rank, so there is nothing to share",
+        "None, or zero_stage of 1 to 3",
+    ),
+    Rule(
+        "shard",
+        lambda s: s.dp % s.shard_degree == 0,
+        "dp={s.dp} ranks cannot be dealt into groups of it",
+        lambda s: ", ".join(str(n) for n in range(1, s.dp + 1) if s.dp % n == 0),
+    ),
+    Rule(
+        "secondary_shard",
+        lambda s: (
+            (s.secondary_shard == NONE) | ((s.zero_stage == 3) & (s.place.parameters == "device"))
+        ),
+        "the second copy is for zero_stage=3 with parameters on the device, gathered in backward",
+        "None, or zero_stage=3 with parameters on 'device'",
+    ),
+    Rule(
+        "secondary_shard",
+        lambda s: s.shard_degree % s.near == 0,
+        "the {s.shard_degree} ranks that share the parameters (dp, or shard) make no groups of "
+        "that size",
+        "a divisor of {s.shard_degree}",
+    ),
+    Rule(
+        "grad_sync",
+        lambda s: (s.zero_stage == 0) | (s.grad_sync == "overlapped"),
+        "zero_stage={s.zero_stage} brings its own way of adding gradients up, a reduce-scatter to "
+        "whoever keeps the sum",
+        "'overlapped', or zero_stage=0",
+    ),
+)
+
+
+def _dealt_out(name: str, least: int) -> Rule:
+    """Of a state that ZeRO deals out from stage ``least`` on."""
+    return Rule(
+        f"offload[{name!r}]",
+        lambda s: implies(getattr(s.place, name) != "device", s.zero_stage >= least),
+        f"zero_stage={{s.zero_stage}} does not deal {name} out",
+        f"'device', or zero_stage of at least {least}",
+    )
+
+
+def _updated(name: str) -> Rule:
+    """Of a state that an update reads."""
+    return Rule(
+        f"offload[{name!r}]",
+        lambda s: implies(getattr(s.place, name) != "device", s.place.optimizer != "device"),
+        "the update runs where the optimizer's states are, and on the device it would have to "
+        "fetch them back",
+        "'device', or the optimizer on 'cpu' or 'nvme' too",
+    )
+
+
+OFFLOAD = (
+    Rule(
+        "zero_stage",
+        lambda s: (s.zero_stage > 0) | ((s.offload != "cpu") & (s.offload != "nvme")),
+        "offload={s.offload!r} moves what ZeRO deals out, and stage 0 deals out nothing",
+        "1 (optimizer), 2 (gradients too), 3 (parameters too); dp=1 is enough",
+    ),
+    Rule(
+        "offload",
+        lambda s: (s.offload == NONE) | s.place.states | (s.place.activations != "device"),
+        "nothing in it leaves the device",
+        "None, or a state on 'cpu' or 'nvme'",
+    ),
+    _dealt_out("optimizer", 1),
+    _dealt_out("gradients", 2),
+    _updated("gradients"),
+    _dealt_out("parameters", 3),
+    _updated("parameters"),
+    Rule(
+        "offload['activations']",
+        lambda s: implies(
+            s.place.activations != "device",
+            (s.recompute == "full") & (s.partition_activations == 0),
+        ),
+        "what moves is each block's input, which alone is kept when blocks are recomputed",
+        "'device', or recompute='full' without partition_activations",
+    ),
+    Rule(
+        "offload['delayed']",
+        lambda s: implies(
+            s.place.delayed,
+            (s.place.parameters == "device")
+            & (s.place.gradients == "cpu")
+            & (s.place.optimizer == "cpu"),
+        ),
+        "the host updates its own copy of the parameters while the device computes with the one "
+        "before",
+        "False, or parameters on 'device', gradients and optimizer on 'cpu'",
+    ),
+)
+
+# ---- a block of the user's own ------------------------------------------------------------------
+BLOCK = (
+    Rule(
+        "tp",
+        lambda s: (s.block == NONE) | (s.tp == 1),
+        "how to cut a block of your own over ranks is not known",
+        "1, or the standard block: block=None",
+    ),
+    Rule(
+        "recompute",
+        lambda s: (s.block == NONE) | (s.recompute != "selective"),
+        "it computes the attention core again, and where that is in a block of your own is not "
+        "known",
+        "'none', 'full', or the standard block: block=None",
+    ),
+    Rule("block", lambda s: s.block_runs, "does not run", "None for the standard block"),
+)
+
+
+RULES = (*SIZES, *TENSOR, *RELAYS, *PIPELINE, *ZERO, *OFFLOAD, *BLOCK)
+
+
+def check_plan(plan: Any, model: Any) -> None:
     """Raise ``ValueError`` if ``plan`` cannot train ``model`` in this version."""
-    for name, kind in (("grad_sync", "class"), ("schedule", "function")):
-        value = getattr(plan, name)
-        if isinstance(value, str) and value.startswith(OWN_FORM):
-            raise illegal(name, value, f"a saved plan keeps only the {kind}'s name",
-                          f"plan.replace({name}=the {kind} itself)")  # fmt: skip
-    if plan.world_size > MAX_RANKS:
-        name = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
-        raise illegal(name, getattr(plan, name), f"dp*tp*pp is {plan.world_size} ranks",
-                      f"up to {MAX_RANKS}")  # fmt: skip
-    _check_tensor(plan, model)
-    _check_relay(plan)
-    _check_pipeline(plan, model)
-    _check_zero(plan)
-    _check_split_backward(plan, model)
-    _check_offload(plan)
-    if model.frozen and plan.pp > 1:
-        raise illegal("frozen", model.frozen, "every stage sends the gradient of its input back, "
-                      "and one that trains nothing would have none to compute",
-                      "(), or pp=1")  # fmt: skip
+    refuse(RULES, Asked(plan, model))
     if plan.zero_stage == 3 and plan.pp > 1:
         warnings.warn(
             f"zero_stage=3 with pp={plan.pp}: a stage's parameters are gathered again for every "
             f"action, 2*{plan.microbatches} times a step; zero_stage=1 moves them once",
             stacklevel=3,
         )
-
-
-def tensor_grid(tp: int, mode: str, depth: int | None) -> tuple[int, int]:
-    """(q, depth) of the grid of ``tp`` ranks in a tp_mode; see `Plan.tp_grid`."""
-    if depth is not None and mode != "2.5d":
-        raise illegal("tp_depth", depth, f"tp_mode={mode!r} has no depth to choose",
-                      "None, or tp_mode='2.5d'")  # fmt: skip
-    if mode == "1d":
-        return tp, 1
-    power = 3 if mode == "3d" else 2
-    if mode == "2.5d":
-        depths = [depth] if depth else [d for d in range(1, tp + 1) if tp % d == 0]
-        for d in reversed(depths):
-            q = math.isqrt(tp // d)
-            if d * q * q == tp and (depth or d <= q):
-                return q, d
-        legal = sorted(
-            {d * q * q for q in range(1, 9) for d in ([depth] if depth else range(1, q + 1))}
-        )
-        raise illegal("tp", tp, "tp_mode='2.5d' needs d grids of q x q ranks, "
-                      + (f"d={depth}" if depth else "d up to q"), _some(legal))  # fmt: skip
-    q = round(tp ** (1 / power))
-    if q**power != tp:
-        shape = " x ".join("q" * power)
-        raise illegal("tp", tp, f"tp_mode={mode!r} needs a grid of {shape} ranks",
-                      _some([n**power for n in range(1, 9)]))  # fmt: skip
-    return q, q if power == 3 else 1
-
-
-def _some(values: list[int]) -> str:
-    return ", ".join(map(str, values[:12])) + ", ..."
-
-
-def _check_tensor(plan: Plan, model: ModelSpec) -> None:
-    """What a tp group's grid must divide, and what else does not go with it."""
-    q, depth = plan.tp_grid
-    one = plan.tp_mode == "1d"
-    if plan.sequence_parallel and (plan.tp == 1 or not one):
-        why = (
-            "one rank has the whole sequence"
-            if plan.tp == 1
-            else (f"tp_mode={plan.tp_mode!r} has the residual stream in parts already")
-        )
-        raise illegal(
-            "sequence_parallel", True, why, "False, or tp_mode='1d' with tp of at least 2"
-        )
-    if plan.partition_activations:
-        if plan.recompute != "full":
-            raise illegal("partition_activations", True, "it cuts what recomputation keeps of a "
-                          f"block, and recompute is {plan.recompute!r}",
-                          "False, or recompute='full'")  # fmt: skip
-        if plan.tp == 1 or not one or plan.sequence_parallel:
-            raise illegal("partition_activations", True, "every tp rank has its own part of a "
-                          "block's input already", "False, or tp_mode='1d' with tp of at least 2 "
-                          "and sequence_parallel=False")  # fmt: skip
-    if plan.tp == 1:
-        return
-    samples = {"1d": 1, "2d": q, "2.5d": q * depth, "3d": q * q}[plan.tp_mode]
-    wide = q * q if plan.tp_mode == "3d" else q
-    said = f"tp={plan.tp}" if one else f"tp_mode={plan.tp_mode!r} with q={q}"
-    needs: list[tuple[str, Any, int]] = [
-        ("heads", model, q), ("hidden", model, 1 if one else wide), ("vocab", model, wide),
-        ("microbatch_size", plan, samples),
-        ("seq_len", model, q if plan.sequence_parallel else 1),
-    ]  # fmt: skip
-    if plan.partition_activations:
-        needs.append(("seq_len", model, q))
-    for name, where, parts in needs:
-        value = getattr(where, name)
-        if value % parts:
-            nearest = sorted({max(parts, value // parts * parts), (value // parts + 1) * parts})
-            legal = f"a multiple of {parts}, such as {' or '.join(map(str, nearest))}"
-            if name == "vocab":
-                legal += " (the entries beyond the text's are never looked up)"
-            raise illegal(name, value, f"{said} deals it out in {parts} equal parts", legal)
-    if model.dropout and model.attention == "sdpa":
-        raise illegal("attention", "sdpa", "its fused kernel draws its dropout mask itself, and "
-                      "the heads of one rank would not get the mask they have on one device",
-                      "'explicit', or dropout=0")  # fmt: skip
-
-
-def _check_pipeline(plan: Plan, model: ModelSpec) -> None:
-    """Every stage has a block, and the schedule is one."""
-    pp, v = plan.pp, plan.virtual_stages
-    if v > 1 and pp == 1:
-        raise illegal("virtual_stages", v, "one rank has nobody to take turns with: all the "
-                      "chunks would be its own", "1, or pp of at least 2")  # fmt: skip
-    if v > 1 and isinstance(plan.schedule, str) and plan.schedule != "interleaved":
-        raise illegal("virtual_stages", v, f"schedule={plan.schedule!r} has one stage per rank",
-                      'schedule="interleaved" or a function of your own, or '
-                      "virtual_stages=1")  # fmt: skip
-    if plan.stages > model.layers:
-        name, most = ("pp", model.layers) if v == 1 else ("virtual_stages", model.layers // pp)
-        legal = f"up to {most}" if most else f"pp of at most {model.layers} first"
-        raise illegal(name, getattr(plan, name), f"pp*virtual_stages is {plan.stages} stages, "
-                      f"the model has {model.layers} blocks, and every stage needs one",
-                      f"{legal}, or a model of at least {plan.stages} layers")  # fmt: skip
-    if plan.microbatches * plan.stages > MAX_ACTIONS:
-        raise illegal("microbatches", plan.microbatches, f"in {plan.stages} stages make a schedule "
-                      "that takes minutes to write down",
-                      f"up to {max(1, MAX_ACTIONS // plan.stages)}")  # fmt: skip
-    plan.actions()
-
-
-def _check_relay(plan: Plan) -> None:
-    """What one part of the model at a time asks for."""
-    if not plan.relays:
-        return
-    if plan.pp > 1 or plan.virtual_stages > 1:
-        name = "pp" if plan.pp > 1 else "virtual_stages"
-        raise illegal(name, getattr(plan, name), "schedule='l2l' is one rank's relay: all parts "
-                      "of the model take turns there", "1, or a pipeline's schedule")  # fmt: skip
-    away = plan.tiers is not None and plan.tiers.parameters != "device"
-    if plan.zero_stage < 3 or not away:
-        name = "zero_stage" if plan.zero_stage < 3 else "offload"
-        raise illegal(name, getattr(plan, name), "there is nothing to relay: schedule='l2l' brings "
-                      "parameters up part by part, and these are on the device", "zero_stage=3 "
-                      "with parameters on 'cpu' or 'nvme', or a pipeline's schedule")  # fmt: skip
-    if plan.recompute != "full":
-        raise illegal("recompute", plan.recompute, "schedule='l2l' comes back to a block after all "
-                      "others: of every micro-batch its input alone can wait that long",
-                      "'full', or a pipeline's schedule")  # fmt: skip
-
-
-def _check_zero(plan: Plan) -> None:
-    """What data-parallel ranks may keep only a share of."""
-    if plan.shard is not None and plan.zero_stage == 0:
-        raise illegal("shard", plan.shard, "zero_stage=0 keeps everything on every rank, so there "
-                      "is nothing to share", "None, or zero_stage of 1 to 3")  # fmt: skip
-    if plan.dp % plan.shard_degree:
-        divisors = ", ".join(str(n) for n in range(1, plan.dp + 1) if plan.dp % n == 0)
-        raise illegal("shard", plan.shard, f"dp={plan.dp} ranks cannot be dealt into groups of it",
-                      divisors)  # fmt: skip
-    if plan.zero_stage and plan.grad_sync != "overlapped":
-        raise illegal("grad_sync", plan.grad_sync_name, f"zero_stage={plan.zero_stage} brings its "
-                      "own way of adding gradients up, a reduce-scatter to whoever keeps the sum",
-                      "'overlapped', or zero_stage=0")  # fmt: skip
-
-
-def _check_offload(plan: Plan) -> None:
-    """What may leave the device, and what it needs for that."""
-    tiers, stage = plan.tiers, plan.zero_stage
-    if tiers is None:
-        return
-    if stage == 0 and isinstance(plan.offload, str):
-        raise illegal("zero_stage", stage, f"offload={plan.offload!r} moves what ZeRO deals out, "
-                      "and stage 0 deals out nothing", "1 (optimizer), 2 (gradients too), 3 "
-                      "(parameters too); dp=1 is enough")  # fmt: skip
-    if not tiers.states and tiers.activations == "device":
-        raise illegal("offload", plan.offload, "nothing in it leaves the device",
-                      "None, or a state on 'cpu' or 'nvme'")  # fmt: skip
-    for name, least in (("optimizer", 1), ("gradients", 2), ("parameters", 3)):
-        place = getattr(tiers, name)
-        if place == "device":
-            continue
-        if stage < least:
-            raise illegal(f"offload[{name!r}]", place, f"zero_stage={stage} does not deal {name} "
-                          f"out", f"'device', or zero_stage of at least {least}")  # fmt: skip
-        if tiers.optimizer == "device":
-            raise illegal(f"offload[{name!r}]", place, "the update runs where the optimizer's "
-                          "states are, and on the device it would have to fetch them back",
-                          "'device', or the optimizer on 'cpu' or 'nvme' too")  # fmt: skip
-    if tiers.activations != "device" and (plan.recompute != "full" or plan.partition_activations):
-        raise illegal("offload['activations']", tiers.activations, "what moves is each block's "
-                      "input, which alone is kept when blocks are recomputed",
-                      "'device', or recompute='full' without partition_activations")  # fmt: skip
-    ours = (tiers.parameters, tiers.gradients, tiers.optimizer)
-    if tiers.delayed and ours != ("device", "cpu", "cpu"):
-        raise illegal("offload['delayed']", True, "the host updates its own copy of the parameters "
-                      "while the device computes with the one before",
-                      "False, or parameters on 'device', gradients and optimizer on "
-                      "'cpu'")  # fmt: skip
-
-
-def _check_split_backward(plan: Plan, model: ModelSpec) -> None:
-    """What a schedule that puts weight halves of backward aside does not go with."""
-    grid = plan.tp > 1 and plan.tp_mode != "1d"
-    if not (plan.zero_stage == 3 or plan.recompute != "none" or grid or model.frozen):
-        return
-    if not any(action.kind == "W" for actions in plan.actions() for action in actions):
-        return
-    legal = "'naive' | 'gpipe' | '1f1b' | 'interleaved'"
-    if plan.zero_stage == 3:
-        raise illegal("zero_stage", 3, f"schedule={plan.schedule_name!r} puts weight halves of "
-                      "backward aside, and every stage's parameters would have to stay gathered "
-                      "until they ran", f"0, 1 or 2, or schedule={legal}")  # fmt: skip
-    if grid:
-        raise illegal("tp_mode", plan.tp_mode, f"schedule={plan.schedule_name!r} puts weight "
-                      "halves of backward aside, and on a grid these have messages of their own",
-                      f"'1d', or schedule={legal}")  # fmt: skip
-    if model.frozen:
-        raise illegal("frozen", model.frozen, f"schedule={plan.schedule_name!r} puts weight halves "
-                      "of backward aside, and what is frozen has none",
-                      f"(), or schedule={legal}")  # fmt: skip
-    raise illegal("recompute", plan.recompute, f"schedule={plan.schedule_name!r} puts weight "
-                  "halves of backward aside, and these need the recomputed activations after the "
-                  "block has given them back", f"'none', or schedule={legal}")  # fmt: skip

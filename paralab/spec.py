@@ -17,10 +17,10 @@ from paralab.checks import Description, choice, illegal, whole
 from paralab.cluster import Cluster, Link
 from paralab.forms import (
     GRAD_SYNC_FORMS,
-    GRAD_SYNC_MOMENTS,
     OWN_FORM,
     SCHEDULE_NAMES,
     check_grad_sync,
+    check_passes,
     check_schedule,
     form_name,
     make_schedule,
@@ -33,7 +33,7 @@ from paralab.tiers import Offload, as_offload, resolved
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
 
-__all__ = ["GRAD_SYNC_FORMS", "GRAD_SYNC_MOMENTS", "MODEL_PRESETS", "OWN_FORM", "SCHEDULE_NAMES",
+__all__ = ["GRAD_SYNC_FORMS", "MODEL_PRESETS", "OWN_FORM", "SCHEDULE_NAMES",
            "Cluster", "Link", "ModelSpec", "Place", "Plan"]  # fmt: skip
 
 # Of a parameter and of its gradient, by precision. Beside 16 bits AdamW keeps a 4-byte master copy.
@@ -60,7 +60,8 @@ class Plan(Description):
                      launched while backward still runs); or a class of your own, called as
                      ``form(parameters, group=group, bucket_bytes=bucket_bytes)`` on every rank,
                      with the methods grad_ready(parameter), finish() and reset() of
-                     parallel/data_parallel.py. `run` runs it, `predict` refuses it
+                     parallel/data_parallel.py. `run` runs it, `predict` refuses it. None leaves
+                     it to ``passes``
     bucket_bytes     size at which a gradient bucket is closed
     schedule         a pipeline's order of work: "naive", "gpipe", "1f1b", "interleaved", "zb-h1",
                      "zb-h2"; or a function of your own, f(pp, microbatches) or f(pp, microbatches,
@@ -72,6 +73,8 @@ class Plan(Description):
                      states, 2 gradients too, 3 parameters too
     shard            data-parallel ranks that share one copy of the states; dp/shard replicas
                      of it (HSDP). None: all dp of them
+    secondary_shard  with stage 3: neighbouring data-parallel ranks, on one node, that share a
+                     second copy of the parameters, which backward gathers (hpZ of ZeRO++)
     prefetch         units beyond the one in use whose parameters stage 3 may hold gathered
     recompute        activations that backward computes again: "none", "selective" (the attention
                      core), "full" (all but each block's input)
@@ -85,6 +88,8 @@ class Plan(Description):
     offload          where states lie that are not on the device: "cpu" (the host's memory), "nvme"
                      (files), or a table of both, see `tiers.Offload`; with zero_stage of 1 to 3, on
                      one device too
+    passes           functions of your own, f(program) -> program, which change every rank's list of
+                     instructions: see programs/own.py
 
     Ranks are dealt over the axes as numpy.arange(world_size).reshape(pp, dp, tp).
     """
@@ -108,6 +113,8 @@ class Plan(Description):
     grad_sync: Any = "overlapped"
     bucket_bytes: int = 4 * 2**20
     prefetch: int = 1
+    secondary_shard: int | None = None
+    passes: tuple = ()
 
     def __post_init__(self) -> None:
         counts = ("dp", "tp", "pp", "microbatches", "microbatch_size", "virtual_stages",
@@ -117,10 +124,11 @@ class Plan(Description):
         object.__setattr__(self, "prefetch", whole("prefetch", self.prefetch, at_least=0))
         stage = whole("zero_stage", self.zero_stage, at_least=0, at_most=3)
         object.__setattr__(self, "zero_stage", stage)
-        for name in ("shard", "tp_depth"):
+        for name in ("shard", "secondary_shard", "tp_depth"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
         check_grad_sync(self.grad_sync)
+        object.__setattr__(self, "passes", check_passes(self.passes))
         choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         choice("recompute", self.recompute, ("none", "selective", "full"))
         choice("tp_mode", self.tp_mode, ("1d", "2d", "2.5d", "3d"))
@@ -176,8 +184,9 @@ class Plan(Description):
         """Global ranks of the group of ``rank`` along ``axis``, in group order.
 
         axis  "tp", "dp", "pp", and inside a data-parallel group "shard": the ranks that share one
-              copy of the states, next to each other; "replica": those that keep the same share of
-              theirs. Inside a tp group "tp:row" and the like: the axes of its mode's grid
+              copy of the states, next to each other; "secondary": those of them that share a
+              second copy; "replica": the ranks that keep the same share of the states. Inside a tp
+              group "tp:row" and the like: the axes of its mode's grid
         """
         at = self.place(rank)
         if axis.startswith("tp:"):
@@ -187,14 +196,16 @@ class Plan(Description):
             group = self.ranks("tp", rank)
             mine = next(found for found in groups(self, axis) if at.tp in found)
             return tuple(group[index] for index in mine)
-        choice("axis", axis, ("tp", "dp", "pp", "shard", "replica"))
+        choice("axis", axis, ("tp", "dp", "pp", "shard", "secondary", "replica"))
         if axis == "tp":
             return tuple(range(rank - at.tp, rank - at.tp + self.tp))
         if axis == "pp":
             return tuple(range(at.dp * self.tp + at.tp, self.world_size, self.dp * self.tp))
         first, n = at.pp * self.dp * self.tp + at.tp, self.shard_degree
         group = range(first, first + self.dp * self.tp, self.tp)
-        if axis == "shard":
+        if axis == "secondary":
+            n = self.secondary_shard or n
+        if axis in ("shard", "secondary"):
             return tuple(group[at.dp // n * n :][:n])
         return tuple(group[at.dp % n :: n] if axis == "replica" else group)
 
@@ -210,8 +221,17 @@ class Plan(Description):
 
     @property
     def grad_sync_name(self) -> str:
-        """How gradients are synchronised, as text: a form's name, or "own: " and a class's."""
+        """How gradients are synchronised, as text: a form's name, or "own: " and that of a class,
+        or of the passes that it is left to.
+        """
+        if self.grad_sync is None:
+            return OWN_FORM + ", ".join(name.removeprefix(OWN_FORM) for name in self.pass_names)
         return form_name(self.grad_sync)
+
+    @property
+    def pass_names(self) -> tuple[str, ...]:
+        """The learner's passes as text: "own: " and a function's name."""
+        return tuple(map(form_name, self.passes))
 
     @property
     def schedule_name(self) -> str:
@@ -242,9 +262,9 @@ class Plan(Description):
         return make_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; of an own ``grad_sync`` or ``schedule`` its name."""
-        names = {"grad_sync": self.grad_sync_name, "schedule": self.schedule_name}
-        return {**super().to_dict(), **names}
+        """Plain values; of an own ``grad_sync``, ``schedule`` or pass its name."""
+        names = {"schedule": self.schedule_name, "passes": self.pass_names}
+        return {**super().to_dict(), **names, "grad_sync": form_name(self.grad_sync)}
 
     def validate(self, model: ModelSpec) -> None:
         """Raise ``ValueError`` if this plan cannot train ``model`` in this version."""

@@ -16,7 +16,6 @@ from typing import Any
 from paralab.checks import Description, choice, illegal, num_bytes
 
 PLACES = ("device", "cpu", "nvme")
-TIER_OF = {"device": "device", "cpu": "host", "nvme": "file"}
 LINKS = ("h2d", "d2h", "disk")
 WAYS = ("h2d", "d2h", "disk read", "disk write")  # over them, from the device outwards
 _STATES = ("parameters", "gradients", "optimizer", "activations")

@@ -35,7 +35,7 @@ MAX_RANKS = 8
 SEEDS = 2  # plans that are tried for each one taken
 SIZES = {"hidden": 44, "heads": 4, "seq_len": 24, "vocab": 260}
 ALWAYS = {"microbatch_size": 2, "bucket_bytes": 40_000}  # several buckets and units
-OF_MODEL = ("layers", "tied", "dropout", "frozen")
+OF_MODEL = ("layers", "tied", "dropout")
 
 # The first value is the plain one. Of 5 layers, neither 2 nor 3 stages have equally many.
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -49,6 +49,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "microbatches": (2, 1, 3),  # with 2 or 3 stages: fewer than stages, and not divisible by them
     "zero_stage": (0, 1, 2, 3),
     "shard": (None, 2),
+    "secondary_shard": (None, 2),
     "prefetch": (1, 0),
     # "bucketed" is the first one's buckets at the other one's time.
     "grad_sync": ("overlapped", "naive"),
@@ -60,7 +61,6 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "layers": (4, 5),
     "tied": (True, False),
     "dropout": (0.0, 0.1),
-    "frozen": ((), ("blocks.1",)),
 }  # fmt: skip
 # Why a setting does nothing in a plan, or nothing if it is at work.
 IDLE: dict[str, Callable[[Values], str]] = {
@@ -71,6 +71,9 @@ IDLE: dict[str, Callable[[Values], str]] = {
         * " does nothing with dp=1, or with zero_stage above 0"
     ),
     "shard": lambda v: (v["shard"] == v["dp"]) * " is what dp is already",
+    "secondary_shard": lambda v: (
+        (v["secondary_shard"] == (v["shard"] or v["dp"])) * " is what shard or dp is already"
+    ),
     "prefetch": lambda v: (v["zero_stage"] < 3) * " does nothing with zero_stage below 3",
 }
 PLAIN = {name: values[0] for name, values in SETTINGS.items()}

@@ -15,7 +15,10 @@ from paralab.report import Report
 from paralab.theory.gaps import _pace, _waited
 from paralab.theory.ideal import bubbles, ideal, schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate
-from test_predict_pipeline import FREE, MODEL, NAMES, cluster, plan_of
+from test_predict import FREE, NAMES, cluster, plan_of
+from test_predict import MODEL as SMALL
+
+MODEL = SMALL.replace(layers=5)
 
 
 def made(rows, plan):

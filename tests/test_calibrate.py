@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paralab as pl
+from paralab.interpret.predict import predict
 from paralab.observe import calibrate, processors
 from paralab.theory import fit
-from paralab.theory.predict import predict
 from paralab.theory.traffic import wire_bytes
 from paralab.theory.work import PRODUCTS
 

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 
 import paralab as pl
+from paralab.interpret.predict import predict
 from paralab.parallel.schedules import gpipe
 from paralab.theory.compare import compare
 from paralab.theory.pipeline import simulate
-from paralab.theory.predict import predict
 
 MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=257)
 LINK = pl.Link(alpha=3e-4, bandwidth=1e9)
@@ -91,7 +91,7 @@ def test_rows_hold_what_they_say():
     assert column["collective calls"] == len(mine)
     for name in ("forward", "backward", "optimizer"):
         assert column[name] == pytest.approx(seconds(name))
-    assert column["bucket copies"] == pytest.approx(seconds("copy")) and seconds("copy") > 0
+    assert column["bucket copies"] == pytest.approx(seconds("copy"))
     assert column["exposed communication"] == pytest.approx(seconds("wait"))
     assert column["step time"] == expect.step_time
     assert seen.table.loc["step time", "measured"] == pytest.approx(2 * expect.step_time)
@@ -149,7 +149,7 @@ def test_the_device_models_error_is_given_in_per_cent_and_explained_once():
 
 def test_overlap_says_what_it_hides_and_the_others_that_nothing_does():
     hides = compare(predicted(2), as_measured(predicted(2))).notes["exposed communication"]
-    assert "backward hides" in hides
+    assert "computing hides" in hides
     for form in ("naive", "bucketed"):
         expect = predicted(2, form)
         note = compare(expect, as_measured(expect)).notes["exposed communication"]
@@ -283,9 +283,9 @@ def test_a_run_of_an_own_schedule_is_compared_after_it_was_saved(tmp_path):
     loaded = pl.load(tmp_path / "run.json")
     table = compare(expect, loaded).table
     assert table.equals(compare(expect, measured).table)
-    peaks = loaded.peaks()  # what the formula was worked out from is not in the file
-    assert (peaks["formula"] == 0).all() and peaks["measured"]["total"] > 0
-    assert (measured.peaks()["formula"]["total"]) > 0
+    peaks = loaded.peaks()  # what the program is compiled from is not in the file
+    assert (peaks["program"] == 0).all() and peaks["measured"]["total"] > 0
+    assert (measured.peaks()["program"]["total"]) > 0
 
 
 @pytest.mark.parametrize("dp", [1, 2])

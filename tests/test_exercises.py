@@ -17,6 +17,7 @@ ANSWERS = {
     "model_states": ("model_states", "devices_needed"),
     "all_gather_half": ("ring_all_gather",),
     "gradient_sync": ("MySync",),
+    "sync_pass": ("my_pass",),
     "own_schedule": ("my_schedule",),
     "deadlock_clinic": ("fixed",),
     "zero_step": ("MyZero1",),

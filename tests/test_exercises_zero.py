@@ -101,17 +101,17 @@ def test_one_process_is_sgd_with_momentum_on_the_sum_of_the_shares():
 GOOD = {
     "twice the devices": ("activations", {"recompute": "full"}),
     "a small model": ("buffers", {"bucket_bytes": 2**16}),
-    "fully sharded": ("parameters", {"prefetch": 1}),
+    "fully sharded": ("buffers", {"prefetch": 1}),
     "more nodes": ("optimizer", {"shard": 8}),
 }
 TREATMENTS = [  # patient, what is handed in, limits it breaks, words of the verdict
     ("twice the devices", ("optimizer", {"recompute": "full"}), {"what fills it"},
-     "optimizer are 2.5 MB of 69.9 MB, something else is more"),
+     "optimizer are 2.5 MB of 72.2 MB, something else is more"),
     ("twice the devices", ("activation", {"recompute": "full"}), {"what fills it"},
      "'activation' is no category"),
     ("twice the devices", ("", {"recompute": "full"}), {"what fills it"}, "no category is named"),
     ("twice the devices", ("activations", {"recompute": "selective"}), {"twice the devices"},
-     "are 50 %; of 59.7 MB 54.1 MB are activations"),
+     "are 50 %; of 60.1 MB 46.8 MB are activations"),
     ("twice the devices", ("activations", {"microbatch_size": 1}), {"same training"},
      "samples per step: 4, and it was 32"),
     ("twice the devices", ("activations", {"precision": "bf16"}),
@@ -127,8 +127,8 @@ TREATMENTS = [  # patient, what is handed in, limits it breaks, words of the ver
     ("a small model", ("buffers", {"zero_stage": 0}), {"a small model"}, "does not fall"),
     ("a small model", ("buffers", {"zero_stage": 1}), {"a small model"}, "does not fall"),
     ("a small model", ("buffers", {"bucket_bytes": 2**18}), {"a small model"}, "the peak falls"),
-    ("fully sharded", ("parameters", {"prefetch": 8}), {"fully sharded"}, "the peak falls by "),
-    ("fully sharded", ("parameters", {"zero_stage": 2}), {"fully sharded"}, "does not fall"),
+    ("fully sharded", ("buffers", {"prefetch": 8}), {"fully sharded"}, "the peak falls by "),
+    ("fully sharded", ("buffers", {"zero_stage": 2}), {"fully sharded"}, "does not fall"),
     ("more nodes", ("optimizer", {"shard": 3}), {"same training"}, "legal: 1, 2, 4, 8"),
     ("more nodes", ("optimizer", {"shards": 8}), {"same training"}, "'shards' is no setting"),
     ("more nodes", ("optimizer", {"shard": 1}), {"more nodes"}, "does not fall"),
@@ -198,7 +198,7 @@ def test_a_patient_has_more_devices_and_about_as_much_on_each_as_its_story_says(
 
     was, now = (sum(peak(patient.model, p).values()) for p in (patient.fewer, patient.plan))
     assert patient.plan.world_size >= 2 * patient.fewer.world_size
-    fell = {"twice the devices": 1 / 20, "a small model": 1 / 16, "fully sharded": 1 / 6,
+    fell = {"twice the devices": 1 / 20, "a small model": 1 / 10, "fully sharded": 1 / 6,
             "more nodes": 0.0}[patient.name]  # fmt: skip
     assert 1 - now / was == pytest.approx(fell, abs=0.01)
 

@@ -15,6 +15,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -530,3 +531,23 @@ def test_on_gpus_each_rank_has_its_own_or_they_share_over_gloo() -> None:
     assert launch_program(program, gpus) == [(f"cuda:{r}", "nccl", gpus) for r in range(gpus)]
     shared = launch_program(program, gpus + 1)
     assert {backend for _, backend, _ in shared} == {"gloo"}
+
+
+def test_the_environment_is_in_no_file(monkeypatch) -> None:
+    secret = uuid.uuid4().hex
+    monkeypatch.setenv("SOME_SECRET", secret)
+
+    def look() -> tuple[str, int, list[str]]:
+        import contextlib
+        import os
+        import tempfile
+        from pathlib import Path
+
+        mine, found = os.environ["SOME_SECRET"], []
+        files = [*Path(tempfile.gettempdir()).glob("paralab-*/*")]
+        for file in files:
+            with contextlib.suppress(OSError):  # another launch's, which has just ended
+                found += [str(file)] * (mine.encode() in file.read_bytes())
+        return mine, len(files) > 2, found
+
+    assert pl.launch(look, ranks=1) == [(secret, True, [])]

@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from paralab.parallel.lowering import Transfer, check_lowered, lower
+from lowered import check_lowered
+from paralab.parallel.lowering import Transfer, lower
 from paralab.parallel.schedules import (
     SCHEDULES,
     Action,

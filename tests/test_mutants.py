@@ -1,137 +1,245 @@
-"""Removing any one division or synchronisation makes the equality check fail.
+"""Removing any one division, sum, wait or free makes a check fail, and says what is wrong.
 
-Each mutant is one edit of the source, applied inside the ranks; the edit must hit exactly one
-place.
+mutants.py has the list. What can be refused without a process is; for the rest the mutants of one
+case are trained one after the other by the same ranks.
 """
 
 from __future__ import annotations
 
-import time
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
 
 import pytest
 
 import paralab as pl
-from equality import assert_equal_state, reference
+from equality import assert_equal_state, references
+from mutants import CASES, FROZEN, MUTANTS, applied
+from paralab.interpret.traffic import rows
 from paralab.launch import launch_program
+from paralab.programs.checks import check
+from paralab.programs.compile import compiled
+from paralab.records.merge import whole_model
+from tests.oracles import MACHINE, load
 
+SPEC = pl.ModelSpec(layers=2, hidden=48, heads=4, seq_len=24, vocab=260)
 STEPS, LR = 2, 0.5
-DATA_PARALLEL, TRAIN = "paralab.parallel.data_parallel", "paralab.train"
-SIGNAL, BATCHES = "paralab.parallel.gradient_signal", "paralab.batches"
-ZERO, FLAT = "paralab.parallel.zero", "paralab.parallel.flat"
-NAIVE_SYNC = "self.group.all_reduce(parameter.grad).wait()"
-FLAT_SYNC = "self.group.all_reduce(flat).wait()"
-LAUNCH = "self.pending.append(self.group.all_reduce(self.flat[self.next]))"
-RESET = "parameter.grad = None\n        self.missing"
-SCALE = "loss / (plan.microbatches * plan.dp * loss_parts(plan))"
-
-MUTANTS = {
-    "naive: no all-reduce": ("naive", DATA_PARALLEL, NAIVE_SYNC, "pass"),
-    "naive: no wait": ("naive", DATA_PARALLEL, NAIVE_SYNC, NAIVE_SYNC.removesuffix(".wait()")),
-    "naive: weight reduced, not gradient": (
-        "naive", DATA_PARALLEL, NAIVE_SYNC, "self.group.all_reduce(parameter.data).wait()"),
-    "naive: gradients not reset": (
-        "naive", DATA_PARALLEL, "parameter.grad = None\n\n\nclass", "pass\n\n\nclass"),
-    "bucketed: no all-reduce": ("bucketed", DATA_PARALLEL, FLAT_SYNC, "pass"),
-    "bucketed: weights reduced, not gradients": (
-        "bucketed", DATA_PARALLEL, FLAT_SYNC,
-        "[self.group.all_reduce(p.data).wait() for p in self.parameters]"),
-    "bucketed: gradient not in its bucket": (
-        "bucketed", DATA_PARALLEL, "parameter.grad = part.view_as(parameter)", "pass"),
-    "bucketed: gradients not reset": (
-        "bucketed", DATA_PARALLEL, RESET, "pass\n        self.missing"),
-    "overlapped: no all-reduce": ("overlapped", DATA_PARALLEL, LAUNCH, "pass"),
-    "overlapped: no wait": ("overlapped", DATA_PARALLEL, "pending.wait()", "pass"),
-    "overlapped: the last bucket stays": (
-        "overlapped", DATA_PARALLEL, LAUNCH, "if self.next + 1 < len(self.flat): " + LAUNCH),
-    "overlapped: sent before the last micro-batch": (
-        "overlapped", SIGNAL, "== self.expected[parameter]", "== 1"),
-    "no division by N": ("overlapped", TRAIN, SCALE, "loss / plan.microbatches"),
-    "no division by the micro-batches": ("overlapped", TRAIN, SCALE, "loss / plan.dp"),
-    "no division at all": ("naive", TRAIN, SCALE, "loss"),
-    "every rank takes the first rank's micro-batches": (
-        "overlapped", BATCHES, "first = rank * plan.microbatches", "first = 0"),
-    "ZeRO-1: no all-gather": (1, ZERO, "[flat.gather() for flat in self.trained]", "[]"),
-    "ZeRO-1: the last reduce-scatters stay": (1, ZERO, "self.settle(keep=0)", "pass"),
-    "ZeRO-1: every rank owns the first part": (
-        1, FLAT, "self.own = self.full.chunk(group.size)[group.index]",
-        "self.own = self.full.chunk(group.size)[0]"),
-    "ZeRO-2: the last micro-batch alone": (
-        2, ZERO, "flat.own.grad += part", "flat.own.grad = part  #"),
-    "ZeRO-3: not gathered for backward": (3, ZERO, "output.register_hook(", "str("),
-}  # fmt: skip
+PARTS = ("model", "interpret", "programs", "parallel")
+GUARDS = ("check", "frozen", "equal", "late")
+STATES = ("gradients", "weights")
 
 
-def mutate(edit):
-    """Replace one line of the source in this process; None: leave it as it is."""
-    import importlib
-    import inspect
-    import sys
-
-    if edit is not None:
-        name, old, new = edit
-        module = importlib.import_module(name)
-        source = inspect.getsource(module)
-        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}"
-        exec(compile(source.replace(old, new), module.__file__, "exec"), module.__dict__)
-        importlib.import_module(TRAIN)
-        for other in [m for n, m in sys.modules.items() if n.startswith("paralab.")]:
-            for known in set(vars(other)).intersection(vars(module)) - {"__name__"}:
-                if getattr(vars(module)[known], "__module__", None) == name:
-                    setattr(other, known, vars(module)[known])  # what it took from there
-        importlib.reload(sys.modules["paralab.parallel.modes"])  # has classes in a table
-        if name == ZERO:
-            importlib.reload(sys.modules["paralab.parallel.offload"])  # has classes made of these
+def of_guard(guard: str) -> list[str]:
+    return [name for name, mutant in MUTANTS.items() if getattr(mutant, guard)]
 
 
-def be_late():
-    """Every all-reduce of this rank leaves 20 ms later than it might."""
+def cases_of(guard: str) -> list[str]:
+    return list(dict.fromkeys(MUTANTS[name].case for name in of_guard(guard)))
+
+
+def of_case(case: str) -> tuple[pl.ModelSpec, pl.Plan]:
+    return SPEC.replace(**CASES[case].model), pl.Plan(**CASES[case].plan)
+
+
+def test_there_are_mutants_of_every_part_of_the_core():
+    parts = {mutant.module.rpartition(".")[0] for mutant in MUTANTS.values()}
+    assert {f"paralab.{part}" for part in PARTS} <= parts
+    guarded = {name for guard in GUARDS for name in of_guard(guard)}
+    assert guarded == set(MUTANTS) and len(MUTANTS) >= 40
+
+
+# ---- without a process ---------------------------------------------------------------------------
+def checked(case: str) -> None:
+    how, (model, plan) = CASES[case], of_case(case)
+    clips = how.clip_norm is not None
+    check(compiled(model, plan, optimizer=how.optimizer, clips=clips))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_program_of_the_unchanged_source_holds(case):
+    model, plan = of_case(case)
+    plan.validate(model)
+    checked(case)
+
+
+@pytest.mark.parametrize("name", of_guard("check"))
+def test_the_program_of_a_mutant_is_refused(name):
+    mutant = MUTANTS[name]
+    with applied(mutant), pytest.raises(ValueError, match=mutant.check):
+        checked(mutant.case)
+
+
+@functools.cache
+def frozen() -> dict:
+    return {oracle.name: oracle for oracle in load()}
+
+
+def sent(name: str) -> list[Counter]:
+    """What each rank of a frozen plan sends, as the oracles count it."""
+    program = compiled(frozen()[name].model, frozen()[name].plan)
+    return [
+        Counter(
+            (row.op, row.axis, row.phase, row.payload, row.wire, row.level, row.peer, row.ranks)
+            for row in rows(program, rank, MACHINE.node_of)
+            if row.phase != "control"
+        )
+        for rank in range(program.plan.world_size)
+    ]
+
+
+@pytest.mark.parametrize("name", of_guard("frozen"))
+def test_a_mutant_sends_something_else(name):
+    mutant = MUTANTS[name]
+    plan = FROZEN[mutant.case]
+    expected = list(map(Counter, frozen()[plan].calls))
+    assert sent(plan) == expected
+    with applied(mutant):
+        found = sent(plan)
+    others = [
+        row for now, then in zip(found, expected, strict=True) for row in now - then | then - now
+    ]
+    assert mutant.frozen in {phase for _, _, phase, *_ in others}
+
+
+# ---- on ranks ------------------------------------------------------------------------------------
+def trained(context, model, jobs, settings, late):
+    """Weights and gradients after each of some (plan, mutant), one after the other."""
     import torch.distributed as dist
 
-    prompt = dist.all_reduce
+    from paralab.interpret.train import train
 
-    def late(*args, **settings):
-        time.sleep(0.02)
-        return prompt(*args, **settings)
+    dist.new_group = remembered(dist.new_group)
+    found = []
+    for number, (plan, mutant) in enumerate(jobs):
+        store = dist.PrefixStore(str(number), context.store)  # strict mode counts its calls there
+        own = dataclasses.replace(context, store=store)
+        with applied(mutant), delivered_late() if late else contextlib.nullcontext():
+            part = train(own, model, plan, steps=STEPS, lr=LR, keep_state=True, **settings)
+        found.append({state: part[state] for state in STATES})
+    return found
 
-    dist.all_reduce = late
+
+def remembered(new_group):
+    """The same ranks' group is made once."""
+    made = {}
+
+    def group(ranks):
+        key = tuple(ranks)
+        if key not in made:
+            made[key] = new_group(ranks)
+        return made[key]
+
+    return group
 
 
-def mutated_run(context, edit, model, plan, settings):
-    """The rank program with one line of its source replaced."""
-    mutate(edit)
-    from paralab.train import train
+@contextlib.contextmanager
+def delivered_late():
+    """What a call brings is there when it is waited for, and not before: as on the slowest link."""
+    from paralab.comm import Group
 
-    if edit is not None and ".wait()" in edit[1] and context.rank:  # who does not wait is too early
-        be_late()
+    class Undelivered:
+        def __init__(self, deliver):
+            self.wait = deliver
 
-    return train(context, model, plan, **settings)
+    def launched(self, ops, phase, tensors, post, writes, finish, stream):
+        copies = [tensor.clone() for tensor in tensors]
+        launch(self, ops, phase, copies, post, [], None, stream).wait()
+        for tensor in writes:
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+
+        def deliver():
+            for tensor, copy in zip(tensors, copies, strict=True):
+                if any(tensor is written for written in writes):
+                    tensor.copy_(copy)
+            if finish is not None:
+                finish()
+
+        return Undelivered(deliver)
+
+    launch, Group._launch = Group._launch, launched
+    try:
+        yield
+    finally:
+        Group._launch = launch
 
 
 @pytest.fixture(scope="module")
-def check(model, text):
-    settings = {"steps": STEPS, "optimizer": "sgd", "lr": LR, "clip_norm": None, "data": str(text),
-                "seed": 0, "keep_state": True}  # fmt: skip
-    expected = reference(model, microbatches=4, microbatch_size=2, steps=STEPS, lr=LR, data=text)
+def expected(text):
+    """Per case what the reference says; without those that are compared with another plan."""
+    asked = {}
+    for case in dict.fromkeys(cases_of("equal") + cases_of("late")):
+        how, (model, plan) = CASES[case], of_case(case)
+        if how.optimizer == "sgd":
+            asked[case] = {
+                "model": model,
+                "microbatches": plan.dp * plan.microbatches,
+                "microbatch_size": plan.microbatch_size,
+                "precision": plan.precision,
+                "clip_norm": how.clip_norm,
+                "steps": STEPS,
+                "lr": LR,
+                "data": text,
+            }
+    return dict(zip(asked, references(list(asked.values())), strict=True))
 
-    def run(form: str | int, edit: tuple | None) -> None:
-        how = {"zero_stage": form} if isinstance(form, int) else {"grad_sync": form}
-        plan = pl.Plan(dp=2, microbatches=2, microbatch_size=2, bucket_bytes=60_000, **how)
-        args = (edit, model, plan, settings)
-        part = launch_program(mutated_run, 2, args, timeout=60, device="cpu")[0]
-        assert_equal_state(expected, part)
 
-    return run
+@pytest.fixture(scope="module")
+def compare(expected, text, tmp_path_factory):
+    """Holds what a mutant of a case, or the unchanged source, leaves against the reference."""
+    known = {}
+
+    def run(guard: str, case: str) -> dict[str | None, dict]:
+        how, (model, plan) = CASES[case], of_case(case)
+        names = [None, *(name for name in of_guard(guard) if MUTANTS[name].case == case)]
+        jobs = [(plan, MUTANTS.get(name)) for name in names]
+        if case not in expected:  # the same without offload, as the last job
+            jobs.append((plan.replace(offload=None), None))
+        settings = {
+            "optimizer": how.optimizer,
+            "clip_norm": how.clip_norm,
+            "data": str(text),
+            "seed": 0,
+            "offload_folder": str(tmp_path_factory.mktemp("files")),
+        }
+        late = guard == "late"
+        args = (model, jobs, settings, late)
+        parts = launch_program(trained, plan.world_size, args, device="cpu", strict=late)
+        made = []
+        for number in range(len(jobs)):
+            held = {
+                state: {
+                    rank: part[number][state]
+                    for rank, part in enumerate(parts)
+                    if part[number][state] is not None
+                }
+                for state in STATES
+            }
+            made.append({state: whole_model(held[state], plan, model) for state in STATES})
+        expected.setdefault(case, made[-1])
+        return dict(zip(names, made, strict=False))
+
+    def compare(guard: str, case: str, name: str | None) -> None:
+        if (guard, case) not in known:
+            known[guard, case] = run(guard, case)
+        precision = of_case(case)[1].precision
+        assert_equal_state(expected[case], known[guard, case][name], precision=precision)
+
+    return compare
 
 
-@pytest.mark.parametrize("form", ["naive", "bucketed", "overlapped", 1, 2, 3])
-def test_the_unchanged_source_passes_the_same_check(check, form):
-    check(form, None)
+@pytest.mark.parametrize(
+    ("guard", "case"), [(guard, case) for guard in ("equal", "late") for case in cases_of(guard)]
+)
+def test_the_unchanged_source_equals_the_reference(compare, guard, case):
+    compare(guard, case, None)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(check, name):
-    form, *edit = MUTANTS[name]
-    # A rank's own refusal counts as caught, an edit that hit nothing does not.
-    with pytest.raises((AssertionError, pl.RankError)) as caught:
-        check(form, tuple(edit))
-    assert "stands" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("guard", "name"), [(guard, name) for guard in ("equal", "late") for name in of_guard(guard)]
+)
+def test_a_mutant_does_not_equal_the_reference(compare, guard, name):
+    mutant = MUTANTS[name]
+    with pytest.raises(AssertionError, match=getattr(mutant, guard)):
+        compare(guard, mutant.case, name)

@@ -14,10 +14,8 @@ import pytest
 import paralab as pl
 from equality import assert_equal_state, reference, worst
 from paralab.launch import launch_program
-from paralab.parallel.buckets import units
+from paralab.programs.compile import compiled
 from paralab.records.merge import whole_model
-from paralab.theory import memory
-from test_mutants import TRAIN, mutated_run
 from test_offload import ALL, TIERS, _one_late, assert_near, assert_same_bits, said
 
 STEPS = 3
@@ -37,7 +35,7 @@ AXES = [
 # ---- equality ---------------------------------------------------------------------------------
 def several(context, model, plans, settings, folder):
     """Several trainings, one after the other, in the same processes."""
-    from paralab.train import train
+    from paralab.interpret.train import train
 
     return [
         train(context, model, plan, offload_folder=f"{folder}/{at}", **settings)
@@ -78,12 +76,10 @@ def assert_same(plan, state, plain, model=MODEL):
     and a norm of norms.
     """
     layouts = [
-        [units(memory.rank_sizes(model, how, rank), model, how) for rank in range(plan.world_size)]
+        [[unit.names for unit in units] for units in compiled(model, how).units]
         for how in (plan, plan.replace(offload=None))
     ]
-    if [[u.names for u in made] for made in layouts[0]] == [
-        [u.names for u in made] for made in layouts[1]
-    ]:
+    if layouts[0] == layouts[1]:
         assert_same_bits(state, plain)
         return
     assert not plan.relays and plan.tp > 1
@@ -167,68 +163,3 @@ def test_a_training_goes_on_on_other_tiers_and_axes(run, text, tmp_path):
                    sequence_parallel=True)  # fmt: skip
     report = run(MODEL, more, steps=2, resume=tmp_path / "saved", keep_state=True)
     assert_near(run(MODEL, pl.Plan(microbatches=4), steps=5, keep_state=True), report)
-
-
-# ---- mutants ----------------------------------------------------------------------------------
-OFFLOAD, UPDATE = "paralab.parallel.offload", "paralab.parallel.host_update"
-ZERO, SHARED = "paralab.parallel.zero", "paralab.parallel.shared_gradients"
-PIPE, SEQUENCE, REPLICAS = AXES
-MUTANTS = {
-    "no sum over the tied embedding": (
-        PIPE, SHARED,
-        "self.group.all_reduce(self.gradient(self.places[0][0]), phase=self.phase).wait()", "pass"),
-    "a tied embedding's gradient leaves before it is summed": (
-        PIPE, OFFLOAD, 'self.tiers.gradients != "device" and not flat.unit.waits',
-        'self.tiers.gradients != "device"'),
-    "norms' gradients not summed over the tp ranks": (
-        SEQUENCE, SHARED, "self.group.all_reduce(flat, phase=self.phase).wait()", "pass"),
-    "norms' gradients leave with the others": (
-        SEQUENCE, "paralab.parallel.buckets", "holding(model, plan, name, 0).partial", "False"),
-    "replicas not added up": (
-        REPLICAS, ZERO, "calls = [self.replicas.all_reduce(", "calls = [] and [str("),
-    "what waits never leaves": (REPLICAS, TRAIN, "self.sync.summed()", "pass"),
-    "what tp ranks hold the same is counted by each": (
-        {"tp": 2}, UPDATE, "if counted is not None:", "if False:"),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def check(text):
-    def train(axis: dict, edit: tuple | None) -> None:
-        clip = None if axis != {"tp": 2} else 0.1
-        plan = pl.Plan(zero_stage=2, offload="cpu", microbatches=4 // axis.get("dp", 1), **axis)
-        settings = {"steps": 3, "optimizer": "sgd", "lr": 0.5, "clip_norm": clip,
-                    "data": str(text), "seed": 0, "keep_state": True}  # fmt: skip
-        parts = launch_program(mutated_run, 2, (edit, MODEL, plan, settings), timeout=60,
-                               device="cpu")  # fmt: skip
-        state = {
-            what: whole_model({p["rank"]: p[what] for p in parts if p[what]}, plan, MODEL)
-            for what in ("weights", "gradients")
-        }
-        if clip is None:
-            assert_equal_state(alone_of(text), state)
-        else:
-            assert_near(clipped(text), types.SimpleNamespace(**state))
-
-    return train
-
-
-def clipped(text, known={}):  # noqa: B006
-    if not known:
-        known["found"] = pl.run(MODEL, pl.Plan(microbatches=4), steps=3, optimizer="sgd", lr=0.5,
-                                clip_norm=0.1, keep_state=True, data=text,
-                                progress=False)  # fmt: skip
-    return known["found"]
-
-
-@pytest.mark.parametrize("axis", [*AXES, {"tp": 2}], ids=said)
-def test_the_unchanged_source_passes_the_same_check(check, axis):
-    check(axis, None)
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_caught(check, name):
-    axis, *edit = MUTANTS[name]
-    with pytest.raises((AssertionError, pl.RankError)) as caught:
-        check(axis, tuple(edit))
-    assert "stands" not in str(caught.value)

@@ -1,19 +1,29 @@
-"""A step in outline says what the full simulation says: bytes, memory, time, and every picture."""
+"""A step in outline says what the full simulation says: bytes, memory, time, and every picture.
+
+And what a folded program is put together from is the list that was never folded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-import warnings
+from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 
 import paralab as pl
+from paralab.forms import make_schedule
+from paralab.interpret import outline
+from paralab.interpret.predict import predict
+from paralab.parallel.lowering import lower
 from paralab.parallel.schedules import Action, one_f_one_b
-from paralab.theory import outline
-from paralab.theory.predict import predict
+from paralab.programs.compile import compiled, laid_out
+from paralab.programs.fold import END, FEW, LIKE_ALL, Folded, _plain, folds
+from paralab.programs.instructions import RECEIVE, SEND, WAIT, Code, Instr
 
+pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256)
 DEEP = MODEL.replace(layers=8)
 LINK = {"alpha": 1e-5, "bandwidth": 1e10}
@@ -29,6 +39,18 @@ SLOW = FAST.replace(intra=pl.Link(alpha=3e-4, bandwidth=3e8),
 # And its ranks post their calls themselves, on shared cores.
 SHARED = SLOW.replace(call_overhead=1e-4, wait_overhead=2e-4)
 CLUSTERS = {"fast": FAST, "slow": SLOW, "shared": SHARED}
+
+
+def mixed(pp, microbatches):
+    """1F1B, in which every second backward is split."""
+    return [
+        [half for a in row for half in
+         ([a._replace(kind="I"), a._replace(kind="W")] if a.kind == "B" and a.microbatch % 2
+          else [a])]
+        for row in one_f_one_b(pp, microbatches)
+    ]  # fmt: skip
+
+
 DELAYED = {"gradients": "cpu", "optimizer": "cpu", "delayed": True}
 PLANS = {
     "one device": {"microbatches": 8},
@@ -49,6 +71,11 @@ PLANS = {
     "2d": {"tp": 4, "microbatches": 2, "tp_mode": "2d", "microbatch_size": 4},
     "2.5d": {"tp": 8, "microbatches": 2, "tp_mode": "2.5d", "microbatch_size": 4},
     "3d": {"tp": 8, "microbatches": 2, "tp_mode": "3d", "microbatch_size": 4},
+    "2d, pipeline": {"tp": 4, "pp": 2, "microbatches": 6, "tp_mode": "2d", "microbatch_size": 4},
+    "2.5d, many": {"tp": 4, "dp": 2, "microbatches": 6, "tp_mode": "2.5d", "microbatch_size": 4,
+                   "zero_stage": 1},
+    "3d, zb-h1": {"tp": 8, "pp": 2, "microbatches": 6, "tp_mode": "3d", "microbatch_size": 4,
+                  "schedule": "zb-h1", "recompute": "full"},
     "zero 1": {"dp": 4, "microbatches": 4, "zero_stage": 1},
     "zero 2": {"dp": 4, "microbatches": 6, "zero_stage": 2, "bucket_bytes": 20_000},
     "zero 3": {"dp": 4, "microbatches": 6, "zero_stage": 3},
@@ -69,34 +96,42 @@ PLANS = {
     "relay": {"microbatches": 6, "zero_stage": 3, "offload": "cpu", "schedule": "l2l",
               "recompute": "full"},
     "bf16": {"dp": 2, "pp": 2, "microbatches": 5, "precision": "bf16"},
+    "fp16, zero 1": {"dp": 2, "pp": 2, "microbatches": 5, "precision": "fp16", "zero_stage": 1},
+    "many": {"pp": 4, "microbatches": 40},
+    "many in buckets": {"dp": 2, "microbatches": 12, "bucket_bytes": 20_000},
+    "many, zero 3": {"dp": 2, "pp": 2, "microbatches": 20, "zero_stage": 3, "prefetch": 2},
+    "many, interleaved": {"pp": 2, "tp": 2, "microbatches": 16, "schedule": "interleaved",
+                          "virtual_stages": 2},
+    "second copy": {"dp": 4, "zero_stage": 3, "secondary_shard": 2, "microbatches": 6},
+    "zb-h1, sequence": {"dp": 2, "tp": 2, "pp": 2, "microbatches": 6, "schedule": "zb-h1",
+                        "sequence_parallel": True, "zero_stage": 1},
+    "zb-h1, full": {"pp": 4, "microbatches": 8, "schedule": "zb-h1", "recompute": "full"},
+    "gradients on the host": {"dp": 2, "pp": 2, "microbatches": 6, "zero_stage": 2,
+                              "offload": "cpu"},
+    "own schedule": {"pp": 2, "microbatches": 7, "schedule": mixed},
+    "own, backward whole": {"pp": 3, "microbatches": 7, "schedule": one_f_one_b},
 }  # fmt: skip
-# Of the step time. ZeRO-3's lanes in a pipeline are taken to be as busy as if nobody ever waited.
-OFF = {"zero 3 and pp": 0.02}
-# Waits for copies get shorter where what is before them goes on more slowly.
-OFF_SHARED = {"zero 3 and pp": 0.05, "inputs on the host": 0.01}
 
 
 @cache
 def both(name, links="fast"):
     plan, cluster = pl.Plan(**PLANS[name]), CLUSTERS[links]
     model = DEEP if plan.stages > 4 else MODEL
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return tuple(
-            predict(model, plan, cluster, steps=2, detail=detail) for detail in ("calls", "actions")
-        )
-
-
-def rows(report, table, columns, ranks):
-    found = getattr(report, table)
-    found = found[found["rank"].isin(ranks)]
-    return sorted(map(tuple, found[columns].values.tolist()))
+    return tuple(
+        predict(model, plan, cluster, steps=2, detail=detail) for detail in ("calls", "actions")
+    )
 
 
 def totals(report, table, by, sums, ranks):
     found = getattr(report, table)
     found = found[found["rank"].isin(ranks)]
     return found.groupby(by)[sums].sum().sort_index().to_dict("index")
+
+
+def fullest(report, tier, ranks):
+    """{rank: most bytes of a tier at any moment}"""
+    held = report.memory[(report.memory["tier"] == tier) & report.memory["rank"].isin(ranks)]
+    return held.groupby(["rank", "time"])["bytes"].sum().groupby("rank").max().to_dict()
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -110,9 +145,10 @@ def test_bytes_and_memory_are_exactly_those_of_every_call(name):
     by = ["step", "rank", "lane", "op", "category"]
     assert totals(actions, "copies", by, ["bytes"], ranks) == \
         totals(calls, "copies", by, ["bytes"], ranks)  # fmt: skip
-    columns = ["rank", "step", "tier", "category", "bytes"]
-    assert rows(actions, "memory", columns, ranks) == rows(calls, "memory", columns, ranks)
+    for tier in ("device", "host", "file"):
+        assert fullest(actions, tier, ranks) == fullest(calls, tier, ranks)
     assert actions.peak_memory == calls.peak_memory
+    assert actions.peaks().equals(calls.peaks())
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -122,24 +158,26 @@ def test_without_its_tables_a_step_is_as_long_and_as_large(name):
     assert found == (pytest.approx(report.step_time, rel=1e-12), report.peak_memory)
 
 
-CASES = [(name, links) for name in PLANS for links in CLUSTERS
-         if links == "fast" or {"dp", "pp"} & set(PLANS[name])]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "links"), CASES)
-def test_a_step_takes_as_long_as_with_every_call(name, links):
+@pytest.mark.parametrize("links", CLUSTERS)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_step_takes_as_long_as_with_every_call_and_has_the_same_bubble(name, links):
     calls, actions = both(name, links)
-    off = (OFF_SHARED if links == "shared" else OFF).get(name, 1e-6)
-    assert actions.step_time == pytest.approx(calls.step_time, rel=off)
-    assert actions.bubble == pytest.approx(calls.bubble, abs=0.02 if off > 0.02 else 0.01)
+    assert actions.step_time == pytest.approx(calls.step_time, rel=1e-9)
+    assert actions.bubble == pytest.approx(calls.bubble, abs=1e-9)
     one, other = calls.summary()["value"], actions.summary()["value"]
     assert list(one.index) == list(other.index)
-    step = one["step time"]
-    for quantity in ("forward and backward", "optimizer", "waiting"):
-        assert other[quantity] == pytest.approx(one[quantity], abs=0.02 * step)
-    if calls.plan.pp == 1:  # in a pipeline messages each way are counted beside each other
-        for quantity in ("communication in flight", "of it hidden behind compute"):
-            assert other[quantity] == pytest.approx(one[quantity], rel=0.02, abs=0.05)
+    near = {"waiting": 0.01 * one["step time"]}  # what is between boxes counts as one
+    if calls.plan.zero_stage > 1:  # in an outline nothing but products hides a call
+        near["of it hidden behind compute"] = 1.0
+    if links == "shared":  # posting counts as one, too
+        near = dict.fromkeys(("waiting", "optimizer"), one["step time"])
+        near["of it hidden behind compute"] = near["of the copies hidden behind compute"] = 100
+    if calls.plan.tp > 1:  # calls inside actions are counted one by one, messages beside them
+        near["communication in flight"] = 0.04 * one["communication in flight"]
+        near["of it hidden behind compute"] = 100 if links == "shared" else 2.0
+    for quantity, value in one.items():
+        allowed = max(near.get(quantity, 0.0), 1e-6 * abs(value), 1.1e-4)
+        assert other[quantity] == pytest.approx(value, abs=allowed), quantity
 
 
 @pytest.mark.parametrize("links", CLUSTERS)
@@ -150,9 +188,79 @@ def test_an_outline_is_of_the_slowest_pipeline_where_only_some_cross_nodes(links
                       for detail in ("calls", "actions"))  # fmt: skip
     tied = calls.collectives[calls.collectives["phase"] == "tied"]
     assert set(tied["level"]) == {"intra", "inter"}
-    assert actions.step_time == pytest.approx(calls.step_time, rel=1e-6)
+    assert actions.step_time == pytest.approx(calls.step_time, rel=1e-9)
 
 
+# ---- folded equals flat --------------------------------------------------------------------------
+def unfolded(folded: Folded, rank: int) -> Code:
+    """A rank's list, put together from the actions of a few micro-batches in the order of its
+    schedule; without the numbers of micro-batches.
+    """
+    plan, lists = folded.program.plan, folded.lists[folded.like[rank]]
+    # Of a message or a WAIT for one, by its way; of an action the WAIT for what it receives.
+    known = {
+        label: _plain(ins)
+        for ins, label in zip(lists.program.codes[lists.rank], lists.labels, strict=True)
+        if label != END and (label[0] in (SEND, RECEIVE, WAIT) or ins.at == RECEIVE)
+    }
+    made: Code = []
+    count: Counter[tuple[str, int]] = Counter()
+    sent: dict[int, tuple] = {}  # to which peer: the WAIT for the last one
+
+    def act(key: Any, waits: list[Any]) -> None:
+        before, behind = lists.turns[key]
+        made.extend([*before, *(known[wait] for wait in waits), *behind])
+
+    rows = lower(make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages))
+    for step in rows[rank]:
+        chunk = step.stage // plan.pp
+        if isinstance(step, Action):
+            done = count[step.kind, chunk]
+            count[step.kind, chunk] += 1
+            few = FEW - 1 if done == plan.microbatches - 1 else min(done, LIKE_ALL)
+            key = step.kind, chunk, few
+            act(key, [key] if key in lists.waits else [])
+            continue
+        way = "x" if step.what == "F" else "g", chunk
+        if step.kind == "recv":
+            made.append(known[RECEIVE, *way])
+            continue
+        if step.peer in sent:
+            made.append(known[sent.pop(step.peer)])
+        sent[step.peer] = WAIT, *way
+        made.append(known[SEND, *way])
+    act(END, list(sent.values()))
+    return made
+
+
+def said(ins: Instr, alone: bool) -> tuple:
+    """What an instruction does; to which ops, units and peers if it is of the very rank. Gathers of
+    a unit have a number each, like micro-batches.
+    """
+    values = [[v[: 1 + alone] for v in some] for some in (ins.reads, ins.writes, ins.frees)]
+    return ins.op, ins.lane, ins.phase, *values, *((ins.at, ins.unit, ins.peer) if alone else ())
+
+
+FOLDED = [name for name, plan in PLANS.items() if folds(pl.Plan(**plan))]
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folded_actions_in_the_order_of_the_schedule_are_the_list_that_was_never_folded(name):
+    plan = pl.Plan(**PLANS[name])
+    model = DEEP if plan.stages > 4 else MODEL
+    folded = Folded(laid_out(model, plan, optimizer="adamw", clips=False))
+    flat = compiled(model, plan).codes
+    for rank, code in enumerate(flat):
+        alone = folded.like[rank] == rank  # else its kind's list is of another's ops
+        for mine, theirs in zip(unfolded(folded, rank), code, strict=True):
+            assert said(mine, alone) == said(_plain(theirs), alone)
+
+
+def test_most_plans_are_folded():
+    assert len(FOLDED) > len(PLANS) / 2 and "own, backward whole" in FOLDED
+
+
+# ---- pictures ------------------------------------------------------------------------------------
 def test_a_box_per_action_in_the_order_of_the_schedule():
     _, report = both("three axes")
     spans = report.spans[(report.spans["step"] == 1) & (report.spans["microbatch"] >= 0)]
@@ -167,20 +275,6 @@ def test_a_box_per_action_in_the_order_of_the_schedule():
     by_id = report.spans.set_index("id")
     for end, after in zip(spans["start"], spans["after"], strict=True):
         assert all(by_id.loc[a, "end"] <= end for a in after)
-
-
-def test_a_schedule_that_mixes_whole_and_split_backwards():
-    def mixed(pp, microbatches):
-        return [
-            [half for a in row for half in
-             ([a._replace(kind="I"), a._replace(kind="W")] if a.kind == "B" and a.microbatch % 2
-              else [a])]
-            for row in one_f_one_b(pp, microbatches)
-        ]  # fmt: skip
-
-    plan = pl.Plan(pp=2, microbatches=6, schedule=mixed)
-    calls, actions = (predict(MODEL, plan, FAST, detail=d) for d in ("calls", "actions"))
-    assert actions.step_time == pytest.approx(calls.step_time, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["three axes", "all in files"])

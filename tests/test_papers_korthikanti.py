@@ -1,28 +1,18 @@
-"""Korthikanti+ 2022 (arXiv:2205.05198): the activation formulas, and figures 1 and 7 and tables 4
-and 5 from them.
+"""Korthikanti+ 2022 (arXiv:2205.05198): the activation formulas, and figures 1 and 7 and table 5
+from them.
 """
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 
 import paralab as pl
+from paralab.interpret import quick
 from paralab.theory import activation_costs as costs
 from paralab.theory import needs, training
-from paralab.theory.activations import block_activation_bytes
-from paralab.theory.papers import (
-    korthikanti,
-    korthikanti_figure1,
-    korthikanti_figure7,
-    korthikanti_table2,
-    korthikanti_table4,
-    korthikanti_table5,
-)
-from paralab.theory.tensor import shares
+from paralab.theory.papers import korthikanti, korthikanti_table5
 
-SETTINGS = korthikanti.TABLE_3
+SETTINGS, GIB = korthikanti.TABLE_3, 2**30
 
 # Table 2: bytes per block, as printed.
 FORMULAS = {
@@ -44,31 +34,17 @@ def test_table_2_as_printed(name, how):
     assert float(found) == pytest.approx(FORMULAS[how](s, 2, h, a, t), rel=1e-12)
 
 
-@pytest.mark.parametrize("how", [how for how in FORMULAS if how[2] == "none"])
-def test_what_this_program_keeps_in_16_bits_is_table_2_and_the_norms_own_numbers(how):
-    t, sp, _ = how
-    model = SETTINGS["175B"].model
-    kept = shares(pl.Plan(tp=t, sequence_parallel=sp))
-    ours = block_activation_bytes(model, 2, mask_bytes=1, precision="bf16", shares=kept)
-    norms = 2 * 4 * 2 * model.seq_len // kept.tokens
-    assert ours - norms == costs.layer_bytes(model, 2, tp=t, sequence_parallel=sp)
-
-
-def test_table_2_with_numbers():
-    table = korthikanti_table2("22B", 4).set_index("configuration")["GiB, recomputed"]
-    # sec. 4.1, 22B: 5 a s/h = 106.7, s b h = 48 MiB
-    assert table["no parallelism"] == pytest.approx(48 * (34 + 5 * 64 / 3) / 1024)
-    assert table["full recomputation"] == pytest.approx(48 * 2 / 1024)
-    assert table.is_monotonic_decreasing
-
-
-def test_the_first_stage_holds_l_blocks_or_more_if_interleaved():
-    # sec. 4.2.3: L (1 + (p-1)/(p m)) with m chunks
-    assert costs.first_stage_layers(96, 8) == costs.first_stage_layers(96) == 96
-    assert costs.first_stage_layers(96, 8, 3) == 96 * (1 + Fraction(7, 24)) == 124
-    model = SETTINGS["175B"].model
-    assert costs.first_stage_bytes(model, 1, tp=8, pp=8, virtual_stages=3) == (
-        124 * costs.layer_bytes(model, 1, tp=8)
+@pytest.mark.parametrize("how", [*FORMULAS, (1, False, "selective")])
+def test_what_a_block_of_the_program_keeps_in_16_bits_is_table_2_and_the_norms_own_numbers(how):
+    model, (t, sp, recompute) = SETTINGS["175B"].model, how
+    plan = pl.Plan(
+        tp=t, sequence_parallel=sp, recompute=recompute, microbatch_size=2, precision="bf16"
+    )
+    two, three = (quick.most(model.replace(layers=n), plan)["activations"] for n in (2, 3))
+    numbers = 2 * 2 * 2 * 2 * model.seq_len // (t if sp else 1)  # which the paper neglects
+    norms = 0 if recompute == "full" else numbers
+    assert three - two - norms == costs.layer_bytes(
+        model, 2, tp=t, sequence_parallel=sp, recompute=recompute
     )
 
 
@@ -79,24 +55,54 @@ def test_full_recomputation_keeps_the_input_on_every_rank_or_in_parts():
     assert costs.layer_bytes(model, 1, tp=8, recompute="full", sequence_parallel=True) == whole / 8
 
 
-def test_figure_1_states_are_exact_and_activations_within_a_tenth_of_a_gib():
-    for row in korthikanti_figure1().to_dict("records"):
-        assert row["states (GiB), recomputed"] == row["states (GiB), printed"]  # 18 bytes each
-        for what in ("baseline", "both"):
-            gap = row[f"{what} (GiB), recomputed"] - row[f"{what} (GiB), printed"]
-            assert abs(gap) <= 0.1
-    # what the figure is for: 80 GiB hold no model without, and all of them with
-    table = korthikanti_figure1()
-    states = table["states (GiB), recomputed"]
-    assert (states + table["baseline (GiB), recomputed"] > 80).all()
-    assert (states + table["both (GiB), recomputed"] < 80).all()
+# Figure 1, GiB per device: parameters and optimizer, activations at the tensor-parallel baseline,
+# with sequence parallelism and selective recomputation. The values behind figures 1 and 7 are those
+# recorded in calculon-ai/calculon, validation/seqsel.
+FIGURE_1 = {
+    "22B": (45.5625, 59.25, 9.5625),
+    "175B": (45.5625, 66.84375, 12.3515625),
+    "530B": (31.640625, 114.0234375, 23.076171875),
+    "1T": (32.958984375, 131.25, 26.5625),
+}
+# Figure 7, activations in % of the tensor-parallel baseline.
+FIGURE_7 = {
+    "22B": {"sequence": 66.84, "selective": 49.42, "both": 16.18, "full": 7.64},
+    "175B": {"sequence": 62.04, "selective": 56.53, "both": 18.49, "full": 8.71},
+}
+WAYS = {
+    "baseline": {},
+    "sequence": {"sequence_parallel": True},
+    "selective": {"recompute": "selective"},
+    "both": {"sequence_parallel": True, "recompute": "selective"},
+    "full": {"recompute": "full"},
+}
 
 
-def test_figure_7_percentages_within_a_fifth_of_a_point():
-    for row in korthikanti_figure7().to_dict("records"):
-        for what in ("sequence parallel", "selective", "both", "full"):
-            printed, found = row[f"{what} (%), printed"], row[f"{what} (%), recomputed"]
-            assert abs(printed - found) <= 0.2
+def first_stage(name: str, way: str) -> float:
+    """GiB of activations on a rank of the first stage: of L blocks, or L (1 + (p-1)/(p v)) with v
+    chunks per rank; sec. 4.2.3.
+    """
+    at = SETTINGS[name]
+    blocks = at.layers * (1 + (at.pp - 1) / (at.pp * at.chunks) * (at.chunks > 1))
+    return blocks * costs.layer_bytes(at.model, at.micro, tp=at.tp, **WAYS[way]) / GIB
+
+
+@pytest.mark.parametrize("name", FIGURE_1)
+def test_figure_1_states_are_exact_and_activations_within_a_tenth_of_a_gib(name):
+    states, baseline, both = FIGURE_1[name]
+    at = SETTINGS[name]
+    assert 18 * 12 * at.layers * at.hidden**2 / (at.tp * at.pp) / GIB == states
+    assert first_stage(name, "baseline") == pytest.approx(baseline, abs=0.1)
+    assert first_stage(name, "both") == pytest.approx(both, abs=0.1)
+    # what the figure is for: 80 GiB do not hold the model without, and hold it with
+    assert states + first_stage(name, "both") < 80 < states + first_stage(name, "baseline")
+
+
+@pytest.mark.parametrize("name", FIGURE_7)
+def test_figure_7_percentages_within_a_fifth_of_a_point(name):
+    for way, printed in FIGURE_7[name].items():
+        found = 100 * first_stage(name, way) / first_stage(name, "baseline")
+        assert found == pytest.approx(printed, abs=0.2)
 
 
 def test_selective_recomputation_saves_70_and_65_percent():
@@ -106,19 +112,6 @@ def test_selective_recomputation_saves_70_and_65_percent():
         kept = costs.layer_bytes(model, 1, tp=8, sequence_parallel=True, recompute="selective")
         whole = costs.layer_bytes(model, 1, tp=8, sequence_parallel=True)
         assert float(1 - kept / whole) == pytest.approx(saved, abs=0.005)
-
-
-def test_table_4_adds_up_and_flops_alone_expect_less():
-    table = korthikanti_table4().set_index("experiment")
-    for row in table.to_dict("records"):
-        assert row["both (ms), recomputed"] == pytest.approx(row["both (ms), printed"], abs=0.06)
-        if row["overhead (%), printed"] == row["overhead (%), printed"]:
-            assert abs(row["overhead (%), recomputed"] - row["overhead (%), printed"]) <= 0.5
-    flops = table["FLOPs over none (%)"]
-    assert flops["full recomputation"] == pytest.approx(100 / 3)  # sec. 6.2: "the expected 33%"
-    s, h = 2048, 6144
-    core = 4 * s * s * h / (3 * (24 * s * h * h + 4 * s * s * h))
-    assert flops["selective"] == pytest.approx(100 * core)
 
 
 def test_table_5_utilisations_within_three_tenths_of_a_point():
@@ -155,5 +148,3 @@ def test_what_cannot_be_is_refused():
         costs.layer_bytes(model, 1, recompute="some")
     with pytest.raises(ValueError, match="tp=0"):
         costs.layer_bytes(model, 1, tp=0)
-    with pytest.raises(ValueError, match="virtual_stages=0"):
-        costs.first_stage_layers(8, 2, 0)

@@ -7,15 +7,7 @@ from __future__ import annotations
 import pytest
 
 from paralab.theory import needs, training
-from paralab.theory.offload_costs import transformer_parameters
-from paralab.theory.papers import (
-    ptdp,
-    ptdp_configs,
-    ptdp_facts,
-    ptdp_models,
-    ptdp_table1,
-    ptdp_table2,
-)
+from paralab.theory.papers import ptdp, ptdp_models, ptdp_table1, ptdp_table2
 
 TABLE_1, TABLE_2 = ptdp_table1(), ptdp_table2()
 
@@ -87,64 +79,14 @@ def test_equation_4_is_1_5_to_3_percent_low():
     assert TABLE_2["days, eq. 4"].iloc[[0, -1]].round(1).tolist() == [87.7, 41.3]
 
 
-FACTS = {  # sec. 1, 5 and 6: printed, and how far what is recomputed may be
-    "aggregate, 1T": (502, 1.5),
-    "share of peak, 1T": (52, 0.5),
-    "175B, 300 B tokens, 1024 devices at 140 TFLOP/s": (34, 0.1),
-    "1T, 450 B tokens, 3072 devices at 163 TFLOP/s": (84, 0.15),
-    "1T at 37.6 PFLOP/s in all": (40, 0.1),
-    "PTD-P over ZeRO-3, 175B, fewest devices": (6, 0.5),
-    "PTD-P over ZeRO-3, 530B, fewest devices": (24, 0.5),
-    "PTD-P over ZeRO-3, 175B, twice as many": (70, 1),
-    "PTD-P over ZeRO-3, 530B, twice as many": (70, 1),
-    "operator fusion, 175B: 113 to 135 TFLOP/s": (19, 0.5),
-    "operator fusion, 530B: 133 to 148 TFLOP/s": (11, 0.5),
-    "recomputation, small batches, 145B": (33, 0.5),
-    "checkpoint, 1T": (13.8, 0.35),
-}
-
-
-def test_what_the_text_states_follows():
-    facts = ptdp_facts().set_index("fact")
-    followed = facts[facts.recomputed.notna()]
-    assert set(followed.index) == set(FACTS)
-    for fact, (printed, within) in FACTS.items():
-        assert facts.printed[fact] == printed
-        assert facts.recomputed[fact] == pytest.approx(printed, abs=within)
-    measured = facts.index[facts.recomputed.isna()]
-    assert facts.note[measured].str.contains("measured").all()
-
-
-def test_the_figures_models_have_the_sizes_that_paper_and_scripts_give_them():
-    # fig. 13: 162.2 B, 14 and 15: 5.9 B, 16: 91 B, 17: 145 B, 12 and 18: 175 B; 11 prints 12 l h^2
-    configs = ptdp_configs()
-    for row in configs.to_dict("records"):
-        assert row["tp"] * row["pp"] * row["dp"] == row["devices"]
-        assert row["batch"] == row["dp"] * row["micro-batch"] * row["micro-batches"]
-        printed, found = row["parameters (B), printed"], row["parameters (B), recomputed"]
-        if row["figure"] == 11:
-            found = transformer_parameters(row["layers"], row["hidden"]) / 1e9
-        if printed == printed:  # not every size is stated
-            assert found == pytest.approx(printed, rel=0.01)
-    assert set(configs["figure"]) == set(range(11, 19))
-
-
-def test_the_figures_bubbles():
-    configs = ptdp_configs()
-
-    def bubble(figure: int, **at: int) -> float:
-        found = configs[configs["figure"] == figure]
-        for name, value in at.items():
-            found = found[found[name] == value]
-        return found["bubble over ideal"].item()
-
-    # fig. 12: 12 stages, batch 12 to 60; interleaved in 4 chunks a quarter of the bubble
-    assert bubble(12, batch=12, chunks=1) == 11 / 12
-    assert bubble(12, batch=60, chunks=4) == 11 / (4 * 60)
-    # fig. 14, sec. 3.3.1: with more stages there is less data parallelism and more bubble
-    assert bubble(14, pp=32, batch=512) == 31 / 256 > bubble(14, pp=2, batch=512) == 1 / 16
-    # fig. 17: one sample, sixteen stages
-    assert bubble(17, batch=1) == 15
+def test_what_the_text_states_of_days_and_checkpoints_follows():
+    # sec. 5.1 and 5.10, by eq. 4 and at 2 + 4 + 8 bytes per parameter
+    days = training.days_by_parameters
+    assert days(175e9, tokens=300e9, devices=1024, flops=140e12) == pytest.approx(34, abs=0.1)
+    trillion = ptdp.TABLE_1[-1].model
+    found = days(ptdp.printed_params(trillion), tokens=450e9, devices=3072, flops=163e12)
+    assert found == pytest.approx(84, abs=0.15)
+    assert training.SAVED_BYTES * trillion.num_params / 1e12 == pytest.approx(13.8, abs=0.35)
 
 
 @pytest.mark.parametrize("model, plan", ptdp_models(), ids=lambda x: str(x)[:0])
@@ -158,7 +100,7 @@ def test_training_days_and_equation_4_differ_by_the_terms_that_it_drops():
     model = ptdp.TABLE_1[-1].model
     work = {"tokens": 450e9, "devices": 3072, "flops": 163e12}
     exact = needs.training_days(model, **work)
-    params = transformer_parameters(model.layers, model.hidden)
+    params = 12 * model.layers * model.hidden**2
     h, s, v, layers = model.hidden, model.seq_len, model.vocab, model.layers
     dropped = 1 + s / (6 * h) + v / (16 * layers * h)
     assert exact == pytest.approx(training.days_by_parameters(params, **work) * dropped)

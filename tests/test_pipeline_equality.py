@@ -1,6 +1,8 @@
 """Every pipeline schedule gives the gradients and SGD weights of one process.
 
-Without tied weights each parameter has one chain of additions, whatever the schedule: bit for bit.
+Without tied weights each parameter has one chain of additions, whatever the schedule: bit for bit
+what the program of one device gives; the reference's autograd calls other kernels, which round in
+another way on some processors.
 A tied embedding's gradient is the sum of two chains, and data parallelism adds ranks: within the
 tolerance of equality.py. All runs keep to NCCL's order (strict mode).
 """
@@ -12,9 +14,6 @@ import pytest
 
 import paralab as pl
 from equality import assert_equal_state, reference
-from paralab.launch import launch_program
-from paralab.records.merge import merge
-from test_mutants import SCALE, TRAIN, mutated_run
 
 STEPS, LR = 2, 0.5
 SGD = {"steps": STEPS, "optimizer": "sgd", "lr": LR, "keep_state": True}
@@ -53,9 +52,10 @@ def assert_same_bits(expected: dict, report: pl.Report) -> None:
 @pytest.mark.parametrize("schedule, pp, m, v", GRID)
 def test_untied_models_train_bitwise_as_on_one_device(run, deep, expected, schedule, pp, m, v):
     plan = pl.Plan(pp=pp, microbatches=m, virtual_stages=v, schedule=schedule)
-    report = run(deep, plan, **SGD)
-    assert_same_bits(expected(deep, m), report)
-    losses = np.reshape(expected(deep, m)["losses"], (STEPS, m)).mean(axis=1)
+    report, alone = run(deep, plan, **SGD), run(deep, pl.Plan(microbatches=m), **SGD)
+    assert_same_bits(vars(alone), report)
+    assert_equal_state(expected(deep, m), report)
+    losses = expected(deep, m)["losses"]
     np.testing.assert_allclose(report.losses, losses, rtol=1e-6)
 
 
@@ -70,7 +70,10 @@ def test_a_tied_embedding_gets_the_gradients_of_both_its_stages(run, deep, expec
 @pytest.mark.parametrize("change", [{"vocab": 3000}, {"layers": 5}, {"attention": "sdpa"}])
 def test_uneven_stages_train_bitwise_too(run, deep, expected, change):
     model = deep.replace(**change)
-    assert_same_bits(expected(model, 3), run(model, pl.Plan(pp=4, microbatches=3), **SGD))
+    alone = run(model, pl.Plan(microbatches=3), **SGD)
+    report = run(model, pl.Plan(pp=4, microbatches=3), **SGD)
+    assert_same_bits(vars(alone), report)
+    assert_equal_state(expected(model, 3), report)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_data_parallel_runs_beside_every_schedule(run, deep, expected, schedule,
                    grad_sync=grad_sync, bucket_bytes=60_000)  # fmt: skip
     report = run(tied, plan, **SGD)
     assert_equal_state(expected(tied, 4), report)
-    losses = np.reshape(expected(tied, 4)["losses"], (STEPS, 4)).mean(axis=1)
+    losses = expected(tied, 4)["losses"]
     np.testing.assert_allclose(report.losses, losses, rtol=1e-5)
 
 
@@ -209,67 +212,3 @@ def test_ranks_are_a_grid_of_pipelines_by_data_parallel_groups():
         assert grid[pp_index, dp_index] == rank
         assert plan.ranks("dp", rank) == tuple(grid[pp_index])
         assert plan.ranks("pp", rank) == tuple(grid[:, dp_index])
-
-
-# ---- mutants -------------------------------------------------------------------------------------
-PIPELINE, SPLIT, MODEL = "paralab.parallel.pipeline", "paralab.parallel.split_backward", (
-    "paralab.model"
-)  # fmt: skip
-SPLIT_PLAN = pl.Plan(pp=2, microbatches=4, schedule="zb-h1")
-MUTANTS = {
-    "no division by the micro-batches": (pl.Plan(pp=2, microbatches=4), TRAIN, SCALE, "loss"),
-    "no sum over the tied embedding": (
-        pl.Plan(pp=3, microbatches=4), "paralab.parallel.shared_gradients",
-        "self.group.all_reduce(self.gradient(self.places[0][0]), phase=self.phase).wait()",
-        "pass"),
-    "a tied copy of its own": (
-        pl.Plan(pp=3, microbatches=4), MODEL, 'name = "embedding.token.weight"', "pass"),
-    "messages of neighbouring micro-batches swapped": (
-        pl.Plan(pp=2, microbatches=4, schedule="gpipe"), PIPELINE,
-        "self._arriving[what, s, k] = ", "self._arriving[what, s, k ^ 1] = "),
-    "the gradient from the stage after ignored": (
-        pl.Plan(pp=2, microbatches=4, schedule="gpipe"), PIPELINE,
-        "torch.autograd.backward(root, grad)", "torch.autograd.backward(root, grad / grad)"),
-    "half the input's gradient sent on": (
-        pl.Plan(pp=2, microbatches=4), PIPELINE, "return into.pop() if",
-        "return into.pop() * 0.5 if"),
-    "weight halves forgotten": (
-        SPLIT_PLAN, PIPELINE, "self.halves.run(k, accumulated)", "pass"),
-    "weight halves overwrite each other": (
-        SPLIT_PLAN, SPLIT, "parameter.grad += grad", "parameter.grad = grad"),
-    "a weight half that nobody hears of": (
-        pl.Plan(pp=2, dp=2, microbatches=2, schedule="zb-h1"), SPLIT,
-        "accumulated(layer.weight)", "pass"),
-    "weight halves of another micro-batch lost": (
-        SPLIT_PLAN, SPLIT, "self._aside.setdefault(microbatch, [])", "[]"),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def check(deep, expected, text):
-    model = deep.replace(tied=True)
-    settings = {"steps": STEPS, "optimizer": "sgd", "lr": LR, "clip_norm": None, "data": str(text),
-                "seed": 0, "keep_state": True}  # fmt: skip
-
-    def run(plan: pl.Plan, edit: tuple | None) -> None:
-        args = (edit, model, plan, settings)
-        parts = launch_program(
-            mutated_run, plan.world_size, args, timeout=60, device="cpu", strict=True
-        )
-        assert_equal_state(expected(model, 4), merge(parts, plan=plan, meta={}))
-
-    return run
-
-
-@pytest.mark.parametrize("plan", {str(p): p for p, *_ in MUTANTS.values()}.values(),
-                         ids=lambda plan: f"{plan.schedule}-pp{plan.pp}-dp{plan.dp}")  # fmt: skip
-def test_the_unchanged_source_passes_the_same_check(check, plan):
-    check(plan, None)
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(check, name):
-    plan, *edit = MUTANTS[name]
-    with pytest.raises((AssertionError, pl.RankError)) as caught:
-        check(plan, tuple(edit))
-    assert "stands" not in str(caught.value)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import paralab as pl
-from paralab.theory.predict import predict
+from paralab.interpret.predict import predict
 from paralab.theory.replay import replay
 
 MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=257)

@@ -1,45 +1,82 @@
-"""plan_search: all that is legal and nothing else, in the order that the simulation has."""
+"""plan_search: all that is legal and nothing else; the best is the best; it fits.
+
+`make memory` makes twenty searches where `make test` makes two, and runs ten of the best plans.
+"""
 
 from __future__ import annotations
 
+import os
 import random
-import time
-import warnings
+import time as clock
+from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 
 import paralab as pl
-from paralab.parallel.data_parallel import Overlapped
-from paralab.theory import search_space
-from paralab.theory.outline import totals
+from dry_offload import dry_host
+from paralab.interpret.memory import memory
+from paralab.interpret.time import time
+from paralab.programs.compile import compiled
+from paralab.programs.estimate import Estimate
+from paralab.programs.search import SPARE, Search, totals
+from paralab.programs.space import NEEDLESS, space, values
+from paralab.settings import Asked
 from paralab.view.plan_times import rank_correlation
+from witness_memory import witness
 
-LAPTOP = pl.Cluster(name="stated", devices_per_node=8, flops=5e10, memory_bandwidth=1e10,
-                    op_overhead=5e-6, memory=10**9, intra=pl.Link(alpha=5e-5, bandwidth=1e9),
-                    host=pl.Link(alpha=1e-5, bandwidth=5e9), host_bandwidth=5e9,
-                    disk=pl.Link(alpha=1e-4, bandwidth=1e9))  # fmt: skip
-SMALL = pl.ModelSpec(layers=4, hidden=64, heads=8, seq_len=8, vocab=64)
+SEARCHES = int(os.environ.get("PARALAB_MEMORY_SEARCHES", "2"))
+RUN = 1 if SEARCHES < 20 else 10  # of the best plans that are run under their limit
+LINK = pl.Link(alpha=5e-5, bandwidth=1e9)
+LAPTOP = pl.Cluster(
+    name="stated",
+    devices_per_node=8,
+    flops=5e10,
+    memory_bandwidth=1e10,
+    op_overhead=5e-6,
+    memory=10**9,
+    intra=LINK,
+    host=pl.Link(alpha=1e-5, bandwidth=5e9),
+    host_bandwidth=5e9,
+    disk=pl.Link(alpha=1e-4, bandwidth=1e9),
+    cores=8,  # processors: messages are gloo's
+)
+SLOW = LAPTOP.replace(call_overhead=2e-4, wait_overhead=2.5e-4)
+NODES = LAPTOP.replace(devices_per_node=4, nodes=2, inter=pl.Link(alpha=2e-4, bandwidth=3e8))
+TINY = pl.ModelSpec(layers=4, hidden=64, heads=8, seq_len=8, vocab=64)
+SMALL = TINY.replace(hidden=256, seq_len=64)
+LOGITS = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=128, vocab=8192)
+
+pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
+COUNTS = ("dp", "tp", "pp", "microbatches", "microbatch_size")
 
 
-def by_hand(model, devices, batch, tried):
+# ---- what is searched ---------------------------------------------------------------------------
+def needless(plan: pl.Plan, model: pl.ModelSpec, tried: dict[str, tuple]) -> bool:
+    """Whether a setting has nothing to act on, and the plain one is tried too."""
+    return any(
+        idle(Asked(plan, model)) and getattr(plan, name) != plain and plain in tried[name]
+        for name, plain, idle in NEEDLESS
+    )
+
+
+def by_hand(model: pl.ModelSpec, devices: int, batch: int, tried: dict[str, tuple]) -> set[pl.Plan]:
     """Every plan of these values that `validate` allows, but those with settings without effect."""
     found = set()
-    degrees = [(dp, tp, pp) for dp, tp, pp in product(range(1, devices + 1), repeat=3)
-               if dp * tp * pp == devices]  # fmt: skip
+    degrees = [d for d in product(range(1, devices + 1), repeat=3) if np.prod(d) == devices]
     for (dp, tp, pp), b in product(degrees, range(1, batch + 1)):
         if batch % (dp * b):
             continue
+        counts = {"dp": dp, "tp": tp, "pp": pp, "microbatches": batch // dp // b}
         for chosen in product(*tried.values()):
-            plan = pl.Plan(dp=dp, tp=tp, pp=pp, microbatches=batch // dp // b, microbatch_size=b,
-                           **dict(zip(tried, chosen, strict=True)))  # fmt: skip
+            plan = pl.Plan(**counts, microbatch_size=b, **dict(zip(tried, chosen, strict=True)))
             try:
                 plan.validate(model)
             except ValueError:
                 continue
-            twin = search_space.needless(plan)
-            if not (twin and any(value in tried[name] for name, value in twin.items())):
+            if not needless(plan, model, tried):
                 found.add(plan)
     return found
 
@@ -47,71 +84,223 @@ def by_hand(model, devices, batch, tried):
 @pytest.mark.parametrize(
     "model, devices, batch, pinned",
     [
-        (pl.ModelSpec(layers=5, hidden=12, heads=6, seq_len=8, vocab=12), 4, 4, {"recompute":
-                                                                         ["none", "full"]}),
-        (pl.ModelSpec(layers=6, hidden=16, heads=4, seq_len=9, vocab=10, attention="sdpa",
-                      dropout=0.1), 4, 4, {"offload": None}),
-        (SMALL, 8, 8, {"tp_mode": ["1d", "2d", "3d"], "offload": None, "recompute": "full",
-                       "partition_activations": [False, True], "zero_stage": [0, 1]}),
-        (SMALL, 8, 8, {"shard": [None, 1, 2, 4], "offload": [None, "cpu"], "schedule": "1f1b",
-                       "precision": ["fp32", "bf16"], "recompute": "none"}),
-        (SMALL, 4, 8, {"grad_sync": ["overlapped", "naive"], "schedule": ["gpipe", "zb-h1"],
-                       "offload": [None, {"activations": "cpu"}]}),
+        (TINY.replace(layers=5, hidden=12, heads=6), 4, 4, {"recompute": ["none", "full"]}),
+        (TINY.replace(seq_len=9, attention="sdpa", dropout=0.1), 4, 4, {"offload": None}),
+        (
+            TINY,
+            8,
+            8,
+            {"tp_mode": ["1d", "2d", "3d"], "offload": None, "recompute": "full"}
+            | {"partition_activations": [False, True], "zero_stage": [0, 1]},
+        ),
+        (
+            TINY,
+            8,
+            8,
+            {"shard": [None, 1, 2, 4], "offload": [None, "cpu"], "schedule": "1f1b"}
+            | {"precision": ["fp32", "bf16"], "recompute": "none"},
+        ),
+        (
+            TINY,
+            4,
+            8,
+            {"grad_sync": ["overlapped", "naive"], "schedule": ["gpipe", "zb-h1"]}
+            | {"offload": [None, {"activations": "cpu"}]},
+        ),
     ],
-)  # fmt: skip
+    ids=range(5),
+)
 def test_what_is_searched_is_what_validate_allows(model, devices, batch, pinned):
-    tried = search_space.values(model, LAPTOP, pinned)
-    found = search_space.space(model, LAPTOP, devices, batch, pinned)
-    plans = [found.plan(at) for at in range(len(found))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        legal = by_hand(model, devices, batch, tried)
+    found = space(model, LAPTOP, devices, batch, pinned)
+    plans = list(found)
+    tried = values(model, LAPTOP, devices, batch, pinned)
+    chosen = {name: some for name, some in tried.items() if name not in COUNTS}
+    legal = by_hand(model, devices, batch, chosen)
     assert len(plans) == len(set(plans)) and len(legal) > 50
     assert set(plans) == legal
 
 
+# ---- how good it is -----------------------------------------------------------------------------
+GRIDS: dict[str, tuple[pl.ModelSpec, pl.Cluster, dict[str, Any]]] = {
+    "every schedule": (
+        TINY,
+        LAPTOP,
+        {"devices": 4, "global_batch": 8, "offload": None, "recompute": "none"},
+    ),
+    "two nodes": (
+        SMALL,
+        NODES,
+        {"global_batch": 16, "precision": "bf16", "schedule": "1f1b", "zero_stage": [0, 1, 3]}
+        | {"recompute": ["none", "full"], "offload": None, "sequence_parallel": False},
+    ),
+    "little memory": (
+        LOGITS,
+        LAPTOP,
+        {"devices": 4, "memory": "60MB", "schedule": ["1f1b", "zb-h1"], "recompute": ["none"]}
+        | {"offload": [None, "cpu"], "global_batch": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_the_best_is_within_a_hundredth_of_the_best_of_all_compiled(name):
+    model, cluster, settings = GRIDS[name]
+    found = pl.plan_search(model, cluster, **settings)
+    every = [totals(model, found.plans[at], cluster, "adamw") for at in range(len(found.plans))]
+    best = min(seconds for seconds, peak in every if peak <= found.memory_limit)
+    assert found.simulated[0] <= 1.01 * best
+    assert len(every) > 2 * np.isfinite(found.simulated).sum()
+
+
+@pytest.mark.parametrize(
+    "cluster, least", [(LAPTOP, 0.9), (SLOW, 0.8)], ids=["links", "calls and waits"]
+)
+def test_estimates_rank_as_compiled_plans_do(cluster, least):
+    """Also where calls and waits cost four times what a link does."""
+    plans = space(SMALL, cluster, 8, 16, {})
+    estimate = Estimate(plans, SMALL, cluster, "adamw")
+    some = random.Random(0).sample(range(len(plans)), 80)
+    exact = [totals(SMALL, plans[at], cluster, "adamw") for at in some]
+    seconds, peaks = (np.array(column, float) for column in zip(*exact, strict=True))
+    closed, estimates = (
+        sum(columns.values())[some] for columns in (estimate.terms, estimate.categories)
+    )
+    assert rank_correlation(closed, seconds) >= 0.97
+    assert rank_correlation(estimates, peaks) >= 0.93
+    times, sizes = closed / seconds, estimates / peaks
+    assert np.quantile(times, 0.05) >= least and np.quantile(times, 0.95) <= 1.1
+    assert np.quantile(sizes, 0.95) <= 1.4 and SPARE * sizes.min() >= 1
+
+
+def test_no_estimate_of_bytes_is_smaller_than_what_is_spared():
+    """Where one parameter is larger than a bucket, and as large as several blocks."""
+    settings = {"offload": [None, "cpu"], "recompute": "none", "zero_stage": [2, 3]}
+    found = pl.plan_search(LOGITS, LAPTOP, devices=4, global_batch=8, top=1, **settings)
+    estimates = sum(found.categories.values())
+    for at in np.flatnonzero(found.plans.microbatch_size == 1)[::3]:
+        plan = found.plans[at]
+        assert SPARE * estimates[at] >= totals(LOGITS, plan, LAPTOP, "adamw")[1], plan
+
+
+def plain(spec: pl.ModelSpec) -> Any:
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(spec.hidden, spec.hidden), nn.GELU())
+
+
+def test_bytes_of_blocks_of_ones_own_are_estimated_too():
+    """They have no s x s mask, which here would be as much as all else; but what they hold."""
+    model = TINY.replace(seq_len=1024, hidden=8, heads=1, vocab=8, block=plain)
+    found = pl.plan_search(model, LAPTOP, devices=2, global_batch=2, recompute="none", top=1)
+    for at in range(0, len(found.plans), 5):
+        seconds, peak = totals(model, found.plans[at], LAPTOP, "adamw")
+        bytes_of = sum(column[at] for column in found.categories.values())
+        assert 0.9 <= bytes_of / peak <= 1.35, found.plans[at]
+        assert 0.7 <= found.closed[at] / seconds <= 1.3, found.plans[at]
+
+
+def test_megatrons_advice_comes_out():
+    nodes = pl.Cluster.preset("dgx-a100", nodes=64)
+    found = pl.plan_search(
+        pl.ModelSpec.preset("ptdp-145b"),
+        nodes,
+        global_batch=512,
+        precision="bf16",
+        schedule="1f1b",
+        offload=None,
+        zero_stage=[0, 1],
+        top=1,
+    )
+    assert found.best.tp == 8 and found.best.pp > 1  # inside the node, and across
+    beyond = found.losers().query("instead == 'beyond a node'").iloc[0]
+    assert beyond["times"] > 2 and "tensor-parallel waits" in beyond["why"]
+
+
+# ---- what fits ----------------------------------------------------------------------------------
+@cache
+def searched(number: int) -> Search:
+    """One of many searches; of each the limit is some way up from the least that fits."""
+    draw = random.Random(number)
+    hidden, layers = draw.choice((64, 128)), draw.choice((2, 4, 6))
+    model = pl.ModelSpec(
+        layers=layers,
+        hidden=hidden,
+        heads=4,
+        seq_len=draw.choice((32, 128)),
+        vocab=draw.choice((260, 8192)),
+        tied=draw.random() < 0.7,
+    )
+    settings = {"devices": draw.choice((2, 4)), "global_batch": draw.choice((8, 16))}
+    settings |= {"precision": draw.choice(("fp32", "bf16")), "memory": 10**12}
+    settings |= {"offload": None if draw.random() < 0.5 else [None, "cpu"]}
+    least = pl.plan_search(model, LAPTOP, top=1, **settings).memory.min()
+    limit = int(least * draw.choice((1.3, 2.0, 4.0)))
+    return pl.plan_search(model, LAPTOP, **settings | {"memory": limit})
+
+
+def best_twenty(found: Search) -> list[int]:
+    """Positions of the best, compiled or not: all of them are said to fit."""
+    return [at for at in range(min(20, len(found.plans))) if found.fits[at]]
+
+
+def test_the_best_and_their_figures_are_those_of_compiled_programs():
+    for number in range(2):
+        found = searched(number)
+        for at in np.flatnonzero(np.isfinite(found.simulated)).tolist():
+            plan = found.plans[at]
+            program = compiled(found.model, plan)
+            peak = max(memory(program, pp, samples=False).peak for pp in range(plan.pp))
+            assert peak == found.memory[at] and found.fits[at] == (peak <= found.memory_limit)
+            seconds = time(program, found.cluster).seconds
+            assert found.simulated[at] == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("number", range(SEARCHES))
+def test_a_plan_that_fits_is_within_its_limit_by_the_witness(number):
+    found = searched(number)
+    for at in best_twenty(found)[:: 1 if SEARCHES > 2 else 5]:
+        plan = found.plans[at]
+        for pp in range(plan.pp):
+            with dry_host():
+                seen = witness(found.model, plan, pp * plan.dp * plan.tp)
+            assert seen.peak <= found.memory_limit, plan
+
+
+@pytest.mark.parametrize("number", range(RUN))
+def test_the_best_plan_runs_under_the_limit_that_it_was_searched_with(run, number):
+    found = searched(number)
+    report = run(found.model.replace(vocab=max(found.model.vocab, 256)), found.best, steps=2,
+                 memory_limit=found.memory_limit)  # fmt: skip
+    assert report.peak_memory <= found.memory_limit
+
+
+# ---- what it says -------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def small():
-    return pl.plan_search(SMALL.replace(hidden=256, seq_len=64), LAPTOP, devices=8, global_batch=16,
-                          top=10)  # fmt: skip
+def small() -> Search:
+    return pl.plan_search(SMALL, LAPTOP, devices=8, global_batch=16, top=10)
 
 
 def test_the_best_are_simulated_and_come_in_that_order(small):
     table = small.table
     simulated = table[table["simulated_s"].notna() & table["fits"]]
-    assert len(simulated) == 10 and simulated["rank"].tolist() == list(range(1, 11))
+    assert 3 <= len(simulated) <= 10
+    assert simulated["rank"].tolist() == list(range(1, len(simulated) + 1))
     assert simulated["simulated_s"].is_monotonic_increasing
     rest = table[table["simulated_s"].isna() & table["fits"]]
     assert rest["closed_s"].is_monotonic_increasing
     report = pl.predict(small.model, small.best, LAPTOP, steps=1, detail="actions")
-    assert table["simulated_s"][0] == report.step_time
+    assert table["simulated_s"][0] == pytest.approx(report.step_time, rel=1e-9)
     assert table["memory"][0] == report.peak_memory
-    assert small.plans[0] == small.best and small.best.world_size == 8
+    assert list(small.plans)[0] == small.best
+    assert small.best.world_size == 8
     assert small.best.global_batch == 16
     assert table["why"][0] == "the best" and all(table["why"])
 
 
 def test_the_terms_add_up(small):
-    for term in small.terms.values():
-        assert (term >= -1e-12).all()
+    for name, term in small.terms.items():
+        assert (term >= -1e-12).all(), name
     assert np.allclose(sum(small.terms.values()), small.closed)
-
-
-@pytest.mark.parametrize(
-    "cluster, like, least",
-    [(LAPTOP, 0.99, 0.9),
-     (LAPTOP.replace(call_overhead=2e-4, wait_overhead=2.5e-4), 0.97, 0.85)],
-)  # fmt: skip
-def test_the_closed_forms_rank_as_the_simulation_does(cluster, like, least):
-    """Also where calls and waits cost four times what a link does."""
-    found = pl.plan_search(SMALL.replace(hidden=256, seq_len=64), cluster, global_batch=16, top=1)
-    some = random.Random(0).sample(range(len(found.space)), 60)
-    exact = [totals(found.model, found.space.plan(at), cluster, optimizer="adamw") for at in some]
-    seconds, peaks = zip(*exact, strict=True)
-    assert rank_correlation(found.closed[some], seconds) >= like
-    assert rank_correlation(found.memory[some], peaks) >= 0.97
-    ratios = found.closed[some] / np.array(seconds)
-    assert np.quantile(ratios, 0.05) >= least and np.quantile(ratios, 0.95) <= 1.05
 
 
 def test_the_front_is_what_no_other_plan_beats(small):
@@ -123,55 +312,52 @@ def test_the_front_is_what_no_other_plan_beats(small):
 
 def test_losers_have_the_other_choices_and_a_reason(small):
     losers = small.losers()
-    best = small.best
     assert {"tp", "pp", "recompute", "zero_stage"} <= set(losers["setting"])
     for row in losers.to_dict("records"):
         assert row["why"], row
-        if hasattr(best, row["setting"]):
-            assert row["instead"] != getattr(best, row["setting"])
-
-
-def test_megatrons_advice_comes_out():
-    nodes = pl.Cluster.preset("dgx-a100", nodes=64)
-    found = pl.plan_search(pl.ModelSpec.preset("ptdp-145b"), nodes, global_batch=512,
-                           precision="bf16", schedule="1f1b", offload=None, zero_stage=[0, 1],
-                           top=3)  # fmt: skip
-    assert found.best.tp == 8 and found.best.pp > 1  # inside the node, and across
-    beyond = found.losers().query("instead == 'beyond a node'").iloc[0]
-    assert beyond["times"] > 2 and "tensor-parallel waits" in beyond["why"]
-
-
-@pytest.mark.prompt
-def test_ten_thousand_plans_take_two_seconds():
-    model, cluster = pl.ModelSpec.preset("ptdp-39b"), pl.Cluster.preset("dgx-a100", nodes=8)
-    best, count = float("inf"), 0
-    for _ in range(3):
-        began = time.process_time()
-        found = pl.plan_search(model, cluster, global_batch=128, precision="bf16", top=1)
-        best, count = min(best, time.process_time() - began), len(found.plans)
-    print(f"{count:,} plans in {best:.2f} s of processor time")
-    assert count >= 10_000
-    assert best * 10_000 / count <= 2
+        assert str(row["instead"]) != str(getattr(small.best, row["setting"]))
 
 
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"memory": 10**5}, "none of .* plans fits in 100 kB: the smallest needs 111 kB"),
+        ({"memory": 50_000}, "none of .* plans fits in 50 kB: the smallest needs .* kB .*legal: "),
         ({"batch_size": 3}, "batch_size=3: a plan has no such field"),
         ({"devices": 9}, "'stated' has 8"),
-        ({"schedule": "l2l"}, "there is no closed form for it"),
-        ({"grad_sync": Overlapped}, "a class of your own sends; legal: 'naive'"),
-        ({"tp": 3}, "legal"),
+        ({"schedule": "l2l"}, "schedule='l2l'.*one plan at a time; legal: 'naive'"),
+        ({"grad_sync": None}, "grad_sync=.*one plan at a time; legal: 'naive'"),
+        ({"passes": (len,)}, "passes=.*one plan at a time"),
+        ({"tp": 3}, "no legal plan of 4 layers"),
         ({"tp": []}, "no value to try"),
     ],
+    ids=str,
 )
 def test_what_cannot_be_searched_is_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        pl.plan_search(SMALL, LAPTOP, **settings)
+        pl.plan_search(TINY, LAPTOP, **settings)
+
+
+def test_only_a_model_and_a_cluster_can_be_searched():
+    with pytest.raises(ValueError, match="not a model description"):
+        pl.plan_search("gpt3", LAPTOP)
+    with pytest.raises(ValueError, match="not a cluster"):
+        pl.plan_search(TINY, "dgx")
 
 
 def test_a_notebook_sees_the_counts_and_the_best_ten(small):
     assert repr(small).startswith("Search(") and "fit in" in repr(small)
     page = small._repr_html_()
-    assert page.count("<tr>") == 11 and "Search" not in page[:20]
+    assert page.count("<tr") == 11 and "Search" not in page[:20] and "nan" not in page
+
+
+@pytest.mark.prompt
+def test_ten_thousand_plans_take_a_second():
+    model, cluster = pl.ModelSpec.preset("ptdp-39b"), pl.Cluster.preset("dgx-a100", nodes=8)
+    best, count = float("inf"), 0
+    for _ in range(3):
+        began = clock.process_time()
+        found = pl.plan_search(model, cluster, global_batch=128, precision="bf16")
+        best, count = min(best, clock.process_time() - began), len(found.plans)
+    print(f"{count:,} plans in {best:.2f} s of processor time")
+    assert count >= 10_000
+    assert best * 10_000 / count <= 1

@@ -56,7 +56,7 @@ def sgd(run):
 def test_gradients_and_sgd_weights_equal_one_process(sgd, expected, mode, tied):
     report = sgd({**ALL[mode], "microbatches": 2}, MODEL.replace(tied=tied))
     assert_equal_state(expected(2, tied=tied), report)
-    losses = np.reshape(expected(2, tied=tied)["losses"], (STEPS, 2)).mean(1)
+    losses = expected(2, tied=tied)["losses"]
     assert np.allclose(report.losses, losses, rtol=1e-5)
 
 
@@ -165,19 +165,6 @@ def test_three_adamw_steps_stay_within_tolerance(run, mode):
     report = run(SHALLOW, pl.Plan(microbatch_size=4, **ALL[mode]), **settings)
     for name, array in alone.weights.items():
         assert np.abs(array - report.weights[name]).max() < 2e-4, name
-
-
-@pytest.mark.parametrize(
-    ("mode", "frozen"),
-    [(mode, (("embedding",), ("blocks.0.mlp", "blocks.1.norm1"))[i % 2])
-     for i, mode in enumerate(ALL)],
-)  # fmt: skip
-def test_frozen_parameters_stay_and_the_others_train(sgd, alone, mode, frozen):
-    model = MODEL.replace(frozen=frozen, tied=False)
-    report = sgd(ALL[mode], model)
-    assert list(report.gradients) == list(alone(model).gradients)
-    assert worst(alone(model).gradients, report.gradients)[0] < 1e-5
-    assert worst(alone(model).weights, report.weights)[0] < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paralab as pl
-from paralab.parallel.buckets import assign
+from paralab.parallel.buckets import assign, units
 from paralab.theory.traffic import OPS, edges, wire_bytes
 
 PRIVATE = ["unshare", "-rn"] if shutil.which("unshare") else []
@@ -27,12 +27,10 @@ def test_gradient_bytes_equal_the_closed_form_exactly(run, model, dp, grad_sync)
     plan = pl.Plan(dp=dp, microbatches=2, grad_sync=grad_sync, bucket_bytes=60_000)
     sent = run(model, plan, steps=3).collectives.query("phase == 'grad_sync'")
     per_step = sent.groupby("step").wire_bytes.sum()
-    padding = 0
-    if grad_sync != "naive":
-        sizes = [math.prod(shape) for shape in model.parameter_shapes().values()]
-        buckets = assign(sizes, bucket_bytes=60_000, multiple=dp)
-        padding = sum(b.numel for b in buckets) - model.num_params
-        assert 0 <= padding < dp * len(buckets)
+    sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
+    buckets = units(sizes, model, plan)
+    padding = sum(unit.numel for unit in buckets) - model.num_params
+    assert 0 <= padding < dp * len(buckets) and (grad_sync != "naive" or padding == 0)
     # every rank sends 2 (N-1)/N Psi elements of 4 bytes, so N ranks send 2 (N-1) Psi
     expected = 2 * (dp - 1) * (model.num_params + padding) * 4
     assert dp == 1 and per_step.empty or (per_step == expected).all() and len(per_step) == 3
@@ -63,19 +61,25 @@ def test_group_totals_are_the_textbook_volumes(payload, n):
         assert total(op) == (n - 1) * payload
 
 
-@given(
-    st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 4000), st.integers(1, 8)
-)
-def test_buckets_hold_every_parameter_once_in_reverse_order(sizes, bucket_bytes, multiple):
-    buckets = assign(sizes, bucket_bytes=bucket_bytes, itemsize=4, multiple=multiple)
-    assert [i for b in buckets for i in b.params] == list(reversed(range(len(sizes))))
-    for b in buckets:
-        ends = [o + sizes[i] for o, i in zip(b.offsets, b.params, strict=True)]
-        assert list(b.offsets) == [0, *ends[:-1]]
-        assert ends[-1] <= b.numel < ends[-1] + multiple and b.numel % multiple == 0
-    for b in buckets[:-1]:
-        filled = 4 * sum(sizes[i] for i in b.params)
-        assert filled >= bucket_bytes > filled - 4 * sizes[b.params[-1]]
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 1000))
+def test_buckets_hold_every_parameter_once_in_reverse_order(numels, enough):
+    sizes = {f"layer {number}": numel for number, numel in enumerate(numels)}
+    buckets = assign(sizes, enough)
+    assert [name for bucket in buckets for name in bucket] == list(reversed(sizes))
+    for bucket in buckets:
+        filled = sum(sizes[name] for name in bucket)
+        assert filled - sizes[bucket[-1]] < enough
+        assert filled >= enough or bucket is buckets[-1]
+
+
+@given(dp=st.integers(2, 7), stage=st.integers(0, 2), bucket_bytes=st.integers(1, 9000))
+def test_a_bucket_is_padded_so_that_every_rank_has_an_equal_share(dp, stage, bucket_bytes):
+    model = pl.ModelSpec(layers=1, hidden=12, heads=2, seq_len=6, vocab=10)
+    sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
+    plan = pl.Plan(dp=dp, zero_stage=stage, bucket_bytes=bucket_bytes)
+    for unit in units(sizes, model, plan):
+        filled = sum(sizes[name] for name in unit.names)
+        assert filled <= unit.numel < filled + dp and unit.numel % dp == 0
 
 
 RANKS = [2, 3, 4, 8]

@@ -5,44 +5,38 @@ from __future__ import annotations
 import pytest
 
 import paralab as pl
-from paralab.theory.utilisation import achieved, hardware_flops, model_flops, utilisation
+from paralab.theory.needs import step_flops
+from paralab.theory.utilisation import achieved, utilisation
 
 MODEL = pl.ModelSpec(layers=3, hidden=48, heads=4, seq_len=24, vocab=264, attention="explicit")
 LINK = pl.Link(alpha=0.0, bandwidth=1e12)
 WIDE = pl.ModelSpec(layers=2, hidden=4096, heads=4, seq_len=64, vocab=264)
 # Bytes take no time; of a wide model nearly all FLOPs are products'.
 PRODUCTS = pl.Cluster(flops=1e12, memory_bandwidth=1e30, intra=LINK, peak_flops=4e12)
-FROZEN = [(), ("embedding",), ("embedding", "blocks.0"), ("blocks.1.mlp", "head.norm"),
-          ("blocks.0.attention.qkv", "blocks.2")]  # fmt: skip
+HOW = ("none", "selective", "full")
 
 
-def counted(asked: list[tuple[pl.ModelSpec, str]], samples: int) -> list[int]:
-    """FLOPs that torch counts in forward and backward of the model, for each (model, recompute)."""
-    import torch
+def counted(group, asked: list[tuple[pl.ModelSpec, str]], samples: int) -> list[int]:
+    """FLOPs that torch counts in a step of the program, for each (model, recompute)."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from paralab.model import GPT
+    from paralab.interpret.train import Trainer
 
     found = []
     for spec, recompute in asked:
-        gpt = GPT(spec, seed=0, recompute=recompute)
-        tokens = torch.randint(spec.vocab, (samples, spec.seq_len + 1))
+        plan = pl.Plan(microbatch_size=samples, recompute=recompute)
+        trainer = Trainer(group.context, spec, plan)
         with FlopCounterMode(display=False) as counter:
-            gpt(tokens[:, :-1], tokens[:, 1:]).backward()
+            trainer.step(0)
         found.append(counter.get_total_flops())
     return found
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_flops_are_those_that_torch_counts(tied):
-    asked = [(MODEL.replace(frozen=frozen, tied=tied), recompute)
-             for frozen in FROZEN for recompute in ("none", "selective", "full")]  # fmt: skip
-    (theirs,) = pl.launch(counted, ranks=1, args=(asked, 2))
-    ours = [hardware_flops(model, 2, recompute) for model, recompute in asked]
-    assert ours == theirs
-    plain = [count for (_, recompute), count in zip(asked, theirs, strict=True)
-             if recompute == "none"]  # fmt: skip
-    assert [model_flops(model, 2) for model, how in asked if how == "none"] == plain
+def test_flops_are_those_that_torch_counts_in_a_step():
+    asked = [(MODEL.replace(tied=tied), recompute) for tied in (True, False) for recompute in HOW]
+    (theirs,) = pl.trace(counted, ranks=1, args=(asked, 2)).results
+    assert [step_flops(model, 2, recompute=recompute) for model, recompute in asked] == theirs
+    assert step_flops(MODEL, 2) == theirs[0]
 
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "ptdp-39b", "ptdp-1t"])
@@ -51,16 +45,16 @@ def test_flops_are_those_of_ptdp_equation_3(name):
     batch, s, layers, h, v = 1536, spec.seq_len, spec.layers, spec.hidden, spec.vocab
     need = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     done = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
-    assert model_flops(spec, batch) == pytest.approx(need, rel=1e-12)
-    assert hardware_flops(spec, batch, "full") == pytest.approx(done, rel=1e-12)
-    again = hardware_flops(spec, batch, "selective") - model_flops(spec, batch)
+    assert step_flops(spec, batch) == pytest.approx(need, rel=1e-12)
+    assert step_flops(spec, batch, recompute="full") == pytest.approx(done, rel=1e-12)
+    again = step_flops(spec, batch, recompute="selective") - step_flops(spec, batch)
     assert again == layers * 4 * batch * s**2 * h
 
 
 def test_a_device_that_does_nothing_but_multiply_uses_all_that_it_reaches():
     plan = pl.Plan(microbatches=3, microbatch_size=2)
     report = pl.predict(WIDE, plan, PRODUCTS, steps=1, optimizer="sgd")
-    work = model_flops(WIDE, plan.global_batch)
+    work = step_flops(WIDE, plan.global_batch)
     assert 1 <= report.step_time / (work / 1e12) <= 1.02
     assert utilisation(report) == pytest.approx({"model": 0.25, "hardware": 0.25}, rel=0.02)
     said = report.summary()["value"]

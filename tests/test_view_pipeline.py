@@ -17,7 +17,10 @@ from paralab.theory.schedule_check import peak_live
 from paralab.view import theme
 from paralab.view import timeline as timeline_module
 from paralab.view.page import page
-from test_predict_pipeline import MODEL, NAMES, cluster, plan_of
+from test_predict import MODEL as SMALL
+from test_predict import NAMES, cluster, plan_of
+
+MODEL = SMALL.replace(layers=5)
 
 COMPUTED = {"forward", "backward", "backward, input half", "backward, weight half"}
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import paralab as pl
-from paralab.records import metrics
 from paralab.view import stage_stretches, stage_time
 
 LINK = pl.Link(alpha=1e-5, bandwidth=1e10)
@@ -43,7 +42,9 @@ def test_no_second_of_a_rank_is_lost_and_none_counted_twice(settings, detail):
         for kind in ("forward", "backward", "weight_grad", "optimizer"):
             told = float(mine[kind].sum()) if kind in mine else 0.0
             assert told == pytest.approx(here["cost"][here["kind"] == kind].sum(), rel=1e-9)
-    inside = detail == "actions" and report.plan.tp > 1  # in full, calls have boxes of their own
+    # In full, calls have boxes of their own; what is computed again waits for its gradient inside.
+    plan = report.plan
+    inside = detail == "actions" and (plan.tp > 1 or plan.recompute == "full")
     assert (table["within"].sum() > 0.01 * steps.max()) == inside
 
 
@@ -124,17 +125,3 @@ def test_what_is_not_there_is_refused():
     bare = pl.report.Report(clock="predicted", model=MODEL, plan=report.plan)
     with pytest.raises(ValueError, match="no steps"):
         stage_time(bare)
-
-
-def test_idle_is_what_the_timeline_says_where_one_pipeline_is_slower_than_another():
-    """Of nodes of four: ranks 0 and 3 are on one, 1 and 4 are not."""
-    slow = CLUSTER.replace(nodes=2, devices_per_node=4, inter=pl.Link(alpha=2e-3, bandwidth=2e7))
-    plan = pl.Plan(dp=3, pp=2, microbatches=6, microbatch_size=1)
-    report = pl.predict(MODEL, plan, slow, steps=1, detail="calls")
-    parts = metrics.pipeline_parts(report, 0)
-    lasts = {rank: end - start for rank, (start, end, _) in parts.items()}
-    assert max(lasts[0], lasts[3]) < 0.9 * max(lasts.values())
-    for ranks in ([0, 3], [1, 4]):
-        drawn = stage_time(report, ranks=ranks), report.timeline(ranks=ranks, ideal=False)
-        texts = [[note.text for note in chart.layout.annotations] for chart in drawn]
-        assert texts[0] == texts[1] and len(texts[0]) == 3

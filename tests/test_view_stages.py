@@ -101,7 +101,7 @@ def test_what_does_not_fit_says_so_with_the_numbers():
     report = predicted(dp=2, microbatch_size=8)
     peak = theme.scaled(report.peak_memory, "B")
     assert report.peak_memory > 10**6
-    assert f"needs {peak}: " in stage_memory(report).finding
+    assert f"needs {peak} of 1 MB: " in stage_memory(report).finding
     assert stage_memory(report).finding.endswith("it does not fit")
     said = stage_bars.fits(report)
     assert said.startswith(f"It does not fit: a device of stage 0 needs {peak} and has 1 MB")

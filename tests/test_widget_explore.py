@@ -350,7 +350,6 @@ def test_predicting_drawing_and_exploring_need_no_torch(tmp_path, monkeypatch):
 @pytest.mark.parametrize("model, cluster", [
     (MODEL.replace(layers=1), CLUSTER),
     (MODEL, CLUSTER.replace(devices_per_node=2)),
-    (MODEL.replace(frozen=("embedding",)), CLUSTER),
 ])  # fmt: skip
 def test_without_a_plan_it_begins_with_one_that_can_be(model, cluster):
     bench = pl.explore(model, cluster=cluster)

@@ -10,7 +10,6 @@ from statistics import median
 import pytest
 
 import paralab as pl
-from paralab.theory import memory
 from paralab.view import theme, widget_tensor
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.widgets import tensor
@@ -54,14 +53,14 @@ def test_every_knob_moves_the_picture(bench):
     (4, ["1d", "2d"]), (8, ["1d", "2.5d", "3d"]), (16, ["1d", "2d"]),
     (64, ["1d", "2d", "2.5d", "3d"]),
 ])  # fmt: skip
-def test_a_bar_for_every_mode_that_there_is_with_the_formulas_fuller_moment(bench, ranks, modes):
+def test_a_bar_for_every_mode_that_there_is_with_its_predicted_peak(bench, ranks, modes):
     bench.set(ranks=ranks, tokens=2048, hidden=512)
     drawn = bars(bench)
     assert list(drawn) == [MODE_NAME[mode] for mode in modes]
     for mode in modes:
         plan = bench.plan_of(bench.values, mode)
-        moments = memory.moments(bench.model_of(bench.values), plan)
-        assert drawn[MODE_NAME[mode]] == max(sum(parts.values()) for parts in moments.values())
+        peak = pl.program(bench.model_of(bench.values), plan).peak()
+        assert drawn[MODE_NAME[mode]] == sum(peak.values())
     assert [row[0] for row in numbers(bench)[1:]] == [f"{MODE_NAME[m]}, predicted" for m in modes]
 
 

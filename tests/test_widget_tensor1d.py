@@ -9,7 +9,6 @@ from statistics import median
 import pytest
 
 import paralab as pl
-from paralab.theory import memory
 from paralab.view import theme, widget_tensor1d
 from paralab.view.widgets import tensor1d
 
@@ -49,16 +48,15 @@ def test_every_knob_moves_the_picture(bench):
 
 @pytest.mark.parametrize("sequence", ["whole", "parts"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_table_has_the_formulas_bytes_of_one_device_and_of_t(bench, ranks, sequence):
+def test_the_table_has_the_programs_bytes_of_one_device_and_of_t(bench, ranks, sequence):
     bench.set(ranks=ranks, sequence=sequence)
     alone, chosen = numbers(bench)
     called = f"t={ranks}{' with sequence parallelism' if sequence == 'parts' else ''}, predicted"
     assert (alone["clock"], chosen["clock"]) == ("1 device, predicted", called)
     for row, plan in ((alone, PLAN.replace(tp=1)), (chosen, bench.plan_of(bench.values))):
-        moments = memory.moments(MODEL, plan).values()
+        most = pl.program(MODEL, plan).most()
         for category in ("parameters", "activations"):
-            most = max(parts.get(category, 0) for parts in moments)
-            assert row[category] == theme.scaled(most, "B")
+            assert row[category] == theme.scaled(most[category], "B")
     expect = pl.predict(MODEL, bench.plan_of(bench.values), CLUSTER, steps=1)
     assert chosen["sent per rank"] == theme.scaled(float(expect.traffic()["bytes"].mean()), "B")
     assert chosen["time per step"] == f"{1e3 * expect.step_time:.1f} ms"

@@ -9,7 +9,6 @@ from statistics import median
 import pytest
 
 import paralab as pl
-from paralab.theory import memory
 from paralab.theory.zero import volume
 from paralab.view import theme, widget_zero
 from paralab.view.widgets import zero
@@ -56,14 +55,13 @@ def test_every_knob_moves_the_picture(bench):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_four_bars_are_the_formulas_fuller_moment(bench, ranks, precision):
+def test_the_four_bars_are_the_predicted_peaks(bench, ranks, precision):
     bench.set(ranks=ranks, precision=precision)
     drawn = bars(bench)
     assert list(drawn) == STAGES
     for stage, label in enumerate(STAGES):
         plan = PLAN.replace(dp=ranks, precision=precision, zero_stage=stage)
-        moments = memory.moments(MODEL, plan)
-        assert drawn[label] == max(sum(parts.values()) for parts in moments.values())
+        assert drawn[label] == sum(pl.program(MODEL, plan).peak().values())
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
@@ -129,8 +127,6 @@ def test_the_repr_says_the_settings_and_wrong_ones_are_refused():
         zero(plan=3)
     with pytest.raises(ValueError, match="pp=2.*legal: 1"):
         zero(plan=pl.Plan(pp=2))
-    with pytest.raises(ValueError, match=r"frozen=\('embedding',\)"):
-        zero(MODEL.replace(frozen=("embedding",)))
     with pytest.raises(ValueError, match="ranks=5: not on this slider"):
         zero().predict(ranks=5)
 

@@ -1,4 +1,4 @@
-"""ZeRO's figure 1, tables 1 and 2, and the formulas of FSDP and DeepSpeed, as printed."""
+"""ZeRO's figure 1, tables 1 and 2, and DeepSpeed's estimator, as printed."""
 
 from __future__ import annotations
 
@@ -52,12 +52,9 @@ def test_table_1_with_its_rounding(row):
 def test_table_2_multiplies_its_first_row(row):
     mp, *printed = (float(number) for number in row.split())
     for stage, billions in enumerate(printed):
-        first = zero.largest_model(32e9, 64, stage) / 1e9
-        assert mp * round(first, 1) == pytest.approx(ROUNDED.get(billions, billions), rel=1e-12)
-        exact = zero.largest_model(32e9, 64, stage, model_parallel=int(mp)) / 1e9
-        assert exact == pytest.approx(ROUNDED.get(billions, billions), rel=0.006)
-    assert zero.largest_model(32e9, 64, 1) / 1e9 == pytest.approx(7.6418, abs=5e-5)
-    assert zero.largest_model(32e9, 64, 2) / 1e9 == pytest.approx(14.4225, abs=5e-5)
+        largest = 32e9 / zero.bytes_per_device(1e9, 64, stage)
+        assert mp * round(largest, 1) == pytest.approx(ROUNDED.get(billions, billions), rel=1e-12)
+        assert mp * largest == pytest.approx(ROUNDED.get(billions, billions), rel=0.006)
 
 
 def test_the_first_stage_to_fit_32_gb_is_the_bold_one():
@@ -95,25 +92,11 @@ def test_sharing_inside_a_node_sends_a_shards_gradients_between_nodes():
         zero.hybrid_elements_sent(8000, 8, 4, 0)
 
 
-# Zhao+ 2023, PyTorch FSDP, arXiv:2304.11277, sec. 3.2 and 4.4
-def test_fsdp_formulas():
-    assert zero.fsdp_peak_parameters([100, 300, 200], 4) == 600 / 4 + 300
-    mixed = zero.fsdp_peak_parameters([100, 300, 200], 4, kept=4, computed=2)
-    assert mixed == 4 * 150 + 2 * 300
-    assert zero.fsdp_padding([8, 9, 13], 4) == 0 + 3 + 3
-    sent = [zero.fsdp_cross_host(1e9, 16, 8, kind) for kind in ("none", "full", "hybrid")]
-    assert sent == pytest.approx([2e9 * 15 / 16, 3e9 * 15 / 16, 2e9 * 15 / (8 * 16)])
-    # what two replicas of shards of an eighth really send each other
-    assert zero.hybrid_elements_sent(1e9, 8, 2, 3)["replica"] == 2 * 1e9 / 8 / 2
-
-
-# deepspeedai/DeepSpeed, deepspeed/runtime/zero/{stage_1_and_2,stage3}.py at edaa7221: P parameters,
+# deepspeedai/DeepSpeed, deepspeed/runtime/zero/stage3.py at edaa7221: P parameters,
 # L of the largest layer, N devices, n of them per node; (GPU bytes, CPU bytes).
-def test_deepspeed_estimators():
+def test_deepspeeds_estimator():
     p, large, big_n, n = 1_000_000, 20_000, 16, 8
     nodes, common = 2, {"devices": 16, "per_node": 8}
-    assert zero.deepspeed_zero2(p, offload=True, **common) == (2 * p, 1.5 * p * 64)
-    assert zero.deepspeed_zero2(p, **common) == (2 * p + 18 * p / big_n, 1.5 * p * 4 * n)
     expected = {
         ("all", True): (4 * large, 1.5 * 18 * p / nodes),
         ("all", False): (4 * large, 1.5 * p * max(4 * n, 18 / nodes)),

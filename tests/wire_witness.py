@@ -54,8 +54,8 @@ def ops_of(n: int) -> tuple[str, ...]:
 def program(context, gate, payload: int) -> list[int]:
     """Each op between gates, then training steps; returns this rank's ledger bytes by op."""
     from paralab.comm import Group
+    from paralab.interpret.train import Trainer
     from paralab.observe.recorder import Recorder
-    from paralab.train import Trainer
 
     n = context.world_size
     recorder = Recorder(rank=context.rank, world_size=n)

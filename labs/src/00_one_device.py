@@ -12,7 +12,7 @@
 # does training run out of memory?»*
 #
 # Ten minutes from now you can answer that to the byte: you train a small GPT for real, see what one
-# step does, find out what every byte is for by asking the tensors themselves, and scale the answer
+# step does, find out what every byte is for by watching tensors come and go, and scale the answer
 # up to a trillion parameters. Run the cells from top to bottom (Shift+Enter).
 
 # %%
@@ -46,7 +46,7 @@ report
 report.timeline()
 
 # %% [markdown]
-# Every training step has these three acts. **Forward** computes the loss and puts away what
+# Every training step has these three acts. **Forward** computes the loss and saves what
 # backward will need. **Backward** uses that up and leaves a gradient for every parameter. The
 # **optimizer** turns gradients into new weights.
 #
@@ -66,56 +66,62 @@ print(f"backward took {seconds['backward'] / seconds['forward']:.1f} times as lo
 
 # %% [markdown]
 # ## What is every byte for?
-# Ask the tensors. One rank makes a step and adds up what it finds in memory: the model's
-# parameters, what autograd has put away for backward, the gradients, the optimizer's state. Beside
-# it is what a formula says.
+# A ledger notes every tensor of a rank when it comes and when it goes, and what it is for. Here is,
+# for each category, the most that was alive at any moment of a step. Next to it is what the
+# **program** says: the list of instructions that the plan is compiled to, which names every tensor
+# before anything runs. `most()` reads the same maximum off this list.
 
 # %%
-from paralab.observe.anatomy import anatomy
+import pandas as pd
 
-parts = anatomy(model, microbatch_size=8)
+program = pl.program(model, pl.Plan(microbatch_size=8))
+parts = pd.DataFrame({
+    "measured (B)": report.memory.groupby("category")["bytes"].max(),
+    "program (B)": program.most(),
+}).fillna(0).astype(int)  # fmt: skip
+parts["measured, bytes per parameter"] = (parts["measured (B)"] / model.num_params).round(1)
 parts
 
 # %%
-states = parts.drop("activations")
-guess.reveal(round(states.bytes.sum() / model.num_params))
+states = parts.loc[["parameters", "gradients", "optimizer"], "measured (B)"]
+guess.reveal(round(states.sum() / model.num_params))
 
 # %% [markdown]
 # Sixteen, four times what the weights alone take: the weight (4), its gradient (4), and AdamW's two
 # moments, running means of the gradient and of its square (4 + 4). These are the **model states**.
 # They depend on the number of parameters Ψ and on the recipe, and on nothing else.
 #
-# The **activations** are another matter:
+# The **activations**, what forward saves for backward, are another matter. (**Workspace** is what
+# an operation needs for a moment. The **buffers** are a constant here: for each token, which others
+# come after it. **Other** is a few bytes, such as the loss.)
 
 # %%
 from paralab import view
 
 view.bytes_bars(
     {
-        "read off the tensors": parts.bytes.to_dict(),
-        "by formula": parts.formula_bytes.to_dict(),
+        "measured": parts["measured (B)"].to_dict(),
+        "program": parts["program (B)"].to_dict(),
     },
     title="What a step makes: activations outweigh the model",
 )
 
 # %% [markdown]
-# The four are not all there at once: backward uses activations up while gradients appear. So the
-# peak is less than this bar; lab 06 watches it.
+# They are not all there at once: backward uses activations up while gradients appear. So the peak
+# is less than this bar; lab 06 watches it.
 #
 # ## Turn the knobs
 # What happens to either when something doubles? States follow the number of parameters, activations
-# follow the tokens that are under way.
+# follow the tokens that are in flight.
+
 
 # %%
-import pandas as pd
-
-from paralab.theory import memory
-
-
 def doubled(batch=8, **changes):
-    changed = model.replace(**changes)
-    kept = sum(memory.state_bytes(changed, pl.Plan()).values())
-    return {"model states": kept, "activations": memory.activation_bytes(changed, batch)}
+    program = pl.program(model.replace(**changes), pl.Plan(microbatch_size=batch))
+    return {
+        "model states": sum(program.states().values()),
+        "activations": program.most()["activations"],
+    }
 
 
 as_it_is = doubled()
@@ -194,34 +200,27 @@ view.bytes_bars(
 # ## Break it
 # Gradient accumulation is how a large batch is trained on a device that holds a small one: several
 # micro-batches, one after the other, and their gradients add up. Both functions below do that, and
-# their gradients agree (the cell compares one tensor's). But one of the functions saves next to
-# nothing.
+# their gradients agree (the cell compares one tensor's). But one of the functions saves next to no
+# memory. (`pl.reference` has the GPT and its batches in plain PyTorch; `pl.trace` runs a function
+# on real processes and can watch their memory.)
 
 
 # %%
 def one_backward_at_the_end(group, spec, microbatches):
-    import torch
-
-    from paralab.model import GPT
-
     device = group.context.device
-    gpt = GPT(spec).to(device)
-    tokens = torch.arange(8 * spec.seq_len, device=device).view(8, spec.seq_len) % spec.vocab
-    loss = sum(gpt(tokens, tokens.flip(0)) for _ in range(microbatches))
+    gpt = pl.reference.GPT(spec).to(device)
+    [batch] = pl.reference.batches(spec, step=0, microbatch_size=8, device=device)
+    loss = sum(gpt(*batch) for _ in range(microbatches))
     loss.backward()
     return gpt.head.norm.weight.grad
 
 
 def backward_each_time(group, spec, microbatches):
-    import torch
-
-    from paralab.model import GPT
-
     device = group.context.device
-    gpt = GPT(spec).to(device)
-    tokens = torch.arange(8 * spec.seq_len, device=device).view(8, spec.seq_len) % spec.vocab
+    gpt = pl.reference.GPT(spec).to(device)
+    [batch] = pl.reference.batches(spec, step=0, microbatch_size=8, device=device)
     for _ in range(microbatches):
-        gpt(tokens, tokens.flip(0)).backward()
+        gpt(*batch).backward()
     return gpt.head.norm.weight.grad
 
 
@@ -300,7 +299,7 @@ exercise.check(states_by_sum, devices_by_whole_numbers)
 # %% [markdown]
 # ## On your GPUs
 # The same cells run there as they are: `pl.run` takes the GPU where there is one, and the timeline
-# is device time. (`anatomy` counts on the CPU wherever it runs: states are the same to the byte.)
+# is device time. The ledger counts there too, and states are the same to the byte.
 #
 # ## Read on
 # * Rajbhandari and others 2020, [ZeRO](https://arxiv.org/abs/1910.02054), sec. 3.1 (what the
@@ -310,5 +309,6 @@ exercise.check(states_by_sum, devices_by_whole_numbers)
 # * Korthikanti and others 2022,
 #   [Reducing activation recomputation](https://arxiv.org/abs/2205.05198), eq. 1: the activations of
 #   one block.
-# * In the package: `paralab/theory/needs.py` and `memory.py` are the formulas, `observe/anatomy.py`
-#   asks the tensors. Next: [lab 01](01_collectives.ipynb).
+# * In the package: `paralab/theory/needs.py` has the recipes, `paralab/observe/ledger.py` counts
+#   what is alive, `paralab/interpret/memory.py` reads it off the program. Next:
+#   [lab 01](01_collectives.ipynb).

@@ -12,7 +12,10 @@
 # what does it cost, and is it still the same training?»*
 #
 # Data parallelism is the simplest way to split the work: every rank holds the whole model and
-# trains on its own share of the batch. Here is all of it, by hand, in a dozen lines.
+# trains on its own part of the batch. Here is all of it, by hand, in one function. `pl.reference`
+# is a GPT in plain PyTorch on one process, with its batches and its optimizer. `pl.trace` (lab 01)
+# runs the function on four real processes; `group` knows all of them, and `group.index` is a rank's
+# number.
 
 
 # %%
@@ -28,19 +31,14 @@ model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
 def by_hand(group, optimizer, lr, steps, divide=True):
     from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-    from paralab.data import Corpus
-    from paralab.model import GPT
-    from paralab.train import load_batches, make_optimizer, to_device
-
-    device = group.context.device
-    gpt = GPT(model).to(device)  # the same first weights on every rank
+    mine = {"rank": group.index, "ranks": group.size, "device": group.context.device}
+    gpt = pl.reference.GPT(model).to(mine["device"])  # the same first weights on every rank
     parameters = list(gpt.parameters())
-    update = make_optimizer(parameters, optimizer, lr)
-    plan, corpus = pl.Plan(dp=group.size, microbatch_size=4), Corpus()
+    update = pl.reference.optimizer(parameters, optimizer, lr)
     losses = []
     for step in range(steps):
-        batch = load_batches(corpus, model, plan, step=step, rank=group.index, seed=0)[0]
-        loss = gpt(*to_device(batch, device))
+        [(tokens, targets)] = pl.reference.batches(model, step=step, microbatch_size=4, **mine)
+        loss = gpt(tokens, targets)
         loss.backward()
         gradients = [parameter.grad for parameter in parameters]
         flat = parameters_to_vector(gradients)  # all of them, one after the other
@@ -58,12 +56,12 @@ losses = np.mean(pl.trace(by_hand, ranks=4, args=("adamw", 1e-3, 8)).results, ax
 print("it learns:", losses[-1] < losses[0] - 0.5)
 
 # %% [markdown]
-# Every rank comes out of backward with another gradient, because it saw other text. The all-reduce
-# of lab 01 gives all of them the sum, and so the mean. All take the same step, and stay equal for
-# ever.
+# Every rank comes out of backward with a different gradient, because it saw different text. The
+# all-reduce of lab 01 gives every rank the sum, and the division gives the mean. So all ranks make
+# the same update, and their weights stay equal.
 #
 # ## Commit to a guess
-# What does that cost on the wire?
+# How much does a rank send over the network for that?
 
 # %%
 print(f"{model.num_params:,} parameters: one copy of the gradients is "
@@ -73,7 +71,11 @@ guess
 
 # %% [markdown]
 # ## Run it
-# Four real processes. `Plan` says how the step is split.
+# Four real processes. `Plan` says how the step is split: `dp=4` is the number of data-parallel
+# ranks, and each takes `microbatch_size=4` samples. Gradients travel in *buckets*, several in one
+# message: a bucket is closed when it holds `bucket_bytes` bytes. The `Link` has the α and the
+# bandwidth of lab 01. It belongs to a `Cluster` of devices that you do not have, for the picture
+# below.
 
 # %%
 plan = pl.Plan(dp=4, microbatch_size=4, bucket_bytes=2**20)
@@ -86,20 +88,23 @@ report
 
 # %% [markdown]
 # ## See it
-# One row per rank: what it computed, and under it what was on the wire. Grey is a rank that waits.
-# Most likely your machine has fewer cores than four ranks want, and then the wall clock mostly
-# shows ranks waiting for a core. So this is your run *replayed*: each piece of work takes the
-# processor time it really took, on a device of its own, and links carry 0.6 GB/s.
+# One row per rank: what it computed, and below it what it had in flight on the network. Grey is a
+# rank that waits. Most likely your machine has fewer cores than four ranks need, and then the wall
+# clock mostly shows ranks waiting for a core. So this is your run *replayed*: each piece of work
+# takes the processor time that it really took, on a device of its own, and links carry 0.6 GB/s.
 
 # %% tags=["measured", "readme-picture"]
 report.replay(devices).timeline()
 
 # %% [markdown]
-# The gradients leave in buckets while backward is still running (that is why backward is cut into
-# pieces), so part of the traffic costs no time; the title says how much. The last bucket has
-# nothing left to hide behind.
+# The gradients leave in buckets while backward is still running, so part of the traffic costs no
+# time; the title says how much. (That is why backward is cut into pieces: one ends wherever a
+# bucket is complete.) The last bucket is complete only when backward is over. Then only the
+# optimizer's work on the other buckets can hide it.
 #
 # ## Count it
+# The ring all-reduce of lab 01 makes each of N ranks send 2(N−1)/N times the tensor. Here the
+# tensor is the gradients: Ψ parameters of 4 bytes each.
 
 # %%
 N, psi = plan.dp, model.num_params
@@ -110,7 +115,7 @@ print(f"recorded   : {sent_mb[0]:.3f} MB per rank and step")
 guess.reveal(round(sent_mb[0], 1))
 
 # %% [markdown]
-# Not N copies, and not even two, however many ranks there are:
+# A rank sends less than two copies of the gradients, however many ranks there are:
 
 # %%
 rows = []
@@ -128,17 +133,19 @@ report.traffic_chart()
 
 # %% [markdown]
 # ## Every single call
-# A summary of all traffic by what it is for, and every call by name, size and group, is what people
-# [wish they had](https://github.com/traceopt-ai/traceml/issues/145), and as [raw
+# People [wish](https://github.com/traceopt-ai/traceml/issues/145) for a summary of all traffic by
+# its purpose and for a list of every call with its size and its group, and they want it as [raw
 # data](https://github.com/deepspeedai/DeepSpeed/issues/7403). `report.collectives` has one row for
-# every call of every rank and step. Those of rank 0 in step 3, one by one:
+# every call of every rank and step. `axis` is the kind of parallelism that the call serves, `phase`
+# is its purpose, `payload_bytes` is the size of the tensor, and `wire_bytes` is what the rank
+# sends. The calls of rank 0 in step 3:
 
 # %%
 calls = report.collectives.query("step == 3 and rank == 0")
 calls[["call", "op", "axis", "ranks", "phase", "payload_bytes", "wire_bytes"]].set_index("call")
 
 # %% [markdown]
-# Summed up by what they are for:
+# The same calls, added up by their purpose:
 
 # %%
 calls.groupby(["axis", "phase", "op"]).agg(
@@ -146,22 +153,26 @@ calls.groupby(["axis", "phase", "op"]).agg(
 )
 
 # %% [markdown]
-# And what else rank 0 took part in, in all steps:
+# Rank 0 took part in one more call. Here is everything, in all steps, that is not a sum of
+# gradients:
 
 # %%
 setup = report.collectives.query("rank == 0 and phase != 'grad_sync'")
 setup[["step", "op", "axis", "phase", "payload_bytes", "wire_bytes"]].drop_duplicates()
 
 # %% [markdown]
-# When a log shows [small collectives that nobody
-# ordered](https://github.com/pytorch/torchtitan/issues/1369), this is how to tell them apart: each
-# row says which axis of the plan it served and what for. Here the one small call is a handshake
-# before the first step: do all ranks have the same settings and the same text?
+# When a log shows [small collectives whose purpose is not
+# clear](https://github.com/pytorch/torchtitan/issues/1369), this table tells them apart: each row
+# says which axis of the plan the call served and for what. Here the one small call is a handshake
+# before the first step. In it the ranks check that all of them have the same settings and the same
+# text.
 #
 # ## Three ways to send the same bytes
-# `naive` sends every parameter's gradient by itself, after backward (the loop by hand sent all of
-# them in one). `bucketed` packs gradients into a few large buffers first. `overlapped` sends each
-# buffer as soon as it is full, while backward computes the rest. The same link for all three:
+# `naive` sends the gradient of every parameter in a call of its own, after backward. (The function
+# `by_hand` sent all gradients in one call.) `bucketed` collects the gradients in a few large
+# buffers and sends each buffer in one call, also after backward. `overlapped` sends each buffer as
+# soon as it is full, while backward computes the rest. First the bytes of the three forms, then
+# their time on the same link:
 
 # %%
 forms = {
@@ -186,12 +197,15 @@ for form, replayed in replays.items():
           f"{summary['waiting']:5.1f} ms")  # fmt: skip
 
 # %% [markdown]
-# The same bytes three times. Buckets save α, once per parameter; overlap hides most of the rest
-# behind work that has to be done anyway. What the last bucket takes stays.
+# All three forms send the same bytes. Buckets pay α once per bucket instead of once per parameter.
+# (The replay charges α once per call; the ring of lab 01 pays it in each of its steps.) Overlap
+# hides most of the rest behind work that has to be done anyway. What remains is the traffic of the
+# last buckets, which are complete when backward is nearly over.
 #
 # ## Theory, replay, wall clock
 # `predict` returns the same kind of report as `run`, from formulas and a short measurement of this
-# machine. Three clocks side by side, and a sentence on every gap:
+# machine. `compare` puts three clocks next to each other, with a sentence on every gap. Prediction
+# and replay use the links of this machine here (the cluster `local`), not the 0.6 GB/s above:
 
 # %% tags=["measured"]
 expect = pl.predict(model, plan)
@@ -203,15 +217,17 @@ view.timelines(
 )
 
 # %% [markdown]
-# Which one answers your question? *What would four devices do?* The replay. *What did this machine
-# do?* The wall clock. *What will a machine do that I do not have?* The prediction, and the table
-# says how far to trust it.
+# Which clock answers your question? *What would four devices do?* The replay says it. *What did
+# this machine do?* The wall clock says it. *What will a machine do that I do not have?* The
+# prediction says it, and the table says how far to trust it.
 #
 # ## When overlap cannot help
-# «[My collectives do not overlap](https://github.com/deepspeedai/DeepSpeed/issues/5047), why?»
-# Overlap hides traffic behind backward. So it fails when there is less backward than traffic: on a
-# slow link, with a small batch, with a bucket as large as the model. The same run, on slower and
-# slower links:
+# People ask [why their collectives do not
+# overlap](https://github.com/deepspeedai/DeepSpeed/issues/5047). Overlap hides traffic behind
+# backward. So it fails when there is less backward than traffic: on a slow link, with a small
+# batch, or with a bucket as large as the model. The same run is replayed below on slower and slower
+# links. (*Hidden* counts only the traffic under forward and backward. A rank can also update other
+# buckets while a sum is in flight, so it may wait for nothing although less than 100 % is hidden.)
 
 # %% tags=["measured"]
 rows = []
@@ -227,8 +243,8 @@ for bandwidth in (8e9, 2e9, 5e8, 1.25e8):
 pd.DataFrame(rows).set_index("GB/s").round(1)
 
 # %% [markdown]
-# Find the best bucket yourself: tiny ones pay α too often, one huge one starts too late. *Run it*
-# starts the real ranks.
+# Find the best bucket size yourself: tiny buckets pay α too often, and one huge bucket starts too
+# late. *Run it* starts the real ranks.
 
 # %%
 pl.view.widgets.data_parallel(model, plan)
@@ -246,8 +262,9 @@ for size in (2**14, 2**17, 2**20, 2**23):
 
 # %% [markdown]
 # ## Is it the same training?
-# One process, with the four quarters of the batch one after the other: the same samples, the same
-# first weights. Plain SGD, because it hides nothing:
+# One process computes the four quarters of the batch one after the other: the same samples, the
+# same first weights. The optimizer is plain SGD, because a wrong gradient shows in its weights at
+# once; the next section has an optimizer that hides one.
 
 # %%
 proof = {"optimizer": "sgd", "lr": 0.1, "steps": 3, "keep_state": True, "progress": False}
@@ -262,7 +279,7 @@ for what in ("gradients", "weights"):
 # %% [markdown]
 # ## Break it
 # Leave out one line, the division by N. Every gradient is now four times too large. What do you
-# expect the loss to do?
+# expect the loss to do? (The loss is in nats per token: cross-entropy with the natural logarithm.)
 
 # %% tags=["measured"]
 curves = {}
@@ -285,16 +302,16 @@ said = ", ".join(f"{worst:.2f} nats under {name}" for name, worst in apart.items
 view.losses(named, title=f"Without the division losses differ by up to {said}")
 
 # %% [markdown]
-# Adam divides by the size of the gradient, so it does not see the factor at all: the curve is the
-# same, and the bug lives on until somebody changes the optimizer or clips by norm. A loss curve
-# under Adam proves nothing. Equality with one process does, and that is how every paradigm in this
-# kit is tested.
+# Adam divides by the size of the gradient, so a factor cancels: the curve is the same, and the bug
+# stays unnoticed until the optimizer is changed or gradients are clipped by their norm. A loss
+# curve under Adam therefore does not prove that the gradients are right. Equality with one process
+# does prove it, and every form of parallelism in this library is tested that way.
 #
 # ## Does it scale?
-# *Strong scaling*: the same total batch on more ranks, so each has less to do but as much to say.
-# *Weak scaling*: the same batch per rank, so the total grows. Real runs on 1, 2, 4 and 8 ranks; up
-# to the number of cores the wall clock is honest, beyond it the replay is what devices of their own
-# would do.
+# *Strong scaling*: the same total batch on more ranks, so each rank computes less but sends about
+# as much. *Weak scaling*: the same batch per rank, so the total batch grows. These are real runs on
+# 1, 2, 4 and 8 ranks. Up to the number of cores the wall clock is shown as well; beyond that only
+# the replay says what devices of their own would do.
 
 # %% tags=["measured"]
 from paralab.cluster import available_cores
@@ -318,16 +335,20 @@ for kind, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
 view.scaling(rows)
 
 # %% [markdown]
-# Weak scaling keeps more of the ideal, because the gradients do not grow with the number of
-# samples. Strong scaling bends: at eight ranks each has two samples left to hide as many bytes
-# behind. That is the limit of data parallelism in time. Its limit in memory is plainer: every rank
+# Weak scaling keeps more of the ideal: each rank computes as long as before, and the bytes of the
+# gradients do not depend on the number of samples. Strong scaling falls further below the ideal: at
+# eight ranks each rank has only two samples, so there is little backward to hide the same bytes
+# behind. That is the limit of data parallelism in time. It has a limit in memory, too: every rank
 # still holds the whole model (lab 00).
 #
-# ## Your turn
-# Write the sync yourself: pack gradients into buckets, send each while backward goes on, wait at
-# the end. `Plan` takes your class in place of a name, so it runs in the real trainer. The checker
-# holds gradients and weights against one process, counts bytes, and times the step on a stated
-# link; only buckets *and* overlap together are fast enough.
+# ## Your turn: overlap with hooks, as PyTorch does it
+# PyTorch does not know beforehand in which order backward completes the gradients. So its
+# `DistributedDataParallel` (DDP) registers a *hook* with autograd for every parameter, and autograd
+# calls the hook when the gradient is complete. Write the class that these hooks drive: it packs
+# gradients into buckets, sends each bucket while backward goes on, and waits at the end. The
+# checker trains the reference GPT with your class, compares gradients and weights with one process,
+# counts bytes, and simulates the time of a step with given costs. Only buckets *and* overlap
+# together are fast enough.
 
 # %%
 exercise = pl.exercises.gradient_sync
@@ -394,28 +415,168 @@ exercise.check(MySync)
 # Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
 
 # %% [markdown] tags=["solution-only"]
-# ## Another answer
-# A subclass of the kit's own: what changes from bucketed to overlapped is *when* a bucket leaves,
-# and nothing else. That is `Overlapped` in `paralab/parallel/data_parallel.py`, and it passes too.
+# The answer works because `all_reduce` returns at once: the link is busy with one bucket while
+# backward fills the next. The common mistakes are a last bucket that is never sent because it is
+# never full, a `wait()` in `grad_ready`, which stops backward, and a list that `reset()` does not
+# empty.
+#
+# ## Another answer: gradients that are views of their bucket
+# Parameters are assigned to buckets once, before the first step, and each bucket has a buffer. A
+# gradient is copied into the buffer when it is complete, and from then on `parameter.grad` is a
+# view of the buffer. So nothing is unpacked after the sum. DDP does the same with
+# `gradient_as_bucket_view=True`.
 
 
 # %% tags=["solution-only"]
-def the_kits_own(parameters, *, group, bucket_bytes):
-    from paralab.parallel.data_parallel import Overlapped
+class SyncViews:
+    def __init__(self, parameters, *, group, bucket_bytes):
+        self.parameters, self.group = parameters, group
+        buckets, self.place = [[]], {}
+        for parameter in reversed(parameters):  # backward completes the last one first
+            if sum(p.nbytes for p in buckets[-1]) >= bucket_bytes:
+                buckets.append([])
+            buckets[-1].append(parameter)
+        self.sizes = [len(bucket) for bucket in buckets]
+        self.flats = [b[0].new_zeros(sum(p.numel() for p in b)) for b in buckets]
+        for number, bucket in enumerate(buckets):
+            parts = self.flats[number].split([p.numel() for p in bucket])
+            for p, part in zip(bucket, parts, strict=True):
+                self.place[p] = number, part.view_as(p)
+        self.reset()
 
-    return Overlapped(parameters, group=group, bucket_bytes=bucket_bytes)
+    def reset(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.missing, self.calls = list(self.sizes), []
+
+    def grad_ready(self, parameter):
+        number, view = self.place[parameter]
+        parameter.grad = view.copy_(parameter.grad)
+        self.missing[number] -= 1
+        if not self.missing[number]:
+            self.calls.append(self.group.all_reduce(self.flats[number]))
+
+    def finish(self):
+        for call in self.calls:
+            call.wait()
 
 
-exercise.check(the_kits_own)
+exercise.check(SyncViews)
+
+# %% [markdown]
+# ## The same without hooks: a plan is a list
+# `Plan(grad_sync="overlapped")` uses no hooks. This library compiles a plan to a *program*: the
+# list of everything that a rank does in a step, written before the step runs. The list shows which
+# BACKWARD is the last that adds to a bucket, and the sum of that bucket is placed right after it.
+# Below is the list without any sums. A line has a position, what is done, and the part of the
+# model; `mb 0` is the first micro-batch, here the only one. `frees` names the values whose memory
+# ends with this line: `x` is an activation between two parts, `g` is its gradient, `saved` is what
+# forward keeps for backward, and `grad` is the gradients of a bucket. A line with `×` stands for
+# several lines. The last line says what is wrong.
+
+# %%
+unsummed = pl.program(model, plan.replace(grad_sync=None))
+unsummed
+
+# %% [markdown]
+# The last line also says after which position the sum of bucket 0 may be placed (“behind position
+# 11” means after it), and the lines above it say which parameters each bucket holds. After which
+# position may the sum of bucket 3 be placed, at the earliest? The function `completed` then answers
+# this for all buckets.
+
+# %%
+first = pl.exercises.guess("first position for the sum of bucket 3", low=0, high=21, decimals=0)
+first
+
+# %%
+from paralab.programs import completed
+
+for position, buckets in sorted(completed(unsummed.code).items()):
+    print(f"behind position {position} the gradients of buckets {buckets} are complete")
+first.reveal(position)
+
+# %% [markdown]
+# Bucket 3 holds the token embedding, whose gradient is complete only when backward is over.
+# Wherever the sums are placed, no backward is left to hide this one.
+#
+# ## Your turn: the same as a pass
+# A function that takes a program and returns a changed one is called a *pass*. Each form of
+# parallelism in this library is a pass, and your pass is checked, run and predicted like the
+# built-in ones.
+
+# %%
+pass_exercise = pl.exercises.sync_pass
+pass_exercise
+
+
+# %%
+from paralab.programs import all_reduce, completed, insert
+
+
+def my_pass(program):
+    """Sum every unit's gradient over the data-parallel ranks, while backward still runs."""
+    ### BEGIN SOLUTION
+    ### STUB: raise NotImplementedError("your turn")
+    sums = {}
+    for position, units in completed(program.code).items():
+        sums[position] = [all_reduce(unit) for unit in units]
+    return program.replace(insert(program.code, sums))
+    ### END SOLUTION
+
+
+pass_exercise.check(my_pass)
+
+# %% [markdown]
+# `pass_exercise.hint()` and `pass_exercise.solution()` help here, too.
+
+# %% [markdown] tags=["solution-only"]
+# The answer works because the list already says when each gradient is complete, and because
+# `all_reduce` only begins the sum: the library derives a `WAIT` in front of the `UPDATE` that needs
+# the sum. The checks refuse some common mistakes and name them: a bucket that is never summed, or
+# that is summed after each micro-batch, so twice. Other mistakes cost time: all sums after
+# backward, or a `wait` after each call.
+#
+# ## Another answer: two halves
+# An all-reduce is a reduce-scatter followed by an all-gather (lab 01). A gather needs the result of
+# its reduce-scatter, so the rank would wait if one stood right after the other. Here each gather
+# stands one bucket later, so its reduce-scatter has had time to finish. The bytes are the same, and
+# every bucket pays α twice, once per call.
+
+
+# %% tags=["solution-only"]
+from paralab.programs import all_gather, reduce_scatter
+
+
+def in_halves(program):
+    sums, before = {}, []
+    for position, units in sorted(completed(program.code).items()):
+        sums[position] = [*map(reduce_scatter, units), *map(all_gather, before)]
+        before = units
+    sums[position] += map(all_gather, before)
+    return program.replace(insert(program.code, sums))
+
+
+pass_exercise.check(in_halves)
+
+
+# %% tags=["solution-only"]
+def halves_at_once(program):
+    sums = {}
+    for position, units in completed(program.code).items():
+        sums[position] = [call(unit) for unit in units for call in (reduce_scatter, all_gather)]
+    return program.replace(insert(program.code, sums))
+
+
+pass_exercise.check(halves_at_once)
 
 # %% [markdown]
 # ## On your GPUs
-# The same cells. With a GPU per rank the all-reduces run over NCCL on a stream of their own, and
-# the measured clock is the honest one: `report.timeline()` needs no replay. Look for the last
-# bucket, and for the width of the others under backward.
+# The same cells run there. With a GPU per rank the all-reduces run over NCCL on a stream of their
+# own, and the measured clock needs no correction: use `report.timeline()` without a replay. Look
+# for the last bucket, and see how much of the others lies under backward.
 #
 # ## Read on
 # * Li and others 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704), sec. 3.2: the same
 #   ladder, naive, bucketed, overlapped.
-# * In the package: `paralab/parallel/data_parallel.py` is all three in one file, `train.py` has the
-#   one division that makes the mean, `theory/predict.py` the same step without running it.
+# * In the package: `paralab/parallel/data_parallel.py` has the three forms, each a pass of a few
+#   lines. `pl.program(model, plan)` prints the program that a form makes.

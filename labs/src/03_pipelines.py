@@ -330,4 +330,4 @@ view.stuck(broken, name="one swap on rank 1")
 #   interleaved schedule (fig. 4). Korthikanti and others 2022, [Reducing activation
 #   recomputation](https://arxiv.org/abs/2205.05198), sec. 4.2.3: what interleaving keeps.
 # * In the package: `paralab/parallel/schedules.py` has all six on a screen each, `lowering.py` adds
-#   the messages, `pipeline.py` runs any of them, `theory/pipeline.py` simulates them.
+#   the messages, `paralab/interpret/run.py` runs any of them, `theory/pipeline.py` simulates them.

@@ -255,5 +255,5 @@ exercise.check(by_rule)
 # * Qi and others 2024, [Zero Bubble Pipeline Parallelism](https://arxiv.org/abs/2401.10241),
 #   sec. 2: ZB-H1 and ZB-H2, and table 2 with both bubbles. The DeepSeek-V3 technical report,
 #   sec. 3.2, has DualPipe.
-# * In the package: `paralab/parallel/schedules.py`, `split_backward.py` (the layer that queues its
-#   weight gradient), `theory/schedule_check.py` (the proof).
+# * In the package: `paralab/parallel/schedules.py`, `paralab/model/ops.py` (both halves of every
+#   backward), `theory/schedule_check.py` (the proof).

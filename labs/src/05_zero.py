@@ -12,9 +12,9 @@
 # than on one?»*
 #
 # Because plain data parallelism copies. After every all-reduce all ranks have the same gradients,
-# make the same update and keep the same AdamW moments: the same work, the same bytes, N times over.
-# **ZeRO** deals these bytes out. Every rank updates only its own N-th of the parameters, and then
-# all get together what each has updated. By hand, in twenty lines:
+# make the same update and keep the same AdamW moments: the same work and the same bytes, N times.
+# **ZeRO** partitions these bytes. Each of the N ranks updates only its own N-th of the parameters,
+# and then every rank gathers what the others have updated. By hand, in one function:
 
 # %%
 import numpy as np
@@ -22,7 +22,7 @@ import pandas as pd
 
 import paralab as pl
 from paralab import view
-from paralab.theory import memory, zero
+from paralab.theory import zero
 
 model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
 
@@ -31,20 +31,16 @@ def by_hand(group, steps, gather=True):
     import torch
     from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-    from paralab.data import Corpus
-    from paralab.model import GPT
-    from paralab.train import load_batches, to_device
-
     device = group.context.device
-    gpt, corpus = GPT(model).to(device), Corpus()
-    plan = pl.Plan(dp=group.size, microbatch_size=4)
+    gpt = pl.reference.GPT(model).to(device)
+    share = {"microbatch_size": 4, "rank": group.index, "ranks": group.size, "device": device}
     flat = parameters_to_vector(gpt.parameters()).detach()  # a length that 4 divides
     own = flat.chunk(group.size)[group.index].clone()  # this rank's part of the parameters ...
     update = torch.optim.AdamW([own], lr=1e-3)  # ... and the moments of that part alone
     losses = []
     for step in range(steps):
-        batch = load_batches(corpus, model, plan, step=step, rank=group.index, seed=0)[0]
-        loss = gpt(*to_device(batch, device))
+        [(tokens, targets)] = pl.reference.batches(model, step=step, **share)
+        loss = gpt(tokens, targets)
         loss.backward()
         gradients = parameters_to_vector([p.grad for p in gpt.parameters()]) / group.size
         own.grad = torch.empty_like(own)
@@ -68,10 +64,11 @@ print(f"AdamW's moments on each rank: {traced[0][1] / 1e6:.2f} MB "
       f"of the {8 * model.num_params / 1e6:.2f} MB that one device needs")  # fmt: skip
 
 # %% [markdown]
-# An all-reduce *is* a reduce-scatter and an all-gather (lab 01). ZeRO only puts the optimizer
-# between the two, so its first stage costs not one byte more. Two stages follow from the same
-# thought: who updates only a part needs only that part of the **gradients** (stage 2), and a
-# **parameter** need not be there while it is not used (stage 3).
+# An all-reduce *is* a reduce-scatter followed by an all-gather (lab 01). ZeRO only puts the
+# optimizer between the two, so its first stage sends not one byte more. Two more stages follow from
+# the same idea. A rank that updates only a part of the parameters needs only that part of the
+# **gradients** (stage 2), and a **parameter** need not be on a rank while the rank does not use it
+# (stage 3).
 #
 # ## Commit to a guess
 # Four ranks. Data parallelism needs a certain memory at its worst moment. How much of that is left
@@ -98,7 +95,8 @@ for stage in (1, 2, 3):
 
 # %% [markdown]
 # ## See it
-# One step of rank 0, four times, on one scale.
+# One step of rank 0 under each of the four plans, on one scale. The table below it has the bytes of
+# each category at the peak.
 
 # %% tags=["measured"]
 view.memory_charts(reports)
@@ -112,15 +110,71 @@ share = reports["ZeRO-3"].peak_memory / reports["data parallelism"].peak_memory
 guess.reveal(round(100 * share))
 
 # %% [markdown]
-# At rest a rank holds a quarter of the model states. At the worst moment it is more, and the rest
-# of the memory does not shrink with it: that is [what of sharded memory is really
-# sharded](https://github.com/huggingface/accelerate/issues/3474). Activations belong to a rank's
-# own samples, and ZeRO does not touch them (lab 06). And something comes and goes: gradients on
-# their way, and the parameters of the block at work.
+# At rest a rank of ZeRO-3 holds a quarter of the model states. At the worst moment it holds more,
+# and the rest of the memory does not shrink with the states. People ask [what part of the memory is
+# really sharded](https://github.com/huggingface/accelerate/issues/3474). Activations belong to a
+# rank's own samples, and ZeRO does not touch them (lab 06). Some memory comes and goes: gradients
+# on their way, and the parameters of the blocks that compute or are next.
+#
+# ## The stages as lists of instructions
+# The runs above did not execute `by_hand`. A plan is compiled to a **program** (lab 02), a list of
+# instructions for each rank, and every stage of ZeRO changes a few lines of it. The lines name the
+# values that they work on. `w` is whole parameters, and `shard` is an N-th of them. `grad` is the
+# rank's own gradient, and `gshard` is its N-th of the sum over the ranks; `part` is what one
+# micro-batch adds to that. `x`, `g` and `saved` belong to the activations, as in lab 02, and
+# `frees` says whose memory ends at a line. A bucket here is as large as the model, so there is only
+# one. First data parallelism with one micro-batch, then what the first stage changes:
+
+# %%
+names = ["data parallelism", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+programs = {
+    name: pl.program(model, pl.Plan(dp=4, zero_stage=stage)) for stage, name in enumerate(names)
+}
+programs["data parallelism"]
+
+# %%
+programs["data parallelism"].diff(programs["ZeRO-1"])
+
+# %% [markdown]
+# A line with `-` is left out, a line with `+` is new, and a line with `~` (further down) is
+# changed. The all-reduce has become a reduce-scatter and an all-gather, each with the same payload,
+# and an all-reduce sends as much as both of them. The update stands between the two and changes
+# only an N-th of the parameters.
+#
+# Stage 3 keeps parameters in N parts and gathers a unit only where it is needed. This model has
+# six units: the embedding, four blocks and the head. How many all-gathers are there in its step?
+
+# %%
+gathers = pl.exercises.guess("all-gathers in one step of ZeRO-3", low=0, high=24, unit="calls",
+                             decimals=0)  # fmt: skip
+gathers
+
+# %%
+programs["ZeRO-3"]
+
+# %%
+gathers.reveal(len(programs["ZeRO-3"].filter(op="all_gather")))
+
+# %% [markdown]
+# Read the lines of one block. Its parameters are requested while the block before it computes, they
+# must have arrived at WAIT, and FORWARD frees them (`frees w`). They are gathered again before
+# BACKWARD, which frees them again. Then the reduce-scatter of the gradient begins at once, and KEEP
+# turns its result (`part`) into `gshard`. (The head uses the matrix of the embedding, too, so in
+# forward the embedding is not freed before the head is done.) Everything in which stage 3 differs
+# from stage 2:
+
+# %%
+programs["ZeRO-2"].diff(programs["ZeRO-3"])
+
+# %% [markdown]
+# Stage 3 gathers the parameters twice, before FORWARD and before BACKWARD, where stage 2 gathers
+# them once, after the update. With one micro-batch it sends 3Ψ in place of 2Ψ. (Both times
+# (N−1)/N, on each of the N ranks.) Every gathered copy is freed after its use.
 #
 # ## Three prices: memory, traffic, time
-# The formulas, in Ψ (parameters) per rank, beside what these runs did. The replay gives every rank
-# a device of its own and all of them the same link.
+# The formulas stand next to what these runs did: bytes of model states per parameter, and elements
+# sent per rank in units of Ψ, the number of parameters. The replay gives every rank a device of
+# its own and all of them the same link.
 
 # %% tags=["measured"]
 STATES = ["parameters", "gradients", "optimizer"]
@@ -143,14 +197,16 @@ for stage, (name, report) in enumerate(reports.items()):
 pd.DataFrame(rows).set_index("")
 
 # %% [markdown]
-# Stages 2 and 3 hold more than the formula at their worst moment, stage 3 clearly so in a model of
-# so few blocks: gradients of a block that have not left yet, blocks that are gathered.
-# `report.peaks()` has that to the byte.
+# At its worst moment each stage of ZeRO holds more than the formula, and stage 3 clearly more in a
+# model of so few blocks: whole gradients of units that have not left yet lie next to the parts that
+# the rank keeps. The parameters that stage 3 has gathered come on top. The ledger counts them as
+# buffers, and `report.peaks()` lists them to the byte.
 #
-# The traffic is for two micro-batches per step. With one, stages 1 and 2 are free, and stage 3
-# costs half as much again, because parameters are gathered twice, once for each direction. But
-# stage 2 cannot keep gradients until the last micro-batch, or it would hold them all; stage 3
-# cannot keep parameters. Counted on real ranks:
+# These runs have m = 2 micro-batches per step. With one, stages 1 and 2 send as much as data
+# parallelism, and stage 3 sends half as much again, because it gathers the parameters twice, once
+# for each direction. With more, the stages differ. Stage 2 cannot keep whole gradients until the
+# last micro-batch, so it reduces them after each one. Stage 3 cannot keep whole parameters, so it
+# gathers them for each one. Counted on two real ranks, in Ψ:
 
 # %%
 rows = []
@@ -165,13 +221,15 @@ for m in (1, 2, 4):
 pd.DataFrame(rows).set_index("m")
 
 # %% [markdown]
-# (Times (N−1)/N per rank, so over two ranks exactly the volume.)
+# (Each of N ranks sends (N−1)/N of this volume. With two ranks that is one half, so both together
+# send exactly the volume.)
 #
 # ## The paper's own numbers
-# Figure 1 of the [paper](https://arxiv.org/abs/1910.02054): 7.5 billion parameters on 64 devices,
-# in GB, with weights and gradients in 16 bits and 12 bytes for the optimizer (the 32-bit master
-# copy and two moments). The paper calls stages 1, 2 and 3 *Pos*, *Pos+g* and *Pos+g+p*: optimizer
-# states, and gradients, and parameters are in parts.
+# Figure 1 of the [paper](https://arxiv.org/abs/1910.02054) has a model of 7.5 billion parameters on
+# 64 devices, in GB. Weights and gradients have 16 bits, and the optimizer has 12 bytes per
+# parameter: the 32-bit master copy and two moments. The paper calls stages 1, 2 and 3 *Pos*,
+# *Pos+g* and *Pos+g+p*: the optimizer states are partitioned, then the gradients as well, then the
+# parameters as well.
 
 # %%
 figure = pd.DataFrame({
@@ -181,7 +239,7 @@ figure.loc["in all"] = figure.sum()
 (figure / 1e9).round(2).add_suffix(" (GB)")
 
 # %% [markdown]
-# And its Table 1, as printed: gigabytes per device for three models.
+# Its Table 1, as printed there, has gigabytes per device for three models:
 
 # %%
 rows = {
@@ -194,9 +252,10 @@ rows = {
 pd.DataFrame(rows).T.rename_axis(["model", "devices"])
 
 # %% [markdown]
-# Stages 1 and 2 run into a wall, what everybody keeps whole: parameters and gradients in stage 1 (4
-# bytes per parameter), the parameters alone in stage 2 (2 bytes). Stage 3 keeps nothing whole; on
-# 1024 devices a trillion parameters need 16 GB each.
+# Stages 1 and 2 reach a limit that more devices do not lower, because every device keeps something
+# whole: parameters and gradients in stage 1 (4 bytes per parameter), the parameters alone in stage
+# 2 (2 bytes). Stage 3 keeps nothing whole: on 1024 devices a trillion parameters need 15.6 GB on
+# each.
 #
 # ## Turn the knobs
 # *Run it* starts real ranks.
@@ -206,8 +265,8 @@ view.widgets.zero()
 
 # %% [markdown]
 # ## The largest model that fits
-# A rank here is a virtual accelerator, and it can have a memory of its own: `memory_limit`.
-# Whatever does not fit fails, as it would on a real one, but it tells you what filled it:
+# A rank here is a virtual accelerator, and `memory_limit` gives it a memory of a fixed size. A plan
+# that does not fit fails, as it would on a real device, but the error says what filled the memory:
 
 # %% tags=["measured"]
 deep = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=64)
@@ -219,8 +278,11 @@ except pl.OutOfMemory as error:
     print(error.table)
 
 # %% [markdown]
-# How many blocks does each stage get into 64 MB? The formula's answer is where the search begins,
-# not where it ends: every answer was trained, and one block more was tried and failed.
+# How many blocks does each stage fit into 64 MB (61.035 MiB)? `peak()` of a program says how much a
+# rank needs at its worst moment, by category. The largest number of blocks that it allows is then
+# trained, and one block more is tried. These plans have two micro-batches, so stage 1 has to keep
+# the gradients whole from one micro-batch to the next. (With one micro-batch, as in the error
+# above, stages 1 and 2 need the same.)
 
 
 # %% tags=["measured"]
@@ -228,9 +290,8 @@ def shares(stage):
     return pl.Plan(dp=4, microbatches=2, microbatch_size=1, zero_stage=stage, bucket_bytes=2**20)
 
 
-def needs(layers, stage):  # by formula, without the workspace of kernels
-    moments = memory.moments(deep.replace(layers=layers), shares(stage)).values()
-    return max(sum(categories.values()) for categories in moments)
+def needs(layers, stage):
+    return sum(pl.program(deep.replace(layers=layers), shares(stage)).peak().values())
 
 
 def fits(layers, stage):
@@ -243,24 +304,23 @@ def fits(layers, stage):
 
 
 largest = {}
-for stage in range(4):
-    by_formula = most = max(layers for layers in range(1, 20) if needs(layers, stage) <= 64e6)
-    while not fits(most, stage):
-        most -= 1
-    while most >= by_formula and fits(most + 1, stage):
-        most += 1
-    largest[f"ZeRO-{stage}" if stage else "data parallelism"] = {
-        "blocks": most, "by formula": by_formula,
+for stage, name in enumerate(names):
+    most = max(layers for layers in range(1, 20) if needs(layers, stage) <= 64e6)
+    largest[name] = {
+        "blocks, by program": most,
         "parameters": deep.replace(layers=most).num_params,
-    }  # fmt: skip
+        "trains": fits(most, stage),
+        "one block more trains": fits(most + 1, stage),
+    }
 pd.DataFrame(largest).T
 
 # %% [markdown]
 # ## Nodes: not all bytes are alike
-# Stage 3 sends 3Ψ for every micro-batch (two here), and with the ranks spread over nodes more than
-# half of that crosses the slow network. The remedy is to share inside a node, where links are fast,
-# and keep a copy per node: hybrid sharding (HSDP, `shard=` the ranks that share). Two nodes of two
-# devices, as predicted, by level:
+# Stage 3 sends 3Ψ for every micro-batch (there are two here), and with the ranks on two nodes more
+# than half of that crosses the slow network. The remedy is to partition the states inside a node,
+# where links are fast, and to keep one copy of them per node. This is hybrid sharding (HSDP);
+# `shard=2` says that two ranks share one copy. Here is what is predicted for two nodes of two
+# devices, by level of the network:
 
 # %%
 nodes = pl.Cluster(name="2 nodes of 2", nodes=2, devices_per_node=2, flops=1e11,
@@ -281,12 +341,13 @@ for name, shard in (("ZeRO-3 over all 4", None), ("HSDP: 2 share, 2 copies", 2))
 pd.DataFrame(rows).T.round(1)
 
 # %% [markdown]
-# The sum of the bytes says little about the time. It adds bytes of a link that is twenty times as
-# fast as the other, and hides the one number that the step waits for. The price of the cure stands
-# in the last column.
+# The sum of the bytes says little about the time: it adds bytes of two links, one of them twenty
+# times as fast as the other. What the step waits for is the bytes between nodes. The price of HSDP
+# stands in the last column: more memory.
 #
 # ## Is it the same training?
-# One process, all micro-batches, plain SGD: gradients and weights, stage by stage.
+# One process computes all micro-batches with plain SGD. Its gradients and weights are compared with
+# those of each stage:
 
 # %%
 proof = {"optimizer": "sgd", "lr": 0.1, "steps": 3, "keep_state": True, "progress": False}
@@ -301,7 +362,7 @@ for stage in (1, 2, 3):
 
 # %% [markdown]
 # ## Break it
-# Leave the all-gather out. Every rank updates its part and nobody tells the others:
+# Leave the all-gather out. Every rank updates its part, and no rank tells the others:
 
 # %%
 broken = pl.trace(by_hand, ranks=4, args=(8, False)).results
@@ -311,8 +372,9 @@ print("different weights after 8 steps, ranks:", len({total for _, _, total in b
 print("with the all-gather                   :", len({total for _, _, total in traced}))
 
 # %% [markdown]
-# The loss falls, and there are four models. This is why the check above compares gradients and
-# weights, and never a loss curve. The traffic would have told as well: half of it is missing.
+# The loss falls, and there are four different models. This is why the check above compares
+# gradients and weights, and never a loss curve. The traffic would have shown the mistake as well:
+# half of it is missing.
 #
 # ## Your turn
 
@@ -370,12 +432,12 @@ exercise.check(MyZero1)
 
 # %% [markdown]
 # ## On your GPUs
-# The same cells: ranks then use NCCL, the ledger counts device memory, and `memory_limit` also caps
-# the allocator. In a larger model, raise `bucket_bytes` to some 25 MiB and watch in
-# `report.timeline()` whether the gathers hide behind the blocks that compute.
+# The same cells run there: ranks then use NCCL, the ledger counts device memory, and `memory_limit`
+# also caps the allocator. In a larger model, raise `bucket_bytes` to about 25 MiB, and look in
+# `report.timeline()` whether the gathers are hidden behind the blocks that compute.
 #
 # ## Read on
 # * Rajbhandari and others 2020, [ZeRO](https://arxiv.org/abs/1910.02054): figure 1 and table 1
 #   above, sec. 7 for the traffic. Zhao and others 2023, [PyTorch
 #   FSDP](https://arxiv.org/abs/2304.11277), sec. 3.2: hybrid sharding.
-# * In the package: `paralab/parallel/zero.py`, three stages that read as one ladder.
+# * In the package: `paralab/parallel/zero.py`. Each stage is the one before it with one more line.

@@ -64,8 +64,11 @@ guess.reveal(round(report.peak_memory / 1e6))
 (report.peaks() / 1e6).round(2).add_suffix(" (MB)")
 
 # %% [markdown]
-# The formula knows what lives for long, model states and activations. It leaves out *workspace*:
-# what a kernel's result needs for a moment. The ledger is checked against the allocator itself.
+# The first column is read off the **program**, the list of instructions that the run executes (lab
+# 05): each of its values has a size, a first and a last moment. *Workspace* is what one operation
+# needs for that operation only. The totals are equal to the byte. Where a step has two moments that
+# are equally full, the columns may show one each: between these two, workspace has become
+# activations. The ledger itself is checked against the allocator.
 #
 # ## What it grows with
 # Model states know nothing of your batch. Activations grow with all three:
@@ -74,25 +77,24 @@ guess.reveal(round(report.peak_memory / 1e6))
 rows = []
 for change, size in (({}, 8), ({}, 16), ({"seq_len": 256}, 8), ({"seq_len": 64}, 8),
                      ({"hidden": 256}, 8)):  # fmt: skip
-    spec = model.replace(**change)
-    peak = pl.run(spec, pl.Plan(microbatch_size=size), steps=1, progress=False).peaks()
-    states = peak.loc[["parameters", "gradients", "optimizer"]].iloc[:, -1].sum()
+    spec, plan = model.replace(**change), pl.Plan(microbatch_size=size)
+    run = pl.run(spec, plan, steps=1, progress=False)
+    most = run.memory.groupby("category")["bytes"].max()  # of each category, at any moment
     rows.append({
         "batch": size, "tokens": spec.seq_len, "hidden": spec.hidden,
-        "states (MB)": round(states / 1e6, 1),
-        "activations (MB)": round(peak.iloc[:, -1]["activations"] / 1e6, 1),
-        "formula (MB)": round(peak["formula"]["activations"] / 1e6, 1),
+        "states (MB)": round(most[["parameters", "gradients", "optimizer"]].sum() / 1e6, 1),
+        "activations (MB)": round(most["activations"] / 1e6, 1),
+        "program (MB)": round(pl.program(spec, plan).most()["activations"] / 1e6, 1),
     })  # fmt: skip
 pd.DataFrame(rows)
 
 # %% [markdown]
 # Twice the batch, twice the activations. Twice the tokens, *more* than twice: the scores of
-# attention are s x s. So with a long sequence or a large batch, whatever shares out model states
-# shares out the smaller part. (In the last row the step is fullest a moment after the activations
-# are: the first of them have gone, and a product of backward has its workspace.)
+# attention are s x s. So with a long sequence or a large batch, whatever shards model states shards
+# the smaller part.
 #
 # ## Forget, and compute again
-# An activation can be made anew. **Full** recomputation keeps only each block's input and runs its
+# An activation can be recomputed. **Full** recomputation keeps only each block's input and runs its
 # forward a second time; **selective** recomputation forgets just the attention's scores, which are
 # large and cheap ([Korthikanti and others](https://arxiv.org/abs/2205.05198)):
 
@@ -161,11 +163,11 @@ peaks(model, {
 })  # fmt: skip
 
 # %% [markdown]
-# **2. The model is too small.** Sharing has costs of its own: padding, gradients under way,
+# **2. The model is too small.** Sharding has costs of its own: padding, gradients in flight,
 # gathered parameters. For [230 thousand
-# parameters](https://github.com/Lightning-AI/pytorch-lightning/issues/6047) they eat what is
-# shared: [plain data parallelism](https://github.com/pytorch/pytorch/issues/108976) is about as
-# good, and [stage 3 needs more than stage 2](https://github.com/deepspeedai/DeepSpeed/issues/4305):
+# parameters](https://github.com/Lightning-AI/pytorch-lightning/issues/6047) they eat what sharding
+# saves, and [plain data parallelism](https://github.com/pytorch/pytorch/issues/108976) is about as
+# good:
 
 # %% tags=["measured"]
 tiny = pl.ModelSpec(layers=1, hidden=128, heads=4, seq_len=16)
@@ -174,10 +176,21 @@ stages = {"data parallelism": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
 peaks(tiny, {name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1) for name, n in stages.items()})
 
 # %% [markdown]
+# Here one bucket holds all gradients, so stages 1 and 2 need a buffer of the model's size. With
+# buckets of 256 kB they save something. Stage 3 works with whole blocks, whatever the bucket, and
+# this model has only one: so [stage 3 needs more than stage
+# 2](https://github.com/deepspeedai/DeepSpeed/issues/4305):
+
+# %% tags=["measured"]
+peaks(tiny, {name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1, bucket_bytes=256 * 1024)
+             for name, n in stages.items()})  # fmt: skip
+
+# %% [markdown]
 # **3. Everything is gathered at once.** Stage 3 saves only if a *part* is there at a time. Wrap the
 # whole model as [one unit](https://github.com/facebookresearch/fairscale/issues/1050) (the
 # checklist's last), or gather too far ahead (`prefetch`, in blocks), and at the worst moment all of
-# it is there:
+# it is there. (The ledger counts gathered parameters as buffers, and only the shard that a rank
+# keeps as parameters.)
 
 # %% tags=["measured"]
 narrow = pl.ModelSpec(layers=12, hidden=128, heads=4, seq_len=16)
@@ -218,22 +231,23 @@ estimate, _ = zero.deepspeed_zero3(psi, largest, devices=4, per_node=4)
 measured = stage3.peaks().iloc[:, -1]
 pd.Series({
     "estimator: 18 bytes/N and the largest module": estimate,
-    "model states, gathered blocks": measured[["parameters", "gradients", "optimizer"]].sum(),
+    "model states": measured[["parameters", "gradients", "optimizer"]].sum(),
+    "gathered blocks and other buffers": measured["buffers"],
     "activations": measured["activations"],
-    "buffers and workspace": measured[["buffers", "workspace"]].sum(),
+    "workspace": measured["workspace"],
     "measured peak": measured["total"],
 }, name="MB").div(1e6).round(2).to_frame()  # fmt: skip
 
 # %% [markdown]
-# The estimator is near, though it counts another recipe: 18 bytes of mixed precision, where this
-# run in fp32 has 16, and gradients, which are not there yet at this peak. And it is the first line
-# of a bill.
+# The estimator is near the sum of the next two lines, though it counts another recipe: 18 bytes per
+# parameter for mixed precision, where this run in fp32 keeps 16, and all gradients, of which few
+# are there at this peak. And these are not what fills the device: activations are.
 #
 # ## Buffers of constant size
 # A fused buffer is fast, and a buffer for *all* gradients grows with the model. ZeRO therefore caps
 # it (the paper's C<sub>B</sub>, sec. 6.2; here `bucket_bytes`). Capped ones add up as well, if
 # every unit keeps its own: somebody found [11 GB after backward and had expected
-# 5](https://github.com/facebookresearch/fairscale/issues/627). Here nobody keeps one:
+# 5](https://github.com/facebookresearch/fairscale/issues/627). Here no unit keeps one:
 
 # %% tags=["measured"]
 rows = []
@@ -312,7 +326,7 @@ treatment = {  # patient: (the category that fills most, {setting: its new value
         ### BEGIN SOLUTION
         ### STUB: "",
         ### STUB: {},
-        "parameters",
+        "buffers",
         {"prefetch": 1},
         ### END SOLUTION
     ),
@@ -342,5 +356,5 @@ clinic.check(treatment)
 # * Korthikanti and others 2022, [Reducing activation
 #   recomputation](https://arxiv.org/abs/2205.05198), sec. 4 and 5. Rajbhandari and others 2020,
 #   [ZeRO](https://arxiv.org/abs/1910.02054), sec. 6: ZeRO-R.
-# * In the package: `paralab/observe/ledger.py` counts, `paralab/theory/activations.py` has the
-#   formulas, `paralab/parallel/recompute.py` forgets and computes again.
+# * In the package: `paralab/observe/ledger.py` counts, `paralab/interpret/memory.py` reads the same
+#   off a program, `paralab/parallel/recompute.py` makes one that forgets and computes again.

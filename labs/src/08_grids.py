@@ -21,7 +21,7 @@ import pandas as pd
 
 import paralab as pl
 from paralab import view
-from paralab.theory import memory, tensor, tensor_costs
+from paralab.theory import tensor, tensor_costs
 
 
 def by_hand(group, x_blocks, w_blocks):
@@ -184,25 +184,26 @@ pd.DataFrame(rows).T.round(1)
 view.memory_bars(reports)
 
 # %% [markdown]
-# Weights and activations at their most, kB, as the ledger saw them and by formula:
+# Weights and activations at their most on rank 0, kB, as the ledger saw them and as the program
+# says:
 
 # %%
 rows = {}
 for name, plan in runs.items():
-    most = reports[name].memory.groupby("category")["bytes"].max()
-    formula = memory.moments(model, plan, optimizer="sgd")["forward"]
+    most = reports[name].memory.query("rank == 0").groupby("category")["bytes"].max()
+    program = pl.program(model, plan, optimizer="sgd").most()
     rows[name] = {
         f"{category}{space}": found[category] / 1e3
         for category in ("parameters", "activations")
-        for space, found in (("", most), (", formula", formula))
+        for space, found in (("", most), (", program", program))
     }
 pd.DataFrame(rows).T.round(1)
 
 # %% [markdown]
-# Again to the byte. 1D with twice the ranks: the weights halve, the activations fall by a fifth,
-# for the residual stream stays whole. The grids cut both. 2.5D has twice the weights of 3D (two
-# copies), 3D nearly twice the activations of 2.5D (it keeps what it gathered). You choose what to
-# pay with.
+# Again to the byte. 1D with twice the ranks: the weights nearly halve, and the activations fall by
+# less than a quarter, because the residual stream stays whole. The grids cut both. 2.5D has nearly
+# twice the weights of 3D (two copies), 3D nearly twice the activations of 2.5D (it keeps what it
+# gathered). You choose what to pay with.
 #
 # ## The crossover
 # Now at GPT-3's size, by the formula that was just right to the byte:
@@ -274,34 +275,31 @@ pd.DataFrame(rows).T
 # something: the sum of the weights' gradients over its copies.)
 #
 # ## Break it
-# Forget it too. In 2.5D each grid has a copy of the weights, and the gradient of its own tokens.
-# Here is the real trainer, with and without the sum over the copies:
+# Forget it too. In 2.5D each grid has a copy of the weights, and the gradient of its own tokens. In
+# the program of a rank these are the calls over the axis `tp:depth`:
+
+# %%
+pl.program(model, plans["2.5D"]).filter(lane="tp:depth")
+
+# %% [markdown]
+# A pass of your own leaves them out:
 
 
 # %%
-def train(group, steps, add_up):
-    from paralab.train import Trainer
-
-    trainer = Trainer(group.context, model, plans["2.5D"], lr=3e-3)
-    if not add_up:
-        trainer.shared = [one for one in trainer.shared if one.group.axis != "tp:depth"]
-    losses = [np.mean(trainer.step(step) or np.nan) for step in range(steps)]
-    return losses, trainer.named["blocks.0.mlp.up.weight"]
+def forget_copies(program):
+    return program.replace(ins for ins in program.code if ins.lane != "tp:depth")
 
 
-rows = {}
-for name, add_up in (("with the sum", True), ("without", False)):
-    found = pl.trace(train, ranks=8, args=(12, add_up)).results
-    losses = np.nanmean([losses for losses, _ in found], axis=0)
-    weights = [weight for _, weight in found]  # ranks r and r + 4 hold the same block
-    apart = max(np.abs(weights[r] - weights[r + 4]).max() for r in range(4))
-    rows[name] = {"the loss falls": losses[-1] < losses[0] - 0.5,
-                  "copies differ by more than 1e-3": apart > 1e-3}  # fmt: skip
-pd.DataFrame(rows).T
+try:
+    pl.run(model, plans["2.5D"].replace(passes=(forget_copies,)), progress=False)
+except ValueError as refused:
+    print(refused)
 
 # %% [markdown]
-# Nothing fails, the loss falls, and there are two models. Only a comparison tells: of the copies,
-# as here, or with one process, as above.
+# No process starts: the check names the gradient and the axis. A trainer without such a check would
+# raise no error, and its loss would fall. After the first update it would train two models, one per
+# grid, as lab 07 has shown with norms. Only a comparison tells: of the copies with one another, or
+# with one process, as above.
 #
 # ## Your turn
 
@@ -373,4 +371,4 @@ exercise.check(MySumma)
 #   2021, [Tesseract](https://arxiv.org/abs/2105.14500), sec. 3: 2.5D. Bian and others 2021,
 #   [3D](https://arxiv.org/abs/2105.14450).
 # * In the package: `paralab/parallel/layouts.py`, who holds what, one table per mode;
-#   `tensor_2d.py`, `tensor_25d.py` and `tensor_3d.py` beside it, one page each.
+#   `paralab/model/grid_ops.py`, the layers of all three grids.

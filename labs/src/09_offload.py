@@ -19,6 +19,7 @@
 import os
 import shutil
 import tempfile
+from bisect import bisect_right
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ import pandas as pd
 
 import paralab as pl
 from paralab import view
-from paralab.theory import memory, offload, offload_costs
+from paralab.theory import offload, offload_costs
 
 model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
 
@@ -34,18 +35,14 @@ model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
 def by_hand(group, steps):
     import torch
 
-    from paralab.data import Corpus
-    from paralab.model import GPT
-    from paralab.train import load_batches, to_device
-
     device = group.context.device
-    gpt, corpus = GPT(model).to(device), Corpus()
+    gpt = pl.reference.GPT(model).to(device)
     host = [p.detach().cpu().clone() for p in gpt.parameters()]  # the host's own weights ...
     update = torch.optim.AdamW(host, lr=1e-3)  # ... and the moments
     losses, moved = [], 0
     for step in range(steps):
-        batch = load_batches(corpus, model, pl.Plan(), step=step, rank=0, seed=0)[0]
-        loss = gpt(*to_device(batch, device))
+        [(tokens, targets)] = pl.reference.batches(model, step=step, device=device)
+        loss = gpt(tokens, targets)
         loss.backward()
         for ours, theirs in zip(gpt.parameters(), host, strict=True):
             theirs.grad, ours.grad = ours.grad.to("cpu"), None  # gradients go down
@@ -139,8 +136,8 @@ reports["+ gradients"].timeline()
 reports["files"].timeline()
 
 # %% [markdown]
-# How many bytes, over which link (h2d: host to device; d2h: device to host; disk)? The formula
-# beside the run, byte for byte:
+# How many bytes, over which link (h2d: host to device; d2h: device to host; disk)? What the program
+# says, beside the run, byte for byte:
 
 # %%
 rows = []
@@ -150,7 +147,7 @@ for name, report in reports.items():
         if parts:
             size = sum(parts.values())
             rows.append({"": name, "link": link, "moved (B)": int(moved[link]),
-                         "formula (B)": size,
+                         "program (B)": size,
                          "bytes per parameter": round(size / wide.num_params, 2)})  # fmt: skip
 pd.DataFrame(rows).set_index(["", "link"])
 
@@ -219,7 +216,7 @@ def busy(model, plan, cluster):
     """Share of a step that computes: by the formula, with perfect overlap, and predicted."""
     moved = offload.link_bytes(model, plan)
     disk = sum(sum(moved[link].values()) for link in ("disk read", "disk write"))
-    flops = 3 * pl.theory.formulas.forward_flops(model, plan.microbatches * plan.microbatch_size)
+    flops = 3 * pl.theory.flops.forward_flops(model, plan.microbatches * plan.microbatch_size)
     asked = (flops, disk, cluster.flops, cluster.disk.bandwidth)
     free = pl.predict(model, plan.replace(zero_stage=0, offload=None), cluster)
     took = pl.predict(model, plan, cluster)
@@ -248,8 +245,8 @@ view.widgets.offload()
 
 # %% [markdown]
 # ## The largest model that fits
-# A device of 64 MB. How deep a GPT does it train: without help, and with? By the formula first;
-# then every answer is trained, and one block more is tried and fails.
+# A device of 64 MB. How deep a GPT does it train: without help, and with? Predicted first; then
+# every answer is trained, and one block more is tried and fails.
 
 # %% tags=["measured"]
 deep = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=64)
@@ -263,8 +260,7 @@ ladder = {
 
 
 def needs(layers, how):
-    moments = memory.moments(deep.replace(layers=layers), how).values()
-    return max(sum(parts.values()) for parts in moments)
+    return sum(pl.program(deep.replace(layers=layers), how).peak().values())
 
 
 def trained(layers, how):
@@ -276,9 +272,8 @@ def trained(layers, how):
 
 rows = {}
 for name, how in ladder.items():
-    most = max(layers for layers in range(1, 80) if needs(layers, how) <= limit)
-    while (report := trained(most, how)) is None:  # without offload workspace is no part of it
-        most -= 1
+    most = bisect_right(range(1, 80), limit, key=lambda layers, how=how: needs(layers, how))
+    report = trained(most, how)
     held = report.memory.groupby(["tier", "time"])["bytes"].sum().groupby("tier").max() / 1e6
     rows[name] = {
         "blocks": most,
@@ -330,10 +325,11 @@ pd.DataFrame({
 
 # %%
 proof = {"steps": 4, "keep_state": True, "progress": False}
-alone = pl.run(model, pl.Plan(microbatches=2), **proof)
 for stage, place in ((1, "cpu"), (2, "cpu"), (3, "cpu"), (3, "nvme")):
-    away = pl.run(model, pl.Plan(zero_stage=stage, offload=place, microbatches=2), **proof)
-    same = all(np.array_equal(alone.weights[name], away.weights[name]) for name in alone.weights)
+    how = pl.Plan(zero_stage=stage, microbatches=2)
+    here = pl.run(model, how, **proof)
+    away = pl.run(model, how.replace(offload=place), **proof)
+    same = all(np.array_equal(here.weights[name], away.weights[name]) for name in here.weights)
     print(f"stage {stage}, {place}: the same bits after four AdamW steps: {same}")
 
 # %% [markdown]
@@ -344,8 +340,9 @@ for stage, place in ((1, "cpu"), (2, "cpu"), (3, "cpu"), (3, "nvme")):
 late = pl.Plan(zero_stage=2, microbatches=2,
                offload={"gradients": "cpu", "optimizer": "cpu", "delayed": True})  # fmt: skip
 delayed = pl.run(model, late, **proof)
-print("first losses equal:", delayed.losses[0] == alone.losses[0])
-print("second step saw the first one's weights:", delayed.losses[1] != alone.losses[1])
+here = pl.run(model, late.replace(offload=None), **proof)
+print("first losses equal:", delayed.losses[0] == here.losses[0])
+print("second step saw the first one's weights:", delayed.losses[1] != here.losses[1])
 
 # %% [markdown]
 # Is it worth it? On a machine whose host is slow, by prediction, milliseconds per step:
@@ -442,5 +439,5 @@ exercise.check(my_stream)
 # * Ren and others 2021, [ZeRO-Offload](https://arxiv.org/abs/2101.06840): sec. 3 for the cut, sec.
 #   5.2 for the delayed update. Rajbhandari and others 2021,
 #   [ZeRO-Infinity](https://arxiv.org/abs/2104.07857): sec. 3 and 4 for memory and bandwidth.
-# * In the package: `paralab/parallel/offload.py`, and `lanes.py`, `host.py` and `files.py` beside
-#   it, which move the bytes.
+# * In the package: `paralab/parallel/offload.py`, and `lanes.py`, `host.py` and `files.py` in
+#   `paralab/interpret`, which move the bytes.

@@ -228,8 +228,9 @@ by_microbatch(a100.replace(half_rate_tokens=256))
 #
 # ## Ten thousand plans
 # `plan_search` goes through every legal combination of dp, tp, pp, schedule, chunks per rank,
-# micro-batches, ZeRO stage, sequence parallelism, recomputation and offload by closed formulas,
-# leaves out what does not fit, and simulates the best twenty. 39 billion parameters on 64 A100s:
+# micro-batches, ZeRO stage, sequence parallelism, recomputation and offload, estimates seconds and
+# bytes of each from compiled programs of one block, leaves out what does not fit, and compiles and
+# simulates the best. 39 billion parameters on 64 A100s:
 
 # %% tags=["measured"]
 search = pl.plan_search(pl.ModelSpec.preset("ptdp-39b"), a100, global_batch=128, precision="bf16")
@@ -366,5 +367,5 @@ exercise.check(my_planner)
 # ## Read on
 # * Narayanan and others 2021, [PTD-P](https://arxiv.org/abs/2104.04473): sec. 3 for the model of
 #   composing, sec. 5.4 and 5.5 for the experiments above.
-# * In the package: `paralab/train.py`, where the axes meet, `paralab/grid.py`, the mesh,
-#   `paralab/theory/search.py`. Next: [lab 11](11_trillion.ipynb).
+# * In the package: `paralab/programs/compile.py`, where the axes meet, `paralab/grid.py`, the mesh,
+#   `paralab/programs/search.py`. Next: [lab 11](11_trillion.ipynb).

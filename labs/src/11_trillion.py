@@ -58,13 +58,14 @@ view.mesh(plan, nodes, rank=1536)
 # %% [markdown]
 # Eight ranks that are tensor parallel *are* a node. Data and pipeline parallelism leave it.
 #
-# ## A rank that is real in all but its numbers
-# You have no 3,072 devices, but the *program* of one rank runs on one core: the code that `pl.run`
-# executes, with the same collectives and the same memory ledger. Two things are replaced. Tensors
-# have a shape and a type, and no numbers. A collective is written down and answered at once, with
-# nobody at the other end. That is `pl.dry_run`.
+# ## The program of one rank, read instead of run
+# You have no 3,072 devices, but you can have the *program* of one of their ranks: the list of
+# instructions that `pl.run` would execute there (labs 02, 05). Every message in it has a size and a
+# group, and every value has a size, a first and a last moment. `pl.dry_run` compiles this list and
+# reads off it what the rank holds and sends. No tensor is made, and no process is started.
 #
-# Why believe it? Because eight ranks can be had for real. Four of them, beside their dry runs:
+# Why believe it? Because eight ranks can be had for real. Here are four of them. The ledger and the
+# recorder of messages, which counted what the run did, know nothing of the program:
 
 # %%
 small = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
@@ -86,13 +87,13 @@ for rank in (0, 3, 5, 6):  # both stages, replicas and halves of a layer
 pd.DataFrame(rows).T.rename_axis("rank")
 
 # %% [markdown]
-# Byte for byte. (What can differ is how many messages are under way at once: in a run a receiver
-# may be late, in a dry run nobody is.)
+# The dry run and the run agree byte for byte. (What can differ is how many messages are in flight
+# at once: in a run a receiver may be late, and in a dry run no receiver is.)
 #
-# %% [markdown]
 # ## One of 3,072
 # The same call for rank 0 of the real plan: 512 micro-batches, forward, recomputed, backward, then
-# the update. What it holds at its fullest moment, beside a line of arithmetic for each:
+# the update. This is what it holds at the moment of its peak, next to one line of arithmetic for
+# each category:
 
 # %%
 first = pl.dry_run(model, plan, rank=0, cluster=nodes)
@@ -320,10 +321,10 @@ print(judged.filter(like="off by").abs().mean().round(1).to_string())
 
 # %% [markdown]
 # Remember that when somebody is «a few per cent from the paper, on average», and also when we are:
-# so is a constant. The prediction is better, though not by much. Its errors have a pattern, too:
-# they are largest where the model is, and the preset has one speed for products of every width. Use
-# it for *differences* between plans of one kind. Where kinds differ, look first whether it gets a
-# known comparison right, as below.
+# so is a constant. The prediction's errors are less than half of the constant's. They have a
+# pattern, too: they are largest for the largest models, and the preset has one speed for products
+# of every width. Use it for *differences* between plans of one kind. Where kinds differ, look first
+# whether it gets a known comparison right, as below.
 #
 # ## ZeRO's way
 # There is another way to a trillion, without cutting a single layer. ZeRO's title is «Toward
@@ -371,8 +372,8 @@ pd.DataFrame(rows).set_index(["scheme", "devices"])
 # With ZeRO-3 the bytes per device stay when devices double, while the work per device halves: from
 # some point on every further device waits. The prediction shows that fall, but not who wins: it is
 # far too kind to ZeRO, whose gathers it lets overlap perfectly, each over a full link of its own.
-# The paper measured PTD-P ahead at every size; the prediction puts it ahead on the most devices
-# only. So when a search puts ZeRO-3 first, measure both. (Larger batches help ZeRO, and shards
+# The paper measured PTD-P ahead at every size; the prediction puts it ahead from 768 devices
+# on. So when a search puts ZeRO-3 first, measure both. (Larger batches help ZeRO, and shards
 # that stay inside a node: lab 05.)
 #
 # ## Turn the knobs
@@ -460,10 +461,11 @@ best[["dp", "tp", "pp", "microbatches", "microbatch_size", "zero_stage", "sequen
 # Fewer days than above, where they recompute nothing; and the table above says how kind that is to
 # ZeRO's third stage. (Ask it for the trillion, too: `pl.plan_search(model, nodes,
 # global_batch=3072, precision="fp16", offload=None)`. It goes through all of them on 3,072
-# devices, so give it half a minute.)
+# devices, which takes some seconds.)
 #
 # ## Break it
-# Forget to recompute. No formula is asked here, a dry run finds it out, and says by what:
+# Forget to recompute. No formula is needed here: a dry run finds that the plan does not fit, and
+# shows which category is too large.
 
 # %%
 forgot = pl.dry_run(model, full.replace(recompute="none"), rank=0, cluster=nodes)
@@ -548,8 +550,8 @@ exercise.check(step_flops, training_days, states_per_device)
 # A dry run needs none, and is what to do before you book some. To check it where you have eight:
 # one stage of this plan is two blocks on one node, so `pl.run(model.replace(layers=2),
 # pl.Plan(tp=8, microbatches=4, microbatch_size=1, recompute="full", precision="bf16"), steps=3)` is
-# a piece of a trillion parameters. Its `report.peaks()` beside that of `pl.dry_run` of the same
-# plan; and `report.summary()`, for the share of the peak that your devices reach.
+# a piece of a trillion parameters. Compare its `report.peaks()` with that of `pl.dry_run` of the
+# same plan, and look in `report.summary()` for the share of the peak that your devices reach.
 #
 # ## Read on
 # * Narayanan and others 2021, [PTD-P](https://arxiv.org/abs/2104.04473): table 1 in sec. 5.1, table
@@ -558,6 +560,6 @@ exercise.check(step_flops, training_days, states_per_device)
 #   trillion parameters on 1,024 devices.
 # * Korthikanti and others 2022, [Reducing activation
 #   recomputation](https://arxiv.org/abs/2205.05198), table 5.
-# * In the package: `paralab/dry_run.py` and `observe/dry.py`; `theory/outline.py`, predictions at
-#   any scale; `theory/papers/`, the tables, and `papers.errata()`, where papers contradict
-#   themselves.
+# * In the package: `paralab/dry_run.py`; `paralab/programs/fold.py` and `interpret/deep.py`,
+#   predictions at any scale; `theory/papers/`, the tables, and `papers.errata()`, where papers
+#   contradict themselves.

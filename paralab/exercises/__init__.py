@@ -25,6 +25,7 @@ from paralab.exercises.schedule import own_schedule
 from paralab.exercises.states import model_states
 from paralab.exercises.summa import summa
 from paralab.exercises.sync import gradient_sync
+from paralab.exercises.sync_pass import sync_pass
 from paralab.exercises.tensor import tensor_mlp
 from paralab.exercises.verdict import Verdict
 from paralab.exercises.zero import zero_step
@@ -35,6 +36,7 @@ ALL = {
         model_states,
         all_gather_half,
         gradient_sync,
+        sync_pass,
         own_schedule,
         deadlock_clinic,
         zero_step,
@@ -50,5 +52,6 @@ ALL = {
 __all__ = [
     "ALL", "Exercise", "Guess", "Reveal", "Verdict",
     "all_gather_half", "deadlock_clinic", "gradient_sync", "guess", "memory_clinic", "model_states",
-    "own_schedule", "place", "stream", "summa", "tensor_mlp", "training_cost", "zero_step",
+    "own_schedule", "place", "stream", "summa", "sync_pass", "tensor_mlp", "training_cost",
+    "zero_step",
 ]  # fmt: skip

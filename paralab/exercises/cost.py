@@ -20,7 +20,7 @@ from paralab.exercises.states import RECIPES, is_number, size_text
 from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
 from paralab.spec import ModelSpec
 from paralab.theory import needs
-from paralab.theory.formulas import block_flops, head_flops
+from paralab.theory.flops import block_flops, head_flops
 
 FLOPS, DAYS, SPLIT, ZERO = "FLOPs of a step", "days", "split over tp and pp", "shared by ZeRO"
 DAYS_TOLERANCE = 1e-3  # eq. 4 is off by ten times that and more

@@ -7,7 +7,7 @@
 
 The causes are those that people meet (facebookresearch/fairscale issue 1050 lists some):
 ZeRO shares out states, and something else fills the device, or fewer ranks share than there are.
-Peaks are those of the formulas (theory/memory.py), with AdamW, on the fullest rank. No rank is
+Peaks are predicted ones (interpret/memory.py), with AdamW, on the fullest rank. No rank is
 started, and nothing here needs more than a laptop to be run for real.
 """
 
@@ -19,15 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
-from paralab.spec import Cluster, ModelSpec, Plan
-from paralab.theory import memory
+from paralab.interpret import quick
+from paralab.spec import Cluster, Link, ModelSpec, Plan
 
 if TYPE_CHECKING:
     from paralab.report import Report
     from paralab.view.chart import Chart
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
-CLUSTER = "dgx-a100"  # only of interest for the report's times
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
+CLUSTER = Cluster(  # of a laptop's size; processors, so messages are gloo's and have its buffers
+    name="laptop", devices_per_node=8, flops=1e11, memory_bandwidth=2e10, op_overhead=1e-5,
+    intra=Link(alpha=2e-4, bandwidth=1e9), cores=4,
+)  # fmt: skip
 SETTINGS = tuple(field.name for field in fields(Plan))
 STAYS = {"world_size": "devices", "global_batch": "samples per step", "precision": "precision"}
 TOGETHER = {"microbatches", "microbatch_size"}  # one setting: how a device's samples are cut
@@ -52,7 +55,7 @@ class Patient:
     drop: int
 
     def peak(self, **change: Any) -> dict[str, int]:
-        """{category: bytes} at the fullest moment of the fullest rank, by the formulas.
+        """{category: bytes} at the fullest moment of the fullest rank, as predicted.
 
         change  settings of the plan to be changed first: ``recompute="full"``
         """
@@ -60,9 +63,9 @@ class Patient:
 
     def report(self, **change: Any) -> Report:
         """The predicted report of the plan, with settings changed or not."""
-        from paralab.theory.predict import predict
+        from paralab.interpret.predict import predict
 
-        return predict(self.model, self.plan.replace(**change), Cluster.preset(CLUSTER))
+        return predict(self.model, self.plan.replace(**change), CLUSTER)
 
     def chart(self, **change: Any) -> Chart:
         """What fills a device: with fewer devices, as it is, and with settings changed."""
@@ -95,7 +98,7 @@ PATIENTS = (
         plan=Plan(dp=4, zero_stage=3, microbatch_size=8),
     ),
     Patient(
-        name="a small model", drop=35,
+        name="a small model", drop=30,
         story="273 thousand parameters, ZeRO-2. Four devices share optimizer states and gradients "
               "and each needs nearly as much as one device alone",
         met="pytorch-lightning 6047, pytorch 108976, DeepSpeed 1302",
@@ -170,13 +173,7 @@ def peak(model: ModelSpec, plan: Plan) -> dict[str, int]:
     """{category: bytes} at the fullest moment of the fullest rank. Raises ValueError as `predict`
     does.
     """
-    plan.validate(model)
-    found = [
-        parts
-        for rank in range(0, plan.world_size, plan.dp * plan.tp)  # the others hold as much
-        for parts in memory.moments(model, plan, rank=rank).values()
-    ]
-    return max(found, key=lambda parts: sum(parts.values()))
+    return quick.fullest(model, plan)[1]
 
 
 def check(treatment: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Verdict:

@@ -168,9 +168,9 @@ def update(
     """
     import torch
 
+    from paralab.interpret.files import Files
+    from paralab.interpret.lanes import Lane
     from paralab.observe.memory import PeakMemory
-    from paralab.parallel.files import Files
-    from paralab.parallel.lanes import Lane, wait_all
 
     with _ends():
         found = answer(units, window)
@@ -196,7 +196,8 @@ def update(
                 needs = [last[number]] if number in last else []
                 last[number] = lanes[LANE[kind]].submit(work, after=needs, op=op, size=size,
                                                         category="optimizer")  # fmt: skip
-            wait_all(list(last.values()))
+            for job in last.values():
+                job.wait()
         after = torch.empty_like(before)
         for unit in range(units):
             files.read(str(unit), after[unit])
@@ -229,9 +230,9 @@ def simulate(jobs: Sequence[Job], update_s: float) -> Times:
     program = []
     for i, (kind, _, buffer) in enumerate(jobs):
         after = (last[buffer],) if buffer in last else ()
-        program.append(engine.Copy(LANE[kind], seconds[kind], after))
+        program.append(engine.Item(LANE[kind], seconds[kind], after))
         last[buffer] = i
-    return engine.simulate([program], lambda *_: 0.0)
+    return engine.simulate([program])
 
 
 # ---- what is wrong with it -----------------------------------------------------------------------

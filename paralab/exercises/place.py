@@ -4,7 +4,7 @@ PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.4) ends in advice: model parall
 as memory asks for, tensor parallelism inside a node and the pipeline across, the rest of the
 devices data-parallel, and a micro-batch that is neither too small for the device nor too large for
 the bubble. The answer is a function that knows such rules and may ask for the simulated step
-(theory/outline.py) and the peak memory of thirty plans. It is held against the best plan that
+(interpret/outline.py) and the peak memory of thirty plans. It is held against the best plan that
 `pl.plan_search` finds among all of them.
 """
 
@@ -163,7 +163,7 @@ def suits(plan: Any, case: Case) -> None:
 @functools.lru_cache(maxsize=1024)
 def known(plan: Plan, case: Case) -> Answer:
     """What `ask` says."""
-    from paralab.theory.outline import totals
+    from paralab.interpret.outline import totals
 
     return Answer(*totals(case.spec, plan, case.cluster, optimizer="adamw"))
 
@@ -171,7 +171,7 @@ def known(plan: Plan, case: Case) -> Answer:
 @functools.cache
 def best(case: Case) -> float:
     """Seconds per step of the fastest plan that fits."""
-    from paralab.theory.search import plan_search
+    from paralab.programs.search import plan_search
 
     found = plan_search(case.spec, case.cluster, global_batch=case.batch, precision=PRECISION,
                         top=5, **PTDP)  # fmt: skip

@@ -1,7 +1,8 @@
 """Lab 02: gradient synchronisation in buckets that leave while backward still runs.
 
-The checker looks three times. One step on four real ranks against one process proves gradients;
-three steps prove weights, with SGD, which hides no wrong factor. Two traced backwards of the laptop
+The checker looks three times. One step of the reference GPT on four real ranks, whose gradients
+autograd's hooks announce as DDP's do, against one process proves gradients; three steps prove
+weights, with SGD, which hides no wrong factor. Two traced backwards of the laptop
 model, gradient by gradient, have their recorded order replayed with stated costs: 12 ms of backward
 dealt over the parameters by size, a link of 0.25 ms + bytes / 625 MB/s, packing free. So the
 simulated time is the same on every machine, and only buckets that overlap reach the limit
@@ -12,14 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import real
+from paralab.checks import illegal, real
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
-from paralab.spec import Cluster, Link, ModelSpec, Plan
-from paralab.theory.memory import parameter_sizes
+from paralab.spec import Cluster, Link, ModelSpec
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
 RANKS = 4
 # What is trained: small, micro-batches that add up, two full buckets and one that is not.
 MODEL = ModelSpec(layers=2, hidden=32, heads=2, seq_len=16)
-BATCH = {"microbatches": 2, "microbatch_size": 2, "bucket_bytes": 48 * 1024}
+BATCH = {"microbatches": 2, "microbatch_size": 2}
+BUCKET = 48 * 1024
 STEPS = {"gradients": 1, "weights": 3}  # later steps' gradients differ everywhere if one did
-TRAINING: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "keep_state": True, "progress": False}
+LR = 0.1
+MOMENTS = ("grad_ready", "finish", "reset")  # what a form is asked for
 TOLERANCE = 1e-5  # of a tensor's largest entry: four numbers added in another order
 # What is timed: backwards of this model, on these links.
 TIMED = ModelSpec.preset("laptop")
@@ -52,8 +56,8 @@ GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = (
 )  # fmt: skip
 
 TASK = """
-**Your turn.** Write a class that synchronises gradients, in the form that `Plan(grad_sync=...)`
-takes. Every rank makes one, `MySync(parameters, group=group, bucket_bytes=...)`, and calls
+**Your turn.** Write a class that synchronises gradients, as PyTorch's DDP does: hooks of autograd
+drive it. Every rank makes one, `MySync(parameters, group=group, bucket_bytes=...)`, and calls
 
 * `grad_ready(parameter)` when `parameter.grad` is complete on this rank; backward goes on after it,
 * `finish()` after backward: when it returns, every `parameter.grad` is the **sum** over the ranks
@@ -92,15 +96,14 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
 
     Raises ValueError for a wrong timeout; an answer that is wrong, fails or hangs is a Verdict.
     """
-    from paralab.experiment import run
     from paralab.trace import trace
 
     timeout = real("timeout", timeout, above=0.0)
     notes = Notes("gradient_sync", ASKED)
 
     def train(steps: int) -> Report:
-        plan = Plan(dp=RANKS, grad_sync=form, **BATCH)
-        return run(MODEL, plan, steps=steps, timeout=timeout, strict=True, **TRAINING)
+        check_form(form)
+        return trace(trained, RANKS, (form, steps), timeout=timeout)
 
     for limit, steps in STEPS.items():
         report, trouble = attempt(lambda steps=steps: train(steps))
@@ -109,13 +112,14 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
         if trouble:
             notes.note(limit, "failed", False, trouble)
             return notes.verdict()
-        right = _of_one_process(limit, steps)
-        wrong = first_wrong(right, getattr(report, limit))
+        right = of_one_process(MODEL, steps, **BATCH)[limit]
+        found = (first_wrong(right, result[limit]) for result in report.results)
+        wrong = next(filter(None, found), "")
         notes.note(limit, wrong or f"{len(right)} tensors, all equal", not wrong,
                    f"{limit}: {wrong}")  # fmt: skip
-    _look_at_bytes(notes, report)
+    _look_at_bytes(notes, report, steps)
 
-    sizes = list(parameter_sizes(TIMED).values())
+    sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
     traced, trouble = attempt(
         lambda: trace(backwards, RANKS, (form, sizes, TIMED_BUCKET), memory=True, timeout=timeout)
     )
@@ -135,14 +139,87 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
     return notes.verdict()
 
 
-@functools.cache  # the same for every answer
-def _of_one_process(state: str, steps: int) -> dict[str, np.ndarray]:
-    """Gradients or weights of one process on the same samples in the same order."""
-    from paralab.experiment import run
+def check_form(form: Any) -> None:
+    """Refuse what could not synchronise gradients, as far as can be known before it is called."""
+    legal = "a class with grad_ready, finish, reset"
+    if not callable(form):
+        raise illegal("grad_sync", form, "cannot be called", legal)
+    missing = [m for m in MOMENTS if not callable(getattr(form, m, None))]
+    if isinstance(form, type) and missing:
+        why = f"the class has no method {' and no '.join(missing)}"
+        raise illegal("grad_sync", form.__name__, why, legal)
+    try:
+        signature = inspect.signature(form)
+    except (TypeError, ValueError):  # built in: what it takes shows when it is called
+        return
+    try:
+        signature.bind([], group=None, bucket_bytes=1)
+    except TypeError as error:
+        legal = "one called as form(parameters, group=group, bucket_bytes=bytes)"
+        raise illegal("grad_sync", form, f"cannot be called ({error})", legal) from None
 
-    plan = Plan(microbatches=RANKS * BATCH["microbatches"],
-                microbatch_size=BATCH["microbatch_size"])  # fmt: skip
-    return dict(getattr(run(MODEL, plan, steps=steps, **TRAINING), state))
+
+def trained(group: Any, form: Any, steps: int) -> dict[str, dict[str, Any]]:
+    """What every rank runs: the reference GPT on its samples. A hook says when each gradient is
+    complete, which is in the backward of the last micro-batch.
+    """
+    import torch
+
+    from paralab.model import reference
+
+    gpt = reference.GPT(MODEL).to(group.context.device)
+    parameters = list(gpt.parameters())
+    sync = form(parameters, group=group, bucket_bytes=BUCKET)
+    update = reference.optimizer(parameters, "sgd", LR)
+    count, last = BATCH["microbatches"], False
+
+    def ready(parameter: torch.Tensor) -> None:
+        if last:
+            sync.grad_ready(parameter)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(ready)
+    for step in range(steps):
+        sync.reset()
+        some = reference.batches(
+            MODEL, step=step, rank=group.index, ranks=group.size, device=group.context.device,
+            **BATCH,
+        )  # fmt: skip
+        for k, (tokens, targets) in enumerate(some):
+            with group.recorder.span("forward"):
+                loss = gpt(tokens, targets) / (count * group.size)
+            last = k == count - 1
+            with group.recorder.span("backward"):
+                loss.backward()
+        sync.finish()
+        missing = [name for name, p in gpt.named_parameters() if p.grad is None]
+        if missing:
+            raise ValueError(f"after finish() {missing[0]} has no gradient")
+        gradients = {name: p.grad.clone() for name, p in gpt.named_parameters()}
+        update.step()
+    weights = {name: p.detach() for name, p in gpt.named_parameters()}
+    return {"gradients": gradients, "weights": weights}
+
+
+@functools.cache  # the same for every answer
+def of_one_process(
+    model: ModelSpec, steps: int, *, microbatches: int, microbatch_size: int
+) -> dict[str, dict[str, np.ndarray]]:
+    """Gradients and weights of one process on the samples of all ranks, in the same order.
+
+    microbatches  of each rank
+    """
+    from paralab.launch import launch
+
+    batch = {"microbatches": RANKS * microbatches, "microbatch_size": microbatch_size}
+    return launch(_alone, ranks=1, args=(model, steps, batch))[0]
+
+
+def _alone(model: ModelSpec, steps: int, batch: dict[str, int]) -> dict[str, dict[str, np.ndarray]]:
+    from paralab.model import reference
+
+    found = reference.train(model, steps=steps, optimizer="sgd", lr=LR, **batch)
+    return {"gradients": found.gradients, "weights": found.weights}
 
 
 def backwards(group: Any, form: Any, sizes: Sequence[int], bucket_bytes: int) -> None:
@@ -174,12 +251,12 @@ def simulated(report: Report, sizes: Sequence[int]) -> Report:
     return dataclasses.replace(report, spans=spans.assign(cost=cost)).replay(CLUSTER)
 
 
-def _look_at_bytes(notes: Notes, report: Report) -> None:
-    """The worst rank of the worst step."""
+def _look_at_bytes(notes: Notes, report: Report, steps: int) -> None:
+    """The worst rank's, of one step."""
     limit = 2 * (RANKS - 1) / RANKS * 4 * MODEL.num_params
     calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
-    sent = calls.groupby(["rank", "step"])["wire_bytes"].sum()
-    worst = int(sent.max()) if len(sent) else 0
+    sent = calls.groupby("rank")["wire_bytes"].sum()
+    worst = int(sent.max()) / steps if len(sent) else 0
     said = f"{worst / 1e3:,.1f} kB of {limit / 1e3:,.1f} kB"
     long = f"a rank sends {worst / 1e3:,.1f} kB in a step, 2(N-1)/N Ψ is {limit / 1e3:,.1f} kB"
     if not worst:

@@ -1,20 +1,19 @@
-"""Which setting would make a run fit, by the formulas: what `pl.OutOfMemory` says at its end."""
+"""Which setting would make a run fit, by its program: what `pl.OutOfMemory` says at its end."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
+from paralab.interpret import quick
 from paralab.spec import ModelSpec, Plan
-from paralab.theory import memory
 
 
 def advice(model: ModelSpec, plan: Plan, *, optimizer: str, limit: int, rank: int = 0) -> str:
     """One or two sentences: the settings that bring this rank under ``limit`` bytes, or come
     nearest.
 
-    Each is tried alone, then all together. The formulas leave out workspace, so a plan that is
-    close to the limit by them may still pass it.
+    Each is tried alone, then all together. Sizes are predicted peaks, workspace included.
     """
     alone = _changes(plan)
     together: dict[str, Any] = {}
@@ -30,15 +29,15 @@ def advice(model: ModelSpec, plan: Plan, *, optimizer: str, limit: int, rank: in
     enough = [(change, size) for change, size in found if size <= limit]
     if enough:
         first, *others = enough
-        said = f"By the formulas {_said(*first)} would fit"
+        said = f"By prediction {_said(*first)} would fit"
         if others := [other for other in others if other[0] is not together][:2]:
             said += f"; so would {' or '.join(_said(*other) for other in others)}"
-        return said + ". Workspace comes on top."
+        return said + "."
     if found:
         change, size = min(found, key=lambda pair: pair[1])
         more = "more data-parallel ranks to share the states (dp), " if plan.dp == 1 else ""
         return (
-            f"By the formulas {_said(change, size)} comes nearest, and is too much still: it takes "
+            f"By prediction {_said(change, size)} comes nearest, and is too much still: it takes "
             f"{more}ranks to share the layers (tp, pp), a smaller model or a larger limit."
         )
     return "No setting of this plan takes less: it takes more ranks, a smaller model or batch."
@@ -67,7 +66,7 @@ def _changes(plan: Plan) -> list[dict[str, Any]]:
 def _peak(
     model: ModelSpec, plan: Plan, change: dict[str, Any], *, optimizer: str, rank: int
 ) -> int | None:
-    """Bytes at the fuller of the formulas' moments; None if the changed plan is not legal."""
+    """Bytes at the fullest moment; None if the changed plan is not legal."""
     if change.get("zero_stage") and plan.grad_sync != "overlapped":
         change = {**change, "grad_sync": "overlapped"}  # ZeRO has its own way
     try:
@@ -75,10 +74,9 @@ def _peak(
             warnings.simplefilter("ignore")
             changed = plan.replace(**change)
             changed.validate(model)
-            moments = memory.moments(model, changed, optimizer=optimizer, rank=rank)
+            return sum(quick.peak(model, changed, optimizer=optimizer, rank=rank).values())
     except ValueError:
         return None
-    return max(sum(parts.values()) for parts in moments.values())
 
 
 def _said(change: dict[str, Any], size: int) -> str:

@@ -5,7 +5,7 @@ imports torch):
 
     device  forward, backward and optimizer of small GPTs with one thread, in two to four
             ranks at once, as in a run. Their thread CPU seconds are fitted to flops / F + bytes / B
-            + kernels * o, the model of theory/formulas.py
+            + kernels * o, the model of theory/work.py
     links   every collective between as many ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
             / bandwidth. A call's time runs from its last member's launch to its end, as the event
             engine counts it
@@ -249,7 +249,7 @@ def _measure() -> dict[str, Any]:
         collectives=collectives,
         host=between["host"],
         disk=between["disk"],
-        # AdamW reads and writes 7 tensors of the size that was counted: theory/formulas.py.
+        # AdamW reads and writes 7 tensors of the size that was counted: interpret/costs.py.
         host_bandwidth=7 * between["optimizer"].bandwidth,
         products_16bit=rates,
         cores=cores,

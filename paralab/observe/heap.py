@@ -66,10 +66,10 @@ def storages(model: ModelSpec, plan: Plan | None = None) -> list[Storage]:
 
 def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
     """In a rank: the births and deaths of one step."""
+    from paralab.interpret.train import Trainer
     from paralab.observe.ledger import Ledger
     from paralab.observe.memory import Life
     from paralab.observe.recorder import Recorder
-    from paralab.train import Trainer
 
     class Log(Ledger):
         """A ledger that remembers every storage."""

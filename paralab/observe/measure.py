@@ -15,8 +15,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
-from paralab.spec import ModelSpec
-from paralab.theory.formulas import backward_parts, forward_parts, optimizer_work, total
+from paralab.spec import ModelSpec, Plan
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 SIZES = tuple(2**k for k in (10, 13, 16, 18, 20, 21, 22, 23))  # payload bytes
@@ -35,54 +34,81 @@ SHAPES = (
 )
 
 
+def _one_rank(shape: tuple[int, ...]) -> tuple[Any, Any, dict[str, float]]:
+    """(a rank of one device, a text of zeros, thread CPU seconds by what the step spends them on).
+
+    The seconds are those of the step that was made last: forward, backward, optimizer.
+    """
+    import torch
+
+    from paralab.interpret.run import Env, Rank
+    from paralab.interpret.state import Optimizer, State
+    from paralab.observe.recorder import Recorder
+    from paralab.programs.compile import compiled
+    from paralab.programs.instructions import BACKWARD, FORWARD, UPDATE
+
+    layers, hidden, heads, seq_len, samples = shape
+    spec = ModelSpec(layers=layers, hidden=hidden, heads=heads, seq_len=seq_len)
+    program, recorder = (
+        compiled(spec, Plan(microbatch_size=samples)),
+        Recorder(rank=0, world_size=1),
+    )
+    common = {"tp": 0, "seed": 0, "device": "cpu"}
+    state = State(program, pp=0, index=0, optimizer=Optimizer("adamw", 1e-3), recorder=recorder,
+                  clip_norm=None, dtype=torch.float32, host=None, **common)  # fmt: skip
+    env = Env(program, {}, recorder, **common)
+    rank = Rank(state, {}, env=env)
+    spent: dict[str, float] = defaultdict(float)
+    names = {FORWARD: "forward", BACKWARD: "backward", UPDATE: "optimizer"}
+
+    def timed(method: Any, what: str) -> Any:
+        def run(ins: Any) -> None:
+            began = time.thread_time()
+            method(ins)
+            spent[what] += time.thread_time() - began
+
+        return run
+
+    rank.steps = [
+        (timed(method, names[ins.op]) if ins.op in names else method, ins, None)
+        for method, ins, _ in rank.steps
+    ]
+    return rank, torch.zeros(samples, seq_len + 1, dtype=torch.int64), spent
+
+
 def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
     """In a rank: median thread CPU seconds of forward, backward and optimizer of every shape.
 
     rounds  over the shapes, of which the first warms up. See [Note: rounds]
     """
-    import torch
+    from paralab.interpret.costs import small
+    from paralab.programs.instructions import UPDATE
+    from paralab.theory.work import Work
 
-    from paralab.model import GPT
-
-    specs = [
-        ModelSpec(layers=layers, hidden=hidden, heads=heads, seq_len=seq_len)
-        for layers, hidden, heads, seq_len, _ in SHAPES
-    ]
-    models = [GPT(spec) for spec in specs]
-    optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in models]
+    ranks = [_one_rank(shape) for shape in SHAPES]
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
-
-    def train(number: int) -> None:
-        spec, samples = specs[number], SHAPES[number][-1]
-        tokens = torch.zeros(samples, spec.seq_len, dtype=torch.int64)
-        marks = [time.thread_time()]
-        loss = models[number](tokens, tokens)
-        marks.append(time.thread_time())
-        loss.backward()
-        marks.append(time.thread_time())
-        optimizers[number].step()
-        optimizers[number].zero_grad(set_to_none=True)
-        marks.append(time.thread_time())
-        for i, what in enumerate(("forward", "backward", "optimizer")):
-            seconds[number, what].append(marks[i + 1] - marks[i])
-
     for _ in range(rounds):
-        for number in range(len(SHAPES)):
-            train(number)
-            train(number)  # the second finds its weights in the cache, as a training loop does
+        for number, (rank, text, spent) in enumerate(ranks):
+            for _ in range(2):  # the second finds its weights in the cache, as training does
+                spent.clear()
+                rank.step(lambda k, text=text: text)
+            for what, some in spent.items():
+                seconds[number, what].append(some)
     points = []
-    for number, (spec, (*_, samples)) in enumerate(zip(specs, SHAPES, strict=True)):
+    for number, (rank, _, _) in enumerate(ranks):
+        layers, hidden, heads, seq_len, samples = SHAPES[number]
+        ops, nothing = rank.model.ops, Work()
+        updates = [ins for ins in rank.code if ins.op == UPDATE]
         works = {
-            "forward": total(forward_parts(spec, samples).values()),
-            "backward": total(w for w, _ in backward_parts(spec, samples, accumulate=False)),
-            "optimizer": optimizer_work(spec, optimizer="adamw"),
+            "forward": sum((op.work[0] for op in ops), nothing),
+            "backward": sum((half for op in ops for half in op.work[1:]), nothing),
+            "optimizer": sum((small(rank.program, 0, ins) for ins in updates), nothing),
         }
         for what, work in works.items():
             points.append({
-                "layers": spec.layers, "hidden": spec.hidden, "heads": spec.heads,
-                "seq_len": spec.seq_len, "samples": samples, "what": what, "flops": work.flops,
-                "bytes": work.bytes, "kernels": work.kernels,
-                "seconds": median(seconds[number, what][2:][1::2]),
+                "layers": layers, "hidden": hidden, "heads": heads, "seq_len": seq_len,
+                "samples": samples, "what": what, "flops": work.flops, "bytes": work.bytes,
+                "kernels": work.kernels, "seconds": median(seconds[number, what][1:]),
             })  # fmt: skip
     return points
 
@@ -94,7 +120,7 @@ def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any
     """
     import torch
 
-    from paralab.parallel.precision import DTYPES
+    from paralab.interpret.run import DTYPES
 
     rows: dict[tuple[str, str, int], Any] = {}
     for precision in ("bf16", "fp16"):
@@ -160,7 +186,7 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
 
 def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     """In a rank: median thread CPU seconds of posting a call, and by how much a forward and a
-    backward take longer right after a wait for one than in a loop without.
+    backward take longer right after a wait for one than in a step without.
 
     The model is the smallest: what a wait adds hardly grows with the work after it. See [Note:
     rounds]; the first quarter warms up
@@ -168,42 +194,44 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     import torch
 
     from paralab.comm import Group
-    from paralab.model import GPT
     from paralab.observe.recorder import Recorder
 
     recorder = Recorder(rank=context.rank, world_size=context.world_size)
     group = Group(range(context.world_size), axis="dp", context=context, recorder=recorder)
-    layers, hidden, heads, seq_len, samples = SHAPES[0]
-    model = GPT(ModelSpec(layers=layers, hidden=hidden, heads=heads, seq_len=seq_len))
-    tokens = torch.zeros(samples, seq_len, dtype=torch.int64)
-    message = torch.zeros(seq_len * hidden)
+    rank, text, spent = _one_rank(SHAPES[0])
+    _, hidden, _, seq_len, _ = SHAPES[0]
+    message, usual = torch.zeros(seq_len * hidden), rank.steps
     found: dict[str, list[float]] = defaultdict(list)
 
-    def timed(work: Any) -> tuple[Any, float]:
-        began = time.thread_time()
-        made = work()
-        return made, time.thread_time() - began
+    def after_a_wait(method: Any) -> Any:
+        def run(ins: Any) -> None:
+            began = time.thread_time()
+            call = group.all_reduce(message, phase="setup")
+            found["post"].append(time.thread_time() - began)
+            call.wait()
+            method(ins)
 
-    def train(waits: bool) -> list[float]:
-        seconds = []
-        for what in ("forward", "backward"):
-            if waits:
-                call, posted = timed(lambda: group.all_reduce(message, phase="setup"))
-                found["post"].append(posted)
-                call.wait()
-            if what == "forward":
-                loss, spent = timed(lambda: model(tokens, tokens))
-            else:
-                _, spent = timed(loss.backward)
-            seconds.append(spent)
-        return seconds
+        return run
+
+    ops = [ins.op for _, ins, _ in usual]
+    firsts = {ops.index(op) for op in ("FORWARD", "BACKWARD")}
+    waiting = [
+        (after_a_wait(method) if at in firsts else method, ins, span)
+        for at, (method, ins, span) in enumerate(usual)
+    ]
+
+    def train(steps: list) -> dict[str, float]:
+        rank.steps = steps
+        spent.clear()
+        rank.step(lambda k: text)
+        return dict(spent)
 
     for _ in range(rounds):
-        train(waits=False)  # still feels the last one's waits
-        inside, after = train(waits=False), train(waits=True)
-        for what, less, more in zip(("forward", "backward"), inside, after, strict=True):
-            found[what].append(less)
-            found[f"{what} after a wait"].append(more - less)
+        train(usual)  # still feels the last one's waits
+        inside, after = train(usual), train(waiting)
+        for what in ("forward", "backward"):
+            found[what].append(inside[what])
+            found[f"{what} after a wait"].append(after[what] - inside[what])
     return [
         {"what": what, "seconds": median(some[len(some) // 4 :])} for what, some in found.items()
     ]
@@ -221,9 +249,9 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
     import torch
     from torch.optim.adamw import adamw
 
+    from paralab.interpret.files import Files
+    from paralab.interpret.lanes import Lane
     from paralab.observe.recorder import Recorder
-    from paralab.parallel.files import Files
-    from paralab.parallel.lanes import Lane
 
     recorder = Recorder(rank=context.rank, world_size=context.world_size)
     host, disk = Lane("h2d", recorder), Lane("disk", recorder)

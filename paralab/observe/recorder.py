@@ -37,7 +37,7 @@ class Recorder:
 
     rank, world_size  make span ids unique over ranks: local number * world_size + rank
     device            "cpu" reads thread CPU time as a span's cost, "cuda:i" device time from
-                      events; a dry run's "meta" numbers what happens
+                      events
     """
 
     def __init__(self, *, rank: int, world_size: int, device: str = "cpu") -> None:
@@ -55,6 +55,7 @@ class Recorder:
         self._lane_work: dict[int, tuple[Any, Any, float]] = {}  # what other threads say of spans
         self._steps: list[tuple] = []
         self.ledger: Ledger | None = None  # counts the bytes of this rank's tensors, where wanted
+        self.lookout: Any = None  # asks a GPU for signs of life (ranks/lookout.py)
         self.samples: list[Sample] = []
         self.away: dict[tuple[str, str], int] = {}  # (tier, category): bytes not on the device
 
@@ -220,6 +221,7 @@ class Recorder:
     # ---- steps and export -----------------------------------------------------------------------
     def begin_step(self, step: int) -> None:
         self.step = step
+        self.clock.anchor()
         now = self.clock.mark()
         if not self._steps:
             self.samples.clear()  # building the model is no part of a step
@@ -232,6 +234,7 @@ class Recorder:
         now = self.clock.mark()
         self._steps.append((step, start, now, self.clock.beside() - beside))
         self._sample(now)
+        self.clock.resolve()
 
     def tables(self) -> dict[str, dict[str, list]]:
         """Everything written down, as columns; CUDA events become seconds here."""

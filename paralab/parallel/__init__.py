@@ -1,1 +1,1 @@
-"""The textbook: one paradigm, one file. Start with data_parallel.py."""
+"""The textbook: schedules, and a pass for every other paradigm. Start with data_parallel.py."""

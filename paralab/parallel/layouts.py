@@ -32,10 +32,10 @@ after Agarwal+ 1995.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from paralab.spec import ModelSpec, Plan
@@ -167,28 +167,28 @@ def extents(plan: Plan) -> dict[str, int]:
 
 def coordinates(plan: Plan, index: int) -> dict[str, int]:
     """Where rank number ``index`` of a tp group stands."""
-    found = {}
-    for name, size in reversed(extents(plan).items()):
-        index, found[name] = divmod(index, size)
-    return {name: found[name] for name in mode_of(plan).coordinates}
+    sizes, place = extents(plan), {}
+    for name in reversed(sizes):
+        index, place[name] = divmod(index, sizes[name])
+    return {name: place[name] for name in sizes}
 
 
 def groups(plan: Plan, axis: str) -> list[tuple[int, ...]]:
     """The groups of one axis that the ranks of a tp group fall into, each in order."""
-    sizes, varying = extents(plan), mode_of(plan).axes[axis]
-    fixed = [name for name in sizes if name not in varying]
+    varying, found = mode_of(plan).axes[axis], defaultdict(list)
+    places = [coordinates(plan, index) for index in range(plan.tp)]
+    for index in sorted(range(plan.tp), key=lambda r: [places[r][name] for name in varying]):
+        fixed = tuple(at for name, at in places[index].items() if name not in varying)
+        found[fixed].append(index)
+    return [tuple(found[fixed]) for fixed in sorted(found)]
 
-    def index(at: Mapping[str, int]) -> int:
-        found = 0
-        for name, size in sizes.items():
-            found = found * size + at[name]
-        return found
 
-    def points(names: Split | list[str]) -> list[dict[str, int]]:
-        ranges = product(*(range(sizes[name]) for name in names))
-        return [dict(zip(names, point, strict=True)) for point in ranges]
-
-    return [tuple(index({**at, **point}) for point in points(varying)) for at in points(fixed)]
+def axis_of(plan: Plan, split: Split) -> str:
+    """The axis of the ranks that have the other parts of a dimension that is dealt out like that;
+    "": this rank has all of it.
+    """
+    axes = mode_of(plan).axes.items()
+    return next((name for name, varying in axes if plan.tp > 1 and {*varying} == {*split}), "")
 
 
 # ---- blocks -------------------------------------------------------------------------------------
@@ -228,6 +228,8 @@ def whole_shape(model: ModelSpec, name: str) -> tuple[int, ...]:
     if name == "head.output.weight":  # also a tied head's copy of the embedding, which has no row
         return (model.vocab, model.hidden)
     shape = _shapes(model)[name]
+    if model.block is not None and name.startswith("blocks."):
+        return shape
     return (3, shape[0] // 3, *shape[1:]) if kind_of(name).startswith("qkv") else shape
 
 
@@ -253,6 +255,8 @@ def box_shape(found: Box) -> tuple[int, ...]:
 def holding(model: ModelSpec, plan: Plan, name: str, index: int) -> Holding:
     """What rank number ``index`` of a tp group holds of the parameter called ``name``."""
     mode, kind, whole = mode_of(plan), kind_of(name), whole_shape(model, name)
+    if model.block is not None and name.startswith("blocks."):  # one device has all of it
+        return Holding(whole, tuple(slice(0, n) for n in whole), whole, "", False)
     mine = box(whole, mode.weights[kind], plan, index)
     shape = box_shape(mine)
     if kind.startswith("qkv"):
@@ -270,9 +274,13 @@ def activation_box(model: ModelSpec, plan: Plan, what: str, index: int) -> Box:
     return box(whole, getattr(mode_of(plan), what), plan, index)
 
 
-def residual_shape(model: ModelSpec, plan: Plan) -> tuple[int, ...]:
-    """A rank's part of the residual stream of one micro-batch: what pipeline stages send."""
-    return box_shape(activation_box(model, plan, "residual", 0))
+def looked_up(plan: Plan, index: int) -> slice:
+    """Samples of a micro-batch whose tokens rank number ``index`` looks up in its part of the
+    embedding: in "2.5d" those of its grid, else all.
+    """
+    count = plan.microbatch_size // extents(plan).get("z", 1)
+    grid = coordinates(plan, index).get("z", 0)
+    return slice(grid * count, (grid + 1) * count)
 
 
 def loss_parts(plan: Plan) -> int:

@@ -9,8 +9,8 @@ stages of one rank nothing is sent. The rule that makes it safe:
 So whoever is first in the row can go: both its ends have done all their earlier transfers, and what
 stands between those is compute, which waits for nothing but earlier transfers. Hence no deadlock,
 even if every transfer holds up both its ranks until it is over and messages are matched by order
-alone, as with NCCL; `check_lowered` runs the lists under those rules. The row is the order in which
-the results are ready, on the event engine with F, I and W costing 1, B 2 and a message 1/8 (without
+alone, as with NCCL; tests run the lists under those rules. The row is the order in which
+the results are ready, with F, I and W costing 1, B 2 and a message 1/8 (without
 it, what comes would often be in a tie with what goes). Ties: activations before gradients, then the
 lower stage.
 
@@ -25,16 +25,14 @@ here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from paralab.checks import illegal, whole
+from paralab.checks import whole
 from paralab.parallel.schedules import Action
-from paralab.theory.engine import longest_path
-from paralab.theory.order import F, Order, graph
-from paralab.theory.schedule_check import checked, deadlock
+from paralab.theory.order import F, Order
+from paralab.theory.schedule_check import checked, timed
 
 UNITS = (1.0, 2.0, 1.0, 1.0)  # of F, B, I, W: what a linear layer's products cost
 MESSAGE = 0.125
@@ -124,109 +122,11 @@ def lower(
 
 def row_of(order: Order) -> tuple[np.ndarray, np.ndarray]:
     """The row of all messages: the actions that make them, and those that need them."""
-    n = len(order.rank)
-    dag = graph(order, np.array(UNITS)[order.kind], np.full(n, MESSAGE))
-    end, _ = longest_path(*dag)
-    if any(dag.missing[:n]):
-        raise deadlock(order, dag.missing)
+    _, end = timed(order, np.array(UNITS)[order.kind], np.full(len(order.rank), MESSAGE))
     to = np.flatnonzero(order.source >= 0)
     source = order.source[to]
     away = order.rank[source] != order.rank[to]
     to, source = to[away], source[away]
-    stage, ready = order.stage[source], np.array(end[:n])[source]
+    stage, ready = order.stage[source], np.array(end)[source]
     row = np.lexsort((order.microbatch[source], stage, order.kind[source] != F, ready))
     return source[row], to[row]
-
-
-@lru_cache(maxsize=8)  # an order is known by being the same one
-def posted_after(order: Order) -> np.ndarray:
-    """Per action that needs a message: behind which action of its rank `lower` posts the receive.
-
-    -1: before the first, and of actions that need none                  (n,)
-    Not to be altered: asked again for the same order, it is the same array.
-    """
-    makers, users = row_of(order)
-    awaits, owes = set(users.tolist()), set(makers.tolist())
-    at, first = order.first[:-1].tolist(), set(order.first.tolist())
-    rank, found = order.rank.tolist(), np.full(len(order.rank), -1)
-    for maker, user in zip(makers.tolist(), users.tolist(), strict=True):
-        for of, node in ((maker, maker + 1), (user, user - 1)):  # as `upto` goes
-            here = at[rank[of]]
-            while here < node and here not in awaits and (here in first or here - 1 not in owes):
-                here += 1
-            at[rank[of]] = here
-            owes.discard(maker)
-        awaits.discard(user)
-        found[user] = -1 if here in first else here - 1
-    return found
-
-
-def check_lowered(lists: Sequence[Sequence[Step]]) -> None:
-    """Run the lists where a transfer holds up both ends until it is over, matched by order alone.
-
-    Raises ValueError at an action or a send whose input is not there yet, at a receive that does
-    not fit the send it meets, and if no rank can go on.
-    """
-    p = len(lists)
-    stages = 1 + max((step.stage for row in lists for step in row), default=0)
-    at = [0] * p
-    there: list[set[tuple]] = [set() for _ in range(p)]  # what each rank has: see `_result`
-    ready = list(range(p))
-    while ready:
-        rank = ready.pop()
-        while at[rank] < len(lists[rank]):
-            step = lists[rank][at[rank]]
-            if isinstance(step, Transfer):
-                peer = step.peer
-                other = lists[peer][at[peer]] if at[peer] < len(lists[peer]) else None
-                if not isinstance(other, Transfer) or other.peer != rank:
-                    break  # the peer will come to it, and then go on with this rank
-                sent, taken = (step, other) if step.kind == "send" else (other, step)
-                if sent.kind == taken.kind or (sent.what, sent.other_stage, sent.microbatch) != (
-                    taken.what, taken.stage, taken.microbatch,
-                ):  # fmt: skip
-                    raise illegal(f"lists[{rank}][{at[rank]}]", str(step),
-                                  f"meets {other} of rank {peer}",
-                                  "each send the counterpart of its receive")  # fmt: skip
-                result = (sent.what, sent.stage, sent.microbatch)
-                sender = rank if sent is step else peer
-                if result not in there[sender]:
-                    raise illegal(f"lists[{sender}][{at[sender]}]", str(sent),
-                                  "what it sends is not computed yet",
-                                  "a send after its action")  # fmt: skip
-                there[rank + peer - sender].add(result)
-                at[peer] += 1
-                ready.append(peer)
-            else:
-                need = _needs(step, stages)
-                if not need <= there[rank]:
-                    raise illegal(f"lists[{rank}][{at[rank]}]", str(step),
-                                  "what it needs is not there yet",
-                                  "an action after its receive")  # fmt: skip
-                there[rank].add(_result(step))
-            at[rank] += 1
-    stuck = [
-        f"rank {r} stands at {row[at[r]]}, for rank {row[at[r]].peer}"
-        for r, row in enumerate(lists)
-        if at[r] < len(row)
-    ]
-    if stuck:
-        raise illegal("lists", "...", f"no rank can go on: {'; '.join(stuck)}",
-                      "both ends of every pair's transfers in one order")  # fmt: skip
-
-
-def _result(action: Action) -> tuple:
-    """What an action leaves: ("F" | "B", stage, micro-batch); I leaves what B does, W nothing."""
-    kind = "B" if action.kind == "I" else action.kind
-    return (kind, action.stage, action.microbatch)
-
-
-def _needs(action: Action, stages: int) -> set[tuple]:
-    """The results that have to be on an action's rank when it starts."""
-    stage, kind, microbatch = action
-    if kind == "F":
-        return {("F", stage - 1, microbatch)} if stage else set()
-    own = {("F", stage, microbatch)}
-    if kind == "W":
-        return own | {("B", stage, microbatch)}
-    return own | ({("B", stage + 1, microbatch)} if stage < stages - 1 else set())

@@ -12,12 +12,11 @@ device computes:
                    host. What stage 3 gathers comes up from there, ``prefetch`` units ahead
     L2L            (Pudipeddi+ 2020, arXiv:2002.05645)   the far end: all micro-batches pass through
                    one part of the model before the next comes up. Whatever m is, parameters come
-                   up twice and gradients leave once (relay.py)
+                   up twice and gradients leave once
     delayed update (ZeRO-Offload, sec. 5.2)   the host updates while the device is at the next step
                    already, whose gradients are then of weights one update old
 
-Bytes of a rank per step, Psi parameters, N ranks, m micro-batches, K the optimizer's states
-(theory/offload.py has them unit by unit):
+Bytes of a rank per step, Psi parameters, N ranks, m micro-batches, K the optimizer's states:
 
     gradients      d2h    w m Psi/N    from stage 2 on; from a stage 1, whose sum stays, w Psi/N
     parameters     h2d    w Psi/N      after the update, where they live on the device
@@ -26,296 +25,257 @@ Bytes of a rank per step, Psi parameters, N ranks, m micro-batches, K the optimi
     optimizer      disk   K Psi/N read, K Psi/N written
     activations    d2h    w m l b s h, and as much h2d: the input of every block
 
-ZeRO's stages (zero.py) stay what they are; a rank's share of a unit is moved where they ask for it:
-
-    lay_out  its parameters start on the device and go where they live
-    keep     the share of a gradient has been summed: it leaves
-    summed   so has what other axes of the plan have a part of too, which had to wait for them: a
-             tied embedding at the pipeline's ends, what tp ranks share, with replicas everything
-    fetch    a unit is about to be needed: its share comes up, then it is gathered
-
-The update is the host's own (host_update.py), unit by unit; activations are offload_inputs.py's.
-Nothing of that is seen by the ledger of the device's memory: other threads do it, in the tiers' own
-memory, which ``recorder.holds`` counts. Lab 09.
+Every function here moves one kind of state, and knows of the others nothing but their values'
+names. Lab 09.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from itertools import pairwise
 
-import torch
-from torch import Tensor
-
-from paralab.parallel import zero
-from paralab.parallel.buckets import Unit
-from paralab.parallel.flat import Flat
-from paralab.parallel.host import Host
-from paralab.parallel.lanes import Job, wait_all
+from paralab.parallel.recompute import kept_inputs
+from paralab.programs.instructions import (
+    ADD,
+    ALL_GATHER,
+    ALL_REDUCE,
+    COPY,
+    KEEP,
+    LATE,
+    NORM,
+    RECOMPUTE,
+    REDUCE_SCATTER,
+    UPDATE,
+    WAIT,
+    Code,
+    Instr,
+    Value,
+    wait,
+)
+from paralab.programs.tiers import prefix
 from paralab.tiers import Offload
 
 
-class Share:
-    """This rank's part of one unit, (numel / N,), wherever its states lie.
+def gradients(code: Code, place: str, waits: Container[int], *, measured: bool) -> Code:
+    """A share of the summed gradient leaves as soon as it is there; one is on its way down.
 
-    parameters  in the model's dtype, on the host; None: on the device, or in a file
-    states      (k, numel / N) fp32 on the host: AdamW's two moments, then the master weights where
-                parameters are on the device or of 16 bits; None: in a file, or there are none
-    gradient    in the model's dtype, on the host; None: on the device, or in a file
-    step, norm  0-d, on the host: steps done, and the norm of the gradient, where somebody clips
+    The first of a unit is the sum, later micro-batches are added to it by the host's processor.
+
+    place     "cpu" or "nvme"
+    waits     units whose share has to stay until other ranks have added theirs: it leaves after
+    measured  whether the norm is asked for; the host takes it of what has been added up
+    """
+    made: Code = []
+    under_way: list[Instr] = []
+    sums = [ins for ins in code if ins.op == REDUCE_SCATTER and _brings(ins)]  # of a whole step
+    summed = {ins.writes for ins in sums if ins.unit not in waits}
+    if sums and sums[-1].writes in summed:  # `zero1` waits for the others before the next begins
+        replicas = (ins.op == ALL_REDUCE and ins.reads[0][0] == "gshard" for ins in code)
+        over = next((at for at, found in enumerate(replicas) if found), len(code))
+        code = [*code[:over], wait(sums[-1]), *code[over:]]
+    ends = {ins.unit: at for at, ins in enumerate(code) if _brings(ins)}
+
+    def leave(u: int, k: int, share: Value, *, first: bool, last: bool) -> None:
+        total, held = ("host.gshard", u, 0), ("host.part", u, k)
+        if first and place == "cpu":
+            held = total
+        under_way.append(_copy(share, held, k))
+        made.append(under_way[-1])
+        if not first:
+            new, held = held, total
+            if place == "nvme":
+                held = ("host.sum", u, k)
+                made.append(_copy(("file.gshard", u, 0), held, k))
+            made.append(Instr(ADD, u, k, u, (new, held), (held,), "host"))
+        if measured and last:
+            made.append(Instr(NORM, u, k, u, (held,), (("host.norm", u, 0),), "host"))
+        if place == "nvme":
+            made.append(_copy(held, ("file.gshard", u, 0), k))
+
+    for position, ins in enumerate(code):
+        if ins.op == WAIT and ins.reads in summed:
+            _left(made, under_way)
+            made.append(ins)
+            leave(ins.reads[0][1], -1, ins.reads[0], first=True, last=True)
+        elif not _brings(ins) or ins.writes in summed:
+            made.append(ins)
+        else:
+            _left(made, under_way)
+            if ins.unit in waits:
+                made.append(ins)
+            else:  # of one micro-batch: it leaves instead of being kept
+                first, last = ins.op == KEEP, ends[ins.unit] == position
+                leave(ins.unit, ins.mb, ins.reads[0], first=first, last=last)
+    _left(made, under_way)
+    for u in sorted(u for u in ends if u in waits):
+        leave(u, -1, ("gshard", u, 0), first=True, last=True)
+    _left(made, under_way)
+    return made
+
+
+def _brings(ins: Instr) -> bool:
+    """Whether this rank's share of a gradient is there behind it, on the device."""
+    return bool(ins.writes) and ins.writes[0][0] == "gshard" and ins.op not in (ALL_REDUCE, WAIT)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The host's processor updates what lies there, unit by unit.
+
+    states  whether the optimizer has rows; ``master``: whether the weights in fp32 are one of them
+    mixed   whether what the device computes with has to be rounded first
     """
 
-    def __init__(self, flat: Flat, host: Host, tiers: Offload, *, moments: int) -> None:
-        self.flat, self.host, self.tiers = flat, host, tiers
-        self.count, self.dtype = flat.own.numel(), flat.own.dtype
-        self.names = {
-            kind: f"{kind}-{host.number()}" for kind in ("parameters", "gradient", "states")
-        }
-        away = tiers.optimizer != "device" and not flat.unit.frozen
-        self.own_master = away and (self.dtype != torch.float32 or tiers.parameters == "device")
-        self.moments, self.rows = moments, (moments + self.own_master) * away
-        self.parameters = self._place("parameters", tiers.parameters, (self.count,), self.dtype)
-        self.states = self._place("states", tiers.optimizer, (self.rows, self.count),
-                                  torch.float32) if self.rows else None  # fmt: skip
-        self.gradient = None
-        if away:
-            self.gradient = self._place("gradient", tiers.gradients, (self.count,), self.dtype)
-            self.step, self.norm = (
-                host.empty((), torch.float32, "optimizer").zero_() for _ in "12"
-            )
-        self.measures = False  # whether somebody will ask for the norm
-        self.counted = [slice(None)]  # of these elements
-        self.here: Tensor | None = None  # the gradient, where it stays on the device
-        self.adding: list[Job] = []  # what the gradient waits for; empty: there is none yet
-        self.updating: list[Job] = []  # the last update of it
-        self.start()
+    tiers: Offload
+    states: bool
+    master: bool
+    mixed: bool
 
-    def _place(self, kind: str, where: str, shape: tuple, dtype: torch.dtype) -> Tensor | None:
-        category = {"states": "optimizer", "gradient": "gradients"}.get(kind, kind)
-        if where == "nvme":
-            self.host.create(self.names[kind], dtype.itemsize * math.prod(shape), category)
-        return self.host.empty(shape, dtype, category) if where == "cpu" else None
+    def __call__(self, code: Code) -> Code:
+        """A unit is opened before the one before it is updated and closed: so the disk reads the
+        next while the host is at work. Then updated shares are gathered.
+        """
+        updates = sorted((ins for ins in code if ins.op == UPDATE), key=lambda ins: ins.unit)
+        if not updates:
+            return code
+        begin = next(at for at, ins in enumerate(code) if ins.op == UPDATE or _is_norm(ins))
+        made, opened = code[:begin], [self.open(ins.unit) for ins in updates]
+        if self.tiers.delayed:  # first, what the host has made of the step before
+            early = [ins for update in updates for ins in self.deliver(update.unit)]
+            made += early + [Instr(WAIT, reads=ins.writes) for ins in early if ins.lane == "h2d"]
+        made += self.verdict([ins for ins in code if _is_norm(ins)])
+        for ins, ahead in zip(updates, [*opened[1:], []], strict=True):
+            made += opened[0] * (ins is updates[0]) + ahead + self.close(ins)
+            if self.tiers.parameters == "device" and not self.tiers.delayed:
+                made += self.deliver(ins.unit)
+        made += sorted((ins for ins in code if _is_final(ins)), key=lambda ins: ins.unit)
+        rest = (ins for ins in code[begin:] if ins.op != UPDATE)
+        return made + [ins for ins in rest if not _is_norm(ins) and not _is_final(ins)]
 
-    def start(self) -> None:
-        """Give everything its first values: those that lie in ``flat.own``, on the device."""
-        own, master = self.flat.own, self.flat.master
-        copy = self.host.here(own)
-        if self.tiers.parameters != "device":
-            self.put("parameters", copy)
-        if self.rows:
-            states = torch.zeros(self.rows, self.count, device=copy.device)
-            if self.own_master:
-                states[-1] = copy if master is None else self.host.here(master)
-            self.put("states", states)
-        self.flat.master = None
+    def verdict(self, norms: Code) -> Code:
+        """The norm, and a copy on the host of what it says about the gradients."""
+        if not norms:
+            return []
+        if self.tiers.gradients != "device":
+            parts = tuple(("host.norm", u, 0) for _, u, _ in norms[0].reads)
+            norms = [norms[0]._replace(reads=parts), *norms[1:]]
+        return [*norms, Instr(COPY, reads=norms[0].writes, writes=(("host.verdict", 0, 0),))]
 
-    # ---- for who looks at the result, and for checkpoints --------------------------------------
-    def put(self, kind: str, values: Tensor) -> None:
-        held = getattr(self, kind)
-        if held is not None:
-            held.copy_(values)
-        else:
-            self.host.files.write(self.names[kind], values)
+    def lies(self, what: str, u: int) -> tuple[Value, Value]:
+        """Where a state of a unit lives, and where the host has it while it updates the unit: the
+        same, or in a buffer.
+        """
+        place = {"opt": "optimizer", "gshard": "gradients", "shard": "parameters"}[what]
+        home = prefix(getattr(self.tiers, place)) + what
+        return (home, u, 0), (f"host.{what}", u, 0 if home.startswith("host.") else 1)
 
-    def look(self, kind: str) -> Tensor:
-        """The values themselves, on the host: filling them changes what is trained."""
-        held = getattr(self, kind)
-        if held is None:
-            dtype = torch.float32 if kind == "states" else self.dtype
-            held = self.host.files.mapped(self.names[kind], dtype)
-        return held.view(self.rows, self.count) if kind == "states" else held
+    def open(self, u: int) -> Code:
+        """What the update reads comes to the host."""
+        wanted = ["opt"] * self.states + ["gshard"] + ["shard"] * (not self.master)
+        pairs = [self.lies(what, u) for what in wanted]
+        return [_copy(home, here) for home, here in pairs if home != here]
 
-    # ---- parameters ----------------------------------------------------------------------------
-    def fetch(self, into: Tensor) -> Job:
-        """The parameters come up into device memory, (numel / N,)."""
-        host, size = self.host, into.nbytes
-        source, after = self.parameters, self.updating
-        if source is None:
-            source, slot = host.staging.take(self.count, self.dtype)
-            after = [
-                host.read(self.names["parameters"], source, "parameters", [*after, *slot.users])
-            ]
-        job = host.h2d.submit(lambda: into.copy_(source, non_blocking=True), after=after,
-                              category="parameters", size=size)  # fmt: skip
-        if self.parameters is None:
-            slot.users = [job]
-        return job
+    def close(self, ins: Instr) -> Code:
+        """The update, and the way back into files of what it has written."""
+        u, off = ins.unit, self.tiers.parameters != "device"
+        pairs = [self.lies(what, u) for what in ["opt"] * self.states + ["shard"] * off]
+        written = tuple(here for _, here in pairs)
+        read = tuple(v for v in written if not self.master or v[0] != "host.shard")
+        asked = (("host.verdict", 0, 0),) * any(v[0] == "norm" for v in ins.reads)
+        count = (("host.count", u, 0),)
+        reads, phase = (self.lies("gshard", u)[1], *read, *count, *asked), LATE * self.tiers.delayed
+        update = Instr(UPDATE, u, -1, u, reads, written + count, "host", phase=phase)
+        return [update, *(_copy(here, home) for home, here in pairs if home != here)]
 
-    # ---- gradients -----------------------------------------------------------------------------
-    def add(self, part: Tensor) -> Job:
-        """``part``, on the device, is added to the gradient. Returns the copy that reads it."""
-        host, first = self.host, not self.adding
-        after = self.adding or self.updating  # an update may still be reading the last one
-        if self.gradient is not None and first:
-            down = host.down(part, self.gradient, "gradients", after)
-            self.adding, held = [down], self.gradient
-        else:
-            held, slot = host.staging.take(self.count, self.dtype)
-            down = host.down(part, held, "gradients", slot.users)
-            slot.users = self.adding = [down]
-            if not first:
-                sum_, more = self.gradient, None
-                if sum_ is None:
-                    sum_, more = host.staging.take(self.count, self.dtype)
-                    after = [host.read(self.names["gradient"], sum_, "gradients",
-                                       [*after, *more.users])]  # fmt: skip
-                new = held
-                held, self.adding = sum_, [host.do(lambda: sum_.add_(new), after=[down, *after])]
-                slot.users = self.adding
-                if more is not None:
-                    slot = more
-        if self.measures:
-            self.adding = [host.do(lambda: self.norm.copy_(self.norm_of(held)), after=self.adding)]
-        if self.gradient is None:
-            self.adding = [host.write(self.names["gradient"], held, "gradients",
-                                      [*self.adding, *after])]  # fmt: skip
-            slot.users = self.adding
-        return down
-
-    def norm_of(self, gradient: Tensor) -> Tensor:
-        """Of what this rank counts of it, 0-d."""
-        parts = [torch.linalg.vector_norm(gradient[where], dtype=torch.float32)
-                 for where in self.counted]  # fmt: skip
-        return (
-            parts[0]
-            if len(parts) == 1
-            else torch.linalg.vector_norm(
-                torch.stack([gradient.new_zeros((), dtype=torch.float32), *parts])
-            )
-        )
+    def deliver(self, u: int) -> Code:
+        """Updated parameters go up to where they live on the device."""
+        made, new, phase = [], self.lies("opt", u)[1], LATE * self.tiers.delayed
+        if self.mixed:
+            rounded = ("host.shard", u, 1)
+            made.append(_copy(new, rounded, phase=phase))
+            new = rounded
+        return [*made, _copy(new, ("shard", u, 0), phase=phase)]
 
 
-class _Offloaded:
-    """Mixed into a stage of ZeRO: its shares leave the device.
+def _is_norm(ins: Instr) -> bool:
+    """Whether it belongs to the norm of all gradients."""
+    return not ins.lane and ins.op == NORM or ins.op == ALL_REDUCE and ins.reads[0][0] == "norm"
 
-    host, tiers  the rank's other memory, and what lies there
-    moments      of the optimizer, per parameter: AdamW has two
+
+def _is_final(ins: Instr) -> bool:
+    """Whether everybody gets everybody's updated share."""
+    return ins.op == ALL_GATHER and ins.writes[0][0] == "w" and ins.writes[0][2] == 0
+
+
+def bring(place: str, u: int, into: Value) -> Code:
+    """This rank's share of a unit's parameters comes up from where it lives, to ``into``."""
+    made, source = [], (prefix(place) + "shard", u, 0)
+    if place == "nvme":
+        made.append(_copy(source, ("host.piece", u, into[2])))
+        source = made[0].writes[0]
+    return [*made, _copy(source, into)]
+
+
+def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
+    """The input that a recomputed block keeps leaves while the block computes, and comes back while
+    the block above it does; one is on its way out at a time.
+
+    run  which backwards follow each other: an action of the schedule, or in a relay all of them
     """
+    made: Code = []
+    under_way: list[Instr] = []
+    kept, coming = kept_inputs(code), set()
+    again = [ins for ins in code if ins.op == RECOMPUTE and ins.reads[0] in kept]
+    below = {a.reads[0]: b.reads[0] for a, b in pairwise(again) if run(a) == run(b)}
 
-    def __init__(
-        self, *args: Any, host: Host, tiers: Offload, moments: int, **more: Any
-    ) -> None:  # fmt: skip
-        self.host, self.tiers, self.moments = host, tiers, moments
-        self.shares: dict[Flat, Share] = {}
-        self.leaving: list[Job] = []  # copies of gradients on their way down
-        super().__init__(*args, **more)
-        self.share_of = {flat.own: share for flat, share in self.shares.items()}
-        count = max(share.count for share in self.shares.values())
-        host.staging.size = count * self.dtype.itemsize
+    def leave(x: Value) -> None:
+        under_way.append(_copy_state(x, "host.x"))
+        made.append(under_way[-1])
+        if place == "nvme":
+            made.append(_copy_state(("host.x", *x[1:]), "file.x"))
 
-    def lay_out(self, unit: Unit, parameters: list[Tensor]) -> Flat:
-        flat = super().lay_out(unit, parameters)
-        with self.group.recorder.unwatched():  # the host's side of it
-            self.shares[flat] = Share(flat, self.host, self.tiers, moments=self.moments)
-            if self.tiers.parameters != "device":
-                # How much it is; the values are elsewhere.
-                flat.own = torch.empty_like(flat.own, device="meta")
-        return flat
+    def come(x: Value) -> None:
+        if x in coming:
+            return
+        coming.add(x)
+        if place == "nvme":
+            made.append(_copy_state(("file.x", *x[1:]), "host.back"))
+        source = "host.back" if place == "nvme" else "host.x"
+        made.append(_copy_state((source, *x[1:]), "back"))
 
-    # ---- gradients -----------------------------------------------------------------------------
-    def settle(self, *, keep: int) -> None:
-        self.left()
-        super().settle(keep=keep)
-
-    def left(self) -> None:
-        """The gradients on their way down are down: their device memory is free."""
-        wait_all(self.leaving)
-        self.leaving.clear()
-
-    def keep(self, flat: Flat, part: Tensor) -> None:
-        share = self.shares[flat]
-        if self.tiers.gradients != "device" and not flat.unit.waits:
-            self.leaving.append(share.add(part))
-        elif share.here is None:
-            share.here = part
-            self.group.recorder.owns("gradients", part)
-        else:
-            share.here += part
-
-    def finish(self) -> None:
-        super().finish()
-        self.left()
-
-    def summed(self) -> None:
-        for flat in self.trained:
-            if flat.unit.waits:
-                share = self.shares[flat]
-                self.leaving.append(share.add(share.here))
-                share.here = None
-        self.left()
-
-    def gradient(self, target: Tensor) -> Tensor:
-        """What is on the device of it."""
-        return self.share_of[target].here
-
-    def reset(self) -> None:
-        super().reset()
-        for share in self.shares.values():
-            share.adding, share.here = [], None
-
-    # ---- for who looks at the result -------------------------------------------------------------
-    def part(self, flat: Flat, *, gradients: bool) -> Tensor:
-        place = self.tiers.gradients if gradients else self.tiers.parameters
-        if place == "device":
-            return self.shares[flat].here if gradients else flat.own
-        self.host.settle()
-        found = self.shares[flat].look("gradient" if gradients else "parameters")
-        return found.to(self.group.context.device)
+    for position, ins in enumerate(code):
+        for x in ins.reads:
+            if kept.get(x) == position:
+                _left(made, under_way)
+                leave(x)
+        if ins.op == RECOMPUTE and (x := ins.reads[0]) in kept:
+            _left(made, under_way)
+            come(x)
+            made.append(Instr(WAIT, reads=(("back", *x[1:]),)))
+            if x in below:
+                come(below[x])
+            ins = ins._replace(reads=(("back", *x[1:]), *ins.reads[1:]))
+        made.append(ins)
+    return made
 
 
-class Offloaded1(_Offloaded, zero.Stage1):
-    """ZeRO-1 whose optimizer states are off the device."""
+def _left(made: Code, under_way: list[Instr]) -> None:
+    """What was on its way down has left the device, and its memory is given back."""
+    made += [Instr(WAIT, reads=copy.writes) for copy in under_way]
+    under_way.clear()
 
 
-class Offloaded2(_Offloaded, zero.Stage2):
-    """ZeRO-Offload: gradients too."""
+# By the tiers that a copy leads from and to; from or to a file it is "disk".
+LANES = {("", "host"): "d2h", ("host", ""): "h2d", ("host", "host"): "host"}
 
 
-class Offloaded3(_Offloaded, zero.Stage3):
-    """ZeRO-Infinity: parameters too, which come up unit by unit.
-
-    One rank alone copies a unit to where it is used. Several copy each its part, one unit further
-    ahead than they gather: a gather starts when its copy has had a part's time to arrive, and has
-    as much itself. What is ``coming`` is such a part, (numel / N,).
-    """
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        self.coming: dict[Flat, tuple[Tensor, Job]] = {}
-        super().__init__(*args, **more)
-        self.away = self.tiers.parameters != "device"
-        self.alone = self.group.size == 1
-
-    def fetch(self, flat: Flat) -> None:
-        if not self.away or flat in self.arriving:
-            super().fetch(flat)
-        elif self.alone:
-            self.unfree(flat)
-            self.arriving[flat] = self.shares[flat].fetch(flat.full)
-        else:
-            self.bring(flat)
-            part, job = self.coming[flat]
-            job.wait()
-            self.unfree(flat)
-            self.arriving[flat] = flat.gather(part)
-
-    def bring(self, flat: Flat) -> None:
-        """Start to copy this rank's part, unless it is there or on its way."""
-        if flat not in self.coming and flat not in self.arriving:
-            part = torch.empty(flat.own.numel(), dtype=self.dtype, device=flat.full.device)
-            self.group.recorder.owns("buffers", part)
-            self.coming[flat] = part, self.shares[flat].fetch(part)
-
-    def arrive(self, flat: Flat) -> None:
-        super().arrive(flat)
-        self.coming.pop(flat, None)
-
-    def enter(self, parts: Sequence[str]) -> None:
-        if self.away and not self.alone:
-            units = list(dict.fromkeys(flat for part in parts for flat in self.needs[part]))
-            for flat in units[: len(self.needs[parts[0]]) + self.prefetch + 1]:
-                self.bring(flat)
-        super().enter(parts)
+def _copy(source: Value, into: Value, k: int = -1, phase: str = "") -> Instr:
+    """A unit's value goes to another tier, on the lane that leads there."""
+    u, tiers = source[1], (source[0].rpartition(".")[0], into[0].rpartition(".")[0])
+    return Instr(COPY, u, k, u, (source,), (into,), LANES.get(tiers, "disk"), phase=phase)
 
 
-STAGES = {1: Offloaded1, 2: Offloaded2, 3: Offloaded3}
+def _copy_state(source: Value, kind: str) -> Instr:
+    """The state before an op does, which is of no unit."""
+    return _copy(source, (kind, *source[1:]), source[2])._replace(unit=-1)

@@ -7,8 +7,8 @@ assumes equal stages; a head of V columns is worth V/(12h) blocks). Blocks being
 found by giving each block to the stage that is cheapest so far; of equals, to the latest, since
 earlier stages hold more activations.
 
-Cost is that of the matrix products, GELU and softmax of one forward (theory/formulas.py), backward
-being twice as much everywhere: the embedding, which only looks up, comes free.
+Cost is the FLOPs of one forward, from the ops (model/build.py), backward being twice as much
+everywhere: the embedding, which only looks up, comes free.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from paralab.checks import illegal
-from paralab.spec import ModelSpec
-from paralab.theory.formulas import forward_parts
+from paralab.model.build import build
+from paralab.spec import ModelSpec, Plan
 
 
 @lru_cache(maxsize=256)
@@ -30,7 +30,8 @@ def partition(model: ModelSpec, stages: int, batch: int = 1) -> list[tuple[str, 
     if not 1 <= stages <= model.layers:
         raise illegal("stages", stages, f"the model has {model.layers} blocks, a stage needs one",
                       f"1 to {model.layers}")  # fmt: skip
-    cost = {name: work.flops for name, work in forward_parts(model, batch).items()}
+    one = build(model.replace(layers=1), Plan(microbatch_size=batch))
+    cost = {name: sum(op.work[0].flops for op in one.ops[i:j]) for name, i, j in one.parts}
     block = cost["blocks.0"]
     load, blocks = [block] * stages, [1] * stages
     load[0] += cost["embedding"]

@@ -110,11 +110,7 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
     pp, microbatches = _sizes(pp, microbatches)
     v = whole("virtual_stages", virtual_stages, at_least=1)
     if microbatches % pp:
-        near = sorted({max(microbatches // pp, 1) * pp, (microbatches // pp + 1) * pp})
-        raise illegal("microbatches", microbatches,
-                      f"interleaved takes them {pp} (pp) at a time through each of a rank's stages",
-                      f"a multiple of {pp}, like {' or '.join(map(str, near))}; or "
-                      "schedule='1f1b', which takes any number")  # fmt: skip
+        raise illegal("microbatches", microbatches, *rounds(pp, microbatches))
 
     # p micro-batches pass through a rank's first stage, its second, ..., then come the next p.
     turns = [
@@ -131,6 +127,16 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
             actions += (forward, backward)
         schedule.append(actions + backwards[len(turns) - warmup :])
     return schedule
+
+
+def rounds(pp: int, microbatches: int) -> tuple[str, str]:
+    """(why, legal) of micro-batches that `interleaved` cannot take p at a time."""
+    near = sorted({max(microbatches // pp, 1) * pp, (microbatches // pp + 1) * pp})
+    return (
+        f"interleaved takes them {pp} (pp) at a time through each of a rank's stages",
+        f"a multiple of {pp}, like {' or '.join(map(str, near))}; or schedule='1f1b', which takes "
+        "any number",
+    )
 
 
 def zb_h1(pp: int, microbatches: int) -> Schedule:
@@ -176,6 +182,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb-h1": zb_h1, "zb-h2": zb_h2,
 }  # fmt: skip
 
+SPLIT = ("zb-h1", "zb-h2")  # those that put weight halves of backward aside
 RELAY = "l2l"  # a name beside these: what one rank's parts do in turn, `relay`
 
 

@@ -1,7 +1,8 @@
 """What each rank is blocked in, on a page that the launching process can read at any time.
 
-One slot per rank in a small file that all of them map: [thread id 8][length 2][text]. A rank writes
-without a lock and without a system call, below 1 us; it is read when nothing has moved for a while.
+One slot per rank in a small file that all of them map: [thread id 8][signs of life 4][length 2]
+[text]. A rank writes without a lock and without a system call, below 1 us; it is read when nothing
+has moved for a while.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import threading
 from pathlib import Path
 
 SLOT_BYTES = 512
-_HEAD = struct.Struct("<QH")
-_LENGTH = struct.Struct("<H")
+_HEAD = struct.Struct("<QIH")
+_LIFE, _LENGTH = struct.Struct("<I"), struct.Struct("<H")
 _TEXT_BYTES = SLOT_BYTES - _HEAD.size
 
 
@@ -34,14 +35,19 @@ class Notebook:
     def open(cls, folder: Path, rank: int) -> Notebook:
         """A rank's own slot; also says which of its threads is the main one."""
         notes = cls(folder / "notes", rank)
-        _HEAD.pack_into(notes._map, notes._slot, threading.main_thread().ident or 0, 0)
+        _HEAD.pack_into(notes._map, notes._slot, threading.main_thread().ident or 0, 0, 0)
         return notes
 
     def write(self, text: str) -> None:
         data = text.encode()[:_TEXT_BYTES]
         start = self._slot + _HEAD.size
         self._map[start : start + len(data)] = data
-        _LENGTH.pack_into(self._map, self._slot + 8, len(data))
+        _LENGTH.pack_into(self._map, self._slot + 12, len(data))
+
+    def alive(self) -> None:
+        """A sign of life: the rank's device gets on, though the rank writes nothing."""
+        (count,) = _LIFE.unpack_from(self._map, self._slot + 8)
+        _LIFE.pack_into(self._map, self._slot + 8, (count + 1) % 2**32)
 
     def read(self, rank: int | None = None) -> str:
         return self._read(self._slot if rank is None else rank * SLOT_BYTES)[1]
@@ -50,7 +56,7 @@ class Notebook:
         return self._read(rank * SLOT_BYTES)[0]
 
     def _read(self, slot: int) -> tuple[int, str]:
-        thread, length = _HEAD.unpack_from(self._map, slot)
+        thread, _, length = _HEAD.unpack_from(self._map, slot)
         start = slot + _HEAD.size
         return thread, self._map[start : start + length].decode(errors="replace")
 

@@ -23,12 +23,12 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 import cloudpickle
 import numpy.random
@@ -51,10 +51,12 @@ class RankContext:
     nodes     index of the node that each rank runs on
     device    "cpu" or "cuda:0"; where this rank's tensors belong
     backend   "gloo" or "nccl", of the default process group, which is up
+    shared    whether another rank's kernels run on this rank's GPU
     store     a torch Store that all ranks share
     strict    hold every call to NCCL's order rules, whatever the backend
     note      note(text): what this rank is about to block in; "" when it computes again
     noted     what `note` was last given
+    alive     alive(): the rank's device gets on, though the rank notes nothing
     progress  progress(done, total), reported at most 20 times a second, the last one always
     """
 
@@ -65,26 +67,61 @@ class RankContext:
     device: str
     backend: str
     store: dist.Store
+    shared: bool = False
     strict: bool = False
     note: Callable[[str], None]
     noted: Callable[[], str]
+    alive: Callable[[], None] = lambda: None
     progress: Callable[[int, int], None]
 
 
-def choose_device(device: str | None, local_rank: int, local_ranks: int) -> tuple[str, str]:
-    """(device, backend) of a rank. ``device`` is what was asked for: "cpu", "cuda" or None.
+class Chosen(NamedTuple):
+    """A rank's device, its backend, whether other ranks share its GPU, and what there is to say."""
 
-    NCCL refuses two ranks on one GPU: with fewer GPUs than ranks they share them, over gloo.
-    Raises ``ValueError`` if CUDA is asked for where there is none.
-    """
-    if device == "cpu" or (device is None and not torch.cuda.is_available()):
-        return "cpu", "gloo"
+    device: str
+    backend: str
+    shared: bool = False
+    why: str = ""
+
+
+def card(local_rank: int) -> str:
+    """The UUID of the GPU whose turn it is on this rank; "" where torch sees none."""
     if not torch.cuda.is_available():
+        return ""
+    turn = local_rank % torch.cuda.device_count()
+    return str(torch.cuda.get_device_properties(turn).uuid)
+
+
+def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int, str]]) -> Chosen:
+    """The device of a rank.
+
+    device  what was asked for: "cpu", "cuda" or None
+    cards   of every rank (its node, `card`): as a wrapper, or Slurm, may show each rank one GPU as
+            its only one, numbers do not tell GPUs apart
+
+    NCCL refuses two ranks on one GPU, and what a rank's kernels take there has the others' in it:
+    with fewer GPUs than ranks the CPU is the default. Asked for, they share them, over gloo. Raises
+    ``ValueError`` if CUDA is asked for where there is none.
+    """
+    if device == "cpu" or (device is None and not any(uuid for _, uuid in cards)):
+        return Chosen("cpu", "gloo")
+    if not torch.cuda.is_available():
+        if device is None:  # others have one
+            return Chosen("cpu", "gloo", why=f"some of {len(cards)} ranks have no GPU: all train "
+                          "on the CPU, over gloo")  # fmt: skip
         raise illegal("device", device, "torch sees no GPU here", "'cpu', or None for either")
-    count = torch.cuda.device_count()
-    chosen = f"cuda:{local_rank % count}"
+    own = len(set(cards)) == len(cards) and all(uuid for _, uuid in cards)
+    gpus = len({one for one in cards if one[1]})
+    few = f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"
+    if device is None and not own:
+        return Chosen("cpu", "gloo", why=f"{few}: they train on the CPU, over gloo; with "
+                      "device='cuda' they would share, and times would mix")  # fmt: skip
+    chosen = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(chosen)
-    return chosen, "nccl" if count >= local_ranks else "gloo"
+    if own:
+        return Chosen(chosen, "nccl")
+    return Chosen(chosen, "gloo", True, f"{few}: ranks share a GPU, over gloo through the host, "
+                  "and the times of each have the others' in them")  # fmt: skip
 
 
 def keep_pages() -> None:
@@ -106,10 +143,13 @@ def keep_pages() -> None:
 
 def main(rank: int, control: int, folder: str) -> NoReturn:
     """The whole life of a rank. ``control`` is the pipe to the launcher; this never returns."""
-    launcher = _Launcher(rank, Connection(control))
+    pipe = Connection(control)
     try:
-        with open(os.path.join(folder, "task"), "rb") as file:
-            task = pickle.load(file)
+        task = pickle.loads(pipe.recv_bytes())
+    except (EOFError, OSError):  # the launcher is gone
+        os._exit(1)
+    launcher = _Launcher(rank, pipe)
+    try:
         notes = Notebook.open(Path(folder), rank)
         _settle(rank, task, folder)
         result = _work(rank, task, folder, launcher, notes)
@@ -131,7 +171,8 @@ def _settle(rank: int, task: dict[str, Any], folder: str) -> None:
     os.environ.clear()
     os.environ.update(task["env"], **ONE_THREAD)
     os.environ["PARALAB_RANK"] = str(rank)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    inner = "lo" if sys.platform == "linux" else "lo0"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = inner
     sys.path[:], sys.argv[:] = task["path"], task["argv"]
     # What the user's own __main__ defines comes by value; this one must not look like it.
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -152,17 +193,20 @@ def _work(
 ) -> Any:
     world_size = task["ranks"]
     try:
-        device, backend = choose_device(task["device"], rank, world_size)
+        cards = [] if task["device"] == "cpu" else [(0, card(r)) for r in range(world_size)]
+        chosen = choose_device(task["device"], rank, cards)
     except ValueError as error:
         raise Refused(str(error)) from None
+    if chosen.why and rank == 0:
+        print(f"paralab: {chosen.why}")
     with open(os.path.join(folder, "payload"), "rb") as file:
         function, args = _load(file.read())
     notes.write("in init_process_group")
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     # A bare function may well use host tensors on a machine with GPUs: give it both.
-    both = backend == "nccl" and not task["with_context"]
+    both = chosen.backend == "nccl" and not task["with_context"]
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if both else backend,
+        "cpu:gloo,cuda:nccl" if both else chosen.backend,
         store=store,
         rank=rank,
         world_size=world_size,
@@ -176,12 +220,14 @@ def _work(
         world_size=world_size,
         local_rank=rank,
         nodes=(0,) * world_size,
-        device=device,
-        backend=backend,
+        device=chosen.device,
+        backend=chosen.backend,
         store=store,
+        shared=chosen.shared,
         strict=task["strict"],
         note=notes.write,
         noted=notes.read,
+        alive=notes.alive,
         progress=_at_most_often(launcher.send_progress),
     )
     return function(context, *args)
@@ -221,7 +267,7 @@ class _Launcher:
 
     def _end_when_it_is_gone(self) -> None:
         with contextlib.suppress(OSError, EOFError):
-            self.pipe.poll(None)  # nothing is ever sent this way: readable means closed
+            self.pipe.poll(None)  # behind the task nothing is sent this way: readable means closed
         os._exit(1)
 
     def _send(self, *message: Any, payload: bytes | None = None) -> None:

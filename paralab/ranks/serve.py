@@ -27,7 +27,12 @@ from pathlib import Path
 from typing import NoReturn
 
 # What every rank needs; a failing import is the launch's error. The last one is pl.run's program.
-ESSENTIAL = ("numpy.random", "torch.distributed", "paralab.ranks.process", "paralab.train")
+ESSENTIAL = (
+    "numpy.random",
+    "torch.distributed",
+    "paralab.ranks.process",
+    "paralab.interpret.train",
+)
 # What torch's optimizers import at first use, its compiler: 1.4 s in every rank if not shared.
 # Loaded before the first launch that trains.
 TO_TRAIN = ("torch._dynamo",)

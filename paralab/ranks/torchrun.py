@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paralab.ranks.errors import RankError
-from paralab.ranks.process import RankContext, choose_device, keep_pages
+from paralab.ranks.process import RankContext, card, choose_device, keep_pages
 
 _FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -48,38 +48,48 @@ def torchrun_context(
             "with torchrun --nproc-per-node N -m paralab run ..."
         ) from None
     if local_ranks == world_size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     os.environ["PARALAB_RANK"] = str(rank)
     keep_pages()
-    chosen, backend = choose_device(device, local_rank, local_ranks)
+    mine = "" if device == "cpu" else card(local_rank)
 
-    def meet() -> tuple[dist.Store, list[list[str]]]:
+    def meet() -> tuple[dist.Store, list[tuple[int, str]]]:
         if rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             _reach(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), join_timeout)
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=join_timeout)))
         facts = dist.PrefixStore("paralab", store)
-        facts.set(str(rank), f"{node} {backend}")
-        return store, [facts.get(str(r)).decode().split() for r in range(world_size)]
+        facts.set(str(rank), f"{node} {mine}")
+        every = [facts.get(str(r)).decode().partition(" ") for r in range(world_size)]
+        return store, [(int(index), uuid) for index, _, uuid in every]
+
+    def unmet(error: Exception) -> RankError:
+        why = _why_they_did_not_meet(error, join_timeout)
+        return RankError(f"rank {rank} could not meet the other ranks at {where}: {why}", rank=rank)
 
     try:
         store, everyone = _within(join_timeout, meet)
-        backend = "nccl" if all(theirs == "nccl" for _, theirs in everyone) else "gloo"
+    except (RuntimeError, ValueError, OSError) as error:
+        raise unmet(error) from None
+    chosen = choose_device(device, local_rank, everyone)
+    if chosen.why and rank == 0:
+        print(f"paralab: {chosen.why}")
+    try:
         limit = timedelta(seconds=timeout)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+            chosen.backend, store=store, rank=rank, world_size=world_size, timeout=limit
         )
     except (RuntimeError, ValueError, OSError) as error:
-        why = _why_they_did_not_meet(error, join_timeout)
-        message = f"rank {rank} could not meet the other ranks at {where}: {why}"
-        raise RankError(message, rank=rank) from None
+        raise unmet(error) from None
     noted = _say_what_it_was_in(rank)
     return RankContext(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        nodes=tuple(int(index) for index, _ in everyone),
-        device=chosen,
-        backend=backend,
+        nodes=tuple(index for index, _ in everyone),
+        device=chosen.device,
+        backend=chosen.backend,
+        shared=chosen.shared,
         store=dist.PrefixStore("paralab", store),
         strict=strict,
         note=lambda text: noted.__setitem__(0, text),

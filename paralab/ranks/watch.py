@@ -76,13 +76,16 @@ class Run:
     def start(
         self, count: int, task: bytes, payload: bytes, *, live: bool, trains: bool
     ) -> None:  # fmt: skip
-        """Fork the ranks. ``task`` and ``payload`` lie in files: a rank may die before it reads."""
+        """Fork the ranks.
+
+        The payload lies in a file, once for all; a rank may die before it reads. The task has the
+        environment in it, secrets too, and goes through each rank's pipe: it is in no file.
+        """
         self._go_on()
         with self._or_died():
             # Before there is a folder to remove.
             self.server.get_ready(self._go_on, to_train=trains)
         self.folder = Path(tempfile.mkdtemp(prefix="paralab-"))
-        (self.folder / "task").write_bytes(task)
         (self.folder / "payload").write_bytes(payload)
         self.notes = Notebook.create(self.folder, count)
         self.noted = self.notes.snapshot()
@@ -100,6 +103,8 @@ class Run:
                 pids = self.server.fork(self.folder, ends)
         for rank, pid in zip(self.ranks, pids, strict=True):
             rank.pid = pid
+            with contextlib.suppress(OSError):  # it has died: the server tells
+                rank.control.send_bytes(task)
         self.life = self.looked = time.monotonic()
 
     @contextlib.contextmanager

@@ -6,11 +6,9 @@ refused in one sentence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
-from paralab.records import tables
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,16 +18,6 @@ if TYPE_CHECKING:
 CLOCK = "dry run"
 
 
-def tables_of(part: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """The tables of the one rank that ran; step 0 starts at 0."""
-    found = {name: dict(part[name]) for name in tables.COLUMNS}
-    zero = min(found["steps"]["start"])
-    for table in found.values():
-        for column in set(tables.TIMES).intersection(table):
-            table[column] = [value - zero for value in table[column]]
-    return found
-
-
 def needs_times(report: Report, what: str) -> None:
     """Refuse ``what`` for a report that has none."""
     if report.clock == CLOCK:
@@ -37,6 +25,14 @@ def needs_times(report: Report, what: str) -> None:
                       "happens and in which order", "summary(), peaks(), traffic(), copied(), "
                       "memory_chart(), traffic_chart() of this report; times from pl.predict or "
                       "pl.run")  # fmt: skip
+
+
+def needs_own_devices(report: Report, what: str) -> None:
+    """Refuse ``what`` for a run whose ranks shared a GPU: no span there is one rank's alone."""
+    if report.meta.get("shared_gpu"):
+        raise illegal("device", report.meta.get("device"), f"{what} needs what each rank computed, "
+                      "and ranks shared this GPU: what one took has the others' in it",
+                      "a run with device='cpu', or with a GPU for each rank")  # fmt: skip
 
 
 def summary(report: Report) -> pd.DataFrame:

@@ -29,7 +29,7 @@ NAN = float("nan")
 
 def in_outline(report: Report) -> bool:
     """Whether the report has one rank per pipeline stage and one box per action: see
-    theory/outline.py. A box's cost is what the rank computes in it; the rest of its length it
+    interpret/outline.py. A box's cost is what the rank computes in it; the rest of its length it
     stands still.
     """
     return report.meta.get("detail") == "actions"

@@ -128,5 +128,5 @@ def ring_optimum(report: Report) -> int:
     """
     if report.model is None:
         raise illegal("model", None, "a traced function has no gradients to sum", "a training run")
-    psi = report.model.num_trainable * BYTES_PER_ELEMENT[report.plan.precision]
+    psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.precision]
     return 2 * (report.plan.dp - 1) * psi

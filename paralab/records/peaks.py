@@ -1,13 +1,14 @@
-"""What fills a device at its fullest moment, beside what the formulas say of it."""
+"""What fills a device at its fullest moment, beside what its program says."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
+from paralab.interpret import quick
 from paralab.observe.samples import CATEGORIES
+from paralab.records import dry
 from paralab.spec import OWN_FORM
-from paralab.theory import memory as formulas
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 def peaks(report: Report, rank: int | None = None) -> pd.DataFrame:
     """What fills the device of ``rank`` (default: the worst rank) at its worst sample, in bytes.
 
-    One row per category, always in the same order, and one "total". Columns: formula, what
-    theory/memory.py says of the fuller of a step's two moments, which has workspace only where
-    something is offloaded; and the report's clock. Formulas are of the plan; there are none for a
-    traced function, nor for a schedule of the user's own in a report that was saved, and the column
-    is 0. Raises ValueError if memory was not sampled.
+    One row per category, always in the same order, and one "total". Columns: "program", what
+    interpret/memory.py says of the rank's fullest moment, workspace included; and the report's
+    clock. There is no program of a traced function, nor of a saved plan with a schedule or passes
+    of the user's own; then its column is 0. A dry run is the program, and has no second column of
+    it. Raises ValueError if memory was not sampled.
     """
     import pandas as pd
 
@@ -38,23 +39,18 @@ def peaks(report: Report, rank: int | None = None) -> pd.DataFrame:
     worst = found.idxmax()
     moment = memory[(memory["rank"] == worst[0]) & (memory["time"] == worst[2])]
     held = moment.groupby("category", sort=False)["bytes"].sum().to_dict()
-    formula: dict[str, int] = {}
-    code_is_lost = str(report.plan.schedule).startswith(OWN_FORM)
-    if report.model is not None and not code_is_lost:
-        moments = formulas.moments(
-            report.model,
-            report.plan,
-            optimizer=report.meta.get("optimizer", "adamw"),
-            rank=int(worst[0]),
-        )
-        formula = max(moments.values(), key=lambda parts: sum(parts.values()))
-    known = [*held, *(name for name in formula if name not in held)]
+    columns, program = {report.clock: held}, {}
+    own = (report.plan.schedule, *report.plan.passes)
+    code_is_lost = any(str(form).startswith(OWN_FORM) for form in own)
+    if report.model is not None and not code_is_lost and report.clock != dry.CLOCK:
+        optimizer = report.meta.get("optimizer", "adamw")
+        program = quick.peak(report.model, report.plan, optimizer=optimizer, rank=int(worst[0]))
+    known = [*held, *(name for name in program if name not in held)]
     names = [*CATEGORIES, *(name for name in known if name not in CATEGORIES)]
+    if report.clock != dry.CLOCK:
+        columns = {"program": program, **columns}
     table = pd.DataFrame(
-        {
-            "formula": [formula.get(name, 0) for name in names],
-            report.clock: [held.get(name, 0) for name in names],
-        },
+        {clock: [found.get(name, 0) for name in names] for clock, found in columns.items()},
         index=pd.Index(names, name="category"),
         dtype="int64",
     )

@@ -45,6 +45,10 @@ def summary(report: Report) -> pd.DataFrame:
     if report.losses:
         rows += [("loss, first step", report.losses[0], "nats")]
         rows += [("loss, last step", report.losses[-1], "nats")]
+    if skipped := report.meta.get("skipped_steps"):
+        rows.append(
+            ("left out: a gradient overflowed", skipped, f"of {report.meta['steps']} steps")
+        )
     frame = pd.DataFrame({"quantity": [r[0] for r in rows], "value": [r[1] for r in rows],
                           "unit": [r[2] for r in rows]})  # fmt: skip
     return frame.round({"value": 4}).set_index("quantity")

@@ -1,1 +1,1 @@
-"""What the papers say, as functions, and the engine of simulation and replay; no torch."""
+"""What the papers say, as functions; schedules proved and simulated; replay. No torch."""

@@ -11,7 +11,7 @@ samples, with 16-bit activations, dropout masks of one byte, and the s x s score
     full recomputation                       s b h 2
 
 These are the paper's: it neglects the norms' means and deviations, 4 b s numbers per block, and all
-outside of the blocks. theory/activations.py has what this program keeps, in its own precision.
+outside of the blocks. interpret/memory.py has what this program keeps, in its own precision.
 
 A pipeline's first stage has p micro-batches on their way, of L/p blocks each: L blocks whatever p
 is; interleaving with v chunks per rank makes it L (1 + (p-1)/(p v)) (sec. 4.2.3).
@@ -43,24 +43,3 @@ def layer_bytes(
     if recompute == "none":
         factor += Fraction(5 * model.heads * model.seq_len, model.hidden * t)
     return sbh * factor
-
-
-def first_stage_layers(layers: int, pp: int = 1, virtual_stages: int = 1) -> Fraction:
-    """Blocks whose activations the first stage of 1F1B holds at once: L, or L (1 + (p-1)/(p v)).
-
-    Sec. 4.2.3. A schedule of one stage holds those of its L blocks.
-    """
-    layers, p = whole("layers", layers, at_least=1), whole("pp", pp, at_least=1)
-    v = whole("virtual_stages", virtual_stages, at_least=1)
-    return layers * (1 + Fraction(p - 1, p * v)) if v > 1 else Fraction(layers)
-
-
-def first_stage_bytes(
-    model: ModelSpec, batch: int, *, tp: int = 1, pp: int = 1, virtual_stages: int = 1,
-    sequence_parallel: bool = False, recompute: str = "none",
-) -> Fraction:  # fmt: skip
-    """Bytes of activations on a rank of the first stage, where most are: figure 1."""
-    block = layer_bytes(
-        model, batch, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute
-    )
-    return block * first_stage_layers(model.layers, pp, virtual_stages)

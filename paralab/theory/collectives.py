@@ -38,12 +38,7 @@ def steps(algorithm: str, n: int, *, node_size: int | None = None) -> int:
     node_size  members per node, of "hierarchical_all_reduce" only. Raises ValueError on anything
                that the algorithm would refuse
     """
-    n, group, nodes = _checked(algorithm, n, node_size)
-    if algorithm == "tree_all_reduce":
-        return 2 * _rounds(n)
-    if algorithm == "hierarchical_all_reduce":
-        return 2 * (group - 1) + 2 * (nodes - 1)
-    return (n - 1) * (2 if algorithm == "ring_all_reduce" else 1)
+    return sum(times for times, _ in _phases(algorithm, n, 0, node_size))
 
 
 def seconds(
@@ -61,22 +56,16 @@ def seconds(
     nbytes     of the tensor, S; whole elements of ``itemsize`` bytes
     inter      the link between nodes, of "hierarchical_all_reduce" only; default: ``link``
     """
-    n, group, nodes = _checked(algorithm, n, node_size)
     for name, value in (("link", link), ("inter", inter)):
         if not isinstance(value, Link) and (name == "link" or value is not None):
             raise illegal(
                 name, value, "not a link", "pl.Link(alpha=seconds, bandwidth=bytes_per_s)"
             )
-    count = _elements(nbytes, itemsize)
-    times = steps(algorithm, n, node_size=node_size)
-    if algorithm == "tree_all_reduce":
-        return times * link.seconds(count * itemsize)
-    if algorithm == "hierarchical_all_reduce":
-        chunk = -(-count // group)
-        part = -(-chunk // nodes)
-        inside = 2 * (group - 1) * link.seconds(chunk * itemsize)
-        return inside + 2 * (nodes - 1) * (inter or link).seconds(part * itemsize)
-    return times * link.seconds(-(-count // n) * itemsize)
+    phases = _phases(algorithm, n, _elements(nbytes, itemsize), node_size)
+    return sum(
+        times * each.seconds(count * itemsize)
+        for (times, count), each in zip(phases, (link, inter or link), strict=True)
+    )
 
 
 def wire_bytes(
@@ -89,14 +78,9 @@ def wire_bytes(
     count = _elements(nbytes, itemsize)
     if algorithm == "tree_all_reduce":
         return _tree_neighbours(n, index) * count * itemsize
-    if algorithm == "hierarchical_all_reduce":
-        place, node = index % group, index // group
-        own = share(count, group, (place + 1) % group)
-        sent = _ring(count, group, place, 2) + _ring(own, nodes, node, 2)
-        return sent * itemsize
-    if algorithm == "ring_all_gather":
-        return (count - share(count, n, (index + 2) % n)) * itemsize
-    return _ring(count, n, index, 2 if algorithm == "ring_all_reduce" else 1) * itemsize
+    halves, place, node = _halves(algorithm), index % group, index // group
+    own = share(count, group, (place + 1) % group)
+    return (_ring(count, group, place, halves) + _ring(own, nodes, node, halves)) * itemsize
 
 
 def crossover(n: int, link: Link) -> float:
@@ -111,6 +95,22 @@ def crossover(n: int, link: Link) -> float:
     n = whole("n", n, at_least=2)
     saved = n - 1 - _rounds(n)
     return link.alpha * link.bandwidth * saved / (_rounds(n) - (n - 1) / n)
+
+
+def _phases(
+    algorithm: str, n: int, count: int, node_size: int | None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(messages one after the other, elements of each) inside a node, and between nodes."""
+    n, group, nodes = _checked(algorithm, n, node_size)
+    if algorithm == "tree_all_reduce":
+        return (2 * _rounds(n), count), (0, 0)
+    halves, chunk = len(_halves(algorithm)), -(-count // group)
+    return (halves * (group - 1), chunk), (halves * (nodes - 1), -(-chunk // nodes))
+
+
+def _halves(algorithm: str) -> tuple[int, ...]:
+    """Of rings: 1 for a reduce-scatter, 2 for an all-gather, which an all-reduce makes in turn."""
+    return {"ring_reduce_scatter": (1,), "ring_all_gather": (2,)}.get(algorithm, (1, 2))
 
 
 def _checked(algorithm: str, n: int, node_size: int | None) -> tuple[int, int, int]:
@@ -141,12 +141,13 @@ def _rounds(n: int) -> int:
     return (n - 1).bit_length()  # ceil(log2 n)
 
 
-def _ring(count: int, n: int, index: int, halves: int) -> int:
-    """Elements that a member of a ring sends: in each half, all chunks but one."""
+def _ring(count: int, n: int, index: int, halves: tuple[int, ...]) -> int:
+    """Elements that a member of a ring sends: in every half all chunks but one, the first or second
+    after its own.
+    """
     if n == 1:
         return 0
-    spared = [share(count, n, (index + 1) % n), share(count, n, (index + 2) % n)]
-    return halves * count - sum(spared[:halves])
+    return sum(count - share(count, n, (index + half) % n) for half in halves)
 
 
 def _tree_neighbours(n: int, index: int) -> int:

@@ -16,14 +16,14 @@ from __future__ import annotations
 import html
 import math
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
 from paralab.records import metrics
-from paralab.records.dry import needs_times
+from paralab.records.dry import needs_own_devices, needs_times
 from paralab.theory.gaps import MOVED, WAITED, notes_on
 from paralab.theory.traffic import BOOKKEEPING
 
@@ -33,16 +33,7 @@ if TYPE_CHECKING:
     from paralab.report import Report
 
 COLUMNS = ("predicted", "replayed", "measured")
-COUNTED = {"bytes sent per rank": "B", "collective calls": "calls"}
-TIMED = (
-    "forward",
-    "backward",
-    "bucket copies",
-    "optimizer",
-    "communication",
-    "exposed communication",
-    "step time",
-)
+UNITS = {"bytes sent per rank": "B", "collective calls": "calls", MOVED: "B", "bubble": "share"}
 NAN = float("nan")
 
 
@@ -122,18 +113,13 @@ def compare(expect: Report, report: Report) -> Comparison:
     }
     import pandas as pd
 
-    names = [*COUNTED, *TIMED]
-    if expect.plan.pp > 1:
-        split = any((r.spans["kind"] == "weight_grad").any() for r in (expect, report))
-        if split:
-            names.insert(names.index("bucket copies"), "weight halves")
-        names.append("bubble")
-    if any(len(r.copies) for r in (expect, report)):
-        names.insert(2, MOVED)
-        names.insert(names.index("communication"), WAITED)
-    data: dict[str, Any] = {c: [columns[c].get(name, NAN) for name in names] for c in COLUMNS}
-    data["unit"] = [{**COUNTED, MOVED: "B", "bubble": "share"}.get(name, "s") for name in names]
-    table = pd.DataFrame(data, index=pd.Index(names, name="quantity"))
+    both, pipeline = (expect, report), expect.plan.pp > 1
+    split = any((one.spans["kind"] == "weight_grad").any() for one in both)
+    copies = any(len(one.copies) for one in both)
+    rows = {MOVED: copies, WAITED: copies, "weight halves": pipeline and split, "bubble": pipeline}
+    names = [name for name in columns["predicted"] if rows.get(name, True)]
+    table = pd.DataFrame(columns, index=pd.Index(names, name="quantity"), dtype=float)
+    table["unit"] = [UNITS.get(name, "s") for name in names]
     difference = _first_traffic_difference(expect, report)
     return Comparison(
         expect=expect,
@@ -152,6 +138,7 @@ def _in_order(a: Any, b: Any) -> tuple[Report, Report]:
         if not isinstance(value, Report):
             raise illegal(name, value, "not a report", "what pl.predict and pl.run return")
         needs_times(value, "a comparison")
+        needs_own_devices(value, "a comparison")
     if a.clock != "predicted":
         a, b = b, a
     if a.clock != "predicted" or b.clock == "predicted":
@@ -187,7 +174,9 @@ def _same_subject(expect: Report, report: Report) -> None:
 
 # ---- quantities -------------------------------------------------------------------------------
 def _quantities(report: Report) -> dict[str, float]:
-    """Every row of the table for one report: mean over ranks, median over the steps that count."""
+    """Every row of the table, in order, for one report: mean over ranks, median over the steps that
+    count.
+    """
     steps = metrics.measured_steps(report)
     spans, calls = report.spans, report.collectives
     calls = calls[~calls["phase"].isin(BOOKKEEPING) & calls["step"].isin(steps)]
@@ -208,12 +197,12 @@ def _quantities(report: Report) -> dict[str, float]:
         "bytes sent per rank": calls["wire_bytes"].sum() / ranks / count,
         "collective calls": NAN if summed else len(calls) / ranks / count,
         MOVED: moved["bytes"].sum() / ranks / count,
-        WAITED: median([metrics.copy_shares(report, s)["copies"] for s in steps] or [NAN]),
         "forward": spent("forward"),
         "backward": spent("backward"),
         "weight halves": spent("weight_grad"),
         "bucket copies": spent("copy"),
         "optimizer": spent("optimizer"),
+        WAITED: median([metrics.copy_shares(report, s)["copies"] for s in steps] or [NAN]),
         "communication": share("communication"),
         "exposed communication": share("wait"),
         "step time": report.step_time,
@@ -238,35 +227,25 @@ def _first_traffic_difference(expect: Report, report: Report) -> str:
 
 
 def _traffic(report: Report, summed: bool) -> dict[tuple[int, int], Counter]:
-    """What every rank moves in a step: every call and how often; ``summed``: as if in one."""
-    found: dict[tuple[int, int], Counter] = {}
-    for row in report.collectives.to_dict("records"):
-        if row["phase"] not in BOOKKEEPING:
-            what = (row["op"], row["axis"], row["payload_bytes"], row["wire_bytes"])
-            found.setdefault((row["step"], row["rank"]), Counter())[what] += 1
-    for row in report.copies.to_dict("records"):
-        what = (row["op"], row["lane"], row["category"], row["bytes"])
-        found.setdefault((row["step"], row["rank"]), Counter())[what] += 1
-    return {key: _sums(calls) for key, calls in found.items()} if summed else found
+    """By step and rank: every call and copy, and how often; ``summed``: all of a kind as one."""
+    kind = ["step", "rank", "op", "lane", "category"]
+    calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
+    calls = calls.rename(columns={"axis": "lane", "wire_bytes": "bytes"}).assign(category="")
+    found: dict[tuple[int, int], Counter] = defaultdict(Counter)
+    for rows in (calls, report.copies.assign(payload_bytes=0)):
+        rows = rows[[*kind, "payload_bytes", "bytes"]]
+        if summed:
+            rows = rows.groupby(kind, as_index=False, sort=False).sum()
+        for step, rank, *what in rows.itertuples(index=False):
+            found[step, rank][tuple(what)] += 1
+    return found
 
 
-def _sums(calls: Counter) -> Counter:
-    """One call, or copy, in place of all of its kind: (op, axis, payload or category, bytes)."""
-    totals: dict[tuple, list[int]] = {}
-    for (op, axis, what, size), count in calls.items():
-        copied = isinstance(what, str)
-        total = totals.setdefault((op, axis, what if copied else ""), [0, 0])
-        total[0] += 0 if copied else count * what
-        total[1] += count * size
-    return Counter([(op, axis, category or payload, size)
-                    for (op, axis, category), (payload, size) in totals.items()])  # fmt: skip
-
-
-def _call(what: tuple[str, str, int | str, int]) -> str:
-    op, axis, payload, wire = what
-    if isinstance(payload, str):  # of a copy: its category
-        return f"a {op} of {wire:,} bytes of {payload} on lane {axis}"
-    return f"a{'n' * (op[0] in 'aeiou')} {op} of {payload:,} bytes on axis {axis} sending {wire:,}"
+def _call(what: tuple[str, str, str, int, int]) -> str:
+    op, lane, category, payload, size = what
+    if category:
+        return f"a {op} of {size:,} bytes of {category} on lane {lane}"
+    return f"a{'n' * (op[0] in 'aeiou')} {op} of {payload:,} bytes on axis {lane} sending {size:,}"
 
 
 # ---- text -------------------------------------------------------------------------------------

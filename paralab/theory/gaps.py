@@ -8,7 +8,6 @@ cores, CPU seconds against wall seconds, what lies outside every span.
 from __future__ import annotations
 
 import math
-from statistics import median
 from typing import TYPE_CHECKING
 
 from paralab.records import metrics
@@ -30,18 +29,7 @@ def notes_on(
     table: pd.DataFrame, expect: Report, report: Report, difference: str
 ) -> dict[str, str]:
     """{quantity: sentence}. ``difference`` says how the bytes differ; empty if they do not."""
-    notes = {
-        "bytes sent per rank": difference or "bytes agree exactly, call by call and rank by rank."
-    }
-    if difference:
-        notes["bytes sent per rank"] += (
-            ". A run that moves other bytes than its plan says is a bug."
-        )
-    elif expect.world_size == 1:
-        notes["bytes sent per rank"] = "one rank has nobody to send to."
-    else:
-        notes["bytes sent per rank"] += _levels(expect)
-    notes |= _device_gaps(table)
+    notes = {"bytes sent per rank": _bytes_gap(expect, difference)} | _device_gaps(table)
     if said := notes.get("forward", "") + _sharing(expect, report, _contention(table)):
         notes["forward"] = said
     if expect.world_size > 1:
@@ -50,7 +38,7 @@ def notes_on(
     if MOVED in table.index:
         notes[MOVED] = difference or "they agree exactly, copy by copy and rank by rank."
         notes[WAITED] = (
-            "time with at least one copy under way between device, host and files, over links as "
+            "time with at least one copy in flight between device, host and files, over links as "
             f"fast as those of cluster {expect.cluster.name!r}."
         )
         if expect.world_size == 1:
@@ -61,6 +49,14 @@ def notes_on(
         notes["bubble"] = _bubble_gap(table.loc["bubble"], expect, report, alone)
     notes["step time"] = _step_gap(table, expect, report)
     return notes
+
+
+def _bytes_gap(expect: Report, difference: str) -> str:
+    if difference:
+        return f"{difference}. A run that moves other bytes than its plan says is a bug."
+    if expect.world_size == 1:
+        return "one rank has no other to send to."
+    return f"bytes agree exactly, call by call and rank by rank.{_levels(expect)}"
 
 
 def _computed(table: pd.DataFrame) -> list[str]:
@@ -76,7 +72,8 @@ def _contention(table: pd.DataFrame) -> float:
 
 def _device_gaps(table: pd.DataFrame) -> dict[str, str]:
     """Prediction against replay, kind by kind; the reason is given once."""
-    notes, explained = {}, False
+    notes = {}
+    reason = ": its device is three rates, and knows nothing of caches and shapes."
     for name in _computed(table):
         predicted, replayed = table.loc[name, "predicted"], table.loc[name, "replayed"]
         if not (predicted > 0 and replayed > 0):
@@ -85,14 +82,9 @@ def _device_gaps(table: pd.DataFrame) -> dict[str, str]:
         if abs(off) <= 0.05:
             notes[name] = "prediction and replay agree within 5 %."
             continue
-        notes[name] = (
-            f"theory says {_percent(off)} {'more' if off > 0 else 'less'} than the threads used"
-        )
-        if explained:
-            notes[name] += "."
-        else:
-            notes[name] += ": its device is three rates, and knows nothing of caches and shapes."
-            explained = True
+        side = "more" if off > 0 else "less"
+        notes[name] = f"theory says {_percent(off)} {side} than the threads used{reason}"
+        reason = "."
     return notes
 
 
@@ -142,15 +134,16 @@ def _exposed(table: pd.DataFrame, expect: Report) -> str:
     if not flight["replayed"] > 0:
         return "nothing is in flight."
     hidden = _percent(max(0.0, 1 - waited["replayed"] / flight["replayed"]))
+    hides = f"on devices of their own computing hides {hidden} of"
     if expect.plan.tp > 1:
-        said = ("a layer cannot begin before the messages of the one before it are there: on "
-                f"devices of their own computing hides {hidden} of them.")  # fmt: skip
+        said = "a layer cannot begin before the messages of the one before it are there: "
+        said += f"{hides} them."
         if expect.plan.tp_mode in ("1d", "3d"):
             said += " What can hide is the sum of an input's gradient, behind the weight's."
     elif expect.plan.zero_stage:
-        said = f"on devices of their own computing hides {hidden} of it{_zero_waits(expect.plan)}"
+        said = f"{hides} it{_zero_waits(expect.plan)}"
     elif expect.plan.grad_sync == "overlapped":
-        said = f"on devices of their own backward hides {hidden} of it; the rest is waited for."
+        said = f"{hides} it; the rest is waited for."
     else:
         form = expect.plan.grad_sync
         said = f"{form} gradient sync starts after backward, so nothing hides it: every rank waits."
@@ -163,8 +156,8 @@ def _zero_waits(plan: Plan) -> str:
     """What of ZeRO's traffic computing can hide, and what it cannot."""
     if plan.zero_stage < 3:
         return (
-            ". Gradients leave while backward goes on; the new parameters are gathered after the "
-            "optimizer, and nothing hides that."
+            ". Gradients leave while backward goes on; a bucket's new parameters are gathered "
+            "after its update, and only the updates of later buckets hide that."
         )
     ahead = f"up to {plan.prefetch} unit{'s' * (plan.prefetch != 1)} ahead of their use"
     gathered = ahead if plan.prefetch else "when they are needed, so nothing hides that"
@@ -266,13 +259,12 @@ def _pace(ratio: float, cores: int | None, report: Report) -> str:
 def _outside(report: Report) -> float:
     """Seconds of a step without any span on the compute lane: mean over ranks, median step."""
     lane = report.spans[report.spans["lane"] == "compute"]
-    rows = []
-    for step in metrics.measured_steps(report):
-        steps = report.steps[report.steps["step"] == step]
-        spans = lane[lane["step"] == step]
-        inside = (spans["end"] - spans["start"]).sum()
-        rows.append(((steps["end"] - steps["start"]).sum() - inside) / report.world_size)
-    return median(rows or [0.0])
+    whole, inside = (
+        (table["end"] - table["start"]).groupby(table["step"]).sum()
+        for table in (report.steps, lane)
+    )
+    outside = whole.sub(inside, fill_value=0.0).reindex(metrics.measured_steps(report))
+    return float(outside.median()) / report.world_size
 
 
 def beside(report: Report) -> float:

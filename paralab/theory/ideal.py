@@ -16,8 +16,6 @@ same bubble over a smaller whole, named `bubble over ideal` here. One is x, the 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from statistics import median
 from typing import TYPE_CHECKING
 
 from paralab.parallel.schedules import SCHEDULES, Action
@@ -64,17 +62,11 @@ def stage_costs(report: Report) -> dict[str, list[float]]:
     """
     spans = _compute(report)
     spans = spans[spans["step"].isin(metrics.measured_steps(report))]
-    whole: dict[tuple[int, ...], float] = defaultdict(float)  # the pieces of an action add up
-    keys = zip(*(spans[c].tolist() for c in ("rank", "step", "stage", "microbatch")), strict=True)
-    for kind, key, cost in zip(spans["kind"], keys, spans["cost"].tolist(), strict=True):
-        whole[kind, *key] += cost
-    samples: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for (kind, _, _, stage, _), cost in whole.items():
-        samples[kind, stage].append(cost)
-    stages = 1 + max((stage for _, stage in samples), default=0)
+    stages = 1 + int(spans["stage"].max()) if len(spans) else 1
+    action = ["kind", "stage", "rank", "step", "microbatch"]  # its pieces add up
+    typical = spans.groupby(action)["cost"].sum().groupby(action[:2]).median().to_dict()
     return {
-        kind: [median(samples.get((kind, stage), [0.0])) for stage in range(stages)]
-        for kind in COMPUTE_KINDS
+        kind: [typical.get((kind, stage), 0.0) for stage in range(stages)] for kind in COMPUTE_KINDS
     }
 
 

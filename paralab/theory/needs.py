@@ -10,7 +10,7 @@ Bytes per parameter are a recipe, never a constant: each names what is kept, and
     megatron-fp16   2 + 2 + 4 + 12   = 20     16-bit gradients and a 32-bit copy of them; also what
                                               ZeRO-Infinity counts (arXiv:2104.07857, sec. 3)
 
-These are model states. Activations come on top, and grow with the batch (theory/memory.py).
+These are model states. Activations come on top, and grow with the batch (interpret/memory.py).
 
 Time: PTD-P (Narayanan+ 2021, arXiv:2104.04473), sec. 5.1: a step of B samples costs
 F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) FLOPs with activations recomputed (eq. 3), so T tokens on
@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 from paralab.checks import choice, illegal, real, whole
 from paralab.spec import ModelSpec
-from paralab.theory.formulas import forward_flops, head_flops
+from paralab.theory.flops import forward_flops, head_flops
 
 RECIPES: Mapping[str, Mapping[str, int]] = MappingProxyType({
     "fp32": {"parameters": 4, "gradients": 4, "moments": 8},
@@ -81,14 +81,6 @@ def training_days(
     devices = whole("devices", devices, at_least=1)
     per_token = step_flops(model, 1, recompute=recompute) / model.seq_len
     return tokens * per_token / (devices * flops) / SECONDS_PER_DAY
-
-
-def largest_layers(model: ModelSpec, memory: int, recipe: str = "zero-fp16") -> int:
-    """Blocks of ``model``'s width whose states still fit ``memory`` bytes; 0 if not even one."""
-    memory = whole("memory", memory, at_least=1)
-    one, two = (model.replace(layers=n).num_params for n in (1, 2))
-    room = memory // bytes_per_parameter(recipe) - one
-    return 0 if room < 0 else 1 + room // (two - one)
 
 
 def recipe_parts(recipe: str) -> Mapping[str, int]:

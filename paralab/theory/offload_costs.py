@@ -1,4 +1,4 @@
-"""What ZeRO-Offload and ZeRO-Infinity state about memory outside the GPU: cuts, bytes, bandwidth.
+"""What ZeRO-Offload and ZeRO-Infinity state about memory outside the GPU: cuts and bandwidth.
 
 ZeRO-Offload (Ren+ 2021, arXiv:2101.06840, sec. 3) draws a step of mixed-precision Adam as a graph:
 circles hold data, boxes compute, and an edge weighs what flows along it in a step, for M parameters
@@ -22,11 +22,8 @@ table 1's, 0 with everything on the GPU and 4M for three, and any other crosses 
 The last row contradicts itself: an eighth of 16M is 2M, and at 4M the 13 B parameters of figure 7
 would not fit its 32 GB.
 
-ZeRO-Infinity (Rajbhandari+ 2021, arXiv:2104.07857) counts bytes in sec. 3 and asks in sec. 4 which
-bandwidth is enough. Its figure 2a says TB and GB and means TiB and GiB. As printed, eq. 5 lacks the
-2 bytes per element without which figure 2a does not follow, the working memory of figure 2a's
-smallest model is 1.95 (20 h^2) where eq. 4 gives 1.56, and the 1.5 TB/s "for 90 %" of sec. 4 would
-give 91.6 %: 1.23 are enough.
+ZeRO-Infinity (Rajbhandari+ 2021, arXiv:2104.07857) asks in sec. 4 which bandwidth is enough. The
+1.5 TB/s that it prints for 90 % would give 91.6 %: 1.23 are enough.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ from itertools import product
 from types import MappingProxyType
 
 from paralab.checks import choice, illegal, real, whole
-from paralab.theory.needs import bytes_per_parameter
 
 GPU, CPU = "gpu", "cpu"
 
@@ -110,80 +106,10 @@ def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
     return dict(assignment)
 
 
-# ---- ZeRO-Infinity, sec. 3: bytes ----
-def transformer_parameters(layers: int, hidden: int) -> int:
-    """12 l h^2: the linear layers' weights, 4 h^2 in attention and 8 h^2 in the MLP; eq. 1.
-
-    Biases, norms and embeddings are left out; `ModelSpec.num_params` counts them.
-    """
-    return 12 * whole("layers", layers, at_least=1) * whole("hidden", hidden, at_least=1) ** 2
-
-
-def model_state_bytes(layers: int, hidden: int, recipe: str = "megatron-fp16") -> int:
-    """Bytes of all model states of one copy, 240 l h^2: eq. 1 at 20 bytes per parameter; eq. 2."""
-    return bytes_per_parameter(recipe) * transformer_parameters(layers, hidden)
-
-
-def checkpoint_bytes(
-    layers: int, hidden: int, batch: float, seq_len: int, *, interval: int = 1
-) -> float:
-    """Bytes of activation checkpoints, 2 b s h l / ci: block inputs in 16 bits; eq. 3.
-
-    interval  ci, blocks from one checkpoint to the next
-    """
-    layers = whole("layers", layers, at_least=1)
-    interval = whole("interval", interval, at_least=1, at_most=layers)
-    return 2 * _tokens(batch, seq_len) * whole("hidden", hidden, at_least=1) * layers / interval
-
-
-def mswm_bytes(hidden: int) -> int:
-    """Model state working memory, 4 h 4h bytes: what a GPU needs at once for the largest layer.
-
-    That is the MLP's first, h x 4h, with weights and gradients in 16 bits; eq. 4.
-    """
-    return 4 * (h := whole("hidden", hidden, at_least=1)) * 4 * h
-
-
-def awm_bytes(hidden: int, heads: int, batch: float, seq_len: int, *, interval: int = 1) -> float:
-    """Activation working memory, 2 b s ci (16 h + 2 a s): what lies between two checkpoints; eq. 5.
-
-    The leading 2 are the bytes per element, which the equation leaves out. With ``interval`` the
-    number of layers it is figure 2a's "Act.", everything kept and nothing recomputed.
-    """
-    interval = whole("interval", interval, at_least=1)
-    scores = 2 * whole("heads", heads, at_least=1) * whole("seq_len", seq_len, at_least=1)
-    per_token = 16 * whole("hidden", hidden, at_least=1) + scores
-    return 2 * _tokens(batch, seq_len) * interval * per_token
-
-
-def _tokens(batch: float, seq_len: int) -> float:
-    """A batch may be a mean: table 1 has 1.25 samples per GPU."""
-    return real("batch", batch, above=0.0) * whole("seq_len", seq_len, at_least=1)
-
-
 # ---- ZeRO-Infinity, sec. 4: bandwidth ----
-def iteration_flops(params: float, batch: float, seq_len: int) -> float:
-    """FLOPs of an iteration, 2 * 4 b s P: forward 2, once more to recompute, backward 4; eq. 7."""
-    return 2 * 4 * _tokens(batch, seq_len) * real("params", params, above=0.0)
-
-
-def ait_parameters(batch: float, seq_len: int) -> float:
-    """FLOPs per byte moved of parameters and gradients, b s; eq. 9.
-
-    `iteration_flops` over 2 * 4 P bytes: parameters are read for forward, recomputation and
-    backward, and gradients written once.
-    """
-    return _tokens(batch, seq_len)
-
-
 def ait_optimizer(batch: float, seq_len: int) -> float:
     """FLOPs per byte moved of optimizer states, b s / 4: 16 P bytes, read and written; eq. 10."""
-    return _tokens(batch, seq_len) / 4
-
-
-def ait_checkpoints(hidden: int, *, interval: int = 1) -> int:
-    """FLOPs per byte moved of activation checkpoints, 24 h ci: written and read once; eq. 11."""
-    return 24 * whole("hidden", hidden, at_least=1) * whole("interval", interval, at_least=1)
+    return real("batch", batch, above=0.0) * whole("seq_len", seq_len, at_least=1) / 4
 
 
 def efficiency_at(ait: float, bandwidth: float, peak_flops: float) -> float:

@@ -1,7 +1,7 @@
 """What a pipeline schedule costs: makespan, bubble and live activations, without running it.
 
-`simulate` puts any valid schedule on the event engine (theory/engine.py): a rank works through its
-list in order, an action starts when the rank is free and what it needs has arrived. The bubble is
+In `simulate` a rank works through its list in order, and an action starts when the rank is free and
+what it needs has arrived (theory/order.py). The bubble is
 
     bubble rate = 1 - sum of compute / (p cost),   cost = the longest of the ranks' (end - start)
 
@@ -22,12 +22,10 @@ import numpy as np
 
 from paralab.checks import choice, illegal, real, whole
 from paralab.parallel.schedules import SCHEDULES, Action
-from paralab.theory.engine import longest_path
-from paralab.theory.order import B, F, I, Order, W, graph
-from paralab.theory.schedule_check import checked, deadlock, live
+from paralab.theory.order import B, F, I, Order, W
+from paralab.theory.schedule_check import checked, live, timed
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
     from paralab.report import Report
@@ -75,26 +73,6 @@ class Simulation:
     def peak_live(self) -> list[int]:
         """Per rank: most micro-batches (with v chunks: chunks of them) alive at once."""
         return [max(counts) for counts in live(self.schedule)]
-
-    @cached_property
-    def spans(self) -> pd.DataFrame:
-        """One row per action: rank, action, stage, chunk, kind, microbatch, start, end.
-
-        kind is F, B, I or W; chunk the how-manieth of its rank's stages it is.
-        """
-        import pandas as pd
-
-        order = self.order
-        return pd.DataFrame({
-            "rank": order.rank,
-            "action": [str(action) for row in self.schedule for action in row],
-            "stage": order.stage,
-            "chunk": order.stage // order.ranks,
-            "kind": np.array(list("FBIW"), object)[order.kind],
-            "microbatch": order.microbatch,
-            "start": self.start,
-            "end": self.end,
-        })  # fmt: skip
 
     def report(self, name: str = "a schedule") -> Report:
         """The same as a predicted `Report` of one step, for whatever draws or compares reports."""
@@ -157,12 +135,8 @@ def simulate(
     table = np.empty((4, stages))
     table[[F, B, I, W]] = f, i + w, i, w
     seconds = table[order.kind, order.stage]
-    dag = graph(order, seconds, delay[order.stage] if delay.any() else None)
-    end, _ = longest_path(*dag)
-    n = len(order.rank)
-    if any(dag.missing[:n]):
-        raise deadlock(order, dag.missing)
-    return Simulation(schedule, order, np.array(dag.ready[:n]), np.array(end[:n]))
+    start, end = timed(order, seconds, delay[order.stage])
+    return Simulation(schedule, order, np.array(start), np.array(end))
 
 
 def _per_stage(name: str, cost: Any, stages: int) -> np.ndarray:

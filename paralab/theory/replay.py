@@ -21,47 +21,22 @@ takes no time here.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+import dataclasses
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, real
 from paralab.spec import Cluster
-from paralab.theory.engine import (
-    Collective,
-    Compute,
-    Copy,
-    Item,
-    Wait,
-    link_cost,
-    simulate,
-)
+from paralab.theory.engine import Item, simulate
 from paralab.theory.traffic import POINT_TO_POINT
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from paralab.report import Report
 
-Key = tuple[Any, ...]
+IDLE = ("wait", "comm")  # kinds of spans that cost a rank nothing of its own
 PROCESSORS = ("compute", "host")  # lanes whose spans cost processor time, not time on a link
-
-
-class _Span(NamedTuple):
-    id: int
-    rank: int
-    step: int
-    lane: str
-    kind: str
-    stage: int
-    chunk: int
-    microbatch: int
-    start: float
-    end: float
-    cost: float
-    after: tuple[int, ...]
-
-    @property
-    def idle(self) -> bool:
-        return self.kind in ("wait", "comm")
 
 
 def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1.0) -> Report:
@@ -79,141 +54,114 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
     holds collectives that a rank of their group never launched.
     """
     from paralab.records.metrics import in_outline
-    from paralab.report import Report
 
     if in_outline(report):
-        raise illegal("detail", "actions", "an outline has its calls summed up, and nobody can "
-                      "say when each of them came", "pl.predict(..., detail='calls'), or "
+        raise illegal("detail", "actions", "an outline has its calls summed up, without the "
+                      "time of each", "pl.predict(..., detail='calls'), or "
                       "pl.predict on the other cluster")  # fmt: skip
     cluster = Cluster.local() if cluster is None else cluster
     if not isinstance(cluster, Cluster):
         raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
     compute = real("compute", compute, at_least=0.0)
-    spans = sorted(_Span(*row) for row in report.spans.itertuples(index=False))
-    setup = _setup_spans(report, spans)
-    role = {rank: rank if report.model is None else report.plan.place(rank)[0]
-            for rank in range(report.world_size)}  # fmt: skip
-    costs = _typical_costs([s for s in spans if s.id not in setup], scale=compute, role=role)
-    calls, copies = _collectives(report), _copies(report, cluster)
-    by_step: dict[tuple[int, bool], list[list[_Span]]] = defaultdict(
+    setup = _setup_spans(report)
+    costs = _typical_costs(report, setup, scale=compute)
+    calls, copies = _calls(report, cluster), _copies(report, cluster)
+    by_step: dict[tuple[int, bool], list[list[Any]]] = defaultdict(
         lambda: [[] for _ in range(report.world_size)]
     )
-    for span in spans:  # in order of id: the order in which each rank wrote them down
+    # In order of id: the order in which each rank wrote its spans down.
+    for span in report.spans.sort_values("id").itertuples(index=False):
         by_step[span.step, span.id not in setup][span.rank].append(span)
     for step in set(report.steps["step"].tolist()):
         by_step[step, True]  # a step without spans still has a start and an end
-    cost, now = link_cost(cluster), 0.0
-    when: dict[int, tuple[float, float]] = {}
+    now = 0.0
+    start: dict[int, float] = {}  # of every span
+    end: dict[int, float] = {}
     steps: dict[tuple[int, int], tuple[float, float]] = {}
     for (step, inside), ranks in sorted(by_step.items()):
-        programs = [_program(rank, calls, costs, copies) for rank in ranks]
-        times = simulate([items for items, _ in programs], cost)
+        programs = [_program(spans, calls, costs, copies) for spans in ranks]
+        times = simulate([items for items, _ in programs])
         latest = now
         for rank, (_, places) in enumerate(programs):
-            end = now
-            for span, positions in zip(ranks[rank], places, strict=True):
-                began = now + min(times.start[rank][p] for p in positions)
-                ended = now + max(times.end[rank][p] for p in positions)
-                when[span.id] = (began, ended)
-                end = max(end, ended)
-            latest = max(latest, end)
+            over = free = now  # all that this rank does; its compute lane
+            for span, mine in zip(ranks[rank], places, strict=True):
+                start[span.id] = now + min(times.start[rank][i] for i in mine)
+                end[span.id] = now + max(times.end[rank][i] for i in mine)
+                if span.kind == "wait":
+                    start[span.id] = free
+                if span.lane == "compute":
+                    free = end[span.id]
+                over = max(over, end[span.id])
+            latest = max(latest, over)
             if inside:
-                steps[step, rank] = (now, end)
+                steps[step, rank] = (now, over)
         now = latest
-    zero = min((start for start, _ in steps.values()), default=0.0)
-    return Report(
+    zero = min((begun for begun, _ in steps.values()), default=0.0)
+    start, end = ({span: t - zero for span, t in side.items()} for side in (start, end))
+    spans, keys = report.spans, list(zip(report.steps["step"], report.steps["rank"], strict=True))
+    own = spans["id"].map(costs).where(spans["lane"].isin(PROCESSORS)).fillna(spans["cost"])
+    return dataclasses.replace(
+        report,
         clock="replayed",
-        model=report.model,
-        plan=report.plan,
         cluster=cluster,
-        meta=report.meta,
-        losses=report.losses,
-        spans=_retimed(report.spans, "id", when, zero).assign(
-            cost=[_cost(_Span(*row), costs) for row in report.spans.itertuples(index=False)]
-        ),
-        collectives=_retimed(report.collectives, "span", when, zero),
-        copies=_retimed(report.copies, "span", when, zero),
-        memory=_retimed_memory(report, spans, when, zero),
+        spans=_retimed(spans, "id", start, end).assign(cost=own),
+        collectives=_retimed(report.collectives, "span", start, end),
+        copies=_retimed(report.copies, "span", start, end),
+        memory=_retimed_memory(report, start, end),
         steps=report.steps.assign(
-            start=[steps[key][0] - zero for key in _step_keys(report)],
-            end=[steps[key][1] - zero for key in _step_keys(report)],
+            start=[steps[key][0] - zero for key in keys],
+            end=[steps[key][1] - zero for key in keys],
         ),
-        weights=report.weights,
-        gradients=report.gradients,
-        results=report.results,
     )
 
 
 # ---- what everything costs --------------------------------------------------------------------
-class _Costs(NamedTuple):
-    key_of: dict[int, Key]  # by span id
-    seconds: dict[Key, float]
+def _typical_costs(report: Report, setup: set[int], *, scale: float) -> dict[int, float]:
+    """{span: the median cost of its kind}, warm-up left out where there is anything else.
 
-
-def _typical_costs(spans: list[_Span], *, scale: float, role: dict[int, int]) -> _Costs:
-    """The median cost of every kind of span, warm-up left out where there is anything else.
-
-    role  ranks of one role do the same: those of a data-parallel group. The ranks of a traced
-          function may do different things, so each has a role of its own
+    Data-parallel ranks do the same, so they count as one. The ranks of a traced function may do
+    different things.
     """
-    groups: dict[Key, list[_Span]] = defaultdict(list)
-    for span in spans:
-        if not span.idle:
-            place = (
-                span.rank,
-                span.step,
-                span.lane,
-                span.kind,
-                span.stage,
-                span.chunk,
-                span.microbatch,
-            )
-            groups[place].append(span)
-    key_of, warm, cold = {}, defaultdict(list), defaultdict(list)
-    for (rank, step, lane, kind, stage, chunk, _), parts in groups.items():
-        for part, span in enumerate(parts):
-            key = (role[rank], stage, chunk, lane, kind, len(parts), part)
-            key_of[span.id] = key
-            (warm if step >= 1 else cold)[key].append(_own_seconds(span))
-    samples = {**cold, **warm}
-    return _Costs(key_of, {key: scale * median(values) for key, values in samples.items()})
-
-
-def _own_seconds(span: _Span) -> float:
-    """What a span costs by itself: its thread's CPU time, or on a link how long it took."""
-    return max(span.cost, 0.0) if span.lane in PROCESSORS else span.end - span.start
-
-
-def _cost(span: _Span, costs: _Costs) -> float:
-    key = costs.key_of.get(span.id)
-    if key is None or span.lane not in PROCESSORS:
-        return span.cost
-    return costs.seconds[key]
+    spans = report.spans[~report.spans["kind"].isin(IDLE) & ~report.spans["id"].isin(setup)]
+    spans = spans.sort_values("id")
+    place = ["stage", "chunk", "lane", "kind"]
+    parts = spans.groupby(["rank", "step", "microbatch", *place])["id"]
+    role = spans["rank"]
+    if report.model is not None:
+        role = role.map(lambda rank: report.plan.place(rank)[0])
+    alike = [role, *(spans[name] for name in place), parts.transform("size"), parts.cumcount()]
+    on_link = ~spans["lane"].isin(PROCESSORS)  # what it took there; else its thread's CPU seconds
+    own = spans["cost"].clip(lower=0.0).mask(on_link, spans["end"] - spans["start"])
+    warm = own.where(spans["step"] >= 1)
+    typical, cold = (seconds.groupby(alike).transform("median") for seconds in (warm, own))
+    return dict(zip(spans["id"], scale * typical.fillna(cold), strict=True))
 
 
 # ---- programs ---------------------------------------------------------------------------------
-def _collectives(report: Report) -> dict[int, list[tuple[Key, dict[str, Any]]]]:
-    """By comm span: its rows, each with the key under which the members of the call meet.
+def _calls(report: Report, cluster: Cluster) -> dict[int, list[Item]]:
+    """By comm span: its calls, each under the name that its members give it.
 
     Collectives of a group are matched in order, and so are the sends and receives of a pair, as
     NCCL does. A group's own numbers count both: a pipeline's ranks, which send more or less often,
     would not agree on them.
     """
-    found: dict[int, list[tuple[Key, dict[str, Any]]]] = defaultdict(list)
-    count: dict[Key, int] = defaultdict(int)
+    found: dict[int, list[Item]] = defaultdict(list)
+    count: Counter[tuple[Any, ...]] = Counter()
+    lanes = dict(zip(report.spans["id"], report.spans["lane"], strict=True))
     rows = report.collectives.sort_values(["rank", "step", "span"], kind="stable")
-    for row in rows.to_dict("records"):
-        if row["op"] not in POINT_TO_POINT:
-            of = (row["rank"], row["axis"], row["ranks"], row["phase"])
-            key: Key = (*of[1:], count[of])
-            count[of] += 1
+    for row in rows.itertuples(index=False):
+        lane, members, seconds = lanes.get(row.span, ""), row.ranks, 0.0
+        if row.op in POINT_TO_POINT:  # each direction of each pair is a link of its own
+            members = (row.rank, row.peer) if row.op == "send" else (row.peer, row.rank)
+            lane += ":{}>{}".format(*members)
+            name = f"message {{}} from rank {members[0]} to rank {members[1]} ({row.axis})"
         else:
-            pair = (row["rank"], row["peer"])
-            way = pair if row["op"] == "send" else pair[::-1]
-            side = (row["op"], row["axis"], *way)
-            key = ("pair", row["axis"], *way, count[side])
-            count[side] += 1
-        found[row["span"]].append((key, row))
+            name = f"{row.op} {{}} ({row.phase}) of {row.axis} ranks {members}"
+        if row.op != "recv":  # the sender's side is the one that moves the bytes
+            seconds = cluster.link(row.op, row.level).seconds(row.wire_bytes)
+        side = (row.rank, row.op == "recv", name)
+        found[row.span].append(Item(lane, seconds, (), name.format(count[side]), members))
+        count[side] += 1
     return found
 
 
@@ -230,76 +178,49 @@ def _copies(report: Report, cluster: Cluster) -> dict[int, float]:
 
 
 def _program(
-    spans: list[_Span],
-    calls: dict[int, list[tuple[Key, dict[str, Any]]]],
-    costs: _Costs,
+    spans: list[Any],
+    calls: dict[int, list[Item]],
+    costs: dict[int, float],
     copies: dict[int, float],
-) -> tuple[list[Item], list[list[int]]]:
+) -> tuple[list[Item], list[range]]:
     """One rank's step as engine items, and for every span the positions of its items."""
     items: list[Item] = []
-    places: list[list[int]] = []
-    at: dict[int, list[int]] = {}
-    on_compute: set[int] = set()
+    places: list[range] = []
+    at: dict[int, range] = {}
     for span in spans:
-        first = len(items)
-        awaited = tuple(
-            p for other in span.after if other not in on_compute for p in at.get(other, ())
-        )
-        if span.kind == "wait":
-            items.append(Wait(awaited))
-        elif span.lane == "compute":
-            if awaited:
-                items.append(Wait(awaited))
-                first += 1
-            items.append(Compute(costs.seconds[costs.key_of[span.id]]
-                                 if span.id in costs.key_of else 0.0))  # fmt: skip
-        elif span.kind == "comm" and span.id in calls:
-            items += [_collective(key, row, span, awaited) for key, row in calls[span.id]]
+        after = tuple(position for other in span.after for position in at.get(other, ()))
+        if span.kind == "comm" and span.id in calls:
+            new = [call._replace(after=after) for call in calls[span.id]]
         else:
-            key = costs.key_of.get(span.id)
-            seconds = 0.0 if key is None else costs.seconds[key]
-            items.append(Copy(span.lane, copies.get(span.id, seconds), awaited))
-        at[span.id] = list(range(first, len(items)))
+            new = [Item(span.lane, copies.get(span.id, costs.get(span.id, 0.0)), after)]
+        at[span.id] = range(len(items), len(items) + len(new))
         places.append(at[span.id])
-        if span.lane == "compute":
-            on_compute.add(span.id)
+        items += new
     return items, places
 
 
-def _collective(key: Key, row: dict[str, Any], span: _Span, awaited: tuple[int, ...]) -> Collective:
-    ranks, lane = row["ranks"], span.lane
-    if key[0] == "pair":  # each direction of each pair is a wire of its own
-        ranks = key[2:4]
-        lane = f"{lane}:{ranks[0]}>{ranks[1]}"
-    return Collective(key, lane, ranks, row["op"], row["wire_bytes"], row["level"], awaited)
-
-
-def _setup_spans(report: Report, spans: list[_Span]) -> set[int]:
+def _setup_spans(report: Report) -> set[int]:
     """Handshakes before the first step, and what waited for them: no part of any step."""
-    calls = report.collectives
+    calls, spans = report.collectives, report.spans
     setup = set(calls["span"][calls["phase"] == "setup"].tolist())
-    waits = {s.id for s in spans if s.kind == "wait" and s.after and setup.issuperset(s.after)}
-    return setup | waits
+    waits = spans[spans["kind"] == "wait"]
+    mine = [bool(after) and setup.issuperset(after) for after in waits["after"]]
+    return setup | set(waits["id"][mine].tolist())
 
 
 # ---- tables -----------------------------------------------------------------------------------
-def _retimed(table: Any, column: str, when: dict[int, tuple[float, float]], zero: float) -> Any:
+def _retimed(
+    table: pd.DataFrame, column: str, start: dict[int, float], end: dict[int, float]
+) -> pd.DataFrame:
     """A copy of ``table`` with the times of the spans that ``column`` names; others keep theirs."""
-    old = zip(table[column], table["start"], table["end"], strict=True)
-    new = [
-        tuple(t - zero for t in when[span]) if span in when else (start, end)
-        for span, start, end in old
-    ]
-    return table.assign(start=[start for start, _ in new], end=[end for _, end in new])
+    sides = {"start": start, "end": end}
+    return table.assign(**{
+        name: [times.get(span, old) for span, old in zip(table[column], table[name], strict=True)]
+        for name, times in sides.items()
+    })  # fmt: skip
 
 
-def _step_keys(report: Report) -> list[tuple[int, int]]:
-    return list(zip(report.steps["step"].tolist(), report.steps["rank"].tolist(), strict=True))
-
-
-def _retimed_memory(
-    report: Report, spans: list[_Span], when: dict[int, tuple[float, float]], zero: float
-) -> Any:
+def _retimed_memory(report: Report, start: dict[int, float], end: dict[int, float]) -> pd.DataFrame:
     """Memory samples at the same place between the same spans of their rank's compute lane."""
     table = report.memory
     if table.empty:
@@ -307,15 +228,14 @@ def _retimed_memory(
     import numpy as np
 
     new = table["time"].to_numpy().copy()
-    for rank in set(table["rank"].tolist()):
-        lane = [s for s in spans if s.rank == rank and s.lane == "compute"]
-        if lane:
-            old = [t for s in lane for t in (s.start, s.end)]
-            moved = [t - zero for s in lane for t in when[s.id]]
-            mine = (table["rank"] == rank).to_numpy()
-            times, place = np.unique(new[mine], return_inverse=True)
-            times = np.interp(times, old, moved)
-            for i in range(1, len(times)):  # what was no time apart is still one after the other
-                times[i] = max(times[i], times[i - 1] + 1e-9)
-            new[mine] = times[place]
+    spans = report.spans.sort_values("id")
+    for rank, lane in spans[spans["lane"] == "compute"].groupby("rank"):
+        old = lane[["start", "end"]].to_numpy().ravel()
+        moved = [side[span] for span in lane["id"] for side in (start, end)]
+        mine = (table["rank"] == rank).to_numpy()
+        times, place = np.unique(new[mine], return_inverse=True)
+        times = np.interp(times, old, moved)
+        for i in range(1, len(times)):  # what was no time apart is still one after the other
+            times[i] = max(times[i], times[i - 1] + 1e-9)
+        new[mine] = times[place]
     return table.assign(time=new)

@@ -17,11 +17,14 @@ the messages. Cost: about 1 microsecond per action.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from math import inf
+
+import numpy as np
 
 from paralab.checks import illegal, whole
 from paralab.parallel.schedules import KINDS, Action, Schedule, actions
-from paralab.theory.order import Order, order
+from paralab.theory.order import Order, order, walk
 
 
 class ScheduleError(ValueError):
@@ -57,9 +60,7 @@ def validate(
     max_live      how many micro-batches (see `live`) may be alive on a rank at once; default: any
     """
     lists, found = checked(schedule, microbatches=microbatches, stages=stages)
-    missing = _walk(found)
-    if missing is not None:
-        raise deadlock(found, missing)
+    timed(found, np.zeros(len(found.rank)))
     if max_live is not None:
         whole("max_live", max_live, at_least=1)
         for rank, counts in enumerate(live(lists)):
@@ -108,48 +109,29 @@ def live(schedule: Iterable[Iterable[Action]]) -> list[list[int]]:
     for row in schedule:
         alive, counts = 0, []
         for _, kind, _ in row:
-            if kind == "F":
-                alive += 1
-                counts.append(alive)
-                continue
+            alive += kind == "F"
             counts.append(alive)  # a backward still holds what it goes through
-            if kind != "I":
-                alive -= 1
+            alive -= kind in "BW"
         counted.append(counts)
     return counted
 
 
-def _walk(order: Order) -> list[int] | None:
-    """Every rank as far as it gets; None if all get to the end, else 0 for each action done."""
-    source = order.source.tolist()
-    at, stop = order.first[:-1].tolist(), order.first[1:].tolist()
-    left = [1] * len(source)
-    waiting: dict[int, int] = {}  # action -> the rank that stands still until it is done
-    ready = list(range(order.ranks))
-    while ready:
-        rank = ready.pop()
-        node, end = at[rank], stop[rank]
-        while node < end:
-            need = source[node]
-            if need >= 0 and left[need]:
-                waiting[need] = rank
-                break
-            left[node] = 0
-            if node in waiting:
-                ready.append(waiting.pop(node))
-            node += 1
-        at[rank] = node
-    return left if waiting else None
+def timed(
+    order: Order, seconds: np.ndarray, comm: np.ndarray | None = None
+) -> tuple[list[float], list[float]]:
+    """(start, end) of every action, as `walk` has it; ScheduleError if ranks wait in a circle."""
+    start, end = walk(order, seconds, comm)
+    if inf in end:
+        raise _deadlock(order, end)
+    return start, end
 
 
-def deadlock(order: Order, missing: Sequence[int]) -> ScheduleError:
-    """The circle of waits among the actions of which something is ``missing``."""
-    first, stop = order.first[:-1].tolist(), order.first[1:].tolist()
+def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
+    """The circle of waits among the actions that never ``end``."""
+    first = order.first.tolist()
     stands = {}  # rank -> the action it cannot do
-    for rank in range(order.ranks):
-        node = next((i for i in range(first[rank], stop[rank]) if missing[i]), None)
-        if node is not None:
-            stands[rank] = node
+    for node in np.flatnonzero(np.isinf(end)).tolist():
+        stands.setdefault(int(order.rank[node]), node)
     rank, path = min(stands), []
     while rank not in path:
         path.append(rank)
@@ -189,18 +171,16 @@ def _first_fault(
         )
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(lists):
-        done: set[Action] = set()
         for at, action in enumerate(row):
             fault = _fault_of(action, rank, p, stages, microbatches)
             if fault is None and action in seen:
                 where = "{}, position {}".format(*seen[action])
                 fault = f"is there twice; the first is on rank {where}", "each action once"
             if fault is None:
-                fault = _fault_within(action, done)
+                fault = _fault_within(action, seen)
             if fault is not None:
                 return ScheduleError(rank, at, str(action), *fault)
             seen[action] = (rank, at)
-            done.add(action)
     for microbatch in range(microbatches):
         for stage in range(stages):
             names = {k: Action(stage, k, microbatch) for k in KINDS}
@@ -235,7 +215,7 @@ def _fault_of(
     return None
 
 
-def _fault_within(action: Action, done: set[Action]) -> tuple[str, str] | None:
+def _fault_within(action: Action, done: Container[Action]) -> tuple[str, str] | None:
     """Why an action cannot come after what its rank has ``done``, and what could."""
     stage, kind, microbatch = action
     f, b, i, w = (Action(stage, k, microbatch) for k in "FBIW")

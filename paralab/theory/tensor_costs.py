@@ -50,11 +50,11 @@ def as_printed(mode: str, tp: int) -> Fraction:
     """
     q, d = tensor_grid(tp, mode, None)
     return {
-        "1d": lambda: Fraction(2 * (tp - 1), tp),
-        "2d": lambda: Fraction(6 * (q - 1), q),
-        "2.5d": lambda: Fraction(3 * (q - 1) * (d + 1), d * q),
-        "3d": lambda: Fraction(6 * (q - 1), q**3),
-    }[mode]()
+        "1d": Fraction(2 * (tp - 1), tp),
+        "2d": Fraction(6 * (q - 1), q),
+        "2.5d": Fraction(3 * (q - 1) * (d + 1), d * q),
+        "3d": Fraction(6 * (q - 1), q**3),
+    }[mode]
 
 
 def unit(mode: str, tp: int) -> Fraction:

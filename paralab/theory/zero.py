@@ -14,18 +14,15 @@ The paper prints volumes without (N-1)/N and for one micro-batch: 2, 2, 2 and 3 
 stage 2 reduces what each produced and stage 3 gathers again for each, forward and backward.
 
 These are model states, beside which a run keeps padding, buffers and activations; those are in
-theory/memory.py, which says what this very program keeps. Whoever only counts "16 bytes per
-parameter over N" is a factor off: stage 3 holds at least the largest unit whole while it computes
-(`fsdp_peak_parameters`).
+`pl.program(...).peak()`, which says what this very program keeps. "16 bytes per parameter over N"
+alone is a factor off: stage 3 holds at least the largest unit whole while it computes.
 """
 
 from __future__ import annotations
 
-import math
 from decimal import ROUND_HALF_UP, Decimal
 
 from paralab.checks import choice, illegal, real, whole
-from paralab.spec import ModelSpec
 from paralab.theory.needs import recipe_parts
 
 NAMES = ("baseline", "Pos", "Pos+g", "Pos+g+p")  # of the stages, as the paper writes them
@@ -55,20 +52,6 @@ def bytes_per_device(
     return sum(stage_bytes(params, devices, stage, recipe).values())
 
 
-def largest_model(
-    memory: float, devices: int, stage: int, recipe: str = "zero-fp16", *, model_parallel: int = 1
-) -> float:
-    """Parameters of the largest model whose states fit ``memory`` bytes on each device.
-
-    devices         data-parallel degree N
-    model_parallel  devices that every copy is cut over besides, which multiplies the size; ZeRO,
-                    table 2 (which multiplies the first row as printed, not as it is)
-    """
-    memory = real("memory", memory, above=0.0)
-    times = whole("model_parallel", model_parallel, at_least=1)
-    return times * memory / bytes_per_device(1.0, devices, stage, recipe)
-
-
 def as_printed(num_bytes: float) -> str:
     """Gigabytes as ZeRO's table 1 prints them: 10^9 bytes; from 100 on cut off, below rounded.
 
@@ -81,27 +64,6 @@ def as_printed(num_bytes: float) -> str:
     digits = Decimal("0.1") if gigabytes >= 10 else Decimal("0.01")
     text = str(gigabytes.quantize(digits, ROUND_HALF_UP))
     return text.rstrip("0").rstrip(".")
-
-
-# ---- activations, as the paper estimates them ----
-def activations_footnote(model: ModelSpec, batch: int) -> int:
-    """Bytes of a GPT's activations, 2 * 12 h b s l; ZeRO, sec. 3.2, footnote.
-
-    An estimate in 16 bits that leaves out the s x s scores; 60 GB for GPT-2's 1.5 B parameters.
-    theory/activations.py counts what is kept.
-    """
-    batch = whole("batch", batch, at_least=1)
-    return 2 * 12 * model.hidden * batch * model.seq_len * model.layers
-
-
-def checkpoint_footnote(hidden: int, layers: int, batch: int, seq_len: int) -> int:
-    """Bytes of the blocks' inputs in 16 bits, 2 h b s l: what partitioning (Pa) deals out.
-
-    ZeRO, sec. 6.1, has 33 GB for 100 B parameters (h = 8192, l = 125, b = 32, s = 1024), and 2 GB
-    on each of 16 devices; 2 bytes per element make 67.1 and 4.2 GB, as "about 60 GB" in sec. 3.2.
-    """
-    sizes = {"hidden": hidden, "layers": layers, "batch": batch, "seq_len": seq_len}
-    return 2 * math.prod(whole(name, value, at_least=1) for name, value in sizes.items())
 
 
 # ---- traffic ----
@@ -140,56 +102,8 @@ def hybrid_elements_sent(
     }
 
 
-# ---- PyTorch FSDP: Zhao+ 2023, arXiv:2304.11277 ----
-# (An all-gather of fewer than some 33 million elements wastes bandwidth on the paper's machines;
-# how large a message has to be is `Cluster`'s alpha times bandwidth.)
-def fsdp_peak_parameters(
-    units: list[int], devices: int, *, kept: float = 1.0, computed: float = 1.0
-) -> float:
-    """Peak of parameters under full sharding: kept * sum(psi)/F + computed * max(psi).
-
-    units    psi, elements of each unit that is gathered at once; F = ``devices``
-    kept, computed  bytes per element of the shard and of what is gathered; 1 counts elements
-    """
-    f = whole("devices", devices, at_least=1)
-    return kept * sum(units) / f + computed * max(units)
-
-
-def fsdp_padding(units: list[int], devices: int) -> int:
-    """Elements of padding, at most F-1 in each unit."""
-    f = whole("devices", devices, at_least=1)
-    return sum(-size % f for size in units)
-
-
-def fsdp_cross_host(model_bytes: float, devices: int, per_host: int, sharding: str) -> float:
-    """Bytes per device and step that FSDP's paper counts as crossing hosts.
-
-    sharding  "none" 2 M (W-1)/W, "full" 3 M (W-1)/W, "hybrid" 2 M (W-1)/(G W); W ``devices``, G of
-              them per host. The paper's hybrid shards inside a host (F = G; its text prints W/G),
-              where R = W/G replicas really send 2 M/G (R-1)/R: `hybrid_elements_sent`
-    """
-    w = whole("devices", devices, at_least=1)
-    g = whole("per_host", per_host, at_least=1, at_most=w)
-    times = {"none": 2.0, "full": 3.0, "hybrid": 2 / g}
-    return times[choice("sharding", sharding, tuple(times))] * model_bytes * (w - 1) / w
-
-
 # ---- DeepSpeed's estimators ----
 BUFFERS = 1.5  # "additional_buffer_factor": what the estimators multiply host memory by
-
-
-def deepspeed_zero2(
-    params: int, *, devices: int, per_node: int, offload: bool = False
-) -> tuple[float, float]:
-    """(GPU bytes per device, CPU bytes per node) by `estimate_zero2_model_states_mem_needs`.
-
-    deepspeed/runtime/zero/stage_1_and_2.py: 2 P + 18 P/N on the GPU, 2 P if the rest is offloaded;
-    it counts 18 bytes, where the paper's recipe has 16.
-    """
-    p, n, local = params, devices, per_node
-    if offload:
-        return 2.0 * p, BUFFERS * p * max(4 * n, 16)
-    return 2.0 * p + 18.0 * p / n, BUFFERS * p * 4 * local
 
 
 def deepspeed_zero3(

@@ -18,14 +18,20 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from paralab.checks import illegal
+from paralab.interpret.boxes import boxes
+from paralab.interpret.costs import Costs
+from paralab.interpret.predict import check_cluster
+from paralab.interpret.time import Times, counted, walked
+from paralab.interpret.traffic import Calls, Member
+from paralab.programs.compile import compiled
+from paralab.programs.instructions import COPY
+from paralab.programs.tiers import moved
 from paralab.records import metrics
+from paralab.records.tables import COMPUTE_KINDS
 from paralab.spec import Cluster, Link, ModelSpec, Plan
-from paralab.theory.engine import Collective, Compute, link_cost, simulate
-from paralab.theory.formulas import forward_flops
+from paralab.theory.flops import forward_flops
 from paralab.theory.offload import link_bytes
 from paralab.theory.offload_costs import bandwidth_needed, efficiency, efficiency_overlapped
-from paralab.theory.predict_offload import check_links
-from paralab.theory.predict_step import step_rows
 from paralab.view import naming
 
 if TYPE_CHECKING:
@@ -33,7 +39,6 @@ if TYPE_CHECKING:
 
 SLOWEST, FASTEST = 50e6, 10e9  # bytes/s: an old hard disk, a fast NVMe
 LATENCY = 1e-4  # seconds, of a disk that a cluster does not state
-WORK = ("forward", "backward", "weight_grad")
 FORMULAS = {"no overlap": efficiency, "perfect overlap": efficiency_overlapped}
 
 
@@ -55,34 +60,32 @@ class Foreseen:
                           "training that offloads", "pl.Plan(zero_stage=3, offload='nvme', ...), "
                           "tp=1, pp=1")  # fmt: skip
         plan.validate(model)
-        if model.frozen:
-            raise illegal("frozen", model.frozen, "these FLOPs are of a model trained whole", "()")
-        if plan.dp > cluster.num_devices:
-            raise illegal("dp", plan.dp, f"{cluster.name!r} has {cluster.num_devices} devices",
-                          "fewer, or a cluster with more nodes")  # fmt: skip
         self.disk = cluster.disk or Link(alpha=LATENCY, bandwidth=FASTEST)
         self.plan, self.cluster = plan, cluster.replace(disk=self.disk)
-        check_links(plan, self.cluster)
+        check_cluster(plan, self.cluster)
         self.own = None if cluster.disk is None else cluster.disk.bandwidth
         own = [] if self.own is None else [self.own]
         self.ends = (min([SLOWEST, *own]), max([FASTEST, *own]))
-        rows = step_rows(model, plan, self.cluster, rank=0, optimizer="adamw")
-        self._items = [row.item._replace(ranks=(0,)) if isinstance(row.item, Collective)
-                       else row.item for row in rows]  # fmt: skip
-        self._files = [(i, row.payload) for i, row in enumerate(rows) if row.lane == "disk"]
-        self.work = sum(row.item.seconds for row in rows
-                        if isinstance(row.item, Compute) and row.kind in WORK)  # fmt: skip
+        self._program = program = compiled(model, plan)
+        (self._costs,) = counted(program, Costs(program, self.cluster))
+        self._files = {i: moved(program, ins, 0).bytes for i, ins in enumerate(program.codes[0])
+                       if ins.op == COPY and ins.lane == "disk"}  # fmt: skip
+        made = boxes(self._times(self.disk), Member(program, 0), Calls(program))
+        self.work = sum(box.cost for box in made if box.span[0] in COMPUTE_KINDS)
         passes = 4 if plan.recompute == "full" else 3  # backward counts twice
         self.flops = passes * plan.microbatches * forward_flops(model, plan.microbatch_size)
         self.peak, self.moved = self.flops / self.work, link_bytes(model, plan)
         self.on_disk = sum(sum(self.moved[f"disk {way}"].values()) for way in ("read", "write"))
 
+    def _times(self, disk: Link) -> Times:
+        costs = list(self._costs)
+        for i, size in self._files.items():
+            costs[i] = costs[i]._replace(seconds=disk.seconds(size))
+        return walked(self._program, [costs], self.cluster.call_overhead)
+
     def seconds(self, bandwidth: float) -> float:
         """The predicted step's."""
-        link, items = self.disk.replace(bandwidth=bandwidth), list(self._items)
-        for i, size in self._files:
-            items[i] = items[i]._replace(seconds=link.seconds(size))
-        return simulate([items], link_cost(self.cluster)).end[0][-1]
+        return self._times(self.disk.replace(bandwidth=bandwidth)).seconds
 
     def share(self, curve: str, bandwidth: float) -> float:
         """Of the step in which the device computes; "predicted", or one of `FORMULAS`."""

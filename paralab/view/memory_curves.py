@@ -35,7 +35,6 @@ class Curve(NamedTuple):
     times     seconds from the step's start
     samples   {category: bytes} at each, every category of the curve in each; totals: their sums
     length    of the step, seconds; start on the report's clock
-    sparse    moments of a prediction, not samples of all that happened
     """
 
     report: Report
@@ -46,7 +45,6 @@ class Curve(NamedTuple):
     totals: list[int]
     phases: list[Phase]
     length: float
-    sparse: bool
     start: float
 
     @property
@@ -169,7 +167,7 @@ def _curve(
     return Curve(
         report, rank, step, [times[i] - zero for i in order], rows,
         [sum(row.values()) for row in rows], _phases(spans, zero),
-        max(end, times[order[-1]]) - zero, report.clock == "predicted", zero,
+        max(end, times[order[-1]]) - zero, zero,
     )  # fmt: skip
 
 

@@ -1,15 +1,15 @@
 """Panels of memory over a step, one above the other on one scale of bytes.
 
 What was sampled is drawn as it was sampled: a state holds until the next sample, so steps and no
-slopes. A prediction knows the two moments of a step that can be its peak, and gets a bar at each;
-of what lies between it says nothing. The strip above a panel has the step's phases. Decimal units:
+slopes. A prediction has a sample behind every instruction and one inside the fullest; in outline
+behind some actions and at the peak. The strip above a panel has the step's phases. Decimal units:
 1 MB = 10^6 bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paralab.view import theme
@@ -25,7 +25,6 @@ NEAR = 3  # times the highest peak: a device beyond that is not drawn
 HEAD, STRIP, GAP = 26, 17, 20  # pixels
 WORDS = 28  # pixels above the highest peak, for its bytes
 ROOM = {1: 300, 2: 200, 3: 165, 4: 145}  # pixels that a panel is high
-BAR = 0.07  # of the step: how wide the bar of a predicted moment is
 FRAME = 152  # pixels of a figure that are no panel
 LETTER = 0.0095  # of the step that one letter in the strip takes
 
@@ -72,7 +71,7 @@ def drawn(
         scale = (100.0 / curve.length if share else seconds) if curve.length > 0 else 1.0
         panel, strip = "y" if i == 0 else f"y{2 * i + 1}", f"y{2 * i + 2}"
         _strip(fig, curve, strip, scale, width)
-        _stack(fig, curve, names, panel, scale, per, most, width)
+        _stack(fig, curve, names, panel, scale, per, most)
         _marks(fig, curve, panel, scale, per, width, held)
         low, high = (top - each) / plot, (top - head - STRIP - 3) / plot
         layout[f"yaxis{panel[1:]}"] = {
@@ -104,14 +103,13 @@ def drawn(
             fig.add_annotation(xref="paper", x=0, yref="paper", y=(top - head) / plot,
                                xanchor="left", yanchor="bottom", text=heads[i], showarrow=False,
                                font={"size": 14})  # fmt: skip
-    end = 1 + BAR / 2 if any(curve.sparse for curve in shown) else 1.005  # room for a last bar
     fig.update_layout(
         **layout, barmode="stack", bargap=0, hovermode="closest",
         margin={"t": 100, "b": 52, "l": 20, "r": 44},
         xaxis={"title": {"text": "share of the step (%)" if share else
                          "what happens in the step, numbered" if numbered else
                          "time in the step (ms)"},
-               "range": [-0.005 * width, end * width], "dtick": _dtick(width),
+               "range": [-0.005 * width, 1.005 * width], "dtick": _dtick(width),
                "showgrid": False, "anchor": panel},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
     )  # fmt: skip
@@ -141,11 +139,10 @@ def _strip(fig: Chart, curve: Curve, axis: str, scale: float, width: float) -> N
 
 
 def _stack(
-    fig: Chart, curve: Curve, names: list[str], axis: str, scale: float, per: float, most: int,
-    width: float,
+    fig: Chart, curve: Curve, names: list[str], axis: str, scale: float, per: float, most: int
 ) -> None:  # fmt: skip
-    """The categories, stacked: areas of steps, or a bar at each moment of a prediction."""
-    kept = list(range(len(curve.samples))) if curve.sparse else thinned(curve.totals, most)
+    """The categories, stacked: areas of steps."""
+    kept = thinned(curve.totals, most)
     times = [_ms(curve.times[i] * scale) for i in kept]
     for name in names:
         sizes = [curve.samples[i].get(name, 0) for i in kept]
@@ -155,39 +152,31 @@ def _stack(
             "name": said, "legendgroup": said, "yaxis": axis, "showlegend": axis == "y",
             "hovertemplate": f"{said}: %{{y:.4~g}} {_unit(per)} at %{{x:.1f}}<extra></extra>",
         }  # fmt: skip
-        if curve.sparse:
-            fig.add_bar(**shared, x=times, y=[n / per for n in sizes], width=_bar(times, width),
-                        marker={"color": fill, "line": {"width": 0}})  # fmt: skip
-        else:
-            fig.add_scatter(
-                **shared, x=[*times, _ms(curve.length * scale)],
-                y=[n / per for n in (*sizes, sizes[-1])], mode="lines", stackgroup=axis,
-                line={"shape": "hv", "width": 0, "color": fill}, fillcolor=fill,
-            )  # fmt: skip
+        fig.add_scatter(
+            **shared, x=[*times, _ms(curve.length * scale)],
+            y=[n / per for n in (*sizes, sizes[-1])], mode="lines", stackgroup=axis,
+            line={"shape": "hv", "width": 0, "color": fill}, fillcolor=fill,
+        )  # fmt: skip
 
 
 def _marks(
     fig: Chart, curve: Curve, axis: str, scale: float, per: float, width: float,
     held: Mapping[str, float],
 ) -> None:  # fmt: skip
-    """The peak with its bytes, the lesser moments of a prediction, and what the device holds."""
+    """The peak with its bytes, and what the device holds."""
     ink = theme.look().ink
-    for i in range(len(curve.samples)) if curve.sparse else [curve.peak_at]:
-        x, y, size = curve.times[i] * scale, curve.totals[i], theme.scaled(curve.totals[i], "B")
-        peak = i == curve.peak_at
-        side = "left" if x < 0.08 * width else "right" if x > 0.92 * width else "center"
-        fig.add_annotation(
-            x=_ms(x), y=y / per, yref=axis, yanchor="bottom", yshift=2 if curve.sparse else 5,
-            text=f"<b>peak {size}</b>" if peak else size, showarrow=False, xanchor=side,
-            font={"size": 13},
-        )  # fmt: skip
-        if peak and not curve.sparse:
-            fig.add_scatter(
-                name="peak", x=[_ms(x)], y=[y / per], yaxis=axis, mode="markers", showlegend=False,
-                marker={"size": 9, "color": ink, "symbol": "circle",
-                        "line": {"width": 1.5, "color": theme.look().paper}},
-                hovertemplate=f"peak: {y:,} bytes, {curve.phase(i)}<extra></extra>",
-            )  # fmt: skip
+    x, y = curve.times[curve.peak_at] * scale, curve.peak
+    side = "left" if x < 0.08 * width else "right" if x > 0.92 * width else "center"
+    fig.add_annotation(
+        x=_ms(x), y=y / per, yref=axis, yanchor="bottom", yshift=5, xanchor=side, showarrow=False,
+        text=f"<b>peak {theme.scaled(y, 'B')}</b>", font={"size": 13},
+    )  # fmt: skip
+    fig.add_scatter(
+        name="peak", x=[_ms(x)], y=[y / per], yaxis=axis, mode="markers", showlegend=False,
+        marker={"size": 9, "color": ink, "symbol": "circle",
+                "line": {"width": 1.5, "color": theme.look().paper}},
+        hovertemplate=f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}<extra></extra>",
+    )  # fmt: skip
     label, _ = capacity(curve.report) or ("", 0)
     if label in held:
         size = held[label]
@@ -198,12 +187,6 @@ def _marks(
             text=f"{theme.text(label)} {theme.scaled(size, 'B')}", showarrow=False,
             font={"size": 13},
         )  # fmt: skip
-
-
-def _bar(times: Sequence[float], width: float) -> float:
-    """How wide bars are: narrower where two moments are near one another."""
-    near = min((b - a for a, b in zip(times, times[1:], strict=False) if b > a), default=width)
-    return min(BAR * width, 0.8 * near)
 
 
 def _dtick(width: float) -> float:

@@ -1,11 +1,11 @@
 """Time against memory of every plan that a search looked at, and the front that no plan beats.
 
 Both axes are logarithmic. Plans that fit are coloured by their degree of tensor parallelism, from
-one device's to beyond a node; those that do not fit are faint, right of the line where memory ends.
-Of the simulated plans both figures are there, with a line from the closed form's to the
-simulation's. Many thousand points say no more than a few: what is far slower than the best, or far
-beyond the memory, is left out and the rest thinned evenly, as the title's second line says; front
-and simulated plans are always all there.
+one device's to beyond a node; those that do not fit are faint, right of the line where memory ends
+or, being estimates, hardly left of it. Of the simulated plans both times are there, with a line
+from the estimate to the simulation. Many thousand points say no more than a few: what is far slower
+than the best, or far beyond the memory, is left out and the rest thinned evenly, as the title's
+second line says; front and simulated plans are always all there.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paralab.checks import illegal
-from paralab.theory.search import Search
-from paralab.theory.search_words import brief, size
+from paralab.programs.search import Search
+from paralab.programs.search_words import brief, size
 from paralab.view import theme
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def pareto(search: Search) -> Chart:
     if not isinstance(search, Search):
         raise illegal("search", search, "not a search", "what pl.plan_search(...) returns")
     shown = _drawn(search)
-    total, fits = len(search.space), search.fits
-    below = [f"closed form of {total:,} plans on {search.devices:,} devices"]
+    total, fits = len(search.plans), search.fits
+    below = [f"estimates of {total:,} plans on {search.devices:,} devices"]
     if len(shown) < total:
         below[0] += (f", {len(shown):,} drawn: thinned, up to {SLOWER} times the best's time and "
                      f"{LARGER} times the memory")  # fmt: skip
@@ -82,7 +82,7 @@ def pareto(search: Search) -> Chart:
 
 def _drawn(search: Search) -> np.ndarray:
     """Positions of the plans that are drawn: of every cell of a grid the same number, at most."""
-    near = search.closed <= SLOWER * search.closed[search.order[0]]
+    near = search.closed <= SLOWER * search.closed[0]
     near &= search.memory <= LARGER * search.memory_limit
     which = np.flatnonzero(near)
     always = np.union1d(search.front[near[search.front]],
@@ -103,7 +103,7 @@ def _drawn(search: Search) -> np.ndarray:
 
 def _groups(search: Search) -> list[tuple[str, np.ndarray, str]]:
     """(name, which plans, colour) by degree of tensor parallelism."""
-    tp, node = search.space.tp, search.cluster.devices_per_node
+    tp, node = search.plans.tp, search.cluster.devices_per_node
     within = theme.KIND_COLOUR["forward"]
     found = [("no tensor parallelism", tp == 1, theme.KIND_COLOUR["copy"]),
              (f"tp within a node of {node}", (tp > 1) & (tp <= node), within),
@@ -119,13 +119,13 @@ def _points(fig: Chart, search: Search, which: np.ndarray, name: str, fill: str,
         name=name, mode="markers", x=search.memory[which].tolist(), y=search.closed[which].tolist(),
         marker={"color": fill, "size": 5, "opacity": opacity,
                 "symbol": ("circle", "diamond", "x")[rank]},
-        hovertext=[brief(search.space.plan(at)) for at in which],
+        hovertext=[brief(search.plans[at]) for at in which],
         hovertemplate="%{hovertext}<br>%{y:.4g} s, %{x:.3s}B<extra></extra>",
     )  # fmt: skip
 
 
 def _simulated(fig: Chart, search: Search) -> None:
-    """Simulated plans: a ring at the simulated time, a line to it from the closed form's."""
+    """Simulated plans: a ring at the simulated time, a line to it from the estimate."""
     now, which = theme.look(), np.flatnonzero(np.isfinite(search.simulated) & search.fits)
     x, y = [], []
     for at in which:
@@ -137,14 +137,14 @@ def _simulated(fig: Chart, search: Search) -> None:
         name="simulated", mode="markers", x=search.memory[which].tolist(),
         y=search.simulated[which].tolist(),
         marker={"symbol": "circle-open", "size": 9, "color": now.ink, "line": {"width": 1.5}},
-        hovertext=[f"{brief(search.space.plan(at))}<br>closed form {search.closed[at]:.4g} s"
+        hovertext=[f"{brief(search.plans[at])}<br>estimated {search.closed[at]:.4g} s"
                    for at in which],
         hovertemplate="%{hovertext}<br>simulated %{y:.4g} s, %{x:.3s}B<extra></extra>",
     )  # fmt: skip
 
 
 def _best(fig: Chart, search: Search) -> None:
-    at, now = search.order[0], theme.look()
+    at, now = 0, theme.look()
     x, y = float(search.memory[at]), float(search.simulated[at])
     fig.add_scatter(
         name="best",
@@ -160,7 +160,7 @@ def _best(fig: Chart, search: Search) -> None:
             "line": {"width": 1, "color": now.paper},
         },
     )
-    words = brief(search.space.plan(at)).split()
+    words = brief(search.plans[at]).split()
     half = (len(words) + 1) // 2
     name = [theme.text(" ".join(some)) for some in (words[:half], words[half:])]
     right = x > math.sqrt(search.memory.min() * min(search.memory_limit, search.memory.max()))
@@ -174,7 +174,7 @@ def _best(fig: Chart, search: Search) -> None:
 
 def _finding(search: Search) -> str:
     """What the front says: what memory buys, or that it buys nothing."""
-    best, front = search.order[0], search.front
+    best, front = 0, search.front
     seconds = f"{theme.scaled(float(search.simulated[best]), 's')} per step"
     first = front[0]
     if search.fits[first]:

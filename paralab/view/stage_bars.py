@@ -127,7 +127,7 @@ def _finding(reports: tuple[Report, ...], fullest: list[Peak]) -> str:
         return said
     share = peak.total / limit[1]
     if share > 1:
-        return f"{said}: {share:.2g} times what a device has, it does not fit"
+        return f"{said} of {theme.scaled(limit[1], 'B')}: it does not fit"
     few = f"{100 * share:.0f} %" if share >= 0.01 else "less than 1 %"
     return f"{said}: {few} of what a device has"
 

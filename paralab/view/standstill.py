@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paralab.theory.engine import longest_path
-from paralab.theory.order import B, F, I, Order, W, graph
+from paralab.theory.order import B, F, I, Order, W, walk
 from paralab.theory.pipeline import Simulation
 from paralab.theory.schedule_check import checked
 from paralab.view import theme
@@ -38,17 +37,15 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
 
     lists, order = checked(schedule)
     seconds = np.array([SECONDS[kind] for kind in order.kind.tolist()])
-    dag = graph(order, seconds)
-    end, _ = longest_path(*dag)
-    n = len(order.rank)
-    done = [not missing for missing in dag.missing[:n]]
-    start, end = (np.array(times[:n]) * done for times in (dag.ready, end))
+    start, end = map(np.array, walk(order, seconds))
+    done = np.isfinite(end)
+    start[~done] = end[~done] = 0.0
     reached = Simulation(lists, order, start, end)
     worked = float(reached.end.max())
     standing = _standing(order, done)
     report = _so_far(reached.report(name), done, standing, worked)
     chart = timeline(report, ideal=False)
-    title = f"{theme.text(name)}: {sum(done)} of {n} actions are done, then "
+    title = f"{theme.text(name)}: {sum(done)} of {len(done)} actions are done, then "
     title += f"{len(standing)} of {order.ranks} ranks wait for ever" if standing else "all is done"
     below = "F = 10 ms, B = 20 ms, I = W = 10 ms, links free"
     below += " · a rank's later stages are paler" * (order.stages > order.ranks)
@@ -63,8 +60,8 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
             text=f"<b>{action}</b> needs <b>{need}</b> of rank {other}",
         )  # fmt: skip
     return chart.explained(
-        f"{name}: {sum(done)} of {n} actions done, {len(standing)} of {order.ranks} ranks stand "
-        "still", chart.table,
+        f"{name}: {sum(done)} of {len(done)} actions done, {len(standing)} of {order.ranks} ranks "
+        "stand still", chart.table,
     )  # fmt: skip
 
 

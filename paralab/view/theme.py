@@ -38,7 +38,8 @@ KIND_COLOUR = {
     "wait": "#DDE1E5",
 }
 AXIS_COLOUR = {"dp": "#D55E00", "tp": "#0072B2", "pp": "#000000"}  # vermillion, blue, black
-AXIS_ALIAS = {"world": "dp"}  # a traced function has one group of all ranks, as dp mostly has
+# A traced function has one group of all ranks, as dp mostly has; a second copy is shared by some.
+AXIS_ALIAS = {"world": "dp", "secondary": "dp"}
 OTHER_COLOUR = "#7F7F7F"
 CATEGORY_COLOUR = {  # of bytes, in the order they are stacked
     "parameters": "#5B6B7B",

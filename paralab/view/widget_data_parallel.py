@@ -1,8 +1,8 @@
 """Data parallelism with sliders: what theory says at once, real ranks on demand.
 
-The prediction (theory/predict.py) follows the sliders. «Run it» trains on real processes; of that
-run the picture shows the replay on the links that the slider states, below the prediction and on
-the same time scale. The link slider needs no new run: one run is replayed on any link.
+The prediction (interpret/predict.py) follows the sliders. «Run it» trains on real processes; of
+that run the picture shows the replay on the links that the slider states, below the prediction and
+on the same time scale. The link slider needs no new run: one run is replayed on any link.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from paralab.interpret.predict import predict
 from paralab.records import metrics, moved
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
-from paralab.theory.predict import predict
 from paralab.view import theme
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget_bench import Bench, Progress

@@ -22,9 +22,9 @@ from typing import Any
 
 import ipywidgets as ipw
 
+from paralab.interpret.predict import predict
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
-from paralab.theory.predict import predict
 from paralab.view import explore_parts as parts
 from paralab.view import theme
 from paralab.view.chart import Chart

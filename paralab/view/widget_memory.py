@@ -1,7 +1,7 @@
 """What training needs on one device, with sliders for the model's sizes: bytes by category.
 
 The bars come from formulas: model states as the recipe says (theory/needs.py), activations of one
-micro-batch (theory/memory.py; half the bytes where a recipe computes in 16 bits). «Run it» trains
+micro-batch from the program (half the bytes where a recipe computes in 16 bits). «Run it» trains
 the model on one real process, in fp32; a model that this machine could not hold or would take
 minutes for is refused, with the reason.
 """
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from paralab.checks import illegal
+from paralab.interpret import quick
+from paralab.interpret.predict import predict
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import needs
-from paralab.theory.memory import activation_bytes
-from paralab.theory.predict import predict
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.memory import bytes_bars
@@ -78,7 +78,7 @@ class Memory(Bench):
         for name, size in needs.model_states(model, recipe).items():
             category = "gradients" if name == "master gradients" else name
             found[category] = found.get(category, 0) + size
-        kept = activation_bytes(model, knobs["microbatch_size"])
+        kept = quick.peak(model, Plan(microbatch_size=knobs["microbatch_size"]))["activations"]
         found["activations"] = kept if recipe == "fp32" else kept // 2
         return found
 

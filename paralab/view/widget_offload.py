@@ -13,11 +13,11 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from paralab.interpret import quick
+from paralab.interpret.predict import check_cluster
 from paralab.report import Report
 from paralab.spec import Cluster, Link, ModelSpec, Plan
-from paralab.theory import memory
 from paralab.theory.offload import tier_bytes
-from paralab.theory.predict_offload import check_links
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.disk_bandwidth import FASTEST, SLOWEST, Foreseen, Point, points
@@ -53,7 +53,7 @@ class Offload(Bench):
     def __init__(self, model: ModelSpec | None = None, cluster: Cluster | None = None) -> None:
         self.model = given("model", model, MODEL)
         self.cluster = given("cluster", cluster, Cluster.local)
-        check_links(Plan(zero_stage=3, offload="cpu"), self.cluster)
+        check_cluster(Plan(zero_stage=3, offload="cpu"), self.cluster)
         self._known: dict[Any, Foreseen] = {}
         self._points: dict[Any, list[Point]] = {}
         super().__init__({
@@ -100,7 +100,7 @@ class Offload(Bench):
         from paralab.experiment import run
 
         plan, local = self.plan_of(knobs, held=True), Cluster.local()
-        kept = [*memory.moments(self.model, plan).values(), tier_bytes(self.model, plan)["host"]]
+        kept = [quick.peak(self.model, plan), tier_bytes(self.model, plan)["host"]]
         check_real(knobs["ranks"], sum(sum(parts.values()) for parts in kept), "devices")
         here = local.replace(devices_per_node=max(local.devices_per_node, plan.dp))
         seconds = Foreseen(self.model, plan, here).seconds(knobs["bandwidth"])

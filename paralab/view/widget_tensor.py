@@ -1,25 +1,23 @@
 """Tensor parallelism with sliders: memory and bytes of a rank in 1D, 2D, 2.5D and 3D, for real too.
 
-Left what a rank needs at the fuller moment of a step, by category; right what it sends per step, on
-average over the ranks (a broadcast's root sends more than the others). Both are formulas of this
-very program (theory/memory.py, theory/tensor.py), at once and up to GPT-3's hidden size. A mode
-that the ranks, the heads or the samples cannot make has no bar. «Run it» trains on one real process
-per rank in the chosen mode; its ledger's peak and its counted bytes then stand below.
+Left what a rank needs at the fullest moment of a step, by category; right what it sends per step,
+on average over the ranks (a broadcast's root sends more than the others). Both are read off the
+compiled program (interpret/quick.py), at once and up to GPT-3's hidden size. A mode that the ranks,
+the heads or the samples cannot make has no bar. «Run it» trains on one real process per rank in the
+chosen mode; its ledger's peak and its counted bytes then stand below.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from paralab.checks import illegal
-from paralab.parallel.layouts import extents, mode_of
+from paralab.interpret import quick
 from paralab.report import Report
 from paralab.spec import ModelSpec, Plan
-from paralab.theory import memory, tensor
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.matrix_blocks import MODE_NAME
@@ -35,7 +33,6 @@ HIDDEN = (64, 128, 256, 512, 2048, 8192, 12288)
 MODEL = ModelSpec(layers=2, hidden=64, heads=8, seq_len=32)
 MOST_HEADS = 64
 STEPS = 2
-SHARE = {"all_reduce": 2}  # of (n-1)/n of the buffer, sent by a member on average; others: 1
 
 
 class Tensor(Bench):
@@ -96,7 +93,7 @@ class Tensor(Bench):
         return found
 
     def bytes_of(self, knobs: dict[str, Any], mode: str) -> dict[str, int]:
-        """{category: bytes} on a rank at the fuller of a step's two moments."""
+        """{category: bytes} on a rank at the fullest moment of a step."""
         return peak(self.model_of(knobs), self.plan_of(knobs, mode))
 
     def sent_of(self, knobs: dict[str, Any], mode: str) -> Fraction:
@@ -193,27 +190,14 @@ def checked(model: ModelSpec, tp: int, mode: str, batch: int) -> Plan:
 
 @lru_cache(maxsize=256)
 def peak(model: ModelSpec, plan: Plan) -> dict[str, int]:
-    """{category: bytes} on a rank at the fuller of a step's two moments."""
-    found = memory.moments(model, plan)
-    return max(found.values(), key=lambda parts: sum(parts.values()))
+    """{category: bytes} on a rank at the fullest moment of a step."""
+    return quick.peak(model, plan)
 
 
 @lru_cache(maxsize=256)
 def elements_sent(model: ModelSpec, plan: Plan) -> Fraction:
     """Elements that a rank of a tp group sends in a step, on average over the group."""
-    times = {**dict.fromkeys(tensor.ROLES, model.layers), "norm": 2 * model.layers + 1}
-    made = [
-        (call, times.get(layer, 1) * plan.microbatches)
-        for layer, calls in tensor.calls(model, plan).items()
-        for some in calls for call in some
-    ]  # fmt: skip
-    sizes = memory.rank_sizes(model, plan)  # all ranks share as much
-    made += [(call, 1) for call in tensor.shared_calls(model, plan, 0, sizes)]
-    total, sizes, axes = Fraction(0), extents(plan), mode_of(plan).axes
-    for call, count in made:
-        n = math.prod(sizes[name] for name in axes[call.axis])
-        total += count * SHARE.get(call.op, 1) * Fraction(call.elements * (n - 1), n)
-    return total
+    return quick.sent(model, plan, *range(plan.tp)) / 4
 
 
 def measured(found: Report) -> tuple[dict[str, int], Fraction]:

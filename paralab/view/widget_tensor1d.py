@@ -2,9 +2,8 @@
 
 Below the predicted step, a bar per rank; every gap is a sum that the next layer needs. The table
 puts one device and t ranks side by side: parameters, activations, bytes sent and the time that they
-are waited for (theory/predict.py, theory/memory.py).
-«Run it» trains on t real processes; the picture then has the replay of that run on the links that
-the slider states. One run is replayed on any link.
+are waited for (interpret/predict.py). «Run it» trains on t real processes; the picture then has the
+replay of that run on the links that the slider states. One run is replayed on any link.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import threading
 from typing import Any
 
 from paralab.checks import illegal
+from paralab.interpret import quick
+from paralab.interpret.predict import predict
 from paralab.records import metrics, moved
 from paralab.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
-from paralab.theory import memory
-from paralab.theory.predict import predict
 from paralab.view import theme
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget_bench import Bench, Progress
@@ -30,7 +29,6 @@ BANDWIDTHS = tuple(m * 10**e for e in range(8, 12) for m in (1, 3))  # 100 MB/s 
 MODEL = ModelSpec(layers=2, hidden=128, heads=8, seq_len=64)
 PLAN = Plan(tp=4, microbatch_size=4)
 STEPS = 6
-SHARED = ("parameters", "activations")  # what the table has of a rank's memory
 SHOWN = 1  # ranks drawn: all do alike
 RESIDUAL = {"whole on every rank": "whole", "in parts of the sequence": "parts"}
 
@@ -145,8 +143,7 @@ class Tensor1D(Bench):
         return [self._alone[size], *rows]
 
     def _foreseen(self, knobs: dict[str, Any], expect: Report) -> dict[str, str]:
-        moments = memory.moments(self.model, self.plan_of(knobs)).values()
-        kept = {category: max(parts.get(category, 0) for parts in moments) for category in SHARED}
+        kept = quick.most(self.model, self.plan_of(knobs))
         return _row(f"{self._called(knobs)}, predicted", expect, kept)
 
 

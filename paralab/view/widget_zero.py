@@ -1,8 +1,8 @@
 """ZeRO with sliders: what every stage keeps on a device, what it sends for that, the real thing.
 
 Left the peak of a step by category, of all four stages; right what a rank sends per step. Both are
-formulas of this very program (theory/memory.py, theory/zero.py) with its padding, at once and for
-any number of devices. «Run it» trains on one real process per device under the chosen stage; its
+read off the compiled program (interpret/quick.py), padding included, at once and for any number of
+devices. «Run it» trains on one real process per device under the chosen stage; its
 ledger's peak and its counted bytes then stand below the prediction.
 """
 
@@ -12,10 +12,10 @@ import threading
 from typing import Any
 
 from paralab.checks import illegal
-from paralab.parallel.buckets import units
+from paralab.interpret import quick
 from paralab.report import Report
-from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
-from paralab.theory import memory, zero
+from paralab.spec import ModelSpec, Plan
+from paralab.theory import zero
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.memory_curves import fullest
@@ -31,7 +31,7 @@ HIDDEN = (64, 96, 128, 192, 256, 384)
 MODEL = ModelSpec(layers=8, hidden=128, heads=4, seq_len=64)  # one block in eight is gathered
 PLAN = Plan(dp=4, zero_stage=2, microbatches=2, microbatch_size=1, bucket_bytes=2**18)
 STEPS = 4
-STATES = ("parameters", "gradients", "optimizer", "master", "moments")
+STATES = ("parameters", "gradients", "optimizer")
 
 
 class Zero(Bench):
@@ -45,9 +45,6 @@ class Zero(Bench):
 
     def __init__(self, model: ModelSpec | None = None, plan: Plan | None = None) -> None:
         self.model = given("model", model, MODEL)
-        if self.model.frozen:
-            raise illegal("frozen", self.model.frozen, "this widget's formulas are of a model that "
-                          "is trained whole", "()")  # fmt: skip
         self.plan = given("plan", plan, PLAN)
         if self.plan.pp > 1:
             raise illegal("pp", self.plan.pp, "this widget is about data parallelism", "1")
@@ -84,21 +81,12 @@ class Zero(Bench):
         )  # fmt: skip
 
     def bytes_of(self, knobs: dict[str, Any], stage: int) -> dict[str, int]:
-        """{category: bytes} at the fuller of a step's two moments, on every device."""
-        found = memory.moments(self.model_of(knobs), self.plan_of(knobs, stage))
-        return max(found.values(), key=lambda parts: sum(parts.values()))
+        """{category: bytes} at a step's fullest moment, on every device."""
+        return quick.peak(self.model_of(knobs), self.plan_of(knobs, stage))
 
     def sent_of(self, knobs: dict[str, Any], stage: int) -> int:
         """Bytes that each device sends per step, padding included."""
-        model, plan = self.model_of(knobs), self.plan_of(knobs, stage)
-        item = BYTES_PER_ELEMENT[plan.precision]
-        if stage:
-            sizes = memory.rank_sizes(model, plan)
-            padded = sum(unit.numel for unit in units(sizes, model, plan))
-        else:
-            buckets = memory.gradient_buckets(model, plan)
-            padded = sum(size for _, size in buckets) // item or model.num_params
-        return round(item * zero.elements_sent(padded, plan.dp, stage, plan.microbatches))
+        return int(quick.sent(self.model_of(knobs), self.plan_of(knobs, stage)))
 
     # ---- the bench ------------------------------------------------------------------------------
     def _steady(self, chart: Chart) -> Chart:
@@ -125,8 +113,7 @@ class Zero(Bench):
             chart=self._bars(knobs, found),
             rows=[*self._predicted(knobs), _row(f"{STAGES[knobs['stage']]}, measured", kept, sent)],
             said=f"Done, {count(knobs['ranks'], 'real process', 'es')}: the peak is "
-            f"{theme.scaled(peak, 'B')}, the formula says {theme.scaled(foreseen, 'B')} (workspace "
-            "is not in it); bytes sent "
+            f"{theme.scaled(peak, 'B')}, predicted were {theme.scaled(foreseen, 'B')}; bytes sent "
             + ("are as predicted, every one." if exact else f"are {theme.scaled(sent, 'B')}."),
         )
 
@@ -140,8 +127,8 @@ class Zero(Bench):
         """A row for plain data parallelism and one for the chosen stage."""
         rows, model = [], self.model_of(knobs)
         for stage in sorted({0, knobs["stage"]}):
-            states = memory.state_bytes(model, self.plan_of(knobs, stage))
-            each = sum(states.get(name, 0) for name in STATES) / model.num_params
+            program = quick.program_of(model, self.plan_of(knobs, stage), "adamw", 0)
+            each = sum(quick.states(program, 0).values()) / model.num_params
             times = zero.volume(stage, knobs["microbatches"]) if knobs["ranks"] > 1 else 0
             rows.append(_row(
                 f"{STAGES[stage]}, predicted", self.bytes_of(knobs, stage),

@@ -21,33 +21,36 @@ def turns(context: Any, ours_first: bool, view: bool) -> dict[str, list[float]]:
     """Seconds per step of each turn on this rank."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from paralab.model import GPT
-    from paralab.train import Trainer, load_batches, make_optimizer, read_scalars, to_device
+    from paralab.interpret.train import Trainer
+    from paralab.model import reference
 
     plan = pl.Plan(dp=context.world_size, microbatch_size=BATCH, bucket_bytes=BUCKET)
 
     def build_theirs() -> DistributedDataParallel:
-        return DistributedDataParallel(GPT(MODEL, seed=0), gradient_as_bucket_view=view)
+        return DistributedDataParallel(reference.GPT(MODEL), gradient_as_bucket_view=view)
 
     if ours_first:
         trainer, ddp = Trainer(context, MODEL, plan), build_theirs()
     else:
         ddp, trainer = build_theirs(), Trainer(context, MODEL, plan)
-    optimizer = make_optimizer(list(ddp.parameters()), "adamw", 1e-3)
+    optimizer = reference.optimizer(ddp.parameters())
 
     def their_step(step: int) -> None:
         optimizer.zero_grad()
-        batches = load_batches(trainer.corpus, MODEL, plan, step=step, rank=context.rank, seed=0)
-        tokens, targets = to_device(batches[0], context.device)
+        ((tokens, targets),) = reference.batches(
+            MODEL, step=step, microbatch_size=BATCH, rank=context.rank, ranks=context.world_size
+        )
         loss = ddp(tokens, targets)
         loss.backward()
         optimizer.step()
-        read_scalars([loss.detach()])
+        loss.item()
 
     trainer.step(0)
     their_step(0)
-    for a, b in zip(trainer.named.values(), ddp.parameters(), strict=True):
-        assert (a - b).abs().max() < 1e-3, "the two sides do not train the same weights"
+    if context.rank == 0:
+        for a, b in zip(trainer.whole().values(), ddp.parameters(), strict=True):
+            gap = abs(a - b.detach().numpy()).max()
+            assert gap < 1e-3, "the two sides do not train the same weights"
     return take_turns({"ours": trainer.step, "theirs": their_step}, steps=STEPS)
 
 

@@ -43,7 +43,7 @@ class Blind(Recorder):
 
 def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
     """The same trainer with its recorder on, and with a blind one in its place."""
-    from paralab.train import Trainer
+    from paralab.interpret.train import Trainer
 
     trainer = Trainer(context, MODEL, pl.Plan(dp=context.world_size, microbatch_size=BATCH))
     kinds = {"ours": Recorder, "theirs": Blind}
@@ -51,7 +51,7 @@ def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
 
     def side(name: str) -> Any:
         def step(number: int) -> None:
-            for holder in (trainer, trainer.group, trainer.grid.pp):
+            for holder in (trainer, trainer.rank, trainer.env, *trainer.groups.values()):
                 holder.recorder = recorders[name]
             trainer.step(number)
 
@@ -65,7 +65,7 @@ def events(context: Any) -> tuple[float, float]:
     """(events of one step, seconds that one of them costs)."""
     import time
 
-    from paralab.train import Trainer
+    from paralab.interpret.train import Trainer
 
     trainer = Trainer(context, MODEL, pl.Plan(dp=context.world_size, microbatch_size=BATCH))
     trainer.step(0)

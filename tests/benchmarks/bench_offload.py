@@ -41,7 +41,7 @@ def updated_bytes() -> tuple[int, int]:
 
 def raw(folder: Path) -> Callable[[int], None]:
     """Reads and writes as many bytes, one after the other."""
-    from paralab.parallel.files import BLOCK
+    from paralab.interpret.files import BLOCK
 
     size, _ = updated_bytes()
     path, block = folder / "raw", bytearray(os.urandom(BLOCK))
@@ -68,19 +68,25 @@ def raw(folder: Path) -> Callable[[int], None]:
 
 def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
     """Seconds of each turn: updates of our side, the same bytes of the other."""
-    from paralab.train import Trainer
+    from paralab.interpret.train import Trainer
+    from paralab.programs.instructions import COMPUTE
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(context, MODEL, PLAN, offload_folder=folder)
-        plain, update = raw(Path(folder)), trainer.update.step
-        spent: list[float] = []
+        plain, steps = raw(Path(folder)), trainer.rank.steps
+        last = max(at for at, (_, ins, _) in enumerate(steps) if ins.op in COMPUTE)
+        compute, *rest = steps[last]
+        mark, spent = [0.0], []
 
-        def timed(**how: Any) -> None:
-            began = time.perf_counter()
-            update(**how)
-            spent.append(time.perf_counter() - began)
+        def marked(ins: Any) -> None:
+            compute(ins)
+            mark[0] = time.perf_counter()  # what follows is the update
 
-        trainer.update.step = timed
+        def ours(i: int) -> None:
+            trainer.step(next(number))
+            spent.append(time.perf_counter() - mark[0])
+
+        steps[last] = (marked, *rest)
         number = iter(range(10**6))
 
         def other(i: int) -> None:
@@ -89,7 +95,7 @@ def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
             beside.append(time.perf_counter() - began)
 
         beside: list[float] = []
-        sides = {"ours": lambda i: trainer.step(next(number)), "theirs": other}
+        sides = {"ours": ours, "theirs": other}
         take_turns(sides, steps=1)
         trainer.host.close()
     return {"ours": spent[1:], "theirs": beside[1:]}  # take_turns leaves out one pair too
@@ -121,20 +127,18 @@ def gpu_turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    from paralab.data import Corpus
-    from paralab.model import GPT
-    from paralab.train import Trainer, load_batches, to_device
+    from paralab.interpret.train import Trainer
+    from paralab.model import reference
 
     plan = pl.Plan(zero_stage=3, offload="cpu", precision="bf16", microbatch_size=4, prefetch=2,
                    recompute="full")  # fmt: skip
-    corpus = Corpus(None)
 
     def our_side() -> Callable[[int], Any]:
         trainer = Trainer(context, LARGE, plan)
         return lambda i: trainer.step(i)
 
     def their_side() -> Callable[[int], Any]:
-        model = GPT(LARGE, seed=0, recompute="full", device="cpu")
+        model = reference.GPT(LARGE)
         policy = {"offload_policy": CPUOffloadPolicy(),
                   "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}  # fmt: skip
         for block in model.blocks:
@@ -144,8 +148,10 @@ def gpu_turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
 
         def step(number: int) -> None:
             optimizer.zero_grad()
-            batch = load_batches(corpus, LARGE, plan, step=number, rank=0, seed=0)[0]
-            model(*to_device(batch, context.device)).backward()
+            (batch,) = reference.batches(
+                LARGE, step=number, microbatch_size=plan.microbatch_size, device=context.device
+            )
+            model(*batch).backward()
             optimizer.step()
             torch.cuda.synchronize()
 

@@ -21,7 +21,8 @@ def turns(context: Any, ours_first: bool, schedule: str, chunks: int) -> dict[st
     """Seconds per step of each turn on this rank."""
     import torch
 
-    from paralab.train import Trainer, load_batches, make_optimizer, to_device
+    from paralab.interpret.train import Trainer
+    from paralab.model import reference
 
     plan = pl.Plan(
         pp=context.world_size, schedule=schedule, virtual_stages=chunks,
@@ -35,12 +36,14 @@ def turns(context: Any, ours_first: bool, schedule: str, chunks: int) -> dict[st
         theirs, stages = build_theirs(context, plan)
         trainer = Trainer(context, MODEL, plan)
     parameters = [p for stage in stages for p in stage.submod.parameters()]
-    optimizer = make_optimizer(parameters, "adamw", 1e-3)
+    optimizer = reference.optimizer(parameters)
     first, last = context.rank == 0, context.rank == context.world_size - 1
 
     def their_step(step: int) -> None:
-        batches = load_batches(trainer.corpus, MODEL, plan, step=step, rank=0, seed=0)
-        tokens, targets = to_device(torch.cat(batches), context.device)
+        batches = reference.batches(
+            MODEL, step=step, microbatches=MICROBATCHES, microbatch_size=BATCH
+        )
+        tokens, targets = map(torch.cat, zip(*batches, strict=True))
         losses: list = []
         theirs.step(*([tokens] if first else []), target=targets if last else None, losses=losses)
         optimizer.step()
@@ -50,8 +53,9 @@ def turns(context: Any, ours_first: bool, schedule: str, chunks: int) -> dict[st
 
     trainer.step(0)
     their_step(0)
-    for a, b in zip(trainer.named.values(), parameters, strict=True):
-        assert (a - b).abs().max() < 1e-3, "the two sides do not train the same weights"
+    for a, b in zip(trainer.whole().values(), parameters, strict=True):
+        gap = abs(a - b.detach().numpy()).max()
+        assert gap < 1e-3, "the two sides do not train the same weights"
     return take_turns({"ours": trainer.step, "theirs": their_step}, steps=STEPS)
 
 
@@ -60,7 +64,7 @@ def build_theirs(context: Any, plan: pl.Plan) -> tuple[Any, list[Any]]:
     import torch
     import torch.distributed.pipelining as pp
 
-    from paralab.model import GPT
+    from paralab.model import reference
     from paralab.parallel.partition import partition
 
     class Piece(torch.nn.Module):
@@ -68,15 +72,13 @@ def build_theirs(context: Any, plan: pl.Plan) -> tuple[Any, list[Any]]:
 
         def __init__(self, parts: tuple[str, ...]) -> None:
             super().__init__()
-            self.gpt, self.logits = GPT(MODEL, seed=0, parts=parts), "head" in parts
-            if self.logits:
-                self.gpt.head.forward = self.head
-
-        def head(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
-            return torch.nn.functional.linear(self.gpt.head.norm(x), self.gpt.head.output.weight)
+            gpt = reference.GPT(MODEL)
+            modules = (gpt.get_submodule(part) for part in parts if part != "head")
+            last = [gpt.head.norm, gpt.head.output] if "head" in parts else []
+            self.all = torch.nn.Sequential(*modules, *last)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.gpt(x, None)
+            return self.all(x)
 
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

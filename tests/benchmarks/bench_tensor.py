@@ -29,9 +29,9 @@ def cut_by_dtensor(ranks: int, lr: float = 1e-3) -> tuple[Any, Any]:
         parallelize_module,
     )
 
-    from paralab.model import GPT
+    from paralab.model import reference
 
-    model = GPT(MODEL, seed=0)
+    model = reference.GPT(MODEL)
     mesh = init_device_mesh("cpu", (ranks,))
     for block in model.blocks:
         with torch.no_grad():  # a rank's rows of qkv next to each other: its heads' q, k and v
@@ -54,28 +54,26 @@ def _is_cut(parameter: Any) -> bool:
 
 def their_step(context: Any, plan: pl.Plan) -> Callable[[int], float]:
     """A function of the step that trains torch's side and gives the loss."""
-    from paralab.data import Corpus
-    from paralab.train import load_batches, read_scalars, to_device
+    from paralab.model import reference
 
     model, optimizers = cut_by_dtensor(context.world_size)
-    corpus = Corpus(None)
 
     def step(number: int) -> float:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        batches = load_batches(corpus, MODEL, plan, step=number, rank=0, seed=0)
-        loss = model(*to_device(batches[0], context.device))
+        (batch,) = reference.batches(MODEL, step=number, microbatch_size=BATCH)
+        loss = model(*batch)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
-        return read_scalars([loss.detach()])[0]
+        return loss.item()
 
     return step
 
 
 def our_step(context: Any, plan: pl.Plan) -> Callable[[int], float]:
     """The same of this side. Only one rank says the loss."""
-    from paralab.train import Trainer
+    from paralab.interpret.train import Trainer
 
     trainer = Trainer(context, MODEL, plan)
     return lambda number: (trainer.step(number) or [float("nan")])[0]

@@ -28,9 +28,9 @@ def sharded(lr: float = 1e-3) -> tuple[Any, Any]:
     import torch
     from torch.distributed.fsdp import fully_shard
 
-    from paralab.model import GPT
+    from paralab.model import reference
 
-    model = GPT(MODEL, seed=0)
+    model = reference.GPT(MODEL)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -43,35 +43,35 @@ def redundant(lr: float = 1e-3) -> tuple[Any, Any]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    from paralab.model import GPT
+    from paralab.model import reference
 
-    model = DistributedDataParallel(GPT(MODEL, seed=0), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(reference.GPT(MODEL), gradient_as_bucket_view=True)
     kind = torch.optim.AdamW
     return model, ZeroRedundancyOptimizer(model.parameters(), kind, lr=lr, fused=True)
 
 
 def their_step(context: Any, stage: int, plan: pl.Plan) -> Callable[[int], float]:
     """A function of the step that trains torch's side and gives the loss."""
-    from paralab.data import Corpus
-    from paralab.train import load_batches, read_scalars, to_device
+    from paralab.model import reference
 
     model, optimizer = sharded() if stage == 3 else redundant()
-    corpus = Corpus(None)
 
     def step(number: int) -> float:
         optimizer.zero_grad()
-        batches = load_batches(corpus, MODEL, plan, step=number, rank=context.rank, seed=0)
-        loss = model(*to_device(batches[0], context.device))
+        (batch,) = reference.batches(
+            MODEL, step=number, microbatch_size=BATCH, rank=context.rank, ranks=plan.dp
+        )
+        loss = model(*batch)
         loss.backward()
         optimizer.step()
-        return read_scalars([loss.detach()])[0]
+        return loss.item()
 
     return step
 
 
 def our_step(context: Any, stage: int, plan: pl.Plan) -> Callable[[int], float]:
     """The same of this side."""
-    from paralab.train import Trainer
+    from paralab.interpret.train import Trainer
 
     trainer = Trainer(context, MODEL, plan)
     return lambda number: trainer.step(number)[0]

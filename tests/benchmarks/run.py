@@ -16,6 +16,7 @@ import bench_launch
 import bench_offload
 import bench_pipeline
 import bench_predict
+import bench_speed
 import bench_tensor
 import bench_zero
 
@@ -28,6 +29,7 @@ BENCHES: dict[str, Callable[[], list[dict]]] = {
     "tensor": bench_tensor.measure,
     "offload": bench_offload.measure,
     "predict": bench_predict.measure,
+    "speed": bench_speed.measure,
 }
 
 

@@ -21,7 +21,7 @@ treatment = {  # patient: (the category that fills most, {setting: its new value
         ### BEGIN SOLUTION
         ### STUB: "",
         ### STUB: {},
-        "parameters",
+        "buffers",
         {"prefetch": 1},
         ### END SOLUTION
     ),

@@ -1,0 +1,139 @@
+"""What a rank keeps from step to step off its device, and the update of it on the host.
+
+A share of a unit has, wherever the plan says, its parameters in the model's dtype, a place for its
+gradient, and rows of fp32, (k, c): AdamW's two moments and then the master weights. Where the
+parameters themselves are fp32 and off the device, they are their own master, and no row. On the
+host there are a step count and a norm for each unit too.
+
+The update is that of `state.Optimizer`, the same kernels on the same numbers, so the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, float32
+
+from paralab.interpret.host import Host
+from paralab.programs.program import Program
+from paralab.programs.tiers import own_master, prefix, rows
+
+_NAMES = {"shard": "parameters", "gshard": "gradients", "opt": "optimizer"}
+_FILES = {"shard": "parameters", "gshard": "gradient", "opt": "states"}
+
+
+class Away:
+    """The states of one rank that its plan offloads.
+
+    store    of the rank's values: a tensor on the host, or the name of a file
+    dtype    of parameters and gradients
+    norms    of what this rank counts of a unit's gradient: called with its number and the gradient
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        host: Host,
+        store: dict[tuple, Any],
+        *,
+        dtype: torch.dtype,
+        norms: Callable[[int, Tensor], list[Tensor]],
+    ) -> None:
+        self.tiers, self.host, self.store, self.dtype = program.plan.tiers, host, store, dtype
+        self.norms, self.rows, self.master = norms, rows(program), own_master(program.plan)
+        self.adamw = program.optimizer == "adamw"
+
+    def lay_out(self, u: int, share: Tensor, weights: Tensor) -> None:
+        """Give unit ``u`` its first states. share: its parameters; weights: the same in fp32."""
+        count = share.numel()
+
+        def first(states: Tensor) -> None:
+            states.zero_()
+            if self.master:
+                states[-1] = weights
+
+        with self.host.recorder.unwatched():
+            if self.lives("shard"):
+                self._place("shard", u, (count,), lambda held: held.copy_(share))
+            if self.lives("gshard"):
+                self._place("gshard", u, (count,))
+            if self.rows:
+                self._place("opt", u, (self.rows, count), first)
+            for kind in ("host.count", "host.norm"):
+                self.store[kind, u, 0] = self.host.empty((), float32, "optimizer").zero_()
+
+    def lives(self, kind: str) -> str:
+        """What stands before the kind of a state that is off the device: "host." or "file."."""
+        return prefix(getattr(self.tiers, _NAMES[kind]))
+
+    def _place(
+        self, kind: str, u: int, shape: tuple[int, ...], fill: Callable[[Tensor], Any] | None = None
+    ) -> None:
+        """Make a state where it lives. fill: gives a tensor on the host its first values."""
+        tier, category = self.lives(kind), _NAMES[kind]
+        dtype = float32 if kind == "opt" else self.dtype
+        if tier == "host.":
+            held = values = self.host.empty(shape, dtype, category)
+        else:
+            held = self.host.create(_FILES[kind], dtype.itemsize * math.prod(shape), category)
+            values = self.host.room(shape, dtype)
+        if fill is not None:
+            fill(values)
+            if tier == "file.":
+                self.host.files.write(held, values)
+        self.store[tier + kind, u, 0] = held
+
+    # ---- on the host's own thread ----------------------------------------------------------------
+    def norm_of(self, u: int, gradient: Tensor) -> Tensor:
+        """The norm of what this rank counts of a share, in fp32, 0-d."""
+        norms = self.norms(u, gradient)
+        if len(norms) == 1:
+            return norms[0]
+        zero = gradient.new_zeros((), dtype=float32)  # a rank may have nothing to count
+        return torch.linalg.vector_norm(torch.stack([zero, *norms]))
+
+    def update(
+        self,
+        optimizer: Any,
+        states: Tensor | None,
+        share: Tensor | None,
+        gradient: Tensor,
+        count: Tensor,
+        verdict: tuple[Tensor | None, Tensor | None],
+    ) -> Callable[[], None]:
+        """One step of a unit, to be made by the host's processor.
+
+        share    parameters off the device: the weights themselves, or to be rounded from them
+        verdict  what to divide the gradient by, and whether the step is left out
+        """
+        weights = states[-1] if self.master else share
+        kept = {}
+        if self.adamw:
+            kept = {"exp_avg": [states[0]], "exp_avg_sq": [states[1]], "step": [count]}
+        divisor, overflow = verdict
+
+        def step() -> None:
+            grads = [gradient.float()]  # 16 bits become 32; fp32 stays as it is
+            optimizer.step([weights], grads, kept, divisor=divisor, overflow=overflow)
+            if share is not None and self.master:
+                share.copy_(weights)
+
+        return step
+
+    # ---- for who looks at the result, and for checkpoints ----------------------------------------
+    def look(self, kind: str, u: int) -> Tensor:
+        """A state where it lies, on the host: filling it changes the training."""
+        held = self.store[self.lives(kind) + kind, u, 0]
+        if isinstance(held, str):
+            held = self.host.files.mapped(held, float32 if kind == "opt" else self.dtype)
+        return held.view(self.rows, -1) if kind == "opt" else held
+
+    def states(self, u: int) -> dict[str, Tensor]:
+        """{"exp_avg", "exp_avg_sq", "master"} of a share, as far as there are any."""
+        if not self.rows:
+            return {}
+        names = ("exp_avg", "exp_avg_sq") * self.adamw + ("master",) * self.master
+        return dict(zip(names, self.look("opt", u), strict=True))

@@ -1,0 +1,172 @@
+"""A timed program as the rows that a run's recorder would have written: one box after the other.
+
+The recorder (observe/recorder.py) closes a box of the compute lane wherever a call is begun or a
+wait begins, and opens a new part of it behind; so do these. An instruction may have several boxes
+(a wait, then what a reduce-scatter's parts are added up in), several instructions of one action one
+box (spans.py). Boxes are numbered in the order in which a rank closes them, as in a run. Whatever
+goes on more slowly behind a wait, or has to post a call, begins with that: see `since`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paralab.interpret.costs import Awaited, Compute, Job, Posted
+from paralab.interpret.spans import Span, spans
+from paralab.interpret.time import Body, Times
+from paralab.interpret.traffic import Calls, Member
+from paralab.model.ops import Call
+from paralab.programs.instructions import Instr
+from paralab.programs.tiers import Moved, moved
+
+WAITING: Span = ("wait", -1, 0, 0)
+ADDING: Span = ("copy", -1, 0, 0)
+CALLING: Span = ("comm", -1, 0, 0)
+
+
+class Box(NamedTuple):
+    """One row of the table of spans, and what the tables of calls and copies say about it.
+
+    lane    "compute", "comm:<axis>", "h2d" ...
+    span    kind, micro-batch, stage, chunk
+    after   numbers of the boxes that it waited for; below 0: of the step before, from its end
+    call    of a box on a group's lane; ``moved``: of one between tiers
+    """
+
+    lane: str
+    span: Span
+    start: float
+    end: float
+    after: tuple[int, ...] = ()
+    call: Call | None = None
+    moved: Moved | None = None
+
+    @property
+    def cost(self) -> float:
+        """Seconds of work; a wait and a call are none."""
+        return 0.0 if self.span[0] in ("wait", "comm") else self.end - self.start
+
+
+def since(times: Times, pp: int) -> list[float]:
+    """When the box begins that an instruction of pipeline rank ``pp`` may open: what calls cost to
+    be posted, and what goes on more slowly behind a wait, is in the box of what is computed next.
+    """
+    found, costs, now = [], times.costs[pp], 0.0
+    for position, cost in enumerate(costs):
+        found.append(now)
+        if type(cost) in (Compute, Body):
+            now = times.left[pp][position]
+        elif position in times.waits[pp]:
+            of = costs[times.waits[pp][position]]  # what it received is added up in a box
+            now = times.turned[pp][position] + (of.summed if type(of) is Posted else 0.0)
+    return found
+
+
+def boxes(times: Times, member: Member, calls: Calls) -> list[Box]:
+    """Of a step on a rank, in a program that is not folded. Other ranks of its pipeline rank have
+    the same, but for shards that a rank has nothing of, which make no call, and a sum's root.
+    """
+    return _Writer(times, member, calls).made
+
+
+class _Writer:
+    """The boxes so far, and the part of one that is open.
+
+    here, began  the action whose box is open, or None, and since when
+    last         number of the compute lane's last box
+    at           {position of a call or a job: number of its box}
+    """
+
+    def __init__(self, times: Times, member: Member, calls: Calls) -> None:
+        program, pp, index = calls.program, member.at.pp, member.index
+        self.program, self.member, self.pp = program, member, pp
+        self.made: list[Box] = []
+        self.here: Span | None = None
+        self.began, self.last = 0.0, -1
+        self.at: dict[int, int] = {}
+        code, of = program.codes[pp], spans(program, program.codes[pp])
+        entered, turned, left = times.entered[pp], times.turned[pp], times.left[pp]
+        begins = since(times, pp)
+        for position, (ins, cost) in enumerate(zip(code, times.costs[pp], strict=True)):
+            self.move(of[position], begins[position])
+            kind = type(cost)
+            if kind is Compute:
+                if cost.inside:
+                    self.inside(cost, calls.of(pp, ins), times.inside[pp][position])
+            elif kind is Awaited:
+                call = times.waits[pp].get(position)
+                if call in self.at:
+                    begun = times.costs[pp][call]
+                    summed = begun.summed if type(begun) is Posted else 0.0
+                    self.wait(entered[position], turned[position], self.at[call], summed)
+            elif kind is Job:
+                behind = times.behind[pp][position]
+                self.job(position, ins, turned[position], times.calls[pp][position], behind)
+            else:
+                for call in calls.of(pp, ins, index):
+                    begun = times.calls[pp][position]
+                    self.at[position] = self.begin(call, turned[position], begun)
+        self.move(None, left[-1] if left else 0.0)
+        before = (self.last - len(self.made),)  # what the step's first calls come after
+        for number, box in enumerate(self.made):
+            if box.after[:1] == (-1,):
+                self.made[number] = box._replace(after=before + box.after[1:])
+
+    # ---- the compute lane ------------------------------------------------------------------------
+    def move(self, span: Span | None, now: float) -> None:
+        """The rank comes to an instruction of this action."""
+        if span != self.here:
+            self.cut(now)
+            self.here, self.began = span, now
+
+    def cut(self, now: float) -> tuple[int, ...]:
+        """End the open part, and go on with a new one. Returns the compute lane's last box."""
+        if self.here is not None:
+            self.last = self.add(Box("compute", self.here, self.began, now))
+            self.began = now
+        return (self.last,)
+
+    def add(self, box: Box) -> int:
+        self.made.append(box)
+        return len(self.made) - 1
+
+    def wait(self, start: float, end: float, number: int, summed: float) -> None:
+        """For the call or job in this box; then what it brought is added up."""
+        of = self.made[number].call
+        if summed and of.root >= 0 and self.member.group(of.axis)[of.root] != self.member.rank:
+            end, summed = end + summed, 0.0  # for the root, which does
+        self.cut(start)
+        self.last = self.add(Box("compute", WAITING, start, end, (number,)))
+        self.began = end
+        if summed:
+            self.cut(end)
+            self.last = self.add(Box("compute", ADDING, end, end + summed))
+            self.began = end + summed
+
+    # ---- other lanes -----------------------------------------------------------------------------
+    def begin(self, call: Call, now: float, begun: tuple[float, float]) -> int:
+        after, axis = self.cut(now), "pp" if call.axis == "ends" else call.axis
+        return self.add(Box(f"comm:{axis}", CALLING, *begun, after, call))
+
+    def inside(self, cost: Compute, calls: tuple[Call, ...], made: list) -> None:
+        """Compute whose ops make calls: events, calls and moments are in one order."""
+        numbers: list[int] = []
+        posted = [event for event in cost.inside if type(event) is Posted]
+        for event in cost.inside:
+            if type(event) is Posted:
+                at = made[len(numbers)]
+                call = calls[len(numbers)]
+                numbers.append(self.begin(call, at.begun, (at.start, at.end)))
+            elif type(event) is int:
+                at = made[event]
+                self.wait(at.waited, at.until, numbers[event], posted[event].summed)
+
+    def job(
+        self, position: int, ins: Instr, now: float, begun: tuple[float, float], behind: list[int]
+    ) -> None:
+        after = (*self.cut(now), *(self.at[other] for other in behind))
+        what = moved(self.program, ins, self.pp)
+        kind = what.op if what.op in ("optimizer", "compute") else "copy"
+        span = (kind, -1, 0, 0)
+        box = Box(ins.lane, span, *begun, after, moved=what if kind == "copy" else None)
+        self.at[position] = self.add(box)

@@ -1,0 +1,268 @@
+"""What every instruction of a program takes on a cluster, in seconds. Torch-free.
+
+    compute   flops / rate + bytes / memory bandwidth + kernels * overhead, from the `Work` of every
+              op (theory/work.py). By bytes alone: UPDATE moves 7 elements of 4 bytes per parameter
+              (AdamW) or 3 (SGD), and 3 more in 16 bits; NORM reads the gradients once; ADD and COPY
+              move three times and twice what they make
+    calls     alpha + wire / bandwidth of the link (Hockney 1994), with the bytes of the member that
+              sends most. Posting one takes ``cluster.call_overhead``; behind a wait the rank goes
+              on slower, ``cluster.wait_overhead``, but not behind that for a SEND, long over
+    behind    a reduce-scatter's parts are added up on the rank; and what a message was put together
+              for is taken apart again
+    tiers     alpha + bytes / bandwidth of the link, no faster than the plan's limit; what the
+              host's processor does, bytes / ``cluster.host_bandwidth``
+
+Data-parallel and tensor-parallel ranks of a pipeline rank do the same, so one pipeline stands for
+all of them, with the costs of the slowest: a group's level is "inter" if any of the groups alike,
+over all these ranks, crosses nodes. Each kind of instruction is worked out once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from paralab.interpret.traffic import METHODS, STATES, Calls, Member, alike
+from paralab.model.ops import Call
+from paralab.programs.instructions import (
+    ADD,
+    ALL_GATHER,
+    BACKWARDS,
+    COMPUTE,
+    COPY,
+    NORM,
+    REDUCE_SCATTER,
+    RESCALE,
+    UPDATE,
+    WAIT,
+    WORKERS,
+    Instr,
+    Value,
+)
+from paralab.programs.program import Program
+from paralab.programs.tiers import moved
+from paralab.spec import Cluster
+from paralab.theory.traffic import POINT_TO_POINT, wire_bytes
+from paralab.theory.work import ITEM, Work
+
+WHICH = {"forward": 0, "input": 1, "weight": 2}  # of an op's work
+
+
+class Compute(NamedTuple):
+    """Seconds on the rank's own lane.
+
+    inside  of ops with calls of their own, in order: seconds of work, a call that is begun, the
+            number of the one that is waited for
+    """
+
+    seconds: float
+    inside: tuple = ()
+
+
+class Posted(NamedTuple):
+    """A call of a group.
+
+    lane     its group's
+    seconds  on it, once all members are there
+    members  pipeline ranks that it is a call of, where these are its members; else 0
+    peer     pipeline rank at the other end of a message, else -1; ``sends``: whether it goes there
+    before   seconds on the rank's own lane, in front of it
+    summed   behind its wait, to add up what was received; ``behind``: for the rest
+    other    another member does, and the first of ranks alike waits for it
+    """
+
+    lane: str
+    seconds: float
+    members: int = 0
+    peer: int = -1
+    sends: bool = False
+    before: float = 0.0
+    summed: float = 0.0
+    behind: float = 0.0
+    other: bool = False
+
+
+class Job(NamedTuple):
+    """Seconds on the lane of a worker, and on the rank's own behind a wait for it."""
+
+    lane: str
+    seconds: float
+    behind: float = 0.0
+
+
+class Awaited(NamedTuple):
+    """The rank stands still until a call is over."""
+
+
+Cost = Compute | Posted | Job | Awaited
+NOTHING, AWAITED = Work(), Awaited()
+
+
+class Costs:
+    """Of a program's instructions on a cluster."""
+
+    def __init__(self, program: Program, cluster: Cluster) -> None:
+        self.program, self.plan, self.model = program, program.plan, program.model
+        self.cluster, self.item = cluster, program.model.item
+        self.calls = Calls(program)
+        # How many times longer products take than on infinitely many tokens.
+        tokens = self.plan.microbatch_size * program.spec.seq_len
+        self.slower = 1 + cluster.half_rate_tokens / tokens
+        self._known: dict[tuple, Cost] = {}
+        self._levels: dict[tuple, str] = {}
+
+    def of(self, pp: int, ins: Instr) -> Cost:
+        """Of an instruction of pipeline rank ``pp``."""
+        key = (ins.op, ins.at) if ins.op in COMPUTE else alike(pp, ins)
+        if ins.unit < 0 and ins.at in self.model.behind:  # of a state between two ops of a block
+            key = (*key[:2], ins.at - self.model.behind[ins.at], *key[3:])
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._of(pp, ins)
+        return found
+
+    def _of(self, pp: int, ins: Instr) -> Cost:
+        if ins.op == WAIT:
+            return AWAITED
+        if ins.op in COMPUTE:
+            return self._compute(pp, ins)
+        if ins.lane in WORKERS:
+            return Job(ins.lane, self._job(pp, ins), self.cluster.wait_overhead)
+        if ins.lane:
+            return self._message(pp, ins)
+        precision = "fp32" if ins.op == UPDATE else self.plan.precision
+        return Compute(self.seconds(small(self.program, pp, ins), precision))
+
+    # ---- the device ------------------------------------------------------------------------------
+    def seconds(self, work: Work, precision: str = "") -> float:
+        """Of work on the device, in the plan's precision if no other is named."""
+        if self.slower > 1:
+            work = replace(work, flops=work.flops * self.slower)
+        return work.seconds(self.cluster, precision or self.plan.precision)
+
+    def _compute(self, pp: int, ins: Instr) -> Compute:
+        """Blocks are alike: what one takes is worked out for the first."""
+        behind = self.model.behind.get(ins.at[0], 0)
+        ins = ins._replace(at=(ins.at[0] - behind, ins.at[1] - behind))
+        key = (pp, ins.op, ins.at)
+        if key not in self._known:
+            self._known[key] = self._worked(pp, ins)
+        return self._known[key]
+
+    def _worked(self, pp: int, ins: Instr) -> Compute:
+        ops = self.model.ops[slice(*ins.at)]
+        halves = METHODS[ins.op]
+        if not self.calls.of(pp, ins):
+            works = [op.work[WHICH[half]] for op in ops for half in halves]
+            return Compute(self.seconds(sum(works, NOTHING)))
+        inside: list[float | Posted | int] = []
+        begun = 0
+        for op in reversed(ops) if ins.op in BACKWARDS else ops:
+            late = []  # what the op's weight half is computed beside
+            for half in halves:
+                calls = op.calls.get(half, ())
+                piece = self.seconds(op.work[WHICH[half]]) / (len(calls) + 1)
+                inside.append(piece)
+                for call in calls:
+                    inside.append(self.posted(pp, call))
+                    (late if call.beside else inside).append(begun)
+                    inside.append(piece)
+                    begun += 1
+            inside += late
+        return Compute(sum(event for event in inside if type(event) is float), tuple(inside))
+
+    # ---- links -----------------------------------------------------------------------------------
+    def _message(self, pp: int, ins: Instr) -> Posted:
+        """Of the rank that has most to say, where shards differ in what they have."""
+        several = isinstance(ins.at, tuple)  # gradients in one message
+        indexes = range(self.program.shards if several else 1)
+        call = max((c for i in indexes for c in self.calls.of(pp, ins, i)), key=lambda c: c.payload)
+        found, elements = self.posted(pp, call), call.payload / self.item
+        split = ins.op in (ALL_GATHER, REDUCE_SCATTER) and (ins.reads + ins.writes)[0][0] in STATES
+        split = split and self.plan.microbatch_size > 1  # along the sequence of each sample
+        if not (several or split):
+            return found
+        moved = self.seconds(Work(0, ITEM * 2 * elements, 3 if several else 1))
+        before, behind = moved * (ins.op != ALL_GATHER), moved * (ins.op != REDUCE_SCATTER)
+        return found._replace(before=before, behind=found.behind + behind)
+
+    def posted(self, pp: int, call: Call) -> Posted:
+        """A call of pipeline rank ``pp``, and what its wait brings with it."""
+        op, lane, root = call.op, call.axis, call.root
+        behind = self.cluster.wait_overhead
+        if op in POINT_TO_POINT:
+            sends, link = op == "send", self.cluster.link("send", self.level(pp, lane, root))
+            late = 0.0 if sends else behind
+            return Posted(lane, link.seconds(call.payload), peer=root, sends=sends, behind=late)
+        first = pp * self.plan.dp * self.plan.tp
+        group = Member(self.program, first).group(lane)
+        n = len(group)
+        most = {"broadcast": root, "reduce": root + 1}.get(op, 0)  # the member that sends most
+        wire = wire_bytes(op, call.payload, n, most % n, max(root, 0))
+        link = self.cluster.link(op, self.level(pp, lane))
+        summed, elements = 0.0, ITEM * call.payload / self.item
+        if op == "reduce_scatter" and n > 1:
+            summed = self.seconds(Work(0, elements * (1 + 1 / n), 2))
+        elif op == "reduce" and n > 1:  # by the root, and the others' next call waits for it
+            summed = self.seconds(Work(0, elements * 3 * (n - 1), n - 1))
+        return Posted(
+            lane,
+            link.seconds(wire) if n > 1 else 0.0,
+            members={"pp": self.plan.pp, "ends": 2}.get(lane, 0),
+            summed=summed,
+            behind=behind,
+            other=op == "reduce" and group[root] != first,
+        )
+
+    def level(self, pp: int, lane: str, peer: int = -1) -> str:
+        """ "inter" if any group of this lane that pipeline rank ``pp`` has a member in crosses
+        nodes; of messages, if any pipeline's pair does.
+        """
+        width = self.plan.dp * self.plan.tp
+        first, apart = pp * width, (peer - pp) * width if peer >= 0 else 0
+        key = (lane, first % self.cluster.devices_per_node, apart)  # nodes repeat themselves
+        if key not in self._levels:
+            crosses = self._crosses(range(first, first + width), lane, apart)
+            self._levels[key] = "inter" if crosses else "intra"
+        return self._levels[key]
+
+    def _crosses(self, ranks: range, lane: str, apart: int) -> bool:
+        node_of, seen = self.cluster.node_of, set()
+        for rank in ranks:
+            if rank not in seen:
+                group = (rank, rank + apart) if apart else Member(self.program, rank).group(lane)
+                seen.update(group)
+                if node_of(group[0]) != node_of(group[-1]):
+                    return True
+        return False
+
+    # ---- tiers -----------------------------------------------------------------------------------
+    def _job(self, pp: int, ins: Instr) -> float:
+        size = moved(self.program, ins, pp).bytes
+        if ins.lane == "host":
+            return size / self.cluster.host_bandwidth
+        return self.cluster.copy_seconds(ins.lane, size, self.plan.tiers.limits.get(ins.lane))
+
+
+def small(program: Program, pp: int, ins: Instr) -> Work:
+    """What is not an op's: what the optimizer moves, and copies; in the plan's precision, an UPDATE
+    in fp32.
+    """
+    item = program.model.item
+
+    def moved(*values: Value) -> float:
+        return ITEM * sum(program.size(v, pp).bytes for v in values) / item
+
+    if ins.op == UPDATE:
+        unit, zero = program.units[pp][ins.unit], program.plan.zero_stage > 0
+        count, tensors = unit.numel // program.shards, 1 if zero else len(unit.names)
+        passes, calls = (7, tensors) if program.optimizer == "adamw" else (3, tensors / 2)
+        low = item < ITEM  # 32-bit masters of what has 16 bits
+        return Work(0, (ITEM * passes + 12 * low) * count, 5 + calls + (tensors + 1) * low)
+    if ins.op == NORM:
+        return Work(0, moved(*ins.reads), len(ins.reads) + 4)
+    if ins.op == ADD:
+        return Work(0, 3 * moved(ins.writes[0]), 1)
+    if ins.op == COPY:
+        return Work(0, 2 * moved(ins.writes[0]), 1)
+    return Work(0, 0, 8 * (ins.op == RESCALE))

@@ -1,0 +1,68 @@
+"""Number a rank's program: what it sends, copies and holds, in this order and at no time.
+
+One pipeline rank's list is all that is compiled, so its messages have no other end, and nobody says
+when anything happens. What is left of time is an order: a piece of compute, posting a call and what
+follows a wait count one each; a call or a copy is over as soon as it is begun. On that count
+time.py walks the list, and the rows are those of a prediction. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+
+from paralab.interpret.boxes import boxes
+from paralab.interpret.costs import Costs, Posted
+from paralab.interpret.memory import Kind, moments, on_device
+from paralab.interpret.predict import Rows, Tables
+from paralab.interpret.spans import spans
+from paralab.interpret.time import Times, counted, walked
+from paralab.interpret.traffic import Calls, Member
+from paralab.model.ops import Call
+from paralab.programs.instructions import Instr
+from paralab.programs.program import Program
+from paralab.spec import Cluster, Link
+from paralab.theory.work import Work
+
+LINK = Link(alpha=0.0, bandwidth=1.0)
+ONES = Cluster(flops=1.0, memory_bandwidth=1.0, call_overhead=1.0, wait_overhead=1.0, intra=LINK)
+
+
+class _Numbers(Costs):
+    """Costs that count."""
+
+    def seconds(self, work: Work, precision: str = "") -> float:
+        return 1.0
+
+    def posted(self, pp: int, call: Call) -> Posted:
+        return super().posted(pp, call)._replace(seconds=0.0, members=0, peer=-1)
+
+    def _job(self, pp: int, ins: Instr) -> float:
+        return 0.0
+
+
+def numbered(program: Program, rank: int, node_of: Callable[[int], int], steps: int) -> Tables:
+    """The rows of a global rank whose pipeline rank's list is there, every step like the first."""
+    times = walked(program, counted(program, _Numbers(program, ONES)), ONES.call_overhead)
+    member, length = Member(program, rank, node_of), times.seconds
+    mine, held = boxes(times, member, Calls(program)), _samples(program, times, member.at.pp)
+    rows = Rows(program.plan.world_size)
+    for step in range(steps):
+        rows.add(member, mine, held, step, step * length, (step + 1) * length)
+    return rows.tables()
+
+
+def _samples(program: Program, times: Times, pp: int) -> list[tuple[float, dict[Kind, int]]]:
+    """(number, bytes) of each action where it is fullest, behind the instruction where it is, and
+    where it ends.
+    """
+    entered, left, found = times.entered[pp], times.left[pp], moments(program, pp)
+    made = {0.0: next(found)[1]}
+    actions = enumerate(spans(program, program.codes[pp]))
+    for _, action in groupby(actions, key=lambda one: one[1]):
+        here = [(position, *next(found)) for position, _ in action]
+        at, held, _ = max(here, key=lambda one: on_device(one[1]))
+        most = max(here, key=lambda one: on_device(one[2]))
+        made |= {left[position]: behind for position, _, behind in (most, here[-1])}
+        made[(entered[at] + left[at]) / 2] = held
+    return sorted(made.items(), key=lambda sample: sample[0])

@@ -1,0 +1,98 @@
+"""The memory a rank has beside its device's: the host's, files, and the lanes between.
+
+Host memory is taken once and kept: page-locked (pinned) where there is a GPU, or copies could not
+run beside its kernels. Files lie behind it: what is read passes through a few buffers, taken in
+turn, and so does what is written (programs/tiers.py says which).
+
+On a CPU the device's memory and the host's are the same chips. What keeps them apart is who counts:
+the ledger sees what the rank's own thread does, and the jobs here run in others; what they hold is
+counted here, as tiers of their own, and no ``memory_limit`` bounds it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paralab.interpret.files import Files, aligned
+from paralab.interpret.lanes import Lane
+from paralab.observe.recorder import Recorder
+from paralab.tiers import Offload
+
+
+class Host:
+    """One rank's host memory, files and lanes.
+
+    tiers   what lies there
+    folder  for this rank's files; made when the first of them is
+    """
+
+    def __init__(self, tiers: Offload, *, context: Any, recorder: Recorder, folder: Path) -> None:
+        self.recorder, self.cuda = recorder, context.device.startswith("cuda")
+        self.lanes = {
+            name: Lane(
+                name,
+                recorder,
+                device=context.device if name in ("d2h", "h2d") else None,
+                bandwidth=tiers.limits.get(name),
+                note=context.note,
+            )
+            for name in ("d2h", "host", "disk", "h2d")
+        }
+        self.files = Files(folder, cached=tiers.cached) if tiers.uses("nvme") else None
+        self._count = 0
+        self._free: dict[Any, list[Any]] = {}  # memory and files that were lent and came back
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory that the device's ledger does not see, as long as jobs work on it."""
+        if self.cuda:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return aligned(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def mark(self) -> Any:
+        """An event of the device, behind what it was given so far; None where there is no GPU."""
+        return torch.cuda.current_stream().record_event() if self.cuda else None
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> Tensor:
+        """The same, to be kept, and counted."""
+        found = self.room(shape, dtype)
+        self.recorder.holds("host", category, found.nbytes)
+        return found
+
+    def create(self, kind: str, size: int, category: str) -> str:
+        """A file of ``size`` bytes. Returns its name."""
+        self._count += 1
+        name = f"{kind}-{self._count}"
+        self.files.create(name, size)
+        self.recorder.holds("file", category, size)
+        return name
+
+    def borrow(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Host memory for an activation, (count,), until it is given back."""
+        free = self._free.get((count, dtype))
+        return free.pop() if free else self.empty((count,), dtype, "activations")
+
+    def borrow_file(self, size: int) -> str:
+        """A file for one; reads and writes of a file keep their order on the lane."""
+        free = self._free.get(size)
+        return free.pop(0) if free else self.create("activation", size, "activations")
+
+    def give_back(self, lent: Tensor | str) -> None:
+        """Nobody uses it any more, and the next may have it."""
+        key = self.files.sizes[lent] if isinstance(lent, str) else (lent.numel(), lent.dtype)
+        self._free.setdefault(key, []).append(lent)
+
+    def settle(self) -> None:
+        """Hold the rank until all that was handed over is done."""
+        for lane in self.lanes.values():
+            lane.drain()
+
+    def close(self) -> None:
+        for lane in self.lanes.values():
+            lane.close()
+        if self.files is not None:
+            self.files.close()

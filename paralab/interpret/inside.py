@@ -1,0 +1,165 @@
+"""What an instruction of compute has in hand: a walk over its ops, as a rank makes it. Torch-free.
+
+Forward goes from op to op: there are the state that comes in, the one that goes out, what has been
+kept so far, and the op's own ``scratch``. Backward goes down again: with each op what it has kept
+ends, and its two halves have a scratch each. All micro-batches have the same walk, made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from paralab.model.build import Model
+from paralab.model.ops import Call
+from paralab.parallel.layouts import extents, mode_of
+from paralab.programs.instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARDS, Instr, keeps
+from paralab.programs.storages import Name, sharing_of
+from paralab.spec import Plan
+
+
+class Inside(NamedTuple):
+    """Bytes beyond those that are alive when an instruction begins: at its fullest moment, and of
+    activations and workspace each its own most.
+    """
+
+    activations: int = 0
+    workspace: int = 0
+    buffers: int = 0
+    most: tuple[int, int] = (0, 0)
+
+
+class Moment(NamedTuple):
+    activations: int
+    workspace: int
+
+
+@lru_cache(maxsize=64)
+def insides(model: Model, plan: Plan, gloo: bool) -> Insides:
+    """The same for all ranks of a program."""
+    return Insides(model, plan, gloo)
+
+
+class Insides:
+    """Of all instructions of a program."""
+
+    def __init__(self, model: Model, plan: Plan, gloo: bool) -> None:
+        self.model, self.plan, self.gloo, self.sharing = model, plan, gloo, sharing_of(model)
+        self._known: dict[tuple, Inside] = {}
+        blocks = [(i, j) for name, i, j in model.parts if name.startswith("blocks")]
+        # All blocks are alike: how far each op's is behind the first.
+        self._behind = {op: i - blocks[0][0] for i, j in blocks for op in range(i, j)}
+
+    def of(self, ins: Instr, stays: tuple[Name, ...] = ()) -> Inside:
+        """stays: storages that a backward lets go of, and others still hold."""
+        forward, behind = ins.op in FORWARDS, self._behind.get(ins.at[0], 0)
+        at = ins.at[0] - behind, ins.at[1] - behind
+        left = frozenset([(kind, boundary - behind) for kind, boundary in stays])
+        key = at, "forward" if forward else ins.op, not forward or keeps(ins), left
+        found = self._known.get(key)
+        if found is None:
+            moments = list(self._moments(ins._replace(at=at), left))
+            activations, workspace = max(moments, key=sum)
+            most = max(m.activations for m in moments), max(m.workspace for m in moments)
+            found = self._known[key] = Inside(activations, workspace, 0, most)
+        return found
+
+    def _moments(self, ins: Instr, stays: frozenset[Name]) -> Iterator[Moment]:
+        if ins.op in FORWARDS:
+            return self._forward(*ins.at, keep=keeps(ins))
+        if ins.op == BACKWARD_WEIGHT:
+            return self._weight(*ins.at)
+        return self._backward(*ins.at, stays, halves=ins.op == BACKWARD_INPUT)
+
+    def _forward(self, i: int, j: int, *, keep: bool) -> Iterator[Moment]:
+        ops, sharing = self.model.ops, self.sharing
+        state = [*sharing.below(i), sharing.forward(i)] if i else []
+        there = dict(state)  # alive before, and to the end
+        kept: dict[Name, int] = {}
+        own = 0  # what is kept and nobody else's
+        for at in range(i, j):
+            op, out = ops[at], sharing.forward(at + 1)
+            new = _bytes({**dict(state), **dict([out])}, besides=(there, kept))
+            grown = own + _bytes(kept, besides=(there,))
+            scratch = op.in_hand("forward", self._received)
+            yield Moment(grown, new + op.keeps + scratch)
+            if keep:
+                own += op.keeps
+                kept.update(sharing.kept(at))
+            state = [*(state[-1:] if op.forks else () if op.joins else state[:-1]), out]
+        grown = own + _bytes(kept, besides=(there,))
+        yield Moment(grown, _bytes(dict(state), besides=(there, kept)))
+
+    def _backward(
+        self, i: int, j: int, stays: frozenset[Name], *, halves: bool
+    ) -> Iterator[Moment]:
+        ops, sharing, n = self.model.ops, self.sharing, len(self.model.ops)
+
+        def goes(held: Iterable[tuple[Name, int]]) -> dict[Name, int]:
+            return {name: size for name, size in held if name not in stays}
+
+        own = sum(ops[at].keeps for at in range(i, j))
+        kept = [goes(sharing.kept(at)) for at in range(i, j)]
+        names = {name: size for some in kept for name, size in some.items()}
+        grads = goes((*sharing.above(j), sharing.backward(j))) if j < n else {}
+        begin = Moment(own + _bytes(names), _bytes(grads))
+        aside: dict[Name, int] = {}
+        waits = 0
+        for at in reversed(range(i, j)):
+            op = ops[at]
+            names = {name: size for some in kept[: at - i + 1] for name, size in some.items()}
+            into = goes((*sharing.above(at), sharing.backward(at))) if at else {}
+            fresh = sharing.aside(at)
+            scratch = op.in_hand("input", self._received) - op.defers_kept
+            held = own + _bytes(names) + waits + _bytes(aside, besides=(names,))
+            moved = _bytes({**grads, **into}, besides=(aside,))
+            yield _since(begin, held, moved + fresh + scratch)
+            own -= op.keeps
+            names = {name: size for some in kept[: at - i] for name, size in some.items()}
+            mine, grads = goes(sharing.put_aside(at)), into
+            if halves:
+                aside, waits = aside | mine, waits + fresh
+            else:
+                scratch = op.in_hand("weight", self._received)
+                moved = _bytes({**grads, **mine}, besides=(names,))
+                yield _since(begin, own + _bytes(names), moved + fresh + scratch)
+        yield _since(begin, waits + _bytes(aside), _bytes(grads, besides=(aside,)))
+
+    def _weight(self, i: int, j: int) -> Iterator[Moment]:
+        """From what was put aside last to what was first; each is let go when it is used."""
+        sharing = self.sharing
+        left = [(dict(sharing.put_aside(at)), sharing.aside(at)) for at in range(i, j)]
+
+        def size() -> int:
+            names = {name: size for some, _ in left for name, size in some.items()}
+            return _bytes(names) + sum(fresh for _, fresh in left)
+
+        begin = size()
+        for at in reversed(range(i, j)):
+            op = self.model.ops[at]
+            yield Moment(size() - begin, op.in_hand("weight", self._received, alone=True))
+            left.pop()
+
+    def _received(self, call: Call) -> int:
+        """What gloo receives into: of a reduce on its root the others' parts, of a reduce-scatter
+        everybody's.
+        """
+        if self.gloo and call.op == "reduce_scatter":
+            return call.payload
+        if self.gloo and call.op == "reduce":
+            return call.payload * (self._size(call.axis) - 1)
+        return 0
+
+    def _size(self, axis: str) -> int:
+        sizes = extents(self.plan)
+        return prod(sizes[name] for name in mode_of(self.plan).axes[axis])
+
+
+def _bytes(names: dict[Name, int], *, besides: Iterable[dict[Name, int]] = ()) -> int:
+    return sum(size for name, size in names.items() if not any(name in some for some in besides))
+
+
+def _since(begin: Moment, activations: int, workspace: int) -> Moment:
+    return Moment(activations - begin.activations, workspace - begin.workspace)

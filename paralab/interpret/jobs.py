@@ -1,0 +1,140 @@
+"""Which jobs a job on a worker's lane comes after. One rule for what runs and what predicts.
+
+A job comes after those that have written what it reads or writes, those that read what it writes
+over, and those that used the buffer that it writes into, where buffers of a ring are taken in turn.
+So the lanes keep the order of the program's values among themselves, from one step to the next too,
+and the rank waits only where the program says so.
+
+`workers.py` hands jobs over to threads in this order. For a prediction, `Jobs` gives them moments:
+a job begins at the latest of its launch, its lane being free, and the ends of the jobs before it.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from paralab.programs.instructions import Instr, Value
+from paralab.programs.program import Program
+from paralab.programs.tiers import BUFFERS, ring
+
+
+class Ordered:
+    """A job: those that it comes behind, and whether the rank has waited for it, or for one that
+    came after it.
+    """
+
+    __slots__ = ("behind", "over")
+
+    def __init__(self, behind: tuple[Any, ...]) -> None:
+        self.behind, self.over = behind, False
+
+    def settled(self) -> None:
+        """The rank has waited for it: it is over, and so is all that it came after."""
+        rest = [self]
+        while rest:
+            job = rest.pop()
+            job.over = True
+            rest += (other for other in job.behind if not other.over)
+            job.behind = ()
+
+
+class Slot(NamedTuple):
+    """One buffer of a ring: its number, and the jobs that whoever takes it next comes after."""
+
+    number: int
+    users: list[Any]
+
+
+class Order:
+    """One rank's.
+
+    writer, readers  {value: the job that makes it, and those that read it}
+    rings   {name: its buffers, the next to be taken first}; ``slots``: {value in one: where it is}
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.plan = program.plan
+        self.writer: dict[Value, Any] = {}
+        self.readers: dict[Value, list[Any]] = {}
+        self.slots: dict[Value, Slot] = {}
+        self.rings = defaultdict(lambda: deque(Slot(n, []) for n in range(BUFFERS)))
+
+    def behind(self, ins: Instr) -> tuple[Any, ...]:
+        """What an instruction's job comes after; room in a ring is taken for what it writes."""
+        jobs = [self.writer.get(v) for v in (*ins.reads, *ins.writes)]
+        for v in ins.writes:
+            jobs += (*self.readers.get(v, ()), *self._take(v))
+        return tuple(job for job in dict.fromkeys(jobs) if job is not None and not job.over)
+
+    def add(self, ins: Instr, job: Any) -> None:
+        """``job`` is the instruction's."""
+        for v in ins.reads:
+            self.readers.setdefault(v, []).append(job)
+        for v in ins.writes:
+            self.writer[v], self.readers[v] = job, []
+        for v in (*ins.reads, *ins.writes):
+            if v in self.slots and job not in self.slots[v].users:
+                self.slots[v].users.append(job)
+
+    def end(self, values: Iterable[Value]) -> None:
+        """The memory of these ends."""
+        for v in values:
+            for table in (self.slots, self.writer, self.readers):
+                table.pop(v, None)
+
+    def _take(self, v: Value) -> Iterable[Any]:
+        """The next buffer of its ring, if it lies in one. Returns who used that before."""
+        name = ring(self.plan, v)
+        if not name or v in self.slots:
+            return ()
+        slot = self.slots[v] = self.rings[name][0]
+        self.rings[name].rotate(-1)
+        before = tuple(slot.users)
+        slot.users.clear()
+        return before
+
+
+class Begun(Ordered):
+    """A job in a prediction: where in the list it stands, None if it is of the step before; and its
+    moments.
+    """
+
+    __slots__ = ("position", "start", "end")
+
+    def __init__(self, position: int, start: float, end: float, behind: tuple[Begun, ...]) -> None:
+        super().__init__(behind)
+        self.position: int | None = position
+        self.start, self.end = start, end
+
+
+class Jobs(Order):
+    """One rank's in a prediction.
+
+    lanes  {lane: when it is free}; ``begun``: {position: job} of this step
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.lanes: dict[str, float] = {}
+        self.begun: dict[int, Begun] = {}
+
+    def begin(self, position: int, ins: Instr, seconds: float, clock: float) -> Begun:
+        """A job of ``seconds`` is handed over now."""
+        behind = self.behind(ins)
+        start = max(clock, self.lanes.get(ins.lane, 0.0), *(job.end for job in behind))
+        job = self.begun[position] = Begun(position, start, start + seconds, behind)
+        self.lanes[ins.lane] = job.end
+        self.add(ins, job)
+        return job
+
+    def next_step(self, seconds: float) -> Jobs:
+        """What is left to do when the next step begins, ``seconds`` later."""
+        for job in self.begun.values():
+            job.position, job.end = None, job.end - seconds
+            job.over = job.over or job.end <= 0.0
+        self.begun = {}
+        self.lanes = {lane: moment - seconds for lane, moment in self.lanes.items()}
+        return self

@@ -1,0 +1,171 @@
+"""Lanes: who copies between memory tiers while the rank computes.
+
+    h2d, d2h  host to device and back      on a GPU a stream of its own, with pinned memory
+    disk      files, read and written
+    host      the host's processor: additions and optimizer steps on what lies in its memory
+
+A lane is a thread that does one job after the other, in the order they were handed over; a job
+starts when the jobs it comes after are done. Jobs only ever come after jobs handed over before, so
+that order is one in which all can run: lanes cannot block each other.
+
+[Note: freed memory] The program says where a value's memory ends: behind the rank's WAIT for the
+job that uses it, not when a thread is through. So a job forgets what it works on as soon as it has
+worked, and the rank's memory is the same in every run.
+
+[Note: streams] On a GPU a copy is issued on the lane's stream, after what the rank had launched
+when it handed the job over. `Job.wait` then holds the rank's stream, not its host: the host goes on
+launching kernels. Other lanes, which read what was copied, wait for the copy itself.
+
+A ``bandwidth`` makes a link slower than it is: the lane sleeps for the rest of the time that the
+bytes would take. It is a model of a slow link, not a measurement of one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from paralab.interpret.jobs import Ordered
+from paralab.observe.recorder import Recorder
+
+
+class Job(Ordered):
+    """Work handed to a lane."""
+
+    __slots__ = ("lane", "span", "work", "after", "size", "ready", "issued", "done", "error", "end")
+
+    def __init__(
+        self, lane: Lane, span: int, work: Callable[[], Any], after: tuple[Job, ...], size: int
+    ) -> None:
+        super().__init__(after)  # the rank's list of those before it, beside the lane's
+        self.lane, self.span, self.size, self.after = lane, span, size, after
+        self.work: Callable[[], Any] | None = work
+        self.ready: Any = None  # of a stream: what the rank had launched
+        self.end: Any = None  # of a stream: when the copy is over
+        self.issued, self.done = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        """The rank needs the result: a wait in its picture. Raises what the job raised."""
+        if self.over:
+            return
+        recorder, note = self.lane.recorder, self.lane.note
+        recorder.enter("wait", after=(self.span,))
+        note(f"a job on lane {self.lane.name}, step {recorder.step}")
+        self.issued.wait()
+        if self.end is not None and self.error is None:
+            torch.cuda.current_stream().wait_event(self.end)
+        note("")
+        recorder.leave()
+        self.settled()
+        if self.error is not None:
+            raise self.error
+
+    def settle(self) -> None:
+        """Hold the calling thread until the job is done. Raises what it raised."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Lane:
+    """One link of a rank, or its host's processor.
+
+    name       as in the report: "h2d", "d2h", "disk", "host"
+    device     "cuda:0" gives a lane of that GPU a stream; None: the work is the host's own
+    bandwidth  bytes per second that it moves at most; None: as fast as it goes
+    note       told what the rank waits for
+    """
+
+    def __init__(
+        self,
+        name: str,
+        recorder: Recorder,
+        *,
+        device: str | None = None,
+        bandwidth: float | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.name, self.recorder, self.bandwidth, self.note = name, recorder, bandwidth, note
+        cuda = device is not None and device.startswith("cuda")
+        self.device = device if cuda else None
+        self.stream = torch.cuda.Stream(device) if cuda else None
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._last: Job | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"lane {name}")
+        self._thread.start()
+
+    def submit(
+        self,
+        work: Callable[[], Any],
+        *,
+        after: Sequence[Job] = (),
+        op: str = "copy",
+        category: str = "",
+        size: int = 0,
+    ) -> Job:
+        """Hand over ``work``, which moves ``size`` bytes of ``category`` once ``after`` is done."""
+        recorder, after = self.recorder, tuple(after)
+        spans = (*recorder.cut(), *(job.span for job in after))
+        span = recorder.queued(self.name, spans, op=op, category=category, size=size)
+        job = self._last = Job(self, span, work, after, size)
+        if self.stream is not None:
+            job.ready = torch.cuda.Event()
+            job.ready.record()
+        self._queue.put(job)
+        return job
+
+    def drain(self) -> None:
+        """Hold the calling thread until everything handed over is done. Raises what it raised."""
+        if self._last is not None:
+            self._last.settle()
+
+    def close(self) -> None:
+        """Do what was handed over, then end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # these are a thread's own settings
+        torch.set_grad_enabled(False)
+        if self.device is not None:  # else leaving a stream would make a context on the first GPU
+            torch.cuda.set_device(self.device)
+        while (job := self._queue.get()) is not None:
+            try:
+                for other in job.after:
+                    other.settle()
+                (self._do if self.stream is None else self._issue)(job)
+            except BaseException as error:  # the rank hears of it where it waits
+                job.error = error
+            job.after, job.work = (), None
+            job.issued.set()
+            job.done.set()
+            del job
+
+    def _do(self, job: Job) -> None:
+        start, began = self.recorder.clock.host(), time.thread_time()
+        job.work()
+        cost = time.thread_time() - began
+        if self.bandwidth is not None:
+            passed = time.perf_counter() - self.recorder.clock.seconds(start)
+            time.sleep(max(0.0, job.size / self.bandwidth - passed))
+        self.recorder.worked(job.span, start, self.recorder.clock.host(), cost)
+
+    def _issue(self, job: Job) -> None:
+        """See [Note: streams]."""
+        clock = self.recorder.clock
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(job.ready)
+            start = clock.mark()
+            job.work()
+            end, over = clock.mark(), torch.cuda.Event()
+            over.record(self.stream)
+        job.end, job.work = over, None
+        job.issued.set()
+        over.synchronize()
+        self.recorder.worked(job.span, start, end, None)

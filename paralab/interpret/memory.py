@@ -1,0 +1,266 @@
+"""Weigh a program: what is alive on a rank, and what for, instruction by instruction. Torch-free.
+
+A value is alive from the instruction that writes it to the one that frees it, and the program says
+how many bytes of what it has. So between two instructions memory is a sum over names, exact to the
+byte; of storages that several values share programs/storages.py knows. *Inside* an instruction
+there is more, and that is mostly where the peak is:
+
+    compute    ops one after the other: what they keep grows, and shrinks in backward, while each
+               has its ``scratch`` beside what comes in and what goes out
+    UPDATE     in 16 bits the gradients once more in fp32: 4 bytes per element that is updated
+    a call     what it brings together or receives into, until its WAIT: gloo has no reduce-scatter
+               and receives n parts of S/n, another S; gradients that other axes share are copied
+               together; parts of sequences arrive by rank and are put in order
+
+    peak = max over instructions of (what is alive before + what is there inside)
+
+ZeRO's table (Rajbhandari+ 2020, arXiv:1910.02054, sec. 3) is the sum of what lasts; what ops keep
+is Korthikanti+ 2022 (arXiv:2205.05198), sec. 4, as they really do. Labs 05, 06, 09.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from paralab.interpret.inside import Inside, insides
+from paralab.model.build import cuts
+from paralab.programs.instructions import (
+    ALL_GATHER,
+    BACKWARDS,
+    COMPUTE,
+    FORWARD,
+    KEEP,
+    REDUCE_SCATTER,
+    UPDATE,
+    WAIT,
+    Instr,
+    Value,
+)
+from paralab.programs.program import Program
+from paralab.programs.storages import STATES, Name
+
+Kind = tuple[str, str]  # (tier, category)
+ACTIVATIONS, WORKSPACE = ("device", "activations"), ("device", "workspace")
+BUFFERS, GRADIENTS = ("device", "buffers"), ("device", "gradients")
+NOTHING = Inside()
+POPPED = frozenset(("saved", "deferred", "g"))  # a backward lets go of these itself
+
+
+class Memory(NamedTuple):
+    """Bytes on one rank in a step.
+
+    peak     most bytes on the device at once
+    where    the instruction that they are there in; -1: before the first
+    held     {(tier, category): bytes} at that moment
+    most     {(tier, category): bytes}, of each its own most
+    before   {(tier, category): bytes} before the first instruction
+    between  the same behind every instruction; empty if it was not asked for
+    """
+
+    peak: int
+    where: int
+    held: dict[Kind, int]
+    most: dict[Kind, int]
+    before: dict[Kind, int]
+    between: list[dict[Kind, int]]
+
+
+def memory(
+    program: Program, rank: int = 0, *, index: int = 0, gloo: bool = True, samples: bool = True
+) -> Memory:
+    """Follow the list of pipeline rank ``rank``.
+
+    index    of the data-parallel rank among those that share the states
+    gloo     messages are gloo's, as on processors; NCCL needs no buffers of its own
+    samples  say what there is behind every instruction
+    """
+    found, between = _Rank(program, rank, index, gloo), []
+    before = dict(found.here)
+    found.look(-1, NOTHING)
+    for _ in found.walk():
+        if samples:
+            between.append(dict(found.here))
+    return Memory(found.peak, found.where, found.held, found.most, before, between)
+
+
+def moments(
+    program: Program, rank: int = 0, *, gloo: bool = True
+) -> Iterator[tuple[dict[Kind, int], dict[Kind, int]]]:
+    """Of every instruction of a pipeline rank: what there is on it at its fullest, and behind it.
+    Before the first what lasts, twice.
+    """
+    found = _Rank(program, rank, 0, gloo)
+    yield dict(found.here), dict(found.here)
+    for _ in found.walk():
+        yield found.held, dict(found.here)
+        found.peak = -1
+
+
+def on_device(held: dict[Kind, int]) -> int:
+    """Bytes, of all categories."""
+    return sum(size for (tier, _), size in held.items() if tier == "device")
+
+
+class _Rank:
+    """What is alive on a rank at the moment, and what there was at the fullest.
+
+    here   {(tier, category): bytes}; ``total``: of them on the device
+    alive  {value: what it holds}
+    refs   {(name, micro-batch): [holders, bytes, category]} of storages that values share
+    """
+
+    def __init__(self, program: Program, rank: int, index: int, gloo: bool) -> None:
+        self.program, self.rank, self.index, self.gloo = program, rank, index, gloo
+        self.item, self.storages = program.model.item, program.storages(rank)
+        self.insides = insides(program.model, cuts(program.plan), gloo)
+        self.here: dict[Kind, int] = {}
+        self.total, self.peak = 0, -1
+        self.where, self.held, self.most = -1, {}, {}
+        self.alive: dict[Value, tuple[Kind, int, tuple[tuple[Name, int], ...]]] = {}
+        self.refs: dict[tuple[Name, int], list] = {}
+        self.in_flight: dict[tuple[Value, ...], int] = {}  # a call's writes: bytes of its own
+        for value in program.lasting(rank):
+            self.born(value)
+
+    # ---- values ----------------------------------------------------------------------------------
+    def add(self, kind: Kind, size: int) -> None:
+        if not size:
+            return
+        self.here[kind] = self.here.get(kind, 0) + size
+        if kind[0] == "device":
+            self.total += size
+
+    def born(self, value: Value) -> None:
+        if value in self.alive:  # it is written over
+            return
+        if value[0] not in STATES:
+            tier, category, size = self.program.size(value, self.rank)
+            self.alive[value] = (tier, category), size, ()
+            self.add((tier, category), size)
+            return
+        held, refs = self.storages.held(value), self.refs
+        kind, names = ("device", held.category), held.shared + held.passed
+        self.add(kind, held.own)
+        for number, (name, size) in enumerate(names):
+            ref = refs.get((name, value[2]))
+            if ref is None:
+                refs[name, value[2]] = [1, size, kind]
+                self.add(kind, size)
+                continue
+            ref[0] += 1
+            if ref[2] != kind and number < len(held.shared):
+                self.add(ref[2], -size)
+                self.add(kind, size)
+                ref[2] = kind
+        self.alive[value] = kind, held.own, names
+
+    def died(self, value: Value) -> None:
+        kind, own, names = self.alive.pop(value, (BUFFERS, 0, ()))
+        self.add(kind, -own)
+        for name, _ in names:
+            ref = self.refs[name, value[2]]
+            ref[0] -= 1
+            if not ref[0]:
+                self.add(ref[2], -ref[1])
+                del self.refs[name, value[2]]
+
+    # ---- instructions ----------------------------------------------------------------------------
+    def walk(self) -> Iterator[None]:
+        """To behind one instruction after the other."""
+        for position, ins in enumerate(self.program.codes[self.rank]):
+            self.step(position, ins)
+            for value in ins.frees:
+                self.died(value)
+            yield
+
+    def step(self, position: int, ins: Instr) -> None:
+        """What an instruction does, but for what it frees."""
+        op = ins.op
+        if op in COMPUTE:
+            for value in ins.writes:
+                if value[0] == "grad":
+                    self.born(value)
+            self.look(position, self.insides.of(ins, self.stays(ins)))
+            if op == FORWARD and ins.at[1] == len(self.program.model.ops):
+                self.born(("loss", 0, ins.mb))
+            for value in ins.writes:
+                self.born(value)
+            for value in ins.reads if op in BACKWARDS else ():
+                if value[0] in POPPED:
+                    self.died(value)
+            return
+        inside = NOTHING
+        if op == KEEP:  # a new name
+            self.died(ins.reads[0])
+        for value in ins.writes:
+            self.born(value)
+        if op == WAIT:
+            inside = Inside(buffers=self.reordered(ins))
+        elif ins.lane:
+            more = self.in_flight[ins.writes] = self.carried(ins)
+            self.add(BUFFERS, more)
+        elif op == UPDATE:
+            inside = Inside(workspace=self.widened(ins.unit))
+        self.look(position, inside)
+        if op == WAIT:
+            self.add(BUFFERS, -self.in_flight.pop(ins.reads, 0))
+
+    def stays(self, ins: Instr) -> tuple[Name, ...]:
+        """Storages of what a backward lets go of, and others still hold."""
+        if ins.op not in BACKWARDS:
+            return ()
+        return tuple(
+            ("x", name[1]) if name[0] == "r" else name
+            for value in ins.reads
+            if value[0] in POPPED
+            for name, _ in self.alive[value][2]
+            if self.refs[name, value[2]][0] > 1
+        )
+
+    def look(self, position: int, inside: Inside) -> None:
+        """Is this the most there was? With what an instruction has besides."""
+        here, most = self.here, self.most
+        top = self.total + inside.activations + inside.workspace + inside.buffers
+        if top > self.peak:
+            self.peak, self.where, self.held = top, position, dict(here)
+            for kind, size in zip((ACTIVATIONS, WORKSPACE, BUFFERS), inside, strict=False):
+                self.held[kind] = here.get(kind, 0) + size
+        for kind, size in here.items():
+            if size > most.get(kind, 0):
+                most[kind] = size
+        if inside is not NOTHING:
+            for kind, more in zip((ACTIVATIONS, WORKSPACE), inside.most, strict=True):
+                size = here.get(kind, 0) + more
+                if size > most.get(kind, 0):
+                    most[kind] = size
+
+    def widened(self, unit: int) -> int:
+        """fp32 copies of 16-bit gradients."""
+        program = self.program
+        if self.item == 4:
+            return 0
+        return 4 * program.elements(program.units[self.rank][unit]) // program.shards
+
+    def reordered(self, ins: Instr) -> int:
+        """A sequence that came in parts, of more than one sample: a copy of it in order."""
+        value, several = ins.reads[0], self.program.plan.microbatch_size > 1
+        gathered = ins.at == ALL_GATHER and value[0] in STATES
+        return self.state(value) if gathered and several else 0
+
+    def carried(self, ins: Instr) -> int:
+        """Bytes that a call needs until its WAIT besides what it reads and writes."""
+        if isinstance(ins.at, tuple):  # gradients that other axes share, copied together
+            shares: Iterable = self.program.shared(self.rank, self.index).get(ins.at, ())
+            return self.item * sum(share.count for share in shares)
+        if ins.op != REDUCE_SCATTER:
+            return 0
+        value = ins.reads[0]
+        if value[0] not in STATES:
+            return self.program.size(value, self.rank).bytes * self.gloo
+        by_rank = self.program.plan.microbatch_size > 1
+        return self.state(value) * (self.gloo + by_rank)
+
+    def state(self, value: Value) -> int:
+        """The last entry of a state."""
+        return self.item * self.program.state_elements(value[1])

@@ -1,0 +1,83 @@
+"""What a rank keeps of a training, piece by piece: the map from its units to boxes of parameters.
+
+A training's state belongs to the model, not to the plan: under any plan a rank keeps, of some
+parameters, some consecutive elements, and a checkpoint stores them as boxes of the whole parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from paralab.interpret.state import State
+from paralab.parallel.buckets import cut
+from paralab.parallel.layouts import box_shape, holding
+from paralab.programs.program import TIED
+
+
+class Piece(NamedTuple):
+    """A box of one parameter that this rank keeps, and its optimizer state.
+
+    name     the parameter's in the single-device model
+    offsets  of the box in the whole parameter (qkv's three parts are a dimension of their own)
+    weight   (...) a view of the box's shape: filling it changes what the rank trains
+    state    {"exp_avg", "exp_avg_sq"}, such views too; with "master", the weight in fp32 that
+             ``weight`` is rounded from
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    weight: Tensor
+    state: Mapping[str, Tensor]
+
+
+def boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the boxes that elements start to stop of a flattened tensor fill, in
+    order: the end of a row, whole rows, the beginning of a row.
+    """
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+
+    def within(number: int, begin: int, end: int) -> Iterator[tuple]:
+        for offsets, sizes in boxes(inner, begin, end):
+            yield (number, *offsets), (1, *sizes)
+
+    (first, left), (last, right) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from within(first, left, right)
+        return
+    if left:
+        yield from within(first, left, row)
+        first += 1
+    if first < last:
+        yield (first, *[0] * len(inner)), (last - first, *inner)
+    if right:
+        yield from within(last, 0, right)
+
+
+def pieces(state: State) -> list[Piece]:
+    """The training's state as far as a rank keeps it, to be read or filled."""
+    program, found = state.program, []
+    for u, unit in enumerate(state.units):
+        sizes = {name: math.prod(program.model.shapes[name]) for name in unit.names}
+        count = unit.numel // program.shards
+        for name, first, where in cut(sizes, state.index * count, count):
+            real = TIED[0] if program.spec.tied and name == TIED[1] else name
+            held = holding(program.spec, program.plan, real, state.tp)
+            parts, at = state.kept(u, name, where), 0
+            last = first + where.stop - where.start
+            for offsets, box in boxes(box_shape(held.box), first, last):
+                size = math.prod(box)
+                views = {kind: part[at : at + size].view(box) for kind, part in parts.items()}
+                corner = tuple(o + part.start for o, part in zip(offsets, held.box, strict=True))
+                found.append(Piece(real, corner, views.pop("weight"), views))
+                at += size
+    return found

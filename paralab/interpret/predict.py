@@ -1,0 +1,221 @@
+"""What a run would measure, from model, plan and machine: the same report, no process started.
+
+The program is compiled once and read three times: when everything happens (time.py), what is alive
+meanwhile (memory.py), what every call sends (traffic.py). boxes.py writes that down as the recorder
+of a run does.
+
+    naive       step = compute + sum over parameters of (alpha + 2(N-1)/N bytes / bandwidth)
+    bucketed    the same bytes, alpha paid once per bucket
+    overlapped  only what the rest of backward does not cover is waited for
+    a pipeline  its schedule, with every message between stages alpha + bytes / bandwidth in flight
+    ZeRO        its gathers and reduce-scatters, and what computing does not cover of them
+
+None of these is a formula here; each follows from the list of instructions. Left out, and part of
+the gap to a measured step: reading the data, Python between instructions, page faults, the cores
+that ranks share. Li+ 2020 (arXiv:2006.15704) measure what is modelled here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from paralab.checks import choice, illegal, whole
+from paralab.interpret.boxes import Box, boxes
+from paralab.interpret.memory import Kind, memory
+from paralab.interpret.time import Times, time
+from paralab.interpret.traffic import Calls, Member
+from paralab.programs.compile import compiled
+from paralab.programs.program import Program
+from paralab.records.tables import COLUMNS
+from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.theory.uncollected import uncollected
+
+if TYPE_CHECKING:
+    from paralab.report import Report
+
+OPTIMIZERS = ("adamw", "sgd")
+DETAILS = ("calls", "actions")
+MANY = 40_000  # rows of a report, at about 40 microseconds each
+Tables = dict[str, dict[str, list[Any]]]
+
+
+@uncollected()
+def predict(
+    model: ModelSpec,
+    plan: Plan | None = None,
+    cluster: Cluster | None = None,
+    *,
+    steps: int = 4,
+    optimizer: str = "adamw",
+    detail: str | None = None,
+) -> Report:
+    """The report that ``pl.run(model, plan)`` would return on ``cluster``, on the predicted clock.
+
+    model, plan  what to train and how to split it (default: one device)
+    cluster      the machine; default ``Cluster.local()``, this one, measured once and cached
+    steps        steps to write down; all alike, a prediction has no warm-up
+    optimizer    "adamw" or "sgd"
+    detail       "calls": every call of every rank. "actions": one rank per pipeline stage, one box
+                 per action, calls summed up (outline.py). None: calls while they are few. It is in
+                 ``meta["detail"]``
+
+    Bytes are exact, times as good as the cluster's numbers. Memory is that of one step, as in a
+    run. There are no losses. Raises ValueError on a plan that cannot train the model.
+    """
+    from paralab.report import Report  # brings NumPy and pandas
+
+    plan = Plan() if plan is None else plan
+    if not isinstance(plan, Plan):
+        raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
+    plan.validate(model)
+    cluster = Cluster.local() if cluster is None else cluster
+    check_cluster(plan, cluster)
+    steps = whole("steps", steps, at_least=1)
+    choice("optimizer", optimizer, OPTIMIZERS)
+    if detail is None:
+        detail = "calls" if _rows(model, plan) * (steps + 1) <= MANY else "actions"
+    choice("detail", detail, DETAILS)
+    said: dict[str, Any] = {"optimizer": optimizer, "steps": steps, "detail": detail}
+    if detail == "actions":
+        from paralab.interpret.outline import outline
+
+        tables, said["in flight"] = outline(model, plan, cluster, optimizer=optimizer, steps=steps)
+    else:
+        program = compiled(model, plan, optimizer=optimizer)
+        tables = in_full(program, time(program, cluster), cluster, steps)
+    return Report(
+        clock="predicted",
+        model=model,
+        plan=plan,
+        cluster=cluster,
+        meta={**said, "nodes": [cluster.node_of(rank) for rank in range(plan.world_size)]},
+        **tables,
+    )
+
+
+def _rows(model: ModelSpec, plan: Plan) -> int:
+    """Roughly how many rows a step in full has; known before anything is compiled."""
+    per_block = 1 + 12 * (plan.tp > 1) + 3 * (plan.zero_stage > 1) + 3 * (plan.tiers is not None)
+    actions = 2 * plan.microbatches * plan.stages * 3  # each with what it sends and waits for
+    blocks = 2 * plan.microbatches * model.layers * (per_block if per_block > 1 else 0)
+    return plan.dp * plan.tp * (actions + blocks)
+
+
+def check_cluster(plan: Plan, cluster: Cluster) -> None:
+    """Raise ``ValueError`` if the cluster lacks devices for the plan, or does not say how fast the
+    links are that it uses.
+    """
+    if not isinstance(cluster, Cluster):
+        raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
+    if plan.world_size > cluster.num_devices:
+        largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
+        raise illegal(
+            largest,
+            getattr(plan, largest),
+            f"the plan needs {plan.world_size} devices, {cluster.name!r} has {cluster.num_devices}",
+            "fewer ranks, or a cluster with more nodes",
+        )
+    if plan.tiers is None:
+        return
+    needed = ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme")
+    for name in needed:
+        if getattr(cluster, name) is None:
+            raise illegal(
+                name,
+                None,
+                f"the plan offloads, and {cluster.name!r} does not say what its links to host and "
+                "files carry",
+                "cluster.replace(host=pl.Link(alpha=10e-6, bandwidth=25e9), disk=pl.Link(...), "
+                "host_bandwidth=...)",
+            )
+
+
+def in_full(program: Program, times: Times, cluster: Cluster, steps: int) -> Tables:
+    """The rows that every rank's recorder would have written, every step like the first."""
+    plan, calls, rows = program.plan, Calls(program), Rows(program.plan.world_size)
+    known: dict[tuple, tuple] = {}  # of ranks that do the same at the same moments
+    for rank in range(plan.world_size):
+        member = Member(program, rank, cluster.node_of)
+        pp = member.at.pp
+        alike = pp, member.index, member.at.tp if plan.tp_mode != "1d" else 0
+        if alike not in known:
+            held = samples(program, times, pp, gloo=cluster.cores is not None)
+            known[alike] = boxes(times, member, calls), held
+        mine, held = known[alike]
+        for step in range(steps):  # memory as in a run, which looks in its first step
+            start = step * times.seconds
+            rows.add(member, mine, held * (step == 0), step, start, start + times.ends[pp])
+    return rows.tables()
+
+
+def samples(
+    program: Program, times: Times, pp: int, *, gloo: bool = True
+) -> list[tuple[float, dict[Kind, int]]]:
+    """(seconds from the start of the step, bytes) where an instruction ends, and at the fullest
+    moment; of several at once the fullest.
+    """
+    found = memory(program, pp, gloo=gloo)
+    made = [(0.0, found.before)]
+
+    def add(moment: float, here: dict[Kind, int]) -> None:
+        if moment > made[-1][0]:
+            made.append((moment, here))
+        elif sum(here.values()) > sum(made[-1][1].values()):
+            made[-1] = (moment, here)
+
+    for position, here in enumerate(found.between):
+        moment = times.left[pp][position]
+        if position == found.where:
+            add((times.entered[pp][position] + moment) / 2, found.held)
+        add(moment, here)
+    return made
+
+
+class Rows:
+    """The rows of every table, as the recorders of ``world`` ranks would have written them."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.rows: dict[str, list[tuple]] = {name: [] for name in COLUMNS}
+        self.calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
+
+    def add(
+        self,
+        member: Member,
+        mine: list[Box],
+        held: list[tuple[float, dict[Kind, int]]],
+        step: int,
+        start: float,
+        end: float,
+    ) -> None:
+        """A rank's step from ``start`` to ``end``: its boxes, and what it holds at which moment."""
+        rank, world = member.rank, self.world
+        first = step * len(mine) * world + rank  # id of the first box
+        spans, collectives, copies, memory, steps = self.rows.values()
+        for number, box in enumerate(mine):
+            name, when = first + number * world, (start + box.start, start + box.end)
+            kind, microbatch, stage, chunk = box.span
+            after = tuple([first + at * world for at in box.after if step or at >= 0])
+            what = box.lane, kind, stage, chunk, microbatch
+            spans.append((name, rank, step, *what, *when, box.cost, after))
+            if box.call is not None:
+                call = rank, box.call.phase
+                row = member.row(box.call)
+                collectives.append((self.calls[call], rank, step, *row, *when, name))
+                self.calls[call] += 1
+            elif box.moved is not None:
+                copies.append((rank, step, box.lane, *box.moved, *when, name))
+        memory += [
+            (rank, step, start + now, *kind, size)
+            for now, here in held
+            for kind, size in here.items()
+        ]
+        steps.append((rank, step, start, end, 0.0))
+
+    def tables(self) -> Tables:
+        """Column by column."""
+        return {
+            name: {column: [row[n] for row in self.rows[name]] for n, column in enumerate(columns)}
+            for name, columns in COLUMNS.items()
+        }

@@ -1,0 +1,108 @@
+"""What sliders, messages and checkers ask of a plan, as numbers: a program compiled and read once.
+
+Each answer is that of the interpreters (memory.py, traffic.py), and is kept for the plans that were
+asked about last. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import lru_cache
+
+from paralab.interpret.memory import Memory, memory
+from paralab.interpret.traffic import Calls, Member
+from paralab.programs.compile import compiled
+from paralab.programs.program import Program
+from paralab.spec import ModelSpec, Plan
+from paralab.theory.traffic import BOOKKEEPING
+
+
+@lru_cache(maxsize=32)
+def program_of(model: ModelSpec, plan: Plan, optimizer: str, pp: int) -> Program:
+    """The program of one pipeline rank."""
+    return compiled(model, plan, optimizer=optimizer, only=pp)
+
+
+@lru_cache(maxsize=512)
+def weighed(model: ModelSpec, plan: Plan, optimizer: str = "adamw", rank: int = 0) -> Memory:
+    """What a global rank holds in a step. Raises ``ValueError`` on a plan that is not legal."""
+    plan.validate(model)
+    at = plan.place(rank)
+    program = program_of(model, plan, optimizer, at.pp)
+    return memory(program, at.pp, index=at.dp % program.shards, samples=False)
+
+
+def peak(
+    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
+) -> dict[str, int]:
+    """{category: bytes} on a rank's device where most is alive, workspace included."""
+    return on("device", weighed(model, plan, optimizer, rank).held)
+
+
+def most(
+    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0, tier: str = "device"
+) -> dict[str, int]:
+    """{category: bytes}: of each category on a tier the most that is alive at any moment."""
+    return on(tier, weighed(model, plan, optimizer, rank).most)
+
+
+def on(tier: str, found: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Of {(tier, category): bytes} those of one tier."""
+    return {category: size for (where, category), size in found.items() if where == tier}
+
+
+def states(program: Program, pp: int) -> dict[str, int]:
+    """{category: bytes} of a pipeline rank's parameters, of their gradients as they are kept until
+    the update, and of the optimizer's states, wherever they lie.
+    """
+    plan, units = program.plan, range(len(program.units[pp]))
+    kinds = {
+        "parameters": ["shard" if plan.zero_stage == 3 else "w"],
+        "gradients": ["gshard" if plan.reduces_often else "grad"],
+        "optimizer": ["opt"] + ["master"] * (program.model.item < 4),
+    }
+    return {
+        category: sum(program.size((kind, u, 0), pp).bytes for kind in some for u in units)
+        for category, some in kinds.items()
+    }
+
+
+@lru_cache(maxsize=512)
+def sent(model: ModelSpec, plan: Plan, *ranks: int) -> Fraction:
+    """Bytes that a rank sends in a step, bookkeeping left out: the mean over these ranks, which
+    share a pipeline rank; default: rank 0.
+    """
+    plan.validate(model)
+    ranks = ranks or (0,)
+    at = plan.place(ranks[0]).pp
+    program, total = program_of(model, plan, "adamw", at), 0
+    calls, known = Calls(program), {}
+    for rank in ranks:
+        member = Member(program, rank)
+        if member.index not in known:
+            made = (call for ins in program.codes[at] for call in calls.of(at, ins, member.index))
+            known[member.index] = Counter(made)
+        for call, count in known[member.index].items():
+            total += count * member.row(call).wire * (call.phase not in BOOKKEEPING)
+    return Fraction(total, len(ranks))
+
+
+def fullest(
+    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw"
+) -> tuple[int, dict[str, int]]:
+    """(a rank that holds most at its peak, {category: bytes} there); ranks of a stage are alike."""
+    ranks = range(0, plan.world_size, plan.dp * plan.tp)
+    found = {rank: peak(model, plan, optimizer=optimizer, rank=rank) for rank in ranks}
+    return max(found.items(), key=lambda one: sum(one[1].values()))
+
+
+def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:
+    """The fullest rank's categories as text, largest first, for an error's message."""
+    rank, parts = fullest(model, plan, optimizer=optimizer)
+    rows = sorted(parts.items(), key=lambda part: -part[1])
+    rows = [(name, size) for name, size in [*rows, ("in all", sum(parts.values()))] if size]
+    who = f"rank {rank}" if plan.pp > 1 else "one rank"
+    lines = [f"  {name:<12}{size / 2**20:>14,.1f} MiB" for name, size in rows]
+    return "\n".join([f"what {who} needs at its predicted peak:", *lines])

@@ -1,0 +1,322 @@
+"""What a rank keeps from step to step: parameters, optimizer states, loss scale; and the update.
+
+Every value of the program that lasts is made here, and the optimizer's arithmetic is here and
+nowhere else. AdamW has torch's defaults; plain SGD, w <- w - lr g, hides no wrong factor. bf16 has
+8 bits of precision, fp16 has 11: an update of a thousandth of the weight or less would be rounded
+away, so the optimizer updates master weights in fp32, and the model computes with their rounded
+values (Micikevicius+ 2018, arXiv:1710.03740, sec. 3.1).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paralab.interpret.away import Away
+from paralab.interpret.flat import Flat, flat_of
+from paralab.interpret.host import Host
+from paralab.model.draws import initialize
+from paralab.parallel.layouts import holding
+from paralab.programs.instructions import Value
+from paralab.programs.program import Program
+
+# What torch.optim hands to its fused kernels. They are called directly: it would sort each unit's
+# tensors by device and type, which are all the same, and that takes half as long as the update.
+_SGD = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
+_SGD |= {"is_first_step": False, "maximize": False}
+_ADAMW = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+_ADAMW |= {"amsgrad": False, "maximize": False}
+# Of fp16's loss scale. Below 1 it would divide gradients that nothing scaled up; a training that
+# overflows even there has diverged. Above 2^24 it only finds the next overflow.
+DOUBLE_AFTER, FIRST_SCALE, FLOOR, CEILING = 2000, 2.0**16, 1.0, 2.0**24
+
+
+class Optimizer:
+    """One fused optimizer step of some tensors."""
+
+    def __init__(self, name: str, lr: float) -> None:
+        self.name, self.lr = name, lr
+
+    def states(self, tensors: list[Tensor]) -> dict[str, list[Tensor]]:
+        """{"exp_avg", "exp_avg_sq", "step"}: a tensor each for every one that is updated."""
+        if self.name == "sgd":
+            return {}
+        device = tensors[0].device
+        return {
+            "exp_avg": [torch.zeros_like(t) for t in tensors],
+            "exp_avg_sq": [torch.zeros_like(t) for t in tensors],
+            "step": [torch.zeros((), dtype=torch.float32, device=device) for _ in tensors],
+        }
+
+    def step(
+        self,
+        tensors: list[Tensor],
+        grads: list[Tensor],
+        states: dict[str, list[Tensor]],
+        *,
+        divisor: Tensor | None,
+        overflow: Tensor | None,
+    ) -> None:
+        """Update in place. divisor: of the gradients; overflow: 1.0 where the step is left out."""
+        how = {"lr": self.lr, "grad_scale": divisor, "found_inf": overflow}
+        if self.name == "sgd":
+            torch._fused_sgd_(tensors, grads, [], **_SGD, **how)
+            return
+        moments, counts = (states["exp_avg"], states["exp_avg_sq"], []), states["step"]
+        torch._foreach_add_(counts, 1)
+        torch._fused_adamw_(tensors, grads, *moments, counts, **_ADAMW, **how)
+        if overflow is not None:
+            torch._foreach_sub_(counts, [overflow] * len(counts))
+
+
+class State:
+    """The lasting values of one rank.
+
+    index  of the rank among those that share the states; ``tp``: in its tensor-parallel group
+    host   its memory beside the device's, where the plan uses it
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        pp: int,
+        index: int,
+        tp: int,
+        optimizer: Optimizer,
+        clip_norm: float | None,
+        seed: int,
+        recorder: Any,
+        device: str,
+        dtype: torch.dtype,
+        host: Host | None = None,
+    ) -> None:
+        self.program, self.pp, self.index, self.tp = program, pp, index, tp
+        self.optimizer, self.clip_norm, self.recorder = optimizer, clip_norm, recorder
+        self.device, self.dtype = device, dtype
+        self.units, self.zero = program.units[pp], program.plan.zero_stage
+        self.store: dict[Value, Any] = {}
+        self.targets: list[list[Tensor]] = []  # fp32 tensors that the optimizer updates, by unit
+        self.counted = self._counted()
+        self.away: Away | None = None
+        if host is not None and program.plan.tiers.states:
+            self.away = Away(program, host, self.store, dtype=dtype, norms=self.norms)
+        self.shared = program.shared(pp, index)
+        self.loss_scale = self.good_steps = self._share = divisor = overflow = None
+        if program.plan.precision == "fp16":
+            self.loss_scale = divisor = torch.full((), FIRST_SCALE, device=device)
+            self.good_steps = torch.zeros((), device=device)  # since the scale last changed
+            self._share, overflow = torch.zeros(2, device=device).unbind()
+        if program.clips:
+            divisor = torch.ones((), device=device)
+        self._verdict, self._decided = (divisor, overflow), False
+        scalars = (self.good_steps, self.loss_scale, divisor, overflow)
+        recorder.owns("buffers", *(scalar for scalar in scalars if scalar is not None))
+        own = functools.partial(holding, program.spec, program.plan, index=tp)
+        cut = own if program.plan.tp > 1 else None
+        fill = functools.partial(initialize, spec=program.spec, seed=seed, holding=cut)
+        for u in range(len(self.units)):
+            self._lay_out(u, fill)
+
+    def _lay_out(self, u: int, fill: Any) -> None:
+        """The unit's first weights, this rank's share of them, and its optimizer's states."""
+        unit, model, recorder = self.units[u], self.program.model, self.recorder
+        whole = torch.zeros(self.program.elements(unit), device=self.device)
+        recorder.owns("parameters", whole)
+        with recorder.unwatched():  # a block is cut out of the whole, which is drawn on the host
+            for name, view in Flat(unit, whole, model).views.items():
+                fill(view, name=name)
+        n = self.program.shards
+        mine = whole.chunk(n)[self.index] if self.zero else whole
+        low = whole if self.dtype == torch.float32 else whole.to(self.dtype)
+        recorder.owns("parameters", low)
+        if self.away is not None:
+            self.away.lay_out(u, low.chunk(n)[self.index], mine)
+        elif self.dtype != torch.float32:
+            master = mine if n == 1 else mine.clone()
+            recorder.owns("optimizer", master)
+            self.store["master", u, 0] = master
+        if self.zero < 3:
+            self.store["w", u, 0] = Flat(unit, low, model)
+        if self.zero and not (self.away and self.away.lives("shard")):
+            shard = low.chunk(n)[self.index]
+            self.store["shard", u, 0] = shard = shard.clone() if self.zero == 3 else shard
+            recorder.owns("parameters", shard)
+        if self.away is None:
+            kind = "master" if low is not whole else "shard" if self.zero else "w"
+            self.targets.append(self.tensors(u, self.store[kind, u, 0]))
+            with recorder.making("optimizer"):
+                self.store["opt", u, 0] = self.optimizer.states(self.targets[u])
+
+    def tensors(self, u: int, found: Any) -> list[Tensor]:
+        """A whole unit as its parameters, in their shapes; a share of one as it is."""
+        if self.zero:
+            return [flat_of(found)]
+        if not isinstance(found, Flat):
+            found = Flat(self.units[u], found, self.program.model)
+        return list(found.views.values())
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._decided = False
+
+    def scaled(self, share: float) -> Any:
+        """What the loss of a micro-batch counts: in fp16 times the loss scale."""
+        if self.loss_scale is None:
+            return share
+        return torch.mul(self.loss_scale, share, out=self._share)
+
+    # ---- the update ------------------------------------------------------------------------------
+    def update(self, u: int, grad: Any, norm: Tensor | None) -> None:
+        """One optimizer step of unit ``u``."""
+        divisor, overflow = self.decided(norm)
+        grads = self.tensors(u, grad)
+        if self.dtype != torch.float32:
+            grads = [g.float() for g in grads]
+        states = self.store["opt", u, 0]
+        self.optimizer.step(self.targets[u], grads, states, divisor=divisor, overflow=overflow)
+        if self.dtype != torch.float32:
+            self.refresh(u)
+
+    def refresh(self, u: int) -> None:
+        """What the model computes with is the master, rounded."""
+        target = flat_of(self.store["shard" if self.zero else "w", u, 0])
+        target.copy_(self.store["master", u, 0])
+
+    def squares(self, grads: dict[int, Tensor], *, away: bool = False) -> Tensor:
+        """Sum of the squares of what this rank counts of the gradients, in fp32, (1,).
+
+        away  instead of gradients there are the norms that the host has taken of them
+        """
+        if away:
+            norms = [grads[u].to(self.device) for u in self.counted]
+        else:
+            norms = [norm for u in self.counted for norm in self.norms(u, grads[u])]
+        zero = torch.zeros((), device=self.device)  # a rank may have nothing to count
+        return torch.stack([zero, *norms]).square().sum().view(1)
+
+    def norms(self, u: int, gradient: Tensor) -> list[Tensor]:
+        """Of what this rank counts of a unit's gradient, in fp32, 0-d each."""
+        slices = self.counted.get(u, ())
+        return [torch.linalg.vector_norm(gradient[at], dtype=torch.float32) for at in slices]
+
+    def decided(self, norm: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The verdict on this step's gradients, kept until the next."""
+        if norm is not None and not self._decided:
+            self._decided = True
+            for kept, found in zip(self._verdict, self.verdict(norm), strict=True):
+                if kept is not found:
+                    kept.copy_(found)
+        return self._verdict
+
+    def verdict(self, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What to divide the gradients by, and whether one of them is not finite, 1.0 or 0.0."""
+        norm, divisor, overflow = squares.view(()).sqrt(), None, None
+        if self.loss_scale is not None:
+            overflow = 1.0 - torch.isfinite(norm).float()
+            divisor = self.loss_scale
+            norm = norm / divisor
+        if self.clip_norm is not None:
+            shrink = ((norm + 1e-6) / self.clip_norm).clamp(min=1.0)
+            divisor = shrink if divisor is None else divisor * shrink
+        return divisor, overflow
+
+    def rescale(self) -> None:
+        """fp16: halve the scale after an overflow, double it after many steps without."""
+        overflow = self._verdict[1]
+        good = (self.good_steps + 1) * (1 - overflow)
+        double = good == DOUBLE_AFTER
+        grown = torch.where(double, self.loss_scale * 2, self.loss_scale)
+        scale = torch.where(overflow > 0, self.loss_scale / 2, grown)
+        self.loss_scale.copy_(scale.clamp(FLOOR, CEILING))
+        self.good_steps.copy_(torch.where(double, torch.zeros_like(good), good))
+
+    def scaling(self) -> list[Tensor]:
+        """fp16: 1.0 if this step was left out, and the scale of the next; else nothing."""
+        return [] if self.loss_scale is None else [self._verdict[1], self.loss_scale]
+
+    def _counted(self) -> dict[int, list[slice]]:
+        """{unit: slices that the norm is taken of}; one where this rank counts all of the unit."""
+        places, found = self.program.places(self.pp, self.index), {}
+        kept, counted = Counter(), Counter()
+        for u, _, _, count in places:
+            kept[u] += count
+        for u, start, count in self.program.counted(self.pp, self.index, self.tp):
+            counted[u] += count
+            found.setdefault(u, []).append(slice(start, start + count))
+        return {u: [slice(0, kept[u])] if counted[u] == kept[u] else found[u] for u in found}
+
+    def shared_parts(self, key: tuple[str, str]) -> list[Tensor]:
+        """What an axis of the tp group adds up: views of this rank's gradients."""
+        kind, found = ("gshard" if self.zero else "grad"), []
+        for share in self.shared.get(key, ()):
+            flat = flat_of(self.store[kind, share.unit, 0])
+            found.append(flat[share.start : share.start + share.count])
+        return found
+
+    # ---- for checkpoints -------------------------------------------------------------------------
+    def kept(self, u: int, name: str, where: slice) -> dict[str, Tensor]:
+        """{"weight", the optimizer's "exp_avg" and "exp_avg_sq", "master" in 16 bits}: views of
+        what this rank keeps of a parameter. Filling them changes the training.
+
+        where  its elements, in what the rank keeps of the unit
+        """
+        found = {"weight": self.look("shard" if self.zero else "w", u)}
+        if self.away is not None:
+            found |= self.away.states(u)
+        elif ("master", u, 0) in self.store:
+            found["master"] = self.store["master", u, 0]
+        found = {kind: flat_of(value)[where] for kind, value in found.items()}
+        if self.away is None:
+            number = 0 if self.zero else self.units[u].names.index(name)
+            for kind, tensors in self.store["opt", u, 0].items():
+                if kind != "step":
+                    found[kind] = tensors[number].view(-1)[where if self.zero else slice(None)]
+        return found
+
+    def counters(self) -> dict[str, float]:
+        """What the optimizer counts, the same for every parameter and on every rank."""
+        counts = {count.item() for count in self._steps()}
+        found = {"optimizer_steps": counts.pop()} if counts else {}
+        return found | {f"loss_scale.{name}": kept.item() for name, kept in self._scale().items()}
+
+    def restored(self, counters: Mapping[str, float]) -> None:
+        """The states were filled from elsewhere: so are counters, and weights are rounded anew."""
+        for count in self._steps():
+            count.fill_(counters["optimizer_steps"])
+        for name, kept in self._scale().items():
+            if f"loss_scale.{name}" in counters:
+                kept.fill_(counters[f"loss_scale.{name}"])
+        for u in range(len(self.units)):
+            if self.away is not None and self.away.master:
+                self.look("shard", u).copy_(self.away.look("opt", u)[-1])
+            elif self.away is None and self.dtype != torch.float32:
+                self.refresh(u)
+
+    def _steps(self) -> list[Tensor]:
+        """Steps done, for each tensor that the optimizer updates, 0-d."""
+        units = range(len(self.units))
+        if self.away is None:
+            return [count for u in units for count in self.store["opt", u, 0].get("step", ())]
+        return [self.store["host.count", u, 0] for u in units if self.optimizer.name == "adamw"]
+
+    def _scale(self) -> dict[str, Tensor]:
+        """fp16's loss scale, and since when it is as it is."""
+        if self.loss_scale is None:
+            return {}
+        return {"value": self.loss_scale, "good_steps": self.good_steps}
+
+    def look(self, kind: str, u: int) -> Any:
+        """A state of a unit wherever it lies; nothing is in flight."""
+        held = self.store.get((kind, u, 0))
+        return self.away.look(kind, u) if held is None else held
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """The true gradient, in fp32."""
+        gradient = gradient.float()
+        return gradient if self.loss_scale is None else gradient / self.loss_scale

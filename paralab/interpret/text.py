@@ -1,0 +1,267 @@
+"""Read a program: one line per instruction, in the model's terms; what repeats is folded.
+
+    pl.program(model, pl.Plan(dp=4, zero_stage=3))
+
+       4  × 3 blocks, i = 0 … 2
+       4    ALL_GATHER       w blocks.i+1 over dp, 793 kB
+       5    WAIT             w blocks.i
+       6    FORWARD          blocks.i mb 0                               frees w, x
+
+A line has the position, what is done, what to (a value by its kind and its place in the model), the
+group and the bytes of a message, and the values whose memory ends there. `instructions.py` says
+what the kinds are. Nothing runs, and no torch is needed. Lab 05 reads ZeRO this way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from paralab.checks import choice, illegal, real, whole
+from paralab.interpret.differences import Difference
+from paralab.interpret.folding import Fold, Item, Line, fold
+from paralab.interpret.memory import Memory, memory
+from paralab.interpret.quick import on, states
+from paralab.interpret.traffic import Calls
+from paralab.programs.checks import check
+from paralab.programs.compile import compiled
+from paralab.programs.derive import derived
+from paralab.programs.instructions import COLLECTIVES, MESSAGES, Code, Instr
+from paralab.programs.names import Names
+from paralab.programs.own import OPS, RankProgram
+from paralab.programs.program import Program
+from paralab.spec import ModelSpec, Plan
+from paralab.view.theme import scaled
+
+TIERS = ("device", "host", "file")
+BUCKETS = 4  # that are said what lies in them
+WIDTH = 60  # of what an instruction is about, before what it frees
+
+
+class Row(NamedTuple):
+    """One line as it is printed: of a fold its headline, in ``what``, with no instruction."""
+
+    depth: int
+    position: int
+    what: str
+    frees: str = ""
+    ins: Instr | None = None
+
+
+class ProgramText(RankProgram):
+    """One rank's program to read; printed, it shows itself.
+
+    code   what passes see: `replace` it, and the result is shown with its own waits and frees
+    lines  the instructions in order, with waits and frees
+    shown  (position, instruction) of those that are printed: all of them, or what a filter chose
+    """
+
+    @cached_property
+    def lines(self) -> Code:
+        return derived(list(self.code))
+
+    @cached_property
+    def shown(self) -> list[tuple[int, Instr]]:
+        return list(enumerate(self.lines))
+
+    @cached_property
+    def names(self) -> Names:
+        return Names(self.program, self.pp, self.rank)
+
+    # ---- parts of it -----------------------------------------------------------------------------
+    def filter(
+        self,
+        *,
+        op: str | Iterable[str] | None = None,
+        lane: str | Iterable[str] | None = None,
+        microbatch: int | Iterable[int] | None = None,
+    ) -> ProgramText:
+        """Only some lines: those with one of these ops, lanes and micro-batches.
+
+        op    "all_gather", or several; lane: "compute" for the rank's own thread, else the axis of
+              a group, or "h2d", "d2h", "disk", "host"
+        """
+        ops = {choice("op", name.upper(), tuple(sorted(OPS))) for name in _several(op)}
+        lanes, known = set(_several(lane)), set(map(lane_of, self.lines))
+        for name in lanes - known:
+            raise illegal("lane", name, "no instruction runs there", ", ".join(sorted(known)))
+        batches = set(_several(microbatch))
+        found = copy(self)
+        found.shown = [
+            (position, ins)
+            for position, ins in self
+            if (op is None or ins.op in ops)
+            and (lane is None or lane_of(ins) in lanes)
+            and (microbatch is None or ins.mb in batches)
+        ]
+        return found
+
+    def __iter__(self) -> Iterator[tuple[int, Instr]]:
+        """(position, instruction) of every line."""
+        return iter(self.shown)
+
+    def __len__(self) -> int:
+        return len(self.shown)
+
+    def count(self) -> Counter[tuple[str, str]]:
+        """{(op, lane): lines}."""
+        return Counter((ins.op, lane_of(ins)) for _, ins in self)
+
+    def diff(self, other: ProgramText) -> Difference:
+        """What ``other`` does that this program does not, and what it leaves out."""
+        if not isinstance(other, ProgramText):
+            raise illegal("other", other, "not a program to read", "pl.program(model, plan)")
+        return Difference(self, other)
+
+    # ---- what it holds ---------------------------------------------------------------------------
+    def peak(self, tier: str = "device") -> dict[str, int]:
+        """{category: bytes} that the rank holds on a tier at the fullest moment of its device."""
+        return on(choice("tier", tier, TIERS), self._weighed.held)
+
+    def most(self, tier: str = "device") -> dict[str, int]:
+        """{category: bytes}: of each category on a tier the most that is alive at any moment."""
+        return on(choice("tier", tier, TIERS), self._weighed.most)
+
+    def states(self) -> dict[str, int]:
+        """{category: bytes} of the rank's parameters, of their gradients as they are kept until the
+        update, and of the optimizer's states, wherever they lie.
+        """
+        return states(self.program, self.pp)
+
+    @cached_property
+    def _weighed(self) -> Memory:
+        index = self.plan.place(self.rank).dp % self.program.shards
+        return memory(self._alone, self.pp, index=index, samples=False)
+
+    @property
+    def _alone(self) -> Program:
+        codes = [self.lines if pp == self.pp else [] for pp in range(self.plan.pp)]
+        return replace(self.program, codes=codes)
+
+    # ---- as text ---------------------------------------------------------------------------------
+    def bytes_of(self, ins: Instr) -> int:
+        """Of the full buffer of a message, else 0."""
+        if ins.op in COLLECTIVES or ins.op in MESSAGES:
+            return self._calls.payload(self.pp, ins) or 0
+        return 0
+
+    @cached_property
+    def _calls(self) -> Calls:
+        return Calls(self.program)
+
+    def rows(self, *, folded: bool = True) -> Iterator[Row]:
+        """The lines as they are printed."""
+        lines = [Line(self._line(ins), position) for position, ins in self]
+        return self._rows(fold(lines) if folded else lines, 0, {})
+
+    def _line(self, ins: Instr) -> str:
+        size = self.bytes_of(ins)
+        what = self.names.what(ins) + (f", {scaled(size, 'B')}" if size else "")
+        return f"{ins.op}\t{what}\t{self.names.frees(ins)}"
+
+    def _rows(self, items: Iterable[Item], depth: int, letters: dict) -> Iterator[Row]:
+        for item in items:
+            if isinstance(item, Fold):
+                yield Row(depth, item.position, item.head)
+                yield from self._rows(item.body, depth + 1, letters | item.letters)
+            else:
+                _, what, frees = item.said(letters).split("\t")
+                yield Row(depth, item.position, what, frees, self.lines[item.position])
+
+    @property
+    def title(self) -> str:
+        """Whose program this is."""
+        part = f"{len(self)} of " * (len(self) < len(self.lines))
+        size = f"{part}{len(self.lines)} instructions"
+        return f"rank {self.rank} of {self.plan.world_size}: {said(self.plan)}, {size}"
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What the lines do not say: what lies in a bucket, and why the program is refused."""
+        buckets = [
+            f"{name}: {unit.names[0]} … {unit.names[-1]}, {len(unit.names)} parameters"
+            for name, unit in zip(self.names.units, self.units, strict=True)
+            if name.startswith("bucket")
+        ]
+        found = buckets[:BUCKETS] + [f"… {len(buckets)} buckets"] * (len(buckets) > BUCKETS)
+        return found + [f"refused: {self.refusal}"] * bool(self.refusal)
+
+    @cached_property
+    def refusal(self) -> str:
+        """Why this cannot run, or ""."""
+        try:
+            check(self._alone)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def text(self, *, folded: bool = True) -> str:
+        """As text; ``folded=False`` shows every instruction."""
+        found, rows = [self.title], list(self.rows(folded=folded))
+        width = min(max((len(row.what) + 2 * row.depth for row in rows), default=0), WIDTH) + 17
+        for row in rows:
+            indent = "  " * row.depth
+            line = f"{indent}{row.ins.op:<15}  {row.what}" if row.ins else indent + row.what
+            frees = f"{line:<{width}}  frees {row.frees}" if row.frees else line
+            found.append(f"{row.position:>5}  {frees}")
+        return "\n".join(found + self.notes)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        from paralab.view.program_table import program_table
+
+        return program_table(self)
+
+
+def program(
+    model: ModelSpec,
+    plan: Plan | None = None,
+    rank: int = 0,
+    *,
+    optimizer: str = "adamw",
+    clip_norm: float | None = None,
+) -> ProgramText:
+    """The step of one rank as a list of instructions to read; nothing runs.
+
+    model, plan  what to train and how to split it (default: one device)
+    rank         global
+    optimizer    "adamw" or "sgd"; with ``clip_norm`` the gradients' norm is taken
+
+    A program that the checks refuse, because of a pass of your own, is shown too: its last line
+    says why. Raises ``ValueError`` on a plan that cannot train the model.
+    """
+    plan = Plan() if plan is None else plan
+    if not isinstance(plan, Plan):
+        raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
+    plan.validate(model)
+    rank = whole("rank", rank, at_least=0, at_most=plan.world_size - 1)
+    choice("optimizer", optimizer, ("adamw", "sgd"))
+    clips = clip_norm is not None and real("clip_norm", clip_norm, above=0.0) > 0
+    at = plan.place(rank).pp
+    made = compiled(model, plan, optimizer=optimizer, clips=clips, only=at, final=False)
+    return ProgramText(made, rank, made.codes[at])
+
+
+def said(plan: Plan) -> str:
+    """A plan by what is not as ever: "dp=4, zero_stage=3"."""
+    usual, mine = Plan().to_dict(), plan.to_dict()
+    found = [f"{name}={value}" for name, value in mine.items() if value != usual[name]]
+    return ", ".join(found) or "one device"
+
+
+def lane_of(ins: Instr) -> str:
+    """Where an instruction runs, by the name that a filter takes."""
+    return ins.lane or "compute"
+
+
+def _several(value: Any) -> list:
+    return [value] if isinstance(value, (str, int)) else list(value or ())
+
+
+__all__ = ["ProgramText", "program"]

@@ -1,0 +1,211 @@
+"""Count a program's bytes: every call that a rank makes, in order, and what it sends.
+
+An instruction whose lane is a group's axis is one call; an op may make calls of its own inside an
+instruction of compute, which it lists as data (`model.ops.Call`). What travels follows from the
+sizes of values, S bytes of the full buffer:
+
+    SEND, RECEIVE, ALL_TO_ALL   the last entry of the state
+    ALL_REDUCE                  what it reads: a gradient, a shard of one, the norm, a state; of
+                                gradients that ranks of another axis share, those parts alone
+    ALL_GATHER                  what it writes: a unit of parameters, the whole sequence of a state
+    REDUCE_SCATTER              what it reads: a unit's gradient, a state
+
+and how many of them a rank sends from theory/traffic.py. A pipeline rank's data-parallel and
+tensor-parallel ranks make the same calls, each in groups of its own, which may lie inside a node or
+reach over several: the *level*. Bytes inside and between nodes are never added up as if they were
+alike (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3 argues by the two levels).
+
+`rows` equals what a run records, row by row. Labs 01, 02, 05, 07.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from paralab.model.ops import Call
+from paralab.programs.instructions import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    BACKWARDS,
+    CALL,
+    COMPUTE,
+    FORWARD,
+    RECEIVE,
+    RECOMPUTE,
+    REDUCE_SCATTER,
+    SEND,
+    STATES,
+    Instr,
+)
+from paralab.programs.program import Program
+from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
+
+OPS = {
+    SEND: "send",
+    RECEIVE: "recv",
+    ALL_REDUCE: "all_reduce",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_GATHER: "all_gather",
+    ALL_TO_ALL: "all_to_all",
+}
+# The methods of a model's op that an instruction runs.
+METHODS = {
+    FORWARD: ("forward",),
+    RECOMPUTE: ("forward",),
+    BACKWARD: ("input", "weight"),
+    BACKWARD_INPUT: ("input",),
+    BACKWARD_WEIGHT: ("weight",),
+}
+
+
+class Row(NamedTuple):
+    """One call of one rank; the columns are those of a report.
+
+    op       as in theory/traffic.py
+    axis     of the group, as a report names it
+    ranks    global ranks of the group, in order
+    peer     global rank of a message's other end, or of a broadcast's or reduce's root; else -1
+    level    "intra" or "inter": whether the call crosses nodes
+    phase    what it is for
+    payload  bytes of the full buffer
+    wire     bytes that this rank sends
+    """
+
+    op: str
+    axis: str
+    ranks: tuple[int, ...]
+    peer: int
+    level: str
+    phase: str
+    payload: int
+    wire: int
+
+
+def rows(
+    program: Program, rank: int, node_of: Callable[[int], int] = lambda rank: 0
+) -> Iterator[Row]:
+    """Every call of a global rank in one step, in the order in which it makes them.
+
+    node_of  node by global rank; by default all share one
+    """
+    member, calls = Member(program, rank, node_of), Calls(program)
+    for ins in program.codes[member.at.pp]:
+        for call in calls.of(member.at.pp, ins, member.index):
+            yield member.row(call)
+
+
+class Calls:
+    """The calls of a program's instructions, without saying which group's; each worked out once.
+
+    ``axis`` of such a `Call` is the instruction's lane, and ``root`` the position in its group of a
+    message's other end, too.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._known: dict[tuple, tuple[Call, ...]] = {}
+
+    def of(self, pp: int, ins: Instr, index: int = 0) -> tuple[Call, ...]:
+        """Of an instruction of pipeline rank ``pp``, on the rank with this index among those that
+        share the states.
+        """
+        if ins.op in COMPUTE or ins.op == CALL:
+            key: tuple = (ins.op, ins.at)
+        elif ins.op in OPS:
+            key = (*alike(pp, ins), index if isinstance(ins.at, tuple) else 0)
+        else:
+            return ()
+        found = self._known.get(key)
+        if found is None:
+            make = self._body if ins.op == CALL else self._message
+            if ins.op in COMPUTE:
+                make = self._inside
+            found = self._known[key] = tuple(make(pp, ins, index))
+        return found
+
+    def _inside(self, pp: int, ins: Instr, index: int) -> Iterator[Call]:
+        """What ops send inside their methods; a whole backward is both halves, op by op."""
+        ops = self.program.model.ops[slice(*ins.at)]
+        for op in reversed(ops) if ins.op in BACKWARDS else ops:
+            for method in METHODS[ins.op]:
+                yield from op.calls.get(method, ())
+
+    def _body(self, pp: int, ins: Instr, index: int) -> Iterator[Call]:
+        for inner in self.program.bodies[ins.at]:
+            yield from self.of(pp, inner, index)
+
+    def _message(self, pp: int, ins: Instr, index: int) -> Iterator[Call]:
+        payload = self.payload(pp, ins, index)
+        if payload is not None:
+            yield Call(OPS[ins.op], ins.lane, payload, ins.phase, ins.peer)
+
+    def payload(self, pp: int, ins: Instr, index: int = 0) -> int | None:
+        """Bytes of the full buffer; None where this rank has nothing to say."""
+        program, model = self.program, self.program.model
+        if isinstance(ins.at, tuple):
+            shares = program.shared(pp, index).get(ins.at, ())
+            return model.item * sum(share.count for share in shares) if shares else None
+        value = (ins.writes if ins.op in (ALL_GATHER, RECEIVE) else ins.reads)[0]
+        if value[0] in STATES:
+            return model.item * model.ops[value[1] - 1].out
+        return program.size(value, pp).bytes
+
+
+def alike(pp: int, ins: Instr) -> tuple:
+    """Equal for instructions, but of compute, that move and take the same on a pipeline rank."""
+    values = ins.reads or ins.writes
+    kind = values[0][0] if values else ""
+    return pp, ins.op, ins.at, ins.unit, ins.lane, ins.peer, ins.phase, kind
+
+
+class Member:
+    """A global rank, and where it stands in each of its groups.
+
+    at     its place in the plan
+    index  among the ranks that share a copy of the states
+    """
+
+    def __init__(
+        self, program: Program, rank: int, node_of: Callable[[int], int] = lambda rank: 0
+    ) -> None:
+        self.plan, self.rank, self.node_of = program.plan, rank, node_of
+        self.at = program.plan.place(rank)
+        self.index = self.at.dp % program.shards
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self._rows: dict[Call, Row] = {}
+
+    def group(self, lane: str) -> tuple[int, ...]:
+        """Global ranks of the group whose calls are made on this lane."""
+        found = self._groups.get(lane)
+        if found is None:
+            name = "shard" if lane == "dp" and self.plan.zero_stage else lane
+            found = self.plan.ranks("pp" if lane == "ends" else name, self.rank)
+            if lane == "ends":
+                found = (found[0], found[-1])
+            self._groups[lane] = found
+        return found
+
+    def level(self, ranks: tuple[int, ...]) -> str:
+        here = self.node_of(self.rank)
+        return "inter" if any(self.node_of(rank) != here for rank in ranks) else "intra"
+
+    def row(self, call: Call) -> Row:
+        """The call as this rank makes it."""
+        found = self._rows.get(call)
+        if found is None:
+            found = self._rows[call] = self._row(call)
+        return found
+
+    def _row(self, call: Call) -> Row:
+        ranks = self.group(call.axis)
+        axis = "pp" if call.axis == "ends" else call.axis
+        peer = ranks[call.root] if call.root >= 0 else -1
+        root = call.root if call.op in ROOTED else 0
+        wire = wire_bytes(call.op, call.payload, len(ranks), ranks.index(self.rank), root)
+        level = self.level((peer,) if call.op in POINT_TO_POINT else ranks)
+        return Row(call.op, axis, ranks, peer, level, call.phase, call.payload, wire)

@@ -1,0 +1,273 @@
+"""The rank program: training steps of a compiled program, each of them written down.
+
+Every rank runs `train`. Scalars are read once, at the end of a step; nothing inside a step asks the
+device for a number.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paralab import checkpoint
+from paralab.agree import agree
+from paralab.batches import as_numpy, load_batches, read_scalars
+from paralab.data import Corpus
+from paralab.grid import Grid
+from paralab.interpret.flat import Flat
+from paralab.interpret.host import Host
+from paralab.interpret.pieces import Piece, pieces
+from paralab.interpret.run import DTYPES, Env, Rank
+from paralab.interpret.state import Optimizer, State
+from paralab.model.build import loss_share
+from paralab.observe.advice import advice
+from paralab.observe.clocks import measure_offset
+from paralab.observe.ledger import watch
+from paralab.observe.recorder import Recorder
+from paralab.parallel.layouts import says_loss
+from paralab.programs.compile import compiled
+from paralab.spec import ModelSpec, Plan
+
+
+class Trainer:
+    """One rank of a program, its state and its groups.
+
+    context   who this rank is: rank, world_size, nodes, device, backend, store, strict, note,
+              progress
+    The other arguments are those of `pl.run`, checked.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        model: ModelSpec,
+        plan: Plan,
+        *,
+        optimizer: str = "adamw",
+        lr: float = 1e-3,
+        clip_norm: float | None = None,
+        data: str | None = None,
+        seed: int = 0,
+        recorder: Recorder | None = None,
+        offload_folder: str | None = None,
+    ) -> None:
+        self.context, self.model, self.plan, self.seed = context, model, plan, seed
+        self.clip_norm, self.optimizer_name = clip_norm, optimizer
+        self.scaling: dict[str, float] = {}  # fp16: steps left out so far, and the loss scale now
+        self.first_step = 0  # steps that a checkpoint had done: batches go on from there
+        self.recorder = recorder or Recorder(
+            rank=context.rank, world_size=context.world_size, device=context.device
+        )
+        self.grid = grid = Grid(plan, context, self.recorder)
+        at = plan.place(context.rank)
+        self.corpus = Corpus(data)
+        self.tp = grid.tp["tp"].index
+        self.says_loss = says_loss(plan, self.tp)  # one rank for all that have the same tokens
+        self.program = compiled(
+            model, plan, optimizer=optimizer, clips=clip_norm is not None, only=at.pp
+        )
+        groups = {
+            "dp": grid.shard if plan.zero_stage else grid.dp,
+            "replica": grid.replica,
+            "secondary": grid.secondary,
+            "pp": grid.pp,
+            "ends": grid.ends,
+            **grid.tp,
+        }
+        self.groups, self.host = groups, None
+        if plan.tiers is not None:
+            folder = Path(offload_folder or ".") / f"rank-{context.rank}"
+            self.host = Host(plan.tiers, context=context, recorder=self.recorder, folder=folder)
+        self.state = State(
+            self.program,
+            pp=at.pp,
+            index=grid.shard.index if plan.zero_stage else 0,
+            tp=self.tp,
+            optimizer=Optimizer(optimizer, lr),
+            clip_norm=clip_norm,
+            seed=seed,
+            recorder=self.recorder,
+            device=context.device,
+            dtype=DTYPES[plan.precision],
+            host=self.host,
+        )
+        self.env = Env(
+            self.program, groups, self.recorder, seed=seed, device=context.device, tp=self.tp
+        )
+        self.rank = Rank(self.state, groups, env=self.env, host=self.host)
+        self.gradients: dict[str, np.ndarray] | None = None  # on the first data-parallel rank
+
+    @torch.no_grad()
+    def step(self, step: int, *, keep_gradients: bool = False) -> list[float]:
+        """One optimizer update. Returns the losses of this rank's micro-batches."""
+        recorder, plan, env, rank = self.recorder, self.plan, self.env, self.rank
+        number = self.first_step + step
+        batches = load_batches(
+            self.corpus, self.model, plan, step=number, rank=self.grid.dp.index, seed=self.seed
+        )
+
+        def batch(k: int) -> Tensor:
+            return batches[k].to(self.context.device, non_blocking=True)
+
+        # One division makes the mean over the global batch: micro-batches and ranks add up.
+        env.share = self.state.scaled(loss_share(plan))
+        env.step, rank.first_sample = number, self.grid.dp.index * plan.microbatches
+        if keep_gradients:
+            rank.before_update, rank.seen, self.gradients = self._look_at_gradients, set(), {}
+        recorder.begin_step(step)
+        losses = rank.step(batch)
+        rank.before_update = None
+        losses, scaling = losses if self.says_loss else [], self.state.scaling()
+        values = read_scalars([*losses, *scaling], device=self.context.device)
+        recorder.end_step()
+        if scaling and values:  # on "meta" there are none
+            *_, overflow, scale = values
+            skipped = self.scaling.get("skipped_steps", 0) + int(overflow)
+            self.scaling = {"skipped_steps": skipped, "loss_scale": scale}
+        return values[: len(losses)]
+
+    def settle(self) -> None:
+        """What is in flight between two steps is done: the training's state is one."""
+        self.rank.settle()
+
+    # ---- for checkpoints -------------------------------------------------------------------------
+    def pieces(self) -> list[Piece]:
+        return pieces(self.state)
+
+    def counters(self) -> dict[str, float]:
+        return self.state.counters()
+
+    def restored(self, step: int, counters: dict[str, float]) -> None:
+        """Go on after ``step`` steps, whose state the pieces were filled with."""
+        self.first_step = step
+        self.state.restored(counters)
+        if self.plan.zero_stage in (1, 2):
+            for u in range(len(self.program.units[self.rank.pp])):
+                whole, shard = (self.state.store[kind, u, 0] for kind in ("w", "shard"))
+                self.grid.shard.all_gather(whole.flat, shard, phase="setup").wait()
+
+    def _look_at_gradients(self, unit: int) -> None:
+        if self.host is not None:
+            self.host.settle()
+        found = self.whole(unit, gradients=True)
+        self.gradients = None if found is None else self._ordered(self.gradients | found)
+
+    def whole(self, *units: int, gradients: bool = False) -> dict[str, np.ndarray] | None:
+        """Weights, or gradients, of this rank's units (default: of all) under their names in the
+        single-device model; a tied copy is none of them. None on all data-parallel ranks but the
+        first.
+
+        With ZeRO every rank has to call it: each has a share.
+        """
+        found: dict[str, Tensor] = {}
+        if gradients:
+            kind = "gshard" if self.plan.zero_stage else "grad"
+        else:
+            kind = "shard" if self.plan.zero_stage == 3 else "w"
+        mine = self.program.units[self.rank.pp]
+        for u in units or range(len(mine)):
+            unit, value = mine[u], self.state.look(kind, u)
+            if not isinstance(value, Flat):
+                value = value.to(self.context.device)
+                flat = value.new_empty(unit.numel)
+                self.grid.shard.all_gather(flat, value, phase="control").wait()
+                value = Flat(unit, flat, self.program.model)
+            found |= value.views
+        if self.grid.dp.index > 0:
+            return None
+        read = self.state.unscaled if gradients else Tensor.float
+        return self._ordered({name: as_numpy(read(view)) for name, view in found.items()})
+
+    def _ordered(self, found: dict[str, Any]) -> dict[str, Any]:
+        """By the order in which the model registers its parameters."""
+        return {name: found[name] for name in self.model.parameter_shapes() if name in found}
+
+
+def train(
+    context: Any,
+    model: ModelSpec,
+    plan: Plan,
+    *,
+    steps: int,
+    keep_state: bool,
+    memory_limit: int | None = None,
+    save: str | None = None,
+    save_every: int | None = None,
+    resume: str | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train ``steps`` steps on this rank; returns the rank's part of the report, plain columns.
+
+    With ``keep_state`` the ranks of the first data-parallel group add their stages' weights after
+    the last step and the last step's gradients (mean over the global batch, before clipping) under
+    the names of the single-device model.
+
+    The memory ledger is on while the model is built and in step 0; with ``memory_limit``, in bytes,
+    it is on throughout and enforces it.
+
+    ``resume`` is the checkpoint to go on from, ``save`` the folder to write checkpoints into: after
+    the last step, and whenever ``save_every`` divides the number of steps the training has done.
+    """
+    recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
+    help_with = functools.partial(
+        advice,
+        model,
+        plan,
+        limit=memory_limit,
+        rank=context.rank,
+        optimizer=settings.get("optimizer", "adamw"),
+    )
+    asked = {  # paths may differ, what lies there may not
+        **settings,
+        "memory_limit": memory_limit,
+        "steps": steps,
+        "data": None,
+        "offload_folder": None,
+        "save": (save is None, save_every),
+        "resume": resume and Path(resume).name,
+    }
+    what = f"{model} {plan.to_dict()} {sorted(asked.items())} {plan.actions()}"
+    several_nodes, losses = len(set(context.nodes)) > 1, []
+    with watch(recorder, device=context.device, limit=memory_limit, advise=help_with) as watched:
+        trainer = Trainer(context, model, plan, recorder=recorder, **settings)
+        agree(trainer.grid.world, what=what, corpus=trainer.corpus)
+        offset, uncertainty = measure_offset(trainer.grid.world) if several_nodes else (0.0, 0.0)
+        if resume is not None:
+            checkpoint.load(trainer, resume)
+        with checkpoint.saving(trainer, save, every=save_every, steps=steps) as save_if_due:
+            for step in range(steps):
+                losses.append(trainer.step(step, keep_gradients=keep_state and step == steps - 1))
+                if memory_limit is None:
+                    watched.close()
+                with recorder.unwatched():
+                    save_if_due(step + 1)
+                context.progress(step + 1, steps)
+    trainer.settle()
+    weights = trainer.whole() if keep_state else None
+    if trainer.host is not None:
+        trainer.host.close()
+    return {
+        "rank": context.rank,
+        "clock_offset": offset,
+        "clock_uncertainty": uncertainty,
+        **recorder.tables(),
+        "losses": losses,
+        "weights": weights,
+        "gradients": trainer.gradients,
+        "num_params": sum(unit.numel for unit in trainer.program.units[trainer.rank.pp]),
+        "meta": {
+            "device": context.device,
+            "backend": context.backend,
+            "shared_gpu": context.shared,
+            "nodes": list(context.nodes),
+            "torch": str(torch.__version__),  # its own class would bring torch to the caller
+            **trainer.scaling,
+            "text_bytes": trainer.corpus.num_bytes,
+            "first_step": trainer.first_step,
+        },
+    }

@@ -1,0 +1,140 @@
+"""Instructions on the lanes "h2d", "d2h", "disk" and "host": each becomes a job for another thread.
+
+The rank's own thread makes room for what the instruction writes, on the device too, where the
+ledger sees it; the job then only moves bytes, or computes on what lies on the host. jobs.py says
+which jobs it comes after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, float32, uint8
+
+from paralab.interpret.flat import flat_of
+from paralab.interpret.host import Host
+from paralab.interpret.jobs import Order
+from paralab.interpret.lanes import Job
+from paralab.interpret.state import State
+from paralab.programs.instructions import ADD, COPY, NORM, Instr, Value
+from paralab.programs.tiers import BUFFERS, elements, moved, ring, rings, rows
+
+Work = Callable[[], Any]
+
+
+class Workers:
+    """One rank's jobs.
+
+    new  makes room on the device for a value: called as new(value)
+    """
+
+    def __init__(self, state: State, host: Host, new: Callable[[Value], Any]) -> None:
+        self.state, self.host, self.new = state, host, new
+        self.program, self.pp, self.store = state.program, state.pp, state.store
+        self.order = Order(self.program)
+        self.arrived: Any = None
+        self.buffers = {  # of the rings
+            name: [host.empty((size,), uint8, "buffers") for _ in range(BUFFERS)]
+            for name, size in rings(self.program, self.pp).items()
+        }
+
+    def begin(self, ins: Instr) -> Job:
+        """Hand an instruction over to its lane."""
+        after = self.order.behind(ins)
+        for v in ins.writes:
+            if v not in self.store:
+                self.store[v] = self._room(v)
+        op, category, size = moved(self.program, ins, self.pp)
+        lane = self.host.lanes[ins.lane]
+        job = lane.submit(self._work(ins), after=after, op=op, category=category, size=size)
+        self.order.add(ins, job)
+        return job
+
+    def free(self, value: Value, held: Any) -> None:
+        """The value's memory ends: nobody in flight uses it."""
+        lent = value[0] in ("host.x", "file.x") and value not in self.order.slots
+        self.order.end((value,))
+        if lent:
+            self.host.give_back(held)
+
+    def copied(self, numbers: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Numbers of the device's, for jobs: the rank may change its own meanwhile.
+
+        On a GPU they are still on their way; who reads them waits for `arrived` on its own thread.
+        """
+        with self.host.recorder.unwatched():
+            found = tuple(
+                None
+                if number is None
+                else self.host.room((), float32).copy_(number, non_blocking=True)
+                for number in numbers
+            )
+        self.arrived = self.host.mark()
+        return found
+
+    # ---- what a job works on ---------------------------------------------------------------------
+    def _room(self, v: Value) -> Any:
+        """For a value that is not there."""
+        kind, name = v[0], ring(self.program.plan, v)
+        if "." not in kind:
+            return self.new(v)
+        item, count = elements(self.program, v, self.pp)
+        if name:
+            buffer = self.buffers[name][self.order.slots[v].number][: item * count]
+            if kind == "host.opt":
+                return buffer.view(float32).view(rows(self.program), -1)
+            return buffer.view(self.state.dtype)
+        if kind == "file.x":
+            return self.host.borrow_file(item * count)
+        return self.host.borrow(count, self.state.dtype)
+
+    def _tensor(self, v: Value) -> Tensor:
+        return flat_of(self.store[v])
+
+    def _work(self, ins: Instr) -> Work:
+        if ins.op == COPY:
+            return self._disk(ins) if ins.lane == "disk" else self._copy(ins)
+        first, last = self._tensor(ins.reads[0]), self._tensor(ins.writes[-1])
+        if ins.op == ADD:
+            return lambda: last.add_(first)
+        if ins.op == NORM:
+            return lambda: last.copy_(self.state.away.norm_of(ins.unit, first))
+        return self._update(ins, first)
+
+    def _copy(self, ins: Instr) -> Work:
+        source, target = self._tensor(ins.reads[0]), self._tensor(ins.writes[0])
+        if ins.reads[0][0] == "host.opt":
+            source = source[-1]  # the master weights
+        if ins.writes[0][0].startswith("host."):
+            target = target.view(source.shape)
+        else:
+            source = source.view(target.shape)
+        return lambda: target.copy_(source, non_blocking=True)
+
+    def _disk(self, ins: Instr) -> Work:
+        source, target = self.store[ins.reads[0]], self.store[ins.writes[0]]
+        files = self.host.files
+        if isinstance(source, str):
+            return lambda: files.read(source, target)
+        return lambda: files.write(target, source)
+
+    def _update(self, ins: Instr, gradient: Tensor) -> Work:
+        held = {v[0]: self.store[v] for v in (*ins.reads, *ins.writes)}
+        work = self.state.away.update(
+            self.state.optimizer,
+            held.get("host.opt"),
+            held.get("host.shard"),
+            gradient,
+            held["host.count"],
+            held.get("host.verdict", (None, None)),
+        )
+        arrived = self.arrived if "host.verdict" in held else None
+        if arrived is None:
+            return work
+
+        def when_it_is_there() -> None:
+            arrived.synchronize()
+            work()
+
+        return when_it_is_there

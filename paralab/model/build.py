@@ -1,0 +1,206 @@
+"""From a description to ops: the flat list that one tensor-parallel rank computes. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from paralab.model import grid_ops, ops
+from paralab.model.custom import Custom
+from paralab.model.ops import Attention, Op
+from paralab.model.part import Part
+from paralab.parallel.layouts import holding, loss_parts
+from paralab.spec import ModelSpec, Plan
+
+TIED = "embedding.token.weight"
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """ops     in order
+    parts   of the model: (name, first op, past the last), "embedding", "blocks.0" ... and "head"
+    tokens  of a micro-batch, as far as this rank has them in the residual stream
+    width   of the residual stream on this rank
+    item    bytes of an element
+    """
+
+    ops: tuple[Op, ...]
+    parts: tuple[tuple[str, int, int], ...]
+    tokens: int
+    width: int
+    item: int
+
+    @cached_property
+    def cores(self) -> frozenset[tuple[int, int]]:
+        """Ranges of ops that "selective" recomputation computes twice: the attention cores."""
+        return frozenset((i, i + 1) for i, op in enumerate(self.ops) if isinstance(op, Attention))
+
+    @cached_property
+    def inside(self) -> dict[int, int]:
+        """Boundaries inside a branch: the op that opened it, by boundary."""
+        found: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            if op.forks:
+                found[index + 1] = index
+            elif index in found and not op.joins:
+                found[index + 1] = found[index]
+        return found
+
+    @cached_property
+    def behind(self) -> dict[int, int]:
+        """Of every op in a block, how far it is behind the same op of the first one: all alike."""
+        blocks = [(i, j) for name, i, j in self.parts if name.startswith("blocks")]
+        return {op: i - blocks[0][0] for i, j in blocks for op in range(i, j)}
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{full name: shape} of every parameter that an op owns, in order of the ops."""
+        return {op.owned[local]: shape for op in self.ops for local, shape in op.params.items()}
+
+    @cached_property
+    def numels(self) -> dict[str, dict[str, int]]:
+        """{part of the model: {full name: elements}} of these, in the same order."""
+        return {
+            part: {n: math.prod(self.shapes[n]) for op in self.ops[i:j] for n in op.owned.values()}
+            for part, i, j in self.parts
+        }
+
+    @cached_property
+    def of_op(self) -> tuple[tuple[str, ...], ...]:
+        """Per op the full names of the parameters that its weight half adds to."""
+        return tuple((*op.owned.values(), *op.borrows.values()) for op in self.ops)
+
+    @cached_property
+    def read_by(self) -> tuple[tuple[str, ...], ...]:
+        """Per op the full names of the parameters that it reads."""
+        return tuple(
+            (*names, *op.reads.values()) for op, names in zip(self.ops, self.of_op, strict=True)
+        )
+
+
+CUTS = ("tp", "tp_mode", "tp_depth", "sequence_parallel", "microbatch_size", "precision")
+
+
+def cuts(plan: Plan) -> Plan:
+    """What of a plan cuts a layer: plans that are alike in this share their ops."""
+    return Plan(**{name: getattr(plan, name) for name in CUTS})
+
+
+def build(spec: ModelSpec, plan: Plan) -> Model:
+    """The ops of one rank's model, every stage's; shapes are the rank's own blocks. A tied head
+    borrows the embedding's weight, but in a pipeline, whose last stage has a copy.
+    """
+    return _built(spec, cuts(plan), spec.tied and plan.pp == 1)
+
+
+@lru_cache(maxsize=64)
+def _built(spec: ModelSpec, plan: Plan, borrows: bool) -> Model:
+    make = _Builder if plan.tp == 1 or plan.tp_mode == "1d" else _GridBuilder
+    return make(spec, plan, borrows).model()
+
+
+class _Builder:
+    """Makes the ops; what a mode of tensor parallelism does differently is in its subclass."""
+
+    def __init__(self, spec: ModelSpec, plan: Plan, borrows: bool) -> None:
+        self.spec, self.plan, self.part, self.borrows = spec, plan, Part(spec, plan), borrows
+        # whether the sum over ranks is an op of its own, behind which a layer's bias is added
+        self.sums = plan.tp > 1 and plan.tp_mode == "1d"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return holding(self.spec, self.plan, name, 0).shape
+
+    def model(self) -> Model:
+        made, parts = self.embedding(), []
+        parts.append(("embedding", 0, len(made)))
+        for name in (*(f"blocks.{i}" for i in range(self.spec.layers)), "head"):
+            begin = len(made)
+            made += self.head() if name == "head" else self.block(name)
+            parts.append((name, begin, len(made)))
+        part = self.part
+        return Model(tuple(made), tuple(parts), part.tokens, part.width, part.item)
+
+    # ---- what one device has, and 1D ------------------------------------------------------------
+    def embedding(self) -> list[Op]:
+        return [
+            ops.Tokens("embedding", self.part, self.shape(TIED)),
+            *self.leave("embedding.sum"),
+            ops.Positions("embedding", self.part, self.shape("embedding.position.weight")),
+        ]
+
+    def block(self, at: str) -> list[Op]:
+        if self.spec.block is not None:
+            return [Custom(at, self.spec, self.plan.microbatch_size, self.plan.precision)]
+        attention = ops.FusedAttention if self.spec.attention == "sdpa" else Attention
+        features = self.shape(f"{at}.mlp.up.bias")[0]
+        return [
+            self.norm(f"{at}.norm1"),
+            *self.enter(f"{at}.attention.enter"),
+            self.linear(f"{at}.attention.qkv", column=True),
+            attention(f"{at}.attention.core", self.part),
+            *self.close(f"{at}.attention", "proj"),
+            self.norm(f"{at}.norm2"),
+            *self.enter(f"{at}.mlp.enter"),
+            self.linear(f"{at}.mlp.up", column=True),
+            ops.Gelu(f"{at}.mlp.gelu", self.part.inner * features),
+            *self.close(f"{at}.mlp", "down"),
+        ]
+
+    def close(self, at: str, layer: str) -> list[Op]:
+        """A branch's last layer, the sum over ranks, and the addition that closes the branch."""
+        return [
+            self.linear(f"{at}.{layer}", column=False),
+            *self.leave(f"{at}.leave"),
+            ops.Add(f"{at}.add", self.part, f"{at}.{layer}.bias" if self.sums else ""),
+        ]
+
+    def head(self) -> list[Op]:
+        output = self.linear("head.output", column=True, bias=False)
+        if self.borrows:
+            output.params, output.borrows = {}, {"weight": TIED}
+        norm = self.norm("head.norm", forks=False)
+        return [norm, *self.enter("head.enter"), output, ops.Loss("head.loss", self.part)]
+
+    def norm(self, name: str, *, forks: bool = True) -> Op:
+        return ops.Norm(name, self.part, forks=forks)
+
+    def linear(self, name: str, *, column: bool, bias: bool = True) -> Op:
+        weight, gathers = self.shape(f"{name}.weight"), self.plan.sequence_parallel and column
+        late = self.sums and not column
+        return ops.Linear(name, self.part, weight, bias=bias, late_bias=late, regathers=gathers)
+
+    def enter(self, name: str) -> list[Op]:
+        """f or f-bar, in front of a pair of layers."""
+        message = ops.F_BAR if self.plan.sequence_parallel else ops.F
+        return [ops.Collective(name, message, self.part.inner * self.part.width)] * self.sums
+
+    def leave(self, name: str) -> list[Op]:
+        """g or g-bar, behind it."""
+        message = ops.G_BAR if self.plan.sequence_parallel else ops.G
+        return [ops.Collective(name, message, self.part.tokens * self.part.width)] * self.sums
+
+
+class _GridBuilder(_Builder):
+    """2D, 2.5D and 3D: the layers make their messages themselves, and add their own biases."""
+
+    def norm(self, name: str, *, forks: bool = True) -> Op:
+        return grid_ops.SplitNorm(name, self.part, forks=forks)
+
+    def linear(self, name: str, *, column: bool, bias: bool = True) -> Op:
+        weight = self.shape(f"{name}.weight")
+        if self.plan.tp_mode == "3d":
+            along = grid_ops.INWARD if column else grid_ops.OUTWARD
+            thirds = 3 if name.endswith("qkv") else 1
+            return grid_ops.Linear3D(name, self.part, weight, along, thirds=thirds, bias=bias)
+        make = grid_ops.Linear2D if bias else grid_ops.Logits2D
+        return make(name, self.part, weight, bias=bias)
+
+    def leave(self, name: str) -> list[Op]:
+        """Only the embedding's look-up is followed by a sum of its own."""
+        return [grid_ops.Scatter(name, self.part)] if name.startswith("embedding") else []
+
+
+def loss_share(plan: Plan) -> float:
+    """What the loss of a rank's micro-batch counts in the mean over the global batch."""
+    return 1.0 / (plan.microbatches * plan.dp * loss_parts(plan))

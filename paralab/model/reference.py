@@ -1,0 +1,317 @@
+"""The reference: a GPT in plain PyTorch on one process, which every plan is held against.
+
+Autograd computes its gradients and torch.optim updates its weights. It shares nothing with the ops
+that ranks run but its random numbers: initial weights and dropout masks are those of draws.py. So a
+plan that trains the same model arrives at the same losses, gradients and weights (CONVENTIONS.md,
+"equal"), and code of your own can start from it, on any rank:
+
+    spec = pl.ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
+    gpt = pl.reference.GPT(spec)
+    optimizer = pl.reference.optimizer(gpt.parameters(), "adamw", lr=1e-3)
+    for step in range(4):
+        gpt.zero_grad()
+        for tokens, targets in pl.reference.batches(spec, step=step, microbatches=2):
+            (gpt(tokens, targets) / 2).backward()
+        optimizer.step()
+
+`train` is this loop with mixed precision and clipping. Shapes: B samples, s tokens, h hidden,
+a heads, d = h/a, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paralab.checks import choice, illegal
+from paralab.data import Corpus
+from paralab.model import draws
+from paralab.spec import ModelSpec
+
+__all__ = ["GPT", "Trained", "batches", "optimizer", "train"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
+FIRST_SCALE, LARGEST_SCALE, DOUBLE_AFTER = 2.0**16, 2.0**24, 2000  # of fp16's loss scale; steps
+
+
+# ---- the model ----------------------------------------------------------------------------------
+class Moment:
+    """Where a training stands: what a dropout mask depends on beside its own name."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.step, self.microbatch = seed, 0, 0
+
+    def seed_of(self, name: str) -> int:
+        return draws.mask_seed(self.seed, self.step, self.microbatch, name)
+
+
+class Dropout(nn.Module):
+    """Each element is dropped with probability p, by a mask that ``name`` and the moment fix."""
+
+    def __init__(self, p: float, name: str, moment: Moment) -> None:
+        super().__init__()
+        self.p, self.name, self.moment = p, name, moment
+
+    @property
+    def seed(self) -> int:
+        return self.moment.seed_of(self.name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.p and self.training):
+            return x
+        keep = draws.mask(tuple(x.shape), self.p, seed=self.seed, device=x.device)
+        return x * keep * (1 / (1 - self.p))
+
+
+class Embedding(nn.Module):
+    def __init__(self, spec: ModelSpec, moment: Moment) -> None:
+        super().__init__()
+        self.token = nn.Embedding(spec.vocab, spec.hidden)
+        self.position = nn.Embedding(spec.seq_len, spec.hidden)
+        self.dropout = Dropout(spec.dropout, "embedding", moment)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.token(tokens) + self.position(positions))  # (B, s, h)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; "explicit" writes the (s, s) scores, "sdpa" leaves them to torch."""
+
+    def __init__(self, spec: ModelSpec, name: str, moment: Moment) -> None:
+        super().__init__()
+        self.width, self.kind = spec.hidden // spec.heads, spec.attention  # of a head, d
+        self.qkv = nn.Linear(spec.hidden, 3 * spec.hidden)
+        self.proj = nn.Linear(spec.hidden, spec.hidden)
+        self.dropout = Dropout(spec.dropout, f"{name}.core", moment)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, s, _ = x.shape  # of heads there are as many as qkv has rows for
+        q, k, v = self.qkv(x).view(batch, s, 3, -1, self.width).permute(2, 0, 3, 1, 4)
+        if self.kind == "sdpa":
+            p, seed = self.dropout.p * self.training, self.dropout.seed
+            with draws.drawing(seed, x.device) if p else contextlib.nullcontext():
+                mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        else:
+            scores = (q / math.sqrt(self.width)) @ k.transpose(-2, -1)  # (B, a, s, s)
+            future = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(future, -math.inf)
+            mixed = self.dropout(F.softmax(scores, dim=-1)) @ v  # (B, a, s, d)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, s, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.up = nn.Linear(spec.hidden, 4 * spec.hidden)
+        self.down = nn.Linear(4 * spec.hidden, spec.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, spec: ModelSpec, name: str, moment: Moment) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(spec.hidden)
+        self.attention = Attention(spec, f"{name}.attention", moment)
+        self.norm2 = nn.LayerNorm(spec.hidden)
+        self.mlp = MLP(spec)
+        self.dropout1 = Dropout(spec.dropout, f"{name}.attention.add", moment)
+        self.dropout2 = Dropout(spec.dropout, f"{name}.mlp.add", moment)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout1(self.attention(self.norm1(x)))
+        return x + self.dropout2(self.mlp(self.norm2(x)))  # (B, s, h)
+
+
+class Head(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(spec.hidden)
+        if not spec.tied:
+            self.output = nn.Linear(spec.hidden, spec.vocab, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor, tied: Tensor | None = None) -> Tensor:
+        weight = self.output.weight if tied is None else tied
+        logits = F.linear(self.norm(x), weight).float()  # 16 bits are too few for a sum over V
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # mean over B*s tokens
+
+
+class GPT(nn.Module):
+    """The model that ``spec`` describes, with the weights that every plan of ``seed`` starts from.
+
+    ``gpt(tokens, targets)`` is the mean cross-entropy per token, a scalar in fp32; both arguments
+    are (B, s) int64. Names and shapes of the parameters are ``spec.parameter_shapes()``.
+
+    With dropout the first call is micro-batch 0 of step 0, and every call is the next micro-batch:
+    say with `at` where a step begins. ``gpt.eval()`` drops nothing.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
+        super().__init__()
+        self.spec, self.moment, self.told = spec, Moment(seed), True
+        with torch.device("meta"):  # torch's own initial weights are neither stored nor drawn
+            self.embedding = Embedding(spec, self.moment)
+            names = [f"blocks.{i}" for i in range(spec.layers)]
+            blocks = [] if spec.block else [Block(spec, name, self.moment) for name in names]
+            self.blocks = nn.ModuleList(blocks)
+            self.head = Head(spec)
+        self.to_empty(device="cpu")
+        if spec.block is not None:
+            for name in names:
+                with draws.drawing(draws.name_seed(seed, name)):  # its buffers may be drawn
+                    self.blocks.append(spec.block(spec))
+        for name, parameter in self.named_parameters():
+            draws.initialize(parameter.data, name=name, spec=spec, seed=seed)
+
+    def at(self, step: int, microbatch: int = 0) -> None:
+        """The next call is this micro-batch of the step's global batch: so dropout draws its masks.
+
+        Data-parallel rank r of m micro-batches each begins with r * m.
+        """
+        self.moment.step, self.moment.microbatch, self.told = step, microbatch, True
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.moment.microbatch += not self.told
+        self.told = False
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            if self.spec.block is None:
+                x = block(x)
+            else:  # what a block of the user's own draws follows from its name too
+                with draws.drawing(self.moment.seed_of(f"blocks.{i}"), x.device):
+                    x = block(x)
+        return self.head(x, targets, self.embedding.token.weight if self.spec.tied else None)
+
+
+# ---- the training -------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=8)
+def _corpus(path: str | None) -> Corpus:
+    return Corpus(path)
+
+
+def batches(
+    spec: ModelSpec,
+    *,
+    step: int,
+    microbatches: int = 1,
+    microbatch_size: int = 2,
+    data: object = None,
+    seed: int = 0,
+    rank: int = 0,
+    ranks: int = 1,
+    device: str = "cpu",
+) -> list[tuple[Tensor, Tensor]]:
+    """A step's micro-batches as (tokens, targets), (B, s) int64 each: those that `pl.run` feeds.
+
+    microbatches  per rank
+    data          a text file or folder; None: the source of Python's standard library
+    rank, ranks   which data-parallel rank of how many. One rank with ``ranks`` times as many
+                  micro-batches gets all that they get, in order
+
+    Raises ValueError for a vocabulary that has no room for bytes, and where there is no text.
+    """
+    if spec.vocab < 256:
+        raise illegal("vocab", spec.vocab, "text is read as bytes", "256 or more")
+    if not 0 <= rank < ranks:
+        raise illegal("rank", rank, f"there are ranks={ranks}", f"0 to {ranks - 1}")
+    corpus, found = _corpus(None if data is None else str(data)), []
+    samples = ranks * microbatches * microbatch_size
+    sizes = {"size": microbatch_size, "global_batch": samples, "length": spec.seq_len}
+    for k in range(rank * microbatches, (rank + 1) * microbatches):
+        text = corpus.microbatch(step=step, index=k, seed=seed, **sizes)
+        rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).view(microbatch_size, -1)
+        rows = rows.to(device).long()  # (B, s + 1): each byte's target is the byte after it
+        found.append((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
+    return found
+
+
+def optimizer(
+    parameters: Iterable[Tensor], name: str = "adamw", lr: float | None = None
+) -> torch.optim.Optimizer:
+    """AdamW with torch's defaults, or plain SGD, as `pl.run` has them; lr: 1e-3 or 0.1."""
+    choice("optimizer", name, tuple(OPTIMIZERS))
+    return OPTIMIZERS[name](parameters, lr=DEFAULT_LR[name] if lr is None else lr, fused=True)
+
+
+_optimizer = optimizer  # `train` has an argument of that name
+
+
+class Trained(NamedTuple):
+    """What `train` arrives at.
+
+    losses     one per step: mean over its micro-batches, nats per token
+    gradients  of the last step: mean over its micro-batches, before clipping, {name: array}
+    weights    after it, as the model computes with them, {name: array}
+    """
+
+    losses: list[float]
+    gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+
+
+def train(
+    spec: ModelSpec,
+    *,
+    steps: int = 4,
+    microbatches: int = 1,
+    microbatch_size: int = 2,
+    lr: float | None = None,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    clip_norm: float | None = None,
+    data: object = None,
+    seed: int = 0,
+) -> Trained:
+    """Train on this process. The arguments are those of `pl.run` and `pl.Plan`; a plan with
+    data-parallel ranks equals dp * microbatches micro-batches here.
+
+    In 16 bits the optimizer updates weights in fp32, and the model computes with their rounded
+    values; fp16's loss is scaled so that small gradients are not rounded to nothing, and a step in
+    which one overflows is left out (Micikevicius+ 2018, arXiv:1710.03740).
+    """
+    choice("precision", precision, tuple(DTYPES))
+    sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size}
+    feed = functools.partial(batches, spec, data=data, seed=seed, **sizes)
+    gpt, losses = GPT(spec, seed), []
+    masters = {name: p.detach().clone() for name, p in gpt.named_parameters()}  # fp32
+    parameters = dict(gpt.to(DTYPES[precision]).named_parameters())
+    update = _optimizer(masters.values(), optimizer, lr)
+    scale, good = (FIRST_SCALE if precision == "fp16" else 1.0), 0
+    for step in range(steps):
+        gpt.zero_grad()
+        gpt.at(step)
+        total = 0.0
+        for tokens, targets in feed(step=step):
+            loss = gpt(tokens, targets)
+            (loss / microbatches * scale).backward()
+            total += loss.item()
+        losses.append(total / microbatches)
+        gradients = {
+            name: (torch.zeros_like(p) if p.grad is None else p.grad).float() / scale
+            for name, p in parameters.items()
+        }
+        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+        finite, good = bool(norm.isfinite()), good + 1
+        if finite or precision != "fp16":
+            shrink = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm.item() + 1e-6))
+            for name, master in masters.items():
+                master.grad = gradients[name] * shrink
+            update.step()
+            for name, p in parameters.items():
+                p.data.copy_(masters[name])
+        if precision == "fp16" and (not finite or good == DOUBLE_AFTER):
+            scale, good = min(max(scale * (2.0 if finite else 0.5), 1.0), LARGEST_SCALE), 0
+    as_numpy = {name: p.detach().float().numpy() for name, p in parameters.items()}
+    return Trained(losses, {name: g.numpy() for name, g in gradients.items()}, as_numpy)

@@ -1,0 +1,54 @@
+"""A plan as a program: instructions, how they are made and checked. Torch-free.
+
+What passes are written with can be had here (own.py shows one).
+"""
+
+from paralab.programs.instructions import (
+    ADD,
+    ALL_GATHER,
+    ALL_REDUCE,
+    BACKWARD,
+    COPY,
+    FORWARD,
+    KEEP,
+    NORM,
+    RECEIVE,
+    RECOMPUTE,
+    REDUCE_SCATTER,
+    SEND,
+    UPDATE,
+    WAIT,
+    Instr,
+    all_gather,
+    all_reduce,
+    completed,
+    gradients,
+    insert,
+    reduce_scatter,
+    wait,
+)
+
+__all__ = [
+    "ADD",
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "BACKWARD",
+    "COPY",
+    "FORWARD",
+    "KEEP",
+    "NORM",
+    "RECEIVE",
+    "RECOMPUTE",
+    "REDUCE_SCATTER",
+    "SEND",
+    "UPDATE",
+    "WAIT",
+    "Instr",
+    "all_gather",
+    "all_reduce",
+    "completed",
+    "gradients",
+    "insert",
+    "reduce_scatter",
+    "wait",
+]

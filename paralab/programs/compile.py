@@ -1,0 +1,161 @@
+"""The chain: from a plan to a program. Every paradigm is one pass, and this is their order.
+
+skeleton              what each pipeline rank computes, and its messages
+inside a micro-batch  recompute, cut, add_parameters, tensor_parallel
+between               gradient sums; gradients off the device; update; gathers, of parameters from
+                      where they live; norm; the update where its states are; activations off the
+                      device
+the learner's         ``Plan.passes``
+derived               waits, frees, and the checks of checks.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from paralab.model.build import build
+from paralab.parallel import data_parallel, offload, optimizer, recompute, zero
+from paralab.parallel.parameters import add_parameters
+from paralab.parallel.tensor_parallel import message_cuts, tensor_parallel
+from paralab.programs.actions import write
+from paralab.programs.checks import check
+from paralab.programs.derive import derived
+from paralab.programs.instructions import BACKWARDS, RECOMPUTE, Code, Instr, Pass, cut
+from paralab.programs.own import own_passes
+from paralab.programs.program import Program
+from paralab.programs.skeleton import skeleton, stage_parts, stage_ranges
+from paralab.programs.tiers import own_master, rows
+from paralab.programs.units import edges, rank_units
+from paralab.spec import ModelSpec, Plan
+
+
+def compiled(
+    spec: ModelSpec,
+    plan: Plan,
+    *,
+    optimizer: str = "adamw",
+    clips: bool = False,
+    only: int | None = None,
+    final: bool = True,
+) -> Program:
+    """The program of every pipeline rank, or of ``only`` one; the plan is taken to be legal.
+
+    final  with waits and frees; else the lists are those that the last pass made
+
+    Raises ``ValueError`` where a pass or a schedule of the learner's own makes no program.
+    """
+    program = laid_out(spec, plan, optimizer=optimizer, clips=clips)
+    codes = skeleton(spec, plan, program.model, only=only)
+    for rank in range(plan.pp) if only is None else (only,):
+        codes[rank] = passed(program, rank, codes[rank])
+        if final:
+            codes[rank] = derived(codes[rank])
+    program = replace(program, codes=codes)
+    if final and (plan.passes or plan.grad_sync is None or callable(plan.schedule)):
+        check(program)  # something in it is the learner's own
+    return program
+
+
+def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Program:
+    """A program without its lists: the model's ops, and which rank holds which."""
+    model, names = build(spec, plan), stage_parts(spec, plan)
+    held = [[name for some in names[rank :: plan.pp] for name in some] for rank in range(plan.pp)]
+    units = tuple(rank_units(spec, plan, model, parts) for parts in held)
+    return Program(spec, plan, optimizer, clips, model, stage_ranges(spec, plan, model), units)
+
+
+def passed(program: Program, rank: int, code: Code) -> Code:
+    """A pipeline rank's skeleton after all passes, without what is derived."""
+    code = write(code, inside(program, rank), len(program.model.ops))
+    for step in between(program, rank):
+        code = step(code)
+    return own_passes(program, rank, code)
+
+
+def inside(program: Program, rank: int) -> list[Pass]:
+    """What concerns one micro-batch's way through a stage."""
+    plan, model, n = program.plan, program.model, len(program.model.ops)
+    units = program.units[rank]
+    chain: list[Pass] = [lambda code: cut(code, {i for _, i, _ in model.parts}, n)]
+    if plan.recompute != "none":
+        chain.append(lambda code: recompute.recompute(code, model, plan.recompute))
+    cuts = message_cuts(model)
+    if plan.dp > 1 or plan.zero_stage:
+        cuts |= edges(model, units)
+    chain += [lambda code: cut(code, cuts, n), lambda code: add_parameters(code, model, units)]
+    if cuts and plan.tp > 1 and plan.tp_mode == "1d":
+        chain.append(lambda code: tensor_parallel(code, model))
+    if plan.partition_activations:
+        chain.append(recompute.partition_activations)
+    return chain
+
+
+def between(program: Program, rank: int) -> list[Pass]:
+    """What ranks that share parameters add, and the optimizer."""
+    plan, tiers, chain = program.plan, program.plan.tiers, []
+    stage, alone = plan.zero_stage, plan.shard_degree == 1
+    kind = "gshard" if stage else "grad"
+    mixed, scaled = program.model.item < 4, plan.precision == "fp16"
+    measured = program.clips or scaled  # whether somebody asks for the gradients' norm
+
+    def bring(u: int, number: int) -> tuple[Code, bool]:
+        into = ("w" if alone else "piece", u, number)
+        return offload.bring(tiers.parameters, u, into), not alone
+
+    if stage:
+        form = zero.zero2 if plan.reduces_often else zero.zero1
+        chain.append(lambda code: form(code, alone=alone))
+        if plan.shard_degree < plan.dp:
+            chain.append(zero.replicas)
+    elif plan.dp > 1 and plan.grad_sync is not None:
+        chain.append(data_parallel.FORMS[plan.grad_sync])
+    shared = program.shared(rank, None)  # by any rank: a share of one may have none of it
+    axes = {key: {share.unit for share in shares} for key, shares in shared.items()}
+    if axes:
+        chain.append(lambda code: optimizer.shared(code, axes, kind))
+    if tiers and tiers.gradients != "device":
+        waits = {u for u, unit in enumerate(program.units[rank]) if unit.waits}
+        chain.append(
+            lambda code: offload.gradients(code, tiers.gradients, waits, measured=measured)
+        )
+    chain.append(lambda code: optimizer.update(code, stage=stage, mixed=mixed, scaled=scaled))
+    if stage in (1, 2) and not alone:
+        chain.append(zero.gather_updated)
+    visit = visits(program, rank)
+    if stage == 3:
+        up = bring if tiers and tiers.parameters != "device" else None
+        chain.append(lambda code: zero.zero3(code, plan.prefetch, visit, bring=up))
+    if plan.secondary_shard:
+        chain.append(zero.second_copy)
+    if measured:
+        chain.append(lambda code: optimizer.clip(code, program.norm_axes, scaled=scaled))
+    if tiers and tiers.states:
+        chain.append(offload.Update(tiers, rows(program) > 0, own_master(plan), mixed))
+    if tiers and tiers.activations != "device":
+        chain.append(
+            lambda code: offload.inputs(code, tiers.activations, lambda ins: visit(ins, -1)[0])
+        )
+    return chain
+
+
+def visits(program: Program, rank: int) -> Callable[[Instr, int], tuple[object, object]]:
+    """Of an instruction and a unit (run, visit): inside which run units are gathered ahead, and
+    which uses share one gather. Both are an action of the schedule.
+
+    A relay runs once forward and once back, and all that a part of the model does in a row is one
+    visit; what the head uses is needed again at once, and a tied embedding stays for it.
+    """
+    model, units = program.model, program.units[rank]
+    stage_of = {op: s for s, (i, j) in enumerate(program.stages) for op in range(i, j)}
+    used = {name for names in model.read_by[slice(*model.parts[-1][1:])] for name in names}
+    stays = {u for u, unit in enumerate(units) if used.intersection(unit.names)}
+
+    def visit(ins: Instr, unit: int) -> tuple[object, object]:
+        back = ins.op in BACKWARDS or ins.op == RECOMPUTE
+        if program.plan.relays:
+            return back, back and unit not in stays
+        action = back, ins.mb, stage_of[ins.at[0]]
+        return action, action
+
+    return visit

@@ -1,0 +1,134 @@
+"""Passes of the learner's own: ``Plan(passes=(f,))`` with f(program) -> program.
+
+    from paralab.programs import ALL_REDUCE, insert, wait
+
+    def not_hidden(program):  # the rank waits for every sum at once, which nothing hides then
+        calls = {at: [wait(ins)] for at, ins in enumerate(program.code) if ins.op == ALL_REDUCE}
+        return program.replace(insert(program.code, calls))
+
+    pl.Plan(dp=4, passes=(not_hidden,))
+
+A pass sees one rank's list after all built-in passes and before waits and frees are derived, and
+says what each instruction reads and writes. What it makes is run, timed, weighed, counted and
+printed like anything else, so it is looked at first: here whether it is a list of instructions at
+all, in checks.py whether they fit together. ``f(pl.program(model, plan))`` shows the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from paralab.checks import illegal
+from paralab.forms import form_name
+from paralab.parallel.layouts import mode_of
+from paralab.programs.instructions import (
+    ADD,
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    COPY,
+    KEEP,
+    MESSAGES,
+    OPS,
+    RECEIVE,
+    RESCALE,
+    SEND,
+    WAIT,
+    WORKERS,
+    Code,
+    Instr,
+)
+from paralab.programs.program import Program
+
+# What an instruction that moves values reads and writes: how many.
+MOVES = dict.fromkeys((*COLLECTIVES, KEEP, ADD, COPY, SEND), (1, 1)) | {RECEIVE: (0, 1)}
+
+
+class RankProgram:
+    """One rank's list of instructions, as passes see it.
+
+    code   the list, before waits and frees are derived; `replace` takes a changed one
+    rank   global, a rank that has this list; ``pp`` its place in the pipeline
+    model, plan, units  what is trained, how it is split, and the flat buffers of parameters
+    """
+
+    def __init__(self, program: Program, rank: int, code: Iterable[Instr]) -> None:
+        self.program, self.rank, self.code = program, rank, list(code)
+        self.model, self.plan, self.pp = program.spec, program.plan, program.plan.place(rank).pp
+        self.units = program.units[self.pp]
+
+    def replace(self, code: Iterable[Instr]) -> Any:
+        """The same rank's program with another list."""
+        return type(self)(self.program, self.rank, code)
+
+
+def own_passes(program: Program, pp: int, code: Code) -> Code:
+    """The list after all of ``plan.passes``; ``ValueError`` where one of them makes no program."""
+    plan = program.plan
+    for number, form in enumerate(plan.passes):
+        given = RankProgram(program, pp * plan.dp * plan.tp, code)
+        made = form(given)
+        name = f"passes[{number}]"
+        legal = "return program.replace(code), with a list of paralab.programs.Instr"
+        if not isinstance(made, RankProgram):
+            why = f"it returned a {type(made).__name__}, not a program"
+            raise illegal(name, form_name(form), why, legal)
+        if made.program is not program or made.pp != pp:
+            raise illegal(name, form_name(form), "it returned another rank's program", legal)
+        as_given = set(map(id, code))
+        for position, ins in enumerate(made.code):
+            wrong = None if id(ins) in as_given else _wrong(program, pp, ins)
+            if wrong is not None:
+                why = f"instruction {position} of its list, {_short(ins)}, {wrong[0]}"
+                raise illegal(name, form_name(form), why, wrong[1])
+        code = made.code
+    return code
+
+
+def _short(ins: Any) -> str:
+    if not isinstance(ins, Instr):
+        return repr(ins)[:60]
+    return f"{ins.op} of {(ins.reads or ins.writes)!r:.60}"
+
+
+def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
+    """Why something is no instruction that this rank can run, and what would be legal."""
+    plan = program.plan
+    if not isinstance(ins, Instr):
+        return "is no instruction", "Instr(op, ...), or a helper such as all_reduce(unit)"
+    if ins.op not in OPS:
+        return f"has an unknown op {ins.op!r}", ", ".join(sorted(OPS))
+    groups = {"dp", *mode_of(plan).axes, *(["pp", "ends"] * (plan.pp > 1))}
+    groups |= {"replica"} if plan.shard_degree < plan.dp else set()
+    groups |= {"secondary"} if plan.secondary_shard else set()
+    lanes = groups if ins.op in COLLECTIVES else {"", *WORKERS}
+    if ins.op in MESSAGES:
+        lanes = {"pp"} if plan.pp > 1 else set()
+    if ins.lane not in lanes and ins.op != WAIT:
+        legal = ", ".join(map(repr, sorted(lanes))) or "no message, without a pipeline"
+        return f"has the lane {ins.lane!r}, which this plan does not have for it", legal
+    if ins.op in MESSAGES and not (0 <= ins.peer < plan.pp and ins.peer != pp):
+        return f"has no other end: peer={ins.peer}", "another pipeline rank"
+    if not all(isinstance(vs, tuple) for vs in (ins.reads, ins.writes)):
+        return "does not read and write tuples of values", 'reads=(("grad", 0, 0),)'
+    for v in (*ins.reads, *ins.writes):
+        try:
+            program.size(v, pp)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            units = f"units are 0 to {len(program.units[pp]) - 1}"
+            return f"names {v!r}, which is no value", f"(kind, where, version); {units}"
+    counts = len(ins.reads), len(ins.writes)
+    shared = ins.op == ALL_REDUCE and isinstance(ins.at, tuple)
+    if shared and ins.at not in program.shared(pp, None):
+        return f"sums what {ins.at!r} does not share", str(list(program.shared(pp, None)))
+    fits = counts == MOVES.get(ins.op, counts) or (shared and counts[0] == counts[1])
+    if ins.op == ALL_GATHER and ins.lane not in ("dp", "secondary"):
+        fits = counts[0] == 1  # what a tp rank gathers may stay for backward too
+    if ins.op in (ADD, KEEP) and ins.reads == ins.writes:
+        return "reads and writes the same value", "a value that is added to, or kept as, another"
+    if ins.op == RESCALE and plan.precision != "fp16":
+        return f"adapts a loss scale, which precision={plan.precision!r} has not", "fp16's alone"
+    if not fits:
+        return f"reads {counts[0]} values and writes {counts[1]}", f"{MOVES[ins.op]}"
+    return None

@@ -1,0 +1,216 @@
+"""A compiled program, and how large its values are. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from paralab.model.build import Model
+from paralab.parallel.buckets import Unit, cut
+from paralab.parallel.layouts import SHARED_PHASE, coordinates, holding, kind_of, mode_of
+from paralab.programs import tiers
+from paralab.programs.instructions import Code, Value
+from paralab.programs.storages import STATES, Storages, sharing_of
+from paralab.spec import ModelSpec, Plan
+
+TIED = ("embedding.token.weight", "head.output.weight")
+
+
+class Size(NamedTuple):
+    """Where a value lies, what it counts as, and how many bytes it has."""
+
+    tier: str
+    category: str
+    bytes: int
+
+
+class Share(NamedTuple):
+    """Elements of a parameter in what a rank keeps of a unit.
+
+    unit   its number
+    name   of the parameter
+    start  first element, in the rank's own part of what is kept of the unit
+    count  how many
+    """
+
+    unit: int
+    name: str
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One step of a training under a plan.
+
+    optimizer  "adamw" or "sgd"; ``clips``: whether the gradients' norm is bounded
+    model      the ops of a rank
+    stages     ops (i, j) of every pipeline stage
+    units      per pipeline rank its units
+    codes      per pipeline rank its instructions; empty where they were not asked for
+    bodies     {``at`` of a CALL: the instructions that it stands for, of micro-batch 0}, in a
+               folded program (fold.py)
+    """
+
+    spec: ModelSpec
+    plan: Plan
+    optimizer: str
+    clips: bool
+    model: Model
+    stages: tuple[tuple[int, int], ...]
+    units: tuple[tuple[Unit, ...], ...]
+    codes: list[Code] = field(default_factory=list)
+    bodies: dict[tuple, Code] = field(default_factory=dict)
+    _known: dict = field(default_factory=dict, init=False, repr=False)  # what has been worked out
+
+    # ---- sizes -----------------------------------------------------------------------------------
+    def size(self, value: Value, rank: int) -> Size:
+        """Of a value on a pipeline rank."""
+        kind, where, version = value
+        key = (kind, where, rank, version > 0 if kind == "w" or "." in kind else 0)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._size(kind, where, version, rank)
+        return found
+
+    def _size(self, kind: str, where: Any, version: int, rank: int) -> Size:
+        if "." in kind:
+            return Size(kind.partition(".")[0], *tiers.size(self, (kind, where, version), rank))
+        if kind in STATES:
+            held = self.storages(rank).held((kind, where, version))
+            return Size("device", held.category, held.own + sum(size for _, size in held.shared))
+        if kind in _OF_THE_RANK:
+            return Size("device", *_OF_THE_RANK[kind](self, where))
+        return Size("device", *self._of_unit(self.units[rank][where], version)[kind])
+
+    def _of_unit(self, unit: Unit, version: int) -> dict[str, tuple[str, int]]:
+        """{kind: (category, bytes)} of the values of a unit."""
+        plan, whole = self.plan, self.model.item * unit.numel
+        share, elements = whole // self.shards, self.elements(unit)
+        counts = 4 * (1 if plan.zero_stage else len(unit.names))  # of steps, one for each tensor
+        adamw = 8 * elements // self.shards + counts
+        return {
+            "w": ("buffers" if version else "parameters", self.model.item * elements),
+            "shard": ("parameters", share * (plan.zero_stage == 3)),
+            "piece": ("buffers", share),
+            "second": ("parameters", whole // (plan.secondary_shard or 1)),
+            "grad": ("gradients", whole),
+            "part": ("buffers", share if plan.zero_stage else whole // plan.dp),
+            "gshard": ("gradients", share),
+            "master": ("optimizer", 4 * elements // self.shards),
+            "opt": ("optimizer", adamw * (self.optimizer == "adamw")),
+        }
+
+    def storages(self, rank: int) -> Storages:
+        """What the values of a pipeline rank hold."""
+        found = self._known.get(rank)
+        if found is None:
+            stages = self.stages[rank :: self.plan.pp]
+            found = self._known[rank] = Storages(sharing_of(self.model), self.plan, stages)
+        return found
+
+    @property
+    def shards(self) -> int:
+        """Parts that a unit's states are shared out in."""
+        return self.plan.shard_degree if self.plan.zero_stage else 1
+
+    def elements(self, unit: Unit) -> int:
+        """Elements of a unit's parameters: with padding only where they are shared out."""
+        if self.plan.zero_stage:
+            return unit.numel
+        return sum(prod(self.model.shapes[name]) for name in unit.names)
+
+    def state_elements(self, boundary: int) -> int:
+        """Elements of the last entry of the state at a boundary between ops."""
+        return self.model.ops[boundary - 1].out
+
+    @property
+    def norm_axes(self) -> list[str]:
+        """The axes over which a training's gradients are shared out."""
+        plan = self.plan
+        sizes = {"pp": plan.pp, "tp": plan.tp, "dp": self.shards}
+        return [axis for axis, size in sizes.items() if size > 1]
+
+    # ---- who else holds what ---------------------------------------------------------------------
+    def shared(self, rank: int, index: int | None = 0) -> dict[tuple[str, str], list[Share]]:
+        """{(axis, phase): what of the rank's gradients has to be summed over that axis}, for the
+        data-parallel rank with this index among those that share the states; without an index what
+        any of them has.
+
+        What tp ranks hold the same and see a part of the gradient of; and a tied embedding, which a
+        pipeline's first and last stage have a copy of each.
+        """
+        found: dict[tuple[str, str], list[Share]] = {}
+        for share in self.places(rank, index) if self.plan.tp > 1 else ():
+            held = holding(self.spec, self.plan, share.name, 0)
+            if held.partial:
+                phase = SHARED_PHASE.get(kind_of(share.name), "shared")
+                found.setdefault((held.copies, phase), []).append(share)
+        for share in self.places(rank, index) if self.spec.tied and self.plan.pp > 1 else ():
+            if share.name in TIED:
+                if self.plan.zero_stage:  # it is alone in its unit: a shard's padding goes along
+                    shard = self.units[rank][share.unit].numel // self.shards
+                    share = share._replace(count=shard)
+                found["ends", "tied"] = [share]
+        return found
+
+    def places(self, rank: int, index: int | None = 0) -> Iterator[Share]:
+        """What the rank keeps of each unit, parameter by parameter; without an index the whole
+        units.
+        """
+        for number, unit in enumerate(self.units[rank]):
+            sizes = {name: prod(self.model.shapes[name]) for name in unit.names}
+            count = unit.numel // (1 if index is None else self.shards)
+            for name, _, where in cut(sizes, (index or 0) * count, count):
+                yield Share(number, name, where.start, where.stop - where.start)
+
+    def counted(self, rank: int, index: int, tp: int) -> list[tuple[int, int, int]]:
+        """(unit, first element, count) of what this rank counts in the gradients' norm; others
+        count a tied embedding's copy, and what tp ranks hold the same.
+        """
+        found, at = [], coordinates(self.plan, tp) if self.plan.tp > 1 else {}
+        for number, name, start, count in self.places(rank, index):
+            if self.spec.tied and name == TIED[1]:
+                continue
+            if self.plan.tp > 1:
+                axis = holding(self.spec, self.plan, name, tp).copies
+                if axis and any(at[c] for c in mode_of(self.plan).axes[axis]):
+                    continue
+            found.append((number, start, count))
+        return found
+
+    def constant_bytes(self, rank: int) -> int:
+        """What no step changes: which tokens lie ahead of which, or a block's own buffers."""
+        if self.spec.block is None:
+            return self.spec.seq_len**2 * (self.spec.attention == "explicit")
+        mine = self.stages[rank :: self.plan.pp]
+        return sum(op.constant for i, j in mine for op in self.model.ops[i:j])
+
+    def lasting(self, rank: int) -> list[Value]:
+        """What is there before and after every step."""
+        plan, found = self.plan, []
+        states = plan.tiers is not None and plan.tiers.states
+        here = not states or plan.tiers.parameters == "device"
+        for u in range(len(self.units[rank])):
+            if here:
+                found.append(("shard" if plan.zero_stage == 3 else "w", u, 0))
+            if not states:
+                found.append(("opt", u, 0))
+                found += [("master", u, 0)] * (self.model.item < 4)
+        found += tiers.lasting(self, rank)
+        found += [("mask", rank, 0)] * (self.constant_bytes(rank) > 0)
+        if self.clips or self.plan.precision == "fp16":
+            found.append(("scale", 0, 0))
+        return found
+
+
+_OF_THE_RANK: Mapping[str, Callable[[Program, Any], tuple[str, int]]] = {
+    "xpart": lambda p, i: ("activations", p.model.item * p.state_elements(i) // p.plan.tp),
+    "loss": lambda p, _: ("workspace", 4),
+    "sent": lambda p, _: ("buffers", 0),
+    "norm": lambda p, _: ("buffers", 4),
+    "scale": lambda p, _: ("buffers", 16 * (p.plan.precision == "fp16") + 4 * p.clips),
+    "mask": lambda p, rank: ("buffers", p.constant_bytes(rank)),
+}

@@ -1,0 +1,234 @@
+"""Every legal plan on a cluster, ranked: `plan_search`, and what it finds, `Search`.
+
+Tens of thousands of plans are a matter of a second because only a few are compiled: of all others
+seconds and bytes are estimates, one array expression over what compiled parts of the model take
+(estimate.py). The best are compiled whole, timed and weighed as `predict` does, and reordered by
+that; both figures are shown. What fits is what the compiled program holds at its peak, workspace
+included: a plan that fits runs under that memory limit.
+
+PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5) gives the answer for its own machine as three
+rules of thumb: tensor parallelism up to the size of a node, pipelines across nodes, the rest data
+parallelism. They are not built in here: they come out.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paralab.checks import choice, illegal, num_bytes, whole
+from paralab.cluster import Cluster
+from paralab.interpret import outline
+from paralab.interpret.memory import memory
+from paralab.interpret.predict import check_cluster
+from paralab.interpret.time import time
+from paralab.programs import search_words as words
+from paralab.programs.compile import compiled
+from paralab.programs.estimate import Estimate
+from paralab.programs.fold import folds
+from paralab.programs.space import Space, space
+from paralab.spec import ModelSpec, Plan
+from paralab.theory.uncollected import uncollected
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PER_DEVICE = 4  # samples of the global batch per device, where none is stated
+SPARE = 1.1  # what an estimate of bytes may be off by
+BEHIND = 1.02  # what is estimated so many times slower than the fastest compiled is not compiled
+AT_LEAST = 3  # of the best are compiled, whatever their estimates are
+MANY = 30  # micro-batches times pipeline ranks from which a folded program is quicker
+SETTINGS = (
+    *("dp", "tp", "pp", "virtual_stages", "schedule", "microbatches", "microbatch_size"),
+    *("zero_stage", "sequence_parallel", "recompute", "offload"),
+)
+
+
+@uncollected()
+def plan_search(
+    model: ModelSpec,
+    cluster: Cluster,
+    devices: int | None = None,
+    *,
+    global_batch: int | None = None,
+    memory: int | str | None = None,
+    optimizer: str = "adamw",
+    top: int = 20,
+    **fixed: Any,
+) -> Search:
+    """Every legal plan of ``model`` on ``devices`` of ``cluster``, ranked by predicted step time.
+
+    devices       that a plan uses, all of them; default: all that the cluster has
+    global_batch  samples per step, of every plan; default: 4 per device
+    memory        bytes per device, or text as "40GB"; default: what the cluster states
+    optimizer     "adamw" or "sgd"
+    top           how many of the best plans that fit are compiled and simulated, at most: of those
+                  that are estimated to be 2 % slower than the fastest of them, the first three
+    fixed         any field of `Plan`: a value, or a list of values to try. Tried without: all dp,
+                  tp, pp and micro-batch sizes that multiply up, every schedule, virtual stages of
+                  2, 4, 8 ..., every ZeRO stage, sequence parallelism, recomputation, and offload
+                  where the cluster states its links. Other fields are as `Plan` has them: precision
+                  is fp32 unless said otherwise
+
+    Estimates rank plans as the simulation does (rank correlation 0.97 and more in
+    tests/test_search.py). Of the simulated plans both time and memory are exact
+    predictions; any other is said to fit if its estimate leaves a tenth to spare. Raises ValueError
+    if nothing is legal, or nothing fits: then with the smallest need, and what would help.
+    """
+    Plan().validate(model)  # raises what is wrong with the model itself
+    check_cluster(Plan(), cluster)
+    there = cluster.num_devices
+    devices = whole("devices", there if devices is None else devices, at_least=1)
+    if devices > there:
+        raise illegal(
+            "devices",
+            devices,
+            f"{cluster.name!r} has {there}",
+            f"up to {there}, or cluster.replace(nodes=...)",
+        )
+    choice("optimizer", optimizer, ("adamw", "sgd"))
+    top = whole("top", top, at_least=1)
+    room = cluster.memory if memory is None else num_bytes("memory", memory)
+    if global_batch is None:
+        sizes = {name: fixed.get(name) for name in ("dp", "microbatches", "microbatch_size")}
+        stated = all(isinstance(value, int) for value in sizes.values())
+        global_batch = Plan(**sizes).global_batch if stated else PER_DEVICE * devices
+    batch = whole("global_batch", global_batch, at_least=1)
+    found = space(model, cluster, devices, batch, fixed)
+    return Search(model, cluster, found, batch, room, optimizer=optimizer, top=top, pinned=fixed)
+
+
+def totals(model: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> tuple[float, int]:
+    """Seconds of a step of the compiled plan, and bytes on its fullest device at the peak."""
+    if folds(plan) and plan.pp * plan.microbatches > MANY:
+        return outline.totals(model, plan, cluster, optimizer=optimizer)
+    program, gloo = compiled(model, plan, optimizer=optimizer), cluster.cores is not None
+    ranks = [memory(program, rank, gloo=gloo, samples=False) for rank in range(plan.pp)]
+    return time(program, cluster).seconds, max(found.peak for found in ranks)
+
+
+class Search:
+    """What `plan_search` found.
+
+    table    DataFrame, one row per plan, best first: rank, the settings, closed_s and simulated_s
+             (seconds per step, estimated and of the compiled plan; NaN where not compiled), memory
+             (bytes per device), fits, bubble (share of the pipeline's time), then the estimate's
+             seconds of compute, recompute, tp, pp and dp communication that is waited for, offload
+             and optimizer, and why
+    best     the plan that is fastest of those that fit
+    plans    all of them, in the table's order
+    losers() what each other choice would cost        pareto() the front of time against memory
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cluster: Cluster,
+        plans: Space,
+        global_batch: int,
+        memory_limit: int,
+        *,
+        optimizer: str,
+        top: int,
+        pinned: dict[str, Any],
+    ) -> None:
+        self.model, self.cluster, self.global_batch = model, cluster, global_batch
+        self.memory_limit, self.optimizer, self.pinned = memory_limit, optimizer, pinned
+        self.plans, estimate = plans, Estimate(plans, model, cluster, optimizer)
+        self.terms, self.categories = estimate.terms, estimate.categories
+        self.closed, self.memory = sum(self.terms.values()), sum(self.categories.values())
+        self.simulated = np.full(len(plans), np.nan)
+        self.fits = SPARE * self.memory <= memory_limit
+        # Whatever may fit, by time; if nothing of that does, what needs least.
+        likely = np.flatnonzero(self.memory <= SPARE * memory_limit)
+        self._simulate(likely[np.argsort(self.closed[likely], kind="stable")], top)
+        if not self.fits.any():
+            self._simulate(np.argsort(self.memory, kind="stable"), 1)
+        if not self.fits.any():
+            raise words.what_helps(self)
+        # Of those that fit the simulated come first, then by time; last what does not fit.
+        known = np.isfinite(self.simulated)
+        seconds = np.where(known, self.simulated, self.closed)
+        order = np.lexsort((seconds, ~known & self.fits, ~self.fits))
+        self.plans = plans.kept(order)
+        self.closed, self.memory, self.simulated, self.fits = (
+            column[order] for column in (self.closed, self.memory, self.simulated, self.fits)
+        )
+        self.terms, self.categories = (
+            {name: column[order] for name, column in columns.items()}
+            for columns in (self.terms, self.categories)
+        )
+
+    def _simulate(self, order: np.ndarray, top: int) -> None:
+        """The first plans in this order, until ``top`` of them fit, or it seems in vain."""
+        good, fastest = 0, np.inf
+        for at in order[: 3 * top].tolist():
+            if good == top or (good >= AT_LEAST and self.closed[at] > BEHIND * fastest):
+                return
+            self.simulated[at], self.memory[at] = totals(
+                self.model, self.plans[at], self.cluster, self.optimizer
+            )
+            self.fits[at] = self.memory[at] <= self.memory_limit
+            if self.fits[at]:
+                good, fastest = good + 1, min(fastest, self.simulated[at])
+
+    @property
+    def devices(self) -> int:
+        return self.best.world_size
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+    @property
+    def settings(self) -> list[str]:
+        """Fields of `Plan` that the table has a column for."""
+        several = [name for name, values in self.plans.values.items() if len(values) > 1]
+        return [*SETTINGS, *(name for name in several if name not in SETTINGS)]
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        made = self.rows(slice(None))
+        made.insert(0, "rank", np.arange(1, len(made) + 1))
+        made["why"] = words.reasons(self)
+        return made
+
+    def rows(self, which: Any) -> pd.DataFrame:
+        """The table's columns, but rank and why, of the plans at these positions."""
+        import pandas as pd
+
+        columns = {name: self.plans.column(name) for name in self.settings}
+        columns |= {"closed_s": self.closed, "simulated_s": self.simulated, "memory": self.memory}
+        pipeline = self.closed - self.terms["optimizer"] - self.terms["offload"]
+        columns |= {"fits": self.fits, "bubble": self.terms["bubble"] / pipeline}
+        columns |= {f"{n}_s": term for n, term in self.terms.items() if n != "bubble"}
+        return pd.DataFrame(
+            {n: pd.Series(column[which], dtype=column.dtype) for n, column in columns.items()}
+        )
+
+    def pareto(self) -> pd.DataFrame:
+        """Plans that no other beats in both time and memory, fastest first, fitting or not."""
+        return self.rows(self.front).reset_index(drop=True)
+
+    @cached_property
+    def front(self) -> np.ndarray:
+        """Positions of these plans; by the estimated time, which all have."""
+        order = np.lexsort((self.memory, self.closed))
+        least = np.minimum.accumulate(self.memory[order])
+        return order[np.r_[True, self.memory[order][1:] < least[:-1]]]
+
+    def losers(self) -> pd.DataFrame:
+        """For every other choice of one setting the best plan that makes it, and why it loses.
+
+        One row per value: the setting, ``instead`` of what the winner has, that plan, its seconds
+        and how many times the winner's, memory, fits, and a sentence.
+        """
+        return words.losers(self)
+
+    def __repr__(self) -> str:
+        return f"Search({words.counts(self)})"
+
+    def _repr_html_(self) -> str:
+        return words.as_html(self)

@@ -1,0 +1,174 @@
+"""What a search says: why the losers lose, what helps where nothing fits, the short summary."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paralab.checks import illegal
+from paralab.spec import Plan
+from paralab.view.theme import scaled
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+GROWS = {
+    "compute": "computing",
+    "recompute": "recomputation",
+    "tp": "tensor-parallel waits",
+    "bubble": "the bubble",
+    "pp": "messages between stages",
+    "dp": "data-parallel waits",
+    "offload": "offload",
+    "optimizer": "the optimizer",
+}
+SHOWN = 10  # rows of the summary
+UNLIMITED = 2**62
+
+
+def size(count: float) -> str:
+    """ "80 GB": decimal, as devices are sold."""
+    return scaled(float(count), "B")
+
+
+def counts(search: Any) -> str:
+    """ "12,480 plans on 512 devices, 3,110 fit in 80 GB"."""
+    plans, fits, many = len(search.plans), int(search.fits.sum()), "s" * (search.devices > 1)
+    room = f", {fits:,} fit in {size(search.memory_limit)}" * (search.memory_limit < UNLIMITED)
+    return f"{plans:,} plans on {search.devices:,} device{many}{room}"
+
+
+def brief(plan: Plan) -> str:
+    """The settings of a plan that matter, as text: "dp=8 tp=8 pp=8 1f1b m=24 b=1 ZeRO-1"."""
+    said = [f"{name}={getattr(plan, name)}" for name in ("dp", "tp", "pp")]
+    if plan.pp > 1 or plan.schedule != "1f1b":
+        said.append(plan.schedule_name + f" v={plan.virtual_stages}" * (plan.virtual_stages > 1))
+    said += [f"m={plan.microbatches}", f"b={plan.microbatch_size}"]
+    said += [f"ZeRO-{plan.zero_stage}"] * (plan.zero_stage > 0)
+    said += ["sequence-parallel"] * plan.sequence_parallel
+    said += [f"recompute={plan.recompute}"] * (plan.recompute != "none")
+    said += [f"offload={_place(plan.offload)}"] * (plan.offload is not None)
+    return " ".join(said)
+
+
+def _place(value: Any) -> str:
+    return value if isinstance(value, str) else "own" if value is not None else "none"
+
+
+# ---- why ----------------------------------------------------------------------------------------
+def reasons(search: Any) -> list[str]:
+    """A few words per plan, in the table's order: what it loses by."""
+    more = np.array([term - term[0] for term in search.terms.values()])
+    names, even = list(search.terms), 1e-3 * search.closed[0]
+    said = [
+        f"{GROWS[names[at]]} +{by:.3g} s" if by > even else "hardly any slower"
+        for at, by in zip(more.argmax(0).tolist(), more.max(0).tolist(), strict=True)
+    ]
+    for at in np.flatnonzero(~search.fits).tolist():
+        said[at] = _needs(search, at)
+    return ["the best", *said[1:]]
+
+
+def losers(search: Any) -> pd.DataFrame:
+    """See `Search.losers`."""
+    import pandas as pd
+
+    plans, best, node = search.plans, search.best, search.cluster.devices_per_node
+    choices = [("tp", "beyond a node", plans.tp > node)] * (best.tp <= node)
+    choices += [
+        (name, value, plans.codes[name] == code)
+        for name in search.settings
+        if name not in ("dp", "microbatches")  # these follow from the others
+        for code, value in enumerate(plans.values[name])
+        if value != getattr(best, name)
+    ]
+    rows = [_row(search, *choice) for choice in choices if choice[2].any()]
+    columns = ["setting", "instead", "plan", "seconds", "times", "memory", "fits", "why"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _row(search: Any, name: str, value: Any, those: np.ndarray) -> tuple[Any, ...]:
+    """The best plan of those: the first, which is the fastest that fits, or else the smallest."""
+    which = np.flatnonzero(those)
+    at = int(which[0] if search.fits[which[0]] else which[search.memory[which].argmin()])
+    told, plan = str(_place(value) if name == "offload" else value), brief(search.plans[at])
+    seconds, fits, why = float(search.closed[at]), bool(search.fits[at]), _sentence(search, at)
+    times = seconds / float(search.closed[0])
+    return name, told, plan, seconds, times, float(search.memory[at]), fits, why
+
+
+def _sentence(search: Any, at: int) -> str:
+    """Why the plan at this position loses against the best."""
+    if not search.fits[at]:
+        said = f"does not fit: the smallest such plan {_needs(search, at)}"
+        return f"{said}; {_largest(search, at)}"
+    closed, both = search.closed[[at, 0]], search.simulated[[at, 0]]
+    late = closed[0] - closed[1]
+    if late <= 0.005 * closed[1] and np.isfinite(both).all():
+        return (
+            f"hardly: simulated {both[0]:.4g} s against {both[1]:.4g} s, estimated "
+            f"{closed[0]:.4g} s against {closed[1]:.4g} s"
+        )
+    more = {name: float(term[at] - term[0]) for name, term in search.terms.items()}
+    order = sorted(more, key=more.__getitem__)
+    grown = [n for n in reversed(order) if more[n] > 0.1 * abs(late)][:3]
+    shrunk = [n for n in order if more[n] < -0.1 * abs(late)][:2]
+    said = ", ".join(f"{GROWS[name]} +{more[name]:.3g} s" for name in grown)
+    gain = "; it saves less: " + ", ".join(f"{GROWS[n]} {more[n]:.3g} s" for n in shrunk)
+    longer = f"{late:.3g} s longer ({late / closed[1]:+.1%}): {said}"
+    return longer + gain * bool(shrunk and grown)
+
+
+def _needs(search: Any, at: int) -> str:
+    """Of a plan that does not fit, or whose estimate leaves too little to spare."""
+    need, limit = float(search.memory[at]), search.memory_limit
+    much = f"{size(need - limit)} too much" if need > limit else "too near to what there is"
+    return f"needs {size(need)}, {much}"
+
+
+def _largest(search: Any, at: int) -> str:
+    """The category that a plan holds most of, by the estimate: "61% of it activations"."""
+    held = {name: float(column[at]) for name, column in search.categories.items()}
+    name = max(held, key=held.__getitem__)
+    return f"{held[name] / sum(held.values()):.0%} of it {name}"
+
+
+def what_helps(search: Any) -> ValueError:
+    """Where nothing fits: the smallest need, and what would bring it down."""
+    known = np.where(np.isfinite(search.simulated), search.memory, np.inf)
+    at = int(known.argmin())
+    plan, need, room = search.plans[at], size(search.memory[at]), size(search.memory_limit)
+    pinned = [name for name in reversed(search.settings) if name in search.pinned]
+    helps = [f"not pinning {', '.join(pinned)}"] * bool(pinned)
+    helps += [f"a memory of at least {need}", "more devices", "a smaller model"]
+    if search.cluster.host is None:
+        helps.append("a cluster that states its links to host and files (offload)")
+    helps += ["precision='bf16'"] * (plan.precision == "fp32")
+    return illegal(
+        "memory",
+        search.memory_limit,
+        f"none of {len(search.plans):,} plans fits in {room}: the smallest needs {need} "
+        f"({brief(plan)}), {_largest(search, at)}",
+        "; or ".join(helps),
+    )
+
+
+# ---- the summary in a notebook ------------------------------------------------------------------
+def as_html(search: Any) -> str:
+    """Counts and the ten best, short enough to read."""
+    top, named = search.rows(slice(SHOWN)), html.escape(brief(search.best))
+    head = (
+        f"<p><b>{counts(search)}</b>, global batch {search.global_batch:,}. Best: "
+        f"<code>{named}</code>, {search.simulated[0]:.4g} s per step simulated</p>"
+    )
+    same = [name for name in search.settings[3:] if len(set(map(str, top[name]))) == 1]
+    shown = top[[name for name in search.settings if name not in same]].astype(str)
+    for name, column in (("estimated", "closed_s"), ("simulated", "simulated_s")):
+        shown[name] = [f"{s:.4g} s" if s == s else "" for s in top[column]]  # not every one is
+    shown["memory"] = list(map(size, top["memory"]))
+    shown["bubble"] = [f"{share:.1%}" for share in top["bubble"]]
+    shown.index += 1
+    alike = html.escape(", ".join(f"{name}={top[name].iloc[0]}" for name in same))
+    return f"{head}{shown.to_html(border=0)}" + f"<p>All of these: {alike}.</p>" * bool(same)

@@ -1,0 +1,74 @@
+"""A schedule as instructions: what every pipeline rank computes, and its messages. Torch-free.
+
+A stage is a range of ops. The lists of actions come from parallel/schedules.py or from a learner,
+the order of messages from parallel/lowering.py, which cannot deadlock. `relay` goes part by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paralab.model.build import Model
+from paralab.parallel.partition import partition
+from paralab.parallel.schedules import Action, relay
+from paralab.programs.instructions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECEIVE,
+    SEND,
+    Code,
+    Instr,
+    compute,
+)
+from paralab.spec import ModelSpec, Plan
+
+if TYPE_CHECKING:
+    from paralab.parallel.lowering import Transfer
+
+OPS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT}
+
+
+def stage_parts(spec: ModelSpec, plan: Plan) -> list[tuple[str, ...]]:
+    """The names of every stage's parts of the model."""
+    return partition(spec, plan.stages, plan.microbatch_size)
+
+
+def stage_ranges(spec: ModelSpec, plan: Plan, model: Model) -> tuple[tuple[int, int], ...]:
+    """Ops (i, j) of every stage."""
+    where = {name: (i, j) for name, i, j in model.parts}
+    return tuple((where[names[0]][0], where[names[-1]][1]) for names in stage_parts(spec, plan))
+
+
+def skeleton(spec: ModelSpec, plan: Plan, model: Model, *, only: int | None = None) -> list[Code]:
+    """Per pipeline rank its compute and its messages, in an order that is safe for NCCL.
+
+    only  the rank that is asked for; the others' lists are empty then
+    """
+    n = len(model.ops)
+    if plan.relays:
+        row = relay(len(model.parts), plan.microbatches)
+        return [[compute(OPS[kind], *model.parts[s][1:], k, n) for s, kind, k in row]]
+    rows = plan.actions()
+    if plan.pp > 1:
+        # NumPy comes along, which `import paralab` leaves out.
+        from paralab.parallel.lowering import lower
+
+        rows = lower(rows, only=only)
+    stages = stage_ranges(spec, plan, model)
+    return [[instruction(step, stages, n) for step in row] for row in rows]
+
+
+def instruction(step: Action | Transfer, stages: Sequence[tuple[int, int]], n: int) -> Instr:
+    """An action or a message of a pipeline whose stages are these ranges of n ops."""
+    if isinstance(step, Action):
+        return compute(OPS[step.kind], *stages[step.stage], step.microbatch, n)
+    out = (step.kind == "send") == (step.what == "F")  # the end of the stage where it is
+    v = ("x" if step.what == "F" else "g", stages[step.stage][out], step.microbatch)
+    if step.kind == "send":
+        return Instr(
+            SEND, v[1], v[2], -1, (v,), (("sent", v[:2], v[2]),), "pp", step.peer, "activations"
+        )
+    return Instr(RECEIVE, v[1], v[2], -1, (), (v,), "pp", step.peer, "activations")

@@ -1,0 +1,33 @@
+"""FLOPs of a GPT's matrix products, 2 per multiply-add, as PTD-P prints them.
+
+Narayanan+ 2021 (arXiv:2104.04473), appendix. Forward of b samples of s tokens, width h:
+
+    block   24 b s h^2 (1 + s/(6h))     8 b s h^2 in the attention's two projections, 16 in the MLP,
+                                        4 b s^2 h in the scores and in their product with the values
+    head    2 b s h V
+
+Backward is twice that: one product for the input's gradient, one for the weight's. Their eq. 3,
+F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)), counts the blocks' forward twice, because it recomputes
+activations. Without, the same sum has 72 in place of 96, and V/(12 l h) in place of V/(16 l h): the
+head is not recomputed there either. What the ops of this program do is in model/ops.py.
+"""
+
+from __future__ import annotations
+
+from paralab.spec import ModelSpec
+
+
+def block_flops(model: ModelSpec, batch: int) -> int:
+    """Forward FLOPs of one block on ``batch`` samples: 24 b s h^2 (1 + s/(6h))."""
+    s, h = model.seq_len, model.hidden
+    return 24 * batch * s * h * h + 4 * batch * s * s * h
+
+
+def head_flops(model: ModelSpec, batch: int) -> int:
+    """Forward FLOPs of the output projection: 2 b s h V."""
+    return 2 * batch * model.seq_len * model.hidden * model.vocab
+
+
+def forward_flops(model: ModelSpec, batch: int) -> int:
+    """Forward FLOPs of the whole model on ``batch`` samples; backward is twice as many."""
+    return model.layers * block_flops(model, batch) + head_flops(model, batch)

@@ -1,0 +1,105 @@
+"""A program, and the difference of two, as compact tables for a notebook. No script, own style.
+
+The colour of a line's edge says what it is: compute as in a timeline, messages by the axis of their
+group, waits grey. Lines of a fold are indented under its headline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paralab.interpret.differences import SIGNS, Difference
+from paralab.interpret.spans import KINDS
+from paralab.interpret.text import ProgramText
+from paralab.programs.instructions import COLLECTIVES, KEEP, MESSAGES, WAIT, WORKERS, Instr
+from paralab.view import theme
+
+FAMILY = {"replica": "dp", "secondary": "dp", "ends": "pp"}  # axes that a wider one contains
+STYLE = """<style>
+.paralab-program { color: %(ink)s; background: %(paper)s; font-size: 13px; line-height: 1.45;
+  max-height: 640px; overflow: auto; border: 1px solid %(grid)s; border-radius: 6px;
+  padding: 8px 12px; width: fit-content; max-width: 100%%; }
+.paralab-program p { margin: 0 0 6px; }
+.paralab-program table { border-collapse: collapse; border: 0; margin: 0; font-size: 13px; }
+.paralab-program tr, .paralab-program tr:nth-child(n) { background: none; }
+.paralab-program td { text-align: left; white-space: nowrap; padding: 1px 14px 1px 0; border: 0;
+  color: %(ink)s; vertical-align: top; }
+.paralab-program td.long { white-space: normal; max-width: 420px; }
+.paralab-program td.number { color: %(faint)s; text-align: right; font-size: 11px; }
+.paralab-program td.faint, .paralab-program tr.wait td, .paralab-program p.faint {
+  color: %(faint)s; }
+.paralab-program code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12px;
+  color: inherit; background: none; padding: 0; }
+.paralab-program i { display: inline-block; width: 9px; height: 9px; border-radius: 2px;
+  margin-right: 7px; }
+.paralab-program span { margin-right: 14px; white-space: nowrap; }
+.paralab-program b { font-weight: 600; }
+</style>"""
+
+
+def program_table(shown: ProgramText) -> str:
+    """The lines of a program under its title, what the colours mean, and notes."""
+    rows, lines = list(shown.rows()), []
+    for row in rows:
+        indent, what = f' style="padding-left:{22 * row.depth}px"', theme.text(row.what)
+        cells, kind = f"<td colspan=3{indent}><b>{what}</b></td>", ""
+        if row.ins is not None:
+            frees = f"frees {theme.text(row.frees)}" if row.frees else ""
+            cells = f'<td{indent}>{_op(row.ins)}</td><td>{what}</td><td class="faint">{frees}</td>'
+            kind = ' class="wait"' if row.ins.op == WAIT else ""
+        lines.append(f'<tr{kind}><td class="number">{row.position}</td>{cells}')
+    return _framed([shown.title], lines, [row.ins for row in rows if row.ins], shown.notes)
+
+
+def difference_table(difference: Difference) -> str:
+    """The changes under the two titles."""
+    lines, changes = [], difference.changes
+    for change in changes:
+        does, amount, of = map(theme.text, (change.does, change.amount, change.of))
+        lines.append(
+            f'<tr><td title="{SIGNS[change.sign]}"><b>{change.sign}</b></td>'
+            f"<td>{_op(change.example)}</td><td>{does}</td><td>{amount}</td>"
+            f'<td class="long">{of}</td>'
+        )
+    words = ", ".join(f"{sign} {said}" for sign, said in SIGNS.items())
+    notes = [words if lines else "no difference"]
+    return _framed(difference.titles, lines, [change.example for change in changes], notes)
+
+
+def meaning_of(ins: Instr) -> tuple[str, str]:
+    """What an instruction's colour says, and the colour."""
+    if ins.op == WAIT:
+        return "wait", theme.colour("wait")
+    if ins.op in COLLECTIVES or ins.op in MESSAGES:
+        axis = FAMILY.get(ins.lane, ins.lane)
+        return f"messages of {axis}", theme.axis_colour(axis)
+    if ins.op == KEEP or ins.lane in WORKERS:
+        return "copies", theme.KIND_COLOUR["copy"]
+    kind = KINDS[ins.op]
+    words = {"weight_grad": "weight gradients", "copy": "copies"}
+    return words.get(kind, kind), theme.KIND_COLOUR[kind]
+
+
+def _swatch(fill: str) -> str:
+    return f'<i style="background:{fill}"></i>'
+
+
+def _op(ins: Instr) -> str:
+    return f"{_swatch(meaning_of(ins)[1])}<code>{ins.op}</code>"
+
+
+def _framed(
+    titles: Sequence[str], lines: Sequence[str], shown: Iterable[Instr], notes: Sequence[str]
+) -> str:
+    head = "<br>".join(f"<b>{theme.text(title)}</b>" for title in titles)
+    legend = "".join(
+        f"<span>{_swatch(fill)}{theme.text(meaning)}</span>"
+        for meaning, fill in sorted(set(map(meaning_of, shown)))
+    )
+    body = "".join(f"{line}</tr>" for line in lines)
+    foot = "".join(f'<p class="faint">{theme.text(note)}</p>' for note in notes)
+    return (
+        STYLE % vars(theme.look())
+        + f'<div class="paralab-program"><p>{head}</p><p class="faint">{legend}</p>'
+        + f"<table>{body}</table>{foot}</div>"
+    )

@@ -1,0 +1,80 @@
+"""The proof of `parallel.lowering.lower`: its lists run under the rules of NCCL's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paralab.checks import illegal
+from paralab.parallel.lowering import Step, Transfer
+from paralab.parallel.schedules import Action
+
+
+def check_lowered(lists: Sequence[Sequence[Step]]) -> None:
+    """Run the lists where a transfer holds up both ends until it is over, matched by order alone.
+
+    Raises ValueError at an action or a send whose input is not there yet, at a receive that does
+    not fit the send it meets, and if no rank can go on.
+    """
+    p = len(lists)
+    stages = 1 + max((step.stage for row in lists for step in row), default=0)
+    at = [0] * p
+    there: list[set[tuple]] = [set() for _ in range(p)]  # what each rank has: see `_result`
+    ready = list(range(p))
+    while ready:
+        rank = ready.pop()
+        while at[rank] < len(lists[rank]):
+            step = lists[rank][at[rank]]
+            if isinstance(step, Transfer):
+                peer = step.peer
+                other = lists[peer][at[peer]] if at[peer] < len(lists[peer]) else None
+                if not isinstance(other, Transfer) or other.peer != rank:
+                    break  # the peer will come to it, and then go on with this rank
+                sent, taken = (step, other) if step.kind == "send" else (other, step)
+                if sent.kind == taken.kind or (sent.what, sent.other_stage, sent.microbatch) != (
+                    taken.what, taken.stage, taken.microbatch,
+                ):  # fmt: skip
+                    raise illegal(f"lists[{rank}][{at[rank]}]", str(step),
+                                  f"meets {other} of rank {peer}",
+                                  "each send the counterpart of its receive")  # fmt: skip
+                result = (sent.what, sent.stage, sent.microbatch)
+                sender = rank if sent is step else peer
+                if result not in there[sender]:
+                    raise illegal(f"lists[{sender}][{at[sender]}]", str(sent),
+                                  "what it sends is not computed yet",
+                                  "a send after its action")  # fmt: skip
+                there[rank + peer - sender].add(result)
+                at[peer] += 1
+                ready.append(peer)
+            else:
+                need = _needs(step, stages)
+                if not need <= there[rank]:
+                    raise illegal(f"lists[{rank}][{at[rank]}]", str(step),
+                                  "what it needs is not there yet",
+                                  "an action after its receive")  # fmt: skip
+                there[rank].add(_result(step))
+            at[rank] += 1
+    stuck = [
+        f"rank {r} stands at {row[at[r]]}, for rank {row[at[r]].peer}"
+        for r, row in enumerate(lists)
+        if at[r] < len(row)
+    ]
+    if stuck:
+        raise illegal("lists", "...", f"no rank can go on: {'; '.join(stuck)}",
+                      "both ends of every pair's transfers in one order")  # fmt: skip
+
+
+def _result(action: Action) -> tuple:
+    """What an action leaves: ("F" | "B", stage, micro-batch); I leaves what B does, W nothing."""
+    kind = "B" if action.kind == "I" else action.kind
+    return (kind, action.stage, action.microbatch)
+
+
+def _needs(action: Action, stages: int) -> set[tuple]:
+    """The results that have to be on an action's rank when it starts."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return {("F", stage - 1, microbatch)} if stage else set()
+    own = {("F", stage, microbatch)}
+    if kind == "W":
+        return own | {("B", stage, microbatch)}
+    return own | ({("B", stage + 1, microbatch)} if stage < stages - 1 else set())

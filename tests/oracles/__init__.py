@@ -1,0 +1,138 @@
+"""What the core predicted, held and trained before it was rewritten, frozen as data.
+
+`plans.json.gz` has legal plans, each with the messages, the copies, the bytes and the step time
+that belong to it; `losses.json` has the bits of a few losses. Both were written once, by the core
+that they describe, which is gone. A new core is held against them, so they are data to keep.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import paralab as pl
+
+FOLDER = Path(__file__).parent
+PLANS, LOSSES = FOLDER / "plans.json.gz", FOLDER / "losses.json"
+
+# Nodes of two devices: a plan's groups lie inside a node, or reach over two, or over four. The five
+# links differ in both numbers, so that no time can come from the wrong one.
+MACHINE = pl.Cluster(
+    name="oracles",
+    nodes=4,
+    devices_per_node=2,
+    flops=1e11,
+    memory_bandwidth=3e10,
+    op_overhead=1e-6,
+    intra=pl.Link(alpha=1e-5, bandwidth=4e9),
+    inter=pl.Link(alpha=5e-5, bandwidth=1e9),
+    host=pl.Link(alpha=2e-5, bandwidth=2e9),
+    disk=pl.Link(alpha=1e-4, bandwidth=5e8),
+    host_bandwidth=1e10,
+)
+
+Call = tuple[str, str, str, int, int, str, int, tuple[int, ...]]
+Copy = tuple[str, str, str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """One plan and what the old core said of one step of it.
+
+    name       what is not plain in a plan of `pairwise.py`, or a drawn plan's number
+    source     "pairwise" or "drawn"
+    clip_norm  what the dry runs were told besides; predictions do not know of it
+    calls      of every rank (op, axis, phase, payload_bytes, wire_bytes, level, peer, ranks) of
+               each message in launch order, without the phases "control" and "setup"
+    copies     of every rank (lane, op, category, bytes) of each copy between tiers, in order
+    memory     {rank: its bytes in a dry run on fake tensors} of the first rank and the last
+    ran        {rank: (calls, copies)} of the same ranks as a run makes them. In a few plans that is
+               in another order than predicted
+    step_time  seconds on MACHINE
+    """
+
+    name: str
+    source: str
+    model: pl.ModelSpec
+    plan: pl.Plan
+    clip_norm: float | None
+    optimizer: str
+    calls: list[list[Call]]
+    copies: list[list[Copy]]
+    memory: dict[int, dict[str, Any]]
+    ran: dict[int, tuple[list[Call], list[Copy]]]
+    step_time: float
+
+
+def load() -> list[Oracle]:
+    """All frozen plans, those of `pairwise.py` first."""
+    return [_oracle(entry) for entry in json.loads(gzip.decompress(PLANS.read_bytes()))]
+
+
+@functools.cache
+def losses() -> dict[str, Any]:
+    """Losses as text that `float.fromhex` reads, and what they were made with."""
+    return json.loads(LOSSES.read_text())
+
+
+def unfolded(table: list[list[Any]], rows: list[list[int]]) -> list[list[tuple[Any, ...]]]:
+    """Of every rank its rows, each of which was kept as a number in a table of distinct ones."""
+    made = [tuple(tuple(x) if isinstance(x, list) else x for x in row) for row in table]
+    return [[made[number] for number in rank] for rank in rows]
+
+
+def folded(rows: Iterable[Iterable[tuple[Any, ...]]]) -> tuple[list[Any], list[list[int]]]:
+    """The inverse of `unfolded`: most rows of a step are there once for each block and batch."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    found = [[numbers.setdefault(row, len(numbers)) for row in rank] for rank in rows]
+    return list(numbers), found
+
+
+def calls_of(report: pl.Report) -> list[list[Call]]:
+    """Of every rank the messages of a report of one step, as an oracle has them."""
+    found: list[list[Call]] = [[] for _ in range(report.plan.world_size)]
+    columns = ["rank", "op", "axis", "phase", "payload_bytes", "wire_bytes", "level", "peer"]
+    table = report.collectives[[*columns, "ranks"]]
+    for rank, op, axis, phase, payload, wire, level, peer, ranks in table.itertuples(index=False):
+        if phase not in ("control", "setup"):
+            group = tuple(map(int, ranks))
+            found[rank].append((op, axis, phase, int(payload), int(wire), level, int(peer), group))
+    return found
+
+
+def copies_of(report: pl.Report) -> list[list[Copy]]:
+    """Of every rank the copies of a report of one step, as an oracle has them."""
+    found: list[list[Copy]] = [[] for _ in range(report.plan.world_size)]
+    table = report.copies[["rank", "lane", "op", "category", "bytes"]]
+    for rank, lane, op, category, size in table.itertuples(index=False):
+        found[rank].append((lane, op, category, int(size)))
+    return found
+
+
+def _oracle(entry: dict[str, Any]) -> Oracle:
+    calls = unfolded(entry["calls"], entry["rows"])
+    copies = unfolded(entry["moves"], entry["copies"])
+    asked = [int(rank) for rank, held in entry["memory"].items() if "refused" not in held]
+    ran = {rank: (calls[rank], copies[rank]) for rank in asked}
+    for rank, other in entry["ran"].items():
+        (sent,) = unfolded(entry["calls"], [other["rows"]])
+        (moved,) = unfolded(entry["moves"], [other["copies"]])
+        ran[int(rank)] = (sent, moved)
+    return Oracle(
+        name=entry["name"],
+        source=entry["source"],
+        model=pl.ModelSpec(**entry["model"]),
+        plan=pl.Plan(**entry["plan"]),
+        clip_norm=entry["clip_norm"],
+        optimizer=entry["optimizer"],
+        calls=calls,
+        copies=copies,
+        memory={int(rank): held for rank, held in entry["memory"].items()},
+        ran=ran,
+        step_time=entry["step_time"],
+    )

@@ -1,0 +1,202 @@
+"""Lab 02's second exercise: passes whose sums overlap pass, others miss the limits they break."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+
+import paralab as pl
+from paralab.programs import (
+    Instr,
+    all_gather,
+    all_reduce,
+    completed,
+    gradients,
+    insert,
+    reduce_scatter,
+    wait,
+)
+from test_exercises_zero import missed
+
+SYNC_PASS = pl.exercises.sync_pass
+sync_pass = importlib.import_module("paralab.exercises.sync_pass")
+PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = (limit for limit, _ in SYNC_PASS.asked)
+
+
+def each(program, *calls):
+    """The program with these calls for every unit, where its gradient is complete."""
+    ends = completed(program.code).items()
+    sums = {at: [call(unit) for unit in units for call in calls] for at, units in ends}
+    return program.replace(insert(program.code, sums))
+
+
+def behind_backward(program, calls):
+    return program.replace(insert(program.code, {max(completed(program.code)): calls}))
+
+
+# ---- right ---------------------------------------------------------------------------------------
+def by_unit(program):
+    """A right answer by other means: the list is walked once."""
+    ends, code = completed(program.code), []
+    for position, ins in enumerate(program.code):
+        code += [ins, *(all_reduce(unit) for unit in ends.get(position, ()))]
+    return program.replace(code)
+
+
+def in_halves(program):
+    """Each gather stands behind the next scatter, so that the rank never waits for its own."""
+    code, before = program.code, []
+    sums = {}
+    for position, units in sorted(completed(code).items()):
+        sums[position] = [*map(reduce_scatter, units), *map(all_gather, before)]
+        before = units
+    sums[position] += map(all_gather, before)
+    return program.replace(insert(code, sums))
+
+
+# ---- wrong ---------------------------------------------------------------------------------------
+def sums_nothing(program):
+    return program
+
+
+def forgets_a_unit(program):
+    left_out = all_reduce(gradients(program.code)[2])
+    return program.replace(ins for ins in by_unit(program).code if ins != left_out)
+
+
+def sums_twice(program):
+    return by_unit(by_unit(program))
+
+
+def sums_too_early(program):
+    ends = completed(program.code).items()
+    sums = {position - 1: map(all_reduce, units) for position, units in ends}
+    return program.replace(insert(program.code, sums))
+
+
+def sums_each_microbatch(program):
+    ends = completed(program.code, per_microbatch=True).items()
+    sums = {position: map(all_reduce, units) for position, units in ends}
+    return program.replace(insert(program.code, sums))
+
+
+def sums_behind_the_update(program):
+    return program.replace([*program.code, *map(all_reduce, gradients(program.code))])
+
+
+def never_gathers(program):
+    return each(program, reduce_scatter)
+
+
+def divides(program):
+    def divide(unit):
+        return all_reduce(unit)._replace(op="DIVIDE", lane="")
+
+    return each(program, all_reduce, divide)
+
+
+def drops_a_backward(program):
+    code = by_unit(program).code
+    code.remove(next(ins for ins in code if ins.op == "BACKWARD"))
+    return program.replace(code)
+
+
+def sums_at_the_end(program):
+    return behind_backward(program, map(all_reduce, gradients(program.code)))
+
+
+def one_after_the_other(program):
+    calls = map(all_reduce, gradients(program.code))
+    return behind_backward(program, [ins for call in calls for ins in (call, wait(call))])
+
+
+def waits_at_once(program):
+    return each(program, all_reduce, lambda unit: wait(all_reduce(unit)))
+
+
+def halves_at_once(program):
+    return each(program, reduce_scatter, all_gather)
+
+
+def gathers_late(program):
+    ends = completed(program.code)
+    sums = {position: [*map(reduce_scatter, units)] for position, units in ends.items()}
+    sums[max(ends)] += map(all_gather, gradients(program.code))
+    return program.replace(insert(program.code, sums))
+
+
+def gathers_twice(program):
+    return each(program, reduce_scatter, all_gather, all_gather)
+
+
+class FailsOnRanks:
+    """Right in the process that made it."""
+
+    def __init__(self):
+        self.home = os.getpid()
+
+    def __call__(self, program):
+        if os.getpid() != self.home:
+            raise KeyError("bucket 7")
+        return by_unit(program)
+
+
+WRONG = [  # answer, limits it misses, words of the verdict
+    (sums_nothing, {PROGRAM}, "head.norm.bias and 5 more (bucket 0) is never"),
+    (forgets_a_unit, {PROGRAM}, "(bucket 2) is never summed over the data-parallel"),
+    (sums_twice, {PROGRAM}, "(bucket 0) is summed over 'dp' already"),
+    (sums_too_early, {PROGRAM}, "adds to the gradient of head.norm.bias and 5 more (bucket 0)"),
+    (sums_each_microbatch, {PROGRAM}, "adds to the gradient of head.norm.bias"),
+    (sums_behind_the_update, {PROGRAM}, "='UPDATE bucket 0': the gradient of"),
+    (never_gathers, {PROGRAM}, "bucket 0"),
+    (divides, {PROGRAM}, "has an unknown op 'DIVIDE'"),
+    (drops_a_backward, {PROGRAM}, "the schedule has BACKWARD"),
+    (lambda program: [*by_unit(program).code, Instr("SUM")], {PROGRAM}, "it returned a list"),
+    (lambda program: None, {PROGRAM}, "it returned a NoneType, not a program"),
+    (lambda program: 1 / 0, {PROGRAM}, "raised ZeroDivisionError"),
+    (lambda: None, {PROGRAM}, "raised TypeError"),
+    (None, {PROGRAM}, "None cannot be called"),
+    ("a pass", {PROGRAM}, "'a pass' cannot be called"),
+    (FailsOnRanks(), {GRADIENTS}, "raised KeyError: 'bucket 7'"),
+    (sums_at_the_end, {TIME}, "42.3 ms, and at most 37 ms are asked: 7 of 7 calls begin when"),
+    (one_after_the_other, {TIME}, "42.6 ms, and at most 37 ms are asked: 7 of 7 calls"),
+    (waits_at_once, {TIME}, "42.6 ms, and at most 37 ms are asked: the rank is idle at instruction "
+     "39, 'WAIT grad bucket 0'"),
+    (halves_at_once, {TIME}, "39.7 ms, and at most 37 ms are asked: the rank is idle"),
+    (gathers_late, {TIME}, "39.7 ms, and at most 37 ms are asked: 8 of 14 calls"),
+    (gathers_twice, {BYTES, TIME}, "a rank sends 7.51 MB in a step, and 2(N-1)/N Ψ is 5.01 MB"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", [by_unit, in_halves])
+def test_another_right_pass_passes(answer):
+    verdict = SYNC_PASS.check(answer)
+    assert verdict.passed, verdict.table.to_string()
+
+
+@pytest.mark.parametrize("answer, limits, words", WRONG, ids=lambda v: getattr(v, "__name__", None))
+def test_a_wrong_pass_is_refused_by_the_limits_it_misses(answer, limits, words):
+    verdict = SYNC_PASS.check(answer)
+    assert missed(verdict) == limits, verdict.table.to_string()
+    assert words in verdict.said, verdict.said
+
+
+@pytest.mark.parametrize("state", [GRADIENTS, WEIGHTS])
+def test_what_ranks_train_is_held_against_one_process(state, monkeypatch):
+    right = sync_pass.of_one_process
+
+    def other(model, steps, **batch):
+        found = right(model, steps, **batch)
+        return found | {state: {name: 2 * array for name, array in found[state].items()}}
+
+    monkeypatch.setattr(sync_pass, "of_one_process", other)
+    verdict = SYNC_PASS.check(by_unit)
+    assert missed(verdict) == {state} and "is 0.5 times what it should be" in verdict.said
+
+
+def test_two_verdicts_on_one_pass_are_the_same():
+    """A notebook's stored verdict is compared with a fresh one, on another machine."""
+    first, second = (SYNC_PASS.check(sums_at_the_end) for _ in range(2))
+    assert first == second and first._repr_html_() == second._repr_html_()

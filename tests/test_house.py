@@ -1,0 +1,104 @@
+"""The house stays as it was drawn: imports point one way, torch stays in its rooms."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "paralab").rglob("*.py"))
+}
+# Inside and between these there is no circle, imports for types alone included.
+CORE = ("spec", "model_spec", "rules", "settings", "forms", "tiers", "cluster", "model", "parallel",
+        "programs", "interpret", "comm", "pending")  # fmt: skip
+# Who imports torch when it is imported itself: what runs on ranks, and the reference.
+WITH_TORCH = {
+    "agree", "batches", "checkpoint", "comm", "grid", "staging", "strict",
+    *(f"interpret.{name}" for name in ("away", "files", "flat", "host", "lanes", "pieces", "run",
+                                       "state", "train", "workers")),
+    *("model.draws", "model.reference"),
+    *("observe.clocks", "observe.ledger", "observe.memory"),
+    *("parallel.collectives", "records.boxes"),  # lab 01's algorithms; checkpoints
+    *("ranks.failure", "ranks.process", "ranks.torchrun"),
+}  # fmt: skip
+LONGEST_PASS = 150  # lines, docstring included
+
+
+def imports(path: Path, *, inside_functions: bool = False) -> Iterator[str]:
+    """Modules that a file imports, those for types alone included."""
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ImportFrom) and child.module:
+                for name in child.names:
+                    whole = f"{child.module}.{name.name}"
+                    yield whole if whole in FILES else child.module
+            elif isinstance(child, ast.Import):
+                yield from (name.name for name in child.names)
+            if inside_functions or not isinstance(child, ast.FunctionDef):
+                yield from walk(child)
+
+    return walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def belongs(module: str, rooms: tuple[str, ...]) -> bool:
+    return any(module == f"paralab.{r}" or module.startswith(f"paralab.{r}.") for r in rooms)
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, or none."""
+    left = dict(graph)
+    while left:  # whoever imports nothing that is left is in no circle
+        free = [module for module, others in left.items() if not others & left.keys()]
+        if not free:
+            break
+        for module in free:
+            del left[module]
+    if not left:
+        return []
+    path = [next(iter(left))]
+    while path.count(path[-1]) == 1:
+        path.append(min(left[path[-1]] & left.keys()))
+    return path[path.index(path[-1]) :]
+
+
+def test_no_imports_go_round_in_the_core():
+    core = {module: path for module, path in FILES.items() if belongs(module, CORE)}
+    graph = {module: set(imports(path)) & core.keys() - {module} for module, path in core.items()}
+    assert len(core) > 50 and not circle(graph), " -> ".join(circle(graph))
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) in (["b", "c", "b"], ["c", "b", "c"])
+
+
+def test_torch_is_imported_by_what_runs_on_ranks_alone():
+    found = {
+        module.removeprefix("paralab.")
+        for module, path in FILES.items()
+        if any(name.split(".")[0] == "torch" for name in top_level(path))
+    }
+    assert found <= WITH_TORCH
+
+
+def top_level(path: Path) -> Iterator[str]:
+    """What is imported at once, not for types alone and not inside a function."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "paralab/parallel").glob("*.py")), ids=lambda p: p.stem
+)
+def test_a_pass_can_be_read_in_one_go(path):
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            assert node.end_lineno - node.lineno < LONGEST_PASS, node.name

@@ -1,0 +1,374 @@
+"""The moments of a program: lanes, links and waits as anyone can work them out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+import paralab as pl
+from paralab.interpret.costs import Compute, Costs
+from paralab.interpret.spans import spans
+from paralab.interpret.time import Times, time
+from paralab.interpret.traffic import rows
+from paralab.programs.compile import compiled
+from paralab.programs.derive import derived
+from paralab.programs.instructions import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE,
+    SEND,
+    Code,
+    Instr,
+    all_reduce,
+    wait,
+)
+from paralab.programs.program import Program
+from paralab.theory.work import Work
+
+MODEL = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
+FREE = pl.Link(alpha=0.0, bandwidth=1e30)
+DEVICE = pl.Cluster(
+    devices_per_node=8, flops=1e11, memory_bandwidth=3e10, op_overhead=1e-6, intra=FREE
+)
+
+
+def cluster(seconds: float = 0.0, *, inter: float | None = None, **changes) -> pl.Cluster:
+    """Devices that compute at once, and links on which every call takes so many seconds."""
+    links = {"intra": pl.Link(alpha=seconds, bandwidth=1e30)}
+    if inter is not None:
+        links["inter"] = pl.Link(alpha=inter, bandwidth=1e30)
+    fields = {"flops": 1e30, "memory_bandwidth": 1e30, "op_overhead": 0.0, **links, **changes}
+    return DEVICE.replace(**fields)
+
+
+@pytest.fixture
+def costly(monkeypatch):
+    """Of all that is computed only forward and backward take time: of a whole stage so much."""
+
+    def take(**seconds: float) -> None:
+        def compute(costs: Costs, pp: int, ins: Instr) -> Compute:
+            i, j = ins.at
+            stage = next((a, b) for a, b in costs.program.stages if a <= i < b)
+            part = (j - i) / (stage[1] - stage[0])
+            return Compute(part * seconds.get(ins.op.lower(), 0.0))
+
+        monkeypatch.setattr(Costs, "_compute", compute)
+
+    return take
+
+
+# ---- the bubble ----------------------------------------------------------------------------------
+def bubble(plan: pl.Plan, work: float) -> float:
+    """Share of a step in which a rank with so many seconds of work per micro-batch is idle."""
+    times = time(compiled(MODEL, plan), cluster())
+    return 1 - plan.microbatches * work / times.seconds
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 5), (3, 4), (4, 8), (4, 3)])
+def test_the_bubble_is_that_of_the_formula(costly, schedule, p, m):
+    costly(forward=1.0, backward=2.0)
+    plan = pl.Plan(pp=p, microbatches=m, schedule=schedule)
+    assert bubble(plan, 3.0) == pytest.approx((p - 1) / (m + p - 1))
+
+
+def test_interleaving_divides_the_bubble_and_splitting_backward_fills_it(costly):
+    costly(forward=1.0, backward=2.0, backward_input=1.0, backward_weight=1.0)
+    p, v, m = 2, 2, 4
+    plan = pl.Plan(pp=p, virtual_stages=v, microbatches=m, schedule="interleaved")
+    assert bubble(plan, 3.0 * v) == pytest.approx((p - 1) / (v * m + p - 1))
+    split = pl.Plan(pp=4, microbatches=8, schedule="zb-h1")
+    idle = 3 * (1 + 1 - 1)  # (p-1) (F + I - W)
+    assert bubble(split, 3.0) == pytest.approx(idle / (idle + 8 * 3))
+    naive = pl.Plan(pp=4, microbatches=3, schedule="naive")
+    assert bubble(naive, 3.0) == pytest.approx(3 / 4)
+
+
+def test_a_message_adds_its_seconds_where_nothing_hides_it(costly):
+    """One micro-batch goes down the pipeline and back: 2 (p-1) messages."""
+    costly(forward=1.0, backward=2.0)
+    program = compiled(MODEL.replace(tied=False), pl.Plan(pp=4))
+    assert time(program, cluster(0.5)).seconds == pytest.approx(12 + 6 * 0.5)
+
+
+# ---- lanes ---------------------------------------------------------------------------------------
+def by_hand(plan: pl.Plan, *codes: Code) -> Program:
+    """A program of these lists."""
+    return replace(compiled(MODEL, plan), codes=[derived(code) for code in codes])
+
+
+def second(k: int = 0) -> Instr:
+    """One second of compute, of micro-batch ``k``, which needs nothing."""
+    return Instr(BACKWARD, (0, 1), k)
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """Every instruction of compute takes one."""
+    monkeypatch.setattr(Costs, "_compute", lambda costs, pp, ins: Compute(1.0))
+
+
+def test_only_what_backward_does_not_cover_is_waited_for(seconds):
+    """Three buckets leave behind backward's first, second and fourth second."""
+    plan = pl.Plan(dp=2, bucket_bytes=1)
+    a, b, c = (all_reduce(unit) for unit in range(3))
+    code = [second(), a, second(), b, second(), second(), c]
+    for call, step in ((0.5, 4.5), (1.0, 5.0), (1.5, 5.5), (2.0, 7.0), (3.0, 10.0)):
+        # Short calls hide but for the last; long ones queue from the first launch on.
+        assert time(by_hand(plan, code), cluster(call)).seconds == pytest.approx(step)
+    after = [*(second() for _ in range(4)), a, b, c]
+    assert time(by_hand(plan, after), cluster(1.0)).seconds == pytest.approx(7.0)
+
+
+def test_naive_sums_pay_for_each_and_overlapped_ones_for_the_last(costly):
+    costly(forward=1.0, backward=1.0)
+    steps = {}
+    for form in ("naive", "bucketed", "overlapped"):
+        plan = pl.Plan(dp=2, grad_sync=form, bucket_bytes=40_000)
+        program = compiled(MODEL, plan)
+        calls = len(list(rows(program, 0)))
+        steps[form] = time(program, cluster(1e-3)).seconds
+        exposed = 2 if form == "overlapped" else calls
+        assert 2.0 < steps[form] <= 2 + 1e-3 * exposed + 1e-9
+    assert steps["overlapped"] < steps["bucketed"] < steps["naive"]
+
+
+def test_a_group_makes_one_call_after_the_other_and_two_groups_both_at_once(seconds):
+    plan = pl.Plan(dp=2, tp=2, bucket_bytes=1)
+    over_dp, over_tp = all_reduce(0), all_reduce(1, "tp")
+    same = time(by_hand(plan, [over_dp, all_reduce(1)]), cluster(3.0))
+    other = time(by_hand(plan, [over_dp, over_tp]), cluster(3.0))
+    assert (same.seconds, other.seconds) == (6.0, 3.0)
+    assert list(same.calls[0].values()) == [(0.0, 3.0), (3.0, 6.0)]
+
+
+def messages(*, to: int, count: int, begin: int = 0) -> Code:
+    """Sends, one per second."""
+    return [
+        ins for k in range(begin, begin + count)
+        for ins in (Instr(SEND, 4, k, -1, (("x", 4, k),), (("sent", ("x", 4), k),), "pp", to),
+                    second(k))
+    ]  # fmt: skip
+
+
+def receives(*, source: int, count: int, begin: int = 0) -> Code:
+    return [
+        Instr(RECEIVE, 4, k, -1, (), (("x", 4, k),), "pp", source)
+        for k in range(begin, begin + count)
+    ]
+
+
+def test_a_slow_link_carries_one_message_after_the_other(seconds):
+    sends = [ins for ins in messages(to=1, count=3) if ins.op == SEND]
+    waits = [wait(ins) for ins in sends]
+    program = replace(
+        compiled(MODEL, pl.Plan(pp=2)), codes=[sends + waits, receives(source=0, count=3)]
+    )
+    times = time(program, cluster(5.0))
+    assert list(times.calls[1].values()) == [(0.0, 5.0), (5.0, 10.0), (10.0, 15.0)]
+    assert times.seconds == 15.0
+
+
+def test_a_send_waits_for_the_one_before_it_to_the_same_peer(seconds):
+    """So that memory does not depend on how fast a link is; see derive.py."""
+    program = by_hand(pl.Plan(pp=2), messages(to=1, count=3), receives(source=0, count=3))
+    times = time(program, cluster(5.0, wait_overhead=0.5))
+    assert times.ends[0] == 15.0  # long over when it is waited for: nothing is slower behind it
+    assert times.ends[1] == 15.5
+
+
+def test_both_directions_of_a_pair_are_lanes_of_their_own(seconds):
+    one = [*messages(to=1, count=1), *receives(source=1, count=1, begin=9)]
+    other = [*messages(to=0, count=1, begin=9), *receives(source=0, count=1)]
+    times = time(by_hand(pl.Plan(pp=2), one, other), cluster(5.0))
+    assert set(times.calls[0].values()) == {(1.0, 6.0)}
+
+
+def test_a_message_moves_when_both_its_ends_are_posted(seconds):
+    late = [second(), second(), second(), *receives(source=0, count=1)]
+    times = time(by_hand(pl.Plan(pp=2), messages(to=1, count=1), late), cluster(5.0))
+    assert list(times.calls[1].values()) == [(3.0, 8.0)]
+
+
+def test_a_call_between_stages_begins_when_the_last_of_them_is_there(seconds):
+    norm = ("norm", 0, 0)
+    call = Instr("ALL_REDUCE", 0, -1, -1, (norm,), (norm,), "pp", phase="control")
+    program = by_hand(pl.Plan(pp=3), [call], [second(), second(), call], [second(), call])
+    times = time(program, cluster(5.0))
+    assert [list(calls.values()) for calls in times.calls] == [[(2.0, 7.0)]] * 3
+
+
+def test_posting_and_waiting_take_the_rank_s_own_time(seconds):
+    plan = pl.Plan(dp=2, bucket_bytes=1)
+    code = [all_reduce(0), second(), wait(all_reduce(0)), second()]
+    slow = cluster(10.0, call_overhead=0.25, wait_overhead=0.5)
+    assert time(by_hand(plan, code), cluster(10.0)).seconds == pytest.approx(11.0)
+    times = time(by_hand(plan, code), slow)
+    assert times.entered[0][1] == 0.25
+    assert times.seconds == pytest.approx(11.5)
+
+
+def test_an_action_is_one_box_with_all_that_is_begun_and_awaited_in_it():
+    plan = pl.Plan(tp=2, microbatches=2)
+    program = compiled(MODEL, plan)
+    found = spans(program, program.codes[0])
+    runs = [span for span, _ in itertools.groupby(found)]
+    assert [span and span[:2] for span in runs] == [
+        *[(kind, k) for k in range(2) for kind in ("forward", "backward")],
+        ("optimizer", -1),
+    ]
+    pipeline = compiled(MODEL, plan.replace(pp=2))
+    inside = spans(pipeline, pipeline.codes[0])
+    for span, ins in zip(inside, pipeline.codes[0], strict=True):
+        assert (span is None) == (ins.lane == "pp" or ins.phase == "tied")  # between two actions
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_gradients_that_are_added_up_inside_an_action_do_not_interrupt_its_box(offload):
+    """What is added up behind its last instruction of compute is a box of its own."""
+    plan = pl.Plan(dp=2, zero_stage=2, microbatches=3, bucket_bytes=20_000, offload=offload)
+    program = compiled(MODEL, plan)
+    code, found = program.codes[0], spans(program, program.codes[0])
+    actions = [span for span in found if span and span[1] >= 0]
+    assert len([span for span, _ in itertools.groupby(actions)]) == 2 * plan.microbatches
+    for action in set(actions):
+        mine = [at for at, span in enumerate(found) if span == action]
+        assert mine == list(range(mine[0], mine[-1] + 1))
+        assert {code[at].op for at in (mine[0], mine[-1])} <= {FORWARD, BACKWARD}
+    assert offload or ("copy", -1, 0, 0) in found
+
+
+# ---- which link ----------------------------------------------------------------------------------
+def lasting(times: Times, program: Program, lane: str) -> set[float]:
+    """How long a lane's calls take on any rank."""
+    return {
+        round(end - start, 9)
+        for code, calls in zip(program.codes, times.calls, strict=True)
+        for position, (start, end) in calls.items()
+        if code[position].lane == lane
+    }
+
+
+def test_a_group_inside_a_node_is_not_slowed_by_one_across(seconds):
+    program = compiled(MODEL, pl.Plan(dp=2, tp=2))
+    times = time(program, cluster(1.0, inter=7.0, nodes=2, devices_per_node=2))
+    assert lasting(times, program, "tp") == {1.0}
+    assert lasting(times, program, "dp") == {7.0}
+
+
+def test_the_slowest_of_the_groups_alike_is_what_all_wait_for(seconds):
+    """Of three tp pairs on nodes of three the middle one has a rank on each."""
+    program = compiled(MODEL, pl.Plan(dp=3, tp=2))
+    times = time(program, cluster(1.0, inter=7.0, nodes=2, devices_per_node=3))
+    assert lasting(times, program, "tp") == {7.0}
+
+
+def test_each_pipeline_rank_has_the_level_of_its_own_groups(seconds):
+    """Ranks 0 to 2 share a node of four, and 3 to 5 do not."""
+    program = compiled(MODEL, pl.Plan(pp=2, dp=3))
+    times = time(program, cluster(1.0, inter=7.0, nodes=2, devices_per_node=4))
+    first, second_ = (
+        {round(end - start, 9) for at, (start, end) in calls.items() if code[at].lane == "dp"}
+        for code, calls in zip(program.codes, times.calls, strict=True)
+    )
+    assert (first, second_) == ({1.0}, {7.0})
+    assert lasting(times, program, "pp") == {7.0}  # rank 1 and 4, or 2 and 5
+
+
+def test_a_group_of_one_sends_nothing_and_takes_no_time():
+    program = compiled(MODEL, pl.Plan(dp=2, zero_stage=3, shard=1))
+    times = time(program, cluster(1.0))
+    assert lasting(times, program, "dp") == {0.0}
+    assert lasting(times, program, "replica") == {1.0}
+
+
+# ---- the device ----------------------------------------------------------------------------------
+def test_one_device_takes_what_its_ops_state_and_the_optimizer_moves():
+    program = compiled(MODEL, pl.Plan(microbatches=2), optimizer="sgd")
+    work = sum((half for op in program.model.ops for half in op.work), Work()) * 2
+    tensors = len(program.model.shapes)
+    update = Work(0, 12 * MODEL.num_params, 5 * len(program.units[0]) + tensors / 2)
+    expected = (work + update).seconds(DEVICE)
+    assert math.isclose(time(program, DEVICE).seconds, expected, rel_tol=1e-9)
+
+
+def test_calls_inside_an_op_are_waited_for_and_those_beside_its_weight_half_hide():
+    """Behind a product, or behind the weight half's own message on another axis."""
+    program = compiled(MODEL, pl.Plan(tp=8, tp_mode="3d", microbatch_size=4))
+    calls, ops = len(list(rows(program, 0))), program.model.ops
+    beside = sum(call.beside for op in ops for some in op.calls.values() for call in some)
+    assert 0 < beside < calls
+    assert time(program, cluster(1.0)).seconds == pytest.approx(calls - beside)
+    alone = time(program, cluster(0.0, flops=1e9)).seconds
+    more = time(program, cluster(1e-6, flops=1e9)).seconds - alone
+    assert more == pytest.approx((calls - beside) * 1e-6)
+
+
+# ---- other tiers ---------------------------------------------------------------------------------
+def test_a_job_begins_when_its_lane_is_free_and_what_it_needs_is_there():
+    program = compiled(MODEL, pl.Plan(zero_stage=3, offload="nvme", microbatches=2))
+    link = pl.Link(alpha=1.0, bandwidth=1e30)
+    times = time(program, cluster(host=link, disk=link, host_bandwidth=1e6))
+    there: dict[tuple, float] = {}
+    lanes: dict[str, float] = {}
+    for position, ins in enumerate(program.codes[0]):
+        if position in times.calls[0]:
+            start, until = times.calls[0][position]
+            needed = [there.get(v, 0.0) for v in ins.reads]
+            assert start >= max([lanes.get(ins.lane, 0.0), *needed])
+            lanes[ins.lane] = until
+            there |= dict.fromkeys(ins.writes, until)
+    assert set(lanes) == {"d2h", "host", "h2d", "disk"}
+
+
+@pytest.mark.parametrize(("host", "at_once", "delayed"), [(3.0, 13.0, 10.0), (12.0, 22.0, 12.0)])
+def test_a_delayed_update_runs_beside_the_next_step(costly, host, at_once, delayed):
+    """The device computes for 10 s. Its step ends with the host's update, or goes on beside the one
+    before and waits for that at its end.
+    """
+    costly(forward=4.0, backward=6.0)
+    links = cluster(host=FREE, host_bandwidth=28 * MODEL.num_params / host)
+    for late, step in ((False, at_once), (True, delayed)):
+        places = {"gradients": "cpu", "optimizer": "cpu", "delayed": late}
+        plan = pl.Plan(zero_stage=2, offload=places)
+        assert time(compiled(MODEL, plan), links).seconds == pytest.approx(step, rel=1e-3)
+
+
+# ---- nobody can go on ----------------------------------------------------------------------------
+def stuck(*codes: Code, plan: pl.Plan | None = None) -> str:
+    with pytest.raises(ValueError) as error:
+        time(by_hand(plan or pl.Plan(pp=len(codes)), *codes), cluster())
+    return str(error.value)
+
+
+def use(k: int) -> Instr:
+    """Compute that needs the message of micro-batch ``k``."""
+    return Instr(FORWARD, (4, 5), k, reads=(("x", 4, k),))
+
+
+def test_a_deadlock_says_which_rank_waits_for_which(seconds):
+    """Both want to receive before they send."""
+    one = [*receives(source=1, count=1), use(0), *messages(to=1, count=1, begin=7)]
+    other = [*receives(source=0, count=1, begin=7), use(7), *messages(to=0, count=1)]
+    said = stuck(one, other)
+    assert said.startswith("no rank can go on: rank 0 waits for RECEIVE")
+    assert "from rank 1, which rank 1 has not come to; rank 1 waits for RECEIVE" in said
+    assert said.endswith("from rank 0, which rank 0 has not come to")
+
+
+def test_a_message_that_nobody_sends_or_receives_is_named(seconds):
+    assert "rank 0 waits for RECEIVE" in stuck(receives(source=1, count=1), [])
+    assert "which rank 1 never sends" in stuck(receives(source=1, count=1), [])
+    said = stuck(messages(to=1, count=2), receives(source=0, count=1))
+    assert "rank 0 waits for SEND" in said and "which rank 1 never receives" in said
+    assert "rank 1 waits" not in said
+
+
+def test_a_call_that_a_stage_does_not_make_is_named(seconds):
+    norm = ("norm", 0, 0)
+    call = Instr("ALL_REDUCE", 0, -1, -1, (norm,), (norm,), "pp", phase="control")
+    said = stuck([call], [call], [second()], plan=pl.Plan(pp=3, dp=2))
+    assert "rank 0 waits for ALL_REDUCE" in said and "which rank 4 never makes" in said

@@ -1,0 +1,207 @@
+"""Counted bytes are recorded bytes: rows, boxes and copies of real ranks, and those that the core
+before this one predicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import oracles
+import paralab as pl
+from paralab import experiment
+from paralab.interpret.predict import predict
+from paralab.interpret.traffic import Row, rows
+from paralab.parallel.layouts import kind_of
+from paralab.programs.compile import compiled
+from paralab.programs.instructions import WAIT, WORKERS
+from paralab.programs.tiers import moved
+
+MODEL = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
+ONE_NODE = oracles.MACHINE.replace(nodes=1, devices_per_node=8)
+SMALL = 40_000  # bytes of a bucket: so there are several
+PLANS: dict[str, dict[str, Any]] = {
+    "data parallel": {"dp": 3, "microbatches": 2, "bucket_bytes": SMALL},
+    "naive": {"dp": 2, "grad_sync": "naive"},
+    "HSDP, ZeRO-2": {
+        "dp": 4, "shard": 2, "zero_stage": 2, "microbatches": 2, "bucket_bytes": SMALL},
+    "ZeRO-3": {"dp": 2, "zero_stage": 3, "microbatches": 2},
+    "second shard": {"dp": 4, "zero_stage": 3, "secondary_shard": 2},
+    "1F1B, copy of the embedding": {"pp": 4, "microbatches": 5},
+    "interleaved, ZeRO-1, fp16": {
+        "pp": 2, "dp": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4,
+        "zero_stage": 1, "precision": "fp16"},
+    "ZB-H1, tensor parallel": {"pp": 2, "tp": 2, "schedule": "zb-h1", "microbatches": 3},
+    "sequence parallel": {
+        "tp": 2, "dp": 2, "sequence_parallel": True, "zero_stage": 1, "bucket_bytes": SMALL},
+    "inputs in parts": {"tp": 2, "recompute": "full", "partition_activations": True},
+    "2D": {"tp": 4, "tp_mode": "2d", "microbatch_size": 4},
+    "3D": {"tp": 8, "tp_mode": "3d", "microbatch_size": 4},
+    "ZeRO-Infinity": {"dp": 2, "zero_stage": 3, "offload": "nvme", "microbatches": 2},
+    "inputs on the host": {
+        "recompute": "full", "offload": {"activations": "cpu"}, "microbatches": 2},
+    "layer relay": {
+        "zero_stage": 3, "offload": "cpu", "recompute": "full", "microbatches": 2,
+        "schedule": "l2l"},
+}  # fmt: skip
+CLIPPED = ("ZeRO-3", "1F1B, copy of the embedding", "sequence parallel")  # so the norm is summed
+every_plan = pytest.mark.parametrize("name", PLANS)
+
+
+def _by_the_new_core(context, model, plan, settings):
+    from paralab.interpret.train import train
+
+    return train(context, model, plan, **settings)
+
+
+@pytest.fixture(scope="module")
+def ran(text):
+    """Two steps of each plan on real ranks; without strict mode, which waits for peers too."""
+    known: dict[str, pl.Report] = {}
+
+    def train(name: str) -> pl.Report:
+        if name not in known:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(experiment, "_program", _by_the_new_core)
+                clip = 0.05 if name in CLIPPED else None
+                plan = pl.Plan(**PLANS[name])
+                known[name] = pl.run(MODEL, plan, steps=2, clip_norm=clip, data=text,
+                                     progress=False, timeout=60)  # fmt: skip
+        return known[name]
+
+    return train
+
+
+def recorded(report: pl.Report, rank: int) -> list[tuple]:
+    """The rows of the second step; in the first there are handshakes too."""
+    calls = report.collectives
+    calls = calls[(calls["rank"] == rank) & (calls["step"] == 1)].sort_values("span", kind="stable")
+    columns = ["op", "axis", "ranks", "peer", "level", "phase", "payload_bytes", "wire_bytes"]
+    return [tuple(row) for row in calls[columns].itertuples(index=False)]
+
+
+@every_plan
+def test_every_rank_makes_the_calls_that_are_counted_in_their_order(ran, name):
+    report = ran(name)
+    program = compiled(MODEL, report.plan, clips=name in CLIPPED)
+    for rank in range(report.plan.world_size):
+        assert [tuple(row) for row in rows(program, rank)] == recorded(report, rank)
+
+
+def boxes(report: pl.Report, rank: int) -> list[tuple]:
+    """What the boxes of the second step are, and in which order; ``after`` within the step."""
+    spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == 1)]
+    spans = spans.sort_values("id")
+    number = {span: at for at, span in enumerate(spans["id"])}
+    columns = [spans[name] for name in ("lane", "kind", "stage", "chunk", "microbatch")]
+    waited = [[number.get(other) for other in after] for after in spans["after"]]
+    return list(zip(*columns, waited, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in CLIPPED])
+def test_predicted_boxes_are_the_boxes_of_a_run(ran, name):
+    report = ran(name)
+    expect = predict(MODEL, report.plan, ONE_NODE, steps=2, detail="calls")
+    for rank in range(report.plan.world_size):
+        assert boxes(expect, rank) == boxes(report, rank)
+    for table, sides in (("collectives", ["rank", "span"]), ("copies", ["rank", "span"])):
+        columns = {
+            "collectives": ["rank", "op", "axis", "phase", "payload_bytes", "wire_bytes"],
+            "copies": ["rank", "lane", "op", "category", "bytes"],
+        }[table]
+        mine, theirs = (
+            getattr(one, table).query("step == 1").sort_values(sides, kind="stable")[columns]
+            for one in (expect, report)
+        )
+        assert mine.values.tolist() == theirs.values.tolist()
+
+
+# ---- the core before this one --------------------------------------------------------------------
+def test_every_frozen_plan_sends_what_it_sent_before():
+    wrong = []
+    for plan in oracles.load():
+        program = compiled(plan.model, plan.plan)
+        for rank in range(plan.plan.world_size):
+            now = [row for row in rows(program, rank, oracles.MACHINE.node_of)
+                   if row.phase != "control"]  # fmt: skip
+            found = Counter((row.op, row.axis, row.phase, row.payload, row.wire, row.level,
+                             row.peer, row.ranks) for row in now)  # fmt: skip
+            if found != Counter(plan.calls[rank]):
+                wrong.append((plan.name, rank))
+    assert not wrong
+
+
+def test_every_frozen_plan_copies_what_it_copied_before():
+    wrong = []
+    for plan in oracles.load():
+        if plan.plan.offload is None:
+            continue
+        program = compiled(plan.model, plan.plan)
+        for rank in range(plan.plan.world_size):
+            pp = plan.plan.place(rank).pp
+            jobs = [ins for ins in program.codes[pp] if ins.lane in WORKERS and ins.op != WAIT]
+            copies = [(ins.lane, *moved(program, ins, pp)) for ins in jobs]
+            copies = [copy for copy in copies if copy[1] in ("copy", "read", "write")]
+            if Counter(copies) != Counter(plan.copies[rank]):
+                wrong.append((plan.name, rank))
+    assert not wrong
+
+
+# ---- who, and over which link --------------------------------------------------------------------
+def levels(plan: pl.Plan, per_node: int) -> dict[tuple[int, str, int], set[str]]:
+    """{(rank, axis, peer): levels}, on nodes of so many ranks."""
+    program, found = compiled(MODEL, plan), {}
+    for rank in range(plan.world_size):
+        for row in rows(program, rank, lambda r: r // per_node):
+            found.setdefault((rank, row.axis, row.peer), set()).add(row.level)
+    return found
+
+
+def test_a_group_crosses_nodes_if_any_two_of_its_ranks_do():
+    plan = pl.Plan(dp=2, tp=2)
+    assert all(found == {"intra"} for found in levels(plan, 4).values())
+    for (_, axis, _), found in levels(plan, 2).items():
+        assert found == {"intra" if axis == "tp" else "inter"}
+
+
+def test_a_message_has_the_level_of_its_two_ends():
+    found = levels(pl.Plan(pp=4, microbatches=2), 2)
+    assert found[0, "pp", 1] == found[3, "pp", 2] == {"intra"}
+    assert found[1, "pp", 2] == found[2, "pp", 1] == {"inter"}
+
+
+def shared(plan: pl.Plan) -> list[list[Row]]:
+    program = compiled(MODEL, plan)
+    return [[row for row in rows(program, rank) if row.phase == "shared"]
+            for rank in range(plan.world_size)]  # fmt: skip
+
+
+def test_a_rank_sums_only_what_its_own_shard_has_of_shared_gradients():
+    """Norms on parts of a sequence: all their elements, once over the shards."""
+    plan = pl.Plan(dp=4, tp=2, sequence_parallel=True, zero_stage=1, bucket_bytes=SMALL)
+    shapes = compiled(MODEL, plan).model.shapes
+    norms = sum(4 * shape[0] for name, shape in shapes.items() if kind_of(name) == "norm")
+    found = shared(plan)
+    sizes = [sum(row.payload for row in mine) for mine in found]
+    assert sum(sizes[::2]) == sum(sizes[1::2]) == norms
+    assert len(set(sizes)) > 1
+
+
+def test_a_rank_whose_shard_has_nothing_to_share_makes_no_call():
+    plan = pl.Plan(dp=8, tp=2, sequence_parallel=True, zero_stage=1, bucket_bytes=SMALL)
+    counts = [len(mine) for mine in shared(plan)]
+    assert 0 in counts and 1 in counts
+    assert counts[::2] == counts[1::2]  # a group's members agree
+
+
+def test_what_only_later_shards_have_of_shared_gradients_is_summed_too():
+    plan = pl.Plan(dp=4, tp=2, sequence_parallel=True, zero_stage=1, bucket_bytes=20_000)
+    program = compiled(MODEL, plan)
+    (sums,) = (ins for ins in program.codes[0] if ins.phase == "shared" and ins.op != WAIT)
+    first = {share.unit for some in program.shared(0, 0).values() for share in some}
+    assert first < {v[1] for v in sums.reads} == {
+        number for number, unit in enumerate(program.units[0])
+        if any(kind_of(name) == "norm" for name in unit.names)
+    }  # fmt: skip

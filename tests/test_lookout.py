@@ -1,0 +1,70 @@
+"""A rank whose host does not stand still says all the same what its device waits for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from paralab.ranks.lookout import Lookout
+from paralab.ranks.notes import Notebook
+from paralab.ranks.waits import sentence, standing
+
+
+class Event:
+    over = False
+
+    def query(self) -> bool:
+        return self.over
+
+
+def test_the_oldest_call_that_is_not_over_is_noted_until_it_is():
+    notes, device, lives = [], SimpleNamespace(passed=0), []
+    lookout = Lookout(notes.append, lambda: device.passed, lambda: lives.append(1))
+    first, second = Event(), Event()
+    lookout.look()
+    assert notes == []
+    lookout.posted("all_gather #7 on axis dp, ranks 0,1", first)
+    lookout.posted("all_reduce #8 on axis tp, ranks 0,2", second)
+    lookout.look()
+    lookout.look()  # the rank's own thread may have wiped it meanwhile
+    assert notes == ["all_gather #7 on axis dp, ranks 0,1"] * 2
+    first.over = True
+    lookout.look()
+    assert notes[-1] == "all_reduce #8 on axis tp, ranks 0,2"
+    second.over = True
+    lookout.look()
+    assert notes[-1] == "" and lookout.calls == []
+
+
+def test_a_device_that_gets_on_is_a_sign_of_life_and_one_that_hangs_is_none():
+    device, lives = SimpleNamespace(passed=0), []
+    lookout = Lookout(lambda text: None, lambda: device.passed, lambda: lives.append(1))
+    lookout.posted("send #1 to rank 1", Event())
+    for device.passed in (1, 2, 3):
+        lookout.look()
+    assert len(lives) == 3  # a long step, computing
+    for _ in range(3):
+        lookout.look()
+    assert len(lives) == 3
+
+
+def test_what_it_notes_names_who_waits_for_whom(tmp_path):
+    pages = Notebook.create(tmp_path, 3)
+    for rank in (0, 1):
+        mine = Notebook.open(tmp_path, rank)
+        lookout = Lookout(mine.write, lambda: 0, mine.alive)
+        lookout.posted("all_reduce #17 on axis dp, ranks 0,1,2, step 3", Event())
+        before = pages.snapshot()
+        lookout.look()
+        assert pages.snapshot() != before
+    found = [standing(rank, 3, pages.read(rank), []) for rank in range(3)]
+    assert sentence(found).startswith("ranks 0, 1 wait in all_reduce #17 for rank 2")
+
+
+def test_a_sign_of_life_changes_the_page_and_not_what_it_says(tmp_path):
+    pages = Notebook.create(tmp_path, 1)
+    mine = Notebook.open(tmp_path, 0)
+    mine.write("all_reduce #1")
+    thread, before = pages.main_thread(0), pages.snapshot()
+    mine.alive()
+    assert pages.snapshot() != before
+    assert pages.read(0) == "all_reduce #1" and pages.main_thread(0) == thread

@@ -1,0 +1,267 @@
+"""A learner's own pass and schedule: trained like the built-in ones, and refused in words.
+
+Nothing that is refused here starts a process.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import paralab as pl
+from equality import assert_equal_state, reference
+from paralab.interpret.predict import predict
+from paralab.parallel.schedules import one_f_one_b
+from paralab.programs import (
+    ADD,
+    ALL_REDUCE,
+    BACKWARD,
+    FORWARD,
+    KEEP,
+    UPDATE,
+    Instr,
+    all_gather,
+    all_reduce,
+    completed,
+    gradients,
+    insert,
+    reduce_scatter,
+)
+from paralab.programs.instructions import RESCALE
+
+STEPS, LR = 2, 0.5
+SPEC = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
+LEFT = {"grad_sync": None, "bucket_bytes": 40_000, "microbatches": 2}
+
+
+def my_sync(program):
+    ends = completed(program.code)
+    sums = {at: [all_reduce(unit) for unit in units] for at, units in ends.items()}
+    return program.replace(insert(program.code, sums))
+
+
+def two_halves(program):
+    """An all-reduce is a reduce-scatter and an all-gather."""
+    calls = {
+        at: [call(unit) for unit in units for call in (reduce_scatter, all_gather)]
+        for at, units in completed(program.code).items()
+    }
+    return program.replace(insert(program.code, calls))
+
+
+def forgets_one(program):
+    return program.replace(
+        ins for ins in my_sync(program).code if ins != all_reduce(gradients(program.code)[2])
+    )
+
+
+@pytest.fixture
+def train(run):
+    def train(plan: pl.Plan) -> pl.Report:
+        return run(SPEC, plan, steps=STEPS, optimizer="sgd", lr=LR, keep_state=True)
+
+    return train
+
+
+def refusal(*passes, **plan) -> str:
+    with pytest.raises(ValueError, match="; legal: ") as found:
+        pl.run(SPEC, pl.Plan(dp=2, **LEFT | plan, passes=passes))
+    return str(found.value)
+
+
+# ---- what trains ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_data_parallelism_as_a_pass_trains_bit_for_bit_as_the_built_in_form(train, shape):
+    settings = LEFT | shape
+    mine = train(pl.Plan(**settings, passes=(my_sync,)))
+    built_in = train(pl.Plan(**settings | {"grad_sync": "overlapped"}))
+    assert mine.losses == built_in.losses
+    for name, weight in built_in.weights.items():
+        np.testing.assert_array_equal(mine.weights[name], weight)
+    columns = ["op", "axis", "phase", "wire_bytes"]
+    assert mine.collectives[columns].equals(built_in.collectives[columns])
+
+
+def test_an_all_reduce_written_as_two_calls_trains_as_one_process(train, text):
+    report = train(pl.Plan(dp=4, **LEFT, passes=(two_halves,)))
+    alone = reference(SPEC, microbatches=8, microbatch_size=2, steps=STEPS, lr=LR, data=text)
+    assert_equal_state(alone, report)
+    assert {"reduce_scatter", "all_gather"} <= set(report.collectives["op"])
+    assert "all_reduce" not in set(report.collectives["op"])
+
+
+def test_passes_follow_each_other(train):
+    halves = [
+        lambda program, odd=odd: program.replace(
+            insert(
+                program.code,
+                {
+                    at: [all_reduce(unit) for unit in units if unit % 2 == odd]
+                    for at, units in completed(program.code).items()
+                },
+            )
+        )
+        for odd in (0, 1)
+    ]
+    report = train(pl.Plan(dp=2, **LEFT, passes=tuple(halves)))
+    assert np.isfinite(report.losses).all()
+    assert "never summed" in refusal(halves[0])
+
+
+def fused(program):
+    """Each unit is updated as soon as its gradient is summed, inside backward."""
+    updates = {ins.unit: ins for ins in program.code if ins.op == UPDATE}
+    code = []
+    for ins in my_sync(program).code:
+        code += [ins] * (ins.op != UPDATE)
+        if ins.op == ALL_REDUCE:
+            code.append(updates[ins.unit])
+    return program.replace(code)
+
+
+def test_an_update_inside_backward_trains_the_same_and_the_gradients_are_those_it_saw(train):
+    mine, later = (train(pl.Plan(dp=2, **LEFT, passes=(f,))) for f in (fused, my_sync))
+    for what in ("gradients", "weights"):
+        assert list(getattr(mine, what)) == list(getattr(later, what))
+        for name, array in getattr(later, what).items():
+            np.testing.assert_array_equal(getattr(mine, what)[name], array, err_msg=name)
+
+
+def test_an_own_schedule_runs_is_predicted_and_printed(train, text):
+    def mine(pp, microbatches):
+        return one_f_one_b(pp, microbatches)
+
+    plan = pl.Plan(pp=2, microbatches=4, schedule=mine)
+    named = plan.replace(schedule="1f1b")
+    report = train(plan)
+    assert report.losses == train(named).losses
+    assert len(pl.program(SPEC, plan, rank=1)) == len(pl.program(SPEC, named, rank=1))
+    cluster = pl.Cluster.preset("dgx-a100")
+    times = [predict(SPEC, some, cluster).step_time for some in (plan, named)]
+    assert times[0] == times[1] > 0
+
+
+def test_a_pass_is_predicted_as_what_it_does():
+    cluster = pl.Cluster.preset("dgx-a100")
+    settings = {"dp": 4, **LEFT}
+    mine = predict(SPEC, pl.Plan(**settings, passes=(my_sync,)), cluster)
+    named = {
+        form: predict(SPEC, pl.Plan(**settings | {"grad_sync": form}), cluster)
+        for form in ("overlapped", "naive")
+    }
+    assert mine.step_time == named["overlapped"].step_time < named["naive"].step_time
+    assert mine.traffic(by="op").equals(named["overlapped"].traffic(by="op"))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+def test_without_any_pass_the_first_gradient_is_named():
+    said = refusal()
+    assert "the gradient of head.norm" in said and "never summed over the data-parallel" in said
+
+
+def test_a_forgotten_unit_is_refused_by_name():
+    said = refusal(forgets_one)
+    names = pl.program(SPEC, pl.Plan(dp=2, **LEFT)).units[2].names
+    assert f"the gradient of {names[0]} and {len(names) - 1} more (bucket 2) is never" in said
+    assert "(axis 'dp')" in said and "legal: ALL_REDUCE over 'dp' behind position" in said
+    shown = repr(pl.program(SPEC, pl.Plan(dp=2, **LEFT, passes=(forgets_one,))))
+    assert shown.splitlines()[-1] == f"refused: {said}"
+
+
+def test_summing_twice_is_refused():
+    said = refusal(my_sync, my_sync)
+    assert "is summed over 'dp' already" in said
+
+
+def test_summing_after_each_micro_batch_is_refused():
+    def eager(program):
+        ends = completed(program.code, per_microbatch=True)
+        sums = {at: [all_reduce(unit) for unit in units] for at, units in ends.items()}
+        return program.replace(insert(program.code, sums))
+
+    assert "adds to the gradient of" in refusal(eager)
+
+
+def test_sums_behind_the_update_are_refused():
+    def late(program):
+        return program.replace([*program.code, *map(all_reduce, gradients(program.code))])
+
+    assert "='UPDATE bucket 0': the gradient of" in refusal(late)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda code: None, "='own: <lambda>': it returned a NoneType, not a program"),
+        (lambda code: [*code, "sum"], "'sum', is no instruction"),
+        (lambda code: [*code, Instr("SUM")], "has an unknown op 'SUM'; legal: ADD, ALL_GATHER"),
+        (lambda code: [*code, all_reduce(0, "tensor")], "has the lane 'tensor', which this plan"),
+        (lambda code: [*code, all_reduce(0, "ends")], "has the lane 'ends', which this plan"),
+        (lambda code: [*code, all_reduce(99)], "names ('grad', 99, 0), which is no value"),
+        (lambda code: [*code, all_reduce(0)._replace(reads=())], "reads 0 values and writes 1"),
+        (lambda code: [*code, all_reduce(0)._replace(reads=[3])], "tuples of values"),
+        (lambda code: [all_gather(0), *code], "reads part bucket 0, which no instruction has"),
+        (lambda code: [i for i in code if i.op != UPDATE], "UPDATE of head.norm"),
+        (lambda code: [i for i in code if i.op != FORWARD], "the schedule has FORWARD embedding"),
+        (lambda code: [i for i in code if i.op != BACKWARD or i.mb], "the schedule has BACKWARD"),
+    ],
+)
+def test_a_wrong_result_is_refused_in_words(change, words):
+    def wrong(program):
+        changed = change(my_sync(program).code)
+        return changed if changed is None else program.replace(changed)
+
+    wrong.__name__ = "<lambda>"
+    assert words in refusal(wrong)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda v: Instr(ADD, reads=(v,), writes=(v,)), "reads and writes the same value"),
+        (lambda v: Instr(KEEP, reads=(v,), writes=(v,)), "reads and writes the same value"),
+        (lambda v: Instr(RESCALE), "adapts a loss scale"),
+    ],
+)
+def test_what_no_rank_could_do_is_refused(made, why):
+    assert why in refusal(lambda p: p.replace([*p.code, made(("grad", 0, 0))]))
+
+
+def test_another_ranks_program_is_refused():
+    other = pl.program(SPEC, pl.Plan(dp=2, **LEFT))
+    assert "it returned another rank's program" in refusal(lambda program: other)
+
+
+def test_what_is_no_function_is_refused_when_the_plan_is_made():
+    with pytest.raises(ValueError, match=r"passes=\(3,\): 3 cannot be called; legal: "):
+        pl.Plan(passes=(3,))
+    with pytest.raises(ValueError, match="passes=.*: not a sequence; legal: "):
+        pl.Plan(passes=my_sync)
+
+
+def test_zero_does_not_leave_its_sums_to_passes():
+    with pytest.raises(ValueError, match="grad_sync=None: zero_stage=1 brings its own way"):
+        pl.Plan(dp=2, zero_stage=1, grad_sync=None).validate(SPEC)
+
+
+# ---- what a plan keeps ---------------------------------------------------------------------------
+def test_a_saved_plan_keeps_the_names_of_passes_and_does_not_run_without_them():
+    plan = pl.Plan(dp=2, **LEFT, passes=(my_sync,))
+    saved = json.loads(json.dumps(plan.to_dict()))
+    assert saved["passes"] == ["own: my_sync"] and saved["grad_sync"] is None
+    again = pl.Plan.from_dict(saved)
+    assert again.passes == ("own: my_sync",) and again.grad_sync is None
+    assert again.grad_sync_name == plan.grad_sync_name == "own: my_sync"
+    with pytest.raises(ValueError, match="passes=.*a saved plan keeps only the function's name"):
+        again.validate(SPEC)
+    assert again.replace(passes=(my_sync,)) == plan
+
+
+def test_a_pass_can_be_tried_on_a_printed_program():
+    before = pl.program(SPEC, pl.Plan(dp=2, **LEFT))
+    after = my_sync(before)
+    assert before.refusal and not after.refusal
+    assert after.count()["ALL_REDUCE", "dp"] == len(before.units)
+    assert len(before.diff(after).changes) == 1

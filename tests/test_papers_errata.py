@@ -1,0 +1,55 @@
+"""The list of errata, and what presets of clusters say beside datasheets."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+import paralab as pl
+from paralab.theory import papers, zero
+
+
+def test_errata_name_functions_that_say_so():
+    table = papers.errata()
+    assert len(table) >= 17 and not table.duplicated("where").any()
+    assert (table[["printed", "follows", "why"]] != "").all(axis=None)
+    for where, path in zip(table["where"], table["see"], strict=True):
+        if path:
+            module, _, name = path.partition(".")
+            found = getattr(importlib.import_module(f"paralab.theory.{module}"), name)
+            assert inspect.getdoc(found), where
+
+
+def test_errata_follow():
+    gib = 2**30
+    assert 12 * 282.2e6 / gib == pytest.approx(3.15, abs=0.005)  # GPipe, table 1
+    checkpoints = 2 * 8192 * 32 * 1024 * 125  # ZeRO, sec. 6.1
+    assert (round(checkpoints / 1e9, 1), round(checkpoints / 16e9, 1)) == (67.1, 4.2)
+    first = 32 / zero.bytes_per_device(1.0, 64, 1)  # ZeRO, table 2, billions
+    assert [round(mp * first, 2) for mp in (2, 4, 8, 16)] == [15.28, 30.57, 61.13, 122.27]
+    # ZeRO-Infinity: figure 2a's smallest model, and eq. 5 at 2 bytes per element
+    assert round(16 * 10240**2 / gib, 2) == 1.56 and round(20 * 10240**2 / gib, 2) == 1.95
+    assert round(2 * 2 * 1024 * (16 * 10240 + 2 * 128 * 1024) / gib, 2) == 1.62
+    assert round(312e12 / 12.5e9 / 1e3, 2) == 24.96  # Ring Attention
+
+
+# Datasheets: bytes of memory, bytes/s of memory, inside a node and between nodes, FLOP/s; and what
+# a matrix product reaches at best by stas00/ml-engineering's tables.
+DATASHEETS = {
+    "dgx-a100": (80e9, 2039e9, 300e9, 25e9, 312e12, 271.2e12),
+    "dgx-h100": (80e9, 3350e9, 450e9, 50e9, 989e12, 794.5e12),
+}
+
+
+@pytest.mark.parametrize("preset", DATASHEETS)
+def test_presets_are_the_datasheets_at_stated_shares(preset):
+    size, rate, inside, between, peak, product = DATASHEETS[preset]
+    cluster = pl.Cluster.preset(preset)
+    assert cluster.memory == size
+    assert (cluster.intra.bandwidth, cluster.inter.bandwidth) == (inside, between)
+    assert cluster.memory_bandwidth == pytest.approx(0.8 * rate)
+    # 62 % of peak: above what PTD-P's whole steps reach, below what a single product does
+    assert cluster.flops == pytest.approx(0.62 * peak)
+    assert cluster.flops < product

@@ -1,0 +1,323 @@
+"""`pl.program` promises a step to read, folded without loss, and what two of them differ in."""
+
+from __future__ import annotations
+
+import html
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paralab as pl
+from paralab import cli
+from paralab.interpret.folding import Fold, Line, fold
+from paralab.interpret.traffic import rows
+from paralab.programs.compile import compiled
+from paralab.programs.instructions import BACKWARD, COLLECTIVES, FORWARD, MESSAGES, WAIT
+
+LAPTOP = pl.ModelSpec.preset("laptop")
+SPEC = pl.ModelSpec(layers=6, hidden=48, heads=4, seq_len=24, vocab=260)
+PLANS = [
+    {},
+    {"dp": 4, "zero_stage": 2, "microbatches": 3, "bucket_bytes": 40_000},
+    {"dp": 4, "zero_stage": 3, "microbatches": 3, "recompute": "full"},
+    {"dp": 4, "zero_stage": 3, "secondary_shard": 2},
+    {"pp": 2, "microbatches": 8, "dp": 2},
+    {"pp": 3, "microbatches": 6, "schedule": "interleaved", "virtual_stages": 2},
+    {"pp": 2, "tp": 2, "microbatches": 4, "schedule": "zb-h1", "sequence_parallel": True},
+    {"tp": 4, "tp_mode": "2d"},
+]
+
+
+def lines_of(text: str) -> list[str]:
+    """The printed lines, without the title and without spaces."""
+    return [" ".join(line.split()) for line in text.splitlines()[1:]]
+
+
+def unfolded(items) -> list[tuple[str, int]]:
+    """The lines that folded ones stand for; a position is told of first stretches alone."""
+    found = []
+    for item in items:
+        if isinstance(item, Fold):
+            for times in range(item.count):
+                found += unfolded(item.repeated(times))
+        else:
+            found.append(item.text)
+    return found
+
+
+# ---- a program to read ---------------------------------------------------------------------------
+def test_zero_3_reads_gather_wait_compute_free():
+    shown = lines_of(repr(pl.program(LAPTOP, pl.Plan(dp=4, zero_stage=3))))
+    begin = shown.index("4 × 3 blocks, i = 0 … 2")
+    assert shown[begin + 1 : begin + 4] == [
+        "4 ALL_GATHER w blocks.i+1 mb 0 over dp, 793 kB",
+        "5 WAIT w blocks.i mb 0",
+        "6 FORWARD blocks.i mb 0 frees w, x",
+    ]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_every_instruction_is_a_line_and_folded_lines_stand_for_all(plan):
+    plan = pl.Plan(**plan)
+    for rank in {0, plan.world_size - 1}:
+        shown = pl.program(SPEC, plan, rank=rank)
+        code = compiled(SPEC, plan).codes[plan.place(rank).pp]
+        assert shown.lines == code and len(shown) == len(code)
+        flat = list(shown.rows(folded=False))
+        assert [row.position for row in flat] == list(range(len(code)))
+        assert [row.ins.op for row in flat] == [ins.op for ins in code]
+        texts = [f"{row.ins.op}\t{row.what}\t{row.frees}" for row in flat]
+        folded = fold([Line(text, at) for at, text in enumerate(texts)])
+        assert unfolded(folded) == texts
+        assert len(list(shown.rows())) == sum(item.length for item in folded) <= len(texts)
+        assert not shown.refusal
+
+
+@given(
+    st.lists(
+        st.builds(
+            "{} blocks.{} mb {}".format,
+            st.sampled_from("AB"),
+            st.integers(0, 3),
+            st.integers(0, 2),
+        ),
+        max_size=24,
+    )
+)
+def test_folding_any_lines_loses_none(texts):
+    items = fold([Line(text, at) for at, text in enumerate(texts)], worth=0)
+    assert unfolded(items) == texts
+
+    def in_words(items, letters) -> list[str]:
+        said = []
+        for item in items:
+            if isinstance(item, Fold):
+                assert set(item.letters).isdisjoint(letters)  # a letter means one thing
+                said += in_words(item.body, {**letters, **item.letters})
+            else:
+                said.append(item.said(letters))
+        return said
+
+    assert all("blocks." in said for said in in_words(items, {}))
+
+
+def test_blocks_fold_inside_micro_batches():
+    texts = [f"{op} blocks.{i} mb {k}" for k in range(5) for op in "AB" for i in range(4)]
+    (outer,) = fold([Line(text, at) for at, text in enumerate(texts)])
+    assert outer.head == "× 5 micro-batches, k = 0 … 4"
+    assert [inner.head for inner in outer.body] == ["× 4 blocks, i = 0 … 3"] * 2
+    letters = {**outer.letters, **outer.body[1].letters}
+    assert outer.body[1].body[0].said(letters) == "B blocks.i mb k"
+
+
+def test_a_backward_counts_down_and_what_is_ahead_is_said_by_its_distance():
+    texts = [t for i in (5, 4, 3, 2) for t in (f"GATHER\tblocks.{i - 1}", f"BACKWARD\tblocks.{i}")]
+    (item,) = fold([Line(text, at) for at, text in enumerate(texts)])
+    assert item.head == "× 4 blocks, i = 5 … 2"
+    assert [line.said(item.letters) for line in item.body] == [
+        "GATHER\tblocks.i-1",
+        "BACKWARD\tblocks.i",
+    ]
+
+
+def test_messages_name_the_ranks_of_the_asking_ranks_pipeline():
+    plan = pl.Plan(dp=2, tp=2, pp=2, microbatches=2)
+    sent = [
+        row.what
+        for rank in (1, 6)
+        for row in pl.program(SPEC, plan, rank=rank).filter(op="send").rows(folded=False)
+    ]
+    assert {what.partition(" to ")[2].split(",")[0] for what in sent} == {"rank 5", "rank 2"}
+
+
+def test_what_a_worker_does_names_its_lane():
+    shown = pl.program(SPEC, pl.Plan(dp=2, zero_stage=2, offload="cpu"))
+    whats = {ins.lane: shown.names.what(ins) for _, ins in shown if ins.op != WAIT}
+    assert {"h2d", "d2h", "host"} <= set(whats)
+    assert whats["h2d"].endswith(" over h2d") and whats["host"].endswith(" on host")
+
+
+@pytest.mark.parametrize("plan", PLANS[:6], ids=str)
+def test_a_messages_bytes_are_those_that_are_counted(plan):
+    plan = pl.Plan(**plan)
+    shown = pl.program(SPEC, plan)
+    sizes = [shown.bytes_of(ins) for _, ins in shown if ins.op in COLLECTIVES | MESSAGES]
+    assert sizes == [row.payload for row in rows(compiled(SPEC, plan), 0)]
+
+
+def test_buckets_are_said_what_lies_in_them():
+    shown = repr(pl.program(SPEC, pl.Plan(dp=2, bucket_bytes=40_000)))
+    assert re.search(r"\nbucket 0: head\.\S+ … blocks\.5\.\S+, \d+ parameters\n", shown)
+
+
+def test_clipping_takes_a_norm():
+    plain = pl.program(SPEC, pl.Plan(dp=2)).count()
+    clipped = pl.program(SPEC, pl.Plan(dp=2), clip_norm=1.0).count()
+    assert clipped - plain == {("NORM", "compute"): 1}
+
+
+# ---- parts of it ---------------------------------------------------------------------------------
+def test_filters_choose_lines_and_keep_their_positions():
+    shown = pl.program(SPEC, pl.Plan(dp=4, zero_stage=3, microbatches=2))
+    chosen = shown.filter(op=("all_gather", "wait"), lane="dp", microbatch=1)
+    assert all(
+        ins.op in ("ALL_GATHER", WAIT) and ins.lane == "dp" and ins.mb == 1 for _, ins in chosen
+    )
+    wanted = [at for at, ins in enumerate(shown.lines) if (at, ins) in list(chosen)]
+    assert [row.position for row in chosen.rows(folded=False)] == wanted
+    assert f"{len(chosen)} of {len(shown)} instructions" in repr(chosen)
+    gathers = chosen.filter(op="all_gather")
+    assert set(gathers.count()) == {("ALL_GATHER", "dp")}
+    assert 0 < len(gathers) < len(chosen)
+    forwards = shown.filter(lane="compute", op="forward")
+    assert len(forwards) == shown.count()[FORWARD, "compute"] == 2 * (SPEC.layers + 2)
+    assert repr(shown.filter()) == repr(shown) and not len(shown.filter(microbatch=()))
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"op": "gather"}, "op='GATHER': unknown choice; legal: 'ADD'"),
+        ({"lane": "tp"}, "lane='tp': no instruction runs there; legal: compute, dp"),
+    ],
+)
+def test_what_no_line_has_is_refused(asked, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        pl.program(SPEC, pl.Plan(dp=2)).filter(**asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"rank": 2}, "rank=2: out of range"),
+        ({"plan": "dp"}, "plan='dp': not a plan"),
+        ({"optimizer": "lion"}, "optimizer='lion': unknown choice"),
+        ({"clip_norm": -1}, "clip_norm=-1: out of range"),
+        ({"plan": pl.Plan(pp=9)}, "pp=9"),
+    ],
+)
+def test_what_has_no_program_is_refused(asked, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        pl.program(**{"model": SPEC, "plan": pl.Plan(dp=2), **asked})
+
+
+# ---- what two differ in --------------------------------------------------------------------------
+def test_from_zero_2_to_zero_3_on_one_screen():
+    before, after = (pl.program(LAPTOP, pl.Plan(dp=4, zero_stage=stage)) for stage in (2, 3))
+    difference = before.diff(after)
+    shown = repr(difference).splitlines()
+    assert len(shown) <= 15
+    lines = [" ".join(line.split()) for line in shown]
+    parts = "embedding, blocks.0 … blocks.3 (× 4 blocks), head"
+    back = "head, blocks.3 … blocks.0 (× 4 blocks), embedding"
+    assert f"+ ALL_GATHER shard → w over dp, before FORWARD 6 times, 3.34 MB {parts}" in lines
+    assert "~ FORWARD frees w too 5 times blocks.0 … blocks.3 (× 4 blocks), head" in lines
+    assert f"+ REDUCE_SCATTER grad → part over dp, after BACKWARD 6 times, 3.34 MB {back}" in lines
+    assert "- ALL_GATHER shard → w over dp once, 3.34 MB bucket 0" in lines
+    assert sum(line.startswith("+ ALL_GATHER") for line in lines) == 2
+
+
+def test_a_difference_counts_every_instruction():
+    plans = [pl.Plan(**plan) for plan in PLANS[1:3]]
+    before, after = (pl.program(SPEC, plan) for plan in plans)
+    difference = before.diff(after)
+    added = sum(change.count for change in difference.changes if change.sign == "+")
+    gone = sum(change.count for change in difference.changes if change.sign == "-")
+
+    def without_waits(shown) -> int:
+        return sum(ins.op != WAIT for _, ins in shown)
+
+    assert difference.same + added == without_waits(after)
+    assert difference.same + gone == without_waits(before)
+
+
+def test_micro_batches_that_differ_alike_share_a_line():
+    plans = [pl.Plan(dp=2, zero_stage=stage, microbatches=8) for stage in (2, 3)]
+    difference = pl.program(SPEC, plans[0]).diff(pl.program(SPEC, plans[1]))
+    gathers = [c for c in difference.changes if c.does.endswith("before FORWARD")]
+    assert [c.count for c in gathers] == [8 * 8]
+    assert gathers[0].of.endswith("(× 6 blocks), head, mb 0 … 7")
+
+
+def test_another_schedule_moves_what_is_the_same():
+    plans = [pl.Plan(pp=2, microbatches=4, schedule=name) for name in ("gpipe", "1f1b")]
+    difference = pl.program(SPEC, plans[0]).diff(pl.program(SPEC, plans[1]))
+    assert {change.sign for change in difference.changes} == {"↕"}
+    assert any(change.op == BACKWARD for change in difference.changes)
+
+
+def test_equal_programs_do_not_differ():
+    shown = pl.program(SPEC, pl.Plan(dp=2))
+    assert repr(shown.diff(pl.program(SPEC, pl.Plan(dp=2)))).endswith("no difference")
+    with pytest.raises(ValueError, match="other=3: not a program to read"):
+        shown.diff(3)
+
+
+# ---- in a notebook and in a shell ----------------------------------------------------------------
+def test_a_notebook_shows_the_same_lines_in_colours_of_one_meaning():
+    before, after = (pl.program(LAPTOP, pl.Plan(dp=4, zero_stage=stage)) for stage in (2, 3))
+    for shown in (after, before.diff(after)):
+        page = shown._repr_html_()
+        assert "<script" not in page and page.count("<table>") == 1
+        legend = re.findall(r'<span><i style="background:(#\w+)"></i>([^<]+)</span>', page)
+        assert len(dict(legend)) == len(legend) == len({said for _, said in legend}) > 3
+        used = set(re.findall(r"background:(#\w+)\"></i><code>", page))
+        assert used == {fill for fill, _ in legend}
+    cells = [html.unescape(cell) for cell in re.findall(r"<td>([^<]*)</td>", after._repr_html_())]
+    assert [row.what for row in after.rows() if row.ins is not None] == [
+        cell for cell in cells if cell
+    ]
+
+
+def test_reading_a_program_needs_no_torch():
+    code = (
+        "import sys, paralab as pl\n"
+        "m = pl.ModelSpec.preset('laptop')\n"
+        "a, b = (pl.program(m, pl.Plan(dp=4, zero_stage=z)) for z in (2, 3))\n"
+        "print(a, b, a.diff(b), a._repr_html_()[:9])\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert callable(pl.program)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_shell_prints_what_a_notebook_shows(capsys):
+    plan = pl.Plan(dp=4, zero_stage=2)
+    settings = ["--dp", "4", "--zero-stage", "2"]
+    assert cli.main(["program", *settings, "--rank", "3"]) == 0
+    assert capsys.readouterr().out.rstrip() == repr(pl.program(LAPTOP, plan, rank=3))
+    assert cli.main(["program", *settings, "--diff-zero-stage", "3"]) == 0
+    other = pl.program(LAPTOP, plan.replace(zero_stage=3))
+    assert capsys.readouterr().out.rstrip() == repr(pl.program(LAPTOP, plan).diff(other))
+    assert cli.main(["program", *settings, "--all", "--op", "forward,backward"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 2 * 6 + 1 and all("WARD" in line for line in lines[1:-1])
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["program", "--rank", "7"], "rank=7: out of range"),
+        (["program", "--lane", "tp"], "lane='tp': no instruction runs there"),
+        (["program", "--diff-pp", "40"], "pp=40: pp*virtual_stages is 40 stages"),
+        (["predict", "--cluster", "abacus"], "preset='abacus': unknown cluster"),
+        (["predict", "--nodes", "2"], "nodes=2: this machine is one; legal: --cluster NAME"),
+    ],
+)
+def test_a_shell_refuses_in_the_same_words(asked, words, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(asked)
+    assert left.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_the_shell_prints_a_prediction(capsys):
+    asked = ["predict", "--dp", "8", "--tp", "4", "--pp", "2", "--microbatches", "8"]
+    assert cli.main([*asked, "--cluster", "dgx-a100"]) == 0
+    out = capsys.readouterr().out
+    assert "on dgx-a100" in out or "predicted" in out
+    for line in ("step time", "bubble", "tp, inside a node", "dp, across nodes", "activations"):
+        assert line in out

@@ -1,0 +1,307 @@
+"""`pl.reference`: the plain GPT that plans are held against, its batches, optimizer and loop."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import paralab as pl
+from equality import worst
+from paralab.experiment import DEFAULT_LR
+from paralab.model import draws, reference
+
+SPEC = pl.ModelSpec(layers=2, hidden=32, heads=4, seq_len=16)
+DROPPED = SPEC.replace(dropout=0.4)
+
+
+def batch(spec: pl.ModelSpec = SPEC, samples: int = 3):
+    draw = torch.Generator().manual_seed(0)
+    text = torch.randint(spec.vocab, (samples, spec.seq_len + 1), generator=draw)
+    return text[:, :-1], text[:, 1:]
+
+
+def test_importing_paralab_brings_torch_only_with_the_reference():
+    code = (
+        "import sys, paralab as pl; before = 'torch' in sys.modules; pl.reference.GPT; "
+        "print(before, 'torch' in sys.modules)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.stdout.split() == ["False", "True"], ran.stderr
+    assert "reference" in pl.__all__ and pl.reference is reference
+
+
+# ---- the model -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_the_ones_the_description_lists_in_order(tied):
+    spec = SPEC.replace(tied=tied)
+    built = {name: tuple(p.shape) for name, p in pl.reference.GPT(spec).named_parameters()}
+    assert list(built.items()) == list(spec.parameter_shapes().items())
+
+
+def test_initial_weights_follow_gpt2s_rule_and_each_from_its_own_seed():
+    gpt = dict(pl.reference.GPT(SPEC.replace(hidden=128), seed=7).named_parameters())
+    deep = 0.02 / math.sqrt(2 * SPEC.layers)
+    for name, deviation in (("mlp.up", 0.02), ("mlp.down", deep), ("attention.proj", deep)):
+        weight = gpt[f"blocks.1.{name}.weight"]
+        assert weight.std().item() == pytest.approx(deviation, rel=0.05)
+        assert not gpt[f"blocks.1.{name}.bias"].any()
+    assert gpt["blocks.0.norm1.weight"].eq(1).all()
+    other = dict(pl.reference.GPT(SPEC.replace(hidden=128), seed=8).named_parameters())
+    assert not torch.equal(other["head.norm.bias"] + 1, gpt["embedding.token.weight"][0])
+    assert not torch.equal(other["embedding.token.weight"], gpt["embedding.token.weight"])
+
+
+def test_any_parameter_can_be_drawn_without_the_others():
+    whole = dict(pl.reference.GPT(SPEC, seed=7).named_parameters())
+    name = "blocks.1.mlp.down.weight"
+    alone = torch.empty(whole[name].shape)
+    draws.initialize(alone, name=name, spec=SPEC, seed=7)
+    assert torch.equal(alone, whole[name])
+
+
+def test_making_a_model_leaves_the_callers_random_numbers_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    gpt = pl.reference.GPT(DROPPED.replace(block=Noisy))
+    gpt(*batch())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_fresh_model_knows_nothing_and_no_token_sees_the_future():
+    gpt, (tokens, targets) = pl.reference.GPT(SPEC), batch()
+    assert gpt(tokens, targets).item() == pytest.approx(math.log(256), abs=0.05)
+    changed = tokens.clone()
+    changed[:, 9:] = 1
+    x, y = gpt.embedding(tokens), gpt.embedding(changed)
+    for block in gpt.blocks:
+        x, y = block(x), block(y)
+    torch.testing.assert_close(x[:, :9], y[:, :9])
+    assert not torch.allclose(x[:, 9:], y[:, 9:])
+
+
+def test_explicit_and_fused_attention_agree():
+    losses = [
+        pl.reference.GPT(SPEC.replace(attention=kind))(*batch()) for kind in ("explicit", "sdpa")
+    ]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_loss_is_in_fp32_whatever_the_precision(precision):
+    gpt = pl.reference.GPT(SPEC).to(reference.DTYPES[precision])
+    assert gpt(*batch()).dtype is torch.float32
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("attention", ["explicit", "sdpa"])
+def test_a_mask_follows_from_step_and_microbatch_and_calls_go_through_them(attention):
+    spec = DROPPED.replace(attention=attention)
+    gpt, given = pl.reference.GPT(spec), batch()
+    first = gpt(*given).item()
+    gpt.at(0)
+    assert gpt(*given).item() == first
+    gpt.at(3)
+    row = [gpt(*given).item() for _ in range(3)]
+    assert len(set(row)) == 3
+    gpt.at(3, microbatch=1)
+    assert gpt(*given).item() == row[1]
+    gpt.at(4, microbatch=1)
+    assert gpt(*given).item() != row[1]
+    gpt.eval()
+    assert gpt(*given).item() == pl.reference.GPT(spec.replace(dropout=0.0))(*given).item()
+
+
+def test_a_block_computed_again_in_backward_drops_the_same():
+    from torch.utils.checkpoint import checkpoint
+
+    found = []
+    for again in (False, True):
+        gpt, given = pl.reference.GPT(DROPPED), batch()
+        if again:
+            for block in gpt.blocks:
+                block.forward = lambda x, once=block.forward: checkpoint(
+                    once, x, use_reentrant=False
+                )
+        gpt(*given)
+        gpt(*given).backward()  # the second micro-batch
+        found.append(gpt.embedding.token.weight.grad)
+    assert torch.equal(*found)
+
+
+def test_dropout_keeps_the_mean():
+    gpt = pl.reference.GPT(DROPPED)
+    ones = torch.ones(200, 16, 32)
+    dropped = gpt.embedding.dropout(ones)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
+    assert dropped.mean().item() == pytest.approx(1.0, abs=0.02)
+    seed = draws.mask_seed(0, 0, 0, "embedding")
+    assert torch.equal(dropped > 0, draws.mask(ones.shape, 0.4, seed=seed, device="cpu"))
+
+
+class Noisy(nn.Module):
+    """A block that draws when it is made and when it runs."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__()
+        self.ln, self.mix = nn.LayerNorm(spec.hidden), nn.Linear(spec.hidden, spec.hidden)
+        self.drop = nn.Dropout(spec.dropout)
+        self.register_buffer("noise", torch.randn(spec.seq_len, 1))
+
+    def forward(self, x):
+        return x + self.drop(self.mix(self.ln(x))) * self.noise
+
+
+def test_a_block_of_ones_own_starts_from_values_drawn_by_name():
+    spec = DROPPED.replace(block=Noisy)
+    gpt = pl.reference.GPT(spec)
+    named = dict(gpt.named_parameters())
+    assert {n: tuple(p.shape) for n, p in named.items()} == spec.parameter_shapes()
+    assert named["blocks.0.ln.weight"].eq(1).all() and not named["blocks.0.mix.bias"].any()
+    assert named["blocks.1.mix.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(gpt.blocks[0].noise, gpt.blocks[1].noise)
+    again, given = pl.reference.GPT(spec), batch()
+    assert gpt(*given).item() == again(*given).item() != gpt(*given).item()
+
+
+# ---- batches and the optimizer -------------------------------------------------------------------
+def test_one_rank_gets_what_several_get_together(text):
+    given = {"step": 3, "microbatch_size": 2, "data": text, "seed": 5}
+    whole = pl.reference.batches(SPEC, microbatches=6, **given)
+    parts = [
+        pair
+        for rank in range(3)
+        for pair in pl.reference.batches(SPEC, microbatches=2, rank=rank, ranks=3, **given)
+    ]
+    assert len(whole) == len(parts) == 6
+    for (a, b), (c, d) in zip(whole, parts, strict=True):
+        assert torch.equal(a, c) and torch.equal(b, d) and a.shape == (2, 16)
+        assert torch.equal(a[:, 1:], b[:, :-1])  # each byte's target is the byte after it
+    other = pl.reference.batches(SPEC, microbatches=6, **{**given, "step": 4})
+    assert not torch.equal(other[0][0], whole[0][0])
+
+
+def test_batches_are_those_that_a_run_feeds_its_ranks(text):
+    """As the rank program loads them."""
+    from paralab.batches import load_batches
+    from paralab.data import Corpus
+
+    plan = pl.Plan(dp=3, microbatches=2, microbatch_size=4)
+    for rank in range(3):
+        fed = load_batches(Corpus(str(text)), SPEC, plan, step=2, rank=rank, seed=1)
+        found = pl.reference.batches(
+            SPEC, step=2, microbatches=2, microbatch_size=4, data=text, seed=1, rank=rank, ranks=3
+        )
+        for rows, (tokens, targets) in zip(fed, found, strict=True):
+            assert torch.equal(rows[:, :-1].long(), tokens)
+            assert torch.equal(rows[:, 1:].long(), targets)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_defaults_are_those_of_a_run(run, optimizer):
+    """Steps, micro-batches, text, seed, and the learning rate, on which later losses depend."""
+    report = run(SPEC, optimizer=optimizer, data=None)
+    found = pl.reference.train(SPEC, optimizer=optimizer)
+    assert found.losses == pytest.approx(report.losses, rel=2e-6)
+    assert reference.DEFAULT_LR == DEFAULT_LR
+
+
+def test_what_no_batch_or_optimizer_can_be_is_refused():
+    with pytest.raises(ValueError, match=r"vocab=100.*256 or more"):
+        pl.reference.batches(SPEC.replace(vocab=100), step=0)
+    with pytest.raises(ValueError, match=r"rank=2.*0 to 1"):
+        pl.reference.batches(SPEC, step=0, rank=2, ranks=2)
+    with pytest.raises(ValueError, match="optimizer='adam'"):
+        pl.reference.optimizer([], "adam")
+    with pytest.raises(ValueError, match="precision='fp8'"):
+        pl.reference.train(SPEC, precision="fp8")
+
+
+def test_a_loop_of_ones_own_on_ranks_is_the_training_of_one_process(text):
+    """Data parallelism by hand, as a student writes it."""
+
+    def by_hand(spec, data):
+        import torch.distributed as dist
+
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        gpt = pl.reference.GPT(spec)
+        update = pl.reference.optimizer(gpt.parameters(), "sgd", lr=0.5)
+        for step in range(2):
+            gpt.zero_grad()
+            gpt.at(step, rank * 2)
+            for tokens, targets in pl.reference.batches(
+                spec, step=step, microbatches=2, data=data, rank=rank, ranks=ranks
+            ):
+                (gpt(tokens, targets) / 4).backward()
+            for parameter in gpt.parameters():
+                dist.all_reduce(parameter.grad)
+            update.step()
+        return {name: p.detach().numpy() for name, p in gpt.named_parameters()}
+
+    first, second = pl.launch(by_hand, ranks=2, args=(DROPPED, text))
+    expected = pl.reference.train(
+        DROPPED, steps=2, microbatches=4, optimizer="sgd", lr=0.5, data=text
+    )
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert worst(expected.weights, first)[0] < 1e-5
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+def test_training_is_the_plain_loop(text):
+    gpt = pl.reference.GPT(SPEC)
+    update, losses = torch.optim.SGD(gpt.parameters(), lr=0.5), []
+    for step in range(3):
+        update.zero_grad()
+        given = pl.reference.batches(SPEC, step=step, microbatches=2, data=text)
+        found = [gpt(*pair) for pair in given]
+        (sum(found) / 2).backward()
+        losses.append(sum(loss.item() for loss in found) / 2)
+        update.step()
+    got = pl.reference.train(SPEC, steps=3, microbatches=2, optimizer="sgd", lr=0.5, data=text)
+    assert got.losses == pytest.approx(losses, rel=1e-6)
+    weights = {name: p.detach().numpy() for name, p in gpt.named_parameters()}
+    gradients = {name: p.grad.numpy() for name, p in gpt.named_parameters()}
+    assert worst(weights, got.weights)[0] < 1e-6 and worst(gradients, got.gradients)[0] < 1e-5
+
+
+def test_clipping_shrinks_the_update_and_not_the_gradients(text):
+    given = {"steps": 1, "optimizer": "sgd", "lr": 1.0, "data": text}
+    free, clipped = (pl.reference.train(SPEC, clip_norm=c, **given) for c in (None, 0.01))
+    start = pl.reference.train(SPEC, **{**given, "lr": 1e-30}).weights
+    assert worst(free.gradients, clipped.gradients)[0] == 0
+    moved = math.sqrt(sum(np.square(clipped.weights[n] - start[n]).sum() for n in start))
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize(("precision", "lr"), [("bf16", 1e-3), ("fp16", 1e-4)])
+def test_in_16_bits_updates_that_rounding_would_lose_add_up(text, precision, lr):
+    """The numbers next to 1 are 0.996 in bf16 and 0.9995 in fp16; AdamW's first steps are lr."""
+    given = {"lr": lr, "data": text, "precision": precision}
+    norm = "head.norm.weight"  # begins at 1
+    for steps, moves in ((1, False), (12, True)):
+        weights = pl.reference.train(SPEC, steps=steps, **given).weights
+        assert (weights[norm] != 1).any() == moves
+
+
+def test_a_step_that_overflows_in_fp16_is_left_out_and_the_scale_halved(text, monkeypatch):
+    monkeypatch.setattr(reference, "FIRST_SCALE", 2.0**40)
+    given = {"precision": "fp16", "optimizer": "sgd", "data": text}
+    start = pl.reference.train(SPEC, steps=1, **{**given, "lr": 1e-30}).weights
+    after = pl.reference.train(SPEC, steps=1, lr=0.5, **given)
+    assert worst(start, after.weights)[0] == 0
+    late = pl.reference.train(SPEC, steps=25, lr=0.5, **given)
+    assert worst(start, late.weights)[0] > 0
+    assert all(np.isfinite(g).all() for g in late.gradients.values())

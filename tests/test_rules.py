@@ -1,0 +1,145 @@
+"""The rules of plans: each refuses its example, and a column of plans is judged as each plan is."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paralab as pl
+from paralab import rules
+from paralab.settings import Asked, Columns
+from test_drawn_plans import PLAN, SMALL, refused
+
+DRAWN = 20_000
+SIZES = (  # of the model that the plans are asked of
+    SMALL,
+    SMALL | {"layers": 5, "hidden": 40, "heads": 8, "vocab": 257, "seq_len": 9},
+    SMALL | {"dropout": 0.1, "attention": "sdpa", "vocab": 264},
+)
+PIPE = {"pp": 2, "microbatches": 2}
+UP = {"zero_stage": 3, "offload": "cpu", "recompute": "full", "schedule": "l2l"}
+AWAY = {"offload": {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}}
+# Of every rule an example that it alone refuses: the field, the plan, and what of the model.
+EXAMPLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("grad_sync", {"grad_sync": "own: Mine"}, {}),
+    ("schedule", {"schedule": "own: mine"}, {}),
+    ("passes", {"passes": ("own: mine",)}, {}),
+    ("dp", {"dp": 2**17}, {}),
+    ("tp_depth", {"tp_depth": 1}, {}),
+    ("tp", {"tp": 6, "tp_mode": "2d"}, {}),
+    ("tp", {"tp": 6, "tp_mode": "2.5d"}, {}),
+    ("tp", {"tp": 4, "tp_mode": "3d"}, {}),
+    ("sequence_parallel", {"sequence_parallel": True}, {}),
+    ("sequence_parallel", {"sequence_parallel": True, "tp": 4, "tp_mode": "2d"}, {}),
+    ("partition_activations", {"partition_activations": True, "tp": 2}, {}),
+    ("partition_activations", {"partition_activations": True, "recompute": "full"}, {}),
+    ("heads", {"tp": 8}, {"vocab": 264, "hidden": 40}),
+    ("hidden", {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}, {"hidden": 42, "heads": 2}),
+    ("vocab", {"tp": 2}, {"vocab": 257}),
+    ("microbatch_size", {"tp": 4, "tp_mode": "2d", "microbatch_size": 3}, {}),
+    ("seq_len", {"tp": 2, "sequence_parallel": True}, {"seq_len": 9}),
+    ("attention", {"tp": 2}, {"dropout": 0.1, "attention": "sdpa"}),
+    ("pp", UP | {"pp": 2}, {}),
+    ("virtual_stages", UP | {"virtual_stages": 2}, {}),
+    ("zero_stage", UP | {"zero_stage": 2}, {}),
+    ("offload", UP | {"offload": {"optimizer": "cpu"}}, {}),
+    ("recompute", UP | {"recompute": "none"}, {}),
+    ("virtual_stages", {"virtual_stages": 2, "schedule": "interleaved"}, {}),
+    ("virtual_stages", PIPE | {"virtual_stages": 2}, {}),
+    ("pp", {"pp": 5}, {}),
+    ("virtual_stages", PIPE | {"schedule": "interleaved", "virtual_stages": 3}, {}),
+    ("microbatches", {"microbatches": 2**18, "pp": 2}, {}),
+    ("microbatches", PIPE | {"schedule": "interleaved", "microbatches": 3}, {}),
+    ("schedule", PIPE | {"schedule": lambda pp, microbatches: [["0F0", "0B0"]]}, {}),
+    ("shard", {"dp": 2, "shard": 2}, {}),
+    ("shard", {"dp": 2, "shard": 3, "zero_stage": 1}, {}),
+    ("secondary_shard", {"dp": 4, "secondary_shard": 2}, {}),
+    ("secondary_shard", {"dp": 4, "zero_stage": 3, "secondary_shard": 3}, {}),
+    ("grad_sync", {"zero_stage": 1, "grad_sync": "naive"}, {}),
+    ("zero_stage", {"offload": "cpu"}, {}),
+    ("offload", {"offload": {}}, {}),
+    ("offload['optimizer']", {"offload": {"optimizer": "cpu"}}, {}),
+    ("offload['gradients']", AWAY | {"zero_stage": 1}, {}),
+    ("offload['gradients']", {"zero_stage": 2, "offload": {"gradients": "cpu"}}, {}),
+    ("offload['parameters']", AWAY | {"zero_stage": 2}, {}),
+    ("offload['parameters']", {"zero_stage": 3, "offload": {"parameters": "nvme"}}, {}),
+    ("offload['activations']", {"offload": {"activations": "cpu"}}, {}),
+    ("offload['delayed']", {"zero_stage": 1, "offload": {"optimizer": "cpu", "delayed": True}}, {}),
+]
+
+
+def broken(plan: pl.Plan, model: pl.ModelSpec) -> list[rules.Rule]:
+    """Every rule that does not hold. A schedule of one's own says so itself."""
+    found, settings = [], Asked(plan, model)
+    for rule in rules.RULES:
+        try:
+            holds = rule.holds(settings)
+        except ValueError:
+            holds = False
+        found += [rule] * (not holds)
+    return found
+
+
+@pytest.mark.parametrize("field, settings, sizes", EXAMPLES, ids=lambda value: str(value)[:40])
+def test_every_rule_refuses_its_example_in_words(field, settings, sizes):
+    plan, model = pl.Plan(**settings), pl.ModelSpec(**{**SMALL, **sizes})
+    said = refused(lambda: plan.validate(model))
+    assert said.startswith(f"{field}=") and "{" not in said.replace("offload={}", "")
+
+
+def test_no_rule_is_without_an_example():
+    """Of a block of one's own tests/test_own_block.py has them."""
+    met = set()
+    for _, settings, sizes in EXAMPLES:
+        plan, model = pl.Plan(**settings), pl.ModelSpec(**{**SMALL, **sizes})
+        met.update(map(id, broken(plan, model)[:1]))
+    without = [rule.field for rule in rules.RULES if id(rule) not in met]
+    assert without == [rule.field for rule in rules.BLOCK]
+
+
+def drawn(count: int) -> list[pl.Plan]:
+    """Plans of a few settings each, legal or not; their values are drawn alike in every run."""
+    chance, found = random.Random(0), []
+    while len(found) < count:
+        names = [name for name in PLAN if chance.random() < 0.3]
+        found.append(pl.Plan(**{name: chance.choice(PLAN[name]) for name in names}))
+    return found
+
+
+def columns(plans: Sequence[pl.Plan], model: pl.ModelSpec) -> Columns:
+    values, codes = {}, {}
+    for name in pl.Plan.__dataclass_fields__:
+        of = [getattr(plan, name) for plan in plans]
+        values[name] = list(dict.fromkeys(of))
+        at = {value: number for number, value in enumerate(values[name])}
+        codes[name] = np.array([at[value] for value in of])
+    return Columns(model, values, codes)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=range(len(SIZES)))
+def test_a_column_is_judged_as_each_of_its_plans(sizes):
+    model, plans = pl.ModelSpec(**sizes), drawn(DRAWN // len(SIZES))
+    table = columns(plans, model)
+    for number, rule in enumerate(rules.RULES):
+        together = np.broadcast_to(rule.holds(table), len(plans))
+        alone = [bool(rule.holds(Asked(plan, model))) for plan in plans]
+        assert together.tolist() == alone, (number, rule.field)
+    legal = np.logical_and.reduce([rule.holds(table) for rule in rules.RULES], axis=0)
+    assert 20 < legal.sum() < len(plans)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for plan, so in zip(plans, legal.tolist(), strict=True):
+            assert (refused(lambda plan=plan: plan.validate(model)) == "") == so
+
+
+def test_a_setting_that_no_plan_has_yet_is_missed_by_its_name():
+    table = columns(drawn(3), pl.ModelSpec(**SMALL))
+    values = {name: some for name, some in table.values.items() if name != "zero_stage"}
+    partly = Columns(table.model, values, {name: table.codes[name] for name in values})
+    with pytest.raises(AttributeError):
+        rules.ZERO[0].holds(partly)

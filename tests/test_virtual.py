@@ -1,0 +1,182 @@
+"""What no CPU shows: which stream waits for what, on a virtual device (virtual_cuda.py).
+
+The ranks run the real comm, interpreter, lanes and recorder, as they would with a GPU each and
+NCCL; durations are stated here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import paralab as pl
+import virtual_cuda
+from paralab.interpret.costs import Compute, Costs
+from paralab.interpret.time import time
+from paralab.launch import launch_program
+from paralab.programs.compile import compiled
+from virtual_cuda import Node, solve
+from virtual_runs import COMPUTE, Lasts, share, virtual
+
+MODEL = pl.ModelSpec(layers=8, hidden=16, heads=2, seq_len=8)
+
+
+# ---- time ----------------------------------------------------------------------------------------
+def test_virtual_waiting_for_one_call_does_not_wait_for_the_next():
+    def two_gathers(context):
+        import torch
+
+        from paralab.comm import Group
+        from paralab.observe.recorder import Recorder
+
+        seconds = iter([1.0, 5.0])
+        machine = virtual_cuda.install(context.rank, lambda op, size: next(seconds))
+        device = virtual_cuda.name_of(context.rank)
+        context = dataclasses.replace(context, device=device, backend="nccl")
+        recorder = Recorder(rank=context.rank, world_size=2, device=device)
+        group = Group((0, 1), axis="dp", context=context, recorder=recorder)
+        first, _ = (group.all_gather(torch.zeros(8), torch.zeros(4)) for _ in range(2))
+        first.wait()
+        at = machine.node(machine.stream().chain)
+        return list(map(tuple, machine.nodes)), at
+
+    parts = launch_program(two_gathers, 2, (), device="cpu", timeout=30)
+    moments = solve([[Node(*node) for node in nodes] for nodes, _ in parts])
+    for rank, (_, at) in enumerate(parts):
+        assert moments.end[rank][at] == 1.0
+
+
+SCHEDULES = {
+    "gpipe": lambda p, m, v: (p - 1) / (m + p - 1),
+    "1f1b": lambda p, m, v: (p - 1) / (m + p - 1),
+    "interleaved": lambda p, m, v: (p - 1) / (v * m + p - 1),
+    "zb-h1": lambda p, m, v: (p - 1) / (3 * m + p - 1),
+}
+
+
+@pytest.mark.parametrize("m", [8, 16])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_virtual_bubbles_are_those_of_the_formulas(schedule, m):
+    v = 2 if schedule == "interleaved" else 1
+    plan = pl.Plan(pp=4, microbatches=m, schedule=schedule, virtual_stages=v)
+    found = virtual(MODEL, plan, Lasts(forward=1.0, half=1.0))
+    assert found.wrong == []
+    assert found.bubble == pytest.approx(SCHEDULES[schedule](4, m, v), abs=0.005)
+
+
+SLOW = Lasts(forward=1.0, half=1.0, message=0.05)
+
+
+@pytest.mark.parametrize("m", [8, 16])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_virtual_pipelines_take_as_long_as_predicted(schedule, m, monkeypatch):
+    v = 2 if schedule == "interleaved" else 1
+    plan = pl.Plan(pp=4, microbatches=m, schedule=schedule, virtual_stages=v)
+    monkeypatch.setattr(
+        Costs, "_compute",
+        lambda costs, pp, ins: Compute(
+            SLOW.compute(ins.op, share(costs.program, ins)) if ins.op in COMPUTE else 0.0),
+    )  # fmt: skip
+    link = pl.Link(alpha=SLOW.message, bandwidth=1e30)
+    cluster = pl.Cluster(devices_per_node=4, flops=1e30, memory_bandwidth=1e30, intra=link)
+    expected = time(compiled(MODEL, plan, optimizer="sgd"), cluster).seconds
+    work = 3.0 * m
+    found = virtual(MODEL, plan, SLOW)
+    assert found.bubble == pytest.approx(1 - work / expected, abs=0.005)
+    if (schedule, m) == ("interleaved", 16):
+        assert found.bubble <= 0.1055
+
+
+def hidden(**change) -> float:
+    """A step of ZeRO-3 that fetches ahead, as a part of one that does not."""
+    model = MODEL.replace(layers=12)  # 14 units
+    lasts = Lasts(forward=1.0, half=1.0, collective=0.8, per_part=True)
+    one, other = (virtual(model, pl.Plan(dp=2, zero_stage=3, prefetch=prefetch), lasts, **change)
+                  for prefetch in (1, 0))  # fmt: skip
+    return one.step / other.step
+
+
+def test_virtual_prefetch_hides_gathers():
+    assert hidden() <= 0.62
+
+
+# ---- mutants: each of them fails one of these tests ----------------------------------------------
+def waits_for_the_whole_stream(machine):
+    from paralab import comm
+
+    def on_stream(group, stream, *rest):
+        works, span = plain(group, stream, *rest)
+        streams[works[0]] = stream
+        return works, span
+
+    streams, plain = {}, comm.Group._on_stream
+    comm.Group._on_stream = on_stream
+    comm.Enqueued.wait = lambda call: machine.stream().wait_stream(streams[call])
+
+
+def waits_for_nothing(machine):
+    from paralab import comm
+
+    comm.Enqueued.wait = lambda call: None
+
+
+def lets_go_at_posting(machine):
+    from paralab import comm
+
+    make = comm.Enqueued
+    comm.Enqueued = lambda event, tensors: make(event, ())
+
+
+def refills_early(machine):
+    from paralab.interpret import lanes
+
+    submit = lanes.Lane.submit
+    lanes.Lane.submit = lambda lane, work, *, after=(), **said: submit(lane, work, **said)
+
+
+def leaves_lanes_on_the_first_gpu(machine):
+    import torch
+
+    torch.cuda.set_device = lambda device: None
+
+
+def stands_still(machine):
+    from paralab import comm
+
+    comm.Enqueued.wait = lambda call: call.event.synchronize()
+
+
+def test_virtual_mutant_that_waits_for_the_whole_stream():
+    assert hidden(change=waits_for_the_whole_stream) > 0.62
+
+
+PARALLEL = {"dp": 2, "tp": 2, "sequence_parallel": True, "microbatch_size": 2}
+AWAY = {"dp": 2, "zero_stage": 3, "offload": "nvme"}
+
+
+@pytest.mark.parametrize(("change", "settings", "says"), [
+    (waits_for_nothing, PARALLEL, "may run beside"),
+    (lets_go_at_posting, PARALLEL, "is freed while"),
+    (refills_early, AWAY, "may run beside"),
+    (stands_still, PARALLEL, "host and device meet"),
+])  # fmt: skip
+def test_virtual_mutants_of_order_are_found(change, settings, says):
+    found = virtual(MODEL, pl.Plan(**settings), change=change)
+    assert any(says in line for line in found.wrong)
+
+
+def test_virtual_mutant_whose_lanes_are_on_another_device():
+    found = virtual(MODEL, pl.Plan(**AWAY), change=leaves_lanes_on_the_first_gpu)
+    assert found.contexts == [{0}, {0, 1}]
+
+
+def test_virtual_device_refuses_what_it_does_not_model():
+    def asks(context):
+        import torch
+
+        virtual_cuda.install(context.rank)
+        with pytest.raises(AttributeError, match=r"does not model torch\.cuda\.memory_stats"):
+            torch.cuda.memory_stats()
+
+    launch_program(asks, 1, (), device="cpu", timeout=30)

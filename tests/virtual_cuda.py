@@ -1,0 +1,694 @@
+"""CUDA without a GPU: streams, events and NCCL communicators that keep order and time only.
+
+Ranks are real processes and the arithmetic is real, on the CPU and over gloo; what is virtual is
+when it happens. `install` puts a `Device` in place of ``torch.cuda`` in a rank's process. What the
+rank launches goes to streams, as on a GPU, and the host never stands still for it. A stream is a
+chain of nodes with durations that the test states; an event is a node; a call of NCCL is a node on
+its communicator's own stream that starts when all its members have come to theirs. `solve` puts the
+ranks' graphs together and finds every moment as a longest path.
+
+The same graph says what is ordered with what, so each rank also looks for races: an operation that
+touches memory which another stream may still be using, and memory that is given back to its
+allocator while another stream may still be using it. Threads of the host are chains too. A meeting
+of host and device inside a step, and a CUDA context on another rank's GPU, are written down.
+
+What this device does not model, it refuses: any other name of ``torch.cuda`` raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+FREE = {  # operations that look at no element
+    "aten::detach", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::empty_like",
+    "aten::new_empty", "aten::empty", "aten::new_empty_strided", "aten::empty_strided",
+}  # fmt: skip
+MEETS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
+
+
+class Node(NamedTuple):
+    """stream, its duration in seconds, the nodes before it, and what it starts together with."""
+
+    stream: str
+    seconds: float
+    after: tuple[int, ...]
+    meets: tuple
+    label: str
+
+
+class Name(str):
+    """The name of a virtual GPU: torch makes tensors on the CPU, paralab sees "cuda:i"."""
+
+    index: int
+
+    def startswith(self, prefix: Any, *rest: Any) -> bool:
+        return f"cuda:{self.index}".startswith(prefix, *rest)
+
+
+def name_of(index: int) -> Name:
+    name = Name("cpu")
+    name.index = index
+    return name
+
+
+class Chain:
+    """A stream, or a thread of the host: what is on it happens in order.
+
+    tail   its last node, or -1
+    count  nodes so far; ``knows``: {chain: how many nodes of it are behind us}
+    works  calls of gloo that really carry what is virtually behind us
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.tail, self.count = name, -1, 0
+        self.knows: dict[str, int] = {}
+        self.works: tuple = ()
+
+
+class Stream:
+    """``torch.cuda.Stream``."""
+
+    def __init__(self, device: Any = None, chain: Chain | None = None) -> None:
+        self.machine = machine = Machine.here
+        self.index = getattr(device, "index", None)
+        self.index = machine.device() if self.index is None else self.index
+        machine.touch(self.index)
+        self.chain = chain or Chain(f"stream {next(machine.numbers)}")
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        self.machine.order(self.chain, event)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+class Event:
+    """``torch.cuda.Event``."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.machine, self.node, self.works, self.timing = Machine.here, -1, (), enable_timing
+        self.knows: dict[str, int] = {}
+        self.at = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        chain = (stream or self.machine.stream()).chain
+        self.node = self.machine.node(chain, label="event")
+        self.works, self.knows, self.at = chain.works, dict(chain.knows), time.perf_counter()
+
+    def query(self) -> bool:
+        self.machine.complain("an event is asked")
+        return True
+
+    def synchronize(self) -> None:
+        self.machine.complain("an event is waited for")
+        self.machine.order(self.machine.thread(), self)
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.timing and other.timing, "these events were made without enable_timing"
+        return (other.at - self.at) * 1e3
+
+
+class Work:
+    """What an asynchronous call of NCCL returns: ``wait`` orders the current stream behind it."""
+
+    def __init__(self, node: int, knows: dict[str, int], real: Any) -> None:
+        self.event = Event()
+        self.event.node, self.event.knows, self.event.works = node, knows, (real,)
+
+    def wait(self) -> None:
+        chain = Machine.here.stream().chain
+        Machine.here.order(chain, self.event, really=False)
+        chain.works = (*chain.works, *self.event.works)
+
+
+class Memory:
+    """A storage: who made it, and what has read and written it last on every chain."""
+
+    def __init__(self, home: str) -> None:
+        self.home = home
+        self.wrote: dict[str, tuple[int, str]] = {}
+        self.read: dict[str, tuple[int, str]] = {}
+
+
+class Machine:
+    """One rank's host and device.
+
+    lasts(op, bytes)  seconds of a call of NCCL
+    """
+
+    here: Machine
+
+    def __init__(self, rank: int, lasts: Callable[[str, int], float]) -> None:
+        Machine.here = self
+        self.rank, self.lasts, self.numbers = rank, lasts, itertools.count(1)
+        self.lock, self.local = threading.RLock(), threading.local()
+        self.nodes: list[Node] = []
+        self.wrong: list[str] = []  # races, meetings
+        self.contexts: set[int] = set()  # GPUs on which this process has made one
+        self.inside = False  # a step
+        self.main = threading.get_ident()
+        self.defaults: dict[int, Stream] = {}
+        self.communicators: dict[str, Chain] = {}
+        self.turns: dict[tuple, int] = defaultdict(int)
+        self.known: dict[int, tuple[weakref.ref, Memory]] = {}
+        self.pinned: dict[int, weakref.ref] = {}
+
+    # ---- where a thread is -------------------------------------------------------------------
+    def device(self) -> int:
+        return getattr(self.local, "device", 0)
+
+    def set_device(self, device: Any) -> None:
+        self.local.device = device if isinstance(device, int) else device.index
+        self.touch(self.local.device)
+
+    def touch(self, index: int) -> None:
+        self.contexts.add(index)
+
+    def stream(self, device: Any = None) -> Stream:
+        stack = getattr(self.local, "stack", None)
+        if stack:
+            return stack[-1]
+        index = self.device()
+        self.touch(index)
+        if index not in self.defaults:
+            self.defaults[index] = Stream(name_of(index), Chain(f"default {index}"))
+        return self.defaults[index]
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """``torch.cuda.stream``: torch goes back to the device that was current before."""
+        before = self.device()
+        stack = self.local.__dict__.setdefault("stack", [])
+        self.set_device(stream.index)
+        stack.append(stream)
+        try:
+            yield
+        finally:
+            stack.pop()
+            self.set_device(before)
+
+    def apart(self) -> bool:
+        """Whether this thread works for the host alone."""
+        return threading.get_ident() != self.main and not hasattr(self.local, "device")
+
+    def thread(self) -> Chain:
+        if not hasattr(self.local, "chain"):
+            self.local.chain = Chain(f"host {threading.current_thread().name}")
+        return self.local.chain
+
+    # ---- order ---------------------------------------------------------------------------------
+    def node(
+        self, chain: Chain, *, seconds: float = 0.0, meets: tuple = (), label: str = ""
+    ) -> int:
+        """Launched by this thread, behind what is on the chain."""
+        with self.lock:
+            self.launch(chain)
+            return self._put(chain, seconds, (), meets, label)
+
+    def launch(self, chain: Chain) -> None:
+        """What this thread does next on the chain comes after what the thread has done."""
+        host = self.thread()
+        host.count += 1
+        host.knows[host.name] = host.count
+        _merge(chain.knows, host.knows)
+
+    def _put(
+        self, chain: Chain, seconds: float, behind: tuple[int, ...], meets: tuple, label: str
+    ) -> int:
+        after = {chain.tail, self.thread().tail, *behind} - {-1}
+        self.nodes.append(Node(chain.name, seconds, tuple(after), meets, label))
+        chain.count += 1
+        chain.knows[chain.name] = chain.count
+        chain.tail = len(self.nodes) - 1
+        return chain.tail
+
+    def order(self, chain: Chain, event: Event, *, really: bool = True) -> None:
+        """The chain goes on behind the event. really: the data that gloo carries is there too."""
+        if event.node < 0:
+            return  # never recorded: CUDA does not wait
+        if really:
+            for work in event.works:
+                work.wait()
+        with self.lock:
+            self.launch(chain)
+            self._put(chain, 0.0, (event.node,), (), "wait")
+            _merge(chain.knows, event.knows)
+
+    def tell(self) -> tuple[int, dict[str, int]]:
+        """What this thread of the host knows, for another one."""
+        with self.lock:
+            host = self.thread()
+            return self._put(host, 0.0, (), (), "tells"), dict(host.knows)
+
+    def hear(self, told: tuple[int, dict[str, int]]) -> None:
+        with self.lock:
+            host = self.thread()
+            self._put(host, 0.0, (told[0],), (), "hears")
+            _merge(host.knows, told[1])
+
+    def works(self, seconds: float, label: str) -> None:
+        """The current stream computes for so long."""
+        self.node(self.stream().chain, seconds=seconds, label=label)
+
+    def meeting(self, what: str) -> None:
+        """The host waits for what is on the current stream."""
+        chain = self.stream().chain
+        with self.lock:
+            self.launch(chain)
+            self._put(chain, 0.0, (), (), "is waited for")
+            self._put(self.thread(), 0.0, (chain.tail,), (), "waits")
+            _merge(self.thread().knows, chain.knows)
+        self.complain(what)
+
+    def complain(self, what: str) -> None:
+        if self.inside and threading.get_ident() == self.main:
+            frames = traceback_of(sys._getframe(1))
+            self.wrong.append(f"inside a step host and device meet: {what} ({frames})")
+
+    # ---- memory --------------------------------------------------------------------------------
+    def memory(self, tensor: Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        found = self.known.get(address)
+        if found is None or found[0]() is not storage:
+            pinned = self.pinned.get(address)
+            host = pinned is not None and pinned() is storage or self.apart()
+            memory = Memory("" if host else self.stream().chain.name)
+            gone = weakref.ref(storage, lambda _: self.freed(memory))
+            found = self.known[address] = gone, memory
+        return found[1]
+
+    def touched(
+        self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor], chain: Chain,
+        place: int, knows: dict[str, int],
+    ) -> None:  # fmt: skip
+        """An operation on a chain looks for what may still be under way on others."""
+        with self.lock:
+            for tensors, write in ((reads, False), (writes, True)):
+                for tensor in tensors:
+                    memory = self.memory(tensor)
+                    others = [memory.wrote, memory.read] if write else [memory.wrote]
+                    for other, (at, by) in [pair for some in others for pair in some.items()]:
+                        if other != chain.name and knows.get(other, 0) < at:
+                            self.wrong.append(f"{what} on {chain.name} may run beside {by} on "
+                                              f"{other}, which uses the same memory")  # fmt: skip
+                    (memory.wrote if write else memory.read)[chain.name] = place, what
+
+    def freed(self, memory: Memory) -> None:
+        """Its allocator may give it to what is launched next on the stream that it was made on."""
+        if not memory.home:
+            return
+        with self.lock:
+            home = next((s.chain for s in self.defaults.values()
+                         if s.chain.name == memory.home), None)  # fmt: skip
+            for other, (at, by) in [*memory.wrote.items(), *memory.read.items()]:
+                known = home.knows if home is not None else {}
+                if (
+                    not other.startswith("host")
+                    and other != memory.home
+                    and known.get(other, 0) < at
+                ):
+                    self.wrong.append(f"memory of {memory.home} is freed while {by} on {other} "
+                                      "may still use it")  # fmt: skip
+
+    def watching(self) -> TorchDispatchMode:
+        return _Watch(self)
+
+    # ---- NCCL ------------------------------------------------------------------------------------
+    def call(
+        self, group: Any, op: str, keys: Sequence[tuple], reads: list, writes: list, real: Any
+    ) -> Work:
+        """A call on a group's communicator, behind what the current stream has so far."""
+        with self.lock:
+            name = group.group_name
+            chain = self.communicators.setdefault(name, Chain(f"nccl {name}"))
+            self.order(chain, self.stream().record_event(), really=False)
+            meets = []
+            for key in keys:
+                self.turns[name, *key] += 1
+                meets.append((name, *key, self.turns[name, *key]))
+            size = sum(t.nbytes for t in (writes or reads))
+            self.node(chain, seconds=self.lasts(op, size), meets=tuple(meets), label=op)
+            self.touched(op, reads, writes, chain, chain.count, chain.knows)
+            return Work(chain.tail, dict(chain.knows), real)
+
+
+def _merge(known: dict[str, int], more: dict[str, int]) -> None:
+    for chain, count in more.items():
+        if known.get(chain, 0) < count:
+            known[chain] = count
+
+
+def traceback_of(frame: Any) -> str:
+    """The nearest lines of paralab."""
+    found = []
+    while frame is not None and len(found) < 3:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("paralab"):
+            found.append(f"{name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return ", ".join(found)
+
+
+class _Watch(TorchDispatchMode):
+    """Every operation of torch on this thread reads and writes memory on its current stream."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        machine, schema = self.machine, func._schema
+        made = func(*args, **(kwargs or {}))
+        if any(name in schema.name for name in MEETS) and not _on_host(machine, args):
+            machine.meeting(schema.name)
+        if func.is_view or schema.name in FREE:
+            for tensor in tree_leaves(made):
+                if isinstance(tensor, Tensor):
+                    machine.memory(tensor)  # made on this stream
+            return made
+        reads, writes = [], []
+        for number, argument in enumerate(schema.arguments):
+            value = args[number] if number < len(args) else (kwargs or {}).get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if written else reads).extend(t for t in tree_leaves(value) if _is(t))
+        given = {t.untyped_storage()._cdata for t in (*reads, *writes)}
+        for tensor in tree_leaves(made):
+            if _is(tensor) and tensor.untyped_storage()._cdata not in given:
+                writes.append(tensor)
+        if (reads or writes) and _on_host(machine, (reads, writes)):
+            chain = machine.thread()
+            machine.touched(schema.name, reads, writes, chain, chain.count + 1, chain.knows)
+        else:
+            chain = machine.stream().chain
+            with machine.lock:
+                machine.launch(chain)
+                machine.touched(schema.name, reads, writes, chain, chain.count + 1, chain.knows)
+        if schema.name == "aten::copy_" and _stands_still(machine, args, kwargs or {}):
+            machine.meeting("a copy to the host that is not asynchronous")
+        return made
+
+
+def _stands_still(machine: Machine, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy holds up the host: from the device, and not asked to be asynchronous."""
+    beside = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    return not beside and _on_host(machine, args[0]) and not _on_host(machine, args[1])
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
+
+
+def _on_host(machine: Machine, values: Any) -> bool:
+    """Whether this is the host's own work: its lane's, or on page-locked memory alone."""
+    if machine.apart():
+        return True
+    tensors = [t for t in tree_leaves(values) if _is(t)]
+    return bool(tensors) and all(machine.memory(t).home == "" for t in tensors)
+
+
+# ---- in place of torch's -------------------------------------------------------------------------
+def install(rank: int, lasts: Callable[[str, int], float] = lambda op, size: 0.0) -> Machine:
+    """Give this process a virtual GPU of its own, number ``rank``, and NCCL."""
+    from paralab import comm
+    from paralab.interpret import host, lanes, run
+
+    machine = Machine(rank, lasts)
+    real = torch.cuda
+    torch.cuda = _Refusing(
+        real,
+        Stream=Stream,
+        Event=Event,
+        current_stream=machine.stream,
+        stream=machine.on,
+        set_device=machine.set_device,
+        is_available=lambda: True,
+        synchronize=lambda device=None: machine.meeting("the device is waited for"),
+    )
+    machine.set_device(rank)
+    _pin(machine)
+    _nccl(machine, comm)
+    _threads(machine, lanes, host)
+    _steps(machine, run)
+    machine.watching().__enter__()
+    return machine
+
+
+class _Refusing:
+    """``torch.cuda`` for paralab and tests; torch's own modules see the real one."""
+
+    def __init__(self, real: Any, **modelled: Any) -> None:
+        self.__dict__.update(modelled)
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch"):
+            return getattr(self._real, name)
+        raise AttributeError(f"the virtual device does not model torch.cuda.{name}")
+
+
+def _pin(machine: Machine) -> None:
+    make = torch.empty
+
+    def empty(*shape: Any, pin_memory: bool = False, **how: Any) -> Tensor:
+        made = make(*shape, **how)
+        if pin_memory:
+            storage = made.untyped_storage()
+            machine.pinned[storage._cdata] = weakref.ref(storage)
+            machine.known.pop(storage._cdata, None)
+        return made
+
+    torch.empty = empty
+
+
+def _nccl(machine: Machine, comm: Any) -> None:
+    def all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Work:
+        real = dist.all_reduce(tensor, group=group, async_op=True)
+        return machine.call(group, "all_reduce", [("",)], [], [tensor], real)
+
+    def broadcast(tensor: Tensor, root: int, *, group: Any, async_op: bool) -> Work:
+        real = dist.broadcast(tensor, root, group=group, async_op=True)
+        return machine.call(group, "broadcast", [("",)], [], [tensor], real)
+
+    def reduce(tensor: Tensor, root: int, *, group: Any, async_op: bool) -> Work:
+        whole = tensor.clone()  # gloo leaves partial sums on the others
+        work = dist.all_reduce(whole, group=group, async_op=True)
+        mine = dist.get_rank() == root
+        real = _Then(work, lambda: tensor.copy_(whole) if mine else None)
+        return machine.call(group, "reduce", [("",)], [tensor], [tensor] * mine, real)
+
+    def all_to_all_single(output: Tensor, tensor: Tensor, *, group: Any, async_op: bool) -> Work:
+        real = dist.all_to_all_single(output, tensor, group=group, async_op=True)
+        return machine.call(group, "all_to_all", [("",)], [tensor], [output], real)
+
+    def all_gather(output: Tensor, part: Tensor, *, group: Any, async_op: bool) -> Work:
+        real = gather(output, part, group=group, async_op=True)
+        return machine.call(group, "all_gather", [("",)], [part], [output], real)
+
+    def reduce_scatter(output: Tensor, tensor: Tensor, *, group: Any, async_op: bool) -> Work:
+        received = tensor.new_empty(tensor.shape)
+        work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
+        parts = received.view(dist.get_world_size(group), -1)
+        real = _Then(work, lambda: output.view(-1).copy_(parts.sum(0)))
+        return machine.call(group, "reduce_scatter", [("",)], [tensor], [output], real)
+
+    def batch_isend_irecv(ops: list[Any]) -> list[Work]:
+        group, me = ops[0].group, dist.get_rank()
+        real = _All(dist.batch_isend_irecv(ops))
+        sends = [(one.tensor, one.peer) for one in ops if one.op is dist.isend]
+        takes = [(one.tensor, one.peer) for one in ops if one.op is not dist.isend]
+        keys = [(me, peer) for _, peer in sends] + [(peer, me) for _, peer in takes]
+        tensors = [[tensor for tensor, _ in some] for some in (sends, takes)]
+        return [machine.call(group, "message", keys, *tensors, real)]
+
+    gather = comm._all_gather
+    comm._all_gather, comm.native_reduce_scatter = all_gather, reduce_scatter
+    comm.dist = SimpleNamespace(
+        all_reduce=all_reduce,
+        broadcast=broadcast,
+        reduce=reduce,
+        all_to_all_single=all_to_all_single,
+        batch_isend_irecv=batch_isend_irecv,
+        isend=dist.isend,
+        irecv=dist.irecv,
+        P2POp=dist.P2POp,
+        group=dist.group,
+        new_group=dist.new_group,
+        ProcessGroup=dist.ProcessGroup,
+    )
+
+
+class _Then:
+    """A call of gloo, and what is left to do when it is over. Waited for as often as one likes."""
+
+    def __init__(self, work: Any, finish: Callable[[], Any]) -> None:
+        self.work, self.finish, self.lock = work, finish, threading.Lock()
+
+    def wait(self) -> None:
+        with self.lock:
+            if self.work is not None:
+                self.work.wait()
+                with torch.utils._python_dispatch._disable_current_modes():
+                    self.finish()
+                self.work = None
+
+
+class _All(_Then):
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__(self, lambda: None)
+        self.works = works
+
+    def wait(self) -> None:
+        with self.lock:
+            while self.works:
+                self.works.pop().wait()
+
+
+def _threads(machine: Machine, lanes: Any, host: Any) -> None:
+    """Threads of the host hear of each other by these."""
+
+    class Told(threading.Event):
+        def set(self) -> None:
+            self.told = machine.tell()
+            super().set()
+
+        def wait(self, timeout: float | None = None) -> bool:
+            found = super().wait(timeout)
+            machine.hear(self.told)
+            return found
+
+    class Queue:
+        def __init__(self) -> None:
+            self.items: deque = deque()
+            self.there = threading.Semaphore(0)
+
+        def put(self, item: Any) -> None:
+            self.items.append((machine.tell(), item))
+            self.there.release()
+
+        def get(self) -> Any:
+            self.there.acquire()
+            told, item = self.items.popleft()
+            machine.hear(told)
+            return item
+
+    lanes.threading = SimpleNamespace(Event=Told, Thread=threading.Thread)
+    lanes.SimpleQueue = Queue
+    do, issue = lanes.Lane._do, lanes.Lane._issue
+
+    def watched(method: Callable) -> Callable:
+        def call(lane: Any, job: Any) -> None:
+            with machine.watching():
+                method(lane, job)
+
+        return call
+
+    lanes.Lane._do, lanes.Lane._issue = watched(do), watched(issue)
+    for method, write in (("read", True), ("write", False)):
+        plain = getattr(host.Files, method)
+
+        def touching(files: Any, name: str, tensor: Tensor, *, plain=plain, write=write) -> None:
+            chain = machine.thread()
+            both = ([], [tensor]) if write else ([tensor], [])
+            machine.touched("a file", *both, chain, chain.count + 1, chain.knows)
+            plain(files, name, tensor)
+
+        setattr(host.Files, method, touching)
+
+
+def _steps(machine: Machine, run: Any) -> None:
+    plain = run.Rank.step
+
+    def step(rank: Any, batches: Any) -> Any:
+        machine.inside = True
+        try:
+            return plain(rank, batches)
+        finally:
+            machine.inside = False
+
+    run.Rank.step = step
+
+
+# ---- all ranks -----------------------------------------------------------------------------------
+class Moments(NamedTuple):
+    """Per rank and node when it begins and ends, seconds."""
+
+    start: list[list[float]]
+    end: list[list[float]]
+
+
+def solve(graphs: Sequence[Sequence[Node]]) -> Moments:
+    """When everything happens. Raises ValueError where ranks wait for each other in a circle."""
+    first = list(itertools.accumulate((len(graph) for graph in graphs), initial=0))
+    every = [node for graph in graphs for node in graph]
+    after = [
+        [first[r] + at for at in node.after] for r, graph in enumerate(graphs) for node in graph
+    ]
+    head = list(range(len(every)))  # of those that start together, the one they are found by
+
+    def find(at: int) -> int:
+        while head[at] != at:
+            head[at] = at = head[head[at]]
+        return at
+
+    by_key: dict[tuple, int] = {}
+    for at, node in enumerate(every):
+        for key in node.meets:
+            head[find(at)] = find(by_key.setdefault(key, at))
+    members: dict[int, list[int]] = defaultdict(list)
+    for at in range(len(every)):
+        members[find(at)].append(at)
+    needs = {one: {find(b) for at in some for b in after[at]} for one, some in members.items()}
+    users: dict[int, list[int]] = defaultdict(list)
+    for one, some in needs.items():
+        for other in some:
+            users[other].append(one)
+    left = {one: len(some) for one, some in needs.items()}
+    ready = deque(one for one, count in left.items() if not count)
+    start, end, done = [0.0] * len(every), [0.0] * len(every), 0
+    while ready:
+        one = ready.popleft()
+        done += 1
+        some = members[one]
+        begin = max((end[b] for at in some for b in after[at]), default=0.0)
+        until = begin + max(every[at].seconds for at in some)
+        for at in some:
+            start[at], end[at] = begin, until
+        for other in users[one]:
+            left[other] -= 1
+            if not left[other]:
+                ready.append(other)
+    if done < len(members):
+        stuck = {every[at].label for one, count in left.items() if count for at in members[one]}
+        raise ValueError(f"ranks wait for each other in a circle: {sorted(stuck)}")
+    cut = [slice(a, b) for a, b in itertools.pairwise(first)]
+    return Moments([start[c] for c in cut], [end[c] for c in cut])

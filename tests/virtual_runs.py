@@ -1,0 +1,105 @@
+"""Runs of plans on virtual GPUs (virtual_cuda.py), with durations that the test states."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import paralab as pl
+import virtual_cuda
+from paralab.launch import launch_program
+from paralab.programs.instructions import BACKWARD, FORWARD, Instr
+from virtual_cuda import Node, solve
+
+COMPUTE = ("FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "RECOMPUTE")
+
+
+class Lasts(NamedTuple):
+    """Seconds that things take: of a stage's (``per_part``: of each instruction's) forward, of
+    both halves of its backward, and of a call of NCCL.
+    """
+
+    forward: float = 0.0
+    half: float = 0.0
+    message: float = 0.0
+    collective: float = 0.0
+    per_part: bool = False
+
+    def compute(self, op: str, share: float) -> float:
+        seconds = {FORWARD: self.forward, BACKWARD: 2 * self.half}.get(op, self.half)
+        return seconds * (1.0 if self.per_part else share)
+
+    def call(self, op: str, size: int) -> float:
+        return self.message if op == "message" else self.collective
+
+
+AT_ONCE = Lasts()
+
+
+def share(program: Any, ins: Instr) -> float:
+    """Of a rank's part of the model that an instruction computes."""
+    i, j = next((a, b) for a, b in program.stages if a <= ins.at[0] < b)
+    return (ins.at[1] - ins.at[0]) / (j - i) / program.plan.virtual_stages
+
+
+def of_a_rank(
+    context: Any, model: Any, plan: pl.Plan, lasts: Lasts, steps: int, change: Callable | None,
+    settings: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Train on a virtual GPU. change(machine): break something first."""
+    machine = virtual_cuda.install(context.rank, lasts.call)
+    from paralab.interpret.run import Rank
+    from paralab.interpret.train import Trainer
+
+    def timed(op: str, plain: Callable) -> Callable:
+        def method(rank: Rank, ins: Instr, **more: Any) -> None:
+            machine.works(lasts.compute(op, share(rank.program, ins)), op)
+            plain(rank, ins, **more)
+
+        return method
+
+    for op in COMPUTE:
+        setattr(Rank, op, timed(op, getattr(Rank, op)))
+    if change is not None:
+        change(machine)
+    device = virtual_cuda.name_of(context.rank)
+    context = dataclasses.replace(context, device=device, backend="nccl")
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"optimizer": "sgd", "lr": 0.5, "offload_folder": folder, **settings}
+        trainer = Trainer(context, model, plan, **settings)
+        losses = [trainer.step(step) for step in range(steps)]
+        trainer.settle()
+        if trainer.host is not None:
+            trainer.host.close()
+    spans = trainer.recorder.tables()["spans"]
+    return {"nodes": list(map(tuple, machine.nodes)), "wrong": machine.wrong, "losses": losses,
+            "contexts": machine.contexts, "spans": len(spans["id"])}  # fmt: skip
+
+
+class Found(NamedTuple):
+    step: float
+    bubble: float
+    wrong: list[str]
+    contexts: list[set[int]]
+    losses: list[Any]
+
+
+def virtual(
+    model: Any, plan: pl.Plan, lasts: Lasts = AT_ONCE, *, steps: int = 1,
+    change: Callable | None = None, **settings: Any,
+) -> Found:  # fmt: skip
+    parts = launch_program(of_a_rank, plan.world_size,
+                           (model, plan, lasts, steps, change, settings),
+                           device="cpu", timeout=60)  # fmt: skip
+    graphs = [[Node(*node) for node in part["nodes"]] for part in parts]
+    step = max(max(ends) for ends in solve(graphs).end)
+    busy = sum(node.seconds for graph in graphs for node in graph if node.label in COMPUTE)
+    return Found(
+        step,
+        1 - busy / len(graphs) / step if step else 0.0,
+        [line for part in parts for line in part["wrong"]],
+        [part["contexts"] for part in parts],
+        [part["losses"] for part in parts],
+    )
