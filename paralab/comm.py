@@ -9,10 +9,12 @@ interface): its reduce-scatter is n all-reduces, twice the minimum, so ours is a
 local sum; its reduce sends up to 2.3 times the minimum, so ours is direct sends and a local sum.
 Both add in rank order.
 
-The backend "fake" is a dry run's: nobody is there. A call writes its row and is over.
-
-[Note: CUDA] With NCCL a group's calls run on a stream of their own and nothing blocks the host.
-Gloo cannot read device memory: there, tensors go through the host (staging.py).
+[Note: CUDA] With NCCL a group's calls run on a stream of their own and nothing blocks the host. A
+call is completed by an event of its own, and whoever waits for it waits for that event alone, not
+for what was put on the stream since: a gather that is fetched ahead must not delay the compute that
+waits for the gather before it. Between pipeline ranks every way, a peer and a direction, has a
+communicator and a stream of its own (`open_ways`), so that a receive that is posted ahead does not
+hold up a send. Gloo cannot read device memory: there, tensors go through the host (staging.py).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor
 from paralab.checks import illegal
 from paralab.observe.recorder import Recorder
 from paralab.pending import Arrivals, Lent, Pending
+from paralab.ranks.lookout import Lookout
 from paralab.staging import HostStaging
 from paralab.strict import Strict
 from paralab.theory.traffic import POINT_TO_POINT, wire_bytes
@@ -63,11 +66,15 @@ class Group:
         self.process_group = dist.group.WORLD if process_group is None else process_group
         self.level = self._level_of(ranks)
         self.phase = "grad_sync" if axis == "dp" else "data"
-        self.fake = context.backend == "fake"
         on_cuda = context.device.startswith("cuda")
         stage = (on_cuda and context.backend == "gloo") if stage is None else stage
         self.staging = HostStaging(recorder) if stage else None
         self.stream = torch.cuda.Stream(context.device) if on_cuda and not stage else None
+        if self.stream is not None and recorder.lookout is None:
+            recorder.lookout = Lookout(context.note, recorder.clock.passed, context.alive)
+            recorder.lookout.start()
+        # {(peer, "send" or "recv"): its communicator and stream}, where they are opened
+        self._ways: dict[tuple[int, str], tuple[dist.ProcessGroup, Any]] = {}
         self._calls = 0
         self._arrivals = Arrivals()
         self._subgroups: dict[tuple, Group | None] = {}
@@ -91,13 +98,32 @@ class Group:
             return self
         key = (ranks, axis)
         if key not in self._subgroups:
-            process_group = None if self.fake else dist.new_group(list(ranks))
             settings = {"context": self.context, "recorder": self.recorder,
-                        "process_group": process_group,
+                        "process_group": dist.new_group(list(ranks)),
                         "stage": self.staging is not None}  # fmt: skip
             member = self.context.rank in ranks
             self._subgroups[key] = Group(ranks, axis=axis, **settings) if member else None
         return self._subgroups[key]
+
+    def open_ways(self, rings: Sequence[Sequence[int]]) -> None:
+        """Give every way between neighbours in a ring of ranks its own communicator and stream.
+
+        Every rank of the world calls this at the same point, with all rings, one of which is this
+        group. Then each way carries one message: NCCL connects two ranks when both have come to
+        their first call, and all members go through theirs in one order.
+        """
+        mine = self.context.rank
+        for ring in rings:
+            pairs = {tuple(sorted((a, b))) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)}
+            for low, high in sorted(pairs):
+                for source, target in ((low, high), (high, low)):
+                    made = dist.new_group([low, high])
+                    if mine in (low, high):
+                        way = (target, "send") if mine == source else (source, "recv")
+                        self._ways[way] = made, torch.cuda.Stream(self.context.device)
+        for peer, kind in self._ways:
+            first = torch.zeros(1, device=self.context.device)
+            self.exchange([(kind, first, peer)], phase="setup").wait()
 
     # ---- collectives ------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, *, phase: str | None = None) -> Pending:
@@ -131,8 +157,8 @@ class Group:
                               lambda o, t: [native_reduce_scatter(
                                   o, t, group=self.process_group, async_op=True)],
                               writes=[output])  # fmt: skip
-        received = torch.empty_like(tensor)
-        self.recorder.owns("buffers", received)
+        with self.recorder.making("buffers"):
+            received = torch.empty_like(tensor)
 
         def add_up() -> None:
             with self.recorder.span("copy"):
@@ -160,8 +186,8 @@ class Group:
             return self._call("reduce", tensor, phase, [tensor],
                               lambda t: [dist.isend(t, root, group=self.process_group)],
                               writes=[], peer=root)  # fmt: skip
-        parts = [torch.empty_like(tensor) for _ in others]
-        self.recorder.owns("buffers", *parts)
+        with self.recorder.making("buffers"):
+            parts = [torch.empty_like(tensor) for _ in others]
 
         def add_up() -> None:
             with self.recorder.span("copy"):
@@ -204,16 +230,18 @@ class Group:
             self.blocked_in()
             self.recorder.leave()
         tensors = [tensor for _, tensor, _ in parts]
+        alone = self._ways.get((parts[0][2], parts[0][0])) if len(parts) == 1 else None
+        process_group, stream = alone or (self.process_group, self.stream)
 
         def post(*staged: Tensor) -> list:
             calls = {"send": dist.isend, "recv": dist.irecv}
-            ops = [dist.P2POp(calls[kind], tensor, peer, group=self.process_group)
+            ops = [dist.P2POp(calls[kind], tensor, peer, group=process_group)
                    for (kind, _, peer), tensor in zip(parts, staged, strict=True)]  # fmt: skip
             return dist.batch_isend_irecv(ops)
 
         writes = [tensor for kind, tensor, _ in parts if kind == "recv"]
         return self._launch([(kind, _nbytes(t), peer) for kind, t, peer in parts],
-                            phase, tensors, post, writes, None)  # fmt: skip
+                            phase, tensors, post, writes, None, stream)  # fmt: skip
 
     # ---- the one way out -----------------------------------------------------------------------
     def _call(
@@ -224,11 +252,13 @@ class Group:
             self._strict.collective(self.ranks, op, payload)
         if self.size == 1:
             post = _alone
-        return self._launch([(op, _nbytes(payload), peer)], phase, tensors, post, writes, finish)
+        return self._launch(
+            [(op, _nbytes(payload), peer)], phase, tensors, post, writes, finish, self.stream
+        )
 
     def _launch(
         self, ops: list[tuple[str, int, int]], phase: str | None, tensors: list[Tensor],
-        post: Callable, writes: list[Tensor], finish: Callable | None,
+        post: Callable, writes: list[Tensor], finish: Callable | None, stream: Any,
     ) -> Pending:  # fmt: skip
         recorder, after = self.recorder, self.recorder.cut()
         lane = f"comm:{self.axis}"
@@ -236,15 +266,15 @@ class Group:
         if self.staging is not None:
             tensors, finish = self.staging.through_host(tensors, writes, finish)
         elif recorder.ledger is not None and self.context.backend == "gloo":
-            lent = Lent(tensors)
+            lent = Lent(tensors, recorder.ledger)
             tensors = lent.tensors
-        if self.stream is not None:
-            works, span = self._on_stream(lane, after, tensors, post)
+        if stream is not None:
+            what = self._where(ops[0][0], self._calls)
+            works, span = self._on_stream(stream, lane, after, tensors, post, what)
         else:
             span = recorder.launch(lane, after, recorder.clock.host())
             ended = lambda: recorder.completed(span, recorder.clock.host())  # noqa: E731
-            works = [_Over(tensors, ended)] if self.fake else self._arrivals.watch(
-                post(*tensors), ops, ended)  # fmt: skip
+            works = self._arrivals.watch(post(*tensors), ops, ended)
         for op, payload, peer in ops:
             root = self.ranks.index(peer) if op in ("broadcast", "reduce") else 0
             wire = wire_bytes(op, payload, self.size, self.index, root)
@@ -255,52 +285,64 @@ class Group:
         self._calls += 1
         return Pending(self, works, span, (ops[0][0], self._calls - 1), finish, lent)
 
-    def _on_stream(self, lane: str, after: tuple, tensors: list[Tensor], post: Callable) -> tuple:
-        """NCCL: the group's own stream is its lane. See [Note: CUDA]."""
+    def _on_stream(
+        self, stream: Any, lane: str, after: tuple, tensors: list[Tensor], post: Callable, what: str
+    ) -> tuple[list[Enqueued], int]:
+        """NCCL: the stream is the call's lane. See [Note: CUDA]."""
         recorder = self.recorder
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             span = recorder.launch(lane, after, recorder.clock.mark())
             for work in post(*tensors):
                 work.wait()  # orders the stream, not the host
             recorder.completed(span, recorder.clock.mark())
-            for tensor in tensors:
-                tensor.record_stream(self.stream)
-        return [self.stream], span
+            over = torch.cuda.Event()
+            over.record(stream)
+        recorder.lookout.posted(what, over)
+        return [Enqueued(over, tensors)], span
 
     def settle(self, works: Sequence[Any]) -> None:
         """Hold the rank (with NCCL: its compute stream) until ``works`` are done."""
         for work in works:
-            if work is self.stream:
-                torch.cuda.current_stream().wait_stream(work)
-            else:
-                work.wait()
+            work.wait()
 
     def over(self, works: Sequence[Any]) -> bool:
         """Whether all of ``works`` are done; asks, does not wait."""
-        return all(w.query() if w is self.stream else w.is_completed() for w in works)
+        return all(work.is_completed() for work in works)
 
     def blocked_in(self, op: str = "", call: object = "") -> None:
         """Tell whoever asks why this rank stands still; no argument: it computes again."""
-        if not op or self.fake:
+        if not op:
             self.context.note("")
             return
+        self.context.note(self._where(op, call))
+
+    def _where(self, op: str, call: object) -> str:
         where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"
-        self.context.note(f"{op} #{call} on {where}, step {self.recorder.step}")
+        return f"{op} #{call} on {where}, step {self.recorder.step}"
 
 
-class _Over:
-    """A call of a dry run: over at once. As any, it holds its tensors until it is waited for."""
+class Enqueued:
+    """A call that was put on a stream: the event that completes it, and its tensors.
 
-    def __init__(self, tensors: list[Tensor], ended: Callable[[], None]) -> None:
-        self.tensors = tensors
-        ended()
+    The tensors live as long as the rank has not waited. Behind the wait whatever the allocator
+    makes of their memory is ordered behind the call, not before. torch's ``record_stream`` keeps
+    memory back until the host happens to see that the stream has passed it; a host that runs ahead
+    of its device then holds every unit that ZeRO-3 has gathered.
+    """
+
+    __slots__ = ("event", "tensors")
+
+    def __init__(self, event: Any, tensors: Sequence[Tensor]) -> None:
+        self.event, self.tensors = event, tensors
 
     def is_completed(self) -> bool:
-        return True
+        return self.event.query()
 
     def wait(self) -> None:
-        pass
+        """Order the compute stream behind this call alone; the host does not stand still."""
+        torch.cuda.current_stream().wait_event(self.event)
+        self.tensors = ()
 
 
 def _nbytes(tensor: Tensor) -> int:

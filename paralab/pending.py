@@ -8,12 +8,14 @@ the moment at which the rank had time to look, and a buffer that has been sent i
 [Note: lent] Gloo's thread says that a collective is over before it lets go of the tensors: in 2 to
 7 % of 12,000 calls they were still held when the rank went on, for up to 11 ms, and in half of them
 where every core was busy. A peak of memory that was counted just then would be another in the next
-run. So where memory is counted, gloo is lent aliases, and a wait is over when nobody else has them.
+run. So where memory is counted, gloo is lent storages that share the bytes, and a wait is
+over when gloo has none of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +27,7 @@ from paralab.theory.traffic import POINT_TO_POINT
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paralab.comm import Group
-
-PATIENCE = 0.1  # seconds that gloo may hold what it was lent after it says that a call is over
+PATIENCE = 1.0  # seconds that gloo may hold what it was lent after it says that a call is over
 
 
 class Pending:
@@ -36,7 +36,7 @@ class Pending:
     __slots__ = ("_group", "_works", "_span", "_what", "_finish", "_lent", "_done")
 
     def __init__(
-        self, group: Group, works: Sequence[Any], span: int, what: tuple, finish: Callable | None,
+        self, group: Any, works: Sequence[Any], span: int, what: tuple, finish: Callable | None,
         lent: Lent | None = None,
     ) -> None:  # fmt: skip
         self._group, self._works, self._span = group, works, span
@@ -86,23 +86,32 @@ def wait_all(calls: Sequence[Pending]) -> None:
 
 
 class Lent:
-    """Aliases of a call's tensors for gloo, and when it has let go of them. See [Note: lent]."""
+    """A call's tensors for gloo, as storages of their own that share the bytes, and when gloo has
+    let go of them and of every view it made. See [Note: lent].
+    """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = [tensor.detach() for tensor in tensors]
-        self._own = [tensor._use_count() for tensor in self.tensors]
+    def __init__(self, tensors: Sequence[Tensor], ledger: Any) -> None:
+        import torch
+
+        self._uses = torch._C._storage_Use_Count
+        self.tensors = [torch.from_dlpack(tensor.detach()) for tensor in tensors]
+        ledger.shares_bytes(*self.tensors)
+        self._own = self._counts()
 
     def wait(self) -> None:
         give_up = time.monotonic() + PATIENCE
-        late = False
-        while self._held() and time.monotonic() < give_up:
-            late = True
+        while self._counts() != self._own and time.monotonic() < give_up:
             time.sleep(1e-5)  # the thread may need Python's lock to go on
-        if late:
-            time.sleep(5e-5)  # views that gloo made itself go last
 
-    def _held(self) -> bool:
-        return any(t._use_count() > own for t, own in zip(self.tensors, self._own, strict=True))
+    def _counts(self) -> list[int]:
+        """References to the tensors, to their Python objects, which gloo's thread gives up last,
+        and to their storages, for views.
+        """
+        counts = []
+        for tensor in self.tensors:
+            storage = tensor.untyped_storage()
+            counts += [tensor._use_count(), sys.getrefcount(tensor), self._uses(storage._cdata)]
+        return counts
 
 
 class Arrivals:

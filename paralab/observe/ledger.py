@@ -59,7 +59,7 @@ class Ledger(Storages):
         super().__init__(device)
         self.recorder, self.limit, self.advise = recorder, limit, advise
         self.bytes = dict.fromkeys(CATEGORIES, 0)
-        self.born = "other"  # category of a new storage
+        self.born: str | None = "other"  # category of a new storage
         self._noted = self._most = 0  # bytes alive at the last sample, and most there ever were
         self._top = 0  # most bytes alive since the last sample
         self._at_top: tuple | None = None  # when, and what they were, here and elsewhere
@@ -112,7 +112,7 @@ class Ledger(Storages):
             for part in result:
                 self._meet_all(part)
 
-    def _born(self, storage: torch.UntypedStorage) -> str:
+    def _born(self, storage: torch.UntypedStorage) -> str | None:
         return self.born
 
     def _count(self, life: Life, size: int) -> None:
@@ -143,6 +143,14 @@ class Ledger(Storages):
             if category == "parameters" and tensor.is_leaf and tensor.requires_grad:
                 self._parameters.append(weakref.ref(tensor))
                 self._listen(tensor)
+
+    def shares_bytes(self, *tensors: Tensor) -> None:
+        """These tensors' storages count zero: their bytes are another storage's."""
+        self._settle()
+        born, self.born = self.born, None
+        for tensor in tensors:
+            self._meet(tensor)
+        self.born = born
 
     def resized(self, *tensors: Tensor) -> None:
         """These tensors' storages were resized where they are."""
@@ -224,11 +232,8 @@ def watch(
     """A ledger that is on from here to the end of the ``with``, or to ``close()``."""
     if limit is not None and device.startswith("cuda"):
         _bound_allocator(limit, device)
-    kind = Ledger
-    if device == "meta":
-        from paralab.observe.dry import DryLedger as kind
     watched = contextlib.ExitStack()
-    watched.enter_context(kind(recorder, device=device, limit=limit, advise=advise))
+    watched.enter_context(Ledger(recorder, device=device, limit=limit, advise=advise))
     return watched
 
 

@@ -79,7 +79,8 @@ class Storages(TorchDispatchMode):
             life = self._dead.popleft()
             if self._known.get(life.address) is life:
                 del self._known[life.address]
-            self._count(life, 0)
+            if life.size:
+                self._count(life, 0)
 
 
 class PeakMemory(Storages):
