@@ -188,7 +188,8 @@ class Tokens(Op):
         if elsewhere is not None:
             g = g.masked_fill(elsewhere.unsqueeze(1), 0.0)
         rows = self.params["token.weight"][0]
-        gradient = torch.ops.aten.embedding_dense_backward(g, tokens, rows, -1, False)
+        backward = torch.ops.aten.embedding_dense_backward.default
+        gradient = backward(g, tokens, rows, -1, False)
         into.add("token.weight", gradient)
 
 
@@ -270,9 +271,9 @@ class Norm(Op):
 
         x, mean, rstd = kept
         weight, bias = weights["weight"], weights["bias"]
-        gx, gw, gb = torch.ops.aten.native_layer_norm_backward(
-            g, x, weight.shape, mean, rstd, weight, bias, (True, True, True)
-        )
+        backward = torch.ops.aten.native_layer_norm_backward.default
+        every = True, True, True
+        gx, gw, gb = backward(g, x, weight.shape, mean, rstd, weight, bias, every)
         return gx, (gw, gb)
 
     def weight_grad(self, deferred, into, env):
@@ -475,7 +476,7 @@ class Gelu(Op):
     def differentiate(self, weights, x, g, env):
         import torch
 
-        return torch.ops.aten.gelu_backward(g, x, approximate="tanh"), None
+        return torch.ops.aten.gelu_backward.default(g, x, approximate="tanh"), None
 
 
 class Add(Dropping):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 import bench_data_parallel
+import bench_host
 import bench_instruments
 import bench_launch
 import bench_offload
@@ -22,6 +23,7 @@ import bench_zero
 
 BENCHES: dict[str, Callable[[], list[dict]]] = {
     "launch": bench_launch.rows,
+    "host": bench_host.measure,
     "instruments": bench_instruments.measure,
     "data_parallel": bench_data_parallel.measure,
     "pipeline": bench_pipeline.measure,
