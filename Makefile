@@ -4,6 +4,7 @@
 #   make demo    train on four data-parallel ranks without a browser, write one HTML report
 #   make test    everything that continuous integration runs; installs chromium if it may and must
 #   make memory  predicted memory against the bytes of tensors: 200 drawn plans, 20 searches
+#   make gpu     the same code on this machine's GPUs, every plan and paradigm; writes gpu.md
 #   make nbval   the labs' stored outputs against a fresh run by nbval, without a browser
 #   make bench   compare with what you would use instead; writes bench.json
 #   make labs    rebuild the notebooks from labs/src (needs chromium, for their pictures)
@@ -42,7 +43,7 @@ OR_NONE := $(if $(TEST_ARGS),|| [ $$? -eq 5 ])
 # JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab demo test memory nbval bench labs clean
+.PHONY: help lab demo test memory gpu nbval bench labs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -103,6 +104,9 @@ memory: $(READY_DEV)
 	  tests/test_interpret_memory.py tests/test_search.py \
 	  --numprocesses=$(WORKERS) --dist=load
 
+gpu: $(READY_DEV)
+	@$(PYTEST) tests/test_gpu.py -m gpu
+
 nbval: $(READY_DEV)
 	@$(PY) -m pytest labs --nbval --nbval-current-env --nbval-cell-timeout=120 \
 	  --numprocesses=2 --dist=loadfile
@@ -114,5 +118,5 @@ labs: $(READY_DEV)
 	@$(PY) labs/build.py
 
 clean:
-	rm -rf $(VENV) build dist demo bench.json *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo bench.json gpu.md *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,16 +1,36 @@
-"""The same code on CUDA. Runs where a GPU is present."""
+"""The same code on CUDA, for whoever has GPUs: `make gpu` runs it and writes one table, gpu.md.
+
+    one GPU      every pairwise plan, its ranks sharing the GPU through staged calls; offload
+    two, eight   every paradigm on NCCL with a GPU per rank; the bubbles of 1F1B and interleaving
+                 next to their formulas; the share of ZeRO-3's gathers that hides; a kill, a hang,
+                 an out-of-memory
+
+A plan is held to one rank of the same GPU with the same micro-batches. PARALAB_GPU_TESTS_ON=cpu
+rehearses on processors what needs no device, as if there were eight.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import paralab as pl
-from equality import worst
+from equality import TOLERANCE, worst
+from pairwise import cover
+
+DEVICE = os.environ.get("PARALAB_GPU_TESTS_ON", "cuda")
+REHEARSAL = DEVICE == "cpu"
+OWN = "gloo" if REHEARSAL else "nccl"  # backend of ranks that have a device each
+TABLE = "gpu.md"
 
 
 def num_gpus() -> int:
+    if REHEARSAL:
+        return 8
     if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):  # asking torch takes seconds
         return 0
     import torch
@@ -18,29 +38,239 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+NUM_GPUS = num_gpus()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        num_gpus() == 0, reason="needs an NVIDIA GPU; the CPU tests cover the same code"
+        NUM_GPUS == 0, reason="needs an NVIDIA GPU; the CPU tests cover the same code"
     ),
+    pytest.mark.filterwarnings("ignore:zero_stage=3 with pp"),
 ]
+of_a_device = pytest.mark.skipif(REHEARSAL, reason="only a GPU has this")
 MODEL = pl.ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
+EVEN = pl.ModelSpec(layers=16, hidden=64, heads=8, seq_len=32, vocab=256)
+WIDE = pl.ModelSpec(layers=16, hidden=1024, heads=16, seq_len=512, vocab=256, attention="sdpa")
+SGD = {"steps": 2, "optimizer": "sgd", "lr": 0.1, "keep_state": True, "device": DEVICE}
+# Kernels of other shapes add up in another order; in 16 bits both sides are rounded, step by step.
+ROUNDING = {"fp32": 1e-3, **{name: 3 * TOLERANCE[name] for name in ("bf16", "fp16")}}
 
 
+def with_gpus(n: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(n > NUM_GPUS, reason=f"needs {n} GPUs, there are {NUM_GPUS}")
+
+
+# ---- the table -----------------------------------------------------------------------------------
+@pytest.fixture(scope="session")
+def figures() -> Iterator[list[tuple]]:
+    """Rows of the table: what, of which plan, on how many ranks, measured, by formula."""
+    found: list[tuple] = []
+    yield found
+    import torch
+
+    name = "a rehearsal on processors" if REHEARSAL else torch.cuda.get_device_name(0)
+    lines = [
+        f"{NUM_GPUS} x {name}, torch {torch.__version__}, paralab {pl.__version__}",
+        "",
+        "| what | plan | ranks | measured | by formula or asked |",
+        "|---|---|---|---|---|",
+        *("| " + " | ".join(map(str, row)) + " |" for row in found),
+    ]
+    with open(TABLE, "w") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+def said(plan: pl.Plan) -> str:
+    """The settings of a plan that are not the default."""
+    plain = pl.Plan().to_dict()
+    return " ".join(f"{k}={v}" for k, v in plan.to_dict().items() if plain.get(k) != v)
+
+
+# ---- equality ------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def alone(run):
+    """What one rank of the device trains with all of a plan's micro-batches; equal ones once."""
+    known: dict[str, pl.Report] = {}
+
+    def train(model: pl.ModelSpec, plan: pl.Plan, **settings: Any) -> pl.Report:
+        one = pl.Plan(
+            microbatches=plan.dp * plan.microbatches,
+            microbatch_size=plan.microbatch_size,
+            precision=plan.precision,
+        )
+        key = repr((model, one, settings))
+        if key not in known:
+            known[key] = run(model, one, **settings)
+        return known[key]
+
+    return train
+
+
+def gap(expected: pl.Report, got: pl.Report) -> float:
+    """Largest difference of a gradient or a weight, of the tensor's largest entry."""
+    names = ("gradients", "weights")
+    return max(worst(getattr(expected, what), getattr(got, what))[0] for what in names)
+
+
+@pytest.mark.parametrize("one", cover().cases, ids=lambda one: one.name)
+def test_gpu_pairwise_plan_trains_what_one_rank_does(run, alone, figures, one):
+    settings = {**SGD, "clip_norm": one.clip_norm}
+    found = gap(alone(one.model, one.plan, **settings), run(one.model, one.plan, **settings))
+    allowed = ROUNDING[one.plan.precision]
+    figures.append(
+        ("largest difference", one.name, one.plan.world_size, f"{found:.1e}", f"{allowed:.0e}")
+    )
+    assert found <= allowed
+
+
+# Of the dp that is left over, if any, so that each runs on two GPUs and on eight.
+PARADIGMS: dict[str, dict[str, Any]] = {
+    "data parallel": {},
+    "data parallel, naive": {"grad_sync": "naive"},
+    "ZeRO-1": {"zero_stage": 1},
+    "ZeRO-2": {"zero_stage": 2, "microbatches": 2},
+    "ZeRO-3": {"zero_stage": 3, "microbatches": 2},
+    "tensor parallel": {"tp": 2},
+    "sequence parallel": {"tp": 2, "sequence_parallel": True},
+    "GPipe": {"pp": 2, "microbatches": 4, "schedule": "gpipe"},
+    "1F1B": {"pp": 2, "microbatches": 4},
+    "interleaved": {"pp": 2, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2},
+    "ZB-H1": {"pp": 2, "microbatches": 4, "schedule": "zb-h1"},
+    "ZB-H2": {"pp": 2, "microbatches": 4, "schedule": "zb-h2"},
+    "full recomputation": {"recompute": "full"},
+    "offload to the host": {"zero_stage": 3, "offload": "cpu"},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+}
+OF_EIGHT = {
+    "2D": {"tp": 4, "tp_mode": "2d", "microbatch_size": 4},
+    "HSDP": {"zero_stage": 3, "shard": 2},
+    "hpZ": {"zero_stage": 3, "secondary_shard": 2},
+    "2.5D": {"tp": 8, "tp_mode": "2.5d", "microbatch_size": 4},
+    "3D": {"tp": 8, "tp_mode": "3d", "microbatch_size": 4},
+    "three axes": {"dp": 2, "tp": 2, "pp": 2, "microbatches": 4, "zero_stage": 1},
+}
+ON_NCCL = [
+    *((2, name, settings) for name, settings in PARADIGMS.items()),
+    *((8, name, settings) for name, settings in PARADIGMS.items()),
+    *((8, name, settings) for name, settings in OF_EIGHT.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("n", "name", "settings"),
+    [pytest.param(*one, marks=with_gpus(one[0]), id=f"{one[1]} on {one[0]}") for one in ON_NCCL],
+)
+def test_gpu_paradigm_on_nccl_trains_what_one_rank_does(run, alone, figures, n, name, settings):
+    taken = settings.get("tp", 1) * settings.get("pp", 1)
+    plan = pl.Plan(**{"microbatch_size": 2, "dp": n // taken, **settings})
+    report = run(EVEN, plan, **SGD)
+    found, allowed = gap(alone(EVEN, plan, **SGD), report), ROUNDING[plan.precision]
+    figures.append(("largest difference", name, n, f"{found:.1e}", f"{allowed:.0e}"))
+    assert found <= allowed
+    assert report.meta["backend"] == OWN
+    assert not report.meta["shared_gpu"]
+
+
+# ---- overlap, as it is ---------------------------------------------------------------------------
+@of_a_device
+@pytest.mark.parametrize("n", [pytest.param(n, marks=with_gpus(n)) for n in (2, 4, 8)])
+@pytest.mark.parametrize(("schedule", "v"), [("1f1b", 1), ("interleaved", 2)])
+def test_gpu_bubble_is_written_down_next_to_its_formula(run, figures, n, schedule, v):
+    m = 16
+    plan = pl.Plan(pp=n, microbatches=m, schedule=schedule, virtual_stages=v, microbatch_size=4)
+    report = run(WIDE, plan, steps=6, device=DEVICE)
+    formula = (n - 1) / (v * m + n - 1)
+    figures.append(("bubble", said(plan), n, f"{report.bubble:.3f}", f"{formula:.3f}"))
+    assert 0.0 < report.bubble < 1.0
+
+
+@of_a_device
+@pytest.mark.parametrize("n", [pytest.param(n, marks=with_gpus(n)) for n in (2, 8)])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_gpu_hidden_share_of_gathers_is_written_down(run, figures, n, prefetch):
+    plan = pl.Plan(dp=n, zero_stage=3, prefetch=prefetch, microbatch_size=8)
+    value = run(WIDE, plan, steps=6, device=DEVICE).summary()["value"]
+    hidden, step = value["of it hidden behind compute"], value["step time"]
+    figures.append(("communication that hides", said(plan), n, f"{hidden:.0f} %", ""))
+    figures.append(("step", said(plan), n, f"{step:.4g} ms", ""))
+    assert 0.0 <= hidden <= 100.0
+
+
+# ---- faults --------------------------------------------------------------------------------------
+def dies(group: Any) -> None:
+    import signal
+
+    import torch
+
+    if group.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ones = torch.ones(4, device=group.context.device)
+    group.all_reduce(ones).wait()
+    ones.sum().item()
+
+
+def never_comes(group: Any) -> None:
+    import torch
+
+    if group.index == 1:
+        threading.Event().wait()
+    ones = torch.ones(4, device=group.context.device)
+    group.all_reduce(ones).wait()
+    ones.sum().item()
+
+
+def adds_up(group: Any) -> float:
+    import torch
+
+    ones = torch.ones(4, device=group.context.device)
+    group.all_reduce(ones).wait()
+    return ones.sum().item()
+
+
+def assert_the_next_call_works() -> None:
+    assert pl.trace(adds_up, ranks=2, device=DEVICE).results == [8.0, 8.0]
+
+
+@with_gpus(2)
+def test_gpu_rank_that_is_killed_is_named(figures):
+    with pytest.raises(pl.RankError, match="rank 1 was killed by signal 9"):
+        pl.trace(dies, ranks=2, device=DEVICE, timeout=60)
+    assert_the_next_call_works()
+    figures.append(("a kill", "", 2, "named, and the next call works", ""))
+
+
+@with_gpus(2)
+def test_gpu_hang_says_who_waits_for_whom(figures):
+    with pytest.raises(pl.RankTimeout, match="rank 0 waits in all_reduce #0 for rank 1"):
+        pl.trace(never_comes, ranks=2, device=DEVICE, timeout=10)
+    assert_the_next_call_works()
+    figures.append(("a hang", "", 2, "says who waits for whom", ""))
+
+
+@with_gpus(2)
+def test_gpu_rank_that_is_out_of_memory_says_what_filled_it(run, figures):
+    with pytest.raises(pl.OutOfMemory, match="parameters"):
+        run(EVEN, pl.Plan(dp=2), steps=1, device=DEVICE, memory_limit=2**23)
+    assert_the_next_call_works()
+    figures.append(("an out-of-memory", "", 2, "says what filled the device", ""))
+
+
+# ---- one GPU -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dp", [1, 2])
 def test_gpu_gradients_equal_the_cpus(run, dp):
     """With one GPU and two ranks: gloo through pinned buffers. With two: NCCL."""
     settings = {"steps": 2, "optimizer": "sgd", "keep_state": True}
     on_cpu = run(MODEL, pl.Plan(microbatches=dp), device="cpu", **settings)
-    on_gpu = run(MODEL, pl.Plan(dp=dp), device="cuda", **settings)
+    on_gpu = run(MODEL, pl.Plan(dp=dp), device=DEVICE, **settings)
     for what in ("gradients", "weights"):
         gap, name = worst(getattr(on_cpu, what), getattr(on_gpu, what))
         assert gap < 1e-3, name
-    assert on_gpu.meta["backend"] == ("nccl" if num_gpus() >= dp else "gloo")
+    assert on_gpu.meta["backend"] == (OWN if dp <= NUM_GPUS else "gloo")
 
 
+@of_a_device
 def test_gpu_spans_are_device_time_in_order(run):
-    report = run(MODEL, pl.Plan(), steps=4, device="cuda")
+    report = run(MODEL, pl.Plan(), steps=4, device=DEVICE)
     spans = report.spans.query("kind in ('forward', 'backward', 'optimizer') and step > 0")
     assert (spans.cost > 0).all()
     ordered = spans.sort_values("id")
@@ -51,11 +281,10 @@ def test_gpu_spans_are_device_time_in_order(run):
     )
 
 
-@pytest.mark.skipif(
-    num_gpus() >= 2, reason="two ranks have a GPU each here: NCCL, nothing to stage"
-)
+@of_a_device
+@pytest.mark.skipif(NUM_GPUS >= 2, reason="two ranks have a GPU each here: NCCL, nothing to stage")
 def test_ranks_that_share_a_gpu_record_their_copies(run):
-    report = run(MODEL, pl.Plan(dp=2), steps=2, device="cuda")
+    report = run(MODEL, pl.Plan(dp=2), steps=2, device=DEVICE)
     copies = report.spans.query("kind == 'copy'")
     assert set(copies.lane) == {"d2h", "h2d"} and (copies.end > copies.start).all()
 
@@ -64,7 +293,7 @@ def test_ranks_that_share_a_gpu_record_their_copies(run):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gpu_offload_is_the_same_training(run, stage, place):
     """AdamW on the host's processor, and on the device: other kernels, nearly the same bits."""
-    settings = {"steps": 3, "keep_state": True, "device": "cuda"}
+    settings = {"steps": 3, "keep_state": True, "device": DEVICE}
     plan = pl.Plan(zero_stage=stage, offload=place, microbatches=2)
     away, here = run(MODEL, plan, **settings), run(MODEL, plan.replace(offload=None), **settings)
     for what in ("gradients", "weights"):
@@ -72,10 +301,11 @@ def test_gpu_offload_is_the_same_training(run, stage, place):
         assert gap < 1e-3, name
 
 
+@of_a_device
 def test_gpu_copies_are_lanes_of_device_time_and_some_hide_behind_compute(run):
     model = pl.ModelSpec(layers=8, hidden=1024, heads=16, seq_len=512)
     plan = pl.Plan(zero_stage=3, offload="cpu", microbatch_size=8, prefetch=2, recompute="full")
-    report = run(model, plan, steps=3, device="cuda")
+    report = run(model, plan, steps=3, device=DEVICE)
     copies = report.copies
     assert set(copies["lane"]) == {"h2d", "d2h"} and (copies["end"] > copies["start"]).all()
     rates = copies["bytes"].sum() / (copies["end"] - copies["start"]).sum()
@@ -87,6 +317,6 @@ def test_gpu_offload_trains_what_a_limit_refuses_without(run):
     model = pl.ModelSpec(layers=12, hidden=512, heads=8, seq_len=64)
     limit = 6 * 4 * model.num_params // 4
     with pytest.raises(pl.OutOfMemory):
-        run(model, pl.Plan(), steps=1, device="cuda", memory_limit=limit)
+        run(model, pl.Plan(), steps=1, device=DEVICE, memory_limit=limit)
     plan = pl.Plan(zero_stage=3, offload="cpu", recompute="full")
-    assert run(model, plan, steps=1, device="cuda", memory_limit=limit).peak_memory <= limit
+    assert run(model, plan, steps=1, device=DEVICE, memory_limit=limit).peak_memory <= limit

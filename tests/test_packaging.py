@@ -158,7 +158,7 @@ def test_lint_and_tests_are_configured_as_the_house_wants_them():
 
 
 # ---- the Makefile --------------------------------------------------------------------------------
-DOCUMENTED = ("lab", "demo", "test", "memory", "nbval", "bench", "labs", "clean")
+DOCUMENTED = ("lab", "demo", "test", "memory", "gpu", "nbval", "bench", "labs", "clean")
 
 
 def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
