@@ -130,7 +130,7 @@ class Group:
         """Sum ``tensor`` over the group, in place."""
         return self._call("all_reduce", tensor, phase, [tensor],
                           lambda t: [dist.all_reduce(t, group=self.process_group, async_op=True)],
-                          writes=[tensor])  # fmt: skip
+                          writes=[tensor], reads=[tensor])  # fmt: skip
 
     def all_gather(self, output: Tensor, part: Tensor, *, phase: str | None = None) -> Pending:
         """``output`` = the members' ``part`` one after the other, (n * numel,)."""
@@ -172,7 +172,7 @@ class Group:
         options = {"group": self.process_group, "async_op": True}
         return self._call("broadcast", tensor, phase, [tensor],
                           lambda t: [dist.broadcast(t, root, **options)],
-                          writes=[tensor], peer=root)  # fmt: skip
+                          writes=[tensor] * (self.context.rank != root), peer=root)  # fmt: skip
 
     def reduce(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
         """Global rank ``root``'s tensor becomes the members' sum; the others keep theirs."""
@@ -180,7 +180,7 @@ class Group:
             options = {"group": self.process_group, "async_op": True}
             return self._call("reduce", tensor, phase, [tensor],
                               lambda t: [dist.reduce(t, root, **options)],
-                              writes=[tensor], peer=root)  # fmt: skip
+                              writes=[tensor], reads=[tensor], peer=root)  # fmt: skip
         others = [r for r in self.ranks if r != root]
         if self.context.rank != root:
             return self._call("reduce", tensor, phase, [tensor],
@@ -241,30 +241,33 @@ class Group:
 
         writes = [tensor for kind, tensor, _ in parts if kind == "recv"]
         return self._launch([(kind, _nbytes(t), peer) for kind, t, peer in parts],
-                            phase, tensors, post, writes, None, stream)  # fmt: skip
+                            phase, tensors, post, writes, (), None, stream)  # fmt: skip
 
     # ---- the one way out -----------------------------------------------------------------------
     def _call(
         self, op: str, payload: Tensor, phase: str | None, tensors: list[Tensor], post: Callable,
-        *, writes: list[Tensor], peer: int = -1, finish: Callable | None = None,
+        *, writes: list[Tensor], reads: Sequence[Tensor] = (), peer: int = -1,
+        finish: Callable | None = None,
     ) -> Pending:  # fmt: skip
+        """writes: those of ``tensors`` that the call fills; of these, ``reads`` are read first."""
         if self._strict is not None:
             self._strict.collective(self.ranks, op, payload)
         if self.size == 1:
             post = _alone
         return self._launch(
-            [(op, _nbytes(payload), peer)], phase, tensors, post, writes, finish, self.stream
+            [(op, _nbytes(payload), peer)], phase, tensors, post, writes, reads, finish, self.stream
         )
 
     def _launch(
         self, ops: list[tuple[str, int, int]], phase: str | None, tensors: list[Tensor],
-        post: Callable, writes: list[Tensor], finish: Callable | None, stream: Any,
+        post: Callable, writes: list[Tensor], reads: Sequence[Tensor], finish: Callable | None,
+        stream: Any,
     ) -> Pending:  # fmt: skip
         recorder, after = self.recorder, self.recorder.cut()
         lane = f"comm:{self.axis}"
         lent = None
         if self.staging is not None:
-            tensors, finish = self.staging.through_host(tensors, writes, finish)
+            tensors, finish = self.staging.through_host(tensors, writes, reads, finish)
         elif recorder.ledger is not None and self.context.backend == "gloo":
             lent = Lent(tensors, recorder.ledger)
             tensors = lent.tensors

@@ -8,7 +8,7 @@ they run: gloo reads the buffer as soon as it is handed over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +24,19 @@ class HostStaging:
         self._free: dict[tuple, list[Tensor]] = {}  # (shape, dtype) -> buffers no call uses
 
     def through_host(
-        self, tensors: list[Tensor], writes: list[Tensor], finish: Callable | None
+        self,
+        tensors: list[Tensor],
+        writes: Sequence[Tensor],
+        reads: Sequence[Tensor],
+        finish: Callable | None,
     ) -> tuple[list[Tensor], Callable]:
-        """Host copies of ``tensors``, and what to call at the end: it copies ``writes`` back."""
+        """Host buffers for ``tensors``, and what to call at the end: it copies ``writes`` back.
+
+        What the call only fills is not copied down before: of ``writes`` only ``reads`` are.
+        """
         twins = {id(t): self._take(t) for t in tensors}
-        self._copy("d2h", [(twins[id(t)], t) for t in tensors])
+        filled = {id(t) for t in writes} - {id(t) for t in reads}
+        self._copy("d2h", [(twins[id(t)], t) for t in tensors if id(t) not in filled])
 
         def back() -> None:
             self._copy("h2d", [(t, twins[id(t)]) for t in writes])
@@ -46,6 +54,8 @@ class HostStaging:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
     def _copy(self, lane: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        if not pairs:
+            return
         after, clock = self.recorder.cut(), self.recorder.clock
         start = clock.mark()
         for target, source in pairs:
