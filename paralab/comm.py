@@ -203,8 +203,10 @@ class Group:
         )
 
     def barrier(self, *, phase: str = "control") -> None:
-        """Nobody goes on before everybody is here."""
+        """No rank goes on before all are here, with NCCL its host and its device."""
         self.all_reduce(torch.zeros(1, device=self.context.device), phase=phase).wait()
+        if self.stream is not None:  # the wait above orders the compute stream alone
+            torch.cuda.current_stream().synchronize()
 
     # ---- point to point -------------------------------------------------------------------------
     def send(self, tensor: Tensor, *, to: int, phase: str | None = None) -> Pending:

@@ -7,6 +7,8 @@ NCCL; durations are stated here.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,28 +25,47 @@ MODEL = pl.ModelSpec(layers=8, hidden=16, heads=2, seq_len=8)
 
 
 # ---- time ----------------------------------------------------------------------------------------
-def test_virtual_waiting_for_one_call_does_not_wait_for_the_next():
-    def two_gathers(context):
-        import torch
+def moments_of(act: Callable[[Any, Any], int], *calls: float) -> list[float]:
+    """On two ranks the moment of the node that ``act(machine, group)`` returns, where calls of NCCL
+    take these seconds, one after the other.
+    """
 
+    def on_a_rank(context):
         from paralab.comm import Group
         from paralab.observe.recorder import Recorder
 
-        seconds = iter([1.0, 5.0])
+        seconds = iter(calls)
         machine = virtual_cuda.install(context.rank, lambda op, size: next(seconds))
         device = virtual_cuda.name_of(context.rank)
         context = dataclasses.replace(context, device=device, backend="nccl")
         recorder = Recorder(rank=context.rank, world_size=2, device=device)
         group = Group((0, 1), axis="dp", context=context, recorder=recorder)
-        first, _ = (group.all_gather(torch.zeros(8), torch.zeros(4)) for _ in range(2))
-        first.wait()
-        at = machine.node(machine.stream().chain)
+        at = act(machine, group)
         return list(map(tuple, machine.nodes)), at
 
-    parts = launch_program(two_gathers, 2, (), device="cpu", timeout=30)
+    parts = launch_program(on_a_rank, 2, (), device="cpu", timeout=30)
     moments = solve([[Node(*node) for node in nodes] for nodes, _ in parts])
-    for rank, (_, at) in enumerate(parts):
-        assert moments.end[rank][at] == 1.0
+    return [moments.end[rank][at] for rank, (_, at) in enumerate(parts)]
+
+
+def test_virtual_waiting_for_one_call_does_not_wait_for_the_next():
+    def two_gathers(machine, group):
+        import torch
+
+        first, _ = (group.all_gather(torch.zeros(8), torch.zeros(4)) for _ in range(2))
+        first.wait()
+        return machine.node(machine.stream().chain)
+
+    assert moments_of(two_gathers, 1.0, 5.0) == [1.0, 1.0]
+
+
+def test_virtual_barrier_holds_the_hosts_until_every_device_is_there():
+    def comes_late(machine, group):
+        machine.works(5.0 * (group.index == 1), "what it does before")
+        group.barrier()
+        return machine.node(machine.thread())
+
+    assert moments_of(comes_late, 1.0) == [6.0, 6.0]
 
 
 SCHEDULES = {
