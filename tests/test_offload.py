@@ -566,7 +566,7 @@ def test_files_go_after_a_crash(tmp_path, killed):
             child.kill()
             child.wait()
             child.stderr.close()
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while tmp_path.glob("paralab-offload-*") and time.monotonic() < deadline:
                 if not list(tmp_path.glob("paralab-offload-*")):
                     break

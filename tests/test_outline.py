@@ -6,7 +6,6 @@ And what a folded program is put together from is the list that was never folded
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -320,20 +319,3 @@ def test_detail_is_chosen_by_size_and_refused_by_name():
     assert predict(MODEL, big, FAST).meta["detail"] == "actions"
     with pytest.raises(ValueError, match="detail='rows'.*'calls' | 'actions'"):
         predict(MODEL, pl.Plan(), FAST, detail="rows")
-
-
-@pytest.mark.prompt
-def test_outlines_are_quick_at_any_scale():
-    def seconds(*asked, **settings):
-        best = 1e9
-        for _ in range(3):
-            start = time.process_time()
-            predict(*asked, detail="actions", **settings)
-            best = min(best, time.process_time() - start)
-        return best
-
-    laptop = pl.Plan(dp=2, tp=2, pp=2, microbatches=8)
-    assert seconds(MODEL, laptop, FAST, steps=1) < 0.05
-    plan = pl.Plan(dp=6, tp=8, pp=64, microbatches=512, microbatch_size=1, recompute="full")
-    cluster = pl.Cluster.preset("dgx-a100", nodes=384)
-    assert seconds(pl.ModelSpec.preset("ptdp-1t"), plan, cluster, steps=1) < 4.0

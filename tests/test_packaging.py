@@ -39,11 +39,6 @@ def python(code: str) -> str:
     return ran.stdout
 
 
-def test_import_paralab_takes_under_half_a_second_of_processor_time():
-    code = "import time; t = time.process_time(); import paralab; print(time.process_time() - t)"
-    assert min(float(python(code)) for _ in range(3)) < 0.5
-
-
 def test_import_paralab_leaves_torch_pandas_and_plotly_for_when_they_are_needed():
     code = "import sys, paralab; print(*sorted({'torch', 'pandas', 'plotly'} & sys.modules.keys()))"
     assert python(code).split() == []
@@ -190,16 +185,9 @@ def test_continuous_integration_runs_what_a_contributor_runs():
     assert os.access(ROOT / ".ci/run", os.X_OK)
     assert "- run: make test\n" in (ROOT / ".github/workflows/test.yml").read_text()
     recipe = make("--dry-run", "test").stdout
-    for part in (
-        "ruff check",
-        "ruff format --check",
-        "tests -m 'not alone and not prompt'",
-        " tests/test_launch_failures.py ",
-        " -m prompt --numprocesses=2",
-        " tests/test_bubble.py ",
-        " -m alone",
-    ):
+    for part in ("ruff check", "ruff format --check", "pytest -p no:nbval  tests --numprocesses="):
         assert part in recipe
+    assert recipe.splitlines()[-1].endswith("--dist=loadfile --no-loadscope-reorder")  # all tests
     strictly = make("--dry-run", "nbval").stdout
     assert "pytest labs --nbval " in strictly and "--nbval-lax" not in strictly
 

