@@ -9,13 +9,36 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import os
+import stat
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+SHOWN = 300  # characters of a value in a sentence
+KEPT = 40_000  # of what an error says: a message of megabytes is no help in a notebook
 
 
 def illegal(name: str, value: object, why: str, legal: str) -> ValueError:
     """The one form of every refusal: what was asked, why it cannot be, what would work."""
-    return ValueError(f"{name}={value!r}: {why}; legal: {legal}")
+    return ValueError(f"{name}={shown(value)}: {why}; legal: {legal}")
+
+
+def shown(value: object) -> str:
+    """``repr``, shortened; of a value that has none its type."""
+    try:
+        return shortened(repr(value), SHOWN)
+    except Exception as error:  # an int of more than 4300 digits, say
+        return f"<{type(value).__name__} without a repr: {type(error).__name__}>"
+
+
+def shortened(text: str, most: int = KEPT) -> str:
+    """The beginning and the end of a long text, and between them how much was left out."""
+    gone = len(text) - most
+    if gone <= 0:
+        return text
+    half = most // 2
+    return f"{text[:half]} ... {gone} characters left out ... {text[half + gone :]}"
 
 
 def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> int:
@@ -57,11 +80,36 @@ def real(
     return number
 
 
+def path(name: str, value: object, legal: str) -> Path:
+    """``value`` as the path of a file, of a folder or of what is not there yet, or the refusal. A
+    FIFO or a device is none of these: reading one may wait for ever.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise illegal(name, value, "not a path", legal)
+    if not os.fspath(value):
+        raise illegal(name, value, "empty, which would be the current folder", legal)
+    try:
+        found = Path(value).expanduser()
+        kind = stat.S_IFMT(found.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return found
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise illegal(name, value, f"cannot be opened: {why}", legal) from None
+    if kind not in (stat.S_IFREG, stat.S_IFDIR):
+        raise illegal(name, str(value), "neither a file nor a folder", legal)
+    return found
+
+
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def number(text: str) -> int | float | str:
-    """The number that ``text`` writes, or ``text``: then the field refuses it in its own words."""
+    """The number that ``text`` writes, or ``text``: then the field refuses it in its own words. To
+    Python "1_0" and digits of other scripts are numbers too; typed by hand they are mistakes.
+    """
+    if "_" in text or not text.isascii():
+        return text
     for kind in (int, float):
         try:
             return kind(text)
@@ -100,11 +148,34 @@ def choice(name: str, value: object, options: tuple[Any, ...]) -> Any:
     return value
 
 
+def count(
+    default: Any = dataclasses.MISSING, *, at_least: int = 1, at_most: int = 2**62
+) -> dataclasses.Field:
+    """A field of a description that is a whole number in this range; None too, where that is the
+    default.
+    """
+    return dataclasses.field(default=default, metadata={"range": (at_least, at_most)})
+
+
 class Description:
-    """What the three descriptions share: a change of some fields, and a plain-dict form to save."""
+    """What the descriptions share: the ranges of their counts, a change of some fields, and a
+    plain-dict form to save.
+    """
+
+    def check_counts(self) -> None:
+        """Replace every `count` by an int in its range, or raise its refusal."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if "range" in field.metadata and not (value is None and field.default is None):
+                low, high = field.metadata["range"]
+                value = whole(field.name, value, at_least=low, at_most=high)
+                object.__setattr__(self, field.name, value)
 
     def replace(self, **changes: Any) -> Any:
-        """A copy with some fields changed, checked like a new one."""
+        """A copy with some fields changed, checked like a new one. Raises ``ValueError`` on a field
+        that there is not.
+        """
+        self._known(changes)
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,14 +183,29 @@ class Description:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
-        """The inverse of ``to_dict``. Raises ``ValueError`` on a field it does not know."""
-        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        for name in values:
-            if name not in known:
+        """The inverse of ``to_dict``. Raises ``ValueError`` on a field that it does not know, and
+        on one that is missing.
+        """
+        cls._known(values)
+        missing = dataclasses.MISSING
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            given = (field.default, field.default_factory) != (missing, missing)
+            if field.name not in values and not given:
                 raise illegal(
-                    name,
-                    values[name],
-                    f"{cls.__name__} has no such field",
-                    ", ".join(sorted(known)),
+                    cls.__name__,
+                    dict(values),
+                    f"{field.name} is missing",
+                    f"a table with {field.name} too",
                 )
         return cls(**values)
+
+    @classmethod
+    def _known(cls, values: Any) -> None:
+        """Raise ``ValueError`` unless ``values`` is a table of this class's fields."""
+        known = ", ".join(sorted(f.name for f in dataclasses.fields(cls)))  # type: ignore[arg-type]
+        if not isinstance(values, Mapping):
+            raise illegal(cls.__name__, values, "not a table", f"a table of {known}")
+        for name in values:
+            if name not in known.split(", "):
+                shown_name = name if isinstance(name, str) else shown(name)
+                raise illegal(shown_name, values[name], f"{cls.__name__} has no such field", known)

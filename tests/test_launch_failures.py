@@ -454,6 +454,67 @@ def test_nothing_survives_a_kernel_that_is_killed(temporary: Path) -> None:
     assert folders_left() == []
 
 
+# ---- forks, giants and a full folder ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how, code", [
+    ("return 'child'", 0), ("raise KeyError('the child')", 1), ("sys.exit(7)", 7),
+    ("sys.exit()", 0), ("sys.exit('words')", 1),
+])  # fmt: skip
+def test_of_a_rank_that_forks_the_parent_alone_is_heard(capsys, how: str, code: int) -> None:
+    fork = in_a_cell(f"""
+import os, sys
+def fork(context):
+    pid = os.fork()
+    context.progress(1 - bool(pid), 7)
+    if pid == 0:
+        print("printed by the child")
+        {how}
+    return "parent", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+""", "fork")  # fmt: skip
+    told = []
+    for _ in range(ROUNDS):
+        found = launch_program(fork, 2, on_progress=lambda *said: told.append(said))
+        assert found == [("parent", code)] * 2
+    assert sorted(told) == [(0, 0, 7)] * ROUNDS + [(1, 0, 7)] * ROUNDS
+    said = capsys.readouterr().out
+    assert said.count("printed by the child") == 2 * ROUNDS
+    assert ("KeyError: 'the child'" in said) == ("KeyError" in how)
+
+
+def test_a_limit_that_ends_before_the_ranks_have_started_is_a_timeout() -> None:
+    for limit in [1e-4] * ROUNDS + [0.01] * ROUNDS:
+        with one_clear_error(pl.RankTimeout) as caught:
+            pl.launch(time.sleep, ranks=4, args=(60.0,), timeout=limit)
+        assert str(caught.value).count("\n  rank ") == 4 == len(caught.value.waiting)
+
+
+def test_what_an_error_says_is_cut_and_the_cut_is_stated() -> None:
+    def giant(lines: int) -> None:
+        raise ValueError("begins " + ("x" * 1000 + "\n" * bool(lines)) * 20_000 + " ends")
+
+    for lines in (0, 1):
+        with one_clear_error(pl.RankError) as caught:
+            pl.launch(giant, ranks=2, args=(lines,))
+        said = str(caught.value)
+        assert said.startswith("rank 0 raised ValueError: begins xxx") and said.endswith(" ends")
+        assert re.search(r" \.\.\. \d{8} characters left out \.\.\. ", said)
+        assert len(caught.value.traceback) < 50_000 and len(said) < 100_000
+
+
+def test_a_full_folder_for_temporary_files_is_named_with_what_would_help(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=f"No space left.*make room.*TMPDIR.*{temporary}"):
+        pl.launch(total, ranks=2)
+    monkeypatch.undo()
+    assert not list(temporary.glob("paralab-*"))
+
+
 # ---- torchrun -----------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ import numpy.random
 import torch
 import torch.distributed as dist
 
-from paralab.checks import illegal
+from paralab.checks import illegal, shortened
 from paralab.ranks.errors import RankError
 from paralab.ranks.failure import Refused, describe
 from paralab.ranks.notes import Notebook
@@ -153,11 +154,29 @@ def main(rank: int, control: int, folder: str) -> NoReturn:
         notes = Notebook.open(Path(folder), rank)
         _settle(rank, task, folder)
         result = _work(rank, task, folder, launcher, notes)
+        if os.getpid() != launcher.pid:
+            _end_of_a_fork(None)
         launcher.send_result(result)
     except BaseException as error:
+        if os.getpid() != launcher.pid:
+            _end_of_a_fork(error)
         launcher.send_failure(error, notes.read() if "notes" in locals() else "")
     while True:  # the launcher ends all ranks together: this one may still be needed as a peer
         signal.pause()
+
+
+def _end_of_a_fork(error: BaseException | None) -> NoReturn:
+    """The function has forked its rank, and this child is through with it: end as Python ends. The
+    launcher hears of the rank alone.
+    """
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    _flush()
+    os._exit(code & 0xFF)
 
 
 def _settle(rank: int, task: dict[str, Any], folder: str) -> None:
@@ -262,6 +281,7 @@ class _Launcher:
 
     def __init__(self, rank: int, pipe: Connection) -> None:
         self.rank, self.pipe, self.lock = rank, pipe, threading.Lock()
+        self.pid = os.getpid()
         # Gloo's waits are C++ and cannot be interrupted: only the end of the process ends them.
         threading.Thread(target=self._end_when_it_is_gone, daemon=True).start()
 
@@ -271,6 +291,8 @@ class _Launcher:
         os._exit(1)
 
     def _send(self, *message: Any, payload: bytes | None = None) -> None:
+        if os.getpid() != self.pid:  # a fork of the rank, which reports its own progress
+            return
         with self.lock:
             self.pipe.send(message)
             if payload is not None:
@@ -298,7 +320,8 @@ class _Launcher:
         except MemoryError:
             report = {"kind": "memory", "what": "ran out of memory", "traceback": ""}
         _flush()
-        self._send("failure", {"rank": self.rank, "time": happened, **report})
+        told = {name: shortened(said) for name, said in report.items()}
+        self._send("failure", {"rank": self.rank, "time": happened, **told})
 
 
 def _flush() -> None:

@@ -171,6 +171,8 @@ class _Server:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
+        # Until the rank can say where it stands, being asked must not end it; an exec keeps this.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         control, output = fds[2 * rank : 2 * rank + 2]
         os.dup2(output, 1)
         os.dup2(output, 2)

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from paralab.checks import shortened
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
 from paralab.ranks.notes import Notebook
 from paralab.ranks.output import RankOutput
@@ -85,9 +86,17 @@ class Run:
         with self._or_died():
             # Before there is a folder to remove.
             self.server.get_ready(self._go_on, to_train=trains)
-        self.folder = Path(tempfile.mkdtemp(prefix="paralab-"))
-        (self.folder / "payload").write_bytes(payload)
-        self.notes = Notebook.create(self.folder, count)
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="paralab-"))
+            (self.folder / "payload").write_bytes(payload)
+            self.notes = Notebook.create(self.folder, count)
+        except OSError as error:
+            where = self.folder.parent if self.folder else tempfile.tempdir or "TMPDIR, /tmp"
+            why = (
+                f"{error.strerror}: a launch keeps {len(payload)} bytes for its ranks in the "
+                "folder for temporary files; make room there, or set TMPDIR to another folder"
+            )
+            raise OSError(error.errno, why, str(where)) from None
         self.noted = self.notes.snapshot()
         with contextlib.ExitStack() as theirs:
             ends = []
@@ -229,6 +238,9 @@ class Run:
             if rank.result is not None:
                 found.append(Standing(rank.rank, "has returned its result", finished=True))
                 continue
+            if rank.rank not in dumps:
+                found.append(Standing(rank.rank, "is starting: its function was not yet called"))
+                continue
             stack = main_stack(dumps[rank.rank], self.notes.main_thread(rank.rank))
             found.append(standing(rank.rank, len(self.ranks), self.notes.read(rank.rank), stack))
         lines = "\n".join(f"  rank {s.rank}: {s.text}" for s in found)
@@ -239,8 +251,11 @@ class Run:
         )
 
     def _stacks(self) -> dict[int, str]:
-        """Ask every rank where it stands, in Python terms: faulthandler writes it from C."""
-        asked = [rank for rank in self.ranks if rank.result is None]
+        """Ask every rank where it stands, in Python terms: faulthandler writes it from C, into a
+        file that a rank opens when it starts.
+        """
+        files = {rank.rank: self.folder / f"stacks.{rank.rank}" for rank in self.ranks}
+        asked = [r for r in self.ranks if r.result is None and files[r.rank].exists()]
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)
@@ -248,7 +263,7 @@ class Run:
         give_up = time.monotonic() + STACK_SECONDS
         while time.monotonic() < give_up:
             time.sleep(0.02)
-            now = {r: (self.folder / f"stacks.{r}").read_text(errors="replace") for r in texts}
+            now = {r: files[r].read_text(errors="replace") for r in texts}
             if now == texts and all(texts.values()):
                 break
             texts = now
@@ -282,7 +297,7 @@ class Run:
             except Exception as error:
                 raise RankError(
                     f"rank {rank.rank} returned a result that cannot be rebuilt in this process: "
-                    f"{type(error).__name__}: {error}",
+                    f"{type(error).__name__}: {shortened(str(error))}",
                     rank=rank.rank,
                 ) from None
         return found
