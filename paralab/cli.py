@@ -35,6 +35,8 @@ from paralab.options import (
     plan_of,
     settings_of,
 )
+from paralab.ranks.errors import Nested
+from paralab.records import written
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.traffic import BOOKKEEPING
 
@@ -180,10 +182,11 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, Nested) as error:
         if "; legal: " not in str(error):
             raise
-        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+        if not rank.isdecimal() or int(rank) == 0:
             parser.error(str(error))  # once per machine, not once per rank
         time.sleep(SPEAKER_FIRST)  # torchrun ends a machine's ranks with the first that goes
         sys.exit(2)
@@ -192,9 +195,8 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
 def _files(given: argparse.Namespace, *names: str) -> None:
     """Refuse a file that could not be written, before minutes are spent on what goes into it."""
     for name in names:
-        path = getattr(given, name)
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise illegal(name, str(path), "cannot be written", "a file in a folder that exists")
+        if getattr(given, name) is not None:
+            written.check(name, getattr(given, name))
 
 
 def _run(given: argparse.Namespace) -> int:

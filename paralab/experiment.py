@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paralab import checks
 from paralab.checks import choice, illegal, num_bytes, real, whole
 from paralab.cluster import available_cores
 from paralab.data import Corpus
 from paralab.interpret.quick import table
 from paralab.launch import MAX_RANKS, OutOfMemory, Stopped, launch_program, torchrun_context
+from paralab.ranks.started import variable
 from paralab.records import checkpoints, scratch
 from paralab.report import Report, save_part
 from paralab.spec import ModelSpec, Plan
@@ -84,6 +86,9 @@ class Settings:
             if save is None:
                 raise illegal("save_every", save_every, "there is no folder to save into",
                               'save="a folder" too, or None')  # fmt: skip
+        for name, folder in (("save", save), ("resume", resume)):
+            if folder is not None:
+                checks.path(name, folder, "a folder for checkpoints, or None")
         if resume is not None:  # the latest now, under its own name: the same for all ranks
             found = checkpoints.find(resume)
             found.check(model=model, optimizer=optimizer, seed=seed)
@@ -210,7 +215,7 @@ def run_under_torchrun(
     checked = Settings.check(model, plan, **settings)
     timeout = real("timeout", timeout, above=0.0)
     choice("device", device, (None, "cpu", "cuda"))
-    world = int(os.environ["WORLD_SIZE"])
+    world = int(variable("WORLD_SIZE", number=True))
     if world != plan.world_size:
         raise illegal(
             "dp",

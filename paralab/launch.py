@@ -26,8 +26,8 @@ from typing import Any
 
 import cloudpickle
 
-from paralab.checks import choice, illegal, real, whole
-from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
+from paralab.checks import choice, illegal, real, shown, whole
+from paralab.ranks.errors import Nested, OutOfMemory, RankError, RankTimeout, Stopped
 from paralab.ranks.server import LOOK_SECONDS, RankServer
 from paralab.ranks.watch import Run
 
@@ -210,15 +210,15 @@ def _launch(
 ) -> list[Any]:
     __tracebackhide__ = True
     if "PARALAB_RANK" in os.environ:
-        raise RuntimeError(
-            f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch ranks; "
-            "start them from the notebook or script"
+        raise Nested(
+            f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch "
+            "ranks; legal: one from outside, where PARALAB_RANK is not set"
         )
     if not callable(function):
         raise illegal(name, function, "cannot be called", "a function")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     if not isinstance(args, (tuple, list)):
-        raise illegal("args", args, "not a tuple of arguments", f"args=({args!r},)")
+        raise illegal("args", args, "not a tuple of arguments", f"args=({shown(args)},)")
     timeout = real("timeout", timeout, above=0.0)
     choice("device", device, (None, "cpu", "cuda"))
     choice("live", live, (False, True))

@@ -13,10 +13,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from paralab import checks
 from paralab.checks import choice, illegal
 from paralab.records import dry, metrics, moved, summary, tables
 from paralab.spec import Cluster, ModelSpec, Plan
@@ -301,7 +301,9 @@ def load(path: str | os.PathLike[str]) -> Report:
     """
     from paralab.records.storage import load_folder, load_report
 
-    path = Path(path)
+    path = checks.path(
+        "path", path, "a file that report.save wrote, or a folder of torchrun's parts"
+    )
     return load_folder(path) if path.is_dir() else load_report(path)
 
 

@@ -171,7 +171,13 @@ def test_bucket_size_may_have_a_unit(experiment, text, value):
         (["--tp", "3", "--tp-mode", "2d"], "tp", "3"),
         (["--schedule", "best"], "schedule", "'best'"),
         (["--preset", "gpt5"], "preset", "'gpt5'"),
+        (["--dp", "1_0"], "dp", "'1_0'"),
+        (["--dp", "٣"], "dp", "'٣'"),
+        (["--dropout", "0_0.5"], "dropout", "'0_0.5'"),
         (["--save", "no/such/folder/run.json"], "save", "'no/such/folder/run.json'"),
+        (["--save", "/proc/run.json"], "save", "'/proc/run.json'"),
+        (["--html", "/proc/run.html"], "html", "'/proc/run.html'"),
+        (["--perfetto", "/dev/null"], "perfetto", "'/dev/null'"),
         (["--html", "."], "html", "'.'"),
         (["--out", "parts"], "out", "'parts'"),
     ],
@@ -269,6 +275,18 @@ def test_under_torchrun_a_rank_writes_its_part_and_only_rank_0_speaks(experiment
         assert ("pl.load('parts')" in capsys.readouterr().out) == (rank == 0)
 
 
+@pytest.mark.parametrize("variables, said", [
+    ({"TORCHELASTIC_RUN_ID": "x"}, "WORLD_SIZE=None: this process is not a rank of torchrun"),
+    ({"RANK": "0", "WORLD_SIZE": "zero", "MASTER_ADDR": "here"}, "WORLD_SIZE='zero': this proc"),
+    ({"RANK": "x", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}, "RANK='x': this process is not a"),
+    ({"PARALAB_RANK": "0"}, "rank 0 called a launch: ranks cannot launch ranks; legal: one from"),
+])  # fmt: skip
+def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2(tmp_path, variables, said):
+    ended = paralab("run", cwd=tmp_path, **variables)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert said in ended.stderr.splitlines()[-1]
+
+
 def test_under_torchrun_a_refusal_is_said_once(experiment, as_rank, capsys, monkeypatch):
     monkeypatch.setattr(cli, "SPEAKER_FIRST", 0.0)
     as_rank(0)
@@ -286,8 +304,8 @@ def test_under_torchrun_one_rank_cannot_write_the_whole(experiment, as_rank, cap
 
 
 # ---- the real thing ------------------------------------------------------------------------------
-def paralab(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+def paralab(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in TORCHRUN} | variables
     env["PYTHONPATH"] = str(ROOT)
     return subprocess.run(
         [sys.executable, "-m", "paralab", *arguments],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gzip
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import paralab as pl
 import synthetic
 from paralab.records import metrics, tables
 from paralab.records.storage import VERSION, seal
@@ -619,3 +621,27 @@ def test_a_damaged_part_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match=r"rank-00001\.json: damaged"):
         load(tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_is_no_report(tmp_path):
+    """It would be waited for without end; as a part in a folder too."""
+    os.mkfifo(tmp_path / "rank-00000.json")
+    for path in (tmp_path / "rank-00000.json", tmp_path):
+        with pytest.raises(ValueError, match="rank-00000.json': neither a file nor a folder"):
+            pl.load(path)
+
+
+@pytest.mark.parametrize("write", ["save", "to_html", "to_perfetto"])
+def test_a_full_disk_names_the_file_and_leaves_the_one_before(tmp_path, monkeypatch, write):
+    report, file = synthetic.report(2), tmp_path / "out"
+    getattr(report, write)(file)
+    before = file.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left on device: .*out"):
+        getattr(report, write)(file)
+    assert file.read_bytes() == before and os.listdir(tmp_path) == ["out"]

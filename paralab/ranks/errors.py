@@ -23,6 +23,10 @@ class Stopped(RuntimeError):
     """The caller's ``stop`` event was set. Every rank has ended, and nothing was returned."""
 
 
+class Nested(RuntimeError):
+    """A rank asked for ranks."""
+
+
 class OutOfMemory(RuntimeError):
     """An allocation failed. ``rank``: where; ``table``: what holds the memory, by category."""
 

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from paralab.ranks.errors import RankError
 from paralab.ranks.process import RankContext, card, choose_device, keep_pages
-
-_FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+from paralab.ranks.started import started
 
 
 def torchrun_context(
@@ -35,18 +34,10 @@ def torchrun_context(
     """Be the rank that torchrun says this process is; the default process group is up on return.
 
     timeout       seconds a collective may take; join_timeout: seconds for all ranks to meet
-    Raises ``RankError`` with one line if the ranks cannot meet.
+    Raises ``RankError`` with one line if the ranks cannot meet, and ``ValueError`` if torchrun did
+    not start this process.
     """
-    try:
-        rank, world_size, local_rank, local_ranks, node = (
-            int(os.environ[name]) for name in _FROM_TORCHRUN
-        )
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    except (KeyError, ValueError) as error:
-        raise RankError(
-            f"this process is not a rank of torchrun ({type(error).__name__}: {error}): start it "
-            "with torchrun --nproc-per-node N -m paralab run ..."
-        ) from None
+    rank, world_size, local_rank, local_ranks, node, host, port = started()
     if local_ranks == world_size:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
@@ -56,7 +47,7 @@ def torchrun_context(
 
     def meet() -> tuple[dist.Store, list[tuple[int, str]]]:
         if rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            _reach(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), join_timeout)
+            _reach(host, port, join_timeout)
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=join_timeout)))
         facts = dist.PrefixStore("paralab", store)
         facts.set(str(rank), f"{node} {mine}")
@@ -65,7 +56,9 @@ def torchrun_context(
 
     def unmet(error: Exception) -> RankError:
         why = _why_they_did_not_meet(error, join_timeout)
-        return RankError(f"rank {rank} could not meet the other ranks at {where}: {why}", rank=rank)
+        return RankError(
+            f"rank {rank} could not meet the other ranks at {host}:{port}: {why}", rank=rank
+        )
 
     try:
         store, everyone = _within(join_timeout, meet)

@@ -15,13 +15,13 @@ import hashlib
 import json
 import math
 import os
-import secrets
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paralab.records import tables
+from paralab import checks
+from paralab.records import tables, written
 from paralab.records.arrays import decode_arrays, encode_arrays, typed
 from paralab.report import Report, plain
 from paralab.spec import Cluster, ModelSpec, Plan
@@ -43,7 +43,7 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
         "gradients": encode_arrays(report.gradients),
         "tables": {name: _columns(name, getattr(report, name)) for name in tables.COLUMNS},
     }
-    write(Path(path), body, REPORT)
+    write(checks.path("path", path, written.LEGAL), body, REPORT)
 
 
 def load_report(path: Path) -> Report:
@@ -101,25 +101,14 @@ def load_folder(folder: Path) -> Report:
 
 # ---- the envelope -------------------------------------------------------------------------------
 def write(path: Path, body: dict[str, Any], kind: str) -> None:
-    """Replace ``path`` in one move: a reader, or a crash, meets the old file or the new one."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+    """Write the body, sealed, as JSON."""
     sealed = {"format": kind, "version": VERSION, "sha256": seal(body), "body": body}
     data = json.dumps(sealed, allow_nan=False).encode()
     if path.name.endswith(".gz"):
         data = gzip.compress(
             data, compresslevel=6, mtime=0
         )  # no date: the same report, the same file
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(scratch, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    written.write(path, data)
 
 
 def seal(body: Mapping[str, Any]) -> str:
@@ -131,6 +120,7 @@ def seal(body: Mapping[str, Any]) -> str:
 def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
     """What ``build`` makes of the body in the file, or one error that says what is wrong."""
     again = "save it again, or take another copy"
+    path = checks.path("path", path, "a report that report.save wrote")
     try:
         data = path.read_bytes()
     except FileNotFoundError:

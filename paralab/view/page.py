@@ -13,10 +13,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paralab.records import dry, moved, summary
+from paralab.records import dry, moved, summary, written
 from paralab.tiers import Offload
 from paralab.view import naming, theme
 
@@ -86,10 +85,7 @@ def to_html(
 
     Titles are escaped; the HTML of a section is trusted as it is, so escape what you put into it.
     """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
-    path.write_text(page(report, sections=sections), encoding="utf-8")
+    written.write(path, page(report, sections=sections).encode())
 
 
 def page(report: Report, *, sections: Sequence[tuple[str, str]] = ()) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paralab.records import written
 from paralab.view.boxes import of_span
 from paralab.view.lanes import ROW_NAME, order
 from paralab.view.tracks import tracks
@@ -23,15 +23,12 @@ if TYPE_CHECKING:
 
 def to_perfetto(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the trace of all steps. Times in the file are microseconds from the earliest span."""
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
     trace = {
         "traceEvents": events(report),
         "displayTimeUnit": "ms",
         "otherData": {"written by": "paralab", "clock": report.clock, "report": repr(report)},
     }
-    path.write_text(json.dumps(trace), encoding="utf-8")
+    written.write(path, json.dumps(trace).encode())
 
 
 def _microseconds(seconds: float) -> float:

@@ -1,0 +1,54 @@
+"""Files that are written whole or not at all; and refused before the work if they cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from paralab import checks
+
+LEGAL = "a file in a folder that exists and may be written to"
+
+
+def check(name: str, path: object) -> None:
+    """Raise ``ValueError`` if no file can be written at ``path``."""
+    place = checks.path(name, path, LEGAL).absolute()
+    if place.is_dir():
+        raise checks.illegal(name, str(path), "cannot be written: it is a folder", LEGAL)
+    try:
+        tempfile.TemporaryFile(dir=place.parent).close()
+    except OSError as error:
+        why = f"cannot be written: {error.strerror}"
+        raise checks.illegal(name, str(path), why, LEGAL) from None
+
+
+def write(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replace ``path`` in one move: a reader, or a crash, meets the old file or the new one."""
+    place = checks.path("path", path, LEGAL)
+    if not place.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {place.parent}; make it first")
+    scratch = place.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        with _named(place), open(scratch, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(scratch, place)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """The operating system's error with the file that was asked for: a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # not the system's
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
