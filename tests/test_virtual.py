@@ -201,3 +201,31 @@ def test_virtual_device_refuses_what_it_does_not_model():
             torch.cuda.memory_stats()
 
     launch_program(asks, 1, (), device="cpu", timeout=30)
+
+
+def test_the_hosts_update_has_the_cores_that_no_other_rank_of_its_node_has():
+    """Of ranks with a GPU each; where ranks compute on the CPU, or share a GPU, it has one."""
+
+    def threads(context, shared, device):
+        import torch
+
+        import virtual_cuda
+        from paralab.interpret import host
+        from paralab.observe.recorder import Recorder
+        from paralab.tiers import Offload
+
+        virtual_cuda.install(0)
+        host.available_cores = lambda: 13
+        device = device or virtual_cuda.name_of(0)
+        context = dataclasses.replace(context, device=device, nodes=(0, 0, 0, 1), shared=shared)
+        recorder = Recorder(rank=0, world_size=1, device=device)
+        recorder.begin_step(0)
+        made, found = host.Host(Offload(), context=context, recorder=recorder, folder=None), {}
+        for name, lane in made.lanes.items():
+            lane.submit(lambda name=name: found.update({name: torch.get_num_threads()})).settle()
+        return {**found, "rank": torch.get_num_threads()}
+
+    one = dict.fromkeys(("d2h", "host", "disk", "h2d", "rank"), 1)
+    for shared, device, host in ((False, None, 4), (True, None, 1), (False, "cpu", 1)):
+        (found,) = launch_program(threads, 1, (shared, device))
+        assert found == one | {"host": host}

@@ -18,10 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paralab.cluster import available_cores
 from paralab.interpret.files import Files, aligned
 from paralab.interpret.lanes import Lane
 from paralab.observe.recorder import Recorder
 from paralab.tiers import Offload
+
+
+def host_threads(context: Any, cores: int) -> int:
+    """Threads of one rank's share of its node's processor. Ranks with a GPU each leave the cores to
+    their hosts' updates; where ranks compute on the CPU, every core has a rank's own work.
+    """
+    if not context.device.startswith("cuda") or context.shared:
+        return 1
+    return max(1, cores // context.nodes.count(context.nodes[context.rank]))
 
 
 class Host:
@@ -32,6 +42,7 @@ class Host:
     """
 
     def __init__(self, tiers: Offload, *, context: Any, recorder: Recorder, folder: Path) -> None:
+        torch.get_num_threads()  # the rank's own: see Lane._run
         self.recorder, self.cuda = recorder, context.device.startswith("cuda")
         self.lanes = {
             name: Lane(
@@ -40,6 +51,7 @@ class Host:
                 device=context.device if name in ("d2h", "h2d") else None,
                 bandwidth=tiers.limits.get(name),
                 note=context.note,
+                threads=host_threads(context, available_cores()) if name == "host" else 1,
             )
             for name in ("d2h", "host", "disk", "h2d")
         }

@@ -80,6 +80,7 @@ class Lane:
     device     "cuda:0" gives a lane of that GPU a stream; None: the work is the host's own
     bandwidth  bytes per second that it moves at most; None: as fast as it goes
     note       told what the rank waits for
+    threads    processor threads that its work runs on
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class Lane:
         device: str | None = None,
         bandwidth: float | None = None,
         note: Callable[[str], None] = lambda text: None,
+        threads: int = 1,
     ) -> None:
+        self.threads = threads
         self.name, self.recorder, self.bandwidth, self.note = name, recorder, bandwidth, note
         cuda = device is not None and device.startswith("cuda")
         self.device = device if cuda else None
@@ -131,7 +134,10 @@ class Lane:
         self._thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # these are a thread's own settings
+        # These are a thread's own settings; but its first look at the number of threads takes what
+        # another thread has set last.
+        torch.get_num_threads()
+        torch.set_num_threads(self.threads)
         torch.set_grad_enabled(False)
         if self.device is not None:  # else leaving a stream would make a context on the first GPU
             torch.cuda.set_device(self.device)
