@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paralab.checks import Description, choice, illegal, real, whole
+from paralab.checks import Description, choice, count, illegal, real
 from paralab.theory.traffic import OPS
 
 
@@ -64,14 +64,14 @@ class Cluster(Description):
     """
 
     name: str = "stated"
-    nodes: int = 1
-    devices_per_node: int = 8
+    nodes: int = count(1, at_most=2**20)
+    devices_per_node: int = count(8, at_most=2**20)
     flops: float
     memory_bandwidth: float
     op_overhead: float = 0.0
     call_overhead: float = 0.0
     wait_overhead: float = 0.0
-    memory: int = 2**62
+    memory: int = count(2**62)
     intra: Link
     inter: Link | None = None
     host: Link | None = None
@@ -79,13 +79,13 @@ class Cluster(Description):
     host_bandwidth: float | None = None
     collectives: Mapping[str, Link] = field(default_factory=dict)
     products_16bit: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
-    cores: int | None = None
+    cores: int | None = count(None, at_most=2**20)
     peak_flops: float | None = None
     half_rate_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         def as_link(name: str, value: object) -> Link:
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and value.keys() == {"alpha", "bandwidth"}:
                 value = Link(**value)
             if not isinstance(value, Link):
                 raise illegal(
@@ -93,8 +93,7 @@ class Cluster(Description):
                 )
             return value
 
-        for name in ("nodes", "devices_per_node", "memory"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
+        self.check_counts()
         for name in ("flops", "memory_bandwidth"):
             object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
         for name in ("op_overhead", "call_overhead", "wait_overhead", "half_rate_tokens"):
@@ -118,8 +117,6 @@ class Cluster(Description):
                           '{"bf16": (7e9, 1.5e9, 16e9)}')  # fmt: skip
         rates = {name: _three(name, of) for name, of in self.products_16bit.items()}
         object.__setattr__(self, "products_16bit", rates)
-        if self.cores is not None:
-            object.__setattr__(self, "cores", whole("cores", self.cores, at_least=1))
 
     @property
     def num_devices(self) -> int:
@@ -160,8 +157,8 @@ class Cluster(Description):
 
 
 def _three(precision: str, rates: Any) -> tuple[float, ...]:
-    name = f"products_16bit[{precision!r}]"
     choice("precision", precision, ("bf16", "fp16"))
+    name = f"products_16bit[{precision!r}]"
     if not isinstance(rates, (tuple, list)) or len(rates) != 3:
         raise illegal(name, rates, "not three rates", "FLOP/s of x W^T, g W and g^T x")
     return tuple(real(name, rate, above=0.0) for rate in rates)

@@ -18,10 +18,12 @@ import bisect
 import hashlib
 import os
 import sysconfig
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
+from paralab import checks
 from paralab.checks import illegal
 
 _MASK = 2**64 - 1
@@ -111,13 +113,14 @@ def _standard_library() -> Path:
 
 def _checked(path: str | os.PathLike[str]) -> Path:
     legal = "None for the standard library's source, or the path of a text file or folder"
-    if not isinstance(path, (str, os.PathLike)):
-        raise illegal("data", path, "not a path", legal)
-    place = Path(path).expanduser().absolute()
+    place = checks.path("data", path, legal).absolute()
     if not place.exists():
         raise illegal("data", str(path), "does not exist", legal)
     if place.is_file() and not os.access(place, os.R_OK):
         raise illegal("data", str(path), "may not be read by you", legal)
+    if place.is_file() and not _looks_like_text(place):
+        raise illegal("data", str(path), "not text: it has zero bytes, or is UTF-16",
+                      f"{legal}; UTF-8 is best")  # fmt: skip
     return place
 
 
@@ -132,4 +135,5 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _looks_like_text(file: Path) -> bool:
     with open(file, "rb") as opened:
-        return b"\0" not in opened.read(1024)
+        begins = opened.read(1024)
+    return b"\0" not in begins and not begins.startswith((BOM_UTF16_LE, BOM_UTF16_BE))

@@ -13,7 +13,7 @@ from math import prod
 
 from paralab.checks import choice, illegal, real, whole
 from paralab.interpret.dry import numbered
-from paralab.interpret.predict import OPTIMIZERS
+from paralab.interpret.predict import OPTIMIZERS, check_steps
 from paralab.programs.compile import compiled
 from paralab.records.dry import CLOCK
 from paralab.report import Report
@@ -70,6 +70,7 @@ def dry_run(
     }
     pp, node_of = plan.place(rank).pp, cluster.node_of if cluster else lambda rank: 0
     program = compiled(model, plan, optimizer=optimizer, clips=clip_norm is not None, only=pp)
+    check_steps(steps, 4 * len(program.codes[pp]))
     shapes = program.model.shapes
     return Report(
         clock=CLOCK,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import choice, illegal
+from paralab.checks import choice, illegal, shown
 from paralab.parallel.schedules import RELAY, SCHEDULES, takes_three
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def check_passes(forms: Any) -> tuple[Any, ...]:
         raise illegal("passes", forms, "not a sequence", f"a tuple of {legal}")
     for form in forms:
         if not callable(form) and not (isinstance(form, str) and form.startswith(OWN_FORM)):
-            raise illegal("passes", forms, f"{form!r} cannot be called", legal)
+            raise illegal("passes", forms, f"{shown(form)} cannot be called", legal)
     return tuple(forms)
 
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paralab.checks import Description, choice, illegal, real, whole
+from paralab.checks import Description, choice, count, illegal, real
 from paralab.forms import block_shapes, check_block, form_name
+
+MAX_WEIGHTS = 2**52  # of one kind; at up to 12 * 16 bytes each, which are counted in 63 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +34,22 @@ class ModelSpec(Description):
               trains with autograd inside; each block is one op of the program
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    seq_len: int
-    vocab: int = 256
+    layers: int = count(at_most=2**16)  # they are counted one by one
+    hidden: int = count(at_most=2**20)
+    heads: int = count(at_most=2**10)
+    seq_len: int = count(at_most=2**24)
+    vocab: int = count(256, at_most=2**24)
     tied: bool = True
     dropout: float = 0.0
     attention: str = "explicit"
     block: Callable[[ModelSpec], Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        most = {"layers": 2**16}  # they are counted one by one
-        for name in ("layers", "hidden", "heads", "seq_len", "vocab"):
-            value = whole(name, getattr(self, name), at_least=1, at_most=most.get(name, 2**62))
-            object.__setattr__(self, name, value)
+        self.check_counts()
+        if self.layers * self.hidden**2 > MAX_WEIGHTS:
+            most = math.isqrt(MAX_WEIGHTS // self.layers)
+            why = f"{self.layers} layers have more parameters than can be counted"
+            raise illegal("hidden", self.hidden, why, f"up to {most}")
         if self.hidden % self.heads:
             legal = [a for a in range(1, min(self.hidden, 64) + 1) if self.hidden % a == 0]
             raise illegal(
@@ -117,7 +120,9 @@ class ModelSpec(Description):
         """The inverse of ``to_dict``. Files of version 0.1 have ``frozen`` too, which was empty for
         a model that trained whole.
         """
-        return super().from_dict({k: v for k, v in values.items() if k != "frozen" or v})
+        if isinstance(values, Mapping) and not values.get("frozen"):
+            values = {name: value for name, value in values.items() if name != "frozen"}
+        return super().from_dict(values)
 
     @classmethod
     def preset(cls, name: str) -> ModelSpec:

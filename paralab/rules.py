@@ -21,6 +21,8 @@ from paralab.settings import Asked
 # Beyond any published run; they mostly catch a slipped digit, which would be worked on for hours.
 MAX_RANKS = 65536
 MAX_ACTIONS = 2**18  # micro-batches times stages
+# Reports and torch count bytes in 63 bits; what a step saves for backward takes up to 34 for each.
+MAX_ELEMENTS = 2**56
 NONE = None  # what a column is compared with
 
 Words = str | Callable[[Any], str]
@@ -71,6 +73,17 @@ SIZES = (
         lambda s: s.dp * s.tp * s.pp <= MAX_RANKS,
         "dp*tp*pp is {s.world_size} ranks",
         f"up to {MAX_RANKS}",
+    ),
+    Rule(
+        "microbatch_size",
+        lambda s: (
+            (1.0 * s.microbatch_size * s.microbatches * s.seq_len * s.layers)
+            * (s.hidden + s.heads * s.seq_len * (s.attention != "sdpa"))
+            <= MAX_ELEMENTS
+        ),
+        "a step has more activations than can be counted",
+        "smaller sizes: microbatch_size * microbatches * seq_len * layers * (hidden + heads * "
+        f"seq_len) up to {MAX_ELEMENTS}; with attention='sdpa' without heads * seq_len",
     ),
 )
 GRID = (

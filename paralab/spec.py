@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paralab.checks import Description, choice, illegal, whole
+from paralab.checks import Description, choice, count, illegal, whole
 from paralab.cluster import Cluster, Link
 from paralab.forms import (
     GRAD_SYNC_FORMS,
@@ -94,39 +94,31 @@ class Plan(Description):
     Ranks are dealt over the axes as numpy.arange(world_size).reshape(pp, dp, tp).
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
+    # The largest are beyond any use: what goes together has narrower ones, in rules.py.
+    dp: int = count(1, at_most=2**20)
+    tp: int = count(1, at_most=2**20)
+    pp: int = count(1, at_most=2**20)
     schedule: Any = "1f1b"
-    microbatches: int = 1
-    microbatch_size: int = 2
-    virtual_stages: int = 1
-    zero_stage: int = 0
-    shard: int | None = None
+    microbatches: int = count(1, at_most=2**20)
+    microbatch_size: int = count(2, at_most=2**20)
+    virtual_stages: int = count(1, at_most=2**20)
+    zero_stage: int = count(0, at_least=0, at_most=3)
+    shard: int | None = count(None, at_most=2**20)
     sequence_parallel: bool = False
     recompute: str = "none"
     offload: Any = None
     precision: str = "fp32"
     tp_mode: str = "1d"
-    tp_depth: int | None = None
+    tp_depth: int | None = count(None, at_most=2**20)
     partition_activations: bool = False
     grad_sync: Any = "overlapped"
-    bucket_bytes: int = 4 * 2**20
-    prefetch: int = 1
-    secondary_shard: int | None = None
+    bucket_bytes: int = count(4 * 2**20)
+    prefetch: int = count(1, at_least=0, at_most=2**20)
+    secondary_shard: int | None = count(None, at_most=2**20)
     passes: tuple = ()
 
     def __post_init__(self) -> None:
-        counts = ("dp", "tp", "pp", "microbatches", "microbatch_size", "virtual_stages",
-                  "bucket_bytes")  # fmt: skip
-        for name in counts:
-            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
-        object.__setattr__(self, "prefetch", whole("prefetch", self.prefetch, at_least=0))
-        stage = whole("zero_stage", self.zero_stage, at_least=0, at_most=3)
-        object.__setattr__(self, "zero_stage", stage)
-        for name in ("shard", "secondary_shard", "tp_depth"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1))
+        self.check_counts()
         check_grad_sync(self.grad_sync)
         object.__setattr__(self, "passes", check_passes(self.passes))
         choice("precision", self.precision, ("fp32", "bf16", "fp16"))
@@ -174,9 +166,7 @@ class Plan(Description):
         """Indices of a global rank: pipeline, data-parallel and tensor-parallel. Raises ValueError
         on a rank that the plan does not have.
         """
-        if not 0 <= rank < self.dp * self.tp * self.pp:
-            raise illegal("rank", rank, "out of range",
-                          f"a whole number from 0 to {self.world_size - 1}")  # fmt: skip
+        rank = whole("rank", rank, at_least=0, at_most=self.world_size - 1)
         rest, tp_index = divmod(rank, self.tp)
         return Place(*divmod(rest, self.dp), tp_index)
 
@@ -189,7 +179,7 @@ class Plan(Description):
               group "tp:row" and the like: the axes of its mode's grid
         """
         at = self.place(rank)
-        if axis.startswith("tp:"):
+        if isinstance(axis, str) and axis.startswith("tp:"):
             from paralab.parallel.layouts import groups, mode_of
 
             choice("axis", axis, tuple(mode_of(self).axes))

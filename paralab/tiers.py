@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paralab.checks import Description, choice, illegal, num_bytes
+from paralab.checks import Description, choice, illegal, num_bytes, shown
 
 PLACES = ("device", "cpu", "nvme")
 LINKS = ("h2d", "d2h", "disk")
@@ -89,7 +89,7 @@ def as_offload(value: Any) -> str | Offload | None:
         known = [field.name for field in fields(Offload)]
         for name in value:
             if name not in known:
-                raise illegal(f"offload[{name!r}]", value[name], "Offload has no such field",
+                raise illegal(f"offload[{shown(name)}]", value[name], "Offload has no such field",
                               ", ".join(known))  # fmt: skip
         return Offload(**value)
     raise illegal("offload", value, "not a place",

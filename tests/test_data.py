@@ -98,3 +98,10 @@ def test_the_loss_really_falls_on_the_default_text():
     ).losses
     assert losses[0] == pytest.approx(5.5, abs=0.2)  # about ln 256: it knows nothing yet
     assert sum(losses[-5:]) / 5 < 3.6
+
+
+@pytest.mark.parametrize("held", [b"\0\1\2" * 99, "words".encode("utf-16"), b"\xfe\xff" * 50])
+def test_a_single_file_that_is_no_text_is_refused(tmp_path, held):
+    (tmp_path / "t").write_bytes(held)
+    with pytest.raises(ValueError, match="^data=.*not text: it has zero bytes, or is UTF-16"):
+        Corpus(tmp_path / "t")

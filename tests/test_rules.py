@@ -30,6 +30,7 @@ EXAMPLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("schedule", {"schedule": "own: mine"}, {}),
     ("passes", {"passes": ("own: mine",)}, {}),
     ("dp", {"dp": 2**17}, {}),
+    ("microbatch_size", {"microbatch_size": 2**20}, {"seq_len": 2**20}),
     ("tp_depth", {"tp_depth": 1}, {}),
     ("tp", {"tp": 6, "tp_mode": "2d"}, {}),
     ("tp", {"tp": 6, "tp_mode": "2.5d"}, {}),

@@ -347,3 +347,27 @@ def test_a_notebook_sees_the_counts_and_the_best_ten(small):
     assert repr(small).startswith("Search(") and "fit in" in repr(small)
     page = small._repr_html_()
     assert page.count("<tr") == 11 and "Search" not in page[:20] and "nan" not in page
+
+
+@pytest.mark.parametrize("asked", [{"top": 2**31}, {"global_batch": 2**62}, {"devices": 2**20}])
+def test_a_search_that_would_not_end_is_refused(asked):
+    (field,) = asked
+    cluster = pl.Cluster.preset("dgx-a100", nodes=2**20)
+    with pytest.raises(ValueError, match=f"^{field}=.*: out of range; legal: .* from 1 to "):
+        pl.plan_search(SMALL, cluster, **{"devices": 8} | asked)
+
+
+def test_a_search_through_too_many_plans_is_refused(monkeypatch):
+    asked = {"devices": 8, "global_batch": 720720}  # of 240 divisors
+    assert len(pl.plan_search(SMALL, LAPTOP, **asked, pp=1, dp=8).plans) > 1000
+    monkeypatch.setattr("paralab.programs.space.MOST", 1000)
+    with pytest.raises(ValueError, match="^global_batch=720720: on 8 devices.* 1,000 plans to lo"):
+        pl.plan_search(SMALL, LAPTOP, **asked, pp=1, dp=8)
+
+
+def test_a_value_may_be_an_array_of_numpy():
+    asked = {"devices": 8, "global_batch": 16, "top": 1}
+    alone = pl.plan_search(SMALL, LAPTOP, **asked, dp=np.array(2))
+    assert set(alone.table["dp"]) == {2}
+    listed = pl.plan_search(SMALL, LAPTOP, **asked, dp=np.array([2, 4]))
+    assert set(listed.table["dp"]) == {2, 4}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import re
 
 import pytest
@@ -292,3 +294,109 @@ def test_flops_of_a_recomputation_that_there_is_not_are_refused():
 def test_a_number_too_large_for_a_float_is_refused():
     with pytest.raises(ValueError, match="alpha=1000.*: too large; legal: a finite number"):
         pl.Link(alpha=10**400, bandwidth=1.0)
+
+
+# ---- values that Python itself cannot take -------------------------------------------------------
+class Mute:
+    def __repr__(self) -> str:
+        raise KeyError("no words")
+
+
+HUGE = 10**5000  # Python refuses to write it down
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: pl.Plan(dp=HUGE),
+        lambda: pl.Plan(schedule=HUGE),
+        lambda: pl.Plan(passes=(HUGE,)),
+        lambda: pl.Plan(offload={HUGE: 1}),
+        lambda: pl.Plan(dp=Mute()),
+        lambda: pl.Plan().place(HUGE),
+        lambda: pl.Link(alpha=HUGE, bandwidth=1.0),
+        lambda: pl.launch(print, args=HUGE),
+        lambda: pl.run(pl.ModelSpec(**GOOD_MODEL), memory_limit="1" * 5000),
+        lambda: pl.run(pl.ModelSpec(**GOOD_MODEL), data="x" * 5000),
+    ],
+)
+def test_a_refusal_is_short_and_has_words_for_any_value(make):
+    with pytest.raises(ValueError, match="; legal: ") as caught:
+        make()
+    assert len(str(caught.value)) < 700
+
+
+def test_what_is_left_out_of_a_long_value_is_counted():
+    with pytest.raises(
+        ValueError, match=r"^dp='x{149} \.\.\. 702 characters left out \.\.\. x{149}'"
+    ):
+        pl.Plan(dp="x" * 1000)
+
+
+@pytest.mark.parametrize(
+    "make, field",
+    [
+        (lambda: pl.Plan().replace(nosuch=1), "nosuch=1: Plan has no such field"),
+        (lambda: pl.Plan.from_dict(3), "Plan=3: not a table"),
+        (lambda: pl.ModelSpec.from_dict(3), "ModelSpec=3: not a table"),
+        (lambda: pl.ModelSpec.from_dict({"layers": 2}), "ModelSpec=.*hidden is missing"),
+        (lambda: pl.Cluster.preset("dgx-a100").replace(intra={}), "intra={}: not a link"),
+        (lambda: pl.Cluster.preset("dgx-a100").replace(intra={"a": 1}), "intra={'a': 1}: not a li"),
+        (lambda: pl.Plan().ranks(3, 0), "axis=3: unknown choice"),
+        (lambda: pl.Plan().place(None), "rank=None: not a whole number"),
+        (lambda: pl.load(None), "path=None: not a path"),
+        (lambda: pl.load("\0"), "path='.x00': cannot be opened: embedded null"),
+    ],
+)
+def test_what_python_would_stumble_over_is_refused_in_words(make, field):
+    with pytest.raises(ValueError, match=f"^{field}.*; legal: "):
+        make()
+
+
+@pytest.mark.parametrize("name", ["data", "save", "resume"])
+@pytest.mark.parametrize("path", ["", "\0", "x" * 5000, "~nobody-of-that-name/x", b"x", "fifo"])
+def test_what_is_no_path_is_refused_before_a_process_starts(tmp_path, monkeypatch, name, path):
+    monkeypatch.setattr("paralab.ranks.watch.Run.start", None)
+    if path == "fifo":
+        path = str(tmp_path / path)
+        os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"^{name}=.*; legal: "):
+        pl.run(pl.ModelSpec(**GOOD_MODEL), **{name: path})
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind, field", [
+    (kind, field.name) for kind in (pl.ModelSpec, pl.Plan, pl.Cluster)
+    for field in dataclasses.fields(kind)
+    if field.metadata and field.name not in ("bucket_bytes", "memory")  # where any size is fine
+])  # fmt: skip
+def test_every_count_of_a_description_has_an_upper_bound(kind, field):
+    made = {pl.ModelSpec: lambda: pl.ModelSpec(**GOOD_MODEL), pl.Plan: pl.Plan,
+            pl.Cluster: lambda: pl.Cluster.preset("dgx-a100")}[kind]()  # fmt: skip
+    with pytest.raises(ValueError, match=f"^{field}={2**62}: out of range; legal: .* to "):
+        made.replace(**{field: 2**62})
+
+
+def test_the_largest_sizes_that_are_legal_are_counted_in_63_bits():
+    model = pl.ModelSpec(layers=2**4, hidden=2**20, heads=2**10, seq_len=2**10, vocab=2**24)
+    report = pl.dry_run(model, pl.Plan(microbatch_size=2**20))
+    assert 2**57 < report.peak_memory < 2**63
+
+
+def test_models_of_the_papers_and_beyond_are_within_the_bounds():
+    model = pl.ModelSpec.preset("ptdp-1t")
+    plan = pl.Plan(dp=48, tp=8, pp=64, microbatches=512, microbatch_size=1)
+    plan.validate(model)
+    long = model.replace(hidden=65536, seq_len=10**7, vocab=10**6, attention="sdpa",
+                         heads=512)  # fmt: skip
+    plan.validate(long)
+
+
+@pytest.mark.parametrize("ask", [
+    lambda model, plan: pl.predict(model, plan, pl.Cluster.preset("dgx-a100"), steps=10**6),
+    lambda model, plan: pl.predict(model, plan, pl.Cluster.preset("dgx-a100"), steps=2**62),
+    lambda model, plan: pl.dry_run(model, plan, steps=10**6),
+])  # fmt: skip
+def test_more_steps_than_a_report_can_hold_are_refused(ask):
+    with pytest.raises(ValueError, match="^steps=.* rows each, which are alike; legal: up to "):
+        ask(pl.ModelSpec(**GOOD_MODEL), pl.Plan())

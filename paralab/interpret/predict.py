@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("adamw", "sgd")
 DETAILS = ("calls", "actions")
 MANY = 40_000  # rows of a report, at about 40 microseconds each
+MOST = 2_000_000  # rows: beyond, a report takes minutes and gigabytes
 Tables = dict[str, dict[str, list[Any]]]
 
 
@@ -73,9 +74,11 @@ def predict(
     check_cluster(plan, cluster)
     steps = whole("steps", steps, at_least=1)
     choice("optimizer", optimizer, OPTIMIZERS)
+    rows = _rows(model, plan)
     if detail is None:
-        detail = "calls" if _rows(model, plan) * (steps + 1) <= MANY else "actions"
+        detail = "calls" if rows * (steps + 1) <= MANY else "actions"
     choice("detail", detail, DETAILS)
+    check_steps(steps, rows if detail == "calls" else _actions(plan))
     said: dict[str, Any] = {"optimizer": optimizer, "steps": steps, "detail": detail}
     if detail == "actions":
         from paralab.interpret.outline import outline
@@ -94,12 +97,25 @@ def predict(
     )
 
 
+def check_steps(steps: int, rows: int) -> None:
+    """Refuse more steps, of ``rows`` each and all alike, than a report can hold."""
+    most = max(1, MOST // rows)
+    if steps > most:
+        raise illegal(
+            "steps", steps, f"of about {rows} rows each, which are alike", f"up to {most}"
+        )
+
+
+def _actions(plan: Plan) -> int:
+    """Of a step of all pipeline ranks, each with what it sends and waits for."""
+    return 2 * plan.microbatches * plan.stages * 3
+
+
 def _rows(model: ModelSpec, plan: Plan) -> int:
     """Roughly how many rows a step in full has; known before anything is compiled."""
     per_block = 1 + 12 * (plan.tp > 1) + 3 * (plan.zero_stage > 1) + 3 * (plan.tiers is not None)
-    actions = 2 * plan.microbatches * plan.stages * 3  # each with what it sends and waits for
     blocks = 2 * plan.microbatches * model.layers * (per_block if per_block > 1 else 0)
-    return plan.dp * plan.tp * (actions + blocks)
+    return plan.dp * plan.tp * (_actions(plan) + blocks)
 
 
 def check_cluster(plan: Plan, cluster: Cluster) -> None:

@@ -29,6 +29,7 @@ from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
 from paralab.programs.space import Space, space
+from paralab.rules import MAX_RANKS
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
@@ -39,6 +40,8 @@ PER_DEVICE = 4  # samples of the global batch per device, where none is stated
 SPARE = 1.1  # what an estimate of bytes may be off by
 BEHIND = 1.02  # what is estimated so many times slower than the fastest compiled is not compiled
 AT_LEAST = 3  # of the best are compiled, whatever their estimates are
+MAX_TOP = 100  # plans, each compiled: of a trillion parameters seconds each
+MAX_BATCH = 2**24  # samples of a step
 MANY = 30  # micro-batches times pipeline ranks from which a folded program is quicker
 SETTINGS = (
     *("dp", "tp", "pp", "virtual_stages", "schedule", "microbatches", "microbatch_size"),
@@ -80,7 +83,8 @@ def plan_search(
     Plan().validate(model)  # raises what is wrong with the model itself
     check_cluster(Plan(), cluster)
     there = cluster.num_devices
-    devices = whole("devices", there if devices is None else devices, at_least=1)
+    given = there if devices is None else devices
+    devices = whole("devices", given, at_least=1, at_most=MAX_RANKS)
     if devices > there:
         raise illegal(
             "devices",
@@ -89,13 +93,13 @@ def plan_search(
             f"up to {there}, or cluster.replace(nodes=...)",
         )
     choice("optimizer", optimizer, ("adamw", "sgd"))
-    top = whole("top", top, at_least=1)
+    top = whole("top", top, at_least=1, at_most=MAX_TOP)
     room = cluster.memory if memory is None else num_bytes("memory", memory)
     if global_batch is None:
         sizes = {name: fixed.get(name) for name in ("dp", "microbatches", "microbatch_size")}
         stated = all(isinstance(value, int) for value in sizes.values())
         global_batch = Plan(**sizes).global_batch if stated else PER_DEVICE * devices
-    batch = whole("global_batch", global_batch, at_least=1)
+    batch = whole("global_batch", global_batch, at_least=1, at_most=MAX_BATCH)
     found = space(model, cluster, devices, batch, fixed)
     return Search(model, cluster, found, batch, room, optimizer=optimizer, top=top, pinned=fixed)
 

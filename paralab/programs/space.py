@@ -27,6 +27,7 @@ from paralab.rules import NONE
 from paralab.settings import Coded, Columns
 from paralab.spec import GRAD_SYNC_FORMS, ModelSpec, Plan
 
+MOST = 4_000_000  # plans at a time: some seconds, and a gigabyte
 TRIED = {  # all but the counts, for which there are divisors; in the order of their choice
     "schedule": tuple(SCHEDULES),
     "virtual_stages": (),  # 1, 2, 4 ... up to the layers
@@ -71,6 +72,15 @@ class Space(Columns):
         codes[name] = np.tile(np.arange(len(several)), len(self))
         return Space(self.model, self.values | {name: several}, codes)
 
+    def given(self, name: str, several: tuple, wanted: np.ndarray) -> Space:
+        """Each of these plans with the value of one more field that it wants, if that is one of
+        ``several``.
+        """
+        at = {value: code for code, value in enumerate(several)}
+        code = np.array([at.get(value, -1) for value in wanted.tolist()], int)
+        found = Space(self.model, self.values | {name: several}, self.codes | {name: code})
+        return found.kept(code >= 0)
+
     def kept(self, those: np.ndarray) -> Space:
         """The plans at these positions, or where this is true."""
         return Space(self.model, self.values, {n: code[those] for n, code in self.codes.items()})
@@ -83,6 +93,7 @@ def space(
     tried = values(model, cluster, devices, global_batch, pinned)
     asked = [
         lambda s: s.dp * s.tp * s.pp == devices,
+        lambda s: global_batch % (s.dp * s.microbatch_size) == 0,  # sooner than the next
         lambda s: s.dp * s.microbatches * s.microbatch_size == global_batch,
         *(rule.holds for rule in rules.RULES),
     ]
@@ -95,6 +106,17 @@ def space(
     ]
     found = Space(model, {"tp": tried["tp"]}, {"tp": np.arange(len(tried["tp"]))})
     for name in tuple(tried)[1:]:
+        if name == "microbatches":
+            rest = global_batch // (found.dp * found.microbatch_size)
+            found, asked = _sifted(found.given(name, tried[name], rest), asked)
+            continue
+        if len(found) * len(tried[name]) > MOST:
+            raise illegal(
+                "global_batch",
+                global_batch,
+                f"on {devices} devices it makes more than {MOST:,} plans to look through",
+                "one with fewer divisors, or some settings pinned, as dp=[8, 16]",
+            )
         found, asked = _sifted(found.chosen(name, tried[name]), asked)
     for holds in asked:  # none is left, or it says what it misses
         holds(found)
@@ -129,13 +151,16 @@ def values(
     before. Raises ValueError on a name that `Plan` does not have, and on what no estimate can be
     made of.
     """
-    fields = {field.name: field.default for field in dataclasses.fields(Plan)}
+    kinds = {field.name: field for field in dataclasses.fields(Plan)}
+    fields = {name: field.default for name, field in kinds.items()}
     for name in pinned:
         if name not in fields:
             raise illegal(name, pinned[name], "a plan has no such field", ", ".join(sorted(fields)))
     away = cluster.host is not None and cluster.host_bandwidth is not None
     tried = dict.fromkeys(("tp", "pp", "dp"), _divisors(devices))
-    tried |= dict.fromkeys(("microbatch_size", "microbatches"), _divisors(global_batch))
+    for name in ("microbatch_size", "microbatches"):
+        _, most = kinds[name].metadata["range"]
+        tried[name] = tuple(n for n in _divisors(global_batch) if n <= most)
     tried |= {name: (fields[name],) for name in fields if name not in (*tried, *TRIED)} | TRIED
     tried["virtual_stages"] = tuple(2**k for k in range(model.layers.bit_length()))
     tried["offload"] = TRIED["offload"][: 1 + away + (away and cluster.disk is not None)]
@@ -152,7 +177,9 @@ def values(
 
 def as_values(name: str, pinned: Any) -> tuple:
     """What was pinned, each value checked as `Plan` would: one, or a list of them."""
-    several = isinstance(pinned, (list, tuple, set, range, np.ndarray)) and name != "passes"
+    if isinstance(pinned, np.ndarray):
+        pinned = list(np.atleast_1d(pinned))
+    several = isinstance(pinned, (list, tuple, set, range)) and name != "passes"
     listed = list(pinned) if several else [pinned]
     if not listed:
         raise illegal(name, pinned, "no value to try", "a value, or a list of some")

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from paralab import checks
 from paralab.checks import illegal
 from paralab.tiers import Offload
 
@@ -29,8 +30,10 @@ def check(tiers: Offload | None, needed: int) -> None:
     """Raise ``ValueError`` if ``needed`` bytes cannot be written where ``tiers`` says."""
     if tiers is None or not tiers.uses("nvme"):
         return
-    base, field = _base(tiers), "offload['folder']"
+    field = "offload['folder']"
     legal = "a folder that exists, that you may write to, with room for what is offloaded"
+    base = _base(tiers)
+    checks.path(field, str(base), legal)
     if not base.is_dir():
         raise illegal(field, str(base), "there is no such folder", legal)
     _sweep(base)
