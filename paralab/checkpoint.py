@@ -6,10 +6,10 @@ single-device model,
 
     weight/blocks.0.mlp.up.weight      exp_avg/...      exp_avg_sq/...
 
-and a plan only says who writes, and later reads, which elements of it (`Piece`). Every rank writes
-what it keeps and nobody ever holds all of it: 12 bytes per parameter in all with AdamW in fp32,
-12/world_size on each rank, replicas taking turns. torch.distributed.checkpoint moves the bytes
-(records/boxes.py); records/checkpoints.py makes a checkpoint appear all at once.
+and a plan only says which rank writes, and later reads, which elements of it (`Piece`). Every rank
+writes one safetensors file of what it keeps, and no rank ever holds all of it: 12 bytes per
+parameter in all with AdamW in fp32, 12/world_size on each rank, since of replicas one is written.
+records/boxes.py says which; records/checkpoints.py makes a checkpoint appear all at once.
 
 With mixed precision the stored weight is the fp32 master: what the ranks compute with is that,
 rounded. So precision is not in the checkpoint either. Nor is randomness: batches and dropout masks
@@ -22,28 +22,30 @@ The messages that this takes are no part of a step, and are not in the report's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 
-from paralab.checks import illegal
 from paralab.interpret.pieces import Piece
-from paralab.parallel.layouts import whole_shape
 from paralab.ranks.failure import Refused
-from paralab.records import checkpoints
+from paralab.records import boxes, checkpoints
 
 
-def _boxes(pieces: Sequence[Piece]) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
-    """{name in the checkpoint: [(offsets, values)]} of what a rank keeps."""
-    found: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+def _held(pieces: Sequence[Piece]) -> dict[tuple[str, boxes.Sizes, boxes.Sizes], Tensor]:
+    """{(name in the checkpoint, offsets, sizes): values} of what a rank keeps."""
+    found = {}
     for piece in pieces:
         tensors = dict(piece.state)
         tensors["weight"] = tensors.pop("master", piece.weight)
         for kind, values in tensors.items():
-            found.setdefault(f"{kind}/{piece.name}", []).append((piece.offsets, values.detach()))
+            if values.numel():
+                box = (f"{kind}/{piece.name}", tuple(piece.offsets), tuple(values.shape))
+                found[box] = values.detach()
     return found
 
 
@@ -74,74 +76,75 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
 
     Raises ``OSError`` on all ranks if one could not write: the checkpoint before is whole then.
     """
-    import torch.distributed.checkpoint as dcp
-
-    from paralab.records.boxes import SaveBoxes
-
     rank, written = dist.get_rank(), checkpoints.scratch(folder, step)
     trainer.settle()
-    boxes = _boxes(trainer.pieces())
-    shapes = {name: whole_shape(trainer.model, name.partition("/")[2]) for name in boxes}
+    held = _held(trainer.pieces())
+
+    def everyones(mine: Any) -> list[Any]:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        return found
+
     try:
         if rank == 0:
             checkpoints.sweep(folder)
-        dist.barrier()
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(written),
-                 planner=SaveBoxes(boxes, shapes))  # fmt: skip
-        files: list[dict[str, tuple[int, int]]] = [{} for _ in range(dist.get_world_size())]
-        mine = [f"__{rank}_0.distcp", *[".metadata"] * (rank == 0)]
-        dist.all_gather_object(files, {name: checkpoints.facts(written / name) for name in mine})
+            written.mkdir()
+        shares = boxes.shared_out(everyones(list(held)))
+        mine, file, wrote, failed = shares[rank], boxes.file_of(rank), None, ""
+        try:
+            wrote = boxes.write(written / file, mine, (held[box[:3]].cpu() for box in mine))
+        except OSError as error:
+            failed = f"rank {rank}: {error}"
+        files = everyones((file, wrote, failed))
+        if failed := next((said for *_, said in files if said), ""):
+            raise OSError(failed)
         if rank == 0:
+            model, optimizer = trainer.model, trainer.optimizer_name
             about = {
-                "model": trainer.model.to_dict(),
+                "model": model.to_dict(),
                 "plan": trainer.plan.to_dict(),
-                "optimizer": trainer.optimizer_name,
+                "optimizer": optimizer,
+                "lr": trainer.state.optimizer.lr,
                 "seed": trainer.seed,
+                "global_batch": trainer.plan.global_batch,
+                "data": trainer.corpus.identity,
                 "step": step,
                 "counters": trainer.counters(),
-                "files": {name: facts for found in files for name, facts in found.items()},
+                "files": {name: facts for name, facts, _ in files},
+                "tensors": boxes.index(checkpoints.shapes(model, optimizer), chain(*shares)),
             }
             checkpoints.publish(written, about, step=step)
-    except (dcp.CheckpointException, OSError) as error:
+    except OSError as error:
         if rank == 0:
             checkpoints.sweep(folder)  # what there is of it takes the room that was missing
-        raise OSError(f"cannot save the checkpoint of step {step} into {folder}: {_cause(error)}; "
+        raise OSError(f"cannot save the checkpoint of step {step} into {folder}: {error}; "
                       "what was saved there before is whole") from error  # fmt: skip
 
 
 # ---- resuming -----------------------------------------------------------------------------------
 def load(trainer: Any, folder: str) -> None:
-    """Give ``trainer`` the state that lies in ``folder``; every rank calls this.
+    """Give ``trainer`` the state that is stored in ``folder``; every rank calls this.
 
     trainer  has `pieces`, which are filled, and `restored`, told of it: what follows from the
              pieces (rounded weights, gathered buffers) is its own business
 
-    Raises ``Refused``, in the caller a ``ValueError``, naming the file that is damaged. Files of
-    torch.distributed.checkpoint are unpickled: load none that you would not run.
+    Raises ``Refused``, in the caller a ``ValueError``, naming the file that is damaged.
     """
-    import torch.distributed.checkpoint as dcp
-
-    from paralab.records.boxes import LoadBoxes
-
     try:
         found = checkpoints.find(folder)
+        found.check_state(trainer.model, trainer.optimizer_name)
         for name in sorted(found.files)[dist.get_rank() :: dist.get_world_size()]:
             if checkpoints.facts(found.folder / name) != found.files[name]:
                 checkpoints.damaged(found.folder / name, "its checksum does not fit")
-        dcp.load({}, storage_reader=dcp.FileSystemReader(found.folder),
-                 planner=LoadBoxes(_boxes(trainer.pieces())))  # fmt: skip
-    except dcp.CheckpointException as error:
-        raise Refused(str(illegal("resume", folder, f"cannot be read: {_cause(error)}",
-                                  "another checkpoint"))) from error  # fmt: skip
     except ValueError as error:
         raise Refused(str(error)) from None
+    with ExitStack() as opened:
+        files: dict[str, Any] = {}
+        for (name, offsets, sizes), values in _held(trainer.pieces()).items():
+            for box in found.tensors[name].boxes:
+                if both := boxes.common(offsets, sizes, box):
+                    if box.file not in files:
+                        file = safe_open(found.folder / box.file, framework="pt")
+                        files[box.file] = opened.enter_context(file)
+                    values[both[0]].copy_(files[box.file].get_slice(box.key)[both[1]])
     trainer.restored(found.step, found.counters)
-
-
-def _cause(error: BaseException) -> str:
-    """What went wrong, and on which rank if DCP tells."""
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return str(error)
-    rank, (cause, _) = next(iter(failures.items()))
-    return f"rank {rank}: {cause}"

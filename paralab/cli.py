@@ -80,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("--checkpoint", str, "a folder to save checkpoints into, the last after the last step"),
         ("--save-every", number, "save a checkpoint every so many steps too"),
         ("--resume", str, "a folder of checkpoints to go on from, under any plan"),
+        ("--resume-changes", comma_separated, "what may differ then: lr,global_batch,data"),
         ("--device", str, "cpu or cuda (default: the GPU where there is one)"),
         ("--timeout", number, "seconds without a sign of life before the ranks are stopped"),
     ))  # fmt: skip
@@ -203,7 +204,8 @@ def _run(given: argparse.Namespace) -> int:
     experiment = importlib.import_module("paralab.experiment")
     by_torchrun = torchrun_started_this()
     settings = settings_of(given, "steps", "optimizer", "lr", "clip_norm", "data", "seed",
-                           "memory_limit", "device", "timeout", "save_every", "resume")  # fmt: skip
+                           "memory_limit", "device", "timeout", "save_every", "resume",
+                           "resume_changes")  # fmt: skip
     if "checkpoint" in given:  # --save is the report's here
         settings["save"] = given.checkpoint
     with _refusals(given.parser):

@@ -20,6 +20,7 @@ import os
 import sysconfig
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from paralab import checks
 from paralab.checks import illegal
 
 _MASK = 2**64 - 1
+PART = 2**22  # bytes of the text in memory at a time
 
 
 def _scramble(x: int) -> int:
@@ -68,6 +70,14 @@ class Corpus:
         """Names and sizes, hashed: ranks on several machines must agree on it."""
         what = [(f.name, size) for f, size in zip(self.files, self.sizes, strict=True)]
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+    @cached_property
+    def identity(self) -> str:
+        """What tells this text from every other, wherever its files are; reads all of it."""
+        digest = hashlib.sha256()
+        for start in range(0, self.num_bytes, PART):
+            digest.update(self.read(start, min(PART, self.num_bytes - start)))
+        return f"{self.num_bytes} bytes, sha256 {digest.hexdigest()}"
 
     def read(self, start: int, count: int) -> bytes:
         """``count`` bytes from position ``start`` of the whole text."""

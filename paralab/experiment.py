@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class Settings:
         save: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
         resume: str | os.PathLike[str] | None = None,
+        resume_changes: Sequence[str] = (),
     ) -> Settings:
         """Raise ``ValueError`` on anything that no run could do, before a process starts."""
         if not isinstance(plan, Plan):
@@ -89,9 +90,15 @@ class Settings:
         for name, folder in (("save", save), ("resume", resume)):
             if folder is not None:
                 checks.path(name, folder, "a folder for checkpoints, or None")
+        changes = checkpoints.check_changes(resume_changes)
+        if changes and resume is None:
+            why, legal = "there is nothing to resume", 'resume="a folder" too, or ()'
+            raise illegal("resume_changes", changes, why, legal)
         if resume is not None:  # the latest now, under its own name: the same for all ranks
             found = checkpoints.find(resume)
-            found.check(model=model, optimizer=optimizer, seed=seed)
+            now = {"optimizer": optimizer, "seed": seed, "lr": lr}
+            now |= {"global_batch": plan.global_batch, "data": corpus.identity}
+            found.check(model, changes, **now)
             resume = str(found.folder)
         scratch.check(plan.tiers, file_bytes(model, plan, optimizer=optimizer))
         return cls(
@@ -124,6 +131,7 @@ def run(
     save: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
     resume: str | os.PathLike[str] | None = None,
+    resume_changes: Sequence[str] = (),
     device: str | None = None,
     timeout: float = 120.0,
     progress: bool | Callable[[int, int, int], None] = True,
@@ -146,8 +154,9 @@ def run(
     save_every    save too whenever it divides the number of steps the training has done
     resume        a folder that ``save`` wrote: go on from its latest checkpoint (or from one in
                   it, "folder/step-00000004"), under this plan or any other. ``steps`` are steps
-                  more; model, optimizer and seed must be those of the checkpoint, and the batches
-                  are those that come next
+                  more; model, optimizer, seed, lr, global batch and text must be those of the
+                  checkpoint, and the batches are those that come next
+    resume_changes  which of these may differ all the same: some of "lr", "global_batch", "data"
     device        "cpu", "cuda", or None for the GPU where there is one
     timeout       seconds without any sign of life before the ranks are stopped
     progress      show a bar that moves with the ranks' steps; or a function called as
@@ -182,6 +191,7 @@ def run(
         save=save,
         save_every=save_every,
         resume=resume,
+        resume_changes=resume_changes,
     )
     with _ProgressBar(checked.steps, plan, progress) as bar:
         try:

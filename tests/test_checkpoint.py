@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import resource
 import shutil
@@ -158,15 +159,15 @@ def test_every_plan_reads_every_bit_of_the_state(name, deep, saved):
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_writes_all_of_it_once_and_shares_the_writing(name, run, deep, saved, tmp_path):
     plan, psi = PLANS[name], deep.num_params
-    run(deep, plan, steps=1, save=tmp_path, resume=saved)
+    run(deep, plan, steps=1, save=tmp_path, resume=saved, resume_changes=("global_batch",))
     found = checkpoints.find(tmp_path)
     assert found.step == 3 and found.model == deep and found.plan["pp"] == plan.pp
-    sizes = [size for file, (size, _) in found.files.items() if file.endswith(".distcp")]
-    assert len(sizes) == plan.world_size
-    # DCP writes each tensor as a file of its own would be: some 1.3 kB beside the values
-    tensors = 3 * len(deep.parameter_shapes()) * (1 if plan.zero_stage == 0 else 2)
-    assert 12 * psi < sum(sizes) < 12 * psi + 1600 * tensors
-    assert max(sizes) < 1.6 * sum(sizes) / plan.world_size
+    assert found.files.keys() == {f"rank-{r}.safetensors" for r in range(plan.world_size)}
+    wrote = dict.fromkeys(found.files, 0)
+    for box in (box for tensor in found.tensors.values() for box in tensor.boxes):
+        wrote[box.file] += 4 * math.prod(box.sizes)
+    assert sum(wrote.values()) == 12 * psi  # every element once
+    assert max(wrote.values()) < 1.6 * 12 * psi / plan.world_size
 
 
 def test_an_untied_head_travels_too(run, tmp_path):
@@ -227,19 +228,22 @@ def test_a_file_cut_short_or_gone_is_named_and_the_one_before_still_works(
     run, deep, saved, tmp_path
 ):
     folder = copy_of(saved, tmp_path)
-    victim = latest(folder) / "__1_0.distcp"
+    victim = latest(folder) / "rank-1.safetensors"
     size = victim.stat().st_size
     os.truncate(victim, size // 2)
-    with pytest.raises(ValueError, match=rf"__1_0.distcp'.* {size // 2} bytes, {size} were writ"):
+    with pytest.raises(
+        ValueError, match=rf"rank-1.safetensors'.* {size // 2} bytes, {size} were writ"
+    ):
         run(deep, resume=folder)
     victim.unlink()
-    with pytest.raises(ValueError, match="__1_0.distcp': the file is missing.*") as caught:
+    with pytest.raises(ValueError, match="rank-1.safetensors': the file is missing.*") as caught:
         run(deep, resume=folder)
     assert str(caught.value).endswith(f"or the checkpoint before it, {folder / 'step-00000001'}")
-    assert run(deep, steps=1, resume=folder / "step-00000001").meta["first_step"] == 1
+    rest = run(deep, PLANS["one device"], steps=1, resume=folder / "step-00000001")
+    assert rest.meta["first_step"] == 1
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
+@pytest.mark.parametrize("file", ["rank-0.safetensors", "rank-1.safetensors"])
 def test_a_changed_byte_is_found_by_the_ranks(run, deep, saved, tmp_path, file):
     folder = copy_of(saved, tmp_path)
     victim = latest(folder) / file
@@ -257,7 +261,7 @@ def test_a_damaged_description_is_refused(run, deep, saved, tmp_path):
     about.write_text(json.dumps({**said, "body": {**said["body"], "step": 3}}))
     with pytest.raises(ValueError, match="its own checksum does not fit: the checkpoint is damag"):
         run(deep, resume=folder)
-    about.write_text(json.dumps({**said, "version": 2}))
+    about.write_text(json.dumps({**said, "version": 3}))
     with pytest.raises(ValueError, match="written by a newer paralab; legal: update"):
         run(deep, resume=folder)
     about.write_text(about.read_text()[:100])
@@ -350,7 +354,8 @@ def test_the_command_line_saves_and_resumes(tmp_path, capsys, text):
     where = ["--data", str(text), "--checkpoint", str(tmp_path)]
     assert cli.main(["run", *small, *where, "--save-every", "1"]) == 0
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    assert cli.main(["run", *small, *where, "--resume", str(tmp_path), "--dp", "2"]) == 0
+    other = ["--dp", "2", "--lr", "0.01", "--resume-changes", "lr,global_batch"]
+    assert cli.main(["run", *small, *where, "--resume", str(tmp_path), *other]) == 0
     assert latest(tmp_path).name == "step-00000004"
     with pytest.raises(SystemExit):
         cli.main(["run", *small, "--resume", str(tmp_path / "nowhere")])

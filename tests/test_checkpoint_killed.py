@@ -20,12 +20,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import paralab as pl
 from paralab.launch import _house
-from paralab.records import checkpoints
+from paralab.records import boxes, checkpoints
 
+FILE = "rank-0.safetensors"
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS, WITH_THE_CALLER = 50, 5
 MODEL = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
@@ -65,18 +68,20 @@ def write(folder: Path, step: int) -> None:
     checkpoints.sweep(folder)
     written = checkpoints.scratch(folder, step)
     written.mkdir()
-    (written / "tensors").write_text(str(step))
+    [share] = boxes.shared_out([[("weight/a", (0,), (1,))]])
+    facts = boxes.write(written / FILE, share, [np.float32([step])])
     about = {"model": MODEL.to_dict(), "plan": PLAN.to_dict(), "optimizer": "sgd", "seed": 0,
-             "step": step, "counters": {},
-             "files": {"tensors": checkpoints.facts(written / "tensors")}}  # fmt: skip
+             "lr": 0.1, "global_batch": 2, "data": "", "step": step, "counters": {},
+             "files": {FILE: facts}, "tensors": boxes.index({"weight/a": (1,)}, share)}  # fmt: skip
     checkpoints.publish(written, about, step=step)
 
 
 def readable(folder: Path) -> int:
     """The step of the folder's checkpoint, which is whole."""
     found = checkpoints.find(folder)
-    assert (found.folder / "tensors").read_text() == str(found.step)
-    assert checkpoints.facts(found.folder / "tensors") == found.files["tensors"]
+    [(_, value)] = load_file(found.folder / FILE).items()
+    assert value == found.step
+    assert checkpoints.facts(found.folder / FILE) == found.files[FILE]
     return found.step
 
 

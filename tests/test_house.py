@@ -23,7 +23,7 @@ WITH_TORCH = {
                                        "state", "train", "workers")),
     *("model.draws", "model.reference"),
     *("observe.clocks", "observe.ledger", "observe.memory"),
-    *("parallel.collectives", "records.boxes"),  # lab 01's algorithms; checkpoints
+    "parallel.collectives",  # lab 01's algorithms
     *("ranks.failure", "ranks.process", "ranks.torchrun"),
 }  # fmt: skip
 LONGEST_PASS = 150  # lines, docstring included

@@ -26,7 +26,7 @@ FIELDS = {
 }
 ARGUMENTS = {
     "run": "model plan steps optimizer lr clip_norm data seed memory_limit keep_state save "
-    "save_every resume device timeout progress strict stop",
+    "save_every resume resume_changes device timeout progress strict stop",
     "predict": "model plan cluster steps optimizer detail",
     "dry_run": "model plan rank cluster optimizer steps clip_norm",
     "program": "model plan rank",

@@ -26,7 +26,7 @@ from paralab.cluster import available_cores
 from paralab.observe import calibrate
 
 PACKAGES = ("torch", "numpy", "pandas", "plotly", "anywidget", "ipywidgets", "jupyterlab",
-            "cloudpickle", "tqdm")  # fmt: skip
+            "cloudpickle", "safetensors", "tqdm")  # fmt: skip
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 TORCH_TIMEOUT = 120.0  # seconds: a first import from a cold disk is slow
 

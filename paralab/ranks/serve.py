@@ -49,7 +49,6 @@ WHEN_IDLE = (
     "torch.profiler",
     "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining",
-    "torch.distributed.checkpoint",
 )
 IDLE_SECONDS = 1.0  # after a launch, before WHEN_IDLE goes on
 

@@ -2,9 +2,10 @@
 
     folder/latest                   the names of the last two checkpoints, newest first
     folder/step-00000004/           one checkpoint: the training's state after 4 steps
-        paralab.json                what it is: model, plan, optimizer, seed, step; and the size and
-                                    checksum of every other file
-        .metadata, __0_0.distcp ... the tensors, as torch.distributed.checkpoint writes them
+        paralab.json                what it is: model, plan, optimizer, seed, step ...; size and
+                                    checksum of every other file; which file holds which box of
+                                    which tensor (boxes.py)
+        rank-0.safetensors ...      the tensors
 
 [Note: atomic] A save writes into ``.saving-step-00000004``, where nobody looks. When all of it has
 reached the disk (fsync of files and folder) one rename gives it its name, and one more replaces
@@ -13,6 +14,8 @@ a checkpoint that is whole: the one before, or the new one. Only then does the l
 a killed save has left behind, the next one sweeps away.
 
 A folder belongs to one run at a time: its rank 0 holds a lock that ends with the process.
+
+Nothing in a checkpoint is code: it is JSON and numbers, and all of it is checked before it is used.
 """
 
 from __future__ import annotations
@@ -26,22 +29,33 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paralab.checks import illegal
+from paralab.checks import choice, illegal, whole
+from paralab.parallel.layouts import whole_shape
+from paralab.records import boxes
 from paralab.records.arrays import typed
 from paralab.records.storage import seal
 from paralab.report import plain
 from paralab.spec import ModelSpec
 
-FORMAT, VERSION = "paralab checkpoint", 1
+FORMAT, VERSION = "paralab checkpoint", 2
 ABOUT, LATEST, LOCK = "paralab.json", "latest", ".lock"
 KEPT = 2
 LOCK_SECONDS = 10.0  # for the ranks of a run whose caller was killed to be gone
-_NAME = re.compile(r"step-\d{8}(\.\d+)?")
+_WHY = {
+    "optimizer": "whose state {now!r} cannot go on with",
+    "seed": "which draws the batches that come next; this run has {now!r}",
+}
+CHANGES = ("lr", "global_batch", "data")  # what a resumed run may have other than before, if asked
+_NAME, _FILE = re.compile(r"step-\d{8}(\.\d+)?"), re.compile(r"rank-\d+\.safetensors")
+_STATES = {"adamw": ("weight", "exp_avg", "exp_avg_sq"), "sgd": ("weight",)}
+_KINDS = dict(plan=dict, optimizer=str, seed=int, lr=float, global_batch=int, data=str)
 _SCRATCH, _REMOVED = ".saving-", ".removed-"
 _LEGAL = 'a folder that pl.run(..., save="folder") wrote, or None for a run from the start'
 
@@ -51,47 +65,81 @@ class Checkpoint:
     """What a checkpoint says about itself.
 
     folder     where it lies
-    model, plan, optimizer, seed  of the run that wrote it; ``plan`` as plain values
+    model, plan, optimizer, lr, seed, global_batch  of the run that wrote it; ``plan`` as plain
+               values
+    data       of its text the length and a digest: `Corpus.identity`
     step       optimizer steps that the training has done
     counters   numbers of the optimizer that every rank has the same: {name: value}
     files      {file name: (bytes, CRC-32)}
+    tensors    {name: the boxes that tile it}
     """
 
     folder: Path
     model: ModelSpec
     plan: Mapping[str, Any]
     optimizer: str
+    lr: float
     seed: int
+    global_batch: int
+    data: str
     step: int
     counters: Mapping[str, float]
     files: Mapping[str, tuple[int, int]]
+    tensors: Mapping[str, boxes.Stored]
 
-    def check(self, *, model: ModelSpec, optimizer: str, seed: int) -> None:
-        """Raise ``ValueError`` if a run with these settings would not go on with this training."""
+    def check(self, model: ModelSpec, changes: Sequence[str] = (), **settings: Any) -> None:
+        """Raise ``ValueError`` if a run would not go on with this training.
+
+        settings  of the run: optimizer, seed, and those of `CHANGES`
+        changes   names of `CHANGES` that may differ
+        """
         saved, asked = (plain(m.to_dict(), "model") for m in (self.model, model))
         other = [name for name in asked if saved[name] != asked[name]]
         if other:
             was, now = (", ".join(f"{n}={m[n]!r}" for n in other) for m in (saved, asked))
             raise self._refuse(f"its model has {was}, this one {now}", f"a model with {was}")
-        if self.optimizer != optimizer:
-            raise self._refuse(
-                f"it was trained with optimizer={self.optimizer!r}, whose state "
-                f"{optimizer!r} cannot go on with", f"optimizer={self.optimizer!r}")  # fmt: skip
-        if self.seed != seed:
-            raise self._refuse(
-                f"it was trained with seed={self.seed}, which draws the batches that come next; "
-                f"this run has {seed}", f"seed={self.seed}")  # fmt: skip
+        for name, now in settings.items():
+            if name not in changes and getattr(self, name) != now:
+                was = f"{name}={getattr(self, name)!r}"
+                why = _WHY.get(name, "this run has {now!r}").format(now=now)
+                legal = f"{was}, or resume_changes=({name!r},)" if name in CHANGES else was
+                raise self._refuse(f"it was trained with {was}, {why}", legal)
+        self.check_state(model, self.optimizer)
+
+    def check_state(self, model: ModelSpec, optimizer: str) -> None:
+        """Raise ``ValueError`` if this is not the state of such a training."""
+        asked, there = shapes(model, optimizer), {n: t.shape for n, t in self.tensors.items()}
+        for name in [*asked, *there]:
+            if asked.get(name) != there.get(name):
+                why = f"{name} has shape {there.get(name)} in it, not {asked.get(name)}"
+                damaged(self.folder / ABOUT, why)
+        if optimizer == "adamw" and "optimizer_steps" not in self.counters:
+            damaged(self.folder / ABOUT, "optimizer_steps is not in it")
 
     def _refuse(self, why: str, legal: str) -> ValueError:
         return illegal("resume", str(self.folder), why, f"{legal}, or resume=None")
+
+
+def shapes(model: ModelSpec, optimizer: str) -> dict[str, tuple[int, ...]]:
+    """{tensor: shape} of all that a checkpoint of such a training holds."""
+    names = model.parameter_shapes()
+    return {f"{kind}/{n}": whole_shape(model, n) for kind in _STATES[optimizer] for n in names}
+
+
+def check_changes(changes: object) -> tuple[str, ...]:
+    """What may differ from the checkpoint, as ``pl.run(resume_changes=...)`` has it."""
+    if isinstance(changes, str) or not isinstance(changes, Iterable):
+        raise illegal("resume_changes", changes, "not a tuple of names", f"some of {CHANGES}")
+    return tuple(choice("resume_changes", name, CHANGES) for name in changes)
 
 
 # ---- reading ------------------------------------------------------------------------------------
 def find(path: object) -> Checkpoint:
     """The checkpoint at ``path``: a folder of them (its latest), or one of them.
 
-    Raises ``ValueError`` saying what is wrong: no folder, none in it, a file that is missing, too
-    short or too long. What a file holds is compared with its checksum by the ranks that read it.
+    Raises ``ValueError`` saying what is wrong: no folder, none in it, an index that does not hold
+    together, a file that is missing, too short or too long, or has other tensors than the index
+    says. What a file holds is compared with its checksum by the ranks that read it.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise illegal("resume", path, "not a path", _LEGAL)
@@ -99,7 +147,7 @@ def find(path: object) -> Checkpoint:
     if not folder.is_dir():
         why = "is a file" if folder.exists() else "there is no such folder"
         raise illegal("resume", str(path), why, _LEGAL)
-    if not (folder / ABOUT).exists():
+    if not (folder / ABOUT).is_file():
         names = _listed(folder)
         if not names:
             there = sorted(p.parent.name for p in folder.glob(f"step-*/{ABOUT}"))
@@ -108,12 +156,18 @@ def find(path: object) -> Checkpoint:
         folder /= names[0]
     checkpoint = _read(folder)
     for name, (size, _) in checkpoint.files.items():
-        try:
-            found = (folder / name).stat().st_size
-        except OSError:
+        if not (folder / name).is_file():
             damaged(folder / name, "the file is missing")
-        if found != size:
+        if (found := (folder / name).stat().st_size) != size:
             damaged(folder / name, f"the file has {found} bytes, {size} were written")
+    file, there = attrgetter("file"), chain(*(t.boxes for t in checkpoint.tensors.values()))
+    for name, some in groupby(sorted(there, key=file), file):
+        if name not in checkpoint.files:
+            damaged(folder / ABOUT, f"{name!r} is none of the checkpoint's files")
+        try:
+            boxes.check_file(folder / name, some)
+        except ValueError as error:
+            damaged(folder / name, str(error))
     return checkpoint
 
 
@@ -139,27 +193,41 @@ def _read(folder: Path) -> Checkpoint:
     file = folder / ABOUT
     try:
         said = json.loads(file.read_bytes())
-        if not isinstance(said, dict) or said.get("format") != FORMAT:
-            raise illegal("resume", str(folder), f"{ABOUT} in it is not a checkpoint's", _LEGAL)
-        if typed(said, "version", int) > VERSION:
-            raise illegal("resume", str(folder), "written by a newer paralab", "update paralab")
+    except (OSError, ValueError, RecursionError) as error:
+        damaged(file, f"it cannot be read ({error})")
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        raise illegal("resume", str(folder), f"{ABOUT} in it is not a checkpoint's", _LEGAL)
+    version = said.get("version")
+    if version == 1:
+        why = "an older paralab wrote it, with a pickle (.metadata): reading one can run any code"
+        raise illegal("resume", str(folder), why, f"{_LEGAL}; the older paralab still reads this")
+    if type(version) is not int or version < 1:
+        damaged(file, f"its version is {version!r}, not a whole number of at least 1")
+    if version > VERSION:
+        raise illegal("resume", str(folder), "written by a newer paralab", "update paralab")
+    try:
         body = typed(said, "body", dict)
         if seal(body) != said.get("sha256"):
-            damaged(file, "its own checksum does not fit")
+            raise ValueError("its own checksum does not fit")
+        counters, files, tensors = (typed(body, n, dict) for n in ("counters", "files", "tensors"))
         return Checkpoint(
             folder=folder,
             model=ModelSpec.from_dict(typed(body, "model", dict)),
-            plan=typed(body, "plan", dict),
-            optimizer=typed(body, "optimizer", str),
-            seed=typed(body, "seed", int),
-            step=typed(body, "step", int),
-            counters=typed(body, "counters", dict),
-            files={n: (size, crc) for n, (size, crc) in typed(body, "files", dict).items()},
+            step=whole("step", body.get("step"), at_least=0),
+            counters={name: typed(counters, name, float) for name in counters},
+            files={name: _facts(files, name) for name in files},
+            tensors={name: boxes.stored(name, said) for name, said in tensors.items()},
+            **{name: typed(body, name, kind) for name, kind in _KINDS.items()},
         )
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        if "; legal: " in str(error):
-            raise
-        damaged(file, f"it cannot be read ({error})")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        damaged(file, str(error))
+
+
+def _facts(files: Mapping[str, Any], name: str) -> tuple[int, int]:
+    found = typed(files, name, list)
+    if not _FILE.fullmatch(name) or [type(n) for n in found] != [int, int]:
+        raise ValueError(f"{name!r}: {found} is not a file of tensors with its bytes and CRC-32")
+    return found[0], found[1]
 
 
 def _listed(folder: Path) -> list[str]:
@@ -230,7 +298,7 @@ def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
     folder, before = written.parent, _listed(written.parent)
     body = plain(about, "checkpoint")
     said = {"format": FORMAT, "version": VERSION, "sha256": seal(body), "body": body}
-    _write(written / ABOUT, json.dumps(said, indent=1))
+    _write(written / ABOUT, json.dumps(said))
     _sync(written)
     name, again = _name(step), 0
     while (folder / name).exists():  # the same step once more: a run that began before it
