@@ -5,26 +5,35 @@ What being killed at any moment does is in test_checkpoint_killed.py.
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import math
 import os
+import pickle
 import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import pairwise
 import paralab as pl
 from equality import worst
 from paralab import cli
 from paralab.launch import launch_program
 from paralab.parallel.layouts import whole_shape
-from paralab.records import checkpoints
+from paralab.programs.compile import compiled
+from paralab.records import boxes, checkpoints
+from paralab.records.storage import seal
 
 ROOT = Path(__file__).resolve().parent.parent
 # AdamW divides by the root of a mean square: where a gradient is next to nothing, the order of
@@ -170,6 +179,26 @@ def test_every_plan_writes_all_of_it_once_and_shares_the_writing(name, run, deep
     assert max(wrote.values()) < 1.6 * 12 * psi / plan.world_size
 
 
+@pytest.mark.parametrize("values", pairwise.chosen(), ids=pairwise.said)
+def test_under_every_pair_of_settings_what_the_ranks_write_tiles_every_tensor(values):
+    """Without ranks: what each of them would keep is asked of the program."""
+    from paralab.interpret.pieces import pieces
+
+    _, model, plan, _ = pairwise.case(values)
+    program, held = compiled(model, plan, optimizer="sgd", clips=False), []
+    for at in map(plan.place, range(plan.world_size)):
+        state = SimpleNamespace(
+            program=program, units=program.units[at.pp], tp=at.tp,
+            index=at.dp % plan.shard_degree if plan.zero_stage else 0,
+            kept=lambda unit, name, where: {"weight": torch.empty(where.stop - where.start)},
+        )  # fmt: skip
+        held.append([(f"weight/{p.name}", p.offsets, tuple(p.weight.shape)) for p in pieces(state)])
+    asked = checkpoints.shapes(model, "sgd")
+    index = boxes.index(asked, chain(*boxes.shared_out(held)))
+    for name, said in json.loads(json.dumps(index)).items():
+        assert boxes.stored(name, said).shape == asked[name]
+
+
 def test_an_untied_head_travels_too(run, tmp_path):
     model = pl.ModelSpec(layers=2, hidden=16, heads=2, seq_len=8, tied=False)
     whole = run(model, pl.Plan(dp=2), steps=3, keep_state=True)
@@ -224,6 +253,42 @@ def test_another_model_optimizer_or_seed_is_refused_saying_which(run, deep, save
             run(settings.pop("model", deep), resume=saved, **settings)
 
 
+def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, saved, tmp_path):
+    plan, other = PLANS["dp=2"], tmp_path / "other"
+    other.write_text("Another text. " * 30)
+    for name, settings, was, now in (
+        ("lr", {"lr": 0.5}, "0.001", "0.5"),
+        ("global_batch", {"plan": PLANS["dp=3"]}, "8", "12"),
+        ("data", {"data": other}, "'[0-9]+ bytes, sha256 [0-9a-f]{64}'", "'420 bytes, sha256 .*'"),
+    ):
+        asked = {"plan": plan, "steps": 1, "resume": saved, **settings}
+        said = f"trained with {name}={was}, this run has {now}; legal: {name}={was}, or resume_ch"
+        with pytest.raises(ValueError, match=said):
+            run(deep, **asked, resume_changes={"lr", "global_batch", "data"} - {name})
+        assert run(deep, **asked, resume_changes=[name]).meta["first_step"] == 2
+    for changes, said in (
+        ("lr", r"^resume_changes='lr': not a tuple of names; legal: some of \('lr', 'glob"),
+        (
+            ("seed",),
+            "^resume_changes='seed': unknown choice; legal: 'lr' .* 'data'",
+        ),
+        (3, "^resume_changes=3: not a tuple"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run(deep, resume=saved, resume_changes=changes)
+    with pytest.raises(ValueError, match="resume_changes=.*: there is nothing to resume; legal: "):
+        run(deep, resume_changes=("lr",))
+
+
+def test_equal_text_elsewhere_is_the_same_data(run, deep, saved, text, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copy(text, moved)
+    assert run(deep, PLANS["dp=2"], steps=1, resume=saved, data=moved).meta["first_step"] == 2
+    moved.write_bytes(moved.read_bytes()[:-1] + b"?")  # as long as before
+    with pytest.raises(ValueError, match="trained with data="):
+        run(deep, PLANS["dp=2"], steps=1, resume=saved, data=moved)
+
+
 def test_a_file_cut_short_or_gone_is_named_and_the_one_before_still_works(
     run, deep, saved, tmp_path
 ):
@@ -261,12 +326,143 @@ def test_a_damaged_description_is_refused(run, deep, saved, tmp_path):
     about.write_text(json.dumps({**said, "body": {**said["body"], "step": 3}}))
     with pytest.raises(ValueError, match="its own checksum does not fit: the checkpoint is damag"):
         run(deep, resume=folder)
-    about.write_text(json.dumps({**said, "version": 3}))
-    with pytest.raises(ValueError, match="written by a newer paralab; legal: update"):
-        run(deep, resume=folder)
-    about.write_text(about.read_text()[:100])
-    with pytest.raises(ValueError, match="paralab.json': it cannot be read"):
-        run(deep, resume=folder)
+    for version, why in (
+        (3, "written by a newer paralab; legal: update"),
+        (1, r"an older paralab wrote it, with a pickle \(.metadata\): .* any code; legal: "),
+        (-1, "its version is -1, not a whole number of at least 1"),
+        ("2", "its version is '2', not a whole"),
+        (None, "its version is None, not a whole"),
+    ):
+        about.write_text(json.dumps({**said, "version": version}))
+        with pytest.raises(ValueError, match=why):
+            run(deep, resume=folder)
+    for content in (json.dumps(said)[:100], "[" * 100_000, "\0"):
+        about.write_text(content)
+        with pytest.raises(ValueError, match="paralab.json': it cannot be read"):
+            run(deep, resume=folder)
+
+
+def crafted(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """The latest checkpoint of ``folder`` with another index, which is sealed."""
+    about = folder / "step-00000002" / "paralab.json"
+    said = json.loads(about.read_text())
+    change(said["body"])
+    about.write_text(json.dumps({**said, "sha256": seal(said["body"])}))
+    return about.parent
+
+
+TENSOR = "weight/blocks.0.mlp.up.weight"  # (80, 20)
+
+
+def _of(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of one box of TENSOR."""
+    return lambda body: body["tensors"][TENSOR]["boxes"][0].update({name: value})
+
+
+def _key_of_another(body: dict[str, Any]) -> None:
+    """The first box of TENSOR is to be read from where a box of another shape is stored."""
+    [box, *_] = body["tensors"][TENSOR]["boxes"]
+    every = chain(*(tensor["boxes"] for tensor in body["tensors"].values()))
+    other = (b for b in every if b["file"] == box["file"] and b["sizes"] != box["sizes"])
+    box["key"] = next(other)["key"]
+
+
+CRAFTED = {
+    "a file elsewhere": (
+        lambda body: body["files"].update({"../step-00000001/rank-0.safetensors": [9, 9]}),
+        r"'../step-00000001/rank-0.safetensors': \[9, 9\] is not a file of tensors"),
+    "a size in words": (lambda body: body["files"].update({"rank-1.safetensors": ["9", 9]}),
+                        "is not a file of tensors with its bytes"),
+    "a box in a file elsewhere": (_of("file", "../../x"), "'../../x' is none of the checkpoint's"),
+    "another key": (_of("key", "nothing"), "rank-.*safetensors' *: .*nothing"),
+    "the key of another tensor": (_key_of_another, r"' in it is \('F32', .*\), not \('F32', "),
+    "outside": (_of("offsets", [1, 0]), "a box of .* at .* is not inside"),
+    "negative": (_of("offsets", [-1, 0]), "offsets is .*, not whole numbers"),
+    "yes for 1": (_of("offsets", [True, 0]), "offsets is .*, not whole numbers"),
+    "one dimension": (_of("offsets", [0]), TENSOR),
+    "a box missing": (lambda body: body["tensors"][TENSOR]["boxes"].pop(),
+                      f"{TENSOR}: the checkpoint has [0-9]+ of 1600 elements"),
+    "a box twice": (lambda body: body["tensors"][TENSOR]["boxes"].append(
+        body["tensors"][TENSOR]["boxes"][0]), "two boxes hold the element at"),
+    "no boxes": (lambda body: body["tensors"][TENSOR].pop("boxes"), f"{TENSOR}: boxes is missing"),
+    "a list for a box": (lambda body: body["tensors"][TENSOR]["boxes"].append([]), TENSOR),
+    "16 bits": (lambda body: body["tensors"][TENSOR].update(dtype="F16"), "its dtype is 'F16'"),
+    "no such tensor": (lambda body: body["tensors"].pop(TENSOR),
+                       rf"{TENSOR} has shape None in it, not \(80, 20\)"),
+    "one tensor more": (lambda body: body["tensors"].update({"more": {
+        "dtype": "F32", "shape": [0], "boxes": []}}), r"more has shape \(0,\) in it, not None"),
+    "no steps": (lambda body: body["counters"].clear(), "optimizer_steps is not in it"),
+    "steps in words": (lambda body: body["counters"].update(optimizer_steps="2"),
+                       "optimizer_steps is str, not float"),
+    "a step before the first": (lambda body: body.update(step=-1), "step=-1: out of range"),
+    "no rate": (lambda body: body.pop("lr"), "lr is missing"),
+    "no width": (lambda body: body["model"].update(hidden=[]), "hidden=.*not a whole number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", CRAFTED)
+def test_a_crafted_index_is_refused_before_a_rank_starts(deep, run, saved, tmp_path, how, lone):
+    change, said = CRAFTED[how]
+    crafted(folder := copy_of(saved, tmp_path), change)
+    with pytest.raises(ValueError, match=f"^resume='.*({said}).*: the checkpoint is damaged; le"):
+        run(deep, PLANS["dp=2"], resume=folder)
+
+
+@pytest.fixture
+def lone(monkeypatch) -> None:
+    """No rank can be started."""
+    monkeypatch.setattr("paralab.experiment.launch_program", None)
+
+
+# ---- nothing is executed ------------------------------------------------------------------------
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_pickle_in_a_checkpoint_is_refused_and_not_executed(run, deep, saved, tmp_path):
+    bomb, gone_off = pickle.dumps(Bomb(tmp_path / "bang")), tmp_path / "bang"
+    pickle.loads(bomb)
+    assert gone_off.is_dir()  # so it works
+    gone_off.rmdir()
+    folder = copy_of(saved, tmp_path)
+    victim = latest(folder) / "rank-1.safetensors"
+    (victim.parent / ".metadata").write_bytes(bomb)
+    assert run(deep, PLANS["dp=2"], steps=1, resume=folder).meta["first_step"] == 2  # not looked at
+    victim.write_bytes(bomb)
+    crafted(folder, lambda body: body["files"].update({victim.name: checkpoints.facts(victim)}))
+    with pytest.raises(ValueError, match=f"{victim.name}': safetensors cannot read it"):
+        run(deep, PLANS["dp=2"], resume=folder)
+    older = json.loads((victim.parent / "paralab.json").read_text()) | {"version": 1}
+    (victim.parent / "paralab.json").write_text(json.dumps(older))
+    with pytest.raises(ValueError, match="an older paralab wrote it, with a pickle"):
+        run(deep, PLANS["dp=2"], resume=folder)
+    assert not gone_off.exists()
+
+
+READ_PICKLES = ("pickle", "cloudpickle", "marshal", "shelve", "torch", "np", "dcp")
+
+
+def test_what_is_unpickled_comes_from_this_runs_own_processes():
+    """By pipes and a folder that only its owner may enter, which is gone when the call returns."""
+    found = set()
+    for path in (ROOT / "paralab").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                module, name = ast.unparse(node.value), node.attr
+                if name in ("Unpickler", "read_pickle", "allow_pickle") or (
+                    name in ("load", "loads", "open")
+                    and module
+                    in ("pickle", "cloudpickle", "marshal", "shelve", "torch", "np", "dcp")
+                ):
+                    found.add((path.relative_to(ROOT).as_posix(), f"{module}.{name}"))
+    ranks = ("paralab/ranks/process.py", "paralab/ranks/watch.py")
+    assert found == {(path, "pickle.loads") for path in ranks}
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_a_rank_starts(run, deep, tmp_path):
