@@ -3,7 +3,7 @@
 Everything that draws, compares or checks takes a Report and asks only ``clock`` where its times
 come from: "measured" (wall clock, ranks on devices of their own), "replayed" (measured compute
 costs on one virtual device per rank, with a stated link model) or "predicted"; or nowhere: "dry
-run". Costs nothing but memory: five tables, a list of losses, and the weights if they were asked
+run". Costs nothing but memory: six tables, a list of losses, and the weights if they were asked
 for. Torch is not imported here.
 """
 
@@ -57,6 +57,11 @@ class Report:
                  other) that there is or has been. Measured in step 0, with a memory_limit in all
     steps        rank, step, start, end, beside: processor seconds of the rank's other threads,
                  which carry its messages
+    allocator    rank, step, allocated, active, reserved, largest_free. On GPUs, one row per rank
+                 and step, of CUDA's allocator. Peaks of the step: allocated, bytes of blocks in
+                 use; active, these and those given back that a stream has not passed; reserved,
+                 bytes taken from the driver. largest_free: at the step's end, the largest block
+                 that is reserved and not in use
     losses       one per step: mean over the global batch, nats per token
     weights, gradients  {name in the single-device model: full NumPy array}, or None
     results      what a traced function returned on every rank, or None; not saved to a file
@@ -74,6 +79,7 @@ class Report:
     copies: pd.DataFrame = None  # type: ignore[assignment]
     memory: pd.DataFrame = None  # type: ignore[assignment]
     steps: pd.DataFrame = None  # type: ignore[assignment]
+    allocator: pd.DataFrame = None  # type: ignore[assignment]
     weights: Mapping[str, np.ndarray] | None = None
     gradients: Mapping[str, np.ndarray] | None = None
     results: Sequence[Any] | None = None

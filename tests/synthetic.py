@@ -110,6 +110,7 @@ def parts(dp: int = 2, *, steps: int = 4, microbatches: int = 2, grad_sync: str 
             "copies": [],
             "memory": [],
             "steps": notes.steps,
+            "allocator": [],
         }
         tables = {
             name: {c: [row[i] for row in rows[name]] for i, c in enumerate(COLUMNS[name])}

@@ -282,6 +282,19 @@ def test_gpu_spans_are_device_time_in_order(run):
 
 
 @of_a_device
+def test_gpu_allocators_figures_stand_beside_the_ledgers(run):
+    report = run(MODEL, pl.Plan(), steps=3, device=DEVICE)
+    table = report.allocator
+    assert table["step"].tolist() == [0, 1, 2]
+    assert (table["reserved"] >= table["active"]).all()
+    assert (table["active"] >= table["allocated"]).all()
+    assert (table["largest_free"] <= table["reserved"]).all()
+    # Blocks are rounded up, and cuBLAS's workspaces come from the same pool.
+    assert report.peak_memory <= table["allocated"][0] < report.peak_memory + 64 * 2**20
+    assert "of the allocator: reserved" in report.summary().index
+
+
+@of_a_device
 @pytest.mark.skipif(NUM_GPUS >= 2, reason="two ranks have a GPU each here: NCCL, nothing to stage")
 def test_ranks_that_share_a_gpu_record_their_copies(run):
     report = run(MODEL, pl.Plan(dp=2), steps=2, device=DEVICE)

@@ -77,6 +77,23 @@ def test_the_stack_of_every_rank_is_its_samples_to_the_byte(two):
                                         "bytes"}  # fmt: skip
 
 
+def test_what_a_gpus_allocator_says_is_drawn_beside_the_ledger_and_in_the_summary(two):
+    peak, names = two.peak_memory, ("rank", "step", "allocated", "active", "reserved")
+    rows = [(r, s, peak + r, peak + 7, 2 * peak) for r in range(2) for s in range(4)]
+    table = {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    gpu = dataclasses.replace(two, allocator={**table, "largest_free": [peak // 2] * len(rows)})
+    lines = [(line.yref, round(line.y0 * 1e6)) for line in gpu.memory_chart().layout.shapes]
+    assert lines == [("y", peak), ("y", 2 * peak), ("y3", peak + 1), ("y3", 2 * peak)]
+    assert gpu.memory_chart().layout.yaxis.range[1] * 1e6 > 2 * peak
+    said = gpu.summary()["value"]
+    found = [said[f"of the allocator: {name}"] for name in ("allocated", "reserved",
+                                                            "largest free block")]  # fmt: skip
+    assert found == pytest.approx([n / 1e6 for n in (peak + 1, 2 * peak, peak // 2)], abs=1e-4)
+    assert said["peak memory: bytes of tensors"] == pytest.approx(peak / 1e6, abs=1e-4)
+    assert not two.memory_chart().layout.shapes
+    assert not [name for name in two.summary().index if "allocator" in name]
+
+
 def test_the_peak_is_marked_on_every_rank_and_the_title_says_whose_where_and_of_what(two):
     chart = two.memory_chart()
     sums = two.memory.groupby(["rank", "time"])["bytes"].sum()

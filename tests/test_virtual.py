@@ -14,9 +14,11 @@ import pytest
 
 import paralab as pl
 import virtual_cuda
+from paralab.interpret import quick
 from paralab.interpret.costs import Compute, Costs
 from paralab.interpret.time import time
 from paralab.launch import launch_program
+from paralab.observe.allocator import PEAKS
 from paralab.programs.compile import compiled
 from virtual_cuda import Node, solve
 from virtual_runs import COMPUTE, Lasts, share, virtual
@@ -122,6 +124,37 @@ def test_virtual_prefetch_hides_gathers():
     assert hidden() <= 0.62
 
 
+# ---- memory --------------------------------------------------------------------------------------
+def test_virtual_allocators_figures_are_those_of_the_step_alone():
+    def two_steps(context):
+        import torch
+
+        from paralab.observe.recorder import Recorder
+
+        virtual_cuda.install(context.rank)
+        recorder = Recorder(rank=0, world_size=1, device=virtual_cuda.name_of(0))
+        held = torch.zeros(10 * 2**18)  # 10 MiB
+        torch.zeros(8 * 2**18)  # gone before the first step
+        for step, mib in enumerate((6, 1)):
+            recorder.begin_step(step)
+            torch.zeros(mib * 2**18)
+            recorder.end_step()
+        return recorder.tables()["allocator"], held.nbytes
+
+    [(table, _)] = launch_program(two_steps, 1, (), device="cpu", timeout=30)
+    found = {name: [size / 2**20 for size in table[name]] for name in (*PEAKS, "largest_free")}
+    assert found == {"allocated": [16, 11], "active": [16, 11], "reserved": [18, 18],
+                     "largest_free": [8, 8]}  # fmt: skip
+
+
+def test_virtual_allocators_have_a_row_for_every_step_and_the_programs_peak():
+    plan, model = pl.Plan(microbatches=2), MODEL.replace(hidden=128, seq_len=64)
+    peak = sum(quick.peak(model, plan, optimizer="sgd", rank=0).values())
+    [table] = virtual(model, plan, steps=2).allocators
+    assert (table["rank"], table["step"]) == ([0, 0], [0, 1])
+    assert table["allocated"] == pytest.approx([peak] * 2, rel=0.02)
+
+
 # ---- mutants: each of them fails one of these tests ----------------------------------------------
 def waits_for_the_whole_stream(machine):
     from paralab import comm
@@ -197,8 +230,8 @@ def test_virtual_device_refuses_what_it_does_not_model():
         import torch
 
         virtual_cuda.install(context.rank)
-        with pytest.raises(AttributeError, match=r"does not model torch\.cuda\.memory_stats"):
-            torch.cuda.memory_stats()
+        with pytest.raises(AttributeError, match=r"does not model torch\.cuda\.mem_get_info"):
+            torch.cuda.mem_get_info()
 
     launch_program(asks, 1, (), device="cpu", timeout=30)
 

@@ -148,9 +148,43 @@ class Memory:
     """A storage: who made it, and what has read and written it last on every chain."""
 
     def __init__(self, home: str) -> None:
-        self.home = home
+        self.home, self.size = home, 0
         self.wrote: dict[str, tuple[int, str]] = {}
         self.read: dict[str, tuple[int, str]] = {}
+
+
+class Allocator:
+    """CUDA's caching allocator without fragments: one segment, which grows and is never given back.
+
+    A block is active until its storage is gone; no stream is asked whether it has passed, and what
+    gloo has carried it keeps. Another device's segment is in the snapshot too; torch gives this
+    one, a "cpu", no index.
+    """
+
+    SEGMENT = 2 * 2**20
+
+    def __init__(self) -> None:
+        self.live = self.peak = self.reserved = 0
+        self.lock = threading.RLock()
+
+    def takes(self, more: int) -> None:
+        with self.lock:
+            self.live += more
+            self.peak = max(self.peak, self.live)
+            self.reserved = max(self.reserved, -(-self.live // self.SEGMENT) * self.SEGMENT)
+
+    def reset_peak_memory_stats(self, device: Any) -> None:
+        self.peak = self.live
+
+    def memory_stats(self, device: Any) -> dict[str, int]:
+        found = {"allocated": self.peak, "active": self.peak, "reserved": self.reserved}
+        return {f"{name}_bytes.all.peak": size for name, size in found.items()}
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        states = {"active_allocated": self.live, "inactive": self.reserved - self.live}
+        blocks = [{"size": size, "state": state} for state, size in states.items()]
+        another = {"device": 7, "blocks": [{"size": 2**40, "state": "inactive"}]}
+        return [another, {"device": None, "blocks": blocks}]
 
 
 class Machine:
@@ -175,6 +209,7 @@ class Machine:
         self.turns: dict[tuple, int] = defaultdict(int)
         self.known: dict[int, tuple[weakref.ref, Memory]] = {}
         self.pinned: dict[int, weakref.ref] = {}
+        self.allocator = Allocator()
 
     # ---- where a thread is -------------------------------------------------------------------
     def device(self) -> int:
@@ -299,6 +334,9 @@ class Machine:
             memory = Memory("" if host else self.stream().chain.name)
             gone = weakref.ref(storage, lambda _: self.freed(memory))
             found = self.known[address] = gone, memory
+        if found[1].home:
+            self.allocator.takes(_blocks(storage.nbytes()) - found[1].size)
+            found[1].size = _blocks(storage.nbytes())
         return found[1]
 
     def touched(
@@ -321,6 +359,7 @@ class Machine:
         """Its allocator may give it to what is launched next on the stream that it was made on."""
         if not memory.home:
             return
+        self.allocator.takes(-memory.size)
         with self.lock:
             home = next((s.chain for s in self.defaults.values()
                          if s.chain.name == memory.home), None)  # fmt: skip
@@ -354,6 +393,10 @@ class Machine:
             self.node(chain, seconds=self.lasts(op, size), meets=tuple(meets), label=op)
             self.touched(op, reads, writes, chain, chain.count, chain.knows)
             return Work(chain.tail, dict(chain.knows), real)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // 512) * 512  # the allocator's grain
 
 
 def _merge(known: dict[str, int], more: dict[str, int]) -> None:
@@ -452,6 +495,10 @@ def install(rank: int, lasts: Callable[[str, int], float] = lambda op, size: 0.0
         stream=machine.on,
         set_device=machine.set_device,
         is_available=lambda: True,
+        get_allocator_backend=lambda: "native",
+        reset_peak_memory_stats=machine.allocator.reset_peak_memory_stats,
+        memory_stats=machine.allocator.memory_stats,
+        memory_snapshot=machine.allocator.memory_snapshot,
         synchronize=lambda device=None: machine.meeting("the device is waited for"),
     )
     machine.set_device(rank)

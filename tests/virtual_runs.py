@@ -73,9 +73,10 @@ def of_a_rank(
         trainer.settle()
         if trainer.host is not None:
             trainer.host.close()
-    spans = trainer.recorder.tables()["spans"]
+    tables = trainer.recorder.tables()
     return {"nodes": list(map(tuple, machine.nodes)), "wrong": machine.wrong, "losses": losses,
-            "contexts": machine.contexts, "spans": len(spans["id"])}  # fmt: skip
+            "contexts": machine.contexts, "spans": len(tables["spans"]["id"]),
+            "allocator": tables["allocator"]}  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -84,6 +85,7 @@ class Found(NamedTuple):
     wrong: list[str]
     contexts: list[set[int]]
     losses: list[Any]
+    allocators: list[dict[str, list[int]]]
 
 
 def virtual(
@@ -102,4 +104,5 @@ def virtual(
         [line for part in parts for line in part["wrong"]],
         [part["contexts"] for part in parts],
         [part["losses"] for part in parts],
+        [part["allocator"] for part in parts],
     )

@@ -349,8 +349,9 @@ clinic.check(treatment)
 # %% [markdown]
 # ## On your GPUs
 # The same cells: the ledger counts tensors on the device, and `memory_limit` caps the allocator
-# too. Compare `report.peak_memory` with `torch.cuda.max_memory_allocated()`, and that with
-# `max_memory_reserved()`.
+# too. What the allocator says stands in the report, a row for every rank and step: compare
+# `report.peak_memory` with `report.allocator["allocated"].max()`, and that with `["reserved"]`.
+# (`torch.cuda.max_memory_allocated()` in a cell asks this process, and ranks are others.)
 #
 # ## Read on
 # * Korthikanti and others 2022, [Reducing activation

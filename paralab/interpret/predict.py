@@ -208,7 +208,7 @@ class Rows:
         """A rank's step from ``start`` to ``end``: its boxes, and what it holds at which moment."""
         rank, world = member.rank, self.world
         first = step * len(mine) * world + rank  # id of the first box
-        spans, collectives, copies, memory, steps = self.rows.values()
+        spans, collectives, copies, memory, steps, _ = self.rows.values()
         for number, box in enumerate(mine):
             name, when = first + number * world, (start + box.start, start + box.end)
             kind, microbatch, stage, chunk = box.span

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from paralab.observe.allocator import Allocator
 from paralab.observe.marks import clock_of
 from paralab.observe.samples import Sample, rows
 from paralab.records.tables import COLUMNS
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paralab.observe.ledger import Ledger
-
-SPAN_COLUMNS, COLLECTIVE_COLUMNS, COPY_COLUMNS, MEMORY_COLUMNS, STEP_COLUMNS = (
-    tuple(COLUMNS[table]) for table in ("spans", "collectives", "copies", "memory", "steps")
-)
 
 
 class Recorder:
@@ -54,6 +51,8 @@ class Recorder:
         self._comm_ends: dict[int, Any] = {}
         self._lane_work: dict[int, tuple[Any, Any, float]] = {}  # what other threads say of spans
         self._steps: list[tuple] = []
+        self.allocator = Allocator(device) if device.startswith("cuda") else None
+        self._allocated: list[tuple] = []
         self.ledger: Ledger | None = None  # counts the bytes of this rank's tensors, where wanted
         self.lookout: Any = None  # asks a GPU for signs of life (ranks/lookout.py)
         self.samples: list[Sample] = []
@@ -225,6 +224,8 @@ class Recorder:
         now = self.clock.mark()
         if not self._steps:
             self.samples.clear()  # building the model is no part of a step
+        if self.allocator is not None:
+            self.allocator.begin()
         self._steps.append((step, now, self.clock.beside()))
         self._sample(now)
 
@@ -235,6 +236,8 @@ class Recorder:
         self._steps.append((step, start, now, self.clock.beside() - beside))
         self._sample(now)
         self.clock.resolve()
+        if self.allocator is not None:
+            self._allocated.append((self.rank, step, *self.allocator.row()))
 
     def tables(self) -> dict[str, dict[str, list]]:
         """Everything written down, as columns; CUDA events become seconds here."""
@@ -259,17 +262,13 @@ class Recorder:
             (self.rank, step, clock.seconds(a), clock.seconds(b), max(beside, 0.0))
             for step, a, b, beside in self._steps
         ]
+        memory = rows(self.samples, clock, self.rank)
         return {
-            "spans": _columns(SPAN_COLUMNS, spans),
-            "collectives": _columns(COLLECTIVE_COLUMNS, calls),
-            "copies": _columns(COPY_COLUMNS, copies),
-            "memory": _columns(MEMORY_COLUMNS, rows(self.samples, clock, self.rank)),
-            "steps": _columns(STEP_COLUMNS, steps),
+            name: {column: [row[i] for row in found] for i, column in enumerate(COLUMNS[name])}
+            for name, found in zip(
+                COLUMNS, (spans, calls, copies, memory, steps, self._allocated), strict=True
+            )
         }
-
-
-def _columns(names: tuple[str, ...], rows: list[tuple]) -> dict[str, list]:
-    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
 
 class _Span:

@@ -215,7 +215,8 @@ def _part(body: dict[str, Any]) -> dict[str, Any]:
 
 def _tables(body: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
     found = typed(body, "tables", dict)
-    found = {"copies": {c: [] for c in tables.COLUMNS["copies"]}, **found}  # older files have none
+    later = ("copies", "allocator")  # older files have none
+    found = {**{name: {c: [] for c in tables.COLUMNS[name]} for name in later}, **found}
     return {name: tables.columns_of(name, typed(found, name, dict)) for name in tables.COLUMNS}
 
 

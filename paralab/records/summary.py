@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from paralab.observe.allocator import PEAKS
 from paralab.records import dry, metrics, moved
 from paralab.tiers import WAYS
 
@@ -39,6 +40,7 @@ def summary(report: Report) -> pd.DataFrame:
         ("sent per rank and step", sent / 1e6, "MB"),
     ]
     rows += _copy_rows(report)
+    rows += _allocator_rows(report)
     rows += _flops_rows(report)
     if report.plan.pp > 1:
         rows.append(("bubble", 100 * metrics.bubble(report), "% of device time"))
@@ -65,6 +67,17 @@ def _flops_rows(report: Report) -> list[tuple[str, float, str]]:
     rows = [("model FLOP/s per device", rate / 1e9, "GFLOP/s")]
     return rows + [(f"{name} FLOPs utilisation", 100 * share, "% of peak")
                    for name, share in utilisation(report).items()]  # fmt: skip
+
+
+def _allocator_rows(report: Report) -> list[tuple[str, float, str]]:
+    """The ledger's peak, and beside it the worst of what GPUs' allocators say of a rank's step."""
+    table, peak = report.allocator, report.peak_memory
+    if table.empty:
+        return []
+    found = {} if peak is None else {"peak memory: bytes of tensors": peak}
+    found |= {f"of the allocator: {name}": table[name].max() for name in PEAKS}
+    found["of the allocator: largest free block"] = table["largest_free"].max()
+    return [(name, float(size) / 1e6, "MB") for name, size in found.items()]
 
 
 def _copy_rows(report: Report) -> list[tuple[str, float, str]]:

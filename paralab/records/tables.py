@@ -1,10 +1,11 @@
-"""The five tables of a report: their columns, their types, and what must hold between rows.
+"""The six tables of a report: their columns, their types, and what must hold between rows.
 
 spans        one row per box of the timeline          (seconds)
 collectives  one row per rank and collective call     (bytes, seconds)
 copies       one row per copy between memory tiers    (bytes, seconds)
 memory       one row per sample, tier and category    (bytes, seconds)
 steps        one row per rank and optimizer step      (seconds)
+allocator    one row per rank and step, on GPUs       (bytes)
 
 The meaning of every column is in the docstring of ``Report``. Columns and dtypes are the same
 whether the rows were measured, replayed, predicted, loaded from a file, or there are none: whole
@@ -54,6 +55,10 @@ COLUMNS: dict[str, dict[str, type]] = {
         "rank": int, "step": int, "time": float, "tier": str, "category": str, "bytes": int,
     },
     "steps": {"rank": int, "step": int, "start": float, "end": float, "beside": float},
+    "allocator": {
+        "rank": int, "step": int, "allocated": int, "active": int, "reserved": int,
+        "largest_free": int,
+    },
 }  # fmt: skip
 TIMES = ("start", "end", "time")  # columns that a clock offset shifts
 

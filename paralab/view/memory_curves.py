@@ -62,6 +62,13 @@ class Curve(NamedTuple):
         return self.totals[self.peak_at]
 
     @property
+    def reserved(self) -> dict[str, int]:
+        """{name: bytes} of the step's peaks that a GPU's allocator says, to be drawn as lines."""
+        table = self.report.allocator
+        mine = table[(table["rank"] == self.rank) & (table["step"] == self.step)]
+        return {name: int(mine[name].iloc[0]) for name in ("allocated", "reserved") if len(mine)}
+
+    @property
     def largest(self) -> tuple[str, float]:
         """The category with most bytes at the peak, and its share."""
         sample = self.samples[self.peak_at]

@@ -50,7 +50,8 @@ def drawn(
                 not milliseconds, and a faint line in every other panel is the first's peak
     """
     held, share = limits(shown), against is not None
-    highest = max([*(curve.peak for curve in shown), *held.values(), 1])
+    told = [size for curve in shown for size in curve.reserved.values()]
+    highest = max([*(curve.peak for curve in shown), *held.values(), *told, 1])
     unit = next(u for u, size in LARGEST.items() if highest >= size)
     per, room = LARGEST[unit], ROOM[min(len(shown), MAX_PANELS)]
     power = len(str(int(per))) - 1
@@ -163,7 +164,7 @@ def _marks(
     fig: Chart, curve: Curve, axis: str, scale: float, per: float, width: float,
     held: Mapping[str, float],
 ) -> None:  # fmt: skip
-    """The peak with its bytes, and what the device holds."""
+    """The peak with its bytes, what the device holds, and what a GPU's allocator says."""
     ink = theme.look().ink
     x, y = curve.times[curve.peak_at] * scale, curve.peak
     side = "left" if x < 0.08 * width else "right" if x > 0.92 * width else "center"
@@ -178,14 +179,16 @@ def _marks(
         hovertemplate=f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}<extra></extra>",
     )  # fmt: skip
     label, _ = capacity(curve.report) or ("", 0)
-    if label in held:
-        size = held[label]
+    lines = [(label, held[label], "dash", "right")] if label in held else []
+    lines += [(name, size, "dot", "left" if name == "allocated" else "right")
+              for name, size in curve.reserved.items()]  # fmt: skip
+    for label, size, dash, side in lines:
         fig.add_shape(type="line", xref="x domain", x0=0, x1=1, yref=axis, y0=size / per,
-                      y1=size / per, line={"dash": "dash", "width": 2, "color": ink})  # fmt: skip
+                      y1=size / per, line={"dash": dash, "width": 2, "color": ink})  # fmt: skip
         fig.add_annotation(
-            xref="paper", x=1, y=size / per, yref=axis, xanchor="right", yanchor="bottom",
-            text=f"{theme.text(label)} {theme.scaled(size, 'B')}", showarrow=False,
-            font={"size": 13},
+            xref="paper", x=float(side == "right"), y=size / per, yref=axis, xanchor=side,
+            yanchor="bottom", text=f"{theme.text(label)} {theme.scaled(size, 'B')}",
+            showarrow=False, font={"size": 13},
         )  # fmt: skip
 
 
