@@ -241,6 +241,16 @@ PIPELINE = (
     Rule("schedule", lambda s: s.is_schedule, "makes no list of actions", "one that does"),
 )
 
+# ---- precision ----------------------------------------------------------------------------------
+PRECISION = (
+    Rule(
+        "grad_dtype",
+        lambda s: (s.grad_dtype == NONE) | (s.precision != "fp32"),
+        "precision='fp32' adds gradients up in fp32 as it is",
+        "None, or precision='bf16' or 'fp16'",
+    ),
+)
+
 # ---- who keeps what, and where ------------------------------------------------------------------
 ZERO = (
     Rule(
@@ -361,7 +371,7 @@ BLOCK = (
 )
 
 
-RULES = (*SIZES, *TENSOR, *RELAYS, *PIPELINE, *ZERO, *OFFLOAD, *BLOCK)
+RULES = (*SIZES, *TENSOR, *RELAYS, *PIPELINE, *PRECISION, *ZERO, *OFFLOAD, *BLOCK)
 
 
 def check_plan(plan: Any, model: Any) -> None:

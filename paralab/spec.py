@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["GRAD_SYNC_FORMS", "MODEL_PRESETS", "OWN_FORM", "SCHEDULE_NAMES",
            "Cluster", "Link", "ModelSpec", "Place", "Plan"]  # fmt: skip
 
-# Of a parameter and of its gradient, by precision. Beside 16 bits AdamW keeps a 4-byte master copy.
+# Of an element, by precision. Beside 16 bits AdamW keeps a 4-byte master copy.
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -80,6 +80,9 @@ class Plan(Description):
                      core), "full" (all but each block's input)
     precision        of weights, gradients and products: "fp32", or "bf16" or "fp16" beside a master
                      copy in fp32
+    grad_dtype       "fp32": in 16 bits the gradients of parameters are added up over micro-batches,
+                     and over ranks, in fp32; what one micro-batch adds is a product in 16 bits, and
+                     is rounded as such. None: in ``precision``
     tp_mode          how a layer is cut over tp ranks: "1d", "2d" (q x q of them), "2.5d" (d of
                      these), "3d" (q x q x q)
     tp_depth         d of "2.5d"; None: the largest up to q with tp = d q^2
@@ -108,6 +111,7 @@ class Plan(Description):
     recompute: str = "none"
     offload: Any = None
     precision: str = "fp32"
+    grad_dtype: str | None = None
     tp_mode: str = "1d"
     tp_depth: int | None = count(None, at_most=2**20)
     partition_activations: bool = False
@@ -122,6 +126,7 @@ class Plan(Description):
         check_grad_sync(self.grad_sync)
         object.__setattr__(self, "passes", check_passes(self.passes))
         choice("precision", self.precision, ("fp32", "bf16", "fp16"))
+        choice("grad_dtype", self.grad_dtype, (None, "fp32"))
         choice("recompute", self.recompute, ("none", "selective", "full"))
         choice("tp_mode", self.tp_mode, ("1d", "2d", "2.5d", "3d"))
         choice("sequence_parallel", self.sequence_parallel, (True, False))
@@ -143,6 +148,11 @@ class Plan(Description):
     def global_batch(self) -> int:
         """Samples per optimizer step over all ranks."""
         return self.dp * self.microbatches * self.microbatch_size
+
+    @property
+    def grad_precision(self) -> str:
+        """Of the gradients of parameters, as they are added up."""
+        return self.grad_dtype or self.precision
 
     @property
     def stages(self) -> int:

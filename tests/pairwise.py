@@ -57,6 +57,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "partition_activations": (False, True),
     "offload": (None, "cpu", "nvme", (("activations", "cpu"),)),  # pairs: values can be keys
     "precision": ("fp32", "bf16", "fp16"),
+    "grad_dtype": (None, "fp32"),
     "clip_norm": (None, 0.05),
     "layers": (4, 5),
     "tied": (True, False),

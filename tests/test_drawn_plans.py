@@ -51,6 +51,7 @@ PLAN = {
     "recompute": ("none", "selective", "full"),
     "offload": (None, "cpu", "nvme", *TIERS),
     "precision": ("fp32", "bf16", "fp16"),
+    "grad_dtype": (None, "fp32"),
     "tp_mode": ("1d", "2d", "2.5d", "3d"),
     "tp_depth": (None, 1, 2),
     "partition_activations": (False, True),
@@ -188,7 +189,7 @@ def test_a_legal_plan_is_predicted_and_sends_what_the_closed_forms_say(drawn):
         check_zero(program, calls)
     elif plan.dp > 1:
         check_gradient_sync(program, calls)
-    check_tensor(model, plan, calls, BYTES_PER_ELEMENT[plan.precision])
+    check_tensor(model, plan, calls)
 
 
 def check_messages(program: Program, calls) -> None:
@@ -202,7 +203,7 @@ def check_messages(program: Program, calls) -> None:
     if program.spec.tied and plan.stages > 1:  # first and last stage add its gradient up
         size = program.model.numels["embedding"]["embedding.token.weight"]
         words = -(-size // plan.shard_degree) if plan.zero_stage else size
-        assert total(calls, phase="tied") == 2 * item * words * alike
+        assert total(calls, phase="tied") == 2 * program.item_of("grad") * words * alike
     message = item * math.prod(box_shape(activation_box(program.spec, plan, "residual", 0)))
     times = 2 * plan.microbatches * (plan.stages - 1) * alike
     assert total(calls, op="send") == times * message
@@ -213,18 +214,21 @@ def check_zero(program: Program, calls) -> None:
     plan = program.plan
     n, replicas = plan.shard_degree, plan.dp // plan.shard_degree
     elements = sum(unit.numel for units in program.units for unit in units)
-    psi = Fraction(elements * plan.dp * plan.tp * program.model.item)
+    psi, wide = Fraction(elements * plan.dp * plan.tp * program.model.item), program.item_of("grad")
+    summed = psi * wide / program.model.item  # of gradients, whose elements may have more bytes
     if replicas > 1:
-        assert total(calls, axis="replica") == psi / n * 2 * (replicas - 1) / replicas
+        assert total(calls, axis="replica") == summed / n * 2 * (replicas - 1) / replicas
     if plan.relays:  # theory/offload.py says how often a relay needs each part
         return
     stage = 1 if plan.zero_stage == 2 and plan.pp > 1 else plan.zero_stage
-    assert total(calls, axis="dp") == volume(stage, plan.microbatches) * psi * (n - 1) / n
+    times = 1 if stage == 1 else plan.microbatches
+    moved = volume(stage, plan.microbatches) * psi + times * (summed - psi)
+    assert total(calls, axis="dp") == moved * (n - 1) / n
 
 
 def check_gradient_sync(program: Program, calls) -> None:
     """An all-reduce of every gradient, and of little padding in buckets."""
-    plan, item = program.plan, program.model.item
+    plan, item = program.plan, program.item_of("grad")
     for rank in range(plan.world_size):
         units = program.units[plan.place(rank).pp]
         numels = {name: n for some in program.model.numels.values() for name, n in some.items()}
@@ -237,15 +241,16 @@ def check_gradient_sync(program: Program, calls) -> None:
         assert sent == sum(wire_bytes("all_reduce", size, plan.dp, index) for size in payloads)
 
 
-def check_tensor(model, plan, calls, item) -> None:
+def check_tensor(model, plan, calls) -> None:
     """The modes' formulas for every linear layer, forward and backward."""
     if plan.tp == 1 or plan.recompute == "full":
         return
     roles = ("qkv", "proj", "up", "down")
     both = [tensor.linear_elements(model, plan, role) for role in roles]
     depth = sum(tensor.depth_elements(model, plan, role) for role in roles)
-    layers = item * model.layers * plan.tp * plan.dp
-    times = layers * plan.microbatches
+    layers = model.layers * plan.tp * plan.dp
+    times = layers * plan.microbatches * BYTES_PER_ELEMENT[plan.precision]
+    depth *= BYTES_PER_ELEMENT[plan.grad_precision]  # sums of gradients
     assert total(calls, phase="linear_forward") == times * sum(forward for forward, _ in both)
     backward = times * sum(backward for _, backward in both)
     assert total(calls, phase="linear_backward") == backward + layers * depth

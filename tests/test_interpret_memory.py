@@ -67,6 +67,15 @@ CASES = {
     "tp in 3D": ({"vocab": 264}, {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}, {}),
     "a block of one's own, zero-bubble": ({"block": own}, {"pp": 2, "schedule": "zb-h1",
                                                            "microbatches": 3}, {}),
+    "zero-1 over a pipeline, tp, bf16 into fp32": ({}, {
+        "dp": 2, "tp": 2, "pp": 2, "zero_stage": 1, "microbatches": 3, "precision": "bf16",
+        "grad_dtype": "fp32", "bucket_bytes": 20_000}, {"clip_norm": 1.0}),
+    "zero-3, fp16 into fp32, offloaded": ({}, {
+        "dp": 2, "zero_stage": 3, "microbatches": 2, "precision": "fp16", "grad_dtype": "fp32",
+        "offload": {"gradients": "cpu", "optimizer": "cpu"}}, {}),
+    "tp in 2D, zero-bubble, bf16 into fp32": ({}, {
+        "tp": 4, "tp_mode": "2d", "pp": 2, "schedule": "zb-h1", "microbatches": 3,
+        "precision": "bf16", "grad_dtype": "fp32"}, {}),
     "offload, activations too": ({}, {"dp": 2, "zero_stage": 3, "recompute": "full", "offload": {
         "activations": "cpu", "parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}}, {}),
 }  # fmt: skip
@@ -135,6 +144,7 @@ PLAN = {
     "recompute": ("none", "selective", "full"),
     "offload": (None, None, "cpu", "nvme", {"activations": "cpu"}, {"optimizer": "cpu"}),
     "precision": ("fp32", "bf16", "fp16"),
+    "grad_dtype": (None, None, "fp32"),
     "tp_mode": ("1d", "2d", "2.5d", "3d"),
     "partition_activations": (False, True),
     "grad_sync": ("naive", "bucketed", "overlapped"),

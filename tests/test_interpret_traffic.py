@@ -33,6 +33,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "interleaved, ZeRO-1, fp16": {
         "pp": 2, "dp": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4,
         "zero_stage": 1, "precision": "fp16"},
+    "ZeRO-2, tensor parallel, bf16 into fp32": {
+        "dp": 2, "tp": 2, "zero_stage": 2, "microbatches": 2, "bucket_bytes": SMALL,
+        "precision": "bf16", "grad_dtype": "fp32"},
+    "ZeRO-Offload, fp16 into fp32": {
+        "dp": 2, "zero_stage": 3, "microbatches": 2, "precision": "fp16", "grad_dtype": "fp32",
+        "offload": {"gradients": "nvme", "optimizer": "nvme"}},
     "ZB-H1, tensor parallel": {"pp": 2, "tp": 2, "schedule": "zb-h1", "microbatches": 3},
     "sequence parallel": {
         "tp": 2, "dp": 2, "sequence_parallel": True, "zero_stage": 1, "bucket_bytes": SMALL},

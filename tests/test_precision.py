@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import paralab as pl
-from equality import worst
+from equality import TOLERANCE, worst
 from paralab.interpret.flat import Flat
 from paralab.interpret.run import DTYPES
 from paralab.interpret.state import Optimizer, State
@@ -320,6 +320,57 @@ def test_a_tied_embeddings_sum_has_two_bytes_an_element(plan):
     owners = plan.dp if plan.zero_stage else 1
     sizes = set(calls[calls["phase"] == "tied"]["payload_bytes"])
     assert sizes == {2 * SPEC.vocab * SPEC.hidden // owners}
+
+
+# ---- gradients added up in fp32 ------------------------------------------------------------------
+@pytest.mark.parametrize("precision", SIXTEEN)
+def test_a_sum_over_64_micro_batches_is_nearer_in_fp32(kept, precision):
+    """The error of one product's rounding stays; that of 63 additions goes."""
+
+    def gap(**settings: Any) -> float:
+        found = kept(SPEC, pl.Plan(microbatches=64, **settings), steps=1).gradients
+        return np.sqrt(sum(np.square(found[n] - expected[n]).sum() for n in expected) / norm)
+
+    expected = kept(SPEC, pl.Plan(microbatches=64), steps=1).gradients
+    norm = sum(np.square(g).sum() for g in expected.values())
+    assert gap(precision=precision, grad_dtype="fp32") < 0.5 * gap(precision=precision)
+
+
+WIDE = {
+    "dp": {"dp": 4, "bucket_bytes": 20_000},
+    "one call per parameter": {"dp": 2, "microbatches": 2, "grad_sync": "naive"},
+    "zero-1": {"dp": 4, "zero_stage": 1},
+    "zero-2": {"dp": 2, "microbatches": 2, "zero_stage": 2, "bucket_bytes": 20_000},
+    "zero-3": {"dp": 2, "microbatches": 2, "zero_stage": 3},
+    "hsdp": {"dp": 4, "shard": 2, "zero_stage": 1},
+    "pipeline, zero-1": {"pp": 2, "dp": 2, "microbatches": 2, "zero_stage": 1},
+    "zero-bubble": {"pp": 2, "microbatches": 4, "schedule": "zb-h1"},
+    "offload": {"dp": 2, "microbatches": 2, "zero_stage": 3, "offload": "cpu"},
+}
+
+
+@pytest.mark.parametrize("precision, name", [*(("bf16", name) for name in WIDE), ("fp16", "zero-2"),
+                                             ("fp16", "offload")])  # fmt: skip
+def test_gradients_added_up_in_fp32_are_one_processs_to_fp32s_rounding(kept, precision, name):
+    """Where ranks see other samples but compute the same products, only the sum can differ."""
+    plan = pl.Plan(precision=precision, grad_dtype="fp32", **WIDE[name])
+    alone = plan.replace(**vars(pl.Plan(microbatches=4)) | {"precision": precision,
+                                                            "grad_dtype": "fp32"})  # fmt: skip
+    expected = kept(SPEC, alone, steps=1, optimizer="sgd")
+    gap, tensor = worst(expected.gradients, kept(SPEC, plan, steps=1, optimizer="sgd").gradients)
+    assert gap <= TOLERANCE["fp32"], tensor
+
+
+def test_gradients_in_fp32_are_twice_as_many_bytes_held_and_sent():
+    plan, link = pl.Plan(dp=2, precision="bf16"), pl.Link(alpha=1e-5, bandwidth=1e10)
+    cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link)
+    low, wide = (pl.predict(SPEC, p, cluster) for p in (plan, plan.replace(grad_dtype="fp32")))
+    for found in (
+        [r.traffic()["bytes"].sum() for r in (low, wide)],
+        [r.memory.groupby("category")["bytes"].max()["gradients"] for r in (low, wide)],
+    ):
+        assert found[1] == 2 * found[0]  # fmt: skip
+    assert wide.step_time > low.step_time
 
 
 # ---- messages ------------------------------------------------------------------------------------

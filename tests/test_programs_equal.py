@@ -81,6 +81,10 @@ PLANS = {
     "bf16": {"dp": 2, "precision": "bf16"},
     "bf16, tensor parallel, pipeline": {"tp": 2, "pp": 2, "microbatches": 2, "precision": "bf16"},
     "fp16, ZeRO-3": {"dp": 2, "precision": "fp16", "zero_stage": 3},
+    "bf16 into fp32, tensor parallel, pipeline": {
+        **{"tp": 2, "pp": 2, "dp": 2, "microbatches": 2, "zero_stage": 1, "bucket_bytes": SMALL},
+        **{"precision": "bf16", "grad_dtype": "fp32"},
+    },
     "fp16, pipeline": {"pp": 2, "microbatches": 2, "precision": "fp16"},
 }
 

@@ -75,6 +75,9 @@ PLANS = {
     "two ranks, bf16, everything in files": (
         {"dp": 2, "zero_stage": 3, "offload": ALL, "recompute": "full", "precision": "bf16",
          "microbatches": 2}, {"dropout": 0.1}, None),
+    "two ranks, bf16 into fp32, gradients in files": (
+        {"dp": 2, "zero_stage": 2, "microbatches": 3, "precision": "bf16", "grad_dtype": "fp32",
+         "offload": {"gradients": "nvme", "optimizer": "cpu", "cached": True}}, {}, 0.1),
     "pipeline": ({"pp": 2, "zero_stage": 2, "offload": "cpu", "microbatches": 3}, {}, None),
     "pipeline, stage 3, files": (
         {"pp": 2, "zero_stage": 3, "offload": FILES, "microbatches": 3}, {}, 0.1),

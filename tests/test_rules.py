@@ -57,6 +57,7 @@ EXAMPLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("microbatches", {"microbatches": 2**18, "pp": 2}, {}),
     ("microbatches", PIPE | {"schedule": "interleaved", "microbatches": 3}, {}),
     ("schedule", PIPE | {"schedule": lambda pp, microbatches: [["0F0", "0B0"]]}, {}),
+    ("grad_dtype", {"grad_dtype": "fp32"}, {}),
     ("shard", {"dp": 2, "shard": 2}, {}),
     ("shard", {"dp": 2, "shard": 3, "zero_stage": 1}, {}),
     ("secondary_shard", {"dp": 4, "secondary_shard": 2}, {}),

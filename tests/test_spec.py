@@ -69,6 +69,7 @@ def test_other_model_fields_are_checked(field, value):
         ("zero_stage", True),
         ("schedule", "dualpipe"),
         ("sequence_parallel", 1),
+        ("grad_dtype", "bf16"),
     ],
 )
 def test_other_plan_fields_are_checked(field, value):
@@ -99,6 +100,7 @@ PIPE = {"pp": 2, "microbatches": 2}
         ({"zero_stage": 1, "dp": 4, "shard": 3}, "shard", "dp=4"),
         ({"zero_stage": 3, "dp": 2, "shard": 4}, "shard", "dp=2"),
         ({"dp": 4, "shard": 2}, "shard", "zero_stage=0"),
+        ({"grad_dtype": "fp32"}, "grad_dtype", "precision='fp32'"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(settings, field, why):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, float32
 
+from paralab.interpret.flat import DTYPES
 from paralab.interpret.host import Host
 from paralab.programs.program import Program
 from paralab.programs.tiers import own_master, prefix, rows
@@ -29,7 +30,6 @@ class Away:
     """The states of one rank that its plan offloads.
 
     store    of the rank's values: a tensor on the host, or the name of a file
-    dtype    of parameters and gradients
     norms    of what this rank counts of a unit's gradient: called with its number and the gradient
     """
 
@@ -39,10 +39,10 @@ class Away:
         host: Host,
         store: dict[tuple, Any],
         *,
-        dtype: torch.dtype,
         norms: Callable[[int, Tensor], list[Tensor]],
     ) -> None:
-        self.tiers, self.host, self.store, self.dtype = program.plan.tiers, host, store, dtype
+        self.tiers, self.host, self.store = program.plan.tiers, host, store
+        self.precision_of = program.precision_of
         self.norms, self.rows, self.master = norms, rows(program), own_master(program.plan)
         self.adamw = program.optimizer == "adamw"
 
@@ -69,12 +69,15 @@ class Away:
         """What stands before the kind of a state that is off the device: "host." or "file."."""
         return prefix(getattr(self.tiers, _NAMES[kind]))
 
+    def dtype_of(self, kind: str) -> torch.dtype:
+        return float32 if kind == "opt" else DTYPES[self.precision_of(kind)]
+
     def _place(
         self, kind: str, u: int, shape: tuple[int, ...], fill: Callable[[Tensor], Any] | None = None
     ) -> None:
         """Make a state where it lives. fill: gives a tensor on the host its first values."""
         tier, category = self.lives(kind), _NAMES[kind]
-        dtype = float32 if kind == "opt" else self.dtype
+        dtype = self.dtype_of(kind)
         if tier == "host.":
             held = values = self.host.empty(shape, dtype, category)
         else:
@@ -128,7 +131,7 @@ class Away:
         """A state where it lies, on the host: filling it changes the training."""
         held = self.store[self.lives(kind) + kind, u, 0]
         if isinstance(held, str):
-            held = self.host.files.mapped(held, float32 if kind == "opt" else self.dtype)
+            held = self.host.files.mapped(held, self.dtype_of(kind))
         return held.view(self.rows, -1) if kind == "opt" else held
 
     def states(self, u: int) -> dict[str, Tensor]:

@@ -257,8 +257,10 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
         unit, zero = program.units[pp][ins.unit], program.plan.zero_stage > 0
         count, tensors = unit.numel // program.shards, 1 if zero else len(unit.names)
         passes, calls = (7, tensors) if program.optimizer == "adamw" else (3, tensors / 2)
-        low = item < ITEM  # 32-bit masters of what has 16 bits
-        return Work(0, (ITEM * passes + 12 * low) * count, 5 + calls + (tensors + 1) * low)
+        # 32-bit masters of what has 16 bits, and 32-bit copies of gradients that have
+        low, wide = item < ITEM, program.item_of("grad") < ITEM
+        moves = ITEM * passes + 6 * low + 6 * wide
+        return Work(0, moves * count, 5 + calls + low + tensors * wide)
     if ins.op == NORM:
         return Work(0, moved(*ins.reads), len(ins.reads) + 4)
     if ins.op == ADD:

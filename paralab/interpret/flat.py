@@ -13,6 +13,8 @@ from torch import Tensor
 from paralab.model.build import Model
 from paralab.parallel.buckets import Unit
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class Flat:
     """flat   (numel,)
@@ -79,7 +81,10 @@ class Into:
         (view.copy_ if first else view.add_)(grad)
 
     def add_product(self, local: str, a: Tensor, b: Tensor) -> None:
-        """a @ b, without a tensor for the product."""
+        """a @ b, without a tensor for the product, unless it is rounded to fewer bits first."""
+        if self.flats[0].flat.dtype != a.dtype:
+            self.add(local, a @ b)
+            return
         view, first = self._place(local)
         if first:
             torch.mm(a, b, out=view)

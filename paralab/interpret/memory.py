@@ -238,7 +238,7 @@ class _Rank:
     def widened(self, unit: int) -> int:
         """fp32 copies of 16-bit gradients."""
         program = self.program
-        if self.item == 4:
+        if program.item_of("grad") == 4:
             return 0
         return 4 * program.elements(program.units[self.rank][unit]) // program.shards
 
@@ -252,7 +252,7 @@ class _Rank:
         """Bytes that a call needs until its WAIT besides what it reads and writes."""
         if isinstance(ins.at, tuple):  # gradients that other axes share, copied together
             shares: Iterable = self.program.shared(self.rank, self.index).get(ins.at, ())
-            return self.item * sum(share.count for share in shares)
+            return self.program.item_of("grad") * sum(share.count for share in shares)
         if ins.op != REDUCE_SCATTER:
             return 0
         value = ins.reads[0]

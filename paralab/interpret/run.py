@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paralab.interpret.flat import Flat, Into, flat_of
+from paralab.interpret.flat import DTYPES, Flat, Into, flat_of
 from paralab.interpret.host import Host
 from paralab.interpret.spans import spans
 from paralab.interpret.state import State
@@ -43,8 +43,6 @@ from paralab.programs.instructions import (
 )
 from paralab.programs.program import TIED, Program
 from paralab.programs.storages import STATES
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Env:
@@ -473,9 +471,9 @@ class Rank:
     def _room(self, v: Value) -> Any:
         """Room on the device for a state between two ops, for a unit, or for a share of one."""
         _, category, size = self.program.size(v, self.pp)
-        of_state = v[0] in STATES
-        shape = (self.model.tokens, self.model.width) if of_state else (size // self.model.item,)
-        made = torch.empty(shape, dtype=self.env.dtype, device=self.env.device)
+        of_state, dtype = v[0] in STATES, DTYPES[self.program.precision_of(v[0])]
+        shape = (self.model.tokens, self.model.width) if of_state else (size // dtype.itemsize,)
+        made = torch.empty(shape, dtype=dtype, device=self.env.device)
         self.recorder.owns(category, made)
         if v[0] in ("w", "grad"):
             return Flat(self.units[v[1]], made, self.model)

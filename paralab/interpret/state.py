@@ -105,7 +105,7 @@ class State:
         self.counted = self._counted()
         self.away: Away | None = None
         if host is not None and program.plan.tiers.states:
-            self.away = Away(program, host, self.store, dtype=dtype, norms=self.norms)
+            self.away = Away(program, host, self.store, norms=self.norms)
         self.shared = program.shared(pp, index)
         self.loss_scale = self.good_steps = self._share = divisor = overflow = None
         if program.plan.precision == "fp16":

@@ -149,7 +149,7 @@ class Calls:
         program, model = self.program, self.program.model
         if isinstance(ins.at, tuple):
             shares = program.shared(pp, index).get(ins.at, ())
-            return model.item * sum(share.count for share in shares) if shares else None
+            return program.item_of("grad") * sum(s.count for s in shares) if shares else None
         value = (ins.writes if ins.op in (ALL_GATHER, RECEIVE) else ins.reads)[0]
         if value[0] in STATES:
             return model.item * model.ops[value[1] - 1].out

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, float32, uint8
 
-from paralab.interpret.flat import flat_of
+from paralab.interpret.flat import DTYPES, flat_of
 from paralab.interpret.host import Host
 from paralab.interpret.jobs import Order
 from paralab.interpret.lanes import Job
@@ -79,15 +79,18 @@ class Workers:
         kind, name = v[0], ring(self.program.plan, v)
         if "." not in kind:
             return self.new(v)
-        item, count = elements(self.program, v, self.pp)
+        (item, count), dtype = (
+            elements(self.program, v, self.pp),
+            DTYPES[self.program.precision_of(kind)],
+        )
         if name:
             buffer = self.buffers[name][self.order.slots[v].number][: item * count]
             if kind == "host.opt":
                 return buffer.view(float32).view(rows(self.program), -1)
-            return buffer.view(self.state.dtype)
+            return buffer.view(dtype)
         if kind == "file.x":
             return self.host.borrow_file(item * count)
-        return self.host.borrow(count, self.state.dtype)
+        return self.host.borrow(count, dtype)
 
     def _tensor(self, v: Value) -> Tensor:
         return flat_of(self.store[v])

@@ -79,11 +79,14 @@ class Model:
         )
 
 
-CUTS = ("tp", "tp_mode", "tp_depth", "sequence_parallel", "microbatch_size", "precision")
+CUTS = (
+    *("tp", "tp_mode", "tp_depth", "sequence_parallel", "microbatch_size"),
+    *("precision", "grad_dtype"),
+)
 
 
 def cuts(plan: Plan) -> Plan:
-    """What of a plan cuts a layer: plans that are alike in this share their ops."""
+    """What of a plan makes a layer what it is: plans that are alike in this share their ops."""
     return Plan(**{name: getattr(plan, name) for name in CUTS})
 
 

@@ -65,10 +65,11 @@ class Linear2D(Linear):
         }
         self.q = q
         flops, added = 2 * tokens * inputs * outputs * q, 4 * self.out * bias
+        moved = 8 * inputs * outputs * (1 + part.widens)
         self.work = (
             product(flops, "forward") + Work(0, added, q + bias),
             product(flops, "input") + Work(0, 0, q),
-            product(flops, "weight") + Work(0, added + 8 * inputs * outputs, q + 1 + bias),
+            product(flops, "weight") + Work(0, added + moved, q + 1 + bias),
         )
 
     def moves(self, x: int, w: int, y: int) -> dict[str, tuple]:

@@ -163,7 +163,7 @@ class Tokens(Op):
         self.work = (
             Work(0, 8 * self.out * (1 + self.shares), 2 + 4 * self.shares),
             Work(),
-            Work(0, 4 * (3 * entries + 2 * self.out), 2),
+            Work(0, 4 * ((3 + 2 * part.widens) * entries + 2 * self.out), 2),
         )
 
     def forward(self, weights, state, env):
@@ -306,12 +306,14 @@ class Linear(Op):
         self.params = {"weight": weight} | ({"bias": (outputs,)} if bias else {})
         self.bias, self.late_bias, self.keeps_input = bias, late_bias, not regathers
         self.out = part.inner * outputs
-        self.scratch = (0, 0, part.item * outputs * bias)
+        wide = inputs * outputs * part.widens  # a product of its own, to be added in fp32
+        self.scratch = (0, 0, part.item * max(wide, outputs * bias))
         flops = 2 * part.inner * inputs * outputs
         self.work = (
             product(flops, "forward") + Work(0, 4 * self.out * bias, 1),
             product(flops, "input") + Work(0, 0, 1),
-            product(flops, "weight") + Work(0, 4 * self.out * bias, 1 + bias),
+            product(flops, "weight")
+            + Work(0, 4 * self.out * bias + 20 * wide, 1 + bias + (wide > 0)),
         )
 
     def compute(self, weights, x, env):

@@ -16,6 +16,7 @@ class Part:
     vocab     entries of the vocabulary whose logits the rank computes
     masks     {"residual" | "scores": elements of the dropout mask of all ranks}, 0 without dropout
     p, item   probability of dropout; bytes of an element
+    widens    whether gradients of parameters are added up in more bytes than that
     q         ranks along an edge of the grid; in 1D all of them
     features_axis, logits_axis, entries_axis  of the ranks that have the other parts of a token's
               features in the residual stream, of its logits, of the embedding's entries, or ""
@@ -32,6 +33,7 @@ class Part:
         looked = looked_up(plan, 0)
         self.lookups = (looked.stop - looked.start) * self.length
         self.p, self.item = spec.dropout, BYTES_PER_ELEMENT[plan.precision]
+        self.widens = plan.grad_precision != plan.precision
         whole = plan.microbatch_size * spec.seq_len * (self.p > 0)
         self.masks = {"residual": whole * spec.hidden, "scores": whole * spec.heads * spec.seq_len}
         self.q, mode = plan.tp_grid[0], mode_of(plan)

@@ -71,7 +71,7 @@ def units(sizes: Mapping[str, int], model: ModelSpec, plan: Plan) -> tuple[Unit,
     else:
         spans = True
         pools = [{name: sizes[name] for name in rest if waits(name) == late} for late in (0, 1)]
-        enough = -(-plan.bucket_bytes // BYTES_PER_ELEMENT[plan.precision])
+        enough = -(-plan.bucket_bytes // BYTES_PER_ELEMENT[plan.grad_precision])
         dealt = [names for pool in pools for names in assign(pool, enough)]
     return tuple(
         Unit(

@@ -41,9 +41,11 @@ class Estimate:
         self.p, self.m, self.v = space.pp, space.microbatches, space.virtual_stages
         self.n, self.zero = space.shard_degree, space.zero_stage
         self.item = self.each("precision", BYTES_PER_ELEMENT.__getitem__)
+        self.grad = np.where(self.each("grad_dtype", bool), 4, self.item)  # bytes, of a gradient's
         self.often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))
         self.width = 8 * (optimizer == "adamw") + 4 * (self.item < 4)  # bytes of states
-        self.moved = 12 + 16 * (optimizer == "adamw") + 12 * (self.item < 4)  # by an update
+        self.moved = 12 + 16 * (optimizer == "adamw") + 6 * (self.item < 4)
+        self.moved = self.moved + 6 * (self.grad < 4)  # by an update
         self._load_stages()
         copy = model.tied & (self.p > 1)  # the last rank has one of the embedding
         self.tied = (self.first | self.last) * copy * self.parts.token
@@ -52,7 +54,7 @@ class Estimate:
         self.psi = self.blocks * self.parts.block.elements + embedding + head
         self.ends = np.maximum(embedding, head)
         units = self.total("units") + self.last * copy
-        filled = np.ceil(self.psi * self.item / self.each("bucket_bytes", float))
+        filled = np.ceil(self.psi * self.grad / self.each("bucket_bytes", float))
         self.units = np.maximum(np.where(self.zero == 3, units, np.minimum(units, filled)), 1)
         self.own = self.psi / np.where(self.zero > 0, self.n, 1)
         self.terms, self.categories = self._seconds(), held(self)
@@ -114,7 +116,8 @@ class Estimate:
     def collective(self, op: str) -> Seconds:
         """Of elements, in the group that shares the states."""
         seconds = self.link(op, self.crosses(self.n, self.space.tp))
-        sent = (2 if op == "all_reduce" else 1) * (self.n - 1) / self.n * self.item
+        item = self.item if op == "all_gather" else self.grad
+        sent = (2 if op == "all_reduce" else 1) * (self.n - 1) / self.n * item
         return lambda elements: (self.n > 1) * seconds(sent * elements)
 
     def tier(self, lane: str) -> Seconds:
@@ -218,7 +221,7 @@ class Estimate:
         fetched = first + np.maximum(slowest - hidden, 0.0)
         lane = self.units * ways[0] + left
         again = first + np.maximum(lane - first - back, 0.0) + scatter(unit)
-        summed = ((self.n > 1) * (1 + 1 / self.n) + 3 / self.n) * self.psi * self.item
+        summed = ((self.n > 1) * (1 + 1 / self.n) + 3 / self.n) * self.psi * self.grad
         third, second = self.zero == 3, self.often & (self.zero == 2)
         waits = np.where(third, again, second * np.maximum(left - back, 0.0))
         return third * fetched, waits + self.often * summed / self.cluster.memory_bandwidth
@@ -239,10 +242,10 @@ class Estimate:
         late = np.where(self.often, one, np.maximum(units * one - beside, one))
         copies = dp // self.n
         replicas = self.link("all_reduce", self.crosses(copies, tp * self.n))
-        sent = 2 * (copies - 1) / copies * own / units * self.item
+        sent = 2 * (copies - 1) / copies * own / units * self.grad
         late = late + (copies > 1) * (zero > 0) * units * replicas(sent)
         both = self.link("all_reduce", self.p * dp * tp > self.cluster.devices_per_node)
-        late = late + (self.tied > 0) * both(self.item * self.tied * own / self.psi)
+        late = late + (self.tied > 0) * both(self.grad * self.tied * own / self.psi)
         update = own * self.moved / self.cluster.memory_bandwidth
         update = (update + 6 * units * self.cluster.op_overhead) * (self.place("optimizer") == 0)
         late = late + ((zero == 1) | (zero == 2)) * units * gather
@@ -260,19 +263,20 @@ class Estimate:
         names = ("parameters", "gradients", "optimizer", "activations")
         weights, sums, states, inputs = map(self.place, names)
         units, own = self.units, self.own / self.units  # of a unit
-        part, rows = own * self.item, self.width + 4 * ((self.item == 4) & (weights == 0))
-        file = (states == 2) * 2 * disk(rows * own) + (sums == 2) * disk(part)
+        part, grad = own * self.item, own * self.grad
+        rows = self.width + 4 * ((self.item == 4) & (weights == 0))
+        file = (states == 2) * 2 * disk(rows * own) + (sums == 2) * disk(grad)
         file = file + (weights == 2) * (1 + (self.item == 4)) * disk(part)
         host = self.cluster.host_bandwidth or 1.0
         lanes = [own * self.moved / host, file]
-        lanes += [(sums == 0) * down(part), (weights == 0) * up(part)]
+        lanes += [(sums == 0) * down(grad), (weights == 0) * up(part)]
         update = (units - 1) * np.maximum.reduce(lanes) + sum(lanes)
         # In every micro-batch gradients go down and are added, blocks' inputs go down and come up.
         often, moves = np.where(self.often, self.m, 1) * units, self.m * self.blocks * (inputs > 0)
-        message, ways = self.parts.message, (sums > 0) * often * down(part)
-        filed = (sums == 2) * (2 * often - units) * disk(part)
+        message, ways = self.parts.message, (sums > 0) * often * down(grad)
+        filed = (sums == 2) * (2 * often - units) * disk(grad)
         filed = filed + (inputs == 2) * 2 * moves * disk(message)
-        added = (sums > 0) * (often - units) * 3 * part / host
+        added = (sums > 0) * (often - units) * 3 * grad / host
         lanes = [ways + moves * down(message), moves * up(message), filed, added]
         moved, back = np.maximum.reduce(lanes), self.m * self.blocks * sum(self.parts.block[1:4])
         return (states > 0) * update + np.maximum(moved - back, 0.0)

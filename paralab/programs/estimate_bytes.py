@@ -35,7 +35,7 @@ def in_flight(c: Any) -> Array:
 
 def held(c: Any) -> dict[str, Array]:
     """{category: bytes} on the fullest rank, at its fullest moment; c: an `Estimate`'s columns."""
-    m, n, item, psi, own = c.m, c.n, c.item, c.psi, c.own
+    m, n, item, grad, psi, own = c.m, c.n, c.item, c.grad, c.psi, c.own
     third, zero = c.zero == 3, c.zero > 0
     here = {name: c.place(name) == 0 for name in ("parameters", "gradients", "optimizer")}
     parameters = item * np.where(third, own * here["parameters"], psi)
@@ -52,20 +52,20 @@ def held(c: Any) -> dict[str, Array]:
 
     # Gradients of earlier micro-batches. A unit's are there as a whole from the first on; where
     # units leave, one is made, and one is sent, next to what is received and what comes out.
-    stay = item * np.where(c.often, psi / n * here["gradients"], psi)
+    stay = grad * np.where(c.often, psi / n * here["gradients"], psi)
     ends = np.maximum(c.first * embedding.largest, c.last * head.largest)
-    bucket = c.each("bucket_bytes", float) + item * np.maximum(block.largest, ends)  # at most
-    unit = np.where(third, item * block.elements, np.minimum(bucket, item * psi))
-    largest = np.maximum(unit, third * item * c.ends)
+    bucket = c.each("bucket_bytes", float) + grad * np.maximum(block.largest, ends)  # at most
+    unit = np.where(third, grad * block.elements, np.minimum(bucket, grad * psi))
+    largest = np.maximum(unit, third * grad * c.ends)
     leaves = zero & (c.often | (m == 1))
     gloo = c.cluster.cores is not None  # receives parts next to each other
     received = zero * (n > 1) * largest * (gloo + 1 / n)
-    two = np.where(m > 1, 2 * largest, np.minimum(unit + largest, item * psi))
+    two = np.where(m > 1, 2 * largest, np.minimum(unit + largest, grad * psi))
     left = leaves * (two + received)
     before, later = np.where(m > many, stay, 0.0), np.where(m > 1, stay, 0.0)
     new = ~((before > 0) | leaves)
-    fresh = new * item * c.last * c.ends  # of the head, then a block
-    first = fresh + new * np.maximum(unit, item * block.elements)
+    fresh = new * grad * c.last * c.ends  # of the head, then a block
+    first = fresh + new * np.maximum(unit, grad * block.elements)
     # Parameters that are gathered: of the part in use, and of those to come.
     gathers = third * ((n > 1) | ~here["parameters"]) * item
     units = gathers * block.elements * np.minimum(c.blocks / c.v, 1 + c.space.prefetch)
@@ -77,14 +77,14 @@ def held(c: Any) -> dict[str, Array]:
     of_head = c.last * (np.maximum(head.front, head.behind) + gathers * c.ends) + units
     of_block = np.maximum(block.front, block.behind) + units
     of_next = (block.behind - block.kept) * (c.units > 1) + received
-    of_update = 4 * (item < 4) * here["optimizer"] * own / c.units
+    of_update = 4 * (grad < 4) * here["optimizer"] * own / c.units
     moments = [  # activations, gradients, and workspace
         (base + at_head, before + left + fresh, of_head + sent),
         (base + at_head - block.kept, before + left + first, of_block + sent),
         (base + kept * (1 - 1 / c.units), np.where(leaves, later + left, stay), of_next + sent),
         (base, np.where(leaves, later + left, stay), c.first * embedding.behind + sent),
         (base + aside, stay, over + sent),
-        (0.0, np.where(c.often, stay, item * own), of_update),
+        (0.0, np.where(c.often, stay, grad * own), of_update),
     ]
     table = [np.broadcast_arrays(parameters, optimizer, *moment, base)[:-1] for moment in moments]
     table = np.stack(table, 1)[:, :, :ROWS].reshape(len(CATEGORIES), -1, len(c.space))

@@ -40,7 +40,7 @@ from paralab.spec import ModelSpec, Plan
 
 LAYOUT = (
     *("tp", "tp_mode", "tp_depth", "sequence_parallel", "recompute", "partition_activations"),
-    *("precision", "bucket_bytes", "grad_sync"),
+    *("precision", "grad_dtype", "bucket_bytes", "grad_sync"),
 )
 
 

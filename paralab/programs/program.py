@@ -13,7 +13,7 @@ from paralab.parallel.layouts import SHARED_PHASE, coordinates, holding, kind_of
 from paralab.programs import tiers
 from paralab.programs.instructions import Code, Value
 from paralab.programs.storages import STATES, Storages, sharing_of
-from paralab.spec import ModelSpec, Plan
+from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 
 TIED = ("embedding.token.weight", "head.output.weight")
 
@@ -66,6 +66,15 @@ class Program:
     _known: dict = field(default_factory=dict, init=False, repr=False)  # what has been worked out
 
     # ---- sizes -----------------------------------------------------------------------------------
+    def precision_of(self, kind: str) -> str:
+        """Of a value's elements, by its kind, on whatever tier."""
+        own = kind.rpartition(".")[2] in tiers.GRADIENTS
+        return self.plan.grad_precision if own else self.plan.precision
+
+    def item_of(self, kind: str) -> int:
+        """Bytes of such an element."""
+        return BYTES_PER_ELEMENT[self.precision_of(kind)]
+
     def size(self, value: Value, rank: int) -> Size:
         """Of a value on a pipeline rank."""
         kind, where, version = value
@@ -87,18 +96,18 @@ class Program:
 
     def _of_unit(self, unit: Unit, version: int) -> dict[str, tuple[str, int]]:
         """{kind: (category, bytes)} of the values of a unit."""
-        plan, whole = self.plan, self.model.item * unit.numel
-        share, elements = whole // self.shards, self.elements(unit)
+        plan, item, grad = self.plan, self.model.item, self.item_of("grad")
+        share, elements = unit.numel // self.shards, self.elements(unit)
         counts = 4 * (1 if plan.zero_stage else len(unit.names))  # of steps, one for each tensor
         adamw = 8 * elements // self.shards + counts
         return {
-            "w": ("buffers" if version else "parameters", self.model.item * elements),
-            "shard": ("parameters", share * (plan.zero_stage == 3)),
-            "piece": ("buffers", share),
-            "second": ("parameters", whole // (plan.secondary_shard or 1)),
-            "grad": ("gradients", whole),
-            "part": ("buffers", share if plan.zero_stage else whole // plan.dp),
-            "gshard": ("gradients", share),
+            "w": ("buffers" if version else "parameters", item * elements),
+            "shard": ("parameters", item * share * (plan.zero_stage == 3)),
+            "piece": ("buffers", item * share),
+            "second": ("parameters", item * unit.numel // (plan.secondary_shard or 1)),
+            "grad": ("gradients", grad * unit.numel),
+            "part": ("buffers", grad * (share if plan.zero_stage else unit.numel // plan.dp)),
+            "gshard": ("gradients", grad * share),
             "master": ("optimizer", 4 * elements // self.shards),
             "opt": ("optimizer", adamw * (self.optimizer == "adamw")),
         }

@@ -1,8 +1,9 @@
 """Values off the device: what there is, how large it is, and what a copy of it moves. Torch-free.
 
 A kind with "host." or "file." before it is that value on the host or in a file. With c elements of
-the rank's share of a unit, w bytes per element and k fp32 rows of the optimizer (AdamW's two
-moments; the master weights too, where parameters have 16 bits or stay on the device):
+the rank's share of a unit, w bytes per element (of gradients maybe other bytes than of parameters)
+and k fp32 rows of the optimizer (AdamW's two moments; the master weights too, where parameters have
+16 bits or stay on the device):
 
     shard, gshard   w c      parameters, and the sum of their gradient
     opt             4 k c    the optimizer's rows: off the device the master is one of them
@@ -37,8 +38,9 @@ _IN_RINGS = {
     "inputs": ("x", "back"),
 }
 _RINGS = {f"host.{kind}": name for name, kinds in _IN_RINGS.items() for kind in kinds}
+GRADIENTS = ("grad", "gshard", "part", "sum")  # of parameters
 _CATEGORIES = {
-    "gradients": ("grad", "gshard", "part", "sum"),
+    "gradients": GRADIENTS,
     "parameters": ("w", "shard", "piece"),
     "activations": ("x", "back"),
     "optimizer": ("opt", "count", "norm"),
@@ -79,7 +81,7 @@ def elements(program: Any, value: Value, rank: int) -> tuple[int, int]:
     count = program.units[rank][where].numel // program.shards
     if kind == "opt":
         return 4, rows(program) * count
-    return (4, 1) if kind in ("count", "norm") else (program.model.item, count)
+    return (4, 1) if kind in ("count", "norm") else (program.item_of(kind), count)
 
 
 def size(program: Any, value: Value, rank: int) -> tuple[str, int]:
@@ -152,7 +154,9 @@ def moved(program: Any, ins: Instr, rank: int) -> Moved:
 
 def _worked(program: Any, ins: Instr, rank: int) -> int:
     """Bytes that the host's processor reads and writes."""
-    item, count = program.model.item, program.units[rank][ins.unit].numel // program.shards
+    item, grad = program.model.item, program.item_of("grad")
+    count = program.units[rank][ins.unit].numel // program.shards
     if ins.op == UPDATE:  # AdamW reads four fp32 values and writes three, SGD two and one
-        return count * (28 if program.optimizer == "adamw" else 12) + 12 * count * (item < 4)
-    return count * {ADD: 3 * item, NORM: item}.get(ins.op, 4 + item)  # else it rounds
+        rounds = 6 * (item < 4) + 6 * (grad < 4)
+        return count * ((28 if program.optimizer == "adamw" else 12) + rounds)
+    return count * {ADD: 3 * grad, NORM: grad}.get(ins.op, 4 + item)  # else it rounds

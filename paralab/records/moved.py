@@ -124,9 +124,9 @@ def _per_step(rows: Sequence[Any], keys: Sequence[str], steps: int) -> pd.DataFr
 def ring_optimum(report: Report) -> int:
     """Bytes all ranks together send per step in pure data parallelism: N times 2(N-1)/N Psi.
 
-    Psi in bytes of the plan's precision (Patarasuk & Yuan 2009, the bandwidth-optimal all-reduce).
+    Psi in bytes of the plan's gradients (Patarasuk & Yuan 2009, the bandwidth-optimal all-reduce).
     """
     if report.model is None:
         raise illegal("model", None, "a traced function has no gradients to sum", "a training run")
-    psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.precision]
+    psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.grad_precision]
     return 2 * (report.plan.dp - 1) * psi
