@@ -249,6 +249,12 @@ PRECISION = (
         "precision='fp32' adds gradients up in fp32 as it is",
         "None, or precision='bf16' or 'fp16'",
     ),
+    Rule(
+        "tf32",
+        lambda s: implies(s.tf32, s.precision == "fp32"),
+        "precision={s.precision!r} has no products of fp32 operands",
+        "False, or precision='fp32'",
+    ),
 )
 
 # ---- who keeps what, and where ------------------------------------------------------------------

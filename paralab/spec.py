@@ -83,6 +83,9 @@ class Plan(Description):
     grad_dtype       "fp32": in 16 bits the gradients of parameters are added up over micro-batches,
                      and over ranks, in fp32; what one micro-batch adds is a product in 16 bits, and
                      is rounded as such. None: in ``precision``
+    tf32             with "fp32", on GPUs: products are of operands rounded to tf32's 10 bits behind
+                     the point, several times as fast. Nothing on CPUs; predictions take the
+                     cluster's rate as it is stated
     tp_mode          how a layer is cut over tp ranks: "1d", "2d" (q x q of them), "2.5d" (d of
                      these), "3d" (q x q x q)
     tp_depth         d of "2.5d"; None: the largest up to q with tp = d q^2
@@ -112,6 +115,7 @@ class Plan(Description):
     offload: Any = None
     precision: str = "fp32"
     grad_dtype: str | None = None
+    tf32: bool = False
     tp_mode: str = "1d"
     tp_depth: int | None = count(None, at_most=2**20)
     partition_activations: bool = False
@@ -127,6 +131,7 @@ class Plan(Description):
         object.__setattr__(self, "passes", check_passes(self.passes))
         choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         choice("grad_dtype", self.grad_dtype, (None, "fp32"))
+        choice("tf32", self.tf32, (True, False))
         choice("recompute", self.recompute, ("none", "selective", "full"))
         choice("tp_mode", self.tp_mode, ("1d", "2d", "2.5d", "3d"))
         choice("sequence_parallel", self.sequence_parallel, (True, False))

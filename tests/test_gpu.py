@@ -282,6 +282,14 @@ def test_gpu_spans_are_device_time_in_order(run):
 
 
 @of_a_device
+def test_gpu_tf32_rounds_the_operands_of_products(run):
+    settings = {"steps": 1, "optimizer": "sgd", "keep_state": True, "device": DEVICE}
+    full, low = (run(MODEL, pl.Plan(tf32=tf32), **settings).gradients for tf32 in (False, True))
+    found, name = worst(full, low)
+    assert 0 < found < 0.02, name
+
+
+@of_a_device
 def test_gpu_allocators_figures_stand_beside_the_ledgers(run):
     report = run(MODEL, pl.Plan(), steps=3, device=DEVICE)
     table = report.allocator

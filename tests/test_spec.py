@@ -70,6 +70,7 @@ def test_other_model_fields_are_checked(field, value):
         ("schedule", "dualpipe"),
         ("sequence_parallel", 1),
         ("grad_dtype", "bf16"),
+        ("tf32", 1),
     ],
 )
 def test_other_plan_fields_are_checked(field, value):
@@ -101,6 +102,7 @@ PIPE = {"pp": 2, "microbatches": 2}
         ({"zero_stage": 3, "dp": 2, "shard": 4}, "shard", "dp=2"),
         ({"dp": 4, "shard": 2}, "shard", "zero_stage=0"),
         ({"grad_dtype": "fp32"}, "grad_dtype", "precision='fp32'"),
+        ({"tf32": True, "precision": "fp16"}, "tf32", "precision='fp16'"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(settings, field, why):

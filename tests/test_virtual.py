@@ -155,6 +155,11 @@ def test_virtual_allocators_have_a_row_for_every_step_and_the_programs_peak():
     assert table["allocated"] == pytest.approx([peak] * 2, rel=0.02)
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+def test_virtual_products_are_of_the_plans_precision(tf32):
+    assert virtual(MODEL, pl.Plan(dp=2, tf32=tf32)).tf32 == [tf32, tf32]
+
+
 # ---- mutants: each of them fails one of these tests ----------------------------------------------
 def waits_for_the_whole_stream(machine):
     from paralab import comm

@@ -50,6 +50,8 @@ def of_a_rank(
 ) -> dict[str, Any]:  # fmt: skip
     """Train on a virtual GPU. change(machine): break something first."""
     machine = virtual_cuda.install(context.rank, lasts.call)
+    import torch
+
     from paralab.interpret.run import Rank
     from paralab.interpret.train import Trainer
 
@@ -76,7 +78,8 @@ def of_a_rank(
     tables = trainer.recorder.tables()
     return {"nodes": list(map(tuple, machine.nodes)), "wrong": machine.wrong, "losses": losses,
             "contexts": machine.contexts, "spans": len(tables["spans"]["id"]),
-            "allocator": tables["allocator"]}  # fmt: skip
+            "allocator": tables["allocator"],
+            "tf32": torch.backends.cuda.matmul.allow_tf32}  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -86,6 +89,7 @@ class Found(NamedTuple):
     contexts: list[set[int]]
     losses: list[Any]
     allocators: list[dict[str, list[int]]]
+    tf32: list[bool]
 
 
 def virtual(
@@ -105,4 +109,5 @@ def virtual(
         [part["contexts"] for part in parts],
         [part["losses"] for part in parts],
         [part["allocator"] for part in parts],
+        [part["tf32"] for part in parts],
     )

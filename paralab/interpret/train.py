@@ -64,6 +64,8 @@ class Trainer:
             rank=context.rank, world_size=context.world_size, device=context.device
         )
         self.grid = grid = Grid(plan, context, self.recorder)
+        if context.device.startswith("cuda"):
+            torch.backends.cuda.matmul.allow_tf32 = plan.tf32
         at = plan.place(context.rank)
         self.corpus = Corpus(data)
         self.tp = grid.tp["tp"].index
