@@ -100,6 +100,14 @@ def test_the_peak_is_the_allocators(layers, hidden, heads, seq_len, batch, atten
     assert held["other"] <= 0.02 * sum(held.values())
 
 
+@pytest.mark.parametrize("attention", ["explicit", "sdpa"])
+def test_a_mask_of_the_future_is_stored_where_attention_reads_one(run, attention):
+    """A byte for every pair of tokens; the fused kernel knows what lies ahead by itself."""
+    memory = run(MODEL.replace(attention=attention), pl.Plan(), steps=1).memory
+    buffers = memory[(memory["category"] == "buffers") & (memory["tier"] == "device")]["bytes"]
+    assert set(buffers) <= {MODEL.seq_len**2 * (attention == "explicit")}
+
+
 def kept_for_backward(spec: pl.ModelSpec, batch: int) -> int:
     """Bytes of the storages that autograd saves in a forward, parameters aside."""
     device, saved = OneDevice(spec, batch, Recorder(rank=0, world_size=1)), []
