@@ -79,10 +79,8 @@ class Workers:
         kind, name = v[0], ring(self.program.plan, v)
         if "." not in kind:
             return self.new(v)
-        (item, count), dtype = (
-            elements(self.program, v, self.pp),
-            DTYPES[self.program.precision_of(kind)],
-        )
+        item, count = elements(self.program, v, self.pp)
+        dtype = DTYPES[self.program.precision_of(kind)]
         if name:
             buffer = self.buffers[name][self.order.slots[v].number][: item * count]
             if kind == "host.opt":

@@ -3,7 +3,8 @@
 Tensor parallelism cuts a matrix into boxes. The shards of ZeRO end in the middle of a row, which is
 no box, but three: the end of a row, whole rows, the beginning of a row (`interpret.pieces.boxes`).
 The stored boxes of a tensor tile it, and a reader takes from each of them what it has in common
-with the box that it wants: so what one plan wrote, every other plan reads. Torch-free.
+with the box that it wants: so what one plan wrote, every other plan reads. Torch-free; NumPy and
+safetensors are imported where they are used.
 """
 
 from __future__ import annotations
@@ -17,12 +18,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-
 from paralab.records.arrays import typed
 
-DTYPE, NUMPY = "F32", np.dtype("<f4")
+DTYPE, ITEM = "F32", 4
 Sizes = tuple[int, ...]
 
 
@@ -92,14 +90,16 @@ def write(file: Path, boxes: Sequence[Box], values: Iterable[Any]) -> tuple[int,
 
     values  of every box, as NumPy or torch on the host has them; taken one at a time
     """
+    import numpy as np
+
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for box in boxes:
-        begin, end = end, end + NUMPY.itemsize * math.prod(box.sizes)
+        begin, end = end, end + ITEM * math.prod(box.sizes)
         header[box.key] = {"dtype": DTYPE, "shape": box.sizes, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    parts = (memoryview(np.ascontiguousarray(one, NUMPY)).cast("B") for one in values)
+    parts = (memoryview(np.ascontiguousarray(one, "<f4")).cast("B") for one in values)
     size = crc = 0
     with open(file, "xb") as opened:
         for part in chain([len(text).to_bytes(8, "little") + text], parts):
@@ -140,6 +140,8 @@ def stored(name: str, said: Any) -> Stored:
 
 def check_file(file: Path, boxes: Iterable[Box]) -> None:
     """Raise ``ValueError`` if a file is not safetensors or does not hold these boxes."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(file, framework="np") as opened:
             for box in boxes:
