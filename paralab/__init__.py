@@ -60,7 +60,7 @@ def explore(
     model    default: eight small layers
     plan     where the sliders start; default: two pipelines of two stages, or one device where
              model or cluster have no room for that
-    cluster  what is predicted on; default `Cluster.local()`, this machine
+    cluster  what is predicted on; default `Cluster.local`, this machine
     """
     from paralab.view.widget_explore import Explore
 

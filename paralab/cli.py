@@ -151,6 +151,7 @@ def make_parser() -> argparse.ArgumentParser:
         machine,
         (
             ("--nodes", number, "nodes of such a cluster (default: as few as hold the plan)"),
+            ("--device", str, "this machine's cpu or cuda (default: what a run would take)"),
             ("--optimizer", str, "adamw or sgd"),
         ),
     )
@@ -223,9 +224,11 @@ def _run(given: argparse.Namespace) -> int:
     sections = []
     if given.predict:
         import paralab as pl
+        from paralab.records.dry import device_of
 
         print("measuring this machine, or reading what was measured before …", flush=True)
-        expect = pl.predict(model, plan, pl.Cluster.local(), optimizer=report.meta["optimizer"])
+        here = pl.Cluster.local(device=device_of(report))
+        expect = pl.predict(model, plan, here, optimizer=report.meta["optimizer"])
         comparison = pl.compare(expect, report)
         print(f"\n{comparison}")
         sections.append(("Predicted and measured", comparison._repr_html_()))
@@ -277,7 +280,9 @@ def _predict(given: argparse.Namespace) -> int:
             if "nodes" in given:
                 raise illegal("nodes", given.nodes, "this machine is one", "--cluster NAME too")
             print("measuring this machine, or reading what was measured before …", flush=True)
-            cluster = pl.Cluster.local()
+            cluster = pl.Cluster.local(device=given.device) if "device" in given else None
+        elif "device" in given:
+            raise illegal("device", given.device, "a preset has its own", "no --cluster")
         else:
             cluster = pl.Cluster.preset(given.cluster)
             enough = -(-plan.world_size // cluster.devices_per_node)

@@ -57,8 +57,8 @@ class Cluster(Description):
                       and plans that offload are refused
     host_bandwidth    bytes/s at which a device's share of the host's processor updates states
     collectives       links measured per operation inside a node; they go before `intra`
-    products_16bit    {"bf16" or "fp16": FLOP/s of products x W^T, g W, g^T x} of a processor that
-                      has no instructions for them: theory/work.py; empty: `flops` in any precision
+    products_16bit    {"bf16" or "fp16": FLOP/s of products x W^T, g W, g^T x} where they differ
+                      from fp32's: theory/work.py; empty: `flops` in any precision
     cores             processor cores that this cluster's devices share; None where each device
                       computes on its own (a laptop's ranks share cores, GPUs do not)
     """
@@ -139,14 +139,19 @@ class Cluster(Description):
         return max(link.seconds(size), size / limit if limit else 0.0)
 
     @classmethod
-    def local(cls, *, refresh: bool = False) -> Cluster:
-        """This machine's processors, measured: fifteen seconds the first time, then from a cache.
+    def local(cls, *, device: str | None = None, refresh: bool = False) -> Cluster:
+        """This machine, measured: fifteen seconds the first time, a minute for GPUs, then from a
+        cache.
 
-        GPUs are not measured; what a rank on one would take is for `preset` to say.
+        device   "cuda" for its GPUs, one rank on each and NCCL between them; None or "cpu" for its
+                 processors
+        refresh  measure again
+
+        Raises ValueError if GPUs are asked for where there is none.
         """
         from paralab.observe.calibrate import local_cluster
 
-        return local_cluster(refresh=refresh)
+        return local_cluster(device=device, refresh=refresh)
 
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1) -> Cluster:

@@ -38,14 +38,23 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="measure this machine's speed and links first: some fifteen seconds",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="whose speed and links: the processors' (default) or the GPUs', about a minute",
+    )
     parser.set_defaults(act=_command, parser=parser)
 
 
 def _command(given: argparse.Namespace) -> int:
     if given.calibrate:
         print("measuring this machine …", file=sys.stderr, flush=True)
-        Cluster.local(refresh=True)
-    found = diagnose(examine())
+        try:
+            Cluster.local(device=given.device, refresh=True)
+        except ValueError as error:  # there is no GPU
+            given.parser.error(str(error))
+    found = diagnose(examine(device=given.device))
     print(json.dumps(found.to_dict(), indent=2) if given.json else found.text())
     return 0 if found.runs else 1
 
@@ -261,8 +270,9 @@ def _links(machine: Machine) -> str:
             f"; meanwhile {100 * at['stolen']:.0f} % of its time went to other machines on "
             "the same hardware, so links look slow; --calibrate in a quieter hour"
         )
-    return (f"measured {at['made'][:10]}: {at['flops'] / 1e9:.0f} GFLOP/s on a core, between ranks "
-            f"{1e3 * at['alpha']:.2g} ms and {at['bandwidth'] / 1e9:.2g} GB/s{again}")  # fmt: skip
+    link = f"{1e3 * at['alpha']:.2g} ms and {at['bandwidth'] / 1e9:.2g} GB/s"
+    return (f"measured {at['made'][:10]}: {at['flops'] / 1e9:.0f} GFLOP/s on a {at['on']}, between "
+            f"ranks {link}{again}")  # fmt: skip
 
 
 def _open_files(machine: Machine) -> str:

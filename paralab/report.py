@@ -244,8 +244,9 @@ class Report:
     def replay(self, cluster: Cluster | None = None, *, compute: float = 1.0) -> Report:
         """The same run on one virtual device per rank of ``cluster``; this report stays as is.
 
-        Compute takes the processor time it took in the run; links are those of ``cluster``, by
-        default this machine's as measured (`Cluster.local`). ``compute`` scales what compute took:
+        Compute takes the time of its processor or GPU that it took in the run; links are those of
+        ``cluster``, by default this machine's as measured (`Cluster.local`), between processors or
+        between GPUs as in the run. ``compute`` scales what compute took:
         0.0 leaves the links alone, and so a time that is the same on every machine.
         """
         from paralab.theory.replay import replay

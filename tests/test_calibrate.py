@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -25,11 +26,13 @@ CLUSTER = pl.Cluster(
     products_16bit={"bf16": (7e9, 1.5e9, 16e9)},
 )  # fmt: skip
 
+GPUS = CLUSTER.replace(name="local GPUs", devices_per_node=2, cores=None)
 
-def made_up():
+
+def made_up(cluster=CLUSTER):
     return {
         "format": calibrate.FORMAT,
-        "cluster": CLUSTER.to_dict(),
+        "cluster": cluster.to_dict(),
         "points": {"links": [], "device": []},
         "accuracy": {"device": {"median": 0.05, "worst": 0.2}},
         "seconds": 5.0,
@@ -43,8 +46,8 @@ def measurements(monkeypatch, tmp_path):
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path / "cache"))
     done = []
 
-    def measure():
-        done.append(made_up())
+    def measure(device):
+        done.append(made_up(GPUS if device == "cuda" else CLUSTER))
         return done[-1]
 
     monkeypatch.setattr(calibrate, "_measure", measure)
@@ -81,6 +84,17 @@ def test_a_product_has_a_rate():
     points = [{"flops": n, "seconds": n / 7e9} for n in (1e6, 1e8)]
     rate, accuracy = fit.fit_rate(points)
     assert rate == pytest.approx(7e9) and accuracy["worst"] < 1e-9
+
+
+@pytest.mark.parametrize("half", [0.0, 1.0, 300.0])
+def test_products_say_their_rate_and_at_how_many_tokens_they_reach_half_of_it(half):
+    points = [
+        {"flops": flops, "tokens": n, "seconds": flops * (1 + half / n) / 7e12 + 4e-6}
+        for n, flops in ((32, 1e7), (64, 3e7), (256, 1e9), (1024, 5e8), (4096, 2e10))
+    ]
+    assert fit.fit_half_rate(points) == pytest.approx(half, rel=1e-6, abs=1e-6)
+    rate, accuracy = fit.fit_rate(points, half)
+    assert rate == pytest.approx(7e12) and accuracy["worst"] < 1e-6
 
 
 def test_small_messages_weigh_as_much_as_large_ones():
@@ -139,12 +153,95 @@ def test_an_overhead_is_a_median_over_ranks_and_passes_and_never_negative():
     assert calibrate.overheads(calibrate._typical([rank(0.3, -0.1)])) == (0.3, 0.0)
 
 
+# ---- which device ----------------------------------------------------------------------------
+MODEL = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(calibrate, "gpus", lambda: (("H100", 80 * 10**9),) * 2)
+
+
+def test_a_prediction_is_for_the_device_that_a_run_would_take(measurements, two_gpus):
+    clusters = [predict(MODEL, pl.Plan(dp=dp), steps=1).cluster for dp in (1, 2, 4)]
+    assert clusters == [GPUS, GPUS, CLUSTER]
+
+
+def test_without_gpus_a_prediction_is_for_processors_and_no_rank_is_started(
+    measurements, monkeypatch
+):
+    monkeypatch.setattr(calibrate, "DRIVERS", ("/nowhere",))
+    monkeypatch.setattr(calibrate, "_seen", lambda visible: pytest.fail("a rank was asked"))
+    assert predict(MODEL, steps=1).cluster == pl.Cluster.local(device="cpu") == CLUSTER
+
+
+def test_a_rank_asks_torch_for_gpus_once_for_each_choice_of_them(monkeypatch):
+    asked = []
+    launch = sys.modules["paralab.launch"]
+
+    def seen(program, ranks, args, *, device):
+        asked.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return [[("H100", 1)] * len(asked)]
+
+    calibrate._seen.cache_clear()
+    monkeypatch.setattr(calibrate, "DRIVERS", ("/dev/null",))
+    monkeypatch.setattr(launch, "launch_program", seen)
+    for visible in ("0", "0,1", "0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert len(calibrate.gpus()) == (1 if visible == "0" else 2)
+    assert asked == ["0", "0,1"]
+    calibrate._seen.cache_clear()
+
+
+@pytest.fixture
+def on_gpus(run):
+    """A run that says that it was on GPUs."""
+    report = run(MODEL, pl.Plan(dp=2), steps=2)
+    return dataclasses.replace(report, meta={**report.meta, "device": "cuda:0"})
+
+
+def test_a_run_on_gpus_is_replayed_and_compared_on_gpus(measurements, two_gpus, on_gpus):
+    assert on_gpus.replay().cluster == on_gpus.replay().replay().cluster == GPUS
+    found = pl.compare(predict(MODEL, pl.Plan(dp=2)), on_gpus)
+    assert found.replayed.cluster == GPUS and found.bytes_agree
+
+
+def test_without_gpus_a_run_on_gpus_asks_for_a_cluster(measurements, monkeypatch, on_gpus):
+    monkeypatch.setattr(calibrate, "gpus", lambda: ())
+    for ask in (on_gpus.replay, on_gpus.bubbles, lambda: pl.Cluster.local(device="cuda")):
+        with pytest.raises(ValueError, match="no GPU here.* cluster= the machine with the GPUs"):
+            ask()
+    with pytest.raises(ValueError, match="run was on GPUs.* cluster="):
+        pl.compare(predict(MODEL, pl.Plan(dp=2)), on_gpus)
+    preset = pl.Cluster.preset("dgx-a100")
+    assert on_gpus.replay(preset).cluster == preset
+    assert pl.compare(predict(MODEL, pl.Plan(dp=2), preset), on_gpus).replayed.cluster == preset
+    assert not measurements[1:]  # the processors alone, for the prediction that was refused
+
+
+def test_another_device_than_these_is_refused():
+    with pytest.raises(ValueError, match=r"device='tpu'.*legal: .*cuda"):
+        pl.Cluster.local(device="tpu")
+
+
 # ---- the cache ------------------------------------------------------------------------------
 def test_a_machine_is_measured_once_and_then_read(measurements):
     first, second = pl.Cluster.local(), pl.Cluster.local()
     assert first == second == CLUSTER
     assert len(measurements) == 1
     assert calibrate.cache_path().is_file()
+
+
+def test_gpus_have_a_cache_of_their_own_for_their_kind_and_number(
+    measurements, two_gpus, monkeypatch
+):
+    assert [pl.Cluster.local(device=d) for d in ("cuda", None, "cuda")] == [GPUS, CLUSTER, GPUS]
+    assert len(measurements) == 2
+    names = {calibrate.fingerprint(), calibrate.fingerprint("cuda")}
+    for kind in ("H100", "A100"):
+        monkeypatch.setattr(calibrate, "gpus", lambda kind=kind: ((kind, 80 * 10**9),))
+        names.add(calibrate.fingerprint("cuda"))
+    assert len(names) == 4
 
 
 def test_refresh_measures_again_and_replaces(measurements):

@@ -240,6 +240,18 @@ def test_results_go_where_they_were_asked_to(experiment, capsys, tmp_path):
     assert "step time  1 s" in out and all(path in out for path in files.values())
 
 
+def test_a_prediction_is_for_the_device_that_is_named_or_that_a_run_takes(capsys, monkeypatch):
+    import paralab as pl
+
+    asked, preset = [], pl.Cluster.preset("dgx-a100")
+    monkeypatch.setattr(pl.Cluster, "local", lambda **how: asked.append(how) or preset)
+    small = shlex.split("predict --layers 1 --hidden 32 --heads 2 --seq-len 16 --device cuda")
+    assert cli.main(small) == 0 and asked == [{"device": "cuda"}]
+    assert cli.main(small[:-2]) == 0 and asked[1:] == [{"device": "cpu"}]
+    capsys.readouterr()
+    assert "a preset has its own" in refused(capsys, *small, "--cluster", "dgx-a100")
+
+
 def test_show_refuses_what_is_no_report(capsys, tmp_path):
     assert "nowhere.json" in refused(capsys, "show", str(tmp_path / "nowhere.json"))
     (tmp_path / "torn.json").write_text('{"paralab')

@@ -56,6 +56,27 @@ def test_no_gpu_is_the_cpu_without_a_word():
     assert "some of 2 ranks have no GPU" in choose(None, 0, [(0, ""), (1, "GPU-1")], 0)[3]
 
 
+def seen(context, names):
+    """What `see_gpus` says where torch sees these cards."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from paralab.observe.measure import see_gpus
+
+    torch.cuda.is_available = lambda: bool(names)
+    torch.cuda.device_count = lambda: len(names)
+    torch.cuda.get_device_properties = lambda index: SimpleNamespace(
+        uuid=names[index], name="H100", total_memory=80
+    )
+    return see_gpus(context)
+
+
+@pytest.mark.parametrize(("names", "count"), [("", 0), ("ab", 2), ("aab", 2)])
+def test_gpus_that_a_rank_can_have_for_itself_are_told_apart_by_uuid(names, count):
+    assert launch_program(seen, 1, (names,), device="cpu", timeout=30) == [[("H100", 80)] * count]
+
+
 def test_times_of_ranks_that_shared_a_gpu_are_refused_by_name(run):
     report = run(MODEL, pl.Plan(dp=2), steps=2)
     shared = dataclasses.replace(report, meta={**report.meta, "shared_gpu": True})

@@ -97,11 +97,12 @@ def test_gpus_one_for_all_one_for_each_and_none():
 
 def test_links_say_what_was_measured_or_how_to_measure():
     assert "paralab doctor --calibrate" in says(on(), "links")
-    links = {"made": "2026-01-02T03:04:05Z", "busy": False, "stolen": 0.1, "flops": 42e9,
-             "alpha": 1.5e-3, "bandwidth": 1.25e9}  # fmt: skip
+    links = {"on": "core", "made": "2026-01-02T03:04:05Z", "busy": False, "stolen": 0.1,
+             "flops": 42e9, "alpha": 1.5e-3, "bandwidth": 1.25e9}  # fmt: skip
     assert says(on(links=links), "links") == (
         "measured 2026-01-02: 42 GFLOP/s on a core, between ranks 1.5 ms and 1.2 GB/s"
     )
+    assert "42 GFLOP/s on a GPU, between" in says(on(links=links | {"on": "GPU"}), "links")
     again = says(on(links=links | {"busy": True}), "links")
     assert again.endswith("; other programs were busy, so it is measured again once they are not")
     shared = says(on(links=links | {"stolen": 0.61}), "links")
@@ -227,7 +228,7 @@ def test_folders_say_what_they_have_room_for(tmp_path):
 
 def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(calibrate, "_measure", lambda: pytest.fail("measured"))
+    monkeypatch.setattr(calibrate, "_measure", lambda device: pytest.fail("measured"))
     assert machine.calibrated() is None
     link = {"alpha": 1e-3, "bandwidth": 1e9}
     cluster = {"flops": 1e9, "memory_bandwidth": 1e9, "intra": {"alpha": 0.0, "bandwidth": 1.0},
@@ -236,8 +237,8 @@ def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     known = {"format": calibrate.FORMAT, "cluster": cluster, "made": "2026-01-02T03:04:05Z",
              "points": points, "accuracy": accuracy}  # fmt: skip
     calibrate.cache_path().write_text(json.dumps(known))
-    assert machine.calibrated() == {"made": known["made"], "busy": False, "stolen": 0.0,
-                                    "flops": 1e9, **link}  # fmt: skip
+    assert machine.calibrated() == {"on": "core", "made": known["made"], "busy": False,
+                                    "stolen": 0.0, "flops": 1e9, **link}  # fmt: skip
     calibrate.cache_path().write_text(json.dumps(known | {"busy": 0.5, "stolen": 0.7}))
     assert machine.calibrated()["busy"] and machine.calibrated()["stolen"] == 0.7
 
@@ -269,7 +270,9 @@ def test_every_lab_is_listed_with_a_title_that_is_its_own():
 @pytest.fixture
 def fake(monkeypatch):
     def put(**changes: object) -> None:
-        monkeypatch.setattr(doctor, "examine", lambda: dataclasses.replace(LAPTOP, **changes))
+        monkeypatch.setattr(
+            doctor, "examine", lambda device: dataclasses.replace(LAPTOP, **changes)
+        )
 
     return put
 
@@ -300,9 +303,18 @@ def test_calibrate_measures_first(fake, capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(doctor.Cluster, "local", lambda **how: asked.append(how))
     assert cli.main(["doctor", "--calibrate", "--json"]) == 0
-    assert asked == [{"refresh": True}]
+    assert asked == [{"device": "cpu", "refresh": True}]
     out, err = capsys.readouterr()
     assert json.loads(out) and "measuring" in err  # --json stays JSON
+    assert cli.main(["doctor", "--calibrate", "--device", "cuda"]) == 0
+    assert asked[1] == {"device": "cuda", "refresh": True}
+
+
+def test_gpus_are_not_calibrated_where_there_are_none(monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "gpus", lambda: ())
+    with pytest.raises(SystemExit) as end:
+        cli.main(["doctor", "--calibrate", "--device", "cuda"])
+    assert end.value.code == 2 and "there is no GPU here" in capsys.readouterr().err
 
 
 def test_where_torch_breaks_the_doctor_itself_does_not(tmp_path):

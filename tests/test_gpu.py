@@ -21,6 +21,7 @@ import pytest
 import paralab as pl
 from equality import TOLERANCE, worst
 from pairwise import cover
+from paralab.observe.measure import OPS
 
 DEVICE = os.environ.get("PARALAB_GPU_TESTS_ON", "cuda")
 REHEARSAL = DEVICE == "cpu"
@@ -96,6 +97,7 @@ def alone(run):
             microbatches=plan.dp * plan.microbatches,
             microbatch_size=plan.microbatch_size,
             precision=plan.precision,
+            grad_dtype=plan.grad_dtype,
         )
         key = repr((model, one, settings))
         if key not in known:
@@ -341,3 +343,18 @@ def test_gpu_offload_trains_what_a_limit_refuses_without(run):
         run(model, pl.Plan(), steps=1, device=DEVICE, memory_limit=limit)
     plan = pl.Plan(zero_stage=3, offload="cpu", recompute="full")
     assert run(model, plan, steps=1, device=DEVICE, memory_limit=limit).peak_memory <= limit
+
+
+@of_a_device
+def test_gpu_calibration_is_as_a_gpu_could_be_and_is_what_predictions_take():
+    cluster = pl.Cluster.local(device="cuda", refresh=True)
+    assert cluster.num_devices == NUM_GPUS and cluster.cores is None
+    assert 1e12 < cluster.flops < 1e15 and 0 <= cluster.half_rate_tokens < 1e4
+    assert all(rate > cluster.flops / 2 for rate in cluster.products_16bit["fp16"])
+    assert 1e11 < cluster.memory_bandwidth < 2e13 and 1e-7 < cluster.op_overhead < 1e-3
+    assert 0 <= cluster.host.alpha < 1e-3 and 2e9 < cluster.host.bandwidth < 1e12
+    assert set(cluster.collectives) == (set(OPS) if NUM_GPUS > 1 else set())
+    for link in cluster.collectives.values():
+        assert 0 <= link.alpha < 1e-2 and link.bandwidth > 1e8
+    assert pl.predict(MODEL, pl.Plan(), steps=1).cluster == cluster
+    assert pl.run(MODEL, pl.Plan(), steps=2, progress=False).replay().cluster == cluster

@@ -258,12 +258,15 @@ def test_a_device_is_three_rates():
 def test_products_in_16_bits_take_their_own_rates_and_other_kernels_as_long_as_in_fp32():
     plain = Work(flops=5e9, bytes=3e8, kernels=10, products=(1e9, 2e9, 1e9))
     rates = {"bf16": (1e10, 2e9, 5e9)}
-    slow, machine = cluster(products_16bit=rates), cluster()
+    slow, machine = cluster(products_16bit=rates, cores=2), cluster()
     rest = 3e8 / machine.memory_bandwidth + 10 * machine.op_overhead
     assert plain.seconds(slow) == plain.seconds(machine) == pytest.approx(5e9 / 1e11 + rest)
     assert plain.seconds(slow, "bf16") == pytest.approx(0.1 + 1.0 + 0.2 + 1e9 / 1e11 + rest)
     halved = rest - 1.5e8 / machine.memory_bandwidth
     assert plain.seconds(slow, "fp16") == pytest.approx(5e9 / 1e11 + halved)
+    # On a GPU other kernels move half as many bytes too.
+    own = plain.seconds(cluster(products_16bit=rates), "bf16")
+    assert own == pytest.approx(0.1 + 1.0 + 0.2 + 1e9 / 1e11 + halved)
 
 
 @pytest.mark.parametrize("attention", ["explicit", "sdpa"])

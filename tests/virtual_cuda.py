@@ -7,6 +7,10 @@ chain of nodes with durations that the test states; an event is a node; a call o
 its communicator's own stream that starts when all its members have come to theirs. `solve` puts the
 ranks' graphs together and finds every moment as a longest path.
 
+Where the test states a `pl.Cluster`, every operation lasts as long as it would there (`takes`,
+`sends`), and what an event and the host's clock say are moments of that device: the members of a
+call tell each other when they come to it.
+
 The same graph says what is ordered with what, so each rank also looks for races: an operation that
 touches memory which another stream may still be using, and memory that is given back to its
 allocator while another stream may still be using it. Threads of the host are chains too. A meeting
@@ -34,6 +38,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from paralab.spec import Cluster
+from paralab.theory.traffic import wire_bytes
+
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm",
+            "aten::baddbmm_"}  # fmt: skip
+PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+OVERWRITES = {"aten::copy_", "aten::zero_", "aten::fill_"}  # look at nothing that they change
 FREE = {  # operations that look at no element
     "aten::detach", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::empty_like",
     "aten::new_empty", "aten::empty", "aten::new_empty_strided", "aten::empty_strided",
@@ -128,6 +139,9 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         assert self.timing and other.timing, "these events were made without enable_timing"
+        if self.machine.cluster is not None:
+            ends = self.machine.ends
+            return (ends[other.node] - ends[self.node]) * 1e3
         return (other.at - self.at) * 1e3
 
 
@@ -191,12 +205,17 @@ class Machine:
     """One rank's host and device.
 
     lasts(op, bytes)  seconds of a call of NCCL
+    cluster           says instead what everything takes
     """
 
     here: Machine
 
-    def __init__(self, rank: int, lasts: Callable[[str, int], float]) -> None:
+    def __init__(
+        self, rank: int, lasts: Callable[[str, int], float], cluster: Cluster | None = None
+    ) -> None:
         Machine.here = self
+        self.cluster = cluster
+        self.ends: list[float] = []  # of the nodes; of use where a cluster is stated
         self.rank, self.lasts, self.numbers = rank, lasts, itertools.count(1)
         self.lock, self.local = threading.RLock(), threading.local()
         self.nodes: list[Node] = []
@@ -275,6 +294,7 @@ class Machine:
     ) -> int:
         after = {chain.tail, self.thread().tail, *behind} - {-1}
         self.nodes.append(Node(chain.name, seconds, tuple(after), meets, label))
+        self.ends.append(max((self.ends[at] for at in after), default=0.0) + seconds)
         chain.count += 1
         chain.knows[chain.name] = chain.count
         chain.tail = len(self.nodes) - 1
@@ -307,6 +327,38 @@ class Machine:
     def works(self, seconds: float, label: str) -> None:
         """The current stream computes for so long."""
         self.node(self.stream().chain, seconds=seconds, label=label)
+
+    def now(self) -> float:
+        """The host's clock."""
+        tail = self.thread().tail
+        return self.ends[tail] if tail >= 0 else 0.0
+
+    def takes(self, name: str, args: tuple, tensors: list[Tensor], size: int) -> float:
+        """Seconds of an operation on the stated cluster: its launch, and the arithmetic of a
+        product or the ``size`` bytes that any other reads and writes; a copy over the link to the
+        host.
+        """
+        cluster = self.cluster
+        if any(self.memory(t).home == "" for t in tensors):
+            assert name == "aten::copy_", f"the virtual device does not time {name} over the link"
+            return cluster.host.seconds(size / 2)
+        assert "attention" not in name, f"the virtual device does not time {name}"
+        if name.startswith("c10d::"):
+            return 0.0  # gloo's part of a call of NCCL
+        if name not in PRODUCTS:
+            return cluster.op_overhead + size / cluster.memory_bandwidth
+        a, b = [t for t in args if isinstance(t, Tensor)][-2:]
+        kind = 0 if b.stride(-2) == 1 else 2 if a.stride(-2) == 1 else 1  # x W^T, g W, g^T x
+        rates = cluster.products_16bit.get(PRECISIONS.get(a.dtype, ""), (cluster.flops,) * 3)
+        few = 1 + cluster.half_rate_tokens / a.shape[-1 if kind == 2 else -2]
+        return cluster.op_overhead + 2 * a.numel() * b.shape[-1] * few / rates[kind]
+
+    def sends(self, op: str, size: int, n: int) -> float:
+        """Seconds of a call of NCCL on the stated cluster."""
+        op = "send" if op == "message" else op
+        payload = size * n if op == "reduce_scatter" else size
+        wire = max(wire_bytes(op, payload, n, index) for index in range(n))
+        return self.cluster.link(op, "intra").seconds(wire)
 
     def meeting(self, what: str) -> None:
         """The host waits for what is on the current stream."""
@@ -390,13 +442,32 @@ class Machine:
                 self.turns[name, *key] += 1
                 meets.append((name, *key, self.turns[name, *key]))
             size = sum(t.nbytes for t in (writes or reads))
-            self.node(chain, seconds=self.lasts(op, size), meets=tuple(meets), label=op)
+            timed = self.cluster is not None
+            seconds = self.sends(op, size, group.size()) if timed else self.lasts(op, size)
+            at = self.node(chain, seconds=seconds, meets=tuple(meets), label=op)
+            if timed:
+                self.ends[at] = _together(group, keys, self.ends[at] - seconds) + seconds
             self.touched(op, reads, writes, chain, chain.count, chain.knows)
             return Work(chain.tail, dict(chain.knows), real)
 
 
 def _blocks(size: int) -> int:
     return -(-size // 512) * 512  # the allocator's grain
+
+
+def _together(group: Any, keys: Sequence[tuple], moment: float) -> float:
+    """When the last member of a call comes to it."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        mine = torch.tensor(moment, dtype=torch.float64)
+        if keys == [("",)]:
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
+            return mine.item()
+        (key,), theirs = keys, torch.zeros_like(mine)  # of one peer: no more is modelled
+        peer = key[0] if key[1] == dist.get_rank() else key[1]
+        sent = dist.isend(mine, peer, group=group, tag=1)
+        dist.recv(theirs, peer, group=group, tag=1)
+        sent.wait()
+        return max(mine.item(), theirs.item())
 
 
 def _merge(known: dict[str, int], more: dict[str, int]) -> None:
@@ -444,6 +515,7 @@ class _Watch(TorchDispatchMode):
             value = args[number] if number < len(args) else (kwargs or {}).get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
             (writes if written else reads).extend(t for t in tree_leaves(value) if _is(t))
+        size = sum(t.nbytes for t in writes) * (schema.name not in OVERWRITES)  # read before
         given = {t.untyped_storage()._cdata for t in (*reads, *writes)}
         for tensor in tree_leaves(made):
             if _is(tensor) and tensor.untyped_storage()._cdata not in given:
@@ -454,8 +526,14 @@ class _Watch(TorchDispatchMode):
         else:
             chain = machine.stream().chain
             with machine.lock:
-                machine.launch(chain)
-                machine.touched(schema.name, reads, writes, chain, chain.count + 1, chain.knows)
+                place, both = chain.count + 1, [*reads, *writes]
+                if machine.cluster is None:
+                    machine.launch(chain)
+                else:
+                    size += sum(t.nbytes for t in both)
+                    seconds = machine.takes(schema.name, args, both, size)
+                    machine.node(chain, seconds=seconds, label=schema.name)
+                machine.touched(schema.name, reads, writes, chain, place, chain.knows)
         if schema.name == "aten::copy_" and _stands_still(machine, args, kwargs or {}):
             machine.meeting("a copy to the host that is not asynchronous")
         return made
@@ -480,12 +558,19 @@ def _on_host(machine: Machine, values: Any) -> bool:
 
 
 # ---- in place of torch's -------------------------------------------------------------------------
-def install(rank: int, lasts: Callable[[str, int], float] = lambda op, size: 0.0) -> Machine:
+def install(
+    rank: int,
+    lasts: Callable[[str, int], float] = lambda op, size: 0.0,
+    cluster: Cluster | None = None,
+) -> Machine:
     """Give this process a virtual GPU of its own, number ``rank``, and NCCL."""
     from paralab import comm
     from paralab.interpret import host, lanes, run
+    from paralab.observe import marks
 
-    machine = Machine(rank, lasts)
+    machine = Machine(rank, lasts, cluster)
+    if cluster is not None:
+        marks.time = SimpleNamespace(perf_counter=machine.now)
     real = torch.cuda
     torch.cuda = _Refusing(
         real,

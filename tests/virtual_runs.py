@@ -82,6 +82,20 @@ def of_a_rank(
             "tf32": torch.backends.cuda.matmul.allow_tf32}  # fmt: skip
 
 
+def measured(
+    context: Any, program: Callable, stated: pl.Cluster, wanted: Any
+) -> list[dict[str, Any]]:
+    """A measurement of the calibration, on a virtual GPU that is as fast as stated."""
+    from paralab.observe import measure
+
+    machine = virtual_cuda.install(context.rank, cluster=stated)
+    measure.ASKED["cuda"] = wanted
+    device = virtual_cuda.name_of(context.rank)
+    rows = program(dataclasses.replace(context, device=device, backend="nccl"))
+    assert machine.wrong == []
+    return rows
+
+
 class Found(NamedTuple):
     step: float
     bubble: float

@@ -137,7 +137,8 @@ class Costs:
     def seconds(self, work: Work, precision: str = "") -> float:
         """Of work on the device, in the plan's precision if no other is named."""
         if self.slower > 1:
-            work = replace(work, flops=work.flops * self.slower)
+            products = tuple(flops * self.slower for flops in work.products)
+            work = replace(work, flops=work.flops * self.slower, products=products)
         return work.seconds(self.cluster, precision or self.plan.precision)
 
     def _compute(self, pp: int, ins: Instr) -> Compute:

@@ -25,6 +25,7 @@ from paralab.interpret.boxes import Box, boxes
 from paralab.interpret.memory import Kind, memory
 from paralab.interpret.time import Times, time
 from paralab.interpret.traffic import Calls, Member
+from paralab.observe.calibrate import device_of_run
 from paralab.programs.compile import compiled
 from paralab.programs.program import Program
 from paralab.records.tables import COLUMNS
@@ -54,7 +55,8 @@ def predict(
     """The report that ``pl.run(model, plan)`` would return on ``cluster``, on the predicted clock.
 
     model, plan  what to train and how to split it (default: one device)
-    cluster      the machine; default ``Cluster.local()``, this one, measured once and cached
+    cluster      the machine; default this one, measured once and cached: ``Cluster.local`` of the
+                 device that ``pl.run`` would take for the plan, GPUs where there are enough
     steps        steps to write down; all alike, a prediction has no warm-up
     optimizer    "adamw" or "sgd"
     detail       "calls": every call of every rank. "actions": one rank per pipeline stage, one box
@@ -70,7 +72,8 @@ def predict(
     if not isinstance(plan, Plan):
         raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
     plan.validate(model)
-    cluster = Cluster.local() if cluster is None else cluster
+    if cluster is None:
+        cluster = Cluster.local(device=device_of_run(plan.world_size))
     check_cluster(plan, cluster)
     steps = whole("steps", steps, at_least=1)
     choice("optimizer", optimizer, OPTIMIZERS)

@@ -1,4 +1,4 @@
-"""What this machine really does: the numbers behind `Cluster.local()`, measured once and cached.
+"""What this machine really does: the numbers behind `Cluster.local`, measured once and cached.
 
 Five short measurements in ranks of their own (some fifteen seconds together; the caller never
 imports torch):
@@ -15,6 +15,10 @@ imports torch):
     tiers   copies from one part of memory to another, which is what "host to device" is where both
             are the same chips; files, written and read past the page cache; AdamW steps
 
+GPUs are measured by the same code, one rank on each, with CUDA events and NCCL. There products in
+fp32 say F, and all products at how many tokens they reach half of their rate; copies inside a GPU's
+memory say B and o; the host is page-locked memory. A single GPU has no links but that.
+
 How well they fit is kept with them (`calibration()["accuracy"]`), and so is every measured point,
 for the alpha-beta picture. theory/fit.py has the fit, measure.py what runs in the ranks. What was
 measured while other programs computed is kept no longer than they do: links can come out half as
@@ -28,57 +32,86 @@ pay more of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import platform
 import tempfile
 import time
+from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from paralab.checks import choice, illegal
 from paralab.cluster import available_cores
 from paralab.observe.measure import (
-    OPS,
     measure_calls,
     measure_device,
     measure_links,
     measure_products,
     measure_tiers,
+    see_gpus,
 )
 from paralab.observe.processors import processors_busy, spent, stolen_since
-from paralab.spec import Cluster
-from paralab.theory.fit import fit_device, fit_link, fit_rate
+from paralab.spec import Cluster, Link
+from paralab.theory.fit import fit_device, fit_half_rate, fit_link, fit_rate
 from paralab.theory.traffic import wire_bytes
-from paralab.theory.work import PRODUCTS
 
 PASSES = 3  # over all measurements: cores change their speed from second to second
 FORMAT = 5  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured beside them is not kept
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # files that are there where torch may see a GPU
 
 # Measurements of this process whose cache folder cannot be written, by path: without them every
 # prediction would measure again.
 _unwritten: dict[Path, dict[str, Any]] = {}
 
 
-def local_cluster(*, refresh: bool = False) -> Cluster:
-    """This machine as a Cluster named "local": measured on the first call, then read from a cache.
+def local_cluster(*, device: str | None = None, refresh: bool = False) -> Cluster:
+    """This machine as a Cluster named "local", or its GPUs as "local GPUs": measured on the first
+    call, then read from a cache.
 
+    device   "cuda" for the GPUs; None or "cpu" for the processors
     refresh  measure again and replace the cache
 
-    Every rank counts as a device of its own with one core's speed; ``cores`` says how many there
-    really are, ``memory`` is the machine's (or its container's) and is shared by all.
+    On processors every rank counts as a device of its own with one core's speed; ``cores`` says how
+    many there really are, ``memory`` is the machine's (or its container's) and is shared by all.
+    Raises ValueError if GPUs are asked for where there is none.
     """
-    return Cluster.from_dict(calibration(refresh=refresh)["cluster"])
+    return Cluster.from_dict(calibration(device=device, refresh=refresh)["cluster"])
 
 
-def calibration(*, refresh: bool = False) -> dict[str, Any]:
+def gpus() -> tuple[tuple[str, int], ...]:
+    """(name, bytes of memory) of each GPU that `pl.run` would give to a rank.
+
+    A rank asks torch, once for every value of CUDA_VISIBLE_DEVICES; none does without a driver.
+    """
+    if not any(map(os.path.exists, DRIVERS)):
+        return ()
+    return _seen(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+@functools.cache
+def _seen(visible: str | None) -> tuple[tuple[str, int], ...]:
+    from paralab.launch import launch_program
+
+    return tuple(launch_program(see_gpus, 1, (), device="cpu")[0])
+
+
+def device_of_run(ranks: int) -> str:
+    """What `pl.run` takes for so many ranks if no device is named: ranks/process.py decides."""
+    return "cuda" if ranks <= len(gpus()) else "cpu"
+
+
+def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str, Any]:
     """Everything measured: {"cluster", "points", "accuracy", "busy", "stolen", "seconds", "made"},
     plain JSON values.
 
+    device     as in `local_cluster`
     accuracy   {"device", an operation, or as "bf16 forward" a product: {"median", "worst"}},
                relative errors of the fit at its own points
     busy       share of the processors that other programs took, between or after measurements. If
@@ -86,9 +119,19 @@ def calibration(*, refresh: bool = False) -> dict[str, Any]:
     stolen     share of the time that the measurements wanted which a hypervisor gave to other
                machines; links then look slower than they are
     """
-    path, found = cache_path(), None if refresh else known()
+    choice("device", device, (None, "cpu", "cuda"))
+    device = device or "cpu"
+    if device == "cuda" and not gpus():
+        raise illegal(
+            "device",
+            device,
+            "there is no GPU here that could be measured",
+            "'cpu'; or cluster= the machine with the GPUs: pl.Cluster.preset('dgx-a100'), or what "
+            "pl.Cluster.local(device='cuda') was there",
+        )
+    path, found = cache_path(device), None if refresh else known(device)
     if found is None or (found.get("busy", 0.0) > BUSY >= processors_busy()):
-        found = _measure()
+        found = _measure(device)
         if _write(path, found):
             _unwritten.pop(path, None)
         else:
@@ -103,33 +146,35 @@ def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
     calls   what, seconds: "post"; "forward", "backward"; either "after a wait": how much more
     device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
-    products  precision, what (forward, input, weight), flops, seconds, fitted
-    tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
+    products  precision, what (forward, input, weight), tokens, flops, seconds, fitted
+    tiers   op (host, disk, optimizer; of a GPU device), payload_bytes, wire_bytes, seconds, fitted
     """
     return calibration(refresh=refresh)["points"]
 
 
 # ---- the cache --------------------------------------------------------------------------------
-def known() -> dict[str, Any] | None:
+def known(device: str = "cpu") -> dict[str, Any] | None:
     """The calibration that is there already, in this process or in the cache; nothing is measured.
 
     None if there is none.
     """
-    path = cache_path()
+    path = cache_path(device)
     return _unwritten.get(path) or _read(path)
 
 
-def cache_path() -> Path:
-    """The cache file: one per processor, core count, and version of torch and paralab."""
+def cache_path(device: str = "cpu") -> Path:
+    """The cache file: one per processor, core count, and version of torch and paralab; of GPUs one
+    per their names and number too.
+    """
     base = os.environ.get("PARALAB_CACHE_DIR")
     if base:
         folder = Path(base)
     else:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paralab"
-    return folder / f"cluster-{fingerprint()}.json"
+    return folder / f"cluster-{fingerprint(device)}.json"
 
 
-def fingerprint() -> str:
+def fingerprint(device: str = "cpu") -> str:
     """What a calibration depends on, as 12 hexadecimal digits."""
     import paralab
 
@@ -140,6 +185,8 @@ def fingerprint() -> str:
         _version("torch"),
         getattr(paralab, "__version__", ""),
     ]
+    if device == "cuda":
+        facts.append(gpus())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
@@ -207,59 +254,66 @@ def _write(path: Path, known: dict[str, Any]) -> bool:
 
 
 # ---- measuring --------------------------------------------------------------------------------
-def _measure() -> dict[str, Any]:
+def _measure(device: str) -> dict[str, Any]:
     from paralab.launch import launch_program
 
     began, cores, before = time.perf_counter(), available_cores(), spent()
-    ranks = max(2, min(4, cores))
-    programs = {measure_device: ranks, measure_calls: ranks, measure_products: ranks,
-                measure_tiers: 1, measure_links: ranks}  # fmt: skip
+    found = gpus() if device == "cuda" else ()
+    ranks = len(found) or max(2, min(4, cores))
+    programs = {measure_device: 0 if found else ranks, measure_calls: ranks,
+                measure_products: ranks, measure_tiers: 1,
+                measure_links: ranks if ranks > 1 else 0}  # fmt: skip
     measured: dict[Any, list[list[dict[str, Any]]]] = {program: [] for program in programs}
-    for _ in range(PASSES):
+    for _ in range(1 if found else PASSES):
         for program, count in programs.items():
-            measured[program] += launch_program(program, count, (), device="cpu")
+            if count:
+                measured[program] += launch_program(program, count, (), device=device)
     stolen = stolen_since(before)
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
     links = _from_last_launch(_pooled(measured.pop(measure_links), ranks))
-    device, calls, products, tiers = map(_typical, measured.values())
+    models, calls, products, tiers = map(_typical, measured.values())
     post, wait = overheads(calls)
-    (flops, bandwidth, overhead), device_accuracy = fit_device(device)
-    collectives, accuracy = {}, {"device": device_accuracy}
-    for op in OPS:
-        collectives[op], accuracy[op] = fit_link([row for row in links if row["op"] == op])
-    rates: dict[str, list[float]] = {"bf16": [], "fp16": []}
-    for precision, found in rates.items():
-        for what in PRODUCTS:
-            rows = [r for r in products if (r["precision"], r["what"]) == (precision, what)]
-            rate, accuracy[f"{precision} {what}"] = fit_rate(rows)
-            found.append(rate)
-    between = {}
-    for op in ("host", "disk", "optimizer"):
-        between[op], accuracy[op] = fit_link([row for row in tiers if row["op"] == op])
+    accuracy: dict[str, dict[str, float]] = {}
+    collectives, between = _links(links, accuracy), _links(tiers, accuracy)
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in products:
+        kinds[row["precision"], row["what"]].append(row)
+    half = median(map(fit_half_rate, kinds.values())) if found else None
+    rates: dict[str, list[float]] = defaultdict(list)
+    for (precision, what), rows in kinds.items():
+        rate, accuracy[f"{precision} {what}"] = fit_rate(rows, half)
+        rates[precision].append(rate)
+    if found:
+        flops = 3 / sum(1 / rate for rate in rates.pop("fp32"))  # as many of each kind
+        # A copy reads and writes what was counted.
+        bandwidth, overhead = 2 * between["device"].bandwidth, between["device"].alpha
+    else:
+        (flops, bandwidth, overhead), accuracy["device"] = fit_device(models)
     cluster = Cluster(
-        name="local",
-        devices_per_node=VIRTUAL_DEVICES,
+        name="local GPUs" if found else "local",
+        devices_per_node=len(found) or VIRTUAL_DEVICES,
         flops=flops,
+        half_rate_tokens=half or 0.0,
         memory_bandwidth=bandwidth,
         op_overhead=overhead,
         call_overhead=post,
         wait_overhead=wait,
-        memory=memory_bytes(),
-        intra=collectives["send"],
+        memory=min(size for _, size in found) if found else memory_bytes(),
+        intra=collectives.get("send", between["host"]),  # one GPU's only link is that to its host
         collectives=collectives,
         host=between["host"],
         disk=between["disk"],
         # AdamW reads and writes 7 tensors of the size that was counted: interpret/costs.py.
         host_bandwidth=7 * between["optimizer"].bandwidth,
         products_16bit=rates,
-        cores=cores,
+        cores=None if found else cores,
     )
     return {
         "format": FORMAT,
         "cluster": cluster.to_dict(),
         "points": {
             "links": links,
-            "device": device,
+            "device": models,
             "calls": calls,
             "products": products,
             "tiers": tiers,
@@ -270,6 +324,14 @@ def _measure() -> dict[str, Any]:
         "seconds": time.perf_counter() - began,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _links(rows: list[dict[str, Any]], accuracy: dict[str, dict[str, float]]) -> dict[str, Link]:
+    """The link of each operation; adds to ``accuracy``."""
+    found = {}
+    for op in dict.fromkeys(row["op"] for row in rows):
+        found[op], accuracy[op] = fit_link([row for row in rows if row["op"] == op])
+    return found
 
 
 def _typical(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

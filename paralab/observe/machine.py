@@ -79,7 +79,7 @@ class Machine:
     cores                that this process may run on
     processor_time       how many of these a container may use at once; None: all of them
     memory, free_memory  of the machine, or of the container that this runs in
-    links                of the calibrated `Cluster.local()`, or None if nothing is cached
+    links                of the calibrated `Cluster.local`, or None if nothing is cached
     open_files           the soft limit of this process, and the hard one it may be raised to
     private_network      whether a network namespace of one's own is allowed
     loopback_counter     whether the kernel shows how many bytes went over the loopback
@@ -103,8 +103,8 @@ class Machine:
     browser: str | None
 
 
-def examine(*, timeout: float = TORCH_TIMEOUT) -> Machine:
-    """Ask the system. timeout: seconds until torch is given up."""
+def examine(*, device: str = "cpu", timeout: float = TORCH_TIMEOUT) -> Machine:
+    """Ask the system. device: whose links; ``timeout``: seconds until torch is given up."""
     import multiprocessing
 
     from paralab.observe.witness import loopback_bytes
@@ -123,7 +123,7 @@ def examine(*, timeout: float = TORCH_TIMEOUT) -> Machine:
         memory=calibrate.memory_bytes(),
         free_memory=free_memory(),
         torch=ask_torch(timeout=timeout),
-        links=calibrated(),
+        links=calibrated(device),
         open_files=open_files(),
         shm=folder("/dev/shm") if os.path.isdir("/dev/shm") else None,
         temp=folder(_temp()),
@@ -165,21 +165,22 @@ def ask_torch(
 
 
 # ---- links --------------------------------------------------------------------------------------
-def calibrated() -> dict[str, Any] | None:
-    """{"made", "busy", "stolen", "flops", "alpha", "bandwidth"} of the cached calibration, or None.
+def calibrated(device: str = "cpu") -> dict[str, Any] | None:
+    """{"on", "made", "busy", "stolen", "flops", "alpha", "bandwidth"} of the cached calibration, or
+    None.
 
-    flops is one core's, FLOP/s; the link is that of an all-reduce between ranks; busy: whether too
-    much of the machine was other programs' for it to be kept; stolen: the share that was another
-    machine's.
+    flops is one core's or one GPU's (``on``), FLOP/s; the link is that of an all-reduce between
+    ranks; busy: whether too much of the machine was other programs' for it to be kept; stolen: the
+    share that was another machine's.
     """
-    known = calibrate.known()
+    known = calibrate.known(device)
     if known is None:
         return None
     cluster = known["cluster"]
     link = cluster["collectives"].get("all_reduce") or cluster["intra"]
     busy = known.get("busy", 0.0) > calibrate.BUSY
-    return {"made": known["made"], "busy": busy, "stolen": known.get("stolen", 0.0),
-            "flops": cluster["flops"], "alpha": link["alpha"],
+    return {"on": "GPU" if device == "cuda" else "core", "made": known["made"], "busy": busy,
+            "stolen": known.get("stolen", 0.0), "flops": cluster["flops"], "alpha": link["alpha"],
             "bandwidth": link["bandwidth"]}  # fmt: skip
 
 

@@ -29,6 +29,11 @@ class _Clock:
     def resolve(self) -> None:
         """A step has ended, and its marks may be read."""
 
+    def settle(self) -> None:
+        """Hold the host until the rank's stream is idle; then marks may be read."""
+        self.anchor()
+        self.resolve()
+
     def beside(self) -> float:
         """Processor seconds so far of this process's other threads: those that carry messages."""
         return time.process_time() - time.thread_time()
@@ -110,6 +115,8 @@ class _CudaClock(_Clock):
         """What the device has not passed, a copy that goes on beside the next step, stays open."""
         marks, self._open = self._open, []
         for mark in marks:
+            if mark.event is None:  # it was read meanwhile
+                continue
             if mark.event.query():
                 self._read(mark)
             else:

@@ -4,6 +4,11 @@
 a second in which the machine was busy with something else then spoils a few repetitions of all, not
 all repetitions of a few.
 
+[Note: devices] One code measures processors and GPUs. The rank's context says where tensors are;
+the recorder's clock (observe/marks.py) says what something cost: CPU seconds of the thread, or
+device time between two events. Groups are gloo's or NCCL's. A GPU first fills ``ahead`` bytes, so
+that the host has launched what is timed before the device comes to it.
+
 Called by paralab/observe/calibrate.py, which turns the seconds into a Cluster. Torch is imported
 inside the functions: the caller of a calibration reads the shapes and sizes without it.
 """
@@ -13,31 +18,70 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from paralab.spec import ModelSpec, Plan
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-SIZES = tuple(2**k for k in (10, 13, 16, 18, 20, 21, 22, 23))  # payload bytes
-PRODUCT_SHAPES = ((128, 64, 192), (128, 128, 512), (128, 256, 768), (128, 512, 256))
-TIER_SIZES = tuple(2**k for k in (16, 18, 20, 22, 23))
-# (layers, hidden, heads, seq_len, samples): thin and wide, short and long, one sample and several
-SHAPES = (
-    (2, 64, 2, 64, 1),
-    (2, 64, 2, 128, 8),
-    (2, 128, 4, 64, 2),
-    (2, 128, 4, 128, 4),
-    (2, 192, 6, 64, 4),
-    (2, 256, 8, 64, 1),
-    (2, 256, 8, 128, 2),
-    (1, 384, 12, 64, 4),
-)
 
 
-def _one_rank(shape: tuple[int, ...]) -> tuple[Any, Any, dict[str, float]]:
-    """(a rank of one device, a text of zeros, thread CPU seconds by what the step spends them on).
+class Asked(NamedTuple):
+    """What is measured on a kind of device.
 
-    The seconds are those of the step that was made last: forward, backward, optimizer.
+    models      GPTs: (layers, hidden, heads, seq_len, samples)
+    products    (tokens, inputs, outputs) of blocks of several widths, in these ``precisions``
+    messages    payload bytes
+    tiers       bytes of a copy, a file, or what the optimizer updates
+    ahead       bytes; see [Note: devices]
+    """
+
+    models: tuple[tuple[int, int, int, int, int], ...]
+    products: tuple[tuple[int, int, int], ...]
+    precisions: tuple[str, ...]
+    messages: tuple[int, ...]
+    tiers: tuple[int, ...]
+    ahead: int = 0
+
+
+ASKED = {
+    "cpu": Asked(
+        # thin and wide, short and long, one sample and several
+        models=((2, 64, 2, 64, 1), (2, 64, 2, 128, 8), (2, 128, 4, 64, 2), (2, 128, 4, 128, 4),
+                (2, 192, 6, 64, 4), (2, 256, 8, 64, 1), (2, 256, 8, 128, 2), (1, 384, 12, 64, 4)),
+        products=((128, 64, 192), (128, 128, 512), (128, 256, 768), (128, 512, 256)),
+        precisions=("bf16", "fp16"),
+        messages=tuple(2**k for k in (10, 13, 16, 18, 20, 21, 22, 23)),
+        tiers=tuple(2**k for k in (16, 18, 20, 22, 23)),
+    ),
+    "cuda": Asked(
+        models=((2, 256, 4, 64, 1),),
+        products=((256, 2048, 2048), (1024, 2048, 8192), (4096, 4096, 4096), (8192, 8192, 2048)),
+        precisions=("fp32", "bf16", "fp16"),
+        messages=tuple(2**k for k in (10, 14, 18, 20, 22, 24, 26, 28)),
+        tiers=tuple(2**k for k in (16, 20, 22, 24, 26)),
+        ahead=2**29,
+    ),
+}  # fmt: skip
+
+
+def asked(context: Any) -> Asked:
+    """What is measured on this rank's device."""
+    return ASKED["cuda" if context.device.startswith("cuda") else "cpu"]
+
+
+def see_gpus(context: Any) -> list[tuple[str, int]]:
+    """In a rank: (name, bytes of memory) of every GPU that a rank can have for itself."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    return list({str(one.uuid): (one.name, one.total_memory) for one in found}.values())
+
+
+def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, list]]:
+    """(a rank of one device, a text of zeros, marks by what the step spends its time on).
+
+    The pairs of marks are those of the step that was made last: forward, backward, optimizer.
     """
     import torch
 
@@ -51,21 +95,21 @@ def _one_rank(shape: tuple[int, ...]) -> tuple[Any, Any, dict[str, float]]:
     spec = ModelSpec(layers=layers, hidden=hidden, heads=heads, seq_len=seq_len)
     program, recorder = (
         compiled(spec, Plan(microbatch_size=samples)),
-        Recorder(rank=0, world_size=1),
+        Recorder(rank=0, world_size=1, device=device),
     )
-    common = {"tp": 0, "seed": 0, "device": "cpu"}
+    common = {"tp": 0, "seed": 0, "device": device}
     state = State(program, pp=0, index=0, optimizer=Optimizer("adamw", 1e-3), recorder=recorder,
                   clip_norm=None, dtype=torch.float32, host=None, **common)  # fmt: skip
     env = Env(program, {}, recorder, **common)
     rank = Rank(state, {}, env=env)
-    spent: dict[str, float] = defaultdict(float)
+    spent: dict[str, list] = defaultdict(list)
     names = {FORWARD: "forward", BACKWARD: "backward", UPDATE: "optimizer"}
 
     def timed(method: Any, what: str) -> Any:
         def run(ins: Any) -> None:
-            began = time.thread_time()
+            began = recorder.clock.mark()
             method(ins)
-            spent[what] += time.thread_time() - began
+            spent[what].append((began, recorder.clock.mark()))
 
         return run
 
@@ -73,30 +117,39 @@ def _one_rank(shape: tuple[int, ...]) -> tuple[Any, Any, dict[str, float]]:
         (timed(method, names[ins.op]) if ins.op in names else method, ins, None)
         for method, ins, _ in rank.steps
     ]
-    return rank, torch.zeros(samples, seq_len + 1, dtype=torch.int64), spent
+    return rank, torch.zeros(samples, seq_len + 1, dtype=torch.int64, device=device), spent
+
+
+def _step(rank: Any, text: Any, spent: dict[str, list]) -> dict[str, float]:
+    """Make a step: seconds by what it spends them on."""
+    clock = rank.recorder.clock
+    spent.clear()
+    clock.anchor()
+    rank.step(lambda k: text)
+    clock.settle()
+    return {what: sum(clock.cost(*pair) for pair in marks) for what, marks in spent.items()}
 
 
 def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
-    """In a rank: median thread CPU seconds of forward, backward and optimizer of every shape.
+    """In a rank: median cost of forward, backward and optimizer of every model, in seconds.
 
-    rounds  over the shapes, of which the first warms up. See [Note: rounds]
+    rounds  over the models, of which the first warms up. See [Note: rounds]
     """
     from paralab.interpret.costs import small
     from paralab.programs.instructions import UPDATE
     from paralab.theory.work import Work
 
-    ranks = [_one_rank(shape) for shape in SHAPES]
+    shapes = asked(context).models
+    ranks = [_one_rank(shape, context.device) for shape in shapes]
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for _ in range(rounds):
-        for number, (rank, text, spent) in enumerate(ranks):
-            for _ in range(2):  # the second finds its weights in the cache, as training does
-                spent.clear()
-                rank.step(lambda k, text=text: text)
-            for what, some in spent.items():
+        for number, one in enumerate(ranks):
+            _step(*one)
+            for what, some in _step(*one).items():  # its weights are in the cache, as in training
                 seconds[number, what].append(some)
     points = []
     for number, (rank, _, _) in enumerate(ranks):
-        layers, hidden, heads, seq_len, samples = SHAPES[number]
+        layers, hidden, heads, seq_len, samples = shapes[number]
         ops, nothing = rank.model.ops, Work()
         updates = [ins for ins in rank.code if ins.op == UPDATE]
         works = {
@@ -114,36 +167,42 @@ def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
 
 
 def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any]]:
-    """In a rank: median thread CPU seconds of matrix products in 16 bits, by precision and kind.
+    """In a rank: median cost of matrix products, in seconds, by precision, kind and size.
 
     x W^T, g W and g^T x as blocks of several widths have them. See [Note: rounds]
     """
     import torch
 
     from paralab.interpret.run import DTYPES
+    from paralab.observe.marks import clock_of
 
-    rows: dict[tuple[str, str, int], Any] = {}
-    for precision in ("bf16", "fp16"):
-        for tokens, inputs, outputs in PRODUCT_SHAPES:
-            x, g, w = (
-                torch.zeros(size, dtype=DTYPES[precision])
-                for size in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
-            )
-            flops = 2 * tokens * inputs * outputs
-            rows[precision, "forward", flops] = lambda x=x, w=w: torch.nn.functional.linear(x, w)
-            rows[precision, "input", flops] = lambda g=g, w=w: g @ w
-            rows[precision, "weight", flops] = lambda g=g, x=x: g.t() @ x
-    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    deadline, rounds = time.perf_counter() + budget, 0
-    while rounds < 3 or time.perf_counter() < deadline:
-        for key, multiply in rows.items():
-            began = time.thread_time()
+    wanted, clock = asked(context), clock_of(context.device)
+    ahead, rows = torch.zeros(wanted.ahead // 4, device=context.device), []
+    linear = torch.nn.functional.linear
+    for precision in wanted.precisions:
+        how = {"dtype": DTYPES[precision], "device": context.device}
+        for tokens, inputs, outputs in wanted.products:
+            sizes = (tokens, inputs), (tokens, outputs), (outputs, inputs)
+            x, g, w = (torch.randn(size, **how) for size in sizes)
+            row = {"precision": precision, "tokens": tokens, "flops": 2 * tokens * inputs * outputs}
+            rows += [({**row, "what": "forward"}, lambda x=x, w=w: linear(x, w)),
+                     ({**row, "what": "input"}, lambda g=g, w=w: g @ w),
+                     ({**row, "what": "weight"}, lambda g=g, x=x: g.t() @ x)]  # fmt: skip
+    costs: list[list[float]] = []
+    deadline = time.perf_counter() + budget
+    while len(costs) < 3 or time.perf_counter() < deadline:
+        clock.anchor()
+        ahead.zero_()
+        marks = []
+        for _, multiply in rows:
+            began = clock.mark()
             multiply()
-            seconds[key].append(time.thread_time() - began)
-        rounds += 1
+            marks.append((began, clock.mark()))
+        clock.settle()
+        costs.append([clock.cost(*pair) for pair in marks])
     return [
-        {"precision": precision, "what": what, "flops": flops, "seconds": median(found[1:])}
-        for (precision, what, flops), found in seconds.items()
+        {**row, "seconds": median(found[1:])}
+        for (row, _), found in zip(rows, zip(*costs, strict=True), strict=True)
     ]
 
 
@@ -157,10 +216,15 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
     from paralab.comm import Group
     from paralab.observe.recorder import Recorder
 
-    recorder = Recorder(rank=context.rank, world_size=context.world_size)
+    recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
     group = Group(range(context.world_size), axis="dp", context=context, recorder=recorder)
-    largest, over = torch.zeros(SIZES[-1] // 4), torch.zeros(1)
-    sizes = [size - size % (4 * group.size) for size in SIZES]  # every member has an equal part
+    clock, wanted = recorder.clock, asked(context)
+    largest, over, ahead = (
+        torch.zeros(size // 4, device=context.device)
+        for size in (wanted.messages[-1], 4, wanted.ahead)
+    )
+    # every member has an equal part
+    sizes = [size - size % (4 * group.size) for size in wanted.messages]
     rows = [
         {"op": op, "ranks": group.size, "payload_bytes": size, "marks": []}
         for op in OPS
@@ -168,13 +232,18 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
     ]
     deadline = time.perf_counter() + budget
     for done in range(1, 13):
+        clock.anchor()
         for row in rows:
             tensor = largest[: row["payload_bytes"] // 4]
-            part = torch.zeros(tensor.numel() // group.size)
+            part = tensor.new_zeros(tensor.numel() // group.size)
             group.barrier(phase="setup")
-            launched = time.perf_counter()
+            ahead.zero_()
+            launched = clock.mark()
             _call(group, row["op"], tensor, part)
-            row["marks"].append((launched, time.perf_counter()))
+            row["marks"].append((launched, clock.mark()))
+        clock.settle()
+        for row in rows:
+            row["marks"][-1] = tuple(map(clock.seconds, row["marks"][-1]))
         over.fill_(time.perf_counter() > deadline)
         group.all_reduce(over, phase="setup").wait()  # all ranks stop after the same round
         if done >= 3 and over.item():
@@ -185,7 +254,7 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
 
 
 def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
-    """In a rank: median thread CPU seconds of posting a call, and by how much a forward and a
+    """In a rank: median cost of posting a call, in seconds, and by how much a forward and a
     backward take longer right after a wait for one than in a step without.
 
     The model is the smallest: what a wait adds hardly grows with the work after it. See [Note:
@@ -196,18 +265,20 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     from paralab.comm import Group
     from paralab.observe.recorder import Recorder
 
-    recorder = Recorder(rank=context.rank, world_size=context.world_size)
+    recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
     group = Group(range(context.world_size), axis="dp", context=context, recorder=recorder)
-    rank, text, spent = _one_rank(SHAPES[0])
-    _, hidden, _, seq_len, _ = SHAPES[0]
-    message, usual = torch.zeros(seq_len * hidden), rank.steps
+    smallest = asked(context).models[0]
+    rank, text, spent = _one_rank(smallest, context.device)
+    _, hidden, _, seq_len, _ = smallest
+    message, usual = torch.zeros(seq_len * hidden, device=context.device), rank.steps
+    clock = rank.recorder.clock
     found: dict[str, list[float]] = defaultdict(list)
 
     def after_a_wait(method: Any) -> Any:
         def run(ins: Any) -> None:
-            began = time.thread_time()
+            began = clock.mark()
             call = group.all_reduce(message, phase="setup")
-            found["post"].append(time.thread_time() - began)
+            spent["post"].append((began, clock.mark()))
             call.wait()
             method(ins)
 
@@ -222,13 +293,12 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
 
     def train(steps: list) -> dict[str, float]:
         rank.steps = steps
-        spent.clear()
-        rank.step(lambda k: text)
-        return dict(spent)
+        return _step(rank, text, spent)
 
     for _ in range(rounds):
         train(usual)  # still feels the last one's waits
         inside, after = train(usual), train(waiting)
+        found["post"].append(after["post"] / len(firsts))
         for what in ("forward", "backward"):
             found[what].append(inside[what])
             found[f"{what} after a wait"].append(after[what] - inside[what])
@@ -242,7 +312,8 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
     optimizer on the host's processor.
 
     One row for each op ("host" for a copy either way, "disk" for a file written, or read, past the
-    page cache, "optimizer") and size. See [Note: rounds]
+    page cache, "optimizer", of a GPU "device" for a copy inside its memory) and size. A GPU's
+    copies are timed on their stream. See [Note: rounds]
     """
     import tempfile
 
@@ -253,33 +324,49 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
     from paralab.interpret.lanes import Lane
     from paralab.observe.recorder import Recorder
 
-    recorder = Recorder(rank=context.rank, world_size=context.world_size)
-    host, disk = Lane("h2d", recorder), Lane("disk", recorder)
-    there, here = (torch.zeros(TIER_SIZES[-1] // 4) for _ in "12")
-    moments = torch.zeros(2, TIER_SIZES[-1] // 4)
+    recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
+    link = Lane("h2d", recorder, device=context.device)
+    host, disk, clock = Lane("host", recorder), Lane("disk", recorder), recorder.clock
+    sizes, cuda = asked(context).tiers, link.stream is not None
+    there = torch.zeros(sizes[-1] // 4, device=context.device)
+    here = torch.empty(sizes[-1] // 4, pin_memory=cuda).zero_()
+    states = torch.zeros(3, sizes[-1] // 4)
+    memory = torch.zeros(2, sizes[-1] * cuda, device=context.device)  # more than its caches hold
     rows: dict[tuple[str, int], list[float]] = defaultdict(list)
 
     def timed(lane: Lane, op: str, size: int, work: Any) -> None:
-        began = time.perf_counter()
-        lane.submit(work).wait()
-        rows[op, size].append(time.perf_counter() - began)
+        began, marks = time.perf_counter(), []
+
+        def marked() -> None:
+            marks.append(clock.mark())
+            work()
+            marks.append(clock.mark())
+
+        lane.submit(work if lane.stream is None else marked).wait()
+        passed = time.perf_counter() - began
+        rows[op, size].append(passed if lane.stream is None else clock.cost(*marks))
 
     def update(size: int) -> None:
         adamw(
-            [there[:size]], [here[:size]], [moments[0, :size]], [moments[1, :size]], [],
+            [states[0, :size]], [here[:size]], [states[1, :size]], [states[2, :size]], [],
             [torch.ones(())], fused=True, amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-9,
             weight_decay=0.0, eps=1e-8, maximize=False,
         )  # fmt: skip
 
     with tempfile.TemporaryDirectory() as folder:
         files = Files(folder)
-        for size in TIER_SIZES:
+        for size in sizes:
             files.create(str(size), size)
         deadline = time.perf_counter() + budget
-        while len(rows["host", TIER_SIZES[0]]) < 4 or time.perf_counter() < deadline:
-            for size in TIER_SIZES:
+        while len(rows["optimizer", sizes[0]]) < 4 or time.perf_counter() < deadline:
+            clock.settle()
+            for size in sizes:
                 to, values, name = there[: size // 4], here[: size // 4], str(size)
-                timed(host, "host", size, lambda to=to, values=values: to.copy_(values))
+                if cuda:
+                    a, b = memory[:, :size]
+                    timed(link, "device", 4 * size, lambda a=a, b=b: a.copy_(b))
+                for a, b in ((to, values), (values, to)):
+                    timed(link, "host", size, lambda a=a, b=b: a.copy_(b, non_blocking=True))
                 timed(host, "optimizer", size, lambda size=size: update(size // 4))
                 timed(disk, "disk", size, lambda n=name, v=values: files.write(n, v))
                 timed(disk, "disk", size, lambda n=name, v=values: files.read(n, v))

@@ -27,6 +27,11 @@ def needs_times(report: Report, what: str) -> None:
                       "pl.run")  # fmt: skip
 
 
+def device_of(report: Report) -> str:
+    """What a run was on, "cpu" or "cuda"; "cpu" of what no rank has run."""
+    return str(report.meta.get("device") or "cpu").partition(":")[0]
+
+
 def needs_own_devices(report: Report, what: str) -> None:
     """Refuse ``what`` for a run whose ranks shared a GPU: no span there is one rank's alone."""
     if report.meta.get("shared_gpu"):

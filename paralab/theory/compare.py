@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
 from paralab.records import metrics
-from paralab.records.dry import needs_own_devices, needs_times
+from paralab.records.dry import device_of, needs_own_devices, needs_times
 from paralab.theory.gaps import MOVED, WAITED, notes_on
 from paralab.theory.traffic import BOOKKEEPING
 
@@ -100,7 +100,7 @@ def compare(expect: Report, report: Report) -> Comparison:
 
     The run is replayed with the links of the prediction's cluster, so that these two differ in
     compute costs alone. Raises ValueError naming the first difference if the two are not about the
-    same thing.
+    same thing, or if a run on GPUs is held against a prediction for processors.
     """
     expect, report = _in_order(expect, report)
     _same_subject(expect, report)
@@ -164,6 +164,14 @@ def _same_subject(expect: Report, report: Report) -> None:
                     f"{name}.{setting}: {x!r} was predicted, {y!r} was run; predict what was run: "
                     "pl.predict(report.model, report.plan)"
                 )
+    if device_of(report) == "cuda" and expect.cluster.cores is not None:
+        raise illegal(
+            "cluster",
+            expect.cluster.name,
+            "the run was on GPUs, and this prediction is for processors",
+            "pl.predict(report.model, report.plan, cluster=...) with the machine that it ran on, "
+            "pl.Cluster.local(device='cuda') there, or a preset",
+        )
     x, y = expect.meta.get("optimizer"), report.meta.get("optimizer")
     if x and y and x != y:
         raise ValueError(

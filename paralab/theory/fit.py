@@ -37,12 +37,27 @@ def fit_link(points: list[dict[str, Any]]) -> tuple[Link, dict[str, float]]:
     return link, _accuracy(points)
 
 
-def fit_rate(points: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:
-    """(FLOP/s, accuracy) of one kind of matrix product; adds "fitted" seconds to every point."""
-    (per_flop,) = non_negative_fit([(p["flops"],) for p in points], [p["seconds"] for p in points])
-    for point in points:
-        point["fitted"] = per_flop * point["flops"]
-    return 1 / per_flop, _accuracy(points)
+def fit_rate(
+    points: list[dict[str, Any]], half_rate_tokens: float | None = None
+) -> tuple[float, dict[str, float]]:
+    """(FLOP/s, accuracy) of one kind of matrix product; adds "fitted" seconds to every point.
+
+    half_rate_tokens  of a device on which small products are slower. There a product also takes
+                      something whatever its size, which is no part of the rate
+    """
+    half, each = half_rate_tokens or 0.0, float(half_rate_tokens is not None)
+    terms = [(p["flops"] * (1 + half / p.get("tokens", 1)), each) for p in points]
+    per_flop, once = non_negative_fit(terms, [p["seconds"] for p in points])
+    for point, (flops, each) in zip(points, terms, strict=True):
+        point["fitted"] = per_flop * flops + once * each
+    return 1 / max(per_flop, 1 / NEVER), _accuracy(points)
+
+
+def fit_half_rate(points: list[dict[str, Any]]) -> float:
+    """Tokens at which one kind of product reaches half of its rate; of points with few and many."""
+    terms = [(p["flops"], p["flops"] / p["tokens"], 1.0) for p in points]
+    per_flop, per_token, _ = non_negative_fit(terms, [p["seconds"] for p in points])
+    return per_token / max(per_flop, 1 / NEVER)
 
 
 def _accuracy(points: list[dict[str, Any]]) -> dict[str, float]:

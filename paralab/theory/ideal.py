@@ -98,7 +98,7 @@ def formula(report: Report) -> float:
 def bubbles(report: Report, cluster: Cluster | None = None) -> pd.DataFrame:
     """Formula, simulated, and what the report says, side by side.
 
-    cluster  whose links a measured report is replayed on; default ``Cluster.local()``
+    cluster  whose links a measured report is replayed on; default as in ``report.replay``
 
     Rows: "bubble" (idle over device time) and "bubble over ideal" (idle over ideal time, which for
     GPipe and 1F1B is the papers' (p-1)/m). Columns: formula, simulated, then the report's clock;

@@ -26,6 +26,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, real
+from paralab.records.dry import device_of
 from paralab.spec import Cluster
 from paralab.theory.engine import Item, simulate
 from paralab.theory.traffic import POINT_TO_POINT
@@ -44,14 +45,15 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
     it is.
 
     report   measured, or replayed before (then only the links can change)
-    cluster  whose links carry the collectives; default ``Cluster.local()``. Its device speed is not
-             used: compute costs are the recorded ones
+    cluster  whose links carry the collectives; default ``Cluster.local`` of the kind of device that
+             the run was on. Its device speed is not used: compute costs are the recorded ones
     compute  scales those costs, and those of copies between host and device; 0.0 leaves the links
              alone
 
     Span ids, rows and bytes are those of ``report``; start, end and cost are new, all steps of one
     kind cost the same, and every step starts on all ranks at once. Raises ValueError if the report
-    holds collectives that a rank of their group never launched.
+    holds collectives that a rank of their group never launched, or if a run on GPUs is replayed
+    where there is none and no cluster is given.
     """
     from paralab.records.metrics import in_outline
 
@@ -59,7 +61,7 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
         raise illegal("detail", "actions", "an outline has its calls summed up, without the "
                       "time of each", "pl.predict(..., detail='calls'), or "
                       "pl.predict on the other cluster")  # fmt: skip
-    cluster = Cluster.local() if cluster is None else cluster
+    cluster = Cluster.local(device=device_of(report)) if cluster is None else cluster
     if not isinstance(cluster, Cluster):
         raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
     compute = real("compute", compute, at_least=0.0)

@@ -8,7 +8,9 @@ A device is three numbers, and time is a sum of three terms:
 A processor without instructions for 16-bit products makes up for them in software, at rates that
 depend on how the operands lie in memory: measured on one core of an AMD EPYC, 64 to 75 GFLOP/s in
 fp32, and in bf16 1.3 to 10 of x W^T, 1 to 2.6 of g W and 7 to 20 of g^T x. So a cluster may state
-these three rates for each precision, and then they take the place of ``flops``.
+these three rates for each precision, and then they take the place of ``flops``. A GPU states them
+because its 16-bit products are the faster ones; there other kernels gain too, for their bytes are
+half as many.
 """
 
 from __future__ import annotations
@@ -58,14 +60,14 @@ class Work:
         """Time on one device of ``cluster``.
 
         In 16 bits bytes are half as many. Where a cluster states `products_16bit`, every kind of
-        product has a rate of its own, and other kernels take as long as in fp32.
+        product has a rate of its own, and on processors other kernels take as long as in fp32.
         """
         rates = cluster.products_16bit.get(precision)
         products, item = 0.0, ITEM
         if rates is not None:
             slow = sum(flops / rate for flops, rate in zip(self.products, rates, strict=True))
             products = slow - sum(self.products) / cluster.flops
-        elif precision != "fp32":
+        if precision != "fp32" and (rates is None or cluster.cores is None):
             item = BYTES_PER_ELEMENT[precision]
         return (
             self.flops / cluster.flops

@@ -1,0 +1,84 @@
+"""Calibrating GPUs, on virtual devices (virtual_cuda.py) that are as fast as is stated here."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import paralab as pl
+import virtual_cuda
+from paralab.launch import launch_program
+from paralab.observe import calibrate, measure
+from virtual_runs import measured
+
+STATED = pl.Cluster(
+    devices_per_node=2, flops=2e10, half_rate_tokens=48, memory_bandwidth=4e9, op_overhead=5e-6,
+    products_16bit={"bf16": (4e11, 3e11, 2e11), "fp16": (3e11, 2e11, 1e11)},
+    intra=pl.Link(alpha=9e-5, bandwidth=9e8), host=pl.Link(alpha=1e-5, bandwidth=5e8),
+    collectives={op: pl.Link(alpha=(3 + i) * 1e-5, bandwidth=(2 + i) * 1e8)
+                 for i, op in enumerate(measure.OPS)},
+)  # fmt: skip
+WANTED = measure.Asked(
+    models=((1, 32, 2, 16, 1),), precisions=("fp32", "bf16", "fp16"),
+    products=((32, 64, 192), (64, 64, 64), (128, 128, 256), (512, 96, 96)),
+    messages=(2**10, 2**14, 2**17), tiers=(2**14, 2**16, 2**18), ahead=2**10,
+)  # fmt: skip
+RATES = ("flops", "half_rate_tokens", "memory_bandwidth", "op_overhead")
+
+
+@pytest.fixture
+def virtual_gpus(monkeypatch, tmp_path):
+    def put(count: int) -> None:
+        monkeypatch.setattr(calibrate, "gpus", lambda: (("virtual", 8 * 10**9),) * count)
+
+    def launched(program, ranks, args, *, device):
+        assert device == "cuda" and not args
+        return launch_program(measured, ranks, (program, STATED, WANTED), device="cpu", timeout=60)
+
+    monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys.modules["paralab.launch"], "launch_program", launched)
+    return put
+
+
+def same(link: pl.Link, stated: pl.Link) -> bool:
+    found, wanted = ([one.alpha, one.bandwidth] for one in (link, stated))
+    return found == pytest.approx(wanted, rel=0.01)
+
+
+def test_virtual_calibration_finds_what_is_stated(virtual_gpus):
+    virtual_gpus(2)
+    found = pl.Cluster.local(device="cuda")
+    for name in RATES:
+        assert getattr(found, name) == pytest.approx(getattr(STATED, name), rel=0.01), name
+    for precision, rates in STATED.products_16bit.items():
+        assert found.products_16bit[precision] == pytest.approx(rates, rel=0.01)
+    for op in measure.OPS:
+        assert same(found.link(op, "intra"), STATED.link(op, "intra")), op
+    assert same(found.host, STATED.host) and found.intra == found.collectives["send"]
+    assert found.call_overhead == found.wait_overhead == 0.0  # posting takes a virtual host no time
+    assert found.num_devices == 2 and found.memory == 8 * 10**9 and found.cores is None
+    assert found.disk.bandwidth > 0 and found.host_bandwidth > 0  # this machine's own
+
+
+def test_virtual_single_gpu_is_calibrated_without_links(virtual_gpus):
+    virtual_gpus(1)
+    found = pl.Cluster.local(device="cuda")
+    assert not found.collectives and found.intra == found.host and same(found.host, STATED.host)
+    assert found.flops == pytest.approx(STATED.flops, rel=0.01)
+    assert pl.predict(pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)).cluster == found
+
+
+def test_virtual_device_does_not_time_what_its_model_does_not_say():
+    def asks(context):
+        import torch
+
+        virtual_cuda.install(context.rank, cluster=STATED)
+        q = torch.ones(1, 1, 4, 4)
+        here, there = torch.empty(4, pin_memory=True), torch.zeros(4)
+        with pytest.raises(AssertionError, match="does not time aten::.*attention"):
+            torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        with pytest.raises(AssertionError, match="does not time aten::add_ over the link"):
+            there.add_(here)
+
+    launch_program(asks, 1, (), device="cpu", timeout=30)
