@@ -140,7 +140,7 @@ class Cluster(Description):
 
     @classmethod
     def local(cls, *, device: str | None = None, refresh: bool = False) -> Cluster:
-        """This machine, measured: fifteen seconds the first time, a minute for GPUs, then from a
+        """This machine, measured: fifteen seconds the first time (GPUs take longer), then from a
         cache.
 
         device   "cuda" for its GPUs, one rank on each and NCCL between them; None or "cpu" for its

@@ -42,7 +42,7 @@ def add_command(commands: Any) -> None:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="whose speed and links: the processors' (default) or the GPUs', about a minute",
+        help="whose speed and links: cpu, the processors' (default), or cuda, the GPUs'",
     )
     parser.set_defaults(act=_command, parser=parser)
 

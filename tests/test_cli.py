@@ -252,6 +252,17 @@ def test_a_prediction_is_for_the_device_that_is_named_or_that_a_run_takes(capsys
     assert "a preset has its own" in refused(capsys, *small, "--cluster", "dgx-a100")
 
 
+def test_what_is_predicted_beside_a_run_is_for_its_device(experiment, monkeypatch):
+    import paralab as pl
+
+    asked, table = [], types.SimpleNamespace(_repr_html_=lambda: "")
+    experiment.report.meta = {"device": "cuda:0", "optimizer": "sgd"}
+    monkeypatch.setattr(pl.Cluster, "local", lambda **how: asked.append(how))
+    monkeypatch.setattr(pl, "predict", lambda *what, optimizer: None)
+    monkeypatch.setattr(pl, "compare", lambda expect, report: table)
+    assert cli.main(["run", "--predict"]) == 0 and asked == [{"device": "cuda"}]
+
+
 def test_show_refuses_what_is_no_report(capsys, tmp_path):
     assert "nowhere.json" in refused(capsys, "show", str(tmp_path / "nowhere.json"))
     (tmp_path / "torn.json").write_text('{"paralab')

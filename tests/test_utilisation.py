@@ -78,11 +78,14 @@ def test_no_peak_is_stated_and_none_is_assumed():
     assert not [name for name in report.summary().index if "utilisation" in name]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("detail", [None, "actions"])
-def test_products_on_few_tokens_are_slower_by_hockneys_rule(detail):
+def test_products_on_few_tokens_are_slower_by_hockneys_rule(detail, precision):
+    fast = {"bf16": (1e13, 2e13, 3e13)}
+
     def seconds(half: float, size: int) -> float:
-        cluster = PRODUCTS.replace(half_rate_tokens=half)
-        plan = pl.Plan(microbatches=2, microbatch_size=size)
+        cluster = PRODUCTS.replace(half_rate_tokens=half, products_16bit=fast)
+        plan = pl.Plan(microbatches=2, microbatch_size=size, precision=precision)
         return pl.predict(MODEL, plan, cluster, steps=1, detail=detail).step_time
 
     tokens = MODEL.seq_len

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
@@ -13,17 +14,27 @@ from paralab.observe import calibrate, measure
 from virtual_runs import measured
 
 STATED = pl.Cluster(
-    devices_per_node=2, flops=2e10, half_rate_tokens=48, memory_bandwidth=4e9, op_overhead=5e-6,
+    devices_per_node=2,
+    flops=2e10,
+    half_rate_tokens=48,
+    memory_bandwidth=4e9,
+    op_overhead=5e-6,
     products_16bit={"bf16": (4e11, 3e11, 2e11), "fp16": (3e11, 2e11, 1e11)},
-    intra=pl.Link(alpha=9e-5, bandwidth=9e8), host=pl.Link(alpha=1e-5, bandwidth=5e8),
-    collectives={op: pl.Link(alpha=(3 + i) * 1e-5, bandwidth=(2 + i) * 1e8)
-                 for i, op in enumerate(measure.OPS)},
-)  # fmt: skip
+    intra=pl.Link(alpha=9e-5, bandwidth=9e8),
+    host=pl.Link(alpha=1e-5, bandwidth=5e8),
+    collectives={
+        op: pl.Link(alpha=(3 + i) * 1e-5, bandwidth=(2 + i) * 1e8)
+        for i, op in enumerate(measure.OPS)
+    },
+)
 WANTED = measure.Asked(
-    models=((1, 32, 2, 16, 1),), precisions=("fp32", "bf16", "fp16"),
+    models=((1, 32, 2, 16, 1),),
+    precisions=("fp32", "bf16", "fp16"),
     products=((32, 64, 192), (64, 64, 64), (128, 128, 256), (512, 96, 96)),
-    messages=(2**10, 2**14, 2**17), tiers=(2**14, 2**16, 2**18), ahead=2**10,
-)  # fmt: skip
+    messages=(2**10, 2**14, 2**17),
+    tiers=(2**14, 2**16, 2**18),
+    ahead=2**10,
+)
 RATES = ("flops", "half_rate_tokens", "memory_bandwidth", "op_overhead")
 
 
@@ -67,6 +78,28 @@ def test_virtual_single_gpu_is_calibrated_without_links(virtual_gpus):
     assert not found.collectives and found.intra == found.host and same(found.host, STATED.host)
     assert found.flops == pytest.approx(STATED.flops, rel=0.01)
     assert pl.predict(pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)).cluster == found
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "send"])
+def test_virtual_calls_begin_when_the_last_member_comes(op):
+    def late(context):
+        import torch
+
+        from paralab.comm import Group
+        from paralab.observe.recorder import Recorder
+
+        machine = virtual_cuda.install(context.rank, cluster=STATED)
+        device = virtual_cuda.name_of(context.rank)
+        context = dataclasses.replace(context, device=device, backend="nccl")
+        recorder = Recorder(rank=context.rank, world_size=2, device=device)
+        group = Group((0, 1), axis="dp", context=context, recorder=recorder)
+        machine.works(1.0 * context.rank, "late")
+        measure._call(group, op, torch.zeros(50), None)
+        return recorder.clock.seconds(recorder.clock.mark())
+
+    ends = launch_program(late, 2, (), device="cpu", timeout=30)
+    filled, link = STATED.op_overhead + 200 / STATED.memory_bandwidth, STATED.link(op, "intra")
+    assert ends == pytest.approx([1.0 + filled + link.seconds(200)] * 2, rel=1e-9)
 
 
 def test_virtual_device_does_not_time_what_its_model_does_not_say():

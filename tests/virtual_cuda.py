@@ -41,8 +41,7 @@ from torch.utils._pytree import tree_leaves
 from paralab.spec import Cluster
 from paralab.theory.traffic import wire_bytes
 
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm",
-            "aten::baddbmm_"}  # fmt: skip
+PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")}
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 OVERWRITES = {"aten::copy_", "aten::zero_", "aten::fill_"}  # look at nothing that they change
 FREE = {  # operations that look at no element

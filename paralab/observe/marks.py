@@ -29,11 +29,6 @@ class _Clock:
     def resolve(self) -> None:
         """A step has ended, and its marks may be read."""
 
-    def settle(self) -> None:
-        """Hold the host until the rank's stream is idle; then marks may be read."""
-        self.anchor()
-        self.resolve()
-
     def beside(self) -> float:
         """Processor seconds so far of this process's other threads: those that carry messages."""
         return time.process_time() - time.thread_time()

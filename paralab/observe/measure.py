@@ -46,8 +46,16 @@ class Asked(NamedTuple):
 ASKED = {
     "cpu": Asked(
         # thin and wide, short and long, one sample and several
-        models=((2, 64, 2, 64, 1), (2, 64, 2, 128, 8), (2, 128, 4, 64, 2), (2, 128, 4, 128, 4),
-                (2, 192, 6, 64, 4), (2, 256, 8, 64, 1), (2, 256, 8, 128, 2), (1, 384, 12, 64, 4)),
+        models=(
+            (2, 64, 2, 64, 1),
+            (2, 64, 2, 128, 8),
+            (2, 128, 4, 64, 2),
+            (2, 128, 4, 128, 4),
+            (2, 192, 6, 64, 4),
+            (2, 256, 8, 64, 1),
+            (2, 256, 8, 128, 2),
+            (1, 384, 12, 64, 4),
+        ),
         products=((128, 64, 192), (128, 128, 512), (128, 256, 768), (128, 512, 256)),
         precisions=("bf16", "fp16"),
         messages=tuple(2**k for k in (10, 13, 16, 18, 20, 21, 22, 23)),
@@ -61,7 +69,7 @@ ASKED = {
         tiers=tuple(2**k for k in (16, 20, 22, 24, 26)),
         ahead=2**29,
     ),
-}  # fmt: skip
+}
 
 
 def asked(context: Any) -> Asked:
@@ -126,8 +134,9 @@ def _step(rank: Any, text: Any, spent: dict[str, list]) -> dict[str, float]:
     spent.clear()
     clock.anchor()
     rank.step(lambda k: text)
-    clock.settle()
-    return {what: sum(clock.cost(*pair) for pair in marks) for what, marks in spent.items()}
+    seconds = {what: sum(clock.cost(*pair) for pair in marks) for what, marks in spent.items()}
+    clock.resolve()
+    return seconds
 
 
 def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
@@ -182,12 +191,14 @@ def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any
     for precision in wanted.precisions:
         how = {"dtype": DTYPES[precision], "device": context.device}
         for tokens, inputs, outputs in wanted.products:
-            sizes = (tokens, inputs), (tokens, outputs), (outputs, inputs)
-            x, g, w = (torch.randn(size, **how) for size in sizes)
+            x, g, w = (
+                torch.randn(size, **how)
+                for size in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
+            )
             row = {"precision": precision, "tokens": tokens, "flops": 2 * tokens * inputs * outputs}
-            rows += [({**row, "what": "forward"}, lambda x=x, w=w: linear(x, w)),
-                     ({**row, "what": "input"}, lambda g=g, w=w: g @ w),
-                     ({**row, "what": "weight"}, lambda g=g, x=x: g.t() @ x)]  # fmt: skip
+            rows.append(({**row, "what": "forward"}, lambda x=x, w=w: linear(x, w)))
+            rows.append(({**row, "what": "input"}, lambda g=g, w=w: g @ w))
+            rows.append(({**row, "what": "weight"}, lambda g=g, x=x: g.t() @ x))
     costs: list[list[float]] = []
     deadline = time.perf_counter() + budget
     while len(costs) < 3 or time.perf_counter() < deadline:
@@ -198,8 +209,8 @@ def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any
             began = clock.mark()
             multiply()
             marks.append((began, clock.mark()))
-        clock.settle()
         costs.append([clock.cost(*pair) for pair in marks])
+        clock.resolve()
     return [
         {**row, "seconds": median(found[1:])}
         for (row, _), found in zip(rows, zip(*costs, strict=True), strict=True)
@@ -241,9 +252,9 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
             launched = clock.mark()
             _call(group, row["op"], tensor, part)
             row["marks"].append((launched, clock.mark()))
-        clock.settle()
         for row in rows:
             row["marks"][-1] = tuple(map(clock.seconds, row["marks"][-1]))
+        clock.resolve()
         over.fill_(time.perf_counter() > deadline)
         group.all_reduce(over, phase="setup").wait()  # all ranks stop after the same round
         if done >= 3 and over.item():
@@ -359,7 +370,7 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
             files.create(str(size), size)
         deadline = time.perf_counter() + budget
         while len(rows["optimizer", sizes[0]]) < 4 or time.perf_counter() < deadline:
-            clock.settle()
+            clock.resolve()
             for size in sizes:
                 to, values, name = there[: size // 4], here[: size // 4], str(size)
                 if cuda:

@@ -9,8 +9,8 @@ A processor without instructions for 16-bit products makes up for them in softwa
 depend on how the operands lie in memory: measured on one core of an AMD EPYC, 64 to 75 GFLOP/s in
 fp32, and in bf16 1.3 to 10 of x W^T, 1 to 2.6 of g W and 7 to 20 of g^T x. So a cluster may state
 these three rates for each precision, and then they take the place of ``flops``. A GPU states them
-because its 16-bit products are the faster ones; there other kernels gain too, for their bytes are
-half as many.
+because its 16-bit products are the faster ones; there other kernels gain too: their bytes are half
+as many, and their arithmetic, counted in units of products, is as fast as the fastest of these.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Work:
         product has a rate of its own, and on processors other kernels take as long as in fp32.
         """
         rates = cluster.products_16bit.get(precision)
-        products, item = 0.0, ITEM
+        able = rates is None or cluster.cores is None  # computes in 16 bits
+        item = BYTES_PER_ELEMENT[precision] if able else ITEM
+        rest, rate, products = self.flops, cluster.flops, 0.0
         if rates is not None:
-            slow = sum(flops / rate for flops, rate in zip(self.products, rates, strict=True))
-            products = slow - sum(self.products) / cluster.flops
-        if precision != "fp32" and (rates is None or cluster.cores is None):
-            item = BYTES_PER_ELEMENT[precision]
+            products = sum(flops / fast for flops, fast in zip(self.products, rates, strict=True))
+            rest, rate = rest - sum(self.products), max(rates) if able else rate
         return (
-            self.flops / cluster.flops
+            rest / rate
             + products
             + self.bytes * item / ITEM / cluster.memory_bandwidth
             + self.kernels * cluster.op_overhead
