@@ -358,9 +358,10 @@ exercise.check(my_planner)
 
 # %% [markdown]
 # ## On your GPUs
-# The same cells run there. `pl.Cluster.local()` measures processors, not GPUs: to predict a run on
-# those take a preset, or `pl.Cluster.preset("dgx-a100").replace(flops=..., intra=pl.Link(...))`
-# with figures of your own. On several nodes `torchrun ... -m paralab run --dp 4 --tp 8 --pp 2`
+# The same cells run there. `pl.Cluster.local(device="cuda")` measures your GPUs and the links
+# between them; for a cluster that is not at hand take a preset, or
+# `pl.Cluster.preset("dgx-a100").replace(flops=..., intra=pl.Link(...))` with figures of your own.
+# On several nodes `torchrun ... -m paralab run --dp 4 --tp 8 --pp 2`
 # makes the run and `pl.load` reads it. Look first at the level of each group
 # (`report.traffic(by="level")`): what is between nodes should be the smallest number.
 #
