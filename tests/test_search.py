@@ -20,6 +20,7 @@ from paralab.interpret.memory import memory
 from paralab.interpret.time import time
 from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
+from paralab.programs.fold import folds
 from paralab.programs.search import SPARE, Search, totals
 from paralab.programs.space import NEEDLESS, space, values
 from paralab.settings import Asked
@@ -373,3 +374,15 @@ def test_a_value_may_be_an_array_of_numpy():
     assert set(alone.table["dp"]) == {2}
     listed = pl.plan_search(SMALL, LAPTOP, **asked, dp=np.array([2, 4]))
     assert set(listed.table["dp"]) == {2, 4}
+
+
+def test_what_takes_seconds_to_compile_is_compiled_only_where_nothing_else_fits(monkeypatch):
+    monkeypatch.setattr("paralab.programs.search.LARGE", 0)
+
+    def simulated(**pinned) -> list[pl.Plan]:
+        found = pl.plan_search(SMALL, LAPTOP, devices=4, global_batch=32, **pinned)
+        return [found.plans[int(at)] for at in np.flatnonzero(np.isfinite(found.simulated))]
+
+    assert len(simulated(microbatches=[1, 8])) > 1
+    assert all(map(folds, simulated(microbatches=[1, 8])))
+    assert len(simulated(microbatches=1)) == 1

@@ -77,7 +77,7 @@ def predict(
     check_cluster(plan, cluster)
     steps = whole("steps", steps, at_least=1)
     choice("optimizer", optimizer, OPTIMIZERS)
-    rows = _rows(model, plan)
+    rows = plan.dp * plan.tp * rows_of_a_pipeline(model, plan)
     if detail is None:
         detail = "calls" if rows * (steps + 1) <= MANY else "actions"
     choice("detail", detail, DETAILS)
@@ -114,11 +114,13 @@ def _actions(plan: Plan) -> int:
     return 2 * plan.microbatches * plan.stages * 3
 
 
-def _rows(model: ModelSpec, plan: Plan) -> int:
-    """Roughly how many rows a step in full has; known before anything is compiled."""
+def rows_of_a_pipeline(model: ModelSpec, plan: Plan) -> int:
+    """Roughly how many rows a step in full has, of one pipeline's ranks; known before anything is
+    compiled.
+    """
     per_block = 1 + 12 * (plan.tp > 1) + 3 * (plan.zero_stage > 1) + 3 * (plan.tiers is not None)
     blocks = 2 * plan.microbatches * model.layers * (per_block if per_block > 1 else 0)
-    return plan.dp * plan.tp * (_actions(plan) + blocks)
+    return _actions(plan) + blocks
 
 
 def check_cluster(plan: Plan, cluster: Cluster) -> None:

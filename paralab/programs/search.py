@@ -22,7 +22,7 @@ from paralab.checks import choice, illegal, num_bytes, whole
 from paralab.cluster import Cluster
 from paralab.interpret import outline
 from paralab.interpret.memory import memory
-from paralab.interpret.predict import check_cluster
+from paralab.interpret.predict import check_cluster, rows_of_a_pipeline
 from paralab.interpret.time import time
 from paralab.programs import search_words as words
 from paralab.programs.compile import compiled
@@ -40,6 +40,7 @@ PER_DEVICE = 4  # samples of the global batch per device, where none is stated
 SPARE = 1.1  # what an estimate of bytes may be off by
 BEHIND = 1.02  # what is estimated so many times slower than the fastest compiled is not compiled
 AT_LEAST = 3  # of the best are compiled, whatever their estimates are
+LARGE = 100_000  # rows of a step that cannot be folded: it takes seconds to compile
 MAX_TOP = 100  # plans, each compiled: of a trillion parameters seconds each
 MAX_BATCH = 2**24  # samples of a step
 MANY = 30  # micro-batches times pipeline ranks from which a folded program is quicker
@@ -68,7 +69,8 @@ def plan_search(
     memory        bytes per device, or text as "40GB"; default: what the cluster states
     optimizer     "adamw" or "sgd"
     top           how many of the best plans that fit are compiled and simulated, at most: of those
-                  that are estimated to be 2 % slower than the fastest of them, the first three
+                  that are estimated to be 2 % slower than the fastest of them, the first three;
+                  and none that takes seconds to compile, if another fits
     fixed         any field of `Plan`: a value, or a list of values to try. Tried without: all dp,
                   tp, pp and micro-batch sizes that multiply up, every schedule, virtual stages of
                   2, 4, 8 ..., every ZeRO stage, sequence parallelism, recomputation, and offload
@@ -166,10 +168,15 @@ class Search:
         )
 
     def _simulate(self, order: np.ndarray, top: int) -> None:
-        """The first plans in this order, until ``top`` of them fit, or it seems in vain."""
+        """The first plans in this order, until ``top`` of them fit, or it seems in vain. Those that
+        take seconds each come last, and only where no other fits.
+        """
         good, fastest = 0, np.inf
-        for at in order[: 3 * top].tolist():
-            if good == top or (good >= AT_LEAST and self.closed[at] > BEHIND * fastest):
+        slow = {at for at in order[: 3 * top].tolist() if self._is_slow(self.plans[at])}
+        for at in sorted(order[: 3 * top].tolist(), key=slow.__contains__):
+            if good == top or (good and at in slow):
+                return
+            if good >= AT_LEAST and self.closed[at] > BEHIND * fastest:
                 return
             self.simulated[at], self.memory[at] = totals(
                 self.model, self.plans[at], self.cluster, self.optimizer
@@ -177,6 +184,9 @@ class Search:
             self.fits[at] = self.memory[at] <= self.memory_limit
             if self.fits[at]:
                 good, fastest = good + 1, min(fastest, self.simulated[at])
+
+    def _is_slow(self, plan: Plan) -> bool:
+        return not folds(plan) and rows_of_a_pipeline(self.model, plan) > LARGE
 
     @property
     def devices(self) -> int:
