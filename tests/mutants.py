@@ -416,8 +416,8 @@ MUTANTS = {
         "selective", OPS, "parts[2].copy_(used.transpose(-2, -1) @ g)",
         "parts[2].copy_(probabilities.transpose(-2, -1) @ g)", equal=GRADIENTS),
     "GELU: the other form's derivative": Mutant(
-        "accumulation", OPS, 'gelu_backward(g, x, approximate="tanh")',
-        'gelu_backward(g, x, approximate="none")', equal=GRADIENTS),
+        "accumulation", OPS, 'gelu_backward.default(g, x, approximate="tanh")',
+        'gelu_backward.default(g, x, approximate="none")', equal=GRADIENTS),
     "dropout does not scale up": Mutant(
         "recomputed", OPS, "return (x * mask).mul_(1 / (1 - p))", "return x * mask",
         equal=GRADIENTS),

@@ -142,9 +142,9 @@ def delivered_late():
         def __init__(self, deliver):
             self.wait = deliver
 
-    def launched(self, ops, phase, tensors, post, writes, finish, stream):
+    def launched(self, ops, phase, tensors, post, writes, reads, finish, stream):
         copies = [tensor.clone() for tensor in tensors]
-        launch(self, ops, phase, copies, post, [], None, stream).wait()
+        launch(self, ops, phase, copies, post, [], (), None, stream).wait()
         for tensor in writes:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
