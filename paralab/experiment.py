@@ -148,7 +148,8 @@ def run(
     seed          draws weights and batches
     memory_limit  bytes of tensors that a rank may have alive, or text, "64MB" (10^6) or "64MiB"
                   (2^20): one more ends the run with OutOfMemory. Then `report.memory` has every
-                  step, else step 0 alone
+                  step, else step 0 alone; and every step is slower by what the ledger costs, 5 to
+                  20 % on a processor and more on a GPU, so no time of it is a measurement
     keep_state    also return ``report.weights`` and ``report.gradients``
     save          a folder for checkpoints, written after the last step; the last two are kept
     save_every    save too whenever it divides the number of steps the training has done
