@@ -105,13 +105,15 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
 
     # what cannot be says why in place of the views, which fade, and there is nothing to run
     bench.key("chunks, v", "ArrowRight")
-    notebook.wait(lambda: "What would work" in bench.words(), ANSWER_S, bench.words)
-    assert "virtual_stages=2 cannot be" in bench.words() and bench.faded() == 0.2
+    notebook.wait(
+        lambda: "What would work" in bench.words() and bench.faded() == 0.2, ANSWER_S, bench.words
+    )  # words and views are two messages to the page
+    assert "virtual_stages=2 cannot be" in bench.words()
     assert not bench.enabled("Run it") and bench.figure["print"] == start
     notebook.page.screenshot(path=tmp_path / "impossible.png")
     bench.key("chunks, v", "ArrowLeft")
-    notebook.wait(lambda: bench.enabled("Run it"), ANSWER_S, bench.words)
-    assert bench.faded() == 1 and "What would work" not in bench.words()
+    notebook.wait(lambda: bench.enabled("Run it") and bench.faded() == 1, ANSWER_S, bench.words)
+    assert "What would work" not in bench.words()
 
     # the page shows what the plain functions draw
     notebook.run_cell(TWINS)
