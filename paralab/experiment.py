@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paralab import checks
 from paralab.checks import choice, illegal, num_bytes, real, whole
 from paralab.cluster import available_cores
 from paralab.data import Corpus
@@ -87,9 +86,6 @@ class Settings:
             if save is None:
                 raise illegal("save_every", save_every, "there is no folder to save into",
                               'save="a folder" too, or None')  # fmt: skip
-        for name, folder in (("save", save), ("resume", resume)):
-            if folder is not None:
-                checks.path(name, folder, "a folder for checkpoints, or None")
         changes = checkpoints.check_changes(resume_changes)
         if changes and resume is None:
             why, legal = "there is nothing to resume", 'resume="a folder" too, or ()'

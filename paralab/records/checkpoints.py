@@ -36,6 +36,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paralab import checks
 from paralab.checks import choice, illegal, whole
 from paralab.parallel.layouts import whole_shape
 from paralab.records import boxes
@@ -141,9 +142,7 @@ def find(path: object) -> Checkpoint:
     together, a file that is missing, too short or too long, or has other tensors than the index
     says. What a file holds is compared with its checksum by the ranks that read it.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise illegal("resume", path, "not a path", _LEGAL)
-    folder = Path(path).expanduser().absolute()
+    folder = checks.path("resume", path, _LEGAL).absolute()
     if not folder.is_dir():
         why = "is a file" if folder.exists() else "there is no such folder"
         raise illegal("resume", str(path), why, _LEGAL)
@@ -243,9 +242,7 @@ def _listed(folder: Path) -> list[str]:
 def prepare(path: object) -> str:
     """Make the folder if need be and prove that it can be written to; its absolute path."""
     legal = "a folder that you may write to, or the name of a new one"
-    if not isinstance(path, (str, os.PathLike)):
-        raise illegal("save", path, "not a path", legal)
-    folder = Path(path).expanduser().absolute()
+    folder = checks.path("save", path, legal).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder):
