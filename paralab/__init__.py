@@ -24,7 +24,7 @@ from paralab.dry_run import dry_run
 from paralab.experiment import run
 from paralab.interpret.predict import predict
 from paralab.launch import OutOfMemory, RankError, RankTimeout, Stopped, launch, warm_up
-from paralab.report import Report, load
+from paralab.report.report import Report, load
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.compare import compare
 from paralab.trace import trace
@@ -36,10 +36,28 @@ if TYPE_CHECKING:
     from paralab.view.widget_explore import Explore
 
 __all__ = [
-    "Cluster", "Link", "ModelSpec", "OutOfMemory", "Plan", "RankError", "RankTimeout", "Report",
-    "Stopped", "compare", "dry_run", "explore", "launch", "load", "plan_search", "predict",
-    "program", "reference", "run", "trace", "warm_up",
-]  # fmt: skip
+    "Cluster",
+    "Link",
+    "ModelSpec",
+    "OutOfMemory",
+    "Plan",
+    "RankError",
+    "RankTimeout",
+    "Report",
+    "Stopped",
+    "compare",
+    "dry_run",
+    "explore",
+    "launch",
+    "load",
+    "plan_search",
+    "predict",
+    "program",
+    "reference",
+    "run",
+    "trace",
+    "warm_up",
+]
 
 _LAZY = {  # what brings plotly and widgets along, or torch
     "exercises": "paralab.exercises",

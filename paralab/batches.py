@@ -16,10 +16,16 @@ def load_batches(
     """This rank's micro-batches of one step, (b, s + 1) each; data.py's [Note: same batches]."""
     first = rank * plan.microbatches
     texts = [
-        corpus.microbatch(step=step, index=first + k, size=plan.microbatch_size,
-                          global_batch=plan.global_batch, length=model.seq_len, seed=seed)
+        corpus.microbatch(
+            step=step,
+            index=first + k,
+            size=plan.microbatch_size,
+            global_batch=plan.global_batch,
+            length=model.seq_len,
+            seed=seed,
+        )
         for k in range(plan.microbatches)
-    ]  # fmt: skip
+    ]
     return [
         torch.frombuffer(bytearray(text), dtype=torch.uint8).view(plan.microbatch_size, -1)
         for text in texts

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from paralab.interpret.pieces import Piece
 from paralab.ranks.failure import Refused
-from paralab.records import boxes, checkpoints
+from paralab.report import boxes, checkpoints
 
 
 def _held(pieces: Sequence[Piece]) -> dict[tuple[str, boxes.Sizes, boxes.Sizes], Tensor]:
@@ -117,8 +117,10 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
     except OSError as error:
         if rank == 0:
             checkpoints.sweep(folder)  # what there is of it takes the room that was missing
-        raise OSError(f"cannot save the checkpoint of step {step} into {folder}: {error}; "
-                      "what was saved there before is whole") from error  # fmt: skip
+        raise OSError(
+            f"cannot save the checkpoint of step {step} into {folder}: {error}; "
+            "what was saved there before is whole"
+        ) from error
 
 
 # ---- resuming -----------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from typing import Any
 
 from paralab import doctor
 from paralab.checks import illegal, number, size
-from paralab.cluster import CLUSTER_PRESETS
 from paralab.options import (
     add_exports,
     add_model_and_plan,
@@ -36,8 +35,9 @@ from paralab.options import (
     settings_of,
 )
 from paralab.ranks.errors import Nested
-from paralab.records import written
+from paralab.report import written
 from paralab.spec import ModelSpec, Plan
+from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.traffic import BOOKKEEPING
 
 DIFF = "diff_"  # --diff-zero-stage 3: the same plan but for this
@@ -69,21 +69,28 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_model_and_plan(run)
-    add_options(run.add_argument_group("the run"), (
-        ("--steps", number, "optimizer steps, the first of them warm-up"),
-        ("--optimizer", str, "adamw or sgd"),
-        ("--lr", number, "learning rate"),
-        ("--clip-norm", number, "clip the gradients' global norm to this"),
-        ("--data", str, "a text file or folder (default: Python's standard library)"),
-        ("--seed", number, "draws weights and batches"),
-        ("--memory-limit", size, "stop a rank that needs more: 64MB (10^6), 64MiB (2^20)"),
-        ("--checkpoint", str, "a folder to save checkpoints into, the last after the last step"),
-        ("--save-every", number, "save a checkpoint every so many steps too"),
-        ("--resume", str, "a folder of checkpoints to go on from, under any plan"),
-        ("--resume-changes", comma_separated, "what may differ then: lr,global_batch,data"),
-        ("--device", str, "cpu or cuda (default: the GPU where there is one)"),
-        ("--timeout", number, "seconds without a sign of life before the ranks are stopped"),
-    ))  # fmt: skip
+    add_options(
+        run.add_argument_group("the run"),
+        (
+            ("--steps", number, "optimizer steps, the first of them warm-up"),
+            ("--optimizer", str, "adamw or sgd"),
+            ("--lr", number, "learning rate"),
+            ("--clip-norm", number, "clip the gradients' global norm to this"),
+            ("--data", str, "a text file or folder (default: Python's standard library)"),
+            ("--seed", number, "draws weights and batches"),
+            ("--memory-limit", size, "stop a rank that needs more: 64MB (10^6), 64MiB (2^20)"),
+            (
+                "--checkpoint",
+                str,
+                "a folder to save checkpoints into, the last after the last step",
+            ),
+            ("--save-every", number, "save a checkpoint every so many steps too"),
+            ("--resume", str, "a folder of checkpoints to go on from, under any plan"),
+            ("--resume-changes", comma_separated, "what may differ then: lr,global_batch,data"),
+            ("--device", str, "cpu or cuda (default: the GPU where there is one)"),
+            ("--timeout", number, "seconds without a sign of life before the ranks are stopped"),
+        ),
+    )
 
     result = run.add_argument_group("what to show and write")
     result.add_argument(
@@ -102,12 +109,15 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_model_and_plan(dry)
-    add_options(dry.add_argument_group("the dry run"), (
-        ("--rank", number, "which of the plan's ranks to be (default 0)"),
-        ("--steps", number, "optimizer steps (default 1); they are alike"),
-        ("--optimizer", str, "adamw or sgd"),
-        ("--clip-norm", number, "clip the gradients' global norm to this"),
-    ))  # fmt: skip
+    add_options(
+        dry.add_argument_group("the dry run"),
+        (
+            ("--rank", number, "which of the plan's ranks to be (default 0)"),
+            ("--steps", number, "optimizer steps (default 1); they are alike"),
+            ("--optimizer", str, "adamw or sgd"),
+            ("--clip-norm", number, "clip the gradients' global norm to this"),
+        ),
+    )
     dry.add_argument("--save", type=Path, metavar="FILE", help="the report: dry.json")
     dry.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page")
     dry.set_defaults(act=_dry_run, parser=dry)
@@ -204,9 +214,21 @@ def _files(given: argparse.Namespace, *names: str) -> None:
 def _run(given: argparse.Namespace) -> int:
     experiment = importlib.import_module("paralab.experiment")
     by_torchrun = torchrun_started_this()
-    settings = settings_of(given, "steps", "optimizer", "lr", "clip_norm", "data", "seed",
-                           "memory_limit", "device", "timeout", "save_every", "resume",
-                           "resume_changes")  # fmt: skip
+    settings = settings_of(
+        given,
+        "steps",
+        "optimizer",
+        "lr",
+        "clip_norm",
+        "data",
+        "seed",
+        "memory_limit",
+        "device",
+        "timeout",
+        "save_every",
+        "resume",
+        "resume_changes",
+    )
     if "checkpoint" in given:  # --save is the report's here
         settings["save"] = given.checkpoint
     with _refusals(given.parser):
@@ -224,7 +246,7 @@ def _run(given: argparse.Namespace) -> int:
     sections = []
     if given.predict:
         import paralab as pl
-        from paralab.records.dry import device_of
+        from paralab.report.dry import device_of
 
         print("measuring this machine, or reading what was measured before …", flush=True)
         here = pl.Cluster.local(device=device_of(report))
@@ -316,8 +338,12 @@ def _run_one_rank(
 ) -> int:
     for name in ("save", "html", "perfetto", "predict"):
         if getattr(given, name):
-            raise illegal(name, str(getattr(given, name)), "one rank has one part of the report",
-                          "--out FOLDER, then paralab show FOLDER")  # fmt: skip
+            raise illegal(
+                name,
+                str(getattr(given, name)),
+                "one rank has one part of the report",
+                "--out FOLDER, then paralab show FOLDER",
+            )
     folder = str(given.out or DEFAULT_OUT)
     rank = experiment.run_under_torchrun(model, plan, folder=folder, **settings)
     if rank == 0:
@@ -327,7 +353,7 @@ def _run_one_rank(
 
 
 def _show(given: argparse.Namespace) -> int:
-    from paralab.report import load
+    from paralab.report.report import load
 
     with _refusals(given.parser):
         _files(given, "html", "perfetto")

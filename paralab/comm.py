@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paralab.checks import illegal
-from paralab.observe.recorder import Recorder
+from paralab.instruments.recorder import Recorder
 from paralab.pending import Arrivals, Lent, Pending
 from paralab.ranks.lookout import Lookout
 from paralab.staging import HostStaging
@@ -98,9 +98,12 @@ class Group:
             return self
         key = (ranks, axis)
         if key not in self._subgroups:
-            settings = {"context": self.context, "recorder": self.recorder,
-                        "process_group": dist.new_group(list(ranks)),
-                        "stage": self.staging is not None}  # fmt: skip
+            settings = {
+                "context": self.context,
+                "recorder": self.recorder,
+                "process_group": dist.new_group(list(ranks)),
+                "stage": self.staging is not None,
+            }
             member = self.context.rank in ranks
             self._subgroups[key] = Group(ranks, axis=axis, **settings) if member else None
         return self._subgroups[key]
@@ -128,16 +131,26 @@ class Group:
     # ---- collectives ------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, *, phase: str | None = None) -> Pending:
         """Sum ``tensor`` over the group, in place."""
-        return self._call("all_reduce", tensor, phase, [tensor],
-                          lambda t: [dist.all_reduce(t, group=self.process_group, async_op=True)],
-                          writes=[tensor], reads=[tensor])  # fmt: skip
+        return self._call(
+            "all_reduce",
+            tensor,
+            phase,
+            [tensor],
+            lambda t: [dist.all_reduce(t, group=self.process_group, async_op=True)],
+            writes=[tensor],
+            reads=[tensor],
+        )
 
     def all_gather(self, output: Tensor, part: Tensor, *, phase: str | None = None) -> Pending:
         """``output`` = the members' ``part`` one after the other, (n * numel,)."""
-        return self._call("all_gather", output, phase, [output, part],
-                          lambda o, p: [_all_gather(
-                              o, p, group=self.process_group, async_op=True)],
-                          writes=[output])  # fmt: skip
+        return self._call(
+            "all_gather",
+            output,
+            phase,
+            [output, part],
+            lambda o, p: [_all_gather(o, p, group=self.process_group, async_op=True)],
+            writes=[output],
+        )
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, phase: str | None = None) -> Pending:
         """Part i of ``tensor`` goes to member i; ``output`` holds what the members sent here."""
@@ -153,10 +166,14 @@ class Group:
     ) -> Pending:
         """``output`` = this rank's part of the members' sum. tensor: (n * output.numel(),)."""
         if self.context.backend == "nccl":
-            return self._call("reduce_scatter", tensor, phase, [output, tensor],
-                              lambda o, t: [native_reduce_scatter(
-                                  o, t, group=self.process_group, async_op=True)],
-                              writes=[output])  # fmt: skip
+            return self._call(
+                "reduce_scatter",
+                tensor,
+                phase,
+                [output, tensor],
+                lambda o, t: [native_reduce_scatter(o, t, group=self.process_group, async_op=True)],
+                writes=[output],
+            )
         with self.recorder.making("buffers"):
             received = torch.empty_like(tensor)
 
@@ -164,28 +181,54 @@ class Group:
             with self.recorder.span("copy"):
                 torch.sum(received.view(self.size, -1), dim=0, out=output.view(-1))
 
-        return self._call("reduce_scatter", tensor, phase, [received, tensor], self._exchange,
-                          writes=[received], finish=add_up)  # fmt: skip
+        return self._call(
+            "reduce_scatter",
+            tensor,
+            phase,
+            [received, tensor],
+            self._exchange,
+            writes=[received],
+            finish=add_up,
+        )
 
     def broadcast(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
         """Everybody gets global rank ``root``'s tensor. Gloo forwards it down a binomial tree."""
         options = {"group": self.process_group, "async_op": True}
-        return self._call("broadcast", tensor, phase, [tensor],
-                          lambda t: [dist.broadcast(t, root, **options)],
-                          writes=[tensor] * (self.context.rank != root), peer=root)  # fmt: skip
+        return self._call(
+            "broadcast",
+            tensor,
+            phase,
+            [tensor],
+            lambda t: [dist.broadcast(t, root, **options)],
+            writes=[tensor] * (self.context.rank != root),
+            peer=root,
+        )
 
     def reduce(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
         """Global rank ``root``'s tensor becomes the members' sum; the others keep theirs."""
         if self.context.backend == "nccl":
             options = {"group": self.process_group, "async_op": True}
-            return self._call("reduce", tensor, phase, [tensor],
-                              lambda t: [dist.reduce(t, root, **options)],
-                              writes=[tensor], reads=[tensor], peer=root)  # fmt: skip
+            return self._call(
+                "reduce",
+                tensor,
+                phase,
+                [tensor],
+                lambda t: [dist.reduce(t, root, **options)],
+                writes=[tensor],
+                reads=[tensor],
+                peer=root,
+            )
         others = [r for r in self.ranks if r != root]
         if self.context.rank != root:
-            return self._call("reduce", tensor, phase, [tensor],
-                              lambda t: [dist.isend(t, root, group=self.process_group)],
-                              writes=[], peer=root)  # fmt: skip
+            return self._call(
+                "reduce",
+                tensor,
+                phase,
+                [tensor],
+                lambda t: [dist.isend(t, root, group=self.process_group)],
+                writes=[],
+                peer=root,
+            )
         with self.recorder.making("buffers"):
             parts = [torch.empty_like(tensor) for _ in others]
 
@@ -195,8 +238,10 @@ class Group:
                     tensor.add_(part)
 
         def receive(*into: Tensor) -> list:
-            return [dist.irecv(p, r, group=self.process_group)
-                    for p, r in zip(into, others, strict=True)]  # fmt: skip
+            return [
+                dist.irecv(p, r, group=self.process_group)
+                for p, r in zip(into, others, strict=True)
+            ]
 
         return self._call(
             "reduce", tensor, phase, parts, receive, writes=parts, peer=root, finish=add_up
@@ -237,20 +282,38 @@ class Group:
 
         def post(*staged: Tensor) -> list:
             calls = {"send": dist.isend, "recv": dist.irecv}
-            ops = [dist.P2POp(calls[kind], tensor, peer, group=process_group)
-                   for (kind, _, peer), tensor in zip(parts, staged, strict=True)]  # fmt: skip
+            ops = [
+                dist.P2POp(calls[kind], tensor, peer, group=process_group)
+                for (kind, _, peer), tensor in zip(parts, staged, strict=True)
+            ]
             return dist.batch_isend_irecv(ops)
 
         writes = [tensor for kind, tensor, _ in parts if kind == "recv"]
-        return self._launch([(kind, _nbytes(t), peer) for kind, t, peer in parts],
-                            phase, tensors, post, writes, (), None, stream)  # fmt: skip
+        return self._launch(
+            [(kind, _nbytes(t), peer) for kind, t, peer in parts],
+            phase,
+            tensors,
+            post,
+            writes,
+            (),
+            None,
+            stream,
+        )
 
     # ---- the one way out -----------------------------------------------------------------------
     def _call(
-        self, op: str, payload: Tensor, phase: str | None, tensors: list[Tensor], post: Callable,
-        *, writes: list[Tensor], reads: Sequence[Tensor] = (), peer: int = -1,
+        self,
+        op: str,
+        payload: Tensor,
+        phase: str | None,
+        tensors: list[Tensor],
+        post: Callable,
+        *,
+        writes: list[Tensor],
+        reads: Sequence[Tensor] = (),
+        peer: int = -1,
         finish: Callable | None = None,
-    ) -> Pending:  # fmt: skip
+    ) -> Pending:
         """writes: those of ``tensors`` that the call fills; of these, ``reads`` are read first."""
         if self._strict is not None:
             self._strict.collective(self.ranks, op, payload)
@@ -261,10 +324,16 @@ class Group:
         )
 
     def _launch(
-        self, ops: list[tuple[str, int, int]], phase: str | None, tensors: list[Tensor],
-        post: Callable, writes: list[Tensor], reads: Sequence[Tensor], finish: Callable | None,
+        self,
+        ops: list[tuple[str, int, int]],
+        phase: str | None,
+        tensors: list[Tensor],
+        post: Callable,
+        writes: list[Tensor],
+        reads: Sequence[Tensor],
+        finish: Callable | None,
         stream: Any,
-    ) -> Pending:  # fmt: skip
+    ) -> Pending:
         recorder, after = self.recorder, self.recorder.cut()
         lane = f"comm:{self.axis}"
         lent = None
@@ -285,8 +354,20 @@ class Group:
             wire = wire_bytes(op, payload, self.size, self.index, root)
             pair = op in POINT_TO_POINT
             level = self._level_of((self.context.rank, peer)) if pair else self.level
-            recorder.call((self._calls, op, self.axis, self.ranks, peer, level,
-                           phase or self.phase, payload, wire, span))  # fmt: skip
+            recorder.call(
+                (
+                    self._calls,
+                    op,
+                    self.axis,
+                    self.ranks,
+                    peer,
+                    level,
+                    phase or self.phase,
+                    payload,
+                    wire,
+                    span,
+                )
+            )
         self._calls += 1
         return Pending(self, works, span, (ops[0][0], self._calls - 1), finish, lent)
 

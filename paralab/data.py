@@ -129,8 +129,12 @@ def _checked(path: str | os.PathLike[str]) -> Path:
     if place.is_file() and not os.access(place, os.R_OK):
         raise illegal("data", str(path), "may not be read by you", legal)
     if place.is_file() and not _looks_like_text(place):
-        raise illegal("data", str(path), "not text: it has zero bytes, or is UTF-16",
-                      f"{legal}; UTF-8 is best")  # fmt: skip
+        raise illegal(
+            "data",
+            str(path),
+            "not text: it has zero bytes, or is UTF-16",
+            f"{legal}; UTF-8 is best",
+        )
     return place
 
 

@@ -13,9 +13,9 @@ import json
 import sys
 from typing import Any, NamedTuple
 
+from paralab.instruments.calibrate import BUSY
+from paralab.instruments.machine import Folder, Machine, examine
 from paralab.launch import MAX_RANKS
-from paralab.observe.calibrate import BUSY
-from paralab.observe.machine import Folder, Machine, examine
 from paralab.spec import Cluster
 
 GB, GIB, MB = 10**9, 2**30, 10**6
@@ -29,9 +29,11 @@ NEEDED_FILES = 256  # open at once: pipes and sockets between the ranks of a lab
 def add_command(commands: Any) -> None:
     """Add `paralab doctor` to the shell's commands."""
     parser = commands.add_parser(
-        "doctor", help="what this machine can do, and which labs run here", allow_abbrev=False,
+        "doctor",
+        help="what this machine can do, and which labs run here",
+        allow_abbrev=False,
         description="Exit status 0 if labs run here, 1 with the reason if none does.",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="the same for programs")
     parser.add_argument(
         "--calibrate",
@@ -101,8 +103,10 @@ class Diagnosis(NamedTuple):
         import paralab
 
         width = max(len(what) for what, _ in self.lines)
-        rows = [f"paralab {paralab.__version__} on {self.machine.system}, "
-                f"Python {self.machine.python}", ""]  # fmt: skip
+        rows = [
+            f"paralab {paralab.__version__} on {self.machine.system}, Python {self.machine.python}",
+            "",
+        ]
         rows += [f"  {what:<{width}}  {said}" for what, said in self.lines]
         rows += [
             "",
@@ -144,14 +148,26 @@ def diagnose(machine: Machine) -> Diagnosis:
         ("open files", _open_files(machine)),
         ("/dev/shm", "none" if machine.shm is None else _room(machine.shm)),
         ("temp folder", _temp(machine.temp)),
-        ("ranks", "from a warm server: a launch takes a tenth of a second" if machine.forkserver
-         else "started one by one, some seconds per launch: this system cannot fork them"),
+        (
+            "ranks",
+            "from a warm server: a launch takes a tenth of a second"
+            if machine.forkserver
+            else "started one by one, some seconds per launch: this system cannot fork them",
+        ),
         ("byte counter", _counter(machine)),
-        ("browser", machine.browser or "no chromium or Chrome: only `make labs` and the browser "
-         "tests need one of their own"),
-        ("software", ", ".join(f"{name} {version or 'missing'}"
-                               for name, version in machine.versions.items())),
-    ]  # fmt: skip
+        (
+            "browser",
+            machine.browser
+            or "no chromium or Chrome: only `make labs` and the browser "
+            "tests need one of their own",
+        ),
+        (
+            "software",
+            ", ".join(
+                f"{name} {version or 'missing'}" for name, version in machine.versions.items()
+            ),
+        ),
+    ]
     labs = [(lab, *_verdict(lab, machine, problems)) for lab in LABS]
     return Diagnosis(machine, lines, labs, problems)
 
@@ -164,30 +180,43 @@ def _problems(machine: Machine) -> list[str]:
         found.append(f"Python {machine.python} is too old: 3.11 or newer is needed")
     missing = [name for name, at in machine.versions.items() if at is None and name != "torch"]
     if missing:
-        found.append(f"missing: {', '.join(missing)}; {sys.executable} -m pip install "
-                     f"{' '.join(missing)}")  # fmt: skip
+        found.append(
+            f"missing: {', '.join(missing)}; {sys.executable} -m pip install {' '.join(missing)}"
+        )
     torch = machine.torch
     if torch.error is not None and machine.versions.get("torch") is None:
-        found.append(f"torch is not installed: {sys.executable} -m pip install torch (without a "
-                     "GPU: --index-url https://download.pytorch.org/whl/cpu)")  # fmt: skip
+        found.append(
+            f"torch is not installed: {sys.executable} -m pip install torch (without a "
+            "GPU: --index-url https://download.pytorch.org/whl/cpu)"
+        )
     elif torch.error is not None:
         found.append(f"torch is installed and cannot be imported: {torch.error}")
     elif "gloo" not in torch.backends:
-        found.append("this torch was built without gloo, over which ranks on CPUs talk: install "
-                     "one from pytorch.org")  # fmt: skip
+        found.append(
+            "this torch was built without gloo, over which ranks on CPUs talk: install "
+            "one from pytorch.org"
+        )
     if _room_for_ranks(machine) < 1:
         free, one = _size(machine.free_memory), _size(BASE_MEMORY + RANK_MEMORY)
-        found.append(f"{free} of memory are free, and one rank beside JupyterLab takes {one}: "
-                     "close something")  # fmt: skip
+        found.append(
+            f"{free} of memory are free, and one rank beside JupyterLab takes {one}: "
+            "close something"
+        )
     if machine.temp is None or not machine.temp.writable:
-        found.append("there is no folder for temporary files that can be written to, and ranks "
-                     "meet in one: set TMPDIR")  # fmt: skip
+        found.append(
+            "there is no folder for temporary files that can be written to, and ranks "
+            "meet in one: set TMPDIR"
+        )
     elif machine.temp.free < SCRATCH // 10:
-        found.append(f"{machine.temp.path} has {_size(machine.temp.free)} left, and ranks meet in "
-                     "files there: make room, or set TMPDIR to another folder")  # fmt: skip
+        found.append(
+            f"{machine.temp.path} has {_size(machine.temp.free)} left, and ranks meet in "
+            "files there: make room, or set TMPDIR to another folder"
+        )
     if machine.open_files is not None and 0 <= machine.open_files[0] < NEEDED_FILES // 4:
-        found.append(f"a process may open {machine.open_files[0]} files, and ranks need more: "
-                     f"ulimit -n {NEEDED_FILES}")  # fmt: skip
+        found.append(
+            f"a process may open {machine.open_files[0]} files, and ranks need more: "
+            f"ulimit -n {NEEDED_FILES}"
+        )
     return found
 
 
@@ -205,8 +234,10 @@ def _verdict(lab: Lab, machine: Machine, problems: list[str]) -> tuple[bool, str
     if room < lab.ranks:
         return False, f"with {room} ranks instead: memory has no room for {lab.ranks}"
     if lab.files and machine.temp is not None and machine.temp.free < lab.files:
-        return False, (f"not yet: it writes {_size(lab.files)} to {machine.temp.path}, which has "
-                       f"{_size(machine.temp.free)}")  # fmt: skip
+        return False, (
+            f"not yet: it writes {_size(lab.files)} to {machine.temp.path}, which has "
+            f"{_size(machine.temp.free)}"
+        )
     gpus = len(machine.torch.gpus)
     said = "runs here as it is"
     if lab.ranks > _cores_at_once(machine) and not gpus:
@@ -262,8 +293,10 @@ def _gpus(machine: Machine) -> str:
 def _links(machine: Machine) -> str:
     at = machine.links
     if at is None:
-        return ("not measured yet: paralab doctor --calibrate takes some fifteen seconds; else the "
-                "first prediction does it")  # fmt: skip
+        return (
+            "not measured yet: paralab doctor --calibrate takes some fifteen seconds; else the "
+            "first prediction does it"
+        )
     again = "; other programs were busy, so it is measured again once they are not" * at["busy"]
     if at["stolen"] > BUSY and not again:
         again = (
@@ -271,8 +304,10 @@ def _links(machine: Machine) -> str:
             "the same hardware, so links look slow; --calibrate in a quieter hour"
         )
     link = f"{1e3 * at['alpha']:.2g} ms and {at['bandwidth'] / 1e9:.2g} GB/s"
-    return (f"measured {at['made'][:10]}: {at['flops'] / 1e9:.0f} GFLOP/s on a {at['on']}, between "
-            f"ranks {link}{again}")  # fmt: skip
+    return (
+        f"measured {at['made'][:10]}: {at['flops'] / 1e9:.0f} GFLOP/s on a {at['on']}, between "
+        f"ranks {link}{again}"
+    )
 
 
 def _open_files(machine: Machine) -> str:

@@ -15,8 +15,8 @@ from paralab.checks import choice, illegal, real, whole
 from paralab.interpret.dry import numbered
 from paralab.interpret.predict import OPTIMIZERS, check_steps
 from paralab.programs.compile import compiled
-from paralab.records.dry import CLOCK
-from paralab.report import Report
+from paralab.report.dry import CLOCK
+from paralab.report.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from paralab.checks import choice, illegal, num_bytes, real, whole
-from paralab.cluster import available_cores
 from paralab.data import Corpus
 from paralab.interpret.quick import table
 from paralab.launch import MAX_RANKS, OutOfMemory, Stopped, launch_program, torchrun_context
 from paralab.ranks.started import variable
-from paralab.records import checkpoints, scratch
-from paralab.report import Report, save_part
+from paralab.report import checkpoints, scratch
+from paralab.report.report import Report, save_part
 from paralab.spec import ModelSpec, Plan
+from paralab.spec.cluster import available_cores
 from paralab.theory.offload import file_bytes
 
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
@@ -84,8 +84,12 @@ class Settings:
         if save_every is not None:
             whole("save_every", save_every, at_least=1)
             if save is None:
-                raise illegal("save_every", save_every, "there is no folder to save into",
-                              'save="a folder" too, or None')  # fmt: skip
+                raise illegal(
+                    "save_every",
+                    save_every,
+                    "there is no folder to save into",
+                    'save="a folder" too, or None',
+                )
         changes = checkpoints.check_changes(resume_changes)
         if changes and resume is None:
             why, legal = "there is nothing to resume", 'resume="a folder" too, or ()'
@@ -170,10 +174,13 @@ def run(
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
         plan.validate(model)  # what no machine can do is said first
         largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
-        raise illegal(largest, getattr(plan, largest), f"the plan needs {plan.world_size} ranks, "
-                      f"and one machine starts {MAX_RANKS} at most", "fewer ranks; or pl.predict "
-                      "or pl.dry_run, which need none, or torchrun on several machines"
-                      )  # fmt: skip
+        raise illegal(
+            largest,
+            getattr(plan, largest),
+            f"the plan needs {plan.world_size} ranks, and one machine starts {MAX_RANKS} at most",
+            "fewer ranks; or pl.predict "
+            "or pl.dry_run, which need none, or torchrun on several machines",
+        )
     checked = Settings.check(
         model,
         plan,
@@ -212,9 +219,14 @@ def run(
 
 
 def run_under_torchrun(
-    model: ModelSpec, plan: Plan, *, folder: str, device: str | None = None,
-    timeout: float = 120.0, **settings: Any,
-) -> int:  # fmt: skip
+    model: ModelSpec,
+    plan: Plan,
+    *,
+    folder: str,
+    device: str | None = None,
+    timeout: float = 120.0,
+    **settings: Any,
+) -> int:
     """Be one rank of a `torchrun` job and write this rank's part into ``folder``. Returns the rank.
 
     ``pl.load(folder)`` merges the parts once they lie in one place.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paralab.comm import Group
-from paralab.observe.recorder import Recorder
+from paralab.instruments.recorder import Recorder
 from paralab.parallel.layouts import mode_of
 from paralab.spec import Plan
 
@@ -61,8 +61,16 @@ class Grid:
 
     def _connect(self, pipelines: list[tuple[int, ...]]) -> None:
         """NCCL connects a group at its first call: here, not within the first step's backward."""
-        groups = (self.world, *self.tp.values(), self.dp, self.shard, self.replica, self.secondary,
-                  self.pp, self.ends)  # fmt: skip
+        groups = (
+            self.world,
+            *self.tp.values(),
+            self.dp,
+            self.shard,
+            self.replica,
+            self.secondary,
+            self.pp,
+            self.ends,
+        )
         for group in dict.fromkeys(group for group in groups if group is not None):
             if group.size > 1:
                 group.barrier(phase="setup")
@@ -79,9 +87,11 @@ class Grid:
         axes = {name: group for name, group in axes.items() if group.size > 1} or {"dp": self.dp}
         ranks = torch.arange(self.world.size).reshape([group.size for group in axes.values()])
         return DeviceMesh.from_group(
-            [group.process_group for group in axes.values()], self.context.device.split(":")[0],
-            ranks, mesh_dim_names=tuple(axes),
-        )  # fmt: skip
+            [group.process_group for group in axes.values()],
+            self.context.device.split(":")[0],
+            ranks,
+            mesh_dim_names=tuple(axes),
+        )
 
     def _mine(self, groups: set[tuple[int, ...]], axis: str) -> Group | None:
         """Of disjoint groups the one that this rank is in; every rank asks for the same ones."""

@@ -32,9 +32,15 @@ from paralab.ranks.server import LOOK_SECONDS, RankServer
 from paralab.ranks.watch import Run
 
 __all__ = [
-    "OutOfMemory", "RankError", "RankTimeout", "Stopped",
-    "launch", "launch_program", "torchrun_context", "warm_up",
-]  # fmt: skip
+    "OutOfMemory",
+    "RankError",
+    "RankTimeout",
+    "Stopped",
+    "launch",
+    "launch_program",
+    "torchrun_context",
+    "warm_up",
+]
 
 MAX_RANKS = 64
 

@@ -62,8 +62,11 @@ def comma_separated(text: str) -> list[str]:
 
 
 READERS: dict[str, Callable[[str], Any]] = {  # by annotation
-    "int": number, "float": number, "int | None": number, "tuple[str, ...]": comma_separated,
-}  # fmt: skip
+    "int": number,
+    "float": number,
+    "int | None": number,
+    "tuple[str, ...]": comma_separated,
+}
 
 
 def _add_fields(
@@ -99,9 +102,13 @@ def add_other_plan(command: argparse.ArgumentParser, prefix: str) -> None:
 
 def add_model_and_plan(command: argparse.ArgumentParser) -> None:
     model = command.add_argument_group("the model")
-    model.add_argument("--preset", default=DEFAULT_PRESET, metavar="NAME",
-                       help=f"start from {', '.join(MODEL_PRESETS)} (default {DEFAULT_PRESET}); "
-                       "the options below change it")  # fmt: skip
+    model.add_argument(
+        "--preset",
+        default=DEFAULT_PRESET,
+        metavar="NAME",
+        help=f"start from {', '.join(MODEL_PRESETS)} (default {DEFAULT_PRESET}); "
+        "the options below change it",
+    )
     _add_fields(model, ModelSpec, ModelSpec.preset(DEFAULT_PRESET).to_dict())
     _add_fields(command.add_argument_group("the plan"), Plan, Plan().to_dict())
 
@@ -110,8 +117,14 @@ def add_options(group: Any, options: Sequence[tuple[str, Callable[[str], Any], s
     """(option, what reads its value, help) each; one that is not given is not in the result."""
     for option, reader, said in options:
         name = option[2:].replace("-", "_")
-        group.add_argument(option, dest=name, type=reader, metavar=name.upper(),
-                           default=argparse.SUPPRESS, help=said)  # fmt: skip
+        group.add_argument(
+            option,
+            dest=name,
+            type=reader,
+            metavar=name.upper(),
+            default=argparse.SUPPRESS,
+            help=said,
+        )
 
 
 def add_exports(group: Any) -> None:

@@ -36,9 +36,14 @@ class Pending:
     __slots__ = ("_group", "_works", "_span", "_what", "_finish", "_lent", "_done")
 
     def __init__(
-        self, group: Any, works: Sequence[Any], span: int, what: tuple, finish: Callable | None,
+        self,
+        group: Any,
+        works: Sequence[Any],
+        span: int,
+        what: tuple,
+        finish: Callable | None,
         lent: Lent | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._group, self._works, self._span = group, works, span
         self._what, self._finish, self._done = what, finish, False
         self._lent = lent

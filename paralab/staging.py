@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paralab.observe.recorder import Recorder
+from paralab.instruments.recorder import Recorder
 
 
 class HostStaging:

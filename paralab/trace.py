@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal, whole
 from paralab.launch import MAX_RANKS, _pickled, launch_program
-from paralab.report import Report
+from paralab.report.report import Report
 from paralab.spec import Plan
 
 if TYPE_CHECKING:
@@ -75,9 +75,16 @@ def trace(
     node_of = [rank * nodes // ranks for rank in range(ranks)]
     _pickled("fn", fn, tuple(args))  # refuses what cannot be sent by the names the caller knows
     program = functools.partial(_program, fn)
-    parts = launch_program(program, ranks, (node_of, memory, *args), timeout=timeout,
-                           device=device, live=live, strict=strict,
-                           **({} if stop is None else {"stop": stop}))  # fmt: skip
+    parts = launch_program(
+        program,
+        ranks,
+        (node_of, memory, *args),
+        timeout=timeout,
+        device=device,
+        live=live,
+        strict=strict,
+        **({} if stop is None else {"stop": stop}),
+    )
     peaks = {"peak_bytes": [part["peak_bytes"] for part in parts]} if memory else {}
     meta = {"function": _name(fn), "strict": strict, **parts[0]["meta"], **peaks}
     return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
@@ -97,8 +104,8 @@ def _program(
     import torch
 
     from paralab.comm import Group
-    from paralab.observe.memory import PeakMemory
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.memory import PeakMemory
+    from paralab.instruments.recorder import Recorder
 
     context = replace(context, nodes=tuple(node_of))
     ranks = range(context.world_size)
@@ -126,9 +133,13 @@ def _program(
         "losses": [],
         "result": _plain(result),
         "peak_bytes": peak.peak,
-        "meta": {"device": context.device, "backend": context.backend, "nodes": node_of,
-                 "torch": str(torch.__version__)},
-    }  # fmt: skip
+        "meta": {
+            "device": context.device,
+            "backend": context.backend,
+            "nodes": node_of,
+            "torch": str(torch.__version__),
+        },
+    }
 
 
 def _plain(value: Any) -> Any:

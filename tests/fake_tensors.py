@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from paralab import grid
 from paralab.comm import Group
-from paralab.observe.ledger import Ledger
+from paralab.instruments.ledger import Ledger
 from paralab.pending import Pending
 
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default

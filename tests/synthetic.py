@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from paralab.records.tables import COLUMNS
-from paralab.report import Report
+from paralab.report.report import Report
+from paralab.report.tables import COLUMNS
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.traffic import wire_bytes
 

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 import paralab as pl
-from paralab.records.tables import COLUMNS
-from paralab.report import Report
+from paralab.report.report import Report
+from paralab.report.tables import COLUMNS
 from paralab.theory.gaps import _pace, _waited
 from paralab.theory.ideal import bubbles, ideal, schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paralab as pl
+from paralab.instruments import calibrate, processors
 from paralab.interpret.predict import predict
-from paralab.observe import calibrate, processors
 from paralab.theory import fit
 from paralab.theory.traffic import wire_bytes
 from paralab.theory.work import PRODUCTS
@@ -370,7 +370,7 @@ def test_another_machine_or_version_has_a_cache_of_its_own(monkeypatch):
 SCRIPT = """
 import json, sys
 import paralab as pl
-from paralab.observe import calibrate
+from paralab.instruments import calibrate
 calibrate.BUSY = 1.0  # other tests run beside this one, or do not
 cluster = pl.Cluster.local()
 known = calibrate.calibration()

@@ -32,8 +32,8 @@ from paralab import cli
 from paralab.launch import launch_program
 from paralab.parallel.layouts import whole_shape
 from paralab.programs.compile import compiled
-from paralab.records import boxes, checkpoints
-from paralab.records.storage import seal
+from paralab.report import boxes, checkpoints
+from paralab.report.storage import seal
 
 ROOT = Path(__file__).resolve().parent.parent
 # AdamW divides by the root of a mean square: where a gradient is next to nothing, the order of

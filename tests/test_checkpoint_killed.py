@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 import paralab as pl
 from paralab.launch import _house
-from paralab.records import boxes, checkpoints
+from paralab.report import boxes, checkpoints
 
 FILE = "rank-0.safetensors"
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ def every_operation(context, stage: bool) -> dict:
     import torch
 
     from paralab.comm import Group
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     n, rank = context.world_size, context.rank
     recorder = Recorder(rank=rank, world_size=n)
@@ -114,7 +114,7 @@ def groups_of_groups(context) -> dict:
     import torch
 
     from paralab.comm import Group
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     n, rank = context.world_size, context.rank
     context = dataclasses.replace(context, nodes=(0, 0, 1, 1))
@@ -160,7 +160,7 @@ def out_of_order(context, case: str) -> None:
     import torch
 
     from paralab.comm import Group
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     rank, t = context.rank, torch.zeros(4)
     group = Group(range(2), axis="pp", context=context, recorder=Recorder(rank=rank, world_size=2))
@@ -229,7 +229,7 @@ def waits_for_an_absent_peer(context) -> None:
     import torch
 
     from paralab.comm import Group
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     group = Group(
         range(2), axis="pp", context=context, recorder=Recorder(rank=context.rank, world_size=2)
@@ -248,7 +248,7 @@ def receives_long_before_it_looks(context) -> dict:
     import torch
 
     from paralab.comm import Group
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     recorder = Recorder(rank=context.rank, world_size=2)
     group = Group(range(2), axis="pp", context=context, recorder=recorder)
@@ -278,7 +278,7 @@ def waits_for_several(context) -> list[tuple[str, int]]:
     import torch
 
     from paralab.comm import Group
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
     from paralab.pending import wait_all
 
     recorder = Recorder(rank=context.rank, world_size=2)
@@ -308,8 +308,8 @@ def looks_for_what_gloo_still_has(context) -> dict[str, int]:
     import torch
 
     from paralab.comm import Group
-    from paralab.observe.ledger import Ledger
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.ledger import Ledger
+    from paralab.instruments.recorder import Recorder
 
     n = context.world_size
     recorder = Recorder(rank=context.rank, world_size=n)
@@ -344,8 +344,8 @@ def test_what_was_lent_is_waited_for_until_it_is_back_but_not_for_ever(monkeypat
     import torch
 
     from paralab import pending
-    from paralab.observe.ledger import Ledger
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.ledger import Ledger
+    from paralab.instruments.recorder import Recorder
 
     def given_back(keeps: list, *, after: float) -> bool:
         """Whether the wait for what ``keeps`` holds, cleared so many seconds later, outlasts it."""

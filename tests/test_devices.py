@@ -62,7 +62,7 @@ def seen(context, names):
 
     import torch
 
-    from paralab.observe.measure import see_gpus
+    from paralab.instruments.measure import see_gpus
 
     torch.cuda.is_available = lambda: bool(names)
     torch.cuda.device_count = lambda: len(names)

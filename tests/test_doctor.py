@@ -14,8 +14,8 @@ import pytest
 
 from paralab import cli, doctor
 from paralab.doctor import LABS, diagnose
-from paralab.observe import calibrate, machine
-from paralab.observe.machine import Folder, Machine, Torch
+from paralab.instruments import calibrate, machine
+from paralab.instruments.machine import Folder, Machine, Torch
 
 ROOT = Path(__file__).resolve().parent.parent
 GB, MB = 10**9, 10**6

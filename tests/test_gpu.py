@@ -21,8 +21,8 @@ import pytest
 import paralab as pl
 from equality import TOLERANCE, worst
 from pairwise import cover
-from paralab.observe.calibrate import DRIVERS
-from paralab.observe.measure import OPS
+from paralab.instruments.calibrate import DRIVERS
+from paralab.instruments.measure import OPS
 
 DEVICE = os.environ.get("PARALAB_GPU_TESTS_ON", "cuda")
 REHEARSAL = DEVICE == "cpu"

@@ -14,7 +14,7 @@ def as_torch_has_it(context, plan):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from paralab.grid import Grid
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     grid = Grid(plan, context, Recorder(rank=context.rank, world_size=context.world_size))
     mesh = grid.mesh()

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 import paralab as pl
-from paralab.observe import heap
-from paralab.observe.heap import Storage
+from paralab.instruments import heap
+from paralab.instruments.heap import Storage
 
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
 KB = 1024

@@ -14,7 +14,7 @@ FILES = {
     for path in sorted((ROOT / "paralab").rglob("*.py"))
 }
 # Inside and between these there is no circle, imports for types alone included.
-CORE = ("spec", "model_spec", "rules", "settings", "forms", "tiers", "cluster", "model", "parallel",
+CORE = ("spec", "model", "parallel",
         "programs", "interpret", "comm", "pending")  # fmt: skip
 # Who imports torch when it is imported itself: what runs on ranks, and the reference.
 WITH_TORCH = {
@@ -22,7 +22,7 @@ WITH_TORCH = {
     *(f"interpret.{name}" for name in ("away", "files", "flat", "host", "lanes", "pieces", "run",
                                        "state", "train", "workers")),
     *("model.draws", "model.reference"),
-    *("observe.clocks", "observe.ledger", "observe.memory"),
+    *("instruments.clocks", "instruments.ledger", "instruments.memory"),
     "parallel.collectives",  # lab 01's algorithms
     *("ranks.failure", "ranks.process", "ranks.torchrun"),
 }  # fmt: skip

@@ -14,13 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 import paralab as pl
 from paralab.checks import num_bytes
 from paralab.comm import Group
+from paralab.instruments.advice import advice
+from paralab.instruments.ledger import CATEGORIES, Ledger
+from paralab.instruments.recorder import Recorder
 from paralab.interpret import quick
 from paralab.interpret.state import Optimizer
 from paralab.interpret.train import Trainer
 from paralab.launch import launch_program
-from paralab.observe.advice import advice
-from paralab.observe.ledger import CATEGORIES, Ledger
-from paralab.observe.recorder import Recorder
 
 MODEL = pl.ModelSpec(layers=3, hidden=64, heads=4, seq_len=64, vocab=256)
 PSI = MODEL.num_params

@@ -20,7 +20,7 @@ from paralab.interpret.traffic import rows
 from paralab.launch import launch_program
 from paralab.programs.checks import check
 from paralab.programs.compile import compiled
-from paralab.records.merge import whole_model
+from paralab.report.merge import whole_model
 from tests.oracles import MACHINE, load
 
 SPEC = pl.ModelSpec(layers=2, hidden=48, heads=4, seq_len=24, vocab=260)

@@ -14,9 +14,9 @@ import pytest
 import paralab as pl
 from equality import assert_equal_state, reference, worst
 from paralab.interpret import quick
-from paralab.records import scratch
+from paralab.report import scratch
+from paralab.spec.tiers import WAYS
 from paralab.theory.offload import link_bytes, tier_bytes
-from paralab.tiers import WAYS
 from test_predict import cluster as slow_cluster
 
 STEPS = 3
@@ -698,7 +698,7 @@ def test_an_error_reaches_whoever_waits_and_what_comes_after_does_not_run(record
 
 @pytest.fixture
 def recorder():
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     made = Recorder(rank=0, world_size=1)
     made.begin_step(0)
@@ -708,8 +708,8 @@ def recorder():
 def test_threads_of_lanes_are_not_seen_by_the_ledger(recorder):
     import torch
 
+    from paralab.instruments.ledger import Ledger
     from paralab.interpret.lanes import Lane
-    from paralab.observe.ledger import Ledger
 
     lane, seen = Lane("host", recorder), []
     with Ledger(recorder, device="cpu", limit=10_000):

@@ -15,7 +15,7 @@ import paralab as pl
 from equality import assert_equal_state, reference, worst
 from paralab.launch import launch_program
 from paralab.programs.compile import compiled
-from paralab.records.merge import whole_model
+from paralab.report.merge import whole_model
 from test_offload import ALL, TIERS, _one_late, assert_near, assert_same_bits, said
 
 STEPS = 3

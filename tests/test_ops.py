@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import paralab as pl
+from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat, Into
 from paralab.interpret.run import Env
 from paralab.model import draws
 from paralab.model.ops import Collective
-from paralab.observe.recorder import Recorder
 from paralab.parallel.buckets import Unit
 from paralab.programs.compile import compiled
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import paralab as pl
-from paralab.forms import make_schedule
 from paralab.interpret import outline
 from paralab.interpret.predict import predict
 from paralab.parallel.lowering import lower
@@ -21,6 +20,7 @@ from paralab.parallel.schedules import Action, one_f_one_b
 from paralab.programs.compile import compiled, laid_out
 from paralab.programs.fold import END, FEW, LIKE_ALL, Folded, _plain, folds
 from paralab.programs.instructions import RECEIVE, SEND, WAIT, Code, Instr
+from paralab.spec.forms import make_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256)

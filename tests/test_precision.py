@@ -14,11 +14,11 @@ import torch
 
 import paralab as pl
 from equality import TOLERANCE, worst
+from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat
 from paralab.interpret.run import DTYPES
 from paralab.interpret.state import Optimizer, State
 from paralab.interpret.train import Trainer
-from paralab.observe.recorder import Recorder
 from paralab.programs.compile import compiled
 
 # Five blocks: neither two nor three stages divide them.

@@ -23,7 +23,7 @@ from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY, UPDATE, WORKERS
 from paralab.programs.tiers import moved
-from paralab.records.merge import whole_model
+from paralab.report.merge import whole_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 STEPS, LR = 2, {"adamw": 1e-3, "sgd": 0.5}
@@ -531,7 +531,7 @@ def test_an_error_of_a_lane_reaches_the_rank_where_it_waits(text, tmp_path, spoi
 # ---- lanes ---------------------------------------------------------------------------------------
 @pytest.fixture
 def recorder():
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     made = Recorder(rank=0, world_size=1)
     made.begin_step(0)

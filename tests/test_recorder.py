@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from paralab.observe.recorder import Recorder
+from paralab.instruments.recorder import Recorder
 
 
 def spin(seconds: float) -> None:

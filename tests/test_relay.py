@@ -15,9 +15,9 @@ from paralab.interpret import quick
 from paralab.parallel.schedules import gpipe, relay
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY, FORWARD
+from paralab.spec.tiers import WAYS
 from paralab.theory.offload import link_bytes, tier_bytes
 from paralab.theory.schedule_check import validate
-from paralab.tiers import WAYS
 
 STEPS = 3
 STATES = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}

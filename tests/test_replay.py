@@ -178,8 +178,8 @@ def exchange(rank, peer, op, *, id_, start):
 
 
 def pipeline_report(spans, calls):
-    from paralab.records.tables import COLUMNS
-    from paralab.report import Report
+    from paralab.report.report import Report
+    from paralab.report.tables import COLUMNS
 
     return Report(
         clock="measured",

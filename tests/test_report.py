@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import paralab as pl
 import synthetic
-from paralab.records import metrics, tables
-from paralab.records.storage import VERSION, seal
-from paralab.report import Report, load, save_part
+from paralab.report import metrics, tables
+from paralab.report.report import Report, load, save_part
+from paralab.report.storage import VERSION, seal
 from paralab.spec import Cluster, Link, Plan
 
 MODEL = synthetic.MODEL
@@ -319,7 +319,9 @@ def test_repr_is_one_short_line_that_no_clock_changes():
 
 
 def test_the_kernel_loads_no_torch_pandas_or_plotly_until_a_report_is_made():
-    modules = "paralab.report, paralab.records.storage, paralab.records.merge, paralab.view.page"
+    modules = (
+        "paralab.report.report, paralab.report.storage, paralab.report.merge, paralab.view.page"
+    )
     heavy = "('torch', 'pandas', 'plotly', 'numpy')"
     code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import paralab as pl
-from paralab import rules
-from paralab.settings import Asked, Columns
+from paralab.spec import rules
+from paralab.spec.settings import Asked, Columns
 from test_drawn_plans import PLAN, SMALL, refused
 
 DRAWN = 20_000

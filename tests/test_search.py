@@ -23,7 +23,7 @@ from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
 from paralab.programs.search import SPARE, Search, totals
 from paralab.programs.space import NEEDLESS, space, values
-from paralab.settings import Asked
+from paralab.spec.settings import Asked
 from paralab.view.plan_times import rank_correlation
 from witness_memory import witness
 

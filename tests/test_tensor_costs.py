@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 import paralab as pl
-from paralab.rules import tensor_grid
+from paralab.spec.rules import tensor_grid
 from paralab.theory import tensor, tensor_costs
 
 SIZES = {"1d": (2, 8, 64), "2d": (4, 9, 64), "2.5d": (8, 32, 64), "3d": (8, 27, 64)}

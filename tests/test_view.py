@@ -13,8 +13,8 @@ from html.parser import HTMLParser
 import pytest
 
 import synthetic
-from paralab.records import tables
-from paralab.report import Report
+from paralab.report import tables
+from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.view import theme
 from paralab.view import timeline as timeline_module

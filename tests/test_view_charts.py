@@ -18,8 +18,8 @@ import pytest
 import synthetic
 from paralab import view
 from paralab.interpret.predict import predict
-from paralab.records import tables
-from paralab.report import Report
+from paralab.report import tables
+from paralab.report.report import Report
 from paralab.spec import Link, ModelSpec, Plan
 from paralab.theory.traffic import wire_bytes
 from paralab.view import theme

@@ -11,7 +11,7 @@ import pytest
 import paralab as pl
 import synthetic
 from paralab import view
-from paralab.report import Report
+from paralab.report.report import Report
 from paralab.view import naming, theme
 from paralab.view.memory_curves import curves, thinned
 from paralab.view.memory_panels import MAX_POINTS

@@ -8,8 +8,8 @@ import json
 import pytest
 
 import paralab as pl
-from paralab.records import metrics, moved, tables
-from paralab.report import Report
+from paralab.report import metrics, moved, tables
+from paralab.report.report import Report
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.traffic import wire_bytes
 from paralab.view import naming, theme

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import paralab as pl
-from paralab.records import moved
+from paralab.report import moved
 from paralab.view import link_traffic, stage_bars, stage_memory, theme
 
 LINK = pl.Link(alpha=1e-4, bandwidth=1e9)

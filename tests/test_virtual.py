@@ -14,11 +14,11 @@ import pytest
 
 import paralab as pl
 import virtual_cuda
+from paralab.instruments.allocator import PEAKS
 from paralab.interpret import quick
 from paralab.interpret.costs import Compute, Costs
 from paralab.interpret.time import time
 from paralab.launch import launch_program
-from paralab.observe.allocator import PEAKS
 from paralab.programs.compile import compiled
 from virtual_cuda import Node, solve
 from virtual_runs import COMPUTE, Lasts, share, virtual
@@ -34,7 +34,7 @@ def moments_of(act: Callable[[Any, Any], int], *calls: float) -> list[float]:
 
     def on_a_rank(context):
         from paralab.comm import Group
-        from paralab.observe.recorder import Recorder
+        from paralab.instruments.recorder import Recorder
 
         seconds = iter(calls)
         machine = virtual_cuda.install(context.rank, lambda op, size: next(seconds))
@@ -129,7 +129,7 @@ def test_virtual_allocators_figures_are_those_of_the_step_alone():
     def two_steps(context):
         import torch
 
-        from paralab.observe.recorder import Recorder
+        from paralab.instruments.recorder import Recorder
 
         virtual_cuda.install(context.rank)
         recorder = Recorder(rank=0, world_size=1, device=virtual_cuda.name_of(0))
@@ -248,9 +248,9 @@ def test_the_hosts_update_has_the_cores_that_no_other_rank_of_its_node_has():
         import torch
 
         import virtual_cuda
+        from paralab.instruments.recorder import Recorder
         from paralab.interpret import host
-        from paralab.observe.recorder import Recorder
-        from paralab.tiers import Offload
+        from paralab.spec.tiers import Offload
 
         virtual_cuda.install(0)
         host.available_cores = lambda: 13

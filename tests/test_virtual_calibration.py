@@ -9,8 +9,8 @@ import pytest
 
 import paralab as pl
 import virtual_cuda
+from paralab.instruments import calibrate, measure
 from paralab.launch import launch_program
-from paralab.observe import calibrate, measure
 from virtual_runs import measured
 
 STATED = pl.Cluster(
@@ -86,7 +86,7 @@ def test_virtual_calls_begin_when_the_last_member_comes(op):
         import torch
 
         from paralab.comm import Group
-        from paralab.observe.recorder import Recorder
+        from paralab.instruments.recorder import Recorder
 
         machine = virtual_cuda.install(context.rank, cluster=STATED)
         device = virtual_cuda.name_of(context.rank)

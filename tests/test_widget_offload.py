@@ -8,7 +8,7 @@ import pytest
 
 import paralab as pl
 from paralab import view
-from paralab.records import metrics
+from paralab.report import metrics
 from paralab.theory.offload import link_bytes
 from paralab.view import theme, widget_offload
 from paralab.view.disk_bandwidth import FASTEST, SLOWEST

@@ -12,8 +12,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from paralab.observe import witness as module
-from paralab.observe.witness import NATIVE, OPS, loopback_bytes, theory_bytes, witness
+from paralab.instruments import witness as module
+from paralab.instruments.witness import NATIVE, OPS, loopback_bytes, theory_bytes, witness
 from paralab.theory.traffic import wire_bytes
 
 linux = pytest.mark.skipif(
@@ -23,7 +23,7 @@ linux = pytest.mark.skipif(
 
 TABLE = f"""
 import wire_witness
-from paralab.observe.witness import witness
+from paralab.instruments.witness import witness
 
 if __name__ == "__main__":
     wire_witness.bring_loopback_up()
@@ -103,7 +103,7 @@ def _fails(context, gate):
 
 
 def test_the_kernel_side_needs_no_torch():
-    names = "paralab.trace, paralab.observe.witness, paralab.theory.collectives"
+    names = "paralab.trace, paralab.instruments.witness, paralab.theory.collectives"
     code = f"import sys, {names}; print(sorted({{'torch', 'pandas', 'plotly'}} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

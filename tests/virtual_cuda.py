@@ -564,8 +564,8 @@ def install(
 ) -> Machine:
     """Give this process a virtual GPU of its own, number ``rank``, and NCCL."""
     from paralab import comm
+    from paralab.instruments import marks
     from paralab.interpret import host, lanes, run
-    from paralab.observe import marks
 
     machine = Machine(rank, lasts, cluster)
     if cluster is not None:

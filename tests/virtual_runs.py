@@ -86,7 +86,7 @@ def measured(
     context: Any, program: Callable, stated: pl.Cluster, wanted: Any
 ) -> list[dict[str, Any]]:
     """A measurement of the calibration, on a virtual GPU that is as fast as stated."""
-    from paralab.observe import measure
+    from paralab.instruments import measure
 
     machine = virtual_cuda.install(context.rank, cluster=stated)
     measure.ASKED["cuda"] = wanted

@@ -16,7 +16,7 @@ import struct
 import sys
 
 import paralab as pl
-from paralab.observe import witness
+from paralab.instruments import witness
 
 MESSAGE = 8 * 2**20  # bytes: overhead of a few kB per call is then far below 1 %
 OPS = (
@@ -54,8 +54,8 @@ def ops_of(n: int) -> tuple[str, ...]:
 def program(context, gate, payload: int) -> list[int]:
     """Each op between gates, then training steps; returns this rank's ledger bytes by op."""
     from paralab.comm import Group
+    from paralab.instruments.recorder import Recorder
     from paralab.interpret.train import Trainer
-    from paralab.observe.recorder import Recorder
 
     n = context.world_size
     recorder = Recorder(rank=context.rank, world_size=n)

@@ -80,15 +80,15 @@ def on_ranks(model: pl.ModelSpec, plan: pl.Plan, **settings: Any) -> list[Witnes
 
 
 def _on_rank(group: Any, model: pl.ModelSpec, plan: pl.Plan, settings: dict) -> Witness:
-    from paralab.observe.ledger import Ledger
+    from paralab.instruments.ledger import Ledger
 
     return _step(group.context, model, plan, Ledger, **settings)
 
 
 def _step(context: Any, model: pl.ModelSpec, plan: pl.Plan, kind: type, **settings: Any) -> Witness:
     """A step under a ledger that looks between instructions."""
+    from paralab.instruments.recorder import Recorder
     from paralab.interpret.train import Trainer
-    from paralab.observe.recorder import Recorder
     from paralab.programs.compile import compiled
 
     compiled(model, plan)  # looks into a block of one's own, on tensors of another kind

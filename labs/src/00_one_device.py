@@ -75,10 +75,16 @@ print(f"backward took {seconds['backward'] / seconds['forward']:.1f} times as lo
 import pandas as pd
 
 program = pl.program(model, pl.Plan(microbatch_size=8))
-parts = pd.DataFrame({
-    "measured (B)": report.memory.groupby("category")["bytes"].max(),
-    "program (B)": program.most(),
-}).fillna(0).astype(int)  # fmt: skip
+parts = (
+    pd.DataFrame(
+        {
+            "measured (B)": report.memory.groupby("category")["bytes"].max(),
+            "program (B)": program.most(),
+        }
+    )
+    .fillna(0)
+    .astype(int)
+)
 parts["measured, bytes per parameter"] = (parts["measured (B)"] / model.num_params).round(1)
 parts
 
@@ -165,14 +171,16 @@ for name in large:
     spec = pl.ModelSpec.preset(name)
     need = sum(needs.model_states(spec, "zero-fp16").values())
     days = needs.training_days(spec, tokens=300e9, devices=1, flops=150e12)
-    table.append({
-        "model": name,
-        "parameters (billions)": round(spec.num_params / 1e9, 1),
-        "16-bit weights (GB)": round(2 * spec.num_params / GB, 1),
-        "model states (GB)": round(need / GB, 1),
-        "80 GB devices for them": needs.devices_for(need, 80 * GB),
-        "years on one device": round(days / 365, 1),
-    })  # fmt: skip
+    table.append(
+        {
+            "model": name,
+            "parameters (billions)": round(spec.num_params / 1e9, 1),
+            "16-bit weights (GB)": round(2 * spec.num_params / GB, 1),
+            "model states (GB)": round(need / GB, 1),
+            "80 GB devices for them": needs.devices_for(need, 80 * GB),
+            "years on one device": round(days / 365, 1),
+        }
+    )
 pd.DataFrame(table).set_index("model")
 
 # %% [markdown]

@@ -197,11 +197,13 @@ formulas = {
     "all_gather": "(N-1)/N S",
     "all_to_all": "(N-1)/N S",
 }
-pd.DataFrame({
-    "formula": formulas,
-    "formula, MB": {op: wire_bytes(op, S, 4) / MB for op in formulas},
-    "counted, MB": counted / MB,
-}).rename_axis("a buffer of 8 MB, 4 ranks")  # fmt: skip
+pd.DataFrame(
+    {
+        "formula": formulas,
+        "formula, MB": {op: wire_bytes(op, S, 4) / MB for op in formulas},
+        "counted, MB": counted / MB,
+    }
+).rename_axis("a buffer of 8 MB, 4 ranks")
 
 # %% [markdown]
 # ## A witness who knows nothing of formulas
@@ -210,7 +212,7 @@ pd.DataFrame({
 # at a gate before and after each call while the counter is read.
 
 # %% tags=["measured"]
-from paralab.observe.witness import witness
+from paralab.instruments.witness import witness
 
 seen = witness(
     ranks=4, ops=("all_reduce", "all_gather", "reduce_scatter", "native reduce_scatter"), nbytes=S
@@ -240,7 +242,7 @@ print(
 # machine, fitted to all-reduces of 1 kB to 8 MB that it ran when it was first measured:
 
 # %% tags=["measured"]
-from paralab.observe.calibrate import calibration_points
+from paralab.instruments.calibrate import calibration_points
 
 view.link_fit(calibration_points()["links"], op="all_reduce")
 
@@ -256,12 +258,15 @@ view.link_fit(calibration_points()["links"], op="all_reduce")
 gather = pl.Link(alpha=200e-6, bandwidth=1e9)  # a slow start, 1 GB/s
 pieces = pd.Series([1, 8, 64, 512, 4096], name="pieces")
 wire = wire_bytes("all_gather", S, 4)
-pd.DataFrame({
-    "bytes sent (MB)": [wire / MB for _ in pieces],
-    "alpha (ms)": [1e3 * gather.alpha * k for k in pieces],
-    "bytes (ms)": [1e3 * wire / gather.bandwidth for _ in pieces],
-    "together (ms)": [1e3 * k * gather.seconds(wire / k) for k in pieces],
-}, index=pieces).round(1)  # fmt: skip
+pd.DataFrame(
+    {
+        "bytes sent (MB)": [wire / MB for _ in pieces],
+        "alpha (ms)": [1e3 * gather.alpha * k for k in pieces],
+        "bytes (ms)": [1e3 * wire / gather.bandwidth for _ in pieces],
+        "together (ms)": [1e3 * k * gather.seconds(wire / k) for k in pieces],
+    },
+    index=pieces,
+).round(1)
 
 # %% [markdown]
 # And for real on this machine: one all-gather of 4 MB, against 64 of a 64th of that.
@@ -299,10 +304,12 @@ from paralab.theory import collectives
 
 sizes = [2**k for k in range(10, 31)]
 print(f"alpha {1e6 * link.alpha:g} us, {link.bandwidth / 1e9:g} GB/s")
-view.algorithms({
-    algorithm: [(size, collectives.seconds(algorithm, 64, size, link)) for size in sizes]
-    for algorithm in ("ring_all_reduce", "tree_all_reduce")
-})  # fmt: skip
+view.algorithms(
+    {
+        algorithm: [(size, collectives.seconds(algorithm, 64, size, link)) for size in sizes]
+        for algorithm in ("ring_all_reduce", "tree_all_reduce")
+    }
+)
 
 # %% [markdown]
 # Turn the knobs: more ranks move the crossing to the right, a larger α too. *Run it* runs the

@@ -64,8 +64,10 @@ print("it learns:", losses[-1] < losses[0] - 0.5)
 # How much does a rank send over the network for that?
 
 # %%
-print(f"{model.num_params:,} parameters: one copy of the gradients is "
-      f"{4 * model.num_params / 1e6:.2f} MB")  # fmt: skip
+print(
+    f"{model.num_params:,} parameters: one copy of the gradients is "
+    f"{4 * model.num_params / 1e6:.2f} MB"
+)
 guess = pl.exercises.guess("MB that each of 4 ranks sends per step", low=0, high=16, unit="MB")
 guess
 
@@ -193,8 +195,10 @@ view.timelines(*replays.values(), labels=list(replays), ranks=[0, 1])
 # %% tags=["measured"]
 for form, replayed in replays.items():
     summary = replayed.summary()["value"]
-    print(f"{form:<10} {summary['step time']:6.1f} ms per step, of which waiting "
-          f"{summary['waiting']:5.1f} ms")  # fmt: skip
+    print(
+        f"{form:<10} {summary['step time']:6.1f} ms per step, of which waiting "
+        f"{summary['waiting']:5.1f} ms"
+    )
 
 # %% [markdown]
 # All three forms send the same bytes. Buckets pay α once per bucket instead of once per parameter.
@@ -234,12 +238,14 @@ rows = []
 for bandwidth in (8e9, 2e9, 5e8, 1.25e8):
     slow = devices.replace(name="slower", intra=link.replace(bandwidth=bandwidth))
     summary = forms["overlapped"].replay(slow).summary()["value"]
-    rows.append({
-        "GB/s": bandwidth / 1e9,
-        "step (ms)": summary["step time"],
-        "waiting (ms)": summary["waiting"],
-        "hidden (%)": summary["of it hidden behind compute"],
-    })  # fmt: skip
+    rows.append(
+        {
+            "GB/s": bandwidth / 1e9,
+            "step (ms)": summary["step time"],
+            "waiting (ms)": summary["waiting"],
+            "hidden (%)": summary["of it hidden behind compute"],
+        }
+    )
 pd.DataFrame(rows).set_index("GB/s").round(1)
 
 # %% [markdown]
@@ -257,8 +263,10 @@ network = devices.replace(name="a network", intra=pl.Link(alpha=2e-3, bandwidth=
 for size in (2**14, 2**17, 2**20, 2**23):
     expected = pl.predict(model, plan.replace(bucket_bytes=size), cluster=network)
     waiting = expected.summary().loc["waiting", "value"]
-    print(f"bucket of {size / 2**20:7.3f} MiB: step {1e3 * expected.step_time:5.1f} ms, "
-          f"of it waiting {waiting:4.1f} ms")  # fmt: skip
+    print(
+        f"bucket of {size / 2**20:7.3f} MiB: step {1e3 * expected.step_time:5.1f} ms, "
+        f"of it waiting {waiting:4.1f} ms"
+    )
 
 # %% [markdown]
 # ## Is it the same training?
@@ -314,7 +322,7 @@ view.losses(named, title=f"Without the division losses differ by up to {said}")
 # the replay says what devices of their own would do.
 
 # %% tags=["measured"]
-from paralab.cluster import available_cores
+from paralab.spec.cluster import available_cores
 
 rows = []
 for kind, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
@@ -330,8 +338,14 @@ for kind, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
             }
         )
         if n <= available_cores():
-            rows.append({"form": kind, "ranks": n, "clock": "measured",
-                         "samples_per_second": scaled.global_batch / run.step_time})  # fmt: skip
+            rows.append(
+                {
+                    "form": kind,
+                    "ranks": n,
+                    "clock": "measured",
+                    "samples_per_second": scaled.global_batch / run.step_time,
+                }
+            )
 view.scaling(rows)
 
 # %% [markdown]

@@ -199,15 +199,17 @@ for v in (1, 2, 4):
     )
     sends = run.collectives.query("step == 1 and op == 'send' and axis == 'pp'")
     simulated = pipeline.simulate(lists, **{half: 1e-3 / v for half in unit})
-    rows.append({
-        "v": v,
-        "bubble, formula": pipeline.bubble_formula(name, 4, 8, v, F=1, B=1, W=1),
-        "bubble, simulated": simulated.bubble_rate,
-        "bubble over ideal": simulated.bubble_rate / (1 - simulated.bubble_rate),
-        "messages, counted": len(sends),
-        "rank 0 keeps (micro-batches)": simulated.peak_live[0] / v,
-        "Korthikanti: p (1 + (p-1)/(p v))": 4 * (1 + 3 / (4 * v)) if v > 1 else float("nan"),
-    })  # fmt: skip
+    rows.append(
+        {
+            "v": v,
+            "bubble, formula": pipeline.bubble_formula(name, 4, 8, v, F=1, B=1, W=1),
+            "bubble, simulated": simulated.bubble_rate,
+            "bubble over ideal": simulated.bubble_rate / (1 - simulated.bubble_rate),
+            "messages, counted": len(sends),
+            "rank 0 keeps (micro-batches)": simulated.peak_live[0] / v,
+            "Korthikanti: p (1 + (p-1)/(p v))": 4 * (1 + 3 / (4 * v)) if v > 1 else float("nan"),
+        }
+    )
 pd.DataFrame(rows).set_index("v").round(3)
 
 # %%
@@ -226,8 +228,13 @@ p, v = 4, 2
 warm_up = []
 for rank, actions in enumerate(interleaved):
     kinds = [action.kind for action in actions]
-    warm_up.append({"rank": rank, "2(p-r-1) + (v-1)p": 2 * (p - rank - 1) + (v - 1) * p,
-                    "counted": kinds.index("B") - 1})  # fmt: skip
+    warm_up.append(
+        {
+            "rank": rank,
+            "2(p-r-1) + (v-1)p": 2 * (p - rank - 1) + (v - 1) * p,
+            "counted": kinds.index("B") - 1,
+        }
+    )
 pd.DataFrame(warm_up).set_index("rank")
 
 # %% [markdown]

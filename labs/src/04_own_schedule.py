@@ -50,8 +50,10 @@ guess
 
 # %%
 h2 = pipeline.simulate(schedules.zb_h2(4, 8), **unit)
-print(f"the last action ends at: ZB-H1 {1e3 * split.makespan:.0f} ms, "
-      f"ZB-H2 {1e3 * h2.makespan:.0f} ms")  # fmt: skip
+print(
+    f"the last action ends at: ZB-H1 {1e3 * split.makespan:.0f} ms, "
+    f"ZB-H2 {1e3 * h2.makespan:.0f} ms"
+)
 guess.reveal(round(100 * h2.bubble_rate))
 
 # %% [markdown]
@@ -64,9 +66,11 @@ guess.reveal(round(100 * h2.bubble_rate))
 
 # %%
 view.live_activations(
-    schedules.one_f_one_b(4, 8), schedules.zb_h1(4, 8), schedules.zb_h2(4, 8),
+    schedules.one_f_one_b(4, 8),
+    schedules.zb_h1(4, 8),
+    schedules.zb_h2(4, 8),
     labels=["1F1B", "ZB-H1", "ZB-H2"],
-)  # fmt: skip
+)
 
 # %% [markdown]
 # ZB-H1 keeps p micro-batches on *every* rank, where 1F1B's last rank keeps one; ZB-H2 keeps nearly
@@ -80,12 +84,20 @@ view.live_activations(
 
 # %%
 rows = []
-for F, I, W in ((1, 1, 1), (2, 2, 1)):  # noqa: E741
+for F, I, W in ((1, 1, 1), (2, 2, 1)):
     for name, make in (("1f1b", schedules.one_f_one_b), ("zb-h1", schedules.zb_h1)):
         simulated = pipeline.simulate(make(4, 12), forward=F, backward=I, weight_grad=W)
         formula = pipeline.bubble_formula(name, 4, 12, F=F, B=I, W=W)
-        rows.append({"schedule": name, "F": F, "I": I, "W": W,
-                     "simulated": simulated.bubble_rate, "formula": formula})  # fmt: skip
+        rows.append(
+            {
+                "schedule": name,
+                "F": F,
+                "I": I,
+                "W": W,
+                "simulated": simulated.bubble_rate,
+                "formula": formula,
+            }
+        )
 pd.DataFrame(rows).round(4)
 
 # %% [markdown]

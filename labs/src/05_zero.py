@@ -60,8 +60,10 @@ def by_hand(group, steps, gather=True):
 traced = pl.trace(by_hand, ranks=4, args=(8,)).results
 losses = np.mean([of_rank for of_rank, _, _ in traced], axis=0)
 print("it learns:", losses[-1] < losses[0] - 0.5)
-print(f"AdamW's moments on each rank: {traced[0][1] / 1e6:.2f} MB "
-      f"of the {8 * model.num_params / 1e6:.2f} MB that one device needs")  # fmt: skip
+print(
+    f"AdamW's moments on each rank: {traced[0][1] / 1e6:.2f} MB "
+    f"of the {8 * model.num_params / 1e6:.2f} MB that one device needs"
+)
 
 # %% [markdown]
 # An all-reduce *is* a reduce-scatter followed by an all-gather (lab 01). ZeRO only puts the
@@ -77,8 +79,11 @@ print(f"AdamW's moments on each rank: {traced[0][1] / 1e6:.2f} MB "
 # %%
 guess = pl.exercises.guess(
     "peak memory of ZeRO-3 on 4 ranks, as a share of data parallelism's",
-    low=0, high=100, unit="%", decimals=0,
-)  # fmt: skip
+    low=0,
+    high=100,
+    unit="%",
+    decimals=0,
+)
 guess
 
 # %% [markdown]
@@ -145,8 +150,9 @@ programs["data parallelism"].diff(programs["ZeRO-1"])
 # six units: the embedding, four blocks and the head. How many all-gathers are there in its step?
 
 # %%
-gathers = pl.exercises.guess("all-gathers in one step of ZeRO-3", low=0, high=24, unit="calls",
-                             decimals=0)  # fmt: skip
+gathers = pl.exercises.guess(
+    "all-gathers in one step of ZeRO-3", low=0, high=24, unit="calls", decimals=0
+)
 gathers
 
 # %%
@@ -179,21 +185,24 @@ programs["ZeRO-2"].diff(programs["ZeRO-3"])
 # %% tags=["measured"]
 STATES = ["parameters", "gradients", "optimizer"]
 link = pl.Link(alpha=100e-6, bandwidth=2e9)
-cluster = pl.Cluster(name="2 GB/s", devices_per_node=4, flops=1e11, memory_bandwidth=2e10,
-                     intra=link)  # fmt: skip
+cluster = pl.Cluster(
+    name="2 GB/s", devices_per_node=4, flops=1e11, memory_bandwidth=2e10, intra=link
+)
 rows = []
 for stage, (name, report) in enumerate(reports.items()):
     psi, n = wide.num_params, plan.dp
     states = report.memory.query("rank == 0 and category in @STATES")
     most = states.groupby("time")["bytes"].sum().max()
-    rows.append({
-        "": name,
-        "states at most (B/parameter)": round(most / psi, 2),
-        "formula": zero.bytes_per_device(1.0, n, stage, "fp32"),
-        "sent (Ψ per rank)": round(report.traffic()["bytes"].mean() / 4 / psi, 2),
-        "formula ": zero.elements_sent(1.0, n, stage, plan.microbatches),
-        "step, replayed (ms)": round(1e3 * report.replay(cluster).step_time),
-    })  # fmt: skip
+    rows.append(
+        {
+            "": name,
+            "states at most (B/parameter)": round(most / psi, 2),
+            "formula": zero.bytes_per_device(1.0, n, stage, "fp32"),
+            "sent (Ψ per rank)": round(report.traffic()["bytes"].mean() / 4 / psi, 2),
+            "formula ": zero.elements_sent(1.0, n, stage, plan.microbatches),
+            "step, replayed (ms)": round(1e3 * report.replay(cluster).step_time),
+        }
+    )
 pd.DataFrame(rows).set_index("")
 
 # %% [markdown]
@@ -232,9 +241,9 @@ pd.DataFrame(rows).set_index("m")
 # parameters as well.
 
 # %%
-figure = pd.DataFrame({
-    name: zero.stage_bytes(7.5e9, 64, stage) for stage, name in enumerate(zero.NAMES)
-})  # fmt: skip
+figure = pd.DataFrame(
+    {name: zero.stage_bytes(7.5e9, 64, stage) for stage, name in enumerate(zero.NAMES)}
+)
 figure.loc["in all"] = figure.sum()
 (figure / 1e9).round(2).add_suffix(" (GB)")
 
@@ -245,10 +254,12 @@ figure.loc["in all"] = figure.sum()
 rows = {
     (f"{params / 1e9:g} B", n): {
         name: zero.as_printed(zero.bytes_per_device(params, n, stage))
-        for stage, name in enumerate(zero.NAMES) if stage
+        for stage, name in enumerate(zero.NAMES)
+        if stage
     }
-    for params in (7.5e9, 128e9, 1e12) for n in (1, 4, 16, 64, 256, 1024)
-}  # fmt: skip
+    for params in (7.5e9, 128e9, 1e12)
+    for n in (1, 4, 16, 64, 256, 1024)
+}
 pd.DataFrame(rows).T.rename_axis(["model", "devices"])
 
 # %% [markdown]
@@ -296,8 +307,9 @@ def needs(layers, stage):
 
 def fits(layers, stage):
     try:
-        pl.run(deep.replace(layers=layers), shares(stage), steps=1, memory_limit=limit,
-               progress=False)  # fmt: skip
+        pl.run(
+            deep.replace(layers=layers), shares(stage), steps=1, memory_limit=limit, progress=False
+        )
         return True
     except pl.OutOfMemory:
         return False
@@ -323,9 +335,15 @@ pd.DataFrame(largest).T
 # devices, by level of the network:
 
 # %%
-nodes = pl.Cluster(name="2 nodes of 2", nodes=2, devices_per_node=2, flops=1e11,
-                   memory_bandwidth=2e10, intra=pl.Link(alpha=20e-6, bandwidth=1e10),
-                   inter=pl.Link(alpha=100e-6, bandwidth=5e8))  # fmt: skip
+nodes = pl.Cluster(
+    name="2 nodes of 2",
+    nodes=2,
+    devices_per_node=2,
+    flops=1e11,
+    memory_bandwidth=2e10,
+    intra=pl.Link(alpha=20e-6, bandwidth=1e10),
+    inter=pl.Link(alpha=100e-6, bandwidth=5e8),
+)
 rows = {}
 for name, shard in (("ZeRO-3 over all 4", None), ("HSDP: 2 share, 2 copies", 2)):
     split = plan.replace(zero_stage=3, shard=shard, microbatches=2)

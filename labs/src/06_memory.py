@@ -20,7 +20,7 @@ import pandas as pd
 
 import paralab as pl
 from paralab import view
-from paralab.observe import heap
+from paralab.instruments import heap
 from paralab.theory import zero
 
 model = pl.ModelSpec(layers=6, hidden=128, heads=4, seq_len=128)
@@ -33,8 +33,9 @@ print(f"{psi:,} parameters: 16 bytes for each are {16 * psi / 1e6:.1f} MB")
 # Eight samples of 128 tokens per step. How much is in memory at the worst moment?
 
 # %%
-guess = pl.exercises.guess("peak memory of one training step", low=0, high=200, unit="MB",
-                           decimals=0)  # fmt: skip
+guess = pl.exercises.guess(
+    "peak memory of one training step", low=0, high=200, unit="MB", decimals=0
+)
 guess
 
 # %% [markdown]
@@ -75,17 +76,26 @@ guess.reveal(round(report.peak_memory / 1e6))
 
 # %%
 rows = []
-for change, size in (({}, 8), ({}, 16), ({"seq_len": 256}, 8), ({"seq_len": 64}, 8),
-                     ({"hidden": 256}, 8)):  # fmt: skip
+for change, size in (
+    ({}, 8),
+    ({}, 16),
+    ({"seq_len": 256}, 8),
+    ({"seq_len": 64}, 8),
+    ({"hidden": 256}, 8),
+):
     spec, plan = model.replace(**change), pl.Plan(microbatch_size=size)
     run = pl.run(spec, plan, steps=1, progress=False)
     most = run.memory.groupby("category")["bytes"].max()  # of each category, at any moment
-    rows.append({
-        "batch": size, "tokens": spec.seq_len, "hidden": spec.hidden,
-        "states (MB)": round(most[["parameters", "gradients", "optimizer"]].sum() / 1e6, 1),
-        "activations (MB)": round(most["activations"] / 1e6, 1),
-        "program (MB)": round(pl.program(spec, plan).most()["activations"] / 1e6, 1),
-    })  # fmt: skip
+    rows.append(
+        {
+            "batch": size,
+            "tokens": spec.seq_len,
+            "hidden": spec.hidden,
+            "states (MB)": round(most[["parameters", "gradients", "optimizer"]].sum() / 1e6, 1),
+            "activations (MB)": round(most["activations"] / 1e6, 1),
+            "program (MB)": round(pl.program(spec, plan).most()["activations"] / 1e6, 1),
+        }
+    )
 pd.DataFrame(rows)
 
 # %% [markdown]
@@ -156,11 +166,16 @@ peaks(model, {"2 devices": zero3, "4 devices": zero3.replace(dp=4)})
 # What helps: fewer samples at a time (more micro-batches), or recomputation. Same global batch:
 
 # %% tags=["measured"]
-peaks(model, {
-    "4 devices": zero3.replace(dp=4),
-    "2 samples at a time": zero3.replace(dp=4, microbatch_size=2, microbatches=4),
-    "... and recompute": zero3.replace(dp=4, microbatch_size=2, microbatches=4, recompute="full"),
-})  # fmt: skip
+peaks(
+    model,
+    {
+        "4 devices": zero3.replace(dp=4),
+        "2 samples at a time": zero3.replace(dp=4, microbatch_size=2, microbatches=4),
+        "... and recompute": zero3.replace(
+            dp=4, microbatch_size=2, microbatches=4, recompute="full"
+        ),
+    },
+)
 
 # %% [markdown]
 # **2. The model is too small.** Sharding has costs of its own: padding, gradients in flight,
@@ -182,8 +197,13 @@ peaks(tiny, {name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1) for name, n in
 # 2](https://github.com/deepspeedai/DeepSpeed/issues/4305):
 
 # %% tags=["measured"]
-peaks(tiny, {name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1, bucket_bytes=256 * 1024)
-             for name, n in stages.items()})  # fmt: skip
+peaks(
+    tiny,
+    {
+        name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1, bucket_bytes=256 * 1024)
+        for name, n in stages.items()
+    },
+)
 
 # %% [markdown]
 # **3. Everything is gathered at once.** Stage 3 saves only if a *part* is there at a time. Wrap the
@@ -204,11 +224,14 @@ peaks(narrow, {f"prefetch={n}": ahead.replace(prefetch=n) for n in (0, 1, 12)})
 
 # %% tags=["measured"]
 inside = pl.Plan(dp=2, shard=2, zero_stage=3, microbatch_size=1)
-peaks(narrow, {
-    "2 devices, 2 share": inside,
-    "4 devices, 2 share": inside.replace(dp=4),
-    "4 devices, 4 share": inside.replace(dp=4, shard=4),
-})  # fmt: skip
+peaks(
+    narrow,
+    {
+        "2 devices, 2 share": inside,
+        "4 devices, 2 share": inside.replace(dp=4),
+        "4 devices, 4 share": inside.replace(dp=4, shard=4),
+    },
+)
 
 # %% [markdown]
 # (And a fifth that is none: what the driver shows is what the allocator has
@@ -229,14 +252,17 @@ stage3 = pl.run(model, zero3.replace(dp=4), steps=1, progress=False)
 largest = max(4 * model.hidden**2 + 4 * model.hidden, model.vocab * model.hidden)  # one module
 estimate, _ = zero.deepspeed_zero3(psi, largest, devices=4, per_node=4)
 measured = stage3.peaks().iloc[:, -1]
-pd.Series({
-    "estimator: 18 bytes/N and the largest module": estimate,
-    "model states": measured[["parameters", "gradients", "optimizer"]].sum(),
-    "gathered blocks and other buffers": measured["buffers"],
-    "activations": measured["activations"],
-    "workspace": measured["workspace"],
-    "measured peak": measured["total"],
-}, name="MB").div(1e6).round(2).to_frame()  # fmt: skip
+pd.Series(
+    {
+        "estimator: 18 bytes/N and the largest module": estimate,
+        "model states": measured[["parameters", "gradients", "optimizer"]].sum(),
+        "gathered blocks and other buffers": measured["buffers"],
+        "activations": measured["activations"],
+        "workspace": measured["workspace"],
+        "measured peak": measured["total"],
+    },
+    name="MB",
+).div(1e6).round(2).to_frame()
 
 # %% [markdown]
 # The estimator is near the sum of the next two lines, though it counts another recipe: 18 bytes per

@@ -54,8 +54,14 @@ rows = []
 for cut in ("A by columns, B by rows", "A by rows, B by columns", "A by rows, summed after GELU"):
     report = pl.trace(mlp, ranks=2, args=(cut,))
     calls = report.collectives.query("rank == 0")
-    rows.append({"": cut, "right": max(report.results) < 1e-5, "calls": ", ".join(calls.op),
-                 "kB sent": calls.wire_bytes.sum() / 1e3})  # fmt: skip
+    rows.append(
+        {
+            "": cut,
+            "right": max(report.results) < 1e-5,
+            "calls": ", ".join(calls.op),
+            "kB sent": calls.wire_bytes.sum() / 1e3,
+        }
+    )
 pd.DataFrame(rows).set_index("")
 
 # %% [markdown]
@@ -69,8 +75,9 @@ pd.DataFrame(rows).set_index("")
 # Both pairs, forward *and* backward:
 
 # %%
-guess = pl.exercises.guess("all-reduces per block and step", low=0, high=16, unit="calls",
-                           decimals=0)  # fmt: skip
+guess = pl.exercises.guess(
+    "all-reduces per block and step", low=0, high=16, unit="calls", decimals=0
+)
 guess
 
 # %% [markdown]
@@ -136,10 +143,13 @@ guess.reveal(per_block)
 forward, backward = (
     sum(tensor.linear_elements(model, plan, role)[way] for role in tensor.ROLES) for way in (0, 1)
 )
-pd.DataFrame({
-    "formula (kB per block)": [4e-3 * float(elements) for elements in (forward, backward)],
-    "counted": list(blocks["kB"] / model.layers),
-}, index=["forward", "backward"]).round(1)  # fmt: skip
+pd.DataFrame(
+    {
+        "formula (kB per block)": [4e-3 * float(elements) for elements in (forward, backward)],
+        "counted": list(blocks["kB"] / model.layers),
+    },
+    index=["forward", "backward"],
+).round(1)
 
 # %% [markdown]
 # These bytes do not shrink with t. Those of backward are hidden in part, as a weight's gradient is
@@ -165,9 +175,15 @@ for t in (1, 2, 4):
 # %%
 rows = []
 for name, b, s, vocab, t in (("this run", 4, 64, model.vocab, 4), ("22 B", 4, 2048, 51200, 8)):
-    rows.append({"": name, "tokens": b * s, "vocabulary": vocab,
-                 "all logits (kB)": f"{4e-3 * (t - 1) / t * b * s * vocab:,.1f}",
-                 "two numbers (kB)": f"{4e-3 * (t - 1) * 2 * b * s:,.1f}"})  # fmt: skip
+    rows.append(
+        {
+            "": name,
+            "tokens": b * s,
+            "vocabulary": vocab,
+            "all logits (kB)": f"{4e-3 * (t - 1) / t * b * s * vocab:,.1f}",
+            "two numbers (kB)": f"{4e-3 * (t - 1) * 2 * b * s:,.1f}",
+        }
+    )
 counted = calls_of(report).loc["loss_forward", "kB"].sum()
 print(f"counted in this run: {counted} kB per rank")
 pd.DataFrame(rows).set_index("")
@@ -188,10 +204,11 @@ calls_of(parted)
 # %%
 ways = {"forward": "forward", "backward": "backward", "once per step": "shared"}
 sums = {
-    name: {way: calls_of(run).filter(like=ending, axis=0)["kB"].sum()
-           for way, ending in ways.items()}
+    name: {
+        way: calls_of(run).filter(like=ending, axis=0)["kB"].sum() for way, ending in ways.items()
+    }
     for name, run in {"1D": report, "1D with sequence parallelism": parted}.items()
-}  # fmt: skip
+}
 pd.DataFrame(sums).round(1).add_suffix(" (kB)")
 
 # %% [markdown]
@@ -220,9 +237,11 @@ pd.DataFrame(rows).T.round(2).add_suffix(" (MB)")
 
 # %%
 sizes = {  # a, h, s, b
-    "22 B": (64, 6144, 2048, 4), "175 B": (96, 12288, 2048, 1),
-    "530 B": (128, 20480, 2048, 1), "1 T": (160, 25600, 2048, 1),
-}  # fmt: skip
+    "22 B": (64, 6144, 2048, 4),
+    "175 B": (96, 12288, 2048, 1),
+    "530 B": (128, 20480, 2048, 1),
+    "1 T": (160, 25600, 2048, 1),
+}
 table, t = {}, 8
 for name, (a, h, s, b) in sizes.items():
     x, scores = s * b * h, 5 * a * s / h
@@ -288,24 +307,34 @@ view.timelines(expect, report.replay(), labels=["theory", "replayed"], ranks=[0]
 # tenth of the speed. The same global batch, twice:
 
 # %%
-nodes = pl.Cluster(name="2 nodes of 4", nodes=2, devices_per_node=4, flops=3e14,
-                   memory_bandwidth=2e12, memory=80 * 10**9,
-                   intra=pl.Link(alpha=5e-6, bandwidth=3e11),
-                   inter=pl.Link(alpha=15e-6, bandwidth=3e10))  # fmt: skip
+nodes = pl.Cluster(
+    name="2 nodes of 4",
+    nodes=2,
+    devices_per_node=4,
+    flops=3e14,
+    memory_bandwidth=2e12,
+    memory=80 * 10**9,
+    intra=pl.Link(alpha=5e-6, bandwidth=3e11),
+    inter=pl.Link(alpha=15e-6, bandwidth=3e10),
+)
 wide = pl.ModelSpec(layers=4, hidden=4096, heads=32, seq_len=2048, vocab=32000)
 rows = []
-for name, split in (("tp=4 inside, dp=2 across", pl.Plan(tp=4, dp=2, microbatch_size=1)),
-                    ("tp=8, across", pl.Plan(tp=8, microbatch_size=2))):  # fmt: skip
+for name, split in (
+    ("tp=4 inside, dp=2 across", pl.Plan(tp=4, dp=2, microbatch_size=1)),
+    ("tp=8, across", pl.Plan(tp=8, microbatch_size=2)),
+):
     expected = pl.predict(wide, split, nodes)
     by_level = expected.traffic(by="level").set_index("level")["bytes"] / 1e9
     summary = expected.summary()["value"]
-    rows.append({
-        "": name,
-        "inside a node (GB, all ranks)": by_level.get("intra", 0.0),
-        "between nodes (GB, all ranks)": by_level.get("inter", 0.0),
-        "step, predicted (ms)": 1e3 * expected.step_time,
-        "of it waiting (ms)": summary["waiting"],
-    })  # fmt: skip
+    rows.append(
+        {
+            "": name,
+            "inside a node (GB, all ranks)": by_level.get("intra", 0.0),
+            "between nodes (GB, all ranks)": by_level.get("inter", 0.0),
+            "step, predicted (ms)": 1e3 * expected.step_time,
+            "of it waiting (ms)": summary["waiting"],
+        }
+    )
 pd.DataFrame(rows).set_index("").round(1)
 
 # %% [markdown]
@@ -444,9 +473,10 @@ for name, add_up in (("added up", True), ("forgotten", False)):
         "loss, first step": losses[0],
         "loss, last step": losses[-1],
         "ranks' norms differ by up to": np.abs(norms[0] - norms[1]).max(),
-        "their first gradient wrong by (%)": 100 * np.abs(first[0] - right).max()
+        "their first gradient wrong by (%)": 100
+        * np.abs(first[0] - right).max()
         / np.abs(right).max(),
-    }  # fmt: skip
+    }
 pd.DataFrame(drift).T.round(2)
 
 # %% [markdown]
@@ -464,17 +494,23 @@ pd.DataFrame(drift).T.round(2)
 # %% tags=["measured"]
 rows = []
 for name, more in {
-    "all kept": {}, "full recomputation": {"recompute": "full"},
+    "all kept": {},
+    "full recomputation": {"recompute": "full"},
     "... and a part of each": {"recompute": "full", "partition_activations": True},
-}.items():  # fmt: skip
+}.items():
     run = pl.run(model, plan.replace(**more), steps=1, progress=False)
     calls, kept = calls_of(run), run.memory.groupby("category")["bytes"].max()
-    rows.append({
-        "": name, "kept at most (MB)": kept["activations"] / 1e6, "sent (kB)": calls["kB"].sum(),
-        "all-reduces per block": calls.filter(like="linear", axis=0)["calls"].sum() / model.layers,
-        "all-gathers per block": calls.filter(like="recompute", axis=0)["calls"].sum()
-        / model.layers,
-    })  # fmt: skip
+    rows.append(
+        {
+            "": name,
+            "kept at most (MB)": kept["activations"] / 1e6,
+            "sent (kB)": calls["kB"].sum(),
+            "all-reduces per block": calls.filter(like="linear", axis=0)["calls"].sum()
+            / model.layers,
+            "all-gathers per block": calls.filter(like="recompute", axis=0)["calls"].sum()
+            / model.layers,
+        }
+    )
 pd.DataFrame(rows).set_index("").round(2)
 
 # %% [markdown]
@@ -490,8 +526,10 @@ large = pl.ModelSpec(layers=48, hidden=h, heads=a, seq_len=s, vocab=51200)
 rows = {}
 for name, share in (("whole on every rank", 1), ("a part on each", 8)):
     per_block = activation_costs.layer_bytes(large, b, recompute="full") / share
-    rows[name] = {"a block keeps (MB)": per_block / 1e6,
-                  "all blocks (GB)": large.layers * per_block / 1e9}  # fmt: skip
+    rows[name] = {
+        "a block keeps (MB)": per_block / 1e6,
+        "all blocks (GB)": large.layers * per_block / 1e9,
+    }
 pd.DataFrame(rows).T.round(2)
 
 # %% [markdown]
@@ -536,9 +574,11 @@ class MyMLP:
         ### STUB: raise NotImplementedError("your turn")
         of_inside = (grad @ self.B.t()) * (self.inside > 0)  # (n, k/t)
         self.gradients = {
-            "A": self.x.t() @ of_inside, "b": of_inside.sum(0),
-            "B": self.inside.t() @ grad, "c": grad.sum(0),
-        }  # fmt: skip
+            "A": self.x.t() @ of_inside,
+            "b": of_inside.sum(0),
+            "B": self.inside.t() @ grad,
+            "c": grad.sum(0),
+        }
         of_x = of_inside @ self.A.t()
         self.group.all_reduce(of_x).wait()
         return of_x

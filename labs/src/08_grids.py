@@ -69,13 +69,23 @@ print(f"elements sent by all ranks: {sent:,.0f}; (q-1)(MK + KN) = {M * K + K * N
 # sequence of 2048 tokens, and with 64 of them: how many times as much as 1D does 3D send?
 
 # %%
-few = pl.exercises.guess("3D's elements per rank, one sequence, in percent of 1D's",
-                         low=0, high=400, unit="%", decimals=0)  # fmt: skip
+few = pl.exercises.guess(
+    "3D's elements per rank, one sequence, in percent of 1D's",
+    low=0,
+    high=400,
+    unit="%",
+    decimals=0,
+)
 few
 
 # %%
-many = pl.exercises.guess("3D's elements per rank, 64 sequences, in percent of 1D's",
-                          low=0, high=400, unit="%", decimals=0)  # fmt: skip
+many = pl.exercises.guess(
+    "3D's elements per rank, 64 sequences, in percent of 1D's",
+    low=0,
+    high=400,
+    unit="%",
+    decimals=0,
+)
 many
 
 # %% [markdown]
@@ -132,9 +142,12 @@ model = pl.ModelSpec(layers=2, hidden=64, heads=8, seq_len=32)
 settings = {"optimizer": "sgd", "lr": 0.1, "steps": 2, "keep_state": True, "progress": False}
 alone = pl.run(model, pl.Plan(microbatch_size=4), **settings)
 runs = {
-    "1D on 4": pl.Plan(tp=4, microbatch_size=4), "2D on 4": plans["2D"],
-    "1D on 8": plans["1D"], "2.5D on 8": plans["2.5D"], "3D on 8": plans["3D"],
-}  # fmt: skip
+    "1D on 4": pl.Plan(tp=4, microbatch_size=4),
+    "2D on 4": plans["2D"],
+    "1D on 8": plans["1D"],
+    "2.5D on 8": plans["2.5D"],
+    "3D on 8": plans["3D"],
+}
 reports = {name: pl.run(model, plan, **settings) for name, plan in runs.items()}
 for name, report in reports.items():
     worst = max(
@@ -163,12 +176,15 @@ for name, report in reports.items():
     per_rank = calls.groupby("phase")["wire_bytes"].sum() / runs[name].tp
     forward, backward = by_formula(runs[name])
     rows[name] = {
-        "forward (B)": per_rank["linear_forward"], "formula": float(forward),
-        "backward (B)": per_rank["linear_backward"], "formula ": float(backward),
-        "all else (B)": per_rank.drop(["linear_forward", "linear_backward", "control", "setup"],
-                                      errors="ignore").sum(),
+        "forward (B)": per_rank["linear_forward"],
+        "formula": float(forward),
+        "backward (B)": per_rank["linear_backward"],
+        "formula ": float(backward),
+        "all else (B)": per_rank.drop(
+            ["linear_forward", "linear_backward", "control", "setup"], errors="ignore"
+        ).sum(),
         "calls per rank": len(calls.query("rank == 0 and phase not in ['control', 'setup']")),
-    }  # fmt: skip
+    }
 pd.DataFrame(rows).T.round(1)
 
 # %% [markdown]

@@ -73,8 +73,11 @@ print(f"moved per step: {moved / model.num_params:g} bytes per parameter, in fp3
 # %%
 guess = pl.exercises.guess(
     "peak device memory with everything on the host, as a share of what it takes without",
-    low=0, high=100, unit="%", decimals=0,
-)  # fmt: skip
+    low=0,
+    high=100,
+    unit="%",
+    decimals=0,
+)
 guess
 
 # %% [markdown]
@@ -146,9 +149,15 @@ for name, report in reports.items():
     for link, parts in offload.link_bytes(wide, report.plan).items():
         if parts:
             size = sum(parts.values())
-            rows.append({"": name, "link": link, "moved (B)": int(moved[link]),
-                         "program (B)": size,
-                         "bytes per parameter": round(size / wide.num_params, 2)})  # fmt: skip
+            rows.append(
+                {
+                    "": name,
+                    "link": link,
+                    "moved (B)": int(moved[link]),
+                    "program (B)": size,
+                    "bytes per parameter": round(size / wide.num_params, 2),
+                }
+            )
 pd.DataFrame(rows).set_index(["", "link"])
 
 # %% [markdown]
@@ -179,8 +188,7 @@ for cut in best:
 # Counted on a run in 16 bits, one micro-batch:
 
 # %%
-half = pl.run(wide, pl.Plan(zero_stage=2, offload="cpu", precision="bf16"), steps=2,
-              progress=False)  # fmt: skip
+half = pl.run(wide, pl.Plan(zero_stage=2, offload="cpu", precision="bf16"), steps=2, progress=False)
 print(f"{half.copied(by='link')['bytes'].sum() / wide.num_params:g} bytes per parameter")
 
 # %% [markdown]
@@ -220,9 +228,11 @@ def busy(model, plan, cluster):
     asked = (flops, disk, cluster.flops, cluster.disk.bandwidth)
     free = pl.predict(model, plan.replace(zero_stage=0, offload=None), cluster)
     took = pl.predict(model, plan, cluster)
-    return {"formula": offload_costs.efficiency(*asked),
-            "perfect overlap": offload_costs.efficiency_overlapped(*asked),
-            "predicted": free.step_time / took.step_time}  # fmt: skip
+    return {
+        "formula": offload_costs.efficiency(*asked),
+        "perfect overlap": offload_costs.efficiency_overlapped(*asked),
+        "predicted": free.step_time / took.step_time,
+    }
 
 
 table = {}
@@ -313,10 +323,13 @@ pd.DataFrame(rows).T.rename_axis("micro-batches").round(2)
 # part, buffers, through which everything passes on its way:
 
 # %%
-pd.DataFrame({
-    name: offload.tier_bytes(deep.replace(layers=24), how)["host"]
-    for name, how in ladder.items() if how.offload
-}).fillna(0).div(1e6).round(1).add_suffix(" (MB)")  # fmt: skip
+pd.DataFrame(
+    {
+        name: offload.tier_bytes(deep.replace(layers=24), how)["host"]
+        for name, how in ladder.items()
+        if how.offload
+    }
+).fillna(0).div(1e6).round(1).add_suffix(" (MB)")
 
 # %% [markdown]
 # ## Is it the same training?
@@ -337,8 +350,9 @@ for stage, place in ((1, "cpu"), (2, "cpu"), (3, "cpu"), (3, "nvme")):
 # next step already, which it computes with weights that are one update old:
 
 # %%
-late = pl.Plan(zero_stage=2, microbatches=2,
-               offload={"gradients": "cpu", "optimizer": "cpu", "delayed": True})  # fmt: skip
+late = pl.Plan(
+    zero_stage=2, microbatches=2, offload={"gradients": "cpu", "optimizer": "cpu", "delayed": True}
+)
 delayed = pl.run(model, late, **proof)
 here = pl.run(model, late.replace(offload=None), **proof)
 print("first losses equal:", delayed.losses[0] == here.losses[0])
@@ -348,9 +362,14 @@ print("second step saw the first one's weights:", delayed.losses[1] != here.loss
 # Is it worth it? On a machine whose host is slow, by prediction, milliseconds per step:
 
 # %%
-slow = pl.Cluster(name="slow host", flops=1e11, memory_bandwidth=2e10, host_bandwidth=1e9,
-                  intra=pl.Link(alpha=0, bandwidth=1e9),
-                  host=pl.Link(alpha=1e-5, bandwidth=5e9))  # fmt: skip
+slow = pl.Cluster(
+    name="slow host",
+    flops=1e11,
+    memory_bandwidth=2e10,
+    host_bandwidth=1e9,
+    intra=pl.Link(alpha=0, bandwidth=1e9),
+    host=pl.Link(alpha=1e-5, bandwidth=5e9),
+)
 now = late.replace(offload={"gradients": "cpu", "optimizer": "cpu"})
 both = {"waits for the update": now, "delayed": late}
 took = {name: 1e3 * pl.predict(model, how, slow).step_time for name, how in both.items()}
@@ -370,8 +389,13 @@ def pull(rank, done, steps):
             shutil.rmtree(folder)
 
 
-removable = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme", "folder": str(disk),
-             "bandwidth": {"disk": "40MB"}}  # fmt: skip
+removable = {
+    "parameters": "nvme",
+    "gradients": "cpu",
+    "optimizer": "nvme",
+    "folder": str(disk),
+    "bandwidth": {"disk": "40MB"},
+}
 files = pl.Plan(zero_stage=3, offload=removable)
 try:
     pl.run(model, files, steps=50, save=saved, save_every=1, progress=pull)
@@ -390,8 +414,10 @@ more = pl.run(model, on_host, steps=1, resume=saved, keep_state=True, progress=F
 done = int((saved / "latest").read_text().split("-")[1].split()[0])
 whole = pl.run(model, on_host, steps=done + 1, keep_state=True, progress=False)
 print("at least three steps were saved:", done >= 3)
-print("as if nothing had been:", all(np.array_equal(whole.weights[n], more.weights[n])
-                                     for n in whole.weights))  # fmt: skip
+print(
+    "as if nothing had been:",
+    all(np.array_equal(whole.weights[n], more.weights[n]) for n in whole.weights),
+)
 
 # %% [markdown]
 # ## Your turn

@@ -49,8 +49,13 @@ for kind in ("gradients", "weights"):
 # same weights. How many times as long does the slowest of them take as the fastest?
 
 # %%
-guess = pl.exercises.guess("the slowest plan's step, as a multiple of the fastest's",
-                           low=1, high=10, unit="times", decimals=1)  # fmt: skip
+guess = pl.exercises.guess(
+    "the slowest plan's step, as a multiple of the fastest's",
+    low=1,
+    high=10,
+    unit="times",
+    decimals=1,
+)
 guess
 
 # %%
@@ -67,11 +72,18 @@ plans = {
     "pp 4, two micro-batches": pl.Plan(pp=4, microbatches=2, microbatch_size=8),
     "dp 2, tp 2": pl.Plan(dp=2, tp=2, microbatch_size=8),
     "dp 2, pp 2": pl.Plan(dp=2, pp=2, microbatches=4, microbatch_size=2),
-    "tp 2, pp 2, interleaved": pl.Plan(tp=2, pp=2, virtual_stages=2, schedule="interleaved",
-                                       microbatches=4, microbatch_size=4),
-}  # fmt: skip
-print(len(plans), "plans of", {plan.world_size for plan in plans.values()}, "ranks and",
-      {plan.global_batch for plan in plans.values()}, "samples")  # fmt: skip
+    "tp 2, pp 2, interleaved": pl.Plan(
+        tp=2, pp=2, virtual_stages=2, schedule="interleaved", microbatches=4, microbatch_size=4
+    ),
+}
+print(
+    len(plans),
+    "plans of",
+    {plan.world_size for plan in plans.values()},
+    "ranks and",
+    {plan.global_batch for plan in plans.values()},
+    "samples",
+)
 
 # %% [markdown]
 # ## Predict first, then run
@@ -109,8 +121,10 @@ pd.DataFrame(rows).T.sort_values("step, replayed (ms)").round(2)
 # Times come from this machine. Bytes do not: they were known beforehand.
 
 # %%
-print("bytes predicted exactly, in all of them:",
-      all(pl.compare(expected[name], found[name]).bytes_agree for name in plans))  # fmt: skip
+print(
+    "bytes predicted exactly, in all of them:",
+    all(pl.compare(expected[name], found[name]).bytes_agree for name in plans),
+)
 
 # %% [markdown]
 # Why is the slowest so slow, although it sends less than plans that are quicker? Its messages are
@@ -132,14 +146,22 @@ pl.compare(expected["tp 2, pp 2, interleaved"], found["tp 2, pp 2, interleaved"]
 # %% tags=["measured"]
 def nodes(count, name):
     fast, slow = pl.Link(alpha=1e-5, bandwidth=1e10), pl.Link(alpha=1e-4, bandwidth=1e8)
-    return cluster.replace(name=name, nodes=count, devices_per_node=4 // count, intra=fast,
-                           inter=slow, collectives={}, cores=None)  # fmt: skip
+    return cluster.replace(
+        name=name,
+        nodes=count,
+        devices_per_node=4 // count,
+        intra=fast,
+        inter=slow,
+        collectives={},
+        cores=None,
+    )
 
 
 where = {"one node": nodes(1, "one node"), "two nodes": nodes(2, "two nodes")}
-rows = {name: {place: 1e3 * pl.predict(model, plans[name], on).step_time
-               for place, on in where.items()}
-        for name in ("dp 4", "tp 4", "dp 2, tp 2", "pp 4, 1F1B")}  # fmt: skip
+rows = {
+    name: {place: 1e3 * pl.predict(model, plans[name], on).step_time for place, on in where.items()}
+    for name in ("dp 4", "tp 4", "dp 2, tp 2", "pp 4, 1F1B")
+}
 pd.DataFrame(rows).T.round(1).add_suffix(" (ms per step)")
 
 # %% [markdown]
@@ -148,8 +170,13 @@ pd.DataFrame(rows).T.round(1).add_suffix(" (ms per step)")
 # first advice. Seen on the mesh:
 
 # %%
-view.mesh(plans["tp 4"], where_two := pl.Cluster.preset("dgx-a100").replace(
-    name="two nodes", nodes=2, devices_per_node=2), rank=0)  # fmt: skip
+view.mesh(
+    plans["tp 4"],
+    where_two := pl.Cluster.preset("dgx-a100").replace(
+        name="two nodes", nodes=2, devices_per_node=2
+    ),
+    rank=0,
+)
 
 # %%
 view.mesh(plans["dp 2, tp 2"], where_two, rank=0)
@@ -173,8 +200,14 @@ def reached(plan, model=big, cluster=a100):
 rows = {}
 for batch in (32, 128):
     for tp in (2, 4, 8, 16, 32):
-        plan = pl.Plan(tp=tp, pp=64 // tp, microbatches=batch, microbatch_size=1,
-                       precision="bf16", recompute="full")  # fmt: skip
+        plan = pl.Plan(
+            tp=tp,
+            pp=64 // tp,
+            microbatches=batch,
+            microbatch_size=1,
+            precision="bf16",
+            recompute="full",
+        )
         rows.setdefault(f"tp {tp}, pp {64 // tp}", {})[f"batch {batch}"] = reached(plan)
 table = pd.DataFrame(rows).T
 print("best with batch 32:", table["batch 32"].idxmax(), "- with 128:", table["batch 128"].idxmax())
@@ -199,12 +232,22 @@ def by_microbatch(cluster):
     rows = {}
     for batch in (128, 512):
         for b in (1, 2, 4, 8):
-            plan = pl.Plan(tp=8, pp=8, microbatches=batch // b, microbatch_size=b,
-                           precision="bf16", recompute="full")  # fmt: skip
+            plan = pl.Plan(
+                tp=8,
+                pp=8,
+                microbatches=batch // b,
+                microbatch_size=b,
+                precision="bf16",
+                recompute="full",
+            )
             rows.setdefault(b, {})[f"batch {batch}"] = reached(plan, wide, cluster)
     table = pd.DataFrame(rows).T.rename_axis("samples per micro-batch")
-    print("best with batch 128:", table["batch 128"].idxmax(), "- with 512:",
-          table["batch 512"].idxmax())  # fmt: skip
+    print(
+        "best with batch 128:",
+        table["batch 128"].idxmax(),
+        "- with 512:",
+        table["batch 512"].idxmax(),
+    )
     return table.round(1).add_suffix(", MFU (%)")
 
 
@@ -321,8 +364,12 @@ def my_planner(model, cluster, batch, ask):
     ### STUB: raise NotImplementedError("your turn")
     best, fastest, left = None, float("inf"), 30
     devices, node = cluster.num_devices, cluster.devices_per_node
-    sizes = [(tp, pp) for pp in (1, 2, 4, 8, 16, 32) for tp in (1, 2, 4, 8)
-             if tp <= node and (pp == 1 or tp == node) and tp * pp <= devices]  # fmt: skip
+    sizes = [
+        (tp, pp)
+        for pp in (1, 2, 4, 8, 16, 32)
+        for tp in (1, 2, 4, 8)
+        if tp <= node and (pp == 1 or tp == node) and tp * pp <= devices
+    ]
     for tp, pp in sizes:  # model parallelism from small to large, tp first
         dp, fitted = devices // (tp * pp), False
         states = model.num_params * (4 + 12 / dp) / (tp * pp)
@@ -332,10 +379,17 @@ def my_planner(model, cluster, batch, ask):
             if batch // dp % samples:
                 continue
             for recompute in ("none", "selective", "full"):
-                plan = pl.Plan(dp=dp, tp=tp, pp=pp, zero_stage=1, precision="bf16",
-                               sequence_parallel=tp > 1, recompute=recompute,
-                               microbatch_size=samples,
-                               microbatches=batch // dp // samples)  # fmt: skip
+                plan = pl.Plan(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    zero_stage=1,
+                    precision="bf16",
+                    sequence_parallel=tp > 1,
+                    recompute=recompute,
+                    microbatch_size=samples,
+                    microbatches=batch // dp // samples,
+                )
                 if left == 0:
                     return best
                 left -= 1

@@ -27,11 +27,15 @@ from paralab.theory import needs, papers, training, zero
 GB, PEAK = 1e9, 312e12  # a data sheet's GB; FLOP/s of an A100 in 16 bits, at its very best
 model, plan = papers.ptdp_models()[-1]
 nodes = pl.Cluster.preset("dgx-a100", nodes=384)
-print(f"{model.num_params / 1e9:,.0f} billion parameters: "
-      f"{model.layers} blocks of width {model.hidden:,}")  # fmt: skip
+print(
+    f"{model.num_params / 1e9:,.0f} billion parameters: "
+    f"{model.layers} blocks of width {model.hidden:,}"
+)
 print(f"{plan.world_size:,} ranks: tp={plan.tp}, pp={plan.pp}, dp={plan.dp}")
-print(f"one step: {plan.microbatches} micro-batches through each of {plan.dp} pipelines, "
-      f"{plan.global_batch * model.seq_len / 1e6:.1f} million tokens")  # fmt: skip
+print(
+    f"one step: {plan.microbatches} micro-batches through each of {plan.dp} pipelines, "
+    f"{plan.global_batch * model.seq_len / 1e6:.1f} million tokens"
+)
 
 # %% [markdown]
 # ## Commit to a guess
@@ -39,8 +43,9 @@ print(f"one step: {plan.microbatches} micro-batches through each of {plan.dp} pi
 # How much does it *send*, in one step? And how much of that leaves its node?
 
 # %%
-sends = pl.exercises.guess("GB that one rank sends in one step", low=0, high=2000, unit="GB",
-                           decimals=0)  # fmt: skip
+sends = pl.exercises.guess(
+    "GB that one rank sends in one step", low=0, high=2000, unit="GB", decimals=0
+)
 sends
 
 # %%
@@ -128,8 +133,13 @@ formula = {
     "pp": m * residual + 2 * model.vocab * model.hidden / t,
     "dp": 2 * (d - 1) / d * 2 * psi,
 }
-table = pd.DataFrame({"level": by_axis["level"], "dry run (GB)": by_axis["bytes"] / GB,
-                      "by hand (GB)": pd.Series(formula) / GB})  # fmt: skip
+table = pd.DataFrame(
+    {
+        "level": by_axis["level"],
+        "dry run (GB)": by_axis["bytes"] / GB,
+        "by hand (GB)": pd.Series(formula) / GB,
+    }
+)
 table.round(2)
 
 # %%
@@ -152,8 +162,10 @@ leaves.reveal(round(100 * by_axis.query("level == 'inter'")["bytes"].sum() / tot
 messages = m * residual  # of activations to the next stage
 stays = messages * (t - 1) / t  # and gathering gradients sends as much inside it
 apart = by_axis.query("level == 'inter'")["bytes"].sum() - stays
-print(f"with scatter/gather {apart / GB:.1f} GB of {total / GB:,.0f} leave the node, "
-      f"{apart / total:.1%}")  # fmt: skip
+print(
+    f"with scatter/gather {apart / GB:.1f} GB of {total / GB:,.0f} leave the node, "
+    f"{apart / total:.1%}"
+)
 
 # %% [markdown]
 # ## Which rank is the fullest?
@@ -163,12 +175,16 @@ print(f"with scatter/gather {apart / GB:.1f} GB of {total / GB:,.0f} leave the n
 # %%
 stages = {"first": 0, "middle": 1536, "last": 3024}
 full = plan.replace(microbatches=64)
-reports = {f"{name}: rank {rank}": pl.dry_run(model, full, rank=rank, cluster=nodes)
-           for name, rank in stages.items()}  # fmt: skip
+reports = {
+    f"{name}: rank {rank}": pl.dry_run(model, full, rank=rank, cluster=nodes)
+    for name, rank in stages.items()
+}
 peaks = {name: report.peaks()["dry run"].drop("total") for name, report in reports.items()}
-view.bytes_bars({name: parts.to_dict() for name, parts in peaks.items()},
-                capacity={"one A100": nodes.memory},
-                title="The first stage is the fullest: 64 micro-batches wait there")  # fmt: skip
+view.bytes_bars(
+    {name: parts.to_dict() for name, parts in peaks.items()},
+    capacity={"one A100": nodes.memory},
+    title="The first stage is the fullest: 64 micro-batches wait there",
+)
 
 
 # %%
@@ -178,12 +194,16 @@ def under_way(report):
     return max(int((begun <= at).sum() - (done <= at).sum()) for at in begun)
 
 
-pd.DataFrame({
-    name: {"parameters": f"{report.meta['num_params']:,}",
-           "micro-batches under way": under_way(report),
-           "GB in all": round(peaks[name].sum() / GB, 1)}
-    for name, report in reports.items()
-}).T  # fmt: skip
+pd.DataFrame(
+    {
+        name: {
+            "parameters": f"{report.meta['num_params']:,}",
+            "micro-batches under way": under_way(report),
+            "GB in all": round(peaks[name].sum() / GB, 1),
+        }
+        for name, report in reports.items()
+    }
+).T
 
 # %% [markdown]
 # 1F1B lets stage r keep p − r micro-batches. The first stage has all 64 of them, *and* the
@@ -196,9 +216,21 @@ pd.DataFrame({
 # %%
 table = papers.ptdp_table1()
 table["step (s)"] = table["seconds per step"].round(1)
-table[["parameters (B), printed", "parameters (B), recomputed", "tp", "pp", "dp",
-       "TFLOP/s per device, printed", "PFLOP/s, printed", "PFLOP/s, recomputed",
-       "peak (%), printed", "peak (%), recomputed", "step (s)"]].round(1)  # fmt: skip
+table[
+    [
+        "parameters (B), printed",
+        "parameters (B), recomputed",
+        "tp",
+        "pp",
+        "dp",
+        "TFLOP/s per device, printed",
+        "PFLOP/s, printed",
+        "PFLOP/s, recomputed",
+        "peak (%), printed",
+        "peak (%), recomputed",
+        "step (s)",
+    ]
+].round(1)
 
 # %% [markdown]
 # The last row is ours. What all devices do together is what one does times their number: 501, where
@@ -207,8 +239,18 @@ table[["parameters (B), printed", "parameters (B), recomputed", "tp", "pp", "dp"
 # %%
 days = papers.ptdp_table2()
 days["eq. 4 is off by (%)"] = 100 * (days["days, eq. 4"] / days["days, recomputed"] - 1)
-days[["scheme", "parameters (B), printed", "devices", "TFLOP/s per device", "days, printed",
-      "days, recomputed", "days, eq. 4", "eq. 4 is off by (%)"]].round(1)  # fmt: skip
+days[
+    [
+        "scheme",
+        "parameters (B), printed",
+        "devices",
+        "TFLOP/s per device",
+        "days, printed",
+        "days, recomputed",
+        "days, eq. 4",
+        "eq. 4 is off by (%)",
+    ]
+].round(1)
 
 # %% [markdown]
 # The paper gives a formula for days, its eq. 4: eight FLOPs per parameter and token. That leaves
@@ -217,9 +259,11 @@ days[["scheme", "parameters (B), printed", "devices", "TFLOP/s per device", "day
 
 # %%
 work = {"tokens": 450e9, "devices": 3072, "flops": 163e12}
-print(f"450 billion tokens: {needs.training_days(model, **work):.1f} days; "
-      f"by eq. 4 {training.days_by_parameters(model.num_params, **work):.1f}, "
-      f"and the paper says 84")  # fmt: skip
+print(
+    f"450 billion tokens: {needs.training_days(model, **work):.1f} days; "
+    f"by eq. 4 {training.days_by_parameters(model.num_params, **work):.1f}, "
+    f"and the paper says 84"
+)
 
 # %% [markdown]
 # So the 84 days of its text are those of eq. 4; by the exact count they are 85.
@@ -248,8 +292,10 @@ rungs.round(1)
 
 # %%
 per_stage = plan.dp * plan.tp
-print(f"the slowest stage is {computing.idxmax() // per_stage} of 0 to {plan.pp - 1}: "
-      f"{plan.world_size - per_stage:,} devices wait for {per_stage}")  # fmt: skip
+print(
+    f"the slowest stage is {computing.idxmax() // per_stage} of 0 to {plan.pp - 1}: "
+    f"{plan.world_size - per_stage:,} devices wait for {per_stage}"
+)
 
 # %% [markdown]
 # The largest part is no parallelism at all: products that do not reach the peak (the preset has
@@ -268,8 +314,10 @@ view.link_traffic(expect)
 far = expect.collectives.query("level == 'inter'")
 stages_send = far.query("op == 'send'")["wire_bytes"].sum()
 mean = (far["wire_bytes"].sum() - stages_send * (1 - 1 / plan.tp)) / expect.spans["rank"].nunique()
-print(f"between nodes with scatter/gather: {mean / GB:.0f} GB per rank, "
-      f"{mean / nodes.inter.bandwidth:.1f} s")  # fmt: skip
+print(
+    f"between nodes with scatter/gather: {mean / GB:.0f} GB per rank, "
+    f"{mean / nodes.inter.bandwidth:.1f} s"
+)
 
 # %% [markdown]
 # And now look at the whole step. Each row is a stage, eight of the 64. Its boxes, one for every
@@ -291,8 +339,10 @@ eighth = pl.predict(model, full, nodes, steps=1, detail="actions")
 view.stage_time(eighth)
 
 # %%
-print(f"bubble: {expect.bubble:.0%} of the devices' time with {plan.microbatches} micro-batches, "
-      f"{eighth.bubble:.0%} with {full.microbatches}")  # fmt: skip
+print(
+    f"bubble: {expect.bubble:.0%} of the devices' time with {plan.microbatches} micro-batches, "
+    f"{eighth.bubble:.0%} with {full.microbatches}"
+)
 
 # %% [markdown]
 # ## Should you believe the prediction?
@@ -308,10 +358,15 @@ for (each, how), printed in zip(papers.ptdp_models(), measured, strict=True):
     machine = pl.Cluster.preset("dgx-a100", nodes=how.world_size // 8)
     seconds = pl.predict(each, how, machine, steps=1, detail="actions").step_time
     reached = needs.step_flops(each, how.global_batch, recompute=True) / how.world_size / seconds
-    rows.append({"parameters (B)": each.num_params / 1e9, "TFLOP/s, printed": printed,
-                 "predicted": reached / 1e12,
-                 "off by (%)": 100 * (reached / 1e12 / printed - 1),
-                 "null model off by (%)": 100 * (constant / printed - 1)})  # fmt: skip
+    rows.append(
+        {
+            "parameters (B)": each.num_params / 1e9,
+            "TFLOP/s, printed": printed,
+            "predicted": reached / 1e12,
+            "off by (%)": 100 * (reached / 1e12 / printed - 1),
+            "null model off by (%)": 100 * (constant / printed - 1),
+        }
+    )
 judged = pd.DataFrame(rows).set_index("parameters (B)")
 judged.round(1)
 
@@ -337,9 +392,12 @@ rows = {}
 for stage, name in enumerate(zero.NAMES):
     holds = zero.bytes_per_device(1e12, 1024, stage)
     moves = 2 * zero.elements_sent(1e12, 1024, stage)  # 16 bits
-    rows[name] = {"holds (GB)": zero.as_printed(holds), "fits an A100": holds <= nodes.memory,
-                  "sends per step (GB)": round(moves / GB),
-                  f"at {link / GB:g} GB/s, its slowest wire (s)": round(moves / link)}  # fmt: skip
+    rows[name] = {
+        "holds (GB)": zero.as_printed(holds),
+        "fits an A100": holds <= nodes.memory,
+        "sends per step (GB)": round(moves / GB),
+        f"at {link / GB:g} GB/s, its slowest wire (s)": round(moves / link),
+    }
 pd.DataFrame(rows).T.rename_axis("states on 1,024 devices")
 
 # %% [markdown]
@@ -353,19 +411,29 @@ gpt3 = pl.ModelSpec.preset("gpt3-175b")
 rows = []
 for row in papers.ptdp_table2().query("`parameters (B), printed` < 200").to_dict("records"):
     cut, count = row["model-parallel"], row["devices"]
-    how = pl.Plan(dp=count // cut, tp=min(8, cut), pp=max(1, cut // 8),
-                  microbatch_size=row["micro-batch"], zero_stage=3 if cut == 1 else 0,
-                  recompute="full", precision="fp16")  # fmt: skip
+    how = pl.Plan(
+        dp=count // cut,
+        tp=min(8, cut),
+        pp=max(1, cut // 8),
+        microbatch_size=row["micro-batch"],
+        zero_stage=3 if cut == 1 else 0,
+        recompute="full",
+        precision="fp16",
+    )
     how = how.replace(microbatches=row["batch"] // how.global_batch)
     machine = pl.Cluster.preset("dgx-a100", nodes=count // 8)
     said = pl.predict(gpt3, how, machine, steps=1, detail="actions")
     reached = needs.step_flops(gpt3, how.global_batch, recompute=True) / count / said.step_time
     spanning = said.collectives.query("level == 'inter'").groupby("rank")["wire_bytes"].sum()
-    rows.append({"scheme": row["scheme"], "devices": count,
-                 "TFLOP/s, printed": row["TFLOP/s per device"],
-                 "TFLOP/s, predicted": round(reached / 1e12),
-                 "in groups that span nodes, per rank (GB)": round(spanning.max() / GB),
-                 })  # fmt: skip
+    rows.append(
+        {
+            "scheme": row["scheme"],
+            "devices": count,
+            "TFLOP/s, printed": row["TFLOP/s per device"],
+            "TFLOP/s, predicted": round(reached / 1e12),
+            "in groups that span nodes, per rank (GB)": round(spanning.max() / GB),
+        }
+    )
 pd.DataFrame(rows).set_index(["scheme", "devices"])
 
 # %% [markdown]
@@ -402,11 +470,13 @@ for name, change in changes.items():
         other = plan.replace(**change)
         said[name] = pl.predict(model, other, nodes, steps=1, detail="actions")
     report = said[name]
-    rows[name] = {"step (s)": round(report.step_time, 1),
-                  "days, predicted": round(report.step_time * updates / 86_400),
-                  "bubble (%)": round(100 * report.bubble),
-                  "fullest rank (GB)": round(report.peak_memory / GB),
-                  "fits": report.peak_memory <= nodes.memory}  # fmt: skip
+    rows[name] = {
+        "step (s)": round(report.step_time, 1),
+        "days, predicted": round(report.step_time * updates / 86_400),
+        "bubble (%)": round(100 * report.bubble),
+        "fullest rank (GB)": round(report.peak_memory / GB),
+        "fits": report.peak_memory <= nodes.memory,
+    }
 pd.DataFrame(rows).T
 
 # %% [markdown]
@@ -430,17 +500,20 @@ year_later.filter(like="throughput")
 mine = pl.ModelSpec(layers=32, hidden=4096, heads=32, seq_len=4096, vocab=32_000)
 tokens, devices, reached = 2e12, 256, 150e12  # FLOP/s that a device really makes
 
-cost = training.training_cost(mine, tokens=tokens, devices=devices, flops=reached, watts=600,
-                              recompute="full")  # fmt: skip
-pd.Series({
-    "parameters (billions)": cost.params / 1e9,
-    "model states, 18 bytes each (GB)": cost.state_bytes / GB,
-    "80 GB devices that hold them": cost.fewest_devices,
-    "a checkpoint, 14 bytes each (GB)": cost.saved_bytes / GB,
-    "days": cost.days,
-    "device hours": cost.device_hours,
-    "electricity (MWh)": cost.energy / 3.6e9,
-}).round(1)  # fmt: skip
+cost = training.training_cost(
+    mine, tokens=tokens, devices=devices, flops=reached, watts=600, recompute="full"
+)
+pd.Series(
+    {
+        "parameters (billions)": cost.params / 1e9,
+        "model states, 18 bytes each (GB)": cost.state_bytes / GB,
+        "80 GB devices that hold them": cost.fewest_devices,
+        "a checkpoint, 14 bytes each (GB)": cost.saved_bytes / GB,
+        "days": cost.days,
+        "device hours": cost.device_hours,
+        "electricity (MWh)": cost.energy / 3.6e9,
+    }
+).round(1)
 
 # %% [markdown]
 # (18 bytes, not 16: here gradients are added up in 32 bits. And every block is computed forward
@@ -454,8 +527,20 @@ print(search)
 best = search.table.head(3).copy()
 best["days"] = best["simulated_s"] * tokens / (1024 * mine.seq_len) / 86_400
 best["memory (GB)"] = best["memory"] / GB
-best[["dp", "tp", "pp", "microbatches", "microbatch_size", "zero_stage", "sequence_parallel",
-      "recompute", "memory (GB)", "days"]].round(1)  # fmt: skip
+best[
+    [
+        "dp",
+        "tp",
+        "pp",
+        "microbatches",
+        "microbatch_size",
+        "zero_stage",
+        "sequence_parallel",
+        "recompute",
+        "memory (GB)",
+        "days",
+    ]
+].round(1)
 
 # %% [markdown]
 # Fewer days than above, where they recompute nothing; and the table above says how kind that is to
@@ -469,9 +554,13 @@ best[["dp", "tp", "pp", "microbatches", "microbatch_size", "zero_stage", "sequen
 
 # %%
 forgot = pl.dry_run(model, full.replace(recompute="none"), rank=0, cluster=nodes)
-view.bytes_bars({"recompute='full'": peaks["first: rank 0"].to_dict(),
-                 "recompute='none'": forgot.peaks()["dry run"].drop("total").to_dict()},
-                capacity={"one A100": nodes.memory})  # fmt: skip
+view.bytes_bars(
+    {
+        "recompute='full'": peaks["first: rank 0"].to_dict(),
+        "recompute='none'": forgot.peaks()["dry run"].drop("total").to_dict(),
+    },
+    capacity={"one A100": nodes.memory},
+)
 
 # %% [markdown]
 # Or make tp wider than a node, the last line of the table above. The plan is legal, the memory is

@@ -50,8 +50,23 @@ ALL = {
 }
 
 __all__ = [
-    "ALL", "Exercise", "Guess", "Reveal", "Verdict",
-    "all_gather_half", "deadlock_clinic", "gradient_sync", "guess", "memory_clinic", "model_states",
-    "own_schedule", "place", "stream", "summa", "sync_pass", "tensor_mlp", "training_cost",
+    "ALL",
+    "Exercise",
+    "Guess",
+    "Reveal",
+    "Verdict",
+    "all_gather_half",
+    "deadlock_clinic",
+    "gradient_sync",
+    "guess",
+    "memory_clinic",
+    "model_states",
+    "own_schedule",
+    "place",
+    "stream",
+    "summa",
+    "sync_pass",
+    "tensor_mlp",
+    "training_cost",
     "zero_step",
-]  # fmt: skip
+]

@@ -64,22 +64,24 @@ class Patient:
 
 PATIENTS = (
     Patient(
-        name="too early", moves=1, story="1F1B on two ranks, meant to be quick on the way back",
-        lists=("0F0 0B0 0F1 0F2 0B1 0B2",
-               "1F0 1F1 1B0 1F2 1B1 1B2"),
+        name="too early",
+        moves=1,
+        story="1F1B on two ranks, meant to be quick on the way back",
+        lists=("0F0 0B0 0F1 0F2 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"),
     ),
     Patient(
-        name="two chunks", moves=2, story="two stages per rank: rank 0 has 0 and 2, rank 1 1 and 3",
-        lists=("0F0 0F1 2F0 2F1 0B0 0B1 2B0 2B1",
-               "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"),
+        name="two chunks",
+        moves=2,
+        story="two stages per rank: rank 0 has 0 and 2, rank 1 1 and 3",
+        lists=("0F0 0F1 2F0 2F1 0B0 0B1 2B0 2B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"),
     ),
     Patient(
-        name="upside down", moves=4, story="1F1B on three ranks, each list fine in other company",
-        lists=("0F0 0B0 0F1 0B1 0F2 0B2",
-               "1F0 1F1 1B0 1F2 1B1 1B2",
-               "2F0 2F1 2F2 2B0 2B1 2B2"),
+        name="upside down",
+        moves=4,
+        story="1F1B on three ranks, each list fine in other company",
+        lists=("0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1F1 1B0 1F2 1B1 1B2", "2F0 2F1 2F2 2B0 2B1 2B2"),
     ),
-)  # fmt: skip
+)
 WORK, MOVES = "same work", "moves"
 
 TASK = """
@@ -125,9 +127,12 @@ def check(fixed: Mapping[str, Sequence[str | Sequence[Action | str]]]) -> Verdic
     notes = Notes("deadlock_clinic", ASKED)
     if not isinstance(fixed, Mapping):
         first = PATIENTS[0].name
-        notes.note(first, "no lists", False,
-                   f"asked is a dict {{patient: lists}}, yours is {type(fixed).__name__}"
-                   )  # fmt: skip
+        notes.note(
+            first,
+            "no lists",
+            False,
+            f"asked is a dict {{patient: lists}}, yours is {type(fixed).__name__}",
+        )
         return notes.verdict()
     if all(_lists(fixed.get(p.name))[0] == actions(p.lists) for p in PATIENTS):
         notes.said = NOT_STARTED
@@ -142,8 +147,9 @@ def check(fixed: Mapping[str, Sequence[str | Sequence[Action | str]]]) -> Verdic
             continue
         before = actions(patient.lists)
         changed = _changed(before, lists)
-        notes.note(WORK, changed or "nothing added or lost", not changed,
-                   f"{patient.name}: {changed}")  # fmt: skip
+        notes.note(
+            WORK, changed or "nothing added or lost", not changed, f"{patient.name}: {changed}"
+        )
         if not changed:
             count[patient.name] = sum(map(moves, before, lists))
     _count(notes, count)

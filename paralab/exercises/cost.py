@@ -88,9 +88,10 @@ HINTS = (
 
 
 def check(
-    step_flops: Callable[..., Any], training_days: Callable[..., Any] | None = None,
+    step_flops: Callable[..., Any],
+    training_days: Callable[..., Any] | None = None,
     states_per_device: Callable[..., Any] | None = None,
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """Ask the functions about trainings of 0.1 B to 1 T parameters. No time, no ranks.
 
     step_flops         called as (ModelSpec, samples)
@@ -99,8 +100,9 @@ def check(
     A function that is not given, or not yet written, leaves its limits open.
     """
     notes, started = Notes("training_cost", ASKED), False
-    for limit, where, call, judge, right in _questions(step_flops, training_days,
-                                                       states_per_device):  # fmt: skip
+    for limit, where, call, judge, right in _questions(
+        step_flops, training_days, states_per_device
+    ):
         found, trouble = attempt(call)
         if trouble == NOT_STARTED:
             continue
@@ -120,26 +122,33 @@ def _questions(step_flops: Any, training_days: Any, states_per_device: Any) -> I
     for name, samples in FLOP_CASES:
         model = ModelSpec.preset(name)
         right = needs.step_flops(model, samples, recompute=True)
-        yield (FLOPS, f"{name}, {samples:,} samples",
-               lambda m=model, n=samples: step_flops(m, n),
-               lambda found, m=model, n=samples: _wrong_flops(m, n, found),
-               f"{right:,.5g} FLOPs")  # fmt: skip
+        yield (
+            FLOPS,
+            f"{name}, {samples:,} samples",
+            lambda m=model, n=samples: step_flops(m, n),
+            lambda found, m=model, n=samples: _wrong_flops(m, n, found),
+            f"{right:,.5g} FLOPs",
+        )
     for name, *asked in DAY_CASES if training_days else ():
         model = ModelSpec.preset(name)
         tokens, devices, flops = asked
-        yield (DAYS, f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of "
-               f"{flops / 1e12:g} TFLOP/s",
-               lambda m=model, a=asked: training_days(m, *a),
-               lambda found, m=model, a=asked: _wrong_days(m, *a, found),
-               f"{_days(model, *asked):.2f} days")  # fmt: skip
+        yield (
+            DAYS,
+            f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of {flops / 1e12:g} TFLOP/s",
+            lambda m=model, a=asked: training_days(m, *a),
+            lambda found, m=model, a=asked: _wrong_days(m, *a, found),
+            f"{_days(model, *asked):.2f} days",
+        )
     for name, recipe, *degrees in STATE_CASES if states_per_device else ():
         model, (tp, pp, dp, stage) = ModelSpec.preset(name), degrees
         total = sum(right_states(model, RECIPES[recipe], *degrees).values())
-        yield (ZERO if stage else SPLIT,
-               f"{name}, {recipe}, tp={tp} pp={pp} dp={dp} zero_stage={stage}",
-               lambda m=model, r=recipe, d=degrees: states_per_device(m, dict(RECIPES[r]), *d),
-               lambda found, m=model, r=recipe, d=degrees: _wrong_states(m, RECIPES[r], *d, found),
-               size_text(total))  # fmt: skip
+        yield (
+            ZERO if stage else SPLIT,
+            f"{name}, {recipe}, tp={tp} pp={pp} dp={dp} zero_stage={stage}",
+            lambda m=model, r=recipe, d=degrees: states_per_device(m, dict(RECIPES[r]), *d),
+            lambda found, m=model, r=recipe, d=degrees: _wrong_states(m, RECIPES[r], *d, found),
+            size_text(total),
+        )
 
 
 def known_flops(model: ModelSpec, samples: int) -> dict[str, float]:
@@ -148,8 +157,8 @@ def known_flops(model: ModelSpec, samples: int) -> dict[str, float]:
     linear = 24 * samples * model.seq_len * model.hidden**2 * model.layers
     right, per_token = 4 * blocks + 3 * head, model.num_params * samples * model.seq_len
     return {
-        "nothing is recomputed there: with recomputation a block's forward is made twice":
-            3 * (blocks + head),
+        "nothing is recomputed there: with recomputation a block's forward is made twice": 3
+        * (blocks + head),
         "the head is recomputed there too; it is made once": 4 * (blocks + head),
         "that is forward alone": blocks + head,
         "that is forward twice; backward is twice as much again": 2 * blocks + head,
@@ -160,30 +169,31 @@ def known_flops(model: ModelSpec, samples: int) -> dict[str, float]:
         "the head is missing, V/(16 l h) of eq. 3": 4 * blocks,
         "attention's scores are missing, s/(6h) of eq. 3": 4 * linear + 3 * head,
         "that is eq. 4, 8 Ψ for every token: a good guess, but not the count": 8 * per_token,
-        "that is 6 Ψ for every token: nothing is recomputed, and the scores are missing":
-            6 * per_token,
-    }  # fmt: skip
+        "that is 6 Ψ for every token: nothing is recomputed, and the scores are missing": 6
+        * per_token,
+    }
 
 
 def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> dict[str, float]:
     """{what was done: the days it gives} of the mistakes that are made on the way to days."""
     right = _days(model, tokens, devices, flops)
     eq4 = 8 * tokens * model.num_params / (devices * flops) / needs.SECONDS_PER_DAY
-    spared = needs.training_days(model, tokens=tokens, devices=devices, flops=flops,
-                                 recompute=False)  # fmt: skip
+    spared = needs.training_days(
+        model, tokens=tokens, devices=devices, flops=flops, recompute=False
+    )
     return {
         f"that is eq. 4, {100 * (1 - eq4 / right):.1f} % too low: it leaves out attention's scores "
         "and counts the head as if it were a block": eq4,
         "nothing is recomputed there": spared,
-        "that is 6 Ψ for every token: nothing is recomputed, and the scores are missing":
-            0.75 * eq4,
+        "that is 6 Ψ for every token: nothing is recomputed, and the scores are missing": 0.75
+        * eq4,
         "those are seconds": right * needs.SECONDS_PER_DAY,
         "those are hours": right * 24,
         "those are minutes": right * 24 * 60,
         "that is one device": right * devices,
         "tokens are not samples: a sample has model.seq_len of them": right * model.seq_len,
         "divided by the number of devices twice": right / devices,
-    }  # fmt: skip
+    }
 
 
 def known_states(
@@ -202,9 +212,11 @@ def known_states(
         ("pp deals it out too", whole / tp / dp),
         ("tp deals it out too", whole / pp / dp),
         ("ZeRO's N is dp, not all devices", cut / (tp * pp * dp)),
-        *(("12 l h² are the blocks' matrices alone; model.num_params has them all", blocks / n)
-          for n in (1, dp)),
-    ]  # fmt: skip
+        *(
+            ("12 l h² are the blocks' matrices alone; model.num_params has them all", blocks / n)
+            for n in (1, dp)
+        ),
+    ]
 
 
 def right_states(
@@ -212,8 +224,10 @@ def right_states(
 ) -> dict[str, float]:
     """{state: bytes} on one device."""
     cut = model.num_params / (tp * pp)
-    return {state: width * cut / (dp if stage >= SHARED_FROM[state] else 1)
-            for state, width in recipe.items()}  # fmt: skip
+    return {
+        state: width * cut / (dp if stage >= SHARED_FROM[state] else 1)
+        for state, width in recipe.items()
+    }
 
 
 def _days(model: ModelSpec, tokens: float, devices: int, flops: float) -> float:
@@ -259,11 +273,15 @@ def _wrong_states(
         if not is_number(yours):
             return f"{state!r} is {yours!r}, not a number of bytes"
         if not _close(yours, size):
-            known = [*known_states(model, recipe[state], tp, pp, dp, stage),
-                     ("those are GB, asked are bytes", size / 1e9),
-                     ("those are GiB, asked are bytes", size / 2**30),
-                     ("that is the number of parameters, each of which takes some bytes",
-                      size / recipe[state])]  # fmt: skip
+            known = [
+                *known_states(model, recipe[state], tp, pp, dp, stage),
+                ("those are GB, asked are bytes", size / 1e9),
+                ("those are GiB, asked are bytes", size / 2**30),
+                (
+                    "that is the number of parameters, each of which takes some bytes",
+                    size / recipe[state],
+                ),
+            ]
             said = _why(yours, size, known)
             return f"{state!r} is {size_text(size)}, yours {size_text(float(yours))}{said}"
     return ""

@@ -44,8 +44,9 @@ def guess(
         raise illegal("high", high, f"the range from low={low:g} is empty", f"above {low:g}")
     decimals = whole("decimals", decimals, at_least=0, at_most=9)
     step = 10.0**-decimals if step is None else real("step", step, above=0.0)
-    made = Guess(question=str(question), low=low, high=high, unit=str(unit), step=step,
-                 decimals=decimals)  # fmt: skip
+    made = Guess(
+        question=str(question), low=low, high=high, unit=str(unit), step=step, decimals=decimals
+    )
     made.position = (low + high) / 2 if value is None else made.in_range("value", value)
     return made
 

@@ -23,14 +23,19 @@ from paralab.interpret import quick
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
 CLUSTER = Cluster(  # of a laptop's size; processors, so messages are gloo's and have its buffers
-    name="laptop", devices_per_node=8, flops=1e11, memory_bandwidth=2e10, op_overhead=1e-5,
-    intra=Link(alpha=2e-4, bandwidth=1e9), cores=4,
-)  # fmt: skip
+    name="laptop",
+    devices_per_node=8,
+    flops=1e11,
+    memory_bandwidth=2e10,
+    op_overhead=1e-5,
+    intra=Link(alpha=2e-4, bandwidth=1e9),
+    cores=4,
+)
 SETTINGS = tuple(field.name for field in fields(Plan))
 STAYS = {"world_size": "devices", "global_batch": "samples per step", "precision": "precision"}
 TOGETHER = {"microbatches", "microbatch_size"}  # one setting: how a device's samples are cut
@@ -89,42 +94,46 @@ class Patient:
 
 PATIENTS = (
     Patient(
-        name="twice the devices", drop=50,
+        name="twice the devices",
+        drop=50,
         story="ZeRO-3, 8 samples on every device. On 4 devices instead of 2 the memory was to be "
-              "halved, and a twentieth of it went",
+        "halved, and a twentieth of it went",
         met="fairscale 1050, DeepSpeed 2302",
         model=ModelSpec(layers=6, hidden=128, heads=4, seq_len=128),
         fewer=Plan(dp=2, zero_stage=3, microbatch_size=8),
         plan=Plan(dp=4, zero_stage=3, microbatch_size=8),
     ),
     Patient(
-        name="a small model", drop=30,
+        name="a small model",
+        drop=30,
         story="273 thousand parameters, ZeRO-2. Four devices share optimizer states and gradients "
-              "and each needs nearly as much as one device alone",
+        "and each needs nearly as much as one device alone",
         met="pytorch-lightning 6047, pytorch 108976, DeepSpeed 1302",
         model=ModelSpec(layers=4, hidden=72, heads=4, seq_len=32),
         fewer=Plan(microbatch_size=1),
         plan=Plan(dp=4, zero_stage=2, microbatch_size=1),
     ),
     Patient(
-        name="fully sharded", drop=30,
+        name="fully sharded",
+        drop=30,
         story="ZeRO-3, everything in parts. From 4 to 8 devices each part is halved, the memory "
-              "falls by a sixth",
+        "falls by a sixth",
         met="fairscale 1050",
         model=ModelSpec(layers=16, hidden=64, heads=4, seq_len=16),
         fewer=Plan(dp=4, zero_stage=3, prefetch=32, microbatch_size=1),
         plan=Plan(dp=8, zero_stage=3, prefetch=32, microbatch_size=1),
     ),
     Patient(
-        name="more nodes", drop=30,
+        name="more nodes",
+        drop=30,
         story="ZeRO-3 that stays inside nodes of 2 devices. Four nodes instead of two, and not a "
-              "byte less on any device",
+        "byte less on any device",
         met="DeepSpeed 237",
         model=ModelSpec(layers=12, hidden=128, heads=4, seq_len=32),
         fewer=Plan(dp=4, zero_stage=3, shard=2, microbatch_size=1),
         plan=Plan(dp=8, zero_stage=3, shard=2, microbatch_size=1),
     ),
-)  # fmt: skip
+)
 FILLS, SAME, ONE = "what fills it", "same training", "settings"
 
 TASK = """
@@ -183,8 +192,13 @@ def check(treatment: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Verdict:
     """
     notes = Notes("memory_clinic", ASKED)
     if not isinstance(treatment, Mapping):
-        notes.note(PATIENTS[0].name, "no treatment", False, "asked is a dict {patient: (category, "
-                   f"{{setting: value}})}}, yours is {type(treatment).__name__}")  # fmt: skip
+        notes.note(
+            PATIENTS[0].name,
+            "no treatment",
+            False,
+            "asked is a dict {patient: (category, "
+            f"{{setting: value}})}}, yours is {type(treatment).__name__}",
+        )
         return notes.verdict()
     if all(_as_pair(treatment.get(patient.name)) == ("", {}) for patient in PATIENTS):
         notes.said = NOT_STARTED
@@ -193,9 +207,13 @@ def check(treatment: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Verdict:
     for patient in PATIENTS:
         pair = _as_pair(treatment.get(patient.name))
         if pair is None:
-            notes.note(patient.name, "nothing to try", False, f"{patient.name}: asked is "
-                       f"(category, {{setting: value}}), yours is {treatment.get(patient.name)!r}"
-                       )  # fmt: skip
+            notes.note(
+                patient.name,
+                "nothing to try",
+                False,
+                f"{patient.name}: asked is "
+                f"(category, {{setting: value}}), yours is {treatment.get(patient.name)!r}",
+            )
             continue
         found = {FILLS: _misnamed(patient, pair[0])}
         plan, found[SAME] = _changed(patient, pair[1])
@@ -262,11 +280,12 @@ def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
     now, most = sum(parts.values()), max(parts, key=lambda name: parts[name])
     fall = f"falls by {100 * (1 - now / was):.1f} %" if now < was else "does not fall"
     notes.note(
-        patient.name, f"{_size(was)} before, {_size(now)} after",
+        patient.name,
+        f"{_size(was)} before, {_size(now)} after",
         100 * now <= (100 - patient.drop) * was,
         f"{patient.name}: the peak {fall}, asked are {patient.drop} %; of {_size(now)} "
         f"{_size(parts[most])} are {most}",
-    )  # fmt: skip
+    )
 
 
 def _size(count: float) -> str:

@@ -26,7 +26,7 @@ from paralab.exercises.exercise import Exercise
 from paralab.exercises.verdict import Notes, Verdict, on_ranks
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.theory.engine import Times
 
 Job = tuple[str, int, int]  # what, unit, buffer
@@ -56,8 +56,12 @@ def ms(seconds: float) -> str:
 
 
 ORDER, STATES, BYTES, MEMORY, TIME = (
-    "jobs", "states in the files", "bytes through the disk", "host memory", "simulated update",
-)  # fmt: skip
+    "jobs",
+    "states in the files",
+    "bytes through the disk",
+    "host memory",
+    "simulated update",
+)
 
 TASK = f"""
 **Your turn.** The optimizer states of some units lie in files. The host has a window of a few
@@ -85,10 +89,13 @@ ASKED = (
     (STATES, "bit for bit those of an update in memory, after a real run"),
     (BYTES, "exactly twice the states, in that run"),
     (MEMORY, "at most `window` buffers, in that run"),
-    (TIME, "at most max(U(r+w), r+Uu+w), U units, with either host: "
-     f"{ms(limit_s(*TASK_SIZE, FAST_S))} and {ms(limit_s(*TASK_SIZE, SLOW_S))}; "
-     "with one buffer U(r+u+w)"),
-)  # fmt: skip
+    (
+        TIME,
+        "at most max(U(r+w), r+Uu+w), U units, with either host: "
+        f"{ms(limit_s(*TASK_SIZE, FAST_S))} and {ms(limit_s(*TASK_SIZE, SLOW_S))}; "
+        "with one buffer U(r+u+w)",
+    ),
+)
 
 HINTS = (
     "read 0 is done after 10 ms, and write 0 cannot begin before the host has updated unit 0. What "
@@ -117,10 +124,14 @@ def check(answer: Callable[..., Any], *, timeout: float = TIMEOUT_S) -> Verdict:
         return notes.verdict()
     with tempfile.TemporaryDirectory(prefix="paralab-stream-") as folder:
         return on_ranks(
-            notes, answer, SIZES,
+            notes,
+            answer,
+            SIZES,
             lambda size: trace(update, 1, (answer, *size, folder), timeout=timeout, device="cpu"),
-            _look, first=ORDER, letter="units, window",
-        )  # fmt: skip
+            _look,
+            first=ORDER,
+            letter="units, window",
+        )
 
 
 def as_jobs(found: Any, units: int) -> list[Job]:
@@ -160,7 +171,7 @@ def _ends() -> Iterator[None]:
 
 def update(
     group: Any, answer: Callable[..., Any], units: int, window: int, folder: str
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What the rank runs: the answer's jobs, handed to real lanes.
 
     Returns the jobs, the most bytes that buffers had, and states, (unit, row, element): as they
@@ -168,9 +179,9 @@ def update(
     """
     import torch
 
+    from paralab.instruments.memory import PeakMemory
     from paralab.interpret.files import Files
     from paralab.interpret.lanes import Lane
-    from paralab.observe.memory import PeakMemory
 
     with _ends():
         found = answer(units, window)
@@ -194,8 +205,9 @@ def update(
                     work = partial(getattr(files, kind), str(unit), buffers[number])
                     op, size = kind, STATES_BYTES
                 needs = [last[number]] if number in last else []
-                last[number] = lanes[LANE[kind]].submit(work, after=needs, op=op, size=size,
-                                                        category="optimizer")  # fmt: skip
+                last[number] = lanes[LANE[kind]].submit(
+                    work, after=needs, op=op, size=size, category="optimizer"
+                )
             for job in last.values():
                 job.wait()
         after = torch.empty_like(before)
@@ -216,9 +228,22 @@ def _adamw(states: Any, gradient: Any) -> None:
     import torch
     from torch.optim.adamw import adamw
 
-    adamw([states[2]], [gradient], [states[0]], [states[1]], [], [torch.tensor(4.0)], fused=True,
-          amsgrad=False, beta1=0.9, beta2=0.999, lr=0.01, weight_decay=0.01, eps=1e-8,
-          maximize=False)  # fmt: skip
+    adamw(
+        [states[2]],
+        [gradient],
+        [states[0]],
+        [states[1]],
+        [],
+        [torch.tensor(4.0)],
+        fused=True,
+        amsgrad=False,
+        beta1=0.9,
+        beta2=0.999,
+        lr=0.01,
+        weight_decay=0.01,
+        eps=1e-8,
+        maximize=False,
+    )
 
 
 def simulate(jobs: Sequence[Job], update_s: float) -> Times:
@@ -252,8 +277,11 @@ def _look(notes: Notes, report: Report, size: tuple[int, int]) -> None:
     moved, asked = int(report.copies["bytes"].sum()), 2 * units * STATES_BYTES
     said = f"{moved:,} bytes, asked are {asked:,}, {moved / asked:.3g} times as many"
     note(BYTES, f"{moved:,} bytes", said if moved != asked else "")
-    beyond = [f"jobs[{i}]={job!r}: buffers are 0 to {window - 1}; "
-              for i, job in enumerate(jobs) if job[2] >= window]  # fmt: skip
+    beyond = [
+        f"jobs[{i}]={job!r}: buffers are 0 to {window - 1}; "
+        for i, job in enumerate(jobs)
+        if job[2] >= window
+    ]
     said = f"{''.join(beyond[:1])}{peak:,} bytes, asked are at most {window * STATES_BYTES:,}"
     note(MEMORY, f"{peak:,} bytes", said if beyond or peak > window * STATES_BYTES else "")
     if not misplaced:

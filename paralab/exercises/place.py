@@ -57,8 +57,12 @@ class Answer(NamedTuple):
 
 
 PLAN, FITS, NODE, TIME, ASKED_OFTEN = (
-    "plan", "memory", "tensor parallelism", "simulated step", "questions",
-)  # fmt: skip
+    "plan",
+    "memory",
+    "tensor parallelism",
+    "simulated step",
+    "questions",
+)
 
 TASK = f"""
 **Your turn.** Write `my_planner(model, cluster, batch, ask)`. It returns the `pl.Plan` in which
@@ -105,8 +109,12 @@ def check(answer: Callable[..., Any]) -> Verdict:
     try:
         inspect.signature(answer).bind(None, None, None, None)
     except (TypeError, ValueError) as error:
-        notes.note(PLAN, "cannot be called", False, "asked is f(model, cluster, batch, ask), yours "
-                   f"cannot be called so: {error}")  # fmt: skip
+        notes.note(
+            PLAN,
+            "cannot be called",
+            False,
+            f"asked is f(model, cluster, batch, ask), yours cannot be called so: {error}",
+        )
         return notes.verdict()
     for case in CASES:
         asked: list[Plan] = []
@@ -147,13 +155,19 @@ def suits(plan: Any, case: Case) -> None:
     plan.validate(case.spec)
     devices, batch = case.cluster.num_devices, case.batch
     if plan.world_size != devices:
-        raise illegal("dp", plan.dp, f"dp*tp*pp is {plan.world_size}, there are {devices} devices",
-                      f"dp={max(1, devices // (plan.tp * plan.pp))} with tp={plan.tp}, "
-                      f"pp={plan.pp}")  # fmt: skip
+        raise illegal(
+            "dp",
+            plan.dp,
+            f"dp*tp*pp is {plan.world_size}, there are {devices} devices",
+            f"dp={max(1, devices // (plan.tp * plan.pp))} with tp={plan.tp}, pp={plan.pp}",
+        )
     if plan.global_batch != batch:
-        raise illegal("microbatches", plan.microbatches, "dp*microbatches*microbatch_size is "
-                      f"{plan.global_batch}, a step has {batch} samples",
-                      "what makes the product right")  # fmt: skip
+        raise illegal(
+            "microbatches",
+            plan.microbatches,
+            f"dp*microbatches*microbatch_size is {plan.global_batch}, a step has {batch} samples",
+            "what makes the product right",
+        )
     if plan.precision != PRECISION:
         raise illegal("precision", plan.precision, "not what is asked", repr(PRECISION))
     if plan.offload is not None:
@@ -173,25 +187,37 @@ def best(case: Case) -> float:
     """Seconds per step of the fastest plan that fits."""
     from paralab.programs.search import plan_search
 
-    found = plan_search(case.spec, case.cluster, global_batch=case.batch, precision=PRECISION,
-                        top=5, **PTDP)  # fmt: skip
+    found = plan_search(
+        case.spec, case.cluster, global_batch=case.batch, precision=PRECISION, top=5, **PTDP
+    )
     return known(found.best, case).seconds
 
 
 def _look(notes: Notes, case: Case, plan: Plan, questions: int) -> None:
     memory_gb, room_gb = known(plan, case).bytes / 1e9, case.cluster.memory / 1e9
     notes.note(PLAN, "three legal plans", True)
-    notes.note(FITS, f"{case.model}: {memory_gb:.0f} GB", memory_gb <= room_gb,
-               f"{case}: {memory_gb:.0f} GB on the fullest device, which has "
-               f"{room_gb:.0f}")  # fmt: skip
+    notes.note(
+        FITS,
+        f"{case.model}: {memory_gb:.0f} GB",
+        memory_gb <= room_gb,
+        f"{case}: {memory_gb:.0f} GB on the fullest device, which has {room_gb:.0f}",
+    )
     nodes = {case.cluster.node_of(rank) for rank in plan.ranks("tp", 0)}
-    notes.note(NODE, f"{case.model}: tp={plan.tp}", len(nodes) == 1,
-               f"{case}: the {plan.tp} ranks of a tensor-parallel group lie on {len(nodes)} nodes, "
-               f"and all they share goes over the slow links between them")  # fmt: skip
+    notes.note(
+        NODE,
+        f"{case.model}: tp={plan.tp}",
+        len(nodes) == 1,
+        f"{case}: the {plan.tp} ranks of a tensor-parallel group lie on {len(nodes)} nodes, "
+        f"and all they share goes over the slow links between them",
+    )
     seconds, least = known(plan, case).seconds, best(case)
     times = seconds / least
-    notes.note(TIME, f"{case.model}: {times:.2f} times", times <= SLACK,
-               f"{case}: a step takes {seconds:.2f} s, the best plan {least:.2f} s")  # fmt: skip
+    notes.note(
+        TIME,
+        f"{case.model}: {times:.2f} times",
+        times <= SLACK,
+        f"{case}: a step takes {seconds:.2f} s, the best plan {least:.2f} s",
+    )
     notes.note(ASKED_OFTEN, f"{case.model}: {questions}", questions <= QUESTIONS)
 
 

@@ -20,7 +20,7 @@ from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
 if TYPE_CHECKING:
     import numpy as np
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 RANKS = (2, 3, 4)
 CHUNK = 5000  # elements of 4 bytes: k
@@ -30,8 +30,12 @@ CLUSTER = Cluster(
 TIMEOUT_S = 10.0  # without any sign of life: four ranks that exchange 60 kB need milliseconds
 
 RESULT, CALLS, BYTES, MEMORY, TIME = (
-    "result", "calls", "bytes per rank", "extra memory", "simulated time",
-)  # fmt: skip
+    "result",
+    "calls",
+    "bytes per rank",
+    "extra memory",
+    "simulated time",
+)
 
 TASK = """
 **Your turn.** After the reduce-scatter every rank owns one finished chunk: rank r has chunk
@@ -115,8 +119,9 @@ def _look(notes: Notes, report: Report, n: int) -> None:
     rows = calls.sort_values(["rank", "span"]).to_dict("records")
     strange = next((w for row in rows if (w := _strange_call(row, n))), "")
     count = sum(row["op"] == "send" and row["rank"] == 0 for row in rows)
-    notes.note(CALLS, strange or f"n={n}: {count} sends by each rank", not strange,
-               f"n={n}: {strange}")  # fmt: skip
+    notes.note(
+        CALLS, strange or f"n={n}: {count} sends by each rank", not strange, f"n={n}: {strange}"
+    )
 
     sent = calls.groupby("rank")["wire_bytes"].sum()
     per_rank = [int(sent.get(rank, 0)) for rank in range(n)]
@@ -136,8 +141,9 @@ def _look(notes: Notes, report: Report, n: int) -> None:
     limit = (n - 1) * CLUSTER.intra.seconds(chunk)
     time = report.replay(CLUSTER, compute=0.0).step_time
     said = f"n={n}: {1e6 * time:.1f} µs, of {1e6 * limit:.1f} µs asked"
-    notes.note(TIME, said.replace(", of", " of").removesuffix(" asked"), time <= limit * (1 + 1e-9),
-               said)  # fmt: skip
+    notes.note(
+        TIME, said.replace(", of", " of").removesuffix(" asked"), time <= limit * (1 + 1e-9), said
+    )
 
 
 def _wrong_chunk(tensor: np.ndarray, rank: int, n: int) -> str:

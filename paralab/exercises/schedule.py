@@ -32,8 +32,13 @@ SIZES = ((2, 1), (2, 5), (3, 2), (3, 7), (4, 1), (4, 3), (4, 8), (4, 13), (6, 9)
 FORWARD_S, HALF_S = 10e-3, 10e-3  # a whole backward is two halves
 # What is trained: small, a block for every stage.
 MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16)
-TRAINING: dict[str, Any] = {"steps": 1, "optimizer": "sgd", "lr": 0.1, "keep_state": True,
-                            "progress": False}  # fmt: skip
+TRAINING: dict[str, Any] = {
+    "steps": 1,
+    "optimizer": "sgd",
+    "lr": 0.1,
+    "keep_state": True,
+    "progress": False,
+}
 BATCH = {"microbatches": MICROBATCHES, "microbatch_size": 2}
 TIMEOUT_S = 20.0
 
@@ -44,8 +49,12 @@ def limit_s(pp: int, microbatches: int) -> float:
 
 
 VALID, TIME, MEMORY, OTHERS, GRADIENTS = (
-    "schedule", "simulated step", "live micro-batches", "other sizes", "gradients",
-)  # fmt: skip
+    "schedule",
+    "simulated step",
+    "live micro-batches",
+    "other sizes",
+    "gradients",
+)
 
 TASK = f"""
 **Your turn.** Write `my_schedule(pp, microbatches)`: for every rank, what it computes and in which
@@ -96,9 +105,12 @@ def check(answer: Callable[..., Any], *, timeout: float = TIMEOUT_S) -> Verdict:
     try:
         inspect.signature(answer).bind(PP, MICROBATCHES)
     except (TypeError, ValueError) as error:
-        notes.note(VALID, "cannot be called", False,
-                   f"asked is f(pp, microbatches), yours cannot be called so: {error}"
-                   )  # fmt: skip
+        notes.note(
+            VALID,
+            "cannot be called",
+            False,
+            f"asked is f(pp, microbatches), yours cannot be called so: {error}",
+        )
         return notes.verdict()
     simulated, trouble = attempt(lambda: _simulated(answer, PP, MICROBATCHES))
     if trouble == NOT_STARTED:
@@ -119,8 +131,9 @@ def check(answer: Callable[..., Any], *, timeout: float = TIMEOUT_S) -> Verdict:
         return notes.verdict()
     right = _of_one_process()
     wrong = first_wrong(right, report.gradients)
-    notes.note(GRADIENTS, wrong or f"{len(right)} tensors, all equal", not wrong,
-               f"gradients: {wrong}")  # fmt: skip
+    notes.note(
+        GRADIENTS, wrong or f"{len(right)} tensors, all equal", not wrong, f"gradients: {wrong}"
+    )
     return notes.verdict()
 
 
@@ -146,12 +159,21 @@ def _look(notes: Notes, simulated: Simulation) -> None:
     """Time and memory at the sizes of the task."""
     limit = limit_s(PP, MICROBATCHES)
     said = f"{1e3 * simulated.makespan:.0f} ms"
-    notes.note(TIME, said, _in_time(simulated, limit), f"a step takes {said}, "
-               f"{1e3 * (simulated.makespan - limit):.0f} ms more than the {1e3 * limit:.0f} ms "
-               f"asked: {_first_late(simulated)}")  # fmt: skip
+    notes.note(
+        TIME,
+        said,
+        _in_time(simulated, limit),
+        f"a step takes {said}, "
+        f"{1e3 * (simulated.makespan - limit):.0f} ms more than the {1e3 * limit:.0f} ms "
+        f"asked: {_first_late(simulated)}",
+    )
     most = max(simulated.peak_live)
-    notes.note(MEMORY, f"{most} on rank {simulated.peak_live.index(most)}", most <= PP,
-               _first_too_many(simulated.schedule, PP))  # fmt: skip
+    notes.note(
+        MEMORY,
+        f"{most} on rank {simulated.peak_live.index(most)}",
+        most <= PP,
+        _first_too_many(simulated.schedule, PP),
+    )
 
 
 def _wrong_at(answer: Callable[..., Any], pp: int, microbatches: int) -> str:
@@ -177,8 +199,10 @@ def _first_late(simulated: Simulation) -> str:
     for (stage, way, microbatch), soonest in sorted(could.items(), key=lambda item: item[1][2]):
         action, position, start = mine[stage, way, microbatch]
         if start > soonest[2] * (1 + 1e-9) + 1e-12:
-            return (f"rank {stage % pp} starts {action}, the {_nth(position)} of its list, at "
-                    f"{1e3 * start:.0f} ms, and could at {1e3 * soonest[2]:.0f} ms")  # fmt: skip
+            return (
+                f"rank {stage % pp} starts {action}, the {_nth(position)} of its list, at "
+                f"{1e3 * start:.0f} ms, and could at {1e3 * soonest[2]:.0f} ms"
+            )
     return "the weight halves come too late"
 
 
@@ -199,9 +223,10 @@ def _first_too_many(schedule: Schedule, limit: int) -> str:
     for rank, (row, counts) in enumerate(zip(schedule, live(schedule), strict=True)):
         if max(counts) > limit:
             position = next(i for i, count in enumerate(counts) if count > limit)
-            return (f"rank {rank} holds {max(counts)} micro-batches, asked are at most {limit}: "
-                    f"{row[position]}, the {_nth(position)} of its list, is one too many"
-                    )  # fmt: skip
+            return (
+                f"rank {rank} holds {max(counts)} micro-batches, asked are at most {limit}: "
+                f"{row[position]}, the {_nth(position)} of its list, is one too many"
+            )
     return ""
 
 

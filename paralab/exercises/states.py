@@ -22,8 +22,11 @@ RECIPES: dict[str, dict[str, int]] = {
     "mixed, fp32 gradients": {"parameters": 2, "gradients": 4, "master": 4, "moments": 8},
 }
 TIED, OWN, LARGE, DEVICES = (
-    "one head for both ends", "a head of its own", "large models", "devices",
-)  # fmt: skip
+    "one head for both ends",
+    "a head of its own",
+    "large models",
+    "devices",
+)
 STATE_CASES = (
     (TIED, "gpt2", True, "fp32"),
     (TIED, "gpt2", True, "mixed"),

@@ -26,7 +26,7 @@ from paralab.theory.traffic import BOOKKEEPING
 if TYPE_CHECKING:
     import numpy as np
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 GRIDS = (2, 4)  # q; with 2 or 3, the own block and two received ones are a whole row
 SHAPES = ((40, 48, 6), (6, 48, 40))  # blocks' m, k, n: X is the large one, then W is
@@ -60,11 +60,14 @@ whole row or column of blocks: that is what makes it SUMMA.
 ASKED = (
     (FORWARD, "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)"),
     (SENT, "exactly (q-1)(M K + K N), all ranks together"),
-    (MEMORY, f"beside its own x and w: y, one product, and {RECEIVED} received blocks of X and of "
-     "W at most (4 x 4 ranks)"),
+    (
+        MEMORY,
+        f"beside its own x and w: y, one product, and {RECEIVED} received blocks of X and of "
+        "W at most (4 x 4 ranks)",
+    ),
     (BACKWARD, "block (i, j) of Y' W^T and of X^T Y' on rank (i, j)"),
     (SENT_BACK, "exactly 2(q-1)(M K + K N), all ranks together"),
-)  # fmt: skip
+)
 
 HINTS = (
     "forward is q steps. In step l the ranks of column l give their x to their rows, those of row "
@@ -89,10 +92,14 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
 
     timeout = real("timeout", timeout, above=0.0)
     return on_ranks(
-        Notes("summa", ASKED), form, GRIDS,
+        Notes("summa", ASKED),
+        form,
+        GRIDS,
         lambda q: trace(multiply, q * q, (form,), timeout=timeout),
-        _look, first=FORWARD, letter="q",
-    )  # fmt: skip
+        _look,
+        first=FORWARD,
+        letter="q",
+    )
 
 
 def multiply(group: Any, form: Callable[..., Any]) -> dict[str, Any]:
@@ -103,7 +110,7 @@ def multiply(group: Any, form: Callable[..., Any]) -> dict[str, Any]:
     """
     import torch
 
-    from paralab.observe.memory import PeakMemory
+    from paralab.instruments.memory import PeakMemory
 
     q = round(group.size**0.5)
     i, j = divmod(group.index, q)
@@ -133,8 +140,10 @@ def blocks(q: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     m, k, n = SHAPES[number]
     random = np.random.default_rng([q, number])
-    return tuple(random.standard_normal((q, q, *shape), dtype=np.float32)
-                 for shape in ((m, k), (k, n), (m, n)))  # fmt: skip
+    return tuple(
+        random.standard_normal((q, q, *shape), dtype=np.float32)
+        for shape in ((m, k), (k, n), (m, n))
+    )
 
 
 def whole(parts: np.ndarray) -> np.ndarray:
@@ -158,8 +167,12 @@ def _look(notes: Notes, report: Report, q: int) -> None:
         for number in range(len(SHAPES)):
             for name in names:
                 wrong = wrong or _first_wrong(report.results, name, q, number)
-        notes.note(limit, f"q={q}: {wrong}" if wrong else f"q={q}: every block", not wrong,
-                   f"q={q}, {wrong}")  # fmt: skip
+        notes.note(
+            limit,
+            f"q={q}: {wrong}" if wrong else f"q={q}: every block",
+            not wrong,
+            f"q={q}, {wrong}",
+        )
 
     calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
     once = sum((q - 1) * q * q * k * (m + n) for m, k, n in SHAPES)
@@ -188,10 +201,14 @@ def _look_at_memory(notes: Notes, report: Report, q: int) -> None:
         found.append((peaks[worst] / limit, -number, worst, peaks[worst] / (4 * k * max(m, n))))
     share, number, worst, held = max(found)
     fits, large = share <= 1, ("X", "W")[-number]
-    said = "no more than that" if fits else (
-        f"q={q}: rank {divmod(worst, q)} holds {held:.1f} blocks of {large} "
-        f"beside its own, a whole {'row' if large == 'X' else 'column'} is {q}"
-    )  # fmt: skip
+    said = (
+        "no more than that"
+        if fits
+        else (
+            f"q={q}: rank {divmod(worst, q)} holds {held:.1f} blocks of {large} "
+            f"beside its own, a whole {'row' if large == 'X' else 'column'} is {q}"
+        )
+    )
     notes.note(MEMORY, said, fits, said)
 
 
@@ -219,9 +236,13 @@ def _first_wrong(results: list[dict], name: str, q: int, number: int) -> str:
 
 
 def _why(
-    got: np.ndarray, right: np.ndarray, parts: tuple, name: str, at: tuple[int, int],
+    got: np.ndarray,
+    right: np.ndarray,
+    parts: tuple,
+    name: str,
+    at: tuple[int, int],
     allowed: float,
-) -> str:  # fmt: skip
+) -> str:
     """The known mistake that gives exactly this block, if there is one."""
     import numpy as np
 

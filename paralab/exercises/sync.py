@@ -27,7 +27,7 @@ from paralab.theory.traffic import BOOKKEEPING
 if TYPE_CHECKING:
     import numpy as np
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 RANKS = 4
 # What is trained: small, micro-batches that add up, two full buckets and one that is not.
@@ -52,8 +52,12 @@ EXTRA_COPIES = 1.5  # one, and what gloo's threads have not let go of yet: about
 TIMEOUT_S = 20.0
 
 GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = (
-    "gradients", "weights", "bytes per rank", "simulated step", "extra memory",
-)  # fmt: skip
+    "gradients",
+    "weights",
+    "bytes per rank",
+    "simulated step",
+    "extra memory",
+)
 
 TASK = """
 **Your turn.** Write a class that synchronises gradients, as PyTorch's DDP does: hooks of autograd
@@ -115,8 +119,9 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
         right = of_one_process(MODEL, steps, **BATCH)[limit]
         found = (first_wrong(right, result[limit]) for result in report.results)
         wrong = next(filter(None, found), "")
-        notes.note(limit, wrong or f"{len(right)} tensors, all equal", not wrong,
-                   f"{limit}: {wrong}")  # fmt: skip
+        notes.note(
+            limit, wrong or f"{len(right)} tensors, all equal", not wrong, f"{limit}: {wrong}"
+        )
     _look_at_bytes(notes, report, steps)
 
     sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
@@ -128,14 +133,23 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
         return notes.verdict()
     seconds = simulated(traced, sizes).step_time / BACKWARDS
     said = f"{1e3 * seconds:.1f} ms"
-    notes.note(TIME, said, seconds <= LIMIT_S, f"a step takes {said}, asked are at most "
-               f"{1e3 * LIMIT_S:.0f} ms{_why_slow(traced, len(sizes))}")  # fmt: skip
+    notes.note(
+        TIME,
+        said,
+        seconds <= LIMIT_S,
+        f"a step takes {said}, asked are at most "
+        f"{1e3 * LIMIT_S:.0f} ms{_why_slow(traced, len(sizes))}",
+    )
     psi = 4 * sum(sizes)
     extra = max(traced.meta["peak_bytes"]) - 2 * psi  # parameters and gradients are backwards'
     fits = extra <= EXTRA_COPIES * psi
     said = f"{extra / psi:.1f} copies" if not fits else "no more than that"
-    notes.note(MEMORY, said, fits, f"{said} of the gradients beside themselves, asked are at most "
-               f"{EXTRA_COPIES:g}")  # fmt: skip
+    notes.note(
+        MEMORY,
+        said,
+        fits,
+        f"{said} of the gradients beside themselves, asked are at most {EXTRA_COPIES:g}",
+    )
     return notes.verdict()
 
 
@@ -182,9 +196,13 @@ def trained(group: Any, form: Any, steps: int) -> dict[str, dict[str, Any]]:
     for step in range(steps):
         sync.reset()
         some = reference.batches(
-            MODEL, step=step, rank=group.index, ranks=group.size, device=group.context.device,
+            MODEL,
+            step=step,
+            rank=group.index,
+            ranks=group.size,
+            device=group.context.device,
             **BATCH,
-        )  # fmt: skip
+        )
         for k, (tokens, targets) in enumerate(some):
             with group.recorder.span("forward"):
                 loss = gpt(tokens, targets) / (count * group.size)

@@ -31,8 +31,12 @@ LIMIT_S = 37e-3  # sums behind backward take 42 ms, halves that wait for each ot
 TIMEOUT_S = 20.0
 
 PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = (
-    "program", "gradients", "weights", "bytes per rank", "predicted step",
-)  # fmt: skip
+    "program",
+    "gradients",
+    "weights",
+    "bytes per rank",
+    "predicted step",
+)
 
 TASK = """
 **Your turn.** Write `my_pass(program)`, a pass for
@@ -101,27 +105,42 @@ def check(form: Callable[[Any], Any], *, timeout: float = TIMEOUT_S) -> Verdict:
     for limit, steps in STEPS.items():
         report, trouble = attempt(
             lambda steps=steps: run(
-                MODEL, plan, steps=steps, optimizer="sgd", lr=LR, keep_state=True, strict=True,
-                timeout=timeout, progress=False,
+                MODEL,
+                plan,
+                steps=steps,
+                optimizer="sgd",
+                lr=LR,
+                keep_state=True,
+                strict=True,
+                timeout=timeout,
+                progress=False,
             )
-        )  # fmt: skip
+        )
         if trouble:
             notes.note(limit, "failed", False, trouble)
             return notes.verdict()
         right = of_one_process(MODEL, steps, **BATCH)[limit]
         wrong = first_wrong(right, getattr(report, limit))
-        notes.note(limit, wrong or f"{len(right)} tensors, all equal", not wrong,
-                   f"{limit}: {wrong}")  # fmt: skip
+        notes.note(
+            limit, wrong or f"{len(right)} tensors, all equal", not wrong, f"{limit}: {wrong}"
+        )
 
     most = 2 * (RANKS - 1) / RANKS * 4 * MODEL.num_params
     sent = int(report.traffic()["bytes"].max())
-    notes.note(BYTES, f"{sent / 1e6:.2f} MB of {most / 1e6:.2f} MB", sent <= PADDING * most,
-               f"a rank sends {sent / 1e6:.2f} MB in a step, and 2(N-1)/N Ψ is {most / 1e6:.2f} MB"
-               )  # fmt: skip
+    notes.note(
+        BYTES,
+        f"{sent / 1e6:.2f} MB of {most / 1e6:.2f} MB",
+        sent <= PADDING * most,
+        f"a rank sends {sent / 1e6:.2f} MB in a step, and 2(N-1)/N Ψ is {most / 1e6:.2f} MB",
+    )
     seconds = predict(MODEL, plan, cluster=CLUSTER).step_time
     said = f"{1e3 * seconds:.1f} ms"
-    notes.note(TIME, said, seconds <= LIMIT_S, f"a step takes {said}, and at most "
-               f"{1e3 * LIMIT_S:.0f} ms are asked: {_why_slow(compiled)}")  # fmt: skip
+    notes.note(
+        TIME,
+        said,
+        seconds <= LIMIT_S,
+        f"a step takes {said}, and at most {1e3 * LIMIT_S:.0f} ms are asked: {_why_slow(compiled)}",
+    )
     return notes.verdict()
 
 

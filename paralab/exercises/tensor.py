@@ -22,7 +22,7 @@ from paralab.exercises.zero import at_rest
 if TYPE_CHECKING:
     import numpy as np
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 RANKS = (2, 3, 4)
 TOKENS, HIDDEN, INSIDE = 48, 64, 240  # n, h, k: an activation is 12 kB, A and B are 61 kB each
@@ -82,10 +82,14 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
 
     timeout = real("timeout", timeout, above=0.0)
     return on_ranks(
-        Notes("tensor_mlp", ASKED), form, RANKS,
+        Notes("tensor_mlp", ASKED),
+        form,
+        RANKS,
         lambda t: trace(forward_and_back, t, (form,), timeout=timeout),
-        _look, first=RESULT, letter="t",
-    )  # fmt: skip
+        _look,
+        first=RESULT,
+        letter="t",
+    )
 
 
 def forward_and_back(group: Any, form: Callable[..., Any]) -> dict[str, Any]:
@@ -95,7 +99,7 @@ def forward_and_back(group: Any, form: Callable[..., Any]) -> dict[str, Any]:
     """
     import torch
 
-    from paralab.observe.memory import PeakMemory
+    from paralab.instruments.memory import PeakMemory
 
     device, given = group.context.device, _given()
     x, grad = (torch.from_numpy(given[name]).to(device) for name in ("x", "grad"))
@@ -131,8 +135,14 @@ def _given() -> dict[str, np.ndarray]:
     """Weights, input and the result's gradient, the same on every rank."""
     import numpy as np
 
-    sizes = {"A": (HIDDEN, INSIDE), "b": (INSIDE,), "B": (INSIDE, HIDDEN), "c": (HIDDEN,),
-             "x": (TOKENS, HIDDEN), "grad": (TOKENS, HIDDEN)}  # fmt: skip
+    sizes = {
+        "A": (HIDDEN, INSIDE),
+        "b": (INSIDE,),
+        "B": (INSIDE, HIDDEN),
+        "c": (HIDDEN,),
+        "x": (TOKENS, HIDDEN),
+        "grad": (TOKENS, HIDDEN),
+    }
     draw = np.random.default_rng(7)
     made = {name: draw.standard_normal(size, dtype=np.float32) for name, size in sizes.items()}
     return made | {"A": made["A"] / HIDDEN**0.5, "B": made["B"] / INSIDE**0.5}
@@ -147,9 +157,14 @@ def _of_one_device() -> dict[str, np.ndarray]:
     x, grad = given["x"], given["grad"]
     inside = np.maximum(x @ given["A"] + given["b"], 0.0)
     of_inside = (grad @ given["B"].T) * (inside > 0)
-    return {"z": inside @ given["B"] + given["c"], "x": of_inside @ given["A"].T,
-            "A": x.T @ of_inside, "b": of_inside.sum(0), "B": inside.T @ grad,
-            "c": grad.sum(0)}  # fmt: skip
+    return {
+        "z": inside @ given["B"] + given["c"],
+        "x": of_inside @ given["A"].T,
+        "A": x.T @ of_inside,
+        "b": of_inside.sum(0),
+        "B": inside.T @ grad,
+        "c": grad.sum(0),
+    }
 
 
 def _look(notes: Notes, report: Report, t: int) -> None:
@@ -223,8 +238,10 @@ def _first_wrong(results: list[dict[str, Any]], t: int, names: str) -> str:
             wrong = np.argwhere(~(np.abs(got - wanted) <= allowed))  # NaN is wrong too
             if len(wrong):
                 at = tuple(int(i) for i in wrong[0])
-                return (f"{called} at {list(at)} is {got[at]:.5g}, asked {wanted[at]:.5g}"
-                        f"{_why(name, results, rank, wanted, allowed)}")  # fmt: skip
+                return (
+                    f"{called} at {list(at)} is {got[at]:.5g}, asked {wanted[at]:.5g}"
+                    f"{_why(name, results, rank, wanted, allowed)}"
+                )
     return ""
 
 

@@ -130,9 +130,15 @@ class Notes:
 
 
 def on_ranks(
-    notes: Notes, form: Any, sizes: Iterable[int], run: Callable[[int], Any],
-    look: Callable[[Notes, Any, int], None], *, first: str, letter: str,
-) -> Verdict:  # fmt: skip
+    notes: Notes,
+    form: Any,
+    sizes: Iterable[int],
+    run: Callable[[int], Any],
+    look: Callable[[Notes, Any, int], None],
+    *,
+    first: str,
+    letter: str,
+) -> Verdict:
     """The verdict on a class that real ranks run, once for every size; a failure ends it.
 
     run     size -> what came of it, usually a Report

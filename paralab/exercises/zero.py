@@ -23,7 +23,7 @@ from paralab.theory.traffic import BOOKKEEPING
 if TYPE_CHECKING:
     import numpy as np
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 RANKS = (2, 3, 4)
 PSI = 50_002  # elements: 2 divides it, 3 and 4 do not
@@ -88,10 +88,14 @@ def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
 
     timeout = real("timeout", timeout, above=0.0)
     return on_ranks(
-        Notes("zero_step", ASKED), form, RANKS,
+        Notes("zero_step", ASKED),
+        form,
+        RANKS,
         lambda n: trace(train, n, (form,), timeout=timeout),
-        _look, first=RESULT, letter="N",
-    )  # fmt: skip
+        _look,
+        first=RESULT,
+        letter="N",
+    )
 
 
 def train(group: Any, form: Callable[..., Any]) -> dict[str, Any]:
@@ -103,7 +107,7 @@ def train(group: Any, form: Callable[..., Any]) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from paralab.observe.memory import PeakMemory
+    from paralab.instruments.memory import PeakMemory
 
     device, n = group.context.device, group.size
     parameters = torch.from_numpy(_start()).to(device)
@@ -177,8 +181,12 @@ def _look(notes: Notes, report: Report, n: int) -> None:
     """One traced run against every limit."""
     results, copy, part = report.results, 4 * n * part_of(n), 4 * part_of(n)
     wrong = _first_wrong([found["parameters"] for found in results], n)
-    notes.note(RESULT, f"N={n}: {wrong}" if wrong else f"N={n}: all Ψ, on every rank", not wrong,
-               f"N={n}, {wrong}")  # fmt: skip
+    notes.note(
+        RESULT,
+        f"N={n}: {wrong}" if wrong else f"N={n}: all Ψ, on every rank",
+        not wrong,
+        f"N={n}, {wrong}",
+    )
 
     calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
     sent = calls.groupby("rank")["wire_bytes"].sum()
@@ -219,14 +227,16 @@ def _first_wrong(found: list[np.ndarray], n: int) -> str:
             if len(wrong):
                 why = _why(got - before, wanted - before, -LR * _gradient(n, step), wrong, allowed)
                 i = int(wrong[0])
-                return (f"step {step + 1}, rank {rank}, element {i:,} (of part {i // part_of(n)}): "
-                        f"{got[i]:.5g}, asked {wanted[i]:.5g}{why}")  # fmt: skip
+                return (
+                    f"step {step + 1}, rank {rank}, element {i:,} (of part {i // part_of(n)}): "
+                    f"{got[i]:.5g}, asked {wanted[i]:.5g}{why}"
+                )
     return ""
 
 
 def _why(
     moved: np.ndarray, asked: np.ndarray, plain: np.ndarray, wrong: np.ndarray, allowed: float
-) -> str:  # fmt: skip
+) -> str:
     """The mistake that moves the ``wrong`` elements exactly so far, if it is a known one."""
     import numpy as np
 

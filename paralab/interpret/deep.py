@@ -349,11 +349,15 @@ class Deep:
         shapes: dict[tuple, int] = {}
         kind = tuple(
             shapes.setdefault(
-                tuple((key, tuple(item for item, *_ in one.items))
-                      for key, one in mine.items() if key != END), len(shapes)
+                tuple(
+                    (key, tuple(item for item, *_ in one.items))
+                    for key, one in mine.items()
+                    if key != END
+                ),
+                len(shapes),
             )
             for mine in figures
-        )  # fmt: skip
+        )
         posting = self.cluster.call_overhead
         found = graph(self.plan, kind, tuple(shapes), posts=posting > 0)
         weights, self.table = np.zeros(found.base[-1]), np.zeros((4, found.base[-1]))

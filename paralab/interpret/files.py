@@ -95,8 +95,9 @@ class Files:
                 count = call(file, [data[at : min(at + BLOCK, end)]], at)
                 at += count
                 if count == 0 or (at < whole and at % PAGE):
-                    raise OSError(f"it ends after {at:,} of {len(data):,} bytes: somebody has cut "
-                                  "it short")  # fmt: skip
+                    raise OSError(
+                        f"it ends after {at:,} of {len(data):,} bytes: somebody has cut it short"
+                    )
 
     @contextlib.contextmanager
     def _open(self, name: str, how: int) -> Iterator[int]:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paralab.cluster import available_cores
+from paralab.instruments.recorder import Recorder
 from paralab.interpret.files import Files, aligned
 from paralab.interpret.lanes import Lane
-from paralab.observe.recorder import Recorder
-from paralab.tiers import Offload
+from paralab.spec.cluster import available_cores
+from paralab.spec.tiers import Offload
 
 
 def host_threads(context: Any, cores: int) -> int:

@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 
+from paralab.instruments.recorder import Recorder
 from paralab.interpret.jobs import Ordered
-from paralab.observe.recorder import Recorder
 
 
 class Job(Ordered):

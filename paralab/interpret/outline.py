@@ -39,7 +39,7 @@ from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.programs.instructions import COMPUTE
 from paralab.programs.program import Program
-from paralab.records.tables import COMPUTE_KINDS
+from paralab.report.tables import COMPUTE_KINDS
 from paralab.spec import Cluster, ModelSpec, Plan
 
 LETTER = {"forward": "F", "backward": "B", "weight_grad": "W"}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from paralab.interpret.turns import SHORT, Box, Step
-from paralab.records.tables import COLUMNS
+from paralab.report.tables import COLUMNS
 from paralab.spec import Plan
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.forms import make_schedule
 from paralab.parallel.lowering import lower
 from paralab.parallel.schedules import Action
 from paralab.programs.fold import FEW, LIKE_ALL, Key
 from paralab.spec import Plan
+from paralab.spec.forms import make_schedule
 
 LETTERS = "FBIW"
 NARROW = 8  # nodes on a level: of fewer, they are gone through one by one
@@ -213,9 +213,21 @@ class _Writer:
         steps = [np.frombuffer(mine, np.int16) for mine in self.steps]
         works = [np.frombuffer(mine, np.int32).reshape(-1, 2).T for mine in self.works]
         return Graph(
-            level, place[one], place[other], added, self.base, self.symbol, rank,
-            *columns, *messages, *calls, works, steps, np.array(self.clock), sent,
-        )  # fmt: skip
+            level,
+            place[one],
+            place[other],
+            added,
+            self.base,
+            self.symbol,
+            rank,
+            *columns,
+            *messages,
+            *calls,
+            works,
+            steps,
+            np.array(self.clock),
+            sent,
+        )
 
     def node(self, one: int, other: int, added: int) -> int:
         self.one.append(one)

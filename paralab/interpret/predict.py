@@ -21,19 +21,19 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal, whole
+from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.boxes import Box, boxes
 from paralab.interpret.memory import Kind, memory
 from paralab.interpret.time import Times, time
 from paralab.interpret.traffic import Calls, Member
-from paralab.observe.calibrate import device_of_run
 from paralab.programs.compile import compiled
 from paralab.programs.program import Program
-from paralab.records.tables import COLUMNS
+from paralab.report.tables import COLUMNS
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 OPTIMIZERS = ("adamw", "sgd")
 DETAILS = ("calls", "actions")
@@ -66,7 +66,7 @@ def predict(
     Bytes are exact, times as good as the cluster's numbers. Memory is that of one step, as in a
     run. There are no losses. Raises ValueError on a plan that cannot train the model.
     """
-    from paralab.report import Report  # brings NumPy and pandas
+    from paralab.report.report import Report  # brings NumPy and pandas
 
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):

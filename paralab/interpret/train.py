@@ -19,16 +19,16 @@ from paralab.agree import agree
 from paralab.batches import as_numpy, load_batches, read_scalars
 from paralab.data import Corpus
 from paralab.grid import Grid
+from paralab.instruments.advice import advice
+from paralab.instruments.clocks import measure_offset
+from paralab.instruments.ledger import watch
+from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat
 from paralab.interpret.host import Host
 from paralab.interpret.pieces import Piece, pieces
 from paralab.interpret.run import DTYPES, Env, Rank
 from paralab.interpret.state import Optimizer, State
 from paralab.model.build import loss_share
-from paralab.observe.advice import advice
-from paralab.observe.clocks import measure_offset
-from paralab.observe.ledger import watch
-from paralab.observe.recorder import Recorder
 from paralab.parallel.layouts import says_loss
 from paralab.programs.compile import compiled
 from paralab.spec import ModelSpec, Plan

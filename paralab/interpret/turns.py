@@ -28,8 +28,8 @@ from paralab.programs.instructions import (
     Instr,
 )
 from paralab.programs.tiers import moved
-from paralab.records.metrics import union
-from paralab.records.tables import COPY_LANES
+from paralab.report.metrics import union
+from paralab.report.tables import COPY_LANES
 from paralab.theory.traffic import BOOKKEEPING
 
 SHORT = 1e-9  # of a step: less than that is rounding

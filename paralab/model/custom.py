@@ -19,9 +19,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.forms import block_shapes, form_name
 from paralab.model.ops import DRAW_FLOPS, EXP_FLOPS, GELU_FLOPS, Op
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec
+from paralab.spec.forms import block_shapes, form_name
 from paralab.theory.work import ITEM, Work
 
 # Arithmetic per element of kernels that are no matrix products, by the beginning of their names.

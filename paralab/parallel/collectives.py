@@ -129,8 +129,12 @@ def split(tensor: Tensor, n: int) -> tuple[Tensor, ...]:
 
 def _flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
-        raise illegal("tensor", tuple(tensor.shape), "its elements do not lie one after the other",
-                      "tensor.contiguous()")  # fmt: skip
+        raise illegal(
+            "tensor",
+            tuple(tensor.shape),
+            "its elements do not lie one after the other",
+            "tensor.contiguous()",
+        )
     return tensor.view(-1)
 
 
@@ -144,7 +148,10 @@ def _neighbours(group: Group, ring: Sequence[int] | None) -> tuple[int, int, int
 ALGORITHMS = {
     function.__name__: function
     for function in (
-        ring_reduce_scatter, ring_all_gather, ring_all_reduce, tree_all_reduce,
+        ring_reduce_scatter,
+        ring_all_gather,
+        ring_all_reduce,
+        tree_all_reduce,
         hierarchical_all_reduce,
     )
-}  # fmt: skip
+}

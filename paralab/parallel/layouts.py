@@ -68,16 +68,32 @@ class Mode:
     partial: frozenset[str]
 
 
-def _weights(*, token: tuple, position: tuple, norm: Split, inward: tuple[Split, Split],
-             outward: tuple[Split, Split], biases: tuple[Split, Split]) -> dict:  # fmt: skip
+def _weights(
+    *,
+    token: tuple,
+    position: tuple,
+    norm: Split,
+    inward: tuple[Split, Split],
+    outward: tuple[Split, Split],
+    biases: tuple[Split, Split],
+) -> dict:
     """inward: (out, in) of the weights that leave the residual stream, qkv and up; outward: of
     those that lead back, proj and down; biases: of either. qkv has its three parts in front.
     """
     return {
-        "token": token, "output": token, "position": position, "norm": (norm,),
-        "qkv": ((), *inward), "qkv bias": ((), biases[0]), "up": inward, "up bias": biases[:1],
-        "proj": outward, "proj bias": biases[1:], "down": outward, "down bias": biases[1:],
-    }  # fmt: skip
+        "token": token,
+        "output": token,
+        "position": position,
+        "norm": (norm,),
+        "qkv": ((), *inward),
+        "qkv bias": ((), biases[0]),
+        "up": inward,
+        "up bias": biases[:1],
+        "proj": outward,
+        "proj bias": biases[1:],
+        "down": outward,
+        "down bias": biases[1:],
+    }
 
 
 @lru_cache
@@ -88,8 +104,14 @@ def _one_d(sequence_parallel: bool) -> Mode:
     return Mode(
         coordinates=t,
         axes={"tp": t},
-        weights=_weights(token=(t, ()), position=(s, ()), norm=(), inward=(t, ()),
-                         outward=((), t), biases=(t, ())),
+        weights=_weights(
+            token=(t, ()),
+            position=(s, ()),
+            norm=(),
+            inward=(t, ()),
+            outward=((), t),
+            biases=(t, ()),
+        ),
         residual=((), s, ()),
         scores=((), t, (), ()),
         logits=((), (), t),
@@ -97,7 +119,7 @@ def _one_d(sequence_parallel: bool) -> Mode:
         # A norm on a part of the sequence sees a part of its gradient. A row's bias is added there
         # too, but its gradient is taken where the whole sequence is gathered for the weight's.
         partial=frozenset(("norm",) if sequence_parallel else ()),
-    )  # fmt: skip
+    )
 
 
 def _two_d(depth: bool) -> Mode:
@@ -105,22 +127,24 @@ def _two_d(depth: bool) -> Mode:
     i, j, rows = ("i",), ("j",), (*z, "i")
     axes = {"tp": (*rows, "j"), "tp:row": j, "tp:col": i}
     tokens = "tp:tokens" if depth else "tp:col"
-    copies = dict.fromkeys(("position", "norm", "qkv bias", "up bias", "proj bias", "down bias"),
-                           tokens)  # fmt: skip
+    copies = dict.fromkeys(
+        ("position", "norm", "qkv bias", "up bias", "proj bias", "down bias"), tokens
+    )
     if depth:
         axes |= {"tp:depth": z, "tp:tokens": rows}
         copies |= dict.fromkeys(("token", "output", "qkv", "up", "proj", "down"), "tp:depth")
     return Mode(
         coordinates=axes["tp"],
         axes=axes,
-        weights=_weights(token=(i, j), position=((), j), norm=j, inward=(j, i), outward=(j, i),
-                         biases=(j, j)),
+        weights=_weights(
+            token=(i, j), position=((), j), norm=j, inward=(j, i), outward=(j, i), biases=(j, j)
+        ),
         residual=(rows, (), j),
         scores=(rows, j, (), ()),
         logits=(rows, (), j),
         copies=copies,
         partial=frozenset(copies),
-    )  # fmt: skip
+    )
 
 
 def _three_d() -> Mode:
@@ -129,16 +153,28 @@ def _three_d() -> Mode:
     copies |= dict.fromkeys(("qkv bias", "up bias"), "tp:ik")
     return Mode(
         coordinates=("i", "j", "k"),
-        axes={"tp": ("i", "j", "k"), "tp:i": ("i",), "tp:j": j, "tp:k": k, "tp:ij": ("i", "j"),
-              "tp:ik": ("i", "k")},
-        weights=_weights(token=(("j", "i"), k), position=((), k), norm=k, inward=(("j", "i"), k),
-                         outward=(("k", "i"), j), biases=(j, k)),
+        axes={
+            "tp": ("i", "j", "k"),
+            "tp:i": ("i",),
+            "tp:j": j,
+            "tp:k": k,
+            "tp:ij": ("i", "j"),
+            "tp:ik": ("i", "k"),
+        },
+        weights=_weights(
+            token=(("j", "i"), k),
+            position=((), k),
+            norm=k,
+            inward=(("j", "i"), k),
+            outward=(("k", "i"), j),
+            biases=(j, k),
+        ),
         residual=(("i", "j"), (), k),
         scores=(("i", "k"), j, (), ()),
         logits=(("i", "k"), (), j),
         copies=copies,
         partial=frozenset(copies),
-    )  # fmt: skip
+    )
 
 
 MODES = {"2d": _two_d(False), "2.5d": _two_d(True), "3d": _three_d()}
@@ -151,8 +187,10 @@ def mode_of(plan: Plan) -> Mode:
 
 # The phase of a sum over the ranks of ``copies``: where they share whole matrices (2.5D), it is
 # part of these layers' traffic; else it is "shared".
-SHARED_PHASE = {**dict.fromkeys(("qkv", "proj", "up", "down"), "linear_backward"),
-                **dict.fromkeys(("token", "output"), "embedding_backward")}  # fmt: skip
+SHARED_PHASE = {
+    **dict.fromkeys(("qkv", "proj", "up", "down"), "linear_backward"),
+    **dict.fromkeys(("token", "output"), "embedding_backward"),
+}
 
 
 # ---- the grid -----------------------------------------------------------------------------------
@@ -269,8 +307,11 @@ def activation_box(model: ModelSpec, plan: Plan, what: str, index: int) -> Box:
     (b, s, V) that are local to rank number ``index`` of a tp group.
     """
     batch, s = plan.microbatch_size, model.seq_len
-    whole = {"residual": (batch, s, model.hidden), "scores": (batch, model.heads, s, s),
-             "logits": (batch, s, model.vocab)}[what]  # fmt: skip
+    whole = {
+        "residual": (batch, s, model.hidden),
+        "scores": (batch, model.heads, s, s),
+        "logits": (batch, s, model.vocab),
+    }[what]
     return box(whole, getattr(mode_of(plan), what), plan, index)
 
 

@@ -54,7 +54,7 @@ from paralab.programs.instructions import (
     wait,
 )
 from paralab.programs.tiers import prefix
-from paralab.tiers import Offload
+from paralab.spec.tiers import Offload
 
 
 def gradients(code: Code, place: str, waits: Container[int], *, measured: bool) -> Code:

@@ -28,8 +28,12 @@ def partition(model: ModelSpec, stages: int, batch: int = 1) -> list[tuple[str, 
     altered.
     """
     if not 1 <= stages <= model.layers:
-        raise illegal("stages", stages, f"the model has {model.layers} blocks, a stage needs one",
-                      f"1 to {model.layers}")  # fmt: skip
+        raise illegal(
+            "stages",
+            stages,
+            f"the model has {model.layers} blocks, a stage needs one",
+            f"1 to {model.layers}",
+        )
     one = build(model.replace(layers=1), Plan(microbatch_size=batch))
     cost = {name: sum(op.work[0].flops for op in one.ops[i:j]) for name, i, j in one.parts}
     block = cost["blocks.0"]

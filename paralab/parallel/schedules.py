@@ -29,8 +29,12 @@ from typing import Any, NamedTuple
 
 from paralab.checks import choice, illegal, whole
 
-KINDS = {"F": "forward", "B": "whole backward", "I": "input half of the backward",
-         "W": "weight half of the backward"}  # fmt: skip
+KINDS = {
+    "F": "forward",
+    "B": "whole backward",
+    "I": "input half of the backward",
+    "W": "weight half of the backward",
+}
 
 
 class Action(NamedTuple):
@@ -114,9 +118,11 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
 
     # p micro-batches pass through a rank's first stage, its second, ..., then come the next p.
     turns = [
-        (chunk, i) for first in range(0, microbatches, pp) for chunk in range(v)
+        (chunk, i)
+        for first in range(0, microbatches, pp)
+        for chunk in range(v)
         for i in range(first, first + pp)
-    ]  # fmt: skip
+    ]
     schedule = []
     for rank in range(pp):
         forwards = [Action(chunk * pp + rank, "F", i) for chunk, i in turns]
@@ -178,9 +184,13 @@ def _zero_bubble(rank: int, warmup: int, held: int, microbatches: int) -> list[A
 
 # What Plan(schedule="...") names.
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved,
-    "zb-h1": zb_h1, "zb-h2": zb_h2,
-}  # fmt: skip
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+}
 
 SPLIT = ("zb-h1", "zb-h2")  # those that put weight halves of backward aside
 RELAY = "l2l"  # a name beside these: what one rank's parts do in turn, `relay`
@@ -239,17 +249,21 @@ def _action(item: Any, rank: int, position: int) -> Action:
             return parse(item)
         stage, kind, microbatch = item
         if kind in KINDS:
-            return Action(whole("stage", stage, at_least=0), kind,
-                          whole("microbatch", microbatch, at_least=0))  # fmt: skip
+            return Action(
+                whole("stage", stage, at_least=0), kind, whole("microbatch", microbatch, at_least=0)
+            )
     except (TypeError, ValueError):
         pass
     raise illegal(f"schedule[{rank}][{position}]", item, "not an action", _LEGAL_ACTION)
 
 
 def build(
-    schedule: str | Callable[..., Sequence[Sequence[Action | str]]], *, pp: int, microbatches: int,
+    schedule: str | Callable[..., Sequence[Sequence[Action | str]]],
+    *,
+    pp: int,
+    microbatches: int,
     virtual_stages: int = 1,
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """The lists of a schedule by name, or of your own function.
 
     An own function is called as f(pp, microbatches), or f(pp, microbatches, virtual_stages) if it
@@ -265,9 +279,13 @@ def build(
     if function is interleaved:
         return interleaved(pp, microbatches, v)
     if v > 1:
-        raise illegal("virtual_stages", v, f"{schedule} has one stage per rank",
-                      "1, or schedule='interleaved', or a function f(pp, microbatches, "
-                      "virtual_stages) of your own")  # fmt: skip
+        raise illegal(
+            "virtual_stages",
+            v,
+            f"{schedule} has one stage per rank",
+            "1, or schedule='interleaved', or a function f(pp, microbatches, "
+            "virtual_stages) of your own",
+        )
     return function(pp, microbatches)
 
 
@@ -285,9 +303,12 @@ def takes_three(function: Callable[..., Any]) -> bool:
             break
         return len(sizes) == 3
     names = " | ".join(map(repr, (*SCHEDULES, RELAY)))
-    raise illegal("schedule", function, "cannot be called with the sizes of a pipeline",
-                  f"{names} | f(pp, microbatches) | f(pp, microbatches, virtual_stages)"
-                  )  # fmt: skip
+    raise illegal(
+        "schedule",
+        function,
+        "cannot be called with the sizes of a pipeline",
+        f"{names} | f(pp, microbatches) | f(pp, microbatches, virtual_stages)",
+    )
 
 
 def _sizes(pp: int, microbatches: int) -> tuple[int, int]:

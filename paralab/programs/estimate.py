@@ -19,13 +19,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paralab.cluster import Cluster, Link
 from paralab.parallel.partition import partition
 from paralab.parallel.schedules import SCHEDULES
 from paralab.programs.estimate_bytes import held
 from paralab.programs.parts import crosses, part_table
 from paralab.programs.space import Space, numbered
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec
+from paralab.spec.cluster import Cluster, Link
 
 Array = np.ndarray
 Seconds = Callable[[Array], Array]  # of a call with so many bytes or elements

@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from paralab.checks import illegal
-from paralab.forms import form_name
 from paralab.parallel.layouts import mode_of
 from paralab.programs.instructions import (
     ADD,
@@ -40,6 +39,7 @@ from paralab.programs.instructions import (
     Instr,
 )
 from paralab.programs.program import Program
+from paralab.spec.forms import form_name
 
 # What an instruction that moves values reads and writes: how many.
 MOVES = dict.fromkeys((*COLLECTIVES, KEEP, ADD, COPY, SEND), (1, 1)) | {RECEIVE: (0, 1)}

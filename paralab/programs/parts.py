@@ -17,7 +17,6 @@ from math import prod
 
 import numpy as np
 
-from paralab.cluster import Cluster
 from paralab.interpret.costs import Compute
 from paralab.interpret.memory import GRADIENTS, moments
 from paralab.interpret.time import time
@@ -37,6 +36,7 @@ from paralab.programs.program import Program
 from paralab.programs.space import Space, numbered
 from paralab.programs.units import rank_units
 from paralab.spec import ModelSpec, Plan
+from paralab.spec.cluster import Cluster
 
 LAYOUT = (
     *("tp", "tp_mode", "tp_depth", "sequence_parallel", "recompute", "partition_activations"),

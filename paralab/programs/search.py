@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paralab.checks import choice, illegal, num_bytes, whole
-from paralab.cluster import Cluster
 from paralab.interpret import outline
 from paralab.interpret.memory import memory
 from paralab.interpret.predict import check_cluster, rows_of_a_pipeline
@@ -29,8 +28,9 @@ from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
 from paralab.programs.space import Space, space
-from paralab.rules import MAX_RANKS
 from paralab.spec import ModelSpec, Plan
+from paralab.spec.cluster import Cluster
+from paralab.spec.rules import MAX_RANKS
 from paralab.theory.uncollected import uncollected
 
 if TYPE_CHECKING:

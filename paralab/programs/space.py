@@ -18,14 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from paralab import rules
 from paralab.checks import illegal
-from paralab.cluster import Cluster
 from paralab.interpret.predict import check_cluster
 from paralab.parallel.schedules import SCHEDULES
-from paralab.rules import NONE
-from paralab.settings import Coded, Columns
-from paralab.spec import GRAD_SYNC_FORMS, ModelSpec, Plan
+from paralab.spec import GRAD_SYNC_FORMS, ModelSpec, Plan, rules
+from paralab.spec.cluster import Cluster
+from paralab.spec.rules import NONE
+from paralab.spec.settings import Coded, Columns
 
 MOST = 4_000_000  # plans at a time: some seconds, and a gigabyte
 TRIED = {  # all but the counts, for which there are divisors; in the order of their choice

@@ -108,21 +108,33 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
         return Chosen("cpu", "gloo")
     if not torch.cuda.is_available():
         if device is None:  # others have one
-            return Chosen("cpu", "gloo", why=f"some of {len(cards)} ranks have no GPU: all train "
-                          "on the CPU, over gloo")  # fmt: skip
+            return Chosen(
+                "cpu",
+                "gloo",
+                why=f"some of {len(cards)} ranks have no GPU: all train on the CPU, over gloo",
+            )
         raise illegal("device", device, "torch sees no GPU here", "'cpu', or None for either")
     own = len(set(cards)) == len(cards) and all(uuid for _, uuid in cards)
     gpus = len({one for one in cards if one[1]})
     few = f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"
     if device is None and not own:
-        return Chosen("cpu", "gloo", why=f"{few}: they train on the CPU, over gloo; with "
-                      "device='cuda' they would share, and times would mix")  # fmt: skip
+        return Chosen(
+            "cpu",
+            "gloo",
+            why=f"{few}: they train on the CPU, over gloo; with "
+            "device='cuda' they would share, and times would mix",
+        )
     chosen = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(chosen)
     if own:
         return Chosen(chosen, "nccl")
-    return Chosen(chosen, "gloo", True, f"{few}: ranks share a GPU, over gloo through the host, "
-                  "and the times of each have the others' in them")  # fmt: skip
+    return Chosen(
+        chosen,
+        "gloo",
+        True,
+        f"{few}: ranks share a GPU, over gloo through the host, "
+        "and the times of each have the others' in them",
+    )
 
 
 def keep_pages() -> None:

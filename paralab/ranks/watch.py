@@ -74,9 +74,7 @@ class Run:
         self.life = self.looked = time.monotonic()
 
     # ---- start --------------------------------------------------------------------------------
-    def start(
-        self, count: int, task: bytes, payload: bytes, *, live: bool, trains: bool
-    ) -> None:  # fmt: skip
+    def start(self, count: int, task: bytes, payload: bytes, *, live: bool, trains: bool) -> None:
         """Fork the ranks.
 
         The payload lies in a file, once for all; a rank may die before it reads. The task has the

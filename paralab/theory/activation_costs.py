@@ -26,9 +26,13 @@ from paralab.spec import ModelSpec
 
 
 def layer_bytes(
-    model: ModelSpec, batch: int, *, tp: int = 1, sequence_parallel: bool = False,
+    model: ModelSpec,
+    batch: int,
+    *,
+    tp: int = 1,
+    sequence_parallel: bool = False,
     recompute: str = "none",
-) -> Fraction:  # fmt: skip
+) -> Fraction:
     """Bytes that one block keeps on each of ``tp`` ranks for ``batch`` samples: table 2.
 
     recompute  "none", "selective" (the attention core) or "full", where a block's input stays on

@@ -23,13 +23,16 @@ Where n does not divide the tensor, chunks differ by one element and the largest
 from __future__ import annotations
 
 from paralab.checks import choice, illegal, whole
-from paralab.cluster import Link
+from paralab.spec.cluster import Link
 from paralab.theory.traffic import share
 
 ALGORITHMS = (
-    "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce", "tree_all_reduce",
+    "ring_reduce_scatter",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "tree_all_reduce",
     "hierarchical_all_reduce",
-)  # fmt: skip
+)
 
 
 def steps(algorithm: str, n: int, *, node_size: int | None = None) -> int:
@@ -69,9 +72,14 @@ def seconds(
 
 
 def wire_bytes(
-    algorithm: str, n: int, nbytes: int, index: int = 0, *,
-    node_size: int | None = None, itemsize: int = 4,
-) -> int:  # fmt: skip
+    algorithm: str,
+    n: int,
+    nbytes: int,
+    index: int = 0,
+    *,
+    node_size: int | None = None,
+    itemsize: int = 4,
+) -> int:
     """Bytes that member ``index`` sends; over all n members they add up to the table's n-fold."""
     n, group, nodes = _checked(algorithm, n, node_size)
     index = whole("index", index, at_least=0, at_most=n - 1)
@@ -132,8 +140,9 @@ def _elements(nbytes: int, itemsize: int) -> int:
     nbytes = whole("nbytes", nbytes, at_least=0)
     itemsize = whole("itemsize", itemsize, at_least=1)
     if nbytes % itemsize:
-        raise illegal("nbytes", nbytes, f"not whole elements of {itemsize} bytes",
-                      f"a multiple of {itemsize}")  # fmt: skip
+        raise illegal(
+            "nbytes", nbytes, f"not whole elements of {itemsize} bytes", f"a multiple of {itemsize}"
+        )
     return nbytes // itemsize
 
 

@@ -22,15 +22,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
-from paralab.records import metrics
-from paralab.records.dry import device_of, needs_own_devices, needs_times
+from paralab.report import metrics
+from paralab.report.dry import device_of, needs_own_devices, needs_times
 from paralab.theory.gaps import MOVED, WAITED, notes_on
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 COLUMNS = ("predicted", "replayed", "measured")
 UNITS = {"bytes sent per rank": "B", "collective calls": "calls", MOVED: "B", "bubble": "share"}
@@ -132,7 +132,7 @@ def compare(expect: Report, report: Report) -> Comparison:
 
 
 def _in_order(a: Any, b: Any) -> tuple[Report, Report]:
-    from paralab.report import Report
+    from paralab.report.report import Report
 
     for name, value in (("expect", a), ("report", b)):
         if not isinstance(value, Report):
@@ -152,9 +152,12 @@ def _in_order(a: Any, b: Any) -> tuple[Report, Report]:
 def _same_subject(expect: Report, report: Report) -> None:
     for name, one in (("expect", expect), ("report", report)):
         if one.model is None:
-            raise illegal(name, one, "it trained no model, so there is nothing to hold it against",
-                          "what pl.predict(model, plan) and pl.run(model, plan) return"
-                          )  # fmt: skip
+            raise illegal(
+                name,
+                one,
+                "it trained no model, so there is nothing to hold it against",
+                "what pl.predict(model, plan) and pl.run(model, plan) return",
+            )
     for name in ("model", "plan"):
         # As they are saved: of an own class or function the name, so that loaded runs compare too.
         ours, theirs = getattr(expect, name).to_dict(), getattr(report, name).to_dict()

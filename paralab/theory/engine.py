@@ -101,6 +101,8 @@ def _why(programs: Iterable[Iterable[Item]], launched: dict[Hashable, list[int]]
         there = launched[item.call]
         never = [str(rank) for rank in item.members if rank not in there]
         if never:
-            return (f"rank {there[0]} waits for {item.call}, which rank "
-                    f"{', '.join(never)} never launches")  # fmt: skip
+            return (
+                f"rank {there[0]} waits for {item.call}, which rank "
+                f"{', '.join(never)} never launches"
+            )
     return "the members of a group launch its calls in different orders"

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from paralab.records import metrics
+from paralab.report import metrics
 from paralab.theory import ideal
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.spec import Plan
 
 NAN = float("nan")
@@ -239,8 +239,10 @@ def _pace(ratio: float, cores: int | None, report: Report) -> str:
     ranks = report.world_size
     slower = f"the wall clock runs {ratio:.1f} times slower than devices of their own would."
     if ratio < 0.9:
-        return (f"The wall clock is {_percent(1 - ratio)} faster than the replay: messages took "
-                "less time than the replay's links say.")  # fmt: skip
+        return (
+            f"The wall clock is {_percent(1 - ratio)} faster than the replay: messages took "
+            "less time than the replay's links say."
+        )
     if ratio < 1.1:
         return "The wall clock runs like devices of their own would."
     if report.meta.get("device", "cpu") != "cpu":

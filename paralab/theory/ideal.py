@@ -19,14 +19,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paralab.parallel.schedules import SCHEDULES, Action
-from paralab.records import metrics
-from paralab.records.tables import COMPUTE_KINDS
+from paralab.report import metrics
+from paralab.report.tables import COMPUTE_KINDS
 from paralab.spec import Cluster
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.theory.pipeline import Simulation
 
 LETTER = {"forward": "F", "backward": "B", "weight_grad": "W"}
@@ -90,9 +90,15 @@ def formula(report: Report) -> float:
     if plan.schedule_name not in SCHEDULES:
         return NAN
     of_rank = {kind: sum(seconds) / plan.pp for kind, seconds in stage_costs(report).items()}
-    return bubble_formula(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages,
-                          F=of_rank["forward"], B=of_rank["backward"],
-                          W=of_rank["weight_grad"])  # fmt: skip
+    return bubble_formula(
+        plan.schedule,
+        plan.pp,
+        plan.microbatches,
+        plan.virtual_stages,
+        F=of_rank["forward"],
+        B=of_rank["backward"],
+        W=of_rank["weight_grad"],
+    )
 
 
 def bubbles(report: Report, cluster: Cluster | None = None) -> pd.DataFrame:

@@ -31,7 +31,7 @@ from paralab.interpret import quick
 from paralab.programs.instructions import COPY
 from paralab.programs.tiers import moved
 from paralab.spec import ModelSpec, Plan
-from paralab.tiers import LINKS, WAYS
+from paralab.spec.tiers import LINKS, WAYS
 
 
 def link_bytes(

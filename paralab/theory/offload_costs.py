@@ -38,19 +38,30 @@ GPU, CPU = "gpu", "cpu"
 
 # ---- ZeRO-Offload: the graph and its cuts ----
 # Bytes per parameter that a node holds; what computes holds none.
-HELD: Mapping[str, int] = MappingProxyType({
-    "fwd-bwd": 0, "p16": 2, "g16": 2, "update": 0, "float2half": 0, "p32": 4, "m32": 4, "v32": 4,
-})  # fmt: skip
+HELD: Mapping[str, int] = MappingProxyType(
+    {
+        "fwd-bwd": 0,
+        "p16": 2,
+        "g16": 2,
+        "update": 0,
+        "float2half": 0,
+        "p32": 4,
+        "m32": 4,
+        "v32": 4,
+    }
+)
 # Bytes per parameter and step that flow from one node to another.
-FLOWS: Mapping[tuple[str, str], int] = MappingProxyType({
-    ("p16", "fwd-bwd"): 2 * 2,  # forward reads it, backward reads it again
-    ("fwd-bwd", "g16"): 2,
-    ("g16", "update"): 2,
-    **{("update", state): 4 for state in ("p32", "m32", "v32")},
-    **{(state, "update"): 4 for state in ("p32", "m32", "v32")},
-    ("p32", "float2half"): 4,
-    ("float2half", "p16"): 2,
-})  # fmt: skip
+FLOWS: Mapping[tuple[str, str], int] = MappingProxyType(
+    {
+        ("p16", "fwd-bwd"): 2 * 2,  # forward reads it, backward reads it again
+        ("fwd-bwd", "g16"): 2,
+        ("g16", "update"): 2,
+        **{("update", state): 4 for state in ("p32", "m32", "v32")},
+        **{(state, "update"): 4 for state in ("p32", "m32", "v32")},
+        ("p32", "float2half"): 4,
+        ("float2half", "p16"): 2,
+    }
+)
 UPDATE_SUPER = ("update", "p32", "m32", "v32", "float2half")  # one node of the reduced graph
 
 
@@ -99,8 +110,12 @@ def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
         choice(name, device, (GPU, CPU))
     missing = [name for name in HELD if name not in assignment]
     if missing:
-        raise illegal("assignment", dict(assignment), f"no device for {', '.join(missing)}",
-                      "a device for every node")  # fmt: skip
+        raise illegal(
+            "assignment",
+            dict(assignment),
+            f"no device for {', '.join(missing)}",
+            "a device for every node",
+        )
     if assignment["fwd-bwd"] == CPU:
         raise illegal("fwd-bwd", CPU, "its work grows with the batch, too much for a CPU", "'gpu'")
     return dict(assignment)
@@ -127,8 +142,12 @@ def bandwidth_needed(efficiency: float, ait: float, peak_flops: float) -> float:
     """Bytes/s at which `efficiency_at` is ``efficiency``: e / (1 - e) peak / ait."""
     share = real("efficiency", efficiency, above=0.0)
     if share >= 1:
-        raise illegal("efficiency", efficiency, "without overlap every transfer costs time",
-                      "a number above 0 and below 1")  # fmt: skip
+        raise illegal(
+            "efficiency",
+            efficiency,
+            "without overlap every transfer costs time",
+            "a number above 0 and below 1",
+        )
     peak = real("peak_flops", peak_flops, above=0.0)
     return share / (1 - share) * peak / real("ait", ait, above=0.0)
 

@@ -28,7 +28,7 @@ from paralab.theory.schedule_check import checked, live, timed
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 Cost = float | Sequence[float]
 SPAN_KINDS = ("forward", "backward", "backward", "weight_grad")  # of F, B, I, W
@@ -76,25 +76,47 @@ class Simulation:
 
     def report(self, name: str = "a schedule") -> Report:
         """The same as a predicted `Report` of one step, for whatever draws or compares reports."""
-        from paralab.report import Report
+        from paralab.report.report import Report
         from paralab.spec import OWN_FORM, Plan
 
         order, n = self.order, len(self.start)
         duration = self.end - self.start
         spans = {
-            "id": list(range(n)), "rank": order.rank, "step": [0] * n, "lane": ["compute"] * n,
-            "kind": np.array(SPAN_KINDS, object)[order.kind], "stage": order.stage,
-            "chunk": order.stage // order.ranks, "microbatch": order.microbatch,
-            "start": self.start, "end": self.end, "cost": duration,
+            "id": list(range(n)),
+            "rank": order.rank,
+            "step": [0] * n,
+            "lane": ["compute"] * n,
+            "kind": np.array(SPAN_KINDS, object)[order.kind],
+            "stage": order.stage,
+            "chunk": order.stage // order.ranks,
+            "microbatch": order.microbatch,
+            "start": self.start,
+            "end": self.end,
+            "cost": duration,
             "after": [(i,) if i >= 0 else () for i in order.source.tolist()],
-        }  # fmt: skip
+        }
         ranks, last = order.ranks, float(self.end.max())
-        steps = {"rank": list(range(ranks)), "step": [0] * ranks, "start": [0.0] * ranks,
-                 "end": [last] * ranks, "beside": [0.0] * ranks}  # fmt: skip
-        plan = Plan(pp=ranks, microbatches=order.microbatches, schedule=OWN_FORM + name,
-                    virtual_stages=order.stages // ranks)  # fmt: skip
-        return Report(clock="predicted", model=None, plan=plan, meta={"function": name},
-                      spans=spans, steps=steps)  # fmt: skip
+        steps = {
+            "rank": list(range(ranks)),
+            "step": [0] * ranks,
+            "start": [0.0] * ranks,
+            "end": [last] * ranks,
+            "beside": [0.0] * ranks,
+        }
+        plan = Plan(
+            pp=ranks,
+            microbatches=order.microbatches,
+            schedule=OWN_FORM + name,
+            virtual_stages=order.stages // ranks,
+        )
+        return Report(
+            clock="predicted",
+            model=None,
+            plan=plan,
+            meta={"function": name},
+            spans=spans,
+            steps=steps,
+        )
 
     def timeline(self, name: str = "a schedule") -> go.Figure:
         """The picture: one row per rank, one box per action, gaps are bubble."""
@@ -111,9 +133,13 @@ class Simulation:
 
 
 def simulate(
-    schedule: Sequence[Sequence[Action | str]], *, forward: Cost, backward: Cost,
-    weight_grad: Cost = 0.0, comm: Cost = 0.0,
-) -> Simulation:  # fmt: skip
+    schedule: Sequence[Sequence[Action | str]],
+    *,
+    forward: Cost,
+    backward: Cost,
+    weight_grad: Cost = 0.0,
+    comm: Cost = 0.0,
+) -> Simulation:
     """When every action of a valid schedule starts and ends.
 
     All in seconds per micro-batch; each a number, or one per stage:
@@ -129,9 +155,13 @@ def simulate(
     stages = order.stages
     f, i, w, delay = (
         _per_stage(name, cost, stages)
-        for name, cost in (("forward", forward), ("backward", backward),
-                           ("weight_grad", weight_grad), ("comm", comm))
-    )  # fmt: skip
+        for name, cost in (
+            ("forward", forward),
+            ("backward", backward),
+            ("weight_grad", weight_grad),
+            ("comm", comm),
+        )
+    )
     table = np.empty((4, stages))
     table[[F, B, I, W]] = f, i + w, i, w
     seconds = table[order.kind, order.stage]
@@ -143,15 +173,24 @@ def _per_stage(name: str, cost: Any, stages: int) -> np.ndarray:
     if not np.ndim(cost):
         return np.full(stages, real(name, cost, at_least=0.0))
     if len(cost) != stages:
-        raise illegal(name, cost, f"{len(cost)} numbers for {stages} stages",
-                      "a number of seconds, or one per stage")  # fmt: skip
+        raise illegal(
+            name,
+            cost,
+            f"{len(cost)} numbers for {stages} stages",
+            "a number of seconds, or one per stage",
+        )
     return np.array([real(f"{name}[{s}]", c, at_least=0.0) for s, c in enumerate(cost)])
 
 
 def bubble_formula(
-    name: str, pp: int, microbatches: int, virtual_stages: int = 1, F: float = 1.0, B: float = 1.0,
+    name: str,
+    pp: int,
+    microbatches: int,
+    virtual_stages: int = 1,
+    F: float = 1.0,
+    B: float = 1.0,
     W: float = 0.0,
-) -> float:  # fmt: skip
+) -> float:
     """The bubble's share of device time that the papers derive; balanced stages, free links.
 
     F, B, W  seconds of one micro-batch on one *rank* per forward, input half and weight half; as in

@@ -26,7 +26,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, real
-from paralab.records.dry import device_of
+from paralab.report.dry import device_of
 from paralab.spec import Cluster
 from paralab.theory.engine import Item, simulate
 from paralab.theory.traffic import POINT_TO_POINT
@@ -34,7 +34,7 @@ from paralab.theory.traffic import POINT_TO_POINT
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 IDLE = ("wait", "comm")  # kinds of spans that cost a rank nothing of its own
 PROCESSORS = ("compute", "host")  # lanes whose spans cost processor time, not time on a link
@@ -55,12 +55,15 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
     holds collectives that a rank of their group never launched, or if a run on GPUs is replayed
     where there is none and no cluster is given.
     """
-    from paralab.records.metrics import in_outline
+    from paralab.report.metrics import in_outline
 
     if in_outline(report):
-        raise illegal("detail", "actions", "an outline has its calls summed up, without the "
-                      "time of each", "pl.predict(..., detail='calls'), or "
-                      "pl.predict on the other cluster")  # fmt: skip
+        raise illegal(
+            "detail",
+            "actions",
+            "an outline has its calls summed up, without the time of each",
+            "pl.predict(..., detail='calls'), or pl.predict on the other cluster",
+        )
     cluster = Cluster.local(device=device_of(report)) if cluster is None else cluster
     if not isinstance(cluster, Cluster):
         raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
@@ -216,10 +219,14 @@ def _retimed(
 ) -> pd.DataFrame:
     """A copy of ``table`` with the times of the spans that ``column`` names; others keep theirs."""
     sides = {"start": start, "end": end}
-    return table.assign(**{
-        name: [times.get(span, old) for span, old in zip(table[column], table[name], strict=True)]
-        for name, times in sides.items()
-    })  # fmt: skip
+    return table.assign(
+        **{
+            name: [
+                times.get(span, old) for span, old in zip(table[column], table[name], strict=True)
+            ]
+            for name, times in sides.items()
+        }
+    )
 
 
 def _retimed_memory(report: Report, start: dict[int, float], end: dict[int, float]) -> pd.DataFrame:

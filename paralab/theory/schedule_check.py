@@ -37,9 +37,14 @@ class ScheduleError(ValueError):
     """
 
     def __init__(
-        self, rank: int, position: int, action: str, why: str, legal: str,
+        self,
+        rank: int,
+        position: int,
+        action: str,
+        why: str,
+        legal: str,
         waits: Sequence[tuple[int, str, str, int]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         where = f"schedule[{rank}][{position}]" if position >= 0 else f"missing in schedule[{rank}]"
         super().__init__(str(illegal(where, action, why, legal)))
         self.rank, self.position, self.action = rank, position, action
@@ -47,9 +52,12 @@ class ScheduleError(ValueError):
 
 
 def validate(
-    schedule: Sequence[Sequence[Action | str]], *, microbatches: int | None = None,
-    stages: int | None = None, max_live: int | None = None,
-) -> None:  # fmt: skip
+    schedule: Sequence[Sequence[Action | str]],
+    *,
+    microbatches: int | None = None,
+    stages: int | None = None,
+    max_live: int | None = None,
+) -> None:
     """Raise ScheduleError, a ValueError, at the first fault of ``schedule``; else it can run.
 
     Lists that do not hold actions are a plain ValueError.
@@ -66,26 +74,41 @@ def validate(
         for rank, counts in enumerate(live(lists)):
             if max(counts) > max_live:
                 at = next(i for i, count in enumerate(counts) if count > max_live)
-                raise ScheduleError(rank, at, str(lists[rank][at]),
-                                    f"the activations of {counts[at]} micro-batches are alive",
-                                    f"at most {max_live}: a backward before it")  # fmt: skip
+                raise ScheduleError(
+                    rank,
+                    at,
+                    str(lists[rank][at]),
+                    f"the activations of {counts[at]} micro-batches are alive",
+                    f"at most {max_live}: a backward before it",
+                )
 
 
 def checked(
-    schedule: Sequence[Sequence[Action | str]], *, microbatches: int | None = None,
+    schedule: Sequence[Sequence[Action | str]],
+    *,
+    microbatches: int | None = None,
     stages: int | None = None,
-) -> tuple[Schedule, Order]:  # fmt: skip
+) -> tuple[Schedule, Order]:
     """The lists and their arrays, if all is right but, perhaps, a deadlock; else ScheduleError."""
     lists = actions(schedule)
     if not lists:
         raise illegal("schedule", schedule, "no rank does anything", "one list per rank")
     for rank, row in enumerate(lists):
         if not row:
-            raise ScheduleError(rank, -1, "everything", f"rank {rank} has nothing to do",
-                                f"a stage for every rank, or {len(lists) - 1} lists")  # fmt: skip
+            raise ScheduleError(
+                rank,
+                -1,
+                "everything",
+                f"rank {rank} has nothing to do",
+                f"a stage for every rank, or {len(lists) - 1} lists",
+            )
     if stages is not None and whole("stages", stages, at_least=1) % len(lists):
-        raise illegal("stages", stages, f"{len(lists)} ranks do not have equally many",
-                      f"a multiple of {len(lists)}")  # fmt: skip
+        raise illegal(
+            "stages",
+            stages,
+            f"{len(lists)} ranks do not have equally many",
+            f"a multiple of {len(lists)}",
+        )
     if microbatches is not None:
         whole("microbatches", microbatches, at_least=1)
     found = order(lists, stages, microbatches)
@@ -141,8 +164,9 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
     for rank in circle:
         node = stands[rank]
         need = order.source[node]
-        waits.append((rank, str(order.action(node)), str(order.action(need)),
-                      int(order.rank[need])))  # fmt: skip
+        waits.append(
+            (rank, str(order.action(node)), str(order.action(need)), int(order.rank[need]))
+        )
     said, fix = [], ""
     for i, (rank, action, need, other) in enumerate(waits):
         there = waits[(i + 1) % len(waits)][1]  # what the other one stands at
@@ -151,14 +175,17 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
             said[-1] += f", but there {need} comes after {there}"
             fix = fix or f"{need} before {there} on rank {other}"
     rank, action = waits[0][:2]
-    return ScheduleError(rank, stands[rank] - first[rank], action,
-                         f"deadlock, the waits go in a circle: {'; '.join(said)}",
-                         f"an order without the circle, for instance {fix}", waits)  # fmt: skip
+    return ScheduleError(
+        rank,
+        stands[rank] - first[rank],
+        action,
+        f"deadlock, the waits go in a circle: {'; '.join(said)}",
+        f"an order without the circle, for instance {fix}",
+        waits,
+    )
 
 
-def _first_fault(
-    lists: Schedule, stages: int | None, microbatches: int | None
-) -> ScheduleError:  # fmt: skip
+def _first_fault(lists: Schedule, stages: int | None, microbatches: int | None) -> ScheduleError:
     """What `order` found wrong, in words: the first in reading order, then what is missing."""
     p = len(lists)
     every = [action for row in lists for action in row]
@@ -191,10 +218,12 @@ def _first_fault(
                 what = KINDS[lacks]
                 also = " (or both halves, I and W)" if lacks == "B" else ""
                 return ScheduleError(
-                    stage % p, -1, str(names[lacks]),
-                    f"the {what} of stage {stage}, micro-batch {microbatch}, is in no "
-                    "list", f"{names[lacks]}{also} in the list of rank {stage % p}",
-                )  # fmt: skip
+                    stage % p,
+                    -1,
+                    str(names[lacks]),
+                    f"the {what} of stage {stage}, micro-batch {microbatch}, is in no list",
+                    f"{names[lacks]}{also} in the list of rank {stage % p}",
+                )
     raise AssertionError("no fault in a schedule without an order")
 
 
@@ -210,8 +239,10 @@ def _fault_of(
             return f"there is no {name} {value}", f"{name} 0 to {count - 1}"
     if stage % p != rank:
         mine = ", ".join(map(str, range(rank, min(stages, rank + 4 * p), p)))
-        return (f"stage {stage} lives on rank {stage % p} (stage % {p})",
-                f"on rank {rank} stage {mine}")  # fmt: skip
+        return (
+            f"stage {stage} lives on rank {stage % p} (stage % {p})",
+            f"on rank {rank} stage {mine}",
+        )
     return None
 
 
@@ -220,8 +251,10 @@ def _fault_within(action: Action, done: Container[Action]) -> tuple[str, str] | 
     stage, kind, microbatch = action
     f, b, i, w = (Action(stage, k, microbatch) for k in "FBIW")
     if kind == "B" and (i in done or w in done):
-        return (f"{i if i in done else w} is there too, so this backward runs twice",
-                f"either {b}, or {i} and {w}")  # fmt: skip
+        return (
+            f"{i if i in done else w} is there too, so this backward runs twice",
+            f"either {b}, or {i} and {w}",
+        )
     if kind in "IW" and b in done:
         return f"{b} is there too, so this backward runs twice", f"either {b}, or {i} and {w}"
     if kind in "BI" and f not in done:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from paralab.rules import tensor_grid
+from paralab.spec.rules import tensor_grid
 
 
 class Cost(NamedTuple):

@@ -68,9 +68,14 @@ def _tree_children(n: int, index: int, root: int) -> list[int]:
 
 
 def edges(
-    op: str, ranks: Sequence[int], rank: int, payload: int, peer: int = -1, *,
+    op: str,
+    ranks: Sequence[int],
+    rank: int,
+    payload: int,
+    peer: int = -1,
+    *,
     sent: int | None = None,
-) -> dict[int, int]:  # fmt: skip
+) -> dict[int, int]:
     """The bytes of ``wire_bytes`` by receiving rank, for the rank x rank picture.
 
     ranks   global ranks of the group, in group order; rank is one of them

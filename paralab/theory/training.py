@@ -60,9 +60,14 @@ class Cost(NamedTuple):
 
 
 def utilisation(
-    model: ModelSpec, samples: int, *, seconds: float, devices: int, peak: float,
+    model: ModelSpec,
+    samples: int,
+    *,
+    seconds: float,
+    devices: int,
+    peak: float,
     recompute: bool | str = "none",
-) -> Utilisation:  # fmt: skip
+) -> Utilisation:
     """(MFU, HFU) of steps of ``samples`` that take ``seconds``; Korthikanti+, sec. 6.3.
 
     peak       FLOP/s that the maker states for one device
@@ -106,9 +111,16 @@ def days_by_parameters(params: float, *, tokens: float, devices: int, flops: flo
 
 
 def training_cost(
-    model: ModelSpec, *, tokens: float, devices: int, flops: float, recompute: bool | str = "full",
-    recipe: str = "megatron-bf16", memory: int = 80 * 10**9, watts: float | None = None,
-) -> Cost:  # fmt: skip
+    model: ModelSpec,
+    *,
+    tokens: float,
+    devices: int,
+    flops: float,
+    recompute: bool | str = "full",
+    recipe: str = "megatron-bf16",
+    memory: int = 80 * 10**9,
+    watts: float | None = None,
+) -> Cost:
     """What ``model`` on ``tokens`` costs with ``devices`` that each reach ``flops`` FLOP/s.
 
     flops      with what is recomputed counted in, as PTD-P's 140 to 163 TFLOP/s on A100s are

@@ -16,7 +16,7 @@ from paralab.spec import ModelSpec, Plan
 from paralab.theory.needs import step_flops
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 
 def achieved(model: ModelSpec, plan: Plan, step_time: float) -> dict[str, float]:

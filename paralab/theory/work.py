@@ -42,13 +42,21 @@ class Work:
     def __add__(self, other: Work) -> Work:
         a, b, c = self.products
         d, e, f = other.products
-        return Work(self.flops + other.flops, self.bytes + other.bytes,
-                    self.kernels + other.kernels, (a + d, b + e, c + f))  # fmt: skip
+        return Work(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.kernels + other.kernels,
+            (a + d, b + e, c + f),
+        )
 
     def __mul__(self, times: float) -> Work:
         a, b, c = self.products
-        return Work(self.flops * times, self.bytes * times, self.kernels * times,
-                    (a * times, b * times, c * times))  # fmt: skip
+        return Work(
+            self.flops * times,
+            self.bytes * times,
+            self.kernels * times,
+            (a * times, b * times, c * times),
+        )
 
     __rmul__ = __mul__
 

@@ -45,9 +45,7 @@ def stage_bytes(
     }
 
 
-def bytes_per_device(
-    params: float, devices: int, stage: int, recipe: str = "zero-fp16"
-) -> float:  # fmt: skip
+def bytes_per_device(params: float, devices: int, stage: int, recipe: str = "zero-fp16") -> float:
     """Bytes of all model states on each of ``devices``: ZeRO, figure 1 and table 1."""
     return sum(stage_bytes(params, devices, stage, recipe).values())
 
@@ -107,9 +105,14 @@ BUFFERS = 1.5  # "additional_buffer_factor": what the estimators multiply host m
 
 
 def deepspeed_zero3(
-    params: int, largest: int, *, devices: int, per_node: int, offload: str = "none",
+    params: int,
+    largest: int,
+    *,
+    devices: int,
+    per_node: int,
+    offload: str = "none",
     zero_init: bool = True,
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     """(GPU bytes per device, CPU bytes per node) by `estimate_zero3_model_states_mem_needs`.
 
     deepspeed/runtime/zero/stage3.py. largest: parameters of the largest layer, which is gathered

@@ -29,14 +29,29 @@ from typing import Any
 # name: the module it lives in. No module bears a function's name, or importing one would hide the
 # other.
 _HOME = {
-    "Chart": "chart", "algorithms": "links", "blocks": "matrix_blocks", "bytes_bars": "memory",
-    "contest": "plan_times", "crossover": "tensor_curves", "disk_needed": "offload_curves",
-    "link_fit": "links", "link_traffic": "traffic_bars", "live_activations": "live",
-    "losses": "loss", "memory_bars": "memory_chart", "memory_charts": "memory_chart",
-    "mesh": "rank_mesh", "multiplication": "matrix_steps", "pareto": "pareto_front",
-    "scaling": "throughput", "stage_memory": "stage_bars", "stage_time": "stage_stretches",
-    "stuck": "standstill", "timelines": "timeline", "use_theme": "theme",
-}  # fmt: skip
+    "Chart": "chart",
+    "algorithms": "links",
+    "blocks": "matrix_blocks",
+    "bytes_bars": "memory",
+    "contest": "plan_times",
+    "crossover": "tensor_curves",
+    "disk_needed": "offload_curves",
+    "link_fit": "links",
+    "link_traffic": "traffic_bars",
+    "live_activations": "live",
+    "losses": "loss",
+    "memory_bars": "memory_chart",
+    "memory_charts": "memory_chart",
+    "mesh": "rank_mesh",
+    "multiplication": "matrix_steps",
+    "pareto": "pareto_front",
+    "scaling": "throughput",
+    "stage_memory": "stage_bars",
+    "stage_time": "stage_stretches",
+    "stuck": "standstill",
+    "timelines": "timeline",
+    "use_theme": "theme",
+}
 _MODULES = ("theme", "widgets")
 
 __all__ = sorted(_HOME)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal, whole
-from paralab.records import metrics
-from paralab.records.tables import COMPUTE_KINDS, KINDS
+from paralab.report import metrics
+from paralab.report.tables import COMPUTE_KINDS, KINDS
 from paralab.view import lanes, naming, theme
 from paralab.view.hover import hover
 from paralab.view.tracks import tracks
@@ -20,7 +20,7 @@ from paralab.view.tracks import tracks
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 MAX_TRACKS = 4
@@ -94,9 +94,13 @@ def chosen(report: Report, step: int | None, ranks: Sequence[int] | None) -> tup
 
 
 def _boxes(
-    report: Report, step: int, ranks: list[int], label: str, only: tuple[str, ...] | None,
+    report: Report,
+    step: int,
+    ranks: list[int],
+    label: str,
+    only: tuple[str, ...] | None,
     most: int | None,
-) -> tuple[list[dict[str, Any]], float, int]:  # fmt: skip
+) -> tuple[list[dict[str, Any]], float, int]:
     """Spans as dicts with times from the step's start and a track; how long the step took, and how
     many spans there are.
     """
@@ -165,8 +169,12 @@ def two_levels(one: Section) -> bool:
     return len({call["level"] for b in one.boxes for call in b["calls"]}) > 1
 
 
-def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[str, Any]]],
-         window: float) -> None:  # fmt: skip
+def draw(
+    fig: Chart,
+    sections: Sequence[Section],
+    shown: Sequence[Sequence[dict[str, Any]]],
+    window: float,
+) -> None:
     """One trace per kind, row, chunk and what is copied, whatever the times; one legend entry for
     all chunks, and for what is copied on any row.
     """
@@ -183,8 +191,14 @@ def draw(fig: Chart, sections: Sequence[Section], shown: Sequence[Sequence[dict[
     for group in sorted(found, key=lambda group: (KINDS.index(group[0]), *group[1:])):
         kind, row, chunk, category = group
         mine = [dealt.get(group, []) for dealt in of_group]
-        bars: dict[str, list[Any]] = {"base": [], "x": [], "y": [], "width": [], "text": [],
-                                      "hovertext": []}  # fmt: skip
+        bars: dict[str, list[Any]] = {
+            "base": [],
+            "x": [],
+            "y": [],
+            "width": [],
+            "text": [],
+            "hovertext": [],
+        }
         for one, boxes in zip(sections, mine, strict=True):
             for name, values in _bars(kind, boxes, one, window).items():
                 bars[name] += values
@@ -259,8 +273,13 @@ def bar_style(kind: str, lane: str) -> dict[str, Any]:
         name = f"{name}, {theme.text(lane)}"
     marker: dict[str, Any] = {"color": fill, "line": {"width": 0.5, "color": now.paper}}
     if kind == "wait":
-        marker["pattern"] = {"shape": "/", "bgcolor": fill, "fgcolor": now.hatch,
-                             "size": 6, "solidity": 0.2}  # fmt: skip
+        marker["pattern"] = {
+            "shape": "/",
+            "bgcolor": fill,
+            "fgcolor": now.hatch,
+            "size": 6,
+            "solidity": 0.2,
+        }
     return {
         "name": name if kind != "wait" else "waiting",
         "orientation": "h",
@@ -281,16 +300,20 @@ def _labels(kind: str, boxes: list[dict[str, Any]], window: float, deepest: int)
     to whom (→1) and from whom (←3). Collectives of a traced function: their name.
     """
     if kind == "comm":
-        return [_partners(b) if deepest == 1 and _fits(_partners(b), b, window) else ""
-                for b in boxes]  # fmt: skip
+        return [
+            _partners(b) if deepest == 1 and _fits(_partners(b), b, window) else "" for b in boxes
+        ]
     widest: dict[tuple[int, int, int, int], dict[str, Any]] = {}
     if kind in COMPUTE_KINDS:
         for b in boxes:
             key = (b["rank"], b["stage"], b["chunk"], b["microbatch"])
             if key not in widest or _duration(b) > _duration(widest[key]):
                 widest[key] = b
-    named = {id(b) for b in widest.values()
-             if b["microbatch"] >= 0 and _fits(str(b["microbatch"]), b, window)}  # fmt: skip
+    named = {
+        id(b)
+        for b in widest.values()
+        if b["microbatch"] >= 0 and _fits(str(b["microbatch"]), b, window)
+    }
     return [str(b["microbatch"]) if id(b) in named else "" for b in boxes]
 
 
@@ -318,16 +341,24 @@ def table(sections: Sequence[Section]) -> pd.DataFrame:
     staged = ("stage",) if any(one.report.plan.pp > 1 for one in sections) else ()
     columns = ("rank", "lane", "kind", *staged, "microbatch", "start", "end")
     rows = [
-        {"report": one.label or naming.subject(one.report), "clock": one.report.clock,
-         **{c: b[c] for c in columns}, "wire_bytes": sum(c["wire_bytes"] for c in b["calls"]),
-         **_copied(b)}
-        for one in sections for b in one.boxes
-    ]  # fmt: skip
+        {
+            "report": one.label or naming.subject(one.report),
+            "clock": one.report.clock,
+            **{c: b[c] for c in columns},
+            "wire_bytes": sum(c["wire_bytes"] for c in b["calls"]),
+            **_copied(b),
+        }
+        for one in sections
+        for b in one.boxes
+    ]
     copied = [*_copied({})] if any(b.get("copies") for one in sections for b in one.boxes) else []
     return pd.DataFrame(rows, columns=["report", "clock", *columns, "wire_bytes", *copied])
 
 
 def _copied(box: dict[str, Any]) -> dict[str, Any]:
     copies = box.get("copies") or [{"op": "", "category": "", "bytes": 0}]
-    return {"op": copies[0]["op"], "category": copies[0]["category"],
-            "bytes": sum(copy["bytes"] for copy in copies)}  # fmt: skip
+    return {
+        "op": copies[0]["op"],
+        "category": copies[0]["category"],
+        "bytes": sum(copy["bytes"] for copy in copies),
+    }

@@ -26,8 +26,8 @@ from paralab.interpret.traffic import Calls, Member
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY
 from paralab.programs.tiers import moved
-from paralab.records import metrics
-from paralab.records.tables import COMPUTE_KINDS
+from paralab.report import metrics
+from paralab.report.tables import COMPUTE_KINDS
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.flops import forward_flops
 from paralab.theory.offload import link_bytes
@@ -35,7 +35,7 @@ from paralab.theory.offload_costs import bandwidth_needed, efficiency, efficienc
 from paralab.view import naming
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 SLOWEST, FASTEST = 50e6, 10e9  # bytes/s: an old hard disk, a fast NVMe
 LATENCY = 1e-4  # seconds, of a disk that a cluster does not state
@@ -56,9 +56,12 @@ class Foreseen:
 
     def __init__(self, model: ModelSpec, plan: Plan, cluster: Cluster) -> None:
         if plan.tiers is None or plan.pp * plan.tp > 1:
-            raise illegal("plan", naming.plan_name(plan), "these curves are of data-parallel "
-                          "training that offloads", "pl.Plan(zero_stage=3, offload='nvme', ...), "
-                          "tp=1, pp=1")  # fmt: skip
+            raise illegal(
+                "plan",
+                naming.plan_name(plan),
+                "these curves are of data-parallel training that offloads",
+                "pl.Plan(zero_stage=3, offload='nvme', ...), tp=1, pp=1",
+            )
         plan.validate(model)
         self.disk = cluster.disk or Link(alpha=LATENCY, bandwidth=FASTEST)
         self.plan, self.cluster = plan, cluster.replace(disk=self.disk)
@@ -68,8 +71,11 @@ class Foreseen:
         self.ends = (min([SLOWEST, *own]), max([FASTEST, *own]))
         self._program = program = compiled(model, plan)
         (self._costs,) = counted(program, Costs(program, self.cluster))
-        self._files = {i: moved(program, ins, 0).bytes for i, ins in enumerate(program.codes[0])
-                       if ins.op == COPY and ins.lane == "disk"}  # fmt: skip
+        self._files = {
+            i: moved(program, ins, 0).bytes
+            for i, ins in enumerate(program.codes[0])
+            if ins.op == COPY and ins.lane == "disk"
+        }
         made = boxes(self._times(self.disk), Member(program, 0), Calls(program))
         self.work = sum(box.cost for box in made if box.span[0] in COMPUTE_KINDS)
         passes = 4 if plan.recompute == "full" else 3  # backward counts twice
@@ -140,8 +146,12 @@ def points(run: Report, foreseen: Foreseen) -> list[Point]:
     own = foreseen.own
     at = run.plan.tiers.limits.get("disk", own)
     if at is None:
-        raise illegal("offload['bandwidth']", {}, "neither the run's plan nor the cluster says how "
-                      "fast the disk is", '{"disk": "500MB"}')  # fmt: skip
+        raise illegal(
+            "offload['bandwidth']",
+            {},
+            "neither the run's plan nor the cluster says how fast the disk is",
+            '{"disk": "500MB"}',
+        )
     disk = foreseen.disk.replace(bandwidth=at)
     replayed = run.replay(foreseen.cluster.replace(disk=disk))
     made = []

@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
-from paralab.cluster import CLUSTER_PRESETS
 from paralab.parallel.schedules import SCHEDULES
-from paralab.records.metrics import reported_ranks
-from paralab.report import Report
+from paralab.report.metrics import reported_ranks
+from paralab.report.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.utilisation import utilisation
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
@@ -62,32 +62,60 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
         "microbatch_size": _counts("samples, b", SAMPLES, plan.microbatch_size),
         "virtual_stages": _counts("chunks, v", (1, 2, 3, 4), plan.virtual_stages),
         "schedule": Knob(label="schedule", options=schedules, value=plan.schedule),
-        "zero_stage": Knob(label="ZeRO", value=plan.zero_stage, buttons=True,
-                           options=[("off", 0), ("1", 1), ("2", 2), ("3", 3)]),
-        "offload": Knob(label="offload", options=places, value=plan.offload or NOWHERE,
-                        buttons=True),
-        "recompute": Knob(label="recompute", value=plan.recompute, buttons=True,
-                          options=[("none", "none"), ("attention", "selective"),
-                                   ("blocks", "full")]),
-        "sequence_parallel": Knob(label="sequence", value=plan.sequence_parallel, buttons=True,
-                                  options=[("whole", False), ("parallel", True)],
-                                  tip="sequence parallelism, beside tensor parallelism"),
-        "precision": Knob(label="precision", value=plan.precision, buttons=True,
-                          options=[(name, name) for name in ("fp32", "bf16", "fp16")]),
-        "model": Knob(label="model", value=GIVEN,
-                      options=[(model_name(model), GIVEN), *[(n, n) for n in MODELS
-                               if ModelSpec.preset(n) != model]]),
+        "zero_stage": Knob(
+            label="ZeRO",
+            value=plan.zero_stage,
+            buttons=True,
+            options=[("off", 0), ("1", 1), ("2", 2), ("3", 3)],
+        ),
+        "offload": Knob(
+            label="offload", options=places, value=plan.offload or NOWHERE, buttons=True
+        ),
+        "recompute": Knob(
+            label="recompute",
+            value=plan.recompute,
+            buttons=True,
+            options=[("none", "none"), ("attention", "selective"), ("blocks", "full")],
+        ),
+        "sequence_parallel": Knob(
+            label="sequence",
+            value=plan.sequence_parallel,
+            buttons=True,
+            options=[("whole", False), ("parallel", True)],
+            tip="sequence parallelism, beside tensor parallelism",
+        ),
+        "precision": Knob(
+            label="precision",
+            value=plan.precision,
+            buttons=True,
+            options=[(name, name) for name in ("fp32", "bf16", "fp16")],
+        ),
+        "model": Knob(
+            label="model",
+            value=GIVEN,
+            options=[
+                (model_name(model), GIVEN),
+                *[(n, n) for n in MODELS if ModelSpec.preset(n) != model],
+            ],
+        ),
         "cluster": Knob(label="cluster", value=GIVEN, options=_clusters(cluster), buttons=True),
-        "nodes": Knob(label="nodes", value=own_nodes,
-                      options=[(count(n, "node"), n) for n in sorted({*NODES, own_nodes})],
-                      tip="of the cluster; this machine is one"),
-    }  # fmt: skip
+        "nodes": Knob(
+            label="nodes",
+            value=own_nodes,
+            options=[(count(n, "node"), n) for n in sorted({*NODES, own_nodes})],
+            tip="of the cluster; this machine is one",
+        ),
+    }
 
 
 def _counts(label: str, usual: Sequence[int], value: int) -> Knob:
     name = label.rpartition(", ")[2]
-    return Knob(label=label, value=value, options=[(str(n), n) for n in sorted({*usual, value})],
-                brief={n: f"{name}={n}" for n in {*usual, value}})  # fmt: skip
+    return Knob(
+        label=label,
+        value=value,
+        options=[(str(n), n) for n in sorted({*usual, value})],
+        brief={n: f"{name}={n}" for n in {*usual, value}},
+    )
 
 
 def model_name(model: ModelSpec) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paralab.records.tables import COPY_LANES
+from paralab.report.tables import COPY_LANES
 from paralab.theory.traffic import POINT_TO_POINT
 from paralab.view import lanes, theme
 
@@ -22,9 +22,12 @@ def hover(b: dict[str, Any]) -> str:
         head = f"{theme.text(b['label'])}: {head}"
     where = f"rank {b['rank']}, {lanes.ROW_NAME.get(b['lane']) or theme.text(b['lane'])}"
     where += f", of step {b['step']}" * b.get("late", False)
-    lines = [head, where,
-             f"{(b['end'] - b['start']) * 1e3:.3f} ms, from {b['start'] * 1e3:.3f} to "
-             f"{b['end'] * 1e3:.3f} ms"]  # fmt: skip
+    lines = [
+        head,
+        where,
+        f"{(b['end'] - b['start']) * 1e3:.3f} ms, from {b['start'] * 1e3:.3f} to "
+        f"{b['end'] * 1e3:.3f} ms",
+    ]
     if b["kind"] not in ("wait", "comm") and b["lane"] not in COPY_LANES:
         whose = "processor" if b["lane"] == "host" else "device"
         lines.append(f"cost {b['cost'] * 1e3:.3f} ms of {whose} time")
@@ -38,5 +41,7 @@ def _call(call: dict[str, Any]) -> str:
     if call["op"] in POINT_TO_POINT:
         way = "send to" if call["op"] == "send" else "receive from"
         return f"{way} rank {call['peer']} ({phase}): {call['payload_bytes']:,} bytes"
-    return (f"{call['op']} ({phase}): {call['payload_bytes']:,} bytes "
-            f"in the buffer, {call['wire_bytes']:,} sent")  # fmt: skip
+    return (
+        f"{call['op']} ({phase}): {call['payload_bytes']:,} bytes "
+        f"in the buffer, {call['wire_bytes']:,} sent"
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paralab.records.tables import COPY_LANES
+from paralab.report.tables import COPY_LANES
 from paralab.view import theme
 
 ROW_NAME = {  # from the device outwards
@@ -24,8 +24,12 @@ LANES = (*COPY_LANES, "host")
 HEIGHT = 0.55  # of a row of compute
 THIN = 2e-3  # of the time axis: a box below that has its own colour as its edge, or is not seen
 MOVED = {"optimizer": "optimizer states"}
-WAY = {"h2d": "host to device", "d2h": "device to host", "read": "read from disk",
-       "write": "written to disk"}  # fmt: skip
+WAY = {
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "read": "read from disk",
+    "write": "written to disk",
+}
 
 
 def row(box: dict[str, Any]) -> str:
@@ -51,8 +55,10 @@ def style(kind: str, row: str, category: str) -> dict[str, str]:
     """
     found = {"name": kind.replace("_", " "), "colour": theme.colour(kind, row)}
     if category:
-        found = {"name": f"copying {theme.text(category)}",
-                 "colour": theme.CATEGORY_COLOUR.get(category, theme.OTHER_COLOUR)}  # fmt: skip
+        found = {
+            "name": f"copying {theme.text(category)}",
+            "colour": theme.CATEGORY_COLOUR.get(category, theme.OTHER_COLOUR),
+        }
     elif kind == "copy" and row == "compute":
         found["name"] = "copy on the device"
     elif kind == "compute" and row == "host":

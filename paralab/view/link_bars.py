@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paralab.records import metrics, moved
+from paralab.report import metrics, moved
 from paralab.view import lanes, naming, theme
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 
@@ -39,22 +39,35 @@ def draw(fig: Chart, found: pd.DataFrame, n: int, *, unit: str, axes: tuple[str,
     for name in [*known, *sorted(there - set(known))]:
         mine, said = found[found["category"] == name], theme.text(name)
         fig.add_bar(
-            name=said, x=[_broken(link) for link in mine["link"]],
-            y=[size / n / 1e6 for size in mine["bytes"]], xaxis=axes[0], yaxis=axes[1], width=0.5,
+            name=said,
+            x=[_broken(link) for link in mine["link"]],
+            y=[size / n / 1e6 for size in mine["bytes"]],
+            xaxis=axes[0],
+            yaxis=axes[1],
+            width=0.5,
             marker={"color": theme.CATEGORY_COLOUR.get(name, theme.OTHER_COLOUR)},
-            hovertext=[f"{said}, {link}: {size / n:,.1f} bytes per rank and {unit}"
-                       for link, size in zip(mine["link"].map(_name), mine["bytes"], strict=True)],
+            hovertext=[
+                f"{said}, {link}: {size / n:,.1f} bytes per rank and {unit}"
+                for link, size in zip(mine["link"].map(_name), mine["bytes"], strict=True)
+            ],
             hovertemplate="%{hovertext}<extra></extra>",
-        )  # fmt: skip
+        )
     heights(fig, tops(found, n), axes)
 
 
 def heights(fig: Chart, found: dict[str, float], axes: tuple[str, str]) -> None:
     """Megabytes above their bars."""
     for group, top in found.items():
-        fig.add_annotation(x=group, y=top, xref=axes[0], yref=axes[1], showarrow=False,
-                           text=f"{theme.megabytes(top * 1e6)} MB", yanchor="bottom",
-                           yshift=2)  # fmt: skip
+        fig.add_annotation(
+            x=group,
+            y=top,
+            xref=axes[0],
+            yref=axes[1],
+            showarrow=False,
+            text=f"{theme.megabytes(top * 1e6)} MB",
+            yanchor="bottom",
+            yshift=2,
+        )
 
 
 def chart(report: Report, found: pd.DataFrame) -> Chart:
@@ -65,16 +78,28 @@ def chart(report: Report, found: pd.DataFrame) -> Chart:
     fig = theme.figure(
         f"{theme.text(subject)}: {_finding(found, n)}",
         naming.clock_line(report, "bytes of one step", "1 MB = 10<sup>6</sup> bytes"),
-        height=420, barmode="stack", showlegend=True,
+        height=420,
+        barmode="stack",
+        showlegend=True,
         legend={"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "traceorder": "normal"},
-        xaxis={"type": "category", "categoryarray": list(each), "showgrid": False,
-               "range": [-0.5, len(each) - 0.5]},
-        yaxis={"title": {"text": "MB copied per rank and step"}, "tickformat": "~g",
-               "range": [0, max(each.values()) * 1.15 or 1]},
-    )  # fmt: skip
+        xaxis={
+            "type": "category",
+            "categoryarray": list(each),
+            "showgrid": False,
+            "range": [-0.5, len(each) - 0.5],
+        },
+        yaxis={
+            "title": {"text": "MB copied per rank and step"},
+            "tickformat": "~g",
+            "range": [0, max(each.values()) * 1.15 or 1],
+        },
+    )
     draw(fig, found, n, unit="step", axes=("x", "y"))
-    return fig.explained(f"traffic of {subject}, {report.clock}: {len(found)} rows by link and "
-                         "category, nothing sent", table(report))  # fmt: skip
+    return fig.explained(
+        f"traffic of {subject}, {report.clock}: {len(found)} rows by link and "
+        "category, nothing sent",
+        table(report),
+    )
 
 
 def table(report: Report) -> pd.DataFrame:

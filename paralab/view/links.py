@@ -29,7 +29,7 @@ def link_fit(points: Sequence[Mapping[str, Any]] | None = None, op: str = "all_r
     Raises ValueError if there are fewer than two points of ``op``.
     """
     if points is None:
-        from paralab.observe.calibrate import calibration_points
+        from paralab.instruments.calibrate import calibration_points
 
         points = calibration_points()["links"]
     choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
@@ -57,21 +57,43 @@ def link_fit(points: Sequence[Mapping[str, Any]] | None = None, op: str = "all_r
     low = 0.6 * min(min(seconds), link.alpha or math.inf)
     floor = {"color": now.faint, "width": 1.5, "dash": "dot"}
     slanted = [n for n in grid if n / link.bandwidth >= low]
-    fig.add_scatter(name="latency alone: α", x=[grid[0], grid[-1]], y=[link.alpha or None] * 2,
-                    mode="lines", line=floor, hoverinfo="skip")  # fmt: skip
-    fig.add_scatter(name="bytes alone: bytes / bandwidth", x=slanted, mode="lines",
-                    y=[n / link.bandwidth for n in slanted], hoverinfo="skip",
-                    line={**floor, "dash": "dash"})  # fmt: skip
-    fig.add_scatter(name="fit: α + bytes / bandwidth", x=grid, y=[link.seconds(n) for n in grid],
-                    mode="lines", line={"color": theme.axis_colour("dp"), "width": 3},
-                    hoverinfo="skip")  # fmt: skip
-    fig.add_scatter(name="measured", x=sizes, y=seconds, mode="markers",
-                    marker={"size": 11, "color": style["colour"],
-                            "line": {"width": 1.5, "color": now.paper}},
-                    hovertext=[f"{theme.scaled(n, 'B')}: {theme.scaled(s, 's')}, fit "
-                               f"{theme.scaled(link.seconds(n), 's')}"
-                               for n, s in zip(sizes, seconds, strict=True)],
-                    hovertemplate="%{hovertext}<extra></extra>")  # fmt: skip
+    fig.add_scatter(
+        name="latency alone: α",
+        x=[grid[0], grid[-1]],
+        y=[link.alpha or None] * 2,
+        mode="lines",
+        line=floor,
+        hoverinfo="skip",
+    )
+    fig.add_scatter(
+        name="bytes alone: bytes / bandwidth",
+        x=slanted,
+        mode="lines",
+        y=[n / link.bandwidth for n in slanted],
+        hoverinfo="skip",
+        line={**floor, "dash": "dash"},
+    )
+    fig.add_scatter(
+        name="fit: α + bytes / bandwidth",
+        x=grid,
+        y=[link.seconds(n) for n in grid],
+        mode="lines",
+        line={"color": theme.axis_colour("dp"), "width": 3},
+        hoverinfo="skip",
+    )
+    fig.add_scatter(
+        name="measured",
+        x=sizes,
+        y=seconds,
+        mode="markers",
+        marker={"size": 11, "color": style["colour"], "line": {"width": 1.5, "color": now.paper}},
+        hovertext=[
+            f"{theme.scaled(n, 'B')}: {theme.scaled(s, 's')}, fit "
+            f"{theme.scaled(link.seconds(n), 's')}"
+            for n, s in zip(sizes, seconds, strict=True)
+        ],
+        hovertemplate="%{hovertext}<extra></extra>",
+    )
     if link.alpha > 0:
         _note(fig, grid[-1], link.alpha, f"α = {theme.scaled(link.alpha, 's')}", "bottom")
     middle = math.sqrt(max(knee, grid[0]) * grid[-1])
@@ -85,10 +107,12 @@ def link_fit(points: Sequence[Mapping[str, Any]] | None = None, op: str = "all_r
             link.seconds(knee),
             f"{theme.scaled(knee, 'B', digits=2)}: half is latency",
         )
-    _log_axes(fig, grid, [low, 1.4 * max(link.seconds(grid[-1]), *seconds)],
-              "bytes that one rank sends")  # fmt: skip
-    return fig.explained(f"alpha-beta fit of {op}: {len(rows)} measured points, 1 line",
-                         _table(rows))  # fmt: skip
+    _log_axes(
+        fig, grid, [low, 1.4 * max(link.seconds(grid[-1]), *seconds)], "bytes that one rank sends"
+    )
+    return fig.explained(
+        f"alpha-beta fit of {op}: {len(rows)} measured points, 1 line", _table(rows)
+    )
 
 
 def algorithms(
@@ -121,17 +145,29 @@ def algorithms(
     fig = theme.figure(finding, " · ".join(said), height=440)
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
     for name, pairs in lines.items():
-        fig.add_scatter(name=theme.text(name), x=[n for n, _ in pairs], y=[s for _, s in pairs],
-                        mode="lines", line={"color": style[name]["colour"], "width": 3,
-                                            "dash": style[name]["dash"]},
-                        **_hover(name, pairs, clock))  # fmt: skip
+        fig.add_scatter(
+            name=theme.text(name),
+            x=[n for n, _ in pairs],
+            y=[s for _, s in pairs],
+            mode="lines",
+            line={"color": style[name]["colour"], "width": 3, "dash": style[name]["dash"]},
+            **_hover(name, pairs, clock),
+        )
     hollow = "-open" * theme.CLOCK_STYLE[points_clock][1]
     for name, pairs in marks.items():
-        fig.add_scatter(name=f"{theme.text(name)}, {points_clock}", x=[n for n, _ in pairs],
-                        y=[s for _, s in pairs], mode="markers",
-                        marker={"size": 10, "color": style[name]["colour"], "line": {"width": 2},
-                                "symbol": style[name]["symbol"] + hollow},
-                        **_hover(name, pairs, points_clock))  # fmt: skip
+        fig.add_scatter(
+            name=f"{theme.text(name)}, {points_clock}",
+            x=[n for n, _ in pairs],
+            y=[s for _, s in pairs],
+            mode="markers",
+            marker={
+                "size": 10,
+                "color": style[name]["colour"],
+                "line": {"width": 2},
+                "symbol": style[name]["symbol"] + hollow,
+            },
+            **_hover(name, pairs, points_clock),
+        )
     seen = [pair for pairs in [*lines.values(), *marks.values()] for pair in pairs]
     bottom, top = min(s for _, s in seen) / 1.6, max(s for _, s in seen) * 1.6
     _rings(fig, "crossover", [(size, at) for size, at, _, _ in changes])
@@ -192,20 +228,24 @@ def _finding(lines: Mapping[str, Pairs], changes: list[tuple[float, float, str, 
     if len(lines) == 1:
         name, pairs = next(iter(lines.items()))
         (n0, s0), (n1, s1) = pairs[0], pairs[-1]
-        return (f"{names[name]}: {theme.scaled(n0, 'B')} take {theme.scaled(s0, 's')}, "
-                f"{theme.scaled(n1, 'B')} {theme.scaled(s1, 's')}")  # fmt: skip
+        return (
+            f"{names[name]}: {theme.scaled(n0, 'B')} take {theme.scaled(s0, 's')}, "
+            f"{theme.scaled(n1, 'B')} {theme.scaled(s1, 's')}"
+        )
     if changes:
         parts = [f"{names[changes[0][2]]} is fastest below {_rounded(changes[0][0])}"]
         parts += [
             f"{names[there]} up to {_rounded(following[0])}"
             for (_, _, _, there), following in zip(changes, changes[1:], strict=False)
         ]
-        return f"{', '.join(parts)}, {names[changes[-1][3]]} above"  # fmt: skip
+        return f"{', '.join(parts)}, {names[changes[-1][3]]} above"
     end = min(pairs[-1][0] for pairs in lines.values())
     ranked = sorted(lines, key=lambda name: _at(lines[name], end))
     times = math.exp(_at(lines[ranked[-1]], end) - _at(lines[ranked[0]], end))
-    return (f"{names[ranked[0]]} is fastest at every size: at {theme.scaled(end, 'B')} "
-            f"{times:.1f} times as fast as {names[ranked[-1]]}")  # fmt: skip
+    return (
+        f"{names[ranked[0]]} is fastest at every size: at {theme.scaled(end, 'B')} "
+        f"{times:.1f} times as fast as {names[ranked[-1]]}"
+    )
 
 
 def _rounded(size: float) -> str:
@@ -219,36 +259,69 @@ def _steps(low: float, high: float, count: int) -> list[float]:
 
 def _mark(fig: Chart, size: float, low: float, high: float, label: str) -> None:
     """A vertical line from the axis up to the curve, and what it means."""
-    fig.add_shape(type="line", x0=size, x1=size, y0=low, y1=high,
-                  line={"dash": "dot", "width": 2, "color": theme.look().ink})  # fmt: skip
-    fig.add_annotation(x=math.log10(size), y=math.log10(low), yshift=6, xshift=6, xanchor="left",
-                       yanchor="bottom", text=f"<b>{label}</b>", showarrow=False)  # fmt: skip
+    fig.add_shape(
+        type="line",
+        x0=size,
+        x1=size,
+        y0=low,
+        y1=high,
+        line={"dash": "dot", "width": 2, "color": theme.look().ink},
+    )
+    fig.add_annotation(
+        x=math.log10(size),
+        y=math.log10(low),
+        yshift=6,
+        xshift=6,
+        xanchor="left",
+        yanchor="bottom",
+        text=f"<b>{label}</b>",
+        showarrow=False,
+    )
 
 
 def _rings(fig: Chart, name: str, places: Sequence[tuple[float, float]]) -> None:
     """A ring around points of a curve; one trace however many, so that structure is stable."""
-    fig.add_scatter(name=name, x=[n for n, _ in places] or [None],
-                    y=[s for _, s in places] or [None], mode="markers", showlegend=False,
-                    hoverinfo="skip", marker={"size": 15, "symbol": "circle-open",
-                                              "color": theme.look().ink,
-                                              "line": {"width": 2.5}})  # fmt: skip
+    fig.add_scatter(
+        name=name,
+        x=[n for n, _ in places] or [None],
+        y=[s for _, s in places] or [None],
+        mode="markers",
+        showlegend=False,
+        hoverinfo="skip",
+        marker={
+            "size": 15,
+            "symbol": "circle-open",
+            "color": theme.look().ink,
+            "line": {"width": 2.5},
+        },
+    )
 
 
 def _note(fig: Chart, size: float, seconds: float, label: str, anchor: str) -> None:
     """A word at a line, above it or below."""
-    fig.add_annotation(x=math.log10(size), y=math.log10(seconds), text=label, showarrow=False,
-                       xanchor="right" if anchor == "bottom" else "left", yanchor=anchor,
-                       xshift=-4 if anchor == "bottom" else 6,
-                       font={"color": theme.look().faint})  # fmt: skip
+    fig.add_annotation(
+        x=math.log10(size),
+        y=math.log10(seconds),
+        text=label,
+        showarrow=False,
+        xanchor="right" if anchor == "bottom" else "left",
+        yanchor=anchor,
+        xshift=-4 if anchor == "bottom" else 6,
+        font={"color": theme.look().faint},
+    )
 
 
 def _log_axes(fig: Chart, sizes: Sequence[float], seconds: Sequence[float], what: str) -> None:
     def axis(values: Sequence[float], unit: str, title: str) -> dict[str, Any]:
         low, high = math.log10(min(values)), math.log10(max(values))
         ticks = theme.log_ticks(min(values), max(values))
-        return {"type": "log", "range": [low, high], "tickvals": ticks,
-                "ticktext": [theme.scaled(t, unit) for t in ticks],
-                "title": {"text": title}}  # fmt: skip
+        return {
+            "type": "log",
+            "range": [low, high],
+            "tickvals": ticks,
+            "ticktext": [theme.scaled(t, unit) for t in ticks],
+            "title": {"text": title},
+        }
 
     fig.update_layout(
         xaxis=axis(sizes, "B", f"{what} (bytes; 1 kB = 10<sup>3</sup>)"),
@@ -258,9 +331,13 @@ def _log_axes(fig: Chart, sizes: Sequence[float], seconds: Sequence[float], what
 
 
 def _hover(name: str, pairs: Pairs, clock: str) -> dict[str, Any]:
-    return {"hovertext": [f"{theme.text(name)}, {clock}: {theme.scaled(n, 'B')} in "
-                          f"{theme.scaled(s, 's')}" for n, s in pairs],
-            "hovertemplate": "%{hovertext}<extra></extra>"}  # fmt: skip
+    return {
+        "hovertext": [
+            f"{theme.text(name)}, {clock}: {theme.scaled(n, 'B')} in {theme.scaled(s, 's')}"
+            for n, s in pairs
+        ],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -270,10 +347,15 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
     return pd.DataFrame(rows).reindex(columns=columns)
 
 
-def _long_table(lines: Mapping[str, Pairs], clock: str, marks: Mapping[str, Pairs],
-                points_clock: str) -> Any:  # fmt: skip
+def _long_table(
+    lines: Mapping[str, Pairs], clock: str, marks: Mapping[str, Pairs], points_clock: str
+) -> Any:
     import pandas as pd
 
-    rows = [(name, which, n, s) for curves, which in ((lines, clock), (marks, points_clock))
-            for name, pairs in curves.items() for n, s in pairs]  # fmt: skip
+    rows = [
+        (name, which, n, s)
+        for curves, which in ((lines, clock), (marks, points_clock))
+        for name, pairs in curves.items()
+        for n, s in pairs
+    ]
     return pd.DataFrame(rows, columns=["algorithm", "clock", "bytes", "seconds"])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal, whole
-from paralab.records import metrics
+from paralab.report import metrics
 from paralab.theory.ideal import schedule_of
 from paralab.view import naming, theme
 
@@ -68,18 +68,23 @@ def live_activations(
     if len({one.name for one in found}) < len(found):
         found = [one._replace(name=f"{i}: {one.name}") for i, one in enumerate(found, 1)]
     if len({one.chunks for one in found}) > 1:  # a chunk of v is 1/v of what a rank holds
-        found = [one._replace(curves=[_Curve(c.times, [n / one.chunks for n in c.counts])
-                                      for c in one.curves]) for one in found]  # fmt: skip
+        found = [
+            one._replace(
+                curves=[_Curve(c.times, [n / one.chunks for n in c.counts]) for c in one.curves]
+            )
+            for one in found
+        ]
     ranks = {len(one.curves) for one in found}
     if len(ranks) > 1:
-        raise illegal("sources", sorted(ranks), "pipelines of different length",
-                      "as many ranks in each")  # fmt: skip
+        raise illegal(
+            "sources", sorted(ranks), "pipelines of different length", "as many ranks in each"
+        )
     return _drawn(found)
 
 
 # ---- reading -------------------------------------------------------------------------------------
 def _read(source: Any, step: int | None) -> _Source:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.theory.pipeline import Simulation, simulate
 
     if isinstance(source, Report):
@@ -89,9 +94,12 @@ def _read(source: Any, step: int | None) -> _Source:
     events: list[list[tuple[float, int]]] = [[] for _ in source.schedule]
     order = source.order
     for rank, kind, start, end in zip(
-        order.rank.tolist(), order.kind.tolist(), source.start.tolist(), source.end.tolist(),
+        order.rank.tolist(),
+        order.kind.tolist(),
+        source.start.tolist(),
+        source.end.tolist(),
         strict=True,
-    ):  # fmt: skip
+    ):
         events[rank] += _event("FBIW"[kind], start, end)
     chunks = order.stages // order.ranks
     return _Source("schedule", "", chunks, [_curve(e, source.makespan) for e in events])
@@ -170,45 +178,92 @@ def _drawn(found: list[_Source]) -> Chart:
         base = (len(ranks) - 1 - r) * row
         peaks = " | ".join(
             f"<span style='color:{styles[one.name]['colour']}'>{one.curves[r].peak:g}</span>"
-            if many else f"{one.curves[r].peak:g}" for one in found
-        )  # fmt: skip
-        fig.add_annotation(xref="paper", x=1, xshift=8, xanchor="left", y=base + 0.5 * highest,
-                           text=f"<b>{peaks}</b>", showarrow=False, font={"size": 15})  # fmt: skip
-        fig.add_shape(type="line", xref="paper", x0=0, x1=1, y0=base, y1=base,
-                      line={"color": theme.look().grid, "width": 1})  # fmt: skip
-    fig.add_annotation(xref="paper", x=1, xshift=8, xanchor="left", yref="paper", y=1,
-                       yanchor="bottom", text="peak", showarrow=False,
-                       font={"color": theme.look().faint})  # fmt: skip
+            if many
+            else f"{one.curves[r].peak:g}"
+            for one in found
+        )
+        fig.add_annotation(
+            xref="paper",
+            x=1,
+            xshift=8,
+            xanchor="left",
+            y=base + 0.5 * highest,
+            text=f"<b>{peaks}</b>",
+            showarrow=False,
+            font={"size": 15},
+        )
+        fig.add_shape(
+            type="line",
+            xref="paper",
+            x0=0,
+            x1=1,
+            y0=base,
+            y1=base,
+            line={"color": theme.look().grid, "width": 1},
+        )
+    fig.add_annotation(
+        xref="paper",
+        x=1,
+        xshift=8,
+        xanchor="left",
+        yref="paper",
+        y=1,
+        yanchor="bottom",
+        text="peak",
+        showarrow=False,
+        font={"color": theme.look().faint},
+    )
     unit = "ms" if timed else "units"
     fig.update_layout(
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
         xaxis={"title": {"text": f"time from the first forward ({unit})"}, "tickformat": "~g"},
-        yaxis={"tickvals": [(len(ranks) - 1 - r) * row + 0.5 * highest for r in ranks],
-               "ticktext": [f"<b>rank {r}</b>" for r in ranks], "showgrid": False,
-               "range": [-0.02 * row, (len(ranks) - 1) * row + 1.1 * highest]},
+        yaxis={
+            "tickvals": [(len(ranks) - 1 - r) * row + 0.5 * highest for r in ranks],
+            "ticktext": [f"<b>rank {r}</b>" for r in ranks],
+            "showgrid": False,
+            "range": [-0.02 * row, (len(ranks) - 1) * row + 1.1 * highest],
+        },
         margin={"r": 40 + 20 * len(found)},
-    )  # fmt: skip
+    )
     names = " | ".join(one.name for one in found)
     return fig.explained(f"live activations of {names} on {len(first.curves)} ranks", _table(found))
 
 
-def _area(fig: Chart, one: _Source, rank: int, base: float, per: float, colour: str, many: bool,
-          *, show: bool) -> None:  # fmt: skip
+def _area(
+    fig: Chart,
+    one: _Source,
+    rank: int,
+    base: float,
+    per: float,
+    colour: str,
+    many: bool,
+    *,
+    show: bool,
+) -> None:
     curve = one.curves[rank]
     x = [round(t * per, 6) for t in curve.times]
     fig.add_scatter(
-        x=[x[0], x[-1]], y=[base, base], mode="lines", line={"width": 0}, showlegend=False,
+        x=[x[0], x[-1]],
+        y=[base, base],
+        mode="lines",
+        line={"width": 0},
+        showlegend=False,
         hoverinfo="skip",
-    )  # fmt: skip
+    )
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     fig.add_scatter(
-        x=x, y=[base + n for n in curve.counts], mode="lines", fill="tonexty",
+        x=x,
+        y=[base + n for n in curve.counts],
+        mode="lines",
+        fill="tonexty",
         line={"shape": "hv", "width": 2 if many else 1.5, "color": colour},
         fillcolor=f"rgba({red},{green},{blue},{0.22 if many else 0.75})",
-        name=theme.text(one.name), legendgroup=one.name, showlegend=show and many,
+        name=theme.text(one.name),
+        legendgroup=one.name,
+        showlegend=show and many,
         hovertext=[f"{theme.text(one.name)}, rank {rank}: {n:g} alive" for n in curve.counts],
         hovertemplate="%{hovertext}<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def _finding(found: list[_Source]) -> str:
@@ -231,7 +286,8 @@ def _table(found: list[_Source]) -> pd.DataFrame:
 
     rows = [
         (one.name, rank, time, count)
-        for one in found for rank, curve in enumerate(one.curves)
+        for one in found
+        for rank, curve in enumerate(one.curves)
         for time, count in zip(curve.times, curve.counts, strict=True)
-    ]  # fmt: skip
+    ]
     return pd.DataFrame(rows, columns=["source", "rank", "time", "live"])

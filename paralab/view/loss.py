@@ -14,7 +14,7 @@ from paralab.checks import illegal
 from paralab.view import naming, theme
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 ALIKE = 1e-3  # nats: curves nearer than that everywhere are one curve to the eye
@@ -44,9 +44,7 @@ def loss_chart(report: Report) -> Chart:
     return fig.explained(f"loss of {name}, {report.clock}: {count} steps", _table({name: values}))
 
 
-def losses(
-    runs: Mapping[str, Report | Sequence[float]], *, title: str | None = None
-) -> Chart:  # fmt: skip
+def losses(runs: Mapping[str, Report | Sequence[float]], *, title: str | None = None) -> Chart:
     """The losses of several runs in one figure, {label: report or its losses}.
 
     title  in place of the finding that the curves themselves give
@@ -116,8 +114,10 @@ def _verdict(curves: Mapping[str, Sequence[float]]) -> str:
         return f"{both} coincide: no loss differs by more than {_round_up(_spread(curves))}"
     best = min(curves, key=lambda label: curves[label][-1])
     worst = max(curves, key=lambda label: curves[label][-1])
-    return (f"{names[best]} ends at {curves[best][-1]:.3f}, "
-            f"{names[worst]} at {curves[worst][-1]:.3f} nats")  # fmt: skip
+    return (
+        f"{names[best]} ends at {curves[best][-1]:.3f}, "
+        f"{names[worst]} at {curves[worst][-1]:.3f} nats"
+    )
 
 
 def _round_up(value: float) -> str:
@@ -129,12 +129,15 @@ def _curve(
     fig: Chart, name: str, values: Sequence[float], style: Mapping[str, Any], *, legend: bool
 ) -> None:
     fig.add_scatter(
-        name=theme.text(name), x=list(range(len(values))),
-        y=[v if math.isfinite(v) else None for v in values], mode="lines+markers",
+        name=theme.text(name),
+        x=list(range(len(values))),
+        y=[v if math.isfinite(v) else None for v in values],
+        mode="lines+markers",
         line={"color": style["colour"], "width": style["width"], "dash": style["dash"]},
-        marker={"size": 4 + 1.5 * style["width"], "symbol": style["symbol"]}, showlegend=legend,
+        marker={"size": 4 + 1.5 * style["width"], "symbol": style["symbol"]},
+        showlegend=legend,
         hovertemplate=f"{theme.text(name)}, step %{{x}}: %{{y:.4f}} nats<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def _axes(fig: Chart, count: int, *vocabularies: int) -> None:
@@ -142,15 +145,24 @@ def _axes(fig: Chart, count: int, *vocabularies: int) -> None:
         guess, faint = math.log(vocab), theme.look().faint
         fig.add_hline(y=guess, line={"dash": "dash", "width": 1.5, "color": faint})
         fig.add_annotation(
-            xref="paper", x=1, y=guess, text=f"guessing evenly: ln {vocab} = {guess:.3f}",
-            showarrow=False, xanchor="right", yanchor="bottom", font={"color": faint},
-        )  # fmt: skip
+            xref="paper",
+            x=1,
+            y=guess,
+            text=f"guessing evenly: ln {vocab} = {guess:.3f}",
+            showarrow=False,
+            xanchor="right",
+            yanchor="bottom",
+            font={"color": faint},
+        )
     fig.update_layout(
-        xaxis={"title": {"text": "step"}, "tickformat": "d",
-               "range": [-0.02 * count - 0.1, 1.02 * count - 0.9],
-               **({"dtick": 1} if count <= 12 else {})},
+        xaxis={
+            "title": {"text": "step"},
+            "tickformat": "d",
+            "range": [-0.02 * count - 0.1, 1.02 * count - 0.9],
+            **({"dtick": 1} if count <= 12 else {}),
+        },
         yaxis={"title": {"text": "loss (nats per token)"}, "tickformat": ".2f"},
-    )  # fmt: skip
+    )
 
 
 def _table(curves: Mapping[str, Sequence[float]]) -> Any:

@@ -27,8 +27,16 @@ if TYPE_CHECKING:
 
     from paralab.view.chart import Chart
 
-RANK_COLOUR = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#44BB99", "#BBCC33", "#99DDFF",
-               "#C8B6D9")  # fmt: skip
+RANK_COLOUR = (
+    "#77AADD",
+    "#EE8866",
+    "#EEDD88",
+    "#FFAABB",
+    "#44BB99",
+    "#BBCC33",
+    "#99DDFF",
+    "#C8B6D9",
+)
 NAMES = ("X", "W", "Y")
 SIDES = {  # of the matrices by role: what is behind the letters
     True: ("tokens × between the layers", "in × out", "tokens × residual stream"),
@@ -76,11 +84,12 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     cells = [cell for name in NAMES for cell in lie(plan, name, found[name])]
     said = f"{MODE_NAME[plan.tp_mode]} on {plan.tp} ranks"
     fig = picture(
-        cells, f"{said}: {finding(cells)}",
+        cells,
+        f"{said}: {finding(cells)}",
         f"layer «{role}» as it lies between products · a rank has one colour; grey: several ranks "
         "hold the same",
         sides=SIDES[role in OUTWARD],
-    )  # fmt: skip
+    )
     return fig.explained(f"blocks of X, W, Y of «{role}», {said}, who holds which", table(cells))
 
 
@@ -90,8 +99,9 @@ def check(plan: Any) -> None:
     if not isinstance(plan, Plan):
         raise illegal("plan", plan, "not a plan", "a pl.Plan(tp=...)")
     if not 1 < plan.tp <= MOST_RANKS:
-        raise illegal("tp", plan.tp, "nothing is cut, or too much to be drawn",
-                      f"2 to {MOST_RANKS}")  # fmt: skip
+        raise illegal(
+            "tp", plan.tp, "nothing is cut, or too much to be drawn", f"2 to {MOST_RANKS}"
+        )
 
 
 def splits(plan: Plan, role: str) -> dict[str, tuple[Split, Split]]:
@@ -110,8 +120,9 @@ def lie(plan: Plan, matrix: str, cut: tuple[Split, Split]) -> list[Cell]:
     held: dict[tuple, list[int]] = {}
     for rank in range(plan.tp):
         rows, columns = box((whole, whole), cut, plan, rank)
-        place = tuple((Fraction(at.start, whole), Fraction(at.stop, whole))
-                      for at in (rows, columns))  # fmt: skip
+        place = tuple(
+            (Fraction(at.start, whole), Fraction(at.stop, whole)) for at in (rows, columns)
+        )
         held.setdefault(place, []).append(rank)
     return [Cell(matrix, rows, columns, tuple(ranks)) for (rows, columns), ranks in held.items()]
 
@@ -123,8 +134,10 @@ def finding(cells: Sequence[Cell]) -> str:
         cell = next(cell for cell in cells if cell.matrix == name)
         size = (cell.rows[1] - cell.rows[0]) * (cell.columns[1] - cell.columns[0])
         parts.setdefault(size, []).append(name)
-    said = [f"{'all' if size == 1 else f'1/{size.denominator}'} of {_and(names)}"
-            for size, names in sorted(parts.items(), reverse=True)]  # fmt: skip
+    said = [
+        f"{'all' if size == 1 else f'1/{size.denominator}'} of {_and(names)}"
+        for size, names in sorted(parts.items(), reverse=True)
+    ]
     return f"every rank holds {_and(said)}"
 
 
@@ -138,10 +151,12 @@ def table(cells: Iterable[Cell]) -> pd.DataFrame:
 
     rows = [
         (cell.matrix, rank, *map(float, (*cell.rows, *cell.columns)))
-        for cell in cells for rank in cell.ranks
-    ]  # fmt: skip
-    return pd.DataFrame(rows, columns=["matrix", "rank", "row_start", "row_stop", "column_start",
-                                       "column_stop"])  # fmt: skip
+        for cell in cells
+        for rank in cell.ranks
+    ]
+    return pd.DataFrame(
+        rows, columns=["matrix", "rank", "row_start", "row_stop", "column_start", "column_stop"]
+    )
 
 
 # ---- drawing ------------------------------------------------------------------------------------
@@ -153,16 +168,22 @@ def picture(
     shapes, words = drawn(cells, sides, arrows)
     points = [cell.centre for cell in cells]
     fig.add_scatter(
-        x=[x for x, _ in points], y=[y for _, y in points], mode="markers", showlegend=False,
-        marker={"size": 18, "opacity": 0}, hovertemplate="%{hovertext}<extra></extra>",
+        x=[x for x, _ in points],
+        y=[y for _, y in points],
+        mode="markers",
+        showlegend=False,
+        marker={"size": 18, "opacity": 0},
+        hovertemplate="%{hovertext}<extra></extra>",
         hovertext=[_hover(cell) for cell in cells],
-    )  # fmt: skip
+    )
     bare = {"visible": False, "fixedrange": True}
     fig.update_layout(
-        shapes=shapes, annotations=words, margin={"l": 20, "r": 20, "b": 20, "t": 76},
+        shapes=shapes,
+        annotations=words,
+        margin={"l": 20, "r": 20, "b": 20, "t": 76},
         xaxis={**bare, "range": [-0.04, 2 * PITCH + 1.04]},
         yaxis={**bare, "range": [1.03, -0.15]},
-    )  # fmt: skip
+    )
     return fig
 
 
@@ -174,10 +195,14 @@ def drawn(
     for number, (name, side) in enumerate(zip(NAMES, sides, strict=True)):
         start = number * PITCH
         shapes.append(_rect(start, 0.0, start + 1, 1.0, "rgba(0,0,0,0)", theme.look().hatch))
-        words.append(_word(start + 0.5, -0.09, f"<b>{name}</b>  <span style='font-size:13px'>"
-                           f"{side}</span>", 18))  # fmt: skip
-    words += [_word((PITCH + 1) / 2 + at * PITCH, 0.5, sign, 26)
-              for at, sign in enumerate(("×", "="))]  # fmt: skip
+        words.append(
+            _word(
+                start + 0.5, -0.09, f"<b>{name}</b>  <span style='font-size:13px'>{side}</span>", 18
+            )
+        )
+    words += [
+        _word((PITCH + 1) / 2 + at * PITCH, 0.5, sign, 26) for at, sign in enumerate(("×", "="))
+    ]
     for cell in cells:
         _draw(cell, shapes, words)
     for (x, y), (to_x, to_y) in arrows:
@@ -228,8 +253,15 @@ def _draw(cell: Cell, shapes: list[dict], words: list[dict]) -> None:
         y0 = first + line * (high + GAP)
         chip = colour(rank, cell.strong)
         shapes.append(_rect(x0, y0, x0 + wide, y0 + high, chip))
-        words.append(_word(x0 + wide / 2, y0 + high / 2, str(rank), 12, theme.on(chip)
-                           if cell.strong else look.faint))  # fmt: skip
+        words.append(
+            _word(
+                x0 + wide / 2,
+                y0 + high / 2,
+                str(rank),
+                12,
+                theme.on(chip) if cell.strong else look.faint,
+            )
+        )
     if cell.label:
         words.append(_word(x, first - 0.06, cell.label, 13, ink))
 
@@ -242,13 +274,26 @@ def colour(rank: int, strong: bool = True) -> str:
 
 def _rect(x0: float, y0: float, x1: float, y1: float, fill: str, line: str = "") -> dict:
     border = {"width": 1 if line else 0, "color": line or fill}
-    return {"type": "rect", "x0": x0, "y0": y0, "x1": x1, "y1": y1, "fillcolor": fill,
-            "layer": "below", "line": border}  # fmt: skip
+    return {
+        "type": "rect",
+        "x0": x0,
+        "y0": y0,
+        "x1": x1,
+        "y1": y1,
+        "fillcolor": fill,
+        "layer": "below",
+        "line": border,
+    }
 
 
 def _word(x: float, y: float, text: str, size: int, ink: str = "") -> dict[str, Any]:
-    return {"x": x, "y": y, "text": text, "showarrow": False,
-            "font": {"size": size, "color": ink or theme.look().ink}}  # fmt: skip
+    return {
+        "x": x,
+        "y": y,
+        "text": text,
+        "showarrow": False,
+        "font": {"size": size, "color": ink or theme.look().ink},
+    }
 
 
 def _hover(cell: Cell) -> str:

@@ -57,14 +57,23 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     """
     check(plan)
     if plan.tp_mode == "1d":
-        raise illegal("tp_mode", "1d", "a product of 1D is one product, with nothing on the way",
-                      "'2d', '2.5d', '3d'; view.blocks(plan) shows 1D")  # fmt: skip
+        raise illegal(
+            "tp_mode",
+            "1d",
+            "a product of 1D is one product, with nothing on the way",
+            "'2d', '2.5d', '3d'; view.blocks(plan) shows 1D",
+        )
     steps = cube(plan) if plan.tp_mode == "3d" else summa(plan)
     if step is not None:
         step = whole("step", step, at_least=0, at_most=len(steps) - 1)
     below = _below(plan)
-    fig = picture(steps[step or 0].cells, steps[step or 0].title, below, sides=SIDES,
-                  arrows=steps[step or 0].arrows)  # fmt: skip
+    fig = picture(
+        steps[step or 0].cells,
+        steps[step or 0].title,
+        below,
+        sides=SIDES,
+        arrows=steps[step or 0].arrows,
+    )
     shown = list(enumerate(steps)) if step is None else [(step, steps[step])]
     tables = []
     for number, one in shown:
@@ -76,8 +85,10 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     import pandas as pd
 
     said = f"{len(steps)} steps" if step is None else f"step {step} of {len(steps)}"
-    return fig.explained(f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {said}",
-                         pd.concat(tables, ignore_index=True))  # fmt: skip
+    return fig.explained(
+        f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {said}",
+        pd.concat(tables, ignore_index=True),
+    )
 
 
 def _below(plan: Plan) -> str:
@@ -85,8 +96,9 @@ def _below(plan: Plan) -> str:
     if plan.tp_mode == "3d":
         return f"a cube of {q} × {q} × {q} ranks · colour: the rank that holds a block"
     grids = f"{depth} grids of " * (depth > 1)
-    return f"SUMMA on {grids}{q} × {q} ranks · colour: the rank that holds a block; arrows: " \
-        "broadcasts"  # fmt: skip
+    return (
+        f"SUMMA on {grids}{q} × {q} ranks · colour: the rank that holds a block; arrows: broadcasts"
+    )
 
 
 # ---- the steps ----------------------------------------------------------------------------------
@@ -102,22 +114,35 @@ def summa(plan: Plan) -> list[Step]:
                 at = coordinates(plan, cell.ranks[0])
                 sent = at[axis] == now
                 row = at["i"]
-                cells.append(cell._replace(label=_block(name, row, at["j"], at.get("z", 0), depth),
-                                           strong=sent))  # fmt: skip
+                cells.append(
+                    cell._replace(
+                        label=_block(name, row, at["j"], at.get("z", 0), depth), strong=sent
+                    )
+                )
                 if sent:
                     arrows += _along(cell, axis, q, depth if name == "X" else 1)
         for cell in lies["Y"]:
             at = coordinates(plan, cell.ranks[0])
-            terms = [f"{_block('X', at['i'], k, at.get('z', 0), depth)}{_block('W', k, at['j'])}"
-                     for k in range(now + 1)]  # fmt: skip
+            terms = [
+                f"{_block('X', at['i'], k, at.get('z', 0), depth)}{_block('W', k, at['j'])}"
+                for k in range(now + 1)
+            ]
             terms[-1] = f"<b>{terms[-1]}</b>"
-            said = "<br>+ ".join(terms) if len(terms) <= MOST_TERMS and q <= MOST_TERMS else \
-                f"{now + 1} of {q}"  # fmt: skip
+            said = (
+                "<br>+ ".join(terms)
+                if len(terms) <= MOST_TERMS and q <= MOST_TERMS
+                else f"{now + 1} of {q}"
+            )
             cells.append(cell._replace(label=said))
-        steps.append(Step(
-            f"Step {now + 1} of {q}: column {now} of X goes along the rows, row {now} of W along "
-            "the columns, each rank adds a product", f"{now + 1}", cells, arrows,
-        ))  # fmt: skip
+        steps.append(
+            Step(
+                f"Step {now + 1} of {q}: column {now} of X goes along the rows, row {now} of W "
+                "along the columns, each rank adds a product",
+                f"{now + 1}",
+                cells,
+                arrows,
+            )
+        )
     return steps
 
 
@@ -149,30 +174,49 @@ def cube(plan: Plan) -> list[Step]:
     together = {
         "X": lie(plan, "X", (x_rows[:1], x_columns)),
         "W": lie(plan, "W", (w_rows, w_columns[:1])),
-        "Y": [cell._replace(label="partial sums")
-              for cell in lie(plan, "Y", (y_rows[:1], y_columns))],
-    }  # fmt: skip
+        "Y": [
+            cell._replace(label="partial sums") for cell in lie(plan, "Y", (y_rows[:1], y_columns))
+        ],
+    }
     x_along, w_along, y_along = x_rows[1], w_columns[1], y_rows[1]
 
     def shown(where: dict[str, list[Cell]], strong: str) -> list[Cell]:
-        return [cell._replace(strong=cell.matrix in strong)
-                for name in NAMES for cell in where.get(name, [])]  # fmt: skip
+        return [
+            cell._replace(strong=cell.matrix in strong)
+            for name in NAMES
+            for cell in where.get(name, [])
+        ]
 
     x_there, w_there = {**lies, "X": together["X"]}, {**together}
     lies_xw = {name: lies[name] for name in ("X", "W")}
     count = 5
     return [
-        Step(f"Step 1 of {count}: every rank has 1/{q**3} of X and 1/{q**3} of W", "start",
-             shown(lies_xw, "XW")),
-        Step(f"Step 2 of {count}: X is gathered along {x_along}, {q} ranks then hold the same "
-             "block", "gather X", shown({"X": x_there["X"], "W": lies["W"]}, "X")),
-        Step(f"Step 3 of {count}: W is gathered along {w_along}", "gather W",
-             shown({"X": together["X"], "W": w_there["W"]}, "W")),
-        Step(f"Step 4 of {count}: each rank multiplies once; a block of Y is the sum of {q} such",
-             "multiply", shown(together, "XWY")),
-        Step(f"Step 5 of {count}: Y is summed along {y_along} and dealt out, 1/{q**3} for each",
-             "sum Y", shown(lies, "Y")),
-    ]  # fmt: skip
+        Step(
+            f"Step 1 of {count}: every rank has 1/{q**3} of X and 1/{q**3} of W",
+            "start",
+            shown(lies_xw, "XW"),
+        ),
+        Step(
+            f"Step 2 of {count}: X is gathered along {x_along}, {q} ranks then hold the same block",
+            "gather X",
+            shown({"X": x_there["X"], "W": lies["W"]}, "X"),
+        ),
+        Step(
+            f"Step 3 of {count}: W is gathered along {w_along}",
+            "gather W",
+            shown({"X": together["X"], "W": w_there["W"]}, "W"),
+        ),
+        Step(
+            f"Step 4 of {count}: each rank multiplies once; a block of Y is the sum of {q} such",
+            "multiply",
+            shown(together, "XWY"),
+        ),
+        Step(
+            f"Step 5 of {count}: Y is summed along {y_along} and dealt out, 1/{q**3} for each",
+            "sum Y",
+            shown(lies, "Y"),
+        ),
+    ]
 
 
 # ---- the slider ---------------------------------------------------------------------------------
@@ -185,25 +229,55 @@ def _animate(fig: Chart, steps: Sequence[Step], below: str) -> None:
     for number, step in enumerate(steps):
         shapes, words = drawn(step.cells, SIDES, step.arrows)
         text = title.replace(theme.text(steps[0].title), theme.text(step.title))
-        frames.append(go.Frame(name=str(number), layout={
-            "shapes": shapes, "annotations": words, "title": {"text": text},
-        }))  # fmt: skip
+        frames.append(
+            go.Frame(
+                name=str(number),
+                layout={
+                    "shapes": shapes,
+                    "annotations": words,
+                    "title": {"text": text},
+                },
+            )
+        )
     fig.frames = frames
-    at_once = {"mode": "immediate", "frame": {"duration": 0, "redraw": True},
-               "transition": {"duration": 0}}  # fmt: skip
+    at_once = {
+        "mode": "immediate",
+        "frame": {"duration": 0, "redraw": True},
+        "transition": {"duration": 0},
+    }
     slow = {**at_once, "frame": {"duration": 1500, "redraw": True}, "fromcurrent": True}
     look = theme.look()
     fig.update_layout(
-        height=470, margin={"b": 86},
-        sliders=[{
-            "x": 0.12, "len": 0.88, "y": 0, "yanchor": "top", "pad": {"t": 12}, "active": 0,
-            "currentvalue": {"visible": False}, "bgcolor": look.grid, "bordercolor": look.grid,
-            "steps": [{"label": step.brief, "method": "animate", "args": [[str(n)], at_once]}
-                      for n, step in enumerate(steps)],
-        }],
-        updatemenus=[{
-            "type": "buttons", "x": 0, "xanchor": "left", "y": 0, "yanchor": "top",
-            "pad": {"t": 20}, "showactive": False, "bgcolor": look.paper,
-            "buttons": [{"label": "▶ play", "method": "animate", "args": [None, slow]}],
-        }],
-    )  # fmt: skip
+        height=470,
+        margin={"b": 86},
+        sliders=[
+            {
+                "x": 0.12,
+                "len": 0.88,
+                "y": 0,
+                "yanchor": "top",
+                "pad": {"t": 12},
+                "active": 0,
+                "currentvalue": {"visible": False},
+                "bgcolor": look.grid,
+                "bordercolor": look.grid,
+                "steps": [
+                    {"label": step.brief, "method": "animate", "args": [[str(n)], at_once]}
+                    for n, step in enumerate(steps)
+                ],
+            }
+        ],
+        updatemenus=[
+            {
+                "type": "buttons",
+                "x": 0,
+                "xanchor": "left",
+                "y": 0,
+                "yanchor": "top",
+                "pad": {"t": 20},
+                "showactive": False,
+                "bgcolor": look.paper,
+                "buttons": [{"label": "▶ play", "method": "animate", "args": [None, slow]}],
+            }
+        ],
+    )

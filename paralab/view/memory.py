@@ -43,35 +43,63 @@ def bytes_bars(
     unit = next(u for u, n in LARGEST.items() if max([biggest, *drawn.values()]) >= n or n == 1)
     per = LARGEST[unit]
     said = [f"1 {unit} = 10<sup>{len(str(int(per))) - 1}</sup> bytes"] if unit != "B" else ["bytes"]
-    said += [f"{theme.text(label)}: {theme.scaled(n, 'B')}, far beyond this axis"
-             for label, n in size.items() if label not in drawn]  # fmt: skip
+    said += [
+        f"{theme.text(label)}: {theme.scaled(n, 'B')}, far beyond this axis"
+        for label, n in size.items()
+        if label not in drawn
+    ]
     rows = _rows(drawn, end)
     totals_said = [
-        {"x": total / per, "y": theme.text(label), "text": f" {theme.scaled(total, 'B')}",
-         "xanchor": "left", "showarrow": False, "font": {"size": 14},
-         "bgcolor": theme.look().paper, "borderpad": 0}  # a capacity's line passes behind it
+        {
+            "x": total / per,
+            "y": theme.text(label),
+            "text": f" {theme.scaled(total, 'B')}",
+            "xanchor": "left",
+            "showarrow": False,
+            "font": {"size": 14},
+            "bgcolor": theme.look().paper,
+            "borderpad": 0,
+        }  # a capacity's line passes behind it
         for label, total in totals.items()
-    ]  # fmt: skip
+    ]
     # All at once: each add_ and update_ checks the whole figure again, and a slider is waiting.
     fig = theme.figure(
         theme.text(title) if title is not None else _finding(totals, size),
         " · ".join(said),
         height=170 + int(58 * (len(bars) + ROW * rows)),
-        barmode="stack", bargap=0.3,
+        barmode="stack",
+        bargap=0.3,
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         xaxis={"title": {"text": f"memory ({unit})"}, "range": [0, end / per], "tickformat": "~g"},
-        yaxis={"type": "category", "showgrid": False,
-               "range": [len(bars) - 0.45, -0.55 - ROW * rows],
-               "categoryarray": [theme.text(label) for label in bars],
-               "tickfont": {"size": 14}, "ticksuffix": " "},
+        yaxis={
+            "type": "category",
+            "showgrid": False,
+            "range": [len(bars) - 0.45, -0.55 - ROW * rows],
+            "categoryarray": [theme.text(label) for label in bars],
+            "tickfont": {"size": 14},
+            "ticksuffix": " ",
+        },
         annotations=[*totals_said, *_capacity_names(drawn, per, end)],
-        shapes=[{"type": "line", "x0": count / per, "x1": count / per, "yref": "paper", "y0": 0,
-                 "y1": 1, "line": {"dash": "dash", "width": 2, "color": theme.look().ink}}
-                for count in drawn.values()],
-    )  # fmt: skip
-    fig.add_traces([{"type": "bar", **_trace(category, bars, drawn.values(), per, end)}
-                    for category in theme.CATEGORY_COLOUR
-                    if any(category in parts for parts in bars.values())])  # fmt: skip
+        shapes=[
+            {
+                "type": "line",
+                "x0": count / per,
+                "x1": count / per,
+                "yref": "paper",
+                "y0": 0,
+                "y1": 1,
+                "line": {"dash": "dash", "width": 2, "color": theme.look().ink},
+            }
+            for count in drawn.values()
+        ],
+    )
+    fig.add_traces(
+        [
+            {"type": "bar", **_trace(category, bars, drawn.values(), per, end)}
+            for category in theme.CATEGORY_COLOUR
+            if any(category in parts for parts in bars.values())
+        ]
+    )
     names = " | ".join(map(str, bars))
     return fig.explained(
         f"memory of {len(bars)} bar{'s' * (len(bars) != 1)} by category: {names}", _table(bars)
@@ -95,36 +123,48 @@ def _checked(
 
 
 def _trace(
-    category: str, bars: Mapping[str, Mapping[str, float]], lines: Collection[float], per: float,
+    category: str,
+    bars: Mapping[str, Mapping[str, float]],
+    lines: Collection[float],
+    per: float,
     end: float,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     fill = theme.CATEGORY_COLOUR[category]
     name = {"master": "master weights"}.get(category, category)
     letter = WORD_SHARE * theme.letter_scale()
     counts = [float(parts.get(category, 0.0)) for parts in bars.values()]
     words = [theme.scaled(n, "B") for n in counts]
     order = list(theme.CATEGORY_COLOUR)
-    below = [sum(parts.get(name, 0.0) for name in order[: order.index(category)])
-             for parts in bars.values()]  # fmt: skip
+    below = [
+        sum(parts.get(name, 0.0) for name in order[: order.index(category)])
+        for parts in bars.values()
+    ]
     crossed = any(
         abs(first + n / 2 - line) < letter * (len(word) + 1) / 2 * end
-        for first, n, word in zip(below, counts, words, strict=True) for line in lines
-    )  # fmt: skip
+        for first, n, word in zip(below, counts, words, strict=True)
+        for line in lines
+    )
     return {
         "name": name,
         "orientation": "h",
         "y": [theme.text(label) for label in bars],
         "x": [n / per for n in counts],
         "marker": {"color": fill, "line": {"width": 1, "color": theme.look().paper}},
-        "text": [word if n >= letter * (len(word) + 1) * end else ""
-                 for n, word in zip(counts, words, strict=True)],
-        "textposition": "inside", "insidetextanchor": "start" if crossed else "middle",
+        "text": [
+            word if n >= letter * (len(word) + 1) * end else ""
+            for n, word in zip(counts, words, strict=True)
+        ],
+        "textposition": "inside",
+        "insidetextanchor": "start" if crossed else "middle",
         "constraintext": "none",
-        "textangle": 0, "textfont": {"size": 13, "color": theme.on(fill)},
-        "hovertext": [f"{theme.text(label)}, {name}: {word} ({n:,.0f} bytes)"
-                      for label, word, n in zip(bars, words, counts, strict=True)],
+        "textangle": 0,
+        "textfont": {"size": 13, "color": theme.on(fill)},
+        "hovertext": [
+            f"{theme.text(label)}, {name}: {word} ({n:,.0f} bytes)"
+            for label, word, n in zip(bars, words, counts, strict=True)
+        ],
         "hovertemplate": "%{hovertext}<extra></extra>",
-    }  # fmt: skip
+    }
 
 
 def _capacity_names(drawn: Mapping[str, float], per: float, end: float) -> list[dict[str, Any]]:
@@ -132,11 +172,17 @@ def _capacity_names(drawn: Mapping[str, float], per: float, end: float) -> list[
     levels, notes = _levels(drawn, end), []
     for label, count in drawn.items():
         left = count > 0.6 * end
-        notes.append({
-            "x": count / per, "y": -0.55 - ROW * (levels[label] + 0.5), "showarrow": False,
-            "xanchor": "right" if left else "left", "xshift": -4 if left else 4,
-            "text": f"<b>{theme.text(label)}</b>: {theme.scaled(count, 'B')}", "font": {"size": 13},
-        })  # fmt: skip
+        notes.append(
+            {
+                "x": count / per,
+                "y": -0.55 - ROW * (levels[label] + 0.5),
+                "showarrow": False,
+                "xanchor": "right" if left else "left",
+                "xshift": -4 if left else 4,
+                "text": f"<b>{theme.text(label)}</b>: {theme.scaled(count, 'B')}",
+                "font": {"size": 13},
+            }
+        )
     return notes
 
 
@@ -147,8 +193,9 @@ def _levels(drawn: Mapping[str, float], end: float) -> dict[str, int]:
     for label, count in sorted(drawn.items(), key=lambda pair: pair[1]):
         width = 0.85 * WORD_SHARE * (len(f"{label}: {theme.scaled(count, 'B')}") + 2) * end
         mine = (count - width, count) if count > 0.6 * end else (count, count + width)
-        free = (i for i, line in enumerate(taken)
-                if all(mine[1] <= a or b <= mine[0] for a, b in line))  # fmt: skip
+        free = (
+            i for i, line in enumerate(taken) if all(mine[1] <= a or b <= mine[0] for a, b in line)
+        )
         level = next(free, len(taken))
         if level == len(taken):
             taken.append([])
@@ -177,6 +224,9 @@ def _finding(totals: Mapping[str, float], capacity: Mapping[str, float]) -> str:
 def _table(bars: Mapping[str, Mapping[str, float]]) -> Any:
     import pandas as pd
 
-    rows = [(label, category, count) for label, parts in bars.items()
-            for category, count in parts.items()]  # fmt: skip
+    rows = [
+        (label, category, count)
+        for label, parts in bars.items()
+        for category, count in parts.items()
+    ]
     return pd.DataFrame(rows, columns=["bar", "category", "bytes"])

@@ -18,7 +18,7 @@ from paralab.view.memory_tiers import TIER_NAME, draw_tiers, room
 from paralab.view.sampling import spread
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 ALIKE = 0.01  # peaks that differ by less are one peak to the eye
@@ -52,9 +52,7 @@ def memory_chart(report: Report, *, rank: int | None = None, step: int | None = 
     )
 
 
-def memory_charts(
-    runs: Mapping[str, Report], *, rank: int = 0, step: int | None = None
-) -> Chart:  # fmt: skip
+def memory_charts(runs: Mapping[str, Report], *, rank: int = 0, step: int | None = None) -> Chart:
     """One rank of several runs, {label: report}, one above the other on one scale of bytes.
 
     Every run's step is as wide as the figure: what differs is how much, not how long. Raises
@@ -69,8 +67,12 @@ def memory_charts(
             raise ValueError(f"{label}: {error}") from None
     peaks = {label: curve.peak for label, curve in found.items()}
     shown, clocks = list(found.values()), {report.clock for report in runs.values()}
-    heads = [f"<b>{theme.text(label)}</b>" + f" ({c.report.clock})" * (len(clocks) > 1)
-             + _against(label, peaks) for label, c in found.items()]  # fmt: skip
+    heads = [
+        f"<b>{theme.text(label)}</b>"
+        + f" ({c.report.clock})" * (len(clocks) > 1)
+        + _against(label, peaks)
+        for label, c in found.items()
+    ]
     many = any(report.world_size > 1 for report in runs.values())
     below = _clocks(runs.values(), *[f"rank {rank}"] * many)
     fig = drawn(shown, heads, _verdict(peaks), below, against=next(iter(found)))
@@ -94,9 +96,10 @@ def memory_bars(runs: Mapping[str, Report], *, title: str | None = None) -> Char
             raise ValueError(f"{label}: {error}") from None
     bars = {label: curve.samples[curve.peak_at] for label, curve in found.items()}
     chart = bytes_bars(
-        bars, limits(found.values()),
+        bars,
+        limits(found.values()),
         title=title or _verdict({label: curve.peak for label, curve in found.items()}),
-    )  # fmt: skip
+    )
     return chart.said_below(_clocks(runs.values(), "at the peak of the fullest rank"))
 
 
@@ -123,8 +126,10 @@ def _finding(found: Sequence[Curve], worst: Curve) -> str:
 
 def _spread(worst: Curve, away: Sequence[Tier]) -> str:
     """How much lies where at most; for the device also how much may."""
-    parts = [f"{TIER_NAME[tier.name]}{' peaks' * (tier is away[0])} at "
-             f"{theme.scaled(tier.total, 'B')}" for tier in away]  # fmt: skip
+    parts = [
+        f"{TIER_NAME[tier.name]}{' peaks' * (tier is away[0])} at {theme.scaled(tier.total, 'B')}"
+        for tier in away
+    ]
     if limit := worst.report.meta.get("memory_limit"):
         parts[0] += f" of {theme.scaled(limit, 'B')}"
     return f"{theme.text(naming.subject(worst.report))}: {', '.join(parts)}"
@@ -139,8 +144,10 @@ def _verdict(peaks: Mapping[str, float]) -> str:
     if high - low <= ALIKE * high:
         return f"All peak alike, to {100 * ALIKE:.0f} %: {theme.scaled(high, 'B')}"
     times = f", {high / low:.2g} times that" if low and high >= 1.1 * low else ""
-    return (f"{theme.text(least)} peaks at {theme.scaled(low, 'B')}, {theme.text(most)} at "
-            f"{theme.scaled(high, 'B')}{times}")  # fmt: skip
+    return (
+        f"{theme.text(least)} peaks at {theme.scaled(low, 'B')}, {theme.text(most)} at "
+        f"{theme.scaled(high, 'B')}{times}"
+    )
 
 
 def _against(label: str, peaks: Mapping[str, float]) -> str:
@@ -184,7 +191,21 @@ def _table(shown: Sequence[tuple[str, Curve]], away: Sequence[Tier] = ()) -> Any
     table = pd.DataFrame(rows, columns=columns)
     if not away:
         return table
-    more = [(f"peaks of rank {tier.rank}", tier.rank, tier.step, tier.time, "", category, size,
-             tier.name) for tier in away for category, size in tier.held.items()]  # fmt: skip
-    return pd.concat([table.assign(tier="device"), pd.DataFrame(more, columns=[*columns, "tier"])],
-                     ignore_index=True)  # fmt: skip
+    more = [
+        (
+            f"peaks of rank {tier.rank}",
+            tier.rank,
+            tier.step,
+            tier.time,
+            "",
+            category,
+            size,
+            tier.name,
+        )
+        for tier in away
+        for category, size in tier.held.items()
+    ]
+    return pd.concat(
+        [table.assign(tier="device"), pd.DataFrame(more, columns=[*columns, "tier"])],
+        ignore_index=True,
+    )

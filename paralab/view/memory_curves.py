@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal, whole
-from paralab.records.dry import CLOCK
-from paralab.records.tables import COMPUTE_KINDS, TIERS
+from paralab.report.dry import CLOCK
+from paralab.report.tables import COMPUTE_KINDS, TIERS
 from paralab.view import theme
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 PHASES = (*COMPUTE_KINDS, "optimizer")
 
@@ -111,8 +111,12 @@ def curves(
     """
     table = report.memory[report.memory["tier"] == "device"]
     if table.empty:
-        raise illegal("report", report, "no memory was sampled in it",
-                      "what pl.run(...) or pl.predict(...) returned for a model")  # fmt: skip
+        raise illegal(
+            "report",
+            report,
+            "no memory was sampled in it",
+            "what pl.run(...) or pl.predict(...) returned for a model",
+        )
     table = _chosen(table, "rank", ranks)
     table = _chosen(table, "step", None if step is None else [step])
     found: dict[tuple[int, int], tuple[list[float], list[dict[str, int]]]] = {}
@@ -125,8 +129,9 @@ def curves(
         samples[-1][category] = count
     if step is None:
         step = max(found, key=lambda key: (max(sum(s.values()) for s in found[key][1]), -key[1]))[1]
-    return [_curve(report, rank, step, *found[rank, at])
-            for rank, at in sorted(found) if at == step]  # fmt: skip
+    return [
+        _curve(report, rank, step, *found[rank, at]) for rank, at in sorted(found) if at == step
+    ]
 
 
 def tiers(curve: Curve) -> list[Tier]:
@@ -136,16 +141,30 @@ def tiers(curve: Curve) -> list[Tier]:
     """
     table = curve.report.memory
     table = table[(table["rank"] == curve.rank) & (table["step"] == curve.step)]
-    found = [Tier("device", curve.rank, curve.step, curve.times[curve.peak_at],
-                  curve.samples[curve.peak_at])]  # fmt: skip
+    found = [
+        Tier(
+            "device",
+            curve.rank,
+            curve.step,
+            curve.times[curve.peak_at],
+            curve.samples[curve.peak_at],
+        )
+    ]
     for name in TIERS[1:]:
         mine = table[(table["tier"] == name) & (table["bytes"] > 0)]
         if mine.empty:
             continue
         time = mine.groupby("time")["bytes"].sum().idxmax()
         here = mine[mine["time"] == time].groupby("category")["bytes"].sum()
-        found.append(Tier(name, curve.rank, curve.step, float(time) - curve.start,
-                          {c: int(n) for c, n in here.items()}))  # fmt: skip
+        found.append(
+            Tier(
+                name,
+                curve.rank,
+                curve.step,
+                float(time) - curve.start,
+                {c: int(n) for c, n in here.items()},
+            )
+        )
     return found if len(found) > 1 else []
 
 
@@ -172,10 +191,16 @@ def _curve(
     order = sorted(range(len(times)), key=times.__getitem__)
     rows = [rows[i] for i in order]
     return Curve(
-        report, rank, step, [times[i] - zero for i in order], rows,
-        [sum(row.values()) for row in rows], _phases(spans, zero),
-        max(end, times[order[-1]]) - zero, zero,
-    )  # fmt: skip
+        report,
+        rank,
+        step,
+        [times[i] - zero for i in order],
+        rows,
+        [sum(row.values()) for row in rows],
+        _phases(spans, zero),
+        max(end, times[order[-1]]) - zero,
+        zero,
+    )
 
 
 def _phases(spans: Any, zero: float) -> list[Phase]:

@@ -40,9 +40,14 @@ def limits(found: Any) -> dict[str, float]:
 
 
 def drawn(
-    shown: list[Curve], heads: list[str], finding: str, below: str, *,
-    against: str | None = None, room_below: int = 0,
-) -> Chart:  # fmt: skip
+    shown: list[Curve],
+    heads: list[str],
+    finding: str,
+    below: str,
+    *,
+    against: str | None = None,
+    room_below: int = 0,
+) -> Chart:
     """A panel for each curve, its head above it.
 
     room_below  pixels left free beneath them
@@ -58,8 +63,11 @@ def drawn(
     head = HEAD if any(heads) else 6
     each = head + STRIP + 3 + room
     plot = len(shown) * each + (len(shown) - 1) * GAP + room_below
-    fig = theme.figure(finding, f"{below} · 1 {unit} = 10<sup>{power}</sup> bytes" if power
-                       else below, height=plot + FRAME)  # fmt: skip
+    fig = theme.figure(
+        finding,
+        f"{below} · 1 {unit} = 10<sup>{power}</sup> bytes" if power else below,
+        height=plot + FRAME,
+    )
     numbered = any(curve.numbered for curve in shown)  # no times: what happens, in order
     seconds = 1.0 if numbered else 1e3
     width = 100.0 if share else seconds * max(curve.length for curve in shown)
@@ -76,14 +84,20 @@ def drawn(
         _marks(fig, curve, panel, scale, per, width, held)
         low, high = (top - each) / plot, (top - head - STRIP - 3) / plot
         layout[f"yaxis{panel[1:]}"] = {
-            "domain": [max(low, 0.0), high], "range": [0, highest / per * room / (room - WORDS)],
-            "title": {"text": unit if len(shown) > 2 else f"memory ({unit})"}, "tickformat": "~g",
-            "nticks": max(3, room // 45), "anchor": "x",
-        }  # fmt: skip
+            "domain": [max(low, 0.0), high],
+            "range": [0, highest / per * room / (room - WORDS)],
+            "title": {"text": unit if len(shown) > 2 else f"memory ({unit})"},
+            "tickformat": "~g",
+            "nticks": max(3, room // 45),
+            "anchor": "x",
+        }
         layout[f"yaxis{strip[1:]}"] = {
-            "domain": [high + 3 / plot, min(high + (3 + STRIP) / plot, 1.0)], "range": [-0.5, 0.5],
-            "visible": False, "anchor": "x", "fixedrange": True,
-        }  # fmt: skip
+            "domain": [high + 3 / plot, min(high + (3 + STRIP) / plot, 1.0)],
+            "range": [-0.5, 0.5],
+            "visible": False,
+            "anchor": "x",
+            "fixedrange": True,
+        }
         if share and i:
             fig.add_shape(
                 type="line",
@@ -96,24 +110,49 @@ def drawn(
             )
         if share and i == 1:
             fig.add_annotation(
-                xref="paper", x=1, y=shown[0].peak / per, yref=panel, xanchor="right",
-                yanchor="bottom", text=f"peak of {theme.text(against)}", showarrow=False,
+                xref="paper",
+                x=1,
+                y=shown[0].peak / per,
+                yref=panel,
+                xanchor="right",
+                yanchor="bottom",
+                text=f"peak of {theme.text(against)}",
+                showarrow=False,
                 font={"size": 12, "color": theme.look().faint},
-            )  # fmt: skip
+            )
         if heads[i]:
-            fig.add_annotation(xref="paper", x=0, yref="paper", y=(top - head) / plot,
-                               xanchor="left", yanchor="bottom", text=heads[i], showarrow=False,
-                               font={"size": 14})  # fmt: skip
+            fig.add_annotation(
+                xref="paper",
+                x=0,
+                yref="paper",
+                y=(top - head) / plot,
+                xanchor="left",
+                yanchor="bottom",
+                text=heads[i],
+                showarrow=False,
+                font={"size": 14},
+            )
     fig.update_layout(
-        **layout, barmode="stack", bargap=0, hovermode="closest",
+        **layout,
+        barmode="stack",
+        bargap=0,
+        hovermode="closest",
         margin={"t": 100, "b": 52, "l": 20, "r": 44},
-        xaxis={"title": {"text": "share of the step (%)" if share else
-                         "what happens in the step, numbered" if numbered else
-                         "time in the step (ms)"},
-               "range": [-0.005 * width, 1.005 * width], "dtick": _dtick(width),
-               "showgrid": False, "anchor": panel},
+        xaxis={
+            "title": {
+                "text": "share of the step (%)"
+                if share
+                else "what happens in the step, numbered"
+                if numbered
+                else "time in the step (ms)"
+            },
+            "range": [-0.005 * width, 1.005 * width],
+            "dtick": _dtick(width),
+            "showgrid": False,
+            "anchor": panel,
+        },
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-    )  # fmt: skip
+    )
     return fig
 
 
@@ -124,24 +163,45 @@ def _strip(fig: Chart, curve: Curve, axis: str, scale: float, width: float) -> N
         if not mine:
             continue
         name, wide = kind.replace("_", " "), [(p.end - p.start) * scale for p in mine]
-        words = [next((word for word in (name, name[:1].upper())
-                       if (len(word) + 1) * LETTER * width <= w), "") for w in wide]  # fmt: skip
+        words = [
+            next(
+                (
+                    word
+                    for word in (name, name[:1].upper())
+                    if (len(word) + 1) * LETTER * width <= w
+                ),
+                "",
+            )
+            for w in wide
+        ]
         fill = theme.colour(kind)
         fig.add_bar(
-            name=name, orientation="h", y=[0] * len(mine), base=[_ms(p.start * scale)
-            for p in mine], x=[_ms(w) for w in wide], width=1, yaxis=axis, showlegend=False,
+            name=name,
+            orientation="h",
+            y=[0] * len(mine),
+            base=[_ms(p.start * scale) for p in mine],
+            x=[_ms(w) for w in wide],
+            width=1,
+            yaxis=axis,
+            showlegend=False,
             marker={"color": fill, "line": {"width": 1, "color": theme.look().paper}},
-            text=words, textposition="inside", insidetextanchor="middle", textangle=0,
-            constraintext="none", textfont={"size": 12, "color": theme.on(fill)},
-            hovertext=[name if curve.numbered else f"{name}: {1e3 * (p.end - p.start):.2f} ms"
-                       for p in mine],
+            text=words,
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            constraintext="none",
+            textfont={"size": 12, "color": theme.on(fill)},
+            hovertext=[
+                name if curve.numbered else f"{name}: {1e3 * (p.end - p.start):.2f} ms"
+                for p in mine
+            ],
             hovertemplate="%{hovertext}<extra></extra>",
-        )  # fmt: skip
+        )
 
 
 def _stack(
     fig: Chart, curve: Curve, names: list[str], axis: str, scale: float, per: float, most: int
-) -> None:  # fmt: skip
+) -> None:
     """The categories, stacked: areas of steps."""
     kept = thinned(curve.totals, most)
     times = [_ms(curve.times[i] * scale) for i in kept]
@@ -150,46 +210,90 @@ def _stack(
         fill = theme.CATEGORY_COLOUR.get(name, theme.OTHER_COLOUR)
         said = theme.text(name)
         shared = {
-            "name": said, "legendgroup": said, "yaxis": axis, "showlegend": axis == "y",
+            "name": said,
+            "legendgroup": said,
+            "yaxis": axis,
+            "showlegend": axis == "y",
             "hovertemplate": f"{said}: %{{y:.4~g}} {_unit(per)} at %{{x:.1f}}<extra></extra>",
-        }  # fmt: skip
+        }
         fig.add_scatter(
-            **shared, x=[*times, _ms(curve.length * scale)],
-            y=[n / per for n in (*sizes, sizes[-1])], mode="lines", stackgroup=axis,
-            line={"shape": "hv", "width": 0, "color": fill}, fillcolor=fill,
-        )  # fmt: skip
+            **shared,
+            x=[*times, _ms(curve.length * scale)],
+            y=[n / per for n in (*sizes, sizes[-1])],
+            mode="lines",
+            stackgroup=axis,
+            line={"shape": "hv", "width": 0, "color": fill},
+            fillcolor=fill,
+        )
 
 
 def _marks(
-    fig: Chart, curve: Curve, axis: str, scale: float, per: float, width: float,
+    fig: Chart,
+    curve: Curve,
+    axis: str,
+    scale: float,
+    per: float,
+    width: float,
     held: Mapping[str, float],
-) -> None:  # fmt: skip
+) -> None:
     """The peak with its bytes, what the device holds, and what a GPU's allocator says."""
     ink = theme.look().ink
     x, y = curve.times[curve.peak_at] * scale, curve.peak
     side = "left" if x < 0.08 * width else "right" if x > 0.92 * width else "center"
     fig.add_annotation(
-        x=_ms(x), y=y / per, yref=axis, yanchor="bottom", yshift=5, xanchor=side, showarrow=False,
-        text=f"<b>peak {theme.scaled(y, 'B')}</b>", font={"size": 13},
-    )  # fmt: skip
+        x=_ms(x),
+        y=y / per,
+        yref=axis,
+        yanchor="bottom",
+        yshift=5,
+        xanchor=side,
+        showarrow=False,
+        text=f"<b>peak {theme.scaled(y, 'B')}</b>",
+        font={"size": 13},
+    )
     fig.add_scatter(
-        name="peak", x=[_ms(x)], y=[y / per], yaxis=axis, mode="markers", showlegend=False,
-        marker={"size": 9, "color": ink, "symbol": "circle",
-                "line": {"width": 1.5, "color": theme.look().paper}},
+        name="peak",
+        x=[_ms(x)],
+        y=[y / per],
+        yaxis=axis,
+        mode="markers",
+        showlegend=False,
+        marker={
+            "size": 9,
+            "color": ink,
+            "symbol": "circle",
+            "line": {"width": 1.5, "color": theme.look().paper},
+        },
         hovertemplate=f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}<extra></extra>",
-    )  # fmt: skip
+    )
     label, _ = capacity(curve.report) or ("", 0)
     lines = [(label, held[label], "dash", "right")] if label in held else []
-    lines += [(name, size, "dot", "left" if name == "allocated" else "right")
-              for name, size in curve.reserved.items()]  # fmt: skip
+    lines += [
+        (name, size, "dot", "left" if name == "allocated" else "right")
+        for name, size in curve.reserved.items()
+    ]
     for label, size, dash, side in lines:
-        fig.add_shape(type="line", xref="x domain", x0=0, x1=1, yref=axis, y0=size / per,
-                      y1=size / per, line={"dash": dash, "width": 2, "color": ink})  # fmt: skip
+        fig.add_shape(
+            type="line",
+            xref="x domain",
+            x0=0,
+            x1=1,
+            yref=axis,
+            y0=size / per,
+            y1=size / per,
+            line={"dash": dash, "width": 2, "color": ink},
+        )
         fig.add_annotation(
-            xref="paper", x=float(side == "right"), y=size / per, yref=axis, xanchor=side,
-            yanchor="bottom", text=f"{theme.text(label)} {theme.scaled(size, 'B')}",
-            showarrow=False, font={"size": 13},
-        )  # fmt: skip
+            xref="paper",
+            x=float(side == "right"),
+            y=size / per,
+            yref=axis,
+            xanchor=side,
+            yanchor="bottom",
+            text=f"{theme.text(label)} {theme.scaled(size, 'B')}",
+            showarrow=False,
+            font={"size": 13},
+        )
 
 
 def _dtick(width: float) -> float:

@@ -42,35 +42,75 @@ def draw_tiers(fig: Chart, found: Sequence[Tier], *, many: bool) -> None:
         name, sizes = theme.text(category), [tier.held.get(category, 0) for tier in found]
         fill, words = _fill(category), [theme.scaled(n, "B") for n in sizes]
         fig.add_bar(
-            name=name, legendgroup=name, showlegend=name not in named, orientation="h", y=labels,
-            x=[n / per for n in sizes], xaxis="x2", yaxis="y100", width=0.8,
+            name=name,
+            legendgroup=name,
+            showlegend=name not in named,
+            orientation="h",
+            y=labels,
+            x=[n / per for n in sizes],
+            xaxis="x2",
+            yaxis="y100",
+            width=0.8,
             marker={"color": fill, "line": {"width": 1, "color": theme.look().paper}},
-            text=[word if n >= WORD_SHARE * (len(word) + 1) * end else ""
-                  for n, word in zip(sizes, words, strict=True)],
-            textposition="inside", insidetextanchor="middle", constraintext="none", textangle=0,
+            text=[
+                word if n >= WORD_SHARE * (len(word) + 1) * end else ""
+                for n, word in zip(sizes, words, strict=True)
+            ],
+            textposition="inside",
+            insidetextanchor="middle",
+            constraintext="none",
+            textangle=0,
             textfont={"size": 12, "color": theme.on(fill)},
-            hovertext=[f"{label}, {name}: {n:,} bytes"
-                       for label, n in zip(labels, sizes, strict=True)],
+            hovertext=[
+                f"{label}, {name}: {n:,} bytes" for label, n in zip(labels, sizes, strict=True)
+            ],
             hovertemplate="%{hovertext}<extra></extra>",
-        )  # fmt: skip
+        )
     top = BAR * len(found) / plot
     notes: list[dict[str, Any]] = [
-        {"x": tier.total / per, "y": label, "xref": "x2", "yref": "y100", "xanchor": "left",
-         "text": f" <b>{theme.scaled(tier.total, 'B')}</b>", "font": {"size": 13}}
+        {
+            "x": tier.total / per,
+            "y": label,
+            "xref": "x2",
+            "yref": "y100",
+            "xanchor": "left",
+            "text": f" <b>{theme.scaled(tier.total, 'B')}</b>",
+            "font": {"size": 13},
+        }
         for tier, label in zip(found, labels, strict=True)
-    ]  # fmt: skip
+    ]
     whose = f"rank {found[0].rank}: each" if many else "each"
-    notes.append({"x": 0, "y": top, "xref": "paper", "yref": "paper", "xanchor": "left",
-                  "yanchor": "bottom", "font": {"size": 14},
-                  "text": f"<b>{whose} tier at its fullest</b>"})  # fmt: skip
+    notes.append(
+        {
+            "x": 0,
+            "y": top,
+            "xref": "paper",
+            "yref": "paper",
+            "xanchor": "left",
+            "yanchor": "bottom",
+            "font": {"size": 14},
+            "text": f"<b>{whose} tier at its fullest</b>",
+        }
+    )
     fig.annotated({"showarrow": False, **note} for note in notes)
     fig.update_layout(
-        xaxis2={"anchor": "y100", "range": [0, end / per], "tickformat": "~g",
-                "title": {"text": f"memory ({unit})"}},
-        yaxis100={"anchor": "x2", "domain": [0, top], "type": "category", "categoryarray": labels,
-                  "autorange": "reversed", "showgrid": False, "fixedrange": True,
-                  "ticksuffix": " "},
-    )  # fmt: skip
+        xaxis2={
+            "anchor": "y100",
+            "range": [0, end / per],
+            "tickformat": "~g",
+            "title": {"text": f"memory ({unit})"},
+        },
+        yaxis100={
+            "anchor": "x2",
+            "domain": [0, top],
+            "type": "category",
+            "categoryarray": labels,
+            "autorange": "reversed",
+            "showgrid": False,
+            "fixedrange": True,
+            "ticksuffix": " ",
+        },
+    )
 
 
 def _categories(found: Sequence[Tier]) -> list[str]:

@@ -30,9 +30,15 @@ class Grid:
         tps = shown(plan.tp, at.tp, TP_CELLS)
         dps = shown(plan.dp, at.dp, max(2, COLUMNS // len(tps)))
         pps = shown(plan.pp, at.pp, ROWS)
-        self.left_out = [f"{len(shown)} of {of} {name} drawn" for name, shown, of in
-                         (("pipeline ranks", pps, plan.pp), ("dp indices", dps, plan.dp),
-                          ("tp indices", tps, plan.tp)) if len(shown) < of]  # fmt: skip
+        self.left_out = [
+            f"{len(shown)} of {of} {name} drawn"
+            for name, shown, of in (
+                ("pipeline ranks", pps, plan.pp),
+                ("dp indices", dps, plan.dp),
+                ("tp indices", tps, plan.tp),
+            )
+            if len(shown) < of
+        ]
         self.x: dict[tuple[int, int], float] = {}  # (dp, tp): left edge
         self.blocks: list[tuple[float, int]] = []  # middle of a block, its dp index
         self.gaps: list[float] = []  # middles of what is left out
@@ -68,15 +74,17 @@ class Grid:
     def block_names(self) -> list[str]:
         """ "dp 0", or where blocks are narrow "0", the first one in full."""
         narrow = self.plan.tp == 1 and len(self.blocks) > 12
-        return [str(index) if narrow and i else f"dp {index}"
-                for i, (_, index) in enumerate(self.blocks)]  # fmt: skip
+        return [
+            str(index) if narrow and i else f"dp {index}"
+            for i, (_, index) in enumerate(self.blocks)
+        ]
 
     def rank(self, pp: int, dp: int, tp: int) -> int:
         return (pp * self.plan.dp + dp) * self.plan.tp + tp
 
     def cells(
         self, colours: dict[str, str], found: Sequence[Group], cluster: Cluster | None
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """All cells as one heat map whose numbers are colours; holes between them."""
         codes = {name: code for code, name in enumerate(colours)}
         of = {r: group.axis for group in reversed(found) for r in group.ranks} | {self.own: "rank"}
@@ -106,11 +114,24 @@ class Grid:
         size = 13 if self.right <= 17 else 11 if widest < 4 or self.right <= 20 else 9
         size -= 2 * (theme.letter_scale() > 1 and widest > 3)
         return {
-            "type": "heatmap", "name": "ranks", "x": across, "y": down, "z": z, "text": text,
-            "texttemplate": "%{text}", "textfont": {"size": size}, "hovertext": hover,
-            "hovertemplate": "%{hovertext}<extra></extra>", "hoverongaps": False, "xgap": 2,
-            "colorscale": scale, "zmin": 0, "zmax": most, "showscale": False, "showlegend": False,
-        }  # fmt: skip
+            "type": "heatmap",
+            "name": "ranks",
+            "x": across,
+            "y": down,
+            "z": z,
+            "text": text,
+            "texttemplate": "%{text}",
+            "textfont": {"size": size},
+            "hovertext": hover,
+            "hovertemplate": "%{hovertext}<extra></extra>",
+            "hoverongaps": False,
+            "xgap": 2,
+            "colorscale": scale,
+            "zmin": 0,
+            "zmax": most,
+            "showscale": False,
+            "showlegend": False,
+        }
 
     def _pieces(self, cluster: Cluster) -> list[tuple[int, float, float, float, float]]:
         """(node, left, right, upper, lower) of every rectangle that a node's cells make."""
@@ -125,8 +146,11 @@ class Grid:
                 else:
                     runs.append((node, x, x + 1.0))
             for node, left, right in runs:
-                above = [i for i, one in enumerate(made)
-                         if one[:3] == (node, left, right) and y - one[4] < LEFT_OUT]  # fmt: skip
+                above = [
+                    i
+                    for i, one in enumerate(made)
+                    if one[:3] == (node, left, right) and y - one[4] < LEFT_OUT
+                ]
                 if above:
                     made[above[0]] = (*made[above[0]][:4], y + 1.0)
                 else:
@@ -138,10 +162,17 @@ class Grid:
         line = {"color": theme.look().faint, "width": 1.5}
         begun, ended = {left for _, left, *_ in pieces}, {right for _, _, right, *_ in pieces}
         # Nodes side by side share the line between them: frames that overlap look like a mistake.
-        return [{"type": "rect", "x0": left - 0.02 * (left not in ended),
-                 "x1": right + 0.02 * (right not in begun), "y0": upper - 0.07,
-                 "y1": lower + 0.07, "line": line} for _, left, right, upper, lower in pieces
-                ]  # fmt: skip
+        return [
+            {
+                "type": "rect",
+                "x0": left - 0.02 * (left not in ended),
+                "x1": right + 0.02 * (right not in begun),
+                "y0": upper - 0.07,
+                "y1": lower + 0.07,
+                "line": line,
+            }
+            for _, left, right, upper, lower in pieces
+        ]
 
     def names(self, cluster: Cluster | None) -> list[dict[str, Any]]:
         """Every frame's node above its left corner; its number alone where there is no room, and
@@ -153,10 +184,19 @@ class Grid:
             pieces = [piece for piece in pieces if piece[3] == highest]
         wide = min((right - left for _, left, right, _, _ in pieces), default=0.0)
         word = "node " if wide >= 0.075 * self.right else ""
-        return [{"x": left, "y": upper - 0.07, "text": f"{word}{node}", "showarrow": False,
-                 "xanchor": "left", "yanchor": "bottom", "borderpad": 0,
-                 "font": {"size": 10, "color": theme.look().faint}}
-                for node, left, _, upper, _ in pieces]  # fmt: skip
+        return [
+            {
+                "x": left,
+                "y": upper - 0.07,
+                "text": f"{word}{node}",
+                "showarrow": False,
+                "xanchor": "left",
+                "yanchor": "bottom",
+                "borderpad": 0,
+                "font": {"size": 10, "color": theme.look().faint},
+            }
+            for node, left, _, upper, _ in pieces
+        ]
 
     def dots(self) -> list[dict[str, Any]]:
         """Where cells are left out."""

@@ -12,7 +12,7 @@ from paralab.spec import OWN_FORM, Plan
 from paralab.view.theme import CATEGORY_COLOUR
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 _SEPARATORS = re.compile(", | on ")
 LEVEL_NAME = {"intra": "inside a node", "inter": "between nodes"}
@@ -23,9 +23,15 @@ CLOCK_MEANS = {
     "dry run": "no times, only what happens in which order",
 }
 CLOCK_BRIEF = {**CLOCK_MEANS, "replayed": "one virtual device per rank"}
-SCHEDULE_NAME = {"naive": "naive pipeline", "gpipe": "GPipe", "1f1b": "1F1B",
-                 "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2",
-                 "l2l": "layer relay"}  # fmt: skip
+SCHEDULE_NAME = {
+    "naive": "naive pipeline",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2",
+    "l2l": "layer relay",
+}
 
 
 def schedule_name(plan: Plan) -> str:
@@ -57,8 +63,13 @@ def plan_name(plan: Plan) -> str:
 def _away(plan: Plan) -> list[str]:
     """ "offload to nvme", "activations to cpu": what left the device; else empty."""
     tiers = plan.tiers
-    found = {} if tiers is None else {n: getattr(tiers, n) for n in CATEGORY_COLOUR
-                                      if getattr(tiers, n, "device") != "device"}  # fmt: skip
+    found = (
+        {}
+        if tiers is None
+        else {
+            n: getattr(tiers, n) for n in CATEGORY_COLOUR if getattr(tiers, n, "device") != "device"
+        }
+    )
     if not found:
         return []
     places = " and ".join(place for place in ("cpu", "nvme") if place in found.values())
@@ -85,8 +96,9 @@ def told_apart(subjects: list[str]) -> list[str]:
     ranks".
     """
     shared = common(subjects)
-    shorter = [", ".join(p for p in _SEPARATORS.split(mine) if p not in shared)
-               for mine in subjects]  # fmt: skip
+    shorter = [
+        ", ".join(p for p in _SEPARATORS.split(mine) if p not in shared) for mine in subjects
+    ]
     return shorter if all(shorter) else subjects
 
 

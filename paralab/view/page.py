@@ -15,16 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from paralab.records import dry, moved, summary, written
-from paralab.tiers import Offload
+from paralab.report import dry, moved, summary, written
+from paralab.spec.tiers import Offload
 from paralab.view import naming, theme
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
-POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-          "img-src data: blob:; font-src data:")  # fmt: skip
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; font-src data:"
+)
 
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f8fa; --card: #fff; --ink: #24292f; --faint: #57606a;
@@ -167,10 +169,12 @@ def _cards(report: Report) -> str:
     """The few numbers one looks for first."""
     numbers = report.summary()["value"]
     if report.clock == dry.CLOCK:
-        return _shown_as_cards([
-            (f"{numbers['peak memory']:,.3f} MB", f"at most on rank {report.meta.get('rank')}"),
-            (f"{numbers['sent per step']:,.3f} MB", "sent by it per step"),
-        ])  # fmt: skip
+        return _shown_as_cards(
+            [
+                (f"{numbers['peak memory']:,.3f} MB", f"at most on rank {report.meta.get('rank')}"),
+                (f"{numbers['sent per step']:,.3f} MB", "sent by it per step"),
+            ]
+        )
     cards = [
         (f"{numbers['step time']:.1f} ms", "per step"),
         (f"{numbers['sent per rank and step']:.3f} MB", "sent per rank and step"),
@@ -215,12 +219,18 @@ def _described(report: Report) -> str:
     model: dict[str, Any] = {}
     if report.model is not None:
         model = {**report.model.to_dict(), "parameters Ψ": f"{report.model.num_params:,}"}
-    plan = {f.name: getattr(report.plan, f.name) for f in fields(report.plan)
-            if f.name in ("dp", "microbatches", "microbatch_size", "grad_sync", "precision")
-            or getattr(report.plan, f.name) != f.default}  # fmt: skip
+    plan = {
+        f.name: getattr(report.plan, f.name)
+        for f in fields(report.plan)
+        if f.name in ("dp", "microbatches", "microbatch_size", "grad_sync", "precision")
+        or getattr(report.plan, f.name) != f.default
+    }
     if isinstance(report.plan.offload, Offload):
-        plan["offload"] = {name: value for name, value in report.plan.offload.to_dict().items()
-                           if value != getattr(Offload(), name)}  # fmt: skip
+        plan["offload"] = {
+            name: value
+            for name, value in report.plan.offload.to_dict().items()
+            if value != getattr(Offload(), name)
+        }
     plan["grad_sync"] = report.plan.grad_sync_name
     plan["samples per step"] = report.plan.global_batch
     groups: list[tuple[str, Mapping[str, Any]]] = [("Model", model), ("Plan", plan)]

@@ -40,8 +40,10 @@ def pareto(search: Search) -> Chart:
     total, fits = len(search.plans), search.fits
     below = [f"estimates of {total:,} plans on {search.devices:,} devices"]
     if len(shown) < total:
-        below[0] += (f", {len(shown):,} drawn: thinned, up to {SLOWER} times the best's time and "
-                     f"{LARGER} times the memory")  # fmt: skip
+        below[0] += (
+            f", {len(shown):,} drawn: thinned, up to {SLOWER} times the best's time and "
+            f"{LARGER} times the memory"
+        )
     below.append(f"{int(np.isfinite(search.simulated).sum())} simulated")
     fig = theme.figure(_finding(search), " · ".join(below), height=520)
     now = theme.look()
@@ -50,26 +52,44 @@ def pareto(search: Search) -> Chart:
         mine = shown[fits[shown] & chosen[shown]]
         _points(fig, search, mine, name, fill, 0.55, rank=number)
     front = search.front[np.isin(search.front, shown)]
-    fig.add_scatter(name="Pareto front", mode="lines", x=search.memory[front].tolist(),
-                    y=search.closed[front].tolist(), hoverinfo="skip",
-                    line={"color": now.ink, "width": 2, "shape": "vh"})  # fmt: skip
+    fig.add_scatter(
+        name="Pareto front",
+        mode="lines",
+        x=search.memory[front].tolist(),
+        y=search.closed[front].tolist(),
+        hoverinfo="skip",
+        line={"color": now.ink, "width": 2, "shape": "vh"},
+    )
     _simulated(fig, search)
     _best(fig, search)
     low, high = search.memory[shown].min(), search.memory[shown].max()
     if search.memory_limit < LARGER * high:
         low, high = min(low, search.memory_limit), max(high, search.memory_limit)
         fig.add_vline(x=search.memory_limit, line={"color": now.faint, "dash": "dash"})
-        fig.annotated([{"x": math.log10(search.memory_limit), "xref": "x", "y": 1, "yref": "paper",
-                        "text": f"{size(search.memory_limit)} per device", "showarrow": False,
-                        "xanchor": "left", "yanchor": "top", "xshift": 6,
-                        "font": {"color": now.faint}}])  # fmt: skip
+        fig.annotated(
+            [
+                {
+                    "x": math.log10(search.memory_limit),
+                    "xref": "x",
+                    "y": 1,
+                    "yref": "paper",
+                    "text": f"{size(search.memory_limit)} per device",
+                    "showarrow": False,
+                    "xanchor": "left",
+                    "yanchor": "top",
+                    "xshift": 6,
+                    "font": {"color": now.faint},
+                }
+            ]
+        )
     fig.update_layout(
         xaxis=_axis("peak memory per device", low, high, "B"),
-        yaxis=_axis("step time", search.closed[shown].min(),
-                    search.closed[shown].max(), "s", below=0.24),  # room for the best one's name
+        yaxis=_axis(
+            "step time", search.closed[shown].min(), search.closed[shown].max(), "s", below=0.24
+        ),  # room for the best one's name
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "itemsizing": "constant"},
         margin={"t": 108},
-    )  # fmt: skip
+    )
 
     def table():
         made = search.rows(shown)
@@ -85,8 +105,9 @@ def _drawn(search: Search) -> np.ndarray:
     near = search.closed <= SLOWER * search.closed[0]
     near &= search.memory <= LARGER * search.memory_limit
     which = np.flatnonzero(near)
-    always = np.union1d(search.front[near[search.front]],
-                        np.flatnonzero(np.isfinite(search.simulated)))  # fmt: skip
+    always = np.union1d(
+        search.front[near[search.front]], np.flatnonzero(np.isfinite(search.simulated))
+    )
     if len(which) <= MOST:
         return np.union1d(which, always)
     cell = np.zeros(len(which), int)
@@ -105,23 +126,40 @@ def _groups(search: Search) -> list[tuple[str, np.ndarray, str]]:
     """(name, which plans, colour) by degree of tensor parallelism."""
     tp, node = search.plans.tp, search.cluster.devices_per_node
     within = theme.KIND_COLOUR["forward"]
-    found = [("no tensor parallelism", tp == 1, theme.KIND_COLOUR["copy"]),
-             (f"tp within a node of {node}", (tp > 1) & (tp <= node), within),
-             ("tp across nodes", tp > node, theme.KIND_COLOUR["optimizer"])]  # fmt: skip
+    found = [
+        ("no tensor parallelism", tp == 1, theme.KIND_COLOUR["copy"]),
+        (f"tp within a node of {node}", (tp > 1) & (tp <= node), within),
+        ("tp across nodes", tp > node, theme.KIND_COLOUR["optimizer"]),
+    ]
     return [group for group in found if (group[1] & search.fits).any()]
 
 
-def _points(fig: Chart, search: Search, which: np.ndarray, name: str, fill: str, opacity: float,
-            *, rank: int = 0) -> None:  # fmt: skip
+def _points(
+    fig: Chart,
+    search: Search,
+    which: np.ndarray,
+    name: str,
+    fill: str,
+    opacity: float,
+    *,
+    rank: int = 0,
+) -> None:
     if not len(which):
         return
     fig.add_scattergl(
-        name=name, mode="markers", x=search.memory[which].tolist(), y=search.closed[which].tolist(),
-        marker={"color": fill, "size": 5, "opacity": opacity,
-                "symbol": ("circle", "diamond", "x")[rank]},
+        name=name,
+        mode="markers",
+        x=search.memory[which].tolist(),
+        y=search.closed[which].tolist(),
+        marker={
+            "color": fill,
+            "size": 5,
+            "opacity": opacity,
+            "symbol": ("circle", "diamond", "x")[rank],
+        },
         hovertext=[brief(search.plans[at]) for at in which],
         hovertemplate="%{hovertext}<br>%{y:.4g} s, %{x:.3s}B<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def _simulated(fig: Chart, search: Search) -> None:
@@ -131,16 +169,25 @@ def _simulated(fig: Chart, search: Search) -> None:
     for at in which:
         x += [search.memory[at], search.memory[at], None]
         y += [search.closed[at], search.simulated[at], None]
-    fig.add_scatter(mode="lines", x=x, y=y, hoverinfo="skip", showlegend=False,
-                    line={"color": now.faint, "width": 1})  # fmt: skip
     fig.add_scatter(
-        name="simulated", mode="markers", x=search.memory[which].tolist(),
+        mode="lines",
+        x=x,
+        y=y,
+        hoverinfo="skip",
+        showlegend=False,
+        line={"color": now.faint, "width": 1},
+    )
+    fig.add_scatter(
+        name="simulated",
+        mode="markers",
+        x=search.memory[which].tolist(),
         y=search.simulated[which].tolist(),
         marker={"symbol": "circle-open", "size": 9, "color": now.ink, "line": {"width": 1.5}},
-        hovertext=[f"{brief(search.plans[at])}<br>estimated {search.closed[at]:.4g} s"
-                   for at in which],
+        hovertext=[
+            f"{brief(search.plans[at])}<br>estimated {search.closed[at]:.4g} s" for at in which
+        ],
         hovertemplate="%{hovertext}<br>simulated %{y:.4g} s, %{x:.3s}B<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def _best(fig: Chart, search: Search) -> None:
@@ -164,12 +211,23 @@ def _best(fig: Chart, search: Search) -> None:
     half = (len(words) + 1) // 2
     name = [theme.text(" ".join(some)) for some in (words[:half], words[half:])]
     right = x > math.sqrt(search.memory.min() * min(search.memory_limit, search.memory.max()))
-    fig.annotated([{
-        "x": math.log10(x), "y": math.log10(y), "ax": -24 if right else 24, "ay": 44,
-        "xanchor": "right" if right else "left", "text": f"<b>best</b>: {name[0]}<br>{name[1]}",
-        "align": "right" if right else "left", "showarrow": True, "arrowcolor": now.faint,
-        "arrowwidth": 1, "font": {"color": now.ink},
-    }])  # fmt: skip
+    fig.annotated(
+        [
+            {
+                "x": math.log10(x),
+                "y": math.log10(y),
+                "ax": -24 if right else 24,
+                "ay": 44,
+                "xanchor": "right" if right else "left",
+                "text": f"<b>best</b>: {name[0]}<br>{name[1]}",
+                "align": "right" if right else "left",
+                "showarrow": True,
+                "arrowcolor": now.faint,
+                "arrowwidth": 1,
+                "font": {"color": now.ink},
+            }
+        ]
+    )
 
 
 def _finding(search: Search) -> str:
@@ -180,15 +238,20 @@ def _finding(search: Search) -> str:
     if search.fits[first]:
         return f"{seconds} is the best there is: the fastest plan of all fits"
     less = search.closed[best] / search.closed[first]
-    return (f"{seconds} is the best that fits; {search.memory[first] / search.memory_limit:,.3g} "
-            f"times the memory would make it {less:.2f} times faster")  # fmt: skip
+    return (
+        f"{seconds} is the best that fits; {search.memory[first] / search.memory_limit:,.3g} "
+        f"times the memory would make it {less:.2f} times faster"
+    )
 
 
 def _axis(title: str, low: float, high: float, unit: str, *, below: float = 0.04) -> dict[str, Any]:
     """Logarithmic. below: room before the lowest, as a share of all."""
     ticks = theme.log_ticks(low / 1.05, high * 1.05)
     length = math.log10(high / low) or 1.0
-    return {"type": "log", "title": {"text": title}, "tickvals": ticks,
-            "ticktext": [theme.scaled(float(tick), unit) for tick in ticks],
-            "range": [math.log10(low) - below * length, math.log10(high) + 0.06 * length]
-            }  # fmt: skip
+    return {
+        "type": "log",
+        "title": {"text": title},
+        "tickvals": ticks,
+        "ticktext": [theme.scaled(float(tick), unit) for tick in ticks],
+        "range": [math.log10(low) - below * length, math.log10(high) + 0.06 * length],
+    }

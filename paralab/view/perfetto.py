@@ -12,13 +12,13 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from paralab.records import written
+from paralab.report import written
 from paralab.view.boxes import of_span
 from paralab.view.lanes import ROW_NAME, order
 from paralab.view.tracks import tracks
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 
 def to_perfetto(report: Report, path: str | os.PathLike[str]) -> None:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paralab.records import metrics
-from paralab.records.tables import COLUMNS
+from paralab.report import metrics
+from paralab.report.tables import COLUMNS
 from paralab.theory.ideal import ideal as make_ideal
 from paralab.view import boxes, naming, theme, timeline
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.theory.pipeline import Simulation
     from paralab.view.boxes import Section
     from paralab.view.chart import Chart
@@ -124,8 +124,10 @@ def _outside(
     )
     found = []
     for low, high, why in ((edges[0], busy[0], NOT_BEGUN), (busy[1], edges[1], DONE)):
-        found += [{**_box(one, rank, "wait", start, end), "why": why}
-                  for start, end in _free(taken, low, high)]  # fmt: skip
+        found += [
+            {**_box(one, rank, "wait", start, end), "why": why}
+            for start, end in _free(taken, low, high)
+        ]
     return found
 
 
@@ -142,12 +144,13 @@ def _free(taken: Sequence[tuple[float, float]], low: float, high: float) -> list
 # ---- simulated schedules -------------------------------------------------------------------------
 def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Chart:
     """The picture of a schedule that was simulated: no report of thousands of rows is made."""
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.spec import Plan
 
     order = simulation.order
-    plan = Plan(pp=order.ranks, microbatches=order.microbatches,
-                virtual_stages=order.stages // order.ranks)  # fmt: skip
+    plan = Plan(
+        pp=order.ranks, microbatches=order.microbatches, virtual_stages=order.stages // order.ranks
+    )
     stub = Report(clock="predicted", model=None, plan=plan, meta={"function": name})
     one = simulated(simulation, stub, label="")
     said = [f"p={order.ranks}, m={order.microbatches}"]
@@ -168,15 +171,23 @@ def simulated(simulation: Simulation, stub: Report, *, label: str) -> Section:
     order, most = simulation.order, timeline.MAX_BOXES
     zero = float(simulation.start.min())
     first = np.argsort(simulation.start, kind="stable")[:most].tolist()
-    one = boxes.Section(stub, label, 0, list(range(order.ranks)), [], simulation.makespan,
-                        lanes=LANES, gap=GAP)  # fmt: skip
+    one = boxes.Section(
+        stub, label, 0, list(range(order.ranks)), [], simulation.makespan, lanes=LANES, gap=GAP
+    )
     for node in sorted(first):  # rank by rank, in the order of the lists
         action, rank = order.action(node), int(order.rank[node])
         start, end = float(simulation.start[node]) - zero, float(simulation.end[node]) - zero
         box = _box(one, rank, KIND[action.kind], start, end)
         chunk = action.stage // order.ranks
-        one.boxes.append({**box, "stage": action.stage, "chunk": chunk, "cost": end - start,
-                          "microbatch": action.microbatch})  # fmt: skip
+        one.boxes.append(
+            {
+                **box,
+                "stage": action.stage,
+                "chunk": chunk,
+                "cost": end - start,
+                "microbatch": action.microbatch,
+            }
+        )
     seen = max((b["start"] for b in one.boxes), default=0.0)
     whole = len(first) == len(order.rank)
     one.total = len(order.rank) + fill(one, 0.0, one.seconds if whole else seen)
@@ -200,9 +211,24 @@ def fill(one: Section, low: float, high: float) -> int:
 
 
 def _box(one: Section, rank: int, kind: str, start: float, end: float) -> dict[str, Any]:
-    return {"id": -1, "rank": rank, "step": one.step, "lane": "compute", "kind": kind, "stage": 0,
-            "chunk": 0, "microbatch": -1, "start": start, "end": end, "cost": 0.0, "after": (),
-            "calls": [], "label": one.label, "traced": False, "track": 0}  # fmt: skip
+    return {
+        "id": -1,
+        "rank": rank,
+        "step": one.step,
+        "lane": "compute",
+        "kind": kind,
+        "stage": 0,
+        "chunk": 0,
+        "microbatch": -1,
+        "start": start,
+        "end": end,
+        "cost": 0.0,
+        "after": (),
+        "calls": [],
+        "label": one.label,
+        "traced": False,
+        "track": 0,
+    }
 
 
 def _head(name: str, share: float) -> str:

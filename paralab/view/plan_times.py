@@ -15,7 +15,7 @@ from paralab.checks import illegal
 from paralab.view import naming, theme
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 
@@ -32,43 +32,69 @@ def contest(
     import pandas as pd
 
     if set(expected) != set(found) or len(found) < 2:
-        raise illegal("found", sorted(found), "not the plans that were expected",
-                      f"at least two, and for each both reports: {sorted(expected)}")  # fmt: skip
+        raise illegal(
+            "found",
+            sorted(found),
+            "not the plans that were expected",
+            f"at least two, and for each both reports: {sorted(expected)}",
+        )
     names = sorted(found, key=lambda name: found[name].step_time)
     clocks = [one_clock(reports) for reports in (expected, found)]
-    table = pd.DataFrame({
-        "plan": names,
-        **{clock: [reports[name].step_time for name in names]
-           for clock, reports in zip(clocks, (expected, found), strict=True)},
-    }).set_index("plan")  # fmt: skip
+    table = pd.DataFrame(
+        {
+            "plan": names,
+            **{
+                clock: [reports[name].step_time for name in names]
+                for clock, reports in zip(clocks, (expected, found), strict=True)
+            },
+        }
+    ).set_index("plan")
     order = rank_correlation(table[clocks[0]], table[clocks[1]])
     favourite = table[clocks[0]].idxmin()
-    finding = f"{theme.text(names[0])} wins, as predicted" if favourite == names[0] else (
-        f"{theme.text(names[0])} wins, predicted was {theme.text(favourite)}"
-    )  # fmt: skip
+    finding = (
+        f"{theme.text(names[0])} wins, as predicted"
+        if favourite == names[0]
+        else (f"{theme.text(names[0])} wins, predicted was {theme.text(favourite)}")
+    )
     finding += f"; rank correlation {order:.2f}"
     line = " · ".join(f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks)
-    fig = theme.figure(theme.text(title) if title is not None else finding, line,
-                       height=150 + 34 * len(names))  # fmt: skip
+    fig = theme.figure(
+        theme.text(title) if title is not None else finding, line, height=150 + 34 * len(names)
+    )
     now, rows = theme.look(), [theme.text(name) for name in names]
-    ends = [value for pair in zip(*(1e3 * table[c] for c in clocks), strict=True)
-            for value in (*pair, None)]  # fmt: skip
-    fig.add_scatter(x=ends, y=[row for row in rows for _ in range(3)], mode="lines",
-                    showlegend=False, hoverinfo="skip",
-                    line={"color": now.grid, "width": 6})  # fmt: skip
+    ends = [
+        value
+        for pair in zip(*(1e3 * table[c] for c in clocks), strict=True)
+        for value in (*pair, None)
+    ]
+    fig.add_scatter(
+        x=ends,
+        y=[row for row in rows for _ in range(3)],
+        mode="lines",
+        showlegend=False,
+        hoverinfo="skip",
+        line={"color": now.grid, "width": 6},
+    )
     for clock, hollow in zip(clocks, (True, False), strict=True):
         fig.add_scatter(
-            name=clock, x=(1e3 * table[clock]).tolist(), y=rows, mode="markers",
+            name=clock,
+            x=(1e3 * table[clock]).tolist(),
+            y=rows,
+            mode="markers",
             hovertemplate=f"%{{y}}, {clock}: %{{x:.2f}} ms<extra></extra>",
-            marker={"size": 13, "color": now.series[1 - hollow], "line": {"width": 2.5},
-                    "symbol": "circle" + "-open" * hollow},
-        )  # fmt: skip
+            marker={
+                "size": 13,
+                "color": now.series[1 - hollow],
+                "line": {"width": 2.5},
+                "symbol": "circle" + "-open" * hollow,
+            },
+        )
     fig.update_layout(
         margin={"l": 24 + int(8 * max(map(len, names)))},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
         xaxis={"title": {"text": "step (ms)"}, "rangemode": "tozero"},
         yaxis={"autorange": "reversed", "tickfont": {"size": 14}, "ticksuffix": "  "},
-    )  # fmt: skip
+    )
     return fig.explained(f"{len(names)} plans, {' and '.join(clocks)} time of a step", table)
 
 
@@ -76,8 +102,12 @@ def one_clock(reports: Mapping[str, Any]) -> str:
     """The clock that all of these are on."""
     clocks = {report.clock for report in reports.values()}
     if len(clocks) > 1:
-        raise illegal("found", sorted(clocks), "times of different clocks in one row",
-                      "reports that are all predicted, all replayed or all measured")  # fmt: skip
+        raise illegal(
+            "found",
+            sorted(clocks),
+            "times of different clocks in one row",
+            "reports that are all predicted, all replayed or all measured",
+        )
     return clocks.pop()
 
 

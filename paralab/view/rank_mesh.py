@@ -54,8 +54,11 @@ class Group:
 
 def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Group]:
     """The groups of ``rank`` that have more than one member, from the innermost axis outwards."""
-    axes = {"tp": _tp_sends(plan), **_dp_sends(plan),
-            "pp": "activations one way, their gradients the other, stage to stage"}  # fmt: skip
+    axes = {
+        "tp": _tp_sends(plan),
+        **_dp_sends(plan),
+        "pp": "activations one way, their gradients the other, stage to stage",
+    }
     found = []
     for axis, sends in axes.items():
         ranks = plan.ranks(axis, rank)
@@ -88,8 +91,10 @@ def _dp_sends(plan: Plan) -> dict[str, str]:
     dealt += " for every use" * (plan.zero_stage == 3)
     if plan.shard_degree == plan.dp:
         return {"dp": f"{dealt} (ZeRO-{plan.zero_stage})"}
-    return {"shard": f"{dealt} (ZeRO-{plan.zero_stage})",
-            "replica": "all-reduce of the gradients' parts"}  # fmt: skip
+    return {
+        "shard": f"{dealt} (ZeRO-{plan.zero_stage})",
+        "replica": "all-reduce of the gradients' parts",
+    }
 
 
 def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None) -> Chart:
@@ -105,8 +110,12 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
         raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
     world = plan.world_size
     if cluster is not None and world > cluster.num_devices:
-        raise illegal("cluster", cluster.name, f"it has {cluster.num_devices} devices, the plan "
-                      f"needs {world}", "more nodes, or fewer ranks")  # fmt: skip
+        raise illegal(
+            "cluster",
+            cluster.name,
+            f"it has {cluster.num_devices} devices, the plan needs {world}",
+            "more nodes, or fewer ranks",
+        )
     own = 0 if rank is None else whole("rank", rank, at_least=0, at_most=world - 1)
     found = groups(plan, cluster, own)
     grid = Grid(plan, own)
@@ -114,20 +123,42 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     below += grid.left_out
     legend = max(1, len(found) + 1)
     fig = theme.figure(
-        _finding(plan, cluster, own, found), " · ".join(below),
+        _finding(plan, cluster, own, found),
+        " · ".join(below),
         height=int(HEAD + 40 + ROW * max(3.0, grid.bottom) + LEGEND_ROW * legend),
         margin={"t": HEAD, "b": 14 + LEGEND_ROW * legend, "l": 10, "r": 16},
-        legend={"orientation": "v", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0,
-                "xanchor": "left", "traceorder": "normal", "font": {"size": 12},
-                "itemclick": False, "itemdoubleclick": False},
-        xaxis={"side": "top", "tickvals": [x for x, _ in grid.blocks], "showgrid": False,
-               "ticktext": grid.block_names(), "showticklabels": plan.dp > 1, "tickangle": 0,
-               "range": [-0.15, max(grid.right, NARROWEST) + 0.15],
-               "showline": False, "fixedrange": True},
-        yaxis={"tickvals": [y + 0.5 for y in grid.y.values()], "showgrid": False,
-               "ticktext": [f"{row_name(plan, index)} " for index in grid.y], "showline": False,
-               "range": [grid.bottom + 0.1, -ROW_GAP - 0.1], "fixedrange": True},
-    )  # fmt: skip
+        legend={
+            "orientation": "v",
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "x": 0,
+            "xanchor": "left",
+            "traceorder": "normal",
+            "font": {"size": 12},
+            "itemclick": False,
+            "itemdoubleclick": False,
+        },
+        xaxis={
+            "side": "top",
+            "tickvals": [x for x, _ in grid.blocks],
+            "showgrid": False,
+            "ticktext": grid.block_names(),
+            "showticklabels": plan.dp > 1,
+            "tickangle": 0,
+            "range": [-0.15, max(grid.right, NARROWEST) + 0.15],
+            "showline": False,
+            "fixedrange": True,
+        },
+        yaxis={
+            "tickvals": [y + 0.5 for y in grid.y.values()],
+            "showgrid": False,
+            "ticktext": [f"{row_name(plan, index)} " for index in grid.y],
+            "showline": False,
+            "range": [grid.bottom + 0.1, -ROW_GAP - 0.1],
+            "fixedrange": True,
+        },
+    )
     colours = {"other": theme.look().grid, "rank": theme.KIND_COLOUR["copy"]}
     colours |= {group.axis: _colour(group.axis) for group in found}
     fig.add_traces([grid.cells(colours, found, cluster), *_keys(own, colours, found)])
@@ -138,7 +169,7 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
         f"mesh of pp={plan.pp} x dp={plan.dp} x tp={plan.tp}{said}, "
         f"{len(found)} group{'s' * (len(found) != 1)} of rank {own}",
         lambda: _table(plan, cluster, own, found),
-    )  # fmt: skip
+    )
 
 
 def _colour(axis: str) -> str:
@@ -176,18 +207,26 @@ def _finding(plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Grou
 def _keys(own: int, colours: dict[str, str], found: Sequence[Group]) -> list[dict[str, Any]]:
     """The legend: the rank itself, and every group in words."""
     names = {"rank": f"rank {own}"} | {group.axis: group.name for group in found}
-    return [{"type": "scatter", "x": [None], "y": [None], "mode": "markers", "name": said,
-             "marker": {"symbol": "square", "size": 12, "color": colours[key]}}
-            for key, said in names.items()]  # fmt: skip
+    return [
+        {
+            "type": "scatter",
+            "x": [None],
+            "y": [None],
+            "mode": "markers",
+            "name": said,
+            "marker": {"symbol": "square", "size": 12, "color": colours[key]},
+        }
+        for key, said in names.items()
+    ]
 
 
-def _table(
-    plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Group]
-) -> pd.DataFrame:  # fmt: skip
+def _table(plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Group]) -> pd.DataFrame:
     """Every rank: its place, its node (-1: none stated) and the group that it shares with own."""
     import pandas as pd
 
     of = {r: group.axis for group in reversed(found) for r in group.ranks} | {own: "rank"}
-    rows = [(r, *plan.place(r), -1 if cluster is None else cluster.node_of(r), of.get(r, ""))
-            for r in range(plan.world_size)]  # fmt: skip
+    rows = [
+        (r, *plan.place(r), -1 if cluster is None else cluster.node_of(r), of.get(r, ""))
+        for r in range(plan.world_size)
+    ]
     return pd.DataFrame(rows, columns=["rank", "pp", "dp", "tp", "node", "group"])

@@ -11,8 +11,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.records.once import once
-from paralab.records.tables import TIERS
+from paralab.report.once import once
+from paralab.report.tables import TIERS
 from paralab.view import theme
 from paralab.view.memory import bytes_bars
 from paralab.view.memory_curves import capacity
@@ -20,7 +20,7 @@ from paralab.view.memory_tiers import TIER_NAME
 from paralab.view.rank_mesh import row_name
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 MAX_STAGES = 4
@@ -46,8 +46,12 @@ def peaks(report: Report) -> dict[tuple[int, str], Peak]:
     """
     table = report.memory
     if table.empty:
-        raise illegal("report", report, "no memory was sampled in it",
-                      "what pl.run(...) or pl.predict(...) returned for a model")  # fmt: skip
+        raise illegal(
+            "report",
+            report,
+            "no memory was sampled in it",
+            "what pl.run(...) or pl.predict(...) returned for a model",
+        )
     samples: dict[tuple[int, str, int, float], dict[str, int]] = defaultdict(dict)
     columns = ("rank", "tier", "step", "time", "category", "bytes")
     for rank, tier, step, time, category, size in zip(
@@ -80,8 +84,9 @@ def stage_memory(*reports: Report) -> Chart:
         for (pp, tier), peak in found.items():
             if pp in shown:
                 bars[_label(report, pp, tier, many=len(reports) > 1)] = _kinds(peak.held)
-        fullest.append(max((p for p in found.values() if p.tier == "device"),
-                           key=lambda p: p.total))  # fmt: skip
+        fullest.append(
+            max((p for p in found.values() if p.tier == "device"), key=lambda p: p.total)
+        )
         if (limit := capacity(report)) is not None:
             limits[limit[0]] = limit[1]
     chart = bytes_bars(bars, limits, title=_finding(reports, fullest))
@@ -137,8 +142,9 @@ def fits(report: Report) -> str | None:
     limit = capacity(report)
     if limit is None or report.memory.empty:
         return None
-    worst: Any = max((p for p in peaks(report).values() if p.tier == "device"),
-                     key=lambda p: p.total)  # fmt: skip
+    worst: Any = max(
+        (p for p in peaks(report).values() if p.tier == "device"), key=lambda p: p.total
+    )
     if worst.total <= limit[1]:
         return None
     who = row_name(report.plan, report.plan.place(worst.rank).pp)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from paralab.records import metrics
-from paralab.records.tables import COMPUTE_KINDS, KINDS
+from paralab.report import metrics
+from paralab.report.tables import COMPUTE_KINDS, KINDS
 from paralab.view import boxes, naming, pipeline, theme, timeline
 from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
@@ -22,7 +22,7 @@ from paralab.view.sampling import spread
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 MAX_ROWS = 8
@@ -100,9 +100,13 @@ def _read(
 
 
 def _of_rank(
-    rank: int, kind: np.ndarray, start: np.ndarray, length: np.ndarray, own: np.ndarray,
+    rank: int,
+    kind: np.ndarray,
+    start: np.ndarray,
+    length: np.ndarray,
+    own: np.ndarray,
     seconds: float,
-) -> list[Stretch]:  # fmt: skip
+) -> list[Stretch]:
     """One rank's stretches, those among them in which it stands still."""
     n, end = len(kind), start + length
     phase = np.full(n, OTHER)
@@ -136,9 +140,13 @@ def _of_rank(
 
 # ---- drawing -------------------------------------------------------------------------------------
 def _drawn(
-    report: Report, step: int, ranks: Sequence[int], found: list[Stretch],
-    calls: dict[int, list[metrics.Interval]], seconds: float,
-) -> Chart:  # fmt: skip
+    report: Report,
+    step: int,
+    ranks: Sequence[int],
+    found: list[Stretch],
+    calls: dict[int, list[metrics.Interval]],
+    seconds: float,
+) -> Chart:
     plan = report.plan
     per, unit = (1.0, "s") if seconds >= IN_SECONDS else (1e3, "ms")
     finding, said = _finding(report, step), [f"step {step}", "height: share of time"]
@@ -146,17 +154,28 @@ def _drawn(
         said.append(f"{len(ranks)} of {report.world_size} ranks")
     rows = {rank: float(i) for i, rank in enumerate(ranks)}
     high = HEIGHT - MESSAGES if calls else HEIGHT
-    names = [f"<b>{row_name(plan, plan.place(r).pp) if plan.pp > 1 else f'rank {r}'}</b>"
-             for r in ranks]  # fmt: skip
+    names = [
+        f"<b>{row_name(plan, plan.place(r).pp) if plan.pp > 1 else f'rank {r}'}</b>" for r in ranks
+    ]
     fig = theme.figure(
-        finding, naming.clock_line(report, *said), height=int(220 + 36 * len(ranks)),
-        barmode="overlay", margin={"r": 68},
+        finding,
+        naming.clock_line(report, *said),
+        height=int(220 + 36 * len(ranks)),
+        barmode="overlay",
+        margin={"r": 68},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        xaxis={"title": {"text": f"time from the start of step {step} ({unit})"},
-               "range": [-0.005 * seconds * per, 1.005 * seconds * per], "tickformat": "~g"},
-        yaxis={"tickvals": [rows[r] + high / 2 for r in ranks], "ticktext": names,
-               "range": [len(ranks), -0.1], "showgrid": False},
-    )  # fmt: skip
+        xaxis={
+            "title": {"text": f"time from the start of step {step} ({unit})"},
+            "range": [-0.005 * seconds * per, 1.005 * seconds * per],
+            "tickformat": "~g",
+        },
+        yaxis={
+            "tickvals": [rows[r] + high / 2 for r in ranks],
+            "ticktext": names,
+            "range": [len(ranks), -0.1],
+            "showgrid": False,
+        },
+    )
     traces: dict[str, dict[str, list[Any]]] = {}
     for one in found:
         whole_of, top = one.end - one.start, rows[one.rank]
@@ -208,15 +227,24 @@ def _trace(report: Report, kind: str, bars: dict[str, list[Any]]) -> dict[str, A
         name = "inside actions, " + (" and ".join(causes) or "not computing")
         if causes == ["tp"]:
             marker["color"] = theme.axis_colour("tp")
-    return {"type": "bar", "orientation": "h", "name": name, "marker": marker,
-            "hovertemplate": "%{hovertext}<extra></extra>", **bars}  # fmt: skip
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "marker": marker,
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        **bars,
+    }
 
 
 def within(report: Report) -> list[str]:
     """Whom ranks wait for inside a forward or a backward, under this plan."""
     plan = report.plan
-    causes = {"tp": plan.tp > 1, "dp": plan.zero_stage == 3 and plan.dp > 1,
-              "other tiers": plan.tiers is not None}  # fmt: skip
+    causes = {
+        "tp": plan.tp > 1,
+        "dp": plan.zero_stage == 3 and plan.dp > 1,
+        "other tiers": plan.tiers is not None,
+    }
     return [name for name, is_one in causes.items() if is_one]
 
 
@@ -225,28 +253,36 @@ def _messages(
 ) -> dict[str, Any]:
     flat = [(rank, *when) for rank, some in calls.items() for when in some]
     style = boxes.bar_style("comm", LANE)
-    said = [f"<b>{style['name']}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
-            for rank, low, high in flat]  # fmt: skip
+    said = [
+        f"<b>{style['name']}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
+        for rank, low, high in flat
+    ]
     return {
-        "type": "bar", "orientation": "h", "name": style["name"], "hovertext": said,
+        "type": "bar",
+        "orientation": "h",
+        "name": style["name"],
+        "hovertext": said,
         "hovertemplate": "%{hovertext}<extra></extra>",
         "marker": style["marker"] | {"line": {"width": 0}},
         "base": [round(low * per, 6) for _, low, _ in flat],
         "x": [round((high - low) * per, 6) for _, low, high in flat],
         "y": [rows[rank] + HEIGHT - MESSAGES / 2 for rank, _, _ in flat],
         "width": [MESSAGES * 0.8] * len(flat),
-    }  # fmt: skip
+    }
 
 
 def _hover(one: Stretch) -> str:
     length = one.end - one.start
-    lines = [f"<b>rank {one.rank}</b>, {one.phase.replace('wait', 'nothing to do')}",
-             f"{theme.scaled(length, 's')}, from {theme.scaled(one.start, 's')} to "
-             f"{theme.scaled(one.end, 's')}"]  # fmt: skip
+    lines = [
+        f"<b>rank {one.rank}</b>, {one.phase.replace('wait', 'nothing to do')}",
+        f"{theme.scaled(length, 's')}, from {theme.scaled(one.start, 's')} to "
+        f"{theme.scaled(one.end, 's')}",
+    ]
     for kind, seconds in one.parts.items():
         if len(one.parts) > 1 and seconds >= SHOWN * length:
             name = {"wait": "waiting", "within": "inside actions, not computing"}.get(
-                kind, kind.replace("_", " "))  # fmt: skip
+                kind, kind.replace("_", " ")
+            )
             lines.append(f"{name}: {100 * seconds / length:.0f} %")
     return "<br>".join(lines)
 
@@ -256,6 +292,14 @@ def _table(found: Sequence[Stretch]) -> pd.DataFrame:
     import pandas as pd
 
     kinds = [kind for kind in ORDER if any(kind in s.parts for s in found)]
-    rows = [{"rank": s.rank, "phase": s.phase, "start": s.start, "end": s.end,
-             **{kind: s.parts.get(kind, 0.0) for kind in kinds}} for s in found]  # fmt: skip
+    rows = [
+        {
+            "rank": s.rank,
+            "phase": s.phase,
+            "start": s.start,
+            "end": s.end,
+            **{kind: s.parts.get(kind, 0.0) for kind in kinds},
+        }
+        for s in found
+    ]
     return pd.DataFrame(rows, columns=["rank", "phase", "start", "end", *kinds])

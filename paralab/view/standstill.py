@@ -20,7 +20,7 @@ from paralab.view import theme
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 SECONDS = {F: 10e-3, B: 20e-3, I: 10e-3, W: 10e-3}
@@ -55,14 +55,20 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
     for rank, (action, need, other) in standing.items():
         chart.add_annotation(
-            x=1e3 * _until(reached, done, rank), y=rows[f"<b>rank {rank}</b>"], showarrow=False,
-            xanchor="left", xshift=4, bgcolor=theme.look().paper, borderpad=2,
+            x=1e3 * _until(reached, done, rank),
+            y=rows[f"<b>rank {rank}</b>"],
+            showarrow=False,
+            xanchor="left",
+            xshift=4,
+            bgcolor=theme.look().paper,
+            borderpad=2,
             text=f"<b>{action}</b> needs <b>{need}</b> of rank {other}",
-        )  # fmt: skip
+        )
     return chart.explained(
         f"{name}: {sum(done)} of {len(done)} actions done, {len(standing)} of {order.ranks} ranks "
-        "stand still", chart.table,
-    )  # fmt: skip
+        "stand still",
+        chart.table,
+    )
 
 
 def _standing(order: Order, done: Sequence[bool]) -> dict[int, tuple[str, str, int]]:
@@ -72,9 +78,7 @@ def _standing(order: Order, done: Sequence[bool]) -> dict[int, tuple[str, str, i
         rank = int(order.rank[node])
         if not over and rank not in found:
             need = int(order.source[node])
-            found[rank] = (
-                str(order.action(node)), str(order.action(need)), int(order.rank[need])
-            )  # fmt: skip
+            found[rank] = (str(order.action(node)), str(order.action(need)), int(order.rank[need]))
     return found
 
 
@@ -94,8 +98,12 @@ def _so_far(
     horizon = (worked or SECONDS[F]) * (1 + ROOM if standing else 1)
     until = spans.groupby("rank")["end"].max()
     blank = report.spans.iloc[0].to_dict() | {
-        "kind": "wait", "microbatch": -1, "cost": 0.0, "after": (), "end": horizon
-    }  # fmt: skip
+        "kind": "wait",
+        "microbatch": -1,
+        "cost": 0.0,
+        "after": (),
+        "end": horizon,
+    }
     waits = [
         blank | {"id": len(done) + rank, "rank": rank, "start": float(until.get(rank, 0.0))}
         for rank in standing

@@ -14,8 +14,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
 from paralab.checks import choice, illegal, whole
-from paralab.rules import tensor_grid
 from paralab.spec import ModelSpec, Plan
+from paralab.spec.rules import tensor_grid
 from paralab.theory.tensor import depth_elements, linear_elements
 from paralab.view import theme
 from paralab.view.matrix_blocks import MODE_NAME
@@ -58,8 +58,13 @@ def lines(model: ModelSpec, tp: int, pair: str = "mlp") -> dict[str, Line]:
 
 
 def _elements(model: ModelSpec, plan: Plan, pair: str) -> Fraction:
-    return sum((sum(linear_elements(model, plan, role)) + depth_elements(model, plan, role)
-                for role in PAIRS[pair]), Fraction(0))  # fmt: skip
+    return sum(
+        (
+            sum(linear_elements(model, plan, role)) + depth_elements(model, plan, role)
+            for role in PAIRS[pair]
+        ),
+        Fraction(0),
+    )
 
 
 def crossing(one: Line, other: Line) -> float | None:
@@ -88,9 +93,13 @@ def winners(found: dict[str, Line]) -> list[tuple[float, str]]:
 
 
 def crossover(
-    model: ModelSpec, tps: int | Sequence[int] = 64, *, tokens: tuple[int, int] = TOKENS,
-    pair: str = "mlp", name: str = "",
-) -> Chart:  # fmt: skip
+    model: ModelSpec,
+    tps: int | Sequence[int] = 64,
+    *,
+    tokens: tuple[int, int] = TOKENS,
+    pair: str = "mlp",
+    name: str = "",
+) -> Chart:
     """Elements a rank sends for a pair of layers, forward and backward, over the tokens per
     micro-batch, in every mode; both axes logarithmic.
 
@@ -119,7 +128,7 @@ def crossover(
 
 def _chart(
     model: ModelSpec, asked: tuple[int, ...], ends: tuple[int, int], pair: str, name: str
-) -> Chart:  # fmt: skip
+) -> Chart:
     import pandas as pd
 
     (low, high), rows, best = ends, [], {}
@@ -135,39 +144,65 @@ def _chart(
             label = MODE_NAME[mode]
             sent = [line.at(at) for at in grid]
             fig.add_scatter(
-                x=grid, y=sent, mode="lines", name=label, xaxis=f"x{mark}", yaxis=f"y{mark}",
+                x=grid,
+                y=sent,
+                mode="lines",
+                name=label,
+                xaxis=f"x{mark}",
+                yaxis=f"y{mark}",
                 line={"color": looks[label]["colour"], "dash": looks[label]["dash"], "width": 2.5},
-                legendgroup=label, showlegend=label not in seen,
-                hovertext=[f"{label} on {tp} ranks, {at:,.0f} tokens: {value:,.0f} elements"
-                           for at, value in zip(grid, sent, strict=True)],
+                legendgroup=label,
+                showlegend=label not in seen,
+                hovertext=[
+                    f"{label} on {tp} ranks, {at:,.0f} tokens: {value:,.0f} elements"
+                    for at, value in zip(grid, sent, strict=True)
+                ],
                 hovertemplate="%{hovertext}<extra></extra>",
-            )  # fmt: skip
+            )
             seen.add(label)
             rows += [(tp, mode, at, value) for at, value in zip(grid, sent, strict=True)]
         _mark(fig, found, best[tp], ends, mark)
         start = number * (wide + gap)
         ticks = theme.log_ticks(low, high)
         axes = {
-            f"xaxis{mark}": {"type": "log", "domain": [start, start + wide], "anchor": f"y{mark}",
-                             "tickvals": ticks, "ticktext": [f"{t:,.0f}" for t in ticks],
-                             "title": {"text": "tokens per micro-batch"}},
-            f"yaxis{mark}": {"type": "log", "anchor": f"x{mark}", "exponentformat": "SI",
-                             "dtick": 1, "title": {"text": "" if number else
-                                                   "elements sent per rank"}},
-        }  # fmt: skip
+            f"xaxis{mark}": {
+                "type": "log",
+                "domain": [start, start + wide],
+                "anchor": f"y{mark}",
+                "tickvals": ticks,
+                "ticktext": [f"{t:,.0f}" for t in ticks],
+                "title": {"text": "tokens per micro-batch"},
+            },
+            f"yaxis{mark}": {
+                "type": "log",
+                "anchor": f"x{mark}",
+                "exponentformat": "SI",
+                "dtick": 1,
+                "title": {"text": "" if number else "elements sent per rank"},
+            },
+        }
         if number:
             axes[f"yaxis{mark}"]["matches"] = "y"
         if len(asked) > 1:
             fig.add_annotation(
-                x=start + wide / 2, y=1, xref="paper", yref="paper", text=f"{tp} ranks",
-                yanchor="bottom", showarrow=False, font={"size": 14},
-            )  # fmt: skip
+                x=start + wide / 2,
+                y=1,
+                xref="paper",
+                yref="paper",
+                text=f"{tp} ranks",
+                yanchor="bottom",
+                showarrow=False,
+                font={"size": 14},
+            )
         fig.update_layout(axes)
     fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"})
-    empty = theme.figure(theme.text(_finding(name, pair, best[asked[-1]], asked[-1], high)),
-                         f"{PAIRS[pair][0]} and {PAIRS[pair][1]}, forward and backward, one "
-                         "micro-batch · predicted (theory alone) · dotted: from here on another "
-                         "mode sends least", height=470)  # fmt: skip
+    empty = theme.figure(
+        theme.text(_finding(name, pair, best[asked[-1]], asked[-1], high)),
+        f"{PAIRS[pair][0]} and {PAIRS[pair][1]}, forward and backward, one "
+        "micro-batch · predicted (theory alone) · dotted: from here on another "
+        "mode sends least",
+        height=470,
+    )
     fig.update_layout(title=empty.layout.title)
     table = pd.DataFrame(rows, columns=["tp", "mode", "tokens", "elements"])
     ranks = " and ".join(map(str, asked))
@@ -187,33 +222,55 @@ def _mark(fig: Chart, found: dict[str, Line], best: list, ends: tuple[int, int],
         at = crossing(found["1d"], line)
         if mode != "1d" and at is not None and low < at < high:
             fig.add_scatter(
-                x=[at], y=[line.at(at)], mode="markers", showlegend=False, xaxis=f"x{mark}",
-                yaxis=f"y{mark}", marker={"size": 7, "color": look.ink},
+                x=[at],
+                y=[line.at(at)],
+                mode="markers",
+                showlegend=False,
+                xaxis=f"x{mark}",
+                yaxis=f"y{mark}",
+                marker={"size": 7, "color": look.ink},
                 hovertemplate=f"from {at:,.0f} tokens on {MODE_NAME[mode]} sends less than 1D"
-                              "<extra></extra>",
-            )  # fmt: skip
+                "<extra></extra>",
+            )
     for number, (at, mode) in enumerate(best):
         until = best[number + 1][0] if number + 1 < len(best) else high
         left, right = max(at, low), min(until, high)
         if left >= right:
             continue
         if at > low:
-            fig.add_shape(type="line", x0=at, x1=at, y0=0, y1=1, xref=f"x{mark}",
-                          yref=f"y{mark} domain", line={"dash": "dot", "width": 1.5,
-                                                        "color": look.faint})  # fmt: skip
+            fig.add_shape(
+                type="line",
+                x0=at,
+                x1=at,
+                y0=0,
+                y1=1,
+                xref=f"x{mark}",
+                yref=f"y{mark} domain",
+                line={"dash": "dot", "width": 1.5, "color": look.faint},
+            )
             fig.add_scatter(
-                x=[at], y=[found[mode].at(at)], mode="markers", showlegend=False,
-                xaxis=f"x{mark}", yaxis=f"y{mark}",
+                x=[at],
+                y=[found[mode].at(at)],
+                mode="markers",
+                showlegend=False,
+                xaxis=f"x{mark}",
+                yaxis=f"y{mark}",
                 marker={"size": 11, "color": look.paper, "line": {"width": 2.5, "color": look.ink}},
                 hovertemplate=f"from {at:,.0f} tokens on {MODE_NAME[mode]} sends least"
-                              "<extra></extra>",
-            )  # fmt: skip
+                "<extra></extra>",
+            )
         middle = (math.log10(left) + math.log10(right)) / 2
         fig.add_annotation(
-            x=middle, y=0.02, xref=f"x{mark}", yref=f"y{mark} domain", yanchor="bottom",
+            x=middle,
+            y=0.02,
+            xref=f"x{mark}",
+            yref=f"y{mark} domain",
+            yanchor="bottom",
             text=f"<b>{MODE_NAME[mode]}</b>" + (f"<br>from {_round(at)}" if at > low else ""),
-            showarrow=False, font={"size": 13, "color": look.ink}, bgcolor=look.paper,
-        )  # fmt: skip
+            showarrow=False,
+            font={"size": 13, "color": look.ink},
+            bgcolor=look.paper,
+        )
 
 
 def _finding(name: str, pair: str, best: list[tuple[float, str]], tp: int, high: int) -> str:

@@ -55,9 +55,15 @@ CATEGORY_COLOUR = {  # of bytes, in the order they are stacked
 
 FONT = "Inter, 'Open Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
 OP_PATTERN = {
-    "all_reduce": "", "reduce_scatter": "/", "all_gather": "\\", "all_to_all": "x",
-    "broadcast": "|", "reduce": "-", "send": "", "recv": ".",
-}  # fmt: skip
+    "all_reduce": "",
+    "reduce_scatter": "/",
+    "all_gather": "\\",
+    "all_to_all": "x",
+    "broadcast": "|",
+    "reduce": "-",
+    "send": "",
+    "recv": ".",
+}
 CLOCK_STYLE = {  # line dash, and whether markers are hollow: a clock looks the same everywhere
     "measured": ("solid", False),
     "replayed": ("dash", True),
@@ -82,12 +88,28 @@ class Look:
     series: tuple[str, ...]
 
 
-LIGHT = Look(name="light", paper="#FFFFFF", ink="#24292F", faint="#57606A", grid="#E5E8EB",
-             wait=KIND_COLOUR["wait"], hatch="#57606A", scale=("#F4F6F8", "#4A5A6A"),
-             series=("#2B3642", "#DC1845", "#8A4FC4", "#A58E12", "#2E8A8A"))  # fmt: skip
-DARK = Look(name="dark", paper="#11151A", ink="#E6EDF3", faint="#9AA4AE", grid="#2B323A",
-            wait="#343C45", hatch="#7D8894", scale=("#1C2229", "#B4BFCA"),
-            series=("#E6EDF3", "#EE4F7B", "#8B72EE", "#EEC763", "#40B0BF"))  # fmt: skip
+LIGHT = Look(
+    name="light",
+    paper="#FFFFFF",
+    ink="#24292F",
+    faint="#57606A",
+    grid="#E5E8EB",
+    wait=KIND_COLOUR["wait"],
+    hatch="#57606A",
+    scale=("#F4F6F8", "#4A5A6A"),
+    series=("#2B3642", "#DC1845", "#8A4FC4", "#A58E12", "#2E8A8A"),
+)
+DARK = Look(
+    name="dark",
+    paper="#11151A",
+    ink="#E6EDF3",
+    faint="#9AA4AE",
+    grid="#2B323A",
+    wait="#343C45",
+    hatch="#7D8894",
+    scale=("#1C2229", "#B4BFCA"),
+    series=("#E6EDF3", "#EE4F7B", "#8B72EE", "#EEC763", "#40B0BF"),
+)
 LOOKS = {"light": LIGHT, "dark": DARK}
 SERIES_DASH = ("solid", "dash", "dot", "dashdot", "longdash")
 SERIES_SYMBOL = ("circle", "square", "diamond", "triangle-up", "x")
@@ -150,8 +172,10 @@ def colour(kind: str, lane: str = "compute") -> str:
 def shade(fill: str, index: int, of: int) -> str:
     """The ``index``-th of ``of`` shades of a colour: the colour itself, then paler and paler."""
     paper, part = look().paper, 0.62 * index / max(of - 1, 1)
-    mixed = (round((1 - part) * int(fill[i : i + 2], 16) + part * int(paper[i : i + 2], 16))
-             for i in (1, 3, 5))  # fmt: skip
+    mixed = (
+        round((1 - part) * int(fill[i : i + 2], 16) + part * int(paper[i : i + 2], 16))
+        for i in (1, 3, 5)
+    )
     return "#" + "".join(f"{level:02X}" for level in mixed)
 
 
@@ -159,8 +183,11 @@ def on(background: str) -> str:
     """Black or white, whichever reads better on this colour (relative luminance, WCAG 2)."""
     parts = [int(background[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return "#000000" if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.18 \
-        else "#FFFFFF"  # fmt: skip
+    return (
+        "#000000"
+        if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.18
+        else "#FFFFFF"
+    )
 
 
 def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -172,10 +199,13 @@ def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
     colours = look().series
     place = {label: taken[label] if label in taken else free.pop(0) for label in labels}
     return {
-        label: {"colour": colours[i % len(colours)], "dash": SERIES_DASH[i % 5],
-                "symbol": SERIES_SYMBOL[i % 5]}
+        label: {
+            "colour": colours[i % len(colours)],
+            "dash": SERIES_DASH[i % 5],
+            "symbol": SERIES_SYMBOL[i % 5],
+        }
         for label, i in place.items()
-    }  # fmt: skip
+    }
 
 
 # ---- text and numbers ----------------------------------------------------------------------------
@@ -191,8 +221,16 @@ def megabytes(count: float) -> str:
 
 def scaled(value: float, unit: str, *, digits: int = 3) -> str:
     """ "1.25 MB", "107 µs", "3.4 GB/s": three digits and a decimal prefix. 1 kB = 10^3 bytes."""
-    prefixes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"),
-                (1e-6, "µ"), (1e-9, "n"))  # fmt: skip
+    prefixes = (
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+        (1.0, ""),
+        (1e-3, "m"),
+        (1e-6, "µ"),
+        (1e-9, "n"),
+    )
     size = float(f"{abs(value):.{digits}g}")  # 999.9 is 1 k
     if size == 0:
         return f"0 {unit}"
@@ -210,8 +248,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     decades = [10.0**k for k in range(first, last + 1) if low <= 10.0**k <= high]
     if len(decades) >= 4:
         return decades
-    return [m * 10.0**k for k in range(first, last + 1) for m in (1, 2, 5)
-            if low <= m * 10.0**k <= high]  # fmt: skip
+    return [
+        m * 10.0**k for k in range(first, last + 1) for m in (1, 2, 5) if low <= m * 10.0**k <= high
+    ]
 
 
 # ---- a frame ------------------------------------------------------------------------------------
@@ -251,8 +290,14 @@ def _in_frame(frame: Frame, layout: dict[str, Any]) -> dict[str, Any]:
     top = 136 if across and frame.height >= TALL else 88
     margin = layout["margin"] | {"t": top, "b": min(layout["margin"]["b"], 110)}
     legend = {"legend": {**layout["legend"], "font": {"size": 11}}} if "legend" in layout else {}
-    return {**layout, **legend, "title": title, "margin": margin, "width": frame.width,
-            "height": frame.height}  # fmt: skip
+    return {
+        **layout,
+        **legend,
+        "title": title,
+        "margin": margin,
+        "width": frame.width,
+        "height": frame.height,
+    }
 
 
 # ---- the empty figure ----------------------------------------------------------------------------
@@ -265,9 +310,13 @@ def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
 
     now = look()
     axis = {
-        "gridcolor": now.grid, "linecolor": now.grid, "zeroline": False, "automargin": True,
-        "ticks": "", "title": {"standoff": 8, "font": {"size": 13}},
-    }  # fmt: skip
+        "gridcolor": now.grid,
+        "linecolor": now.grid,
+        "zeroline": False,
+        "automargin": True,
+        "ticks": "",
+        "title": {"standoff": 8, "font": {"size": 13}},
+    }
     layout = {
         "font": {"family": FONT, "size": 13, "color": now.ink},
         "paper_bgcolor": now.paper,
@@ -277,24 +326,34 @@ def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
         "hoverlabel": {"font": {"family": FONT, "size": 13}, "align": "left"},
         "bargap": 0.15,
         # Beside the picture, not over its title; no button that sends a report to a cloud.
-        "modebar": {"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": now.faint,
-                    "activecolor": now.ink,
-                    "remove": ["sendChartToCloud", "lasso2d", "select2d"]},
+        "modebar": {
+            "orientation": "v",
+            "bgcolor": "rgba(0,0,0,0)",
+            "color": now.faint,
+            "activecolor": now.ink,
+            "remove": ["sendChartToCloud", "lasso2d", "select2d"],
+        },
         "barcornerradius": 2,
-    }  # fmt: skip
+    }
     made = {
         "template": {"layout": layout},
         "title": {
             # One text of two lines: plotly's own subtitle falls on the title wherever a figure
             # is drawn before it is on screen, or changes its width there.
             "text": f"<b>{title}</b><br><span style='font-size:13px;color:{now.faint}'>{subtitle}"
-                    "</span>",
-            "x": 0, "xref": "paper", "xanchor": "left", "font": {"size": 17},
-            "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 24},
+            "</span>",
+            "x": 0,
+            "xref": "paper",
+            "xanchor": "left",
+            "font": {"size": 17},
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"t": 24},
         },
         "height": height,
         "margin": {"t": 96, "l": 20, "r": 44, "b": 60} | settings.pop("margin", {}),
         **settings,
-    }  # fmt: skip
+    }
     frame = _frame.get()
     return Chart(layout=made if frame is None else _in_frame(frame, made))

@@ -49,16 +49,29 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]], title: str | None 
     judged = {form: bases[form, clock] for form, clock in curves if clock == _judged(table)}
     apart = len({f"{each:.1e}" for each in judged.values()}) > 1
     for i, (form, each) in enumerate(judged.items()):  # where they agree these lie on one another
-        fig.add_scatter(name="ideal", mode="lines", hoverinfo="skip", showlegend=i == 0,
-                        legendgroup="ideal", x=ranks, y=[each * n for n in ranks],
-                        line={"color": style[form]["colour"] if apart else now.faint,
-                              "width": 1 if apart else 1.5})  # fmt: skip
+        fig.add_scatter(
+            name="ideal",
+            mode="lines",
+            hoverinfo="skip",
+            showlegend=i == 0,
+            legendgroup="ideal",
+            x=ranks,
+            y=[each * n for n in ranks],
+            line={
+                "color": style[form]["colour"] if apart else now.faint,
+                "width": 1 if apart else 1.5,
+            },
+        )
     for clock in clocks:
         dash, hollow = theme.CLOCK_STYLE[clock]
-        fig.add_scatter(name=clock, x=[None], y=[None], mode="lines+markers",
-                        line={"color": now.ink, "width": 2.5, "dash": dash},
-                        marker={"size": 10, "line": {"width": 2},
-                                "symbol": "circle" + "-open" * hollow})  # fmt: skip
+        fig.add_scatter(
+            name=clock,
+            x=[None],
+            y=[None],
+            mode="lines+markers",
+            line={"color": now.ink, "width": 2.5, "dash": dash},
+            marker={"size": 10, "line": {"width": 2}, "symbol": "circle" + "-open" * hollow},
+        )
     for form, clock in curves:
         mine = table[(table["form"] == form) & (table["clock"] == clock)]
         fig.add_scatter(**_curve(form, clock, mine, style[form], unit))
@@ -67,10 +80,14 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]], title: str | None 
     fig.update_layout(
         margin={"r": 24 + int(8 * max(map(len, words)))},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        xaxis={"title": {"text": "ranks"}, "tickvals": ranks if log else _apart(ranks),
-               "type": "log" if log else "linear", "range": _range(least, most, log)},
+        xaxis={
+            "title": {"text": "ranks"},
+            "tickvals": ranks if log else _apart(ranks),
+            "type": "log" if log else "linear",
+            "range": _range(least, most, log),
+        },
         yaxis={"title": {"text": unit}, **_heights(table, bases, log)},
-    )  # fmt: skip
+    )
     return fig.explained(
         f"scaling of {' | '.join(dict.fromkeys(table['form']))} to {most} ranks, "
         f"{' and '.join(clocks)}: {len(table)} points",
@@ -117,9 +134,14 @@ def _efficiency(
         own = [p for p in first if str(p["form"]) == form]
         bases[form, clock] = max(p["throughput"] / least for p in own or first)
     rows = sorted(
-        (str(p["form"]), list(naming.CLOCK_MEANS).index(p["clock"]), int(p["ranks"]),
-         float(p["throughput"])) for p in points
-    )  # fmt: skip
+        (
+            str(p["form"]),
+            list(naming.CLOCK_MEANS).index(p["clock"]),
+            int(p["ranks"]),
+            float(p["throughput"]),
+        )
+        for p in points
+    )
     forms = list(dict.fromkeys(str(p["form"]) for p in points))
     rows.sort(key=lambda row: (forms.index(row[0]), row[1], row[2]))
     clocks = list(naming.CLOCK_MEANS)
@@ -140,17 +162,28 @@ def _curve(form: str, clock: str, mine: pd.DataFrame, style: Mapping[str, str], 
         "mode": "lines+markers",
         "showlegend": False,
         "line": {"color": style["colour"], "width": 2.5, "dash": dash},
-        "marker": {"size": 10, "color": style["colour"], "line": {"width": 2},
-                   "symbol": style["symbol"] + "-open" * hollow},
-        "hovertext": [f"{name}, {n} ranks: {v:,.1f} {unit}, {100 * e:.0f} % of ideal"
-                      for n, v, e in zip(mine["ranks"], mine["throughput"], mine["efficiency"],
-                                         strict=True)],
+        "marker": {
+            "size": 10,
+            "color": style["colour"],
+            "line": {"width": 2},
+            "symbol": style["symbol"] + "-open" * hollow,
+        },
+        "hovertext": [
+            f"{name}, {n} ranks: {v:,.1f} {unit}, {100 * e:.0f} % of ideal"
+            for n, v, e in zip(mine["ranks"], mine["throughput"], mine["efficiency"], strict=True)
+        ],
         "hovertemplate": "%{hovertext}<extra></extra>",
-    }  # fmt: skip
+    }
 
 
-def _ends(fig: Chart, table: pd.DataFrame, curves: list[tuple[str, str]],
-          style: Mapping[str, Mapping[str, str]], *, log: bool) -> list[str]:  # fmt: skip
+def _ends(
+    fig: Chart,
+    table: pd.DataFrame,
+    curves: list[tuple[str, str]],
+    style: Mapping[str, Mapping[str, str]],
+    *,
+    log: bool,
+) -> list[str]:
     """Name and efficiency where each form's longest curve ends, moved apart where two collide."""
     scale = math.log10 if log else float
     heights = [scale(v) for v in table["throughput"]]
@@ -167,9 +200,15 @@ def _ends(fig: Chart, table: pd.DataFrame, curves: list[tuple[str, str]],
     written: dict[int, float] = {}
     for y, n, form, word in sorted(ends):
         written[n] = max(y, written.get(n, -math.inf) + gap)
-        fig.add_annotation(x=scale(n), y=written[n], text=f"<b>{theme.text(word)}</b>",
-                           showarrow=False, xanchor="left", xshift=10,
-                           font={"color": style[form]["colour"], "size": 14})  # fmt: skip
+        fig.add_annotation(
+            x=scale(n),
+            y=written[n],
+            text=f"<b>{theme.text(word)}</b>",
+            showarrow=False,
+            xanchor="left",
+            xshift=10,
+            font={"color": style[form]["colour"], "size": 14},
+        )
     return [word for *_, word in ends]
 
 
@@ -183,13 +222,16 @@ def _finding(table: pd.DataFrame) -> str:
     """What is left of ideal at the largest scale."""
     most, clock = table[table["ranks"] == table["ranks"].max()], _judged(table)
     ends = most[most["clock"] == clock].sort_values("efficiency", ascending=False)
-    said = [f"{theme.text(form)} {100 * share:.0f} %".strip()
-            for form, share in zip(ends["form"], ends["efficiency"], strict=True)]  # fmt: skip
+    said = [
+        f"{theme.text(form)} {100 * share:.0f} %".strip()
+        for form, share in zip(ends["form"], ends["efficiency"], strict=True)
+    ]
     n = int(most["ranks"].iloc[0])
     best, share = theme.text(ends["form"].iloc[0]), ends["efficiency"].iloc[0]
     keeps = f"{best} keeps" if best else "training keeps"
-    return ", ".join([f"At {n} ranks {keeps} {100 * share:.0f} % of ideal", *said[1:]]) + \
-        f" ({clock})"  # fmt: skip
+    return (
+        ", ".join([f"At {n} ranks {keeps} {100 * share:.0f} % of ideal", *said[1:]]) + f" ({clock})"
+    )
 
 
 def _apart(ranks: list[int]) -> list[int]:
@@ -209,8 +251,12 @@ def _heights(
     low = 0.7 * float(table["throughput"].min())
     high = 1.4 * max(bases.values()) * float(table["ranks"].max())
     ticks = theme.log_ticks(low, high)
-    return {"type": "log", "range": [math.log10(low), math.log10(high)], "tickvals": ticks,
-            "ticktext": [f"{t:,g}" for t in ticks]}  # fmt: skip
+    return {
+        "type": "log",
+        "range": [math.log10(low), math.log10(high)],
+        "tickvals": ticks,
+        "ticktext": [f"{t:,g}" for t in ticks],
+    }
 
 
 def _range(least: int, most: int, log: bool) -> list[float]:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
-from paralab.records import metrics
+from paralab.report import metrics
 from paralab.theory.traffic import BOOKKEEPING
 from paralab.view import boxes, naming, theme
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.boxes import Section
     from paralab.view.chart import Chart
 
@@ -57,8 +57,13 @@ def timeline(
     if report.plan.tiers is not None:  # no room for it above
         said.append(f"waiting {_waiting(one)} of it")
     fig = drawn([one], _finding(one), report.clock, said)
-    what = "" if report.model is None else " of the typical step" if step is None else \
-        f" of step {step}"  # fmt: skip
+    what = (
+        ""
+        if report.model is None
+        else " of the typical step"
+        if step is None
+        else f" of step {step}"
+    )
     own = sum(b["step"] == one.step for b in one.boxes)  # of others there are more or fewer
     return fig.explained(
         f"timeline of {naming.subject(report)}, {report.clock}: {own} boxes{what} on "
@@ -112,7 +117,7 @@ def _section(report: Report, **settings: Any) -> Section:
 
 
 def _checked(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
-    from paralab.report import Report
+    from paralab.report.report import Report
 
     if not reports:
         raise illegal("reports", reports, "nothing to draw", "one report or several")
@@ -142,14 +147,16 @@ def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -
         for one in sections
     ]
     window = max(
-        one.seconds if len(some) == max(len(one.boxes), one.total)
+        one.seconds
+        if len(some) == max(len(one.boxes), one.total)
         else max((b["start"] for b in some), default=0.0)
         for one, some in zip(sections, shown, strict=True)
-    )  # fmt: skip
+    )
     many_boxes, total = sum(map(len, shown)), sum(max(len(s.boxes), s.total) for s in sections)
     if many_boxes < total:
-        said.append(f"the first {many_boxes:,} of {total:,} boxes ({window * 1e3:.1f} ms); "
-                    "choose ranks=")  # fmt: skip
+        said.append(
+            f"the first {many_boxes:,} of {total:,} boxes ({window * 1e3:.1f} ms); choose ranks="
+        )
     said += list(dict.fromkeys(filter(None, (_crowded(one.report) for one in sections))))
     said += ["shades: a rank's chunks"] * any(b["chunk"] for one in sections for b in one.boxes)
     said += ["framed: between nodes"] * any(boxes.two_levels(one) for one in sections)
@@ -170,14 +177,24 @@ def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -
     if tiers := any(b.get("copies") for one in sections for b in one.boxes):
         margin["t"] = 96 + LEGEND_ROW  # what is copied is in the legend too
     fig = theme.figure(
-        finding, line, height=int(190 + LEGEND_ROW * tiers + rows * bottom), barmode="overlay",
+        finding,
+        line,
+        height=int(190 + LEGEND_ROW * tiers + rows * bottom),
+        barmode="overlay",
         margin=margin,
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        xaxis={"title": {"text": f"time from the start of {of_step} (ms)"},
-               "range": [-0.005 * window * 1e3, 1.005 * window * 1e3], "tickformat": "~g"},
-        yaxis={"tickvals": [y for y, _ in ticks], "ticktext": [label for _, label in ticks],
-               "range": [bottom, -0.2], "showgrid": False},
-    )  # fmt: skip
+        xaxis={
+            "title": {"text": f"time from the start of {of_step} (ms)"},
+            "range": [-0.005 * window * 1e3, 1.005 * window * 1e3],
+            "tickformat": "~g",
+        },
+        yaxis={
+            "tickvals": [y for y, _ in ticks],
+            "ticktext": [label for _, label in ticks],
+            "range": [bottom, -0.2],
+            "showgrid": False,
+        },
+    )
     boxes.draw(fig, sections, shown, window)
     if many:
         _heads(fig, sections, window)
@@ -214,17 +231,33 @@ def _heads(fig: Chart, sections: list[Section], window: float) -> None:
     for one in sections:
         clock = "" if one.report.clock in one.label else f" ({one.report.clock})"
         fig.add_annotation(
-            xref="paper", x=0, y=one.top + boxes.HEAD / 2, showarrow=False, xanchor="left",
+            xref="paper",
+            x=0,
+            y=one.top + boxes.HEAD / 2,
+            showarrow=False,
+            xanchor="left",
             text=one.head or f"<b>{theme.text(one.label)}</b>{clock}",
             font={"size": 14},
-        )  # fmt: skip
+        )
         end = (one.seconds if one.mark is None else one.mark) * 1e3
-        fig.add_shape(type="line", x0=end, x1=end, y0=one.top + 0.35, y1=one.bottom,
-                      line={"color": ink, "width": 2})  # fmt: skip
+        fig.add_shape(
+            type="line",
+            x0=end,
+            x1=end,
+            y0=one.top + 0.35,
+            y1=one.bottom,
+            line={"color": ink, "width": 2},
+        )
         inside = end > 0.85 * window * 1e3
-        fig.add_annotation(x=end, y=one.top + boxes.HEAD / 2, text=f"<b>{end:.1f} ms</b>",
-                           showarrow=False, xanchor="right" if inside else "left",
-                           xshift=-5 if inside else 5, font={"size": 14})  # fmt: skip
+        fig.add_annotation(
+            x=end,
+            y=one.top + boxes.HEAD / 2,
+            text=f"<b>{end:.1f} ms</b>",
+            showarrow=False,
+            xanchor="right" if inside else "left",
+            xshift=-5 if inside else 5,
+            font={"size": 14},
+        )
 
 
 def _crowded(report: Report) -> str:
@@ -247,8 +280,10 @@ def _finding(one: Section) -> str:
         each = calls[["rank", "axis", "ranks", "call"]].drop_duplicates().groupby("rank").size()
         sent = theme.scaled(float(calls["wire_bytes"].sum()) / report.world_size, "B")
         count = int(each.max()) if len(each) else 0
-        return (f"{name}: {sent} per rank in {count} call{'s' * (count != 1)}, "
-                f"{theme.scaled(duration, 's')}")  # fmt: skip
+        return (
+            f"{name}: {sent} per rank in {count} call{'s' * (count != 1)}, "
+            f"{theme.scaled(duration, 's')}"
+        )
     hidden = []
     copied = metrics.copy_shares(report, step) if report.plan.tiers is not None else {"copies": 0}
     if part["communication"] > 0 and (report.world_size > 1 or not copied["copies"]):
@@ -281,8 +316,10 @@ def _verdict(sections: list[Section]) -> str:
     name, other = theme.text(fast.label), theme.text(slow.label)
     if fast.seconds <= 0 or slow.seconds / fast.seconds - 1 < SAME:
         return f"All take the same time, to {100 * SAME:.0f} %: {fast.seconds * 1e3:.1f} ms"
-    return (f"{name} is {slow.seconds / fast.seconds:.2f} times as fast as {other}: "
-            f"{fast.seconds * 1e3:.1f} ms against {slow.seconds * 1e3:.1f}")  # fmt: skip
+    return (
+        f"{name} is {slow.seconds / fast.seconds:.2f} times as fast as {other}: "
+        f"{fast.seconds * 1e3:.1f} ms against {slow.seconds * 1e3:.1f}"
+    )
 
 
 def _gap(sections: list[Section]) -> str:

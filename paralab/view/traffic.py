@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paralab.records import metrics, moved
-from paralab.records.dry import CLOCK
-from paralab.records.tables import LEVELS
+from paralab.report import metrics, moved
+from paralab.report.dry import CLOCK
+from paralab.report.tables import LEVELS
 from paralab.view import link_bars, naming, theme
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
@@ -37,19 +37,26 @@ def traffic_chart(report: Report) -> Chart:
     if report.model is not None and report.plan.dp == report.world_size > 1 and copied.empty:
         ideal = moved.ring_optimum(report) * n // report.world_size
     unit = "call" if report.model is None else "step"
-    fig = theme.figure(_finding(report, per_op, ideal, copied), naming.clock_line(
-        report, f"bytes of one {unit}, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"),
-        height=max(400, min(40 * n, 560) + 180))  # fmt: skip
+    fig = theme.figure(
+        _finding(report, per_op, ideal, copied),
+        naming.clock_line(
+            report, f"bytes of one {unit}, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"
+        ),
+        height=max(400, min(40 * n, 560) + 180),
+    )
     senders, receivers = _ends(report, by_edge)
     if not one:
         fig.add_heatmap(**_matrix(by_edge, senders, receivers))
     nothing = {"axis": "", "level": "intra", "op": "none", "bytes": 0}
-    rows = sorted(per_op.to_dict("records") or [nothing],
-                  key=lambda r: (r["axis"], LEVELS.index(r["level"]), r["op"]))  # fmt: skip
+    rows = sorted(
+        per_op.to_dict("records") or [nothing],
+        key=lambda r: (r["axis"], LEVELS.index(r["level"]), r["op"]),
+    )
     many = len(copied) > 0  # narrower bars, and two things that they mean
     apart = ",<br>" if many else ", "
-    groups = [theme.text(r["axis"]) + apart + naming.LEVEL_NAME[r["level"]]
-              for r in rows if r["axis"]]  # fmt: skip
+    groups = [
+        theme.text(r["axis"]) + apart + naming.LEVEL_NAME[r["level"]] for r in rows if r["axis"]
+    ]
     groups = groups or ["nothing sent"]
     for op in sorted({row["op"] for row in rows}):
         mine = [(g, r) for g, r in zip(groups, rows, strict=True) if r["op"] == op]
@@ -64,31 +71,67 @@ def traffic_chart(report: Report) -> Chart:
     fig.update_layout(
         barmode="stack",
         showlegend=many or len({row["op"] for row in rows}) > 1,
-        legend={"x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "orientation": "h",
-                **({"traceorder": "normal"} if many else {})},
-        xaxis={"domain": [0, left], "type": "category", "showgrid": False, "visible": not one,
-               "categoryarray": [str(r) for r in receivers],
-               "title": {"text": f"receiving rank (in the cells: MB per {unit})"},
-               "constrain": "domain"},
-        yaxis={"title": {"text": "sending rank"}, "type": "category", "visible": not one,
-               "categoryarray": [str(r) for r in senders],
-               "autorange": "reversed", "showgrid": False, "scaleanchor": "x",
-               "constrain": "domain"},
-        xaxis2={"domain": [right, 1], "anchor": "y2", "type": "category",
-                "showgrid": False} | ({"categoryarray": [*tops, *links]} if many else {}),
-        yaxis2={"anchor": "x2",
-                "title": {"text": f"MB sent{' or copied' * many} per rank and {unit}"},
-                "range": [0, max(highest, (ideal or 0) / n / 1e6) * 1.25 or 1], "tickformat": "~g"},
-    )  # fmt: skip
+        legend={
+            "x": 1,
+            "xanchor": "right",
+            "y": 1.0,
+            "yanchor": "bottom",
+            "orientation": "h",
+            **({"traceorder": "normal"} if many else {}),
+        },
+        xaxis={
+            "domain": [0, left],
+            "type": "category",
+            "showgrid": False,
+            "visible": not one,
+            "categoryarray": [str(r) for r in receivers],
+            "title": {"text": f"receiving rank (in the cells: MB per {unit})"},
+            "constrain": "domain",
+        },
+        yaxis={
+            "title": {"text": "sending rank"},
+            "type": "category",
+            "visible": not one,
+            "categoryarray": [str(r) for r in senders],
+            "autorange": "reversed",
+            "showgrid": False,
+            "scaleanchor": "x",
+            "constrain": "domain",
+        },
+        xaxis2={"domain": [right, 1], "anchor": "y2", "type": "category", "showgrid": False}
+        | ({"categoryarray": [*tops, *links]} if many else {}),
+        yaxis2={
+            "anchor": "x2",
+            "title": {"text": f"MB sent{' or copied' * many} per rank and {unit}"},
+            "range": [0, max(highest, (ideal or 0) / n / 1e6) * 1.25 or 1],
+            "tickformat": "~g",
+        },
+    )
     link_bars.heights(fig, tops, ("x2", "y2"))
     link_bars.draw(fig, copied, n, unit=unit, axes=("x2", "y2"))
     if ideal is not None:
         y = ideal / n / 1e6
-        fig.add_shape(type="line", xref="x2 domain", x0=0, x1=1, yref="y2", y0=y, y1=y,
-                      line={"dash": "dash", "width": 2, "color": theme.look().ink})  # fmt: skip
-        fig.add_annotation(xref="x2 domain", x=1, yref="y2", y=y, showarrow=False, xanchor="right",
-                           yanchor="bottom", yshift=2,
-                           text="2(N−1)/N·Ψ" + ", levels together" * (len(tops) > 1))  # fmt: skip
+        fig.add_shape(
+            type="line",
+            xref="x2 domain",
+            x0=0,
+            x1=1,
+            yref="y2",
+            y0=y,
+            y1=y,
+            line={"dash": "dash", "width": 2, "color": theme.look().ink},
+        )
+        fig.add_annotation(
+            xref="x2 domain",
+            x=1,
+            yref="y2",
+            y=y,
+            showarrow=False,
+            xanchor="right",
+            yanchor="bottom",
+            yshift=2,
+            text="2(N−1)/N·Ψ" + ", levels together" * (len(tops) > 1),
+        )
     rows_said = f"{len(by_edge)} pairs of ranks, {len(per_op)} rows by axis, level and op"
     rows_said += f", {len(copied)} by link" * many
     return fig.explained(
@@ -140,18 +183,19 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
         "marker": {
             "color": [theme.axis_colour(r["axis"]) for _, r in rows],
             # "overlay" draws the colour beneath the pattern; without it there is paper on paper.
-            "pattern": {"shape": theme.OP_PATTERN.get(op, ""), "size": 7, "fillmode": "overlay",
-                        "fgcolor": theme.look().paper},
+            "pattern": {
+                "shape": theme.OP_PATTERN.get(op, ""),
+                "size": 7,
+                "fillmode": "overlay",
+                "fgcolor": theme.look().paper,
+            },
         },
-        "hovertext": [f"{op}, {g}: {r['bytes'] / n:,.1f} bytes per rank and step"
-                      for g, r in rows],
+        "hovertext": [f"{op}, {g}: {r['bytes'] / n:,.1f} bytes per rank and step" for g, r in rows],
         "hovertemplate": "%{hovertext}<extra></extra>",
-    }  # fmt: skip
+    }
 
 
-def _finding(
-    report: Report, sent: pd.DataFrame, ideal: int | None, copied: pd.DataFrame
-) -> str:  # fmt: skip
+def _finding(report: Report, sent: pd.DataFrame, ideal: int | None, copied: pd.DataFrame) -> str:
     n, name = len(metrics.reported_ranks(report)), theme.text(naming.subject(report))
     total, size = float(sent["bytes"].sum()), float(copied["bytes"].sum())
     if report.clock == CLOCK:

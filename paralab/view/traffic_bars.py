@@ -13,16 +13,16 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.records import metrics, moved
-from paralab.records.once import once
-from paralab.records.tables import LEVELS
+from paralab.report import metrics, moved
+from paralab.report.once import once
+from paralab.report.tables import LEVELS
+from paralab.spec.tiers import WAYS
 from paralab.theory.traffic import BOOKKEEPING
-from paralab.tiers import WAYS
 from paralab.view import lanes, naming, theme
 from paralab.view.memory import LARGEST
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
     from paralab.view.chart import Chart
 
 NAMES = {**naming.LEVEL_NAME, **{way: lanes.ROW_NAME[way] for way in WAYS}}  # by link
@@ -90,8 +90,9 @@ def link_traffic(*reports: Report) -> Chart:
     rows = [(report, flow) for report in reports for flow in flows(report)]
     label = lambda r, f: NAMES[f.link] + f", {r.clock}" * many  # noqa: E731
     links = {name: i for i, name in enumerate((*LEVELS, *WAYS))}
-    bars = list(dict.fromkeys(label(r, f) for r, f in sorted(rows, key=lambda one: links[
-        one[1].link])))  # fmt: skip
+    bars = list(
+        dict.fromkeys(label(r, f) for r, f in sorted(rows, key=lambda one: links[one[1].link]))
+    )
     tops = {bar: sum(f.bytes for r, f in rows if label(r, f) == bar) for bar in bars}
     took: dict[str, float | None] = {}
     for bar in bars:
@@ -104,19 +105,39 @@ def link_traffic(*reports: Report) -> Chart:
     fig = theme.figure(
         _finding(list(dict.fromkeys(label(r, f) for r, f in rows if r is reports[0])), tops, took),
         f"{clocks}, mean of the ranks, one step · a call counts on the slowest link of its group",
-        height=150 + ROW * max(2, len(bars)), barmode="stack", bargap=0.35, showlegend=True,
+        height=150 + ROW * max(2, len(bars)),
+        barmode="stack",
+        bargap=0.35,
+        showlegend=True,
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        xaxis={"title": {"text": f"sent or copied ({unit})"}, "range": [0, ROOM * biggest / per],
-               "tickformat": "~g"},  # the seconds behind a bar: its bytes / bandwidth
-        yaxis={"type": "category", "showgrid": False, "categoryarray": bars, "ticksuffix": " ",
-               "range": [max(2, len(bars)) - 0.45, -0.55]},
-        annotations=[{"x": top / per, "y": bar, "xanchor": "left", "showarrow": False,
-                      "text": f" {theme.scaled(top, 'B')}{_time(took[bar])}"}
-                     for bar, top in tops.items()],
-    )  # fmt: skip
+        xaxis={
+            "title": {"text": f"sent or copied ({unit})"},
+            "range": [0, ROOM * biggest / per],
+            "tickformat": "~g",
+        },  # the seconds behind a bar: its bytes / bandwidth
+        yaxis={
+            "type": "category",
+            "showgrid": False,
+            "categoryarray": bars,
+            "ticksuffix": " ",
+            "range": [max(2, len(bars)) - 0.45, -0.55],
+        },
+        annotations=[
+            {
+                "x": top / per,
+                "y": bar,
+                "xanchor": "left",
+                "showarrow": False,
+                "text": f" {theme.scaled(top, 'B')}{_time(took[bar])}",
+            }
+            for bar, top in tops.items()
+        ],
+    )
     kinds = list(dict.fromkeys(flow.what for _, flow in rows))
-    fig.add_traces([_trace(kind, [(label(r, f), f) for r, f in rows if f.what == kind], per)
-                    for kind in kinds] or [_trace("", [], per)])  # fmt: skip
+    fig.add_traces(
+        [_trace(kind, [(label(r, f), f) for r, f in rows if f.what == kind], per) for kind in kinds]
+        or [_trace("", [], per)]
+    )
     drawn = f"{len(bars)} bar{'s' * (len(bars) != 1)}"
     said = f"traffic of {naming.subject(reports[0])} by link, {clocks}: {drawn}"
     return fig.explained(said, lambda: _table(rows))
@@ -134,13 +155,20 @@ def _trace(kind: str, mine: list[tuple[str, Flow]], per: float) -> dict[str, Any
     if not axis:
         fill = theme.CATEGORY_COLOUR.get(kind, theme.OTHER_COLOUR)
     return {
-        "type": "bar", "orientation": "h", "name": theme.text(kind if axis else f"copying {kind}"),
-        "y": [bar for bar, _ in mine], "x": [flow.bytes / per for _, flow in mine],
+        "type": "bar",
+        "orientation": "h",
+        "name": theme.text(kind if axis else f"copying {kind}"),
+        "y": [bar for bar, _ in mine],
+        "x": [flow.bytes / per for _, flow in mine],
         "marker": {"color": fill, "line": {"width": 1, "color": theme.look().paper}},
-        "hovertext": [f"{theme.text(kind)}, {bar}: {flow.bytes:,.0f} bytes" + f" ({flow.ops})" *
-                      bool(flow.ops) for bar, flow in mine],
-        "hovertemplate": "%{hovertext}<extra></extra>", "showlegend": bool(kind),
-    }  # fmt: skip
+        "hovertext": [
+            f"{theme.text(kind)}, {bar}: {flow.bytes:,.0f} bytes"
+            + f" ({flow.ops})" * bool(flow.ops)
+            for bar, flow in mine
+        ],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "showlegend": bool(kind),
+    }
 
 
 def _finding(bars: list[str], tops: dict[str, float], took: dict[str, float | None]) -> str:
@@ -152,8 +180,10 @@ def _finding(bars: list[str], tops: dict[str, float], took: dict[str, float | No
     slow = max(bars, key=lambda bar: took[bar])  # type: ignore[arg-type,return-value]
     where = slow.partition(",")[0]
     where = where if where in naming.LEVEL_NAME.values() else f"on the link {where}"
-    return (f"Bytes take longest {where}: {theme.scaled(tops[slow], 'B')}, "
-            f"{theme.scaled(took[slow], 's')}")  # fmt: skip
+    return (
+        f"Bytes take longest {where}: {theme.scaled(tops[slow], 'B')}, "
+        f"{theme.scaled(took[slow], 's')}"
+    )
 
 
 def _table(rows: list[tuple[Report, Flow]]) -> Any:

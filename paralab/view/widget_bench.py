@@ -89,8 +89,9 @@ class Bench(ipw.VBox):
         board = grid([knob.row(self.knobs[name]) for name, knob in knobs.items()], self.width)
         buttons = ipw.HBox([self._go, self._halt, self._bar, self._status])
         buttons.layout.align_items, buttons.layout.margin = "center", "6px 0"
-        super().__init__([board, buttons, self._trouble, self._numbers, self._views],
-                         layout={"width": "100%"})  # fmt: skip
+        super().__init__(
+            [board, buttons, self._trouble, self._numbers, self._views], layout={"width": "100%"}
+        )
         for widget in self.knobs.values():
             widget.observe(self._moved, names="value")
         self._go.on_click(lambda _: self.run() if self.state != "running" else None)

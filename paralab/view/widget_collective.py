@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from paralab.records import moved
-from paralab.report import Report
+from paralab.report import moved
+from paralab.report.report import Report
 from paralab.spec import Cluster, Link
 from paralab.theory import collectives
 from paralab.view import theme
@@ -38,18 +38,33 @@ class Collective(Bench):
 
     def __init__(self) -> None:
         self._decades: tuple[int, int] | None = None
-        super().__init__({
-            "algorithm": Knob(label="algorithm", value="ring", buttons=True,
-                              options=[(name, name) for name in FORMS]),
-            "ranks": Knob(label="ranks", value=4,
-                          options=[(f"{n} ranks", n) for n in RANKS]),
-            "nbytes": Knob(label="message", value=200_000,
-                           options=[(theme.scaled(n, "B"), n) for n in SIZES]),
-            "alpha": Knob(label="latency α", value=1e-4, tip="seconds before the first byte",
-                          options=[(theme.scaled(a, "s"), a) for a in LATENCIES]),
-            "bandwidth": Knob(label="bandwidth", value=10**9,
-                              options=[(theme.scaled(b, "B/s"), b) for b in BANDWIDTHS]),
-        })  # fmt: skip
+        super().__init__(
+            {
+                "algorithm": Knob(
+                    label="algorithm",
+                    value="ring",
+                    buttons=True,
+                    options=[(name, name) for name in FORMS],
+                ),
+                "ranks": Knob(label="ranks", value=4, options=[(f"{n} ranks", n) for n in RANKS]),
+                "nbytes": Knob(
+                    label="message",
+                    value=200_000,
+                    options=[(theme.scaled(n, "B"), n) for n in SIZES],
+                ),
+                "alpha": Knob(
+                    label="latency α",
+                    value=1e-4,
+                    tip="seconds before the first byte",
+                    options=[(theme.scaled(a, "s"), a) for a in LATENCIES],
+                ),
+                "bandwidth": Knob(
+                    label="bandwidth",
+                    value=10**9,
+                    options=[(theme.scaled(b, "B/s"), b) for b in BANDWIDTHS],
+                ),
+            }
+        )
 
     # ---- the bench ----------------------------------------------------------------------------
     def _predict(self, knobs: dict[str, Any]) -> Sketch:
@@ -104,17 +119,27 @@ class Collective(Bench):
         ring, tree = (self._seconds(knobs, form) for form in FORMS)
         fast, slow = ("ring", "tree") if ring < tree else ("tree", "ring")
         times = max(ring, tree) / min(ring, tree)
-        finding = (f"{n} ranks, {theme.scaled(size, 'B')}: " + (
-            f"{fast} is {times:.1f} times as fast as {slow}" if times >= 1.05
-            else "ring and tree take the same time"))  # fmt: skip
+        finding = f"{n} ranks, {theme.scaled(size, 'B')}: " + (
+            f"{fast} is {times:.1f} times as fast as {slow}"
+            if times >= 1.05
+            else "ring and tree take the same time"
+        )
         chart = algorithms(curves, runs, title=finding)
         here = self._seconds(knobs, chosen)
         chart.add_scatter(
-            name=f"chosen: {chosen}, {theme.scaled(size, 'B')}", x=[size], y=[here], mode="markers",
-            marker={"size": 18, "symbol": "circle-open", "color": theme.axis_colour("dp"),
-                    "line": {"width": 3}},
-            hovertext=[f"{theme.scaled(here, 's')}"], hovertemplate="%{hovertext}<extra></extra>",
-        )  # fmt: skip
+            name=f"chosen: {chosen}, {theme.scaled(size, 'B')}",
+            x=[size],
+            y=[here],
+            mode="markers",
+            marker={
+                "size": 18,
+                "symbol": "circle-open",
+                "color": theme.axis_colour("dp"),
+                "line": {"width": 3},
+            },
+            hovertext=[f"{theme.scaled(here, 's')}"],
+            hovertemplate="%{hovertext}<extra></extra>",
+        )
         rows = [self._row(knobs, form, form == chosen) for form in FORMS]
         return Sketch(chart=chart, rows=rows, said=said)
 
@@ -143,8 +168,9 @@ class Collective(Bench):
             held = need
         self._decades = held
         ticks = [10.0**k for k in range(held[0], held[1] + 1)]
-        chart.layout.yaxis.update(range=list(held), tickvals=ticks,
-                                  ticktext=[theme.scaled(t, "s") for t in ticks])  # fmt: skip
+        chart.layout.yaxis.update(
+            range=list(held), tickvals=ticks, ticktext=[theme.scaled(t, "s") for t in ticks]
+        )
         return chart
 
 

@@ -11,8 +11,8 @@ import threading
 from typing import Any
 
 from paralab.interpret.predict import predict
-from paralab.records import metrics, moved
-from paralab.report import Report
+from paralab.report import metrics, moved
+from paralab.report.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import theme
 from paralab.view.timeline import timeline, timelines
@@ -55,20 +55,32 @@ class DataParallel(Bench):
         forms = ["naive", "bucketed", "overlapped"]
         if form not in forms:
             form = "overlapped"
-        super().__init__({
-            "ranks": Knob(label="ranks", value=plan.dp,
-                          options=[(count(n, "rank"), n) for n in ranks]),
-            "grad_sync": Knob(label="gradients", value=form, buttons=True,
-                              options=[(f, f) for f in forms]),
-            "bucket_bytes": Knob(label="bucket size", value=plan.bucket_bytes,
-                                 options=[(theme.scaled(b, "B"), b)
-                                          for b in sorted({*BUCKETS, plan.bucket_bytes})],
-                                 tip="gradients travel in flat buckets of about this size"),
-            "bandwidth": link_knob(self.link, BANDWIDTHS),
-            "microbatch_size": Knob(label="micro-batch", value=plan.microbatch_size,
-                                    options=[(count(b, "sample"), b)
-                                             for b in sorted({*SAMPLES, plan.microbatch_size})]),
-        })  # fmt: skip
+        super().__init__(
+            {
+                "ranks": Knob(
+                    label="ranks", value=plan.dp, options=[(count(n, "rank"), n) for n in ranks]
+                ),
+                "grad_sync": Knob(
+                    label="gradients", value=form, buttons=True, options=[(f, f) for f in forms]
+                ),
+                "bucket_bytes": Knob(
+                    label="bucket size",
+                    value=plan.bucket_bytes,
+                    options=[
+                        (theme.scaled(b, "B"), b) for b in sorted({*BUCKETS, plan.bucket_bytes})
+                    ],
+                    tip="gradients travel in flat buckets of about this size",
+                ),
+                "bandwidth": link_knob(self.link, BANDWIDTHS),
+                "microbatch_size": Knob(
+                    label="micro-batch",
+                    value=plan.microbatch_size,
+                    options=[
+                        (count(b, "sample"), b) for b in sorted({*SAMPLES, plan.microbatch_size})
+                    ],
+                ),
+            }
+        )
 
     # ---- settings as descriptions --------------------------------------------------------------
     def plan_of(self, knobs: dict[str, Any]) -> Plan:

@@ -23,7 +23,7 @@ from typing import Any
 import ipywidgets as ipw
 
 from paralab.interpret.predict import predict
-from paralab.report import Report
+from paralab.report.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import explore_parts as parts
 from paralab.view import theme
@@ -85,8 +85,11 @@ class Explore(Bench):
 
     def plan_of(self, knobs: dict[str, Any]) -> Plan:
         """The plan that these settings mean. Raises ``ValueError`` on what no plan can be."""
-        changed = {name: value for name, value in knobs.items()
-                   if name not in ("model", "cluster", "nodes")}  # fmt: skip
+        changed = {
+            name: value
+            for name, value in knobs.items()
+            if name not in ("model", "cluster", "nodes")
+        }
         if changed["offload"] == parts.NOWHERE:
             changed["offload"] = None
         return self.plan.replace(**changed)
@@ -97,8 +100,11 @@ class Explore(Bench):
         if name == HERE or (name == GIVEN and parts.is_here(self.cluster)):
             return self.cluster if name == GIVEN else Cluster.local()
         if (name, nodes) not in self._clusters:
-            made = self.cluster.replace(nodes=nodes) if name == GIVEN else \
-                Cluster.preset(name, nodes=nodes)  # fmt: skip
+            made = (
+                self.cluster.replace(nodes=nodes)
+                if name == GIVEN
+                else Cluster.preset(name, nodes=nodes)
+            )
             self._clusters[name, nodes] = made
         return self._clusters[name, nodes]
 
@@ -108,8 +114,9 @@ class Explore(Bench):
         plan = self.plan_of(knobs)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            report = predict(self.model_of(knobs), plan, self.cluster_of(knobs), steps=1,
-                             detail="actions")  # fmt: skip
+            report = predict(
+                self.model_of(knobs), plan, self.cluster_of(knobs), steps=1, detail="actions"
+            )
         self._notes = list(dict.fromkeys(str(one.message) for one in heard))
         return report
 
@@ -126,9 +133,13 @@ class Explore(Bench):
         return self._sketched(knobs, drawn, [expect], [parts.numbers("predicted", expect)])
 
     def _sketched(
-        self, knobs: dict[str, Any], drawn: Chart, reports: list[Report],
-        rows: list[dict[str, str]], said: str = "",
-    ) -> Sketch:  # fmt: skip
+        self,
+        knobs: dict[str, Any],
+        drawn: Chart,
+        reports: list[Report],
+        rows: list[dict[str, str]],
+        said: str = "",
+    ) -> Sketch:
         """Beside the timeline the other three views, all of the page's size."""
         expect = reports[0]
         if (trouble := fits(expect)) is not None:
@@ -143,8 +154,13 @@ class Explore(Bench):
 
     def _mesh(self, plan: Plan, cluster: Cluster) -> Chart:
         """The last mesh again, if nothing that it shows has moved."""
-        shows = plan.replace(microbatches=1, microbatch_size=1, recompute="none", precision="fp32",
-                             offload=None), cluster.nodes, cluster.devices_per_node  # fmt: skip
+        shows = (
+            plan.replace(
+                microbatches=1, microbatch_size=1, recompute="none", precision="fp32", offload=None
+            ),
+            cluster.nodes,
+            cluster.devices_per_node,
+        )
         if self._drawn is None or self._drawn[0] != shows:
             with theme.framed(parts.EACH, TALL):
                 self._drawn = shows, parts.broken(mesh(plan, cluster))
@@ -159,8 +175,9 @@ class Explore(Bench):
             raise ValueError(why)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=WARNING)  # the page says it already
-            return run(self.model_of(knobs), self.plan_of(knobs), steps=STEPS, progress=progress,
-                       stop=stop)  # fmt: skip
+            return run(
+                self.model_of(knobs), self.plan_of(knobs), steps=STEPS, progress=progress, stop=stop
+            )
 
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
         expect, replayed = self._expect(knobs), self._replay(knobs, found)
@@ -171,8 +188,11 @@ class Explore(Bench):
         gap = expect.step_time / replayed.step_time - 1
         how = f"is {abs(100 * gap):.0f} % {'above' if gap > 0 else 'below'} its replay"
         how = "equals its replay" if abs(gap) < 0.01 else how
-        rows = [parts.numbers("predicted", expect), parts.numbers("replayed", replayed),
-                parts.numbers(crowd(found), found)]  # fmt: skip
+        rows = [
+            parts.numbers("predicted", expect),
+            parts.numbers("replayed", replayed),
+            parts.numbers(crowd(found), found),
+        ]
         said = f"Done, {count(found.world_size, 'real process', 'es')}: the predicted step {how}."
         return self._sketched(knobs, drawn, [expect, found], rows, said)
 
@@ -197,19 +217,24 @@ class Explore(Bench):
         if not parts.is_here(cluster):
             return f"«Run it» trains on this machine, and this is a prediction for {cluster.name}"
         if plan.world_size > MOST_RANKS:
-            return (f"«Run it» takes up to {MOST_RANKS} real processes on one machine, and this "
-                    f"plan has {plan.world_size} ranks")  # fmt: skip
+            return (
+                f"«Run it» takes up to {MOST_RANKS} real processes on one machine, and this "
+                f"plan has {plan.world_size} ranks"
+            )
         if model.vocab < 256:
             return "«Run it» reads text as bytes, which needs a vocabulary of 256 or more"
         each = parts.peak(expect)
         if plan.tiers is not None:
             table = expect.memory
-            each += int(table[table["tier"] == "host"].groupby(["rank", "time"])["bytes"].sum()
-                        .max() or 0)  # fmt: skip
+            each += int(
+                table[table["tier"] == "host"].groupby(["rank", "time"])["bytes"].sum().max() or 0
+            )
         need, there = plan.world_size * each, cluster.memory
         if need > there // 2:
-            return (f"«Run it» would need {theme.scaled(need, 'B')} for {plan.world_size} ranks, "
-                    f"and this machine has {theme.scaled(there, 'B')}")  # fmt: skip
+            return (
+                f"«Run it» would need {theme.scaled(need, 'B')} for {plan.world_size} ranks, "
+                f"and this machine has {theme.scaled(there, 'B')}"
+            )
         seconds = STEPS * expect.step_time * max(1, plan.world_size / (cluster.cores or 1))
         if seconds > LONGEST:
             return f"«Run it» would take about {theme.scaled(seconds, 's')} here"

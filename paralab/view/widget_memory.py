@@ -15,7 +15,7 @@ from typing import Any
 from paralab.checks import illegal
 from paralab.interpret import quick
 from paralab.interpret.predict import predict
-from paralab.report import Report
+from paralab.report.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import needs
 from paralab.view import theme
@@ -55,14 +55,19 @@ class Memory(Bench):
             raise illegal("device", device, "not one device", '{"80 GB GPU": 80 * 10**9}')
         (self.device,) = device.items()
         self.cluster = given("cluster", cluster, Cluster.local)
-        super().__init__({
-            "layers": _knob("layers", LAYERS, self.model.layers, "{:,} layers"),
-            "hidden": _knob("hidden size", HIDDEN, self.model.hidden, "hidden {:,}"),
-            "seq_len": _knob("sequence", LENGTHS, self.model.seq_len, "{:,} tokens"),
-            "microbatch_size": _knob("micro-batch", SAMPLES, 2, "{:,} samples"),
-            "recipe": Knob(label="recipe", value="zero-fp16",
-                           options=[(name, name) for name in needs.RECIPES]),
-        })  # fmt: skip
+        super().__init__(
+            {
+                "layers": _knob("layers", LAYERS, self.model.layers, "{:,} layers"),
+                "hidden": _knob("hidden size", HIDDEN, self.model.hidden, "hidden {:,}"),
+                "seq_len": _knob("sequence", LENGTHS, self.model.seq_len, "{:,} tokens"),
+                "microbatch_size": _knob("micro-batch", SAMPLES, 2, "{:,} samples"),
+                "recipe": Knob(
+                    label="recipe",
+                    value="zero-fp16",
+                    options=[(name, name) for name in needs.RECIPES],
+                ),
+            }
+        )
 
     def model_of(self, knobs: dict[str, Any]) -> ModelSpec:
         """The model that these settings mean; heads follow the hidden size."""
@@ -144,8 +149,10 @@ class Memory(Bench):
         if total < 0.01 * size:
             share = "less than 1 % of"
         count = _large(self.model_of(knobs).num_params)
-        title = (f"{count} parameters make {theme.scaled(total, 'B')} with activations: "
-                 f"{share} one {label}")  # fmt: skip
+        title = (
+            f"{count} parameters make {theme.scaled(total, 'B')} with activations: "
+            f"{share} one {label}"
+        )
         bars = {recipe: need} | ({"fp32, as run": self.bytes_of(knobs, "fp32")} if run else {})
         return bytes_bars(bars, dict([self.device]), title=title)
 
@@ -169,8 +176,9 @@ def _knob(label: str, usual: tuple[int, ...], value: int, text: str) -> Knob:
         said = text.format(n)
         return said.removesuffix("s") if n == 1 else said
 
-    return Knob(label=label, value=value,
-                options=[(written(n), n) for n in sorted({*usual, value})])  # fmt: skip
+    return Knob(
+        label=label, value=value, options=[(written(n), n) for n in sorted({*usual, value})]
+    )
 
 
 def _large(count: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from paralab.interpret import quick
 from paralab.interpret.predict import check_cluster
-from paralab.report import Report
+from paralab.report.report import Report
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.offload import tier_bytes
 from paralab.view import theme
@@ -56,19 +56,35 @@ class Offload(Bench):
         check_cluster(Plan(zero_stage=3, offload="cpu"), self.cluster)
         self._known: dict[Any, Foreseen] = {}
         self._points: dict[Any, list[Point]] = {}
-        super().__init__({
-            "bandwidth": _disk_knob(self.cluster.disk),
-            "host": replace(link_knob(self.cluster.host, HOSTS), label="host link",
-                            tip="between device and host, each way"),
-            "microbatch_size": _slider("micro-batch", SAMPLES, 8, "sample"),
-            "microbatches": _slider("micro-batches", MICROBATCHES, 1, "micro-batch", "es"),
-            "parameters": Knob(label="parameters", options=PLACES, value="nvme", buttons=True,
-                               tip="read for every forward and backward of every micro-batch"),
-            "optimizer": Knob(label="optimizer", options=PLACES, value="nvme", buttons=True,
-                              tip="its states, read and written once in a step"),
-            "ranks": _slider("devices", tuple(n for n in RANKS if n <= self.cluster.num_devices),
-                             1, "device"),
-        })  # fmt: skip
+        super().__init__(
+            {
+                "bandwidth": _disk_knob(self.cluster.disk),
+                "host": replace(
+                    link_knob(self.cluster.host, HOSTS),
+                    label="host link",
+                    tip="between device and host, each way",
+                ),
+                "microbatch_size": _slider("micro-batch", SAMPLES, 8, "sample"),
+                "microbatches": _slider("micro-batches", MICROBATCHES, 1, "micro-batch", "es"),
+                "parameters": Knob(
+                    label="parameters",
+                    options=PLACES,
+                    value="nvme",
+                    buttons=True,
+                    tip="read for every forward and backward of every micro-batch",
+                ),
+                "optimizer": Knob(
+                    label="optimizer",
+                    options=PLACES,
+                    value="nvme",
+                    buttons=True,
+                    tip="its states, read and written once in a step",
+                ),
+                "ranks": _slider(
+                    "devices", tuple(n for n in RANKS if n <= self.cluster.num_devices), 1, "device"
+                ),
+            }
+        )
 
     # ---- settings as descriptions --------------------------------------------------------------
     def plan_of(self, knobs: dict[str, Any], *, held: bool = False) -> Plan:
@@ -76,12 +92,19 @@ class Offload(Bench):
         limits = {"disk": round(knobs["bandwidth"])} if held else {}
         if held and knobs["host"] < self.cluster.host.bandwidth:
             limits["h2d"] = limits["d2h"] = round(knobs["host"])
-        offload = {"parameters": knobs["parameters"], "gradients": "cpu",
-                   "optimizer": knobs["optimizer"], "bandwidth": limits}  # fmt: skip
+        offload = {
+            "parameters": knobs["parameters"],
+            "gradients": "cpu",
+            "optimizer": knobs["optimizer"],
+            "bandwidth": limits,
+        }
         return Plan(
-            dp=knobs["ranks"], zero_stage=3, offload=offload, microbatches=knobs["microbatches"],
+            dp=knobs["ranks"],
+            zero_stage=3,
+            offload=offload,
+            microbatches=knobs["microbatches"],
             microbatch_size=knobs["microbatch_size"],
-        )  # fmt: skip
+        )
 
     def cluster_of(self, knobs: dict[str, Any]) -> Cluster:
         """The cluster with its link to the host at the chosen speed; latency stays."""
@@ -115,9 +138,11 @@ class Offload(Bench):
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
         replayed, measured = self._points_of(knobs, found)
         expect = self._foreseen(knobs).share("predicted", knobs["bandwidth"])
-        said = (f"Done, {count(knobs['ranks'], 'real process', 'es')}: replayed on these links the "
-                f"device computes {percent(replayed.share)} of a step, predicted "
-                f"{percent(expect)}; by the wall clock {percent(measured.share)}.")  # fmt: skip
+        said = (
+            f"Done, {count(knobs['ranks'], 'real process', 'es')}: replayed on these links the "
+            f"device computes {percent(replayed.share)} of a step, predicted "
+            f"{percent(expect)}; by the wall clock {percent(measured.share)}."
+        )
         return Sketch(chart=self._drawn(knobs), rows=self._rows(knobs, found), said=said)
 
     def _needs(self, knobs: dict[str, Any]) -> Any:
@@ -158,8 +183,10 @@ class Offload(Bench):
     def _rows(self, knobs: dict[str, Any], found: Report | None = None) -> list[dict[str, str]]:
         """A column for every formula and clock."""
         foreseen, at = self._foreseen(knobs), knobs["bandwidth"]
-        shares = {name: foreseen.share(name, at)
-                  for name in ("no overlap", "perfect overlap", "predicted")}  # fmt: skip
+        shares = {
+            name: foreseen.share(name, at)
+            for name in ("no overlap", "perfect overlap", "predicted")
+        }
         seconds = {name: foreseen.work / share for name, share in shares.items()}
         for point in [] if found is None else self._points_of(knobs, found):
             shares[point.clock], seconds[point.clock] = point.share, point.seconds
@@ -167,17 +194,14 @@ class Offload(Bench):
         return [
             {head: "device computes", **{name: percent(s) for name, s in shares.items()}},
             {head: "time per step", **{name: f"{s * 1e3:.1f} ms" for name, s in seconds.items()}},
-        ]  # fmt: skip
+        ]
 
 
 def _disk_knob(disk: Link | None) -> Knob:
     if disk is not None:
         return replace(link_knob(disk, DISKS), label="disk", brief={disk.bandwidth: "own disk"})
-    return Knob(label="disk", value=UNSTATED,
-                options=[(theme.scaled(b, "B/s"), b) for b in DISKS])  # fmt: skip
+    return Knob(label="disk", value=UNSTATED, options=[(theme.scaled(b, "B/s"), b) for b in DISKS])
 
 
-def _slider(
-    label: str, usual: tuple[int, ...], value: int, what: str, plural: str = "s"
-) -> Knob:  # fmt: skip
+def _slider(label: str, usual: tuple[int, ...], value: int, what: str, plural: str = "s") -> Knob:
     return Knob(label=label, value=value, options=[(count(n, what, plural), n) for n in usual])

@@ -75,8 +75,11 @@ class Sketch:
     said: str = ""
 
 
-KINDS = {"model": (ModelSpec, "model description"), "plan": (Plan, "plan"),
-         "cluster": (Cluster, "cluster")}  # fmt: skip
+KINDS = {
+    "model": (ModelSpec, "model description"),
+    "plan": (Plan, "plan"),
+    "cluster": (Cluster, "cluster"),
+}
 
 
 def given(name: str, value: Any, default: Any) -> Any:

@@ -15,7 +15,7 @@ import threading
 from typing import Any
 
 from paralab.parallel.schedules import SCHEDULES, Schedule, build
-from paralab.report import Report
+from paralab.report.report import Report
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory import ideal
 from paralab.theory.pipeline import Simulation, bubble_formula, simulate
@@ -49,33 +49,59 @@ class Pipeline(Bench):
 
     def __init__(self, model: ModelSpec | None = None) -> None:
         self.model = given("model", model, MODEL)
-        super().__init__({
-            "schedule": Knob(label="schedule", value="1f1b", buttons=True,
-                             options=[(name, name) for name in SCHEDULES]),
-            "pp": Knob(label="ranks p", value=4, options=[(f"{n} ranks", n) for n in RANKS]),
-            "microbatches": Knob(label="micro-batches", value=8,
-                                 options=[(f"{m} micro-batch{'es' * (m > 1)}", m)
-                                          for m in MICROBATCHES]),
-            "virtual_stages": Knob(label="chunks v", value=2,
-                                   options=[(f"{v} chunk{'s' * (v > 1)}", v) for v in CHUNKS],
-                                   tip="stages per rank; only interleaved has more than one"),
-            "imbalance": Knob(label="last stage", value=1.0, tip="how much slower than the others",
-                              options=[(f"{x:g} x" if x > 1 else "even", x) for x in SLOWER]),
-            "comm": Knob(label="a message", value=0.0, tip="as a share of a rank's forward",
-                         options=[(f"{100 * s:g} % of F" if s else "free links", s)
-                                  for s in SHARES]),
-        })  # fmt: skip
+        super().__init__(
+            {
+                "schedule": Knob(
+                    label="schedule",
+                    value="1f1b",
+                    buttons=True,
+                    options=[(name, name) for name in SCHEDULES],
+                ),
+                "pp": Knob(label="ranks p", value=4, options=[(f"{n} ranks", n) for n in RANKS]),
+                "microbatches": Knob(
+                    label="micro-batches",
+                    value=8,
+                    options=[(f"{m} micro-batch{'es' * (m > 1)}", m) for m in MICROBATCHES],
+                ),
+                "virtual_stages": Knob(
+                    label="chunks v",
+                    value=2,
+                    options=[(f"{v} chunk{'s' * (v > 1)}", v) for v in CHUNKS],
+                    tip="stages per rank; only interleaved has more than one",
+                ),
+                "imbalance": Knob(
+                    label="last stage",
+                    value=1.0,
+                    tip="how much slower than the others",
+                    options=[(f"{x:g} x" if x > 1 else "even", x) for x in SLOWER],
+                ),
+                "comm": Knob(
+                    label="a message",
+                    value=0.0,
+                    tip="as a share of a rank's forward",
+                    options=[(f"{100 * s:g} % of F" if s else "free links", s) for s in SHARES],
+                ),
+            }
+        )
 
     # ---- settings as descriptions --------------------------------------------------------------
     def plan_of(self, knobs: dict[str, Any]) -> Plan:
         """The plan that these settings mean."""
-        return Plan(pp=knobs["pp"], schedule=knobs["schedule"], virtual_stages=_chunks(knobs),
-                    microbatches=knobs["microbatches"])  # fmt: skip
+        return Plan(
+            pp=knobs["pp"],
+            schedule=knobs["schedule"],
+            virtual_stages=_chunks(knobs),
+            microbatches=knobs["microbatches"],
+        )
 
     def schedule_of(self, knobs: dict[str, Any]) -> Schedule:
         """The lists of actions. Raises ``ValueError`` where there are none for these sizes."""
-        return build(knobs["schedule"], pp=knobs["pp"], microbatches=knobs["microbatches"],
-                     virtual_stages=_chunks(knobs))  # fmt: skip
+        return build(
+            knobs["schedule"],
+            pp=knobs["pp"],
+            microbatches=knobs["microbatches"],
+            virtual_stages=_chunks(knobs),
+        )
 
     def simulation_of(self, knobs: dict[str, Any], found: Report | None = None) -> Simulation:
         """These settings simulated, with the stated costs or with the medians of a run."""
@@ -84,16 +110,23 @@ class Pipeline(Bench):
         costs = {"forward": each, "backward": each, "weight_grad": each}
         costs = costs if found is None else ideal.stage_costs(found)
         slower = [1.0] * (stages - 1) + [knobs["imbalance"]]
-        scaled = {kind: [s * x for s, x in zip(seconds, slower, strict=True)]
-                  for kind, seconds in costs.items()}  # fmt: skip
+        scaled = {
+            kind: [s * x for s, x in zip(seconds, slower, strict=True)]
+            for kind, seconds in costs.items()
+        }
         return simulate(schedule, **scaled, comm=_delay(knobs, costs["forward"]))
 
     def replay_of(self, knobs: dict[str, Any], found: Report) -> Report:
         """A run with its last stage slowed and its links as the sliders say."""
         delay = _delay(knobs, ideal.stage_costs(found)["forward"])
         link = Link(alpha=delay, bandwidth=1e15)
-        cluster = Cluster(name="the slider's link", devices_per_node=64, flops=1e12,
-                          memory_bandwidth=1e12, intra=link)  # fmt: skip
+        cluster = Cluster(
+            name="the slider's link",
+            devices_per_node=64,
+            flops=1e12,
+            memory_bandwidth=1e12,
+            intra=link,
+        )
         spans = found.spans
         last = spans["kind"].isin(ideal.LETTER) & (spans["stage"] == found.plan.stages - 1)
         cost = spans["cost"].where(~last, spans["cost"] * knobs["imbalance"])
@@ -148,29 +181,43 @@ class Pipeline(Bench):
         above.head = _head("simulated, the run's median costs", simulation.bubble_rate)
         real = drawing.section(replayed, label="replayed", step=None, ranks=None, marked=True)
         real.head = _head("replayed", replayed.bubble)
-        finding = (f"{theme.text(knobs['schedule'])}: {drawing.percent(replayed.bubble)} of device "
-                   f"time is bubble, {drawing.percent(simulation.bubble_rate)} simulated"
-                   )  # fmt: skip
+        finding = (
+            f"{theme.text(knobs['schedule'])}: {drawing.percent(replayed.bubble)} of device "
+            f"time is bubble, {drawing.percent(simulation.bubble_rate)} simulated"
+        )
         chart = timeline.drawn([above, real], finding, "replayed", [f"step {real.step}"])
         return chart.explained(
             f"{knobs['schedule']}, simulated and replayed: {len(above.boxes) + len(real.boxes)} "
-            f"boxes on {knobs['pp']} ranks", boxes_table([above, real]),
-        )  # fmt: skip
+            f"boxes on {knobs['pp']} ranks",
+            boxes_table([above, real]),
+        )
 
     def _simulated(self, knobs: dict[str, Any], simulation: Simulation) -> dict[str, str]:
         pp, m, v = knobs["pp"], knobs["microbatches"], _chunks(knobs)
         theory = bubble_formula(knobs["schedule"], pp, m, v, 1.0, 1.0, 1.0)
-        return _row("simulated", simulation.bubble_rate, f"{100 * theory:.1f} %",
-                    simulation.makespan, simulation.peak_live[0], v,
-                    2 * m * (pp * v - 1))  # fmt: skip
+        return _row(
+            "simulated",
+            simulation.bubble_rate,
+            f"{100 * theory:.1f} %",
+            simulation.makespan,
+            simulation.peak_live[0],
+            v,
+            2 * m * (pp * v - 1),
+        )
 
     def _ran(self, clock: str, report: Report) -> dict[str, str]:
         calls = report.collectives
         sent = calls[(calls["op"] == "send") & ~calls["phase"].isin((*BOOKKEEPING, "tied"))]
         order = ideal.schedule_of(report)
-        return _row(clock, report.bubble, "", report.step_time, peak_live(order)[0],
-                    report.plan.virtual_stages,
-                    len(sent) // max(1, len(set(report.steps["step"]))))  # fmt: skip
+        return _row(
+            clock,
+            report.bubble,
+            "",
+            report.step_time,
+            peak_live(order)[0],
+            report.plan.virtual_stages,
+            len(sent) // max(1, len(set(report.steps["step"]))),
+        )
 
 
 def _row(

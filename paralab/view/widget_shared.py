@@ -12,7 +12,7 @@ from paralab.view.chart import Chart
 from paralab.view.widget_parts import Knob
 
 if TYPE_CHECKING:
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 MOST_RANKS = 8  # real processes; more are for theory
 
@@ -46,10 +46,13 @@ def link_knob(link: Link, usual: Sequence[float]) -> Knob:
     """Bandwidths to choose from, bytes/s; the link's own is where the knob starts."""
     own = link.bandwidth
     speeds = sorted({b for b in usual if not 0.7 < b / own < 1.4} | {own})
-    return Knob(label="link speed", value=own,
-                options=[(theme.scaled(b, "B/s") + ", own" * (b == own), b) for b in speeds],
-                tip=f"a call also costs {theme.scaled(link.alpha, 's')}",
-                brief={own: "own link"})  # fmt: skip
+    return Knob(
+        label="link speed",
+        value=own,
+        options=[(theme.scaled(b, "B/s") + ", own" * (b == own), b) for b in speeds],
+        tip=f"a call also costs {theme.scaled(link.alpha, 's')}",
+        brief={own: "own link"},
+    )
 
 
 def at_speed(cluster: Cluster, link: Link, bandwidth: float) -> Cluster:
@@ -57,8 +60,9 @@ def at_speed(cluster: Cluster, link: Link, bandwidth: float) -> Cluster:
     if bandwidth == link.bandwidth:
         return cluster
     inter = cluster.inter.replace(bandwidth=bandwidth)
-    return cluster.replace(intra=Link(alpha=link.alpha, bandwidth=bandwidth), inter=inter,
-                           collectives={})  # fmt: skip
+    return cluster.replace(
+        intra=Link(alpha=link.alpha, bandwidth=bandwidth), inter=inter, collectives={}
+    )
 
 
 def check_real(ranks: int, each: int, fewer: str) -> None:
@@ -68,9 +72,12 @@ def check_real(ranks: int, each: int, fewer: str) -> None:
     fewer  what there should be fewer of
     """
     if ranks > MOST_RANKS:
-        raise illegal("ranks", ranks, "real processes on one machine: they would only wait for one "
-                      "another", f"up to {MOST_RANKS}; the prediction holds for any number"
-                      )  # fmt: skip
+        raise illegal(
+            "ranks",
+            ranks,
+            "real processes on one machine: they would only wait for one another",
+            f"up to {MOST_RANKS}; the prediction holds for any number",
+        )
     need, there = ranks * each, Cluster.local().memory
     if need > there // 2:
         raise ValueError(

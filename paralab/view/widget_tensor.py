@@ -16,7 +16,7 @@ from typing import Any
 
 from paralab.checks import illegal
 from paralab.interpret import quick
-from paralab.report import Report
+from paralab.report.report import Report
 from paralab.spec import ModelSpec, Plan
 from paralab.view import theme
 from paralab.view.chart import Chart
@@ -49,18 +49,29 @@ class Tensor(Bench):
         self.model = given("model", model, MODEL)
         at = given("plan", plan, Plan(tp=4, tp_mode="2d", microbatch_size=4))
         if at.world_size > at.tp or at.tp == 1:
-            raise illegal("plan", at, "this widget is about tensor parallelism alone",
-                          "tp of at least 2, and pp=1, dp=1")  # fmt: skip
+            raise illegal(
+                "plan",
+                at,
+                "this widget is about tensor parallelism alone",
+                "tp of at least 2, and pp=1, dp=1",
+            )
         self.plan, s = at, self.model.seq_len
         usual = {n for n in TOKENS if n % s == 0} | {at.microbatch_size * s}
-        super().__init__({
-            "mode": Knob(label="mode", value=at.tp_mode, buttons=True,
-                         options=[(name, mode) for mode, name in MODE_NAME.items()]),
-            "tokens": _slider("tokens", usual, at.microbatch_size * s, "{:,} tokens"),
-            "hidden": _slider("hidden size", {*HIDDEN, self.model.hidden}, self.model.hidden,
-                              "hidden {:,}"),
-            "ranks": _slider("ranks P", {*RANKS, at.tp}, at.tp, "{} ranks"),
-        })  # fmt: skip
+        super().__init__(
+            {
+                "mode": Knob(
+                    label="mode",
+                    value=at.tp_mode,
+                    buttons=True,
+                    options=[(name, mode) for mode, name in MODE_NAME.items()],
+                ),
+                "tokens": _slider("tokens", usual, at.microbatch_size * s, "{:,} tokens"),
+                "hidden": _slider(
+                    "hidden size", {*HIDDEN, self.model.hidden}, self.model.hidden, "hidden {:,}"
+                ),
+                "ranks": _slider("ranks P", {*RANKS, at.tp}, at.tp, "{} ranks"),
+            }
+        )
 
     # ---- settings as descriptions ---------------------------------------------------------------
     def model_of(self, knobs: dict[str, Any]) -> ModelSpec:
@@ -122,13 +133,15 @@ class Tensor(Bench):
         bytes_said = "as predicted, every one" if sent == asked else theme.scaled(sent, "B")
         return Sketch(
             chart=self._bars(knobs, found),
-            rows=[*self._predicted(knobs),
-                  _row(f"{MODE_NAME[knobs['mode']]}, measured", kept, sent)],
+            rows=[
+                *self._predicted(knobs),
+                _row(f"{MODE_NAME[knobs['mode']]}, measured", kept, sent),
+            ],
             said=f"Done, {knobs['ranks']} real processes: the peak is "
             f"{theme.scaled(sum(kept.values()), 'B')}, the formula says "
             f"{theme.scaled(sum(foreseen.values()), 'B')} (workspace is not in it); bytes sent are "
             f"{bytes_said}.",
-        )  # fmt: skip
+        )
 
     def _hint(self, knobs: dict[str, Any]) -> str:
         if knobs["ranks"] > MOST_RANKS:
@@ -137,8 +150,14 @@ class Tensor(Bench):
 
     # ---- what is shown --------------------------------------------------------------------------
     def _predicted(self, knobs: dict[str, Any]) -> list[dict[str, str]]:
-        return [_row(f"{MODE_NAME[mode]}, predicted", self.bytes_of(knobs, mode),
-                     self.sent_of(knobs, mode)) for mode in self.modes_of(knobs)]  # fmt: skip
+        return [
+            _row(
+                f"{MODE_NAME[mode]}, predicted",
+                self.bytes_of(knobs, mode),
+                self.sent_of(knobs, mode),
+            )
+            for mode in self.modes_of(knobs)
+        ]
 
     def _bars(self, knobs: dict[str, Any], found: Report | None = None) -> Chart:
         """A bar for every mode, the chosen one in full colour, below it what a run measured."""
@@ -156,12 +175,15 @@ class Tensor(Bench):
             )
         clock = "predicted" if found is None else "predicted and measured"
         fig = memory_and_traffic(
-            bars, {label: int(count) for label, count in sent.items()},
-            bright=[chosen, "measured"], title=self._finding(knobs), axis="tp",
+            bars,
+            {label: int(count) for label, count in sent.items()},
+            bright=[chosen, "measured"],
+            title=self._finding(knobs),
+            axis="tp",
             below=f"{clock}, per rank and step · {self.model.layers} layers, "
-                  f"{knobs['tokens']:,} tokens, h = {knobs['hidden']:,} · 1 MB = 10<sup>6</sup> "
-                  "bytes",
-        )  # fmt: skip
+            f"{knobs['tokens']:,} tokens, h = {knobs['hidden']:,} · 1 MB = 10<sup>6</sup> "
+            "bytes",
+        )
         return fig.explained(
             f"tensor parallelism on {knobs['ranks']} ranks, {clock}: {len(bars)} bars by category",
             table(bars, {label: int(count) for label, count in sent.items()}),

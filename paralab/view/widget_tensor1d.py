@@ -14,8 +14,8 @@ from typing import Any
 from paralab.checks import illegal
 from paralab.interpret import quick
 from paralab.interpret.predict import predict
-from paralab.records import metrics, moved
-from paralab.report import Report
+from paralab.report import metrics, moved
+from paralab.report.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import theme
 from paralab.view.timeline import timeline, timelines
@@ -52,25 +52,37 @@ class Tensor1D(Bench):
         self.model, self.plan = given("model", model, MODEL), given("plan", plan, PLAN)
         at = self.plan
         if at.tp_mode != "1d" or at.dp * at.pp > 1:
-            raise illegal("plan", at, "this widget is about tensor parallelism in 1D alone",
-                          "pl.Plan(tp=...)")  # fmt: skip
+            raise illegal(
+                "plan", at, "this widget is about tensor parallelism in 1D alone", "pl.Plan(tp=...)"
+            )
         at.validate(self.model)
         self.cluster = given("cluster", cluster, Cluster.local)
         self.link = self.cluster.link("all_reduce", "intra")
         self._alone: dict[int, dict[str, str]] = {}  # the table's first row, by micro-batch size
         most = self.cluster.num_devices
         ranks = sorted({n for n in RANKS if n <= most and self._divides(n)} | {at.tp})
-        super().__init__({
-            "ranks": Knob(label="ranks t", value=at.tp,
-                          options=[(count(n, "rank"), n) for n in ranks]),
-            "sequence": Knob(label="residual", buttons=True, options=list(RESIDUAL.items()),
-                             value="parts" if at.sequence_parallel else "whole",
-                             tip="norms, dropout and sums: t times over, or a t-th on each rank"),
-            "microbatch_size": Knob(label="micro-batch", value=at.microbatch_size,
-                                    options=[(count(b, "sample"), b)
-                                             for b in sorted({*SAMPLES, at.microbatch_size})]),
-            "bandwidth": link_knob(self.link, BANDWIDTHS),
-        })  # fmt: skip
+        super().__init__(
+            {
+                "ranks": Knob(
+                    label="ranks t", value=at.tp, options=[(count(n, "rank"), n) for n in ranks]
+                ),
+                "sequence": Knob(
+                    label="residual",
+                    buttons=True,
+                    options=list(RESIDUAL.items()),
+                    value="parts" if at.sequence_parallel else "whole",
+                    tip="norms, dropout and sums: t times over, or a t-th on each rank",
+                ),
+                "microbatch_size": Knob(
+                    label="micro-batch",
+                    value=at.microbatch_size,
+                    options=[
+                        (count(b, "sample"), b) for b in sorted({*SAMPLES, at.microbatch_size})
+                    ],
+                ),
+                "bandwidth": link_knob(self.link, BANDWIDTHS),
+            }
+        )
 
     def _divides(self, t: int) -> bool:
         """Whether every matrix, the heads and the sequence can be dealt out to t ranks."""
@@ -85,8 +97,12 @@ class Tensor1D(Bench):
         """The plan that these settings mean."""
         parts = knobs["sequence"] == "parts" and knobs["ranks"] > 1
         alone = {"partition_activations": False} if knobs["ranks"] == 1 or parts else {}
-        return self.plan.replace(tp=knobs["ranks"], sequence_parallel=parts,
-                                 microbatch_size=knobs["microbatch_size"], **alone)  # fmt: skip
+        return self.plan.replace(
+            tp=knobs["ranks"],
+            sequence_parallel=parts,
+            microbatch_size=knobs["microbatch_size"],
+            **alone,
+        )
 
     def cluster_of(self, knobs: dict[str, Any]) -> Cluster:
         """The cluster with its links at the chosen speed; latency stays."""
@@ -120,7 +136,7 @@ class Tensor1D(Bench):
             rows=[*self._predicted(knobs, expect), _row(f"{name}, replayed", replayed, kept)],
             said=f"Done, {count(knobs['ranks'], 'real process', 'es')}: {exact}; the predicted "
             f"step {beside_replay(expect, replayed)}.",
-        )  # fmt: skip
+        )
 
     def _needs(self, knobs: dict[str, Any]) -> Any:
         return self.plan_of(knobs)
@@ -154,7 +170,8 @@ def _row(name: str, report: Report, kept: Any) -> dict[str, str]:
         "parameters": theme.scaled(int(kept["parameters"]), "B"),
         "activations": theme.scaled(int(kept["activations"]), "B"),
         "sent per rank": theme.scaled(float(moved.traffic(report)["bytes"].mean()), "B")
-        if report.world_size > 1 else "0 B",
+        if report.world_size > 1
+        else "0 B",
         "time per step": f"{seconds * 1e3:.1f} ms",
         "of it waiting": f"{100 * wait / seconds:.0f} %",
-    }  # fmt: skip
+    }

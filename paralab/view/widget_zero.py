@@ -13,7 +13,7 @@ from typing import Any
 
 from paralab.checks import illegal
 from paralab.interpret import quick
-from paralab.report import Report
+from paralab.report.report import Report
 from paralab.spec import ModelSpec, Plan
 from paralab.theory import zero
 from paralab.view import theme
@@ -49,20 +49,36 @@ class Zero(Bench):
         if self.plan.pp > 1:
             raise illegal("pp", self.plan.pp, "this widget is about data parallelism", "1")
         at = self.plan
-        super().__init__({
-            "stage": Knob(label="stage", value=at.zero_stage, buttons=True,
-                          options=[(name, stage) for stage, name in STAGES.items()]),
-            "ranks": _slider("devices N", RANKS, at.dp, "{} device"),
-            "microbatches": _slider("micro-batches", MICROBATCHES, at.microbatches,
-                                    "{} micro-batch", "es"),
-            "hidden": _slider("hidden size", HIDDEN, self.model.hidden, "hidden {}", ""),
-            "precision": Knob(label="precision", value=at.precision, buttons=True,
-                              options=[("fp32", "fp32"), ("bf16, mixed", "bf16"),
-                                       ("fp16, mixed", "fp16")]),
-            "recompute": Knob(label="recompute", value=at.recompute, buttons=True,
-                              options=[(f"{kind} recomputed" if kind != "none" else "all kept",
-                                        kind) for kind in ("none", "selective", "full")]),
-        })  # fmt: skip
+        super().__init__(
+            {
+                "stage": Knob(
+                    label="stage",
+                    value=at.zero_stage,
+                    buttons=True,
+                    options=[(name, stage) for stage, name in STAGES.items()],
+                ),
+                "ranks": _slider("devices N", RANKS, at.dp, "{} device"),
+                "microbatches": _slider(
+                    "micro-batches", MICROBATCHES, at.microbatches, "{} micro-batch", "es"
+                ),
+                "hidden": _slider("hidden size", HIDDEN, self.model.hidden, "hidden {}", ""),
+                "precision": Knob(
+                    label="precision",
+                    value=at.precision,
+                    buttons=True,
+                    options=[("fp32", "fp32"), ("bf16, mixed", "bf16"), ("fp16, mixed", "fp16")],
+                ),
+                "recompute": Knob(
+                    label="recompute",
+                    value=at.recompute,
+                    buttons=True,
+                    options=[
+                        (f"{kind} recomputed" if kind != "none" else "all kept", kind)
+                        for kind in ("none", "selective", "full")
+                    ],
+                ),
+            }
+        )
 
     # ---- settings as descriptions --------------------------------------------------------------
     def model_of(self, knobs: dict[str, Any]) -> ModelSpec:
@@ -75,10 +91,14 @@ class Zero(Bench):
     def plan_of(self, knobs: dict[str, Any], stage: int | None = None) -> Plan:
         """The plan that these settings mean, with this stage or the chosen one."""
         return self.plan.replace(
-            dp=knobs["ranks"], microbatches=knobs["microbatches"], precision=knobs["precision"],
-            recompute=knobs["recompute"], shard=None, grad_sync="overlapped",
+            dp=knobs["ranks"],
+            microbatches=knobs["microbatches"],
+            precision=knobs["precision"],
+            recompute=knobs["recompute"],
+            shard=None,
+            grad_sync="overlapped",
             zero_stage=knobs["stage"] if stage is None else stage,
-        )  # fmt: skip
+        )
 
     def bytes_of(self, knobs: dict[str, Any], stage: int) -> dict[str, int]:
         """{category: bytes} at a step's fullest moment, on every device."""
@@ -130,10 +150,15 @@ class Zero(Bench):
             program = quick.program_of(model, self.plan_of(knobs, stage), "adamw", 0)
             each = sum(quick.states(program, 0).values()) / model.num_params
             times = zero.volume(stage, knobs["microbatches"]) if knobs["ranks"] > 1 else 0
-            rows.append(_row(
-                f"{STAGES[stage]}, predicted", self.bytes_of(knobs, stage),
-                self.sent_of(knobs, stage), f"{each:.2f}", f"{times} Ψ(N−1)/N" if times else "0",
-            ))  # fmt: skip
+            rows.append(
+                _row(
+                    f"{STAGES[stage]}, predicted",
+                    self.bytes_of(knobs, stage),
+                    self.sent_of(knobs, stage),
+                    f"{each:.2f}",
+                    f"{times} Ψ(N−1)/N" if times else "0",
+                )
+            )
         return rows
 
     def _bars(self, knobs: dict[str, Any], found: Report | None = None) -> Chart:
@@ -146,9 +171,12 @@ class Zero(Bench):
         clock = "predicted" if found is None else "predicted and measured"
         psi = self.model_of(knobs).num_params
         fig = memory_and_traffic(
-            bars, sent, bright=[*chosen, "measured"], title=self._finding(knobs),
+            bars,
+            sent,
+            bright=[*chosen, "measured"],
+            title=self._finding(knobs),
             below=f"{clock}, per device and step · 1 MB = 10<sup>6</sup> bytes · Ψ = {psi:,}",
-        )  # fmt: skip
+        )
         return fig.explained(
             f"ZeRO on {count(knobs['ranks'], 'device')}, {clock}: {len(bars)} bars by category",
             table(bars, sent),
@@ -165,8 +193,10 @@ class Zero(Bench):
         if not before:
             return f"{said}, nobody to share with"
         times = now / before
-        return f"{said} for {'the same' if abs(times - 1) < 0.01 else f'{times:.2g} times the'} " \
-            "traffic"  # fmt: skip
+        return (
+            f"{said} for {'the same' if abs(times - 1) < 0.01 else f'{times:.2g} times the'} "
+            "traffic"
+        )
 
 
 def _measured(found: Report) -> tuple[dict[str, int], int]:
@@ -177,7 +207,7 @@ def _measured(found: Report) -> tuple[dict[str, int], int]:
 
 def _row(
     name: str, kept: dict[str, int], sent: int, each: str = "", formula: str = ""
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     states = sum(kept.get(category, 0) for category in STATES)
     rest = sum(kept.values()) - states - kept.get("activations", 0) - kept.get("buffers", 0)
     return {
@@ -193,9 +223,9 @@ def _row(
     }
 
 
-def _slider(
-    label: str, usual: tuple[int, ...], value: int, text: str, plural: str = "s"
-) -> Knob:  # fmt: skip
-    return Knob(label=label, value=value,
-                options=[(text.format(n) + plural * (n != 1), n)
-                         for n in sorted({*usual, value})])  # fmt: skip
+def _slider(label: str, usual: tuple[int, ...], value: int, text: str, plural: str = "s") -> Knob:
+    return Knob(
+        label=label,
+        value=value,
+        options=[(text.format(n) + plural * (n != 1), n) for n in sorted({*usual, value})],
+    )

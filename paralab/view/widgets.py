@@ -27,5 +27,17 @@ from paralab.view.widget_tensor import Tensor as tensor
 from paralab.view.widget_tensor1d import Tensor1D as tensor1d
 from paralab.view.widget_zero import Zero as zero
 
-__all__ = ["Bench", "Knob", "Sketch", "collective", "data_parallel", "explore", "memory", "offload",
-           "pipeline", "tensor", "tensor1d", "zero"]  # fmt: skip
+__all__ = [
+    "Bench",
+    "Knob",
+    "Sketch",
+    "collective",
+    "data_parallel",
+    "explore",
+    "memory",
+    "offload",
+    "pipeline",
+    "tensor",
+    "tensor1d",
+    "zero",
+]

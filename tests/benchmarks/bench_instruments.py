@@ -12,8 +12,8 @@ from bench_data_parallel import BATCH, MODEL, STEPS
 from pairs import row, slowest_rank, take_turns
 
 import paralab as pl
+from paralab.instruments.recorder import Recorder
 from paralab.launch import launch_program
-from paralab.observe.recorder import Recorder
 
 
 class Blind(Recorder):

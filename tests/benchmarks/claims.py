@@ -23,9 +23,9 @@ import pytest
 
 import paralab as pl
 from paralab import view
-from paralab.cluster import available_cores
 from paralab.interpret.predict import predict
 from paralab.parallel.schedules import interleaved
+from paralab.spec.cluster import available_cores
 from paralab.theory import engine
 from paralab.theory.gaps import beside
 from paralab.theory.ideal import schedule_of, stage_costs
@@ -182,7 +182,7 @@ def test_ten_thousand_items_are_played_at_once():
 
 # ---- instruments ---------------------------------------------------------------------------------
 def test_writing_down_a_span_costs_microseconds():
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     recorder = Recorder(rank=0, world_size=1)
     began = time.thread_time()
@@ -197,9 +197,9 @@ def test_a_watched_step_costs_a_seventh_more_at_most():
     def ratios(group: Any) -> list[float]:
         import torch
 
+        from paralab.instruments.ledger import Ledger
+        from paralab.instruments.recorder import Recorder
         from paralab.interpret.train import Trainer
-        from paralab.observe.ledger import Ledger
-        from paralab.observe.recorder import Recorder
 
         torch.set_num_threads(1)  # all of the step on the thread that is timed
         recorder = Recorder(rank=0, world_size=1)

@@ -32,8 +32,14 @@ class Setting(NamedTuple):
 
     @property
     def model(self) -> ModelSpec:
-        return ModelSpec(layers=self.layers, hidden=self.hidden, heads=self.heads, seq_len=2048,
-                         vocab=51200, dropout=0.1)  # fmt: skip
+        return ModelSpec(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            seq_len=2048,
+            vocab=51200,
+            dropout=0.1,
+        )
 
 
 TABLE_3 = {
@@ -69,14 +75,20 @@ def korthikanti_table5() -> pd.DataFrame:
         used = {"seconds": present, "devices": devices, "peak": PEAK}
         once = training.utilisation(at.model, batch, recompute="selective", **used)
         eq8 = training.printed_selective_flops(at.model, batch)
-        rows.append({
-            "model": name, "devices": devices, "batch": batch,
-            "full (s), printed": full, "present (s), printed": present,
-            "throughput (%), printed": gain,
-            "throughput (%), recomputed": full and 100 * (full / present - 1),
-            "MFU (%), printed": mfu, "MFU (%), recomputed": 100 * once.model,
-            "HFU (%), printed": hfu,
-            "HFU (%), recomputed": 100 * eq8 / (present * devices * PEAK),
-            "HFU (%), counted once": 100 * once.hardware,
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": name,
+                "devices": devices,
+                "batch": batch,
+                "full (s), printed": full,
+                "present (s), printed": present,
+                "throughput (%), printed": gain,
+                "throughput (%), recomputed": full and 100 * (full / present - 1),
+                "MFU (%), printed": mfu,
+                "MFU (%), recomputed": 100 * once.model,
+                "HFU (%), printed": hfu,
+                "HFU (%), recomputed": 100 * eq8 / (present * devices * PEAK),
+                "HFU (%), counted once": 100 * once.hardware,
+            }
+        )
     return pd.DataFrame(rows)

@@ -43,17 +43,24 @@ class Row(NamedTuple):
 
     @property
     def model(self) -> ModelSpec:
-        return ModelSpec(layers=self.layers, hidden=self.hidden, heads=self.heads,
-                         seq_len=SEQ_LEN, vocab=VOCAB)  # fmt: skip
+        return ModelSpec(
+            layers=self.layers, hidden=self.hidden, heads=self.heads, seq_len=SEQ_LEN, vocab=VOCAB
+        )
 
     @property
     def plan(self) -> Plan:
         dp = self.devices // (self.tp * self.pp)
         return Plan(
-            dp=dp, tp=self.tp, pp=self.pp, microbatches=self.batch // (dp * self.micro),
-            microbatch_size=self.micro, virtual_stages=self.chunks, recompute="full",
-            schedule="interleaved" if self.chunks > 1 else "1f1b", precision="fp16",
-        )  # fmt: skip
+            dp=dp,
+            tp=self.tp,
+            pp=self.pp,
+            microbatches=self.batch // (dp * self.micro),
+            microbatch_size=self.micro,
+            virtual_stages=self.chunks,
+            recompute="full",
+            schedule="interleaved" if self.chunks > 1 else "1f1b",
+            precision="fp16",
+        )
 
 
 TABLE_1 = (
@@ -111,19 +118,29 @@ def ptdp_table1() -> pd.DataFrame:
         model, plan = row.model, row.plan
         flops = needs.step_flops(model, row.batch, recompute="full")
         total = row.devices * row.tflops * 1e12
-        rows.append({
-            "parameters (B), printed": row.params,
-            "parameters (B), recomputed": printed_params(model) / 1e9,
-            "tp": row.tp, "pp": row.pp, "dp": plan.dp, "devices": row.devices, "batch": row.batch,
-            "micro-batches": plan.microbatches, "chunks": row.chunks,
-            "TFLOP/s per device, printed": row.tflops,
-            "TFLOP/s per device, recomputed": 1e3 * row.pflops / row.devices,
-            "PFLOP/s, printed": row.pflops, "PFLOP/s, recomputed": total / 1e15,
-            "peak (%), printed": row.percent, "peak (%), recomputed": 1e14 * row.tflops / PEAK,
-            "FLOPs per step": float(flops), "seconds per step": flops / total,
-            "bubble over ideal": (row.pp - 1) / (row.chunks * plan.microbatches),
-            "146 TFLOP/s is off by (%)": 100 * (NULL_MODEL / (row.tflops * 1e12) - 1),
-        })  # fmt: skip
+        rows.append(
+            {
+                "parameters (B), printed": row.params,
+                "parameters (B), recomputed": printed_params(model) / 1e9,
+                "tp": row.tp,
+                "pp": row.pp,
+                "dp": plan.dp,
+                "devices": row.devices,
+                "batch": row.batch,
+                "micro-batches": plan.microbatches,
+                "chunks": row.chunks,
+                "TFLOP/s per device, printed": row.tflops,
+                "TFLOP/s per device, recomputed": 1e3 * row.pflops / row.devices,
+                "PFLOP/s, printed": row.pflops,
+                "PFLOP/s, recomputed": total / 1e15,
+                "peak (%), printed": row.percent,
+                "peak (%), recomputed": 1e14 * row.tflops / PEAK,
+                "FLOPs per step": float(flops),
+                "seconds per step": flops / total,
+                "bubble over ideal": (row.pp - 1) / (row.chunks * plan.microbatches),
+                "146 TFLOP/s is off by (%)": 100 * (NULL_MODEL / (row.tflops * 1e12) - 1),
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -133,13 +150,19 @@ def ptdp_table2() -> pd.DataFrame:
     for scheme, billions, mp, batch, devices, micro, tflops, days in TABLE_2:
         model = MODELS_2[billions]
         work = {"tokens": 300e9, "devices": devices, "flops": tflops * 1e12}
-        rows.append({
-            "scheme": scheme,
-            "parameters (B), printed": billions,
-            "parameters (B), recomputed": printed_params(model) / 1e9,
-            "model-parallel": mp, "batch": batch, "devices": devices, "micro-batch": micro,
-            "TFLOP/s per device": tflops, "days, printed": days,
-            "days, recomputed": needs.training_days(model, **work),
-            "days, eq. 4": training.days_by_parameters(printed_params(model), **work),
-        })  # fmt: skip
+        rows.append(
+            {
+                "scheme": scheme,
+                "parameters (B), printed": billions,
+                "parameters (B), recomputed": printed_params(model) / 1e9,
+                "model-parallel": mp,
+                "batch": batch,
+                "devices": devices,
+                "micro-batch": micro,
+                "TFLOP/s per device": tflops,
+                "days, printed": days,
+                "days, recomputed": needs.training_days(model, **work),
+                "days, eq. 4": training.days_by_parameters(printed_params(model), **work),
+            }
+        )
     return pd.DataFrame(rows)

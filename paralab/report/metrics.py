@@ -13,15 +13,15 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from paralab.records import dry
-from paralab.records.once import once
-from paralab.records.tables import COMPUTE_KINDS, COPY_LANES
+from paralab.report import dry
+from paralab.report.once import once
+from paralab.report.tables import COMPUTE_KINDS, COPY_LANES
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 Interval = tuple[float, float]
 NAN = float("nan")
@@ -97,8 +97,9 @@ def idle_shares(report: Report, step: int) -> dict[int, float]:
     where there is one pipeline.
     """
     longest = _longest(report, step)
-    return {rank: 1 - part[2] / longest[rank]
-            for rank, part in pipeline_parts(report, step).items()}  # fmt: skip
+    return {
+        rank: 1 - part[2] / longest[rank] for rank, part in pipeline_parts(report, step).items()
+    }
 
 
 def _longest(report: Report, step: int) -> dict[int, float]:

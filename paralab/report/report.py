@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab import checks
 from paralab.checks import choice, illegal
-from paralab.records import dry, metrics, moved, summary, tables
+from paralab.report import dry, metrics, moved, summary, tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
 
@@ -86,10 +86,11 @@ class Report:
 
     def __post_init__(self) -> None:
         choice("clock", self.clock, CLOCKS)
-        for name, kind, legal in (("model", (ModelSpec, NoneType), "a pl.ModelSpec(...) or None"),
-                                  ("plan", Plan, "a pl.Plan(...)"),
-                                  ("cluster", (Cluster, NoneType), "a pl.Cluster(...) or None"),
-                                  ):  # fmt: skip
+        for name, kind, legal in (
+            ("model", (ModelSpec, NoneType), "a pl.ModelSpec(...) or None"),
+            ("plan", Plan, "a pl.Plan(...)"),
+            ("cluster", (Cluster, NoneType), "a pl.Cluster(...) or None"),
+        ):
             if not isinstance(getattr(self, name), kind):
                 raise illegal(name, getattr(self, name), "not one", legal)
         object.__setattr__(self, "meta", plain(dict(self.meta), "meta"))
@@ -100,16 +101,20 @@ class Report:
 
     @classmethod
     def from_parts(
-        cls, parts: Sequence[Mapping[str, Any]], *, model: ModelSpec | None, plan: Plan,
+        cls,
+        parts: Sequence[Mapping[str, Any]],
+        *,
+        model: ModelSpec | None,
+        plan: Plan,
         meta: Mapping[str, Any],
-    ) -> Report:  # fmt: skip
+    ) -> Report:
         """One measured report from what every rank wrote, in any order, on one clock.
 
         Each rank's times get its ``clock_offset`` added, then all are shifted so that the earliest
         step 0 starts at 0. Raises ValueError if a rank is missing, is there twice, or if parts of
         different runs meet.
         """
-        from paralab.records.merge import merge
+        from paralab.report.merge import merge
 
         return cls(
             clock="measured",
@@ -149,7 +154,7 @@ class Report:
 
         See ``records.peaks``.
         """
-        from paralab.records.peaks import peaks
+        from paralab.report.peaks import peaks
 
         return peaks(self, rank)
 
@@ -179,9 +184,12 @@ class Report:
 
     # ---- pictures and files -------------------------------------------------------------------
     def timeline(
-        self, *, step: int | None = None, ranks: Sequence[int] | None = None,
+        self,
+        *,
+        step: int | None = None,
+        ranks: Sequence[int] | None = None,
         ideal: bool | None = None,
-    ) -> go.Figure:  # fmt: skip
+    ) -> go.Figure:
         """Every span of one step, rank by rank; by default the step of median duration.
 
         Of a pipeline the ideal stands above, the same schedule and costs with free links, where
@@ -237,7 +245,7 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything as JSON, gzipped if ``path`` ends in .gz; ``pl.load`` reads it back."""
-        from paralab.records.storage import save
+        from paralab.report.storage import save
 
         save(self, path)
 
@@ -262,8 +270,12 @@ class Report:
         messages = int((calls["op"] == "send").sum())
         calls = calls[~calls["op"].isin(POINT_TO_POINT)]
         calls = calls[["axis", "ranks", "call"]].drop_duplicates()
-        counts = [(self.world_size, "rank"), (len(set(self.steps["step"])), "step"),
-                  (len(calls), "collective"), (messages, "message")]  # fmt: skip
+        counts = [
+            (self.world_size, "rank"),
+            (len(set(self.steps["step"])), "step"),
+            (len(calls), "collective"),
+            (messages, "message"),
+        ]
         said = [f"{n} {name}{'s' * (n != 1)}" for n, name in counts]
         if self.clock == dry.CLOCK:
             said[0] = f"rank {self.meta.get('rank')} of {said[0]}"
@@ -296,8 +308,12 @@ def plain(value: Any, where: str) -> Any:
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise illegal(where, value, f"{type(value).__name__} has no plain form",
-                  "text, numbers, yes/no, None, and lists and dicts of them")  # fmt: skip
+    raise illegal(
+        where,
+        value,
+        f"{type(value).__name__} has no plain form",
+        "text, numbers, yes/no, None, and lists and dicts of them",
+    )
 
 
 def load(path: str | os.PathLike[str]) -> Report:
@@ -306,7 +322,7 @@ def load(path: str | os.PathLike[str]) -> Report:
     Raises FileNotFoundError if there is none, ValueError naming the file, what is wrong with it and
     what would do, if it is damaged, foreign or written by a newer version.
     """
-    from paralab.records.storage import load_folder, load_report
+    from paralab.report.storage import load_folder, load_report
 
     path = checks.path(
         "path", path, "a file that report.save wrote, or a folder of torchrun's parts"
@@ -315,11 +331,15 @@ def load(path: str | os.PathLike[str]) -> Report:
 
 
 def save_part(
-    folder: str | os.PathLike[str], part: Mapping[str, Any], *, model: ModelSpec, plan: Plan,
+    folder: str | os.PathLike[str],
+    part: Mapping[str, Any],
+    *,
+    model: ModelSpec,
+    plan: Plan,
     meta: Mapping[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Write what one rank of a torchrun job measured, for ``load(folder)`` to merge."""
-    from paralab.records.storage import save_part as write_part
+    from paralab.report.storage import save_part as write_part
 
     write_part(folder, part, model=model, plan=plan, meta=meta)
 

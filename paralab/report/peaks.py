@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
+from paralab.instruments.samples import CATEGORIES
 from paralab.interpret import quick
-from paralab.observe.samples import CATEGORIES
-from paralab.records import dry
+from paralab.report import dry
 from paralab.spec import OWN_FORM
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 
 def peaks(report: Report, rank: int | None = None) -> pd.DataFrame:

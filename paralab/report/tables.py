@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from paralab.spec.tiers import LINKS
 from paralab.theory.traffic import OPS, ROOTED
-from paralab.tiers import LINKS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,27 +39,64 @@ COPY_OPS = ("copy", "read", "write")  # of a file: read or write
 
 COLUMNS: dict[str, dict[str, type]] = {
     "spans": {
-        "id": int, "rank": int, "step": int, "lane": str, "kind": str, "stage": int, "chunk": int,
-        "microbatch": int, "start": float, "end": float, "cost": float, "after": tuple,
+        "id": int,
+        "rank": int,
+        "step": int,
+        "lane": str,
+        "kind": str,
+        "stage": int,
+        "chunk": int,
+        "microbatch": int,
+        "start": float,
+        "end": float,
+        "cost": float,
+        "after": tuple,
     },
     "collectives": {
-        "call": int, "rank": int, "step": int, "op": str, "axis": str, "ranks": tuple, "peer": int,
-        "level": str, "phase": str, "payload_bytes": int, "wire_bytes": int, "start": float,
-        "end": float, "span": int,
+        "call": int,
+        "rank": int,
+        "step": int,
+        "op": str,
+        "axis": str,
+        "ranks": tuple,
+        "peer": int,
+        "level": str,
+        "phase": str,
+        "payload_bytes": int,
+        "wire_bytes": int,
+        "start": float,
+        "end": float,
+        "span": int,
     },
     "copies": {
-        "rank": int, "step": int, "lane": str, "op": str, "category": str, "bytes": int,
-        "start": float, "end": float, "span": int,
+        "rank": int,
+        "step": int,
+        "lane": str,
+        "op": str,
+        "category": str,
+        "bytes": int,
+        "start": float,
+        "end": float,
+        "span": int,
     },
     "memory": {
-        "rank": int, "step": int, "time": float, "tier": str, "category": str, "bytes": int,
+        "rank": int,
+        "step": int,
+        "time": float,
+        "tier": str,
+        "category": str,
+        "bytes": int,
     },
     "steps": {"rank": int, "step": int, "start": float, "end": float, "beside": float},
     "allocator": {
-        "rank": int, "step": int, "allocated": int, "active": int, "reserved": int,
+        "rank": int,
+        "step": int,
+        "allocated": int,
+        "active": int,
+        "reserved": int,
         "largest_free": int,
     },
-}  # fmt: skip
+}
 TIMES = ("start", "end", "time")  # columns that a clock offset shifts
 
 _CHOICES = {
@@ -214,9 +251,11 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
         raise ValueError(f"table spans: id {twice} appears more than once")
     if not ids.issuperset(chain.from_iterable(spans["after"].tolist())):
         span, lost = next(
-            (span, a) for span, after in zip(spans["id"], spans["after"], strict=True)
-            for a in after if a not in ids
-        )  # fmt: skip
+            (span, a)
+            for span, after in zip(spans["id"], spans["after"], strict=True)
+            for a in after
+            if a not in ids
+        )
         raise ValueError(f"table spans: span {span} waits for span {lost}, which is not there")
     for name in ("collectives", "copies"):
         strange = set(tables[name]["span"].tolist()) - {-1} - ids

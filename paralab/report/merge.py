@@ -13,16 +13,19 @@ from typing import Any
 
 from paralab.checks import illegal
 from paralab.parallel.layouts import holding
-from paralab.records import tables
+from paralab.report import tables
 from paralab.spec import ModelSpec, Plan
 
 PART_KEYS = ("rank", "clock_offset", "clock_uncertainty", *tables.COLUMNS, "losses")
 
 
 def merge(
-    parts: Sequence[Mapping[str, Any]], *, plan: Plan, meta: Mapping[str, Any],
+    parts: Sequence[Mapping[str, Any]],
+    *,
+    plan: Plan,
+    meta: Mapping[str, Any],
     model: ModelSpec | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The tables, losses, weights, gradients, results and meta, from one part per rank.
 
     model  of a training; weights and gradients that tp ranks hold in blocks are put together

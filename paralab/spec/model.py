@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paralab.checks import Description, choice, count, illegal, real
-from paralab.forms import block_shapes, check_block, form_name
+from paralab.spec.forms import block_shapes, check_block, form_name
 
 MAX_WEIGHTS = 2**52  # of one kind; at up to 12 * 16 bytes each, which are counted in 63 bits
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from paralab import checks
-from paralab.records import tables, written
-from paralab.records.arrays import decode_arrays, encode_arrays, typed
-from paralab.report import Report, plain
+from paralab.report import tables, written
+from paralab.report.arrays import decode_arrays, encode_arrays, typed
+from paralab.report.report import Report, plain
 from paralab.spec import Cluster, ModelSpec, Plan
 
 VERSION = 2  # 1 had no column `beside` in the table of steps
@@ -51,9 +51,13 @@ def load_report(path: Path) -> Report:
 
 
 def save_part(
-    folder: str | os.PathLike[str], part: Mapping[str, Any], *, model: ModelSpec, plan: Plan,
+    folder: str | os.PathLike[str],
+    part: Mapping[str, Any],
+    *,
+    model: ModelSpec,
+    plan: Plan,
     meta: Mapping[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Write one rank's part as ``folder``/rank-00003.json, making the folder if need be.
 
     ``meta["run_id"]`` must be the same on all ranks of a run and another one for every run.
@@ -136,14 +140,18 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
     if not isinstance(envelope, dict) or envelope.get("format") not in (REPORT, PART):
         raise ValueError(f"{path}: not a paralab report; pl.load reads what report.save wrote")
     if envelope["format"] != kind:
-        raise ValueError(f"{path}: is a {envelope['format']}, not a {kind}; "
-                         "pl.load takes a saved report or the folder of all parts")  # fmt: skip
+        raise ValueError(
+            f"{path}: is a {envelope['format']}, not a {kind}; "
+            "pl.load takes a saved report or the folder of all parts"
+        )
     version = envelope.get("version")
     if type(version) is not int or version < 1:
         raise ValueError(f"{path}: damaged (version {version!r} is none); {again}")
     if version > VERSION:
-        raise ValueError(f"{path}: written by a newer paralab (format {version}, this one reads up "
-                         f"to {VERSION}); update paralab to read it")  # fmt: skip
+        raise ValueError(
+            f"{path}: written by a newer paralab (format {version}, this one reads up "
+            f"to {VERSION}); update paralab to read it"
+        )
     body = envelope.get("body")
     if not isinstance(body, dict):
         raise ValueError(f"{path}: damaged (body is missing); {again}")

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import Description, choice, count, illegal, whole
-from paralab.cluster import Cluster, Link
-from paralab.forms import (
+from paralab.parallel.schedules import RELAY
+from paralab.spec.cluster import Cluster, Link
+from paralab.spec.forms import (
     GRAD_SYNC_FORMS,
     OWN_FORM,
     SCHEDULE_NAMES,
@@ -25,16 +26,24 @@ from paralab.forms import (
     form_name,
     make_schedule,
 )
-from paralab.model_spec import MODEL_PRESETS, ModelSpec
-from paralab.parallel.schedules import RELAY
-from paralab.rules import check_plan, tensor_grid
-from paralab.tiers import Offload, as_offload, resolved
+from paralab.spec.model import MODEL_PRESETS, ModelSpec
+from paralab.spec.rules import check_plan, tensor_grid
+from paralab.spec.tiers import Offload, as_offload, resolved
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
 
-__all__ = ["GRAD_SYNC_FORMS", "MODEL_PRESETS", "OWN_FORM", "SCHEDULE_NAMES",
-           "Cluster", "Link", "ModelSpec", "Place", "Plan"]  # fmt: skip
+__all__ = [
+    "GRAD_SYNC_FORMS",
+    "MODEL_PRESETS",
+    "OWN_FORM",
+    "SCHEDULE_NAMES",
+    "Cluster",
+    "Link",
+    "ModelSpec",
+    "Place",
+    "Plan",
+]
 
 # Of an element, by precision. Beside 16 bits AdamW keeps a 4-byte master copy.
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -109,12 +109,15 @@ class Cluster(Description):
                 object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
         if not isinstance(self.collectives, Mapping):
             raise illegal("collectives", self.collectives, "not a table", "{operation: pl.Link}")
-        measured = {choice("collectives", op, OPS): as_link(f"collectives[{op!r}]", v)
-                    for op, v in self.collectives.items()}  # fmt: skip
+        measured = {
+            choice("collectives", op, OPS): as_link(f"collectives[{op!r}]", v)
+            for op, v in self.collectives.items()
+        }
         object.__setattr__(self, "collectives", measured)
         if not isinstance(self.products_16bit, Mapping):
-            raise illegal("products_16bit", self.products_16bit, "not a table",
-                          '{"bf16": (7e9, 1.5e9, 16e9)}')  # fmt: skip
+            raise illegal(
+                "products_16bit", self.products_16bit, "not a table", '{"bf16": (7e9, 1.5e9, 16e9)}'
+            )
         rates = {name: _three(name, of) for name, of in self.products_16bit.items()}
         object.__setattr__(self, "products_16bit", rates)
 
@@ -149,7 +152,7 @@ class Cluster(Description):
 
         Raises ValueError if GPUs are asked for where there is none.
         """
-        from paralab.observe.calibrate import local_cluster
+        from paralab.instruments.calibrate import local_cluster
 
         return local_cluster(device=device, refresh=refresh)
 
@@ -177,9 +180,15 @@ def available_cores() -> int:
 
 
 def _dgx(
-    peak: float, memory_gb: int, memory_gbs: float, intra_gbs: float, inter_gbs: float,
-    host_gbs: float, host_memory_gbs: float, devices: int = 8,
-) -> dict:  # fmt: skip
+    peak: float,
+    memory_gb: int,
+    memory_gbs: float,
+    intra_gbs: float,
+    inter_gbs: float,
+    host_gbs: float,
+    host_memory_gbs: float,
+    devices: int = 8,
+) -> dict:
     """Dense 16-bit peak at 62 %, memory at 80 %: shares that large training kernels reach."""
     return {
         "devices_per_node": devices,

@@ -17,11 +17,11 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.observe.samples import CATEGORIES
+from paralab.instruments.samples import CATEGORIES
 from paralab.spec import ModelSpec, Plan
 
 if TYPE_CHECKING:
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
 ALIGN = 64  # bytes
 
@@ -66,10 +66,10 @@ def storages(model: ModelSpec, plan: Plan | None = None) -> list[Storage]:
 
 def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
     """In a rank: the births and deaths of one step."""
+    from paralab.instruments.ledger import Ledger
+    from paralab.instruments.memory import Life
+    from paralab.instruments.recorder import Recorder
     from paralab.interpret.train import Trainer
-    from paralab.observe.ledger import Ledger
-    from paralab.observe.memory import Life
-    from paralab.observe.recorder import Recorder
 
     class Log(Ledger):
         """A ledger that remembers every storage."""
@@ -98,9 +98,14 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
         trainer.step(1)
         log.state()
     found = [
-        (max(born - first, 0), (log.events + 1 if died is None else died) - first, size,
-         life.category) for born, died, size, life in log.lives.values()
-    ]  # fmt: skip
+        (
+            max(born - first, 0),
+            (log.events + 1 if died is None else died) - first,
+            size,
+            life.category,
+        )
+        for born, died, size, life in log.lives.values()
+    ]
     return sorted(found)
 
 

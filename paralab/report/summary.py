@@ -5,14 +5,14 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from paralab.observe.allocator import PEAKS
-from paralab.records import dry, metrics, moved
-from paralab.tiers import WAYS
+from paralab.instruments.allocator import PEAKS
+from paralab.report import dry, metrics, moved
+from paralab.spec.tiers import WAYS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 COPIES_HIDDEN = "of the copies hidden behind compute"
 NAN = float("nan")
@@ -25,8 +25,9 @@ def summary(report: Report) -> pd.DataFrame:
     import pandas as pd
 
     steps = metrics.measured_steps(report)
-    parts = [metrics.shares(report, s) for s in steps] or [dict.fromkeys(
-        ("work", "optimizer", "wait", "communication", "hidden"), NAN)]  # fmt: skip
+    parts = [metrics.shares(report, s) for s in steps] or [
+        dict.fromkeys(("work", "optimizer", "wait", "communication", "hidden"), NAN)
+    ]
     typical = {name: median(p[name] for p in parts) for name in parts[0]}
     comm = typical["communication"]
     sent = moved.traffic(report)["bytes"].sum() / max(len(metrics.reported_ranks(report)), 1)
@@ -51,8 +52,13 @@ def summary(report: Report) -> pd.DataFrame:
         rows.append(
             ("left out: a gradient overflowed", skipped, f"of {report.meta['steps']} steps")
         )
-    frame = pd.DataFrame({"quantity": [r[0] for r in rows], "value": [r[1] for r in rows],
-                          "unit": [r[2] for r in rows]})  # fmt: skip
+    frame = pd.DataFrame(
+        {
+            "quantity": [r[0] for r in rows],
+            "value": [r[1] for r in rows],
+            "unit": [r[2] for r in rows],
+        }
+    )
     return frame.round({"value": 4}).set_index("quantity")
 
 
@@ -65,8 +71,10 @@ def _flops_rows(report: Report) -> list[tuple[str, float, str]]:
         return []
     rate = achieved(report.model, report.plan, seconds)["model"]
     rows = [("model FLOP/s per device", rate / 1e9, "GFLOP/s")]
-    return rows + [(f"{name} FLOPs utilisation", 100 * share, "% of peak")
-                   for name, share in utilisation(report).items()]  # fmt: skip
+    return rows + [
+        (f"{name} FLOPs utilisation", 100 * share, "% of peak")
+        for name, share in utilisation(report).items()
+    ]
 
 
 def _allocator_rows(report: Report) -> list[tuple[str, float, str]]:
@@ -84,10 +92,15 @@ def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
     """What summary says of copies between memory tiers: nothing where there are none."""
     n, unit = len(metrics.reported_ranks(report)), "MB" + " per rank" * (report.world_size > 1)
     copies = moved.copied(report, "link").set_index("link")["bytes"]
-    names = {"host to device per step": WAYS[:1], "device to host per step": WAYS[1:2],
-             "disk, read and written per step": WAYS[2:]}  # fmt: skip
-    mega = {name: float(sum(copies.get(link, 0) for link in links)) / n / 1e6
-            for name, links in names.items()}  # fmt: skip
+    names = {
+        "host to device per step": WAYS[:1],
+        "device to host per step": WAYS[1:2],
+        "disk, read and written per step": WAYS[2:],
+    }
+    mega = {
+        name: float(sum(copies.get(link, 0) for link in links)) / n / 1e6
+        for name, links in names.items()
+    }
     rows = [(name, size, unit) for name, size in mega.items() if size]
     steps = metrics.measured_steps(report)
     spans = report.spans[report.spans["lane"] == "host"]

@@ -44,8 +44,11 @@ def encode_arrays(arrays: Mapping[str, np.ndarray] | None) -> dict[str, Any] | N
                 f"array {name!r}: {array.dtype} is not a number type; it cannot be saved"
             )
         little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
-        encoded[name] = {"dtype": little.dtype.str, "shape": list(little.shape),
-                         "data": base64.b64encode(little.tobytes()).decode()}  # fmt: skip
+        encoded[name] = {
+            "dtype": little.dtype.str,
+            "shape": list(little.shape),
+            "data": base64.b64encode(little.tobytes()).decode(),
+        }
     return encoded
 
 

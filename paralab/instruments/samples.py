@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 CATEGORIES = (
-    "parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "other",
-)  # fmt: skip
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "buffers",
+    "workspace",
+    "other",
+)
 
 
 class Sample(NamedTuple):

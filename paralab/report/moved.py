@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
-from paralab.records.metrics import in_outline, measured_steps, reported_ranks
+from paralab.report.metrics import in_outline, measured_steps, reported_ranks
 from paralab.spec import BYTES_PER_ELEMENT
+from paralab.spec.tiers import WAYS
 from paralab.theory.traffic import BOOKKEEPING, edges
-from paralab.tiers import WAYS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report import Report
+    from paralab.report.report import Report
 
 BY = ("rank", "op", "axis", "level", "phase", "edge")
 COPIED_BY = ("rank", "link", "category")
@@ -61,8 +61,14 @@ def traffic(
     if keys == ["rank"]:  # a rank that sends nothing is worth a row
         totals |= {(rank,): 0 for rank in reported_ranks(report)}
     for row in calls.to_dict("records"):
-        sent = edges(row["op"], row["ranks"], row["rank"], row["payload_bytes"], row["peer"],
-                     sent=row["wire_bytes"] if sums else None)  # fmt: skip
+        sent = edges(
+            row["op"],
+            row["ranks"],
+            row["rank"],
+            row["payload_bytes"],
+            row["peer"],
+            sent=row["wire_bytes"] if sums else None,
+        )
         if sum(sent.values()) != row["wire_bytes"]:
             raise ValueError(
                 f"collective {row['call']} on rank {row['rank']}: wire_bytes={row['wire_bytes']}, "

@@ -46,8 +46,7 @@ from statistics import median
 from typing import Any
 
 from paralab.checks import choice, illegal
-from paralab.cluster import available_cores
-from paralab.observe.measure import (
+from paralab.instruments.measure import (
     measure_calls,
     measure_device,
     measure_links,
@@ -55,8 +54,9 @@ from paralab.observe.measure import (
     measure_tiers,
     see_gpus,
 )
-from paralab.observe.processors import processors_busy, spent, stolen_since
+from paralab.instruments.processors import processors_busy, spent, stolen_since
 from paralab.spec import Cluster, Link
+from paralab.spec.cluster import available_cores
 from paralab.theory.fit import fit_device, fit_half_rate, fit_link, fit_rate
 from paralab.theory.traffic import wire_bytes
 
@@ -260,9 +260,13 @@ def _measure(device: str) -> dict[str, Any]:
     began, cores, before = time.perf_counter(), available_cores(), spent()
     found = gpus() if device == "cuda" else ()
     ranks = len(found) or max(2, min(4, cores))
-    programs = {measure_device: 0 if found else ranks, measure_calls: ranks,
-                measure_products: ranks, measure_tiers: 1,
-                measure_links: ranks if ranks > 1 else 0}  # fmt: skip
+    programs = {
+        measure_device: 0 if found else ranks,
+        measure_calls: ranks,
+        measure_products: ranks,
+        measure_tiers: 1,
+        measure_links: ranks if ranks > 1 else 0,
+    }
     measured: dict[Any, list[list[dict[str, Any]]]] = {program: [] for program in programs}
     for _ in range(1 if found else PASSES):
         for program, count in programs.items():
@@ -348,10 +352,12 @@ def _pooled(found: list[list[dict[str, Any]]], ranks: int) -> list[list[dict[str
     On a shared machine whole launches are ten times as slow while others have its processors.
     """
     return [
-        [{**same[0], "marks": [m for row in same for m in row["marks"]]}
-         for same in zip(*found[rank::ranks], strict=True)]
+        [
+            {**same[0], "marks": [m for row in same for m in row["marks"]]}
+            for same in zip(*found[rank::ranks], strict=True)
+        ]
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
 
 
 def overheads(calls: list[dict[str, Any]]) -> tuple[float, float]:
@@ -374,9 +380,13 @@ def _from_last_launch(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]
             max(end for _, end in marks) - max(launched for launched, _ in marks)
             for marks in zip(*(row["marks"] for row in members), strict=True)
         )
-        rows.append({
-            "op": op, "ranks": n, "payload_bytes": payload,
-            "wire_bytes": max(wire_bytes(op, payload, n, index) for index in range(n)),
-            "seconds": seconds[len(seconds) // 4],
-        })  # fmt: skip
+        rows.append(
+            {
+                "op": op,
+                "ranks": n,
+                "payload_bytes": payload,
+                "wire_bytes": max(wire_bytes(op, payload, n, index) for index in range(n)),
+                "seconds": seconds[len(seconds) // 4],
+            }
+        )
     return rows

@@ -90,9 +90,13 @@ def theory_bytes(op: str, ranks: int, nbytes: int) -> int:
 
 # ---- gates --------------------------------------------------------------------------------------
 def between_gates(
-    program: Callable[..., Any], ranks: int, args: Sequence[Any], *, gates: int,
+    program: Callable[..., Any],
+    ranks: int,
+    args: Sequence[Any],
+    *,
+    gates: int,
     timeout: float = 60.0,
-) -> tuple[list[Any], list[int]]:  # fmt: skip
+) -> tuple[list[Any], list[int]]:
     """Run ``program(context, gate, *args)`` on every rank; the counter's state at every gate.
 
     A rank that calls ``gate()`` stands still until all ranks have and the counter has been read.
@@ -138,9 +142,7 @@ def loopback_bytes() -> int:
     )
 
 
-def _keep(
-    folder: Path, ranks: int, gates: int, counts: list[int], over: threading.Event
-) -> None:  # fmt: skip
+def _keep(folder: Path, ranks: int, gates: int, counts: list[int], over: threading.Event) -> None:
     for number in range(gates):
         while len(list(folder.glob(f"{number}.[0-9]*"))) < ranks:
             if over.wait(0.002):
@@ -168,7 +170,7 @@ def _gated(context: Any, program: Callable[..., Any], folder: str, *args: Any) -
 def _calls(context: Any, gate: Gate, ops: Sequence[str], nbytes: int) -> list[int]:
     """Every op between gates; this rank's ledger bytes of one call of each."""
     from paralab.comm import Group
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     recorder = Recorder(rank=context.rank, world_size=context.world_size)
     group = Group(range(context.world_size), axis="world", context=context, recorder=recorder)

@@ -14,9 +14,9 @@ from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
 
-from paralab.forms import OWN_FORM, form_name, make_schedule
 from paralab.parallel.schedules import SPLIT
-from paralab.tiers import Offload, resolved
+from paralab.spec.forms import OWN_FORM, form_name, make_schedule
+from paralab.spec.tiers import Offload, resolved
 
 ON_DEVICE = Offload()
 # {name: (settings, function)} of what follows from a few settings; "model" is one of these.

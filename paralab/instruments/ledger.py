@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from paralab.observe.memory import Life, Storages
-from paralab.observe.samples import CATEGORIES, Sample
+from paralab.instruments.memory import Life, Storages
+from paralab.instruments.samples import CATEGORIES, Sample
 from paralab.ranks.errors import OutOfMemory
 
 if TYPE_CHECKING:
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
 BORN = {"copy": "buffers", "wait": "buffers", "": "other"}  # open span -> category; else workspace
 GRAIN = 32  # within a span a sample is taken whenever 1/32 of the most bytes have come or gone
@@ -53,9 +53,13 @@ class Ledger(Storages):
     """
 
     def __init__(
-        self, recorder: Recorder, *, device: str = "cpu", limit: int | None = None,
+        self,
+        recorder: Recorder,
+        *,
+        device: str = "cpu",
+        limit: int | None = None,
         advise: Callable[[], str] = str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(device)
         self.recorder, self.limit, self.advise = recorder, limit, advise
         self.bytes = dict.fromkeys(CATEGORIES, 0)

@@ -18,15 +18,15 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from paralab.observe.allocator import Allocator
-from paralab.observe.marks import clock_of
-from paralab.observe.samples import Sample, rows
-from paralab.records.tables import COLUMNS
+from paralab.instruments.allocator import Allocator
+from paralab.instruments.marks import clock_of
+from paralab.instruments.samples import Sample, rows
+from paralab.report.tables import COLUMNS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paralab.observe.ledger import Ledger
+    from paralab.instruments.ledger import Ledger
 
 
 class Recorder:
@@ -162,8 +162,20 @@ class Recorder:
     def _close(self, now: Any) -> int:
         self._last = self._new_id()
         kind, microbatch, stage, chunk, after = self._open[-1]
-        self._spans.append((self._last, self.step, "compute", kind, stage, chunk, microbatch,
-                            self._began, now, after))  # fmt: skip
+        self._spans.append(
+            (
+                self._last,
+                self.step,
+                "compute",
+                kind,
+                stage,
+                chunk,
+                microbatch,
+                self._began,
+                now,
+                after,
+            )
+        )
         return self._last
 
     def _new_id(self) -> int:
@@ -249,14 +261,43 @@ class Recorder:
             if cost is None:
                 cost = 0.0 if kind in ("wait", "comm") else clock.cost(start, end)
             where[span] = (began, ended)
-            spans.append((span, self.rank, step, lane, kind, stage, chunk, microbatch,
-                          began, ended, cost, list(after)))  # fmt: skip
+            spans.append(
+                (
+                    span,
+                    self.rank,
+                    step,
+                    lane,
+                    kind,
+                    stage,
+                    chunk,
+                    microbatch,
+                    began,
+                    ended,
+                    cost,
+                    list(after),
+                )
+            )
         written = where.keys()  # what an `unwritten` block left waits for nobody
         spans = [(*row[:-1], [a for a in row[-1] if a in written]) for row in spans]
         calls = []
         for step, call, op, axis, ranks, peer, level, phase, payload, wire, span in self._calls:
-            calls.append((call, self.rank, step, op, axis, list(ranks), peer, level, phase,
-                          payload, wire, *where[span], span))  # fmt: skip
+            calls.append(
+                (
+                    call,
+                    self.rank,
+                    step,
+                    op,
+                    axis,
+                    list(ranks),
+                    peer,
+                    level,
+                    phase,
+                    payload,
+                    wire,
+                    *where[span],
+                    span,
+                )
+            )
         copies = [(self.rank, *row[:-1], *where[row[-1]], row[-1]) for row in self._copies]
         steps = [
             (self.rank, step, clock.seconds(a), clock.seconds(b), max(beside, 0.0))

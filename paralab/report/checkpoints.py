@@ -39,10 +39,10 @@ from typing import Any, NoReturn
 from paralab import checks
 from paralab.checks import choice, illegal, whole
 from paralab.parallel.layouts import whole_shape
-from paralab.records import boxes
-from paralab.records.arrays import typed
-from paralab.records.storage import seal
-from paralab.report import plain
+from paralab.report import boxes
+from paralab.report.arrays import typed
+from paralab.report.report import plain
+from paralab.report.storage import seal
 from paralab.spec import ModelSpec
 
 FORMAT, VERSION = "paralab checkpoint", 2
@@ -150,8 +150,12 @@ def find(path: object) -> Checkpoint:
         names = _listed(folder)
         if not names:
             there = sorted(p.parent.name for p in folder.glob(f"step-*/{ABOUT}"))
-            raise illegal("resume", str(path), f"no file {LATEST!r} in it names a checkpoint",
-                          ", ".join(str(folder / name) for name in there) or _LEGAL)  # fmt: skip
+            raise illegal(
+                "resume",
+                str(path),
+                f"no file {LATEST!r} in it names a checkpoint",
+                ", ".join(str(folder / name) for name in there) or _LEGAL,
+            )
         folder /= names[0]
     checkpoint = _read(folder)
     for name, (size, _) in checkpoint.files.items():

@@ -22,11 +22,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from paralab.cluster import available_cores
-from paralab.observe import calibrate
+from paralab.instruments import calibrate
+from paralab.spec.cluster import available_cores
 
-PACKAGES = ("torch", "numpy", "pandas", "plotly", "anywidget", "ipywidgets", "jupyterlab",
-            "cloudpickle", "safetensors", "tqdm")  # fmt: skip
+PACKAGES = (
+    "torch",
+    "numpy",
+    "pandas",
+    "plotly",
+    "anywidget",
+    "ipywidgets",
+    "jupyterlab",
+    "cloudpickle",
+    "safetensors",
+    "tqdm",
+)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 TORCH_TIMEOUT = 120.0  # seconds: a first import from a cold disk is slow
 
@@ -107,7 +117,7 @@ def examine(*, device: str = "cpu", timeout: float = TORCH_TIMEOUT) -> Machine:
     """Ask the system. device: whose links; ``timeout``: seconds until torch is given up."""
     import multiprocessing
 
-    from paralab.observe.witness import loopback_bytes
+    from paralab.instruments.witness import loopback_bytes
 
     counter = True
     try:
@@ -179,9 +189,15 @@ def calibrated(device: str = "cpu") -> dict[str, Any] | None:
     cluster = known["cluster"]
     link = cluster["collectives"].get("all_reduce") or cluster["intra"]
     busy = known.get("busy", 0.0) > calibrate.BUSY
-    return {"on": "GPU" if device == "cuda" else "core", "made": known["made"], "busy": busy,
-            "stolen": known.get("stolen", 0.0), "flops": cluster["flops"], "alpha": link["alpha"],
-            "bandwidth": link["bandwidth"]}  # fmt: skip
+    return {
+        "on": "GPU" if device == "cuda" else "core",
+        "made": known["made"],
+        "busy": busy,
+        "stolen": known.get("stolen", 0.0),
+        "flops": cluster["flops"],
+        "alpha": link["alpha"],
+        "bandwidth": link["bandwidth"],
+    }
 
 
 # ---- the operating system -----------------------------------------------------------------------
@@ -230,8 +246,14 @@ def folder(path: str | None) -> Folder | None:
     except (OSError, TypeError):
         return None
     writable, direct = _try(str(path))
-    return Folder(path=str(path), total=usage.total, free=usage.free, kind=file_system(str(path)),
-                  writable=writable, direct=direct)  # fmt: skip
+    return Folder(
+        path=str(path),
+        total=usage.total,
+        free=usage.free,
+        kind=file_system(str(path)),
+        writable=writable,
+        direct=direct,
+    )
 
 
 def _try(path: str) -> tuple[bool, bool]:

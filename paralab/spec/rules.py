@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.parallel.schedules import RELAY, rounds
-from paralab.settings import Asked
+from paralab.spec.settings import Asked
 
 # Beyond any published run; they mostly catch a slipped digit, which would be worked on for hours.
 MAX_RANKS = 65536

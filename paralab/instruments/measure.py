@@ -93,9 +93,9 @@ def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, 
     """
     import torch
 
+    from paralab.instruments.recorder import Recorder
     from paralab.interpret.run import Env, Rank
     from paralab.interpret.state import Optimizer, State
-    from paralab.observe.recorder import Recorder
     from paralab.programs.compile import compiled
     from paralab.programs.instructions import BACKWARD, FORWARD, UPDATE
 
@@ -106,8 +106,17 @@ def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, 
         Recorder(rank=0, world_size=1, device=device),
     )
     common = {"tp": 0, "seed": 0, "device": device}
-    state = State(program, pp=0, index=0, optimizer=Optimizer("adamw", 1e-3), recorder=recorder,
-                  clip_norm=None, dtype=torch.float32, host=None, **common)  # fmt: skip
+    state = State(
+        program,
+        pp=0,
+        index=0,
+        optimizer=Optimizer("adamw", 1e-3),
+        recorder=recorder,
+        clip_norm=None,
+        dtype=torch.float32,
+        host=None,
+        **common,
+    )
     env = Env(program, {}, recorder, **common)
     rank = Rank(state, {}, env=env)
     spent: dict[str, list] = defaultdict(list)
@@ -167,11 +176,20 @@ def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
             "optimizer": sum((small(rank.program, 0, ins) for ins in updates), nothing),
         }
         for what, work in works.items():
-            points.append({
-                "layers": layers, "hidden": hidden, "heads": heads, "seq_len": seq_len,
-                "samples": samples, "what": what, "flops": work.flops, "bytes": work.bytes,
-                "kernels": work.kernels, "seconds": median(seconds[number, what][1:]),
-            })  # fmt: skip
+            points.append(
+                {
+                    "layers": layers,
+                    "hidden": hidden,
+                    "heads": heads,
+                    "seq_len": seq_len,
+                    "samples": samples,
+                    "what": what,
+                    "flops": work.flops,
+                    "bytes": work.bytes,
+                    "kernels": work.kernels,
+                    "seconds": median(seconds[number, what][1:]),
+                }
+            )
     return points
 
 
@@ -182,8 +200,8 @@ def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any
     """
     import torch
 
+    from paralab.instruments.marks import clock_of
     from paralab.interpret.run import DTYPES
-    from paralab.observe.marks import clock_of
 
     wanted, clock = asked(context), clock_of(context.device)
     ahead, rows = torch.zeros(wanted.ahead // 4, device=context.device), []
@@ -225,7 +243,7 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
     import torch
 
     from paralab.comm import Group
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
     group = Group(range(context.world_size), axis="dp", context=context, recorder=recorder)
@@ -274,7 +292,7 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     import torch
 
     from paralab.comm import Group
-    from paralab.observe.recorder import Recorder
+    from paralab.instruments.recorder import Recorder
 
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
     group = Group(range(context.world_size), axis="dp", context=context, recorder=recorder)
@@ -331,9 +349,9 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
     import torch
     from torch.optim.adamw import adamw
 
+    from paralab.instruments.recorder import Recorder
     from paralab.interpret.files import Files
     from paralab.interpret.lanes import Lane
-    from paralab.observe.recorder import Recorder
 
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
     link = Lane("h2d", recorder, device=context.device)
@@ -359,10 +377,21 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
 
     def update(size: int) -> None:
         adamw(
-            [states[0, :size]], [here[:size]], [states[1, :size]], [states[2, :size]], [],
-            [torch.ones(())], fused=True, amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-9,
-            weight_decay=0.0, eps=1e-8, maximize=False,
-        )  # fmt: skip
+            [states[0, :size]],
+            [here[:size]],
+            [states[1, :size]],
+            [states[2, :size]],
+            [],
+            [torch.ones(())],
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=1e-9,
+            weight_decay=0.0,
+            eps=1e-8,
+            maximize=False,
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         files = Files(folder)

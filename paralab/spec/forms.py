@@ -77,8 +77,9 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
         form = "gpipe"
     lists = build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if len(lists) != pp:
-        raise illegal("schedule", form_name(form), f"made {len(lists)} lists",
-                      f"{pp}, one per pipeline rank")  # fmt: skip
+        raise illegal(
+            "schedule", form_name(form), f"made {len(lists)} lists", f"{pp}, one per pipeline rank"
+        )
     validate(lists, microbatches=microbatches, stages=pp * virtual_stages)
     return lists
 

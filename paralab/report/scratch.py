@@ -21,7 +21,7 @@ from pathlib import Path
 
 from paralab import checks
 from paralab.checks import illegal
-from paralab.tiers import Offload
+from paralab.spec.tiers import Offload
 
 NAME, _UNLOCKED, _LOCK = "paralab-offload-", ".paralab-new-", "lock"
 
@@ -44,8 +44,13 @@ def check(tiers: Offload | None, needed: int) -> None:
         raise illegal(field, str(base), f"cannot be written to: {error.strerror}", legal) from None
     free = shutil.disk_usage(base).free
     if needed > free:
-        raise illegal(field, str(base), f"this plan's files take {needed / 2**20:,.0f} MiB, and "
-                      f"{free / 2**20:,.0f} MiB are free there", legal)  # fmt: skip
+        raise illegal(
+            field,
+            str(base),
+            f"this plan's files take {needed / 2**20:,.0f} MiB, and "
+            f"{free / 2**20:,.0f} MiB are free there",
+            legal,
+        )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,23 @@
+"""What is trained (`ModelSpec`), how the step is split (`Plan`), and on what (`Cluster`).
+
+plan.py, model.py and cluster.py hold the three; settings.py and rules.py what a plan may say;
+forms.py a learner's own schedule, class or pass; tiers.py where offloaded states lie.
+"""
+
+from paralab.spec.cluster import Cluster, Link
+from paralab.spec.forms import GRAD_SYNC_FORMS, OWN_FORM, SCHEDULE_NAMES
+from paralab.spec.model import MODEL_PRESETS, ModelSpec
+from paralab.spec.plan import BYTES_PER_ELEMENT, Place, Plan
+
+__all__ = [
+    "BYTES_PER_ELEMENT",
+    "GRAD_SYNC_FORMS",
+    "MODEL_PRESETS",
+    "OWN_FORM",
+    "SCHEDULE_NAMES",
+    "Cluster",
+    "Link",
+    "ModelSpec",
+    "Place",
+    "Plan",
+]
