@@ -40,7 +40,8 @@ def dry_run(
     steps        optimizer steps; they are alike
     clip_norm    clip the gradients' norm, which takes messages of its own
     cluster      says which ranks share a node, for the messages' level, and how much memory a
-                 device has, for the picture; default: one node
+                 device has, for the picture, and whether its devices are GPUs; default: one node
+                 of processors
 
     Returns a `Report` on the clock "dry run" with the rows of that rank in the tables collectives,
     memory (every step's), copies, steps and spans. Their times number what happens, one after the
@@ -62,6 +63,7 @@ def dry_run(
             f"it has {cluster.num_devices} devices, the plan needs {plan.world_size}",
             "one with more nodes, or None",
         )
+    model = model.resolved(gpus=cluster is not None and cluster.gpus)
     asked = {
         "rank": whole("rank", rank, at_least=0, at_most=plan.world_size - 1),
         "optimizer": optimizer,

@@ -18,6 +18,7 @@ from typing import Any
 
 from paralab.checks import choice, illegal, num_bytes, real, whole
 from paralab.data import Corpus
+from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.quick import table
 from paralab.launch import MAX_RANKS, OutOfMemory, Stopped, launch_program, torchrun_context
 from paralab.ranks.started import variable
@@ -197,6 +198,7 @@ def run(
         resume=resume,
         resume_changes=resume_changes,
     )
+    model = model.resolved(gpus=(device or device_of_run(plan.world_size)) == "cuda")
     with _ProgressBar(checked.steps, plan, progress) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
@@ -245,6 +247,7 @@ def run_under_torchrun(
     import torch.distributed as dist
 
     context = torchrun_context(timeout=timeout, device=device)
+    model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:
         part = _program(context, model, plan, {**vars(checked), "offload_folder": folder_of_rank})
     meta = _meta(checked, part["meta"])

@@ -28,7 +28,8 @@ HELP = {
     "vocab": "entries of the embedding; bytes of text need 256",
     "tied": "share one weight between token embedding and output head",
     "dropout": "probability of dropping an activation, from 0 to below 1",
-    "attention": "explicit (writes the score matrix) or sdpa (torch's fused kernel)",
+    "attention": "explicit (writes the score matrix) or sdpa (torch's fused kernel); by default "
+    "sdpa on GPUs and explicit on processors",
     # Plan
     "dp": "data-parallel degree: copies of the model, each on its share of the batch",
     "tp": "tensor-parallel degree",

@@ -154,7 +154,7 @@ def test_an_overhead_is_a_median_over_ranks_and_passes_and_never_negative():
 
 
 # ---- which device ----------------------------------------------------------------------------
-MODEL = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
+MODEL = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8, attention="explicit")
 
 
 @pytest.fixture

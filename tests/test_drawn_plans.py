@@ -89,7 +89,9 @@ def refused(build) -> str:
         said = str(error)
         name = re.match(r"(\w+)(\['\w+'\])*=", said)
         assert name and "; legal: " in said, said
-        assert name[1] in [*FIELDS, *(f.name for f in dataclasses.fields(pl.tiers.Offload))], said
+        assert name[1] in [*FIELDS, *(f.name for f in dataclasses.fields(pl.spec.tiers.Offload))], (
+            said
+        )
         return said
     return ""
 

@@ -9,8 +9,10 @@ import sys
 import pytest
 
 import paralab as pl
+from paralab import experiment
 from paralab.experiment import Settings, _ProgressBar
-from paralab.ranks.errors import OutOfMemory
+from paralab.interpret import text
+from paralab.ranks.errors import OutOfMemory, Stopped
 
 
 class Terminal(io.StringIO):
@@ -73,3 +75,58 @@ def test_same_seed_same_bits_other_seed_other_run(run, model):
     plan = pl.Plan(dp=2)
     first, again, other = (run(model, plan, steps=3, seed=s).losses for s in (1, 1, 2))
     assert first == again != other
+
+
+GPUS = pl.Cluster.preset("dgx-a100")
+
+
+@pytest.mark.parametrize(
+    ("asked", "dropout", "on_gpus", "on_processors"),
+    [
+        (None, 0.0, "sdpa", "explicit"),
+        (None, 0.1, "explicit", "explicit"),
+        ("explicit", 0.0, "explicit", "explicit"),
+        ("sdpa", 0.0, "sdpa", "sdpa"),
+    ],
+)
+def test_attention_is_what_suits_the_device(
+    model, monkeypatch, asked, dropout, on_gpus, on_processors
+):
+    """In a run, a prediction, a dry run and a program alike."""
+    model = model.replace(attention=asked, dropout=dropout)
+    started = []
+
+    def launch(program, world_size, args, **_):
+        started.append(args[0].attention)
+        raise Stopped("as far as this test goes")
+
+    monkeypatch.setattr(experiment, "launch_program", launch)
+    for device, expected in (("cuda", on_gpus), ("cpu", on_processors)):
+        for named in (device, None):  # by name, or what `pl.run` takes by itself
+            for module in (experiment, text):
+                monkeypatch.setattr(module, "device_of_run", lambda ranks, d=device: d)
+            with pytest.raises(Stopped):
+                pl.run(model, pl.Plan(dp=2), device=named)
+        assert started == [expected] * 2
+        started.clear()
+        cluster = GPUS if device == "cuda" else GPUS.replace(cores=2)
+        assert pl.predict(model, pl.Plan(dp=2), cluster).model.attention == expected
+        assert pl.dry_run(model, pl.Plan(dp=2), cluster=cluster).model.attention == expected
+        assert pl.plan_search(model, cluster, 2, dp=2).model.attention == expected
+        assert pl.program(model, pl.Plan(dp=2)).program.spec.attention == expected
+
+
+def test_no_score_matrix_is_predicted_where_the_fused_kernel_runs():
+    model = pl.ModelSpec(layers=2, hidden=64, heads=8, seq_len=512)
+    explicit, fused = (
+        pl.predict(m, pl.Plan(), GPUS).peak_memory
+        for m in (model.replace(attention="explicit"), model)
+    )
+    scores = 4 * model.heads * model.seq_len**2  # one matrix of fp32 for every head
+    assert explicit - fused > 2 * model.layers * scores  # what softmax reads and what it writes
+
+
+def test_a_checkpoint_of_one_kernel_goes_on_with_the_other(run, model, tmp_path):
+    run(model, pl.Plan(), steps=1, save=tmp_path)
+    report = run(model.replace(attention="sdpa"), pl.Plan(), steps=1, resume=tmp_path)
+    assert report.model.attention == "sdpa"

@@ -331,7 +331,7 @@ def test_a_cluster_that_does_not_state_its_links_is_refused():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"offload": "cpu"}, "zero_stage=0: offload='cpu' moves what ZeRO deals out"),
+        ({"offload": "cpu"}, "zero_stage=0: offload='cpu' moves what ZeRO shards"),
         ({"offload": {"optimizer": "cpu"}}, "zero_stage=0 does not deal optimizer out"),
         ({"zero_stage": 1, "offload": {"optimizer": "cpu", "gradients": "cpu"}},
          "zero_stage=1 does not deal gradients out"),

@@ -21,7 +21,7 @@ from paralab.spec import Cluster, Link, ModelSpec, Plan
 if TYPE_CHECKING:
     from paralab.interpret.text import ProgramText
 
-MODEL = ModelSpec.preset("laptop")
+MODEL = ModelSpec.preset("laptop").replace(attention="explicit")  # the limits are of that step
 BATCH = {"microbatches": 2, "microbatch_size": 2}
 PLAN = Plan(dp=RANKS, grad_sync=None, bucket_bytes=512 * 1024, **BATCH)
 CLUSTER = Cluster(

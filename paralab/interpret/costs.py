@@ -4,9 +4,10 @@
               op (theory/work.py). By bytes alone: UPDATE moves 7 elements of 4 bytes per parameter
               (AdamW) or 3 (SGD), and 3 more in 16 bits; NORM reads the gradients once; ADD and COPY
               move three times and twice what they make
-    calls     alpha + wire / bandwidth of the link (Hockney 1994), with the bytes of the member that
-              sends most. Posting one takes ``cluster.call_overhead``; behind a wait the rank goes
-              on slower, ``cluster.wait_overhead``, but not behind that for a SEND, long over
+    calls     alpha + bytes sent / bandwidth of the link (Hockney 1994), with the bytes of the
+              member that sends most. Posting one takes ``cluster.call_overhead``; behind a wait
+              the rank goes on slower, ``cluster.wait_overhead``, but not behind that for a SEND,
+              which is long over
     behind    a reduce-scatter's parts are added up on the rank; and what a message was put together
               for is taken apart again
     tiers     alpha + bytes / bandwidth of the link, no faster than the plan's limit; what the
@@ -91,7 +92,7 @@ class Job(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """The rank stands still until a call is over."""
+    """The rank is idle until a call is over."""
 
 
 Cost = Compute | Posted | Job | Awaited
@@ -159,7 +160,7 @@ class Costs:
         inside: list[float | Posted | int] = []
         begun = 0
         for op in reversed(ops) if ins.op in BACKWARDS else ops:
-            late = []  # what the op's weight half is computed beside
+            late = []  # calls in flight while the op's weight half is computed
             for half in halves:
                 calls = op.calls.get(half, ())
                 piece = self.seconds(op.work[WHICH[half]]) / (len(calls) + 1)

@@ -67,7 +67,7 @@ from paralab.spec import Cluster, ModelSpec, Plan
 Held = dict[tuple[str, str], int]
 GAP = "gap"  # what a rank waits for to come to its last actions in time
 CONTROL = "control"  # a phase that no report counts
-SAMPLES = 12  # of a rank's memory, beside its fullest moments
+SAMPLES = 12  # of a rank's memory, in addition to its peaks
 
 
 class Figures(NamedTuple):
@@ -77,7 +77,7 @@ class Figures(NamedTuple):
                     ``waits``: whether there is one
     items           what the graph has of it, with their seconds, and of compute: its seconds (below
                     0: it is timed as it stands), those that are work, and `Deep.inner`
-    work            seconds from the first compute to the last that the rank does not stand still,
+    work            seconds from the first compute to the last that the rank is not idle,
                     those of them in which it adds up and copies, and those behind
     said            its calls and copies, and how many there are of each
     """
@@ -92,7 +92,7 @@ class Figures(NamedTuple):
 
 class Effects(NamedTuple):
     """What the steps of a walk through a rank's list do, actions, messages and instructions of the
-    end: bytes that each adds, and has at its fullest beyond what there was before it.
+    end: bytes that each adds, and has at its peak beyond what there was before it.
 
     before      what there is before the first                                           (kinds,)
     added, top                                                                     (steps, kinds)
@@ -135,11 +135,11 @@ class Deep:
         self.messages = [self._messages(pp) for pp in range(plan.pp)]
         self.lanes: dict[int, list[str]] = {}
         self.figures: dict[Any, dict[Any, Figures]] = {}
-        # {``at`` of a CALL: seconds that its calls are in flight, and of these beside compute}
+        # {``at`` of a CALL: seconds that its calls are in flight, and of these during compute}
         self.inner: dict[Any, np.ndarray] = {}
         self.copied: dict[Any, float] = {}  # and in which it adds up and copies
         self.group = [self._group(pp) for pp in range(plan.pp)]
-        gloo = cluster.cores is not None
+        gloo = not cluster.gpus
         found = {like: list(_steps(some, gloo)) for like, some in self.folded.lists.items()}
         every = chain.from_iterable(found.values())
         self.kinds = sorted({kind for _, *three in every for held in three for kind in held})
@@ -509,7 +509,7 @@ class Deep:
     def _moving(
         self, calls: np.ndarray, jobs: list, start: np.ndarray, end: np.ndarray, *work: np.ndarray
     ) -> np.ndarray:
-        """`Step.moving` of a rank. Calls within CALLs count once, beside others in flight."""
+        """`Step.moving` of a rank. Calls within CALLs count once, next to others in flight."""
         done, inner, hidden = work
         found = np.r_[beside(calls, start, end, done), beside(jobs, start, end, done)]
         found[0] += inner.sum() - beside(calls, start, end, inner)[1]
@@ -520,7 +520,7 @@ class Deep:
     def _held(
         self, pp: int, steps: np.ndarray, start: np.ndarray, end: np.ndarray, over: float
     ) -> list[tuple[float, np.ndarray]]:
-        """Samples: at the start, behind some actions, where the rank is fullest, at the end."""
+        """Samples: at the start, behind some actions, at the rank's peak, at the end."""
         effects, device = self.effects[self.folded.like[pp]], self.device
         rows = effects.row[steps]
         added, top = (table[:, device].sum(1) for table in (effects.added, effects.top))

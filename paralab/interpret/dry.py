@@ -1,8 +1,8 @@
 """Number a rank's program: what it sends, copies and holds, in this order and at no time.
 
-One pipeline rank's list is all that is compiled, so its messages have no other end, and nobody says
-when anything happens. What is left of time is an order: a piece of compute, posting a call and what
-follows a wait count one each; a call or a copy is over as soon as it is begun. On that count
+One pipeline rank's list is all that is compiled, so its messages have no other end, and no rank
+says when anything happens. What is left of time is an order: a piece of compute, posting a call and
+what follows a wait count one each; a call or a copy is over as soon as it is begun. On that count
 time.py walks the list, and the rows are those of a prediction. Torch-free.
 """
 
@@ -53,7 +53,7 @@ def numbered(program: Program, rank: int, node_of: Callable[[int], int], steps: 
 
 
 def _samples(program: Program, times: Times, pp: int) -> list[tuple[float, dict[Kind, int]]]:
-    """(number, bytes) of each action where it is fullest, behind the instruction where it is, and
+    """(number, bytes) of each action at its peak, behind the instruction where it is, and
     where it ends.
     """
     entered, left, found = times.entered[pp], times.left[pp], moments(program, pp)

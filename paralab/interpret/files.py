@@ -2,7 +2,7 @@
 
 One file per tensor, of fixed size, its room reserved when it is made: a disk that is full says so
 before training begins. Bytes go past the operating system's page cache (O_DIRECT), straight between
-the tensor's memory and the disk: nobody copies them, and memory that nobody counted never answers
+the tensor's memory and the disk: nothing copies them, and memory that is not counted never answers
 for the disk. That asks for addresses and lengths in whole pages, so the last bytes of a file, a
 tensor that lies askew (`aligned`), and a file system that knows no such thing go through the cache,
 which then forgets them. Either way a write is on the disk (fdatasync) when it returns. ``cached``
@@ -96,12 +96,12 @@ class Files:
                 at += count
                 if count == 0 or (at < whole and at % PAGE):
                     raise OSError(
-                        f"it ends after {at:,} of {len(data):,} bytes: somebody has cut it short"
+                        f"it ends after {at:,} of {len(data):,} bytes: it has been cut short"
                     )
 
     @contextlib.contextmanager
     def _open(self, name: str, how: int) -> Iterator[int]:
-        file = os.open(self.folder / name, how)  # each time anew: a folder that went away is missed
+        file = os.open(self.folder / name, how)  # each time: a folder that went away is noticed
         try:
             yield file
         finally:

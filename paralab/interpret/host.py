@@ -1,8 +1,8 @@
-"""The memory a rank has beside its device's: the host's, files, and the lanes between.
+"""The memory a rank has outside its device: the host's, files, and the lanes between.
 
 Host memory is taken once and kept: page-locked (pinned) where there is a GPU, or copies could not
-run beside its kernels. Files lie behind it: what is read passes through a few buffers, taken in
-turn, and so does what is written (programs/tiers.py says which).
+run at the same time as its kernels. Files are behind it: what is read passes through a few buffers,
+taken in turn, and so does what is written (programs/tiers.py says which).
 
 On a CPU the device's memory and the host's are the same chips. What keeps them apart is who counts:
 the ledger sees what the rank's own thread does, and the jobs here run in others; what they hold is
@@ -94,7 +94,7 @@ class Host:
         return free.pop(0) if free else self.create("activation", size, "activations")
 
     def give_back(self, lent: Tensor | str) -> None:
-        """Nobody uses it any more, and the next may have it."""
+        """It is no longer used, and the next may have it."""
         key = self.files.sizes[lent] if isinstance(lent, str) else (lent.numel(), lent.dtype)
         self._free.setdefault(key, []).append(lent)
 

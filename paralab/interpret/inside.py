@@ -21,7 +21,7 @@ from paralab.spec import Plan
 
 
 class Inside(NamedTuple):
-    """Bytes beyond those that are alive when an instruction begins: at its fullest moment, and of
+    """Bytes beyond those that are alive when an instruction begins: at its peak, and of
     activations and workspace each its own most.
     """
 
@@ -78,7 +78,7 @@ class Insides:
         state = [*sharing.below(i), sharing.forward(i)] if i else []
         there = dict(state)  # alive before, and to the end
         kept: dict[Name, int] = {}
-        own = 0  # what is kept and nobody else's
+        own = 0  # what is kept by this one alone
         for at in range(i, j):
             op, out = ops[at], sharing.forward(at + 1)
             new = _bytes({**dict(state), **dict([out])}, besides=(there, kept))
@@ -128,7 +128,7 @@ class Insides:
         yield _since(begin, waits + _bytes(aside), _bytes(grads, besides=(aside,)))
 
     def _weight(self, i: int, j: int) -> Iterator[Moment]:
-        """From what was put aside last to what was first; each is let go when it is used."""
+        """From what was deferred last to what was first; each is let go when it is used."""
         sharing = self.sharing
         left = [(dict(sharing.put_aside(at)), sharing.aside(at)) for at in range(i, j)]
 

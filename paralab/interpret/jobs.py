@@ -42,7 +42,7 @@ class Ordered:
 
 
 class Slot(NamedTuple):
-    """One buffer of a ring: its number, and the jobs that whoever takes it next comes after."""
+    """One buffer of a ring: its number, and the jobs that the next one to take it comes after."""
 
     number: int
     users: list[Any]

@@ -42,7 +42,7 @@ class Job(Ordered):
     def __init__(
         self, lane: Lane, span: int, work: Callable[[], Any], after: tuple[Job, ...], size: int
     ) -> None:
-        super().__init__(after)  # the rank's list of those before it, beside the lane's
+        super().__init__(after)  # the rank's list of those before it, in addition to the lane's
         self.lane, self.span, self.size, self.after = lane, span, size, after
         self.work: Callable[[], Any] | None = work
         self.ready: Any = None  # of a stream: what the rank had launched

@@ -6,7 +6,7 @@ byte; of storages that several values share programs/storages.py knows. *Inside*
 there is more, and that is mostly where the peak is:
 
     compute    ops one after the other: what they keep grows, and shrinks in backward, while each
-               has its ``scratch`` beside what comes in and what goes out
+               has its ``scratch`` in addition to what comes in and what goes out
     UPDATE     in 16 bits the gradients once more in fp32: 4 bytes per element that is updated
     a call     what it brings together or receives into, until its WAIT: gloo has no reduce-scatter
                and receives n parts of S/n, another S; gradients that other axes share are copied
@@ -87,7 +87,7 @@ def memory(
 def moments(
     program: Program, rank: int = 0, *, gloo: bool = True
 ) -> Iterator[tuple[dict[Kind, int], dict[Kind, int]]]:
-    """Of every instruction of a pipeline rank: what there is on it at its fullest, and behind it.
+    """Of every instruction of a pipeline rank: what there is on it at its peak, and behind it.
     Before the first what lasts, twice.
     """
     found = _Rank(program, rank, 0, gloo)
@@ -103,7 +103,7 @@ def on_device(held: dict[Kind, int]) -> int:
 
 
 class _Rank:
-    """What is alive on a rank at the moment, and what there was at the fullest.
+    """What is alive on a rank at the moment, and what there was at the peak.
 
     here   {(tier, category): bytes}; ``total``: of them on the device
     alive  {value: what it holds}

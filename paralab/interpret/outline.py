@@ -7,7 +7,7 @@ is folded where it can be (programs/fold.py, deep.py); where every micro-batch h
 tiers, or a learner's pass has been at work, it is interpreted whole. Either way one pipeline's
 ranks are looked at, and their actions are the rows.
 
-Times, bytes and the fullest moment are those of the program in full.
+Times, bytes and the peak are those of the program in full.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def outline(
 
 
 def totals(spec: ModelSpec, plan: Plan, cluster: Cluster, *, optimizer: str) -> tuple[float, int]:
-    """Of a step without its tables: its seconds, and the fullest device's bytes."""
+    """Of a step without its tables: its seconds, and the highest peak memory of a device."""
     step = step_of(spec, plan, cluster, optimizer)
     device = np.array([tier == "device" for tier, _ in step.kinds])
     peaks = (held[device].sum() for samples in step.held for _, held in samples)
@@ -79,8 +79,7 @@ def whole(program: Program, cluster: Cluster) -> Step:
     found: list[tuple] = []
     drawn, sums, moving = [], {}, np.zeros(4)
     weights = [
-        list(moments(program, pp, gloo=cluster.cores is not None))
-        for pp in range(len(program.codes))
+        list(moments(program, pp, gloo=not cluster.gpus)) for pp in range(len(program.codes))
     ]
     kinds = sorted({kind for some in weights for pair in some for one in pair for kind in one})
     held = []
@@ -145,7 +144,7 @@ def _moving(program: Program, times: Times, pp: int, behind: int) -> np.ndarray:
 def _held(
     walk: list, times: Times, pp: int, turns: list[Turn], kinds: list[tuple[str, str]]
 ) -> list[tuple[float, np.ndarray]]:
-    """Samples: at the start, behind some actions, where each tier is fullest, at the end."""
+    """Samples: at the start, behind some actions, at each tier's peak, at the end."""
 
     def vector(held: dict) -> np.ndarray:
         return np.array([held.get(kind, 0) for kind in kinds])

@@ -1,13 +1,13 @@
 """The tables of a step in outline: the rows of `Report`, from a `Step` of actions (turns.py).
 
 spans        one box per action; its ``cost`` is what the rank computes in it, what is missing to
-             its length is what it stands still for. Gaps between are "wait". Then the end of a
+             its length is what it is idle for. Gaps between are "wait". Then the end of a
              step; and beneath, from the last micro-batch on, what is in flight of data parallelism
              and offload, run together
 collectives  one row per rank, op, axis, group, peer, level and phase: the sums of all its calls in
              a step. From the start of the first on as long as all of them take together
 copies       one row per rank, lane, op and category, likewise
-memory       of every rank the fullest moment, and samples between
+memory       of every rank the peak, and samples between
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paralab.report.tables import COLUMNS
 from paralab.spec import Plan
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
-ARROWS = 20_000  # boxes: of more, nobody follows from one to the other what waited for what
+ARROWS = 20_000  # boxes: of more, no reader follows from one to the other what waited for what
 
 
 def tables(plan: Plan, step: Step, steps: int) -> dict[str, dict[str, Any]]:

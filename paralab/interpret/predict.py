@@ -75,6 +75,7 @@ def predict(
     if cluster is None:
         cluster = Cluster.local(device=device_of_run(plan.world_size))
     check_cluster(plan, cluster)
+    model = model.resolved(gpus=cluster.gpus)
     steps = whole("steps", steps, at_least=1)
     choice("optimizer", optimizer, OPTIMIZERS)
     rows = plan.dp * plan.tp * rows_of_a_pipeline(model, plan)
@@ -161,7 +162,7 @@ def in_full(program: Program, times: Times, cluster: Cluster, steps: int) -> Tab
         pp = member.at.pp
         alike = pp, member.index, member.at.tp if plan.tp_mode != "1d" else 0
         if alike not in known:
-            held = samples(program, times, pp, gloo=cluster.cores is not None)
+            held = samples(program, times, pp, gloo=not cluster.gpus)
             known[alike] = boxes(times, member, calls), held
         mine, held = known[alike]
         for step in range(steps):  # memory as in a run, which looks in its first step
@@ -173,8 +174,8 @@ def in_full(program: Program, times: Times, cluster: Cluster, steps: int) -> Tab
 def samples(
     program: Program, times: Times, pp: int, *, gloo: bool = True
 ) -> list[tuple[float, dict[Kind, int]]]:
-    """(seconds from the start of the step, bytes) where an instruction ends, and at the fullest
-    moment; of several at once the fullest.
+    """(seconds from the start of the step, bytes) where an instruction ends, and at the peak
+    of each; of several at once the largest.
     """
     found = memory(program, pp, gloo=gloo)
     made = [(0.0, found.before)]

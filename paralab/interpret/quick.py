@@ -99,7 +99,9 @@ def fullest(
 
 
 def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:
-    """The fullest rank's categories as text, largest first, for an error's message."""
+    """The categories of the rank with the highest peak as text, largest first, for an error's
+    message.
+    """
     rank, parts = fullest(model, plan, optimizer=optimizer)
     rows = sorted(parts.items(), key=lambda part: -part[1])
     rows = [(name, size) for name, size in [*rows, ("in all", sum(parts.values()))] if size]

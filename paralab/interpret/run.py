@@ -46,7 +46,7 @@ from paralab.programs.storages import STATES
 
 
 class Env:
-    """What ops ask for beside weights and states: targets, masks, messages of their own."""
+    """What ops ask for in addition to weights and states: targets, masks, messages of their own."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class Env:
         self.first_token = holding(spec, plan, TIED[0], tp).box[0].start if plan.tp > 1 else 0
         self.first_logit = self.boxes["logits"][2].start
         self.future_mask: Tensor | None = None
-        if spec.attention == "explicit" and spec.block is None:
+        if spec.attention != "sdpa" and spec.block is None:
             ones = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool, device=device)
             self.future_mask = ones.triu(1)
             recorder.owns("buffers", self.future_mask)
-        self.in_flight: list[Any] = []  # calls that an op's weight half is computed beside
+        self.in_flight: list[Any] = []  # calls during which an op's weight half is computed
 
     def future(self, length: int) -> Tensor:
         """True where a token would look ahead, (s, s)."""
@@ -122,7 +122,7 @@ class Env:
         return getattr(group, call.op)(*flat, phase=call.phase)
 
     def beside(self, op: Op, method: str, number: int, *tensors: Tensor) -> None:
-        """Begin it; `settle` waits, when the op's weight half is computed or put aside."""
+        """Begin it; `settle` waits, when the op's weight half is computed or deferred."""
         self.in_flight.append(self.start(op, method, number, *tensors))
 
     def settle(self) -> None:
@@ -140,7 +140,7 @@ class Rank:
     """One rank of a program: its values, and a method per kind of instruction.
 
     groups  {axis: comm.Group}
-    host    its memory beside the device's, where the plan uses it
+    host    its memory outside the device, where the plan uses it
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class Rank:
             op.weight_grad(rest, Into(names, flats), self.env)
 
     def _tokens(self, k: int) -> tuple[Tensor, ...]:
-        """What the first op is given, (b, s): nobody else holds it."""
+        """What the first op is given, (b, s): nothing else holds it."""
         return (self.batches(k)[self.env.boxes["token samples"], :-1].long(),)
 
     def _targets(self, k: int) -> Tensor:
@@ -367,7 +367,7 @@ class Rank:
         self._call(ins, self.workers.begin(ins))
 
     def settle(self) -> None:
-        """What the host updates beside the next step is where that looks for it; nothing is in
+        """What the host updates during the next step is where that looks for it; nothing is in
         flight. No part of a step.
         """
         if self.workers is None:

@@ -78,7 +78,7 @@ class State:
     """The lasting values of one rank.
 
     index  of the rank among those that share the states; ``tp``: in its tensor-parallel group
-    host   its memory beside the device's, where the plan uses it
+    host   its memory outside the device, where the plan uses it
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class State:
         return found | {f"loss_scale.{name}": kept.item() for name, kept in self._scale().items()}
 
     def restored(self, counters: Mapping[str, float]) -> None:
-        """The states were filled from elsewhere: so are counters, and weights are rounded anew."""
+        """The states were filled from elsewhere: so are counters, and weights are rounded again."""
         for count in self._steps():
             count.fill_(counters["optimizer_steps"])
         for name, kept in self._scale().items():

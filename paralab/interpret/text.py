@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from paralab.checks import choice, illegal, real, whole
+from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.differences import Difference
 from paralab.interpret.folding import Fold, Item, Line, fold
 from paralab.interpret.memory import Memory, memory
@@ -119,7 +120,7 @@ class ProgramText(RankProgram):
 
     # ---- what it holds ---------------------------------------------------------------------------
     def peak(self, tier: str = "device") -> dict[str, int]:
-        """{category: bytes} that the rank holds on a tier at the fullest moment of its device."""
+        """{category: bytes} that the rank holds on a tier at the peak of its device."""
         return on(choice("tier", tier, TIERS), self._weighed.held)
 
     def most(self, tier: str = "device") -> dict[str, int]:
@@ -227,7 +228,8 @@ def program(
     optimizer: str = "adamw",
     clip_norm: float | None = None,
 ) -> ProgramText:
-    """The step of one rank as a list of instructions to read; nothing runs.
+    """The step of one rank as a list of instructions to read, on the device that `pl.run` would
+    take; nothing runs.
 
     model, plan  what to train and how to split it (default: one device)
     rank         global
@@ -240,6 +242,7 @@ def program(
     if not isinstance(plan, Plan):
         raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
     plan.validate(model)
+    model = model.resolved(gpus=device_of_run(plan.world_size) == "cuda")
     rank = whole("rank", rank, at_least=0, at_most=plan.world_size - 1)
     choice("optimizer", optimizer, ("adamw", "sgd"))
     clips = clip_norm is not None and real("clip_norm", clip_norm, above=0.0) > 0

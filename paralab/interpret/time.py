@@ -120,7 +120,7 @@ def walked(program: Program, costs: list[list[Cost | Body]], posting: float) -> 
     walk.walk()
     over = walk.times.seconds
     if any(job.end > over for jobs in walk.jobs for job in jobs.begun.values()):
-        # A worker goes on beside the next step, which is like all that follow.
+        # A worker goes on during the next step, which is like all that follow.
         walk = _Walk(program, costs, posting, [jobs.next_step(over) for jobs in walk.jobs])
         walk.walk()
     return walk.times
@@ -183,7 +183,7 @@ class _Walk:
                     turn = max(clock, calls[call][1])
                     end = turn + costs[call].summed + costs[call].behind
                 else:
-                    return  # whoever completes it comes back here
+                    return  # the one that completes it comes back here
                 del begun[reads]
                 jobs.end(code[position].frees)
             elif kind is Job:
@@ -270,7 +270,7 @@ class _Walk:
             return way, way
         return cost.lane, range(0, self.ranks, self.ranks - 1 if cost.members == 2 else 1)
 
-    # ---- nobody can go on ------------------------------------------------------------------------
+    # ---- no rank can go on -----------------------------------------------------------------------
     def stuck(self, r: int) -> bool:
         return len(self.times.left[r]) < len(self.codes[r])
 

@@ -82,10 +82,10 @@ class Step(NamedTuple):
     boxes      of no action
     sums       {(pipeline rank, what a row of a table says): Sum} of calls and of copies
     ends       of every rank's step                                                       (ranks,)
-    moving     seconds that calls are in flight, and of these beside forward and backward; that
-               copies between tiers are, and of these beside any work: of all ranks           (4,)
+    moving     seconds that calls are in flight, and of these during forward and backward; that
+               copies between tiers are, and of these during any work: of all ranks           (4,)
     kinds      (tier, category) of bytes
-    held       per rank (moment, bytes of every kind), the fullest moments among them
+    held       per rank (moment, bytes of every kind), the peaks among them
     """
 
     pp: np.ndarray
@@ -173,7 +173,7 @@ def copies_of(
 
 
 def idle(body: Body) -> float:
-    """Seconds of a CALL that its rank stands still."""
+    """Seconds of a CALL that its rank is idle."""
     return float(stands_still(body.times, -1).sum())
 
 

@@ -52,7 +52,7 @@ class Workers:
         return job
 
     def free(self, value: Value, held: Any) -> None:
-        """The value's memory ends: nobody in flight uses it."""
+        """The value's memory ends: no call or job in flight uses it."""
         lent = value[0] in ("host.x", "file.x") and value not in self.order.slots
         self.order.end((value,))
         if lent:

@@ -22,7 +22,7 @@ weights' gradients are summed over the grids once a step: 2 (d-1)/d KN/q^2 more 
 
 3D, on q x q x q. The M K N multiplications are a cuboid, cut into q^3; a rank brings the faces of
 its own together (Agarwal+ 1995, "A three-dimensional approach to parallel matrix multiplication";
-for transformers Bian+ 2021, arXiv:2105.14450). On rank (i, j, k), with "(i,j)" for dealt out over
+for transformers Bian+ 2021, arXiv:2105.14450). On rank (i, j, k), with "(i,j)" for sharded over
 i, and each part of it over j:
 
            lies as                 brought together along     for the product
@@ -164,7 +164,7 @@ class Linear3D(Linear):
     """y = x W^T + b of blocks: x (T, K/q), weight (N/q^2, K/q), y (T, N/q), with T = b s/q^2.
 
     along   INWARD or OUTWARD
-    thirds  parts of the features out that are dealt out one by one (qkv: 3)
+    thirds  parts of the output features that are sharded one by one (qkv: 3)
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class SplitNorm(Norm):
 
 class Scatter(Op):
     """Behind the look-up of tokens: the sum over the ranks that share the vocabulary, of which each
-    rank gets its samples. In backward they all get the gradient of all.
+    rank gets its samples. In backward each of them gets the gradients of all.
     """
 
     keeps_input = False

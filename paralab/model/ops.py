@@ -20,7 +20,7 @@ An op is data that predictions read, and three methods that ranks run:
     scratch    (forward, input half, weight half): bytes that exist meanwhile besides what comes in,
                what goes out, and what is kept or deferred, at most
     work       (forward, input half, weight half): `Work` of one micro-batch
-    constant   bytes that it holds beside parameters, from step to step
+    constant   bytes that it holds in addition to parameters, from step to step
     calls      {"forward" | "input" | "weight": messages that the op sends inside that method}
     message    the call that this op *is* in forward and in backward (`Message`), or None
 
@@ -28,7 +28,7 @@ An op is data that predictions read, and three methods that ranks run:
     input_grad(weights, kept, grads, env)     -> (grads, deferred)     grads: like the state
     weight_grad(deferred, into, env)             adds to the parameters' gradients
 
-``input_grad`` is what the stage before waits for, ``weight_grad`` nobody waits for before the
+``input_grad`` is what the stage before waits for, no one waits for ``weight_grad`` before the
 optimizer (Zero Bubble, Qi+ 2023, arXiv:2401.10241, sec. 2); a whole backward is both. Gradients are
 written by hand, no autograd: so what is kept is what an op says, and halves, overlap and gradients
 written straight into flat buffers need no hooks. Torch is imported inside the methods only.
@@ -132,7 +132,7 @@ class Op:
         """Without parameters there is nothing to do."""
 
     def in_hand(self, method: str, received: Callable[[Call], int], *, alone: bool = False) -> int:
-        """Bytes at the fullest moment of a method: ``scratch``, and what comes in by its calls.
+        """Bytes at the peak within a method: ``scratch``, and what comes in by its calls.
 
         received  what a group of ranks needs for a call, until it is waited for
         alone     a weight half that does not follow its input half at once
@@ -497,7 +497,7 @@ class Add(Dropping):
         self.work = forward + added, *backward
 
     def forward(self, weights, state, env):
-        x, h = state  # nobody keeps h: the sum is made in its place
+        x, h = state  # no op saves h: the sum is made in its place
         if self.reads:
             h += weights["bias"]
         h, mask = self.drop(h, env)

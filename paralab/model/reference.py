@@ -46,7 +46,7 @@ FIRST_SCALE, LARGEST_SCALE, DOUBLE_AFTER = 2.0**16, 2.0**24, 2000  # of fp16's l
 
 # ---- the model ----------------------------------------------------------------------------------
 class Moment:
-    """Where a training stands: what a dropout mask depends on beside its own name."""
+    """Where a training stands: what a dropout mask depends on in addition to its own name."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.step, self.microbatch = seed, 0, 0

@@ -1,4 +1,4 @@
-"""How parameters are dealt into flat buffers. Torch-free: training and prediction share this rule.
+"""How parameters are assigned to flat buffers. Torch-free: training and prediction share this rule.
 
 An all-reduce costs alpha + bytes / bandwidth. Thousands of small calls pay alpha thousands of
 times, one call for everything cannot start before the last gradient exists; buckets sit between the

@@ -1,8 +1,9 @@
 """All-reduce from sends and receives: ring, tree, and two rings for two levels of links.
 
-Every member holds a tensor of S bytes and wants the sum over the n members. Neighbours talk, nobody
-else: a *step* is one `exchange` in which a member sends one piece and receives one. What each costs
-(alpha seconds per message, beta bytes per second; theory/collectives.py has them as functions):
+Every member holds a tensor of S bytes and wants the sum over the n members. Neighbours talk, no
+rank else: a *step* is one `exchange` in which a member sends one piece and receives one. What each
+costs (alpha seconds per message, beta bytes per second; theory/collectives.py has them as
+functions):
 
                      steps               one member sends          time
     ring             2 (n-1)             2 (n-1)/n S               2 (n-1) (alpha + S/n / beta)

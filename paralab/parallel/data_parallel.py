@@ -23,6 +23,7 @@ from paralab.programs.instructions import Code, all_reduce, completed, gradients
 
 def overlapped(code: Code) -> Code:
     """A unit's gradient is summed over the ranks as soon as nothing more is added to it."""
+    # completed: {position of an instruction: units whose gradient is complete behind it}
     return insert(
         code, {position: map(all_reduce, units) for position, units in completed(code).items()}
     )

@@ -1,7 +1,7 @@
 """Who holds which block under tensor parallelism: weights, activations, groups. Torch-free.
 
 The tp ranks of a group stand on a grid, and every dimension of every tensor is either whole on each
-of them or dealt out in equal parts over some of the grid's coordinates. One table per mode says all
+of them or sharded in equal parts over some of the grid's coordinates. One table per mode says all
 there is to say; training, prediction, checkpoints and pictures read it.
 
     mode   grid                coordinates
@@ -20,7 +20,7 @@ and for a product Y = X W, with X (M, K) of M = b s token rows and W (K, N):
     3d, and next    (i,j), k      k, (j,i)      (i,k), j      nobody; j and k have changed places
     3d, back again  (i,k), j      j, (k,i)      (i,j), k      nobody
 
-"(j,i)" is dealt out over j, and each part of it over i. Sequence parallelism cuts the residual
+"(j,i)" is sharded over j, and each part of it over i. Sequence parallelism cuts the residual
 stream of "1d", between row and column, into t parts of s.
 
 1D: Megatron-LM (Shoeybi+ 2019, arXiv:1909.08053, sec. 3), sequence parallel Korthikanti+ 2022
@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from paralab.spec import ModelSpec, Plan
 
-Split = tuple[str, ...]  # coordinates that a dimension is dealt out over, slowest first; (): whole
+Split = tuple[str, ...]  # coordinates that a dimension is sharded over, slowest first; (): whole
 Box = tuple[slice, ...]  # one range per dimension of the whole tensor
 
 
@@ -222,7 +222,7 @@ def groups(plan: Plan, axis: str) -> list[tuple[int, ...]]:
 
 
 def axis_of(plan: Plan, split: Split) -> str:
-    """The axis of the ranks that have the other parts of a dimension that is dealt out like that;
+    """The axis of the ranks that have the other parts of a dimension that is sharded like that;
     "": this rank has all of it.
     """
     axes = mode_of(plan).axes.items()
@@ -236,7 +236,7 @@ class Holding(NamedTuple):
     whole    shape of the whole parameter, qkv's three parts as a dimension of their own
     box      the rank's ranges of it
     shape    of the rank's own tensor, qkv's parts put together again
-    copies   axis over which other ranks hold the same; "": nobody does
+    copies   axis over which it is replicated; "": it is not
     partial  the gradient is a partial sum, to be added up over ``copies``
     """
 
@@ -272,7 +272,7 @@ def whole_shape(model: ModelSpec, name: str) -> tuple[int, ...]:
 
 
 def _range(length: int, split: Split, at: Mapping[str, int], sizes: Mapping[str, int]) -> slice:
-    """The part of a dimension of ``length`` that whoever stands ``at`` holds."""
+    """The part of a dimension of ``length`` that the rank at coordinates ``at`` holds."""
     parts, index = 1, 0
     for name in split:
         parts, index = parts * sizes[name], index * sizes[name] + at[name]
@@ -280,7 +280,7 @@ def _range(length: int, split: Split, at: Mapping[str, int], sizes: Mapping[str,
 
 
 def box(whole: tuple[int, ...], splits: tuple[Split, ...], plan: Plan, index: int) -> Box:
-    """Rank number ``index``'s ranges of a tensor whose dimensions are dealt out like that."""
+    """Rank number ``index``'s ranges of a tensor whose dimensions are sharded like that."""
     at, sizes = coordinates(plan, index), extents(plan)
     return tuple(_range(n, split, at, sizes) for n, split in zip(whole, splits, strict=True))
 

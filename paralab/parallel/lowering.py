@@ -6,13 +6,13 @@ stages of one rank nothing is sent. The rule that makes it safe:
 
     All transfers stand in one row, and every rank makes its own in the order of that row.
 
-So whoever is first in the row can go: both its ends have done all their earlier transfers, and what
-stands between those is compute, which waits for nothing but earlier transfers. Hence no deadlock,
-even if every transfer holds up both its ranks until it is over and messages are matched by order
-alone, as with NCCL; tests run the lists under those rules. The row is the order in which
-the results are ready, with F, I and W costing 1, B 2 and a message 1/8 (without
-it, what comes would often be in a tie with what goes). Ties: activations before gradients, then the
-lower stage.
+So the transfer that is first in the row can go: both its ends have done all their earlier
+transfers, and what stands between those is compute, which waits for nothing but earlier transfers.
+Hence no deadlock, even if every transfer holds up both its ranks until it is over and messages are
+matched by order alone, as with NCCL; tests run the lists under those rules. The row is the order in
+which the results are ready, with F, I and W costing 1, B 2 and a message 1/8 (without it, what
+comes would often be in a tie with what goes). Ties: activations before gradients, then the lower
+stage.
 
 A receive stands ``ahead`` actions before the one that needs it, as far as the row allows: its
 message travels while the rank computes. One is enough unless a message takes longer than an

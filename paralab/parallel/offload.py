@@ -1,8 +1,8 @@
-"""Offload: what a rank keeps of a training, on the host or in files instead of on its device.
+"""Offload: model states and activations kept on the host or in files instead of on the device.
 
 AdamW in mixed precision keeps 16 bytes for every parameter, and the device computes with 2 of them.
-The rest can lie where memory is cheap, if what has to move is little enough, and moves while the
-device computes:
+The rest can be kept where memory is cheap, if little has to move, and moves while the device
+computes:
 
     ZeRO-Offload   (Ren+ 2021, arXiv:2101.06840)   gradients and optimizer states on the host. The
                    gradient of a unit leaves while backward goes on to the next; the host's own
@@ -58,16 +58,17 @@ from paralab.spec.tiers import Offload
 
 
 def gradients(code: Code, place: str, waits: Container[int], *, measured: bool) -> Code:
-    """A share of the summed gradient leaves as soon as it is there; one is on its way down.
+    """A shard of the summed gradient is copied to the host as soon as it is there; one copy is in
+    flight.
 
     The first of a unit is the sum, later micro-batches are added to it by the host's processor.
 
     place     "cpu" or "nvme"
-    waits     units whose share has to stay until other ranks have added theirs: it leaves after
-    measured  whether the norm is asked for; the host takes it of what has been added up
+    waits     units whose shard stays until other ranks have added theirs: it is copied after that
+    measured  whether the gradients' norm is needed; the host computes it from the sum
     """
     made: Code = []
-    under_way: list[Instr] = []
+    in_flight: list[Instr] = []
     sums = [ins for ins in code if ins.op == REDUCE_SCATTER and _brings(ins)]  # of a whole step
     summed = {ins.writes for ins in sums if ins.unit not in waits}
     if sums and sums[-1].writes in summed:  # `zero1` waits for the others before the next begins
@@ -80,8 +81,8 @@ def gradients(code: Code, place: str, waits: Container[int], *, measured: bool) 
         total, held = ("host.gshard", u, 0), ("host.part", u, k)
         if first and place == "cpu":
             held = total
-        under_way.append(_copy(share, held, k))
-        made.append(under_way[-1])
+        in_flight.append(_copy(share, held, k))
+        made.append(in_flight[-1])
         if not first:
             new, held = held, total
             if place == "nvme":
@@ -95,22 +96,22 @@ def gradients(code: Code, place: str, waits: Container[int], *, measured: bool) 
 
     for position, ins in enumerate(code):
         if ins.op == WAIT and ins.reads in summed:
-            _left(made, under_way)
+            _left(made, in_flight)
             made.append(ins)
             leave(ins.reads[0][1], -1, ins.reads[0], first=True, last=True)
         elif not _brings(ins) or ins.writes in summed:
             made.append(ins)
         else:
-            _left(made, under_way)
+            _left(made, in_flight)
             if ins.unit in waits:
                 made.append(ins)
             else:  # of one micro-batch: it leaves instead of being kept
                 first, last = ins.op == KEEP, ends[ins.unit] == position
                 leave(ins.unit, ins.mb, ins.reads[0], first=first, last=last)
-    _left(made, under_way)
+    _left(made, in_flight)
     for u in sorted(u for u in ends if u in waits):
         leave(u, -1, ("gshard", u, 0), first=True, last=True)
-    _left(made, under_way)
+    _left(made, in_flight)
     return made
 
 
@@ -224,14 +225,14 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
     run  which backwards follow each other: an action of the schedule, or in a relay all of them
     """
     made: Code = []
-    under_way: list[Instr] = []
+    in_flight: list[Instr] = []
     kept, coming = kept_inputs(code), set()
     again = [ins for ins in code if ins.op == RECOMPUTE and ins.reads[0] in kept]
     below = {a.reads[0]: b.reads[0] for a, b in pairwise(again) if run(a) == run(b)}
 
     def leave(x: Value) -> None:
-        under_way.append(_copy_state(x, "host.x"))
-        made.append(under_way[-1])
+        in_flight.append(_copy_state(x, "host.x"))
+        made.append(in_flight[-1])
         if place == "nvme":
             made.append(_copy_state(("host.x", *x[1:]), "file.x"))
 
@@ -247,10 +248,10 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
     for position, ins in enumerate(code):
         for x in ins.reads:
             if kept.get(x) == position:
-                _left(made, under_way)
+                _left(made, in_flight)
                 leave(x)
         if ins.op == RECOMPUTE and (x := ins.reads[0]) in kept:
-            _left(made, under_way)
+            _left(made, in_flight)
             come(x)
             made.append(Instr(WAIT, reads=(("back", *x[1:]),)))
             if x in below:
@@ -260,10 +261,10 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
     return made
 
 
-def _left(made: Code, under_way: list[Instr]) -> None:
+def _left(made: Code, in_flight: list[Instr]) -> None:
     """What was on its way down has left the device, and its memory is given back."""
-    made += [Instr(WAIT, reads=copy.writes) for copy in under_way]
-    under_way.clear()
+    made += [Instr(WAIT, reads=copy.writes) for copy in in_flight]
+    in_flight.clear()
 
 
 # By the tiers that a copy leads from and to; from or to a file it is "disk".

@@ -42,7 +42,7 @@ class Action(NamedTuple):
 
     stage       global: 0 is where the data comes in, whichever rank it lives on
     kind        "F" forward, "B" whole backward, "I" its input half (the gradient that the stage
-                before waits for), "W" its weight half (which nobody waits for)
+                before waits for), "W" its weight half (which no stage waits for)
     microbatch  0 .. m-1
     """
 
@@ -193,7 +193,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 SPLIT = ("zb-h1", "zb-h2")  # those that put weight halves of backward aside
-RELAY = "l2l"  # a name beside these: what one rank's parts do in turn, `relay`
+RELAY = "l2l"  # a name in addition to these: what one rank's parts do in turn, `relay`
 
 
 def relay(parts: int, microbatches: int) -> list[Action]:

@@ -1,4 +1,4 @@
-"""ZeRO: data-parallel ranks keep a share of what they would all keep the same.
+"""ZeRO: data-parallel ranks shard the model states that plain data parallelism replicates.
 
 N ranks, Psi parameters, w bytes per element, K bytes of optimizer states per parameter (AdamW in
 fp32: 8); m micro-batches (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7):
@@ -9,13 +9,14 @@ fp32: 8); m micro-batches (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7):
     2       (w + (w + K)/N) Psi           (m + 1) Psi          reduced as produced
     3       (2w + K)/N Psi                3 m Psi              gathered for each use
 
-Each stage is the one before it with one more line: `zero1` reduces a unit's gradient to a share,
+Each stage is the one before it with one more line: `zero1` reduces a unit's gradient to a shard,
 `zero2` does so in every micro-batch, `zero3` gathers the parameters too, and every gather makes a
 value of its own that ends with its last reader: nothing has to be resharded. In a pipeline stage 2
-reduces once a step: its micro-batches overlap, and their gradients would be alive together.
+reduces once a step: its micro-batches overlap, and their gradients would be alive together. A unit
+is a group of parameters that is gathered and reduced as one buffer (parallel/buckets.py).
 
-With ``shard`` groups the states are shared out inside a group, and `replicas` adds a share's
-gradient over the groups (HSDP, Zhao+ 2023, arXiv:2304.11277, sec. 3.2.2). With ``secondary_shard``
+With ``shard`` groups the states are sharded inside a group, and `replicas` sums a shard's gradient
+over the groups (HSDP, Zhao+ 2023, arXiv:2304.11277, sec. 3.2.2). With ``secondary_shard``
 `second_copy` gathers for backward inside a node: hpZ of ZeRO++ (Wang+ 2023, arXiv:2306.10209, sec.
 3.2), for w Psi / n bytes more on each of n neighbours. Lab 05.
 """
@@ -45,11 +46,13 @@ from paralab.programs.instructions import (
 
 
 def zero1(code: Code, *, alone: bool = False) -> Code:
-    """As data parallelism, but of the sum every rank gets its share. One sum is in flight.
+    """Like data parallelism, but every rank receives only its shard of the sum. At most one
+    reduce-scatter is in flight.
 
-    alone  there is nobody to add up with: the gradient is the share
+    alone  no other rank has a part of the sum: the gradient is the shard
     """
     made: Code = []
+    # {position: units whose gradient is complete behind it}, and the reduce-scatter in flight
     ends, before = completed(code), None
     for position, ins in enumerate(code):
         made.append(ins)
@@ -65,7 +68,9 @@ def zero1(code: Code, *, alone: bool = False) -> Code:
 
 
 def zero2(code: Code, *, alone: bool = False) -> Code:
-    """Gradients leave after each micro-batch; one is in flight, then its share is added up."""
+    """A unit's gradient is reduced after each micro-batch and this rank's shard of it is added up.
+    At most one reduce-scatter is in flight: it is waited for, and added, before the next begins.
+    """
     made: Code = []
     ends, owed, seen = completed(code, per_microbatch=True), [], set()
     for position, ins in enumerate(code):
@@ -92,7 +97,7 @@ def _reduce(u: int, k: int, grad: Value, into: Value) -> Instr:
 
 
 def replicas(code: Code) -> Code:
-    """After backward each share's gradient is summed over the ranks that keep the same share."""
+    """After backward each shard's gradient is summed over the ranks that hold the same shard."""
     calls = [(u, ("gshard", u, 0)) for u in sorted(gradients(code))]
     return code + [
         Instr(ALL_REDUCE, u, -1, u, (v,), (v,), "replica", phase="grad_sync") for u, v in calls
@@ -100,7 +105,7 @@ def replicas(code: Code) -> Code:
 
 
 def gather_updated(code: Code) -> Code:
-    """Stages 1 and 2: whose share is updated goes to everybody."""
+    """Stages 1 and 2: every updated shard is gathered by all ranks."""
     after = {
         at: [_gather(v[1], v, ("w", v[1], 0)) for v in ins.writes if v[0] == "shard"]
         for at, ins in enumerate(code)
@@ -164,8 +169,9 @@ def zero3(
 
 
 def second_copy(code: Code) -> Code:
-    """hpZ: of what forward gathers first each rank keeps its part for a smaller group, which lies
-    on one node, and there backward gathers it: between nodes 2 M instead of 3 M travel.
+    """hpZ: of the parameters that forward gathers each rank keeps a second, larger shard, over the
+    ranks of its node alone, and backward gathers from these: 2 M instead of 3 M cross between
+    nodes, M the bytes of the parameters.
     """
     user: dict[Value, str] = {}  # a gathered unit -> the op that uses it first
     for ins in code:

@@ -97,7 +97,7 @@ def between(program: Program, rank: int) -> list[Pass]:
     stage, alone = plan.zero_stage, plan.shard_degree == 1
     kind = "gshard" if stage else "grad"
     mixed, scaled = program.model.item < 4, plan.precision == "fp16"
-    measured = program.clips or scaled  # whether somebody asks for the gradients' norm
+    measured = program.clips or scaled  # whether the gradients' norm is needed
 
     def bring(u: int, number: int) -> tuple[Code, bool]:
         into = ("w" if alone else "piece", u, number)

@@ -5,7 +5,7 @@
 
 An instruction on a worker's lane ("h2d", "disk", "host" ...) may follow another's without the rank
 waiting: the lane itself waits for what comes before. When the rank has waited for the last of such
-a chain, the others are over. What is `LATE` goes on beside the next step. Of sends one per peer is
+a chain, the others are over. What is `LATE` goes on during the next step. Of sends one per peer is
 in flight, so that the memory of a step does not depend on how fast a link is.
 """
 
@@ -29,7 +29,9 @@ def lasts(value: Value) -> bool:
 
 
 def add_waits(code: Code) -> Code:
-    """A WAIT before the first use of what a call brings, and at the end for what nobody used."""
+    """A WAIT before the first use of what a call brings, and at the end for what no instruction
+    used.
+    """
     made: Code = []
     in_flight: dict[Value, Instr] = {}  # value -> the call that writes it
     readers: dict[Value, list[Instr]] = {}  # value -> calls in flight that read it
@@ -101,10 +103,10 @@ def add_waits(code: Code) -> Code:
 
 
 def add_frees(code: Code, *, keep: Iterable[Value] = ()) -> Code:
-    """Each instruction frees what nobody uses after it; what a call in flight reads or writes is
-    freed behind the call's WAIT.
+    """Each instruction frees what no instruction uses after it; what a call in flight reads or
+    writes is freed behind the call's WAIT.
 
-    keep  values that whoever reads the list frees itself: what a folded body passes on
+    keep  values that the reader of the list frees itself: what a folded body passes on
     """
     keep = set(keep)
     last: dict[Value, int] = {}

@@ -1,10 +1,10 @@
-"""What a rank holds at its fullest, of many plans at once: states and the parts' own figures.
+"""The peak memory of a rank, of many plans at once: states and the parts' own figures.
 
     parameters + gradients + optimizer states + activations + workspace
 
 States by ZeRO's stage (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5); of activations what the
 compiled parts keep for a micro-batch (parts.py), times those that the schedule has in flight; and
-what a part has in hand at its fullest, what is gathered, and what is sent. The moments looked at
+what a part holds at its peak, what is gathered, and what is sent. The moments looked at
 are the backward of the head, of a block, of the next unit and of the embedding, with all
 micro-batches in flight; a weight half; and the update. A column has an entry per plan, and a row
 for each of a pipeline's ranks that estimate.py looks at.
@@ -34,7 +34,7 @@ def in_flight(c: Any) -> Array:
 
 
 def held(c: Any) -> dict[str, Array]:
-    """{category: bytes} on the fullest rank, at its fullest moment; c: an `Estimate`'s columns."""
+    """{category: bytes} at the peak of the rank with most of them; c: an `Estimate`'s columns."""
     m, n, item, grad, psi, own = c.m, c.n, c.item, c.grad, c.psi, c.own
     third, zero = c.zero == 3, c.zero > 0
     here = {name: c.place(name) == 0 for name in ("parameters", "gradients", "optimizer")}
@@ -58,7 +58,7 @@ def held(c: Any) -> dict[str, Array]:
     unit = np.where(third, grad * block.elements, np.minimum(bucket, grad * psi))
     largest = np.maximum(unit, third * grad * c.ends)
     leaves = zero & (c.often | (m == 1))
-    gloo = c.cluster.cores is not None  # receives parts next to each other
+    gloo = not c.cluster.gpus  # receives parts next to each other
     received = zero * (n > 1) * largest * (gloo + 1 / n)
     two = np.where(m > 1, 2 * largest, np.minimum(unit + largest, grad * psi))
     left = leaves * (two + received)

@@ -54,7 +54,8 @@ OPS = COMPUTE | COLLECTIVES | MESSAGES | {COPY, UPDATE, NORM, RESCALE, KEEP, ADD
 WORKERS = frozenset(("h2d", "d2h", "disk", "host"))
 # Values that are the state between two ops, of which the last entry is sent.
 STATES = frozenset(("x", "r", "g", "again", "back", "xpart"))
-LATE = "late"  # phase of what is carried on into the next step: nobody waits for it in its own
+# The phase of what is carried on into the next step: no instruction waits for it in its own.
+LATE = "late"
 
 
 class Instr(NamedTuple):

@@ -97,7 +97,7 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
             part["sent"] += took[at] - (cost.seconds if type(cost) is Compute else 0.0)
     before: dict[int, int] = {}
     there = model.item * model.tokens * model.width  # the gradient that comes in, or goes out
-    halves, gloo = plan.schedule in SPLIT, cluster.cores is not None
+    halves, gloo = plan.schedule in SPLIT, not cluster.gpus
     levels = [
         (sum(held.values()), held.get(GRADIENTS, 0), sum(behind.values()))
         for held, behind in islice(moments(program, gloo=gloo), last + 2)

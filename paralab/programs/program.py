@@ -193,7 +193,7 @@ class Program:
     def constant_bytes(self, rank: int) -> int:
         """What no step changes: which tokens lie ahead of which, or a block's own buffers."""
         if self.spec.block is None:
-            return self.spec.seq_len**2 * (self.spec.attention == "explicit")
+            return self.spec.seq_len**2 * (self.spec.attention != "sdpa")
         mine = self.stages[rank :: self.plan.pp]
         return sum(op.constant for i, j in mine for op in self.model.ops[i:j])
 

@@ -84,6 +84,7 @@ def plan_search(
     """
     Plan().validate(model)  # raises what is wrong with the model itself
     check_cluster(Plan(), cluster)
+    model = model.resolved(gpus=cluster.gpus)
     there = cluster.num_devices
     given = there if devices is None else devices
     devices = whole("devices", given, at_least=1, at_most=MAX_RANKS)
@@ -107,10 +108,10 @@ def plan_search(
 
 
 def totals(model: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> tuple[float, int]:
-    """Seconds of a step of the compiled plan, and bytes on its fullest device at the peak."""
+    """Seconds of a step of the compiled plan, and the highest peak memory of a device."""
     if folds(plan) and plan.pp * plan.microbatches > MANY:
         return outline.totals(model, plan, cluster, optimizer=optimizer)
-    program, gloo = compiled(model, plan, optimizer=optimizer), cluster.cores is not None
+    program, gloo = compiled(model, plan, optimizer=optimizer), not cluster.gpus
     ranks = [memory(program, rank, gloo=gloo, samples=False) for rank in range(plan.pp)]
     return time(program, cluster).seconds, max(found.peak for found in ranks)
 

@@ -7,7 +7,7 @@ is made in place, and so is the addition that closes a branch.
 
 So these values are made of storages with names: ("x", b) is what the op before boundary b wrote,
 ("g", b) its gradient. A value holds some that others may hold too, and a number of bytes that are
-nobody else's. A storage lives as long as a value that holds it, and counts once. What keeps for
+no other value's. A storage lives as long as a value that holds it, and counts once. What keeps for
 backward makes an activation of it; what only hands it on leaves it what it was. What is computed a
 second time is another storage, ("r", b): the first may still be on its way to another rank.
 """
@@ -99,7 +99,7 @@ class Sharing:
         return found + [self.backward(at)] * op.defers_made
 
     def aside(self, at: int) -> int:
-        """Bytes beside these."""
+        """Bytes in addition to these."""
         return self.model.ops[at].deferred
 
 
@@ -122,7 +122,7 @@ class Storages:
         self._kept = {b for b in starts if whole and any(i <= b < j for i, j in stages)}
 
     def held(self, value: Value) -> Held:
-        """By a state, or by what is kept or put aside for backward."""
+        """By a state, or by what is saved or deferred for backward."""
         key = value[:2]
         if key not in self._known:
             self._known[key] = self._held(*key)
@@ -159,7 +159,7 @@ class Storages:
         of: Callable[[int], Iterable[tuple[Name, int]]],
         own: Callable[[int], int],
     ) -> Held:
-        """What ops (i, j) hold together: named is only what somebody beside them may hold."""
+        """What ops (i, j) hold together: named is only what an op outside them may hold."""
         (i, j), names = at, self.names
         held = dict(pair for op in range(i, j) for pair in of(op))
         ends = [end for end in at if 0 < end < len(self.model.ops)]

@@ -128,7 +128,7 @@ class Sums:
         return self.names.parameters(unit)
 
     def _complete(self, position: int, v: Value) -> None:
-        """Somebody needs the sum over all ranks."""
+        """A later instruction needs the sum over all ranks."""
         missing = self.owed.get(v)
         if not missing:
             return

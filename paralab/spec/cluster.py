@@ -17,7 +17,7 @@ from paralab.theory.traffic import OPS
 
 @dataclass(frozen=True, kw_only=True)
 class Link(Description):
-    """The alpha-beta model of one kind of wire: a message of n bytes takes alpha + n / bandwidth.
+    """The alpha-beta model of one kind of link: a message of n bytes takes alpha + n / bandwidth.
 
     alpha      seconds before the first byte
     bandwidth  bytes per second that one rank can send
@@ -124,6 +124,11 @@ class Cluster(Description):
     @property
     def num_devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @property
+    def gpus(self) -> bool:
+        """Whether every device computes on its own, as GPUs do; ranks on processors share cores."""
+        return self.cores is None
 
     def node_of(self, rank: int) -> int:
         """Ranks fill one node after the other."""

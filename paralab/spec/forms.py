@@ -1,4 +1,5 @@
-"""What a plan takes beside a name: a form of one's own, as far as it can be judged before a run.
+"""What a plan takes in place of a name: a form of one's own, as far as it can be judged before a
+run.
 
 A pass may be a function of the user's, a pipeline's schedule a function, a model's block a module.
 What such a form must be able to do is checked here, before a process starts, and
@@ -73,7 +74,7 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
     from paralab.parallel.schedules import build
     from paralab.theory.schedule_check import validate
 
-    if form == RELAY:  # to whoever looks at a rank as one stage
+    if form == RELAY:  # for code that takes a rank as one stage
         form = "gpipe"
     lists = build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if len(lists) != pp:

@@ -28,7 +28,8 @@ class ModelSpec(Description):
     tied      the output head shares the token embedding's weight
     dropout   probability of dropping an activation while training
     attention "explicit" writes the s x s score matrix (what the papers' activation formulas
-              assume), "sdpa" uses torch's fused kernel
+              assume), "sdpa" uses torch's fused kernel; None for what suits the device: see
+              `resolved`
     block     a block of your own in place of the standard one: a class or function, called as
               ``block(spec)``, that makes an ``nn.Module`` which maps (b, s, h) to (b, s, h). It
               trains with autograd inside; each block is one op of the program
@@ -41,7 +42,7 @@ class ModelSpec(Description):
     vocab: int = count(256, at_most=2**24)
     tied: bool = True
     dropout: float = 0.0
-    attention: str = "explicit"
+    attention: str | None = None
     block: Callable[[ModelSpec], Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,8 +63,17 @@ class ModelSpec(Description):
         object.__setattr__(self, "dropout", real("dropout", self.dropout, at_least=0.0))
         if self.dropout >= 1.0:
             raise illegal("dropout", self.dropout, "would drop everything", "from 0 to below 1")
-        choice("attention", self.attention, ("explicit", "sdpa"))
+        choice("attention", self.attention, ("explicit", "sdpa", None))
         check_block(self.block)
+
+    def resolved(self, *, gpus: bool) -> ModelSpec:
+        """This model with ``attention`` named: None stands for "sdpa" on GPUs, and for "explicit"
+        on processors and where there is dropout, whose masks the fused kernel draws itself, so that
+        they would depend on how the heads are split. Reports have the resolved model.
+        """
+        if self.attention is not None:
+            return self
+        return self.replace(attention="sdpa" if gpus and not self.dropout else "explicit")
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter of the single-device model, in order of registration.
@@ -132,11 +142,12 @@ class ModelSpec(Description):
         return cls(**MODEL_PRESETS[name])
 
 
-def _megatron(layers: int, hidden: int, heads: int) -> dict[str, int]:
-    return {"layers": layers, "hidden": hidden, "heads": heads, "seq_len": 2048, "vocab": 51200}
+def _megatron(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "seq_len": 2048, "vocab": 51200}
+    return {**sizes, "attention": "explicit"}  # as the paper's code and its formulas have it
 
 
-MODEL_PRESETS: dict[str, dict[str, int]] = {
+MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "laptop": {"layers": 4, "hidden": 128, "heads": 4, "seq_len": 64, "vocab": 256},
     "gpt2": {"layers": 12, "hidden": 768, "heads": 12, "seq_len": 1024, "vocab": 50257},
     # PTD-P, arXiv:2104.04473, Table 1: sequence 2048, vocabulary 51200.

@@ -45,7 +45,7 @@ __all__ = [
     "Plan",
 ]
 
-# Of an element, by precision. Beside 16 bits AdamW keeps a 4-byte master copy.
+# Of an element, by precision. With 16 bits AdamW keeps a 4-byte master copy.
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -87,7 +87,7 @@ class Plan(Description):
     prefetch         units beyond the one in use whose parameters stage 3 may hold gathered
     recompute        activations that backward computes again: "none", "selective" (the attention
                      core), "full" (all but each block's input)
-    precision        of weights, gradients and products: "fp32", or "bf16" or "fp16" beside a master
+    precision        of weights, gradients and products: "fp32", or "bf16" or "fp16" with a master
                      copy in fp32
     grad_dtype       "fp32": in 16 bits the gradients of parameters are added up over micro-batches,
                      and over ranks, in fp32; what one micro-batch adds is a product in 16 bits, and
@@ -106,7 +106,7 @@ class Plan(Description):
     passes           functions of your own, f(program) -> program, which change every rank's list of
                      instructions: see programs/own.py
 
-    Ranks are dealt over the axes as numpy.arange(world_size).reshape(pp, dp, tp).
+    Ranks are assigned to the axes as numpy.arange(world_size).reshape(pp, dp, tp).
     """
 
     # The largest are beyond any use: what goes together has narrower ones, in rules.py.

@@ -110,7 +110,7 @@ def tensor_grid(tp: int, mode: str, depth: int | None) -> tuple[int, int]:
 
 
 def _dealt(name: str, parts: Callable[[Any], Any]) -> Rule:
-    """A size that the ranks of a tp group deal out in equal parts."""
+    """A size that the ranks of a tp group share in equal parts."""
 
     def why(s: Any) -> str:
         group = f"tp={s.tp}" if s.tp_mode == "1d" else f"tp_mode={s.tp_mode!r} with q={s.grid.q}"
@@ -204,7 +204,7 @@ PIPELINE = (
     Rule(
         "virtual_stages",
         lambda s: implies(s.virtual_stages > 1, s.pp > 1),
-        "one rank has nobody to take turns with: all the chunks would be its own",
+        "one rank has no other to take turns with: all the chunks would be its own",
         "1, or pp of at least 2",
     ),
     Rule(
@@ -268,7 +268,7 @@ ZERO = (
     Rule(
         "shard",
         lambda s: s.dp % s.shard_degree == 0,
-        "dp={s.dp} ranks cannot be dealt into groups of it",
+        "dp={s.dp} ranks cannot be split into groups of it",
         lambda s: ", ".join(str(n) for n in range(1, s.dp + 1) if s.dp % n == 0),
     ),
     Rule(
@@ -297,7 +297,7 @@ ZERO = (
 
 
 def _dealt_out(name: str, least: int) -> Rule:
-    """Of a state that ZeRO deals out from stage ``least`` on."""
+    """Of a state that ZeRO shards from stage ``least`` on."""
     return Rule(
         f"offload[{name!r}]",
         lambda s: implies(getattr(s.place, name) != "device", s.zero_stage >= least),
@@ -321,7 +321,7 @@ OFFLOAD = (
     Rule(
         "zero_stage",
         lambda s: (s.zero_stage > 0) | ((s.offload != "cpu") & (s.offload != "nvme")),
-        "offload={s.offload!r} moves what ZeRO deals out, and stage 0 deals out nothing",
+        "offload={s.offload!r} moves what ZeRO shards, and stage 0 shards nothing",
         "1 (optimizer), 2 (gradients too), 3 (parameters too); dp=1 is enough",
     ),
     Rule(

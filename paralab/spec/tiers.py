@@ -25,7 +25,7 @@ _STATES = ("parameters", "gradients", "optimizer", "activations")
 class Offload(Description):
     """Where each state lies, and the links between.
 
-    parameters   what ZeRO's stage 3 deals out of them
+    parameters   what ZeRO's stage 3 shards of them
     gradients    each rank's share of their sum (stage 2 and 3)
     optimizer    moments and fp32 master weights; whose Adam step then runs on the host's processor
     activations  the inputs of the blocks that recompute="full" keeps
@@ -109,7 +109,7 @@ def as_offload(value: Any) -> str | Offload | None:
 
 
 def resolved(value: str | Offload | None, zero_stage: int) -> Offload | None:
-    """The places of everything: "cpu" moves all that ``zero_stage`` deals out, "nvme" writes of
+    """The places of everything: "cpu" moves all that ``zero_stage`` shards, "nvme" writes of
     these parameters and optimizer states to files. Gradients stay on the host then: each is written
     once and read once by the update that runs there.
     """

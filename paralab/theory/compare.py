@@ -167,7 +167,7 @@ def _same_subject(expect: Report, report: Report) -> None:
                     f"{name}.{setting}: {x!r} was predicted, {y!r} was run; predict what was run: "
                     "pl.predict(report.model, report.plan)"
                 )
-    if device_of(report) == "cuda" and expect.cluster.cores is not None:
+    if device_of(report) == "cuda" and not expect.cluster.gpus:
         raise illegal(
             "cluster",
             expect.cluster.name,

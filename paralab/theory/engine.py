@@ -10,7 +10,7 @@ microseconds each. One rule holds for all items:
     and what it comes ``after`` has ended; a call when this is so on all its members.
 
 Work on the compute lane is such an item. A wait is one that takes no time and comes after what it
-waits for. Copies and calls are launched and work on beside the compute lane; a call takes as long
+waits for. Copies and calls are launched and go on next to the compute lane; a call takes as long
 as its slowest member says, and a send and its receive are one call. `report.replay` times what was
 recorded so. Programs, which know more of what they do, are timed by interpret/time.py.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 class Item(NamedTuple):
     """What a rank does: ``seconds`` on a lane.
 
-    lane     "compute", or one that works beside it
+    lane     "compute", or one that works at the same time
     after    positions of earlier items of this rank
     call     of a call the key that its members launch, each once; None for what one rank does
     members  of a call the ranks that launch it

@@ -223,7 +223,7 @@ def _step_gap(table: pd.DataFrame, expect: Report, report: Report) -> str:
             said.append(
                 f"{what} is work too: the ranks' other threads used "
                 f"{carried * 1e3:.0f} ms of processor per step and rank, which devices of their "
-                "own do beside computing."
+                "own do at the same time as computing."
             )
         outside = _outside(report)
         if outside > 0.01 * row["measured"]:

@@ -36,7 +36,7 @@ NAN = float("nan")
 def schedule_of(report: Report, *, step: int | None = None) -> list[list[Action]]:
     """What every rank of one pipeline computed in ``step``, in order: the schedule, read off spans.
 
-    step  default: the typical one. Of several pipelines beside each other the first is read; all
+    step  default: the typical one. Of several pipelines next to each other the first is read; all
     follow the same schedule.
     """
     step = metrics.typical_step(report) if step is None else step
@@ -85,7 +85,7 @@ def formula(report: Report) -> float:
     from paralab.theory.pipeline import bubble_formula
 
     plan = report.plan
-    if plan.relays:  # one rank, which waits for nobody
+    if plan.relays:  # one rank, which waits for no other
         return 0.0
     if plan.schedule_name not in SCHEDULES:
         return NAN

@@ -53,7 +53,9 @@ def link_bytes(
 def tier_bytes(
     model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
 ) -> dict[str, dict[str, int]]:
-    """{"host", "file": {category: bytes}} that ``rank`` has at most beside its device's memory."""
+    """{"host", "file": {category: bytes}} that ``rank`` has at most in addition to its device's
+    memory.
+    """
     held = {
         tier: quick.most(model, plan, optimizer=optimizer, rank=rank, tier=tier)
         for tier in ("host", "file")

@@ -5,7 +5,7 @@ A schedule is valid if
     every rank's list holds only its own stages, and every stage's F of every micro-batch once,
     its backward once, either whole (B) or as both halves (I and W);
     within a list F comes before B or I, and I before W;
-    and nobody waits in a circle: with every rank going through its list in order, waiting for what
+    and no ranks wait in a circle: with every rank going through its list in order, waiting for what
     each action needs, all lists come to their end.
 
 The last is the happens-before relation of Lamport (1978), "Time, Clocks, and the Ordering of

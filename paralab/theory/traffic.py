@@ -1,4 +1,4 @@
-"""Bytes on the wire: what every collective makes one rank send, and to whom.
+"""Bytes on the link: what every collective makes one rank send, and to whom.
 
 With n ranks in the group and a payload of S bytes (S = the full buffer, padding included):
 
@@ -13,7 +13,7 @@ The first three are the optima that Patarasuk and Yuan prove for large messages 
 optimal all-reduce algorithms for clusters of workstations"). Bytes are whole: where n does not
 divide the total, the first members of the group send one byte more, so the total is exact.
 
-Over gloo this is what the kernel counts. Over NCCL it is the algorithm's figure, not the wire's:
+Over gloo this is what the kernel counts. Over NCCL it is the algorithm's figure, not a counter's:
 for an all-reduce, a broadcast or a reduce it chooses rings or trees, and a switch may do the sum.
 """
 
@@ -33,7 +33,7 @@ BOOKKEEPING = ("control", "setup")
 
 
 def share(total: int, n: int, index: int) -> int:
-    """Part ``index`` of ``total`` bytes or elements dealt over n members, the larger ones first."""
+    """Part ``index`` of ``total`` bytes or elements split over n members, the larger ones first."""
     return total // n + (index < total % n)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """No search for cycles meanwhile: among new rows, and all else that a notebook holds, it takes
-    a tenth of a plan search. What nobody refers to goes at once, as ever. Also a decorator.
+    a tenth of a plan search. What has no reference left goes at once, as ever. Also a decorator.
     """
     was = gc.isenabled()
     gc.disable()

@@ -71,7 +71,7 @@ class Work:
         product has a rate of its own, and on processors other kernels take as long as in fp32.
         """
         rates = cluster.products_16bit.get(precision)
-        able = rates is None or cluster.cores is None  # computes in 16 bits
+        able = rates is None or cluster.gpus  # computes in 16 bits
         item = BYTES_PER_ELEMENT[precision] if able else ITEM
         rest, rate, products = self.flops, cluster.flops, 0.0
         if rates is not None:

@@ -13,7 +13,7 @@ kind of state by N (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7, figure 1)
 The paper prints volumes without (N-1)/N and for one micro-batch: 2, 2, 2 and 3 Psi. With m of them
 stage 2 reduces what each produced and stage 3 gathers again for each, forward and backward.
 
-These are model states, beside which a run keeps padding, buffers and activations; those are in
+These are model states; a run keeps in addition padding, buffers and activations; those are in
 `pl.program(...).peak()`, which says what this very program keeps. "16 bytes per parameter over N"
 alone is a factor off: stage 3 holds at least the largest unit whole while it computes.
 """

@@ -131,7 +131,7 @@ def _clusters(cluster: Cluster | None) -> list[tuple[str, str]]:
 
 def is_here(cluster: Cluster) -> bool:
     """Whether its devices are ranks that share a processor's cores: then a plan can run here."""
-    return cluster.cores is not None
+    return not cluster.gpus
 
 
 # ---- pictures ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The papers' own tables that labs print, each beside what paralab's formulas make of it.
+"""The papers' own tables that labs print, each next to what paralab's formulas make of it.
 
 Every function returns a pandas DataFrame with one row per row of the table. A column "..., printed"
 is what the paper says, "..., recomputed" what theory/ says for the same settings; other columns are

@@ -6,7 +6,7 @@ Micro-batch sizes and chunks per rank are not printed; they are those of the aut
 (NVIDIA/Megatron-LM, examples/academic_paper_scripts/sc21). There the model of a trillion parameters
 is not interleaved, though the text says that table 1 is.
 
-An accuracy means little beside table 1: whoever says 146 TFLOP/s for every row is 6.1 % off on
+An accuracy means little next to table 1: saying 146 TFLOP/s for every row is 6.1 % off on
 average (`NULL_MODEL`).
 """
 
