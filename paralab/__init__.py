@@ -15,8 +15,6 @@ Importing this package is quick and leaves torch out; ranks import torch in proc
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +26,7 @@ from paralab.report.report import Report, load
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.compare import compare
 from paralab.trace import trace
+from paralab.version import __version__
 
 if TYPE_CHECKING:
     from paralab.interpret.text import program
@@ -45,6 +44,7 @@ __all__ = [
     "RankTimeout",
     "Report",
     "Stopped",
+    "__version__",
     "compare",
     "dry_run",
     "explore",

@@ -180,9 +180,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
-    import paralab
+    from paralab.version import __version__
 
-    return paralab.__version__
+    return __version__
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from paralab.instruments.calibrate import BUSY
 from paralab.instruments.machine import Folder, Machine, examine
 from paralab.launch import MAX_RANKS
 from paralab.spec import Cluster
+from paralab.version import __version__
 
 GB, GIB, MB = 10**9, 2**30, 10**6
 OLDEST_PYTHON = (3, 11)
@@ -100,11 +101,9 @@ class Diagnosis(NamedTuple):
 
     def text(self) -> str:
         """Everything, for a terminal."""
-        import paralab
-
         width = max(len(what) for what, _ in self.lines)
         rows = [
-            f"paralab {paralab.__version__} on {self.machine.system}, Python {self.machine.python}",
+            f"paralab {__version__} on {self.machine.system}, Python {self.machine.python}",
             "",
         ]
         rows += [f"  {what:<{width}}  {said}" for what, said in self.lines]

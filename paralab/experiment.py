@@ -27,6 +27,7 @@ from paralab.report.report import Report, save_part
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.cluster import available_cores
 from paralab.theory.offload import file_bytes
+from paralab.version import __version__
 
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
 
@@ -268,11 +269,9 @@ def _program(
 
 
 def _meta(settings: Settings, of_rank: dict[str, Any]) -> dict[str, Any]:
-    import paralab
-
     return {
         "run_id": uuid.uuid4().hex,
-        "paralab": paralab.__version__,
+        "paralab": __version__,
         "python": platform.python_version(),
         "cores": available_cores(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from paralab import view
 from paralab.parallel.schedules import (
     SCHEDULES,
     gpipe,
@@ -19,6 +20,7 @@ from paralab.parallel.schedules import (
 )
 from paralab.theory.engine import Item
 from paralab.theory.engine import simulate as run_engine
+from paralab.theory.ideal import bubbles
 from paralab.theory.pipeline import bubble_formula, simulate
 from paralab.theory.schedule_check import ScheduleError, validate
 
@@ -151,7 +153,7 @@ def test_the_bubble_is_that_of_the_report():
         assert report.bubble == pytest.approx(got.bubble_rate, abs=1e-12)
         assert report.clock == "predicted" and report.meta["function"] == "mine"
         assert len(report.spans) == len(got.start)
-        assert "mine" in repr(got.timeline("mine"))
+        assert "mine" in repr(view.simulated_timeline(got, "mine"))
 
 
 # The two walk differently: a schedule spelt out as engine items says the same.
@@ -228,6 +230,6 @@ def test_large_schedules_are_proved_and_simulated(sizes):
 @pytest.mark.parametrize("schedule", [naive, zb_h1, one_f_one_b])
 def test_a_simulated_schedule_is_not_given_the_formula_of_another(schedule):
     found = simulate(schedule(4, 8), forward=1.0, backward=1.0, weight_grad=1.0)
-    table = found.report().bubbles()
+    table = bubbles(found.report())
     assert table["simulated"]["bubble"] == pytest.approx(found.bubble_rate)
     assert np.isnan(table["formula"]["bubble"])

@@ -16,8 +16,7 @@ import synthetic
 from paralab.report import tables
 from paralab.report.report import Report
 from paralab.spec import Plan
-from paralab.view import theme
-from paralab.view import timeline as timeline_module
+from paralab.view import theme, timeline_rows
 from paralab.view.page import _for_script, page
 from paralab.view.tracks import tracks
 
@@ -212,7 +211,7 @@ def test_the_title_of_the_timeline_is_read_off_the_spans():
 
 
 def test_a_crowded_step_shows_a_window_and_says_so(four, monkeypatch):
-    monkeypatch.setattr(timeline_module, "MAX_BOXES", 20)
+    monkeypatch.setattr(timeline_rows, "MAX_BOXES", 20)
     figure = four.timeline(step=1)
     total = (four.spans["step"] == 1).sum()
     assert len(boxes(figure)) == 20

@@ -14,8 +14,7 @@ from paralab.parallel import schedules
 from paralab.theory.ideal import ideal
 from paralab.theory.pipeline import simulate
 from paralab.theory.schedule_check import peak_live
-from paralab.view import theme
-from paralab.view import timeline as timeline_module
+from paralab.view import theme, timeline_rows
 from paralab.view.page import page
 from test_predict import MODEL as SMALL
 from test_predict import NAMES, cluster, plan_of
@@ -70,7 +69,7 @@ def test_the_real_one_is_below_the_ideal_on_one_scale_each_with_its_bubble():
 @pytest.mark.parametrize("name", NAMES)
 def test_work_and_bubble_fill_every_rank_and_never_overlap(name):
     simulation = ideal(predicted(name))
-    figure = simulation.timeline("mine")
+    figure = view.simulated_timeline(simulation, "mine")
     table = figure.table
     for rank, own in table.sort_values("start").groupby("rank"):
         assert own["start"].iloc[0] == pytest.approx(0.0, abs=1e-12)
@@ -99,10 +98,10 @@ def test_what_is_idle_before_and_after_a_ranks_work_is_hatched_too():
 
 def test_the_margin_has_every_ranks_idle_share():
     simulation = simulate(schedules.one_f_one_b(4, 8), forward=1.0, backward=2.0)
-    said = [a.text for a in simulation.timeline().layout.annotations]
+    said = [a.text for a in view.simulated_timeline(simulation).layout.annotations]
     assert said.count("27 %") == 4 and "idle" in said
     uneven = simulate(schedules.gpipe(2, 4), forward=[1.0, 3.0], backward=[1.0, 3.0])
-    said = [a.text for a in uneven.timeline().layout.annotations]
+    said = [a.text for a in view.simulated_timeline(uneven).layout.annotations]
     shares = [f"{100 * (1 - busy / uneven.cost):.0f} %" for busy in uneven.busy]
     assert shares[0] != shares[1] and set(shares) <= set(said)
 
@@ -135,9 +134,9 @@ def test_later_chunks_are_paler_and_the_legend_shows_the_first(look):
 
 def test_many_boxes_become_a_window_and_every_ranks_total():
     simulation = simulate(schedules.interleaved(16, 64, 4), forward=1e-3, backward=2e-3)
-    figure = simulation.timeline("large")
+    figure = view.simulated_timeline(simulation, "large")
     drawn = sum(len(bar.x) for bar in figure.data)
-    assert drawn <= timeline_module.MAX_BOXES
+    assert drawn <= timeline_rows.MAX_BOXES
     assert "of 8," in figure.below or "of 9," in figure.below
     said = [a.text for a in figure.layout.annotations]
     assert sum(text.endswith(" %") for text in said) == 16
@@ -145,7 +144,7 @@ def test_many_boxes_become_a_window_and_every_ranks_total():
 
 
 def test_a_report_with_more_boxes_than_fit_shows_a_window(monkeypatch):
-    monkeypatch.setattr(timeline_module, "MAX_BOXES", 60)
+    monkeypatch.setattr(timeline_rows, "MAX_BOXES", 60)
     figure = predicted().timeline()
     assert sum(len(bar.x) for bar in figure.data) <= 60
     assert "the first 60 of" in figure.below

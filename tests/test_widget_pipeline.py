@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import paralab as pl
+from paralab import view
 from paralab.theory import ideal
 from paralab.theory.pipeline import bubble_formula
 from paralab.view import widget_pipeline
@@ -34,7 +35,9 @@ def test_every_knob_moves_the_simulation(bench):
         before = bench.chart.table
         bench.knobs[name].value = value
         assert bench.error is None and not bench.chart.table.equals(before), name
-    assert bench.chart.table.equals(bench.simulation_of(bench.values).timeline("naive").table)
+    assert bench.chart.table.equals(
+        view.simulated_timeline(bench.simulation_of(bench.values), "naive").table
+    )
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])

@@ -40,9 +40,8 @@ for rank, actions in enumerate(layerwise):
 
 # %%
 # A backward is two products of 1 ms each, for the input and for the weight (lab 04).
-pipeline.simulate(layerwise, forward=1e-3, backward=1e-3, weight_grad=1e-3).timeline(
-    "layer by layer"
-)
+one_by_one = pipeline.simulate(layerwise, forward=1e-3, backward=1e-3, weight_grad=1e-3)
+view.simulated_timeline(one_by_one, "layer by layer")
 
 # %% [markdown]
 # One device works, three wait: this naive form buys memory and no speed at all. The remedy is as
@@ -152,7 +151,7 @@ pd.DataFrame(rows).set_index("m").round(3)
 
 # %%
 one_f_one_b = schedules.one_f_one_b(4, 8)
-pipeline.simulate(one_f_one_b, **unit).timeline("1F1B")
+view.simulated_timeline(pipeline.simulate(one_f_one_b, **unit), "1F1B")
 
 # %%
 view.live_activations(schedules.gpipe(4, 8), one_f_one_b, labels=["GPipe", "1F1B"])
@@ -215,7 +214,7 @@ pd.DataFrame(rows).set_index("v").round(3)
 # %%
 interleaved = schedules.interleaved(4, 8, 2)
 halved = {half: 0.5e-3 for half in unit}
-pipeline.simulate(interleaved, **halved).timeline("interleaved")
+view.simulated_timeline(pipeline.simulate(interleaved, **halved), "interleaved")
 
 # %% [markdown]
 # People stumble over the number of forwards before the first backward: 2(p−r−1) + (v−1)p here,

@@ -35,7 +35,7 @@ whole = pipeline.simulate(schedules.one_f_one_b(4, 8), **unit)
 split = pipeline.simulate(schedules.zb_h1(4, 8), **unit)
 print(f"1F1B : {whole.bubble_rate:.3f} of device time is bubble")
 print(f"ZB-H1: {split.bubble_rate:.3f}")
-split.timeline("ZB-H1")
+view.simulated_timeline(split, "ZB-H1")
 
 # %% [markdown]
 # ## Commit to a guess

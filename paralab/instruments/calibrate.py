@@ -59,6 +59,7 @@ from paralab.spec import Cluster, Link
 from paralab.spec.cluster import available_cores
 from paralab.theory.fit import fit_device, fit_half_rate, fit_link, fit_rate
 from paralab.theory.traffic import wire_bytes
+from paralab.version import __version__
 
 PASSES = 3  # over all measurements: cores change their speed from second to second
 FORMAT = 5  # of the cache file; files of another format are measured again
@@ -83,6 +84,9 @@ def local_cluster(*, device: str | None = None, refresh: bool = False) -> Cluste
     Raises ValueError if GPUs are asked for where there is none.
     """
     return Cluster.from_dict(calibration(device=device, refresh=refresh)["cluster"])
+
+
+Cluster.measure = staticmethod(local_cluster)
 
 
 def gpus() -> tuple[tuple[str, int], ...]:
@@ -176,14 +180,12 @@ def cache_path(device: str = "cpu") -> Path:
 
 def fingerprint(device: str = "cpu") -> str:
     """What a calibration depends on, as 12 hexadecimal digits."""
-    import paralab
-
     facts = [
         FORMAT,
         _processor(),
         available_cores(),
         _version("torch"),
-        getattr(paralab, "__version__", ""),
+        __version__,
     ]
     if device == "cuda":
         facts.append(gpus())

@@ -108,7 +108,7 @@ class Difference:
     def _repr_html_(self) -> str:
         from paralab.view.program_table import difference_table
 
-        return difference_table(self)
+        return difference_table(self, SIGNS)
 
 
 def _steps(program: Any) -> dict[tuple, _Step]:

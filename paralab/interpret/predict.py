@@ -18,7 +18,7 @@ that ranks share. Li+ 2020 (arXiv:2006.15704) measure what is modelled here.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.checks import choice, illegal, whole
 from paralab.instruments.calibrate import device_of_run
@@ -28,12 +28,10 @@ from paralab.interpret.time import Times, time
 from paralab.interpret.traffic import Calls, Member
 from paralab.programs.compile import compiled
 from paralab.programs.program import Program
+from paralab.report.report import Report
 from paralab.report.tables import COLUMNS
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
-
-if TYPE_CHECKING:
-    from paralab.report.report import Report
 
 OPTIMIZERS = ("adamw", "sgd")
 DETAILS = ("calls", "actions")
@@ -66,8 +64,6 @@ def predict(
     Bytes are exact, times as good as the cluster's numbers. Memory is that of one step, as in a
     run. There are no losses. Raises ValueError on a plan that cannot train the model.
     """
-    from paralab.report.report import Report  # brings NumPy and pandas
-
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):
         raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")

@@ -41,12 +41,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from paralab.model.part import Part
-from paralab.theory.work import Work, product
+from paralab.theory.work import DRAW_FLOPS, EXP_FLOPS, GELU_FLOPS, Work, product
 
 State = tuple
-GELU_FLOPS = (400, 600)  # per element, forward and backward, of the tanh form on a processor
-EXP_FLOPS = 100  # per element of a softmax
-DRAW_FLOPS = 1000  # per element of a dropout mask
 METHODS = ("forward", "input", "weight")
 
 

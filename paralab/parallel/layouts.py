@@ -36,12 +36,24 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from paralab.spec import ModelSpec, Plan
+from paralab.spec.model import ModelSpec
 
 Split = tuple[str, ...]  # coordinates that a dimension is sharded over, slowest first; (): whole
 Box = tuple[slice, ...]  # one range per dimension of the whole tensor
+
+
+class TensorPlan(Protocol):
+    """What a layout asks of a plan, which is a `spec.Plan`: the settings of tensor parallelism."""
+
+    tp: int
+    tp_mode: str
+    sequence_parallel: bool
+    microbatch_size: int
+
+    @property
+    def tp_grid(self) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +192,7 @@ def _three_d() -> Mode:
 MODES = {"2d": _two_d(False), "2.5d": _two_d(True), "3d": _three_d()}
 
 
-def mode_of(plan: Plan) -> Mode:
+def mode_of(plan: TensorPlan) -> Mode:
     """The table of the plan's mode."""
     return MODES.get(plan.tp_mode) or _one_d(plan.sequence_parallel)
 
@@ -194,7 +206,7 @@ SHARED_PHASE = {
 
 
 # ---- the grid -----------------------------------------------------------------------------------
-def extents(plan: Plan) -> dict[str, int]:
+def extents(plan: TensorPlan) -> dict[str, int]:
     """{coordinate: how many there are}. Raises ValueError where tp makes no such grid."""
     if plan.tp_mode == "1d":
         return {"t": plan.tp}
@@ -203,7 +215,7 @@ def extents(plan: Plan) -> dict[str, int]:
     return {name: sizes[name] for name in mode_of(plan).coordinates}
 
 
-def coordinates(plan: Plan, index: int) -> dict[str, int]:
+def coordinates(plan: TensorPlan, index: int) -> dict[str, int]:
     """Where rank number ``index`` of a tp group stands."""
     sizes, place = extents(plan), {}
     for name in reversed(sizes):
@@ -211,7 +223,7 @@ def coordinates(plan: Plan, index: int) -> dict[str, int]:
     return {name: place[name] for name in sizes}
 
 
-def groups(plan: Plan, axis: str) -> list[tuple[int, ...]]:
+def groups(plan: TensorPlan, axis: str) -> list[tuple[int, ...]]:
     """The groups of one axis that the ranks of a tp group fall into, each in order."""
     varying, found = mode_of(plan).axes[axis], defaultdict(list)
     places = [coordinates(plan, index) for index in range(plan.tp)]
@@ -221,7 +233,7 @@ def groups(plan: Plan, axis: str) -> list[tuple[int, ...]]:
     return [tuple(found[fixed]) for fixed in sorted(found)]
 
 
-def axis_of(plan: Plan, split: Split) -> str:
+def axis_of(plan: TensorPlan, split: Split) -> str:
     """The axis of the ranks that have the other parts of a dimension that is sharded like that;
     "": this rank has all of it.
     """
@@ -279,7 +291,7 @@ def _range(length: int, split: Split, at: Mapping[str, int], sizes: Mapping[str,
     return slice(index * length // parts, (index + 1) * length // parts)
 
 
-def box(whole: tuple[int, ...], splits: tuple[Split, ...], plan: Plan, index: int) -> Box:
+def box(whole: tuple[int, ...], splits: tuple[Split, ...], plan: TensorPlan, index: int) -> Box:
     """Rank number ``index``'s ranges of a tensor whose dimensions are sharded like that."""
     at, sizes = coordinates(plan, index), extents(plan)
     return tuple(_range(n, split, at, sizes) for n, split in zip(whole, splits, strict=True))
@@ -290,7 +302,7 @@ def box_shape(found: Box) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def holding(model: ModelSpec, plan: Plan, name: str, index: int) -> Holding:
+def holding(model: ModelSpec, plan: TensorPlan, name: str, index: int) -> Holding:
     """What rank number ``index`` of a tp group holds of the parameter called ``name``."""
     mode, kind, whole = mode_of(plan), kind_of(name), whole_shape(model, name)
     if model.block is not None and name.startswith("blocks."):  # one device has all of it
@@ -302,7 +314,7 @@ def holding(model: ModelSpec, plan: Plan, name: str, index: int) -> Holding:
     return Holding(whole, mine, shape, mode.copies.get(kind, ""), kind in mode.partial)
 
 
-def activation_box(model: ModelSpec, plan: Plan, what: str, index: int) -> Box:
+def activation_box(model: ModelSpec, plan: TensorPlan, what: str, index: int) -> Box:
     """Ranges of one micro-batch's "residual" (b, s, h), "scores" (b, a, s, s) or "logits"
     (b, s, V) that are local to rank number ``index`` of a tp group.
     """
@@ -315,7 +327,7 @@ def activation_box(model: ModelSpec, plan: Plan, what: str, index: int) -> Box:
     return box(whole, getattr(mode_of(plan), what), plan, index)
 
 
-def looked_up(plan: Plan, index: int) -> slice:
+def looked_up(plan: TensorPlan, index: int) -> slice:
     """Samples of a micro-batch whose tokens rank number ``index`` looks up in its part of the
     embedding: in "2.5d" those of its grid, else all.
     """
@@ -324,13 +336,13 @@ def looked_up(plan: Plan, index: int) -> slice:
     return slice(grid * count, (grid + 1) * count)
 
 
-def loss_parts(plan: Plan) -> int:
+def loss_parts(plan: TensorPlan) -> int:
     """Into how many parts the tokens of a micro-batch fall, each with a loss of its own."""
     sizes = extents(plan)
     return math.prod(sizes[name] for name in mode_of(plan).logits[0])
 
 
-def says_loss(plan: Plan, index: int) -> bool:
+def says_loss(plan: TensorPlan, index: int) -> bool:
     """Whether rank number ``index`` is the one of its part of the tokens to report the loss."""
     at = coordinates(plan, index)
     return not any(at[name] for name in mode_of(plan).logits[2])

@@ -1,7 +1,7 @@
-"""NumPy arrays inside JSON, without pickle: dtype, shape and base64 of the little-endian bytes.
+"""What JSON can hold: plain values, and NumPy arrays as dtype, shape and base64 of their bytes.
 
-Every bit comes back. Only arrays of numbers are written and read, so a file never runs code. Four
-thirds of the arrays' bytes on disk.
+Every bit comes back. Only arrays of numbers are written and read, without pickle, so a file never
+runs code. They take four thirds of their bytes on disk.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import os
 from collections.abc import Mapping
+from types import NoneType
 from typing import TYPE_CHECKING, Any
+
+from paralab.checks import illegal
 
 if TYPE_CHECKING:
     import numpy as np
 
+PLAIN = {bool, int, float, str, NoneType}  # what JSON knows as it is
 _ARRAY_KINDS = "biufc"  # yes/no, whole, unsigned, float, complex
 
 
@@ -78,3 +83,29 @@ def decode_arrays(body: Mapping[str, Any], field: str) -> dict[str, np.ndarray] 
         native = dtype.newbyteorder("=")
         arrays[name] = np.frombuffer(raw, dtype).astype(native).reshape(shape)
     return arrays
+
+
+def plain(value: Any, where: str) -> Any:
+    """``value`` as JSON knows it: dict with text keys, list, text, number, yes/no, None.
+
+    Done when a report is made, so that what is saved and loaded again is equal. Raises ValueError
+    naming the place of a value that JSON has no form for.
+    """
+    if isinstance(value, Mapping):
+        return {str(k): plain(v, f"{where}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        if set(map(type, value)) <= PLAIN:  # the nodes of thousands of ranks
+            return list(value)
+        return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy scalar
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise illegal(
+        where,
+        value,
+        f"{type(value).__name__} has no plain form",
+        "text, numbers, yes/no, None, and lists and dicts of them",
+    )

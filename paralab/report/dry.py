@@ -9,16 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
+from paralab.report.tables import DRY
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from paralab.report.tables import Tables
 
-    from paralab.report.report import Report
-
-CLOCK = "dry run"
+CLOCK = DRY
 
 
-def needs_times(report: Report, what: str) -> None:
+def needs_times(report: Tables, what: str) -> None:
     """Refuse ``what`` for a report that has none."""
     if report.clock == CLOCK:
         raise illegal(
@@ -31,12 +30,12 @@ def needs_times(report: Report, what: str) -> None:
         )
 
 
-def device_of(report: Report) -> str:
+def device_of(report: Tables) -> str:
     """What a run was on, "cpu" or "cuda"; "cpu" of what no rank has run."""
     return str(report.meta.get("device") or "cpu").partition(":")[0]
 
 
-def needs_own_devices(report: Report, what: str) -> None:
+def needs_own_devices(report: Tables, what: str) -> None:
     """Refuse ``what`` for a run whose ranks shared a GPU: no span there is one rank's alone."""
     if report.meta.get("shared_gpu"):
         raise illegal(
@@ -46,34 +45,3 @@ def needs_own_devices(report: Report, what: str) -> None:
             "and ranks shared this GPU: what one took has the others' in it",
             "a run with device='cpu', or with a GPU for each rank",
         )
-
-
-def summary(report: Report) -> pd.DataFrame:
-    """What the rank holds, sends and copies: index quantity; columns value and unit."""
-    import pandas as pd
-
-    from paralab.report import moved
-
-    rows: list[tuple[str, float, str]] = [
-        ("parameters", report.meta.get("num_params", float("nan")), "of this rank")
-    ]
-    table = report.peaks()[CLOCK]
-    rows.append(("peak memory", table["total"] / 1e6, "MB"))
-    rows += [
-        (f"of it {name}", size / 1e6, "MB")
-        for name, size in table.items()
-        if size and name != "total"
-    ]
-    for tier in ("host", "file"):
-        mine = report.memory[report.memory["tier"] == tier]
-        if len(mine):
-            most = mine.groupby(["step", "time"])["bytes"].sum().max()
-            rows.append((f"on the host{' in files' * (tier == 'file')}", most / 1e6, "MB"))
-    rows.append(("sent per step", moved.traffic(report)["bytes"].sum() / 1e6, "MB"))
-    copies = moved.copied(report, "link")
-    rows += [
-        (f"copied, {link}, per step", size / 1e6, "MB")
-        for link, size in zip(copies["link"], copies["bytes"], strict=True)
-    ]
-    frame = pd.DataFrame(rows, columns=["quantity", "value", "unit"])
-    return frame.round({"value": 4}).set_index("quantity")

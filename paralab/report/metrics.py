@@ -1,6 +1,6 @@
 """What a report's times say in one number: step time, bubble, waiting, hidden; and peak memory.
 
-Pure functions of a ``Report``; measured, replayed and predicted reports are read alike. Times in
+Pure functions of a `Tables`; measured, replayed and predicted reports are read alike. Times in
 seconds; bytes sent and copied are in moved.py. Step 0 is warm-up and left out wherever there is
 another step. Definitions: the docstrings below; the bubble is 1 - sum(compute) / (p T) as in PTD-P
 (Narayanan+ 2021, arXiv:2104.04473, sec. 2.2), with T from the first forward to the last backward.
@@ -21,13 +21,13 @@ from paralab.theory.traffic import BOOKKEEPING
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 Interval = tuple[float, float]
 NAN = float("nan")
 
 
-def in_outline(report: Report) -> bool:
+def in_outline(report: Tables) -> bool:
     """Whether the report has one rank per pipeline stage and one box per action: see
     interpret/outline.py. A box's cost is what the rank computes in it; the rest of its length it
     stands still.
@@ -35,7 +35,7 @@ def in_outline(report: Report) -> bool:
     return report.meta.get("detail") == "actions"
 
 
-def seconds_of(report: Report, spans: pd.DataFrame) -> pd.Series:
+def seconds_of(report: Tables, spans: pd.DataFrame) -> pd.Series:
     """What these spans of a compute lane took; of an outline's boxes, what was computed in them."""
     seconds = spans["end"] - spans["start"]
     if in_outline(report):
@@ -43,18 +43,18 @@ def seconds_of(report: Report, spans: pd.DataFrame) -> pd.Series:
     return seconds
 
 
-def reported_ranks(report: Report) -> list[int]:
+def reported_ranks(report: Tables) -> list[int]:
     """The ranks that the tables have rows of: all, or in outline one per pipeline stage."""
     return sorted(set(report.steps["rank"].tolist())) or list(range(report.world_size))
 
 
-def measured_steps(report: Report) -> list[int]:
+def measured_steps(report: Tables) -> list[int]:
     """The steps that count: all but step 0, or step 0 if there is no other."""
     steps = sorted(set(report.steps["step"].tolist()))
     return [s for s in steps if s >= 1] or steps
 
 
-def step_durations(report: Report, *, warmup: bool = False) -> dict[int, float]:
+def step_durations(report: Tables, *, warmup: bool = False) -> dict[int, float]:
     """Largest (end - start) over ranks, seconds, of every step that counts; of all with warmup."""
     dry.needs_times(report, "the time of a step")
     steps = report.steps
@@ -62,18 +62,18 @@ def step_durations(report: Report, *, warmup: bool = False) -> dict[int, float]:
     return {s: float(t) for s, t in largest.items() if warmup or s in measured_steps(report)}
 
 
-def step_time(report: Report) -> float:
+def step_time(report: Tables) -> float:
     """Median of ``step_durations``, seconds; NaN without steps."""
     return median(step_durations(report).values() or [NAN])
 
 
-def typical_step(report: Report) -> int:
+def typical_step(report: Tables) -> int:
     """The step that counts whose duration is nearest the median; the earliest of equals."""
     durations, middle = step_durations(report), step_time(report)
     return min(durations, key=lambda s: (abs(durations[s] - middle), s))
 
 
-def bubble(report: Report) -> float:
+def bubble(report: Tables) -> float:
     """Idle share of the pipeline part: 1 - sum(compute) / (p T), median over the steps that count.
 
     Compute is forward, backward and weight_grad, and what a rank copies into gradient buckets
@@ -84,7 +84,7 @@ def bubble(report: Report) -> float:
     return median([step_bubble(report, s) for s in measured_steps(report)] or [NAN])
 
 
-def step_bubble(report: Report, step: int) -> float:
+def step_bubble(report: Tables, step: int) -> float:
     """``bubble`` of one step; NaN if nothing was computed in it."""
     dry.needs_times(report, "a bubble")
     parts = pipeline_parts(report, step)
@@ -92,7 +92,7 @@ def step_bubble(report: Report, step: int) -> float:
     return 1 - sum(busy for _, _, busy in parts.values()) / room if room > 0 else NAN
 
 
-def idle_shares(report: Report, step: int) -> dict[int, float]:
+def idle_shares(report: Tables, step: int) -> dict[int, float]:
     """{rank: what it does not compute of the longest T in its pipeline}; their mean is the bubble
     where there is one pipeline.
     """
@@ -102,7 +102,7 @@ def idle_shares(report: Report, step: int) -> dict[int, float]:
     }
 
 
-def _longest(report: Report, step: int) -> dict[int, float]:
+def _longest(report: Tables, step: int) -> dict[int, float]:
     """{rank: the longest time from first forward to last backward in its pipeline}"""
     parts, longest = pipeline_parts(report, step), {}
     of = {rank: report.plan.place(rank)[1:] for rank in parts}
@@ -112,7 +112,7 @@ def _longest(report: Report, step: int) -> dict[int, float]:
 
 
 @once
-def pipeline_parts(report: Report, step: int) -> dict[int, tuple[float, float, float]]:
+def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, float]]:
     """{rank: (start of its first forward, end of its last backward, seconds of compute between)}"""
     import numpy as np  # `import paralab` does without
 
@@ -163,13 +163,13 @@ def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> float:
     return total
 
 
-def bookkeeping_spans(report: Report) -> set[int]:
+def bookkeeping_spans(report: Tables) -> set[int]:
     """Ids of comm spans that carry a loss or a clock, not the algorithm's bytes."""
     calls = report.collectives
     return set(calls["span"][calls["phase"].isin(BOOKKEEPING)].tolist())
 
 
-def shares(report: Report, step: int) -> dict[str, float]:
+def shares(report: Tables, step: int) -> dict[str, float]:
     """Where one step's time went: seconds, mean over ranks.
 
     work           forward, backward, weight_grad spans
@@ -201,7 +201,7 @@ def shares(report: Report, step: int) -> dict[str, float]:
     return {part: float(sums[part]) / max(len(ranks), 1) for part in parts}
 
 
-def _shares_in_outline(report: Report, step: int) -> dict[str, float]:
+def _shares_in_outline(report: Tables, step: int) -> dict[str, float]:
     """``shares`` where a box is an action: what is waited for inside it is a wait too."""
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
     seconds = spans["end"] - spans["start"]
@@ -218,7 +218,7 @@ def _shares_in_outline(report: Report, step: int) -> dict[str, float]:
     return {part: value / each for part, value in found.items()} | here
 
 
-def copy_shares(report: Report, step: int) -> dict[str, float]:
+def copy_shares(report: Tables, step: int) -> dict[str, float]:
     """Copies between memory tiers in one step: seconds, mean over ranks.
 
     copies   at least one of them under way
@@ -240,7 +240,7 @@ def copy_shares(report: Report, step: int) -> dict[str, float]:
     return {part: float(sums[part]) / max(len(ranks), 1) for part in ("copies", "hidden")}
 
 
-def peak_memory(report: Report) -> int | None:
+def peak_memory(report: Tables) -> int | None:
     """Bytes on the device at the worst sample of the worst rank; None if memory was not sampled."""
     memory = report.memory[report.memory["tier"] == "device"]
     if memory.empty:

@@ -1,6 +1,6 @@
 """What a report's tables say of bytes per step: sent between ranks, copied between memory tiers.
 
-Pure functions of a ``Report``, as in metrics.py: step 0 is left out wherever there is another step.
+Pure functions of a `Tables`, as in metrics.py: step 0 is left out wherever there is another step.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from paralab.theory.traffic import BOOKKEEPING, edges
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 BY = ("rank", "op", "axis", "level", "phase", "edge")
 COPIED_BY = ("rank", "link", "category")
 
 
-def node_of(report: Report, rank: int) -> int:
+def node_of(report: Tables, rank: int) -> int:
     """The node that ``rank`` ran on; one node where the report does not say."""
     nodes = report.meta.get("nodes") or []
     return nodes[rank] if rank < len(nodes) else 0
 
 
 def traffic(
-    report: Report,
+    report: Tables,
     by: str | Sequence[str] = "rank",
     *,
     bookkeeping: bool = False,
@@ -87,7 +87,7 @@ def traffic(
 
 
 def copied(
-    report: Report, by: str | Sequence[str] = COPIED_BY, *, warmup: bool = False
+    report: Tables, by: str | Sequence[str] = COPIED_BY, *, warmup: bool = False
 ) -> pd.DataFrame:
     """Bytes copied between memory tiers per step, summed over what is not named in ``by``.
 
@@ -127,7 +127,7 @@ def _per_step(rows: Sequence[Any], keys: Sequence[str], steps: int) -> pd.DataFr
     return pd.DataFrame(columns)
 
 
-def ring_optimum(report: Report) -> int:
+def ring_optimum(report: Tables) -> int:
     """Bytes all ranks together send per step in pure data parallelism: N times 2(N-1)/N Psi.
 
     Psi in bytes of the plan's gradients (Patarasuk & Yuan 2009, the bandwidth-optimal all-reduce).

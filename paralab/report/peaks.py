@@ -13,10 +13,10 @@ from paralab.spec import OWN_FORM
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 
-def peaks(report: Report, rank: int | None = None) -> pd.DataFrame:
+def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
     """What fills the device of ``rank`` (default: the worst rank) at its worst sample, in bytes.
 
     One row per category, always in the same order, and one "total". Columns: "program", what

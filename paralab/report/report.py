@@ -1,103 +1,29 @@
 """Report: what a run, a replay, a prediction or a dry run left behind. One type for all of them.
 
-Everything that draws, compares or checks takes a Report and asks only ``clock`` where its times
-come from: "measured" (wall clock, ranks on devices of their own), "replayed" (measured compute
-costs on one virtual device per rank, with a stated link model) or "predicted"; or nowhere: "dry
-run". Costs nothing but memory: six tables, a list of losses, and the weights if they were asked
-for. Torch is not imported here.
+The data are `tables.Tables`, which everything takes that draws, compares or checks; this is their
+face. It imports figures and theory when they are asked for, and nothing that it imports knows it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from paralab import checks
-from paralab.checks import choice, illegal
-from paralab.report import dry, metrics, moved, summary, tables
+from paralab.report import dry, metrics, moved, summary
+from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
 
 if TYPE_CHECKING:
-    import numpy as np
     import pandas as pd
     import plotly.graph_objects as go
 
-CLOCKS = ("measured", "replayed", "predicted", dry.CLOCK)
-PLAIN = {bool, int, float, str, NoneType}  # what JSON knows as it is
 
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Report:
-    """Times are seconds from the start of step 0, sizes bytes. Step 0 is warm-up.
-
-    clock        "measured" | "replayed" | "predicted" | "dry run", which has rows of one rank alone
-                 (meta["rank"]), and in place of times the numbers of what happens, in order
-    model, plan  what was trained and how it was split; ``cluster`` on what, where that was stated.
-                 model is None for a traced function (`pl.trace`), which trains nothing
-    spans        id, rank, step, lane, kind, stage, chunk, microbatch, start, end, cost, after.
-                 lane: compute, comm:<axis>, h2d, d2h, disk, host (the host's processor at work for
-                 the rank: an optimizer that was offloaded). kind: forward, backward, weight_grad,
-                 optimizer, compute (a traced function's own work), wait, comm, copy. cost: thread
-                 CPU (or device) seconds. after: ids of the spans waited for. microbatch -1 where it
-                 has no meaning
-    collectives  call, rank, step, op, axis, ranks, peer, level, phase, payload_bytes, wire_bytes,
-                 start, end, span. One row per rank and call; wire_bytes is what this rank sends;
-                 level the slowest link that the group, or a send, crosses
-    copies       rank, step, lane, op, category, bytes, start, end, span. One row per copy between
-                 memory tiers: lane h2d (host to device), d2h, disk (op read or write); category
-                 what was moved, as in memory
-    memory       rank, step, time, tier, category, bytes. Per rank one sample at every span's
-                 beginning and end and one at the fullest moment between; a sample is one row for
-                 every category (parameters, gradients, optimizer, activations, buffers, workspace,
-                 other) that there is or has been. Measured in step 0, with a memory_limit in all
-    steps        rank, step, start, end, beside: processor seconds of the rank's other threads,
-                 which carry its messages
-    allocator    rank, step, allocated, active, reserved, largest_free. On GPUs, one row per rank
-                 and step, of CUDA's allocator. Peaks of the step: allocated, bytes of blocks in
-                 use; active, these and those given back that a stream has not passed; reserved,
-                 bytes taken from the driver. largest_free: at the step's end, the largest block
-                 that is reserved and not in use
-    losses       one per step: mean over the global batch, nats per token
-    weights, gradients  {name in the single-device model: full NumPy array}, or None
-    results      what a traced function returned on every rank, or None; not saved to a file
-    meta         anything else worth knowing, as plain JSON values; "nodes" is each rank's node
-    """
-
-    clock: str
-    model: ModelSpec | None
-    plan: Plan
-    cluster: Cluster | None = None
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    losses: Sequence[float] = ()
-    spans: pd.DataFrame = None  # type: ignore[assignment]  # None is a table without rows
-    collectives: pd.DataFrame = None  # type: ignore[assignment]
-    copies: pd.DataFrame = None  # type: ignore[assignment]
-    memory: pd.DataFrame = None  # type: ignore[assignment]
-    steps: pd.DataFrame = None  # type: ignore[assignment]
-    allocator: pd.DataFrame = None  # type: ignore[assignment]
-    weights: Mapping[str, np.ndarray] | None = None
-    gradients: Mapping[str, np.ndarray] | None = None
-    results: Sequence[Any] | None = None
-
-    def __post_init__(self) -> None:
-        choice("clock", self.clock, CLOCKS)
-        for name, kind, legal in (
-            ("model", (ModelSpec, NoneType), "a pl.ModelSpec(...) or None"),
-            ("plan", Plan, "a pl.Plan(...)"),
-            ("cluster", (Cluster, NoneType), "a pl.Cluster(...) or None"),
-        ):
-            if not isinstance(getattr(self, name), kind):
-                raise illegal(name, getattr(self, name), "not one", legal)
-        object.__setattr__(self, "meta", plain(dict(self.meta), "meta"))
-        object.__setattr__(self, "losses", [float(loss) for loss in self.losses])
-        for name in tables.COLUMNS:
-            object.__setattr__(self, name, tables.frame(name, getattr(self, name)))
-        tables.check_relations({n: getattr(self, n) for n in tables.COLUMNS}, self.plan.world_size)
+class Report(Tables):
+    """`Tables`, and what can be asked of them in one word: numbers, tables, figures, files."""
 
     @classmethod
     def from_parts(
@@ -124,11 +50,6 @@ class Report:
         )
 
     # ---- one number ---------------------------------------------------------------------------
-    @property
-    def world_size(self) -> int:
-        """Ranks of the plan."""
-        return self.plan.world_size
-
     @cached_property
     def step_time(self) -> float:
         """Seconds: median over steps 1.. of the largest (end - start) over ranks."""
@@ -290,32 +211,6 @@ class Report:
         return f"Report({self.clock}, {', '.join([f'dp={plan.dp}', *degrees, *said])})"
 
 
-def plain(value: Any, where: str) -> Any:
-    """``value`` as JSON knows it: dict with text keys, list, text, number, yes/no, None.
-
-    Done when a report is made, so that what is saved and loaded again is equal. Raises ValueError
-    naming the place of a value that JSON has no form for.
-    """
-    if isinstance(value, Mapping):
-        return {str(k): plain(v, f"{where}[{k!r}]") for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        if set(map(type, value)) <= PLAIN:  # the nodes of thousands of ranks
-            return list(value)
-        return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy scalar
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise illegal(
-        where,
-        value,
-        f"{type(value).__name__} has no plain form",
-        "text, numbers, yes/no, None, and lists and dicts of them",
-    )
-
-
 def load(path: str | os.PathLike[str]) -> Report:
     """A saved report, or a folder of rank parts that torchrun's ranks wrote, merged on one clock.
 
@@ -327,7 +222,7 @@ def load(path: str | os.PathLike[str]) -> Report:
     path = checks.path(
         "path", path, "a file that report.save wrote, or a folder of torchrun's parts"
     )
-    return load_folder(path) if path.is_dir() else load_report(path)
+    return load_folder(path, Report) if path.is_dir() else load_report(path, Report)
 
 
 def save_part(
@@ -344,4 +239,4 @@ def save_part(
     write_part(folder, part, model=model, plan=plan, meta=meta)
 
 
-__all__ = ["CLOCKS", "Report", "load", "plain", "save_part"]
+__all__ = ["Report", "load", "save_part"]

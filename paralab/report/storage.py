@@ -18,14 +18,16 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paralab import checks
 from paralab.report import tables, written
-from paralab.report.arrays import decode_arrays, encode_arrays, typed
-from paralab.report.report import Report, plain
+from paralab.report.arrays import decode_arrays, encode_arrays, plain, typed
+from paralab.report.merge import merge
+from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 
+Some = TypeVar("Some", bound=Tables)
 VERSION = 2  # 1 had no column `beside` in the table of steps
 REPORT, PART = "paralab report", "paralab rank part"
 # What building from any JSON may raise: whatever a foreign writer put there, the reader of a file
@@ -33,7 +35,7 @@ REPORT, PART = "paralab report", "paralab rank part"
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-def save(report: Report, path: str | os.PathLike[str]) -> None:
+def save(report: Tables, path: str | os.PathLike[str]) -> None:
     body = {
         "clock": report.clock,
         "cluster": None if report.cluster is None else plain(report.cluster.to_dict(), "cluster"),
@@ -46,8 +48,9 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
     write(checks.path("path", path, written.LEGAL), body, REPORT)
 
 
-def load_report(path: Path) -> Report:
-    return read(path, REPORT, _report)
+def load_report(path: Path, kind: type[Some]) -> Some:
+    """The saved report as a ``kind`` of `Tables`."""
+    return read(path, REPORT, lambda body: kind(**_report(body)))
 
 
 def save_part(
@@ -80,7 +83,7 @@ def save_part(
     write(Path(folder) / f"rank-{body['rank']:05d}.json", body, PART)
 
 
-def load_folder(folder: Path) -> Report:
+def load_folder(folder: Path, kind: type[Some]) -> Some:
     """The parts of all ranks of one run, merged. Weights come from the part that has them."""
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
@@ -96,9 +99,8 @@ def load_folder(folder: Path) -> Report:
             for name in ("model", "plan"):
                 if same_run and part[name] != first[name]:
                     raise ValueError(f"{path.name} has another {name} than rank {first['rank']}")
-        return Report.from_parts(
-            parts, model=first["model"], plan=first["plan"], meta=first["meta"]
-        )
+        said = {name: first[name] for name in ("model", "plan")}
+        return kind(clock="measured", **said, **merge(parts, meta=first["meta"], **said))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -184,20 +186,20 @@ def _described(model: ModelSpec | None, plan: Plan, meta: Mapping[str, Any]) -> 
     }
 
 
-def _report(body: dict[str, Any]) -> Report:
+def _report(body: dict[str, Any]) -> dict[str, Any]:
     cluster = typed(body, "cluster", (dict, type(None)))
     model = typed(body, "model", (dict, type(None)))
-    return Report(
-        clock=typed(body, "clock", str),
-        model=None if model is None else ModelSpec.from_dict(model),
-        plan=Plan.from_dict(typed(body, "plan", dict)),
-        cluster=None if cluster is None else Cluster.from_dict(cluster),
-        meta=_decode(typed(body, "meta", dict)),
-        losses=_numbers(_decode(typed(body, "losses", list)), "losses"),
-        weights=decode_arrays(body, "weights"),
-        gradients=decode_arrays(body, "gradients"),
+    return {
+        "clock": typed(body, "clock", str),
+        "model": None if model is None else ModelSpec.from_dict(model),
+        "plan": Plan.from_dict(typed(body, "plan", dict)),
+        "cluster": None if cluster is None else Cluster.from_dict(cluster),
+        "meta": _decode(typed(body, "meta", dict)),
+        "losses": _numbers(_decode(typed(body, "losses", list)), "losses"),
+        "weights": decode_arrays(body, "weights"),
+        "gradients": decode_arrays(body, "gradients"),
         **_tables(body),
-    )
+    }
 
 
 def _part(body: dict[str, Any]) -> dict[str, Any]:

@@ -6,22 +6,24 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from paralab.instruments.allocator import PEAKS
-from paralab.report import dry, metrics, moved
+from paralab.report import metrics, moved
+from paralab.report.peaks import peaks
+from paralab.report.tables import DRY
 from paralab.spec.tiers import WAYS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 COPIES_HIDDEN = "of the copies hidden behind compute"
 NAN = float("nan")
 
 
-def summary(report: Report) -> pd.DataFrame:
+def summary(report: Tables) -> pd.DataFrame:
     """The report on one screen: index quantity; columns value and unit."""
-    if report.clock == dry.CLOCK:
-        return dry.summary(report)
+    if report.clock == DRY:
+        return _dry_summary(report)
     import pandas as pd
 
     steps = metrics.measured_steps(report)
@@ -62,7 +64,7 @@ def summary(report: Report) -> pd.DataFrame:
     return frame.round({"value": 4}).set_index("quantity")
 
 
-def _flops_rows(report: Report) -> list[tuple[str, float, str]]:
+def _flops_rows(report: Tables) -> list[tuple[str, float, str]]:
     """What a step computes per second, and of a stated peak how much: theory/utilisation.py."""
     from paralab.theory.utilisation import achieved, utilisation
 
@@ -77,9 +79,9 @@ def _flops_rows(report: Report) -> list[tuple[str, float, str]]:
     ]
 
 
-def _allocator_rows(report: Report) -> list[tuple[str, float, str]]:
+def _allocator_rows(report: Tables) -> list[tuple[str, float, str]]:
     """The ledger's peak, and beside it the worst of what GPUs' allocators say of a rank's step."""
-    table, peak = report.allocator, report.peak_memory
+    table, peak = report.allocator, metrics.peak_memory(report)
     if table.empty:
         return []
     found = {} if peak is None else {"peak memory: bytes of tensors": peak}
@@ -88,7 +90,7 @@ def _allocator_rows(report: Report) -> list[tuple[str, float, str]]:
     return [(name, float(size) / 1e6, "MB") for name, size in found.items()]
 
 
-def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
+def _copy_rows(report: Tables) -> list[tuple[str, float, str]]:
     """What summary says of copies between memory tiers: nothing where there are none."""
     n, unit = len(metrics.reported_ranks(report)), "MB" + " per rank" * (report.world_size > 1)
     copies = moved.copied(report, "link").set_index("link")["bytes"]
@@ -114,3 +116,32 @@ def _copy_rows(report: Report) -> list[tuple[str, float, str]]:
         hidden = 100 * median(part["hidden"] for part in parts) / middle
         rows.append((COPIES_HIDDEN, hidden, "%"))
     return rows
+
+
+def _dry_summary(report: Tables) -> pd.DataFrame:
+    """What the rank holds, sends and copies: index quantity; columns value and unit."""
+    import pandas as pd
+
+    rows: list[tuple[str, float, str]] = [
+        ("parameters", report.meta.get("num_params", float("nan")), "of this rank")
+    ]
+    table = peaks(report)[DRY]
+    rows.append(("peak memory", table["total"] / 1e6, "MB"))
+    rows += [
+        (f"of it {name}", size / 1e6, "MB")
+        for name, size in table.items()
+        if size and name != "total"
+    ]
+    for tier in ("host", "file"):
+        mine = report.memory[report.memory["tier"] == tier]
+        if len(mine):
+            most = mine.groupby(["step", "time"])["bytes"].sum().max()
+            rows.append((f"on the host{' in files' * (tier == 'file')}", most / 1e6, "MB"))
+    rows.append(("sent per step", moved.traffic(report)["bytes"].sum() / 1e6, "MB"))
+    copies = moved.copied(report, "link")
+    rows += [
+        (f"copied, {link}, per step", size / 1e6, "MB")
+        for link, size in zip(copies["link"], copies["bytes"], strict=True)
+    ]
+    frame = pd.DataFrame(rows, columns=["quantity", "value", "unit"])
+    return frame.round({"value": 4}).set_index("quantity")

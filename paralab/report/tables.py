@@ -7,7 +7,7 @@ memory       one row per sample, tier and category    (bytes, seconds)
 steps        one row per rank and optimizer step      (seconds)
 allocator    one row per rank and step, on GPUs       (bytes)
 
-The meaning of every column is in the docstring of ``Report``. Columns and dtypes are the same
+The meaning of every column is in the docstring of `Tables`. Columns and dtypes are the same
 whether the rows were measured, replayed, predicted, loaded from a file, or there are none: whole
 numbers are int64, times float64, text and tuples plain Python objects.
 """
@@ -16,15 +16,24 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from paralab.checks import choice, illegal
+from paralab.report.arrays import plain
+from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.tiers import LINKS
 from paralab.theory.traffic import OPS, ROOTED
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
+
+DRY = "dry run"  # a clock that has no times
+CLOCKS = ("measured", "replayed", "predicted", DRY)
 
 COMPUTE_KINDS = (
     "forward",
@@ -272,3 +281,83 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
             raise ValueError(
                 f"table collectives: row {row}, root {peer} is not of its group {ranks}"
             )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Tables:
+    """What a run, a replay, a prediction or a dry run left behind: six tables, and whose they are.
+
+    Everything that draws, compares or checks asks only ``clock`` where the times come from:
+    "measured" (wall clock, ranks on devices of their own), "replayed" (measured compute costs on
+    one virtual device per rank, with a stated link model) or "predicted"; or nowhere: "dry run".
+
+    Times are seconds from the start of step 0, sizes bytes. Step 0 is warm-up.
+
+    clock        "measured" | "replayed" | "predicted" | "dry run", which has rows of one rank alone
+                 (meta["rank"]), and in place of times the numbers of what happens, in order
+    model, plan  what was trained and how it was split; ``cluster`` on what, where that was stated.
+                 model is None for a traced function (`pl.trace`), which trains nothing
+    spans        id, rank, step, lane, kind, stage, chunk, microbatch, start, end, cost, after.
+                 lane: compute, comm:<axis>, h2d, d2h, disk, host (the host's processor at work for
+                 the rank: an optimizer that was offloaded). kind: forward, backward, weight_grad,
+                 optimizer, compute (a traced function's own work), wait, comm, copy. cost: thread
+                 CPU (or device) seconds. after: ids of the spans waited for. microbatch -1 where it
+                 has no meaning
+    collectives  call, rank, step, op, axis, ranks, peer, level, phase, payload_bytes, wire_bytes,
+                 start, end, span. One row per rank and call; wire_bytes is what this rank sends;
+                 level the slowest link that the group, or a send, crosses
+    copies       rank, step, lane, op, category, bytes, start, end, span. One row per copy between
+                 memory tiers: lane h2d (host to device), d2h, disk (op read or write); category
+                 what was moved, as in memory
+    memory       rank, step, time, tier, category, bytes. Per rank one sample at every span's
+                 beginning and end and one at the fullest moment between; a sample is one row for
+                 every category (parameters, gradients, optimizer, activations, buffers, workspace,
+                 other) that there is or has been. Measured in step 0, with a memory_limit in all
+    steps        rank, step, start, end, beside: processor seconds of the rank's other threads,
+                 which carry its messages
+    allocator    rank, step, allocated, active, reserved, largest_free. On GPUs, one row per rank
+                 and step, of CUDA's allocator. Peaks of the step: allocated, bytes of blocks in
+                 use; active, these and those given back that a stream has not passed; reserved,
+                 bytes taken from the driver. largest_free: at the step's end, the largest block
+                 that is reserved and not in use
+    losses       one per step: mean over the global batch, nats per token
+    weights, gradients  {name in the single-device model: full NumPy array}, or None
+    results      what a traced function returned on every rank, or None; not saved to a file
+    meta         anything else worth knowing, as plain JSON values; "nodes" is each rank's node
+    """
+
+    clock: str
+    model: ModelSpec | None
+    plan: Plan
+    cluster: Cluster | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    losses: Sequence[float] = ()
+    spans: pd.DataFrame = None  # type: ignore[assignment]  # None is a table without rows
+    collectives: pd.DataFrame = None  # type: ignore[assignment]
+    copies: pd.DataFrame = None  # type: ignore[assignment]
+    memory: pd.DataFrame = None  # type: ignore[assignment]
+    steps: pd.DataFrame = None  # type: ignore[assignment]
+    allocator: pd.DataFrame = None  # type: ignore[assignment]
+    weights: Mapping[str, np.ndarray] | None = None
+    gradients: Mapping[str, np.ndarray] | None = None
+    results: Sequence[Any] | None = None
+
+    def __post_init__(self) -> None:
+        choice("clock", self.clock, CLOCKS)
+        for name, kind, legal in (
+            ("model", (ModelSpec, NoneType), "a pl.ModelSpec(...) or None"),
+            ("plan", Plan, "a pl.Plan(...)"),
+            ("cluster", (Cluster, NoneType), "a pl.Cluster(...) or None"),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise illegal(name, getattr(self, name), "not one", legal)
+        object.__setattr__(self, "meta", plain(dict(self.meta), "meta"))
+        object.__setattr__(self, "losses", [float(loss) for loss in self.losses])
+        for name in COLUMNS:
+            object.__setattr__(self, name, frame(name, getattr(self, name)))
+        check_relations({n: getattr(self, n) for n in COLUMNS}, self.plan.world_size)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the plan."""
+        return self.plan.world_size

@@ -6,8 +6,8 @@ forms.py a learner's own schedule, class or pass; tiers.py where offloaded state
 
 from paralab.spec.cluster import Cluster, Link
 from paralab.spec.forms import GRAD_SYNC_FORMS, OWN_FORM, SCHEDULE_NAMES
-from paralab.spec.model import MODEL_PRESETS, ModelSpec
-from paralab.spec.plan import BYTES_PER_ELEMENT, Place, Plan
+from paralab.spec.model import BYTES_PER_ELEMENT, MODEL_PRESETS, ModelSpec
+from paralab.spec.plan import Place, Plan
 
 __all__ = [
     "BYTES_PER_ELEMENT",

@@ -7,9 +7,9 @@ literature (`Cluster.preset`), or stated field by field.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from paralab.checks import Description, choice, count, illegal, real
 from paralab.theory.traffic import OPS
@@ -82,6 +82,9 @@ class Cluster(Description):
     cores: int | None = count(None, at_most=2**20)
     peak_flops: float | None = None
     half_rate_tokens: float = 0.0
+    # How `local` measures. instruments/calibrate.py sets it, because measuring runs plans, and what
+    # describes a plan imports nothing that runs one. `import paralab` loads both.
+    measure: ClassVar[Callable[..., Cluster]]
 
     def __post_init__(self) -> None:
         def as_link(name: str, value: object) -> Link:
@@ -157,9 +160,7 @@ class Cluster(Description):
 
         Raises ValueError if GPUs are asked for where there is none.
         """
-        from paralab.instruments.calibrate import local_cluster
-
-        return local_cluster(device=device, refresh=refresh)
+        return cls.measure(device=device, refresh=refresh)
 
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1) -> Cluster:

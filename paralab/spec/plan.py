@@ -45,9 +45,6 @@ __all__ = [
     "Plan",
 ]
 
-# Of an element, by precision. With 16 bits AdamW keeps a 4-byte master copy.
-BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
-
 
 class Place(NamedTuple):
     """Where a rank stands on each axis of a plan."""

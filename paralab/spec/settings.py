@@ -154,7 +154,7 @@ def only_named(grad_sync: Any, schedule: Any, passes: tuple) -> str:
 def block_runs(block: Any, model: Any, microbatch_size: int, precision: str) -> bool:
     """A block of the user's own raises its own refusal."""
     if block is not None:
-        from paralab.model.custom import facts
+        from paralab.model.facts import facts
 
         facts(model, microbatch_size, precision)
     return True

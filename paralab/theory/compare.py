@@ -25,12 +25,13 @@ from paralab.checks import illegal
 from paralab.report import metrics
 from paralab.report.dry import device_of, needs_own_devices, needs_times
 from paralab.theory.gaps import MOVED, WAITED, notes_on
+from paralab.theory.replay import replay
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 COLUMNS = ("predicted", "replayed", "measured")
 UNITS = {"bytes sent per rank": "B", "collective calls": "calls", MOVED: "B", "bubble": "share"}
@@ -50,9 +51,9 @@ class Comparison:
                                  was given
     """
 
-    expect: Report
-    replayed: Report
-    measured: Report | None
+    expect: Tables
+    replayed: Tables
+    measured: Tables | None
     table: pd.DataFrame
     notes: dict[str, str] = field(default_factory=dict)
     bytes_agree: bool
@@ -92,7 +93,7 @@ class Comparison:
         )
 
 
-def compare(expect: Report, report: Report) -> Comparison:
+def compare(expect: Tables, report: Tables) -> Comparison:
     """Hold a prediction against a run of the same model and plan.
 
     expect  what `pl.predict` returned
@@ -105,7 +106,7 @@ def compare(expect: Report, report: Report) -> Comparison:
     expect, report = _in_order(expect, report)
     _same_subject(expect, report)
     measured = report if report.clock == "measured" else None
-    replayed = report.replay(expect.cluster) if measured is not None else report
+    replayed = replay(report, expect.cluster) if measured is not None else report
     columns = {
         "predicted": _quantities(expect),
         "replayed": _quantities(replayed),
@@ -131,11 +132,11 @@ def compare(expect: Report, report: Report) -> Comparison:
     )
 
 
-def _in_order(a: Any, b: Any) -> tuple[Report, Report]:
-    from paralab.report.report import Report
+def _in_order(a: Any, b: Any) -> tuple[Tables, Tables]:
+    from paralab.report.tables import Tables
 
     for name, value in (("expect", a), ("report", b)):
-        if not isinstance(value, Report):
+        if not isinstance(value, Tables):
             raise illegal(name, value, "not a report", "what pl.predict and pl.run return")
         needs_times(value, "a comparison")
         needs_own_devices(value, "a comparison")
@@ -149,7 +150,7 @@ def _in_order(a: Any, b: Any) -> tuple[Report, Report]:
     return a, b
 
 
-def _same_subject(expect: Report, report: Report) -> None:
+def _same_subject(expect: Tables, report: Tables) -> None:
     for name, one in (("expect", expect), ("report", report)):
         if one.model is None:
             raise illegal(
@@ -184,7 +185,7 @@ def _same_subject(expect: Report, report: Report) -> None:
 
 
 # ---- quantities -------------------------------------------------------------------------------
-def _quantities(report: Report) -> dict[str, float]:
+def _quantities(report: Tables) -> dict[str, float]:
     """Every row of the table, in order, for one report: mean over ranks, median over the steps that
     count.
     """
@@ -216,12 +217,12 @@ def _quantities(report: Report) -> dict[str, float]:
         WAITED: median([metrics.copy_shares(report, s)["copies"] for s in steps] or [NAN]),
         "communication": share("communication"),
         "exposed communication": share("wait"),
-        "step time": report.step_time,
-        "bubble": report.bubble,
+        "step time": metrics.step_time(report),
+        "bubble": metrics.bubble(report),
     }
 
 
-def _first_traffic_difference(expect: Report, report: Report) -> str:
+def _first_traffic_difference(expect: Tables, report: Tables) -> str:
     """How the calls of a run differ from the predicted ones, rank by rank; empty if they do not."""
     summed = metrics.in_outline(expect)
     predicted, run = _traffic(expect, summed), _traffic(report, summed)
@@ -237,7 +238,7 @@ def _first_traffic_difference(expect: Report, report: Report) -> str:
     return ""
 
 
-def _traffic(report: Report, summed: bool) -> dict[tuple[int, int], Counter]:
+def _traffic(report: Tables, summed: bool) -> dict[tuple[int, int], Counter]:
     """By step and rank: every call and copy, and how often; ``summed``: all of a kind as one."""
     kind = ["step", "rank", "op", "lane", "category"]
     calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
@@ -260,7 +261,7 @@ def _call(what: tuple[str, str, str, int, int]) -> str:
 
 
 # ---- text -------------------------------------------------------------------------------------
-def _shape(report: Report) -> str:
+def _shape(report: Tables) -> str:
     plan = report.plan
     degrees = [*[plan.tp_name] * (plan.tp > 1), *[f"pp={plan.pp}"] * (plan.pp > 1)]
     form = [plan.grad_sync_name] * (plan.dp > 1 or plan.pp == 1)

@@ -17,7 +17,7 @@ from paralab.theory.traffic import BOOKKEEPING
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.spec import Plan
 
 NAN = float("nan")
@@ -26,7 +26,7 @@ COMPUTED = ("forward", "backward", "weight halves", "bucket copies", "optimizer"
 
 
 def notes_on(
-    table: pd.DataFrame, expect: Report, report: Report, difference: str
+    table: pd.DataFrame, expect: Tables, report: Tables, difference: str
 ) -> dict[str, str]:
     """{quantity: sentence}. ``difference`` says how the bytes differ; empty if they do not."""
     notes = {"bytes sent per rank": _bytes_gap(expect, difference)} | _device_gaps(table)
@@ -51,7 +51,7 @@ def notes_on(
     return notes
 
 
-def _bytes_gap(expect: Report, difference: str) -> str:
+def _bytes_gap(expect: Tables, difference: str) -> str:
     if difference:
         return f"{difference}. A run that moves other bytes than its plan says is a bug."
     if expect.world_size == 1:
@@ -88,11 +88,11 @@ def _device_gaps(table: pd.DataFrame) -> dict[str, str]:
     return notes
 
 
-def _cores(expect: Report, report: Report) -> int | None:
+def _cores(expect: Tables, report: Tables) -> int | None:
     return report.meta.get("cores") or expect.cluster.cores
 
 
-def _sharing(expect: Report, report: Report, contention: float) -> str:
+def _sharing(expect: Tables, report: Tables, contention: float) -> str:
     cores, ranks = _cores(expect, report), report.world_size
     if math.isnan(contention) or contention < 1.1:
         return ""
@@ -105,7 +105,7 @@ def _sharers(ranks: int, cores: int) -> str:
     return f"{ranks} ranks share {cores} core{'s' * (cores != 1)}"
 
 
-def _levels(expect: Report) -> str:
+def _levels(expect: Tables) -> str:
     """How much of the traffic leaves a node, where some does and some does not."""
     calls = expect.collectives[~expect.collectives["phase"].isin(BOOKKEEPING)]
     sent = calls.groupby("level")["wire_bytes"].sum()
@@ -115,7 +115,7 @@ def _levels(expect: Report) -> str:
     return f" {away} of them leave a node, by a slower link: their sum says nothing about time."
 
 
-def _communication_gap(row: pd.Series, expect: Report) -> str:
+def _communication_gap(row: pd.Series, expect: Tables) -> str:
     said = (
         "time with at least one collective in flight; predicted and replayed use the same links, "
         f"those of cluster {expect.cluster.name!r}."
@@ -129,7 +129,7 @@ def _communication_gap(row: pd.Series, expect: Report) -> str:
     return said
 
 
-def _exposed(table: pd.DataFrame, expect: Report) -> str:
+def _exposed(table: pd.DataFrame, expect: Tables) -> str:
     waited, flight = table.loc["exposed communication"], table.loc["communication"]
     if not flight["replayed"] > 0:
         return "nothing is in flight."
@@ -164,7 +164,7 @@ def _zero_waits(plan: Plan) -> str:
     return f". Parameters are gathered {gathered}; gradients leave while backward goes on."
 
 
-def _waited(table: pd.DataFrame, expect: Report, alone: float) -> str:
+def _waited(table: pd.DataFrame, expect: Tables, alone: float) -> str:
     """Of a pipeline: what standing still means there."""
     waited, flight = table.loc["exposed communication"], table.loc["communication"]
     said = "a rank of a pipeline waits for what its neighbour has not computed yet: the bubble."
@@ -179,7 +179,7 @@ def _waited(table: pd.DataFrame, expect: Report, alone: float) -> str:
     return said
 
 
-def _bubble_gap(row: pd.Series, expect: Report, report: Report, alone: float) -> str:
+def _bubble_gap(row: pd.Series, expect: Tables, report: Tables, alone: float) -> str:
     formula = ideal.formula(expect)
     said = f"with free links this schedule and the run's own costs leave {_share(alone)} idle"
     if not math.isnan(formula):
@@ -207,7 +207,7 @@ def _share(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _step_gap(table: pd.DataFrame, expect: Report, report: Report) -> str:
+def _step_gap(table: pd.DataFrame, expect: Tables, report: Tables) -> str:
     row = table.loc["step time"]
     off = row["predicted"] / row["replayed"] - 1 if row["replayed"] > 0 else NAN
     said = [f"theory is {_percent(off)} {'above' if off > 0 else 'below'} the replay."]
@@ -234,7 +234,7 @@ def _step_gap(table: pd.DataFrame, expect: Report, report: Report) -> str:
     return " ".join(said)
 
 
-def _pace(ratio: float, cores: int | None, report: Report) -> str:
+def _pace(ratio: float, cores: int | None, report: Tables) -> str:
     """Why the wall clock runs ``ratio`` times slower than the replay."""
     ranks = report.world_size
     slower = f"the wall clock runs {ratio:.1f} times slower than devices of their own would."
@@ -258,7 +258,7 @@ def _pace(ratio: float, cores: int | None, report: Report) -> str:
     return said
 
 
-def _outside(report: Report) -> float:
+def _outside(report: Tables) -> float:
     """Seconds of a step without any span on the compute lane: mean over ranks, median step."""
     lane = report.spans[report.spans["lane"] == "compute"]
     whole, inside = (
@@ -269,7 +269,7 @@ def _outside(report: Report) -> float:
     return float(outside.median()) / report.world_size
 
 
-def beside(report: Report) -> float:
+def beside(report: Tables) -> float:
     """Processor seconds that a rank's other threads used: mean over ranks, median step."""
     steps = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
     used = steps.groupby("step")["beside"].mean()

@@ -22,18 +22,19 @@ from paralab.parallel.schedules import SCHEDULES, Action
 from paralab.report import metrics
 from paralab.report.tables import COMPUTE_KINDS
 from paralab.spec import Cluster
+from paralab.theory.replay import replay
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.theory.pipeline import Simulation
 
 LETTER = {"forward": "F", "backward": "B", "weight_grad": "W"}
 NAN = float("nan")
 
 
-def schedule_of(report: Report, *, step: int | None = None) -> list[list[Action]]:
+def schedule_of(report: Tables, *, step: int | None = None) -> list[list[Action]]:
     """What every rank of one pipeline computed in ``step``, in order: the schedule, read off spans.
 
     step  default: the typical one. Of several pipelines next to each other the first is read; all
@@ -54,7 +55,7 @@ def schedule_of(report: Report, *, step: int | None = None) -> list[list[Action]
     return [list(actions) for actions in found]
 
 
-def stage_costs(report: Report) -> dict[str, list[float]]:
+def stage_costs(report: Tables) -> dict[str, list[float]]:
     """{kind: seconds per stage}: the median cost of one micro-batch over the steps that count.
 
     What is measured by the processor's or device's own clock, so that ranks which share cores do
@@ -70,14 +71,14 @@ def stage_costs(report: Report) -> dict[str, list[float]]:
     }
 
 
-def ideal(report: Report, *, step: int | None = None) -> Simulation:
+def ideal(report: Tables, *, step: int | None = None) -> Simulation:
     """The report's schedule with its own median costs, on devices with links that cost nothing."""
     from paralab.theory.pipeline import simulate
 
     return simulate(schedule_of(report, step=step), **stage_costs(report))
 
 
-def formula(report: Report) -> float:
+def formula(report: Tables) -> float:
     """The textbook's bubble of the report's schedule; NaN for a schedule of the user's own.
 
     Balanced stages and free links; F, B and W are the medians of this report, mean over ranks.
@@ -101,7 +102,7 @@ def formula(report: Report) -> float:
     )
 
 
-def bubbles(report: Report, cluster: Cluster | None = None) -> pd.DataFrame:
+def bubbles(report: Tables, cluster: Cluster | None = None) -> pd.DataFrame:
     """Formula, simulated, and what the report says, side by side.
 
     cluster  whose links a measured report is replayed on; default as in ``report.replay``
@@ -114,14 +115,14 @@ def bubbles(report: Report, cluster: Cluster | None = None) -> pd.DataFrame:
 
     shares = {"formula": formula(report), "simulated": ideal(report).bubble_rate}
     if report.clock == "measured":
-        shares["replayed"] = report.replay(cluster).bubble
-    shares[report.clock] = report.bubble
+        shares["replayed"] = metrics.bubble(replay(report, cluster))
+    shares[report.clock] = metrics.bubble(report)
     over = {name: x / (1 - x) if x < 1 else NAN for name, x in shares.items()}
     rows = pd.Index(["bubble", "bubble over ideal"], name="share")
     return pd.DataFrame([shares, over], index=rows)
 
 
-def _compute(report: Report) -> pd.DataFrame:
+def _compute(report: Tables) -> pd.DataFrame:
     spans = report.spans
     return spans[(spans["lane"] == "compute") & spans["kind"].isin(COMPUTE_KINDS)]
 

@@ -26,9 +26,7 @@ from paralab.theory.order import B, F, I, Order, W
 from paralab.theory.schedule_check import checked, live, timed
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 Cost = float | Sequence[float]
 SPAN_KINDS = ("forward", "backward", "backward", "weight_grad")  # of F, B, I, W
@@ -74,9 +72,9 @@ class Simulation:
         """Per rank: most micro-batches (with v chunks: chunks of them) alive at once."""
         return [max(counts) for counts in live(self.schedule)]
 
-    def report(self, name: str = "a schedule") -> Report:
-        """The same as a predicted `Report` of one step, for whatever draws or compares reports."""
-        from paralab.report.report import Report
+    def report(self, name: str = "a schedule") -> Tables:
+        """The same as a predicted `Tables` of one step, for whatever draws or compares reports."""
+        from paralab.report.tables import Tables
         from paralab.spec import OWN_FORM, Plan
 
         order, n = self.order, len(self.start)
@@ -109,7 +107,7 @@ class Simulation:
             schedule=OWN_FORM + name,
             virtual_stages=order.stages // ranks,
         )
-        return Report(
+        return Tables(
             clock="predicted",
             model=None,
             plan=plan,
@@ -117,12 +115,6 @@ class Simulation:
             spans=spans,
             steps=steps,
         )
-
-    def timeline(self, name: str = "a schedule") -> go.Figure:
-        """The picture: one row per rank, one box per action, gaps are bubble."""
-        from paralab.view.pipeline import simulated_timeline
-
-        return simulated_timeline(self, name)
 
     def __repr__(self) -> str:
         order = self.order

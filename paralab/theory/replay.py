@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, real
 from paralab.report.dry import device_of
+from paralab.report.metrics import in_outline
 from paralab.spec import Cluster
 from paralab.theory.engine import Item, simulate
 from paralab.theory.traffic import POINT_TO_POINT
@@ -34,13 +35,13 @@ from paralab.theory.traffic import POINT_TO_POINT
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 IDLE = ("wait", "comm")  # kinds of spans that cost a rank nothing of its own
 PROCESSORS = ("compute", "host")  # lanes whose spans cost processor time, not time on a link
 
 
-def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1.0) -> Report:
+def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1.0) -> Tables:
     """The same run with its recorded costs on ``cluster``, one device per rank; ``report`` stays as
     it is.
 
@@ -55,8 +56,6 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
     holds collectives that a rank of their group never launched, or if a run on GPUs is replayed
     where there is none and no cluster is given.
     """
-    from paralab.report.metrics import in_outline
-
     if in_outline(report):
         raise illegal(
             "detail",
@@ -121,7 +120,7 @@ def replay(report: Report, cluster: Cluster | None = None, *, compute: float = 1
 
 
 # ---- what everything costs --------------------------------------------------------------------
-def _typical_costs(report: Report, setup: set[int], *, scale: float) -> dict[int, float]:
+def _typical_costs(report: Tables, setup: set[int], *, scale: float) -> dict[int, float]:
     """{span: the median cost of its kind}, warm-up left out where there is anything else.
 
     Data-parallel ranks do the same, so they count as one. The ranks of a traced function may do
@@ -143,7 +142,7 @@ def _typical_costs(report: Report, setup: set[int], *, scale: float) -> dict[int
 
 
 # ---- programs ---------------------------------------------------------------------------------
-def _calls(report: Report, cluster: Cluster) -> dict[int, list[Item]]:
+def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
     """By comm span: its calls, each under the name that its members give it.
 
     Collectives of a group are matched in order, and so are the sends and receives of a pair, as
@@ -170,7 +169,7 @@ def _calls(report: Report, cluster: Cluster) -> dict[int, list[Item]]:
     return found
 
 
-def _copies(report: Report, cluster: Cluster) -> dict[int, float]:
+def _copies(report: Tables, cluster: Cluster) -> dict[int, float]:
     """Seconds by span of copies over links that ``cluster`` states."""
     tiers, rows = report.plan.tiers, report.copies
     limits = {} if tiers is None else tiers.limits
@@ -204,7 +203,7 @@ def _program(
     return items, places
 
 
-def _setup_spans(report: Report) -> set[int]:
+def _setup_spans(report: Tables) -> set[int]:
     """Handshakes before the first step, and what waited for them: no part of any step."""
     calls, spans = report.collectives, report.spans
     setup = set(calls["span"][calls["phase"] == "setup"].tolist())
@@ -229,7 +228,7 @@ def _retimed(
     )
 
 
-def _retimed_memory(report: Report, start: dict[int, float], end: dict[int, float]) -> pd.DataFrame:
+def _retimed_memory(report: Tables, start: dict[int, float], end: dict[int, float]) -> pd.DataFrame:
     """Memory samples at the same place between the same spans of their rank's compute lane."""
     table = report.memory
     if table.empty:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paralab.report import metrics
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.needs import step_flops
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 
 def achieved(model: ModelSpec, plan: Plan, step_time: float) -> dict[str, float]:
@@ -28,10 +29,10 @@ def achieved(model: ModelSpec, plan: Plan, step_time: float) -> dict[str, float]
     }
 
 
-def utilisation(report: Report) -> dict[str, float]:
+def utilisation(report: Tables) -> dict[str, float]:
     """{"model", "hardware"}: shares of the peak that the report's cluster states; empty if none."""
     peak = report.cluster.peak_flops if report.cluster is not None else None
     if report.model is None or not peak:
         return {}
-    rates = achieved(report.model, report.plan, report.step_time)
+    rates = achieved(report.model, report.plan, metrics.step_time(report))
     return {name: rate / peak for name, rate in rates.items()}

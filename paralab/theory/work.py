@@ -17,10 +17,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paralab.spec import BYTES_PER_ELEMENT, Cluster
+from paralab.spec.cluster import Cluster
+from paralab.spec.model import BYTES_PER_ELEMENT
 
 ITEM = 4  # bytes of an fp32 element
 PRODUCTS = ("forward", "input", "weight")  # what a matrix product makes
+# Arithmetic in the unit of products, per element.
+GELU_FLOPS = (400, 600)  # forward and backward, of the tanh form on a processor
+EXP_FLOPS = 100  # of a softmax
+DRAW_FLOPS = 1000  # of a dropout mask
 
 
 @dataclass(frozen=True)

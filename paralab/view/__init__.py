@@ -4,6 +4,7 @@ Every function here returns a `Chart`: a plotly Figure with the numbers behind i
 line of text (its repr). Names are imported on first use, for plotly is slow to import.
 
     timelines    several reports on one time scale          losses       several runs' losses
+    simulated_timeline   a schedule as `theory.pipeline.simulate` timed it
     link_fit     alpha and bandwidth of a link              algorithms   time over message size
     bytes_bars   memory by category, against capacity       scaling      throughput over ranks
     memory_charts   memory of several runs over a step   memory_bars   their peaks by category
@@ -46,6 +47,7 @@ _HOME = {
     "multiplication": "matrix_steps",
     "pareto": "pareto_front",
     "scaling": "throughput",
+    "simulated_timeline": "pipeline",
     "stage_memory": "stage_bars",
     "stage_time": "stage_stretches",
     "stuck": "standstill",

@@ -20,7 +20,7 @@ from paralab.view.tracks import tracks
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 MAX_TRACKS = 4
@@ -38,7 +38,7 @@ HALVES = {"backward": "backward, input half", "weight_grad": "backward, weight h
 class Section:
     """One step of one report. Times in seconds from the step's start; y grows downwards."""
 
-    report: Report
+    report: Tables
     label: str
     step: int
     ranks: list[int]
@@ -56,7 +56,7 @@ class Section:
 
 
 def section(
-    report: Report,
+    report: Tables,
     *,
     label: str = "",
     step: int | None,
@@ -74,7 +74,7 @@ def section(
     return Section(report, label, step, shown, boxes, seconds, lanes=lanes, total=total)
 
 
-def chosen(report: Report, step: int | None, ranks: Sequence[int] | None) -> tuple[int, list[int]]:
+def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tuple[int, list[int]]:
     """The step and the ranks that were asked for, or the typical step and all ranks there are.
 
     Raises ValueError if the report has no such step or rank, or no step at all.
@@ -94,7 +94,7 @@ def chosen(report: Report, step: int | None, ranks: Sequence[int] | None) -> tup
 
 
 def _boxes(
-    report: Report,
+    report: Tables,
     step: int,
     ranks: list[int],
     label: str,

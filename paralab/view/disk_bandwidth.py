@@ -35,7 +35,7 @@ from paralab.theory.offload_costs import bandwidth_needed, efficiency, efficienc
 from paralab.view import naming
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 SLOWEST, FASTEST = 50e6, 10e9  # bytes/s: an old hard disk, a fast NVMe
 LATENCY = 1e-4  # seconds, of a disk that a cluster does not state
@@ -139,7 +139,7 @@ class Point(NamedTuple):
     seconds: float
 
 
-def points(run: Report, foreseen: Foreseen) -> list[Point]:
+def points(run: Tables, foreseen: Foreseen) -> list[Point]:
     """A run's step, replayed on the disk that its plan's ``bandwidth`` asked for (default: the
     cluster's), and by the wall clock, for which no disk is faster than the machine's.
     """

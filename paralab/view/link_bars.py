@@ -13,11 +13,11 @@ from paralab.view import lanes, naming, theme
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 
-def copied(report: Report) -> pd.DataFrame:
+def copied(report: Tables) -> pd.DataFrame:
     """link, category, bytes per step, of all ranks; links from the device outwards.
 
     Of plans that offload: what messages pass through on their way is theirs already.
@@ -70,7 +70,7 @@ def heights(fig: Chart, found: dict[str, float], axes: tuple[str, str]) -> None:
         )
 
 
-def chart(report: Report, found: pd.DataFrame) -> Chart:
+def chart(report: Tables, found: pd.DataFrame) -> Chart:
     """The chart of traffic where nothing is sent."""
     n = len(metrics.reported_ranks(report))
     each = tops(found, n)
@@ -102,7 +102,7 @@ def chart(report: Report, found: pd.DataFrame) -> Chart:
     )
 
 
-def table(report: Report) -> pd.DataFrame:
+def table(report: Tables) -> pd.DataFrame:
     """What ranks send, edge by edge; and what they copy, from themselves to themselves: op names
     the link then, and one column more the category.
     """

@@ -84,10 +84,10 @@ def live_activations(
 
 # ---- reading -------------------------------------------------------------------------------------
 def _read(source: Any, step: int | None) -> _Source:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.theory.pipeline import Simulation, simulate
 
-    if isinstance(source, Report):
+    if isinstance(source, Tables):
         return _of_report(source, step)
     if not isinstance(source, Simulation):
         source = simulate(source, forward=1.0, backward=1.0, weight_grad=1.0)

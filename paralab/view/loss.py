@@ -14,13 +14,13 @@ from paralab.checks import illegal
 from paralab.view import naming, theme
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 ALIKE = 1e-3  # nats: curves nearer than that everywhere are one curve to the eye
 
 
-def loss_chart(report: Report) -> Chart:
+def loss_chart(report: Tables) -> Chart:
     """Loss (nats per token, mean over the global batch) against the step.
 
     Raises ValueError if there are no losses: a prediction or a traced function has none.
@@ -44,7 +44,7 @@ def loss_chart(report: Report) -> Chart:
     return fig.explained(f"loss of {name}, {report.clock}: {count} steps", _table({name: values}))
 
 
-def losses(runs: Mapping[str, Report | Sequence[float]], *, title: str | None = None) -> Chart:
+def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = None) -> Chart:
     """The losses of several runs in one figure, {label: report or its losses}.
 
     title  in place of the finding that the curves themselves give

@@ -18,13 +18,13 @@ from paralab.view.memory_tiers import TIER_NAME, draw_tiers, room
 from paralab.view.sampling import spread
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 ALIKE = 0.01  # peaks that differ by less are one peak to the eye
 
 
-def memory_chart(report: Report, *, rank: int | None = None, step: int | None = None) -> Chart:
+def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = None) -> Chart:
     """Bytes on the device by category over one step, a panel for every rank; and beneath, of the
     fullest rank, what it keeps on the host and in files, if anything.
 
@@ -52,7 +52,7 @@ def memory_chart(report: Report, *, rank: int | None = None, step: int | None = 
     )
 
 
-def memory_charts(runs: Mapping[str, Report], *, rank: int = 0, step: int | None = None) -> Chart:
+def memory_charts(runs: Mapping[str, Tables], *, rank: int = 0, step: int | None = None) -> Chart:
     """One rank of several runs, {label: report}, one above the other on one scale of bytes.
 
     Every run's step is as wide as the figure: what differs is how much, not how long. Raises
@@ -82,7 +82,7 @@ def memory_charts(runs: Mapping[str, Report], *, rank: int = 0, step: int | None
     )
 
 
-def memory_bars(runs: Mapping[str, Report], *, title: str | None = None) -> Chart:
+def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Chart:
     """The peaks of several runs, {label: report}, by category: a bar for the fullest rank of each.
 
     title  in place of the finding that the peaks give. Raises ValueError as `memory_charts`

@@ -16,7 +16,7 @@ from paralab.report.tables import COMPUTE_KINDS, TIERS
 from paralab.view import theme
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 PHASES = (*COMPUTE_KINDS, "optimizer")
 
@@ -37,7 +37,7 @@ class Curve(NamedTuple):
     length    of the step, seconds; start on the report's clock
     """
 
-    report: Report
+    report: Tables
     rank: int
     step: int
     times: list[float]
@@ -102,7 +102,7 @@ class Tier(NamedTuple):
 
 # ---- reading -------------------------------------------------------------------------------------
 def curves(
-    report: Report, *, ranks: Sequence[int] | None = None, step: int | None = None
+    report: Tables, *, ranks: Sequence[int] | None = None, step: int | None = None
 ) -> list[Curve]:
     """The memory of ``ranks`` (default all that were sampled) in ``step``.
 
@@ -179,7 +179,7 @@ def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
 
 
 def _curve(
-    report: Report, rank: int, step: int, times: list[float], samples: list[dict[str, int]]
+    report: Tables, rank: int, step: int, times: list[float], samples: list[dict[str, int]]
 ) -> Curve:
     names = [c for c in theme.CATEGORY_COLOUR if any(c in sample for sample in samples)]
     unknown = sorted({c for sample in samples for c in sample} - set(names))
@@ -216,7 +216,7 @@ def _phases(spans: Any, zero: float) -> list[Phase]:
     return merged
 
 
-def fullest(report: Report) -> Curve:
+def fullest(report: Tables) -> Curve:
     """The curve of the rank with the highest peak, in the step that has it."""
     return max(curves(report), key=lambda curve: (curve.peak, -curve.rank))
 
@@ -234,7 +234,7 @@ def thinned(totals: Sequence[int], most: int) -> list[int]:
     return sorted(kept)
 
 
-def capacity(report: Report) -> tuple[str, int] | None:
+def capacity(report: Tables) -> tuple[str, int] | None:
     """What the device holds: the run's own limit, or the memory that its cluster states."""
     if limit := report.meta.get("memory_limit"):
         return "memory limit", int(limit)

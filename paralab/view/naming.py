@@ -12,7 +12,7 @@ from paralab.spec import OWN_FORM, Plan
 from paralab.view.theme import CATEGORY_COLOUR
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 _SEPARATORS = re.compile(", | on ")
 LEVEL_NAME = {"intra": "inside a node", "inter": "between nodes"}
@@ -78,7 +78,7 @@ def _away(plan: Plan) -> list[str]:
     return [said + ", delayed" * tiers.delayed]
 
 
-def subject(report: Report) -> str:
+def subject(report: Tables) -> str:
     """What a report is about, as plain text: its plan, or the function that was traced."""
     if report.model is not None:
         return plan_name(report.plan)
@@ -86,7 +86,7 @@ def subject(report: Report) -> str:
     return f"{report.meta.get('function', 'function')} on {n} rank{'s' * (n != 1)}"
 
 
-def clock_line(report: Report, *more: str) -> str:
+def clock_line(report: Tables, *more: str) -> str:
     """The second line of every title: which clock, then what else."""
     return " · ".join([f"{report.clock} clock ({CLOCK_MEANS[report.clock]})", *more])
 

@@ -17,7 +17,7 @@ from paralab.view import lanes, naming, theme
 from paralab.view.disk_bandwidth import FASTEST, FORMULAS, SLOWEST, Foreseen, Point, points
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 SHARE = 0.9
@@ -36,7 +36,7 @@ def disk_needed(
     *,
     at: float | None = None,
     share: float = SHARE,
-    runs: Sequence[Report] = (),
+    runs: Sequence[Tables] = (),
 ) -> Chart:
     """How busy a device is, over the bandwidth of its disk: two formulas, and what is predicted.
 

@@ -20,7 +20,7 @@ from paralab.spec.tiers import Offload
 from paralab.view import naming, theme
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 POLICY = (
@@ -81,7 +81,7 @@ draw();
 
 
 def to_html(
-    report: Report, path: str | os.PathLike[str], *, sections: Sequence[tuple[str, str]] = ()
+    report: Tables, path: str | os.PathLike[str], *, sections: Sequence[tuple[str, str]] = ()
 ) -> None:
     """Write the page. ``sections``: (title, HTML) pairs, shown after the numbers.
 
@@ -90,7 +90,7 @@ def to_html(
     written.write(path, page(report, sections=sections).encode())
 
 
-def page(report: Report, *, sections: Sequence[tuple[str, str]] = ()) -> str:
+def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
     """The page as text."""
     from plotly.offline import get_plotlyjs
 
@@ -145,15 +145,20 @@ numbers. Step 0 is warm-up and left out of times and bytes. 1 MB = 10<sup>6</sup
 """
 
 
-def _figures(report: Report) -> dict[str, Chart]:
+def _figures(report: Tables) -> dict[str, Chart]:
+    from paralab.view.loss import loss_chart
+    from paralab.view.memory_chart import memory_chart
+    from paralab.view.timeline import timeline
+    from paralab.view.traffic import traffic_chart
+
     charts: dict[str, Chart] = {}
     if len(report.steps) and report.clock != dry.CLOCK:
-        charts["timeline"] = report.timeline()
-    charts["traffic"] = report.traffic_chart()
+        charts["timeline"] = timeline(report)
+    charts["traffic"] = traffic_chart(report)
     if (report.memory["tier"] == "device").any():
-        charts["memory"] = report.memory_chart()
+        charts["memory"] = memory_chart(report)
     if report.losses:
-        charts["loss"] = report.loss_chart()
+        charts["loss"] = loss_chart(report)
     return charts
 
 
@@ -165,9 +170,9 @@ def _for_script(value: Any) -> str:
     return dumped
 
 
-def _cards(report: Report) -> str:
+def _cards(report: Tables) -> str:
     """The few numbers one looks for first."""
-    numbers = report.summary()["value"]
+    numbers = summary.summary(report)["value"]
     if report.clock == dry.CLOCK:
         return _shown_as_cards(
             [
@@ -204,8 +209,8 @@ def _shown_as_cards(cards: Sequence[tuple[str, str]]) -> str:
     return f'<div class="cards">{shown}</div>'
 
 
-def _summary(report: Report) -> str:
-    rows = [(name, row["value"], row["unit"]) for name, row in report.summary().iterrows()]
+def _summary(report: Tables) -> str:
+    rows = [(name, row["value"], row["unit"]) for name, row in summary.summary(report).iterrows()]
     cells = "".join(
         f'<tr><th scope="row">{html.escape(name)}</th>'
         f'<td class="number">{f"{value:.3f}" if math.isfinite(value) else "–"}</td>'
@@ -215,7 +220,7 @@ def _summary(report: Report) -> str:
     return f'<table class="narrow">{cells}</table>'
 
 
-def _described(report: Report) -> str:
+def _described(report: Tables) -> str:
     model: dict[str, Any] = {}
     if report.model is not None:
         model = {**report.model.to_dict(), "parameters Ψ": f"{report.model.num_params:,}"}

@@ -18,10 +18,10 @@ from paralab.view.lanes import ROW_NAME, order
 from paralab.view.tracks import tracks
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
 
 
-def to_perfetto(report: Report, path: str | os.PathLike[str]) -> None:
+def to_perfetto(report: Tables, path: str | os.PathLike[str]) -> None:
     """Write the trace of all steps. Times in the file are microseconds from the earliest span."""
     trace = {
         "traceEvents": events(report),
@@ -39,7 +39,7 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 8e6) / 8
 
 
-def events(report: Report) -> list[dict[str, Any]]:
+def events(report: Tables) -> list[dict[str, Any]]:
     """The list "traceEvents" of the file."""
     spans = report.spans.to_dict("records")
     zero = min((s["start"] for s in spans), default=0.0)

@@ -17,10 +17,10 @@ import numpy as np
 from paralab.report import metrics
 from paralab.report.tables import COLUMNS
 from paralab.theory.ideal import ideal as make_ideal
-from paralab.view import boxes, naming, theme, timeline
+from paralab.view import boxes, naming, theme, timeline_rows
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.theory.pipeline import Simulation
     from paralab.view.boxes import Section
     from paralab.view.chart import Chart
@@ -35,7 +35,7 @@ WAITING = "waits for a neighbour"
 
 
 def pipeline_timeline(
-    report: Report, *, step: int | None, ranks: Sequence[int] | None, ideal: bool | None
+    report: Tables, *, step: int | None, ranks: Sequence[int] | None, ideal: bool | None
 ) -> Chart:
     """The step's boxes; above them, if ``ideal``, those of the same schedule with free links."""
     if ideal is None:  # where there is room, and where it is not theory already
@@ -54,7 +54,7 @@ def pipeline_timeline(
         above.boxes = [b for b in above.boxes if b["rank"] in above.ranks]
         sections.insert(0, above)
         said.append("ideal: the same costs, links free")
-    fig = timeline.drawn(sections, finding(report, share, alone), report.clock, said)
+    fig = timeline_rows.drawn(sections, finding(report, share, alone), report.clock, said)
     count = sum(len(one.boxes) for one in sections)
     below = ", below its ideal" if ideal else ""
     return fig.explained(
@@ -64,7 +64,7 @@ def pipeline_timeline(
     )
 
 
-def finding(report: Report, share: float, alone: float | None = None) -> str:
+def finding(report: Tables, share: float, alone: float | None = None) -> str:
     """How large the bubble is, and the ideal's (``alone``), if it is drawn."""
     said = f"{theme.text(naming.subject(report))}: {percent(share)} of device time is bubble"
     if alone is None:
@@ -75,7 +75,7 @@ def finding(report: Report, share: float, alone: float | None = None) -> str:
 
 
 def section(
-    report: Report,
+    report: Tables,
     *,
     label: str = "",
     step: int | None,
@@ -87,7 +87,7 @@ def section(
 
     marked  the line at the end stands where the pipeline ends, not the step
     """
-    most = timeline.MAX_BOXES
+    most = timeline_rows.MAX_BOXES
     one = boxes.section(report, label=label, step=step, ranks=ranks, lanes=lanes, most=most)
     one.gap = GAP if lanes == LANES else one.gap
     parts = metrics.pipeline_parts(report, one.step)
@@ -144,31 +144,31 @@ def _free(taken: Sequence[tuple[float, float]], low: float, high: float) -> list
 # ---- simulated schedules -------------------------------------------------------------------------
 def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Chart:
     """The picture of a schedule that was simulated: no report of thousands of rows is made."""
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.spec import Plan
 
     order = simulation.order
     plan = Plan(
         pp=order.ranks, microbatches=order.microbatches, virtual_stages=order.stages // order.ranks
     )
-    stub = Report(clock="predicted", model=None, plan=plan, meta={"function": name})
+    stub = Tables(clock="predicted", model=None, plan=plan, meta={"function": name})
     one = simulated(simulation, stub, label="")
     said = [f"p={order.ranks}, m={order.microbatches}"]
     said += [f"v={plan.virtual_stages}"] * (plan.virtual_stages > 1)
     finding = f"{theme.text(name)}: {percent(simulation.bubble_rate)} of device time is bubble"
-    fig = timeline.drawn([one], finding, "predicted", said)
+    fig = timeline_rows.drawn([one], finding, "predicted", said)
     return fig.explained(
         f"timeline of {name}: {one.total} actions on {order.ranks} ranks",
         lambda: boxes.table([one]),
     )
 
 
-def simulated(simulation: Simulation, stub: Report, *, label: str) -> Section:
+def simulated(simulation: Simulation, stub: Tables, *, label: str) -> Section:
     """A simulated schedule as a section: its first boxes, and every gap between them as bubble.
 
     stub  a report that says what plan and clock it is about; its tables are not read
     """
-    order, most = simulation.order, timeline.MAX_BOXES
+    order, most = simulation.order, timeline_rows.MAX_BOXES
     zero = float(simulation.start.min())
     first = np.argsort(simulation.start, kind="stable")[:most].tolist()
     one = boxes.Section(

@@ -15,12 +15,12 @@ from paralab.checks import illegal
 from paralab.view import naming, theme
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 
 def contest(
-    expected: Mapping[str, Report], found: Mapping[str, Report], title: str | None = None
+    expected: Mapping[str, Tables], found: Mapping[str, Tables], title: str | None = None
 ) -> Chart:
     """A row per plan, the fastest on top: predicted and replayed (or measured) time of a step.
 

@@ -6,11 +6,10 @@ group, waits grey. Lines of a fold are indented under its headline.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from paralab.interpret.differences import SIGNS, Difference
 from paralab.interpret.spans import KINDS
-from paralab.interpret.text import ProgramText
 from paralab.programs.instructions import COLLECTIVES, KEEP, MESSAGES, WAIT, WORKERS, Instr
 from paralab.view import theme
 
@@ -37,7 +36,23 @@ STYLE = """<style>
 </style>"""
 
 
-def program_table(shown: ProgramText) -> str:
+class Listing(Protocol):
+    """What is shown of a program: `interpret.text.ProgramText`."""
+
+    title: str
+    notes: Sequence[str]
+
+    def rows(self) -> Iterable[Any]: ...
+
+
+class Changes(Protocol):
+    """What is shown of two: `interpret.differences.Difference`."""
+
+    titles: Sequence[str]
+    changes: Sequence[Any]
+
+
+def program_table(shown: Listing) -> str:
     """The lines of a program under its title, what the colours mean, and notes."""
     rows, lines = list(shown.rows()), []
     for row in rows:
@@ -51,17 +66,17 @@ def program_table(shown: ProgramText) -> str:
     return _framed([shown.title], lines, [row.ins for row in rows if row.ins], shown.notes)
 
 
-def difference_table(difference: Difference) -> str:
-    """The changes under the two titles."""
+def difference_table(difference: Changes, signs: Mapping[str, str]) -> str:
+    """The changes under the two titles. ``signs``: what each sign of a change means."""
     lines, changes = [], difference.changes
     for change in changes:
         does, amount, of = map(theme.text, (change.does, change.amount, change.of))
         lines.append(
-            f'<tr><td title="{SIGNS[change.sign]}"><b>{change.sign}</b></td>'
+            f'<tr><td title="{signs[change.sign]}"><b>{change.sign}</b></td>'
             f"<td>{_op(change.example)}</td><td>{does}</td><td>{amount}</td>"
             f'<td class="long">{of}</td>'
         )
-    words = ", ".join(f"{sign} {said}" for sign, said in SIGNS.items())
+    words = ", ".join(f"{sign} {said}" for sign, said in signs.items())
     notes = [words if lines else "no difference"]
     return _framed(difference.titles, lines, [change.example for change in changes], notes)
 

@@ -20,7 +20,7 @@ from paralab.view.memory_tiers import TIER_NAME
 from paralab.view.rank_mesh import row_name
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 MAX_STAGES = 4
@@ -39,7 +39,7 @@ class Peak(NamedTuple):
 
 
 @once
-def peaks(report: Report) -> dict[tuple[int, str], Peak]:
+def peaks(report: Tables) -> dict[tuple[int, str], Peak]:
     """{(pipeline rank, tier): peak of the fullest rank there}, device first; from the memory table.
 
     Raises ValueError if no memory was sampled.
@@ -66,7 +66,7 @@ def peaks(report: Report) -> dict[tuple[int, str], Peak]:
     return dict(sorted(found.items(), key=lambda one: (one[0][0], TIERS.index(one[0][1]))))
 
 
-def stage_memory(*reports: Report) -> Chart:
+def stage_memory(*reports: Tables) -> Chart:
     """Peaks by category: a bar per pipeline stage and tier, of one report or of several on one
     scale, with what a device holds (the run's memory limit, or the cluster's memory) as a line.
 
@@ -106,7 +106,7 @@ def _chosen(totals: dict[int, int]) -> set[int]:
     return set(list(wanted)[:MAX_STAGES])
 
 
-def _label(report: Report, pp: int, tier: str, *, many: bool) -> str:
+def _label(report: Tables, pp: int, tier: str, *, many: bool) -> str:
     parts = [row_name(report.plan, pp)] if report.plan.pp > 1 else []
     parts += [TIER_NAME[tier]] * (tier != "device" or not parts)
     return ", ".join([*parts, *[report.clock] * many])
@@ -120,7 +120,7 @@ def _kinds(held: dict[str, int]) -> dict[str, int]:
     return dict(found)
 
 
-def _finding(reports: tuple[Report, ...], fullest: list[Peak]) -> str:
+def _finding(reports: tuple[Tables, ...], fullest: list[Peak]) -> str:
     """Whether it fits, with the numbers; of several reports how far apart they are."""
     report, peak = reports[0], fullest[0]
     said = f"{row_name(report.plan, report.plan.place(peak.rank).pp)} needs " * (report.plan.pp > 1)
@@ -137,7 +137,7 @@ def _finding(reports: tuple[Report, ...], fullest: list[Peak]) -> str:
     return f"{said}: {few} of what a device has"
 
 
-def fits(report: Report) -> str | None:
+def fits(report: Tables) -> str | None:
     """What stands in the way of a plan in terms of memory, with the numbers; None if it fits."""
     limit = capacity(report)
     if limit is None or report.memory.empty:

@@ -15,14 +15,14 @@ import numpy as np
 
 from paralab.report import metrics
 from paralab.report.tables import COMPUTE_KINDS, KINDS
-from paralab.view import boxes, naming, pipeline, theme, timeline
+from paralab.view import boxes, naming, pipeline, theme, timeline_rows
 from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 MAX_ROWS = 8
@@ -53,7 +53,7 @@ class Stretch(NamedTuple):
 
 
 def stage_time(
-    report: Report, *, step: int | None = None, ranks: Sequence[int] | None = None
+    report: Tables, *, step: int | None = None, ranks: Sequence[int] | None = None
 ) -> Chart:
     """A step of every stage as stretches, each shared out by what its time went to.
 
@@ -74,7 +74,7 @@ def stage_time(
 
 # ---- reading -------------------------------------------------------------------------------------
 def _read(
-    report: Report, step: int, ranks: Sequence[int]
+    report: Tables, step: int, ranks: Sequence[int]
 ) -> tuple[list[Stretch], dict[int, list[metrics.Interval]], float]:
     """Stretches, when calls of dp were under way by rank, and the seconds of the step."""
     steps = report.steps[report.steps["step"] == step]
@@ -140,7 +140,7 @@ def _of_rank(
 
 # ---- drawing -------------------------------------------------------------------------------------
 def _drawn(
-    report: Report,
+    report: Tables,
     step: int,
     ranks: Sequence[int],
     found: list[Stretch],
@@ -200,7 +200,7 @@ def _drawn(
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
     if idle:
         shares = [(rows[r] + high / 2, idle[r]) for r in ranks if r in idle]
-        fig.annotated(timeline.idle_notes(shares, None))
+        fig.annotated(timeline_rows.idle_notes(shares, None))
     return fig.explained(
         f"stage time of {naming.subject(report)}, {report.clock}: {len(found)} stretches on "
         f"{len(ranks)} rank{'s' * (len(ranks) != 1)}",
@@ -208,7 +208,7 @@ def _drawn(
     )
 
 
-def _finding(report: Report, step: int) -> str:
+def _finding(report: Tables, step: int) -> str:
     if report.plan.pp > 1:
         return pipeline.finding(report, metrics.step_bubble(report, step))
     name = theme.text(naming.subject(report))
@@ -217,7 +217,7 @@ def _finding(report: Report, step: int) -> str:
     return f"{name}: {100 * work / length:.0f} % of the step is forward and backward"
 
 
-def _trace(report: Report, kind: str, bars: dict[str, list[Any]]) -> dict[str, Any]:
+def _trace(report: Tables, kind: str, bars: dict[str, list[Any]]) -> dict[str, Any]:
     style = boxes.bar_style(kind, "compute")
     name, marker = style["name"], style["marker"] | {"cornerradius": 0, "line": {"width": 0}}
     if kind == "wait" and report.plan.pp > 1:
@@ -237,7 +237,7 @@ def _trace(report: Report, kind: str, bars: dict[str, list[Any]]) -> dict[str, A
     }
 
 
-def within(report: Report) -> list[str]:
+def within(report: Tables) -> list[str]:
     """Whom ranks wait for inside a forward or a backward, under this plan."""
     plan = report.plan
     causes = {

@@ -20,7 +20,7 @@ from paralab.view import theme
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 SECONDS = {F: 10e-3, B: 20e-3, I: 10e-3, W: 10e-3}
@@ -89,8 +89,8 @@ def _until(reached: Simulation, done: Sequence[bool], rank: int) -> float:
 
 
 def _so_far(
-    report: Report, done: Sequence[bool], standing: dict[int, Any], worked: float
-) -> Report:
+    report: Tables, done: Sequence[bool], standing: dict[int, Any], worked: float
+) -> Tables:
     """The report of what was done, and a wait without end of every rank that stands still."""
     import pandas as pd
 

@@ -18,13 +18,13 @@ from paralab.view import link_bars, naming, theme
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 
 
-def traffic_chart(report: Report) -> Chart:
+def traffic_chart(report: Tables) -> Chart:
     """Bytes per step: rank x rank, and per rank by axis and level, and by link between tiers."""
     one = report.clock == CLOCK  # rows of one rank: whom it sends to is no matrix
     n = len(metrics.reported_ranks(report))
@@ -139,7 +139,7 @@ def traffic_chart(report: Report) -> Chart:
     )
 
 
-def _ends(report: Report, by_edge: pd.DataFrame) -> tuple[list[int], list[int]]:
+def _ends(report: Tables, by_edge: pd.DataFrame) -> tuple[list[int], list[int]]:
     """The ranks of the matrix's rows, and of its columns: in outline, whoever they send to too."""
     ranks = metrics.reported_ranks(report)
     return ranks, sorted({*ranks, *by_edge["receiver"].tolist()})
@@ -195,7 +195,7 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
     }
 
 
-def _finding(report: Report, sent: pd.DataFrame, ideal: int | None, copied: pd.DataFrame) -> str:
+def _finding(report: Tables, sent: pd.DataFrame, ideal: int | None, copied: pd.DataFrame) -> str:
     n, name = len(metrics.reported_ranks(report)), theme.text(naming.subject(report))
     total, size = float(sent["bytes"].sum()), float(copied["bytes"].sum())
     if report.clock == CLOCK:

@@ -22,7 +22,7 @@ from paralab.view import lanes, naming, theme
 from paralab.view.memory import LARGEST
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
+    from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
 NAMES = {**naming.LEVEL_NAME, **{way: lanes.ROW_NAME[way] for way in WAYS}}  # by link
@@ -41,7 +41,7 @@ class Flow(NamedTuple):
 
 
 @once
-def flows(report: Report) -> list[Flow]:
+def flows(report: Tables) -> list[Flow]:
     """What the ranks of a report send and copy per step, on average; links as they lie outwards.
 
     Bookkeeping is left out. Copies are those of plans that offload.
@@ -79,7 +79,7 @@ def _tier_link(cluster: Any, way: str) -> Any:
     return cluster.disk if way.startswith("disk") else cluster.host
 
 
-def link_traffic(*reports: Report) -> Chart:
+def link_traffic(*reports: Tables) -> Chart:
     """Bytes per rank and step over every link, by axis of parallelism; reports on one scale.
 
     Of a report that holds some ranks of many, the mean of these. Raises ValueError without reports.
@@ -186,7 +186,7 @@ def _finding(bars: list[str], tops: dict[str, float], took: dict[str, float | No
     )
 
 
-def _table(rows: list[tuple[Report, Flow]]) -> Any:
+def _table(rows: list[tuple[Tables, Flow]]) -> Any:
     import pandas as pd
 
     made = [(report.clock, *flow) for report, flow in rows]

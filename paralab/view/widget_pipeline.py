@@ -22,7 +22,7 @@ from paralab.theory.pipeline import Simulation, bubble_formula, simulate
 from paralab.theory.schedule_check import peak_live
 from paralab.theory.traffic import BOOKKEEPING
 from paralab.view import pipeline as drawing
-from paralab.view import theme, timeline
+from paralab.view import theme, timeline_rows
 from paralab.view.boxes import table as boxes_table
 from paralab.view.chart import Chart
 from paralab.view.widget_bench import Bench, Progress
@@ -185,7 +185,7 @@ class Pipeline(Bench):
             f"{theme.text(knobs['schedule'])}: {drawing.percent(replayed.bubble)} of device "
             f"time is bubble, {drawing.percent(simulation.bubble_rate)} simulated"
         )
-        chart = timeline.drawn([above, real], finding, "replayed", [f"step {real.step}"])
+        chart = timeline_rows.drawn([above, real], finding, "replayed", [f"step {real.step}"])
         return chart.explained(
             f"{knobs['schedule']}, simulated and replayed: {len(above.boxes) + len(real.boxes)} "
             f"boxes on {knobs['pp']} ranks",

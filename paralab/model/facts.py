@@ -1,0 +1,179 @@
+"""What predictions have to know of a block of the user's own, ``ModelSpec(block=f)``.
+
+How many bytes it keeps for backward, and what it computes, is not written down anywhere. `facts`
+finds it by one forward and one backward on fake tensors, which have shapes and no values: kept is
+what autograd saves, each storage once; computed are the FLOPs of its matrix products, and the bytes
+that its other kernels read and write.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from paralab.checks import illegal
+from paralab.spec.forms import block_shapes, form_name
+from paralab.spec.model import ModelSpec
+from paralab.theory.work import DRAW_FLOPS, EXP_FLOPS, GELU_FLOPS, ITEM, Work
+
+# Arithmetic per element of kernels that are no matrix products, by the beginning of their names.
+ARITHMETIC = {
+    "gelu_backward": GELU_FLOPS[1],
+    "gelu": GELU_FLOPS[0],
+    "_softmax_backward": 0,
+    **dict.fromkeys(("_softmax", "exp", "silu", "sigmoid", "tanh", "softplus"), EXP_FLOPS),
+    **dict.fromkeys(("bernoulli", "native_dropout", "rand", "normal"), DRAW_FLOPS),
+}
+
+
+MAPS = "a module that maps (b, s, h) to (b, s, h)"
+
+
+class Facts(NamedTuple):
+    """Of one block and micro-batch.
+
+    keeps         bytes that stay for backward besides input, parameters, buffers and result
+    keeps_result  whether the result stays too
+    constant      bytes of its buffers
+    scratch       (forward, backward): bytes that exist meanwhile, at most, besides what comes in,
+                  what goes out and what is kept; less than 0 where backward lets go of more of
+                  what was kept than it has made
+    forward, backward  `Work`
+    """
+
+    keeps: int
+    keeps_result: bool
+    constant: int
+    scratch: tuple[int, int]
+    forward: Work
+    backward: Work
+
+
+@lru_cache(maxsize=64)
+def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
+    """What ``spec.block`` keeps and computes for ``batch`` samples.
+
+    Raises ``ValueError`` where it does not map (b, s, h) to (b, s, h) of the same precision, cannot
+    run on tensors without values, or changes a buffer: such a state would be no part of a training,
+    and not the same on all ranks.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.autograd.graph import saved_tensors_hooks
+
+    block_shapes(spec.block, spec)  # refuses what is no module
+    name = form_name(spec.block)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    shape = (batch, spec.seq_len, spec.hidden)
+    saved: dict[int, Any] = {}  # storages by address; backward lets go of them, one by one
+
+    def save(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = weakref.ref(storage)
+        return tensor
+
+    try:
+        with FakeTensorMode():
+            module = spec.block(spec)  # type: ignore[misc]
+            x = torch.empty(shape, dtype=dtype, requires_grad=True)
+            named = {n: p.detach().to(dtype) for n, p in module.named_parameters()}
+            parameters = [p.requires_grad_() for p in named.values()]
+            for local, b in module.named_buffers():
+                named[local] = b.to(dtype) if b.is_floating_point() else b
+            buffers = list(named.values())[len(parameters) :]
+            versions = [buffer._version for buffer in buffers]
+            counter = _counter()
+            with saved_tensors_hooks(save, lambda tensor: tensor), counter:
+                y = torch.func.functional_call(module, named, (x,))
+            if isinstance(y, torch.Tensor) and (y.shape, y.dtype) == (x.shape, dtype):
+                result = y.untyped_storage()
+                own = [t.untyped_storage()._cdata for t in (x, y, *parameters, *buffers)]
+                kept = {at: found() for at, found in saved.items() if found() is not None}
+                keeps = sum(found.nbytes() for at, found in kept.items() if at not in own)
+                forward, above = counter.work, counter.peak - keeps - result.nbytes()
+                keeps_result = result._cdata in kept
+                del kept
+                counter.backward()
+                g = torch.empty_like(y)
+                with counter:
+                    found = torch.autograd.grad(y, (x, *parameters), g, allow_unused=True)
+                    made = sum(t.untyped_storage().nbytes() for t in found if t is not None)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        why = f"run on tensors without values, in {precision}, it raised {said}"
+        legal = f"{MAPS}, and whose shapes do not depend on values"
+        raise illegal("block", name, why, legal) from error
+    if not isinstance(y, torch.Tensor) or (y.shape, y.dtype) != (x.shape, dtype):
+        made = f"{tuple(y.shape)} in {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
+        raise illegal("block", name, f"it makes {made} of {shape} in {dtype}", MAPS)
+    if versions != [buffer._version for buffer in buffers]:
+        why = "its forward changes a buffer, and such a state would not be the same on all ranks"
+        legal = "a module whose buffers stay as they are: a LayerNorm in place of a BatchNorm, say"
+        raise illegal("block", name, why, legal)
+    constant = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+    scratch = above, counter.peak - made
+    return Facts(keeps, keeps_result, constant, scratch, forward, counter.work)
+
+
+def _counter() -> Any:
+    """A context in which torch's operations add up to ``work``, of forward and then of backward;
+    and ``peak``: the most bytes that were alive at once of what they made, in backward beyond what
+    was alive when it began.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.flop_counter import flop_registry
+
+    formulas = {str(packet): formula for packet, formula in flop_registry.items()}
+
+    def tensors(values: Any) -> list[Any]:
+        return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+    def storages(values: Any) -> dict[int, Any]:
+        return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors(values)}
+
+    class Counter(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.work, self.live, self.peak = Work(), 0, 0
+            self.kinds = (1.0, 0.0, 0.0)  # of matrix products: see `Work.products`
+            self.alive: dict[int, Any] = {}  # what was made here: weak references, by address
+
+        def backward(self) -> None:
+            self.work, self.live, self.peak, self.kinds = Work(), 0, 0, (0.0, 0.5, 0.5)
+
+        def meet(self, result: Any, given: Any) -> None:
+            before = storages(given)
+            for address, storage in storages(result).items():
+                if address in self.alive or address in before:
+                    continue
+
+                def gone(_: Any, address: int = address, size: int = storage.nbytes()) -> None:
+                    del self.alive[address]
+                    self.live -= size
+
+                self.alive[address] = weakref.ref(storage, gone)
+                self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            self.meet(result, args)
+            namespace, _, kernel = str(func._overloadpacket).partition(".")
+            if func.is_view or namespace == "prim" or kernel in ("detach", "empty", "empty_like"):
+                return result  # nothing is computed
+            formula = formulas.get(f"aten.{kernel.replace('_for_cpu', '')}")
+            if formula is not None:
+                flops = formula(*args, **(kwargs or {}), out_val=result)
+                self.work += Work(flops, 0, 1, tuple(flops * kind for kind in self.kinds))
+            else:
+                each = next((n for at, n in ARITHMETIC.items() if kernel.startswith(at)), 0)
+                made, read = (sum(t.numel() for t in tensors(some)) for some in (result, args))
+                self.work += Work(each * made, ITEM * (made + read), 1)
+            return result
+
+    return Counter()
