@@ -11,15 +11,17 @@ import paralab as pl
 from paralab.launch import launch_program
 
 
-def every_operation(context, stage: bool) -> dict:
+def every_operation(context, staged: bool) -> dict:
     import torch
 
     from paralab.comm import Group
     from paralab.instruments.recorder import Recorder
+    from paralab.transports import Gloo, Staged
 
     n, rank = context.world_size, context.rank
     recorder = Recorder(rank=rank, world_size=n)
-    group = Group(range(n), axis="world", context=context, recorder=recorder, stage=stage)
+    settings = {"context": context, "recorder": recorder, "transport": Staged if staged else Gloo}
+    group = Group(range(n), axis="world", **settings)
     mine = torch.arange(2 * n, dtype=torch.float32) + 100 * rank  # (2n,)
     out = {}
 
@@ -52,10 +54,10 @@ def every_operation(context, stage: bool) -> dict:
     return {"values": {k: v.tolist() for k, v in out.items()}, **tables}
 
 
-@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_operation_gives_what_its_name_says(n, stage):
-    parts = launch_program(every_operation, n, (stage,), timeout=30, device="cpu", strict=True)
+def test_every_operation_gives_what_its_name_says(n, staged):
+    parts = launch_program(every_operation, n, (staged,), timeout=30, device="cpu", strict=True)
     data = [[i + 100.0 * r for i in range(2 * n)] for r in range(n)]
     total = [sum(column) for column in zip(*data, strict=True)]
     for rank, part in enumerate(parts):
@@ -277,9 +279,8 @@ def test_a_message_ends_when_its_bytes_are_there_not_when_somebody_looks():
 def waits_for_several(context) -> list[tuple[str, int]]:
     import torch
 
-    from paralab.comm import Group
+    from paralab.comm import Group, wait_all
     from paralab.instruments.recorder import Recorder
-    from paralab.pending import wait_all
 
     recorder = Recorder(rank=context.rank, world_size=2)
     group = Group(range(2), axis="pp", context=context, recorder=recorder)
@@ -343,7 +344,7 @@ def test_a_wait_ends_when_gloo_has_let_go_where_memory_is_counted():
 def test_what_was_lent_is_waited_for_until_it_is_back_but_not_for_ever(monkeypatch):
     import torch
 
-    from paralab import pending
+    from paralab import transports
     from paralab.instruments.ledger import Ledger
     from paralab.instruments.recorder import Recorder
 
@@ -356,11 +357,11 @@ def test_what_was_lent_is_waited_for_until_it_is_back_but_not_for_ever(monkeypat
         return not keeps
 
     ledger = Ledger(Recorder(rank=0, world_size=1))
-    lent = pending.Lent([torch.zeros(3), torch.zeros(2)], ledger)
+    lent = transports.Lent([torch.zeros(3), torch.zeros(2)], ledger)
     weight = torch.ones(2, requires_grad=True)  # its backward needs what it was multiplied with
-    monkeypatch.setattr(pending, "PATIENCE", 100.0)
+    monkeypatch.setattr(transports, "PATIENCE", 100.0)
     lent.wait()  # nobody has anything
     assert given_back([weight * lent.tensors[1]], after=0.1)
     assert given_back([lent.tensors[0][1:]], after=0.1)  # a view has the storage
-    monkeypatch.setattr(pending, "PATIENCE", 0.1)
+    monkeypatch.setattr(transports, "PATIENCE", 0.1)
     assert not given_back([weight * lent.tensors[1]], after=100)

@@ -15,7 +15,7 @@ FILES = {
 }
 # Who imports torch when it is imported itself: what runs on ranks, and the reference.
 WITH_TORCH = {
-    "agree", "batches", "checkpoint", "comm", "grid", "staging", "strict",
+    "agree", "batches", "checkpoint", "comm", "grid", "strict", "transports",
     *(f"interpret.{name}" for name in ("away", "files", "flat", "host", "lanes", "pieces", "run",
                                        "state", "train", "workers")),
     *("model.draws", "model.reference"),

@@ -136,33 +136,37 @@ def remembered(new_group):
 @contextlib.contextmanager
 def delivered_late():
     """What a call brings is there when it is waited for, and not before: as on the slowest link."""
-    from paralab.comm import Group
+    from dataclasses import replace
+
+    from paralab.transports import Gloo
 
     class Undelivered:
         def __init__(self, deliver):
             self.wait = deliver
 
-    def launched(self, ops, phase, tensors, post, writes, reads, finish, stream):
-        copies = [tensor.clone() for tensor in tensors]
-        launch(self, ops, phase, copies, post, [], (), None, stream).wait()
-        for tensor in writes:
+    def posted(self, call):
+        copies = [tensor.clone() for tensor in call.tensors]
+        now = post(self, replace(call, tensors=copies, fills=copies[: len(call.fills)]))
+        for work in now.works:
+            work.wait()
+        if now.finish is not None:
+            now.finish()
+        for tensor in call.fills:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
 
         def deliver():
-            for tensor, copy in zip(tensors, copies, strict=True):
-                if any(tensor is written for written in writes):
+            for tensor, copy in zip(call.tensors, copies, strict=True):
+                if any(tensor is filled for filled in call.fills):
                     tensor.copy_(copy)
-            if finish is not None:
-                finish()
 
-        return Undelivered(deliver)
+        return now._replace(works=[Undelivered(deliver)], finish=None)
 
-    launch, Group._launch = Group._launch, launched
+    post, Gloo.post = Gloo.post, posted
     try:
         yield
     finally:
-        Group._launch = launch
+        Gloo.post = post
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from paralab.parallel.schedules import (
     zb_h1,
     zb_h2,
 )
+from paralab.report import metrics
 from paralab.theory.engine import Item
 from paralab.theory.engine import simulate as run_engine
 from paralab.theory.ideal import bubbles
@@ -150,7 +151,7 @@ def test_the_bubble_is_that_of_the_report():
     for schedule in (gpipe(4, 6), interleaved(2, 4, 2), zb_h1(3, 5), zb_h2(3, 7)):
         got = simulate(schedule, forward=1.0, backward=1.5, weight_grad=0.5, comm=0.25)
         report = got.report("mine")
-        assert report.bubble == pytest.approx(got.bubble_rate, abs=1e-12)
+        assert metrics.bubble(report) == pytest.approx(got.bubble_rate, abs=1e-12)
         assert report.clock == "predicted" and report.meta["function"] == "mine"
         assert len(report.spans) == len(got.start)
         assert "mine" in repr(view.simulated_timeline(got, "mine"))

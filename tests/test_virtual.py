@@ -162,29 +162,29 @@ def test_virtual_products_are_of_the_plans_precision(tf32):
 
 # ---- mutants: each of them fails one of these tests ----------------------------------------------
 def waits_for_the_whole_stream(machine):
-    from paralab import comm
+    from paralab import transports
 
-    def on_stream(group, stream, *rest):
-        works, span = plain(group, stream, *rest)
-        streams[works[0]] = stream
-        return works, span
+    def posted(self, call):
+        found = plain(self, call)
+        _, streams[found.works[0]] = self.ways.get((*call.ways, None)[0], (None, self.stream))
+        return found
 
-    streams, plain = {}, comm.Group._on_stream
-    comm.Group._on_stream = on_stream
-    comm.Enqueued.wait = lambda call: machine.stream().wait_stream(streams[call])
+    streams, plain = {}, transports.Nccl.post
+    transports.Nccl.post = posted
+    transports.Enqueued.wait = lambda call: machine.stream().wait_stream(streams[call])
 
 
 def waits_for_nothing(machine):
-    from paralab import comm
+    from paralab import transports
 
-    comm.Enqueued.wait = lambda call: None
+    transports.Enqueued.wait = lambda call: None
 
 
 def lets_go_at_posting(machine):
-    from paralab import comm
+    from paralab import transports
 
-    make = comm.Enqueued
-    comm.Enqueued = lambda event, tensors: make(event, ())
+    make = transports.Enqueued
+    transports.Enqueued = lambda event, tensors: make(event, ())
 
 
 def refills_early(machine):
@@ -201,9 +201,9 @@ def leaves_lanes_on_the_first_gpu(machine):
 
 
 def stands_still(machine):
-    from paralab import comm
+    from paralab import transports
 
-    comm.Enqueued.wait = lambda call: call.event.synchronize()
+    transports.Enqueued.wait = lambda call: call.event.synchronize()
 
 
 def test_virtual_mutant_that_waits_for_the_whole_stream():

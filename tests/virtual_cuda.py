@@ -563,7 +563,7 @@ def install(
     cluster: Cluster | None = None,
 ) -> Machine:
     """Give this process a virtual GPU of its own, number ``rank``, and NCCL."""
-    from paralab import comm
+    from paralab import comm, transports
     from paralab.instruments import marks
     from paralab.interpret import host, lanes, run
 
@@ -587,7 +587,7 @@ def install(
     )
     machine.set_device(rank)
     _pin(machine)
-    _nccl(machine, comm)
+    _nccl(machine, comm, transports)
     _threads(machine, lanes, host)
     _steps(machine, run)
     machine.watching().__enter__()
@@ -621,7 +621,7 @@ def _pin(machine: Machine) -> None:
     torch.empty = empty
 
 
-def _nccl(machine: Machine, comm: Any) -> None:
+def _nccl(machine: Machine, comm: Any, transports: Any) -> None:
     def all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Work:
         real = dist.all_reduce(tensor, group=group, async_op=True)
         return machine.call(group, "all_reduce", [("",)], [], [tensor], real)
@@ -661,20 +661,23 @@ def _nccl(machine: Machine, comm: Any) -> None:
         tensors = [[tensor for tensor, _ in some] for some in (sends, takes)]
         return [machine.call(group, "message", keys, *tensors, real)]
 
-    gather = comm._all_gather
-    comm._all_gather, comm.native_reduce_scatter = all_gather, reduce_scatter
-    comm.dist = SimpleNamespace(
+    gather = transports.ASK["all_gather"]
+    transports.ASK.update(
         all_reduce=all_reduce,
+        all_gather=all_gather,
+        all_to_all=all_to_all_single,
+        reduce_scatter=reduce_scatter,
         broadcast=broadcast,
         reduce=reduce,
-        all_to_all_single=all_to_all_single,
+    )
+    transports.dist = SimpleNamespace(
         batch_isend_irecv=batch_isend_irecv,
         isend=dist.isend,
         irecv=dist.irecv,
         P2POp=dist.P2POp,
-        group=dist.group,
-        new_group=dist.new_group,
-        ProcessGroup=dist.ProcessGroup,
+    )
+    comm.dist = SimpleNamespace(
+        group=dist.group, new_group=dist.new_group, ProcessGroup=dist.ProcessGroup
     )
 
 

@@ -192,8 +192,8 @@ def calls(group: Any, nbytes: int) -> dict[str, Callable[[], None]]:
     """By op: one call of it on ``nbytes`` of fp32, n * 4 bytes a divisor of them."""
     import torch
 
-    from paralab.comm import native_reduce_scatter
     from paralab.parallel.collectives import ALGORITHMS
+    from paralab.transports import ASK
 
     n, last = group.size, group.ranks[-1]
     whole = torch.zeros(nbytes // 4)  # (n k,)
@@ -213,7 +213,7 @@ def calls(group: Any, nbytes: int) -> dict[str, Callable[[], None]]:
         "broadcast": lambda: group.broadcast(whole, root=last).wait(),
         "reduce": lambda: group.reduce(whole, root=last).wait(),
         "send": send,
-        NATIVE: lambda: native_reduce_scatter(part, whole),
+        NATIVE: lambda: ASK["reduce_scatter"](part, whole),
     }
     own = {name: ALGORITHMS[name] for name in OPS if name in ALGORITHMS}
     return made | {name: lambda f=f: f(group, whole) for name, f in own.items()}
