@@ -150,7 +150,7 @@ class Group:
         reads: Sequence[Tensor] = (),
         root: int | None = None,
     ) -> Pending:
-        """A collective. Its payload is the largest of its tensors; by default it fills the first."""
+        """A collective. Its payload is the largest tensor; by default it fills the first one."""
         payload = max(tensors, key=Tensor.numel)
         if self._strict is not None:
             self._strict.collective(self.ranks, op, payload)
