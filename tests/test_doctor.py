@@ -13,27 +13,29 @@ from pathlib import Path
 import pytest
 
 from paralab import cli, doctor
-from paralab.doctor import LABS, diagnose
-from paralab.instruments import calibrate, machine
-from paralab.instruments.machine import Folder, Machine, Torch
+from paralab.doctor import LABS, Machine, diagnose
+from paralab.instruments import calibrate
 
 ROOT = Path(__file__).resolve().parent.parent
 GB, MB = 10**9, 10**6
 
-TEMP = Folder(path="/tmp", total=200 * GB, free=90 * GB, kind="ext4", writable=True, direct=True)
+TEMP = {"path": "/tmp", "total": 200 * GB, "free": 90 * GB, "kind": "ext4", "writable": True,
+        "direct": True}  # fmt: skip
+TORCH = {"version": "2.13.0", "cuda": None, "gpus": [], "backends": ["gloo"], "seconds": 1.0,
+         "error": None}  # fmt: skip
 H100 = {"name": "H100", "memory": 80 * GB}
 LAPTOP = Machine(
     system="Linux x86_64",
     python="3.11.7",
-    versions=dict.fromkeys(machine.PACKAGES, "1.0"),
+    versions=dict.fromkeys(doctor.PACKAGES, "1.0"),
     cores=2,
     processor_time=None,
     memory=8 * GB,
     free_memory=5 * GB,
-    torch=Torch(version="2.13.0", backends=("gloo",), seconds=1.0),
+    torch=TORCH,
     links=None,
     open_files=(1024, 4096),
-    shm=dataclasses.replace(TEMP, path="/dev/shm", free=64 * MB, total=64 * MB, kind="tmpfs"),
+    shm=TEMP | {"path": "/dev/shm", "free": 64 * MB, "total": 64 * MB, "kind": "tmpfs"},
     temp=TEMP,
     forkserver=True,
     private_network=True,
@@ -47,7 +49,7 @@ def on(**changes: object) -> doctor.Diagnosis:
 
 
 def says(found: doctor.Diagnosis, what: str) -> str:
-    return dict(found.lines)[what]
+    return found.lines[what]
 
 
 def verdicts(found: doctor.Diagnosis) -> dict[str, tuple[bool, str]]:
@@ -83,14 +85,14 @@ def test_one_core_and_a_container_that_may_use_less_than_it_sees():
 
 def test_gpus_one_for_all_one_for_each_and_none():
     assert "none that torch sees (this torch is built without CUDA)" in says(on(), "GPUs")
-    with_cuda = dataclasses.replace(LAPTOP.torch, cuda="12.8")
+    with_cuda = TORCH | {"cuda": "12.8"}
     assert says(on(torch=with_cuda), "GPUs").startswith("none that torch sees; only")
-    one = on(torch=dataclasses.replace(with_cuda, gpus=(H100,), backends=("gloo", "nccl")))
+    one = on(torch=with_cuda | {"gpus": [H100], "backends": ["gloo", "nccl"]})
     assert says(one, "GPUs") == "1: H100 with 80.0 GB"
     assert says(one, "backends") == "gloo, nccl"
     assert verdicts(one)["00"] == (True, "runs here as it is, on 1 GPU")
     assert "ranks sharing 1 GPU over gloo; NCCL needs a GPU for each" in verdicts(one)["01"][1]
-    eight = on(torch=dataclasses.replace(with_cuda, gpus=(H100,) * 8))
+    eight = on(torch=with_cuda | {"gpus": [H100] * 8})
     assert verdicts(eight)["02"] == (True, "runs here as it is, on 8 GPUs")
     assert "sharing 8 GPUs" in verdicts(eight)["08"][1]
 
@@ -110,8 +112,8 @@ def test_links_say_what_was_measured_or_how_to_measure():
 
 
 def test_remarks_that_keep_nothing_from_running():
-    in_memory = dataclasses.replace(TEMP, kind="tmpfs")
-    cached = dataclasses.replace(TEMP, direct=False)
+    in_memory = TEMP | {"kind": "tmpfs"}
+    cached = TEMP | {"direct": False}
     cases = [
         (dict(temp=in_memory), "temp folder", "tmpfs: that is memory"),
         (dict(temp=cached), "temp folder", "without O_DIRECT"),
@@ -144,7 +146,7 @@ def test_little_memory_means_fewer_ranks():
 
 
 def test_a_lab_that_writes_more_than_there_is_room_for():
-    found = on(temp=dataclasses.replace(TEMP, free=100 * MB))
+    found = on(temp=TEMP | {"free": 100 * MB})
     assert verdicts(found)["09"] == (
         False, "not yet: it writes 200 MB to /tmp, which has 100 MB"
     )  # fmt: skip
@@ -152,20 +154,21 @@ def test_a_lab_that_writes_more_than_there_is_room_for():
 
 
 # ---- machines that will not do ------------------------------------------------------------------
-NO_TORCH = Torch(error="ModuleNotFoundError: No module named 'torch'")
+SILENT = TORCH | {"version": None, "backends": [], "seconds": None}
+NO_TORCH = SILENT | {"error": "ModuleNotFoundError: No module named 'torch'"}
 BAD = [
     (dict(torch=NO_TORCH, versions={**LAPTOP.versions, "torch": None}),
      "torch is not installed: "),
-    (dict(torch=Torch(error="ImportError: libfoo.so.1")),
+    (dict(torch=SILENT | {"error": "ImportError: libfoo.so.1"}),
      "torch is installed and cannot be imported: ImportError: libfoo.so.1"),
-    (dict(torch=Torch(version="2", backends=())), "built without gloo"),
+    (dict(torch=TORCH | {"backends": []}), "built without gloo"),
     (dict(versions={**LAPTOP.versions, "plotly": None, "pandas": None}),
      "missing: pandas, plotly; "),
     (dict(python="3.10.4"), "Python 3.10.4 is too old: 3.11 or newer"),
     (dict(free_memory=300 * MB), "300 MB of memory are free, and one rank beside JupyterLab takes"),
     (dict(temp=None), "no folder for temporary files"),
-    (dict(temp=dataclasses.replace(TEMP, writable=False)), "no folder for temporary files"),
-    (dict(temp=dataclasses.replace(TEMP, free=5 * MB)), "/tmp has 5 MB left"),
+    (dict(temp=TEMP | {"writable": False}), "no folder for temporary files"),
+    (dict(temp=TEMP | {"free": 5 * MB}), "/tmp has 5 MB left"),
     (dict(open_files=(32, 64)), "a process may open 32 files, and ranks need more: ulimit -n 256"),
 ]  # fmt: skip
 
@@ -193,18 +196,18 @@ def python(code: str) -> list[str]:
 
 
 def test_torch_is_asked_in_a_process_of_its_own_whatever_becomes_of_it():
-    hung = machine.ask_torch(timeout=0.5, command=python("import time; time.sleep(60)"))
-    assert hung.error == "importing it took more than 0.5 s"
-    crashed = machine.ask_torch(command=python("import os; os.kill(os.getpid(), 11)"))
-    assert crashed.error == "its process ended with signal 11"
-    missing = machine.ask_torch(command=python("import no_such_torch"))
-    assert missing.error == "ModuleNotFoundError: No module named 'no_such_torch'"
-    quiet = machine.ask_torch(command=python(""))
-    assert quiet.error == "its process did not say what it found"
-    assert "No such file" in machine.ask_torch(command=["/no/such/python"]).error
+    hung = doctor.ask_torch(timeout=0.5, command=python("import time; time.sleep(60)"))
+    assert hung["error"] == "importing it took more than 0.5 s"
+    crashed = doctor.ask_torch(command=python("import os; os.kill(os.getpid(), 11)"))
+    assert crashed["error"] == "its process ended with signal 11"
+    missing = doctor.ask_torch(command=python("import no_such_torch"))
+    assert missing["error"] == "ModuleNotFoundError: No module named 'no_such_torch'"
+    quiet = doctor.ask_torch(command=python(""))
+    assert quiet["error"] == "its process did not say what it found"
+    assert "No such file" in doctor.ask_torch(command=["/no/such/python"])["error"]
     answer = {"version": "9", "cuda": "13", "gpus": [H100], "backends": ["gloo"], "seconds": 1.0}
-    told = machine.ask_torch(command=python(f"print('noise'); print({json.dumps(answer)!r})"))
-    assert told == Torch(**{**answer, "gpus": (H100,), "backends": ("gloo",)})
+    told = doctor.ask_torch(command=python(f"print('noise'); print({json.dumps(answer)!r})"))
+    assert told == answer | {"error": None}
 
 
 def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
@@ -214,22 +217,22 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
     mounts.write_text(f"a / ext4 rw 0 0\nb {tmp_path} xfs rw 0 0\nc {inner} tmpfs rw 0 0\n"
                       f"d {tmp_path}/in nfs rw 0 0\n")  # fmt: skip
     places = (inner, tmp_path / "inside", tmp_path, "/")  # "in" is mounted, "inside" is not in it
-    kinds = [machine.file_system(str(at), str(mounts)) for at in places]
+    kinds = [doctor.file_system(str(at), str(mounts)) for at in places]
     assert kinds == ["tmpfs", "xfs", "xfs", "ext4"]
-    assert machine.file_system("/", str(tmp_path / "none")) is None
+    assert doctor.file_system("/", str(tmp_path / "none")) is None
 
 
 def test_folders_say_what_they_have_room_for(tmp_path):
-    found = machine.folder(str(tmp_path))
-    assert found.writable and 0 < found.free <= found.total
+    found = doctor.folder(str(tmp_path))
+    assert found["writable"] and 0 < found["free"] <= found["total"]
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
-    assert machine.folder(str(tmp_path / "none")) is None and machine.folder(None) is None
+    assert doctor.folder(str(tmp_path / "none")) is None and doctor.folder(None) is None
 
 
 def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibrate, "_measure", lambda device: pytest.fail("measured"))
-    assert machine.calibrated() is None
+    assert doctor.calibrated() is None
     link = {"alpha": 1e-3, "bandwidth": 1e9}
     cluster = {"flops": 1e9, "memory_bandwidth": 1e9, "intra": {"alpha": 0.0, "bandwidth": 1.0},
                "collectives": {"all_reduce": link}}  # fmt: skip
@@ -237,23 +240,23 @@ def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     known = {"format": calibrate.FORMAT, "cluster": cluster, "made": "2026-01-02T03:04:05Z",
              "points": points, "accuracy": accuracy}  # fmt: skip
     calibrate.cache_path().write_text(json.dumps(known))
-    assert machine.calibrated() == {"on": "core", "made": known["made"], "busy": False,
+    assert doctor.calibrated() == {"on": "core", "made": known["made"], "busy": False,
                                     "stolen": 0.0, "flops": 1e9, **link}  # fmt: skip
     calibrate.cache_path().write_text(json.dumps(known | {"busy": 0.5, "stolen": 0.7}))
-    assert machine.calibrated()["busy"] and machine.calibrated()["stolen"] == 0.7
+    assert doctor.calibrated()["busy"] and doctor.calibrated()["stolen"] == 0.7
 
 
 def test_a_browser_is_the_one_that_is_named_or_the_first_there_is(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("BROWSER_PATH", raising=False)
-    assert machine.browser() is None
+    assert doctor.browser() is None
     chrome = tmp_path / "google-chrome"
     chrome.write_text("#!/bin/sh\n")
     chrome.chmod(0o755)
-    assert machine.browser() == str(chrome)
+    assert doctor.browser() == str(chrome)
     monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "gone"))
-    assert machine.browser() is None
-    assert machine.private_network() is False  # there is no unshare on this PATH
+    assert doctor.browser() is None
+    assert doctor.private_network() is False  # there is no unshare on this PATH
 
 
 def test_every_lab_is_listed_with_a_title_that_is_its_own():

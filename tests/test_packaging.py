@@ -26,7 +26,7 @@ SOURCES = [
 
 # DESIGN: a notebook's kernel imports these, and they leave torch to the ranks.
 TORCH_FREE = (
-    *("spec", "report.report", "launch", "experiment", "cli", "doctor", "instruments.machine"),
+    *("spec", "report.report", "launch", "experiment", "cli", "doctor"),
     *("theory", "view", "parallel.buckets"),
 )
 
