@@ -246,7 +246,7 @@ def _run(given: argparse.Namespace) -> int:
     sections = []
     if given.predict:
         import paralab as pl
-        from paralab.report.dry import device_of
+        from paralab.report.metrics import device_of
 
         print("measuring this machine, or reading what was measured before …", flush=True)
         here = pl.Cluster.local(device=device_of(report))

@@ -15,8 +15,8 @@ from paralab.checks import choice, illegal, real, whole
 from paralab.interpret.dry import numbered
 from paralab.interpret.predict import OPTIMIZERS, check_steps
 from paralab.programs.compile import compiled
-from paralab.report.dry import CLOCK
 from paralab.report.report import Report
+from paralab.report.tables import DRY
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
@@ -75,7 +75,7 @@ def dry_run(
     check_steps(steps, 4 * len(program.codes[pp]))
     shapes = program.model.shapes
     return Report(
-        clock=CLOCK,
+        clock=DRY,
         model=model,
         plan=plan,
         cluster=cluster,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import paralab as pl
+from paralab.report.metrics import achieved, utilisation
 from paralab.theory.needs import step_flops
-from paralab.theory.utilisation import achieved, utilisation
 
 MODEL = pl.ModelSpec(layers=3, hidden=48, heads=4, seq_len=24, vocab=264, attention="explicit")
 LINK = pl.Link(alpha=0.0, bandwidth=1e12)
@@ -68,7 +68,7 @@ def test_recomputing_is_work_of_the_hardware_and_none_of_the_models():
     found = utilisation(report)
     assert found["hardware"] == pytest.approx(0.25, rel=0.02)
     assert found["model"] < 0.8 * found["hardware"]
-    rates = achieved(WIDE, plan, report.step_time)
+    rates = achieved(report)
     assert rates["model"] / found["model"] == pytest.approx(4e12)
 
 

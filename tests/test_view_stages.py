@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import paralab as pl
-from paralab.report import moved
+from paralab.report import metrics
 from paralab.view import link_traffic, stage_bars, stage_memory, theme
 
 LINK = pl.Link(alpha=1e-4, bandwidth=1e9)
@@ -87,7 +87,7 @@ def test_several_reports_stand_beside_one_another():
     assert [a.y for a in links.layout.annotations] == [
         "inside a node, predicted", "inside a node, replayed"]  # fmt: skip
     assert set(links.table["clock"]) == {"predicted", "replayed"}
-    assert theme.scaled(float(moved.traffic(expect)["bytes"].mean()), "B") in links.finding
+    assert theme.scaled(float(metrics.traffic(expect)["bytes"].mean()), "B") in links.finding
 
 
 def test_of_many_stages_the_fullest_first_and_last_are_drawn():

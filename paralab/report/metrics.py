@@ -1,22 +1,30 @@
-"""What a report's times say in one number: step time, bubble, waiting, hidden; and peak memory.
+"""What a report's tables say in numbers: times of a step, bytes moved, bytes held, FLOP/s.
 
-Pure functions of a `Tables`; measured, replayed and predicted reports are read alike. Times in
-seconds; bytes sent and copied are in moved.py. Step 0 is warm-up and left out wherever there is
-another step. Definitions: the docstrings below; the bubble is 1 - sum(compute) / (p T) as in PTD-P
-(Narayanan+ 2021, arXiv:2104.04473, sec. 2.2), with T from the first forward to the last backward.
+Pure functions of `Tables`; measured, replayed and predicted reports are read alike, and a dry run
+as far as it goes: what needs times refuses it in one sentence. Times in seconds, bytes per step.
+Step 0 is warm-up and left out wherever there is another step. The bubble is 1 - sum(compute) /
+(p T) as in PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 2.2), with T from the first forward to
+the last backward.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from paralab.report import dry
-from paralab.report.once import once
-from paralab.report.tables import COMPUTE_KINDS, COPY_LANES
-from paralab.theory.traffic import BOOKKEEPING
+from paralab.checks import choice, illegal
+from paralab.instruments.allocator import PEAKS
+from paralab.instruments.samples import CATEGORIES
+from paralab.interpret import quick
+from paralab.report.tables import COMPUTE_KINDS, COPY_LANES, DRY
+from paralab.spec import BYTES_PER_ELEMENT, OWN_FORM
+from paralab.spec.tiers import WAYS
+from paralab.theory.needs import step_flops
+from paralab.theory.traffic import BOOKKEEPING, edges
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +32,63 @@ if TYPE_CHECKING:
     from paralab.report.tables import Tables
 
 Interval = tuple[float, float]
+Row = tuple[str, float, str]  # of a summary: quantity, value, unit
 NAN = float("nan")
+BY = ("rank", "op", "axis", "level", "phase", "edge")
+COPIED_BY = ("rank", "link", "category")
+COPIES_HIDDEN = "of the copies hidden behind compute"
+
+
+def once(read: Callable[..., Any]) -> Callable[..., Any]:
+    """``read(report, *more)`` without reading twice: the tables never change, and several pictures
+    ask for the same. Forgotten with the report; what it returns is shared, and not to be altered.
+    """
+    known: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+
+    @functools.wraps(read)
+    def remembered(report: Any, *more: Any) -> Any:
+        found = known.setdefault(report, {})
+        if more not in found:
+            found[more] = read(report, *more)
+        return found[more]
+
+    return remembered
+
+
+# ---- what a report is ---------------------------------------------------------------------------
+def needs_times(report: Tables, what: str) -> None:
+    """Refuse ``what`` for a dry run."""
+    if report.clock == DRY:
+        raise illegal(
+            "clock",
+            DRY,
+            f"{what} needs times, and a dry run has none: it knows what happens and in which order",
+            "summary(), peaks(), traffic(), copied(), memory_chart(), traffic_chart() of this "
+            "report; times from pl.predict or pl.run",
+        )
+
+
+def needs_own_devices(report: Tables, what: str) -> None:
+    """Refuse ``what`` for a run whose ranks shared a GPU: no span there is one rank's alone."""
+    if report.meta.get("shared_gpu"):
+        raise illegal(
+            "device",
+            report.meta.get("device"),
+            f"{what} needs what each rank computed, and ranks shared this GPU: what one took has "
+            "the others' in it",
+            "a run with device='cpu', or with a GPU for each rank",
+        )
+
+
+def device_of(report: Tables) -> str:
+    """What a run was on, "cpu" or "cuda"; "cpu" of what no rank has run."""
+    return str(report.meta.get("device") or "cpu").partition(":")[0]
+
+
+def node_of(report: Tables, rank: int) -> int:
+    """The node that ``rank`` ran on; one node where the report does not say."""
+    nodes = report.meta.get("nodes") or []
+    return nodes[rank] if rank < len(nodes) else 0
 
 
 def in_outline(report: Tables) -> bool:
@@ -33,14 +97,6 @@ def in_outline(report: Tables) -> bool:
     stands still.
     """
     return report.meta.get("detail") == "actions"
-
-
-def seconds_of(report: Tables, spans: pd.DataFrame) -> pd.Series:
-    """What these spans of a compute lane took; of an outline's boxes, what was computed in them."""
-    seconds = spans["end"] - spans["start"]
-    if in_outline(report):
-        seconds = seconds.where(~spans["kind"].isin(COMPUTE_KINDS), spans["cost"])
-    return seconds
 
 
 def reported_ranks(report: Tables) -> list[int]:
@@ -54,9 +110,10 @@ def measured_steps(report: Tables) -> list[int]:
     return [s for s in steps if s >= 1] or steps
 
 
+# ---- times of a step -----------------------------------------------------------------------------
 def step_durations(report: Tables, *, warmup: bool = False) -> dict[int, float]:
     """Largest (end - start) over ranks, seconds, of every step that counts; of all with warmup."""
-    dry.needs_times(report, "the time of a step")
+    needs_times(report, "the time of a step")
     steps = report.steps
     largest = (steps["end"] - steps["start"]).groupby(steps["step"]).max()
     return {s: float(t) for s, t in largest.items() if warmup or s in measured_steps(report)}
@@ -73,6 +130,14 @@ def typical_step(report: Tables) -> int:
     return min(durations, key=lambda s: (abs(durations[s] - middle), s))
 
 
+def seconds_of(report: Tables, spans: pd.DataFrame) -> pd.Series:
+    """What these spans of a compute lane took; of an outline's boxes, what was computed in them."""
+    seconds = spans["end"] - spans["start"]
+    if in_outline(report):
+        seconds = seconds.where(~spans["kind"].isin(COMPUTE_KINDS), spans["cost"])
+    return seconds
+
+
 def bubble(report: Tables) -> float:
     """Idle share of the pipeline part: 1 - sum(compute) / (p T), median over the steps that count.
 
@@ -86,7 +151,7 @@ def bubble(report: Tables) -> float:
 
 def step_bubble(report: Tables, step: int) -> float:
     """``bubble`` of one step; NaN if nothing was computed in it."""
-    dry.needs_times(report, "a bubble")
+    needs_times(report, "a bubble")
     parts = pipeline_parts(report, step)
     room = sum(_longest(report, step).values())
     return 1 - sum(busy for _, _, busy in parts.values()) / room if room > 0 else NAN
@@ -136,6 +201,7 @@ def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, f
     return {rank: tuple(part) for rank, *part in parts}
 
 
+# ---- where the time went -------------------------------------------------------------------------
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same stretch of time as disjoint intervals in order."""
     merged: list[Interval] = []
@@ -169,6 +235,11 @@ def bookkeeping_spans(report: Tables) -> set[int]:
     return set(calls["span"][calls["phase"].isin(BOOKKEEPING)].tolist())
 
 
+def _mean(sums: dict[str, float], names: Sequence[str], report: Tables) -> dict[str, float]:
+    each = max(len(reported_ranks(report)), 1)
+    return {name: float(sums[name]) / each for name in names}
+
+
 def shares(report: Tables, step: int) -> dict[str, float]:
     """Where one step's time went: seconds, mean over ranks.
 
@@ -177,72 +248,347 @@ def shares(report: Tables, step: int) -> dict[str, float]:
     wait           the compute lane stood still for a collective
     communication  at least one collective in flight (bookkeeping left out)
     hidden         of that, while the rank's compute lane did forward or backward work
+
+    In outline a box is an action, and what is waited for inside it is a wait too.
     """
-    if in_outline(report):
-        return _shares_in_outline(report, step)
+    names, sums = ("work", "optimizer", "wait", "communication", "hidden"), defaultdict(float)
     spans = report.spans[report.spans["step"] == step]
-    control, sums = bookkeeping_spans(report), defaultdict(float)
-    ranks = reported_ranks(report)
-    for rank in ranks:
-        mine = spans[spans["rank"] == rank]
-        by_kind: dict[str, list[Interval]] = defaultdict(list)
-        for id_, lane, kind, start, end in zip(
-            mine["id"].tolist(), mine["lane"], mine["kind"], mine["start"], mine["end"], strict=True
-        ):
-            if id_ not in control and lane != "host":
-                by_kind["work" if kind in COMPUTE_KINDS else kind].append((start, end))
-        work, comm = union(by_kind["work"]), union(by_kind["comm"])
+    if in_outline(report):
+        spans = spans[spans["lane"] == "compute"]
+        seconds, boxes = spans["end"] - spans["start"], spans["kind"].isin(COMPUTE_KINDS)
+        sums["work"] = spans["cost"][boxes].sum()
+        sums["optimizer"] = seconds[spans["kind"] == "optimizer"].sum()
+        sums["wait"] = seconds[spans["kind"] == "wait"].sum()
+        sums["wait"] += (seconds - spans["cost"])[boxes].sum()
+        moving = report.meta["in flight"]  # sums have no moments; said when they were made
+        here = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
+        return _mean(sums, names[:3], report) | here
+    spans = spans[~spans["id"].isin(bookkeeping_spans(report)) & (spans["lane"] != "host")]
+    for _, mine in spans.groupby("rank"):
+        kinds = mine["kind"].mask(mine["kind"].isin(COMPUTE_KINDS), "work")
+        at = {kind: _intervals(some) for kind, some in mine.groupby(kinds)}
+        work, comm = union(at.get("work", [])), union(at.get("comm", []))
+        for name in ("optimizer", "wait"):
+            sums[name] += length(at.get(name, []))
         sums["work"] += length(work)
-        sums["optimizer"] += length(by_kind["optimizer"])
-        sums["wait"] += length(by_kind["wait"])
         sums["communication"] += length(comm)
         sums["hidden"] += overlap(comm, work)
-    parts = ("work", "optimizer", "wait", "communication", "hidden")
-    return {part: float(sums[part]) / max(len(ranks), 1) for part in parts}
-
-
-def _shares_in_outline(report: Tables, step: int) -> dict[str, float]:
-    """``shares`` where a box is an action: what is waited for inside it is a wait too."""
-    spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
-    seconds = spans["end"] - spans["start"]
-    boxes = spans["kind"].isin(COMPUTE_KINDS)
-    inside = float((seconds - spans["cost"])[boxes].sum())
-    found = {
-        "work": float(spans["cost"][boxes].sum()),
-        "optimizer": float(seconds[spans["kind"] == "optimizer"].sum()),
-        "wait": float(seconds[spans["kind"] == "wait"].sum()) + inside,
-    }
-    moving = report.meta["in flight"]  # sums have no moments; said when they were made
-    here = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
-    each = max(len(reported_ranks(report)), 1)
-    return {part: value / each for part, value in found.items()} | here
+    return _mean(sums, names, report)
 
 
 def copy_shares(report: Tables, step: int) -> dict[str, float]:
     """Copies between memory tiers in one step: seconds, mean over ranks.
 
-    copies   at least one of them under way
+    copies   at least one of them in flight
     hidden   of that, while the rank's compute lane did work of any kind, and no waiting; of any
              step, for a copy may end in the one after its own
     """
     if in_outline(report):
         moving = report.meta["in flight"]
         return {"copies": moving["copies"], "hidden": moving["copies hidden"]}
-    spans, sums = report.spans, defaultdict(float)
-    ranks = reported_ranks(report)
-    for rank in ranks:
-        mine = spans[spans["rank"] == rank]
+    sums: dict[str, float] = defaultdict(float)
+    for _, mine in report.spans.groupby("rank"):
         copies = mine[(mine["step"] == step) & mine["lane"].isin(COPY_LANES)]
         work = mine[(mine["lane"] == "compute") & (mine["kind"] != "wait")]
-        under_way, busy = (union(zip(t["start"], t["end"], strict=True)) for t in (copies, work))
-        sums["copies"] += length(under_way)
-        sums["hidden"] += overlap(under_way, busy)
-    return {part: float(sums[part]) / max(len(ranks), 1) for part in ("copies", "hidden")}
+        in_flight, busy = union(_intervals(copies)), union(_intervals(work))
+        sums["copies"] += length(in_flight)
+        sums["hidden"] += overlap(in_flight, busy)
+    return _mean(sums, ("copies", "hidden"), report)
+
+
+def _intervals(spans: pd.DataFrame) -> list[Interval]:
+    return list(zip(spans["start"], spans["end"], strict=True))
+
+
+# ---- bytes moved --------------------------------------------------------------------------------
+def traffic(
+    report: Tables,
+    by: str | Sequence[str] = "rank",
+    *,
+    bookkeeping: bool = False,
+    warmup: bool = False,
+) -> pd.DataFrame:
+    """Bytes sent per step, summed over what is not named in ``by``.
+
+    by           one or several of rank (the sender), op, axis, level, phase, edge; edge gives two
+                 columns, sender and receiver. A level is each edge's own: intra if sender and
+                 receiver share a node
+    bookkeeping  count phases control and setup too
+    warmup       count step 0 too
+
+    The column bytes is the mean over the counted steps: int64 whenever every row's mean is whole,
+    float64 otherwise. Raises ValueError if a row's wire_bytes are not what its operation sends.
+    """
+    names, sums = _named(by, BY), in_outline(report)
+    keys = [k for name in names for k in (("sender", "receiver") if name == "edge" else (name,))]
+    calls = report.collectives
+    if not bookkeeping:
+        calls = calls[~calls["phase"].isin(BOOKKEEPING)]
+
+    def sent(row: dict[str, Any]) -> Iterable[tuple[dict[str, Any], int]]:
+        wire, settings = row["wire_bytes"], (row["payload_bytes"], row["peer"])
+        own = wire if sums else None
+        found = edges(row["op"], row["ranks"], row["rank"], *settings, sent=own)
+        if sum(found.values()) != wire:
+            raise ValueError(
+                f"collective {row['call']} on rank {row['rank']}: wire_bytes={wire}, but "
+                f"{row['op']} of {row['payload_bytes']} bytes among {len(row['ranks'])} ranks "
+                f"sends {sum(found.values())}; traffic() counts only bytes that the formulas know"
+            )
+        for receiver, count in found.items():
+            apart = node_of(report, row["rank"]) != node_of(report, receiver)
+            edge = {"sender": row["rank"], "receiver": receiver}
+            yield {**row, "level": "inter" if apart else "intra", **edge}, count
+
+    return _per_step(report, calls, sent, keys, warmup, key=None)
+
+
+def copied(
+    report: Tables, by: str | Sequence[str] = COPIED_BY, *, warmup: bool = False
+) -> pd.DataFrame:
+    """Bytes copied between memory tiers per step, summed over what is not named in ``by``.
+
+    by      one or several of rank, link (h2d, d2h, disk read, disk write), category
+    warmup  count step 0 too
+
+    The column bytes is the mean over the counted steps, as in ``traffic``.
+    """
+    place = {link: f"{i}" for i, link in enumerate(WAYS)}  # from the device outwards
+
+    def moved(row: dict[str, Any]) -> Iterable[tuple[dict[str, Any], int]]:
+        link = row["lane"] if row["op"] == "copy" else f"{row['lane']} {row['op']}"
+        yield {**row, "link": link}, row["bytes"]
+
+    def key(total: tuple[Any, int]) -> list[Any]:
+        return [place.get(label, label) for label in total[0]]
+
+    return _per_step(report, report.copies, moved, _named(by, COPIED_BY), warmup, key=key)
+
+
+def _named(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
+    names = [choice("by", name, legal) for name in ([by] if isinstance(by, str) else by)]
+    if not names:
+        raise illegal("by", by, "nothing to split by", " | ".join(legal))
+    return names
+
+
+def _per_step(
+    report: Tables,
+    table: pd.DataFrame,
+    parts: Callable[[dict[str, Any]], Iterable[tuple[dict[str, Any], int]]],
+    keys: Sequence[str],
+    warmup: bool,
+    *,
+    key: Callable[[Any], Any] | None,
+) -> pd.DataFrame:
+    """The bytes of one step by ``keys``, in order of ``key``; parts: (labels, bytes) of a row."""
+    import pandas as pd
+
+    steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
+    totals: dict[tuple[Any, ...], int] = defaultdict(int)
+    if list(keys) == ["rank"]:  # a rank that moves nothing is worth a row
+        totals |= {(rank,): 0 for rank in reported_ranks(report)}
+    for row in table[table["step"].isin(steps)].to_dict("records"):
+        for labels, count in parts(row):
+            totals[tuple(labels[name] for name in keys)] += count
+    rows, n = sorted(totals.items(), key=key), max(len(steps), 1)  # a report may have no steps
+    whole = all(count % n == 0 for _, count in rows)
+    columns: dict[str, Any] = {}
+    for i, name in enumerate(keys):
+        dtype = "int64" if name in ("rank", "sender", "receiver") else "object"
+        columns[name] = pd.Series([labels[i] for labels, _ in rows], dtype=dtype)
+    values = [count // n if whole else count / n for _, count in rows]
+    columns["bytes"] = pd.Series(values, dtype="int64" if whole else "float64")
+    return pd.DataFrame(columns)
+
+
+def ring_optimum(report: Tables) -> int:
+    """Bytes all ranks together send per step in pure data parallelism: N times 2(N-1)/N Psi.
+
+    Psi in bytes of the plan's gradients (Patarasuk & Yuan 2009, the bandwidth-optimal all-reduce).
+    """
+    if report.model is None:
+        raise illegal("model", None, "a traced function has no gradients to sum", "a training run")
+    psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.grad_precision]
+    return 2 * (report.plan.dp - 1) * psi
+
+
+# ---- bytes held ---------------------------------------------------------------------------------
+class Peak(NamedTuple):
+    """The sample with most bytes on a tier; held: {category: bytes}."""
+
+    rank: int
+    step: int
+    time: float
+    held: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values())
+
+
+def peak(report: Tables, *, tier: str = "device", rank: int | None = None) -> Peak | None:
+    """The fullest moment of ``rank``, by default of the worst rank; None without samples.
+
+    Of several moments that are as full it is the first rank's first.
+    """
+    memory = report.memory[report.memory["tier"] == tier]
+    if rank is not None:
+        memory = memory[memory["rank"] == rank]
+    if memory.empty:
+        return None
+    at = memory.groupby(["rank", "step", "time"])["bytes"].sum().idxmax()
+    moment = memory[(memory["rank"] == at[0]) & (memory["step"] == at[1])]
+    moment = moment[moment["time"] == at[2]]
+    held = moment.groupby("category", sort=False)["bytes"].sum().to_dict()
+    return Peak(int(at[0]), int(at[1]), float(at[2]), held)
 
 
 def peak_memory(report: Tables) -> int | None:
     """Bytes on the device at the worst sample of the worst rank; None if memory was not sampled."""
-    memory = report.memory[report.memory["tier"] == "device"]
-    if memory.empty:
-        return None
-    return int(memory.groupby(["rank", "step", "time"])["bytes"].sum().max())
+    found = peak(report)
+    return None if found is None else found.total
+
+
+def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
+    """What fills the device of ``rank`` (default: the worst rank) at its worst sample, in bytes.
+
+    One row per category, always in the same order, and one "total". Columns: "program", what
+    interpret/memory.py says of the rank's fullest moment, workspace included; and the report's
+    clock. There is no program of a traced function, nor of a saved plan with a schedule or passes
+    of the user's own; then its column is 0. A dry run is the program, and has no second column of
+    it. Raises ValueError if memory was not sampled.
+    """
+    import pandas as pd
+
+    worst = peak(report, rank=rank)
+    if worst is None:
+        ranks = sorted(set(report.memory["rank"][report.memory["tier"] == "device"].tolist()))
+        if rank is not None:
+            legal = f"one of {ranks}" if ranks else "-"
+            raise illegal("rank", rank, "has no samples of memory", legal)
+        raise illegal("memory", None, "memory was not sampled", "a report of pl.run or pl.predict")
+    columns, plan = {report.clock: worst.held}, report.plan
+    if report.clock != DRY:
+        program = {}
+        own = any(str(form).startswith(OWN_FORM) for form in (plan.schedule, *plan.passes))
+        if report.model is not None and not own:
+            optimizer = report.meta.get("optimizer", "adamw")
+            program = quick.peak(report.model, plan, optimizer=optimizer, rank=worst.rank)
+        columns = {"program": program, **columns}
+    known = dict.fromkeys([*CATEGORIES, *worst.held, *columns.get("program", ())])
+    table = pd.DataFrame(
+        {clock: [found.get(name, 0) for name in known] for clock, found in columns.items()},
+        index=pd.Index(list(known), name="category"),
+        dtype="int64",
+    )
+    table.loc["total"] = table.sum()
+    return table
+
+
+# ---- FLOP/s -------------------------------------------------------------------------------------
+def achieved(report: Tables) -> dict[str, float]:
+    """{"model", "hardware"}: FLOP/s per device. Model FLOPs are what a step has to compute, forward
+    and backward, however it is done; hardware FLOPs have recomputation on top (Korthikanti+ 2022,
+    arXiv:2205.05198, sec. 6; "achieved teraFLOP/s" in PTD-P is these). Matrix products alone, 2
+    FLOPs per multiply-add. Empty where no model was trained or no time is known.
+    """
+    seconds, plan = step_time(report), report.plan
+    if report.model is None or not seconds > 0:
+        return {}
+    device_seconds = seconds * plan.world_size
+    return {
+        name: step_flops(report.model, plan.global_batch, recompute=again) / device_seconds
+        for name, again in (("model", "none"), ("hardware", plan.recompute))
+    }
+
+
+def utilisation(report: Tables) -> dict[str, float]:
+    """``achieved`` as shares of the peak that the report's cluster states; empty if none."""
+    peak_flops = report.cluster.peak_flops if report.cluster is not None else None
+    return {name: rate / peak_flops for name, rate in achieved(report).items() if peak_flops}
+
+
+# ---- on one screen ------------------------------------------------------------------------------
+def summary(report: Tables) -> pd.DataFrame:
+    """The report on one screen: index quantity; columns value and unit."""
+    import pandas as pd
+
+    rows = _of_a_dry_run(report) if report.clock == DRY else _of_a_run(report)
+    frame = pd.DataFrame(rows, columns=["quantity", "value", "unit"])
+    return frame.round({"value": 4}).set_index("quantity")
+
+
+def _of_a_run(report: Tables) -> Iterable[Row]:
+    steps = measured_steps(report)
+    parts = [shares(report, step) for step in steps] or [defaultdict(lambda: NAN)]
+
+    def typical(name: str) -> float:
+        return median(part[name] for part in parts)
+
+    comm, n = typical("communication"), max(len(reported_ranks(report)), 1)
+    yield "step time", step_time(report) * 1e3, "ms"
+    yield "forward and backward", typical("work") * 1e3, "ms"
+    yield "optimizer", typical("optimizer") * 1e3, "ms"
+    yield "waiting", typical("wait") * 1e3, "ms"
+    yield "communication in flight", comm * 1e3, "ms"
+    yield "of it hidden behind compute", 100 * typical("hidden") / comm if comm > 0 else 0.0, "%"
+    yield "sent per rank and step", traffic(report)["bytes"].sum() / n / 1e6, "MB"
+    yield from _of_copies(report, steps, n)
+    if len(table := report.allocator):
+        # What the ledger counts, then the worst of what GPUs' allocators say of a rank's step.
+        if (held := peak_memory(report)) is not None:
+            yield "peak memory: bytes of tensors", held / 1e6, "MB"
+        for name in (*PEAKS, "largest_free"):
+            words = name.replace("largest_free", "largest free block")
+            yield f"of the allocator: {words}", float(table[name].max()) / 1e6, "MB"
+    if rates := achieved(report):
+        yield "model FLOP/s per device", rates["model"] / 1e9, "GFLOP/s"
+    for name, share in utilisation(report).items():
+        yield f"{name} FLOPs utilisation", 100 * share, "% of peak"
+    if report.plan.pp > 1:
+        yield "bubble", 100 * bubble(report), "% of device time"
+    if report.losses:
+        yield "loss, first step", report.losses[0], "nats"
+        yield "loss, last step", report.losses[-1], "nats"
+    if skipped := report.meta.get("skipped_steps"):
+        yield "left out: a gradient overflowed", skipped, f"of {report.meta['steps']} steps"
+
+
+def _of_copies(report: Tables, steps: Sequence[int], n: int) -> Iterable[Row]:
+    """Copies between memory tiers: nothing where there are none."""
+    unit = "MB" + " per rank" * (report.world_size > 1)
+    sizes = copied(report, "link").set_index("link")["bytes"]
+    for name, links in (
+        ("host to device", WAYS[:1]),
+        ("device to host", WAYS[1:2]),
+        ("disk, read and written", WAYS[2:]),
+    ):
+        if size := sum(sizes.get(link, 0) for link in links):
+            yield f"{name} per step", float(size) / n / 1e6, unit
+    spans = report.spans[report.spans["lane"] == "host"]
+    seconds = spans["cost"] if in_outline(report) else spans["end"] - spans["start"]
+    host = seconds.groupby(spans["step"]).sum()
+    if len(host):
+        busy = median(float(host.get(step, 0.0)) for step in steps) / n
+        yield "host's processor at work", busy * 1e3, "ms"
+    parts = [copy_shares(report, step) for step in steps]
+    if middle := median([part["copies"] for part in parts] or [0.0]):
+        yield COPIES_HIDDEN, 100 * median(part["hidden"] for part in parts) / middle, "%"
+
+
+def _of_a_dry_run(report: Tables) -> Iterable[Row]:
+    """What the rank holds, sends and copies."""
+    yield "parameters", report.meta.get("num_params", NAN), "of this rank"
+    table = peaks(report)[DRY]
+    yield "peak memory", table["total"] / 1e6, "MB"
+    for name, size in table.items():
+        if size and name != "total":
+            yield f"of it {name}", size / 1e6, "MB"
+    for tier in ("host", "file"):
+        if found := peak(report, tier=tier):
+            yield f"on the host{' in files' * (tier == 'file')}", found.total / 1e6, "MB"
+    yield "sent per step", traffic(report)["bytes"].sum() / 1e6, "MB"
+    copies = copied(report, "link")
+    for link, size in zip(copies["link"], copies["bytes"], strict=True):
+        yield f"copied, {link}, per step", size / 1e6, "MB"

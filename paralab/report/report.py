@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paralab import checks
-from paralab.report import dry, metrics, moved, summary
-from paralab.report.tables import Tables
+from paralab.report import metrics
+from paralab.report.tables import DRY, Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
 
@@ -68,16 +68,13 @@ class Report(Tables):
     # ---- tables -------------------------------------------------------------------------------
     def summary(self) -> pd.DataFrame:
         """Step time, compute, waiting, bytes per rank and step, loss: one small table."""
-        return summary.summary(self)
+        return metrics.summary(self)
 
     def peaks(self, rank: int | None = None) -> pd.DataFrame:
-        """Bytes by category at the peak of ``rank`` (default: the worst), formula beside.
-
-        See ``records.peaks``.
+        """Bytes by category at the peak of ``rank`` (default: the worst), next to what its program
+        says; see ``metrics.peaks``.
         """
-        from paralab.report.peaks import peaks
-
-        return peaks(self, rank)
+        return metrics.peaks(self, rank)
 
     def bubbles(self, cluster: Cluster | None = None) -> pd.DataFrame:
         """The bubble by formula, simulated with this report's own costs, replayed, measured.
@@ -87,21 +84,21 @@ class Report(Tables):
         """
         from paralab.theory.ideal import bubbles
 
-        dry.needs_times(self, "a bubble")
-        dry.needs_own_devices(self, "a bubble")
+        metrics.needs_times(self, "a bubble")
+        metrics.needs_own_devices(self, "a bubble")
         return bubbles(self, cluster)
 
     def traffic(
         self, by: str | Sequence[str] = "rank", *, bookkeeping: bool = False, warmup: bool = False
     ) -> pd.DataFrame:
-        """Bytes per step by rank, op, axis, level, phase or edge; see ``moved.traffic``."""
-        return moved.traffic(self, by, bookkeeping=bookkeeping, warmup=warmup)
+        """Bytes per step by rank, op, axis, level, phase or edge; see ``metrics.traffic``."""
+        return metrics.traffic(self, by, bookkeeping=bookkeeping, warmup=warmup)
 
     def copied(
         self, by: str | Sequence[str] = ("rank", "link", "category"), *, warmup: bool = False
     ) -> pd.DataFrame:
-        """Bytes per step between device, host and files; see ``moved.copied``."""
-        return moved.copied(self, by, warmup=warmup)
+        """Bytes per step between device, host and files; see ``metrics.copied``."""
+        return metrics.copied(self, by, warmup=warmup)
 
     # ---- pictures and files -------------------------------------------------------------------
     def timeline(
@@ -118,7 +115,7 @@ class Report(Tables):
         """
         from paralab.view.timeline import timeline
 
-        dry.needs_times(self, "a timeline")
+        metrics.needs_times(self, "a timeline")
         return timeline(self, step=step, ranks=ranks, ideal=ideal)
 
     def traffic_chart(self) -> go.Figure:
@@ -140,7 +137,7 @@ class Report(Tables):
         """Of a pipeline: how many micro-batches' activations every rank keeps, over time."""
         from paralab.view.live import live_activations
 
-        dry.needs_times(self, "a chart over all ranks")
+        metrics.needs_times(self, "a chart over all ranks")
         return live_activations(self, step=step)
 
     def loss_chart(self) -> go.Figure:
@@ -161,7 +158,7 @@ class Report(Tables):
         """A trace that ui.perfetto.dev opens (Chrome trace-event JSON)."""
         from paralab.view.perfetto import to_perfetto
 
-        dry.needs_times(self, "a trace")
+        metrics.needs_times(self, "a trace")
         to_perfetto(self, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -180,8 +177,8 @@ class Report(Tables):
         """
         from paralab.theory.replay import replay
 
-        dry.needs_times(self, "a replay")
-        dry.needs_own_devices(self, "a replay")
+        metrics.needs_times(self, "a replay")
+        metrics.needs_own_devices(self, "a replay")
         return replay(self, cluster, compute=compute)
 
     def __repr__(self) -> str:
@@ -198,7 +195,7 @@ class Report(Tables):
             (messages, "message"),
         ]
         said = [f"{n} {name}{'s' * (n != 1)}" for n, name in counts]
-        if self.clock == dry.CLOCK:
+        if self.clock == DRY:
             said[0] = f"rank {self.meta.get('rank')} of {said[0]}"
         if metrics.in_outline(self):  # its rows are sums of calls
             said[2:] = [f"{len(metrics.reported_ranks(self))} in outline"]

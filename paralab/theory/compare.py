@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
 from paralab.report import metrics
-from paralab.report.dry import device_of, needs_own_devices, needs_times
+from paralab.report.metrics import device_of, needs_own_devices, needs_times
 from paralab.theory.gaps import MOVED, WAITED, notes_on
 from paralab.theory.replay import replay
 from paralab.theory.traffic import BOOKKEEPING

@@ -26,8 +26,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, real
-from paralab.report.dry import device_of
-from paralab.report.metrics import in_outline
+from paralab.report.metrics import device_of, in_outline
 from paralab.spec import Cluster
 from paralab.theory.engine import Item, simulate
 from paralab.theory.traffic import POINT_TO_POINT

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
 from paralab.parallel.schedules import SCHEDULES
-from paralab.report.metrics import reported_ranks
+from paralab.report.metrics import reported_ranks, utilisation
 from paralab.report.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
-from paralab.theory.utilisation import utilisation
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.sampling import spread

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paralab.report import metrics, moved
+from paralab.report import metrics
 from paralab.view import lanes, naming, theme
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def copied(report: Tables) -> pd.DataFrame:
 
     Of plans that offload: what messages pass through on their way is theirs already.
     """
-    found = moved.copied(report, by=("link", "category"))
+    found = metrics.copied(report, by=("link", "category"))
     return found if report.plan.tiers is not None else found.head(0)
 
 
@@ -108,8 +108,8 @@ def table(report: Tables) -> pd.DataFrame:
     """
     import pandas as pd
 
-    sent = moved.traffic(report, by=("edge", "axis", "level", "op"))
-    own = moved.copied(report).rename(columns={"rank": "sender", "link": "op"})
+    sent = metrics.traffic(report, by=("edge", "axis", "level", "op"))
+    own = metrics.copied(report).rename(columns={"rank": "sender", "link": "op"})
     if copied(report).empty:
         return sent
     own = own.assign(receiver=own["sender"], axis="", level="")

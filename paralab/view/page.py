@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from paralab.report import dry, moved, summary, written
+from paralab.report import metrics, written
+from paralab.report.tables import DRY
 from paralab.spec.tiers import Offload
 from paralab.view import naming, theme
 
@@ -152,7 +153,7 @@ def _figures(report: Tables) -> dict[str, Chart]:
     from paralab.view.traffic import traffic_chart
 
     charts: dict[str, Chart] = {}
-    if len(report.steps) and report.clock != dry.CLOCK:
+    if len(report.steps) and report.clock != DRY:
         charts["timeline"] = timeline(report)
     charts["traffic"] = traffic_chart(report)
     if (report.memory["tier"] == "device").any():
@@ -172,8 +173,8 @@ def _for_script(value: Any) -> str:
 
 def _cards(report: Tables) -> str:
     """The few numbers one looks for first."""
-    numbers = summary.summary(report)["value"]
-    if report.clock == dry.CLOCK:
+    numbers = metrics.summary(report)["value"]
+    if report.clock == DRY:
         return _shown_as_cards(
             [
                 (f"{numbers['peak memory']:,.3f} MB", f"at most on rank {report.meta.get('rank')}"),
@@ -185,13 +186,13 @@ def _cards(report: Tables) -> str:
         (f"{numbers['sent per rank and step']:.3f} MB", "sent per rank and step"),
     ]
     if report.plan.tiers is not None and len(report.copies):
-        each = moved.copied(report, "rank")["bytes"].mean() / 1e6
+        each = metrics.copied(report, "rank")["bytes"].mean() / 1e6
         copied = (f"{each:.3f} MB", "copied between tiers, per rank and step")
         # One device sends nothing: that is worth no card.
         cards[1:] = [copied] if report.world_size == 1 else [cards[1], copied]
     if numbers["communication in flight"] > 0 and numbers["sent per rank and step"]:
         cards.append((f"{numbers['of it hidden behind compute']:.0f} %", "of communication hidden"))
-    if (hidden := numbers.get(summary.COPIES_HIDDEN)) is not None:
+    if (hidden := numbers.get(metrics.COPIES_HIDDEN)) is not None:
         cards.append((f"{hidden:.0f} %", "of copies hidden"))
     if report.losses:
         cards.append(
@@ -210,7 +211,7 @@ def _shown_as_cards(cards: Sequence[tuple[str, str]]) -> str:
 
 
 def _summary(report: Tables) -> str:
-    rows = [(name, row["value"], row["unit"]) for name, row in summary.summary(report).iterrows()]
+    rows = [(name, row["value"], row["unit"]) for name, row in metrics.summary(report).iterrows()]
     cells = "".join(
         f'<tr><th scope="row">{html.escape(name)}</th>'
         f'<td class="number">{f"{value:.3f}" if math.isfinite(value) else "–"}</td>'

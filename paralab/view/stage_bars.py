@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.report.once import once
+from paralab.report.metrics import once
 from paralab.report.tables import TIERS
 from paralab.view import theme
 from paralab.view.memory import bytes_bars

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paralab.report import metrics, moved
-from paralab.report.dry import CLOCK
-from paralab.report.tables import LEVELS
+from paralab.report import metrics
+from paralab.report.tables import DRY, LEVELS
 from paralab.view import link_bars, naming, theme
 
 if TYPE_CHECKING:
@@ -26,16 +25,16 @@ MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 
 def traffic_chart(report: Tables) -> Chart:
     """Bytes per step: rank x rank, and per rank by axis and level, and by link between tiers."""
-    one = report.clock == CLOCK  # rows of one rank: whom it sends to is no matrix
+    one = report.clock == DRY  # rows of one rank: whom it sends to is no matrix
     n = len(metrics.reported_ranks(report))
-    by_edge = moved.traffic(report, by="edge")
-    per_op = moved.traffic(report, by=("axis", "level", "op"))
+    by_edge = metrics.traffic(report, by="edge")
+    per_op = metrics.traffic(report, by=("axis", "level", "op"))
     total, copied = per_op["bytes"].sum(), link_bars.copied(report)
     if copied["bytes"].any() and not total:
         return link_bars.chart(report, copied)
     ideal = None
     if report.model is not None and report.plan.dp == report.world_size > 1 and copied.empty:
-        ideal = moved.ring_optimum(report) * n // report.world_size
+        ideal = metrics.ring_optimum(report) * n // report.world_size
     unit = "call" if report.model is None else "step"
     fig = theme.figure(
         _finding(report, per_op, ideal, copied),
@@ -198,12 +197,12 @@ def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, 
 def _finding(report: Tables, sent: pd.DataFrame, ideal: int | None, copied: pd.DataFrame) -> str:
     n, name = len(metrics.reported_ranks(report)), theme.text(naming.subject(report))
     total, size = float(sent["bytes"].sum()), float(copied["bytes"].sum())
-    if report.clock == CLOCK:
+    if report.clock == DRY:
         said = f"{name}: rank {report.meta.get('rank')} sends {theme.scaled(total, 'B')}"
         return said + f" and copies {theme.scaled(size, 'B')}" * (size > 0) + " per step"
     if total == 0:
         return f"{name}: nothing is sent"
-    by_rank = moved.traffic(report)["bytes"]
+    by_rank = metrics.traffic(report)["bytes"]
     alike = by_rank.max() - by_rank.min() <= 1e-3 * by_rank.mean()  # a byte that n does not divide
     said = f"{name}: {'each rank sends' if alike else 'ranks send on average'} "
     said += f"{theme.megabytes(total / n)} MB"

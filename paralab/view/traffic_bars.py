@@ -13,8 +13,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.report import metrics, moved
-from paralab.report.once import once
+from paralab.report import metrics
+from paralab.report.metrics import once
 from paralab.report.tables import LEVELS
 from paralab.spec.tiers import WAYS
 from paralab.theory.traffic import BOOKKEEPING
@@ -64,7 +64,7 @@ def flows(report: Tables) -> list[Flow]:
             if cluster is not None:
                 seconds[key] += size / per / cluster.link(op, level).bandwidth
     if report.plan.tiers is not None:
-        for row in moved.copied(report, ("link", "category")).to_dict("records"):
+        for row in metrics.copied(report, ("link", "category")).to_dict("records"):
             key = (row["link"], row["category"])
             sums[key] += row["bytes"] / ranks
             link = None if cluster is None else _tier_link(cluster, row["link"])

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from paralab.report import moved
+from paralab.report import metrics
 from paralab.report.report import Report
 from paralab.spec import Cluster, Link
 from paralab.theory import collectives
@@ -147,7 +147,7 @@ class Collective(Bench):
         n, size = knobs["ranks"], knobs["nbytes"]
         found = self._results.get((form, n, size))
         sent = [collectives.wire_bytes(FORMS[form], n, size, rank) for rank in range(n)]
-        counted = "" if found is None else int(moved.traffic(found, warmup=True)["bytes"].max())
+        counted = "" if found is None else int(metrics.traffic(found, warmup=True)["bytes"].max())
         return {
             "algorithm": f"{form} ◂" if chosen else form,
             "messages in a row": str(collectives.steps(FORMS[form], n)),

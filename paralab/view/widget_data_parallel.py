@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from paralab.interpret.predict import predict
-from paralab.report import metrics, moved
+from paralab.report import metrics
 from paralab.report.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import theme
@@ -136,7 +136,7 @@ class DataParallel(Bench):
 def _numbers(clock: str, report: Report) -> dict[str, str]:
     step = metrics.typical_step(report)
     part, seconds = metrics.shares(report, step), report.step_time
-    sent = moved.traffic(report)["bytes"].mean()
+    sent = metrics.traffic(report)["bytes"].mean()
     talked = part["communication"] > 0
     return {
         "clock": clock,

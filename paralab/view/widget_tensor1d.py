@@ -14,7 +14,7 @@ from typing import Any
 from paralab.checks import illegal
 from paralab.interpret import quick
 from paralab.interpret.predict import predict
-from paralab.report import metrics, moved
+from paralab.report import metrics
 from paralab.report.report import Report
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import theme
@@ -126,7 +126,7 @@ class Tensor1D(Bench):
 
     def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
         expect, replayed = self._expect(knobs), found.replay(self.cluster_of(knobs))
-        sent = [moved.traffic(report)["bytes"].sum() for report in (expect, found)]
+        sent = [metrics.traffic(report)["bytes"].sum() for report in (expect, found)]
         exact = "bytes are as predicted, every one" if sent[0] == sent[1] else "bytes differ"
         drawn = timelines(expect, replayed, ranks=range(min(SHOWN, knobs["ranks"])))
         name = self._called(knobs)
@@ -169,7 +169,7 @@ def _row(name: str, report: Report, kept: Any) -> dict[str, str]:
         "clock": name,
         "parameters": theme.scaled(int(kept["parameters"]), "B"),
         "activations": theme.scaled(int(kept["activations"]), "B"),
-        "sent per rank": theme.scaled(float(moved.traffic(report)["bytes"].mean()), "B")
+        "sent per rank": theme.scaled(float(metrics.traffic(report)["bytes"].mean()), "B")
         if report.world_size > 1
         else "0 B",
         "time per step": f"{seconds * 1e3:.1f} ms",
