@@ -190,7 +190,7 @@ def _one_late(model, samples, steps, lr, data):
 
 
 # ---- bytes ------------------------------------------------------------------------------------
-SMALL = pl.ModelSpec(layers=3, hidden=96, heads=4, seq_len=48)
+SMALL = pl.ModelSpec(layers=3, hidden=96, heads=4, seq_len=48, attention="explicit")
 COUNTED = [
     {"zero_stage": 1, "offload": "cpu"},
     {"zero_stage": 1, "offload": "nvme", "dp": 2},

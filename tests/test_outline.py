@@ -23,7 +23,7 @@ from paralab.programs.instructions import RECEIVE, SEND, WAIT, Code, Instr
 from paralab.spec.forms import make_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
-MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256)
+MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256, attention="explicit")
 DEEP = MODEL.replace(layers=8)
 LINK = {"alpha": 1e-5, "bandwidth": 1e10}
 FAST = pl.Cluster(
