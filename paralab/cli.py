@@ -12,19 +12,21 @@ this process's traceback, only what the rank said. torch is imported by the rank
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from paralab import doctor
+from paralab import doctor, experiment
 from paralab.checks import illegal, number, size
+from paralab.dry_run import dry_run
+from paralab.interpret.predict import predict
+from paralab.launch import OutOfMemory, RankError, RankTimeout
 from paralab.options import (
-    add_exports,
+    Option,
     add_model_and_plan,
     add_options,
     add_other_plan,
@@ -35,14 +37,41 @@ from paralab.options import (
     settings_of,
 )
 from paralab.ranks.errors import Nested
-from paralab.report import written
-from paralab.spec import ModelSpec, Plan
+from paralab.report import metrics, written
+from paralab.report.report import load
+from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
+from paralab.theory.compare import compare
 from paralab.theory.traffic import BOOKKEEPING
+from paralab.version import __version__
 
 DIFF = "diff_"  # --diff-zero-stage 3: the same plan but for this
 DEFAULT_OUT = "paralab-run"
 SPEAKER_FIRST = 20.0  # seconds that the one rank which says why has for it
+MEASURING = "measuring this machine, or reading what was measured before …"
+# {a file to write: (help, the report's method, what is said then)}
+FILES = {
+    "save": ("the report, as JSON", "save", "saved {0}; see it again: paralab show {0}"),
+    "html": ("one self-contained page", "to_html", "wrote {0}: open it in a browser"),
+    "perfetto": (
+        "a trace for ui.perfetto.dev",
+        "to_perfetto",
+        "wrote {0}: open it at ui.perfetto.dev",
+    ),
+}
+OPTIMIZER = Option("optimizer", str, "adamw or sgd")
+CLIP_NORM = Option("clip_norm", number, "clip the gradients' global norm to this")
+
+
+class Command(NamedTuple):
+    """A command of a model and a plan: what it does, its own options, the files it can write."""
+
+    act: Callable[[argparse.Namespace], int]
+    help: str
+    options: tuple[Option, ...]
+    files: tuple[str, ...] = ()
+    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    epilog: str | None = None
 
 
 def torchrun_started_this() -> bool:
@@ -57,132 +86,47 @@ def make_parser() -> argparse.ArgumentParser:
         description="See how models too large for one device are trained, by doing it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"paralab {_version()}")
+    parser.add_argument("--version", action="version", version=f"paralab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    run = commands.add_parser(
-        "run",
-        usage="%(prog)s [options]",
-        help="train a GPT on real processes and print where time and bytes went",
-        epilog="On several machines, on each of them: torchrun --nnodes 2 --nproc-per-node 4 "
-        "--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m paralab run --dp 8 --out FOLDER",
-        allow_abbrev=False,
-    )
-    add_model_and_plan(run)
-    add_options(
-        run.add_argument_group("the run"),
-        (
-            ("--steps", number, "optimizer steps, the first of them warm-up"),
-            ("--optimizer", str, "adamw or sgd"),
-            ("--lr", number, "learning rate"),
-            ("--clip-norm", number, "clip the gradients' global norm to this"),
-            ("--data", str, "a text file or folder (default: Python's standard library)"),
-            ("--seed", number, "draws weights and batches"),
-            ("--memory-limit", size, "stop a rank that needs more: 64MB (10^6), 64MiB (2^20)"),
-            (
-                "--checkpoint",
-                str,
-                "a folder to save checkpoints into, the last after the last step",
-            ),
-            ("--save-every", number, "save a checkpoint every so many steps too"),
-            ("--resume", str, "a folder of checkpoints to go on from, under any plan"),
-            ("--resume-changes", comma_separated, "what may differ then: lr,global_batch,data"),
-            ("--device", str, "cpu or cuda (default: the GPU where there is one)"),
-            ("--timeout", number, "seconds without a sign of life before the ranks are stopped"),
-        ),
-    )
-
-    result = run.add_argument_group("what to show and write")
-    result.add_argument(
-        "--predict", action="store_true", help="predict the run from this machine's speed; compare"
-    )
-    result.add_argument("--save", type=Path, metavar="FILE", help="the report: run.json")
-    add_exports(result)
-    where = f"under torchrun: where every rank writes its part (default {DEFAULT_OUT})"
-    result.add_argument("--out", type=Path, metavar="FOLDER", help=where)
-    run.set_defaults(act=_run, parser=run)
-
-    dry = commands.add_parser(
-        "dry-run",
-        usage="%(prog)s [options]",
-        help="one rank of a plan of any size: what it would hold and send, without training",
-        allow_abbrev=False,
-    )
-    add_model_and_plan(dry)
-    add_options(
-        dry.add_argument_group("the dry run"),
-        (
-            ("--rank", number, "which of the plan's ranks to be (default 0)"),
-            ("--steps", number, "optimizer steps (default 1); they are alike"),
-            ("--optimizer", str, "adamw or sgd"),
-            ("--clip-norm", number, "clip the gradients' global norm to this"),
-        ),
-    )
-    dry.add_argument("--save", type=Path, metavar="FILE", help="the report: dry.json")
-    dry.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page")
-    dry.set_defaults(act=_dry_run, parser=dry)
-
-    program = commands.add_parser(
-        "program",
-        usage="%(prog)s [options]",
-        help="what a rank does in a step, as a list of instructions; or how two plans differ",
-        allow_abbrev=False,
-    )
-    add_model_and_plan(program)
-    add_other_plan(program, DIFF)
-    lines = program.add_argument_group("what to print")
-    add_options(
-        lines,
-        (
-            ("--rank", number, "which of the plan's ranks (default 0)"),
-            ("--optimizer", str, "adamw or sgd"),
-            ("--clip-norm", number, "clip the gradients' global norm to this"),
-            ("--op", comma_separated, "only these instructions, as all_gather,wait"),
-            ("--lane", comma_separated, "only what runs there: compute, or an axis, as dp"),
-            ("--microbatch", number, "only this micro-batch's"),
-        ),
-    )
-    lines.add_argument("--all", action="store_true", help="every line: repetitions not folded")
-    program.set_defaults(act=_program, parser=program)
-
-    predict = commands.add_parser(
-        "predict",
-        usage="%(prog)s [options]",
-        help="what a run would take on this machine or a cluster, without one",
-        allow_abbrev=False,
-    )
-    add_model_and_plan(predict)
-    machine = predict.add_argument_group("the machine")
-    presets = ", ".join(CLUSTER_PRESETS)
-    machine.add_argument(
-        "--cluster", metavar="NAME", help=f"{presets} (default: this machine, measured)"
-    )
-    add_options(
-        machine,
-        (
-            ("--nodes", number, "nodes of such a cluster (default: as few as hold the plan)"),
-            ("--device", str, "this machine's cpu or cuda (default: what a run would take)"),
-            ("--optimizer", str, "adamw or sgd"),
-        ),
-    )
-    predict.add_argument("--save", type=Path, metavar="FILE", help="the report: predicted.json")
-    add_exports(predict)
-    predict.set_defaults(act=_predict, parser=predict)
-
+    for name, command in COMMANDS.items():
+        added = commands.add_parser(
+            name,
+            usage="%(prog)s [options]",
+            help=command.help,
+            epilog=command.epilog,
+            allow_abbrev=False,
+        )
+        add_model_and_plan(added)
+        add_options(added.add_argument_group("this command"), command.options)
+        command.more(added)
+        _add_files(added, command.files)
+        added.set_defaults(act=command.act, parser=added)
     show = commands.add_parser(
         "show", help="print a saved report, or a torchrun job's folder", allow_abbrev=False
     )
     show.add_argument("path", metavar="FILE_OR_FOLDER")
-    add_exports(show)
+    _add_files(show, ("html", "perfetto"))
     show.set_defaults(act=_show, parser=show)
     doctor.add_command(commands)
     return parser
 
 
-def _version() -> str:
-    from paralab.version import __version__
+def _add_files(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    for name in names:
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=FILES[name][0])
 
-    return __version__
+
+def _add_to_run(parser: argparse.ArgumentParser) -> None:
+    said = "predict the run from this machine's speed; compare"
+    parser.add_argument("--predict", action="store_true", help=said)
+    where = f"under torchrun: where every rank writes its part (default {DEFAULT_OUT})"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
+
+
+def _add_to_program(parser: argparse.ArgumentParser) -> None:
+    add_other_plan(parser, DIFF)
+    said = "every line: repetitions not folded"
+    parser.add_argument("--all", action="store_true", help=said)
 
 
 @contextmanager
@@ -204,120 +148,130 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
         sys.exit(2)
 
 
-def _files(given: argparse.Namespace, *names: str) -> None:
-    """Refuse a file that could not be written, before minutes are spent on what goes into it."""
-    for name in names:
-        if getattr(given, name) is not None:
+def _own(given: argparse.Namespace, *without: str) -> dict[str, Any]:
+    """The command's own options that were given."""
+    names = (option.name for option in COMMANDS[given.command].options)
+    return settings_of(given, *(name for name in names if name not in without))
+
+
+def _asked(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
+    """The model and the plan, legal together. A file that could not be written is refused before
+    minutes are spent on what goes into it.
+    """
+    model, plan = model_of(given), plan_of(given)
+    plan.validate(model)
+    _check_files(given)
+    return model, plan
+
+
+def _check_files(given: argparse.Namespace) -> None:
+    for name in FILES:
+        if getattr(given, name, None) is not None:
             written.check(name, getattr(given, name))
 
 
+def _print_summary(report: Any) -> None:
+    table = report.summary().to_string(header=False, index_names=False)
+    print(f"\n{report!r}\n{table}\n")
+
+
+def _write(
+    report: Any,
+    given: argparse.Namespace,
+    names: Sequence[str] = tuple(FILES),
+    sections: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Write those of the files that were asked for."""
+    for name in names:
+        _, method, said = FILES[name]
+        if file := getattr(given, name, None):
+            getattr(report, method)(file, **({"sections": sections} if name == "html" else {}))
+            print(said.format(file))
+
+
+# ---- the commands -------------------------------------------------------------------------------
 def _run(given: argparse.Namespace) -> int:
-    experiment = importlib.import_module("paralab.experiment")
-    by_torchrun = torchrun_started_this()
-    settings = settings_of(
-        given,
-        "steps",
-        "optimizer",
-        "lr",
-        "clip_norm",
-        "data",
-        "seed",
-        "memory_limit",
-        "device",
-        "timeout",
-        "save_every",
-        "resume",
-        "resume_changes",
-    )
+    settings = _own(given, "checkpoint")
     if "checkpoint" in given:  # --save is the report's here
         settings["save"] = given.checkpoint
     with _refusals(given.parser):
-        model, plan = model_of(given), plan_of(given)
-        plan.validate(model)
-        _files(given, "save", "html", "perfetto")
-        if by_torchrun:
-            return _run_one_rank(given, experiment, model, plan, settings)
+        model, plan = _asked(given)
+        if torchrun_started_this():
+            return _run_one_rank(given, model, plan, settings)
         if given.out is not None:
             raise illegal("out", str(given.out), "torchrun did not start this", "--save FILE")
         report = experiment.run(model, plan, **settings)
-    if given.save:
-        report.save(given.save)
+    _write(report, given, ("save",))  # now: what follows may be interrupted
     _print_summary(report)
     sections = []
     if given.predict:
-        import paralab as pl
-        from paralab.report.metrics import device_of
-
-        print("measuring this machine, or reading what was measured before …", flush=True)
-        here = pl.Cluster.local(device=device_of(report))
-        expect = pl.predict(model, plan, here, optimizer=report.meta["optimizer"])
-        comparison = pl.compare(expect, report)
+        print(MEASURING, flush=True)
+        here = Cluster.local(device=metrics.device_of(report))
+        expect = predict(model, plan, here, optimizer=report.meta["optimizer"])
+        comparison = compare(expect, report)
         print(f"\n{comparison}")
         sections.append(("Predicted and measured", comparison._repr_html_()))
-    _export(report, given, sections)
-    if given.save:
-        print(f"saved {given.save}; see it again: paralab show {given.save}")
+    _write(report, given, ("html", "perfetto"), sections)
+    return 0
+
+
+def _run_one_rank(
+    given: argparse.Namespace, model: ModelSpec, plan: Plan, settings: dict[str, Any]
+) -> int:
+    for name in (*FILES, "predict"):
+        if value := getattr(given, name):
+            legal = "--out FOLDER, then paralab show FOLDER"
+            raise illegal(name, str(value), "one rank has one part of the report", legal)
+    folder = str(given.out or DEFAULT_OUT)
+    rank = experiment.run_under_torchrun(model, plan, folder=folder, **settings)
+    if rank == 0:
+        print(f"every rank writes its part into {folder}; with all of them in one place:")
+        print(f"  pl.load({folder!r}) in a notebook, paralab show {folder} in a shell")
     return 0
 
 
 def _dry_run(given: argparse.Namespace) -> int:
-    module = importlib.import_module("paralab.dry_run")
-    settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
     with _refusals(given.parser):
-        model, plan = model_of(given), plan_of(given)
-        _files(given, "save", "html")
-        report = module.dry_run(model, plan, **settings)
+        report = dry_run(*_asked(given), **_own(given))
     _print_summary(report)
-    if given.save:
-        report.save(given.save)
-        print(f"saved {given.save}; see it again: paralab show {given.save}")
-    if given.html:
-        report.to_html(given.html)
-        print(f"wrote {given.html}: open it in a browser")
+    _write(report, given)
     return 0
 
 
 def _program(given: argparse.Namespace) -> int:
-    module = importlib.import_module("paralab.interpret.text")
-    settings = settings_of(given, "rank", "optimizer", "clip_norm")
-    chosen = settings_of(given, "op", "lane", "microbatch")
+    from paralab.interpret.text import program  # brings the ops of a model
+
+    lines = ("op", "lane", "microbatch")
+    settings, chosen = _own(given, *lines), settings_of(given, *lines)
     with _refusals(given.parser):
-        model, plan = model_of(given), plan_of(given)
-        other = other_plan_of(given, DIFF)
-        shown = module.program(model, plan, **settings).filter(**chosen)
+        model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
+        shown = program(model, plan, **settings).filter(**chosen)
         if other is not None:
-            shown = shown.diff(module.program(model, other, **settings).filter(**chosen))
+            shown = shown.diff(program(model, other, **settings).filter(**chosen))
     print(shown.text(folded=not given.all) if other is None else shown)
     return 0
 
 
 def _predict(given: argparse.Namespace) -> int:
-    import paralab as pl
-
     with _refusals(given.parser):
-        model, plan = model_of(given), plan_of(given)
-        plan.validate(model)
-        _files(given, "save", "html", "perfetto")
+        model, plan = _asked(given)
+        cluster = None
         if given.cluster is None:
             if "nodes" in given:
                 raise illegal("nodes", given.nodes, "this machine is one", "--cluster NAME too")
-            print("measuring this machine, or reading what was measured before …", flush=True)
-            cluster = pl.Cluster.local(device=given.device) if "device" in given else None
+            print(MEASURING, flush=True)
+            cluster = Cluster.local(device=given.device) if "device" in given else None
         elif "device" in given:
             raise illegal("device", given.device, "a preset has its own", "no --cluster")
         else:
-            cluster = pl.Cluster.preset(given.cluster)
-            enough = -(-plan.world_size // cluster.devices_per_node)
-            cluster = pl.Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
-        report = pl.predict(model, plan, cluster, **settings_of(given, "optimizer"))
+            enough = -(-plan.world_size // Cluster.preset(given.cluster).devices_per_node)
+            cluster = Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
+        report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
     _print_summary(report)
     for what, sizes in _amounts(report).items():
         lines = [f"  {name:<24}{size / 1e6:>14,.2f} MB" for name, size in sizes.items() if size]
         print("\n".join([what, *(lines or ["  none"])]) + "\n")
-    if given.save:
-        report.save(given.save)
-        print(f"saved {given.save}; see it again: paralab show {given.save}")
-    _export(report, given)
+    _write(report, given)
     return 0
 
 
@@ -333,54 +287,83 @@ def _amounts(report: Any) -> dict[str, dict[str, float]]:
     }
 
 
-def _run_one_rank(
-    given: argparse.Namespace, experiment: Any, model: ModelSpec, plan: Plan, settings: dict
-) -> int:
-    for name in ("save", "html", "perfetto", "predict"):
-        if getattr(given, name):
-            raise illegal(
-                name,
-                str(getattr(given, name)),
-                "one rank has one part of the report",
-                "--out FOLDER, then paralab show FOLDER",
-            )
-    folder = str(given.out or DEFAULT_OUT)
-    rank = experiment.run_under_torchrun(model, plan, folder=folder, **settings)
-    if rank == 0:
-        print(f"every rank writes its part into {folder}; with all of them in one place:")
-        print(f"  pl.load({folder!r}) in a notebook, paralab show {folder} in a shell")
-    return 0
-
-
 def _show(given: argparse.Namespace) -> int:
-    from paralab.report.report import load
-
     with _refusals(given.parser):
-        _files(given, "html", "perfetto")
+        _check_files(given)
     try:
         report = load(given.path)
     except (OSError, ValueError) as error:
         given.parser.error(str(error))
     _print_summary(report)
     with _refusals(given.parser):
-        _export(report, given)
+        _write(report, given)
     return 0
 
 
-def _print_summary(report: Any) -> None:
-    table = report.summary().to_string(header=False, index_names=False)
-    print(f"\n{report!r}\n{table}\n")
-
-
-def _export(
-    report: Any, given: argparse.Namespace, sections: Sequence[tuple[str, str]] = ()
-) -> None:
-    if given.html:
-        report.to_html(given.html, sections=sections)
-        print(f"wrote {given.html}: open it in a browser")
-    if given.perfetto:
-        report.to_perfetto(given.perfetto)
-        print(f"wrote {given.perfetto}: open it at ui.perfetto.dev")
+COMMANDS = {
+    "run": Command(
+        _run,
+        "train a GPT on real processes and print where time and bytes went",
+        (
+            Option("steps", number, "optimizer steps, the first of them warm-up"),
+            OPTIMIZER,
+            Option("lr", number, "learning rate"),
+            CLIP_NORM,
+            Option("data", str, "a text file or folder (default: Python's standard library)"),
+            Option("seed", number, "draws weights and batches"),
+            Option("memory_limit", size, "stop a rank that needs more: 64MB (10^6), 64MiB (2^20)"),
+            Option("checkpoint", str, "a folder for checkpoints, the last after the last step"),
+            Option("save_every", number, "save a checkpoint every so many steps too"),
+            Option("resume", str, "a folder of checkpoints to go on from, under any plan"),
+            Option("resume_changes", comma_separated, "what may differ: lr,global_batch,data"),
+            Option("device", str, "cpu or cuda (default: the GPU where there is one)"),
+            Option("timeout", number, "seconds without a sign of life before the ranks stop"),
+        ),
+        ("save", "html", "perfetto"),
+        _add_to_run,
+        "On several machines, on each of them: torchrun --nnodes 2 --nproc-per-node 4 "
+        "--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m paralab run --dp 8 --out FOLDER",
+    ),
+    "dry-run": Command(
+        _dry_run,
+        "one rank of a plan of any size: what it would hold and send, without training",
+        (
+            Option("rank", number, "which of the plan's ranks to be (default 0)"),
+            Option("steps", number, "optimizer steps (default 1); they are alike"),
+            OPTIMIZER,
+            CLIP_NORM,
+        ),
+        ("save", "html"),
+    ),
+    "program": Command(
+        _program,
+        "what a rank does in a step, as a list of instructions; or how two plans differ",
+        (
+            Option("rank", number, "which of the plan's ranks (default 0)"),
+            OPTIMIZER,
+            CLIP_NORM,
+            Option("op", comma_separated, "only these instructions, as all_gather,wait"),
+            Option("lane", comma_separated, "only what runs there: compute, or an axis, as dp"),
+            Option("microbatch", number, "only this micro-batch's"),
+        ),
+        more=_add_to_program,
+    ),
+    "predict": Command(
+        _predict,
+        "what a run would take on this machine or a cluster, without one",
+        (
+            Option("nodes", number, "nodes of a cluster (default: as few as hold the plan)"),
+            Option("device", str, "this machine's cpu or cuda (default: what a run would take)"),
+            OPTIMIZER,
+        ),
+        ("save", "html", "perfetto"),
+        lambda parser: parser.add_argument(
+            "--cluster",
+            metavar="NAME",
+            help=f"{', '.join(CLUSTER_PRESETS)} (default: this machine, measured)",
+        ),
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -390,19 +373,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = given.act(given)
         sys.stdout.flush()
         return done
-    except BrokenPipeError:  # whoever reads, as `head`, has seen enough
+    except BrokenPipeError:  # the reader, as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("paralab: interrupted; the ranks are stopped", file=sys.stderr)
         return 130
-    except _failures() as error:
+    except (RankError, RankTimeout, OutOfMemory, OSError) as error:
         print(f"paralab: {error}", file=sys.stderr)
         return 1
-
-
-def _failures() -> tuple[type[BaseException], ...]:
-    """What a run may end with that is not this process's fault. Looked up only when needed."""
-    from paralab.launch import OutOfMemory, RankError, RankTimeout
-
-    return (RankError, RankTimeout, OutOfMemory, OSError)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paralab.checks import number, size
 from paralab.spec import MODEL_PRESETS, ModelSpec, Plan
@@ -114,23 +113,19 @@ def add_model_and_plan(command: argparse.ArgumentParser) -> None:
     _add_fields(command.add_argument_group("the plan"), Plan, Plan().to_dict())
 
 
-def add_options(group: Any, options: Sequence[tuple[str, Callable[[str], Any], str]]) -> None:
-    """(option, what reads its value, help) each; one that is not given is not in the result."""
-    for option, reader, said in options:
-        name = option[2:].replace("-", "_")
-        group.add_argument(
-            option,
-            dest=name,
-            type=reader,
-            metavar=name.upper(),
-            default=argparse.SUPPRESS,
-            help=said,
-        )
+class Option(NamedTuple):
+    """The name of the setting, what reads its value, help."""
+
+    name: str
+    reader: Callable[[str], Any]
+    said: str
 
 
-def add_exports(group: Any) -> None:
-    group.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page")
-    group.add_argument("--perfetto", type=Path, metavar="FILE", help="a trace for ui.perfetto.dev")
+def add_options(group: Any, options: Sequence[Option]) -> None:
+    """An option that is not given is not in the result."""
+    for name, reader, said in options:
+        option, shown = "--" + name.replace("_", "-"), {"metavar": name.upper(), "help": said}
+        group.add_argument(option, dest=name, type=reader, default=argparse.SUPPRESS, **shown)
 
 
 def model_of(given: argparse.Namespace) -> ModelSpec:

@@ -65,7 +65,7 @@ def experiment(monkeypatch):
         return int(os.environ["RANK"])
 
     double.run, double.run_under_torchrun = run, run_under_torchrun
-    monkeypatch.setitem(sys.modules, "paralab.experiment", double)
+    monkeypatch.setattr(cli, "experiment", double)
     return double
 
 
@@ -258,8 +258,8 @@ def test_what_is_predicted_beside_a_run_is_for_its_device(experiment, monkeypatc
     asked, table = [], types.SimpleNamespace(_repr_html_=lambda: "")
     experiment.report.meta = {"device": "cuda:0", "optimizer": "sgd"}
     monkeypatch.setattr(pl.Cluster, "local", lambda **how: asked.append(how))
-    monkeypatch.setattr(pl, "predict", lambda *what, optimizer: None)
-    monkeypatch.setattr(pl, "compare", lambda expect, report: table)
+    monkeypatch.setattr(cli, "predict", lambda *what, optimizer: None)
+    monkeypatch.setattr(cli, "compare", lambda expect, report: table)
     assert cli.main(["run", "--predict"]) == 0 and asked == [{"device": "cuda"}]
 
 
