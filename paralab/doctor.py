@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from paralab.instruments import calibrate, witness
@@ -32,6 +32,7 @@ from paralab.spec import Cluster
 from paralab.spec.cluster import available_cores
 from paralab.version import __version__
 
+Machine = SimpleNamespace  # what `examine` found
 GB, MB = 10**9, 10**6
 OLDEST_PYTHON = (3, 11)
 # Measured under JupyterLab after training: server and kernel, and each rank.
@@ -105,41 +106,10 @@ def _command(given: argparse.Namespace) -> int:
 
 
 # ---- the facts ----------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The facts. Sizes in bytes.
-
-    cores                that this process may run on
-    processor_time       how many of these a container may use at once; None: all of them
-    memory, free_memory  of the machine, or of the container that this runs in
-    torch                what `ask_torch` was told
-    links                of the calibrated `Cluster.local`, or None if nothing is cached
-    open_files           the soft limit of this process, and the hard one it may be raised to
-    shm, temp            what `folder` says of /dev/shm and of the folder for temporary files
-    private_network      whether a network namespace of one's own is allowed
-    loopback_counter     whether the kernel shows how many bytes went over the loopback
-    """
-
-    system: str
-    python: str
-    versions: Mapping[str, str | None]
-    cores: int
-    processor_time: float | None
-    memory: int
-    free_memory: int | None
-    torch: Mapping[str, Any]
-    links: Mapping[str, Any] | None
-    open_files: tuple[int, int] | None
-    shm: Mapping[str, Any] | None
-    temp: Mapping[str, Any] | None
-    forkserver: bool
-    private_network: bool
-    loopback_counter: bool
-    browser: str | None
-
-
 def examine(*, device: str = "cpu", timeout: float = TORCH_TIMEOUT) -> Machine:
-    """Ask the system. device: whose links; ``timeout``: seconds until torch is given up."""
+    """Ask the system; sizes are in bytes. device: whose links; ``timeout``: seconds until torch is
+    given up.
+    """
     counted = temp = None
     with contextlib.suppress(OSError):
         counted = witness.loopback_bytes()
@@ -149,13 +119,13 @@ def examine(*, device: str = "cpu", timeout: float = TORCH_TIMEOUT) -> Machine:
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
-        cores=available_cores(),
-        processor_time=processor_time(),
-        memory=calibrate.memory_bytes(),
+        cores=available_cores(),  # that this process may run on
+        processor_time=processor_time(),  # how many of these at once; None: all
+        memory=calibrate.memory_bytes(),  # of the machine, or of the container
         free_memory=free_memory(),
         torch=ask_torch(timeout=timeout),
         links=calibrated(device),
-        open_files=open_files(),
+        open_files=open_files(),  # the soft limit, and the hard one it may be raised to
         shm=folder("/dev/shm"),
         temp=folder(temp),
         forkserver="forkserver" in multiprocessing.get_all_start_methods(),
@@ -355,7 +325,7 @@ class Diagnosis(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: facts, what they mean, labs, problems."""
         return {
-            "machine": dataclasses.asdict(self.machine),
+            "machine": vars(self.machine),
             "says": self.lines,
             "labs": [{**lab._asdict(), "runs": ok, "says": said} for lab, ok, said in self.labs],
             "problems": self.problems,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paralab import cli, doctor
-from paralab.doctor import LABS, Machine, diagnose
+from paralab.doctor import LABS, diagnose
 from paralab.instruments import calibrate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +23,7 @@ TEMP = {"path": "/tmp", "total": 200 * GB, "free": 90 * GB, "kind": "ext4", "wri
 TORCH = {"version": "2.13.0", "cuda": None, "gpus": [], "backends": ["gloo"], "seconds": 1.0,
          "error": None}  # fmt: skip
 H100 = {"name": "H100", "memory": 80 * GB}
-LAPTOP = Machine(
+LAPTOP = dict(
     system="Linux x86_64",
     python="3.11.7",
     versions=dict.fromkeys(doctor.PACKAGES, "1.0"),
@@ -45,7 +44,7 @@ LAPTOP = Machine(
 
 
 def on(**changes: object) -> doctor.Diagnosis:
-    return diagnose(dataclasses.replace(LAPTOP, **changes))
+    return diagnose(doctor.Machine(**LAPTOP | changes))
 
 
 def says(found: doctor.Diagnosis, what: str) -> str:
@@ -119,7 +118,7 @@ def test_remarks_that_keep_nothing_from_running():
         (dict(temp=cached), "temp folder", "without O_DIRECT"),
         (dict(temp=TEMP), "temp folder", "ext4; files go past the page cache"),
         (dict(shm=None), "/dev/shm", "none"),
-        (dict(shm=LAPTOP.shm), "/dev/shm", "64 MB of 64 MB free, tmpfs"),
+        (dict(shm=LAPTOP["shm"]), "/dev/shm", "64 MB of 64 MB free, tmpfs"),
         (dict(open_files=(200, 4096)), "open files", "200: few; ulimit -n 256 (at most: 4096)"),
         (dict(open_files=(200, -1)), "open files", "(at most: no limit)"),
         (dict(open_files=(-1, -1)), "open files", "no limit"),
@@ -157,12 +156,12 @@ def test_a_lab_that_writes_more_than_there_is_room_for():
 SILENT = TORCH | {"version": None, "backends": [], "seconds": None}
 NO_TORCH = SILENT | {"error": "ModuleNotFoundError: No module named 'torch'"}
 BAD = [
-    (dict(torch=NO_TORCH, versions={**LAPTOP.versions, "torch": None}),
+    (dict(torch=NO_TORCH, versions={**LAPTOP["versions"], "torch": None}),
      "torch is not installed: "),
     (dict(torch=SILENT | {"error": "ImportError: libfoo.so.1"}),
      "torch is installed and cannot be imported: ImportError: libfoo.so.1"),
     (dict(torch=TORCH | {"backends": []}), "built without gloo"),
-    (dict(versions={**LAPTOP.versions, "plotly": None, "pandas": None}),
+    (dict(versions={**LAPTOP["versions"], "plotly": None, "pandas": None}),
      "missing: pandas, plotly; "),
     (dict(python="3.10.4"), "Python 3.10.4 is too old: 3.11 or newer"),
     (dict(free_memory=300 * MB), "300 MB of memory are free, and one rank beside JupyterLab takes"),
@@ -273,9 +272,7 @@ def test_every_lab_is_listed_with_a_title_that_is_its_own():
 @pytest.fixture
 def fake(monkeypatch):
     def put(**changes: object) -> None:
-        monkeypatch.setattr(
-            doctor, "examine", lambda device: dataclasses.replace(LAPTOP, **changes)
-        )
+        monkeypatch.setattr(doctor, "examine", lambda device: doctor.Machine(**LAPTOP | changes))
 
     return put
 
@@ -284,7 +281,7 @@ def test_the_exit_status_is_0_where_labs_run_and_1_with_the_reason(fake, capsys)
     fake()
     assert cli.main(["doctor"]) == 0
     assert "All labs run here" in capsys.readouterr().out
-    fake(torch=NO_TORCH, versions={**LAPTOP.versions, "torch": None})
+    fake(torch=NO_TORCH, versions={**LAPTOP["versions"], "torch": None})
     assert cli.main(["doctor"]) == 1
     assert "torch is not installed" in capsys.readouterr().out
 

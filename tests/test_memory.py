@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import paralab as pl
 from paralab.checks import num_bytes
-from paralab.comm import Group
+from paralab.comm import Pending
 from paralab.instruments.advice import advice
 from paralab.instruments.ledger import CATEGORIES, Ledger
 from paralab.instruments.recorder import Recorder
@@ -191,10 +191,10 @@ def _peaks_of_a_rank(context, spec, plan):
         # The profiler misses what another thread gives back: who waits for a send to end, and
         # gloo's, if it lets go of a message after the rank does. On a busy machine that thread may
         # be late by more than a moment, so each step waits longer for it than the last.
-        sent, send, settle = [], trainer.grid.pp.send, Group.settle
+        sent, send, settle = [], trainer.grid.pp.send, Pending._settle
         pause = [0.003]
         trainer.grid.pp.send = lambda tensor, **how: (sent.append(tensor), send(tensor, **how))[1]
-        Group.settle = lambda group, works: (settle(group, works), time.sleep(pause[0]))[0]
+        Pending._settle = lambda call: (settle(call), time.sleep(pause[0]))[0]
         trainer.step(0)
         sent.clear()
 

@@ -52,7 +52,7 @@ class Recorder:
         self.clock = clock_of(device)
         self.step = 0
         self._count = 0
-        self._open: list[tuple] = []  # stack of (kind, microbatch, stage, chunk, after)
+        self._open: list[tuple] = []  # stack of (kind, stage, chunk, microbatch, after)
         self._began: Any = None  # marks of the current part of the innermost open span
         self._last = -1  # id of the last part closed on the compute lane
         self._spans: list[tuple] = []
@@ -70,7 +70,7 @@ class Recorder:
 
     # ---- memory -------------------------------------------------------------------------------
     def owns(self, category: str, *tensors: Tensor) -> None:
-        """From now on the storages of these tensors count as ``category``; see observe/ledger.py.
+        """From now on the storages of these tensors count as ``category``; see ledger.py.
 
         Free where no ledger is, as is `resized`.
         """
@@ -131,7 +131,7 @@ class Recorder:
         """Where this rank stands, for a message: "step 0, forward of micro-batch 1"."""
         if not self._steps or len(self._steps[-1]) > 3:
             return f"before step {len(self._steps)}"
-        kind, microbatch = self._open[-1][:2] if self._open else ("between two spans", -1)
+        kind, *_, microbatch, _ = self._open[-1] if self._open else ("between two spans", -1, ())
         return f"step {self.step}, {kind}" + (f" of micro-batch {microbatch}" * (microbatch >= 0))
 
     # ---- compute lane -------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Recorder:
         now = self.clock.mark()
         if self._open:
             self._close(now)
-        self._open.append((kind, microbatch, stage, chunk, after))
+        self._open.append((kind, stage, chunk, microbatch, after))
         self._began = now
         self._sample(now)
 
@@ -171,21 +171,8 @@ class Recorder:
 
     def _close(self, now: Any) -> int:
         self._last = self._new_id()
-        kind, microbatch, stage, chunk, after = self._open[-1]
-        self._spans.append(
-            (
-                self._last,
-                self.step,
-                "compute",
-                kind,
-                stage,
-                chunk,
-                microbatch,
-                self._began,
-                now,
-                after,
-            )
-        )
+        *what, after = self._open[-1]
+        self._spans.append((self._last, self.step, "compute", *what, self._began, now, after))
         return self._last
 
     def _new_id(self) -> int:
@@ -263,51 +250,19 @@ class Recorder:
 
     def tables(self) -> dict[str, dict[str, list]]:
         """Everything written down, as columns; CUDA events become seconds here."""
-        clock, spans, where = self.clock, [], {}
-        for span, step, lane, kind, stage, chunk, microbatch, start, end, after in self._spans:
+        clock, spans, where, calls = self.clock, [], {}, []
+        for span, step, lane, kind, *place, start, end, after in self._spans:
             end = self._comm_ends.get(span, start) if end is None else end
             start, end, cost = self._lane_work.get(span, (start, end, None))
-            began, ended = clock.seconds(start), clock.seconds(end)
             if cost is None:
                 cost = 0.0 if kind in ("wait", "comm") else clock.cost(start, end)
-            where[span] = (began, ended)
-            spans.append(
-                (
-                    span,
-                    self.rank,
-                    step,
-                    lane,
-                    kind,
-                    stage,
-                    chunk,
-                    microbatch,
-                    began,
-                    ended,
-                    cost,
-                    list(after),
-                )
-            )
-        written = where.keys()  # what an `unwritten` block left waits for nobody
-        spans = [(*row[:-1], [a for a in row[-1] if a in written]) for row in spans]
-        calls = []
-        for step, call, op, axis, ranks, peer, level, phase, payload, wire, span in self._calls:
-            calls.append(
-                (
-                    call,
-                    self.rank,
-                    step,
-                    op,
-                    axis,
-                    list(ranks),
-                    peer,
-                    level,
-                    phase,
-                    payload,
-                    wire,
-                    *where[span],
-                    span,
-                )
-            )
+            where[span] = clock.seconds(start), clock.seconds(end)
+            spans.append((span, self.rank, step, lane, kind, *place, *where[span], cost, after))
+        # What an `unwritten` block left is waited for by no span.
+        spans = [(*row, [a for a in after if a in where]) for *row, after in spans]
+        for step, call, op, axis, ranks, *row, span in self._calls:
+            of_rank = (call, self.rank, step, op, axis, list(ranks))
+            calls.append((*of_rank, *row, *where[span], span))
         copies = [(self.rank, *row[:-1], *where[row[-1]], row[-1]) for row in self._copies]
         steps = [
             (self.rank, step, clock.seconds(a), clock.seconds(b), max(beside, 0.0))

@@ -19,7 +19,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
@@ -35,76 +34,33 @@ if TYPE_CHECKING:
 DRY = "dry run"  # a clock that has no times
 CLOCKS = ("measured", "replayed", "predicted", DRY)
 
-COMPUTE_KINDS = (
-    "forward",
-    "backward",
-    "weight_grad",
-)  # what fills a pipeline; the rest is not its work
+COMPUTE_KINDS = ("forward", "backward", "weight_grad")  # what fills a pipeline; the rest does not
 KINDS = (*COMPUTE_KINDS, "optimizer", "compute", "wait", "comm", "copy")
 LEVELS = ("intra", "inter")
 TIERS = ("device", "host", "file")
 COPY_LANES = LINKS  # between them
 COPY_OPS = ("copy", "read", "write")  # of a file: read or write
 
-COLUMNS: dict[str, dict[str, type]] = {
-    "spans": {
-        "id": int,
-        "rank": int,
-        "step": int,
-        "lane": str,
-        "kind": str,
-        "stage": int,
-        "chunk": int,
-        "microbatch": int,
-        "start": float,
-        "end": float,
-        "cost": float,
-        "after": tuple,
-    },
-    "collectives": {
-        "call": int,
-        "rank": int,
-        "step": int,
-        "op": str,
-        "axis": str,
-        "ranks": tuple,
-        "peer": int,
-        "level": str,
-        "phase": str,
-        "payload_bytes": int,
-        "wire_bytes": int,
-        "start": float,
-        "end": float,
-        "span": int,
-    },
-    "copies": {
-        "rank": int,
-        "step": int,
-        "lane": str,
-        "op": str,
-        "category": str,
-        "bytes": int,
-        "start": float,
-        "end": float,
-        "span": int,
-    },
-    "memory": {
-        "rank": int,
-        "step": int,
-        "time": float,
-        "tier": str,
-        "category": str,
-        "bytes": int,
-    },
-    "steps": {"rank": int, "step": int, "start": float, "end": float, "beside": float},
-    "allocator": {
-        "rank": int,
-        "step": int,
-        "allocated": int,
-        "active": int,
-        "reserved": int,
-        "largest_free": int,
-    },
+# A column's name says its type, in every table.
+_TYPES: dict[type, str] = {
+    int: "id rank step stage chunk microbatch call peer payload_bytes wire_bytes span bytes "
+    "allocated active reserved largest_free",
+    float: "start end cost time beside",
+    str: "lane kind op axis level phase category tier",
+    tuple: "after ranks",
+}
+_TYPE = {column: kind for kind, columns in _TYPES.items() for column in columns.split()}
+_TABLES = {
+    "spans": "id rank step lane kind stage chunk microbatch start end cost after",
+    "collectives": "call rank step op axis ranks peer level phase payload_bytes wire_bytes start "
+    "end span",
+    "copies": "rank step lane op category bytes start end span",
+    "memory": "rank step time tier category bytes",
+    "steps": "rank step start end beside",
+    "allocator": "rank step allocated active reserved largest_free",
+}
+COLUMNS = {
+    name: {column: _TYPE[column] for column in columns.split()} for name, columns in _TABLES.items()
 }
 TIMES = ("start", "end", "time")  # columns that a clock offset shifts
 
@@ -344,13 +300,11 @@ class Tables:
 
     def __post_init__(self) -> None:
         choice("clock", self.clock, CLOCKS)
-        for name, kind, legal in (
-            ("model", (ModelSpec, NoneType), "a pl.ModelSpec(...) or None"),
-            ("plan", Plan, "a pl.Plan(...)"),
-            ("cluster", (Cluster, NoneType), "a pl.Cluster(...) or None"),
-        ):
-            if not isinstance(getattr(self, name), kind):
-                raise illegal(name, getattr(self, name), "not one", legal)
+        for name, kind in (("model", ModelSpec), ("plan", Plan), ("cluster", Cluster)):
+            value, optional = getattr(self, name), name != "plan"
+            if not isinstance(value, kind) and not (value is None and optional):
+                legal = f"a pl.{kind.__name__}(...){' or None' * optional}"
+                raise illegal(name, value, "not one", legal)
         object.__setattr__(self, "meta", plain(dict(self.meta), "meta"))
         object.__setattr__(self, "losses", [float(loss) for loss in self.losses])
         for name in COLUMNS:
