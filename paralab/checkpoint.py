@@ -9,7 +9,7 @@ single-device model,
 and a plan only says which rank writes, and later reads, which elements of it (`Piece`). Every rank
 writes one safetensors file of what it keeps, and no rank ever holds all of it: 12 bytes per
 parameter in all with AdamW in fp32, 12/world_size on each rank, since of replicas one is written.
-records/boxes.py says which; records/checkpoints.py makes a checkpoint appear all at once.
+report/boxes.py says which; report/checkpoints.py makes a checkpoint appear all at once.
 
 With mixed precision the stored weight is the fp32 master: what the ranks compute with is that,
 rounded. So precision is not in the checkpoint either. Nor is randomness: batches and dropout masks

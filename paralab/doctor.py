@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -118,7 +117,7 @@ def examine(*, device: str = "cpu", timeout: float = TORCH_TIMEOUT) -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        versions={name: _version(name) for name in PACKAGES},
+        versions={name: calibrate.version_of(name) for name in PACKAGES},
         cores=available_cores(),  # that this process may run on
         processor_time=processor_time(),  # how many of these at once; None: all
         memory=calibrate.memory_bytes(),  # of the machine, or of the container
@@ -133,13 +132,6 @@ def examine(*, device: str = "cpu", timeout: float = TORCH_TIMEOUT) -> Machine:
         loopback_counter=counted is not None,
         browser=browser(),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 # Runs in a process of its own; its last line of output is the answer.
@@ -362,7 +354,7 @@ def _problems(at: Machine) -> Iterator[str]:
         )
     if _room_for_ranks(at) < 1:
         yield (
-            f"{_size(at.free_memory)} of memory are free, and one rank beside JupyterLab takes "
+            f"{_size(at.free_memory)} of memory are free, and one rank next to JupyterLab takes "
             f"{_size(BASE_MEMORY + RANK_MEMORY)}: close something"
         )
     if at.temp is None or not at.temp["writable"]:
@@ -487,7 +479,7 @@ def _room(place: Mapping[str, Any]) -> str:
 
 
 def _room_for_ranks(at: Machine) -> int:
-    """Ranks that free memory has room for, beside a notebook."""
+    """Ranks that free memory has room for, next to a notebook."""
     free = at.memory if at.free_memory is None else at.free_memory
     return max(0, min(MAX_RANKS, (free - BASE_MEMORY) // RANK_MEMORY))
 

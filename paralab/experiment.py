@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from paralab.data import Corpus
 from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.quick import table
 from paralab.launch import MAX_RANKS, OutOfMemory, Stopped, launch_program, torchrun_context
+from paralab.programs.compile import compiled
 from paralab.ranks.started import variable
 from paralab.report import checkpoints, scratch
 from paralab.report.report import Report, save_part
@@ -34,65 +35,46 @@ DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of a run, checked: what `train` needs beside the model and the plan."""
+    """The arguments of a run, checked: what `train` needs besides the model and the plan."""
 
-    steps: int
-    optimizer: str
-    lr: float
-    clip_norm: float | None
-    data: str | None
-    seed: int
-    keep_state: bool
-    memory_limit: int | None
-    save: str | None
-    save_every: int | None
-    resume: str | None
+    steps: int = 4
+    optimizer: str = "adamw"
+    lr: float | None = None
+    clip_norm: float | None = None
+    data: str | os.PathLike[str] | None = None
+    seed: int = 0
+    keep_state: bool = False
+    memory_limit: Any = None
+    save: str | os.PathLike[str] | None = None
+    save_every: int | None = None
+    resume: str | os.PathLike[str] | None = None
 
     @classmethod
     def check(
-        cls,
-        model: ModelSpec,
-        plan: Plan,
-        *,
-        steps: int = 4,
-        optimizer: str = "adamw",
-        lr: float | None = None,
-        clip_norm: float | None = None,
-        data: str | os.PathLike[str] | None = None,
-        seed: int = 0,
-        keep_state: bool = False,
-        memory_limit: object = None,
-        save: str | os.PathLike[str] | None = None,
-        save_every: int | None = None,
-        resume: str | os.PathLike[str] | None = None,
-        resume_changes: Sequence[str] = (),
+        cls, model: ModelSpec, plan: Plan, *, resume_changes: Sequence[str] = (), **settings: Any
     ) -> Settings:
         """Raise ``ValueError`` on anything that no run could do, before a process starts."""
+        asked = cls(**settings)
         if not isinstance(plan, Plan):
             raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
         plan.validate(model)
         if model.vocab < 256:
             raise illegal("vocab", model.vocab, "text is read as bytes", "256 or more")
-        choice("optimizer", optimizer, ("adamw", "sgd"))
-        lr = DEFAULT_LR[optimizer] if lr is None else real("lr", lr, above=0.0)
-        clip = None if clip_norm is None else real("clip_norm", clip_norm, above=0.0)
+        optimizer = choice("optimizer", asked.optimizer, tuple(DEFAULT_LR))
+        lr = DEFAULT_LR[optimizer] if asked.lr is None else real("lr", asked.lr, above=0.0)
+        clip, limit = asked.clip_norm, asked.memory_limit
+        clip = None if clip is None else real("clip_norm", clip, above=0.0)
         if plan.passes or plan.grad_sync is None:  # what a pass gets wrong is refused here
-            from paralab.programs.compile import compiled
-
             compiled(model, plan, optimizer=optimizer, clips=clip is not None)
-        corpus = Corpus(data)
+        corpus = Corpus(asked.data)
         corpus.sample(0, length=model.seq_len, seed=0)  # refuses a text shorter than one sample
-        seed = whole("seed", seed, at_least=0, at_most=2**31 - 1)
-        if save_every is not None:
-            whole("save_every", save_every, at_least=1)
-            if save is None:
-                raise illegal(
-                    "save_every",
-                    save_every,
-                    "there is no folder to save into",
-                    'save="a folder" too, or None',
-                )
-        changes = checkpoints.check_changes(resume_changes)
+        seed = whole("seed", asked.seed, at_least=0, at_most=2**31 - 1)
+        if asked.save_every is not None:
+            whole("save_every", asked.save_every, at_least=1)
+            if asked.save is None:
+                why, legal = "there is no folder to save into", 'save="a folder" too, or None'
+                raise illegal("save_every", asked.save_every, why, legal)
+        changes, resume = checkpoints.check_changes(resume_changes), asked.resume
         if changes and resume is None:
             why, legal = "there is nothing to resume", 'resume="a folder" too, or ()'
             raise illegal("resume_changes", changes, why, legal)
@@ -103,17 +85,16 @@ class Settings:
             found.check(model, changes, **now)
             resume = str(found.folder)
         scratch.check(plan.tiers, file_bytes(model, plan, optimizer=optimizer))
-        return cls(
-            steps=whole("steps", steps, at_least=1),
-            optimizer=optimizer,
+        return replace(
+            asked,
+            steps=whole("steps", asked.steps, at_least=1),
             lr=lr,
             clip_norm=clip,
-            data=None if data is None else str(corpus.root),
+            data=None if asked.data is None else str(corpus.root),
             seed=seed,
-            keep_state=choice("keep_state", keep_state, (True, False)),
-            memory_limit=None if memory_limit is None else num_bytes("memory_limit", memory_limit),
-            save=None if save is None else checkpoints.prepare(save),
-            save_every=save_every,
+            keep_state=choice("keep_state", asked.keep_state, (True, False)),
+            memory_limit=None if limit is None else num_bytes("memory_limit", limit),
+            save=None if asked.save is None else checkpoints.prepare(asked.save),
             resume=resume,
         )
 
@@ -176,13 +157,9 @@ def run(
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
         plan.validate(model)  # what no machine can do is said first
         largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
-        raise illegal(
-            largest,
-            getattr(plan, largest),
-            f"the plan needs {plan.world_size} ranks, and one machine starts {MAX_RANKS} at most",
-            "fewer ranks; or pl.predict "
-            "or pl.dry_run, which need none, or torchrun on several machines",
-        )
+        why = f"the plan needs {plan.world_size} ranks, and one machine starts {MAX_RANKS} at most"
+        others = "or pl.predict or pl.dry_run, which need none, or torchrun on several machines"
+        raise illegal(largest, getattr(plan, largest), why, f"fewer ranks; {others}")
     checked = Settings.check(
         model,
         plan,
@@ -239,12 +216,9 @@ def run_under_torchrun(
     choice("device", device, (None, "cpu", "cuda"))
     world = int(variable("WORLD_SIZE", number=True))
     if world != plan.world_size:
-        raise illegal(
-            "dp",
-            plan.dp,
-            f"the plan needs {plan.world_size} ranks, torchrun started {world}",
-            f"a plan of {world} ranks, or --nproc-per-node * --nnodes = {plan.world_size}",
-        )
+        why = f"the plan needs {plan.world_size} ranks, torchrun started {world}"
+        legal = f"a plan of {world} ranks, or --nproc-per-node * --nnodes = {plan.world_size}"
+        raise illegal("dp", plan.dp, why, legal)
     import torch.distributed as dist
 
     context = torchrun_context(timeout=timeout, device=device)
@@ -281,7 +255,7 @@ def _meta(settings: Settings, of_rank: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ProgressBar:
-    """A tqdm bar over the steps that every rank has finished; quiet where nobody looks."""
+    """A tqdm bar over the steps that every rank has finished; quiet where nothing would show it."""
 
     def __init__(
         self, steps: int, plan: Plan, wanted: bool | Callable[[int, int, int], None]

@@ -359,7 +359,7 @@ def test_another_machine_or_version_has_a_cache_of_its_own(monkeypatch):
     names.add(calibrate.fingerprint())
     monkeypatch.setattr(calibrate, "_processor", lambda: "another")
     names.add(calibrate.fingerprint())
-    monkeypatch.setattr(calibrate, "_version", lambda package: "9.9")
+    monkeypatch.setattr(calibrate, "version_of", lambda package: "9.9")
     names.add(calibrate.fingerprint())
     monkeypatch.setattr(calibrate, "__version__", "9.9")
     names.add(calibrate.fingerprint())

@@ -1,8 +1,8 @@
-"""What CUDA's caching allocator says of a step, beside what the ledger counts.
+"""What CUDA's caching allocator says of a step, next to what the ledger counts.
 
 The ledger counts the bytes of tensors. The allocator rounds every block up, keeps a block until all
 streams that use it have passed, keeps what was given back for the next request, and serves cuBLAS's
-workspaces too; NCCL and the CUDA context take theirs beside it. What it keeps for itself is what a
+workspaces too; NCCL and the CUDA context take theirs besides. What it keeps for itself is what a
 device lacks that "should have had room".
 """
 

@@ -10,7 +10,7 @@ imports torch):
             / bandwidth. A call's time runs from its last member's launch to its end, as the event
             engine counts it
     calls   what posting a call takes a rank's own thread, and how much longer a forward or a
-            backward takes after a wait than in a loop: whoever ran meanwhile has used the caches
+            backward takes after a wait than in a loop: what ran meanwhile has used the caches
     products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
     tiers   copies from one part of memory to another, which is what "host to device" is where both
             are the same chips; files, written and read past the page cache; AdamW steps
@@ -37,7 +37,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
 from collections import defaultdict
 from importlib import metadata
@@ -55,6 +54,7 @@ from paralab.instruments.measure import (
     see_gpus,
 )
 from paralab.instruments.processors import processors_busy, spent, stolen_since
+from paralab.report import written
 from paralab.spec import Cluster, Link
 from paralab.spec.cluster import available_cores
 from paralab.theory.fit import fit_device, fit_half_rate, fit_link, fit_rate
@@ -63,7 +63,7 @@ from paralab.version import __version__
 
 PASSES = 3  # over all measurements: cores change their speed from second to second
 FORMAT = 5  # of the cache file; files of another format are measured again
-BUSY = 0.25  # of the processors, taken by other programs: what is measured beside them is not kept
+BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # files that are there where torch may see a GPU
 
@@ -184,7 +184,7 @@ def fingerprint(device: str = "cpu") -> str:
         FORMAT,
         _processor(),
         available_cores(),
-        _version("torch"),
+        version_of("torch"),
         __version__,
     ]
     if device == "cuda":
@@ -192,11 +192,12 @@ def fingerprint(device: str = "cpu") -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str | None:
+    """The installed version; None if there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "none"
+        return None
 
 
 def _processor() -> str:
@@ -241,17 +242,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, known: dict[str, Any]) -> bool:
     """All or nothing: two notebooks may calibrate at once. Whether it could be written."""
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(known, file)
-        os.replace(temporary, path)
+        written.write(path, json.dumps(known).encode())
         return True
     except OSError:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         return False
 
 

@@ -5,7 +5,7 @@
     optimizer    its state
     activations  what autograd has saved for backward
     buffers      what a message leaves from or arrives in, gathered parameters
-    workspace    results that nobody saves, gradients of activations, temporaries of the optimizer
+    workspace    results that are not saved, gradients of activations, temporaries of the optimizer
     other        what came to be while no span was open: a batch, a loss
 
 A storage has one category, and counts once however many views of it there are. Which one, is known

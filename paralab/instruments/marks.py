@@ -1,7 +1,7 @@
 """The clocks of a rank: what a moment is, on a CPU, on a GPU, and in a dry run.
 
 A mark is a moment, taken on the spot and read later: ``mark`` on the rank's own thread, ``host``
-beside it. ``seconds`` of a mark are those of ``time.perf_counter``, which on one machine all
+from any other. ``seconds`` of a mark are those of ``time.perf_counter``, which on one machine all
 processes share; ``cost`` is what the rank computed between two of them.
 """
 
@@ -17,7 +17,7 @@ def clock_of(device: str) -> Any:
 
 
 class _Clock:
-    """What a clock of a real run knows beside its marks."""
+    """What a clock of a real run knows besides its marks."""
 
     def now(self) -> float:
         """The host's time, between two marks."""
@@ -45,7 +45,7 @@ class _CpuClock(_Clock):
         return time.perf_counter(), time.thread_time()
 
     def host(self) -> tuple[float, float]:
-        """A mark for what happens beside this thread: wall time only. Safe in any thread."""
+        """A mark for what happens on other threads: wall time only. Safe in any thread."""
         return time.perf_counter(), 0.0
 
     def seconds(self, mark: tuple[float, float]) -> float:
@@ -107,7 +107,7 @@ class _CudaClock(_Clock):
         return sum(event is None or event.query() for event in events)
 
     def resolve(self) -> None:
-        """What the device has not passed, a copy that goes on beside the next step, stays open."""
+        """What the device has not passed, a copy that goes on during the next step, stays open."""
         marks, self._open = self._open, []
         for mark in marks:
             if mark.event is None:  # it was read meanwhile

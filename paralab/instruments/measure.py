@@ -5,11 +5,11 @@ a second in which the machine was busy with something else then spoils a few rep
 all repetitions of a few.
 
 [Note: devices] One code measures processors and GPUs. The rank's context says where tensors are;
-the recorder's clock (observe/marks.py) says what something cost: CPU seconds of the thread, or
+the recorder's clock (instruments/marks.py) says what something cost: CPU seconds of the thread, or
 device time between two events. Groups are gloo's or NCCL's. A GPU first fills ``ahead`` bytes, so
 that the host has launched what is timed before the device comes to it.
 
-Called by paralab/observe/calibrate.py, which turns the seconds into a Cluster. Torch is imported
+Called by instruments/calibrate.py, which turns the seconds into a Cluster. Torch is imported
 inside the functions: the caller of a calibration reads the shapes and sizes without it.
 """
 

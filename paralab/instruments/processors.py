@@ -1,7 +1,7 @@
 """Whose the processors are: this machine's other programs', or other machines on the same hardware.
 
 What is measured meanwhile is not what the machine can do. Linux tells both in /proc/stat; elsewhere
-nobody seems to be there.
+the processors seem to be free.
 """
 
 from __future__ import annotations

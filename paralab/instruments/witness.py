@@ -1,4 +1,4 @@
-"""The kernel as witness: what the loopback interface counted, beside what the ledger says.
+"""The kernel as witness: what the loopback interface counted, next to what the ledger says.
 
 Ranks on one machine talk through the loopback interface, and the kernel counts its bytes without
 knowing anything of collectives. Ranks are held at a *gate* before and after every call, and the

@@ -140,7 +140,7 @@ def _losses(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     """Mean over all ranks' micro-batches, step by step.
 
     fsum is the correctly rounded sum, so the mean does not depend on how the micro-batches were
-    dealt over ranks (and not on the Python version, as the built-in sum does).
+    distributed over ranks (and not on the Python version, as the built-in sum does).
     """
     lengths = {len(losses) for losses in by_rank}
     if len(lengths) > 1:

@@ -223,7 +223,7 @@ def _step_gap(table: pd.DataFrame, expect: Tables, report: Tables) -> str:
             said.append(
                 f"{what} is work too: the ranks' other threads used "
                 f"{carried * 1e3:.0f} ms of processor per step and rank, which devices of their "
-                "own do at the same time as computing."
+                "own do while they compute."
             )
         outside = _outside(report)
         if outside > 0.01 * row["measured"]:

@@ -37,7 +37,7 @@ NAN = float("nan")
 def schedule_of(report: Tables, *, step: int | None = None) -> list[list[Action]]:
     """What every rank of one pipeline computed in ``step``, in order: the schedule, read off spans.
 
-    step  default: the typical one. Of several pipelines next to each other the first is read; all
+    step  default: the typical one. Of several pipelines the first is read; all
     follow the same schedule.
     """
     step = metrics.typical_step(report) if step is None else step

@@ -9,14 +9,14 @@ own would have given.
     cost of a span   median over steps >= 1 and ranks that hold the same stages, of spans of the
                      same stage and kind at the same place: a backward that launches collectives is
                      cut there, and every part has its own
-    collective       alpha + bytes sent / bandwidth, from its row in the traffic table
+    collective       alpha + wire bytes / bandwidth, from its row in the traffic table
     copy             the same between memory tiers, if the cluster states these links; no faster
                      than the plan's ``bandwidth``. Else as long as it took
     wait             as long as the engine says, whatever it took in the run
 
-Its one assumption: a computation costs the same alone as at the same time as others. Shared caches
-and memory bandwidth break it by a few per cent. What ran outside spans (reading data, Python
-between spans) takes no time here.
+Its one assumption: a computation costs the same alone as next to others. Shared caches and memory
+bandwidth break it by a few per cent. What ran outside spans (reading data, Python between spans)
+takes no time here.
 """
 
 from __future__ import annotations
