@@ -164,7 +164,7 @@ BAD = [
     (dict(versions={**LAPTOP["versions"], "plotly": None, "pandas": None}),
      "missing: pandas, plotly; "),
     (dict(python="3.10.4"), "Python 3.10.4 is too old: 3.11 or newer"),
-    (dict(free_memory=300 * MB), "300 MB of memory are free, and one rank next to JupyterLab takes"),
+    (dict(free_memory=300 * MB), "300 MB of memory are free, and one rank next to JupyterLab"),
     (dict(temp=None), "no folder for temporary files"),
     (dict(temp=TEMP | {"writable": False}), "no folder for temporary files"),
     (dict(temp=TEMP | {"free": 5 * MB}), "/tmp has 5 MB left"),

@@ -1,9 +1,9 @@
 """The witness of predicted memory: a rank's storages, counted while its program runs.
 
 `witness` lets one rank of a plan run a step on torch's "meta" device, whose tensors have sizes and
-no bytes, without peers: a call is over at once. The ledger (instruments/ledger.py) counts storages as
-operations make them, and knows nothing of the program's names, sizes and lifetimes, which is what
-interpret/memory.py counts. `on_ranks` does the same on real ranks, with real tensors.
+no bytes, without peers: a call is over at once. The ledger (instruments/ledger.py) counts storages
+as operations make them, and knows nothing of names, sizes and lifetimes in the program, which is
+what interpret/memory.py counts. `on_ranks` does the same on real ranks, with real tensors.
 """
 
 from __future__ import annotations

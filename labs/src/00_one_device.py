@@ -317,6 +317,6 @@ exercise.check(states_by_sum, devices_by_whole_numbers)
 # * Korthikanti and others 2022,
 #   [Reducing activation recomputation](https://arxiv.org/abs/2205.05198), eq. 1: the activations of
 #   one block.
-# * In the package: `paralab/theory/needs.py` has the recipes, `paralab/instruments/ledger.py` counts
-#   what is alive, `paralab/interpret/memory.py` reads it off the program. Next:
+# * In the package: `paralab/theory/needs.py` has the recipes, `paralab/instruments/ledger.py`
+#   counts what is alive, `paralab/interpret/memory.py` reads it off the program. Next:
 #   [lab 01](01_collectives.ipynb).

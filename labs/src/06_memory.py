@@ -383,5 +383,5 @@ clinic.check(treatment)
 # * Korthikanti and others 2022, [Reducing activation
 #   recomputation](https://arxiv.org/abs/2205.05198), sec. 4 and 5. Rajbhandari and others 2020,
 #   [ZeRO](https://arxiv.org/abs/1910.02054), sec. 6: ZeRO-R.
-# * In the package: `paralab/instruments/ledger.py` counts, `paralab/interpret/memory.py` reads the same
-#   off a program, `paralab/parallel/recompute.py` makes one that forgets and computes again.
+# * In the package: `paralab/instruments/ledger.py` counts, `paralab/interpret/memory.py` reads the
+#   same off a program, `paralab/parallel/recompute.py` makes one that forgets and computes again.

@@ -1,7 +1,7 @@
 """A timed program as the rows that a run's recorder would have written: one box after the other.
 
-The recorder (instruments/recorder.py) closes a box of the compute lane wherever a call is begun or a
-wait begins, and opens a new part of it behind; so do these. An instruction may have several boxes
+The recorder (instruments/recorder.py) closes a box of the compute lane wherever a call or a wait
+begins, and opens a new part of it behind; so do these. An instruction may have several boxes
 (a wait, then what a reduce-scatter's parts are added up in), several instructions of one action one
 box (spans.py). Boxes are numbered in the order in which a rank closes them, as in a run. Whatever
 goes on more slowly behind a wait, or has to post a call, begins with that: see `since`.

@@ -7,8 +7,8 @@
                                     which tensor (boxes.py)
         rank-0.safetensors ...      the tensors
 
-[Note: atomic] A save writes into ``.saving-step-00000004``, where no reader looks. When all of it has
-reached the disk (fsync of files and folder) one rename gives it its name, and one more replaces
+[Note: atomic] A save writes into ``.saving-step-00000004``, where no reader looks. When all of it
+has reached the disk (fsync of files and folder) one rename gives it its name, and one more replaces
 ``latest``, by which alone a checkpoint is found. So whenever the ranks are killed, ``latest`` names
 a checkpoint that is whole: the one before, or the new one. Only then does the last but two go. What
 a killed save has left behind, the next one sweeps away.

@@ -30,21 +30,19 @@ from paralab.spec import Cluster, ModelSpec, Plan
 Some = TypeVar("Some", bound=Tables)
 VERSION = 2  # 1 had no column `beside` in the table of steps
 REPORT, PART = "paralab report", "paralab rank part"
+STATES, CLOCK_OFFSET = ("weights", "gradients"), ("clock_offset", "clock_uncertainty")
 # What building from any JSON may raise: whatever a foreign writer put there, the reader of a file
 # meets one kind of error.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def save(report: Tables, path: str | os.PathLike[str]) -> None:
-    body = {
-        "clock": report.clock,
-        "cluster": None if report.cluster is None else plain(report.cluster.to_dict(), "cluster"),
-        **_described(report.model, report.plan, report.meta),
-        "losses": _encode(report.losses),
-        "weights": encode_arrays(report.weights),
-        "gradients": encode_arrays(report.gradients),
-        "tables": {name: _columns(name, getattr(report, name)) for name in tables.COLUMNS},
-    }
+    """Write everything that a report holds."""
+    about = {name: getattr(report, name) for name in ("model", "plan", "meta", "losses")}
+    arrays = {name: getattr(report, name) for name in STATES}
+    found = {name: getattr(report, name) for name in tables.COLUMNS}
+    cluster = None if report.cluster is None else plain(report.cluster.to_dict(), "cluster")
+    body = {"clock": report.clock, "cluster": cluster, **_body(about | arrays | found)}
     write(checks.path("path", path, written.LEGAL), body, REPORT)
 
 
@@ -69,15 +67,12 @@ def save_part(
         raise ValueError(
             "meta['run_id'] is missing; parts of different runs could not be told apart"
         )
+    losses = [list(map(float, step)) for step in part["losses"]]
+    about = {"model": model, "plan": plan, "meta": meta, "losses": losses}
     body = {
         "rank": int(part["rank"]),
-        **_described(model, plan, meta),
-        "clock_offset": float(part["clock_offset"]),
-        "clock_uncertainty": float(part["clock_uncertainty"]),
-        "losses": _encode([list(map(float, step)) for step in part["losses"]]),
-        "weights": encode_arrays(part.get("weights")),
-        "gradients": encode_arrays(part.get("gradients")),
-        "tables": {name: _columns(name, part[name]) for name in tables.COLUMNS},
+        **{name: float(part[name]) for name in CLOCK_OFFSET},
+        **_body({**part, **about}),
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
     write(Path(folder) / f"rank-{body['rank']:05d}.json", body, PART)
@@ -178,49 +173,47 @@ def _refuse_constant(name: str) -> None:
 
 
 # ---- the body -----------------------------------------------------------------------------------
-def _described(model: ModelSpec | None, plan: Plan, meta: Mapping[str, Any]) -> dict[str, Any]:
+def _body(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report and a rank's part have in common, as JSON knows it."""
+    model = said["model"]
     return {
         "model": None if model is None else plain(model.to_dict(), "model"),
-        "plan": plain(plan.to_dict(), "plan"),
-        "meta": _encode(plain(dict(meta), "meta")),
+        "plan": plain(said["plan"].to_dict(), "plan"),
+        "meta": _encode(plain(dict(said["meta"]), "meta")),
+        "losses": _encode(said["losses"]),
+        **{name: encode_arrays(said.get(name)) for name in STATES},
+        "tables": {name: tables.columns_of(name, said[name]) for name in tables.COLUMNS},
+    }
+
+
+def _said(body: dict[str, Any]) -> dict[str, Any]:
+    """The way back, but for the losses' numbers."""
+    model = typed(body, "model", (dict, type(None)))
+    return {
+        "model": None if model is None else ModelSpec.from_dict(model),
+        "plan": Plan.from_dict(typed(body, "plan", dict)),
+        "meta": _decode(typed(body, "meta", dict)),
+        "losses": _decode(typed(body, "losses", list)),
+        **{name: decode_arrays(body, name) for name in STATES},
+        **_tables(body),
     }
 
 
 def _report(body: dict[str, Any]) -> dict[str, Any]:
-    cluster = typed(body, "cluster", (dict, type(None)))
-    model = typed(body, "model", (dict, type(None)))
-    return {
-        "clock": typed(body, "clock", str),
-        "model": None if model is None else ModelSpec.from_dict(model),
-        "plan": Plan.from_dict(typed(body, "plan", dict)),
-        "cluster": None if cluster is None else Cluster.from_dict(cluster),
-        "meta": _decode(typed(body, "meta", dict)),
-        "losses": _numbers(_decode(typed(body, "losses", list)), "losses"),
-        "weights": decode_arrays(body, "weights"),
-        "gradients": decode_arrays(body, "gradients"),
-        **_tables(body),
-    }
+    said, cluster = _said(body), typed(body, "cluster", (dict, type(None)))
+    said["losses"] = _numbers(said["losses"], "losses")
+    cluster = None if cluster is None else Cluster.from_dict(cluster)
+    return {"clock": typed(body, "clock", str), "cluster": cluster, **said}
 
 
 def _part(body: dict[str, Any]) -> dict[str, Any]:
-    meta = _decode(typed(body, "meta", dict))
-    losses = _decode(typed(body, "losses", list))
-    if not all(isinstance(step, list) for step in losses):
-        raise ValueError("losses are not a list per step")
-    offsets = [typed(body, name, (int, float)) for name in ("clock_offset", "clock_uncertainty")]
-    return {
-        "rank": typed(body, "rank", int),
-        "run_id": meta.get("run_id"),
-        "model": ModelSpec.from_dict(typed(body, "model", dict)),
-        "plan": Plan.from_dict(typed(body, "plan", dict)),
-        "meta": meta,
-        "clock_offset": float(offsets[0]),
-        "clock_uncertainty": float(offsets[1]),
-        "losses": [_numbers(step, "losses") for step in losses],
-        "weights": decode_arrays(body, "weights"),
-        "gradients": decode_arrays(body, "gradients"),
-        **_tables(body),
-    }
+    said = _said(body)
+    if said["model"] is None or not all(isinstance(step, list) for step in said["losses"]):
+        raise ValueError("the model is missing, or losses are not a list per step")
+    said["losses"] = [_numbers(step, "losses") for step in said["losses"]]
+    offsets = {name: float(typed(body, name, (int, float))) for name in CLOCK_OFFSET}
+    rank = typed(body, "rank", int)
+    return {"rank": rank, "run_id": said["meta"].get("run_id"), **offsets, **said}
 
 
 def _tables(body: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
@@ -228,11 +221,6 @@ def _tables(body: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
     later = ("copies", "allocator")  # older files have none
     found = {**{name: {c: [] for c in tables.COLUMNS[name]} for name in later}, **found}
     return {name: tables.columns_of(name, typed(found, name, dict)) for name in tables.COLUMNS}
-
-
-def _columns(name: str, rows: Any) -> dict[str, list[Any]]:
-    """A table as lists for JSON, which writes tuples as lists."""
-    return tables.columns_of(name, rows)
 
 
 def _numbers(values: list[Any], name: str) -> list[float]:
