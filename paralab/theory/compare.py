@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import illegal
 from paralab.report import metrics
 from paralab.report.metrics import device_of, needs_own_devices, needs_times
+from paralab.report.tables import Tables
 from paralab.theory.gaps import MOVED, WAITED, notes_on
 from paralab.theory.replay import replay
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from paralab.report.tables import Tables
 
 COLUMNS = ("predicted", "replayed", "measured")
 UNITS = {"bytes sent per rank": "B", "collective calls": "calls", MOVED: "B", "bubble": "share"}
@@ -133,8 +132,6 @@ def compare(expect: Tables, report: Tables) -> Comparison:
 
 
 def _in_order(a: Any, b: Any) -> tuple[Tables, Tables]:
-    from paralab.report.tables import Tables
-
     for name, value in (("expect", a), ("report", b)):
         if not isinstance(value, Tables):
             raise illegal(name, value, "not a report", "what pl.predict and pl.run return")
