@@ -160,7 +160,7 @@ class Group:
             fills=tensors[:1] if fills is None else fills,
             reads=reads,
             root=() if root is None else (root,),
-            what=self._where(op, self._calls),
+            number=self._calls,
         )
         row = (op, payload.nbytes, -1 if root is None else root)
         return self._noted(self.transport.post(call), op, [row], phase)
@@ -194,7 +194,7 @@ class Group:
             tensors=[tensor for _, tensor, _ in parts],
             fills=[tensor for side, tensor, _ in parts if side == "recv"],
             ways=[(side, peer) for side, _, peer in parts],
-            what=self._where(first, self._calls),
+            number=self._calls,
         )
         rows = [(side, tensor.nbytes, peer) for side, tensor, peer in parts]
         return self._noted(self.transport.post(call), first, rows, phase)
@@ -217,11 +217,7 @@ class Group:
 
     def blocked_in(self, op: str = "", call: object = "") -> None:
         """Note why this rank stands still, for who asks; without arguments: it computes again."""
-        self.context.note(self._where(op, call) if op else "")
-
-    def _where(self, op: str, call: object) -> str:
-        where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"
-        return f"{op} #{call} on {where}, step {self.recorder.step}"
+        self.context.note(self.transport.words(op, call) if op else "")
 
 
 class Pending:

@@ -32,7 +32,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -57,8 +56,7 @@ Way = tuple[str, int]  # "send" or "recv", and the global rank at the other end
 PATIENCE = 1.0  # seconds that gloo may hold what it was lent after it says that a call is over
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """What one call does.
 
     op       a collective's name, or "exchange"
@@ -66,7 +64,7 @@ class Call:
     fills    those of them that it fills; ``reads``: those of these that it reads first
     root     (global rank,) of a broadcast or a reduce, else ()
     ways     of an exchange
-    what     the call in words, for who asks why a rank stands still
+    number   of the group's calls, for the words that say why a rank stands still
     finish   what this rank does when it has waited for the call
     """
 
@@ -76,7 +74,7 @@ class Call:
     reads: Sequence[Tensor] = ()
     root: tuple[int, ...] = ()
     ways: Sequence[Way] = ()
-    what: str = ""
+    number: int = 0
     finish: Callable[[], None] | None = None
 
 
@@ -95,7 +93,12 @@ class Transport:
         self, ranks: Sequence[int], *, axis: str, context: Any, recorder: Recorder, group: Any
     ) -> None:
         self.ranks, self.context, self.recorder, self.group = ranks, context, recorder, group
-        self.lane = f"comm:{axis}"
+        self.axis, self.lane = axis, f"comm:{axis}"
+
+    def words(self, op: str, number: object) -> str:
+        """A call of this group, for a message."""
+        where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"
+        return f"{op} #{number} on {where}, step {self.recorder.step}"
 
     def post(self, call: Call) -> Posted:
         raise NotImplementedError
@@ -142,11 +145,11 @@ class Gloo(Transport):
                     torch.sum(received.view(len(self.ranks), -1), dim=0, out=output.view(-1))
 
             made = {"tensors": [received, tensor], "fills": [received], "finish": add_up}
-            return replace(call, op="all_to_all", **made)
+            return call._replace(op="all_to_all", **made)
         if call.op == "reduce":
             (tensor,), (root,) = call.tensors, call.root
             if root != self.context.rank:
-                return replace(call, fills=(), reads=(), root=(), ways=[("send", root)])
+                return call._replace(fills=(), reads=(), root=(), ways=[("send", root)])
             others = [rank for rank in self.ranks if rank != root]
             with self.recorder.making("buffers"):
                 parts = [torch.empty_like(tensor) for _ in others]
@@ -158,7 +161,7 @@ class Gloo(Transport):
 
             ways = [("recv", rank) for rank in others]
             made = {"tensors": parts, "fills": parts, "finish": add, "ways": ways}
-            return replace(call, reads=(), root=(), **made)
+            return call._replace(reads=(), root=(), **made)
         return call
 
     def lend(self, call: Call) -> tuple[list[Tensor], list[Any], Callable | None]:
@@ -265,7 +268,8 @@ class Nccl(Transport):
             recorder.completed(span, recorder.clock.mark())
             over = torch.cuda.Event()
             over.record(stream)
-        recorder.lookout.posted(call.what, over)
+        op = call.ways[0][0] if call.ways else call.op
+        recorder.lookout.posted(self.words(op, call.number), over)
         return Posted(span, [Enqueued(over, call.tensors)], call.finish)
 
 

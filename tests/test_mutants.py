@@ -136,8 +136,6 @@ def remembered(new_group):
 @contextlib.contextmanager
 def delivered_late():
     """What a call brings is there when it is waited for, and not before: as on the slowest link."""
-    from dataclasses import replace
-
     from paralab.transports import Gloo
 
     class Undelivered:
@@ -146,7 +144,7 @@ def delivered_late():
 
     def posted(self, call):
         copies = [tensor.clone() for tensor in call.tensors]
-        now = post(self, replace(call, tensors=copies, fills=copies[: len(call.fills)]))
+        now = post(self, call._replace(tensors=copies, fills=copies[: len(call.fills)]))
         for work in now.works:
             work.wait()
         if now.finish is not None:
