@@ -59,6 +59,12 @@ def test_no_imports_go_round():
     assert len(graph) > 100 and not circle(graph), " -> ".join(circle(graph))
 
 
+def test_the_face_is_imported_by_what_a_learner_writes_alone():
+    """``import paralab`` brings everything, so a module that imports it closes a circle."""
+    found = [module for module, path in FILES.items() if "paralab" in set(imports(path))]
+    assert all(module.startswith("paralab.exercises.answers.") for module in found), found
+
+
 def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) in (["b", "c", "b"], ["c", "b", "c"])
 
