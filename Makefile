@@ -5,9 +5,9 @@
 #   make test    everything that continuous integration runs; installs chromium if it may and must
 #   make memory  predicted memory against the bytes of tensors: 200 drawn plans, 20 searches
 #   make gpu     the same code on this machine's GPUs, every plan and paradigm; writes gpu.md
-#   make nbval   the labs' stored outputs against a fresh run by nbval, without a browser
+#   make nbval   of `make test` the labs alone: their stored outputs against a fresh run by nbval
 #   make bench   every claim about seconds, and what you would use instead; writes bench.json
-#   make labs    rebuild the notebooks from labs/src (needs chromium, for their pictures)
+#   make labs    rebuild the notebooks from tests/labs/src (needs chromium, for their pictures)
 #   make clean   remove the environment and everything these targets wrote
 #
 # Each sets up .venv the first time, and again when pyproject.toml changes.
@@ -34,8 +34,10 @@ WORKERS ?= $(if $(filter 0 1 2 3,$(shell nproc 2>/dev/null || echo 2)),2,3)
 # environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 
-# nbval is for `make nbval`; as a plugin of every test process it would only be imported.
-PYTEST := $(PY) -m pytest -p no:nbval $(TEST_ARGS)
+PYTEST := $(PY) -m pytest $(TEST_ARGS)
+
+# Each file's tests go to one worker, in the order that tests/conftest.py gives them.
+FILES := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 # JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -89,7 +91,7 @@ test: $(READY_DEV)
 	@echo "== a browser for the labs"
 	@$(PY) tests/browser/chromium.py
 	@echo "== tests, $(WORKERS) files at a time"
-	@$(PYTEST) tests --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+	@$(PYTEST) tests labs --nbval $(FILES)
 
 memory: $(READY_DEV)
 	@PARALAB_MEMORY_PLANS=200 PARALAB_MEMORY_SEARCHES=20 $(PYTEST) -k 'drawn or witness or limit' \
@@ -100,15 +102,14 @@ gpu: $(READY_DEV)
 	@$(PYTEST) tests/test_gpu.py -m gpu
 
 nbval: $(READY_DEV)
-	@$(PY) -m pytest labs --nbval --nbval-current-env --nbval-cell-timeout=120 \
-	  --numprocesses=2 --dist=loadfile
+	@$(PYTEST) labs --nbval $(FILES)
 
 bench: $(READY_DEV)
 	@$(PYTEST) tests/benchmarks/claims.py
 	@$(PY) tests/benchmarks/run.py
 
 labs: $(READY_DEV)
-	@$(PY) labs/build.py
+	@$(PY) tests/labs/build.py
 
 clean:
 	rm -rf $(VENV) build dist demo bench.json gpu.md *.egg-info .pytest_cache .ruff_cache .hypothesis

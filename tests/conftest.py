@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from hypothesis import settings
 
 import paralab as pl
 from paralab.ranks.server import ONE_THREAD
-from paralab.view import late_grammar  # noqa: F401  before nbformat is imported
 
-# torch is not imported yet. With a thread per core in every worker beside the ranks of its tests,
+# torch is not imported yet. With a thread per core in every worker, next to the ranks of its tests,
 # threads wait for one another more than they compute: two files at a time took 154 s, and 59 so.
 os.environ.update(ONE_THREAD)
 
@@ -33,18 +31,22 @@ WORDS = [
 ]
 
 
-# Files of a minute or more. Beside others they begin first, after the pages: one that begins last
-# is waited for alone.
-LONG = ("composed", "launch_failures", "offload", "offload_composed", "tensor_parallel",
-        "labs_meta", "relay", "checkpoint_killed", "tensor_theory", "checkpoint",
-        "exercises_ranks", "torchrun", "pipeline_equality", "traffic", "zero")  # fmt: skip
+# What takes longest begins first, so that at the end no worker waits for one long file: the pages,
+# the labs, and then files of half a minute or more.
+LONG = (
+    *("composed", "launch_failures", "offload", "offload_composed", "tensor_parallel", "relay"),
+    *("labs_meta", "checkpoint_killed", "tensor_theory", "checkpoint", "exercises_ranks"),
+    *("torchrun", "pipeline_equality", "traffic", "zero"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def turn(item: pytest.Item) -> int:
-        name = item.path.stem.removeprefix("test_")
         if item.path.parent.name == "browser":
+            return -2
+        if item.path.suffix == ".ipynb":
             return -1
+        name = item.path.stem.removeprefix("test_")
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=turn)  # stable: within a file nothing moves
@@ -52,23 +54,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each file's tests go to one worker; the labs, a quarter of all there is to do, to two."""
+    """Each file's tests go to one worker, and all pages to one: they share a JupyterLab."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            lab = re.search(r"test_labs.py::.*\[(\d+)_", nodeid)
-            return f"labs {int(lab[1]) % 2}" if lab else super()._split_scope(nodeid)
+            return "pages" if "tests/browser/" in nodeid else super()._split_scope(nodeid)
 
     return Files(config, log) if config.option.dist == "loadfile" else None
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Beside others, a worker that is done with pages goes behind those that are not: a page is
-    held to seconds, and the labs' pages are what comes first.
-    """
-    if hasattr(item.config, "workerinput") and "/browser/" not in item.nodeid and os.nice(0) == 0:
-        os.nice(5)
 
 
 @pytest.fixture(scope="session")

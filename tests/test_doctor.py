@@ -259,7 +259,8 @@ def test_a_browser_is_the_one_that_is_named_or_the_first_there_is(tmp_path, monk
 
 
 def test_every_lab_is_listed_with_a_title_that_is_its_own():
-    sources = {path.name[:2]: path.read_text() for path in (ROOT / "labs/src").glob("[0-9]*.py")}
+    scripts = (ROOT / "tests/labs/src").glob("[0-9]*.py")
+    sources = {path.name[:2]: path.read_text() for path in scripts}
     assert set(sources) == {lab.name for lab in LABS}, "paralab/doctor.py lists the labs"
     for lab in LABS:
         heading = re.search(r"^# # \d\d · (.*)$", sources[lab.name], re.MULTILINE).group(1)

@@ -7,11 +7,12 @@ of each mutation asks what became of exactly its cell.
 
 from __future__ import annotations
 
+import ast
 import base64
 import copy
 import json
 import os
-import shutil
+import re
 import struct
 import subprocess
 import sys
@@ -162,15 +163,12 @@ def percent_script(cells: Mapping[str, Mutation]) -> str:
 
 
 def pytest_on(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Strict nbval with the labs' own conftest on the notebooks of ``folder``."""
-    for name in ("conftest.py", "lab_outputs.py"):
-        shutil.copy(LABS / name, folder)
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    """Strict nbval, with the settings of this repository, on the notebooks of ``folder``."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    settings = ["-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider"]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", ".", "--nbval", "--nbval-current-env", "-q",
-         "--nbval-cell-timeout=60", "-p", "no:cacheprovider", *options],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=150,
+        [sys.executable, "-m", "pytest", ".", "--nbval", "-q", *settings, *options],
+        cwd=folder, env=env, capture_output=True, text=True,
     )  # fmt: skip
 
 
@@ -225,20 +223,21 @@ def test_a_dead_kernel_fails_its_cell_at_once_and_every_cell_after_it(harness):
     assert killer.seconds < 30  # nbval alone: 2000 s
 
 
-@pytest.mark.parametrize("deaths", [2, 3])
-def test_a_kernel_that_finds_its_ports_taken_is_started_again_twice(tmp_path, deaths):
-    (tmp_path / "ipykernel_launcher.py").write_text(  # found before the real one
-        f"import os\nfor n in range({deaths}):\n"
-        "    if not os.path.exists(f'died{n}'):\n"
-        "        open(f'died{n}', 'w').close()\n"
-        "        raise SystemExit('ZMQError: Address already in use')\n"
-        "from ipykernel import kernelapp\nkernelapp.launch_new_instance()\n"
-    )
+def test_a_kernel_that_finds_its_ports_taken_is_started_again_twice(tmp_path):
     cell = nbformat.v4.new_code_cell("x = 1", execution_count=1)
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "lab.ipynb")
-    ran = pytest_on(tmp_path)
-    assert (ran.returncode == 0) == (deaths == 2), ran.stdout[-3000:]
-    assert deaths == 2 or "Kernel died" in ran.stdout
+    for deaths in (2, 3):
+        (folder := tmp_path / f"deaths{deaths}").mkdir()
+        (folder / "ipykernel_launcher.py").write_text(  # found before the real one
+            f"import os\nfor n in range({deaths}):\n"
+            "    if not os.path.exists(f'died{n}'):\n"
+            "        open(f'died{n}', 'w').close()\n"
+            "        raise SystemExit('ZMQError: Address already in use')\n"
+            "from ipykernel import kernelapp\nkernelapp.launch_new_instance()\n"
+        )
+        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), folder / "lab.ipynb")
+    ran = pytest_on(tmp_path, "-rA")
+    assert "PASSED deaths2/lab.ipynb::Cell 0" in ran.stdout, ran.stdout[-3000:]
+    assert "ERROR deaths3/lab.ipynb::Cell 0" in ran.stdout and "Kernel died" in ran.stdout
 
 
 @pytest.mark.parametrize(
@@ -282,6 +281,7 @@ def lab(tmp_path, monkeypatch) -> Path:
     script = tmp_path / "src" / "00_twice.py"
     script.write_text(LAB, encoding="utf-8")
     monkeypatch.setattr(build, "LABS", tmp_path)
+    monkeypatch.setattr(build, "SOURCES", script.parent)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return script
 
@@ -379,6 +379,9 @@ EXERCISE = """\
 # # One text, two notebooks
 
 # %%
+open("runs.txt", "a").write("once")
+
+# %%
 def twice(n):
     ### BEGIN SOLUTION
     ### STUB: return None  # what is asked?
@@ -399,26 +402,40 @@ twice(21)
 """
 
 
-def test_one_source_builds_both_notebooks_and_strict_nbval_compares_both(lab):
+def test_one_source_builds_both_notebooks_and_strict_nbval_runs_each_cell_once(lab):
     lab.write_text(EXERCISE)
     for target, solved in build.notebooks_of(lab).items():
         build.build(lab, target, solved=solved, pictures=False)
     student = nbformat.read(build.LABS / "00_twice.ipynb", as_version=4)
     solved = nbformat.read(build.LABS / "solutions" / "00_twice.ipynb", as_version=4)
-    assert len(student.cells) == 3 and len(solved.cells) == 4
-    assert student.cells[1].source == (
+    assert len(student.cells) == 4 and len(solved.cells) == 5
+    assert student.cells[2].source == (
         "def twice(n):\n    return None  # what is asked?\n\n\ntwice(21)"
     )
-    assert solved.cells[1].source == "def twice(n):\n    return 2 * n\n\n\ntwice(21)"
-    assert student.cells[1].outputs == [] and solved.cells[1].outputs[0].data["text/plain"] == "42"
-    assert solved.cells[3].metadata == {"tags": ["measured"]}
-    assert "tags" not in student.cells[2].metadata
+    assert solved.cells[2].source == "def twice(n):\n    return 2 * n\n\n\ntwice(21)"
+    assert student.cells[2].outputs == [] and solved.cells[2].outputs[0].data["text/plain"] == "42"
+    assert solved.cells[4].metadata == {"tags": ["measured"]}
+    assert "tags" not in student.cells[3].metadata
     assert "SOLUTION" not in nbformat.writes(student) + nbformat.writes(solved)
     assert "2 * n" not in nbformat.writes(student)
-    solved.cells[1].outputs[0].data["text/plain"] = "43"
+
+    # the answer is wrong as stored, and the shared cell is not stored alike
+    solved.cells[2].outputs[0].data["text/plain"] = "43"
+    solved.cells[1].outputs[0].data["text/plain"] = "5"
     nbformat.write(solved, build.LABS / "solutions" / "00_twice.ipynb")
-    ran = pytest_on(build.LABS)  # in labs/ and below
-    assert ran.returncode == 1 and "1 failed, 2 passed" in ran.stdout, ran.stdout[-2000:]
+    for runs in build.LABS.rglob("runs.txt"):
+        runs.unlink()
+    ran = pytest_on(build.LABS, "-rA")  # in labs/ and below
+    said = sorted(line for line in ran.stdout.splitlines() if line[:6] in ("PASSED", "FAILED"))
+    assert [line.split(" - ")[0] for line in said] == [
+        "FAILED 00_twice.ipynb::Solution Cell 0",
+        "FAILED 00_twice.ipynb::Solution Cell 1",
+        "PASSED 00_twice.ipynb::Cell 0",
+        "PASSED 00_twice.ipynb::Cell 1",
+        "PASSED 00_twice.ipynb::Solution Cell 2",
+    ], ran.stdout[-2000:]
+    assert "The lab has this cell too and stores other outputs" in ran.stdout
+    assert [runs.read_text() for runs in build.LABS.rglob("runs.txt")] == ["once"]
 
 
 def test_a_lab_without_solutions_has_one_notebook(lab):
@@ -474,7 +491,7 @@ def test_structure_has_no_values():
 
 
 # ---- the labs themselves -------------------------------------------------------------------------
-SOURCES = sorted((LABS / "src").glob("[0-9]*.py"))
+SOURCES = sorted(build.SOURCES.glob("[0-9]*.py"))
 MADE = [(source, *made) for source in SOURCES for made in build.notebooks_of(source).items()]
 STORED = sorted([*LABS.glob("*.ipynb"), *(LABS / "solutions").glob("*.ipynb")])
 
@@ -508,6 +525,43 @@ def test_what_an_exercise_shows_as_stub_and_solution_is_what_its_lab_has(exercis
         if not solved:
             answer = set(str(exercise.solution()).splitlines()) - set(text.splitlines())
             assert answer and not [line for line in answer if line.strip() and line in cell.source]
+
+
+def private(source: str) -> list[str]:
+    """The names in this code that begin with one underscore, and so are not for students to use."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            names.append(node.attr)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [getattr(node, "module", None) or ""]
+            names += [
+                part for n in (*modules, *(a.name for a in node.names)) for part in n.split(".")
+            ]
+    return [name for name in names if name.startswith("_") and not name.endswith("__")]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_a_student_s_cells_are_free_of_linters_marks_and_of_private_names(source):
+    for solved in (False, True):
+        for cell in build.cells_of(source, solved=solved).cells:
+            if cell.cell_type == "code":
+                assert not re.search(r"#\s*(fmt:|noqa|type:|isort:)", cell.source), cell.source
+                assert private(cell.source) == [], cell.source
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(LABS)))
+def test_a_stored_lab_shows_no_stderr_and_no_figure_without_a_finding(path):
+    outputs = [o for c in nbformat.read(path, as_version=4).cells for o in c.get("outputs", ())]
+    assert [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"] == []
+    figures = [o.data[PLOTLY] for o in outputs if PLOTLY in o.get("data", {})]
+    assert all(figure.layout.title.text for figure in figures)
+
+
+def test_labs_holds_what_a_student_needs():
+    """What JupyterLab's file browser shows there; it hides what begins with a dot."""
+    shown = {path.name for path in LABS.iterdir() if not path.name.startswith((".", "__"))}
+    assert shown == {path.name for path in STORED} | {"README.md", "solutions"}
 
 
 def test_no_lab_ignores_an_output_that_is_not_counted_here():

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-LABS = Path(__file__).resolve().parents[1] / "labs"
+ROOT = Path(__file__).resolve().parents[1]
+LABS = ROOT / "labs"
+SCRIPTS = ROOT / "tests" / "labs" / "src"
 README = (LABS / "README.md").read_text(encoding="utf-8")
-SOURCES = {path.name[:2]: path.read_text(encoding="utf-8") for path in (LABS / "src").glob("*.py")}
+SOURCES = {path.name[:2]: path.read_text(encoding="utf-8") for path in SCRIPTS.glob("*.py")}
 ROW = re.compile(r"^\| (.+) \| \[.+\]\((https://\S+)\) \| (\d\d) \| (.+) \|$", re.MULTILINE)
 ROWS = ROW.findall(README)
 

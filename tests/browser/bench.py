@@ -7,9 +7,7 @@ from typing import Any
 from playwright.sync_api import Locator
 
 from browser.notebook import Notebook
-
-ANSWER_S = 10  # how long a page may take for what a student expects at once; usually 0.1 s
-RUN_S = 60
+from patience import HANG_S as ANSWER_S
 
 
 def displayed(notebook: Notebook, index: int) -> str:
@@ -28,7 +26,7 @@ class Bench:
 
     def __init__(self, notebook: Notebook, index: int) -> None:
         self.notebook, self.index = notebook, index
-        self.cell = notebook.page.locator(".jp-Notebook .jp-Cell").nth(index)
+        self.cell = notebook.cell(index)
         movable = ".widget-slider:not(:has([disabled]))"
         self.sliders = self.cell.locator(movable).all()
         self.choices = self.cell.locator(".widget-toggle-buttons").all()
@@ -40,8 +38,8 @@ class Bench:
         return next(iter(self.notebook.figures(self.index)), None)
 
     def shown(self) -> str | None:
-        """Its picture; of a widget with several all of them, and its words, which say in their
-        place what cannot be. None without a picture.
+        """Its picture, or None. Of a widget with several, all of them and its words, which replace
+        the pictures of a combination that cannot be.
         """
         figures = self.notebook.figures(self.index)
         if len(figures) > 1:
@@ -68,7 +66,7 @@ class Bench:
                 break
         else:
             assert key, f"no key moves the slider that reads {said}"
-            return  # it stood there before
+            return  # it was there before
         self._answers(before, f"its slider from {said} to {readout.inner_text()}")
 
     def choose(self, row: Locator) -> None:
@@ -76,7 +74,7 @@ class Bench:
         button = row.locator("button:not(.mod-active)").first
         before = self.shown()
         button.click()
-        self._answers(before, f"its button «{button.inner_text()}»")
+        self._answers(before, f"its button {button.inner_text()!r}")
 
     def button(self, name: str) -> Locator:
         return self.cell.get_by_role("button", name=name)
@@ -86,27 +84,29 @@ class Bench:
         return bool(self.notebook.ask("buttons", self.index).get(name))
 
     def start(self) -> None:
-        """Press «Run it» and see that a run is under way, or on a slow page that it was."""
+        """Press Run it and see that a run has started, or on a slow page that it has ended."""
         self._predicted, again = self.shown(), self.enabled("Run again")
         self.cell.get_by_role("button", name="Run").click()
         self.notebook.wait(
             lambda: self.enabled("Stop") or (self.enabled("Run again") and not again), ANSWER_S,
-            lambda: f"«Run it» starts nothing: {self.words()}",
+            lambda: f"Run it starts nothing: {self.words()}",
         )  # fmt: skip
 
     def stop(self) -> None:
-        """Press «Stop» while a run is under way; its ranks go, and another run can be started."""
+        """Press Stop during a run; its ranks end, and another run can be started."""
         assert self.enabled("Stop"), f"the run ended before it could be stopped: {self.words()}"
         self.button("Stop").click()
         self.notebook.wait(
             lambda: self.enabled("Run it") and self.notebook.server.ranks() == 0, ANSWER_S,
-            lambda: f"{self.notebook.server.ranks()} ranks after «Stop»: {self.words()}",
+            lambda: f"{self.notebook.server.ranks()} ranks after Stop: {self.words()}",
         )  # fmt: skip
 
     def finish(self) -> None:
         """Wait until the run has ended well: its button offers another one, the picture is new."""
         self.notebook.wait(
-            lambda: self.enabled("Run again"), RUN_S, lambda: f"no end of the run: {self.words()}"
+            lambda: self.enabled("Run again"),
+            ANSWER_S,
+            lambda: f"no end of the run: {self.words()}",
         )
         self._answers(self._predicted, "the run that has ended")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import BrowserContext, ConsoleMessage, Error, Page
+from playwright.sync_api import BrowserContext, ConsoleMessage, Error, Locator, Page
 
 from browser.server import Server
+from patience import HANG_S
 
 WIDTH, HEIGHT = 1280, 2400
-OPEN_TIMEOUT_S = 60
 OWN = ("127.0.0.1", "localhost")
 # What anywidget says of a figure on a page that is busy for two seconds. It follows all the same
 # (paralab/view/figure.js; tests/browser/test_widgets.py has it always said).
@@ -82,28 +82,18 @@ class Notebook:
         self.page.goto(f"{self.server.url}/doc/tree/{self.name}?reset&token={self.server.token}")
         known = lambda what: self.page.evaluate(f"() => window.lab?.{what}()")  # noqa: E731
         self.wait(
-            lambda: known("ready") or known("dialogs"), OPEN_TIMEOUT_S,
+            lambda: known("ready") or known("dialogs"), HANG_S,
             lambda: f"{self.name} has no idle kernel; {self.wrong}\n{self.server.tail()}",
         )  # fmt: skip
         assert self.ask("dialogs") == [], f"{self.name} does not open without questions"
         self.ask("listen")
 
-    def clear(self) -> None:
-        """Forget every stored output, so that whatever shows later was made by this run."""
-        self.page.evaluate("() => jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
-        self.wait(
-            lambda: all(c["count"] is None and not c["outputs"] for c in self.cells()),
-            10, "outputs are left after «Clear Outputs of All Cells»",
-        )  # fmt: skip
-
-    def run_all(self, timeout: float = 120.0) -> float:
-        """Run → Run All Cells; seconds until the last cell, and every figure, is there."""
-        start = time.monotonic()
+    def run_all(self, timeout: float = HANG_S) -> None:
+        """Run → Run All Cells; returns when the last cell, and every figure, is there."""
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
         self.wait(lambda: self.ask("ended"), timeout, self._unfinished)
-        self.wait(self.settled, 15, lambda: "; ".join(self.ask("missing")))
-        return time.monotonic() - start
+        self.wait(self.settled, HANG_S, lambda: "; ".join(self.ask("missing")))
 
     def settled(self) -> bool:
         """Whether all that the cells promise is on the page; a failed cell has no more to come."""
@@ -117,22 +107,34 @@ class Notebook:
             return f"no cell runs and not all have run: {self.complaints()}"
         return f"cell {waiting[0]['index']} still runs: {_first_line(waiting[0])}"
 
-    def run_cell(self, index: int, timeout: float = 30.0) -> None:
-        """Select cell ``index`` and run it as Shift+Enter does."""
-        before = self.ask("stands", index)["count"]
+    def run_cell(self, index: int, timeout: float = HANG_S) -> None:
+        """Select cell ``index`` and run it as Shift+Enter does.
+
+        What it showed before goes first: a stored count may be the very one that it gets now.
+        """
         self.page.evaluate(
             "(i) => { const p = jupyterapp.shell.currentWidget; p.content.activeCellIndex = i;"
-            " p.content.deselectAll(); jupyterapp.commands.execute('notebook:run-cell'); }",
+            " p.content.deselectAll(); p.content.activeCell.model.clearExecution();"
+            " jupyterapp.commands.execute('notebook:run-cell'); }",
             index,
         )
+
+        def has_run() -> bool:
+            now = self.ask("stands", index)
+            return now["count"] is not None and not now["waits"]
+
         self.wait(
-            lambda: (now := self.ask("stands", index))["count"] not in (None, before)
-            and not now["waits"],
-            timeout, lambda: f"cell {index} has not run: {_first_line(self.cells()[index])}",
-        )  # fmt: skip
+            has_run,
+            timeout,
+            lambda: f"cell {index} has not run: {_first_line(self.cells()[index])}",
+        )
+
+    def cell(self, index: int) -> Locator:
+        """Cell ``index`` on the page, with what it shows."""
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
 
     def write(self, index: int, source: str) -> None:
-        """Put ``source`` into cell ``index`` in place of what is there."""
+        """Replace what is in cell ``index`` by ``source``."""
         self.ask("write", index, source)
 
     def cells(self) -> list[dict[str, Any]]:
@@ -160,8 +162,12 @@ class Notebook:
         """The plotly figures on the page, or in one cell: title, traces, points, shapes, print."""
         return self.ask("figures", index)
 
-    def complaints(self) -> list[str]:
-        """Everything that is wrong now, one sentence each; what a student must never see."""
+    def complaints(self, *, drawn: bool = True) -> list[str]:
+        """Everything that is wrong now, one sentence each; what a student must never see.
+
+        drawn  whether every cell has been run on this page, so that its figures must be drawn. A
+               page that has only been opened shows stored pictures instead
+        """
         cells = self.cells()
         stderr = [
             f"cell {cell['index']} ({_first_line(cell)}) shows stderr: {''.join(output['text'])}"
@@ -171,7 +177,8 @@ class Notebook:
         ]
         heard = self.page.evaluate("() => lab.said")
         dialogs = [f"a dialog covers the page: {text}" for text in self.ask("dialogs")]
-        return self.failed_cells() + stderr + heard + dialogs + self.wrong + self.ask("missing")
+        absent = self.ask("missing") if drawn else []
+        return self.failed_cells() + stderr + heard + dialogs + self.wrong + absent
 
     def screenshot(self, path: Path) -> Path:
         """A picture of the whole notebook, as high as its cells are."""

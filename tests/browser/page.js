@@ -115,7 +115,7 @@ window.lab = (() => {
         found.push(`cell ${cell.index}: ${widgets} widgets promised, ${shown} shown`);
       const text = node.querySelector(".jp-Cell-outputArea")?.textContent ?? "";
       for (const trouble of ["Error displaying widget", "Error creating widget", "Loading widget"])
-        if (widgets && text.includes(trouble)) found.push(`cell ${cell.index}: «${trouble}»`);
+        if (widgets && text.includes(trouble)) found.push(`cell ${cell.index}: ${trouble}`);
       if (found.length > before) first ??= cell.index;
     });
     if (scroll && first !== null) panel().content.scrollToItem(first, "center");

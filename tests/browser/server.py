@@ -22,8 +22,9 @@ from typing import Any
 
 import psutil
 
+from patience import HANG_S
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-START_TIMEOUT_S = 60
 FOLDERS = {
     "JUPYTER_CONFIG_DIR": "config",
     "JUPYTER_DATA_DIR": "data",
@@ -55,7 +56,7 @@ class Server:
         for name, sub in FOLDERS.items():
             (folder / sub).mkdir()
             env[name] = str(folder / sub)
-        # The question «notified about Jupyter news?» would lie over the page's lower right corner.
+        # The question about Jupyter news would cover the page's lower right corner.
         quiet = folder / FOLDERS["JUPYTERLAB_SETTINGS_DIR"] / "@jupyterlab/apputils-extension"
         quiet.mkdir(parents=True)
         (quiet / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
@@ -83,13 +84,13 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"token {self.token}"}
         ask = urllib.request.Request(f"{self.url}/{path}", data, headers, method=method)
-        with DIRECT.open(ask, timeout=20) as got:
+        with DIRECT.open(ask, timeout=HANG_S) as got:
             said = got.read()
         return json.loads(said) if said else None
 
     def wait(self) -> None:
         """Return once it answers. Raises ``RuntimeError`` with its log's end if it does not."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 self.request("api/status")
@@ -121,7 +122,7 @@ class Server:
         """End it, its kernels and their ranks."""
         family = self.family()
         self.process.terminate()
-        gone, alive = psutil.wait_procs(family, timeout=8)
+        gone, alive = psutil.wait_procs(family, timeout=8)  # then they are killed
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -16,8 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"  # a random model id, and nothing else
 PNG = "image/png"
@@ -33,6 +31,8 @@ def _plain(value: Any) -> Any:
     """``value`` with arrays as lists and floats at six significant digits."""
     if isinstance(value, Mapping):
         if "bdata" in value and "dtype" in value:
+            import numpy as np  # late: every test process imports this module, and few read arrays
+
             # plotly's typed arrays are little-endian; "shape" is there from two dimensions on
             array = np.frombuffer(
                 base64.b64decode(value["bdata"]), np.dtype(value["dtype"]).newbyteorder("<")

@@ -262,7 +262,7 @@ view.widgets.tensor()
 # The documentation of a well-known library prints these costs for a linear layer:
 
 # %%
-printed = pd.DataFrame(tensor_costs.PRINTED, index=tensor_costs.Cost._fields).T
+printed = pd.DataFrame(tensor_costs.PRINTED.values(), index=tensor_costs.PRINTED)
 printed[["processes", "parameters", "activations", "bandwidth", "latency"]]
 
 # %% [markdown]

@@ -1,36 +1,45 @@
 """Strict nbval for the labs: what the plain plugin lets pass is refused here.
 
-nbval runs a stored notebook again and compares every output. By itself it accepts a notebook that
-was never executed, takes plotly's random ids for differences, ignores the order of outputs, and
-waits 2000 s for a kernel that is dead. With this file:
+pyproject.toml loads this plugin into every pytest of this repository, so `pytest labs --nbval` is
+strict without further options. nbval runs a stored notebook again and compares every output. By
+itself it accepts a notebook that was never executed, takes plotly's random ids for differences,
+ignores the order of outputs, and waits 2000 s for a kernel that is dead. With this plugin:
 
 - plotly figures are compared by what they show, ``measured`` cells by structure (lab_outputs.py);
 - a cell that was never run, is skipped, or ignores its output without a reason in its metadata
   (``ignore_reason``) fails; so does one that rewrites an output after showing it;
-- a kernel that dies fails its cell at once; one that never began is started again.
+- a kernel that dies fails its cell at once; one that never began is started again;
+- a lab and its solution are one run. A cell that both have must be stored alike in both, which a
+  cell that depends on the learner's answer is not; every other cell of the solution runs in the
+  lab's kernel after the lab's last cell. So no cell is executed twice. A file in solutions/ has no
+  run of its own.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
 import pytest
+
+from paralab.view import late_grammar  # noqa: F401  before nbval imports nbformat
+
+# isort: split
 from nbval.kernel import RunningKernel
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 from lab_outputs import contradictions, is_measured
 
-POLL_S = 0.5  # how often a silent kernel is asked whether it still lives
+POLL_S = 0.5  # how often a silent kernel is asked whether it is still alive
 STARTS = 3  # of a kernel that ends before its first answer
-REWRITES = (
-    "clear_output",
-    "update_display_data",
-)  # what came first is not stored: nothing proves it
+SOLUTIONS = "solutions"
+# What was shown first is then not stored, so the stored output proves nothing.
+REWRITES = ("clear_output", "update_display_data")
 
 
 class KernelDied(RuntimeError):
@@ -54,7 +63,7 @@ class WatchedKernel(RunningKernel):
 
 
 class LabFile(IPyNbFile):
-    """A stored lab, run in a kernel of its own."""
+    """A stored lab and what its solution has in addition, run in one kernel."""
 
     rewritten = False
 
@@ -65,8 +74,10 @@ class LabFile(IPyNbFile):
         self.kernel.__class__ = WatchedKernel  # nbval has no other way to say which kernel it uses
 
     def _start(self) -> None:
-        """A kernel's ports are found free, let go, and bound by the kernel a moment later. If
-        somebody took one meanwhile the kernel ends at once: others are tried.
+        """Start the kernel, several times if need be.
+
+        A kernel's ports are found free, released, and bound by the kernel a moment later. If
+        another process took one meanwhile, the kernel ends at once, and other ports are tried.
         """
         for left in range(STARTS - 1, -1, -1):
             try:
@@ -81,14 +92,31 @@ class LabFile(IPyNbFile):
         return message
 
     def collect(self) -> Iterator[LabCell]:
+        stored = defaultdict(list)
         for cell in super().collect():
-            yield LabCell.from_parent(
-                self, name=cell.name, cell_num=cell.cell_num, cell=cell.cell, options=cell.options
-            )
+            stored[cell.cell.source].append(cell.cell)
+            yield self._own(cell, cell.name)
+        solution = self.path.parent / SOLUTIONS / self.path.name
+        if solution.exists():
+            for cell in IPyNbFile.from_parent(self.parent, path=solution).collect():
+                item = self._own(cell, f"Solution {cell.name}")
+                if same := stored[cell.cell.source]:
+                    item.in_lab = same.pop(0)
+                yield item
+
+    def _own(self, cell: IPyNbCell, name: str) -> LabCell:
+        return LabCell.from_parent(
+            self, name=name, cell_num=cell.cell_num, cell=cell.cell, options=cell.options
+        )
 
 
 class LabCell(IPyNbCell):
-    """One code cell of a stored lab."""
+    """One code cell of a stored lab or of its solution.
+
+    in_lab  of a solution's cell, the lab's cell with the same source, if there is one
+    """
+
+    in_lab: Any = None
 
     def runtest(self) -> None:
         if self.options["skip"]:
@@ -99,7 +127,17 @@ class LabCell(IPyNbCell):
             )
         if self.cell.source.strip() and self.cell.execution_count is None:
             self.raise_cell_error("This stored cell was never run: build the lab with `make labs`")
+        if self.in_lab is None:
+            self._run()
+        elif not self.compare_outputs(self.in_lab.outputs, self.cell.outputs):
+            self.raise_cell_error(
+                "The lab has this cell too and stores other outputs",
+                "\n".join(self.comparison_traceback),
+            )
+
+    def _run(self) -> None:
         self.parent.rewritten = False
+        self.output_timeout = self.config.option.nbval_cell_timeout  # nbval: 5 s
         try:
             super().runtest()
         except KernelDied as died:
@@ -118,8 +156,11 @@ class LabCell(IPyNbCell):
 def pytest_collect_file(
     file_path: Path, parent: pytest.Collector
 ) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Put a LabFile in the place of every notebook that nbval collected."""
+    """Replace what nbval collected: a lab by a LabFile, a lab's solution by nothing."""
     collected = yield
+    lab = file_path.parent.parent / file_path.name
+    if file_path.parent.name == SOLUTIONS and lab.exists():
+        return [found for found in collected if not isinstance(found, IPyNbFile)]
     return [
         LabFile.from_parent(parent, path=file_path) if isinstance(found, IPyNbFile) else found
         for found in collected
@@ -127,8 +168,14 @@ def pytest_collect_file(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse the two settings under which a run of the labs proves less than it says."""
+    """Refuse settings under which a run of the labs proves less than it says; set the others."""
     if config.getoption("nbval_lax", False):
         raise pytest.UsageError("the labs are compared strictly: use --nbval, not --nbval-lax")
+    if not config.getoption("nbval", False):
+        return
     if config.getoption("dist", "no") not in ("no", "loadfile"):
         raise pytest.UsageError("the cells of one lab share a kernel: use --dist=loadfile")
+    config.option.nbval_current_env = True
+    # Less than pytest gives a test: a cell that hangs is interrupted, and named with its traceback.
+    hang = float(config.getini("timeout"))
+    config.option.nbval_cell_timeout = config.option.nbval_kernel_startup_timeout = hang / 3

@@ -1,11 +1,11 @@
-"""Build the notebooks of labs/ from labs/src: one percent script in, executed notebooks out.
+"""Build the notebooks of labs/ from tests/labs/src: percent scripts in, executed notebooks out.
 
-    python labs/build.py                    every lab
-    python labs/build.py 01_collectives     one of them
-    python labs/build.py --check            run them, write nothing, say what is no longer true
+    python tests/labs/build.py                    every lab
+    python tests/labs/build.py 01_collectives     one of them
+    python tests/labs/build.py --check            run all, write nothing, say what is no longer true
 
-A source labs/src/NN_name.py makes labs/NN_name.ipynb, the student's notebook. If anything in it is
-marked as a solution it makes labs/solutions/NN_name.ipynb too. Three marks:
+A source src/NN_name.py makes labs/NN_name.ipynb, the student's notebook. If anything in it is
+marked as a solution, it makes labs/solutions/NN_name.ipynb too. Three marks:
 
     ### BEGIN SOLUTION          code between these two lines, at any indentation, is the answer's;
     ### STUB: return None       the student gets what the STUB lines say instead (any number of
@@ -15,13 +15,13 @@ marked as a solution it makes labs/solutions/NN_name.ipynb too. Three marks:
     # %% [markdown] tags=["student-only"]   and this one in the student's notebook only
 
 Everything else, the other tags included, is the same in both. The figure of the cell tagged
-``readme-picture`` is written to labs/pictures/timeline.png. A stray or misspelled mark is an
-error that names the cell. A cell that holds an exercise's answer is the text of
+``readme-picture`` is written to pictures/timeline.png. A stray or misspelled mark is an error that
+names the cell. A cell that holds an exercise's answer is the text of
 paralab/exercises/answers/NAME.py, marks and all (tests/test_labs_meta.py compares).
 
 Two builds give byte-identical files, except for what cells tagged ``measured`` show: cell ids come
 from the cells' text, metadata is fixed, and neither timings nor widget state are stored. Every
-plotly figure is stored beside a picture of itself, which is what GitHub and nbconvert show; drawing
+plotly figure is stored with a picture of itself, which is what GitHub and nbconvert show; drawing
 it needs chromium. ``--check`` compares as the tests do (lab_outputs.py) and needs none.
 """
 
@@ -46,9 +46,11 @@ from nbformat import NotebookNode
 from lab_outputs import PLOTLY, PNG, WIDGET, canonical, is_measured, kinds, structure
 from paralab.exercises.sources import solution, student
 
-LABS = Path(__file__).resolve().parent
-CELL_TIMEOUT_S = 120
-README_PICTURE, README_TAG = LABS / "pictures" / "timeline.png", "readme-picture"
+HERE = Path(__file__).resolve().parent
+LABS = HERE.parents[1] / "labs"
+SOURCES = HERE / "src"
+CELL_TIMEOUT_S = 300  # against a cell that hangs
+README_PICTURE, README_TAG = HERE / "pictures" / "timeline.png", "readme-picture"
 PICTURE_WIDTH = 900  # pixels, at scale 1: sharp enough to read, small enough to store
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -120,15 +122,15 @@ def execute(notebook: NotebookNode, folder: Path, *, pictures: bool) -> Notebook
 
 
 def draw_pictures(notebook: NotebookNode) -> None:
-    """Put a picture beside every figure. Not in the kernel: a browser's noise is no output."""
+    """Store a picture with every figure. Not in the kernel: a browser's noise is no output."""
     import plotly.io
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     for data in (output.data for output in outputs if PLOTLY in output.get("data", {})):
+        figure = {"data": data[PLOTLY]["data"], "layout": data[PLOTLY]["layout"]}
         drawn = plotly.io.to_image(
-            {"data": data[PLOTLY]["data"], "layout": data[PLOTLY]["layout"]},
-            format="png", width=PICTURE_WIDTH, scale=1, validate=False,
-        )  # fmt: skip
+            figure, format="png", width=PICTURE_WIDTH, scale=1, validate=False
+        )
         data[PNG] = base64.b64encode(drawn).decode()
 
 
@@ -191,14 +193,12 @@ def build(source: Path, target: Path, *, solved: bool = False, pictures: bool = 
 
 def keep_readme_picture(lab: Path) -> None:
     """Write the first figure of the cell tagged ``readme-picture`` to where README shows it."""
-    tagged = [cell for cell in nbformat.read(lab, as_version=4).cells
-              if README_TAG in cell.metadata.get("tags", ())]  # fmt: skip
-    outputs = [out.get("data", {}) for cell in tagged for out in cell.get("outputs", [])]
-    for data in outputs:
-        if PNG in data:
-            README_PICTURE.parent.mkdir(exist_ok=True)
-            README_PICTURE.write_bytes(base64.b64decode(data[PNG]))
-            return
+    cells = nbformat.read(lab, as_version=4).cells
+    tagged = [cell for cell in cells if README_TAG in cell.metadata.get("tags", ())]
+    shown = [output.get("data", {}) for cell in tagged for output in cell.get("outputs", [])]
+    if pictures := [data[PNG] for data in shown if PNG in data]:
+        README_PICTURE.parent.mkdir(exist_ok=True)
+        README_PICTURE.write_bytes(base64.b64decode(pictures[0]))
 
 
 def check(source: Path, target: Path, *, solved: bool = False) -> list[str]:
@@ -211,11 +211,11 @@ def check(source: Path, target: Path, *, solved: bool = False) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Build the notebooks of labs/ from labs/src.")
-    parser.add_argument("labs", nargs="*", metavar="LAB", help="e.g. 00_start_here; default: all")
+    parser = argparse.ArgumentParser(description="Build the notebooks of labs/.")
+    parser.add_argument("labs", nargs="*", metavar="LAB", help="e.g. 00_one_device; default: all")
     parser.add_argument("--check", action="store_true", help="run, write nothing, report changes")
     chosen = parser.parse_args(arguments)
-    sources = {path.stem: path for path in sorted((LABS / "src").glob("[0-9]*.py"))}
+    sources = {path.stem: path for path in sorted(SOURCES.glob("[0-9]*.py"))}
     for name in chosen.labs:
         if name not in sources:
             parser.error(f"LAB={name!r}: no such script; legal: {', '.join(sources) or 'none yet'}")
