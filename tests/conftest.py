@@ -13,6 +13,7 @@ from hypothesis import settings
 
 import paralab as pl
 from paralab.ranks.server import ONE_THREAD
+from patience import HANG_S
 
 # torch is not imported yet. With a thread per core in every worker, next to the ranks of its tests,
 # threads wait for one another more than they compute: two files at a time took 154 s, and 59 so.
@@ -31,16 +32,16 @@ WORDS = [
 ]
 
 
-# What takes longest begins first, so that at the end no worker waits for one long file: the pages,
-# the labs, and then files of half a minute or more.
-LONG = (
-    *("composed", "launch_failures", "offload", "offload_composed", "tensor_parallel", "relay"),
-    *("labs_meta", "checkpoint_killed", "tensor_theory", "checkpoint", "exercises_ranks"),
-    *("torchrun", "pipeline_equality", "traffic", "zero"),
-)
+# Files of a minute or more. Beside others they begin first, after the pages: one that begins last
+# is waited for alone.
+LONG = ("composed", "launch_failures", "offload", "offload_composed", "tensor_parallel",
+        "labs_meta", "relay", "checkpoint_killed", "tensor_theory", "checkpoint",
+        "exercises_ranks", "torchrun", "pipeline_equality", "traffic", "zero")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Pages first, then the labs' notebooks, then LONG, then all other files."""
+
     def turn(item: pytest.Item) -> int:
         if item.path.parent.name == "browser":
             return -2
@@ -79,7 +80,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def run(text: Path):
     """`pl.run` on the fixed text, in strict order mode, without a progress bar."""
-    return functools.partial(pl.run, data=text, strict=True, progress=False, timeout=60)
+    return functools.partial(pl.run, data=text, strict=True, progress=False, timeout=HANG_S)
 
 
 @pytest.fixture(scope="module")

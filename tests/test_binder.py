@@ -20,6 +20,7 @@ import pytest
 from jupyter_client import BlockingKernelClient
 
 from browser.server import Server, serving
+from patience import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 BINDER = ROOT / "binder"
@@ -31,7 +32,7 @@ def dockerfile() -> str:
     pytest.importorskip("repo2docker", reason="the dev extra brings jupyter-repo2docker")
     ran = subprocess.run(
         [sys.executable, "-m", "repo2docker", "--no-build", "--debug", "."],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     # It writes the Dockerfile to one stream and remarks to the other; which is its own business.
@@ -91,8 +92,8 @@ def test_server_kernel_and_four_training_ranks_fit_into_one_gigabyte(tmp_path):
         client.load_connection_file(str(server.runtime / f"kernel-{kernel}.json"))
         client.start_channels()
         try:
-            client.wait_for_ready(timeout=60)
-            asked, deadline = client.execute(TRAINING), time.monotonic() + 120
+            client.wait_for_ready(timeout=HANG_S)
+            asked, deadline = client.execute(TRAINING), time.monotonic() + HANG_S
             while time.monotonic() < deadline:
                 with contextlib.suppress(queue.Empty):
                     reply = client.get_shell_msg(timeout=0.2)

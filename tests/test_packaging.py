@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import HANG_S
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "paralab"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -35,7 +37,7 @@ def python(code: str) -> str:
     """What a fresh interpreter prints."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
@@ -135,7 +137,7 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path):
     out.mkdir()
     code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, timeout=HANG_S
     )
     assert ran.returncode == 0, ran.stderr
     [wheel] = out.glob("paralab-*.whl")
@@ -163,7 +165,7 @@ def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     words = [f"{name}={value}" for name, value in variables.items()]
     return subprocess.run(
         ["make", *arguments, *words],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import HANG_S
+
 FAULTS = {
     "request off loopback: http://unknown.example/pixel.png": (
         "from IPython.display import HTML\nHTML('<img src=\"http://unknown.example/pixel.png\">')"
@@ -35,14 +37,17 @@ def test_every_fault_of_a_page_is_named(open_notebook, monkeypatch):
         notebook.page.get_by_role("button", name=name).click()
     named = lambda: "\n".join(notebook.complaints())  # noqa: E731
     notebook.wait(
-        lambda: all(fault in named() for fault in FAULTS), 20,
+        lambda: all(fault in named() for fault in FAULTS), HANG_S,
         lambda: f"missing {[fault for fault in FAULTS if fault not in named()]} in:\n{named()}",
     )  # fmt: skip
 
 
 def test_a_cell_that_never_ends_is_named_and_a_picture_can_be_taken(open_notebook, tmp_path):
-    notebook = open_notebook(cells=["x = 1", "import time\ntime.sleep(60)"])
-    with pytest.raises(AssertionError, match=r"after 2 s: cell 1 still runs: import time"):
-        notebook.run_all(timeout=2)
+    notebook = open_notebook(cells=["x = 1", "import time\ntime.sleep(600)"])
+    with pytest.raises(AssertionError, match=r"after 0 s: cell 1 has not run: import time"):
+        notebook.run_cell(1, timeout=0)
+    notebook.wait(lambda: notebook.ask("stands", 1)["waits"], HANG_S, "cell 1 does not begin")
+    with pytest.raises(AssertionError, match=r"after 0 s: cell \d still runs: (x = 1|import time)"):
+        notebook.run_all(timeout=0)
     picture: Path = notebook.screenshot(tmp_path / "page.png")
     assert picture.read_bytes()[:4] == b"\x89PNG"
