@@ -17,7 +17,6 @@ ignores the order of outputs, and waits 2000 s for a kernel that is dead. With t
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
@@ -68,9 +67,10 @@ class LabFile(IPyNbFile):
     rewritten = False
 
     def setup(self) -> None:
-        # The kernel draws no PNG: that needs a browser, and pixels are not compared.
-        os.environ["PLOTLY_RENDERER"] = "plotly_mimetype"
-        self._start()
+        with pytest.MonkeyPatch.context() as environment:
+            # The kernel draws no PNG: that needs a browser, and pixels are not compared.
+            environment.setenv("PLOTLY_RENDERER", "plotly_mimetype")
+            self._start()
         self.kernel.__class__ = WatchedKernel  # nbval has no other way to say which kernel it uses
 
     def _start(self) -> None:
