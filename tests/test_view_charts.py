@@ -362,7 +362,7 @@ def test_timelines_say_who_is_faster_and_by_how_much():
     fast = synthetic.report(2)
     slow = dataclasses.replace(stretched(fast, 2.5), plan=fast.plan.replace(grad_sync="bucketed"))
     said = title(view.timelines(slow, fast))
-    assert said.startswith("overlapped is 2.50 times as fast as bucketed: ")
+    assert said.startswith("overlapped takes ")
     assert "All take the same time" in title(view.timelines(fast, fast))
     replayed = dataclasses.replace(fast, clock="replayed")
     wall = view.timelines(slow := stretched(fast, 2.5), replayed)
@@ -402,7 +402,7 @@ def test_timelines_refuse_what_they_cannot_draw():
 # ---- a traced function ---------------------------------------------------------------------------
 def test_a_traced_function_is_named_and_its_sends_say_to_whom():
     timeline = traced().timeline()
-    assert title(timeline) == "swap on 2 ranks: 1 kB per rank in 1 call, 4 s"
+    assert title(timeline) == "swap on 2 ranks: a rank sends 1 kB in 1 call, which takes 4 s"
     comm = next(bar for bar in timeline.data if bar.name == "communication, world")
     assert list(comm.text) == ["→1 ←1", "→0 ←0"]
     assert comm.marker.color == theme.AXIS_COLOUR["dp"]
@@ -424,8 +424,8 @@ def test_messages_between_nodes_are_framed_where_others_stay_inside():
 
 def test_traffic_of_a_traced_function_has_its_level_and_no_gradient_optimum():
     chart = traced().traffic_chart()
-    assert title(chart) == "swap on 2 ranks: each rank sends 0.0010 MB"
-    assert list(chart.data[1].x) == ["world, between nodes"]
+    assert title(chart) == "swap on 2 ranks: a rank sends 1 kB"
+    assert list(chart.data[1].y) == ["world, between nodes"]
     assert chart.data[0].z[0][1] == 1e-3
     assert not chart.layout.shapes and "Ψ" not in chart.to_json()
     assert chart.table["bytes"].sum() == 2000
@@ -462,7 +462,7 @@ def test_the_page_holds_every_figure_by_day_and_by_night():
 # ---- losses --------------------------------------------------------------------------------------
 def test_losses_that_coincide_are_drawn_from_wide_to_narrow_and_said_to_coincide():
     chart = view.losses({"one": [3.0, 2.0, 1.0], "two": [3.0, 2.0, 1.00003], "three": [3, 2, 1]})
-    assert title(chart) == "All 3 curves coincide: no loss differs by more than 1e-04"
+    assert title(chart) == "All 3 curves coincide: losses differ by 1e-04 at most"
     widths = [trace.line.width for trace in chart.data]
     assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3
     assert chart.table["loss"].tolist() == [3, 2, 1, 3, 2, 1.00003, 3, 2, 1]
@@ -487,14 +487,14 @@ def test_losses_say_where_each_ends_or_which_diverged():
 # ---- links ---------------------------------------------------------------------------------------
 def test_the_link_fit_finds_the_link_that_made_the_points():
     chart = view.link_fit(points(alpha=250e-6, bandwidth=2e9))
-    assert title(chart).startswith("all_reduce on 2 ranks: α = 250 µs, bandwidth 2 GB/s")
+    assert title(chart).startswith("all_reduce on 2 ranks: 250 µs of latency and 2 GB/s")
     assert "below 500 kB latency" in title(chart)
     frame = chart.table
     assert frame["fitted"].tolist() == pytest.approx(frame["seconds"].tolist())
     by_name = {t.name: t for t in chart.data}
     assert list(by_name["half is latency"].x) == pytest.approx([500e3])
     assert list(by_name["measured"].y) == frame["seconds"].tolist()
-    assert "measured clock" in below(chart)
+    assert "measured (wall clock)" in below(chart)
     original = points()
     view.link_fit(original)
     assert "fitted" not in original[0]  # the caller's rows stay as they are
@@ -532,8 +532,9 @@ def test_bytes_are_stacked_by_category_in_fixed_order_and_colours():
     assert [t.name for t in chart.data] == [
         "parameters", "gradients", "master weights", "moments", "other",
     ]  # fmt: skip
-    assert [t.marker.color for t in chart.data][:2] == ["#5B6B7B", theme.KIND_COLOUR["backward"]]
-    assert [sum(t.x[i] for t in chart.data) for i in (0, 1)] == [121.0, 2.0]
+    assert [t.marker.color for t in chart.data][:2] == list(theme.CATEGORY_COLOUR.values())[:2]
+    sizes = [pair for t in chart.data for pair in zip(t.y, t.x, strict=True)]
+    assert [sum(x for y, x in sizes if y == label) for label in "ab"] == [121.0, 2.0]
     assert "(GB)" in chart.layout.xaxis.title.text and "10<sup>9</sup>" in below(chart)
     said = {a.text.strip() for a in chart.layout.annotations}
     assert said == {"121 GB", "2 GB"}
@@ -553,7 +554,7 @@ def test_capacities_are_lines_and_the_title_says_whether_it_fits():
     assert [trace.insidetextanchor for trace in crossed.data] == ["middle", "start"]
     assert set(anchors.values()) == {"middle"}  # no line goes through a number
     fits = view.bytes_bars({"small": {"other": 20e9}}, {"A100": 80e9})
-    assert title(fits) == "small needs 20 GB: 25 % of A100"
+    assert title(fits) == "small needs 20 GB: 25 % of what A100 holds"
     crowded = view.bytes_bars({"a": STATES}, {"first": 80e9, "second": 81e9, "third": 10e9})
     rows = {a.text: a.y for a in crowded.layout.annotations}
     assert rows["<b>first</b>: 80 GB"] != rows["<b>second</b>: 81 GB"]
@@ -573,7 +574,8 @@ def test_scaling_holds_every_point_against_what_one_rank_does_alone():
     chart = view.scaling(ROWS)
     frame = chart.table.set_index(["form", "clock", "ranks"])
     assert frame.loc[("naive", "measured", 4), "efficiency"] == pytest.approx(0.5)
-    assert title(chart) == "At 4 ranks overlapped keeps 90 % of ideal, naive 50 % (replayed)"
+    said = "On 4 ranks overlapped keeps 90 % of the ideal throughput, naive 50 % (replayed)"
+    assert title(chart) == said
     ideal = next(t for t in chart.data if t.name == "ideal")
     assert list(ideal.y) == pytest.approx([100 * n for n in ideal.x])
     by_name = {t.name: t for t in chart.data}
@@ -604,7 +606,7 @@ def test_scaling_takes_step_times_for_strong_and_samples_for_weak_scaling():
                          for n in (1, 2, 16)])  # fmt: skip
     assert weak.table["throughput"].tolist() == [8.0, 16.0, 128.0]
     assert weak.layout.xaxis.type == weak.layout.yaxis.type == "log"  # 1 to 16 ranks
-    assert title(weak) == "At 16 ranks training keeps 100 % of ideal (replayed)"
+    assert title(weak) == "On 16 ranks training keeps 100 % of the ideal throughput (replayed)"
     assert view.scaling(weak.table.assign(step_time=1.0)).table["ranks"].tolist() == [1, 2, 16]
 
 

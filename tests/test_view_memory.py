@@ -105,9 +105,10 @@ def test_the_peak_is_marked_on_every_rank_and_the_title_says_whose_where_and_of_
     assert tops[1] == two.peak_memory > tops[0]
     at = two.memory[(two.memory["rank"] == 1) & (two.memory["time"] == sums[1].idxmax())]
     sizes = at.set_index("category")["bytes"]
-    share = f"{100 * sizes.max() / sizes.sum():.0f} % {sizes.idxmax()}"
+    share = f"{100 * sizes.max() / sizes.sum():.0f} % is {sizes.idxmax()}"
     assert chart.finding == (
-        f"dp=2, overlapped: peak {theme.scaled(tops[1], 'B')} on rank 1 in backward, {share}"
+        f"dp=2, overlapped: memory peaks at {theme.scaled(tops[1], 'B')} in backward on rank 1; "
+        f"{share}"
     )
     assert "measured clock" in chart.below and "step 0" in chart.below
     assert repr(chart) == \
@@ -178,7 +179,7 @@ def test_a_limit_is_a_line_and_a_device_far_larger_is_not():
     lines = [s for s in chart.layout.shapes if s.line.dash == "dash"]
     assert [s.y0 for s in lines] == [2 * peak / 1e6] * 2
     assert f"memory limit {theme.scaled(2 * peak, 'B')}" in words(chart)
-    assert f"of {theme.scaled(2 * peak, 'B')} on rank 1" in chart.finding
+    assert f"of {theme.scaled(2 * peak, 'B')} in backward on rank 1" in chart.finding
     assert chart.layout.yaxis.range[1] > 2 * peak / 1e6
     for far in (dataclasses.replace(report, cluster=CLUSTER), report):
         assert not far.memory_chart().layout.shapes
@@ -261,8 +262,8 @@ def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
     assert heads[3] == f"<b>ZeRO-3</b>: {100 * peaks['ZeRO-3'] / peaks['plain']:.0f} % of plain"
     dots = [s for s in chart.layout.shapes if s.line.dash == "dot"]
     assert [s.y0 for s in dots] == [peaks["plain"] / 1e6] * 3
-    assert words(chart).count("peak of plain") == 1
-    assert chart.finding.startswith(f"ZeRO-3 peaks at {theme.scaled(peaks['ZeRO-3'], 'B')}, plain")
+    assert words(chart).count("peak of plain") == 3
+    assert chart.finding.startswith(f"“ZeRO-3” needs {theme.scaled(peaks['ZeRO-3'], 'B')} at its")
     assert chart.layout.xaxis.title.text == "share of the step (%)"
     ends = {round(t.x[-1]) for traces in areas(chart).values() for t in traces}
     assert ends == {100}
@@ -273,7 +274,7 @@ def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
 
 def test_a_prediction_may_stand_beside_a_run_and_both_say_their_clock(two):
     chart = view.memory_charts({"theory": predicted(pl.Plan(dp=2)), "run": two}, rank=1)
-    assert "clocks: measured, predicted" in chart.below and "rank 1" in chart.below
+    assert "rank 1" in chart.below and "clock" not in chart.below
     assert any("(predicted)" in w for w in words(chart))
     assert len(areas(chart)) == 2
 
@@ -283,11 +284,13 @@ def test_bars_are_each_runs_peak_of_its_fullest_rank():
     chart = view.memory_bars(runs)
     found = chart.table.groupby("bar", sort=False)["bytes"].sum()
     assert found.to_dict() == {label: report.peak_memory for label, report in runs.items()}
-    assert "measured clock" in chart.below and "fullest rank" in chart.below
-    times = runs["plain"].peak_memory / runs["ZeRO-3"].peak_memory
-    assert chart.finding.endswith(f", {times:.2g} times that")
+    assert "clock" not in chart.below and "highest peak" in chart.below
+    share, most = runs["ZeRO-3"].peak_memory / runs["plain"].peak_memory, runs["plain"].peak_memory
+    assert chart.finding.endswith(
+        f", {theme.percent(share)} of the {theme.scaled(most, 'B')} of “plain”"
+    )
     alike = view.memory_bars({"a": runs["plain"], "b": runs["plain"]})
-    assert alike.finding.startswith("All peak alike")
+    assert alike.finding.startswith("All need the same memory")
     assert view.memory_bars(runs, title="mine").finding == "mine"
 
 

@@ -149,7 +149,8 @@ def test_of_thousands_of_ranks_the_neighbourhood_is_drawn_and_said():
 
 def test_one_rank_is_a_mesh_too_and_wrong_ones_are_refused():
     chart = mesh(pl.Plan())
-    assert list(cells(chart)) == [0] and chart.finding == "One rank, and nobody to talk to"
+    assert list(cells(chart)) == [0]
+    assert chart.finding == "One rank, which shares a group with no other"
     with pytest.raises(ValueError, match="rank=4: out of range; legal: a whole number from 0 to 3"):
         mesh(pl.Plan(dp=4), rank=4)
     with pytest.raises(ValueError, match=r"it has 8 devices, the plan needs 16.*more nodes"):

@@ -16,7 +16,7 @@ from paralab.view import naming, theme
 from paralab.view.page import page
 
 MODEL = ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
-ROWS = ["host to device", "device to host", "host's processor", "disk read", "disk write"]
+ROWS = ["host to device", "device to host", "host's CPU", "disk read", "disk write"]
 # One step of a rank, seconds: what it does, and what its links do meanwhile.
 WORK = [("compute", "forward", 0.0, 0.3), ("compute", "wait", 0.3, 0.4),
         ("compute", "backward", 0.4, 0.8), ("compute", "optimizer", 0.8, 0.82),
@@ -186,12 +186,12 @@ def test_every_copy_is_one_box_at_its_time_in_the_colour_of_what_it_moves(one):
 
 
 def test_the_hosts_processor_adds_and_updates_on_its_own_row(one):
-    mine = [b for b in bars(one.timeline()) if b["row"] == "host's processor"]
+    mine = [b for b in bars(one.timeline()) if b["row"] == "host's CPU"]
     assert [(b["name"], round(b["start"], 9)) for b in mine] == [
         ("optimizer", 0.88), ("adding, rounding", 0.6)
     ]  # fmt: skip
     assert mine[0]["colour"] == theme.KIND_COLOUR["optimizer"]
-    assert all("processor time" in b["said"] for b in mine)
+    assert all("CPU time" in b["said"] for b in mine)
 
 
 def test_the_legend_has_every_name_once_and_its_entry_hides_all_of_that_name(two):
@@ -211,10 +211,11 @@ def test_a_box_too_short_to_see_has_an_edge_of_its_own_colour(one):
 
 def test_the_title_says_how_much_of_the_copies_is_hidden(one, two):
     share = f"{100 * HIDDEN / UNDER_WAY:.0f} %"
-    assert one.timeline().finding == f"dp=1, ZeRO-3, offload to nvme: {share} of copies hidden"
-    both = f"100 % of communication and {share} of copies hidden"
+    alone = f"one device, ZeRO-3, offload to nvme: {share} of copies are hidden"
+    assert one.timeline().finding == alone
+    both = f"100 % of communication and {share} of copies are hidden"
     assert two.timeline().finding == f"dp=2, ZeRO-3, offload to nvme: {both}"
-    assert one.timeline().below.endswith("1000.0 ms · waiting 28 % of it")
+    assert one.timeline().below.endswith("1000.0 ms · waiting: 28 % of the step")
 
 
 def test_what_a_link_does_for_the_step_before_is_drawn_and_not_counted():
@@ -261,13 +262,14 @@ def test_a_pipeline_that_offloads_activations_stands_below_its_ideal():
 
 def test_the_plans_name_says_where_what_left_the_device_is():
     for settings, said in (
-        ({"zero_stage": 3, "offload": "nvme"}, "dp=1, ZeRO-3, offload to nvme"),
+        ({"zero_stage": 3, "offload": "nvme"}, "one device, ZeRO-3, offload to nvme"),
         ({"dp": 4, "zero_stage": 1, "offload": "cpu"}, "dp=4, ZeRO-1, optimizer to cpu"),
-        ({"offload": {"activations": "cpu"}, "recompute": "full"}, "dp=1, activations to cpu"),
+        ({"offload": {"activations": "cpu"}, "recompute": "full"},
+         "one device, activations to cpu"),
         ({"zero_stage": 2, "offload": {"gradients": "cpu", "optimizer": "cpu", "delayed": True}},
-         "dp=1, ZeRO-2, offload to cpu, delayed"),
+         "one device, ZeRO-2, offload to cpu, delayed"),
         ({"zero_stage": 2, "offload": {"gradients": "cpu", "optimizer": "nvme"}},
-         "dp=1, ZeRO-2, offload to cpu and nvme"),
+         "one device, ZeRO-2, offload to cpu and nvme"),
     ):  # fmt: skip
         assert naming.plan_name(Plan(**settings)) == said
 
@@ -275,7 +277,8 @@ def test_the_plans_name_says_where_what_left_the_device_is():
 # ---- traffic -------------------------------------------------------------------------------------
 def stacks(chart, axis: str) -> dict[tuple[str, str], float]:
     """{(bar, trace): bytes} of the bars on an axis."""
-    return {(x.replace("<br>", " "), t.name): y * 1e6 for t in chart.data
+    per = theme.UNITS[chart.layout[axis.replace("x", "xaxis")].title.text[-3:-1].strip("(")]
+    return {(y, t.name): x * per for t in chart.data
             if t.type == "bar" and t.xaxis == axis
             for x, y in zip(t.x, t.y, strict=True)}  # fmt: skip
 
@@ -287,14 +290,13 @@ LINKS = {("host to device", "parameters"): 1000, ("device to host", "gradients")
 
 def test_where_nothing_is_sent_the_chart_of_traffic_is_that_of_the_links(one):
     chart = one.traffic_chart()
-    assert stacks(chart, "x") == pytest.approx(LINKS)
+    assert stacks(chart, "x2") == pytest.approx(LINKS)
     assert [t.type for t in chart.data] == ["bar"] * 3  # no matrix of one rank
     assert all(t.marker.color == theme.CATEGORY_COLOUR[t.name] for t in chart.data)
-    order = [x.replace("<br>", " ") for x in chart.layout.xaxis.categoryarray]
-    assert order == [ROWS[0], ROWS[1], *ROWS[3:]]
-    assert chart.finding == ("dp=1, ZeRO-3, offload to nvme: copies 0.0065 MB per step, 77 % of it "
-                             "to and from disk")  # fmt: skip
-    assert "MB" in chart.layout.yaxis.title.text and "10<sup>6</sup> bytes" in chart.below
+    assert list(chart.layout.yaxis2.categoryarray) == [ROWS[0], ROWS[1], *ROWS[3:]]
+    assert chart.finding == ("one device, ZeRO-3, offload to nvme: it copies 6.5 kB per step, 77 % "
+                             "of it to and from disk")  # fmt: skip
+    assert "(kB)" in chart.layout.xaxis2.title.text
     assert chart.table["bytes"].sum() == 6500
     assert "disk" not in made(copies=COPIES[1:3]).traffic_chart().finding
 
@@ -304,12 +306,12 @@ def test_links_stand_beside_what_is_sent_per_rank_and_on_one_scale(two):
     assert [t.type for t in chart.data] == ["heatmap", *["bar"] * 4]
     sent = {("dp, inside a node", "all_reduce"): 800}
     assert stacks(chart, "x2") == pytest.approx({**sent, **LINKS})
-    order = [x.replace("<br>", " ") for x in chart.layout.xaxis2.categoryarray]
+    order = list(chart.layout.yaxis2.categoryarray)
     assert order == ["dp, inside a node", ROWS[0], ROWS[1], *ROWS[3:]]
-    assert chart.layout.yaxis2.range[1] > 3000 / 1e6  # the highest bar is a link's
+    assert chart.layout.xaxis2.range[1] > 3000 / 1e3  # the longest bar is a link's
     tops = [note.text for note in chart.layout.annotations]
-    assert tops == ["0.0008 MB", "0.0010 MB", "0.0005 MB", "0.0030 MB", "0.0020 MB"]
-    assert "sends 0.0008 MB and copies 0.0065 MB per step" in chart.finding
+    assert tops == [" 800 B", " 1 kB", " 500 B", " 3 kB", " 2 kB"]
+    assert "sends 800 B and copies 6.5 kB per step" in chart.finding
     own = chart.table[chart.table["sender"] == chart.table["receiver"]]
     assert own["bytes"].sum() == 2 * 6500 and chart.table["bytes"].sum() == 2 * (6500 + 800)
 
@@ -336,8 +338,8 @@ def test_what_is_elsewhere_stands_below_the_device_at_each_tiers_fullest(one):
     chart = one.memory_chart()
     name = {"device": "device", "host": "host", "file": "files"}
     assert tier_bars(chart) == {(name[tier], c): size for tier, c, size in HELD}
-    assert chart.finding == ("dp=1, ZeRO-3, offload to nvme: device peaks at 8 MB, host at 3 MB, "
-                             "files at 16 MB")  # fmt: skip
+    assert chart.finding == ("one device, ZeRO-3, offload to nvme: at most 8 MB on the device, "
+                             "3 MB on the host, 16 MB in files")  # fmt: skip
     assert "memory (MB)" in chart.layout.xaxis2.title.text
     above = [t for t in chart.data if t.type == "scatter" and t.stackgroup]
     assert {t.name for t in above} == {"parameters", "activations"}  # panels: the device alone
@@ -353,17 +355,17 @@ def test_a_colour_of_memory_is_in_the_legend_once_and_bars_do_not_reach_into_pan
     assert sorted(entries) == sorted({c for _, c, _ in HELD})
     lowest = min(chart.layout[a].domain[0] for a in ("yaxis", "yaxis3"))
     assert chart.layout.yaxis100.domain[1] < lowest
-    assert "<b>rank 1: each tier at its fullest</b>" in [n.text for n in chart.layout.annotations]
+    assert "<b>Rank 1: each tier at its peak</b>" in [n.text for n in chart.layout.annotations]
 
 
 def test_without_other_tiers_there_is_no_second_panel_and_with_a_limit_the_title_has_it():
     alone = made(held=HELD[:2]).memory_chart()
     assert not tier_bars(alone) and "tier" not in alone.table
     assert alone.layout.height < made().memory_chart().layout.height
-    assert "peak 8 MB" in alone.finding
+    assert "peaks at 8 MB" in alone.finding
     report = made()
     limited = dataclasses.replace(report, meta={**report.meta, "memory_limit": 10_000_000})
-    assert "device peaks at 8 MB of 10 MB, host" in limited.memory_chart().finding
+    assert "at most 8 MB (of 10 MB) on the device" in limited.memory_chart().finding
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -385,7 +387,7 @@ def test_perfetto_has_a_track_per_lane_and_the_bytes_of_every_copy(two, tmp_path
     for rank in (0, 1):
         own = [name for (pid, _), name in sorted(threads.items()) if pid == rank]
         assert own == ["compute", "comm:dp", "host to device", "device to host",
-                       "host's processor", "disk"]  # fmt: skip
+                       "host's CPU", "disk"]  # fmt: skip
     copies = [e for e in events if e["ph"] == "X" and "bytes" in e["args"]]
     assert len(copies) == len(two.copies)
     assert sum(e["args"]["bytes"] for e in copies) == two.copies["bytes"].sum()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import paralab as pl
+from paralab.report.report import Report
 from paralab.view import stage_stretches, stage_time
 
 LINK = pl.Link(alpha=1e-5, bandwidth=1e10)
@@ -70,7 +71,7 @@ def test_a_stretch_is_as_high_as_its_row_and_shared_out_as_its_time():
     chart = stage_time(report)
     table = chart.table
     named = {trace.name: trace for trace in chart.data}
-    assert {"forward", "backward", "inside actions, tp", "waiting: the bubble",
+    assert {"forward", "backward", "in actions: messages of tp", "waiting: the bubble",
             "communication, dp"} <= set(named)  # fmt: skip
     high = stage_stretches.HEIGHT - stage_stretches.MESSAGES
     heights: dict[tuple[float, float], float] = {}
@@ -89,7 +90,7 @@ def test_a_stretch_is_as_high_as_its_row_and_shared_out_as_its_time():
                                strict=True) if y < 1]  # fmt: skip
     assert min(first) == pytest.approx(lanes["start"].min() * 1e3, rel=1e-6)
     idle = [note.text for note in chart.layout.annotations]
-    assert f"{100 * report.bubble:.0f} % of device time is bubble" in chart.finding
+    assert f"{100 * report.bubble:.0f} % of device time" in chart.finding
     assert "idle" in idle and len(idle) == P + 1
 
 
@@ -122,6 +123,6 @@ def test_what_is_not_there_is_refused():
         stage_time(report, ranks=[9])
     with pytest.raises(ValueError, match="no rank"):
         stage_time(report, ranks=[])
-    bare = pl.report.Report(clock="predicted", model=MODEL, plan=report.plan)
+    bare = Report(clock="predicted", model=MODEL, plan=report.plan)
     with pytest.raises(ValueError, match="no steps"):
         stage_time(bare)

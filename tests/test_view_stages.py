@@ -71,8 +71,8 @@ def test_links_carry_what_ranks_send_and_take_bytes_over_bandwidth():
     worst = max((near, far), key=lambda part: part["seconds"].sum())
     place = "between nodes" if worst is far else "inside a node"
     assert chart.finding == (f"Bytes take longest {place}: "
-                             f"{theme.scaled(float(worst['bytes'].sum()), 'B')}, "
-                             f"{theme.scaled(float(worst['seconds'].sum()), 's')}")  # fmt: skip
+                             f"{theme.scaled(float(worst['seconds'].sum()), 's')} for "
+                             f"{theme.scaled(float(worst['bytes'].sum()), 'B')}")  # fmt: skip
     colours = {trace.name: trace.marker.color for trace in chart.data}
     assert colours == {axis: theme.axis_colour(axis) for axis in ("tp", "dp", "pp")}
 
@@ -82,7 +82,7 @@ def test_several_reports_stand_beside_one_another():
     again = expect.replay(CLUSTER)
     chart = stage_memory(expect, again)
     assert list(bars(chart)) == ["device, predicted", "device, replayed"]
-    assert ", replayed " in chart.finding and "predicted and replayed" in chart.below
+    assert ", replayed " in chart.finding and "predicted and replayed" in chart.summary
     links = link_traffic(expect, again)
     assert [a.y for a in links.layout.annotations] == [
         "inside a node, predicted", "inside a node, replayed"]  # fmt: skip

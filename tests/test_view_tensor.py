@@ -66,7 +66,7 @@ def test_drawn_blocks_of_x_and_y_are_the_ranks_activations(mode):
 
 @every_mode
 def test_drawn_blocks_cover_each_matrix_once(mode):
-    cells = [matrix_blocks.lie(plan_of(mode), name, cut)
+    cells = [matrix_blocks.held(plan_of(mode), name, cut)
              for name, cut in matrix_blocks.splits(plan_of(mode), "up").items()]  # fmt: skip
     for some in cells:
         area = sum((c.rows[1] - c.rows[0]) * (c.columns[1] - c.columns[0]) for c in some)
@@ -84,7 +84,7 @@ def test_drawn_blocks_cover_each_matrix_once(mode):
 def test_the_title_says_how_much_a_rank_holds(plan, role, said):
     chart = view.blocks(pl.Plan(**plan), role=role)
     assert chart.finding == said
-    assert repr(chart).startswith(f"Chart(blocks of X, W, Y of «{role}»")
+    assert repr(chart).startswith(f"Chart(blocks of X, W, Y of “{role}”")
 
 
 def test_a_rank_has_one_colour_in_every_figure_by_day_and_by_night():

@@ -4,12 +4,11 @@ Every function here returns a `Chart`: a plotly Figure with the numbers behind i
 line of text (its repr). Names are imported on first use, for plotly is slow to import.
 
     timelines    several reports on one time scale          losses       several runs' losses
-    simulated_timeline   a schedule as `theory.pipeline.simulate` timed it
     link_fit     alpha and bandwidth of a link              algorithms   time over message size
     bytes_bars   memory by category, against capacity       scaling      throughput over ranks
     memory_charts   memory of several runs over a step   memory_bars   their peaks by category
     live_activations   micro-batches that a pipeline's ranks keep, over time
-    blocks       which tp rank holds which block of X, W and Y in Y = X W
+    blocks       which tp rank holds which block of X, W and Y in Y = X W: columns, rows, cubes
     multiplication   one such product step by step
     mesh         ranks as a grid, nodes as frames, the groups of one rank and what flows in them
     link_traffic   what a rank sends and copies, link by link; stage_memory: what each stage needs
@@ -19,6 +18,11 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     contest      several plans by the time of a step, predicted and found
     pareto       time against memory of every plan of a search
     disk_needed  how busy a device is, over the bandwidth of the disk that it offloads to
+    simulated_timeline   a schedule as `theory.pipeline.simulate` timed it
+    schedules    naive, GPipe, 1F1B, interleaved, ZB, or your own, on one axis
+    zero_shards, zero_unit   what each rank keeps under ZeRO 0-3; the life of one of ZeRO-3's units
+    ring         an all-reduce on a ring, chunk by chunk
+    data_flow    what offload moves between device, host and files
     use_theme    "light" | "dark", for figures made from then on
 """
 
@@ -27,7 +31,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# name: the module it lives in. No module bears a function's name, or importing one would hide the
+# name: the module it lives in. No module has a function's name, or importing one would hide the
 # other.
 _HOME = {
     "Chart": "chart",
@@ -35,6 +39,7 @@ _HOME = {
     "blocks": "matrix_blocks",
     "bytes_bars": "memory",
     "contest": "plan_times",
+    "data_flow": "schematics",
     "crossover": "tensor_curves",
     "disk_needed": "offload_curves",
     "link_fit": "links",
@@ -46,13 +51,17 @@ _HOME = {
     "mesh": "rank_mesh",
     "multiplication": "matrix_steps",
     "pareto": "pareto_front",
+    "ring": "schematics",
     "scaling": "throughput",
+    "schedules": "pipeline",
     "simulated_timeline": "pipeline",
     "stage_memory": "stage_bars",
     "stage_time": "stage_stretches",
     "stuck": "standstill",
     "timelines": "timeline",
     "use_theme": "theme",
+    "zero_shards": "schematics",
+    "zero_unit": "schematics",
 }
 _MODULES = ("theme", "widgets")
 

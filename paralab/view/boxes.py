@@ -1,4 +1,4 @@
-"""The boxes of a timeline: which spans, on which row, in which colour, saying what when pointed at.
+"""The boxes of a timeline: which spans, on which row, in which colour.
 
 A `Section` is one report's step, ready to draw: its boxes with times from the step's start. The
 timeline of one report has one section; several reports stand under one another, on one time scale.
@@ -13,22 +13,23 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import choice, illegal, whole
 from paralab.report import metrics
 from paralab.report.tables import COMPUTE_KINDS, KINDS
-from paralab.view import lanes, naming, theme
-from paralab.view.hover import hover
-from paralab.view.tracks import tracks
+from paralab.view import lanes, marks, naming, theme
+from paralab.view.marks import boxes as mark
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from paralab.report.tables import Tables
-    from paralab.view.chart import Chart
+
+Box = dict[str, Any]
 
 MAX_TRACKS = 4
-MANY = 100  # boxes of a trace, from which on some may be hidden by the lines around them:
-EDGED = 8e-3  # those below this share of the time axis
+THIN, MANY_THIN = 2e-3, 8e-3  # of the time axis: a box below that has its own colour as its edge,
+MANY = 100  # the second share from so many boxes of a trace on: edges would hide them
 LETTER_SHARE = 0.010  # of the time axis that one letter takes
-LANE_HEIGHT = {"compute": 1.0, **dict.fromkeys(lanes.ROW_NAME, lanes.HEIGHT)}
+LANE_HEIGHT = {"compute": 1.0, **dict.fromkeys(lanes.ROW_NAME, 0.55)}
 OTHER_HEIGHT = 0.7
+FILLED = 0.92  # of a row's height
 RANK_GAP = 0.45
 HEAD = 1.15  # rows of room for the line above a section
 HALVES = {"backward": "backward, input half", "weight_grad": "backward, weight half"}
@@ -42,7 +43,7 @@ class Section:
     label: str
     step: int
     ranks: list[int]
-    boxes: list[dict[str, Any]]
+    boxes: list[Box]
     seconds: float
     lanes: tuple[str, ...] | None = None  # what is drawn; None: every lane that has a box
     gap: float = RANK_GAP
@@ -53,6 +54,11 @@ class Section:
     rows: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
     top: float = 0.0
     bottom: float = 0.0
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether some of its messages cross nodes and others do not: then it shows which."""
+        return len({call["level"] for b in self.boxes for call in b["calls"]}) > 1
 
 
 def section(
@@ -100,42 +106,45 @@ def _boxes(
     label: str,
     only: tuple[str, ...] | None,
     most: int | None,
-) -> tuple[list[dict[str, Any]], float, int]:
+) -> tuple[list[Box], float, int]:
     """Spans as dicts with times from the step's start and a track; how long the step took, and how
     many spans there are.
     """
     steps, spans = report.steps[report.steps["step"] == step], report.spans
     spans = spans[spans["rank"].isin(ranks)]
     zero, end = float(steps["start"].min()), float(steps["end"].max())
-    beside = spans["lane"].isin(lanes.LANES) & (spans["start"] < end) & (spans["end"] > zero)
-    chosen = spans[(spans["step"] == step) & (spans["end"] >= zero) | beside]
+    meanwhile = spans["lane"].isin(lanes.LANES) & (spans["start"] < end) & (spans["end"] > zero)
+    spans = spans[(spans["step"] == step) & (spans["end"] >= zero) | meanwhile]
     if only is not None:
-        chosen = chosen[chosen["lane"].isin(only)]
-    total = len(chosen)
+        spans = spans[spans["lane"].isin(only)]
+    total = len(spans)
     if most is not None and total > most:
-        chosen = chosen.sort_values(["start", "id"]).head(most)
-    mine = [table[table["rank"].isin(ranks)] for table in (report.collectives, report.copies)]
-    calls, copies = of_span(mine[0], step), of_span(mine[1])
-    boxes = chosen.to_dict("records")
-    rows: dict[tuple[int, str], list[dict[str, Any]]] = {}
+        spans = spans.sort_values(["start", "id"]).head(most)
+    calls, copies = (of_span(t[t["rank"].isin(ranks)]) for t in (report.collectives, report.copies))
+    boxes = spans.to_dict("records")
+    rows: dict[tuple[int, str], list[Box]] = {}
     for box in boxes:
-        box["calls"], box["copies"] = calls.get(box["id"], []), copies.get(box["id"], [])
-        box["traced"], box["label"] = report.model is None, label
-        box["late"] = box["step"] != step
-        box["start"], box["end"] = box["start"] - zero, box["end"] - zero
+        box |= {
+            "calls": [c for c in calls.get(box["id"], []) if c["step"] == step],
+            "copies": copies.get(box["id"], []),
+            "traced": report.model is None,
+            "label": label,
+            "late": box["step"] != step,
+            "start": box["start"] - zero,
+            "end": box["end"] - zero,
+        }
         rows.setdefault((box["rank"], lanes.row(box)), []).append(box)
     for own in rows.values():
-        for box, track in zip(
-            own, tracks([(b["start"], b["end"]) for b in own], at_most=MAX_TRACKS), strict=True
-        ):
+        found = lanes.tracks([(b["start"], b["end"]) for b in own], at_most=MAX_TRACKS)
+        for box, track in zip(own, found, strict=True):
             box["track"] = track
     return boxes, end - zero, total
 
 
-def of_span(table: pd.DataFrame, step: int | None = None) -> dict[int, list[dict[str, Any]]]:
+def of_span(table: pd.DataFrame) -> dict[int, list[dict[str, Any]]]:
     """The rows of collectives or copies by the span that carried them."""
     found: dict[int, list[dict[str, Any]]] = {}
-    for row in (table if step is None else table[table["step"] == step]).to_dict("records"):
+    for row in table.to_dict("records"):
         found.setdefault(row["span"], []).append(row)
     return found
 
@@ -164,170 +173,128 @@ def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float
     return ticks, y - RANK_GAP + 0.2
 
 
-def two_levels(one: Section) -> bool:
-    """Whether some of its messages cross nodes and others do not: then it shows which."""
-    return len({call["level"] for b in one.boxes for call in b["calls"]}) > 1
-
-
-def draw(
-    fig: Chart,
-    sections: Sequence[Section],
-    shown: Sequence[Sequence[dict[str, Any]]],
-    window: float,
-) -> None:
-    """One trace per kind, row, chunk and what is copied, whatever the times; one legend entry for
-    all chunks, and for what is copied on any row.
+# ---- traces --------------------------------------------------------------------------------------
+def traces(
+    sections: Sequence[Section], shown: Sequence[Sequence[Box]], window: float
+) -> list[dict[str, Any]]:
+    """One per kind, row, chunk and what is copied, whatever the times; one legend entry for all
+    chunks, and for what is copied on any row.
     """
     found = {_group(b) for one in sections for b in one.boxes}
     chunks = 1 + max((chunk for _, _, chunk, _ in found), default=0)
     tiers = any(category for *_, category in found)
     halves = any(kind == "weight_grad" for kind, *_ in found)
-    of_group: list[dict[Any, list[dict[str, Any]]]] = [{} for _ in shown]
-    for dealt, boxes in zip(of_group, shown, strict=True):
+    idle = any(one.idle for one in sections)
+    framed = any(one.two_levels for one in sections)
+    of_group: list[dict[Any, list[Box]]] = [{} for _ in shown]
+    for groups, boxes in zip(of_group, shown, strict=True):
         for b in boxes:
-            dealt.setdefault(_group(b), []).append(b)
+            groups.setdefault(_group(b), []).append(b)
     named: set[str] = set()
-    traces = []
+    made = []
     for group in sorted(found, key=lambda group: (KINDS.index(group[0]), *group[1:])):
         kind, row, chunk, category = group
-        mine = [dealt.get(group, []) for dealt in of_group]
-        bars: dict[str, list[Any]] = {
-            "base": [],
-            "x": [],
-            "y": [],
-            "width": [],
-            "text": [],
-            "hovertext": [],
-        }
-        for one, boxes in zip(sections, mine, strict=True):
-            for name, values in _bars(kind, boxes, one, window).items():
-                bars[name] += values
-        style = bar_style(kind, row)
+        mine = [groups.get(group, []) for groups in of_group]
+        flat = [b for own in mine for b in own]
+        rows = [
+            bar
+            for one, own in zip(sections, mine, strict=True)
+            for bar in _bars(kind, own, one, window)
+        ]
+        name, fill = name_and_fill(kind, row)
+        works = kind in COMPUTE_KINDS
         if tiers and kind not in ("comm", "wait"):
-            style["name"], fill = lanes.style(kind, row, category).values()
-            style["marker"]["color"] = fill
-            if row in lanes.ROW_NAME:
-                flat = [b for own in mine for b in own]
-                style["marker"]["line"] = lanes.edges(flat, window, fill)
+            name, fill = lanes.style(kind, row, category)
         if halves and kind in HALVES:
-            style["name"] = HALVES[kind]
-        if kind == "wait" and any(one.idle for one in sections):
-            style["name"] = "waiting: the bubble"
-        if kind in COMPUTE_KINDS and chunks > 1:  # a rank's later chunks are paler
+            name = HALVES[kind]
+        if kind == "wait" and idle:
+            name = "waiting: the bubble"
+        if works and chunks > 1:  # a rank's later chunks are paler
             fill = theme.shade(theme.colour(kind), chunk, chunks)
-            style["marker"]["color"], style["textfont"]["color"] = fill, theme.on(fill)
-        if kind in COMPUTE_KINDS and len(bars["x"]) > MANY:  # lines between them would hide them
-            flat = [b for own in mine for b in own]
-            fill = style["marker"]["color"]
-            style["marker"]["line"] = lanes.edges(flat, window, fill, least=EDGED)
-        if tiers or kind in COMPUTE_KINDS and chunks > 1:
-            style |= {"legendgroup": style["name"], "showlegend": style["name"] not in named}
-            named.add(style["name"])
-        if kind == "comm" and any(two_levels(one) for one in sections):
-            far = [any(c["level"] == "inter" for c in b["calls"]) for own in mine for b in own]
+        edge: Any = 0.5
+        if works and len(rows) > MANY:
+            edge = _edges(flat, window, fill, MANY_THIN)
+        elif tiers and row in lanes.ROW_NAME:
+            edge = _edges(flat, window, fill, THIN)
+        elif kind == "comm" and framed:
+            far = [any(c["level"] == "inter" for c in b["calls"]) for b in flat]
             ink, paper = theme.look().ink, theme.look().paper
-            style["marker"]["line"] = {
-                "width": [2.5 if f else 0.5 for f in far],
-                "color": [ink if f else paper for f in far],
-            }
-        traces.append({"type": "bar", **style, **bars})
-    fig.add_traces(traces)  # as dicts: a Bar would be checked here a second time, box by box
+            edge = {"width": [2.5 if f else 0.5 for f in far]}
+            edge |= {"color": [ink if f else paper for f in far]}
+        style = mark.look(name, fill, hatched=kind == "wait", edge=edge)
+        if tiers or (works and chunks > 1):
+            style |= {"legendgroup": name, "showlegend": name not in named}
+            named.add(name)
+        made.append(mark.boxes(rows, style))
+    return made
 
 
-def _group(box: dict[str, Any]) -> tuple[str, str, int, str]:
+def name_and_fill(kind: str, lane: str) -> tuple[str, str]:
+    """What spans are called in the legend, and their colour."""
+    name = kind.replace("_", " ").replace("wait", "waiting")
+    if kind == "comm":
+        name = f"communication, {theme.text(theme.axis_of(lane))}"
+    elif lane != "compute":
+        name = f"{name}, {theme.text(lane)}"
+    return name, theme.colour(kind, lane)
+
+
+def _edges(boxes: Sequence[Box], window: float, fill: str, least: float) -> dict[str, list[Any]]:
+    """Lines of paper around boxes of at least a share ``least`` of the window, of their own colour
+    around others.
+    """
+    thin = [_duration(b) < least * window for b in boxes]
+    paper = theme.look().paper
+    return {"width": [1 if t else 0.5 for t in thin], "color": [fill if t else paper for t in thin]}
+
+
+def _group(box: Box) -> tuple[str, str, int, str]:
     """Boxes of one trace: kind, row, chunk of a rank, what is copied between tiers."""
     chunk = box["chunk"] if box["kind"] in COMPUTE_KINDS else 0
     return box["kind"], lanes.row(box), chunk, lanes.category(box)
 
 
-def _bars(
-    kind: str, boxes: list[dict[str, Any]], one: Section, window: float
-) -> dict[str, list[Any]]:
-    depth: dict[int, int] = {}  # tracks in use on each row: they share its height
-    for b in boxes:
-        depth[b["rank"]] = max(depth.get(b["rank"], 1), b["track"] + 1)
-    deepest = max(depth.values(), default=1)
-    y, widths = [], []
-    for b in boxes:
+def _bars(kind: str, boxes: list[Box], one: Section, window: float) -> list[tuple]:
+    """Rows of the mark: tracks in use on a row share its height."""
+    deepest = max((b["track"] + 1 for b in boxes), default=1)
+    rows = []
+    for b, word in zip(boxes, _labels(kind, boxes, window, deepest), strict=True):
         middle, height = one.rows[b["rank"], lanes.row(b)]
-        share = height * 0.92 / deepest
-        y.append(middle + height * 0.92 * ((b["track"] + 0.5) / deepest - 0.5))
-        widths.append(share * (0.9 if deepest > 1 else 1.0))
-    return {
-        "base": [round(b["start"] * 1e3, 6) for b in boxes],
-        "x": [round((b["end"] - b["start"]) * 1e3, 6) for b in boxes],
-        "y": y,
-        "width": widths,
-        "text": _labels(kind, boxes, window, deepest),
-        "hovertext": [hover(b) for b in boxes],
-    }
+        y = middle + height * FILLED * ((b["track"] + 0.5) / deepest - 0.5)
+        start, length = round(b["start"] * 1e3, 6), round(_duration(b) * 1e3, 6)
+        thick = height * FILLED / deepest * (0.9 if deepest > 1 else 1.0)
+        rows.append((start, length, y, thick, word, lanes.hover(b)))
+    return rows
 
 
-def bar_style(kind: str, lane: str) -> dict[str, Any]:
-    """Name, colour and text of a trace of spans."""
-    now, fill = theme.look(), theme.colour(kind, lane)
-    name = kind.replace("_", " ")
-    if kind == "comm":
-        name = f"communication, {theme.text(theme.axis_of(lane))}"
-    elif lane != "compute":
-        name = f"{name}, {theme.text(lane)}"
-    marker: dict[str, Any] = {"color": fill, "line": {"width": 0.5, "color": now.paper}}
-    if kind == "wait":
-        marker["pattern"] = {
-            "shape": "/",
-            "bgcolor": fill,
-            "fgcolor": now.hatch,
-            "size": 6,
-            "solidity": 0.2,
-        }
-    return {
-        "name": name if kind != "wait" else "waiting",
-        "orientation": "h",
-        "marker": marker,
-        "textposition": "inside",
-        "insidetextanchor": "middle",
-        "textangle": 0,
-        "constraintext": "none",
-        "textfont": {"size": 12, "color": theme.on(fill)},
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
-
-
-def _labels(kind: str, boxes: list[dict[str, Any]], window: float, deepest: int) -> list[str]:
+def _labels(kind: str, boxes: list[Box], window: float, deepest: int) -> list[str]:
     """What stands on a box, if it is wide enough.
 
     Work: the micro-batch number, once per micro-batch, on its widest piece. Point-to-point calls:
     to whom (→1) and from whom (←3). Collectives of a traced function: their name.
     """
     if kind == "comm":
-        return [
-            _partners(b) if deepest == 1 and _fits(_partners(b), b, window) else "" for b in boxes
-        ]
-    widest: dict[tuple[int, int, int, int], dict[str, Any]] = {}
-    if kind in COMPUTE_KINDS:
-        for b in boxes:
+        said = [_partners(b) if deepest == 1 else "" for b in boxes]
+    else:
+        widest: dict[tuple[int, ...], Box] = {}
+        for b in boxes if kind in COMPUTE_KINDS else ():
             key = (b["rank"], b["stage"], b["chunk"], b["microbatch"])
-            if key not in widest or _duration(b) > _duration(widest[key]):
-                widest[key] = b
-    named = {
-        id(b)
-        for b in widest.values()
-        if b["microbatch"] >= 0 and _fits(str(b["microbatch"]), b, window)
-    }
-    return [str(b["microbatch"]) if id(b) in named else "" for b in boxes]
+            widest[key] = max(widest.get(key, b), b, key=_duration)
+        named = {id(b) for b in widest.values() if b["microbatch"] >= 0}
+        said = [str(b["microbatch"]) if id(b) in named else "" for b in boxes]
+    return [
+        word if _duration(b) >= LETTER_SHARE * max(len(word), 1.2) * window else ""
+        for word, b in zip(said, boxes, strict=True)
+    ]
 
 
-def _fits(said: str, box: dict[str, Any], window: float) -> bool:
-    return _duration(box) >= LETTER_SHARE * max(len(said), 1.2) * window
-
-
-def _partners(b: dict[str, Any]) -> str:
+def _partners(b: Box) -> str:
     arrows = {"send": "→", "recv": "←"}
     said = [f"{arrows[c['op']]}{c['peer']}" for c in b["calls"] if c["op"] in arrows]
     return " ".join(said) or (b["calls"][0]["op"] if b["traced"] and b["calls"] else "")
 
 
-def _duration(box: dict[str, Any]) -> float:
+def _duration(box: Box) -> float:
     return box["end"] - box["start"]
 
 
@@ -339,26 +306,25 @@ def table(sections: Sequence[Section]) -> pd.DataFrame:
     import pandas as pd
 
     staged = ("stage",) if any(one.report.plan.pp > 1 for one in sections) else ()
-    columns = ("rank", "lane", "kind", *staged, "microbatch", "start", "end")
-    rows = [
-        {
-            "report": one.label or naming.subject(one.report),
-            "clock": one.report.clock,
-            **{c: b[c] for c in columns},
-            "wire_bytes": sum(c["wire_bytes"] for c in b["calls"]),
-            **_copied(b),
-        }
-        for one in sections
-        for b in one.boxes
-    ]
-    copied = [*_copied({})] if any(b.get("copies") for one in sections for b in one.boxes) else []
-    return pd.DataFrame(rows, columns=["report", "clock", *columns, "wire_bytes", *copied])
+    copied = any(b.get("copies") for one in sections for b in one.boxes)
+    columns = ["report", "clock", "rank", "lane", "kind", *staged, "microbatch", "start", "end"]
+    columns += ["wire_bytes", *["op", "category", "bytes"] * copied]
+    rows = []
+    for one in sections:
+        label = one.label or naming.subject(one.report)
+        for b in one.boxes:
+            copies = b.get("copies") or [{"op": "", "category": "", "bytes": 0}]
+            sent = sum(c["wire_bytes"] for c in b["calls"])
+            more = {"op": copies[0]["op"], "category": copies[0]["category"]}
+            more |= {"report": label, "clock": one.report.clock, "wire_bytes": sent}
+            rows.append({**b, **more, "bytes": sum(copy["bytes"] for copy in copies)})
+    return pd.DataFrame(rows, columns=columns)
 
 
-def _copied(box: dict[str, Any]) -> dict[str, Any]:
-    copies = box.get("copies") or [{"op": "", "category": "", "bytes": 0}]
-    return {
-        "op": copies[0]["op"],
-        "category": copies[0]["category"],
-        "bytes": sum(copy["bytes"] for copy in copies),
-    }
+def idle_notes(shares: Sequence[tuple[float, float]], head: float | None) -> list[dict[str, Any]]:
+    """Notes for the right margin: each share at its y, and what they are, at y = ``head`` or, if
+    that is None, on top.
+    """
+    at = {"yref": "paper", "yanchor": "bottom"} if head is None else {}
+    title = marks.margin("idle", 1 if head is None else head, ink=theme.look().faint, **at)
+    return [marks.margin(theme.percent(share), y) for y, share in shares] + [title]

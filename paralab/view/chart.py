@@ -10,12 +10,13 @@ plotly is imported here and nowhere above, so this module is imported inside fun
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from paralab.view import late_grammar  # noqa: F401  before a figure is shown
+import paralab.view.late_grammar  # noqa: F401  before a figure is shown
+from paralab.view import theme
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +30,7 @@ class Chart(go.Figure):
     table    DataFrame of what is drawn, one row per mark; None for an empty chart. Times in
              seconds, sizes in bytes, whatever unit the axis has
     summary  one line: what is shown, on which clock, of how many marks
-    finding, below   the two lines of the title: what the picture proves, and on which clock
+    finding, below   the two lines of the title: what the picture proves, and what it is about
 
     ``go.FigureWidget(chart)`` makes a live one of it (the table stays behind, with the chart).
     """
@@ -38,12 +39,21 @@ class Chart(go.Figure):
         self, *args: Any, table: pd.DataFrame | None = None, summary: str = "empty", **settings: Any
     ) -> None:
         super().__init__(*args, **settings)
+        self._rows, self._top = (
+            1,
+            self.layout.margin.t or 0,
+        )  # lines of the legend, and what is above
         self._table, self._summary = table, summary
 
     @property
     def table(self) -> pd.DataFrame | None:
         if callable(self._table):
             self._table = self._table()
+        if isinstance(self._table, tuple):
+            import pandas as pd
+
+            columns, rows = self._table
+            self._table = pd.DataFrame(rows, columns=columns.split())
         return self._table
 
     @property
@@ -52,29 +62,70 @@ class Chart(go.Figure):
 
     @property
     def finding(self) -> str:
-        first, _, _ = (self.layout.title.text or "").partition("<br>")
-        return re.sub("</?b>", "", first)
+        return self._said()[0]
 
     @property
     def below(self) -> str:
-        _, _, second = (self.layout.title.text or "").partition("<br>")
-        return re.sub("^<span[^>]*>|</span>$", "", second)
+        return self._said()[1]
 
-    def annotated(self, notes: Iterable[dict[str, Any]]) -> Chart:
-        """This chart with these annotations; one by one, each would check all before it again."""
+    def _said(self) -> tuple[str, str]:
+        """The two parts of the title, each in one line."""
+        first, _, second = (self.layout.title.text or "").partition("</b><br>")
+        second = re.sub("^<span[^>]*>|</span>$", "", second)
+        return tuple(part.replace("<br>", " ") for part in (first.removeprefix("<b>"), second))
+
+    def draw(
+        self,
+        traces: Iterable[dict[str, Any]],
+        notes: Iterable[dict[str, Any]] = (),
+        shapes: Iterable[dict[str, Any]] = (),
+        **layout: Any,
+    ) -> Chart:
+        """This chart with more marks, as dicts: one by one, each would check all before it again,
+        and a slider is waiting.
+        """
+        if layout:
+            self.update_layout(layout)
+        self.add_traces(list(traces))
         self.layout.annotations = (*self.layout.annotations, *notes)
+        self.layout.shapes = (*self.layout.shapes, *shapes)
+        self._make_room()
+        return self
+
+    def _make_room(self) -> None:
+        """Above the picture, for the lines of a legend that stands there."""
+        legend = self.layout.legend
+        if legend.orientation != "h" or legend.yanchor != "bottom" or not self.layout.margin.t:
+            return
+        names = [t.name for t in self.data if t.name and t.showlegend is not False]
+        if not names or (len(self.data) == 1 and not self.layout.showlegend):
+            return
+        rows = theme.legend_rows(names)
+        more, self._rows = theme.LEGEND_ROW * (rows - self._rows), rows
+        self.layout.margin.t += more
+        if not self.layout.width:  # else it is a frame, which has its height
+            self.layout.height += more
+
+    def retitled(self, finding: str, below: str) -> Chart:
+        """This chart under another title, of another number of lines maybe."""
+        fresh = figure(finding, below, height=10).layout
+        more = fresh.margin.t - self._top
+        self.layout.title = fresh.title
+        self.layout.margin.t, self.layout.height = (
+            self.layout.margin.t + more,
+            self.layout.height + more,
+        )
+        self._top = fresh.margin.t
         return self
 
     def said_below(self, more: str) -> Chart:
         """This chart, with some more words at the end of its title's second line."""
-        text = self.layout.title.text.removesuffix("</span>")
-        self.layout.title.text = f"{text} · {more}</span>"
-        return self
+        return self.retitled(self.finding, " · ".join(filter(None, (self.below, more))))
 
-    def explained(self, summary: str, table: pd.DataFrame | Callable[[], pd.DataFrame]) -> Chart:
-        """This chart, with its line of text and the numbers behind it, or what makes them.
-
-        A slider's picture is gone before anybody asks for its table.
+    def explained(self, summary: str, table: Any) -> Chart:
+        """This chart, with its line of text and the numbers behind it: a DataFrame, (columns, rows)
+        that will make one, or a function that returns either, for a slider's picture is gone
+        before anybody asks for its table.
         """
         self._table, self._summary = table, summary
         return self
@@ -85,7 +136,78 @@ class Chart(go.Figure):
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = super().__reduce__()
-        return rebuild, arguments, {"_table": self.table, "_summary": self._summary}
+        state = {"_table": self.table, "_summary": self._summary, "_rows": self._rows}
+        return rebuild, arguments, state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._table, self._summary = state["_table"], state["_summary"]
+        self._rows = state["_rows"]
+
+
+# ---- the empty figure ----------------------------------------------------------------------------
+def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
+    """An empty chart in the kit's look: the finding on top, what it is about beneath it, both as
+    many lines as their words take, and one legend above the picture; ``settings`` go to its layout,
+    all at once, for update_layout takes several times as long.
+    """
+    now, frame = theme.look(), theme.frame()
+    size, small = (17, 13) if frame is None else (14, 11)
+    width = (theme.USUAL_WIDTH if frame is None else frame.width) - 2 * theme.SIDE
+    first, second = (
+        theme.broken(t, width, n) for t, n in ((title, size * theme.BOLD), (subtitle, small))
+    )
+    more = (size + 5) * first.count("<br>") + (small + 4) * second.count("<br>")
+    axis = {
+        "gridcolor": now.grid,
+        "linecolor": now.grid,
+        "zeroline": False,
+        "automargin": True,
+        "ticks": "",
+        "title": {"standoff": 8, "font": {"size": 13}},
+    }
+    layout = {
+        "font": {"family": theme.FONT, "size": 13, "color": now.ink},
+        "paper_bgcolor": now.paper,
+        "plot_bgcolor": now.paper,
+        "xaxis": axis,
+        "yaxis": axis,
+        "hoverlabel": {"font": {"family": theme.FONT, "size": 13}, "align": "left"},
+        "bargap": 0.15,
+        # Next to the picture, not over its title; no button that sends a report to a cloud.
+        "modebar": {
+            "orientation": "v",
+            "bgcolor": "rgba(0,0,0,0)",
+            "color": now.faint,
+            "activecolor": now.ink,
+            "remove": ["sendChartToCloud", "lasso2d", "select2d"],
+        },
+        "barcornerradius": 2,
+    }
+    margin = {"t": 96, "l": 20, "r": 44, "b": 60} | settings.pop("margin", {})
+    if frame is not None:
+        margin |= {"t": 88, "b": min(margin["b"], 110)}
+    margin["t"] += more
+    made = {
+        "template": {"layout": layout},
+        "title": {
+            # One text: plotly's own subtitle falls on the title wherever a figure is drawn before
+            # it is on screen, or changes its width there.
+            "text": f"<b>{first}</b><br><span style='font-size:{small}px;color:{now.faint}'>"
+            f"{second}</span>",
+            "x": 0,
+            "xref": "container",
+            "xanchor": "left",
+            "font": {"size": size},
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"t": 24 if frame is None else 10, "l": theme.SIDE},
+        },
+        "height": height + more,
+        "margin": margin,
+        "legend": theme.LEGEND | settings.pop("legend", {}) | {"font": {"size": small}},
+        **settings,
+    }
+    if frame is not None:
+        made |= {"width": frame.width, "height": frame.height}
+    return Chart(layout=made)

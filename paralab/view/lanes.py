@@ -1,7 +1,9 @@
-"""Lanes of a rank beside its compute and its messages: links between memory tiers, and its host.
+"""The rows of a rank in a timeline, and what a box on them says when pointed at.
 
-A copy has the colour of what it moves, as in the charts of memory; the row it stands on says which
-way. A file is read and written on one link, but drawn on two rows.
+Compute is on top, messages beneath, then the links between memory tiers and the host. A copy has
+the colour of what it moves, as in the charts of memory; the row it is on says which way. A file is
+read and written on one link, but drawn on two rows. Several buckets are often in flight at once on
+one lane: on one row they would hide one another, so each gets a track of its own.
 """
 
 from __future__ import annotations
@@ -10,30 +12,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.report.tables import COPY_LANES
+from paralab.theory.traffic import POINT_TO_POINT
 from paralab.view import theme
 
 ROW_NAME = {  # from the device outwards
     "h2d": "host to device",
     "d2h": "device to host",
-    "host": "host's processor",
+    "host": "host's CPU",
     "disk": "disk",
     "disk read": "disk read",
     "disk write": "disk write",
 }
 LANES = (*COPY_LANES, "host")
-HEIGHT = 0.55  # of a row of compute
-THIN = 2e-3  # of the time axis: a box below that has its own colour as its edge, or is not seen
-MOVED = {"optimizer": "optimizer states"}
-WAY = {
-    "h2d": "host to device",
-    "d2h": "device to host",
-    "read": "read from disk",
-    "write": "written to disk",
-}
+WAY = {**ROW_NAME, "read": "read from disk", "write": "written to disk"}
 
 
 def row(box: dict[str, Any]) -> str:
-    """Where a box stands below its rank: on its lane's row, or on one of the disk's two."""
+    """The row of a box: its lane's, or one of the disk's two."""
     op = box["copies"][0]["op"] if box.get("copies") else ""
     return f"disk {op}" if box["lane"] == "disk" and op in ("read", "write") else box["lane"]
 
@@ -49,42 +44,66 @@ def category(box: dict[str, Any]) -> str:
     return box["copies"][0]["category"] if box.get("copies") else ""
 
 
-def style(kind: str, row: str, category: str) -> dict[str, str]:
-    """Name and colour of boxes, where a picture has copies between tiers: in its legend a colour
-    means one thing, on whatever row.
-    """
-    found = {"name": kind.replace("_", " "), "colour": theme.colour(kind, row)}
+def style(kind: str, row: str, category: str) -> tuple[str, str]:
+    """Name and colour of boxes where a picture has copies between tiers."""
     if category:
-        found = {
-            "name": f"copying {theme.text(category)}",
-            "colour": theme.CATEGORY_COLOUR.get(category, theme.OTHER_COLOUR),
-        }
-    elif kind == "copy" and row == "compute":
-        found["name"] = "copy on the device"
-    elif kind == "compute" and row == "host":
-        found["name"] = "adding, rounding"
-    return found
+        return f"copying {theme.text(category)}", theme.category_colour(category)
+    named = {("copy", "compute"): "copy on the device", ("compute", "host"): "adding, rounding"}
+    return named.get((kind, row), kind.replace("_", " ")), theme.colour(kind, row)
 
 
-def edges(
-    boxes: Sequence[dict[str, Any]], window: float, fill: str, least: float = THIN
-) -> dict[str, list[Any]]:
-    """Lines around boxes: of paper between those of at least a share ``least`` of the window, of
-    their own colour around others.
-    """
-    thin = [b["end"] - b["start"] < least * window for b in boxes]
-    paper = theme.look().paper
-    return {"width": [1 if t else 0.5 for t in thin], "color": [fill if t else paper for t in thin]}
+def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[int]:
+    """The track of each interval, 0 first. Beyond ``at_most``, the one free soonest is shared."""
+    free: list[float] = []
+    chosen = [0] * len(intervals)
+    for i in sorted(range(len(intervals)), key=lambda i: intervals[i]):
+        start, end = intervals[i]
+        track = next((t for t, until in enumerate(free) if until <= start), None)
+        if track is None and len(free) < at_most:
+            free.append(end)
+            track = len(free) - 1
+        elif track is None:
+            track = min(range(len(free)), key=free.__getitem__)
+        free[track] = max(free[track], end)
+        chosen[i] = track
+    return chosen
 
 
-def hover(box: dict[str, Any]) -> list[str]:
+def hover(b: dict[str, Any]) -> str:
+    """What a box says when pointed at: times in ms, bytes as they were counted."""
+    name = b["kind"].replace("_", " ")
+    if b["lane"] in LANES:
+        name, _ = style(b["kind"], b["lane"], category(b))
+    head = f"<b>{name}</b>"
+    if b["microbatch"] >= 0:
+        head += f", micro-batch {b['microbatch']}"
+    if b["stage"] or b["chunk"]:
+        head += f", stage {b['stage']}"
+    where = f"{theme.text(b['label'])}, " if b["label"] else ""
+    where += f"rank {b['rank']}, {ROW_NAME.get(row(b)) or theme.text(b['lane'])}"
+    where += f", of step {b['step']}" * b.get("late", False)
+    start, end = b["start"] * 1e3, b["end"] * 1e3
+    lines = [head, where, f"{end - start:.3f} ms, from {start:.3f} to {end:.3f} ms"]
+    if b["kind"] not in ("wait", "comm") and b["lane"] not in COPY_LANES:
+        whose = "CPU" if b["lane"] == "host" else "device"
+        lines.append(f"cost {b['cost'] * 1e3:.3f} ms of {whose} time")
+    lines += [b["why"]] if "why" in b else map(_call, b["calls"])
+    return "<br>".join([*lines, *map(_copy, b.get("copies", ()))])
+
+
+def _call(call: dict[str, Any]) -> str:
+    phase, size = theme.text(call["phase"]), f"{call['payload_bytes']:,} bytes"
+    if call["op"] in POINT_TO_POINT:
+        way = "send to" if call["op"] == "send" else "receive from"
+        return f"{way} rank {call['peer']} ({phase}): {size}"
+    return f"{call['op']} ({phase}): {size} in the buffer, {call['wire_bytes']:,} sent"
+
+
+def _copy(copy: dict[str, Any]) -> str:
     """What was moved which way, how much of it, and how fast."""
-    said = []
-    for copy in box.get("copies", ()):
-        what = MOVED.get(copy["category"], copy["category"])
-        line = f"{what}, {WAY.get(copy['op']) or WAY.get(copy['lane'], copy['lane'])}: "
-        line += f"{copy['bytes']:,} bytes"
-        if copy["bytes"] and (seconds := copy["end"] - copy["start"]) > 0:
-            line += f" at {theme.scaled(copy['bytes'] / seconds, 'B/s')}"
-        said.append(theme.text(line))
-    return said
+    what = {"optimizer": "optimizer states"}.get(copy["category"], copy["category"])
+    way = WAY.get(copy["op"]) or WAY.get(copy["lane"], copy["lane"])
+    said = f"{what}, {way}: {copy['bytes']:,} bytes"
+    if copy["bytes"] and (seconds := copy["end"] - copy["start"]) > 0:
+        said += f" at {theme.scaled(copy['bytes'] / seconds, 'B/s')}"
+    return theme.text(said)

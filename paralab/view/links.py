@@ -7,20 +7,21 @@ and a slope on the right; they meet at alpha * bandwidth bytes, where half of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from paralab.checks import choice, illegal, real
 from paralab.theory.fit import fit_link
 from paralab.view import naming, theme
-
-if TYPE_CHECKING:
-    from paralab.view.chart import Chart
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import note
+from paralab.view.marks.curves import HOLLOW, curve, drop, log_axis, rings
 
 Pairs = list[tuple[float, float]]  # (bytes, seconds), by size
+STEPS = 60  # points of the fitted line
 
 
-def link_fit(points: Sequence[Mapping[str, Any]] | None = None, op: str = "all_reduce") -> Chart:
+def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_reduce") -> Chart:
     """Measured seconds of one operation over the bytes a rank sends, and the line fitted to them.
 
     points  rows with op, ranks, wire_bytes, seconds; by default those that this machine's
@@ -32,86 +33,67 @@ def link_fit(points: Sequence[Mapping[str, Any]] | None = None, op: str = "all_r
         from paralab.instruments.calibrate import calibration_points
 
         points = calibration_points()["links"]
+    points = list(points)
     choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
     rows = sorted((dict(row) for row in points if row["op"] == op), key=lambda r: r["wire_bytes"])
     if len(rows) < 2:
         raise illegal("points", rows, "a line needs two", f"at least two sizes of {op}")
     link, accuracy = fit_link(rows)
-    sizes, seconds = [r["wire_bytes"] for r in rows], [r["seconds"] for r in rows]
-    slope = theme.scaled(link.bandwidth, "B/s")
-    knee = link.alpha * link.bandwidth
-    ranks = rows[0].get("ranks")
-    who = f"{theme.text(op)} on {ranks} ranks" if ranks else theme.text(op)
-    title = f"{who}: α = {theme.scaled(link.alpha, 's')}, bandwidth {slope}"
+    pairs = [(row["wire_bytes"], row["seconds"]) for row in rows]
+    sizes, seconds = zip(*pairs, strict=True)
+    slope, latency = theme.scaled(link.bandwidth, "B/s"), theme.scaled(link.alpha, "s")
+    knee, ranks = link.alpha * link.bandwidth, rows[0].get("ranks")
     inside = sizes[0] < knee < sizes[-1]
-    if inside:
-        title += f"; below {theme.scaled(knee, 'B', digits=2)} latency costs most"
-    fig = theme.figure(
-        title,
-        f"measured clock ({naming.CLOCK_MEANS['measured']}) · line: α + bytes / bandwidth, off by "
-        f"{100 * accuracy['median']:.0f} % in the middle, {100 * accuracy['worst']:.0f} % at worst",
-        height=440,
-    )
-    now, style = theme.look(), theme.series(["measured"])["measured"]
-    grid = _steps(sizes[0] / 1.5, sizes[-1] * 1.5, 60)
+    title = f"{theme.text(op)}{f' on {ranks} ranks' if ranks else ''}: {latency} of latency"
+    title += f" and {slope}; below {theme.scaled(knee, 'B', digits=2)} latency costs most" * inside
+    title += f" and a bandwidth of {slope}" * (not inside)
+    below = "measured (wall clock) · line: α + bytes / bandwidth, fitted; the points are "
+    below += f"{theme.percent(accuracy['median'])} off in the median, "
+    below += f"{theme.percent(accuracy['worst'])} at worst"
     low = 0.6 * min(min(seconds), link.alpha or math.inf)
-    floor = {"color": now.faint, "width": 1.5, "dash": "dot"}
-    slanted = [n for n in grid if n / link.bandwidth >= low]
-    fig.add_scatter(
-        name="latency alone: α",
-        x=[grid[0], grid[-1]],
-        y=[link.alpha or None] * 2,
-        mode="lines",
-        line=floor,
-        hoverinfo="skip",
-    )
-    fig.add_scatter(
-        name="bytes alone: bytes / bandwidth",
-        x=slanted,
-        mode="lines",
-        y=[n / link.bandwidth for n in slanted],
-        hoverinfo="skip",
-        line={**floor, "dash": "dash"},
-    )
-    fig.add_scatter(
-        name="fit: α + bytes / bandwidth",
-        x=grid,
-        y=[link.seconds(n) for n in grid],
-        mode="lines",
-        line={"color": theme.axis_colour("dp"), "width": 3},
-        hoverinfo="skip",
-    )
-    fig.add_scatter(
-        name="measured",
-        x=sizes,
-        y=seconds,
-        mode="markers",
-        marker={"size": 11, "color": style["colour"], "line": {"width": 1.5, "color": now.paper}},
-        hovertext=[
-            f"{theme.scaled(n, 'B')}: {theme.scaled(s, 's')}, fit "
-            f"{theme.scaled(link.seconds(n), 's')}"
-            for n, s in zip(sizes, seconds, strict=True)
-        ],
-        hovertemplate="%{hovertext}<extra></extra>",
-    )
-    if link.alpha > 0:
-        _note(fig, grid[-1], link.alpha, f"α = {theme.scaled(link.alpha, 's')}", "bottom")
+    grid = [
+        sizes[0] / 1.5 * (2.25 * sizes[-1] / sizes[0]) ** (i / (STEPS - 1)) for i in range(STEPS)
+    ]
+    high = 1.4 * max(link.seconds(grid[-1]), *seconds)
+    now, floor = theme.look(), {"ink": theme.look().faint, "width": 1.5}
+    slanted = [(n, n / link.bandwidth) for n in grid if n / link.bandwidth >= low]
+    flat = [(n, link.alpha or None) for n in (grid[0], grid[-1])]
+    said = [
+        f"{theme.scaled(n, 'B')}: {theme.scaled(s, 's')}, fit {theme.scaled(link.seconds(n), 's')}"
+        for n, s in pairs
+    ]
+    edge = {"line": {"width": 1.5, "color": now.paper}}
+    traces = [
+        curve("latency alone: α", flat, dash="dot", **floor),
+        curve("bytes alone: bytes / bandwidth", slanted, dash="dash", **floor),
+        curve(
+            "fit: α + bytes / bandwidth",
+            [(n, link.seconds(n)) for n in grid],
+            ink=now.series[1],
+            width=3,
+        ),
+        curve("measured", pairs, said, mode="markers", ink=now.series[0], size=11, marker=edge),
+        rings("half is latency", [(knee, link.seconds(knee))] if inside else []),
+    ]
     middle = math.sqrt(max(knee, grid[0]) * grid[-1])
-    _note(fig, middle, middle / link.bandwidth, slope, "top")
-    _rings(fig, "half is latency", [(knee, link.seconds(knee))] if inside else [])
+    notes, shapes = [_word(slope, middle, middle / link.bandwidth, below=True)], []
+    if link.alpha > 0:
+        notes.append(_word(f"α = {latency}", grid[-1], link.alpha))
     if inside:
-        _mark(
-            fig,
-            knee,
-            low,
-            link.seconds(knee),
-            f"{theme.scaled(knee, 'B', digits=2)}: half is latency",
-        )
-    _log_axes(
-        fig, grid, [low, 1.4 * max(link.seconds(grid[-1]), *seconds)], "bytes that one rank sends"
+        label = f"{theme.scaled(knee, 'B', digits=2)}: half is latency"
+        made = drop(knee, low, link.seconds(knee), label)
+        notes, shapes = [*notes, made[0]], [made[1]]
+    fig = figure(
+        title,
+        below,
+        height=440,
+        xaxis=log_axis("bytes that one rank sends", grid[0], grid[-1], "B"),
+        yaxis=log_axis("time (seconds)", low, high, "s"),
     )
-    return fig.explained(
-        f"alpha-beta fit of {op}: {len(rows)} measured points, 1 line", _table(rows)
+    columns = ("op", "ranks", "payload_bytes", "wire_bytes", "seconds", "fitted")
+    return fig.draw(traces, notes, shapes).explained(
+        f"alpha-beta fit of {op}: {len(rows)} measured points, 1 line",
+        (" ".join(columns), [[row.get(name) for name in columns] for row in rows]),
     )
 
 
@@ -133,53 +115,48 @@ def algorithms(
     """
     choice("clock", clock, tuple(naming.CLOCK_MEANS))
     choice("points_clock", points_clock, tuple(naming.CLOCK_MEANS))
-    lines = {str(name): _pairs(str(name), curve) for name, curve in curves.items()}
-    marks = {str(name): _pairs(str(name), curve) for name, curve in (points or {}).items()}
+    lines = {str(name): _pairs(str(name), found) for name, found in curves.items()}
+    marks = {str(name): _pairs(str(name), found) for name, found in (points or {}).items()}
     if not lines:
         raise illegal("curves", curves, "nothing to draw", "{algorithm: {bytes: seconds}}")
-    changes = _changes(lines)
-    said = [f"lines: {clock} clock ({naming.CLOCK_MEANS[clock]})"]
-    if marks:
-        said.append(f"markers: {points_clock}")
-    finding = theme.text(title) if title is not None else _finding(lines, changes)
-    fig = theme.figure(finding, " · ".join(said), height=440)
+    changes, traces, rows = _changes(lines), [], []
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
-    for name, pairs in lines.items():
-        fig.add_scatter(
-            name=theme.text(name),
-            x=[n for n, _ in pairs],
-            y=[s for _, s in pairs],
-            mode="lines",
-            line={"color": style[name]["colour"], "width": 3, "dash": style[name]["dash"]},
-            **_hover(name, pairs, clock),
-        )
-    hollow = "-open" * theme.CLOCK_STYLE[points_clock][1]
-    for name, pairs in marks.items():
-        fig.add_scatter(
-            name=f"{theme.text(name)}, {points_clock}",
-            x=[n for n, _ in pairs],
-            y=[s for _, s in pairs],
-            mode="markers",
-            marker={
-                "size": 10,
-                "color": style[name]["colour"],
-                "line": {"width": 2},
-                "symbol": style[name]["symbol"] + hollow,
-            },
-            **_hover(name, pairs, points_clock),
-        )
-    seen = [pair for pairs in [*lines.values(), *marks.values()] for pair in pairs]
-    bottom, top = min(s for _, s in seen) / 1.6, max(s for _, s in seen) * 1.6
-    _rings(fig, "crossover", [(size, at) for size, at, _, _ in changes])
-    for size, seconds, _, _ in changes:
-        _mark(fig, size, bottom, seconds, theme.scaled(size, "B", digits=2))
-    sizes = [n for n, _ in seen]
-    _log_axes(fig, [min(sizes) / 1.3, max(sizes) * 1.3], [bottom, top], "message size")
-    return fig.explained(
+    hollow = HOLLOW * theme.CLOCK_STYLE[points_clock][1]
+    for found, which in ((lines, clock), (marks, points_clock)):
+        for name, pairs in found.items():
+            at = [f"{theme.scaled(n, 'B')} in {theme.scaled(s, 's')}" for n, s in pairs]
+            said, ink = [f"{theme.text(name)}, {which}: {one}" for one in at], style[name]["colour"]
+            rows += [(name, which, *pair) for pair in pairs]
+            if found is lines:
+                traces.append(curve(name, pairs, said, ink=ink, width=3, dash=style[name]["dash"]))
+            else:
+                symbol = style[name]["symbol"] + hollow
+                label = f"{name}, {points_clock}"
+                traces.append(curve(label, pairs, said, mode="markers", ink=ink, symbol=symbol))
+    traces.append(rings("crossover", [(size, at) for size, at, _, _ in changes]))
+    sizes, seconds = ([row[i] for row in rows] for i in (2, 3))
+    low, high = min(seconds) / 1.6, max(seconds) * 1.6
+    made = [drop(n, low, s, theme.scaled(n, "B", digits=2)) for n, s, _, _ in changes]
+    said = [f"lines: {clock} ({naming.CLOCK_MEANS[clock]})"]
+    fig = figure(
+        theme.text(title) if title is not None else _finding(lines, changes),
+        " · ".join(said + [f"markers: {points_clock}"] * bool(marks)),
+        height=440,
+        xaxis=log_axis("message size", min(sizes) / 1.3, max(sizes) * 1.3, "B"),
+        yaxis=log_axis("time", low, high, "s"),
+    )
+    return fig.draw(traces, [m for m, _ in made], [shape for _, shape in made]).explained(
         f"time over message size of {' | '.join(lines)}, {clock}: {sum(map(len, lines.values()))} "
         f"sizes, {len(changes)} crossover{'s' * (len(changes) != 1)}",
-        _long_table(lines, clock, marks, points_clock),
+        ("algorithm clock bytes seconds", rows),
     )
+
+
+def _word(said: str, size: float, seconds: float, *, below: bool = False) -> dict:
+    """At a line, above it on the left or below it on the right."""
+    at = {"xanchor": "left", "yanchor": "top", "xshift": 6} if below else {"xanchor": "right"}
+    at |= {} if below else {"yanchor": "bottom", "xshift": -4}
+    return note(said, math.log10(size), math.log10(seconds), ink=theme.look().faint, **at)
 
 
 # ---- crossovers ----------------------------------------------------------------------------------
@@ -250,112 +227,3 @@ def _finding(lines: Mapping[str, Pairs], changes: list[tuple[float, float, str, 
 
 def _rounded(size: float) -> str:
     return theme.scaled(size, "B", digits=2)  # a crossover is no sharper than that
-
-
-# ---- axes and tables -----------------------------------------------------------------------------
-def _steps(low: float, high: float, count: int) -> list[float]:
-    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
-
-
-def _mark(fig: Chart, size: float, low: float, high: float, label: str) -> None:
-    """A vertical line from the axis up to the curve, and what it means."""
-    fig.add_shape(
-        type="line",
-        x0=size,
-        x1=size,
-        y0=low,
-        y1=high,
-        line={"dash": "dot", "width": 2, "color": theme.look().ink},
-    )
-    fig.add_annotation(
-        x=math.log10(size),
-        y=math.log10(low),
-        yshift=6,
-        xshift=6,
-        xanchor="left",
-        yanchor="bottom",
-        text=f"<b>{label}</b>",
-        showarrow=False,
-    )
-
-
-def _rings(fig: Chart, name: str, places: Sequence[tuple[float, float]]) -> None:
-    """A ring around points of a curve; one trace however many, so that structure is stable."""
-    fig.add_scatter(
-        name=name,
-        x=[n for n, _ in places] or [None],
-        y=[s for _, s in places] or [None],
-        mode="markers",
-        showlegend=False,
-        hoverinfo="skip",
-        marker={
-            "size": 15,
-            "symbol": "circle-open",
-            "color": theme.look().ink,
-            "line": {"width": 2.5},
-        },
-    )
-
-
-def _note(fig: Chart, size: float, seconds: float, label: str, anchor: str) -> None:
-    """A word at a line, above it or below."""
-    fig.add_annotation(
-        x=math.log10(size),
-        y=math.log10(seconds),
-        text=label,
-        showarrow=False,
-        xanchor="right" if anchor == "bottom" else "left",
-        yanchor=anchor,
-        xshift=-4 if anchor == "bottom" else 6,
-        font={"color": theme.look().faint},
-    )
-
-
-def _log_axes(fig: Chart, sizes: Sequence[float], seconds: Sequence[float], what: str) -> None:
-    def axis(values: Sequence[float], unit: str, title: str) -> dict[str, Any]:
-        low, high = math.log10(min(values)), math.log10(max(values))
-        ticks = theme.log_ticks(min(values), max(values))
-        return {
-            "type": "log",
-            "range": [low, high],
-            "tickvals": ticks,
-            "ticktext": [theme.scaled(t, unit) for t in ticks],
-            "title": {"text": title},
-        }
-
-    fig.update_layout(
-        xaxis=axis(sizes, "B", f"{what} (bytes; 1 kB = 10<sup>3</sup>)"),
-        yaxis=axis(seconds, "s", "time (seconds)"),
-        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-    )
-
-
-def _hover(name: str, pairs: Pairs, clock: str) -> dict[str, Any]:
-    return {
-        "hovertext": [
-            f"{theme.text(name)}, {clock}: {theme.scaled(n, 'B')} in {theme.scaled(s, 's')}"
-            for n, s in pairs
-        ],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    import pandas as pd
-
-    columns = ["op", "ranks", "payload_bytes", "wire_bytes", "seconds", "fitted"]
-    return pd.DataFrame(rows).reindex(columns=columns)
-
-
-def _long_table(
-    lines: Mapping[str, Pairs], clock: str, marks: Mapping[str, Pairs], points_clock: str
-) -> Any:
-    import pandas as pd
-
-    rows = [
-        (name, which, n, s)
-        for curves, which in ((lines, clock), (marks, points_clock))
-        for name, pairs in curves.items()
-        for n, s in pairs
-    ]
-    return pd.DataFrame(rows, columns=["algorithm", "clock", "bytes", "seconds"])

@@ -1,28 +1,27 @@
 """What a pipeline keeps in memory: live activations over time, rank by rank.
 
-A forward makes a micro-batch's activations, its backward (split: the weight half) lets them go. In
-between they are alive, and how many are decides whether a schedule fits: GPipe keeps all m, 1F1B
-never more than p - r on rank r, for the very same bubble. Counted in chunks where a rank has
-several stages; each holds 1/v of the rank's layers.
+A forward makes a micro-batch's activations, its backward (split: the weight half) frees them. In
+between they are alive, and their number decides whether a schedule fits: GPipe keeps all m, 1F1B
+never more than p - r on rank r, for the very same bubble. They are counted in chunks where a rank
+has several stages; each holds 1/v of the rank's layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paralab.checks import illegal, whole
 from paralab.report import metrics
 from paralab.theory.ideal import schedule_of
 from paralab.view import naming, theme
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from paralab.view.chart import Chart
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import line, margin
+from paralab.view.marks.areas import area
+from paralab.view.marks.boxes import rows_axis
 
 MAX_RANKS = 16
-ROOM = 1.28  # of a curve's highest value: what a rank's row is high
+ROOM = 1.28  # of a curve's highest value: the height of a rank's row
 
 
 class _Curve(NamedTuple):
@@ -156,9 +155,8 @@ def _drawn(found: list[_Source]) -> Chart:
     first, many = found[0], len(found) > 1
     ranks = range(min(len(first.curves), MAX_RANKS))
     highest = max(max(one.curves[r].peak for r in ranks) for one in found) or 1
-    row = ROOM * highest
-    timed = all(one.clock for one in found)
-    per = 1e3 if timed else 1.0
+    timed, row = all(one.clock for one in found), ROOM * highest
+    base = [(len(ranks) - 1 - r) * row for r in ranks]
     clocks = list(dict.fromkeys(one.clock for one in found if one.clock))
     said = [f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks]
     said += ["a schedule: F, I and W take one unit of time each"] * (not timed)
@@ -168,101 +166,60 @@ def _drawn(found: list[_Source]) -> Chart:
         said.append(f"counted in chunks, 1/{first.chunks} of a rank's layers each")
     if len(first.curves) > len(ranks):
         said.append(f"the first {len(ranks)} of {len(first.curves)} ranks")
-    fig = theme.figure(_finding(found), " · ".join(said), height=int(190 + 62 * len(ranks)))
     styles = theme.series([one.name for one in found])
-    for one in found:
-        colour = styles[one.name]["colour"] if many else theme.KIND_COLOUR["forward"]
+    inks = [styles[one.name]["colour"] for one in found]
+    look = {"opacity": 0.16, "edge": 2.5} if many else {"opacity": 0.75, "edge": 1.5}
+    if not many:
+        inks = [theme.category_colour("activations")]
+    traces: list[dict[str, Any]] = []
+    for one, ink in zip(found, inks, strict=True):
+        dash = {
+            "line": {"shape": "hv", "width": 2.5, "color": ink, "dash": styles[one.name]["dash"]}
+        }
         for r in ranks:
-            _area(fig, one, r, (len(ranks) - 1 - r) * row, per, colour, many, show=r == 0)
-    for r in ranks:
-        base = (len(ranks) - 1 - r) * row
-        peaks = " | ".join(
-            f"<span style='color:{styles[one.name]['colour']}'>{one.curves[r].peak:g}</span>"
-            if many
-            else f"{one.curves[r].peak:g}"
-            for one in found
+            curve = one.curves[r]
+            traces += area(
+                one.name,
+                ink,
+                [round(t * (1e3 if timed else 1.0), 6) for t in curve.times],
+                curve.counts,
+                [f"{theme.text(one.name)}, rank {r}: {n:g} alive" for n in curve.counts],
+                base=base[r],
+                showlegend=many and r == 0,
+                **look,
+                **(dash if many else {}),
+            )
+    peaks = [
+        " | ".join(
+            f"<span style='color:{ink if many else theme.look().ink}'>{one.curves[r].peak:g}</span>"
+            for one, ink in zip(found, inks, strict=True)
         )
-        fig.add_annotation(
-            xref="paper",
-            x=1,
-            xshift=8,
-            xanchor="left",
-            y=base + 0.5 * highest,
-            text=f"<b>{peaks}</b>",
-            showarrow=False,
-            font={"size": 15},
-        )
-        fig.add_shape(
-            type="line",
-            xref="paper",
-            x0=0,
-            x1=1,
-            y0=base,
-            y1=base,
-            line={"color": theme.look().grid, "width": 1},
-        )
-    fig.add_annotation(
-        xref="paper",
-        x=1,
-        xshift=8,
-        xanchor="left",
-        yref="paper",
-        y=1,
-        yanchor="bottom",
-        text="peak",
-        showarrow=False,
-        font={"color": theme.look().faint},
-    )
-    unit = "ms" if timed else "units"
-    fig.update_layout(
-        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
-        xaxis={"title": {"text": f"time from the first forward ({unit})"}, "tickformat": "~g"},
-        yaxis={
-            "tickvals": [(len(ranks) - 1 - r) * row + 0.5 * highest for r in ranks],
-            "ticktext": [f"<b>rank {r}</b>" for r in ranks],
-            "showgrid": False,
-            "range": [-0.02 * row, (len(ranks) - 1) * row + 1.1 * highest],
-        },
+        for r in ranks
+    ]
+    middle = [y + 0.5 * highest for y in base]
+    notes = [margin(f"<b>{p}</b>", y, size=15) for p, y in zip(peaks, middle, strict=True)]
+    notes.append(margin("peak", 1, yref="paper", yanchor="bottom", ink=theme.look().faint))
+    grid = theme.look().grid
+    ticks = [(y, f"<b>rank {r}</b>") for y, r in zip(middle, ranks, strict=True)]
+    fig = figure(
+        _finding(found),
+        " · ".join(said),
+        height=int(190 + 62 * len(ranks)),
+        xaxis={"title": {"text": f"time from the first forward ({'ms' if timed else 'units'})"}}
+        | {"tickformat": "~g"},
+        yaxis=rows_axis(ticks, -0.02 * row, (len(ranks) - 1) * row + 1.1 * highest),
         margin={"r": 40 + 20 * len(found)},
     )
+    fig.draw(traces, notes, [line((0, 1), (y, y), xref="paper", width=1, ink=grid) for y in base])
+    rows = [
+        (one.name, rank, time, count)
+        for one in found
+        for rank, curve in enumerate(one.curves)
+        for time, count in zip(curve.times, curve.counts, strict=True)
+    ]
     names = " | ".join(one.name for one in found)
-    return fig.explained(f"live activations of {names} on {len(first.curves)} ranks", _table(found))
-
-
-def _area(
-    fig: Chart,
-    one: _Source,
-    rank: int,
-    base: float,
-    per: float,
-    colour: str,
-    many: bool,
-    *,
-    show: bool,
-) -> None:
-    curve = one.curves[rank]
-    x = [round(t * per, 6) for t in curve.times]
-    fig.add_scatter(
-        x=[x[0], x[-1]],
-        y=[base, base],
-        mode="lines",
-        line={"width": 0},
-        showlegend=False,
-        hoverinfo="skip",
-    )
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    fig.add_scatter(
-        x=x,
-        y=[base + n for n in curve.counts],
-        mode="lines",
-        fill="tonexty",
-        line={"shape": "hv", "width": 2 if many else 1.5, "color": colour},
-        fillcolor=f"rgba({red},{green},{blue},{0.22 if many else 0.75})",
-        name=theme.text(one.name),
-        legendgroup=one.name,
-        showlegend=show and many,
-        hovertext=[f"{theme.text(one.name)}, rank {rank}: {n:g} alive" for n in curve.counts],
-        hovertemplate="%{hovertext}<extra></extra>",
+    return fig.explained(
+        f"live activations of {names} on {len(first.curves)} ranks", ("source rank time live", rows)
     )
 
 
@@ -276,18 +233,6 @@ def _finding(found: list[_Source]) -> str:
 
     if len(found) == 1:
         return f"{theme.text(found[0].name)} keeps at most {peaks(found[0])}"
-    said = "; ".join(f"{theme.text(one.name)} {one.curves[0].peak:g}" for one in found)
-    return f"Most micro-batches kept at once on the first rank: {said}"
-
-
-def _table(found: list[_Source]) -> pd.DataFrame:
-    """source, rank, time (seconds, or units of a bare schedule), live."""
-    import pandas as pd
-
-    rows = [
-        (one.name, rank, time, count)
-        for one in found
-        for rank, curve in enumerate(one.curves)
-        for time, count in zip(curve.times, curve.counts, strict=True)
-    ]
-    return pd.DataFrame(rows, columns=["source", "rank", "time", "live"])
+    first, *others = (f"{one.curves[0].peak:g}{{}} under {theme.text(one.name)}" for one in found)
+    first = first.format(" micro-batches are alive")
+    return ", ".join([f"On the first rank at most {first}", *(one.format("") for one in others)])

@@ -1,4 +1,4 @@
-"""The loss over steps, of one run or of several, beside what guessing every token alike costs.
+"""The loss over steps, of one run or of several, with the loss of equally likely tokens.
 
 Several curves that coincide are the best proof a plan can give, and the hardest to draw: they are
 drawn from wide to narrow, so that each still shows behind the next.
@@ -7,15 +7,17 @@ drawn from wide to narrow, so that each still shows behind the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
 from paralab.view import naming, theme
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import line, note
+from paralab.view.marks.curves import curve
 
 if TYPE_CHECKING:
     from paralab.report.tables import Tables
-    from paralab.view.chart import Chart
 
 ALIKE = 1e-3  # nats: curves nearer than that everywhere are one curve to the eye
 
@@ -25,23 +27,19 @@ def loss_chart(report: Tables) -> Chart:
 
     Raises ValueError if there are no losses: a prediction or a traced function has none.
     """
-    values = _values(naming.subject(report), report)
+    name = naming.subject(report)
+    values = _values(name, report)
     first, last, count = values[0], values[-1], len(values)
     moved = "fell" if last < first else "did not fall:"
-    title = f"loss {moved} from {first:.3f} to {last:.3f} in {count} steps"
+    said = f"the loss {moved} from {first:.3f} to {last:.3f} in {count} steps"
     if count == 1:
-        title = f"loss of the first step: {first:.3f}"
+        said = f"the loss of the first step is {first:.3f}"
     if not all(map(math.isfinite, values)):
-        title = f"loss diverged at step {_diverged(values)}"
-    name = naming.subject(report)
-    fig = theme.figure(
-        f"{theme.text(name)}: {title}",
-        naming.clock_line(report, f"{report.plan.global_batch} samples per step"),
-        height=380,
-    )
-    _curve(fig, "loss", values, {**theme.series(["loss"])["loss"], "width": 2.0}, legend=False)
-    _axes(fig, count, report.model.vocab)
-    return fig.explained(f"loss of {name}, {report.clock}: {count} steps", _table({name: values}))
+        said = f"the loss diverged at step {_diverged(values)}"
+    below = f"{report.plan.global_batch} samples per step"
+    fig = _drawn({"loss": values}, f"{theme.text(name)}: {said}", below, [report.model.vocab])
+    rows = [(name, step, value) for step, value in enumerate(values)]
+    return fig.explained(f"loss of {name}, {report.clock}: {count} steps", ("run step loss", rows))
 
 
 def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = None) -> Chart:
@@ -56,22 +54,16 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     curves = {str(label): _values(str(label), run) for label, run in runs.items()}
     reports = [run for run in runs.values() if hasattr(run, "clock")]
     vocabularies = {r.model.vocab for r in reports if r.model is not None}
-    lines = [naming.clock_line(reports[0])] if len({r.clock for r in reports}) == 1 else []
     batches = {r.plan.global_batch for r in reports}
-    if len(batches) == 1 and len(reports) == len(runs):
-        lines.append(f"{batches.pop()} samples per step")
+    same = len(batches) == 1 and len(reports) == len(runs)
+    below = f"{batches.pop()} samples per step" if same else "nats per token"
     finding = _verdict(curves) if title is None else theme.text(title)
-    fig = theme.figure(finding, " · ".join(lines or ["nats per token"]), height=420)
-    style = theme.series(list(curves))
-    widest = 2.5 * len(curves)
-    for i, (label, values) in enumerate(curves.items()):
-        width = max(2.0, widest - 3.0 * i) if _alike(curves) else 2.2
-        _curve(fig, label, values, {**style[label], "width": width}, legend=len(curves) > 1)
-    _axes(fig, max(map(len, curves.values())), *vocabularies)
-    fig.update_layout(legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0})
+    fig = _drawn(curves, finding, below, vocabularies)
+    rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
     steps = max(map(len, curves.values()))
     return fig.explained(
-        f"losses of {len(curves)} runs over {steps} steps: {' | '.join(curves)}", _table(curves)
+        f"losses of {len(curves)} runs over {steps} steps: {' | '.join(curves)}",
+        ("run step loss", rows),
     )
 
 
@@ -111,7 +103,7 @@ def _verdict(curves: Mapping[str, Sequence[float]]) -> str:
         return f"{names[label]}: loss went from {values[0]:.3f} to {values[-1]:.3f}"
     if _alike(curves):
         both = "Both curves" if len(curves) == 2 else f"All {len(curves)} curves"
-        return f"{both} coincide: no loss differs by more than {_round_up(_spread(curves))}"
+        return f"{both} coincide: losses differ by {_round_up(_spread(curves))} at most"
     best = min(curves, key=lambda label: curves[label][-1])
     worst = max(curves, key=lambda label: curves[label][-1])
     return (
@@ -125,48 +117,42 @@ def _round_up(value: float) -> str:
     return "nothing" if value <= 0 else f"{10.0 ** math.ceil(math.log10(value)):.0e}"
 
 
-def _curve(
-    fig: Chart, name: str, values: Sequence[float], style: Mapping[str, Any], *, legend: bool
-) -> None:
-    fig.add_scatter(
-        name=theme.text(name),
-        x=list(range(len(values))),
-        y=[v if math.isfinite(v) else None for v in values],
-        mode="lines+markers",
-        line={"color": style["colour"], "width": style["width"], "dash": style["dash"]},
-        marker={"size": 4 + 1.5 * style["width"], "symbol": style["symbol"]},
-        showlegend=legend,
-        hovertemplate=f"{theme.text(name)}, step %{{x}}: %{{y:.4f}} nats<extra></extra>",
-    )
-
-
-def _axes(fig: Chart, count: int, *vocabularies: int) -> None:
-    for vocab in vocabularies:
-        guess, faint = math.log(vocab), theme.look().faint
-        fig.add_hline(y=guess, line={"dash": "dash", "width": 1.5, "color": faint})
-        fig.add_annotation(
-            xref="paper",
-            x=1,
-            y=guess,
-            text=f"guessing evenly: ln {vocab} = {guess:.3f}",
-            showarrow=False,
-            xanchor="right",
-            yanchor="bottom",
-            font={"color": faint},
+def _drawn(
+    curves: Mapping[str, Sequence[float]], finding: str, below: str, vocabularies: Collection[int]
+) -> Chart:
+    style, alike = theme.series(list(curves)), len(curves) > 1 and _alike(curves)
+    traces, notes, shapes, faint = [], [], [], theme.look().faint
+    for i, (label, values) in enumerate(curves.items()):
+        width = max(2.0, 2.5 * len(curves) - 3.0 * i) if alike else 2.2
+        name, look = theme.text(label), style[label]
+        traces.append(
+            curve(
+                label,
+                [(at, v if math.isfinite(v) else None) for at, v in enumerate(values)],
+                [f"{name}, step {at}: {v:.4f} nats" for at, v in enumerate(values)],
+                mode="lines+markers",
+                ink=look["colour"],
+                width=width,
+                dash=look["dash"],
+                symbol=look["symbol"],
+                size=4 + 1.5 * width,
+                showlegend=len(curves) > 1,
+            )
         )
-    fig.update_layout(
-        xaxis={
-            "title": {"text": "step"},
-            "tickformat": "d",
-            "range": [-0.02 * count - 0.1, 1.02 * count - 0.9],
-            **({"dtick": 1} if count <= 12 else {}),
-        },
+    for vocab in vocabularies:
+        guess = math.log(vocab)
+        said = f"every token equally likely: ln {vocab} = {guess:.3f}"
+        at = {"xref": "paper", "xanchor": "right", "yanchor": "bottom"}
+        notes.append(note(said, 1, guess, ink=faint, **at))
+        shapes.append(line((0, 1), (guess, guess), dash="dash", width=1.5, ink=faint, xref="paper"))
+    count = max(map(len, curves.values()))
+    fig = figure(
+        finding,
+        below,
+        height=400,
+        xaxis={"title": {"text": "step"}, "tickformat": "d"}
+        | {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
+        | ({"dtick": 1} if count <= 12 else {}),
         yaxis={"title": {"text": "loss (nats per token)"}, "tickformat": ".2f"},
     )
-
-
-def _table(curves: Mapping[str, Sequence[float]]) -> Any:
-    import pandas as pd
-
-    rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
-    return pd.DataFrame(rows, columns=["run", "step", "loss"])
+    return fig.draw(traces, notes, shapes)

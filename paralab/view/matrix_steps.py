@@ -2,8 +2,8 @@
 
 "2d" and "2.5d" are SUMMA (van de Geijn & Watts 1997), q steps: column l of X's blocks goes along
 the rows, row l of W's along the columns, and every rank adds one product to its block of Y. "3d"
-(Agarwal+ 1995; Bian+ 2021, arXiv:2105.14450) brings together X along one side of the cube and W
-along another, multiplies once, and sums Y along the third. The same calls as in
+(Agarwal+ 1995; Bian+ 2021, arXiv:2105.14450) gathers X along one side of the cube and W along
+another, multiplies once, and sums Y along the third. The same calls as in
 parallel/tensor_2d.py and tensor_3d.py; blocks and colours as in matrix_blocks.py.
 """
 
@@ -17,13 +17,13 @@ from paralab.parallel.layouts import coordinates
 from paralab.spec import Plan
 from paralab.view import theme
 from paralab.view.matrix_blocks import (
+    COLUMNS,
     MODE_NAME,
     NAMES,
     PITCH,
-    Cell,
+    Block,
     check,
-    drawn,
-    lie,
+    held,
     picture,
     splits,
     table,
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
     title: str
     brief: str
-    cells: list[Cell]
+    cells: list[Block]
     arrows: Sequence = ()
 
 
@@ -66,28 +66,16 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     steps = cube(plan) if plan.tp_mode == "3d" else summa(plan)
     if step is not None:
         step = whole("step", step, at_least=0, at_most=len(steps) - 1)
-    below = _below(plan)
-    fig = picture(
-        steps[step or 0].cells,
-        steps[step or 0].title,
-        below,
-        sides=SIDES,
-        arrows=steps[step or 0].arrows,
-    )
-    shown = list(enumerate(steps)) if step is None else [(step, steps[step])]
-    tables = []
-    for number, one in shown:
-        rows = table(one.cells)
-        rows.insert(0, "step", number)
-        tables.append(rows)
+    pictures = [picture(s.cells, s.title, _below(plan), SIDES, s.arrows) for s in steps]
+    fig, said = pictures[step or 0], f"{len(steps)} steps"
     if step is None:
-        _animate(fig, steps, below)
-    import pandas as pd
-
-    said = f"{len(steps)} steps" if step is None else f"step {step} of {len(steps)}"
+        _animate(fig, steps, pictures)
+    else:
+        said = f"step {step} of {len(steps)}"
+    shown = range(len(steps)) if step is None else (step,)
     return fig.explained(
         f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {said}",
-        pd.concat(tables, ignore_index=True),
+        (f"step {COLUMNS}", [(n, *row) for n in shown for row in table(steps[n].cells)]),
     )
 
 
@@ -105,12 +93,12 @@ def _below(plan: Plan) -> str:
 def summa(plan: Plan) -> list[Step]:
     """q steps of broadcasts along rows and columns."""
     q, depth = plan.tp_grid
-    lies = {name: lie(plan, name, cut) for name, cut in splits(plan, "up").items()}
+    parts = {name: held(plan, name, cut) for name, cut in splits(plan, "up").items()}
     steps = []
     for now in range(q):
         cells, arrows = [], []
         for name, axis in (("X", "j"), ("W", "i")):
-            for cell in lies[name]:
+            for cell in parts[name]:
                 at = coordinates(plan, cell.ranks[0])
                 sent = at[axis] == now
                 row = at["i"]
@@ -121,7 +109,7 @@ def summa(plan: Plan) -> list[Step]:
                 )
                 if sent:
                     arrows += _along(cell, axis, q, depth if name == "X" else 1)
-        for cell in lies["Y"]:
+        for cell in parts["Y"]:
             at = coordinates(plan, cell.ranks[0])
             terms = [
                 f"{_block('X', at['i'], k, at.get('z', 0), depth)}{_block('W', k, at['j'])}"
@@ -151,7 +139,7 @@ def _block(name: str, i: int, j: int, z: int = 0, depth: int = 1) -> str:
     return f"{name}{LOW[i]}{LOW[j]}" + "′" * (z if depth > 1 and name == "X" else 0)
 
 
-def _along(cell: Cell, axis: str, q: int, depth: int) -> list[tuple]:
+def _along(cell: Block, axis: str, q: int, depth: int) -> list[tuple]:
     """Arrows from a block to both ends of its row (axis j) or column (axis i)."""
     start, first, side = NAMES.index(cell.matrix) * PITCH, 0.5 / q, 0.26 / q
     x, y = cell.centre
@@ -165,41 +153,41 @@ def _along(cell: Cell, axis: str, q: int, depth: int) -> list[tuple]:
 
 
 def cube(plan: Plan) -> list[Step]:
-    """As it lies, X together, W together, the product, the sum."""
+    """As it parts, X together, W together, the product, the sum."""
     q, _ = plan.tp_grid
     cuts = splits(plan, "up")
-    lies = {name: lie(plan, name, cut) for name, cut in cuts.items()}
+    parts = {name: held(plan, name, cut) for name, cut in cuts.items()}
     (x_rows, x_columns), (w_rows, w_columns) = cuts["X"], cuts["W"]
     y_rows, y_columns = cuts["Y"]
     together = {
-        "X": lie(plan, "X", (x_rows[:1], x_columns)),
-        "W": lie(plan, "W", (w_rows, w_columns[:1])),
+        "X": held(plan, "X", (x_rows[:1], x_columns)),
+        "W": held(plan, "W", (w_rows, w_columns[:1])),
         "Y": [
-            cell._replace(label="partial sums") for cell in lie(plan, "Y", (y_rows[:1], y_columns))
+            cell._replace(label="partial sums") for cell in held(plan, "Y", (y_rows[:1], y_columns))
         ],
     }
     x_along, w_along, y_along = x_rows[1], w_columns[1], y_rows[1]
 
-    def shown(where: dict[str, list[Cell]], strong: str) -> list[Cell]:
+    def shown(where: dict[str, list[Block]], strong: str) -> list[Block]:
         return [
             cell._replace(strong=cell.matrix in strong)
             for name in NAMES
             for cell in where.get(name, [])
         ]
 
-    x_there, w_there = {**lies, "X": together["X"]}, {**together}
-    lies_xw = {name: lies[name] for name in ("X", "W")}
+    x_there, w_there = {**parts, "X": together["X"]}, {**together}
+    parts_xw = {name: parts[name] for name in ("X", "W")}
     count = 5
     return [
         Step(
             f"Step 1 of {count}: every rank has 1/{q**3} of X and 1/{q**3} of W",
             "start",
-            shown(lies_xw, "XW"),
+            shown(parts_xw, "XW"),
         ),
         Step(
             f"Step 2 of {count}: X is gathered along {x_along}, {q} ranks then hold the same block",
             "gather X",
-            shown({"X": x_there["X"], "W": lies["W"]}, "X"),
+            shown({"X": x_there["X"], "W": parts["W"]}, "X"),
         ),
         Step(
             f"Step 3 of {count}: W is gathered along {w_along}",
@@ -212,72 +200,44 @@ def cube(plan: Plan) -> list[Step]:
             shown(together, "XWY"),
         ),
         Step(
-            f"Step 5 of {count}: Y is summed along {y_along} and dealt out, 1/{q**3} for each",
+            f"Step 5 of {count}: Y is summed along {y_along} and scattered, 1/{q**3} for each rank",
             "sum Y",
-            shown(lies, "Y"),
+            shown(parts, "Y"),
         ),
     ]
 
 
 # ---- the slider ---------------------------------------------------------------------------------
-def _animate(fig: Chart, steps: Sequence[Step], below: str) -> None:
+def _animate(fig: Chart, steps: Sequence[Step], pictures: Sequence[Chart]) -> None:
     """Frames, a slider that goes to each, and a button that plays them."""
-    import plotly.graph_objects as go
-
-    title = fig.layout.title.text
-    frames = []
-    for number, step in enumerate(steps):
-        shapes, words = drawn(step.cells, SIDES, step.arrows)
-        text = title.replace(theme.text(steps[0].title), theme.text(step.title))
-        frames.append(
-            go.Frame(
-                name=str(number),
-                layout={
-                    "shapes": shapes,
-                    "annotations": words,
-                    "title": {"text": text},
-                },
-            )
-        )
-    fig.frames = frames
+    fig.frames = [
+        {
+            "name": str(number),
+            "layout": {
+                "shapes": one.layout.shapes,
+                "annotations": one.layout.annotations,
+                "title": {"text": one.layout.title.text},
+            },
+        }
+        for number, one in enumerate(pictures)
+    ]
+    top = max(one.layout.margin.t for one in pictures)  # some titles have a line more
     at_once = {
         "mode": "immediate",
         "frame": {"duration": 0, "redraw": True},
         "transition": {"duration": 0},
     }
     slow = {**at_once, "frame": {"duration": 1500, "redraw": True}, "fromcurrent": True}
-    look = theme.look()
+    look, low = theme.look(), {"y": 0, "yanchor": "top"}
+    choices = [
+        {"label": step.brief, "method": "animate", "args": [[str(n)], at_once]}
+        for n, step in enumerate(steps)
+    ]
+    slider = {**low, "x": 0.12, "len": 0.88, "pad": {"t": 12}, "active": 0, "steps": choices}
+    slider |= {"currentvalue": {"visible": False}, "bgcolor": look.grid, "bordercolor": look.grid}
+    play = {"label": "▶ play", "method": "animate", "args": [None, slow]}
+    button = {**low, "type": "buttons", "x": 0, "xanchor": "left", "pad": {"t": 20}}
+    button |= {"showactive": False, "bgcolor": look.paper, "buttons": [play]}
     fig.update_layout(
-        height=470,
-        margin={"b": 86},
-        sliders=[
-            {
-                "x": 0.12,
-                "len": 0.88,
-                "y": 0,
-                "yanchor": "top",
-                "pad": {"t": 12},
-                "active": 0,
-                "currentvalue": {"visible": False},
-                "bgcolor": look.grid,
-                "bordercolor": look.grid,
-                "steps": [
-                    {"label": step.brief, "method": "animate", "args": [[str(n)], at_once]}
-                    for n, step in enumerate(steps)
-                ],
-            }
-        ],
-        updatemenus=[
-            {
-                "type": "buttons",
-                "x": 0,
-                "xanchor": "left",
-                "y": 0,
-                "yanchor": "top",
-                "pad": {"t": 20},
-                "showactive": False,
-                "bgcolor": look.paper,
-                "buttons": [{"label": "▶ play", "method": "animate", "args": [None, slow]}],
-            }
-        ],
+        height=394 + top, margin={"t": top, "b": 86}, sliders=[slider], updatemenus=[button]
     )

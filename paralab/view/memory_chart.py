@@ -1,20 +1,19 @@
 """Where the memory goes over one step: bytes by category, stacked, rank by rank or run by run.
 
 What is drawn comes from memory_curves.py, how from memory_panels.py; here is which ranks and runs
-stand in a figure, and the sentence that it proves.
+a figure has, and the sentence that it proves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
 from paralab.view import naming, theme
-from paralab.view.memory import bytes_bars
+from paralab.view.memory import ABOVE, BAR, TIER_NAME, bytes_bars, tier_bars
 from paralab.view.memory_curves import Curve, Tier, curves, fullest, tiers
-from paralab.view.memory_panels import MAX_PANELS, drawn, limits
-from paralab.view.memory_tiers import TIER_NAME, draw_tiers, room
+from paralab.view.memory_panels import FRAME, MAX_PANELS, drawn, limits
 from paralab.view.sampling import spread
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ ALIKE = 0.01  # peaks that differ by less are one peak to the eye
 
 def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = None) -> Chart:
     """Bytes on the device by category over one step, a panel for every rank; and beneath, of the
-    fullest rank, what it keeps on the host and in files, if anything.
+    rank with the highest peak, what it keeps on the host and in files, if anything.
 
     rank  one rank only; default all, of more than four the fullest and others evenly spaced
     step  default the one with the highest peak
@@ -39,12 +38,17 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     said = [f"step {worst.step}"]
     if len(shown) < len(found):
         said.append(f"{len(shown)} of {len(found)} ranks drawn, the fullest among them")
-    heads = [f"<b>rank {c.rank}</b>" if report.world_size > 1 else "" for c in shown]
+    many = report.world_size > 1
+    heads = [f"<b>rank {c.rank}</b>" * many for c in shown]
     away = tiers(worst)
+    room = ABOVE + BAR * len(away) if away else 0
     finding = _spread(worst, away) if away else _finding(found, worst)
-    below = naming.clock_line(report, *said)
-    fig = drawn(shown, heads, finding, below, room_below=room(away))
-    draw_tiers(fig, away, many=report.world_size > 1)
+    fig = drawn(shown, heads, finding, naming.clock_line(report, *said), room_below=room)
+    if away:
+        rows = [(TIER_NAME[t.name], c, n) for t in away for c, n in t.held.items() if n]
+        head = f"{f'rank {worst.rank}: ' * many}each tier at its peak"
+        plot = fig.layout.height - FRAME - fig.layout.margin.t + 100
+        tier_bars(fig, rows, head=head[0].upper() + head[1:], plot=plot)
     ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(found)} ranks"
     return fig.explained(
         f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
@@ -58,24 +62,16 @@ def memory_charts(runs: Mapping[str, Tables], *, rank: int = 0, step: int | None
     Every run's step is as wide as the figure: what differs is how much, not how long. Raises
     ValueError without runs, or naming the run that has no memory samples of that rank or step.
     """
-    _several(runs)
-    found = {}
-    for label, report in runs.items():
-        try:
-            (found[str(label)],) = curves(report, ranks=[rank], step=step)
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from None
+    found = _each(runs, lambda report: curves(report, ranks=[rank], step=step)[0])
     peaks = {label: curve.peak for label, curve in found.items()}
-    shown, clocks = list(found.values()), {report.clock for report in runs.values()}
+    several = len({report.clock for report in runs.values()}) > 1
     heads = [
-        f"<b>{theme.text(label)}</b>"
-        + f" ({c.report.clock})" * (len(clocks) > 1)
-        + _against(label, peaks)
+        f"<b>{theme.text(label)}</b>{f' ({c.report.clock})' * several}{_against(label, peaks)}"
         for label, c in found.items()
     ]
     many = any(report.world_size > 1 for report in runs.values())
-    below = _clocks(runs.values(), *[f"rank {rank}"] * many)
-    fig = drawn(shown, heads, _verdict(peaks), below, against=next(iter(found)))
+    below = f"{f'rank {rank}, ' * many}one step of each, on one scale of bytes"
+    fig = drawn(list(found.values()), heads, _verdict(peaks), below, against=next(iter(found)))
     return fig.explained(
         f"memory of {len(found)} runs on rank {rank}, by category: {' | '.join(found)}",
         _table(list(found.items())),
@@ -87,66 +83,64 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
 
     title  in place of the finding that the peaks give. Raises ValueError as `memory_charts`
     """
-    _several(runs)
-    found = {}
-    for label, report in runs.items():
-        try:
-            found[str(label)] = fullest(report)
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from None
+    found = _each(runs, fullest)
     bars = {label: curve.samples[curve.peak_at] for label, curve in found.items()}
-    chart = bytes_bars(
-        bars,
-        limits(found.values()),
-        title=title or _verdict({label: curve.peak for label, curve in found.items()}),
-    )
-    return chart.said_below(_clocks(runs.values(), "at the peak of the fullest rank"))
+    finding = title or _verdict({label: curve.peak for label, curve in found.items()})
+    chart = bytes_bars(bars, limits(found.values()), title=finding)
+    return chart.said_below("the rank with the highest peak")
 
 
-# ---- words ---------------------------------------------------------------------------------------
-def _several(runs: Any) -> None:
+def _each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:
+    """{label: curve} of all runs; an error names the run."""
     if not isinstance(runs, Mapping) or not runs:
         raise illegal("runs", runs, "nothing to draw", "{label: report}")
+    found = {}
     for label, report in runs.items():
         if not hasattr(report, "memory"):
             raise illegal(f"runs[{label!r}]", report, "not a report", "{label: report}")
+        try:
+            found[str(label)] = read(report)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
+    return found
 
 
+# ---- words ---------------------------------------------------------------------------------------
 def _finding(found: Sequence[Curve], worst: Curve) -> str:
     report, (category, share) = worst.report, worst.largest
-    said = f"{theme.text(naming.subject(report))}: peak {theme.scaled(worst.peak, 'B')}"
+    said = f"{theme.text(naming.subject(report))}: memory peaks at {theme.scaled(worst.peak, 'B')}"
     if limit := report.meta.get("memory_limit"):
         said += f" of {theme.scaled(limit, 'B')}"
+    said += f" {worst.phase(worst.peak_at)}"
     if len(found) > 1 and worst.peak - min(c.peak for c in found) <= ALIKE * worst.peak:
         said += " on every rank"
     elif report.world_size > 1:
         said += f" on rank {worst.rank}"
-    return f"{said} {worst.phase(worst.peak_at)}, {100 * share:.0f} % {theme.text(category)}"
+    return f"{said}; {theme.percent(share)} is {theme.text(category)}"
 
 
 def _spread(worst: Curve, away: Sequence[Tier]) -> str:
-    """How much lies where at most; for the device also how much may."""
-    parts = [
-        f"{TIER_NAME[tier.name]}{' peaks' * (tier is away[0])} at {theme.scaled(tier.total, 'B')}"
-        for tier in away
-    ]
+    """How much is kept where at most; for the device also how much may be."""
+    sizes = [theme.scaled(tier.total, "B") for tier in away]
     if limit := worst.report.meta.get("memory_limit"):
-        parts[0] += f" of {theme.scaled(limit, 'B')}"
-    return f"{theme.text(naming.subject(worst.report))}: {', '.join(parts)}"
+        sizes[0] += f" (of {theme.scaled(limit, 'B')})"
+    places = {"device": "on the device", "host": "on the host", "file": "in files"}
+    said = [f"{size} {places[tier.name]}" for size, tier in zip(sizes, away, strict=True)]
+    return f"{theme.text(naming.subject(worst.report))}: at most {', '.join(said)}"
 
 
 def _verdict(peaks: Mapping[str, float]) -> str:
-    """Who needs least, who most, and how far apart they are."""
+    """Which run needs least, which most, and how far apart they are."""
     least, most = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
-    low, high = peaks[least], peaks[most]
+    low, high = theme.scaled(peaks[least], "B"), theme.scaled(peaks[most], "B")
     if len(peaks) == 1:
-        return f"{theme.text(most)} peaks at {theme.scaled(high, 'B')}"
-    if high - low <= ALIKE * high:
-        return f"All peak alike, to {100 * ALIKE:.0f} %: {theme.scaled(high, 'B')}"
-    times = f", {high / low:.2g} times that" if low and high >= 1.1 * low else ""
+        return f"{theme.text(most)}: memory peaks at {high}"
+    if peaks[most] - peaks[least] <= ALIKE * peaks[most]:
+        return f"All need the same memory, to {theme.percent(ALIKE)}: {high} at the peak"
+    share = theme.percent(peaks[least] / peaks[most])
     return (
-        f"{theme.text(least)} peaks at {theme.scaled(low, 'B')}, {theme.text(most)} at "
-        f"{theme.scaled(high, 'B')}{times}"
+        f"“{theme.text(least)}” needs {low} at its peak, {share} of the {high} of "
+        f"“{theme.text(most)}”"
     )
 
 
@@ -155,14 +149,7 @@ def _against(label: str, peaks: Mapping[str, float]) -> str:
     first = next(iter(peaks))
     if label == first or not peaks[first]:
         return ""
-    return f": {100 * peaks[label] / peaks[first]:.0f} % of {theme.text(first)}"
-
-
-def _clocks(reports: Any, *more: str) -> str:
-    reports = list(reports)
-    if len({report.clock for report in reports}) == 1:
-        return naming.clock_line(reports[0], *more)
-    return " · ".join([f"clocks: {', '.join(sorted({r.clock for r in reports}))}", *more])
+    return f": {theme.percent(peaks[label] / peaks[first])} of {theme.text(first)}"
 
 
 def _spaced(found: list[Curve]) -> list[Curve]:
@@ -179,33 +166,18 @@ def _spaced(found: list[Curve]) -> list[Curve]:
 
 def _table(shown: Sequence[tuple[str, Curve]], away: Sequence[Tier] = ()) -> Any:
     """Every sample drawn; with other tiers their peaks too, and a column more."""
-    import pandas as pd
-
     rows = [
         (label, curve.rank, curve.step, curve.times[i], curve.phase(i), category, size)
         for label, curve in shown
         for i in range(len(curve.samples))
         for category, size in curve.samples[i].items()
     ]
-    columns = ["panel", "rank", "step", "time", "phase", "category", "bytes"]
-    table = pd.DataFrame(rows, columns=columns)
+    columns = "panel rank step time phase category bytes"
     if not away:
-        return table
+        return columns, rows
     more = [
-        (
-            f"peaks of rank {tier.rank}",
-            tier.rank,
-            tier.step,
-            tier.time,
-            "",
-            category,
-            size,
-            tier.name,
-        )
-        for tier in away
-        for category, size in tier.held.items()
+        (f"peaks of rank {t.rank}", t.rank, t.step, t.time, "", category, size, t.name)
+        for t in away
+        for category, size in t.held.items()
     ]
-    return pd.concat(
-        [table.assign(tier="device"), pd.DataFrame(more, columns=[*columns, "tier"])],
-        ignore_index=True,
-    )
+    return f"{columns} tier", [*((*row, "device") for row in rows), *more]

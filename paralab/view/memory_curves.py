@@ -1,5 +1,5 @@
 """The memory table of a report as curves: what a rank had on its device, sample by sample; and what
-it had elsewhere, at its fullest.
+it had elsewhere, at the peak.
 
 A sample is a state of all categories at one moment; it holds until the next one. Phases of the step
 come from the spans. Bytes, and seconds from the start of the step.
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal, whole
-from paralab.report.tables import COMPUTE_KINDS, DRY, TIERS
-from paralab.view import theme
+from paralab.report.dry import CLOCK
+from paralab.report.tables import COMPUTE_KINDS, TIERS
+from paralab.view.marks.bars import by_category
 
 if TYPE_CHECKING:
     from paralab.report.tables import Tables
@@ -49,7 +50,7 @@ class Curve(NamedTuple):
     @property
     def numbered(self) -> bool:
         """Whether times are numbers of what happens, in order, and no seconds."""
-        return self.report.clock == DRY
+        return self.report.clock == CLOCK
 
     @property
     def peak_at(self) -> int:
@@ -110,12 +111,7 @@ def curves(
     """
     table = report.memory[report.memory["tier"] == "device"]
     if table.empty:
-        raise illegal(
-            "report",
-            report,
-            "no memory was sampled in it",
-            "what pl.run(...) or pl.predict(...) returned for a model",
-        )
+        raise not_sampled(report)
     table = _chosen(table, "rank", ranks)
     table = _chosen(table, "step", None if step is None else [step])
     found: dict[tuple[int, int], tuple[list[float], list[dict[str, int]]]] = {}
@@ -133,6 +129,12 @@ def curves(
     ]
 
 
+def not_sampled(report: Tables) -> ValueError:
+    """The error of a report without samples."""
+    legal = "what pl.run(...) or pl.predict(...) returned for a model"
+    return illegal("report", report, "no memory was sampled in it", legal)
+
+
 def tiers(curve: Curve) -> list[Tier]:
     """Of the rank and step of ``curve``, device, host and file; empty if nothing left the device.
 
@@ -140,30 +142,16 @@ def tiers(curve: Curve) -> list[Tier]:
     """
     table = curve.report.memory
     table = table[(table["rank"] == curve.rank) & (table["step"] == curve.step)]
-    found = [
-        Tier(
-            "device",
-            curve.rank,
-            curve.step,
-            curve.times[curve.peak_at],
-            curve.samples[curve.peak_at],
-        )
-    ]
+    at = curve.peak_at
+    found = [Tier("device", curve.rank, curve.step, curve.times[at], curve.samples[at])]
     for name in TIERS[1:]:
         mine = table[(table["tier"] == name) & (table["bytes"] > 0)]
         if mine.empty:
             continue
         time = mine.groupby("time")["bytes"].sum().idxmax()
         here = mine[mine["time"] == time].groupby("category")["bytes"].sum()
-        found.append(
-            Tier(
-                name,
-                curve.rank,
-                curve.step,
-                float(time) - curve.start,
-                {c: int(n) for c, n in here.items()},
-            )
-        )
+        held = {category: int(size) for category, size in here.items()}
+        found.append(Tier(name, curve.rank, curve.step, float(time) - curve.start, held))
     return found if len(found) > 1 else []
 
 
@@ -180,9 +168,8 @@ def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
 def _curve(
     report: Tables, rank: int, step: int, times: list[float], samples: list[dict[str, int]]
 ) -> Curve:
-    names = [c for c in theme.CATEGORY_COLOUR if any(c in sample for sample in samples)]
-    unknown = sorted({c for sample in samples for c in sample} - set(names))
-    rows = [{c: sample.get(c, 0) for c in (*names, *unknown)} for sample in samples]
+    names = by_category(c for sample in samples for c in sample)
+    rows = [{c: sample.get(c, 0) for c in names} for sample in samples]
     spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == step)]
     own = report.steps[(report.steps["rank"] == rank) & (report.steps["step"] == step)]
     zero = float(own["start"].min()) if len(own) else times[0]

@@ -1,5 +1,5 @@
-"""Where the cells of a mesh lie: rows of pipeline ranks, blocks of data-parallel indices, and which
-of them are drawn if there are too many; the frames of nodes around them.
+"""The places of the cells of a mesh: rows of pipeline ranks, blocks of data-parallel indices, which
+of them are drawn if there are too many, and the frames of nodes around them.
 
 Lengths are in cells, y grows downwards. See rank_mesh.py for what it means.
 """
@@ -7,38 +7,21 @@ Lengths are in cells, y grows downwards. See rank_mesh.py for what it means.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paralab.spec import Cluster, Plan
-from paralab.view import naming, theme
+from paralab.view import theme
+from paralab.view.marks import note
+from paralab.view.marks.cells import heat
+
+if TYPE_CHECKING:
+    from paralab.view.rank_mesh import Group
 
 ROWS, COLUMNS = 10, 24  # cells at most: each has to have room for a rank of four digits
 TP_CELLS = 12
 BLOCK_GAP, LEFT_OUT = 0.35, 1.0  # in cells: between blocks; where some are left out
 NARROWEST = 6.0  # cells that the picture is wide: of fewer ranks none is a bar
 ROW_GAP = 0.5  # in rows: room for the node's name
-
-
-@dataclass(frozen=True)
-class Group:
-    """One group of one rank.
-
-    ranks    all of its members, in group order
-    sends    what flows in it
-    level    "intra", or "inter" if a call in it leaves a node; "" where no cluster is stated
-    """
-
-    axis: str
-    ranks: tuple[int, ...]
-    sends: str
-    level: str
-
-    @property
-    def name(self) -> str:
-        """ "tp: 8 ranks inside a node, all-reduce of activations"."""
-        place = f" {naming.LEVEL_NAME[self.level]}" if self.level else ""
-        return f"{self.axis}: {len(self.ranks)} ranks{place}, {self.sends}"
 
 
 class Grid:
@@ -107,50 +90,26 @@ class Grid:
         """All cells as one heat map whose numbers are colours; holes between them."""
         codes = {name: code for code, name in enumerate(colours)}
         of = {r: group.axis for group in reversed(found) for r in group.ranks} | {self.own: "rank"}
-        across, columns = edges(self.x)
-        down, rows = edges(self.y)
-        z, text, hover = [], [], []
-        for p in rows:
-            line: list[list[Any]] = [[], [], []]
-            for place in columns:
-                if p is None or place is None:
-                    values = (None, "", "")
-                else:
-                    r = self.rank(p, *place)
-                    axis = of.get(r, "other")
-                    said = f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}"
-                    said += f", node {cluster.node_of(r)}" if cluster is not None else ""
-                    said += f"<br>in the {axis} group of rank {self.own}" * (
-                        axis not in ("other", "rank")
-                    )
-                    values = (codes[axis], str(r), said)
-                for values_of, value in zip(line, values, strict=True):
-                    values_of.append(value)
-            z.append(line[0]), text.append(line[1]), hover.append(line[2])
-        most = max(1, len(colours) - 1)
-        scale = [[code / most, colours[name]] for name, code in codes.items()]
+        (across, columns), (down, rows) = edges(self.x), edges(self.y)
+
+        def cell(p: int | None, place: tuple[int, int] | None) -> tuple[int | None, str, str]:
+            if p is None or place is None:
+                return None, "", ""
+            r = self.rank(p, *place)
+            axis, said = of.get(r, "other"), f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}"
+            said += f", node {cluster.node_of(r)}" if cluster is not None else ""
+            if axis not in ("other", "rank"):
+                said += f"<br>in the {axis} group of rank {self.own}"
+            return codes[axis], str(r), said
+
+        made = [[cell(p, place) for place in columns] for p in rows]
+        z, text, said = ([[one[i] for one in line] for line in made] for i in range(3))
         widest = len(str(self.plan.world_size - 1))
         size = 13 if self.right <= 17 else 11 if widest < 4 or self.right <= 20 else 9
         size -= 2 * (theme.letter_scale() > 1 and widest > 3)
-        return {
-            "type": "heatmap",
-            "name": "ranks",
-            "x": across,
-            "y": down,
-            "z": z,
-            "text": text,
-            "texttemplate": "%{text}",
-            "textfont": {"size": size},
-            "hovertext": hover,
-            "hovertemplate": "%{hovertext}<extra></extra>",
-            "hoverongaps": False,
-            "xgap": 2,
-            "colorscale": scale,
-            "zmin": 0,
-            "zmax": most,
-            "showscale": False,
-            "showlegend": False,
-        }
+        most, fills = max(1, len(colours) - 1), list(colours.values())
+        font = {"textfont": {"size": size}, "name": "ranks", "showlegend": False}
+        return heat(across, down, z, text, said, colours=fills, most=most, **font)
 
     def _pieces(self, cluster: Cluster) -> list[tuple[int, float, float, float, float]]:
         """(node, left, right, upper, lower) of every rectangle that a node's cells make."""
@@ -177,10 +136,11 @@ class Grid:
         return made
 
     def frames(self, cluster: Cluster | None) -> list[dict[str, Any]]:
+        """A rectangle around every node's cells; nodes side by side share the line between them,
+        for frames that overlap look like a mistake.
+        """
         pieces = [] if cluster is None else self._pieces(cluster)
-        line = {"color": theme.look().faint, "width": 1.5}
         begun, ended = {left for _, left, *_ in pieces}, {right for _, _, right, *_ in pieces}
-        # Nodes side by side share the line between them: frames that overlap look like a mistake.
         return [
             {
                 "type": "rect",
@@ -188,7 +148,7 @@ class Grid:
                 "x1": right + 0.02 * (right not in begun),
                 "y0": upper - 0.07,
                 "y1": lower + 0.07,
-                "line": line,
+                "line": {"color": theme.look().faint, "width": 1.5},
             }
             for _, left, right, upper, lower in pieces
         ]
@@ -203,32 +163,22 @@ class Grid:
             pieces = [piece for piece in pieces if piece[3] == highest]
         wide = min((right - left for _, left, right, _, _ in pieces), default=0.0)
         word = "node " if wide >= 0.075 * self.right else ""
+        style = {"size": 10, "ink": theme.look().faint, "xanchor": "left", "yanchor": "bottom"}
         return [
-            {
-                "x": left,
-                "y": upper - 0.07,
-                "text": f"{word}{node}",
-                "showarrow": False,
-                "xanchor": "left",
-                "yanchor": "bottom",
-                "borderpad": 0,
-                "font": {"size": 10, "color": theme.look().faint},
-            }
+            note(f"{word}{node}", left, upper - 0.07, borderpad=0, **style)
             for node, left, _, upper, _ in pieces
         ]
 
     def dots(self) -> list[dict[str, Any]]:
         """Where cells are left out."""
-        font = {"size": 16, "color": theme.look().faint}
-        dots = {"showarrow": False, "font": font}
+        style = {"size": 16, "ink": theme.look().faint}
         middle = next(iter(self.y.values())) + 0.5
-        return [{**dots, "x": x, "y": middle, "text": "⋯"} for x in self.gaps] + [
-            {**dots, "x": self.right / 2, "y": y, "text": "⋮"} for y in self.row_gaps
-        ]
+        dots = [note("⋯", x, middle, **style) for x in self.gaps]
+        return dots + [note("⋮", self.right / 2, y, **style) for y in self.row_gaps]
 
 
 def shown(n: int, own: int, most: int) -> list[int]:
-    """At most ``most`` of n indices: own and beside it, the first ones, the last."""
+    """At most ``most`` of n indices: own and its neighbours, the first ones, the last."""
     if n <= most:
         return list(range(n))
     wanted = dict.fromkeys([own, 0, n - 1, own + 1, own - 1, *range(n)])

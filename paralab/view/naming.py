@@ -1,4 +1,4 @@
-"""What figures call things: a plan, a schedule, what a report is about, which clock it is on.
+"""What figures call things: a plan, a schedule, the subject of a report, the clock it is on.
 
 As the papers name them, and as short as tells two plans apart; plain text, for a table too.
 """
@@ -47,8 +47,10 @@ def plan_name(plan: Plan) -> str:
     if plan.zero_stage:
         form = f"ZeRO-{plan.zero_stage}"
         form += f" in groups of {plan.shard_degree}" * (plan.shard_degree < plan.dp)
-    dealt = plan.tiers is not None and plan.tiers.states  # what ZeRO deals out, on one rank too
-    copies = [f"dp={plan.dp}"] + [form] * (plan.dp > 1 or dealt)
+    sharded = plan.tiers is not None and plan.tiers.states  # ZeRO's states, on one rank too
+    copies = ["one device" if plan.world_size == 1 else f"dp={plan.dp}"] + [form] * (
+        plan.dp > 1 or sharded
+    )
     if plan.tp > 1:
         copies = [plan.tp_name, *copies * (plan.dp > 1)]
     if plan.relays:
@@ -63,13 +65,8 @@ def plan_name(plan: Plan) -> str:
 def _away(plan: Plan) -> list[str]:
     """ "offload to nvme", "activations to cpu": what left the device; else empty."""
     tiers = plan.tiers
-    found = (
-        {}
-        if tiers is None
-        else {
-            n: getattr(tiers, n) for n in CATEGORY_COLOUR if getattr(tiers, n, "device") != "device"
-        }
-    )
+    place = lambda name: getattr(tiers, name, "device")  # noqa: E731
+    found = {n: place(n) for n in CATEGORY_COLOUR if place(n) != "device"}
     if not found:
         return []
     places = " and ".join(place for place in ("cpu", "nvme") if place in found.values())

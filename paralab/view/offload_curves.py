@@ -1,7 +1,7 @@
 """How fast a disk must be: the share of a step in which the device computes, over its bandwidth.
 
 Three curves, of two formulas and of what is predicted (disk_bandwidth.py), and runs as points on
-them. Beside the curves, what moves in a step over each link. Every device has a disk of its own
+them. Next to the curves, what moves in a step over each link. Every device has a disk of its own
 here; ranks of one machine share theirs.
 """
 
@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import illegal, real
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import lanes, naming, theme
+from paralab.view.chart import Chart, figure
 from paralab.view.disk_bandwidth import FASTEST, FORMULAS, SLOWEST, Foreseen, Point, points
+from paralab.view.marks import bars as mark
+from paralab.view.marks import hover, note, upright
+from paralab.view.marks.curves import HOLLOW, curve, log_axis
 
 if TYPE_CHECKING:
     from paralab.report.tables import Tables
-    from paralab.view.chart import Chart
 
 SHARE = 0.9
 LEFT, RIGHT = (0.0, 0.6), (0.8, 1.0)  # of the figure's width
@@ -67,55 +70,44 @@ def disk_needed(
 def chart(foreseen: Foreseen, at: float, share: float, found: Sequence[Point] = ()) -> Chart:
     """The picture of `disk_needed`."""
     low, high = (f(*foreseen.ends, at) for f in (min, max))
+    now, names = foreseen.share("predicted", at), _links(foreseen, at)
     ticks = [m * 10.0**e for e in range(15) for m in (1, 5) if low <= m * 10.0**e <= high]
-    pad, now = 0.04 * math.log10(high / low), foreseen.share("predicted", at)
-    bars, names = _bars(foreseen, at)
-    fig = theme.figure(
+    across = log_axis("bandwidth of the disk (per second)", low, high, "B", pad=(0.04, 0.04))
+    across |= {"tickvals": ticks, "ticktext": [theme.scaled(tick, "B") for tick in ticks]}
+    fig = figure(
         theme.text(_finding(foreseen, share, now)),
         theme.text(_below(foreseen, share)),
         height=400,
         margin={"b": 112},
         barmode="stack",
         bargap=0.35,
-        **_lines(foreseen, at, share, now),
-        xaxis={
-            "type": "log",
-            "domain": LEFT,
-            "tickvals": ticks,
-            "tickangle": 0,
-            "range": [math.log10(low) - pad, math.log10(high) + pad],
-            "ticktext": [theme.scaled(tick, "B") for tick in ticks],
-            "title": {"text": "bandwidth of the disk (per second)"},
-        },
+        xaxis={**across, "domain": LEFT, "tickangle": 0},
         yaxis={"range": [0, 106], "ticksuffix": " %", "title": {"text": "device computes"}},
-        xaxis2={
-            "domain": RIGHT,
-            "anchor": "y2",
-            "tickformat": "~g",
-            "nticks": 4,
-            "rangemode": "tozero",
-            "title": {"text": "MB per step and device"},
-        },
-        yaxis2={
-            "anchor": "x2",
-            "type": "category",
-            "range": [len(names) - 0.5, -0.5],
-            "showgrid": False,
-            "tickvals": list(range(len(names))),
-            "ticktext": names,
-        },
-        legend={"orientation": "h", "x": 0, "y": -0.24, "yanchor": "top"},
-        legend2={
-            "orientation": "h",
-            "x": 1,
-            "y": 1.01,
-            "yanchor": "bottom",
-            "xanchor": "right",
-            "traceorder": "normal",
-        },
+        xaxis2={"domain": RIGHT, "anchor": "y2", "tickformat": "~g", "nticks": 4}
+        | {"rangemode": "tozero", "title": {"text": "MB per step and device"}},
+        yaxis2=mark.labels(
+            list(foreseen.moved),
+            anchor="x2",
+            tickvals=list(range(len(names))),
+            ticktext=names,
+            tickfont={"size": 13},
+            ticksuffix="",
+        ),
+        legend={"y": -0.24, "yanchor": "top"},
+        legend2={**theme.LEGEND, "x": 1, "y": 1.01, "xanchor": "right"},
     )
-    fig.add_traces([*_curves(foreseen, low, high), *_marks(foreseen, at, share, now, found), *bars])
-    return fig.explained(
+    sizes = [(way, kind, n) for way, parts in foreseen.metrics.items() for kind, n in parts.items()]
+    bars = mark.bars(
+        [row for row in sizes if row[2]],
+        per=1e6,
+        end=1.0,
+        axes=("x2", "y2"),
+        letter=0,
+        legend="legend2",
+    )
+    notes, shapes = _lines(foreseen, at, share, now)
+    traces = [*_curves(foreseen, low, high), *_marks(foreseen, at, share, now, found), *bars]
+    return fig.draw(traces, notes, shapes).explained(
         f"disk needed by {naming.plan_name(foreseen.plan)}: {len(foreseen.curve)} bandwidths "
         f"predicted, {len(found)} points of runs",
         lambda: _table(foreseen, at, found),
@@ -127,16 +119,9 @@ def _curves(foreseen: Foreseen, low: float, high: float) -> list[dict[str, Any]]
     corner = min(high, max(low, foreseen.on_disk / foreseen.work))
     grid = sorted([corner, *(low * (high / low) ** (n / 50) for n in range(51))])
     lines = {name: [(b, foreseen.share(name, b)) for b in grid] for name in FORMULAS}
-    lines = {"predicted": foreseen.curve, **lines}
     return [
-        _trace(
-            name,
-            line,
-            name=name,
-            mode="lines",
-            line={"color": looks[name]["colour"], "width": 2.5, "dash": DASH[name]},
-        )
-        for name, line in lines.items()
+        _trace(name, line, name=name, ink=looks[name]["colour"], dash=DASH[name], mode="lines")
+        for name, line in {"predicted": foreseen.curve, **lines}.items()
     ]
 
 
@@ -145,143 +130,80 @@ def _marks(
 ) -> list[dict[str, Any]]:
     """What this disk gives, what the formula asks for, the disk that is there, and runs."""
     ink, need, (low, high) = theme.look().ink, foreseen.needed(share), foreseen.ends
-
-    def marker(clock: str, symbol: str, size: int) -> dict[str, Any]:
-        hollow = theme.CLOCK_STYLE[clock][1]
-        return {
-            "size": size,
-            "symbol": symbol + "-open" * hollow,
-            "color": ink,
-            "line": {"width": 2.5 * hollow},
-        }
-
-    marks = [_trace("predicted", [(at, now)], marker=marker("predicted", "circle", 11))]
+    marks = [_trace("predicted", [(at, now)], ink=ink, symbol="circle" + HOLLOW, size=11)]
     if need is not None and low <= need <= high:
-        dot = {"size": 9, "color": theme.series(list(DASH))["no overlap"]["colour"]}
-        marks.append(_trace("no overlap", [(need, share)], marker=dot))
+        colour = theme.series(list(DASH))["no overlap"]["colour"]
+        marks.append(_trace("no overlap", [(need, share)], ink=colour, size=9))
     if foreseen.own is not None:
         whose = "this machine's" if foreseen.cluster.name == "local" else "the cluster's"
         said = f"{whose} disk, {theme.scaled(foreseen.own, 'B/s')}"
-        marks.append(
-            _trace(
-                said,
-                [(foreseen.own, 0.0)],
-                name=said,
-                hovertext=[said],
-                marker={"size": 12, "color": ink, "symbol": "triangle-up"},
-            )
-        )
+        look = {"ink": ink, "symbol": "triangle-up", "size": 12}
+        marks.append(_trace(said, [(foreseen.own, 0.0)], name=said, **look) | hover([said]))
     for clock, size in (("replayed", 15), ("measured", 8)):  # one within the other
         if mine := [(p.bandwidth, p.share) for p in found if p.clock == clock]:
-            marks.append(_trace(clock, mine, name=clock, marker=marker(clock, "diamond", size)))
+            symbol = "diamond" + HOLLOW * theme.CLOCK_STYLE[clock][1]
+            marks.append(_trace(clock, mine, name=clock, ink=ink, symbol=symbol, size=size))
     return marks
 
 
-def _trace(whose: str, marks: Sequence[tuple[float, float]], **more: Any) -> dict[str, Any]:
-    """Marks at (bandwidth, share), and what they say when pointed at; in the legend by a name."""
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "cliponaxis": False,
-        "showlegend": "name" in more,
-        "x": [b for b, _ in marks],
-        "y": [100 * share for _, share in marks],
-        "hovertext": [
-            f"{whose}, {theme.scaled(b, 'B/s')}: the device computes {100 * share:.1f} %"
-            for b, share in marks
-        ],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-        **more,
-    }
+def _trace(
+    whose: str, marks: Sequence[tuple[float, float]], *, name: str | None = None, **look: Any
+) -> dict[str, Any]:
+    """Marks at (bandwidth, share); in the legend by a name."""
+    said = [
+        f"{whose}, {theme.scaled(b, 'B/s')}: the device computes {100 * share:.1f} %"
+        for b, share in marks
+    ]
+    look = {"mode": "markers", "cliponaxis": False, "showlegend": name is not None, **look}
+    made = curve(name or "", [(b, 100 * share) for b, share in marks], said, **look)
+    return made if name is not None else {k: v for k, v in made.items() if k != "name"}
 
 
-def _lines(foreseen: Foreseen, at: float, share: float, now: float) -> dict[str, Any]:
-    """Through the bandwidth that is looked at, and, dotted, through that which is needed."""
+def _lines(
+    foreseen: Foreseen, at: float, share: float, now: float
+) -> tuple[list[dict], list[dict]]:
+    """Through the bandwidth that is looked at, and, dotted, through that which is needed: notes
+    and shapes.
+    """
     look, need, (low, high) = theme.look(), foreseen.needed(share), foreseen.ends
-    lines, notes = [(at, {"color": look.ink, "width": 1.5})], []
+    shapes, notes = [upright(at, width=1.5)], []
 
-    def note(x: float, right: bool, text: str, **more: Any) -> None:
+    def word(said: str, x: float, y: float, right: bool, **more: Any) -> None:
         side, shift = ("left", 5) if right else ("right", -5)
-        notes.append(
-            {
-                "x": math.log10(x),
-                "xanchor": side,
-                "xshift": shift,
-                "align": side,
-                "text": text,
-                "showarrow": False,
-                "bgcolor": look.paper,
-                **more,
-            }
-        )
+        more |= {"xanchor": side, "align": side, "xshift": shift, "bgcolor": look.paper}
+        notes.append(note(said, math.log10(x), y, **more))
 
     if need is not None and low <= need <= high:
-        lines.append((need, {"color": look.faint, "width": 1.5, "dash": "dot"}))
-        note(
-            need,
-            need**2 < low * high,
-            f"{100 * share:.0f} %, formula:<br><b>{theme.scaled(need, 'B/s')}</b>",
-            y=0.05,
-            yref="y domain",
-            yanchor="bottom",
-        )
-    right = at**3 < low * high**2  # to the left curves lie lower
-    note(
-        at,
-        right,
-        f"<b>{100 * now:.0f} %</b> at {theme.scaled(at, 'B/s')}",
-        y=100 * now,
-        yanchor="top",
-        yshift=-5 if right else -28,
-    )
-    shapes = [
-        {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "y domain", "line": line}
-        for x, line in lines
-    ]
-    return {"shapes": shapes, "annotations": notes}
+        shapes.append(upright(need, dash="dot", width=1.5, ink=look.faint))
+        said = f"{theme.percent(share)}, formula:<br><b>{theme.scaled(need, 'B/s')}</b>"
+        word(said, need, 0.05, need**2 < low * high, yref="y domain", yanchor="bottom")
+    right = at**3 < low * high**2  # to the left curves are lower
+    said = f"<b>{theme.percent(now)}</b> at {theme.scaled(at, 'B/s')}"
+    word(said, at, 100 * now, right, yanchor="top", yshift=-5 if right else -28)
+    return notes, shapes
 
 
-def _bars(foreseen: Foreseen, at: float) -> tuple[list[dict[str, Any]], list[str]]:
-    """Traces of bytes by link and category; and the links' names, with sizes and times."""
-    names, bars, moved = [], [], foreseen.moved
-    for link, parts in moved.items():
+def _links(foreseen: Foreseen, at: float) -> list[str]:
+    """The links' names, with sizes and times."""
+    names = []
+    for link, parts in foreseen.metrics.items():
         size, speed = sum(parts.values()), at if "disk" in link else foreseen.cluster.host.bandwidth
-        names.append(
-            f"{lanes.ROW_NAME[link]} <br><b>{theme.scaled(size, 'B')}</b>, "
-            f"{theme.scaled(size / speed, 's', digits=2)} "
-        )
-    for category in theme.CATEGORY_COLOUR:
-        sizes = {lanes.ROW_NAME[link]: parts.get(category, 0) for link, parts in moved.items()}
-        if any(sizes.values()):
-            bars.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": category,
-                    "xaxis": "x2",
-                    "yaxis": "y2",
-                    "x": [size / 1e6 for size in sizes.values()],
-                    "y": list(range(len(sizes))),
-                    "legend": "legend2",
-                    "marker": {"color": theme.CATEGORY_COLOUR[category]},
-                    "hovertext": [f"{category}, {link}: {n:,} bytes" for link, n in sizes.items()],
-                    "hovertemplate": "%{hovertext}<extra></extra>",
-                }
-            )
-    return bars, names
+        took = theme.scaled(size / speed, "s", digits=2)
+        names.append(f"{lanes.ROW_NAME[link]} <br><b>{theme.scaled(size, 'B')}</b>, {took} ")
+    return names
 
 
 def _finding(foreseen: Foreseen, share: float, now: float) -> str:
     need, n = foreseen.needed(share), foreseen.plan.microbatches * foreseen.plan.microbatch_size
     if need is None:
-        return f"Nothing lies in files: whatever the disk, the device computes {100 * now:.0f} %"
+        return f"Nothing is kept in files: with any disk the device computes {100 * now:.0f} %"
     who, asked = f"With {n} sample{'s' * (n > 1)}", theme.scaled(need, "B/s")
     if foreseen.reaches(share) is None:
         return (
-            f"{who} {100 * share:.0f} % busy takes {asked} by the formula; predicted: "
-            f"{100 * foreseen.most:.0f} % at most"
+            f"{who} the formula asks for a disk of {asked} to keep the device "
+            f"{100 * share:.0f} % busy; predicted are at most {100 * foreseen.most:.0f} %"
         )
-    mine = "" if foreseen.own is None else f"; yours has {theme.scaled(foreseen.own, 'B/s')}"
+    mine = "" if foreseen.own is None else f"; this one has {theme.scaled(foreseen.own, 'B/s')}"
     return f"{who} a disk of {asked} keeps the device {100 * share:.0f} % busy{mine}"
 
 
@@ -305,7 +227,7 @@ def _table(foreseen: Foreseen, at: float, found: Sequence[Point]) -> Any:
     marks += [(point.clock, point.bandwidth, point.share) for point in found]
     moved = [
         (link, category, size)
-        for link, parts in foreseen.moved.items()
+        for link, parts in foreseen.metrics.items()
         for category, size in parts.items()
     ]
     return pd.concat(

@@ -11,7 +11,7 @@ second line says; front and simulated plans are always all there.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,12 +19,13 @@ from paralab.checks import illegal
 from paralab.programs.search import Search
 from paralab.programs.search_words import brief, size
 from paralab.view import theme
-
-if TYPE_CHECKING:
-    from paralab.view.chart import Chart
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import note, upright
+from paralab.view.marks.curves import curve, log_axis
 
 MOST = 3000  # points of plans; a browser stays quick, and no place that has some is left empty
 SLOWER, LARGER = 20, 10  # times the best plan's time, and the memory: what is drawn
+SYMBOLS = ("circle", "diamond", "x")
 CELLS = 60  # of a grid over both axes: thinning takes the same number from each
 
 
@@ -45,58 +46,45 @@ def pareto(search: Search) -> Chart:
             f"{LARGER} times the memory"
         )
     below.append(f"{int(np.isfinite(search.simulated).sum())} simulated")
-    fig = theme.figure(_finding(search), " · ".join(below), height=520)
-    now = theme.look()
-    _points(fig, search, shown[~fits[shown]], "does not fit", theme.shade(now.ink, 8, 8), 0.35)
+    now, near = theme.look(), search.memory_limit < LARGER * search.memory[shown].max()
+    low, high = search.memory[shown].min(), search.memory[shown].max()
+    if near:
+        low, high = min(low, search.memory_limit), max(high, search.memory_limit)
+    times = search.closed[shown]
+    front = search.front[np.isin(search.front, shown)]
+    line = [(search.memory[at], search.closed[at]) for at in front]
+    misses = _points(search, shown[~fits[shown]], "does not fit", theme.shade(now.ink, 8, 8), 0.35)
+    traces = [misses]
     for number, (name, chosen, fill) in enumerate(_groups(search)):
         mine = shown[fits[shown] & chosen[shown]]
-        _points(fig, search, mine, name, fill, 0.55, rank=number)
-    front = search.front[np.isin(search.front, shown)]
-    fig.add_scatter(
-        name="Pareto front",
-        mode="lines",
-        x=search.memory[front].tolist(),
-        y=search.closed[front].tolist(),
-        hoverinfo="skip",
-        line={"color": now.ink, "width": 2, "shape": "vh"},
-    )
-    _simulated(fig, search)
-    _best(fig, search)
-    low, high = search.memory[shown].min(), search.memory[shown].max()
-    if search.memory_limit < LARGER * high:
-        low, high = min(low, search.memory_limit), max(high, search.memory_limit)
-        fig.add_vline(x=search.memory_limit, line={"color": now.faint, "dash": "dash"})
-        fig.annotated(
-            [
-                {
-                    "x": math.log10(search.memory_limit),
-                    "xref": "x",
-                    "y": 1,
-                    "yref": "paper",
-                    "text": f"{size(search.memory_limit)} per device",
-                    "showarrow": False,
-                    "xanchor": "left",
-                    "yanchor": "top",
-                    "xshift": 6,
-                    "font": {"color": now.faint},
-                }
-            ]
-        )
-    fig.update_layout(
-        xaxis=_axis("peak memory per device", low, high, "B"),
-        yaxis=_axis(
-            "step time", search.closed[shown].min(), search.closed[shown].max(), "s", below=0.24
-        ),  # room for the best one's name
-        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "itemsizing": "constant"},
-        margin={"t": 108},
+        traces.append(_points(search, mine, name, fill, 0.55, symbol=SYMBOLS[number]))
+    traces = [trace for trace in traces if trace["x"]]
+    step = curve("Pareto front", line, ink=now.ink, width=2)
+    step["line"]["shape"] = "vh"
+    note_best, star = _best(search)
+    notes, shapes = [note_best], []
+    if near:
+        shapes.append(upright(search.memory_limit, dash="dash", ink=now.faint))
+        at = {"yref": "paper", "xanchor": "left", "yanchor": "top", "xshift": 6, "ink": now.faint}
+        said = f"{size(search.memory_limit)} per device"
+        notes.append(note(said, math.log10(search.memory_limit), 1, **at))
+    fig = figure(
+        _finding(search),
+        " · ".join(below),
+        height=520,
+        xaxis=log_axis("peak memory per device", low, high, "B", pad=(0.04, 0.06)),
+        # room below for the name of the best
+        yaxis=log_axis("step time", times.min(), times.max(), "s", pad=(0.24, 0.06)),
+        legend={"itemsizing": "constant"},
     )
 
-    def table():
+    def table() -> Any:
         made = search.rows(shown)
         made["front"] = np.isin(shown, front)
         return made
 
     said = f"{total:,} plans, {int(fits.sum()):,} fit, {len(front)} on the front"
+    fig.draw([*traces, step, *_simulated(search), star], notes, shapes)
     return fig.explained(f"time against memory of {said}", table)
 
 
@@ -124,134 +112,79 @@ def _drawn(search: Search) -> np.ndarray:
 
 def _groups(search: Search) -> list[tuple[str, np.ndarray, str]]:
     """(name, which plans, colour) by degree of tensor parallelism."""
-    tp, node = search.plans.tp, search.cluster.devices_per_node
-    within = theme.KIND_COLOUR["forward"]
+    tp, node, (_, *inks) = search.plans.tp, search.cluster.devices_per_node, theme.look().series
     found = [
-        ("no tensor parallelism", tp == 1, theme.KIND_COLOUR["copy"]),
-        (f"tp within a node of {node}", (tp > 1) & (tp <= node), within),
-        ("tp across nodes", tp > node, theme.KIND_COLOUR["optimizer"]),
+        ("no tensor parallelism", tp == 1, inks[3]),
+        (f"tp within a node of {node}", (tp > 1) & (tp <= node), inks[1]),
+        ("tp across nodes", tp > node, inks[0]),
     ]
     return [group for group in found if (group[1] & search.fits).any()]
 
 
 def _points(
-    fig: Chart,
-    search: Search,
-    which: np.ndarray,
-    name: str,
-    fill: str,
-    opacity: float,
-    *,
-    rank: int = 0,
-) -> None:
-    if not len(which):
-        return
-    fig.add_scattergl(
-        name=name,
-        mode="markers",
-        x=search.memory[which].tolist(),
-        y=search.closed[which].tolist(),
-        marker={
-            "color": fill,
-            "size": 5,
-            "opacity": opacity,
-            "symbol": ("circle", "diamond", "x")[rank],
-        },
-        hovertext=[brief(search.plans[at]) for at in which],
-        hovertemplate="%{hovertext}<br>%{y:.4g} s, %{x:.3s}B<extra></extra>",
-    )
+    search: Search, which: np.ndarray, name: str, fill: str, opacity: float, symbol: str = "circle"
+) -> dict[str, Any]:
+    pairs = list(zip(search.memory[which].tolist(), search.closed[which].tolist(), strict=True))
+    said = [
+        f"{brief(search.plans[at])}<br>{_said(*pair)}"
+        for at, pair in zip(which, pairs, strict=True)
+    ]
+    look = {"ink": fill, "size": 5, "symbol": symbol, "marker": {"opacity": opacity}}
+    return {**curve(name, pairs, said, mode="markers", **look), "type": "scattergl"}
 
 
-def _simulated(fig: Chart, search: Search) -> None:
+def _said(memory: float, seconds: float) -> str:
+    return f"{theme.scaled(seconds, 's')}, {theme.scaled(memory, 'B')}"
+
+
+def _simulated(search: Search) -> list[dict[str, Any]]:
     """Simulated plans: a ring at the simulated time, a line to it from the estimate."""
     now, which = theme.look(), np.flatnonzero(np.isfinite(search.simulated) & search.fits)
-    x, y = [], []
+    ends, pairs, said = [], [], []
     for at in which:
-        x += [search.memory[at], search.memory[at], None]
-        y += [search.closed[at], search.simulated[at], None]
-    fig.add_scatter(
-        mode="lines",
-        x=x,
-        y=y,
-        hoverinfo="skip",
-        showlegend=False,
-        line={"color": now.faint, "width": 1},
-    )
-    fig.add_scatter(
-        name="simulated",
-        mode="markers",
-        x=search.memory[which].tolist(),
-        y=search.simulated[which].tolist(),
-        marker={"symbol": "circle-open", "size": 9, "color": now.ink, "line": {"width": 1.5}},
-        hovertext=[
-            f"{brief(search.plans[at])}<br>estimated {search.closed[at]:.4g} s" for at in which
-        ],
-        hovertemplate="%{hovertext}<br>simulated %{y:.4g} s, %{x:.3s}B<extra></extra>",
-    )
+        x, estimate, y = (float(v[at]) for v in (search.memory, search.closed, search.simulated))
+        ends += [(x, estimate), (x, y), (None, None)]
+        pairs.append((x, y))
+        plan = brief(search.plans[at])
+        said.append(f"{plan}<br>simulated {_said(x, y)}<br>estimated {theme.scaled(estimate, 's')}")
+    look = {"ink": now.ink, "symbol": "circle-open", "size": 9, "marker": {"line": {"width": 1.5}}}
+    line = curve("", ends, ink=now.faint, width=1, showlegend=False)
+    return [line, curve("simulated", pairs, said, mode="markers", **look)]
 
 
-def _best(fig: Chart, search: Search) -> None:
-    at, now = 0, theme.look()
-    x, y = float(search.memory[at]), float(search.simulated[at])
-    fig.add_scatter(
-        name="best",
+def _best(search: Search) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the best plan is called, and a star on it."""
+    now, x, y = theme.look(), float(search.memory[0]), float(search.simulated[0])
+    edge = {"line": {"width": 1, "color": now.paper}}
+    star = curve(
+        "best",
+        [(x, y)],
         mode="markers",
-        x=[x],
-        y=[y],
+        ink=now.series[4],
+        symbol="star",
+        size=17,
+        marker=edge,
         showlegend=False,
-        hoverinfo="skip",
-        marker={
-            "symbol": "star",
-            "size": 17,
-            "color": "#D55E00",
-            "line": {"width": 1, "color": now.paper},
-        },
     )
-    words = brief(search.plans[at]).split()
+    words = brief(search.plans[0]).split()
     half = (len(words) + 1) // 2
     name = [theme.text(" ".join(some)) for some in (words[:half], words[half:])]
     right = x > math.sqrt(search.memory.min() * min(search.memory_limit, search.memory.max()))
-    fig.annotated(
-        [
-            {
-                "x": math.log10(x),
-                "y": math.log10(y),
-                "ax": -24 if right else 24,
-                "ay": 44,
-                "xanchor": "right" if right else "left",
-                "text": f"<b>best</b>: {name[0]}<br>{name[1]}",
-                "align": "right" if right else "left",
-                "showarrow": True,
-                "arrowcolor": now.faint,
-                "arrowwidth": 1,
-                "font": {"color": now.ink},
-            }
-        ]
-    )
+    side = "right" if right else "left"
+    arrow = {"showarrow": True, "arrowcolor": now.faint, "arrowwidth": 1, "ay": 44}
+    arrow |= {"ax": -24 if right else 24, "xanchor": side, "align": side}
+    said = f"<b>best</b>: {name[0]}<br>{name[1]}"
+    return note(said, math.log10(x), math.log10(y), **arrow), star
 
 
 def _finding(search: Search) -> str:
     """What the front says: what memory buys, or that it buys nothing."""
-    best, front = 0, search.front
-    seconds = f"{theme.scaled(float(search.simulated[best]), 's')} per step"
-    first = front[0]
+    first, seconds = search.front[0], theme.scaled(float(search.simulated[0]), "s")
     if search.fits[first]:
-        return f"{seconds} is the best there is: the fastest plan of all fits"
-    less = search.closed[best] / search.closed[first]
+        return f"The fastest plan of all fits: {seconds} per step"
+    times = search.closed[0] / search.closed[first]
     return (
-        f"{seconds} is the best that fits; {search.memory[first] / search.memory_limit:,.3g} "
-        f"times the memory would make it {less:.2f} times faster"
+        f"The fastest plan that fits takes {seconds} per step; with "
+        f"{search.memory[first] / search.memory_limit:,.3g} times the memory one is "
+        f"{times:.2f} times as fast"
     )
-
-
-def _axis(title: str, low: float, high: float, unit: str, *, below: float = 0.04) -> dict[str, Any]:
-    """Logarithmic. below: room before the lowest, as a share of all."""
-    ticks = theme.log_ticks(low / 1.05, high * 1.05)
-    length = math.log10(high / low) or 1.0
-    return {
-        "type": "log",
-        "title": {"text": title},
-        "tickvals": ticks,
-        "ticktext": [theme.scaled(float(tick), unit) for tick in ticks],
-        "range": [math.log10(low) - below * length, math.log10(high) + 0.06 * length],
-    }

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.report import written
 from paralab.view.boxes import of_span
-from paralab.view.lanes import ROW_NAME, order
-from paralab.view.tracks import tracks
+from paralab.view.lanes import ROW_NAME, order, tracks
 
 if TYPE_CHECKING:
     from paralab.report.tables import Tables

@@ -9,15 +9,19 @@ margin has every rank's total.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paralab.checks import illegal
 from paralab.report import metrics
 from paralab.report.tables import COLUMNS
 from paralab.theory.ideal import ideal as make_ideal
+from paralab.theory.pipeline import simulate
 from paralab.view import boxes, naming, theme, timeline_rows
+from paralab.view.theme import percent
 
 if TYPE_CHECKING:
     from paralab.report.tables import Tables
@@ -25,8 +29,9 @@ if TYPE_CHECKING:
     from paralab.view.boxes import Section
     from paralab.view.chart import Chart
 
+Interval = tuple[float, float]
+
 LANES = ("compute",)
-NO_ROWS = dict.fromkeys(COLUMNS)
 GAP = 0.14  # of a row, between two ranks
 ROOM = 16  # ranks that stand above their ideal
 KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
@@ -48,7 +53,9 @@ def pipeline_timeline(
     if ideal:
         made = make_ideal(report, step=real.step)
         alone = made.bubble_rate
-        above = simulated(made, dataclasses.replace(report, **NO_ROWS), label="ideal")
+        above = simulated(
+            made, dataclasses.replace(report, **dict.fromkeys(COLUMNS)), label="ideal"
+        )
         above.head = _head("ideal", alone)
         above.ranks = sorted({report.plan.place(rank)[0] for rank in real.ranks})
         above.boxes = [b for b in above.boxes if b["rank"] in above.ranks]
@@ -56,22 +63,21 @@ def pipeline_timeline(
         said.append("ideal: the same costs, links free")
     fig = timeline_rows.drawn(sections, finding(report, share, alone), report.clock, said)
     count = sum(len(one.boxes) for one in sections)
-    below = ", below its ideal" if ideal else ""
     return fig.explained(
-        f"timeline of {naming.subject(report)}, {report.clock}{below}: {count} boxes on "
-        f"{len(real.ranks)} ranks",
+        f"timeline of {naming.subject(report)}, {report.clock}{', below its ideal' * ideal}: "
+        f"{count} boxes on {len(real.ranks)} ranks",
         lambda: boxes.table(sections),
     )
 
 
 def finding(report: Tables, share: float, alone: float | None = None) -> str:
     """How large the bubble is, and the ideal's (``alone``), if it is drawn."""
-    said = f"{theme.text(naming.subject(report))}: {percent(share)} of device time is bubble"
+    said = f"{theme.text(naming.subject(report))}: the bubble is {percent(share)} of device time"
     if alone is None:
         return said
     if percent(alone) == percent(share):
-        return f"{said}, all of it the schedule's"
-    return f"{said}, {percent(alone)} in the ideal"
+        return f"{said}, as with free links"
+    return f"{said}, {percent(alone)} with free links"
 
 
 def section(
@@ -90,48 +96,56 @@ def section(
     most = timeline_rows.MAX_BOXES
     one = boxes.section(report, label=label, step=step, ranks=ranks, lanes=lanes, most=most)
     one.gap = GAP if lanes == LANES else one.gap
-    parts = metrics.pipeline_parts(report, one.step)
+    zero = float(report.steps["start"][report.steps["step"] == one.step].min())
+    parts = {
+        rank: (start - zero, end - zero)
+        for rank, (start, end, *_) in metrics.pipeline_parts(report, one.step).items()
+    }
     if not parts:
         return one
-    of = {rank: report.plan.place(rank)[1:] for rank in parts}
-    zero = float(report.steps["start"][report.steps["step"] == one.step].min())
-    ends = {p: max(parts[r][1] for r in parts if of[r] == p) for p in of.values()}
-    starts = {p: min(parts[r][0] for r in parts if of[r] == p) for p in of.values()}
+    of: dict[tuple[int, ...], list[Interval]] = {}  # by pipeline
+    for rank, part in parts.items():
+        of.setdefault(report.plan.place(rank)[1:], []).append(part)
+    around = {p: (min(a for a, _ in some), max(b for _, b in some)) for p, some in of.items()}
     idle = metrics.idle_shares(report, one.step)
     one.idle = {r: idle[r] for r in one.ranks if r in parts}
     if label:
         share = metrics.step_bubble(report, one.step)
         one.head = f"{_head(label, share)}{'' if report.clock in label else f', {report.clock}'}"
+    edges = {r: around[report.plan.place(r)[1:]] for r in one.ranks if r in parts}
     if marked:
-        one.mark = max(ends[of[r]] for r in one.ranks if r in of) - zero
-    if all(b["kind"] != "wait" for b in one.boxes):  # nobody wrote waits down: gaps are waits
-        fill(one, min(starts.values()) - zero, max(ends.values()) - zero)
-        return one
-    for rank in one.ranks:
-        if rank in parts:
-            edges = (starts[of[rank]] - zero, ends[of[rank]] - zero)
-            busy = (parts[rank][0] - zero, parts[rank][1] - zero)
-            one.boxes += _outside(one, rank, edges, busy)
+        one.mark = max(end for _, end in edges.values())
+    if all(b["kind"] != "wait" for b in one.boxes):  # no waits are recorded: gaps are waits
+        whole = (min(a for a, _ in around.values()), max(b for _, b in around.values()))
+        fill(one, dict.fromkeys(one.ranks, whole))
+    else:
+        fill(one, edges, parts)
     return one
 
 
-def _outside(
-    one: Section, rank: int, edges: tuple[float, float], busy: tuple[float, float]
-) -> list[dict[str, Any]]:
-    """What is idle between the pipeline's ``edges`` before and after this rank's work."""
-    taken = metrics.union(
-        (b["start"], b["end"]) for b in one.boxes if b["rank"] == rank and b["lane"] == "compute"
-    )
+def fill(
+    one: Section, edges: Mapping[int, Interval], busy: Mapping[int, Interval] | None = None
+) -> int:
+    """Make every gap of a rank between its ``edges`` a box; how many there were.
+
+    busy  from when to when a rank has its own work: gaps in between are recorded then
+    """
     found = []
-    for low, high, why in ((edges[0], busy[0], NOT_BEGUN), (busy[1], edges[1], DONE)):
-        found += [
-            {**_box(one, rank, "wait", start, end), "why": why}
-            for start, end in _free(taken, low, high)
-        ]
-    return found
+    for rank, (low, high) in edges.items():
+        mine = [b for b in one.boxes if b["rank"] == rank and b["lane"] == "compute"]
+        taken = metrics.union((b["start"], b["end"]) for b in mine)
+        begin, done = (taken[0][0], taken[-1][1]) if taken else (high, low)
+        if busy is not None:
+            begin, done = busy[rank]
+        for start, end in _free(taken, low, high):
+            why = NOT_BEGUN if end <= begin else DONE if start >= done else WAITING
+            if busy is None or why != WAITING:
+                found.append(_box(one, rank, "wait", start, end, why=why))
+    one.boxes += found
+    return len(found)
 
 
-def _free(taken: Sequence[tuple[float, float]], low: float, high: float) -> list[Any]:
+def _free(taken: Sequence[Interval], low: float, high: float) -> list[Interval]:
     """The stretches of (low, high) that none of the disjoint intervals in order covers."""
     found, now, least = [], low, 1e-9 * (high - low)  # sums of floats leave cracks
     for start, end in [*taken, (high, high)]:
@@ -141,22 +155,79 @@ def _free(taken: Sequence[tuple[float, float]], low: float, high: float) -> list
     return found
 
 
+def _box(
+    one: Section, rank: int, kind: str, start: float, end: float, **more: Any
+) -> dict[str, Any]:
+    box = {"id": -1, "rank": rank, "step": one.step, "lane": "compute", "kind": kind, "stage": 0}
+    box |= {"chunk": 0, "microbatch": -1, "start": start, "end": end, "cost": 0.0, "calls": []}
+    return {**box, "label": one.label, "traced": False, "track": 0, **more}
+
+
+def _head(name: str, share: float) -> str:
+    return f"<b>{theme.text(name)}</b> · bubble {percent(share)}"
+
+
 # ---- simulated schedules -------------------------------------------------------------------------
-def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Chart:
-    """The picture of a schedule that was simulated: no report of thousands of rows is made."""
-    from paralab.report.tables import Tables
+def schedules(named: Mapping[str, Any], **seconds: float) -> Chart:
+    """Several schedules, {name: lists of actions or a simulation}, under one another on one axis:
+    what a bubble costs each of them.
+
+    seconds  of ``forward``, ``backward`` and ``weight_grad`` of a rank's whole share of the layers;
+             default 1, 2 (or 1 where backward is in halves) and 1 ms. A rank's chunks take a part
+             of them each. Raises ValueError without schedules
+    """
+    if not isinstance(named, Mapping) or not named:
+        raise illegal("named", named, "nothing to draw", "{name: a schedule}")
+    sections, shares = [], {}
+    for name, one in named.items():
+        made = one if hasattr(one, "makespan") else _timed(one, seconds)
+        above = simulated(made, _stub(made, str(name)), label=str(name))
+        above.head = _head(str(name), made.bubble_rate)
+        shares[str(name)] = made
+        sections.append(above)
+    best, worst = (f(shares, key=lambda n: shares[n].makespan) for f in (min, max))
+    said = f"{theme.text(worst)} takes {shares[worst].makespan / shares[best].makespan:.2f} times "
+    said += f"as long as {theme.text(best)}"
+    if len(sections) == 1:
+        said = _bubble_of(best, shares[best].bubble_rate)
+    fig = timeline_rows.drawn(sections, said, "predicted", [])
+    return fig.explained(
+        f"schedules on one axis: {' | '.join(shares)}", lambda: boxes.table(sections)
+    )
+
+
+def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simulation:
+    """A schedule with the default costs; a chunk of v takes 1/v of the rank's time."""
+    actions = [str(action) for actions in lists for action in actions]
+    ranks, stages = len(lists), 1 + max(int(re.match(r"\d+", a).group()) for a in actions)  # type: ignore[union-attr]
+    halves = any("W" in action for action in actions)
+    cost = {"forward": 1e-3, "backward": 1e-3 if halves else 2e-3}
+    cost |= {"weight_grad": 1e-3} if halves else {}
+    return simulate(lists, **{k: t * ranks / stages for k, t in (cost | dict(seconds)).items()})
+
+
+def _bubble_of(name: str, share: float) -> str:
+    return f"{theme.text(name)}: the bubble is {percent(share)} of device time"
+
+
+def _stub(simulation: Simulation, name: str) -> Tables:
+    """A report that says what plan and clock a simulation is about, without its rows."""
     from paralab.spec import Plan
 
     order = simulation.order
     plan = Plan(
         pp=order.ranks, microbatches=order.microbatches, virtual_stages=order.stages // order.ranks
     )
-    stub = Tables(clock="predicted", model=None, plan=plan, meta={"function": name})
+    return Tables(clock="predicted", model=None, plan=plan, meta={"function": name})
+
+
+def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Chart:
+    """The picture of a schedule that was simulated: no report of thousands of rows is made."""
+    stub, order = _stub(simulation, name), simulation.order
     one = simulated(simulation, stub, label="")
     said = [f"p={order.ranks}, m={order.microbatches}"]
-    said += [f"v={plan.virtual_stages}"] * (plan.virtual_stages > 1)
-    finding = f"{theme.text(name)}: {percent(simulation.bubble_rate)} of device time is bubble"
-    fig = timeline_rows.drawn([one], finding, "predicted", said)
+    said += [f"v={stub.plan.virtual_stages}"] * (stub.plan.virtual_stages > 1)
+    fig = timeline_rows.drawn([one], _bubble_of(name, simulation.bubble_rate), "predicted", said)
     return fig.explained(
         f"timeline of {name}: {one.total} actions on {order.ranks} ranks",
         lambda: boxes.table([one]),
@@ -169,71 +240,17 @@ def simulated(simulation: Simulation, stub: Tables, *, label: str) -> Section:
     stub  a report that says what plan and clock it is about; its tables are not read
     """
     order, most = simulation.order, timeline_rows.MAX_BOXES
-    zero = float(simulation.start.min())
+    zero, ranks = float(simulation.start.min()), list(range(order.ranks))
     first = np.argsort(simulation.start, kind="stable")[:most].tolist()
-    one = boxes.Section(
-        stub, label, 0, list(range(order.ranks)), [], simulation.makespan, lanes=LANES, gap=GAP
-    )
+    one = boxes.Section(stub, label, 0, ranks, [], simulation.makespan, lanes=LANES, gap=GAP)
     for node in sorted(first):  # rank by rank, in the order of the lists
         action, rank = order.action(node), int(order.rank[node])
         start, end = float(simulation.start[node]) - zero, float(simulation.end[node]) - zero
-        box = _box(one, rank, KIND[action.kind], start, end)
-        chunk = action.stage // order.ranks
-        one.boxes.append(
-            {
-                **box,
-                "stage": action.stage,
-                "chunk": chunk,
-                "cost": end - start,
-                "microbatch": action.microbatch,
-            }
-        )
-    seen = max((b["start"] for b in one.boxes), default=0.0)
+        what = {"stage": action.stage, "chunk": action.stage // order.ranks, "cost": end - start}
+        what |= {"microbatch": action.microbatch}
+        one.boxes.append(_box(one, rank, KIND[action.kind], start, end, **what))
     whole = len(first) == len(order.rank)
-    one.total = len(order.rank) + fill(one, 0.0, one.seconds if whole else seen)
+    until = one.seconds if whole else max((b["start"] for b in one.boxes), default=0.0)
+    one.total = len(order.rank) + fill(one, dict.fromkeys(ranks, (0.0, until)))
     one.idle = {r: 1 - busy / simulation.cost for r, busy in enumerate(simulation.busy)}
     return one
-
-
-def fill(one: Section, low: float, high: float) -> int:
-    """Make every gap of every rank between ``low`` and ``high`` a box; how many there were."""
-    found = []
-    for rank in one.ranks:
-        taken = metrics.union((b["start"], b["end"]) for b in one.boxes if b["rank"] == rank)
-        work = [b for b in one.boxes if b["rank"] == rank]
-        begin = min((b["start"] for b in work), default=high)
-        done = max((b["end"] for b in work), default=low)
-        for start, end in _free(taken, low, high):
-            why = NOT_BEGUN if end <= begin else DONE if start >= done else WAITING
-            found.append({**_box(one, rank, "wait", start, end), "why": why})
-    one.boxes += found
-    return len(found)
-
-
-def _box(one: Section, rank: int, kind: str, start: float, end: float) -> dict[str, Any]:
-    return {
-        "id": -1,
-        "rank": rank,
-        "step": one.step,
-        "lane": "compute",
-        "kind": kind,
-        "stage": 0,
-        "chunk": 0,
-        "microbatch": -1,
-        "start": start,
-        "end": end,
-        "cost": 0.0,
-        "after": (),
-        "calls": [],
-        "label": one.label,
-        "traced": False,
-        "track": 0,
-    }
-
-
-def _head(name: str, share: float) -> str:
-    return f"<b>{theme.text(name)}</b> · bubble {percent(share)}"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"

@@ -1,9 +1,8 @@
-"""Several plans for one training, by the time of a step: what was predicted, and what came of it.
+"""Several plans for one training, by the time of a step: as predicted, and as found.
 
-Does a prediction have to be right? To choose a plan it only has to put them in the right order: the
-plans are sorted by what was found, so the predicted points should fall from top to bottom as well.
-How far they do is Spearman's rank correlation: 1 where both orders are one, 0 where they have
-nothing to do with each other.
+To choose a plan, a prediction only has to put the plans in the right order. They are sorted by what
+was found, so the predicted points should move to the right from top to bottom as well. Spearman's
+rank correlation says how far they do: 1 where both orders are the same, 0 where they are unrelated.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
 from paralab.view import naming, theme
+from paralab.view.chart import Chart, figure
+from paralab.view.marks.curves import HOLLOW, curve
 
 if TYPE_CHECKING:
     from paralab.report.tables import Tables
-    from paralab.view.chart import Chart
 
 
 def contest(
@@ -39,63 +39,41 @@ def contest(
             f"at least two, and for each both reports: {sorted(expected)}",
         )
     names = sorted(found, key=lambda name: found[name].step_time)
-    clocks = [one_clock(reports) for reports in (expected, found)]
-    table = pd.DataFrame(
-        {
-            "plan": names,
-            **{
-                clock: [reports[name].step_time for name in names]
-                for clock, reports in zip(clocks, (expected, found), strict=True)
-            },
-        }
-    ).set_index("plan")
-    order = rank_correlation(table[clocks[0]], table[clocks[1]])
-    favourite = table[clocks[0]].idxmin()
-    finding = (
-        f"{theme.text(names[0])} wins, as predicted"
-        if favourite == names[0]
-        else (f"{theme.text(names[0])} wins, predicted was {theme.text(favourite)}")
-    )
-    finding += f"; rank correlation {order:.2f}"
-    line = " · ".join(f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks)
-    fig = theme.figure(
-        theme.text(title) if title is not None else finding, line, height=150 + 34 * len(names)
-    )
-    now, rows = theme.look(), [theme.text(name) for name in names]
+    sources = {one_clock(reports): reports for reports in (expected, found)}
+    times = {c: [r[name].step_time for name in names] for c, r in sources.items()}
+    table = pd.DataFrame({"plan": names, **times}).set_index("plan")
+    clocks, now = list(sources), theme.look()
+    favourite, rows = table[clocks[0]].idxmin(), [theme.text(name) for name in names]
+    finding = f"{rows[0]} is the fastest, as {clocks[0]}"
+    if favourite != names[0]:
+        finding = f"{rows[0]} is the fastest; {clocks[0]} was {theme.text(favourite)}"
+    order = rank_correlation(*times.values())
+    below = [f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks]
+    below.append(f"rank correlation of the two orders: {order:.2f}")
     ends = [
-        value
-        for pair in zip(*(1e3 * table[c] for c in clocks), strict=True)
-        for value in (*pair, None)
+        (time and 1e3 * time, row)
+        for row, *both in zip(rows, *times.values(), strict=True)
+        for time in (*both, None)
     ]
-    fig.add_scatter(
-        x=ends,
-        y=[row for row in rows for _ in range(3)],
-        mode="lines",
-        showlegend=False,
-        hoverinfo="skip",
-        line={"color": now.grid, "width": 6},
-    )
-    for clock, hollow in zip(clocks, (True, False), strict=True):
-        fig.add_scatter(
-            name=clock,
-            x=(1e3 * table[clock]).tolist(),
-            y=rows,
-            mode="markers",
-            hovertemplate=f"%{{y}}, {clock}: %{{x:.2f}} ms<extra></extra>",
-            marker={
-                "size": 13,
-                "color": now.series[1 - hollow],
-                "line": {"width": 2.5},
-                "symbol": "circle" + "-open" * hollow,
-            },
+    traces = [curve("", ends, ink=now.grid, width=6, showlegend=False)]
+    for clock, hollow in zip(clocks, (HOLLOW, ""), strict=True):
+        points = [(1e3 * time, row) for time, row in zip(times[clock], rows, strict=True)]
+        said = [f"{row}, {clock}: {ms:.2f} ms" for ms, row in points]
+        ink = now.series[bool(hollow) ^ 1]
+        traces.append(
+            curve(clock, points, said, mode="markers", ink=ink, symbol="circle" + hollow, size=13)
         )
-    fig.update_layout(
+    fig = figure(
+        theme.text(title) if title is not None else finding,
+        " · ".join(below),
+        height=150 + 34 * len(names),
         margin={"l": 24 + int(8 * max(map(len, names)))},
-        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
         xaxis={"title": {"text": "step (ms)"}, "rangemode": "tozero"},
         yaxis={"autorange": "reversed", "tickfont": {"size": 14}, "ticksuffix": "  "},
     )
-    return fig.explained(f"{len(names)} plans, {' and '.join(clocks)} time of a step", table)
+    return fig.draw(traces).explained(
+        f"{len(names)} plans, {' and '.join(clocks)} time of a step", table
+    )
 
 
 def one_clock(reports: Mapping[str, Any]) -> str:

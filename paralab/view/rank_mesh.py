@@ -3,31 +3,50 @@
     numpy.arange(world_size).reshape(pp, dp, tp)
 
 A row is a pipeline rank, a block in it a data-parallel index, and the cells of a block are tensor
-parallel to each other: neighbours in rank lie side by side (PTD-P, Narayanan+ 2021,
+parallel to each other: neighbours in rank are side by side (PTD-P, Narayanan+ 2021,
 arXiv:2104.04473, sec. 3.2). So the tp group of a rank is its block, its dp group the row's cells at
 the same place, its pipeline the column. Ranks fill one node after the other: a frame says at once
 which group stays on links inside a node, and which has to leave it.
 
 Of more ranks than a screen has room for, the rank's neighbourhood is drawn: its own row and block,
-those beside them, the first and the last; the second line of the title says how many there are.
+their neighbours, the first and the last; the second line of the title says how many there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 from paralab.checks import illegal, whole
 from paralab.spec import Cluster, Plan
-from paralab.view import theme
-from paralab.view.mesh_grid import NARROWEST, ROW_GAP, Grid, Group
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from paralab.view.chart import Chart
+from paralab.view import naming, theme
+from paralab.view.chart import Chart, figure
+from paralab.view.marks.boxes import rows_axis
+from paralab.view.marks.curves import curve
+from paralab.view.mesh_grid import NARROWEST, ROW_GAP, Grid
 
 ROW, LEGEND_ROW, HEAD = 34, 20, 84  # pixels
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of one rank.
+
+    ranks    all of its members, in group order
+    sends    what flows in it
+    level    "intra", or "inter" if a call in it leaves a node; "" where no cluster is stated
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    sends: str
+    level: str
+
+    @property
+    def name(self) -> str:
+        """ "tp: 8 ranks inside a node, all-reduce of activations"."""
+        place = f" {naming.LEVEL_NAME[self.level]}" if self.level else ""
+        return f"{self.axis}: {len(self.ranks)} ranks{place}, {self.sends}"
 
 
 def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Group]:
@@ -65,12 +84,12 @@ def _dp_sends(plan: Plan) -> dict[str, str]:
     """{axis: what flows} of data parallelism: one group, or with HSDP two."""
     if not plan.zero_stage:
         return {"dp": f"all-reduce of gradients, {theme.text(plan.grad_sync_name)}"}
-    dealt = "reduce-scatter of gradients, all-gather of parameters"
-    dealt += " for every use" * (plan.zero_stage == 3)
+    sharded = "reduce-scatter of gradients, all-gather of parameters"
+    sharded += " for every use" * (plan.zero_stage == 3)
     if plan.shard_degree == plan.dp:
-        return {"dp": f"{dealt} (ZeRO-{plan.zero_stage})"}
+        return {"dp": f"{sharded} (ZeRO-{plan.zero_stage})"}
     return {
-        "shard": f"{dealt} (ZeRO-{plan.zero_stage})",
+        "shard": f"{sharded} (ZeRO-{plan.zero_stage})",
         "replica": "all-reduce of the gradients' parts",
     }
 
@@ -99,48 +118,42 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     grid = Grid(plan, own)
     below = [f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}, ranks side by side in tp"]
     below += grid.left_out
-    legend = max(1, len(found) + 1)
-    fig = theme.figure(
+    lines = len(found) + 1  # of the legend
+    across = {"side": "top", "showgrid": False, "showline": False, "fixedrange": True}
+    across |= {"tickvals": [x for x, _ in grid.blocks], "ticktext": grid.block_names()}
+    across |= {"showticklabels": plan.dp > 1, "tickangle": 0}
+    ticks = [(y + 0.5, f"{row_name(plan, index)} ") for index, y in grid.y.items()]
+    fig = figure(
         _finding(plan, cluster, own, found),
         " · ".join(below),
-        height=int(HEAD + 40 + ROW * max(3.0, grid.bottom) + LEGEND_ROW * legend),
-        margin={"t": HEAD, "b": 14 + LEGEND_ROW * legend, "l": 10, "r": 16},
+        height=int(HEAD + 40 + ROW * max(3.0, grid.bottom) + LEGEND_ROW * lines),
+        margin={"t": HEAD, "b": 14 + LEGEND_ROW * lines, "l": 10, "r": 16},
         legend={
             "orientation": "v",
             "yref": "container",
             "y": 0,
-            "yanchor": "bottom",
-            "x": 0,
             "xanchor": "left",
-            "traceorder": "normal",
-            "font": {"size": 12},
             "itemclick": False,
             "itemdoubleclick": False,
         },
-        xaxis={
-            "side": "top",
-            "tickvals": [x for x, _ in grid.blocks],
-            "showgrid": False,
-            "ticktext": grid.block_names(),
-            "showticklabels": plan.dp > 1,
-            "tickangle": 0,
-            "range": [-0.15, max(grid.right, NARROWEST) + 0.15],
-            "showline": False,
-            "fixedrange": True,
-        },
-        yaxis={
-            "tickvals": [y + 0.5 for y in grid.y.values()],
-            "showgrid": False,
-            "ticktext": [f"{row_name(plan, index)} " for index in grid.y],
-            "showline": False,
-            "range": [grid.bottom + 0.1, -ROW_GAP - 0.1],
-            "fixedrange": True,
-        },
+        xaxis={**across, "range": [-0.15, max(grid.right, NARROWEST) + 0.15]},
+        yaxis=rows_axis(ticks, grid.bottom + 0.1, -ROW_GAP - 0.1)
+        | {"showline": False, "fixedrange": True},
     )
-    colours = {"other": theme.look().grid, "rank": theme.KIND_COLOUR["copy"]}
+    look = theme.look()
+    colours = {"other": look.grid, "rank": look.series[3]}
     colours |= {group.axis: _colour(group.axis) for group in found}
-    fig.add_traces([grid.cells(colours, found, cluster), *_keys(own, colours, found)])
-    fig.update_layout(shapes=grid.frames(cluster), annotations=[*grid.names(cluster), *grid.dots()])
+    names = {"rank": f"rank {own}"} | {group.axis: group.name for group in found}
+    keys = [
+        curve("", [(None, None)], mode="markers", ink=colours[key], symbol="square", size=12)
+        | {"name": said}
+        for key, said in names.items()
+    ]
+    fig.draw(
+        [grid.cells(colours, found, cluster), *keys],
+        [*grid.names(cluster), *grid.dots()],
+        grid.frames(cluster),
+    )
     drawn = len(grid.y) * len(grid.x)
     said = f": {world} rank{'s' * (world > 1)}" + f", {drawn} of them drawn" * (drawn < world)
     return fig.explained(
@@ -167,10 +180,10 @@ def row_name(plan: Plan, index: int) -> str:
 
 
 def _finding(plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Group]) -> str:
-    """Whom the rank talks to, and which groups leave their node."""
+    """How many ranks it shares groups with, and which groups leave their node."""
     world, others = plan.world_size, {r for group in found for r in group.ranks} - {own}
     if not others:
-        return "One rank, and nobody to talk to"
+        return "One rank, which shares a group with no other"
     said = f"Rank {own} shares groups with {len(others):,} of {world - 1:,} others"
     far = [group.axis for group in found if group.level == "inter"]
     if cluster is None:
@@ -182,29 +195,13 @@ def _finding(plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Grou
     return said + f", {' and '.join(near)} inside one" * bool(near)
 
 
-def _keys(own: int, colours: dict[str, str], found: Sequence[Group]) -> list[dict[str, Any]]:
-    """The legend: the rank itself, and every group in words."""
-    names = {"rank": f"rank {own}"} | {group.axis: group.name for group in found}
-    return [
-        {
-            "type": "scatter",
-            "x": [None],
-            "y": [None],
-            "mode": "markers",
-            "name": said,
-            "marker": {"symbol": "square", "size": 12, "color": colours[key]},
-        }
-        for key, said in names.items()
-    ]
-
-
-def _table(plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Group]) -> pd.DataFrame:
+def _table(
+    plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Group]
+) -> tuple[str, list[tuple]]:
     """Every rank: its place, its node (-1: none stated) and the group that it shares with own."""
-    import pandas as pd
-
     of = {r: group.axis for group in reversed(found) for r in group.ranks} | {own: "rank"}
     rows = [
         (r, *plan.place(r), -1 if cluster is None else cluster.node_of(r), of.get(r, ""))
         for r in range(plan.world_size)
     ]
-    return pd.DataFrame(rows, columns=["rank", "pp", "dp", "tp", "node", "group"])
+    return "rank pp dp tp node group", rows

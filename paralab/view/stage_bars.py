@@ -1,8 +1,8 @@
 """What every pipeline stage needs on its device at its peak, by category, against what there is.
 
 A bar for the fullest rank of each pipeline rank, for those of a stage differ in nothing but what a
-grid does not divide. What was offloaded lies on the host or in files and has bars of its own. Of
-many stages the fullest, the first, the last and some between.
+grid does not divide. What was offloaded is on the host or in files and has bars of its own. Of
+many stages the fullest, the first, the last and some between are drawn.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from paralab.checks import illegal
 from paralab.report.metrics import once
 from paralab.report.tables import TIERS
 from paralab.view import theme
-from paralab.view.memory import bytes_bars
-from paralab.view.memory_curves import capacity
-from paralab.view.memory_tiers import TIER_NAME
+from paralab.view.memory import TIER_NAME, bytes_bars
+from paralab.view.memory_curves import capacity, not_sampled
 from paralab.view.rank_mesh import row_name
 
 if TYPE_CHECKING:
@@ -46,12 +45,7 @@ def peaks(report: Tables) -> dict[tuple[int, str], Peak]:
     """
     table = report.memory
     if table.empty:
-        raise illegal(
-            "report",
-            report,
-            "no memory was sampled in it",
-            "what pl.run(...) or pl.predict(...) returned for a model",
-        )
+        raise not_sampled(report)
     samples: dict[tuple[int, str, int, float], dict[str, int]] = defaultdict(dict)
     columns = ("rank", "tier", "step", "time", "category", "bytes")
     for rank, tier, step, time, category, size in zip(
@@ -90,12 +84,12 @@ def stage_memory(*reports: Tables) -> Chart:
         if (limit := capacity(report)) is not None:
             limits[limit[0]] = limit[1]
     chart = bytes_bars(bars, limits, title=_finding(reports, fullest))
-    clocks = " and ".join(dict.fromkeys(report.clock for report in reports))
-    chart.said_below(f"{clocks}, peak of a step")
+    said = ["peak of a step"]
     if drawn < reports[0].plan.pp:
-        chart.said_below(f"{drawn} of {reports[0].plan.pp} stages drawn")
-    chart._summary = f"{chart.summary} ({clocks})"
-    return chart
+        said.append(f"{drawn} of {reports[0].plan.pp} stages drawn")
+    clocks = " and ".join(dict.fromkeys(report.clock for report in reports))
+    chart.said_below(" · ".join(said))
+    return chart.explained(f"{chart.summary} ({clocks})", chart.table)
 
 
 def _chosen(totals: dict[int, int]) -> set[int]:

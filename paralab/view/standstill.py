@@ -1,8 +1,8 @@
-"""A schedule that deadlocks, drawn as far as it gets: who stands where, and needs what of whom.
+"""A schedule that deadlocks, drawn as far as it gets: where each rank stops, and what it needs.
 
 Every rank works until what it needs cannot come any more. What was done is drawn as boxes, then
-each rank that stands still says at which action, and what it waits for. Follow the needs from rank
-to rank: they lead round in a circle (theory/schedule_check.py names it). Lab 04's clinic.
+each rank that is stuck says at which action, and what it waits for. Follow the needs from rank
+to rank: they form a cycle (theory/schedule_check.py names it). Lab 04's clinic.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from paralab.theory.order import B, F, I, Order, W, walk
 from paralab.theory.pipeline import Simulation
 from paralab.theory.schedule_check import checked
 from paralab.view import theme
+from paralab.view.marks import note
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from paralab.view.chart import Chart
 
 SECONDS = {F: 10e-3, B: 20e-3, I: 10e-3, W: 10e-3}
-ROOM = 0.8  # of the time that was worked, for the words on who stands where
+ROOM = 0.8  # of the time that was worked, for the words on what each rank needs
 
 
 def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule") -> Chart:
@@ -45,34 +46,36 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     standing = _standing(order, done)
     report = _so_far(reached.report(name), done, standing, worked)
     chart = timeline(report, ideal=False)
-    title = f"{theme.text(name)}: {sum(done)} of {len(done)} actions are done, then "
-    title += f"{len(standing)} of {order.ranks} ranks wait for ever" if standing else "all is done"
+    said = f"{theme.text(name)}: {sum(done)} of {len(done)} actions are done, then "
+    said += f"{len(standing)} of {order.ranks} ranks wait for ever" if standing else "all is done"
     below = "F = 10 ms, B = 20 ms, I = W = 10 ms, links free"
     below += " · a rank's later stages are paler" * (order.stages > order.ranks)
-    fresh = theme.figure(title, below, height=int(chart.layout.height))
-    chart.layout.title, chart.layout.annotations, chart.layout.shapes = fresh.layout.title, (), ()
-    chart.layout.xaxis.title.text = "time (ms)"
+    chart.retitled(said, below)
+    chart.layout.annotations, chart.layout.shapes = (), ()
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
-    for rank, (action, need, other) in standing.items():
-        chart.add_annotation(
-            x=1e3 * _until(reached, done, rank),
-            y=rows[f"<b>rank {rank}</b>"],
-            showarrow=False,
-            xanchor="left",
-            xshift=4,
-            bgcolor=theme.look().paper,
-            borderpad=2,
-            text=f"<b>{action}</b> needs <b>{need}</b> of rank {other}",
+    until = {rank: 1e3 * _until(reached, done, rank) for rank in standing}
+    box = {"xanchor": "left", "xshift": 4, "bgcolor": theme.look().paper, "borderpad": 2}
+    notes = [
+        note(
+            f"<b>{action}</b> needs <b>{need}</b> of rank {other}",
+            until[rank],
+            rows[f"<b>rank {rank}</b>"],
+            **box,
         )
-    return chart.explained(
+        for rank, (action, need, other) in standing.items()
+    ]
+    for trace in chart.data:
+        if trace.name.startswith("waiting"):
+            trace.name = "waiting for ever"
+    return chart.draw([], notes, xaxis={"title": {"text": "time (ms)"}}).explained(
         f"{name}: {sum(done)} of {len(done)} actions done, {len(standing)} of {order.ranks} ranks "
-        "stand still",
+        "are stuck",
         chart.table,
     )
 
 
 def _standing(order: Order, done: Sequence[bool]) -> dict[int, tuple[str, str, int]]:
-    """{rank: (the action it stands at, the one that it needs, whose that is)}."""
+    """{rank: (the action it is stuck at, the one that it needs, the rank that has it)}."""
     found = {}
     for node, over in enumerate(done):
         rank = int(order.rank[node])
@@ -91,19 +94,14 @@ def _until(reached: Simulation, done: Sequence[bool], rank: int) -> float:
 def _so_far(
     report: Tables, done: Sequence[bool], standing: dict[int, Any], worked: float
 ) -> Tables:
-    """The report of what was done, and a wait without end of every rank that stands still."""
+    """The report of what was done, and a wait without end of every rank that is stuck."""
     import pandas as pd
 
     spans, steps = report.spans[np.array(done)], report.steps
     horizon = (worked or SECONDS[F]) * (1 + ROOM if standing else 1)
     until = spans.groupby("rank")["end"].max()
-    blank = report.spans.iloc[0].to_dict() | {
-        "kind": "wait",
-        "microbatch": -1,
-        "cost": 0.0,
-        "after": (),
-        "end": horizon,
-    }
+    blank = report.spans.iloc[0].to_dict() | {"kind": "wait", "microbatch": -1, "cost": 0.0}
+    blank |= {"after": (), "end": horizon}
     waits = [
         blank | {"id": len(done) + rank, "rank": rank, "start": float(until.get(rank, 0.0))}
         for rank in standing

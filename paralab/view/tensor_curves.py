@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from paralab.checks import choice, illegal, whole
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.rules import tensor_grid
 from paralab.theory.tensor import depth_elements, linear_elements
 from paralab.view import theme
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import note, upright
+from paralab.view.marks.curves import curve, log_axis
 from paralab.view.matrix_blocks import MODE_NAME
-
-if TYPE_CHECKING:
-    from paralab.view.chart import Chart
 
 PAIRS = {"mlp": ("up", "down"), "attention": ("qkv", "proj")}
 TOKENS = (256, 2**20)
@@ -129,148 +129,86 @@ def crossover(
 def _chart(
     model: ModelSpec, asked: tuple[int, ...], ends: tuple[int, int], pair: str, name: str
 ) -> Chart:
-    import pandas as pd
-
-    (low, high), rows, best = ends, [], {}
+    (low, high), gap = ends, 0.05
     grid = [low * (high / low) ** (n / POINTS) for n in range(POINTS + 1)]
-    looks = theme.series([MODE_NAME[mode] for mode in MODE_NAME])
-    fig = theme.figure("", "", height=470 if len(asked) == 1 else 450)
-    gap, seen = 0.05, set()
     wide = (1 - gap * (len(asked) - 1)) / len(asked)
+    looks = theme.series(list(MODE_NAME.values()))
+    traces, notes, shapes, rows, axes = [], [], [], [], {}
     for number, tp in enumerate(asked):
         found, mark = lines(model, tp, pair), str(number + 1) if number else ""
-        best[tp] = winners(found)
+        best, on = winners(found), (f"x{mark}", f"y{mark}")
         for mode, line in found.items():
-            label = MODE_NAME[mode]
-            sent = [line.at(at) for at in grid]
-            fig.add_scatter(
-                x=grid,
-                y=sent,
-                mode="lines",
-                name=label,
-                xaxis=f"x{mark}",
-                yaxis=f"y{mark}",
-                line={"color": looks[label]["colour"], "dash": looks[label]["dash"], "width": 2.5},
-                legendgroup=label,
-                showlegend=label not in seen,
-                hovertext=[
-                    f"{label} on {tp} ranks, {at:,.0f} tokens: {value:,.0f} elements"
-                    for at, value in zip(grid, sent, strict=True)
-                ],
-                hovertemplate="%{hovertext}<extra></extra>",
-            )
-            seen.add(label)
-            rows += [(tp, mode, at, value) for at, value in zip(grid, sent, strict=True)]
-        _mark(fig, found, best[tp], ends, mark)
+            label, seen = MODE_NAME[mode], {MODE_NAME[row[1]] for row in rows}
+            pairs = [(at, line.at(at)) for at in grid]
+            said = [
+                f"{label} on {tp} ranks, {at:,.0f} tokens: {n:,.0f} elements" for at, n in pairs
+            ]
+            ink, dash = looks[label]["colour"], looks[label]["dash"]
+            shown = {"legendgroup": label, "showlegend": label not in seen}
+            traces.append(curve(label, pairs, said, ink=ink, dash=dash, axes=on, **shown))
+            rows += [(tp, mode, *pair) for pair in pairs]
+        for made, more in zip((traces, notes, shapes), _marks(found, best, ends, on), strict=True):
+            made += more
         start = number * (wide + gap)
-        ticks = theme.log_ticks(low, high)
-        axes = {
-            f"xaxis{mark}": {
-                "type": "log",
-                "domain": [start, start + wide],
-                "anchor": f"y{mark}",
-                "tickvals": ticks,
-                "ticktext": [f"{t:,.0f}" for t in ticks],
-                "title": {"text": "tokens per micro-batch"},
-            },
-            f"yaxis{mark}": {
-                "type": "log",
-                "anchor": f"x{mark}",
-                "exponentformat": "SI",
-                "dtick": 1,
-                "title": {"text": "" if number else "elements sent per rank"},
-            },
-        }
-        if number:
-            axes[f"yaxis{mark}"]["matches"] = "y"
+        title = "tokens per micro-batch"
+        axes[f"xaxis{mark}"] = log_axis(title, low, high, "") | {"anchor": on[1]}
+        axes[f"xaxis{mark}"] |= {"domain": [start, start + wide]}
+        axes[f"yaxis{mark}"] = {"type": "log", "anchor": on[0], "exponentformat": "SI", "dtick": 1}
+        axes[f"yaxis{mark}"] |= {"matches": "y"} if number else {}
+        axes[f"yaxis{mark}"] |= {"title": {"text": "" if number else "elements sent per rank"}}
         if len(asked) > 1:
-            fig.add_annotation(
-                x=start + wide / 2,
-                y=1,
-                xref="paper",
-                yref="paper",
-                text=f"{tp} ranks",
-                yanchor="bottom",
-                showarrow=False,
-                font={"size": 14},
-            )
-        fig.update_layout(axes)
-    fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"})
-    empty = theme.figure(
-        theme.text(_finding(name, pair, best[asked[-1]], asked[-1], high)),
-        f"{PAIRS[pair][0]} and {PAIRS[pair][1]}, forward and backward, one "
-        "micro-batch · predicted (theory alone) · dotted: from here on another "
-        "mode sends least",
+            at = {"xref": "paper", "yref": "paper", "yanchor": "bottom", "size": 14}
+            notes.append(note(f"{tp} ranks", start + wide / 2, 1, **at))
+    fig = figure(
+        theme.text(_finding(name, pair, best, asked[-1], high)),
+        f"{' and '.join(PAIRS[pair])}, forward and backward, one micro-batch · counted, not run · "
+        "dotted: from here on another mode sends least",
         height=470,
+        legend={"y": -0.2, "yanchor": "top"},
+        **axes,
     )
-    fig.update_layout(title=empty.layout.title)
-    table = pd.DataFrame(rows, columns=["tp", "mode", "tokens", "elements"])
-    ranks = " and ".join(map(str, asked))
-    return fig.explained(
-        f"elements per rank of {name} on {ranks} ranks, predicted: "
-        f"{' | '.join(MODE_NAME[m] for m in table['mode'].unique())}",
-        table,
+    ranks, modes = " and ".join(map(str, asked)), dict.fromkeys(MODE_NAME[row[1]] for row in rows)
+    return fig.draw(traces, notes, shapes).explained(
+        f"elements per rank of {name} on {ranks} ranks, predicted: {' | '.join(modes)}",
+        ("tp mode tokens elements", rows),
     )
 
 
-def _mark(fig: Chart, found: dict[str, Line], best: list, ends: tuple[int, int], mark: str) -> None:
-    """A dotted line where the best mode changes, who is best between them; dots where a grid
-    overtakes 1D.
+def _marks(
+    found: dict[str, Line],
+    best: list[tuple[float, str]],
+    ends: tuple[int, int],
+    on: tuple[str, str],
+) -> tuple[list, list, list]:
+    """A dotted line where the best mode changes, which is best between them; dots where a grid
+    overtakes 1D: traces, notes, shapes.
     """
     look, (low, high) = theme.look(), ends
+    traces, notes, shapes = [], [], []
+
+    def dot(at: float, mode: str, said: str, **style: Any) -> None:
+        said = [f"from {at:,.0f} tokens on {MODE_NAME[mode]} sends {said}"]
+        point = [(at, found[mode].at(at))]
+        style = {"mode": "markers", "axes": on, "showlegend": False, **style}
+        traces.append(curve("", point, said, **style))
+
     for mode, line in found.items():
         at = crossing(found["1d"], line)
         if mode != "1d" and at is not None and low < at < high:
-            fig.add_scatter(
-                x=[at],
-                y=[line.at(at)],
-                mode="markers",
-                showlegend=False,
-                xaxis=f"x{mark}",
-                yaxis=f"y{mark}",
-                marker={"size": 7, "color": look.ink},
-                hovertemplate=f"from {at:,.0f} tokens on {MODE_NAME[mode]} sends less than 1D"
-                "<extra></extra>",
-            )
-    for number, (at, mode) in enumerate(best):
-        until = best[number + 1][0] if number + 1 < len(best) else high
+            dot(at, mode, "less than 1D", ink=look.ink, size=7)
+    for (at, mode), until in zip(best, [*(start for start, _ in best[1:]), high], strict=True):
         left, right = max(at, low), min(until, high)
         if left >= right:
             continue
         if at > low:
-            fig.add_shape(
-                type="line",
-                x0=at,
-                x1=at,
-                y0=0,
-                y1=1,
-                xref=f"x{mark}",
-                yref=f"y{mark} domain",
-                line={"dash": "dot", "width": 1.5, "color": look.faint},
-            )
-            fig.add_scatter(
-                x=[at],
-                y=[found[mode].at(at)],
-                mode="markers",
-                showlegend=False,
-                xaxis=f"x{mark}",
-                yaxis=f"y{mark}",
-                marker={"size": 11, "color": look.paper, "line": {"width": 2.5, "color": look.ink}},
-                hovertemplate=f"from {at:,.0f} tokens on {MODE_NAME[mode]} sends least"
-                "<extra></extra>",
-            )
-        middle = (math.log10(left) + math.log10(right)) / 2
-        fig.add_annotation(
-            x=middle,
-            y=0.02,
-            xref=f"x{mark}",
-            yref=f"y{mark} domain",
-            yanchor="bottom",
-            text=f"<b>{MODE_NAME[mode]}</b>" + (f"<br>from {_round(at)}" if at > low else ""),
-            showarrow=False,
-            font={"size": 13, "color": look.ink},
-            bgcolor=look.paper,
-        )
+            style = {"dash": "dot", "width": 1.5, "ink": look.faint}
+            shapes.append(upright(at, axis=f"{on[1]} domain", xref=on[0], **style))
+            edge = {"line": {"width": 2.5, "color": look.ink}}
+            dot(at, mode, "least", ink=look.paper, size=11, marker=edge)
+        word = f"<b>{MODE_NAME[mode]}</b>" + (f"<br>from {_round(at)}" if at > low else "")
+        at = {"xref": on[0], "yref": f"{on[1]} domain", "yanchor": "bottom", "bgcolor": look.paper}
+        notes.append(note(word, (math.log10(left) + math.log10(right)) / 2, 0.02, **at))
+    return traces, notes, shapes
 
 
 def _finding(name: str, pair: str, best: list[tuple[float, str]], tp: int, high: int) -> str:

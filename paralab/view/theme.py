@@ -1,15 +1,14 @@
-"""One look for every figure: the same thing has the same colour everywhere, by day and by night.
+"""One look for every figure: a thing has the same colour everywhere, on light and dark pages.
 
-The colours are Okabe and Ito's eight (2008, "Color Universal Design"), which people with any form
-of colour blindness can tell apart. What a rank computes takes five of them, communication the
-other three, one per axis of parallelism, so a colour never means two things. Memory takes the
-colour of what makes it: activations are forward's, gradients backward's, states the optimizer's,
-buffers those of the copies into them; what moves from tier to tier keeps its colour. Waiting is
-grey and hatched: nothing happens there.
+What happens in a step takes Okabe and Ito's eight colours (2008, "Color Universal Design"), which
+people with any form of colour blindness can tell apart: five for what a rank computes, three for
+communication, one per axis of parallelism. What is held in memory, and moves from tier to tier,
+has seven muted colours of its own (after Paul Tol, 2021), so that a block of forward and the
+activations that it leaves are never mistaken for each other. Waiting is grey and hatched.
 
-Curves that are none of these (a run's losses, an algorithm) come from a second set, `series`, and
+Curves that are none of these (a run's losses, an algorithm) come from a third set, `series`, and
 differ in dash and marker too. `use_theme` chooses light or dark for figures made from then on; a
-colour means the same in both, and black, which night would swallow, is white there.
+colour means the same in both, and black, which a dark page would swallow, is white there.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ import contextvars
 import html
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paralab.checks import choice
-
-if TYPE_CHECKING:
-    from paralab.view.chart import Chart
 
 KIND_COLOUR = {
     "forward": "#56B4E9",  # sky blue
@@ -42,16 +39,17 @@ AXIS_COLOUR = {"dp": "#D55E00", "tp": "#0072B2", "pp": "#000000"}  # vermillion,
 AXIS_ALIAS = {"world": "dp", "secondary": "dp"}
 OTHER_COLOUR = "#7F7F7F"
 CATEGORY_COLOUR = {  # of bytes, in the order they are stacked
-    "parameters": "#5B6B7B",
-    "gradients": KIND_COLOUR["backward"],
-    "optimizer": KIND_COLOUR["optimizer"],
-    "master": "#E6BCD3",  # master weights and moments are the optimizer's: two shades of it
-    "moments": KIND_COLOUR["optimizer"],
-    "activations": KIND_COLOUR["forward"],
-    "buffers": KIND_COLOUR["copy"],
-    "workspace": KIND_COLOUR["weight_grad"],
+    "parameters": "#5B6B7B",  # slate
+    "gradients": "#CC6677",  # rose
+    "optimizer": "#8C3B6B",  # wine
+    "master": "#C79AB4",  # master weights and moments are the optimizer's: two shades of it
+    "moments": "#8C3B6B",
+    "activations": "#DDCC77",  # sand
+    "buffers": "#7A6FB0",  # violet
+    "workspace": "#A9C0A6",  # sage
     "other": OTHER_COLOUR,
 }
+UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}  # decimal, as data sheets have them
 
 FONT = "Inter, 'Open Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
 OP_PATTERN = {
@@ -75,7 +73,7 @@ CLOCK_STYLE = {  # line dash, and whether markers are hollow: a clock looks the 
 # ---- light and dark ------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What changes between day and night: paper and ink, never what a colour means."""
+    """What changes between light and dark: paper and ink, never what a colour means."""
 
     name: str
     paper: str
@@ -179,6 +177,12 @@ def shade(fill: str, index: int, of: int) -> str:
     return "#" + "".join(f"{level:02X}" for level in mixed)
 
 
+def clear(fill: str, opacity: float) -> str:
+    """The colour, so that what is beneath it shows through."""
+    red, green, blue = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
 def on(background: str) -> str:
     """Black or white, whichever reads better on this colour (relative luminance, WCAG 2)."""
     parts = [int(background[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -193,17 +197,13 @@ def on(background: str) -> str:
 def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
     """{label: {"colour", "dash", "symbol"}}; ring, tree, naive ... look alike in every figure."""
     taken = {label: SERIES_OF[label] for label in labels if label in SERIES_OF}
-    if len(set(taken.values())) < len(taken):  # ring beside overlapped: never seen so far
+    if len(set(taken.values())) < len(taken):  # ring next to overlapped
         taken = {}
-    free = [i for i in range(max(len(labels), 5)) if i not in taken.values()]
-    colours = look().series
-    place = {label: taken[label] if label in taken else free.pop(0) for label in labels}
+    free = (i for i in range(len(labels) + 5) if i not in taken.values())
+    place = {label: taken[label] if label in taken else next(free) for label in labels}
+    looks = list(zip(look().series, SERIES_DASH, SERIES_SYMBOL, strict=True))
     return {
-        label: {
-            "colour": colours[i % len(colours)],
-            "dash": SERIES_DASH[i % 5],
-            "symbol": SERIES_SYMBOL[i % 5],
-        }
+        label: dict(zip(("colour", "dash", "symbol"), looks[i % 5], strict=True))
         for label, i in place.items()
     }
 
@@ -214,32 +214,30 @@ def text(value: Any) -> str:
     return html.escape(str(value))
 
 
-def megabytes(count: float) -> str:
-    """Decimal megabytes, 10^6 bytes; digits enough to keep a small model's traffic from 0."""
-    return "0" if count == 0 else f"{count / 1e6:.{2 if count >= 1e5 else 4}f}"
-
-
 def scaled(value: float, unit: str, *, digits: int = 3) -> str:
     """ "1.25 MB", "107 µs", "3.4 GB/s": three digits and a decimal prefix. 1 kB = 10^3 bytes."""
-    prefixes = (
-        (1e12, "T"),
-        (1e9, "G"),
-        (1e6, "M"),
-        (1e3, "k"),
-        (1.0, ""),
-        (1e-3, "m"),
-        (1e-6, "µ"),
-        (1e-9, "n"),
-    )
     size = float(f"{abs(value):.{digits}g}")  # 999.9 is 1 k
     if size == 0:
         return f"0 {unit}"
-    factor, prefix = next((p for p in prefixes if size >= p[0]), prefixes[-1])
-    if unit == "s" and factor > 1:
-        factor, prefix = 1.0, ""
-    number = size / factor
+    power = max(-3, min(0 if unit == "s" else 4, math.floor(math.log10(size) / 3)))
+    number = size / 1000.0**power
     shown = f"{number:.{digits}g}" if number < 10**digits else f"{number:,.0f}"
-    return f"{'-' * (value < 0)}{shown} {prefix}{unit}"
+    return f"{'-' * (value < 0)}{shown} {('', 'k', 'M', 'G', 'T', 'n', 'µ', 'm')[power]}{unit}"
+
+
+def unit_of(biggest: float) -> tuple[str, float]:
+    """The unit of an axis of bytes that ends at ``biggest``, and how many bytes it is."""
+    return next(pair for pair in UNITS.items() if biggest >= pair[1] or pair[1] == 1)
+
+
+def category_colour(category: str) -> str:
+    """The colour of bytes; grey for a category that has none of its own."""
+    return CATEGORY_COLOUR.get(category, OTHER_COLOUR)
+
+
+def percent(share: float) -> str:
+    """ "22 %"."""
+    return f"{100 * share:.0f} %"
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -261,7 +259,10 @@ class Frame(NamedTuple):
     height: int
 
 
-TALL = 380  # pixels, from which on there is room for four lines of legend below a long title
+SIDE = 20  # pixels, left and right of the words above a picture
+LETTER_WIDTH, BOLD = 0.53, 1.06  # of its size that a letter is wide, on average; in bold more
+SWATCH, LEGEND_ROW = 50, 20  # pixels: what stands before a name in the legend; a line of it
+LEGEND = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 USUAL_WIDTH = 800
 _frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
 
@@ -276,84 +277,40 @@ def framed(width: int, height: int) -> Iterator[None]:
         _frame.reset(token)
 
 
+def frame() -> Frame | None:
+    """The frame in force; None: a figure alone."""
+    return _frame.get()
+
+
 def letter_scale() -> float:
     """How much more of an axis a letter takes in the frame in force than in a figure alone."""
-    frame = _frame.get()
-    return 1.0 if frame is None else 1.15 * USUAL_WIDTH / frame.width
+    now = _frame.get()
+    return 1.0 if now is None else 1.15 * USUAL_WIDTH / now.width
 
 
-def _in_frame(frame: Frame, layout: dict[str, Any]) -> dict[str, Any]:
-    """The layout with smaller letters, of the frame's size; room for a legend above the picture."""
-    across = layout.get("legend", {}).get("orientation") == "h"
-    title = layout["title"] | {"font": {"size": 14}, "pad": {"t": 10, "l": 12}, "xref": "container"}
-    title["text"] = title["text"].replace("font-size:13px", "font-size:11px")
-    top = 136 if across and frame.height >= TALL else 88
-    margin = layout["margin"] | {"t": top, "b": min(layout["margin"]["b"], 110)}
-    legend = {"legend": {**layout["legend"], "font": {"size": 11}}} if "legend" in layout else {}
-    return {
-        **layout,
-        **legend,
-        "title": title,
-        "margin": margin,
-        "width": frame.width,
-        "height": frame.height,
-    }
+def broken(said: str, width: float, size: float) -> str:
+    """The words on as many lines as a figure of this width needs."""
+    lines, most = [""], width / (LETTER_WIDTH * size)
+    for word in said.split(" "):
+        longer = f"{lines[-1]} {word}".lstrip()
+        if lines[-1] and letters(longer) > most:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return "<br>".join(lines)
 
 
-# ---- the empty figure ----------------------------------------------------------------------------
-def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
-    """An empty chart in the kit's look: finding on top, clock beneath; ``settings`` of its layout.
+def letters(said: str) -> int:
+    """How many letters are seen of a text with markup."""
+    return len(html.unescape(re.sub("<[^>]*>", "", said)))
 
-    All at once, also what could come later: update_layout takes several times as long.
-    """
-    from paralab.view.chart import Chart
 
-    now = look()
-    axis = {
-        "gridcolor": now.grid,
-        "linecolor": now.grid,
-        "zeroline": False,
-        "automargin": True,
-        "ticks": "",
-        "title": {"standoff": 8, "font": {"size": 13}},
-    }
-    layout = {
-        "font": {"family": FONT, "size": 13, "color": now.ink},
-        "paper_bgcolor": now.paper,
-        "plot_bgcolor": now.paper,
-        "xaxis": axis,
-        "yaxis": axis,
-        "hoverlabel": {"font": {"family": FONT, "size": 13}, "align": "left"},
-        "bargap": 0.15,
-        # Beside the picture, not over its title; no button that sends a report to a cloud.
-        "modebar": {
-            "orientation": "v",
-            "bgcolor": "rgba(0,0,0,0)",
-            "color": now.faint,
-            "activecolor": now.ink,
-            "remove": ["sendChartToCloud", "lasso2d", "select2d"],
-        },
-        "barcornerradius": 2,
-    }
-    made = {
-        "template": {"layout": layout},
-        "title": {
-            # One text of two lines: plotly's own subtitle falls on the title wherever a figure
-            # is drawn before it is on screen, or changes its width there.
-            "text": f"<b>{title}</b><br><span style='font-size:13px;color:{now.faint}'>{subtitle}"
-            "</span>",
-            "x": 0,
-            "xref": "paper",
-            "xanchor": "left",
-            "font": {"size": 17},
-            "y": 1,
-            "yref": "container",
-            "yanchor": "top",
-            "pad": {"t": 24},
-        },
-        "height": height,
-        "margin": {"t": 96, "l": 20, "r": 44, "b": 60} | settings.pop("margin", {}),
-        **settings,
-    }
-    frame = _frame.get()
-    return Chart(layout=made if frame is None else _in_frame(frame, made))
+def legend_rows(names: Sequence[str]) -> int:
+    """Lines that a horizontal legend of these names takes in the frame in force."""
+    now = _frame.get()
+    size, width = (13, USUAL_WIDTH) if now is None else (11, now.width)
+    each = [SWATCH + LETTER_WIDTH * size * letters(name) for name in names]
+    room = width - 5 * SIDE
+    if sum(each) <= room:
+        return 1
+    return math.ceil(len(each) / max(1, int(room / max(each))))

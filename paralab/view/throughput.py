@@ -8,16 +8,18 @@ filled and their line is solid, replayed ones hollow and dashed, predicted ones 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal, real, whole
 from paralab.view import naming, theme
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import note
+from paralab.view.marks.curves import HOLLOW, curve, log_axis
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.view.chart import Chart
 
 LOG_FROM = 10  # times as many ranks: from there on both axes are logarithmic
 
@@ -33,64 +35,55 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]], title: str | None 
     Raises ValueError naming what a row lacks.
     """
     points = _checked(rows)
-    unit = "samples per second"
-    if not all("samples_per_second" in p or "samples" in p for p in points):
-        unit = "steps per second"
+    whole_steps = not all("samples_per_second" in p or "samples" in p for p in points)
+    unit = "steps per second" if whole_steps else "samples per second"
     table, bases = _efficiency(points)
-    curves = list(dict.fromkeys(zip(table["form"], table["clock"], strict=True)))
+    forms, ranks = list(dict.fromkeys(table["form"])), sorted(set(table["ranks"].tolist()))
     clocks = [c for c in naming.CLOCK_MEANS if c in set(table["clock"])]
-    line = " · ".join(f"{c}: {naming.CLOCK_BRIEF[c]}" for c in clocks)
-    finding = theme.text(title) if title is not None else _finding(table)
-    fig = theme.figure(finding, line, height=460)
-    most, now = int(table["ranks"].max()), theme.look()
-    least = int(table["ranks"].min())
-    ranks = sorted(set(table["ranks"].tolist()))
-    style = theme.series(list(dict.fromkeys(table["form"])))
-    judged = {form: bases[form, clock] for form, clock in curves if clock == _judged(table)}
-    apart = len({f"{each:.1e}" for each in judged.values()}) > 1
-    for i, (form, each) in enumerate(judged.items()):  # where they agree these lie on one another
-        fig.add_scatter(
-            name="ideal",
-            mode="lines",
-            hoverinfo="skip",
-            showlegend=i == 0,
-            legendgroup="ideal",
-            x=ranks,
-            y=[each * n for n in ranks],
-            line={
-                "color": style[form]["colour"] if apart else now.faint,
-                "width": 1 if apart else 1.5,
-            },
-        )
+    style, now = theme.series(forms), theme.look()
+    judged = _judged(table)
+    ideals = {form: each for (form, clock), each in bases.items() if clock == judged}
+    ideals = {form: ideals[form] for form in forms if form in ideals}
+    apart = len({f"{each:.1e}" for each in ideals.values()}) > 1
+    traces = []
+    for i, (form, each) in enumerate(ideals.items()):  # equal ones lie on one another
+        ink, width = (style[form]["colour"], 1.0) if apart else (now.faint, 1.5)
+        line = [(n, each * n) for n in ranks]
+        shown = {"showlegend": i == 0, "legendgroup": "ideal"}
+        traces.append(curve("ideal", line, ink=ink, width=width, **shown))
+    looks = {c: (dash, "circle" + HOLLOW * open_) for c, (dash, open_) in theme.CLOCK_STYLE.items()}
     for clock in clocks:
-        dash, hollow = theme.CLOCK_STYLE[clock]
-        fig.add_scatter(
-            name=clock,
-            x=[None],
-            y=[None],
-            mode="lines+markers",
-            line={"color": now.ink, "width": 2.5, "dash": dash},
-            marker={"size": 10, "line": {"width": 2}, "symbol": "circle" + "-open" * hollow},
-        )
-    for form, clock in curves:
-        mine = table[(table["form"] == form) & (table["clock"] == clock)]
-        fig.add_scatter(**_curve(form, clock, mine, style[form], unit))
-    log = most >= LOG_FROM * least
-    words = _ends(fig, table, curves, style, log=log)
-    fig.update_layout(
-        margin={"r": 24 + int(8 * max(map(len, words)))},
-        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        xaxis={
-            "title": {"text": "ranks"},
-            "tickvals": ranks if log else _apart(ranks),
-            "type": "log" if log else "linear",
-            "range": _range(least, most, log),
-        },
-        yaxis={"title": {"text": unit}, **_heights(table, bases, log)},
+        dash, symbol = looks[clock]
+        both = {"mode": "lines+markers", "dash": dash, "symbol": symbol}
+        traces.append(curve(clock, [(None, None)], ink=now.ink, **both))
+    log, ends = ranks[-1] >= LOG_FROM * ranks[0], {}
+    for (form, clock), mine in table.groupby(["form", "clock"], sort=False):
+        dash, symbol = looks[clock]
+        label = ", ".join(filter(None, (form, clock)))
+        said = [
+            f"{theme.text(label)}, {n} rank{'s' * (n > 1)}: {y:,.1f} {unit}, "
+            f"{theme.percent(share)} of ideal"
+            for n, y, share in zip(
+                mine["ranks"], mine["throughput"], mine["efficiency"], strict=True
+            )
+        ]
+        pairs = list(zip(mine["ranks"].tolist(), mine["throughput"].tolist(), strict=True))
+        both = {"mode": "lines+markers", "dash": dash, "symbol": symbol, "showlegend": False}
+        traces.append(curve(label, pairs, said, ink=style[form]["colour"], **both))
+        ends[form, clock] = (*pairs[-1], mine["efficiency"].iloc[-1])
+    notes = _ends(ends, table["throughput"].tolist(), style, log=log)
+    fig = figure(
+        theme.text(title) if title is not None else _finding(table),
+        " · ".join(f"{c}: {naming.CLOCK_BRIEF[c]}" for c in clocks),
+        height=460,
+        margin={"r": 24 + int(9 * max(theme.letters(n["text"]) for n in notes))},
+        xaxis={"title": {"text": "ranks"}, "tickvals": ranks if log else _apart(ranks)}
+        | _range(ranks[0], ranks[-1], log),
+        yaxis={"title": {"text": unit}} | _heights(table, bases, log),
     )
-    return fig.explained(
-        f"scaling of {' | '.join(dict.fromkeys(table['form']))} to {most} ranks, "
-        f"{' and '.join(clocks)}: {len(table)} points",
+    return fig.draw(traces, notes).explained(
+        f"scaling of {' | '.join(forms)} to {ranks[-1]} ranks, {' and '.join(clocks)}: "
+        f"{len(table)} points",
         table,
     )
 
@@ -152,64 +145,30 @@ def _efficiency(
     return frame, bases
 
 
-def _curve(form: str, clock: str, mine: pd.DataFrame, style: Mapping[str, str], unit: str) -> dict:
-    dash, hollow = theme.CLOCK_STYLE[clock]
-    name = ", ".join(filter(None, (theme.text(form), clock)))
-    return {
-        "name": name,
-        "x": mine["ranks"].tolist(),
-        "y": mine["throughput"].tolist(),
-        "mode": "lines+markers",
-        "showlegend": False,
-        "line": {"color": style["colour"], "width": 2.5, "dash": dash},
-        "marker": {
-            "size": 10,
-            "color": style["colour"],
-            "line": {"width": 2},
-            "symbol": style["symbol"] + "-open" * hollow,
-        },
-        "hovertext": [
-            f"{name}, {n} ranks: {v:,.1f} {unit}, {100 * e:.0f} % of ideal"
-            for n, v, e in zip(mine["ranks"], mine["throughput"], mine["efficiency"], strict=True)
-        ],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
-
-
 def _ends(
-    fig: Chart,
-    table: pd.DataFrame,
-    curves: list[tuple[str, str]],
+    ends: Mapping[tuple[str, str], tuple[int, float, float]],
+    heights: Sequence[float],
     style: Mapping[str, Mapping[str, str]],
     *,
     log: bool,
-) -> list[str]:
-    """Name and efficiency where each form's longest curve ends, moved apart where two collide."""
+) -> list[dict[str, Any]]:
+    """The efficiency at the end of every line, moved apart where two collide."""
     scale = math.log10 if log else float
-    heights = [scale(v) for v in table["throughput"]]
-    gap = 0.065 * (max(heights) - (min(heights) if log else 0.0))
-    ends = []
-    for form, clock in curves:
-        mine = table[table["form"] == form]
-        last = mine[mine["clock"] == clock].iloc[-1]
-        if last["ranks"] == mine["ranks"].max():
-            rivals = mine["clock"][mine["ranks"] == mine["ranks"].max()].nunique() > 1
-            name = ", ".join(filter(None, (form, clock if rivals else "")))
-            word = f"{name} {100 * last['efficiency']:.0f} %".strip()
-            ends.append((scale(last["throughput"]), int(last["ranks"]), form, word))
+    gap = 0.065 * (scale(max(heights)) - (scale(min(heights)) if log else 0.0))
+    longest = {form: max(n for (f, _), (n, *_) in ends.items() if f == form) for form, _ in ends}
+    words = []
+    for (form, clock), (n, y, share) in ends.items():
+        if n == longest[form]:
+            rivals = sum(f == form and m == n for (f, _), (m, *_) in ends.items()) > 1
+            name = ", ".join(filter(None, (form, clock * rivals)))
+            words.append((scale(y), n, form, f"{name} {theme.percent(share)}".strip()))
     written: dict[int, float] = {}
-    for y, n, form, word in sorted(ends):
+    notes = []
+    for y, n, form, word in sorted(words):
         written[n] = max(y, written.get(n, -math.inf) + gap)
-        fig.add_annotation(
-            x=scale(n),
-            y=written[n],
-            text=f"<b>{theme.text(word)}</b>",
-            showarrow=False,
-            xanchor="left",
-            xshift=10,
-            font={"color": style[form]["colour"], "size": 14},
-        )
-    return [word for *_, word in ends]
+        at = {"xanchor": "left", "xshift": 10, "ink": style[form]["colour"], "size": 14}
+        notes.append(note(f"<b>{theme.text(word)}</b>", scale(n), written[n], **at))
+    return notes
 
 
 def _judged(table: pd.DataFrame) -> str:
@@ -223,15 +182,12 @@ def _finding(table: pd.DataFrame) -> str:
     most, clock = table[table["ranks"] == table["ranks"].max()], _judged(table)
     ends = most[most["clock"] == clock].sort_values("efficiency", ascending=False)
     said = [
-        f"{theme.text(form)} {100 * share:.0f} %".strip()
+        f"{theme.text(form)} {theme.percent(share)}".strip()
         for form, share in zip(ends["form"], ends["efficiency"], strict=True)
     ]
-    n = int(most["ranks"].iloc[0])
-    best, share = theme.text(ends["form"].iloc[0]), ends["efficiency"].iloc[0]
-    keeps = f"{best} keeps" if best else "training keeps"
-    return (
-        ", ".join([f"At {n} ranks {keeps} {100 * share:.0f} % of ideal", *said[1:]]) + f" ({clock})"
-    )
+    first = theme.text(ends["form"].iloc[0]) or "training"
+    keeps = f"{first} keeps {theme.percent(ends['efficiency'].iloc[0])} of the ideal throughput"
+    return ", ".join([f"On {int(most['ranks'].iloc[0])} ranks {keeps}", *said[1:]]) + f" ({clock})"
 
 
 def _apart(ranks: list[int]) -> list[int]:
@@ -248,18 +204,12 @@ def _heights(
 ) -> dict[str, Any]:
     if not log:
         return {"rangemode": "tozero", "tickformat": "~s"}
-    low = 0.7 * float(table["throughput"].min())
     high = 1.4 * max(bases.values()) * float(table["ranks"].max())
-    ticks = theme.log_ticks(low, high)
-    return {
-        "type": "log",
-        "range": [math.log10(low), math.log10(high)],
-        "tickvals": ticks,
-        "ticktext": [f"{t:,g}" for t in ticks],
-    }
+    axis = log_axis("", 0.7 * float(table["throughput"].min()), high, "")
+    return {name: axis[name] for name in ("type", "range", "tickvals", "ticktext")}
 
 
-def _range(least: int, most: int, log: bool) -> list[float]:
+def _range(least: int, most: int, log: bool) -> dict[str, Any]:
     low, high = (math.log10(least), math.log10(most)) if log else (least, most)
     room = 0.03 * (high - low) or 0.5
-    return [low - room, high + room]
+    return {"type": "log" if log else "linear", "range": [low - room, high + room]}

@@ -1,9 +1,9 @@
 """The timeline: one step, every rank, every span. Compute on top, communication beneath.
 
-Reading it: a coloured box is work, a hatched grey one is a rank standing still until a collective
-has ended. Communication under a backward box is hidden; communication over a hatched box is what
-the step paid for. Where something was offloaded, links between memory tiers stand beneath, and what
-the host's processor does. One trace per kind and lane, whatever the times, so two runs have the
+Reading it: a coloured box is work; a hatched grey one is a rank that waits for a collective to
+end. Communication under a backward box is hidden; communication over a hatched box is what
+the step paid for. Where something was offloaded, links between memory tiers are beneath, and what
+the host's CPU does. One trace per kind and lane, whatever the times, so two runs have the
 same structure. Several reports stand under one another on one time scale, so that lengths compare.
 """
 
@@ -53,20 +53,14 @@ def timeline(
     one = boxes.section(report, step=step, ranks=ranks)
     said = [] if report.model is None else [f"step {one.step}"]
     said.append(f"{one.seconds * 1e3:.1f} ms")
-    if report.plan.tiers is not None:  # no room for it above
-        said.append(f"waiting {_waiting(one)} of it")
-    fig = drawn([one], _finding(one), report.clock, said)
-    what = (
-        ""
-        if report.model is None
-        else " of the typical step"
-        if step is None
-        else f" of step {step}"
-    )
+    if report.plan.tiers is not None:  # no room for it in the first line
+        said.append(f"waiting: {_waiting(one)}")
+    fig = drawn([one], finding(one), report.clock, said)
+    what = " of the typical step" if step is None else f" of step {step}"
     own = sum(b["step"] == one.step for b in one.boxes)  # of others there are more or fewer
     return fig.explained(
-        f"timeline of {naming.subject(report)}, {report.clock}: {own} boxes{what} on "
-        f"{len(one.ranks)} rank{'s' * (len(one.ranks) != 1)}",
+        f"timeline of {naming.subject(report)}, {report.clock}: {own} boxes"
+        f"{what * (report.model is not None)} on {len(one.ranks)} rank{'s' * (len(one.ranks) > 1)}",
         lambda: boxes.table([one]),
     )
 
@@ -86,9 +80,9 @@ def timelines(
     Raises ValueError without reports, on a report without that step or rank, or if there are not as
     many labels as reports.
     """
-    _checked(reports, labels)
+    _check(reports, labels)
     names = [str(label) for label in labels] if labels is not None else _labels(reports)
-    known = [sorted(set(report.steps["rank"].tolist())) for report in reports]
+    known = [metrics.reported_ranks(report) for report in reports]
     most = max(1, MAX_RANKS // len(reports))
     sections = [
         _section(report, label=name, step=step, ranks=mine[:most] if ranks is None else ranks)
@@ -113,13 +107,11 @@ def _section(report: Tables, **settings: Any) -> Section:
     return pipeline_section(report, **settings)
 
 
-def _checked(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
-    from paralab.report.tables import Tables
-
+def _check(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
     if not reports:
         raise illegal("reports", reports, "nothing to draw", "one report or several")
     for report in reports:
-        if not isinstance(report, Tables):
+        if not hasattr(report, "spans"):
             raise illegal("reports", report, "not a report", "what pl.run or pl.predict returns")
     if labels is not None and len(labels) != len(reports):
         raise illegal("labels", labels, f"there are {len(reports)} reports", "one label for each")
@@ -137,7 +129,7 @@ def _labels(reports: Sequence[Tables]) -> list[str]:
 
 
 # ---- the finding ---------------------------------------------------------------------------------
-def _finding(one: Section) -> str:
+def finding(one: Section) -> str:
     """The one sentence that the picture of one report proves."""
     report, step = one.report, one.step
     part, name = metrics.shares(report, step), theme.text(naming.subject(report))
@@ -149,26 +141,25 @@ def _finding(one: Section) -> str:
         each = calls[["rank", "axis", "ranks", "call"]].drop_duplicates().groupby("rank").size()
         sent = theme.scaled(float(calls["wire_bytes"].sum()) / report.world_size, "B")
         count = int(each.max()) if len(each) else 0
-        return (
-            f"{name}: {sent} per rank in {count} call{'s' * (count != 1)}, "
-            f"{theme.scaled(duration, 's')}"
-        )
+        times = f"{count} call{'s' * (count != 1)}"
+        return f"{name}: a rank sends {sent} in {times}, which takes {theme.scaled(duration, 's')}"
     hidden = []
     copied = metrics.copy_shares(report, step) if report.plan.tiers is not None else {"copies": 0}
     if part["communication"] > 0 and (report.world_size > 1 or not copied["copies"]):
-        hidden.append(f"{100 * part['hidden'] / part['communication']:.0f} % of communication")
+        hidden.append(f"{theme.percent(part['hidden'] / part['communication'])} of communication")
     if copied["copies"]:
-        hidden.append(f"{100 * copied['hidden'] / copied['copies']:.0f} % of copies")
+        hidden.append(f"{theme.percent(copied['hidden'] / copied['copies'])} of copies")
     if hidden:
-        waiting = f", ranks wait {_waiting(one)} of the step" * (not copied["copies"])
-        return f"{name}: {' and '.join(hidden)} hidden{waiting}"
-    return f"{name}: {100 * part['work'] / duration:.0f} % of the step is forward and backward"
+        verb = "are" if copied["copies"] else "is"
+        waiting = f", ranks wait {_waiting(one)}" * (not copied["copies"])
+        return f"{name}: {' and '.join(hidden)} {verb} hidden{waiting}"
+    return f"{name}: {theme.percent(part['work'] / duration)} of the step is forward and backward"
 
 
 def _waiting(one: Section) -> str:
     """Share of the step, mean over ranks."""
-    seconds = metrics.step_durations(one.report, warmup=True)[one.step]
-    return f"{100 * metrics.shares(one.report, one.step)['wait'] / (seconds or 1.0):.0f} %"
+    seconds = metrics.step_durations(one.report, warmup=True)[one.step] or 1.0
+    return f"{theme.percent(metrics.shares(one.report, one.step)['wait'] / seconds)} of the step"
 
 
 def _verdict(sections: list[Section]) -> str:
@@ -176,18 +167,17 @@ def _verdict(sections: list[Section]) -> str:
     subjects = {naming.subject(one.report) for one in sections}
     clocks = [one.report.clock for one in sections]
     if len(sections) == 1:
-        return _finding(sections[0])
+        return finding(sections[0])
     if len(subjects) == 1 and len(set(clocks)) == len(sections):
         read = ", ".join(f"{one.seconds * 1e3:.1f} ms {one.report.clock}" for one in sections)
         return f"{theme.text(subjects.pop())}: {read}{_gap(sections)}"
     fast = min(sections, key=lambda one: one.seconds)
     slow = max(sections, key=lambda one: one.seconds)
-    name, other = theme.text(fast.label), theme.text(slow.label)
     if fast.seconds <= 0 or slow.seconds / fast.seconds - 1 < SAME:
-        return f"All take the same time, to {100 * SAME:.0f} %: {fast.seconds * 1e3:.1f} ms"
+        return f"All take the same time, to {theme.percent(SAME)}: {fast.seconds * 1e3:.1f} ms"
     return (
-        f"{name} is {slow.seconds / fast.seconds:.2f} times as fast as {other}: "
-        f"{fast.seconds * 1e3:.1f} ms against {slow.seconds * 1e3:.1f}"
+        f"{theme.text(fast.label)} takes {fast.seconds * 1e3:.1f} ms, {theme.text(slow.label)} "
+        f"{slow.seconds * 1e3:.1f}: {slow.seconds / fast.seconds:.2f} times as long"
     )
 
 
@@ -199,5 +189,5 @@ def _gap(sections: list[Section]) -> str:
         return ""
     if not 0.5 <= expect / real <= 2:
         return f" (prediction {expect / real:.2g} times that)"
-    off = 100 * (expect / real - 1)
-    return f" (prediction {abs(off):.0f} % {'above' if off > 0 else 'below'})"
+    off = expect / real - 1
+    return f" (prediction {theme.percent(abs(off))} {'above' if off > 0 else 'below'})"

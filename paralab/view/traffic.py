@@ -1,9 +1,9 @@
 """The traffic chart: who sends how much to whom, over which axis and level, and over which link.
 
-Left, a matrix: sender rows, receiver columns, bytes of one step. An all-reduce on a ring is its
-off-diagonal band. Right, the same bytes per rank by axis and level, one pattern per operation,
-with the line 2(N-1)/N Psi that no all-reduce gets below; and beside them what a rank copies between
-memory tiers, link by link. Megabytes are decimal, 10^6 bytes.
+Left is a matrix, sender rows and receiver columns, of the bytes of one step: an all-reduce on a
+ring is its off-diagonal band. Right are the same bytes per rank by axis and level, one pattern per
+operation, with the line 2(N-1)/N Psi that no all-reduce gets below; and what a rank copies between
+memory tiers, link by link.
 """
 
 from __future__ import annotations
@@ -11,208 +11,204 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paralab.report import metrics
-from paralab.report.tables import DRY, LEVELS
-from paralab.view import link_bars, naming, theme
+from paralab.report.tables import DRY
+from paralab.view import lanes, naming, theme
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import bars as mark
+from paralab.view.marks import cells, note, upright
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from paralab.report.tables import Tables
-    from paralab.view.chart import Chart
 
 MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 
 
 def traffic_chart(report: Tables) -> Chart:
     """Bytes per step: rank x rank, and per rank by axis and level, and by link between tiers."""
-    one = report.clock == DRY  # rows of one rank: whom it sends to is no matrix
-    n = len(metrics.reported_ranks(report))
+    dry = report.clock == DRY  # rows of one rank: whom it sends to is no matrix
+    n, unit = len(metrics.reported_ranks(report)), "call" if report.model is None else "step"
     by_edge = metrics.traffic(report, by="edge")
     per_op = metrics.traffic(report, by=("axis", "level", "op"))
-    total, copied = per_op["bytes"].sum(), link_bars.copied(report)
-    if copied["bytes"].any() and not total:
-        return link_bars.chart(report, copied)
-    ideal = None
+    copied = metrics.copied(report, by=("link", "category"))
+    if report.plan.tiers is None:  # what messages pass through on their way is theirs already
+        copied = copied.head(0)
+    sent, copies = per_op["bytes"].sum(), copied["bytes"].sum()
+    alone = bool(dry or (copies and not sent))  # no matrix
+    optimum = None
     if report.model is not None and report.plan.dp == report.world_size > 1 and copied.empty:
-        ideal = metrics.ring_optimum(report) * n // report.world_size
-    unit = "call" if report.model is None else "step"
-    fig = theme.figure(
-        _finding(report, per_op, ideal, copied),
-        naming.clock_line(
-            report, f"bytes of one {unit}, bookkeeping left out", "1 MB = 10<sup>6</sup> bytes"
-        ),
-        height=max(400, min(40 * n, 560) + 180),
-    )
-    senders, receivers = _ends(report, by_edge)
-    if not one:
-        fig.add_heatmap(**_matrix(by_edge, senders, receivers))
-    nothing = {"axis": "", "level": "intra", "op": "none", "bytes": 0}
-    rows = sorted(
-        per_op.to_dict("records") or [nothing],
-        key=lambda r: (r["axis"], LEVELS.index(r["level"]), r["op"]),
-    )
-    many = len(copied) > 0  # narrower bars, and two things that they mean
-    apart = ",<br>" if many else ", "
-    groups = [
-        theme.text(r["axis"]) + apart + naming.LEVEL_NAME[r["level"]] for r in rows if r["axis"]
+        optimum = metrics.ring_optimum(report) / report.world_size
+    rows = [
+        (f"{theme.axis_of(r['axis'])}, {naming.LEVEL_NAME[r['level']]}", r["op"], r["bytes"] / n)
+        for r in per_op.sort_values(["axis", "level", "op"]).to_dict("records")
+    ] or [("nothing sent", "none", 0.0)] * (not copies)
+    axis = {
+        f"{r['axis']}, {naming.LEVEL_NAME[r['level']]}": r["axis"]
+        for r in per_op.to_dict("records")
+    }
+    held = [
+        (lanes.ROW_NAME[r["link"]], r["category"], r["bytes"] / n)
+        for r in copied.to_dict("records")
     ]
-    groups = groups or ["nothing sent"]
-    for op in sorted({row["op"] for row in rows}):
-        mine = [(g, r) for g, r in zip(groups, rows, strict=True) if r["op"] == op]
-        fig.add_bar(**_bars(op, mine, n))
-    tops: dict[str, float] = {}
-    for group, row in zip(groups, rows, strict=True):
-        tops[group] = tops.get(group, 0.0) + row["bytes"] / n / 1e6
-    links = link_bars.tops(copied, n)
-    highest = max(*tops.values(), *links.values(), 0.0)
-    left, right = (0.31, 0.44) if many else (0.46, 0.62)
-    right = 0 if one else right
-    fig.update_layout(
+    tops = mark.totals([*rows, *held])
+    end = 1.3 * max(*tops.values(), optimum or 0.0, 1.0)
+    name, per = theme.unit_of(end / 1.3)
+    verb = "sent or copied" if sent and copies else "copied" if copies else "sent"
+    fig = figure(
+        _finding(report, per_op, optimum, copied),
+        f"bytes of one {unit}, bookkeeping left out",
+        height=max(330 if alone else 400, min(40 * n, 560) + 180),
         barmode="stack",
-        showlegend=many or len({row["op"] for row in rows}) > 1,
-        legend={
-            "x": 1,
-            "xanchor": "right",
-            "y": 1.0,
-            "yanchor": "bottom",
-            "orientation": "h",
-            **({"traceorder": "normal"} if many else {}),
-        },
-        xaxis={
-            "domain": [0, left],
-            "type": "category",
-            "showgrid": False,
-            "visible": not one,
-            "categoryarray": [str(r) for r in receivers],
-            "title": {"text": f"receiving rank (in the cells: MB per {unit})"},
-            "constrain": "domain",
-        },
-        yaxis={
-            "title": {"text": "sending rank"},
-            "type": "category",
-            "visible": not one,
-            "categoryarray": [str(r) for r in senders],
-            "autorange": "reversed",
-            "showgrid": False,
-            "scaleanchor": "x",
-            "constrain": "domain",
-        },
-        xaxis2={"domain": [right, 1], "anchor": "y2", "type": "category", "showgrid": False}
-        | ({"categoryarray": [*tops, *links]} if many else {}),
-        yaxis2={
-            "anchor": "x2",
-            "title": {"text": f"MB sent{' or copied' * many} per rank and {unit}"},
-            "range": [0, max(highest, (ideal or 0) / n / 1e6) * 1.25 or 1],
-            "tickformat": "~g",
-        },
+        bargap=0.35,
+        showlegend=len({row[1] for row in [*rows, *held]}) > 1,
+        xaxis2={"domain": [0.0 if alone else 0.6, 1], "anchor": "y2", "range": [0, end / per]}
+        | {"title": {"text": f"{verb} per rank and {unit} ({name})"}, "tickformat": "~g"},
+        yaxis2=mark.labels(list(tops), least=2, above=0.3 * (optimum is not None), anchor="x2"),
+        **({} if alone else _matrix_axes(report, by_edge, unit)),
     )
-    link_bars.heights(fig, tops, ("x2", "y2"))
-    link_bars.draw(fig, copied, n, unit=unit, axes=("x2", "y2"))
-    if ideal is not None:
-        y = ideal / n / 1e6
-        fig.add_shape(
-            type="line",
-            xref="x2 domain",
-            x0=0,
-            x1=1,
-            yref="y2",
-            y0=y,
-            y1=y,
-            line={"dash": "dash", "width": 2, "color": theme.look().ink},
+    traces = [] if alone else [_matrix(report, by_edge, unit)]
+    axes, look = ("x2", "y2"), lambda op: (op, theme.OTHER_COLOUR)
+    for trace in mark.bars(
+        rows, per=per, end=end, look=look, kinds=sorted({r[1] for r in rows}), axes=axes, letter=0
+    ):
+        trace["marker"] = _pattern(trace["name"]) | {
+            "color": [theme.axis_colour(axis.get(label, "")) for label in trace["y"]]
+        }
+        traces.append(trace)
+    traces += mark.bars(held, per=per, end=end, axes=axes, letter=0)
+    notes, shapes = mark.ends(tops, per, axes=axes, size=13), []
+    if optimum is not None:
+        shapes.append(upright(optimum / per, axis="y2 domain", dash="dash", xref="x2"))
+        said = "2(N−1)/N of the gradients" + ", levels together" * (len(tops) > 1)
+        notes.append(
+            note(
+                said,
+                optimum / per,
+                1,
+                xref="x2",
+                yref="y2 domain",
+                xanchor="right",
+                yanchor="top",
+                xshift=-4,
+            )
         )
-        fig.add_annotation(
-            xref="x2 domain",
-            x=1,
-            yref="y2",
-            y=y,
-            showarrow=False,
-            xanchor="right",
-            yanchor="bottom",
-            yshift=2,
-            text="2(N−1)/N·Ψ" + ", levels together" * (len(tops) > 1),
-        )
-    rows_said = f"{len(by_edge)} pairs of ranks, {len(per_op)} rows by axis, level and op"
-    rows_said += f", {len(copied)} by link" * many
-    return fig.explained(
-        f"traffic of {naming.subject(report)}, {report.clock}: {rows_said}", link_bars.table(report)
+    shown = f"{len(by_edge)} pairs of ranks, {len(per_op)} rows by axis, level and op"
+    if copies and not sent:
+        shown = f"{len(held)} rows by link and category, nothing sent"
+    elif len(held):
+        shown += f", {len(held)} by link"
+    return fig.draw(traces, notes, shapes).explained(
+        f"traffic of {naming.subject(report)}, {report.clock}: {shown}",
+        lambda: _moved(report, len(held) > 0),
     )
+
+
+def _pattern(op: str) -> dict[str, Any]:
+    """Of an operation; "overlay" draws the colour beneath it, else there is paper on paper."""
+    shape = {"shape": theme.OP_PATTERN.get(op, ""), "size": 7, "fillmode": "overlay"}
+    return {"pattern": shape | {"fgcolor": theme.look().paper}}
 
 
 def _ends(report: Tables, by_edge: pd.DataFrame) -> tuple[list[int], list[int]]:
-    """The ranks of the matrix's rows, and of its columns: in outline, whoever they send to too."""
+    """The ranks of the matrix's rows, and of its columns: in outline, all that they send to."""
     ranks = metrics.reported_ranks(report)
     return ranks, sorted({*ranks, *by_edge["receiver"].tolist()})
 
 
-def _matrix(by_edge: pd.DataFrame, senders: list[int], receivers: list[int]) -> dict[str, Any]:
-    n, row = max(len(senders), len(receivers)), {rank: i for i, rank in enumerate(senders)}
-    column = {rank: i for i, rank in enumerate(receivers)}
-    sent: list[list[float | None]] = [[0.0] * len(receivers) for _ in senders]
-    for edge in by_edge.to_dict("records"):
-        sent[row[edge["sender"]]][column[edge["receiver"]]] = edge["bytes"] / 1e6
-    for rank in senders if n > 1 else ():  # plotly cannot draw a matrix of nothing but holes
-        sent[row[rank]][column[rank]] = None  # a rank sends itself nothing
+def _matrix_axes(report: Tables, by_edge: pd.DataFrame, unit: str) -> dict[str, Any]:
+    senders, receivers = (list(map(str, ranks)) for ranks in _ends(report, by_edge))
+    each = {"type": "category", "showgrid": False, "constrain": "domain"}
+    scale = max(len(senders), len(receivers)) > MAX_WRITTEN
+    across = {
+        "domain": [0, 0.33 if scale else 0.4],
+        "title": {"text": f"receiving rank (in the cells: MB per {unit})"},
+    }
+    down = {"title": {"text": "sending rank"}, "autorange": "reversed", "scaleanchor": "x"}
     return {
-        "name": "sender to receiver",
-        "x": [str(r) for r in receivers],
-        "y": [str(r) for r in senders],
-        "z": sent,
-        "zmin": 0,
-        "zmax": max((v for row in sent for v in row if v is not None), default=0.0) or 1.0,
-        "colorscale": [[0.0, theme.look().scale[0]], [1.0, theme.look().scale[1]]],
-        "xgap": 2,
-        "ygap": 2,
-        "text": [["" if v is None else theme.megabytes(v * 1e6) for v in row] for row in sent],
-        "texttemplate": "%{text}" if n <= MAX_WRITTEN else "",
-        "showscale": n > MAX_WRITTEN,  # written numbers need no scale
-        "colorbar": {"title": {"text": "MB"}, "x": 0.47, "thickness": 12, "len": 0.9},
-        "hoverongaps": False,
-        "hovertemplate": "rank %{y} sends rank %{x}<br>%{text} MB per step<extra></extra>",
+        "xaxis": {**each, **across, "categoryarray": receivers},
+        "yaxis": {**each, **down, "categoryarray": senders},
     }
 
 
-def _bars(op: str, rows: list[tuple[str, dict[str, Any]]], n: int) -> dict[str, Any]:
-    return {
-        "name": op,
-        "x": [group for group, _ in rows],
-        "y": [row["bytes"] / n / 1e6 for _, row in rows],
-        "xaxis": "x2",
-        "yaxis": "y2",
-        "width": 0.5,
-        "marker": {
-            "color": [theme.axis_colour(r["axis"]) for _, r in rows],
-            # "overlay" draws the colour beneath the pattern; without it there is paper on paper.
-            "pattern": {
-                "shape": theme.OP_PATTERN.get(op, ""),
-                "size": 7,
-                "fillmode": "overlay",
-                "fgcolor": theme.look().paper,
-            },
-        },
-        "hovertext": [f"{op}, {g}: {r['bytes'] / n:,.1f} bytes per rank and step" for g, r in rows],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
+def _matrix(report: Tables, by_edge: pd.DataFrame, unit: str) -> dict[str, Any]:
+    senders, receivers = _ends(report, by_edge)
+    sent: dict[tuple[int, int], float | None] = dict.fromkeys(
+        ((a, b) for a in senders for b in receivers), 0.0
+    )
+    sent |= {(e["sender"], e["receiver"]): e["bytes"] / 1e6 for e in by_edge.to_dict("records")}
+    if max(len(senders), len(receivers)) > 1:  # plotly cannot draw a matrix of nothing but holes
+        sent |= {(rank, rank): None for rank in senders}  # a rank sends itself nothing
+
+    def word(a: int, b: int) -> str:
+        return "" if sent[a, b] is None else f"{sent[a, b]:.2f}".replace("0.00", "0")
+
+    def said(a: int, b: int) -> str:
+        size = theme.scaled((sent[a, b] or 0) * 1e6, "B")
+        return f"rank {a} sends rank {b}<br>{size} per {unit}"
+
+    z, words, hovers = (
+        [[of(a, b) for b in receivers] for a in senders]
+        for of in (lambda a, b: sent[a, b], word, said)
+    )
+    few = max(len(senders), len(receivers)) <= MAX_WRITTEN  # written numbers need no scale
+    most = max((v for v in sent.values() if v is not None), default=0.0) or 1.0
+    return cells.heat(
+        list(map(str, receivers)),
+        list(map(str, senders)),
+        z,
+        words,
+        hovers,
+        colours=theme.look().scale,
+        most=most,
+        name="sender to receiver",
+        ygap=2,
+        texttemplate="%{text}" if few else "",
+        showscale=not few,
+        colorbar={"title": {"text": "MB"}, "x": 0.34, "thickness": 10, "len": 0.9},
+    )
 
 
-def _finding(report: Tables, sent: pd.DataFrame, ideal: int | None, copied: pd.DataFrame) -> str:
+def _finding(
+    report: Tables, sent: pd.DataFrame, optimum: float | None, copied: pd.DataFrame
+) -> str:
     n, name = len(metrics.reported_ranks(report)), theme.text(naming.subject(report))
     total, size = float(sent["bytes"].sum()), float(copied["bytes"].sum())
-    if report.clock == DRY:
-        said = f"{name}: rank {report.meta.get('rank')} sends {theme.scaled(total, 'B')}"
-        return said + f" and copies {theme.scaled(size, 'B')}" * (size > 0) + " per step"
-    if total == 0:
+    does = [f"sends {theme.scaled(total / n, 'B')}"] if total else []
+    does += [f"copies {theme.scaled(size / n, 'B')}"] if size else []
+    if not does:
         return f"{name}: nothing is sent"
     by_rank = metrics.traffic(report)["bytes"]
-    alike = by_rank.max() - by_rank.min() <= 1e-3 * by_rank.mean()  # a byte that n does not divide
-    said = f"{name}: {'each rank sends' if alike else 'ranks send on average'} "
-    said += f"{theme.megabytes(total / n)} MB"
-    if size:
-        said += f" and copies {theme.megabytes(size / n)} MB"
+    alike = total == 0 or by_rank.max() - by_rank.min() <= 1e-3 * by_rank.mean()
+    who = (
+        "a rank" if alike else "a rank, on average,"
+    )  # alike but for a byte that n does not divide
+    if report.clock == DRY:
+        who = f"rank {report.meta.get('rank')}"
+    said = f"{name}: {'it' if report.world_size == 1 else who} {' and '.join(does)}"
     said += " per step" * (report.model is not None)
-    if ideal is not None and total == ideal:
-        said += " = 2(N−1)/N·Ψ, exactly"
-    elif ideal is not None:
-        gap = 100 * (total - ideal) / ideal
-        said += f", {abs(gap):.2f} % {'above' if gap > 0 else 'below'} 2(N−1)/N·Ψ"
+    if optimum is not None and total:
+        off = total / n / optimum - 1
+        side = f"{abs(100 * off):.2f} % {'above' if off > 0 else 'below'}" if off else "exactly"
+        said += f", {side} 2(N−1)/N of the gradients"
+    disk = float(copied["bytes"][copied["link"].str.startswith("disk")].sum())
+    if disk and not total:
+        said += f", {theme.percent(disk / size)} of it to and from disk"
     far = sent.loc[sent["level"] == "inter", "bytes"].sum()
-    return f"{said}; {100 * far / total:.0f} % of it between nodes" if 0 < far < total else said
+    return f"{said}; {theme.percent(far / total)} of it between nodes" if 0 < far < total else said
+
+
+def _moved(report: Tables, copies: bool) -> pd.DataFrame:
+    """What ranks send, edge by edge; and what they copy, from themselves to themselves: op names
+    the link then, and one column more the category.
+    """
+    import pandas as pd
+
+    sent = metrics.traffic(report, by=("edge", "axis", "level", "op"))
+    if not copies:
+        return sent
+    own = metrics.copied(report).rename(columns={"rank": "sender", "link": "op"})
+    own = own.assign(receiver=own["sender"], axis="", level="")
+    both = [sent.assign(category="")] * (len(sent) > 0) + [own]
+    columns = [*sent.columns.drop("bytes"), "category", "bytes"]
+    return pd.concat([part[columns] for part in both], ignore_index=True)

@@ -1,10 +1,8 @@
 """What a rank sends and copies in a step, link by link: inside a node, between nodes, to its host.
 
-A bar for every link, its bytes stacked by what they are for: the axes of parallelism in their
-colours, what moves between memory tiers in that of its category. Behind each bar stand its bytes
-and the seconds that they alone take at the link's bandwidth: a link between nodes may carry less
-and take longer. A call counts on the slowest link that its group crosses. Bytes are the mean over
-the report's ranks; 1 MB = 10^6 bytes.
+A bar for every link, its bytes stacked by what they are for, and behind each bar the seconds that
+they alone take at the link's bandwidth: a link between nodes may carry less and take longer. A call
+counts on the slowest link that its group crosses. Bytes are the mean over the report's ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ from paralab.report.tables import LEVELS
 from paralab.spec.tiers import WAYS
 from paralab.theory.traffic import BOOKKEEPING
 from paralab.view import lanes, naming, theme
-from paralab.view.memory import LARGEST
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import bars as mark
 
 if TYPE_CHECKING:
     from paralab.report.tables import Tables
-    from paralab.view.chart import Chart
 
 NAMES = {**naming.LEVEL_NAME, **{way: lanes.ROW_NAME[way] for way in WAYS}}  # by link
 ROW = 46  # pixels
-ROOM = 1.42  # of the longest bar: what stands behind it
+ROOM = 1.42  # of the longest bar: what is written behind it
 
 
 class Flow(NamedTuple):
@@ -42,41 +40,36 @@ class Flow(NamedTuple):
 
 @once
 def flows(report: Tables) -> list[Flow]:
-    """What the ranks of a report send and copy per step, on average; links as they lie outwards.
+    """What the ranks of a report send and copy per step, on average; links from inside outwards.
 
     Bookkeeping is left out. Copies are those of plans that offload.
     """
-    steps = metrics.measured_steps(report)
+    steps, cluster = metrics.measured_steps(report), report.cluster
     ranks = max(1, len(set(report.steps["rank"].tolist())))
     per = ranks * max(1, len(steps))
     sums: dict[tuple[str, str], float] = defaultdict(float)
     ops: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
-    calls, cluster = report.collectives, report.cluster
+
+    def add(key: tuple[str, str], size: float, link: Any) -> None:
+        sums[key] += size
+        if link is not None:
+            seconds[key] += size / link.bandwidth
+
     columns = ("step", "phase", "op", "axis", "level", "wire_bytes")
     for step, phase, op, axis, level, size in zip(
-        *(calls[name].tolist() for name in columns), strict=True
+        *(report.collectives[name].tolist() for name in columns), strict=True
     ):
         if step in steps and phase not in BOOKKEEPING and size:
-            key = (level, axis)
-            sums[key] += size / per
-            ops[key][op] = None
-            if cluster is not None:
-                seconds[key] += size / per / cluster.link(op, level).bandwidth
+            add((level, axis), size / per, cluster and cluster.link(op, level))
+            ops[level, axis][op] = None
     if report.plan.tiers is not None:
         for row in metrics.copied(report, ("link", "category")).to_dict("records"):
-            key = (row["link"], row["category"])
-            sums[key] += row["bytes"] / ranks
-            link = None if cluster is None else _tier_link(cluster, row["link"])
-            if link is not None:
-                seconds[key] += row["bytes"] / ranks / link.bandwidth
-    place = {name: i for i, name in enumerate((*LEVELS, *WAYS))}
-    order = sorted(sums, key=lambda key: (place[key[0]], key[1]))
+            way = row["link"]
+            link = cluster and (cluster.disk if way.startswith("disk") else cluster.host)
+            add((way, row["category"]), row["bytes"] / ranks, link)
+    order = sorted(sums, key=lambda key: ((*LEVELS, *WAYS).index(key[0]), key[1]))
     return [Flow(*key, sums[key], seconds.get(key), ", ".join(ops[key])) for key in order]
-
-
-def _tier_link(cluster: Any, way: str) -> Any:
-    return cluster.disk if way.startswith("disk") else cluster.host
 
 
 def link_traffic(*reports: Tables) -> Chart:
@@ -87,107 +80,78 @@ def link_traffic(*reports: Tables) -> Chart:
     if not reports:
         raise illegal("reports", reports, "nothing to draw", "one report or several")
     many = len(reports) > 1
-    rows = [(report, flow) for report in reports for flow in flows(report)]
-    label = lambda r, f: NAMES[f.link] + f", {r.clock}" * many  # noqa: E731
-    links = {name: i for i, name in enumerate((*LEVELS, *WAYS))}
-    bars = list(
-        dict.fromkeys(label(r, f) for r, f in sorted(rows, key=lambda one: links[one[1].link]))
-    )
-    tops = {bar: sum(f.bytes for r, f in rows if label(r, f) == bar) for bar in bars}
-    took: dict[str, float | None] = {}
-    for bar in bars:
-        each = [f.seconds for r, f in rows if label(r, f) == bar]
-        took[bar] = None if None in each else sum(each)  # type: ignore[arg-type]
+    found = [
+        (NAMES[flow.link] + f", {report.clock}" * many, report.clock, flow)
+        for report in reports
+        for flow in flows(report)
+    ]
+    found.sort(key=lambda one: (*LEVELS, *WAYS).index(one[2].link))
+    rows = [(label, flow.what, flow.bytes) for label, _, flow in found]
+    tops = mark.totals(rows)
+    took = {
+        label: None if None in each else sum(each)
+        for label in tops
+        if (each := [flow.seconds for name, _, flow in found if name == label])
+    }
     biggest = max(tops.values(), default=0.0) or 1.0
-    unit = next(u for u, size in LARGEST.items() if biggest >= size or size == 1)
-    per = LARGEST[unit]
-    clocks = " and ".join(dict.fromkeys(report.clock for report in reports))
-    fig = theme.figure(
-        _finding(list(dict.fromkeys(label(r, f) for r, f in rows if r is reports[0])), tops, took),
-        f"{clocks}, mean of the ranks, one step · a call counts on the slowest link of its group",
-        height=150 + ROW * max(2, len(bars)),
+    unit, per = theme.unit_of(biggest)
+    copies = any(flow.link in WAYS for *_, flow in found)
+    own = [name for name, clock, _ in found if clock == reports[0].clock]
+    fig = figure(
+        _busiest(list(dict.fromkeys(own)), tops, took),
+        "one step, mean of the ranks · seconds: the bytes alone at the link's bandwidth · a call "
+        "counts on the slowest link of its group",
+        height=150 + ROW * max(2, len(tops)),
         barmode="stack",
         bargap=0.35,
         showlegend=True,
-        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        xaxis={
-            "title": {"text": f"sent or copied ({unit})"},
-            "range": [0, ROOM * biggest / per],
-            "tickformat": "~g",
-        },  # the seconds behind a bar: its bytes / bandwidth
-        yaxis={
-            "type": "category",
-            "showgrid": False,
-            "categoryarray": bars,
-            "ticksuffix": " ",
-            "range": [max(2, len(bars)) - 0.45, -0.55],
-        },
-        annotations=[
-            {
-                "x": top / per,
-                "y": bar,
-                "xanchor": "left",
-                "showarrow": False,
-                "text": f" {theme.scaled(top, 'B')}{_time(took[bar])}",
-            }
-            for bar, top in tops.items()
-        ],
+        xaxis={"range": [0, ROOM * biggest / per], "tickformat": "~g"}
+        | {"title": {"text": f"sent {'or copied ' * copies}per rank ({unit})"}},
+        yaxis=mark.labels(list(tops), least=2, tickfont={"size": 13}),
     )
-    kinds = list(dict.fromkeys(flow.what for _, flow in rows))
-    fig.add_traces(
-        [_trace(kind, [(label(r, f), f) for r, f in rows if f.what == kind], per) for kind in kinds]
-        or [_trace("", [], per)]
-    )
-    drawn = f"{len(bars)} bar{'s' * (len(bars) != 1)}"
-    said = f"traffic of {naming.subject(reports[0])} by link, {clocks}: {drawn}"
-    return fig.explained(said, lambda: _table(rows))
-
-
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else f", {theme.scaled(seconds, 's')}"
-
-
-def _trace(kind: str, mine: list[tuple[str, Flow]], per: float) -> dict[str, Any]:
-    axis = kind in ("world", "replica") or kind.split(":")[0] in theme.AXIS_COLOUR
-    fill = theme.axis_colour("dp" if kind == "replica" else kind)
-    if kind == "replica":
-        fill = theme.shade(fill, 1, 2)
-    if not axis:
-        fill = theme.CATEGORY_COLOUR.get(kind, theme.OTHER_COLOUR)
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": theme.text(kind if axis else f"copying {kind}"),
-        "y": [bar for bar, _ in mine],
-        "x": [flow.bytes / per for _, flow in mine],
-        "marker": {"color": fill, "line": {"width": 1, "color": theme.look().paper}},
-        "hovertext": [
-            f"{theme.text(kind)}, {bar}: {flow.bytes:,.0f} bytes"
-            + f" ({flow.ops})" * bool(flow.ops)
-            for bar, flow in mine
-        ],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-        "showlegend": bool(kind),
+    said = {(label, flow.what): f"<br>{flow.ops}" * bool(flow.ops) for label, _, flow in found}
+    kinds = list(dict.fromkeys(flow.what for *_, flow in found))
+    words = {
+        label: f"{theme.scaled(top, 'B')}"
+        + ("" if took[label] is None else f", {theme.scaled(took[label], 's')}")
+        for label, top in tops.items()
     }
-
-
-def _finding(bars: list[str], tops: dict[str, float], took: dict[str, float | None]) -> str:
-    """What is sent, and which link is busy longest; of these bars, those of the first report."""
-    if not bars:
-        return "Nothing is sent"
-    if any(took[bar] is None for bar in bars):
-        return f"A rank sends {theme.scaled(sum(tops[bar] for bar in bars), 'B')} in a step"
-    slow = max(bars, key=lambda bar: took[bar])  # type: ignore[arg-type,return-value]
-    where = slow.partition(",")[0]
-    where = where if where in naming.LEVEL_NAME.values() else f"on the link {where}"
-    return (
-        f"Bytes take longest {where}: {theme.scaled(tops[slow], 'B')}, "
-        f"{theme.scaled(took[slow], 's')}"
+    traces = mark.bars(rows, per=per, end=biggest, look=_look, kinds=kinds, letter=0, said=said)
+    fig.draw(
+        traces or [{"type": "bar", "showlegend": False}], mark.ends(tops, per, words=words, size=13)
+    )
+    clocks = " and ".join(dict.fromkeys(report.clock for report in reports))
+    return fig.explained(
+        f"traffic of {naming.subject(reports[0])} by link, {clocks}: {len(tops)} "
+        f"bar{'s' * (len(tops) != 1)}",
+        (" ".join(("clock", *Flow._fields)), [(clock, *flow) for _, clock, flow in found]),
     )
 
 
-def _table(rows: list[tuple[Tables, Flow]]) -> Any:
-    import pandas as pd
+def _look(kind: str) -> tuple[str, str]:
+    """Name and colour of bytes: of an axis of parallelism, or of what is copied."""
+    if kind == "replica":  # data parallel too, but paler than the ranks that share a copy
+        return kind, theme.shade(theme.axis_colour("dp"), 1, 2)
+    if kind == "world" or kind.split(":")[0] in theme.AXIS_COLOUR:
+        return theme.text(kind), theme.axis_colour(kind)
+    return f"copying {theme.text(kind)}", theme.category_colour(kind)
 
-    made = [(report.clock, *flow) for report, flow in rows]
-    return pd.DataFrame(made, columns=["clock", *Flow._fields])
+
+def _busiest(own: list[str], tops: dict[str, float], took: dict[str, float | None]) -> str:
+    """Which link is busy longest, and which carries most, if that is another; of these bars."""
+    if not own:
+        return "Nothing is sent"
+
+    def where(bar: str) -> str:
+        place = bar.partition(",")[0]
+        return place if place in naming.LEVEL_NAME.values() else f"on the link {place}"
+
+    if any(took[bar] is None for bar in own):
+        return f"A rank sends {theme.scaled(sum(tops[bar] for bar in own), 'B')} in a step"
+    slow, most = max(own, key=took.__getitem__), max(own, key=tops.__getitem__)
+    said = f"Bytes take longest {where(slow)}: {theme.scaled(took[slow], 's')} for "
+    said += theme.scaled(tops[slow], "B")
+    if slow != most:
+        said += f"; the {theme.scaled(tops[most], 'B')} {where(most)} take "
+        said += theme.scaled(took[most], "s")
+    return said

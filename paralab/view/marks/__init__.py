@@ -1,0 +1,49 @@
+"""Five marks, of which every figure is made: bars, curves, boxes, areas, cells.
+
+A mark takes rows, which are also the figure's table, and returns plotly traces as dicts. Here is
+what all of them share: one hover format, a word in the picture, a line through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from paralab.view import theme
+
+AXES = ("x", "y")
+
+
+def hover(said: Iterable[str]) -> dict[str, Any]:
+    """What every element of a trace says when pointed at."""
+    return {"hovertext": list(said), "hovertemplate": "%{hovertext}<extra></extra>"}
+
+
+def on(axes: tuple[str, str]) -> dict[str, str]:
+    """Where a trace is drawn, of a figure with several pairs of axes."""
+    return {"xaxis": axes[0], "yaxis": axes[1]}
+
+
+def note(text: str, x: Any, y: Any, *, size: int = 13, ink: str = "", **more: Any) -> dict:
+    """A word in the picture."""
+    font = {"size": size, "color": ink or theme.look().ink}
+    return {"text": text, "x": x, "y": y, "showarrow": False, "font": font, **more}
+
+
+def margin(text: str, y: Any, **more: Any) -> dict:
+    """A word in the right margin."""
+    return note(text, 1, y, **{"xref": "paper", "xshift": 8, "xanchor": "left", **more})
+
+
+def line(
+    x: tuple[Any, Any], y: tuple[Any, Any], *, dash: str = "solid", width: float = 2, **more: Any
+) -> dict:
+    """A line from (x[0], y[0]) to (x[1], y[1])."""
+    ink = more.pop("ink", "") or theme.look().ink
+    ends = dict(zip(("x0", "x1", "y0", "y1"), (*x, *y), strict=True))
+    return {"type": "line", **ends, "line": {"dash": dash, "width": width, "color": ink}, **more}
+
+
+def upright(x: Any, *, axis: str = "y domain", **more: Any) -> dict:
+    """A line from bottom to top at ``x``."""
+    return line((x, x), (0, 1), yref=axis, **more)

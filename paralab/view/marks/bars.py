@@ -1,0 +1,148 @@
+"""Bars: one per label, stacked by kind, with words where they fit and totals behind.
+
+Rows are (label, kind, value, ...): bytes, mostly. Bars lie, for their labels are words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from paralab.view import theme
+from paralab.view.marks import AXES, hover, note, on
+
+LETTER = 0.0105  # of the axis that one letter takes, of a figure alone that is as wide as its axis
+PALE = 0.45  # how opaque bars are that are not meant
+
+
+def category_look(kind: str) -> tuple[str, str]:
+    """Name and colour of a category of bytes."""
+    name = {"master": "master weights"}.get(kind, theme.text(kind))
+    return name, theme.category_colour(kind)
+
+
+def by_category(kinds: Iterable[str]) -> list[str]:
+    """Categories in the order they are stacked; those without a colour of their own last."""
+    there = set(kinds)
+    known = [name for name in theme.CATEGORY_COLOUR if name in there]
+    return [*known, *sorted(there - set(known))]
+
+
+def bars(
+    rows: Sequence[tuple],
+    *,
+    per: float,
+    end: float,
+    look: Callable[[str], tuple[str, str]] = category_look,
+    kinds: Sequence[str] | None = None,
+    axes: tuple[str, str] = AXES,
+    letter: float = LETTER,
+    pale: Collection[str] = (),
+    lines: Collection[float] = (),
+    said: Mapping[tuple[str, str], str] | None = None,
+    **style: Any,
+) -> list[dict[str, Any]]:
+    """A trace for every kind.
+
+    per, end  bytes of the axis' unit, and at its right end
+    look      kind -> (name, colour); kinds: in the order they are stacked
+    letter    share of the axis that a letter takes; 0: no words in the bars
+    pale      labels whose bars are not meant
+    lines     values that lines stand at: words step aside
+    said      what else an element says when pointed at
+    """
+    labels = list(dict.fromkeys(row[0] for row in rows))
+    value = {(row[0], row[1]): float(row[2]) for row in rows}
+    start, traces = dict.fromkeys(labels, 0.0), []
+    letter *= theme.letter_scale()
+    for kind in by_category(row[1] for row in rows) if kinds is None else kinds:
+        name, fill = look(kind)
+        mine = [label for label in labels if (label, kind) in value]
+        sizes = [value[label, kind] for label in mine]
+        words = [theme.scaled(n, "B") for n in sizes]
+        room = [letter * (len(word) + 1) * end for word in words]
+        crossed = any(
+            abs(start[label] + n / 2 - at) < need / 2
+            for label, n, need in zip(mine, sizes, room, strict=True)
+            for at in lines
+        )
+        ink = [theme.look().ink if label in pale else theme.on(fill) for label in mine]
+        edge = {"width": 1, "color": theme.look().paper}
+        more = [(said or {}).get((label, kind), "") for label in mine]
+        trace = {
+            "type": "bar",
+            "name": name,
+            "orientation": "h",
+            "y": [theme.text(label) for label in mine],
+            "x": [n / per for n in sizes],
+            "marker": {"color": fill, "line": edge}
+            | ({"opacity": [PALE if b in pale else 1.0 for b in mine]} if pale else {}),
+            **hover(
+                f"{theme.text(label)}<br>{name}: {word} ({n:,.0f} bytes){also}"
+                for label, word, n, also in zip(mine, words, sizes, more, strict=True)
+            ),
+            **on(axes),
+        }
+        if letter:
+            trace |= {
+                "text": [w if n >= r else "" for w, n, r in zip(words, sizes, room, strict=True)],
+                "textposition": "inside",
+                "insidetextanchor": "start" if crossed else "middle",
+                "constraintext": "none",
+                "textangle": 0,
+                "textfont": {"size": 13, "color": ink if pale else theme.on(fill)},
+            }
+        traces.append({**trace, **style})
+        for label, n in zip(mine, sizes, strict=True):
+            start[label] += n
+    return traces
+
+
+def totals(rows: Iterable[tuple]) -> dict[str, float]:
+    """{label: the length of its bar}."""
+    found: dict[str, float] = {}
+    for row in rows:
+        found[row[0]] = found.get(row[0], 0.0) + float(row[2])
+    return found
+
+
+def ends(
+    tops: Mapping[str, float],
+    per: float,
+    *,
+    words: Mapping[str, str] | None = None,
+    axes: tuple[str, str] = AXES,
+    size: int = 14,
+) -> list[dict[str, Any]]:
+    """What stands behind every bar: its bytes, or ``words``."""
+    said = {label: theme.scaled(n, "B") for label, n in tops.items()} | dict(words or {})
+    return [
+        note(
+            f" {said[label]}",
+            top / per,
+            theme.text(label),
+            size=size,
+            xanchor="left",
+            xref=axes[0],
+            yref=axes[1],
+            bgcolor=theme.look().paper,
+            borderpad=0,
+        )
+        for label, top in tops.items()
+    ]
+
+
+def labels(
+    names: Sequence[str], *, above: float = 0.0, least: int = 1, **settings: Any
+) -> dict[str, Any]:
+    """The axis that labels stand on, the first on top; ``above``: rows of room above it."""
+    shown = [theme.text(name) for name in names]
+    return {
+        "type": "category",
+        "showgrid": False,
+        "categoryarray": shown,
+        "range": [max(least, len(shown)) - 0.45, -0.55 - above],
+        "tickfont": {"size": 14},
+        "ticksuffix": " ",
+        **settings,
+    }

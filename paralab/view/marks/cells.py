@@ -1,0 +1,87 @@
+"""Cells: a table as colours with words, or rectangles of any size that say what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from paralab.view import theme
+from paralab.view.marks import hover, note
+
+
+def heat(
+    x: Sequence[Any],
+    y: Sequence[Any],
+    z: Sequence[Sequence[float | None]],
+    words: Sequence[Sequence[str]],
+    said: Sequence[Sequence[str]],
+    *,
+    colours: Sequence[str],
+    most: float,
+    **more: Any,
+) -> dict[str, Any]:
+    """A cell for every number, from ``colours[0]`` at 0 to the last at ``most``; None is a hole."""
+    scale = [[i / max(1, len(colours) - 1), fill] for i, fill in enumerate(colours)]
+    return {
+        "type": "heatmap",
+        "x": x,
+        "y": y,
+        "z": z,
+        "zmin": 0,
+        "zmax": most,
+        "colorscale": scale if len(scale) > 1 else [[0, colours[0]], [1, colours[0]]],
+        "text": words,
+        "texttemplate": "%{text}",
+        **hover(said),
+        "hoverongaps": False,
+        "showscale": False,
+        "xgap": 2,
+        **more,
+    }
+
+
+class Cell(NamedTuple):
+    """A rectangle with a word in it. x, y: (from, to); y grows downwards."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    fill: str
+    word: str = ""
+    said: str = ""
+    size: int = 13
+    ink: str = ""
+    edge: str = ""
+
+
+def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict]]:
+    """(traces, notes, shapes): the trace is invisible and says what is pointed at."""
+    shapes, notes, points = [], [], []
+    for cell in cells:
+        shapes.append(rectangle(cell))
+        middle = (sum(cell.x) / 2, sum(cell.y) / 2)
+        if cell.word:
+            notes.append(note(cell.word, *middle, size=cell.size, ink=cell.ink or ink(cell.fill)))
+        if cell.said:
+            points.append((*middle, cell.said))
+    marks = {
+        "type": "scatter",
+        "mode": "markers",
+        "showlegend": False,
+        "x": [x for x, _, _ in points],
+        "y": [y for _, y, _ in points],
+        "marker": {"size": 18, "opacity": 0},
+        **hover(said for *_, said in points),
+    }
+    return [marks], notes, shapes
+
+
+def rectangle(cell: Cell) -> dict[str, Any]:
+    """Its shape, below words and marks."""
+    corners = dict(zip(("x0", "x1", "y0", "y1"), (*cell.x, *cell.y), strict=True))
+    line = {"width": 1 if cell.edge else 0, "color": cell.edge or cell.fill}
+    return {"type": "rect", **corners, "fillcolor": cell.fill, "layer": "below", "line": line}
+
+
+def ink(fill: str) -> str:
+    """What can be read on this colour; on none, the page's."""
+    return theme.on(fill) if fill.startswith("#") else theme.look().ink

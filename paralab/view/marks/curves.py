@@ -1,0 +1,87 @@
+"""Curves: lines and points on linear or logarithmic axes, rings where they cross."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from paralab.view import theme
+from paralab.view.marks import AXES, hover, line, note, on
+
+HOLLOW = "-open"
+
+
+def curve(
+    name: str,
+    points: Iterable[tuple[Any, Any]],
+    said: Sequence[str] | None = None,
+    *,
+    ink: str,
+    width: float = 2.5,
+    dash: str = "solid",
+    symbol: str = "circle",
+    size: float = 10,
+    axes: tuple[str, str] = AXES,
+    mode: str = "lines",
+    **more: Any,
+) -> dict[str, Any]:
+    """One line, its points, or both (``mode``); ``said``: what its points say when pointed at."""
+    pairs = list(points)
+    marks: dict[str, Any] = {"color": ink, "symbol": symbol, "size": size}
+    marks |= {"line": {"width": 2 if symbol.endswith(HOLLOW) else 0}}
+    return {
+        "type": "scatter",
+        "name": theme.text(name),
+        "mode": mode,
+        "x": [x for x, _ in pairs],
+        "y": [y for _, y in pairs],
+        **({"line": {"color": ink, "width": width, "dash": dash}} if "lines" in mode else {}),
+        **({"marker": marks | more.pop("marker", {})} if "markers" in mode else {}),
+        **({"hoverinfo": "skip"} if said is None else hover(said)),
+        **on(axes),
+        **more,
+    }
+
+
+def rings(name: str, places: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """A ring around points of a curve; one trace however many, so that structure is stable."""
+    places = list(places) or [(None, None)]
+    return curve(
+        name,
+        places,
+        mode="markers",
+        ink=theme.look().ink,
+        symbol="circle-open",
+        size=15,
+        showlegend=False,
+        marker={"line": {"width": 2.5}},
+    )
+
+
+def drop(x: float, low: float, high: float, label: str) -> tuple[dict, dict]:
+    """A dotted line from the axis up to a curve, and what it means; both axes logarithmic."""
+    said = note(
+        f"<b>{label}</b>",
+        math.log10(x),
+        math.log10(low),
+        xshift=6,
+        yshift=6,
+        xanchor="left",
+        yanchor="bottom",
+    )
+    return said, line((x, x), (low, high), dash="dot")
+
+
+def log_axis(
+    title: str, low: float, high: float, unit: str, *, pad: tuple[float, float] = (0.0, 0.0)
+) -> dict[str, Any]:
+    """A logarithmic axis, ticks in words ("10 kB"); pad: room before and after, as shares of it."""
+    ticks, length = theme.log_ticks(low, high), math.log10(high / low) or 1.0
+    return {
+        "type": "log",
+        "title": {"text": title},
+        "range": [math.log10(low) - pad[0] * length, math.log10(high) + pad[1] * length],
+        "tickvals": ticks,
+        "ticktext": [theme.scaled(tick, unit) if unit else f"{tick:,.7g}" for tick in ticks],
+    }
