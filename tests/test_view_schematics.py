@@ -1,0 +1,96 @@
+"""Promises of the schematics: they show what the objects do that they are drawn from."""
+
+from __future__ import annotations
+
+import pytest
+
+import paralab as pl
+from paralab import view
+from paralab.parallel import schedules
+from paralab.programs.compile import compiled
+from paralab.theory.offload import link_bytes
+from paralab.theory.pipeline import simulate
+
+MODEL = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=16, vocab=64)
+DP = 4
+
+
+def test_each_zero_stage_shards_one_state_more_and_shards_are_a_rankth():
+    table = view.zero_shards(MODEL, DP).table
+    kept = table[table["rank"] == 0].set_index(["stage", "category"])["bytes"]
+    psi = 4 * MODEL.num_params
+    assert kept[0, "parameters"] == kept[0, "gradients"] == psi
+    for stage, category in ((1, "optimizer"), (2, "gradients"), (3, "parameters")):
+        assert kept[stage - 1, category] == pytest.approx(kept[0, category], rel=1e-3)
+        assert kept[stage, category] == pytest.approx(kept[0, category] / DP, rel=0.05)
+    assert (table.groupby(["stage", "category"])["bytes"].nunique() == 1).all()
+    with pytest.raises(ValueError, match="dp=1"):
+        view.zero_shards(MODEL, 1)
+
+
+def test_a_units_parameters_are_gathered_whenever_it_computes_and_then_freed():
+    plan, unit = pl.Plan(dp=DP, zero_stage=3), 1
+    table = view.zero_unit(MODEL, plan, unit).table
+    code = compiled(MODEL, plan).codes[0]
+    gathers = [at for at, ins in enumerate(code) if ins.op == "ALL_GATHER" and ins.unit == unit]
+    whole = table[table["value"] == "gathered parameters"]
+    assert whole["from"].tolist() == gathers and len(gathers) == 2
+    uses = [
+        at for at, ins in enumerate(code)
+        if ins.op in ("FORWARD", "BACKWARD") and any(v[:2] == ("w", unit) for v in ins.reads)
+    ]  # fmt: skip
+    assert len(uses) == 2
+    lives = whole[["from", "until"]].itertuples(index=False)
+    for (start, end), use in zip(lives, uses, strict=True):
+        assert start < use < end <= use + 3
+    shard = table[table["value"] == "own shard of the parameters"]
+    assert shard["bytes"].item() * DP == whole["bytes"].iloc[0]
+    assert (shard["from"].item(), shard["until"].item()) == (0, len(code))
+    for wrong in (pl.Plan(dp=DP, zero_stage=2), pl.Plan(dp=2, pp=2, zero_stage=1, microbatches=2)):
+        with pytest.raises(ValueError, match="units are gathered under ZeRO-3"):
+            view.zero_unit(MODEL, wrong)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_the_ring_sends_the_chunks_of_the_note_and_ends_with_every_sum(n):
+    table = view.ring(n).table
+    last = 2 * (n - 1)
+    assert (table[table["step"] == last]["terms"] == n).all()
+    sent = table[table["sent"]].set_index(["rank", "step"])["chunk"]
+    for rank in range(n):  # parallel/collectives.py, [Note: chunks]
+        down = [(rank - s) % n for s in range(n - 1)]
+        assert sent[rank].tolist() == down + [(rank + 1 - s) % n for s in range(n - 1)]
+    half = table[table["step"] == n - 1]
+    done = half[half["terms"] == n]
+    assert [((r + 1) % n, r) for r in range(n)] == sorted(
+        zip(done["chunk"], done["rank"], strict=True), key=lambda pair: pair[1]
+    )
+
+
+def test_the_data_flow_has_the_bytes_of_the_program_on_its_arrows():
+    plan = pl.Plan(dp=2, zero_stage=3, offload="nvme")
+    chart = view.data_flow(MODEL, plan)
+    found = {}
+    for link, category, size in chart.table.itertuples(index=False):
+        found.setdefault(link, {})[category] = size
+    moved = {link: {c: n for c, n in parts.items() if n}
+             for link, parts in link_bytes(MODEL, plan).items()}  # fmt: skip
+    assert found == {link: parts for link, parts in moved.items() if parts}
+    arrows = [note for note in chart.layout.annotations if note.showarrow]
+    assert len(arrows) == len(found) == 4
+    with pytest.raises(ValueError, match="nothing leaves the device"):
+        view.data_flow(MODEL, pl.Plan(dp=2))
+
+
+def test_schedules_stand_on_one_axis_and_end_where_their_simulation_does():
+    found = {"GPipe": schedules.gpipe(4, 8), "interleaved": schedules.interleaved(4, 8, 2)}
+    chart = view.schedules(found, forward=2e-3, backward=4e-3)
+    ends = chart.table[chart.table["kind"] != "wait"].groupby("report")["end"].max()
+    for name, share in (("GPipe", 1), ("interleaved", 2)):  # a chunk is a half of the layers
+        made = simulate(found[name], forward=2e-3 / share, backward=4e-3 / share)
+        assert ends[name] == pytest.approx(made.makespan)
+    times = ends["GPipe"] / ends["interleaved"]
+    assert chart.finding == f"GPipe takes {times:.2f} times as long as interleaved"
+    assert view.schedules({"one": schedules.zb_h1(4, 8)}).finding.startswith("one: the bubble is")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        view.schedules({})
