@@ -7,21 +7,40 @@ Lengths are in cells, y grows downwards. See rank_mesh.py for what it means.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from paralab.spec import Cluster, Plan
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.marks import note
 from paralab.view.marks.cells import heat
-
-if TYPE_CHECKING:
-    from paralab.view.rank_mesh import Group
 
 ROWS, COLUMNS = 10, 24  # cells at most: each has to have room for a rank of four digits
 TP_CELLS = 12
 BLOCK_GAP, LEFT_OUT = 0.35, 1.0  # in cells: between blocks; where some are left out
 NARROWEST = 6.0  # cells that the picture is wide: of fewer ranks none is a bar
 ROW_GAP = 0.5  # in rows: room for the node's name
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of one rank.
+
+    ranks    all of its members, in group order
+    sends    what flows in it
+    level    "intra", or "inter" if a call in it leaves a node; "" where no cluster is stated
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    sends: str
+    level: str
+
+    @property
+    def name(self) -> str:
+        """ "tp: 8 ranks inside a node, all-reduce of activations"."""
+        place = f" {naming.LEVEL_NAME[self.level]}" if self.level else ""
+        return f"{self.axis}: {len(self.ranks)} ranks{place}, {self.sends}"
 
 
 class Grid:

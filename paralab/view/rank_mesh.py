@@ -15,38 +15,16 @@ their neighbours, the first and the last; the second line of the title says how 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paralab.checks import illegal, whole
 from paralab.spec import Cluster, Plan
-from paralab.view import naming, theme
+from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks.boxes import rows_axis
 from paralab.view.marks.curves import curve
-from paralab.view.mesh_grid import NARROWEST, ROW_GAP, Grid
+from paralab.view.mesh_grid import NARROWEST, ROW_GAP, Grid, Group
 
 ROW, LEGEND_ROW, HEAD = 34, 20, 84  # pixels
-
-
-@dataclass(frozen=True)
-class Group:
-    """One group of one rank.
-
-    ranks    all of its members, in group order
-    sends    what flows in it
-    level    "intra", or "inter" if a call in it leaves a node; "" where no cluster is stated
-    """
-
-    axis: str
-    ranks: tuple[int, ...]
-    sends: str
-    level: str
-
-    @property
-    def name(self) -> str:
-        """ "tp: 8 ranks inside a node, all-reduce of activations"."""
-        place = f" {naming.LEVEL_NAME[self.level]}" if self.level else ""
-        return f"{self.axis}: {len(self.ranks)} ranks{place}, {self.sends}"
 
 
 def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Group]:
