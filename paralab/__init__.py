@@ -73,7 +73,7 @@ _LATER = {  # functions that bring NumPy along, or the ops of a model
 def explore(
     model: ModelSpec | None = None, plan: Plan | None = None, cluster: Cluster | None = None
 ) -> Explore:
-    """A whole plan with sliders: the prediction follows them, «Run it» starts real processes.
+    """A whole plan with sliders: the prediction follows them, “Run it” starts real processes.
 
     model    default: eight small layers
     plan     where the sliders start; default: two pipelines of two stages, or one device where

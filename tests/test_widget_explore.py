@@ -11,40 +11,30 @@ import pytest
 
 import paralab as pl
 from paralab import view
-from paralab.view import explore_parts, widget_explore
+from paralab.view import explore_parts
+from paralab.view.widget import STALE
+from widgets import CLUSTER, PATIENCE, numbers
+from widgets import DEEP as MODEL
 
-LINK = pl.Link(alpha=1e-4, bandwidth=1e9)
-CLUSTER = pl.Cluster(
-    flops=5e10, memory_bandwidth=2e10, op_overhead=1e-5, intra=LINK, cores=2, memory=10**10,
-    devices_per_node=64, host=LINK, disk=LINK, host_bandwidth=1e9,
-)  # fmt: skip
-MODEL = pl.ModelSpec(layers=8, hidden=32, heads=4, seq_len=16)
 PLAN = pl.Plan(dp=2, pp=2, microbatches=2, microbatch_size=1)
 VIEWS = ("timeline", "mesh", "memory", "traffic")
 NO_MESH = ("timeline", "memory", "traffic")
-PATIENCE = 60
 
 
 @pytest.fixture
 def bench(monkeypatch) -> view.widgets.explore:
-    monkeypatch.setattr(widget_explore, "STEPS", 3)
+    monkeypatch.setattr(view.widgets.explore, "steps", 3)
     made = pl.explore(MODEL, PLAN, CLUSTER)
     yield made
     made.close()
-
-
-def numbers(bench: view.widgets.explore) -> list[dict[str, str]]:
-    """The table's rows."""
-    rows = re.findall(r"<tr>(.*?)</tr>", bench._numbers.value)
-    head, *rest = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
-    return [dict(zip(head, row, strict=True)) for row in rest]
 
 
 def on_screen(bench: view.widgets.explore) -> list[dict]:
     """What the four figures show, as plain data."""
     plain = [figure.to_plotly_json() for figure in bench.figures]
     return [{"data": [{k: v for k, v in trace.items() if k != "uid"} for trace in one["data"]],
-             "title": one["layout"]["title"]["text"]} for one in plain]  # fmt: skip
+             "title": view.head.value}
+            for one, view in zip(plain, bench._views.children, strict=True)]  # fmt: skip
 
 
 # ---- sliders -------------------------------------------------------------------------------------
@@ -73,9 +63,8 @@ def test_every_knob_moves_its_views_to_what_the_plain_functions_draw(bench):
         for one in changing:
             assert after[one] != before[one], (name, value, one)
         moved.add(name)
-        knobs = bench.values
-        plan, cluster = bench.plan_of(knobs), bench.cluster_of(knobs)
-        report = pl.predict(bench.model_of(knobs), plan, cluster, steps=1, detail="actions")
+        at, plan, cluster = bench.values, bench.values.plan, bench.values.cluster
+        report = pl.predict(at.model, plan, cluster, steps=1, detail="actions")
         ranks = explore_parts.shown_ranks(report, explore_parts.BOXES)
         crowded = name in ("pp", "sequence_parallel") and plan.pp == 4  # of 4 stages, 2 had room
         first = view.stage_time(report) if crowded else report.timeline(ranks=ranks, ideal=False)
@@ -107,7 +96,7 @@ def test_the_plain_twins_move_no_slider(bench):
 
 def test_the_table_and_the_code_say_what_is_predicted(bench):
     bench.set(dp=4, zero_stage=1)
-    report = pl.predict(MODEL, bench.plan_of(bench.values), CLUSTER, steps=1)
+    report = pl.predict(MODEL, bench.values.plan, CLUSTER, steps=1)
     (row,) = numbers(bench)
     assert row["clock"] == "predicted"
     assert row["peak of a device"] == view.theme.scaled(report.peak_memory, "B")
@@ -115,7 +104,7 @@ def test_the_table_and_the_code_say_what_is_predicted(bench):
     assert row["sent inside a node"] == view.theme.scaled(sent, "B")
     assert row["sent between nodes"] == "0 B"
     said = re.search("plan = (.*?)</div>", bench._code.value)[1]
-    assert eval(said, {"pl": pl}) == bench.plan_of(bench.values)
+    assert eval(said, {"pl": pl}) == bench.values.plan
 
 
 def test_ranks_by_the_thousand_are_drawn_in_part_and_said():
@@ -167,9 +156,9 @@ def test_an_impossible_combination_says_why_in_place_of_its_views(bench, knobs, 
     said = bench._trouble.value
     assert bench.state == "error" and why in said and "What would work: " in said
     assert legal in said.partition("What would work: ")[2]
-    assert bench._go.disabled and explore_parts.STALE in bench._views._dom_classes
+    assert bench._go.disabled and STALE in bench._views._dom_classes
     assert on_screen(bench) == before and not bench._numbers.value
-    assert f".{explore_parts.STALE} {{ opacity: 0.2" in said
+    assert f".{STALE} {{ opacity: 0.2" in said
     for call in (bench.predict, bench.views):
         with pytest.raises(ValueError, match="legal: "):
             call()
@@ -178,7 +167,7 @@ def test_an_impossible_combination_says_why_in_place_of_its_views(bench, knobs, 
     for name in knobs:  # and back again
         bench.knobs[name].value = getattr(PLAN, name) if name != "offload" else "none"
     assert bench.state == "idle" and bench.error is None and not bench._trouble.value
-    assert not bench._go.disabled and explore_parts.STALE not in bench._views._dom_classes
+    assert not bench._go.disabled and STALE not in bench._views._dom_classes
     assert on_screen(bench) == before and numbers(bench)
 
 
@@ -193,16 +182,16 @@ def test_what_can_be_and_should_not_is_said_in_the_widget_and_not_printed(bench,
 
 def test_a_plan_that_does_not_fit_says_so_with_the_numbers():
     bench = pl.explore(MODEL, PLAN, CLUSTER.replace(memory=300_000))
-    peak = bench._expect(bench.values).peak_memory
+    peak = bench.values.expect.peak_memory
     assert peak > 300_000
     said = f"It does not fit: a device of stage 0 needs {view.theme.scaled(peak, 'B')} and has 300"
     assert said in bench._trouble.value and bench.charts[2].finding.endswith("it does not fit")
-    assert bench._go.disabled and "«Run it» would need" in bench._status.value
+    assert bench._go.disabled and "“Run it” would need" in bench._status.value
 
 
 @pytest.mark.parametrize(
     ("knobs", "why"),
-    [({"dp": 8}, "takes up to 8 real processes on one machine, and this plan has 16 ranks"),
+    [({"dp": 8}, "takes up to 8 real processes on one machine, not 16"),
      ({"cluster": "dgx-h100"}, "this is a prediction for dgx-h100"),
      ({"dp": 1, "pp": 1, "model": "gpt2"}, "would take about")],
     ids=lambda value: str(value)[:20],
@@ -210,7 +199,7 @@ def test_a_plan_that_does_not_fit_says_so_with_the_numbers():
 def test_what_cannot_run_here_says_why_and_is_predicted_all_the_same(bench, knobs, why):
     bench.set(**knobs)
     assert bench.state == "idle" and why in bench._status.value and bench._go.disabled
-    assert numbers(bench) and explore_parts.STALE not in bench._views._dom_classes
+    assert numbers(bench) and STALE not in bench._views._dom_classes
     with pytest.raises(ValueError, match=why):
         bench.run().wait(PATIENCE)
     bench.set(**{name: "given" if isinstance(value, str) else 2 for name, value in knobs.items()})
@@ -236,7 +225,7 @@ def test_what_has_no_slider_stays_as_given():
 
     plan = PLAN.replace(schedule=mine, bucket_bytes=12345, dp=5, offload=None)
     bench = pl.explore(MODEL, plan, CLUSTER)
-    assert bench.plan_of(bench.values) == plan
+    assert bench.values.plan == plan
     assert "mine" in repr(bench) and "dp=5" in repr(bench)
     said = repr(pl.explore(MODEL, PLAN, CLUSTER))
     assert said.startswith("explore(dp=2, tp=1, pp=2, m=2, b=1, v=1, 1F1B, ") and len(said) <= 110
@@ -253,7 +242,7 @@ def test_run_it_lays_the_replay_under_the_prediction_and_the_measured_beside(ben
     assert bench.state == "done" and not bench._go.disabled and seen[-1] == 3
     assert "4 real processes" in bench._status.value
     assert list(dict.fromkeys(chart.table["clock"])) == ["predicted", "replayed"]
-    found, replayed = bench.result, bench._replay(bench.values, bench.result)
+    found, replayed = bench.result, bench.values.replayed
     assert chart.table[chart.table["clock"] == "replayed"]["rank"].nunique() == 2
     rows = numbers(bench)
     assert [row["clock"].split(" (")[0] for row in rows] == ["predicted", "replayed", "measured"]

@@ -7,25 +7,23 @@ import re
 import pytest
 
 import paralab as pl
+import widgets
 from paralab import view
 from paralab.report import metrics
 from paralab.theory.offload import link_bytes
 from paralab.view import theme, widget_offload
 from paralab.view.disk_bandwidth import FASTEST, SLOWEST
 from paralab.view.widgets import offload
+from widgets import PATIENCE, numbers
 
 MODEL = pl.ModelSpec(layers=2, hidden=64, heads=2, seq_len=32)
-LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
-CLUSTER = pl.Cluster(flops=5e10, memory_bandwidth=2e10, op_overhead=1e-5, devices_per_node=4,
-                     intra=pl.Link(alpha=1e-4, bandwidth=1e9), host=LINK.replace(bandwidth=4e9),
-                     disk=LINK, host_bandwidth=1e10)  # fmt: skip
+CLUSTER = widgets.CLUSTER.replace(devices_per_node=4)
 FILES = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
 PLAN = pl.Plan(zero_stage=3, microbatch_size=8, offload=FILES)
-PATIENCE = 60
 
 
 @pytest.fixture
-def bench() -> offload:
+def widget() -> offload:
     made = offload(MODEL, CLUSTER)
     yield made
     made.close()
@@ -35,13 +33,6 @@ def curve(chart: view.Chart, name: str) -> dict[float, float]:
     """{bandwidth: share} of one curve, or of one clock's points."""
     mine = chart.table[chart.table["curve"] == name]
     return dict(zip(mine["bandwidth"], mine["share"], strict=True))
-
-
-def numbers(bench: offload) -> dict[str, dict[str, str]]:
-    """{row: {column: text}} of the table."""
-    rows = re.findall(r"<tr>(.*?)</tr>", bench._numbers.value)
-    head, *rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
-    return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
 
 
 def with_disk(bandwidth: float, cluster: pl.Cluster = CLUSTER) -> pl.Cluster:
@@ -143,8 +134,8 @@ def test_a_cluster_without_a_disk_is_drawn_without_its_mark():
     own = view.disk_needed(MODEL, PLAN, CLUSTER)
     (mark,) = [trace for trace in own.data if "disk" in (trace.name or "")]
     assert mark.name == "the cluster's disk, 1 GB/s" and mark.x == (1e9,)
-    bench = offload(MODEL, pl.Cluster.preset("dgx-a100"))
-    assert bench.values["bandwidth"] == 10**9 and "own disk" not in repr(bench)
+    widget = offload(MODEL, pl.Cluster.preset("dgx-a100"))
+    assert widget.values["bandwidth"] == 10**9 and "own disk" not in repr(widget)
 
 
 @pytest.mark.parametrize(("settings", "why"), [
@@ -164,99 +155,68 @@ def test_what_cannot_be_drawn_is_refused_in_words(settings, why):
         view.disk_needed(asked.pop("model"), asked.pop("plan"), asked.pop("cluster"), **asked)
 
 
-# ---- sliders -------------------------------------------------------------------------------------
-def test_every_knob_moves_the_picture(bench):
-    for name, value in {"bandwidth": 2e8, "host": 3e8, "microbatch_size": 4, "microbatches": 2,
-                        "parameters": "cpu", "optimizer": "cpu",
-                        "ranks": 2}.items():  # fmt: skip
-        before = bench.chart
-        bench.knobs[name].value = value
-        assert bench.error is None and bench.chart.to_json() != before.to_json(), name
-        assert bench.chart.table.equals(bench.predict().table)
-    plan, tiers = bench.plan_of(bench.values), bench.plan_of(bench.values).tiers
-    assert (plan.dp, plan.microbatches, plan.microbatch_size, plan.zero_stage) == (2, 2, 4, 3)
-    assert (tiers.parameters, tiers.gradients, tiers.optimizer) == ("cpu", "cpu", "cpu")
-    assert bench.cluster_of(bench.values).host.bandwidth == 3e8
+# ---- the widget ----------------------------------------------------------------------------------
+def named(widget: offload) -> dict[str, dict[str, str]]:
+    """{row: {column: text}} of the table."""
+    return {next(iter(row.values())): row for row in numbers(widget)}
 
 
-def test_the_picture_and_the_table_are_those_of_the_plain_call(bench):
-    bench.set(bandwidth=2e8, microbatches=2, optimizer="cpu")
-    plan, cluster = bench.plan_of(bench.values), bench.cluster_of(bench.values)
-    chart = view.disk_needed(MODEL, plan, cluster, at=2e8)
-    assert chart.to_json() == bench.chart.to_json() and repr(chart) == repr(bench.chart)
-    expect = pl.predict(MODEL, plan, with_disk(2e8), steps=1)
-    rows = numbers(bench)
+def test_the_picture_and_the_table_are_those_of_the_plain_call(widget):
+    widget.set(bandwidth=2e8, microbatches=2, optimizer="cpu", host=3e8)
+    at, tiers = widget.values, widget.values.plan.tiers
+    assert (tiers.parameters, tiers.gradients, tiers.optimizer) == ("nvme", "cpu", "cpu")
+    assert at.plan.microbatches == 2 and at.cluster.host.bandwidth == 3e8
+    chart = view.disk_needed(MODEL, at.plan, at.cluster, at=2e8)
+    assert chart.to_json() == widget.chart.to_json() and repr(chart) == repr(widget.chart)
+    expect = pl.predict(MODEL, at.plan, with_disk(2e8, at.cluster), steps=1)
+    rows = named(widget)
     assert rows["device computes"]["predicted"] == f"{100 * busy(expect):.0f} %"
     assert rows["time per step"]["predicted"] == f"{1e3 * expect.step_time:.1f} ms"
     for name in ("no overlap", "perfect overlap"):
         assert rows["device computes"][name] == f"{100 * curve(chart, name)[2e8]:.0f} %"
-    assert "disk of 200 MB/s" in bench._numbers.value
-    named = [trace.name for trace in chart.data if trace.showlegend and trace.type == "scatter"]
-    assert named == ["predicted", "no overlap", "perfect overlap", "the cluster's disk, 1 GB/s"]
+    assert "disk of 200 MB/s" in widget._numbers.value
 
 
-def test_the_repr_says_the_settings_and_wrong_ones_are_refused():
-    assert (
-        repr(offload(MODEL, CLUSTER))
-        == "offload(own disk, own link, 8 samples, 1 micro-batch, files, files, 1 device)"
-    )
-    # fmt: skip
-    with pytest.raises(ValueError, match="model='gpt'.*legal: a pl.ModelSpec"):
-        offload("gpt")
-    with pytest.raises(ValueError, match="cluster='mine': not a cluster"):
-        offload(cluster="mine")
-    with pytest.raises(ValueError, match="host_bandwidth=None: the plan offloads"):
-        offload(MODEL, CLUSTER.replace(host_bandwidth=None))
-    with pytest.raises(ValueError, match="bandwidth=1: not on this slider"):
-        offload(MODEL, CLUSTER).predict(bandwidth=1)
-    small = offload(MODEL, CLUSTER.replace(devices_per_node=2))
-    assert [value for _, value in small._kinds["ranks"].options] == [1, 2]
-
-
-# ---- the real run --------------------------------------------------------------------------------
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_run_it_holds_the_disk_down_and_puts_its_points_into_the_picture(bench, ranks):
-    bench.run(bandwidth=SLOWEST, ranks=ranks)
-    assert all(knob.disabled for knob in bench.knobs.values())
-    bench.wait(PATIENCE)
-    assert bench.state == "done" and f"{ranks} real process" in bench._status.value
-    found, replayed = bench.result, bench.result.replay(with_disk(SLOWEST))
+def test_run_it_holds_the_disk_down_and_its_points_stay_while_only_the_disk_changes(widget):
+    widget.run(bandwidth=SLOWEST, ranks=2).wait(PATIENCE)
+    assert widget.state == "done" and "2 real processes" in widget._status.value
+    found, replayed = widget.result, widget.result.replay(with_disk(SLOWEST))
     assert found.plan.tiers.limits == {"disk": SLOWEST} and len(found.losses) == 3
     moved = found.copies[(found.copies["lane"] == "disk") & (found.copies["rank"] == 0)]
     assert found.step_time >= moved[moved["step"] == 1]["bytes"].sum() / SLOWEST
-    assert curve(bench.chart, "replayed") == {SLOWEST: pytest.approx(busy(replayed))}
-    assert curve(bench.chart, "measured") == {SLOWEST: pytest.approx(busy(found))}
-    rows = numbers(bench)
-    assert rows["time per step"]["replayed"] == f"{1e3 * replayed.step_time:.1f} ms"
-    assert rows["time per step"]["measured"] == f"{1e3 * found.step_time:.1f} ms"
-    assert f"the device computes {100 * busy(replayed):.0f} % of a step" in bench._status.value
+    assert curve(widget.chart, "replayed") == {SLOWEST: pytest.approx(busy(replayed))}
+    assert curve(widget.chart, "measured") == {SLOWEST: pytest.approx(busy(found))}
+    row = named(widget)["time per step"]
+    assert row["replayed"] == f"{1e3 * replayed.step_time:.1f} ms"
+    assert row["measured"] == f"{1e3 * found.step_time:.1f} ms"
+    assert f"the device computes {100 * busy(replayed):.0f} % of a step" in widget._status.value
+
+    widget.set(bandwidth=2e8)
+    assert widget.result is None and widget.state == "idle"
+    assert list(curve(widget.chart, "replayed")) == [SLOWEST]
+    assert list(named(widget)["time per step"])[1:] == [
+        "no overlap",
+        "perfect overlap",
+        "predicted",
+    ]
+    widget.run().wait(PATIENCE)
+    assert sorted(curve(widget.chart, "replayed")) == [SLOWEST, 2e8]
+    assert widget.set(bandwidth=SLOWEST).result is found and widget.state == "done"
+    for knob in ({"microbatches": 2}, {"parameters": "cpu"}, {"host": 3e8}, {"ranks": 1}):
+        old = {name: widget.values[name] for name in knob}
+        assert widget.set(**knob).result is None and not curve(widget.chart, "replayed")
+        assert widget.set(**old).result is found
 
 
-def test_points_stay_while_only_the_disk_is_another(bench):
-    bench.run(bandwidth=SLOWEST).wait(PATIENCE)
-    ran = bench.result
-    bench.set(bandwidth=2e8)
-    assert bench.result is None and bench.state == "idle"
-    assert list(curve(bench.chart, "replayed")) == [SLOWEST]
-    assert set(numbers(bench)["time per step"]) == {"no overlap", "perfect overlap", "predicted"}
-    bench.run().wait(PATIENCE)
-    assert sorted(curve(bench.chart, "replayed")) == [SLOWEST, 2e8]
-    assert bench.set(bandwidth=SLOWEST).result is ran and bench.state == "done"
-    for knob in ({"microbatches": 2}, {"parameters": "cpu"}, {"host": 3e8}, {"ranks": 2}):
-        old = {name: bench.values[name] for name in knob}
-        assert bench.set(**knob).result is None and not curve(bench.chart, "replayed")
-        assert bench.set(**old).result is ran
-
-
-def test_no_clock_on_the_wall_shows_a_link_that_is_not_there(bench):
-    bench.run(bandwidth=5e9).wait(PATIENCE)
-    assert list(curve(bench.chart, "replayed")) == [5e9]
-    assert list(curve(bench.chart, "measured")) == [1e9]  # the disk that there is
-    bench.run(bandwidth=1e9, host=1e10).wait(PATIENCE)
-    assert curve(bench.chart, "replayed") and not curve(bench.chart, "measured")
-    bench.run(host=3e8).wait(PATIENCE)
-    assert bench.result.plan.tiers.limits == {"disk": 10**9, "h2d": 3 * 10**8, "d2h": 3 * 10**8}
-    assert curve(bench.chart, "measured")
+def test_the_wall_clock_shows_no_link_that_is_not_there(widget):
+    widget.run(bandwidth=5e9).wait(PATIENCE)
+    assert list(curve(widget.chart, "replayed")) == [5e9]
+    assert list(curve(widget.chart, "measured")) == [1e9]  # the disk that there is
+    widget.run(bandwidth=1e9, host=1e10).wait(PATIENCE)
+    assert curve(widget.chart, "replayed") and not curve(widget.chart, "measured")
+    widget.run(host=3e8).wait(PATIENCE)
+    limits = {"disk": 10**9, "h2d": 3 * 10**8, "d2h": 3 * 10**8}
+    assert widget.result.plan.tiers.limits == limits and curve(widget.chart, "measured")
 
 
 def test_runs_of_ones_own_are_points_of_the_plain_call(run):
@@ -270,21 +230,21 @@ def test_runs_of_ones_own_are_points_of_the_plain_call(run):
         view.disk_needed(MODEL, PLAN, CLUSTER.replace(disk=None), runs=reports)
 
 
-def test_what_would_take_too_long_or_too_much_is_not_run(bench, monkeypatch):
+def test_what_would_take_too_long_or_too_much_is_not_run(widget, monkeypatch):
     monkeypatch.setattr(widget_offload, "LONGEST", 1e-3)
-    with pytest.raises(ValueError, match="with a disk of 50 MB/s: a faster disk, fewer samples"):
-        bench.run(bandwidth=SLOWEST).wait(PATIENCE)
-    assert bench.state == "error" and "Traceback" not in bench._trouble.value
+    with pytest.raises(ValueError, match="would take about .* here: a smaller model or batch"):
+        widget.run(bandwidth=SLOWEST).wait(PATIENCE)
+    assert widget.state == "error" and "Traceback" not in widget._trouble.value
     small = CLUSTER.replace(memory=2**20)
     monkeypatch.setattr(pl.Cluster, "local", lambda **_: small)
-    with pytest.raises(ValueError, match="2 ranks need .* fewer devices or a smaller hidden"):
-        bench.run(ranks=2).wait(PATIENCE)
-    assert bench.set(microbatches=2).state == "idle"
+    with pytest.raises(ValueError, match="would need .* this machine has 1.05 MB"):
+        widget.run(ranks=2).wait(PATIENCE)
+    assert widget.set(microbatches=2).state == "idle"
 
 
-def test_the_hint_says_what_run_it_does_to_the_disk(bench):
-    said = {b: bench.set(bandwidth=b)._status.value for b in (2e8, 5e9)}
+def test_the_hint_says_what_run_it_does_to_the_disk(widget):
+    said = {b: widget.set(bandwidth=b)._status.value for b in (2e8, 5e9)}
     assert "1 real process, with a disk held down to 200 MB/s" in said[2e8]
     assert "the disk stays as slow as it is" in said[5e9]
-    bench.set(parameters="cpu", optimizer="cpu", ranks=4)
-    assert "3 steps on 4 real processes, without the disk" in bench._status.value
+    widget.set(parameters="cpu", optimizer="cpu", ranks=4)
+    assert "3 steps on 4 real processes, without the disk" in widget._status.value

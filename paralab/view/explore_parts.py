@@ -1,4 +1,4 @@
-"""What the explorer's page is made of: its knobs, its four pictures' frames, its words.
+"""What the explorer is declared with: its knobs, its table's columns, its timeline, its code line.
 
 Nothing here predicts or runs anything; see widget_explore.py.
 """
@@ -6,147 +6,97 @@ Nothing here predicts or runs anything; see widget_explore.py.
 from __future__ import annotations
 
 import html
-import textwrap
-from collections.abc import Sequence
 from dataclasses import MISSING, fields
+from typing import Any
 
 from paralab.parallel.schedules import SCHEDULES
-from paralab.report.metrics import reported_ranks, utilisation
-from paralab.report.report import Report
+from paralab.report.metrics import reported_ranks
+from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
-from paralab.view import naming, theme
+from paralab.theory.utilisation import utilisation
+from paralab.view import naming
 from paralab.view.chart import Chart
 from paralab.view.sampling import spread
 from paralab.view.stage_bars import peaks
 from paralab.view.stage_stretches import stage_time
 from paralab.view.timeline import timeline
 from paralab.view.traffic_bars import flows
-from paralab.view.widget_parts import BAD, MUTED, Knob
-from paralab.view.widget_shared import count
+from paralab.view.widget_parts import (
+    MUTED,
+    Knob,
+    buttons,
+    count,
+    few,
+    in_bytes,
+    in_seconds,
+    is_here,
+    slider,
+)
+from paralab.view.widget_steps import Says
 
-WIDTH = 1056  # pixels: two pictures beside one another, as a laptop shows beside the file list
-EACH, TALL, LOW = 520, 424, 340  # of one picture: width; height above and below
+EACH, TALL, LOW = 520, 424, 340  # pixels of one picture: width at least; height above and below
 BOXES = 320  # of a timeline, at most
 FEW = 4  # stages whose boxes must fit among those
-BOLD, SMALL = 66, 96  # letters on a line of its title
-DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512)
-TPS = (1, 2, 4, 8, 16)
-PPS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
-MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-SAMPLES = (1, 2, 4, 8, 16)
+COUNTS = {  # knob: its label, and what it offers
+    "dp": ("data, dp", (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512)),
+    "tp": ("tensor, tp", (1, 2, 4, 8, 16)),
+    "pp": ("pipeline, pp", (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)),
+    "microbatches": ("micro-batches, m", (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)),
+    "microbatch_size": ("samples, b", (1, 2, 4, 8, 16)),
+    "virtual_stages": ("chunks, v", (1, 2, 3, 4)),
+}
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
 MODELS = ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t")
-CLUSTERS = tuple(CLUSTER_PRESETS)
 HERE, GIVEN = "this machine", "given"
 NOWHERE = "none"  # buttons cannot have None for a value
-STALE = "paralab-stale"
-GREY = f"<style>.{STALE} {{ opacity: 0.2; pointer-events: none; }}</style>"
 
 
 def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Knob]:
     """Every setting of a plan that has a slider, and what it runs on; they start at ``plan``."""
-    own_nodes = cluster.nodes if cluster is not None else 1
-    schedules = [(naming.SCHEDULE_NAME.get(name, name), name) for name in SCHEDULES]
+    schedules = {naming.SCHEDULE_NAME.get(name, name): name for name in SCHEDULES}
     if plan.schedule not in SCHEDULES:
-        schedules.append((naming.schedule_name(plan), plan.schedule))
-    places = [(NOWHERE, NOWHERE), ("to host", "cpu"), ("to disk", "nvme")]
+        schedules[naming.schedule_name(plan)] = plan.schedule
+    places = {NOWHERE: NOWHERE, "to host": "cpu", "to disk": "nvme"}
     if plan.offload not in (None, "cpu", "nvme"):
-        places.append(("as given", plan.offload))
+        places["as given"] = plan.offload
+    models = {f"{count(model.layers, 'layer')}, h={model.hidden}": GIVEN}
+    models |= {name: name for name in MODELS if ModelSpec.preset(name) != model}
+    name = HERE if cluster is None or is_here(cluster) else cluster.name
+    clusters = {name: GIVEN} | {n: n for n in (HERE, *CLUSTER_PRESETS) if n != name}
+    recompute = {"none": "none", "attention": "selective", "blocks": "full"}
+    sequence = {"whole": False, "parallel": True}
+    tips = {"sequence": "in addition to tensor parallelism", "nodes": "this machine is one"}
+    nodes = cluster.nodes if cluster is not None else 1
     return {
-        "dp": _counts("data, dp", DEGREES, plan.dp),
-        "tp": _counts("tensor, tp", TPS, plan.tp),
-        "pp": _counts("pipeline, pp", PPS, plan.pp),
-        "microbatches": _counts("micro-batches, m", MICROBATCHES, plan.microbatches),
-        "microbatch_size": _counts("samples, b", SAMPLES, plan.microbatch_size),
-        "virtual_stages": _counts("chunks, v", (1, 2, 3, 4), plan.virtual_stages),
-        "schedule": Knob(label="schedule", options=schedules, value=plan.schedule),
-        "zero_stage": Knob(
-            label="ZeRO",
-            value=plan.zero_stage,
-            buttons=True,
-            options=[("off", 0), ("1", 1), ("2", 2), ("3", 3)],
-        ),
-        "offload": Knob(
-            label="offload", options=places, value=plan.offload or NOWHERE, buttons=True
-        ),
-        "recompute": Knob(
-            label="recompute",
-            value=plan.recompute,
-            buttons=True,
-            options=[("none", "none"), ("attention", "selective"), ("blocks", "full")],
-        ),
-        "sequence_parallel": Knob(
-            label="sequence",
-            value=plan.sequence_parallel,
-            buttons=True,
-            options=[("whole", False), ("parallel", True)],
-            tip="sequence parallelism, beside tensor parallelism",
-        ),
-        "precision": Knob(
-            label="precision",
-            value=plan.precision,
-            buttons=True,
-            options=[(name, name) for name in ("fp32", "bf16", "fp16")],
-        ),
-        "model": Knob(
-            label="model",
-            value=GIVEN,
-            options=[
-                (model_name(model), GIVEN),
-                *[(n, n) for n in MODELS if ModelSpec.preset(n) != model],
-            ],
-        ),
-        "cluster": Knob(label="cluster", value=GIVEN, options=_clusters(cluster), buttons=True),
-        "nodes": Knob(
-            label="nodes",
-            value=own_nodes,
-            options=[(count(n, "node"), n) for n in sorted({*NODES, own_nodes})],
-            tip="of the cluster; this machine is one",
-        ),
+        **{
+            name: slider(label, usual, brief=_Brief(label))
+            for name, (label, usual) in COUNTS.items()
+        },
+        "schedule": Knob(label="schedule", offers=schedules),
+        "zero_stage": buttons("ZeRO", {"off": 0, "1": 1, "2": 2, "3": 3}),
+        "offload": buttons("offload", places, start=plan.offload or NOWHERE),
+        "recompute": buttons("recompute", recompute),
+        "sequence_parallel": buttons("sequence", sequence, tip=tips["sequence"]),
+        "precision": buttons("precision", ("fp32", "bf16", "fp16")),
+        "model": Knob(label="model", offers=models, start=GIVEN),
+        "cluster": buttons("cluster", clusters, start=GIVEN),
+        "nodes": slider("nodes", NODES, "{} node", "s", start=nodes, tip=tips["nodes"]),
     }
 
 
-def _counts(label: str, usual: Sequence[int], value: int) -> Knob:
-    name = label.rpartition(", ")[2]
-    return Knob(
-        label=label,
-        value=value,
-        options=[(str(n), n) for n in sorted({*usual, value})],
-        brief={n: f"{name}={n}" for n in {*usual, value}},
-    )
+class _Brief(dict[int, str]):
+    """How the repr writes a count: "dp=2" of "data, dp"."""
 
+    def __init__(self, label: str) -> None:
+        self.short = label.rpartition(", ")[2]
 
-def model_name(model: ModelSpec) -> str:
-    return f"{count(model.layers, 'layer')}, h={model.hidden}"
-
-
-def _clusters(cluster: Cluster | None) -> list[tuple[str, str]]:
-    """(what is written, value): the one given, or this machine; and those of the literature."""
-    name = HERE if cluster is None or is_here(cluster) else cluster.name
-    here = [(HERE, HERE)] * (name != HERE)
-    return [(name, GIVEN), *here, *[(n, n) for n in CLUSTERS if n != name]]
-
-
-def is_here(cluster: Cluster) -> bool:
-    """Whether its devices are ranks that share a processor's cores: then a plan can run here."""
-    return not cluster.gpus
+    def get(self, value: Any, default: Any = None) -> str:
+        return f"{self.short}={value}"
 
 
 # ---- pictures ------------------------------------------------------------------------------------
-def broken(chart: Chart) -> Chart:
-    """The chart with its title's two lines broken so that they fit into the page's frame."""
-    finding, _, below = chart.layout.title.text.partition("<br>")
-    style, _, words = below.partition(">")
-    bold = textwrap.wrap(finding.removeprefix("<b>").removesuffix("</b>"), BOLD)
-    small = textwrap.wrap(words.removesuffix("</span>"), SMALL)
-    if len(bold) + len(small) > 2:
-        lines = [*[f"<b>{line}</b>" for line in bold], *[f"{style}>{s}</span>" for s in small]]
-        chart.layout.title.text = "<br>".join(lines)
-    return chart
-
-
-def step_chart(report: Report) -> Chart:
+def step_chart(report: Tables) -> Chart:
     """A step box by box, or as stretches where few of its ranks could be drawn that way."""
     ranks, stages = shown_ranks(report, BOXES), report.plan.pp
     if len(ranks) < min(stages, FEW) or _boxes(report) > BOXES:
@@ -154,12 +104,10 @@ def step_chart(report: Report) -> Chart:
     drawn = timeline(report, ranks=ranks, ideal=False if stages > 1 else None)
     if report.plan.tp > 1:
         drawn.said_below("boxes with their waits for tp")
-    if len(ranks) < report.world_size:
-        drawn.said_below(f"{len(ranks)} of {count(report.world_size, 'rank')} drawn")
-    return drawn
+    return few(drawn, len(ranks), report.world_size)
 
 
-def shown_ranks(report: Report, boxes: int) -> list[int]:
+def shown_ranks(report: Tables, boxes: int) -> list[int]:
     """Ranks whose timeline is drawn, evenly spaced, so that there are about ``boxes`` in all; of
     a pipeline one per stage, of one stage at most four.
     """
@@ -170,70 +118,53 @@ def shown_ranks(report: Report, boxes: int) -> list[int]:
     return spread(known, max(1, most))
 
 
-def _boxes(report: Report) -> float:
+def _boxes(report: Tables) -> float:
     """Of a rank, on average."""
     return max(1.0, len(report.spans) / len(reported_ranks(report)))
 
 
-# ---- words ---------------------------------------------------------------------------------------
-def numbers(clock: str, report: Report) -> dict[str, str]:
-    """The table's row of a report."""
-    plan, seconds = report.plan, report.step_time
-    tokens = plan.global_batch * report.model.seq_len / seconds
-    sent = dict.fromkeys(("intra", "inter"), 0.0)
-    for flow in flows(report):
-        if flow.link in sent:
-            sent[flow.link] += flow.bytes
+# ---- the table -----------------------------------------------------------------------------------
+def _tokens(report: Tables) -> str:
+    return f"{report.plan.global_batch * report.model.seq_len / report.step_time:,.0f}"
+
+
+def _used(report: Tables) -> str:
     used = utilisation(report).get("model")
-    return {
-        "clock": clock,
-        "a step": theme.scaled(seconds, "s"),
-        "tokens per second": f"{tokens:,.0f}",
-        "model FLOPs": "no peak stated" if used is None else f"{100 * used:.0f} % of peak",
-        "bubble": f"{100 * report.bubble:.1f} %" if plan.pp > 1 else "no pipeline",
-        "peak of a device": theme.scaled(peak(report), "B"),
-        "sent inside a node": theme.scaled(sent["intra"], "B"),
-        "sent between nodes": theme.scaled(sent["inter"], "B"),
-    }
+    return "no peak stated" if used is None else f"{100 * used:.0f} % of peak"
 
 
-def peak(report: Report) -> int:
-    """Bytes on the fullest device."""
+def _bubble(report: Tables) -> str:
+    return f"{100 * report.bubble:.1f} %" if report.plan.pp > 1 else "no pipeline"
+
+
+def _sent(report: Tables, link: str) -> str:
+    return in_bytes(float(sum(flow.bytes for flow in flows(report) if flow.link == link)))
+
+
+def peak(report: Tables) -> int:
+    """Bytes on the device with the highest peak."""
     return max(p.total for p in peaks(report).values() if p.tier == "device")
 
 
-def code(plan: Plan) -> str:
-    """The plan as one would write it: what differs from the default."""
+COLUMNS: dict[str, Says] = {
+    "a step": lambda report: in_seconds(report.step_time),
+    "tokens per second": _tokens,
+    "model FLOPs": _used,
+    "bubble": _bubble,
+    "peak of a device": lambda report: in_bytes(peak(report)),
+    "sent inside a node": lambda report: _sent(report, "intra"),
+    "sent between nodes": lambda report: _sent(report, "inter"),
+}
+
+
+# ---- the code line -------------------------------------------------------------------------------
+def as_code(plan: Plan) -> str:
+    """Beneath the table: the plan as one would write it, what differs from the default."""
     said = []
     for field in fields(plan):
         value = getattr(plan, field.name)
-        if field.default is not MISSING and value == field.default:
-            continue
-        said.append(f"{field.name}={getattr(value, '__name__', None) or repr(value)}")
-    return f"pl.Plan({', '.join(said)})"
-
-
-def impossible(error: Exception) -> str:
-    """A refusal as HTML in place of the pictures: what was asked, why not, what would work."""
-    asked, _, rest = str(error).partition(": ")
-    why, _, legal = rest.partition("; legal: ")
-    lines = [f"<b>{html.escape(asked)}</b> cannot be: {html.escape(why or str(error))}."]
-    if legal:
-        lines.append(f"What would work: {html.escape(legal)}.")
-    style = f"border-left:4px solid {BAD};padding:10px 14px;line-height:1.6;font-size:15px"
-    return f'{GREY}<div style="{style}">{"<br>".join(lines)}</div>'
-
-
-def note(said: Sequence[str]) -> str:
-    """Sentences that go with a prediction that can be made: it does not fit, it is a bad idea."""
-    if not said:
-        return ""
-    style = f"border-left:4px solid {BAD};padding:4px 10px;line-height:1.4"
-    lines = "<br>".join(html.escape(f"{line[:1].upper()}{line[1:]}.") for line in said)
-    return f'<div style="{style}">{lines}</div>'
-
-
-def as_code(plan: Plan) -> str:
-    """Beneath the table: the same picture without a mouse."""
+        if field.default is MISSING or value != field.default:
+            said.append(f"{field.name}={getattr(value, '__name__', None) or repr(value)}")
     style = f"color:{MUTED};font-family:monospace;font-size:12px;line-height:1.5"
-    return f'<div style="{style}">plan = {html.escape(code(plan))}</div>'
+    code = html.escape(f"plan = pl.Plan({', '.join(said)})")
+    return f'<div style="{style};overflow-wrap:anywhere">{code}</div>'

@@ -26,6 +26,25 @@ const listen = (model, drawn) => {
   model.comm.on_msg((message) => widget._handle_comm_msg.call(model, message));
 };
 
+// plotly fits a figure to its place when the window changes its size. Its place also changes when it
+// is put on the page after it was drawn, and when a side bar opens. And plotly writes down the width
+// that a figure has when it is updated, which would hold from then on.
+const fit = (element) => {
+  const fitted = () => {
+    const now = element.clientWidth;
+    if (!now || !element._fullLayout || now === element._fullLayout.width) return;
+    delete element.layout.width;
+    element._responsiveChartHandler?.();
+  };
+  const observer = new ResizeObserver(fitted);
+  observer.observe(element);
+  document.addEventListener("plotlywidget-after-render", fitted);
+  return () => {
+    observer.disconnect();
+    document.removeEventListener("plotlywidget-after-render", fitted);
+  };
+};
+
 export default () => {
   let figure;
   return {
@@ -42,11 +61,15 @@ export default () => {
     render(context) {
       let gone = false;
       let end;
+      let unfit;
       figure.then((made) => {
-        if (!gone) end = made.render(context);
+        if (gone) return;
+        end = made.render(context);
+        unfit = fit(context.el);
       });
       return () => {
         gone = true;
+        unfit?.();
         end?.();
       };
     },

@@ -1,8 +1,11 @@
-"""A figure on screen becomes another one: only what differs is sent, in one message.
+"""A chart on a page, which becomes another one: only what differs is sent, in one message.
 
 plotly's FigureWidget draws what is assigned to it. Assigning a whole figure sends every point and
 flickers; here traces are matched by place, and of each only the properties that differ are set. So
 the picture follows a slider while it is dragged.
+
+The title is text above the figure: a page breaks it into as many lines as it needs, whereas plotly
+cuts it off, or draws the legend over it. The figure is as wide as its place (figure.js).
 """
 
 from __future__ import annotations
@@ -12,12 +15,17 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import ipywidgets as ipw
 import plotly
 import plotly.graph_objects as go
 from traitlets import Unicode
 
-WIDTH = 800  # pixels, what a laptop shows beside the file list: a figure drawn before it is on
-# the page cannot measure it
+from paralab.view import theme
+from paralab.view.chart import Chart
+
+HEAD = "paralab-head"  # the class of titles: the browser tests read them there
+TITLE = 64  # pixels at the top of a chart that its title takes
+ROOM = 28  # pixels that are left there at least
 _FOLDER, _OURS = Path(plotly.__file__).parent, Path(__file__).with_name("figure.js")
 _OWN = ("uid", "type")  # what makes a trace this trace
 
@@ -33,7 +41,7 @@ class _Whole(go.FigureWidget):
 
     plotly's own does so before it has its data, and sends these afterwards: a page that draws it in
     between, as a slow one does, draws an empty figure, for good. And its 5 MB of code must be
-    loaded within two seconds; here they come beside the figure, and once for a page (figure.js).
+    loaded within two seconds; here they come with the first figure, once for a page (figure.js).
 
     _bundle  plotly's code, where this figure brings it        _own  the name of the page's model
     """
@@ -44,8 +52,8 @@ class _Whole(go.FigureWidget):
     _ready = False
 
     def __init__(self, chart: go.Figure, bundle: str) -> None:
-        super().__init__(list(chart.data), _layout(chart))
-        self._bundle, self._ready = bundle, True
+        super().__init__(list(chart.data), layout_of(chart))
+        self._config, self._bundle, self._ready = {"responsive": True}, bundle, True
         self._own = self._model_id = uuid4().hex
         self.open()
 
@@ -54,51 +62,66 @@ class _Whole(go.FigureWidget):
             super().open()
 
 
-def live(chart: go.Figure, *, first: bool = True) -> go.FigureWidget:
-    """A figure on screen that shows ``chart``, complete from its first moment on.
+class View(ipw.VBox):
+    """A chart on a page, complete from its first moment on.
 
-    first  whether it is the first of a widget's figures, and brings plotly's code for all
+    chart   what it shows; `show` another one        figure  the FigureWidget
+    first   whether it is the first of a widget's views, and brings plotly's code for all
     """
-    figure = _Whole(chart, _plotly() if first else "")
-    figure._shown = chart, *_plain(chart)
-    return figure
 
+    def __init__(self, chart: Chart, *, first: bool = True) -> None:
+        self.head = ipw.HTML(layout={"margin": "0", "height": "auto"})
+        self.head.add_class(HEAD)
+        self.figure = _Whole(chart, _plotly() if first else "")
+        self._remember(chart, _plain(chart))
+        # A grid's column is as wide as its widest content, but for a column that may be narrower.
+        super().__init__([self.head, self.figure], layout={"min_width": "0"})
 
-def show(figure: go.FigureWidget, chart: go.Figure) -> None:
-    """Make ``figure``, which `live` made, look like ``chart``.
+    def _remember(self, chart: Chart, plain: Any) -> None:
+        """What is shown is kept as plain data: to ask the figure costs as much as all the rest."""
+        self.chart, self._shown, now = chart, plain, theme.look()
+        font = f"font:15px/1.3 {theme.FONT};color:{now.ink};background:{now.paper}"
+        below = f"font-size:12px;color:{now.faint};padding-top:3px"
+        self.head.value = (
+            f'<div style="{font};padding:10px 12px 0"><b>{chart.finding}</b>'
+            f'<div style="{below}">{chart.below}</div></div>'
+        )
 
-    What it showed last is kept as plain data: to ask the figure costs as much as all the rest.
-    """
-    before, had, layout = figure._shown
-    if before is chart:
-        return
-    new, old = list(chart.data), list(figure.data)
-    wants, wanted_layout = _plain(chart)
-    alike = 0
-    while alike < min(len(new), len(old)) and new[alike].type == old[alike].type:
-        alike += 1
-    if alike < len(old):
-        figure.data = old[:alike]
-    with figure.batch_update():
-        for i, trace in enumerate(figure.data):
-            for name, value in _changes(had[i], wants[i]).items():
-                if name not in _OWN:
-                    trace[name] = value
-        changes = _changes(layout, wanted_layout)
-        for name, value in changes.items():
-            figure.layout[name] = value
-    if alike < len(new):
-        figure.add_traces(new[alike:])
-    figure._shown = chart, wants, wanted_layout
+    def show(self, chart: Chart) -> None:
+        """Become another chart."""
+        if chart is self.chart:
+            return
+        figure, (had, layout), wants = self.figure, self._shown, _plain(chart)
+        new, old = list(chart.data), list(figure.data)
+        alike = 0
+        while alike < min(len(new), len(old)) and new[alike].type == old[alike].type:
+            alike += 1
+        if alike < len(old):
+            figure.data = old[:alike]
+        with figure.batch_update():
+            for i, trace in enumerate(figure.data):
+                for name, value in _changes(had[i], wants[0][i]).items():
+                    if name not in _OWN:
+                        trace[name] = value
+            for name, value in _changes(layout, wants[1]).items():
+                figure.layout[name] = value
+        if alike < len(new):
+            figure.add_traces(new[alike:])
+        self._remember(chart, wants)
 
 
 def _plain(chart: go.Figure) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    return [trace.to_plotly_json() for trace in chart.data], _layout(chart)
+    return [trace.to_plotly_json() for trace in chart.data], layout_of(chart)
 
 
-def _layout(chart: go.Figure) -> dict[str, Any]:
-    """The chart's layout, of one width unless it has its own."""
-    return {"width": WIDTH, **chart.layout.to_plotly_json()}
+def layout_of(chart: go.Figure) -> dict[str, Any]:
+    """The chart's layout without its title and the room for it, and of no width of its own."""
+    layout = {k: v for k, v in chart.layout.to_plotly_json().items() if k not in ("title", "width")}
+    margin, height = layout.get("margin", {}), layout.get("height")
+    top = max(ROOM, margin.get("t", 0) - TITLE)
+    if height:
+        layout["height"] = height - max(0, margin.get("t", 0) - top)
+    return {**layout, "margin": {**margin, "t": top}}
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -2,206 +2,144 @@
 
 The picture follows the sliders (offload_curves.py): how busy the device is over the disk's
 bandwidth, by ZeRO-Infinity's formula and as predicted, and what moves over each link.
-«Run it» trains for real with states on the host and in files, its links held down to what the
+“Run it” trains for real with states on the host and in files, its links held down to what the
 sliders say; the replay of that run on such links, and the wall clock, are points of the picture
 then. They stay: a few runs at several bandwidths give a curve of their own.
 """
 
 from __future__ import annotations
 
-import threading
-from dataclasses import replace
 from typing import Any
 
 from paralab.interpret import quick
 from paralab.interpret.predict import check_cluster
-from paralab.report.report import Report
-from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.report.tables import Tables
+from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.offload import tier_bytes
-from paralab.view import theme
 from paralab.view.chart import Chart
-from paralab.view.disk_bandwidth import FASTEST, SLOWEST, Foreseen, Point, points
+from paralab.view.disk_bandwidth import FASTEST, FORMULAS, SLOWEST, Foreseen, Point, points
 from paralab.view.offload_curves import SHARE, chart
 from paralab.view.pipeline import percent
-from paralab.view.widget_bench import Bench, Progress
-from paralab.view.widget_parts import Knob, Sketch, given
-from paralab.view.widget_shared import check_real, count, link_knob
+from paralab.view.widget import At, Widget
+from paralab.view.widget_parts import buttons, here, in_speed, no_room, processes, slider
 
-RANKS = (1, 2, 4)
-SAMPLES = (1, 2, 4, 8, 16, 32)
-MICROBATCHES = (1, 2, 4, 8)
 DISKS = (SLOWEST, 7e7, *(m * 10.0**e for e in (8, 9) for m in (1, 1.5, 2, 3, 5, 7)), FASTEST)
 HOSTS = tuple(m * 10.0**e for e in (8, 9, 10) for m in (1, 3))  # 100 MB/s to 30 GB/s
-UNSTATED = 10**9  # bytes/s, where the slider starts if the cluster has no disk
-MODEL = ModelSpec(layers=4, hidden=256, heads=8, seq_len=64)
-PLACES = (("host's memory", "cpu"), ("files", "nvme"))
-STEPS = 3
-LONGEST = 20.0  # seconds of a step that «Run it» takes on
+PLACES = {"host's memory": "cpu", "files": "nvme"}
+EACH, ONCE = "read for each forward and backward", "read and written once in a step"
+LONGEST = 20.0  # seconds of a step that “Run it” takes on
 
 
-class Offload(Bench):
+class Offload(Widget):
     """Disk, link to the host, micro-batch size and count, where parameters and optimizer states
-    lie, devices. Gradients lie on the host, whatever else is where (ZeRO-3). In fp32: 16 bits are
-    slow on most processors, whatever moves.
+    are, devices. Gradients are on the host in any case (ZeRO-3). In fp32: 16 bits are slow on most
+    processors, whatever moves.
 
     model    what is trained; default: 4 layers of width 256
-    cluster  what is predicted and replayed on; default ``Cluster.local()``, this machine
+    cluster  what is predicted and replayed on; default: this machine
     """
 
-    name = "offload"
+    name, steps = "offload", 3
+    model = ModelSpec(layers=4, hidden=256, heads=8, seq_len=64)
+    plan = Plan(zero_stage=3, offload="cpu", microbatch_size=8)
+    board = {
+        # A cluster that states no disk: the slider starts with 1 GB/s.
+        "bandwidth": slider("disk", DISKS, in_speed, start=10**9, link=lambda c: c.disk),
+        "host": slider("host link", HOSTS, in_speed, link=lambda c: c.host),
+        "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16, 32), "{} sample", "s"),
+        "microbatches": slider("micro-batches", (1, 2, 4, 8), "{} micro-batch", "es"),
+        "parameters": buttons("parameters", PLACES, start="nvme", tip=EACH),
+        "optimizer": buttons("optimizer", PLACES, start="nvme", tip=ONCE),
+        "ranks": slider("devices", (1, 2, 4), "{} device", "s", sets="dp"),
+    }
 
     def __init__(self, model: ModelSpec | None = None, cluster: Cluster | None = None) -> None:
-        self.model = given("model", model, MODEL)
-        self.cluster = given("cluster", cluster, Cluster.local)
-        check_cluster(Plan(zero_stage=3, offload="cpu"), self.cluster)
-        self._known: dict[Any, Foreseen] = {}
-        self._points: dict[Any, list[Point]] = {}
-        super().__init__(
-            {
-                "bandwidth": _disk_knob(self.cluster.disk),
-                "host": replace(
-                    link_knob(self.cluster.host, HOSTS),
-                    label="host link",
-                    tip="between device and host, each way",
-                ),
-                "microbatch_size": _slider("micro-batch", SAMPLES, 8, "sample"),
-                "microbatches": _slider("micro-batches", MICROBATCHES, 1, "micro-batch", "es"),
-                "parameters": Knob(
-                    label="parameters",
-                    options=PLACES,
-                    value="nvme",
-                    buttons=True,
-                    tip="read for every forward and backward of every micro-batch",
-                ),
-                "optimizer": Knob(
-                    label="optimizer",
-                    options=PLACES,
-                    value="nvme",
-                    buttons=True,
-                    tip="its states, read and written once in a step",
-                ),
-                "ranks": _slider(
-                    "devices", tuple(n for n in RANKS if n <= self.cluster.num_devices), 1, "device"
-                ),
-            }
-        )
+        super().__init__(model, None, cluster)
 
-    # ---- settings as descriptions --------------------------------------------------------------
-    def plan_of(self, knobs: dict[str, Any], *, held: bool = False) -> Plan:
-        """The plan that these settings mean; ``held``: links are no faster than the sliders."""
-        limits = {"disk": round(knobs["bandwidth"])} if held else {}
-        if held and knobs["host"] < self.cluster.host.bandwidth:
-            limits["h2d"] = limits["d2h"] = round(knobs["host"])
-        offload = {
-            "parameters": knobs["parameters"],
-            "gradients": "cpu",
-            "optimizer": knobs["optimizer"],
-            "bandwidth": limits,
-        }
-        return Plan(
-            dp=knobs["ranks"],
-            zero_stage=3,
-            offload=offload,
-            microbatches=knobs["microbatches"],
-            microbatch_size=knobs["microbatch_size"],
-        )
+    def _check(self) -> None:
+        check_cluster(self.plan, self.cluster or here(1))
 
-    def cluster_of(self, knobs: dict[str, Any]) -> Cluster:
-        """The cluster with its link to the host at the chosen speed; latency stays."""
-        return self.cluster.replace(host=self.cluster.host.replace(bandwidth=knobs["host"]))
+    def _offered(self, name: str, value: Any) -> bool:
+        return name != "ranks" or self.cluster is None or value <= self.cluster.num_devices
 
-    # ---- the bench ------------------------------------------------------------------------------
-    def _steady(self, chart: Chart) -> Chart:
-        return chart  # its axis is the slider's
+    def _plan(self, at: At, **limits: int) -> Plan:
+        """With ``limits`` of {link: bytes/s}."""
+        places = {name: at[name] for name in ("parameters", "optimizer")}
+        offload = {**places, "gradients": "cpu", "bandwidth": limits}
+        return super()._plan(at).replace(offload=offload)
 
-    def _predict(self, knobs: dict[str, Any]) -> Sketch:
-        return Sketch(chart=self._drawn(knobs), rows=self._rows(knobs))
+    def _cluster(self, at: At) -> Cluster:
+        """Its link to the host is as fast as the slider says; latency stays."""
+        own = self._own(at)
+        return own.replace(host=own.host.replace(bandwidth=at["host"]))
 
-    def _measure(
-        self, knobs: dict[str, Any], *, stop: threading.Event, progress: Progress
-    ) -> Report:
+    def _measure(self, at: At, **how: Any) -> Tables:
+        """Trained with links that are no faster than the sliders."""
         from paralab.experiment import run
 
-        plan, local = self.plan_of(knobs, held=True), Cluster.local()
-        kept = [quick.peak(self.model, plan), tier_bytes(self.model, plan)["host"]]
-        check_real(knobs["ranks"], sum(sum(parts.values()) for parts in kept), "devices")
-        here = local.replace(devices_per_node=max(local.devices_per_node, plan.dp))
-        seconds = Foreseen(self.model, plan, here).seconds(knobs["bandwidth"])
-        if seconds > LONGEST:
-            raise ValueError(
-                f"a step would take about {seconds:,.0f} s on this machine with a disk of "
-                f"{theme.scaled(knobs['bandwidth'], 'B/s')}: a faster disk, fewer samples or a "
-                "smaller model would be done in seconds"
-            )
-        return run(self.model, plan, steps=STEPS, progress=progress, stop=stop)
+        limits = {"disk": round(at["bandwidth"])}
+        if at["host"] < self._own(at).host.bandwidth:
+            limits["h2d"] = limits["d2h"] = round(at["host"])
+        return run(at.model, self._plan(at, **limits), steps=self.steps, **how)
 
-    def _compare(self, knobs: dict[str, Any], found: Report) -> Sketch:
-        replayed, measured = self._points_of(knobs, found)
-        expect = self._foreseen(knobs).share("predicted", knobs["bandwidth"])
-        said = (
-            f"Done, {count(knobs['ranks'], 'real process', 'es')}: replayed on these links the "
-            f"device computes {percent(replayed.share)} of a step, predicted "
-            f"{percent(expect)}; by the wall clock {percent(measured.share)}."
-        )
-        return Sketch(chart=self._drawn(knobs), rows=self._rows(knobs, found), said=said)
+    def _own(self, at: At) -> Cluster:
+        return self.cluster or here(at["ranks"])
 
-    def _needs(self, knobs: dict[str, Any]) -> Any:
-        return self.plan_of(knobs), knobs["host"], knobs["bandwidth"]
+    def _refused(self, at: At) -> str:
+        plan, local = at.plan, here(at["ranks"])
+        kept = quick.peak(at.model, plan), tier_bytes(at.model, plan)["host"]
+        each = sum(sum(parts.values()) for parts in kept)
+        if why := no_room(plan.dp, each, local):
+            return why
+        room = local.replace(devices_per_node=max(local.devices_per_node, plan.dp))
+        seconds = Foreseen(at.model, plan, room).seconds(at["bandwidth"])
+        return no_room(1, 0, local, seconds, LONGEST)
 
-    def _hint(self, knobs: dict[str, Any]) -> str:
-        said = f"«Run it» trains {STEPS} steps on {count(knobs['ranks'], 'real process', 'es')}"
-        if "nvme" not in (knobs["parameters"], knobs["optimizer"]):
+    def _needs(self, at: At) -> Any:
+        return at.plan, at["host"], at["bandwidth"]
+
+    def _hint(self, at: At) -> str:
+        said = f"“Run it” trains {self.steps} steps on {processes(at['ranks'])}"
+        if "nvme" not in (at["parameters"], at["optimizer"]):
             return f"{said}, without the disk."
-        disk = self.cluster.disk
-        if disk is not None and knobs["bandwidth"] > disk.bandwidth:
+        if at.cluster.disk is not None and at["bandwidth"] > at.cluster.disk.bandwidth:
             return f"{said}; the disk stays as slow as it is."
-        return f"{said}, with a disk held down to {theme.scaled(knobs['bandwidth'], 'B/s')}."
+        return f"{said}, with a disk held down to {in_speed(at['bandwidth'])}."
 
-    # ---- what is shown --------------------------------------------------------------------------
-    def _foreseen(self, knobs: dict[str, Any]) -> Foreseen:
-        """What is predicted, whatever the disk; kept, so that its slider costs next to nothing."""
-        key = self.plan_of(knobs), knobs["host"]
-        if key not in self._known:
-            self._known[key] = Foreseen(self.model, key[0], self.cluster_of(knobs))
-        return self._known[key]
+    def _foreseen(self, at: At) -> Foreseen:
+        """What is predicted for any disk; kept, so that its slider costs next to nothing."""
+        make = lambda: Foreseen(at.model, at.plan, at.cluster)  # noqa: E731
+        return self._once(("foreseen", at.plan, at["host"]), 0, make)
 
-    def _points_of(self, knobs: dict[str, Any], found: Report) -> list[Point]:
-        key = found.meta["run_id"]
-        if key not in self._points:
-            self._points[key] = points(found, self._foreseen(knobs))
-        return self._points[key]
+    def _points(self, at: At, run: Tables) -> list[Point]:
+        return self._once(("points", id(run)), 0, lambda: points(run, self._foreseen(at)))
 
-    def _drawn(self, knobs: dict[str, Any]) -> Chart:
+    def _charts(self, at: At) -> Chart:
         """The curves, and all that was run with these settings, on whatever disk."""
-        mine = self._needs(knobs)[:-1]
-        runs = [found for needs, found in self._results.items() if needs[:-1] == mine]
-        every = [point for found in runs for point in self._points_of(knobs, found)]
-        if knobs["host"] > self.cluster.host.bandwidth:  # no clock on the wall had such a link
+        mine = self._needs(at)[:-1]
+        runs = [run for needs, run in list(self._results.items()) if needs[:-1] == mine]
+        every = [point for run in runs for point in self._points(at, run)]
+        if at["host"] > self._own(at).host.bandwidth:  # the wall clock knows no such link
             every = [point for point in every if point.clock != "measured"]
-        return chart(self._foreseen(knobs), knobs["bandwidth"], SHARE, every)
+        return chart(self._foreseen(at), at["bandwidth"], SHARE, every)
 
-    def _rows(self, knobs: dict[str, Any], found: Report | None = None) -> list[dict[str, str]]:
-        """A column for every formula and clock."""
-        foreseen, at = self._foreseen(knobs), knobs["bandwidth"]
-        shares = {
-            name: foreseen.share(name, at)
-            for name in ("no overlap", "perfect overlap", "predicted")
-        }
+    def _rows(self, at: At) -> list[dict[str, str]]:
+        """A column for each formula and clock."""
+        foreseen, disk = self._foreseen(at), at["bandwidth"]
+        shares = {name: foreseen.share(name, disk) for name in (*FORMULAS, "predicted")}
         seconds = {name: foreseen.work / share for name, share in shares.items()}
-        for point in [] if found is None else self._points_of(knobs, found):
+        for point in () if at.found is None else self._points(at, at.found):
             shares[point.clock], seconds[point.clock] = point.share, point.seconds
-        head = f"disk of {theme.scaled(at, 'B/s')}"
+        head = f"disk of {in_speed(disk)}"
         return [
             {head: "device computes", **{name: percent(s) for name, s in shares.items()}},
             {head: "time per step", **{name: f"{s * 1e3:.1f} ms" for name, s in seconds.items()}},
         ]
 
-
-def _disk_knob(disk: Link | None) -> Knob:
-    if disk is not None:
-        return replace(link_knob(disk, DISKS), label="disk", brief={disk.bandwidth: "own disk"})
-    return Knob(label="disk", value=UNSTATED, options=[(theme.scaled(b, "B/s"), b) for b in DISKS])
-
-
-def _slider(label: str, usual: tuple[int, ...], value: int, what: str, plural: str = "s") -> Knob:
-    return Knob(label=label, value=value, options=[(count(n, what, plural), n) for n in usual])
+    def _done(self, at: At) -> str:
+        replayed, measured = self._points(at, at.found)
+        expect = self._foreseen(at).share("predicted", at["bandwidth"])
+        return (
+            f"replayed on these links the device computes {percent(replayed.share)} of a step, "
+            f"predicted {percent(expect)}; by the wall clock {percent(measured.share)}"
+        )

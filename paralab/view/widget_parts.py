@@ -1,129 +1,229 @@
-"""The pieces of a widget: what it was given, its knobs, what it shows, its small table, its words
-for an error.
-"""
+"""The pieces that widgets are declared with: knobs, what a run needs, words, tables, messages."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ipywidgets as ipw
 
 from paralab.checks import illegal
-from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.instruments.calibrate import device_of_run
+from paralab.report.tables import Tables
+from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.view import theme
 from paralab.view.chart import Chart
-from paralab.view.widget_live import WIDTH
 
 MUTED, BAD = "var(--jp-ui-font-color2, #57606A)", "var(--jp-error-color0, #B3261E)"
+MOST_RANKS = 8  # real processes that a machine is asked for; more are for theory
+LABEL, KNOB = 116, 400  # pixels: a knob's name, and a knob with its name at least
+
+in_bytes, in_seconds = partial(theme.scaled, unit="B"), partial(theme.scaled, unit="s")
+in_speed = partial(theme.scaled, unit="B/s")
 
 
+# ---- knobs ---------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """One setting. ``options``: (what is written, value) pairs in order; ``value``: the first one.
+    """One setting of a widget.
 
-    buttons  a row of buttons instead of a slider: for words
-    brief    {value: how the bench's repr writes it}, where that must not depend on the machine
+    offers  its values; or {what is written: value}, in order
+    start   the one that it starts with; default: the plan's or the model's
+    sets    the field of the plan or the model that it sets; default: the one of its own name
+    says    how a value is written: "{} rank", to which ``plural`` is added but for 1, or a function
+    link    of a bandwidth: the link of a cluster that it is of, and whose own it starts with
+    brief   {value: how the widget's repr writes it}, where that must not depend on the machine
     """
 
     label: str
-    options: Sequence[tuple[str, Any]]
-    value: Any
+    offers: Iterable[Any] | Mapping[str, Any]
+    start: Any = None
+    sets: str = ""
+    says: str | Callable[[Any], str] = "{}"
+    plural: str = ""
+    link: Callable[[Cluster], Link | None] | None = None
     buttons: bool = False
     tip: str = ""
     brief: Mapping[Any, str] = field(default_factory=dict)
 
+    def at(self, link: Link) -> Knob:
+        """A knob of bandwidths, bytes/s, that starts with those of this link."""
+        own = link.bandwidth
+        return replace(
+            self,
+            start=own,
+            offers=[b for b in self.offers if not 0.7 < b / own < 1.4],
+            says=lambda b: in_speed(b) + ", own" * (b == own),
+            tip=f"a call also costs {in_seconds(link.alpha)}",
+            brief={own: f"own {self.label.split()[0].replace('host', 'link')}"},
+        )
+
+    @property
+    def options(self) -> list[tuple[str, Any]]:
+        """(what is written, value) pairs; the value that it starts with is among them."""
+        if isinstance(self.offers, Mapping):
+            return list(self.offers.items())
+        return [(self.written(n), n) for n in sorted({*self.offers, self.start})]
+
+    def written(self, n: Any) -> str:
+        if callable(self.says):
+            return self.says(n)
+        return self.says.format(n) + self.plural * (n != 1)
+
     def widget(self) -> ipw.SelectionSlider | ipw.ToggleButtons:
-        settings = {"options": list(self.options), "value": self.value, "tooltip": self.tip or None}
+        settings = {"options": self.options, "value": self.start, "tooltip": self.tip or None}
         if not self.buttons:
             layout = {"width": "auto", "flex": "1 1 auto"}
             return ipw.SelectionSlider(**settings, continuous_update=True, layout=layout)
-        made = ipw.ToggleButtons(**settings, layout={"width": "100%"})
-        made.style.button_width = "auto"
-        return made
+        style = {"button_width": "auto"}
+        return ipw.ToggleButtons(**settings, layout={"width": "100%"}, style=style)
 
     def check(self, name: str, value: Any) -> Any:
-        """``value`` as the slider has it, or the refusal."""
+        """``value`` as the knob has it. Raises ``ValueError`` if it does not."""
         values = [option for _, option in self.options]
         same = [o for o in values if o == value and isinstance(o, bool) == isinstance(value, bool)]
         if not same:
             raise illegal(name, value, "not on this slider", ", ".join(map(str, values)))
         return same[0]
 
-    def says(self, value: Any) -> str:
-        """The value in the words of the bench's repr."""
+    def repr(self, value: Any) -> str:
         words = next(words for words, option in self.options if option == value)
         return self.brief.get(value, words)
 
     def row(self, widget: ipw.Widget) -> ipw.HBox:
-        """The widget with its name before it, all of one width; buttons may need two lines."""
-        name = ipw.Label(self.label, layout={"width": "92px", "flex": "0 0 auto"})
+        """The widget with its name before it; buttons may need two lines."""
+        name = ipw.Label(self.label, layout={"width": f"{LABEL}px", "flex": "0 0 auto"})
         return ipw.HBox([name, widget], layout={"align_items": "center", "min_height": "34px"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sketch:
-    """What a bench shows: a picture, a small table of headline numbers, one sentence.
-
-    beside  more pictures, of a bench that has several views
-    """
-
-    chart: Chart
-    beside: Sequence[Chart] = ()
-    rows: Sequence[dict[str, str]] = ()
-    said: str = ""
+def slider(
+    label: str, offers: Any, says: str | Callable[[Any], str] = "{}", plural: str = "", **more: Any
+) -> Knob:
+    return Knob(label=label, offers=offers, says=says, plural=plural, **more)
 
 
-KINDS = {
-    "model": (ModelSpec, "model description"),
-    "plan": (Plan, "plan"),
-    "cluster": (Cluster, "cluster"),
-}
+def buttons(label: str, offers: Mapping[str, Any] | Iterable[str], **more: Any) -> Knob:
+    """A row of buttons; a name without a value is its own."""
+    named = offers if isinstance(offers, Mapping) else {name: name for name in offers}
+    return Knob(label=label, offers=named, buttons=True, **more)
 
 
+def at_speed(cluster: Cluster, bandwidth: float, own: float) -> Cluster:
+    """The cluster with its links at the chosen speed, its own if that is chosen; latency stays."""
+    if bandwidth == own:
+        return cluster
+    link, inter = links_of(cluster), cluster.inter.replace(bandwidth=bandwidth)
+    return cluster.replace(intra=link.replace(bandwidth=bandwidth), inter=inter, collectives={})
+
+
+def links_of(cluster: Cluster) -> Link:
+    return cluster.link("all_reduce", "intra")
+
+
+# ---- what a widget was given, and what a run of it needs -----------------------------------------
 def given(name: str, value: Any, default: Any) -> Any:
-    """What a bench was given as "model", "plan" or "cluster"; its default if that is None.
-
-    default  the description, or what makes it
-    """
-    if value is None:
-        return default() if callable(default) else default
-    kind, said = KINDS[name]
-    if not isinstance(value, kind):
+    """The "model", "plan" or "cluster" that a widget was given; ``default`` if that is None."""
+    kinds = {"model": (ModelSpec, "model description"), "plan": (Plan, "plan")}
+    kind, said = kinds.get(name, (Cluster, "cluster"))
+    if value is not None and not isinstance(value, kind):
         raise illegal(name, value, f"not a {said}", f"a pl.{kind.__name__}(...) or None")
-    return value
+    return default if value is None else value
 
 
-def grid(rows: Sequence[ipw.Widget], width: int = WIDTH) -> ipw.GridBox:
-    """The knobs: two columns where the page has room for them, of a wider bench more."""
-    made = ipw.GridBox(list(rows), layout={"max_width": f"{width}px", "grid_gap": "0 28px"})
-    made.layout.grid_template_columns = "repeat(auto-fit, minmax(360px, 1fr))"
-    return made
+def here(ranks: int) -> Cluster:
+    """This machine as `pl.run` would take it for so many ranks: its GPUs where there are enough."""
+    return Cluster.local(device=device_of_run(ranks))
 
 
+def is_here(cluster: Cluster) -> bool:
+    """Whether it is a machine like this one, on which a plan can run: its ranks share a
+    processor's cores, or it is what `here` found of GPUs.
+    """
+    return cluster.cores is not None or cluster.name == "local GPUs"
+
+
+def no_room(
+    ranks: int, each: int, cluster: Cluster, seconds: float = 0.0, longest: float = 0.0
+) -> str:
+    """Why a run does not fit on this machine, as a sentence; "" if it does.
+
+    each              bytes that one rank needs
+    seconds, longest  that something takes by prediction, and may take
+    """
+    if ranks > MOST_RANKS:
+        return f"“Run it” takes up to {MOST_RANKS} real processes on one machine, not {ranks}"
+    need = each if cluster.cores is None else ranks * each  # processors share one memory
+    least = "a smaller model or batch would"
+    if need > cluster.memory // 2:
+        has = in_bytes(cluster.memory)
+        return f"“Run it” would need {in_bytes(need)}, and this machine has {has}: {least} fit"
+    if seconds > longest:
+        return f"“Run it” would take about {period(seconds)} here: {least} be done in seconds"
+    return ""
+
+
+# ---- words ---------------------------------------------------------------------------------------
+def count(n: int, what: str, plural: str = "s") -> str:
+    """ "1 rank", "4 ranks"."""
+    return f"{n} {what}{plural if n != 1 else ''}"
+
+
+def processes(n: int) -> str:
+    return count(n, "real process", "es")
+
+
+def period(seconds: float) -> str:
+    """ "12 ms", "3 h", "40 years"."""
+    for unit, size in (("years", 31_557_600), ("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return in_seconds(seconds)
+
+
+def crowd(report: Tables) -> str:
+    """ "measured", and how many ranks shared how many cores, if they did."""
+    cores = report.meta.get("cores")
+    shared = isinstance(cores, int) and cores < report.world_size
+    return f"measured ({report.world_size} ranks on {cores} cores)" if shared else "measured"
+
+
+def few(chart: Chart, shown: int, ranks: int) -> Chart:
+    """The chart, which says so if it does not show all ranks."""
+    return chart.said_below(f"{shown} of {ranks} ranks drawn") if ranks > shown else chart
+
+
+# ---- HTML ----------------------------------------------------------------------------------------
 def button(text: str, icon: str, style: str) -> ipw.Button:
     return ipw.Button(description=text, icon=icon, button_style=style, layout={"width": "110px"})
 
 
+def grid(knobs: Sequence[ipw.Widget], width: str) -> ipw.GridBox:
+    """The knobs, in as many columns as the page has room for."""
+    columns = f"repeat(auto-fit, minmax({KNOB}px, 1fr))"
+    layout = {"grid_gap": "0 28px", "max_width": width, "grid_template_columns": columns}
+    return ipw.GridBox(list(knobs), layout=layout)
+
+
 def table(rows: Sequence[dict[str, str]]) -> str:
     """Headline numbers, a row for each clock."""
-    if not rows:
-        return ""
-    cell = "padding:2px 18px 2px 0;text-align:left;white-space:nowrap"
-    head = "".join(
-        f'<th style="{cell};font-weight:normal;color:{MUTED}">{html.escape(name)}</th>'
-        for name in rows[0]
-    )
-    lines = []
-    for row in rows:
-        cells = [f'<td style="{cell}">{html.escape(value)}</td>' for value in row.values()]
-        cells[0] = cells[0].replace(cell, cell + ";font-weight:600")
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return (
-        f'<table style="border-collapse:collapse;line-height:1.5"><tr>{head}</tr>'
-        f"{''.join(lines)}</table>"
-    )
+    cell, lines = "padding:2px 18px 2px 0;text-align:left;vertical-align:bottom", ""
+    for tag, style, row in [("th", f"font-weight:normal;color:{MUTED}", list(rows[0]))] + [
+        ("td", "white-space:nowrap", list(row.values())) for row in rows
+    ]:
+        cells = [f'<{tag} style="{cell};{style}">{html.escape(one)}</{tag}>' for one in row]
+        if tag == "td":
+            cells[0] = cells[0].replace(style, "font-weight:600")
+        lines += f"<tr>{''.join(cells)}</tr>"
+    return f'<table style="border-collapse:collapse;line-height:1.5">{lines}</table>'
+
+
+def noted(*lines: str) -> str:
+    """Lines of HTML with a mark at their side, for what the reader has to know."""
+    style = f"border-left:4px solid {BAD};padding:4px 10px;line-height:1.5"
+    return f'<div style="{style}">{"<br>".join(lines)}</div>' if lines else ""
 
 
 def trouble(error: Exception) -> str:
@@ -131,9 +231,15 @@ def trouble(error: Exception) -> str:
     first, _, rest = str(error).partition("\n")
     shown = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
     if rest.strip():
-        shown += (
-            f'<details><summary style="cursor:pointer">all of it</summary><pre style="line-height:'
-            f'1.3;overflow:auto">{html.escape(rest.strip())}</pre></details>'
-        )
-    style = f"border-left:4px solid {BAD};padding:4px 10px;line-height:1.4"
-    return f'<div style="{style}">{shown}</div>'
+        style = '<pre style="line-height:1.3;overflow:auto">'
+        shown += f"<details><summary>all of it</summary>{style}{html.escape(rest.strip())}</pre>"
+        shown += "</details>"
+    return noted(shown)
+
+
+def impossible(error: Exception) -> str:
+    """A refusal as HTML: what was asked, why it cannot be, what would work."""
+    asked, _, rest = str(error).partition(": ")
+    why, _, legal = rest.partition("; legal: ")
+    lines = [f"<b>{html.escape(asked)}</b> cannot be: {html.escape(why)}."]
+    return noted(*lines, *[f"What would work: {html.escape(legal)}."] * bool(legal))

@@ -1,4 +1,4 @@
-"""The widgets: a prediction that follows the sliders, «Run it» for the real thing, «Stop».
+"""The widgets: a prediction that follows the sliders, “Run it” for the real thing, “Stop”.
 
     explore     the whole plan: every degree, schedule, ZeRO, offload, recomputation, cluster
     data_parallel   ranks, form of gradient sync, bucket and micro-batch size, link speed
@@ -8,29 +8,28 @@
     tensor      tensor parallelism in 1D, 2D, 2.5D, 3D: tokens, hidden size, ranks
     zero        ZeRO's stages: devices, micro-batches, hidden size, precision, recomputation
     tensor1d    tensor parallelism in 1D: ranks, sequence parallelism, micro-batch size, link speed
-    offload     how fast a disk must be: its bandwidth, batch, where states lie, link to the host
+    offload     how fast a disk must be: its bandwidth, batch, where states are, link to the host
 
-Each is a `Bench` (widget_bench.py says what one can do with it without a mouse).
+Each is a `Widget` (widget.py says what one can do with it without a mouse).
 """
 
 from __future__ import annotations
 
-from paralab.view.widget_bench import Bench
+from paralab.view.widget import Widget
+from paralab.view.widget_bars import Tensor as tensor
+from paralab.view.widget_bars import Zero as zero
 from paralab.view.widget_collective import Collective as collective
-from paralab.view.widget_data_parallel import DataParallel as data_parallel
 from paralab.view.widget_explore import Explore as explore
 from paralab.view.widget_memory import Memory as memory
 from paralab.view.widget_offload import Offload as offload
-from paralab.view.widget_parts import Knob, Sketch
+from paralab.view.widget_parts import Knob
 from paralab.view.widget_pipeline import Pipeline as pipeline
-from paralab.view.widget_tensor import Tensor as tensor
-from paralab.view.widget_tensor1d import Tensor1D as tensor1d
-from paralab.view.widget_zero import Zero as zero
+from paralab.view.widget_steps import DataParallel as data_parallel
+from paralab.view.widget_steps import Tensor1D as tensor1d
 
 __all__ = [
-    "Bench",
     "Knob",
-    "Sketch",
+    "Widget",
     "collective",
     "data_parallel",
     "explore",

@@ -18,6 +18,7 @@ from browser.server import Server
 from patience import HANG_S
 
 WIDTH, HEIGHT = 1280, 2400
+FIT_S = 60
 OWN = ("127.0.0.1", "localhost")
 # What anywidget says of a figure on a page that is busy for two seconds. It follows all the same
 # (paralab/view/figure.js; tests/browser/test_widgets.py has it always said).
@@ -161,6 +162,22 @@ class Notebook:
     def figures(self, index: int | None = None) -> list[dict[str, Any]]:
         """The plotly figures on the page, or in one cell: title, traces, points, shapes, print."""
         return self.ask("figures", index)
+
+    def crowded(self, index: int, width: int) -> list[str]:
+        """What cannot be read of cell ``index`` on a page this wide (see page.js, ``crowded``)."""
+        self.page.set_viewport_size({"width": width, "height": HEIGHT})
+        self.page.locator(".jp-Notebook .jp-Cell").nth(index).scroll_into_view_if_needed()
+        deadline = time.monotonic() + FIT_S
+        while (found := self.ask("crowded", index)) and time.monotonic() < deadline:
+            self.page.wait_for_timeout(50)  # figures are drawn anew when their place has changed
+        return found
+
+    def darken(self) -> None:
+        """JupyterLab's dark look."""
+        theme = {"theme": "JupyterLab Dark"}
+        self.page.evaluate(
+            "(theme) => jupyterapp.commands.execute('apputils:change-theme', theme)", theme
+        )
 
     def complaints(self, *, drawn: bool = True) -> list[str]:
         """Everything that is wrong now, one sentence each; what a student must never see.

@@ -71,7 +71,9 @@ window.lab = (() => {
 
   // What a figure shows: its words, its numbers, and how much of it has reached the screen.
   const look = (plot) => {
-    const words = plot.layout?.title?.text ?? "";
+    // A widget's title is text above its figure (paralab/view/widget_live.py).
+    const head = plot.closest(".widget-vbox")?.querySelector(":scope > .paralab-head");
+    const words = plot.layout?.title?.text ?? head?.innerText ?? "";
     const notes = (plot.layout?.annotations ?? []).map((note) => note.text);
     const keys = ["x", "y", "z", "base", "width", "value", "values", "text"];
     const plain = (value) => (ArrayBuffer.isView(value) ? Array.from(value) : value);
@@ -130,11 +132,53 @@ window.lab = (() => {
       ]),
     );
 
+  // What a reader of this cell's output could not read, in words: text that is cut off at the edge of
+  // its figure, its box or the page, text that covers other text, and width that is left unused.
+  const crowded = (index) => {
+    const found = [];
+    const area = cells()[index].node.querySelector(".jp-OutputArea-output");
+    const room = area.getBoundingClientRect();
+    const said = (node) => node.textContent.trim().slice(0, 60);
+    const named = "label, button, .widget-label, .widget-readout, .widget-html-content, td, th";
+    for (const node of area.querySelectorAll(named)) {
+      const box = node.getBoundingClientRect();
+      if (!box.width || !said(node)) continue;
+      if (node.scrollWidth > node.clientWidth + 1 && getComputedStyle(node).overflow !== "visible")
+        found.push(`cut in its box: ${said(node)}`);
+      if (box.right > room.right + 1) found.push(`beyond the page: ${said(node)}`);
+    }
+    let right = room.left;
+    for (const plot of plots(index)) {
+      const frame = plot.querySelector(".main-svg").getBoundingClientRect();
+      right = Math.max(right, frame.right);
+      if (frame.right > room.right + 1) found.push("a figure goes beyond the page");
+      const words = [...plot.querySelectorAll(".main-svg text")]
+        .filter((node) => said(node) && !node.closest(".hoverlayer"))
+        .map((node) => ({ text: said(node), box: node.getBoundingClientRect() }))
+        .filter(({ box }) => box.width > 0);
+      words.forEach(({ text, box }, i) => {
+        const { left, right, top, bottom } = frame;
+        if (box.left < left - 1 || box.right > right + 1 || box.top < top - 1 || box.bottom > bottom + 1)
+          found.push(`cut off by its figure: ${text}`);
+        for (const other of words.slice(0, i)) {
+          const wide = Math.min(box.right, other.box.right) - Math.max(box.left, other.box.left);
+          const high = Math.min(box.bottom, other.box.bottom) - Math.max(box.top, other.box.top);
+          // a line's box is higher than its letters
+          if (wide > 1 && high > 0.3 * Math.min(box.height, other.box.height))
+            found.push(`one covers the other: ${other.text} | ${text}`);
+        }
+      });
+    }
+    const unused = (room.right - right) / room.width;
+    if (unused > 0.1) found.push(`${Math.round(100 * unused)} % of the width is unused`);
+    return found;
+  };
+
   const dialogs = () =>
     [...document.querySelectorAll(".jp-Dialog")].map((dialog) => dialog.textContent.trim());
 
   const height = () =>
     cells().reduce((sum, cell) => sum + cell.node.getBoundingClientRect().height, 0);
 
-  return { said, listen, ready, state, write, stands, ended, figures, missing, buttons, dialogs, height };
+  return { said, listen, ready, state, write, stands, ended, figures, missing, buttons, crowded, dialogs, height };
 })();

@@ -7,7 +7,7 @@ import pytest
 from browser.bench import ANSWER_S, Bench, displayed
 
 # One that has somewhere to go, and whose first run can be stopped. All widgets are of one kind
-# (view/widget_bench.py), and each is driven where it stands, in its lab.
+# (view/widget.py), and each is driven where it stands, in its lab.
 MADE = "pl.view.widgets.pipeline(pl.ModelSpec(layers=8, hidden=64, heads=4, seq_len=64))"
 SHOW, TWIN, STATE, CHART = range(4)  # the cells
 OVER = "() => { const c = new AbortController(); setTimeout(() => c.abort()); return c.signal; }"
@@ -51,6 +51,7 @@ def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook):
     bench.start()
     bench.finish()
     assert bench.figure["data"] == displayed(notebook, CHART) != twin
+    assert [notebook.crowded(SHOW, width) for width in (1000, 1500)] == [[], []]
     assert notebook.complaints() == []
 
 

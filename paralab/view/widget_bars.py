@@ -1,0 +1,270 @@
+"""Widgets that compare alternatives, a bar for each: what a device holds, and what it sends.
+
+    zero     ZeRO's stages: devices, micro-batches, hidden size, precision, recomputation
+    tensor   tensor parallelism in 1D, 2D, 2.5D, 3D: tokens, hidden size, ranks
+
+Both numbers are read off the compiled program (interpret/quick.py), padding included, at once and
+for any number of devices. “Run it” trains on one real process per device in the chosen way; the
+ledger's peak and the counted bytes of that run then stand below the prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from paralab.checks import illegal
+from paralab.interpret import quick
+from paralab.report.tables import Tables
+from paralab.spec import ModelSpec, Plan
+from paralab.theory.zero import volume
+from paralab.view.chart import Chart
+from paralab.view.matrix_blocks import MODE_NAME
+from paralab.view.memory_curves import fullest
+from paralab.view.widget import At, Widget
+from paralab.view.widget_parts import buttons, count, here, in_bytes, no_room, slider
+from paralab.view.zero_bars import memory_and_traffic, table
+
+STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}
+RECOMPUTE = {"all kept": "none", "selective recomputed": "selective", "full recomputed": "full"}
+Kept = Mapping[str, int]
+
+
+class Alternatives(Widget):
+    """A bar for each value of one knob, the chosen one in full colour.
+
+    among   the knob        called   {its value: what that is called}
+    axis    of parallelism, along which bytes are sent        each   what a rank is called here
+    """
+
+    among: str
+    called: Mapping[Any, str]
+    axis: str
+    each: str
+
+    def held(self, at: At) -> Kept:
+        """{category: bytes} at the peak of a step, on each device."""
+        return _peak(at.model, at.plan)
+
+    def sent(self, at: At) -> Fraction:
+        """Bytes that each device sends per step, padding included; the mean of a tp group."""
+        return _sent(at.model, at.plan)
+
+    def alternatives(self, at: At) -> dict[str, At]:
+        """{name: settings} of those that there are."""
+        return {name: at.but(**{self.among: value}) for value, name in self.called.items()}
+
+    def _compared(self, name: str, at: At) -> bool:
+        """Whether the table has a row for an alternative that was not chosen."""
+        return True
+
+    def _extra(self, at: At) -> dict[str, str]:
+        """What the table says of an alternative's prediction alone."""
+        return {}
+
+    def _finding(self, at: At) -> str:
+        """The picture's title."""
+        raise NotImplementedError
+
+    def _charts(self, at: At) -> Chart:
+        chosen = self.called[at[self.among]]
+        bars: dict[str, Kept] = {}
+        sent: dict[str, int] = {}
+        for name, one in self.alternatives(at).items():
+            bars[name], sent[name] = self.held(one), int(self.sent(one))
+            if at.found is not None and name == chosen:
+                bars["measured"], counted = _measured(at.found)
+                sent["measured"] = int(counted)
+        model, clock = at.model, "predicted" + " and measured" * (at.found is not None)
+        fig = memory_and_traffic(
+            bars,
+            sent,
+            bright=[chosen, "measured"],
+            title=self._finding(at),
+            axis=self.axis,
+            below=f"{clock}, per {self.each} and step · {model.layers} layers, h = "
+            f"{model.hidden:,}, Ψ = {model.num_params:,} · 1 MB = 10<sup>6</sup> bytes",
+        )
+        ranks = count(self._ranks(at), self.each)
+        said = f"{self.name} on {ranks}, {clock}: {len(bars)} bars by category"
+        return fig.explained(said, table(bars, sent))
+
+    def _rows(self, at: At) -> list[dict[str, str]]:
+        chosen, rows = self.called[at[self.among]], []
+        for name, one in self.alternatives(at).items():
+            if name == chosen or self._compared(name, at):
+                row = _row(f"{name}, predicted", self.held(one), self.sent(one))
+                rows.append(row | self._extra(one))
+        if at.found is not None:
+            rows.append(
+                dict.fromkeys(rows[0], "") | _row(f"{chosen}, measured", *_measured(at.found))
+            )
+        return rows
+
+    def _done(self, at: At) -> str:
+        held, counted = _measured(at.found)
+        exact = "exactly as predicted" if counted == self.sent(at) else in_bytes(float(counted))
+        return (
+            f"the peak is {in_bytes(sum(held.values()))}, predicted were "
+            f"{in_bytes(sum(self.held(at).values()))}; the bytes sent are {exact}"
+        )
+
+    def _refused(self, at: At) -> str:
+        return no_room(at.plan.world_size, sum(self.held(at).values()), here(at.plan.world_size))
+
+
+class Zero(Alternatives):
+    """Stage, devices N, micro-batches m, hidden size, precision, recomputation.
+
+    model  where the hidden size starts, and all else about the model; default: 8 layers
+    plan   where the other knobs start; its bucket_bytes, prefetch and microbatch_size are used
+    """
+
+    name, steps = "zero", 4
+    among, called, axis, each = "stage", STAGES, "dp", "device"
+    model = ModelSpec(layers=8, hidden=128, heads=4, seq_len=64)  # one block in eight is gathered
+    plan = Plan(dp=4, zero_stage=2, microbatches=2, microbatch_size=1, bucket_bytes=2**18)
+    board = {
+        "stage": buttons("stage", {name: n for n, name in STAGES.items()}, sets="zero_stage"),
+        "ranks": slider("devices N", (1, 2, 3, 4, 8, 16, 64), "{} device", "s", sets="dp"),
+        "microbatches": slider("micro-batches", (1, 2, 3, 4, 8), "{} micro-batch", "es"),
+        "hidden": slider("hidden size", (64, 96, 128, 192, 256, 384), "hidden {}"),
+        "precision": buttons("precision", PRECISIONS),
+        "recompute": buttons("recompute", RECOMPUTE),
+    }
+
+    def _check(self) -> None:
+        if self.plan.pp > 1:
+            raise illegal("pp", self.plan.pp, "this widget is about data parallelism", "1")
+        self.plan = self.plan.replace(grad_sync="overlapped", shard=None)
+        super()._check()
+
+    def _compared(self, name: str, at: At) -> bool:
+        return name == STAGES[0]
+
+    def _extra(self, at: At) -> dict[str, str]:
+        each = quick.states(quick.program_of(at.model, at.plan, "adamw", 0), 0)
+        times = volume(at["stage"], at.plan.microbatches) if at.plan.dp > 1 else 0
+        return {
+            "bytes per Ψ": f"{sum(each.values()) / at.model.num_params:.2f}",
+            "that is sent": f"{times} Ψ(N−1)/N" if times else "0",
+        }
+
+    def _finding(self, at: At) -> str:
+        plain, stage = at.but(stage=0), at["stage"]
+        held = sum(self.held(plain).values())
+        said = f"{STAGES[stage]} on {count(at['ranks'], 'device')}: "
+        if stage == 0:
+            return f"{said}each holds all states, {in_bytes(held)} at its peak"
+        said += f"{100 * sum(self.held(at).values()) / held:.0f} % of the memory of plain DP"
+        if not self.sent(plain):
+            return f"{said}; one device has nothing to shard"
+        times = float(self.sent(at) / self.sent(plain))
+        much = "the same" if abs(times - 1) < 0.01 else f"{times:.2g} times the"
+        return f"{said} for {much} traffic"
+
+
+class Tensor(Alternatives):
+    """Mode, tokens per step, hidden size, ranks.
+
+    model  where the hidden size starts, and all else about the model; default: 2 layers, 32 tokens
+           per sample
+    plan   where mode, ranks and micro-batch size start; default: 2D on 4 ranks, 4 samples
+    """
+
+    name, steps = "tensor", 2
+    among, called, axis, each = "mode", MODE_NAME, "tp", "rank"
+    model = ModelSpec(layers=2, hidden=64, heads=8, seq_len=32)
+    plan = Plan(tp=4, tp_mode="2d", microbatch_size=4)
+    board = {
+        "mode": buttons("mode", {name: mode for mode, name in MODE_NAME.items()}, sets="tp_mode"),
+        "tokens": slider("tokens", (128, 256, 512, 2048, 8192, 32768, 131072), "{:,} tokens"),
+        "hidden": slider("hidden size", (64, 128, 256, 512, 2048, 8192, 12288), "hidden {:,}"),
+        "ranks": slider("ranks P", (4, 8, 16, 64), "{} ranks", sets="tp"),
+    }
+
+    def _check(self) -> None:
+        if self.plan.world_size > self.plan.tp or self.plan.tp == 1:
+            why = "this widget is about tensor parallelism alone"
+            raise illegal("plan", self.plan, why, "tp of at least 2, and pp=1, dp=1")
+
+    def _board(self) -> dict[str, Any]:
+        tokens = self.plan.microbatch_size * self.model.seq_len
+        return self.board | {"tokens": replace(self.board["tokens"], start=tokens)}
+
+    def _offered(self, name: str, value: Any) -> bool:
+        return name != "tokens" or value % self.model.seq_len == 0
+
+    def _plan(self, at: At) -> Plan:
+        """Raises ``ValueError`` where these ranks, heads or samples do not make it."""
+        batch = at["tokens"] // self.model.seq_len
+        return _checked(at.model, at["ranks"], at["mode"], batch)
+
+    def _ranks(self, at: At) -> int:
+        return at["ranks"]
+
+    def alternatives(self, at: At) -> dict[str, At]:
+        """{name: settings} of the modes that there are; 2.5D on one grid is 2D."""
+        found = {}
+        for name, one in super().alternatives(at).items():
+            try:
+                plan = one.plan
+            except ValueError:
+                continue
+            if plan.tp_mode != "2.5d" or plan.tp_grid[1] > 1 or at["mode"] == "2.5d":
+                found[name] = one
+        if not found:
+            tokens = f"{at.model.heads} heads and {at['tokens']:,} tokens"
+            why = f"no mode can shard {tokens} over so many"
+            raise illegal("ranks", at["ranks"], why, "with more tokens or a larger hidden size")
+        return found
+
+    def _finding(self, at: At) -> str:
+        sent = {name: self.sent(one) for name, one in self.alternatives(at).items()}
+        chosen, least = self.called[at["mode"]], min(sent, key=sent.__getitem__)
+        said = f"{at['ranks']} ranks, {at['tokens']:,} tokens: "
+        if chosen not in sent:
+            return f"{said}there is no {chosen}; {least} sends least"
+        if chosen == least:
+            return f"{said}{chosen} sends least"
+        times = float(sent[chosen] / sent[least])
+        return f"{said}{chosen} sends {times:.2g} times as much as {least}"
+
+
+@lru_cache(maxsize=256)
+def _checked(model: ModelSpec, tp: int, mode: str, batch: int) -> Plan:
+    plan = Plan(tp=tp, tp_mode=mode, microbatch_size=batch)
+    plan.validate(model)
+    return plan
+
+
+@lru_cache(maxsize=256)
+def _peak(model: ModelSpec, plan: Plan) -> Kept:
+    return quick.peak(model, plan)
+
+
+@lru_cache(maxsize=256)
+def _sent(model: ModelSpec, plan: Plan) -> Fraction:
+    return quick.sent(model, plan, *range(plan.tp))
+
+
+def _measured(found: Tables) -> tuple[Kept, Fraction]:
+    """({category: bytes} at the peak of the rank where it is highest, bytes sent per step)."""
+    curve, sent = fullest(found), found.traffic()["bytes"]
+    return curve.samples[curve.peak_at], Fraction(round(sent.sum()), len(sent))
+
+
+def _row(name: str, held: Kept, sent: Fraction) -> dict[str, str]:
+    parts = {
+        "weights": held.get("parameters", 0),
+        "gradients, moments": held.get("gradients", 0) + held.get("optimizer", 0),
+        "activations": held.get("activations", 0),
+        "buffers": held.get("buffers", 0),
+    }
+    total = sum(held.values())
+    parts |= {"rest": total - sum(parts.values()), "in all": total, "sent": float(sent)}
+    return {"at the peak": name, **{head: in_bytes(size) for head, size in parts.items()}}

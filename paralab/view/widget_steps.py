@@ -1,0 +1,204 @@
+"""Two kinds of parallelism with sliders, each a step on a time axis: predicted, replayed below it.
+
+    data_parallel   ranks, form of gradient sync, bucket and micro-batch size, link speed
+    tensor1d        ranks t, where the residual stream is, micro-batch size, link speed
+
+“Run it” trains on real processes; the picture then has the replay of that run on the links that the
+slider states, below the prediction and on the same time scale. One run is replayed on any link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from paralab.checks import illegal
+from paralab.report import metrics
+from paralab.report.tables import Tables
+from paralab.spec import ModelSpec, Plan
+from paralab.view.timeline import timeline, timelines
+from paralab.view.widget import At, Widget
+from paralab.view.widget_parts import buttons, crowd, few, in_bytes, links_of, slider
+
+BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))  # 10 MB/s to 300 GB/s
+SPEED = slider("link speed", BANDWIDTHS, link=links_of)
+FORMS = ("naive", "bucketed", "overlapped")
+RESIDUAL = {"whole on every rank": "whole", "in parts of the sequence": "parts"}
+Says = Callable[[Tables], str]
+
+
+def _share(part: str, of: str = "") -> Says:
+    """A part of the typical step, in per cent of it or of another part."""
+
+    def said(report: Tables) -> str:
+        parts = metrics.shares(report, metrics.typical_step(report))
+        whole = parts[of] if of else report.step_time
+        return f"{100 * parts[part] / whole:.0f} %" if whole else "none needed"
+
+    return said
+
+
+def _kept(category: str) -> Says:
+    """The most of a category that a rank holds at any moment."""
+
+    def said(report: Tables) -> str:
+        mine = report.memory["category"] == category
+        return in_bytes(int(report.memory[mine]["bytes"].max()))
+
+    return said
+
+
+def _sent(report: Tables) -> str:
+    alone = report.world_size == 1
+    return "0 B" if alone else in_bytes(float(metrics.traffic(report)["bytes"].mean()))
+
+
+def _time(report: Tables) -> str:
+    return f"{report.step_time * 1e3:.1f} ms"
+
+
+class Steps(Widget):
+    """A widget whose picture is a step, and whose table reads reports.
+
+    columns  {heading: what stands there of a report}
+    drawn    ranks drawn of a prediction alone, and of two steps; the other ranks do alike
+    """
+
+    steady, free = True, ("bandwidth",)
+    columns: dict[str, Says]
+    drawn = (4, 2)
+
+    def _offered(self, name: str, value: Any) -> bool:
+        """As many ranks as the cluster has devices for, in equal parts of the model."""
+        if name != "ranks":
+            return True
+        sets = {self._board()[name].sets: value}
+        try:
+            Plan(**sets, sequence_parallel=sets.get("tp", 1) > 1).validate(self.model)
+        except ValueError:
+            return False
+        return self.cluster is None or value <= self.cluster.num_devices
+
+    def _charts(self, at: At) -> Any:
+        ranks = range(min(self.drawn[at.found is not None], at.expect.world_size))
+        two = at.found and timelines(at.expect, at.replayed, ranks=ranks)
+        return few(two or timeline(at.expect, ranks=ranks), len(ranks), at.expect.world_size)
+
+    def _rows(self, at: At) -> list[dict[str, str]]:
+        rows = [self._row("predicted", at.expect)]
+        if at.found is not None:
+            rows += [self._row("replayed", at.replayed), self._row(crowd(at.found), at.found)]
+        return rows
+
+    def _row(self, clock: str, report: Tables) -> dict[str, str]:
+        return {"clock": clock, **{head: says(report) for head, says in self.columns.items()}}
+
+    def _done(self, at: At) -> str:
+        off = at.expect.step_time / at.replayed.step_time - 1
+        if abs(off) < 0.01:
+            return "the predicted step equals its replay"
+        way = "above" if off > 0 else "below"
+        return f"the predicted step is {abs(100 * off):.0f} % {way} its replay"
+
+
+class DataParallel(Steps):
+    """Ranks, form of gradient sync, bucket size, micro-batch size, link speed.
+
+    model    what is trained; default: the "laptop" preset
+    plan     where the sliders start; only its data-parallel settings are used
+    cluster  what is predicted and replayed on; default: this machine
+    """
+
+    name = "data_parallel"
+    plan = Plan(dp=4, bucket_bytes=200_000)
+    buckets = tuple(m * 10**e for e in (4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 10 kB to 10 MB
+    board = {
+        "ranks": slider("ranks", (1, 2, 3, 4, 6, 8), "{} rank", "s", sets="dp"),
+        "grad_sync": buttons("gradients", FORMS),
+        "bucket_bytes": slider(
+            "bucket size", buckets, in_bytes, tip="gradients travel in flat buckets of this size"
+        ),
+        "bandwidth": SPEED,
+        "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16), "{} sample", "s"),
+    }
+    columns = {
+        "time per step": _time,
+        "samples per second": lambda report: f"{report.plan.global_batch / report.step_time:,.0f}",
+        "communication hidden": _share("hidden", "communication"),
+        "ranks wait": _share("wait"),
+        "sent per rank": _sent,
+    }
+
+    def _check(self) -> None:
+        super()._check()
+        if self.plan.grad_sync not in FORMS:
+            self.plan = self.plan.replace(grad_sync="overlapped")
+
+
+class Tensor1D(Steps):
+    """Ranks t, where the residual stream is, micro-batch size, link speed.
+
+    Every gap in the bar of a rank is a sum that the next layer needs. The table has one device and
+    t ranks: parameters, activations, bytes sent and the time that they are waited for.
+
+    model    what is trained; its heads limit t. Default: 2 layers of 8 heads
+    plan     where the sliders start; tensor-parallel in 1D
+    cluster  what is predicted and replayed on; default: this machine
+    """
+
+    name, drawn = "tensor1d", (1, 1)
+    model, plan = (
+        ModelSpec(layers=2, hidden=128, heads=8, seq_len=64),
+        Plan(tp=4, microbatch_size=4),
+    )
+    board = {
+        "ranks": slider("ranks t", (1, 2, 4, 8), "{} rank", "s", sets="tp"),
+        "sequence": buttons(
+            "residual", RESIDUAL, tip="norms, dropout and sums: on every rank, or a t-th on each"
+        ),
+        "microbatch_size": slider("micro-batch", (1, 2, 4, 8), "{} sample", "s"),
+        "bandwidth": SPEED,
+    }
+    columns = {
+        "parameters": _kept("parameters"),
+        "activations": _kept("activations"),
+        "sent per rank": _sent,
+        "time per step": _time,
+        "of it waiting": _share("wait"),
+    }
+
+    def _check(self) -> None:
+        if self.plan.tp_mode != "1d" or self.plan.dp * self.plan.pp > 1:
+            why = "this widget is about tensor parallelism in 1D alone"
+            raise illegal("plan", self.plan, why, "pl.Plan(tp=...)")
+        super()._check()
+
+    def _board(self) -> dict[str, Any]:
+        where = "parts" if self.plan.sequence_parallel else "whole"
+        return self.board | {"sequence": replace(self.board["sequence"], start=where)}
+
+    def _plan(self, at: At) -> Plan:
+        """One rank has the whole sequence in any case."""
+        parts = at["sequence"] == "parts" and at["ranks"] > 1
+        alone = {"partition_activations": False} if parts or at["ranks"] == 1 else {}
+        return self.plan.replace(**self._set(at, Plan), sequence_parallel=parts, **alone)
+
+    def _needs(self, at: At) -> Any:
+        return at.plan
+
+    def _rows(self, at: At) -> list[dict[str, str]]:
+        """One device, which no link slows down, and what is chosen."""
+        rows = [self._row("1 device, predicted", self._expected(at.but(ranks=1), "alone"))]
+        if at["ranks"] == 1:
+            return rows
+        called = f"t={at['ranks']}{' with sequence parallelism' * at.plan.sequence_parallel}"
+        rows.append(self._row(f"{called}, predicted", at.expect))
+        if at.found is not None:
+            rows.append(self._row(f"{called}, replayed", at.replayed))
+        return rows
+
+    def _done(self, at: At) -> str:
+        sent = [metrics.traffic(report)["bytes"].sum() for report in (at.expect, at.found)]
+        exact = "the bytes are exactly as predicted" if sent[0] == sent[1] else "the bytes differ"
+        return f"{exact}; {super()._done(at)}"

@@ -1,0 +1,270 @@
+"""What the widgets say is what the library predicts and what runs give, number by number."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+import pytest
+
+import paralab as pl
+from paralab.theory import ideal
+from paralab.theory.pipeline import bubble_formula
+from paralab.theory.zero import volume
+from paralab.view import theme, widgets
+from paralab.view.matrix_blocks import MODE_NAME
+from paralab.view.widget_bars import STAGES
+from paralab.view.widget_pipeline import FORWARD_S
+from widgets import CLUSTER, MAKE, PATIENCE, TINY, ZERO, bars, numbers
+
+NAMES = list(STAGES.values())
+
+
+@pytest.fixture
+def widget(request, monkeypatch) -> widgets.Widget:
+    """The one that the test's name begins with, whose runs have two steps."""
+    made = MAKE[request.function.__name__.split("_")[1]]()
+    monkeypatch.setattr(type(made), "steps", 2)
+    yield made
+    made.close()
+
+
+# ---- memory and collective -----------------------------------------------------------------------
+def test_memory_bars_are_the_recipes_bytes_and_the_activations(widget):
+    psi, table = TINY.num_params, widget.predict(recipe="fp32").table
+    kept = pl.predict(TINY, cluster=CLUSTER).memory
+    kept = kept[kept["category"] == "activations"]["bytes"].max()
+    parts = dict(zip(table["category"], table["bytes"], strict=True))
+    states = {"parameters": 4 * psi, "gradients": 4 * psi, "moments": 8 * psi}
+    assert parts == {**states, "activations": kept}
+    half = widget.predict(recipe="megatron-fp16").table.set_index("category")["bytes"]
+    assert half["gradients"] == 6 * psi and half.sum() == 20 * psi + kept // 2
+
+
+def test_memory_trains_a_small_model(widget):
+    chart = widget.run(layers=2).wait(PATIENCE)
+    assert list(dict.fromkeys(chart.table["bar"])) == ["zero-fp16", "fp32, as run"]
+    assert widget.result.model.layers == 2 and "1 real process:" in widget._status.value
+    widget.set(recipe="fp32")
+    assert widget.state == "done"  # another recipe is another formula, not another run
+
+
+def test_collective_replayed_is_on_its_formula_for_both_algorithms(widget):
+    for algorithm in ("ring", "tree"):
+        chart = widget.run(algorithm=algorithm, ranks=3, nbytes=10_000).wait(PATIENCE)
+        assert "every rank holds the sum" in widget._status.value
+        assert "exactly what the formula says" in widget._status.value
+    marks = chart.table[chart.table["clock"] == "replayed"].set_index("algorithm")["seconds"]
+    lines = chart.table[chart.table["clock"] == "predicted"]
+    lines = lines[lines["bytes"] == 10_000].set_index("algorithm")["seconds"]
+    assert marks.to_dict() == pytest.approx(lines.to_dict(), rel=1e-9)
+    widget.set(alpha=1e-6, bandwidth=10**10)
+    assert widget.state == "done" and "exactly what the formula says" in widget._status.value
+
+
+# ---- pipeline ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
+def test_pipeline_that_is_even_with_free_links_has_the_formulas_bubble(widget, name):
+    widget.set(schedule=name, pp=4, microbatches=8)
+    v = 2 if name == "interleaved" else 1
+    theory = bubble_formula(name, 4, 8, v, 1.0, 1.0, 1.0)
+    assert widget.simulation(widget.values).bubble_rate == pytest.approx(theory, abs=1e-12)
+    (row,) = numbers(widget)
+    assert row["bubble"] == row["formula"] == f"{100 * theory:.1f} %"
+    assert row["messages"] == str(2 * 8 * (4 * v - 1))
+    assert widget.knobs["virtual_stages"].disabled is (v == 1)
+    assert widget.values.plan.virtual_stages == v
+
+
+def test_pipeline_slow_stages_and_slow_links_cost_what_they_must(widget):
+    widget.set(schedule="gpipe", pp=2, microbatches=4)
+    forward = FORWARD_S / 2
+    even = widget.simulation(widget.values).makespan
+    assert even == pytest.approx(5 * 3 * forward)
+    slow = widget.simulation(widget.at(imbalance=3.0))
+    assert slow.busy[1] == pytest.approx(3 * slow.busy[0])
+    late = widget.simulation(widget.at(comm=0.1)).makespan
+    assert late == pytest.approx(even + 2 * 0.1 * forward)
+
+
+def test_pipeline_run_shows_the_replay_beneath_its_simulation(widget):
+    widget.run(schedule="interleaved", pp=2, microbatches=4)
+    chart = widget.wait(PATIENCE)
+    assert widget.knobs["virtual_stages"].disabled is False
+    plan = widget.result.plan
+    assert (plan.pp, plan.virtual_stages, plan.microbatches) == (2, 2, 4)
+    for label in ("simulated", "replayed"):  # the same work, box by box
+        work = chart.table[(chart.table["report"] == label) & (chart.table["microbatch"] >= 0)]
+        assert work.groupby("rank").size().to_dict() == {0: 16, 1: 16}, label
+    rows = numbers(widget)
+    assert [row["clock"].split(" (")[0] for row in rows] == ["simulated", "replayed", "measured"]
+    # 2(p-1) + (v-1)p + 1 and 2 m (p v - 1), in theory and in the run
+    assert {(row["alive on rank 0"], row["messages"]) for row in rows} == {
+        ("5 chunks of 1/2", "24")
+    }
+
+
+def test_pipeline_simulation_and_replay_agree_and_need_no_new_run(widget):
+    """Same costs, same order, same links: two programs that must come to one bubble."""
+    widget.run(schedule="1f1b", pp=2, microbatches=4).wait(PATIENCE)
+    ran, even = widget.result, widget.values
+    for knob in ({"comm": 1.0}, {"imbalance": 3.0}, {"comm": 0.3, "imbalance": 2.0}):
+        at = widget.set(**knob).values
+        assert widget.state == "done" and at.found is ran
+        simulated = widget.simulation(at)
+        assert at.replayed.step_time > 1.1 * even.replayed.step_time
+        assert simulated.makespan > 1.1 * widget.simulation(even).makespan
+        assert at.replayed.bubble == pytest.approx(simulated.bubble_rate, abs=0.02)
+        assert ideal.schedule_of(at.replayed) == widget.schedule(at)
+    widget.set(microbatches=5)
+    assert widget.state == "idle" and widget.result is None
+
+
+# ---- ZeRO ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 3, 64])
+def test_zero_bars_are_the_predicted_peaks(widget, ranks, precision):
+    chart = widget.predict(ranks=ranks, precision=precision)
+    assert list(bars(chart)) == NAMES
+    for stage, label in enumerate(NAMES):
+        plan = ZERO.replace(dp=ranks, precision=precision, zero_stage=stage)
+        assert bars(chart)[label] == sum(pl.program(widget.model, plan).peak().values())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_zero_bytes_sent_are_those_of_a_predicted_step(widget, microbatches):
+    for stage in STAGES:
+        at = widget.at(stage=stage, ranks=3, microbatches=microbatches)
+        expect = pl.predict(at.model, at.plan, CLUSTER, steps=1)
+        assert widget.sent(at) == expect.traffic()["bytes"].max()
+        around = volume(stage, microbatches) * 4 * at.model.num_params * 2 / 3
+        assert float(widget.sent(at)) == pytest.approx(around, rel=1e-2)  # and padding
+
+
+def test_zero_table_has_the_states_the_peak_and_the_traffic_in_psi(widget):
+    plain, chosen = numbers(widget.set(stage=3, ranks=4, microbatches=2))
+    assert (plain["at the peak"], chosen["at the peak"]) == (
+        "plain DP, predicted",
+        "ZeRO-3, predicted",
+    )
+    assert (plain["bytes per Ψ"], chosen["bytes per Ψ"]) == ("16.00", "4.00")
+    assert (plain["that is sent"], chosen["that is sent"]) == ("2 Ψ(N−1)/N", "6 Ψ(N−1)/N")
+    assert chosen["in all"] == theme.scaled(bars(widget.chart)["ZeRO-3"], "B")
+    assert chosen["sent"] == theme.scaled(bars(widget.chart, "sent")["ZeRO-3"], "B")
+    assert len(numbers(widget.set(stage=0))) == 1  # not twice the same
+    assert numbers(widget.set(stage=1, ranks=1))[1]["that is sent"] == "0"
+    assert "nothing to shard" in widget.chart.finding
+
+
+def test_zero_stage_that_is_chosen_stands_out_and_the_title_says_what_it_costs(widget):
+    widget.set(stage=3, ranks=4, microbatches=1)
+    for trace in widget.chart.data:
+        assert list(trace.marker.opacity) == [0.45, 0.45, 0.45, 1.0], trace.name
+    share = 100 * bars(widget.chart)["ZeRO-3"] / bars(widget.chart)["plain DP"]
+    assert widget.chart.finding == (
+        f"ZeRO-3 on 4 devices: {share:.0f} % of the memory of plain DP for 1.5 times the traffic"
+    )
+    assert "for the same traffic" in widget.predict(stage=2).finding  # one micro-batch: m + 1 = 2
+    assert "each holds all states" in widget.predict(stage=0).finding
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_zero_run_puts_the_measured_peak_and_bytes_below_the_prediction(widget, stage):
+    chart, found = widget.run(stage=stage).wait(PATIENCE), widget.result
+    assert list(bars(chart)) == [*NAMES[: stage + 1], "measured", *NAMES[stage + 1 :]]
+    assert bars(chart)["measured"] == found.peak_memory == found.peaks()["measured"]["total"]
+    parts = chart.table[chart.table["bar"] == "measured"].set_index("category")["bytes"]
+    assert parts.drop("sent").to_dict() == found.peaks()["measured"].drop("total").to_dict()
+    sent = bars(chart, "sent")
+    assert sent["measured"] == sent[NAMES[stage]] == found.traffic()["bytes"].max()
+    assert "exactly as predicted" in widget._status.value
+    assert numbers(widget)[-1]["at the peak"] == f"{NAMES[stage]}, measured"
+    for knob in ({"stage": 2}, {"microbatches": 1}, {"precision": "bf16"}, {"recompute": "full"}):
+        old = {name: widget.values[name] for name in knob}
+        assert widget.set(**knob).result is None and widget.state == "idle"
+        assert widget.set(**old).result is found and widget.state == "done"
+
+
+# ---- tensor parallelism --------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("ranks", "modes"),
+    [(4, ["1d", "2d"]), (8, ["1d", "2.5d", "3d"]), (64, ["1d", "2d", "2.5d", "3d"])],
+)
+def test_tensor_has_a_bar_for_every_mode_that_there_is_with_its_predicted_peak(
+    widget, ranks, modes
+):
+    mode = "1d" if ranks == 8 else "2d"
+    widget.set(ranks=ranks, tokens=2048, hidden=512, mode=mode)
+    drawn = bars(widget.chart)
+    assert list(drawn) == [MODE_NAME[mode] for mode in modes]
+    for mode in modes:
+        at = widget.at(mode=mode)
+        assert drawn[MODE_NAME[mode]] == sum(pl.program(at.model, at.plan).peak().values())
+    rows = [row["at the peak"] for row in numbers(widget)]
+    assert rows == [f"{MODE_NAME[mode]}, predicted" for mode in modes]
+    assert (at.model.hidden, at.model.heads) == (512, 64)
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("1d", 4), ("2d", 4), ("2.5d", 8), ("3d", 8)])
+def test_tensor_bytes_sent_are_those_of_a_predicted_step(widget, mode, ranks):
+    for tokens in (128, 512):
+        at = widget.at(mode=mode, ranks=ranks, tokens=tokens)
+        sent = pl.predict(at.model, at.plan, CLUSTER, steps=1).traffic()["bytes"]
+        assert widget.sent(at) == Fraction(round(sent.sum()), ranks)
+
+
+def test_tensor_title_says_which_mode_sends_least(widget):
+    far = widget.predict(ranks=64, mode="1d", tokens=512, hidden=12288)
+    assert far.finding == "64 ranks, 512 tokens: 1D sends least"
+    far = widget.predict(ranks=64, mode="2d", tokens=512, hidden=12288)
+    assert re.fullmatch("64 ranks, 512 tokens: 2D sends .* times as much as 1D", far.finding)
+    none = widget.predict(ranks=8, mode="2d", tokens=32768, hidden=2048)
+    assert none.finding == "8 ranks, 32,768 tokens: there is no 2D; 2.5D sends least"
+    sent = none.data[-1]
+    assert sent.name == "sent" and sent.marker.color == theme.axis_colour("tp")
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("2d", 4), ("3d", 8)])
+def test_tensor_run_puts_the_measured_peak_and_bytes_below_the_prediction(widget, mode, ranks):
+    chart = widget.run(mode=mode, ranks=ranks).wait(PATIENCE)
+    names, found, label = list(bars(chart)), widget.result, MODE_NAME[mode]
+    assert names[names.index(label) + 1] == "measured"
+    assert bars(chart)["measured"] == found.peak_memory
+    sent = bars(chart, "sent")
+    assert sent["measured"] == sent[label] == int(found.traffic()["bytes"].mean())
+    assert "exactly as predicted" in widget._status.value
+    assert numbers(widget)[-1]["at the peak"] == f"{label}, measured"
+
+
+@pytest.mark.parametrize("sequence", ["whole", "parts"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor1d_table_has_the_programs_bytes_of_one_device_and_of_t(widget, ranks, sequence):
+    alone, chosen = numbers(widget.set(ranks=ranks, sequence=sequence))
+    called = f"t={ranks}{' with sequence parallelism' if sequence == 'parts' else ''}, predicted"
+    assert (alone["clock"], chosen["clock"]) == ("1 device, predicted", called)
+    plan = widget.values.plan
+    for row, one in ((alone, widget.plan.replace(tp=1)), (chosen, plan)):
+        most = pl.program(widget.model, one).most()
+        for category in ("parameters", "activations"):
+            assert row[category] == theme.scaled(most[category], "B")
+    expect = pl.predict(widget.model, plan, CLUSTER, steps=1)
+    assert chosen["sent per rank"] == theme.scaled(float(expect.traffic()["bytes"].mean()), "B")
+    assert chosen["time per step"] == f"{1e3 * expect.step_time:.1f} ms"
+    assert alone["sent per rank"] == "0 B" and alone["of it waiting"] == "0 %"
+    widget.set(ranks=1)
+    assert [row["clock"] for row in numbers(widget)] == ["1 device, predicted"]
+    assert not widget.values.plan.sequence_parallel
+
+
+def test_tensor1d_run_puts_the_replay_and_what_was_counted_below_the_prediction(widget):
+    widget.run(sequence="parts").wait(PATIENCE)
+    assert "the bytes are exactly as predicted" in widget._status.value
+    _, expected, found = numbers(widget)
+    assert found["clock"] == expected["clock"].replace("predicted", "replayed")
+    ran = widget.result
+    most = ran.memory.groupby("category")["bytes"].max()
+    for column in ("sent per rank", "parameters"):
+        assert found[column] == expected[column]
+    assert found["activations"] == theme.scaled(int(most["activations"]), "B")
+    assert widget.set(bandwidth=10**8).result is ran and widget.state == "done"
+    assert widget.set(sequence="whole").result is None and widget.state == "idle"
