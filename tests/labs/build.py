@@ -21,8 +21,9 @@ paralab/exercises/answers/NAME.py, marks and all (tests/test_labs_meta.py compar
 
 Two builds give byte-identical files, except for what cells tagged ``measured`` show: cell ids come
 from the cells' text, metadata is fixed, and neither timings nor widget state are stored. Every
-plotly figure is stored with a picture of itself, which is what GitHub and nbconvert show; drawing
-it needs chromium. ``--check`` compares as the tests do (lab_outputs.py) and needs none.
+plotly figure and every widget is stored with a picture of itself, which is what GitHub and
+nbconvert show; drawing it needs chromium. ``--check`` compares as the tests do (lab_outputs.py) and
+needs none.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from nbformat import NotebookNode
 
 from lab_outputs import PLOTLY, PNG, WIDGET, canonical, is_measured, kinds, structure
 from paralab.exercises.sources import solution, student
+from paralab.view import widget_picture
 
 HERE = Path(__file__).resolve().parent
 LABS = HERE.parents[1] / "labs"
@@ -109,7 +111,8 @@ def execute(notebook: NotebookNode, folder: Path, *, pictures: bool) -> Notebook
         coalesce_streams=True,
     )
     client.extra_arguments = ["--IPKernelApp.log_level=ERROR"]  # else one warning per kernel
-    client.execute(env={**os.environ, "PLOTLY_RENDERER": "plotly_mimetype"})
+    drawn = {widget_picture.VARIABLE: "1"} if pictures else {}
+    client.execute(env={**os.environ, "PLOTLY_RENDERER": "plotly_mimetype", **drawn})
     if pictures:
         draw_pictures(notebook)
     notebook.metadata = nbformat.from_dict(METADATA)  # nbclient notes the kernel's exact version
@@ -122,7 +125,9 @@ def execute(notebook: NotebookNode, folder: Path, *, pictures: bool) -> Notebook
 
 
 def draw_pictures(notebook: NotebookNode) -> None:
-    """Store a picture with every figure. Not in the kernel: a browser's noise is no output."""
+    """Put a picture next to every figure and in the place of every widget. Not in the kernel: a
+    browser's noise is no output.
+    """
     import plotly.io
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
@@ -132,6 +137,9 @@ def draw_pictures(notebook: NotebookNode) -> None:
             figure, format="png", width=PICTURE_WIDTH, scale=1, validate=False
         )
         data[PNG] = base64.b64encode(drawn).decode()
+    for data in (output.get("data", {}) for output in outputs):
+        if widget := data.pop(widget_picture.FIGURES, None):
+            data[PNG] = base64.b64encode(widget_picture.drawn(widget)).decode()
 
 
 def _portable(line: str) -> str:

@@ -70,10 +70,10 @@ def canonical_figure(figure: Mapping[str, Any]) -> dict[str, Any]:
 def _compared_types(data: Mapping[str, Any]) -> tuple[str, ...]:
     """The MIME types of one output, less those a run may or may not produce.
 
-    A figure's picture is drawn where notebooks are built, and nowhere else: it needs a browser.
+    Pictures of figures and of widgets are drawn where notebooks are built, and nowhere else: that
+    needs a browser.
     """
-    left_out = {WIDGET} | ({PNG} if PLOTLY in data else set())
-    return tuple(sorted(set(data) - left_out))
+    return tuple(sorted(set(data) - {WIDGET, PNG}))
 
 
 def canonical(outputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -86,7 +86,6 @@ def canonical(outputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             plain["data"] = {
                 mime: canonical_figure(data[mime]) if mime == PLOTLY else data[mime]
                 for mime in _compared_types(data)
-                if mime != PNG
             }
         result.append(plain)
     return result
