@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.exercise import Exercise, Text
-from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, first_line
+from paralab.exercises.questions import plain
+from paralab.exercises.tries import Takes, Try, first_line
+from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.parallel.schedules import Action, Schedule, actions
 
 if TYPE_CHECKING:
@@ -84,82 +86,41 @@ PATIENTS = (
 )
 WORK, MOVES = "same work", "moves"
 
-TASK = """
-**Your turn.** Three schedules stand still before they are done. For each, look at the picture,
-`pl.exercises.deadlock_clinic.patients["too early"].chart()`, and find the circle: who waits for
-whom? `.diagnosis` is what the validator says. Then repair the lists: move actions within a rank's
-list, no more than the limits allow. Nothing is added, nothing lost, nothing changes its rank.
-
-`pl.exercises.deadlock_clinic.check(fixed)`
-"""
-
 ASKED = (
     *((patient.name, "every rank gets to the end of its list") for patient in PATIENTS),
     (WORK, "every rank has the actions it had"),
     (MOVES, "at most " + ", ".join(f"{p.moves} ({p.name})" for p in PATIENTS)),
 )
 
-HINTS = (
-    "start at any rank that stands still, go to the rank that has what it needs, and see where "
-    "that one stands. You come round to where you began: one of these waits has to go.",
-    "a backward comes from the last stage to the first. Where a rank waits for a gradient, ask "
-    "whether it has sent on all the forwards that the ranks after it want first.",
-    "too early: rank 0 has to send a second forward before it waits for 1B0. Two chunks: backward "
-    "meets stage 2 before stage 0. Upside down: the first rank needs the longest warm-up and the "
-    "last one none.",
-)
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for one in tries:
+        _look(one.notes, plain(one.answer[0]))
 
 
-class Clinic(Exercise):
-    """An exercise that has patients."""
-
-    @property
-    def patients(self) -> dict[str, Patient]:
-        """{name: patient}, the easiest first."""
-        return {patient.name: patient for patient in PATIENTS}
-
-
-def check(fixed: Mapping[str, Sequence[str | Sequence[Action | str]]]) -> Verdict:
-    """Prove the repaired lists and count what was moved. Takes no time, starts no ranks.
-
-    fixed   {name of the patient: its lists, rank by rank}
+def _look(notes: Notes, fixed: Mapping[str, Any]) -> None:
+    """Prove the repaired lists, {name of the patient: its lists, rank by rank}, and count what was
+    moved.
     """
-    notes = Notes("deadlock_clinic", ASKED)
-    if not isinstance(fixed, Mapping):
-        first = PATIENTS[0].name
-        notes.note(
-            first,
-            "no lists",
-            False,
-            f"asked is a dict {{patient: lists}}, yours is {type(fixed).__name__}",
-        )
-        return notes.verdict()
-    if all(_lists(fixed.get(p.name))[0] == actions(p.lists) for p in PATIENTS):
-        notes.said = NOT_STARTED
-        return notes.verdict()
+    found = {patient.name: _lists(fixed.get(patient.name)) for patient in PATIENTS}
+    if all(found[p.name][0] == actions(p.lists) for p in PATIENTS):
+        notes.end(NOT_STARTED)
+        return
     count: dict[str, int] = {}
     for patient in PATIENTS:
-        lists, wrong = _lists(fixed.get(patient.name))
-        if not wrong:
-            wrong = _fault(patient, lists)
+        lists, wrong = found[patient.name]
+        wrong = wrong or _fault(patient, lists)
         notes.note(patient.name, wrong or "it runs", not wrong, f"{patient.name}: {wrong}")
         if lists is None or len(lists) != len(patient.lists):
             continue
         before = actions(patient.lists)
         changed = _changed(before, lists)
-        notes.note(
-            WORK, changed or "nothing added or lost", not changed, f"{patient.name}: {changed}"
-        )
-        if not changed:
-            count[patient.name] = sum(map(moves, before, lists))
-    _count(notes, count)
-    return notes.verdict()
-
-
-def _count(notes: Notes, count: Mapping[str, int]) -> None:
-    """Hold the moves of every patient against what is enough; open while one cannot be counted."""
-    for patient in PATIENTS:
-        if (made := count.get(patient.name, 0)) > patient.moves:
+        long = f"{patient.name}: {changed}"
+        notes.note(WORK, changed or "nothing added or lost", not changed, long)
+        if changed:
+            continue
+        count[patient.name] = made = sum(map(moves, before, lists))
+        if made > patient.moves:
             said = f"{patient.name}: {made} moves, {patient.moves} would do"
             notes.note(MOVES, said, False, said)
     if len(count) == len(PATIENTS):
@@ -196,7 +157,7 @@ def _fault(patient: Patient, lists: Schedule) -> str:
 
     before = actions(patient.lists)
     if len(lists) != len(before):
-        return f"{len(lists)} lists, asked are {len(before)}, one per rank"
+        return f"{len(lists)} lists, required: {len(before)}, one per rank"
     everything = [action for row in before for action in row]
     try:
         validate(
@@ -220,6 +181,11 @@ def _changed(before: Schedule, after: Schedule) -> str:
     return ""
 
 
-deadlock_clinic = Clinic(
-    name="deadlock_clinic", lab="04", task=TASK, asked=ASKED, hints=HINTS, checker=check
+deadlock_clinic = Exercise(
+    name="deadlock_clinic",
+    lab="04",
+    asked=ASKED,
+    takes=(Takes("a dict {patient: lists}"),),
+    checker=check,
+    patients={patient.name: patient for patient in PATIENTS},
 )

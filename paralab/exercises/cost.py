@@ -3,7 +3,7 @@
     step_flops          PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 3, with recomputation: forward
                         of the blocks twice, of the head once, backward twice forward
     training_days       tokens times FLOPs per token over what the devices do per day
-    states_per_device   Psi / (tp pp) of every state, ZeRO's share of it (arXiv:1910.02054, sec. 5)
+    states_per_device   Psi / (tp pp) of every state, ZeRO's part of it (arXiv:1910.02054, sec. 5)
 
 The checker asks about models from 12 to 128 layers and plans with degrees that are all different,
 so that every known mistake has a number of its own; it then says which mistake that is.
@@ -11,13 +11,20 @@ so that every known mistake has a number of its own; it then says which mistake 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.states import RECIPES, is_number, size_text
-from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
+from paralab.exercises.questions import (
+    Mistakes,
+    asked,
+    size_text,
+    wrong_number,
+    wrong_states,
+)
+from paralab.exercises.states import RECIPES, known_units, open_ends
+from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.verdict import NOT_STARTED
 from paralab.spec import ModelSpec
 from paralab.theory import needs
 from paralab.theory.flops import block_flops, head_flops
@@ -49,25 +56,6 @@ SHARED = (
     "stage 2 shares the optimizer's states and gradients",
     "stage 3 shares everything, parameters too",
 )
-
-TASK = """
-**Your turn.** What does a training cost? Three functions, for any model and plan:
-
-`step_flops(model, samples)`: FLOPs of one step over `samples` samples of `model.seq_len` tokens
-each, matrix products alone, a multiply-add being two. Activations are recomputed: every block makes
-its forward twice, the head once.
-
-`training_days(model, tokens, devices, flops)`: days for that many tokens, every device making
-`flops` of them per second.
-
-`states_per_device(model, recipe, tp, pp, dp, zero_stage)`: what one device holds, `{state: bytes}`,
-if tp and pp deal the parameters out evenly and `dp` devices run ZeRO. `recipe` has bytes per
-parameter: `{"parameters": 2, "gradients": 2, "master": 4, "moments": 8}`; master weights and
-moments are the optimizer's.
-
-`pl.exercises.training_cost.check(step_flops, training_days, states_per_device)`
-"""
-
 ASKED = (
     (FLOPS, "four models from 0.1 B to 1 T: to nine digits"),
     (DAYS, "three trainings, two of them PTD-P's: to 0.1 %"),
@@ -75,80 +63,64 @@ ASKED = (
     (ZERO, "five plans, stages 1 to 3: every state to nine digits"),
 )
 
-HINTS = (
-    "count matrix products: one of (m, k) and (k, n) is 2 m k n FLOPs. A block has 24 s h² of them "
-    "per sample in its linear layers and 4 s² h in attention; the head has 2 s h V. Backward is "
-    "twice forward.",
-    "so a sample is 4 (blocks) or 3 (head) times its forward: 96 s l h² (1 + s/(6h) + V/(16 l h)), "
-    "eq. 3 of PTD-P. Per token that is divided by s; a day has 86,400 seconds.",
-    "states: model.num_params * recipe[state] / (tp * pp) is what a device holds without ZeRO. "
-    "Divide by dp, too, what the stage shares: master and moments from stage 1 on, gradients from "
-    "2, parameters from 3.",
-)
+
+class Question(NamedTuple):
+    """Part ``number`` of the answer gets ``args``; ``judge`` says what is wrong with the reply."""
+
+    limit: str
+    where: str
+    number: int
+    args: tuple
+    judge: Callable[[Any], str]
+    right: str
 
 
-def check(
-    step_flops: Callable[..., Any],
-    training_days: Callable[..., Any] | None = None,
-    states_per_device: Callable[..., Any] | None = None,
-) -> Verdict:
-    """Ask the functions about trainings of 0.1 B to 1 T parameters. No time, no ranks.
-
-    step_flops         called as (ModelSpec, samples)
-    training_days      called as (ModelSpec, tokens, devices, FLOP/s)
-    states_per_device  called as (ModelSpec, {state: bytes per parameter}, tp, pp, dp, stage)
-    A function that is not given, or not yet written, leaves its limits open.
-    """
-    notes, started = Notes("training_cost", ASKED), False
-    for limit, where, call, judge, right in _questions(
-        step_flops, training_days, states_per_device
-    ):
-        found, trouble = attempt(call)
-        if trouble == NOT_STARTED:
-            continue
-        started = True
-        wrong = trouble or judge(found)
-        notes.note(limit, f"{where}: {wrong or right}", not wrong, f"{where}: {wrong}")
-    if started and not notes.said:
-        notes.said = "there is one more function to write"  # read only where a row stayed open
-    return notes.verdict()
+def check(tries: Sequence[Try], timeout: float) -> None:
+    questions = list(_questions())
+    given = [(question.number, question.args) for question in questions]
+    for notes, found in on_ranks(tries, asked, 1, (given,), timeout=timeout):
+        for question, reply in zip(questions, found.results[0], strict=True):
+            if reply.trouble != NOT_STARTED:
+                wrong = reply.trouble or question.judge(reply.value)
+                notes.look(question.limit, question.where, wrong, question.right)
+        open_ends(notes, found.results[0], "there is one more function to write")
 
 
-Question = tuple[str, str, Callable[[], Any], Callable[[Any], str], str]
-
-
-def _questions(step_flops: Any, training_days: Any, states_per_device: Any) -> Iterable[Question]:
-    """(limit, about what, the call, answer -> what is wrong with it, the right answer as text)."""
+def _questions() -> Iterator[Question]:
     for name, samples in FLOP_CASES:
         model = ModelSpec.preset(name)
         right = needs.step_flops(model, samples, recompute=True)
-        yield (
-            FLOPS,
-            f"{name}, {samples:,} samples",
-            lambda m=model, n=samples: step_flops(m, n),
-            lambda found, m=model, n=samples: _wrong_flops(m, n, found),
-            f"{right:,.5g} FLOPs",
-        )
-    for name, *asked in DAY_CASES if training_days else ():
-        model = ModelSpec.preset(name)
-        tokens, devices, flops = asked
-        yield (
-            DAYS,
-            f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of {flops / 1e12:g} TFLOP/s",
-            lambda m=model, a=asked: training_days(m, *a),
-            lambda found, m=model, a=asked: _wrong_days(m, *a, found),
-            f"{_days(model, *asked):.2f} days",
-        )
-    for name, recipe, *degrees in STATE_CASES if states_per_device else ():
-        model, (tp, pp, dp, stage) = ModelSpec.preset(name), degrees
-        total = sum(right_states(model, RECIPES[recipe], *degrees).values())
-        yield (
-            ZERO if stage else SPLIT,
-            f"{name}, {recipe}, tp={tp} pp={pp} dp={dp} zero_stage={stage}",
-            lambda m=model, r=recipe, d=degrees: states_per_device(m, dict(RECIPES[r]), *d),
-            lambda found, m=model, r=recipe, d=degrees: _wrong_states(m, RECIPES[r], *d, found),
-            size_text(total),
-        )
+
+        def flops(found: Any, right: float = right, of: tuple = (model, samples)) -> str:
+            show, what = "{:,.5g} FLOPs".format, "required: a number of FLOPs"
+            known = known_flops(*of).items()
+            return wrong_number(found, right, show, known, what=what, tolerance=EXACT)
+
+        said = f"{right:,.5g} FLOPs"
+        yield Question(FLOPS, f"{name}, {samples:,} samples", 0, (model, samples), flops, said)
+    for name, *rest in DAY_CASES:
+        model, (tokens, devices, per_second) = ModelSpec.preset(name), rest
+
+        def days(found: Any, of: tuple = (model, *rest)) -> str:
+            show, what = "{:.6g} days".format, "required: a number of days"
+            known = known_days(*of).items()
+            return wrong_number(
+                found, right_days(*of), show, known, what=what, tolerance=DAYS_TOLERANCE
+            )
+
+        where = f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of "
+        where += f"{per_second / 1e12:g} TFLOP/s"
+        yield Question(DAYS, where, 1, (model, *rest), days, f"{right_days(model, *rest):.2f} days")
+    for name, recipe_name, *degrees in STATE_CASES:
+        model, recipe, (tp, pp, dp, stage) = ModelSpec.preset(name), RECIPES[recipe_name], degrees
+        right = right_states(model, recipe, *degrees)
+
+        def states(found: Any, right: dict = right, of: tuple = (model, recipe, *degrees)) -> str:
+            return wrong_states(found, right, lambda state: known_states(state, *of), EXACT)
+
+        where = f"{name}, {recipe_name}, tp={tp} pp={pp} dp={dp} zero_stage={stage}"
+        said = size_text(sum(right.values()))
+        yield Question(ZERO if stage else SPLIT, where, 2, (model, recipe, *degrees), states, said)
 
 
 def known_flops(model: ModelSpec, samples: int) -> dict[str, float]:
@@ -174,9 +146,13 @@ def known_flops(model: ModelSpec, samples: int) -> dict[str, float]:
     }
 
 
+def right_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> float:
+    return needs.training_days(model, tokens=tokens, devices=devices, flops=flops)
+
+
 def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> dict[str, float]:
     """{what was done: the days it gives} of the mistakes that are made on the way to days."""
-    right = _days(model, tokens, devices, flops)
+    right = right_days(model, tokens, devices, flops)
     eq4 = 8 * tokens * model.num_params / (devices * flops) / needs.SECONDS_PER_DAY
     spared = needs.training_days(
         model, tokens=tokens, devices=devices, flops=flops, recompute=False
@@ -196,29 +172,6 @@ def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> d
     }
 
 
-def known_states(
-    model: ModelSpec, width: int, tp: int, pp: int, dp: int, stage: int
-) -> list[tuple[str, float]]:
-    """(what was done, the bytes it gives) of the mistakes that are made with one state."""
-    whole = model.num_params * width
-    cut, blocks = whole / (tp * pp), 12 * model.layers * model.hidden**2 * width / (tp * pp)
-    return [
-        (SHARED[stage], cut),
-        (SHARED[stage], cut / dp),
-        ("that is the whole model's; tp and pp deal it out", whole),
-        ("pp deals it out too", whole / tp),
-        ("tp deals it out too", whole / pp),
-        ("ZeRO shares what tp and pp have left", whole / dp),
-        ("pp deals it out too", whole / tp / dp),
-        ("tp deals it out too", whole / pp / dp),
-        ("ZeRO's N is dp, not all devices", cut / (tp * pp * dp)),
-        *(
-            ("12 l h² are the blocks' matrices alone; model.num_params has them all", blocks / n)
-            for n in (1, dp)
-        ),
-    ]
-
-
 def right_states(
     model: ModelSpec, recipe: Mapping[str, int], tp: int, pp: int, dp: int, stage: int
 ) -> dict[str, float]:
@@ -230,78 +183,38 @@ def right_states(
     }
 
 
-def _days(model: ModelSpec, tokens: float, devices: int, flops: float) -> float:
-    return needs.training_days(model, tokens=tokens, devices=devices, flops=flops)
-
-
-def _wrong_flops(model: ModelSpec, samples: int, found: Any) -> str:
-    right = needs.step_flops(model, samples, recompute=True)
-    if not is_number(found):
-        return f"asked is a number of FLOPs, yours is {found!r}"
-    if _close(found, right):
-        return ""
-    return f"{right:,.5g} FLOPs, yours {float(found):,.5g}" + _why(
-        found, right, known_flops(model, samples).items()
-    )
-
-
-def _wrong_days(model: ModelSpec, tokens: float, devices: int, flops: float, found: Any) -> str:
-    right = _days(model, tokens, devices, flops)
-    if not is_number(found):
-        return f"asked is a number of days, yours is {found!r}"
-    if _close(found, right, DAYS_TOLERANCE):
-        return ""
-    return f"{right:.2f} days, yours {float(found):,.6g}" + _why(
-        found, right, known_days(model, tokens, devices, flops).items(), DAYS_TOLERANCE
-    )
-
-
-def _wrong_states(
-    model: ModelSpec, recipe: Mapping[str, int], tp: int, pp: int, dp: int, stage: int, found: Any
-) -> str:
-    """What is wrong with the first wrong state, or ""."""
-    if not isinstance(found, Mapping):
-        return f"asked is a dict, {{state: bytes}}, yours is a {type(found).__name__}"
-    right = right_states(model, recipe, tp, pp, dp, stage)
-    for state in (*right, *found):
-        if state not in found:
-            return f"the state {state!r} is missing"
-        if state not in right:
-            return f"{state!r} is not in the recipe"
-    for state, size in right.items():
-        yours = found[state]
-        if not is_number(yours):
-            return f"{state!r} is {yours!r}, not a number of bytes"
-        if not _close(yours, size):
-            known = [
-                *known_states(model, recipe[state], tp, pp, dp, stage),
-                ("those are GB, asked are bytes", size / 1e9),
-                ("those are GiB, asked are bytes", size / 2**30),
-                (
-                    "that is the number of parameters, each of which takes some bytes",
-                    size / recipe[state],
-                ),
-            ]
-            said = _why(yours, size, known)
-            return f"{state!r} is {size_text(size)}, yours {size_text(float(yours))}{said}"
-    return ""
-
-
-def _close(found: Any, right: float, tolerance: float = EXACT) -> bool:
-    return math.isclose(float(found), right, rel_tol=tolerance)
-
-
-def _why(
-    found: Any, right: float, known: Iterable[tuple[str, float]], tolerance: float = EXACT
-) -> str:
-    """The mistake that gives this number, if it is a known one; else how far off it is."""
-    for said, number in known:
-        if _close(found, number, tolerance):
-            return f" ({said})"
-    times = float(found) / right
-    return f" ({times:.3g} times as much)" if 0 < times < math.inf else ""
+def known_states(
+    state: str, model: ModelSpec, recipe: Mapping[str, int], tp: int, pp: int, dp: int, stage: int
+) -> Mistakes:
+    """(what was done, the bytes it gives) of the mistakes that are made with one state."""
+    whole = model.num_params * recipe[state]
+    cut, blocks = whole / (tp * pp), 12 * model.layers * model.hidden**2 * recipe[state]
+    return [
+        (SHARED[stage], cut),
+        (SHARED[stage], cut / dp),
+        ("that is the whole model's; tp and pp divide it", whole),
+        ("pp divides it too", whole / tp),
+        ("tp divides it too", whole / pp),
+        ("ZeRO shares what tp and pp have left", whole / dp),
+        ("pp divides it too", whole / tp / dp),
+        ("tp divides it too", whole / pp / dp),
+        ("ZeRO's N is dp, not all devices", cut / (tp * pp * dp)),
+        *(
+            ("12 l h² are the blocks' matrices alone; model.num_params has them all", part)
+            for part in (blocks / (tp * pp), blocks / (tp * pp) / dp)
+        ),
+        *known_units(right_states(model, recipe, tp, pp, dp, stage)[state], recipe[state]),
+    ]
 
 
 training_cost = Exercise(
-    name="training_cost", lab="11", task=TASK, asked=ASKED, hints=HINTS, checker=check
+    name="training_cost",
+    lab="11",
+    asked=ASKED,
+    takes=(
+        Takes("a function", "step_flops(model, samples)", 2),
+        Takes("a function", "training_days(model, tokens, devices, flops)", 4),
+        Takes("a function", "states_per_device(model, recipe, tp, pp, dp, zero_stage)", 6),
+    ),
+    checker=check,
 )

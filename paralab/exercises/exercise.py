@@ -6,29 +6,29 @@
     exercise.hint()               # one push at a time
     exercise.solution()           # source of one answer
 
-The answer is a file of answers/, with the markers of labs/build.py around what is the learner's to
-write: stub and solution are two readings of that one text.
+Task and hints are tasks/NAME.md. The answer is answers/NAME.py, with the markers of sources.py
+around what is the learner's to write: stub, solution and the lab's cell are readings of that text.
 """
 
 from __future__ import annotations
 
-import ast
 import html
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import whole
+from paralab.checks import real, shown, whole
 from paralab.exercises import sources
-from paralab.exercises.verdict import Verdict
+from paralab.exercises.tries import Takes, Try
+from paralab.exercises.verdict import Notes, Verdict
 
 if TYPE_CHECKING:
     import pandas as pd
 
-ANSWERS = Path(__file__).resolve().parent / "answers"
+TASKS = Path(__file__).resolve().parent / "tasks"
+TIMEOUT_S = 20.0  # without any sign of life: a check needs a second or two
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,8 +40,7 @@ class Text:
     def __str__(self) -> str:
         return self.words
 
-    def __repr__(self) -> str:
-        return self.words
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self.words)}</p>"
@@ -60,27 +59,63 @@ class Source(Text):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Exercise:
-    """An exercise of a lab. Its checker is what `check` calls; see that function for arguments.
+    """An exercise of a lab.
 
     name      the attribute of ``pl.exercises``
     lab       where it is set, "01"
-    task      markdown: what to write
-    asked     (limit, what is asked) pairs, in the order in which they are looked at
-    hints     three pushes, from a nudge to nearly all of it
-    checker   (answer, ...) -> Verdict
+    asked     (limit, what is required) pairs, in the order in which they are looked at
+    takes     what an answer consists of; only the first part has to be there
+    checker   (tries, seconds without a sign of life) notes what there is to say about each answer
+    patients  {name: what is to be diagnosed}, of a clinic
     """
 
     name: str
     lab: str
-    task: str
     asked: tuple[tuple[str, str], ...]
-    hints: tuple[str, str, str]
-    checker: Callable[..., Verdict]
+    takes: tuple[Takes, ...]
+    checker: Callable[[Sequence[Try], float], None]
+    patients: dict[str, Any] = field(default_factory=dict)
     _given: list[int] = field(default_factory=list)
 
-    def check(self, *answer: Any, **settings: Any) -> Verdict:
-        """Hold an answer against every limit. A wrong answer, and one that fails, is a Verdict."""
-        return self.checker(*answer, **settings)
+    def check(self, *answer: Any, timeout: float = TIMEOUT_S) -> Verdict:
+        """Hold an answer against every limit.
+
+        timeout  seconds without a sign of life until the ranks that run it are stopped
+
+        Raises ValueError for a wrong timeout. An answer that is wrong, that fails, or that does not
+        end is a Verdict.
+        """
+        return self.check_each([answer], timeout=timeout)[0]
+
+    def check_each(self, answers: Sequence[tuple], *, timeout: float = TIMEOUT_S) -> list[Verdict]:
+        """Verdicts on several answers, which share their launches."""
+        timeout = real("timeout", timeout, above=0.0)
+        tries = [Try(answer, Notes(self.name, self.asked)) for answer in answers]
+        try:
+            for one in tries:
+                one.begin(self.takes)
+            self.checker([one for one in tries if not one.notes.over], timeout)
+        except Exception as error:
+            if len(tries) > 1:  # one of them keeps the others from their verdicts
+                return [self.check(*answer, timeout=timeout) for answer in answers]
+            said = f"cannot be judged: {type(error).__name__}: {shown(error)}"
+            tries[0].notes.end(said, yours="cannot be judged")
+        return [one.notes.verdict() for one in tries]
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        """The task, and after it the hints."""
+        return (TASKS / f"{self.name}.md").read_text(encoding="utf-8").split("\n## Hint\n")
+
+    @property
+    def task(self) -> str:
+        """Markdown: what to write."""
+        return self._texts[0].strip()
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """Three pushes, from a nudge to nearly all of it."""
+        return tuple(" ".join(hint.split()) for hint in self._texts[1:])
 
     def hint(self, number: int | None = None) -> Text:
         """The next hint, or hint ``number`` (1 to 3) again."""
@@ -94,30 +129,23 @@ class Exercise:
 
     @property
     def limits(self) -> pd.DataFrame:
-        """What is asked, limit by limit; ``check`` enforces each row."""
+        """What is required, limit by limit; ``check`` enforces each row."""
         import pandas as pd
 
         return pd.DataFrame(self.asked, columns=["limit", "asked"]).set_index("limit")
 
-    @cached_property
-    def source(self) -> str:
-        """The answer with its markers, as it stands in the lab's source."""
-        text = (ANSWERS / f"{self.name}.py").read_text(encoding="utf-8")
-        abstract = ast.parse(text).body[0]  # the file's docstring is not the learner's
-        return "\n".join(text.splitlines()[abstract.end_lineno :]).strip()
-
     @property
     def stub(self) -> str:
         """What the learner starts from."""
-        return sources.student(self.source)
+        return sources.student(sources.answer(self.name))
 
     def solution(self) -> Source:
         """Source of one answer that passes."""
-        return Source(sources.solution(self.source))
+        return Source(sources.solution(sources.answer(self.name)))
 
     def __repr__(self) -> str:
         return f"Exercise({self.name}, lab {self.lab}, {len(self.asked)} limits)"
 
     def _repr_markdown_(self) -> str:
         rows = "".join(f"| {limit} | {asked} |\n" for limit, asked in self.asked)
-        return f"{textwrap.dedent(self.task).strip()}\n\n| limit | asked |\n|---|---|\n{rows}"
+        return f"{self.task}\n\n| limit | asked |\n|---|---|\n{rows}"

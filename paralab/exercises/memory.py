@@ -13,12 +13,15 @@ started, and nothing here needs more than a laptop to be run for real.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from paralab.checks import shown
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
+from paralab.exercises.questions import plain
+from paralab.exercises.tries import Takes, Try, attempt
+from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.interpret import quick
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 
@@ -136,20 +139,6 @@ PATIENTS = (
 )
 FILLS, SAME, ONE = "what fills it", "same training", "settings"
 
-TASK = """
-**Your turn.** Four people have added devices, and each is nearly as full as before. Look at each
-plan, `pl.exercises.memory_clinic.patients["twice the devices"]` and its `.chart()`, and say two
-things: the category that fills most of the device at its peak, and the **one** setting of the plan
-that helps. `.chart(prefetch=0)` tries a setting, `.report()` is the whole prediction.
-
-The training stays what it is: as many devices, as many samples per step, the same precision.
-
-(The fifth cause on everybody's list is none: what `nvidia-smi` shows is what the allocator has
-reserved, and what libraries take; it does not shrink because less is in use.)
-
-`pl.exercises.memory_clinic.check(treatment)`
-"""
-
 ASKED = (
     *((patient.name, f"its peak falls by at least {patient.drop} %") for patient in PATIENTS),
     (FILLS, f"the largest at its peak: {', '.join(CATEGORIES[:-1])} or {CATEGORIES[-1]}"),
@@ -157,63 +146,34 @@ ASKED = (
     (ONE, "one for each (microbatches and microbatch_size together are one)"),
 )
 
-HINTS = (
-    "for each, ask what the colour that fills the bar depends on: on the number of parameters over "
-    "the ranks that share them? On the samples? On a setting that has nothing to do with either?",
-    "ZeRO shares out states, activations it does not. Buffers are a few buckets, "
-    "and one bucket may hold a whole small model. What is gathered is whole. And N is the number "
-    "of ranks that share, which need not be the number of devices.",
-    "twice the devices: recompute, or smaller micro-batches and more of them. A small model: "
-    "bucket_bytes (or stage 3, which sends block by block). Fully sharded: prefetch. More nodes: "
-    "shard.",
-)
-
-
-class MemoryClinic(Exercise):
-    """An exercise that has patients."""
-
-    @property
-    def patients(self) -> dict[str, Patient]:
-        """{name: patient}, the most frequent first."""
-        return {patient.name: patient for patient in PATIENTS}
-
 
 def peak(model: ModelSpec, plan: Plan) -> dict[str, int]:
-    """{category: bytes} at the fullest moment of the fullest rank. Raises ValueError as `predict`
-    does.
+    """{category: bytes} at the fullest moment of the rank with the highest peak. Raises ValueError
+    as `predict` does.
     """
     return quick.fullest(model, plan)[1]
 
 
-def check(treatment: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Verdict:
-    """Predict every patient with and without the change. Takes no time, starts no ranks.
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for one in tries:
+        _look(one.notes, plain(one.answer[0]))
 
-    treatment  {name of the patient: (category, {setting: new value})}
+
+def _look(notes: Notes, treatment: Mapping[str, Any]) -> None:
+    """Predict every patient with and without the change, {patient: (category, {setting: value})}.
+    No rank is started.
     """
-    notes = Notes("memory_clinic", ASKED)
-    if not isinstance(treatment, Mapping):
-        notes.note(
-            PATIENTS[0].name,
-            "no treatment",
-            False,
-            "asked is a dict {patient: (category, "
-            f"{{setting: value}})}}, yours is {type(treatment).__name__}",
-        )
-        return notes.verdict()
-    if all(_as_pair(treatment.get(patient.name)) == ("", {}) for patient in PATIENTS):
-        notes.said = NOT_STARTED
-        return notes.verdict()
+    pairs = {patient.name: _as_pair(treatment.get(patient.name)) for patient in PATIENTS}
+    if all(pair == ("", {}) for pair in pairs.values()):
+        notes.end(NOT_STARTED)
+        return
     kept: dict[str, list[str]] = {FILLS: [], SAME: [], ONE: []}
     for patient in PATIENTS:
-        pair = _as_pair(treatment.get(patient.name))
+        pair, name = pairs[patient.name], patient.name
         if pair is None:
-            notes.note(
-                patient.name,
-                "nothing to try",
-                False,
-                f"{patient.name}: asked is "
-                f"(category, {{setting: value}}), yours is {treatment.get(patient.name)!r}",
-            )
+            yours = shown(treatment.get(name))
+            said = f"{name}: required: (category, {{setting: value}}), yours is {yours}"
+            notes.note(name, "nothing to try", False, said)
             continue
         found = {FILLS: _misnamed(patient, pair[0])}
         plan, found[SAME] = _changed(patient, pair[1])
@@ -221,13 +181,12 @@ def check(treatment: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Verdict:
             found[ONE] = _not_one(patient.plan, plan)
             _hold_against_drop(notes, patient, plan)
         for limit, wrong in found.items():
-            kept[limit] += [] if wrong else [patient.name]
+            kept[limit] += [] if wrong else [name]
             if wrong:
-                notes.note(limit, f"{patient.name}: {wrong}", False, f"{patient.name}: {wrong}")
+                notes.note(limit, f"{name}: {wrong}", False, f"{name}: {wrong}")
     for limit, said in ((FILLS, "all four named"), (SAME, "all four"), (ONE, "one each")):
         if len(kept[limit]) == len(PATIENTS):
             notes.note(limit, said, True)
-    return notes.verdict()
 
 
 def _as_pair(found: Any) -> tuple[Any, Mapping[str, Any]] | None:
@@ -239,7 +198,7 @@ def _misnamed(patient: Patient, category: Any) -> str:
     """Why this is not the category that fills most; "" if it is."""
     parts = patient.peak()
     if category not in CATEGORIES:
-        return f"{category!r} is no category" if category else "no category is named"
+        return f"{shown(category)} is no category" if category else "no category is named"
     if category == max(parts, key=lambda name: parts[name]):
         return ""
     held, total = _size(parts[category]), _size(sum(parts.values()))
@@ -251,7 +210,7 @@ def _changed(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, 
 
     for name in change:
         if name not in SETTINGS:
-            return None, f"{name!r} is no setting of a plan"
+            return None, f"{shown(name)} is no setting of a plan"
 
     def made() -> Plan:
         plan = patient.plan.replace(**change)
@@ -272,7 +231,7 @@ def _not_one(before: Plan, after: Plan) -> str:
     """How many settings differ, in words; "" if one does."""
     changed = {name for name in SETTINGS if getattr(after, name) != getattr(before, name)}
     count = len(changed - TOGETHER) + bool(changed & TOGETHER)
-    return "" if count == 1 else f"{count or 'no'} settings are changed, asked is one"
+    return "" if count == 1 else f"{count or 'no'} settings are changed, required: one"
 
 
 def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
@@ -283,7 +242,7 @@ def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
         patient.name,
         f"{_size(was)} before, {_size(now)} after",
         100 * now <= (100 - patient.drop) * was,
-        f"{patient.name}: the peak {fall}, asked are {patient.drop} %; of {_size(now)} "
+        f"{patient.name}: the peak {fall}, required: by {patient.drop} %; of {_size(now)} "
         f"{_size(parts[most])} are {most}",
     )
 
@@ -292,6 +251,11 @@ def _size(count: float) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
-memory_clinic = MemoryClinic(
-    name="memory_clinic", lab="06", task=TASK, asked=ASKED, hints=HINTS, checker=check
+memory_clinic = Exercise(
+    name="memory_clinic",
+    lab="06",
+    asked=ASKED,
+    takes=(Takes("a dict {patient: (category, {setting: value})}"),),
+    checker=check,
+    patients={patient.name: patient for patient in PATIENTS},
 )

@@ -1,6 +1,6 @@
 """Lab 09: an update whose optimizer states pass through a small window of host memory.
 
-States of U units lie in files. A unit is read, updated and written in r, u and w seconds: reads and
+States of U units are in files. A unit is read, updated and written in r, u and w seconds: reads and
 writes on the lane "disk", updates on the lane "host". No order is faster than the busier lane,
 
     max(U (r + w), r + U u + w)        with one buffer everything is in turn: U (r + u + w)
@@ -14,34 +14,32 @@ with a fast host and with a slow one. One unit after the other is right, and too
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import choice, illegal, real, whole
+from paralab.checks import choice, illegal, whole
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.verdict import Notes, Verdict, on_ranks
+from paralab.exercises.questions import Odd, asked, kind_of
+from paralab.exercises.tries import Takes, Try, attempt, on_ranks
+from paralab.exercises.verdict import NOT_STARTED, Notes
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
     from paralab.theory.engine import Times
 
 Job = tuple[str, int, int]  # what, unit, buffer
+Size = tuple[int, int]  # units, window
 
 LANE = {"read": "disk", "update": "host", "write": "disk"}
 TASK_SIZE = UNITS, WINDOW = 6, 2
-SIZES = (TASK_SIZE, (1, 2), (5, 1), (7, 2), (7, 3), (3, 8))  # units, window
+SIZES = (TASK_SIZE, (1, 2), (5, 1), (4, 2), (7, 2), (7, 3), (3, 8))
 READ_S, WRITE_S = 10e-3, 15e-3
 UPDATE_S = {"fast": 8e-3, "slow": 30e-3}  # by host
 FAST_S, SLOW_S = UPDATE_S.values()
 ROWS, ELEMENTS = 3, 1024  # a unit's states: two moments and the master weights, fp32
 STATES_BYTES = 4 * ROWS * ELEMENTS
-LINES = 100_000  # of the answer's code that may be run for one list
 MOST = 10  # jobs per unit that are looked at
-TIMEOUT_S = 10.0
 
 
 def limit_s(units: int, window: int, update_s: float) -> float:
@@ -62,28 +60,6 @@ ORDER, STATES, BYTES, MEMORY, TIME = (
     "host memory",
     "simulated update",
 )
-
-TASK = f"""
-**Your turn.** The optimizer states of some units lie in files. The host has a window of a few
-buffers, each as large as one unit's states. Write `my_stream(units, window)`: the list of the jobs
-of one update, in the order in which they are handed over. A job is one of
-
-* `("read", unit, buffer)`: the unit's states come from their file into the buffer;
-* `("update", unit, buffer)`: the host makes AdamW's step on them, in the buffer;
-* `("write", unit, buffer)`: they go back into their file.
-
-Units and buffers are counted from 0. Reads and writes go to the lane `disk`, updates to the lane
-`host`. A lane does one job at a time, in your order. A job also waits for the last one before it in
-your list that has the same buffer, and for nothing else: jobs cannot wait in a circle, but they can
-overwrite states that are still needed.
-
-A read takes r = {ms(READ_S)}, a write w = {ms(WRITE_S)}, an update u = {ms(FAST_S)} on a fast host
-and {ms(SLOW_S)} on a slow one; one list has to suit both. It will be asked for {UNITS} units and a
-window of {WINDOW}, and for other sizes, one single buffer too.
-
-`pl.exercises.stream.check(my_stream)`
-"""
-
 ASKED = (
     (ORDER, "every unit read, updated and written once, in a buffer with no other unit in it"),
     (STATES, "bit for bit those of an update in memory, after a real run"),
@@ -97,106 +73,76 @@ ASKED = (
     ),
 )
 
-HINTS = (
-    "read 0 is done after 10 ms, and write 0 cannot begin before the host has updated unit 0. What "
-    "can the disk do meanwhile, if there is a second buffer? And what after that?",
-    "with two buffers the disk's order is read 0, read 1, write 0, read 2, write 1, read 3 ...: it "
-    "is always one unit ahead. Unit i goes into buffer i % window, and read i has to come after "
-    "write i - window.",
-    "ahead = window - 1; for i in range(units + ahead): if i < units, append read i and update i "
-    "(which waits for its read by itself); then, if i >= ahead, append write i - ahead.",
-)
 
-
-def check(answer: Callable[..., Any], *, timeout: float = TIMEOUT_S) -> Verdict:
-    """Run and simulate ``answer(units, window)``; about a second when ranks are warm.
-
-    timeout  seconds without a sign of life until a run is called off
-
-    Raises ValueError for a wrong timeout; an answer that is wrong, fails or hangs is a Verdict.
-    """
-    from paralab.trace import trace
-
-    timeout = real("timeout", timeout, above=0.0)
-    notes = Notes("stream", ASKED)
-    if not callable(answer):
-        notes.note(ORDER, "nothing to call", False, f"asked is a function, yours is {answer!r}")
-        return notes.verdict()
+def check(tries: Sequence[Try], timeout: float) -> None:
     with tempfile.TemporaryDirectory(prefix="paralab-stream-") as folder:
-        return on_ranks(
-            notes,
-            answer,
-            SIZES,
-            lambda size: trace(update, 1, (answer, *size, folder), timeout=timeout, device="cpu"),
-            _look,
-            first=ORDER,
-            letter="units, window",
-        )
+        for notes, found in on_ranks(tries, update_each, 1, (folder,), timeout=timeout):
+            for size, run in zip(SIZES, found.results[0], strict=True):
+                if run["trouble"]:
+                    notes.end(run["trouble"], where=f"units, window={size}")
+                    break
+                _look(notes, run, size)
 
 
 def as_jobs(found: Any, units: int) -> list[Job]:
     """What an answer returned, if it is a list of jobs. Raises ValueError if it is not."""
     if not isinstance(found, list):
-        raise illegal("jobs", type(found).__name__, "not a list", 'a list [("read", 0, 0), ...]')
+        raise illegal("jobs", kind_of(found), "not a list", 'a list [("read", 0, 0), ...]')
     if len(found) > MOST * units:
         raise illegal("len(jobs)", len(found), "too many", f"{len(LANE)} per unit")
     jobs = []
     for i, job in enumerate(found):
-        if not isinstance(job, tuple) or len(job) != 3:
+        if not isinstance(job, (tuple, list)) or isinstance(job, Odd) or len(job) != 3:
             raise illegal(f"jobs[{i}]", job, "not a job", '("read", unit, buffer)')
         kind = choice(f"jobs[{i}][0]", job[0], tuple(LANE))
         unit = whole(f"jobs[{i}][1]", job[1], at_least=0, at_most=units - 1)
-        jobs.append((kind, unit, whole(f"jobs[{i}][2]", job[2], at_least=0)))
+        jobs.append((kind, unit, whole(f"jobs[{i}][2]", job[2], at_least=0, at_most=10**6)))
     return jobs
 
 
-@contextlib.contextmanager
-def _ends() -> Iterator[None]:
-    """An error in place of a loop without end, which could fill the memory before a timeout."""
-    left, before = LINES, sys.gettrace()
+def update_each(watch: Any, answer: tuple, seed: int, folder: str) -> list[dict[str, Any]]:
+    """What the rank runs: for every size the answer's jobs, handed to real lanes, up to the first
+    that are none.
+    """
+    found: list[dict[str, Any]] = []
+    for size in SIZES:
+        run = {"trouble": NOT_STARTED}
+        if not found or not found[-1]["trouble"]:
+            value, trouble = asked(watch, answer, seed, [(0, size)])[0]
+            if not trouble:
+                jobs, trouble = attempt(lambda v=value, s=size: as_jobs(v, s[0]))
+            run = {"trouble": trouble}
+            if not trouble:
+                run |= update(watch, jobs, size, f"{folder}/{seed}-{size[0]}-{size[1]}")
+        found.append(run)
+    return found
 
-    def count(*_: Any) -> Callable[..., Any]:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise RuntimeError(f"{LINES:,} lines of it were run, and it has not ended")
-        return count
 
-    sys.settrace(count)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+def update(watch: Any, jobs: Sequence[Job], size: Size, folder: str) -> dict[str, Any]:
+    """The jobs, on real lanes, with files.
 
-
-def update(
-    group: Any, answer: Callable[..., Any], units: int, window: int, folder: str
-) -> dict[str, Any]:
-    """What the rank runs: the answer's jobs, handed to real lanes.
-
-    Returns the jobs, the most bytes that buffers had, and states, (unit, row, element): as they
-    were before, as the files have them, and as an update in memory leaves them.
+    Returns the jobs, the most bytes that buffers had, the bytes of the reads and writes, and
+    states, (unit, row, element): as they were before, as the files have them, and as an update in
+    memory leaves them.
     """
     import torch
 
-    from paralab.instruments.memory import PeakMemory
     from paralab.interpret.files import Files
     from paralab.interpret.lanes import Lane
 
-    with _ends():
-        found = answer(units, window)
-    jobs = as_jobs(found, units)
+    units, _ = size
     draw = torch.Generator().manual_seed(units)
     before = torch.rand(units, ROWS, ELEMENTS, generator=draw)  # second moments are not negative
     gradients = torch.randn(units, ELEMENTS, generator=draw)
-    files, recorder = Files(f"{folder}/{units}-{window}", cached=True), group.recorder
+    files, recorder = Files(folder, cached=True), watch.group.recorder
     lanes = {name: Lane(name, recorder) for name in ("disk", "host")}
+    copied = len(recorder._copies)
     try:
         for unit in range(units):
             files.create(str(unit), STATES_BYTES)
             files.write(str(unit), before[unit])
         buffers, last = {}, {}
-        with PeakMemory("cpu") as memory:
+        with watch.section() as section:
             for kind, unit, number in jobs:
                 if number not in buffers:
                     buffers[number] = torch.full((ROWS, ELEMENTS), torch.nan)
@@ -220,7 +166,9 @@ def update(
     right = before.clone()
     for unit in range(units):
         _adamw(right[unit], gradients[unit])
-    return {"jobs": jobs, "peak": memory.peak, "before": before, "after": after, "right": right}
+    moved = sum(size for *_, size, _ in recorder._copies[copied:])
+    states = {"before": before, "after": after, "right": right}
+    return {"jobs": jobs, "peak": section.peak, "moved": moved, **states}
 
 
 def _adamw(states: Any, gradient: Any) -> None:
@@ -228,22 +176,10 @@ def _adamw(states: Any, gradient: Any) -> None:
     import torch
     from torch.optim.adamw import adamw
 
-    adamw(
-        [states[2]],
-        [gradient],
-        [states[0]],
-        [states[1]],
-        [],
-        [torch.tensor(4.0)],
-        fused=True,
-        amsgrad=False,
-        beta1=0.9,
-        beta2=0.999,
-        lr=0.01,
-        weight_decay=0.01,
-        eps=1e-8,
-        maximize=False,
-    )
+    first, second, weights = states
+    rates = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+    how = {"fused": True, "amsgrad": False, "maximize": False, **rates}
+    adamw([weights], [gradient], [first], [second], [], [torch.tensor(4.0)], **how)
 
 
 def simulate(jobs: Sequence[Job], update_s: float) -> Times:
@@ -261,33 +197,31 @@ def simulate(jobs: Sequence[Job], update_s: float) -> Times:
 
 
 # ---- what is wrong with it -----------------------------------------------------------------------
-def _look(notes: Notes, report: Report, size: tuple[int, int]) -> None:
+def _look(notes: Notes, run: dict[str, Any], size: Size) -> None:
     """One real run against every limit. What is right is said of the task's size."""
-    [found], (units, window) = report.results, size
-    jobs, peak, where = found["jobs"], found["peak"], f"units={units}, window={window}"
+    units, window = size
+    jobs, peak, where = run["jobs"], run["peak"], f"units={units}, window={window}"
 
-    def note(limit: str, kept: str, wrong: str) -> None:
+    def look(limit: str, wrong: str, right: str) -> None:
         if wrong or size == TASK_SIZE:
-            said = f"{where}: {wrong or kept}"
-            notes.note(limit, said, not wrong, said)
+            notes.look(limit, where, wrong, right)
 
     misplaced = first_misplaced(jobs, units)
-    note(ORDER, f"{len(jobs)} jobs", misplaced)
-    note(STATES, f"all {units} units", _first_wrong(found))
-    moved, asked = int(report.copies["bytes"].sum()), 2 * units * STATES_BYTES
-    said = f"{moved:,} bytes, asked are {asked:,}, {moved / asked:.3g} times as many"
-    note(BYTES, f"{moved:,} bytes", said if moved != asked else "")
-    beyond = [
-        f"jobs[{i}]={job!r}: buffers are 0 to {window - 1}; "
-        for i, job in enumerate(jobs)
-        if job[2] >= window
-    ]
-    said = f"{''.join(beyond[:1])}{peak:,} bytes, asked are at most {window * STATES_BYTES:,}"
-    note(MEMORY, f"{peak:,} bytes", said if beyond or peak > window * STATES_BYTES else "")
+    look(ORDER, misplaced, f"{len(jobs)} jobs")
+    look(STATES, _first_wrong(run), f"all {units} units")
+    moved, required = run["moved"], 2 * units * STATES_BYTES
+    wrong = f"{moved:,} bytes, required: {required:,}, {moved / required:.3g} times as many"
+    look(BYTES, wrong if moved != required else "", f"{moved:,} bytes")
+    most = window * STATES_BYTES
+    beyond = next((i for i, job in enumerate(jobs) if job[2] >= window), None)
+    wrong = f"{peak:,} bytes, required: at most {most:,}"
+    if beyond is not None:
+        wrong = f"jobs[{beyond}]={jobs[beyond]!r}: buffers are 0 to {window - 1}; {wrong}"
+    look(MEMORY, wrong if beyond is not None or peak > most else "", f"{peak:,} bytes")
     if not misplaced:
         took = [ms(max(simulate(jobs, seconds).end[0])) for seconds in UPDATE_S.values()]
-        late = [why for host in UPDATE_S if (why := _too_late(jobs, *size, host))]
-        note(TIME, " and ".join(took), late[0] if late else "")
+        late = next((why for host in UPDATE_S if (why := _too_late(jobs, *size, host))), "")
+        look(TIME, late, " and ".join(took))
 
 
 def first_misplaced(jobs: Sequence[Job], units: int) -> str:
@@ -315,19 +249,18 @@ def first_misplaced(jobs: Sequence[Job], units: int) -> str:
     return next((f"there is no {kind} of unit {unit}" for kind, unit in missing), "")
 
 
-def _first_wrong(found: dict[str, Any]) -> str:
+def _first_wrong(run: dict[str, Any]) -> str:
     """The first unit whose file is not what an update in memory makes of it, in words, or ""."""
-    before, after, right = found["before"], found["after"], found["right"]
-    for unit, got in enumerate(after):
-        if got.tobytes() == before[unit].tobytes():
+    for unit, got in enumerate(run["after"]):
+        if got.tobytes() == run["before"][unit].tobytes():
             return f"unit {unit} is as it was before the update"
-        if got.tobytes() != right[unit].tobytes():  # every bit
+        if got.tobytes() != run["right"][unit].tobytes():  # every bit
             return f"unit {unit} has other states than after an update in memory"
     return ""
 
 
 def _too_late(jobs: Sequence[Job], units: int, window: int, host: str) -> str:
-    """By how much the limit is missed, and where the busier lane first stands still, or ""."""
+    """By how much the limit is missed, and where the busier lane is first idle, or ""."""
     times, limit = simulate(jobs, UPDATE_S[host]), limit_s(units, window, UPDATE_S[host])
     took = max(times.end[0])
     if took <= limit * (1 + 1e-9):
@@ -335,14 +268,20 @@ def _too_late(jobs: Sequence[Job], units: int, window: int, host: str) -> str:
     lane, free = "disk", 0.0
     if limit > units * (READ_S + WRITE_S):
         lane, free = "host", READ_S  # nothing can be updated before
-    said = f"{host} host, {ms(took)}, asked are {ms(limit)}:"
+    said = f"{host} host, {ms(took)}, required: at most {ms(limit)}:"
     for (kind, unit, _), start, end in zip(jobs, times.start[0], times.end[0], strict=True):
         if LANE[kind] == lane:
             if start > free * (1 + 1e-9):
                 where = f"from {ms(free)} to {ms(start)}, before {kind} {unit}"
-                return f"{said} the lane {lane} stands still {where}"
+                return f"{said} the lane {lane} is idle {where}"
             free = end
     return f"{said} too much is left to write after the last update"
 
 
-stream = Exercise(name="stream", lab="09", task=TASK, asked=ASKED, hints=HINTS, checker=check)
+stream = Exercise(
+    name="stream",
+    lab="09",
+    asked=ASKED,
+    takes=(Takes("a function", "my_stream(units, window)", 2),),
+    checker=check,
+)

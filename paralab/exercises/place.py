@@ -11,13 +11,14 @@ the bubble. The answer is a function that knows such rules and may ask for the s
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
+from paralab.exercises.questions import ends, untraced
+from paralab.exercises.tries import Takes, Try, attempt, on_ranks
+from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.spec import Cluster, ModelSpec, Plan
 
 QUESTIONS, SLACK = 30, 1.10
@@ -63,18 +64,6 @@ PLAN, FITS, NODE, TIME, ASKED_OFTEN = (
     "simulated step",
     "questions",
 )
-
-TASK = f"""
-**Your turn.** Write `my_planner(model, cluster, batch, ask)`. It returns the `pl.Plan` in which
-`cluster.num_devices` devices train `model` on `batch` samples per step, in `{PRECISION}`.
-`ask(plan)` tells the simulated `seconds` of a step and the `bytes` on the fullest device, which has
-`cluster.memory`. There are tens of thousands of plans, and {QUESTIONS} questions: which ones are
-worth asking about? Only plans without `offload`; asked about one that is not legal, or leaves
-devices or samples over, `ask` raises ValueError and counts no question.
-
-`pl.exercises.place.check(my_planner)`
-"""
-
 ASKED = (
     (PLAN, f"three models, 16 to 128 devices: legal, all devices, the whole batch, {PRECISION}"),
     (FITS, "the fullest device within its 80 GB"),
@@ -83,63 +72,63 @@ ASKED = (
     (ASKED_OFTEN, f"at most {QUESTIONS} for each model"),
 )
 
-HINTS = (
-    "tensor parallelism sends activations in every layer, forward and backward; a pipeline only "
-    "where two stages meet; data parallelism gradients, once a step. Which of them belongs on the "
-    "fast links inside a node?",
-    "go through the sizes of model parallelism (tp*pp) from small to large: tp first, up to "
-    "cluster.devices_per_node, then pp. The first sizes at which something fits are the ones "
-    "to ask about. All that is left is dp = num_devices // (tp*pp), with zero_stage=1 almost for "
-    "nothing.",
-    "for every such (tp, pp): micro-batches of 1, 2, 4 samples, with batch // (dp*b) of them, "
-    "sequence_parallel where tp > 1, and recompute 'none' before 'selective' before 'full'. Stop "
-    "at the first recompute that fits; keep the fastest plan that fits; count your questions.",
-)
 
-
-def check(answer: Callable[..., Any]) -> Verdict:
-    """Let ``answer(model, cluster, batch, ask)`` plan three models; some seconds, no ranks.
-
-    An answer that is wrong or fails is a Verdict.
-    """
-    notes = Notes("place", ASKED)
-    if not callable(answer):
-        notes.note(PLAN, "nothing to call", False, f"asked is a function, yours is {answer!r}")
-        return notes.verdict()
-    try:
-        inspect.signature(answer).bind(None, None, None, None)
-    except (TypeError, ValueError) as error:
-        notes.note(
-            PLAN,
-            "cannot be called",
-            False,
-            f"asked is f(model, cluster, batch, ask), yours cannot be called so: {error}",
-        )
-        return notes.verdict()
-    for case in CASES:
-        asked: list[Plan] = []
-
-        def ask(plan: Plan, case: Case = case, asked: list[Plan] = asked) -> Answer:
-            if len(asked) == QUESTIONS:
-                raise TooMany(f"more than {QUESTIONS} questions")
-            suits(plan, case)
-            asked.append(plan)
-            return known(plan, case)
-
-        plan, trouble = attempt(lambda case=case, ask=ask: _planned(answer, case, ask))
-        if trouble == NOT_STARTED:
-            return notes.verdict()
-        if trouble:
-            limit = ASKED_OFTEN if trouble.startswith("raised TooMany") else PLAN
-            said = f"more than {QUESTIONS}" if limit == ASKED_OFTEN else "failed"
-            notes.note(limit, f"{case.model}: {said}", False, f"{case}: {trouble}")
-            continue
-        _look(notes, case, plan, len(asked))
-    return notes.verdict()
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for notes, found in on_ranks(tries, plans, 1, timeout=10 * timeout):
+        for case, (plan, trouble, questions) in zip(CASES, found.results[0], strict=True):
+            if trouble == NOT_STARTED:
+                notes.end(NOT_STARTED)
+                break
+            if questions > QUESTIONS:
+                said = f"more than {QUESTIONS}"
+                notes.look(ASKED_OFTEN, f"{case}", f"{said} questions", "")
+            elif trouble:
+                notes.note(PLAN, f"{case.model}: failed", False, f"{case}: {trouble}")
+            else:
+                _look(notes, case, plan, questions)
 
 
 class TooMany(Exception):
     """The questions are used up."""
+
+
+def plans(watch: Any, answer: tuple, seed: int) -> list[tuple[Plan | None, str, int]]:
+    """What one rank runs: (the plan, or why there is none, the number of questions), by case."""
+    import paralab as pl
+    from paralab.programs import search
+
+    for module in (pl, search):
+        module.plan_search = _refused  # only on this rank, which ends with the check
+    found = []
+    for case in CASES:
+        ask, count = _counted(case)
+        with ends():
+            plan, trouble = attempt(lambda c=case, a=ask: _planned(answer[0], c, a))
+        if trouble.startswith("raised NotImplementedError"):
+            trouble = NOT_STARTED
+        found.append((plan, trouble, count()))
+    return found
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    raise RuntimeError("the search is the answer: here it cannot be asked")
+
+
+def _counted(case: Case) -> tuple[Callable[[Plan], Answer], Callable[[], int]]:
+    """(what answers questions about plans, how many there were)."""
+    asked = 0
+
+    def ask(plan: Plan) -> Answer:
+        nonlocal asked
+        if asked >= QUESTIONS:
+            asked += 1
+            raise TooMany(f"more than {QUESTIONS} questions")
+        with untraced():
+            suits(plan, case)
+            asked += 1
+            return known(plan, case)
+
+    return ask, lambda: asked
 
 
 def _planned(answer: Callable[..., Any], case: Case, ask: Callable[[Plan], Answer]) -> Plan:
@@ -150,7 +139,7 @@ def _planned(answer: Callable[..., Any], case: Case, ask: Callable[[Plan], Answe
 
 def suits(plan: Any, case: Case) -> None:
     """Raise ValueError unless ``plan`` is one for this case."""
-    if not isinstance(plan, Plan):
+    if type(plan) is not Plan:  # a class of one's own could say anything of itself
         raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
     plan.validate(case.spec)
     devices, batch = case.cluster.num_devices, case.batch
@@ -169,9 +158,9 @@ def suits(plan: Any, case: Case) -> None:
             "what makes the product right",
         )
     if plan.precision != PRECISION:
-        raise illegal("precision", plan.precision, "not what is asked", repr(PRECISION))
+        raise illegal("precision", plan.precision, "not what is required", repr(PRECISION))
     if plan.offload is not None:
-        raise illegal("offload", plan.offload, "these machines have no room beside", "None")
+        raise illegal("offload", plan.offload, "these machines have no other memory", "None")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -196,29 +185,23 @@ def best(case: Case) -> float:
 def _look(notes: Notes, case: Case, plan: Plan, questions: int) -> None:
     memory_gb, room_gb = known(plan, case).bytes / 1e9, case.cluster.memory / 1e9
     notes.note(PLAN, "three legal plans", True)
-    notes.note(
-        FITS,
-        f"{case.model}: {memory_gb:.0f} GB",
-        memory_gb <= room_gb,
-        f"{case}: {memory_gb:.0f} GB on the fullest device, which has {room_gb:.0f}",
-    )
+    long = f"{case}: {memory_gb:.0f} GB on the fullest device, which has {room_gb:.0f}"
+    notes.note(FITS, f"{case.model}: {memory_gb:.0f} GB", memory_gb <= room_gb, long)
     nodes = {case.cluster.node_of(rank) for rank in plan.ranks("tp", 0)}
-    notes.note(
-        NODE,
-        f"{case.model}: tp={plan.tp}",
-        len(nodes) == 1,
-        f"{case}: the {plan.tp} ranks of a tensor-parallel group lie on {len(nodes)} nodes, "
-        f"and all they share goes over the slow links between them",
-    )
+    long = f"{case}: the {plan.tp} ranks of a tensor-parallel group are on {len(nodes)} nodes, "
+    long += "and all that they share goes over the slow links between them"
+    notes.note(NODE, f"{case.model}: tp={plan.tp}", len(nodes) == 1, long)
     seconds, least = known(plan, case).seconds, best(case)
-    times = seconds / least
-    notes.note(
-        TIME,
-        f"{case.model}: {times:.2f} times",
-        times <= SLACK,
-        f"{case}: a step takes {seconds:.2f} s, the best plan {least:.2f} s",
-    )
-    notes.note(ASKED_OFTEN, f"{case.model}: {questions}", questions <= QUESTIONS)
+    said = f"{case.model}: {seconds / least:.2f} times"
+    long = f"{case}: a step takes {seconds:.2f} s, the best plan {least:.2f} s"
+    notes.note(TIME, said, seconds <= SLACK * least, long)
+    notes.note(ASKED_OFTEN, f"{case.model}: {questions}", True)
 
 
-place = Exercise(name="place", lab="10", task=TASK, asked=ASKED, hints=HINTS, checker=check)
+place = Exercise(
+    name="place",
+    lab="10",
+    asked=ASKED,
+    takes=(Takes("a function", "f(model, cluster, batch, ask)", 4),),
+    checker=check,
+)

@@ -11,14 +11,15 @@ and not the memory, one micro-batch after another the memory and not the time; 1
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import real
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.sync import first_wrong
-from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
+from paralab.exercises.questions import Reply, asked
+from paralab.exercises.sync import look_at_tensors
+from paralab.exercises.tries import Takes, Try, attempt, on_ranks, time_limit
+from paralab.exercises.verdict import Notes
 from paralab.parallel.schedules import Action, Schedule, one_f_one_b
 from paralab.spec import ModelSpec, Plan
 
@@ -28,7 +29,13 @@ if TYPE_CHECKING:
     from paralab.theory.pipeline import Simulation
 
 PP, MICROBATCHES = 4, 6
-SIZES = ((2, 1), (2, 5), (3, 2), (3, 7), (4, 1), (4, 3), (4, 8), (4, 13), (6, 9))
+SIZES = (  # with fewer and more micro-batches than stages, and as many
+    *((2, m) for m in (1, 2, 5)),
+    *((3, m) for m in (2, 3, 7)),
+    *((4, m) for m in (1, 2, 3, 4, 8, 13)),
+    *((5, m) for m in (3, 5, 6)),
+    *((6, m) for m in (2, 9)),
+)
 FORWARD_S, HALF_S = 10e-3, 10e-3  # a whole backward is two halves
 # What is trained: small, a block for every stage.
 MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16)
@@ -40,7 +47,6 @@ TRAINING: dict[str, Any] = {
     "progress": False,
 }
 BATCH = {"microbatches": MICROBATCHES, "microbatch_size": 2}
-TIMEOUT_S = 20.0
 
 
 def limit_s(pp: int, microbatches: int) -> float:
@@ -55,20 +61,6 @@ VALID, TIME, MEMORY, OTHERS, GRADIENTS = (
     "other sizes",
     "gradients",
 )
-
-TASK = f"""
-**Your turn.** Write `my_schedule(pp, microbatches)`: for every rank, what it computes and in which
-order. Rank r has stage r of `pp`; `"2F0"` is stage 2, forward, micro-batch 0, and `"2B0"` its
-backward. Every rank does every forward and every backward once. A rank goes through its list in
-order, and waits where what an action needs is not there yet.
-
-It will be asked for p = {PP} stages and m = {MICROBATCHES} micro-batches, and for other sizes. A
-forward takes 10 ms, a backward 20 ms, links are free. (A backward may be split: `"2I0"` is the
-half that the stage before waits for, `"2W0"` the half that nobody waits for, 10 ms each.)
-
-`pl.exercises.own_schedule.check(my_schedule)`
-"""
-
 ASKED = (
     (VALID, f"p={PP}, m={MICROBATCHES}: every action once, and nobody waits in a circle"),
     (TIME, f"at most {1e3 * limit_s(PP, MICROBATCHES):.0f} ms = (m+p-1)(F+B)"),
@@ -77,68 +69,51 @@ ASKED = (
     (GRADIENTS, f"of a step on {PP} ranks: those of one process"),
 )
 
-HINTS = (
-    "the last rank can go back as soon as it has gone forward: F0 B0 F1 B1 ... What does the rank "
-    "before it have to have done when B0 arrives there, so that the last rank never had to wait?",
-    "rank r does pp - r - 1 forwards first (the warm-up, none on the last rank). Then one forward, "
-    "one backward in turn, and in the end the backwards that are left. With few micro-batches the "
-    "warm-up ends early.",
-    "for forward in range(microbatches): append its F; if forward >= pp - rank - 1, append the "
-    "next B too, counting backwards from 0. After the loop append the B's that are left.",
-)
+
+@dataclass(frozen=True)
+class Written:
+    """The lists that the answer made, as a schedule."""
+
+    lists: Any
+
+    def __call__(self, pp: int, microbatches: int) -> Any:
+        return self.lists
 
 
-def check(answer: Callable[..., Any], *, timeout: float = TIMEOUT_S) -> Verdict:
-    """Prove, simulate and run ``answer(pp, microbatches)``; about a second when ranks are warm.
+def check(tries: Sequence[Try], timeout: float) -> None:
+    sizes = ((PP, MICROBATCHES), *SIZES)
+    questions = [(0, size) for size in sizes]
+    where = f"p={PP}, m={MICROBATCHES}"
+    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
+        first, *others = found.results[0]
+        simulated, trouble = simulate_reply(first, PP, MICROBATCHES)
+        if trouble:
+            notes.end(trouble, where=where, yours="no schedule")
+            continue
+        notes.note(VALID, f"{sum(map(len, simulated.schedule))} actions on {PP} ranks", True)
+        _look(notes, simulated)
+        replies = zip(others, SIZES, strict=True)
+        wrong = next((w for reply, size in replies if (w := _wrong_at(reply, *size))), "")
+        notes.note(OTHERS, wrong or f"{len(SIZES)} other sizes", not wrong, wrong)
+        _train(notes, first.value, timeout)
 
-    timeout  seconds without a sign of life until a run is called off
 
-    Raises ValueError for a wrong timeout; an answer that is wrong, fails or hangs is a Verdict.
-    """
+def _train(notes: Notes, lists: Any, timeout: float) -> None:
     from paralab.experiment import run
 
-    timeout = real("timeout", timeout, above=0.0)
-    notes = Notes("own_schedule", ASKED)
-    if not callable(answer):
-        notes.note(VALID, "nothing to call", False, f"asked is a function, yours is {answer!r}")
-        return notes.verdict()
-    try:
-        inspect.signature(answer).bind(PP, MICROBATCHES)
-    except (TypeError, ValueError) as error:
-        notes.note(
-            VALID,
-            "cannot be called",
-            False,
-            f"asked is f(pp, microbatches), yours cannot be called so: {error}",
+    plan = Plan(pp=PP, schedule=Written(lists), **BATCH)
+    with time_limit(timeout) as stop:
+        report, trouble = attempt(
+            lambda: run(MODEL, plan, timeout=timeout, strict=True, stop=stop, **TRAINING)
         )
-        return notes.verdict()
-    simulated, trouble = attempt(lambda: _simulated(answer, PP, MICROBATCHES))
-    if trouble == NOT_STARTED:
-        return notes.verdict()
     if trouble:
-        notes.note(VALID, "no schedule", False, f"p={PP}, m={MICROBATCHES}: {trouble}")
-        return notes.verdict()
-    count = sum(map(len, simulated.schedule))
-    notes.note(VALID, f"{count} actions on {PP} ranks", True)
-    _look(notes, simulated)
-    wrong = next((w for sizes in SIZES if (w := _wrong_at(answer, *sizes))), "")
-    notes.note(OTHERS, wrong or f"{len(SIZES)} other sizes", not wrong, wrong)
-
-    plan = Plan(pp=PP, schedule=answer, **BATCH)
-    report, trouble = attempt(lambda: run(MODEL, plan, timeout=timeout, strict=True, **TRAINING))
-    if trouble:
-        notes.note(GRADIENTS, "failed", False, trouble)
-        return notes.verdict()
-    right = _of_one_process()
-    wrong = first_wrong(right, report.gradients)
-    notes.note(
-        GRADIENTS, wrong or f"{len(right)} tensors, all equal", not wrong, f"gradients: {wrong}"
-    )
-    return notes.verdict()
+        notes.end(trouble, limit=GRADIENTS)
+        return
+    look_at_tensors(notes, GRADIENTS, of_one_process(), [report.gradients])
 
 
 @functools.cache  # the same for every answer
-def _of_one_process() -> dict[str, np.ndarray]:
+def of_one_process() -> dict[str, np.ndarray]:
     from paralab.experiment import run
 
     return dict(run(MODEL, Plan(**BATCH), **TRAINING).gradients)
@@ -151,39 +126,35 @@ def simulate(schedule: Schedule) -> Simulation:
     return pipeline.simulate(schedule, forward=FORWARD_S, backward=HALF_S, weight_grad=HALF_S)
 
 
-def _simulated(answer: Callable[..., Any], pp: int, microbatches: int) -> Simulation:
-    return simulate(Plan(pp=pp, microbatches=microbatches, schedule=answer).actions())
+def simulate_reply(reply: Reply, pp: int, microbatches: int) -> tuple[Simulation | None, str]:
+    """(the simulated schedule, "") or (None, why it is none)."""
+    if reply.trouble:
+        return None, reply.trouble
+    plan = {"pp": pp, "microbatches": microbatches, "schedule": Written(reply.value)}
+    return attempt(lambda: simulate(Plan(**plan).actions()))
 
 
 def _look(notes: Notes, simulated: Simulation) -> None:
     """Time and memory at the sizes of the task."""
-    limit = limit_s(PP, MICROBATCHES)
-    said = f"{1e3 * simulated.makespan:.0f} ms"
-    notes.note(
-        TIME,
-        said,
-        _in_time(simulated, limit),
-        f"a step takes {said}, "
-        f"{1e3 * (simulated.makespan - limit):.0f} ms more than the {1e3 * limit:.0f} ms "
-        f"asked: {_first_late(simulated)}",
-    )
+    limit, took = limit_s(PP, MICROBATCHES), simulated.makespan
+    said = f"{1e3 * took:.0f} ms"
+    late = f"{1e3 * (took - limit):.0f} ms more than the {1e3 * limit:.0f} ms that are allowed"
+    fits = _in_time(simulated, limit)
+    notes.note(TIME, said, fits, "" if fits else f"a step takes {said}, {late}: {_late(simulated)}")
     most = max(simulated.peak_live)
-    notes.note(
-        MEMORY,
-        f"{most} on rank {simulated.peak_live.index(most)}",
-        most <= PP,
-        _first_too_many(simulated.schedule, PP),
-    )
+    said = f"{most} on rank {simulated.peak_live.index(most)}"
+    notes.note(MEMORY, said, most <= PP, _first_too_many(simulated.schedule, PP))
 
 
-def _wrong_at(answer: Callable[..., Any], pp: int, microbatches: int) -> str:
+def _wrong_at(reply: Reply, pp: int, microbatches: int) -> str:
     """What is wrong at these sizes, in words; "" if nothing is."""
     where, limit = f"p={pp}, m={microbatches}", limit_s(pp, microbatches)
-    simulated, trouble = attempt(lambda: _simulated(answer, pp, microbatches))
+    simulated, trouble = simulate_reply(reply, pp, microbatches)
     if trouble:
         return f"{where}: {trouble}"
     if not _in_time(simulated, limit):
-        return f"{where}: takes {1e3 * simulated.makespan:.0f} ms, asked {1e3 * limit:.0f} ms"
+        took = 1e3 * simulated.makespan
+        return f"{where}: takes {took:.0f} ms, required: at most {1e3 * limit:.0f} ms"
     too_many = _first_too_many(simulated.schedule, pp)
     return f"{where}: {too_many}" if too_many else ""
 
@@ -192,7 +163,7 @@ def _in_time(simulated: Simulation, limit: float) -> bool:
     return simulated.makespan <= limit * (1 + 1e-9)
 
 
-def _first_late(simulated: Simulation) -> str:
+def _late(simulated: Simulation) -> str:
     """The first action that starts later than it could: than in 1F1B, which keeps the limit."""
     pp, best = len(simulated.schedule), simulate(one_f_one_b(PP, MICROBATCHES))
     mine, could = _starts(simulated), _starts(best)
@@ -211,8 +182,8 @@ def _starts(simulated: Simulation) -> dict[tuple[int, str, int], tuple[Action, i
     found, starts = {}, iter(simulated.start.tolist())
     for row in simulated.schedule:
         for position, action in enumerate(row):
-            start, way = next(starts), action.kind.replace("I", "B")
-            found[action.stage, way, action.microbatch] = action, position, start
+            way = action.kind.replace("I", "B")
+            found[action.stage, way, action.microbatch] = action, position, next(starts)
     return found
 
 
@@ -224,7 +195,7 @@ def _first_too_many(schedule: Schedule, limit: int) -> str:
         if max(counts) > limit:
             position = next(i for i, count in enumerate(counts) if count > limit)
             return (
-                f"rank {rank} holds {max(counts)} micro-batches, asked are at most {limit}: "
+                f"rank {rank} holds {max(counts)} micro-batches, required: at most {limit}: "
                 f"{row[position]}, the {_nth(position)} of its list, is one too many"
             )
     return ""
@@ -237,5 +208,9 @@ def _nth(position: int) -> str:
 
 
 own_schedule = Exercise(
-    name="own_schedule", lab="04", task=TASK, asked=ASKED, hints=HINTS, checker=check
+    name="own_schedule",
+    lab="04",
+    asked=ASKED,
+    takes=(Takes("a function", "f(pp, microbatches)", 2),),
+    checker=check,
 )

@@ -1,4 +1,4 @@
-"""One text, two readings: what the learner gets and what an answer looks like.
+"""One text, several readings: what the learner gets, what an answer looks like, the lab's cell.
 
 Between the marker lines stands what is the learner's to write:
 
@@ -9,25 +9,40 @@ Between the marker lines stands what is the learner's to write:
         ### END SOLUTION
 
 `student` puts the STUB lines in the place of everything between the markers (without a STUB line,
-the one above), at the indentation of BEGIN. `solution` leaves out markers and STUB lines. The
-notebooks of labs/ (labs/build.py) and the exercises read their texts through these two.
+the one above), at the indentation of BEGIN. `solution` leaves out markers and STUB lines. In a
+lab's source the line
+
+    ### ANSWER: model_states
+
+stands for answers/model_states.py; both readings insert it first. The builder of the labs and the
+exercises read their texts through these two.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
+ANSWERS = Path(__file__).resolve().parent / "answers"
 DEFAULT_STUB = 'raise NotImplementedError("your turn")'
 
 _BEGIN = re.compile(r"^(\s*)### BEGIN SOLUTION\s*$")
 _END = re.compile(r"^\s*### END SOLUTION\s*$")
 _STUB = re.compile(r"^\s*### STUB:(?: (.*))?$")
-_MARKER_LIKE = re.compile(r"^\s*#+\s*(BEGIN|END) SOLUTION|^\s*#+\s*STUB:", re.IGNORECASE)
+_ANSWER = re.compile(r"^### ANSWER: (\w+)\s*$", re.MULTILINE)
+_MARKER_LIKE = re.compile(r"^\s*#+\s*(BEGIN|END) SOLUTION|^\s*#+\s*(STUB|ANSWER):", re.IGNORECASE)
 
 
-def has_solution(text: str) -> bool:
-    """Whether there is anything here that only a solution shows."""
-    return any(_BEGIN.match(line) for line in text.splitlines())
+def answer(name: str) -> str:
+    """The text of an exercise's answer, with its markers. Raises ValueError if there is none."""
+    try:
+        text = (ANSWERS / f"{name}.py").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        known = ", ".join(sorted(path.stem for path in ANSWERS.glob("[a-z]*.py")))
+        raise ValueError(f"### ANSWER: {name}: there is no such answer; legal: {known}") from None
+    abstract = ast.parse(text).body[0]  # the file's docstring is not the learner's
+    return "\n".join(text.splitlines()[abstract.end_lineno :]).strip()
 
 
 def student(text: str) -> str:
@@ -44,6 +59,7 @@ def _read(text: str, *, solved: bool) -> str:
     lines: list[str] = []
     stub: list[str] | None = None  # of the block we are in
     indent = ""
+    text = _ANSWER.sub(lambda mark: answer(mark[1]), text)
     for number, line in enumerate(text.splitlines(), 1):
         if begin := _BEGIN.match(line):
             if stub is not None:

@@ -9,11 +9,18 @@ constant that happens to fit one of them fails on the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.verdict import NOT_STARTED, Notes, Verdict, attempt
+from paralab.exercises.questions import (
+    Mistakes,
+    asked,
+    size_text,
+    wrong_number,
+    wrong_states,
+)
+from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.spec import ModelSpec
 
 RECIPES: dict[str, dict[str, int]] = {
@@ -35,153 +42,100 @@ STATE_CASES = (
     (LARGE, "ptdp-7.5b", True, "mixed"),
     (LARGE, "ptdp-1t", True, "mixed, fp32 gradients"),
 )
-DEVICE_CASES = (  # with a share of a device over of 0.08, 0.49, 0.76 and 0.61: none rounds alike
+DEVICE_CASES = (  # the first fits exactly, the others leave 0.08, 0.49, 0.76 and 0.61 of a device
+    ("gpt2", "fp32", 0.497759232),
     ("gpt2", "fp32", 24),
     ("ptdp-7.5b", "mixed", 80),
     ("ptdp-145b", "mixed, fp32 gradients", 80),
     ("ptdp-1t", "mixed", 80),
 )
-
-TASK = """
-**Your turn.** Write two functions.
-
-`model_states(model, recipe)` says what every state of a model weighs, `{state: bytes}`. `recipe`
-has the bytes *per parameter*: `{"parameters": 2, "gradients": 2, "master": 4, "moments": 8}` is
-mixed precision with AdamW. `model` is a `pl.ModelSpec`.
-
-`devices_needed(model, recipe, memory_gb)` says how many devices hold these states and nothing else,
-if all share alike. A data sheet's GB is 10⁹ bytes; a device is whole.
-
-`pl.exercises.model_states.check(model_states, devices_needed)`
-"""
-
 ASKED = (
     (TIED, "GPT-2, two recipes: every state to the byte"),
     (OWN, "the same with tied=False"),
     (LARGE, "7.5 B and 1 T parameters"),
-    (DEVICES, "four models on devices of 24 and 80 GB"),
-)
-
-HINTS = (
-    "every recipe is a number of bytes per parameter. What has to be known of the model is one "
-    "number only.",
-    "model.num_params is that number (or add up model.parameter_shapes(): with a tied head, "
-    "embedding and head are one tensor there). Do not look for 16 anywhere: the recipe says it.",
-    "bytes of a state = model.num_params * recipe[state]. Devices: the sum over the states, "
-    "divided by memory_gb * 10**9, and rounded up (math.ceil).",
+    (DEVICES, "four models on devices of 24 and 80 GB, and one that fills its devices exactly"),
 )
 
 
-def check(
-    model_states: Callable[..., Any], devices_needed: Callable[..., Any] | None = None
-) -> Verdict:
-    """Ask both functions about models of 0.8 M to 1 T parameters. Takes no time, starts no ranks.
-
-    model_states    called as (ModelSpec, {state: bytes per parameter})
-    devices_needed  called as (ModelSpec, recipe, GB); without it that limit stays open
-    """
-    notes = Notes("model_states", ASKED)
-    started = False
-    for limit, name, tied, recipe_name in STATE_CASES:
-        model, recipe = ModelSpec.preset(name).replace(tied=tied), RECIPES[recipe_name]
-        found, trouble = attempt(lambda m=model, r=recipe: model_states(m, dict(r)))
-        if trouble == NOT_STARTED:
-            break
-        started = True
-        where = f"{name}, {recipe_name}"
-        wrong = trouble or _wrong_states(model, recipe, found)
-        right = size_text(sum(recipe.values()) * model.num_params)
-        notes.note(limit, f"{where}: {wrong or right}", not wrong, f"{where}: {wrong}")
-    for name, recipe_name, memory_gb in DEVICE_CASES if devices_needed else ():
-        model, recipe = ModelSpec.preset(name), RECIPES[recipe_name]
-        found, trouble = attempt(
-            lambda m=model, r=recipe, gb=memory_gb: devices_needed(m, dict(r), gb)
-        )
-        if trouble == NOT_STARTED:
-            break
-        started = True
-        where = f"{name}, {recipe_name}, {memory_gb} GB"
-        wrong = trouble or _wrong_devices(model, recipe, memory_gb, found)
-        notes.note(DEVICES, f"{where}: {wrong or found}", not wrong, f"{where}: {wrong}")
-    if started and not notes.said:
-        notes.said = "there is one function left to write"  # read only where a row stayed open
-    return notes.verdict()
+def check(tries: Sequence[Try], timeout: float) -> None:
+    states = [
+        (limit, ModelSpec.preset(name).replace(tied=tied), RECIPES[recipe], f"{name}, {recipe}")
+        for limit, name, tied, recipe in STATE_CASES
+    ]
+    devices = [
+        (ModelSpec.preset(name), RECIPES[recipe], memory, f"{name}, {recipe}, {memory} GB")
+        for name, recipe, memory in DEVICE_CASES
+    ]
+    questions = [(0, (model, recipe)) for _, model, recipe, _ in states]
+    questions += [(1, (model, recipe, memory)) for model, recipe, memory, _ in devices]
+    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
+        replies = found.results[0]
+        for (limit, model, recipe, where), reply in zip(states, replies, strict=False):
+            right = {state: model.num_params * size for state, size in recipe.items()}
+            if reply.trouble != NOT_STARTED:
+                wrong = reply.trouble or wrong_states(
+                    reply.value, right, lambda state, m=model, r=recipe: known_states(m, r[state])
+                )
+                notes.look(limit, where, wrong, size_text(sum(right.values())))
+        for (model, recipe, memory, where), reply in zip(
+            devices, replies[len(states) :], strict=True
+        ):
+            if reply.trouble != NOT_STARTED:
+                wrong = reply.trouble or _wrong_devices(model, recipe, memory, reply.value)
+                notes.look(DEVICES, where, wrong, f"{reply.value}")
+        open_ends(notes, replies, "there is one function left to write")
 
 
-def _wrong_states(model: ModelSpec, recipe: Mapping[str, int], found: Any) -> str:
-    """What is wrong with the first wrong state, or ""."""
-    if not isinstance(found, Mapping):
-        return f"asked is a dict, {{state: bytes}}, yours is a {type(found).__name__}"
-    for state in recipe:
-        if state not in found:
-            return f"the state {state!r} is missing"
-    for state in found:
-        if state not in recipe:
-            return f"{state!r} is not in the recipe"
-    for state, size in recipe.items():
-        right, yours = model.num_params * size, found[state]
-        if not is_number(yours):
-            return f"{state!r} is {yours!r}, not a number of bytes"
-        if yours != right:
-            return f"{state!r} is {size_text(right)}, yours {size_text(yours)}" + _why(
-                model, size, right, yours
-            )
-    return ""
+def open_ends(notes: Notes, replies: Sequence, words: str) -> None:
+    """Say that a limit stayed open because a function is not written yet, if another one is."""
+    missing = [reply.trouble == NOT_STARTED for reply in replies]
+    if any(missing) and not all(missing) and not notes.said:
+        notes.said = words
 
 
-def _why(model: ModelSpec, size: int, right: int, yours: float) -> str:
-    """The mistake that gives exactly this number, if it is a known one."""
-    head = model.vocab * model.hidden * size
-    known = {
-        right + head: "the tied head is the embedding, one tensor: count it once",
-        12 * model.layers * model.hidden**2 * size: "12 l h² are the blocks' matrices alone: "
-        "embeddings, biases and norms have parameters too",
-        right / size: "that is the number of parameters, each of which takes some bytes",
-        right / 1e9: "that is in GB, asked are bytes",
-        right / 2**30: "that is in GiB, asked are bytes",
-    }
+def known_states(model: ModelSpec, size: int) -> Mistakes:
+    """(what was done, the bytes it gives) of the mistakes that are made with one state."""
+    right, head = model.num_params * size, model.vocab * model.hidden * size
     if not model.tied:
-        known[right - head] = "with tied=False the head is a tensor of its own"
-    return f" ({known[yours]})" if yours in known else ""
+        yield "with tied=False the head is a tensor of its own", right - head
+    yield "the tied head is the embedding, one tensor: count it once", right + head
+    matrices = 12 * model.layers * model.hidden**2 * size
+    yield "12 l h² are the blocks' matrices alone: embeddings, biases and norms count too", matrices
+    yield from known_units(right, size)
 
 
-def _wrong_devices(model: ModelSpec, recipe: Mapping[str, int], gb: int, found: Any) -> str:
-    total = model.num_params * sum(recipe.values())
-    right = math.ceil(total / (gb * 10**9))
-    if not is_number(found):
-        return f"asked is a number of devices, yours is {found!r}"
-    if found == right:
-        return ""
-    known = {
-        total // (gb * 10**9): "rounded, but not up: the rest has no place",
-        round(total / (gb * 10**9)): "rounded, but not up: the rest has no place",
-        math.ceil(total / (gb * 2**30)): "those are GiB; a data sheet's GB is 10⁹ bytes",
-        total / (gb * 10**9): "a device is whole",
-        math.ceil(model.num_params * 2 / (gb * 10**9)): "the weights alone; there is more to keep",
-    }
-    why = f" ({known[found]})" if found in known else ""
-    return f"{right:,} device{'s' * (right > 1)}, yours {found:,}{why}"
+def known_units(right: float, size: int) -> Mistakes:
+    yield "that is the number of parameters, each of which takes some bytes", right / size
+    yield "that is in GB, required: bytes", right / 1e9
+    yield "that is in GiB, required: bytes", right / 2**30
 
 
-def is_number(value: object) -> bool:
-    """Whether ``value`` is one number: of Python, NumPy or torch, but no text and no truth."""
-    if not hasattr(value, "__float__") or isinstance(value, (bool, str)):
-        return False
-    try:
-        float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several, say
-        return False
-    return True
-
-
-def size_text(count: float) -> str:
-    """Bytes as a data sheet has them, with enough digits to tell answers apart."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if abs(count) >= factor:
-            return f"{count / factor:,.3f} {unit}"
-    return f"{count:,.10g} bytes"
+def _wrong_devices(
+    model: ModelSpec, recipe: Mapping[str, int], memory: float, found: object
+) -> str:
+    total, size = model.num_params * sum(recipe.values()), memory * 10**9
+    rounded = "rounded, but not up: the rest has no place"
+    known = [
+        (rounded, total // size),
+        (rounded, round(total / size)),
+        ("one more than needed: they fit exactly", total // size + 1),
+        ("those are GiB; a data sheet's GB is 10⁹ bytes", math.ceil(total / (memory * 2**30))),
+        ("a device is whole", total / size),
+        ("the weights alone; there is more to keep", math.ceil(model.num_params * 2 / size)),
+    ]
+    right = math.ceil(total / size)
+    return wrong_number(
+        found, right, "{:,} devices".format, known, what="required: a number of devices"
+    )
 
 
 model_states = Exercise(
-    name="model_states", lab="00", task=TASK, asked=ASKED, hints=HINTS, checker=check
+    name="model_states",
+    lab="00",
+    asked=ASKED,
+    takes=(
+        Takes("a function", "model_states(model, recipe)", 2),
+        Takes("a function", "devices_needed(model, recipe, memory_gb)", 3),
+    ),
+    checker=check,
 )

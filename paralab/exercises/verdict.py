@@ -1,24 +1,23 @@
-"""What a checker found, limit by limit: what was asked, what the answer did, whether it holds.
+"""What a checker found, limit by limit: what was required, what the answer did, whether it holds.
 
-A checker never raises for a wrong answer; it says what it saw. Rows are text with rounded numbers
-and no clock readings, so a verdict reads the same twice and a notebook's stored one can be
-compared. Torch is not imported here.
+Rows are text with rounded numbers and no clock readings, so a verdict reads the same twice and a
+notebook's stored one can be compared. Torch is not imported here.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
+from paralab.checks import shortened
 
 if TYPE_CHECKING:
     import pandas as pd
 
 NOT_STARTED = "not started yet"
-GOOD, BAD = "#0B7A4B", "#B4310F"  # beside a word that says the same, never alone
+GOOD, BAD = "#0B7A4B", "#B4310F"  # next to a word that says the same, never alone
+LONGEST = 600  # characters of a row: an answer's value of megabytes is no help in a notebook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,22 +100,38 @@ class Verdict:
 class Notes:
     """The rows of one verdict while a checker fills them in, in the order of the stated limits.
 
-    limits   (name, what is asked) of every limit of the exercise
+    limits   {name: what is required} of every limit of the exercise
+    over     a failure has ended the check
     """
 
     def __init__(self, exercise: str, limits: tuple[tuple[str, str], ...]) -> None:
         self.exercise, self.limits = exercise, dict(limits)
         self._found: dict[str, tuple[str, bool]] = {}
-        self.said = ""
+        self.said, self.over = "", False
 
     def note(self, limit: str, yours: str, ok: bool, said: str = "") -> None:
         """Write down one look at ``limit``; of several looks the first failure stands."""
         if limit not in self.limits:
             raise KeyError(f"{limit!r} is not a stated limit of {self.exercise}")
         if self._found.get(limit, ("", True))[1]:
-            self._found[limit] = (yours, bool(ok))
+            self._found[limit] = (shortened(yours, LONGEST), bool(ok))
         if not ok and not self.said:
-            self.said = said or f"{limit}: asked {self.limits[limit]}, yours {yours}"
+            said = said or f"{limit}: required: {self.limits[limit]}, yours {yours}"
+            self.said = shortened(said, LONGEST)
+
+    def look(self, limit: str, where: str, wrong: str, right: str) -> None:
+        """Note ``wrong``, or, if that is empty, that the limit is kept, as ``right`` says."""
+        prefix = f"{where}: " if where else ""
+        self.note(limit, prefix + (wrong or right), not wrong, prefix + wrong)
+
+    def end(self, trouble: str, *, where: str = "", limit: str = "", yours: str = "failed") -> None:
+        """Nothing more can be looked at: ``trouble`` says why, or `NOT_STARTED`."""
+        self.over = True
+        if trouble == NOT_STARTED:
+            self.said = self.said or NOT_STARTED
+            return
+        prefix = f"{where}: " if where else ""
+        self.note(limit or next(iter(self.limits)), prefix + yours, False, prefix + trouble)
 
     def verdict(self) -> Verdict:
         rows = []
@@ -127,66 +142,3 @@ class Notes:
         if not said and not all(row.ok for row in rows):
             said = NOT_STARTED
         return Verdict(exercise=self.exercise, rows=tuple(rows), said=said)
-
-
-def on_ranks(
-    notes: Notes,
-    form: Any,
-    sizes: Iterable[int],
-    run: Callable[[int], Any],
-    look: Callable[[Notes, Any, int], None],
-    *,
-    first: str,
-    letter: str,
-) -> Verdict:
-    """The verdict on a class that real ranks run, once for every size; a failure ends it.
-
-    run     size -> what came of it, usually a Report
-    look    notes what there is to say about that
-    first   the limit that an answer misses which fails
-    letter  what the size is called: "N"
-    """
-    if not callable(form):
-        notes.note(first, "nothing to call", False, f"asked is a class, yours is {form!r}")
-        return notes.verdict()
-    for size in sizes:
-        found, trouble = attempt(lambda size=size: run(size))
-        if trouble == NOT_STARTED:
-            return notes.verdict()
-        if trouble:
-            notes.note(first, f"{letter}={size}: failed", False, f"{letter}={size}: {trouble}")
-            return notes.verdict()
-        look(notes, found, size)
-    return notes.verdict()
-
-
-def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """(what ``call`` returns, "") or (None, why there is nothing), for an answer that may fail.
-
-    "not started yet" for the ``NotImplementedError`` of a stub, on a rank too. An interrupt is the
-    user's and passes.
-    """
-    try:
-        return call(), ""
-    except NotImplementedError:
-        return None, NOT_STARTED
-    except RankTimeout as error:
-        return None, f"nothing moves any more: {_where_they_wait(error)}"
-    except (RankError, OutOfMemory) as error:
-        said = first_line(error)
-        return None, NOT_STARTED if "raised NotImplementedError" in said else said
-    except Exception as error:  # the learner's code: whatever it raises is an observation
-        if isinstance(error, ValueError) and "; legal: " in str(error):
-            return None, first_line(error)  # a refusal in paralab's own words
-        return None, f"raised {type(error).__name__}: {first_line(error)}".removesuffix(": ")
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message; "" if it has none."""
-    return (str(error).strip().splitlines() or [""])[0]
-
-
-def _where_they_wait(error: RankTimeout) -> str:
-    """Each rank's standing without call numbers' surroundings: the same words for the same hang."""
-    standing = [f"rank {rank} {where}" for rank, where in sorted(error.waiting.items())]
-    return "; ".join(standing) if standing else first_line(error)

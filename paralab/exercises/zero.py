@@ -6,58 +6,30 @@ rank updates one N-th of the parameters, so it needs the optimizer state of that
 parallelism). The checker runs the answer on 2, 3 and 4 real ranks with gradients that it makes up,
 and compares parameters after every step with one process, bytes with 2(N-1)/N Psi, what stays
 between steps with 4 Psi/N, and the peak in between with copies of Psi. Psi is padded wherever it
-stands beside N. Plain data parallelism sends as many bytes, and is refused for what it keeps.
+is divided by N. Plain data parallelism sends as many bytes, and is refused for what it keeps.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import real
+from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.verdict import Notes, Verdict, on_ranks
-from paralab.theory.traffic import BOOKKEEPING
+from paralab.exercises.tries import Found, Takes, Try, look_at_bytes, look_at_memory, on_ranks
+from paralab.exercises.verdict import Notes
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from paralab.report.report import Report
-
 RANKS = (2, 3, 4)
 PSI = 50_002  # elements: 2 divides it, 3 and 4 do not
 STEPS = 3  # the first has no momentum yet, the second shows whether it was kept
-LR, MOMENTUM = 0.1, 0.9
-TOLERANCE = 1e-5  # of the largest parameter: N numbers added in another order
+SETTINGS = {2: (0.1, 0.9), 3: (0.05, 0.8), 4: (0.2, 0.5)}  # N: learning rate and momentum
 SCALARS = 1000  # bytes of step counts and the like
-# The padded gradient, the others' parts of it, the padded parameters; gloo's threads may hold the
-# first two a little longer than they are needed. And its own N-th of gradient and update.
-COPIES, PARTS = 3, 3
-LOOKS, PAUSE_S = 30, 0.01  # until those threads have let go of everything
-TIMEOUT_S = 10.0
+COPIES, PARTS = 3, 3  # padded gradient, the others' parts of it, padded parameters; N-ths of them
 
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
-
-TASK = """
-**Your turn.** Write ZeRO's first stage as a class. Every rank makes one,
-`MyZero1(parameters, group=group, lr=..., momentum=...)`, and calls `step(gradient)`:
-
-* `parameters` is flat, Ψ elements, the same on every rank. Change it in place: after a step it
-  holds the new values, on every rank;
-* `gradient` is flat too, that of this rank's share of the batch, divided already: the **sum** over
-  the ranks is the gradient. It is yours to overwrite;
-* the update is SGD with momentum: v = momentum * v + gradient, parameters = parameters - lr * v.
-
-What makes it ZeRO: a rank keeps v for its own N-th of the parameters and nothing else.
-`group.reduce_scatter(part, tensor)` leaves in `part` this rank's N-th of the sum, and
-`group.all_gather(tensor, part)` puts everybody's parts together; `.wait()` on what they return
-waits, `group.size` and `group.index` say who you are. Both want N equal parts, and N does not
-always divide Ψ: padding is yours to add and to take off.
-
-`pl.exercises.zero_step.check(MyZero1)`
-"""
-
 ASKED = (
     (RESULT, f"N = 2, 3, 4: those of one process after each of {STEPS} steps, on every rank"),
     (BYTES, "exactly 2(N-1)/N Ψ in a step, Ψ padded to N equal parts"),
@@ -65,79 +37,36 @@ ASKED = (
     (PEAK, f"at most {COPIES} copies of Ψ and {PARTS} N-ths beside what is kept"),
 )
 
-HINTS = (
-    "which element of v does rank r ever need, if it only updates part r? Three moves: the "
-    "gradients' sum comes to you in part, you update your part, everybody gets all parts.",
-    "part = -(-numel // N) elements is an N-th rounded up. Put the gradient into N * part zeros "
-    "before the reduce-scatter, and the parameters before the all-gather; cut the tail off in the "
-    "end.",
-    "full.chunk(N)[group.index] is a view: subtract lr * v from it, and group.all_gather(full, "
-    "that view).wait() fills in the others' parts. Then "
-    "parameters.copy_(full[: parameters.numel()]).",
-)
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for n in RANKS:
+        for notes, found in on_ranks(tries, train, n, where=f"N={n}", timeout=timeout):
+            _look(notes, found, n)
 
 
-def check(form: Any, *, timeout: float = TIMEOUT_S) -> Verdict:
-    """Run ``form`` on 2, 3 and 4 real ranks; about a second when ranks are warm.
-
-    timeout  seconds without a sign of life until a deadlock is called one
-
-    Raises ValueError for a wrong timeout; an answer that is wrong, fails or hangs is a Verdict.
-    """
-    from paralab.trace import trace
-
-    timeout = real("timeout", timeout, above=0.0)
-    return on_ranks(
-        Notes("zero_step", ASKED),
-        form,
-        RANKS,
-        lambda n: trace(train, n, (form,), timeout=timeout),
-        _look,
-        first=RESULT,
-        letter="N",
-    )
-
-
-def train(group: Any, form: Callable[..., Any]) -> dict[str, Any]:
-    """What every rank runs: some steps with given gradients, watched.
+def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
+    """What every rank runs: some steps with given gradients.
 
     Returns the parameters after every step, (steps, Psi), the most bytes that are still there after
     one, and the most that there are within; both beyond parameters and gradients.
     """
-    import numpy as np
     import torch
 
-    from paralab.instruments.memory import PeakMemory
-
-    device, n = group.context.device, group.size
-    parameters = torch.from_numpy(_start()).to(device)
-    gradients = [torch.from_numpy(share(n, group.index, t)).to(device) for t in range(STEPS)]
-    seen, kept, enough = [], 0, 4 * part_of(n) + SCALARS
-    with PeakMemory(device) as memory:
-        answer = form(parameters, group=group, lr=LR, momentum=MOMENTUM)
-        for gradient in gradients:
-            answer.step(gradient)
-            seen.append(parameters.detach().cpu().numpy().copy())
-            kept = max(kept, at_rest(memory, device, enough=max(kept, enough)))
-    return {"parameters": np.stack(seen), "kept": kept, "peak": memory.peak}
-
-
-def at_rest(memory: Any, device: str, *, enough: int) -> int:
-    """Bytes that stay, once the threads that carry messages have let go of theirs."""
-    import gc
-    import time
-
-    import torch
-
-    found = []
-    for _ in range(LOOKS):
-        gc.collect()
-        torch.empty(0, device=device)  # an operation, before which the dead are counted out
-        found.append(memory.live)
-        if found[-1] <= enough:
-            break
-        time.sleep(PAUSE_S)
-    return min(found)
+    n, rank = watch.group.size, watch.group.index
+    lr, momentum = SETTINGS[n]
+    parameters = torch.from_numpy(drawn(seed))
+    gradients = [torch.from_numpy(drawn(seed, n, rank, t)) for t in range(STEPS)]
+    after, kept = torch.empty(STEPS, PSI), 0
+    with watch.section() as section:
+        mine = answer[0](parameters, group=watch.group, lr=lr, momentum=momentum)
+        for step, gradient in enumerate(gradients):
+            watch.label = f"step {step}"
+            mine.step(gradient)
+            if parameters.shape != (PSI,):
+                raise ValueError(f"the parameters have shape {tuple(parameters.shape)} now")
+            after[step] = parameters.detach()
+            kept = max(kept, section.now())
+    return {"parameters": after, "kept": kept, "peak": section.peak, "seed": seed}
 
 
 def part_of(n: int) -> int:
@@ -145,112 +74,89 @@ def part_of(n: int) -> int:
     return -(-PSI // n)
 
 
-def share(n: int, rank: int, step: int) -> np.ndarray:
-    """The gradient of one rank's share of the batch, (Psi,), divided by ``n`` already."""
+def drawn(seed: int, n: int = 1, rank: int = 0, step: int = -1) -> np.ndarray:
+    """The gradient of one rank's share of the batch, (Psi,), divided by ``n`` already; or, without
+    a step, the parameters before the first.
+    """
     import numpy as np
 
-    return np.random.default_rng([n, rank, step]).standard_normal(PSI, dtype=np.float32) / n
+    draw = np.random.default_rng([seed, n, rank, 1 + step])
+    return draw.standard_normal(PSI, dtype=np.float32) / n
 
 
-def _start() -> np.ndarray:
+def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(parameters before the first step and after each one, the gradients of the steps)."""
     import numpy as np
 
-    return np.random.default_rng(0).standard_normal(PSI, dtype=np.float32)
-
-
-@functools.cache  # the same for every answer
-def _of_one_process(n: int) -> list[np.ndarray]:
-    """Parameters before the first step and after each one, on the sum of all shares."""
-    import numpy as np
-
-    parameters = [_start().astype(np.float64)]
-    velocity = np.zeros(PSI)
+    (lr, momentum), velocity = SETTINGS[n], np.zeros(PSI)
+    parameters, gradients = [drawn(seed).astype(np.float64)], []
     for step in range(STEPS):
-        velocity = MOMENTUM * velocity + _gradient(n, step)
-        parameters.append(parameters[-1] - LR * velocity)
-    return parameters
+        shares = [drawn(seed, n, rank, step) for rank in range(n)]
+        gradients.append(np.sum(shares, axis=0, dtype=np.float64))
+        velocity = momentum * velocity + gradients[-1]
+        parameters.append(parameters[-1] - lr * velocity)
+    return parameters, gradients
 
 
-def _gradient(n: int, step: int) -> np.ndarray:
-    import numpy as np
+def _look(notes: Notes, found: Found, n: int) -> None:
+    """One run against every limit."""
+    where, copy, part = f"N={n}", 4 * n * part_of(n), 4 * part_of(n)
+    notes.look(RESULT, where, _wrong_step(found.results, n), "all Ψ, on every rank")
 
-    return np.sum([share(n, rank, step) for rank in range(n)], axis=0, dtype=np.float64)
-
-
-def _look(notes: Notes, report: Report, n: int) -> None:
-    """One traced run against every limit."""
-    results, copy, part = report.results, 4 * n * part_of(n), 4 * part_of(n)
-    wrong = _first_wrong([found["parameters"] for found in results], n)
-    notes.note(
-        RESULT,
-        f"N={n}: {wrong}" if wrong else f"N={n}: all Ψ, on every rank",
-        not wrong,
-        f"N={n}, {wrong}",
-    )
-
-    calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
-    sent = calls.groupby("rank")["wire_bytes"].sum()
-    per_step = [sent.get(rank, 0) / STEPS for rank in range(n)]
+    sent = [found.sent(f"step {step}") for step in range(STEPS)]
     limit = 2 * (n - 1) * part
-    worst = max(range(n), key=lambda r: (abs(per_step[r] - limit), -r))
-    yours, exact = per_step[worst], per_step[worst] == limit
-    said = f"N={n}: rank {worst} sends {yours:,.0f} bytes in a step, asked are {limit:,}"
-    if not yours:
-        said = f"N={n}: rank {worst} sends nothing through the group"
-    elif not exact:
-        said += f", {yours / limit:.3g} times as many"
-    notes.note(BYTES, f"N={n}: {limit:,} bytes" if exact else said, exact, said)
+    worst = max(sent, key=lambda of_step: max(abs(one - limit) for one in of_step))
+    look_at_bytes(notes, BYTES, where, worst, limit, "in a step")
 
-    kept = [found["kept"] for found in results]
-    worst = max(range(n), key=lambda r: (kept[r], -r))
-    fits = kept[worst] <= part + SCALARS
-    said = f"N={n}: rank {worst} keeps {kept[worst]:,} bytes, an N-th is {part:,}"
-    notes.note(KEPT, f"N={n}: {kept[worst]:,} bytes" if fits else said, fits, said)
+    words = f"keeps {{held}} bytes, an N-th is {part:,}"
+    kept = [result["kept"] for result in found.results]
+    look_at_memory(notes, KEPT, where, kept, part + SCALARS, words)
 
-    passing = max(found["peak"] - found["kept"] for found in results)
+    passing = max(result["peak"] - result["kept"] for result in found.results)
+    wrong = f"{where}: more than {COPIES + PARTS / n:.1f} copies of Ψ at once"
     fits = passing <= COPIES * copy + PARTS * part
-    said = "no more than that" if fits else f"N={n}: more than {COPIES + PARTS / n:.1f} copies of Ψ"
-    notes.note(PEAK, said, fits, f"{said} at once")
+    notes.note(PEAK, "no more than that" if fits else wrong, fits, wrong)
 
 
-def _first_wrong(found: list[np.ndarray], n: int) -> str:
-    """The first element of the first rank after the first step that is wrong, in words, or ""."""
+def _wrong_step(results: Sequence[dict[str, Any]], n: int) -> str:
+    """The first part of the parameters that is wrong, after the first such step, or ""."""
     import numpy as np
 
-    right = _of_one_process(n)
+    right, gradients = of_one_process(results[0]["seed"], n)
+    lr, cuts = SETTINGS[n][0], [part_of(n) * k for k in range(1, n)]
     for step in range(STEPS):
-        before, wanted = right[step], right[step + 1]
-        allowed = TOLERANCE * np.abs(wanted).max()
-        for rank, steps in enumerate(found):
-            got = steps[step].astype(np.float64)
-            wrong = np.flatnonzero(~(np.abs(got - wanted) <= allowed))  # NaN is wrong too
-            if len(wrong):
-                why = _why(got - before, wanted - before, -LR * _gradient(n, step), wrong, allowed)
-                i = int(wrong[0])
-                return (
-                    f"step {step + 1}, rank {rank}, element {i:,} (of part {i // part_of(n)}): "
-                    f"{got[i]:.5g}, asked {wanted[i]:.5g}{why}"
-                )
+        found = [np.split(result["parameters"][step], cuts) for result in results]
+        before, after, gradient = (
+            np.split(whole, cuts) for whole in (right[step], right[step + 1], gradients[step])
+        )
+        for part in range(n):
+            plain = before[part] - lr * gradient[part]
+            wrong = first_wrong(
+                f"step {step + 1}, part {part}",
+                [one[part] for one in found],
+                [after[part]] * n,
+                start=[before[part]] * n,
+                known=lambda _, plain=plain: [
+                    ("it has moved as in a first step, without what v was before", plain)
+                ],
+            )
+            if wrong:
+                return wrong
     return ""
 
 
-def _why(
-    moved: np.ndarray, asked: np.ndarray, plain: np.ndarray, wrong: np.ndarray, allowed: float
-) -> str:
-    """The mistake that moves the ``wrong`` elements exactly so far, if it is a known one."""
-    import numpy as np
-
-    def is_near(other: np.ndarray) -> bool:
-        return bool((np.abs(moved - other)[wrong] <= allowed).all())
-
-    if is_near(np.zeros_like(asked)):
-        return "; it is as it was before the step"
-    if is_near(plain):
-        return "; it has moved as in a first step, without what v was before"
-    factor = float(moved[wrong] @ asked[wrong]) / float(asked[wrong] @ asked[wrong])
-    if is_near(factor * asked):
-        return f"; it has moved {factor:.3g} times as far as asked"
-    return ""
-
-
-zero_step = Exercise(name="zero_step", lab="05", task=TASK, asked=ASKED, hints=HINTS, checker=check)
+zero_step = Exercise(
+    name="zero_step",
+    lab="05",
+    asked=ASKED,
+    takes=(
+        Takes(
+            "a class",
+            "MyZero1(parameters, group=group, lr=..., momentum=...)",
+            1,
+            ("group", "lr", "momentum"),
+            ("step",),
+        ),
+    ),
+    checker=check,
+)

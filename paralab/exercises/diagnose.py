@@ -1,0 +1,131 @@
+"""What is wrong with arrays that ranks have: the first wrong rank and element, and why.
+
+Every checker of arrays uses this one function. The known mistakes are those that people make
+wherever ranks compute one thing together: nothing happened, a constant factor, one term of a sum
+alone, a term missing or there twice, the part of another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TOLERANCE = 1e-5  # of the largest entry: a few hundred numbers, added in another order
+
+Known = Callable[[int], Iterable[tuple[str, Any]]]
+
+
+def first_wrong(
+    name: str,
+    found: Sequence[Any],
+    wanted: Sequence[np.ndarray],
+    *,
+    tolerance: float = TOLERANCE,
+    start: Sequence[np.ndarray] | None = None,
+    terms: Known = lambda rank: (),
+    known: Known = lambda rank: (),
+    ranks: Callable[[int], str] = "rank {}".format,
+) -> str:
+    """The first array that is wrong, in words, or "".
+
+    found, wanted  what each rank has, and what it should have
+    tolerance      of the largest entry that any rank should have
+    start          what each rank had before: then "unchanged" is a mistake, and so is a change by
+                   the wrong factor
+    terms          rank -> (name, array) of each term of the sum that is wanted
+    known          rank -> (words, array) of further mistakes
+    ranks          rank -> what it is called
+    """
+    import numpy as np
+
+    wanted = [np.asarray(right, dtype=np.float64) for right in wanted]
+    allowed = tolerance * max(
+        (float(np.abs(right).max(initial=0.0)) for right in wanted), default=0
+    )
+    for rank, (got, right) in enumerate(zip(found, wanted, strict=True)):
+        got, where = np.asarray(got), f"{ranks(rank)}: {name}" if name else ranks(rank)
+        if got.dtype.kind not in "fiub":
+            return f"{where} has elements of type {got.dtype}, required: float32"
+        if got.shape != right.shape:
+            return f"{where} has shape {got.shape}, required: {right.shape}"
+        got = got.astype(np.float64)
+        wrong = np.argwhere(~(np.abs(got - right) <= allowed))  # NaN is wrong too
+        if not len(wrong):
+            continue
+        at = tuple(int(i) for i in wrong[0])
+        place = f"{at[0]:,}" if len(at) == 1 else f"{at}"
+        values = distinct(float(got[at]), float(right[at]))
+        before = np.zeros_like(right) if start is None else np.asarray(start[rank], np.float64)
+        others = [
+            (f"it is {ranks(n)}'s part", other) for n, other in enumerate(wanted) if n != rank
+        ]
+        named = list(terms(rank))
+        why = _first_near(
+            got,
+            [
+                *_unchanged(before, start is not None),
+                *known(rank),
+                *_of_terms(named, right),
+                *(other for other in others if other[1].shape == right.shape),
+            ],
+            allowed,
+        ) or _factor(got, right, before, allowed, start is not None)
+        return f"{where}, element {place}: {values[0]}, required: {values[1]}{why}"
+    return ""
+
+
+def _unchanged(before: np.ndarray, started: bool) -> Iterable[tuple[str, Any]]:
+    yield "it is as it was before" if started else "it is zero everywhere", before
+
+
+def _of_terms(terms: Sequence[tuple[str, Any]], right: np.ndarray) -> Iterable[tuple[str, Any]]:
+    for name, term in terms:
+        yield f"it is the one term {name}, to which no other was added", term
+    for name, term in terms if len(terms) > 1 else ():
+        yield f"the term {name} is missing", right - term
+        yield f"the term {name} is in it twice", right + term
+
+
+def _first_near(got: np.ndarray, known: Iterable[tuple[str, Any]], allowed: float) -> str:
+    for words, other in known:
+        if near(got, other, allowed):
+            return f"; {words}"
+    return ""
+
+
+def near(got: np.ndarray, other: Any, allowed: float) -> bool:
+    """Whether two arrays are the same but for rounding, in two places or more."""
+    import numpy as np
+
+    return np.shape(other) == got.shape and bool((np.abs(got - other) <= 2 * allowed).all())
+
+
+def _factor(
+    got: np.ndarray, right: np.ndarray, before: np.ndarray, allowed: float, started: bool
+) -> str:
+    moved, required = got - before, right - before
+    size = float((required * required).sum())
+    factor = float((moved * required).sum()) / size if size else 0.0
+    if not size or not near(moved, factor * required, allowed):
+        return ""
+    if started:
+        return f"; it has changed by {times(factor)} what is required"
+    return f"; it is {times(factor)} what is required"
+
+
+def times(factor: float) -> str:
+    """ "0.5 times"; near 1 with the digits that tell it from 1."""
+    digits = next((d for d in range(3, 10) if float(f"{factor:.{d}g}") != 1), 10)
+    return f"{factor:.{digits}g} times"
+
+
+def distinct(yours: float, right: float) -> tuple[str, str]:
+    """Both numbers, with as many digits as it takes to tell them apart."""
+    for digits in range(5, 18):
+        both = f"{yours:.{digits}g}", f"{right:.{digits}g}"
+        if both[0] != both[1]:
+            break
+    return both

@@ -1,0 +1,243 @@
+"""What every rank of a check runs: answers, one after the other, each with a watch on it.
+
+[Note: late] A result must not be read before it has been waited for. On one machine it has often
+arrived by then, and the answer is right by luck. So a call of a `Watched` group works on copies,
+and its result is delivered in ``wait()``: an answer that reads too early reads what was there
+before. A tensor that is changed while it is being sent is an error at the wait, and a call that is
+never waited for is written down.
+
+Everything that tensors say to torch.distributed passes torch's dispatcher; what does not come from
+a `Watched` group there goes around the checker, and is refused. Memory is that of tensors
+(instruments/memory.py) and of large blocks that Python allocates: a NumPy copy, bytes, a list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+import paralab
+from paralab.checks import illegal
+from paralab.comm import Group
+from paralab.instruments.memory import PeakMemory
+from paralab.instruments.recorder import Recorder
+from paralab.pending import Pending
+from paralab.ranks.failure import describe
+from paralab.strict import Strict
+
+BLOCK = 4096  # bytes: smaller Python objects are not counted, a rank makes some of its own
+OURS = str(Path(paralab.__file__).parent)
+PRINTED = 20_000  # characters that one answer may print on a rank
+
+
+class Watch(PeakMemory):
+    """What one answer does on this rank.
+
+    group    the `Watched` group of all ranks
+    label    the ledger's phase for the calls to come
+    open     calls that have not been waited for
+    """
+
+    def __init__(self, group: Group, number: int) -> None:
+        super().__init__("cpu")
+        self.label, self.open, self.most = "data", {}, 0
+        self._blocks = self._traced = 0
+        self.group = Watched(group, self, number)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(
+                f"{func.__name__.split('.')[0].strip('_')} goes to torch.distributed directly: use "
+                "the methods of the group, whose calls are counted"
+            )
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self._alive())
+        return result
+
+    def _alive(self) -> int:
+        """Bytes of tensors and of Python's large blocks, the second looked at when it changes."""
+        if tracemalloc.is_tracing():
+            traced = tracemalloc.get_traced_memory()[0]
+            if abs(traced - self._traced) >= BLOCK:
+                self._traced = traced
+                self._blocks = sum(
+                    trace.size
+                    for trace in tracemalloc.take_snapshot().traces
+                    if trace.size >= BLOCK
+                    and not trace.traceback[0].filename.startswith(NOT_THEIRS)
+                )
+        return self.live + self._blocks
+
+    @contextlib.contextmanager
+    def section(self) -> Iterator[Section]:
+        """Bytes from here on, beyond those that are alive now."""
+        if not tracemalloc.is_tracing():
+            tracemalloc.start()
+        found = Section(self)
+        yield found
+        self.most = max(self.most, self._alive())
+        found.peak = self.most - found.before
+
+    def __exit__(self, *error: Any) -> None:
+        tracemalloc.stop()
+        super().__exit__(*error)
+
+
+NOT_THEIRS = ("<frozen ", OURS, tracemalloc.__file__)
+
+
+class Section:
+    """``now()``: bytes that stay; ``peak``: the most there were, once the section is over."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.peak = watch, 0
+        self.before = watch.most = watch._alive()
+
+    def now(self) -> int:
+        gc.collect()
+        self.watch._settle()
+        return self.watch._alive() - self.before
+
+
+class Watched(Group):
+    """``group``, with results that arrive in ``wait()``. See [Note: late]."""
+
+    def __init__(self, group: Group, watch: Watch, number: int) -> None:
+        self.__dict__.update(group.__dict__)
+        self.watch, self.number = watch, number
+        self._strict = Strict(self.context, axis=f"{self.axis} of answer {number}")
+
+    def subgroup(self, ranks: Sequence[int], *, axis: str) -> Group | None:
+        made = super().subgroup(ranks, axis=axis)
+        return made and Watched(made, self.watch, self.number)
+
+    def _launch(
+        self,
+        ops: list[tuple[str, int, int]],
+        phase: str | None,
+        tensors: list[Tensor],
+        post: Callable,
+        writes: list[Tensor],
+        reads: Sequence[Tensor],
+        finish: Callable | None,
+        stream: Any,
+    ) -> Pending:
+        watch, call = self.watch, f"{ops[0][0]} #{self._calls}"
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise illegal(call, tuple(tensor.shape), "not contiguous", "tensor.contiguous()")
+        small = phase == "control" and sum(size for _, size, _ in ops) <= 8  # a barrier
+        key = len(watch.open) and max(watch.open) + 1
+        written = {id(tensor) for tensor in writes}
+        kept = {id(tensor) for tensor in reads} | ({id(t) for t in tensors} - written)
+        with _disable_current_modes():
+            given = [tensor.detach() for tensor in tensors]
+            copies = [tensor.clone() for tensor in given]
+            before = [
+                tensor.clone() if id(own) in kept else None
+                for own, tensor in zip(tensors, given, strict=True)
+            ]
+            arrives = [id(tensor) in written for tensor in tensors]
+
+        def arrive() -> None:
+            del watch.open[key]
+            with _disable_current_modes():
+                for now, was in zip(given, before, strict=True):
+                    if was is not None and not torch.equal(_bits(now), _bits(was)):
+                        raise RuntimeError(
+                            f"a tensor of {call} was changed before it was waited for"
+                        )
+                for tensor, copy, new in zip(given, copies, arrives, strict=True):
+                    if new:
+                        tensor.copy_(copy)
+                for some in (given, copies, before):
+                    some.clear()
+            if finish is not None:
+                finish()
+
+        with _disable_current_modes():
+            pending = super()._launch(
+                ops, "control" if small else watch.label, copies, post, [], (), arrive, stream
+            )
+        watch.open[key] = call
+        return pending
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class Short:
+    """An output that says no more than `PRINTED` characters."""
+
+    def __init__(self, out: Any) -> None:
+        self.out, self.left = out, PRINTED
+
+    def write(self, text: str) -> int:
+        if self.left > 0:
+            self.out.write(text[: self.left])
+            self.left -= len(text)
+            if self.left <= 0:
+                self.out.write("\n... and more, which is left out\n")
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.out, name)
+
+
+def each(
+    group: Group, work: Callable[..., Any], answers: Sequence[tuple[Any, int]], args: tuple
+) -> list[dict[str, Any]]:
+    """Run ``work`` on every (answer, seed). Each has a recorder and a process group of its own."""
+    parts = []
+    for number, (answer, seed) in enumerate(answers):
+        context = group.context
+        recorder = Recorder(rank=context.rank, world_size=group.size, device="cpu")
+        other = torch.distributed.new_group() if number else group.process_group
+        own = Group(
+            group.ranks, axis="world", context=context, recorder=recorder, process_group=other
+        )
+        watch = Watch(own, number)
+        try:
+            with watch, contextlib.redirect_stdout(Short(sys.stdout)):
+                recorder.begin_step(0)
+                with recorder.span("compute"):
+                    result = work(watch, answer, seed, *args)
+                recorder.end_step()
+        except (Exception, SystemExit, GeneratorExit) as error:
+            if len(answers) == 1:
+                raise
+            said = describe(error, "", hide="")["what"]
+            parts.append({"failed": f"rank {context.rank} {said}"})
+            continue
+        parts.append(
+            {
+                "rank": context.rank,
+                "clock_offset": 0.0,
+                "clock_uncertainty": 0.0,
+                **recorder.tables(),
+                "losses": [],
+                "result": result,
+                "open": list(watch.open.values()),
+                "meta": {},
+            }
+        )
+    return parts
+
+
+def array(value: Any) -> Any:
+    """A copy of a tensor, for the verdict. Raises TypeError if it is none."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"required: a tensor, this is a {type(value).__name__}")
+    return value.detach().cpu().numpy().copy()
