@@ -9,20 +9,23 @@ import tempfile
 import pytest
 
 import bad_answers_offload as bad
+import bad_attacks as attacks
 import paralab as pl
-from test_exercises_zero import defined, missed
+from judged import defined, judged, launches, missed
+from paralab.exercises.tries import Try, on_ranks
+from paralab.exercises.verdict import Notes
 
 STREAM = pl.exercises.stream
 offload = importlib.import_module("paralab.exercises.offload")
 JOBS, STATES, BYTES, MEMORY, TIME = (limit for limit, _ in STREAM.asked)
 AS_BEFORE, OTHER = "is as it was before the update", "has other states than after an update in mem"
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (bad.one_after_the_other, {TIME}, "units=6, window=2: fast host, 198 ms, asked are 150 ms: the "
-     "lane disk stands still from 10 ms to 18 ms, before write 0"),
-    (bad.one_buffer, {TIME}, "198 ms, asked are 150 ms"),
-    (bad.in_batches, {TIME}, "units=6, window=2: slow host, 255 ms, asked are 205 ms: the lane "
-     "host stands still from 70 ms to 95 ms, before update 2"),
-    (bad.updates_the_second_first, {TIME}, "the lane disk stands still from 20 ms to 36 ms"),
+    (bad.one_after_the_other, {TIME}, "units=6, window=2: fast host, 198 ms, required: at most 150 ms: the "
+     "lane disk is idle from 10 ms to 18 ms, before write 0"),
+    (bad.one_buffer, {TIME}, "198 ms, required: at most 150 ms"),
+    (bad.in_batches, {TIME}, "units=6, window=2: slow host, 255 ms, required: at most 205 ms: the lane "
+     "host is idle from 70 ms to 95 ms, before update 2"),
+    (bad.updates_the_second_first, {TIME}, "the lane disk is idle from 20 ms to 36 ms"),
     (bad.all_reads_first, {JOBS, STATES}, "jobs[2]=('read', 2, 0): overwrites unit 0, which is in"),
     (bad.reads_too_far_ahead, {JOBS, STATES}, "jobs[4]=('read', 2, 0): overwrites unit 0"),
     (bad.writes_before_the_update, {JOBS, STATES}, f"unit 0 {AS_BEFORE}"),
@@ -31,49 +34,60 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.backwards, {JOBS, STATES}, "jobs[0]=('write', 5, 1): unit 5 is not in buffer 1 by then"),
     (bad.writes_the_other_buffer, {JOBS, STATES}, f"unit 0 {OTHER}"),
     (bad.writes_into_the_next_file, {JOBS, STATES}, "jobs[4]=('write', 1, 0): unit 1 is not in"),
-    (bad.never_writes, {JOBS, STATES, BYTES}, "73,728 bytes, asked are 147,456, 0.5 times as many"),
+    (bad.never_writes, {JOBS, STATES, BYTES}, "73,728 bytes, required: 147,456, 0.5 times as many"),
     (bad.forgets_the_last_write, {JOBS, STATES, BYTES}, "there is no write of unit 5"),
     (bad.forgets_an_update, {JOBS, STATES}, f"unit 5 {AS_BEFORE}"),
     (bad.forgets_the_rest, {JOBS, STATES, BYTES}, "units=1, window=2: there is no read of unit 0"),
     (bad.does_nothing, {JOBS, STATES, BYTES}, "units=6, window=2: there is no read of unit 0"),
-    (bad.reads_twice, {JOBS, BYTES}, "159,744 bytes, asked are 147,456, 1.08 times as many"),
+    (bad.reads_twice, {JOBS, BYTES}, "159,744 bytes, required: 147,456, 1.08 times as many"),
     (bad.updates_twice, {JOBS, STATES}, "jobs[2]=('update', 0, 0): the update of unit 0 is there"),
     (bad.writes_twice, {JOBS, BYTES}, "jobs[5]=('write', 0, 0): the write of unit 0 is there tw"),
     (bad.reads_again_to_check, {JOBS, BYTES}, "1.5 times as many"),
     (bad.one_buffer_more, {MEMORY}, "jobs[4]=('read', 2, 2): buffers are 0 to 1; 36,864 bytes, "),
-    (bad.a_buffer_for_every_unit, {MEMORY}, "73,728 bytes, asked are at most 24,576"),
+    (bad.a_buffer_for_every_unit, {MEMORY}, "73,728 bytes, required: at most 24,576"),
     (bad.buffers_from_one, {MEMORY}, "jobs[2]=('read', 1, 2): buffers are 0 to 1; 24,576 bytes"),
     (bad.always_two, {MEMORY}, "units=5, window=1: jobs[2]=('read', 1, 1): buffers are 0 to 0"),
-    (bad.only_six, {JOBS}, "units, window=(1, 2): rank 0 raised ValueError: len(jobs)=18: too m"),
-    (bad.not_with_one_buffer, {JOBS}, "units, window=(5, 1): rank 0 raised ZeroDivisionError"),
-    (bad.fills_the_window_first, {JOBS}, "units, window=(1, 2): rank 0 raised ValueError: jobs[1]"),
-    (bad.a_generator, {JOBS}, "jobs='generator': not a list"),
+    (bad.only_six, {JOBS}, "units, window=(1, 2): len(jobs)=18: too m"),
+    (bad.not_with_one_buffer, {JOBS}, "units, window=(5, 1): raised ZeroDivisionError"),
+    (bad.fills_the_window_first, {JOBS}, "units, window=(1, 2): jobs[1]"),
     (bad.nothing, {JOBS}, "jobs='NoneType': not a list"),
     (bad.without_buffers, {JOBS}, "jobs[0]=('read', 0): not a job; legal: (\"read\", unit, "),
     (bad.as_text, {JOBS}, "jobs[0]='read 0 0': not a job"),
     (bad.other_words, {JOBS}, "jobs[0][0]='load': unknown choice; legal: 'read' | 'update' | 'wri"),
     (bad.units_from_one, {JOBS}, "=6: out of range; legal: a whole number from 0 to 5"),
     (bad.half_a_buffer, {JOBS}, "jobs[0][2]=0.0: not a whole number"),
-    (bad.too_many, {JOBS}, "len(jobs)=18000000: too many; legal: 3 per unit"),
-    (bad.without_end, {JOBS}, "100,000 lines of it were run, and it has not ended"),
-    (bad.without_end_on_one_line, {JOBS}, "100,000 lines of it were run, and it has not ended"),
+    (bad.too_many, {JOBS}, "len(jobs)=20000: too many; legal: 3 per unit"),
+    (bad.without_end, {JOBS}, "2,000,000 lines of it were run, and it has not ended"),
+    (bad.without_end_on_one_line, {JOBS}, "2,000,000 lines of it were run, and it has not ended"),
     (bad.asleep, {JOBS}, "nothing moves any more: rank 0"),
-    (bad.raises, {JOBS}, "units, window=(6, 2): rank 0 raised KeyError: 'unit 7'"),
-    (bad.of_units_alone, {JOBS}, "takes 1 positional argument but 2 were given"),
-    ("stream", {JOBS}, "asked is a function, yours is 'stream'"),
+    (bad.raises, {JOBS}, "units, window=(6, 2): raised KeyError: 'unit 7'"),
+    (bad.of_units_alone, {JOBS}, "yours cannot be called so: too many positional"),
+    (attacks.stream_not_for_four, {JOBS}, "units, window=(4, 2): jobs[12][1]=4: out of range"),
+    (attacks.exits, {JOBS}, "rank 0 called sys.exit(3)"),
+    ("stream", {JOBS}, "required: a function, yours is 'stream'"),
 ]  # fmt: skip
+STREAMS = [row[0] for row in WRONG]
+
+
+def test_all_sizes_of_all_answers_take_one_launch():
+    judged(STREAM, bad.raises, STREAMS, alone=(bad.asleep,))
+    assert launches["stream"] == 1
 
 
 @pytest.mark.parametrize("answer, limits, words", WRONG)
 def test_a_wrong_stream_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = STREAM.check(answer, timeout=3)
+    verdict = judged(STREAM, answer, STREAMS, alone=(bad.asleep,))
     assert verdict.started and missed(verdict) == limits, verdict.table.to_string()
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
-@pytest.mark.parametrize("answer", [bad.good, bad.two_of_many, bad.last_unit_first, bad.in_halves])
+RIGHT = [bad.good, bad.two_of_many, bad.last_unit_first, bad.in_halves, bad.a_generator,
+         attacks.stream_of_lists]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", RIGHT)
 def test_another_right_stream_passes_and_says_the_same_twice(answer):
-    first, second = STREAM.check(answer), STREAM.check(answer)
+    first, second = judged(STREAM, answer, RIGHT), STREAM.check(answer)
     assert first.passed, repr(first)
     assert first == second and first._repr_html_() == second._repr_html_()
     assert {row.yours.split(": ")[0] for row in first.rows} == {"units=6, window=2"}
@@ -108,13 +122,15 @@ def test_states_that_differ_in_one_bit_are_wrong():
 
 
 def test_a_real_run_moves_every_byte_on_the_lane_disk(tmp_path):
-    report = pl.trace(offload.update, 1, (bad.good, 4, 2, str(tmp_path)), device="cpu")
+    one = Try((bad.good,), Notes("stream", offload.ASKED))
+    [(_, found)] = on_ranks([one], offload.update_each, 1, (str(tmp_path),), timeout=20)
+    report, run = found.report, found.results[0][offload.SIZES.index((4, 2))]
     assert set(report.copies["lane"]) == {"disk"}
-    assert list(report.copies["op"]) == ["read", "read", "write", "read", "write", "read", "write",
-                                         "write"]  # fmt: skip
+    units = sum(size[0] for size in offload.SIZES)
+    assert report.copies["bytes"].sum() == 2 * units * offload.STATES_BYTES
     work = report.spans[report.spans["lane"] == "host"]
-    assert list(work["kind"]) == ["optimizer"] * 4
-    assert report.results[0]["peak"] == 2 * offload.STATES_BYTES
+    assert list(work["kind"]) == ["optimizer"] * units
+    assert run["moved"] == 8 * offload.STATES_BYTES and run["peak"] == 2 * offload.STATES_BYTES
 
 
 # ---- simulated time ------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import bad_answers_summa as bad
+import bad_attacks as attacks
 import paralab as pl
-from test_exercises_zero import defined, missed
+from judged import defined, judged, missed
 
 SUMMA = pl.exercises.summa
 summa = importlib.import_module("paralab.exercises.summa")
@@ -18,36 +19,42 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.GathersAll, {"memory forward"}, "a whole row is 4"),
     (bad.GathersTheColumn, {"memory forward"}, "blocks of W beside its own, a whole column is 4"),
     (bad.KeepsWhatCame, {"memory forward"}, "blocks of X beside its own, a whole row is 4"),
-    (bad.LastTermOnly, {"Y"}, f"q=2, rank (0, 0), block (0, 0) of Y: element (0, 0) is 6.414, "
-     f"asked 3.947; {ALONE}X_01 W_10"),
+    (bad.LastTermOnly, {"Y"}, f"{ALONE}X_01 W_10, to which no other"),
     (bad.OwnBlocksOnly, {"Y", "elements forward"}, "nothing goes through row and column"),
     (bad.ForgetsTheLastStep, {"Y", "elements forward"}, f"{ALONE}X_00 W_00"),
-    (bad.RowForColumn, {"Y"}, "q=2, rank (0, 0), block (0, 0) of Y: element (0, 0) is -9.552"),
+    (bad.RowForColumn, {"Y"}, "q=2: rank (0, 0): block of Y, element (0, 0): "),
     (bad.RootIsTheStep, {"Y"}, "q=2: rank 1 raised ValueError: Global rank 0 is not part"),
-    (bad.NoWait, {"Y"}, f"{ALONE}X_00 W_00"),
-    (bad.SendsTwice, {"elements forward"}, "35,328 elements, asked are 17,664, 2 times as many"),
-    (bad.InDouble, {"elements forward"}, "35,328 elements, asked are 17,664, 2 times as many"),
-    (bad.OverwritesItsOwn, {"Y", "gradients"}, "q=2, rank (0, 0), block (0, 0) of Y: "),
+    (bad.NoWait, {"Y"}, "q=2: rank 0 never waits for broadcast #0"),
+    (bad.SendsTwice, {"elements forward"}, "35,328 elements, required: 17,664, 2 times as many"),
+    (bad.InDouble, {"elements forward"}, "35,328 elements, required: 17,664, 2 times as many"),
+    (bad.OverwritesItsOwn, {"Y", "gradients"}, "q=2: rank (0, 0): block of Y, element (0, 0): "),
     (bad.NoReduce, {"gradients", "elements backward"}, f"{ALONE}Y'_00 (W_00)^T"),
-    (bad.AllReduces, {"elements backward"}, "52,992 elements, asked are 35,328, 1.5 times"),
-    (bad.KeepsTheLastTerm, {"gradients"}, "q=2, rank (0, 0), block (0, 0) of X': "),
-    (bad.WeightTransposed, {"gradients"}, "of W': its shape is (6, 48), asked (48, 6)"),
+    (bad.AllReduces, {"elements backward"}, "52,992 elements, required: 35,328, 1.5 times"),
+    (bad.KeepsTheLastTerm, {"gradients"}, "q=2: rank (0, 0): block of X', element (0, 0): "),
+    (bad.WeightTransposed, {"gradients"}, "of W' has shape (6, 48), required: (48, 6)"),
     (bad.ForgetsAGradient, {"gradients", "elements backward"}, f"{ALONE}(X_00)^T Y'_00"),
     (bad.GivesOneGradient, {"Y"}, "q=2: rank 0 raised ValueError: too many values to unpack"),
     (bad.ForwardOnly, {"Y"}, "cannot unpack non-iterable NoneType"),
     (bad.HalfOfThemWait, {"Y"}, "every member has to make the same calls in the same order"),
     (bad.Raises, {"Y"}, "q=2: rank 0 raised KeyError: 'block 7'"),
-    (bad.NoForward, {"Y"}, "no attribute 'forward'"),
-    (bad.of_three, {"Y"}, "missing 1 required positional argument: 'column'"),
-    ("summa", {"Y"}, "asked is a class, yours is 'summa'"),
+    (bad.NoForward, {"Y"}, "no method forward and no backward"),
+    (bad.of_three, {"Y"}, "missing a required argument: 'column'"),
+    (attacks.SummaSleeps, {"Y"}, "q=2: rank 0 never waits for broadcast #0"),
+    (attacks.SummaNumpyRows, {"memory forward"}, "q=4: rank "),
+    ("summa", {"Y"}, "required: a class, yours is 'summa'"),
 ]  # fmt: skip
+
+
+LARGE = [answer for answer, limits, _ in WRONG if "memory forward" in limits]
+SMALL = [row[0] for row in WRONG if row[0] not in LARGE]  # they show on the smallest grid
 
 
 @pytest.mark.parametrize("answer, limits, words", WRONG)
 def test_a_wrong_summa_is_refused_by_the_limits_it_breaks(answer, limits, words, monkeypatch):
-    if "memory forward" not in limits:  # all others show on the smallest grid
+    if answer not in LARGE:
         monkeypatch.setattr(summa, "GRIDS", (2,))
-    verdict = SUMMA.check(answer, timeout=5)
+    table = LARGE if answer in LARGE else SMALL
+    verdict = judged(SUMMA, answer, table, alone=(bad.RootIsTheStep, bad.HalfOfThemWait))
     assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
@@ -69,10 +76,14 @@ def test_a_class_that_is_not_written_is_not_started_and_neither_is_half_of_one()
     assert not stub and not stub.started
 
 
-def test_the_checkers_blocks_make_the_matrices_again():
-    parts = summa.blocks(3, 0)
-    for some, (rows, columns) in zip(parts, ((40, 48), (48, 6), (40, 6)), strict=True):
-        whole = summa.whole(some)
-        assert whole.shape == (3 * rows, 3 * columns)
-        assert np.array_equal(whole[rows : 2 * rows, :columns], some[1, 0])
-        assert np.array_equal(summa.cut(whole, 3), some)
+def test_the_right_blocks_are_those_of_the_whole_matrices():
+    """The checker's own reference against NumPy's product."""
+    q, number = 3, 0
+    parts = summa.blocks(7, q, number)
+    x, w, dy = (np.block([list(row) for row in one.astype(float)]) for one in parts)
+    for name, whole in (("y", x @ w), ("dx", dy @ w.T), ("dw", x.T @ dy)):
+        rows = [np.split(row, q, axis=1) for row in np.split(whole, q, axis=0)]
+        results = [{"seed": 7, name: [block]} for row in rows for block in row]
+        assert summa._wrong(results, name, number, q) == ""
+        results[4][name][0] = 2 * results[4][name][0]
+        assert "rank (1, 1): block of" in summa._wrong(results, name, number, q)

@@ -6,56 +6,57 @@ import numpy as np
 import pytest
 
 import bad_answers as bad
+import bad_attacks as attacks
 import paralab as pl
+from judged import judged, missed
 from paralab.exercises import tensor
 
 MLP = pl.exercises.tensor_mlp
 ALL = {"result", "gradients", "bytes, forward", "bytes, backward", "weights per rank"}
 
 
-def missed(verdict) -> set[str]:
-    return {row.limit for row in verdict.rows if row.ok is False}
-
-
 WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.MLPAddsNothing, {"result", "bytes, forward"},
-     "the rank's own term of the sum, which nobody has added up"),
+     "the rank's own term of the sum, to which no other was added"),
     (bad.MLPAddsNothingBack, {"gradients", "bytes, backward"},
-     "the rank's own term of the sum, which nobody has added up"),
-    (bad.MLPBiasEverywhere, {"result"}, "t=2, rank 0: z at [0, 0] is "),
+     "the rank's own term of the sum, to which no other was added"),
+    (bad.MLPBiasEverywhere, {"result"}, "t=2: rank 0: z, element (0, 0): "),
     (bad.MLPBiasEverywhere, {"result"}, "; c is in it 2 times"),
-    (bad.MLPSumsBiasGradient, {"gradients", "bytes, backward"}, "; it is 2 times what is asked"),
-    (bad.MLPSumsBiasGradient, {"gradients", "bytes, backward"}, "t=2, rank 0: the gradient of c"),
-    (bad.MLPAverages, {"gradients"}, "the gradient of x at [0, 0] is "),
-    (bad.MLPAverages, {"gradients"}, "; it is 0.5 times what is asked"),
-    (bad.MLPSumsIncoming, {"gradients"}, "t=2, rank 0: the gradient of x at "),
+    (bad.MLPSumsBiasGradient, {"gradients", "bytes, backward"}, "; it is 2 times what is required"),
+    (bad.MLPSumsBiasGradient, {"gradients", "bytes, backward"}, "t=2: rank 0: the gradient of c"),
+    (bad.MLPAverages, {"gradients"}, "the gradient of x, element (0, 0): "),
+    (bad.MLPAverages, {"gradients"}, "; it is 0.5 times what is required"),
+    (bad.MLPSumsIncoming, {"gradients"}, "t=2: rank 0: the gradient of x, element "),
     (bad.MLPKeepsAll, {"weights per rank"}, "t=2: rank 0 holds 186,"),
     (bad.MLPKeepsViews, {"weights per rank"},
      "t=2: rank 0 holds 124,096 bytes, a t-th and c are 62,176"),
     (bad.MLPGathersWeights, {"bytes, forward"},
-     "t=2: rank 0 sends 61,920 bytes in forward, asked are 12,288, 5.04 times as many"),
-    (bad.MLPGathersInside, {"bytes, forward"}, "asked are 12,288, 2.88 times as many"),
+     "t=2: rank 0 sends 61,920 bytes in forward, required: 12,288, 5.04 times as many"),
+    (bad.MLPGathersInside, {"bytes, forward"}, "required: 12,288, 2.88 times as many"),
     (bad.MLPRowsFirst, {"result", "gradients", "bytes, forward", "bytes, backward"},
-     "t=2, rank 0: the gradient of B has shape (240, 32), asked (120, 64)"),
-    (bad.MLPOthersPart, {"gradients"}, "the gradient of B at [0, 0] is "),
-    (bad.MLPOthersPart, {"gradients"}, "; that is rank 1's part"),
-    (bad.MLPNoSlope, {"gradients"}, "t=2, rank 0: the gradient of x at [0, 0] is "),
-    (bad.MLPNoWait, {"result"}, "t=2, rank 0: nobody waits for all_reduce #0"),
-    (bad.MLPBehindTheBack, {"bytes, forward", "bytes, backward"},
-     "t=2: rank 0 sends nothing through the group in forward"),
+     "t=2: rank 0: the gradient of B has shape (240, 32), required: (120, 64)"),
+    (bad.MLPOthersPart, {"gradients"}, "the gradient of B, element (0, 0): "),
+    (bad.MLPOthersPart, {"gradients"}, "; it is rank 1's part"),
+    (bad.MLPNoSlope, {"gradients"}, "t=2: rank 0: the gradient of x, element (0, 0): "),
+    (bad.MLPNoWait, {"result"}, "t=2: rank 0 never waits for all_reduce #0"),
+    (bad.MLPBehindTheBack, {"result"}, "t=2: rank 0 raised RuntimeError: allreduce goes to torch"),
     (bad.MLPRootOnly, {"result"}, "t=2: "),
     (bad.MLPRaises, {"result"}, "t=2: rank 0 raised KeyError: 'A'"),
     (bad.MLPNoGradients, {"result"}, "t=2: rank 0 raised KeyError: 'B'"),
-    (bad.MLPReturnsNothing, {"result"}, "a tensor is asked, this is a NoneType"),
-    (bad.MLPHasNoBackward, {"result"}, "no attribute 'backward'"),
-    (bad.mlp_of_three, {"result"}, "mlp_of_three() got an unexpected keyword argument"),
-    ("mlp", {"result"}, "asked is a class, yours is 'mlp'"),
+    (bad.MLPReturnsNothing, {"result"}, "required: a tensor, this is a NoneType"),
+    (bad.MLPHasNoBackward, {"result"}, "the class has no method backward"),
+    (bad.mlp_of_three, {"result"}, "yours cannot be called so: "),
+    (attacks.MLPWaitsLate, {"result"}, "the rank's own term of the sum, to which no other was"),
+    (attacks.MLPNumpyWeights, {"weights per rank"}, "t=2: rank 0 holds 185,"),
+    (attacks.MLPDecoy, {"result"}, "t=2: rank 0 raised RuntimeError: allreduce goes to torch"),
+    ("mlp", {"result"}, "required: a class, yours is 'mlp'"),
 ]  # fmt: skip
+MLPS = list({id(row[0]): row[0] for row in WRONG}.values())
 
 
 @pytest.mark.parametrize("answer, limits, words", WRONG)
 def test_a_wrong_mlp_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = MLP.check(answer, timeout=3)
+    verdict = judged(MLP, answer, MLPS, alone=(bad.MLPRootOnly,))
     assert not verdict and verdict.started and limits == missed(verdict), repr(verdict)
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
@@ -83,13 +84,20 @@ def test_the_whole_mlp_is_what_autograd_makes_of_it():
     """The checker's own reference against torch."""
     import torch
 
-    given = {n: torch.from_numpy(v).double() for n, v in tensor._given().items()}
+    given = {n: torch.from_numpy(v).double() for n, v in tensor.given(7).items()}
     A, b, B, c, x = (given[name].requires_grad_() for name in ("A", "b", "B", "c", "x"))
     z = (x @ A + b).relu() @ B + c
     z.backward(given["grad"])
     found = {"z": z.detach(), "x": x.grad, "A": A.grad, "b": b.grad, "B": B.grad, "c": c.grad}
     for name, value in found.items():
-        np.testing.assert_allclose(tensor._of_one_device()[name], value.numpy(), atol=1e-10)
+        np.testing.assert_allclose(tensor.of_one_device(7)[name], value.numpy(), atol=1e-10)
+
+
+@pytest.mark.parametrize("t", tensor.RANKS)
+def test_the_terms_of_all_ranks_are_the_sum(t):
+    terms, whole = tensor.terms(7, t), tensor.of_one_device(7)
+    np.testing.assert_allclose(sum(terms["z"]) + tensor.given(7)["c"], whole["z"], atol=1e-5)
+    np.testing.assert_allclose(sum(terms["x"]), whole["x"], atol=1e-5)
 
 
 def test_a_wrong_timeout_is_refused():

@@ -106,7 +106,9 @@ def near(got: np.ndarray, other: Any, allowed: float) -> bool:
 def _factor(
     got: np.ndarray, right: np.ndarray, before: np.ndarray, allowed: float, started: bool
 ) -> str:
-    moved, required = got - before, right - before
+    import numpy as np
+
+    moved, required = np.nan_to_num(got - before), right - before
     size = float((required * required).sum())
     factor = float((moved * required).sum()) / size if size else 0.0
     if not size or not near(moved, factor * required, allowed):

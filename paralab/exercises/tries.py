@@ -151,7 +151,7 @@ def on_ranks(
     if not tries:
         return
     given = (work, [(one.answer, one.seed) for one in tries], tuple(args))
-    with time_limit(timeout) as stop:
+    with time_limit(timeout * len(tries)) as stop:
         report, trouble = attempt(
             lambda: trace(_program, ranks, given, timeout=timeout, device="cpu", stop=stop)
         )

@@ -83,15 +83,11 @@ class Watch(PeakMemory):
     def section(self) -> Iterator[Section]:
         """Bytes from here on, beyond those that are alive now."""
         if not tracemalloc.is_tracing():
-            tracemalloc.start()
+            tracemalloc.start()  # for good: to stop it while gloo's threads allocate is a crash
         found = Section(self)
         yield found
         self.most = max(self.most, self._alive())
         found.peak = self.most - found.before
-
-    def __exit__(self, *error: Any) -> None:
-        tracemalloc.stop()
-        super().__exit__(*error)
 
 
 NOT_THEIRS = ("<frozen ", OURS, tracemalloc.__file__)

@@ -1,0 +1,369 @@
+"""Answers that are right by luck, look right to a ledger, do not end, or try to break a checker.
+
+Ranks import this module, so it imports nothing at the top but what is light.
+"""
+
+from __future__ import annotations
+
+import fractions
+import itertools
+import sys
+import time
+
+from bad_answers import (
+    MLPGood,
+    SyncGood,
+    ZeroBehindTheBack,
+    ZeroGood,
+    _around,
+    devices,
+    ring_behind_the_back,
+    ring_copied,
+    schedule_good,
+    states,
+)
+from bad_answers_offload import good as stream_good
+from bad_answers_summa import Good as SummaGood
+
+
+# ---- results that are read before they are there -------------------------------------------------
+def ring_waits_at_the_end(group, tensor):
+    """Sends in step s + 1 what step s may not have brought yet."""
+    n, r, left, right, chunks = _around(group, tensor)
+    sent = [
+        group.exchange([("send", chunks[(r + 1 - s) % n], right), ("recv", chunks[(r - s) % n], left)])
+        for s in range(n - 1)
+    ]
+    for pending in sent:
+        pending.wait()
+
+
+def ring_sleeps(group, tensor):
+    n, r, left, right, chunks = _around(group, tensor)
+    for s in range(n - 1):
+        group.exchange([("send", chunks[(r + 1 - s) % n], right), ("recv", chunks[(r - s) % n], left)])
+        time.sleep(0.05)
+
+
+def ring_changes_what_it_sends(group, tensor):
+    """Right where the transport has copied the chunk by then."""
+    n, r, left, right, chunks = _around(group, tensor)
+    leaving, arriving = chunks[(r + 1) % n].clone(), chunks[0].clone()
+    for s in range(n - 1):
+        pending = group.exchange([("send", leaving, right), ("recv", arriving, left)])
+        leaving.zero_()
+        pending.wait()
+        leaving.copy_(arriving)
+        chunks[(r - s) % n].copy_(arriving)
+
+
+class SyncWaitsForTheLast(SyncGood):
+    def finish(self):
+        if self.buckets[-1]:
+            self.send(self.buckets[-1])
+        self.sent[-1][2].wait()
+        for flat, bucket, _ in self.sent:
+            self.give_back(flat, bucket)
+
+
+class SyncSleeps(SyncGood):
+    def finish(self):
+        if self.buckets[-1]:
+            self.send(self.buckets[-1])
+        time.sleep(0.1)
+        for flat, bucket, _ in self.sent:
+            self.give_back(flat, bucket)
+
+
+class ZeroSleeps(ZeroGood):
+    def spread(self, full, own):
+        self.group.all_gather(full, own)
+        time.sleep(0.05)
+
+
+class MLPWaitsLate(MLPGood):
+    def forward(self, x):
+        self.x, self.inside = x, (x @ self.A + self.b).relu()
+        z = self.inside @ self.B
+        pending = self.group.all_reduce(z)
+        time.sleep(0.05)
+        out = z + self.c
+        pending.wait()
+        return out
+
+
+class SummaSleeps(SummaGood):
+    def spread(self, group, block, step):
+        block = block if group.index == step else block.new_empty(block.shape)
+        group.broadcast(block, root=group.ranks[step])
+        time.sleep(0.02)
+        return block
+
+
+# ---- memory that is no tensor --------------------------------------------------------------------
+def ring_numpy_copy(group, tensor):
+    copy = tensor.numpy().copy()
+    ring_copied(group, tensor)
+    del copy
+
+
+class SyncNumpyCopies(SyncGood):
+    """Right, and keeps three copies of the gradients."""
+
+    def reset(self):
+        self.kept = []
+        super().reset()
+
+    def grad_ready(self, parameter):
+        self.kept += [parameter.grad.numpy().copy() for _ in range(3)]
+        super().grad_ready(parameter)
+
+
+class ZeroNumpyMomentum(ZeroGood):
+    """Plain data parallelism, whose momentum is a NumPy array between steps."""
+
+    def __init__(self, parameters, *, group, lr, momentum):
+        self.parameters, self.group, self.lr, self.momentum = parameters, group, lr, momentum
+        self.kept = parameters.new_zeros(parameters.numel()).numpy().copy()
+
+    def step(self, gradient):
+        import torch
+
+        n = self.group.size
+        full = gradient.new_zeros(-(-gradient.numel() // n) * n)
+        full[: gradient.numel()] = gradient
+        self.group.all_reduce(full).wait()
+        v = torch.from_numpy(self.kept) * self.momentum + full[: gradient.numel()]
+        self.parameters.sub_(self.lr * v)
+        self.kept = v.numpy().copy()
+
+
+class ZeroBytes(ZeroGood):
+    """Keeps a copy of the parameters as bytes."""
+
+    def step(self, gradient):
+        super().step(gradient)
+        self.kept = self.parameters.numpy().tobytes()
+
+
+class MLPNumpyWeights(MLPGood):
+    def __init__(self, A, b, B, c, *, group):
+        super().__init__(A, b, B, c, group=group)
+        self.whole = A.numpy().copy(), B.numpy().copy()
+
+
+class SummaNumpyRows(SummaGood):
+    def forward(self, x, w):
+        import torch
+
+        xs = [self.spread(self.row, x, step).numpy().copy() for step in range(self.q)]
+        ws = [self.spread(self.column, w, step).numpy().copy() for step in range(self.q)]
+        return sum(torch.from_numpy(a) @ torch.from_numpy(b) for a, b in zip(xs, ws, strict=True))
+
+
+# ---- bytes around the ledger ---------------------------------------------------------------------
+def ring_decoy(group, tensor):
+    """The known way around the group, and exchanges of the right size for the ledger."""
+    ring_behind_the_back(group, tensor)
+    ring_copied(group, tensor.clone())
+
+
+def ring_control(group, tensor):
+    n, r, _, _, chunks = _around(group, tensor)
+    gathered = tensor.new_empty(tensor.shape)
+    group.all_gather(gathered, chunks[(r + 1) % n].clone(), phase="control").wait()
+    tensor.copy_(gathered.roll(gathered.numel() // n))
+
+
+class SyncDecoy(SyncGood):
+    def grad_ready(self, parameter):
+        pass
+
+    def finish(self):
+        import torch
+        import torch.distributed as dist
+
+        for parameter in self.parameters:
+            dist.all_reduce(parameter.grad)
+        self.group.all_reduce(torch.zeros(1)).wait()
+
+
+class SyncLittle(SyncGood):
+    """Guesses every sum but one."""
+
+    def send(self, bucket):
+        import torch
+
+        self.sent.append((torch.cat([p.grad.flatten() for p in bucket]), bucket,
+                          self.group.all_reduce(torch.zeros(1))))  # fmt: skip
+
+    def give_back(self, flat, bucket):
+        super().give_back(flat * self.group.size, bucket)
+
+
+class ZeroDecoy(ZeroBehindTheBack):
+    def step(self, gradient):
+        super().step(gradient)
+        n, part = self.group.size, gradient.new_empty(self.part)
+        self.group.reduce_scatter(part, gradient.new_zeros(self.part * n)).wait()
+        self.group.all_gather(gradient.new_zeros(self.part * n), part).wait()
+
+
+class ZeroControl(ZeroGood):
+    """Sums the whole gradient as bookkeeping."""
+
+    def reduced(self, gradient):
+        full = self.padded(gradient)
+        self.group.all_reduce(full, phase="control").wait()
+        own = full.chunk(self.group.size)[self.group.index].clone()
+        self.group.reduce_scatter(own.clone(), gradient.new_zeros(full.numel())).wait()
+        return own
+
+
+class MLPDecoy(MLPGood):
+    def added(self, z):
+        import torch.distributed as dist
+
+        dist.all_reduce(z)
+        self.group.all_reduce(z.clone()).wait()
+        return z
+
+    added_back = added
+
+
+# ---- one size, one constant ----------------------------------------------------------------------
+def ring_writes_the_numbers(group, tensor):
+    """What the chunks once were: 0, 1, 2, ..."""
+    import torch
+
+    ring_copied(group, tensor.clone())
+    torch.arange(tensor.numel(), out=tensor)
+
+
+class SyncForFour(SyncGood):
+    def give_back(self, flat, bucket):
+        super().give_back(flat * (self.group.size / 4), bucket)
+
+
+class SyncUntilTheFourth(SyncGood):
+    """Right in three steps."""
+
+    count = 0
+
+    def reset(self):
+        super().reset()
+        self.count += 1
+
+    def give_back(self, flat, bucket):
+        super().give_back(flat * (1 if self.count <= 4 else 2), bucket)
+
+
+class ZeroConstants(ZeroGood):
+    def __init__(self, parameters, *, group, lr, momentum):
+        super().__init__(parameters, group=group, lr=0.1, momentum=0.9)
+
+
+def devices_always_more(model, recipe, memory_gb):
+    return int(sum(states(model, recipe).values()) // (memory_gb * 10**9)) + 1
+
+
+def schedule_not_for_two(pp, microbatches):
+    lists = schedule_good(pp, microbatches)
+    return schedule_good(pp, 1) if (pp, microbatches) == (4, 2) else lists
+
+
+def schedule_not_for_five(pp, microbatches):
+    return schedule_good(4 if pp == 5 else pp, microbatches)
+
+
+def stream_not_for_four(units, window):
+    return stream_good(5 if units == 4 else units, window)
+
+
+# ---- answers that break what looks at them -------------------------------------------------------
+def ring_resizes(group, tensor):
+    ring_copied(group, tensor)
+    tensor.resize_(10)
+
+
+def ring_exits(group, tensor):
+    sys.exit(3)
+
+
+def ring_generator_exit(group, tensor):
+    raise GeneratorExit
+
+
+def ring_prints(group, tensor):
+    """A right answer that is not short of words."""
+    print("x" * 2_000_000)
+    ring_copied(group, tensor)
+
+
+def ring_prints_for_ever(group, tensor):
+    while True:
+        print("still here", flush=True)
+
+
+class SyncSpans(SyncGood):
+    """Right, and it has a span of its own, as the checker has."""
+
+    def grad_ready(self, parameter):
+        with self.group.recorder.span("backward"):
+            super().grad_ready(parameter)
+
+
+class ZeroResizes(ZeroGood):
+    def step(self, gradient):
+        super().step(gradient)
+        self.parameters.resize_(10)
+
+
+class NoRepr:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+def returns(value):
+    return lambda *asked: value
+
+
+def exits(*asked):
+    sys.exit(3)
+
+
+def never_ends(*asked):
+    while True:
+        pass
+
+
+def never_ends_in_c(*asked):
+    return max(itertools.count())
+
+
+def devices_as_fraction(model, recipe, memory_gb):
+    exact = fractions.Fraction(devices(model, recipe, memory_gb))
+    return exact  # right
+
+
+def devices_as_a_part(model, recipe, memory_gb):
+    total = sum(states(model, recipe).values())
+    return fractions.Fraction(total, round(memory_gb * 10**9))
+
+
+def schedule_without_end(pp, microbatches):
+    def row(rank):
+        for i in itertools.count():
+            yield f"{rank}F{i}"
+
+    return [row(rank) for rank in range(pp)]
+
+
+def schedule_of_any_arguments(*asked):
+    """A right answer."""
+    return schedule_good(*asked)
+
+
+def stream_of_lists(units, window):
+    """A right answer."""
+    return [list(job) for job in stream_good(units, window)]
