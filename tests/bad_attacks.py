@@ -27,11 +27,17 @@ from bad_answers_summa import Good as SummaGood
 
 
 # ---- results that are read before they are there -------------------------------------------------
+def _one_step(group, chunks, at, left, right):
+    n = len(chunks)
+    parts = [("send", chunks[(at + 1) % n], right), ("recv", chunks[at % n], left)]
+    return group.exchange(parts)
+
+
 def ring_waits_at_the_end(group, tensor):
     """Sends in step s + 1 what step s may not have brought yet."""
     n, r, left, right, chunks = _around(group, tensor)
     sent = [
-        group.exchange([("send", chunks[(r + 1 - s) % n], right), ("recv", chunks[(r - s) % n], left)])
+        _one_step(group, chunks, r - s, left, right)
         for s in range(n - 1)
     ]
     for pending in sent:
@@ -41,7 +47,7 @@ def ring_waits_at_the_end(group, tensor):
 def ring_sleeps(group, tensor):
     n, r, left, right, chunks = _around(group, tensor)
     for s in range(n - 1):
-        group.exchange([("send", chunks[(r + 1 - s) % n], right), ("recv", chunks[(r - s) % n], left)])
+        _one_step(group, chunks, r - s, left, right)
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""Verdicts on tables of answers: those that can share a launch do, so that a table costs one check."""
+"""Verdicts on tables of answers: those that can share a launch do, and a table costs one check."""
 
 from __future__ import annotations
 

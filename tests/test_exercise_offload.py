@@ -62,7 +62,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.asleep, {JOBS}, "nothing moves any more: rank 0"),
     (bad.raises, {JOBS}, "units, window=(6, 2): raised KeyError: 'unit 7'"),
     (bad.of_units_alone, {JOBS}, "yours cannot be called so: too many positional"),
-    (attacks.stream_not_for_four, {JOBS}, "units, window=(4, 2): jobs[12][1]=4: out of range"),
+    (attacks.stream_not_for_four, {JOBS}, "units, window=(4, 2): jobs[11][1]=4: out of range"),
     (attacks.exits, {JOBS}, "rank 0 called sys.exit(3)"),
     ("stream", {JOBS}, "required: a function, yours is 'stream'"),
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from paralab.exercises.diagnose import times
 from paralab.exercises.tries import attempt
 from paralab.exercises.verdict import NOT_STARTED
 
-LINES = 2_000_000  # of the learner's own code that one question may run: a second or two
+LINES = 2_000_000  # of the learner's own code that one question may run: half a second
 MOST = 20_000  # entries of a list that are looked at
 NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, str(Path(paralab.__file__).parent), "<frozen "})
 

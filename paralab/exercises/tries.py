@@ -150,8 +150,9 @@ def on_ranks(
     tries = [one for one in tries if not one.notes.over]
     if not tries:
         return
+    timeout *= len(tries)
     given = (work, [(one.answer, one.seed) for one in tries], tuple(args))
-    with time_limit(timeout * len(tries)) as stop:
+    with time_limit(timeout) as stop:
         report, trouble = attempt(
             lambda: trace(_program, ranks, given, timeout=timeout, device="cpu", stop=stop)
         )

@@ -17,6 +17,7 @@ import contextlib
 import gc
 import sys
 import tracemalloc
+from _tracemalloc import _get_traces
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,13 @@ class Watch(PeakMemory):
         """Bytes of tensors and of Python's large blocks, the second looked at when it changes."""
         if tracemalloc.is_tracing():
             traced = tracemalloc.get_traced_memory()[0]
-            if abs(traced - self._traced) >= BLOCK:
-                self._traced = traced
+            if traced - self._traced >= BLOCK or (self._blocks and self._traced - traced >= BLOCK):
+                large = [trace for trace in _get_traces() if trace[1] >= BLOCK]
                 self._blocks = sum(
-                    trace.size
-                    for trace in tracemalloc.take_snapshot().traces
-                    if trace.size >= BLOCK
-                    and not trace.traceback[0].filename.startswith(NOT_THEIRS)
+                    size for _, size, frames, *_ in large if not frames[0][0].startswith(NOT_THEIRS)
                 )
+                self._traced = traced
+            self._traced = min(self._traced, traced)
         return self.live + self._blocks
 
     @contextlib.contextmanager
