@@ -3,6 +3,7 @@
 #   make lab     open the labs in JupyterLab
 #   make demo    train on four data-parallel ranks without a browser, write one HTML report
 #   make test    everything that continuous integration runs; installs chromium if it may and must
+#   make test-spawn  launches, equality and two labs with the start of ranks that macOS needs
 #   make memory  predicted memory against the bytes of tensors: 200 drawn plans, 20 searches
 #   make gpu     the same code on this machine's GPUs, every plan and paradigm; writes gpu.md
 #   make nbval   of `make test` the labs alone: their stored outputs against a fresh run by nbval
@@ -42,7 +43,7 @@ FILES := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 # JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab demo test memory gpu nbval bench labs clean
+.PHONY: help lab demo test test-spawn memory gpu nbval bench labs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -92,6 +93,14 @@ test: $(READY_DEV)
 	@$(PY) tests/browser/chromium.py
 	@echo "== tests, $(WORKERS) files at a time"
 	@$(PYTEST) tests labs --nbval $(FILES)
+
+# macOS's way to start ranks, forced here. A launch takes seconds then, so not all tests.
+test-spawn: export PARALAB_START := spawn
+test-spawn: $(READY_DEV)
+	@$(PYTEST) tests/test_spawn.py tests/test_launch.py tests/test_launch_failures.py \
+	  tests/test_stop.py --timeout=900 --numprocesses=$(WORKERS) --dist=loadfile
+	@$(PY) -m pytest labs/00_*.ipynb labs/02_*.ipynb --nbval --nbval-current-env \
+	  --nbval-cell-timeout=600
 
 memory: $(READY_DEV)
 	@PARALAB_MEMORY_PLANS=200 PARALAB_MEMORY_SEARCHES=20 $(PYTEST) -k 'drawn or witness or limit' \

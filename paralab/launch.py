@@ -28,7 +28,7 @@ import cloudpickle
 
 from paralab.checks import choice, illegal, real, shown, whole
 from paralab.ranks.errors import Nested, OutOfMemory, RankError, RankTimeout, Stopped
-from paralab.ranks.server import LOOK_SECONDS, RankServer
+from paralab.ranks.server import LOOK_SECONDS, RankServer, start_method
 from paralab.ranks.watch import Run
 
 __all__ = [
@@ -59,7 +59,7 @@ def launch(
 
     ranks    processes, 1 to 64
     timeout  seconds without any sign of life (a result, a line printed, a call that ends) before
-             the ranks are stopped
+             the ranks are stopped; the time that they take to start does not count
     device   "cpu", "cuda", or None for the GPU where there is one
     live     show what ranks print as it comes; otherwise in rank order at the end
     stop     set it from any thread, at any moment, and the ranks end within a second
@@ -69,55 +69,28 @@ def launch(
     ``on_progress`` it is refused with ``RuntimeError``.
     """
     __tracebackhide__ = True
-    return _launch(
-        "fn",
-        fn,
-        ranks,
-        args,
-        timeout=timeout,
-        device=device,
-        live=live,
-        with_context=False,
-        stop=stop,
-    )
+    return _launch("fn", fn, ranks, args, timeout=timeout, device=device, live=live, stop=stop)
 
 
 def launch_program(
     program: Callable[..., Any],
     ranks: int,
     args: Sequence[Any] = (),
-    *,
-    timeout: float = 120.0,
-    device: str | None = None,
-    live: bool = False,
-    on_progress: Callable[[int, int, int], None] | None = None,
-    strict: bool = False,
-    stop: threading.Event | None = None,
+    **settings: Any,
 ) -> list[Any]:
     """`launch` for a program that is told who it is: ``program(context, *args)``.
 
+    settings     those of `launch`, and:
     on_progress  called here as ``on_progress(rank, done, total)``, in the thread that launched
     strict       carried to ``context.strict``
     """
     __tracebackhide__ = True
-    return _launch(
-        "program",
-        program,
-        ranks,
-        args,
-        timeout=timeout,
-        device=device,
-        live=live,
-        with_context=True,
-        on_progress=on_progress,
-        strict=strict,
-        stop=stop,
-    )
+    return _launch("program", program, ranks, args, **settings)
 
 
 def warm_up() -> None:
     """Start loading torch for the ranks to come, in the background. Returns at once; idempotent."""
-    if _house.lock.acquire(blocking=False):  # else a launch is under way, and the server with it
+    if _house.lock.acquire(blocking=False):  # else a launch is in progress, and there is a server
         try:
             _house.server()
         finally:
@@ -140,12 +113,14 @@ class _House:
         self._server: RankServer | None = None
 
     def server(self) -> RankServer:
-        """The running server; a new one if there is none or it has died. Needs the lock."""
-        if self._server is not None and not self._server.alive():
-            self._server.close()
-            self._server = None
+        """The running server; a new one if there is none, it has died, or another start method is
+        asked for. Needs the lock.
+        """
+        method = start_method()
+        if self._server is not None and (not self._server.alive() or self._server.method != method):
+            self.close()
         if self._server is None:
-            self._server = RankServer()
+            self._server = RankServer(method)
         return self._server
 
     def close(self) -> None:
@@ -155,33 +130,22 @@ class _House:
 
     @contextlib.contextmanager
     def turn(self, stop: threading.Event | None) -> Iterator[RankServer]:
+        """The server, when the launches before this one have ended."""
         me = threading.get_ident()
         if self.owner == me:
             raise RuntimeError(
-                "a launch is under way in this thread and waits for this callback to return: start "
-                "the next one after it has ended"
+                "a launch is in progress in this thread and waits for this callback to return: "
+                "start the next one after it has ended"
             )
-        with self.lock if stop is None else _Queue(self.lock, stop):
-            self.owner = me
-            try:
-                yield self.server()
-            finally:
-                self.owner = None
-
-
-class _Queue:
-    """``with lock``, given up with ``Stopped`` once ``stop`` is set."""
-
-    def __init__(self, lock: threading.Lock, stop: threading.Event) -> None:
-        self.lock, self.stop = lock, stop
-
-    def __enter__(self) -> None:
-        while not self.lock.acquire(timeout=LOOK_SECONDS):
-            if self.stop.is_set():
+        while not self.lock.acquire(timeout=LOOK_SECONDS if stop else -1):
+            if stop.is_set():
                 raise Stopped("stopped while waiting for the launch before it to end")
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
+        try:
+            self.owner = me
+            yield self.server()
+        finally:
+            self.owner = None
+            self.lock.release()
 
 
 _house = _House()
@@ -206,14 +170,14 @@ def _launch(
     ranks: int,
     args: Sequence[Any],
     *,
-    timeout: float,
-    device: str | None,
-    live: bool,
-    with_context: bool,
+    timeout: float = 120.0,
+    device: str | None = None,
+    live: bool = False,
     on_progress: Callable[[int, int, int], None] | None = None,
     strict: bool = False,
     stop: threading.Event | None = None,
 ) -> list[Any]:
+    """`launch` if what is called is named "fn", `launch_program` if it is named "program"."""
     __tracebackhide__ = True
     if "PARALAB_RANK" in os.environ:
         raise Nested(
@@ -235,8 +199,8 @@ def _launch(
         "ranks": ranks,
         "device": device,
         "strict": strict,
-        "with_context": with_context,
-        # One rank's output extends everybody's time, so gloo's own, per call, has to be far longer:
+        "with_context": name == "program",
+        # One rank's output extends the time of all, so gloo's own, per call, has to be far longer:
         # the error that says who waits for whom comes from here.
         "group_timeout": 10 * timeout + 60,
         "cwd": os.getcwd(),
@@ -248,7 +212,7 @@ def _launch(
     with _house.turn(stop) as server:
         run = Run(server, timeout=timeout, on_progress=on_progress, stop=stop)
         try:
-            run.start(ranks, pickle.dumps(task), payload, live=live, trains=with_context)
+            run.start(ranks, pickle.dumps(task), payload, live=live, trains=name == "program")
             error = run.watch()
         finally:
             try:

@@ -1,15 +1,17 @@
-"""Binder: the image it would build, and that four ranks fit into the memory it gives.
+"""Where the kit is set up by others: Binder, a dev container, Colab, and the hosted tests.
 
 binder/ is read by repo2docker, which prints the Dockerfile without Docker. Memory is the sum of
-proportional set sizes (a page shared by n processes counts 1/n in each), sampled while a run is
-under way: a server, a kernel with figures drawn, and four ranks that train.
+proportional set sizes (a page shared by n processes counts 1/n in each), sampled during a run: a
+server, a kernel with figures drawn, and four ranks that train.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -17,6 +19,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
+from IPython.core.inputtransformer2 import TransformerManager
 from jupyter_client import BlockingKernelClient
 
 from browser.server import Server, serving
@@ -24,6 +28,7 @@ from patience import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 BINDER = ROOT / "binder"
+MAKEFILE = (ROOT / "Makefile").read_text()
 LIMIT_BYTES = 1e9  # mybinder.org promises 1 GB and allows 2
 
 
@@ -54,10 +59,55 @@ def test_the_image_installs_what_binder_names_and_paralab_itself(dockerfile):
 def test_what_is_installed_is_the_torch_of_the_makefile_without_cuda_packages():
     lines = (BINDER / "requirements.txt").read_text().splitlines()
     told = [line for line in lines if line and not line.startswith("#")]
-    [torch] = re.findall(r"^TORCH \?= (torch==\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     index, *packages = told
     assert index.startswith("--extra-index-url ") and index.endswith("/cpu")
-    assert packages == [f"{torch}+cpu", "-e ."]
+    assert packages == [f"{torch_of_the_makefile()}+cpu", "-e ."]
+
+
+def torch_of_the_makefile() -> str:
+    return re.search(r"^TORCH \?= (torch==\S+)$", MAKEFILE, re.MULTILINE)[1]
+
+
+# ---- dev container, Colab, hosted tests ----------------------------------------------------------
+def test_the_dev_container_makes_the_makefiles_environment():
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    # Binder's index, so that no CUDA packages come; and what `make lab` needs.
+    index = (BINDER / "requirements.txt").read_text().split("--extra-index-url ")[1].split()[0]
+    assert container["containerEnv"]["PIP_EXTRA_INDEX_URL"] == index
+    command = container["onCreateCommand"]
+    assert command == f"make .venv/.ready TORCH={torch_of_the_makefile()}+cpu"
+    python = re.search(r"python:3\.(\d+)-", container["image"])
+    assert 11 <= int(python[1]) <= 14
+    ran = subprocess.run([*command.split(), "--dry-run"], cwd=ROOT, capture_output=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    [opened] = container["customizations"]["codespaces"]["openFiles"]
+    assert (ROOT / opened).exists()
+
+
+def test_the_cell_for_colab_is_code_and_its_pip_line_installs_a_clone(tmp_path):
+    """The clone of this repository stands for its address, and what it needs is there."""
+    cell = (BINDER / "colab.txt").read_text()
+    compile(TransformerManager().transform_cell(cell), "the cell", "exec")
+    [line] = re.findall(r"^%pip (install .*)$", cell, re.MULTILINE)
+    command = shlex.split(line.replace("ADDRESS", f"file://{ROOT}"))
+    more = ["--no-deps", "--no-build-isolation", f"--target={tmp_path}"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    ran = subprocess.run([*pip, *command, *more], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "paralab/__init__.py").exists()
+    assert list(tmp_path.glob("paralab/view/*.css")) + list(tmp_path.glob("paralab/view/*.js"))
+
+
+def test_hosted_tests_cover_two_systems_and_every_python():
+    job = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["test"]
+    matrix = job["strategy"]["matrix"]
+    assert matrix["python"] == ["3.11", "3.12", "3.13", "3.14"]
+    targets = {one["os"]: one["target"] for one in matrix["include"]}
+    assert targets.items() >= {"ubuntu-latest": "test", "macos-latest": "test-spawn"}.items()
+    assert set(matrix["os"]) <= set(targets)
+    assert any(step.get("run") == "make ${{ matrix.target }}" for step in job["steps"])
+    for target in targets.values():
+        assert re.search(rf"^{target}: \$\(READY_DEV\)$", MAKEFILE, re.MULTILINE)
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ WITH_TORCH = {
     *("model.draws", "model.reference"),
     *("instruments.clocks", "instruments.ledger", "instruments.memory"),
     "parallel.collectives",  # lab 01's algorithms
-    *("ranks.failure", "ranks.process", "ranks.torchrun"),
+    *("ranks.process", "ranks.torchrun"),
 }  # fmt: skip
 LONGEST_PASS = 150  # lines, docstring included
 

@@ -18,28 +18,31 @@ import time
 import uuid
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
+import psutil
 import pytest
 
 import paralab as pl
 from paralab.launch import _House, _house, launch_program
-from paralab.ranks.serve import WHEN_IDLE, _kill
-from paralab.ranks.server import RankServer
+from paralab.ranks.server import START, WHEN_IDLE, kill, start_method
 from paralab.ranks.waits import Standing, sentence
 from paralab.ranks.watch import Run
+from processes import PATIENCE, below_the_server, is_alive, until
 
 HERE = Path(__file__).parent
 LAUNCH = sys.modules["paralab.launch"]  # `pl.launch` is the function
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks import no tests
+STDOUT = "__stdoutp" if sys.platform == "darwin" else "stdout"  # as C's library calls it
+forks = pytest.mark.skipif(start_method() == "spawn", reason="a server that spawns loads nothing")
 
 
-def own_children() -> list[int]:
-    """Living processes below the server: ranks, and whatever they started."""
-    server = _house._server
-    if server is None or not server.alive():
-        return []
-    return [
-        int(p) for p in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    ]
+@pytest.fixture
+def house(monkeypatch):
+    """A server of the test's own."""
+    monkeypatch.setattr(LAUNCH, "_house", house := _House())
+    yield house
+    house.close()
 
 
 def sum_of_ranks() -> tuple[int, float]:
@@ -58,19 +61,15 @@ def test_results_come_in_rank_order_and_the_process_group_is_up() -> None:
     assert pl.launch(sum_of_ranks, ranks=4) == [(rank, 6.0) for rank in range(4)]
 
 
-def test_closures_lambdas_and_arguments_arrive_by_value() -> None:
+def test_functions_arguments_and_large_results_travel_by_value() -> None:
     offset = random.random()
 
-    def add(x: float, y: float) -> float:
-        return x + y + offset
+    def add(x: float, y: float) -> tuple[float, np.ndarray]:
+        return x + y + offset, np.arange(30 * 2**17, dtype=np.float64)  # 30 MB
 
-    assert pl.launch(add, ranks=2, args=[1.0, 2.0]) == [3.0 + offset] * 2
-    assert pl.launch(lambda: offset, ranks=1) == [offset]
-
-
-def test_a_result_of_30_megabytes_comes_back_whole() -> None:
-    array = pl.launch(lambda: np.arange(30 * 2**17, dtype=np.float64), ranks=2)[1]
-    assert np.array_equal(array, np.arange(30 * 2**17, dtype=np.float64))
+    for total, array in pl.launch(add, ranks=2, args=[1.0, 2.0]):
+        assert total == 3.0 + offset
+        assert np.array_equal(array, np.arange(30 * 2**17, dtype=np.float64))
 
 
 def test_a_script_without_a_main_guard_just_works_and_stays_free_of_torch(tmp_path: Path) -> None:
@@ -96,7 +95,7 @@ def test_a_script_without_a_main_guard_just_works_and_stays_free_of_torch(tmp_pa
     )
     env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     run = subprocess.run(
-        [sys.executable, script], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, script], env=env, capture_output=True, text=True, timeout=PATIENCE
     )
     assert (run.stdout, run.stderr) == ("once\ndone\n", "")
 
@@ -170,14 +169,13 @@ def test_prints_arrive_tagged_in_rank_order_c_output_and_unfinished_lines_too(ca
     def talk() -> None:
         import torch.distributed as dist
 
-        rank = dist.get_rank()
-        time.sleep(0.1 * (2 - rank))  # the last rank speaks first
+        time.sleep(0.1 * (2 - dist.get_rank()))  # the last rank speaks first
         print("python")
         os.write(2, b"system\n")
         libc = ctypes.CDLL(None)
         # Fully buffered, as C does with a pipe unless PYTHONUNBUFFERED is set.
         sys.for_c = ctypes.create_string_buffer(4096)
-        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), sys.for_c, 0, ctypes.c_size_t(4096))
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, STDOUT), sys.for_c, 0, ctypes.c_size_t(4096))
         libc.printf(b"from C\n")
         sys.stderr.write("bar 10%\rbar 100%\n")
         sys.stdout.write("unfinished \u00fc")
@@ -255,7 +253,7 @@ def test_a_launch_from_its_own_callback_or_from_a_rank_is_refused() -> None:
     def again(*_: int) -> None:
         pl.launch(sum_of_ranks, ranks=1)
 
-    with pytest.raises(RuntimeError, match="under way in this thread"):
+    with pytest.raises(RuntimeError, match="in progress in this thread"):
         launch_program(lambda context: context.progress(1, 1), 1, on_progress=again)
     with pytest.raises(pl.RankError, match="ranks cannot launch ranks"):
         pl.launch(again, ranks=1)
@@ -326,6 +324,7 @@ def test_the_users_own_multiprocessing_is_left_alone() -> None:
     assert multiprocessing.forkserver._forkserver._forkserver_pid is None
 
 
+@forks
 def test_ranks_are_born_with_every_preload_and_cuda_untouched_by_a_server_without_threads() -> None:
     def look() -> tuple:
         import torch
@@ -333,54 +332,46 @@ def test_ranks_are_born_with_every_preload_and_cuda_untouched_by_a_server_withou
         missing = [name for name in WHEN_IDLE if name not in sys.modules]
         return missing, torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()
 
-    deadline = time.monotonic() + 60
-    while True:  # what is not essential loads while nobody launches
+    def all_there() -> bool:  # what is not essential loads while no launch runs
         missing, initialized, bad_fork = pl.launch(look, ranks=1)[0]
         assert not initialized and not bad_fork
-        if not missing:
-            break
-        assert time.monotonic() < deadline, f"never preloaded: {missing}"
-        time.sleep(1.5)
-    assert len(os.listdir(f"/proc/{_house._server.pid}/task")) == 1
+        return not missing or bool(time.sleep(1.5))
+
+    assert until(all_there), "never preloaded"
+    assert psutil.Process(_house._server.pid).num_threads() == 1
 
 
 def has_compiler(context: object = None) -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def test_ranks_that_train_are_born_with_what_an_optimizer_imports(monkeypatch) -> None:
-    monkeypatch.setattr(LAUNCH, "_house", house := _House())
-    try:
-        assert launch_program(has_compiler, ranks=2) == [True, True]  # each would take 1.4 s
-    finally:
-        house.close()
-
-
-def test_who_gives_up_while_a_server_loads_leaves_it_usable(monkeypatch) -> None:
-    monkeypatch.setattr(LAUNCH, "_house", house := _House())
+@forks
+def test_ranks_that_train_are_born_with_what_an_optimizer_imports_whatever_was_interrupted(
+    house,
+) -> None:
     server = house.server()
     server.get_ready()
 
     def give_up() -> None:
         raise KeyboardInterrupt
 
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            server.get_ready(give_up, to_train=True)
-        assert launch_program(has_compiler, ranks=1) == [True]
-        assert pl.launch(has_compiler, ranks=1) == [True] and house.server() is server
-    finally:
-        house.close()
+    with pytest.raises(KeyboardInterrupt):
+        server.get_ready(give_up, to_train=True)
+    assert launch_program(has_compiler, ranks=2) == [True, True]  # each would take 1.4 s
+    assert house.server() is server
 
 
-def test_a_failing_import_is_shown_not_hidden_by_the_preload(tmp_path: Path, monkeypatch) -> None:
+def test_a_failing_import_is_shown_not_hidden(tmp_path: Path, monkeypatch, house) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libwheel.so is missing')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(LAUNCH, "_house", house := _House())
     for _ in range(2):  # the next call tries again
         with pytest.raises(RuntimeError, match="(?s)ranks cannot start.*libwheel.so is missing"):
             pl.launch(sum_of_ranks, ranks=2)
-    house.close()
+
+
+def say_pid_and_wait(context) -> None:
+    context.progress(os.getpid(), 2**62)
+    threading.Event().wait()
 
 
 def test_a_server_that_died_takes_its_ranks_along_and_is_replaced(tmp_path, monkeypatch) -> None:
@@ -388,23 +379,18 @@ def test_a_server_that_died_takes_its_ranks_along_and_is_replaced(tmp_path, monk
     pl.warm_up()
     pl.warm_up()
     before = _house._server.pid
-    outlived: list[bool] = []
+    died: list[bool] = []
 
     def kill_server(rank: int, pid: int, _: int) -> None:
-        if not outlived:
+        if not died:
             os.kill(before, 9)
-            outlived.append(not dies(pid))  # the launcher still holds its pipe
+            died.append(until(lambda: not is_alive(pid)))  # the launcher still holds its pipe
 
     with pytest.raises(pl.RankError, match="the next call starts a new one"):
-        launch_program(say_pid_and_sleep, 2, on_progress=kill_server)
-    assert outlived == [False] and list(tmp_path.iterdir()) == []
+        launch_program(say_pid_and_wait, 2, on_progress=kill_server)
+    assert died == [True] and list(tmp_path.iterdir()) == []
     assert pl.launch(sum_of_ranks, ranks=2)[1] == (1, 1.0)
     assert _house._server.pid != before
-
-
-def say_pid_and_sleep(context) -> None:
-    context.progress(os.getpid(), 2**62)
-    time.sleep(60)
 
 
 def test_a_rank_ends_by_itself_when_its_launcher_closes_the_pipe(monkeypatch) -> None:
@@ -413,46 +399,32 @@ def test_a_rank_ends_by_itself_when_its_launcher_closes_the_pipe(monkeypatch) ->
 
     def close_pipe(rank: int, pid: int, _: int) -> None:
         runs[0].ranks[0].control.close()
-        raise ZeroDivisionError("died" if dies(pid) else "lives on")
+        raise ZeroDivisionError("died" if until(lambda: not is_alive(pid)) else "lives on")
 
     with pytest.raises(ZeroDivisionError, match="died"):
-        launch_program(say_pid_and_sleep, 1, on_progress=close_pipe)
-    assert own_children() == []
+        launch_program(say_pid_and_wait, 1, on_progress=close_pipe)
+    assert below_the_server() == []
 
 
 def test_a_rank_is_killed_with_its_process_group() -> None:
     command = "sleep 600 & echo $!; wait"
     group = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, start_new_session=True)
     child = int(group.stdout.readline())
-    _kill(group.pid)
+    kill(group.pid)
     group.communicate()
-    assert dies(child)
-
-
-def dies(pid: int) -> bool:
-    """Whether a process is gone within two seconds."""
-    deadline = time.monotonic() + 60.0
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not is_alive(pid)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
+    assert until(lambda: not is_alive(child))
 
 
 def test_what_a_rank_started_ends_with_it() -> None:
-    def start_two() -> tuple[int, int]:
-        child = subprocess.Popen(["sleep", "600"])
-        command = "setsid sleep 600 >/dev/null 2>&1 & echo $!"  # an orphan in a session of its own
-        orphan = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
-        return child.pid, int(orphan.stdout)
+    def start() -> list[int]:
+        # With fork, an orphan in a session of its own too: paralab/ranks/server.py, [Note: ends].
+        commands = ["sleep 600"] + ["setsid sleep 600"] * (start_method() == "fork")
+        found = [f"{command} >/dev/null 2>&1 & echo $!" for command in commands]
+        run = [subprocess.run(["sh", "-c", c], capture_output=True, text=True) for c in found]
+        return [int(one.stdout) for one in run]
 
-    pids = pl.launch(start_two, ranks=1)[0]
-    assert not any(map(is_alive, pids)) and own_children() == []
+    [pids] = pl.launch(start, ranks=1)
+    assert until(lambda: not any(map(is_alive, pids))) and below_the_server() == []
 
 
 def test_a_fork_of_the_caller_does_not_use_the_callers_server() -> None:
@@ -464,16 +436,30 @@ def test_a_fork_of_the_caller_does_not_use_the_callers_server() -> None:
     assert pl.launch(sum_of_ranks, ranks=2)[1] == (1, 1.0)
 
 
-def test_spawn_the_way_without_fork_gives_the_same(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(LAUNCH, "_house", house := _House())
-    house._server = RankServer("spawn")
-    try:
+def test_the_start_method_is_the_systems_unless_the_environment_asks(monkeypatch, house) -> None:
+    monkeypatch.delenv(START, raising=False)
+    for system, usual in (("linux", "fork"), ("darwin", "spawn"), ("freebsd14", "spawn")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "platform", system)
+            assert start_method() == usual
+    monkeypatch.setenv(START, "spoon")
+    with pytest.raises(ValueError, match="PARALAB_START='spoon': .*legal: 'fork' | 'spawn'"):
+        pl.launch(sum_of_ranks, ranks=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "name", "nt")
+        with pytest.raises(RuntimeError, match="on Windows run Jupyter inside WSL 2"):
+            start_method()
+
+
+def test_ranks_that_spawn_give_the_same(monkeypatch, house, capsys) -> None:
+    """What `make test-spawn` tries at length. Another method takes another server."""
+    for method in ("fork", "spawn"):
+        monkeypatch.setenv(START, method)
         assert pl.launch(sum_of_ranks, ranks=2) == [(0, 1.0), (1, 1.0)]
-        with pytest.raises(pl.RankError, match="rank 0 raised ZeroDivisionError"):
-            pl.launch(lambda: print("hi") or 1 / 0, ranks=1)
-        assert capsys.readouterr().out == "[rank 0] hi\n"
-    finally:
-        house.close()
+        assert house._server.method == method
+    with pytest.raises(pl.RankError, match="rank 0 raised ZeroDivisionError"):
+        pl.launch(lambda: print("hi") or 1 / 0, ranks=1)
+    assert capsys.readouterr().out == "[rank 0] hi\n"
 
 
 # ---- who waits for whom -------------------------------------------------------------------------

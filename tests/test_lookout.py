@@ -1,4 +1,4 @@
-"""A rank whose host does not stand still says all the same what its device waits for."""
+"""A rank whose host is not blocked says all the same what its device waits for."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_it_notes_names_who_waits_for_whom(tmp_path):
         before = pages.snapshot()
         lookout.look()
         assert pages.snapshot() != before
-    found = [standing(rank, 3, pages.read(rank), []) for rank in range(3)]
+    found = [standing(rank, 3, pages.read(rank)[1], []) for rank in range(3)]
     assert sentence(found).startswith("ranks 0, 1 wait in all_reduce #17 for rank 2")
 
 
@@ -64,7 +64,7 @@ def test_a_sign_of_life_changes_the_page_and_not_what_it_says(tmp_path):
     pages = Notebook.create(tmp_path, 1)
     mine = Notebook.open(tmp_path, 0)
     mine.write("all_reduce #1")
-    thread, before = pages.main_thread(0), pages.snapshot()
+    said, before = pages.read(), pages.snapshot()
     mine.alive()
     assert pages.snapshot() != before
-    assert pages.read(0) == "all_reduce #1" and pages.main_thread(0) == thread
+    assert pages.read() == said and mine.text() == said[1] == "all_reduce #1"

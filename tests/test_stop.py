@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,16 +12,7 @@ import pytest
 
 import paralab as pl
 from paralab.launch import _house, launch_program
-
-PATIENCE = 120.0  # seconds, against a hang: all of it happens within one where nothing else runs
-
-
-def ranks_alive() -> list[str]:
-    """Processes below the server: ranks, and whatever they started."""
-    server = _house._server
-    if server is None or not server.alive():
-        return []
-    return Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+from processes import PATIENCE, below_the_server, until
 
 
 class Background:
@@ -46,25 +36,16 @@ class Background:
         return self.ended
 
 
-def sleep_for_ever(*_: object) -> None:
-    time.sleep(1000)
-
-
 def hang_in_a_collective(path: str) -> None:
+    import select
+
     import torch
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
         Path(path).touch()
-        time.sleep(1000)
+        select.select([], [], [])
     dist.all_reduce(torch.ones(1))  # waits in C++ for rank 0
-
-
-def until(condition: Callable[[], object]) -> None:
-    give_up = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < give_up, "it has not happened"
-        time.sleep(0.01)
 
 
 def test_stop_ends_ranks_that_hang_in_a_collective_and_the_next_launch_works(tmp_path, monkeypatch):
@@ -74,12 +55,12 @@ def test_stop_ends_ranks_that_hang_in_a_collective_and_the_next_launch_works(tmp
     call = Background(
         lambda: pl.launch(hang_in_a_collective, ranks=3, args=(str(begun),), stop=stop)
     )
-    until(begun.exists)
-    assert list(own.iterdir()) and ranks_alive()
+    assert until(begun.exists)
+    assert list(own.iterdir()) and below_the_server()
     stop.set()
     error = call.result()
     assert isinstance(error, pl.Stopped) and "3 ranks" in str(error)
-    assert not ranks_alive() and not list(own.iterdir())
+    assert not below_the_server() and not list(own.iterdir())
     assert pl.launch(lambda: 7, ranks=2, stop=threading.Event()) == [7, 7]
 
 
@@ -97,13 +78,11 @@ def test_stop_while_queued_ends_the_waiting_and_not_the_launch_in_front(tmp_path
     first = Background(
         lambda: pl.launch(hang_in_a_collective, ranks=2, args=(str(begun),), stop=first_stop)
     )
-    until(begun.exists)
+    assert until(begun.exists)
     queued = Background(lambda: pl.launch(lambda: 1, ranks=1, stop=stop))
-    time.sleep(0.2)
-    assert queued.thread.is_alive()
     stop.set()
     assert isinstance(queued.result(), pl.Stopped) and "waiting" in str(queued.ended)
-    assert first.thread.is_alive() and ranks_alive()
+    assert first.thread.is_alive() and below_the_server()
     first_stop.set()
     assert isinstance(first.result(), pl.Stopped)
     assert pl.launch(lambda: 1, ranks=1) == [1]
@@ -114,9 +93,10 @@ def test_stop_while_torch_still_loads_does_not_wait_for_it():
         _house.close()  # the next launch needs a new server, which takes seconds
     stop = threading.Event()
     call = Background(lambda: pl.launch(lambda: 1, ranks=1, stop=stop))
-    until(lambda: _house._server is not None)
+    assert until(lambda: _house._server is not None)
     stop.set()
-    assert isinstance(call.result(), pl.Stopped) and not _house._server._ready
+    assert isinstance(call.result(), pl.Stopped)
+    assert bool(_house._server.loading) == (_house._server.method == "fork")
     assert pl.launch(lambda: 1, ranks=1) == [1]  # the same server, ready by now
 
 
@@ -148,7 +128,7 @@ def test_a_training_run_says_how_far_it_came_and_calls_back_as_it_goes(run, mode
 
     with pytest.raises(pl.Stopped, match=r"ranks; \d+ of 5000 steps done") as caught:
         run(model, pl.Plan(dp=2), steps=5000, progress=look, stop=stop)
-    assert "2 ranks" in str(caught.value) and not ranks_alive()
+    assert "2 ranks" in str(caught.value) and not below_the_server()
     assert {rank for rank, _, _ in seen} <= {0, 1} and {total for _, _, total in seen} == {5000}
     seen.clear()
     run(model, pl.Plan(dp=2), steps=2, progress=look)

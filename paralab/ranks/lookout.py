@@ -1,9 +1,8 @@
 """Signs of life from a GPU: what a rank has posted and its device has not completed.
 
-With NCCL no wait holds up the host. A rank that hangs stands at the end of its step, where numbers
-come back, and so does one whose step is only long. So a thread of each rank asks the events: while
-the device passes some, the rank is alive; if it does not, its note names the oldest call that is
-under way.
+With NCCL no wait blocks the host. A rank that hangs is at the end of its step, where numbers come
+back, and so is one whose step is only long. So a thread of each rank asks the events: while the
+device passes some, the rank is alive; if it does not, its note names the oldest call in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Lookout:
 
     note    writes what the rank is blocked in
     passed  how many moments the device has passed so far
-    alive   tells whoever watches that the rank gets on
+    alive   tells the launching process that the rank gets on
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class Lookout:
         threading.Thread(target=self._go_on, daemon=True, name="lookout").start()
 
     def posted(self, what: str, event: Any) -> None:
-        """A call is under way until ``event`` has happened."""
+        """A call is in flight until ``event`` has happened."""
         self.calls.append((what, event))
 
     def look(self) -> None:
@@ -48,8 +47,8 @@ class Lookout:
         if over or passed != self.before:
             self.before = passed
             self.alive()
-        under_way = [what for what, event in calls if (what, event) not in over]
-        said = under_way[0] if under_way else ""
+        in_flight = [what for what, event in calls if (what, event) not in over]
+        said = in_flight[0] if in_flight else ""
         if said or self.said:  # the rank's own thread writes too, and wipes what it wrote
             self.note(said)
         self.said = said

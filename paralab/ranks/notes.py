@@ -15,50 +15,50 @@ from pathlib import Path
 SLOT_BYTES = 512
 _HEAD = struct.Struct("<QIH")
 _LIFE, _LENGTH = struct.Struct("<I"), struct.Struct("<H")
-_TEXT_BYTES = SLOT_BYTES - _HEAD.size
+_LIFE_AT, _LENGTH_AT = 8, 12
 
 
 class Notebook:
     """One rank's slot, or on the launcher's side, all of them."""
 
-    def __init__(self, path: Path, rank: int = 0) -> None:
-        with path.open("r+b") as file:
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        with (folder / "notes").open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         self._slot = rank * SLOT_BYTES
 
     @classmethod
     def create(cls, folder: Path, ranks: int) -> Notebook:
         (folder / "notes").write_bytes(bytes(ranks * SLOT_BYTES))
-        return cls(folder / "notes")
+        return cls(folder)
 
     @classmethod
     def open(cls, folder: Path, rank: int) -> Notebook:
         """A rank's own slot; also says which of its threads is the main one."""
-        notes = cls(folder / "notes", rank)
+        notes = cls(folder, rank)
         _HEAD.pack_into(notes._map, notes._slot, threading.main_thread().ident or 0, 0, 0)
         return notes
 
     def write(self, text: str) -> None:
-        data = text.encode()[:_TEXT_BYTES]
+        data = text.encode()[: SLOT_BYTES - _HEAD.size]
         start = self._slot + _HEAD.size
         self._map[start : start + len(data)] = data
-        _LENGTH.pack_into(self._map, self._slot + 12, len(data))
+        _LENGTH.pack_into(self._map, self._slot + _LENGTH_AT, len(data))
 
     def alive(self) -> None:
         """A sign of life: the rank's device gets on, though the rank writes nothing."""
-        (count,) = _LIFE.unpack_from(self._map, self._slot + 8)
-        _LIFE.pack_into(self._map, self._slot + 8, (count + 1) % 2**32)
+        (count,) = _LIFE.unpack_from(self._map, self._slot + _LIFE_AT)
+        _LIFE.pack_into(self._map, self._slot + _LIFE_AT, (count + 1) % 2**32)
 
-    def read(self, rank: int | None = None) -> str:
-        return self._read(self._slot if rank is None else rank * SLOT_BYTES)[1]
-
-    def main_thread(self, rank: int) -> int:
-        return self._read(rank * SLOT_BYTES)[0]
-
-    def _read(self, slot: int) -> tuple[int, str]:
+    def read(self, rank: int = 0) -> tuple[int, str]:
+        """The main thread's id, and the text, of the rank-th slot from this one."""
+        slot = self._slot + rank * SLOT_BYTES
         thread, _, length = _HEAD.unpack_from(self._map, slot)
         start = slot + _HEAD.size
         return thread, self._map[start : start + length].decode(errors="replace")
+
+    def text(self) -> str:
+        """What this rank wrote last."""
+        return self.read()[1]
 
     def snapshot(self) -> bytes:
         """Changes whenever a rank writes something new."""

@@ -19,9 +19,8 @@ class RankOutput:
         self._tag, self._live = f"[rank {rank}] ", live
         self._partial = b""
         self._head: list[str] = []
-        self._head_left = KEEP_BYTES
+        self._head_left = self._tail_left = KEEP_BYTES
         self._tail: deque[str] = deque()
-        self._tail_bytes = 0
         self._dropped = 0
 
     def feed(self, data: bytes) -> None:
@@ -39,11 +38,11 @@ class RankOutput:
         if self._partial:
             self._add(self._partial)
             self._partial = b""
-        self._show_head()
         if self._dropped:
-            show(f"{self._tag}... {self._dropped} bytes left out ...\n")
-        show("".join(self._tail))
+            self._tail.appendleft(f"{self._tag}... {self._dropped} bytes left out ...\n")
+        self._head.extend(self._tail)
         self._tail.clear()
+        self._show_head()
 
     def _add(self, raw: bytes) -> None:
         # A progress bar overwrites its line; what it ended with is what one would have seen.
@@ -54,18 +53,14 @@ class RankOutput:
             self._head.append(line)
             return
         self._tail.append(line)
-        self._tail_bytes += len(line)
-        while self._tail_bytes > KEEP_BYTES and len(self._tail) > 1:
+        self._tail_left -= len(line)
+        while self._tail_left < 0 and len(self._tail) > 1:
             gone = len(self._tail.popleft())
-            self._tail_bytes -= gone
+            self._tail_left += gone
             self._dropped += gone
 
     def _show_head(self) -> None:
-        show("".join(self._head))
-        self._head.clear()
-
-
-def show(text: str) -> None:
-    if text:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if self._head:
+            sys.stdout.write("".join(self._head))
+            sys.stdout.flush()
+            self._head.clear()

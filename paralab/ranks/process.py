@@ -6,7 +6,8 @@ to be heard. ``note`` writes what the rank is about to block in to a page that t
 can read at any time (1 us); ``progress`` reports finished steps.
 
 A rank talks to its launcher over one pipe: (kind, ...) tuples of plain values, so that nothing of
-the user's has to unpickle for an error to arrive. When that pipe closes, the rank ends.
+the user's has to unpickle for an error to arrive. When that pipe closes, or the process that
+started the rank is gone, the rank ends.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ import numpy.random
 import torch
 import torch.distributed as dist
 
-from paralab.checks import illegal, shortened
+from paralab.checks import illegal
 from paralab.ranks.errors import RankError
-from paralab.ranks.failure import Refused, describe
+from paralab.ranks.failure import Failure, Refused, describe
 from paralab.ranks.notes import Notebook
 from paralab.ranks.server import ONE_THREAD
 
 _PROGRESS_SECONDS = 0.05  # between two reports, except the last
+_LOOK_SECONDS = 1.0  # between two looks at whether the server is still there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,35 +108,22 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
     """
     if device == "cpu" or (device is None and not any(uuid for _, uuid in cards)):
         return Chosen("cpu", "gloo")
-    if not torch.cuda.is_available():
-        if device is None:  # others have one
-            return Chosen(
-                "cpu",
-                "gloo",
-                why=f"some of {len(cards)} ranks have no GPU: all train on the CPU, over gloo",
-            )
+    sees_one = torch.cuda.is_available()
+    if device == "cuda" and not sees_one:
         raise illegal("device", device, "torch sees no GPU here", "'cpu', or None for either")
     own = len(set(cards)) == len(cards) and all(uuid for _, uuid in cards)
     gpus = len({one for one in cards if one[1]})
     few = f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"
-    if device is None and not own:
-        return Chosen(
-            "cpu",
-            "gloo",
-            why=f"{few}: they train on the CPU, over gloo; with "
-            "device='cuda' they would share, and times would mix",
-        )
+    if device is None and not (own and sees_one):
+        why = f"{few}: they train on the CPU, over gloo; with device='cuda' they would share, and "
+        why += "times would mix"
+        if not sees_one:  # others do
+            why = f"some of {len(cards)} ranks have no GPU: all train on the CPU, over gloo"
+        return Chosen("cpu", "gloo", why=why)
     chosen = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(chosen)
-    if own:
-        return Chosen(chosen, "nccl")
-    return Chosen(
-        chosen,
-        "gloo",
-        True,
-        f"{few}: ranks share a GPU, over gloo through the host, "
-        "and the times of each have the others' in them",
-    )
+    why = f"{few}: ranks share a GPU, over gloo through the host, and the times of each have the "
+    return Chosen(chosen, "nccl") if own else Chosen(chosen, "gloo", True, why + "others' in them")
 
 
 def keep_pages() -> None:
@@ -154,17 +143,23 @@ def keep_pages() -> None:
 # ---- a rank of pl.launch ------------------------------------------------------------------------
 
 
-def main(rank: int, control: int, folder: str) -> NoReturn:
-    """The whole life of a rank. ``control`` is the pipe to the launcher; this never returns."""
+def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
+    """The whole life of a rank; this never returns.
+
+    control  the pipe to the launcher; server: the process that this one must not outlive
+    """
     pipe = Connection(control)
     try:
         task = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):  # the launcher is gone
         os._exit(1)
-    launcher = _Launcher(rank, pipe)
+    launcher = _Launcher(rank, pipe, server)
+    noted = str
     try:
         notes = Notebook.open(Path(folder), rank)
+        noted = notes.text
         _settle(rank, task, folder)
+        launcher.send("up")
         result = _work(rank, task, folder, launcher, notes)
         if os.getpid() != launcher.pid:
             _end_of_a_fork(None)
@@ -172,13 +167,13 @@ def main(rank: int, control: int, folder: str) -> NoReturn:
     except BaseException as error:
         if os.getpid() != launcher.pid:
             _end_of_a_fork(error)
-        launcher.send_failure(error, notes.read() if "notes" in locals() else "")
+        launcher.send_failure(error, noted())
     while True:  # the launcher ends all ranks together: this one may still be needed as a peer
         signal.pause()
 
 
 def _end_of_a_fork(error: BaseException | None) -> NoReturn:
-    """The function has forked its rank, and this child is through with it: end as Python ends. The
+    """In a child that the function has forked, when the function ends: end as Python ends. The
     launcher hears of the rank alone.
     """
     code = 0
@@ -193,7 +188,7 @@ def _end_of_a_fork(error: BaseException | None) -> NoReturn:
 
 def _settle(rank: int, task: dict[str, Any], folder: str) -> None:
     """Give a newborn process what the launcher's has, and what every rank needs."""
-    # Kept open for life: where this rank stands, in Python terms, whenever the launcher asks.
+    # Kept open for life: where this rank is, in Python terms, whenever the launcher asks.
     stacks = open(os.path.join(folder, f"stacks.{rank}"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -257,9 +252,9 @@ def _work(
         shared=chosen.shared,
         strict=task["strict"],
         note=notes.write,
-        noted=notes.read,
+        noted=notes.text,
         alive=notes.alive,
-        progress=_at_most_often(launcher.send_progress),
+        progress=_at_most_often(lambda *said: launcher.send("progress", *said)),
     )
     return function(context, *args)
 
@@ -270,8 +265,8 @@ def _load(payload: bytes) -> tuple[Callable, tuple]:
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"what was launched needs something that a rank cannot import: {error}. Ranks import "
-            "modules anew, from the same sys.path: define it in the notebook or script itself, or "
-            "in a module that lies on sys.path"
+            "modules again, from the same sys.path: define it in the notebook or script itself, or "
+            "in a module on sys.path"
         ) from error
 
 
@@ -283,7 +278,7 @@ def _at_most_often(send: Callable[[int, int], None]) -> Callable[[int, int], Non
         now = time.monotonic()
         if done >= total or now - last >= _PROGRESS_SECONDS:
             last = now
-            send(done, total)
+            send(int(done), int(total))
 
     return progress
 
@@ -291,27 +286,26 @@ def _at_most_often(send: Callable[[int, int], None]) -> Callable[[int, int], Non
 class _Launcher:
     """This rank's end of the pipe to the process that launched it."""
 
-    def __init__(self, rank: int, pipe: Connection) -> None:
+    def __init__(self, rank: int, pipe: Connection, server: int) -> None:
         self.rank, self.pipe, self.lock = rank, pipe, threading.Lock()
-        self.pid = os.getpid()
+        self.pid, self.server = os.getpid(), server
         # Gloo's waits are C++ and cannot be interrupted: only the end of the process ends them.
         threading.Thread(target=self._end_when_it_is_gone, daemon=True).start()
 
     def _end_when_it_is_gone(self) -> None:
+        # Behind the task nothing is sent this way: readable means closed.
         with contextlib.suppress(OSError, EOFError):
-            self.pipe.poll(None)  # behind the task nothing is sent this way: readable means closed
+            while not self.pipe.poll(_LOOK_SECONDS) and os.getppid() == self.server:
+                pass
         os._exit(1)
 
-    def _send(self, *message: Any, payload: bytes | None = None) -> None:
+    def send(self, *message: Any, payload: bytes | None = None) -> None:
         if os.getpid() != self.pid:  # a fork of the rank, which reports its own progress
             return
         with self.lock:
             self.pipe.send(message)
             if payload is not None:
                 self.pipe.send_bytes(payload)
-
-    def send_progress(self, done: int, total: int) -> None:
-        self._send("progress", int(done), int(total))
 
     def send_result(self, result: Any) -> None:
         try:
@@ -323,17 +317,16 @@ class _Launcher:
                 rank=self.rank,
             ) from None
         _flush()
-        self._send("result", payload=payload)
+        self.send("result", payload=payload)
 
     def send_failure(self, error: BaseException, noted: str) -> None:
         happened = time.monotonic()
         try:
-            report = describe(error, noted, hide=__file__)
+            told = describe(error, self.rank, happened, noted=noted, hide=__file__)
         except MemoryError:
-            report = {"kind": "memory", "what": "ran out of memory", "traceback": ""}
+            told = Failure(self.rank, happened, "memory", "ran out of memory")
         _flush()
-        told = {name: shortened(said) for name, said in report.items()}
-        self._send("failure", {"rank": self.rank, "time": happened, **told})
+        self.send("failure", *told)
 
 
 def _flush() -> None:

@@ -14,7 +14,9 @@ import re
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from paralab.ranks.errors import RankTimeout
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the package
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
@@ -26,8 +28,9 @@ _TO_ONE = ("send", "recv", "isend", "irecv")
 _NOTE_PEER = re.compile(r"\b(?:from|to|with) rank (\d+)")
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
+    """One line of a stack."""
+
     file: str
     line: int
     function: str
@@ -44,9 +47,8 @@ class Frame:
         return not installed and not self.file.startswith((_HERE, "<frozen", *_STDLIB))
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Where one rank stood when nothing moved any more.
+class Standing(NamedTuple):
+    """Where one rank stood when no rank gave a sign of life any more.
 
     call    the collective it is blocked in, "all_reduce #17", or "" if it computes
     with_   the ranks that take part in that call, as far as known
@@ -118,6 +120,16 @@ def standing(rank: int, world_size: int, note: str, stack: Sequence[Frame]) -> S
     elif own and re.search(r"\.wait\(", linecache.getline(own[0].file, own[0].line)):
         call = "wait()"
     return Standing(rank, f"in {call}, {place}" if call else place, call, with_)
+
+
+def hung(found: Sequence[Standing], seconds: float) -> RankTimeout:
+    """The error of a launch in which no rank gave a sign of life for so many ``seconds``."""
+    lines = "\n".join(f"  rank {s.rank}: {s.text}" for s in found)
+    return RankTimeout(
+        f"no sign of life for {seconds:g} s: {sentence(found)}\n{lines}\n"
+        "If the work is only slow, ask for a longer timeout.",
+        waiting={s.rank: s.text for s in found if not s.finished},
+    )
 
 
 def sentence(standings: Sequence[Standing]) -> str:

@@ -1,8 +1,9 @@
-"""One launch, watched from outside: start the ranks, listen, find out what went wrong, end them.
+"""One launch, watched from outside: start the ranks, listen, end them.
 
-A single loop waits for whatever comes first: a rank's message, what it prints, its death. After a
-first failure it listens a quarter of a second more, because a rank that lost its peer often
-complains before the peer's own error arrives, and the peer is the one to name.
+A single loop waits for what comes first: a rank's message, what it prints, its death. After a first
+failure it listens a quarter of a second more, because a rank that lost its peer often complains
+before the peer's own error arrives, and the peer is the one to name. What went wrong is judged in
+ranks/failure.py, and who waits for whom in ranks/waits.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import re
 import shutil
 import signal
 import tempfile
@@ -24,22 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from paralab.checks import shortened
-from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
+from paralab.ranks.errors import RankError, RankTimeout, Stopped
+from paralab.ranks.failure import Failure, died, root_cause
 from paralab.ranks.notes import Notebook
 from paralab.ranks.output import RankOutput
 from paralab.ranks.server import LOOK_SECONDS, RankServer
-from paralab.ranks.waits import Standing, main_stack, sentence, show_cells, standing
+from paralab.ranks.waits import Standing, hung, main_stack, standing
 
+START_SECONDS = (
+    300.0  # for all ranks to be there, which is no sign of a hang: an import may be slow
+)
 GRACE_SECONDS = 0.25  # after an echo, for the failure behind it
 BRIEF_SECONDS = 0.1  # after a failure of a rank's own, for an earlier one still on its way
-STACK_SECONDS = 0.5  # for ranks to write down where they stand
-SERVER_DIED = """the process that ranks are forked from has died, and they with it, perhaps by the \
+STACK_SECONDS = 5.0  # for ranks to write down where they stand
+SERVER_DIED = """the process that ranks are started by has died, and they with it, perhaps by the \
 kernel's out-of-memory killer; the next call starts a new one"""
-
-
-def _without_addresses(failure: dict[str, Any]) -> str:
-    """What was raised; objects in it are somewhere else in every rank."""
-    return re.sub(r"\b0x[0-9a-f]+", "", failure["what"])
 
 
 @dataclass
@@ -51,6 +50,7 @@ class _Rank:
     pipe: int | None
     output: RankOutput
     pid: int = 0
+    up: bool = False  # its imports are done; the function comes next
     result: bytes | None = None
 
 
@@ -69,20 +69,19 @@ class Run:
         self.on_progress, self.stop = on_progress, stop
         self.ranks: list[_Rank] = []
         self.folder: Path | None = None
-        self.failures: dict[int, dict[str, Any]] = {}  # by rank, as failure.describe says
+        self.failures: dict[int, Failure] = {}  # by rank
         self.grace_ends = 0.0
         self.life = self.looked = time.monotonic()
 
     # ---- start --------------------------------------------------------------------------------
     def start(self, count: int, task: bytes, payload: bytes, *, live: bool, trains: bool) -> None:
-        """Fork the ranks.
+        """Start the ranks.
 
-        The payload lies in a file, once for all; a rank may die before it reads. The task has the
+        The payload is in a file, once for all; a rank may die before it reads. The task has the
         environment in it, secrets too, and goes through each rank's pipe: it is in no file.
         """
         self._go_on()
-        with self._or_died():
-            # Before there is a folder to remove.
+        with self._or_died():  # before there is a folder to remove
             self.server.get_ready(self._go_on, to_train=trains)
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="paralab-"))
@@ -128,12 +127,12 @@ class Run:
         while any(rank.result is None for rank in self.ranks):
             silent = all(r.result is not None or r.rank in self.failures for r in self.ranks)
             if self.failures and (silent or time.monotonic() >= self.grace_ends):
-                return self._root_cause()
+                break
             self._go_on()
             self._listen()
-            if not self.failures and self._nothing_moves():
+            if not self.failures and self._silent() > self._limit():
                 return self._who_waits()
-        return self._root_cause() if self.failures else None
+        return root_cause(self.failures.values()) if self.failures else None
 
     def _go_on(self) -> None:
         """Raise ``Stopped`` if the caller has asked for it."""
@@ -178,8 +177,9 @@ class Run:
             rank.control.close()
             rank.control = None
             return
+        rank.up = True
         if kind == "failure":
-            self._failed(said[0])
+            self._failed(Failure(*said))
         elif kind == "progress" and self.on_progress is not None:
             self.on_progress(rank.rank, *said)
 
@@ -190,67 +190,50 @@ class Run:
             while rank.control is not None and rank.control.poll(0):  # its last words first
                 self._hear(rank)
             if rank.rank not in self.failures:
-                what = _how_it_died(deaths[rank.pid], rank.result is not None)
-                now = time.monotonic()
-                self._failed({"rank": rank.rank, "time": now, "kind": "died", "what": what})
+                what = died(deaths[rank.pid], returned=rank.result is not None)
+                self._failed(Failure(rank.rank, time.monotonic(), "died", what))
 
-    def _failed(self, failure: dict[str, Any]) -> None:
-        now, own = time.monotonic(), failure["kind"] != "communication"
+    def _failed(self, failure: Failure) -> None:
+        now, own = time.monotonic(), failure.kind != "communication"
         if not self.failures:
             self.grace_ends = now + GRACE_SECONDS
         if own:
             self.grace_ends = min(self.grace_ends, now + BRIEF_SECONDS)
-        self.failures[failure["rank"]] = failure
+        self.failures[failure.rank] = failure
 
-    # ---- what went wrong ----------------------------------------------------------------------
-    def _root_cause(self) -> Exception:
-        """The failure that is not the echo of another one; of several, the earliest."""
-        found = list(self.failures.values())
-        causes = [f for f in found if f["kind"] != "communication"] or found
-        first = min(causes, key=lambda f: f["time"])
-        # One mistake that all ranks make alike: which came first is chance, so name the lowest.
-        alike = [f for f in causes if _without_addresses(f) == _without_addresses(first)]
-        first = min(alike, key=lambda f: f["rank"])
-        if first["kind"] == "refused":
-            return ValueError(first["what"])
-        table, trace = first.get("table", ""), show_cells(first.get("traceback", "")).rstrip()
-        parts = [f"rank {first['rank']} {first['what']}", table, trace]
-        message = "\n\n".join(part for part in parts if part)
-        if first["kind"] == "memory":
-            return OutOfMemory(message, rank=first["rank"], table=table, traceback=trace)
-        return RankError(message, rank=first["rank"], traceback=trace)
+    # ---- no sign of life ----------------------------------------------------------------------
+    def _limit(self) -> float:
+        """Seconds of silence that end the launch: the caller's limit, once all ranks are up."""
+        up = all(rank.up for rank in self.ranks)
+        return self.timeout if up else max(self.timeout, START_SECONDS)
 
-    def _nothing_moves(self) -> bool:
+    def _silent(self) -> float:
+        """Seconds since the last sign of life."""
         now = time.monotonic()
         if now - self.looked >= min(1.0, self.timeout / 4):
             self.looked = now
             noted = self.notes.snapshot()
             if noted != self.noted:  # calls end and others begin: slow, but alive
                 self.noted, self.life = noted, now
-        return now - self.life > self.timeout
+        return now - self.life
 
     def _who_waits(self) -> RankTimeout:
-        dumps = self._stacks()
+        limit, dumps = self._limit(), self._stacks()
         found = []
         for rank in self.ranks:
+            index, (thread, note) = rank.rank, self.notes.read(rank.rank)
             if rank.result is not None:
-                found.append(Standing(rank.rank, "has returned its result", finished=True))
-                continue
-            if rank.rank not in dumps:
-                found.append(Standing(rank.rank, "is starting: its function was not yet called"))
-                continue
-            stack = main_stack(dumps[rank.rank], self.notes.main_thread(rank.rank))
-            found.append(standing(rank.rank, len(self.ranks), self.notes.read(rank.rank), stack))
-        lines = "\n".join(f"  rank {s.rank}: {s.text}" for s in found)
-        return RankTimeout(
-            f"no sign of life for {self.timeout:g} s: {sentence(found)}\n{lines}\n"
-            "If the work is only slow, ask for a longer timeout.",
-            waiting={s.rank: s.text for s in found if not s.finished},
-        )
+                found.append(Standing(index, "has returned its result", finished=True))
+            elif not rank.up or index not in dumps:
+                found.append(Standing(index, "is starting: its function was not yet called"))
+            else:
+                stack = main_stack(dumps[index], thread)
+                found.append(standing(index, len(self.ranks), note, stack))
+        return hung(found, limit)
 
     def _stacks(self) -> dict[int, str]:
-        """Ask every rank where it stands, in Python terms: faulthandler writes it from C, into a
-        file that a rank opens when it starts.
+        """Ask every rank where it is, in Python terms: faulthandler writes it from C, into a file
+        that a rank opens when it starts.
         """
         files = {rank.rank: self.folder / f"stacks.{rank.rank}" for rank in self.ranks}
         asked = [r for r in self.ranks if r.result is None and files[r.rank].exists()]
@@ -299,20 +282,6 @@ class Run:
                     rank=rank.rank,
                 ) from None
         return found
-
-
-def _how_it_died(code: int, returned: bool) -> str:
-    when = "after" if returned else "before"
-    if code >= 0:
-        return f"ended with exit code {code} {when} its function returned"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
-    text = f"was killed by signal {-code} ({name}) {when} its function returned"
-    if -code == signal.SIGKILL:
-        text += (
-            ". If nobody sent it, it was the kernel's out-of-memory killer: the machine had no "
-            "memory left (dmesg tells); fewer ranks or a smaller model would fit"
-        )
-    return text
 
 
 @contextlib.contextmanager
