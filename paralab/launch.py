@@ -3,8 +3,9 @@
     losses = pl.launch(fn, ranks=4, args=(0.1,))      # fn(0.1) on four ranks, results in rank order
 
 A warm launch of 4 ranks takes some 0.1 s (ranks/server.py says why), so a real run fits inside a
-cell. Functions and their arguments travel by value (cloudpickle), so nothing is imported again.
-Ranks meet through a file in a temporary folder: no port, no host name.
+cell; where ranks cannot be forked (macOS), some seconds. Functions and their arguments travel by
+value (cloudpickle), so nothing is imported again. Ranks meet through a file in a temporary folder:
+no port, no host name.
 
 One rule covers every failure. An exception in a rank, a rank that dies, no sign of life for
 ``timeout`` seconds, an interrupt, a ``stop`` event that is set: all ranks are killed, the folder is
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import linecache
 import os
 import pickle
@@ -236,7 +238,6 @@ def _pickled(name: str, function: Callable[..., Any], args: tuple) -> bytes:
         return cloudpickle.dumps((function, args))
     except Exception as error:
         said = str(error) or type(error).__name__
-    shown = getattr(function, "__name__", function)
     for what, value in _parts(name, function, args):
         try:
             cloudpickle.dumps(value)
@@ -244,20 +245,16 @@ def _pickled(name: str, function: Callable[..., Any], args: tuple) -> bytes:
             said = f"{what}, a {type(value).__name__}, cannot be sent to a rank ({error})"
             break
     legal = "numbers, arrays, functions; open files, locks and connections inside the function"
-    raise illegal(name, shown, said, legal)
+    raise illegal(name, getattr(function, "__name__", function), said, legal)
 
 
 def _parts(name: str, function: Any, args: tuple) -> Iterator[tuple[str, Any]]:
     """What a function takes along, by the names the user gave it."""
     for index, value in enumerate(args):
         yield f"args[{index}]", value
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        for variable, cell in cells:
-            with contextlib.suppress(ValueError):  # not yet assigned
-                yield f"its variable {variable!r}", cell.cell_contents
-        for variable in code.co_names:
-            if variable in function.__globals__:
-                yield f"its global {variable!r}", function.__globals__[variable]
+    with contextlib.suppress(TypeError, ValueError):  # no Python function; a name without a value
+        taken = inspect.getclosurevars(function)
+        for kind, values in (("variable", taken.nonlocals), ("global", taken.globals)):
+            for variable, value in values.items():
+                yield f"its {kind} {variable!r}", value
     yield name, function

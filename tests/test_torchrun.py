@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import paralab as pl
+from processes import PATIENCE
 
 MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24)
 SHAPE = ["--layers=2", "--hidden=40", "--heads=4", "--seq-len=24", "--microbatch-size=2",
@@ -28,27 +29,41 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def agents(*at_node: list[str], ends: int | None = None) -> list[tuple[int, str]]:
+    """torchrun on as many machines as there are words for it: (exit code, what it printed) of each.
+
+    ends  the machine that ends first: the others hear nothing of it and are terminated then
+    """
+    address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(at_node)}"]
+    started = [
+        subprocess.Popen(
+            [*torchrun, f"--node-rank={node}", *address, *words],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node, words in enumerate(at_node)
+    ]
+    said = {}
+    try:
+        for node in sorted(range(len(started)), key=lambda node: node != ends):
+            if ends is not None and node != ends:
+                started[node].terminate()
+            said[node] = started[node].communicate(timeout=PATIENCE)[0]
+    finally:
+        for agent in started:
+            agent.kill()
+    return [(agent.returncode, said[node]) for node, agent in enumerate(started)]
+
+
 def two_machines(
     *args: str, ranks: int = 2, per_node: tuple[str, ...] = ("", "")
 ) -> list[tuple[int, str]]:
-    """Two agents, each with as many ranks; (exit code, what it printed) of both."""
-    port = free_port()
-    agents = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
-             "--nproc-per-node", str(ranks),
-             "--master-addr", "127.0.0.1", "--master-port", str(port),
-             "-m", "paralab", "run", *SHAPE, *args, *per_node[node].split()],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for node in (0, 1)
-    ]  # fmt: skip
-    try:
-        said = [agent.communicate(timeout=120)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    return [(agent.returncode, text) for agent, text in zip(agents, said, strict=True)]
+    """`paralab run` on two machines, each with as many ranks."""
+    run = [f"--nproc-per-node={ranks}", "-m", "paralab", "run", *SHAPE, *args]
+    return agents(*(run + more.split() for more in per_node))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +135,72 @@ def test_the_rank_that_says_why_goes_first(tmp_path):
 
     with rank("1") as silent:
         with rank("0") as speaker:
-            assert b"the plan needs 3 ranks" in speaker.communicate(timeout=60)[1]
+            assert b"the plan needs 3 ranks" in speaker.communicate(timeout=PATIENCE)[1]
         with pytest.raises(subprocess.TimeoutExpired):
             silent.wait(2.0)
         silent.terminate()
+
+
+# ---- meeting, and a call without an end ---------------------------------------------------------
+
+
+def as_torchrun_rank(port: int, rank: int) -> str:
+    """In a rank of ours: forget its group and join one as torchrun's rank would."""
+    import torch.distributed as dist
+
+    from paralab.launch import RankError, torchrun_context
+
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        torchrun_context(join_timeout=0.5)
+    except RankError as error:
+        return str(error)
+    return "met"
+
+
+def test_a_port_taken_taken_ends_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = pl.launch(as_torchrun_rank, ranks=1, args=(port, 0))[0]
+        assert said == (
+            f"rank 0 could not meet the other ranks at 127.0.0.1:{port}: the port is taken by "
+            "another program; give torchrun another --master-port"
+        )
+        # A rank that finds the other program instead of rank 0: torch itself would wait for ever.
+        said = pl.launch(as_torchrun_rank, ranks=1, args=(port, 1))[0]
+        assert "no rank of this job answered within 0.5 s" in said and "\n" not in said
+    said = pl.launch(as_torchrun_rank, ranks=1, args=(port, 1))[0]
+    assert "Connection refused; check --master-addr" in said and "\n" not in said
+
+
+TORCHRUN_RANK = """
+import select, sys
+from paralab.launch import RankError, torchrun_context
+try:
+    context = torchrun_context(timeout=2)
+except RankError as error:
+    sys.exit(f"paralab: {error}")
+import torch, torch.distributed as dist
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {context.rank} on {context.nodes} {context.backend} sum {total.item():g};", flush=True)
+if context.rank == 0:
+    select.select([], [], [])
+context.note("all_reduce #3 on axis dp, ranks 0,1,2, step 1")
+dist.all_reduce(total)
+"""
+
+
+def test_two_uneven_machines_and_a_timeout_there_that_names_the_call(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(TORCHRUN_RANK)
+    at_node = [[f"--nproc-per-node={count}", str(script)] for count in (1, 2)]
+    (_, said), (code, more) = agents(*at_node, ends=1)
+    assert code == 1
+    said += more
+    for rank in range(3):
+        assert f"rank {rank} on (0, 1, 1) gloo sum 3;" in said
+    assert "was in all_reduce #3 on axis dp, ranks 0,1,2, step 1" in said

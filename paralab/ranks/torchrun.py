@@ -1,18 +1,19 @@
 """A rank that torchrun started: the same `RankContext`, on one machine or many.
 
 torchrun says who this process is and where the ranks meet; what is added here is that a meeting
-that fails ends in one line and in time. torch's own client waits for ever on a port where another
-program answers, and prints a page of C++ frames for each of its retries.
+that fails ends in one line and in time. torch's own client waits without end on a port where
+another program answers, and prints a page of C++ frames for each of its retries.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -54,26 +55,25 @@ def torchrun_context(
         every = [facts.get(str(r)).decode().partition(" ") for r in range(world_size)]
         return store, [(int(index), uuid) for index, _, uuid in every]
 
-    def unmet(error: Exception) -> RankError:
-        why = _why_they_did_not_meet(error, join_timeout)
-        return RankError(
-            f"rank {rank} could not meet the other ranks at {host}:{port}: {why}", rank=rank
-        )
+    @contextlib.contextmanager
+    def or_unmet() -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError, OSError) as error:
+            why = f"{host}:{port}: {_why_they_did_not_meet(error, join_timeout)}"
+            said = f"rank {rank} could not meet the other ranks at {why}"
+            raise RankError(said, rank=rank) from None
 
-    try:
+    with or_unmet():
         store, everyone = _within(join_timeout, meet)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise unmet(error) from None
     chosen = choose_device(device, local_rank, everyone)
     if chosen.why and rank == 0:
         print(f"paralab: {chosen.why}")
-    try:
+    with or_unmet():
         limit = timedelta(seconds=timeout)
         dist.init_process_group(
             chosen.backend, store=store, rank=rank, world_size=world_size, timeout=limit
         )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise unmet(error) from None
     noted = _say_what_it_was_in(rank)
     return RankContext(
         rank=rank,
@@ -96,8 +96,7 @@ def _reach(host: str, port: int, seconds: float) -> None:
     give_up = time.monotonic() + seconds
     while True:
         try:
-            with socket.create_connection((host, port), timeout=seconds):
-                return
+            return socket.create_connection((host, port), timeout=seconds).close()
         except OSError as error:
             if time.monotonic() + 0.2 >= give_up:
                 raise OSError(error.strerror or str(error)) from None
@@ -105,7 +104,7 @@ def _reach(host: str, port: int, seconds: float) -> None:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """``call()``, or TimeoutError after that time, whatever C++ is waiting for."""
+    """``call()``, or TimeoutError after that time, though C++ may still be waiting."""
     outcome: Future = Future()
 
     def run() -> None:

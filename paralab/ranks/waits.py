@@ -146,15 +146,13 @@ def sentence(standings: Sequence[Standing]) -> str:
         whom = ranks(missing) if missing else "one another; do their calls and sizes agree?"
         if not missing and len(waiting) == 1:
             whom = "its peer"
-        gone = [r for r in missing if r in finished]
-        returned = f" ({ranks(gone)} already returned)" if gone else ""
+        if gone := [r for r in missing if r in finished]:
+            whom += f" ({ranks(gone)} already returned)"
         verb = "waits" if len(waiting) == 1 else "wait"
-        said.append(f"{ranks(waiting)} {verb} in {call} for {whom}{returned}")
+        said.append(f"{ranks(waiting)} {verb} in {call} for {whom}")
     busy = [s.rank for s in standings if not s.call and not s.finished]
-    if not said:
-        are = "is" if len(busy) == 1 else "are"
-        said.append(f"no rank waits for another, {ranks(busy)} {are} busy")
-    return "; ".join(said)
+    alone = f"no rank waits for another, {ranks(busy)} {'is' if len(busy) == 1 else 'are'} busy"
+    return "; ".join(said) or alone
 
 
 def ranks(numbers: Sequence[int]) -> str:
@@ -167,7 +165,5 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 def _parse_ranks(text: str) -> list[int]:
-    found: list[int] = []
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        found.extend(range(int(first), int(last or first) + 1))
-    return found
+    spans = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return [r for first, last in spans for r in range(int(first), int(last or first) + 1)]

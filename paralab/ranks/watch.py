@@ -9,6 +9,7 @@ ranks/failure.py, and who waits for whom in ranks/waits.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import shutil
@@ -43,11 +44,11 @@ kernel's out-of-memory killer; the next call starts a new one"""
 
 @dataclass
 class _Rank:
-    """What the launcher knows of one rank. A closed end is None."""
+    """What the launcher knows of one rank, and its ends of the rank's two pipes."""
 
     rank: int
-    control: Connection | None
-    pipe: int | None
+    control: Connection
+    pipe: int
     output: RankOutput
     pid: int = 0
     up: bool = False  # its imports are done; the function comes next
@@ -68,7 +69,8 @@ class Run:
         self.server, self.timeout = server, timeout
         self.on_progress, self.stop = on_progress, stop
         self.ranks: list[_Rank] = []
-        self.folder: Path | None = None
+        self.hearing: dict[Any, Callable[[], object]] = {}  # what speaks, and who listens
+        self.to_close = contextlib.ExitStack()
         self.failures: dict[int, Failure] = {}  # by rank
         self.grace_ends = 0.0
         self.life = self.looked = time.monotonic()
@@ -83,35 +85,45 @@ class Run:
         self._go_on()
         with self._or_died():  # before there is a folder to remove
             self.server.get_ready(self._go_on, to_train=trains)
+        folder = None
         try:
-            self.folder = Path(tempfile.mkdtemp(prefix="paralab-"))
-            (self.folder / "payload").write_bytes(payload)
-            self.notes = Notebook.create(self.folder, count)
+            folder = Path(tempfile.mkdtemp(prefix="paralab-"))
+            self.to_close.callback(shutil.rmtree, folder, ignore_errors=True)
+            (folder / "payload").write_bytes(payload)
+            self.notes = Notebook.create(folder, count)
         except OSError as error:
-            where = self.folder.parent if self.folder else tempfile.tempdir or "TMPDIR, /tmp"
+            where = folder.parent if folder else tempfile.tempdir or "TMPDIR, /tmp"
             why = (
                 f"{error.strerror}: a launch keeps {len(payload)} bytes for its ranks in the "
                 "folder for temporary files; make room there, or set TMPDIR to another folder"
             )
             raise OSError(error.errno, why, str(where)) from None
-        self.noted = self.notes.snapshot()
+        self.folder, self.noted = folder, self.notes.snapshot()
         with contextlib.ExitStack() as theirs:
-            ends = []
-            for rank in range(count):
-                control, far = Pipe()
-                theirs.callback(far.close)
-                pipe, write = os.pipe()
-                theirs.callback(os.close, write)
-                os.set_blocking(pipe, False)
-                self.ranks.append(_Rank(rank, control, pipe, RankOutput(rank, live=live)))
-                ends.append((far.fileno(), write))
+            ends = [self._open(rank, theirs, live=live) for rank in range(count)]
             with self._or_died():
-                pids = self.server.fork(self.folder, ends)
+                pids = self.server.fork(folder, ends)
+        self.hearing[self.server.connection] = self._count_the_dead
         for rank, pid in zip(self.ranks, pids, strict=True):
             rank.pid = pid
             with contextlib.suppress(OSError):  # it has died: the server tells
                 rank.control.send_bytes(task)
         self.life = self.looked = time.monotonic()
+
+    def _open(self, index: int, theirs: contextlib.ExitStack, *, live: bool) -> tuple[int, int]:
+        """Make a rank's two pipes: messages, and what it prints. Returns the rank's ends."""
+        control, far = Pipe()
+        pipe, write = os.pipe()
+        os.set_blocking(pipe, False)
+        theirs.callback(far.close)
+        theirs.callback(os.close, write)
+        self.to_close.callback(control.close)
+        self.to_close.callback(os.close, pipe)
+        rank = _Rank(index, control, pipe, RankOutput(index, live=live))
+        self.hearing[control] = functools.partial(self._hear, rank)
+        self.hearing[pipe] = functools.partial(self._read, rank)
+        self.ranks.append(rank)
+        return far.fileno(), write
 
     @contextlib.contextmanager
     def _or_died(self) -> Iterator[None]:
@@ -141,17 +153,11 @@ class Run:
             raise Stopped(f"stopped {work if self.ranks else 'before its ranks had started'}")
 
     def _listen(self) -> None:
-        speakers: dict[Any, _Rank] = {r.control: r for r in self.ranks if r.control is not None}
-        printers: dict[int, _Rank] = {r.pipe: r for r in self.ranks if r.pipe is not None}
         often = 0.02 if self.failures else LOOK_SECONDS if self.stop else 1.0
-        ready = wait([*speakers, *printers, self.server.connection], min(often, self.timeout / 4))
+        ready = wait(list(self.hearing), min(often, self.timeout / 4))
         for source in ready:
-            if source in printers:
-                self._read(printers[source])
-            elif source in speakers:
-                self._hear(speakers[source])
-            else:
-                self._count_the_dead()
+            if source in self.hearing:
+                self.hearing[source]()
         if ready:
             self.life = time.monotonic()
 
@@ -164,8 +170,7 @@ class Run:
         if data:
             rank.output.feed(data)
         else:
-            os.close(rank.pipe)
-            rank.pipe = None
+            del self.hearing[rank.pipe]
         return bool(data)
 
     def _hear(self, rank: _Rank) -> None:
@@ -174,8 +179,7 @@ class Run:
             if kind == "result":
                 rank.result = rank.control.recv_bytes()
         except (EOFError, OSError):  # its death is reported by the server
-            rank.control.close()
-            rank.control = None
+            del self.hearing[rank.control]
             return
         rank.up = True
         if kind == "failure":
@@ -187,7 +191,7 @@ class Run:
         with self._or_died():
             deaths = self.server.deaths()
         for rank in (r for r in self.ranks if r.pid in deaths):
-            while rank.control is not None and rank.control.poll(0):  # its last words first
+            while rank.control in self.hearing and rank.control.poll(0):  # its last words first
                 self._hear(rank)
             if rank.rank not in self.failures:
                 what = died(deaths[rank.pid], returned=rank.result is not None)
@@ -257,18 +261,11 @@ class Run:
             if self.ranks:
                 self.server.end_ranks()
             for rank in self.ranks:
-                while rank.pipe is not None and self._read(rank):
+                while rank.pipe in self.hearing and self._read(rank):
                     pass
-                if rank.pipe is not None:
-                    os.close(rank.pipe)
-                    rank.pipe = None
-                if rank.control is not None:
-                    rank.control.close()
-                    rank.control = None
-            if self.folder is not None:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            for rank in self.ranks:
                 rank.output.finish()
+            self.hearing.clear()
+            self.to_close.close()
 
     def results(self) -> list[Any]:
         found = []
