@@ -153,20 +153,20 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
         task = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):  # the launcher is gone
         os._exit(1)
-    launcher = _Launcher(rank, pipe, server)
-    noted = str
+    launcher, noted, error = _Launcher(rank, pipe, server), str, None
     try:
         notes = Notebook.open(Path(folder), rank)
         noted = notes.text
         _settle(rank, task, folder)
         launcher.send("up")
         result = _work(rank, task, folder, launcher, notes)
-        if os.getpid() != launcher.pid:
-            _end_of_a_fork(None)
-        launcher.send_result(result)
-    except BaseException as error:
-        if os.getpid() != launcher.pid:
-            _end_of_a_fork(error)
+        if os.getpid() == launcher.pid:
+            launcher.send_result(result)
+    except BaseException as caught:
+        error = caught
+    if os.getpid() != launcher.pid:
+        _end_of_a_fork(error)
+    if error is not None:
         launcher.send_failure(error, noted())
     while True:  # the launcher ends all ranks together: this one may still be needed as a peer
         signal.pause()
@@ -176,14 +176,11 @@ def _end_of_a_fork(error: BaseException | None) -> NoReturn:
     """In a child that the function has forked, when the function ends: end as Python ends. The
     launcher hears of the rank alone.
     """
-    code = 0
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    elif error is not None:
+    code = error.code if isinstance(error, SystemExit) else error
+    if code is error is not None:
         traceback.print_exception(error)
-        code = 1
     _flush()
-    os._exit(code & 0xFF)
+    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
 def _settle(rank: int, task: dict[str, Any], folder: str) -> None:
@@ -254,7 +251,7 @@ def _work(
         note=notes.write,
         noted=notes.text,
         alive=notes.alive,
-        progress=_at_most_often(lambda *said: launcher.send("progress", *said)),
+        progress=launcher.progress,
     )
     return function(context, *args)
 
@@ -270,25 +267,13 @@ def _load(payload: bytes) -> tuple[Callable, tuple]:
         ) from error
 
 
-def _at_most_often(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    last = -_PROGRESS_SECONDS
-
-    def progress(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if done >= total or now - last >= _PROGRESS_SECONDS:
-            last = now
-            send(int(done), int(total))
-
-    return progress
-
-
 class _Launcher:
     """This rank's end of the pipe to the process that launched it."""
 
     def __init__(self, rank: int, pipe: Connection, server: int) -> None:
         self.rank, self.pipe, self.lock = rank, pipe, threading.Lock()
         self.pid, self.server = os.getpid(), server
+        self.reported = -_PROGRESS_SECONDS  # when progress was last sent
         # Gloo's waits are C++ and cannot be interrupted: only the end of the process ends them.
         threading.Thread(target=self._end_when_it_is_gone, daemon=True).start()
 
@@ -306,6 +291,12 @@ class _Launcher:
             self.pipe.send(message)
             if payload is not None:
                 self.pipe.send_bytes(payload)
+
+    def progress(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total or now - self.reported >= _PROGRESS_SECONDS:
+            self.reported = now
+            self.send("progress", int(done), int(total))
 
     def send_result(self, result: Any) -> None:
         try:

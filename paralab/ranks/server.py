@@ -171,18 +171,15 @@ class RankServer:
 
     def end_ranks(self) -> None:
         """SIGKILL to every rank and what it started; returns when all are gone."""
-        try:
-            if self._talking:
-                raise EOFError
+        if not self._talking:
             self._talking = True
-            self.connection.send(("end",))
             give_up = time.monotonic() + END_SECONDS
-            while self.connection.poll(max(0.0, give_up - time.monotonic())):
-                if self.connection.recv()[0] == "ended":
-                    self._talking = False
-                    return
-        except (EOFError, OSError):
-            pass
+            with contextlib.suppress(EOFError, OSError):
+                self.connection.send(("end",))
+                while self.connection.poll(max(0.0, give_up - time.monotonic())):
+                    if self.connection.recv()[0] == "ended":
+                        self._talking = False
+                        return
         self.close()  # it does not answer, so its ranks end by its death
 
     def close(self) -> None:
