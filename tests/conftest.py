@@ -34,9 +34,9 @@ WORDS = [
 
 # Files of a minute or more. Beside others they begin first, after the pages: one that begins last
 # is waited for alone.
-LONG = ("composed", "launch_failures", "offload", "offload_composed", "tensor_parallel",
-        "labs_meta", "relay", "checkpoint_killed", "tensor_theory", "checkpoint",
-        "exercises_ranks", "torchrun", "pipeline_equality", "traffic", "zero")  # fmt: skip
+LONG = ("programs_equal", "composed", "programs_offload", "launch_failures", "virtual_plans",
+        "labs_meta", "checkpoint_killed", "checkpoint", "exercises_ranks", "torchrun",
+        "traffic")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,21 +81,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(text: Path):
     """`pl.run` on the fixed text, in strict order mode, without a progress bar."""
     return functools.partial(pl.run, data=text, strict=True, progress=False, timeout=HANG_S)
-
-
-@pytest.fixture(scope="module")
-def kept(request: pytest.FixtureRequest, run):
-    """`run` for the STEPS of the test's file, with its state; equal runs are made once."""
-    known: dict[str, pl.Report] = {}
-
-    def train(model: pl.ModelSpec, plan: pl.Plan, **more) -> pl.Report:
-        settings = {"steps": request.module.STEPS, "keep_state": True, **more}
-        key = repr((model, plan, settings))
-        if key not in known:
-            known[key] = run(model, plan, **settings)
-        return known[key]
-
-    return train
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from paralab import view
 from paralab.parallel import layouts
 from paralab.theory import tensor
 from paralab.view import matrix_blocks, matrix_steps, tensor_curves, theme
-from test_tensor_parallel import ALL, GRIDS
+from test_tensor_theory import ALL, GRIDS
 
 GPT3 = pl.ModelSpec.preset("gpt3-175b")
 MODEL = pl.ModelSpec(layers=1, hidden=64, heads=8, seq_len=32)

@@ -1,0 +1,199 @@
+"""Cases as lines of text, and their trainings: many in one launch, in turn on the same ranks.
+
+    case("dp=2 zero_stage=2 microbatches=3 tied=False clip_norm=0.1")
+
+Each word sets a field of the plan, of the model or of the run. What a launch costs, a second of a
+processor, is paid once per number of ranks.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import paralab as pl
+from equality import TOLERANCE, assert_equal_state, references, worst
+from paralab.experiment import Settings, _meta
+from paralab.launch import launch_program
+from paralab.report import scratch
+from paralab.report.report import Report
+
+MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=260)  # 3 divides no unit of it
+PLAN = {"bucket_bytes": 40_000}  # so there are several buckets
+RUN = {"steps": 2, "optimizer": "sgd", "lr": 0.5, "keep_state": True}
+MODEL_FIELDS, PLAN_FIELDS = (
+    {field.name for field in dataclasses.fields(kind)} for kind in (pl.ModelSpec, pl.Plan)
+)
+
+
+class Case(NamedTuple):
+    """A training; its name is the line that it was made of."""
+
+    name: str
+    model: pl.ModelSpec
+    plan: pl.Plan
+    more: tuple[tuple[str, Any], ...]  # of the run what is not as in RUN
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return RUN | dict(self.more)
+
+    def of_plan(self, **changes: Any) -> Case:
+        return Case(f"{self.name}, {changes}", self.model, self.plan.replace(**changes), self.more)
+
+    def on_one_device(self) -> Case:
+        """The same micro-batches in the same order on one device; of one rank of data."""
+        kept = ("microbatches", "microbatch_size", "precision", "grad_dtype")
+        plan = pl.Plan(**{name: getattr(self.plan, name) for name in kept})
+        return Case(f"{self.name}, on one device", self.model, plan, self.more)
+
+
+def case(line: str, **objects: Any) -> Case:
+    """The case of a line and of settings that are no text. A stage has a block at least."""
+    fields = dict(map(_word, line.split())) | objects
+    stages = fields.get("pp", 1) * fields.get("virtual_stages", 1)
+    fields.setdefault("layers", max(MODEL.layers, stages))
+    model = MODEL.replace(**{n: v for n, v in fields.items() if n in MODEL_FIELDS})
+    plan = pl.Plan(**PLAN | {n: v for n, v in fields.items() if n in PLAN_FIELDS})
+    more = tuple((n, v) for n, v in fields.items() if n not in MODEL_FIELDS | PLAN_FIELDS)
+    said = [line, *(getattr(o, "__name__", f"{n}={o}") for n, o in objects.items())]
+    return Case(", ".join(said), model, plan, more)
+
+
+def cases(lines: str, **objects: Any) -> list[Case]:
+    """One for each line that is not empty; what stands behind a # is a comment."""
+    texts = (" ".join(line.partition("#")[0].split()) for line in lines.splitlines())
+    return [case(text, **objects) for text in texts if text]
+
+
+def _word(word: str) -> tuple[str, Any]:
+    name, _, value = word.partition("=")
+    with contextlib.suppress(ValueError, SyntaxError):  # else it is a string
+        return name, ast.literal_eval(value)
+    return name, value
+
+
+# ---- reports -------------------------------------------------------------------------------------
+class Trained:
+    """`pl.run` of cases, in strict order mode, and what the reference says of them. The one that is
+    asked for brings some others with as many ranks: so many that no test takes long.
+    """
+
+    TOGETHER = 12
+
+    def __init__(self, some: Iterable[Case], data: Path) -> None:
+        self.cases, self.data = list(dict.fromkeys(some)), data
+        self.reports: dict[Case, Report] = {}
+        self.known: dict[str, dict[str, Any]] = {}
+
+    def __getitem__(self, case: Case) -> Report:
+        if case not in self.reports:
+            ranks = case.plan.world_size
+            new = [one for one in [case, *self.cases] if one not in self.reports]
+            alike = [one for one in dict.fromkeys(new) if one.plan.world_size == ranks]
+            alike = alike[: self.TOGETHER]
+            jobs = [(one.model, one.plan, one.settings) for one in alike]
+            self.reports |= zip(alike, reports(jobs, self.data), strict=True)
+        return self.reports[case]
+
+    def alone(self, case: Case) -> dict[str, Any]:
+        """What the reference trains: losses, gradients, weights."""
+        if self._key(case) not in self.known:
+            asked = {self._key(one): self._asked(one) for one in [*self.cases, case]}
+            new = {key: how for key, how in asked.items() if key not in self.known}
+            self.known |= zip(new, references(list(new.values())), strict=True)
+        return self.known[self._key(case)]
+
+    def _key(self, case: Case) -> str:
+        return repr((self._asked(case), case.model.block))
+
+    def _asked(self, case: Case) -> dict[str, Any]:
+        plan, settings = case.plan, case.settings
+        return {
+            "model": case.model,
+            "microbatches": plan.dp * plan.microbatches,
+            "microbatch_size": plan.microbatch_size,
+            "precision": plan.precision,
+            "clip_norm": settings.get("clip_norm"),
+            "steps": settings["steps"],
+            "lr": RUN["lr"],
+            "data": self.data,
+        }
+
+    def assert_equals_the_reference(self, case: Case) -> None:
+        alone, report, precision = self.alone(case), self[case], case.plan.precision
+        assert_equal_state(alone, report, precision=precision)
+        for expected, loss in zip(alone["losses"], report.losses, strict=True):
+            assert abs(loss - expected) <= TOLERANCE[precision] * abs(expected)
+
+
+def assert_same_bits(expected: Any, found: Any) -> None:
+    """Losses, gradients and weights of two reports."""
+    for what in ("gradients", "weights"):
+        gap, name = worst(getattr(expected, what), getattr(found, what))
+        assert gap == 0.0, f"{what} of {name} differ by {gap}"
+    assert found.losses == expected.losses
+
+
+def reports(
+    jobs: Sequence[tuple[pl.ModelSpec, pl.Plan, dict[str, Any]]],
+    data: Path | None = None,
+    *,
+    strict: bool = True,
+    program: Callable | None = None,
+) -> list[Report]:
+    """What `pl.run` returns of each (model, plan, settings); all have as many ranks. program: what
+    is run on them in place of `in_turn`.
+    """
+    checked = [
+        Settings.check(model, plan, **{"data": data, **settings}) for model, plan, settings in jobs
+    ]
+    with contextlib.ExitStack() as stack:
+        asked = []
+        for (model, plan, _), settings in zip(jobs, checked, strict=True):
+            folder = stack.enter_context(scratch.folder(plan.tiers))
+            asked.append((model, plan, {**vars(settings), "offload_folder": folder}))
+        ranks = jobs[0][1].world_size
+        how = {"timeout": 60, "device": "cpu", "strict": strict}
+        parts = launch_program(program or in_turn, ranks, (asked,), **how)
+    return [
+        Report.from_parts(list(mine), model=model, plan=plan, meta=_meta(how, mine[0]["meta"]))
+        for (model, plan, _), how, mine in zip(jobs, checked, zip(*parts, strict=True), strict=True)
+    ]
+
+
+# ---- on the ranks --------------------------------------------------------------------------------
+def in_turn(context: Any, jobs: Sequence[tuple[Any, pl.Plan, dict]], around: Any = None) -> list:
+    """A rank's part of each training. around(number): a context manager that each runs in."""
+    import torch.distributed as dist
+
+    from paralab.interpret.train import train
+
+    dist.new_group, found = _remembered(dist.new_group), []
+    for number, (model, plan, settings) in enumerate(jobs):
+        store = dist.PrefixStore(str(number), context.store)  # strict mode counts its calls there
+        own = dataclasses.replace(context, store=store)
+        with around(number) if around else contextlib.nullcontext():
+            try:
+                found.append(train(own, model, plan, **settings))
+            except Exception as error:
+                error.add_note(f"job {number}: {model} {plan}")
+                raise
+    return found
+
+
+def _remembered(new_group: Any) -> Any:
+    """A group of the same ranks is made once."""
+    made: dict[tuple[int, ...], Any] = {}
+
+    def group(ranks: Sequence[int]) -> Any:
+        key = tuple(ranks)
+        if key not in made:
+            made[key] = new_group(ranks)
+        return made[key]
+
+    return group
