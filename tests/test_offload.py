@@ -1,8 +1,10 @@
-"""Offload: the same training wherever its states lie, and every byte that this moves."""
+"""Offload: what its links cost, its files and what may happen to them, its lanes and settings.
+
+That it trains the same, and what it moves, is in test_programs_offload.py.
+"""
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import threading
@@ -12,21 +14,11 @@ import numpy as np
 import pytest
 
 import paralab as pl
-from equality import assert_equal_state, reference, worst
 from paralab.interpret import quick
 from paralab.report import scratch
-from paralab.spec.tiers import WAYS
-from paralab.theory.offload import link_bytes, tier_bytes
+from paralab.theory.offload import link_bytes
 from test_predict import cluster as slow_cluster
 
-STEPS = 3
-PLACES = ("device", "cpu", "nvme")
-BUCKET = {"bucket_bytes": 60_000}  # several units in stages 1 and 2
-TIERS = [
-    (stage, dict(parameters=p, gradients=g, optimizer=o))
-    for stage, p, g, o in itertools.product((1, 2, 3), PLACES, PLACES, ("cpu", "nvme"))
-    if (p == "device" or stage == 3) and (g == "device" or stage >= 2)
-]
 ALL = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "activations": "nvme"}
 
 
@@ -36,262 +28,13 @@ def said(value):
     return str(value)
 
 
-def order(report, rank):
-    """Everything a rank does in step 1, in order, with every call's row of the traffic table.
-
-    Of a pipeline without waits: in strict mode a send waits for its receiver.
-    """
-    spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == 1)]
-    calls = report.collectives.set_index("span")
-    columns = ["op", "axis", "ranks", "peer", "level", "phase", "payload_bytes", "wire_bytes"]
-    found = []
-    for row in spans.sort_values("id").itertuples():
-        said = (row.kind, row.stage, row.chunk, row.microbatch)
-        if row.kind == "comm":
-            call = calls.loc[row.id]
-            if call["phase"] in ("control", "setup"):
-                continue
-            said = tuple(call[columns])
-        if row.kind != "wait" or report.plan.pp == 1:
-            found.append(said)
-    return found
-
-
 def cluster():
     link = pl.Link(alpha=1e-5, bandwidth=1e9)
     return slow_cluster().replace(host=link, disk=link, host_bandwidth=1e10)
 
 
-def assert_same_bits(report, other):
-    for what in ("weights", "gradients"):
-        gap, name = worst(getattr(other, what), getattr(report, what))
-        assert gap == 0.0, f"{what} of {name} differ by {gap}"
-    assert report.losses == other.losses
-
-
-def assert_near(alone, report):
-    """Gradients and weights of one process. AdamW divides by a gradient's size: where that is
-    rounding alone, as of the keys' bias, whose gradient is zero, an update is a matter of chance.
-    """
-    for what in ("gradients", "weights"):
-        ours, theirs = ({n: a.copy() for n, a in getattr(r, what).items()} for r in (report, alone))
-        for name in ours:
-            if name.endswith("qkv.bias"):
-                for state in (ours, theirs):
-                    state[name] = np.delete(state[name].reshape(3, -1), 1, axis=0)
-        gap, name = worst(theirs, ours)
-        assert gap < (1e-5 if what == "gradients" else 2e-4), f"{what} of {name}: {gap:.1e}"
-
-
-# ---- equality ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("stage, tiers", TIERS, ids=said)
-def test_adamw_is_that_of_one_process_wherever_its_states_lie(kept, model, stage, tiers, dp):
-    plan = pl.Plan(dp=dp, zero_stage=stage, offload=tiers, microbatches=4 // dp, **BUCKET)
-    report = kept(model, plan)
-    assert_same_bits(report, kept(model, plan.replace(offload=None)))
-    alone = kept(model, pl.Plan(microbatches=4))
-    if dp == 1 and stage == 1:  # stages 2 and 3 add a micro-batch's gradient up in a buffer apart
-        assert_same_bits(report, alone)
-    assert_near(alone, report)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_gradients_and_sgd_weights_are_those_of_a_plain_loop(run, model, text, stage, place):
-    plan = pl.Plan(dp=2, zero_stage=stage, offload=place, microbatches=2, **BUCKET)
-    report = run(model, plan, steps=3, optimizer="sgd", lr=0.5, keep_state=True)
-    alone = reference(model, microbatches=4, microbatch_size=2, steps=3, lr=0.5, data=text)
-    assert_equal_state(alone, report)
-
-
-@pytest.mark.parametrize(
-    "change, settings, more",
-    [
-        ({}, {"clip": 0.1}, {}),
-        ({}, {"clip": 0.1}, {"offload": {k: v for k, v in ALL.items() if k != "activations"}}),
-        ({}, {"clip": 0.1}, {"zero_stage": 1, "offload": "nvme"}),
-        ({}, {}, {"precision": "bf16", "offload": "nvme"}),
-        ({}, {"clip": 0.1}, {"precision": "bf16", "zero_stage": 2, "dp": 1}),
-        ({}, {}, {"precision": "fp16", "zero_stage": 2}),
-        ({}, {"optimizer": "sgd"}, {"precision": "fp16", "offload": "nvme"}),
-        ({"dropout": 0.1}, {}, {"recompute": "full", "offload": ALL}),
-        ({"tied": False}, {}, {"prefetch": 0, "offload": "nvme"}),
-        ({}, {}, {"prefetch": 2, "offload": "nvme"}),
-        ({"attention": "sdpa"}, {}, {"schedule": "gpipe", "microbatches": 3}),
-    ],
-    ids=said,
-)
-def test_everything_else_goes_with_it_bit_for_bit(kept, model, change, settings, more):
-    settings = {"clip_norm" if k == "clip" else k: v for k, v in settings.items()}
-    model = model.replace(**change)
-    plan = pl.Plan(**{"dp": 2, "zero_stage": 3, "offload": "cpu", "microbatches": 2, **more})
-    plain = kept(model, plan.replace(offload=None), **settings)
-    assert_same_bits(kept(model, plan, **settings), plain)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{"dp": 1}, {"dp": 2}, {"dp": 2, "zero_stage": 1}, {"pp": 2, "microbatches": 4}, {"tp": 2},
-     {"pp": 2, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2}],
-    ids=said,
-)  # fmt: skip
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_offloaded_activations_give_the_same_gradients(kept, model, place, more):
-    model = model.replace(layers=4, vocab=258)
-    plan = pl.Plan(**{"microbatches": 2, "recompute": "full", **more})
-    report = kept(model, plan.replace(offload={"activations": place}))
-    assert_same_bits(report, kept(model, plan))
-    moved = report.copies[report.copies["category"] == "activations"]
-    assert set(moved["lane"]) == {"h2d", "d2h"} | ({"disk"} if place == "nvme" else set())
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage, dp", [(2, 1), (2, 2), (3, 2)])
-def test_a_delayed_update_is_one_update_late_and_nothing_else(
-    run, model, text, stage, dp, precision
-):
-    """w(t+1) = w(t) - lr * gradient at w(t-1); w(-1) = w(0)."""
-    steps, lr = 4, 0.5
-    tiers = {"gradients": "cpu", "optimizer": "cpu", "delayed": True}
-    plan = pl.Plan(dp=dp, zero_stage=stage, offload=tiers, precision=precision, **BUCKET)
-    report = run(model, plan, steps=steps, optimizer="sgd", lr=lr, keep_state=True)
-    if precision == "bf16":  # rounding differs from a plain loop's: it must at least be late
-        late = run(model, plan.replace(offload=None), steps=steps, optimizer="sgd", lr=lr,
-                   keep_state=True)  # fmt: skip
-        assert report.losses[:2] != late.losses[:2] and report.losses[0] == late.losses[0]
-        return
-    expected = pl.launch(_one_late, ranks=1, args=(model, 2 * dp, steps, lr, str(text)))[0]
-    assert_equal_state(expected, report)
-    assert report.losses == pytest.approx(expected["losses"], rel=1e-6)
-
-
-def _one_late(model, samples, steps, lr, data):
-    import torch
-
-    gpt, losses = pl.reference.GPT(model), []
-    newest = {name: p.detach().clone() for name, p in gpt.named_parameters()}
-    for step in range(steps):
-        updated = {name: p.clone() for name, p in newest.items()}  # without this step's gradient
-        gpt.zero_grad()
-        (batch,) = pl.reference.batches(model, step=step, microbatch_size=samples, data=data)
-        loss = gpt(*batch)
-        loss.backward()
-        losses.append(loss.item())
-        with torch.no_grad():
-            for name, p in gpt.named_parameters():
-                newest[name] -= lr * p.grad
-                p.copy_(updated[name])
-    return {
-        "losses": losses,
-        "weights": {name: p.numpy() for name, p in newest.items()},
-        "gradients": {name: p.grad.numpy() for name, p in gpt.named_parameters()},
-    }
-
-
 # ---- bytes ------------------------------------------------------------------------------------
-SMALL = pl.ModelSpec(layers=3, hidden=96, heads=4, seq_len=48, attention="explicit")
-COUNTED = [
-    {"zero_stage": 1, "offload": "cpu"},
-    {"zero_stage": 1, "offload": "nvme", "dp": 2},
-    {"zero_stage": 2, "offload": "cpu", "precision": "bf16"},
-    {"zero_stage": 2, "offload": "nvme", "dp": 2},
-    {"zero_stage": 2, "dp": 2,
-     "offload": {"gradients": "cpu", "optimizer": "cpu", "delayed": True}},
-    {"zero_stage": 3, "offload": "cpu"},
-    {"zero_stage": 3, "offload": "cpu", "microbatches": 1, "microbatch_size": 1, "prefetch": 0},
-    {"zero_stage": 3, "offload": "nvme", "dp": 2, "prefetch": 2},
-    {"zero_stage": 3, "offload": {**ALL, "activations": "device"}, "dp": 2},
-    {"zero_stage": 3, "offload": {"optimizer": "nvme"}, "dp": 2},
-    {"zero_stage": 3, "offload": {**ALL, "activations": "cpu"}, "recompute": "full"},
-    {"zero_stage": 3, "offload": "cpu", "dp": 2, "precision": "bf16"},
-    {"zero_stage": 3, "offload": ALL, "recompute": "full", "microbatch_size": 6},
-    {"zero_stage": 0, "offload": {"activations": "cpu"}, "recompute": "full"},
-    {"zero_stage": 1, "offload": {"activations": "nvme"}, "recompute": "full", "dp": 2},
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def counted(run):
-    known: dict[str, pl.Report] = {}
-
-    def train(settings):
-        plan = pl.Plan(**{"microbatches": 2, "bucket_bytes": 2**18, **settings})
-        key = repr(plan)
-        if key not in known:
-            known[key] = run(SMALL, plan, steps=3)
-        return known[key]
-
-    return train
-
-
-@pytest.mark.parametrize("settings", COUNTED, ids=said)
-def test_bytes_over_each_link_are_the_formulas(counted, settings):
-    report = counted(settings)
-    for rank in range(report.world_size):
-        expected = link_bytes(report.model, report.plan, rank=rank)
-        for step in (1, 2):
-            rows = report.copies
-            rows = rows[(rows["rank"] == rank) & (rows["step"] == step)]
-            found = {link: {} for link in WAYS}
-            for row in rows.itertuples():
-                link = found[f"disk {row.op}" if row.lane == "disk" else row.lane]
-                link[row.category] = link.get(row.category, 0) + row.bytes
-            assert found == expected
-
-
-@pytest.mark.parametrize("settings", COUNTED, ids=said)
-def test_peak_device_memory_is_the_predicted_one(counted, settings):
-    report = counted(settings)
-    for rank in range(report.world_size):
-        table = report.peaks(rank)
-        total = table.loc["total"]
-        assert total["measured"] == pytest.approx(total["program"], rel=0.05), table
-
-
-@pytest.mark.parametrize("settings", COUNTED, ids=said)
-def test_host_and_files_hold_what_the_formulas_say(counted, settings):
-    report = counted(settings)
-    for rank in range(report.world_size):
-        rows = report.memory[report.memory["rank"] == rank]
-        found = {"host": {}, "file": {}}
-        for row in rows[rows["tier"] != "device"].itertuples():
-            tier = found[row.tier]
-            tier[row.category] = max(tier.get(row.category, 0), row.bytes)
-        assert found == tier_bytes(report.model, report.plan, rank=rank)
-
-
-@pytest.mark.parametrize("settings", COUNTED, ids=said)
-def test_a_cap_at_the_prediction_holds_and_one_below_says_what_was_there(run, counted, settings):
-    model, plan = counted(settings).model, counted(settings).plan
-    need = sum(quick.peak(model, plan).values())
-    # gloo's thread may let go of a message a moment late
-    report = run(model, plan, steps=2, memory_limit=int(1.05 * need))
-    assert report.peak_memory <= 1.05 * need
-    with pytest.raises(pl.OutOfMemory, match=r"what rank \d held in step 0(.|\n)*activations"):
-        run(model, plan, steps=2, memory_limit=int(0.9 * need))
-
-
-@pytest.mark.parametrize("settings", [s for s in COUNTED if "delayed" not in str(s)], ids=said)
-def test_predicted_rows_are_the_rows_of_a_run(counted, settings):
-    report = counted(settings)
-    expected = pl.predict(report.model, report.plan, cluster(), steps=3)
-    for rank in range(report.world_size):
-        assert order(expected, rank) == order(report, rank)
-    comparison = pl.compare(expected, report)
-    assert comparison.bytes_agree
-    row = comparison.table.loc["bytes moved between tiers per rank"]
-    assert row["predicted"] == row["replayed"] == row["measured"] > 0
-
-
-def test_delayed_updates_are_predicted_beside_the_next_step(counted):
-    settings = next(s for s in COUNTED if "delayed" in str(s))
-    report = counted(settings)
-    slow = cluster().replace(host_bandwidth=2e8)
-    late = pl.predict(SMALL, report.plan, slow, steps=2)
-    now = report.plan.replace(offload={"gradients": "cpu", "optimizer": "cpu"})
-    assert pl.compare(late, report).bytes_agree
-    assert late.step_time < 0.85 * pl.predict(SMALL, now, slow, steps=2).step_time
+SMALL = pl.ModelSpec(layers=3, hidden=96, heads=4, seq_len=48)
 
 
 def test_four_bytes_a_parameter_is_what_zero_offload_moves():
@@ -305,19 +48,34 @@ def test_four_bytes_a_parameter_is_what_zero_offload_moves():
     assert not {"gradients", "optimizer"} & between_steps.keys()
 
 
+@pytest.mark.parametrize("settings", [{"zero_stage": 3, "offload": ALL, "recompute": "full"},
+                                      {"zero_stage": 2, "offload": "cpu", "dp": 2}])  # fmt: skip
+def test_a_cap_at_the_prediction_holds_and_one_below_says_what_was_there(run, settings):
+    plan = pl.Plan(microbatches=2, **settings)
+    need = sum(quick.peak(SMALL, plan).values())
+    # gloo's thread may let go of a message a moment late
+    report = run(SMALL, plan, steps=2, memory_limit=int(1.05 * need))
+    assert report.peak_memory <= 1.05 * need
+    with pytest.raises(pl.OutOfMemory, match=r"what rank \d held in step 0(.|\n)*activations"):
+        run(SMALL, plan, steps=2, memory_limit=int(0.9 * need))
+
+
+def seconds(tiers: dict, machine: pl.Cluster, **plan) -> float:
+    return pl.predict(SMALL, pl.Plan(offload=tiers, **plan), machine, steps=2).step_time
+
+
+def test_a_delayed_update_is_predicted_next_to_the_following_step():
+    slow, tiers = cluster().replace(host_bandwidth=2e8), {"gradients": "cpu", "optimizer": "cpu"}
+    plan = {"dp": 2, "zero_stage": 2, "microbatches": 2, "bucket_bytes": 2**18}
+    late, now = (seconds({**tiers, "delayed": d}, slow, **plan) for d in (True, False))
+    assert late < 0.85 * now
+
+
 @pytest.mark.parametrize("knob", ["h2d", "d2h", "disk"])
-def test_a_bandwidth_slows_its_link_down_in_runs_and_in_predictions(run, knob):
-    plan = pl.Plan(zero_stage=3, offload=dict(ALL, activations="device", bandwidth={knob: "20MB"}))
-    report = run(SMALL, plan, steps=2)
-    rows = report.copies[report.copies["lane"] == knob]
-    rates = rows["bytes"] / (rows["end"] - rows["start"])
-    assert rates.max() <= 20e6 * 1.001
-    assert rates.max() > 10e6
-    fast = plan.replace(offload=dict(ALL, activations="device"))
-    times = [pl.predict(SMALL, p, cluster(), steps=1).step_time for p in (fast, plan)]
-    assert times[1] > 1.5 * times[0]
-    other = run(SMALL, fast, steps=2)
-    assert other.copies[other.copies["lane"] == knob]["bytes"].sum() == rows["bytes"].sum()
+def test_a_bandwidth_slows_its_link_down_in_predictions(knob):
+    fast = dict(ALL, activations="device")
+    slow = {**fast, "bandwidth": {knob: "20MB"}}
+    assert seconds(slow, cluster(), zero_stage=3) > 1.5 * seconds(fast, cluster(), zero_stage=3)
 
 
 def test_a_cluster_that_does_not_state_its_links_is_refused():
@@ -328,29 +86,6 @@ def test_a_cluster_that_does_not_state_its_links_is_refused():
 
 
 # ---- refusals ---------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"offload": "cpu"}, "zero_stage=0: offload='cpu' moves what ZeRO shards"),
-        ({"offload": {"optimizer": "cpu"}}, "zero_stage=0 does not deal optimizer out"),
-        ({"zero_stage": 1, "offload": {"optimizer": "cpu", "gradients": "cpu"}},
-         "zero_stage=1 does not deal gradients out"),
-        ({"zero_stage": 2, "offload": {"optimizer": "cpu", "parameters": "nvme"}},
-         "zero_stage=2 does not deal parameters out"),
-        ({"zero_stage": 3, "offload": {"parameters": "cpu"}}, "the update runs where"),
-        ({"offload": {"activations": "cpu"}}, "kept when blocks are recomputed"),
-        ({"zero_stage": 3, "offload": {}}, "nothing in it leaves the device"),
-        ({"zero_stage": 3, "offload": {"optimizer": "nvme", "delayed": True}}, "delayed"),
-    ],
-    ids=said,
-)  # fmt: skip
-def test_what_cannot_be_is_refused_before_a_process_starts(settings, words):
-    plan = pl.Plan(**settings)
-    for ask in (lambda: pl.run(SMALL, plan), lambda: pl.predict(SMALL, plan, cluster())):
-        with pytest.raises(ValueError) as refused:
-            ask()
-        assert words in str(refused.value)
-        assert "legal: " in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -373,12 +108,12 @@ def test_a_setting_that_is_none_is_refused_by_its_name(value, words):
     assert words in str(refused.value)
 
 
-def test_a_plan_with_tiers_can_be_saved_compared_and_used_as_a_key(tmp_path, run):
+def test_a_plan_with_tiers_can_be_saved_compared_and_used_as_a_key(tmp_path):
     tiers = {"optimizer": "cpu", "bandwidth": {"h2d": "1GB", "d2h": (5e8).__int__()}}
     plan = pl.Plan(zero_stage=1, offload=tiers)
     assert plan == pl.Plan.from_dict(plan.to_dict())
     assert len({plan, plan.replace(offload=dict(tiers)), pl.Plan()}) == 2
-    report = run(SMALL, plan, steps=1)
+    report = pl.predict(SMALL, plan, cluster(), steps=1)
     report.save(tmp_path / "run.json")
     again = pl.load(tmp_path / "run.json")
     assert again.plan == plan and again.copies.equals(report.copies)
@@ -415,63 +150,6 @@ def test_an_unwritable_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "TemporaryFile", denied)  # root may write anywhere
     with pytest.raises(ValueError, match="cannot be written to: Permission denied"):
         pl.run(SMALL, on(tmp_path))
-
-
-def spoiled(run, tmp_path, spoil):
-    """The error of a run whose files were spoiled after its third step, and its checkpoints."""
-    files, saved = tmp_path / "tier", tmp_path / "saved"
-    files.mkdir()
-    done = []
-
-    def progress(rank, steps, total):
-        if steps >= 3 and not done:
-            done.append(steps)
-            spoil(next(files.glob("paralab-offload-*")) / "rank-0")
-
-    slow = on(files, bandwidth={"disk": "20MB"})
-    with pytest.raises(pl.RankError) as failed:
-        run(SMALL, slow, steps=200, save=saved, save_every=1, progress=progress)
-    assert done
-    assert not list(files.glob("*")) and not list(files.glob(".*"))  # nothing is left there
-    return str(failed.value), saved
-
-
-def goes_on(run, saved, text):
-    """The training goes on from the last checkpoint as if nothing had been."""
-    step = int(next(iter((saved / "latest").read_text().split())).split("-")[1].split(".")[0])
-    more = run(SMALL, NVME, steps=1, resume=saved, keep_state=True)
-    whole = run(SMALL, NVME.replace(offload=None), steps=step + 1, keep_state=True)
-    gap, name = worst(whole.weights, more.weights)
-    assert gap == 0.0, name
-
-
-def test_a_vanished_folder_is_an_error_with_a_name_and_loses_no_checkpoint(run, tmp_path, text):
-    said, saved = spoiled(run, tmp_path, shutil.rmtree)
-    assert "offload cannot" in said and "No such file or directory" in said
-    assert "resume from the last one" in said
-    goes_on(run, saved, text)
-
-
-def test_a_truncated_file_is_an_error_with_a_name_and_loses_no_checkpoint(run, tmp_path, text):
-    def cut(folder):
-        for path in folder.glob("states-*"):
-            os.truncate(path, path.stat().st_size // 2)
-
-    said, saved = spoiled(run, tmp_path, cut)
-    assert "offload cannot read" in said and "somebody has cut it short" in said
-    goes_on(run, saved, text)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-def test_a_full_disk_is_an_error_with_a_name_and_loses_no_checkpoint(run, tmp_path, text):
-    def fill(folder):
-        for path in folder.glob("parameters-*"):
-            path.unlink()
-            path.symlink_to("/dev/full")
-
-    said, saved = spoiled(run, tmp_path, fill)
-    assert "offload cannot" in said
-    goes_on(run, saved, text)
 
 
 def test_a_write_to_a_full_disk_says_how_much_room_there_is(tmp_path):
@@ -615,45 +293,6 @@ def test_what_a_late_write_left_behind_goes_with_the_next_run(tmp_path):
         assert os.listdir(tmp_path) == [os.path.basename(mine)]
 
 
-# ---- checkpoints ------------------------------------------------------------------------------
-@pytest.mark.parametrize("first, second", [
-    ({"zero_stage": 3, "offload": "nvme", "dp": 2}, {"dp": 2}),
-    ({"zero_stage": 2, "offload": "cpu"}, {"zero_stage": 3, "offload": "nvme"}),
-    ({"dp": 2}, {"zero_stage": 3, "offload": "nvme", "dp": 2, "precision": "fp32"}),
-    ({"zero_stage": 3, "offload": "cpu", "precision": "bf16"},
-     {"zero_stage": 1, "offload": "nvme", "precision": "bf16"}),
-], ids=said)  # fmt: skip
-def test_a_training_goes_on_on_other_tiers(run, model, tmp_path, first, second):
-    plans = [pl.Plan(**{"microbatches": 2, **how}) for how in (first, second)]
-    plans = [plan.replace(microbatches=4 // plan.dp) for plan in plans]
-    run(model, plans[0], steps=3, save=tmp_path / "saved")
-    report = run(model, plans[1], steps=2, resume=tmp_path / "saved", keep_state=True)
-    alone = pl.Plan(microbatches=4, precision=plans[0].precision)
-    whole = run(model, alone, steps=5, keep_state=True)
-    if alone.precision == "bf16":
-        states = [
-            {name: a for name, a in some.weights.items() if not name.endswith("qkv.bias")}
-            for some in (whole, report)
-        ]  # of the keys' bias the gradient is rounding alone, and AdamW divides by its size
-        gap, name = worst(*states)  # stages round their sums of micro-batches in other places
-        assert gap < 0.1, name
-    else:
-        assert_near(whole, report)
-
-
-def test_a_save_ends_a_delay_and_the_run_that_saves_goes_on_as_the_resumed_one(
-    run, model, tmp_path
-):
-    tiers = {"gradients": "cpu", "optimizer": "cpu", "delayed": True}
-    plan = pl.Plan(zero_stage=2, offload=tiers)
-    whole = run(model, plan, steps=5, save=tmp_path / "a", save_every=3, keep_state=True)
-    run(model, plan, steps=3, save=tmp_path / "b")
-    report = run(model, plan, steps=2, resume=tmp_path / "b", keep_state=True)
-    gap, name = worst(whole.weights, report.weights)
-    assert gap == 0.0, name
-    assert set(whole.copies["step"]) == set(range(5))
-
-
 # ---- lanes ------------------------------------------------------------------------------------
 def test_jobs_keep_their_order_and_come_after_what_they_need(recorder):
     from paralab.interpret.lanes import Lane
@@ -678,7 +317,7 @@ def test_jobs_keep_their_order_and_come_after_what_they_need(recorder):
         lane.close()
 
 
-def test_an_error_reaches_whoever_waits_and_what_comes_after_does_not_run(recorder):
+def test_an_error_reaches_what_waits_and_what_comes_after_does_not_run(recorder):
     from paralab.interpret.lanes import Lane
 
     lane, other, ran = Lane("disk", recorder), Lane("h2d", recorder), []
@@ -715,3 +354,57 @@ def test_threads_of_lanes_are_not_seen_by_the_ledger(recorder):
     with Ledger(recorder, device="cpu", limit=10_000):
         lane.submit(lambda: seen.append(torch.ones(10**6).sum())).wait()
     assert seen[0] == 10**6 and threading.active_count() > 1
+
+
+def test_waiting_for_the_last_of_a_chain_is_waiting_for_all_of_it(recorder):
+    from paralab.interpret.lanes import Lane
+
+    lanes, done = [Lane(name, recorder) for name in ("disk", "host", "d2h")], []
+    jobs = []
+    for number in range(60):
+        after = jobs[-1:] + jobs[-7:-6]
+
+        def work(number=number, after=tuple(after)):
+            assert all(other.done.is_set() for other in after)
+            done.append(number)
+
+        jobs.append(lanes[number % 3].submit(work, after=after))
+    jobs[-1].wait()
+    assert done == list(range(60)) and all(job.over for job in jobs)
+    recorder.end_step()
+    waits = recorder.tables()["spans"]["kind"].count("wait")
+    for job in jobs:
+        job.wait()  # nothing to wait for, and nothing in the picture
+    assert waits == 1 == recorder.tables()["spans"]["kind"].count("wait")
+    for lane in lanes:
+        lane.close()
+
+
+def test_a_job_frees_what_it_worked_on_before_it_says_that_it_is_done(recorder):
+    import weakref
+
+    import torch
+
+    from paralab.interpret.lanes import Lane
+
+    lane, alive = Lane("d2h", recorder), []
+    into = torch.empty(1000)
+    for _ in range(50):
+        source = torch.ones(1000)
+        alive.append(weakref.ref(source))
+        job = lane.submit(lambda source=source: into.copy_(source))
+        job.wait()
+        del source
+        assert alive[-1]() is None
+    lane.close()
+
+
+def test_a_limited_link_takes_the_time_that_its_bytes_would(recorder, monkeypatch):
+    from paralab.interpret import lanes
+
+    slept = []
+    monkeypatch.setattr(lanes.time, "sleep", slept.append)
+    lane = lanes.Lane("disk", recorder, bandwidth=1e3)
+    lane.submit(lambda: None, size=5000).wait()
+    assert len(slept) == 1 and 4.0 < slept[0] <= 5.0
+    lane.close()
