@@ -9,7 +9,7 @@ guard has to say of it. The guards:
     equal   gradients, or weights after SGD, differ from the reference's
     late    they do where a call's result is there when it is waited for, and not before
 
-A mutant swaps the code of the functions that it changes, where they are: so whoever has imported
+A mutant swaps the code of the functions that it changes, where they are: so all that has imported
 them runs it, and it is undone by putting the code back.
 """
 

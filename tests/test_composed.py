@@ -13,45 +13,37 @@ from typing import Any
 import pytest
 
 import paralab as pl
-from equality import TOLERANCE, assert_equal_state, references
-from pairwise import Case, cover
+from pairwise import cover
 from paralab.theory.traffic import BOOKKEEPING
+from together import Case, Trained
 
-STEPS, LR = 2, 0.5
+STEPS = 2
 LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
 CLUSTER = pl.Cluster(flops=1e11, memory_bandwidth=3e10, devices_per_node=8, intra=LINK, host=LINK,
                      disk=LINK, host_bandwidth=1e10)  # fmt: skip
 CALL = ["rank", "op", "axis", "ranks", "peer", "level", "phase", "payload_bytes", "wire_bytes"]
 COPY = ["rank", "lane", "op", "category", "bytes"]
-CASES = cover().cases
+CASES = [
+    Case(one.name, one.model, one.plan, (("clip_norm", one.clip_norm),)) for one in cover().cases
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 
 
 @pytest.fixture(scope="module")
-def expected(text):
-    """What each case trains, by one process for all of them."""
-    asked = [
-        {"model": one.model, "microbatches": one.plan.dp * one.plan.microbatches,
-         "microbatch_size": one.plan.microbatch_size, "steps": STEPS, "lr": LR, "data": text,
-         "precision": one.plan.precision, "clip_norm": one.clip_norm}
-        for one in CASES
-    ]  # fmt: skip
-    once = {repr(one): one for one in asked}
-    found = dict(zip(once, references(list(once.values())), strict=True))
-    return {one.name: found[repr(how)] for one, how in zip(CASES, asked, strict=True)}
+def trained(text) -> Trained:
+    return Trained(CASES, text)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda one: one.name)
+@pytest.fixture(params=CASES, ids=lambda one: one.name)
 def one(request) -> Case:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def report(run, one) -> pl.Report:
+@pytest.fixture
+def report(trained, one) -> pl.Report:
     """The case's one run."""
-    return run(one.model, one.plan, steps=STEPS, optimizer="sgd", lr=LR, clip_norm=one.clip_norm,
-               keep_state=True)  # fmt: skip
+    return trained[one]
 
 
 def rows(table: Any, columns: list[str], step: int) -> Counter:
@@ -62,10 +54,8 @@ def rows(table: Any, columns: list[str], step: int) -> Counter:
     return Counter(zip(*(table[column] for column in columns), strict=True))
 
 
-def test_gradients_weights_and_losses_are_those_of_one_process(report, expected, one):
-    alone, precision = expected[one.name], one.plan.precision
-    assert_equal_state(alone, report, precision=precision)
-    assert report.losses == pytest.approx(alone["losses"], rel=TOLERANCE[precision])
+def test_gradients_weights_and_losses_are_those_of_one_process(trained, one):
+    trained.assert_equals_the_reference(one)
 
 
 def test_every_call_and_every_copy_is_predicted(report, one):

@@ -7,27 +7,23 @@ case are trained one after the other by the same ranks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections import Counter
 
 import pytest
 
 import paralab as pl
-from equality import assert_equal_state, references
+from equality import assert_equal_state
 from mutants import CASES, FROZEN, MUTANTS, applied
 from paralab.interpret.traffic import rows
-from paralab.launch import launch_program
 from paralab.programs.checks import check
 from paralab.programs.compile import compiled
-from paralab.report.merge import whole_model
 from tests.oracles import MACHINE, load
+from together import Case, Trained, in_turn, reports
 
 SPEC = pl.ModelSpec(layers=2, hidden=48, heads=4, seq_len=24, vocab=260)
-STEPS, LR = 2, 0.5
 PARTS = ("model", "interpret", "programs", "parallel")
 GUARDS = ("check", "frozen", "equal", "late")
-STATES = ("gradients", "weights")
 
 
 def of_guard(guard: str) -> list[str]:
@@ -103,34 +99,19 @@ def test_a_mutant_sends_something_else(name):
 
 
 # ---- on ranks ------------------------------------------------------------------------------------
-def trained(context, model, jobs, settings, late):
-    """Weights and gradients after each of some (plan, mutant), one after the other."""
-    import torch.distributed as dist
+def mutated(names, late):
+    """`in_turn`, each training by the source that its mutant leaves."""
 
-    from paralab.interpret.train import train
+    def program(context, jobs):
+        @contextlib.contextmanager
+        def around(number):
+            late_too = delivered_late() if late else contextlib.nullcontext()
+            with applied(MUTANTS.get(names[number])), late_too:
+                yield
 
-    dist.new_group = remembered(dist.new_group)
-    found = []
-    for number, (plan, mutant) in enumerate(jobs):
-        store = dist.PrefixStore(str(number), context.store)  # strict mode counts its calls there
-        own = dataclasses.replace(context, store=store)
-        with applied(mutant), delivered_late() if late else contextlib.nullcontext():
-            part = train(own, model, plan, steps=STEPS, lr=LR, keep_state=True, **settings)
-        found.append({state: part[state] for state in STATES})
-    return found
+        return in_turn(context, jobs, around)
 
-
-def remembered(new_group):
-    """The same ranks' group is made once."""
-    made = {}
-
-    def group(ranks):
-        key = tuple(ranks)
-        if key not in made:
-            made[key] = new_group(ranks)
-        return made[key]
-
-    return group
+    return program
 
 
 @contextlib.contextmanager
@@ -168,58 +149,30 @@ def delivered_late():
 
 
 @pytest.fixture(scope="module")
-def expected(text):
-    """Per case what the reference says; without those that are compared with another plan."""
-    asked = {}
-    for case in dict.fromkeys(cases_of("equal") + cases_of("late")):
-        how, (model, plan) = CASES[case], of_case(case)
-        if how.optimizer == "sgd":
-            asked[case] = {
-                "model": model,
-                "microbatches": plan.dp * plan.microbatches,
-                "microbatch_size": plan.microbatch_size,
-                "precision": plan.precision,
-                "clip_norm": how.clip_norm,
-                "steps": STEPS,
-                "lr": LR,
-                "data": text,
-            }
-    return dict(zip(asked, references(list(asked.values())), strict=True))
-
-
-@pytest.fixture(scope="module")
-def compare(expected, text, tmp_path_factory):
+def compare(text):
     """Holds what a mutant of a case, or the unchanged source, leaves against the reference."""
-    known = {}
+    cases = {
+        name: Case(
+            name, *of_case(name), (("clip_norm", how.clip_norm), ("optimizer", how.optimizer))
+        )
+        for name, how in CASES.items()
+    }
+    reference = Trained(
+        [cases[n] for n in dict.fromkeys(cases_of("equal") + cases_of("late"))], text
+    )
+    expected: dict[str, dict] = {}
+    known: dict[tuple[str, str], dict] = {}
 
-    def run(guard: str, case: str) -> dict[str | None, dict]:
-        how, (model, plan) = CASES[case], of_case(case)
+    def run(guard: str, case: str) -> dict[str | None, pl.Report]:
+        one, late = cases[case], guard == "late"
         names = [None, *(name for name in of_guard(guard) if MUTANTS[name].case == case)]
-        jobs = [(plan, MUTANTS.get(name)) for name in names]
-        if case not in expected:  # the same without offload, as the last job
-            jobs.append((plan.replace(offload=None), None))
-        settings = {
-            "optimizer": how.optimizer,
-            "clip_norm": how.clip_norm,
-            "data": str(text),
-            "seed": 0,
-            "offload_folder": str(tmp_path_factory.mktemp("files")),
-        }
-        late = guard == "late"
-        args = (model, jobs, settings, late)
-        parts = launch_program(trained, plan.world_size, args, device="cpu", strict=late)
-        made = []
-        for number in range(len(jobs)):
-            held = {
-                state: {
-                    rank: part[number][state]
-                    for rank, part in enumerate(parts)
-                    if part[number][state] is not None
-                }
-                for state in STATES
-            }
-            made.append({state: whole_model(held[state], plan, model) for state in STATES})
-        expected.setdefault(case, made[-1])
+        jobs = [(one.model, one.plan, one.settings)] * len(names)
+        if CASES[case].optimizer == "sgd":
+            expected[case] = reference.alone(one)
+        else:  # the same without offload, as the last job
+            jobs.append((one.model, one.plan.replace(offload=None), one.settings))
+        made = reports(jobs, text, strict=late, program=mutated([*names, None], late))
+        expected.setdefault(case, vars(made[-1]))
         return dict(zip(names, made, strict=False))
 
     def compare(guard: str, case: str, name: str | None) -> None:
