@@ -1,16 +1,14 @@
 """What the core predicted, held and trained before it was rewritten, frozen as data.
 
 `plans.json.gz` has legal plans, each with the messages, the copies, the bytes and the step time
-that belong to it; `losses.json` has the bits of a few losses. Both were written once, by the core
-that they describe, which is gone. A new core is held against them, so they are data to keep.
+that belong to it. It was written once, by the core that it describes, which is gone. A new core is
+held against it, so it is data to keep.
 """
 
 from __future__ import annotations
 
-import functools
 import gzip
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from typing import Any
 import paralab as pl
 
 FOLDER = Path(__file__).parent
-PLANS, LOSSES = FOLDER / "plans.json.gz", FOLDER / "losses.json"
+PLANS = FOLDER / "plans.json.gz"
 
-# Nodes of two devices: a plan's groups lie inside a node, or reach over two, or over four. The five
+# Nodes of two devices: a plan's groups are inside a node, or reach over two, or over four. The five
 # links differ in both numbers, so that no time can come from the wrong one.
 MACHINE = pl.Cluster(
     name="oracles",
@@ -51,8 +49,6 @@ class Oracle:
                each message in launch order, without the phases "control" and "setup"
     copies     of every rank (lane, op, category, bytes) of each copy between tiers, in order
     memory     {rank: its bytes in a dry run on fake tensors} of the first rank and the last
-    ran        {rank: (calls, copies)} of the same ranks as a run makes them. In a few plans that is
-               in another order than predicted
     step_time  seconds on MACHINE
     """
 
@@ -65,7 +61,6 @@ class Oracle:
     calls: list[list[Call]]
     copies: list[list[Copy]]
     memory: dict[int, dict[str, Any]]
-    ran: dict[int, tuple[list[Call], list[Copy]]]
     step_time: float
 
 
@@ -74,23 +69,10 @@ def load() -> list[Oracle]:
     return [_oracle(entry) for entry in json.loads(gzip.decompress(PLANS.read_bytes()))]
 
 
-@functools.cache
-def losses() -> dict[str, Any]:
-    """Losses as text that `float.fromhex` reads, and what they were made with."""
-    return json.loads(LOSSES.read_text())
-
-
 def unfolded(table: list[list[Any]], rows: list[list[int]]) -> list[list[tuple[Any, ...]]]:
     """Of every rank its rows, each of which was kept as a number in a table of distinct ones."""
     made = [tuple(tuple(x) if isinstance(x, list) else x for x in row) for row in table]
     return [[made[number] for number in rank] for rank in rows]
-
-
-def folded(rows: Iterable[Iterable[tuple[Any, ...]]]) -> tuple[list[Any], list[list[int]]]:
-    """The inverse of `unfolded`: most rows of a step are there once for each block and batch."""
-    numbers: dict[tuple[Any, ...], int] = {}
-    found = [[numbers.setdefault(row, len(numbers)) for row in rank] for rank in rows]
-    return list(numbers), found
 
 
 def calls_of(report: pl.Report) -> list[list[Call]]:
@@ -117,12 +99,6 @@ def copies_of(report: pl.Report) -> list[list[Copy]]:
 def _oracle(entry: dict[str, Any]) -> Oracle:
     calls = unfolded(entry["calls"], entry["rows"])
     copies = unfolded(entry["moves"], entry["copies"])
-    asked = [int(rank) for rank, held in entry["memory"].items() if "refused" not in held]
-    ran = {rank: (calls[rank], copies[rank]) for rank in asked}
-    for rank, other in entry["ran"].items():
-        (sent,) = unfolded(entry["calls"], [other["rows"]])
-        (moved,) = unfolded(entry["moves"], [other["copies"]])
-        ran[int(rank)] = (sent, moved)
     return Oracle(
         name=entry["name"],
         source=entry["source"],
@@ -133,6 +109,5 @@ def _oracle(entry: dict[str, Any]) -> Oracle:
         calls=calls,
         copies=copies,
         memory={int(rank): held for rank, held in entry["memory"].items()},
-        ran=ran,
         step_time=entry["step_time"],
     )
