@@ -208,7 +208,7 @@ def test_gradients_of_other_axes_are_not_added_up():
     assert "one is partial over dp, the other over no axis" in said
 
 
-def test_shares_that_nobody_gathers_are_refused():
+def test_shards_that_are_not_gathered_are_refused():
     program = program_of(PLANS["ZeRO-1"], final=False)
     (code,) = program.codes
     position = of(code, ALL_GATHER)[0]

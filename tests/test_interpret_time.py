@@ -326,7 +326,7 @@ def test_a_job_begins_when_its_lane_is_free_and_what_it_needs_is_there():
 
 @pytest.mark.parametrize(("host", "at_once", "delayed"), [(3.0, 13.0, 10.0), (12.0, 22.0, 12.0)])
 def test_a_delayed_update_runs_beside_the_next_step(costly, host, at_once, delayed):
-    """The device computes for 10 s. Its step ends with the host's update, or goes on beside the one
+    """The device computes for 10 s. Its step ends with the host's update, or runs next to the one
     before and waits for that at its end.
     """
     costly(forward=4.0, backward=6.0)
@@ -337,7 +337,7 @@ def test_a_delayed_update_runs_beside_the_next_step(costly, host, at_once, delay
         assert time(compiled(MODEL, plan), links).seconds == pytest.approx(step, rel=1e-3)
 
 
-# ---- nobody can go on ----------------------------------------------------------------------------
+# ---- no rank can go on ---------------------------------------------------------------------------
 def stuck(*codes: Code, plan: pl.Plan | None = None) -> str:
     with pytest.raises(ValueError) as error:
         time(by_hand(plan or pl.Plan(pp=len(codes)), *codes), cluster())
@@ -359,7 +359,7 @@ def test_a_deadlock_says_which_rank_waits_for_which(seconds):
     assert said.endswith("from rank 0, which rank 0 has not come to")
 
 
-def test_a_message_that_nobody_sends_or_receives_is_named(seconds):
+def test_a_message_without_a_sender_or_a_receiver_is_named(seconds):
     assert "rank 0 waits for RECEIVE" in stuck(receives(source=1, count=1), [])
     assert "which rank 1 never sends" in stuck(receives(source=1, count=1), [])
     said = stuck(messages(to=1, count=2), receives(source=0, count=1))

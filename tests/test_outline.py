@@ -1,26 +1,19 @@
 """A step in outline says what the full simulation says: bytes, memory, time, and every picture.
 
-And what a folded program is put together from is the list that was never folded.
+The full one is of the list that was never folded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from functools import cache
-from typing import Any
 
 import pytest
 
 import paralab as pl
 from paralab.interpret import outline
 from paralab.interpret.predict import predict
-from paralab.parallel.lowering import lower
 from paralab.parallel.schedules import Action, one_f_one_b
-from paralab.programs.compile import compiled, laid_out
-from paralab.programs.fold import END, FEW, LIKE_ALL, Folded, _plain, folds
-from paralab.programs.instructions import RECEIVE, SEND, WAIT, Code, Instr
-from paralab.spec.forms import make_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256, attention="explicit")
@@ -53,40 +46,26 @@ def mixed(pp, microbatches):
 DELAYED = {"gradients": "cpu", "optimizer": "cpu", "delayed": True}
 PLANS = {
     "one device": {"microbatches": 8},
-    "naive": {"dp": 4, "microbatches": 4, "grad_sync": "naive"},
     "bucketed": {"dp": 4, "grad_sync": "bucketed"},
-    "overlapped": {"dp": 3, "microbatches": 2, "bucket_bytes": 20_000},
     "1f1b": {"pp": 4, "microbatches": 8},
-    "1f1b, m < p": {"pp": 4, "microbatches": 3},
     "gpipe": {"pp": 4, "microbatches": 8, "schedule": "gpipe"},
     "naive pipeline": {"pp": 4, "microbatches": 4, "schedule": "naive"},
     "interleaved": {"pp": 4, "microbatches": 8, "schedule": "interleaved", "virtual_stages": 2},
     "zb-h1": {"pp": 4, "microbatches": 8, "schedule": "zb-h1"},
     "zb-h2": {"pp": 4, "dp": 2, "microbatches": 8, "schedule": "zb-h2"},
-    "dp and pp": {"dp": 2, "pp": 2, "microbatches": 8, "bucket_bytes": 20_000},
     "three axes": {"dp": 2, "tp": 2, "pp": 2, "microbatches": 6},
     "nodes cut through groups": {"dp": 3, "tp": 2, "pp": 4, "microbatches": 6},
-    "sequence": {"tp": 2, "pp": 2, "microbatches": 6, "sequence_parallel": True},
-    "2d": {"tp": 4, "microbatches": 2, "tp_mode": "2d", "microbatch_size": 4},
-    "2.5d": {"tp": 8, "microbatches": 2, "tp_mode": "2.5d", "microbatch_size": 4},
-    "3d": {"tp": 8, "microbatches": 2, "tp_mode": "3d", "microbatch_size": 4},
-    "2d, pipeline": {"tp": 4, "pp": 2, "microbatches": 6, "tp_mode": "2d", "microbatch_size": 4},
     "2.5d, many": {"tp": 4, "dp": 2, "microbatches": 6, "tp_mode": "2.5d", "microbatch_size": 4,
                    "zero_stage": 1},
     "3d, zb-h1": {"tp": 8, "pp": 2, "microbatches": 6, "tp_mode": "3d", "microbatch_size": 4,
                   "schedule": "zb-h1", "recompute": "full"},
-    "zero 1": {"dp": 4, "microbatches": 4, "zero_stage": 1},
     "zero 2": {"dp": 4, "microbatches": 6, "zero_stage": 2, "bucket_bytes": 20_000},
     "zero 3": {"dp": 4, "microbatches": 6, "zero_stage": 3},
-    "zero 3, no prefetch": {"dp": 4, "microbatches": 6, "zero_stage": 3, "prefetch": 0},
-    "hsdp": {"dp": 4, "shard": 2, "microbatches": 6, "zero_stage": 3},
     "zero 1, interleaved": {"dp": 2, "pp": 4, "microbatches": 8, "schedule": "interleaved",
                             "virtual_stages": 2, "zero_stage": 1},
-    "zero 2 and pp": {"dp": 2, "pp": 2, "microbatches": 8, "zero_stage": 2},
     "zero 3 and pp": {"dp": 2, "pp": 2, "microbatches": 8, "zero_stage": 3},
     "full": {"tp": 2, "microbatches": 6, "recompute": "full", "partition_activations": True},
     "selective": {"pp": 2, "microbatches": 6, "recompute": "selective"},
-    "optimizer on the host": {"microbatches": 6, "zero_stage": 1, "offload": "cpu"},
     "all on the host": {"dp": 2, "microbatches": 6, "zero_stage": 3, "offload": "cpu"},
     "all in files": {"dp": 2, "microbatches": 6, "zero_stage": 3, "offload": "nvme"},
     "inputs on the host": {"pp": 2, "microbatches": 6, "recompute": "full",
@@ -94,17 +73,12 @@ PLANS = {
     "delayed": {"microbatches": 6, "zero_stage": 2, "offload": DELAYED},
     "relay": {"microbatches": 6, "zero_stage": 3, "offload": "cpu", "schedule": "l2l",
               "recompute": "full"},
-    "bf16": {"dp": 2, "pp": 2, "microbatches": 5, "precision": "bf16"},
-    "fp16, zero 1": {"dp": 2, "pp": 2, "microbatches": 5, "precision": "fp16", "zero_stage": 1},
     "many": {"pp": 4, "microbatches": 40},
-    "many in buckets": {"dp": 2, "microbatches": 12, "bucket_bytes": 20_000},
     "many, zero 3": {"dp": 2, "pp": 2, "microbatches": 20, "zero_stage": 3, "prefetch": 2},
     "many, interleaved": {"pp": 2, "tp": 2, "microbatches": 16, "schedule": "interleaved",
                           "virtual_stages": 2},
-    "second copy": {"dp": 4, "zero_stage": 3, "secondary_shard": 2, "microbatches": 6},
     "zb-h1, sequence": {"dp": 2, "tp": 2, "pp": 2, "microbatches": 6, "schedule": "zb-h1",
                         "sequence_parallel": True, "zero_stage": 1},
-    "zb-h1, full": {"pp": 4, "microbatches": 8, "schedule": "zb-h1", "recompute": "full"},
     "gradients on the host": {"dp": 2, "pp": 2, "microbatches": 6, "zero_stage": 2,
                               "offload": "cpu"},
     "own schedule": {"pp": 2, "microbatches": 7, "schedule": mixed},
@@ -171,7 +145,7 @@ def test_a_step_takes_as_long_as_with_every_call_and_has_the_same_bubble(name, l
     if links == "shared":  # posting counts as one, too
         near = dict.fromkeys(("waiting", "optimizer"), one["step time"])
         near["of it hidden behind compute"] = near["of the copies hidden behind compute"] = 100
-    if calls.plan.tp > 1:  # calls inside actions are counted one by one, messages beside them
+    if calls.plan.tp > 1:  # calls inside actions are counted one by one, messages next to them
         near["communication in flight"] = 0.04 * one["communication in flight"]
         near["of it hidden behind compute"] = 100 if links == "shared" else 2.0
     for quantity, value in one.items():
@@ -188,75 +162,6 @@ def test_an_outline_is_of_the_slowest_pipeline_where_only_some_cross_nodes(links
     tied = calls.collectives[calls.collectives["phase"] == "tied"]
     assert set(tied["level"]) == {"intra", "inter"}
     assert actions.step_time == pytest.approx(calls.step_time, rel=1e-9)
-
-
-# ---- folded equals flat --------------------------------------------------------------------------
-def unfolded(folded: Folded, rank: int) -> Code:
-    """A rank's list, put together from the actions of a few micro-batches in the order of its
-    schedule; without the numbers of micro-batches.
-    """
-    plan, lists = folded.program.plan, folded.lists[folded.like[rank]]
-    # Of a message or a WAIT for one, by its way; of an action the WAIT for what it receives.
-    known = {
-        label: _plain(ins)
-        for ins, label in zip(lists.program.codes[lists.rank], lists.labels, strict=True)
-        if label != END and (label[0] in (SEND, RECEIVE, WAIT) or ins.at == RECEIVE)
-    }
-    made: Code = []
-    count: Counter[tuple[str, int]] = Counter()
-    sent: dict[int, tuple] = {}  # to which peer: the WAIT for the last one
-
-    def act(key: Any, waits: list[Any]) -> None:
-        before, behind = lists.turns[key]
-        made.extend([*before, *(known[wait] for wait in waits), *behind])
-
-    rows = lower(make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages))
-    for step in rows[rank]:
-        chunk = step.stage // plan.pp
-        if isinstance(step, Action):
-            done = count[step.kind, chunk]
-            count[step.kind, chunk] += 1
-            few = FEW - 1 if done == plan.microbatches - 1 else min(done, LIKE_ALL)
-            key = step.kind, chunk, few
-            act(key, [key] if key in lists.waits else [])
-            continue
-        way = "x" if step.what == "F" else "g", chunk
-        if step.kind == "recv":
-            made.append(known[RECEIVE, *way])
-            continue
-        if step.peer in sent:
-            made.append(known[sent.pop(step.peer)])
-        sent[step.peer] = WAIT, *way
-        made.append(known[SEND, *way])
-    act(END, list(sent.values()))
-    return made
-
-
-def said(ins: Instr, alone: bool) -> tuple:
-    """What an instruction does; to which ops, units and peers if it is of the very rank. Gathers of
-    a unit have a number each, like micro-batches.
-    """
-    values = [[v[: 1 + alone] for v in some] for some in (ins.reads, ins.writes, ins.frees)]
-    return ins.op, ins.lane, ins.phase, *values, *((ins.at, ins.unit, ins.peer) if alone else ())
-
-
-FOLDED = [name for name, plan in PLANS.items() if folds(pl.Plan(**plan))]
-
-
-@pytest.mark.parametrize("name", FOLDED)
-def test_folded_actions_in_the_order_of_the_schedule_are_the_list_that_was_never_folded(name):
-    plan = pl.Plan(**PLANS[name])
-    model = DEEP if plan.stages > 4 else MODEL
-    folded = Folded(laid_out(model, plan, optimizer="adamw", clips=False))
-    flat = compiled(model, plan).codes
-    for rank, code in enumerate(flat):
-        alone = folded.like[rank] == rank  # else its kind's list is of another's ops
-        for mine, theirs in zip(unfolded(folded, rank), code, strict=True):
-            assert said(mine, alone) == said(_plain(theirs), alone)
-
-
-def test_most_plans_are_folded():
-    assert len(FOLDED) > len(PLANS) / 2 and "own, backward whole" in FOLDED
 
 
 # ---- pictures ------------------------------------------------------------------------------------

@@ -92,24 +92,6 @@ def test_an_all_reduce_written_as_two_calls_trains_as_one_process(train, text):
     assert "all_reduce" not in set(report.collectives["op"])
 
 
-def test_passes_follow_each_other(train):
-    halves = [
-        lambda program, odd=odd: program.replace(
-            insert(
-                program.code,
-                {
-                    at: [all_reduce(unit) for unit in units if unit % 2 == odd]
-                    for at, units in completed(program.code).items()
-                },
-            )
-        )
-        for odd in (0, 1)
-    ]
-    report = train(pl.Plan(dp=2, **LEFT, passes=tuple(halves)))
-    assert np.isfinite(report.losses).all()
-    assert "never summed" in refusal(halves[0])
-
-
 def fused(program):
     """Each unit is updated as soon as its gradient is summed, inside backward."""
     updates = {ins.unit: ins for ins in program.code if ins.op == UPDATE}
@@ -141,18 +123,6 @@ def test_an_own_schedule_runs_is_predicted_and_printed(train, text):
     cluster = pl.Cluster.preset("dgx-a100")
     times = [predict(SPEC, some, cluster).step_time for some in (plan, named)]
     assert times[0] == times[1] > 0
-
-
-def test_a_pass_is_predicted_as_what_it_does():
-    cluster = pl.Cluster.preset("dgx-a100")
-    settings = {"dp": 4, **LEFT}
-    mine = predict(SPEC, pl.Plan(**settings, passes=(my_sync,)), cluster)
-    named = {
-        form: predict(SPEC, pl.Plan(**settings | {"grad_sync": form}), cluster)
-        for form in ("overlapped", "naive")
-    }
-    assert mine.step_time == named["overlapped"].step_time < named["naive"].step_time
-    assert mine.traffic(by="op").equals(named["overlapped"].traffic(by="op"))
 
 
 # ---- what is refused -----------------------------------------------------------------------------

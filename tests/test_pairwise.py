@@ -27,7 +27,7 @@ def test_every_pair_is_in_a_plan_or_on_the_list_of_those_that_cannot_be():
 
 
 def test_no_legal_plan_drawn_at_random_has_a_pair_that_cannot_be():
-    """The search follows what refusals say; this one asks nobody."""
+    """The search follows what refusals say; this one does not."""
     draw, legal, never = random.Random(1), 0, cover().impossible
     for _ in range(20_000):
         values = {name: draw.choice(options) for name, options in SETTINGS.items()}

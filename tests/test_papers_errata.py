@@ -1,4 +1,4 @@
-"""The list of errata, and what presets of clusters say beside datasheets."""
+"""The list of errata, and what presets of clusters say next to datasheets."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def model(layers: int, vocab: int = 256) -> pl.ModelSpec:
 
 
 def costs_of(spec: pl.ModelSpec, stages: list[tuple[str, ...]]) -> list[float]:
-    """Of matrix products alone: what the ops count beside them is the same in every block."""
+    """Of matrix products alone: what the ops count besides is the same in every block."""
     cost = {"embedding": 0, "head": head_flops(spec, 1)}
     return [sum(cost.get(name, block_flops(spec, 1)) for name in stage) for stage in stages]
 
@@ -43,7 +43,7 @@ def test_the_dearest_stage_is_as_cheap_as_any_cut_can_make_it(layers, stages, vo
     assert max(costs_of(spec, found)) == pytest.approx(best, rel=1e-12)
 
 
-def test_equal_blocks_are_dealt_equally_and_what_is_left_over_goes_to_later_stages():
+def test_equal_blocks_are_spread_equally_and_the_rest_goes_to_later_stages():
     assert [len(stage) for stage in partition(model(8), 4)] == [3, 2, 2, 3]
     counts = [sum(n.startswith("blocks") for n in stage) for stage in partition(model(7), 3)]
     assert counts == [2, 3, 2]  # the head sits on the last one
@@ -52,11 +52,3 @@ def test_equal_blocks_are_dealt_equally_and_what_is_left_over_goes_to_later_stag
 def test_a_dear_head_takes_blocks_off_its_stage():
     stages = partition(model(8, vocab=20_000), 4)
     assert stages[-1] == ("blocks.7", "head")
-
-
-def test_the_largest_model_is_cut_in_a_moment():
-    import time
-
-    began = time.thread_time()
-    assert len(partition(pl.ModelSpec.preset("ptdp-1t"), 64)) == 64
-    assert time.thread_time() - began < 5

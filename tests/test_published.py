@@ -1,4 +1,4 @@
-"""Predictions beside iterations that others measured on A100s, and beside one rate for all."""
+"""Predictions next to iterations that others measured on A100s, and next to one rate for all."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ class Machine:
         self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor], chain: Chain,
         place: int, knows: dict[str, int],
     ) -> None:  # fmt: skip
-        """An operation on a chain looks for what may still be under way on others."""
+        """An operation on a chain looks for what may still be in flight on others."""
         with self.lock:
             for tensors, write in ((reads, False), (writes, True)):
                 for tensor in tensors:
