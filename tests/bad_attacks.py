@@ -36,10 +36,7 @@ def _one_step(group, chunks, at, left, right):
 def ring_waits_at_the_end(group, tensor):
     """Sends in step s + 1 what step s may not have brought yet."""
     n, r, left, right, chunks = _around(group, tensor)
-    sent = [
-        _one_step(group, chunks, r - s, left, right)
-        for s in range(n - 1)
-    ]
+    sent = [_one_step(group, chunks, r - s, left, right) for s in range(n - 1)]
     for pending in sent:
         pending.wait()
 

@@ -41,7 +41,11 @@ RING = [  # answer, limits it breaks, words of the verdict
     (bad.ring_one_step_short, {"result"}, "n=3: rank 0, chunk 2"),
     (bad.ring_only_powers_of_two, {"result"}, "n=3: rank 0, chunk 0"),
     (bad.ring_by_collective, {"calls", "extra memory"}, "calls group.all_gather"),
-    (bad.ring_behind_the_back, {"result"}, "n=2: rank 0 raised RuntimeError: broadcast goes to torch"),
+    (
+        bad.ring_behind_the_back,
+        {"result"},
+        "n=2: rank 0 raised RuntimeError: broadcast goes to torch",
+    ),
     (bad.ring_in_small_pieces, {"simulated time"}, "n=2: 96.0 µs of 36.0 µs"),
     (bad.ring_sends_first, {"result"}, "each send needs its receive in the same exchange"),
     (bad.ring_waits_for_nobody, {"result"}, "nothing moves any more: rank 1 in exchange"),
@@ -50,7 +54,11 @@ RING = [  # answer, limits it breaks, words of the verdict
     # right by luck, around the ledger, for one size
     (attacks.ring_waits_at_the_end, {"result"}, "of send #1 was changed before it was waited for"),
     (attacks.ring_sleeps, {"result"}, "n=2: rank 0 never waits for send #0"),
-    (attacks.ring_changes_what_it_sends, {"result"}, "of send #0 was changed before it was waited for"),
+    (
+        attacks.ring_changes_what_it_sends,
+        {"result"},
+        "of send #0 was changed before it was waited for",
+    ),
     (attacks.ring_numpy_copy, {"extra memory"}, "n=2: rank 0 takes 60,"),
     (attacks.ring_decoy, {"result"}, "n=2: rank 0 raised RuntimeError: broadcast goes to torch"),
     (attacks.ring_control, {"calls", "extra memory"}, "calls group.all_gather"),

@@ -34,7 +34,7 @@ def cluster():
 
 
 # ---- bytes ------------------------------------------------------------------------------------
-SMALL = pl.ModelSpec(layers=3, hidden=96, heads=4, seq_len=48)
+SMALL = pl.ModelSpec(layers=3, hidden=96, heads=4, seq_len=48, attention="explicit")
 
 
 def test_four_bytes_a_parameter_is_what_zero_offload_moves():

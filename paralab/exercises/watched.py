@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import paralab
 from paralab.checks import illegal
-from paralab.comm import Group
+from paralab.comm import Group, Pending
 from paralab.instruments.memory import PeakMemory
 from paralab.instruments.recorder import Recorder
-from paralab.pending import Pending
 from paralab.ranks.failure import describe
 from paralab.strict import Strict
+from paralab.transports import Call, Posted, Transport
 
 BLOCK = 4096  # bytes: smaller Python objects are not counted, a rank makes some of its own
 OURS = str(Path(paralab.__file__).parent)
@@ -111,63 +111,72 @@ class Watched(Group):
 
     def __init__(self, group: Group, watch: Watch, number: int) -> None:
         self.__dict__.update(group.__dict__)
-        self.watch, self.number = watch, number
+        self.group, self.watch, self.number = group, watch, number
+        self.transport = Late(group.transport, watch)
         self._strict = Strict(self.context, axis=f"{self.axis} of answer {number}")
 
     def subgroup(self, ranks: Sequence[int], *, axis: str) -> Group | None:
-        made = super().subgroup(ranks, axis=axis)
+        made = self.group.subgroup(ranks, axis=axis)
         return made and Watched(made, self.watch, self.number)
 
-    def _launch(
-        self,
-        ops: list[tuple[str, int, int]],
-        phase: str | None,
-        tensors: list[Tensor],
-        post: Callable,
-        writes: list[Tensor],
-        reads: Sequence[Tensor],
-        finish: Callable | None,
-        stream: Any,
+    def _noted(
+        self, posted: Posted, op: str, rows: list[tuple[str, int, int]], phase: str | None
     ) -> Pending:
-        watch, call = self.watch, f"{ops[0][0]} #{self._calls}"
-        for tensor in tensors:
+        barrier = phase == "control" and sum(size for _, size, _ in rows) <= 8
+        return super()._noted(posted, op, rows, "control" if barrier else self.watch.label)
+
+
+class Late:
+    """A transport that works on copies, and delivers them at the end. See [Note: late]."""
+
+    def __init__(self, transport: Transport, watch: Watch) -> None:
+        self.transport, self.watch = transport, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    def post(self, call: Call) -> Posted:
+        watch, name = self.watch, f"{call.ways[0][0] if call.ways else call.op} #{call.number}"
+        for tensor in call.tensors:
             if not tensor.is_contiguous():
-                raise illegal(call, tuple(tensor.shape), "not contiguous", "tensor.contiguous()")
-        small = phase == "control" and sum(size for _, size, _ in ops) <= 8  # a barrier
+                raise illegal(name, tuple(tensor.shape), "not contiguous", "tensor.contiguous()")
         key = len(watch.open) and max(watch.open) + 1
-        written = {id(tensor) for tensor in writes}
-        kept = {id(tensor) for tensor in reads} | ({id(t) for t in tensors} - written)
+        filled = [any(tensor is other for other in call.fills) for tensor in call.tensors]
+        read = [
+            not new or any(tensor is other for other in call.reads)
+            for tensor, new in zip(call.tensors, filled, strict=True)
+        ]
         with _disable_current_modes():
-            given = [tensor.detach() for tensor in tensors]
+            given = [tensor.detach() for tensor in call.tensors]
             copies = [tensor.clone() for tensor in given]
-            before = [
-                tensor.clone() if id(own) in kept else None
-                for own, tensor in zip(tensors, given, strict=True)
-            ]
-            arrives = [id(tensor) in written for tensor in tensors]
+            before = [t.clone() if kept else None for t, kept in zip(given, read, strict=True)]
+            to = {id(tensor): copy for tensor, copy in zip(call.tensors, copies, strict=True)}
+            posted = self.transport.post(
+                call._replace(
+                    tensors=copies,
+                    fills=[to[id(tensor)] for tensor in call.fills],
+                    reads=[to[id(tensor)] for tensor in call.reads],
+                )
+            )
 
         def arrive() -> None:
             del watch.open[key]
+            if posted.finish is not None:
+                posted.finish()
             with _disable_current_modes():
                 for now, was in zip(given, before, strict=True):
                     if was is not None and not torch.equal(_bits(now), _bits(was)):
                         raise RuntimeError(
-                            f"a tensor of {call} was changed before it was waited for"
+                            f"a tensor of {name} was changed before it was waited for"
                         )
-                for tensor, copy, new in zip(given, copies, arrives, strict=True):
+                for tensor, copy, new in zip(given, copies, filled, strict=True):
                     if new:
                         tensor.copy_(copy)
                 for some in (given, copies, before):
                     some.clear()
-            if finish is not None:
-                finish()
 
-        with _disable_current_modes():
-            pending = super()._launch(
-                ops, "control" if small else watch.label, copies, post, [], (), arrive, stream
-            )
-        watch.open[key] = call
-        return pending
+        watch.open[key] = name
+        return posted._replace(finish=arrive)
 
 
 def _bits(tensor: Tensor) -> Tensor:

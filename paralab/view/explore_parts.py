@@ -10,11 +10,10 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from paralab.parallel.schedules import SCHEDULES
-from paralab.report.metrics import reported_ranks
+from paralab.report.metrics import reported_ranks, utilisation
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
-from paralab.theory.utilisation import utilisation
 from paralab.view import naming
 from paralab.view.chart import Chart
 from paralab.view.sampling import spread

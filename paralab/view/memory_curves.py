@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal, whole
-from paralab.report.dry import CLOCK
-from paralab.report.tables import COMPUTE_KINDS, TIERS
+from paralab.report.tables import COMPUTE_KINDS, DRY, TIERS
 from paralab.view.marks.bars import by_category
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Curve(NamedTuple):
     @property
     def numbered(self) -> bool:
         """Whether times are numbers of what happens, in order, and no seconds."""
-        return self.report.clock == CLOCK
+        return self.report.clock == DRY
 
     @property
     def peak_at(self) -> int:
