@@ -37,7 +37,7 @@ def find() -> str | None:
 def _candidates() -> Iterator[str]:
     if chosen := os.environ.get("BROWSER_PATH"):
         yield chosen
-        return  # who names a browser does not want another one
+        return  # a browser that was named is not replaced by another
     yield from filter(None, map(shutil.which, NAMES))
     cache = os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright"
     yield from map(str, sorted(Path(cache).glob("chromium-*/chrome-linux*/chrome"), reverse=True))

@@ -178,4 +178,4 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.nbval_current_env = True
     # Less than pytest gives a test: a cell that hangs is interrupted, and named with its traceback.
     hang = float(config.getini("timeout"))
-    config.option.nbval_cell_timeout = config.option.nbval_kernel_startup_timeout = hang / 3
+    config.option.nbval_cell_timeout = config.option.nbval_kernel_startup_timeout = hang * 2 / 3
