@@ -98,9 +98,7 @@ test: $(READY_DEV)
 test-spawn: export PARALAB_START := spawn
 test-spawn: $(READY_DEV)
 	@$(PYTEST) tests/test_spawn.py tests/test_launch.py tests/test_launch_failures.py \
-	  tests/test_stop.py --timeout=900 --numprocesses=$(WORKERS) --dist=loadfile
-	@$(PY) -m pytest labs/00_*.ipynb labs/02_*.ipynb --nbval --nbval-current-env \
-	  --nbval-cell-timeout=600
+	  tests/test_stop.py labs/00_*.ipynb labs/02_*.ipynb --nbval --timeout=900 $(FILES)
 
 memory: $(READY_DEV)
 	@PARALAB_MEMORY_PLANS=200 PARALAB_MEMORY_SEARCHES=20 $(PYTEST) -k 'drawn or witness or limit' \

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import shutil
@@ -25,8 +24,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from paralab.instruments import calibrate, witness
+from paralab.instruments import calibrate, processors, witness
 from paralab.launch import MAX_RANKS
+from paralab.ranks.server import start_method
 from paralab.spec import Cluster
 from paralab.spec.cluster import available_cores
 from paralab.version import __version__
@@ -127,9 +127,10 @@ def examine(*, device: str = "cpu", timeout: float = TORCH_TIMEOUT) -> Machine:
         open_files=open_files(),  # the soft limit, and the hard one it may be raised to
         shm=folder("/dev/shm"),
         temp=folder(temp),
-        forkserver="forkserver" in multiprocessing.get_all_start_methods(),
+        forkserver=start_method() == "fork",
         private_network=private_network(),
         loopback_counter=counted is not None,
+        load_shown=processors.spent().total > 0,  # how busy other programs are
         browser=browser(),
     )
 
@@ -402,16 +403,19 @@ def _sentences(at: Machine) -> Iterator[tuple[str, str]]:
     enough = _cores_at_once(at) >= max(lab.ranks for lab in LABS)
     turns = "more ranks take turns, so look at the replayed clock, not at the wall's"
     yield "cores", f"{said}: {'every rank of every lab has one' if enough else turns}"
-    free = "" if at.free_memory is None else f", {_size(at.free_memory)} free"
+    free = ", how much of it is free is not shown here"
+    if at.free_memory is not None:
+        free = f", {_size(at.free_memory)} free"
     yield "memory", f"{_size(at.memory)}{free}: room for {_room_for_ranks(at)} ranks"
     yield "GPUs", _gpus(at.torch)
-    yield "links", _links(at.links)
+    unseen = "; how busy other programs are is not shown here, so measure when they are not"
+    yield "links", _links(at.links) + unseen * (not at.load_shown)
     yield "backends", ", ".join(at.torch["backends"]) or "none: torch has to be mended first"
     yield "open files", _open_files(at.open_files)
     yield "/dev/shm", "none" if at.shm is None else _room(at.shm)
     yield "temp folder", _temp(at.temp)
     warm = "from a warm server: a launch takes a tenth of a second"
-    cold = "started one by one, some seconds per launch: this system cannot fork them"
+    cold = "started one by one, some seconds per launch: they are not forked here"
     yield "ranks", warm if at.forkserver else cold
     said = "none that the kernel shows: lab 01's witness is Linux's, its other cells run"
     if at.loopback_counter:

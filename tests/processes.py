@@ -8,13 +8,12 @@ from collections.abc import Callable
 import psutil
 
 from paralab.launch import _house
-
-PATIENCE = 120.0  # seconds, against a hang: all that is waited for happens within ten
+from patience import HANG_S
 
 
 def until(condition: Callable[[], object]) -> bool:
     """Whether it becomes true in time."""
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + HANG_S
     while not condition() and time.monotonic() < give_up:
         time.sleep(0.01)
     return bool(condition())

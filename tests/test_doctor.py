@@ -39,6 +39,7 @@ LAPTOP = dict(
     forkserver=True,
     private_network=True,
     loopback_counter=True,
+    load_shown=True,
     browser="/usr/bin/chromium",
 )
 
@@ -127,7 +128,12 @@ def test_remarks_that_keep_nothing_from_running():
         (dict(private_network=False), "byte counter", "shared with other programs"),
         (dict(loopback_counter=False), "byte counter", "none that the kernel shows"),
         (dict(browser=None), "browser", "no chromium or Chrome"),
-        (dict(free_memory=None), "memory", "8.0 GB: room for 64 ranks"),
+        (
+            dict(free_memory=None),
+            "memory",
+            "8.0 GB, how much of it is free is not shown here: room",
+        ),
+        (dict(load_shown=False), "links", "how busy other programs are is not shown here"),
     ]
     for changes, what, sentence in cases:
         found = on(**changes)

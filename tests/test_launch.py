@@ -28,7 +28,8 @@ from paralab.launch import _House, _house, launch_program
 from paralab.ranks.server import START, WHEN_IDLE, kill, start_method
 from paralab.ranks.waits import Standing, sentence
 from paralab.ranks.watch import Run
-from processes import PATIENCE, below_the_server, is_alive, until
+from patience import HANG_S
+from processes import below_the_server, is_alive, until
 
 HERE = Path(__file__).parent
 LAUNCH = sys.modules["paralab.launch"]  # `pl.launch` is the function
@@ -95,7 +96,7 @@ def test_a_script_without_a_main_guard_just_works_and_stays_free_of_torch(tmp_pa
     )
     env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     run = subprocess.run(
-        [sys.executable, script], env=env, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, script], env=env, capture_output=True, text=True, timeout=HANG_S
     )
     assert (run.stdout, run.stderr) == ("once\ndone\n", "")
 

@@ -28,7 +28,8 @@ import paralab as pl
 from paralab.launch import OutOfMemory, launch_program
 from paralab.ranks import watch
 from paralab.ranks.server import start_method
-from processes import PATIENCE, below_the_server, marked, until
+from patience import HANG_S
+from processes import below_the_server, marked, until
 
 ROUNDS = 5
 HERE = Path(__file__).parent
@@ -434,13 +435,13 @@ class Kernel:
         self.manager.start_kernel(env=env, extra_arguments=["--HistoryManager.enabled=False"])
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=PATIENCE)
+        self.client.wait_for_ready(timeout=HANG_S)
 
     def run(self, code: str, on_print: Callable[[], None] = lambda: None) -> tuple[str, str, str]:
         """Execute a cell: what it printed, and its error's name and text."""
         message, shown, error = self.client.execute(code), "", ("", "")
         while True:
-            got = self.client.get_iopub_msg(timeout=PATIENCE)
+            got = self.client.get_iopub_msg(timeout=HANG_S)
             if got["parent_header"].get("msg_id") != message:
                 continue
             kind, content = got["msg_type"], got["content"]

@@ -16,7 +16,7 @@ from equality import TOLERANCE, assert_equal_state, references
 from pairwise import Case, cover
 from paralab.launch import _house
 from paralab.ranks.server import START
-from processes import PATIENCE
+from patience import HANG_S
 
 HERE = Path(__file__).parent
 STEPS, LR = 2, 0.5
@@ -92,7 +92,7 @@ def without_linux(*command: str) -> subprocess.CompletedProcess:
         env={**os.environ, "PYTHONPATH": path, START: "spawn"},
         capture_output=True,
         text=True,
-        timeout=5 * PATIENCE,
+        timeout=HANG_S,
     )
 
 
@@ -112,7 +112,10 @@ def test_the_doctor_names_what_is_left_out_without_linux() -> None:
     ran = without_linux("-m", "paralab", "doctor")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = {line[2:16].strip(): line[16:] for line in ran.stdout.splitlines()}
+    assert "how much of it is free is not shown here" in rows["memory"]
+    assert "how busy other programs are is not shown here" in rows["links"]
     assert rows["/dev/shm"] == "none"
+    assert rows["ranks"].startswith("started one by one, some seconds per launch")
     assert "none that the kernel shows: lab 01's witness is Linux's" in rows["byte counter"]
     assert "without O_DIRECT" in rows["temp folder"]
     assert "all labs run here" in ran.stdout.lower()

@@ -12,7 +12,8 @@ import pytest
 
 import paralab as pl
 from paralab.launch import _house, launch_program
-from processes import PATIENCE, below_the_server, until
+from patience import HANG_S
+from processes import below_the_server, until
 
 
 class Background:
@@ -31,7 +32,7 @@ class Background:
             self.ended = error
 
     def result(self) -> object:
-        self.thread.join(PATIENCE)
+        self.thread.join(HANG_S)
         assert not self.thread.is_alive(), "it has not ended"
         return self.ended
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import paralab as pl
-from processes import PATIENCE
+from patience import HANG_S
 
 MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24)
 SHAPE = ["--layers=2", "--hidden=40", "--heads=4", "--seq-len=24", "--microbatch-size=2",
@@ -51,7 +51,7 @@ def agents(*at_node: list[str], ends: int | None = None) -> list[tuple[int, str]
         for node in sorted(range(len(started)), key=lambda node: node != ends):
             if ends is not None and node != ends:
                 started[node].terminate()
-            said[node] = started[node].communicate(timeout=PATIENCE)[0]
+            said[node] = started[node].communicate(timeout=HANG_S)[0]
     finally:
         for agent in started:
             agent.kill()
@@ -135,7 +135,7 @@ def test_the_rank_that_says_why_goes_first(tmp_path):
 
     with rank("1") as silent:
         with rank("0") as speaker:
-            assert b"the plan needs 3 ranks" in speaker.communicate(timeout=PATIENCE)[1]
+            assert b"the plan needs 3 ranks" in speaker.communicate(timeout=HANG_S)[1]
         with pytest.raises(subprocess.TimeoutExpired):
             silent.wait(2.0)
         silent.terminate()
