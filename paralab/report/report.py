@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from paralab import checks
 from paralab.report import metrics
+from paralab.report.merge import merge
+from paralab.report.storage import load_folder, load_report, save, save_part
 from paralab.report.tables import DRY, Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Report(Tables):
-    """`Tables`, and what can be asked of them in one word: numbers, tables, figures, files."""
+    __doc__ = Tables.__doc__  # what the columns mean; the face adds what can be asked of them
 
     @classmethod
     def from_parts(
@@ -40,14 +42,8 @@ class Report(Tables):
         step 0 starts at 0. Raises ValueError if a rank is missing, is there twice, or if parts of
         different runs meet.
         """
-        from paralab.report.merge import merge
-
-        return cls(
-            clock="measured",
-            model=model,
-            plan=plan,
-            **merge(parts, plan=plan, meta=meta, model=model),
-        )
+        said = {"model": model, "plan": plan}
+        return cls(clock="measured", **said, **merge(parts, meta=meta, **said))
 
     # ---- one number ---------------------------------------------------------------------------
     @cached_property
@@ -163,8 +159,6 @@ class Report(Tables):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything as JSON, gzipped if ``path`` ends in .gz; ``pl.load`` reads it back."""
-        from paralab.report.storage import save
-
         save(self, path)
 
     def replay(self, cluster: Cluster | None = None, *, compute: float = 1.0) -> Report:
@@ -214,26 +208,10 @@ def load(path: str | os.PathLike[str]) -> Report:
     Raises FileNotFoundError if there is none, ValueError naming the file, what is wrong with it and
     what would do, if it is damaged, foreign or written by a newer version.
     """
-    from paralab.report.storage import load_folder, load_report
-
     path = checks.path(
         "path", path, "a file that report.save wrote, or a folder of torchrun's parts"
     )
     return load_folder(path, Report) if path.is_dir() else load_report(path, Report)
-
-
-def save_part(
-    folder: str | os.PathLike[str],
-    part: Mapping[str, Any],
-    *,
-    model: ModelSpec,
-    plan: Plan,
-    meta: Mapping[str, Any],
-) -> None:
-    """Write what one rank of a torchrun job measured, for ``load(folder)`` to merge."""
-    from paralab.report.storage import save_part as write_part
-
-    write_part(folder, part, model=model, plan=plan, meta=meta)
 
 
 __all__ = ["Report", "load", "save_part"]
