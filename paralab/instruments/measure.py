@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 
 from paralab.spec import ModelSpec, Plan
 
+SHAPE = ("layers", "hidden", "heads", "seq_len", "samples")  # of a small GPT
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 
 class Asked(NamedTuple):
     """What is measured on a kind of device.
 
-    models      GPTs: (layers, hidden, heads, seq_len, samples)
+    models      GPTs, `SHAPE` of each
     products    (tokens, inputs, outputs) of blocks of several widths, in these ``precisions``
     messages    payload bytes
     tiers       bytes of a copy, a file, or what the optimizer updates
@@ -101,22 +102,11 @@ def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, 
 
     layers, hidden, heads, seq_len, samples = shape
     spec = ModelSpec(layers=layers, hidden=hidden, heads=heads, seq_len=seq_len)
-    program, recorder = (
-        compiled(spec, Plan(microbatch_size=samples)),
-        Recorder(rank=0, world_size=1, device=device),
-    )
+    program = compiled(spec, Plan(microbatch_size=samples))
+    recorder = Recorder(rank=0, world_size=1, device=device)
     common = {"tp": 0, "seed": 0, "device": device}
-    state = State(
-        program,
-        pp=0,
-        index=0,
-        optimizer=Optimizer("adamw", 1e-3),
-        recorder=recorder,
-        clip_norm=None,
-        dtype=torch.float32,
-        host=None,
-        **common,
-    )
+    own = {"pp": 0, "index": 0, "optimizer": Optimizer("adamw", 1e-3), "clip_norm": None}
+    state = State(program, recorder=recorder, dtype=torch.float32, host=None, **own, **common)
     env = Env(program, {}, recorder, **common)
     rank = Rank(state, {}, env=env)
     spent: dict[str, list] = defaultdict(list)
@@ -167,7 +157,7 @@ def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
                 seconds[number, what].append(some)
     points = []
     for number, (rank, _, _) in enumerate(ranks):
-        layers, hidden, heads, seq_len, samples = shapes[number]
+        shape = dict(zip(SHAPE, shapes[number], strict=True))
         ops, nothing = rank.model.ops, Work()
         updates = [ins for ins in rank.code if ins.op == UPDATE]
         works = {
@@ -176,20 +166,9 @@ def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
             "optimizer": sum((small(rank.program, 0, ins) for ins in updates), nothing),
         }
         for what, work in works.items():
-            points.append(
-                {
-                    "layers": layers,
-                    "hidden": hidden,
-                    "heads": heads,
-                    "seq_len": seq_len,
-                    "samples": samples,
-                    "what": what,
-                    "flops": work.flops,
-                    "bytes": work.bytes,
-                    "kernels": work.kernels,
-                    "seconds": median(seconds[number, what][1:]),
-                }
-            )
+            asks = {"flops": work.flops, "bytes": work.bytes, "kernels": work.kernels}
+            took = median(seconds[number, what][1:])
+            points.append({**shape, "what": what, **asks, "seconds": took})
     return points
 
 
