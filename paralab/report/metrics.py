@@ -264,12 +264,10 @@ def shares(report: Tables, step: int) -> dict[str, float]:
         here = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
         return _mean(sums, names[:3], report) | here
     spans = spans[~spans["id"].isin(bookkeeping_spans(report)) & (spans["lane"] != "host")]
-    for _, mine in spans.groupby("rank"):
-        kinds = mine["kind"].mask(mine["kind"].isin(COMPUTE_KINDS), "work")
-        at = {kind: _intervals(some) for kind, some in mine.groupby(kinds)}
-        work, comm = union(at.get("work", [])), union(at.get("comm", []))
+    for at in _by_rank(spans, spans["kind"].mask(spans["kind"].isin(COMPUTE_KINDS), "work")):
+        work, comm = union(at["work"]), union(at["comm"])
         for name in ("optimizer", "wait"):
-            sums[name] += length(at.get(name, []))
+            sums[name] += length(at[name])
         sums["work"] += length(work)
         sums["communication"] += length(comm)
         sums["hidden"] += overlap(comm, work)
@@ -287,17 +285,24 @@ def copy_shares(report: Tables, step: int) -> dict[str, float]:
         moving = report.meta["in flight"]
         return {"copies": moving["copies"], "hidden": moving["copies hidden"]}
     sums: dict[str, float] = defaultdict(float)
-    for _, mine in report.spans.groupby("rank"):
-        copies = mine[(mine["step"] == step) & mine["lane"].isin(COPY_LANES)]
-        work = mine[(mine["lane"] == "compute") & (mine["kind"] != "wait")]
-        in_flight, busy = union(_intervals(copies)), union(_intervals(work))
+    spans = report.spans
+    here = spans["lane"].isin(COPY_LANES) & (spans["step"] == step)
+    busy = (spans["lane"] == "compute") & (spans["kind"] != "wait")
+    spans = spans[here | busy]
+    for at in _by_rank(spans, spans["lane"].mask(here, "copies")):
+        in_flight, worked = union(at["copies"]), union(at["compute"])
         sums["copies"] += length(in_flight)
-        sums["hidden"] += overlap(in_flight, busy)
+        sums["hidden"] += overlap(in_flight, worked)
     return _mean(sums, ("copies", "hidden"), report)
 
 
-def _intervals(spans: pd.DataFrame) -> list[Interval]:
-    return list(zip(spans["start"], spans["end"], strict=True))
+def _by_rank(spans: pd.DataFrame, names: pd.Series) -> Iterable[dict[str, list[Interval]]]:
+    """Of every rank {name: when the spans of this name ran}."""
+    found: dict[int, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
+    columns = (spans[name].tolist() for name in ("rank", "start", "end"))
+    for name, rank, start, end in zip(names, *columns, strict=True):
+        found[rank][name].append((start, end))
+    return found.values()
 
 
 # ---- bytes moved --------------------------------------------------------------------------------
