@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import paralab
 from paralab.checks import shortened, shown
 from paralab.exercises.diagnose import times
 from paralab.exercises.tries import attempt
@@ -26,7 +25,7 @@ from paralab.exercises.verdict import NOT_STARTED
 
 LINES = 2_000_000  # of the learner's own code that one question may run: half a second
 MOST = 20_000  # entries of a list that are looked at
-NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, str(Path(paralab.__file__).parent), "<frozen "})
+NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), "<frozen "})
 
 
 class Odd(NamedTuple):
