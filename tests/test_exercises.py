@@ -12,6 +12,7 @@ import paralab as pl
 from paralab.exercises import sources
 from paralab.exercises.verdict import NOT_STARTED, Notes, attempt
 
+OWN = pl.exercises.own_schedule
 EXERCISES = list(pl.exercises.ALL.values())
 ANSWERS = {
     "model_states": ("model_states", "devices_needed"),
@@ -188,7 +189,12 @@ def test_one_text_is_read_as_stub_and_as_solution():
     assert sources.solution(MARKED) == (
         "def f(n):\n    before = n\n    secret = 2 * n\n    return secret\n\n\ng = 1"
     )
-    assert sources.has_solution(MARKED) and not sources.has_solution(sources.solution(MARKED))
+
+
+def test_an_answer_stands_once_and_is_inserted_where_its_name_is():
+    text = "import math\n### ANSWER: own_schedule\n\n\ncheck(my_schedule)"
+    for read, shown in ((sources.student, OWN.stub), (sources.solution, str(OWN.solution()))):
+        assert read(text) == f"import math\n{shown}\n\n\ncheck(my_schedule)"
 
 
 @pytest.mark.parametrize(
@@ -200,6 +206,8 @@ def test_one_text_is_read_as_stub_and_as_solution():
         ("### STUB: x", "not between BEGIN and END"),
         ("# BEGIN SOLUTION\n# END SOLUTION", "not spelled like a marker"),
         ("### BEGIN SOLUTIONS\nx\n### END SOLUTION", "not spelled|no BEGIN"),
+        ("### ANSWER: nosuch\nx = 1", "there is no such answer; legal: all_gather_half, "),
+        ("### answer: summa", "not spelled like a marker"),
         ("### BEGIN SOLUTION\n### Stub: x\n### END SOLUTION", "not spelled like a marker"),
     ],
 )

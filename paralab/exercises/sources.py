@@ -30,7 +30,7 @@ DEFAULT_STUB = 'raise NotImplementedError("your turn")'
 _BEGIN = re.compile(r"^(\s*)### BEGIN SOLUTION\s*$")
 _END = re.compile(r"^\s*### END SOLUTION\s*$")
 _STUB = re.compile(r"^\s*### STUB:(?: (.*))?$")
-_ANSWER = re.compile(r"^### ANSWER: (\w+)\s*$", re.MULTILINE)
+_ANSWER = re.compile(r"^### ANSWER: (\w+)[ \t]*$", re.MULTILINE)
 _MARKER_LIKE = re.compile(r"^\s*#+\s*(BEGIN|END) SOLUTION|^\s*#+\s*(STUB|ANSWER):", re.IGNORECASE)
 
 

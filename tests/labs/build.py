@@ -5,19 +5,20 @@
     python tests/labs/build.py --check            run all, write nothing, say what is no longer true
 
 A source src/NN_name.py makes labs/NN_name.ipynb, the student's notebook. If anything in it is
-marked as a solution, it makes labs/solutions/NN_name.ipynb too. Three marks:
+marked as a solution, it makes labs/solutions/NN_name.ipynb too. Four marks:
 
     ### BEGIN SOLUTION          code between these two lines, at any indentation, is the answer's;
     ### STUB: return None       the student gets what the STUB lines say instead (any number of
     return 2 * (n - 1) / n      them; none: raise NotImplementedError("your turn")), indented as
     ### END SOLUTION            BEGIN is. No notebook shows the mark lines themselves
+    ### ANSWER: name            here comes paralab/exercises/answers/name.py, marks and all, without
+                                its docstring (paralab/exercises/sources.py inserts it)
     # %% tags=["solution-only"]             this cell, code or markdown, is in the solutions only
     # %% [markdown] tags=["student-only"]   and this one in the student's notebook only
 
 Everything else, the other tags included, is the same in both. The figure of the cell tagged
 ``readme-picture`` is written to pictures/timeline.png. A stray or misspelled mark is an error that
-names the cell. A cell that holds an exercise's answer is the text of
-paralab/exercises/answers/NAME.py, marks and all (tests/test_labs_meta.py compares).
+names the cell.
 
 Two builds give byte-identical files, except for what cells tagged ``measured`` show: cell ids come
 from the cells' text, metadata is fixed, and neither timings nor widget state are stored. Every

@@ -160,34 +160,7 @@ clinic.patients["two chunks"].chart()
 clinic
 
 # %%
-fixed = {
-    "too early": [
-        ### BEGIN SOLUTION
-        ### STUB: "0F0 0B0 0F1 0F2 0B1 0B2",
-        ### STUB: "1F0 1F1 1B0 1F2 1B1 1B2",
-        "0F0 0F1 0B0 0F2 0B1 0B2",
-        "1F0 1F1 1B0 1F2 1B1 1B2",
-        ### END SOLUTION
-    ],
-    "two chunks": [
-        ### BEGIN SOLUTION
-        ### STUB: "0F0 0F1 2F0 2F1 0B0 0B1 2B0 2B1",
-        ### STUB: "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
-        "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
-        "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
-        ### END SOLUTION
-    ],
-    "upside down": [
-        ### BEGIN SOLUTION
-        ### STUB: "0F0 0B0 0F1 0B1 0F2 0B2",
-        ### STUB: "1F0 1F1 1B0 1F2 1B1 1B2",
-        ### STUB: "2F0 2F1 2F2 2B0 2B1 2B2",
-        "0F0 0F1 0F2 0B0 0B1 0B2",
-        "1F0 1F1 1B0 1F2 1B1 1B2",
-        "2F0 2B0 2F1 2B1 2F2 2B2",
-        ### END SOLUTION
-    ],
-}
+### ANSWER: deadlock_clinic
 
 
 clinic.check(fixed)
@@ -204,23 +177,7 @@ exercise
 
 
 # %%
-def my_schedule(pp, microbatches):
-    """One list per rank; rank r has stage r. "2F0" is stage 2, forward, micro-batch 0."""
-    schedule = []
-    for rank in range(pp):
-        actions = []
-        ### BEGIN SOLUTION
-        ### STUB: raise NotImplementedError("your turn")
-        backward = 0  # the next one
-        for forward in range(microbatches):
-            actions.append(f"{rank}F{forward}")
-            if forward >= pp - rank - 1:  # enough is under way: one forward, one backward
-                actions.append(f"{rank}B{backward}")
-                backward += 1
-        actions += [f"{rank}B{i}" for i in range(backward, microbatches)]
-        ### END SOLUTION
-        schedule.append(actions)
-    return schedule
+### ANSWER: own_schedule
 
 
 exercise.check(my_schedule)

@@ -593,40 +593,7 @@ exercise
 
 
 # %%
-def step_flops(model, samples):
-    """FLOPs of one step over `samples` samples, every block's forward made twice; attention over
-    all s * s pairs, masked or not.
-    """
-    ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
-    s, h = model.seq_len, model.hidden
-    block = 24 * s * h**2 + 4 * s**2 * h  # forward of one sample: linear layers, attention
-    head = 2 * s * h * model.vocab
-    return samples * (4 * model.layers * block + 3 * head)
-    ### END SOLUTION
-
-
-def training_days(model, tokens, devices, flops):
-    """Days to train on `tokens`, on devices that each make `flops` FLOP/s."""
-    ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
-    work = step_flops(model, 1) * tokens / model.seq_len
-    return work / (devices * flops) / 86_400
-    ### END SOLUTION
-
-
-def states_per_device(model, recipe, tp, pp, dp, zero_stage):
-    """{state: bytes} on one device; recipe: {state: bytes per parameter}."""
-    ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
-    shared_from = {"parameters": 3, "gradients": 2, "master": 1, "moments": 1}
-    held = {}
-    for state, width in recipe.items():
-        held[state] = model.num_params * width / (tp * pp)
-        if zero_stage >= shared_from[state]:
-            held[state] /= dp
-    return held
-    ### END SOLUTION
+### ANSWER: training_cost
 
 
 exercise.check(step_flops, training_days, states_per_device)
