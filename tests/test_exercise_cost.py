@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
@@ -9,9 +10,10 @@ import math
 import numpy as np
 import pytest
 
+import bad_attacks as attacks
 import paralab as pl
+from judged import defined, missed
 from paralab.theory import needs, zero
-from test_exercises_zero import defined, missed
 
 COST = pl.exercises.training_cost
 cost = importlib.import_module("paralab.exercises.cost")
@@ -55,21 +57,23 @@ WRONG_FLOPS = [  # answer, words of the verdict
     (lambda m, n: eq3(m, n, scores=0), "attention's scores are missing, s/(6h)"),
     (lambda m, n: 8 * m.num_params * n * m.seq_len, "that is eq. 4, 8 Ψ for every token"),
     (lambda m, n: 6 * m.num_params * n * m.seq_len, "that is 6 Ψ for every token"),
-    (lambda m, n: eq3(m, n) * 1.001, "(1 times as much)"),
+    (lambda m, n: eq3(m, n) * 1.001, "(1.001 times as much)"),
     (lambda m, n: 1.5 * eq3(m, n), "(1.5 times as much)"),
-    (lambda m, n: math.nan, "yours nan"),
+    (lambda m, n: math.nan, "yours nan FLOPs"),
     (lambda m, n: -eq3(m, n), "yours -"),
-    (lambda m, n: f"{eq3(m, n)}", "asked is a number of FLOPs, yours is '"),
-    (lambda m, n: np.ones(2), "asked is a number of FLOPs"),
+    (attacks.returns(10**5000), "required: a number of FLOPs, yours is"),
+    (attacks.returns(attacks.NoRepr()), "<NoRepr without a repr: RuntimeError>"),
+    (lambda m, n: f"{eq3(m, n)}", "required: a number of FLOPs, yours is '"),
+    (lambda m, n: np.ones(2), "required: a number of FLOPs"),
     (lambda m, n: None, "yours is None"),
     (raises, "gpt2, 8 samples: raised AttributeError: 'ModelSpec' object has no"),
-    (lambda m: 1, "raised TypeError"),
+    (lambda m: 1, "yours cannot be called so: too many positional arguments"),
 ]
 
 
 @pytest.mark.parametrize("answer, words", WRONG_FLOPS)
 def test_wrong_flops_are_refused_and_their_mistake_is_named(answer, words):
-    verdict = COST.check(answer, *RIGHT[1:])
+    verdict = once(answer, *RIGHT[1:])
     assert not verdict and missed(verdict) == {FLOPS}, verdict.table.to_string()
     assert words in verdict.said, verdict.said
 
@@ -94,16 +98,16 @@ WRONG_DAYS = [
     (lambda m, t, n, x: n * days(m, t, n, x), "that is one device"),
     (lambda m, t, n, x: days(m, t, n, x) / n, "divided by the number of devices twice"),
     (lambda m, t, n, x: days(m, t * m.seq_len, n, x), "tokens are not samples"),
-    (lambda *a: 1.002 * days(*a), "34.73 days, yours 34.8013"),
-    (lambda *a: round(days(*a)), "34.73 days, yours 35 (1.01 times as much)"),
-    (lambda *a: "35 days", "asked is a number of days, yours is '35 days'"),
-    (lambda *a: math.inf, "yours inf"),
+    (lambda *a: 1.002 * days(*a), "34.7319 days, yours 34.8013"),
+    (lambda *a: round(days(*a)), "34.7319 days, yours 35 days (1.01 times as much)"),
+    (lambda *a: "35 days", "required: a number of days, yours is '35 days'"),
+    (lambda *a: math.inf, "yours inf days"),
 ]
 
 
 @pytest.mark.parametrize("answer, words", WRONG_DAYS)
 def test_wrong_days_are_refused_and_their_mistake_is_named(answer, words):
-    verdict = COST.check(RIGHT[0], answer, RIGHT[2])
+    verdict = once(RIGHT[0], answer, RIGHT[2])
     assert not verdict and missed(verdict) == {DAYS}, verdict.table.to_string()
     assert words in verdict.said, verdict.said
 
@@ -150,16 +154,16 @@ WRONG_STATES = [  # answer, limits it breaks, words of the verdict
     (states(ALWAYS), {SPLIT, ZERO}, "(data parallelism without ZeRO copies everything)"),
     (states(size=lambda x, tp, pp, dp: x), {SPLIT, ZERO}, "(that is the whole model's; tp and pp"),
     (states(size=lambda x, tp, pp, dp: x / tp), {SPLIT, ZERO}, "pp=12 dp=5 zero_stage=0: "
-     "'parameters' is 3.638 GB, yours 43.654 GB (pp deals it out too)"),
+     "'parameters' is 3.638 GB, yours 43.654 GB (pp divides it too)"),
     (states(size=lambda x, tp, pp, dp: x / pp), {SPLIT, ZERO}, "(that is the whole model's; tp and "
-     "pp deal it out)"),
+     "pp divide it)"),
     (states(over=lambda tp, pp, dp: tp * pp * dp), {ZERO}, "(ZeRO's N is dp, not all devices)"),
     (matrices, {SPLIT, ZERO}, "(12 l h² are the blocks' matrices alone"),
-    (changed(lambda held: {k: v / 1e9 for k, v in held.items()}), {SPLIT, ZERO}, "those are GB"),
-    (changed(lambda held: {k: v / 2**30 for k, v in held.items()}), {SPLIT, ZERO}, "those are GiB"),
+    (changed(lambda held: {k: v / 1e9 for k, v in held.items()}), {SPLIT, ZERO}, "that is in GB"),
+    (changed(lambda held: {k: v / 2**30 for k, v in held.items()}), {SPLIT, ZERO}, "that is in GiB"),
     (lambda m, r, tp, pp, *a: dict.fromkeys(r, m.num_params / tp / pp), {SPLIT, ZERO},
      "that is the number of parameters"),
-    (changed(lambda held: sum(held.values())), {SPLIT, ZERO}, "asked is a dict, {state: bytes}"),
+    (changed(lambda held: sum(held.values())), {SPLIT, ZERO}, "required: a dict, {state: bytes}"),
     (changed(lambda held: {k: held[k] for k in held if k != "moments"}), {SPLIT, ZERO}, "the state "
      "'moments' is missing"),
     (changed(lambda held: {**held, "activations": 0}), {SPLIT, ZERO}, "'activations' is not in th"),
@@ -171,7 +175,7 @@ WRONG_STATES = [  # answer, limits it breaks, words of the verdict
 
 @pytest.mark.parametrize("answer, limits, words", WRONG_STATES)
 def test_wrong_states_are_refused_and_their_mistake_is_named(answer, limits, words):
-    verdict = COST.check(*RIGHT[:2], answer)
+    verdict = once(*RIGHT[:2], answer)
     assert not verdict and missed(verdict) == limits, verdict.table.to_string()
     assert words in verdict.said, verdict.said
 
@@ -179,6 +183,22 @@ def test_wrong_states_are_refused_and_their_mistake_is_named(answer, limits, wor
 def test_states_in_whole_bytes_pass():
     whole = changed(lambda held: {state: int(size) for state, size in held.items()})
     assert COST.check(*RIGHT[:2], whole).passed
+
+
+def tables():
+    yield from ((answer, *RIGHT[1:]) for answer, _ in WRONG_FLOPS)
+    yield from ((RIGHT[0], answer, RIGHT[2]) for answer, _ in WRONG_DAYS)
+    yield from ((*RIGHT[:2], answer) for answer, *_ in WRONG_STATES)
+
+
+@functools.cache
+def verdicts():
+    """All three tables in one launch."""
+    return dict(zip(tables(), COST.check_each(list(tables())), strict=True))
+
+
+def once(*answer):
+    return verdicts()[answer]
 
 
 # ---- the checker itself --------------------------------------------------------------------------

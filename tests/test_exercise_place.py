@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 import paralab as pl
-from test_exercises_zero import defined, missed
+from judged import defined, judged, missed
 
 PLACE = pl.exercises.place
 place = importlib.import_module("paralab.exercises.place")
@@ -64,21 +64,38 @@ def illegal(model, cluster, batch, ask):
     return planned(3, 1, batch, 48)
 
 
+class Claims(pl.Plan):
+    """A plan that says of itself whatever is asked of it."""
+
+    world_size, global_batch = 16, 64
+
+
+def calls_itself_right(model, cluster, batch, ask):
+    return Claims(dp=16, precision="bf16")
+
+
+def searches(model, cluster, batch, ask):
+    return pl.plan_search(model, cluster, global_batch=batch, precision="bf16").best
+
+
 WRONG = [  # answer, limits it breaks, words of the verdict
     (always_recomputes, {TIME}, "ptdp-7.5b on 16 devices, batch 64: a step takes"),
     (all_data_parallel, {FITS, TIME}, "a step takes"),
-    (tensor_across_nodes, {NODE, TIME}, "a tensor-parallel group lie on 2 nodes"),
+    (tensor_across_nodes, {NODE, TIME}, "a tensor-parallel group are on 2 nodes"),
     (half_the_batch, {PLAN}, "dp*microbatches*microbatch_size is 32, a step has 64 samples"),
     (half_the_devices, {PLAN}, "dp*tp*pp is 8, there are 16 devices"),
-    (in_fp32, {PLAN}, "precision='fp32': not what is asked"),
-    (on_the_host, {PLAN}, "these machines have no room beside"),
+    (in_fp32, {PLAN}, "precision='fp32': not what is required"),
+    (on_the_host, {PLAN}, "these machines have no other memory"),
     (asks_too_often, {OFTEN}, "more than 30 questions"),
-    (illegal, {PLAN}, "tp=3 deals it out in 3 equal parts"),
+    (illegal, {PLAN}, "tp=3"),
+    (calls_itself_right, {PLAN}, "not a plan; legal: a pl.Plan(...)"),
+    (searches, {PLAN}, "raised RuntimeError: the search is the answer"),
     (lambda *asked: None, {PLAN}, "plan=None: not a plan"),
     (lambda *asked: 1 / 0, {PLAN}, "raised ZeroDivisionError"),
     (lambda model: None, {PLAN}, "yours cannot be called so"),
-    ("a plan", {PLAN}, "asked is a function, yours is 'a plan'"),
+    ("a plan", {PLAN}, "required: a function, yours is 'a plan'"),
 ]
+WRONGS = [row[0] for row in WRONG]
 
 
 def test_the_answer_passes_and_asks_no_more_than_it_may():
@@ -92,7 +109,7 @@ def test_the_stub_is_not_started():
 
 @pytest.mark.parametrize("answer, limits, words", WRONG, ids=lambda v: getattr(v, "__name__", None))
 def test_a_wrong_answer_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = PLACE.check(answer)
+    verdict = judged(PLACE, answer, WRONGS)
     assert missed(verdict) == limits, verdict.table.to_string()
     assert words in verdict.said, verdict.said
 

@@ -7,7 +7,9 @@ from itertools import permutations, product
 import pytest
 
 import bad_answers as bad
+import bad_attacks as attacks
 import paralab as pl
+from judged import judged, missed
 from paralab.exercises import clinic, schedule
 from paralab.parallel.schedules import SCHEDULES, actions
 from paralab.theory.schedule_check import ScheduleError, validate
@@ -21,17 +23,13 @@ FIXED = {
 }
 
 
-def missed(verdict) -> set[str]:
-    return {row.limit for row in verdict.rows if row.ok is False}
-
-
 # ---- a schedule of one's own ---------------------------------------------------------------------
 WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.schedule_gpipe, {"live micro-batches", "other sizes"},
-     "rank 0 holds 6 micro-batches, asked are at most 4: 0F4, the 5th of its list"),
+     "rank 0 holds 6 micro-batches, required: at most 4: 0F4, the 5th of its list"),
     (bad.schedule_naive, {"simulated step", "other sizes"},
-     "720 ms, 450 ms more than the 270 ms asked: rank 0 starts 0F1, the 3rd of its list, at 120"),
-    (bad.schedule_two_rounds, {"simulated step"}, "ms more than the 270 ms asked"),
+     "720 ms, 450 ms more than the 270 ms that are allowed: rank 0 starts 0F1, the 3rd of its list, at 120"),
+    (bad.schedule_two_rounds, {"simulated step"}, "ms more than the 270 ms that are allowed"),
     (bad.schedule_short_warmup, {"simulated step"}, "rank 0 starts 0F3, the 5th of its list"),
     (bad.schedule_long_warmup, {"live micro-batches"}, "rank 0 holds 5 micro-batches"),
     (bad.schedule_upside_down, {"schedule"}, "rank 0 stands at 0B0, which needs 1B0 of rank 1"),
@@ -47,39 +45,54 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.schedule_tuples, {"schedule"}, "schedule[0][0]=('F', 0): not an action"),
     (bad.schedule_nothing, {"schedule"}, "schedule=None: not a schedule"),
     (bad.schedule_raises, {"schedule"}, "p=4, m=6: raised IndexError"),
-    (bad.schedule_of_p_alone, {"schedule"}, "asked is f(pp, microbatches), yours"),
-    ("1f1b", {"schedule"}, "asked is a function"),
+    (bad.schedule_of_p_alone, {"schedule"}, "required: f(pp, microbatches), yours"),
+    (attacks.schedule_without_end, {"schedule"}, "p=4, m=6: schedule[0][6]='0F6': there is no mic"),
+    (attacks.never_ends, {"schedule"}, "2,000,000 lines of it were run, and it has not ended"),
+    (attacks.exits, {"schedule"}, "rank 0 called sys.exit(3)"),
+    (attacks.schedule_not_for_two, {"other sizes"}, "p=4, m=2: "),
+    (attacks.schedule_not_for_five, {"other sizes"}, "p=5, m=3: "),
+    (SCHEDULES["1f1b"], {"schedule"}, "is the library's own; required: one of yours"),
+    ("1f1b", {"schedule"}, "required: a function"),
 ]  # fmt: skip
+WRONGS = [row[0] for row in WRONG]
 
 
 @pytest.mark.parametrize("answer, limits, words", WRONG)
 def test_a_wrong_schedule_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = OWN.check(answer)
+    verdict = judged(OWN, answer, WRONGS)
     assert not verdict and limits <= missed(verdict), repr(verdict)
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
-@pytest.mark.parametrize("answer", [bad.schedule_good, bad.schedule_halves, SCHEDULES["1f1b"],
-                                    SCHEDULES["zb-h1"]])  # fmt: skip
+def my_own(name):
+    return lambda pp, microbatches: SCHEDULES[name](pp, microbatches)
+
+
+RIGHT = [bad.schedule_good, bad.schedule_halves, my_own("zb-h1"),
+         attacks.schedule_of_any_arguments]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", RIGHT)
 def test_another_right_schedule_passes(answer):
-    verdict = OWN.check(answer)
+    verdict = judged(OWN, answer, RIGHT)
     assert verdict.passed, repr(verdict)
 
 
 @pytest.mark.parametrize("name, kept", [("gpipe", "simulated step"), ("naive", "live micro-")])
 def test_gpipe_keeps_the_time_and_naive_the_memory_and_neither_both(name, kept):
-    verdict = OWN.check(SCHEDULES[name])
+    verdict = OWN.check(my_own(name))
     [row] = [row for row in verdict.rows if row.limit.startswith(kept)]
     assert row.ok and not verdict.passed
 
 
 def test_gradients_of_a_run_are_compared_with_one_process(monkeypatch):
     """Whatever a schedule says, a gradient that is off by a factor is seen."""
-    right = schedule._of_one_process()
-    monkeypatch.setattr(schedule, "_of_one_process", lambda: {n: 6 * g for n, g in right.items()})
+    right = schedule.of_one_process()
+    monkeypatch.setattr(schedule, "of_one_process", lambda: {n: 6 * g for n, g in right.items()})
     verdict = OWN.check(bad.schedule_good)
     assert missed(verdict) == {"gradients"}
-    assert "embedding.token.weight is 0.167 times what it should be" in repr(verdict)
+    assert "embedding.token.weight, element" in repr(verdict)
+    assert "it is 0.167 times what is required" in repr(verdict)
 
 
 # ---- the clinic ----------------------------------------------------------------------------------
@@ -98,7 +111,7 @@ CURES = [  # what is handed in for one patient, limits it breaks, words of the v
      {"too early", "same work"}, "rank 0 has 0B0, which was not in its list"),
     ("too early", ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"], {"moves"},
      "too early: 2 moves, 1 would do"),
-    ("two chunks", FIXED["two chunks"][:1], {"two chunks"}, "1 lists, asked are 2"),
+    ("two chunks", FIXED["two chunks"][:1], {"two chunks"}, "1 lists, required: 2"),
     ("two chunks", ["0F0 0F1 zero"], {"two chunks"}, "not an action"),
     ("two chunks", None, {"two chunks"}, "its lists are missing"),
     ("upside down", [row.replace("B", "I") for row in FIXED["upside down"]],
@@ -116,8 +129,9 @@ def test_a_cure_that_does_not_cure_or_changes_the_work_is_refused(name, lists, l
 def test_patients_as_they_are_count_as_not_started_and_anything_but_a_dict_is_told_so():
     assert not CLINIC.check(patients()).started
     verdict = CLINIC.check(list(FIXED.values()))
-    assert verdict.started and "asked is a dict" in repr(verdict)
+    assert verdict.started and "required: a dict" in repr(verdict)
     assert CLINIC.check(FIXED).passed
+    assert CLINIC.check({name: (row for row in lists) for name, lists in FIXED.items()}).passed
 
 
 def test_the_stub_holds_the_patients_themselves():

@@ -7,7 +7,9 @@ import os
 
 import pytest
 
+import bad_attacks as attacks
 import paralab as pl
+from judged import missed
 from paralab.programs import (
     Instr,
     all_gather,
@@ -18,7 +20,6 @@ from paralab.programs import (
     reduce_scatter,
     wait,
 )
-from test_exercises_zero import missed
 
 SYNC_PASS = pl.exercises.sync_pass
 sync_pass = importlib.import_module("paralab.exercises.sync_pass")
@@ -156,10 +157,12 @@ WRONG = [  # answer, limits it misses, words of the verdict
     (lambda program: [*by_unit(program).code, Instr("SUM")], {PROGRAM}, "it returned a list"),
     (lambda program: None, {PROGRAM}, "it returned a NoneType, not a program"),
     (lambda program: 1 / 0, {PROGRAM}, "raised ZeroDivisionError"),
-    (lambda: None, {PROGRAM}, "raised TypeError"),
-    (None, {PROGRAM}, "None cannot be called"),
-    ("a pass", {PROGRAM}, "'a pass' cannot be called"),
-    (FailsOnRanks(), {GRADIENTS}, "raised KeyError: 'bucket 7'"),
+    (lambda: None, {PROGRAM}, "yours cannot be called so"),
+    (None, {PROGRAM}, "required: a function, yours is None"),
+    ("a pass", {PROGRAM}, "required: a function, yours is 'a pass'"),
+    (FailsOnRanks(), {PROGRAM}, "raised KeyError: 'bucket 7'"),
+    (attacks.exits, {PROGRAM}, "rank 0 called sys.exit(3)"),
+    (attacks.never_ends, {PROGRAM}, "2,000,000 lines of it were run, and it has not ended"),
     (sums_at_the_end, {TIME}, "42.3 ms, and at most 37 ms are asked: 7 of 7 calls begin when"),
     (one_after_the_other, {TIME}, "42.6 ms, and at most 37 ms are asked: 7 of 7 calls"),
     (waits_at_once, {TIME}, "42.6 ms, and at most 37 ms are asked: the rank is idle at instruction "
@@ -193,7 +196,7 @@ def test_what_ranks_train_is_held_against_one_process(state, monkeypatch):
 
     monkeypatch.setattr(sync_pass, "of_one_process", other)
     verdict = SYNC_PASS.check(by_unit)
-    assert missed(verdict) == {state} and "is 0.5 times what it should be" in verdict.said
+    assert missed(verdict) == {state} and "it is 0.5 times what is required" in verdict.said
 
 
 def test_two_verdicts_on_one_pass_are_the_same():

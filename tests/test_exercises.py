@@ -8,9 +8,12 @@ import sys
 import pytest
 
 import bad_answers as bad
+import bad_attacks as attacks
 import paralab as pl
+from judged import judged
 from paralab.exercises import sources
-from paralab.exercises.verdict import NOT_STARTED, Notes, attempt
+from paralab.exercises.tries import attempt
+from paralab.exercises.verdict import NOT_STARTED, Notes
 
 OWN = pl.exercises.own_schedule
 EXERCISES = list(pl.exercises.ALL.values())
@@ -89,22 +92,45 @@ STATES = [  # answer, a limit it breaks, words of the verdict
     (bad.states_head_twice, "one head for both ends", "count it once"),
     (bad.states_head_never, "a head of its own", "a tensor of its own"),
     (bad.states_blocks_only, "large models", "12 l h²"),
-    (bad.states_in_gb, "large models", "asked are bytes"),
+    (bad.states_in_gb, "large models", "required: bytes"),
     (bad.states_always_sixteen, "large models", "'parameters' is 497.759 MB, yours 663.679 MB"),
-    (bad.states_summed, "one head for both ends", "asked is a dict"),
-    (bad.states_nothing, "one head for both ends", "NoneType"),
+    (bad.states_summed, "one head for both ends", "required: a dict"),
+    (bad.states_nothing, "one head for both ends", "yours is a NoneType"),
     (bad.states_raises, "one head for both ends", "no attribute 'parameters'"),
-    (None, "one head for both ends", "not callable"),
+    (None, "one head for both ends", "required: a function, yours is None"),
 ]
 DEVICES = [
     (bad.devices_gib, "GiB"),
     (bad.devices_floor, "rounded, but not up"),
     (bad.devices_round, "rounded, but not up"),
-    (bad.devices_one_more, "yours 2"),
+    (bad.devices_one_more, "yours 5 devices"),
     (bad.devices_fraction, "a device is whole"),
     (bad.devices_weights_only, "the weights alone"),
     (lambda model, recipe, memory_gb: "many", "a number of devices"),
+    (attacks.devices_always_more, "they fit exactly"),
+    (attacks.devices_as_a_part, "a device is whole"),
+    (attacks.returns(10**5000), "required: a number of devices, yours is"),
+    (attacks.returns(attacks.NoRepr()), "<NoRepr without a repr: RuntimeError>"),
+    (attacks.returns([0] * 10**6), "a number of devices, yours is [0, 0, "),
 ]
+
+
+MODEL_STATES = pl.exercises.model_states
+TABLE = [(answer, bad.devices) for answer, *_ in STATES]
+TABLE += [(bad.states, answer) for answer, _ in DEVICES]
+
+
+@pytest.mark.parametrize("answer", [attacks.exits, attacks.never_ends, attacks.never_ends_in_c])
+def test_an_answer_that_does_not_come_back_is_a_verdict(answer):
+    verdict = MODEL_STATES.check(answer, bad.devices, timeout=2)
+    words = "called sys.exit(3)", "2,000,000 lines", "nothing moves any more"
+    assert not verdict and any(one in verdict.said for one in words), repr(verdict)
+
+
+def test_a_count_may_be_a_fraction_and_a_megabyte_is_not_quoted_whole():
+    assert MODEL_STATES.check(bad.states, attacks.devices_as_fraction).passed
+    verdict = MODEL_STATES.check(lambda *_: [0] * 10**6, bad.devices)
+    assert not verdict and len(verdict._repr_html_()) < 10_000
 
 
 def missed(verdict) -> set[str]:
@@ -113,13 +139,13 @@ def missed(verdict) -> set[str]:
 
 @pytest.mark.parametrize("answer, limit, words", STATES)
 def test_wrong_model_states_are_refused_with_a_reason(answer, limit, words):
-    verdict = pl.exercises.model_states.check(answer, bad.devices)
+    verdict = judged(MODEL_STATES, (answer, bad.devices), TABLE)
     assert not verdict and limit in missed(verdict) and words in repr(verdict), repr(verdict)
 
 
 @pytest.mark.parametrize("answer, words", DEVICES)
 def test_wrong_numbers_of_devices_are_refused_with_a_reason(answer, words):
-    verdict = pl.exercises.model_states.check(bad.states, answer)
+    verdict = judged(MODEL_STATES, (bad.states, answer), TABLE)
     assert missed(verdict) == {"devices"} and words in repr(verdict), repr(verdict)
 
 
