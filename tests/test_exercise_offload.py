@@ -20,10 +20,12 @@ offload = importlib.import_module("paralab.exercises.offload")
 JOBS, STATES, BYTES, MEMORY, TIME = (limit for limit, _ in STREAM.asked)
 AS_BEFORE, OTHER = "is as it was before the update", "has other states than after an update in mem"
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (bad.one_after_the_other, {TIME}, "units=6, window=2: fast host, 198 ms, required: at most 150 ms: the "
+    (bad.one_after_the_other, {TIME},
+     "units=6, window=2: fast host, 198 ms, required: at most 150 ms: the "
      "lane disk is idle from 10 ms to 18 ms, before write 0"),
     (bad.one_buffer, {TIME}, "198 ms, required: at most 150 ms"),
-    (bad.in_batches, {TIME}, "units=6, window=2: slow host, 255 ms, required: at most 205 ms: the lane "
+    (bad.in_batches, {TIME},
+     "units=6, window=2: slow host, 255 ms, required: at most 205 ms: the lane "
      "host is idle from 70 ms to 95 ms, before update 2"),
     (bad.updates_the_second_first, {TIME}, "the lane disk is idle from 20 ms to 36 ms"),
     (bad.all_reads_first, {JOBS, STATES}, "jobs[2]=('read', 2, 0): overwrites unit 0, which is in"),
