@@ -224,10 +224,12 @@ def test_a_patient_can_be_looked_at(patient):
     assert patient.story in repr(patient) and patient.met in repr(patient)
 
 
-def test_the_clinic_needs_no_torch():
+def test_this_process_checks_without_torch():
     code = (
         "import sys, paralab as pl; c = pl.exercises.memory_clinic\n"
         "assert c.check({n: ('buffers', {'prefetch': 0}) for n in c.patients}).rows\n"
+        "states = lambda model, recipe: {s: model.num_params * n for s, n in recipe.items()}\n"
+        "assert pl.exercises.model_states.check(states).rows[0].ok\n"
         "print('torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -142,7 +142,6 @@ def on_ranks(
 
     where  the case, in words: "N=2"
     """
-    from paralab.exercises import watched  # noqa: F401  only its name travels
     from paralab.report.report import Report
     from paralab.spec import Plan
     from paralab.trace import trace
