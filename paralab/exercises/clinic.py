@@ -1,4 +1,4 @@
-"""Lab 04's deadlock clinic: three schedules that stand still, to be diagnosed and repaired.
+"""Lab 04's deadlock clinic: three schedules that deadlock, to be diagnosed and repaired.
 
     patient = pl.exercises.deadlock_clinic.patients["too early"]
     patient.diagnosis      # the validator's sentence: the circle of waits

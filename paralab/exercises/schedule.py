@@ -62,7 +62,7 @@ VALID, TIME, MEMORY, OTHERS, GRADIENTS = (
     "gradients",
 )
 ASKED = (
-    (VALID, f"p={PP}, m={MICROBATCHES}: every action once, and nobody waits in a circle"),
+    (VALID, f"p={PP}, m={MICROBATCHES}: every action once, and no circle of waits"),
     (TIME, f"at most {1e3 * limit_s(PP, MICROBATCHES):.0f} ms = (m+p-1)(F+B)"),
     (MEMORY, f"at most {PP} alive at once, on any rank"),
     (OTHERS, "from p=2, m=1 to p=6, m=9: the same, with (m+p-1)(F+B) and p alive"),
