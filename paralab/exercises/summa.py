@@ -40,8 +40,8 @@ ASKED = (
     (SENT, "exactly (q-1)(M K + K N), all ranks together"),
     (
         MEMORY,
-        f"in addition to its own x and w: y, one product, and {RECEIVED} received blocks of X and of "
-        "W at most (4 x 4 ranks)",
+        f"in addition to its own x and w: y, one product, and {RECEIVED} received blocks of X and "
+        "of W at most (4 x 4 ranks)",
     ),
     (BACKWARD, "block (i, j) of Y' W^T and of X^T Y' on rank (i, j)"),
     (SENT_BACK, "exactly 2(q-1)(M K + K N), all ranks together"),
