@@ -90,7 +90,7 @@ def test_the_words_for_a_group_name_the_calls_that_a_step_makes_in_it(settings):
             mine = mine[mine["phase"].isin(["linear_forward", "linear_backward"])
                         & (mine["axis"] != "tp:depth")]  # fmt: skip
         if kind == "pp":
-            assert "stage to stage" in group.sends and {"send", "recv"} & set(mine["op"])
+            assert "activations forward" in group.sends and {"send", "recv"} & set(mine["op"])
             assert max(mine["ranks"].map(len)) == len(group.ranks)
             continue
         said = {op for word, op in SAID.items() if word in group.sends}
@@ -108,7 +108,7 @@ def test_groups_say_whether_they_leave_a_node():
     assert {g.level for g in rank_mesh.groups(plan)} == {""}
     names = [group.name for group in rank_mesh.groups(plan, cluster(2))]
     assert names[0] == "tp: 4 ranks inside a node, all-reduce of activations in every layer"
-    assert names[2].startswith("pp: 2 ranks between nodes, activations one way")
+    assert names[2].startswith("pp: 2 ranks between nodes, activations forward")
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ _HOME = {
     "stuck": "standstill",
     "timelines": "timeline",
     "use_theme": "theme",
-    "zero_shards": "schematics",
-    "zero_unit": "schematics",
+    "zero_shards": "zero_schematics",
+    "zero_unit": "zero_schematics",
 }
 _MODULES = ("theme", "widgets")
 

@@ -201,7 +201,7 @@ def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
             "y": 1,
             "yref": "container",
             "yanchor": "top",
-            "pad": {"t": 24 if frame is None else 10, "l": theme.SIDE},
+            "pad": {"t": 24 if frame is None else 18, "l": theme.SIDE},
         },
         "height": height + more,
         "margin": margin,

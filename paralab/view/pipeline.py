@@ -198,12 +198,14 @@ def schedules(named: Mapping[str, Any], **seconds: float) -> Chart:
 
 def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simulation:
     """A schedule with the default costs; a chunk of v takes 1/v of the rank's time."""
-    actions = [str(action) for actions in lists for action in actions]
-    ranks, stages = len(lists), 1 + max(int(re.match(r"\d+", a).group()) for a in actions)  # type: ignore[union-attr]
+    actions = [str(action) for one in lists for action in one]
+    stages = 1 + max(int(re.split("[FBIW]", action)[0]) for action in actions)
     halves = any("W" in action for action in actions)
     cost = {"forward": 1e-3, "backward": 1e-3 if halves else 2e-3}
     cost |= {"weight_grad": 1e-3} if halves else {}
-    return simulate(lists, **{k: t * ranks / stages for k, t in (cost | dict(seconds)).items()})
+    return simulate(
+        lists, **{k: t * len(lists) / stages for k, t in (cost | dict(seconds)).items()}
+    )
 
 
 def _bubble_of(name: str, share: float) -> str:

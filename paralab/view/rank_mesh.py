@@ -32,7 +32,7 @@ def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Gr
     axes = {
         "tp": _tp_sends(plan),
         **_dp_sends(plan),
-        "pp": "activations one way, their gradients the other, stage to stage",
+        "pp": "activations forward, their gradients back",
     }
     found = []
     for axis, sends in axes.items():
@@ -96,7 +96,10 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     grid = Grid(plan, own)
     below = [f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}, ranks side by side in tp"]
     below += grid.left_out
-    lines = len(found) + 1  # of the legend
+    names = {"rank": f"rank {own}"} | {group.axis: group.name for group in found}
+    width = (theme.frame() or theme.Frame(theme.USUAL_WIDTH, 0)).width - 3 * theme.SIDE
+    names = {key: theme.broken(said, width, 12) for key, said in names.items()}
+    lines = sum(1 + said.count("<br>") for said in names.values())  # of the legend
     across = {"side": "top", "showgrid": False, "showline": False, "fixedrange": True}
     across |= {"tickvals": [x for x, _ in grid.blocks], "ticktext": grid.block_names()}
     across |= {"showticklabels": plan.dp > 1, "tickangle": 0}
@@ -121,7 +124,6 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     look = theme.look()
     colours = {"other": look.grid, "rank": look.series[3]}
     colours |= {group.axis: _colour(group.axis) for group in found}
-    names = {"rank": f"rank {own}"} | {group.axis: group.name for group in found}
     keys = [
         curve("", [(None, None)], mode="markers", ink=colours[key], symbol="square", size=12)
         | {"name": said}

@@ -15,7 +15,7 @@ import numpy as np
 
 from paralab.report import metrics
 from paralab.report.tables import COMPUTE_KINDS, KINDS
-from paralab.view import boxes, naming, pipeline, theme
+from paralab.view import box_traces, boxes, naming, pipeline, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
 from paralab.view.rank_mesh import row_name
@@ -178,7 +178,7 @@ def _drawn(
         drawn.append(_messages(calls, rows, per))
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
     shares = [(rows[r] + high / 2, idle[r]) for r in ranks if r in idle]
-    return fig.draw(drawn, boxes.idle_notes(shares, None) if idle else ()).explained(
+    return fig.draw(drawn, box_traces.idle_notes(shares, None) if idle else ()).explained(
         f"stage time of {naming.subject(report)}, {report.clock}: {len(found)} stretches on "
         f"{len(ranks)} rank{'s' * (len(ranks) != 1)}",
         lambda: _table(found),
@@ -195,7 +195,7 @@ def _finding(report: Tables, step: int) -> str:
 
 
 def _style(report: Tables, kind: str) -> dict[str, Any]:
-    name, fill = boxes.name_and_fill(kind, "compute")
+    name, fill = box_traces.name_and_fill(kind, "compute")
     if kind == "wait" and report.plan.pp > 1:
         name = "waiting: the bubble"
     if kind == "within":
@@ -218,7 +218,7 @@ def within(report: Tables) -> list[str]:
 def _messages(
     calls: dict[int, list[metrics.Interval]], rows: dict[int, float], per: float
 ) -> dict[str, Any]:
-    name, fill = boxes.name_and_fill("comm", LANE)
+    name, fill = box_traces.name_and_fill("comm", LANE)
     flat = [
         (
             round(low * per, 6),

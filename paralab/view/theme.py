@@ -260,7 +260,7 @@ class Frame(NamedTuple):
 
 
 SIDE = 20  # pixels, left and right of the words above a picture
-LETTER_WIDTH, BOLD = 0.53, 1.06  # of its size that a letter is wide, on average; in bold more
+LETTER_WIDTH, BOLD = 0.54, 1.13  # of its size that a letter is wide, on average; in bold more
 SWATCH, LEGEND_ROW = 50, 20  # pixels: what stands before a name in the legend; a line of it
 LEGEND = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 USUAL_WIDTH = 800
@@ -291,13 +291,13 @@ def letter_scale() -> float:
 def broken(said: str, width: float, size: float) -> str:
     """The words on as many lines as a figure of this width needs."""
     lines, most = [""], width / (LETTER_WIDTH * size)
-    for word in said.split(" "):
+    for word in said.replace(" ·", "\0·").split(" "):  # a line may end with a dot, not begin
         longer = f"{lines[-1]} {word}".lstrip()
         if lines[-1] and letters(longer) > most:
             lines.append(word)
         else:
             lines[-1] = longer
-    return "<br>".join(lines)
+    return "<br>".join(lines).replace("\0", " ")
 
 
 def letters(said: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paralab.view import boxes, naming, theme
+from paralab.view import box_traces, boxes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
 from paralab.view.marks import line, note
@@ -58,7 +58,7 @@ def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -
         yaxis=mark.rows_axis(ticks, bottom, -0.2),
     )
     notes, shapes = _heads(sections, window) if many else ([], [])
-    return fig.draw(boxes.traces(sections, shown, window), [*notes, *_idle(sections)], shapes)
+    return fig.draw(box_traces.traces(sections, shown, window), [*notes, *_idle(sections)], shapes)
 
 
 def _idle(sections: list[Section]) -> list[dict[str, Any]]:
@@ -67,7 +67,9 @@ def _idle(sections: list[Section]) -> list[dict[str, Any]]:
     for one in sections if any(one.idle for one in sections) else ():
         y = {rank: one.rows[rank, "compute"][0] for rank in one.ranks}
         shares = [(y[rank], share) for rank, share in one.idle.items() if rank in y]
-        said += boxes.idle_notes(shares, one.top + boxes.HEAD / 2 if len(sections) > 1 else None)
+        said += box_traces.idle_notes(
+            shares, one.top + boxes.HEAD / 2 if len(sections) > 1 else None
+        )
     return said
 
 
