@@ -128,7 +128,7 @@ def test_a_step_of_too_many_boxes_is_drawn_as_stretches():
     report = pl.predict(model, plan, cluster, steps=1, detail="actions")
     drawn, twin = bench.chart, view.stage_time(report)
     assert bench.error is None and repr(drawn) == repr(twin) and drawn.table.equals(twin.table)
-    assert repr(drawn).startswith("Chart(stage time of") and "8 of 3072 ranks" in drawn.below
+    assert repr(drawn).startswith("Chart(stage time of") and "8 of 3,072 ranks" in drawn.below
     assert bench.figures[0].layout.yaxis.ticktext[-1] == "<b>stage 63</b>"
     bench.set(microbatches=4)
     assert repr(bench.chart).startswith("Chart(timeline of")

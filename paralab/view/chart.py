@@ -9,6 +9,7 @@ plotly is imported here and nowhere above, so this module is imported inside fun
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -108,13 +109,13 @@ class Chart(go.Figure):
 
     def retitled(self, finding: str, below: str) -> Chart:
         """This chart under another title, of another number of lines maybe."""
-        fresh = figure(finding, below, height=10).layout
+        width, height = self.layout.width, self.layout.height
+        with theme.framed(width, height) if width else contextlib.nullcontext():
+            fresh = figure(finding, below, height=height).layout
         more = fresh.margin.t - self._top
         self.layout.title = fresh.title
-        self.layout.margin.t, self.layout.height = (
-            self.layout.margin.t + more,
-            self.layout.height + more,
-        )
+        self.layout.margin.t += more
+        self.layout.height += 0 if width else more
         self._top = fresh.margin.t
         return self
 

@@ -9,7 +9,6 @@ and two lines cross at most once: exactly at (b2 - b1) / (a1 - a2).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from paralab.view.matrix_blocks import MODE_NAME
 PAIRS = {"mlp": ("up", "down"), "attention": ("qkv", "proj")}
 TOKENS = (256, 2**20)
 POINTS = 60
-MOST_PANELS = 3
 
 
 class Line(NamedTuple):
@@ -94,7 +92,7 @@ def winners(found: dict[str, Line]) -> list[tuple[float, str]]:
 
 def crossover(
     model: ModelSpec,
-    tps: int | Sequence[int] = 64,
+    tp: int = 64,
     *,
     tokens: tuple[int, int] = TOKENS,
     pair: str = "mlp",
@@ -103,82 +101,51 @@ def crossover(
     """Elements a rank sends for a pair of layers, forward and backward, over the tokens per
     micro-batch, in every mode; both axes logarithmic.
 
-    tps     ranks, or up to three counts of them, a panel each; a mode that cannot be made of so
-            many is left out
+    tp      ranks; a mode that cannot be made of so many is left out
     tokens  (from, to)
     pair    "mlp": up and down, "attention": qkv and proj
     name    of the model, for the title
 
-    ``table``: a row per count of ranks, mode and tokens, with the elements. Raises ValueError on
-    counts and ranges that are none.
+    ``table``: a row per mode and tokens, with the elements. Raises ValueError on counts and ranges
+    that are none.
     """
     if not isinstance(model, ModelSpec):
         raise illegal("model", model, "not a model description", "a pl.ModelSpec(...)")
     choice("pair", pair, tuple(PAIRS))
-    asked = (tps,) if isinstance(tps, int) else tuple(tps)
-    if not 1 <= len(asked) <= MOST_PANELS:
-        raise illegal("tps", tps, "not so many panels", f"1 to {MOST_PANELS} counts of ranks")
-    for tp in asked:
-        whole("tps", tp, at_least=2)
+    whole("tp", tp, at_least=2)
     low, high = tokens
     whole("tokens[0]", low, at_least=1)
     whole("tokens[1]", high, at_least=low + 1)
-    return _chart(model, asked, (low, high), pair, name or f"h={model.hidden:,}")
-
-
-def _chart(
-    model: ModelSpec, asked: tuple[int, ...], ends: tuple[int, int], pair: str, name: str
-) -> Chart:
-    (low, high), gap = ends, 0.05
+    found, name = lines(model, tp, pair), name or f"h={model.hidden:,}"
+    best, looks = winners(found), theme.series(list(MODE_NAME.values()))
     grid = [low * (high / low) ** (n / POINTS) for n in range(POINTS + 1)]
-    wide = (1 - gap * (len(asked) - 1)) / len(asked)
-    looks = theme.series(list(MODE_NAME.values()))
-    traces, notes, shapes, rows, axes = [], [], [], [], {}
-    for number, tp in enumerate(asked):
-        found, mark = lines(model, tp, pair), str(number + 1) if number else ""
-        best, on = winners(found), (f"x{mark}", f"y{mark}")
-        for mode, line in found.items():
-            label, seen = MODE_NAME[mode], {MODE_NAME[row[1]] for row in rows}
-            pairs = [(at, line.at(at)) for at in grid]
-            said = [
-                f"{label} on {tp} ranks, {at:,.0f} tokens: {n:,.0f} elements" for at, n in pairs
-            ]
-            ink, dash = looks[label]["colour"], looks[label]["dash"]
-            shown = {"legendgroup": label, "showlegend": label not in seen}
-            traces.append(curve(label, pairs, said, ink=ink, dash=dash, axes=on, **shown))
-            rows += [(tp, mode, *pair) for pair in pairs]
-        for made, more in zip((traces, notes, shapes), _marks(found, best, ends, on), strict=True):
-            made += more
-        start = number * (wide + gap)
-        title = "tokens per micro-batch"
-        axes[f"xaxis{mark}"] = log_axis(title, low, high, "") | {"anchor": on[1]}
-        axes[f"xaxis{mark}"] |= {"domain": [start, start + wide]}
-        axes[f"yaxis{mark}"] = {"type": "log", "anchor": on[0], "exponentformat": "SI", "dtick": 1}
-        axes[f"yaxis{mark}"] |= {"matches": "y"} if number else {}
-        axes[f"yaxis{mark}"] |= {"title": {"text": "" if number else "elements sent per rank"}}
-        if len(asked) > 1:
-            at = {"xref": "paper", "yref": "paper", "yanchor": "bottom", "size": 14}
-            notes.append(note(f"{tp} ranks", start + wide / 2, 1, **at))
+    rows = [(tp, mode, at, line.at(at)) for mode, line in found.items() for at in grid]
+    traces = []
+    for mode in found:
+        label, pairs = MODE_NAME[mode], [row[2:] for row in rows if row[1] == mode]
+        said = [f"{label} on {tp} ranks, {at:,.0f} tokens: {n:,.0f} elements" for at, n in pairs]
+        look = looks[label]
+        traces.append(curve(label, pairs, said, ink=look["colour"], dash=look["dash"]))
+    marks, notes, shapes = _marks(found, best, (low, high))
     fig = figure(
-        theme.text(_finding(name, pair, best, asked[-1], high)),
+        theme.text(_finding(name, pair, best, tp, high)),
         f"{' and '.join(PAIRS[pair])}, forward and backward, one micro-batch · counted, not run · "
         "dotted: from here on another mode sends least",
         height=470,
         legend={"y": -0.2, "yanchor": "top"},
-        **axes,
+        xaxis=log_axis("tokens per micro-batch", low, high, ""),
+        yaxis={"type": "log", "exponentformat": "SI", "dtick": 1}
+        | {"title": {"text": "elements sent per rank"}},
     )
-    ranks, modes = " and ".join(map(str, asked)), dict.fromkeys(MODE_NAME[row[1]] for row in rows)
-    return fig.draw(traces, notes, shapes).explained(
-        f"elements per rank of {name} on {ranks} ranks, predicted: {' | '.join(modes)}",
+    return fig.draw([*traces, *marks], notes, shapes).explained(
+        f"elements per rank of {name} on {tp} ranks, predicted: "
+        f"{' | '.join(MODE_NAME[mode] for mode in found)}",
         ("tp mode tokens elements", rows),
     )
 
 
 def _marks(
-    found: dict[str, Line],
-    best: list[tuple[float, str]],
-    ends: tuple[int, int],
-    on: tuple[str, str],
+    found: dict[str, Line], best: list[tuple[float, str]], ends: tuple[int, int]
 ) -> tuple[list, list, list]:
     """A dotted line where the best mode changes, which is best between them; dots where a grid
     overtakes 1D: traces, notes, shapes.
@@ -186,11 +153,10 @@ def _marks(
     look, (low, high) = theme.look(), ends
     traces, notes, shapes = [], [], []
 
-    def dot(at: float, mode: str, said: str, **style: Any) -> None:
-        said = [f"from {at:,.0f} tokens on {MODE_NAME[mode]} sends {said}"]
-        point = [(at, found[mode].at(at))]
-        style = {"mode": "markers", "axes": on, "showlegend": False, **style}
-        traces.append(curve("", point, said, **style))
+    def dot(at: float, mode: str, does: str, **style: Any) -> None:
+        said = [f"from {at:,.0f} tokens on {MODE_NAME[mode]} sends {does}"]
+        style = {"mode": "markers", "showlegend": False, **style}
+        traces.append(curve("", [(at, found[mode].at(at))], said, **style))
 
     for mode, line in found.items():
         at = crossing(found["1d"], line)
@@ -201,13 +167,12 @@ def _marks(
         if left >= right:
             continue
         if at > low:
-            style = {"dash": "dot", "width": 1.5, "ink": look.faint}
-            shapes.append(upright(at, axis=f"{on[1]} domain", xref=on[0], **style))
+            shapes.append(upright(at, dash="dot", width=1.5, ink=look.faint))
             edge = {"line": {"width": 2.5, "color": look.ink}}
             dot(at, mode, "least", ink=look.paper, size=11, marker=edge)
         word = f"<b>{MODE_NAME[mode]}</b>" + (f"<br>from {_round(at)}" if at > low else "")
-        at = {"xref": on[0], "yref": f"{on[1]} domain", "yanchor": "bottom", "bgcolor": look.paper}
-        notes.append(note(word, (math.log10(left) + math.log10(right)) / 2, 0.02, **at))
+        where = {"yref": "y domain", "yanchor": "bottom", "bgcolor": look.paper}
+        notes.append(note(word, (math.log10(left) + math.log10(right)) / 2, 0.02, **where))
     return traces, notes, shapes
 
 

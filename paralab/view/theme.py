@@ -211,7 +211,7 @@ def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
 # ---- text and numbers ----------------------------------------------------------------------------
 def text(value: Any) -> str:
     """Words of a report, safe in a figure: plotly reads <b> and <a> as markup."""
-    return html.escape(str(value))
+    return html.escape(str(value), quote=False)
 
 
 def scaled(value: float, unit: str, *, digits: int = 3) -> str:
