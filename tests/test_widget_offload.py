@@ -104,8 +104,8 @@ def test_the_title_says_what_is_needed_and_what_is_there_or_that_it_is_not_the_d
     assert busy(pl.predict(MODEL, many, with_disk(at), steps=1)) == pytest.approx(0.9, abs=0.02)
     most = busy(pl.predict(MODEL, few, with_disk(1e18), steps=1))
     chart = view.disk_needed(MODEL, few, CLUSTER)
-    assert re.fullmatch(rf"With 1 sample 90 % busy takes \S+ GB/s by the formula; predicted: "
-                        rf"{100 * most:.0f} % at most", chart.finding)  # fmt: skip
+    said = r"With 1 sample the formula asks for a disk of \S+ GB/s to keep the device 90 % busy"
+    assert re.fullmatch(rf"{said}; at most {100 * most:.0f} % is predicted", chart.finding)
     assert "from about" not in chart.below and "eq. 6" in chart.below
     wire = pl.Link(alpha=0.0, bandwidth=1e11)  # nothing but the disk is slow
     fast = CLUSTER.replace(flops=2e11, memory_bandwidth=1e11, op_overhead=0.0, host=wire,

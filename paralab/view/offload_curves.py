@@ -201,7 +201,7 @@ def _finding(foreseen: Foreseen, share: float, now: float) -> str:
     if foreseen.reaches(share) is None:
         return (
             f"{who} the formula asks for a disk of {asked} to keep the device "
-            f"{100 * share:.0f} % busy; predicted are at most {100 * foreseen.most:.0f} %"
+            f"{100 * share:.0f} % busy; at most {100 * foreseen.most:.0f} % is predicted"
         )
     mine = "" if foreseen.own is None else f"; this one has {theme.scaled(foreseen.own, 'B/s')}"
     return f"{who} a disk of {asked} keeps the device {100 * share:.0f} % busy{mine}"
