@@ -72,7 +72,7 @@ def test_every_knob_moves_its_views_to_what_the_plain_functions_draw(bench):
                  view.link_traffic(report)]  # fmt: skip
         for mine, twin in zip(bench.charts, twins, strict=True):
             assert mine.table.equals(twin.table) and repr(mine) == repr(twin), (name, repr(twin))
-    for name, value in {"offload": "cpu", "precision": "bf16"}.items():  # beside no pipeline
+    for name, value in {"offload": "cpu", "precision": "bf16"}.items():  # with no pipeline
         bench.set(**{"pp": 1, "virtual_stages": 1, "tp": 1, "model": "given", "zero_stage": 2})
         before = on_screen(bench)
         bench.knobs[name].value = value
@@ -232,7 +232,7 @@ def test_what_has_no_slider_stays_as_given():
 
 
 # ---- the real run --------------------------------------------------------------------------------
-def test_run_it_lays_the_replay_under_the_prediction_and_the_measured_beside(bench, capfd):
+def test_run_it_draws_the_replay_below_the_prediction_and_what_was_measured(bench, capfd):
     seen = []
     bench._bar.observe(lambda change: seen.append(change["new"]), names="value")
     bench._go.click()

@@ -93,7 +93,7 @@ def test_only_what_differs_is_sent_to_the_page(monkeypatch):
     assert len(sent) == 1 and list(values["restyle_data"]) == ["y"]
 
 
-def test_a_figure_that_no_page_shows_yet_is_made_anew_and_the_old_one_is_not_closed(widget):
+def test_a_figure_that_no_page_shows_yet_is_replaced_and_the_old_one_is_not_closed(widget):
     """A page that is making itself a model of it would complain if it were closed meanwhile."""
     old = widget.figure
     widget.set(ranks=3)

@@ -400,7 +400,7 @@ class Widget(ipw.VBox):
         return [drawn] if isinstance(drawn, Chart) else list(drawn)
 
     def _draw(self, charts: list[Chart]) -> None:
-        """A figure that no page has seen yet is made anew: it would not learn of changes. The old
+        """A figure that no page has seen yet is replaced: it would not learn of changes. The old
         one is not closed: a page that is making itself a model of it would fail, and say so.
         """
         if self._displayed:

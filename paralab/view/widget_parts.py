@@ -227,7 +227,7 @@ def noted(*lines: str) -> str:
 
 
 def trouble(error: Exception) -> str:
-    """An error as HTML: its first line, and the rest (a rank's traceback) for who opens it."""
+    """An error as HTML: its first line, and below it a part that opens (a rank's traceback)."""
     first, _, rest = str(error).partition("\n")
     shown = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
     if rest.strip():

@@ -69,16 +69,23 @@ window.lab = (() => {
     ...(index === null ? document : cells()[index].node).querySelectorAll(".js-plotly-plot"),
   ];
 
+  // The words of some HTML, a line for each of its own.
+  const plain = (html) => {
+    const node = document.createElement("div");
+    node.innerHTML = html.replace(/<(br|div)[^>]*>/g, "\n");
+    return node.textContent.trim().replace(/\s*\n\s*/g, "\n");
+  };
+
   // What a figure shows: its words, its numbers, and how much of it has reached the screen.
   const look = (plot) => {
     // A widget's title is text above its figure (paralab/view/widget_live.py).
     const head = plot.closest(".widget-vbox")?.querySelector(":scope > .paralab-head");
-    const words = plot.layout?.title?.text ?? head?.innerText ?? "";
+    const words = plain(plot.layout?.title?.text ?? head?.innerHTML ?? "");
     const notes = (plot.layout?.annotations ?? []).map((note) => note.text);
     const keys = ["x", "y", "z", "base", "width", "value", "values", "text"];
-    const plain = (value) => (ArrayBuffer.isView(value) ? Array.from(value) : value);
+    const listed = (value) => (ArrayBuffer.isView(value) ? Array.from(value) : value);
     const numbers = (plot.data ?? []).map((trace) => [
-      trace.type, trace.name, trace.visible, ...keys.map((key) => plain(trace[key]) ?? null),
+      trace.type, trace.name, trace.visible, ...keys.map((key) => listed(trace[key]) ?? null),
     ]);
     const area = plot.getBoundingClientRect();
     return {

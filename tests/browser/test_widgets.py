@@ -38,7 +38,7 @@ def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook):
         lambda: f"on the page:\n{bench.figure['data']}\n.predict() at these settings:\n{twin}",
     )  # fmt: skip
 
-    # a run leaves the page alive: another cell runs beside it; Stop ends it, nothing was measured
+    # a run leaves the page alive: another cell runs meanwhile; Stop ends it, nothing was measured
     bench.start()
     notebook.run_cell(STATE, timeout=ANSWER_S)
     assert notebook.text(STATE) == "running\n", bench.words()
