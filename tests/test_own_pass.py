@@ -126,9 +126,29 @@ def test_an_own_schedule_runs_is_predicted_and_printed(train, text):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-def test_without_any_pass_the_first_gradient_is_named():
-    said = refusal()
-    assert "the gradient of head.norm" in said and "never summed over the data-parallel" in said
+def eager(program):
+    ends = completed(program.code, per_microbatch=True)
+    sums = {at: [all_reduce(unit) for unit in units] for at, units in ends.items()}
+    return program.replace(insert(program.code, sums))
+
+
+def late(program):
+    return program.replace([*program.code, *map(all_reduce, gradients(program.code))])
+
+
+@pytest.mark.parametrize(
+    ("passes", "words"),
+    [
+        ((), ["the gradient of head.norm", "never summed over the data-parallel"]),
+        ((my_sync, my_sync), ["is summed over 'dp' already"]),
+        ((eager,), ["adds to the gradient of"]),
+        ((late,), ["='UPDATE bucket 0': the gradient of"]),
+    ],
+    ids=["no sum", "twice", "after each micro-batch", "behind the update"],
+)
+def test_sums_too_few_too_many_or_at_the_wrong_place_are_refused(passes, words):
+    said = refusal(*passes)
+    assert all(word in said for word in words)
 
 
 def test_a_forgotten_unit_is_refused_by_name():
@@ -138,27 +158,6 @@ def test_a_forgotten_unit_is_refused_by_name():
     assert "(axis 'dp')" in said and "legal: ALL_REDUCE over 'dp' behind position" in said
     shown = repr(pl.program(SPEC, pl.Plan(dp=2, **LEFT, passes=(forgets_one,))))
     assert shown.splitlines()[-1] == f"refused: {said}"
-
-
-def test_summing_twice_is_refused():
-    said = refusal(my_sync, my_sync)
-    assert "is summed over 'dp' already" in said
-
-
-def test_summing_after_each_micro_batch_is_refused():
-    def eager(program):
-        ends = completed(program.code, per_microbatch=True)
-        sums = {at: [all_reduce(unit) for unit in units] for at, units in ends.items()}
-        return program.replace(insert(program.code, sums))
-
-    assert "adds to the gradient of" in refusal(eager)
-
-
-def test_sums_behind_the_update_are_refused():
-    def late(program):
-        return program.replace([*program.code, *map(all_reduce, gradients(program.code))])
-
-    assert "='UPDATE bucket 0': the gradient of" in refusal(late)
 
 
 @pytest.mark.parametrize(
