@@ -18,7 +18,7 @@
 # %%
 import paralab as pl
 
-model = pl.ModelSpec(layers=4, hidden=256, heads=4, seq_len=128)
+model = pl.ModelSpec(layers=4, hidden=256, heads=4, seq_len=128, attention="explicit")
 print(f"{model.num_params:,} parameters; as fp32 weights {4 * model.num_params / 1e6:.1f} MB")
 
 # %% [markdown]

@@ -91,7 +91,7 @@ guess
 # Four real processes each time. The memory ledger sees every tensor of every rank come and go.
 
 # %%
-wide = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32)
+wide = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32, attention="explicit")
 plan = pl.Plan(dp=4, microbatches=2, microbatch_size=2, bucket_bytes=2**20)
 reports = {"data parallelism": pl.run(wide, plan, steps=3, progress=False)}
 for stage in (1, 2, 3):

@@ -23,7 +23,7 @@ from paralab import view
 from paralab.instruments import heap
 from paralab.theory import zero
 
-model = pl.ModelSpec(layers=6, hidden=128, heads=4, seq_len=128)
+model = pl.ModelSpec(layers=6, hidden=128, heads=4, seq_len=128, attention="explicit")
 psi = model.num_params
 print(f"{psi:,} parameters: 16 bytes for each are {16 * psi / 1e6:.1f} MB")
 

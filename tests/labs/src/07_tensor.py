@@ -317,7 +317,9 @@ nodes = pl.Cluster(
     intra=pl.Link(alpha=5e-6, bandwidth=3e11),
     inter=pl.Link(alpha=15e-6, bandwidth=3e10),
 )
-wide = pl.ModelSpec(layers=4, hidden=4096, heads=32, seq_len=2048, vocab=32000)
+wide = pl.ModelSpec(
+    layers=4, hidden=4096, heads=32, seq_len=2048, vocab=32000, attention="explicit"
+)
 rows = []
 for name, split in (
     ("tp=4 inside, dp=2 across", pl.Plan(tp=4, dp=2, microbatch_size=1)),
@@ -522,7 +524,7 @@ pd.DataFrame(rows).set_index("").round(2)
 from paralab.theory import activation_costs
 
 a, h, s, b = sizes["22 B"]
-large = pl.ModelSpec(layers=48, hidden=h, heads=a, seq_len=s, vocab=51200)
+large = pl.ModelSpec(layers=48, hidden=h, heads=a, seq_len=s, vocab=51200, attention="explicit")
 rows = {}
 for name, share in (("whole on every rank", 1), ("a part on each", 8)):
     per_block = activation_costs.layer_bytes(large, b, recompute="full") / share

@@ -90,7 +90,7 @@ guess
 # bounds them. The copies are real, and so are the files.
 
 # %%
-wide = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32)
+wide = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32, attention="explicit")
 plan = pl.Plan(microbatches=2, microbatch_size=2, bucket_bytes=2**20)
 plans = {
     "no offload": plan,

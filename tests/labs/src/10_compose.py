@@ -22,7 +22,7 @@ import pandas as pd
 import paralab as pl
 from paralab import view
 
-model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
+model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64, attention="explicit")
 cube = pl.Plan(dp=2, tp=2, pp=2, zero_stage=1, microbatches=4, microbatch_size=2)
 view.mesh(cube, rank=0)
 
@@ -188,7 +188,9 @@ view.mesh(plans["dp 2, tp 2"], where_two, rank=0)
 # of it should be tensor, how much pipeline?
 
 # %%
-big = pl.ModelSpec(layers=32, hidden=20480, heads=128, seq_len=2048, vocab=51200)
+big = pl.ModelSpec(
+    layers=32, hidden=20480, heads=128, seq_len=2048, vocab=51200, attention="explicit"
+)
 a100 = pl.Cluster.preset("dgx-a100", nodes=8)
 
 
@@ -225,7 +227,9 @@ table.round(1).add_suffix(", MFU (%)")
 # the bubble, because there are fewer of them. 91 billion parameters, tp 8, pp 8:
 
 # %%
-wide = pl.ModelSpec(layers=32, hidden=15360, heads=128, seq_len=2048, vocab=51200)
+wide = pl.ModelSpec(
+    layers=32, hidden=15360, heads=128, seq_len=2048, vocab=51200, attention="explicit"
+)
 
 
 def by_microbatch(cluster):

@@ -497,7 +497,9 @@ year_later.filter(like="throughput")
 # Put your own numbers into this cell.
 
 # %%
-mine = pl.ModelSpec(layers=32, hidden=4096, heads=32, seq_len=4096, vocab=32_000)
+mine = pl.ModelSpec(
+    layers=32, hidden=4096, heads=32, seq_len=4096, vocab=32_000, attention="explicit"
+)
 tokens, devices, reached = 2e12, 256, 150e12  # FLOP/s that a device really makes
 
 cost = training.training_cost(
