@@ -56,7 +56,9 @@ def away(lines: str, **objects: Any) -> list[Case]:
     """Cases whose states are where the first word says."""
     some = (line.split(maxsplit=1) for line in lines.splitlines() if line.strip())
     return [
-        case(" ".join(rest), offload=placed(where), **objects)._replace(name=f"{where} {rest}")
+        case(" ".join(rest), offload=placed(where), **objects)._replace(
+            name=" ".join([where, *rest])
+        )
         for where, *rest in some
     ]
 
