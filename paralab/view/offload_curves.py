@@ -96,7 +96,7 @@ def chart(foreseen: Foreseen, at: float, share: float, found: Sequence[Point] = 
         legend={"y": -0.24, "yanchor": "top"},
         legend2={**theme.LEGEND, "x": 1, "y": 1.01, "xanchor": "right"},
     )
-    sizes = [(way, kind, n) for way, parts in foreseen.metrics.items() for kind, n in parts.items()]
+    sizes = [(way, kind, n) for way, parts in foreseen.moved.items() for kind, n in parts.items()]
     bars = mark.bars(
         [row for row in sizes if row[2]],
         per=1e6,
@@ -186,7 +186,7 @@ def _lines(
 def _links(foreseen: Foreseen, at: float) -> list[str]:
     """The links' names, with sizes and times."""
     names = []
-    for link, parts in foreseen.metrics.items():
+    for link, parts in foreseen.moved.items():
         size, speed = sum(parts.values()), at if "disk" in link else foreseen.cluster.host.bandwidth
         took = theme.scaled(size / speed, "s", digits=2)
         names.append(f"{lanes.ROW_NAME[link]} <br><b>{theme.scaled(size, 'B')}</b>, {took} ")
@@ -227,7 +227,7 @@ def _table(foreseen: Foreseen, at: float, found: Sequence[Point]) -> Any:
     marks += [(point.clock, point.bandwidth, point.share) for point in found]
     moved = [
         (link, category, size)
-        for link, parts in foreseen.metrics.items()
+        for link, parts in foreseen.moved.items()
         for category, size in parts.items()
     ]
     return pd.concat(

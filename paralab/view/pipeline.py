@@ -214,6 +214,7 @@ def _bubble_of(name: str, share: float) -> str:
 
 def _stub(simulation: Simulation, name: str) -> Tables:
     """A report that says what plan and clock a simulation is about, without its rows."""
+    from paralab.report.tables import Tables
     from paralab.spec import Plan
 
     order = simulation.order
