@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.exercises import Exercise, Verdict
+from patience import HANG_S
 
 launching = importlib.import_module("paralab.launch")  # pl.launch is a function
 _known: dict[tuple, Verdict] = {}
@@ -26,14 +27,19 @@ def defined(text: str, name: str) -> Any:
 
 
 def judged(
-    exercise: Exercise, answer: Any, table: Sequence, *, alone: Sequence = (), timeout: float = 20
+    exercise: Exercise,
+    answer: Any,
+    table: Sequence,
+    *,
+    alone: Sequence = (),
+    timeout: float = HANG_S,
 ) -> Verdict:
     """The verdict on ``answer``, one of ``table``'s: each its parts, or the only one.
 
     alone  answers that stop the others: they hang, or fail on some ranks only
     """
     if any(answer is one for one in alone):
-        return exercise.check(*_parts(answer), timeout=3)
+        return exercise.check(*_parts(answer), timeout=8)
     place = next(i for i, one in enumerate(table) if one is answer or one == answer)
     if (exercise.name, id(table), place) not in _known:
         together = [one for one in table if not any(one is other for other in alone)]

@@ -114,7 +114,7 @@ TREATMENTS = [  # patient, what is handed in, limits it breaks, words of the ver
      "'activation' is no category"),
     ("twice the devices", ("", {"recompute": "full"}), {"what fills it"}, "no category is named"),
     ("twice the devices", ("activations", {"recompute": "selective"}), {"twice the devices"},
-     "are 50 %; of 60.1 MB 46.8 MB are activations"),
+     "by 50 %; of 60.1 MB 46.8 MB are activations"),
     ("twice the devices", ("activations", {"microbatch_size": 1}), {"same training"},
      "samples per step: 4, and it was 32"),
     ("twice the devices", ("activations", {"precision": "bf16"}),

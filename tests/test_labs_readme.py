@@ -49,5 +49,7 @@ def test_the_section_is_there_and_its_lab_names_the_question(question, url, lab,
 def test_every_lab_is_linked_and_every_link_of_a_lab_leads_somewhere():
     linked = set(re.findall(r"\]\((\d\d_\w+\.ipynb)\)", README))
     assert linked == {path.name for path in LABS.glob("[0-9]*.ipynb")}
-    answered = {name for name, text in SOURCES.items() if "### BEGIN SOLUTION" in text}
+    answered = {
+        name for name, text in SOURCES.items() if re.search("### (BEGIN SOLUTION|ANSWER: )", text)
+    }
     assert {p.name[:2] for p in (LABS / "solutions").glob("*.ipynb")} == answered

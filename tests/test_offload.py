@@ -188,7 +188,7 @@ def test_files_give_back_what_they_were_given_past_the_page_cache_or_not(
     if tier._direct:  # not every file system knows it
         assert len(past) == 2 * (size >= 4096 and not askew)
     os.truncate(tmp_path / "tier" / "states", size // 2)
-    with pytest.raises(OSError, match="somebody has cut it short"):
+    with pytest.raises(OSError, match="it has been cut short"):
         tier.read("states", found)
     tier.close()
 

@@ -442,7 +442,7 @@ def fill(folder: Path) -> None:
     "spoil, words",
     [
         (shutil.rmtree, ["offload cannot", "No such file or directory"]),
-        (cut, ["offload cannot read", "somebody has cut it short"]),
+        (cut, ["offload cannot read", "it has been cut short"]),
         (fill, ["offload cannot"]),
     ],
 )

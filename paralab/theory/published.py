@@ -38,7 +38,9 @@ def _runs(
     rows: tuple[tuple[int, int, int, int, float], ...],
 ) -> tuple[Run, ...]:
     """rows: micro-batch, tp, dp, pp, milliseconds per iteration."""
-    model = ModelSpec(layers=layers, hidden=hidden, heads=heads, seq_len=2048, vocab=51200)
+    model = ModelSpec(
+        layers=layers, hidden=hidden, heads=heads, seq_len=2048, vocab=51200, attention="explicit"
+    )
     return tuple(
         Run(
             model,

@@ -39,6 +39,7 @@ class Setting(NamedTuple):
             seq_len=2048,
             vocab=51200,
             dropout=0.1,
+            attention="explicit",
         )
 
 

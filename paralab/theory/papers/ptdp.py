@@ -44,7 +44,12 @@ class Row(NamedTuple):
     @property
     def model(self) -> ModelSpec:
         return ModelSpec(
-            layers=self.layers, hidden=self.hidden, heads=self.heads, seq_len=SEQ_LEN, vocab=VOCAB
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            seq_len=SEQ_LEN,
+            vocab=VOCAB,
+            attention="explicit",
         )
 
     @property
