@@ -222,7 +222,7 @@ def each(
         except (Exception, SystemExit, GeneratorExit) as error:
             if len(answers) == 1:
                 raise
-            said = describe(error, "", hide="")["what"]
+            said = describe(error, context.rank, 0.0).what
             parts.append({"failed": f"rank {context.rank} {said}"})
             continue
         parts.append(
