@@ -4,7 +4,7 @@
 
 A warm launch of 4 ranks takes some 0.1 s (ranks/server.py says why), so a real run fits inside a
 cell; where ranks cannot be forked (macOS), some seconds. Functions and their arguments travel by
-value (cloudpickle), so nothing is imported again. Ranks meet through a file in a temporary folder:
+value (code.py), so nothing is imported again. Ranks meet through a file in a temporary folder:
 no port, no host name.
 
 One rule covers every failure. An exception in a rank, a rank that dies, no sign of life for
@@ -26,9 +26,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import cloudpickle
-
 from paralab.checks import choice, illegal, real, shown, whole
+from paralab.ranks.code import pickled
 from paralab.ranks.errors import Nested, OutOfMemory, RankError, RankTimeout, Stopped
 from paralab.ranks.server import LOOK_SECONDS, RankServer, start_method
 from paralab.ranks.watch import Run
@@ -235,12 +234,12 @@ def _cells() -> dict[str, Any]:
 
 def _pickled(name: str, function: Callable[..., Any], args: tuple) -> bytes:
     try:
-        return cloudpickle.dumps((function, args))
+        return pickled((function, args))
     except Exception as error:
         said = str(error) or type(error).__name__
     for what, value in _parts(name, function, args):
         try:
-            cloudpickle.dumps(value)
+            pickled(value)
         except Exception as error:
             said = f"{what}, a {type(value).__name__}, cannot be sent to a rank ({error})"
             break

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from paralab.view.widget_live import layout_of
 VARIABLE = "PARALAB_PICTURES"  # of the environment
 FIGURES = "application/vnd.paralab.figures+json"
 WIDTH = {1: 900, 2: 560}  # pixels of a figure, by figures in a row
-LETTER = (8.2, 6.4)  # pixels of a letter of the two kinds of lines above a figure
+SIZES = (15 * theme.BOLD, 12)  # of the letters of the two kinds of lines above a figure
 LINE = 20  # pixels that a line is high
 
 
@@ -82,8 +81,8 @@ def drawn(data: dict[str, Any]) -> bytes:
 def _lines(head: Sequence[str], width: int) -> list[str]:
     """A title's two texts, broken into lines that fit."""
     finding, below = (
-        textwrap.wrap(text, int((width - 24) / letter))
-        for text, letter in zip(head, LETTER, strict=True)
+        theme.broken(text, width - 24, size).split("<br>") if text else []
+        for text, size in zip(head, SIZES, strict=True)
     )
     faint = f"<span style='color:{theme.look().faint};font-size:12px'>"
     return [f"<b>{line}</b>" for line in finding] + [f"{faint}{line}</span>" for line in below]

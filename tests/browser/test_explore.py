@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from browser.bench import ANSWER_S, RUN_S, Bench
+from browser.bench import ANSWER_S, Bench
 from browser.notebook import Notebook
 
 SHOW, TWINS, DARK = range(3)  # the cells
@@ -139,7 +139,7 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
 
     # a run: its replay below the prediction, on one axis, and a row for every clock
     bench.start()
-    notebook.wait(lambda: bench.enabled("Run again"), RUN_S, bench.words)
+    notebook.wait(lambda: bench.enabled("Run again"), ANSWER_S, bench.words)
     notebook.wait(lambda: bench.figure["print"] != start, ANSWER_S, "the run is not shown")
     words = bench.words()
     assert all(f"\n{clock}" in words for clock in ("predicted", "replayed", "measured"))
