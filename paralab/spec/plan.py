@@ -1,5 +1,4 @@
-"""How to split a training step: Plan. (What: `ModelSpec`, model_spec.py; on what: `Cluster`,
-cluster.py. All three can be had here.)
+"""How to split a training step: Plan. What is trained is in model.py, and on what in cluster.py.
 
 All are frozen descriptions. They hold numbers, never tensors (torch is not imported here). A wrong
 value raises ``ValueError`` naming the field, the value and what would be legal, before any process
@@ -15,35 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import Description, choice, count, illegal, whole
 from paralab.parallel.schedules import RELAY
-from paralab.spec.cluster import Cluster, Link
 from paralab.spec.forms import (
-    GRAD_SYNC_FORMS,
     OWN_FORM,
-    SCHEDULE_NAMES,
     check_grad_sync,
     check_passes,
     check_schedule,
     form_name,
     make_schedule,
 )
-from paralab.spec.model import MODEL_PRESETS, ModelSpec
+from paralab.spec.model import ModelSpec
 from paralab.spec.rules import check_plan, tensor_grid
 from paralab.spec.tiers import Offload, as_offload, resolved
 
 if TYPE_CHECKING:
     from paralab.parallel.schedules import Action
-
-__all__ = [
-    "GRAD_SYNC_FORMS",
-    "MODEL_PRESETS",
-    "OWN_FORM",
-    "SCHEDULE_NAMES",
-    "Cluster",
-    "Link",
-    "ModelSpec",
-    "Place",
-    "Plan",
-]
 
 
 class Place(NamedTuple):
