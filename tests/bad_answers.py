@@ -620,6 +620,21 @@ class ZeroGood:
         self.group.all_gather(full, own).wait()
 
 
+class ZeroGlooHolds(ZeroGood):
+    """A right answer, while gloo's thread holds what it was given for longer than the call."""
+
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, **settings)
+        gloo, self.held = self.group.transport.transport, []
+        as_own = gloo.as_own
+
+        def held(call):
+            self.held.append(as_own(call))
+            return self.held[-1]
+
+        gloo.as_own = held
+
+
 class ZeroByHand(ZeroGood):
     """A right answer: parts to whom they belong, added up there, without a reduce-scatter."""
 

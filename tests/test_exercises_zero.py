@@ -66,7 +66,7 @@ def test_a_wrong_zero_step_is_refused_by_the_limits_it_breaks(answer, limits, wo
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
-@pytest.mark.parametrize("answer", [bad.ZeroGood, bad.ZeroByHand])
+@pytest.mark.parametrize("answer", [bad.ZeroGood, bad.ZeroByHand, bad.ZeroGlooHolds])
 def test_a_right_zero_step_passes_and_says_the_same_twice(answer):
     first, second = STEP.check(answer), STEP.check(answer)
     assert first.passed, repr(first)
