@@ -55,14 +55,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (SCHEDULES["1f1b"], {"schedule"}, "is the library's own; required: one of yours"),
     ("1f1b", {"schedule"}, "required: a function"),
 ]  # fmt: skip
-WRONGS = [row[0] for row in WRONG]
-
-
-@pytest.mark.parametrize("answer, limits, words", WRONG)
-def test_a_wrong_schedule_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(OWN, answer, WRONGS)
-    assert not verdict and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
 def my_own(name):
@@ -71,17 +63,26 @@ def my_own(name):
 
 RIGHT = [bad.schedule_good, bad.schedule_halves, my_own("zb-h1"),
          attacks.schedule_of_any_arguments]  # fmt: skip
+HALF = [my_own("gpipe"), my_own("naive")]
+ALL = [*(row[0] for row in WRONG), *RIGHT, *HALF]
+
+
+@pytest.mark.parametrize("answer, limits, words", WRONG)
+def test_a_wrong_schedule_is_refused_by_the_limits_it_breaks(answer, limits, words):
+    verdict = judged(OWN, answer, ALL)
+    assert not verdict and limits <= missed(verdict), repr(verdict)
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
 @pytest.mark.parametrize("answer", RIGHT)
 def test_another_right_schedule_passes(answer):
-    verdict = judged(OWN, answer, RIGHT)
+    verdict = judged(OWN, answer, ALL)
     assert verdict.passed, repr(verdict)
 
 
-@pytest.mark.parametrize("name, kept", [("gpipe", "simulated step"), ("naive", "live micro-")])
-def test_gpipe_keeps_the_time_and_naive_the_memory_and_neither_both(name, kept):
-    verdict = OWN.check(my_own(name))
+@pytest.mark.parametrize("answer, kept", zip(HALF, ("simulated step", "live micro-"), strict=True))
+def test_gpipe_keeps_the_time_and_naive_the_memory_and_neither_both(answer, kept):
+    verdict = judged(OWN, answer, ALL)
     [row] = [row for row in verdict.rows if row.limit.startswith(kept)]
     assert row.ok and not verdict.passed
 

@@ -7,7 +7,7 @@ import pytest
 import bad_answers as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import judged, launches, missed
+from judged import assert_reads_the_same_alone, judged, launches, missed
 from paralab.exercises import sync
 from paralab.exercises.tries import Try, on_ranks
 from paralab.exercises.verdict import Notes
@@ -68,9 +68,8 @@ RING = [  # answer, limits it breaks, words of the verdict
     (attacks.ring_generator_exit, {"result"}, "n=2: rank 0 raised GeneratorExit"),
     (attacks.ring_prints_for_ever, {"result"}, "nothing moves any more: rank 0 line "),
 ]
-RINGS = [row[0] for row in RING]
-
-
+RIGHT_RINGS = [bad.ring_copied, bad.ring_to_the_left]
+RINGS = [*(row[0] for row in RING), *RIGHT_RINGS]
 RING_ALONE = (bad.ring_waits_for_nobody, bad.ring_sends_first, attacks.ring_prints_for_ever)
 
 
@@ -81,12 +80,9 @@ def test_a_wrong_ring_is_refused_by_the_limits_it_breaks(answer, limits, words):
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
-RIGHT_RINGS = [bad.ring_copied, bad.ring_to_the_left]
-
-
 @pytest.mark.parametrize("answer", RIGHT_RINGS)
 def test_another_right_ring_passes(answer):
-    verdict = judged(pl.exercises.all_gather_half, answer, RIGHT_RINGS)
+    verdict = judged(pl.exercises.all_gather_half, answer, RINGS, alone=RING_ALONE)
     assert verdict.passed, repr(verdict)
 
 
@@ -128,30 +124,27 @@ SYNC = [
     (attacks.SyncForFour, {"weights"}, "weights: rank 0: embedding.token.weight, element (0, 0): "),
     (attacks.SyncUntilTheFourth, {"gradients"}, "in backward 5 of the timed model, rank 0 has "),
 ]
-SYNCS = [row[0] for row in SYNC]
+RIGHT_SYNCS = [bad.SyncGood, bad.Maker(), attacks.SyncSpans]
+SYNCS = [*(row[0] for row in SYNC), *RIGHT_SYNCS]
+SYNC_ALONE = (bad.SyncOtherOrderOnEveryRank,)
 
 
 @pytest.mark.parametrize("answer, limits, words", SYNC)
 def test_a_wrong_gradient_sync_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    alone = (bad.SyncOtherOrderOnEveryRank,)
-    verdict = judged(pl.exercises.gradient_sync, answer, SYNCS, alone=alone)
+    verdict = judged(pl.exercises.gradient_sync, answer, SYNCS, alone=SYNC_ALONE)
     assert not verdict and limits <= missed(verdict), repr(verdict)
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
-RIGHT_SYNCS = [bad.SyncGood, bad.Maker(), attacks.SyncSpans]
-
-
 @pytest.mark.parametrize("answer", RIGHT_SYNCS, ids=["good", "maker", "spans"])
 def test_another_right_gradient_sync_passes(answer):
-    verdict = judged(pl.exercises.gradient_sync, answer, RIGHT_SYNCS)
+    verdict = judged(pl.exercises.gradient_sync, answer, SYNCS, alone=SYNC_ALONE)
     assert verdict.passed, repr(verdict)
 
 
 def test_two_verdicts_on_one_answer_are_the_same():
-    """A notebook's stored verdict is compared with a fresh one, on another machine."""
-    first, second = (pl.exercises.gradient_sync.check(bad.SyncPerParameter) for _ in range(2))
-    assert first == second and first._repr_html_() == second._repr_html_()
+    judged(pl.exercises.gradient_sync, bad.SyncPerParameter, SYNCS, alone=SYNC_ALONE)
+    assert_reads_the_same_alone(pl.exercises.gradient_sync, bad.SyncPerParameter, SYNCS)
 
 
 def test_a_table_of_answers_takes_one_launch_for_every_run_of_the_checker():
@@ -159,7 +152,7 @@ def test_a_table_of_answers_takes_one_launch_for_every_run_of_the_checker():
         (pl.exercises.all_gather_half, bad.ring_direct, RINGS, 3),
         (pl.exercises.gradient_sync, bad.SyncRaises, SYNCS, 5),  # of these, two are references
     ):
-        judged(exercise, answer, table, alone=RING_ALONE)
+        judged(exercise, answer, table, alone=RING_ALONE + SYNC_ALONE)
         assert launches[exercise.name] <= runs
 
 

@@ -10,7 +10,7 @@ import pytest
 import bad_answers_summa as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import defined, judged, missed
+from judged import assert_reads_the_same_alone, judged, missed
 
 SUMMA = pl.exercises.summa
 summa = importlib.import_module("paralab.exercises.summa")
@@ -45,7 +45,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 
 
-LARGE = [answer for answer, limits, _ in WRONG if "memory forward" in limits]
+RIGHT = [bad.Good, bad.OneBuffer]
+LARGE = [*(answer for answer, limits, _ in WRONG if "memory forward" in limits), *RIGHT]
 SMALL = [row[0] for row in WRONG if row[0] not in LARGE]  # they show on the smallest grid
 
 
@@ -59,21 +60,14 @@ def test_a_wrong_summa_is_refused_by_the_limits_it_breaks(answer, limits, words,
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
-@pytest.mark.parametrize("answer", [bad.Good, bad.OneBuffer])
-def test_a_right_summa_passes_and_says_the_same_twice(answer):
-    first, second = SUMMA.check(answer), SUMMA.check(answer)
-    assert first.passed, repr(first)
-    assert first == second and first._repr_html_() == second._repr_html_()
+@pytest.mark.parametrize("answer", RIGHT)
+def test_a_right_summa_passes(answer):
+    verdict = judged(SUMMA, answer, LARGE)
+    assert verdict.passed, repr(verdict)
 
 
-def test_a_refusal_reads_the_same_twice():
-    first, second = (SUMMA.check(bad.AllReduces) for _ in range(2))
-    assert first == second and not first
-
-
-def test_a_class_that_is_not_written_is_not_started_and_neither_is_half_of_one():
-    stub = SUMMA.check(defined(SUMMA.stub, "MySumma"))
-    assert not stub and not stub.started
+def test_two_verdicts_on_one_answer_are_the_same():
+    assert_reads_the_same_alone(SUMMA, bad.GathersAll, LARGE)
 
 
 def test_the_right_blocks_are_those_of_the_whole_matrices():

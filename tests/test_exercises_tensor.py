@@ -8,7 +8,7 @@ import pytest
 import bad_answers as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import judged, missed
+from judged import assert_reads_the_same_alone, judged, missed
 from paralab.exercises import tensor
 
 MLP = pl.exercises.tensor_mlp
@@ -51,33 +51,27 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (attacks.MLPDecoy, {"result"}, "t=2: rank 0 raised RuntimeError: allreduce goes to torch"),
     ("mlp", {"result"}, "required: a class, yours is 'mlp'"),
 ]  # fmt: skip
-MLPS = list({id(row[0]): row[0] for row in WRONG}.values())
+RIGHT = [bad.MLPGood, bad.MLPInTwo]
+MLPS = [*{id(row[0]): row[0] for row in WRONG}.values(), *RIGHT]
+ALONE = (bad.MLPRootOnly,)
 
 
 @pytest.mark.parametrize("answer, limits, words", WRONG)
 def test_a_wrong_mlp_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(MLP, answer, MLPS, alone=(bad.MLPRootOnly,))
+    verdict = judged(MLP, answer, MLPS, alone=ALONE)
     assert not verdict and verdict.started and limits == missed(verdict), repr(verdict)
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
-@pytest.mark.parametrize("answer", [bad.MLPGood, bad.MLPInTwo])
-def test_a_right_mlp_passes_and_says_the_same_twice(answer):
-    first, second = MLP.check(answer), MLP.check(answer)
-    assert first.passed and {row.limit for row in first.rows} == ALL, repr(first)
-    assert first == second and first._repr_html_() == second._repr_html_()
+@pytest.mark.parametrize("answer", RIGHT)
+def test_a_right_mlp_passes(answer):
+    verdict = judged(MLP, answer, MLPS, alone=ALONE)
+    assert verdict.passed and {row.limit for row in verdict.rows} == ALL, repr(verdict)
 
 
-def test_a_refusal_reads_the_same_twice():
-    first, second = (MLP.check(bad.MLPKeepsViews) for _ in range(2))
-    assert first == second and not first
-
-
-def test_an_mlp_that_is_not_written_is_not_started():
-    names: dict = {"__name__": "__main__"}
-    exec(MLP.stub, names)
-    stub = MLP.check(names["MyMLP"])
-    assert not stub and not stub.started
+def test_two_verdicts_on_one_answer_are_the_same():
+    judged(MLP, bad.MLPKeepsViews, MLPS, alone=ALONE)
+    assert_reads_the_same_alone(MLP, bad.MLPKeepsViews, MLPS)
 
 
 def test_the_whole_mlp_is_what_autograd_makes_of_it():

@@ -11,7 +11,7 @@ import pytest
 import bad_answers as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import defined, judged, missed
+from judged import assert_reads_the_same_alone, defined, judged, missed
 from paralab.exercises import zero
 
 STEP, CLINIC = pl.exercises.zero_step, pl.exercises.memory_clinic
@@ -56,31 +56,28 @@ ZERO = [  # answer, limits it breaks, words of the verdict
     (attacks.ZeroResizes, {"parameters"}, "the parameters have shape (10,) now"),
     ("zero", {"parameters"}, "required: a class, yours is 'zero'"),
 ]  # fmt: skip
-ZEROS = [row[0] for row in ZERO]
+RIGHT = [bad.ZeroGood, bad.ZeroByHand, bad.ZeroGlooHolds]
+ZEROS = [*(row[0] for row in ZERO), *RIGHT]
+ALONE = (bad.ZeroRootOnly,)
 
 
 @pytest.mark.parametrize("answer, limits, words", ZERO)
 def test_a_wrong_zero_step_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(STEP, answer, ZEROS, alone=(bad.ZeroRootOnly,))
+    verdict = judged(STEP, answer, ZEROS, alone=ALONE)
     assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
-@pytest.mark.parametrize("answer", [bad.ZeroGood, bad.ZeroByHand, bad.ZeroGlooHolds])
-def test_a_right_zero_step_passes_and_says_the_same_twice(answer):
-    first, second = STEP.check(answer), STEP.check(answer)
-    assert first.passed, repr(first)
-    assert first == second and first._repr_html_() == second._repr_html_()
+@pytest.mark.parametrize("answer", RIGHT)
+def test_a_right_zero_step_passes(answer):
+    verdict = judged(STEP, answer, ZEROS, alone=ALONE)
+    assert verdict.passed, repr(verdict)
 
 
-def test_a_refusal_reads_the_same_twice():
-    first, second = (STEP.check(bad.ZeroMomentumForAll) for _ in range(2))
-    assert first == second and not first
-
-
-def test_a_step_that_is_not_written_is_not_started():
-    stub = STEP.check(defined(STEP.stub, "MyZero1"))
-    assert not stub and not stub.started
+@pytest.mark.parametrize("answer", [bad.ZeroGood, bad.ZeroMomentumForAll])
+def test_two_verdicts_on_one_answer_are_the_same(answer):
+    judged(STEP, answer, ZEROS, alone=ALONE)
+    assert_reads_the_same_alone(STEP, answer, ZEROS)
 
 
 @pytest.mark.parametrize("n", zero.RANKS)

@@ -212,6 +212,8 @@ def each(
         own = Group(
             group.ranks, axis="world", context=context, recorder=recorder, process_group=other
         )
+        if tracemalloc.is_tracing():  # what earlier answers left is looked through at every change
+            tracemalloc.clear_traces()
         watch = Watch(own, number)
         try:
             with watch, contextlib.redirect_stdout(Short(sys.stdout)):
