@@ -245,14 +245,14 @@ def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is() -> None:
 
 def test_output_progress_and_finished_calls_are_signs_of_life() -> None:
     def program(context, sign: str) -> None:
-        for step in range(8):
+        for step in range(6):
             time.sleep(1.0)
             if sign == "print":
                 print(step)
             elif sign == "note":
                 context.note(f"all_reduce #{step}")
             else:
-                context.progress(step, 8)
+                context.progress(step, 6)
 
     for sign in ("print", "note", "progress"):
         launch_program(program, 1, (sign,), timeout=5.0)
@@ -508,7 +508,7 @@ def test_nothing_survives_a_kernel_that_is_killed(temporary: Path, moment: str) 
         path = f"{temporary}:{path}"
     mark = f"paralab-test-{uuid.uuid4()}"
     env = {**os.environ, "PYTHONPATH": path, "MARK": mark, "TMPDIR": str(temporary)}
-    for _ in range(ROUNDS):
+    for _ in range(2):  # each starts an interpreter, and a server that loads torch
         with subprocess.Popen(
             [sys.executable, HERE / "launch_victim.py", moment], env=env, stdout=subprocess.PIPE
         ) as victim:

@@ -17,7 +17,6 @@ from paralab.report import tables
 from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.view import theme, timeline_rows
-from paralab.view.lanes import tracks
 from paralab.view.page import _for_script, page
 
 OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00",
@@ -39,16 +38,6 @@ def boxes(figure) -> list[tuple]:
         for bar in figure.data
         for base, x, y, w in zip(bar.base, bar.x, bar.y, bar.width, strict=True)
     ]
-
-
-def stretched(report: Report, factor: float, clock: str = "measured") -> Report:
-    changed = {}
-    for name in ("spans", "collectives", "steps"):
-        rows = columns(getattr(report, name))
-        for column in ("start", "end"):
-            rows[column] = [v * factor for v in rows[column]]
-        changed[name] = rows
-    return dataclasses.replace(report, clock=clock, **changed)
 
 
 @pytest.fixture(scope="module")
@@ -83,26 +72,6 @@ def test_every_figure_states_its_units_its_finding_and_where_time_is_drawn_its_c
     assert "(ms)" in timeline.layout.xaxis.title.text
     assert "MB" in traffic.layout.xaxis.title.text and "(kB)" in traffic.layout.xaxis2.title.text
     assert "nats" in loss.layout.yaxis.title.text
-
-
-def test_structure_of_the_figures_does_not_depend_on_the_times():
-    one = synthetic.report(3)
-    other = stretched(one, 7.3)
-    for a, b in zip(figures(one), figures(other), strict=True):
-        assert [t.name for t in a.data] == [t.name for t in b.data]
-        assert [t.type for t in a.data] == [t.type for t in b.data]
-    assert [t.name for t in one.timeline().data] == [
-        "forward", "backward", "optimizer", "waiting", "communication, dp",
-    ]  # fmt: skip
-    assert [len(t.x) for t in one.timeline().data] == [len(t.x) for t in other.timeline().data]
-
-
-def test_figures_hold_lists_and_no_binary_blobs(four):
-    for figure in figures(four):
-        text = figure.to_json()
-        assert "bdata" not in text
-        assert len(text) < 60_000
-        json.loads(text, parse_constant=pytest.fail)
 
 
 def test_names_from_a_report_cannot_be_markup(four):
@@ -231,12 +200,6 @@ def test_a_step_or_rank_that_is_not_there_is_refused(four):
         four.timeline(ranks=[4])
     with pytest.raises(ValueError, match="no steps"):
         Report(clock="predicted", model=synthetic.MODEL, plan=Plan()).timeline()
-
-
-def test_tracks_keep_overlapping_boxes_apart():
-    assert tracks([(0, 2), (1, 3), (2, 4), (1, 2)], at_most=4) == [0, 2, 0, 1]
-    assert tracks([(0, 9), (1, 9), (2, 9)], at_most=2) == [0, 1, 0]
-    assert tracks([], at_most=2) == []
 
 
 def test_a_shared_processor_is_mentioned_only_on_the_wall_clock():

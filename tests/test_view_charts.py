@@ -25,6 +25,7 @@ from paralab.theory.traffic import wire_bytes
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.page import page
+from test_view_offload import made as offloaded
 
 LINK = Link(alpha=100e-6, bandwidth=1e9)
 NASTY = "<a href='x'>b</a>"
@@ -92,7 +93,7 @@ def forms() -> dict[str, Report]:
 
 def charts() -> dict[str, Chart]:
     two = forms()
-    report = two["overlapped"]
+    report, with_memory = two["overlapped"], synthetic.with_memory(synthetic.report(2))
     return {
         "timeline": report.timeline(),
         "traced": traced().timeline(),
@@ -104,6 +105,12 @@ def charts() -> dict[str, Chart]:
         "algorithms": view.algorithms(CURVES, CURVES),
         "bytes": view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9}),
         "scaling": view.scaling(ROWS),
+        "memory": with_memory.memory_chart(),
+        "memories": view.memory_charts({"a": with_memory, "b": with_memory}),
+        "peaks": view.memory_bars({"a": with_memory}),
+        "offloaded": offloaded().timeline(),
+        "links": offloaded().traffic_chart(),
+        "tiers": offloaded().memory_chart(),
     }
 
 
@@ -146,6 +153,15 @@ def test_what_a_notebook_compares_of_a_chart_holds_no_time():
         (view.link_fit(points()), view.link_fit(points(alpha=10.0))),
         (view.scaling(ROWS), view.scaling([{**r, "samples_per_second": 7.0} for r in ROWS])),
     ]
+    one = synthetic.with_memory(report)
+    late = dataclasses.replace(stretched(one, 3.7), memory=one.memory.assign(
+        time=one.memory["time"] * 3.7))  # fmt: skip
+    pairs += [
+        (one.memory_chart(), late.memory_chart()),
+        (view.memory_charts({"a": one}), view.memory_charts({"a": late})),
+        *((getattr(offloaded(), name)(), getattr(offloaded(factor=3.7), name)())
+          for name in ("timeline", "traffic_chart", "memory_chart")),
+    ]  # fmt: skip
     for a, b in pairs:
         assert repr(a) == repr(b)
         assert [(t.name, t.type) for t in a.data] == [(t.name, t.type) for t in b.data]
@@ -183,7 +199,8 @@ def test_charts_hold_lists_and_no_binary_blobs(light):
 
 
 def test_labels_cannot_be_markup():
-    two = forms()
+    two, odd = forms(), synthetic.with_memory(synthetic.report(2))
+    rows = odd.memory.assign(category=odd.memory["category"].replace("other", NASTY))
     seen = [
         view.timelines(*two.values(), labels=[NASTY, "b"]),
         view.losses({NASTY: two["bucketed"], "b": [1.0, 2.0]}),
@@ -192,6 +209,9 @@ def test_labels_cannot_be_markup():
         view.scaling([{**ROWS[0], "form": NASTY}]),
         dataclasses.replace(traced(), meta={"function": NASTY}).timeline(),
         dataclasses.replace(traced(), meta={"function": NASTY}).traffic_chart(),
+        dataclasses.replace(odd, memory=rows).memory_chart(),
+        view.memory_charts({NASTY: odd}),
+        view.memory_bars({NASTY: odd}),
     ]
     for chart in seen:
         tags = set(re.findall(r"<(/?\w+)", chart.to_json().replace("\\u003c", "<")))

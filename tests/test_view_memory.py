@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 
 import pytest
 
@@ -238,17 +236,6 @@ def test_a_report_without_samples_says_what_would_do():
         sampled().memory_chart(step=3)
 
 
-def test_structure_and_repr_hold_no_time(two):
-    rows = two.memory.assign(time=two.memory["time"] * 3.7)
-    spans, steps = (t.assign(start=t["start"] * 3.7, end=t["end"] * 3.7)
-                    for t in (two.spans, two.steps))  # fmt: skip
-    slow = dataclasses.replace(two, memory=rows, spans=spans, steps=steps)
-    for a, b in ((two.memory_chart(), slow.memory_chart()),
-                 (view.memory_charts({"a": two}), view.memory_charts({"a": slow}))):  # fmt: skip
-        assert repr(a) == repr(b)
-        assert [(t.name, t.type) for t in a.data] == [(t.name, t.type) for t in b.data]
-
-
 # ---- several runs --------------------------------------------------------------------------------
 def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
     runs = stages()
@@ -305,35 +292,6 @@ def test_runs_that_cannot_be_drawn_are_named(two):
 
 
 # ---- every figure --------------------------------------------------------------------------------
-def drawings() -> list[view.Chart]:
-    report = sampled(2, meta={"memory_limit": 3_000_000})
-    return [report.memory_chart(), view.memory_charts(stages()), view.memory_bars(stages()),
-            predicted(pl.Plan(dp=2)).memory_chart()]  # fmt: skip
-
-
-def test_figures_hold_lists_and_mean_the_same_by_day_and_by_night():
-    with theme.drawn("dark"):
-        dark = drawings()
-    own = {name: {c for value in dataclasses.asdict(look).values()
-                  for c in ([value] if isinstance(value, str) else value)}
-           for name, look in theme.LOOKS.items()}  # fmt: skip
-    for day, night in zip(drawings(), dark, strict=True):
-        text = day.to_json()
-        assert "bdata" not in text and len(text) < 60_000
-        json.loads(text, parse_constant=pytest.fail)
-        light, other = (set(re.findall(r"#[0-9A-Fa-f]{6}", c.to_json())) for c in (day, night))
-        plain = {"#000000", "#FFFFFF"}
-        assert light - own["light"] - plain == other - own["dark"] - plain
-        assert repr(day) == repr(night) and len(repr(day)) <= 110
-
-
-def test_labels_cannot_be_markup(two):
-    bad = "<a href='x'>b</a>"
-    rows = two.memory.assign(category=two.memory["category"].replace("other", bad))
-    odd = dataclasses.replace(two, memory=rows)
-    for chart in (odd.memory_chart(), view.memory_charts({bad: two}), view.memory_bars({bad: two})):
-        tags = set(re.findall(r"<(/?\w+)", chart.to_json().replace("\\u003c", "<")))
-        assert tags <= {"b", "/b", "br", "sup", "/sup", "span", "/span", "extra", "/extra"}
 
 
 def test_the_page_has_the_memory_where_there_is_some(two):

@@ -237,14 +237,6 @@ def test_the_table_of_a_timeline_has_the_bytes_and_a_run_without_copies_no_colum
     assert "bytes" not in made(copies=[]).timeline().table
 
 
-def test_structure_holds_no_time(one):
-    slow = made(factor=3.7)
-    for name in ("timeline", "traffic_chart", "memory_chart"):
-        a, b = getattr(one, name)(), getattr(slow, name)()
-        assert repr(a) == repr(b)
-        assert [(t.name, t.type) for t in a.data] == [(t.name, t.type) for t in b.data]
-
-
 def test_a_pipeline_that_offloads_activations_stands_below_its_ideal():
     moved = [("d2h", "copy", "activations", 10, 0.1, 0.2)]
     report = made(pp=2, zero_stage=0, recompute="full", offload={"activations": "cpu"},
