@@ -172,31 +172,11 @@ def ring_stored_in_wrong_order(group, tensor):
         leaving = arriving
 
 
-def ring_only_two(group, tensor):
-    n, r, left, right, chunks = _around(group, tensor)
-    parts = [("send", chunks[(r + 1) % n], right), ("recv", chunks[r], left)]
-    group.exchange(parts).wait()
-
-
 def ring_one_step_short(group, tensor):
     n, r, left, right, chunks = _around(group, tensor)
     for step in range(max(n - 2, 1)):
         parts = [("send", chunks[(r + 1 - step) % n], right)]
         group.exchange([*parts, ("recv", chunks[(r - step) % n], left)]).wait()
-
-
-def ring_only_powers_of_two(group, tensor):
-    """Doubles what it has in each round; with three ranks somebody is left out."""
-    n, r, _, _, chunks = _around(group, tensor)
-    have, distance = [(r + 1) % n], 1
-    while 2 * distance <= n:
-        other = r ^ distance
-        theirs = [(other + 1) % n] if distance == 1 else [((other ^ d) + 1) % n for d in (0, 1)]
-        if other < n:
-            parts = [("send", chunks[c], other) for c in have]
-            group.exchange([*parts, *(("recv", chunks[c], other) for c in theirs)]).wait()
-            have += theirs
-        distance *= 2
 
 
 def ring_by_collective(group, tensor):
@@ -301,15 +281,6 @@ class SyncForgetsOne(SyncGood):
             super().grad_ready(parameter)
 
 
-class SyncForgetsTheRest(SyncGood):
-    """What did not fill a bucket never leaves."""
-
-    def finish(self):
-        for flat, bucket, pending in self.sent:
-            pending.wait()
-            self.give_back(flat, bucket)
-
-
 class SyncNothing(SyncGood):
     def grad_ready(self, parameter):
         pass
@@ -341,15 +312,6 @@ class SyncKeepsBuckets(SyncGood):
             parameter.grad = None
         if not hasattr(self, "sent"):
             self.buckets, self.sent = [[]], []
-
-
-class SyncWeights(SyncGood):
-    """The mean of the weights in place of the sum of the gradients."""
-
-    def send(self, bucket):
-        for p in bucket:
-            self.group.all_reduce(p.data).wait()
-            p.data /= self.group.size
 
 
 class SyncOnlyRootKnows(SyncGood):
@@ -499,12 +461,6 @@ def schedule_gpipe(pp, microbatches):
 
 def schedule_naive(pp, microbatches):
     return [[f"{r}{kind}{i}" for i in range(microbatches) for kind in "FB"] for r in range(pp)]
-
-
-def schedule_two_rounds(pp, microbatches):
-    """GPipe in pieces that fit the memory: the pipeline runs empty in between."""
-    rounds = [range(i, min(i + pp, microbatches)) for i in range(0, microbatches, pp)]
-    return [[f"{r}{kind}{i}" for some in rounds for kind in "FB" for i in some] for r in range(pp)]
 
 
 def schedule_short_warmup(pp, microbatches):
@@ -691,14 +647,6 @@ class ZeroNoGather(ZeroGood):
         pass
 
 
-class ZeroGathersFirst(ZeroGood):
-    """Hands round the parts as they were before the update."""
-
-    def spread(self, full, own):
-        before = own + self.lr * self.velocity
-        self.group.all_gather(full, before).wait()
-
-
 class ZeroNoWait(ZeroGood):
     """Goes on before the others' parts are there."""
 
@@ -758,30 +706,7 @@ class ZeroDropsTheRest(ZeroGood):
         self.parameters = whole
 
 
-class ZeroPadsInFront(ZeroGood):
-    """The gradient's zeros lie in front, those of the parameters behind."""
-
-    def reduced(self, gradient):
-        full = gradient.new_zeros(self.group.size * self.part)
-        full[full.numel() - gradient.numel() :] = gradient
-        own_gradient = gradient.new_empty(self.part)
-        self.group.reduce_scatter(own_gradient, full).wait()
-        return own_gradient
-
-
 class ZeroNoPadding(ZeroGood):
-    def padded(self, flat):
-        return flat.clone()
-
-
-class ZeroInTwo(ZeroGood):
-    """Two ranks and no more: the other part is the second half."""
-
-    def __init__(self, parameters, **settings):
-        super().__init__(parameters, **settings)
-        self.part = parameters.numel() // 2
-        self.velocity = parameters.new_zeros(self.part)
-
     def padded(self, flat):
         return flat.clone()
 
@@ -803,12 +728,6 @@ class ZeroManyCopies(ZeroGood):
     def reduced(self, gradient):
         copies = [gradient.clone() for _ in range(1 + self.group.size)]
         return super().reduced(copies[-1])
-
-
-class ZeroGathersTwice(ZeroGood):
-    def spread(self, full, own):
-        super().spread(full, own.clone())
-        super().spread(full, own)
 
 
 class ZeroNotInPlace(ZeroGood):
@@ -978,60 +897,12 @@ class MLPGathersWeights(MLPGood):
         return inside @ B + self.c
 
 
-class MLPGathersInside(MLPGood):
-    """What is between the two weights is gathered, as if anybody needed the others' columns."""
-
-    def forward(self, x):
-        z = super().forward(x)
-        whole = self.inside.new_empty(self.group.size * self.inside.numel())
-        self.group.all_gather(whole, self.inside.reshape(-1)).wait()
-        return z
-
-
-class MLPRowsFirst(MLPGood):
-    """Rows of A and columns of B: a sum before ReLU, and a gather in the end."""
-
-    def __init__(self, A, b, B, c, *, group):
-        self.group, self.b, self.c = group, b, c
-        own = self.own(A.shape[0])
-        self.A, self.B = A[own].clone(), B[:, own].clone()
-
-    def forward(self, x):
-        self.x = x[:, self.own(x.shape[1])]
-        self.inside = (self.added(self.x @ self.A) + self.b).relu()
-        own = self.inside @ self.B
-        whole = own.new_empty(self.group.size * own.numel())
-        self.group.all_gather(whole, own.view(-1)).wait()
-        return whole.view(self.group.size, *own.shape).movedim(0, 1).flatten(1, 2) + self.c
-
-    def backward(self, grad):
-        own = grad[:, self.own(grad.shape[1])]
-        of_inside = self.added(own @ self.B.t()) * (self.inside > 0)
-        self.gradients = {"A": self.x.t() @ of_inside, "b": of_inside.sum(0),
-                          "B": self.inside.t() @ own, "c": grad.sum(0)}  # fmt: skip
-        part = of_inside @ self.A.t()
-        whole = part.new_empty(self.group.size * part.numel())
-        self.group.all_gather(whole, part.view(-1)).wait()
-        return whole.view(self.group.size, *part.shape).movedim(0, 1).flatten(1, 2)
-
-
 class MLPOthersPart(MLPGood):
     """Rank r keeps the next rank's part: the sum is right, and the gradients are not its own."""
 
     def own(self, size):
         width, at = size // self.group.size, (self.group.index + 1) % self.group.size
         return slice(at * width, (at + 1) * width)
-
-
-class MLPNoSlope(MLPGood):
-    """ReLU's derivative is left out."""
-
-    def backward(self, grad):
-        inside, self.inside = self.inside, self.inside + 1.0
-        of_x = super().backward(grad)
-        self.inside = inside
-        self.gradients["B"] = inside.t() @ grad
-        return of_x
 
 
 class MLPNoWait(MLPGood):

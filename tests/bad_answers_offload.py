@@ -59,46 +59,18 @@ def in_batches(units, window):
     return jobs
 
 
-def updates_the_second_first(units, window):
-    jobs = good(units, window)
-    updates = [i for i, job in enumerate(jobs) if job[0] == "update"]
-    if window > 1 and units > 1:
-        first = jobs.pop(updates[0])
-        jobs.insert(updates[1], first)
-    return jobs
-
-
 # ---- wrong order ---------------------------------------------------------------------------------
 def all_reads_first(units, window):
     return [(kind, u, u % window) for kind in ("read", "update", "write") for u in range(units)]
-
-
-def reads_too_far_ahead(units, window):
-    """Read 2 goes before write 0, whose buffer it needs."""
-    ahead, jobs = window, []
-    for unit in range(units + ahead):
-        if unit < units:
-            jobs += [("read", unit, unit % window), ("update", unit, unit % window)]
-        if unit >= ahead:
-            jobs.append(("write", unit - ahead, (unit - ahead) % window))
-    return jobs
 
 
 def writes_before_the_update(units, window):
     return [(kind, u, u % window) for u in range(units) for kind in ("read", "write", "update")]
 
 
-def updates_before_the_read(units, window):
-    return [(kind, u, u % window) for u in range(units) for kind in ("update", "read", "write")]
-
-
 def lane_by_lane(units, window):
     """The disk's jobs in the right order, and then the host's."""
     return sorted(good(units, window), key=lambda job: job[0] == "update")
-
-
-def backwards(units, window):
-    return good(units, window)[::-1]
 
 
 def writes_the_other_buffer(units, window):
@@ -122,11 +94,6 @@ def forgets_an_update(units, window):
     return [job for job in good(units, window) if job[:2] != ("update", units - 1)]
 
 
-def forgets_the_rest(units, window):
-    """As if the window divided the units."""
-    return [job for job in good(units, window) if job[1] < units // window * window]
-
-
 def does_nothing(units, window):
     return []
 
@@ -141,24 +108,9 @@ def updates_twice(units, window):
     return [*jobs[:2], jobs[1], *jobs[2:]]
 
 
-def writes_twice(units, window):
-    return [again for job in good(units, window) for again in [job] * (1 + (job[0] == "write"))]
-
-
-def reads_again_to_check(units, window):
-    """Once written, every unit is read once more."""
-    jobs = one_after_the_other(units, window)
-    return [again for job in jobs
-            for again in ([job, ("read", *job[1:])] if job[0] == "write" else [job])]  # fmt: skip
-
-
 # ---- buffers -------------------------------------------------------------------------------------
 def one_buffer_more(units, window):
     return good(units, window + 1)
-
-
-def a_buffer_for_every_unit(units, window):
-    return [(kind, unit, unit) for kind, unit, _ in good(units, window)]
 
 
 def buffers_from_one(units, window):

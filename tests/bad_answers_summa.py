@@ -80,12 +80,6 @@ class GathersTheColumn(Good):
         return y
 
 
-class KeepsWhatCame(Good):
-    def forward(self, x, w):
-        self.xs = [self.spread(self.row, x, step) for step in range(self.q)]
-        return sum(a @ self.spread(self.column, w, step) for step, a in enumerate(self.xs))
-
-
 class LastTermOnly(Good):
     def forward(self, x, w):
         for step in range(self.q):
@@ -96,14 +90,6 @@ class LastTermOnly(Good):
 class OwnBlocksOnly(Good):
     def forward(self, x, w):
         return x @ w
-
-
-class ForgetsTheLastStep(Good):
-    def forward(self, x, w):
-        y = x.new_zeros(x.shape[0], w.shape[1])
-        for step in range(self.q - 1):
-            y += self.spread(self.row, x, step) @ self.spread(self.column, w, step)
-        return y
 
 
 class RowForColumn(Good):
@@ -138,11 +124,6 @@ class SendsTwice(Good):
         return super().forward(x, w)
 
 
-class InDouble(Good):
-    def forward(self, x, w):
-        return super().forward(x.double(), w.double()).float()
-
-
 class OverwritesItsOwn(Good):
     """Receives into x and w themselves: from the second step on they are somebody else's."""
 
@@ -165,16 +146,6 @@ class AllReduces(Good):
         part = part.contiguous()
         group.all_reduce(part).wait()
         return part if group.index == step else None
-
-
-class KeepsTheLastTerm(Good):
-    """What a rank gave away is no block of its own."""
-
-    def of_x(self, w, dy):
-        for step in range(self.q):
-            part = dy @ self.spread(self.column, w, step).t()
-            self.row.reduce(part, root=self.row.ranks[step]).wait()
-        return part
 
 
 class WeightTransposed(Good):

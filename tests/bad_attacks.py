@@ -69,15 +69,6 @@ class SyncWaitsForTheLast(SyncGood):
             self.give_back(flat, bucket)
 
 
-class SyncSleeps(SyncGood):
-    def finish(self):
-        if self.buckets[-1]:
-            self.send(self.buckets[-1])
-        time.sleep(0.1)
-        for flat, bucket, _ in self.sent:
-            self.give_back(flat, bucket)
-
-
 class ZeroSleeps(ZeroGood):
     def spread(self, full, own):
         self.group.all_gather(full, own)

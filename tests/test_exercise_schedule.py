@@ -30,7 +30,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.schedule_naive, {"simulated step", "other sizes"},
      "720 ms, 450 ms more than the 270 ms that are allowed: rank "
      "0 starts 0F1, the 3rd of its list, at 120"),
-    (bad.schedule_two_rounds, {"simulated step"}, "ms more than the 270 ms that are allowed"),
     (bad.schedule_short_warmup, {"simulated step"}, "rank 0 starts 0F3, the 5th of its list"),
     (bad.schedule_long_warmup, {"live micro-batches"}, "rank 0 holds 5 micro-batches"),
     (bad.schedule_upside_down, {"schedule"}, "rank 0 stands at 0B0, which needs 1B0 of rank 1"),

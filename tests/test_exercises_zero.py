@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -27,7 +24,6 @@ ZERO = [  # answer, limits it breaks, words of the verdict
     (bad.ZeroKeepsItsPart, {"kept between steps"}, "rank 0 keeps 200,008 bytes"),
     (bad.ZeroNoGather, {"parameters", "bytes per rank"},
      "N=2: rank 1: step 1, part 0, element 0: "),
-    (bad.ZeroGathersFirst, {"parameters"}, "N=2: rank 0: step 1, part 0, element 0: "),
     (bad.ZeroNoWait, {"parameters"}, "N=2: rank 0 never waits for all_gather #1"),
     (bad.ZeroWrongPart, {"parameters"}, "N=2: rank 0: step 1, part 0, element 0: "),
     (bad.ZeroAveragesTwice, {"parameters"}, "it has changed by 0.5 times what is required"),
@@ -35,12 +31,9 @@ ZERO = [  # answer, limits it breaks, words of the verdict
     (bad.ZeroForgetsMomentum, {"parameters"}, "it has moved as in a first step, without"),
     (bad.ZeroDropsTheRest, {"parameters", "bytes per rank"},
      "N=3: rank 0: step 1, part 2, element 16,"),
-    (bad.ZeroPadsInFront, {"parameters"}, "N=3: rank 0: step 1, part 0, element 0: "),
     (bad.ZeroNoPadding, {"parameters"}, "N=3: "),
-    (bad.ZeroInTwo, {"parameters"}, "N=3: "),
     (bad.ZeroGathersGradients, {"bytes per rank", "extra memory"}, "1.5 times as many"),
     (bad.ZeroManyCopies, {"extra memory"}, "copies of Ψ at once"),
-    (bad.ZeroGathersTwice, {"bytes per rank"}, "1.5 times as many"),
     (bad.ZeroNotInPlace, {"parameters"}, "it is as it was before"),
     (bad.ZeroBehindTheBack, {"parameters"}, "rank 0 raised RuntimeError: allreduce goes to"),
     (bad.ZeroRootOnly, {"parameters"}, "N=2: "),
@@ -219,15 +212,3 @@ def test_a_patient_can_be_looked_at(patient):
         patient.name in chart.layout.title.text and len(patient.chart().table["bar"].unique()) == 2
     )
     assert patient.story in repr(patient) and patient.met in repr(patient)
-
-
-def test_this_process_checks_without_torch():
-    code = (
-        "import sys, paralab as pl; c = pl.exercises.memory_clinic\n"
-        "assert c.check({n: ('buffers', {'prefetch': 0}) for n in c.patients}).rows\n"
-        "states = lambda model, recipe: {s: model.num_params * n for s, n in recipe.items()}\n"
-        "assert pl.exercises.model_states.check(states).rows[0].ok\n"
-        "print('torch' in sys.modules)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ran.stdout.split() == ["False"], ran.stderr + ran.stdout

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -271,18 +269,6 @@ def test_a_notebook_shows_the_same_lines_in_colours_of_one_meaning():
     assert [row.what for row in after.rows() if row.ins is not None] == [
         cell for cell in cells if cell
     ]
-
-
-def test_reading_a_program_needs_no_torch():
-    code = (
-        "import sys, paralab as pl\n"
-        "m = pl.ModelSpec.preset('laptop')\n"
-        "a, b = (pl.program(m, pl.Plan(dp=4, zero_stage=z)) for z in (2, 3))\n"
-        "print(a, b, a.diff(b), a._repr_html_()[:9])\n"
-        "assert 'torch' not in sys.modules\n"
-        "assert callable(pl.program)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_the_shell_prints_what_a_notebook_shows(capsys):

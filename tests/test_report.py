@@ -7,8 +7,6 @@ import errno
 import gzip
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -316,16 +314,6 @@ def test_repr_is_one_short_line_that_no_clock_changes():
     )
     assert "pp=4" in repr(Report(clock="predicted", model=MODEL, plan=Plan(pp=4)))
     assert len(repr(Report(clock="predicted", model=MODEL, plan=Plan(dp=64, tp=8, pp=64)))) <= 110
-
-
-def test_the_kernel_loads_no_torch_pandas_or_plotly_until_a_report_is_made():
-    modules = (
-        "paralab.report.report, paralab.report.storage, paralab.report.merge, paralab.view.page"
-    )
-    heavy = "('torch', 'pandas', 'plotly', 'numpy')"
-    code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
 
 
 # ---- files --------------------------------------------------------------------------------------

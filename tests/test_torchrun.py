@@ -119,10 +119,10 @@ def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text):
 
 
 def test_a_plan_of_another_size_is_refused(tmp_path):
-    ended = two_machines("--dp", "3", "--out", str(tmp_path / "out"))
+    ended = two_machines("--dp", "3", "--out", str(tmp_path / "out"), ranks=1)
     assert all(code != 0 for code, _ in ended)
     for _, said in ended:  # once on every machine
-        assert said.count("the plan needs 3 ranks, torchrun started 4") == 1
+        assert said.count("the plan needs 3 ranks, torchrun started 2") == 1
 
 
 def test_the_rank_that_says_why_goes_first(tmp_path):

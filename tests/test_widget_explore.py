@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -264,46 +262,6 @@ def test_run_it_draws_the_replay_below_the_prediction_and_what_was_measured(benc
     assert bench.state == "done" and bench.result is found and bench.knobs["nodes"].disabled
     bench.set(cluster="dgx-a100")
     assert bench.result is None and not bench.knobs["nodes"].disabled
-
-
-# ---- without torch -------------------------------------------------------------------------------
-NO_TORCH = """
-import sys
-import paralab as pl
-link = pl.Link(alpha=1e-4, bandwidth=1e9)
-cluster = pl.Cluster(flops=5e10, memory_bandwidth=2e10, intra=link, cores=2, host=link, disk=link,
-                     host_bandwidth=1e9)
-model = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16)
-for plan in (pl.Plan(dp=2, pp=2, tp=2, microbatches=2), pl.Plan(dp=2, zero_stage=3, offload="nvme"),
-             pl.Plan(tp=4, tp_mode="2d", microbatch_size=4)):
-    for detail in ("calls", "actions"):
-        report = pl.predict(model, plan, cluster, steps=1, detail=detail)
-        charts = [report.timeline(), report.traffic_chart(), report.memory_chart(),
-                  report.summary(), pl.view.mesh(plan, cluster), pl.view.stage_memory(report),
-                  pl.view.link_traffic(report), pl.view.timelines(report, report),
-                  pl.view.memory_bars({"a": report}), pl.view.memory_charts({"a": report})]
-    report = pl.predict(model, plan, cluster, steps=1)
-    pl.compare(report, report.replay(cluster))
-report.to_html("page.html"), report.to_perfetto("trace.json"), report.save("report.json")
-pl.load("report.json")
-bench = pl.explore(model, pl.Plan(dp=2, pp=2), cluster)
-bench.knobs["dp"].value = 4
-bench.knobs["tp"].value = 8
-assert bench.state == "error"
-bench.set(tp=1)
-assert bench.state == "idle" and bench.views()
-for name in ("data_parallel", "memory", "collective", "pipeline", "tensor", "zero", "tensor1d"):
-    make = getattr(pl.view.widgets, name)
-    widget = make(model, cluster=cluster) if name in ("memory", "data_parallel") else make()
-    knob = next(k for k in widget.knobs.values() if len(k.options) > 1 and not k.disabled)
-    knob.value = next(v for _, v in knob.options if v != knob.value)
-assert "torch" not in sys.modules, sorted(m for m in sys.modules if m.startswith("torch"))[:5]
-"""
-
-
-def test_predicting_drawing_and_exploring_need_no_torch(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, sys.path)))
-    subprocess.run([sys.executable, "-c", NO_TORCH], check=True, timeout=120, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("model, cluster", [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -374,13 +372,3 @@ def test_a_widget_adds_its_picture_where_notebooks_are_built_and_only_there(make
     assert [len(figure["data"]) for figure in json.loads(json.dumps(data["figures"]))] == [
         len(chart.data) for chart in widget.charts
     ]
-
-
-def test_importing_paralab_brings_no_widgets_and_the_widgets_bring_no_torch():
-    code = (
-        "import sys, paralab as pl; "
-        "assert not {'plotly', 'ipywidgets', 'pandas', 'torch'} & set(sys.modules); "
-        "pl.view.widgets.collective(); assert 'torch' not in sys.modules; "
-        "assert callable(pl.explore) and pl.exercises"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -100,10 +100,3 @@ def test_a_failing_rank_ends_the_witness_with_its_error():
 def _fails(context, gate):
     gate()
     return context.rank / 0
-
-
-def test_the_kernel_side_needs_no_torch():
-    names = "paralab.trace, paralab.instruments.witness, paralab.theory.collectives"
-    code = f"import sys, {names}; print(sorted({{'torch', 'pandas', 'plotly'}} & set(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"

@@ -34,10 +34,9 @@ def steps_of(n: int) -> dict[str, tuple[pl.ModelSpec, pl.Plan]]:
     found = {f"training step, ZeRO stage {s}": (MODEL, zero.replace(zero_stage=s))
              for s in range(4)}  # fmt: skip
     tensor = {
-        2: ({}, {"sequence_parallel": True}), 4: ({}, {"sequence_parallel": True},
-                                                  {"tp_mode": "2d"}),
+        4: ({}, {"sequence_parallel": True}, {"tp_mode": "2d"}),
         8: ({"tp_mode": "2.5d"}, {"tp_mode": "3d"}),
-    }  # fmt: skip
+    }
     if n == 8:
         found = {}
     for mode in tensor.get(n, ()):
