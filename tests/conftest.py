@@ -32,11 +32,12 @@ WORDS = [
 ]
 
 
-# Files of a minute or more. Beside others they begin first, after the pages: one that begins last
-# is waited for alone.
-LONG = ("programs_equal", "composed", "programs_offload", "launch_failures", "virtual_plans",
-        "labs_meta", "checkpoint_killed", "checkpoint", "exercises_ranks", "torchrun",
-        "traffic")  # fmt: skip
+# Files of twenty seconds or more, the longest first. Next to others they begin first, after the
+# pages: one that begins last is waited for alone.
+LONG = ("virtual_plans", "composed", "exercises_ranks", "programs_equal", "torchrun",
+        "launch_failures", "programs_offload", "mutants", "labs_meta", "checkpoint",
+        "exercise_place", "traffic", "checkpoint_killed", "exercise_sync_pass", "spawn",
+        "exercises_zero", "exercises_summa", "virtual")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

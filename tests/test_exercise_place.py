@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 import paralab as pl
-from judged import judged, missed
+from judged import defined, judged, missed
 
 PLACE = pl.exercises.place
 place = importlib.import_module("paralab.exercises.place")
@@ -95,12 +95,18 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (lambda model: None, {PLAN}, "yours cannot be called so"),
     ("a plan", {PLAN}, "required: a function, yours is 'a plan'"),
 ]
-WRONGS = [row[0] for row in WRONG]
+STUB, SOLVED = (defined(str(text), "my_planner") for text in (PLACE.stub, PLACE.solution()))
+ANSWERS = [*(row[0] for row in WRONG), STUB, SOLVED]
+
+
+def test_the_stub_is_not_started_and_the_solution_passes_with_the_questions_it_may_ask():
+    stub, solved = (judged(PLACE, answer, ANSWERS) for answer in (STUB, SOLVED))
+    assert not stub.started and solved.passed, solved.table.to_string()
 
 
 @pytest.mark.parametrize("answer, limits, words", WRONG, ids=lambda v: getattr(v, "__name__", None))
 def test_a_wrong_answer_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(PLACE, answer, WRONGS)
+    verdict = judged(PLACE, answer, ANSWERS)
     assert missed(verdict) == limits, verdict.table.to_string()
     assert words in verdict.said, verdict.said
 
