@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from itertools import groupby
 from math import prod
 
 import pytest
@@ -80,24 +79,6 @@ def test_every_message_is_that_of_a_run(both):
     for rank, part in enumerate(parts):
         assert rows(part.collectives, *columns) == rows(of_rank(calls, rank), *columns)
     assert len(calls) or plan.world_size == 1
-
-
-def test_what_happens_is_in_the_order_of_a_run(both):
-    """Boxes of every lane. A strict run has waits of its own, which cut them; and ranks agree
-    before the first step.
-    """
-    _, plan, real, parts = both
-
-    def order(spans):
-        boxes = rows(spans, "lane", "kind", "stage", "chunk", "microbatch")
-        kept = (box for box in boxes if box[0] != "comm:world" and box[1] != "wait")
-        return [box for box, _ in groupby(kept)]
-
-    for rank, part in enumerate(parts):
-        assert order(part.spans) == order(of_rank(real.spans, rank))
-        assert part.world_size == plan.world_size
-        for _, lane in part.spans.groupby("lane"):
-            assert lane["start"].is_monotonic_increasing
 
 
 def test_memory_is_that_of_a_run(both):

@@ -106,16 +106,25 @@ def test_bytes_between_machines_are_told_from_bytes_inside(folder):
 
 
 def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text):
+    args = ("--dp", "2", "--steps", "2", "--data", str(text), "--out", str(tmp_path / "out"))
+    ended = two_machines(*args, ranks=1, per_node=("--lr 0.1", "--lr 0.2"))
+    assert all(code != 0 for code, _ in ended)
+    assert "another model, plan or settings" in ended[0][1] + ended[1][1]
+
+
+def test_a_rank_that_reads_another_text_is_named(tmp_path, text):
     other = tmp_path / "other.txt"
     other.write_text("x" * 5000)
-    args = ("--dp", "2", "--steps", "2", "--out", str(tmp_path / "out"))
-    for per_node, said in (
-        ((f"--data {text}", f"--data {other}"), "reads another text"),
-        ((f"--data {text} --lr 0.1", f"--data {text} --lr 0.2"), "another model, plan or settings"),
-    ):
-        ended = two_machines(*args, ranks=1, per_node=per_node)
-        assert all(code != 0 for code, _ in ended)
-        assert said in ended[0][1] + ended[1][1]
+
+    def program(group, texts):
+        from paralab.agree import agree
+        from paralab.data import Corpus
+
+        agree(group, what="the same", corpus=Corpus(texts[group.index]))
+
+    pl.trace(program, 2, ([text, text],))
+    with pytest.raises(pl.RankError, match="reads another text than rank"):
+        pl.trace(program, 2, ([text, other],))
 
 
 def test_a_plan_of_another_size_is_refused(tmp_path):

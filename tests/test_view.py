@@ -123,13 +123,6 @@ def test_boxes_never_cover_one_another(four):
                 assert apart_in_time or bottom <= other_top + 1e-9 or other_bottom <= top + 1e-9
 
 
-def test_each_rank_has_its_compute_lane_above_its_communication(four):
-    axis = four.timeline(ranks=[2, 0]).layout.yaxis
-    assert list(axis.ticktext) == ["<b>rank 0</b>", "dp", "<b>rank 2</b>", "dp"]
-    assert list(axis.tickvals) == sorted(axis.tickvals)
-    assert axis.range[0] > axis.range[1]  # the first rank on top
-
-
 def test_the_default_step_is_the_measured_one_nearest_the_median():
     report = synthetic.report(2, steps=5)
 
