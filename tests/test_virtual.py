@@ -194,6 +194,12 @@ def refills_early(machine):
     lanes.Lane.submit = lambda lane, work, *, after=(), **said: submit(lane, work, **said)
 
 
+def follows_the_ranks_stream(machine):
+    from paralab.interpret import lanes
+
+    del lanes.Job.over_for  # as if the rank's wait for a copy held the host too
+
+
 def leaves_lanes_on_the_first_gpu(machine):
     import torch
 
@@ -211,6 +217,7 @@ def test_virtual_mutant_that_waits_for_the_whole_stream():
 
 
 PARALLEL = {"dp": 2, "tp": 2, "sequence_parallel": True, "microbatch_size": 2}
+LATE = {"tp": 2, "schedule": "l2l", "zero_stage": 3, "offload": "cpu", "prefetch": 0}
 AWAY = {"dp": 2, "zero_stage": 3, "offload": "nvme"}
 
 
@@ -218,6 +225,8 @@ AWAY = {"dp": 2, "zero_stage": 3, "offload": "nvme"}
     (waits_for_nothing, PARALLEL, "may run beside"),
     (lets_go_at_posting, PARALLEL, "is freed while"),
     (refills_early, AWAY, "may run beside"),
+    (follows_the_ranks_stream, AWAY | {"offload": "cpu"}, "may run beside"),
+    (follows_the_ranks_stream, LATE, "may run beside"),
     (stands_still, PARALLEL, "host and device meet"),
 ])  # fmt: skip
 def test_virtual_mutants_of_order_are_found(change, settings, says):

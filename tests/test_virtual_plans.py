@@ -12,9 +12,6 @@ from virtual_runs import virtual
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 
 
-# Once in some thousand cases a host's job and a copy are reported to share memory (zb-h1 with
-# ZeRO-3 on the host, bf16); it did not come again in eight tries. What is wrong every time fails.
-@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize("one", cover().cases, ids=lambda one: one.name)
 def test_virtual_plan_is_in_order(one):
     found = virtual(one.model, one.plan, steps=2, clip_norm=one.clip_norm)

@@ -712,7 +712,8 @@ def _threads(machine: Machine, lanes: Any, host: Any) -> None:
 
     class Told(threading.Event):
         def set(self) -> None:
-            self.told = machine.tell()
+            if not self.is_set():  # the first lets those go that wait
+                self.told = machine.tell()
             super().set()
 
         def wait(self, timeout: float | None = None) -> bool:

@@ -31,6 +31,10 @@ class Ordered:
     def __init__(self, behind: tuple[Any, ...]) -> None:
         self.behind, self.over = behind, False
 
+    def over_for(self, lane: str) -> bool:
+        """Whether a job that is now handed over to this lane need not come after it."""
+        return self.over
+
     def settled(self) -> None:
         """The rank has waited for it: it is over, and so is all that it came after."""
         rest = [self]
@@ -67,7 +71,7 @@ class Order:
         jobs = [self.writer.get(v) for v in (*ins.reads, *ins.writes)]
         for v in ins.writes:
             jobs += (*self.readers.get(v, ()), *self._take(v))
-        return tuple(job for job in dict.fromkeys(jobs) if job is not None and not job.over)
+        return tuple(j for j in dict.fromkeys(jobs) if j is not None and not j.over_for(ins.lane))
 
     def add(self, ins: Instr, job: Any) -> None:
         """``job`` is the instruction's."""

@@ -14,7 +14,8 @@ worked, and the rank's memory is the same in every run.
 
 [Note: streams] On a GPU a copy is issued on the lane's stream, after what the rank had launched
 when it handed the job over. `Job.wait` then holds the rank's stream, not its host: the host goes on
-launching kernels. Other lanes, which read what was copied, wait for the copy itself.
+launching kernels. Other copies follow the rank's stream. A job of the host's own, on the lanes
+"host" and "disk", follows no stream: it waits for the copy itself, also when the rank has waited.
 
 A ``bandwidth`` makes a link slower than it is: the lane sleeps for the rest of the time that the
 bytes would take. It is a model of a slow link, not a measurement of one.
@@ -65,6 +66,10 @@ class Job(Ordered):
         self.settled()
         if self.error is not None:
             raise self.error
+
+    def over_for(self, lane: str) -> bool:
+        """See [Note: streams]."""
+        return self.over and (self.lane.stream is None or lane not in ("host", "disk"))
 
     def settle(self) -> None:
         """Hold the calling thread until the job is done. Raises what it raised."""
