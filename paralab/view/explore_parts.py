@@ -10,14 +10,13 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from paralab.parallel.schedules import SCHEDULES
-from paralab.report.metrics import reported_ranks, utilisation
+from paralab.report.metrics import peak_memory, reported_ranks, utilisation
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.view import naming
 from paralab.view.chart import Chart
 from paralab.view.sampling import spread
-from paralab.view.stage_bars import peaks
 from paralab.view.stage_stretches import stage_time
 from paralab.view.timeline import timeline
 from paralab.view.traffic_bars import flows
@@ -140,17 +139,12 @@ def _sent(report: Tables, link: str) -> str:
     return in_bytes(float(sum(flow.bytes for flow in flows(report) if flow.link == link)))
 
 
-def peak(report: Tables) -> int:
-    """Bytes on the device with the highest peak."""
-    return max(p.total for p in peaks(report).values() if p.tier == "device")
-
-
 COLUMNS: dict[str, Says] = {
     "a step": lambda report: in_seconds(report.step_time),
     "tokens per second": _tokens,
     "model FLOPs": _used,
     "bubble": _bubble,
-    "peak of a device": lambda report: in_bytes(peak(report)),
+    "peak of a device": lambda report: in_bytes(peak_memory(report)),
     "sent inside a node": lambda report: _sent(report, "intra"),
     "sent between nodes": lambda report: _sent(report, "inter"),
 }

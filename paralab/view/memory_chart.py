@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import illegal
 from paralab.view import naming, theme
 from paralab.view.memory import ABOVE, BAR, TIER_NAME, bytes_bars, tier_bars
-from paralab.view.memory_curves import Curve, Tier, curves, fullest, tiers
+from paralab.view.memory_curves import Curve, curves, fullest, tiers
 from paralab.view.memory_panels import FRAME, MAX_PANELS, drawn, limits
 from paralab.view.sampling import spread
 
 if TYPE_CHECKING:
+    from paralab.report.metrics import Peak
     from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
@@ -45,7 +46,7 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     finding = _spread(worst, away) if away else _finding(found, worst)
     fig = drawn(shown, heads, finding, naming.clock_line(report, *said), room_below=room)
     if away:
-        rows = [(TIER_NAME[t.name], c, n) for t in away for c, n in t.held.items() if n]
+        rows = [(TIER_NAME[t], c, n) for t, one in away.items() for c, n in one.held.items()]
         head = f"{f'rank {worst.rank}: ' * many}each tier at its peak"
         plot = fig.layout.height - FRAME - fig.layout.margin.t + 100
         tier_bars(fig, rows, head=head[0].upper() + head[1:], plot=plot)
@@ -119,13 +120,12 @@ def _finding(found: Sequence[Curve], worst: Curve) -> str:
     return f"{said}; {theme.percent(share)} is {theme.text(category)}"
 
 
-def _spread(worst: Curve, away: Sequence[Tier]) -> str:
+def _spread(worst: Curve, away: Mapping[str, Peak]) -> str:
     """How much is kept where at most; for the device also how much may be."""
-    sizes = [theme.scaled(tier.total, "B") for tier in away]
-    if limit := worst.report.meta.get("memory_limit"):
-        sizes[0] += f" (of {theme.scaled(limit, 'B')})"
     places = {"device": "on the device", "host": "on the host", "file": "in files"}
-    said = [f"{size} {places[tier.name]}" for size, tier in zip(sizes, away, strict=True)]
+    if limit := worst.report.meta.get("memory_limit"):
+        places["device"] = f"(of {theme.scaled(limit, 'B')}) {places['device']}"
+    said = [f"{theme.scaled(one.total, 'B')} {places[tier]}" for tier, one in away.items()]
     return f"{theme.text(naming.subject(worst.report))}: at most {', '.join(said)}"
 
 
@@ -164,7 +164,7 @@ def _spaced(found: list[Curve]) -> list[Curve]:
     return [found[i] for i in sorted(places)]
 
 
-def _table(shown: Sequence[tuple[str, Curve]], away: Sequence[Tier] = ()) -> Any:
+def _table(shown: Sequence[tuple[str, Curve]], away: Mapping[str, Peak] | None = None) -> Any:
     """Every sample drawn; with other tiers their peaks too, and a column more."""
     rows = [
         (label, curve.rank, curve.step, curve.times[i], curve.phase(i), category, size)
@@ -175,9 +175,10 @@ def _table(shown: Sequence[tuple[str, Curve]], away: Sequence[Tier] = ()) -> Any
     columns = "panel rank step time phase category bytes"
     if not away:
         return columns, rows
+    start = shown[0][1].start
     more = [
-        (f"peaks of rank {t.rank}", t.rank, t.step, t.time, "", category, size, t.name)
-        for t in away
-        for category, size in t.held.items()
+        (f"peaks of rank {one.rank}", one.rank, one.step, one.time - start, "", kind, size, tier)
+        for tier, one in away.items()
+        for kind, size in one.held.items()
     ]
     return f"{columns} tier", [*((*row, "device") for row in rows), *more]

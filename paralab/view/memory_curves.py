@@ -8,9 +8,11 @@ come from the spans. Bytes, and seconds from the start of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal, whole
+from paralab.report.metrics import Peak, peak
 from paralab.report.tables import COMPUTE_KINDS, DRY, TIERS
 from paralab.view.marks.bars import by_category
 
@@ -85,20 +87,6 @@ class Curve(NamedTuple):
         return before or "before forward"
 
 
-class Tier(NamedTuple):
-    """What one rank has in one tier at its fullest moment of a step."""
-
-    name: str
-    rank: int
-    step: int
-    time: float
-    held: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.held.values())
-
-
 # ---- reading -------------------------------------------------------------------------------------
 def curves(
     report: Tables, *, ranks: Sequence[int] | None = None, step: int | None = None
@@ -134,24 +122,17 @@ def not_sampled(report: Tables) -> ValueError:
     return illegal("report", report, "no memory was sampled in it", legal)
 
 
-def tiers(curve: Curve) -> list[Tier]:
-    """Of the rank and step of ``curve``, device, host and file; empty if nothing left the device.
+def tiers(curve: Curve) -> dict[str, Peak]:
+    """{tier: its peak} of the rank and step of ``curve``; empty if nothing left the device.
 
-    Each at its own peak, which need not be at the same moment.
+    Each at its own moment, which need not be the same.
     """
     table = curve.report.memory
-    table = table[(table["rank"] == curve.rank) & (table["step"] == curve.step)]
-    at = curve.peak_at
-    found = [Tier("device", curve.rank, curve.step, curve.times[at], curve.samples[at])]
-    for name in TIERS[1:]:
-        mine = table[(table["tier"] == name) & (table["bytes"] > 0)]
-        if mine.empty:
-            continue
-        time = mine.groupby("time")["bytes"].sum().idxmax()
-        here = mine[mine["time"] == time].groupby("category")["bytes"].sum()
-        held = {category: int(size) for category, size in here.items()}
-        found.append(Tier(name, curve.rank, curve.step, float(time) - curve.start, held))
-    return found if len(found) > 1 else []
+    table = table[(table["step"] == curve.step) & (table["bytes"] > 0)]
+    of_step = replace(curve.report, memory=table)
+    found = {tier: peak(of_step, tier=tier, rank=curve.rank) for tier in TIERS}
+    found = {tier: one for tier, one in found.items() if one is not None}
+    return found if len(found) > 1 else {}
 
 
 def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:

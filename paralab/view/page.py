@@ -1,8 +1,8 @@
 """A report as one HTML file that needs nothing else: no server, no network, no kit.
 
-plotly's JavaScript (4.8 MB) is inside, and a content security policy in the page forbids the
-browser to ask any host for anything. Light or dark follows the reader's system. Everything that
-came from outside the kit (names, paths, notes) is escaped.
+plotly's JavaScript (4.8 MB) is inside, and a content security policy in the page (page.html)
+forbids the browser to ask any host for anything. Light or dark follows the reader's system.
+Everything that came from outside the kit (names, paths, notes) is escaped.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 from paralab.report import metrics, written
@@ -24,61 +26,7 @@ if TYPE_CHECKING:
     from paralab.report.tables import Tables
     from paralab.view.chart import Chart
 
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data: blob:; font-src data:"
-)
-
-STYLE = """
-:root { color-scheme: light dark; --page: #f6f8fa; --card: #fff; --ink: #24292f; --faint: #57606a;
-  --line: #e5e8eb; }
-@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --card: #161b22; --ink: #e6edf3;
-  --faint: #9aa4ae; --line: #30363d; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); line-height: 1.5;
-  font: 16px/1.5 Inter, "Open Sans", "Segoe UI", Helvetica, Arial, sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 32px 20px 48px; }
-h1 { font-size: 28px; margin: 0; letter-spacing: -0.01em; }
-h2 { font-size: 19px; margin: 0 0 12px; }
-h3 { font-size: 15px; margin: 0 0 6px; }
-.lead { color: var(--faint); margin: 4px 0 20px; }
-.lead code { color: var(--ink); }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  padding: 20px; margin: 0 0 20px; overflow-x: auto; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px;
-  margin: 0 0 20px; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  padding: 14px 18px; }
-.card b { display: block; font-size: 25px; font-variant-numeric: tabular-nums; line-height: 1.25; }
-.card span { color: var(--faint); font-size: 14px; }
-.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 24px; }
-table { border-collapse: collapse; font-size: 14px; width: 100%; }
-.figure { min-width: 800px; }
-table.narrow { max-width: 520px; }
-th, td { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line);
-  font-weight: 400; vertical-align: top; overflow-wrap: anywhere; }
-th { color: var(--faint); white-space: nowrap; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; font-size: 0.92em; }
-footer { color: var(--faint); font-size: 14px; }
-"""
-
-# Every figure is there twice, as theme.py draws it by day and by night; the paper is the page's.
-SCRIPT = """
-const dark = matchMedia("(prefers-color-scheme: dark)");
-function look(layout) {
-  return {...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)"};
-}
-function draw() {
-  const now = FIGURES[dark.matches ? "dark" : "light"];
-  for (const [id, figure] of Object.entries(now)) {
-    const config = {responsive: true, displayModeBar: false};
-    Plotly.react(id, structuredClone(figure.data), look(structuredClone(figure.layout)), config);
-  }
-}
-dark.addEventListener("change", draw);
-draw();
-"""
+PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
 def to_html(
@@ -112,38 +60,19 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
         name: {part: json.loads(fig.to_json()) for part, fig in charts.items()}
         for name, charts in figures.items()
     }
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title>
-<link rel="icon" href="data:,">
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
-<h1>{html.escape(title)}</h1>
-<p class="lead"><code>{html.escape(repr(report))}</code><br>
-Times are on the <b>{report.clock}</b> clock: {html.escape(naming.CLOCK_MEANS[report.clock])}.</p>
-{_cards(report)}
-{extra}
-{drawn}
-<section><h2>The numbers</h2>
-{_summary(report)}</section>
-<section><h2>What was run</h2>
-<div class="columns">
-{_described(report)}
-</div></section>
-<footer>Drag over a figure to zoom in, double-click to come back, point at a box for its
-numbers. Step 0 is warm-up and left out of times and bytes. 1 MB = 10<sup>6</sup> bytes.</footer>
-</main>
-<script>{get_plotlyjs()}</script>
-<script>const FIGURES = {_for_script(data)};{SCRIPT}</script>
-</body>
-</html>
-"""
+    return PAGE.substitute(
+        title=html.escape(title),
+        report=html.escape(repr(report)),
+        clock=report.clock,
+        means=html.escape(naming.CLOCK_MEANS[report.clock]),
+        cards=_cards(report),
+        extra=extra,
+        drawn=drawn,
+        numbers=_summary(report),
+        described=_described(report),
+        plotly=get_plotlyjs(),
+        figures=_for_script(data),
+    )
 
 
 def _figures(report: Tables) -> dict[str, Chart]:
@@ -175,33 +104,15 @@ def _cards(report: Tables) -> str:
     """The few numbers one looks for first."""
     numbers = metrics.summary(report)["value"]
     if report.clock == DRY:
-        return _shown_as_cards(
-            [
-                (f"{numbers['peak memory']:,.3f} MB", f"at most on rank {report.meta.get('rank')}"),
-                (f"{numbers['sent per step']:,.3f} MB", "sent by it per step"),
-            ]
-        )
-    cards = [
-        (f"{numbers['step time']:.1f} ms", "per step"),
-        (f"{numbers['sent per rank and step']:.3f} MB", "sent per rank and step"),
-    ]
-    if report.plan.tiers is not None and len(report.copies):
-        each = metrics.copied(report, "rank")["bytes"].mean() / 1e6
-        copied = (f"{each:.3f} MB", "copied between tiers, per rank and step")
-        # One device sends nothing: that is worth no card.
-        cards[1:] = [copied] if report.world_size == 1 else [cards[1], copied]
-    if numbers["communication in flight"] > 0 and numbers["sent per rank and step"]:
-        cards.append((f"{numbers['of it hidden behind compute']:.0f} %", "of communication hidden"))
-    if (hidden := numbers.get(metrics.COPIES_HIDDEN)) is not None:
-        cards.append((f"{hidden:.0f} %", "of copies hidden"))
-    if report.losses:
-        cards.append(
-            (f"{report.losses[0]:.3f} → {report.losses[-1]:.3f}", "loss, first to last step")
-        )
-    return _shown_as_cards(cards)
-
-
-def _shown_as_cards(cards: Sequence[tuple[str, str]]) -> str:
+        cards = [
+            (f"{numbers['peak memory']:,.3f} MB", f"at most on rank {report.meta.get('rank')}"),
+            (f"{numbers['sent per step']:,.3f} MB", "sent by it per step"),
+        ]
+    else:
+        cards = [(f"{numbers['step time']:.1f} ms", "per step"), *_moved(report, numbers)]
+        if report.losses:
+            first, last = report.losses[0], report.losses[-1]
+            cards.append((f"{first:.3f} → {last:.3f}", "loss, first to last step"))
     shown = "".join(
         f'<div class="card"><b>{html.escape(value if "nan" not in value else "–")}</b>'
         f"<span>{html.escape(name)}</span></div>"
@@ -210,13 +121,31 @@ def _shown_as_cards(cards: Sequence[tuple[str, str]]) -> str:
     return f'<div class="cards">{shown}</div>'
 
 
+def _moved(report: Tables, numbers: Any) -> list[tuple[str, str]]:
+    """What is sent and copied, and how much of it is hidden. One device sends nothing: that is
+    worth no card.
+    """
+    copies = report.plan.tiers is not None and len(report.copies)
+    cards = []
+    if report.world_size > 1 or not copies:
+        sent = numbers["sent per rank and step"]
+        cards.append((f"{sent:.3f} MB", "sent per rank and step"))
+    if copies:
+        each = metrics.copied(report, "rank")["bytes"].mean() / 1e6
+        cards.append((f"{each:.3f} MB", "copied between tiers, per rank and step"))
+    if numbers["communication in flight"] > 0 and numbers["sent per rank and step"]:
+        cards.append((f"{numbers['of it hidden behind compute']:.0f} %", "of communication hidden"))
+    if (hidden := numbers.get(metrics.COPIES_HIDDEN)) is not None:
+        cards.append((f"{hidden:.0f} %", "of copies hidden"))
+    return cards
+
+
 def _summary(report: Tables) -> str:
-    rows = [(name, row["value"], row["unit"]) for name, row in metrics.summary(report).iterrows()]
     cells = "".join(
         f'<tr><th scope="row">{html.escape(name)}</th>'
         f'<td class="number">{f"{value:.3f}" if math.isfinite(value) else "–"}</td>'
         f"<td>{html.escape(unit)}</td></tr>"
-        for name, value, unit in rows
+        for name, value, unit in metrics.summary(report).itertuples()
     )
     return f'<table class="narrow">{cells}</table>'
 

@@ -7,6 +7,8 @@ group, waits grey. Lines of a fold are indented under its headline.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from string import Template
 from typing import Any, Protocol
 
 from paralab.interpret.spans import KINDS
@@ -14,26 +16,7 @@ from paralab.programs.instructions import COLLECTIVES, KEEP, MESSAGES, WAIT, WOR
 from paralab.view import theme
 
 FAMILY = {"replica": "dp", "secondary": "dp", "ends": "pp"}  # axes that a wider one contains
-STYLE = """<style>
-.paralab-program { color: %(ink)s; background: %(paper)s; font-size: 13px; line-height: 1.45;
-  max-height: 640px; overflow: auto; border: 1px solid %(grid)s; border-radius: 6px;
-  padding: 8px 12px; width: fit-content; max-width: 100%%; }
-.paralab-program p { margin: 0 0 6px; }
-.paralab-program table { border-collapse: collapse; border: 0; margin: 0; font-size: 13px; }
-.paralab-program tr, .paralab-program tr:nth-child(n) { background: none; }
-.paralab-program td { text-align: left; white-space: nowrap; padding: 1px 14px 1px 0; border: 0;
-  color: %(ink)s; vertical-align: top; }
-.paralab-program td.long { white-space: normal; max-width: 420px; }
-.paralab-program td.number { color: %(faint)s; text-align: right; font-size: 11px; }
-.paralab-program td.faint, .paralab-program tr.wait td, .paralab-program p.faint {
-  color: %(faint)s; }
-.paralab-program code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12px;
-  color: inherit; background: none; padding: 0; }
-.paralab-program i { display: inline-block; width: 9px; height: 9px; border-radius: 2px;
-  margin-right: 7px; }
-.paralab-program span { margin-right: 14px; white-space: nowrap; }
-.paralab-program b { font-weight: 600; }
-</style>"""
+STYLE = Template(Path(__file__).with_name("program.css").read_text(encoding="utf-8"))
 
 
 class Listing(Protocol):
@@ -113,8 +96,8 @@ def _framed(
     )
     body = "".join(f"{line}</tr>" for line in lines)
     foot = "".join(f'<p class="faint">{theme.text(note)}</p>' for note in notes)
+    style = f"<style>\n{STYLE.substitute(vars(theme.look()))}</style>"
     return (
-        STYLE % vars(theme.look())
-        + f'<div class="paralab-program"><p>{head}</p><p class="faint">{legend}</p>'
-        + f"<table>{body}</table>{foot}</div>"
+        f'{style}<div class="paralab-program"><p>{head}</p><p class="faint">{legend}</p>'
+        f"<table>{body}</table>{foot}</div>"
     )

@@ -8,10 +8,10 @@ many stages the fullest, the first, the last and some between are drawn.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
-from paralab.report.metrics import once
+from paralab.report.metrics import Peak, once, peak
 from paralab.report.tables import TIERS
 from paralab.view import theme
 from paralab.view.memory import TIER_NAME, bytes_bars
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 MAX_STAGES = 4
 
 
-class Peak(NamedTuple):
-    """{category: bytes} of one rank in one tier at the moment when they are most."""
-
-    rank: int
-    tier: str
-    held: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.held.values())
-
-
 @once
 def peaks(report: Tables) -> dict[tuple[int, str], Peak]:
     """{(pipeline rank, tier): peak of the fullest rank there}, device first; from the memory table.
@@ -46,18 +34,13 @@ def peaks(report: Tables) -> dict[tuple[int, str], Peak]:
     table = report.memory
     if table.empty:
         raise not_sampled(report)
-    samples: dict[tuple[int, str, int, float], dict[str, int]] = defaultdict(dict)
-    columns = ("rank", "tier", "step", "time", "category", "bytes")
-    for rank, tier, step, time, category, size in zip(
-        *(table[name].tolist() for name in columns), strict=True
-    ):
-        samples[rank, tier, step, time][category] = size
-    found: dict[tuple[int, str], Peak] = {}
-    for (rank, tier, _, _), held in samples.items():
-        key, peak = (report.plan.place(rank).pp, tier), Peak(rank, tier, held)
-        if peak.total and (key not in found or peak.total > found[key].total):
-            found[key] = peak
-    return dict(sorted(found.items(), key=lambda one: (one[0][0], TIERS.index(one[0][1]))))
+    place = {rank: report.plan.place(rank).pp for rank in table["rank"].unique()}
+    table = table[table["bytes"] > 0].assign(pp=table["rank"].map(place))
+    key = ["pp", "tier", "rank", "step", "time"]
+    held = table.groupby([*key, "category"])["bytes"].sum()
+    worst = held.groupby(key).sum().groupby(["pp", "tier"]).idxmax()
+    order = sorted(worst, key=lambda at: (at[0], TIERS.index(at[1])))
+    return {at[:2]: Peak(*at[2:], held.loc[at].to_dict()) for at in order}
 
 
 def stage_memory(*reports: Tables) -> Chart:
@@ -70,20 +53,17 @@ def stage_memory(*reports: Tables) -> Chart:
         raise illegal("reports", reports, "nothing to draw", "one report or several")
     bars: dict[str, dict[str, int]] = {}
     limits: dict[str, float] = {}
-    drawn, fullest = 0, []
+    drawn = 0
     for report in reports:
         found = peaks(report)
-        shown = _chosen({pp: peak.total for (pp, tier), peak in found.items() if tier == "device"})
+        shown = _chosen({pp: one.total for (pp, tier), one in found.items() if tier == "device"})
         drawn = max(drawn, len(shown))
-        for (pp, tier), peak in found.items():
+        for (pp, tier), one in found.items():
             if pp in shown:
-                bars[_label(report, pp, tier, many=len(reports) > 1)] = _kinds(peak.held)
-        fullest.append(
-            max((p for p in found.values() if p.tier == "device"), key=lambda p: p.total)
-        )
+                bars[_label(report, pp, tier, many=len(reports) > 1)] = _kinds(one.held)
         if (limit := capacity(report)) is not None:
             limits[limit[0]] = limit[1]
-    chart = bytes_bars(bars, limits, title=_finding(reports, fullest))
+    chart = bytes_bars(bars, limits, title=_finding(reports))
     said = ["peak of a step"]
     if drawn < reports[0].plan.pp:
         said.append(f"{drawn} of {reports[0].plan.pp} stages drawn")
@@ -114,21 +94,25 @@ def _kinds(held: dict[str, int]) -> dict[str, int]:
     return dict(found)
 
 
-def _finding(reports: tuple[Tables, ...], fullest: list[Peak]) -> str:
+def _finding(reports: tuple[Tables, ...]) -> str:
     """Whether it fits, with the numbers; of several reports how far apart they are."""
-    report, peak = reports[0], fullest[0]
-    said = f"{row_name(report.plan, report.plan.place(peak.rank).pp)} needs " * (report.plan.pp > 1)
-    said = (said or "A device needs ") + theme.scaled(peak.total, "B")
+    report, worst = reports[0], peak(reports[0])
+    who = _who(report, worst) if report.plan.pp > 1 else "a device"
+    said = f"{who} needs {theme.scaled(worst.total, 'B')}"
     said = said[:1].upper() + said[1:]
-    for other, more in zip(reports[1:], fullest[1:], strict=True):
-        said += f", {other.clock} {theme.scaled(more.total, 'B')}"
+    for other in reports[1:]:
+        said += f", {other.clock} {theme.scaled(peak(other).total, 'B')}"
     if (limit := capacity(report)) is None:
         return said
-    share = peak.total / limit[1]
+    share = worst.total / limit[1]
     if share > 1:
         return f"{said} of {theme.scaled(limit[1], 'B')}: it does not fit"
     few = f"{100 * share:.0f} %" if share >= 0.01 else "less than 1 %"
     return f"{said}: {few} of what a device has"
+
+
+def _who(report: Tables, worst: Peak) -> str:
+    return row_name(report.plan, report.plan.place(worst.rank).pp)
 
 
 def fits(report: Tables) -> str | None:
@@ -136,15 +120,10 @@ def fits(report: Tables) -> str | None:
     limit = capacity(report)
     if limit is None or report.memory.empty:
         return None
-    worst: Any = max(
-        (p for p in peaks(report).values() if p.tier == "device"), key=lambda p: p.total
-    )
+    worst = peak(report)
     if worst.total <= limit[1]:
         return None
-    who = row_name(report.plan, report.plan.place(worst.rank).pp)
-    most = max(worst.held, key=lambda category: worst.held[category])
-    return (
-        f"It does not fit: a device of {who} needs {theme.scaled(worst.total, 'B')} and has "
-        f"{theme.scaled(limit[1], 'B')}; most of it, {theme.scaled(worst.held[most], 'B')}, is "
-        f"{most}"
-    )
+    most = max(worst.held, key=worst.held.__getitem__)
+    need, has, part = (theme.scaled(n, "B") for n in (worst.total, limit[1], worst.held[most]))
+    said = f"It does not fit: a device of {_who(report, worst)} needs {need} and has {has}"
+    return f"{said}; most of it, {part}, is {most}"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from paralab.report.metrics import peak_memory
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import explore_parts as parts
@@ -110,7 +111,7 @@ class Explore(Steps):
             return f"“Run it” trains on this machine, and this is a prediction for {cluster.name}"
         if at.model.vocab < 256:
             return "“Run it” reads text as bytes, which needs a vocabulary of 256 or more"
-        each = parts.peak(at.expect)
+        each = peak_memory(at.expect)
         if plan.tiers is not None:
             held = memory[memory["tier"] == "host"].groupby(["rank", "time"])["bytes"].sum()
             each += int(held.max() or 0)
