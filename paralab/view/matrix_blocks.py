@@ -21,11 +21,12 @@ from paralab.parallel.layouts import Split, box, extents, kind_of, mode_of
 from paralab.spec import Plan
 from paralab.theory.tensor import OUTWARD, ROLES
 from paralab.view import theme
-from paralab.view.chart import Chart, figure
-from paralab.view.marks import note
-from paralab.view.marks.cells import Cell, rectangles
+from paralab.view.chart import Chart
+from paralab.view.marks import arrow, note
+from paralab.view.marks.cells import Cell
+from paralab.view.schematics import drawn
 
-RANK_COLOUR = (
+RANK_COLOUR = [
     "#77AADD",
     "#EE8866",
     "#EEDD88",
@@ -34,7 +35,7 @@ RANK_COLOUR = (
     "#BBCC33",
     "#99DDFF",
     "#C8B6D9",
-)
+]
 NAMES = ("X", "W", "Y")
 SIDES = {  # of the matrices by role: what is behind the letters
     True: ("tokens × between the layers", "in × out", "tokens × residual stream"),
@@ -102,9 +103,8 @@ def check(plan: Any) -> None:
     if not isinstance(plan, Plan):
         raise illegal("plan", plan, "not a plan", "a pl.Plan(tp=...)")
     if not 1 < plan.tp <= MOST_RANKS:
-        raise illegal(
-            "tp", plan.tp, "nothing is cut, or too much to be drawn", f"2 to {MOST_RANKS}"
-        )
+        why = "nothing is cut, or too much to be drawn"
+        raise illegal("tp", plan.tp, why, f"2 to {MOST_RANKS}")
 
 
 def splits(plan: Plan, role: str) -> dict[str, tuple[Split, Split]]:
@@ -162,22 +162,6 @@ def picture(
     cells: Sequence[Block], title: str, below: str, sides: Sequence[str], arrows: Sequence = ()
 ) -> Chart:
     """The three matrices side by side. arrows: ((x, y) from, (x, y) to) in the figure."""
-    bare = {"visible": False, "fixedrange": True}
-    fig = figure(
-        theme.text(title),
-        below,
-        height=410,
-        margin={"l": 20, "r": 20, "b": 20, "t": 76},
-        xaxis={**bare, "range": [-0.04, 2 * PITCH + 1.04]},
-        yaxis={**bare, "range": [1.03, -0.15]},
-    )
-    return fig.draw(*drawn(cells, sides, arrows))
-
-
-def drawn(
-    cells: Sequence[Block], sides: Sequence[str], arrows: Sequence = ()
-) -> tuple[list[dict], list[dict], list[dict]]:
-    """Traces, notes and shapes of a picture."""
     found, notes = [], []
     for number, (name, side) in enumerate(zip(NAMES, sides, strict=True)):
         x = number * PITCH
@@ -187,12 +171,9 @@ def drawn(
         if number:
             notes.append(note("×="[number - 1], x - (PITCH - 1) / 2, 0.5, size=26))
     found += [mark for cell in cells for mark in _marks(cell)]
-    style = {"showarrow": True, "arrowhead": 2, "arrowsize": 1.1, "arrowwidth": 2.5}
-    style |= dict.fromkeys(("xref", "axref"), "x") | dict.fromkeys(("yref", "ayref"), "y")
-    style |= {"arrowcolor": theme.axis_colour("tp")}
-    notes += [note("", *to, ax=x, ay=y, **style) for (x, y), to in arrows]
-    traces, words, shapes = rectangles(found)
-    return traces, [*notes, *words], shapes
+    notes += [arrow(*ends, ink=theme.axis_colour("tp"), arrowsize=1.1) for ends in arrows]
+    size = {"height": 410, "x": (-0.04, 2 * PITCH + 1.04), "y": (-0.15, 1.03)}
+    return drawn(theme.text(title), below, found, notes, **size)
 
 
 def _marks(cell: Block) -> list[Cell]:

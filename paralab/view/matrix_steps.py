@@ -57,12 +57,8 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     """
     check(plan)
     if plan.tp_mode == "1d":
-        raise illegal(
-            "tp_mode",
-            "1d",
-            "a product of 1D is one product, with nothing on the way",
-            "'2d', '2.5d', '3d'; view.blocks(plan) shows 1D",
-        )
+        why = "a product of 1D is one product, with nothing on the way"
+        raise illegal("tp_mode", "1d", why, "'2d', '2.5d', '3d'; view.blocks(plan) shows 1D")
     steps = cube(plan) if plan.tp_mode == "3d" else summa(plan)
     if step is not None:
         step = whole("step", step, at_least=0, at_most=len(steps) - 1)
@@ -100,13 +96,8 @@ def summa(plan: Plan) -> list[Step]:
         for name, axis in (("X", "j"), ("W", "i")):
             for cell in parts[name]:
                 at = coordinates(plan, cell.ranks[0])
-                sent = at[axis] == now
-                row = at["i"]
-                cells.append(
-                    cell._replace(
-                        label=_block(name, row, at["j"], at.get("z", 0), depth), strong=sent
-                    )
-                )
+                label, sent = _block(name, at["i"], at["j"], at.get("z", 0), depth), at[axis] == now
+                cells.append(cell._replace(label=label, strong=sent))
                 if sent:
                     arrows += _along(cell, axis, q, depth if name == "X" else 1)
         for cell in parts["Y"]:
@@ -115,22 +106,11 @@ def summa(plan: Plan) -> list[Step]:
                 f"{_block('X', at['i'], k, at.get('z', 0), depth)}{_block('W', k, at['j'])}"
                 for k in range(now + 1)
             ]
-            terms[-1] = f"<b>{terms[-1]}</b>"
-            said = (
-                "<br>+ ".join(terms)
-                if len(terms) <= MOST_TERMS and q <= MOST_TERMS
-                else f"{now + 1} of {q}"
-            )
-            cells.append(cell._replace(label=said))
-        steps.append(
-            Step(
-                f"Step {now + 1} of {q}: column {now} of X goes along the rows, row {now} of W "
-                "along the columns, each rank adds a product",
-                f"{now + 1}",
-                cells,
-                arrows,
-            )
-        )
+            said = "<br>+ ".join([*terms[:-1], f"<b>{terms[-1]}</b>"])
+            cells.append(cell._replace(label=said if q <= MOST_TERMS else f"{now + 1} of {q}"))
+        title = f"Step {now + 1} of {q}: column {now} of X goes along the rows, row {now} of W "
+        title += "along the columns, each rank adds a product"
+        steps.append(Step(title, f"{now + 1}", cells, arrows))
     return steps
 
 
@@ -159,51 +139,40 @@ def cube(plan: Plan) -> list[Step]:
     parts = {name: held(plan, name, cut) for name, cut in cuts.items()}
     (x_rows, x_columns), (w_rows, w_columns) = cuts["X"], cuts["W"]
     y_rows, y_columns = cuts["Y"]
-    together = {
-        "X": held(plan, "X", (x_rows[:1], x_columns)),
-        "W": held(plan, "W", (w_rows, w_columns[:1])),
-        "Y": [
-            cell._replace(label="partial sums") for cell in held(plan, "Y", (y_rows[:1], y_columns))
-        ],
-    }
-    x_along, w_along, y_along = x_rows[1], w_columns[1], y_rows[1]
-
-    def shown(where: dict[str, list[Block]], strong: str) -> list[Block]:
-        return [
-            cell._replace(strong=cell.matrix in strong)
-            for name in NAMES
-            for cell in where.get(name, [])
-        ]
-
-    x_there, w_there = {**parts, "X": together["X"]}, {**together}
-    parts_xw = {name: parts[name] for name in ("X", "W")}
-    count = 5
+    x = held(plan, "X", (x_rows[:1], x_columns))
+    w = held(plan, "W", (w_rows, w_columns[:1]))
+    sums = held(plan, "Y", (y_rows[:1], y_columns))
+    sums = [cell._replace(label="partial sums") for cell in sums]
+    part, x_part, w_part = f"1/{q**3}", parts["X"], parts["W"]
+    told = [  # what happens; in brief; the blocks of X, W, Y; which are meant
+        (f"every rank has {part} of X and {part} of W", "start", (x_part, w_part), "XW"),
+        (
+            f"X is gathered along {x_rows[1]}, {q} ranks then hold the same block",
+            "gather X",
+            (x, w_part),
+            "X",
+        ),
+        (f"W is gathered along {w_columns[1]}", "gather W", (x, w), "W"),
+        (
+            f"each rank multiplies once; a block of Y is the sum of {q} such",
+            "multiply",
+            (x, w, sums),
+            "XWY",
+        ),
+        (
+            f"Y is summed along {y_rows[1]} and scattered, {part} for each rank",
+            "sum Y",
+            (x_part, w_part, parts["Y"]),
+            "Y",
+        ),
+    ]
     return [
         Step(
-            f"Step 1 of {count}: every rank has 1/{q**3} of X and 1/{q**3} of W",
-            "start",
-            shown(parts_xw, "XW"),
-        ),
-        Step(
-            f"Step 2 of {count}: X is gathered along {x_along}, {q} ranks then hold the same block",
-            "gather X",
-            shown({"X": x_there["X"], "W": parts["W"]}, "X"),
-        ),
-        Step(
-            f"Step 3 of {count}: W is gathered along {w_along}",
-            "gather W",
-            shown({"X": together["X"], "W": w_there["W"]}, "W"),
-        ),
-        Step(
-            f"Step 4 of {count}: each rank multiplies once; a block of Y is the sum of {q} such",
-            "multiply",
-            shown(together, "XWY"),
-        ),
-        Step(
-            f"Step 5 of {count}: Y is summed along {y_along} and scattered, 1/{q**3} for each rank",
-            "sum Y",
-            shown(parts, "Y"),
-        ),
+            f"Step {number} of {len(told)}: {title}",
+            brief,
+            [c._replace(strong=c.matrix in strong) for some in shown for c in some],
+        )
+        for number, (title, brief, shown, strong) in enumerate(told, 1)
     ]
 
 
@@ -213,20 +182,14 @@ def _animate(fig: Chart, steps: Sequence[Step], pictures: Sequence[Chart]) -> No
     fig.frames = [
         {
             "name": str(number),
-            "layout": {
-                "shapes": one.layout.shapes,
-                "annotations": one.layout.annotations,
-                "title": {"text": one.layout.title.text},
-            },
+            "layout": {name: one.layout[name] for name in ("shapes", "annotations")}
+            | {"title": {"text": one.layout.title.text}},
         }
         for number, one in enumerate(pictures)
     ]
     top = max(one.layout.margin.t for one in pictures)  # some titles have a line more
-    at_once = {
-        "mode": "immediate",
-        "frame": {"duration": 0, "redraw": True},
-        "transition": {"duration": 0},
-    }
+    at_once = {"mode": "immediate", "transition": {"duration": 0}}
+    at_once |= {"frame": {"duration": 0, "redraw": True}}
     slow = {**at_once, "frame": {"duration": 1500, "redraw": True}, "fromcurrent": True}
     look, low = theme.look(), {"y": 0, "yanchor": "top"}
     choices = [

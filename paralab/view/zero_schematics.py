@@ -6,6 +6,7 @@ zero_unit     the life of a unit under ZeRO-3: sharded, gathered, computed, free
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from paralab.checks import illegal, whole
@@ -16,11 +17,11 @@ from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
 from paralab.view.marks import margin, note
-from paralab.view.marks.cells import Cell, rectangles
+from paralab.view.marks.cells import Cell
+from paralab.view.schematics import drawn
 
 STATES = ("parameters", "gradients", "optimizer")
 MOST_RANKS = 16
-BARE = {"visible": False, "fixedrange": True}
 GAP = 0.06  # of a cell
 KINDS = {  # of a unit's values: what they are called, in the order they are drawn
     "shard": "own shard of the parameters",
@@ -38,46 +39,38 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     ``table``: stage, rank, category, bytes. Raises ValueError on fewer than 2 ranks or too many.
     """
     whole("dp", dp, at_least=2, at_most=MOST_RANKS)
-    kept = {
-        stage: _kept(model, Plan(dp=dp, zero_stage=stage, microbatches=2)) for stage in range(4)
-    }
-    names = ["data parallelism", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
-    cells, notes, rows = [], [], []
-    for stage, held in kept.items():
-        notes.append(note(f"<b>{names[stage]}</b>", -0.1, stage + 0.5, xanchor="right"))
-        total = sum(held.values())
-        notes.append(note(theme.scaled(total, "B"), dp + 0.1, stage + 0.5, xanchor="left"))
-        for rank in range(dp):
-            for i, category in enumerate(STATES):
-                parts = round(kept[0][category] / held[category])
-                x0, high = rank + GAP, 0.24
-                y0, wide = stage + 0.1 + i * 0.27, 1 - 2 * GAP
-                at = (
-                    (x0, x0 + wide)
-                    if parts == 1
-                    else (x0 + wide * rank / parts, x0 + wide * (rank + 1) / parts)
-                )
-                said = f"rank {rank}, {names[stage]}<br>{category}: "
-                said += "all of them" if parts == 1 else f"shard {rank} of {parts}"
-                said += f", {theme.scaled(held[category], 'B')}"
-                cells.append(Cell((x0, x0 + wide), (y0, y0 + high), theme.look().wait))
-                fill = theme.category_colour(category)
-                cells.append(Cell(at, (y0, y0 + high), fill, said=said))
-                rows.append((stage, rank, category, held[category]))
+    plans = [Plan(dp=dp, zero_stage=stage, microbatches=2) for stage in range(4)]
+    kept = [_kept(model, plan) for plan in plans]
+    faint = theme.look().faint
+    cells, rows, notes = [], [], [note("per rank", dp + 0.1, -0.12, hold="left", ink=faint)]
     notes += [note(f"rank {rank}", rank + 0.5, -0.12) for rank in range(dp)]
-    notes.append(note("per rank", dp + 0.1, -0.12, xanchor="left", ink=theme.look().faint))
+    for stage, held in enumerate(kept):
+        name, total = f"ZeRO-{stage}" if stage else "data parallelism", sum(held.values())
+        notes.append(note(f"<b>{name}</b>", -0.1, stage + 0.5, hold="right"))
+        notes.append(note(theme.scaled(total, "B"), dp + 0.1, stage + 0.5, hold="left"))
+        for rank, (i, (category, size)) in product(range(dp), enumerate(held.items())):
+            parts = round(kept[0][category] / size)
+            shard = rank if parts > 1 else 0
+            x, wide, y = rank + GAP, (1 - 2 * GAP) / parts, stage + 0.1 + i * 0.27
+            part = "all of them" if parts == 1 else f"shard {rank} of {parts}"
+            said = f"rank {rank}, {name}<br>{category}: {part}, {theme.scaled(size, 'B')}"
+            fill = theme.category_colour(category)
+            cells.append(Cell((x, x + wide * parts), (y, y + 0.24), theme.look().wait))
+            at = (x + wide * shard, x + wide * (shard + 1))
+            cells.append(Cell(at, (y, y + 0.24), fill, said=said))
+            rows.append((stage, rank, category, size))
     share = sum(kept[3].values()) / sum(kept[0].values())
-    fig = figure(
+    look = [mark.look(name, theme.category_colour(name)) for name in STATES]
+    return drawn(
         f"ZeRO-3 keeps {theme.percent(share)} of the model states on each of {dp} ranks",
         f"{model.num_params:,} parameters, between two micro-batches · grey: on other ranks",
+        cells,
+        notes,
         height=430,
-        margin={"l": 10, "r": 10, "b": 10},
-        xaxis={**BARE, "range": [-1.35, dp + 0.75]},
-        yaxis={**BARE, "range": [4.0, -0.3]},
-    )
-    traces, words, shapes = rectangles(cells)
-    fig.draw([*_keys(STATES), *traces], [*notes, *words], shapes)
-    return fig.explained(
+        x=(-1.35, dp + 0.75),
+        y=(-0.3, 4.0),
+        keys=[mark.boxes([], one) | {"x": [None], "y": [None]} for one in look],
+    ).explained(
         f"ZeRO 0 to 3 on {dp} ranks: the states of each", ("stage rank category bytes", rows)
     )
 
@@ -102,14 +95,6 @@ def _kept(model: ModelSpec, plan: Plan) -> dict[str, int]:
     return found
 
 
-def _keys(categories: Any) -> list[dict[str, Any]]:
-    """Entries of the legend."""
-    return [
-        mark.boxes([], mark.look(name, theme.category_colour(name))) | {"x": [None], "y": [None]}
-        for name in categories
-    ]
-
-
 def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
     """The life of one of ZeRO-3's units in a step: when its parameters are gathered and freed, when
     its gradients are reduced, as the compiled program has it, instruction by instruction.
@@ -131,30 +116,20 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
         (KINDS[kind], start, end, program.size((kind, unit, version), 0).bytes)
         for kind, version, start, end in lives
     ]
-    lanes_of = {"what is done": 0.0} | {
-        n: 1.0 + i for i, n in enumerate(dict.fromkeys(r[0] for r in rows))
-    }
-    traces = [
-        _row(program, [r for r in rows if r[0] == name], name, y)
-        for name, y in lanes_of.items()
-        if y
-    ]
-    traces = [*_work(code, unit), *traces]
+    names = list(dict.fromkeys(name for name, *_ in rows))
+    traces = _work(code, unit) + [_row(rows, name, 1.0 + i) for i, name in enumerate(names)]
     held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"]) / len(code)
     sizes = {name: size for name, _, _, size in rows}
-    words = [
-        margin(theme.scaled(sizes[name], "B"), y) for name, y in lanes_of.items() if name in sizes
-    ]
-    ticks = [(y, name) for name, y in lanes_of.items()]
+    words = [margin(theme.scaled(sizes[name], "B"), 1.0 + i) for i, name in enumerate(names)]
     fig = figure(
         f"Unit {unit} is gathered for {theme.percent(held)} of the step's instructions; "
         "its shards stay",
         f"{naming.plan_name(plan)} · one rank, one step · not a clock: instructions in order",
-        height=150 + 44 * len(lanes_of),
+        height=194 + 44 * len(names),
         barmode="overlay",
         margin={"r": 80},
         xaxis=mark.time_axis("instruction", len(code)),
-        yaxis=mark.rows_axis(ticks, len(lanes_of) - 0.4, -0.6),
+        yaxis=mark.rows_axis(list(enumerate(["what is done", *names])), len(names) + 0.6, -0.6),
     )
     return fig.draw(traces, words).explained(
         f"life of unit {unit} under {naming.plan_name(plan)}", ("value from until bytes", rows)
@@ -176,13 +151,13 @@ def _lives(code: Any, unit: int, end: int) -> list[tuple[str, int, int, int]]:
     return sorted(found, key=lambda one: (list(KINDS).index(one[0]), one[2]))
 
 
-def _row(program: Any, rows: list[tuple], name: str, y: float) -> dict[str, Any]:
-    category = "gradients" if "gradients" in name else "parameters"
-    category = "optimizer" if "optimizer" in name else category
+def _row(rows: list[tuple], name: str, y: float) -> dict[str, Any]:
+    category = next((c for c in ("gradients", "optimizer") if c in name), "parameters")
     category = "buffers" if name == KINDS["w"] else category
     boxes = [
         (start, end - start, y, 0.6, "", f"{name}<br>{size:,} bytes, instructions {start} to {end}")
-        for _, start, end, size in rows
+        for kind, start, end, size in rows
+        if kind == name
     ]
     return mark.boxes(boxes, mark.look(name, theme.category_colour(category)), showlegend=False)
 

@@ -24,15 +24,35 @@ def on(axes: tuple[str, str]) -> dict[str, str]:
     return {"xaxis": axes[0], "yaxis": axes[1]}
 
 
-def note(text: str, x: Any, y: Any, *, size: int = 13, ink: str = "", **more: Any) -> dict:
-    """A word in the picture."""
+def note(
+    text: str,
+    x: Any,
+    y: Any,
+    *,
+    size: int = 13,
+    ink: str = "",
+    hold: str = "",
+    axes: tuple[str, str] = AXES,
+    **more: Any,
+) -> dict:
+    """A word in the picture. hold: which of its sides are at x and y, "left bottom" for example;
+    default: its middle. axes: what x and y are counted in.
+    """
+    more |= {("xanchor" if side in ("left", "right") else "yanchor"): side for side in hold.split()}
     font = {"size": size, "color": ink or theme.look().ink}
-    return {"text": text, "x": x, "y": y, "showarrow": False, "font": font, **more}
+    place = {"x": x, "y": y, "xref": axes[0], "yref": axes[1]}
+    return {"text": text, **place, "showarrow": False, "font": font, **more}
 
 
-def margin(text: str, y: Any, **more: Any) -> dict:
+def margin(text: str, y: Any, *, ref: str = "y", hold: str = "left", **more: Any) -> dict:
     """A word in the right margin."""
-    return note(text, 1, y, **{"xref": "paper", "xshift": 8, "xanchor": "left", **more})
+    return note(text, 1, y, axes=("paper", ref), hold=hold, xshift=8, **more)
+
+
+def arrow(start: tuple[float, float], to: tuple[float, float], *, ink: str, **more: Any) -> dict:
+    """An arrow between two places of the picture."""
+    more |= {"showarrow": True, "arrowhead": 2, "arrowwidth": 2.5, "arrowcolor": ink}
+    return note("", *to, ax=start[0], ay=start[1], axref="x", ayref="y", **more)
 
 
 def line(
