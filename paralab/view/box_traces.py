@@ -145,6 +145,6 @@ def idle_notes(shares: Sequence[tuple[float, float]], head: float | None) -> lis
     """Notes for the right margin: each share at its y, and what they are, at y = ``head`` or, if
     that is None, on top.
     """
-    at = {"yref": "paper", "yanchor": "bottom"} if head is None else {}
+    at = {"ref": "paper", "hold": "left bottom"} if head is None else {}
     title = marks.margin("idle", 1 if head is None else head, ink=theme.look().faint, **at)
     return [marks.margin(theme.percent(share), y) for y, share in shares] + [title]

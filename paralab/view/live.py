@@ -198,7 +198,7 @@ def _drawn(found: list[_Source]) -> Chart:
     ]
     middle = [y + 0.5 * highest for y in base]
     notes = [margin(f"<b>{p}</b>", y, size=15) for p, y in zip(peaks, middle, strict=True)]
-    notes.append(margin("peak", 1, yref="paper", yanchor="bottom", ink=theme.look().faint))
+    notes.append(margin("peak", 1, ref="paper", hold="left bottom", ink=theme.look().faint))
     grid = theme.look().grid
     ticks = [(y, f"<b>rank {r}</b>") for y, r in zip(middle, ranks, strict=True)]
     fig = figure(

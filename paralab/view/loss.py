@@ -142,7 +142,7 @@ def _drawn(
     for vocab in vocabularies:
         guess = math.log(vocab)
         said = f"every token equally likely: ln {vocab} = {guess:.3f}"
-        at = {"xref": "paper", "xanchor": "right", "yanchor": "bottom"}
+        at = {"axes": ("paper", "y"), "hold": "right bottom"}
         notes.append(note(said, 1, guess, ink=faint, **at))
         shapes.append(line((0, 1), (guess, guess), dash="dash", width=1.5, ink=faint, xref="paper"))
     count = max(map(len, curves.values()))

@@ -53,7 +53,7 @@ def bytes_bars(
         height=170 + int(58 * (len(bars) + above)),
         barmode="stack",
         bargap=0.3,
-        xaxis={"title": {"text": f"memory ({unit})"}, "range": [0, end / per], "tickformat": "~g"},
+        xaxis=mark.bytes_axis(f"memory ({unit})", end, per),
         yaxis=mark.labels(list(bars), above=above),
     )
     notes = mark.ends(totals, per) + _capacity_names(drawn, levels, per, end)
@@ -90,23 +90,11 @@ def tier_bars(
     for trace in traces:
         trace |= {"legendgroup": trace["name"], "showlegend": trace["name"] not in named}
     notes = mark.ends(totals, per, axes=axes, size=13)
-    notes.append(
-        note(
-            f"<b>{head}</b>",
-            0,
-            top,
-            size=14,
-            xref="paper",
-            yref="paper",
-            xanchor="left",
-            yanchor="bottom",
-        )
-    )
+    place = {"size": 14, "hold": "left bottom", "axes": ("paper", "paper")}
     return fig.draw(
         traces,
-        notes,
-        xaxis2={"anchor": "y100", "range": [0, end / per], "tickformat": "~g"}
-        | {"title": {"text": f"memory ({unit})"}},
+        [*notes, note(f"<b>{head}</b>", 0, top, **place)],
+        xaxis2=mark.bytes_axis(f"memory ({unit})", end, per, anchor="y100"),
         yaxis100=mark.labels(list(totals), anchor="x2", domain=[0, top], fixedrange=True),
     )
 
@@ -138,7 +126,7 @@ def _capacity_names(
     notes = []
     for label, count in drawn.items():
         left = count > 0.6 * end
-        side = {"xanchor": "right", "xshift": -4} if left else {"xanchor": "left", "xshift": 4}
+        side = {"hold": "right", "xshift": -4} if left else {"hold": "left", "xshift": 4}
         y = -0.55 - ROW * (levels[label] + 0.5)
         notes.append(note(_named(label, count), count / per, y, **side))
     return notes

@@ -13,7 +13,7 @@ from typing import Any
 
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
-from paralab.view.marks import bars, hover, line, note
+from paralab.view.marks import bars, line, note
 from paralab.view.marks import boxes as mark
 from paralab.view.marks.areas import area
 from paralab.view.marks.curves import curve as points
@@ -109,26 +109,14 @@ def drawn(
             "fixedrange": True,
         }
         if against is not None and i:
-            first, faint = shown[0].peak / per, theme.look().faint
-            shapes.append(
-                line((0, width), (first, first), dash="dot", width=1.5, ink=faint, yref=panel)
-            )
-            notes.append(
-                note(
-                    f"peak of {theme.text(against)}",
-                    1,
-                    first,
-                    size=12,
-                    ink=faint,
-                    xref="paper",
-                    yref=panel,
-                    xanchor="right",
-                    yanchor="bottom",
-                )
-            )
+            first, faint = shown[0].peak / per, {"ink": theme.look().faint}
+            at = {"dash": "dot", "width": 1.5, "yref": panel}
+            shapes.append(line((0, width), (first, first), **at, **faint))
+            at = {"size": 12, "axes": ("paper", panel), "hold": "right bottom"}
+            notes.append(note(f"peak of {theme.text(against)}", 1, first, **at, **faint))
         if heads[i]:
-            at = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-            notes.append(note(heads[i], 0, (top - scales.head) / plot, size=14, **at))
+            at = {"size": 14, "axes": ("paper", "paper"), "hold": "left bottom"}
+            notes.append(note(heads[i], 0, (top - scales.head) / plot, **at))
     fig = figure(
         finding,
         below,
@@ -191,29 +179,12 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     look, per = theme.look(), scales.per
     x, y = scales.x(curve, curve.times[curve.peak_at]), curve.peak
     side = "left" if x < 0.08 * scales.width else "right" if x > 0.92 * scales.width else "center"
-    dot = points(
-        "peak",
-        [(x, y / per)],
-        mode="markers",
-        ink=look.ink,
-        size=9,
-        axes=("x", axis),
-        showlegend=False,
-        marker={"line": {"width": 1.5, "color": look.paper}},
-    )
-    dot |= hover([f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}"])
-    notes = [
-        note(
-            f"<b>peak {theme.scaled(y, 'B')}</b>",
-            x,
-            y / per,
-            yref=axis,
-            yanchor="bottom",
-            yshift=5,
-            xanchor=side,
-        )
-    ]
-    shapes = []
+    said, style = [f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}"], {"mode": "markers"}
+    style |= {"ink": look.ink, "size": 9, "axes": ("x", axis), "showlegend": False}
+    style |= {"marker": {"line": {"width": 1.5, "color": look.paper}}}
+    dot, at = points("peak", [(x, y / per)], said, **style), {"axes": ("x", axis), "yshift": 5}
+    head = f"<b>peak {theme.scaled(y, 'B')}</b>"
+    notes, shapes = [note(head, x, y / per, hold="bottom", xanchor=side, **at)], []
     label, _ = capacity(curve.report) or ("", 0)
     lines = [(label, scales.held[label], "dash", "right")] if label in scales.held else []
     lines += [
@@ -223,7 +194,7 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     for label, size, dash, side in lines:
         height = size / per
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
-        at = {"xref": "paper", "yref": axis, "xanchor": side, "yanchor": "bottom"}
+        at = {"axes": ("paper", axis), "hold": f"{side} bottom"}
         said = f"{theme.text(label)} {theme.scaled(size, 'B')}"
         notes.append(note(said, float(side == "right"), height, **at))
     return [dot], notes, shapes

@@ -176,10 +176,10 @@ def _lines(
     if need is not None and low <= need <= high:
         shapes.append(upright(need, dash="dot", width=1.5, ink=look.faint))
         said = f"{theme.percent(share)}, formula:<br><b>{theme.scaled(need, 'B/s')}</b>"
-        word(said, need, 0.05, need**2 < low * high, yref="y domain", yanchor="bottom")
+        word(said, need, 0.05, need**2 < low * high, axes=("x", "y domain"), hold="bottom")
     right = at**3 < low * high**2  # to the left curves are lower
     said = f"<b>{theme.percent(now)}</b> at {theme.scaled(at, 'B/s')}"
-    word(said, at, 100 * now, right, yanchor="top", yshift=-5 if right else -28)
+    word(said, at, 100 * now, right, hold="top", yshift=-5 if right else -28)
     return notes, shapes
 
 

@@ -171,7 +171,7 @@ def _marks(
             edge = {"line": {"width": 2.5, "color": look.ink}}
             dot(at, mode, "least", ink=look.paper, size=11, marker=edge)
         word = f"<b>{MODE_NAME[mode]}</b>" + (f"<br>from {_round(at)}" if at > low else "")
-        where = {"yref": "y domain", "yanchor": "bottom", "bgcolor": look.paper}
+        where = {"axes": ("x", "y domain"), "hold": "bottom", "bgcolor": look.paper}
         notes.append(note(word, (math.log10(left) + math.log10(right)) / 2, 0.02, **where))
     return traces, notes, shapes
 

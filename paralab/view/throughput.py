@@ -166,7 +166,7 @@ def _ends(
     notes = []
     for y, n, form, word in sorted(words):
         written[n] = max(y, written.get(n, -math.inf) + gap)
-        at = {"xanchor": "left", "xshift": 10, "ink": style[form]["colour"], "size": 14}
+        at = {"hold": "left", "xshift": 10, "ink": style[form]["colour"], "size": 14}
         notes.append(note(f"<b>{theme.text(word)}</b>", scale(n), written[n], **at))
     return notes
 

@@ -81,8 +81,8 @@ def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dic
         name, middle = f"<b>{theme.text(one.label)}</b>{clock}", one.top + boxes.HEAD / 2
         end = (one.seconds if one.mark is None else one.mark) * 1e3
         inside = end > 0.85 * window * 1e3
-        side = {"xanchor": "right", "xshift": -5} if inside else {"xanchor": "left", "xshift": 5}
-        notes.append(note(one.head or name, 0, middle, size=14, xref="paper", xanchor="left"))
+        side = {"hold": "right", "xshift": -5} if inside else {"hold": "left", "xshift": 5}
+        notes.append(note(one.head or name, 0, middle, size=14, axes=("paper", "y"), hold="left"))
         notes.append(note(f"<b>{end:.1f} ms</b>", end, middle, size=14, **side))
         shapes.append(line((end, end), (one.top + 0.35, one.bottom)))
     return notes, shapes

@@ -54,6 +54,7 @@ def traffic_chart(report: Tables) -> Chart:
     tops = mark.totals([*rows, *held])
     end = 1.3 * max(*tops.values(), optimum or 0.0, 1.0)
     name, per = theme.unit_of(end / 1.3)
+    where = {"domain": [0.0 if alone else 0.6, 1], "anchor": "y2"}
     verb = "sent or copied" if sent and copies else "copied" if copies else "sent"
     fig = figure(
         _finding(report, per_op, optimum, copied),
@@ -62,8 +63,7 @@ def traffic_chart(report: Tables) -> Chart:
         barmode="stack",
         bargap=0.35,
         showlegend=len({row[1] for row in [*rows, *held]}) > 1,
-        xaxis2={"domain": [0.0 if alone else 0.6, 1], "anchor": "y2", "range": [0, end / per]}
-        | {"title": {"text": f"{verb} per rank and {unit} ({name})"}, "tickformat": "~g"},
+        xaxis2=mark.bytes_axis(f"{verb} per rank and {unit} ({name})", end, per, **where),
         yaxis2=mark.labels(list(tops), least=2, above=0.3 * (optimum is not None), anchor="x2"),
         **({} if alone else _matrix_axes(report, by_edge, unit)),
     )
@@ -81,18 +81,8 @@ def traffic_chart(report: Tables) -> Chart:
     if optimum is not None:
         shapes.append(upright(optimum / per, axis="y2 domain", dash="dash", xref="x2"))
         said = "2(N−1)/N of the gradients" + ", levels together" * (len(tops) > 1)
-        notes.append(
-            note(
-                said,
-                optimum / per,
-                1,
-                xref="x2",
-                yref="y2 domain",
-                xanchor="right",
-                yanchor="top",
-                xshift=-4,
-            )
-        )
+        at = {"axes": ("x2", "y2 domain"), "hold": "right top", "xshift": -4}
+        notes.append(note(said, optimum / per, 1, **at))
     shown = f"{len(by_edge)} pairs of ranks, {len(per_op)} rows by axis, level and op"
     if copies and not sent:
         shown = f"{len(held)} rows by link and category, nothing sent"

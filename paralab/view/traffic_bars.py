@@ -94,7 +94,7 @@ def link_traffic(*reports: Tables) -> Chart:
         if (each := [flow.seconds for name, _, flow in found if name == label])
     }
     biggest = max(tops.values(), default=0.0) or 1.0
-    unit, per = theme.unit_of(biggest)
+    (unit, per), end = theme.unit_of(biggest), ROOM * biggest
     copies = any(flow.link in WAYS for *_, flow in found)
     own = [name for name, clock, _ in found if clock == reports[0].clock]
     fig = figure(
@@ -105,8 +105,7 @@ def link_traffic(*reports: Tables) -> Chart:
         barmode="stack",
         bargap=0.35,
         showlegend=True,
-        xaxis={"range": [0, ROOM * biggest / per], "tickformat": "~g"}
-        | {"title": {"text": f"sent {'or copied ' * copies}per rank ({unit})"}},
+        xaxis=mark.bytes_axis(f"sent {'or copied ' * copies}per rank ({unit})", end, per),
         yaxis=mark.labels(list(tops), least=2, tickfont={"size": 13}),
     )
     said = {(label, flow.what): f"<br>{flow.ops}" * bool(flow.ops) for label, _, flow in found}

@@ -38,17 +38,16 @@ def memory_and_traffic(
     bold = [
         name if label in pale else f"<b>{name}</b>" for name, label in zip(names, bars, strict=True)
     ]
-    shown = {"showgrid": False, "tickformat": "~g"}
+    held_on = {"domain": MEMORY, "showgrid": False}
+    sent_on = {"domain": TRAFFIC, "showgrid": False, "anchor": "y", "nticks": 5}
     fig = figure(
         theme.text(title),
         below,
         height=150 + 52 * len(bars),
         barmode="stack",
         bargap=0.3,
-        xaxis={"domain": MEMORY, "range": [0, end / 1e6], **shown}
-        | {"title": {"text": "peak of memory (MB)"}},
-        xaxis2={"domain": TRAFFIC, "anchor": "y", "nticks": 5, "range": [0, far / 1e6], **shown}
-        | {"title": {"text": "sent per step (MB)"}},
+        xaxis=mark.bytes_axis("peak of memory (MB)", end, 1e6, **held_on),
+        xaxis2=mark.bytes_axis("sent per step (MB)", far, 1e6, **sent_on),
         yaxis=mark.labels(list(bars), tickvals=names, ticktext=bold),
     )
     look = lambda _: ("sent per device and step", theme.axis_colour(axis))  # noqa: E731

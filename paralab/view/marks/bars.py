@@ -116,20 +116,17 @@ def ends(
 ) -> list[dict[str, Any]]:
     """What stands behind every bar: its bytes, or ``words``."""
     said = {label: theme.scaled(n, "B") for label, n in tops.items()} | dict(words or {})
+    style = {"size": size, "hold": "left", "axes": axes}
+    style |= {"bgcolor": theme.look().paper, "borderpad": 0}
     return [
-        note(
-            f" {said[label]}",
-            top / per,
-            theme.text(label),
-            size=size,
-            xanchor="left",
-            xref=axes[0],
-            yref=axes[1],
-            bgcolor=theme.look().paper,
-            borderpad=0,
-        )
+        note(f" {said[label]}", top / per, theme.text(label), **style)
         for label, top in tops.items()
     ]
+
+
+def bytes_axis(title: str, end: float, per: float, **more: Any) -> dict[str, Any]:
+    """The axis of the bytes, from 0 to ``end``; ``per``: bytes of its unit."""
+    return {"title": {"text": title}, "range": [0, end / per], "tickformat": "~g", **more}
 
 
 def labels(

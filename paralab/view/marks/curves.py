@@ -46,30 +46,15 @@ def curve(
 
 def rings(name: str, places: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """A ring around points of a curve; one trace however many, so that structure is stable."""
-    places = list(places) or [(None, None)]
-    return curve(
-        name,
-        places,
-        mode="markers",
-        ink=theme.look().ink,
-        symbol="circle-open",
-        size=15,
-        showlegend=False,
-        marker={"line": {"width": 2.5}},
-    )
+    look = {"ink": theme.look().ink, "symbol": "circle-open", "size": 15, "mode": "markers"}
+    look |= {"showlegend": False, "marker": {"line": {"width": 2.5}}}
+    return curve(name, places or [(None, None)], **look)
 
 
 def drop(x: float, low: float, high: float, label: str) -> tuple[dict, dict]:
     """A dotted line from the axis up to a curve, and what it means; both axes logarithmic."""
-    said = note(
-        f"<b>{label}</b>",
-        math.log10(x),
-        math.log10(low),
-        xshift=6,
-        yshift=6,
-        xanchor="left",
-        yanchor="bottom",
-    )
+    shift = {"xshift": 6, "yshift": 6, "hold": "left bottom"}
+    said = note(f"<b>{label}</b>", math.log10(x), math.log10(low), **shift)
     return said, line((x, x), (low, high), dash="dot")
 
 
