@@ -335,7 +335,7 @@ def test_five_curves_differ_for_every_eye_and_in_dash_and_marker_too(look, lacki
 def test_an_algorithm_and_a_form_look_the_same_in_every_figure():
     alone, among = theme.series(["tree"]), theme.series(["mine", "tree", "ring"])
     assert alone["tree"] == among["tree"]
-    assert len({s["colour"] for s in among.values()}) == 3
+    assert len({s["ink"] for s in among.values()}) == 3
     assert theme.series(["naive"])["naive"] == theme.series(["bucketed", "naive"])["naive"]
     both = theme.series(["ring", "overlapped"])
     assert both["ring"] != both["overlapped"]

@@ -228,10 +228,9 @@ def test_the_lines_are_the_formulas_at_gpt3_sizes(batch, numbers):
         assert round(float(exact / 10**6)) == expected
 
 
-@pytest.mark.parametrize("pair", tensor_curves.PAIRS)
 @pytest.mark.parametrize("tp", [4, 8, 27, 64, 512])
-def test_the_winner_sends_least_and_changes_where_two_lines_meet(tp, pair):
-    found = tensor_curves.lines(GPT3, tp, pair)
+def test_the_winner_sends_least_and_changes_where_two_lines_meet(tp):
+    found = tensor_curves.lines(GPT3, tp)
     best = tensor_curves.winners(found)
     assert best[0][0] == 0
     for (at, mode), (until, after) in itertools.pairwise([*best, (best[-1][0] * 2 + 1e7, "")]):
@@ -263,12 +262,9 @@ def test_the_title_names_the_crossovers_and_the_picture_marks_them():
 
 
 def test_wrong_counts_of_ranks_and_tokens_are_refused():
-    assert view.crossover(GPT3, 64, pair="attention").finding.startswith("h=12,288, attention on")
     with pytest.raises(ValueError, match="tp=1.*legal: .*at least 2"):
         view.crossover(GPT3, 1)
     with pytest.raises(ValueError, match=r"tokens\[1\]"):
         view.crossover(GPT3, 64, tokens=(100, 100))
-    with pytest.raises(ValueError, match="pair='all'"):
-        view.crossover(GPT3, 64, pair="all")
     with pytest.raises(ValueError, match=r"legal: a pl\.ModelSpec"):
         view.crossover("gpt3", 64)

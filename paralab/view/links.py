@@ -12,7 +12,7 @@ from typing import Any
 
 from paralab.checks import choice, illegal, real
 from paralab.theory.fit import fit_link
-from paralab.view import naming, theme
+from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, curve, drop, log_axis, rings
@@ -50,10 +50,8 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     below = "measured (wall clock) · line: α + bytes / bandwidth, fitted; the points are "
     below += f"{theme.percent(accuracy['median'])} off in the median, "
     below += f"{theme.percent(accuracy['worst'])} at worst"
-    low = 0.6 * min(min(seconds), link.alpha or math.inf)
-    grid = [
-        sizes[0] / 1.5 * (2.25 * sizes[-1] / sizes[0]) ** (i / (STEPS - 1)) for i in range(STEPS)
-    ]
+    low, span = 0.6 * min(min(seconds), link.alpha or math.inf), 2.25 * sizes[-1] / sizes[0]
+    grid = [sizes[0] / 1.5 * span ** (i / (STEPS - 1)) for i in range(STEPS)]
     high = 1.4 * max(link.seconds(grid[-1]), *seconds)
     now, floor = theme.look(), {"ink": theme.look().faint, "width": 1.5}
     slanted = [(n, n / link.bandwidth) for n in grid if n / link.bandwidth >= low]
@@ -62,16 +60,12 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
         f"{theme.scaled(n, 'B')}: {theme.scaled(s, 's')}, fit {theme.scaled(link.seconds(n), 's')}"
         for n, s in pairs
     ]
+    fitted = [(n, link.seconds(n)) for n in grid]
     edge = {"line": {"width": 1.5, "color": now.paper}}
     traces = [
         curve("latency alone: α", flat, dash="dot", **floor),
         curve("bytes alone: bytes / bandwidth", slanted, dash="dash", **floor),
-        curve(
-            "fit: α + bytes / bandwidth",
-            [(n, link.seconds(n)) for n in grid],
-            ink=now.series[1],
-            width=3,
-        ),
+        curve("fit: α + bytes / bandwidth", fitted, ink=now.series[1], width=3),
         curve("measured", pairs, said, mode="markers", ink=now.series[0], size=11, marker=edge),
         rings("half is latency", [(knee, link.seconds(knee))] if inside else []),
     ]
@@ -98,56 +92,47 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
 
 
 def algorithms(
-    curves: Mapping[str, Any],
-    points: Mapping[str, Any] | None = None,
-    *,
-    clock: str = "predicted",
-    points_clock: str = "replayed",
-    title: str | None = None,
+    curves: Mapping[str, Any], points: Mapping[str, Any] | None = None, *, title: str | None = None
 ) -> Chart:
     """Time over message size for several algorithms, and where the fastest changes.
 
-    curves   {algorithm: {bytes: seconds} or [(bytes, seconds), ...]}, drawn as lines
-    points   the same for runs, drawn as markers in the algorithm's colour
-    clock, points_clock   what the lines and the markers are: measured | replayed | predicted
+    curves   {algorithm: {bytes: seconds} or [(bytes, seconds), ...]} as predicted, drawn as lines
+    points   the same for runs, replayed, drawn as markers in the algorithm's colour
+    title    in place of the finding
 
     Raises ValueError if there is nothing to draw or a size or time is not above 0.
     """
-    choice("clock", clock, tuple(naming.CLOCK_MEANS))
-    choice("points_clock", points_clock, tuple(naming.CLOCK_MEANS))
     lines = {str(name): _pairs(str(name), found) for name, found in curves.items()}
     marks = {str(name): _pairs(str(name), found) for name, found in (points or {}).items()}
     if not lines:
         raise illegal("curves", curves, "nothing to draw", "{algorithm: {bytes: seconds}}")
     changes, traces, rows = _changes(lines), [], []
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
-    hollow = HOLLOW * theme.CLOCK_STYLE[points_clock][1]
-    for found, which in ((lines, clock), (marks, points_clock)):
+    for found, which in ((lines, "predicted"), (marks, "replayed")):
         for name, pairs in found.items():
             at = [f"{theme.scaled(n, 'B')} in {theme.scaled(s, 's')}" for n, s in pairs]
-            said, ink = [f"{theme.text(name)}, {which}: {one}" for one in at], style[name]["colour"]
+            said, look = [f"{theme.text(name)}, {which}: {one}" for one in at], style[name]
             rows += [(name, which, *pair) for pair in pairs]
             if found is lines:
-                traces.append(curve(name, pairs, said, ink=ink, width=3, dash=style[name]["dash"]))
+                traces.append(curve(name, pairs, said, width=3, **look))
             else:
-                symbol = style[name]["symbol"] + hollow
-                label = f"{name}, {points_clock}"
-                traces.append(curve(label, pairs, said, mode="markers", ink=ink, symbol=symbol))
+                look = {"ink": look["ink"], "symbol": look["symbol"] + HOLLOW}
+                traces.append(curve(f"{name}, replayed", pairs, said, mode="markers", **look))
     traces.append(rings("crossover", [(size, at) for size, at, _, _ in changes]))
     sizes, seconds = ([row[i] for row in rows] for i in (2, 3))
     low, high = min(seconds) / 1.6, max(seconds) * 1.6
     made = [drop(n, low, s, theme.scaled(n, "B", digits=2)) for n, s, _, _ in changes]
-    said = [f"lines: {clock} ({naming.CLOCK_MEANS[clock]})"]
     fig = figure(
         theme.text(title) if title is not None else _finding(lines, changes),
-        " · ".join(said + [f"markers: {points_clock}"] * bool(marks)),
+        "lines: predicted (theory alone)" + " · markers: replayed" * bool(marks),
         height=440,
         xaxis=log_axis("message size", min(sizes) / 1.3, max(sizes) * 1.3, "B"),
         yaxis=log_axis("time", low, high, "s"),
     )
+    said = f"{len(changes)} crossover{'s' * (len(changes) != 1)}"
+    said = f"predicted: {sum(map(len, lines.values()))} sizes, {said}"
     return fig.draw(traces, [m for m, _ in made], [shape for _, shape in made]).explained(
-        f"time over message size of {' | '.join(lines)}, {clock}: {sum(map(len, lines.values()))} "
-        f"sizes, {len(changes)} crossover{'s' * (len(changes) != 1)}",
+        f"time over message size of {' | '.join(lines)}, {said}",
         ("algorithm clock bytes seconds", rows),
     )
 
@@ -203,11 +188,8 @@ def _finding(lines: Mapping[str, Pairs], changes: list[tuple[float, float, str, 
     names = {name: theme.text(name) for name in lines}
     if len(lines) == 1:
         name, pairs = next(iter(lines.items()))
-        (n0, s0), (n1, s1) = pairs[0], pairs[-1]
-        return (
-            f"{names[name]}: {theme.scaled(n0, 'B')} take {theme.scaled(s0, 's')}, "
-            f"{theme.scaled(n1, 'B')} {theme.scaled(s1, 's')}"
-        )
+        ends = [f"{theme.scaled(n, 'B')} take {theme.scaled(s, 's')}" for n, s in pairs]
+        return f"{names[name]}: {ends[0]}, {ends[-1]}"
     if changes:
         parts = [f"{names[changes[0][2]]} is fastest below {_rounded(changes[0][0])}"]
         parts += [

@@ -41,6 +41,11 @@ class _Source(NamedTuple):
     chunks: int
     curves: list[_Curve]
 
+    def in_shares(self) -> _Source:
+        """Counted in shares of a rank's layers, not in chunks."""
+        parts = [(c.times, [n / self.chunks for n in c.counts]) for c in self.curves]
+        return self._replace(curves=[_Curve(*part) for part in parts])
+
 
 def live_activations(
     *sources: Any, labels: Sequence[str] | None = None, step: int | None = None
@@ -59,25 +64,16 @@ def live_activations(
     if labels is not None and len(labels) != len(sources):
         raise illegal("labels", labels, f"there are {len(sources)} sources", "one label for each")
     found = [_read(source, step) for source in sources]
-    if labels is not None:
-        found = [one._replace(name=str(label)) for one, label in zip(found, labels, strict=True)]
-    else:
-        names = naming.told_apart([one.name for one in found])
-        found = [one._replace(name=name) for one, name in zip(found, names, strict=True)]
-    if len({one.name for one in found}) < len(found):
-        found = [one._replace(name=f"{i}: {one.name}") for i, one in enumerate(found, 1)]
+    names = labels or naming.told_apart([one.name for one in found])
+    if len(set(names)) < len(names):
+        names = [f"{i}: {name}" for i, name in enumerate(names, 1)]
+    found = [one._replace(name=str(name)) for one, name in zip(found, names, strict=True)]
     if len({one.chunks for one in found}) > 1:  # a chunk of v is 1/v of what a rank holds
-        found = [
-            one._replace(
-                curves=[_Curve(c.times, [n / one.chunks for n in c.counts]) for c in one.curves]
-            )
-            for one in found
-        ]
+        found = [one.in_shares() for one in found]
     ranks = {len(one.curves) for one in found}
     if len(ranks) > 1:
-        raise illegal(
-            "sources", sorted(ranks), "pipelines of different length", "as many ranks in each"
-        )
+        why = "pipelines of different length"
+        raise illegal("sources", sorted(ranks), why, "as many ranks in each")
     return _drawn(found)
 
 
@@ -92,13 +88,8 @@ def _read(source: Any, step: int | None) -> _Source:
         source = simulate(source, forward=1.0, backward=1.0, weight_grad=1.0)
     events: list[list[tuple[float, int]]] = [[] for _ in source.schedule]
     order = source.order
-    for rank, kind, start, end in zip(
-        order.rank.tolist(),
-        order.kind.tolist(),
-        source.start.tolist(),
-        source.end.tolist(),
-        strict=True,
-    ):
+    columns = (column.tolist() for column in (order.rank, order.kind, source.start, source.end))
+    for rank, kind, start, end in zip(*columns, strict=True):
         events[rank] += _event("FBIW"[kind], start, end)
     chunks = order.stages // order.ranks
     return _Source("schedule", "", chunks, [_curve(e, source.makespan) for e in events])
@@ -167,28 +158,21 @@ def _drawn(found: list[_Source]) -> Chart:
     if len(first.curves) > len(ranks):
         said.append(f"the first {len(ranks)} of {len(first.curves)} ranks")
     styles = theme.series([one.name for one in found])
-    inks = [styles[one.name]["colour"] for one in found]
-    look = {"opacity": 0.16, "edge": 2.5} if many else {"opacity": 0.75, "edge": 1.5}
+    inks = [styles[one.name]["ink"] for one in found]
     if not many:
         inks = [theme.category_colour("activations")]
     traces: list[dict[str, Any]] = []
     for one, ink in zip(found, inks, strict=True):
-        dash = {
-            "line": {"shape": "hv", "width": 2.5, "color": ink, "dash": styles[one.name]["dash"]}
-        }
+        look: dict[str, Any] = {"opacity": 0.75, "edge": 1.5}
+        if many:
+            dash = {"shape": "hv", "width": 2.5, "color": ink, "dash": styles[one.name]["dash"]}
+            look = {"opacity": 0.16, "line": dash}
         for r in ranks:
-            curve = one.curves[r]
-            traces += area(
-                one.name,
-                ink,
-                [round(t * (1e3 if timed else 1.0), 6) for t in curve.times],
-                curve.counts,
-                [f"{theme.text(one.name)}, rank {r}: {n:g} alive" for n in curve.counts],
-                base=base[r],
-                showlegend=many and r == 0,
-                **look,
-                **(dash if many else {}),
-            )
+            curve, name = one.curves[r], theme.text(one.name)
+            told = [f"{name}, rank {r}: {n:g} alive" for n in curve.counts]
+            times = [round(t * (1e3 if timed else 1.0), 6) for t in curve.times]
+            place = {"base": base[r], "showlegend": many and r == 0}
+            traces += area(one.name, ink, times, curve.counts, told, **place, **look)
     peaks = [
         " | ".join(
             f"<span style='color:{ink if many else theme.look().ink}'>{one.curves[r].peak:g}</span>"

@@ -71,9 +71,8 @@ def _values(label: str, run: Any) -> list[float]:
     values = [float(v) for v in (run.losses if hasattr(run, "losses") else run)]
     if not values:
         kind = f"is {run.clock} and" if hasattr(run, "clock") else ""
-        raise ValueError(
-            f"{label}: this report {kind} has no losses; legal: what pl.run(...) returned"
-        )
+        legal = "what pl.run(...) returned"
+        raise ValueError(f"{label}: this report {kind} has no losses; legal: {legal}")
     return values
 
 
@@ -106,10 +105,8 @@ def _verdict(curves: Mapping[str, Sequence[float]]) -> str:
         return f"{both} coincide: losses differ by {_round_up(_spread(curves))} at most"
     best = min(curves, key=lambda label: curves[label][-1])
     worst = max(curves, key=lambda label: curves[label][-1])
-    return (
-        f"{names[best]} ends at {curves[best][-1]:.3f}, "
-        f"{names[worst]} at {curves[worst][-1]:.3f} nats"
-    )
+    low, high = curves[best][-1], curves[worst][-1]
+    return f"{names[best]} ends at {low:.3f}, {names[worst]} at {high:.3f} nats"
 
 
 def _round_up(value: float) -> str:
@@ -125,20 +122,10 @@ def _drawn(
     for i, (label, values) in enumerate(curves.items()):
         width = max(2.0, 2.5 * len(curves) - 3.0 * i) if alike else 2.2
         name, look = theme.text(label), style[label]
-        traces.append(
-            curve(
-                label,
-                [(at, v if math.isfinite(v) else None) for at, v in enumerate(values)],
-                [f"{name}, step {at}: {v:.4f} nats" for at, v in enumerate(values)],
-                mode="lines+markers",
-                ink=look["colour"],
-                width=width,
-                dash=look["dash"],
-                symbol=look["symbol"],
-                size=4 + 1.5 * width,
-                showlegend=len(curves) > 1,
-            )
-        )
+        pairs = [(at, v if math.isfinite(v) else None) for at, v in enumerate(values)]
+        said = [f"{name}, step {at}: {v:.4f} nats" for at, v in enumerate(values)]
+        look = {"mode": "lines+markers", "showlegend": len(curves) > 1, **look}
+        traces.append(curve(label, pairs, said, width=width, size=4 + 1.5 * width, **look))
     for vocab in vocabularies:
         guess = math.log(vocab)
         said = f"every token equally likely: ln {vocab} = {guess:.3f}"
@@ -146,13 +133,8 @@ def _drawn(
         notes.append(note(said, 1, guess, ink=faint, **at))
         shapes.append(line((0, 1), (guess, guess), dash="dash", width=1.5, ink=faint, xref="paper"))
     count = max(map(len, curves.values()))
-    fig = figure(
-        finding,
-        below,
-        height=400,
-        xaxis={"title": {"text": "step"}, "tickformat": "d"}
-        | {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
-        | ({"dtick": 1} if count <= 12 else {}),
-        yaxis={"title": {"text": "loss (nats per token)"}, "tickformat": ".2f"},
-    )
+    steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
+    steps |= {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
+    nats = {"title": {"text": "loss (nats per token)"}, "tickformat": ".2f"}
+    fig = figure(finding, below, height=400, xaxis=steps, yaxis=nats)
     return fig.draw(traces, notes, shapes)

@@ -120,7 +120,7 @@ def _curves(foreseen: Foreseen, low: float, high: float) -> list[dict[str, Any]]
     grid = sorted([corner, *(low * (high / low) ** (n / 50) for n in range(51))])
     lines = {name: [(b, foreseen.share(name, b)) for b in grid] for name in FORMULAS}
     return [
-        _trace(name, line, name=name, ink=looks[name]["colour"], dash=DASH[name], mode="lines")
+        _trace(name, line, name=name, ink=looks[name]["ink"], dash=DASH[name], mode="lines")
         for name, line in {"predicted": foreseen.curve, **lines}.items()
     ]
 
@@ -132,7 +132,7 @@ def _marks(
     ink, need, (low, high) = theme.look().ink, foreseen.needed(share), foreseen.ends
     marks = [_trace("predicted", [(at, now)], ink=ink, symbol="circle" + HOLLOW, size=11)]
     if need is not None and low <= need <= high:
-        colour = theme.series(list(DASH))["no overlap"]["colour"]
+        colour = theme.series(list(DASH))["no overlap"]["ink"]
         marks.append(_trace("no overlap", [(need, share)], ink=colour, size=9))
     if foreseen.own is not None:
         whose = "this machine's" if foreseen.cluster.name == "local" else "the cluster's"

@@ -19,25 +19,17 @@ if TYPE_CHECKING:
     from paralab.report.tables import Tables
 
 
-def contest(
-    expected: Mapping[str, Tables], found: Mapping[str, Tables], title: str | None = None
-) -> Chart:
+def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Chart:
     """A row per plan, the fastest on top: predicted and replayed (or measured) time of a step.
 
-    expected, found  {name of the plan: report}, the same names in both
-    title            in place of the finding
-
-    Raises ValueError if the names differ or are fewer than two.
+    expected, found: {name of the plan: report}. Raises ValueError if their names differ, or are
+    fewer than two.
     """
     import pandas as pd
 
     if set(expected) != set(found) or len(found) < 2:
-        raise illegal(
-            "found",
-            sorted(found),
-            "not the plans that were expected",
-            f"at least two, and for each both reports: {sorted(expected)}",
-        )
+        legal = f"at least two, and for each both reports: {sorted(expected)}"
+        raise illegal("found", sorted(found), "not the plans that were expected", legal)
     names = sorted(found, key=lambda name: found[name].step_time)
     sources = {one_clock(reports): reports for reports in (expected, found)}
     times = {c: [r[name].step_time for name in names] for c, r in sources.items()}
@@ -60,11 +52,10 @@ def contest(
         points = [(1e3 * time, row) for time, row in zip(times[clock], rows, strict=True)]
         said = [f"{row}, {clock}: {ms:.2f} ms" for ms, row in points]
         ink = now.series[bool(hollow) ^ 1]
-        traces.append(
-            curve(clock, points, said, mode="markers", ink=ink, symbol="circle" + hollow, size=13)
-        )
+        look = {"ink": ink, "symbol": "circle" + hollow, "size": 13, "mode": "markers"}
+        traces.append(curve(clock, points, said, **look))
     fig = figure(
-        theme.text(title) if title is not None else finding,
+        finding,
         " · ".join(below),
         height=150 + 34 * len(names),
         margin={"l": 24 + int(8 * max(map(len, names)))},
@@ -80,12 +71,8 @@ def one_clock(reports: Mapping[str, Any]) -> str:
     """The clock that all of these are on."""
     clocks = {report.clock for report in reports.values()}
     if len(clocks) > 1:
-        raise illegal(
-            "found",
-            sorted(clocks),
-            "times of different clocks in one row",
-            "reports that are all predicted, all replayed or all measured",
-        )
+        legal = "reports that are all predicted, all replayed or all measured"
+        raise illegal("found", sorted(clocks), "times of different clocks in one row", legal)
     return clocks.pop()
 
 

@@ -83,13 +83,12 @@ def _read(
     work = spans[(spans["lane"] == "compute") & (spans["kind"] != "wait")]
     length = (work["end"] - work["start"]).to_numpy()
     own = np.minimum(metrics.seconds_of(report, work).to_numpy(), length)
-    rank, kind = work["rank"].to_numpy(), work["kind"].to_numpy()
-    start = work["start"].to_numpy() - zero
-    found: list[Stretch] = []
+    rank, start = work["rank"].to_numpy(), work["start"].to_numpy() - zero
+    columns, found = (work["kind"].to_numpy(), start, length, own), []
     for one in ranks:
         here = np.flatnonzero(rank == one)
         here = here[np.argsort(start[here], kind="stable")]
-        found += _of_rank(one, kind[here], start[here], length[here], own[here], end - zero)
+        found += _of_rank(one, [column[here] for column in columns], end - zero)
     sent = spans[spans["lane"] == LANE]
     calls: dict[int, list[metrics.Interval]] = {}
     for one, low, high in zip(*(sent[c].tolist() for c in ("rank", "start", "end")), strict=True):
@@ -98,15 +97,11 @@ def _read(
     return found, joined, end - zero
 
 
-def _of_rank(
-    rank: int,
-    kind: np.ndarray,
-    start: np.ndarray,
-    length: np.ndarray,
-    own: np.ndarray,
-    seconds: float,
-) -> list[Stretch]:
-    """One rank's stretches, those in which it is idle among them."""
+def _of_rank(rank: int, spans: Sequence[np.ndarray], seconds: float) -> list[Stretch]:
+    """One rank's stretches, those in which it is idle among them. spans: of its work, by start:
+    kind, start, length, and how much of that it computes.
+    """
+    kind, start, length, own = spans
     n, end = len(kind), start + length
     phase = np.full(n, OTHER)
     trains = np.isin(kind, COMPUTE_KINDS)
@@ -219,18 +214,11 @@ def _messages(
     calls: dict[int, list[metrics.Interval]], rows: dict[int, float], per: float
 ) -> dict[str, Any]:
     name, fill = box_traces.name_and_fill("comm", LANE)
-    flat = [
-        (
-            round(low * per, 6),
-            round((high - low) * per, 6),
-            rows[rank] + HEIGHT - MESSAGES / 2,
-            MESSAGES * 0.8,
-            "",
-            f"<b>{name}</b><br>rank {rank}, {theme.scaled(high - low, 's')}",
-        )
-        for rank, some in calls.items()
-        for low, high in some
-    ]
+    flat = []
+    for rank, low, high in ((rank, *one) for rank, some in calls.items() for one in some):
+        said = f"<b>{name}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
+        at = round(low * per, 6), round((high - low) * per, 6), rows[rank] + HEIGHT - MESSAGES / 2
+        flat.append((*at, MESSAGES * 0.8, "", said))
     return mark.boxes(flat, mark.look(name, fill, edge=0))
 
 

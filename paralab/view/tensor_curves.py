@@ -12,7 +12,7 @@ import math
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from paralab.checks import choice, illegal, whole
+from paralab.checks import illegal, whole
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.rules import tensor_grid
 from paralab.theory.tensor import depth_elements, linear_elements
@@ -22,7 +22,7 @@ from paralab.view.marks import note, upright
 from paralab.view.marks.curves import curve, log_axis
 from paralab.view.matrix_blocks import MODE_NAME
 
-PAIRS = {"mlp": ("up", "down"), "attention": ("qkv", "proj")}
+PAIR = ("up", "down")
 TOKENS = (256, 2**20)
 POINTS = 60
 
@@ -37,8 +37,8 @@ class Line(NamedTuple):
         return float(self.fixed + self.each * Fraction(tokens))
 
 
-def lines(model: ModelSpec, tp: int, pair: str = "mlp") -> dict[str, Line]:
-    """{mode: its line} for every mode that ``tp`` ranks can make, per rank, pair and step of one
+def lines(model: ModelSpec, tp: int) -> dict[str, Line]:
+    """{mode: its line} for every mode that ``tp`` ranks can make, per rank, MLP and step of one
     micro-batch, forward and backward.
     """
     found = {}
@@ -50,19 +50,14 @@ def lines(model: ModelSpec, tp: int, pair: str = "mlp") -> dict[str, Line]:
         if mode == "2.5d" and depth == 1:
             continue  # one grid: that is 2D
         plan = Plan(tp=tp, tp_mode=mode, microbatch_size=1)
-        one, two = (_elements(model.replace(seq_len=tokens), plan, pair) for tokens in (1, 2))
+        one, two = (_elements(model.replace(seq_len=tokens), plan) for tokens in (1, 2))
         found[mode] = Line(2 * one - two, two - one)
     return found
 
 
-def _elements(model: ModelSpec, plan: Plan, pair: str) -> Fraction:
-    return sum(
-        (
-            sum(linear_elements(model, plan, role)) + depth_elements(model, plan, role)
-            for role in PAIRS[pair]
-        ),
-        Fraction(0),
-    )
+def _elements(model: ModelSpec, plan: Plan) -> Fraction:
+    each = ((*linear_elements(model, plan, r), depth_elements(model, plan, r)) for r in PAIR)
+    return sum((n for some in each for n in some), Fraction(0))
 
 
 def crossing(one: Line, other: Line) -> float | None:
@@ -95,15 +90,13 @@ def crossover(
     tp: int = 64,
     *,
     tokens: tuple[int, int] = TOKENS,
-    pair: str = "mlp",
     name: str = "",
 ) -> Chart:
-    """Elements a rank sends for a pair of layers, forward and backward, over the tokens per
+    """Elements a rank sends for an MLP's two layers, forward and backward, over the tokens per
     micro-batch, in every mode; both axes logarithmic.
 
     tp      ranks; a mode that cannot be made of so many is left out
     tokens  (from, to)
-    pair    "mlp": up and down, "attention": qkv and proj
     name    of the model, for the title
 
     ``table``: a row per mode and tokens, with the elements. Raises ValueError on counts and ranges
@@ -111,12 +104,11 @@ def crossover(
     """
     if not isinstance(model, ModelSpec):
         raise illegal("model", model, "not a model description", "a pl.ModelSpec(...)")
-    choice("pair", pair, tuple(PAIRS))
     whole("tp", tp, at_least=2)
     low, high = tokens
     whole("tokens[0]", low, at_least=1)
     whole("tokens[1]", high, at_least=low + 1)
-    found, name = lines(model, tp, pair), name or f"h={model.hidden:,}"
+    found, name = lines(model, tp), name or f"h={model.hidden:,}"
     best, looks = winners(found), theme.series(list(MODE_NAME.values()))
     grid = [low * (high / low) ** (n / POINTS) for n in range(POINTS + 1)]
     rows = [(tp, mode, at, line.at(at)) for mode, line in found.items() for at in grid]
@@ -124,12 +116,11 @@ def crossover(
     for mode in found:
         label, pairs = MODE_NAME[mode], [row[2:] for row in rows if row[1] == mode]
         said = [f"{label} on {tp} ranks, {at:,.0f} tokens: {n:,.0f} elements" for at, n in pairs]
-        look = looks[label]
-        traces.append(curve(label, pairs, said, ink=look["colour"], dash=look["dash"]))
+        traces.append(curve(label, pairs, said, **looks[label]))
     marks, notes, shapes = _marks(found, best, (low, high))
     fig = figure(
-        theme.text(_finding(name, pair, best, tp, high)),
-        f"{' and '.join(PAIRS[pair])}, forward and backward, one micro-batch · counted, not run · "
+        theme.text(_finding(name, best, tp, high)),
+        f"{' and '.join(PAIR)}, forward and backward, one micro-batch · counted, not run · "
         "dotted: from here on another mode sends least",
         height=470,
         legend={"y": -0.2, "yanchor": "top"},
@@ -176,11 +167,10 @@ def _marks(
     return traces, notes, shapes
 
 
-def _finding(name: str, pair: str, best: list[tuple[float, str]], tp: int, high: int) -> str:
+def _finding(name: str, best: list[tuple[float, str]], tp: int, high: int) -> str:
     """Who sends least, from how many tokens on."""
-    what = {"mlp": "MLP", "attention": "attention"}[pair]
     steps = [(at, MODE_NAME[mode]) for at, mode in best if at < high]
-    said = f"{name}, {what} on {tp} ranks: {steps[0][1]} sends least"
+    said = f"{name}, MLP on {tp} ranks: {steps[0][1]} sends least"
     if len(steps) == 1:
         return f"{said}, whatever the tokens"
     said += f" up to {_round(steps[1][0])} tokens, then {steps[1][1]}"

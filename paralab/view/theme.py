@@ -52,16 +52,8 @@ CATEGORY_COLOUR = {  # of bytes, in the order they are stacked
 UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}  # decimal, as data sheets have them
 
 FONT = "Inter, 'Open Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
-OP_PATTERN = {
-    "all_reduce": "",
-    "reduce_scatter": "/",
-    "all_gather": "\\",
-    "all_to_all": "x",
-    "broadcast": "|",
-    "reduce": "-",
-    "send": "",
-    "recv": ".",
-}
+OP_PATTERN = {"reduce_scatter": "/", "all_gather": "\\", "all_to_all": "x", "recv": "."}
+OP_PATTERN |= {"broadcast": "|", "reduce": "-"}
 CLOCK_STYLE = {  # line dash, and whether markers are hollow: a clock looks the same everywhere
     "measured": ("solid", False),
     "replayed": ("dash", True),
@@ -186,26 +178,24 @@ def clear(fill: str, opacity: float) -> str:
 def on(background: str) -> str:
     """Black or white, whichever reads better on this colour (relative luminance, WCAG 2)."""
     parts = [int(background[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return (
-        "#000000"
-        if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.18
-        else "#FFFFFF"
-    )
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "#FFFFFF"
 
 
 def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
-    """{label: {"colour", "dash", "symbol"}}; ring, tree, naive ... look alike in every figure."""
+    """{label: how a curve is drawn}: {"ink", "dash", "symbol"}; ring, tree, naive ... look alike
+    in every figure.
+    """
     taken = {label: SERIES_OF[label] for label in labels if label in SERIES_OF}
     if len(set(taken.values())) < len(taken):  # ring next to overlapped
         taken = {}
     free = (i for i in range(len(labels) + 5) if i not in taken.values())
     place = {label: taken[label] if label in taken else next(free) for label in labels}
-    looks = list(zip(look().series, SERIES_DASH, SERIES_SYMBOL, strict=True))
-    return {
-        label: dict(zip(("colour", "dash", "symbol"), looks[i % 5], strict=True))
-        for label, i in place.items()
-    }
+    looks = [
+        {"ink": ink, "dash": dash, "symbol": symbol}
+        for ink, dash, symbol in zip(look().series, SERIES_DASH, SERIES_SYMBOL, strict=True)
+    ]
+    return {label: looks[i % len(looks)] for label, i in place.items()}
 
 
 # ---- text and numbers ----------------------------------------------------------------------------
@@ -246,9 +236,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     decades = [10.0**k for k in range(first, last + 1) if low <= 10.0**k <= high]
     if len(decades) >= 4:
         return decades
-    return [
-        m * 10.0**k for k in range(first, last + 1) for m in (1, 2, 5) if low <= m * 10.0**k <= high
-    ]
+    every = (m * 10.0**k for k in range(first, last + 1) for m in (1, 2, 5))
+    return [tick for tick in every if low <= tick <= high]
 
 
 # ---- a frame ------------------------------------------------------------------------------------

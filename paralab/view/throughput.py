@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 LOG_FROM = 10  # times as many ranks: from there on both axes are logarithmic
 
 
-def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]], title: str | None = None) -> Chart:
+def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
     """Samples per second over ranks, by form and clock, with the efficiency at each line's end.
 
     rows   mappings or a DataFrame with ranks, clock, form (may be left out if there is one), and
            either samples_per_second or step_time (seconds) with samples (per step, all ranks
            together). Without samples a step counts as one: steps per second, for strong scaling
-    title  in place of the finding
 
     Raises ValueError naming what a row lacks.
     """
@@ -47,7 +46,7 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]], title: str | None 
     apart = len({f"{each:.1e}" for each in ideals.values()}) > 1
     traces = []
     for i, (form, each) in enumerate(ideals.items()):  # equal ones lie on one another
-        ink, width = (style[form]["colour"], 1.0) if apart else (now.faint, 1.5)
+        ink, width = (style[form]["ink"], 1.0) if apart else (now.faint, 1.5)
         line = [(n, each * n) for n in ranks]
         shown = {"showlegend": i == 0, "legendgroup": "ideal"}
         traces.append(curve("ideal", line, ink=ink, width=width, **shown))
@@ -60,20 +59,19 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]], title: str | None 
     for (form, clock), mine in table.groupby(["form", "clock"], sort=False):
         dash, symbol = looks[clock]
         label = ", ".join(filter(None, (form, clock)))
+        found = list(mine[["ranks", "throughput", "efficiency"]].itertuples(index=False, name=None))
         said = [
             f"{theme.text(label)}, {n} rank{'s' * (n > 1)}: {y:,.1f} {unit}, "
             f"{theme.percent(share)} of ideal"
-            for n, y, share in zip(
-                mine["ranks"], mine["throughput"], mine["efficiency"], strict=True
-            )
+            for n, y, share in found
         ]
-        pairs = list(zip(mine["ranks"].tolist(), mine["throughput"].tolist(), strict=True))
         both = {"mode": "lines+markers", "dash": dash, "symbol": symbol, "showlegend": False}
-        traces.append(curve(label, pairs, said, ink=style[form]["colour"], **both))
-        ends[form, clock] = (*pairs[-1], mine["efficiency"].iloc[-1])
+        pairs = [(n, y) for n, y, _ in found]
+        traces.append(curve(label, pairs, said, ink=style[form]["ink"], **both))
+        ends[form, clock] = found[-1]
     notes = _ends(ends, table["throughput"].tolist(), style, log=log)
     fig = figure(
-        theme.text(title) if title is not None else _finding(table),
+        _finding(table),
         " · ".join(f"{c}: {naming.CLOCK_BRIEF[c]}" for c in clocks),
         height=460,
         margin={"r": 24 + int(9 * max(theme.letters(n["text"]) for n in notes))},
@@ -103,7 +101,7 @@ def _checked(rows: Any) -> list[dict[str, Any]]:
         for name in ("samples_per_second", "step_time", "samples"):
             if name in row:
                 real(f"rows[{i}][{name!r}]", row[name], above=0.0)
-        points.append({"form": "", **row})
+        points.append({**row, "form": str(row.get("form", ""))})
     return points
 
 
@@ -120,26 +118,15 @@ def _efficiency(
         steps = 1 / p["step_time"] if "step_time" in p else 0.0
         p["throughput"] = p.get("samples_per_second", p.get("samples", 1) * steps)
     bases = {}
-    for form, clock in {(str(p["form"]), p["clock"]) for p in points}:
+    for form, clock in {(p["form"], p["clock"]) for p in points}:
         mine = [p for p in points if p["clock"] == clock]
         least = min(p["ranks"] for p in mine)
         first = [p for p in mine if p["ranks"] == least]
-        own = [p for p in first if str(p["form"]) == form]
+        own = [p for p in first if p["form"] == form]
         bases[form, clock] = max(p["throughput"] / least for p in own or first)
-    rows = sorted(
-        (
-            str(p["form"]),
-            list(naming.CLOCK_MEANS).index(p["clock"]),
-            int(p["ranks"]),
-            float(p["throughput"]),
-        )
-        for p in points
-    )
-    forms = list(dict.fromkeys(str(p["form"]) for p in points))
-    rows.sort(key=lambda row: (forms.index(row[0]), row[1], row[2]))
-    clocks = list(naming.CLOCK_MEANS)
-    frame = pd.DataFrame(rows, columns=["form", "clock", "ranks", "throughput"])
-    frame["clock"] = [clocks[i] for i in frame["clock"]]
+    forms, clocks = list(dict.fromkeys(p["form"] for p in points)), list(naming.CLOCK_MEANS)
+    points.sort(key=lambda p: (forms.index(p["form"]), clocks.index(p["clock"]), p["ranks"]))
+    frame = pd.DataFrame(points, columns=["form", "clock", "ranks", "throughput"])
     base = [bases[key] for key in zip(frame["form"], frame["clock"], strict=True)]
     frame["efficiency"] = frame["throughput"] / (frame["ranks"] * base)
     return frame, bases
@@ -166,7 +153,7 @@ def _ends(
     notes = []
     for y, n, form, word in sorted(words):
         written[n] = max(y, written.get(n, -math.inf) + gap)
-        at = {"hold": "left", "xshift": 10, "ink": style[form]["colour"], "size": 14}
+        at = {"hold": "left", "xshift": 10, "ink": style[form]["ink"], "size": 14}
         notes.append(note(f"<b>{theme.text(word)}</b>", scale(n), written[n], **at))
     return notes
 

@@ -39,14 +39,12 @@ def traffic_chart(report: Tables) -> Chart:
     optimum = None
     if report.model is not None and report.plan.dp == report.world_size > 1 and copied.empty:
         optimum = metrics.ring_optimum(report) / report.world_size
-    rows = [
-        (f"{theme.axis_of(r['axis'])}, {naming.LEVEL_NAME[r['level']]}", r["op"], r["bytes"] / n)
-        for r in per_op.sort_values(["axis", "level", "op"]).to_dict("records")
-    ] or [("nothing sent", "none", 0.0)] * (not copies)
-    axis = {
-        f"{r['axis']}, {naming.LEVEL_NAME[r['level']]}": r["axis"]
-        for r in per_op.to_dict("records")
-    }
+    rows, axis = [], {}  # axis: of a row's label
+    for r in per_op.sort_values(["axis", "level", "op"]).to_dict("records"):
+        label = f"{r['axis']}, {naming.LEVEL_NAME[r['level']]}"
+        axis[label] = r["axis"]
+        rows.append((label, r["op"], r["bytes"] / n))
+    rows = rows or [("nothing sent", "none", 0.0)] * (not copies)
     held = [
         (lanes.ROW_NAME[r["link"]], r["category"], r["bytes"] / n)
         for r in copied.to_dict("records")
@@ -69,14 +67,11 @@ def traffic_chart(report: Tables) -> Chart:
     )
     traces = [] if alone else [_matrix(report, by_edge, unit)]
     axes, look = ("x2", "y2"), lambda op: (op, theme.OTHER_COLOUR)
-    for trace in mark.bars(
-        rows, per=per, end=end, look=look, kinds=sorted({r[1] for r in rows}), axes=axes, letter=0
-    ):
-        trace["marker"] = _pattern(trace["name"]) | {
-            "color": [theme.axis_colour(axis.get(label, "")) for label in trace["y"]]
-        }
-        traces.append(trace)
-    traces += mark.bars(held, per=per, end=end, axes=axes, letter=0)
+    style = {"per": per, "end": end, "axes": axes, "letter": 0}
+    for trace in mark.bars(rows, look=look, kinds=sorted({row[1] for row in rows}), **style):
+        fills = [theme.axis_colour(axis.get(label, "")) for label in trace["y"]]
+        traces.append(trace | {"marker": _pattern(trace["name"]) | {"color": fills}})
+    traces += mark.bars(held, **style)
     notes, shapes = mark.ends(tops, per, axes=axes, size=13), []
     if optimum is not None:
         shapes.append(upright(optimum / per, axis="y2 domain", dash="dash", xref="x2"))
@@ -170,9 +165,7 @@ def _finding(
         return f"{name}: nothing is sent"
     by_rank = metrics.traffic(report)["bytes"]
     alike = total == 0 or by_rank.max() - by_rank.min() <= 1e-3 * by_rank.mean()
-    who = (
-        "a rank" if alike else "a rank, on average,"
-    )  # alike but for a byte that n does not divide
+    who = "a rank" if alike else "a rank, on average,"  # a byte may be left that n cannot divide
     if report.clock == DRY:
         who = f"rank {report.meta.get('rank')}"
     said = f"{name}: {'it' if report.world_size == 1 else who} {' and '.join(does)}"

@@ -35,9 +35,7 @@ def memory_and_traffic(
     totals, pale = mark.totals(rows), [label for label in bars if label not in bright]
     end, far = 1.22 * max([*totals.values(), 1]), 1.45 * max(*sent.values(), 1)
     names = [theme.text(label) for label in bars]
-    bold = [
-        name if label in pale else f"<b>{name}</b>" for name, label in zip(names, bars, strict=True)
-    ]
+    bold = [theme.text(n) if n in pale else f"<b>{theme.text(n)}</b>" for n in bars]
     held_on = {"domain": MEMORY, "showgrid": False}
     sent_on = {"domain": TRAFFIC, "showgrid": False, "anchor": "y", "nticks": 5}
     fig = figure(
@@ -51,21 +49,13 @@ def memory_and_traffic(
         yaxis=mark.labels(list(bars), tickvals=names, ticktext=bold),
     )
     look = lambda _: ("sent per device and step", theme.axis_colour(axis))  # noqa: E731
-    moved = mark.bars(
-        [(label, "sent", n) for label, n in sent.items()],
-        per=1e6,
-        end=far,
-        look=look,
-        kinds=["sent"],
-        axes=("x2", "y"),
-        letter=0,
-        pale=pale,
-        showlegend=False,
-    )
+    moved = [(label, "sent", n) for label, n in sent.items()]
+    style = {"axes": ("x2", "y"), "letter": 0, "pale": pale, "showlegend": False}
+    moved = mark.bars(moved, per=1e6, end=far, look=look, kinds=["sent"], **style)
     held = mark.bars(rows, per=1e6, end=end, letter=mark.LETTER / MEMORY[1], pale=pale)
-    shown_of = {kind for _, kind, n in rows if n}
+    there = {kind for _, kind, n in rows if n}
     for trace in held:
-        trace["showlegend"] = trace["name"] in shown_of
+        trace["showlegend"] = trace["name"] in there
     notes = mark.ends(totals, 1e6, size=13) + mark.ends(sent, 1e6, axes=("x2", "y"), size=13)
     return fig.draw([*held, {**moved[0], "name": "sent"}], notes)
 
@@ -74,7 +64,5 @@ def table(bars: Mapping[str, Mapping[str, int]], sent: Mapping[str, int]) -> Any
     """The table of `memory_and_traffic`: a row for every category of every bar, and one for what
     is sent; bytes.
     """
-    return "bar category bytes", [
-        *rows_of(bars),
-        *((label, "sent", n) for label, n in sent.items()),
-    ]
+    moved = [(label, "sent", n) for label, n in sent.items()]
+    return "bar category bytes", rows_of(bars) + moved
