@@ -40,10 +40,8 @@ class Chart(go.Figure):
         self, *args: Any, table: pd.DataFrame | None = None, summary: str = "empty", **settings: Any
     ) -> None:
         super().__init__(*args, **settings)
-        self._rows, self._top = (
-            1,
-            self.layout.margin.t or 0,
-        )  # lines of the legend, and what is above
+        self._rows = 1  # of the legend
+        self._top = self.layout.margin.t or 0  # without the legend
         self._table, self._summary = table, summary
 
     @property
@@ -154,18 +152,11 @@ def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
     now, frame = theme.look(), theme.frame()
     size, small = (17, 13) if frame is None else (14, 11)
     width = (theme.USUAL_WIDTH if frame is None else frame.width) - 2 * theme.SIDE
-    first, second = (
-        theme.broken(t, width, n) for t, n in ((title, size * theme.BOLD), (subtitle, small))
-    )
+    first = theme.broken(title, width, size * theme.BOLD)
+    second = theme.broken(subtitle, width, small)
     more = (size + 5) * first.count("<br>") + (small + 4) * second.count("<br>")
-    axis = {
-        "gridcolor": now.grid,
-        "linecolor": now.grid,
-        "zeroline": False,
-        "automargin": True,
-        "ticks": "",
-        "title": {"standoff": 8, "font": {"size": 13}},
-    }
+    axis = {"gridcolor": now.grid, "linecolor": now.grid, "zeroline": False, "automargin": True}
+    axis |= {"ticks": "", "title": {"standoff": 8, "font": {"size": 13}}}
     layout = {
         "font": {"family": theme.FONT, "size": 13, "color": now.ink},
         "paper_bgcolor": now.paper,
@@ -173,7 +164,8 @@ def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
         "xaxis": axis,
         "yaxis": axis,
         "hoverlabel": {"font": {"family": theme.FONT, "size": 13}, "align": "left"},
-        "bargap": 0.15,
+        "barmode": "stack",
+        "bargap": 0.3,
         # Next to the picture, not over its title; no button that sends a report to a cloud.
         "modebar": {
             "orientation": "v",
@@ -195,13 +187,8 @@ def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
             # it is on screen, or changes its width there.
             "text": f"<b>{first}</b><br><span style='font-size:{small}px;color:{now.faint}'>"
             f"{second}</span>",
-            "x": 0,
-            "xref": "container",
-            "xanchor": "left",
-            "font": {"size": size},
-            "y": 1,
-            "yref": "container",
-            "yanchor": "top",
+            **{"x": 0, "xref": "container", "xanchor": "left", "font": {"size": size}},
+            **{"y": 1, "yref": "container", "yanchor": "top"},
             "pad": {"t": 24 if frame is None else 18, "l": theme.SIDE},
         },
         "height": height + more,

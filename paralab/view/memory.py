@@ -51,8 +51,6 @@ def bytes_bars(
         theme.text(title) if title is not None else _finding(totals, size),
         " · ".join([_unit(unit, per), *far]),
         height=170 + int(58 * (len(bars) + above)),
-        barmode="stack",
-        bargap=0.3,
         xaxis=mark.bytes_axis(f"memory ({unit})", end, per),
         yaxis=mark.labels(list(bars), above=above),
     )

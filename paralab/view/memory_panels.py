@@ -104,10 +104,7 @@ def drawn(
         axes[f"yaxis{strip[1:]}"] = {
             "domain": [high + 3 / plot, min(high + (3 + STRIP) / plot, 1.0)],
             "range": [-0.5, 0.5],
-            "visible": False,
-            "anchor": "x",
-            "fixedrange": True,
-        }
+        } | {"visible": False, "anchor": "x", "fixedrange": True}
         if against is not None and i:
             first, faint = shown[0].peak / per, {"ink": theme.look().faint}
             at = {"dash": "dot", "width": 1.5, "yref": panel}
@@ -121,8 +118,6 @@ def drawn(
         finding,
         below,
         height=plot + FRAME,
-        barmode="stack",
-        bargap=0,
         hovermode="closest",
         margin={"t": 100, "b": 52},
         xaxis=mark.time_axis(scales.title(), width)
@@ -160,15 +155,9 @@ def _stack(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
     for name in scales.names:
         sizes = [curve.samples[i].get(name, 0) for i in kept]
         said = [f"{theme.text(name)}: {theme.scaled(n, 'B')} ({n:,} bytes)" for n in sizes]
-        traces += area(
-            name,
-            theme.category_colour(name),
-            times,
-            [n / scales.per for n in sizes],
-            said,
-            axes=("x", axis),
-            showlegend=axis == "y",
-        )
+        place = {"axes": ("x", axis), "showlegend": axis == "y"}
+        heights, fill = [n / scales.per for n in sizes], theme.category_colour(name)
+        traces += area(name, fill, times, heights, said, **place)
     return traces
 
 

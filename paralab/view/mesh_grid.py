@@ -60,37 +60,12 @@ class Grid:
             )
             if len(shown) < of
         ]
-        self.x: dict[tuple[int, int], float] = {}  # (dp, tp): left edge
-        self.blocks: list[tuple[float, int]] = []  # middle of a block, its dp index
-        self.gaps: list[float] = []  # middles of what is left out
-        now = 0.0
-        for d, before in zip(dps, [None, *dps], strict=False):
-            if before is not None:
-                now += self._gap(now, d - before, BLOCK_GAP if plan.tp > 1 else 0.0)
-            start = now
-            for t, left in zip(tps, [None, *tps], strict=False):
-                now += 0.0 if left is None else self._gap(now, t - left, 0.0)
-                self.x[d, t] = now
-                now += 1.0
-            self.blocks.append(((start + now) / 2, d))
-        self.right = now
-        self.y: dict[int, float] = {}  # pp index: upper edge
-        self.row_gaps: list[float] = []
-        now = 0.0
-        for p, before in zip(pps, [None, *pps], strict=False):
-            if before is not None:
-                now += ROW_GAP if p - before == 1 else LEFT_OUT + ROW_GAP
-                if p - before > 1:
-                    self.row_gaps.append(now - ROW_GAP - LEFT_OUT / 2)
-            self.y[p] = now
-            now += 1.0
-        self.bottom = now
-
-    def _gap(self, now: float, distance: int, usual: float) -> float:
-        if distance == 1:
-            return usual
-        self.gaps.append(now + LEFT_OUT / 2)
-        return LEFT_OUT
+        at_tp, gaps, wide = placed(tps, 1.0, 0.0, LEFT_OUT)
+        at_dp, self.gaps, self.right = placed(dps, wide, BLOCK_GAP * (plan.tp > 1), LEFT_OUT)
+        self.gaps += [start + gap for start in at_dp.values() for gap in gaps]
+        self.x = {(d, t): at_dp[d] + at_tp[t] for d in dps for t in tps}  # left edges
+        self.blocks = [(start + wide / 2, d) for d, start in at_dp.items()]  # middles
+        self.y, self.row_gaps, self.bottom = placed(pps, 1.0, ROW_GAP, LEFT_OUT + ROW_GAP)
 
     def block_names(self) -> list[str]:
         """ "dp 0", or where blocks are narrow "0", the first one in full."""
@@ -202,6 +177,25 @@ def shown(n: int, own: int, most: int) -> list[int]:
         return list(range(n))
     wanted = dict.fromkeys([own, 0, n - 1, own + 1, own - 1, *range(n)])
     return sorted([i for i in wanted if 0 <= i < n][:most])
+
+
+def placed(
+    indices: Sequence[int], each: float, apart: float, left_out: float
+) -> tuple[dict[int, float], list[float], float]:
+    """{index: where it begins}, the middles of what is left out, and where the last one ends.
+
+    each  how long one is; apart, left_out: from one to its neighbour, and to the next one drawn
+    """
+    starts, gaps, now = {}, [], 0.0
+    for index, before in zip(indices, [None, *indices], strict=False):
+        if before is not None and index - before > 1:
+            gaps.append(now + LEFT_OUT / 2)
+            now += left_out
+        elif before is not None:
+            now += apart
+        starts[index] = now
+        now += each
+    return starts, gaps, now
 
 
 def edges(starts: dict[Any, float]) -> tuple[list[float], list[Any]]:

@@ -19,17 +19,14 @@ from paralab.view.disk_bandwidth import FASTEST, FORMULAS, SLOWEST, Foreseen, Po
 from paralab.view.marks import bars as mark
 from paralab.view.marks import hover, note, upright
 from paralab.view.marks.curves import HOLLOW, curve, log_axis
+from paralab.view.memory import rows_of
 
 if TYPE_CHECKING:
     from paralab.report.tables import Tables
 
 SHARE = 0.9
 LEFT, RIGHT = (0.0, 0.6), (0.8, 1.0)  # of the figure's width
-DASH = {
-    "predicted": theme.CLOCK_STYLE["predicted"][0],
-    "no overlap": "solid",
-    "perfect overlap": "dash",
-}
+DASH = {"predicted": "dot", "no overlap": "solid", "perfect overlap": "dash"}
 
 
 def disk_needed(
@@ -52,12 +49,9 @@ def disk_needed(
     ``table``: a row per curve or point and bandwidth, then one per link and category, with bytes.
     Raises ValueError on what cannot be drawn.
     """
+    given = {"model": (model, ModelSpec), "plan": (plan, Plan)}
     cluster = Cluster.local() if cluster is None else cluster
-    for name, value, kind in (
-        ("model", model, ModelSpec),
-        ("plan", plan, Plan),
-        ("cluster", cluster, Cluster),
-    ):
+    for name, (value, kind) in (given | {"cluster": (cluster, Cluster)}).items():
         if not isinstance(value, kind):
             raise illegal(name, value, "not a description", f"a pl.{kind.__name__}(...)")
     foreseen = Foreseen(model, plan, cluster)
@@ -74,37 +68,23 @@ def chart(foreseen: Foreseen, at: float, share: float, found: Sequence[Point] = 
     ticks = [m * 10.0**e for e in range(15) for m in (1, 5) if low <= m * 10.0**e <= high]
     across = log_axis("bandwidth of the disk (per second)", low, high, "B", pad=(0.04, 0.04))
     across |= {"tickvals": ticks, "ticktext": [theme.scaled(tick, "B") for tick in ticks]}
+    rows = {"tickvals": list(range(len(names))), "ticktext": names, "tickfont": {"size": 13}}
     fig = figure(
         theme.text(_finding(foreseen, share, now)),
         theme.text(_below(foreseen, share)),
         height=400,
         margin={"b": 112},
-        barmode="stack",
-        bargap=0.35,
         xaxis={**across, "domain": LEFT, "tickangle": 0},
         yaxis={"range": [0, 106], "ticksuffix": " %", "title": {"text": "device computes"}},
         xaxis2={"domain": RIGHT, "anchor": "y2", "tickformat": "~g", "nticks": 4}
         | {"rangemode": "tozero", "title": {"text": "MB per step and device"}},
-        yaxis2=mark.labels(
-            list(foreseen.moved),
-            anchor="x2",
-            tickvals=list(range(len(names))),
-            ticktext=names,
-            tickfont={"size": 13},
-            ticksuffix="",
-        ),
+        yaxis2=mark.labels(list(foreseen.moved), anchor="x2", ticksuffix="", **rows),
         legend={"y": -0.24, "yanchor": "top"},
         legend2={**theme.LEGEND, "x": 1, "y": 1.01, "xanchor": "right"},
     )
-    sizes = [(way, kind, n) for way, parts in foreseen.moved.items() for kind, n in parts.items()]
-    bars = mark.bars(
-        [row for row in sizes if row[2]],
-        per=1e6,
-        end=1.0,
-        axes=("x2", "y2"),
-        letter=0,
-        legend="legend2",
-    )
+    sizes = [row for row in rows_of(foreseen.moved) if row[2]]
+    style = {"axes": ("x2", "y2"), "letter": 0, "legend": "legend2"}
+    bars = mark.bars(sizes, per=1e6, end=1.0, **style)
     notes, shapes = _lines(foreseen, at, share, now)
     traces = [*_curves(foreseen, low, high), *_marks(foreseen, at, share, now, found), *bars]
     return fig.draw(traces, notes, shapes).explained(
@@ -199,10 +179,9 @@ def _finding(foreseen: Foreseen, share: float, now: float) -> str:
         return f"Nothing is kept in files: with any disk the device computes {100 * now:.0f} %"
     who, asked = f"With {n} sample{'s' * (n > 1)}", theme.scaled(need, "B/s")
     if foreseen.reaches(share) is None:
-        return (
-            f"{who} the formula asks for a disk of {asked} to keep the device "
-            f"{100 * share:.0f} % busy; at most {100 * foreseen.most:.0f} % is predicted"
-        )
+        said = f"{who} the formula asks for a disk of {asked} to keep the device "
+        said += f"{100 * share:.0f} % busy; at most "
+        return f"{said}{100 * foreseen.most:.0f} % is predicted"
     mine = "" if foreseen.own is None else f"; this one has {theme.scaled(foreseen.own, 'B/s')}"
     return f"{who} a disk of {asked} keeps the device {100 * share:.0f} % busy{mine}"
 
@@ -225,15 +204,6 @@ def _table(foreseen: Foreseen, at: float, found: Sequence[Point]) -> Any:
     where = sorted({at, *(b for b, _ in foreseen.curve)})
     marks = [(name, b, foreseen.share(name, b)) for name in DASH for b in where]
     marks += [(point.clock, point.bandwidth, point.share) for point in found]
-    moved = [
-        (link, category, size)
-        for link, parts in foreseen.moved.items()
-        for category, size in parts.items()
-    ]
-    return pd.concat(
-        [
-            pd.DataFrame(marks, columns=["curve", "bandwidth", "share"]),
-            pd.DataFrame(moved, columns=["link", "category", "bytes"]).astype({"bytes": "Int64"}),
-        ],
-        ignore_index=True,
-    )
+    shares = pd.DataFrame(marks, columns=["curve", "bandwidth", "share"])
+    moved = pd.DataFrame(rows_of(foreseen.moved), columns=["link", "category", "bytes"])
+    return pd.concat([shares, moved.astype({"bytes": "Int64"})], ignore_index=True)

@@ -41,10 +41,8 @@ def pareto(search: Search) -> Chart:
     total, fits = len(search.plans), search.fits
     below = [f"estimates of {total:,} plans on {search.devices:,} devices"]
     if len(shown) < total:
-        below[0] += (
-            f", {len(shown):,} drawn: thinned, up to {SLOWER} times the best's time and "
-            f"{LARGER} times the memory"
-        )
+        below[0] += f", {len(shown):,} drawn: thinned, up to {SLOWER} times the best's time and "
+        below[0] += f"{LARGER} times the memory"
     below.append(f"{int(np.isfinite(search.simulated).sum())} simulated")
     now, near = theme.look(), search.memory_limit < LARGER * search.memory[shown].max()
     low, high = search.memory[shown].min(), search.memory[shown].max()
@@ -156,16 +154,8 @@ def _best(search: Search) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the best plan is called, and a star on it."""
     now, x, y = theme.look(), float(search.memory[0]), float(search.simulated[0])
     edge = {"line": {"width": 1, "color": now.paper}}
-    star = curve(
-        "best",
-        [(x, y)],
-        mode="markers",
-        ink=now.series[4],
-        symbol="star",
-        size=17,
-        marker=edge,
-        showlegend=False,
-    )
+    look = {"ink": now.series[4], "symbol": "star", "size": 17, "marker": edge}
+    star = curve("best", [(x, y)], mode="markers", showlegend=False, **look)
     words = brief(search.plans[0]).split()
     half = (len(words) + 1) // 2
     name = [theme.text(" ".join(some)) for some in (words[:half], words[half:])]
@@ -183,8 +173,6 @@ def _finding(search: Search) -> str:
     if search.fits[first]:
         return f"The fastest plan of all fits: {seconds} per step"
     times = search.closed[0] / search.closed[first]
-    return (
-        f"The fastest plan that fits takes {seconds} per step; with "
-        f"{search.memory[first] / search.memory_limit:,.3g} times the memory one is "
-        f"{times:.2f} times as fast"
-    )
+    more = f"{search.memory[first] / search.memory_limit:,.3g} times the memory"
+    said = f"The fastest plan that fits takes {seconds} per step; with {more}"
+    return f"{said} one is {times:.2f} times as fast"

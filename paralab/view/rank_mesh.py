@@ -29,12 +29,8 @@ ROW, LEGEND_ROW, HEAD = 34, 20, 84  # pixels
 
 def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Group]:
     """The groups of ``rank`` that have more than one member, from the innermost axis outwards."""
-    axes = {
-        "tp": _tp_sends(plan),
-        **_dp_sends(plan),
-        "pp": "activations forward, their gradients back",
-    }
-    found = []
+    axes, found = {"tp": _tp_sends(plan), **_dp_sends(plan)}, []
+    axes["pp"] = "activations forward, their gradients back"
     for axis, sends in axes.items():
         ranks = plan.ranks(axis, rank)
         if len(ranks) > 1:
@@ -85,12 +81,8 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
         raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
     world = plan.world_size
     if cluster is not None and world > cluster.num_devices:
-        raise illegal(
-            "cluster",
-            cluster.name,
-            f"it has {cluster.num_devices} devices, the plan needs {world}",
-            "more nodes, or fewer ranks",
-        )
+        why = f"it has {cluster.num_devices} devices, the plan needs {world}"
+        raise illegal("cluster", cluster.name, why, "more nodes, or fewer ranks")
     own = 0 if rank is None else whole("rank", rank, at_least=0, at_most=world - 1)
     found = groups(plan, cluster, own)
     grid = Grid(plan, own)
@@ -109,14 +101,8 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
         " · ".join(below),
         height=int(HEAD + 40 + ROW * max(3.0, grid.bottom) + LEGEND_ROW * lines),
         margin={"t": HEAD, "b": 14 + LEGEND_ROW * lines, "l": 10, "r": 16},
-        legend={
-            "orientation": "v",
-            "yref": "container",
-            "y": 0,
-            "xanchor": "left",
-            "itemclick": False,
-            "itemdoubleclick": False,
-        },
+        legend={"orientation": "v", "yref": "container", "y": 0, "xanchor": "left"}
+        | {"itemclick": False, "itemdoubleclick": False},
         xaxis={**across, "range": [-0.15, max(grid.right, NARROWEST) + 0.15]},
         yaxis=rows_axis(ticks, grid.bottom + 0.1, -ROW_GAP - 0.1)
         | {"showline": False, "fixedrange": True},
@@ -124,16 +110,11 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     look = theme.look()
     colours = {"other": look.grid, "rank": look.series[3]}
     colours |= {group.axis: _colour(group.axis) for group in found}
-    keys = [
-        curve("", [(None, None)], mode="markers", ink=colours[key], symbol="square", size=12)
-        | {"name": said}
-        for key, said in names.items()
-    ]
-    fig.draw(
-        [grid.cells(colours, found, cluster), *keys],
-        [*grid.names(cluster), *grid.dots()],
-        grid.frames(cluster),
-    )
+    square = {"mode": "markers", "symbol": "square", "size": 12}
+    key = lambda name: curve("", [(None, None)], ink=colours[name], **square)  # noqa: E731
+    keys = [key(name) | {"name": said} for name, said in names.items()]
+    notes = [*grid.names(cluster), *grid.dots()]
+    fig.draw([grid.cells(colours, found, cluster), *keys], notes, grid.frames(cluster))
     drawn = len(grid.y) * len(grid.x)
     said = f": {world} rank{'s' * (world > 1)}" + f", {drawn} of them drawn" * (drawn < world)
     return fig.explained(

@@ -7,7 +7,6 @@ many stages the fullest, the first, the last and some between are drawn.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
@@ -60,7 +59,7 @@ def stage_memory(*reports: Tables) -> Chart:
         drawn = max(drawn, len(shown))
         for (pp, tier), one in found.items():
             if pp in shown:
-                bars[_label(report, pp, tier, many=len(reports) > 1)] = _kinds(one.held)
+                bars[_label(report, pp, tier, many=len(reports) > 1)] = one.held
         if (limit := capacity(report)) is not None:
             limits[limit[0]] = limit[1]
     chart = bytes_bars(bars, limits, title=_finding(reports))
@@ -84,14 +83,6 @@ def _label(report: Tables, pp: int, tier: str, *, many: bool) -> str:
     parts = [row_name(report.plan, pp)] if report.plan.pp > 1 else []
     parts += [TIER_NAME[tier]] * (tier != "device" or not parts)
     return ", ".join([*parts, *[report.clock] * many])
-
-
-def _kinds(held: dict[str, int]) -> dict[str, int]:
-    """By category, and what has no colour of its own as "other"."""
-    found: dict[str, int] = defaultdict(int)
-    for category, size in held.items():
-        found[category if category in theme.CATEGORY_COLOUR else "other"] += size
-    return dict(found)
 
 
 def _finding(reports: tuple[Tables, ...]) -> str:

@@ -58,8 +58,6 @@ def traffic_chart(report: Tables) -> Chart:
         _finding(report, per_op, optimum, copied),
         f"bytes of one {unit}, bookkeeping left out",
         height=max(330 if alone else 400, min(40 * n, 560) + 180),
-        barmode="stack",
-        bargap=0.35,
         showlegend=len({row[1] for row in [*rows, *held]}) > 1,
         xaxis2=mark.bytes_axis(f"{verb} per rank and {unit} ({name})", end, per, **where),
         yaxis2=mark.labels(list(tops), least=2, above=0.3 * (optimum is not None), anchor="x2"),

@@ -102,8 +102,6 @@ def link_traffic(*reports: Tables) -> Chart:
         "one step, mean of the ranks · seconds: the bytes alone at the link's bandwidth · a call "
         "counts on the slowest link of its group",
         height=150 + ROW * max(2, len(tops)),
-        barmode="stack",
-        bargap=0.35,
         showlegend=True,
         xaxis=mark.bytes_axis(f"sent {'or copied ' * copies}per rank ({unit})", end, per),
         yaxis=mark.labels(list(tops), least=2, tickfont={"size": 13}),

@@ -18,6 +18,7 @@ import plotly.graph_objects as go
 
 from paralab.view import theme
 from paralab.view.chart import Chart
+from paralab.view.marks import note
 from paralab.view.widget_live import layout_of
 
 VARIABLE = "PARALAB_PICTURES"  # of the environment
@@ -57,25 +58,14 @@ def drawn(data: dict[str, Any]) -> bytes:
             for n, line in enumerate(heads[i]):
                 notes.append(_note(left + 12, -top - LINE * n, line))
         top += room + max(data["figures"][i]["layout"].get("height", 360) for i in row)
-    faint = f"<span style='color:{theme.look().faint};font-size:12px'>"
-    said = f"{data['said']} · run the cell to move its sliders"
-    notes.append(_note(12, -top, f"{faint}{said}</span>"))
+    notes.append(_note(12, -top, _faint(f"{data['said']} · run the cell to move its sliders")))
     across, top = across * width, top + LINE + 8
     axis = {"visible": False, "fixedrange": True}
-    page = go.Figure(
-        layout={
-            "template": "none",
-            "paper_bgcolor": theme.look().paper,
-            "plot_bgcolor": theme.look().paper,
-            "font": {"family": theme.FONT, "size": 15, "color": theme.look().ink},
-            "margin": dict.fromkeys("tblr", 0),
-            "xaxis": {**axis, "range": [0, across]},
-            "yaxis": {**axis, "range": [-top, 0]},
-            "images": images,
-            "annotations": notes,
-        }
-    )
-    return page.to_image("png", width=across, height=top, scale=1)
+    layout = {"template": "none", "images": images, "annotations": notes}
+    layout |= dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), theme.look().paper)
+    layout |= {"font": {"family": theme.FONT}, "margin": dict.fromkeys("tblr", 0)}
+    layout |= {"xaxis": {**axis, "range": [0, across]}, "yaxis": {**axis, "range": [-top, 0]}}
+    return go.Figure(layout=layout).to_image("png", width=across, height=top, scale=1)
 
 
 def _lines(head: Sequence[str], width: int) -> list[str]:
@@ -84,10 +74,12 @@ def _lines(head: Sequence[str], width: int) -> list[str]:
         theme.broken(text, width - 24, size).split("<br>") if text else []
         for text, size in zip(head, SIZES, strict=True)
     )
-    faint = f"<span style='color:{theme.look().faint};font-size:12px'>"
-    return [f"<b>{line}</b>" for line in finding] + [f"{faint}{line}</span>" for line in below]
+    return [f"<b>{line}</b>" for line in finding] + [_faint(line) for line in below]
+
+
+def _faint(text: str) -> str:
+    return f"<span style='color:{theme.look().faint};font-size:12px'>{text}</span>"
 
 
 def _note(x: float, y: float, text: str) -> dict[str, Any]:
-    corner = {"xanchor": "left", "yanchor": "top", "align": "left"}
-    return {"x": x, "y": y, "xref": "x", "yref": "y", "text": text, "showarrow": False, **corner}
+    return note(text, x, y, size=15, hold="left top", align="left")

@@ -126,32 +126,25 @@ class Pipeline(Widget):
     def _rows(self, at: At) -> list[dict[str, str]]:
         simulation, (pp, m, v) = self.simulation(at), (at["pp"], at["microbatches"], _chunks(at))
         formula = f"{100 * bubble_formula(at['schedule'], pp, m, v, 1.0, 1.0, 1.0):.1f} %"
-        alive, messages = simulation.peak_live[0], 2 * m * (pp * v - 1)
-        made = [
-            ("simulated", simulation.bubble_rate, formula, simulation.makespan, alive, messages)
-        ]
-        for clock, run in (
-            ()
-            if at.found is None
-            else (
-                ("replayed", at.replayed),
-                (crowd(at.found), at.found),
-            )
-        ):
-            alive = peak_live(ideal.schedule_of(run))[0]
-            made.append((clock, run.bubble, "", run.step_time, alive, _messages(run)))
-        return [
-            {
+
+        def row(clock: str, bubble: float, step: float, alive: int, messages: int) -> dict:
+            return {
                 "clock": clock,
                 "bubble": f"{abs(100 * bubble):.1f} %",  # of none it may be -1e-17
-                "formula": formula,
+                "formula": formula if clock == "simulated" else "",
                 "bubble over ideal": f"{100 * bubble / (1 - bubble):.0f} %" if bubble < 1 else "",
                 "a step": in_seconds(step),
                 "alive on rank 0": f"{alive}" if v == 1 else f"{alive} chunks of 1/{v}",
                 "messages": str(messages),
             }
-            for clock, bubble, formula, step, alive, messages in made
-        ]
+
+        times = simulation.bubble_rate, simulation.makespan
+        rows = [row("simulated", *times, simulation.peak_live[0], 2 * m * (pp * v - 1))]
+        for run in () if at.found is None else (at.replayed, at.found):
+            clock = crowd(run) if run is at.found else "replayed"
+            alive = peak_live(ideal.schedule_of(run))[0]
+            rows.append(row(clock, run.bubble, run.step_time, alive, _messages(run)))
+        return rows
 
     def _done(self, at: At) -> str:
         replayed, simulated = at.replayed.bubble, self.simulation(at).bubble_rate

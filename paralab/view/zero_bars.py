@@ -42,8 +42,6 @@ def memory_and_traffic(
         theme.text(title),
         below,
         height=150 + 52 * len(bars),
-        barmode="stack",
-        bargap=0.3,
         xaxis=mark.bytes_axis("peak of memory (MB)", end, 1e6, **held_on),
         xaxis2=mark.bytes_axis("sent per step (MB)", far, 1e6, **sent_on),
         yaxis=mark.labels(list(bars), tickvals=names, ticktext=bold),

@@ -61,11 +61,9 @@ def bars(
         sizes = [value[label, kind] for label in mine]
         words = [theme.scaled(n, "B") for n in sizes]
         room = [letter * (len(word) + 1) * end for word in words]
-        crossed = any(
-            abs(start[label] + n / 2 - at) < need / 2
-            for label, n, need in zip(mine, sizes, room, strict=True)
-            for at in lines
-        )
+        middles = [start[label] + n / 2 for label, n in zip(mine, sizes, strict=True)]
+        near = zip(middles, room, strict=True)
+        crossed = any(abs(middle - at) < need / 2 for middle, need in near for at in lines)
         ink = [theme.look().ink if label in pale else theme.on(fill) for label in mine]
         edge = {"width": 1, "color": theme.look().paper}
         more = [(said or {}).get((label, kind), "") for label in mine]
