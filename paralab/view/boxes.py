@@ -80,9 +80,8 @@ def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tup
     """
     steps = sorted(set(report.steps["step"].tolist()))
     if not steps:
-        raise ValueError(
-            "this report has no steps, so there is no timeline; pl.run(...) records them"
-        )
+        said = "this report has no steps, so there is no timeline; pl.run(...) records them"
+        raise ValueError(said)
     step = metrics.typical_step(report) if step is None else whole("step", step, at_least=0)
     choice("step", step, tuple(steps))
     known = metrics.reported_ranks(report)

@@ -146,12 +146,8 @@ def points(run: Tables, foreseen: Foreseen) -> list[Point]:
     own = foreseen.own
     at = run.plan.tiers.limits.get("disk", own)
     if at is None:
-        raise illegal(
-            "offload['bandwidth']",
-            {},
-            "neither the run's plan nor the cluster says how fast the disk is",
-            '{"disk": "500MB"}',
-        )
+        why = "neither the run's plan nor the cluster says how fast the disk is"
+        raise illegal("offload['bandwidth']", {}, why, '{"disk": "500MB"}')
     disk = foreseen.disk.replace(bandwidth=at)
     replayed = run.replay(foreseen.cluster.replace(disk=disk))
     made = []

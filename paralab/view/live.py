@@ -185,12 +185,12 @@ def _drawn(found: list[_Source]) -> Chart:
     notes.append(margin("peak", 1, ref="paper", hold="left bottom", ink=theme.look().faint))
     grid = theme.look().grid
     ticks = [(y, f"<b>rank {r}</b>") for y, r in zip(middle, ranks, strict=True)]
+    title = f"time from the first forward ({'ms' if timed else 'units'})"
     fig = figure(
         _finding(found),
         " · ".join(said),
         height=int(190 + 62 * len(ranks)),
-        xaxis={"title": {"text": f"time from the first forward ({'ms' if timed else 'units'})"}}
-        | {"tickformat": "~g"},
+        xaxis={"title": {"text": title}, "tickformat": "~g"},
         yaxis=rows_axis(ticks, -0.02 * row, (len(ranks) - 1) * row + 1.1 * highest),
         margin={"r": 40 + 20 * len(found)},
     )
@@ -201,10 +201,8 @@ def _drawn(found: list[_Source]) -> Chart:
         for rank, curve in enumerate(one.curves)
         for time, count in zip(curve.times, curve.counts, strict=True)
     ]
-    names = " | ".join(one.name for one in found)
-    return fig.explained(
-        f"live activations of {names} on {len(first.curves)} ranks", ("source rank time live", rows)
-    )
+    said = f"{' | '.join(one.name for one in found)} on {len(first.curves)} ranks"
+    return fig.explained(f"live activations of {said}", ("source rank time live", rows))
 
 
 def _finding(found: list[_Source]) -> str:

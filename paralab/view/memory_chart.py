@@ -137,11 +137,8 @@ def _verdict(peaks: Mapping[str, float]) -> str:
         return f"{theme.text(most)}: memory peaks at {high}"
     if peaks[most] - peaks[least] <= ALIKE * peaks[most]:
         return f"All need the same memory, to {theme.percent(ALIKE)}: {high} at the peak"
-    share = theme.percent(peaks[least] / peaks[most])
-    return (
-        f"“{theme.text(least)}” needs {low} at its peak, {share} of the {high} of "
-        f"“{theme.text(most)}”"
-    )
+    said = f"{theme.percent(peaks[least] / peaks[most])} of the {high} of “{theme.text(most)}”"
+    return f"“{theme.text(least)}” needs {low} at its peak, {said}"
 
 
 def _against(label: str, peaks: Mapping[str, float]) -> str:

@@ -161,11 +161,8 @@ def _described(report: Tables) -> str:
         or getattr(report.plan, f.name) != f.default
     }
     if isinstance(report.plan.offload, Offload):
-        plan["offload"] = {
-            name: value
-            for name, value in report.plan.offload.to_dict().items()
-            if value != getattr(Offload(), name)
-        }
+        places, usual = report.plan.offload.to_dict(), Offload()
+        plan["offload"] = {k: v for k, v in places.items() if v != getattr(usual, k)}
     plan["grad_sync"] = report.plan.grad_sync_name
     plan["samples per step"] = report.plan.global_batch
     groups: list[tuple[str, Mapping[str, Any]]] = [("Model", model), ("Plan", plan)]
@@ -180,11 +177,9 @@ def _described(report: Tables) -> str:
 
 def _pairs(values: Mapping[str, Any]) -> str:
     def said(value: Any) -> str:
-        if value is None:
-            return "none"
-        return (
-            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        )
+        value = "none" if value is None else value
+        plain = isinstance(value, str)
+        return value if plain else json.dumps(value, ensure_ascii=False, default=str)
 
     rows = "".join(
         f'<tr><th scope="row">{html.escape(str(name))}</th><td>{html.escape(said(value))}</td></tr>'

@@ -52,10 +52,8 @@ def pipeline_timeline(
     real.label, real.head = report.clock, _head(report.clock, share)
     if ideal:
         made = make_ideal(report, step=real.step)
-        alone = made.bubble_rate
-        above = simulated(
-            made, dataclasses.replace(report, **dict.fromkeys(COLUMNS)), label="ideal"
-        )
+        alone, stub = made.bubble_rate, dataclasses.replace(report, **dict.fromkeys(COLUMNS))
+        above = simulated(made, stub, label="ideal")
         above.head = _head("ideal", alone)
         above.ranks = sorted({report.plan.place(rank)[0] for rank in real.ranks})
         above.boxes = [b for b in above.boxes if b["rank"] in above.ranks]
@@ -178,22 +176,20 @@ def schedules(named: Mapping[str, Any], **seconds: float) -> Chart:
     """
     if not isinstance(named, Mapping) or not named:
         raise illegal("named", named, "nothing to draw", "{name: a schedule}")
-    sections, shares = [], {}
-    for name, one in named.items():
-        made = one if hasattr(one, "makespan") else _timed(one, seconds)
-        above = simulated(made, _stub(made, str(name)), label=str(name))
-        above.head = _head(str(name), made.bubble_rate)
-        shares[str(name)] = made
-        sections.append(above)
-    best, worst = (f(shares, key=lambda n: shares[n].makespan) for f in (min, max))
-    said = f"{theme.text(worst)} takes {shares[worst].makespan / shares[best].makespan:.2f} times "
-    said += f"as long as {theme.text(best)}"
+    made = {
+        str(name): one if hasattr(one, "makespan") else _timed(one, seconds)
+        for name, one in named.items()
+    }
+    sections = [simulated(one, _stub(one, name), label=name) for name, one in made.items()]
+    for section, (name, one) in zip(sections, made.items(), strict=True):
+        section.head = _head(name, one.bubble_rate)
+    best, worst = (f(made, key=lambda name: made[name].makespan) for f in (min, max))
+    times = made[worst].makespan / made[best].makespan
+    said = f"{theme.text(worst)} takes {times:.2f} times as long as {theme.text(best)}"
     if len(sections) == 1:
-        said = _bubble_of(best, shares[best].bubble_rate)
-    fig = timeline_rows.drawn(sections, said, "predicted", [])
-    return fig.explained(
-        f"schedules on one axis: {' | '.join(shares)}", lambda: boxes.table(sections)
-    )
+        said = _bubble_of(best, made[best].bubble_rate)
+    fig, summary = timeline_rows.drawn(sections, said, "predicted", []), " | ".join(made)
+    return fig.explained(f"schedules on one axis: {summary}", lambda: boxes.table(sections))
 
 
 def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simulation:
@@ -201,11 +197,9 @@ def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simu
     actions = [str(action) for one in lists for action in one]
     stages = 1 + max(int(re.split("[FBIW]", action)[0]) for action in actions)
     halves = any("W" in action for action in actions)
-    cost = {"forward": 1e-3, "backward": 1e-3 if halves else 2e-3}
-    cost |= {"weight_grad": 1e-3} if halves else {}
-    return simulate(
-        lists, **{k: t * len(lists) / stages for k, t in (cost | dict(seconds)).items()}
-    )
+    cost = {"forward": 1e-3, "backward": 1e-3 if halves else 2e-3, **seconds}
+    cost = {"weight_grad": 1e-3, **cost} if halves else cost
+    return simulate(lists, **{k: t * len(lists) / stages for k, t in cost.items()})
 
 
 def _bubble_of(name: str, share: float) -> str:
@@ -218,9 +212,8 @@ def _stub(simulation: Simulation, name: str) -> Tables:
     from paralab.spec import Plan
 
     order = simulation.order
-    plan = Plan(
-        pp=order.ranks, microbatches=order.microbatches, virtual_stages=order.stages // order.ranks
-    )
+    sizes = {"pp": order.ranks, "microbatches": order.microbatches}
+    plan = Plan(**sizes, virtual_stages=order.stages // order.ranks)
     return Tables(clock="predicted", model=None, plan=plan, meta={"function": name})
 
 
@@ -231,10 +224,8 @@ def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Char
     said = [f"p={order.ranks}, m={order.microbatches}"]
     said += [f"v={stub.plan.virtual_stages}"] * (stub.plan.virtual_stages > 1)
     fig = timeline_rows.drawn([one], _bubble_of(name, simulation.bubble_rate), "predicted", said)
-    return fig.explained(
-        f"timeline of {name}: {one.total} actions on {order.ranks} ranks",
-        lambda: boxes.table([one]),
-    )
+    summary = f"timeline of {name}: {one.total} actions on {order.ranks} ranks"
+    return fig.explained(summary, lambda: boxes.table([one]))
 
 
 def simulated(simulation: Simulation, stub: Tables, *, label: str) -> Section:

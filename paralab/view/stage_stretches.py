@@ -173,10 +173,9 @@ def _drawn(
         drawn.append(_messages(calls, rows, per))
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
     shares = [(rows[r] + high / 2, idle[r]) for r in ranks if r in idle]
+    said = f"{len(found)} stretches on {len(ranks)} rank{'s' * (len(ranks) != 1)}"
     return fig.draw(drawn, box_traces.idle_notes(shares, None) if idle else ()).explained(
-        f"stage time of {naming.subject(report)}, {report.clock}: {len(found)} stretches on "
-        f"{len(ranks)} rank{'s' * (len(ranks) != 1)}",
-        lambda: _table(found),
+        f"stage time of {naming.subject(report)}, {report.clock}: {said}", lambda: _table(found)
     )
 
 

@@ -79,11 +79,8 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
         | _range(ranks[0], ranks[-1], log),
         yaxis={"title": {"text": unit}} | _heights(table, bases, log),
     )
-    return fig.draw(traces, notes).explained(
-        f"scaling of {' | '.join(forms)} to {ranks[-1]} ranks, {' and '.join(clocks)}: "
-        f"{len(table)} points",
-        table,
-    )
+    said = f"scaling of {' | '.join(forms)} to {ranks[-1]} ranks, {' and '.join(clocks)}"
+    return fig.draw(traces, notes).explained(f"{said}: {len(table)} points", table)
 
 
 def _checked(rows: Any) -> list[dict[str, Any]]:

@@ -58,11 +58,10 @@ def timeline(
     fig = drawn([one], finding(one), report.clock, said)
     what = " of the typical step" if step is None else f" of step {step}"
     own = sum(b["step"] == one.step for b in one.boxes)  # of others there are more or fewer
-    return fig.explained(
-        f"timeline of {naming.subject(report)}, {report.clock}: {own} boxes"
-        f"{what * (report.model is not None)} on {len(one.ranks)} rank{'s' * (len(one.ranks) > 1)}",
-        lambda: boxes.table([one]),
-    )
+    what *= report.model is not None
+    on = f"{len(one.ranks)} rank{'s' * (len(one.ranks) > 1)}"
+    summary = f"timeline of {naming.subject(report)}, {report.clock}: {own} boxes{what} on {on}"
+    return fig.explained(summary, lambda: boxes.table([one]))
 
 
 def timelines(
@@ -175,10 +174,9 @@ def _verdict(sections: list[Section]) -> str:
     slow = max(sections, key=lambda one: one.seconds)
     if fast.seconds <= 0 or slow.seconds / fast.seconds - 1 < SAME:
         return f"All take the same time, to {theme.percent(SAME)}: {fast.seconds * 1e3:.1f} ms"
-    return (
-        f"{theme.text(fast.label)} takes {fast.seconds * 1e3:.1f} ms, {theme.text(slow.label)} "
-        f"{slow.seconds * 1e3:.1f}: {slow.seconds / fast.seconds:.2f} times as long"
-    )
+    said = [f"{theme.text(fast.label)} takes {fast.seconds * 1e3:.1f} ms"]
+    said.append(f"{theme.text(slow.label)} {slow.seconds * 1e3:.1f}")
+    return f"{', '.join(said)}: {slow.seconds / fast.seconds:.2f} times as long"
 
 
 def _gap(sections: list[Section]) -> str:

@@ -108,11 +108,8 @@ class Widget(ipw.VBox):
         plan: Plan | None = None,
         cluster: Cluster | None = None,
     ) -> None:
-        self.model, self.cluster = (
-            given("model", model, self.model),
-            given("cluster", cluster, None),
-        )
-        self.plan = given("plan", plan, self.plan)
+        self.model, self.plan = given("model", model, self.model), given("plan", plan, self.plan)
+        self.cluster = given("cluster", cluster, None)
         self._check()
         self._kinds = {name: self._starting(name, knob) for name, knob in self._board().items()}
         self.knobs = {name: knob.widget() for name, knob in self._kinds.items()}

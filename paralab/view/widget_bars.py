@@ -80,15 +80,10 @@ class Alternatives(Widget):
                 bars["measured"], counted = _measured(at.found)
                 sent["measured"] = int(counted)
         model, clock = at.model, "predicted" + " and measured" * (at.found is not None)
-        fig = memory_and_traffic(
-            bars,
-            sent,
-            bright=[chosen, "measured"],
-            title=self._finding(at),
-            axis=self.axis,
-            below=f"{clock}, per {self.each} and step · {model.layers} layers, h = "
-            f"{model.hidden:,}, Ψ = {model.num_params:,} · 1 MB = 10<sup>6</sup> bytes",
-        )
+        below = f"{clock}, per {self.each} and step · {model.layers} layers, h = {model.hidden:,}"
+        below += f", Ψ = {model.num_params:,} · 1 MB = 10<sup>6</sup> bytes"
+        words = {"title": self._finding(at), "below": below, "bright": [chosen, "measured"]}
+        fig = memory_and_traffic(bars, sent, axis=self.axis, **words)
         ranks = count(self._ranks(at), self.each)
         said = f"{self.name} on {ranks}, {clock}: {len(bars)} bars by category"
         return fig.explained(said, table(bars, sent))
@@ -100,18 +95,15 @@ class Alternatives(Widget):
                 row = _row(f"{name}, predicted", self.held(one), self.sent(one))
                 rows.append(row | self._extra(one))
         if at.found is not None:
-            rows.append(
-                dict.fromkeys(rows[0], "") | _row(f"{chosen}, measured", *_measured(at.found))
-            )
+            found = _row(f"{chosen}, measured", *_measured(at.found))
+            rows.append(dict.fromkeys(rows[0], "") | found)
         return rows
 
     def _done(self, at: At) -> str:
         held, counted = _measured(at.found)
         exact = "exactly as predicted" if counted == self.sent(at) else in_bytes(float(counted))
-        return (
-            f"the peak is {in_bytes(sum(held.values()))}, predicted were "
-            f"{in_bytes(sum(self.held(at).values()))}; the bytes sent are {exact}"
-        )
+        peak, expect = (in_bytes(sum(kept.values())) for kept in (held, self.held(at)))
+        return f"the peak is {peak}, predicted were {expect}; the bytes sent are {exact}"
 
     def _refused(self, at: At) -> str:
         return no_room(at.plan.world_size, sum(self.held(at).values()), here(at.plan.world_size))

@@ -139,7 +139,5 @@ class Offload(Widget):
     def _done(self, at: At) -> str:
         replayed, measured = self._points(at, at.found)
         expect = self._foreseen(at).share("predicted", at["bandwidth"])
-        return (
-            f"replayed on these links the device computes {percent(replayed.share)} of a step, "
-            f"predicted {percent(expect)}; by the wall clock {percent(measured.share)}"
-        )
+        said = f"replayed on these links the device computes {percent(replayed.share)} of a step"
+        return f"{said}, predicted {percent(expect)}; by the wall clock {percent(measured.share)}"

@@ -148,10 +148,8 @@ class Tensor1D(Steps):
     """
 
     name, drawn = "tensor1d", (1, 1)
-    model, plan = (
-        ModelSpec(layers=2, hidden=128, heads=8, seq_len=64),
-        Plan(tp=4, microbatch_size=4),
-    )
+    model = ModelSpec(layers=2, hidden=128, heads=8, seq_len=64)
+    plan = Plan(tp=4, microbatch_size=4)
     board = {
         "ranks": slider("ranks t", (1, 2, 4, 8), "{} rank", "s", sets="tp"),
         "sequence": buttons(

@@ -105,9 +105,8 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
     a unit that there is not.
     """
     if not isinstance(plan, Plan) or plan.zero_stage != 3 or plan.pp * plan.tp > 1:
-        raise illegal(
-            "plan", plan, "units are gathered under ZeRO-3", "pl.Plan(dp=4, zero_stage=3)"
-        )
+        why = "units are gathered under ZeRO-3"
+        raise illegal("plan", plan, why, "pl.Plan(dp=4, zero_stage=3)")
     program = compiled(model, plan)
     code, units = program.codes[0], program.units[0]
     whole("unit", unit, at_least=0, at_most=len(units) - 1)
