@@ -56,12 +56,9 @@ class Foreseen:
 
     def __init__(self, model: ModelSpec, plan: Plan, cluster: Cluster) -> None:
         if plan.tiers is None or plan.pp * plan.tp > 1:
-            raise illegal(
-                "plan",
-                naming.plan_name(plan),
-                "these curves are of data-parallel training that offloads",
-                "pl.Plan(zero_stage=3, offload='nvme', ...), tp=1, pp=1",
-            )
+            why = "these curves are of data-parallel training that offloads"
+            legal = "pl.Plan(zero_stage=3, offload='nvme', ...), tp=1, pp=1"
+            raise illegal("plan", naming.plan_name(plan), why, legal)
         plan.validate(model)
         self.disk = cluster.disk or Link(alpha=LATENCY, bandwidth=FASTEST)
         self.plan, self.cluster = plan, cluster.replace(disk=self.disk)

@@ -173,13 +173,9 @@ def _drawn(found: list[_Source]) -> Chart:
             times = [round(t * (1e3 if timed else 1.0), 6) for t in curve.times]
             place = {"base": base[r], "showlegend": many and r == 0}
             traces += area(one.name, ink, times, curve.counts, told, **place, **look)
-    peaks = [
-        " | ".join(
-            f"<span style='color:{ink if many else theme.look().ink}'>{one.curves[r].peak:g}</span>"
-            for one, ink in zip(found, inks, strict=True)
-        )
-        for r in ranks
-    ]
+    written = inks if many else [theme.look().ink]
+    each = "<span style='color:{}'>{:g}</span>".format
+    peaks = [" | ".join(map(each, written, (one.curves[r].peak for one in found))) for r in ranks]
     middle = [y + 0.5 * highest for y in base]
     notes = [margin(f"<b>{p}</b>", y, size=15) for p, y in zip(peaks, middle, strict=True)]
     notes.append(margin("peak", 1, ref="paper", hold="left bottom", ink=theme.look().faint))

@@ -26,16 +26,8 @@ from paralab.view.marks import arrow, note
 from paralab.view.marks.cells import Cell
 from paralab.view.schematics import drawn
 
-RANK_COLOUR = [
-    "#77AADD",
-    "#EE8866",
-    "#EEDD88",
-    "#FFAABB",
-    "#44BB99",
-    "#BBCC33",
-    "#99DDFF",
-    "#C8B6D9",
-]
+RANK_COLOUR = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB")
+RANK_COLOUR += ("#44BB99", "#BBCC33", "#99DDFF", "#C8B6D9")
 NAMES = ("X", "W", "Y")
 SIDES = {  # of the matrices by role: what is behind the letters
     True: ("tokens × between the layers", "in × out", "tokens × residual stream"),

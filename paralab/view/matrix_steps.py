@@ -144,36 +144,21 @@ def cube(plan: Plan) -> list[Step]:
     sums = held(plan, "Y", (y_rows[:1], y_columns))
     sums = [cell._replace(label="partial sums") for cell in sums]
     part, x_part, w_part = f"1/{q**3}", parts["X"], parts["W"]
+    gathered = f"X is gathered along {x_rows[1]}, {q} ranks then hold the same block"
+    product = f"each rank multiplies once; a block of Y is the sum of {q} such"
+    scattered = f"Y is summed along {y_rows[1]} and scattered, {part} for each rank"
     told = [  # what happens; in brief; the blocks of X, W, Y; which are meant
-        (f"every rank has {part} of X and {part} of W", "start", (x_part, w_part), "XW"),
-        (
-            f"X is gathered along {x_rows[1]}, {q} ranks then hold the same block",
-            "gather X",
-            (x, w_part),
-            "X",
-        ),
-        (f"W is gathered along {w_columns[1]}", "gather W", (x, w), "W"),
-        (
-            f"each rank multiplies once; a block of Y is the sum of {q} such",
-            "multiply",
-            (x, w, sums),
-            "XWY",
-        ),
-        (
-            f"Y is summed along {y_rows[1]} and scattered, {part} for each rank",
-            "sum Y",
-            (x_part, w_part, parts["Y"]),
-            "Y",
-        ),
+        (f"every rank has {part} of X and {part} of W", "start", x_part + w_part, "XW"),
+        (gathered, "gather X", x + w_part, "X"),
+        (f"W is gathered along {w_columns[1]}", "gather W", x + w, "W"),
+        (product, "multiply", x + w + sums, "XWY"),
+        (scattered, "sum Y", x_part + w_part + parts["Y"], "Y"),
     ]
-    return [
-        Step(
-            f"Step {number} of {len(told)}: {title}",
-            brief,
-            [c._replace(strong=c.matrix in strong) for some in shown for c in some],
-        )
-        for number, (title, brief, shown, strong) in enumerate(told, 1)
-    ]
+    steps = []
+    for number, (title, brief, cells, strong) in enumerate(told, 1):
+        cells = [cell._replace(strong=cell.matrix in strong) for cell in cells]
+        steps.append(Step(f"Step {number} of {len(told)}: {title}", brief, cells))
+    return steps
 
 
 # ---- the slider ---------------------------------------------------------------------------------

@@ -117,11 +117,5 @@ def _slice(
         args |= {"bytes": size, "category": first["category"], "op": first["op"]}
         if (seconds := span["end"] - span["start"]) > 0:
             args["bytes_per_second"] = round(size / seconds)
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": span["kind"],
-        "dur": span["dur"],
-        "args": args,
-        **_place(span),
-    }
+    event = {"ph": "X", "name": name, "cat": span["kind"], "dur": span["dur"], "args": args}
+    return event | _place(span)

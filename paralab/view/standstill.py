@@ -55,15 +55,10 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
     until = {rank: 1e3 * _until(reached, done, rank) for rank in standing}
     box = {"hold": "left", "xshift": 4, "bgcolor": theme.look().paper, "borderpad": 2}
-    notes = [
-        note(
-            f"<b>{action}</b> needs <b>{need}</b> of rank {other}",
-            until[rank],
-            rows[f"<b>rank {rank}</b>"],
-            **box,
-        )
-        for rank, (action, need, other) in standing.items()
-    ]
+    notes = []
+    for rank, (action, need, other) in standing.items():
+        said = f"<b>{action}</b> needs <b>{need}</b> of rank {other}"
+        notes.append(note(said, until[rank], rows[f"<b>rank {rank}</b>"], **box))
     for trace in chart.data:
         if trace.name.startswith("waiting"):
             trace.name = "waiting for ever"
