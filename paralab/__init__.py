@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paralab.interpret.text import program
     from paralab.model import reference as reference
     from paralab.programs.search import plan_search
+    from paralab.theory.fit_cluster import fit_cluster
     from paralab.view.widget_explore import Explore
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "compare",
     "dry_run",
     "explore",
+    "fit_cluster",
     "launch",
     "load",
     "plan_search",
@@ -65,6 +67,7 @@ _LAZY = {  # what brings plotly and widgets along, or torch
     "view": "paralab.view",
 }
 _LATER = {  # functions that bring NumPy along, or the ops of a model
+    "fit_cluster": "paralab.theory.fit_cluster",
     "plan_search": "paralab.programs.search",
     "program": "paralab.interpret.text",
 }

@@ -26,6 +26,7 @@ from paralab.programs.instructions import (
     wait,
 )
 from paralab.programs.program import Program
+from paralab.spec import links
 from paralab.theory.work import Work
 
 MODEL = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
@@ -36,8 +37,11 @@ DEVICE = pl.Cluster(
 
 
 def cluster(seconds: float = 0.0, *, inter: float | None = None, **changes) -> pl.Cluster:
-    """Devices that compute at once, and links on which every call takes so many seconds."""
+    """Devices that compute at once, and links on which every call of a pair takes so many seconds,
+    or ``inter`` for each of its messages.
+    """
     links = {"intra": pl.Link(alpha=seconds, bandwidth=1e30)}
+    links["collectives"] = {"all_reduce": pl.Link(alpha=seconds / 2, bandwidth=1e30)}
     if inter is not None:
         links["inter"] = pl.Link(alpha=inter, bandwidth=1e30)
     fields = {"flops": 1e30, "memory_bandwidth": 1e30, "op_overhead": 0.0, **links, **changes}
@@ -198,7 +202,8 @@ def test_a_call_between_stages_begins_when_the_last_of_them_is_there(seconds):
     call = Instr("ALL_REDUCE", 0, -1, -1, (norm,), (norm,), "pp", phase="control")
     program = by_hand(pl.Plan(pp=3), [call], [second(), second(), call], [second(), call])
     times = time(program, cluster(5.0))
-    assert [list(calls.values()) for calls in times.calls] == [[(2.0, 7.0)]] * 3
+    # An all-reduce of three is four messages, of half of 5 s each.
+    assert [list(calls.values()) for calls in times.calls] == [[(2.0, 12.0)]] * 3
 
 
 def test_posting_and_waiting_take_the_rank_s_own_time(seconds):
@@ -256,14 +261,14 @@ def test_a_group_inside_a_node_is_not_slowed_by_one_across(seconds):
     program = compiled(MODEL, pl.Plan(dp=2, tp=2))
     times = time(program, cluster(1.0, inter=7.0, nodes=2, devices_per_node=2))
     assert lasting(times, program, "tp") == {1.0}
-    assert lasting(times, program, "dp") == {7.0}
+    assert lasting(times, program, "dp") == {14.0}  # an all-reduce is two messages
 
 
 def test_the_slowest_of_the_groups_alike_is_what_all_wait_for(seconds):
     """Of three tp pairs on nodes of three the middle one has a rank on each."""
     program = compiled(MODEL, pl.Plan(dp=3, tp=2))
     times = time(program, cluster(1.0, inter=7.0, nodes=2, devices_per_node=3))
-    assert lasting(times, program, "tp") == {7.0}
+    assert lasting(times, program, "tp") == {14.0}
 
 
 def test_each_pipeline_rank_has_the_level_of_its_own_groups(seconds):
@@ -274,7 +279,8 @@ def test_each_pipeline_rank_has_the_level_of_its_own_groups(seconds):
         {round(end - start, 9) for at, (start, end) in calls.items() if code[at].lane == "dp"}
         for code, calls in zip(program.codes, times.calls, strict=True)
     )
-    assert (first, second_) == ({1.0}, {7.0})
+    # Four messages on one node; of two nodes' four, two go from one to the other.
+    assert (first, second_) == ({2.0}, {15.0})
     assert lasting(times, program, "pp") == {7.0}  # rank 1 and 4, or 2 and 5
 
 
@@ -298,7 +304,10 @@ def test_one_device_takes_what_its_ops_state_and_the_optimizer_moves():
 def test_calls_inside_an_op_are_waited_for_and_those_beside_its_weight_half_hide():
     """Behind a product, or behind the weight half's own message on another axis."""
     program = compiled(MODEL, pl.Plan(tp=8, tp_mode="3d", microbatch_size=4))
-    calls, ops = len(list(rows(program, 0))), program.model.ops
+    made, ops = list(rows(program, 0)), program.model.ops
+    calls = sum(
+        links.messages(row.op, len(row.ranks)) / (1 + (row.op == "all_reduce")) for row in made
+    )
     beside = sum(call.beside for op in ops for some in op.calls.values() for call in some)
     assert 0 < beside < calls
     assert time(program, cluster(1.0)).seconds == pytest.approx(calls - beside)

@@ -22,7 +22,8 @@ FIELDS = {
     "grad_sync bucket_bytes prefetch passes secondary_shard",
     pl.Cluster: "name nodes devices_per_node flops peak_flops half_rate_tokens memory_bandwidth "
     "op_overhead call_overhead wait_overhead memory intra inter host disk host_bandwidth "
-    "collectives products_16bit cores",
+    "collectives products_16bit cores ports algorithm operand_bandwidth elements fused "
+    "launch_overhead",
 }
 ARGUMENTS = {
     "run": "model plan steps optimizer lr clip_norm data seed memory_limit keep_state save "

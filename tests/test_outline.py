@@ -18,10 +18,10 @@ from paralab.parallel.schedules import Action, one_f_one_b
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256, attention="explicit")
 DEEP = MODEL.replace(layers=8)
-LINK = {"alpha": 1e-5, "bandwidth": 1e10}
+LINK = {"alpha": 3e-6, "bandwidth": 1e10}
 FAST = pl.Cluster(
     nodes=8, devices_per_node=4, flops=1e11, memory_bandwidth=3e10, op_overhead=5e-6,
-    intra=pl.Link(**LINK), inter=pl.Link(alpha=3e-5, bandwidth=2e9),
+    intra=pl.Link(**LINK), inter=pl.Link(alpha=1e-5, bandwidth=2e9),
     host=pl.Link(alpha=1e-5, bandwidth=5e9), disk=pl.Link(alpha=1e-5, bandwidth=2e9),
     host_bandwidth=1e10,
 )  # fmt: skip

@@ -55,7 +55,7 @@ def test_a_device_that_does_nothing_but_multiply_uses_all_that_it_reaches():
     plan = pl.Plan(microbatches=3, microbatch_size=2)
     report = pl.predict(WIDE, plan, PRODUCTS, steps=1, optimizer="sgd")
     work = step_flops(WIDE, plan.global_batch)
-    assert 1 <= report.step_time / (work / 1e12) <= 1.02
+    assert 1 - 1e-9 <= report.step_time / (work / 1e12) <= 1.02
     assert utilisation(report) == pytest.approx({"model": 0.25, "hardware": 0.25}, rel=0.02)
     said = report.summary()["value"]
     assert said["model FLOPs utilisation"] == pytest.approx(25, rel=0.02)

@@ -11,6 +11,7 @@ import paralab as pl
 import virtual_cuda
 from paralab.instruments import calibrate, measure
 from paralab.launch import launch_program
+from paralab.spec.links import Reach
 from virtual_runs import measured
 
 STATED = pl.Cluster(
@@ -98,8 +99,9 @@ def test_virtual_calls_begin_when_the_last_member_comes(op):
         return recorder.clock.seconds(recorder.clock.mark())
 
     ends = launch_program(late, 2, (), device="cpu", timeout=30)
-    filled, link = STATED.op_overhead + 200 / STATED.memory_bandwidth, STATED.link(op, "intra")
-    assert ends == pytest.approx([1.0 + filled + link.seconds(200)] * 2, rel=1e-9)
+    filled = STATED.op_overhead + 200 / STATED.memory_bandwidth
+    took = STATED.call(op, 200, Reach(2, 2, 1))[1]
+    assert ends == pytest.approx([1.0 + filled + took] * 2, rel=1e-9)
 
 
 def test_virtual_device_does_not_time_what_its_model_does_not_say():

@@ -39,7 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paralab.spec import Cluster
-from paralab.theory.traffic import wire_bytes
+from paralab.spec.links import Reach
+from paralab.theory.traffic import most_sent
 
 PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")}
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -356,8 +357,7 @@ class Machine:
         """Seconds of a call of NCCL on the stated cluster."""
         op = "send" if op == "message" else op
         payload = size * n if op == "reduce_scatter" else size
-        wire = max(wire_bytes(op, payload, n, index) for index in range(n))
-        return self.cluster.link(op, "intra").seconds(wire)
+        return self.cluster.call(op, most_sent(op, payload, n), Reach(n, n, 1))[1]
 
     def meeting(self, what: str) -> None:
         """The host waits for what is on the current stream."""

@@ -58,11 +58,12 @@ from paralab.report import written
 from paralab.spec import Cluster, Link
 from paralab.spec.cluster import available_cores
 from paralab.theory.fit import fit_device, fit_half_rate, fit_link, fit_rate
-from paralab.theory.traffic import wire_bytes
+from paralab.theory.traffic import most_sent
+from paralab.theory.work import ARITHMETIC
 from paralab.version import __version__
 
 PASSES = 3  # over all measurements: cores change their speed from second to second
-FORMAT = 5  # of the cache file; files of another format are measured again
+FORMAT = 6  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # files that are there where torch may see a GPU
@@ -297,6 +298,7 @@ def _measure(device: str) -> dict[str, Any]:
         half_rate_tokens=half or 0.0,
         memory_bandwidth=bandwidth,
         op_overhead=overhead,
+        elements={} if found else {name: n / flops for name, n in ARITHMETIC.items()},
         call_overhead=post,
         wait_overhead=wait,
         memory=min(size for _, size in found) if found else memory_bytes(),
@@ -382,7 +384,7 @@ def _from_last_launch(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]
                 "op": op,
                 "ranks": n,
                 "payload_bytes": payload,
-                "wire_bytes": max(wire_bytes(op, payload, n, index) for index in range(n)),
+                "wire_bytes": most_sent(op, payload, n),
                 "seconds": seconds[len(seconds) // 4],
             }
         )

@@ -166,7 +166,7 @@ def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
             "optimizer": sum((small(rank.program, 0, ins) for ins in updates), nothing),
         }
         for what, work in works.items():
-            asks = {"flops": work.flops, "bytes": work.bytes, "kernels": work.kernels}
+            asks = {"flops": work.arithmetic, "bytes": work.bytes, "kernels": work.kernels}
             took = median(seconds[number, what][1:])
             points.append({**shape, "what": what, **asks, "seconds": took})
     return points

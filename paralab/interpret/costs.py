@@ -1,21 +1,20 @@
 """What every instruction of a program takes on a cluster, in seconds. Torch-free.
 
-    compute   flops / rate + bytes / memory bandwidth + kernels * overhead, from the `Work` of every
-              op (theory/work.py). By bytes alone: UPDATE moves 7 elements of 4 bytes per parameter
-              (AdamW) or 3 (SGD), and 3 more in 16 bits; NORM reads the gradients once; ADD and COPY
-              move three times and twice what they make
-    calls     alpha + bytes sent / bandwidth of the link (Hockney 1994), with the bytes of the
-              member that sends most. Posting one takes ``cluster.call_overhead``; behind a wait
-              the rank goes on slower, ``cluster.wait_overhead``, but not behind that for a SEND,
-              which is long over
-    behind    a reduce-scatter's parts are added up on the rank; and what a message was put together
-              for is taken apart again
+    compute   from the `Work` of every op (theory/work.py). By bytes alone: UPDATE moves 7 elements
+              of 4 bytes per parameter (AdamW) or 3 (SGD), and 3 more in 16 bits; NORM reads the
+              gradients once; ADD and COPY move three times and twice what they make
+    calls     alpha per message that comes after another + bytes / bandwidth, with the bytes of the
+              member that sends most: spec/links.py. Posting one takes ``cluster.call_overhead``;
+              behind a wait the rank goes on slower, ``cluster.wait_overhead``, but not behind that
+              for a SEND, which is long over
+    behind    over gloo a reduce-scatter's parts are added up on the rank; and what a message was
+              put together for is taken apart again
     tiers     alpha + bytes / bandwidth of the link, no faster than the plan's limit; what the
               host's processor does, bytes / ``cluster.host_bandwidth``
 
 Data-parallel and tensor-parallel ranks of a pipeline rank do the same, so one pipeline stands for
-all of them, with the costs of the slowest: a group's level is "inter" if any of the groups alike,
-over all these ranks, crosses nodes. Each kind of instruction is worked out once.
+all of them, with the costs of the slowest: of the groups alike, over all these ranks, the one that
+is spread furthest over nodes. Each kind of instruction is worked out once.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ from paralab.programs.instructions import (
 from paralab.programs.program import Program
 from paralab.programs.tiers import moved
 from paralab.spec import Cluster
-from paralab.theory.traffic import POINT_TO_POINT, wire_bytes
+from paralab.spec.links import Reach, furthest
+from paralab.theory.traffic import POINT_TO_POINT, most_sent
 from paralab.theory.work import ITEM, Work
 
 WHICH = {"forward": 0, "input": 1, "weight": 2}  # of an op's work
@@ -110,7 +110,7 @@ class Costs:
         tokens = self.plan.microbatch_size * program.spec.seq_len
         self.slower = 1 + cluster.half_rate_tokens / tokens
         self._known: dict[tuple, Cost] = {}
-        self._levels: dict[tuple, str] = {}
+        self._reaches: dict[tuple, Reach] = {}
 
     def of(self, pp: int, ins: Instr) -> Cost:
         """Of an instruction of pipeline rank ``pp``."""
@@ -159,11 +159,15 @@ class Costs:
             return Compute(self.seconds(sum(works, NOTHING)))
         inside: list[float | Posted | int] = []
         begun = 0
+        works = [op.work[WHICH[half]] for op in ops for half in halves]
+        alone = sum(map(self.seconds, works))
+        # The host asks for all of it while the device computes: see `Work.seconds`.
+        longer = self.seconds(sum(works, NOTHING)) / alone if alone else 1.0
         for op in reversed(ops) if ins.op in BACKWARDS else ops:
             late = []  # calls in flight while the op's weight half is computed
             for half in halves:
                 calls = op.calls.get(half, ())
-                piece = self.seconds(op.work[WHICH[half]]) / (len(calls) + 1)
+                piece = longer * self.seconds(op.work[WHICH[half]]) / (len(calls) + 1)
                 inside.append(piece)
                 for call in calls:
                     inside.append(self.posted(pp, call))
@@ -181,7 +185,8 @@ class Costs:
         call = max((c for i in indexes for c in self.calls.of(pp, ins, i)), key=lambda c: c.payload)
         found, elements = self.posted(pp, call), call.payload / self.item
         split = ins.op in (ALL_GATHER, REDUCE_SCATTER) and (ins.reads + ins.writes)[0][0] in STATES
-        split = split and self.plan.microbatch_size > 1  # along the sequence of each sample
+        # Along the sequence of each sample; fused kernels have the sequence outermost.
+        split = split and self.plan.microbatch_size > 1 and not self.cluster.fused
         if not (several or split):
             return found
         moved = self.seconds(Work(0, ITEM * 2 * elements, 3 if several else 1))
@@ -193,50 +198,48 @@ class Costs:
         op, lane, root = call.op, call.axis, call.root
         behind = self.cluster.wait_overhead
         if op in POINT_TO_POINT:
-            sends, link = op == "send", self.cluster.link("send", self.level(pp, lane, root))
-            late = 0.0 if sends else behind
-            return Posted(lane, link.seconds(call.payload), peer=root, sends=sends, behind=late)
+            sends, late = op == "send", 0.0 if op == "send" else behind
+            _, took = self.cluster.call("send", call.payload, self.reach(pp, lane, root))
+            return Posted(lane, took, peer=root, sends=sends, behind=late)
         first = pp * self.plan.dp * self.plan.tp
         group = Member(self.program, first).group(lane)
         n = len(group)
-        most = {"broadcast": root, "reduce": root + 1}.get(op, 0)  # the member that sends most
-        wire = wire_bytes(op, call.payload, n, most % n, max(root, 0))
-        link = self.cluster.link(op, self.level(pp, lane))
+        wire = most_sent(op, call.payload, n)
+        took = self.cluster.call(op, wire, self.reach(pp, lane))[1] if n > 1 else 0.0
         summed, elements = 0.0, ITEM * call.payload / self.item
-        if op == "reduce_scatter" and n > 1:
+        if self.cluster.gpus or n == 1:
+            pass  # NCCL adds up while it receives
+        elif op == "reduce_scatter":
             summed = self.seconds(Work(0, elements * (1 + 1 / n), 2))
-        elif op == "reduce" and n > 1:  # by the root, and the others' next call waits for it
+        elif op == "reduce":  # by the root, and the others' next call waits for it
             summed = self.seconds(Work(0, elements * 3 * (n - 1), n - 1))
         return Posted(
             lane,
-            link.seconds(wire) if n > 1 else 0.0,
+            took,
             members={"pp": self.plan.pp, "ends": 2}.get(lane, 0),
             summed=summed,
             behind=behind,
             other=op == "reduce" and group[root] != first,
         )
 
-    def level(self, pp: int, lane: str, peer: int = -1) -> str:
-        """ "inter" if any group of this lane that pipeline rank ``pp`` has a member in crosses
-        nodes; of messages, if any pipeline's pair does.
+    def reach(self, pp: int, lane: str, peer: int = -1) -> Reach:
+        """Of the groups of this lane that pipeline rank ``pp`` has members in, the one that is
+        spread furthest; of messages, the pair.
         """
         width = self.plan.dp * self.plan.tp
         first, apart = pp * width, (peer - pp) * width if peer >= 0 else 0
         key = (lane, first % self.cluster.devices_per_node, apart)  # nodes repeat themselves
-        if key not in self._levels:
-            crosses = self._crosses(range(first, first + width), lane, apart)
-            self._levels[key] = "inter" if crosses else "intra"
-        return self._levels[key]
-
-    def _crosses(self, ranks: range, lane: str, apart: int) -> bool:
-        node_of, seen = self.cluster.node_of, set()
-        for rank in ranks:
-            if rank not in seen:
-                group = (rank, rank + apart) if apart else Member(self.program, rank).group(lane)
-                seen.update(group)
-                if node_of(group[0]) != node_of(group[-1]):
-                    return True
-        return False
+        if key not in self._reaches:
+            found = set()
+            seen: set[int] = set()
+            for rank in range(first, first + width):
+                if rank not in seen:
+                    pair = (rank, rank + apart)
+                    group = pair if apart else Member(self.program, rank).group(lane)
+                    seen.update(group)
+                    found.add(self.cluster.reach(group))
+            self._reaches[key] = furthest(found)
+        return self._reaches[key]
 
     # ---- tiers -----------------------------------------------------------------------------------
     def _job(self, pp: int, ins: Instr) -> float:

@@ -165,7 +165,7 @@ class Deep:
         """Equal for ranks of a kind whose groups cross nodes alike; works out their figures."""
         like = self.folded.like[pp]
         found = self.folded.lists[like]
-        at = like, tuple(self.costs.level(pp, lane) for lane in self._lanes(like))
+        at = like, tuple(self.costs.reach(pp, lane) for lane in self._lanes(like))
         if at not in self.figures:
             self.begun = {
                 ins.writes: ins

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from paralab.checks import illegal
 from paralab.spec.forms import block_shapes, form_name
 from paralab.spec.model import ModelSpec
-from paralab.theory.work import DRAW_FLOPS, EXP_FLOPS, GELU_FLOPS, ITEM, Work
+from paralab.theory.work import ITEM, Work, elementwise
 
-# Arithmetic per element of kernels that are no matrix products, by the beginning of their names.
+# Elements that need arithmetic, of kernels that are no products, by the beginning of their names.
 ARITHMETIC = {
-    "gelu_backward": GELU_FLOPS[1],
-    "gelu": GELU_FLOPS[0],
-    "_softmax_backward": 0,
-    **dict.fromkeys(("_softmax", "exp", "silu", "sigmoid", "tanh", "softplus"), EXP_FLOPS),
-    **dict.fromkeys(("bernoulli", "native_dropout", "rand", "normal"), DRAW_FLOPS),
+    "gelu_backward": "gelu_backward",
+    "gelu": "gelu",
+    "_softmax_backward": "",
+    **dict.fromkeys(("_softmax", "exp", "silu", "sigmoid", "tanh", "softplus"), "exp"),
+    **dict.fromkeys(("bernoulli", "native_dropout", "rand", "normal"), "draw"),
 }
 
 
@@ -169,11 +169,14 @@ def _counter() -> Any:
             formula = formulas.get(f"aten.{kernel.replace('_for_cpu', '')}")
             if formula is not None:
                 flops = formula(*args, **(kwargs or {}), out_val=result)
-                self.work += Work(flops, 0, 1, tuple(flops * kind for kind in self.kinds))
+                moved = ITEM * sum(t.numel() for t in tensors((args, result)))
+                kinds = tuple(flops * kind for kind in self.kinds)
+                self.work += Work(flops, 0, 1, kinds, operands=moved)
             else:
-                each = next((n for at, n in ARITHMETIC.items() if kernel.startswith(at)), 0)
+                name = next((n for at, n in ARITHMETIC.items() if kernel.startswith(at)), "")
                 made, read = (sum(t.numel() for t in tensors(some)) for some in (result, args))
-                self.work += Work(each * made, ITEM * (made + read), 1)
+                self.work += Work(0, ITEM * (made + read), 1)
+                self.work += elementwise(**({name: made} if name else {}))
             return result
 
     return Counter()

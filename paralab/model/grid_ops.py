@@ -45,7 +45,7 @@ from __future__ import annotations
 
 from paralab.model.ops import METHODS, Call, Linear, Norm, Op, gather_pair
 from paralab.model.part import Part
-from paralab.theory.work import Work, product
+from paralab.theory.work import Work, linear
 
 # In 3D, the axes that X is brought together along and that Y is summed along: of a layer that leads
 # out of the residual stream, and of one that leads back.
@@ -64,12 +64,12 @@ class Linear2D(Linear):
             for method, both in moves.items()
         }
         self.q = q
-        flops, added = 2 * tokens * inputs * outputs * q, 4 * self.out * bias
-        moved = 8 * inputs * outputs * (1 + part.widens)
+        added, moved = 4 * self.out * bias, 8 * inputs * outputs * (1 + part.widens)
+        x, g, w = linear(tokens, inputs, outputs, q)
         self.work = (
-            product(flops, "forward") + Work(0, added, q + bias),
-            product(flops, "input") + Work(0, 0, q),
-            product(flops, "weight") + Work(0, added + moved, q + 1 + bias),
+            x + Work(0, added, q + bias),
+            g + Work(0, 0, q),
+            w + Work(0, added + moved, q + 1 + bias),
         )
 
     def moves(self, x: int, w: int, y: int) -> dict[str, tuple]:
@@ -198,12 +198,12 @@ class Linear3D(Linear):
         }
         self.keeps, self.deferred, self.defers_kept = x + w, x + y, x
         mixed = thirds > 1  # the parts of W that arrive have to be put in order
-        flops, added = 2 * rows * inputs * outputs, 4 * self.out * bias
-        moved = 8 * inputs * outputs
+        added, moved = 4 * self.out * bias, 8 * inputs * outputs
+        x, g, w = linear(rows, inputs, outputs)
         self.work = (
-            product(flops, "forward") + Work(0, added + moved * mixed, 1 + bias + mixed),
-            product(flops, "input") + Work(0, 0, 1),
-            product(flops, "weight") + Work(0, added + moved * mixed + moved / q, 2 + bias + mixed),
+            x + Work(0, added + moved * mixed, 1 + bias + mixed),
+            g + Work(0, 0, 1),
+            w + Work(0, added + moved * mixed + moved / q, 2 + bias + mixed),
         )
 
     def in_hand(self, method, received, *, alone=False):

@@ -41,7 +41,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from paralab.model.part import Part
-from paralab.theory.work import DRAW_FLOPS, EXP_FLOPS, GELU_FLOPS, Work, product
+from paralab.theory.work import Work, elementwise, linear
 
 State = tuple
 METHODS = ("forward", "input", "weight")
@@ -202,8 +202,9 @@ class Dropping(Op):
         self.p, self.out = part.p, part.tokens * part.width
         self.passes_grad, self.keeps = not part.p, self.out * (part.p > 0)
         self.scratch = (part.cut_mask("residual", self.out), 0, 0)
-        self.work = (
-            Work(DRAW_FLOPS * part.masks["residual"], 12 * self.keeps, 3 * (part.p > 0)),
+        drawn = elementwise(draw=part.masks["residual"])
+        self.work = (  # a fused kernel writes the mask, and moves nothing else for it
+            drawn + Work(0, 12 * self.keeps, 3 * (part.p > 0), fused=10 * self.keeps),
             Work(0, 12 * self.keeps, part.p > 0),
             Work(),
         )
@@ -305,12 +306,12 @@ class Linear(Op):
         self.out = part.inner * outputs
         wide = inputs * outputs * part.widens  # a product of its own, to be added in fp32
         self.scratch = (0, 0, part.item * max(wide, outputs * bias))
-        flops = 2 * part.inner * inputs * outputs
+        x, g, w = linear(part.inner, inputs, outputs)
+        added = 4 * self.out * bias
         self.work = (
-            product(flops, "forward") + Work(0, 4 * self.out * bias, 1),
-            product(flops, "input") + Work(0, 0, 1),
-            product(flops, "weight")
-            + Work(0, 4 * self.out * bias + 20 * wide, 1 + bias + (wide > 0)),
+            x + Work(0, added, 1, fused=added),
+            g + Work(0, 0, 1),
+            w + Work(0, added + 20 * wide, 1 + bias + (wide > 0)),
         )
 
     def compute(self, weights, x, env):
@@ -353,19 +354,26 @@ class Attention(Op):
             item * max(2 * scores, scores + (2 + several) * x),
             0,
         )
-        made = EXP_FLOPS * scores + DRAW_FLOPS * part.masks["scores"]
-        self.work = self.worked(
-            Work(made, 4 * ((4 + 2 * drops) * scores + 8 * x), 9 + 3 * drops),
-            Work(0, 4 * ((5 + 3 * drops) * scores + 10 * x), 14),
+        made = elementwise(exp=scores, draw=part.masks["scores"])
+        # A fused kernel reads and writes the scores once, and once more with dropout.
+        forward = Work(
+            0, 4 * ((4 + 2 * drops) * scores + 8 * x), 9 + 3 * drops, fused=4 * (2 * scores + 6 * x)
         )
+        backward = Work(
+            0, 4 * ((5 + 3 * drops) * scores + 10 * x), 14, fused=4 * ((2 + drops) * scores + 2 * x)
+        )
+        self.work = self.worked(made + forward, backward, scores)
 
     def copies(self, part: Part) -> bool:
         """Whether it is of several heads of several samples, which lie apart."""
         return part.heads > 1 and part.inner > part.length
 
-    def worked(self, forward: Work, backward: Work) -> tuple[Work, Work, Work]:
-        """With the products, of queries and keys, and of probabilities and values."""
-        products = product(4 * self.out * self.length, "input")
+    def worked(self, forward: Work, backward: Work, scores: int) -> tuple[Work, Work, Work]:
+        """With the products, of queries and keys, and of probabilities and values; of all
+        ``scores``, where they are in memory.
+        """
+        flops = 4 * self.out * self.length
+        products = Work(flops, products=(0, flops, 0), operands=8 * (2 * self.out + scores))
         return products + forward, products * 2 + backward, Work()
 
     def compute(self, weights, qkv, env):
@@ -433,8 +441,9 @@ class FusedAttention(Attention):
                 max(4 * scores + (14 if low else 8 * several) * x, 12 * x) - self.keeps,
                 0,
             )
-        made = (EXP_FLOPS + DRAW_FLOPS * (part.p > 0)) * rows * part.length
-        self.work = self.worked(Work(made, 16 * x, 5), Work(made, 40 * x, 9))
+        scores = rows * part.length
+        made = elementwise(exp=scores, draw=scores * (part.p > 0))
+        self.work = self.worked(made + Work(0, 16 * x, 5), made + Work(0, 40 * x, 9), 0)
 
     def compute(self, weights, qkv, env):
         import torch
@@ -462,8 +471,8 @@ class Gelu(Op):
         super().__init__(name)
         self.out = elements
         self.work = (
-            Work(GELU_FLOPS[0] * elements, 8 * elements, 1),
-            Work(GELU_FLOPS[1] * elements, 12 * elements, 1),
+            elementwise(gelu=elements) + Work(0, 8 * elements, 1),
+            elementwise(gelu_backward=elements) + Work(0, 12 * elements, 1),
             Work(),
         )
 
@@ -490,7 +499,8 @@ class Add(Dropping):
         super().__init__(name, part)
         self.reads = {"bias": bias} if bias else {}
         forward, *backward = self.work
-        added = Work(0, (12 + 8 * bool(bias)) * self.out, 1 + bool(bias))
+        biased = 8 * bool(bias) * self.out
+        added = Work(0, 12 * self.out + biased, 1 + bool(bias), fused=biased)
         self.work = forward + added, *backward
 
     def forward(self, weights, state, env):
@@ -527,8 +537,8 @@ class Loss(Op):
             gather = Call("all_gather", axis, 8 * tokens * part.q, "loss_forward")
             self.calls = {"forward": [gather]}
         self.work = (
-            Work(EXP_FLOPS * logits, 12 * logits, 4 + 8 * bool(axis)),
-            Work(EXP_FLOPS * logits, 12 * logits, 5),
+            elementwise(exp=logits) + Work(0, 12 * logits, 4 + 8 * bool(axis)),
+            elementwise(exp=logits) + Work(0, 12 * logits, 5),
             Work(),
         )
 

@@ -22,10 +22,11 @@ import numpy as np
 from paralab.parallel.partition import partition
 from paralab.parallel.schedules import SCHEDULES
 from paralab.programs.estimate_bytes import held
-from paralab.programs.parts import crosses, part_table
+from paralab.programs.parts import part_table, reach
 from paralab.programs.space import Space, numbered
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec
 from paralab.spec.cluster import Cluster, Link
+from paralab.spec.links import Reach, Way
 
 Array = np.ndarray
 Seconds = Callable[[Array], Array]  # of a call with so many bytes or elements
@@ -102,20 +103,24 @@ class Estimate:
         return 1 * (where == "cpu") + 2 * (where == "nvme")
 
     # ---- links -----------------------------------------------------------------------------------
-    def crosses(self, size: Array, stride: Array) -> Array:
-        """Whether some group of ``size`` ranks, ``stride`` apart, has ranks on different nodes."""
-        world = self.space.dp * self.space.tp * self.p
-        return self.once(lambda *row: crosses(self.cluster, *row), size, stride, world)
+    def link(self, op: str, size: Array, stride: Array) -> Seconds:
+        """Of the bytes that a member sends, in groups of ``size`` ranks ``stride`` apart. What goes
+        on more slowly behind a wait is in each call.
+        """
 
-    def link(self, op: str, inter: Array) -> Seconds:
-        """Of bytes. What goes on more slowly behind a wait is in each call."""
-        near, far = self.cluster.link(op, "intra"), self.cluster.link(op, "inter")
+        def figures(*row: int) -> list[float]:
+            ways = list(self.cluster.ways(op, reach(self.cluster, *row)).values())
+            return [number for way in (ways[0], ways[-1]) for number in way]
+
+        world = self.space.dp * self.space.tp * self.p
+        found = self.once(figures, size, stride, world).T
         late = 0.0 if op == "send" else self.cluster.wait_overhead
-        return lambda size: np.where(inter, far.seconds(size), near.seconds(size)) + late
+        one, other = Way(*found[:2]), Way(*found[2:])
+        return lambda sent: np.minimum(one.seconds(sent), other.seconds(sent)) + late
 
     def collective(self, op: str) -> Seconds:
         """Of elements, in the group that shares the states."""
-        seconds = self.link(op, self.crosses(self.n, self.space.tp))
+        seconds = self.link(op, self.n, self.space.tp)
         item = self.item if op == "all_gather" else self.grad
         sent = (2 if op == "all_reduce" else 1) * (self.n - 1) / self.n * item
         return lambda elements: (self.n > 1) * seconds(sent * elements)
@@ -192,7 +197,10 @@ class Estimate:
         """
         p, nodes = self.p, self.p * self.space.dp * self.space.tp / self.cluster.devices_per_node
         far = np.clip(np.ceil(nodes) - 1, 0, p - 1)  # hops from node to node
-        near_by, across = (self.link("send", inter)(self.parts.message) for inter in (0, 1))
+        pairs = (Reach(2, 2, 1), Reach(2, 1, 2))
+        near_by, across = (
+            self.cluster.ways("send", pair)["direct"].seconds(self.parts.message) for pair in pairs
+        )
         hops = 2 * ((p - 1 - far) * near_by + far * across)
         often = hops / np.maximum(p - 1, 1) * (p * self.v - 1)
         found = dict.fromkeys(SCHEDULES, hops) | {"naive": self.m * hops, "interleaved": often}
@@ -241,10 +249,10 @@ class Estimate:
         beside = (self.space.grad_sync == "overlapped") * ends * (1 - 1 / units)
         late = np.where(self.often, one, np.maximum(units * one - beside, one))
         copies = dp // self.n
-        replicas = self.link("all_reduce", self.crosses(copies, tp * self.n))
+        replicas = self.link("all_reduce", copies, tp * self.n)
         sent = 2 * (copies - 1) / copies * own / units * self.grad
         late = late + (copies > 1) * (zero > 0) * units * replicas(sent)
-        both = self.link("all_reduce", self.p * dp * tp > self.cluster.devices_per_node)
+        both = self.link("all_reduce", np.minimum(self.p, 2), dp * tp * np.maximum(self.p // 2, 1))
         late = late + (self.tied > 0) * both(self.grad * self.tied * own / self.psi)
         update = own * self.moved / self.cluster.memory_bandwidth
         update = (update + 6 * units * self.cluster.op_overhead) * (self.place("optimizer") == 0)

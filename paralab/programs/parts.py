@@ -37,6 +37,7 @@ from paralab.programs.space import Space, numbered
 from paralab.programs.units import rank_units
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.cluster import Cluster
+from paralab.spec.links import Reach, furthest
 
 LAYOUT = (
     *("tp", "tp_mode", "tp_depth", "sequence_parallel", "recompute", "partition_activations"),
@@ -141,8 +142,7 @@ def part_table(space: Space, model: ModelSpec, cluster: Cluster) -> Parts:
             microbatch_size=at.microbatch_size,
         )
         program, known = compiled(one, plan), []
-        across = crosses(cluster, plan.tp, 1, at.world_size)
-        machine = _of_group(cluster, plan.tp, across)
+        machine = _of_group(cluster, reach(cluster, plan.tp, 1, at.world_size))
         few, most = int(samples.min()), int(samples.max())
         for size in sorted({few, most}):
             plan = plan.replace(microbatch_size=size)
@@ -154,13 +154,23 @@ def part_table(space: Space, model: ModelSpec, cluster: Cluster) -> Parts:
     return Parts(*three, *table[3 * width :])
 
 
-def crosses(cluster: Cluster, size: int, stride: int, world: int) -> bool:
-    """Whether some group of ``size`` ranks, ``stride`` apart, has ranks on different nodes."""
+def reach(cluster: Cluster, size: int, stride: int, world: int) -> Reach:
+    """Where the ranks of that group are, of all of ``size`` ranks ``stride`` apart, that is spread
+    furthest.
+    """
     nodes = np.arange(world).reshape(-1, size, stride) // cluster.devices_per_node
-    return bool((nodes[:, 0] != nodes[:, -1]).any())
+    groups = nodes.transpose(0, 2, 1).reshape(-1, size)
+    unlike = np.unique(groups - groups[:, :1], axis=0).tolist()
+    return furthest(cluster.reach(group, node_of=int) for group in unlike)
 
 
-def _of_group(cluster: Cluster, tp: int, across: bool) -> Cluster:
-    """A cluster of ``tp`` devices, on more than one node if their group is ``across`` nodes."""
-    size = max(tp - 1, 1) if across else tp
-    return cluster.replace(devices_per_node=size, nodes=-(-tp // size))
+def _of_group(cluster: Cluster, reach: Reach) -> Cluster:
+    """A cluster whose first devices are a tensor-parallel group with this reach."""
+    size, ports = reach.members, cluster.ports or cluster.devices_per_node
+    if reach.nodes > 1:
+        size = size - reach.near if reach.nodes == 2 else reach.near
+    inter = cluster.inter.replace(  # type: ignore[union-attr]
+        bandwidth=cluster.inter.bandwidth * ports / cluster.devices_per_node  # type: ignore[union-attr]
+    )
+    nodes = -(-reach.members // size)
+    return cluster.replace(devices_per_node=size, nodes=nodes, inter=inter, ports=None)

@@ -7,32 +7,17 @@ literature (`Cluster.preset`), or stated field by field.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from paralab.checks import Description, choice, count, illegal, real
+from paralab.spec.links import ALGORITHMS, Link, Reach, Way, ways
 from paralab.theory.traffic import OPS
 
-
-@dataclass(frozen=True, kw_only=True)
-class Link(Description):
-    """The alpha-beta model of one kind of link: a message of n bytes takes alpha + n / bandwidth.
-
-    alpha      seconds before the first byte
-    bandwidth  bytes per second that one rank can send
-    """
-
-    alpha: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", real("alpha", self.alpha, at_least=0.0))
-        object.__setattr__(self, "bandwidth", real("bandwidth", self.bandwidth, above=0.0))
-
-    def seconds(self, wire_bytes: float) -> float:
-        """Time for one rank to send ``wire_bytes``."""
-        return self.alpha + wire_bytes / self.bandwidth
+ELEMENTS = ("gelu", "gelu_backward", "exp", "draw")
+OVERHEADS = ("op", "launch", "call", "wait")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +26,36 @@ class Cluster(Description):
 
     name              what reports and figures call it
     nodes, devices_per_node   how many; a plan's ranks fill one node after the other
-    flops             multiply-add rate that matrix products really reach, FLOP/s per device
+    flops             rate that large matrix products really reach, FLOP/s per device
     peak_flops        FLOP/s that a device's datasheet promises in the precision that is trained in;
                       None: not stated, and no report says how much of it a step uses
     half_rate_tokens  tokens of a micro-batch at which products reach half of ``flops``, where small
                       ones are slower: n_1/2 of Hockney's r = r_inf n / (n + n_1/2). 0: they are not
     memory_bandwidth  bytes/s that elementwise kernels really reach, per device
+    operand_bandwidth bytes/s at which products read what they multiply and write what they make, in
+                      addition to computing, so that a product's rate depends on its shape; None:
+                      caches hide it, as on a processor
+    elements          seconds of arithmetic per element, in addition to moving it: of "gelu" and
+                      "gelu_backward", of an "exp" in a softmax, and to "draw" one of a dropout
+                      mask; what is not named takes none, as on a GPU, which waits for its memory
+    fused             whether softmax takes scale, mask and dropout with it, and bias, GELU, dropout
+                      and residual are one kernel: what passes between them is not moved. So are
+                      Megatron-LM's; those of `pl.run` are not
     op_overhead       seconds every kernel costs before it does any work
+    launch_overhead   seconds of the host's program for every kernel. It runs ahead of the device,
+                      so a computation takes the longer of the two
     call_overhead     seconds that posting a call takes from a device that posts its own
     wait_overhead     seconds that what follows a wait takes longer on a core whose caches others
                       have used meanwhile
     memory            bytes per device
-    intra, inter      links inside a node and between nodes
+    intra, inter      links inside a node, and between nodes: of one port
+    ports             of a node to the others; None: as many as devices. See spec/links.py
+    algorithm         of all-reduces: "ring" or "tree"; None: what takes less time of the two
     host, disk        links between a device and its host, each way, and to files; None: not stated,
                       and plans that offload are refused
     host_bandwidth    bytes/s at which a device's share of the host's processor updates states
-    collectives       links measured per operation inside a node; they go before `intra`
+    collectives       links measured per operation inside a node, alpha per message; they go before
+                      `intra`
     products_16bit    {"bf16" or "fp16": FLOP/s of products x W^T, g W, g^T x} where they differ
                       from fp32's: theory/work.py; empty: `flops` in any precision
     cores             processor cores that this cluster's devices share; None where each device
@@ -68,12 +67,18 @@ class Cluster(Description):
     devices_per_node: int = count(8, at_most=2**20)
     flops: float
     memory_bandwidth: float
+    operand_bandwidth: float | None = None
+    elements: Mapping[str, float] = field(default_factory=dict)
+    fused: bool = False
     op_overhead: float = 0.0
+    launch_overhead: float = 0.0
     call_overhead: float = 0.0
     wait_overhead: float = 0.0
     memory: int = count(2**62)
     intra: Link
     inter: Link | None = None
+    ports: int | None = count(None, at_most=2**20)
+    algorithm: str | None = None
     host: Link | None = None
     disk: Link | None = None
     host_bandwidth: float | None = None
@@ -99,7 +104,9 @@ class Cluster(Description):
         self.check_counts()
         for name in ("flops", "memory_bandwidth"):
             object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
-        for name in ("op_overhead", "call_overhead", "wait_overhead", "half_rate_tokens"):
+        choice("algorithm", self.algorithm, (None, *ALGORITHMS))
+        choice("fused", self.fused, (True, False))
+        for name in (*(f"{what}_overhead" for what in OVERHEADS), "half_rate_tokens"):
             object.__setattr__(self, name, real(name, getattr(self, name), at_least=0.0))
         object.__setattr__(self, "intra", as_link("intra", self.intra))
         inter = self.intra if self.inter is None else as_link("inter", self.inter)
@@ -107,7 +114,7 @@ class Cluster(Description):
         for name in ("host", "disk"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, as_link(name, getattr(self, name)))
-        for name in ("host_bandwidth", "peak_flops"):
+        for name in ("host_bandwidth", "peak_flops", "operand_bandwidth"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
         if not isinstance(self.collectives, Mapping):
@@ -123,6 +130,13 @@ class Cluster(Description):
             )
         rates = {name: _three(name, of) for name, of in self.products_16bit.items()}
         object.__setattr__(self, "products_16bit", rates)
+        if not isinstance(self.elements, Mapping):
+            raise illegal("elements", self.elements, "not a table", '{"exp": 1e-9}')
+        seconds = {
+            choice("elements", name, ELEMENTS): real(f"elements[{name!r}]", of, at_least=0.0)
+            for name, of in self.elements.items()
+        }
+        object.__setattr__(self, "elements", seconds)
 
     @property
     def num_devices(self) -> int:
@@ -144,6 +158,26 @@ class Cluster(Description):
             return self.inter  # type: ignore[return-value]  # __post_init__ filled it
         return self.collectives.get(op, self.intra)
 
+    def reach(self, ranks: Sequence[int], node_of: Callable[[int], int] | None = None) -> Reach:
+        """Where these ranks are, by this cluster's nodes if no others are named."""
+        nodes = Counter(map(node_of or self.node_of, ranks))
+        return Reach(len(ranks), min(nodes.values()), len(nodes))
+
+    def ways(self, op: str, reach: Reach) -> dict[str, Way]:
+        """{algorithm: what a call takes by it}: those that this cluster chooses from."""
+        near = self.collectives.get(op, self.intra)
+        share = 1.0 if self.ports is None else self.ports / self.devices_per_node
+        far: Link = self.inter  # type: ignore[assignment]  # __post_init__ filled it
+        found = ways(op, reach, near, far.replace(bandwidth=share * far.bandwidth))
+        if op in self.collectives and "ring" in found:
+            return {"ring": found["ring"]}
+        return {self.algorithm: found[self.algorithm]} if self.algorithm in found else found
+
+    def call(self, op: str, wire_bytes: float, reach: Reach) -> tuple[str, float]:
+        """(algorithm, seconds) of a call whose busiest member sends so many bytes."""
+        took = {name: way.seconds(wire_bytes) for name, way in self.ways(op, reach).items()}
+        return min(took.items(), key=lambda one: one[1])
+
     def copy_seconds(self, lane: str, size: int, limit: float | None = None) -> float:
         """Of ``size`` bytes over "h2d", "d2h" or "disk", at no more than ``limit`` bytes/s."""
         link = self.disk if lane == "disk" else self.host
@@ -164,7 +198,7 @@ class Cluster(Description):
 
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1) -> Cluster:
-        """A machine of the literature. ``nodes`` of it; device speed as a stated share of peak."""
+        """A machine of the literature, ``nodes`` of it; where its figures are from stands below."""
         if not isinstance(name, str) or name not in CLUSTER_PRESETS:
             raise illegal("preset", name, "unknown cluster", ", ".join(CLUSTER_PRESETS))
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
@@ -187,37 +221,53 @@ def available_cores() -> int:
 
 def _dgx(
     peak: float,
+    products: float,
     memory_gb: int,
     memory_gbs: float,
     intra_gbs: float,
-    inter_gbs: float,
+    port_gbs: float,
     host_gbs: float,
     host_memory_gbs: float,
     devices: int = 8,
 ) -> dict:
-    """Dense 16-bit peak at 62 %, memory at 80 %: shares that large training kernels reach."""
+    """See CLUSTER_PRESETS; figures in GB and GB/s."""
     return {
         "devices_per_node": devices,
         "peak_flops": peak,
-        "flops": 0.62 * peak,
-        "memory_bandwidth": 0.8e9 * memory_gbs,
+        "flops": products,
+        "memory_bandwidth": 0.64e9 * memory_gbs,
+        "operand_bandwidth": 0.64e9 * memory_gbs,
+        "fused": True,
         "op_overhead": 5e-6,
+        "launch_overhead": 30e-6,
         "memory": memory_gb * 10**9,
-        "intra": Link(alpha=10e-6, bandwidth=intra_gbs * 1e9),
-        "inter": Link(alpha=20e-6, bandwidth=inter_gbs * 1e9),
+        "intra": Link(alpha=7e-6, bandwidth=0.5e9 * intra_gbs),
+        "inter": Link(alpha=20e-6, bandwidth=0.96e9 * port_gbs),
         "host": Link(alpha=10e-6, bandwidth=0.8e9 * host_gbs),
         "host_bandwidth": 0.8e9 * host_memory_gbs,
     }
 
 
-# Datasheet figures: 16-bit dense peak, memory size and bandwidth, one-way GB/s per GPU inside a
-# node (NVLink) and between nodes (one HDR / NDR port per GPU); PCIe x16 to the host, one way, and
-# an eighth of both sockets' memory bandwidth (8 channels each of DDR4-3200, of DDR5-4800). Disks
-# differ from site to site: state yours. "dgx-v100" is the DGX-2 that the ZeRO papers ran on: 16
-# V100 of 32 GB behind NVSwitch, 800 Gbit/s between nodes (arXiv:1910.02054, sec. 10), PCIe 3 to
-# hosts of 6 channels of DDR4-2666 a socket.
+# Of data sheets: 16-bit dense peak, memory size and bandwidth, one-way GB/s per GPU inside a node
+# (NVLink) and of a port to other nodes (HDR or NDR InfiniBand, as many as GPUs; the DGX-2 has 8 for
+# 16); PCIe x16 to the host, one way, and an eighth of both sockets' memory bandwidth (8 channels
+# each of DDR4-3200, of DDR5-4800). Disks differ from site to site: state yours. "dgx-v100" is the
+# DGX-2 that the ZeRO papers ran on: 16 V100 of 32 GB behind NVSwitch, 800 Gbit/s between nodes
+# (arXiv:1910.02054, sec. 10), PCIe 3 to hosts of 6 channels of DDR4-2666 a socket.
+#
+# Published measurements: products, the best that any shape reaches (stas00/ml-engineering, MAMF:
+# 271.2 of an A100, 794.5 of an H100; of a V100 there is none, so the A100's share of its peak);
+# all-reduces between 8 A100s, 92 us at least for 14 messages, of which 7 us each, and 150 GB/s
+# where the model computes too (VIA-Research/vTrain, its table and its setting); 0.96 of the ports,
+# 192 of 200 GB/s between DGX A100s (NVIDIA, NCCL issue 812).
+#
+# Fitted, to runs inside one node and on 64 to 512 A100s (tests/benchmarks/bench_published.py): 64 %
+# of the memory's bandwidth, and 30 us of Megatron-LM's host program for a kernel.
 CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
-    "dgx-v100": _dgx(125e12, 32, 900, 150, 6.25, 16, 16, devices=16),
-    "dgx-a100": _dgx(312e12, 80, 2039, 300, 25, 31, 51),
-    "dgx-h100": _dgx(989e12, 80, 3350, 450, 50, 63, 77),
+    "dgx-v100": {
+        **_dgx(125e12, 0.869 * 125e12, 32, 900, 150, 12.5, 16, 16, devices=16),
+        "ports": 8,
+    },
+    "dgx-a100": _dgx(312e12, 271.2e12, 80, 2039, 300, 25, 31, 51),
+    "dgx-h100": _dgx(989e12, 794.5e12, 80, 3350, 450, 50, 63, 77),
 }

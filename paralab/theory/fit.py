@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from paralab.spec import Link
+from paralab.spec.links import messages
 
 NEVER = 1e18  # a rate so high that its term vanishes: what a fitted coefficient of zero means
 
@@ -28,13 +29,19 @@ def fit_device(points: list[dict[str, Any]]) -> tuple[tuple[float, float, float]
 
 
 def fit_link(points: list[dict[str, Any]]) -> tuple[Link, dict[str, float]]:
-    """(alpha and bandwidth, accuracy) of one operation; adds "fitted" seconds to every point."""
-    terms = [(1.0, float(p["wire_bytes"])) for p in points]
+    """(alpha and bandwidth, accuracy) of one operation; adds "fitted" seconds to every point.
+
+    A call of ``ranks`` members pays alpha for each message that comes after another; a copy, which
+    names no ranks, once.
+    """
+    terms = [
+        (float(messages(p["op"], p["ranks"]) if "ranks" in p else 1), float(p["wire_bytes"]))
+        for p in points
+    ]
     alpha, per_byte = non_negative_fit(terms, [p["seconds"] for p in points])
-    link = Link(alpha=alpha, bandwidth=1 / max(per_byte, 1 / NEVER))
-    for point in points:
-        point["fitted"] = link.seconds(point["wire_bytes"])
-    return link, _accuracy(points)
+    for point, (often, sent) in zip(points, terms, strict=True):
+        point["fitted"] = often * alpha + sent * per_byte
+    return Link(alpha=alpha, bandwidth=1 / max(per_byte, 1 / NEVER)), _accuracy(points)
 
 
 def fit_rate(

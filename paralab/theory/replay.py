@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, real
-from paralab.report.metrics import device_of, in_outline
+from paralab.report.metrics import device_of, in_outline, node_of
 from paralab.spec import Cluster
+from paralab.spec.links import Reach
 from paralab.theory.engine import Item, simulate
 from paralab.theory.traffic import POINT_TO_POINT
 
@@ -150,6 +152,7 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
     """
     found: dict[int, list[Item]] = defaultdict(list)
     count: Counter[tuple[Any, ...]] = Counter()
+    reaches: dict[tuple[int, ...], Reach] = {}
     lanes = dict(zip(report.spans["id"], report.spans["lane"], strict=True))
     rows = report.collectives.sort_values(["rank", "step", "span"], kind="stable")
     for row in rows.itertuples(index=False):
@@ -161,7 +164,10 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
         else:
             name = f"{row.op} {{}} ({row.phase}) of {row.axis} ranks {members}"
         if row.op != "recv":  # the sender's side is the one that moves the bytes
-            seconds = cluster.link(row.op, row.level).seconds(row.wire_bytes)
+            group = tuple(members)
+            if group not in reaches:
+                reaches[group] = cluster.reach(group, partial(node_of, report))
+            seconds = cluster.call(row.op, row.wire_bytes, reaches[group])[1]
         side = (row.rank, row.op == "recv", name)
         found[row.span].append(Item(lane, seconds, (), name.format(count[side]), members))
         count[side] += 1

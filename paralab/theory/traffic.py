@@ -57,6 +57,11 @@ def wire_bytes(op: str, payload: int, n: int, index: int = 0, root: int = 0) -> 
     return payload * len(_tree_children(n, index, root))  # broadcast
 
 
+def most_sent(op: str, payload: int, n: int) -> int:
+    """Bytes that the member of a group that sends most sends."""
+    return wire_bytes(op, payload, n, int(op == "reduce" and n > 1))
+
+
 def _tree_children(n: int, index: int, root: int) -> list[int]:
     """Whom ``index`` forwards a broadcast to. Round i: the first 2^i from the root send on."""
     position, children, reach = (index - root) % n, [], 1

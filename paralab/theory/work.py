@@ -1,48 +1,59 @@
 """What a device is asked to do, and how long it takes: `Work`.
 
-A device is three numbers, and time is a sum of three terms:
+Time is a sum, of what `spec.Cluster` says of the device:
 
-    seconds = flops / cluster.flops + bytes / cluster.memory_bandwidth
+    seconds = flops / cluster.flops + operands / cluster.operand_bandwidth
+              + bytes / cluster.memory_bandwidth + elements * cluster.elements
               + kernels * cluster.op_overhead
+
+and no less than kernels * cluster.launch_overhead, the time in which the host has asked for it. A
+product of shapes (m, k) and (k, n) computes 2 m k n and moves m k + k n + m n, so narrow ones reach
+a lower rate (the roofline of Williams, Waterman & Patterson 2009, with a sum for its maximum).
 
 A processor without instructions for 16-bit products makes up for them in software, at rates that
 depend on how the operands lie in memory: measured on one core of an AMD EPYC, 64 to 75 GFLOP/s in
 fp32, and in bf16 1.3 to 10 of x W^T, 1 to 2.6 of g W and 7 to 20 of g^T x. So a cluster may state
 these three rates for each precision, and then they take the place of ``flops``. A GPU states them
 because its 16-bit products are the faster ones; there other kernels gain too: their bytes are half
-as many, and their arithmetic, counted in units of products, is as fast as the fastest of these.
+as many.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import add, mul
 
-from paralab.spec.cluster import Cluster
+from paralab.spec.cluster import ELEMENTS, Cluster
 from paralab.spec.model import BYTES_PER_ELEMENT
 
 ITEM = 4  # bytes of an fp32 element
 PRODUCTS = ("forward", "input", "weight")  # what a matrix product makes
-# Arithmetic in the unit of products, per element.
-GELU_FLOPS = (400, 600)  # forward and backward, of the tanh form on a processor
-EXP_FLOPS = 100  # of a softmax
-DRAW_FLOPS = 1000  # of a dropout mask
+# FLOPs of products that take a processor as long as the arithmetic of one element: of the tanh form
+# of GELU, of its backward, of a softmax's exponential, and of a dropout mask. Measured on one core.
+ARITHMETIC = {"gelu": 400, "gelu_backward": 600, "exp": 100, "draw": 1000}
 
 
 @dataclass(frozen=True)
 class Work:
     """What a device is asked to do. Adds up, and multiplies by a count.
 
-    flops    of matrix products, and the arithmetic of GELU and softmax in the same unit
-    bytes    that other kernels read and write, in fp32
-    kernels  calls
-    products of ``flops``, those of products x W^T (forward), g W (the gradient of an input,
-             attention) and g^T x (of a weight)
+    flops     of matrix products
+    bytes     that other kernels read and write, in fp32
+    kernels   calls
+    products  of ``flops``, those of products x W^T (forward), g W (the gradient of an input,
+              attention) and g^T x (of a weight)
+    operands  bytes that products read and write, in fp32
+    fused     of ``bytes``, those that fused kernels do not move
+    elements  that need arithmetic, as in `Cluster.elements`, in the order of its ELEMENTS
     """
 
     flops: float = 0.0
     bytes: float = 0.0
     kernels: float = 0.0
     products: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    operands: float = 0.0
+    fused: float = 0.0
+    elements: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def __add__(self, other: Work) -> Work:
         a, b, c = self.products
@@ -52,6 +63,9 @@ class Work:
             self.bytes + other.bytes,
             self.kernels + other.kernels,
             (a + d, b + e, c + f),
+            self.operands + other.operands,
+            self.fused + other.fused,
+            tuple(map(add, self.elements, other.elements)),  # type: ignore[arg-type]
         )
 
     def __mul__(self, times: float) -> Work:
@@ -61,6 +75,9 @@ class Work:
             self.bytes * times,
             self.kernels * times,
             (a * times, b * times, c * times),
+            self.operands * times,
+            self.fused * times,
+            tuple(n * times for n in self.elements),  # type: ignore[arg-type]
         )
 
     __rmul__ = __mul__
@@ -68,6 +85,11 @@ class Work:
     def share(self, part: float) -> Work:
         """This part of it, in as many calls."""
         return replace(self * part, kernels=self.kernels)
+
+    @property
+    def arithmetic(self) -> float:
+        """FLOPs, and what takes a processor as long: ARITHMETIC."""
+        return self.flops + sum(map(mul, self.elements, ARITHMETIC.values()))
 
     def seconds(self, cluster: Cluster, precision: str = "fp32") -> float:
         """Time on one device of ``cluster``.
@@ -77,20 +99,36 @@ class Work:
         """
         rates = cluster.products_16bit.get(precision)
         able = rates is None or cluster.gpus  # computes in 16 bits
-        item = BYTES_PER_ELEMENT[precision] if able else ITEM
-        rest, rate, products = self.flops, cluster.flops, 0.0
+        wide = (BYTES_PER_ELEMENT[precision] if able else ITEM) / ITEM
+        rest, taken = self.flops, 0.0
         if rates is not None:
-            products = sum(flops / fast for flops, fast in zip(self.products, rates, strict=True))
-            rest, rate = rest - sum(self.products), max(rates) if able else rate
-        return (
-            rest / rate
-            + products
-            + self.bytes * item / ITEM / cluster.memory_bandwidth
-            + self.kernels * cluster.op_overhead
+            taken = sum(flops / fast for flops, fast in zip(self.products, rates, strict=True))
+            rest -= sum(self.products)
+        if cluster.operand_bandwidth is not None:
+            taken += self.operands * wide / cluster.operand_bandwidth
+        if cluster.elements:
+            each = (cluster.elements.get(name, 0.0) for name in ELEMENTS)
+            taken += sum(map(mul, self.elements, each))
+        moved = (self.bytes - self.fused * cluster.fused) * wide
+        taken += rest / cluster.flops + moved / cluster.memory_bandwidth
+        return max(
+            taken + self.kernels * cluster.op_overhead, self.kernels * cluster.launch_overhead
         )
 
 
-def product(flops: float, what: str) -> Work:
-    """A matrix product: "forward", "input" or "weight"."""
-    x, g, w = (flops * (what == kind) for kind in PRODUCTS)
-    return Work(flops, products=(x, g, w))
+def linear(tokens: float, inputs: float, outputs: float, times: int = 1) -> tuple[Work, Work, Work]:
+    """x W^T, g W and g^T x of x (tokens, inputs) and W (outputs, inputs), ``times`` of each: what a
+    linear layer multiplies forward, and in the two halves of backward.
+    """
+    flops = 2 * tokens * inputs * outputs * times
+    moved = ITEM * times * (tokens * inputs + inputs * outputs + tokens * outputs)
+    x, g, w = (
+        Work(flops, products=tuple(flops * (what == kind) for kind in PRODUCTS), operands=moved)  # type: ignore[arg-type]
+        for what in PRODUCTS
+    )
+    return x, g, w
+
+
+def elementwise(**counts: float) -> Work:
+    """The arithmetic of so many elements, by their names in ELEMENTS."""
+    return Work(elements=tuple(counts.get(name, 0.0) for name in ELEMENTS))  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""Links inside a node and between nodes, and what a call of a group of ranks takes on them.
+
+[Note: ports] A group whose n members are spread over nodes, k on each, sends through k ports of a
+node at once: in a ring's k copies, one per port, every member is the one at the border once. So a
+ring's bytes leave a node at k times one port's bandwidth, and never faster than links inside the
+node bring them there. In an all-to-all every member sends what goes elsewhere, (n-k)/(n-1) of its
+bytes, through its own port.
+
+[Note: latency] Alpha is paid for every message that has to come after another one:
+
+    ring   n-1 messages (an all-reduce: twice), of which nodes-1 go from node to node
+    tree   of an all-reduce: up and down ceil(log2 k) rounds inside a node and ceil(log2 nodes)
+           between them, and each carries the whole tensor
+
+With alpha + bytes / bandwidth for a message (Hockney 1994) that is the model of Thakur,
+Rabenseifner & Gropp (2005), and of theory/collectives.py, which writes each algorithm out. NCCL
+chooses between rings and trees by such sums too. What a cluster has measured of an operation was
+measured with the algorithm that it has there, so nothing is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paralab.checks import Description, real
+
+ALGORITHMS = ("ring", "tree")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link(Description):
+    """The alpha-beta model of one kind of link: a message of n bytes takes alpha + n / bandwidth.
+
+    alpha      seconds before the first byte
+    bandwidth  bytes per second that one rank can send
+    """
+
+    alpha: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alpha", real("alpha", self.alpha, at_least=0.0))
+        object.__setattr__(self, "bandwidth", real("bandwidth", self.bandwidth, above=0.0))
+
+    def seconds(self, wire_bytes: float) -> float:
+        """Time for one rank to send ``wire_bytes``."""
+        return self.alpha + wire_bytes / self.bandwidth
+
+
+class Reach(NamedTuple):
+    """Where a group's members are.
+
+    members  n of them
+    near     k, of them on one node: on the node that has fewest
+    nodes    that have some
+    """
+
+    members: int
+    near: int
+    nodes: int
+
+    @property
+    def level(self) -> str:
+        """ "inter" if the group is on several nodes, else "intra"."""
+        return "inter" if self.nodes > 1 else "intra"
+
+
+def furthest(reaches: Iterable[Reach]) -> Reach:
+    """The one that is spread over nodes most thinly: at its pace the groups alike go on."""
+    return max(reaches, key=lambda reach: (reach.nodes > 1, -reach.near, reach.nodes))
+
+
+class Way(NamedTuple):
+    """What a call takes by one algorithm: ``latency + wire_bytes / bandwidth`` seconds.
+
+    latency    seconds: alpha, once for each message that comes after another
+    bandwidth  bytes/s for the bytes that the member sends that sends most
+    """
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, wire_bytes: float) -> float:
+        return self.latency + wire_bytes / self.bandwidth
+
+
+def ways(op: str, reach: Reach, near: Link, far: Link) -> dict[str, Way]:
+    """{algorithm: `Way`} of an operation. See [Note: ports] and [Note: latency].
+
+    near  between two members on one node
+    far   between two on different nodes, with as many ports as one member has
+    """
+    n, k, nodes = reach
+    if n == 1:
+        return {"ring": Way(0.0, near.bandwidth)}
+    ports = min(k * far.bandwidth, near.bandwidth) if nodes > 1 else near.bandwidth
+    rounds = _rounds(k) * near.alpha + _rounds(nodes) * far.alpha
+    if op in ("send", "recv", "reduce"):  # one message after no other
+        return {"direct": Way((far if nodes > 1 else near).alpha, ports)}
+    if op == "broadcast":  # down a tree
+        return {"tree": Way(rounds, ports)}
+    halves, name = 2 if op == "all_reduce" else 1, "ring"
+    if op == "all_to_all":
+        name, own = "pairwise", far.bandwidth * (n - 1) / max(n - k, 1)
+        ports = min(own, near.bandwidth) if nodes > 1 else ports
+    found = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), ports)}
+    if op == "all_reduce":
+        whole = _rounds(k) / near.bandwidth + _rounds(nodes) / ports  # per byte of the tensor
+        found["tree"] = Way(2 * rounds, (n - 1) / n / whole)  # per byte that a ring's member sends
+    return found
+
+
+def messages(op: str, n: int) -> int:
+    """Of a call inside one node, those that come one after the other: how often alpha is paid."""
+    unit = Link(alpha=1.0, bandwidth=1.0)
+    return round(next(iter(ways(op, Reach(n, n, 1), unit, unit).values())).latency)
+
+
+def _rounds(n: int) -> int:
+    return (n - 1).bit_length()  # ceil(log2 n)

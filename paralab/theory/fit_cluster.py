@@ -1,0 +1,281 @@
+"""From measured iterations to a cluster that predicts the others: `fit_cluster`.
+
+At most six figures of a stated cluster are corrected, each by a factor:
+
+    products   FLOP/s that large matrix products reach
+    memory     bytes/s of kernels and of products' operands
+    launch     seconds of the host's program for a kernel
+    inside     bytes/s of links inside a node
+    between    bytes/s of a port between nodes
+    latency    seconds of alpha, of all links
+
+The factors are those that bring the logarithms of predicted over measured seconds nearest to zero,
+with two restraints. A run that is further off than `CLOSE` pulls no harder than that (Huber 1964,
+"Robust Estimation of a Location Parameter"), as some iterations of a cluster are slow for reasons
+of their own. And a factor of e^`SPREAD` costs as much as one run that far off: what the runs say
+nothing about stays as it was stated, so that a handful of them is enough. Steps of Gauss and
+Newton, with derivatives by differences, taken once: the logarithms are nearly straight.
+
+What the fit is worth is said out of sample: every model's runs are predicted by a fit to the other
+models' (of a single model, every run by a fit to the others), next to the null model, one rate of
+FLOP/s per device for everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+from paralab.checks import illegal, real
+from paralab.interpret.outline import totals
+from paralab.interpret.predict import check_cluster
+from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.theory.needs import step_flops
+
+CLOSE, SPREAD = 0.05, 0.3  # of logarithms: an error that is common, a correction that is
+STEPS, NUDGE = 4, 0.05
+
+
+class Run(NamedTuple):
+    """One measured run; ``seconds`` per iteration."""
+
+    model: ModelSpec
+    plan: Plan
+    seconds: float
+
+
+def _links(cluster: Cluster, alpha: float, inside: float, between: float) -> dict[str, Any]:
+    """The cluster's links, with these factors."""
+
+    def of(link: Link, faster: float) -> Link:
+        return Link(alpha=link.alpha * alpha, bandwidth=link.bandwidth * faster)
+
+    found = {op: of(link, inside) for op, link in cluster.collectives.items()}
+    inter = of(cluster.inter, between)  # type: ignore[arg-type]  # filled at its birth
+    return {"intra": of(cluster.intra, inside), "inter": inter, "collectives": found}
+
+
+def _memory(cluster: Cluster, by: float) -> dict[str, Any]:
+    names = ["memory_bandwidth"] + ["operand_bandwidth"] * (cluster.operand_bandwidth is not None)
+    return {name: getattr(cluster, name) * by for name in names}
+
+
+# What each factor changes, and the figure that it is shown by, with its unit.
+FACTORS: dict[str, tuple[Callable[[Cluster, float], dict[str, Any]], str, str]] = {
+    "products": (lambda c, by: {"flops": c.flops * by}, "flops", "FLOP/s"),
+    "memory": (_memory, "memory_bandwidth", "bytes/s"),
+    "launch": (lambda c, by: {"launch_overhead": c.launch_overhead * by}, "launch_overhead", "s"),
+    "inside": (lambda c, by: _links(c, 1, by, 1), "intra.bandwidth", "bytes/s"),
+    "between": (lambda c, by: _links(c, 1, 1, by), "inter.bandwidth", "bytes/s"),
+    "latency": (lambda c, by: _links(c, by, 1, 1), "inter.alpha", "s"),
+}
+
+
+@dataclass(frozen=True)
+class ClusterFit:
+    """What `fit_cluster` found.
+
+    cluster    with the corrected figures
+    constants  {name: (unit, as stated, as fitted)}
+    runs       what it was fitted to
+    inside     relative errors of the runs that it was fitted to, predicted over measured - 1
+    errors     the same, each of a fit that has not seen the run's group
+    null       the same of one rate for everything, from the same other runs
+    """
+
+    cluster: Cluster
+    constants: dict[str, tuple[str, float, float]]
+    runs: tuple[Run, ...]
+    inside: tuple[float, ...]
+    errors: tuple[float, ...]
+    null: tuple[float, ...]
+
+    def table(self) -> Any:
+        """A pandas DataFrame with a row per run: what was measured, and who is how far off (%)."""
+        import pandas as pd
+
+        rows = [
+            {
+                "model (B)": run.model.num_params / 1e9,
+                "dp": run.plan.dp,
+                "tp": run.plan.tp,
+                "pp": run.plan.pp,
+                "micro-batch": run.plan.microbatch_size,
+                "measured (s)": run.seconds,
+                "out of sample (%)": 100 * error,
+                "one rate for everything (%)": 100 * null,
+            }
+            for run, error, null in zip(self.runs, self.errors, self.null, strict=True)
+        ]
+        return pd.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        lines = [f"{len(self.runs)} runs, {said(self.inside)} where it was fitted"]
+        if self.errors:
+            lines += [f"out of sample: {said(self.errors)}"]
+            lines += [f"one rate for everything: {said(self.null)}"]
+        for name, (unit, before, after) in self.constants.items():
+            lines.append(f"  {name:<10}{before:>12.4g} -> {after:<12.4g}{unit}")
+        return "\n".join(lines)
+
+
+def said(errors: Sequence[float]) -> str:
+    """ "mean 8.1 %, median 4.9 %, at most 38.2 % off"."""
+    off = [100 * abs(error) for error in errors]
+    return f"mean {mean(off):.1f} %, median {median(off):.1f} %, at most {max(off):.1f} % off"
+
+
+def fit_cluster(
+    model_runs: Sequence[Any] | Mapping[ModelSpec, Any],
+    cluster: Cluster,
+    *,
+    by: Callable[[Run], Hashable] | None = None,
+) -> ClusterFit:
+    """The cluster that predicts these iterations best, and how well it predicts others.
+
+    model_runs  (model, plan, seconds per iteration), a handful or many; or {model: (plan, seconds)
+                of each run}; or reports of runs
+    cluster     what is known of the machine: a preset, or stated
+    by          what runs have in common that are left out together; default: their model
+
+    About a second per run. Raises ValueError naming the run that is refused.
+    """
+    if not isinstance(cluster, Cluster):
+        raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or a preset")
+    runs = _runs(model_runs)
+    most = max(run.plan.world_size for run in runs)
+    wide = cluster.replace(nodes=max(cluster.nodes, -(-most // cluster.devices_per_node)))
+    used = [name for name in FACTORS if FACTORS[name][0](wide, 2.0) != FACTORS[name][0](wide, 1.0)]
+    factors, slopes, now = _fitted(runs, wide, used)
+    errors, null = _out_of_sample(runs, wide, used, factors, slopes, now, by)
+    fitted = _with(cluster, used, factors)
+    shown = {
+        name: (unit, _figure(cluster, at), _figure(fitted, at))
+        for name, (_, at, unit) in FACTORS.items()
+        if name in used
+    }
+    inside = tuple(math.expm1(one) for one in now)
+    return ClusterFit(fitted, shown, tuple(runs), inside, errors, null)
+
+
+def _figure(cluster: Cluster, at: str) -> float:
+    for name in at.split("."):
+        cluster = getattr(cluster, name)
+    return float(cluster)  # type: ignore[arg-type]
+
+
+def _runs(rows: Any) -> list[Run]:
+    """Raises ValueError naming the row that is none."""
+    if isinstance(rows, Mapping):
+        rows = [(model, *row) for model, several in rows.items() for row in several]
+    found = []
+    for number, row in enumerate(rows if isinstance(rows, Sequence) else ()):
+        if hasattr(row, "step_time"):  # a report
+            row = (row.model, row.plan, row.step_time)
+        try:
+            model, plan, seconds = row
+            plan.validate(model)
+            found.append(Run(model, plan, real("seconds", seconds, above=0.0)))
+        except (TypeError, AttributeError, ValueError) as error:
+            why = f"run {number} is refused: {error}"
+            raise illegal("model_runs", row, why, "(model, plan, seconds per iteration)") from error
+    if not found:
+        legal = "rows of (model, plan, seconds per iteration), or reports of runs"
+        raise illegal("model_runs", rows, "no run in it", legal)
+    return found
+
+
+# ---- the fit -------------------------------------------------------------------------------------
+def _with(cluster: Cluster, used: Sequence[str], factors: Sequence[float]) -> Cluster:
+    """The cluster with e^factor of each figure."""
+    for name, factor in zip(used, factors, strict=True):
+        cluster = cluster.replace(**FACTORS[name][0](cluster, math.exp(factor)))
+    return cluster
+
+
+def _off(runs: Sequence[Run], cluster: Cluster) -> Any:
+    """Logarithms of predicted over measured seconds."""
+    import numpy as np
+
+    took = []
+    for model, plan, _ in runs:
+        check_cluster(plan, cluster)
+        model = model.resolved(gpus=cluster.gpus)
+        took.append(totals(model, plan, cluster, optimizer="adamw")[0])
+    return np.log(took) - np.log([run.seconds for run in runs])
+
+
+def _cost(off: Any, factors: Any) -> float:
+    """Huber's, of the runs, and of the factors."""
+    import numpy as np
+
+    size = np.abs(off) / CLOSE
+    return float(np.where(size < 1, size**2, 2 * size - 1).sum() + ((factors / SPREAD) ** 2).sum())
+
+
+def _solved(off: Any, slopes: Any, factors: Any) -> Any:
+    """Factors at which the cost is least, if ``off`` changed by ``slopes`` as they do here."""
+    import numpy as np
+
+    found = np.array(factors)
+    for _ in range(20):
+        here = off + slopes @ (found - factors)
+        pulls = 1 / np.maximum(np.abs(here) / CLOSE, 1) / CLOSE**2  # Huber's weights
+        left = slopes.T @ (pulls[:, None] * slopes) + np.eye(len(found)) / SPREAD**2
+        found = np.linalg.solve(left, slopes.T @ (pulls * (slopes @ factors - off)))
+    return found
+
+
+def _fitted(runs: Sequence[Run], cluster: Cluster, used: Sequence[str]) -> tuple[Any, Any, Any]:
+    """(factors, the slopes at them, errors at them), as logarithms."""
+    import numpy as np
+
+    factors = np.zeros(len(used))
+    off = _off(runs, cluster)
+    nudged = [_with(cluster, used, row) for row in NUDGE * np.eye(len(used))]
+    slopes = np.stack([(_off(runs, there) - off) / NUDGE for there in nudged], axis=1)
+    for _ in range(STEPS):
+        tried = _solved(off, slopes, factors)
+        found = _off(runs, _with(cluster, used, tried))
+        if _cost(found, tried) >= _cost(off, factors) - 1e-3:
+            break
+        factors, off = tried, found
+    return factors, slopes, off
+
+
+def _out_of_sample(
+    runs: Sequence[Run],
+    cluster: Cluster,
+    used: Sequence[str],
+    factors: Any,
+    slopes: Any,
+    off: Any,
+    by: Callable[[Run], Hashable] | None,
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(errors, those of one rate), of every run by the runs of other groups."""
+    import numpy as np
+
+    groups: list[Hashable] = [by(run) if by else run.model for run in runs]
+    if len(set(groups)) == 1:
+        groups = list(range(len(runs)))
+    if len(runs) == 1:
+        return (), ()
+    work = np.array([_work(run) for run in runs])
+    rates = work / np.array([run.seconds for run in runs])
+    errors, null = np.zeros(len(runs)), np.zeros(len(runs))
+    for group in dict.fromkeys(groups):
+        out = np.array([other == group for other in groups])
+        there = _solved(off[~out], slopes[~out], factors)
+        some = [run for run, is_out in zip(runs, out, strict=True) if is_out]
+        errors[out] = np.expm1(_off(some, _with(cluster, used, there)))
+        null[out] = rates[out] / np.median(rates[~out]) - 1
+    return tuple(errors.tolist()), tuple(null.tolist())
+
+
+def _work(run: Run) -> float:
+    """FLOPs of one device in a step."""
+    plan = run.plan
+    return step_flops(run.model, plan.global_batch, recompute=plan.recompute) / plan.world_size
