@@ -9,6 +9,7 @@
     pl.dry_run(model, pl.Plan(dp=4096), rank=7)        # one rank of any plan: bytes, no times
     pl.explore(model)                                  # both, with sliders
     pl.plan_search(model, cluster)                     # which plan is best, and why
+    pl.theory.papers.ptdp_table1()                     # what papers print, and for rows of your own
 
 Importing this package is quick and leaves torch out; ranks import torch in processes of their own.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from paralab import theory
 from paralab.dry_run import dry_run
 from paralab.experiment import run
 from paralab.interpret.predict import predict
@@ -57,6 +59,7 @@ __all__ = [
     "program",
     "reference",
     "run",
+    "theory",
     "trace",
     "warm_up",
 ]

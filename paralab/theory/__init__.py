@@ -1,1 +1,28 @@
-"""What the papers say, as functions; schedules proved and simulated; replay. No torch."""
+"""What the papers say, as functions; schedules proved and simulated; replay. No torch.
+
+    import paralab as pl
+    pl.theory.zero.bytes_per_device(7.5e9, devices=64, stage=3)
+    pl.theory.papers.ptdp_table1()
+
+A module is imported when it is first named: some bring NumPy and pandas along.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name in _modules():
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_modules()})
+
+
+def _modules() -> set[str]:
+    return {module.name for module in pkgutil.iter_modules(__path__)}

@@ -7,12 +7,14 @@ formulas of table 2 are in theory/activation_costs.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from paralab.spec import ModelSpec
 from paralab.theory import training
+from paralab.theory.papers.rows import NAN, rows_of
 
 PEAK = 312e12
 
@@ -59,37 +61,71 @@ TABLE_5 = {
     "1T": (94.42, 71.49, 32.1, 56.3, 57.0),
 }
 # Sec. 6.3: the 530B model with 8-way data parallelism, on 8 times the devices and batch.
-DP_8 = (8, None, 39.15, None, 54.2, None)
+DP_8 = ("530B", 8, NAN, 39.15, NAN, 54.2, NAN)
 
 
-def korthikanti_table5() -> pd.DataFrame:
+class Measured(NamedTuple):
+    """A row of table 5.
+
+    batch    samples per iteration
+    present  seconds per iteration with sequence parallelism and selective recomputation
+    name     what the model is called
+    full     seconds per iteration with full recomputation
+    gain     as printed: rise in throughput in %; ``mfu``, ``hfu``: utilisations in %
+    peak     FLOP/s of a device
+    """
+
+    model: ModelSpec
+    devices: int
+    batch: int
+    present: float
+    name: str = ""
+    full: float = NAN
+    gain: float = NAN
+    mfu: float = NAN
+    hfu: float = NAN
+    peak: float = PEAK
+
+
+def printed_rows() -> list[Measured]:
+    """Those of table 5, and of sec. 6.3."""
+    found = []
+    for name, dp, full, present, *shares in [(n, 1, *row) for n, row in TABLE_5.items()] + [DP_8]:
+        at = TABLE_3[name]
+        found.append(
+            Measured(at.model, dp * at.devices, dp * at.batch, present, name, full, *shares)
+        )
+    return found
+
+
+def korthikanti_table5(rows: Iterable[Measured | Mapping[str, Any]] | None = None) -> pd.DataFrame:
     """Table 5: iteration times, throughput, and the two utilisations that follow from them; last,
     the 530B model on 2240 devices (sec. 6.3).
+
+    rows  a reader's own instead, each a `Measured` or a mapping of its fields
 
     "HFU (%), recomputed" is by the paper's eq. 8, which counts the attention core three times over
     (`training.printed_selective_flops`); "HFU (%), counted once" is what its text describes.
     """
-    printed = [(name, 1, *row) for name, row in TABLE_5.items()] + [("530B", *DP_8)]
-    rows = []
-    for name, dp, full, present, gain, mfu, hfu in printed:
-        at, devices, batch = TABLE_3[name], dp * TABLE_3[name].devices, dp * TABLE_3[name].batch
-        used = {"seconds": present, "devices": devices, "peak": PEAK}
-        once = training.utilisation(at.model, batch, recompute="selective", **used)
-        eq8 = training.printed_selective_flops(at.model, batch)
-        rows.append(
+    made = []
+    for row in rows_of(Measured, rows, printed_rows()):
+        used = {"seconds": row.present, "devices": row.devices, "peak": row.peak}
+        once = training.utilisation(row.model, row.batch, recompute="selective", **used)
+        eq8 = training.printed_selective_flops(row.model, row.batch)
+        made.append(
             {
-                "model": name,
-                "devices": devices,
-                "batch": batch,
-                "full (s), printed": full,
-                "present (s), printed": present,
-                "throughput (%), printed": gain,
-                "throughput (%), recomputed": full and 100 * (full / present - 1),
-                "MFU (%), printed": mfu,
+                "model": row.name,
+                "devices": row.devices,
+                "batch": row.batch,
+                "full (s), printed": row.full,
+                "present (s), printed": row.present,
+                "throughput (%), printed": row.gain,
+                "throughput (%), recomputed": 100 * (row.full / row.present - 1),
+                "MFU (%), printed": row.mfu,
                 "MFU (%), recomputed": 100 * once.model,
-                "HFU (%), printed": hfu,
-                "HFU (%), recomputed": 100 * eq8 / (present * devices * PEAK),
+                "HFU (%), printed": row.hfu,
+                "HFU (%), recomputed": 100 * eq8 / (row.present * row.devices * row.peak),
                 "HFU (%), counted once": 100 * once.hardware,
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(made)

@@ -12,12 +12,14 @@ average (`NULL_MODEL`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from paralab.spec import ModelSpec, Plan
 from paralab.theory import needs, training
+from paralab.theory.papers.rows import NAN, rows_of
 
 PEAK = 312e12  # FLOP/s, 16-bit, of an A100
 SEQ_LEN, VOCAB = 2048, 51200
@@ -25,79 +27,134 @@ NULL_MODEL = 146e12  # FLOP/s per device for any model: what a prediction has to
 
 
 class Row(NamedTuple):
-    """Of table 1; ``micro`` and ``chunks`` from the script run_table_1.sh."""
+    """A row of table 1.
 
-    params: float  # billions
-    heads: int
-    hidden: int
-    layers: int
-    tp: int
-    pp: int
-    devices: int
-    batch: int
-    tflops: float  # per device
-    percent: float  # of peak
-    pflops: float  # of all devices
-    micro: int
-    chunks: int
+    tflops    TFLOP/s that a device reached
+    params    as printed: billions of parameters
+    percent   as printed: % of the peak that a device reached
+    pflops    as printed: PFLOP/s of all devices
+    peak      FLOP/s of a device
+    """
 
-    @property
-    def model(self) -> ModelSpec:
-        return ModelSpec(
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            seq_len=SEQ_LEN,
-            vocab=VOCAB,
-            attention="explicit",
-        )
-
-    @property
-    def plan(self) -> Plan:
-        dp = self.devices // (self.tp * self.pp)
-        return Plan(
-            dp=dp,
-            tp=self.tp,
-            pp=self.pp,
-            microbatches=self.batch // (dp * self.micro),
-            microbatch_size=self.micro,
-            virtual_stages=self.chunks,
-            recompute="full",
-            schedule="interleaved" if self.chunks > 1 else "1f1b",
-            precision="fp16",
-        )
+    model: ModelSpec
+    plan: Plan
+    tflops: float
+    params: float = NAN
+    percent: float = NAN
+    pflops: float = NAN
+    peak: float = PEAK
 
 
+class Days(NamedTuple):
+    """A row of table 2.
+
+    tflops  TFLOP/s that a device reached
+    scheme  what the plan is called
+    params  as printed: billions of parameters
+    days    as printed: to train on ``tokens``
+    """
+
+    model: ModelSpec
+    plan: Plan
+    tflops: float
+    scheme: str = ""
+    params: float = NAN
+    days: float = NAN
+    tokens: float = 300e9
+
+
+def _model(heads: int, hidden: int, layers: int) -> ModelSpec:
+    return ModelSpec(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        seq_len=SEQ_LEN,
+        vocab=VOCAB,
+        attention="explicit",
+    )
+
+
+def _plan(tp: int, pp: int, devices: int, batch: int, micro: int, **settings: Any) -> Plan:
+    dp = devices // (tp * pp)
+    return Plan(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        microbatches=batch // (dp * micro),
+        microbatch_size=micro,
+        recompute="full",
+        precision="fp16",
+        **settings,
+    )
+
+
+def _row(
+    params: float,
+    heads: int,
+    hidden: int,
+    layers: int,
+    tp: int,
+    pp: int,
+    devices: int,
+    batch: int,
+    tflops: float,
+    percent: float,
+    pflops: float,
+    micro: int,
+    chunks: int,
+) -> Row:
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    plan = _plan(tp, pp, devices, batch, micro, virtual_stages=chunks, schedule=schedule)
+    return Row(_model(heads, hidden, layers), plan, tflops, params, percent, pflops)
+
+
+# The columns of the paper; then micro-batch size and chunks per rank, from run_table_1.sh.
 TABLE_1 = (
-    Row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 44, 4.4, 16, 1),
-    Row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 44, 8.8, 16, 1),
-    Row(7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 46, 18.2, 16, 1),
-    Row(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 43, 34.6, 8, 1),
-    Row(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 44, 70.8, 4, 1),
-    Row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 45, 143.8, 2, 3),
-    Row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 47, 227.1, 2, 2),
-    Row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 50, 297.4, 1, 2),
-    Row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 52, 410.2, 1, 3),
-    Row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 52, 502.0, 1, 1),
-)
-
-# Table 2: scheme, billions, model-parallel size, batch, devices, micro-batch, TFLOP/s per device,
-# days for 300 B tokens. ZeRO-3 at 640 devices has batch 2560 because 560 did not hold it.
-TABLE_2 = (
-    ("ZeRO-3", 174.6, 1, 1536, 384, 4, 144, 90),
-    ("ZeRO-3", 174.6, 1, 1536, 768, 2, 88, 74),
-    ("ZeRO-3", 174.6, 1, 1536, 1536, 1, 44, 74),
-    ("ZeRO-3", 529.6, 1, 2560, 640, 4, 138, 169),
-    ("ZeRO-3", 529.6, 1, 2240, 1120, 2, 98, 137),
-    ("ZeRO-3", 529.6, 1, 2240, 2240, 1, 48, 140),
-    ("PTD-P", 174.6, 96, 1536, 384, 1, 153, 84),
-    ("PTD-P", 174.6, 96, 1536, 768, 1, 149, 43),
-    ("PTD-P", 174.6, 96, 1536, 1536, 1, 141, 23),
-    ("PTD-P", 529.6, 280, 2240, 560, 1, 171, 156),
-    ("PTD-P", 529.6, 280, 2240, 1120, 1, 167, 80),
-    ("PTD-P", 529.6, 280, 2240, 2240, 1, 159, 42),
+    _row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 44, 4.4, 16, 1),
+    _row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 44, 8.8, 16, 1),
+    _row(7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 46, 18.2, 16, 1),
+    _row(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 43, 34.6, 8, 1),
+    _row(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 44, 70.8, 4, 1),
+    _row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 45, 143.8, 2, 3),
+    _row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 47, 227.1, 2, 2),
+    _row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 50, 297.4, 1, 2),
+    _row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 52, 410.2, 1, 3),
+    _row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 52, 502.0, 1, 1),
 )
 MODELS_2 = {174.6: ModelSpec.preset("gpt3-175b"), 529.6: TABLE_1[8].model}
+
+
+def _days(
+    params: float,
+    model_parallel: int,
+    batch: int,
+    devices: int,
+    micro: int,
+    tflops: float,
+    days: float,
+) -> Days:
+    tp = min(8, model_parallel)
+    sharded = {"zero_stage": 3 * (model_parallel == 1)}
+    plan = _plan(tp, model_parallel // tp, devices, batch, micro, **sharded)
+    scheme = "ZeRO-3" if plan.zero_stage else "PTD-P"
+    return Days(MODELS_2[params], plan, tflops, scheme, params, days)
+
+
+# The columns of the paper. ZeRO-3 at 640 devices has batch 2560 because 560 did not hold it.
+TABLE_2 = (
+    _days(174.6, 1, 1536, 384, 4, 144, 90),
+    _days(174.6, 1, 1536, 768, 2, 88, 74),
+    _days(174.6, 1, 1536, 1536, 1, 44, 74),
+    _days(529.6, 1, 2560, 640, 4, 138, 169),
+    _days(529.6, 1, 2240, 1120, 2, 98, 137),
+    _days(529.6, 1, 2240, 2240, 1, 48, 140),
+    _days(174.6, 96, 1536, 384, 1, 153, 84),
+    _days(174.6, 96, 1536, 768, 1, 149, 43),
+    _days(174.6, 96, 1536, 1536, 1, 141, 23),
+    _days(529.6, 280, 2240, 560, 1, 171, 156),
+    _days(529.6, 280, 2240, 1120, 1, 167, 80),
+    _days(529.6, 280, 2240, 2240, 1, 159, 42),
+)
 
 
 def printed_params(model: ModelSpec) -> int:
@@ -112,62 +169,68 @@ def ptdp_models() -> list[tuple[ModelSpec, Plan]]:
     return [(row.model, row.plan) for row in TABLE_1]
 
 
-def ptdp_table1() -> pd.DataFrame:
+def ptdp_table1(rows: Iterable[Row | Mapping[str, Any]] | None = None) -> pd.DataFrame:
     """Table 1: ten models from 1.7 billion to a trillion parameters, on 32 to 3072 devices.
 
+    rows  a reader's own instead, each a `Row` or a mapping of its fields
+
     "PFLOP/s, recomputed" is what a device reached times devices; seconds per step and FLOPs follow
-    from eq. 3; bubble is (p-1)/(v m), over the ideal time.
+    from eq. 3, with what the plan recomputes; bubble is (p-1)/(v m), over the ideal time.
     """
-    rows = []
-    for row in TABLE_1:
-        model, plan = row.model, row.plan
-        flops = needs.step_flops(model, row.batch, recompute="full")
-        total = row.devices * row.tflops * 1e12
-        rows.append(
+    made = []
+    for row in rows_of(Row, rows, TABLE_1):
+        plan = row.plan
+        flops = needs.step_flops(row.model, plan.global_batch, recompute=plan.recompute)
+        total = plan.world_size * row.tflops * 1e12
+        made.append(
             {
                 "parameters (B), printed": row.params,
-                "parameters (B), recomputed": printed_params(model) / 1e9,
-                "tp": row.tp,
-                "pp": row.pp,
+                "parameters (B), recomputed": printed_params(row.model) / 1e9,
+                "tp": plan.tp,
+                "pp": plan.pp,
                 "dp": plan.dp,
-                "devices": row.devices,
-                "batch": row.batch,
+                "devices": plan.world_size,
+                "batch": plan.global_batch,
                 "micro-batches": plan.microbatches,
-                "chunks": row.chunks,
+                "chunks": plan.virtual_stages,
                 "TFLOP/s per device, printed": row.tflops,
-                "TFLOP/s per device, recomputed": 1e3 * row.pflops / row.devices,
+                "TFLOP/s per device, recomputed": 1e3 * row.pflops / plan.world_size,
                 "PFLOP/s, printed": row.pflops,
                 "PFLOP/s, recomputed": total / 1e15,
                 "peak (%), printed": row.percent,
-                "peak (%), recomputed": 1e14 * row.tflops / PEAK,
+                "peak (%), recomputed": 1e14 * row.tflops / row.peak,
                 "FLOPs per step": float(flops),
                 "seconds per step": flops / total,
-                "bubble over ideal": (row.pp - 1) / (row.chunks * plan.microbatches),
+                "bubble over ideal": (plan.pp - 1) / (plan.virtual_stages * plan.microbatches),
                 "146 TFLOP/s is off by (%)": 100 * (NULL_MODEL / (row.tflops * 1e12) - 1),
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(made)
 
 
-def ptdp_table2() -> pd.DataFrame:
-    """Table 2: days for 300 billion tokens, exact, and by the paper's own eq. 4, which is low."""
-    rows = []
-    for scheme, billions, mp, batch, devices, micro, tflops, days in TABLE_2:
-        model = MODELS_2[billions]
-        work = {"tokens": 300e9, "devices": devices, "flops": tflops * 1e12}
-        rows.append(
+def ptdp_table2(rows: Iterable[Days | Mapping[str, Any]] | None = None) -> pd.DataFrame:
+    """Table 2: days for 300 billion tokens, exact, and by the paper's own eq. 4, which is low.
+
+    rows  a reader's own instead, each a `Days` or a mapping of its fields. Eq. 4 always counts a
+          second forward; the exact days count what the plan recomputes
+    """
+    made = []
+    for row in rows_of(Days, rows, TABLE_2):
+        model, plan = row.model, row.plan
+        work = {"tokens": row.tokens, "devices": plan.world_size, "flops": row.tflops * 1e12}
+        made.append(
             {
-                "scheme": scheme,
-                "parameters (B), printed": billions,
+                "scheme": row.scheme,
+                "parameters (B), printed": row.params,
                 "parameters (B), recomputed": printed_params(model) / 1e9,
-                "model-parallel": mp,
-                "batch": batch,
-                "devices": devices,
-                "micro-batch": micro,
-                "TFLOP/s per device": tflops,
-                "days, printed": days,
-                "days, recomputed": needs.training_days(model, **work),
+                "model-parallel": plan.tp * plan.pp,
+                "batch": plan.global_batch,
+                "devices": plan.world_size,
+                "micro-batch": plan.microbatch_size,
+                "TFLOP/s per device": row.tflops,
+                "days, printed": row.days,
+                "days, recomputed": needs.training_days(model, **work, recompute=plan.recompute),
                 "days, eq. 4": training.days_by_parameters(printed_params(model), **work),
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(made)

@@ -1,0 +1,72 @@
+"""Rows of a table: the paper's own, or a reader's.
+
+A kind of row is a NamedTuple. Its fields without a default are what the table is computed from;
+those with the default `NAN` are what a paper printed: a reader who has no such figure leaves them
+out, and the column is empty there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, get_type_hints
+
+from paralab.checks import illegal, real, whole
+from paralab.spec import ModelSpec, Plan
+
+NAN = float("nan")
+Row = TypeVar("Row", bound=tuple)
+
+
+def rows_of(kind: type[Row], rows: Any, printed: Iterable[Row]) -> list[Row]:
+    """The rows of a table: those that are ``printed`` if ``rows`` is None, else the reader's own.
+
+    rows  one row or several, each a ``kind`` or a mapping of its fields. Raises ValueError naming
+          the row and the field, if one is missing, unknown, or cannot be what it says
+    """
+    if rows is None:
+        return list(printed)
+    if isinstance(rows, (kind, Mapping)):
+        rows = [rows]
+    fields = ", ".join(kind._fields)
+    legal = f"a {kind.__name__}, a mapping of {fields}, or a list of these"
+    if isinstance(rows, (str, ModelSpec, Plan)) or not isinstance(rows, Iterable):
+        raise illegal("rows", rows, "not rows of this table", legal)
+    found = [_checked(kind, f"rows[{at}]", row, legal) for at, row in enumerate(rows)]
+    if not found:
+        raise illegal("rows", rows, "there is no row", legal)
+    return found
+
+
+def _checked(kind: type[Row], name: str, row: Any, legal: str) -> Row:
+    if not isinstance(row, (kind, Mapping)):
+        raise illegal(name, row, "not a row of this table", legal)
+    given = dict(row) if isinstance(row, Mapping) else row._asdict()
+    defaults, fields = kind._field_defaults, ", ".join(kind._fields)
+    for field in given.keys() - set(kind._fields):
+        raise illegal(f"{name}.{field}", given[field], "this table has no such column", fields)
+    for field in kind._fields:
+        if field not in given and field not in defaults:
+            raise illegal(name, dict(given), f"{field} is missing", f"a row with {field} too")
+    types, row = get_type_hints(kind), kind(**given)
+    values = {f: _value(f"{name}.{f}", types[f], v, defaults.get(f)) for f, v in given.items()}
+    row = row._replace(**values)
+    if {"model", "plan"} <= set(kind._fields):
+        row.plan.validate(row.model)
+    return row
+
+
+def _value(name: str, kind: type, value: Any, default: Any) -> Any:
+    """A field's value, if it can be one; of what a paper prints None and NaN say that it is not
+    known.
+    """
+    if kind is int:
+        return whole(name, value, at_least=1)
+    if kind is float:
+        printed = default is NAN
+        if printed and (value is None or isinstance(value, float) and math.isnan(value)):
+            return NAN
+        return real(name, value, above=None if printed else 0.0)
+    if not isinstance(value, kind):
+        raise illegal(name, value, f"not a {kind.__name__}", f"a {kind.__name__}")
+    return value
