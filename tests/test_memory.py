@@ -316,7 +316,7 @@ def test_what_is_kept_for_the_report_is_not_limited(run):
 
 @pytest.mark.parametrize(("value", "found"), [
     (64, 64), ("64", 64), ("64MB", 64 * 10**6), ("64MiB", 64 * 2**20), ("64 mib", 64 * 2**20),
-    ("1.5KiB", 1536), ("2GB", 2 * 10**9),
+    ("1.5KiB", 1536), ("2GB", 2 * 10**9), ("1TB", 10**12), ("2TiB", 2**41),
 ])  # fmt: skip
 def test_a_limit_is_bytes_or_text(value, found):
     assert num_bytes("memory_limit", value) == found

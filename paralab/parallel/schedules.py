@@ -72,8 +72,9 @@ def naive(pp: int, microbatches: int) -> Schedule:
 def gpipe(pp: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards.
 
-    Bubble: (p-1)/(m+p-1) of everything, (p-1)/m of the ideal time; alive: all m. GPipe (Huang+
-    2019, arXiv:1811.06965) sec. 2.3, fig. 2c.
+    Bubble: (p-1)/(m+p-1) of everything, (p-1)/m of the ideal time; alive: all m, on a single rank
+    too: the order is the same there, and "1f1b" is the one that keeps one micro-batch. GPipe
+    (Huang+ 2019, arXiv:1811.06965) sec. 2.3, fig. 2c.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [
@@ -108,8 +109,10 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
     messages. Alive: 2(p-r-1) + (v-1)p + 1 chunks of 1/v of the rank's layers. The last rank has to
     bring p micro-batches to its last chunk before its first backward, that is (v-1) p forwards. Of
     a rank d before it d forwards more would do where messages take no time; 2 d fill the way down
-    and the way back, so that messages can be late. m must be a multiple of p. PTD-P (Narayanan+
-    2021, arXiv:2104.04473) sec. 2.2.2, fig. 4.
+    and the way back, so that messages can be late. With v = 1 it is therefore not `one_f_one_b`,
+    which has half of that warm-up: where messages take time it is faster, and up to twice
+    as many micro-batches are alive. m must be a multiple of p. PTD-P (Narayanan+ 2021,
+    arXiv:2104.04473) sec. 2.2.2, fig. 4.
     """
     pp, microbatches = _sizes(pp, microbatches)
     v = whole("virtual_stages", virtual_stages, at_least=1)

@@ -154,7 +154,9 @@ def step_bubble(report: Tables, step: int) -> float:
     needs_times(report, "a bubble")
     parts = pipeline_parts(report, step)
     room = sum(_longest(report, step).values())
-    return 1 - sum(busy for _, _, busy in parts.values()) / room if room > 0 else NAN
+    if room <= 0:
+        return NAN
+    return max(0.0, 1 - sum(busy for _, _, busy in parts.values()) / room)  # but for rounding
 
 
 def idle_shares(report: Tables, step: int) -> dict[int, float]:

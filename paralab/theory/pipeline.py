@@ -65,7 +65,7 @@ class Simulation:
     def bubble_rate(self) -> float:
         """Idle share of device time, 1 - sum(busy) / (p cost); 0 if nothing costs anything."""
         room = self.order.ranks * self.cost
-        return 1 - sum(self.busy) / room if room else 0.0
+        return max(0.0, 1 - sum(self.busy) / room) if room else 0.0  # rounding is no bubble
 
     @cached_property
     def peak_live(self) -> list[int]:
@@ -211,5 +211,5 @@ def bubble_formula(
         "zb-h1": F + B - W,
         "zb-h2": F + B - 2 * W,
     }[name]
-    idle = max(idle, 0.0)
+    idle = max(0.0, idle)  # in this order: -0.0 becomes 0.0
     return idle / (idle + m * work) if work else 0.0
