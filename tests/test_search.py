@@ -22,6 +22,7 @@ from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
 from paralab.programs.search import SPARE, Search, totals
+from paralab.programs.search_words import brief
 from paralab.programs.space import NEEDLESS, space, values
 from paralab.spec.settings import Asked
 from paralab.view.plan_times import rank_correlation
@@ -147,7 +148,7 @@ def test_the_best_is_within_a_hundredth_of_the_best_of_all_compiled(name):
     model, cluster, settings = GRIDS[name]
     found = pl.plan_search(model, cluster, **settings)
     every = [totals(model, found.plans[at], cluster, "adamw") for at in range(len(found.plans))]
-    best = min(seconds for seconds, peak in every if peak <= found.memory_limit)
+    best = min(one.seconds for one in every if one.peak <= found.memory_limit)
     assert found.simulated[0] <= 1.01 * best
     assert len(every) > 2 * np.isfinite(found.simulated).sum()
 
@@ -156,16 +157,19 @@ def test_the_best_is_within_a_hundredth_of_the_best_of_all_compiled(name):
     "cluster, least", [(LAPTOP, 0.9), (SLOW, 0.8)], ids=["links", "calls and waits"]
 )
 def test_estimates_rank_as_compiled_plans_do(cluster, least):
-    """Also where calls and waits cost four times what a link does."""
+    """Also where calls and waits cost four times what a link does; with overlap and without."""
     plans = space(SMALL, cluster, 8, 16, {})
     estimate = Estimate(plans, SMALL, cluster, "adamw")
     some = random.Random(0).sample(range(len(plans)), 80)
     exact = [totals(SMALL, plans[at], cluster, "adamw") for at in some]
-    seconds, peaks = (np.array(column, float) for column in zip(*exact, strict=True))
+    seconds, serial, peaks = (np.array(column, float) for column in zip(*exact, strict=True))
     closed, estimates = (
         sum(columns.values())[some] for columns in (estimate.terms, estimate.categories)
     )
     assert rank_correlation(closed, seconds) >= 0.97
+    assert rank_correlation(estimate.serial[some], serial) >= 0.97
+    without = estimate.serial[some] / serial
+    assert np.quantile(without, 0.05) >= least and np.quantile(without, 0.95) <= 1.1
     assert rank_correlation(estimates, peaks) >= 0.93
     times, sizes = closed / seconds, estimates / peaks
     assert np.quantile(times, 0.05) >= least and np.quantile(times, 0.95) <= 1.1
@@ -179,7 +183,7 @@ def test_no_estimate_of_bytes_is_smaller_than_what_is_spared():
     estimates = sum(found.categories.values())
     for at in np.flatnonzero(found.plans.microbatch_size == 1)[::3]:
         plan = found.plans[at]
-        assert SPARE * estimates[at] >= totals(LOGITS, plan, LAPTOP, "adamw")[1], plan
+        assert SPARE * estimates[at] >= totals(LOGITS, plan, LAPTOP, "adamw").peak, plan
 
 
 def plain(spec: pl.ModelSpec) -> Any:
@@ -193,7 +197,7 @@ def test_bytes_of_blocks_of_ones_own_are_estimated_too():
     model = TINY.replace(seq_len=1024, hidden=8, heads=1, vocab=8, block=plain)
     found = pl.plan_search(model, LAPTOP, devices=2, global_batch=2, recompute="none", top=1)
     for at in range(0, len(found.plans), 5):
-        seconds, peak = totals(model, found.plans[at], LAPTOP, "adamw")
+        seconds, _, peak = totals(model, found.plans[at], LAPTOP, "adamw")
         bytes_of = sum(column[at] for column in found.categories.values())
         assert 0.9 <= bytes_of / peak <= 1.35, found.plans[at]
         assert 0.7 <= found.closed[at] / seconds <= 1.3, found.plans[at]
@@ -253,8 +257,9 @@ def test_the_best_and_their_figures_are_those_of_compiled_programs():
             program = compiled(found.model, plan)
             peak = max(memory(program, pp, samples=False).peak for pp in range(plan.pp))
             assert peak == found.memory[at] and found.fits[at] == (peak <= found.memory_limit)
-            seconds = time(program, found.cluster).seconds
-            assert found.simulated[at] == pytest.approx(seconds, rel=1e-9)
+            both = (time(program, found.cluster, overlap=some).seconds for some in (True, False))
+            shown = found.simulated[at], found.serial[at]
+            assert shown == pytest.approx(tuple(both), rel=1e-9)
 
 
 @pytest.mark.parametrize("number", range(SEARCHES))
@@ -297,6 +302,35 @@ def test_the_best_are_simulated_and_come_in_that_order(small):
     assert small.best.world_size == 8
     assert small.best.global_batch == 16
     assert table["why"][0] == "the best" and all(table["why"])
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_seconds_without_overlap_stand_next_to_those_with_it(devices):
+    asked = {"global_batch": 16, "offload": None, "precision": "bf16"}
+    table = pl.plan_search(SMALL, LAPTOP, devices=devices, top=5, **asked).table
+    simulated = table["simulated_s"].notna()
+    with_it = table["simulated_s"].where(simulated, table["closed_s"])
+    assert (table["serial_s"] >= with_it * (1 - 1e-12)).all()
+    if devices == 1:
+        assert table["serial_s"].tolist() == pytest.approx(with_it.tolist(), rel=1e-9)
+    else:
+        assert (table["serial_s"] > with_it * 1.01)[simulated].any()
+        assert (table["serial_s"] > with_it * 1.01)[~simulated].mean() > 0.5
+
+
+def test_a_winner_that_lives_by_overlap_shows_it():
+    cluster = pl.Cluster.preset("dgx-a100", nodes=2)
+    model = pl.ModelSpec(layers=16, hidden=4096, heads=32, seq_len=2048, vocab=51200)
+    found = pl.plan_search(model, cluster, global_batch=32, precision="bf16", schedule="1f1b")
+    at = int(np.where(found.fits, found.serial, np.inf).argmin())
+    assert at and found.serial[0] > 1.2 * found.simulated[0]
+    assert found.serial[at] < found.serial[0]
+    page = found._repr_html_()
+    assert "<th>without overlap</th>" in page
+    assert f"Without any overlap it takes {found.serial[0]:.4g} s (+" in page
+    assert f"The fastest plan is then {brief(found.plans[at])}: " in page
+    alone = pl.plan_search(SMALL, LAPTOP, devices=1, global_batch=4, offload=None)
+    assert "(+0%), and no other plan is faster then." in alone._repr_html_()
 
 
 def test_the_terms_add_up(small):

@@ -166,9 +166,9 @@ def suits(plan: Any, case: Case) -> None:
 @functools.lru_cache(maxsize=1024)
 def known(plan: Plan, case: Case) -> Answer:
     """What `ask` says."""
-    from paralab.interpret.outline import totals
+    from paralab.interpret.outline import step_of, totals
 
-    return Answer(*totals(case.spec, plan, case.cluster, optimizer="adamw"))
+    return Answer(*totals(step_of(case.spec, plan, case.cluster, "adamw")))
 
 
 @functools.cache

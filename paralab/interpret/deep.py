@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from paralab.interpret.pipeline import (
     number,
     way,
 )
+from paralab.interpret.serial import Serial
 from paralab.interpret.time import Body, Times, body, walked
 from paralab.interpret.traffic import Calls
 from paralab.interpret.turns import (
@@ -128,17 +130,12 @@ class Deep:
     def __init__(self, spec: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> None:
         self.plan, self.cluster = plan, cluster
         self.program = laid_out(spec, plan, optimizer=optimizer, clips=False)
-        self.folded, self.costs = Folded(self.program), Costs(self.program, cluster)
-        self.calls, self.v = Calls(self.program), plan.virtual_stages
+        self.folded, self.calls = Folded(self.program), Calls(self.program)
+        self.v = plan.virtual_stages
+        self.lanes: dict[int, list[str]] = {}
         # Whether an action of the last micro-batch takes as long by itself as where it stands.
         self.alone = not plan.reduces_often and (self.v == 1 or not plan.zero_stage)
-        self.messages = [self._messages(pp) for pp in range(plan.pp)]
-        self.lanes: dict[int, list[str]] = {}
-        self.figures: dict[Any, dict[Any, Figures]] = {}
-        # {``at`` of a CALL: seconds that its calls are in flight, and of these during compute}
-        self.inner: dict[Any, np.ndarray] = {}
-        self.copied: dict[Any, float] = {}  # and in which it adds up and copies
-        self.group = [self._group(pp) for pp in range(plan.pp)]
+        self._count(Costs(self.program, cluster))
         gloo = not cluster.gpus
         found = {like: list(_steps(some, gloo)) for like, some in self.folded.lists.items()}
         every = chain.from_iterable(found.values())
@@ -146,7 +143,23 @@ class Deep:
         self.device = np.array([tier == "device" for tier, _ in self.kinds])
         self.effects = {like: self._effects(some) for like, some in found.items()}
 
+    def without_overlap(self) -> Deep:
+        """The same program where nothing overlaps: see serial.py."""
+        other = copy(self)
+        other._count(Serial(self.program, self.cluster))
+        return other
+
     # ---- figures ---------------------------------------------------------------------------------
+    def _count(self, costs: Costs) -> None:
+        """What everything takes."""
+        self.costs = costs
+        self.messages = [self._messages(pp) for pp in range(self.plan.pp)]
+        self.figures: dict[Any, dict[Any, Figures]] = {}
+        # {``at`` of a CALL: seconds that its calls are in flight, and of these during compute}
+        self.inner: dict[Any, np.ndarray] = {}
+        self.copied: dict[Any, float] = {}  # and in which it adds up and copies
+        self.group = [self._group(pp) for pp in range(self.plan.pp)]
+
     def _messages(self, pp: int) -> dict[tuple[str, str, int], tuple[Call, Cost]]:
         """The messages of a rank, and what they take."""
         plan, stages, found = self.plan, self.program.stages, {}
@@ -162,10 +175,13 @@ class Deep:
         return found
 
     def _group(self, pp: int) -> Any:
-        """Equal for ranks of a kind whose groups cross nodes alike; works out their figures."""
+        """Equal for ranks of a kind whose groups cross nodes alike, and that pay the same for
+        messages; works out their figures.
+        """
         like = self.folded.like[pp]
         found = self.folded.lists[like]
-        at = like, tuple(self.costs.reach(pp, lane) for lane in self._lanes(like))
+        reaches = [self.costs.reach(pp, lane) for lane in self._lanes(like)]
+        at = like, *reaches, *(takes.behind for _, takes in self.messages[pp].values())
         if at not in self.figures:
             self.begun = {
                 ins.writes: ins
@@ -282,10 +298,27 @@ class Deep:
         return made, costs
 
     # ---- a step ----------------------------------------------------------------------------------
-    def step(self) -> Step:
-        """The plan's step."""
+    @property
+    def seconds(self) -> float:
+        """Of the plan's step."""
+        return float(self._walked()[-1].seconds)
+
+    def _walked(self) -> tuple[Graph, np.ndarray, np.ndarray, list[np.ndarray], list[Tail], Times]:
+        """The schedule's graph, its weights and moments; per rank which actions are its own, and
+        the end of its list; and when everything in these ends happens.
+        """
         found, weights = self._graph()
         now = found.moments(weights)
+        mine = np.split(np.arange(len(found.rank)), np.flatnonzero(np.diff(found.rank)) + 1)
+        tails = [self._tail(pp, found, weights, now, here) for pp, here in enumerate(mine)]
+        program = replace(self.program, codes=[tail.code for tail in tails])
+        costs = [tail.costs for tail in tails]
+        times = walked(program, costs, self.cluster.call_overhead)
+        return found, weights, now, mine, tails, times
+
+    def step(self) -> Step:
+        """The plan's step."""
+        found, weights, now, mine, tails, times = self._walked()
         of = (found.letter * self.v + found.chunk) * FEW + found.few
         work = np.zeros((3, self.plan.pp, len(LETTERS) * self.v * FEW))
         for pp, at in enumerate(self.group):
@@ -296,13 +329,6 @@ class Deep:
         start, end = now[found.first] - self.table[0][found.opens] - posting, now[found.last]
         cost, copies, more = work[:, found.rank, of]
         cost = cost + posting
-        mine = np.split(np.arange(len(of)), np.flatnonzero(np.diff(found.rank)) + 1)
-        tails = [self._tail(pp, found, now, here) for pp, here in enumerate(mine)]
-        times = walked(
-            replace(self.program, codes=[tail.code for tail in tails]),
-            [tail.costs for tail in tails],
-            self.cluster.call_overhead,
-        )
         ends = np.array(times.ends)
         drawn, sums, held, moving = [], {}, [], np.zeros(4)
         came, flights = self._came(found, now), self._flights(found, now, weights)
@@ -366,13 +392,16 @@ class Deep:
             here[POSTING] = posting
             for (op, state, chunk), (_, takes) in self.messages[pp].items():
                 if op == SEND:
-                    here[WAYS + 2 * chunk + (state == "g")] = takes.seconds
+                    at = WAYS + 2 * chunk + (state == "g")
+                    here[at], here[at + 2 * self.v] = takes.seconds, takes.behind
             for key, at in found.symbol[kind[pp]].items():
                 for item, (_, seconds, *rest) in enumerate(mine[key].items):
                     here[at + item], table[: len(rest), at + item] = seconds, rest
         return found, weights
 
-    def _tail(self, pp: int, found: Graph, now: np.ndarray, mine: np.ndarray) -> Tail:
+    def _tail(
+        self, pp: int, found: Graph, weights: np.ndarray, now: np.ndarray, mine: np.ndarray
+    ) -> Tail:
         """The end of a rank's list: its last actions, if what they begin goes on behind them,
         and all that follows. It comes to each of them when the graph says so, and messages are
         there then.
@@ -419,8 +448,8 @@ class Deep:
         gap(now[found.ends[pp]])
         behind = len(code)
         add(figures[END].before)
-        for node in found.sent[pp]:
-            gap(now[node])
+        for node, paid in found.sent[pp]:
+            gap(now[node], float(weights[paid]))
         add(figures[END].behind)
         n = len(until)  # it comes to them as if it waited for jobs that end then
         ahead = [

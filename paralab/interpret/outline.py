@@ -57,9 +57,8 @@ def outline(
     return tables(plan, step, steps), dict(moving)
 
 
-def totals(spec: ModelSpec, plan: Plan, cluster: Cluster, *, optimizer: str) -> tuple[float, int]:
+def totals(step: Step) -> tuple[float, int]:
     """Of a step without its tables: its seconds, and the highest peak memory of a device."""
-    step = step_of(spec, plan, cluster, optimizer)
     device = np.array([tier == "device" for tier, _ in step.kinds])
     peaks = (held[device].sum() for samples in step.held for _, held in samples)
     return float(step.ends.max()), int(max(peaks))

@@ -33,7 +33,9 @@ from paralab.spec.forms import make_schedule
 LETTERS = "FBIW"
 NARROW = 8  # nodes on a level: of fewer, they are gone through one by one
 MESSAGE = "message"  # what an action waits for of another rank
-POSTING, WAYS = 1, 2  # weights: of posting a call; from here on of a rank's messages
+# Weights: of posting a call; from here on of a rank's messages, two for each of its v stages, and
+# behind them of the waits for those that it sent.
+POSTING, WAYS = 1, 2
 
 
 class Item(NamedTuple):
@@ -72,7 +74,9 @@ class Graph(NamedTuple):
     caller, asks, done  of every call in an action: rank, weight, the node when it is over      (c,)
     steps            per rank what its list consists of: numbers of actions from 0 on, of messages
                      and WAITs for them as `way` has them
-    ends, sent       per rank the node behind its last action, and those of its last messages
+    ends             per rank the node behind its last action
+    sent             per rank, of its last messages, the node when one is over, and the weight of
+                     the wait for it
     """
 
     level: np.ndarray
@@ -102,7 +106,7 @@ class Graph(NamedTuple):
     works: list[np.ndarray]
     steps: list[np.ndarray]
     ends: np.ndarray
-    sent: list[list[int]]
+    sent: list[list[tuple[int, int]]]
 
     def moments(self, weights: np.ndarray) -> np.ndarray:
         """Of every node, in seconds: level by level, where these are wide."""
@@ -172,7 +176,7 @@ class _Writer:
         self.symbol: list[dict[Key, int]] = []
         counts = []
         for shape in shapes:
-            at, here = WAYS + 2 * v, {}
+            at, here = WAYS + 4 * v, {}
             for key, items in shape.items():
                 here[key], at = at, at + len(items)
             self.symbol.append(here)
@@ -186,7 +190,8 @@ class _Writer:
         self.calls: list[tuple] = []
         self.there: dict[tuple, int] = {}  # message -> the node when it is over
         self.half: dict[tuple, tuple] = {}  # one end of which is posted -> (node, weight)
-        self.sent: list[dict[int, tuple]] = [{} for _ in rows]  # peer -> (last message, its step)
+        # peer -> (last message, the step and the weight of the wait for it)
+        self.sent: list[dict[int, tuple]] = [{} for _ in rows]
         self.lanes: list[dict[str, int]] = [{} for _ in rows]
         self.begun: list[dict[Any, int]] = [{} for _ in rows]
         self.count: list[dict] = [{} for _ in rows]
@@ -209,7 +214,10 @@ class _Writer:
         columns = np.array([action for mine in self.actions for action in mine]).T
         messages = np.array(self.messages, int).reshape(-1, 4).T
         calls = np.array(self.calls, int).reshape(-1, 3).T
-        sent = [[self.there[message] for message, _ in mine.values()] for mine in self.sent]
+        sent = [
+            [(self.there[message], paid) for message, _, paid in mine.values()]
+            for mine in self.sent
+        ]
         steps = [np.frombuffer(mine, np.int16) for mine in self.steps]
         works = [np.frombuffer(mine, np.int32).reshape(-1, 2).T for mine in self.works]
         return Graph(
@@ -268,7 +276,7 @@ class _Writer:
             op, what, stage, k, peer = step
             chunk, state = stage // pp, "x" if what == "F" else "g"
             if op == "send":
-                last, its = self.sent[r].get(peer, (None, 0))
+                last, its, paid = self.sent[r].get(peer, (None, 0, 0))
                 if last is not None:
                     end = self.there.get(last)
                     if end is None:
@@ -276,11 +284,11 @@ class _Writer:
                         self.at[r] = position
                         return
                     steps.append(its)
-                    self.clock[r] = self.node(self.clock[r], end, 0)
+                    self.clock[r] = self.node(self.clock[r], end, paid)
                     self.posted[r] = 0
-                key = what, step.other_stage, k
-                self.sent[r][peer] = key, way("WAIT", state, chunk, v)
-                self.post(key, r, base + WAYS + 2 * chunk + (state == "g"), r, peer)
+                key, takes = (what, step.other_stage, k), base + WAYS + 2 * chunk + (state == "g")
+                self.sent[r][peer] = key, way("WAIT", state, chunk, v), takes + 2 * v
+                self.post(key, r, takes, r, peer)
                 steps.append(way("SEND", state, chunk, v))
             else:
                 self.post((what, stage, k), r, -1, peer, r)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from paralab.interpret.costs import Awaited, Compute, Cost, Costs, Job, Posted
 from paralab.interpret.jobs import Begun, Jobs
+from paralab.interpret.serial import Serial
 from paralab.programs.instructions import CALL, WAIT, Code, Instr, Value
 from paralab.programs.names import Names
 from paralab.programs.program import Program
@@ -81,12 +82,13 @@ class Times(NamedTuple):
         return max(self.ends)
 
 
-def time(program: Program, cluster: Cluster) -> Times:
-    """When everything happens in one step.
+def time(program: Program, cluster: Cluster, *, overlap: bool = True) -> Times:
+    """When everything happens in one step; without ``overlap`` see serial.py.
 
     Raises ValueError naming what each rank waits for, if no rank can go on.
     """
-    return walked(program, counted(program, Costs(program, cluster)), cluster.call_overhead)
+    costs = (Costs if overlap else Serial)(program, cluster)
+    return walked(program, counted(program, costs), cluster.call_overhead)
 
 
 def counted(program: Program, costs: Costs) -> list[list[Cost | Body]]:

@@ -15,7 +15,7 @@ waiting for another, shows where the best are compiled as a whole (search.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -34,7 +34,12 @@ WHOLE = 3  # the row of all ranks together
 
 
 class Estimate:
-    """Of all plans of a space. terms: {name: seconds}; categories: {name: bytes} at the peak."""
+    """Of all plans of a space.
+
+    terms       {name: seconds}
+    serial      seconds where no call and no copy moves while a rank computes (interpret/serial.py)
+    categories  {name: bytes} at the peak
+    """
 
     def __init__(self, space: Space, model: ModelSpec, cluster: Cluster, optimizer: str) -> None:
         self.space, self.model, self.cluster = space, model, cluster
@@ -59,6 +64,7 @@ class Estimate:
         self.units = np.maximum(np.where(self.zero == 3, units, np.minimum(units, filled)), 1)
         self.own = self.psi / np.where(self.zero > 0, self.n, 1)
         self.terms, self.categories = self._seconds(), held(self)
+        self.serial = sum(self._seconds(overlap=False).values())
 
     # ---- columns ---------------------------------------------------------------------------------
     def each(self, name: str, ask: Callable) -> Array:
@@ -133,13 +139,18 @@ class Estimate:
         return lambda size: np.maximum(found.seconds(size), size / limit)
 
     # ---- time ------------------------------------------------------------------------------------
-    def _seconds(self) -> dict[str, Array]:
+    def _seconds(self, *, overlap: bool = True) -> dict[str, Array]:
         m, cluster = self.m, self.cluster
         forward, weight, sent = (self.total(name) for name in ("forward", "weight", "sent"))
+        if not overlap:
+            forward, sent = (some + self.total("hidden") for some in (forward, sent))
         back, again = self.total("back", "again", "weight"), self.total("again")
         messages = (self.p > 1) * (2 * self.v - self.first - self.last)  # received per micro-batch
         posted = messages * (2 * cluster.call_overhead + cluster.wait_overhead)
-        gathered, returned = self.gathering(forward, back)
+        each, hops = self.messages()
+        if not overlap:  # a message is paid for at both ends
+            posted = posted + 2 * messages * each
+        gathered, returned = self.gathering(forward, back, overlap)
         whole, back = forward + gathered + back + returned + posted, back + returned
         slowest = whole[:WHOLE].argmax(0)[None]
 
@@ -149,14 +160,14 @@ class Estimate:
 
         mine = pace(whole)
         through = np.maximum(whole[WHOLE], mine)  # a micro-batch, on all ranks
-        last = self.after(np.where(self.space.splits, weight, back))
+        last = self.after(np.where(self.space.splits, weight, back), overlap)
         sync, away, update = (rows[:WHOLE].max(0) for rows in last)
         return {
             "compute": m * pace(forward + back - returned - again - sent),
             "recompute": m * pace(again),
             "tp": m * pace(sent) + self.parts.shared * self.psi[1] / self.psi[WHOLE],
             "bubble": self.bubble(through, mine, weight[WHOLE] - pace(weight)),
-            "pp": self.messages() + m * pace(posted),
+            "pp": hops + m * pace(posted),
             "dp": m * pace(gathered + returned) + sync,
             "offload": away,
             "optimizer": update,
@@ -189,8 +200,9 @@ class Estimate:
         }
         return np.where(p == 1, 0.0, np.maximum(self.of_schedule(found), 0.0))
 
-    def messages(self) -> Array:
-        """What stages wait for each other's messages: b s h elements per boundary and direction.
+    def messages(self) -> tuple[Array, Array]:
+        """Seconds of a message, b s h elements, and what stages wait for each other's: per boundary
+        and direction.
 
         A step begins with a hop to every later stage and ends with one to every earlier; naive does
         so for each micro-batch, and interleaved there are p v - 1 hops each way.
@@ -202,11 +214,12 @@ class Estimate:
             self.cluster.ways("send", pair)["direct"].seconds(self.parts.message) for pair in pairs
         )
         hops = 2 * ((p - 1 - far) * near_by + far * across)
-        often = hops / np.maximum(p - 1, 1) * (p * self.v - 1)
+        each = hops / (2 * np.maximum(p - 1, 1))
+        often = 2 * each * (p * self.v - 1)
         found = dict.fromkeys(SCHEDULES, hops) | {"naive": self.m * hops, "interleaved": often}
-        return np.where(p == 1, 0.0, self.of_schedule(found))
+        return each, np.where(p == 1, 0.0, self.of_schedule(found))
 
-    def gathering(self, forward: Array, back: Array) -> tuple[Array, Array]:
+    def gathering(self, forward: Array, back: Array, overlap: bool) -> tuple[Array, Array]:
         """Exposed seconds of what ZeRO does in every micro-batch, forward and backward: 3 m Psi, or
         (m + 1) Psi in stage 2; where parameters are offloaded, their way up too.
 
@@ -224,17 +237,18 @@ class Estimate:
 
         unit = self.psi / self.units
         first, ways = self.v * sum(come(self.parts.block.elements)), come(unit)
-        slowest, left = self.units * np.maximum.reduce(ways), self.units * scatter(unit)
+        slowest, left = self.units * together(ways, overlap), self.units * scatter(unit)
+        forward, back = overlap * forward, overlap * back  # what hides something
         hidden = first + (self.space.prefetch > 0) * forward
         fetched = first + np.maximum(slowest - hidden, 0.0)
-        lane = self.units * ways[0] + left
+        lane = self.units * (ways[0] if overlap else sum(ways)) + left
         again = first + np.maximum(lane - first - back, 0.0) + scatter(unit)
         summed = ((self.n > 1) * (1 + 1 / self.n) + 3 / self.n) * self.psi * self.grad
         third, second = self.zero == 3, self.often & (self.zero == 2)
         waits = np.where(third, again, second * np.maximum(left - back, 0.0))
         return third * fetched, waits + self.often * summed / self.cluster.memory_bandwidth
 
-    def after(self, ends: Array) -> tuple[Array, Array, Array]:
+    def after(self, ends: Array, overlap: bool) -> tuple[Array, Array, Array]:
         """(dp, offload, optimizer): what a rank does after its last backward.
 
         Buckets leave as they fill (Li+ 2020, arXiv:2006.15704, sec. 3.2.3), in what the last
@@ -246,7 +260,7 @@ class Estimate:
             self.collective(op)(unit) for op in ("all_reduce", "reduce_scatter", "all_gather")
         )
         one = np.where(zero == 0, reduce, scatter)
-        beside = (self.space.grad_sync == "overlapped") * ends * (1 - 1 / units)
+        beside = overlap * (self.space.grad_sync == "overlapped") * ends * (1 - 1 / units)
         late = np.where(self.often, one, np.maximum(units * one - beside, one))
         copies = dp // self.n
         replicas = self.link("all_reduce", copies, tp * self.n)
@@ -257,9 +271,9 @@ class Estimate:
         update = own * self.moved / self.cluster.memory_bandwidth
         update = (update + 6 * units * self.cluster.op_overhead) * (self.place("optimizer") == 0)
         late = late + ((zero == 1) | (zero == 2)) * units * gather
-        return late, self.offloaded(), update
+        return late, self.offloaded(overlap), update
 
-    def offloaded(self) -> Array:
+    def offloaded(self, overlap: bool) -> Array:
         """Exposed seconds of everything that leaves the device (ZeRO-Infinity, Rajbhandari+ 2021,
         arXiv:2104.07857, sec. 6).
 
@@ -278,7 +292,7 @@ class Estimate:
         host = self.cluster.host_bandwidth or 1.0
         lanes = [own * self.moved / host, file]
         lanes += [(sums == 0) * down(grad), (weights == 0) * up(part)]
-        update = (units - 1) * np.maximum.reduce(lanes) + sum(lanes)
+        update = (units - 1) * together(lanes, overlap) + sum(lanes)
         # In every micro-batch gradients go down and are added, blocks' inputs go down and come up.
         often, moves = np.where(self.often, self.m, 1) * units, self.m * self.blocks * (inputs > 0)
         message, ways = self.parts.message, (sums > 0) * often * down(grad)
@@ -286,5 +300,10 @@ class Estimate:
         filed = filed + (inputs == 2) * 2 * moves * disk(message)
         added = (sums > 0) * (often - units) * 3 * grad / host
         lanes = [ways + moves * down(message), moves * up(message), filed, added]
-        moved, back = np.maximum.reduce(lanes), self.m * self.blocks * sum(self.parts.block[1:4])
-        return (states > 0) * update + np.maximum(moved - back, 0.0)
+        moved, back = together(lanes, overlap), self.m * self.blocks * sum(self.parts.block[1:4])
+        return (states > 0) * update + np.maximum(moved - overlap * back, 0.0)
+
+
+def together(lanes: Sequence[Array], overlap: bool) -> Array:
+    """Seconds of work on several lanes: next to each other, or one after the other."""
+    return np.maximum.reduce(lanes) if overlap else np.add.reduce(lanes)

@@ -45,7 +45,7 @@ LAYOUT = (
 )
 
 
-NAMES = "forward back weight again sent kept front behind aside over elements largest units"
+NAMES = "forward back weight again sent hidden kept front behind aside over elements largest units"
 
 
 class Part(namedtuple("Part", NAMES)):
@@ -54,6 +54,7 @@ class Part(namedtuple("Part", NAMES)):
     forward, back, weight   seconds; back is all of backward, or its input half
     again                   seconds of recomputation
     sent                    seconds of forward and backward that tensor parallelism is waited for
+    hidden                  seconds of calls of tensor parallelism that are not
     kept                    bytes from forward to backward
     front, behind           bytes in forward, and in backward, beyond what there was before forward
     aside, over             bytes from an input half to its weight half, and meanwhile in that
@@ -85,7 +86,11 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
     """The numbers of `Parts`, one after the other, of a program of one block, one micro-batch."""
     code, model, plan = program.codes[0], program.model, program.plan
     times, starts = time(program, cluster), [i for _, i, _ in model.parts]
-    took = [left - came for came, left in zip(times.entered[0], times.left[0], strict=True)]
+    serial = time(program, cluster, overlap=False)
+    took, alone = (
+        [left - came for came, left in zip(some.entered[0], some.left[0], strict=True)]
+        for some in (times, serial)
+    )
     last = max(at for at, ins in enumerate(code) if ins.op in COMPUTE)
     found = [dict.fromkeys(Part._fields, 0.0) for _ in starts]
     for at in reversed(range(last + 1)):  # a rank waits for the sake of what it computes next
@@ -94,6 +99,7 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
             part = found[bisect_right(starts, ins.at[0]) - 1]
             way = _WAYS[BACKWARD if ins.phase else ins.op]  # a half split off to hide a call
         part[way] += took[at]
+        part["hidden"] += alone[at] - took[at]
         if way != "again":
             part["sent"] += took[at] - (cost.seconds if type(cost) is Compute else 0.0)
     before: dict[int, int] = {}

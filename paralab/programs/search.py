@@ -6,6 +6,10 @@ seconds and bytes are estimates, one array expression over what compiled parts o
 that; both figures are shown. What fits is what the compiled program holds at its peak, workspace
 included: a plan that fits runs under that memory limit.
 
+A step's time assumes that communication and copies overlap with compute wherever the program lets
+them. What the same step takes where nothing overlaps (interpret/serial.py) is shown next to it, so
+that a plan which is fast only because of perfect overlap can be seen to be so.
+
 PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5) gives the answer for its own machine as three
 rules of thumb: tensor parallelism up to the size of a node, pipelines across nodes, the rest data
 parallelism. They are not built in here: they come out.
@@ -14,12 +18,13 @@ parallelism. They are not built in here: they come out.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from paralab.checks import choice, illegal, num_bytes, whole
 from paralab.interpret import outline
+from paralab.interpret.deep import Deep
 from paralab.interpret.memory import memory
 from paralab.interpret.predict import check_cluster, rows_of_a_pipeline
 from paralab.interpret.time import time
@@ -107,23 +112,37 @@ def plan_search(
     return Search(model, cluster, found, batch, room, optimizer=optimizer, top=top, pinned=fixed)
 
 
-def totals(model: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> tuple[float, int]:
-    """Seconds of a step of the compiled plan, and the highest peak memory of a device."""
+class Totals(NamedTuple):
+    """Seconds of a step of the compiled plan, and without overlap (interpret/serial.py); and the
+    highest peak memory of a device.
+    """
+
+    seconds: float
+    serial: float
+    peak: int
+
+
+def totals(model: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> Totals:
+    """Of a plan, compiled as a whole."""
     if folds(plan) and plan.pp * plan.microbatches > MANY:
-        return outline.totals(model, plan, cluster, optimizer=optimizer)
+        deep = Deep(model, plan, cluster, optimizer)
+        seconds, peak = outline.totals(deep.step())
+        return Totals(seconds, deep.without_overlap().seconds, peak)
     program, gloo = compiled(model, plan, optimizer=optimizer), not cluster.gpus
     ranks = [memory(program, rank, gloo=gloo, samples=False) for rank in range(plan.pp)]
-    return time(program, cluster).seconds, max(found.peak for found in ranks)
+    both = (time(program, cluster, overlap=overlap).seconds for overlap in (True, False))
+    return Totals(*both, max(found.peak for found in ranks))
 
 
 class Search:
     """What `plan_search` found.
 
     table    DataFrame, one row per plan, best first: rank, the settings, closed_s and simulated_s
-             (seconds per step, estimated and of the compiled plan; NaN where not compiled), memory
-             (bytes per device), fits, bubble (share of the pipeline's time), then the estimate's
-             seconds of compute, recompute, tp, pp and dp communication that is waited for, offload
-             and optimizer, and why
+             (seconds per step, estimated and of the compiled plan; NaN where not compiled),
+             serial_s (the same where no communication and no copy overlaps with compute; of the
+             compiled plan, else estimated), memory (bytes per device), fits, bubble (share of the
+             pipeline's time), then the estimate's seconds of compute, recompute, tp, pp and dp
+             communication that is waited for, offload and optimizer, and why
     best     the plan that is fastest of those that fit
     plans    all of them, in the table's order
     losers() what each other choice would cost        pareto() the front of time against memory
@@ -146,6 +165,7 @@ class Search:
         self.plans, estimate = plans, Estimate(plans, model, cluster, optimizer)
         self.terms, self.categories = estimate.terms, estimate.categories
         self.closed, self.memory = sum(self.terms.values()), sum(self.categories.values())
+        self.serial = estimate.serial
         self.simulated = np.full(len(plans), np.nan)
         self.fits = SPARE * self.memory <= memory_limit
         # Whatever may fit, by time; if nothing of that does, what needs least.
@@ -160,8 +180,9 @@ class Search:
         seconds = np.where(known, self.simulated, self.closed)
         order = np.lexsort((seconds, ~known & self.fits, ~self.fits))
         self.plans = plans.kept(order)
-        self.closed, self.memory, self.simulated, self.fits = (
-            column[order] for column in (self.closed, self.memory, self.simulated, self.fits)
+        self.closed, self.simulated, self.serial, self.memory, self.fits = (
+            column[order]
+            for column in (self.closed, self.simulated, self.serial, self.memory, self.fits)
         )
         self.terms, self.categories = (
             {name: column[order] for name, column in columns.items()}
@@ -179,7 +200,7 @@ class Search:
                 return
             if good >= AT_LEAST and self.closed[at] > BEHIND * fastest:
                 return
-            self.simulated[at], self.memory[at] = totals(
+            self.simulated[at], self.serial[at], self.memory[at] = totals(
                 self.model, self.plans[at], self.cluster, self.optimizer
             )
             self.fits[at] = self.memory[at] <= self.memory_limit
@@ -215,7 +236,8 @@ class Search:
         import pandas as pd
 
         columns = {name: self.plans.column(name) for name in self.settings}
-        columns |= {"closed_s": self.closed, "simulated_s": self.simulated, "memory": self.memory}
+        columns |= {"closed_s": self.closed, "simulated_s": self.simulated}
+        columns |= {"serial_s": self.serial, "memory": self.memory}
         pipeline = self.closed - self.terms["optimizer"] - self.terms["offload"]
         columns |= {"fits": self.fits, "bubble": self.terms["bubble"] / pipeline}
         columns |= {f"{n}_s": term for n, term in self.terms.items() if n != "bubble"}

@@ -25,6 +25,7 @@ GROWS = {
     "optimizer": "the optimizer",
 }
 SHOWN = 10  # rows of the summary
+SECONDS = {"estimated": "closed_s", "simulated": "simulated_s", "without overlap": "serial_s"}
 UNLIMITED = 2**62
 
 
@@ -155,6 +156,22 @@ def what_helps(search: Any) -> ValueError:
     )
 
 
+def without_overlap(search: Any) -> str:
+    """What the best plan owes to overlap, and which plan that fits is the fastest without."""
+    longer = search.serial[0] / search.simulated[0] - 1
+    said = f"Without any overlap it takes {search.serial[0]:.4g} s ({longer:+.0%})"
+    at = int(np.where(search.fits, search.serial, np.inf).argmin())
+    if at == 0:
+        return f"{said}, and no other plan is faster then."
+    known = np.isfinite(search.simulated[at])
+    with_it = search.simulated[at] if known else search.closed[at]
+    return (
+        f"{said}. The fastest plan is then {brief(search.plans[at])}: "
+        f"{search.serial[at]:.4g} s without and {with_it:.4g} s with overlap, "
+        f"{'simulated' if known else 'estimated'}."
+    )
+
+
 # ---- the summary in a notebook ------------------------------------------------------------------
 def as_html(search: Any) -> str:
     """Counts and the ten best, short enough to read."""
@@ -162,10 +179,11 @@ def as_html(search: Any) -> str:
     head = (
         f"<p><b>{counts(search)}</b>, global batch {search.global_batch:,}. Best: "
         f"<code>{named}</code>, {search.simulated[0]:.4g} s per step simulated</p>"
+        f"<p>{html.escape(without_overlap(search))}</p>"
     )
     same = [name for name in search.settings[3:] if len(set(map(str, top[name]))) == 1]
     shown = top[[name for name in search.settings if name not in same]].astype(str)
-    for name, column in (("estimated", "closed_s"), ("simulated", "simulated_s")):
+    for name, column in SECONDS.items():
         shown[name] = [f"{s:.4g} s" if s == s else "" for s in top[column]]  # not every one is
     shown["memory"] = list(map(size, top["memory"]))
     shown["bubble"] = [f"{share:.1%}" for share in top["bubble"]]

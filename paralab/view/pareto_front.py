@@ -144,7 +144,11 @@ def _simulated(search: Search) -> list[dict[str, Any]]:
         ends += [(x, estimate), (x, y), (None, None)]
         pairs.append((x, y))
         plan = brief(search.plans[at])
-        said.append(f"{plan}<br>simulated {_said(x, y)}<br>estimated {theme.scaled(estimate, 's')}")
+        serial = theme.scaled(float(search.serial[at]), "s")
+        said.append(
+            f"{plan}<br>simulated {_said(x, y)}<br>estimated {theme.scaled(estimate, 's')}"
+            f"<br>without overlap {serial}"
+        )
     look = {"ink": now.ink, "symbol": "circle-open", "size": 9, "marker": {"line": {"width": 1.5}}}
     line = curve("", ends, ink=now.faint, width=1, showlegend=False)
     return [line, curve("simulated", pairs, said, mode="markers", **look)]

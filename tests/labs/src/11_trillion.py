@@ -527,7 +527,9 @@ here = pl.Cluster.preset("dgx-a100", nodes=devices // 8)
 search = pl.plan_search(mine, here, global_batch=1024, precision="bf16", offload=None, top=3)
 print(search)
 best = search.table.head(3).copy()
-best["days"] = best["simulated_s"] * tokens / (1024 * mine.seq_len) / 86_400
+steps = tokens / (1024 * mine.seq_len)
+best["days"] = best["simulated_s"] * steps / 86_400
+best["days without overlap"] = best["serial_s"] * steps / 86_400
 best["memory (GB)"] = best["memory"] / GB
 best[
     [
@@ -541,6 +543,7 @@ best[
         "recompute",
         "memory (GB)",
         "days",
+        "days without overlap",
     ]
 ].round(1)
 

@@ -1,0 +1,107 @@
+"""A step without overlap: it is never shorter, and exactly the sum where one rank is looked at."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import paralab as pl
+from paralab.interpret.costs import Compute, Costs, Job, Posted
+from paralab.interpret.deep import Deep
+from paralab.interpret.time import time
+from paralab.programs.compile import compiled
+from paralab.programs.fold import folds
+from paralab.programs.instructions import SEND, WAIT, WORKERS
+from paralab.programs.space import space
+from test_search import LAPTOP, NODES, SLOW, SMALL
+
+pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
+
+
+def seconds(plan: pl.Plan, cluster: pl.Cluster, *, overlap: bool = True) -> float:
+    return time(compiled(SMALL, plan), cluster, overlap=overlap).seconds
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [pl.Plan(microbatches=3), pl.Plan(recompute="full"), pl.Plan(precision="bf16", zero_stage=2)],
+    ids=range(3),
+)
+def test_one_device_takes_as_long_with_and_without(plan):
+    assert seconds(plan, SLOW, overlap=False) == seconds(plan, SLOW)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pl.Plan(dp=4),
+        pl.Plan(dp=4, zero_stage=3, microbatches=2),
+        pl.Plan(tp=4),
+        pl.Plan(pp=4, microbatches=8),
+        pl.Plan(offload="nvme"),
+    ],
+    ids=["dp", "zero", "tp", "pp", "offload"],
+)
+def test_what_overlaps_takes_longer_without(plan):
+    assert seconds(plan, LAPTOP, overlap=False) > 1.0001 * seconds(plan, LAPTOP)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pl.Plan(dp=4, grad_sync="overlapped", microbatches=2),
+        pl.Plan(dp=4, zero_stage=3, microbatches=2),
+        pl.Plan(dp=2, tp=2, sequence_parallel=True),
+        pl.Plan(dp=2, zero_stage=3, offload="nvme", precision="bf16"),
+    ],
+    ids=["dp", "zero", "tp", "offload"],
+)
+def test_a_rank_of_one_stage_takes_the_sum_of_its_work_its_calls_and_its_copies(plan):
+    program = compiled(SMALL, plan)
+    costs, (code,) = Costs(program, SLOW), program.codes
+    begun, total = {}, 0.0
+    for ins in code:
+        cost = costs.of(0, ins)
+        if ins.op == WAIT:
+            call = begun[ins.reads]
+            total += SLOW.wait_overhead if ins.lane in WORKERS else call.behind + call.summed
+            continue
+        total += cost.seconds
+        if isinstance(cost, Posted):
+            total += cost.before + SLOW.call_overhead
+            begun[ins.writes] = cost
+        elif isinstance(cost, Job):
+            begun[ins.writes] = cost
+        elif isinstance(cost, Compute):
+            calls = [event for event in cost.inside if isinstance(event, Posted)]
+            total += sum(
+                SLOW.call_overhead + call.seconds + call.summed + call.behind for call in calls
+            )
+    assert seconds(plan, SLOW, overlap=False) == pytest.approx(total, rel=1e-9)
+
+
+@pytest.mark.parametrize("cluster", [LAPTOP, SLOW, NODES], ids=["laptop", "slow", "nodes"])
+def test_no_plan_is_faster_without_overlap_and_a_folded_program_says_the_same(cluster):
+    plans = space(SMALL, cluster, 8, 32, {"precision": ["fp32", "bf16"]})
+    folded = 0
+    for at in random.Random(1).sample(range(len(plans)), 30):
+        plan = plans[at]
+        serial = seconds(plan, cluster, overlap=False)
+        assert serial >= seconds(plan, cluster) * (1 - 1e-12), plan
+        if folds(plan) and plan.zero_stage < 3:
+            folded += 1
+            found = Deep(SMALL, plan, cluster, "adamw").without_overlap().seconds
+            assert found == pytest.approx(serial, rel=1e-9), plan
+    assert folded >= 5
+
+
+def test_both_ends_of_a_message_pay_for_it():
+    """One micro-batch, there and back: rank 0 has a message to wait for either way, and what it
+    sent itself, long over, is paid for at the end of the step.
+    """
+    program = compiled(SMALL.replace(tied=False), pl.Plan(pp=2, microbatches=1))
+    costs = Costs(program, LAPTOP)
+    sent = next(costs.of(0, ins).seconds for ins in program.codes[0] if ins.op == SEND)
+    plain, serial = (time(program, LAPTOP, overlap=overlap).ends for overlap in (True, False))
+    assert serial[0] == pytest.approx(plain[0] + sent, rel=1e-12) and sent > 1e-5
