@@ -600,8 +600,8 @@ def _computes(costs: list[Cost | Body]) -> bool:
 
 def _steps(found: Lists, gloo: bool) -> Iterator[tuple[Any, Held, Held, Held]]:
     """A walk through the list of a few micro-batches, in steps: an action, a message, the wait for
-    one, or an instruction of the end. Of each its key, what there is before it, where the device is
-    fullest, and behind it. First what there is before the list.
+    one, or an instruction of the end. Of each its key, what there is before it, at the device's
+    peak, and behind it. First what there is before the list.
     """
     walk = moments(found.program, found.rank, gloo=gloo)
     before, here = next(walk)

@@ -163,8 +163,8 @@ def zb_h2(pp: int, microbatches: int) -> Schedule:
     """Twice the warm-up fills the bubble at the start too; no rank starts or ends with another.
 
     Bubble: (p-1)(F + I - 2W), none where F = I = W and m >= 2p - 1; alive: 2(p-r) - 1 and 2r
-    waiting, twice 1F1B's. Each rank's step ends at another time, so the next step's start has to
-    wait for nobody. Zero Bubble (Qi+ 2023, arXiv:2401.10241) sec. 2.2, fig. 3.
+    waiting, twice 1F1B's. Each rank's step ends at another time, so no rank has to wait for another
+    to start the next step. Zero Bubble (Qi+ 2023, arXiv:2401.10241) sec. 2.2, fig. 3.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [_zero_bubble(rank, 2 * (pp - rank - 1), 2 * rank, microbatches) for rank in range(pp)]

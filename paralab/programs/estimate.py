@@ -104,7 +104,7 @@ class Estimate:
         return np.select([self.space.schedule == name for name in found], list(found.values()), 0.0)
 
     def place(self, state: str) -> Array:
-        """Where a state lies: 0 on the device, 1 on the host, 2 in files."""
+        """Where a state is kept: 0 on the device, 1 on the host, 2 in files."""
         where = getattr(self.space.place, state)
         return 1 * (where == "cpu") + 2 * (where == "nvme")
 

@@ -88,27 +88,15 @@ def _plan(tp: int, pp: int, devices: int, batch: int, micro: int, **settings: An
     )
 
 
-def _row(
-    params: float,
-    heads: int,
-    hidden: int,
-    layers: int,
-    tp: int,
-    pp: int,
-    devices: int,
-    batch: int,
-    tflops: float,
-    percent: float,
-    pflops: float,
-    micro: int,
-    chunks: int,
-) -> Row:
+def _row(*columns: Any) -> Row:
+    params, heads, hidden, layers, *cut, tflops, percent, pflops, micro, chunks = columns
     schedule = "interleaved" if chunks > 1 else "1f1b"
-    plan = _plan(tp, pp, devices, batch, micro, virtual_stages=chunks, schedule=schedule)
+    plan = _plan(*cut, micro, virtual_stages=chunks, schedule=schedule)
     return Row(_model(heads, hidden, layers), plan, tflops, params, percent, pflops)
 
 
-# The columns of the paper; then micro-batch size and chunks per rank, from run_table_1.sh.
+# The columns of the paper: billions of parameters, heads, hidden, layers, tp, pp, devices, batch,
+# TFLOP/s, % of peak, PFLOP/s; then micro-batch size and chunks per rank, from run_table_1.sh.
 TABLE_1 = (
     _row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 44, 4.4, 16, 1),
     _row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 44, 8.8, 16, 1),
@@ -124,23 +112,18 @@ TABLE_1 = (
 MODELS_2 = {174.6: ModelSpec.preset("gpt3-175b"), 529.6: TABLE_1[8].model}
 
 
-def _days(
-    params: float,
-    model_parallel: int,
-    batch: int,
-    devices: int,
-    micro: int,
-    tflops: float,
-    days: float,
-) -> Days:
+def _days(*columns: Any) -> Days:
+    params, model_parallel, batch, devices, micro, tflops, days = columns
     tp = min(8, model_parallel)
-    sharded = {"zero_stage": 3 * (model_parallel == 1)}
-    plan = _plan(tp, model_parallel // tp, devices, batch, micro, **sharded)
+    stage = 3 * (model_parallel == 1)
+    plan = _plan(tp, model_parallel // tp, devices, batch, micro, zero_stage=stage)
     scheme = "ZeRO-3" if plan.zero_stage else "PTD-P"
     return Days(MODELS_2[params], plan, tflops, scheme, params, days)
 
 
-# The columns of the paper. ZeRO-3 at 640 devices has batch 2560 because 560 did not hold it.
+# The columns of the paper: billions of parameters, model-parallel size, batch, devices, micro-batch
+# size, TFLOP/s, days. A size of 1 is ZeRO-3; at 640 devices it has batch 2560 because 560 did not
+# hold it.
 TABLE_2 = (
     _days(174.6, 1, 1536, 384, 4, 144, 90),
     _days(174.6, 1, 1536, 768, 2, 88, 74),
