@@ -175,6 +175,14 @@ class Report(Tables):
         metrics.needs_own_devices(self, "a replay")
         return replay(self, cluster, compute=compute)
 
+    def algorithms(self) -> pd.DataFrame:
+        """Ring or tree for every kind of call on this report's cluster, and what either takes; see
+        ``theory.algorithms``.
+        """
+        from paralab.theory.algorithms import algorithms
+
+        return algorithms(self)
+
     def __repr__(self) -> str:
         # No times: notebooks compare this line, and a run must give the same one twice.
         plan, calls = self.plan, self.collectives

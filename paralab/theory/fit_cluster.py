@@ -30,12 +30,12 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal, real
-from paralab.interpret.outline import totals
+from paralab.interpret.outline import step_of, totals
 from paralab.interpret.predict import check_cluster
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.needs import step_flops
 
-CLOSE, SPREAD = 0.05, 0.3  # of logarithms: an error that is common, a correction that is
+CLOSE, SPREAD = 0.05, 0.2  # of logarithms: an error that is common, a correction that is
 STEPS, NUDGE = 4, 0.05
 
 
@@ -204,7 +204,7 @@ def _off(runs: Sequence[Run], cluster: Cluster) -> Any:
     for model, plan, _ in runs:
         check_cluster(plan, cluster)
         model = model.resolved(gpus=cluster.gpus)
-        took.append(totals(model, plan, cluster, optimizer="adamw")[0])
+        took.append(totals(step_of(model, plan, cluster, "adamw"))[0])
     return np.log(took) - np.log([run.seconds for run in runs])
 
 

@@ -1,0 +1,65 @@
+"""Which algorithm every call of a report takes on its cluster, and what that costs.
+
+Ring or tree is not recorded: over NCCL the library chooses, and a prediction takes what is quicker
+by alpha and bandwidth (spec/links.py). This is that choice, row by row, with what it was made by.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from paralab.checks import illegal
+from paralab.report.metrics import in_outline, node_of
+from paralab.report.tables import Tables
+from paralab.spec.links import Reach
+from paralab.theory.traffic import BOOKKEEPING, most_sent
+
+
+def algorithms(report: Tables) -> pd.DataFrame:
+    """One row per kind of call: op, axis, where its group is, payload, and how it is done.
+
+    nodes, near      nodes that the group is on, and members on one of them
+    calls            of all ranks and steps
+    algorithm        "ring", "tree", "pairwise" or "direct"
+    latency_s, moving_s   seconds: alpha, once per message that comes after another; and the bytes
+    otherwise_s      seconds by the other algorithm, where there is a choice
+
+    Raises ValueError for a report in outline, whose calls are summed up, or without a cluster.
+    """
+    if report.cluster is None:
+        raise illegal("cluster", None, "the report has none", "a prediction, or report.replay()")
+    if in_outline(report):
+        why = "an outline has its calls summed up"
+        raise illegal("detail", "actions", why, "pl.predict(..., detail='calls')")
+    cluster, calls = report.cluster, report.collectives
+    calls = calls[~calls["phase"].isin(BOOKKEEPING) & (calls["op"] != "recv")]
+    count: dict[tuple[str, str, Reach, int], int] = {}
+    for row in calls.itertuples(index=False):
+        ranks = (row.rank, row.peer) if row.op == "send" else row.ranks
+        if len(ranks) > 1:
+            reach = cluster.reach(ranks, partial(node_of, report))
+            kind = row.op, row.axis, reach, row.payload_bytes
+            count[kind] = count.get(kind, 0) + 1
+    return pd.DataFrame([_row(cluster, *kind, number) for kind, number in count.items()])
+
+
+def _row(cluster: Any, op: str, axis: str, reach: Reach, payload: int, calls: int) -> dict:
+    sent, ways = most_sent(op, payload, reach.members), cluster.ways(op, reach)
+    name, seconds = cluster.call(op, sent, reach)
+    others = [way.seconds(sent) for other, way in ways.items() if other != name]
+    return {
+        "op": op,
+        "axis": axis,
+        "members": reach.members,
+        "nodes": reach.nodes,
+        "near": reach.near,
+        "payload_bytes": payload,
+        "calls": calls,
+        "algorithm": name,
+        "latency_s": ways[name].latency,
+        "moving_s": seconds - ways[name].latency,
+        "otherwise_s": min(others, default=None),
+    }

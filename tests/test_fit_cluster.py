@@ -1,0 +1,93 @@
+"""`pl.fit_cluster`: from a log of measured iterations to a cluster that predicts others."""
+
+from __future__ import annotations
+
+import pytest
+
+import paralab as pl
+from paralab.theory.fit_cluster import FACTORS
+
+TRUE = pl.Cluster.preset("dgx-a100", nodes=4)
+WRONG = TRUE.replace(
+    flops=0.8 * TRUE.flops,
+    intra=pl.Link(alpha=TRUE.intra.alpha, bandwidth=1.5 * TRUE.intra.bandwidth),
+)
+SMALL = pl.ModelSpec(layers=4, hidden=2048, heads=16, seq_len=1024, vocab=51200)
+LARGE = SMALL.replace(hidden=4096, heads=32)
+PLANS = [
+    pl.Plan(dp=32, microbatch_size=4, precision="bf16"),
+    pl.Plan(dp=4, tp=8, microbatch_size=8, precision="bf16"),
+    pl.Plan(dp=2, tp=16, microbatch_size=8, precision="bf16"),
+    pl.Plan(dp=8, tp=2, pp=2, microbatches=4, microbatch_size=2, precision="bf16"),
+]
+
+
+def log(*models: pl.ModelSpec) -> list:
+    return [
+        (model, plan, pl.predict(model, plan, TRUE, steps=1, detail="actions").step_time)
+        for model in models
+        for plan in PLANS
+    ]
+
+
+def test_a_cluster_that_was_stated_wrong_is_corrected_by_what_was_measured():
+    fit = pl.fit_cluster(log(SMALL, LARGE), WRONG)
+    before = [
+        pl.predict(*run[:2], WRONG, steps=1, detail="actions").step_time / run[2] - 1
+        for run in fit.runs
+    ]
+    assert max(map(abs, fit.errors)) < 0.35 * max(map(abs, before))
+    assert max(map(abs, fit.inside)) < 0.3 * max(map(abs, before))
+    assert fit.cluster.flops == pytest.approx(TRUE.flops, rel=0.1)
+    assert TRUE.intra.bandwidth < fit.cluster.intra.bandwidth < 0.95 * WRONG.intra.bandwidth
+    assert max(map(abs, fit.null)) > 5 * max(map(abs, fit.errors))
+    assert set(fit.constants) == set(FACTORS) and len(FACTORS) <= 6
+    assert len(fit.table()) == len(fit.runs) and "out of sample" in repr(fit)
+
+
+def test_a_run_that_is_far_off_does_not_pull_the_others_with_it():
+    rows = log(SMALL, LARGE)
+    slow = [(model, plan, seconds * (3 if i == 1 else 1))
+            for i, (model, plan, seconds) in enumerate(rows)]  # fmt: skip
+    clean, spoiled = pl.fit_cluster(rows, WRONG), pl.fit_cluster(slow, WRONG)
+    assert spoiled.cluster.flops == pytest.approx(clean.cluster.flops, rel=0.05)
+
+
+def test_what_the_runs_say_nothing_about_stays_as_stated():
+    alone = [(SMALL, pl.Plan(microbatch_size=b, precision="bf16")) for b in (2, 4, 8)]
+    rows = [(*run, 1.2 * pl.predict(*run, TRUE, steps=1).step_time) for run in alone]
+    fit = pl.fit_cluster(rows, TRUE)
+    assert fit.cluster.inter == TRUE.inter and fit.cluster.intra == TRUE.intra
+    assert fit.cluster.flops < TRUE.flops and len(fit.errors) == 3
+
+
+def test_reports_and_tables_by_model_are_runs_too():
+    rows = log(SMALL)
+    reports = [pl.predict(model, plan, TRUE, steps=1, detail="actions") for model, plan, _ in rows]
+    whole = pl.fit_cluster(rows, WRONG).cluster
+    assert pl.fit_cluster(reports, WRONG).cluster == whole
+    table = {SMALL: [(plan, seconds) for _, plan, seconds in rows]}
+    assert pl.fit_cluster(table, WRONG).cluster == whole
+    one = pl.fit_cluster(rows[:1], WRONG)
+    assert one.errors == () and "out of sample" not in repr(one)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "no run"),
+        (3, "no run"),
+        ([(SMALL, PLANS[0])], "run 0 is refused"),
+        ([(SMALL, PLANS[0], -1.0)], "seconds"),
+        ([(SMALL.replace(heads=2), PLANS[1], 1.0)], "tp"),
+        ([(SMALL, pl.Plan(tp=3), 1.0)], "tp"),
+    ],
+)
+def test_what_is_no_log_is_refused_by_its_row(rows, words):
+    with pytest.raises(ValueError, match=words):
+        pl.fit_cluster(rows, WRONG)
+
+
+def test_a_cluster_is_asked_for():
+    with pytest.raises(ValueError, match="cluster"):
+        pl.fit_cluster(log(SMALL), None)
