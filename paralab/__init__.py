@@ -6,6 +6,7 @@
     expect = pl.predict(model, pl.Plan(dp=4))          # what theory says about this machine
     pl.compare(expect, report)
     pl.program(model, pl.Plan(dp=4))                   # what every rank does, to read
+    pl.observe(fn, ranks=4)                            # your own PyTorch program, unchanged
     pl.dry_run(model, pl.Plan(dp=4096), rank=7)        # one rank of any plan: bytes, no times
     pl.explore(model)                                  # both, with sliders
     pl.plan_search(model, cluster)                     # which plan is best, and why
@@ -24,6 +25,7 @@ from paralab.dry_run import dry_run
 from paralab.experiment import run
 from paralab.interpret.predict import predict
 from paralab.launch import OutOfMemory, RankError, RankTimeout, Stopped, launch, warm_up
+from paralab.observing import observe, step
 from paralab.report.report import Report, load
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.compare import compare
@@ -54,11 +56,13 @@ __all__ = [
     "fit_cluster",
     "launch",
     "load",
+    "observe",
     "plan_search",
     "predict",
     "program",
     "reference",
     "run",
+    "step",
     "theory",
     "trace",
     "warm_up",

@@ -165,6 +165,11 @@ class Recorder:
             self._sample(now)
         return (self._last,) if self._last >= 0 else ()
 
+    def was_waiting(self, after: tuple) -> None:
+        """What is open since the last cut has been a wait, for the spans ``after``."""
+        _, *place, _ = self._open[-1]
+        self._open[-1] = ("wait", *place, after)
+
     def span(self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0) -> _Span:
         """``with recorder.span("forward", microbatch=k): ...``"""
         return _Span(self, (kind, microbatch, stage, chunk))
@@ -227,11 +232,12 @@ class Recorder:
         self._calls.append((self.step, *row))
 
     # ---- steps and export -----------------------------------------------------------------------
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, keep: bool = False) -> None:
+        """keep: samples of memory taken before the first step belong to it."""
         self.step = step
         self.clock.anchor()
         now = self.clock.mark()
-        if not self._steps:
+        if not self._steps and not keep:
             self.samples.clear()  # building the model is no part of a step
         if self.allocator is not None:
             self.allocator.begin()
@@ -247,6 +253,23 @@ class Recorder:
         self.clock.resolve()
         if self.allocator is not None:
             self._allocated.append((self.rank, step, *self.allocator.row()))
+
+    def resume_step(self) -> None:
+        """The step that ended last goes on."""
+        self.step, start, _, beside = self._steps.pop()
+        self._steps.append((self.step, start, self.clock.beside() - beside))
+
+    def drop_step(self) -> None:
+        """The open step was none: it leaves no row."""
+        step = self._steps.pop()[0]
+        self._spans = [row for row in self._spans if row[1] != step]
+        self._calls = [row for row in self._calls if row[0] != step]
+        self._copies = [row for row in self._copies if row[0] != step]
+        self.samples[:] = [sample for sample in self.samples if sample.step != step]
+
+    def forget(self, kind: str) -> None:
+        """Spans of this kind so far, before the first step, leave no row."""
+        self._spans = [row for row in self._spans if row[3] != kind]
 
     def tables(self) -> dict[str, dict[str, list]]:
         """Everything written down, as columns; CUDA events become seconds here."""

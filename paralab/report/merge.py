@@ -56,6 +56,9 @@ def merge(
     for state in ("weights", "gradients"):
         held = {p["rank"]: p[state] for p in ordered if p.get(state) is not None}
         merged[state] = whole_model(held, plan, model)
+    about = [part.get("meta", {}).get("observed") for part in ordered]
+    if any(about):  # what pl.observe found each rank's program to be made of
+        merged["meta"]["observed"] = about
     if any("result" in part for part in ordered):  # of a traced function
         merged["results"] = [part.get("result") for part in ordered]
     return merged

@@ -55,7 +55,7 @@ def save_part(
     folder: str | os.PathLike[str],
     part: Mapping[str, Any],
     *,
-    model: ModelSpec,
+    model: ModelSpec | None,
     plan: Plan,
     meta: Mapping[str, Any],
 ) -> None:
@@ -208,8 +208,8 @@ def _report(body: dict[str, Any]) -> dict[str, Any]:
 
 def _part(body: dict[str, Any]) -> dict[str, Any]:
     said = _said(body)
-    if said["model"] is None or not all(isinstance(step, list) for step in said["losses"]):
-        raise ValueError("the model is missing, or losses are not a list per step")
+    if not all(isinstance(step, list) for step in said["losses"]):
+        raise ValueError("losses are not a list per step")
     said["losses"] = [_numbers(step, "losses") for step in said["losses"]]
     offsets = {name: float(typed(body, name, (int, float))) for name in CLOCK_OFFSET}
     rank = typed(body, "rank", int)

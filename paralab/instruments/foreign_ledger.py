@@ -1,0 +1,129 @@
+"""The live ledger for programs that do not say what their tensors are for.
+
+What `Ledger` is told by paralab's own training, this one finds: parameters when a module is called
+for the first time, gradients where parameters have them, an optimizer's state after its step,
+buffers where a message leaves from or arrives in, and parameters that FSDP2 has gathered, which are
+buffers too. Until then a new storage is workspace inside a forward, a backward or an optimizer's
+step, and other outside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
+
+from paralab.instruments.ledger import Ledger
+from paralab.instruments.memory import Life
+
+LOOSE = ("workspace", "other", "activations")  # categories that a better one replaces
+
+
+class ForeignLedger(Ledger):
+    """``before_each()`` is called before every operation."""
+
+    before_each: Callable[[], None] = staticmethod(lambda: None)
+
+    def __enter__(self) -> ForeignLedger:
+        super().__enter__()
+        self._own_resize = own = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            """FSDP2 gathers into storages that it resizes; no operation tells."""
+            result = own(storage, size)
+            life = self._known.get(storage._cdata)
+            if life is not None and life() is storage and life.category is not None:
+                self._count(life, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize_
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._own_resize
+        super().__exit__(*error)
+
+    def is_top(self) -> bool:
+        """Whether it may be left: no other dispatch mode was entered since."""
+        return _get_current_dispatch_mode() is self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # DTensor goes first; what it does inside comes here
+        self.before_each()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def sample(self, mark: Any, kind: str) -> None:
+        super().sample(mark, kind)
+        if kind == "compute":  # the program's own work between forward and backward
+            self.born = "other"
+
+    def _meet(self, tensor: Tensor) -> Life | None:
+        life = None
+        for inner in plain(tensor):
+            life = super()._meet(inner) or life
+        return life
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        root = tensor if tensor._base is None else tensor._base
+        if root.is_leaf and root.requires_grad:  # a parameter, or one that was gathered
+            self._is_gathered(root)
+            return tensor
+        return super()._saved(tensor)
+
+    # ---- what a storage is for ------------------------------------------------------------------
+    def carries(self, tensor: Tensor) -> None:
+        """A message leaves from here or arrives here."""
+        life = self._meet(tensor)
+        if life is not None and life.category in LOOSE[:2]:
+            self._move(life, "buffers")
+
+    def gathered(self, module: Any) -> None:
+        """An inner module's parameters, as it is called: FSDP2 has put the gathered ones there."""
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                self._is_gathered(parameter)
+
+    def _is_gathered(self, parameter: Tensor) -> None:
+        life = self._meet(parameter)
+        if life is not None and life.category in LOOSE:
+            self._move(life, "buffers")
+            if not any(reference() is parameter for reference in self._parameters):
+                self._parameters.append(weakref.ref(parameter))
+                self._listen(parameter)
+
+    def find_gradients(self, optimizer: Any = None) -> None:
+        """Gradients that code has put where autograd would have: FSDP2's shards of them."""
+        known = [reference() for reference in self._parameters]
+        if optimizer is not None:
+            known += [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in known:
+            if parameter is not None and parameter.grad is not None:
+                self._accumulated(parameter)
+
+    def owns_state(self, optimizer: Any) -> None:
+        """What an optimizer keeps from step to step."""
+        states = tree_leaves([dict(state) for state in optimizer.state.values()])
+        self.owns("optimizer", *(t for t in states if isinstance(t, Tensor)))
+
+
+def plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the bytes: those inside a DTensor, say. Fake ones hold none."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # a DTensor names its mesh too
+            if isinstance(inner := getattr(tensor, name), Tensor):
+                yield from plain(inner)
+    elif not isinstance(tensor, FakeTensor):
+        yield tensor
