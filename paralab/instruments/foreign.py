@@ -12,6 +12,11 @@ Nothing of the program changes. What sees it, and what that costs:
     memory         the live ledger, a dispatch mode on every operation: 5 to 20 % of a step. It is
                    on in the first ``memory_steps`` steps; later steps are timed without it
 
+[Note: before] The kernel that sees a call is one of the dispatch key BackendSelect, which lies below
+autograd and the dispatch modes and above the devices' own kernels: the call passes there on every
+thread, from Python and C++, inside modes and DTensor. Redispatching gives Python's lock back, which
+gloo's threads need to end a call.
+
 [Note: ends] A collective of gloo or NCCL says when it ends; gloo's sends, receives and
 reduce-scatters do not. Their span ends when the rank has waited for them. The reducer of
 DistributedDataParallel waits in C++: what follows its last launch in a backward counts as the wait.
@@ -27,7 +32,6 @@ import contextlib
 import functools
 import gc
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,7 +40,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import Library, get_kernel
+from torch._C import DispatchKey
+from torch.library import Library
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
@@ -120,7 +125,7 @@ class Observer:
         self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._held: Any = None  # the last call's Work, until its caller has it
         self._flying: dict[int, Any] = {}  # span: weak reference to its Work, launched in a backward
-        self._by_storage: dict[int, int] = {}  # span of the call that last wrote to a storage
+        self._by_storage: dict[int, int] = {}  # span of the last call that used a storage
         self._undo = contextlib.ExitStack()
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self.about: dict[str, Any] = {"modules": [], "optimizers": [], "parameters": []}
@@ -129,18 +134,9 @@ class Observer:
     # ---- on and off ---------------------------------------------------------------------------
     def __enter__(self) -> Observer:
         undo = self._undo
-        library = Library("c10d", "IMPL")
-        undo.callback(library._destroy)
-        waits = Library("_c10d_functional", "IMPL")
-        undo.callback(waits._destroy)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are overridden
-            for key in ("CPU", "CUDA")[: 1 + torch.cuda.is_available()]:
-                for name in CALLS:
-                    self._stand_before(library, torch.ops.c10d, name, key, self._called)
-                self._stand_before(
-                    waits, torch.ops._c10d_functional, "wait_tensor", key, self._awaited
-                )
+        for name in CALLS:
+            self._stand_before("c10d", name, self._called)
+        self._stand_before("_c10d_functional", "wait_tensor", self._awaited)
         work = torch._C._distributed_c10d.Work
         self._replace(work, "wait", self._waiting(work.wait))
         variable = torch.autograd.Variable
@@ -170,23 +166,23 @@ class Observer:
         self._undo.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, new)
 
-    def _stand_before(
-        self, library: Library, namespace: Any, name: str, key: str, seen: Callable[..., Any]
-    ) -> None:
-        """Put a kernel before operation ``name``'s own of this dispatch key, if it has one."""
-        packet = getattr(namespace, name, None)
-        if packet is None:
+    def _stand_before(self, namespace: str, name: str, seen: Callable[..., Any]) -> None:
+        """See the calls of operation ``name``. See [Note: before]."""
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if packet is None:  # another version of torch
             return
-        try:
-            own = get_kernel(packet.default, key)
-        except RuntimeError:
-            return
-        names = [argument.name for argument in packet.default._schema.arguments]
+        operation = packet.default
+        names = [argument.name for argument in operation._schema.arguments]
 
-        def kernel(keyset: Any, *args: Any) -> Any:
-            return seen(name, dict(zip(names, args, strict=False)), own, keyset, args)
+        def kernel(keys: Any, *args: Any) -> Any:
+            def own() -> Any:
+                return operation.redispatch(keys.remove(DispatchKey.BackendSelect), *args)
 
-        library.impl(name, kernel, key, with_keyset=True)
+            return seen(name, dict(zip(names, args, strict=False)), own)
+
+        library = Library(namespace, "IMPL")
+        self._undo.callback(library._destroy)
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
     def _close_ledger(self) -> None:
         """The ledger goes, unless the program has put a dispatch mode of its own above it."""
@@ -199,7 +195,7 @@ class Observer:
         self._held = None
 
     # ---- collectives --------------------------------------------------------------------------
-    def _called(self, name: str, given: dict[str, Any], own: Any, keys: Any, args: tuple) -> Any:
+    def _called(self, name: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """One call of c10d, on whatever thread: write it down, make it, hear of its end."""
         recorder = self.recorder
         if self.found and not self.open:
@@ -214,24 +210,28 @@ class Observer:
         if op != "barrier":
             span = recorder.launch(f"comm:{where.axis}", after, recorder.clock.mark())
             self._write(op, given, tensors, where, group, span)
-            for leaf in tree_leaves(args):
+            for leaf in tree_leaves(given):
                 if isinstance(leaf, Tensor):
                     self._by_storage[leaf.untyped_storage()._cdata] = span
                     if self.ledger is not None:
                         self.ledger.carries(leaf)
-        result = own.call_boxed(keys, *args)
+        result = own()
         if span is not None:
             last = result[-1] if isinstance(result, (tuple, list)) else result
             work = self._held = dist.Work.unbox(last)
             self._works[work] = span
             if self.backwards:
                 self._flying[span] = weakref.ref(work)
-            clock = recorder.clock
-            with contextlib.suppress(RuntimeError):  # it has no future: see [Note: ends]
-                future = work.get_future()
-                if not tensors[0].is_cuda:
-                    future.add_done_callback(lambda _: recorder.completed(span, clock.host()))
+            if not tensors[0].is_cuda:
+                self._listen(work, span)
         return result
+
+    def _listen(self, work: Any, span: int) -> None:
+        """Hear of the end of a call, where someone says it. See [Note: ends]."""
+        recorder = self.recorder
+        with contextlib.suppress(RuntimeError):
+            future = work.get_future()
+            future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))
 
     def _write(
         self,
@@ -334,11 +334,10 @@ class Observer:
 
         return wait
 
-    def _awaited(self, name: str, given: dict[str, Any], own: Any, keys: Any, args: tuple) -> Any:
-        """``_c10d_functional.wait_tensor``: known by the storage that the call writes to."""
-        span = self._by_storage.get(given["tensor"].untyped_storage()._cdata)
-        with self._wait(span):
-            return own.call_boxed(keys, *args)
+    def _awaited(self, name: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        """``_c10d_functional.wait_tensor``: known by the storage that the call works on."""
+        with self._wait(self._by_storage.get(given["tensor"].untyped_storage()._cdata)):
+            return own()
 
     @contextlib.contextmanager
     def _wait(self, span: int | None) -> Iterator[None]:

@@ -1,0 +1,191 @@
+"""Programs of plain PyTorch that know nothing of paralab, and what theory says they send.
+
+Each is ``make(n) -> step``: a function that builds the program on a rank and returns what one
+training step does. `THEORY` has the bytes that all ranks together send in a step, by operation.
+"""
+
+from __future__ import annotations
+
+DIN, DOUT, LAYERS = 576, 768, 3  # a matrix has 1.77 MB
+PSI = LAYERS * 2 * DIN * DOUT * 4  # bytes of parameters
+BATCH, MICROBATCHES, CHUNKS = 24, 4, 2
+SEQ = 480
+TP_BYTES = SEQ * DIN * 4  # an activation of one sample
+MESSAGE = 1152 * DIN * 4  # what a stage hands to the next for one micro-batch
+
+
+def blocks():
+    from torch import nn
+
+    made = [
+        nn.Sequential(nn.Linear(DIN, DOUT, bias=False), nn.ReLU(), nn.Linear(DOUT, DIN, bias=False))
+        for _ in range(LAYERS)
+    ]
+    return nn.Sequential(*made)
+
+
+def training(model, optimizer, batch=BATCH):
+    import torch
+
+    def step():
+        model(torch.randn(batch, DIN)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ddp(n):
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(blocks())
+    return training(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def fsdp(n, reshard=True):
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    model = blocks()
+    for block in model:
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    return training(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def fsdp_kept(n):
+    return fsdp(n, reshard=False)
+
+
+def zero(n):
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(blocks())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    return training(model, optimizer)
+
+
+def tensor(n):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+    model = blocks()
+    for block in model:
+        plan = {
+            "0": ColwiseParallel(input_layouts=Shard(1)),
+            "2": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        x = torch.randn(1, SEQ // n, DIN, requires_grad=True)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def pipeline(n, kind="ScheduleGPipe"):
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    rank, chunks = dist.get_rank(), CHUNKS if "Interleaved" in kind else 1
+    parts = [nn.Linear(DIN, DIN, bias=False) for _ in range(chunks)]
+    device = torch.device("cpu")
+    stages = [PipelineStage(p, rank + i * n, chunks * n, device) for i, p in enumerate(parts)]
+    parameters = [p for part in parts for p in part.parameters()]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    schedule = getattr(schedules, kind)(
+        stages if chunks > 1 else stages[0],
+        MICROBATCHES,
+        loss_fn=lambda y, target: (y - target).square().mean(),
+    )
+
+    def step():
+        x = torch.randn(1152 * MICROBATCHES, DIN)
+        first = (x,) if rank == 0 else ()
+        last = {"target": x} if rank == n - 1 else {}
+        schedule.step(*first, **last)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def one_f_one_b(n):
+    return pipeline(n, "Schedule1F1B")
+
+
+def interleaved(n):
+    return pipeline(n, "ScheduleInterleaved1F1B")
+
+
+def ring(n):
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    tensor = torch.ones(n, 300_000)
+
+    def step():
+        """Reduce-scatter, then all-gather: n - 1 messages each."""
+        for half in (0, 1):
+            for i in range(n - 1):
+                out, into = (rank - i + half) % n, (rank - i - 1 + half) % n
+                got = torch.empty_like(tensor[0])
+                calls = [
+                    dist.P2POp(dist.isend, tensor[out], (rank + 1) % n),
+                    dist.P2POp(dist.irecv, got, (rank - 1) % n),
+                ]
+                for work in dist.batch_isend_irecv(calls):
+                    work.wait()
+                tensor[into] = got if half else tensor[into] + got
+
+    return step
+
+
+PROGRAMS = {
+    make.__name__: make
+    for make in (ddp, fsdp, fsdp_kept, zero, tensor, pipeline, one_f_one_b, interleaved, ring)
+}
+
+
+def theory(name, n):
+    """{(operation, phase): bytes that all ranks send in a step}, on gloo."""
+    of = n - 1  # all n ranks together: n (n-1)/n S
+    reduced = {("all_reduce", "backward"): 2 * of * PSI}
+    scattered = {
+        ("reduce_scatter", "backward"): of * PSI,
+        ("all_gather", "gloo surplus"): of * PSI,
+    }
+    sent = (CHUNKS * n if name == "interleaved" else n) - 1  # boundaries between stages
+    activations = LAYERS * of * TP_BYTES
+    return {
+        "ddp": reduced,
+        "zero": reduced | {("broadcast", "optimizer"): of * PSI},
+        "fsdp": scattered
+        | {("all_gather", "forward"): of * PSI, ("all_gather", "backward"): of * PSI},
+        "fsdp_kept": scattered | {("all_gather", "forward"): of * PSI},
+        "tensor": {
+            ("all_gather", "forward"): activations,
+            ("reduce_scatter", "forward"): activations,
+            ("all_gather", "backward"): activations,
+            ("reduce_scatter", "backward"): activations,
+            ("all_gather", "gloo surplus"): 2 * activations,
+        },
+        "ring": {("send", "data"): 2 * of * n * 300_000 * 4},
+    }.get(name, {("send", "data"): 2 * sent * MICROBATCHES * MESSAGE})
