@@ -1,4 +1,4 @@
-"""`paralab run`, `predict`, `program`, `dry-run`, `show`, `doctor`: a notebook's cells in a shell.
+"""`paralab run`, `predict`, `program`, `observe`, `show` and others: a notebook's cells in a shell.
 
 Every field of ``ModelSpec`` and ``Plan`` is an option of the same name (options.py). Under torchrun
 the same command is one rank of a job that may span machines: it writes its part of the report into
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paralab import doctor, experiment
+from paralab import doctor, experiment, observing
 from paralab.checks import illegal, number, size
 from paralab.dry_run import dry_run
 from paralab.interpret.predict import predict
@@ -47,6 +47,7 @@ from paralab.version import __version__
 
 DIFF = "diff_"  # --diff-zero-stage 3: the same plan but for this
 DEFAULT_OUT = "paralab-run"
+DEFAULT_PARTS = "parts"  # of an observed script
 SPEAKER_FIRST = 20.0  # seconds that the one rank which says why has for it
 MEASURING = "measuring this machine, or reading what was measured before …"
 # {a file to write: (help, the report's method, what is said then)}
@@ -60,6 +61,15 @@ FILES = {
     ),
 }
 OPTIMIZER = Option("optimizer", str, "adamw or sgd")
+NOT_UNDER_TORCHRUN = ("ranks", "nodes", "device", "timeout")
+OBSERVE = (
+    Option("ranks", number, "processes (default 4)"),
+    Option("nodes", number, "place them on this many virtual nodes"),
+    Option("steps", str, "what ends a step: optimizer, or marked by paralab.step()"),
+    Option("memory_steps", number, "steps, from the first, in which bytes are counted (default 2)"),
+    Option("device", str, "cpu or cuda (default: the GPU where there is one)"),
+    Option("timeout", number, "seconds without a sign of life before the ranks stop"),
+)
 CLIP_NORM = Option("clip_norm", number, "clip the gradients' global norm to this")
 
 
@@ -101,6 +111,21 @@ def make_parser() -> argparse.ArgumentParser:
         command.more(added)
         _add_files(added, command.files)
         added.set_defaults(act=command.act, parser=added)
+    seen = commands.add_parser(
+        "observe",
+        usage="%(prog)s [options] SCRIPT [its arguments]",
+        help="run your own PyTorch script and see its time, bytes and memory",
+        epilog="Under torchrun every rank writes its part: "
+        "torchrun --nproc-per-node 2 -m paralab observe [--out FOLDER] SCRIPT",
+        allow_abbrev=False,
+    )
+    add_options(seen.add_argument_group("this command"), OBSERVE)
+    where = f"under torchrun: where every rank writes its part (default {DEFAULT_PARTS})"
+    seen.add_argument("--out", type=Path, metavar="FOLDER", help=where)
+    seen.add_argument("script", metavar="SCRIPT")
+    seen.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    _add_files(seen, tuple(FILES))
+    seen.set_defaults(act=_observe, parser=seen)
     show = commands.add_parser(
         "show", help="print a saved report, or a torchrun job's folder", allow_abbrev=False
     )
@@ -227,6 +252,32 @@ def _run_one_rank(
     if rank == 0:
         print(f"every rank writes its part into {folder}; with all of them in one place:")
         print(f"  pl.load({folder!r}) in a notebook, paralab show {folder} in a shell")
+    return 0
+
+
+def _observe(given: argparse.Namespace) -> int:
+    settings = settings_of(given, *(option.name for option in OBSERVE))
+    script, arguments, one_rank = given.script, given.arguments, torchrun_started_this()
+    with _refusals(given.parser):
+        _check_files(given)
+        if one_rank:
+            asked = {name: getattr(given, name, None) for name in (*FILES, *NOT_UNDER_TORCHRUN)}
+            for name, value in asked.items():
+                if value is not None:
+                    legal = "--out FOLDER, then paralab show FOLDER"
+                    raise illegal(name, str(value), "this is one rank, and torchrun's", legal)
+        elif given.out is not None:
+            raise illegal("out", str(given.out), "torchrun did not start this", "--save FILE")
+        else:
+            report = observing.observe_script(script, args=arguments, **settings)
+    if one_rank:
+        folder = str(given.out or DEFAULT_PARTS)
+        observing.observe_under_torchrun(script, arguments, folder=folder, **settings)
+        return 0
+    _write(report, given, ("save",))
+    _print_summary(report)
+    print(report.explain())
+    _write(report, given, ("html", "perfetto"))
     return 0
 
 

@@ -229,7 +229,7 @@ def _part(
 
     tables = observer.part()
     counted = len(tables["steps"]["step"])
-    if not (observer.seen_anything or result is not None):
+    if observer.saw_nothing and result is None:
         raise illegal("program", observer.step, NOTHING, "a program that trains in its ranks")
     result, losses = _plain(result), []
     if isinstance(result, (list, tuple)) and len(result) == counted:

@@ -12,10 +12,14 @@ Nothing of the program changes. What sees it, and what that costs:
     memory         the live ledger, a dispatch mode on every operation: 5 to 20 % of a step. It is
                    on in the first ``memory_steps`` steps; later steps are timed without it
 
-[Note: before] The kernel that sees a call is one of the dispatch key BackendSelect, which lies below
-autograd and the dispatch modes and above the devices' own kernels: the call passes there on every
-thread, from Python and C++, inside modes and DTensor. Redispatching gives Python's lock back, which
-gloo's threads need to end a call.
+[Note: before] The kernel that sees a call is one of the dispatch key BackendSelect, which lies
+below autograd and the dispatch modes and above the devices' own kernels: the call passes there on
+every thread, from Python and C++, inside modes and DTensor. Redispatching gives Python's lock back,
+which gloo's threads need to end a call.
+
+[Note: destroyed] Gloo's thread drops a finished call with Python's lock, and the end of a process
+group waits for that thread with the lock in its hand. So the group is destroyed when the threads
+have had time.
 
 [Note: ends] A collective of gloo or NCCL says when it ends; gloo's sends, receives and
 reduce-scatters do not. Their span ends when the rank has waited for them. The reducer of
@@ -32,6 +36,7 @@ import contextlib
 import functools
 import gc
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey
+from torch.distributed.device_mesh import DeviceMesh
 from torch.library import Library
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
@@ -54,6 +60,7 @@ from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
 SURPLUS = "gloo surplus"  # phase of bytes that gloo sends and the operation does not need
 BY_HAND = "call paralab.step() where a step ends, and observe with steps='marked'"
 INDICES = 4096  # bytes of whole numbers that are bookkeeping
+PATIENCE = 1.0  # seconds that the ends of calls may take to be heard of
 SEARCHED = 256  # nodes of the autograd graph between a loss and the module that it came from
 
 # c10d's operation: (the ledger's name, the argument that is the whole payload)
@@ -122,10 +129,14 @@ class Observer:
         self._chunks: dict[int, int] = {}  # by outermost module, in the order of their first calls
         self._numbers: Counter[Any] = Counter()  # calls by group; forwards and backwards of a step
         self._groups: dict[str, Where] = {}
+        self._meshes: list[Any] = []
         self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._held: Any = None  # the last call's Work, until its caller has it
-        self._flying: dict[int, Any] = {}  # span: weak reference to its Work, launched in a backward
+        self._flying: dict[
+            int, Any
+        ] = {}  # span: weak reference to its Work, launched in a backward
         self._by_storage: dict[int, int] = {}  # span of the last call that used a storage
+        self._unheard: set[int] = set()  # spans whose end is told by a thread of gloo
         self._undo = contextlib.ExitStack()
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self.about: dict[str, Any] = {"modules": [], "optimizers": [], "parameters": []}
@@ -139,6 +150,13 @@ class Observer:
         self._stand_before("_c10d_functional", "wait_tensor", self._awaited)
         work = torch._C._distributed_c10d.Work
         self._replace(work, "wait", self._waiting(work.wait))
+        ddp, reducer = torch.nn.parallel.DistributedDataParallel, dist.Reducer
+        self._replace(ddp, "_ddp_init_helper", self._making_buckets(ddp._ddp_init_helper))
+        self._replace(reducer, "_rebuild_buckets", self._making_buckets(reducer._rebuild_buckets))
+        self._replace(DeviceMesh, "__init__", self._making_mesh(DeviceMesh.__init__))
+        for module in (dist, dist.distributed_c10d):
+            destroy = self._destroying(module.destroy_process_group)
+            self._replace(module, "destroy_process_group", destroy)
         variable = torch.autograd.Variable
         self._replace(variable, "_execution_engine", _Engine(variable._execution_engine, self))
         for handle in (
@@ -184,6 +202,23 @@ class Observer:
         self._undo.callback(library._destroy)
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
+    def _making_buckets(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            with self.recorder.making("buffers"):
+                return own(*args, **kwargs)
+
+        return make
+
+    def _making_mesh(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def make(mesh: Any, *args: Any, **kwargs: Any) -> None:
+            own(mesh, *args, **kwargs)
+            self._meshes.append(weakref.ref(mesh))
+            self._groups.clear()  # one of its dimensions may name a group that there is already
+
+        return make
+
     def _close_ledger(self) -> None:
         """The ledger goes, unless the program has put a dispatch mode of its own above it."""
         ledger = self.ledger
@@ -228,10 +263,29 @@ class Observer:
 
     def _listen(self, work: Any, span: int) -> None:
         """Hear of the end of a call, where someone says it. See [Note: ends]."""
-        recorder = self.recorder
+        recorder, unheard = self.recorder, self._unheard
+
+        def ended(_: Any) -> None:
+            recorder.completed(span, recorder.clock.host())
+            unheard.discard(span)
+
         with contextlib.suppress(RuntimeError):
             future = work.get_future()
-            future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))
+            unheard.add(span)
+            future.add_done_callback(ended)
+
+    def _destroying(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """See [Note: destroyed]."""
+
+        @functools.wraps(own)
+        def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+            give_up = time.monotonic() + PATIENCE
+            while self._unheard and time.monotonic() < give_up:
+                time.sleep(0.001)
+            time.sleep(0.02)
+            return own(*args, **kwargs)
+
+        return destroy_process_group
 
     def _write(
         self,
@@ -278,9 +332,7 @@ class Observer:
             kept = phase if phase in ("setup", "control") or not own_phase else own_phase
             self.recorder.call((number, name, *place, kept, payload, wire, span))
 
-    def _uneven(
-        self, given: dict[str, Any], tensors: list[Tensor], where: Where
-    ) -> dict[int, int]:
+    def _uneven(self, given: dict[str, Any], tensors: list[Tensor], where: Where) -> dict[int, int]:
         """{rank: bytes for it} of an all-to-all whose parts are not alike; {} if they are."""
         if len(tensors) > 1:
             parts = [t.nbytes for t in tensors]
@@ -294,11 +346,10 @@ class Observer:
     def _phase(self, tensors: list[Tensor]) -> str:
         if not self.found:
             return "setup"
-        if sum(t.numel() for t in tensors) <= 1:  # a norm, a loss, a flag
+        numbers = any(t.is_floating_point() or t.is_complex() for t in tensors)
+        few = sum(t.numel() for t in tensors) <= 1  # a norm, a loss, a flag
+        if few or (not numbers and sum(t.nbytes for t in tensors) <= INDICES):
             return "control"
-        if not any(t.is_floating_point() or t.is_complex() for t in tensors):
-            if sum(t.nbytes for t in tensors) <= INDICES:  # shapes; what is in a bucket
-                return "control"
         if self.updates:
             return "optimizer"
         return "backward" if self.backwards else "forward" if self.forwards else "data"
@@ -309,7 +360,7 @@ class Observer:
         if name not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
             said = group.group_desc
-            axis = _mesh_dimension(name) or said.removeprefix("mesh_")
+            axis = _mesh_dimension(self._meshes, name) or said.removeprefix("mesh_")
             if said == "default_pg" and axis == said:
                 axis = "world"
             elif axis in ("undefined", "default", ""):
@@ -474,14 +525,13 @@ class Observer:
             self.updates = 0
             why = "it steps inside a backward, so it does not say where a training step ends"
             raise illegal("optimizer", name, why, BY_HAND)
-        if id(optimizer) not in self._optimizers and self._optimizers:
-            if self._last_event != "end":
-                self.updates = 0
-                others = ", ".join(self._optimizers.values())
-                why = f"after {others} it is another one that steps: which of them ends a step is "
-                raise illegal("optimizer", name, why + "not known", BY_HAND)
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = name
+        another = self._optimizers and id(optimizer) not in self._optimizers
+        if another and self._last_event != "end":
+            self.updates = 0
+            others = ", ".join(self._optimizers.values())
+            why = f"it steps in another place than {others}: which of them ends a step is not known"
+            raise illegal("optimizer", name, why, BY_HAND)
+        self._optimizers[id(optimizer)] = name
 
     def _resume(self) -> None:
         self.recorder.resume_step()
@@ -534,16 +584,13 @@ class Observer:
                 self.ledger.owns_state(thing)
 
     # ---- the part -----------------------------------------------------------------------------
-    @property
-    def seen_anything(self) -> bool:
-        return self.found or bool(self._groups)
-
     def part(self) -> dict[str, Any]:
-        """This rank's part of the report, when the program has ended.
+        """This rank's tables, when the program has ended.
 
         What follows the last step is left out; a program without steps is one step.
         """
         recorder = self.recorder
+        self.saw_nothing = not self.found and not self._numbers
         if not self.found or (self.open and not self.step):
             self.end_step()
         elif self.open:
@@ -584,16 +631,13 @@ def _label(roots: Any) -> tuple[int, int] | None:
     return None
 
 
-def _mesh_dimension(group: str) -> str:
-    """The name of the mesh dimension whose group this is, of all meshes that there are."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    for thing in gc.get_objects():
-        if type(thing) is DeviceMesh and thing.mesh_dim_names:
-            for name in thing.mesh_dim_names:
-                with contextlib.suppress(RuntimeError, KeyError, AssertionError):
-                    if thing.get_group(name).group_name == group:
-                        return name
+def _mesh_dimension(meshes: list[Any], group: str) -> str:
+    """The name of the mesh dimension whose group this is."""
+    for mesh in filter(None, (reference() for reference in meshes)):
+        for name in mesh.mesh_dim_names or ():
+            with contextlib.suppress(RuntimeError, KeyError, AssertionError):
+                if mesh.get_group(name).group_name == group:
+                    return name
     return ""
 
 

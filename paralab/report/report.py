@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
+    from paralab.report.explain import Explanation
+
 
 class Report(Tables):
     __doc__ = Tables.__doc__  # what the columns mean; the face adds what can be asked of them
@@ -95,6 +97,13 @@ class Report(Tables):
     ) -> pd.DataFrame:
         """Bytes per step between device, host and files; see ``metrics.copied``."""
         return metrics.copied(self, by, warmup=warmup)
+
+    def explain(self) -> Explanation:
+        """What people ask of such a run, answered from its rows; see ``report/explain.py``."""
+        from paralab.report.explain import explain
+
+        metrics.needs_times(self, "an explanation")
+        return explain(self)
 
     # ---- pictures and files -------------------------------------------------------------------
     def timeline(

@@ -36,8 +36,11 @@ def loss_chart(report: Tables) -> Chart:
         said = f"the loss of the first step is {first:.3f}"
     if not all(map(math.isfinite, values)):
         said = f"the loss diverged at step {_diverged(values)}"
-    below = f"{report.plan.global_batch} samples per step"
-    fig = _drawn({"loss": values}, f"{theme.text(name)}: {said}", below, [report.model.vocab])
+    model, below = report.model, f"{report.plan.global_batch} samples per step"
+    if model is None:  # an observed program
+        below = "what it returned, the mean over the ranks"
+    known = [] if model is None else [model.vocab]
+    fig = _drawn({"loss": values}, f"{theme.text(name)}: {said}", below, known)
     rows = [(name, step, value) for step, value in enumerate(values)]
     return fig.explained(f"loss of {name}, {report.clock}: {count} steps", ("run step loss", rows))
 

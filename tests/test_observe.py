@@ -1,0 +1,355 @@
+"""`pl.observe`: programs of plain PyTorch leave the report that a run leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paralab as pl
+from patience import HANG_S
+from processes import below_the_server, until
+
+ROOT = Path(__file__).parents[1]
+CLUSTER = pl.Cluster(
+    flops=1e12, memory_bandwidth=1e11, intra=pl.Link(alpha=1e-5, bandwidth=1e9),
+    inter=pl.Link(alpha=1e-3, bandwidth=1e8),
+)  # fmt: skip
+
+
+def ddp(steps, microbatches, accumulate=False):
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+    model = DistributedDataParallel(layers)
+    optimizer, losses = torch.optim.AdamW(model.parameters()), []
+    for _ in range(steps):
+        for k in range(microbatches):
+            silent = accumulate and k < microbatches - 1
+            with model.no_sync() if silent else contextlib.nullcontext():
+                loss = nn.functional.mse_loss(model(torch.randn(64, 256)), torch.zeros(64, 256))
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+PSI = 4 * (2 * 256 * 512 + 512 + 256)
+
+
+@pytest.fixture(scope="module")
+def report():
+    return pl.observe(ddp, 2, (5, 2), nodes=2, timeout=60)
+
+
+def test_an_optimizers_step_ends_a_step_and_losses_are_what_fn_returns(report):
+    assert report.clock == "measured" and report.model is None
+    assert report.steps.groupby("rank")["step"].apply(list).tolist() == [list(range(5))] * 2
+    assert len(report.losses) == 5 and report.losses[0] == pytest.approx(
+        sum(r[0] for r in report.results) / 2
+    )
+    assert repr(report) == "Report(measured, ddp on 2 ranks, 10 collectives)"
+
+
+def test_spans_have_their_kinds_and_micro_batches(report):
+    spans = report.spans[(report.spans["rank"] == 0) & (report.spans["step"] == 3)]
+    assert set(spans["kind"]) == {"compute", "forward", "backward", "wait", "optimizer", "comm"}
+    for kind in ("forward", "backward"):
+        assert set(spans[spans["kind"] == kind]["microbatch"]) == {0, 1}
+    lane = spans[spans["lane"] == "compute"]
+    assert lane["start"].tolist()[1:] == lane["end"].tolist()[:-1]  # no gap
+    assert (spans[spans["kind"] == "wait"]["after"].map(len) > 0).all()
+
+
+def test_collectives_have_axis_phase_and_level(report):
+    rows = report.collectives[~report.collectives["phase"].isin(["setup", "control"])]
+    assert set(rows["axis"]) == {"world"} and set(rows["phase"]) == {"backward"}
+    assert set(rows["level"]) == {"inter"} and set(rows["op"]) == {"all_reduce"}
+    assert report.traffic()["bytes"].tolist() == [2 * PSI] * 2  # 2 (n-1)/n of it, twice
+
+
+def test_memory_has_categories(report):
+    assert set(report.memory["step"]) == {0, 1}  # later steps are timed without the ledger
+    held = report.peaks()["measured"]
+    assert held["parameters"] == held["gradients"] == held["buffers"] == PSI
+    assert held["optimizer"] == 2 * PSI + 4 * 4  # AdamW's step counts
+    assert held["other"] <= 0.02 * held["total"]
+
+
+def test_it_is_replayed_drawn_and_saved_like_a_run(report, tmp_path):
+    replayed = report.replay(CLUSTER, compute=0.0)
+    halves = report.collectives.query("rank == 0 and step == 3 and phase == 'backward'")
+    expected = sum(1e-3 * 2 + size / 1e8 for size in halves["wire_bytes"])
+    assert replayed.step_time == pytest.approx(expected, rel=0.51)  # alpha is paid n - 1 times
+    for draw in (report.timeline, report.traffic_chart, report.memory_chart, report.loss_chart):
+        assert draw().data
+    report.save(tmp_path / "seen.json")
+    again = pl.load(tmp_path / "seen.json")
+    assert str(again.explain()) == str(report.explain())
+
+
+def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
+    answers = report.explain().answers
+    assert "data parallelism" in answers["Do the bytes agree with theory?"]
+    assert "4 (n−1)/n Ψ" in answers["Do the bytes agree with theory?"]
+    once = "Are gradients reduced once, or for every micro-batch?"
+    assert (
+        answers[once].startswith("For every one of 2 micro-batches") and "no_sync" in answers[once]
+    )
+    assert "None is sharded" in answers["Which parameters are not sharded?"]
+    assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
+    assert "no hook" in answers["What is not known?"]
+    kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain().answers
+    assert kept[once].startswith("Once per step")
+
+
+def fsdp(reshard):
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(512, 512)) for _ in range(3)], nn.Linear(512, 3)
+    )
+    for block in model[:3]:
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model[:3])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(1024, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("reshard", "times"), [(True, "3"), (False, "2")])
+def test_explain_tells_sharded_parameters_from_whole_ones(reshard, times):
+    answers = pl.observe(fsdp, 2, (reshard,), timeout=60).explain().answers
+    form = answers["Do the bytes agree with theory?"]
+    assert "FSDP, ZeRO-3" in form and ("again for every backward" in form) == reshard
+    assert "3.weight" in answers["Which parameters are not sharded?"]
+    assert "of 0 of 12 gathers" in answers["Are gathers prefetched?"]
+    assert f"; {times} (n−1)/n Ψ" in form
+
+
+# ---- steps ------------------------------------------------------------------------------------
+def two_in_turn():
+    import torch
+    from torch import nn
+
+    made = [nn.Linear(4, 4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in made]
+    for _ in range(3):
+        for model, optimizer in zip(made, optimizers, strict=True):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+        import paralab
+
+        paralab.step()
+
+
+def two_at_once():
+    import torch
+    from torch import nn
+
+    model = nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD([p], 0.1) for p in model.parameters()]
+    for _ in range(3):
+        model(torch.ones(4)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def inside_backward():
+    import torch
+    from torch import nn
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    for _ in range(3):
+        model(torch.ones(4)).sum().backward()
+        import paralab
+
+        paralab.step()
+
+
+@pytest.mark.parametrize("fn", [two_in_turn, inside_backward])
+def test_where_steps_cannot_be_told_apart_they_are_marked_by_hand(fn):
+    with pytest.raises(pl.RankError, match=r"call paralab.step\(\).* steps='marked'"):
+        pl.observe(fn, 1)
+    assert pl.observe(fn, 1, steps="marked").steps["step"].tolist() == [0, 1, 2]
+
+
+def test_optimizers_that_step_one_after_the_other_end_one_step():
+    assert pl.observe(two_at_once, 1).steps["step"].tolist() == [0, 1, 2]
+
+
+def forward_alone():
+    import torch
+    import torch.distributed as dist
+
+    with torch.no_grad():
+        dist.all_reduce(torch.nn.Linear(300, 300)(torch.ones(300)))
+
+
+def raw_calls():
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(300))
+
+
+@pytest.mark.parametrize(("fn", "phase"), [(forward_alone, "data"), (raw_calls, "data")])
+def test_what_never_steps_is_one_step(fn, phase):
+    report = pl.observe(fn, 2)
+    assert report.steps["step"].tolist() == [0, 0]
+    assert set(report.collectives["phase"]) == {phase} and report.traffic()["bytes"].sum() == 2400
+
+
+# ---- failures ---------------------------------------------------------------------------------
+def fails(how):
+    import os
+    import sys
+
+    import torch
+    import torch.distributed as dist
+
+    if how == "raises":
+        torch.ones(3) @ torch.ones(4)
+    elif how == "inits":
+        dist.init_process_group("gloo")
+    elif how == "exits":
+        sys.exit(3)
+    elif how == "forks" and os.fork() == 0:
+        os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raises", r"RuntimeError: inconsistent(.|\n)*torch.ones\(3\) @ torch.ones\(4\)"),
+        ("inits", r"the default process group is up(.|\n)*paralab observe FILE"),
+        ("exits", r"called sys.exit\(3\)"),
+        ("forks", "nothing was seen in this process"),
+    ],
+)
+def test_a_failure_is_said_and_no_process_is_left(how, said):
+    with pytest.raises(pl.RankError, match=said):
+        pl.observe(fails, 2, (how,), timeout=60)
+    assert until(lambda: not below_the_server())
+
+
+def test_settings_are_refused_before_a_process_starts():
+    for settings in ({"steps": "some"}, {"memory_steps": -1}, {"ranks": 0}, {"nodes": 9}):
+        with pytest.raises(ValueError, match="legal: "):
+            pl.observe(ddp, **settings)
+    with pytest.raises(ValueError, match="fn='x'"):
+        pl.observe("x")
+    pl.step()  # without an observation nothing happens
+
+
+# ---- in this process ----------------------------------------------------------------------------
+HERE = """
+import sys, torch, torch.optim.optimizer, paralab as pl
+model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512))
+optimizer = torch.optim.AdamW(model.parameters())
+
+def train(steps):
+    for _ in range(steps):
+        model(torch.randn(256, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+torch.set_num_threads(1)
+train(1)
+with pl.observe() as seen:
+    train(3)
+assert seen.steps["step"].tolist() == [0, 1, 2] and len(seen.timeline().data)
+held = seen.peaks()["measured"]
+psi = sum(p.nbytes for p in model.parameters())
+assert held["parameters"] == psi and held["optimizer"] == 2 * psi + 16, held
+assert held["other"] <= 0.02 * held["total"], held
+
+from torch.profiler import ProfilerActivity, profile
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    train(1)
+live = most = 0
+for event in profiler.profiler.kineto_results.events():
+    if event.name() == "[memory]":
+        live += event.nbytes()
+        most = max(most, live)
+memory = seen.memory[seen.memory["step"] == 1]
+total = memory.groupby("time")["bytes"].sum()
+mine = total.max() - 3 * psi - 16  # what there was before
+assert abs(mine / most - 1) < 0.01, (mine, most)
+print("agreed", mine, most)
+assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+assert type(torch.autograd.Variable._execution_engine).__name__ != "_Engine"
+try:
+    with pl.observe():
+        raise KeyError("own")
+except KeyError:
+    pass
+"""
+
+
+def test_a_block_in_this_process_and_torchs_profiler_agrees_on_its_peak(tmp_path):
+    script = tmp_path / "here.py"
+    script.write_text(HERE)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
+                          timeout=HANG_S, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 0 and "agreed" in done.stdout, done.stderr
+
+
+# ---- from a shell -------------------------------------------------------------------------------
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(int(sys.argv[1])):
+        model(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    sys.exit(int(sys.argv[2]))
+"""
+BYTES = 4 * (64 * 64 + 64)
+
+
+def shell(*words, folder):
+    (folder / "train.py").write_text(SCRIPT)
+    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True,
+                          timeout=HANG_S, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+
+
+def test_a_script_is_observed_unchanged(tmp_path):
+    words = ["-m", "paralab", "observe", "--ranks", "2", "--save", "seen.json", "train.py"]
+    done = shell(*words, "4", "0", folder=tmp_path)
+    assert done.returncode == 0 and "data parallelism" in done.stdout, done.stderr
+    report = pl.load(tmp_path / "seen.json")
+    assert repr(report) == "Report(measured, train.py on 2 ranks, 4 collectives)"
+    assert report.traffic()["bytes"].tolist() == [BYTES] * 2
+    failed = shell(*words, "2", "3", folder=tmp_path)
+    assert failed.returncode == 1 and "sys.exit(3)" in failed.stderr
+
+
+def test_torchruns_ranks_write_parts_that_are_merged(tmp_path):
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "paralab"]
+    done = shell(*words, "observe", "train.py", "4", "0", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = pl.load(tmp_path / "parts")
+    assert report.traffic()["bytes"].tolist() == [BYTES] * 2 and report.world_size == 2
+    assert len(report.meta["observed"]) == 2 and "data parallelism" in str(report.explain())
+    refused = shell(*words, "observe", "--ranks", "2", "train.py", "1", "0", folder=tmp_path)
+    assert refused.returncode != 0 and "ranks='2'" in refused.stderr

@@ -1,0 +1,84 @@
+"""Recorded bytes of programs that know nothing of paralab are those of the closed forms."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+import foreign_programs
+import paralab as pl
+from foreign_programs import PROGRAMS, theory
+
+cloudpickle.register_pickle_by_value(foreign_programs)
+BOOKKEEPING = ("control", "setup")
+STEPS = 2
+
+
+def every(names):
+    """Each program's training steps, one program after the other."""
+    import torch.distributed as dist
+
+    import paralab
+
+    for name in names:
+        step = PROGRAMS[name](dist.get_world_size())
+        for _ in range(STEPS):
+            step()
+            paralab.step()
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def report(request):
+    return pl.observe(every, request.param, (list(PROGRAMS),), steps="marked", timeout=120)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_recorded_bytes_are_the_closed_form(report, name):
+    n, step = report.world_size, STEPS * list(PROGRAMS).index(name) + STEPS - 1
+    rows = report.collectives[report.collectives["step"] == step]
+    rows = rows[~rows["phase"].isin(BOOKKEEPING) & (rows["wire_bytes"] > 0)]
+    assert rows.groupby(["op", "phase"])["wire_bytes"].sum().to_dict() == theory(name, n)
+    assert (report.traffic("op", bookkeeping=True)["bytes"] > 0).all()  # rows obey the formulas
+
+
+def test_an_axis_has_the_name_of_its_mesh_dimension(report):
+    step = STEPS * list(PROGRAMS).index("tensor") + 1
+    axes = report.collectives[report.collectives["step"] == step]["axis"]
+    assert set(axes) == {"tp"} and set(report.collectives["axis"]) == {"tp", "world"}
+
+
+def test_what_ranks_do_not_send_in_a_step_is_no_part_of_it(report):
+    phases = set(report.collectives["phase"])
+    assert phases <= {*BOOKKEEPING, "forward", "backward", "optimizer", "data", "gloo surplus"}
+    assert (report.collectives[report.collectives["phase"] == "setup"]["step"] == 0).all()
+
+
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="the kernel's counter is Linux's")
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_kernel_counts_the_recorded_bytes(n, tmp_path):
+    """In a network of its own where that is allowed: other tests use the loopback as well."""
+    script = str(Path(__file__).parent / "foreign_witness.py")
+    for private in (["unshare", "-rn"], []):
+        with contextlib.suppress(FileNotFoundError):
+            done = subprocess.run(
+                [*private, sys.executable, script, str(n)],
+                capture_output=True,
+                text=True,
+                timeout=300,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            )
+            if done.returncode == 0 or not private:
+                break
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout.splitlines()[-1])
+    assert set(counted) == set(PROGRAMS)
+    for name, (recorded, kernel) in counted.items():
+        assert recorded == sum(theory(name, n).values()), name
+        assert kernel == pytest.approx(recorded, rel=0.01), name
