@@ -20,6 +20,7 @@ WITH_TORCH = {
                                        "state", "train", "workers")),
     *("model.draws", "model.reference"),
     *("instruments.clocks", "instruments.ledger", "instruments.memory"),
+    *(f"instruments.{name}" for name in ("foreign", "foreign_clock", "foreign_ledger")),
     "exercises.watched",  # what a check runs on ranks
     "parallel.collectives",  # lab 01's algorithms
     *("ranks.process", "ranks.torchrun"),

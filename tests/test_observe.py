@@ -104,7 +104,7 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert (
         answers[once].startswith("For every one of 2 micro-batches") and "no_sync" in answers[once]
     )
-    assert "None is sharded" in answers["Which parameters are not sharded?"]
+    assert "None is a sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
     assert "no hook" in answers["What is not known?"]
     kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain().answers

@@ -48,7 +48,6 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch.distributed.device_mesh import DeviceMesh
 from torch.library import Library
-from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
@@ -137,8 +136,10 @@ class Observer:
         ] = {}  # span: weak reference to its Work, launched in a backward
         self._by_storage: dict[int, int] = {}  # span of the last call that used a storage
         self._unheard: set[int] = set()  # spans whose end is told by a thread of gloo
+        self._named: set[int] = set()  # ids of parameters described
         self._undo = contextlib.ExitStack()
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called by the program
+        self._described: weakref.WeakSet[Any] = weakref.WeakSet()
         self.about: dict[str, Any] = {"modules": [], "optimizers": [], "parameters": []}
         self.result: Any = None
 
@@ -153,6 +154,7 @@ class Observer:
         ddp, reducer = torch.nn.parallel.DistributedDataParallel, dist.Reducer
         self._replace(ddp, "_ddp_init_helper", self._making_buckets(ddp._ddp_init_helper))
         self._replace(reducer, "_rebuild_buckets", self._making_buckets(reducer._rebuild_buckets))
+        self._replace(torch.nn.Module, "__call__", self._calling(torch.nn.Module.__call__))
         self._replace(DeviceMesh, "__init__", self._making_mesh(DeviceMesh.__init__))
         for module in (dist, dist.distributed_c10d):
             destroy = self._destroying(module.destroy_process_group)
@@ -160,8 +162,6 @@ class Observer:
         variable = torch.autograd.Variable
         self._replace(variable, "_execution_engine", _Engine(variable._execution_engine, self))
         for handle in (
-            modules.register_module_forward_pre_hook(self._forward),
-            modules.register_module_forward_hook(self._forward_over, always_call=True),
             optimizers.register_optimizer_step_pre_hook(self._update),
             optimizers.register_optimizer_step_post_hook(self._updated),
         ):
@@ -445,14 +445,33 @@ class Observer:
         if self.step >= self.memory_steps:
             self._close_ledger()
 
-    def _forward(self, module: Any, args: Any) -> None:
-        if threading.get_ident() != self.thread:
-            return
-        self.forwards += 1
-        if self.forwards > 1 or self.backwards:
-            if self.ledger is not None:
-                self.ledger.gathered(module)
-            return
+    def _calling(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """A module's call: the outermost is a forward. Hooks of all modules would cost the inner
+        ones several us each.
+        """
+
+        @functools.wraps(own)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.forwards or self.backwards or threading.get_ident() != self.thread:
+                if self.ledger is not None:
+                    self.ledger.gathered(module)
+                return own(module, *args, **kwargs)
+            label = self._forward(module)
+            self.forwards += 1
+            try:
+                output = own(module, *args, **kwargs)
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                        leaf.grad_fn.metadata.setdefault("paralab", label)
+                return output
+            finally:
+                self.forwards -= 1
+                self.recorder.leave()
+
+        return call
+
+    def _forward(self, module: Any) -> tuple[int, int]:
+        """A forward begins. Returns its (micro-batch, chunk)."""
         self._begin("forward")
         if module not in self._seen:
             self._seen.add(module)
@@ -461,19 +480,7 @@ class Observer:
         number = self._numbers["forward", chunk]
         self._numbers["forward", chunk] += 1
         self.recorder.enter("forward", number, chunk=chunk)
-
-    def _forward_over(self, module: Any, args: Any, output: Any) -> None:
-        if threading.get_ident() != self.thread or not self.forwards:
-            return
-        self.forwards -= 1
-        if self.forwards or self.backwards:
-            return
-        chunk = self._chunks.get(id(module), 0)
-        label = (self._numbers["forward", chunk] - 1, chunk)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.metadata.setdefault("paralab", label)
-        self.recorder.leave()
+        return number, chunk
 
     @contextlib.contextmanager
     def backward(self, roots: Any) -> Iterator[None]:
@@ -514,6 +521,7 @@ class Observer:
         if not self.open and self.found and self._last_event == "end":
             self._resume()  # a second optimizer right behind the first: the same step
         self._begin("optimizer")
+        self._describe()
         if self.ledger is not None:
             self.ledger.find_gradients(optimizer)
         self.recorder.enter("optimizer")
@@ -554,22 +562,26 @@ class Observer:
 
     # ---- what the program is made of ------------------------------------------------------------
     def _meet_module(self, module: Any) -> None:
-        """Its parameters, when it is called for the first time."""
+        """What it is made of, when it is called for the first time."""
         inside = [m for m in module.modules() if type(m).__module__.startswith("torch.")]
         kinds = {kind.__name__ for m in inside for kind in type(m).__mro__}
         kinds |= {kind.__name__ for m in module.modules() for kind in type(m).__mro__}
         for kind in ("DistributedDataParallel", "FSDPModule"):
             if kind in kinds and kind not in self.about["modules"]:
                 self.about["modules"].append(kind)
-        known = {row["name"] for row in self.about["parameters"]}
-        for name, parameter in module.named_parameters():
-            name = name.removeprefix("module.")
-            if name not in known:
-                self.about["parameters"].append(_described(name, parameter))
-            if self.ledger is not None:
-                self.ledger.owns("parameters", parameter)
         if self.ledger is not None:
-            self.ledger.owns("parameters", *module.buffers())
+            self.ledger.owns("parameters", *module.parameters(), *module.buffers())
+
+    def _describe(self) -> None:
+        """The parameters of all modules met, when none is gathered: at an optimizer's step, or at
+        the end.
+        """
+        for module in [m for m in self._seen if m not in self._described]:
+            self._described.add(module)
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in self._named:
+                    self._named.add(id(parameter))
+                    self.about["parameters"].append(_described(name, parameter))
 
     def _adopt_all(self) -> None:
         """What modules and optimizers of this process hold already."""
@@ -590,6 +602,7 @@ class Observer:
         What follows the last step is left out; a program without steps is one step.
         """
         recorder = self.recorder
+        self._describe()
         self.saw_nothing = not self.found and not self._numbers
         if not self.found or (self.open and not self.step):
             self.end_step()
@@ -648,7 +661,7 @@ def _described(name: str, parameter: Tensor) -> dict[str, Any]:
     placed = getattr(parameter, "placements", None)
     local = parameter.to_local() if placed is not None else parameter
     return {
-        "name": name,
+        "name": name.removeprefix("module."),
         "elements": parameter.numel(),
         "held": local.numel(),
         "bytes": local.numel() * local.element_size(),

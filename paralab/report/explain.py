@@ -86,10 +86,11 @@ def explain(report: Tables) -> Explanation:
 def _collectives(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     if calls.empty:
         return "None: the ranks send nothing in a step." * (report.world_size > 1)
-    lines, each = [], steps * len(metrics.reported_ranks(report))
+    lines = []
     for (axis, op, phase), rows in calls.groupby(["axis", "op", "phase"]):
         if op == "recv":
             continue
+        each = steps * rows["rank"].nunique()
         count, sent = len(rows) / each, rows["wire_bytes"].sum() / each
         mean = rows["payload_bytes"].mean()
         lines.append(
@@ -123,6 +124,7 @@ def _form(report: Tables, rows: pd.DataFrame, steps: int) -> str:
         return "no trained parameter was seen, so there is nothing to compare the bytes with"
     times = {key: size / steps / psi for key, size in _payloads(rows).items()}
     gathered = {p: times.get(("all_gather", p), 0.0) for p in ("forward", "backward")}
+    gathered["forward"] += times.get(("all_gather", "data"), 0.0)  # ``model.unshard()``
     reduced, scattered = (times.get((op, "backward"), 0.0) for op in REDUCTIONS)
     first = times.get(("reduce_scatter", "forward"), 0) or times.get(("all_reduce", "forward"), 0)
     parts = []
@@ -312,7 +314,8 @@ def _named(own: list[dict[str, Any]], whole: list[dict[str, Any]]) -> str:
     if not whole:
         return "All are sharded."
     if len(whole) == len(own):
-        return f"None is sharded: every rank holds all of its {len(own)}, {_mb(size)}."
+        said = f"None is a sharded DTensor: a rank holds {len(own)} whole, {_mb(size)}."
+        return said + " Parts that code cut by hand look like whole ones."
     largest = sorted(whole, key=lambda p: -p["bytes"])[:NAMED]
     names = ", ".join(f"{p['name']} ({_mb(p['bytes'])})" for p in largest)
     more = f" and {len(whole) - NAMED} more" * (len(whole) > NAMED)
