@@ -269,7 +269,7 @@ def _observe(given: argparse.Namespace) -> int:
         elif given.out is not None:
             raise illegal("out", str(given.out), "torchrun did not start this", "--save FILE")
         else:
-            report = observing.observe_script(script, args=arguments, **settings)
+            report = observing.observe(script, args=arguments, live=True, **settings)
     if one_rank:
         folder = str(given.out or DEFAULT_PARTS)
         observing.observe_under_torchrun(script, arguments, folder=folder, **settings)

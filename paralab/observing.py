@@ -21,7 +21,6 @@ import functools
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +46,7 @@ _observers: list[Any] = []  # the innermost one hears of `step`
 
 
 def observe(
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[..., Any] | str | os.PathLike[str] | None = None,
     ranks: int = 4,
     args: Sequence[Any] = (),
     *,
@@ -61,13 +60,14 @@ def observe(
 ) -> Any:
     """Call ``fn(*args)`` on every rank and return the `Report` of what it did.
 
-    fn            ordinary code on torch.distributed, whose default process group is up. Without
-                  one: a context manager for this process, which yields what has the report's
-                  methods once the block has ended
+    fn            ordinary code on torch.distributed, whose default process group is up; or the path
+                  of a script, which makes its process group itself, from torchrun's variables.
+                  Without one: a context manager for this process, which yields what has the
+                  report's methods once the block has ended
     ranks         processes, 1 to 64; ``args`` the same on every rank
     nodes         place the ranks on this many virtual nodes, the first ones on node 0
-    steps         "optimizer": a step ends where an optimizer's ``step`` ends; several that step one
-                  after the other end one step. "marked": where the program calls ``paralab.step()``
+    steps         "optimizer": a step ends where the optimizer's ``step`` ends. "marked": where the
+                  program calls ``paralab.step()``
     memory_steps  how many steps, from the first, the live ledger counts bytes in. Such a step is 5
                   to 20 % slower, and more where operations are small; later ones are timed without
                   it. The first step lacks what optimizers make in it, so there are two
@@ -81,46 +81,36 @@ def observe(
     settings = _settings(steps, memory_steps)
     if fn is None:
         return _Here(settings)
-    if not callable(fn):
-        raise illegal("fn", fn, "cannot be called", "a function, or none for this process")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
     if not isinstance(args, (tuple, list)):
         raise illegal("args", args, "not a tuple of arguments", f"args=({args!r},)")
-    _pickled("fn", fn, tuple(args))  # refuses what cannot be sent by the names the caller knows
-    return _launched(
-        _function, fn, ranks, tuple(args), nodes, settings, _name(fn),
-        timeout=timeout, device=device, live=live, **({} if stop is None else {"stop": stop}),
-    )  # fmt: skip
+    if callable(fn):
+        run, what, name = _function, fn, _name(fn)
+        _pickled("fn", fn, tuple(args))  # refuses what cannot be sent by the names the caller knows
+    else:
+        script = _script_file(fn)
+        run, what, name = _script, str(script), script.name
+    node_of = tuple(rank * nodes // ranks for rank in range(ranks))
+    program = functools.partial(_program, run, what)
+    more = {} if stop is None else {"stop": stop}
+    parts = launch_program(
+        program,
+        ranks,
+        (node_of, settings, *args),
+        timeout=timeout,
+        device=device,
+        live=live,
+        **more,
+    )
+    meta = {**_meta(name), **parts[0]["meta"]}
+    return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
 
 
 def step() -> None:
     """A training step of an observed program ends here; without an observation nothing happens."""
     if _observers:
         _observers[-1].end_step()
-
-
-def observe_script(
-    path: str | os.PathLike[str],
-    ranks: int = 4,
-    args: Sequence[str] = (),
-    *,
-    nodes: int = 1,
-    steps: str = "optimizer",
-    memory_steps: int = 2,
-    timeout: float = 120.0,
-    device: str | None = None,
-    live: bool = True,
-) -> Report:
-    """`observe` for a script, which makes its process group itself, from torchrun's variables."""
-    script = _script_file(path)
-    ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
-    nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
-    settings = _settings(steps, memory_steps)
-    return _launched(
-        _script, str(script), ranks, tuple(args), nodes, settings, script.name,
-        timeout=timeout, device=device, live=live,
-    )  # fmt: skip
 
 
 def observe_under_torchrun(
@@ -136,15 +126,14 @@ def observe_under_torchrun(
     me = started()
     from paralab.instruments.foreign_clock import Meeting
 
-    meeting = Meeting(me)
-    who = {"rank": me.rank, "world_size": me.world_size, "device": _device()}
-    with meeting, _observed(settings, nodes=meeting.nodes, **who) as observer:
+    meeting = Meeting(me, _device())
+    with meeting, _observed(settings, **_who(meeting)) as observer:
         own = os.getpid()
         _run_script(str(script), args)
         if os.getpid() != own:  # a fork of the program came to its end
             sys.stdout.flush()
             os._exit(0)
-        part = _part(observer, None, nodes=meeting.nodes, **who)
+        part = _part(observer, None)
     part |= {"clock_offset": meeting.offset, "clock_uncertainty": meeting.uncertainty}
     meta = {**_meta(script.name), **part.pop("meta"), "run_id": meeting.run_id}
     save_part(Path(folder), part, model=None, plan=Plan(dp=me.world_size), meta=meta)
@@ -158,28 +147,11 @@ def _settings(steps: str, memory_steps: int) -> dict[str, Any]:
 
 
 def _script_file(path: str | os.PathLike[str]) -> Path:
-    script = checks.path("script", path, "a Python file")
+    legal = "a function, a Python file, or nothing for this process"
+    script = checks.path("fn", path, legal)
     if not script.is_file():
-        raise illegal("script", str(path), "there is no such file", "a Python file")
+        raise illegal("fn", str(path), "there is no such file", legal)
     return script.absolute()
-
-
-def _launched(
-    run: Callable[..., Any],
-    what: Any,
-    ranks: int,
-    args: tuple,
-    nodes: int,
-    settings: dict[str, Any],
-    name: str,
-    **launch: Any,
-) -> Report:
-    __tracebackhide__ = True
-    node_of = tuple(rank * nodes // ranks for rank in range(ranks))
-    program = functools.partial(_program, run, what)
-    parts = launch_program(program, ranks, (node_of, settings, *args), **launch)
-    meta = {**_meta(name), **parts[0]["meta"]}
-    return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
 
 
 def _meta(name: str) -> dict[str, Any]:
@@ -197,11 +169,13 @@ def _program(
     *args: Any,
 ) -> dict[str, Any]:
     __tracebackhide__ = True
-    who = {"rank": context.rank, "world_size": context.world_size, "device": context.device}
     context = replace(context, nodes=nodes)
-    with _observed(settings, nodes=nodes, **who) as observer:
-        result = run(context, what, *args)
-        return _part(observer, result, nodes=nodes, **who)
+    with _observed(settings, **_who(context)) as observer:
+        return _part(observer, run(context, what, *args))
+
+
+def _who(rank: Any) -> dict[str, Any]:
+    return {name: getattr(rank, name) for name in ("rank", "world_size", "device", "nodes")}
 
 
 @contextlib.contextmanager
@@ -213,8 +187,7 @@ def _observed(
     from paralab.instruments.recorder import Recorder
 
     recorder = Recorder(rank=rank, world_size=world_size, device=device)
-    kind = "cuda" if device.startswith("cuda") else "cpu"
-    with Observer(recorder, nodes=tuple(nodes), device=kind, **settings) as observer:
+    with Observer(recorder, nodes=nodes, device=device.partition(":")[0], **settings) as observer:
         _observers.append(observer)
         try:
             yield observer
@@ -222,12 +195,10 @@ def _observed(
             _observers.remove(observer)
 
 
-def _part(
-    observer: Any, result: Any, *, rank: int, world_size: int, device: str, nodes: Sequence[int]
-) -> dict[str, Any]:
+def _part(observer: Any, result: Any) -> dict[str, Any]:
     import torch
 
-    tables = observer.part()
+    tables, recorder = observer.part(), observer.recorder
     counted = len(tables["steps"]["step"])
     if observer.saw_nothing and result is None:
         raise illegal("program", observer.step, NOTHING, "a program that trains in its ranks")
@@ -236,15 +207,15 @@ def _part(
         with contextlib.suppress(TypeError, ValueError):
             losses = [[float(loss)] for loss in result]
     return {
-        "rank": rank,
+        "rank": recorder.rank,
         "clock_offset": 0.0,  # one machine, one clock
         "clock_uncertainty": 0.0,
         **tables,
         "losses": losses,
         "result": result,
         "meta": {
-            "device": device,
-            "nodes": list(nodes),
+            "device": observer.device,
+            "nodes": list(observer.nodes),
             "torch": str(torch.__version__),
             "observed": observer.about,
         },
@@ -276,20 +247,11 @@ def _script(context: Any, path: str, *args: str) -> None:
             context.store.set("observed/port", str(free.getsockname()[1]))
     port = context.store.get("observed/port").decode()
     dist.destroy_process_group()
-    rank, world_size = context.rank, context.world_size
-    mates = [r for r in range(world_size) if context.nodes[r] == context.nodes[rank]]
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),  # all are on one machine, whatever nodes they play
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": str(context.nodes[rank]),
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(len(mates)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-    }
+    said = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0"}  # one machine
+    said |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(context.rank))
+    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
+    os.environ |= said | dict.fromkeys(sizes, str(context.world_size))
+    os.environ["TORCHELASTIC_RUN_ID"] = "paralab"
     _run_script(path, args)
 
 
@@ -327,13 +289,13 @@ class _Here:
     def __enter__(self) -> _Here:
         who = {"rank": 0, "world_size": 1, "device": _device(), "nodes": (0,)}
         settings = {**self._settings, "existing": True}
-        self._who, self._observer = who, self._stack.enter_context(_observed(settings, **who))
+        self._observer = self._stack.enter_context(_observed(settings, **who))
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if error is None:
-                part = _part(self._observer, (), **self._who)
+                part = _part(self._observer, ())
                 meta = {**_meta("this process"), **part["meta"]}
                 self.report = Report.from_parts([part], model=None, plan=Plan(), meta=meta)
         finally:

@@ -97,7 +97,7 @@ def test_it_is_replayed_drawn_and_saved_like_a_run(report, tmp_path):
 
 
 def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
-    answers = report.explain().answers
+    answers = report.explain()
     assert "data parallelism" in answers["Do the bytes agree with theory?"]
     assert "4 (n−1)/n Ψ" in answers["Do the bytes agree with theory?"]
     once = "Are gradients reduced once, or for every micro-batch?"
@@ -107,8 +107,8 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert "None is a sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
     assert "no hook" in answers["What is not known?"]
-    kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain().answers
-    assert kept[once].startswith("Once per step")
+    kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain()
+    assert kept[once].startswith("1 times Ψ per step, which has 2 backwards")
 
 
 def fsdp(reshard):
@@ -131,12 +131,12 @@ def fsdp(reshard):
 
 @pytest.mark.parametrize(("reshard", "times"), [(True, "3"), (False, "2")])
 def test_explain_tells_sharded_parameters_from_whole_ones(reshard, times):
-    answers = pl.observe(fsdp, 2, (reshard,), timeout=60).explain().answers
+    answers = pl.observe(fsdp, 2, (reshard,), timeout=60).explain()
     form = answers["Do the bytes agree with theory?"]
     assert "FSDP, ZeRO-3" in form and ("again for every backward" in form) == reshard
     assert "3.weight" in answers["Which parameters are not sharded?"]
-    assert "of 0 of 12 gathers" in answers["Are gathers prefetched?"]
-    assert f"; {times} (n−1)/n Ψ" in form
+    assert "wait of 0 of 12 gathers" in answers["Are gathers prefetched?"]
+    assert f": {times} (n−1)/n Ψ" in form
 
 
 # ---- steps ------------------------------------------------------------------------------------
@@ -153,18 +153,6 @@ def two_in_turn():
         import paralab
 
         paralab.step()
-
-
-def two_at_once():
-    import torch
-    from torch import nn
-
-    model = nn.Linear(4, 4)
-    optimizers = [torch.optim.SGD([p], 0.1) for p in model.parameters()]
-    for _ in range(3):
-        model(torch.ones(4)).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 def inside_backward():
@@ -186,10 +174,6 @@ def test_where_steps_cannot_be_told_apart_they_are_marked_by_hand(fn):
     with pytest.raises(pl.RankError, match=r"call paralab.step\(\).* steps='marked'"):
         pl.observe(fn, 1)
     assert pl.observe(fn, 1, steps="marked").steps["step"].tolist() == [0, 1, 2]
-
-
-def test_optimizers_that_step_one_after_the_other_end_one_step():
-    assert pl.observe(two_at_once, 1).steps["step"].tolist() == [0, 1, 2]
 
 
 def forward_alone():
@@ -252,7 +236,7 @@ def test_settings_are_refused_before_a_process_starts():
         with pytest.raises(ValueError, match="legal: "):
             pl.observe(ddp, **settings)
     with pytest.raises(ValueError, match="fn='x'"):
-        pl.observe("x")
+        pl.observe("x")  # no such script
     pl.step()  # without an observation nothing happens
 
 

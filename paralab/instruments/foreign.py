@@ -7,8 +7,8 @@ Nothing of the program changes. What sees it, and what that costs:
                    in C++, FSDP2, DTensor and its ``_c10d_functional.*``, pipelining, raw calls.
                    About 30 us per call, on no other operation
     waits          ``Work.wait`` and ``_c10d_functional.wait_tensor``: a few us per wait
-    spans          global hooks of modules and optimizers, the autograd engine's ``run_backward``: a
-                   few us per module and step
+    spans          ``Module.__call__``, the autograd engine's ``run_backward`` and hooks of
+                   optimizers: a few us per outermost call, 0.3 us per inner one
     memory         the live ledger, a dispatch mode on every operation: 5 to 20 % of a step. It is
                    on in the first ``memory_steps`` steps; later steps are timed without it
 
@@ -49,6 +49,7 @@ from torch._C import DispatchKey
 from torch.distributed.device_mesh import DeviceMesh
 from torch.library import Library
 from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from paralab.checks import illegal
@@ -60,29 +61,29 @@ SURPLUS = "gloo surplus"  # phase of bytes that gloo sends and the operation doe
 BY_HAND = "call paralab.step() where a step ends, and observe with steps='marked'"
 INDICES = 4096  # bytes of whole numbers that are bookkeeping
 PATIENCE = 1.0  # seconds that the ends of calls may take to be heard of
-SEARCHED = 256  # nodes of the autograd graph between a loss and the module that it came from
 
-# c10d's operation: (the ledger's name, the argument that is the whole payload)
+# {c10d's operation: the argument that is the whole payload}, by the ledger's name
 CALLS = {
-    "allreduce_": ("all_reduce", "tensors"),
-    "allreduce_coalesced_": ("all_reduce", "tensors"),
-    "allgather_": ("all_gather", "output_tensors"),
-    "_allgather_base_": ("all_gather", "output_tensor"),
-    "allgather_coalesced_": ("all_gather", "output_lists"),
-    "allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
-    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
-    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
-    "alltoall_": ("all_to_all", "input_tensors"),
-    "alltoall_base_": ("all_to_all", "input"),
-    "broadcast_": ("broadcast", "tensors"),
-    "reduce_": ("reduce", "tensors"),
-    "gather_": ("gather", "input_tensors"),
-    "scatter_": ("scatter", "output_tensors"),
-    "send": ("send", "tensors"),
-    "recv_": ("recv", "tensors"),
-    "recv_any_source_": ("recv", "tensors"),
-    "barrier": ("barrier", "tensor"),
+    "all_reduce": {"allreduce_": "tensors", "allreduce_coalesced_": "tensors"},
+    "all_gather": {
+        "allgather_": "output_tensors",
+        "_allgather_base_": "output_tensor",
+        "allgather_coalesced_": "output_lists",
+        "allgather_into_tensor_coalesced_": "outputs",
+    },
+    "reduce_scatter": {
+        "reduce_scatter_": "input_tensors",
+        "_reduce_scatter_base_": "input_tensor",
+        "reduce_scatter_tensor_coalesced_": "inputs",
+    },
+    "all_to_all": {"alltoall_": "input_tensors", "alltoall_base_": "input"},
+    "broadcast": {"broadcast_": "tensors"},
+    "reduce": {"reduce_": "tensors"},
+    "gather": {"gather_": "input_tensors"},
+    "scatter": {"scatter_": "output_tensors"},
+    "send": {"send": "tensors"},
+    "recv": {"recv_": "tensors", "recv_any_source_": "tensors"},
+    "barrier": {"barrier": "tensor"},
 }
 PEER = ("root_rank", "dst", "src")  # a position in the group
 
@@ -99,10 +100,9 @@ class Where(NamedTuple):
 class Observer:
     """``with Observer(recorder, ...) as observer: program()``, then ``observer.part()``.
 
-    recorder      where everything is written down
     nodes         index of the node that each rank runs on
     memory_steps  how many steps the live ledger is on, from the first; 0: never
-    marked        steps end at ``step()`` alone, not at an optimizer's
+    marked        steps end at `end_step` alone, not at an optimizer's
     existing      count what modules and optimizers hold already (an observation of this process)
     """
 
@@ -122,55 +122,48 @@ class Observer:
         self.step = 0  # the step that is open, or comes next
         self.open = self.found = False  # inside a step; a forward, backward or optimizer was met
         self.forwards = self.backwards = self.updates = 0  # how deep inside each
-        self.thread = threading.get_ident()
-        self._optimizers: dict[int, str] = {}  # those that have stepped
-        self._last_event = ""
+        self.about: dict[str, Any] = {"modules": [], "optimizers": [], "parameters": []}
+        self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
+        self._optimizer: Any = None  # the one that steps
         self._chunks: dict[int, int] = {}  # by outermost module, in the order of their first calls
-        self._numbers: Counter[Any] = Counter()  # calls by group; forwards and backwards of a step
+        self._calls: Counter[Where] = Counter()
+        self._numbers: Counter[Any] = Counter()  # forwards of a chunk and backwards, in this step
         self._groups: dict[str, Where] = {}
         self._meshes: list[Any] = []
         self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._held: Any = None  # the last call's Work, until its caller has it
-        self._flying: dict[
-            int, Any
-        ] = {}  # span: weak reference to its Work, launched in a backward
+        self._flying: dict[int, Any] = {}  # a backward's calls: weak references to their Work
         self._by_storage: dict[int, int] = {}  # span of the last call that used a storage
         self._unheard: set[int] = set()  # spans whose end is told by a thread of gloo
-        self._named: set[int] = set()  # ids of parameters described
-        self._undo = contextlib.ExitStack()
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called by the program
-        self._described: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.about: dict[str, Any] = {"modules": [], "optimizers": [], "parameters": []}
-        self.result: Any = None
+        self._named: set[int] = set()  # ids of parameters described
 
     # ---- on and off ---------------------------------------------------------------------------
     def __enter__(self) -> Observer:
-        undo = self._undo
-        for name in CALLS:
-            self._stand_before("c10d", name, self._called)
+        for op, operations in CALLS.items():
+            for name, payload in operations.items():
+                self._stand_before("c10d", name, functools.partial(self._called, op, payload))
         self._stand_before("_c10d_functional", "wait_tensor", self._awaited)
-        work = torch._C._distributed_c10d.Work
-        self._replace(work, "wait", self._waiting(work.wait))
-        ddp, reducer = torch.nn.parallel.DistributedDataParallel, dist.Reducer
-        self._replace(ddp, "_ddp_init_helper", self._making_buckets(ddp._ddp_init_helper))
-        self._replace(reducer, "_rebuild_buckets", self._making_buckets(reducer._rebuild_buckets))
-        self._replace(torch.nn.Module, "__call__", self._calling(torch.nn.Module.__call__))
-        self._replace(DeviceMesh, "__init__", self._making_mesh(DeviceMesh.__init__))
+        buckets = functools.partial(self.recorder.making, "buffers")
+        ddp = torch.nn.parallel.DistributedDataParallel
+        self._around(dist.Reducer, "_rebuild_buckets", lambda *_: buckets())
+        self._around(ddp, "_ddp_init_helper", lambda *_: buckets())
+        self._around(torch._C._distributed_c10d.Work, "wait", self._waiting)
+        self._around(torch.nn.Module, "__call__", self._forward)
+        self._around(DeviceMesh, "__init__", self._meshing)
         for module in (dist, dist.distributed_c10d):
-            destroy = self._destroying(module.destroy_process_group)
-            self._replace(module, "destroy_process_group", destroy)
+            self._around(module, "destroy_process_group", self._destroying)
         variable = torch.autograd.Variable
-        self._replace(variable, "_execution_engine", _Engine(variable._execution_engine, self))
-        for handle in (
-            optimizers.register_optimizer_step_pre_hook(self._update),
-            optimizers.register_optimizer_step_post_hook(self._updated),
-        ):
-            undo.callback(handle.remove)
+        self._undo.callback(setattr, variable, "_execution_engine", variable._execution_engine)
+        variable._execution_engine = _Engine(variable._execution_engine, self)
+        before, after = self._update, self._updated
+        self._undo.callback(optimizers.register_optimizer_step_pre_hook(before).remove)
+        self._undo.callback(optimizers.register_optimizer_step_post_hook(after).remove)
         if self.ledger is not None:
             self.ledger.before_each = self._let_go
             self.ledger.__enter__()
             if self.existing:
-                self._adopt_all()
+                self.ledger.adopt(gc.get_objects())
         self.recorder.clock.anchor()
         self._zero = self.recorder.clock.mark()
         self.recorder.enter("compute")
@@ -180,85 +173,86 @@ class Observer:
         self._close_ledger()
         self._undo.close()
 
-    def _replace(self, owner: Any, name: str, new: Any) -> None:
-        self._undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, new)
+    def _around(self, owner: Any, name: str, block: Callable[..., Any]) -> None:
+        """Call ``owner.name`` within ``with block(*its arguments)``."""
+        own = getattr(owner, name)
+
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with block(*args):
+                return own(*args, **kwargs)
+
+        self._undo.callback(setattr, owner, name, own)
+        setattr(owner, name, call)
 
     def _stand_before(self, namespace: str, name: str, seen: Callable[..., Any]) -> None:
         """See the calls of operation ``name``. See [Note: before]."""
         packet = getattr(getattr(torch.ops, namespace), name, None)
         if packet is None:  # another version of torch
             return
-        operation = packet.default
-        names = [argument.name for argument in operation._schema.arguments]
+        names = [argument.name for argument in packet.default._schema.arguments]
 
         def kernel(keys: Any, *args: Any) -> Any:
-            def own() -> Any:
-                return operation.redispatch(keys.remove(DispatchKey.BackendSelect), *args)
-
-            return seen(name, dict(zip(names, args, strict=False)), own)
+            below = keys.remove(DispatchKey.BackendSelect)
+            own = functools.partial(packet.default.redispatch, below, *args)
+            return seen(dict(zip(names, args, strict=False)), own)
 
         library = Library(namespace, "IMPL")
         self._undo.callback(library._destroy)
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
-    def _making_buckets(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def make(*args: Any, **kwargs: Any) -> Any:
-            with self.recorder.making("buffers"):
-                return own(*args, **kwargs)
+    @contextlib.contextmanager
+    def _meshing(self, mesh: Any, *_: Any) -> Iterator[None]:
+        yield
+        self._meshes.append(weakref.ref(mesh))
+        self._groups.clear()  # one of its dimensions may name a group that there is already
 
-        return make
-
-    def _making_mesh(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def make(mesh: Any, *args: Any, **kwargs: Any) -> None:
-            own(mesh, *args, **kwargs)
-            self._meshes.append(weakref.ref(mesh))
-            self._groups.clear()  # one of its dimensions may name a group that there is already
-
-        return make
+    @contextlib.contextmanager
+    def _destroying(self, *_: Any) -> Iterator[None]:
+        """See [Note: destroyed]."""
+        give_up = time.monotonic() + PATIENCE
+        while self._unheard and time.monotonic() < give_up:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        yield
 
     def _close_ledger(self) -> None:
         """The ledger goes, unless the program has put a dispatch mode of its own above it."""
-        ledger = self.ledger
-        if ledger is not None and ledger.is_top():
-            ledger.__exit__(None, None, None)
+        if self.ledger is not None and _get_current_dispatch_mode() is self.ledger:
+            self.ledger.__exit__(None, None, None)
             self.ledger = None
 
     def _let_go(self) -> None:
         self._held = None
 
     # ---- collectives --------------------------------------------------------------------------
-    def _called(self, name: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _called(self, op: str, payload: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """One call of c10d, on whatever thread: write it down, make it, hear of its end."""
         recorder = self.recorder
-        if self.found and not self.open:
-            self._begin("call")
-        mine = threading.get_ident() == self.thread or self.backwards
+        if self.found:
+            self._begin()
+        mine = threading.get_ident() == self._thread or self.backwards
         after = recorder.cut() if mine else ()
+        if op == "barrier":
+            return own()
         group = dist.ProcessGroup.unbox(given["process_group"])
         where = self._where(group)
-        op, which = CALLS[name]
-        tensors = [t for t in tree_leaves(given[which]) if isinstance(t, Tensor)]
-        span = None
-        if op != "barrier":
-            span = recorder.launch(f"comm:{where.axis}", after, recorder.clock.mark())
-            self._write(op, given, tensors, where, group, span)
-            for leaf in tree_leaves(given):
-                if isinstance(leaf, Tensor):
-                    self._by_storage[leaf.untyped_storage()._cdata] = span
-                    if self.ledger is not None:
-                        self.ledger.carries(leaf)
+        tensors = [t for t in tree_leaves(given[payload]) if isinstance(t, Tensor)]
+        span = recorder.launch(f"comm:{where.axis}", after, recorder.clock.mark())
+        self._write(op, given, tensors, where, group, span)
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, Tensor):
+                self._by_storage[leaf.untyped_storage()._cdata] = span
+                if self.ledger is not None:
+                    self.ledger.carries(leaf)
         result = own()
-        if span is not None:
-            last = result[-1] if isinstance(result, (tuple, list)) else result
-            work = self._held = dist.Work.unbox(last)
-            self._works[work] = span
-            if self.backwards:
-                self._flying[span] = weakref.ref(work)
-            if not tensors[0].is_cuda:
-                self._listen(work, span)
+        last = result[-1] if isinstance(result, (tuple, list)) else result
+        work = self._held = dist.Work.unbox(last)
+        self._works[work] = span
+        if self.backwards:
+            self._flying[span] = weakref.ref(work)
+        if self.device == "cpu":
+            self._listen(work, span)
         return result
 
     def _listen(self, work: Any, span: int) -> None:
@@ -273,19 +267,6 @@ class Observer:
             future = work.get_future()
             unheard.add(span)
             future.add_done_callback(ended)
-
-    def _destroying(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """See [Note: destroyed]."""
-
-        @functools.wraps(own)
-        def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-            give_up = time.monotonic() + PATIENCE
-            while self._unheard and time.monotonic() < give_up:
-                time.sleep(0.001)
-            time.sleep(0.02)
-            return own(*args, **kwargs)
-
-        return destroy_process_group
 
     def _write(
         self,
@@ -302,25 +283,20 @@ class Observer:
         peer = -1 if position is None else where.ranks[position]
         gloo = group._get_backend(tensors[0].device).name() == "gloo" if tensors else False
         others = [r for r in where.ranks if r != rank]
-        rows: list[tuple[str, int, int, str]] = []  # op, payload, peer, phase if it is its own
-        if op == "gather":
-            rows = [("send", size, peer, "")] if rank != peer else []
-            rows += [("recv", size, r, "") for r in others if rank == peer]
-        elif op == "scatter":
-            rows = [("recv", size, peer, "")] if rank != peer else []
-            rows += [("send", size, r, "") for r in others if rank == peer]
-        elif op == "all_to_all" and (uneven := self._uneven(given, tensors, where)):
+        inwards = [("recv", r) for r in others] if rank == peer else [("send", peer)]
+        outwards = [("send", r) for r in others] if rank == peer else [("recv", peer)]
+        rows = [(op, size, peer, "")]  # op, payload, peer, phase if it is its own
+        if op in ("gather", "scatter"):
+            pairs = inwards if op == "gather" else outwards
+            rows = [(side, size, r, "") for side, r in pairs]
+        elif op == "all_to_all" and (uneven := _uneven(given, tensors, where)):
             rows = [("send", uneven[r], r, "") for r in others]
         elif op == "reduce" and gloo:
             rows = [("reduce_scatter", size, -1, "")]
-            pieces = [("recv", r) for r in others] if rank == peer else [("send", peer)]
-            rows += [(side, size // n, r, "") for side, r in pieces]
+            rows += [(side, size // n, r, "") for side, r in inwards]
         elif op == "reduce_scatter" and gloo and n > 1:
             rows = [(op, size, -1, ""), ("all_gather", size, -1, SURPLUS)]
-        else:
-            rows = [(op, size, peer, "")]
-        number = self._numbers[where.axis, where.ranks]
-        self._numbers[where.axis, where.ranks] += 1
+        number, self._calls[where] = self._calls[where], self._calls[where] + 1
         phase = self._phase(tensors)
         for name, payload, other, own_phase in rows:
             root = where.ranks.index(other) if name in ROOTED else 0
@@ -331,17 +307,6 @@ class Observer:
             place = (where.axis, where.ranks, other, level)
             kept = phase if phase in ("setup", "control") or not own_phase else own_phase
             self.recorder.call((number, name, *place, kept, payload, wire, span))
-
-    def _uneven(self, given: dict[str, Any], tensors: list[Tensor], where: Where) -> dict[int, int]:
-        """{rank: bytes for it} of an all-to-all whose parts are not alike; {} if they are."""
-        if len(tensors) > 1:
-            parts = [t.nbytes for t in tensors]
-        elif splits := given.get("input_split_sizes"):
-            rows = max(sum(splits), 1)
-            parts = [tensors[0].nbytes * split // rows for split in splits]
-        else:
-            return {}
-        return {} if len(set(parts)) == 1 else dict(zip(where.ranks, parts, strict=True))
 
     def _phase(self, tensors: list[Tensor]) -> str:
         if not self.found:
@@ -374,30 +339,24 @@ class Observer:
         return "inter" if len({self.nodes[r] for r in ranks}) > 1 else "intra"
 
     # ---- waits --------------------------------------------------------------------------------
-    def _waiting(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            self._held = None
-            if threading.get_ident() != self.thread and not self.backwards:
-                return own(work, *args, **kwargs)
-            with self._wait(self._works.pop(work, None)):
-                return own(work, *args, **kwargs)
+    def _waiting(self, work: Any, *_: Any) -> Any:
+        self._held = None
+        if threading.get_ident() != self._thread and not self.backwards:
+            return contextlib.nullcontext()
+        return self._wait(self._works.pop(work, None))
 
-        return wait
-
-    def _awaited(self, name: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _awaited(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """``_c10d_functional.wait_tensor``: known by the storage that the call works on."""
         with self._wait(self._by_storage.get(given["tensor"].untyped_storage()._cdata)):
             return own()
 
     @contextlib.contextmanager
     def _wait(self, span: int | None) -> Iterator[None]:
-        recorder = self.recorder
-        recorder.enter("wait", after=() if span is None else (span,))
+        self.recorder.enter("wait", after=() if span is None else (span,))
         try:
             yield
         finally:
-            recorder.leave()
+            self.recorder.leave()
             if span is not None:
                 self._flying.pop(span, None)
                 self._end(span)
@@ -410,92 +369,71 @@ class Observer:
             self.recorder.completed(span, self.recorder.clock.mark())
 
     # ---- steps --------------------------------------------------------------------------------
-    def _begin(self, event: str) -> None:
+    def _begin(self) -> None:
         """Something of a step happens; before the first one was the setup."""
-        self._last_event = event
         if self.open:
             return
-        recorder = self.recorder
         if not self.found:
-            recorder.leave()
-            recorder.forget("compute")
+            self.recorder.leave()
+            self.recorder.forget("compute")
         self.open = self.found = True
-        recorder.begin_step(self.step)
-        recorder.enter("compute")
+        self.recorder.begin_step(self.step)
+        self.recorder.enter("compute")
 
     def end_step(self) -> None:
         """The program says, or an optimizer, that a step is over."""
         recorder = self.recorder
-        if not self.found:  # raw calls alone: all that was, was the step
-            recorder.leave()
-            self.about["from the start"] = True
-            self.found = True
-            recorder.begin_step(0, keep=True)
-        elif not self.open:
+        if self.found and not self.open:
             return  # the optimizer's step ended it
-        else:
-            recorder.leave()
+        recorder.leave()
+        if not self.found:  # raw calls alone: all that was, was the step
+            self.about["from the start"] = self.found = True
+            recorder.begin_step(0, keep=True)
         recorder.end_step()
         self.open = False
         self.step += 1
-        for key in [key for key in self._numbers if key[0] in ("forward", "backward")]:
-            del self._numbers[key]
+        self._numbers.clear()
         self._by_storage.clear()
-        self._last_event = "end"
         if self.step >= self.memory_steps:
             self._close_ledger()
 
-    def _calling(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """A module's call: the outermost is a forward. Hooks of all modules would cost the inner
-        ones several us each.
-        """
-
-        @functools.wraps(own)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.forwards or self.backwards or threading.get_ident() != self.thread:
-                if self.ledger is not None:
-                    self.ledger.gathered(module)
-                return own(module, *args, **kwargs)
-            label = self._forward(module)
-            self.forwards += 1
-            try:
-                output = own(module, *args, **kwargs)
-                for leaf in tree_leaves(output):
-                    if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                        leaf.grad_fn.metadata.setdefault("paralab", label)
-                return output
-            finally:
-                self.forwards -= 1
-                self.recorder.leave()
-
-        return call
-
-    def _forward(self, module: Any) -> tuple[int, int]:
-        """A forward begins. Returns its (micro-batch, chunk)."""
-        self._begin("forward")
-        if module not in self._seen:
-            self._seen.add(module)
-            self._meet_module(module)
-        chunk = self._chunks.setdefault(id(module), len(self._chunks))
-        number = self._numbers["forward", chunk]
-        self._numbers["forward", chunk] += 1
-        self.recorder.enter("forward", number, chunk=chunk)
-        return number, chunk
-
     @contextlib.contextmanager
-    def backward(self, roots: Any) -> Iterator[None]:
-        """Around the autograd engine's work."""
-        if threading.get_ident() != self.thread or self.backwards:
+    def _forward(self, module: Any, *_: Any) -> Iterator[None]:
+        """Around a module's call: the outermost is a forward."""
+        if self.forwards or self.backwards or threading.get_ident() != self._thread:
+            if self.ledger is not None:
+                self.ledger.gathered(module)
             yield
             return
-        self._begin("backward")
+        self._begin()
+        if module not in self._seen:
+            self._seen.add(module)
+            kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
+            wrappers = {"DistributedDataParallel", "FSDPModule"} & kinds
+            self.about["modules"] = sorted(wrappers.union(self.about["modules"]))
+            if self.ledger is not None:
+                self.ledger.owns("parameters", *module.parameters(), *module.buffers())
+        chunk = self._chunks.setdefault(id(module), len(self._chunks))
+        self.recorder.enter("forward", self._numbers[chunk], chunk=chunk)
+        self._numbers[chunk] += 1
+        self.forwards += 1
+        try:
+            yield
+        finally:
+            self.forwards -= 1
+            self.recorder.leave()
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the autograd engine's work."""
+        if threading.get_ident() != self._thread or self.backwards:
+            yield
+            return
+        self._begin()
         self.backwards += 1
         self._flying.clear()
-        label = _label(roots)
-        if label is None:
-            label = self._numbers["backward", 0], 0
-            self._numbers["backward", 0] += 1
-        self.recorder.enter("backward", label[0], chunk=label[1])
+        self.recorder.enter("backward", self._numbers["backward"])
+        self._numbers["backward"] += 1
         try:
             yield
         finally:
@@ -513,89 +451,42 @@ class Observer:
 
     def _update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Before an optimizer's step; within it, an inner one's."""
-        self.updates += 1
-        if self.updates > 1:
-            return
-        if not self.marked:
-            self._judge(optimizer)
-        if not self.open and self.found and self._last_event == "end":
-            self._resume()  # a second optimizer right behind the first: the same step
-        self._begin("optimizer")
-        self._describe()
-        if self.ledger is not None:
-            self.ledger.find_gradients(optimizer)
-        self.recorder.enter("optimizer")
-
-    def _judge(self, optimizer: Any) -> None:
-        """Refuse what does not say where a step ends."""
-        name = type(optimizer).__name__
-        if self.backwards:
-            self.updates = 0
+        if self.updates == 0:
+            name, first = type(optimizer).__name__, self._optimizer or optimizer
             why = "it steps inside a backward, so it does not say where a training step ends"
-            raise illegal("optimizer", name, why, BY_HAND)
-        another = self._optimizers and id(optimizer) not in self._optimizers
-        if another and self._last_event != "end":
-            self.updates = 0
-            others = ", ".join(self._optimizers.values())
-            why = f"it steps in another place than {others}: which of them ends a step is not known"
-            raise illegal("optimizer", name, why, BY_HAND)
-        self._optimizers[id(optimizer)] = name
-
-    def _resume(self) -> None:
-        self.recorder.resume_step()
-        self.step -= 1
-        self.open = True
-        self.recorder.enter("compute")
+            if not self.backwards:
+                why = f"it steps besides a {type(first).__name__}: which of them ends a training "
+                why += "step is not known"
+            if not self.marked and (self.backwards or first is not optimizer):
+                raise illegal("optimizer", name, why, BY_HAND)
+            self._optimizer = optimizer
+            if name not in self.about["optimizers"]:
+                self.about["optimizers"].append(name)
+            self._begin()
+            self._describe()
+            if self.ledger is not None:
+                self.ledger.find_gradients(optimizer)
+            self.recorder.enter("optimizer")
+        self.updates += 1
 
     def _updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.updates -= 1
         if self.ledger is not None:
             self.ledger.owns_state(optimizer)
-        if self.updates:
-            return
-        name = type(optimizer).__name__
-        if name not in self.about["optimizers"]:
-            self.about["optimizers"].append(name)
-        self.recorder.leave()
-        if not self.marked:
-            self.end_step()
+        if self.updates == 0:
+            self.recorder.leave()
+            if not self.marked:
+                self.end_step()
 
-    # ---- what the program is made of ------------------------------------------------------------
-    def _meet_module(self, module: Any) -> None:
-        """What it is made of, when it is called for the first time."""
-        inside = [m for m in module.modules() if type(m).__module__.startswith("torch.")]
-        kinds = {kind.__name__ for m in inside for kind in type(m).__mro__}
-        kinds |= {kind.__name__ for m in module.modules() for kind in type(m).__mro__}
-        for kind in ("DistributedDataParallel", "FSDPModule"):
-            if kind in kinds and kind not in self.about["modules"]:
-                self.about["modules"].append(kind)
-        if self.ledger is not None:
-            self.ledger.owns("parameters", *module.parameters(), *module.buffers())
-
+    # ---- the part -----------------------------------------------------------------------------
     def _describe(self) -> None:
-        """The parameters of all modules met, when none is gathered: at an optimizer's step, or at
-        the end.
-        """
-        for module in [m for m in self._seen if m not in self._described]:
-            self._described.add(module)
+        """The parameters of the modules met, at a moment when FSDP2 has gathered none."""
+        for module in self._seen:
             for name, parameter in module.named_parameters():
                 if id(parameter) not in self._named:
                     self._named.add(id(parameter))
                     self.about["parameters"].append(_described(name, parameter))
 
-    def _adopt_all(self) -> None:
-        """What modules and optimizers of this process hold already."""
-        for thing in gc.get_objects():
-            kind = type(thing)
-            if issubclass(kind, torch.nn.Module):
-                own = [*thing.parameters(recurse=False), *thing.buffers(recurse=False)]
-                self.ledger.owns("parameters", *own)
-                grads = [p.grad for p in own if p.is_leaf and p.grad is not None]
-                self.ledger.owns("gradients", *grads)
-            elif issubclass(kind, torch.optim.Optimizer):
-                self.ledger.owns_state(thing)
-
-    # ---- the part -----------------------------------------------------------------------------
     def part(self) -> dict[str, Any]:
         """This rank's tables, when the program has ended.
 
@@ -603,7 +494,7 @@ class Observer:
         """
         recorder = self.recorder
         self._describe()
-        self.saw_nothing = not self.found and not self._numbers
+        self.saw_nothing = not self.found and not self._calls
         if not self.found or (self.open and not self.step):
             self.end_step()
         elif self.open:
@@ -626,22 +517,18 @@ class _Engine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def run_backward(self, roots: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._observer.backward(roots):
-            return self._engine.run_backward(roots, *args, **kwargs)
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._observer.backward():
+            return self._engine.run_backward(*args, **kwargs)
 
 
-def _label(roots: Any) -> tuple[int, int] | None:
-    """(micro-batch, chunk) of the forward that these tensors came from, if it is near."""
-    nodes = [r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None]
-    for _ in range(SEARCHED):
-        if not nodes:
-            return None
-        node = nodes.pop(0)
-        if "paralab" in node.metadata:
-            return node.metadata["paralab"]
-        nodes += [following for following, _ in node.next_functions if following is not None]
-    return None
+def _uneven(given: dict[str, Any], tensors: list[Tensor], where: Where) -> dict[int, int]:
+    """{rank: bytes for it} of an all-to-all whose parts are not alike; {} if they are."""
+    splits = given.get("input_split_sizes") or [1]
+    parts = [tensors[0].nbytes * split // max(sum(splits), 1) for split in splits]
+    if len(tensors) > 1:
+        parts = [t.nbytes for t in tensors]
+    return {} if len(set(parts)) == 1 else dict(zip(where.ranks, parts, strict=True))
 
 
 def _mesh_dimension(meshes: list[Any], group: str) -> str:

@@ -7,11 +7,9 @@ clocks of several machines need one zero. Both are settled inside the program's 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import uuid
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,32 +22,28 @@ from paralab.ranks.started import Started
 
 
 class Meeting:
-    """``with Meeting(started): program()``: the ranks' node, their common name, their clocks."""
+    """``with Meeting(started, device): program()``: the ranks' nodes, their common name, clocks."""
 
-    def __init__(self, me: Started) -> None:
+    def __init__(self, me: Started, device: str) -> None:
+        self.rank, self.world_size, self.device = me.rank, me.world_size, device
         self.me, self.offset, self.uncertainty = me, 0.0, 0.0
         said = (os.environ.get("TORCHELASTIC_RUN_ID", ""), me.host, str(me.port))
         self.run_id = uuid.uuid5(uuid.NAMESPACE_OID, " ".join(said)).hex
         self.nodes = [rank // me.local_ranks for rank in range(me.world_size)]
-        self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Meeting:
-        own = dist.init_process_group
-        for module in (dist, dist.distributed_c10d):
-            self._undo.callback(setattr, module, "init_process_group", own)
-            module.init_process_group = self._meeting(own)
-        return self
+        self._own = own = dist.init_process_group
 
-    def __exit__(self, *raised: Any) -> None:
-        self._undo.close()
-
-    def _meeting(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
             own(*args, **kwargs)
             self.meet()
 
-        return init_process_group
+        dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        dist.init_process_group = dist.distributed_c10d.init_process_group = self._own
 
     def meet(self) -> None:
         """Every rank is here."""
@@ -61,9 +55,8 @@ class Meeting:
         self.run_id = store.get("run_id").decode()
         if len(set(self.nodes)) > 1:
             backend = dist.get_backend()
-            device = "cpu" if "gloo" in backend else f"cuda:{me.local_rank}"
             context = SimpleNamespace(
-                rank=me.rank, world_size=me.world_size, nodes=self.nodes, device=device,
+                rank=me.rank, nodes=self.nodes, device="cpu" if "gloo" in backend else self.device,
                 backend=backend, strict=False, note=lambda text: None,
             )  # fmt: skip
             recorder = Recorder(rank=me.rank, world_size=me.world_size)

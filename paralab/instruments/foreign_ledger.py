@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
@@ -52,10 +51,6 @@ class ForeignLedger(Ledger):
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._own_resize
         super().__exit__(*error)
-
-    def is_top(self) -> bool:
-        """Whether it may be left: no other dispatch mode was entered since."""
-        return _get_current_dispatch_mode() is self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -103,6 +98,16 @@ class ForeignLedger(Ledger):
             if not any(reference() is parameter for reference in self._parameters):
                 self._parameters.append(weakref.ref(parameter))
                 self._listen(parameter)
+
+    def adopt(self, things: list[Any]) -> None:
+        """What modules and optimizers among ``things`` hold already."""
+        for thing in things:
+            if issubclass(type(thing), torch.nn.Module):  # isinstance would wake lazy proxies
+                own = [*thing.parameters(recurse=False), *thing.buffers(recurse=False)]
+                self.owns("parameters", *own)
+                self.owns("gradients", *(t.grad for t in own if t.is_leaf and t.grad is not None))
+            elif issubclass(type(thing), torch.optim.Optimizer):
+                self.owns_state(thing)
 
     def find_gradients(self, optimizer: Any = None) -> None:
         """Gradients that code has put where autograd would have: FSDP2's shards of them."""

@@ -254,11 +254,6 @@ class Recorder:
         if self.allocator is not None:
             self._allocated.append((self.rank, step, *self.allocator.row()))
 
-    def resume_step(self) -> None:
-        """The step that ended last goes on."""
-        self.step, start, _, beside = self._steps.pop()
-        self._steps.append((self.step, start, self.clock.beside() - beside))
-
     def drop_step(self) -> None:
         """The open step was none: it leaves no row."""
         step = self._steps.pop()[0]

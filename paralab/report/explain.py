@@ -1,11 +1,7 @@
 """`report.explain()`: what people ask of a distributed run, answered from the rows of its report.
 
-Which collectives there are, whether their bytes are those of the paradigm that they look like, how
-much of them is hidden, what fills the memory, whether gathers are prefetched, whether gradients are
-reduced once or for every micro-batch, how large the buckets are. What the rows do not say is not
-guessed: the last answer lists it.
-
-The closed forms, per rank and step, with n ranks in the group and Psi bytes of trained parameters:
+What the rows do not say is not guessed: the last answer lists it. The closed forms, per rank and
+step, with n ranks in the group and Psi bytes of trained parameters:
 
     data parallelism        all-reduce      2 (n-1)/n Psi, for every backward that is reduced
     ZeRO-1 in addition      broadcast         (n-1)/n Psi on average
@@ -16,11 +12,9 @@ The closed forms, per rank and step, with n ranks in the group and Psi bytes of 
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -35,32 +29,21 @@ SURPLUS = "gloo surplus"
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 NEAR = 0.02  # a ratio this near to a whole number is it: FSDP pads its shards
 PREFETCHED = 0.5  # of the work that comes with a gather: less, before it is waited for, is none
-NAMED = 5  # parameters that are named
+NAMED = 5  # parameters, sizes and pairs of ranks that are named
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """``answers``: {question: answer}. Prints as text, shows as a table in a notebook."""
-
-    answers: dict[str, str]
+class Explanation(dict[str, str]):
+    """{question: answer}, which prints as text."""
 
     def __str__(self) -> str:
         lines: list[str] = []
-        for question, answer in self.answers.items():
+        for question, answer in self.items():
             lines += ["", question]
             for part in answer.split("\n"):
                 lines += textwrap.wrap(part, 98, initial_indent="  ", subsequent_indent="    ")
         return "\n".join(lines[1:])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f'<tr><th style="text-align:left;vertical-align:top">{html.escape(question)}</th>'
-            f'<td style="text-align:left">{html.escape(answer).replace(chr(10), "<br>")}</td></tr>'
-            for question, answer in self.answers.items()
-        )
-        return f"<table><tbody>{rows}</tbody></table>"
 
 
 def explain(report: Tables) -> Explanation:
@@ -69,33 +52,28 @@ def explain(report: Tables) -> Explanation:
     calls = report.collectives[report.collectives["step"].isin(steps)]
     calls = calls[~calls["phase"].isin(BOOKKEEPING)]
     answers = {
-        "Which collectives does a step make?": _collectives(report, calls, len(steps)),
+        "Which collectives does a step make, of what sizes?": _collectives(calls, len(steps)),
         "Do the bytes agree with theory?": _forms(report, calls, len(steps)),
         "How much communication is hidden?": _hidden(report, steps),
         "What does the peak of memory consist of?": _peak(report),
         "Which parameters are not sharded?": _whole(report),
         "Are gathers prefetched?": _prefetch(report, calls),
         "Are gradients reduced once, or for every micro-batch?": _reductions(report, calls, steps),
-        "How large are the buckets?": _buckets(calls),
         "What is not known?": _unknown(report, calls),
     }
     return Explanation({question: answer for question, answer in answers.items() if answer})
 
 
 # ---- bytes --------------------------------------------------------------------------------------
-def _collectives(report: Tables, calls: pd.DataFrame, steps: int) -> str:
-    if calls.empty:
-        return "None: the ranks send nothing in a step." * (report.world_size > 1)
+def _collectives(calls: pd.DataFrame, steps: int) -> str:
     lines = []
-    for (axis, op, phase), rows in calls.groupby(["axis", "op", "phase"]):
-        if op == "recv":
-            continue
+    for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
         each = steps * rows["rank"].nunique()
-        count, sent = len(rows) / each, rows["wire_bytes"].sum() / each
-        mean = rows["payload_bytes"].mean()
+        sizes = list(dict.fromkeys(map(_mb, sorted(rows["payload_bytes"]))))
+        more = f" and {len(sizes) - NAMED} sizes more" * (len(sizes) > NAMED)
         lines.append(
-            f"axis {axis}, {phase}: {count:g} × {op} of {_mb(mean)} on average; a rank sends "
-            f"{_mb(sent)}"
+            f"axis {axis}, {phase}: {len(rows) / each:g} × {op} of {', '.join(sizes[:NAMED])}{more}"
+            f"; a rank sends {_mb(rows['wire_bytes'].sum() / each)}"
         )
     return "\n".join(lines)
 
@@ -103,79 +81,65 @@ def _collectives(report: Tables, calls: pd.DataFrame, steps: int) -> str:
 def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     lines = []
     for axis, rows in calls[~calls["op"].isin(POINT_TO_POINT)].groupby("axis"):
-        lines.append(f"axis {axis}: " + _form(report, rows, steps))
+        lines.append(f"axis {axis}: {_form(report, rows, steps)}")
     for axis, rows in calls[calls["op"] == "send"].groupby("axis"):
-        pairs = Counter(zip(rows["rank"], rows["peer"], strict=True))
-        said = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in sorted(pairs.items())[:8])
-        lines.append(f"axis {axis}: messages per step {said}: a pipeline, or a ring of its own")
+        pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
+        said = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in pairs[: 2 * NAMED])
+        lines.append(f"axis {axis}: messages per step {said}: a pipeline, or a ring made by hand")
     return "\n".join(lines)
 
 
 def _form(report: Tables, rows: pd.DataFrame, steps: int) -> str:
     """What a group's calls look like, with the closed form."""
     rank = int(rows["rank"].min())
-    rows, psi = rows[rows["rank"] == rank], _psi(report, rank)
-    if {"reduce_scatter", "all_gather"} <= set(rows["op"]):  # those of sharded parameters alone
-        psi = _psi(report, rank, sharded=True) or psi
-    n = len(rows["ranks"].iloc[0])
-    if n == 1:
-        return "a group of one rank sends nothing"
-    if not psi:
-        return "no trained parameter was seen, so there is nothing to compare the bytes with"
-    times = {key: size / steps / psi for key, size in _payloads(rows).items()}
-    gathered = {p: times.get(("all_gather", p), 0.0) for p in ("forward", "backward")}
-    gathered["forward"] += times.get(("all_gather", "data"), 0.0)  # ``model.unshard()``
-    reduced, scattered = (times.get((op, "backward"), 0.0) for op in REDUCTIONS)
-    first = times.get(("reduce_scatter", "forward"), 0) or times.get(("all_reduce", "forward"), 0)
-    parts = []
-    if first:
+    rows, n = rows[rows["rank"] == rank], len(rows["ranks"].iloc[0])
+    psi = _psi(report, rank, rows)
+    if n == 1 or not psi:
+        why = "no trained parameter was seen, so there is nothing to compare with"
+        return why if n > 1 else "a group of one rank sends nothing"
+    sums = rows.groupby(["op", "phase"])["payload_bytes"].sum() / (steps * psi)
+    times = {key: sums.get(key, 0.0) for key in [*sums.index, *_KEYS]}
+    if any(times[op, "forward"] for op in REDUCTIONS):
         return (
-            "sums and gathers activations in the forward and their gradients in the backward, as "
-            "tensor parallelism does; its bytes follow from the batch, not from the parameters"
+            "sums activations in the forward and their gradients in the backward, as tensor "
+            "parallelism does; its bytes follow from the batch, not from the parameters"
         )
-    if scattered and any(gathered.values()):
-        k = _whole_number(scattered)
-        again = "again for every backward" if gathered["backward"] >= NEAR else "kept for backward"
-        name = f"sharded parameters (FSDP, ZeRO-3): gathered for the forward, {again}"
-        parts.append((name, gathered["forward"] + gathered["backward"] + scattered, k))
-    elif scattered:
-        parts.append(("sharded gradients (ZeRO-2)", scattered, _whole_number(scattered)))
-    if reduced and not parts:
-        name = "data parallelism: gradients all-reduced"
-        parts.append((name, 2 * reduced, _whole_number(reduced)))
-    if (spread := times.get(("broadcast", "optimizer"), 0.0)) > NEAR:
-        name = "a sharded optimizer (ZeRO-1): updated parameters broadcast"
-        parts.append((name, spread, _whole_number(spread)))
-    if not parts:
-        return "no paradigm that this explanation knows"
-    said = []
-    for name, factor, known in parts:
-        closed, known_words = _mb(factor * (n - 1) / n * psi), ""
-        if known is None:
-            known_words = "; not a whole number of times Ψ: only some parameters take part"
-        said.append(f"{name}; {factor:.3g} (n−1)/n Ψ = {closed} per rank{known_words}")
-    extra = rows[rows["phase"] == SURPLUS]["wire_bytes"].sum() / steps
-    if extra:
-        said.append(f"gloo's reduce-scatter is an all-reduce and sends {_mb(extra)} more than that")
-    return f"{'; '.join(said)} (n={n}, Ψ={_mb(psi)})"
+    reduced, scattered = (times[op, "backward"] for op in REDUCTIONS)
+    before = times["all_gather", "forward"] + times["all_gather", "data"]  # ``model.unshard()``
+    again, spread = times["all_gather", "backward"], times["broadcast", "optimizer"]
+    name, factor = "no paradigm that is known here", 0.0
+    if scattered:
+        name, factor = "sharded gradients (ZeRO-2)", before + again + scattered
+        if before:
+            how = "again for every backward" if again >= NEAR else "kept for backward"
+            name = f"sharded parameters (FSDP, ZeRO-3), gathered for the forward, {how}"
+    elif reduced:
+        name, factor = "data parallelism, gradients all-reduced", 2 * reduced
+        if spread > NEAR:
+            name += ", with a sharded optimizer (ZeRO-1) that broadcasts updated parameters"
+            factor += spread
+    closed = f"{name}: {factor:.3g} (n−1)/n Ψ = {_mb(factor * (n - 1) / n * psi)} per rank"
+    said = f"{closed} (n={n}, Ψ={_mb(psi)})"
+    if not _whole_number(scattered or reduced):
+        said += "; not a whole number of times Ψ: some parameters take no part"
+    if extra := rows[rows["phase"] == SURPLUS]["wire_bytes"].sum() / steps:
+        said += f"; gloo's reduce-scatter is an all-reduce and sends {_mb(extra)} more"
+    return said
 
 
-def _payloads(rows: pd.DataFrame) -> dict[tuple[str, str], int]:
-    """{(op, phase): payload bytes}"""
-    return rows.groupby(["op", "phase"])["payload_bytes"].sum().to_dict()
+_KEYS = [(op, phase) for op in REDUCTIONS for phase in ("forward", "backward")]
+_KEYS += [("all_gather", phase) for phase in ("forward", "backward", "data")]
+_KEYS += [("broadcast", "optimizer")]
 
 
-def _psi(report: Tables, rank: int, *, sharded: bool = False) -> float:
-    """Bytes of the trained parameters that the rank holds or has a shard of; or has a shard of."""
-    return sum(
-        p["elements"] * _width(p)
-        for p in _parameters(report, rank)
-        if p["trained"] and (p["held"] < p["elements"] or not sharded)
-    )
-
-
-def _width(parameter: dict[str, Any]) -> float:
-    return parameter["bytes"] / parameter["held"] if parameter["held"] else 4.0
+def _psi(report: Tables, rank: int, rows: pd.DataFrame) -> float:
+    """Bytes of the trained parameters that the rank holds; where these calls reduce-scatter, of
+    those that it has a shard of.
+    """
+    trained = [p for p in _parameters(report, rank) if p["trained"]]
+    if "reduce_scatter" in set(rows["op"]):
+        trained = [p for p in trained if p["held"] < p["elements"]] or trained
+    return sum(p["elements"] * p["bytes"] / max(p["held"], 1) for p in trained)
 
 
 def _about(report: Tables, rank: int = 0) -> dict[str, Any]:
@@ -188,40 +152,38 @@ def _parameters(report: Tables, rank: int) -> list[dict[str, Any]]:
     return _about(report, rank).get("parameters", [])
 
 
-def _whole_number(times: float) -> int | None:
+def _whole_number(times: float) -> int:
+    """The whole number that is near, or 0."""
     near = round(times)
-    return near if near and abs(times / near - 1) <= NEAR else None
+    return near if near and abs(times / near - 1) <= NEAR else 0
 
 
 # ---- time ---------------------------------------------------------------------------------------
 def _hidden(report: Tables, steps: list[int]) -> str:
     parts = [metrics.shares(report, step) for step in steps]
-    moving = median(part["communication"] for part in parts) if parts else 0.0
-    if not moving:
-        return ""
-    hidden = median(part["hidden"] for part in parts)
-    waited = median(part["wait"] for part in parts)
+    moving, hidden, waited = (
+        median([part[name] for part in parts] or [0.0])
+        for name in ("communication", "hidden", "wait")
+    )
     return (
-        f"{100 * hidden / moving:.0f} % of the time in which a collective is in flight, "
-        f"{1e3 * moving:.1f} ms of a step, has forward or backward work at the same time; ranks "
-        f"wait {1e3 * waited:.1f} ms"
+        f"{100 * hidden / moving:.0f} % of the {1e3 * moving:.1f} ms of a step in which a "
+        f"collective is in flight; ranks wait {1e3 * waited:.1f} ms"
+        if moving
+        else ""
     )
 
 
 def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
     """Whether gathers of parameters run next to compute."""
-    gathers = calls[(calls["op"] == "all_gather") & calls["phase"].isin(["forward", "backward"])]
-    if gathers.empty or "FSDPModule" not in _about(report).get("modules", ()):
+    gathers, lines = calls[calls["op"] == "all_gather"], []
+    if "FSDPModule" not in _about(report).get("modules", ()):
         return ""  # what is gathered is no parameters
-    lines = []
-    for phase, rows in gathers.groupby("phase"):
+    for phase, rows in gathers[gathers["phase"].isin(["forward", "backward"])].groupby("phase"):
         early = [worked > PREFETCHED * each for worked, each in _ahead(report, rows, phase)]
         verdict = "prefetch works" if sum(early) > len(early) / 2 else "there is no prefetch"
-        if 0 < sum(early) <= len(early) / 2:
-            verdict = "prefetch works for some"
         lines.append(
-            f"{phase}: between the launch and the wait of {sum(early)} of {len(early)} gathers the "
-            f"rank computed, the others were waited for at once: {verdict}"
+            f"{phase}: the rank computed between the launch and the wait of {sum(early)} of "
+            f"{len(early)} gathers, the others were waited for at once: {verdict}"
         )
     return "\n".join(lines)
 
@@ -233,98 +195,65 @@ def _ahead(report: Tables, rows: pd.DataFrame, phase: str) -> Iterator[tuple[flo
     for (rank, step), mine in rows.groupby(["rank", "step"]):
         spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == step)]
         work, waits = spans[spans["kind"] == phase], spans[spans["kind"] == "wait"]
-        over = {
-            call: span
-            for span, after in zip(waits["id"], waits["after"], strict=True)
-            for call in after
-        }
+        pairs = zip(waits["id"], waits["after"], strict=True)
+        over = {call: span for span, after in pairs for call in after}
         for call in mine["span"]:  # ids are in the order in which a rank wrote
             if call in over:
                 between = (work["id"] > call) & (work["id"] < over[call])
                 yield work["cost"][between].sum(), work["cost"].sum() / len(mine)
 
 
-# ---- gradients ----------------------------------------------------------------------------------
 def _reductions(report: Tables, calls: pd.DataFrame, steps: list[int]) -> str:
-    found = calls[(calls["phase"] == "backward") & calls["op"].isin(REDUCTIONS)]
-    if found.empty:
-        return ""
+    found = calls[calls["op"].isin(REDUCTIONS)]
+    if found.empty or "forward" in set(found["phase"]):
+        return ""  # activations are summed on this axis too
     rank = int(found["rank"].min())
+    mine = found[(found["rank"] == rank) & (found["phase"] == "backward")]
     spans = report.spans[(report.spans["rank"] == rank) & report.spans["step"].isin(steps)]
     backwards = spans[spans["kind"] == "backward"].groupby("step")["microbatch"].nunique()
-    m, psi = int(median(backwards)) if len(backwards) else 1, _psi(report, rank)
-    if not psi or "forward" in set(calls[calls["op"].isin(REDUCTIONS)]["phase"]):
-        return ""  # activations are summed on this axis too
-    if "reduce_scatter" in set(found["op"]):
-        psi = _psi(report, rank, sharded=True) or psi
-    times = found[found["rank"] == rank]["payload_bytes"].sum() / len(steps) / psi
-    if m == 1:
-        return f"A step has one backward, which reduces {times:.2g} times Ψ."
-    if _whole_number(times) == m:
-        return (
-            f"For every one of {m} micro-batches: {m} times Ψ per step. Accumulating first "
-            f"(no_sync, or set_requires_gradient_sync(False), in all but the last) sends 1/{m} of "
-            "it, and keeps unsharded gradients meanwhile."
-        )
-    once = "Once" if _whole_number(times) == 1 else f"{times:.3g} times Ψ"
-    return f"{once} per step, with {m} micro-batches."
-
-
-def _buckets(calls: pd.DataFrame) -> str:
-    found = calls[(calls["phase"] == "backward") & calls["op"].isin(REDUCTIONS)]
-    if found.empty:
+    m, psi = int(median([*backwards] or [1])), _psi(report, rank, mine)
+    if mine.empty or not psi:
         return ""
-    lines = []
-    for (axis, op), rows in found.groupby(["axis", "op"]):
-        sizes = sorted(rows["payload_bytes"].tolist())
-        kinds = list(dict.fromkeys(map(_mb, sizes)))
-        more = f" and {len(kinds) - 8} sizes more" * (len(kinds) > 8)
-        lines.append(
-            f"axis {axis}, {op}: {', '.join(kinds[:8])}{more}; the median is {_mb(median(sizes))}"
-        )
-    return "\n".join(lines)
+    times = mine["payload_bytes"].sum() / len(steps) / psi
+    if m == 1 or _whole_number(times) != m:
+        return f"{times:.3g} times Ψ per step, which has {m} backward{'s' * (m != 1)}."
+    return (
+        f"For every one of {m} micro-batches: {m} times Ψ per step. Accumulating first (no_sync, "
+        f"or set_requires_gradient_sync(False), in all but the last) sends 1/{m} of it, and keeps "
+        "unsharded gradients meanwhile."
+    )
 
 
 # ---- memory -------------------------------------------------------------------------------------
 def _peak(report: Tables) -> str:
     found = metrics.peak(report)
     if found is None:
-        return "It was not counted: memory_steps was 0."
+        return "It was not counted."
     held = sorted(found.held.items(), key=lambda item: -item[1])
-    parts = [f"{name} {_mb(size)}" for name, size in held if size]
-    return f"{_mb(found.total)} on rank {found.rank} in step {found.step}: {', '.join(parts)}"
+    parts = ", ".join(f"{name} {_mb(size)}" for name, size in held if size)
+    return f"{_mb(found.total)} on rank {found.rank} in step {found.step}: {parts}"
 
 
 def _whole(report: Tables) -> str:
-    if report.world_size == 1:
+    """Of rank 0."""
+    own = _parameters(report, 0)
+    whole = sorted((p for p in own if p["held"] == p["elements"]), key=lambda p: -p["bytes"])
+    if report.world_size == 1 or not own:
         return ""
-    lines: dict[str, list[int]] = {}
-    for rank in metrics.reported_ranks(report):
-        own = _parameters(report, rank)
-        whole = [p for p in own if p["held"] == p["elements"]]
-        if own:
-            lines.setdefault(_named(own, whole), []).append(rank)
-    if len(lines) == 1:
-        return next(iter(lines))
-    return "\n".join(f"ranks {', '.join(map(str, r))}: {said}" for said, r in lines.items())
-
-
-def _named(own: list[dict[str, Any]], whole: list[dict[str, Any]]) -> str:
-    size = sum(p["bytes"] for p in whole)
     if not whole:
         return "All are sharded."
+    size = _mb(sum(p["bytes"] for p in whole))
     if len(whole) == len(own):
-        said = f"None is a sharded DTensor: a rank holds {len(own)} whole, {_mb(size)}."
-        return said + " Parts that code cut by hand look like whole ones."
-    largest = sorted(whole, key=lambda p: -p["bytes"])[:NAMED]
-    names = ", ".join(f"{p['name']} ({_mb(p['bytes'])})" for p in largest)
-    more = f" and {len(whole) - NAMED} more" * (len(whole) > NAMED)
-    return f"{len(whole)} of {len(own)}, {_mb(size)}, are whole on this rank: {names}{more}."
+        return (
+            f"None is a sharded DTensor: rank 0 holds {len(own)} whole, {size}. Parts that code "
+            "cut by hand look like whole ones."
+        )
+    names = ", ".join(f"{p['name']} ({_mb(p['bytes'])})" for p in whole[:NAMED])
+    return f"{len(whole)} of {len(own)}, {size}, are whole on rank 0; the largest: {names}."
 
 
-# ---- what is not known --------------------------------------------------------------------------
 def _unknown(report: Tables, calls: pd.DataFrame) -> str:
-    said = []
+    said, counted = [], sorted(set(report.memory["step"]))
     if not str(report.meta.get("device", "cpu")).startswith("cuda") and len(calls):
         said.append(
             "When a send, a receive or a reduce-scatter of gloo ended: it has no hook, so its span "
@@ -335,9 +264,8 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "When DistributedDataParallel's reducer began to wait: it waits in C++, so what "
             "follows its last all-reduce in a backward counts as the wait."
         )
-    if len(counted := sorted(set(report.memory["step"]))):
-        steps = ", ".join(map(str, counted))
-        said.append(f"Memory after step {counted[-1]}: bytes were counted in steps {steps} alone.")
+    if counted:
+        said.append(f"Memory after step {counted[-1]}: bytes were counted in steps {counted}.")
     return "\n".join(said)
 
 
