@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab import checks
 from paralab.checks import choice, illegal, whole
@@ -34,9 +34,6 @@ from paralab.report.report import Report, save_part
 from paralab.spec import Plan
 from paralab.trace import _name, _plain
 from paralab.version import __version__
-
-if TYPE_CHECKING:
-    import threading
 
 STEPS = ("optimizer", "marked")
 NOTHING = """nothing was seen in this process: no module was called, no collective, no optimizer. \
@@ -53,10 +50,7 @@ def observe(
     nodes: int = 1,
     steps: str = "optimizer",
     memory_steps: int = 2,
-    timeout: float = 120.0,
-    device: str | None = None,
-    live: bool = False,
-    stop: threading.Event | None = None,
+    **launch: Any,
 ) -> Any:
     """Call ``fn(*args)`` on every rank and return the `Report` of what it did.
 
@@ -71,7 +65,7 @@ def observe(
     memory_steps  how many steps, from the first, the live ledger counts bytes in. Such a step is 5
                   to 20 % slower, and more where operations are small; later ones are timed without
                   it. The first step lacks what optimizers make in it, so there are two
-    timeout, device, live, stop  as in `pl.launch`
+    launch        timeout, device, live, stop: as in `pl.launch`
 
     ``report.losses`` are what ``fn`` returns if that is one number per step; ``report.results`` are
     the returned values in rank order, tensors as NumPy arrays. Raises ValueError before a process
@@ -80,7 +74,7 @@ def observe(
     __tracebackhide__ = True
     settings = _settings(steps, memory_steps)
     if fn is None:
-        return _Here(settings)
+        return _here(settings)
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
     if not isinstance(args, (tuple, list)):
@@ -93,16 +87,7 @@ def observe(
         run, what, name = _script, str(script), script.name
     node_of = tuple(rank * nodes // ranks for rank in range(ranks))
     program = functools.partial(_program, run, what)
-    more = {} if stop is None else {"stop": stop}
-    parts = launch_program(
-        program,
-        ranks,
-        (node_of, settings, *args),
-        timeout=timeout,
-        device=device,
-        live=live,
-        **more,
-    )
+    parts = launch_program(program, ranks, (node_of, settings, *args), **launch)
     meta = {**_meta(name), **parts[0]["meta"]}
     return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
 
@@ -114,33 +99,26 @@ def step() -> None:
 
 
 def observe_under_torchrun(
-    path: str | os.PathLike[str],
-    args: Sequence[str] = (),
-    *,
-    folder: str,
-    steps: str = "optimizer",
-    memory_steps: int = 2,
+    path: str | os.PathLike[str], args: Sequence[str] = (), *, folder: str, **settings: Any
 ) -> int:
     """Be one rank of a torchrun job: run the script, write this rank's part. Returns the rank."""
-    script, settings = _script_file(path), _settings(steps, memory_steps)
-    me = started()
-    from paralab.instruments.foreign_clock import Meeting
+    script, me, checked = _script_file(path), started(), _settings(**settings)
+    from paralab.instruments.foreign_clock import meeting
 
-    meeting = Meeting(me, _device())
-    with meeting, _observed(settings, **_who(meeting)) as observer:
+    with meeting(me, _device(me.local_rank)) as met, _observed(checked, **_who(met)) as observer:
         own = os.getpid()
         _run_script(str(script), args)
         if os.getpid() != own:  # a fork of the program came to its end
             sys.stdout.flush()
             os._exit(0)
         part = _part(observer, None)
-    part |= {"clock_offset": meeting.offset, "clock_uncertainty": meeting.uncertainty}
-    meta = {**_meta(script.name), **part.pop("meta"), "run_id": meeting.run_id}
+    part |= {"clock_offset": met.offset, "clock_uncertainty": met.uncertainty}
+    meta = {**_meta(script.name), **part.pop("meta"), "run_id": met.run_id}
     save_part(Path(folder), part, model=None, plan=Plan(dp=me.world_size), meta=meta)
     return me.rank
 
 
-def _settings(steps: str, memory_steps: int) -> dict[str, Any]:
+def _settings(steps: str = "optimizer", memory_steps: int = 2) -> dict[str, Any]:
     choice("steps", steps, STEPS)
     count = whole("memory_steps", memory_steps, at_least=0)
     return {"marked": steps == "marked", "memory_steps": count}
@@ -269,39 +247,35 @@ def _run_script(path: str, args: Sequence[str]) -> None:
             raise
 
 
-def _device() -> str:
+def _device(local_rank: int | None = None) -> str:
     import torch
 
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    turn = torch.cuda.current_device() if local_rank is None else local_rank
+    return f"cuda:{turn % torch.cuda.device_count()}"
 
 
 # ---- in this process ----------------------------------------------------------------------------
-class _Here:
-    """``with pl.observe() as seen``: afterwards ``seen.report``, whose methods are ``seen``'s too.
+class _Seen:
+    """What ``with pl.observe()`` yields: afterwards ``report``, whose methods are its own too.
 
     Of what there was before the block, the parameters, gradients and optimizer states count.
     """
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings, self._stack = settings, contextlib.ExitStack()
-        self.report: Report | None = None
-
-    def __enter__(self) -> _Here:
-        who = {"rank": 0, "world_size": 1, "device": _device(), "nodes": (0,)}
-        settings = {**self._settings, "existing": True}
-        self._observer = self._stack.enter_context(_observed(settings, **who))
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
-            if error is None:
-                part = _part(self._observer, ())
-                meta = {**_meta("this process"), **part["meta"]}
-                self.report = Report.from_parts([part], model=None, plan=Plan(), meta=meta)
-        finally:
-            self._stack.close()
+    report: Report | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or self.report is None:
             raise AttributeError(f"{name!r}: the report is there once the block has ended")
         return getattr(self.report, name)
+
+
+@contextlib.contextmanager
+def _here(settings: dict[str, Any]) -> Iterator[_Seen]:
+    seen, who = _Seen(), {"rank": 0, "world_size": 1, "device": _device(), "nodes": (0,)}
+    with _observed({**settings, "existing": True}, **who) as observer:
+        yield seen
+        part = _part(observer, ())
+    meta = {**_meta("this process"), **part["meta"]}
+    seen.report = Report.from_parts([part], model=None, plan=Plan(), meta=meta)

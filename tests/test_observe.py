@@ -78,6 +78,8 @@ def test_collectives_have_axis_phase_and_level(report):
 
 def test_memory_has_categories(report):
     assert set(report.memory["step"]) == {0, 1}  # later steps are timed without the ledger
+    rebuilt = report.memory.query("step == 1 and category == 'buffers'")["bytes"]
+    assert set(rebuilt) == {PSI}  # from the moment at which the reducer makes its buckets
     held = report.peaks()["measured"]
     assert held["parameters"] == held["gradients"] == held["buffers"] == PSI
     assert held["optimizer"] == 2 * PSI + 4 * 4  # AdamW's step counts
@@ -137,6 +139,31 @@ def test_explain_tells_sharded_parameters_from_whole_ones(reshard, times):
     assert "3.weight" in answers["Which parameters are not sharded?"]
     assert "wait of 0 of 12 gathers" in answers["Are gathers prefetched?"]
     assert f": {times} (n−1)/n Ψ" in form
+
+
+def embedded():
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Embedding(2000, 64), nn.Linear(64, 4))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.arange(8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradients_gradients():
+    """Also those that autograd does not save, as an embedding's."""
+    psi = 4 * (2000 * 64 + 64 * 4 + 4)
+    report = pl.observe(embedded, 2, timeout=60)
+    most = report.memory[report.memory["step"] == 1].groupby("category")["bytes"].max()
+    assert most["buffers"] == 2 * psi  # the flat message, and what is copied out of it
+    assert most["parameters"] == most["gradients"] == psi / 2 and most["activations"] < psi / 10
+    held = report.peaks()["measured"]
+    assert held["other"] <= 0.02 * held["total"]
 
 
 # ---- steps ------------------------------------------------------------------------------------
@@ -261,6 +288,9 @@ held = seen.peaks()["measured"]
 psi = sum(p.nbytes for p in model.parameters())
 assert held["parameters"] == psi and held["optimizer"] == 2 * psi + 16, held
 assert held["other"] <= 0.02 * held["total"], held
+
+first = seen.memory.query("step == 0 and category == 'optimizer'")["bytes"]
+assert first.iloc[0] == 2 * psi + 16  # what there was before the block
 
 from torch.profiler import ProfilerActivity, profile
 with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -60,31 +60,22 @@ from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
 SURPLUS = "gloo surplus"  # phase of bytes that gloo sends and the operation does not need
 BY_HAND = "call paralab.step() where a step ends, and observe with steps='marked'"
 INDICES = 4096  # bytes of whole numbers that are bookkeeping
-PATIENCE = 1.0  # seconds that the ends of calls may take to be heard of
+PATIENCE = 0.05  # seconds for threads to let go of the last calls
 
 # {c10d's operation: the argument that is the whole payload}, by the ledger's name
 CALLS = {
     "all_reduce": {"allreduce_": "tensors", "allreduce_coalesced_": "tensors"},
-    "all_gather": {
-        "allgather_": "output_tensors",
-        "_allgather_base_": "output_tensor",
-        "allgather_coalesced_": "output_lists",
-        "allgather_into_tensor_coalesced_": "outputs",
-    },
-    "reduce_scatter": {
-        "reduce_scatter_": "input_tensors",
-        "_reduce_scatter_base_": "input_tensor",
-        "reduce_scatter_tensor_coalesced_": "inputs",
-    },
+    "all_gather": {"allgather_": "output_tensors", "_allgather_base_": "output_tensor",
+                   "allgather_coalesced_": "output_lists",
+                   "allgather_into_tensor_coalesced_": "outputs"},
+    "reduce_scatter": {"reduce_scatter_": "input_tensors", "_reduce_scatter_base_": "input_tensor",
+                       "reduce_scatter_tensor_coalesced_": "inputs"},
     "all_to_all": {"alltoall_": "input_tensors", "alltoall_base_": "input"},
-    "broadcast": {"broadcast_": "tensors"},
-    "reduce": {"reduce_": "tensors"},
-    "gather": {"gather_": "input_tensors"},
-    "scatter": {"scatter_": "output_tensors"},
-    "send": {"send": "tensors"},
-    "recv": {"recv_": "tensors", "recv_any_source_": "tensors"},
+    "broadcast": {"broadcast_": "tensors"}, "reduce": {"reduce_": "tensors"},
+    "gather": {"gather_": "input_tensors"}, "scatter": {"scatter_": "output_tensors"},
+    "send": {"send": "tensors"}, "recv": {"recv_": "tensors", "recv_any_source_": "tensors"},
     "barrier": {"barrier": "tensor"},
-}
+}  # fmt: skip
 PEER = ("root_rank", "dst", "src")  # a position in the group
 
 
@@ -122,19 +113,17 @@ class Observer:
         self.step = 0  # the step that is open, or comes next
         self.open = self.found = False  # inside a step; a forward, backward or optimizer was met
         self.forwards = self.backwards = self.updates = 0  # how deep inside each
-        self.about: dict[str, Any] = {"modules": [], "optimizers": [], "parameters": []}
+        self.about: dict[str, Any] = {"modules": [], "parameters": []}
         self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
         self._optimizer: Any = None  # the one that steps
-        self._chunks: dict[int, int] = {}  # by outermost module, in the order of their first calls
         self._calls: Counter[Where] = Counter()
-        self._numbers: Counter[Any] = Counter()  # forwards of a chunk and backwards, in this step
+        self._numbers: Counter[Any] = Counter()  # a module's forwards, and backwards, in this step
         self._groups: dict[str, Where] = {}
         self._meshes: list[Any] = []
         self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._held: Any = None  # the last call's Work, until its caller has it
         self._flying: dict[int, Any] = {}  # a backward's calls: weak references to their Work
         self._by_storage: dict[int, int] = {}  # span of the last call that used a storage
-        self._unheard: set[int] = set()  # spans whose end is told by a thread of gloo
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called by the program
         self._named: set[int] = set()  # ids of parameters described
 
@@ -156,9 +145,11 @@ class Observer:
         variable = torch.autograd.Variable
         self._undo.callback(setattr, variable, "_execution_engine", variable._execution_engine)
         variable._execution_engine = _Engine(variable._execution_engine, self)
-        before, after = self._update, self._updated
-        self._undo.callback(optimizers.register_optimizer_step_pre_hook(before).remove)
-        self._undo.callback(optimizers.register_optimizer_step_post_hook(after).remove)
+        for register, hook in (
+            (optimizers.register_optimizer_step_pre_hook, self._update),
+            (optimizers.register_optimizer_step_post_hook, self._updated),
+        ):
+            self._undo.callback(register(hook).remove)
         if self.ledger is not None:
             self.ledger.before_each = self._let_go
             self.ledger.__enter__()
@@ -207,14 +198,10 @@ class Observer:
         self._meshes.append(weakref.ref(mesh))
         self._groups.clear()  # one of its dimensions may name a group that there is already
 
-    @contextlib.contextmanager
-    def _destroying(self, *_: Any) -> Iterator[None]:
+    def _destroying(self, *_: Any) -> Any:
         """See [Note: destroyed]."""
-        give_up = time.monotonic() + PATIENCE
-        while self._unheard and time.monotonic() < give_up:
-            time.sleep(0.001)
-        time.sleep(0.02)
-        yield
+        time.sleep(PATIENCE)
+        return contextlib.nullcontext()
 
     def _close_ledger(self) -> None:
         """The ledger goes, unless the program has put a dispatch mode of its own above it."""
@@ -257,16 +244,10 @@ class Observer:
 
     def _listen(self, work: Any, span: int) -> None:
         """Hear of the end of a call, where someone says it. See [Note: ends]."""
-        recorder, unheard = self.recorder, self._unheard
-
-        def ended(_: Any) -> None:
-            recorder.completed(span, recorder.clock.host())
-            unheard.discard(span)
-
+        recorder = self.recorder
         with contextlib.suppress(RuntimeError):
             future = work.get_future()
-            unheard.add(span)
-            future.add_done_callback(ended)
+            future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))
 
     def _write(
         self,
@@ -401,8 +382,6 @@ class Observer:
     def _forward(self, module: Any, *_: Any) -> Iterator[None]:
         """Around a module's call: the outermost is a forward."""
         if self.forwards or self.backwards or threading.get_ident() != self._thread:
-            if self.ledger is not None:
-                self.ledger.gathered(module)
             yield
             return
         self._begin()
@@ -413,9 +392,8 @@ class Observer:
             self.about["modules"] = sorted(wrappers.union(self.about["modules"]))
             if self.ledger is not None:
                 self.ledger.owns("parameters", *module.parameters(), *module.buffers())
-        chunk = self._chunks.setdefault(id(module), len(self._chunks))
-        self.recorder.enter("forward", self._numbers[chunk], chunk=chunk)
-        self._numbers[chunk] += 1
+        self.recorder.enter("forward", self._numbers[id(module)])
+        self._numbers[id(module)] += 1
         self.forwards += 1
         try:
             yield
@@ -460,8 +438,6 @@ class Observer:
             if not self.marked and (self.backwards or first is not optimizer):
                 raise illegal("optimizer", name, why, BY_HAND)
             self._optimizer = optimizer
-            if name not in self.about["optimizers"]:
-                self.about["optimizers"].append(name)
             self._begin()
             self._describe()
             if self.ledger is not None:

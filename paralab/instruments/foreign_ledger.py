@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_leaves
 from paralab.instruments.ledger import Ledger
 from paralab.instruments.memory import Life
 
-LOOSE = ("workspace", "other", "activations")  # categories that a better one replaces
-
 
 class ForeignLedger(Ledger):
     """``before_each()`` is called before every operation."""
@@ -39,10 +37,10 @@ class ForeignLedger(Ledger):
 
         def resize_(storage: Any, size: int) -> Any:
             """FSDP2 gathers into storages that it resizes; no operation tells."""
-            result = own(storage, size)
-            life = self._known.get(storage._cdata)
+            result, life = own(storage, size), self._known.get(storage._cdata)
             if life is not None and life() is storage and life.category is not None:
                 self._count(life, storage.nbytes())
+                self._loose(life)
             return result
 
         torch.UntypedStorage.resize_ = resize_
@@ -73,31 +71,23 @@ class ForeignLedger(Ledger):
 
     def _saved(self, tensor: Tensor) -> Tensor:
         root = tensor if tensor._base is None else tensor._base
-        if root.is_leaf and root.requires_grad:  # a parameter, or one that was gathered
-            self._is_gathered(root)
-            return tensor
-        return super()._saved(tensor)
+        if not (root.is_leaf and root.requires_grad):
+            return super()._saved(tensor)
+        self._loose(self._meet(root))  # a parameter; if it is not known, one that was gathered
+        if not any(reference() is root for reference in self._parameters):
+            self._parameters.append(weakref.ref(root))
+            self._listen(root)
+        return tensor
 
     # ---- what a storage is for ------------------------------------------------------------------
     def carries(self, tensor: Tensor) -> None:
         """A message leaves from here or arrives here."""
-        life = self._meet(tensor)
-        if life is not None and life.category in LOOSE[:2]:
-            self._move(life, "buffers")
+        self._loose(self._meet(tensor))
 
-    def gathered(self, module: Any) -> None:
-        """An inner module's parameters, as it is called: FSDP2 has put the gathered ones there."""
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                self._is_gathered(parameter)
-
-    def _is_gathered(self, parameter: Tensor) -> None:
-        life = self._meet(parameter)
-        if life is not None and life.category in LOOSE:
+    def _loose(self, life: Life | None) -> None:
+        """If it was nothing in particular, it is a buffer."""
+        if life is not None and life.category in ("workspace", "other"):
             self._move(life, "buffers")
-            if not any(reference() is parameter for reference in self._parameters):
-                self._parameters.append(weakref.ref(parameter))
-                self._listen(parameter)
 
     def adopt(self, things: list[Any]) -> None:
         """What modules and optimizers among ``things`` hold already."""
