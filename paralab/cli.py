@@ -61,7 +61,6 @@ FILES = {
     ),
 }
 OPTIMIZER = Option("optimizer", str, "adamw or sgd")
-NOT_UNDER_TORCHRUN = ("ranks", "nodes", "device", "timeout")
 OBSERVE = (
     Option("ranks", number, "processes (default 4)"),
     Option("nodes", number, "place them on this many virtual nodes"),
@@ -261,9 +260,8 @@ def _observe(given: argparse.Namespace) -> int:
     with _refusals(given.parser):
         _check_files(given)
         if one_rank:
-            asked = {name: getattr(given, name, None) for name in (*FILES, *NOT_UNDER_TORCHRUN)}
-            for name, value in asked.items():
-                if value is not None:
+            for name in (*FILES, "ranks", "nodes", "device", "timeout"):
+                if value := getattr(given, name, None):
                     legal = "--out FOLDER, then paralab show FOLDER"
                     raise illegal(name, str(value), "this is one rank, and torchrun's", legal)
         elif given.out is not None:

@@ -55,7 +55,7 @@ from torch.utils._pytree import tree_leaves
 from paralab.checks import illegal
 from paralab.instruments.foreign_ledger import ForeignLedger
 from paralab.instruments.recorder import Recorder
-from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
+from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT, ROOTED, wire_bytes
 
 SURPLUS = "gloo surplus"  # phase of bytes that gloo sends and the operation does not need
 BY_HAND = "call paralab.step() where a step ends, and observe with steps='marked'"
@@ -80,12 +80,13 @@ PEER = ("root_rank", "dst", "src")  # a position in the group
 
 
 class Where(NamedTuple):
-    """A process group: its axis, its global ranks, this rank's position, the link it crosses."""
+    """A process group: its axis, global ranks, this rank's position, its level, whether gloo's."""
 
     axis: str
     ranks: tuple[int, ...]
     index: int
     level: str
+    gloo: bool
 
 
 class Observer:
@@ -222,11 +223,13 @@ class Observer:
         after = recorder.cut() if mine else ()
         if op == "barrier":
             return own()
-        group = dist.ProcessGroup.unbox(given["process_group"])
-        where = self._where(group)
+        where = self._where(dist.ProcessGroup.unbox(given["process_group"]))
         tensors = [t for t in tree_leaves(given[payload]) if isinstance(t, Tensor)]
         span = recorder.launch(f"comm:{where.axis}", after, recorder.clock.mark())
-        self._write(op, given, tensors, where, group, span)
+        number, self._calls[where] = self._calls[where], self._calls[where] + 1
+        phase = self._phase(tensors)
+        for row in self._rows(op, given, tensors, where):
+            recorder.call((number, *self._row(where, phase, *row), span))
         for leaf in tree_leaves(given):
             if isinstance(leaf, Tensor):
                 self._by_storage[leaf.untyped_storage()._cdata] = span
@@ -249,45 +252,37 @@ class Observer:
             future = work.get_future()
             future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))
 
-    def _write(
-        self,
-        op: str,
-        given: dict[str, Any],
-        tensors: list[Tensor],
-        where: Where,
-        group: Any,
-        span: int,
-    ) -> None:
-        """The rows of one call."""
-        n, rank, size = len(where.ranks), self.recorder.rank, sum(t.nbytes for t in tensors)
+    def _rows(
+        self, op: str, given: dict[str, Any], tensors: list[Tensor], where: Where
+    ) -> list[tuple]:
+        """What one call sends: operation, payload bytes, root or peer, phase if it is its own."""
+        rank, size = self.recorder.rank, sum(t.nbytes for t in tensors)
         position = next((given[name] for name in PEER if name in given), None)
         peer = -1 if position is None else where.ranks[position]
-        gloo = group._get_backend(tensors[0].device).name() == "gloo" if tensors else False
         others = [r for r in where.ranks if r != rank]
         inwards = [("recv", r) for r in others] if rank == peer else [("send", peer)]
         outwards = [("send", r) for r in others] if rank == peer else [("recv", peer)]
-        rows = [(op, size, peer, "")]  # op, payload, peer, phase if it is its own
         if op in ("gather", "scatter"):
-            pairs = inwards if op == "gather" else outwards
-            rows = [(side, size, r, "") for side, r in pairs]
-        elif op == "all_to_all" and (uneven := _uneven(given, tensors, where)):
-            rows = [("send", uneven[r], r, "") for r in others]
-        elif op == "reduce" and gloo:
-            rows = [("reduce_scatter", size, -1, "")]
-            rows += [(side, size // n, r, "") for side, r in inwards]
-        elif op == "reduce_scatter" and gloo and n > 1:
-            rows = [(op, size, -1, ""), ("all_gather", size, -1, SURPLUS)]
-        number, self._calls[where] = self._calls[where], self._calls[where] + 1
-        phase = self._phase(tensors)
-        for name, payload, other, own_phase in rows:
-            root = where.ranks.index(other) if name in ROOTED else 0
-            level = where.level
-            if name in POINT_TO_POINT and other >= 0:
-                level = self._level((rank, other))
-            wire = wire_bytes(name, payload, n, where.index, root)
-            place = (where.axis, where.ranks, other, level)
-            kept = phase if phase in ("setup", "control") or not own_phase else own_phase
-            self.recorder.call((number, name, *place, kept, payload, wire, span))
+            return [(side, size, r) for side, r in (inwards if op == "gather" else outwards)]
+        if op == "all_to_all" and (uneven := _uneven(given, tensors, where)):
+            return [("send", uneven[r], r) for r in others]
+        if op == "reduce" and where.gloo:
+            part = size // len(where.ranks)
+            return [("reduce_scatter", size, -1), *((side, part, r) for side, r in inwards)]
+        if op == "reduce_scatter" and where.gloo and others:
+            return [(op, size, -1), ("all_gather", size, -1, SURPLUS)]
+        return [(op, size, peer)]
+
+    def _row(
+        self, where: Where, phase: str, op: str, size: int, peer: int, own_phase: str = ""
+    ) -> tuple:
+        axis, ranks, index, level, _ = where
+        if op in POINT_TO_POINT and peer >= 0:
+            level = self._level((self.recorder.rank, peer))
+        wire = wire_bytes(op, size, len(ranks), index, ranks.index(peer) if op in ROOTED else 0)
+        if own_phase and phase not in BOOKKEEPING:
+            phase = own_phase
+        return op, axis, ranks, peer, level, phase, size, wire
 
     def _phase(self, tensors: list[Tensor]) -> str:
         if not self.found:
@@ -305,15 +300,13 @@ class Observer:
         name = group.group_name
         if name not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
-            said = group.group_desc
-            axis = _mesh_dimension(self._meshes, name) or said.removeprefix("mesh_")
-            if said == "default_pg" and axis == said:
-                axis = "world"
-            elif axis in ("undefined", "default", ""):
-                axis = "world" if ranks == tuple(range(self.recorder.world_size)) else "ranks "
-                axis += ",".join(map(str, ranks)) * (axis != "world")
-            index = ranks.index(self.recorder.rank)
-            self._groups[name] = Where(axis, ranks, index, self._level(ranks))
+            axis = _mesh_dimension(self._meshes, name) or group.group_desc.removeprefix("mesh_")
+            if axis in ("default_pg", "undefined", "default", ""):
+                every = len(ranks) == self.recorder.world_size
+                axis = "world" if every else f"ranks {','.join(map(str, ranks))}"
+            index, device = ranks.index(self.recorder.rank), torch.device(self.device)
+            gloo = group._get_backend(device).name() == "gloo"
+            self._groups[name] = Where(axis, ranks, index, self._level(ranks), gloo)
         return self._groups[name]
 
     def _level(self, ranks: tuple[int, ...]) -> str:
