@@ -134,10 +134,9 @@ class Observer:
             for name, payload in operations.items():
                 self._stand_before("c10d", name, functools.partial(self._called, op, payload))
         self._stand_before("_c10d_functional", "wait_tensor", self._awaited)
-        buckets = functools.partial(self.recorder.making, "buffers")
         ddp = torch.nn.parallel.DistributedDataParallel
-        self._around(dist.Reducer, "_rebuild_buckets", lambda *_: buckets())
-        self._around(ddp, "_ddp_init_helper", lambda *_: buckets())
+        self._around(dist.Reducer, "_rebuild_buckets", self._bucketing)
+        self._around(ddp, "_ddp_init_helper", self._bucketing)
         self._around(torch._C._distributed_c10d.Work, "wait", self._waiting)
         self._around(torch.nn.Module, "__call__", self._forward)
         self._around(DeviceMesh, "__init__", self._meshing)
@@ -192,6 +191,9 @@ class Observer:
         library = Library(namespace, "IMPL")
         self._undo.callback(library._destroy)
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
+
+    def _bucketing(self, *_: Any) -> Any:
+        return contextlib.nullcontext() if self.ledger is None else self.ledger.buckets()
 
     @contextlib.contextmanager
     def _meshing(self, mesh: Any, *_: Any) -> Iterator[None]:
