@@ -82,3 +82,12 @@ def test_the_kernel_counts_the_recorded_bytes(n, tmp_path):
     for name, (recorded, kernel) in counted.items():
         assert recorded == sum(theory(name, n).values()), name
         assert kernel == pytest.approx(recorded, rel=0.01), name
+
+
+def test_a_pipeline_is_replayed_though_its_later_stages_begin_with_a_message():
+    link = pl.Link(alpha=1e-5, bandwidth=1e9)
+    cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link, inter=link)
+    report = pl.observe(every, 2, (["pipeline"],), steps="marked", memory_steps=0)
+    replayed = report.replay(cluster, compute=0.0)
+    messages = foreign_programs.MICROBATCHES * (1e-5 + foreign_programs.MESSAGE / 1e9)
+    assert replayed.step_time >= messages * (1 - 1e-9)

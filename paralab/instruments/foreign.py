@@ -219,14 +219,14 @@ class Observer:
     def _called(self, op: str, payload: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """One call of c10d, on whatever thread: write it down, make it, hear of its end."""
         recorder = self.recorder
-        if self.found:
+        tensors = [t for t in tree_leaves(given[payload]) if isinstance(t, Tensor)]
+        if self.found or op in POINT_TO_POINT:  # a pipeline's later stages begin with a message
             self._begin()
         mine = threading.get_ident() == self._thread or self.backwards
         after = recorder.cut() if mine else ()
         if op == "barrier":
             return own()
         where = self._where(dist.ProcessGroup.unbox(given["process_group"]))
-        tensors = [t for t in tree_leaves(given[payload]) if isinstance(t, Tensor)]
         span = recorder.launch(f"comm:{where.axis}", after, recorder.clock.mark())
         number, self._calls[where] = self._calls[where], self._calls[where] + 1
         phase = self._phase(tensors)
