@@ -219,10 +219,11 @@ table.round(1).add_suffix(", MFU (%)")
 # (MFU, model FLOPs utilisation: the FLOPs that the model needs, over those that the devices could
 # do. What is recomputed is not counted; the paper counts it, about a third more.)
 #
-# tp = 8 is a node. Beyond it every layer's all-reduces cross to other nodes, through all eight ports
-# of each at once, and every product is cut narrower; below it the pipeline is so long that its
-# bubble, (p - 1)/m of the work, eats what was saved. With the larger batch the bubble is small, and
-# tp = 4 and tp = 8 come out nearly alike. (The paper's figure 13 has its maximum at 8 for both.)
+# tp = 8 is a node. Beyond it every layer's all-reduces cross to other nodes, through all eight
+# ports of each at once, and every product is cut narrower; below it the pipeline is so long that
+# its bubble, (p - 1)/m of the work, eats what was saved. With the larger batch the bubble is small,
+# and tp = 4 and tp = 8 come out nearly alike. (The paper's figure 13 has its maximum at 8 for
+# both.)
 #
 # The second question is the **micro-batch**. A larger one is better for the device and worse for
 # the bubble, because there are fewer of them. Better for the device, as a product has to read its
@@ -271,10 +272,10 @@ view.pareto(search)
 
 # %% [markdown]
 # The line is what is worth discussing: who wants to be faster has to find more memory. The winner
-# is ZeRO-3 across nodes, and not Megatron's advice. A prediction lets its gathers overlap perfectly,
-# and no device does quite that: the column `serial_s` says how long the same step takes if nothing
-# overlaps, and the truth is between the two. Lab 11 holds that against a measurement. And why do
-# the others lose?
+# is ZeRO-3 across nodes, and not Megatron's advice. A prediction lets its gathers overlap
+# perfectly, and no device does quite that: the column `serial_s` says how long the same step takes
+# if nothing overlaps, and the truth is between the two. Lab 11 holds that against a measurement.
+# And why do the others lose?
 
 # %%
 pd.set_option("display.max_colwidth", 200)
