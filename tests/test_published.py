@@ -68,8 +68,8 @@ def test_the_slow_ports_of_tensor_parallelism_across_nodes_are_felt_as_measured(
     assert predicted == pytest.approx(measured, rel=0.2)
 
 
-# GiB of one device without recomputation, and with sequence parallelism and selective recomputation:
-# Korthikanti+ 2022, figure 1, as recorded in calculon-ai/calculon, validation/seqsel/fig1.
+# GiB of one device without recomputation, and with sequence parallelism and selective
+# recomputation: Korthikanti+ 2022, figure 1 (calculon-ai/calculon, validation/seqsel/fig1).
 FIGURE_1 = {
     "22B": (59.25, 9.5625),
     "175B": (66.84375, 12.3515625),

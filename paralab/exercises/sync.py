@@ -22,6 +22,7 @@ from paralab.exercises.exercise import Exercise
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.spec import Cluster, Link, ModelSpec
+from paralab.spec.links import messages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,8 +41,16 @@ TIMED = ModelSpec.preset("laptop")
 TIMED_BUCKET = 512 * 1024
 BACKWARDS = 5  # what a step leaves behind costs memory, or is summed again, in a later one
 BACKWARD_S = 12e-3
+CALL_S, LINK = 0.25e-3, Link(alpha=0.25e-3, bandwidth=625e6)  # of a call, whatever its messages
 CLUSTER = Cluster(
-    name="5 Gbit/s", flops=1e12, memory_bandwidth=1e11, intra=Link(alpha=0.25e-3, bandwidth=625e6)
+    name="5 Gbit/s",
+    flops=1e12,
+    memory_bandwidth=1e11,
+    intra=LINK,
+    collectives={
+        op: LINK.replace(alpha=CALL_S / messages(op, RANKS))
+        for op in ("all_reduce", "all_gather", "reduce_scatter")
+    },
 )
 LIMIT_S = 15e-3  # buckets without overlap take 21 ms, overlap without buckets as long
 PADDING = 1.001

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.sync import CLUSTER as NETWORK
 from paralab.exercises.sync import LR, PADDING, RANKS, look_at_tensors, of_one_process
 from paralab.exercises.tries import Takes, Try, attempt, on_ranks, time_limit
 from paralab.exercises.verdict import Notes
-from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.spec import ModelSpec, Plan
+from paralab.theory.work import ARITHMETIC
 
 if TYPE_CHECKING:
     from paralab.interpret.text import ProgramText
@@ -26,8 +28,8 @@ MODEL = ModelSpec.preset("laptop").replace(attention="explicit")  # the limits a
 BATCH = {"microbatches": 2, "microbatch_size": 2}
 PLAN = Plan(dp=RANKS, grad_sync=None, bucket_bytes=512 * 1024, **BATCH)
 STEPS = {"gradients": 1, "weights": 3}
-CLUSTER = Cluster(
-    name="5 Gbit/s", flops=60e9, memory_bandwidth=1e11, intra=Link(alpha=0.25e-3, bandwidth=625e6)
+CLUSTER = NETWORK.replace(  # and a processor
+    flops=60e9, elements={name: count / 60e9 for name, count in ARITHMETIC.items()}
 )
 LIMIT_S = 37e-3  # sums behind backward take 42 ms, halves that wait for each other 40 ms
 
