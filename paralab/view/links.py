@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paralab.checks import choice, illegal, real
+from paralab.spec.links import messages
 from paralab.theory.fit import fit_link
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
@@ -39,15 +40,19 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     if len(rows) < 2:
         raise illegal("points", rows, "a line needs two", f"at least two sizes of {op}")
     link, accuracy = fit_link(rows)
+    ranks = rows[0].get("ranks")
+    often = messages(op, ranks) if ranks else 1
+    link = link.replace(alpha=often * link.alpha)  # of a whole call
     pairs = [(row["wire_bytes"], row["seconds"]) for row in rows]
     sizes, seconds = zip(*pairs, strict=True)
     slope, latency = theme.scaled(link.bandwidth, "B/s"), theme.scaled(link.alpha, "s")
-    knee, ranks = link.alpha * link.bandwidth, rows[0].get("ranks")
+    knee = link.alpha * link.bandwidth
     inside = sizes[0] < knee < sizes[-1]
     title = f"{theme.text(op)}{f' on {ranks} ranks' if ranks else ''}: {latency} of latency"
     title += f" and {slope}; below {theme.scaled(knee, 'B', digits=2)} latency costs most" * inside
     title += f" and a bandwidth of {slope}" * (not inside)
-    below = "measured (wall clock) · line: α + bytes / bandwidth, fitted; the points are "
+    times = f"{often} α" if often > 1 else "α"  # one for each message that comes after another
+    below = f"measured (wall clock) · line: {times} + bytes / bandwidth, fitted; the points are "
     below += f"{theme.percent(accuracy['median'])} off in the median, "
     below += f"{theme.percent(accuracy['worst'])} at worst"
     low, span = 0.6 * min(min(seconds), link.alpha or math.inf), 2.25 * sizes[-1] / sizes[0]
@@ -63,16 +68,16 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     fitted = [(n, link.seconds(n)) for n in grid]
     edge = {"line": {"width": 1.5, "color": now.paper}}
     traces = [
-        curve("latency alone: α", flat, dash="dot", **floor),
+        curve(f"latency alone: {times}", flat, dash="dot", **floor),
         curve("bytes alone: bytes / bandwidth", slanted, dash="dash", **floor),
-        curve("fit: α + bytes / bandwidth", fitted, ink=now.series[1], width=3),
+        curve(f"fit: {times} + bytes / bandwidth", fitted, ink=now.series[1], width=3),
         curve("measured", pairs, said, mode="markers", ink=now.series[0], size=11, marker=edge),
         rings("half is latency", [(knee, link.seconds(knee))] if inside else []),
     ]
     middle = math.sqrt(max(knee, grid[0]) * grid[-1])
     notes, shapes = [_word(slope, middle, middle / link.bandwidth, below=True)], []
     if link.alpha > 0:
-        notes.append(_word(f"α = {latency}", grid[-1], link.alpha))
+        notes.append(_word(f"{times} = {latency}", grid[-1], link.alpha))
     if inside:
         label = f"{theme.scaled(knee, 'B', digits=2)}: half is latency"
         made = drop(knee, low, link.seconds(knee), label)

@@ -248,11 +248,11 @@ view.link_fit(calibration_points()["links"], op="all_reduce")
 
 # %% [markdown]
 # (The subtitle says how far the points lie from the line. With fewer free cores than ranks α is
-# mostly waiting for a core, so yours will differ.) Left of the knee a message costs α whatever its
-# size. This is why it matters into how many
-# pieces traffic is cut: [«why are my all-gathers so
-# fragmented?»](https://github.com/deepspeedai/DeepSpeed/issues/5047) The same 8 MB, in more and
-# more pieces:
+# mostly waiting for a core, so yours will differ.) Left of the knee a call costs the α of its
+# messages, one for each that comes after another, whatever its size. This is why it matters into
+# how many pieces traffic is cut: [“why are my all-gathers so
+# fragmented?”](https://github.com/deepspeedai/DeepSpeed/issues/5047) The same 8 MB, in more and
+# more pieces, each of which is one message here:
 
 # %%
 gather = pl.Link(alpha=200e-6, bandwidth=1e9)  # a slow start, 1 GB/s

@@ -322,8 +322,8 @@ wide = pl.ModelSpec(
 )
 rows = []
 for name, split in (
-    ("tp=4 inside, dp=2 across", pl.Plan(tp=4, dp=2, microbatch_size=1)),
-    ("tp=8, across", pl.Plan(tp=8, microbatch_size=2)),
+    ("tp=4 inside, dp=2 across", pl.Plan(tp=4, dp=2, microbatch_size=2)),
+    ("tp=8, across", pl.Plan(tp=8, microbatch_size=4)),
 ):
     expected = pl.predict(wide, split, nodes)
     by_level = expected.traffic(by="level").set_index("level")["bytes"] / 1e9
@@ -340,9 +340,10 @@ for name, split in (
 pd.DataFrame(rows).set_index("").round(1)
 
 # %% [markdown]
-# The plan with *more* bytes on the slow link is the faster one. Data parallelism sends gradients
-# there, which leave while backward goes on; tensor parallelism sends sums that the next layer waits
-# for. So t is rarely more than the number of devices in a node.
+# Nearly as many bytes on the slow link, and a much longer wait. Data parallelism sends gradients
+# there, once a step and while backward goes on; tensor parallelism sends sums that the next layer
+# waits for, and more of them with every sample. So t is rarely more than the number of devices in a
+# node.
 #
 # ## Turn the knobs
 # *Run it* starts real ranks.
