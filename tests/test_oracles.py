@@ -40,7 +40,7 @@ def test_a_prediction_has_the_messages_and_copies_of_before(frozen, number):
         assert Counter(mine) == Counter(theirs)
     for mine, theirs in zip(oracles.copies_of(report), one.copies, strict=True):
         assert Counter(mine) == Counter(theirs)
-    # Ops take fewer kernels than autograd's layers did, and groups of one rank no time at all. Alpha
+    # Ops take fewer kernels than autograd's layers did, and groups of one rank no time. Alpha
     # was paid for a call, and is paid for each of its messages.
     mine = report.collectives.query("rank == 0 and op != 'recv'")
     more = sum(

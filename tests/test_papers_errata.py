@@ -44,12 +44,13 @@ DATASHEETS = {
 
 
 @pytest.mark.parametrize("preset", DATASHEETS)
-def test_presets_are_the_datasheets_at_stated_shares(preset):
+def test_presets_are_datasheets_and_published_measurements(preset):
     size, rate, inside, between, peak, product = DATASHEETS[preset]
     cluster = pl.Cluster.preset(preset)
     assert cluster.memory == size
-    assert (cluster.intra.bandwidth, cluster.inter.bandwidth) == (inside, between)
-    assert cluster.memory_bandwidth == pytest.approx(0.8 * rate)
-    # 62 % of peak: above what PTD-P's whole steps reach, below what a single product does
-    assert cluster.flops == pytest.approx(0.62 * peak)
-    assert cluster.flops < product
+    assert cluster.flops == product and cluster.peak_flops == peak
+    # All-reduces reach half of NVLink next to computing, and 192 of eight ports' 200 GB/s.
+    assert cluster.intra.bandwidth == pytest.approx(0.5 * inside)
+    assert cluster.inter.bandwidth == pytest.approx(0.96 * between)
+    assert cluster.memory_bandwidth == cluster.operand_bandwidth == pytest.approx(0.64 * rate)
+    assert not cluster.elements and cluster.fused  # nothing of a processor's is charged to a GPU
