@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import paralab as pl
+from paralab.spec.links import Reach
 
 CLUSTER = pl.Cluster(
     flops=1e12, memory_bandwidth=1e11, intra=pl.Link(alpha=1e-5, bandwidth=1e9),
@@ -73,7 +74,9 @@ def test_what_a_function_computes_is_written_down_between_its_calls(report):
 
 def test_a_replay_without_compute_is_alpha_and_bytes_alone(report):
     replayed = report.replay(CLUSTER, compute=0.0)
-    assert replayed.step_time == pytest.approx((1e-3 + 4000 / 1e8) + (1e-3 + 6000 / 1e8), rel=1e-9)
+    _, message = CLUSTER.call("send", 4000, Reach(2, 1, 2))  # to the next node
+    _, summed = CLUSTER.call("all_reduce", 6000, Reach(4, 2, 2))
+    assert replayed.step_time == pytest.approx(message + summed, rel=1e-9)
     assert replayed.results is report.results and replayed.model is None
     full, double = report.replay(CLUSTER), report.replay(CLUSTER, compute=2.0)
     assert replayed.step_time < full.step_time < double.step_time

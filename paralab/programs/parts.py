@@ -37,7 +37,7 @@ from paralab.programs.space import Space, numbered
 from paralab.programs.units import rank_units
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.cluster import Cluster
-from paralab.spec.links import Reach, furthest
+from paralab.spec.links import Link, Reach, furthest
 
 LAYOUT = (
     *("tp", "tp_mode", "tp_depth", "sequence_parallel", "recompute", "partition_activations"),
@@ -175,8 +175,7 @@ def _of_group(cluster: Cluster, reach: Reach) -> Cluster:
     size, ports = reach.members, cluster.ports or cluster.devices_per_node
     if reach.nodes > 1:
         size = size - reach.near if reach.nodes == 2 else reach.near
-    inter = cluster.inter.replace(  # type: ignore[union-attr]
-        bandwidth=cluster.inter.bandwidth * ports / cluster.devices_per_node  # type: ignore[union-attr]
-    )
+    port: Link = cluster.inter  # type: ignore[assignment]  # filled at its birth
+    inter = port.replace(bandwidth=port.bandwidth * ports / cluster.devices_per_node)
     nodes = -(-reach.members // size)
     return cluster.replace(devices_per_node=size, nodes=nodes, inter=inter, ports=None)

@@ -27,7 +27,6 @@ from paralab.spec.cluster import ELEMENTS, Cluster
 from paralab.spec.model import BYTES_PER_ELEMENT
 
 ITEM = 4  # bytes of an fp32 element
-PRODUCTS = ("forward", "input", "weight")  # what a matrix product makes
 # FLOPs of products that take a processor as long as the arithmetic of one element: of the tanh form
 # of GELU, of its backward, of a softmax's exponential, and of a dropout mask. Measured on one core.
 ARITHMETIC = {"gelu": 400, "gelu_backward": 600, "exp": 100, "draw": 1000}
@@ -122,13 +121,12 @@ def linear(tokens: float, inputs: float, outputs: float, times: int = 1) -> tupl
     """
     flops = 2 * tokens * inputs * outputs * times
     moved = ITEM * times * (tokens * inputs + inputs * outputs + tokens * outputs)
-    x, g, w = (
-        Work(flops, products=tuple(flops * (what == kind) for kind in PRODUCTS), operands=moved)  # type: ignore[arg-type]
-        for what in PRODUCTS
-    )
+    kinds = ((flops, 0.0, 0.0), (0.0, flops, 0.0), (0.0, 0.0, flops))
+    x, g, w = (Work(flops, products=kind, operands=moved) for kind in kinds)
     return x, g, w
 
 
 def elementwise(**counts: float) -> Work:
     """The arithmetic of so many elements, by their names in ELEMENTS."""
-    return Work(elements=tuple(counts.get(name, 0.0) for name in ELEMENTS))  # type: ignore[arg-type]
+    gelu, backward, exp, draw = (counts.get(name, 0.0) for name in ELEMENTS)
+    return Work(elements=(gelu, backward, exp, draw))
