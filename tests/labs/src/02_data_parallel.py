@@ -256,10 +256,11 @@ pd.DataFrame(rows).set_index("GB/s").round(1)
 pl.view.widgets.data_parallel(model, plan)
 
 # %% [markdown]
-# The same without a mouse, on a network that takes two milliseconds to answer:
+# The same without a mouse, on a network whose messages take 0.4 ms to arrive; an all-reduce has
+# several of them, one after the other:
 
 # %%
-network = devices.replace(name="a network", intra=pl.Link(alpha=2e-3, bandwidth=0.5e9))
+network = devices.replace(name="a network", intra=pl.Link(alpha=0.4e-3, bandwidth=0.5e9))
 for size in (2**14, 2**17, 2**20, 2**23):
     expected = pl.predict(model, plan.replace(bucket_bytes=size), cluster=network)
     waiting = expected.summary().loc["waiting", "value"]
