@@ -167,7 +167,7 @@ def reach(cluster: Cluster, size: int, stride: int, world: int) -> Reach:
     nodes = np.arange(world).reshape(-1, size, stride) // cluster.devices_per_node
     groups = nodes.transpose(0, 2, 1).reshape(-1, size)
     unlike = np.unique(groups - groups[:, :1], axis=0).tolist()
-    return furthest(cluster.reach(group, node_of=int) for group in unlike)
+    return furthest(Reach.of(group, int) for group in unlike)
 
 
 def _of_group(cluster: Cluster, reach: Reach) -> Cluster:

@@ -22,6 +22,7 @@ from paralab.instruments.samples import CATEGORIES
 from paralab.interpret import quick
 from paralab.report.tables import COMPUTE_KINDS, COPY_LANES, DRY
 from paralab.spec import BYTES_PER_ELEMENT, OWN_FORM
+from paralab.spec.links import Reach
 from paralab.spec.tiers import WAYS
 from paralab.theory.needs import step_flops
 from paralab.theory.traffic import BOOKKEEPING, edges
@@ -89,6 +90,12 @@ def node_of(report: Tables, rank: int) -> int:
     """The node that ``rank`` ran on; one node where the report does not say."""
     nodes = report.meta.get("nodes") or []
     return nodes[rank] if rank < len(nodes) else 0
+
+
+def reach(report: Tables, op: str, rank: int, peer: int, ranks: Sequence[int]) -> Reach:
+    """Where the group of a call is, or the two ends of a message."""
+    group = (rank, peer) if op == "send" else ranks
+    return Reach.of(group, functools.partial(node_of, report))
 
 
 def in_outline(report: Tables) -> bool:

@@ -7,7 +7,6 @@ literature (`Cluster.preset`), or stated field by field.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -158,10 +157,9 @@ class Cluster(Description):
             return self.inter  # type: ignore[return-value]  # __post_init__ filled it
         return self.collectives.get(op, self.intra)
 
-    def reach(self, ranks: Sequence[int], node_of: Callable[[int], int] | None = None) -> Reach:
-        """Where these ranks are, by this cluster's nodes if no others are named."""
-        nodes = Counter(map(node_of or self.node_of, ranks))
-        return Reach(len(ranks), min(nodes.values()), len(nodes))
+    def reach(self, ranks: Sequence[int]) -> Reach:
+        """Where these ranks are on this cluster's nodes."""
+        return Reach.of(ranks, self.node_of)
 
     def ways(self, op: str, reach: Reach) -> dict[str, Way]:
         """{algorithm: what a call takes by it}: those that this cluster chooses from."""

@@ -20,7 +20,8 @@ measured with the algorithm that it has there, so nothing is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,10 +62,11 @@ class Reach(NamedTuple):
     near: int
     nodes: int
 
-    @property
-    def level(self) -> str:
-        """ "inter" if the group is on several nodes, else "intra"."""
-        return "inter" if self.nodes > 1 else "intra"
+    @classmethod
+    def of(cls, ranks: Sequence[int], node_of: Callable[[int], int]) -> Reach:
+        """Of a group of these ranks, on these nodes."""
+        nodes = Counter(map(node_of, ranks))
+        return cls(len(ranks), min(nodes.values()), len(nodes))
 
 
 def furthest(reaches: Iterable[Reach]) -> Reach:

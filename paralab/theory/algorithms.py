@@ -6,13 +6,12 @@ by alpha and bandwidth (spec/links.py). This is that choice, row by row, with wh
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from paralab.checks import illegal
-from paralab.report.metrics import in_outline, node_of
+from paralab.report.metrics import in_outline, reach
 from paralab.report.tables import Tables
 from paralab.spec.links import Reach
 from paralab.theory.traffic import BOOKKEEPING, most_sent
@@ -38,24 +37,23 @@ def algorithms(report: Tables) -> pd.DataFrame:
     calls = calls[~calls["phase"].isin(BOOKKEEPING) & (calls["op"] != "recv")]
     count: dict[tuple[str, str, Reach, int], int] = {}
     for row in calls.itertuples(index=False):
-        ranks = (row.rank, row.peer) if row.op == "send" else row.ranks
-        if len(ranks) > 1:
-            reach = cluster.reach(ranks, partial(node_of, report))
-            kind = row.op, row.axis, reach, row.payload_bytes
+        where = reach(report, row.op, row.rank, row.peer, row.ranks)
+        if where.members > 1:
+            kind = row.op, row.axis, where, row.payload_bytes
             count[kind] = count.get(kind, 0) + 1
     return pd.DataFrame([_row(cluster, *kind, number) for kind, number in count.items()])
 
 
-def _row(cluster: Any, op: str, axis: str, reach: Reach, payload: int, calls: int) -> dict:
-    sent, ways = most_sent(op, payload, reach.members), cluster.ways(op, reach)
-    name, seconds = cluster.call(op, sent, reach)
+def _row(cluster: Any, op: str, axis: str, where: Reach, payload: int, calls: int) -> dict:
+    sent, ways = most_sent(op, payload, where.members), cluster.ways(op, where)
+    name, seconds = cluster.call(op, sent, where)
     others = [way.seconds(sent) for other, way in ways.items() if other != name]
     return {
         "op": op,
         "axis": axis,
-        "members": reach.members,
-        "nodes": reach.nodes,
-        "near": reach.near,
+        "members": where.members,
+        "nodes": where.nodes,
+        "near": where.near,
         "payload_bytes": payload,
         "calls": calls,
         "algorithm": name,

@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, real
-from paralab.report.metrics import device_of, in_outline, node_of
+from paralab.report.metrics import device_of, in_outline, reach
 from paralab.spec import Cluster
 from paralab.spec.links import Reach
 from paralab.theory.engine import Item, simulate
@@ -166,7 +165,7 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
         if row.op != "recv":  # the sender's side is the one that moves the bytes
             group = tuple(members)
             if group not in reaches:
-                reaches[group] = cluster.reach(group, partial(node_of, report))
+                reaches[group] = reach(report, row.op, row.rank, row.peer, row.ranks)
             seconds = cluster.call(row.op, row.wire_bytes, reaches[group])[1]
         side = (row.rank, row.op == "recv", name)
         found[row.span].append(Item(lane, seconds, (), name.format(count[side]), members))

@@ -1,13 +1,15 @@
 """What a rank sends and copies in a step, link by link: inside a node, between nodes, to its host.
 
 A bar for every link, its bytes stacked by what they are for, and behind each bar the seconds that
-they alone take at the link's bandwidth: a link between nodes may carry less and take longer. A call
-counts on the slowest link that its group crosses. Bytes are the mean over the report's ranks.
+they alone take at its bandwidth, through as many ports as their group has on a node: a link between
+nodes may carry less and take longer. A call counts on the slowest link that its group crosses.
+Bytes are the mean over the report's ranks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
@@ -56,12 +58,17 @@ def flows(report: Tables) -> list[Flow]:
         if link is not None:
             seconds[key] += size / link.bandwidth
 
-    columns = ("step", "phase", "op", "axis", "level", "wire_bytes")
-    for step, phase, op, axis, level, size in zip(
+    @cache
+    def wire(op: str, *group: Any) -> Any:
+        return next(iter(cluster.ways(op, metrics.reach(report, op, *group)).values()))
+
+    columns = ("step", "phase", "axis", "level", "wire_bytes", "op", "rank", "peer", "ranks")
+    for step, phase, axis, level, size, op, *group, others in zip(
         *(report.collectives[name].tolist() for name in columns), strict=True
     ):
         if step in steps and phase not in BOOKKEEPING and size:
-            add((level, axis), size / per, cluster and cluster.link(op, level))
+            link = cluster and wire(op, *group, tuple(others))
+            add((level, axis), size / per, link)
             ops[level, axis][op] = None
     if report.plan.tiers is not None:
         for row in metrics.copied(report, ("link", "category")).to_dict("records"):
@@ -99,7 +106,7 @@ def link_traffic(*reports: Tables) -> Chart:
     own = [name for name, clock, _ in found if clock == reports[0].clock]
     fig = figure(
         _busiest(list(dict.fromkeys(own)), tops, took),
-        "one step, mean of the ranks · seconds: the bytes alone at the link's bandwidth · a call "
+        "one step, mean of the ranks · seconds: the bytes alone, by their group's ports · a call "
         "counts on the slowest link of its group",
         height=150 + ROW * max(2, len(tops)),
         showlegend=True,

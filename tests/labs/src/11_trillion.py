@@ -308,9 +308,8 @@ print(
 view.link_traffic(expect)
 
 # %% [markdown]
-# Twenty times the bytes take about three times as long: there is no such thing as “the
-# communication volume”. And now you see what scatter/gather is for. An eighth of what goes from
-# stage to stage:
+# Ten times the bytes take less than twice as long: there is no such thing as “the communication
+# volume”. And now you see what scatter/gather is for. An eighth of what goes from stage to stage:
 
 # %%
 far = expect.collectives.query("level == 'inter'")
