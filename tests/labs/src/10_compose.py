@@ -127,9 +127,10 @@ print(
 )
 
 # %% [markdown]
-# Why is the slowest so slow, although it sends less than plans that are quicker? Its messages are
-# many: each layer cut in two, each micro-batch passed on through four chunks, and every one is
-# waited for. On this machine a message costs more by its latency than by its bytes.
+# Bytes alone do not decide. A pipeline of two micro-batches sends least of all and stands still for
+# half of its step, as two cannot fill four stages. Tensor parallelism waits for its sums in every
+# layer, and with sequence parallelism for twice as many messages. On this machine a message costs
+# more by its latency than by its bytes.
 #
 # Where prediction and replay differ, `compare` says by how much and why. The plan with most moving
 # parts:
@@ -165,9 +166,10 @@ rows = {
 pd.DataFrame(rows).T.round(1).add_suffix(" (ms per step)")
 
 # %% [markdown]
-# What crosses the slow wire decides. `tp 4` stands still in every layer; `dp 2, tp 2` keeps that
-# inside and sends gradients across, once a step; a pipeline sends least of all. That is Megatron's
-# first advice. Seen on the mesh:
+# What crosses the slow wire decides. `tp 4` waits for it in every layer; `dp 2, tp 2` keeps tensor
+# parallelism inside a node and sends gradients across, once a step; a pipeline sends least of all.
+# Tensor parallelism inside a node and the other axes across: that is Megatron's first advice. Seen
+# on the mesh:
 
 # %%
 view.mesh(
@@ -183,9 +185,9 @@ view.mesh(plans["dp 2, tp 2"], where_two, rank=0)
 
 # %% [markdown]
 # ## Megatron's advice, tested
-# PTD-P (sec. 5.4 and 5.5) measured it on clusters. Here is its first experiment by prediction: a
-# GPT of 162 billion parameters on 64 A100s in eight nodes, all 64 of them model-parallel. How much
-# of it should be tensor, how much pipeline?
+# PTD-P, Megatron's paper of 2021 (sec. 5.4 and 5.5), measured it on clusters. Here is its first
+# experiment by prediction: a GPT of 162 billion parameters on 64 A100s in eight nodes, all 64 of
+# them model-parallel. How much of it should be tensor, how much pipeline?
 
 # %%
 big = pl.ModelSpec(
@@ -220,10 +222,10 @@ table.round(1).add_suffix(", MFU (%)")
 # do. What is recomputed is not counted; the paper counts it, about a third more.)
 #
 # tp = 8 is a node. Beyond it every layer's all-reduces cross to other nodes, through all eight
-# ports of each at once, and every product is cut narrower; below it the pipeline is so long that
-# its bubble, (p - 1)/m of the work, eats what was saved. With the larger batch the bubble is small,
-# and tp = 4 and tp = 8 come out nearly alike. (The paper's figure 13 has its maximum at 8 for
-# both.)
+# ports of each (its connections to other nodes) at once, and every product is cut narrower; below
+# it the pipeline is so long that its bubble, (p - 1)/m of the work, eats what was saved. With the
+# larger batch the bubble is small, and tp = 4 and tp = 8 come out nearly alike. (The paper's figure
+# 13 has its maximum at 8 for both.)
 #
 # The second question is the **micro-batch**. A larger one is better for the device and worse for
 # the bubble, because there are fewer of them. Better for the device, as a product has to read its
@@ -253,9 +255,9 @@ table.round(1).add_suffix(", MFU (%)")
 
 # %% [markdown]
 # At a batch of 128 eight samples per micro-batch leave 16 micro-batches for 8 stages, and the
-# bubble decides; at 512 it is small, and larger micro-batches win a little: every micro-batch reads
-# all weights, and adds its gradients to those before it. (In the paper's figure 16 two samples win
-# at both batches.) Neighbours are within 2 %, closer than a prediction is to a measurement.
+# bubble decides; at 512 it is small, and one sample is too few: every micro-batch reads all
+# weights, and adds its gradients to those before it. (In the paper's figure 16 two samples win at
+# both batches.) The best two are closer to each other than a prediction is to a measurement.
 #
 # ## Ten thousand plans
 # `plan_search` goes through every legal combination of dp, tp, pp, schedule, chunks per rank,
@@ -273,9 +275,9 @@ view.pareto(search)
 # %% [markdown]
 # The line is what is worth discussing: who wants to be faster has to find more memory. The winner
 # is ZeRO-3 across nodes, and not Megatron's advice. A prediction lets its gathers overlap
-# perfectly, and no device does quite that: the column `serial_s` says how long the same step takes
-# if nothing overlaps, and the truth is between the two. Lab 11 holds that against a measurement.
-# And why do the others lose?
+# perfectly, and no device does quite that: the column *without overlap* (`serial_s` in
+# `search.table`) says how long the same step takes if nothing overlaps. A real step may be slower
+# still: lab 11 has a measured one. And why do the others lose?
 
 # %%
 pd.set_option("display.max_colwidth", 200)
@@ -304,7 +306,6 @@ for settings in (
     {"pp": 8},
     {"pp": 2, "virtual_stages": 2, "schedule": "1f1b"},
     {"dp": 2, "zero_stage": 1, "grad_sync": "naive"},
-    {"pp": 2, "microbatches": 4, "schedule": "zb-h1", "recompute": "full"},
 ):
     try:
         pl.run(model, pl.Plan(**settings))

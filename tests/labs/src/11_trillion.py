@@ -302,7 +302,8 @@ print(
 # GELU, softmax, and the operands of the products themselves. Then the bubble. Then the products,
 # which stay below the peak even where they are large (271 TFLOP/s is the best that was measured of
 # any shape). The links, which people fear most, come after that, and the last stage, for which all
-# others wait, as it has the head besides its two blocks:
+# others wait, as it has the head in addition to its two blocks. (The figure adds up all transfers;
+# the rung is what they lengthen the step by.)
 
 # %%
 view.link_traffic(expect)
@@ -347,10 +348,10 @@ print(
 
 # %% [markdown]
 # ## Should you believe the prediction?
-# For our plan it says less than the paper measured. Here are all ten models of table 1, with the
-# preset as it is, and with dropout of 0.1, which the authors' scripts leave on. Next to them stands
-# what a prediction has to beat: the null model, which says the mean of the printed column whatever
-# you ask it.
+# For our plan it is too fast: 97 s, where the paper's figures give 103. Here are all ten models of
+# table 1, with the preset as it is, and with dropout of 0.1, which the authors' scripts leave on.
+# Next to them stands what a prediction has to beat: the null model, which says the mean of the
+# printed column whatever you ask it.
 
 # %%
 rows = []
@@ -379,12 +380,12 @@ print(judged.filter(like="off by").abs().mean().round(1).to_string())
 
 # %% [markdown]
 # Remember that when somebody is “a few per cent from the paper, on average”, and also when we are:
-# so is a constant. The prediction's errors are smaller, and they have a pattern: the four models
-# that are interleaved come out too fast, the others nearly right. Nothing was fitted to these ten
-# rows. But two figures of the preset, what kernels reach of the memory's bandwidth and what the
-# host needs to launch one, are from others' iterations on A100s; with a log of your own,
-# `pl.fit_cluster(runs, cluster)` corrects them for your machine, and says how far off it is on runs
-# that it has not seen.
+# so is a constant. The prediction's errors are smaller on average, and they have a pattern: the
+# four models that are interleaved come out too fast, and for three of them the constant is nearer;
+# the others are nearly right. Nothing was fitted to these ten rows. But two figures of the preset,
+# what kernels reach of the memory's bandwidth and what the host needs to launch one, are from
+# others' iterations on A100s; with a log of your own, `pl.fit_cluster(runs, cluster)` corrects up
+# to six figures for your machine, and says how far off it is on runs that it has not seen.
 #
 # Use a prediction for *differences* between plans of one kind. Where kinds differ, look first
 # whether it gets a known comparison right, as below.
@@ -417,7 +418,8 @@ pd.DataFrame(rows).T.rename_axis("states on 1,024 devices")
 # The prediction is taken three times. Once as everywhere, with gathers that hide behind products
 # as far as they can. Once with none hidden. And once as an early implementation may have done it:
 # twelve tensors in a block, gathered one by one, forward, recomputed and reduced. Each of these
-# rings has a step for every other member, and alpha is paid for every step:
+# rings has a step for every other member, and alpha, the seconds before a message's first byte, is
+# paid for every step:
 
 # %%
 gpt3 = pl.ModelSpec.preset("gpt3-175b").replace(dropout=0.1)
@@ -482,11 +484,12 @@ pd.DataFrame(rows).set_index(["scheme", "devices"]).fillna("")
 # With ZeRO-3 the bytes per device stay when devices double, while the work per device halves: from
 # some point on every further device waits. With everything hidden the prediction has PTD-P behind
 # at every size, where the paper measured it ahead at every size. With nothing hidden it falls as it
-# should, and not far enough. The last column falls as the measured one does: what was missing is
-# *latency*, of messages that nothing hides. (The paper does not say how the gathers were done; that
-# they were as in this column is a guess that fits.) So when a search puts ZeRO-3 first, look at its
-# seconds without overlap too, and measure both. Larger batches help ZeRO, and shards that stay
-# inside a node: lab 05.
+# should, and not far enough. The column *tensor by tensor* falls much as the measured one does, and
+# is nearly right for the most devices: what was missing is *latency*, of messages that nothing
+# hides. (The paper does not say how the gathers were done; that they were as in this column is a
+# guess.) So when a search puts ZeRO-3 first, look at its seconds without overlap too; here even
+# they are too kind to it, but for 1,536 devices. Measure both. Larger batches help ZeRO, and shards
+# that stay inside a node: lab 05.
 #
 # ## Turn the knobs
 # Most of this plan is sliders now. *Run it* is for plans that this machine has ranks for.
@@ -525,8 +528,8 @@ pd.DataFrame(rows).T
 
 # %% [markdown]
 # Of the bubble as published, filling and draining is (p-1)/(m+p-1); the rest waits for the
-# slowest stage and for links. Read differences here: the step that the paper measured takes as long
-# as table 1 says above. The second line is what was found a year later ([Korthikanti and
+# slowest stage and for links. Compare the rows with each other, not with the paper, which measured
+# more. The second line is what was found a year later ([Korthikanti and
 # others](https://arxiv.org/abs/2205.05198)): recompute only what is large and cheap, cut the rest
 # along the sequence, and a quarter of the days is gone. They measured it, on a trillion parameters:
 
@@ -592,11 +595,10 @@ best[
 ].round(1)
 
 # %% [markdown]
-# Fewer days than above, where they recompute nothing. The last column is without any overlap, and
-# the order may be another one by it: the table above says how kind the first is to ZeRO's third
-# stage. (Ask it for the trillion, too: `pl.plan_search(model, nodes,
-# global_batch=3072, precision="fp16", offload=None)`. It goes through all of them on 3,072
-# devices, which takes some seconds.)
+# Fewer days than above, where they recompute nothing. Without any overlap the order is another one,
+# and the table for GPT-3 above showed how kind the column *days* is to ZeRO's third stage. (Ask it
+# for the trillion, too: `pl.plan_search(model, nodes, global_batch=3072, precision="fp16",
+# offload=None)`. It goes through all of them on 3,072 devices, which takes some seconds.)
 #
 # ## Break it
 # Forget to recompute. No formula is needed here: a dry run finds that the plan does not fit, and
@@ -614,8 +616,8 @@ view.bytes_bars(
 
 # %% [markdown]
 # Or make tp wider than a node, the last line of the table above. The plan is legal, the memory is
-# fine, and nothing fails. It only takes longer, although half as many stages have to be filled, and
-# eight ports carry what one link inside the node did. Look at the links:
+# fine, and nothing fails. It only takes longer, although there are half as many stages to fill:
+# tensor parallelism's bytes now cross between nodes, by all eight ports. Look at the links:
 
 # %%
 view.link_traffic(said["tp=16, over two nodes"])
