@@ -18,7 +18,8 @@ from paralab.instruments import calibrate, processors
 from paralab.interpret.predict import predict
 from paralab.theory import fit
 from paralab.theory.traffic import wire_bytes
-from paralab.theory.work import PRODUCTS
+
+KINDS = ("forward", "input", "weight")  # of matrix products
 
 LINK = pl.Link(alpha=2e-4, bandwidth=2e9)
 CLUSTER = pl.Cluster(
@@ -426,7 +427,7 @@ def test_every_fit_states_its_error_and_keeps_its_points(real):
     ops = {point["op"] for point in known["points"]["links"]}
     tiers = {point["op"] for point in known["points"]["tiers"]}
     assert tiers == {"host", "disk", "optimizer"}
-    products = {f"{precision} {what}" for precision in ("bf16", "fp16") for what in PRODUCTS}
+    products = {f"{precision} {what}" for precision in ("bf16", "fp16") for what in KINDS}
     assert {f"{p['precision']} {p['what']}" for p in known["points"]["products"]} == products
     assert set(known["accuracy"]) == ops | tiers | products | {"device"}
     assert {call["what"] for call in known["points"].pop("calls")} == {
