@@ -53,6 +53,15 @@ def test_a_run_that_is_far_off_does_not_pull_the_others_with_it():
     assert spoiled.cluster.flops == pytest.approx(clean.cluster.flops, rel=0.05)
 
 
+def test_the_errors_of_a_model_are_of_a_fit_that_has_not_seen_it():
+    rows = [(model, plan, seconds * (1.3 if model == LARGE else 1))
+            for model, plan, seconds in log(SMALL, LARGE)]  # fmt: skip
+    fit = pl.fit_cluster(rows, TRUE)
+    unseen = [e for e, run in zip(fit.errors, fit.runs, strict=True) if run.model == LARGE]
+    assert max(unseen) < -0.15  # the small model's runs say nothing of that
+    assert max(abs(e) for e in fit.inside) < max(map(abs, unseen))
+
+
 def test_what_the_runs_say_nothing_about_stays_as_stated():
     alone = [(SMALL, pl.Plan(microbatch_size=b, precision="bf16")) for b in (2, 4, 8)]
     rows = [(*run, 1.2 * pl.predict(*run, TRUE, steps=1).step_time) for run in alone]
