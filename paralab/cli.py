@@ -61,13 +61,16 @@ FILES = {
     ),
 }
 OPTIMIZER = Option("optimizer", str, "adamw or sgd")
+RANKS_OF_A_RUN = (
+    Option("device", str, "cpu or cuda (default: the GPU where there is one)"),
+    Option("timeout", number, "seconds without a sign of life before the ranks stop"),
+)
 OBSERVE = (
     Option("ranks", number, "processes (default 4)"),
     Option("nodes", number, "place them on this many virtual nodes"),
     Option("steps", str, "what ends a step: optimizer, or marked by paralab.step()"),
     Option("memory_steps", number, "steps, from the first, in which bytes are counted (default 2)"),
-    Option("device", str, "cpu or cuda (default: the GPU where there is one)"),
-    Option("timeout", number, "seconds without a sign of life before the ranks stop"),
+    *RANKS_OF_A_RUN,
 )
 CLIP_NORM = Option("clip_norm", number, "clip the gradients' global norm to this")
 
@@ -365,8 +368,7 @@ COMMANDS = {
             Option("save_every", number, "save a checkpoint every so many steps too"),
             Option("resume", str, "a folder of checkpoints to go on from, under any plan"),
             Option("resume_changes", comma_separated, "what may differ: lr,global_batch,data"),
-            Option("device", str, "cpu or cuda (default: the GPU where there is one)"),
-            Option("timeout", number, "seconds without a sign of life before the ranks stop"),
+            *RANKS_OF_A_RUN,
         ),
         ("save", "html", "perfetto"),
         _add_to_run,

@@ -11,7 +11,7 @@ import widgets
 from paralab import view
 from paralab.report import metrics
 from paralab.theory.offload import link_bytes
-from paralab.theory.work import ARITHMETIC
+from paralab.theory.work import on_processor
 from paralab.view import theme, widget_offload
 from paralab.view.disk_bandwidth import FASTEST, SLOWEST
 from paralab.view.widgets import offload
@@ -95,7 +95,7 @@ def test_the_dotted_line_stands_where_the_formula_gives_what_is_asked_for():
 
 def test_the_title_says_what_is_needed_and_what_is_there_or_that_it_is_not_the_disk():
     many, few = PLAN.replace(microbatch_size=64), PLAN.replace(microbatch_size=1)
-    busier = CLUSTER.replace(elements={name: n / 5e10 for name, n in ARITHMETIC.items()})
+    busier = CLUSTER.replace(elements=on_processor(CLUSTER.flops))
     chart = view.disk_needed(MODEL, many, busier)
     _, needed = (shape.x0 for shape in chart.layout.shapes)
     asked = theme.scaled(needed, "B/s")

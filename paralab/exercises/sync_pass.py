@@ -18,7 +18,7 @@ from paralab.exercises.sync import LR, PADDING, RANKS, look_at_tensors, of_one_p
 from paralab.exercises.tries import Takes, Try, attempt, on_ranks, time_limit
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec, Plan
-from paralab.theory.work import ARITHMETIC
+from paralab.theory.work import on_processor
 
 if TYPE_CHECKING:
     from paralab.interpret.text import ProgramText
@@ -28,9 +28,7 @@ MODEL = ModelSpec.preset("laptop").replace(attention="explicit")  # the limits a
 BATCH = {"microbatches": 2, "microbatch_size": 2}
 PLAN = Plan(dp=RANKS, grad_sync=None, bucket_bytes=512 * 1024, **BATCH)
 STEPS = {"gradients": 1, "weights": 3}
-CLUSTER = NETWORK.replace(  # and a processor
-    flops=60e9, elements={name: count / 60e9 for name, count in ARITHMETIC.items()}
-)
+CLUSTER = NETWORK.replace(flops=60e9, elements=on_processor(60e9))
 LIMIT_S = 37e-3  # sums behind backward take 42 ms, halves that wait for each other 40 ms
 
 PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = (

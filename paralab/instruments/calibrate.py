@@ -59,7 +59,7 @@ from paralab.spec import Cluster, Link
 from paralab.spec.cluster import available_cores
 from paralab.theory.fit import fit_device, fit_half_rate, fit_link, fit_rate
 from paralab.theory.traffic import most_sent
-from paralab.theory.work import ARITHMETIC
+from paralab.theory.work import on_processor
 from paralab.version import __version__
 
 PASSES = 3  # over all measurements: cores change their speed from second to second
@@ -298,7 +298,7 @@ def _measure(device: str) -> dict[str, Any]:
         half_rate_tokens=half or 0.0,
         memory_bandwidth=bandwidth,
         op_overhead=overhead,
-        elements={} if found else {name: n / flops for name, n in ARITHMETIC.items()},
+        elements={} if found else on_processor(flops),
         call_overhead=post,
         wait_overhead=wait,
         memory=min(size for _, size in found) if found else memory_bytes(),

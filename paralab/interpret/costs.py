@@ -154,15 +154,15 @@ class Costs:
     def _worked(self, pp: int, ins: Instr) -> Compute:
         ops = self.model.ops[slice(*ins.at)]
         halves = METHODS[ins.op]
+        works = [op.work[WHICH[half]] for op in ops for half in halves]
+        whole = self.seconds(sum(works, NOTHING))
         if not self.calls.of(pp, ins):
-            works = [op.work[WHICH[half]] for op in ops for half in halves]
-            return Compute(self.seconds(sum(works, NOTHING)))
+            return Compute(whole)
         inside: list[float | Posted | int] = []
         begun = 0
-        works = [op.work[WHICH[half]] for op in ops for half in halves]
         alone = sum(map(self.seconds, works))
         # The host asks for all of it while the device computes: see `Work.seconds`.
-        longer = self.seconds(sum(works, NOTHING)) / alone if alone else 1.0
+        longer = whole / alone if alone else 1.0
         for op in reversed(ops) if ins.op in BACKWARDS else ops:
             late = []  # calls in flight while the op's weight half is computed
             for half in halves:
@@ -204,14 +204,12 @@ class Costs:
         first = pp * self.plan.dp * self.plan.tp
         group = Member(self.program, first).group(lane)
         n = len(group)
-        wire = most_sent(op, call.payload, n)
-        took = self.cluster.call(op, wire, self.reach(pp, lane))[1] if n > 1 else 0.0
+        _, took = self.cluster.call(op, most_sent(op, call.payload, n), self.reach(pp, lane))
         summed, elements = 0.0, ITEM * call.payload / self.item
-        if self.cluster.gpus or n == 1:
-            pass  # NCCL adds up while it receives
-        elif op == "reduce_scatter":
+        adds = n > 1 and not self.cluster.gpus  # NCCL adds up while it receives
+        if adds and op == "reduce_scatter":
             summed = self.seconds(Work(0, elements * (1 + 1 / n), 2))
-        elif op == "reduce":  # by the root, and the others' next call waits for it
+        elif adds and op == "reduce":  # by the root, and the others' next call waits for it
             summed = self.seconds(Work(0, elements * 3 * (n - 1), n - 1))
         return Posted(
             lane,

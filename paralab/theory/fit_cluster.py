@@ -149,6 +149,8 @@ def fit_cluster(
     runs = _runs(model_runs)
     most = max(run.plan.world_size for run in runs)
     wide = cluster.replace(nodes=max(cluster.nodes, -(-most // cluster.devices_per_node)))
+    for run in runs:
+        check_cluster(run.plan, wide)
     used = [name for name in FACTORS if FACTORS[name][0](wide, 2.0) != FACTORS[name][0](wide, 1.0)]
     factors, slopes, now = _fitted(runs, wide, used)
     errors, null = _out_of_sample(runs, wide, used, factors, slopes, now, by)
@@ -203,7 +205,6 @@ def _off(runs: Sequence[Run], cluster: Cluster) -> Any:
 
     took = []
     for model, plan, _ in runs:
-        check_cluster(plan, cluster)
         model = model.resolved(gpus=cluster.gpus)
         took.append(totals(step_of(model, plan, cluster, "adamw"))[0])
     return np.log(took) - np.log([run.seconds for run in runs])

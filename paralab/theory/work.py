@@ -126,6 +126,11 @@ def linear(tokens: float, inputs: float, outputs: float, times: int = 1) -> tupl
     return x, g, w
 
 
+def on_processor(flops: float) -> dict[str, float]:
+    """`Cluster.elements` of a processor that multiplies at this rate."""
+    return {name: count / flops for name, count in ARITHMETIC.items()}
+
+
 def elementwise(**counts: float) -> Work:
     """The arithmetic of so many elements, by their names in ELEMENTS."""
     gelu, backward, exp, draw = (counts.get(name, 0.0) for name in ELEMENTS)
