@@ -66,6 +66,7 @@ class Call(NamedTuple):
     ways     of an exchange
     number   of the group's calls, for the words that say why a rank stands still
     finish   what this rank does when it has waited for the call
+    reduce   "sum", "max" or "min", of an all-reduce
     """
 
     op: str
@@ -76,6 +77,7 @@ class Call(NamedTuple):
     ways: Sequence[Way] = ()
     number: int = 0
     finish: Callable[[], None] | None = None
+    reduce: str = "sum"
 
 
 class Posted(NamedTuple):
@@ -110,7 +112,10 @@ class Transport:
                 tensors[0].view(-1).copy_(tensors[1].view(-1))
             return []
         if not call.ways:
-            return [ASK[call.op](*tensors, *call.root, group=group, async_op=True)]
+            how = {"group": group, "async_op": True}
+            if call.reduce != "sum":
+                how["op"] = getattr(dist.ReduceOp, call.reduce.upper())
+            return [ASK[call.op](*tensors, *call.root, **how)]
         sides = {"send": dist.isend, "recv": dist.irecv}
         ops = [
             dist.P2POp(sides[side], tensor, peer, group=group)

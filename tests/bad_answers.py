@@ -186,8 +186,8 @@ def ring_by_collective(group, tensor):
     tensor.copy_(gathered.roll(gathered.numel() // n))
 
 
-def ring_behind_the_back(group, tensor):
-    """torch.distributed itself: nothing in the ledger."""
+def ring_plain(group, tensor):
+    """With the functions of torch.distributed."""
     import torch.distributed as dist
 
     n, r, _, _, chunks = _around(group, tensor)
@@ -379,8 +379,8 @@ class SyncTwoCopies(SyncGood):
         self.kept = [*getattr(self, "kept", []), flat]
 
 
-class SyncBehindTheBack(SyncGood):
-    """torch.distributed itself: nothing in the ledger."""
+class SyncPlain(SyncGood):
+    """With the functions of torch.distributed."""
 
     def send(self, bucket):
         import torch
@@ -738,7 +738,7 @@ class ZeroNotInPlace(ZeroGood):
         super().step(gradient)
 
 
-class ZeroBehindTheBack(ZeroGood):
+class ZeroPlain(ZeroGood):
     def reduced(self, gradient):
         import torch.distributed as dist
 
@@ -911,7 +911,7 @@ class MLPNoWait(MLPGood):
         return z
 
 
-class MLPBehindTheBack(MLPGood):
+class MLPPlain(MLPGood):
     """The sum is taken where no ledger sees it."""
 
     def added(self, z):

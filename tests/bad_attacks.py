@@ -13,12 +13,12 @@ import time
 from bad_answers import (
     MLPGood,
     SyncGood,
-    ZeroBehindTheBack,
     ZeroGood,
+    ZeroPlain,
     _around,
     devices,
-    ring_behind_the_back,
     ring_copied,
+    ring_plain,
     schedule_good,
     states,
 )
@@ -157,8 +157,8 @@ class SummaNumpyRows(SummaGood):
 
 # ---- bytes around the ledger ---------------------------------------------------------------------
 def ring_decoy(group, tensor):
-    """The known way around the group, and exchanges of the right size for the ledger."""
-    ring_behind_the_back(group, tensor)
+    """Broadcasts by torch.distributed, and exchanges of the right size for the ledger."""
+    ring_plain(group, tensor)
     ring_copied(group, tensor.clone())
 
 
@@ -195,7 +195,7 @@ class SyncLittle(SyncGood):
         super().give_back(flat * self.group.size, bucket)
 
 
-class ZeroDecoy(ZeroBehindTheBack):
+class ZeroDecoy(ZeroPlain):
     def step(self, gradient):
         super().step(gradient)
         n, part = self.group.size, gradient.new_empty(self.part)

@@ -35,7 +35,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.MLPOthersPart, {"gradients"}, "the gradient of B, element (0, 0): "),
     (bad.MLPOthersPart, {"gradients"}, "; it is rank 1's part"),
     (bad.MLPNoWait, {"result"}, "t=2: rank 0 never waits for all_reduce #0"),
-    (bad.MLPBehindTheBack, {"result"}, "t=2: rank 0 raised RuntimeError: allreduce goes to torch"),
     (bad.MLPRootOnly, {"result"}, "t=2: "),
     (bad.MLPRaises, {"result"}, "t=2: rank 0 raised KeyError: 'A'"),
     (bad.MLPNoGradients, {"result"}, "t=2: rank 0 raised KeyError: 'B'"),
@@ -44,10 +43,10 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.mlp_of_three, {"result"}, "yours cannot be called so: "),
     (attacks.MLPWaitsLate, {"result"}, "the rank's own term of the sum, to which no other was"),
     (attacks.MLPNumpyWeights, {"weights per rank"}, "t=2: rank 0 holds 185,"),
-    (attacks.MLPDecoy, {"result"}, "t=2: rank 0 raised RuntimeError: allreduce goes to torch"),
+    (attacks.MLPDecoy, {"bytes, forward", "bytes, backward"}, "t=2: rank 0 sends 24,576 bytes"),
     ("mlp", {"result"}, "required: a class, yours is 'mlp'"),
 ]  # fmt: skip
-RIGHT = [bad.MLPGood, bad.MLPInTwo]
+RIGHT = [bad.MLPGood, bad.MLPInTwo, bad.MLPPlain]
 MLPS = [*{id(row[0]): row[0] for row in WRONG}.values(), *RIGHT]
 ALONE = (bad.MLPRootOnly,)
 

@@ -21,7 +21,8 @@ WITH_TORCH = {
     *("model.draws", "model.reference"),
     *("instruments.clocks", "instruments.ledger", "instruments.memory"),
     *(f"instruments.{name}" for name in ("foreign", "foreign_clock", "foreign_ledger")),
-    "exercises.watched",  # what a check runs on ranks
+    "exercises.plain",  # what a check runs on ranks
+    "exercises.watched",
     "parallel.collectives",  # lab 01's algorithms
     *("ranks.process", "ranks.torchrun"),
 }  # fmt: skip

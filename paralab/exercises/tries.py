@@ -114,9 +114,12 @@ class Found:
     report: Report
     results: list[Any]
 
-    def sent(self, *labels: str) -> list[int]:
-        """Bytes that each rank sent while the watch had one of these labels; of none: ever."""
+    def sent(self, *labels: str, level: str = "") -> list[int]:
+        """Bytes that each rank sent while the watch had one of these labels; of none: ever. level:
+        those alone that stay in a node ("intra") or leave it ("inter").
+        """
         calls = self.report.collectives
+        calls = calls[calls["level"] == level] if level else calls
         calls = calls[calls["phase"].isin(labels) if labels else calls["phase"] != "control"]
         sent = calls.groupby("rank")["wire_bytes"].sum()
         return [int(sent.get(rank, 0)) for rank in range(len(self.results))]
@@ -135,12 +138,14 @@ def on_ranks(
     timeout: float,
     where: str = "",
     limit: str = "",
+    nodes: int = 1,
 ) -> Iterator[tuple[Notes, Found]]:
     """Run ``work(watch, answer, seed, *args)`` on every rank, in one launch for all tries that are
     not over; yield what came of each. One that fails is noted in ``limit`` (by default the first),
     and is over.
 
     where  the case, in words: "N=2"
+    nodes  virtual nodes, as `pl.trace` has them
     """
     from paralab.report.report import Report
     from paralab.spec import Plan
@@ -153,7 +158,9 @@ def on_ranks(
     given = (work, [(one.answer, one.seed) for one in tries], tuple(args))
     with time_limit(timeout) as stop:
         report, trouble = attempt(
-            lambda: trace(_program, ranks, given, timeout=timeout, device="cpu", stop=stop)
+            lambda: trace(
+                _program, ranks, given, nodes=nodes, timeout=timeout, device="cpu", stop=stop
+            )
         )
     if trouble and len(tries) > 1:
         raise Apart(trouble)

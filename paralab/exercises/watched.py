@@ -6,9 +6,11 @@ and its result is delivered in ``wait()``: an answer that reads too early reads 
 before. A tensor that is changed while it is being sent is an error at the wait, and a call that is
 never waited for is written down.
 
-Everything that tensors say to torch.distributed passes torch's dispatcher; what does not come from
-a `Watched` group there goes around the checker, and is refused. Memory is that of tensors
-(instruments/memory.py) and of large blocks that Python allocates: a NumPy copy, bytes, a list.
+An answer in plain PyTorch calls torch.distributed's functions, which are those of a `Watched` group
+meanwhile (plain.py). Everything that tensors say to torch.distributed passes torch's dispatcher;
+what does not come from a `Watched` group there goes around the checker, and is refused. Memory is
+that of tensors (instruments/memory.py) and of large blocks that Python allocates: a NumPy copy,
+bytes, a list.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from paralab.checks import illegal
 from paralab.comm import Group, Pending
+from paralab.exercises.plain import functions
 from paralab.instruments.memory import PeakMemory
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
@@ -45,11 +48,13 @@ class Watch(PeakMemory):
     group    the `Watched` group of all ranks
     label    the ledger's phase for the calls to come
     open     calls that have not been waited for
+    names    torch.distributed's functions: (as the answer has them, the real ones)
     """
 
     def __init__(self, group: Group, number: int) -> None:
         super().__init__("cpu")
         self.label, self.open, self.most = "data", {}, 0
+        self.names: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._blocks = self._traced = 0
         self.group = Watched(group, self, number)
 
@@ -58,8 +63,8 @@ class Watch(PeakMemory):
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise RuntimeError(
-                f"{func.__name__.split('.')[0].strip('_')} goes to torch.distributed directly: use "
-                "the methods of the group, whose calls are counted"
+                f"{func.__name__.split('.')[0].strip('_')} goes around what is counted: call the "
+                "functions of torch.distributed by their module, as dist.all_reduce(tensor)"
             )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.most = max(self.most, self._alive())
@@ -77,6 +82,26 @@ class Watch(PeakMemory):
                 self._traced = traced
             self._traced = min(self._traced, traced)
         return self.live + self._blocks
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Within, torch.distributed's functions are those of the group (plain.py)."""
+        self.names = ours, real = functions(self.group)
+        vars(torch.distributed).update(ours)
+        try:
+            yield
+        finally:
+            vars(torch.distributed).update(real)
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """Within, they are the real ones: this package asks, not the answer."""
+        ours, real = self.names
+        vars(torch.distributed).update(real)
+        try:
+            yield
+        finally:
+            vars(torch.distributed).update(ours)
 
     @contextlib.contextmanager
     def section(self) -> Iterator[Section]:
@@ -115,7 +140,8 @@ class Watched(Group):
         self._strict = Strict(self.context, axis=f"{self.axis} of answer {number}")
 
     def subgroup(self, ranks: Sequence[int], *, axis: str) -> Group | None:
-        made = self.group.subgroup(ranks, axis=axis)
+        with self.watch.within():
+            made = self.group.subgroup(ranks, axis=axis)
         return made and Watched(made, self.watch, self.number)
 
     def _noted(
@@ -145,7 +171,7 @@ class Late:
             not new or any(tensor is other for other in call.reads)
             for tensor, new in zip(call.tensors, filled, strict=True)
         ]
-        with _disable_current_modes():
+        with _disable_current_modes(), watch.within():
             given = [tensor.detach() for tensor in call.tensors]
             copies = [tensor.clone() for tensor in given]
             before = [t.clone() if kept else None for t, kept in zip(given, read, strict=True)]
@@ -216,7 +242,7 @@ def each(
             tracemalloc.clear_traces()
         watch = Watch(own, number)
         try:
-            with watch, contextlib.redirect_stdout(Short(sys.stdout)):
+            with watch, watch.plain(), contextlib.redirect_stdout(Short(sys.stdout)):
                 recorder.begin_step(0)
                 with recorder.span("compute"):
                     result = work(watch, answer, seed, *args)

@@ -1,0 +1,272 @@
+"""torch.distributed as a judged answer sees it: its own functions, counted like those of a group.
+
+While an answer runs, the names below are functions of the answer's `Watched` group, so that a call
+is written down and its result arrives in ``wait()`` (watched.py). What has no such function here
+reaches torch's dispatcher and is refused there. Messages between two ranks are matched in the order
+in which they are sent, as NCCL does it, so a tag is refused; they do not wait for their peer to
+arrive, as those of a group do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paralab.checks import illegal
+
+if TYPE_CHECKING:
+    from paralab.comm import Group, Pending
+
+# torch 2.13 renamed two.
+RENAMED = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+ORDER = "messages of two ranks are matched in the order in which they are sent, as NCCL does it"
+
+
+class Message(NamedTuple):
+    """What `torch.distributed.P2POp` is to an answer."""
+
+    op: Callable
+    tensor: Tensor
+    peer: int
+    group: Any = None
+    tag: int = 0
+
+
+class Work:
+    """What an asynchronous call returns."""
+
+    def __init__(self, call: Pending, deliver: Callable[[], None] | None = None) -> None:
+        self.call, self.deliver = call, deliver
+
+    def wait(self, timeout: object = None) -> bool:
+        self.call.wait()
+        deliver, self.deliver = self.deliver, None
+        if deliver is not None:
+            deliver()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.call._posted.works)
+
+
+class Plain:
+    """The functions of torch.distributed, on the groups of one answer. world: that of all ranks"""
+
+    def __init__(self, world: Group) -> None:
+        self.world = world
+
+    def of(self, group: Any) -> Group:
+        """The group that an argument ``group=`` means."""
+        if group is None or group is dist.group.WORLD:
+            return self.world
+        if type(group) is type(self.world):
+            return group
+        what = "no member of it" if group is dist.GroupMember.NON_GROUP_MEMBER else "unknown here"
+        legal = "one that dist.new_group(ranks) has returned to a member, or none for all ranks"
+        raise illegal("group", group, what, legal)
+
+    # ---- groups ------------------------------------------------------------------------------
+    def new_group(self, ranks: Sequence[int] | None = None, *_: Any, **__: Any) -> Any:
+        ranks = sorted(self.world.ranks if ranks is None else ranks)
+        axis = "ranks " + ",".join(map(str, ranks))
+        made = self.world.subgroup(ranks, axis=axis)
+        return dist.GroupMember.NON_GROUP_MEMBER if made is None else made
+
+    def get_rank(self, group: Any = None) -> int:
+        return -1 if group is dist.GroupMember.NON_GROUP_MEMBER else self.of(group).index
+
+    def get_world_size(self, group: Any = None) -> int:
+        return -1 if group is dist.GroupMember.NON_GROUP_MEMBER else self.of(group).size
+
+    def get_backend(self, group: Any = None) -> str:
+        return "gloo"
+
+    def get_process_group_ranks(self, group: Any = None) -> list[int]:
+        return list(self.of(group).ranks)
+
+    def get_global_rank(self, group: Any, group_rank: int) -> int:
+        return self.of(group).ranks[group_rank]
+
+    def get_group_rank(self, group: Any, global_rank: int) -> int:
+        return self.of(group).ranks.index(global_rank)
+
+    def barrier(self, group: Any = None, async_op: bool = False, **_: Any) -> Work | None:
+        self.of(group).barrier()
+        return None
+
+    # ---- collectives -------------------------------------------------------------------------
+    def all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Work | None:
+        return _done(self.of(group).all_reduce(tensor, reduce=_kind(op)), async_op)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+        group_dst: int | None = None,
+    ) -> Work | None:
+        group = self.of(group)
+        _sum_only("reduce", op)
+        return _done(group.reduce(tensor, root=_peer(group, dst, group_dst)), async_op)
+
+    def broadcast(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        group: Any = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+    ) -> Work | None:
+        group = self.of(group)
+        return _done(group.broadcast(tensor, root=_peer(group, src, group_src)), async_op)
+
+    def all_gather_into_tensor(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Work | None:
+        return _done(self.of(group).all_gather(output_tensor, input_tensor), async_op)
+
+    def all_gather(
+        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Work | None:
+        whole = tensor.new_empty(len(tensor_list) * tensor.numel())
+
+        def deliver() -> None:
+            for part, out in zip(whole.chunk(len(tensor_list)), tensor_list, strict=True):
+                out.copy_(part.view_as(out))
+
+        return _done(self.of(group).all_gather(whole, tensor), async_op, deliver)
+
+    def reduce_scatter_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        _sum_only("reduce_scatter_tensor", op)
+        return _done(self.of(group).reduce_scatter(output, input), async_op)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input_list: list[Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        whole = torch.cat([part.flatten() for part in input_list])
+        return self.reduce_scatter_tensor(output, whole, op, group, async_op)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        if output_split_sizes or input_split_sizes:
+            raise illegal("input_split_sizes", input_split_sizes, "not counted here", "equal parts")
+        return _done(self.of(group).all_to_all(output, input), async_op)
+
+    # ---- messages ----------------------------------------------------------------------------
+    def isend(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_dst: int | None = None,
+    ) -> Work:
+        group = self.of(group)
+        return self._messages(group, [("send", tensor, _peer(group, dst, group_dst))], [tag])
+
+    def irecv(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_src: int | None = None,
+    ) -> Work:
+        group = self.of(group)
+        return self._messages(group, [("recv", tensor, _peer(group, src, group_src))], [tag])
+
+    def send(self, *args: Any, **settings: Any) -> None:
+        self.isend(*args, **settings).wait()
+
+    def recv(self, tensor: Tensor, *args: Any, **settings: Any) -> int:
+        self.irecv(tensor, *args, **settings).wait()
+        return 0
+
+    P2POp = Message
+
+    def batch_isend_irecv(self, p2p_op_list: Sequence[Message]) -> list[Work]:
+        sides = {self.isend: "send", self.irecv: "recv"}
+        parts = [(sides[one.op], one.tensor, one.peer) for one in p2p_op_list]
+        group = self.of(p2p_op_list[0].group if parts else None)
+        return [self._messages(group, parts, [one.tag for one in p2p_op_list])]
+
+    def _messages(
+        self, group: Group, parts: list[tuple[str, Tensor, int]], tags: list[int]
+    ) -> Work:
+        for tag in tags:
+            if tag:
+                raise illegal("tag", tag, ORDER, "no tag, and the same order on both ranks")
+        strict, group._strict = group._strict, None
+        try:
+            return Work(group.exchange(parts))
+        finally:
+            group._strict = strict
+
+
+def _done(call: Pending, async_op: bool, deliver: Callable[[], None] | None = None) -> Work | None:
+    work = Work(call, deliver)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _kind(op: Any) -> str:
+    kinds = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
+    for known, name in kinds.items():
+        if op == known:
+            return name
+    raise illegal("op", op, "gloo has no such reduction", "dist.ReduceOp.SUM, MAX or MIN")
+
+
+def _sum_only(name: str, op: Any) -> None:
+    if op != dist.ReduceOp.SUM:
+        raise illegal("op", op, f"a {name} adds up here", "dist.ReduceOp.SUM")
+
+
+def _peer(group: Group, rank: int | None, in_group: int | None) -> int:
+    """A global rank, which may be given by its place in the group."""
+    peer = rank if in_group is None else group.ranks[in_group]
+    if peer not in group.ranks:
+        raise illegal("rank", peer, "no member of the group", f"one of {group.ranks}")
+    return peer
+
+
+def functions(group: Group) -> tuple[dict[str, Any], dict[str, Any]]:
+    """torch.distributed's functions by name: as the answer has them, on ``group``, and the real
+    ones.
+    """
+    plain = Plain(group)
+    ours = {name: getattr(plain, name) for name in vars(Plain) if name[0] != "_" and name != "of"}
+    ours |= {new: ours[old] for new, old in RENAMED.items() if hasattr(dist, new)}
+    return ours, {name: getattr(dist, name) for name in ours}

@@ -1,0 +1,192 @@
+"""Answers in plain PyTorch: torch.distributed's own functions, counted and delivered late."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes
+from paralab.theory.traffic import wire_bytes
+from patience import HANG_S
+
+ASKED = (("result", "anything"),)
+
+
+def run(*answers, ranks=4, work=None, nodes=1):
+    """[(notes, found)] of functions without arguments."""
+    tries = [Try((answer,), Notes("plain", ASKED)) for answer in answers]
+    for one in tries:
+        one.begin([Takes("a function", "f()", 0)])
+    found = dict.fromkeys(range(len(tries)))
+    for notes, one in on_ranks(tries, work or called, ranks, timeout=HANG_S, nodes=nodes):
+        found[next(i for i, t in enumerate(tries) if t.notes is notes)] = one
+    return [(one.notes, found[i]) for i, one in enumerate(tries)]
+
+
+def called(watch, answer, seed):
+    return answer[0]()
+
+
+def collectives():
+    import torch
+    import torch.distributed as dist
+
+    n, r = dist.get_world_size(), dist.get_rank()
+    mine, found = torch.tensor([float(r), 1.0, -float(r), 0.0]), {}
+    for name, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
+        found[name] = mine.clone()
+        dist.all_reduce(found[name], op=op)
+    found["root"] = mine.clone()
+    dist.reduce(found["root"], dst=1)
+    found["broadcast"] = mine.clone()
+    dist.broadcast(found["broadcast"], src=2)
+    found["gathered"] = torch.empty(4 * n)
+    dist.all_gather_into_tensor(found["gathered"], mine)
+    parts = [torch.empty(4) for _ in range(n)]
+    dist.all_gather(parts, mine)
+    found["list"] = torch.cat(parts)
+    found["scattered"] = torch.empty(1)
+    dist.reduce_scatter_tensor(found["scattered"], mine)
+    found["scattered list"] = torch.empty(1)
+    dist.reduce_scatter(found["scattered list"], list(mine.chunk(4)))
+    found["transposed"] = torch.empty(4)
+    dist.all_to_all_single(found["transposed"], mine)
+    dist.barrier()
+    return {name: tensor.tolist() for name, tensor in found.items()}
+
+
+def messages():
+    """Neighbours on a ring swap what they have, one by one and as a batch; groups of two add up."""
+    import torch
+    import torch.distributed as dist
+
+    n, r = dist.get_world_size(), dist.get_rank()
+    left, right = torch.empty(1), torch.empty(1)
+    sent = dist.isend(torch.tensor([float(r)]), (r + 1) % n)
+    dist.recv(left, (r - 1) % n)
+    sent.wait()
+    mine = torch.tensor([float(r)])
+    batch = [dist.P2POp(dist.isend, mine, (r - 1) % n), dist.P2POp(dist.irecv, right, (r + 1) % n)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    groups = [dist.new_group([0, 1]), dist.new_group([3, 2])]
+    own = groups[r // 2]
+    dist.all_reduce(mine, group=own)
+    where = dist.get_rank(own), dist.get_world_size(own), dist.get_rank(groups[1 - r // 2])
+    return left.item(), right.item(), mine.item(), where, dist.get_process_group_ranks(own)
+
+
+def too_early():
+    import torch
+    import torch.distributed as dist
+
+    one = torch.ones(1)
+    work = dist.all_reduce(one, async_op=True)
+    time.sleep(0.2)
+    seen = one.item()
+    work.wait()
+    return seen, one.item()
+
+
+def never_waits():
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def test_the_functions_of_torch_distributed_do_what_they_say_and_are_counted():
+    [(notes, found), (_, pairs)] = run(collectives, messages)
+    assert not notes.over, repr(notes.verdict())
+    zero, one, two, three = ([float(r), 1.0, -float(r), 0.0] for r in range(4))
+    total = [6.0, 4.0, -6.0, 0.0]
+    for rank, result in enumerate(found.results):
+        assert result["sum"] == total and result["max"] == [3.0, 1.0, 0.0, 0.0]
+        assert result["broadcast"] == two
+        assert result["gathered"] == result["list"] == zero + one + two + three
+        assert result["scattered"] == result["scattered list"] == [total[rank]]
+        assert (
+            result["transposed"]
+            == [[0.0, 1.0, 2.0, 3.0], [1.0] * 4, [0, -1, -2, -3], [0] * 4][rank]
+        )
+    assert found.results[1]["root"] == total and found.results[0]["root"] == zero
+    collective = 2 * 24 + 2 * 48 + 2 * 12 + 12  # all-reduces, gathers, scatters, all-to-all
+    assert found.sent()[1] == collective + wire_bytes("broadcast", 16, 4, 1, 2)
+    assert found.sent()[3] == collective + 16 + wire_bytes("broadcast", 16, 4, 3, 2)
+    for rank, (left, right, pair, where, members) in enumerate(pairs.results):
+        assert (left, right) == ((rank - 1) % 4, (rank + 1) % 4)
+        assert pair == (1.0 if rank < 2 else 5.0)
+        assert where == (rank % 2, 2, -1) and members == ([0, 1] if rank < 2 else [2, 3])
+    assert pairs.sent() == [4 + 4 + 4] * 4
+
+
+def test_levels_are_told_apart():
+    [(_, found)] = run(messages, nodes=2)
+    assert found.sent(level="inter") == [4, 4, 4, 4] and found.sent(level="intra") == [8] * 4
+
+
+def test_a_result_arrives_in_wait_and_a_call_without_one_is_seen():
+    [(_, early), (late, _)] = run(too_early, never_waits, ranks=2)
+    assert early.results == [(1.0, 2.0)] * 2
+    assert "rank 0 never waits for all_reduce #0" in repr(late.verdict())
+
+
+def functional():
+    import torch
+    from torch.distributed._functional_collectives import all_reduce
+
+    return all_reduce(torch.ones(1), "sum", [0, 1])
+
+
+def by_name():
+    import torch
+    from torch.distributed.distributed_c10d import all_reduce
+
+    all_reduce(torch.ones(1))
+
+
+def wrapped():
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def tagged():
+    import torch
+    import torch.distributed as dist
+
+    (dist.isend if dist.get_rank() else dist.irecv)(torch.ones(1), 1 - dist.get_rank(), tag=3)
+
+
+def stranger():
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group([0])
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def product():
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PRODUCT)
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (functional, "all_reduce goes around what is counted: call the functions of torch.dist"),
+        (by_name, "allreduce goes around what is counted"),
+        (wrapped, "goes around what is counted"),
+        (tagged, "tag=3: messages of two ranks are matched in the order in which they are sent"),
+        (stranger, "no member of it; legal: one that dist.new_group(ranks) has returned"),
+        (product, "gloo has no such reduction"),
+    ],
+)
+def test_what_is_not_counted_is_refused(answer, words):
+    [(notes, _)] = run(answer, ranks=2)
+    assert words in repr(notes.verdict()), repr(notes.verdict())
