@@ -4,6 +4,8 @@
     guess.commit(3.4)                              # or the slider and its button
     guess.reveal(6.3)                              # you said 3.4 MB, it is 6.3 MB: 0.54 times ...
 
+    why = pl.exercises.choose("why?", ["...", "..."])   # one of a few explanations: pick, reveal
+
     pl.exercises.all_gather_half                   # the task and its limits
     pl.exercises.all_gather_half.check(my_answer)  # a Verdict: limit | asked | yours | ok
 
@@ -13,6 +15,7 @@ clock, so its verdict is the same on every machine. Importing this leaves torch 
 
 from __future__ import annotations
 
+from paralab.exercises.choose import Choice, choose
 from paralab.exercises.clinic import deadlock_clinic
 from paralab.exercises.cost import training_cost
 from paralab.exercises.exercise import Exercise
@@ -51,11 +54,13 @@ ALL = {
 
 __all__ = [
     "ALL",
+    "Choice",
     "Exercise",
     "Guess",
     "Reveal",
     "Verdict",
     "all_gather_half",
+    "choose",
     "deadlock_clinic",
     "gradient_sync",
     "guess",

@@ -80,7 +80,7 @@ class Guess:
         return Text(f"committed: {self.shown(value)}")
 
     def reveal(self, actual: float) -> Reveal:
-        """The answer beside the guess; without a commitment, the answer alone."""
+        """The answer next to the guess; without a commitment, the answer alone."""
         actual = real("actual", actual)
         self.revealed = True
         if self._widget is not None and self.value is None:
@@ -153,7 +153,7 @@ class _Slider:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Reveal:
-    """The answer beside what was guessed; its repr is one sentence."""
+    """The answer next to what was guessed; its repr is one sentence."""
 
     guess: Guess
     actual: float
@@ -169,7 +169,7 @@ class Reveal:
         guess = self.guess
         was = guess.shown(self.actual)
         if guess.value is None:
-            return f"it is {was} (you had not committed to a guess; next time it costs nothing)"
+            return f"it is {was}"
         said = f"you said {guess.shown(guess.value)}, it is {was}"
         if guess.shown(guess.value) == was:
             return f"{said}: exactly"
