@@ -1,4 +1,4 @@
-"""`paralab run`, `predict`, `program`, `observe`, `show` and others: a notebook's cells in a shell.
+"""`paralab run`, `predict`, `program`, `observe`, `check`, `show`: a notebook's cells in a shell.
 
 Every field of ``ModelSpec`` and ``Plan`` is an option of the same name (options.py). Under torchrun
 the same command is one rank of a job that may span machines: it writes its part of the report into
@@ -12,6 +12,7 @@ this process's traceback, only what the rank said. torch is imported by the rank
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -134,6 +135,14 @@ def make_parser() -> argparse.ArgumentParser:
     show.add_argument("path", metavar="FILE_OR_FOLDER")
     _add_files(show, ("html", "perfetto"))
     show.set_defaults(act=_show, parser=show)
+    check = commands.add_parser(
+        "check",
+        help="points for the answers in a lab's notebook, as JSON",
+        epilog="Exit status 0 with every point, 1 without.",
+        allow_abbrev=False,
+    )
+    check.add_argument("notebook", metavar="NOTEBOOK")
+    check.set_defaults(act=_check, parser=check)
     doctor.add_command(commands)
     return parser
 
@@ -280,6 +289,16 @@ def _observe(given: argparse.Namespace) -> int:
     print(report.explain())
     _write(report, given, ("html", "perfetto"))
     return 0
+
+
+def _check(given: argparse.Namespace) -> int:
+    from paralab import exercises
+    from paralab.exercises.graded import grade
+
+    with _refusals(given.parser):
+        found = grade(given.notebook, tuple(exercises.ALL.values()))
+    print(json.dumps(found, indent=2, ensure_ascii=False))
+    return 0 if found["points"] == found["of"] else 1
 
 
 def _dry_run(given: argparse.Namespace) -> int:
