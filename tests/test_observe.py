@@ -368,3 +368,48 @@ def test_torchruns_ranks_write_parts_that_are_merged(tmp_path):
     assert len(report.meta["observed"]) == 2 and "data parallelism" in str(report.explain())
     refused = shell(*words, "observe", "--ranks", "2", "train.py", "1", "0", folder=tmp_path)
     assert refused.returncode != 0 and "ranks='2'" in refused.stderr
+
+
+# ---- next to a prediction -----------------------------------------------------------------------
+SMALL = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=16)
+
+
+def reference_ddp(steps, twice=False):
+    """DistributedDataParallel on the reference GPT."""
+    import torch
+    import torch.distributed as dist
+
+    model = torch.nn.parallel.DistributedDataParallel(pl.reference.GPT(SMALL))
+    update, rank = torch.optim.AdamW(model.parameters()), dist.get_rank()
+    for step in range(steps):
+        [(tokens, targets)] = pl.reference.batches(
+            SMALL, step=step, microbatches=1, microbatch_size=2, rank=rank, ranks=2, device="cpu"
+        )
+        update.zero_grad()
+        model(tokens, targets).backward()
+        for parameter in model.parameters() if twice else ():
+            dist.all_reduce(parameter.grad)
+        update.step()
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_program_is_compared_with_the_prediction_of_its_plan(twice):
+    expect = pl.predict(SMALL, pl.Plan(dp=2, microbatch_size=2), pl.Cluster.preset("dgx-a100"))
+    seen = pl.observe(reference_ddp, ranks=2, args=(4, twice))
+    compared = pl.compare(expect, seen)
+    row, note = compared.table.loc["bytes sent per rank"], compared.notes["bytes sent per rank"]
+    assert row["predicted"] == 4 * SMALL.num_params
+    assert compared.table.loc["backward", "measured"] > 0
+    if twice:
+        assert row["measured"] == 2 * row["predicted"] and not compared.bytes_agree
+        assert "the program that was observed does it in another way" in note.lower()
+    else:
+        assert row["measured"] == row["predicted"] and compared.bytes_agree
+        assert note == "bytes agree exactly, in the sum of each rank."
+
+
+def test_a_prediction_for_another_number_of_ranks_is_refused():
+    expect = pl.predict(SMALL, pl.Plan(dp=4, microbatch_size=2), pl.Cluster.preset("dgx-a100"))
+    seen = pl.observe(reference_ddp, ranks=2, args=(2,))
+    with pytest.raises(ValueError, match="4 ranks were predicted, 2 were run"):
+        pl.compare(expect, seen)

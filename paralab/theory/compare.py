@@ -17,7 +17,7 @@ import html
 import math
 import textwrap
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +96,17 @@ def compare(expect: Tables, report: Tables) -> Comparison:
     """Hold a prediction against a run of the same model and plan.
 
     expect  what `pl.predict` returned
-    report  what `pl.run` returned, or a replay of it; the order of the two does not matter
+    report  what `pl.run` returned, or `pl.observe`, whose program was to train the predicted model
+            by the predicted plan; or a replay of it. The order of the two does not matter
 
     The run is replayed with the links of the prediction's cluster, so that these two differ in
-    compute costs alone. Raises ValueError naming the first difference if the two are not about the
+    compute costs alone. A program that was observed may make other calls than ours: of its bytes
+    the sum of each rank is compared. Raises ValueError naming the first difference if the two are not about the
     same thing, or if a run on GPUs is held against a prediction for processors.
     """
     expect, report = _in_order(expect, report)
+    if report.model is None and "observed" in report.meta:
+        report = replace(report, model=expect.model, plan=expect.plan)
     _same_subject(expect, report)
     measured = report if report.clock == "measured" else None
     replayed = replay(report, expect.cluster) if measured is not None else report
@@ -154,8 +158,10 @@ def _same_subject(expect: Tables, report: Tables) -> None:
                 name,
                 one,
                 "it trained no model, so there is nothing to hold it against",
-                "what pl.predict(model, plan) and pl.run(model, plan) return",
+                "what pl.predict(model, plan) and pl.run(model, plan) return, or pl.observe",
             )
+    if expect.world_size != (ranks := len(metrics.reported_ranks(report))):
+        raise ValueError(f"world_size: {expect.world_size} ranks were predicted, {ranks} were run")
     for name in ("model", "plan"):
         # As they are saved: of an own class or function the name, so that loaded runs compare too.
         ours, theirs = getattr(expect, name).to_dict(), getattr(report, name).to_dict()
@@ -221,6 +227,8 @@ def _quantities(report: Tables) -> dict[str, float]:
 
 def _first_traffic_difference(expect: Tables, report: Tables) -> str:
     """How the calls of a run differ from the predicted ones, rank by rank; empty if they do not."""
+    if "observed" in report.meta:
+        return _sums_differ(expect, report)
     summed = metrics.in_outline(expect)
     predicted, run = _traffic(expect, summed), _traffic(report, summed)
     first = {rank: rows for (_, rank), rows in sorted(predicted.items(), reverse=True)}
@@ -233,6 +241,27 @@ def _first_traffic_difference(expect: Tables, report: Tables) -> str:
                 said += [f"{_call(c)} was run" for c in list(extra)[:1]]
                 return f"step {step}, rank {rank}: {', '.join(said)}"
     return ""
+
+
+def _sums_differ(expect: Tables, report: Tables) -> str:
+    """How the bytes of an observed program's step differ from the predicted, rank by rank."""
+    predicted, run = _sent(expect), _sent(report)
+    steps = metrics.measured_steps(report)
+    first = min(metrics.measured_steps(expect), default=0)
+    for rank in metrics.reported_ranks(expect):
+        want = predicted.get((first, rank), 0)
+        for step in steps:
+            if want != (got := run.get((step, rank), 0)):
+                return (
+                    f"step {step}, rank {rank}: the plan sends {want:,} bytes, the program {got:,}"
+                )
+    return ""
+
+
+def _sent(report: Tables) -> dict[tuple[int, int], int]:
+    """Bytes that each rank sends, by step and rank."""
+    calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
+    return calls.groupby(["step", "rank"])["wire_bytes"].sum().to_dict()
 
 
 def _traffic(report: Tables, summed: bool) -> dict[tuple[int, int], Counter]:

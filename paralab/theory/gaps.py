@@ -29,7 +29,8 @@ def notes_on(
     table: pd.DataFrame, expect: Tables, report: Tables, difference: str
 ) -> dict[str, str]:
     """{quantity: sentence}. ``difference`` says how the bytes differ; empty if they do not."""
-    notes = {"bytes sent per rank": _bytes_gap(expect, difference)} | _device_gaps(table)
+    moved = _bytes_gap(expect, difference, observed="observed" in report.meta)
+    notes = {"bytes sent per rank": moved} | _device_gaps(table)
     if said := notes.get("forward", "") + _sharing(expect, report, _contention(table)):
         notes["forward"] = said
     if expect.world_size > 1:
@@ -51,12 +52,15 @@ def notes_on(
     return notes
 
 
-def _bytes_gap(expect: Tables, difference: str) -> str:
+def _bytes_gap(expect: Tables, difference: str, *, observed: bool) -> str:
+    if observed and difference:
+        return f"{difference}. The program that was observed does it in another way."
     if difference:
         return f"{difference}. A run that moves other bytes than its plan says is a bug."
     if expect.world_size == 1:
         return "one rank has no other to send to."
-    return f"bytes agree exactly, call by call and rank by rank.{_levels(expect)}"
+    how = "in the sum of each rank" if observed else "call by call and rank by rank"
+    return f"bytes agree exactly, {how}.{_levels(expect)}"
 
 
 def _computed(table: pd.DataFrame) -> list[str]:
