@@ -101,8 +101,8 @@ def compare(expect: Tables, report: Tables) -> Comparison:
 
     The run is replayed with the links of the prediction's cluster, so that these two differ in
     compute costs alone. A program that was observed may make other calls than ours: of its bytes
-    the sum of each rank is compared. Raises ValueError naming the first difference if the two are not about the
-    same thing, or if a run on GPUs is held against a prediction for processors.
+    the sum of each rank is compared. Raises ValueError naming the first difference if the two are
+    not about the same thing, or if a run on GPUs is held against a prediction for processors.
     """
     expect, report = _in_order(expect, report)
     if report.model is None and "observed" in report.meta:
