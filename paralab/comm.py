@@ -220,7 +220,7 @@ class Group:
         return Pending(self, posted, (op, number))
 
     def blocked_in(self, op: str = "", call: object = "") -> None:
-        """Note why this rank stands still, for who asks; without arguments: it computes again."""
+        """Note why this rank is idle, for the watchdog; without arguments: it computes again."""
         self.context.note(self.transport.words(op, call) if op else "")
 
 

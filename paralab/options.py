@@ -43,7 +43,7 @@ HELP = {
     "secondary_shard": "neighbouring ranks that share a second copy, gathered in backward (hpZ)",
     "sequence_parallel": "split the activations between tensor-parallel regions too",
     "recompute": "activations computed again in backward: none, selective (attention), full",
-    "offload": "cpu or nvme: where the states that zero_stage deals out lie",
+    "offload": "cpu or nvme: where the states that zero_stage shards are kept",
     "precision": "fp32, bf16 or fp16",
     "tf32": "on GPUs: multiply fp32 operands rounded to tf32",
     "grad_dtype": "fp32: gradients of 16 bits are added up in fp32",

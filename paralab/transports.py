@@ -64,7 +64,7 @@ class Call(NamedTuple):
     fills    those of them that it fills; ``reads``: those of these that it reads first
     root     (global rank,) of a broadcast or a reduce, else ()
     ways     of an exchange
-    number   of the group's calls, for the words that say why a rank stands still
+    number   of the group's calls, for the words that say why a rank is idle
     finish   what this rank does when it has waited for the call
     reduce   "sum", "max" or "min", of an all-reduce
     """
@@ -206,7 +206,7 @@ class Staged(Gloo):
 
     NCCL refuses two ranks on one GPU, so ranks that share one send from pinned (page-locked) host
     memory, which the device copies at full speed. Both copies are recorded, on the lanes "d2h"
-    (device to host) and "h2d". The rank stands still while they run: gloo reads the buffer as soon
+    (device to host) and "h2d". The rank is idle while they run: gloo reads the buffer as soon
     as it is handed over. Pinning is slow, so the buffers of a finished call are kept.
     """
 

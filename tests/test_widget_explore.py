@@ -136,7 +136,11 @@ def test_a_step_of_too_many_boxes_is_drawn_as_stretches():
 
 # ---- what cannot be ------------------------------------------------------------------------------
 IMPOSSIBLE = [
-    ({"tp": 8}, "<b>heads=4</b> cannot be: tp=8 deals it out in 8 equal parts.", "a multiple of 8"),
+    (
+        {"tp": 8},
+        "<b>heads=4</b> cannot be: tp=8 partitions it into 8 equal parts.",
+        "a multiple of 8",
+    ),
     ({"pp": 12}, "<b>pp=12</b> cannot be: pp*virtual_stages is 12 stages", "up to 8"),
     ({"virtual_stages": 2}, "<b>virtual_stages=2</b> cannot be: schedule=&#x27;1f1b&#x27; has one",
      "virtual_stages=1"),

@@ -1,8 +1,8 @@
 """A guess that is committed to before the run: predict, observe, explain.
 
-People remember what surprised them, and nobody is surprised who did not say beforehand what they
-expect. In a notebook a guess is a slider and a button; ``.commit(value)`` does the same without a
-mouse. ipywidgets is imported when one is shown.
+People remember what surprised them, and only what was predicted can surprise. In a notebook a guess
+is a slider and a button; ``.commit(value)`` does the same without a mouse. ipywidgets is imported
+when one is shown.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _changes(plan: Plan) -> list[dict[str, Any]]:
 def _peak(
     model: ModelSpec, plan: Plan, change: dict[str, Any], *, optimizer: str, rank: int
 ) -> int | None:
-    """Bytes at the fullest moment; None if the changed plan is not legal."""
+    """Bytes at the peak; None if the changed plan is not legal."""
     if change.get("zero_stage") and plan.grad_sync != "overlapped":
         change = {**change, "grad_sync": "overlapped"}  # ZeRO has its own way
     try:

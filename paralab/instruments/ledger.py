@@ -192,7 +192,7 @@ class Ledger(Storages):
 
     # ---- samples ------------------------------------------------------------------------------
     def sample(self, mark: Any, kind: str) -> None:
-        """The state now, at a span's boundary, and before it the fullest one since the last.
+        """The state now, at a span's boundary, and before it the largest since the last.
 
         mark  the boundary on the recorder's clock; kind: the span that is open from here on, or ""
         """

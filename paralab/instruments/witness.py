@@ -99,7 +99,7 @@ def between_gates(
 ) -> tuple[list[Any], list[int]]:
     """Run ``program(context, gate, *args)`` on every rank; the counter's state at every gate.
 
-    A rank that calls ``gate()`` stands still until all ranks have and the counter has been read.
+    A rank that calls ``gate()`` is idle until all ranks have and the counter has been read.
     Every rank passes ``gates`` of them. Returns the programs' results and the readings, in bytes.
     """
     loopback_bytes()  # refuse before a process starts

@@ -13,11 +13,11 @@ there is to say; training, prediction, checkpoints and pictures read it.
 and for a product Y = X W, with X (M, K) of M = b s token rows and W (K, N):
 
     mode            X: M, K       W: K, N       Y: M, N       who has the same block of W
-    1d column       -, -          -, t          -, t          nobody
-    1d row          -, t          t, -          -, -          nobody
-    2d              i, j          i, j          i, j          nobody
+    1d column       -, -          -, t          -, t          no rank
+    1d row          -, t          t, -          -, -          no rank
+    2d              i, j          i, j          i, j          no rank
     2.5d            (z,i), j      i, j          (z,i), j      the ranks along z
-    3d, and next    (i,j), k      k, (j,i)      (i,k), j      nobody; j and k have changed places
+    3d, and next    (i,j), k      k, (j,i)      (i,k), j      no rank; j and k have changed places
     3d, back again  (i,k), j      j, (k,i)      (i,j), k      nobody
 
 "(j,i)" is sharded over j, and each part of it over i. Sequence parallelism cuts the residual

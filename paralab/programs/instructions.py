@@ -67,8 +67,8 @@ class Instr(NamedTuple):
     unit    the unit of parameters that it is about, or -1
     reads, writes  values
     lane    "" on the rank's own thread (a GPU's compute stream); else the axis of the group whose
-            call it is, or "h2d", "d2h", "disk", "host": then it is only begun here, and whoever
-            needs what it writes waits first
+            call it is, or "h2d", "d2h", "disk", "host": then it is only begun here, and the
+            instruction that needs what it writes waits first
     peer    pipeline rank of the other end of a message
     phase   what the report calls the traffic
     frees   values whose memory ends behind it

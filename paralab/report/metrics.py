@@ -101,7 +101,7 @@ def reach(report: Tables, op: str, rank: int, peer: int, ranks: Sequence[int]) -
 def in_outline(report: Tables) -> bool:
     """Whether the report has one rank per pipeline stage and one box per action: see
     interpret/outline.py. A box's cost is what the rank computes in it; the rest of its length it
-    stands still.
+    is idle.
     """
     return report.meta.get("detail") == "actions"
 

@@ -266,7 +266,7 @@ class Tables:
                  memory tiers: lane h2d (host to device), d2h, disk (op read or write); category
                  what was moved, as in memory
     memory       rank, step, time, tier, category, bytes. Per rank one sample at every span's
-                 beginning and end and one at the fullest moment between; a sample is one row for
+                 beginning and end and one at the peak between; a sample is one row for
                  every category (parameters, gradients, optimizer, activations, buffers, workspace,
                  other) that there is or has been. Measured in step 0, with a memory_limit in all
     steps        rank, step, start, end, beside: processor seconds of the rank's other threads,

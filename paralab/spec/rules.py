@@ -109,12 +109,12 @@ def tensor_grid(tp: int, mode: str, depth: int | None) -> tuple[int, int]:
     return asked.grid.q, asked.grid.depth
 
 
-def _dealt(name: str, parts: Callable[[Any], Any]) -> Rule:
+def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
     """A size that the ranks of a tp group share in equal parts."""
 
     def why(s: Any) -> str:
         group = f"tp={s.tp}" if s.tp_mode == "1d" else f"tp_mode={s.tp_mode!r} with q={s.grid.q}"
-        return f"{group} deals it out in {parts(s)} equal parts"
+        return f"{group} partitions it into {parts(s)} equal parts"
 
     def legal(s: Any) -> str:
         value, n = getattr(s, name), parts(s)
@@ -154,11 +154,13 @@ TENSOR = (
         "every tp rank has its own part of a block's input already",
         "False, or tp_mode='1d' with tp of at least 2 and sequence_parallel=False",
     ),
-    _dealt("heads", lambda s: s.grid.heads),
-    _dealt("hidden", lambda s: s.grid.hidden),
-    _dealt("vocab", lambda s: s.grid.vocab),
-    _dealt("microbatch_size", lambda s: s.grid.microbatch_size),
-    _dealt("seq_len", lambda s: 1 + (s.tp - 1) * (s.sequence_parallel | s.partition_activations)),
+    _partitioned("heads", lambda s: s.grid.heads),
+    _partitioned("hidden", lambda s: s.grid.hidden),
+    _partitioned("vocab", lambda s: s.grid.vocab),
+    _partitioned("microbatch_size", lambda s: s.grid.microbatch_size),
+    _partitioned(
+        "seq_len", lambda s: 1 + (s.tp - 1) * (s.sequence_parallel | s.partition_activations)
+    ),
     Rule(
         "attention",
         lambda s: implies((s.tp > 1) & (s.dropout > 0), s.attention != "sdpa"),
@@ -290,13 +292,13 @@ ZERO = (
         "grad_sync",
         lambda s: (s.zero_stage == 0) | (s.grad_sync == "overlapped"),
         "zero_stage={s.zero_stage} brings its own way of adding gradients up, a reduce-scatter to "
-        "whoever keeps the sum",
+        "the rank that keeps the sum",
         "'overlapped', or zero_stage=0",
     ),
 )
 
 
-def _dealt_out(name: str, least: int) -> Rule:
+def _sharded(name: str, least: int) -> Rule:
     """Of a state that ZeRO shards from stage ``least`` on."""
     return Rule(
         f"offload[{name!r}]",
@@ -330,10 +332,10 @@ OFFLOAD = (
         "nothing in it leaves the device",
         "None, or a state on 'cpu' or 'nvme'",
     ),
-    _dealt_out("optimizer", 1),
-    _dealt_out("gradients", 2),
+    _sharded("optimizer", 1),
+    _sharded("gradients", 2),
     _updated("gradients"),
-    _dealt_out("parameters", 3),
+    _sharded("parameters", 3),
     _updated("parameters"),
     Rule(
         "offload['activations']",

@@ -1,4 +1,4 @@
-"""Saves a kernel's first picture two to four seconds: a grammar is built when somebody asks for it.
+"""Saves a kernel's first picture two to four seconds: a grammar is built when it is first used.
 
 plotly imports nbformat, which imports jsonschema, which imports rfc3987_syntax where JupyterLab has
 brought it along, for schemas that want an IRI. That package parses a grammar as it is imported
@@ -25,7 +25,7 @@ class _Late(ModuleType):
         return _loaded().is_valid_syntax(term, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # whoever goes through all modules asks for these
+        if name.startswith("__"):  # code that goes through all modules asks for these
             raise AttributeError(name)
         return getattr(_loaded(), name)
 

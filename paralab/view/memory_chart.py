@@ -28,7 +28,7 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     """Bytes on the device by category over one step, a panel for every rank; and beneath, of the
     rank with the highest peak, what it keeps on the host and in files, if anything.
 
-    rank  one rank only; default all, of more than four the fullest and others evenly spaced
+    rank  one rank only; default all, of more than four the highest peak and others evenly spaced
     step  default the one with the highest peak
 
     Raises ValueError if the report has no memory samples, or none of that rank or step.
@@ -38,7 +38,7 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     worst = max(found, key=lambda curve: (curve.peak, -curve.rank))
     said = [f"step {worst.step}"]
     if len(shown) < len(found):
-        said.append(f"{len(shown)} of {len(found)} ranks drawn, the fullest among them")
+        said.append(f"{len(shown)} of {len(found)} ranks drawn, the highest peak among them")
     many = report.world_size > 1
     heads = [f"<b>rank {c.rank}</b>" * many for c in shown]
     away = tiers(worst)
@@ -80,7 +80,7 @@ def memory_charts(runs: Mapping[str, Tables], *, rank: int = 0, step: int | None
 
 
 def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Chart:
-    """The peaks of several runs, {label: report}, by category: a bar for the fullest rank of each.
+    """The peaks of several runs, {label: report}, by category: a bar for the highest rank of each.
 
     title  in place of the finding that the peaks give. Raises ValueError as `memory_charts`
     """
@@ -150,7 +150,7 @@ def _against(label: str, peaks: Mapping[str, float]) -> str:
 
 
 def _spaced(found: list[Curve]) -> list[Curve]:
-    """At most ``MAX_PANELS`` of them: the fullest, and others evenly spaced."""
+    """At most ``MAX_PANELS`` of them: the highest peak, and others evenly spaced."""
     n = len(found)
     if n <= MAX_PANELS:
         return found

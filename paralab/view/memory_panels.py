@@ -1,8 +1,8 @@
 """Panels of memory over a step, one above the other on one scale of bytes.
 
 What was sampled is drawn as it was sampled: a state holds until the next sample, so steps and no
-slopes. A prediction has a sample behind every instruction and one inside the fullest; in outline
-behind some actions and at the peak. The strip above a panel has the step's phases.
+slopes. A prediction has a sample behind every instruction, and one inside that which has the peak;
+in outline behind some actions and at the peak. The strip above a panel has the step's phases.
 """
 
 from __future__ import annotations

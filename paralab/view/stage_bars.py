@@ -1,8 +1,8 @@
 """What every pipeline stage needs on its device at its peak, by category, against what there is.
 
-A bar for the fullest rank of each pipeline rank, for those of a stage differ in nothing but what a
+A bar for the highest peak of each pipeline rank: ranks of one stage differ in nothing but what a
 grid does not divide. What was offloaded is on the host or in files and has bars of its own. Of
-many stages the fullest, the first, the last and some between are drawn.
+many stages the highest peak, the first, the last and some between are drawn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_STAGES = 4
 
 @once
 def peaks(report: Tables) -> dict[tuple[int, str], Peak]:
-    """{(pipeline rank, tier): peak of the fullest rank there}, device first; from the memory table.
+    """{(pipeline rank, tier): highest peak of a rank there}, device first; from the memory table.
 
     Raises ValueError if no memory was sampled.
     """
@@ -72,7 +72,7 @@ def stage_memory(*reports: Tables) -> Chart:
 
 
 def _chosen(totals: dict[int, int]) -> set[int]:
-    """The first, the fullest, the last, and of the others the fullest."""
+    """The first, the highest, the last, and of the others the highest."""
     order = sorted(totals)
     most = sorted(order, key=lambda pp: -totals[pp])
     wanted = dict.fromkeys([most[0], order[0], order[-1], *most])
