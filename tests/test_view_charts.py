@@ -104,6 +104,7 @@ def charts() -> dict[str, Chart]:
         "link": view.link_fit(points()),
         "algorithms": view.algorithms(CURVES, CURVES),
         "bytes": view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9}),
+        "seconds": view.seconds_bars({"a": {"compute": 2.0, "tp": 0.5}}, title="tp is a fifth"),
         "scaling": view.scaling(ROWS),
         "memory": with_memory.memory_chart(),
         "memories": view.memory_charts({"a": with_memory, "b": with_memory}),
@@ -587,6 +588,25 @@ def test_bytes_of_no_known_category_or_below_zero_are_refused():
         view.bytes_bars({"a": {"other": -1}})
     with pytest.raises(ValueError, match="nothing to draw"):
         view.bytes_bars({})
+
+
+def test_seconds_are_stacked_by_part_in_the_colours_of_timelines():
+    parts = {"compute": 2.0, "bubble": 0.25, "tp": 0.5, "rounding": 0.0}
+    chart = view.seconds_bars({"a": parts, "b": {"tp": 0.1}}, title="tp is a fifth")
+    colours = {t.name: t.marker.color for t in chart.data}
+    assert colours["compute"] == theme.KIND_COLOUR["compute"]
+    assert colours["tp"] == theme.axis_colour("tp") and colours["bubble"] == theme.look().wait
+    assert colours["rounding"] in theme.look().series
+    assert {a.text.strip() for a in chart.layout.annotations} == {"2.75 s", "100 ms"}
+    assert title(chart) == "tp is a fifth" and chart.table["seconds"].sum() == 2.85
+    assert "(s)" in chart.layout.xaxis.title.text
+    short = view.seconds_bars({"a": {"tp": 2e-3}}, title="short")
+    assert "(ms)" in short.layout.xaxis.title.text
+    assert [x for t in short.data for x in t.x] == [2.0]
+    with pytest.raises(ValueError, match="finite number of at least 0"):
+        view.seconds_bars({"a": {"tp": -1}}, title="")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        view.seconds_bars({}, title="")
 
 
 # ---- scaling -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     timelines    several reports on one time scale          losses       several runs' losses
     link_fit     alpha and bandwidth of a link              algorithms   time over message size
     bytes_bars   memory by category, against capacity       scaling      throughput over ranks
+    seconds_bars   what the time of steps goes to, part by part
     memory_charts   memory of several runs over a step   memory_bars   their peaks by category
     live_activations   micro-batches that a pipeline's ranks keep, over time
     blocks       which tp rank holds which block of X, W and Y in Y = X W: columns, rows, cubes
@@ -54,6 +55,7 @@ _HOME = {
     "ring": "schematics",
     "scaling": "throughput",
     "schedules": "pipeline",
+    "seconds_bars": "time_bars",
     "simulated_timeline": "pipeline",
     "stage_memory": "stage_bars",
     "stage_time": "stage_stretches",

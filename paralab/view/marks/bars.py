@@ -40,6 +40,7 @@ def bars(
     pale: Collection[str] = (),
     lines: Collection[float] = (),
     said: Mapping[tuple[str, str], str] | None = None,
+    unit: str = "B",
     **style: Any,
 ) -> list[dict[str, Any]]:
     """A trace for every kind.
@@ -50,6 +51,7 @@ def bars(
     pale      labels whose bars are not meant
     lines     values that lines stand at: words step aside
     said      what else an element says when pointed at
+    unit      "B", or "s" of seconds
     """
     labels = list(dict.fromkeys(row[0] for row in rows))
     value = {(row[0], row[1]): float(row[2]) for row in rows}
@@ -59,7 +61,7 @@ def bars(
         name, fill = look(kind)
         mine = [label for label in labels if (label, kind) in value]
         sizes = [value[label, kind] for label in mine]
-        words = [theme.scaled(n, "B") for n in sizes]
+        words = [theme.scaled(n, unit) for n in sizes]
         room = [letter * (len(word) + 1) * end for word in words]
         middles = [start[label] + n / 2 for label, n in zip(mine, sizes, strict=True)]
         near = zip(middles, room, strict=True)
@@ -76,7 +78,9 @@ def bars(
             "marker": {"color": fill, "line": edge}
             | ({"opacity": [PALE if b in pale else 1.0 for b in mine]} if pale else {}),
             **hover(
-                f"{theme.text(label)}<br>{name}: {word} ({n:,.0f} bytes){also}"
+                f"{theme.text(label)}<br>{name}: {word}"
+                + f" ({n:,.0f} bytes)" * (unit == "B")
+                + also
                 for label, word, n, also in zip(mine, words, sizes, more, strict=True)
             ),
             **on(axes),
@@ -111,9 +115,10 @@ def ends(
     words: Mapping[str, str] | None = None,
     axes: tuple[str, str] = AXES,
     size: int = 14,
+    unit: str = "B",
 ) -> list[dict[str, Any]]:
     """What stands behind every bar: its bytes, or ``words``."""
-    said = {label: theme.scaled(n, "B") for label, n in tops.items()} | dict(words or {})
+    said = {label: theme.scaled(n, unit) for label, n in tops.items()} | dict(words or {})
     style = {"size": size, "hold": "left", "axes": axes}
     style |= {"bgcolor": theme.look().paper, "borderpad": 0}
     return [

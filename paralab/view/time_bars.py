@@ -1,0 +1,62 @@
+"""Seconds as stacked bars: what the time of a step goes to, part by part, on one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paralab.checks import illegal, real
+from paralab.view import theme
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import bars as mark
+from paralab.view.memory import rows_of
+
+ROOM = 1.12  # of the longest bar: its total is written behind it
+
+
+def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Chart:
+    """One horizontal bar per entry, its seconds stacked by part.
+
+    bars   {bar label: {part: seconds}}; "compute", "forward", "wait" and the like, and the axes
+           "dp", "tp", "pp", have the colours that they have in timelines
+    title  the finding
+
+    Raises ValueError naming seconds below 0.
+    """
+    if not isinstance(bars, Mapping) or not bars:
+        raise illegal("bars", bars, "nothing to draw", "{label: {part: seconds}}")
+    for label, parts in bars.items():
+        for part, seconds in parts.items():
+            real(f"bars[{label!r}][{part!r}]", seconds, at_least=0.0)
+    rows = rows_of(bars)
+    totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
+    end = ROOM * max(totals.values()) or 1.0
+    unit, per = next(((u, p) for u, p in (("s", 1.0), ("ms", 1e-3)) if end >= p), ("µs", 1e-6))
+    kinds = list(dict.fromkeys(part for _, part, _ in rows))
+    plain = theme.series([kind for kind in kinds if not _known(kind)])
+
+    def look(kind: str) -> tuple[str, str]:
+        return theme.text(kind), _known(kind) or plain[kind]["ink"]
+
+    fig = figure(
+        theme.text(title),
+        "",
+        height=170 + 46 * len(bars),
+        showlegend=True,
+        xaxis=mark.bytes_axis(f"time ({unit})", end, per),
+        yaxis=mark.labels(list(bars)),
+    )
+    traces = mark.bars(rows, per=per, end=end, look=look, kinds=kinds, unit="s")
+    fig.draw(traces, mark.ends(totals, per, unit="s"))
+    return fig.explained(
+        f"seconds of {len(bars)} bar{'s' * (len(bars) != 1)} by part: {' | '.join(map(str, bars))}",
+        ("bar part seconds", rows),
+    )
+
+
+def _known(kind: str) -> str:
+    """The colour that a part has in timelines, or ""."""
+    if kind in theme.AXIS_COLOUR:
+        return theme.axis_colour(kind)
+    if kind in ("wait", "bubble"):
+        return theme.look().wait
+    return theme.KIND_COLOUR.get(kind, "")
