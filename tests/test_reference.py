@@ -305,3 +305,22 @@ def test_a_step_that_overflows_in_fp16_is_left_out_and_the_scale_halved(text, mo
     late = pl.reference.train(SPEC, steps=25, lr=0.5, **given)
     assert worst(start, late.weights)[0] > 0
     assert all(np.isfinite(g).all() for g in late.gradients.values())
+
+
+def test_stages_one_after_the_other_are_the_model():
+    spec = SPEC.replace(layers=3, tied=False)
+    tokens, targets = batch(spec)
+    whole = reference.GPT(spec, seed=3)
+    for count in (1, 2, 3):
+        stages, x = [reference.Stage(spec, i, count, seed=3) for i in range(count)], tokens
+        for stage in stages[:-1]:
+            x = stage(x)
+        assert torch.equal(stages[-1](x, targets), whole(tokens, targets))
+        found = {name: p for stage in stages for name, p in stage.named_parameters()}
+        assert found.keys() == dict(whole.named_parameters()).keys()
+        assert all(torch.equal(found[name], p) for name, p in whole.named_parameters())
+    for change, words in (({"tied": True}, "tied=False"), ({"dropout": 0.1}, "dropout=0.0")):
+        with pytest.raises(ValueError, match=words):
+            reference.Stage(spec.replace(**change), 0, 2)
+    with pytest.raises(ValueError, match="legal: 0 to 1"):
+        reference.Stage(spec, 2, 2)

@@ -14,7 +14,8 @@ plan that trains the same model arrives at the same losses, gradients and weight
             (gpt(tokens, targets) / 2).backward()
         optimizer.step()
 
-`train` is this loop with mixed precision and clipping. Shapes: B samples, s tokens, h hidden,
+`Stage` is the part of the model that one stage of a pipeline computes. `train` is this loop with
+mixed precision and clipping. Shapes: B samples, s tokens, h hidden,
 a heads, d = h/a, V vocabulary.
 """
 
@@ -36,7 +37,7 @@ from paralab.data import Corpus
 from paralab.model import draws
 from paralab.spec import ModelSpec
 
-__all__ = ["GPT", "Trained", "batches", "optimizer", "train"]
+__all__ = ["GPT", "Stage", "Trained", "batches", "optimizer", "train"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -193,6 +194,37 @@ class GPT(nn.Module):
                 with draws.drawing(self.moment.seed_of(f"blocks.{i}"), x.device):
                     x = block(x)
         return self.head(x, targets, self.embedding.token.weight if self.spec.tied else None)
+
+
+class Stage(nn.Module):
+    """Stage ``index`` of ``count`` of ``GPT(spec)``: an equal part of the blocks, with the embedding
+    on the first stage and the head on the last. Parameters have the names of the whole model's.
+
+    The first stage takes tokens, (B, s) int64, every other one what the stage before it returns,
+    (B, s, h); the last one takes ``targets`` too, and returns the mean cross-entropy per token.
+
+    Raises ValueError for a tied head, whose weights both ends would need, and for dropout.
+    """
+
+    def __init__(self, spec: ModelSpec, index: int, count: int, seed: int = 0) -> None:
+        super().__init__()
+        if spec.tied or spec.dropout:
+            why = "a stage has neither the embedding of another one nor its masks"
+            raise illegal("spec", spec, why, "tied=False and dropout=0.0")
+        if not 0 <= index < count <= spec.layers:
+            raise illegal("index", index, f"there are {count} stages", f"0 to {count - 1}")
+        gpt = GPT(spec, seed)
+        mine = range(spec.layers * index // count, spec.layers * (index + 1) // count)
+        self.embedding = gpt.embedding if index == 0 else None
+        self.blocks = nn.ModuleDict({str(i): gpt.blocks[i] for i in mine})
+        self.head = gpt.head if index == count - 1 else None
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x, targets)
 
 
 # ---- the training -------------------------------------------------------------------------------
