@@ -197,8 +197,8 @@ class GPT(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage ``index`` of ``count`` of ``GPT(spec)``: an equal part of the blocks, with the embedding
-    on the first stage and the head on the last. Parameters have the names of the whole model's.
+    """Stage ``index`` of ``count`` of ``GPT(spec)``: an equal part of the blocks, on the first one
+    with the embedding, on the last one with the head. Parameters have the whole model's names.
 
     The first stage takes tokens, (B, s) int64, every other one what the stage before it returns,
     (B, s, h); the last one takes ``targets`` too, and returns the mean cross-entropy per token.
