@@ -8,12 +8,16 @@
 # %% [markdown]
 # # 10 · Composing: which of ten thousand plans?
 #
-# *«Data, tensor, pipeline, ZeRO, recomputation, micro-batches: I have eight GPUs, and nobody tells
-# me the numbers. Do I have to try them all?»*
+# Eight GPUs can be split between data, tensor and pipeline parallelism in ten ways before ZeRO,
+# recomputation and micro-batches are chosen. Which plan is the best one, and do you have to try
+# them all?
 #
-# Each lab so far turned one knob. They all turn at once: the axes are orthogonal, pipeline says
-# *when* something computes, tensor parallelism *how* a layer is cut, ZeRO *who* keeps a state,
-# recomputation *what* is remembered. Eight ranks, three axes:
+# **You will be able to** turn a rank into its coordinates and process groups; write the time and
+# the memory of a step as sums of a few terms; say which term a plan loses by; train a GPT on a
+# data × pipeline mesh with your own code; and read the result of a search over all plans.
+#
+# **You need** labs 02, 03, 05 and 07, sums and fractions, and `torch.distributed`.
+# **Minutes** 110 to 150: 50 of reading and running, the rest for three exercises.
 
 # %%
 import numpy as np
@@ -21,18 +25,69 @@ import pandas as pd
 
 import paralab as pl
 from paralab import view
+from paralab.theory import needs
 
-model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64, attention="explicit")
+model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64, attention="explicit", tied=False)
 cube = pl.Plan(dp=2, tp=2, pp=2, zero_stage=1, microbatches=4, microbatch_size=2)
 view.mesh(cube, rank=0)
 
 # %% [markdown]
-# Rank 0 is a member of three groups, and each carries something else: activations to its tensor
-# partner, several times per layer; gradients to its data partner, once per step; and what leaves
-# its last layer to the next stage, once per micro-batch. Neighbours in rank are tensor partners:
-# they have most to say to each other.
+# ## A rank has three coordinates and three groups
 #
-# Is it still the same training? Two steps of it, beside one process that does everything alone:
+# | symbol | meaning |
+# |---|---|
+# | $d, p, t$ | ranks along the data-, pipeline- and tensor-parallel axis; $n = d\,p\,t$ in all |
+# | $m$, $b$ | micro-batches per step and data-parallel rank; samples per micro-batch |
+# | $s, h, L, a$ | tokens per sample, hidden size, blocks, attention heads |
+# | $\Psi$, $w$ | parameters; bytes of a number (2 in 16 bits) |
+# | $C$, $X$ | FLOPs of a step; FLOP/s that a device reaches |
+# | $S$ | bytes of an activation between two blocks, $S = w\,b\,s\,h$ |
+# | $\alpha, \beta$ | latency of a message or a call (s), seconds per byte, of an axis' links |
+# | $T$, $M$ | seconds of a step, bytes of memory of one rank |
+#
+# Ranks are numbered so that neighbours are tensor parallel. With the coordinates
+# $i_p, i_d, i_t$ along the three axes,
+#
+# $$ r = (i_p\, d + i_d)\, t + i_t $$
+#
+# and backwards $i_t = r \bmod t$, $\; i_d = \lfloor r / t \rfloor \bmod d$,
+# $\; i_p = \lfloor r / (d\,t) \rfloor$. A group consists of the ranks that differ in *one* coordinate.
+# Each group carries something else: the tensor group activations, several times per block; the data
+# group gradients, once per step; the pipeline group what leaves a stage, once per micro-batch.
+#
+# ### Warm-up: make the groups
+# `dist.new_group` has a rule that catches everybody once.
+
+# %%
+warm_up = pl.exercises.mesh_groups
+warm_up
+
+
+# %%
+### ANSWER: mesh_groups
+
+
+warm_up.check(mesh_groups)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** `torch.arange(n).reshape(pp, dp, tp)` is the formula above. Moving one axis to
+# the end and flattening the others lists all groups along that axis. Every rank makes *all* of them,
+# in the same order, because `new_group` is a collective of the whole world: a rank that skips a
+# group leaves the others waiting, or pairs its next call with their skipped one.
+#
+# **Common mistakes.** Calling `new_group` only for the groups that this rank is in; numbering the
+# ranks as (dp, pp, tp); taking the ranks of a pipeline as neighbours. A second answer computes the
+# members from the coordinates, without a tensor:
+
+# %% tags=["solution-only"]
+### ANSWER: mesh_groups_other
+
+
+warm_up.check(mesh_groups)
+
+# %% [markdown]
+# ## Three axes at once are still the same training
+# Eight ranks along three axes take two steps, and one process takes the same steps alone.
 
 # %%
 proof = {"steps": 2, "optimizer": "sgd", "lr": 0.1, "keep_state": True, "progress": False}
@@ -44,9 +99,171 @@ for kind in ("gradients", "weights"):
     print(f"{kind} of all {len(theirs)} parameters equal to five digits:", bool(worst < 1e-5))
 
 # %% [markdown]
-# ## Commit to a guess
-# Below are a dozen ways to train this model on four ranks, sixteen samples per step. All give the
-# same weights. How many times as long does the slowest of them take as the fastest?
+# They compose because each axis adds its own instructions to a rank's program and leaves those of
+# the others alone. This is what two data-parallel copies add to a pipeline of two stages:
+
+# %%
+pipeline = pl.program(model, pl.Plan(pp=2, microbatches=2, microbatch_size=2))
+both = pl.program(model, pl.Plan(pp=2, dp=2, microbatches=2, microbatch_size=2))
+pipeline.diff(both)
+
+# %% [markdown]
+# One all-reduce per step, after the last backward. Sends, receives and their order stay as they
+# were. (The updates of the single blocks become one update of the bucket that the all-reduce needs.)
+
+# %%
+why_innermost = pl.exercises.choose(
+    "Why is tensor parallelism the innermost axis, so that its ranks are neighbours?",
+    [
+        "It needs the most memory, and neighbours share their memory.",
+        "It sends in every block and waits for it, and neighbours are on one node.",
+        "Its groups are the smallest ones, so they have to be made first.",
+    ],
+)
+why_innermost
+
+# %%
+why_innermost.reveal(
+    2,
+    "A block calls two all-reduces forward and two backward, and nothing can be computed meanwhile. "
+    "Links inside a node are several times as fast as those between nodes.",
+)
+
+# %% [markdown]
+# ## Time is compute, plus the bubble, plus communication that nothing hides
+# 1. All $n$ ranks share the FLOPs of a step evenly: $T_\text{compute} = C / (d\,p\,t\,X)$.
+# 2. A pipeline computes a micro-batch in $T_\text{compute}/m$, and its ranks are idle for $p-1$
+#    such slots: $T_\text{bubble} = \frac{p-1}{m}\, T_\text{compute}$. (This bubble is relative to the
+#    *ideal* time; as a share of the *whole* time it is $\frac{p-1}{m+p-1}$. Papers print both.)
+# 3. A rank has $L/p$ blocks. In each, tensor parallelism waits for $k$ all-reduces per micro-batch,
+#    2 forward and 2 backward, and 2 more if forward is recomputed. An all-reduce sends
+#    $\frac{2(t-1)}{t} S$ bytes.
+# 4. A stage sends an activation forward and a gradient backward per micro-batch, $2\,m\,S$ bytes.
+# 5. Data parallelism sums the gradients of $\Psi/(p\,t)$ parameters once.
+#
+# $$ T \;\approx\; \frac{C}{d\,p\,t\,X}\Big(1 + \frac{p-1}{m}\Big)
+#    + \frac{m\,k\,L}{p}\Big(\alpha_t + \frac{2(t-1)}{t}\, S\, \beta_t\Big)
+#    + 2\,m\,(\alpha_p + S\,\beta_p)
+#    + \frac{2(d-1)}{d}\,\frac{w\,\Psi}{p\,t}\,\beta_d $$
+#
+# The next cell evaluates exactly this for a GPT of 39 billion parameters on 64 A100s. Its devices
+# are limited by their products alone, as the formula assumes.
+
+# %%
+big, nodes = pl.ModelSpec.preset("ptdp-39b"), pl.Cluster.preset("dgx-a100", nodes=8)
+ideal = nodes.replace(memory_bandwidth=1e20, operand_bandwidth=1e20, launch_overhead=0)
+
+
+def link(plan, axis, op):  # latency of a call (s) and bytes/s, in the group of rank 0
+    return next(iter(ideal.ways(op, ideal.reach(plan.ranks(axis, 0))).values()))
+
+
+def terms(plan):
+    d, p, t, m = plan.dp, plan.pp, plan.tp, plan.microbatches
+    S = 2 * plan.microbatch_size * big.seq_len * big.hidden
+    T = needs.step_flops(big, plan.global_batch, recompute=plan.recompute) / (d * p * t * ideal.flops)
+    tp, pp, dp = (link(plan, *of) for of in (("tp", "all_reduce"), ("pp", "send"), ("dp", "all_reduce")))
+    return {
+        "compute": T,
+        "bubble": (p - 1) / m * T,
+        "tp": (t > 1) * m * 6 * big.layers / p * (tp.latency + 2 * (t - 1) / t * S / tp.bandwidth),
+        "pp": (p > 1) * 2 * m * (pp.latency + S / pp.bandwidth),
+        "dp": 2 * (d - 1) / d * 2 * big.num_params / (p * t) / dp.bandwidth,
+    }
+
+
+recipe = {"recompute": "full", "precision": "bf16", "microbatch_size": 1}
+cuts = {
+    "dp 8, tp 8": pl.Plan(dp=8, tp=8, microbatches=16, **recipe),
+    "dp 4, pp 2, tp 8": pl.Plan(dp=4, pp=2, tp=8, microbatches=32, **recipe),
+    "pp 8, tp 8": pl.Plan(pp=8, tp=8, microbatches=128, **recipe),
+    "dp 8, pp 8": pl.Plan(dp=8, pp=8, microbatches=16, **recipe),
+    "dp 4, tp 16": pl.Plan(dp=4, tp=16, microbatches=32, **recipe),
+}
+view.seconds_bars(
+    {name: terms(plan) for name, plan in cuts.items()},
+    title="The same FLOPs in five cuts: each loses time to another term",
+)
+
+# %%
+simulated = {n: pl.predict(big, c, ideal, steps=1, detail="actions") for n, c in cuts.items()}
+pd.DataFrame(
+    {
+        "formula (s)": {name: sum(terms(plan).values()) for name, plan in cuts.items()},
+        "simulated (s)": {name: report.step_time for name, report in simulated.items()},
+    }
+).assign(off=lambda t: 100 * (t.iloc[:, 0] / t.iloc[:, 1] - 1)).round(2)
+
+# %% [markdown]
+# The simulation plays every instruction on its lane. The formula adds everything up, so it is
+# the more too slow, the more of its communication hides: `dp 8, pp 8` sums gradients while earlier
+# stages still compute. What cannot hide is called *exposed*.
+#
+# [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met the second term. Its author
+# trains 20 billion parameters on 128 GPUs and reports 170 TFLOP/s with one stage and 33 with four.
+# The thread does not say how many micro-batches there were. A pipeline keeps $m/(m+p-1)$ of its
+# time:
+
+# %%
+{m: f"{170 * m / (m + 4 - 1):.0f} TFLOP/s left of 170" for m in (1, 2, 4, 16, 64)}
+
+# %% [markdown]
+# 33 is near what one micro-batch per step leaves (`gradient_accumulation_steps` of 1). Nothing
+# else in the formula costs so much.
+#
+# ## Memory is states over three axes, plus activations over two
+# A rank keeps the states of its $\Psi/(p\,t)$ parameters: $K_w$ bytes each of weights and gradients,
+# and $K_o$ bytes of optimizer state, which ZeRO-1 shards over $d$. It keeps the inputs of its $L/p$
+# blocks for every micro-batch in flight (1F1B: at most $\min(p, m)$ of them), and recomputes one
+# block at a time, whose activations tensor parallelism shards but for ten parts:
+#
+# $$ M \;\approx\; \frac{\Psi}{p\,t}\Big(K_w + \frac{K_o}{d}\Big)
+#    + \min(p, m)\,\frac{L}{p}\, S
+#    + \frac{S}{2}\Big(10 + \frac{24}{t} + \frac{5\,a\,s}{h\,t}\Big) $$
+
+
+# %%
+def memory(plan):
+    d, p, t = plan.dp, plan.pp, plan.tp
+    S = 2 * plan.microbatch_size * big.seq_len * big.hidden
+    states = big.num_params / (p * t) * (2 + 2 + 12 / (d if plan.zero_stage else 1))
+    block = S / 2 * (10 + 24 / t + 5 * big.heads * big.seq_len / (big.hidden * t))
+    return states + min(p, plan.microbatches) * big.layers / p * S + block
+
+
+sharded = {name: plan.replace(zero_stage=1) for name, plan in cuts.items()}
+weighed = {n: pl.predict(big, c, nodes, steps=1, detail="actions") for n, c in sharded.items()}
+pd.DataFrame(
+    {
+        "formula (GB)": {name: memory(plan) / 1e9 for name, plan in sharded.items()},
+        "compiled (GB)": {name: report.peak_memory / 1e9 for name, report in weighed.items()},
+        "without ZeRO (GB)": {name: memory(plan) / 1e9 for name, plan in cuts.items()},
+    }
+).round(1)
+
+# %% [markdown]
+# The rest is the tied embedding, which both ends of a pipeline keep, and message buffers.
+#
+# ## Only the data-parallel ranks share states
+# In [DeepSpeed #237](https://github.com/deepspeedai/DeepSpeed/issues/237) ZeRO-2 runs out of memory
+# on 8 GPUs of 32 GB with a model-parallel size of 8. A maintainer answers that the partitions are
+# as many as data-parallel ranks, here one, and that a model of 40 billion parameters needs around
+# 48 such GPUs. The same sum says so:
+
+# %%
+forty = pl.ModelSpec(layers=50, hidden=8192, heads=64, seq_len=1024, vocab=51200)
+bars = {}
+for d in (1, 6, 8, 50):
+    plan = pl.Plan(dp=d, tp=8, zero_stage=2, recompute="full", precision="fp16", microbatch_size=1)
+    on = pl.Cluster.preset("dgx-a100", nodes=d)
+    found = pl.predict(forty, plan, on, steps=1, detail="actions").peaks()["predicted"]
+    bars[f"{8 * d} GPUs: tp 8, dp {d}"] = found.drop("total").to_dict()
+view.bytes_bars(bars, {"a V100": 32e9}, title="40 billion parameters, ZeRO-2: 8 GPUs need 80 GB each")
+
+# %% [markdown]
+# ## Twelve plans, predicted before the first process starts
+# These are a dozen ways to train the small model on four ranks, sixteen samples per step. All give
+# the same weights. How many times as long does the slowest of them take as the fastest?
 
 # %%
 guess = pl.exercises.guess(
@@ -76,22 +293,10 @@ plans = {
         tp=2, pp=2, virtual_stages=2, schedule="interleaved", microbatches=4, microbatch_size=4
     ),
 }
-print(
-    len(plans),
-    "plans of",
-    {plan.world_size for plan in plans.values()},
-    "ranks and",
-    {plan.global_batch for plan in plans.values()},
-    "samples",
-)
-
-# %% [markdown]
-# ## Predict first, then run
-# `pl.predict` knows the schedule, the bytes, and this machine's speed, measured once. Every
-# prediction is made before the first process starts.
+print({plan.world_size for plan in plans.values()}, {plan.global_batch for plan in plans.values()})
 
 # %% tags=["measured"]
-cluster = pl.Cluster.local()
+cluster = pl.Cluster.local()  # this machine's speed, measured once
 expected = {name: pl.predict(model, plan, cluster) for name, plan in plans.items()}
 found = {name: pl.run(model, plan, steps=4, progress=False) for name, plan in plans.items()}
 replayed = {name: report.replay(cluster) for name, report in found.items()}
@@ -102,219 +307,177 @@ took = {name: report.step_time for name, report in replayed.items()}
 guess.reveal(max(took.values()) / min(took.values()))
 
 # %% [markdown]
-# What each of them pays with: time, the share of it in which ranks wait for a message, megabytes
-# that a rank sends, and the peak of its memory. Nobody wins in every column.
-
-# %% tags=["measured"]
-rows = {}
-for name, report in found.items():
-    rows[name] = {
-        "step, replayed (ms)": 1e3 * took[name],
-        "predicted (ms)": 1e3 * expected[name].step_time,
-        "waiting (%)": replayed[name].summary().loc["waiting", "value"] / (10 * took[name]),
-        "sent per rank (MB)": report.traffic()["bytes"].mean() / 1e6,
-        "peak memory (MB)": report.peak_memory / 1e6,
-    }
-pd.DataFrame(rows).T.sort_values("step, replayed (ms)").round(2)
-
-# %% [markdown]
-# Times come from this machine. Bytes do not: they were known beforehand.
+# Times belong to this machine. Bytes do not, and were known before the first run:
 
 # %%
-print(
-    "bytes predicted exactly, in all of them:",
-    all(pl.compare(expected[name], found[name]).bytes_agree for name in plans),
+pd.DataFrame(
+    {
+        "sent per rank (MB)": {n: r.traffic()["bytes"].mean() / 1e6 for n, r in found.items()},
+        "bytes as predicted": {n: pl.compare(expected[n], r).bytes_agree for n, r in found.items()},
+    }
+).sort_values("sent per rank (MB)").iloc[[0, 1, 2, -3, -2, -1]].round(2)
+
+# %%
+least_bytes = pl.exercises.choose(
+    "The pipeline of two micro-batches sends the least. Why is it not the fastest plan?",
+    [
+        "Two micro-batches cannot fill four stages: its ranks are idle for 3/5 of the step.",
+        "Its messages are larger than those of the other plans.",
+        "Its four stages compute the same blocks twice.",
+    ],
 )
+least_bytes
+
+# %%
+least_bytes.reveal(1, "(p-1)/(m+p-1) is 3/5 for p = 4 and m = 2. Bytes alone do not decide.")
 
 # %% [markdown]
-# Bytes alone do not decide. A pipeline of two micro-batches sends least of all and stands still for
-# half of its step, as two cannot fill four stages. Tensor parallelism waits for its sums in every
-# layer, and with sequence parallelism for twice as many messages. On this machine a message costs
-# more by its latency than by its bytes.
-#
-# Where prediction and replay differ, `compare` says by how much and why. The plan with most moving
-# parts:
-
-# %% tags=["measured"]
-pl.compare(expected["tp 2, pp 2, interleaved"], found["tp 2, pp 2, interleaved"])
-
-# %% [markdown]
-# ## The same plans, on other wires
-# This machine has one kind of wire. A prediction takes any: four devices as fast as this one's,
-# once all in one node, once on two nodes, with a hundredth of the bandwidth between them.
+# ## On other links another plan wins
+# A prediction takes any links. Here are four devices as fast as this one's, first in one node, then
+# on two nodes with a hundredth of the bandwidth between them.
 
 
 # %% tags=["measured"]
-def nodes(count, name):
+def links(nodes):
     fast, slow = pl.Link(alpha=1e-5, bandwidth=1e10), pl.Link(alpha=1e-4, bandwidth=1e8)
-    return cluster.replace(
-        name=name,
-        nodes=count,
-        devices_per_node=4 // count,
-        intra=fast,
-        inter=slow,
-        collectives={},
-        cores=None,
-    )
+    each = {"nodes": nodes, "devices_per_node": 4 // nodes, "intra": fast, "inter": slow}
+    return cluster.replace(name=f"{nodes} nodes", collectives={}, cores=None, **each)
 
 
-where = {"one node": nodes(1, "one node"), "two nodes": nodes(2, "two nodes")}
 rows = {
-    name: {place: 1e3 * pl.predict(model, plans[name], on).step_time for place, on in where.items()}
+    name: {f"{k} node(s)": 1e3 * pl.predict(model, plans[name], links(k)).step_time for k in (1, 2)}
     for name in ("dp 4", "tp 4", "dp 2, tp 2", "pp 4, 1F1B")
 }
 pd.DataFrame(rows).T.round(1).add_suffix(" (ms per step)")
 
 # %% [markdown]
-# What crosses the slow wire decides. `tp 4` waits for it in every layer; `dp 2, tp 2` keeps tensor
-# parallelism inside a node and sends gradients across, once a step; a pipeline sends least of all.
-# Tensor parallelism inside a node and the other axes across: that is Megatron's first advice. Seen
-# on the mesh:
+# What crosses the slow link decides. `tp 4` waits for it in every block. `dp 2, tp 2` keeps tensor
+# parallelism inside a node and sends gradients across, once per step. A pipeline sends the least.
 
 # %%
-view.mesh(
-    plans["tp 4"],
-    where_two := pl.Cluster.preset("dgx-a100").replace(
-        name="two nodes", nodes=2, devices_per_node=2
-    ),
-    rank=0,
-)
-
-# %%
-view.mesh(plans["dp 2, tp 2"], where_two, rank=0)
+halves = pl.Cluster.preset("dgx-a100").replace(name="two nodes", nodes=2, devices_per_node=2)
+view.mesh(plans["dp 2, tp 2"], halves, rank=0)
 
 # %% [markdown]
-# ## Megatron's advice, tested
-# PTD-P, Megatron's paper of 2021 (sec. 5.4 and 5.5), measured it on clusters. Here is its first
-# experiment by prediction: a GPT of 162 billion parameters on 64 A100s in eight nodes, all 64 of
-# them model-parallel. How much of it should be tensor, how much pipeline?
+# ## Tensor parallelism up to a node, then the pipeline
+# This is Megatron's advice ([PTD-P](https://arxiv.org/abs/2104.04473), sec. 5.4 and 5.5), found on
+# clusters. Here is its first experiment by prediction: a GPT of 162 billion parameters on 64
+# A100s, all of them model parallel. Utilisation (MFU) is the share of the devices' peak that goes
+# into the model's own FLOPs; [lab 11](11_cost.ipynb) defines it.
 
 # %%
-big = pl.ModelSpec(
+wide = pl.ModelSpec(
     layers=32, hidden=20480, heads=128, seq_len=2048, vocab=51200, attention="explicit"
 )
-a100 = pl.Cluster.preset("dgx-a100", nodes=8)
 
 
-def reached(plan, model=big, cluster=a100):
-    report = pl.predict(model, plan, cluster, steps=1, detail="actions")
+def mfu(model, plan):
+    report = pl.predict(model, plan, nodes, steps=1, detail="actions")
     return report.summary().loc["model FLOPs utilisation", "value"]
 
 
 rows = {}
 for batch in (32, 128):
-    for tp in (2, 4, 8, 16, 32):
-        plan = pl.Plan(
-            tp=tp,
-            pp=64 // tp,
-            microbatches=batch,
-            microbatch_size=1,
-            precision="bf16",
-            recompute="full",
-        )
-        rows.setdefault(f"tp {tp}, pp {64 // tp}", {})[f"batch {batch}"] = reached(plan)
+    for t in (2, 4, 8, 16, 32):
+        plan = pl.Plan(tp=t, pp=64 // t, microbatches=batch, **recipe)
+        rows.setdefault(f"tp {t}, pp {64 // t}", {})[f"batch {batch}"] = mfu(wide, plan)
 table = pd.DataFrame(rows).T
 print("best with batch 32:", table["batch 32"].idxmax(), "- with 128:", table["batch 128"].idxmax())
 table.round(1).add_suffix(", MFU (%)")
 
 # %% [markdown]
-# (MFU, model FLOPs utilisation: the FLOPs that the model needs, over those that the devices could
-# do. What is recomputed is not counted; the paper counts it, about a third more.)
+# A node has eight devices. With more than eight tensor-parallel ranks every all-reduce crosses to
+# other nodes, through all eight ports of each, and every product is cut narrower. With fewer, the
+# pipeline is so long that its bubble, $(p-1)/m$, costs what was saved. With the larger batch the
+# bubble is small, and tp = 4 and tp = 8 come out nearly alike. (The paper's figure 13 has its
+# maximum at 8 for both batches.)
 #
-# tp = 8 is a node. Beyond it every layer's all-reduces cross to other nodes, through all eight
-# ports of each (its connections to other nodes) at once, and every product is cut narrower; below
-# it the pipeline is so long that its bubble, (p - 1)/m of the work, eats what was saved. With the
-# larger batch the bubble is small, and tp = 4 and tp = 8 come out nearly alike. (The paper's figure
-# 13 has its maximum at 8 for both.)
-#
-# The second question is the **micro-batch**. A larger one is better for the device and worse for
-# the bubble, because there are fewer of them. Better for the device, as a product has to read its
-# weights, however few tokens it multiplies with them. 91 billion parameters, tp 8, pp 8:
+# The advice has a condition. [Megatron-LM #258](https://github.com/NVIDIA/Megatron-LM/issues/258)
+# reports the opposite from *one* node: with large micro-batches and many of them, eight stages ran
+# over 30 % faster than eight tensor-parallel ranks, with models of up to 10 billion parameters.
+# Predicted for a GPT of 8 billion with micro-batches of four samples of 512 tokens:
 
 # %%
-wide = pl.ModelSpec(
-    layers=32, hidden=15360, heads=128, seq_len=2048, vocab=51200, attention="explicit"
-)
+eight = pl.ModelSpec(layers=40, hidden=4096, heads=32, seq_len=512, vocab=32000)
+node, rows = pl.Cluster.preset("dgx-a100"), {}
+for m in (2, 8, 32, 128):
+    how = {**recipe, "microbatch_size": 4, "microbatches": m}
+    cut = {"tp 8 (s)": pl.Plan(tp=8, **how), "pp 8 (s)": pl.Plan(pp=8, **how)}
+    took_8 = {n: pl.predict(eight, c, node, steps=1, detail="actions").step_time for n, c in cut.items()}
+    rows[f"m = {m}"] = {**took_8, "tp over pp": took_8["tp 8 (s)"] / took_8["pp 8 (s)"]}
+pd.DataFrame(rows).T.round(2)
 
+# %% [markdown]
+# The formula says why. Tensor parallelism pays its all-reduces for every micro-batch, so its third
+# term grows with $m$; the pipeline's bubble shrinks with $m$. Where memory and the batch allow many
+# micro-batches, a pipeline wins inside a node too. Where they do not, as with $m = 2$, it loses.
+#
+# ## A micro-batch of one sample is small for the device, eight are few for the pipeline
+# A larger micro-batch gives the device larger products, and leaves the pipeline fewer micro-batches.
+# Predicted for 91 billion parameters, tp 8, pp 8:
 
+# %%
+mid = wide.replace(hidden=15360)
 rows = {}
 for batch in (128, 512):
     for b in (1, 2, 4, 8):
-        plan = pl.Plan(
-            tp=8,
-            pp=8,
-            microbatches=batch // b,
-            microbatch_size=b,
-            precision="bf16",
-            recompute="full",
-        )
-        rows.setdefault(b, {})[f"batch {batch}"] = reached(plan, wide)
+        cut = {**recipe, "microbatch_size": b, "microbatches": batch // b}
+        rows.setdefault(b, {})[f"batch {batch}"] = mfu(mid, pl.Plan(tp=8, pp=8, **cut))
 table = pd.DataFrame(rows).T.rename_axis("samples per micro-batch")
 print("best with batch 128:", table["batch 128"].idxmax(), "- 512:", table["batch 512"].idxmax())
 table.round(1).add_suffix(", MFU (%)")
 
 # %% [markdown]
-# At a batch of 128 eight samples per micro-batch leave 16 micro-batches for 8 stages, and the
-# bubble decides; at 512 it is small, and one sample is too few: every micro-batch reads all
-# weights, and adds its gradients to those before it. (In the paper's figure 16 two samples win at
-# both batches.) The best two are closer to each other than a prediction is to a measurement.
+# With a batch of 128, eight samples per micro-batch leave 16 micro-batches for 8 stages, and the
+# bubble decides. With 512 one sample is too few: every micro-batch reads all weights, and adds its
+# gradients to those before it. (In the paper's figure 16 two samples win with both batches.) The best
+# two are closer to each other than a prediction is to a measurement.
 #
-# ## Ten thousand plans
+# ## Ten thousand plans are searched in a second
 # `plan_search` goes through every legal combination of dp, tp, pp, schedule, chunks per rank,
-# micro-batches, ZeRO stage, sequence parallelism, recomputation and offload, estimates seconds and
-# bytes of each from compiled programs of one block, leaves out what does not fit, and compiles and
-# simulates the best. 39 billion parameters on 64 A100s:
+# micro-batches, ZeRO stage, sequence parallelism, recomputation and offload. It estimates seconds
+# and bytes of each, drops what does not fit, and compiles and simulates the best ones.
 
 # %% tags=["measured"]
-search = pl.plan_search(pl.ModelSpec.preset("ptdp-39b"), a100, global_batch=128, precision="bf16")
+search = pl.plan_search(big, nodes, global_batch=128, precision="bf16")
 search
 
 # %%
 view.pareto(search)
 
 # %% [markdown]
-# The line is what is worth discussing: who wants to be faster has to find more memory. The winner
-# is ZeRO-3 across nodes, and not Megatron's advice. A prediction lets its gathers overlap
-# perfectly, and no device does quite that: the column *without overlap* (`serial_s` in
-# `search.table`) says how long the same step takes if nothing overlaps. A real step may be slower
-# still: lab 11 has a measured one. And why do the others lose?
+# Plans below the line are impossible; plans above it are never the best choice. To be faster you have
+# to move right, to more memory. The winner uses ZeRO-3 across nodes, against Megatron's advice. The
+# prediction lets its gathers overlap perfectly, and no device does quite that. The column *without
+# overlap* (`serial_s` in `search.table`) says how long the same step takes if nothing overlaps; lab
+# 12 compares both with a measurement. This is what the other choices lose:
 
 # %%
-pd.set_option("display.max_colwidth", 200)
-losers = search.losers()
-losers = losers[losers["setting"].isin(["tp", "pp", "schedule", "recompute", "offload"])]
-losers[["setting", "instead", "times", "fits", "why"]].round(2)
+losers = search.losers().query("setting in ['tp', 'pp', 'recompute', 'schedule']")
+losers[["setting", "instead", "times", "fits"]].sort_values("times").head(8).round(2)
 
 # %% [markdown]
-# ## Turn all the knobs
-# Drag: mesh, timeline, memory and traffic follow. What cannot be says why. *Run it* trains the plan
-# on this machine and lays the replay beside the prediction.
+# ## Every knob at once
+# Drag the sliders: mesh, timeline, memory and traffic follow, and a combination that is not legal
+# says why. *Run it* trains the plan on this machine and puts the replay next to the prediction.
 
 # %%
 pl.explore(model, plan=cube)
 
 # %% [markdown]
-# Without a mouse it is `view.mesh(plan)`, `pl.predict(model, plan).timeline()`, `.memory_chart()`
-# and `.traffic_chart()`.
-#
-# ## Break it
-# Ask for what cannot be, and see whether you are told why:
+# ## Plans that are refused, and one that is legal and a trap
 
 # %%
-for settings in (
-    {"tp": 3},
-    {"pp": 8},
-    {"pp": 2, "virtual_stages": 2, "schedule": "1f1b"},
-    {"dp": 2, "zero_stage": 1, "grad_sync": "naive"},
-):
+for settings in ({"tp": 3}, {"pp": 8}, {"dp": 2, "zero_stage": 1, "grad_sync": "naive"}):
     try:
         pl.run(model, pl.Plan(**settings))
     except ValueError as error:
         print(settings, "->", error, end="\n\n")
 
 # %% [markdown]
-# No process was started. Some plans are legal, and a trap. ZeRO's third stage keeps a shard of
-# every parameter and gathers the rest when it is needed: for every micro-batch, there and back.
+# No process was started. The trap: with $m$ micro-batches ZeRO-1 sends $2\Psi$ along dp, whatever
+# $m$ is; ZeRO-3 gathers every parameter twice per micro-batch and sends $3m\Psi$. A pipeline needs a
+# large $m$, so the two multiply.
 
 # %%
 import warnings
@@ -324,44 +487,212 @@ for stage in (1, 3):
     trap = cube.replace(zero_stage=stage, microbatches=8, microbatch_size=1)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        report = pl.run(model, trap, steps=2, progress=False)
-    sent = report.traffic(by="axis").set_index("axis")["bytes"]
-    rows[f"stage {stage}"] = {axis: sent[axis] / 1e6 for axis in ("dp", "tp", "pp")}
+        sent = pl.predict(model, trap, cluster).traffic(by="axis").set_index("axis")["bytes"]
+    rows[f"ZeRO-{stage}"] = sent[["dp", "tp", "pp"]] / 1e6
 print(heard[0].message)
 pd.DataFrame(rows).T.round(2).add_suffix(" (MB, all ranks)")
 
 # %% [markdown]
-# With m micro-batches stage 1 sends twice the parameters along dp, whatever m is, and stage 3 sends
-# them 3m times. It would do so without a pipeline, too; but there m may be 1, and a pipeline lives
-# on a large one.
-#
-# ## Your turn
+# ## Implement: one training step on a data × pipeline mesh
+# You have the groups. Now write the step in plain PyTorch, with the detail that goes wrong most
+# often when axes are composed: the norm by which gradients are clipped.
 
 # %%
-exercise = pl.exercises.place
+exercise = pl.exercises.mesh_step
 exercise
+
+
+# %%
+### ANSWER: mesh_step
+
+
+verdict = exercise.check(mesh_step)
+verdict
+
+# %% [markdown]
+# If you are stuck, `exercise.hint()` gives one hint at a time.
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Along pp different ranks hold *different* parameters, so squares of the norm are
+# added over pp. Along dp all ranks hold the *same* parameters, so their gradients are averaged first
+# and counted once: $\lVert g \rVert^2 = \sum_{\text{stages}} \lVert g_\text{stage} \rVert^2$. Along tp it is a
+# mixture: shards are added, replicated parameters such as LayerNorm's are counted once.
+#
+# **Common mistakes.** A norm of the own stage (every stage then clips by another factor, and the
+# model is no longer the one process'); a norm before the gradients are averaged; a sum over the
+# whole world, which is too large by $\sqrt{d}$; a loss that is not divided by $m\,d$; gradients that
+# are summed in every backward. A second answer works in 1F1B order and reduces without a copy:
+
+# %% tags=["solution-only"]
+### ANSWER: mesh_step_other
+
+
+exercise.check(mesh_step)
+
+# %% [markdown]
+# ## Your step trains the GPT, next to the library's plan
+# Your two functions, four real ranks, plain `torch.distributed` under `pl.observe`; next to it the
+# library's program for the same plan.
+
+
+# %%
+def train(spec, dp, pp, steps=4):
+    where, groups = mesh_groups(dp=dp, pp=pp, tp=1)
+    stage = pl.reference.Stage(spec, where["pp"], pp)
+    optimizer = pl.reference.optimizer(stage.parameters(), "adamw")
+    for step in range(steps):
+        mine = {"step": step, "rank": where["dp"], "ranks": dp}
+        batches = pl.reference.batches(spec, **mine, microbatches=4, microbatch_size=2)
+        mesh_step(stage, batches, groups, optimizer, 1.0, spec.hidden)
+
+
+same = pl.Plan(dp=2, pp=2, schedule="gpipe", microbatches=4, microbatch_size=2, clip_norm=1.0)
+ours = pl.run(model, same, steps=4, progress=False)
+reports = {"the library's": ours}
+if verdict:
+    reports["yours"] = pl.observe(train, 4, (model, 2, 2))
+else:
+    print("write mesh_groups and mesh_step first")
+sent = {name: r.traffic(["axis", "op"])["bytes"].sum() / 1e6 for name, r in reports.items()}
+pd.DataFrame({"sent by all ranks (MB)": sent}).round(3)
+
+# %% tags=["measured"]
+view.timelines(*reports.values(), labels=list(reports))
+
+# %% [markdown]
+# ## Go further: a planner with thirty questions
+
+# %%
+planner = pl.exercises.place
+planner
 
 
 # %%
 ### ANSWER: place
 
 
-exercise.check(my_planner)
+planner.check(my_planner)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** The formulas above leave few plans worth a question: model parallelism as small as
+# memory allows, tensor parallelism first and only inside a node, ZeRO-1 for nothing, and the least
+# recomputation that fits.
+#
+# **Common mistakes.** Recomputing everything although it fits without; data parallelism alone,
+# which does not fit; tensor parallelism across nodes; plans that leave samples or devices over.
 
 # %% [markdown]
-# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
+# ## What to remember
+# 1. A rank's coordinates follow from $r = (i_p\,d + i_d)\,t + i_t$, and every rank has to make every
+#    group, in the same order.
+# 2. $T \approx$ compute/(d p t) + bubble + exposed communication; each plan is slow by one of these.
+# 3. States are divided by $p\,t$, and by $d$ only with ZeRO; activations by $t$ and by nothing else.
+# 4. Tensor parallelism pays per block and micro-batch, a pipeline per micro-batch, data parallelism
+#    once per step. So they take the links in this order.
+# 5. A norm is added over axes along which parameters differ, and counted once along those that
+#    replicate them.
+#
+# | when | use |
+# |---|---|
+# | the model fits on one device | dp, with ZeRO-1 |
+# | it does not, and one node holds it | tp inside the node (with large $m$: pp), or ZeRO-3 |
+# | one node does not hold it | tp = node, pp across, dp for the rest |
+# | the batch is small | less pp: the bubble is $(p-1)/m$ |
+# | links between nodes are slow | pp or dp across, never tp |
+#
+# ## In PyTorch, DeepSpeed, Megatron
+# torch has the mesh as `DeviceMesh`, and composes by wrapping: `parallelize_module` along `"tp"`,
+# then `fully_shard` along `"dp"`. This runs here, on the reference GPT, with its MLPs cut in two:
+
+
+# %%
+def two_d(spec, dp, tp, steps=3):
+    from torch.distributed import device_mesh, fsdp
+    from torch.distributed.tensor import parallel
+
+    mesh = device_mesh.init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    gpt, losses = pl.reference.GPT(spec), []
+    for block in gpt.blocks:
+        cut = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+        parallel.parallelize_module(block.mlp, mesh["tp"], cut)
+        fsdp.fully_shard(block, mesh=mesh["dp"])
+    fsdp.fully_shard(gpt, mesh=mesh["dp"])
+    optimizer = pl.reference.optimizer(gpt.parameters(), "adamw")
+    for step in range(steps):
+        mine = {"step": step, "rank": mesh["dp"].get_local_rank(), "ranks": dp}
+        [(tokens, targets)] = pl.reference.batches(spec, **mine, microbatch_size=4)
+        loss = gpt(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+theirs = pl.observe(two_d, 4, (model, 2, 2))
+plan = pl.Plan(dp=2, tp=2, zero_stage=3, microbatch_size=4)
+same = pl.run(model, plan, steps=3, progress=False)
+print("losses equal to five digits:", bool(np.allclose(theirs.losses, same.losses, rtol=1e-5)))
+by = {"torch": theirs.traffic(["axis", "op"]), "paralab": same.traffic(["axis", "op"])}
+pd.DataFrame({n: t.set_index(["axis", "op"])["bytes"] / 1e6 for n, t in by.items()}).round(2)
 
 # %% [markdown]
-# ## On your GPUs
-# The same cells run there. `pl.Cluster.local(device="cuda")` measures your GPUs and the links
-# between them; for a cluster that is not at hand take a preset, or
-# `pl.Cluster.preset("dgx-a100").replace(flops=..., intra=pl.Link(...))` with figures of your own.
-# On several nodes `torchrun ... -m paralab run --dp 4 --tp 8 --pp 2`
-# makes the run and `pl.load` reads it. Look first at the level of each group
-# (`report.traffic(by="level")`): what is between nodes should be the smallest number.
+# Both train the same model. Ours sends twice as much along tp, because it cuts attention, embedding
+# and head as well; along dp torch sends more, because what its tp does not cut it gathers on both
+# tensor-parallel ranks. (On a CPU torch's reduce-scatter also gathers; that is a property of gloo,
+# and the report counts it as `gloo surplus`.) A dimension of the mesh that is not wrapped, here pp,
+# needs `torch.distributed.pipelining`; with three axes the order is pp, then tp, then `fully_shard`.
+#
+# ### Twice the GPUs, the same memory
+# [PyTorch examples #1319](https://github.com/pytorch/examples/issues/1319) runs torch's own FSDP × TP
+# example on 4 and on 8 GPUs, and memory stays at 2.1 to 2.4 GB. The script has two blocks of width
+# 256, a vocabulary of 32,000, a fixed `tp_size = 2`, and 8 samples of 256 tokens per data-parallel
+# rank. The same sizes as a plan:
+
+# %%
+theirs_1319 = pl.ModelSpec(layers=2, hidden=256, heads=16, seq_len=256, vocab=32_000, tied=False)
+bars = {}
+for d in (2, 4, 8):
+    plan = pl.Plan(dp=d, tp=2, zero_stage=3, sequence_parallel=True, microbatch_size=8)
+    found = pl.predict(theirs_1319, plan, nodes, steps=1).peaks()["predicted"]
+    bars[f"{2 * d} GPUs: dp {d}, tp 2"] = found.drop("total").to_dict()
+view.bytes_bars(bars, title="More GPUs shard the states, which are the smaller part")
+
+# %% [markdown]
+# States halve with every doubling. The workspace is the logits, $4\,b\,s\,V = 4 \cdot 8 \cdot 256
+# \cdot 32{,}000$ bytes, and does not: each new data-parallel rank brings eight samples of its own.
+# (The example sums its output instead of computing a loss and gathers whole logits on every rank, and
+# what a driver shows includes CUDA's context, so its absolute numbers are larger.) We could read
+# the issue's description and the script, not its answers.
+#
+# ### Flags
+# | here | Megatron-LM | torchtitan | DeepSpeed |
+# |---|---|---|---|
+# | `tp=8` | `--tensor-model-parallel-size 8` | `tensor_parallel_degree = 8` | by Megatron or AutoTP |
+# | `pp=4` | `--pipeline-model-parallel-size 4` | `pipeline_parallel_degree = 4` | `PipelineModule(num_stages=4)` |
+# | `virtual_stages=2` | `--num-layers-per-virtual-pipeline-stage` | `pipeline_parallel_schedule = "Interleaved1F1B"` | not there |
+# | `sequence_parallel=True` | `--sequence-parallel` | with tp always | – |
+# | `zero_stage=1` | `--use-distributed-optimizer` | – | `"zero_optimization": {"stage": 1}` |
+# | `zero_stage=3` | `--use-torch-fsdp2` | `data_parallel_shard_degree` | `{"stage": 3}` |
+# | `microbatch_size=2` | `--micro-batch-size 2` | `local_batch_size` | `"train_micro_batch_size_per_gpu": 2` |
+#
+# In all of them dp is what is left: world size / (tp · pp). Megatron's default order of ranks is
+# `tp-cp-ep-dp-pp`, innermost first, which is the order of this lab.
+#
+# **On your GPUs.** The cells are the same there; none was run on one for this text.
+# `pl.Cluster.local(device="cuda")` measures your GPUs and links. Look first at
+# `report.traffic(by="level")`: what crosses nodes should be the smallest number.
 #
 # ## Read on
-# * Narayanan and others 2021, [PTD-P](https://arxiv.org/abs/2104.04473): sec. 3 for the model of
+# * Narayanan et al. 2021, [PTD-P](https://arxiv.org/abs/2104.04473): sec. 3 for the model of
 #   composing, sec. 5.4 and 5.5 for the experiments above.
+# * [The Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), “5D
+#   parallelism in a nutshell”.
+# * [DeviceMesh](https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html) and [tensor
+#   parallelism with FSDP](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html) in
+#   PyTorch's tutorials.
+# * [torchtitan](https://github.com/pytorch/torchtitan), whose `parallel_dims.py` is the mesh, and
+#   [picotron](https://github.com/huggingface/picotron), whose `process_group_manager.py` is the
+#   warm-up.
 # * In the package: `paralab/programs/compile.py`, where the axes meet, `paralab/grid.py`, the mesh,
-#   `paralab/programs/search.py`. Next: [lab 11](11_trillion.ipynb).
+#   `paralab/programs/search.py`. Next: [lab 11](11_cost.ipynb), what a training costs.
