@@ -21,6 +21,7 @@ from paralab.exercises.cost import training_cost
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.guess import Guess, Reveal, guess
 from paralab.exercises.memory import memory_clinic
+from paralab.exercises.mesh import mesh_groups, mesh_step
 from paralab.exercises.offload import stream
 from paralab.exercises.place import place
 from paralab.exercises.ring import all_gather_half
@@ -47,6 +48,8 @@ ALL = {
         tensor_mlp,
         summa,
         stream,
+        mesh_groups,
+        mesh_step,
         place,
         training_cost,
     )
@@ -65,6 +68,8 @@ __all__ = [
     "gradient_sync",
     "guess",
     "memory_clinic",
+    "mesh_groups",
+    "mesh_step",
     "model_states",
     "own_schedule",
     "place",

@@ -56,7 +56,7 @@ view.mesh(cube, rank=0)
 # group gradients, once per step; the pipeline group what leaves a stage, once per micro-batch.
 #
 # ### Warm-up: make the groups
-# `dist.new_group` has a rule that catches everybody once.
+# `dist.new_group` has one rule that many programs break once.
 
 # %%
 warm_up = pl.exercises.mesh_groups
@@ -72,8 +72,8 @@ warm_up.check(mesh_groups)
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** `torch.arange(n).reshape(pp, dp, tp)` is the formula above. Moving one axis to
 # the end and flattening the others lists all groups along that axis. Every rank makes *all* of them,
-# in the same order, because `new_group` is a collective of the whole world: a rank that skips a
-# group leaves the others waiting, or pairs its next call with their skipped one.
+# in the same order, because `new_group` is a call of the whole world: a rank that skips a group
+# leaves the others waiting, or joins another group than they do.
 #
 # **Common mistakes.** Calling `new_group` only for the groups that this rank is in; numbering the
 # ranks as (dp, pp, tp); taking the ranks of a pipeline as neighbours. A second answer computes the
@@ -115,9 +115,9 @@ pipeline.diff(both)
 why_innermost = pl.exercises.choose(
     "Why is tensor parallelism the innermost axis, so that its ranks are neighbours?",
     [
-        "It needs the most memory, and neighbours share their memory.",
-        "It sends in every block and waits for it, and neighbours are on one node.",
-        "Its groups are the smallest ones, so they have to be made first.",
+        "It needs the most memory, and neighbours share their memory",
+        "It sends in every block and waits for it, and neighbours are on one node",
+        "Its groups are the smallest ones, so they have to be made first",
     ],
 )
 why_innermost
@@ -161,8 +161,12 @@ def link(plan, axis, op):  # latency of a call (s) and bytes/s, in the group of 
 def terms(plan):
     d, p, t, m = plan.dp, plan.pp, plan.tp, plan.microbatches
     S = 2 * plan.microbatch_size * big.seq_len * big.hidden
-    T = needs.step_flops(big, plan.global_batch, recompute=plan.recompute) / (d * p * t * ideal.flops)
-    tp, pp, dp = (link(plan, *of) for of in (("tp", "all_reduce"), ("pp", "send"), ("dp", "all_reduce")))
+    T = needs.step_flops(big, plan.global_batch, recompute=plan.recompute) / (
+        d * p * t * ideal.flops
+    )
+    tp, pp, dp = (
+        link(plan, *of) for of in (("tp", "all_reduce"), ("pp", "send"), ("dp", "all_reduce"))
+    )
     return {
         "compute": T,
         "bubble": (p - 1) / m * T,
@@ -195,9 +199,10 @@ pd.DataFrame(
 ).assign(off=lambda t: 100 * (t.iloc[:, 0] / t.iloc[:, 1] - 1)).round(2)
 
 # %% [markdown]
-# The simulation plays every instruction on its lane. The formula adds everything up, so it is
-# the more too slow, the more of its communication hides: `dp 8, pp 8` sums gradients while earlier
-# stages still compute. What cannot hide is called *exposed*.
+# The simulation plays every instruction on its lane. The formula is too slow where gradients are
+# summed while backward still runs, most of all for `dp 8, tp 8`: communication that nothing hides is
+# called *exposed*, and the formula exposes all of it. It is too fast where one stage has more to do
+# than the others, as the last of eight, which has the head.
 #
 # [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met the second term. Its author
 # trains 20 billion parameters on 128 GPUs and reports 170 TFLOP/s with one stage and 33 with four.
@@ -212,10 +217,10 @@ pd.DataFrame(
 # else in the formula costs so much.
 #
 # ## Memory is states over three axes, plus activations over two
-# A rank keeps the states of its $\Psi/(p\,t)$ parameters: $K_w$ bytes each of weights and gradients,
-# and $K_o$ bytes of optimizer state, which ZeRO-1 shards over $d$. It keeps the inputs of its $L/p$
-# blocks for every micro-batch in flight (1F1B: at most $\min(p, m)$ of them), and recomputes one
-# block at a time, whose activations tensor parallelism shards but for ten parts:
+# A rank keeps the states of its $\Psi/(p\,t)$ parameters: $K_w$ bytes each for weights and gradients
+# (here 2 + 2), and $K_o$ bytes for the optimizer (here 12), which ZeRO-1 shards over $d$. It keeps
+# the inputs of its $L/p$ blocks for every micro-batch in flight (1F1B: at most $\min(p, m)$ of them),
+# and recomputes one block at a time, whose activations tensor parallelism shards, all but ten parts:
 #
 # $$ M \;\approx\; \frac{\Psi}{p\,t}\Big(K_w + \frac{K_o}{d}\Big)
 #    + \min(p, m)\,\frac{L}{p}\, S
@@ -258,7 +263,9 @@ for d in (1, 6, 8, 50):
     on = pl.Cluster.preset("dgx-a100", nodes=d)
     found = pl.predict(forty, plan, on, steps=1, detail="actions").peaks()["predicted"]
     bars[f"{8 * d} GPUs: tp 8, dp {d}"] = found.drop("total").to_dict()
-view.bytes_bars(bars, {"a V100": 32e9}, title="40 billion parameters, ZeRO-2: 8 GPUs need 80 GB each")
+view.bytes_bars(
+    bars, {"a V100": 32e9}, title="40 billion parameters, ZeRO-2: 8 GPUs need 80 GB each"
+)
 
 # %% [markdown]
 # ## Twelve plans, predicted before the first process starts
@@ -321,9 +328,9 @@ pd.DataFrame(
 least_bytes = pl.exercises.choose(
     "The pipeline of two micro-batches sends the least. Why is it not the fastest plan?",
     [
-        "Two micro-batches cannot fill four stages: its ranks are idle for 3/5 of the step.",
-        "Its messages are larger than those of the other plans.",
-        "Its four stages compute the same blocks twice.",
+        "Two micro-batches cannot fill four stages: its ranks are idle for 3/5 of the step",
+        "Its messages are larger than those of the other plans",
+        "Its four stages compute the same blocks twice",
     ],
 )
 least_bytes
@@ -345,7 +352,10 @@ def links(nodes):
 
 
 rows = {
-    name: {f"{k} node(s)": 1e3 * pl.predict(model, plans[name], links(k)).step_time for k in (1, 2)}
+    name: {
+        f"{k} node{'s' * (k > 1)}": 1e3 * pl.predict(model, plans[name], links(k)).step_time
+        for k in (1, 2)
+    }
     for name in ("dp 4", "tp 4", "dp 2, tp 2", "pp 4, 1F1B")
 }
 pd.DataFrame(rows).T.round(1).add_suffix(" (ms per step)")
@@ -403,7 +413,9 @@ node, rows = pl.Cluster.preset("dgx-a100"), {}
 for m in (2, 8, 32, 128):
     how = {**recipe, "microbatch_size": 4, "microbatches": m}
     cut = {"tp 8 (s)": pl.Plan(tp=8, **how), "pp 8 (s)": pl.Plan(pp=8, **how)}
-    took_8 = {n: pl.predict(eight, c, node, steps=1, detail="actions").step_time for n, c in cut.items()}
+    took_8 = {
+        n: pl.predict(eight, c, node, steps=1, detail="actions").step_time for n, c in cut.items()
+    }
     rows[f"m = {m}"] = {**took_8, "tp over pp": took_8["tp 8 (s)"] / took_8["pp 8 (s)"]}
 pd.DataFrame(rows).T.round(2)
 
@@ -531,8 +543,9 @@ exercise.check(mesh_step)
 
 # %% [markdown]
 # ## Your step trains the GPT, next to the library's plan
-# Your two functions, four real ranks, plain `torch.distributed` under `pl.observe`; next to it the
-# library's program for the same plan.
+# Your two functions run on four real ranks, in plain `torch.distributed` under `pl.observe`, next to
+# the library's program for the same plan. Both send the same bytes. Look for the pipeline's triangle
+# of idle ranks, and for what your step waits for after the last backward.
 
 
 # %%
@@ -546,8 +559,8 @@ def train(spec, dp, pp, steps=4):
         mesh_step(stage, batches, groups, optimizer, 1.0, spec.hidden)
 
 
-same = pl.Plan(dp=2, pp=2, schedule="gpipe", microbatches=4, microbatch_size=2, clip_norm=1.0)
-ours = pl.run(model, same, steps=4, progress=False)
+same = pl.Plan(dp=2, pp=2, schedule="gpipe", microbatches=4, microbatch_size=2)
+ours = pl.run(model, same, steps=4, clip_norm=1.0, progress=False)
 reports = {"the library's": ours}
 if verdict:
     reports["yours"] = pl.observe(train, 4, (model, 2, 2))

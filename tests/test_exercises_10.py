@@ -1,0 +1,143 @@
+"""Lab 10's exercises: groups of a mesh, and a training step on a data x pipeline mesh."""
+
+from __future__ import annotations
+
+import pytest
+
+import paralab as pl
+from judged import assert_reads_the_same_alone, defined, judged, missed
+from paralab.exercises import mesh, sources
+
+GROUPS, STEP = pl.exercises.mesh_groups, pl.exercises.mesh_step
+
+
+def changed(exercise, *pairs):
+    """The reference answer with each first text in the place of the second one's."""
+    text = str(exercise.solution())
+    for old, new in pairs:
+        assert old in text, old
+        text = text.replace(old, new)
+    return defined(text, exercise.name)
+
+
+def other(name):
+    return defined(sources.solution(sources.answer(f"{name}_other")), name)
+
+
+# ---- groups --------------------------------------------------------------------------------------
+def by_hand(*, dp, pp, tp):
+    """Coordinates by divisions, groups by steps: an unusual answer that is right."""
+    import torch.distributed as dist
+
+    r, n, groups = dist.get_rank(), dist.get_world_size(), {}
+    for axis, size, step in (("pp", pp, dp * tp), ("tp", tp, 1), ("dp", dp, tp)):
+        for first in range(n):
+            if first // step % size == 0:
+                made = dist.new_group(range(first, first + size * step, step))
+                if (r - first) % step == 0 and 0 <= r - first < size * step:
+                    groups[axis] = made
+    return {"tp": r % tp, "dp": r // tp % dp, "pp": r // tp // dp}, groups
+
+
+KEEP = "            made = dist.new_group(ranks)  # every rank, whether it is in the group or not\n"
+MINE = KEEP + "            if rank in ranks:\n                groups[axis] = made"
+GRID, ALL = "reshape(pp, dp, tp)", 'enumerate(("pp", "dp", "tp"))'
+EVERY = {mesh.PLACE, mesh.MEMBERS, mesh.CALLS}
+WRONG_GROUPS = [  # change of the answer, limits it breaks, words of the verdict
+    ([(MINE, MINE.replace(KEEP, "").replace("= made", "= dist.new_group(ranks)"))],
+     {mesh.CALLS}, "they are not the groups of rank 0: new_group is a call of all ranks"),
+    ([(GRID, "reshape(dp, pp, tp).transpose(0, 1)")], EVERY, "group is [0, 2], yours [0, 4]"),
+    ([(GRID, "reshape(tp, pp, dp).permute(1, 2, 0)")], EVERY, "group is [0, 2], yours [0, 1]"),
+    ([("in enumerate", "in (lambda e: [(0, 'dp'), (1, 'pp'), (2, 'tp')])")], {mesh.MEMBERS},
+     "that is its pp group"),
+    ([(ALL, 'enumerate(("pp", "dp"))')], {mesh.MEMBERS, mesh.CALLS}, "no group of this rank under"),
+    ([("tolist():", "tolist()[::-1 if rank else 1]:")], {mesh.CALLS}, "they are not the order"),
+    ([("        for ranks", "        for ranks in [] if grid.shape[dim] == 1 else []:\n"
+       "            pass\n        for ranks"), (KEEP, KEEP.replace("ranks)", "ranks[:1])"))],
+     {mesh.MEMBERS, mesh.CALLS}, "its dp group is [0, 2], yours [0]"),
+    ([("groups[axis] = made", "groups[axis] = ranks")], {mesh.MEMBERS}, "no group of this rank"),
+    ([("return where, groups", "return tuple(where.values()), groups")], {mesh.PLACE},
+     "raised TypeError"),
+    ([("return where, groups", "return where")], {mesh.PLACE}, "raised ValueError"),
+    ([("new_group(ranks)", "new_group([one + 1 for one in ranks])")], {mesh.PLACE},
+     "new_group([4, 8]) with 8 ranks in all"),
+    ([("dist.get_rank()", "0")], {mesh.PLACE, mesh.MEMBERS},
+     "rank 1: required: {'dp': 0, 'pp': 0, 'tp': 1}"),
+    ([("return where, groups", "return where | {'tp': 0}, groups")], {mesh.PLACE},
+     "'tp': 1}, yours"),
+]  # fmt: skip
+GROUP_WRONG = [changed(GROUPS, *pairs) for pairs, *_ in WRONG_GROUPS]
+GROUP_RIGHT = [changed(GROUPS), other("mesh_groups"), by_hand]
+GROUP_ALL = [*GROUP_WRONG, *GROUP_RIGHT, defined(GROUPS.stub, "mesh_groups")]
+
+
+@pytest.mark.parametrize("at", range(len(WRONG_GROUPS)))
+def test_wrong_groups_are_refused_by_the_limits_they_break(at):
+    verdict = judged(GROUPS, GROUP_WRONG[at], GROUP_ALL)
+    assert missed(verdict) == WRONG_GROUPS[at][1], verdict.table.to_string()
+    assert WRONG_GROUPS[at][2] in verdict.said, verdict.said
+
+
+def test_right_groups_pass_and_the_stub_is_not_started():
+    for answer in GROUP_RIGHT:
+        assert judged(GROUPS, answer, GROUP_ALL).passed, judged(GROUPS, answer, GROUP_ALL)
+    assert not judged(GROUPS, GROUP_ALL[-1], GROUP_ALL).started
+
+
+# ---- a step --------------------------------------------------------------------------------------
+REDUCE = '    dist.all_reduce(flat, group=groups["dp"])  # a sum of shares: the mean\n'
+SQUARE = '    dist.all_reduce(square, group=groups["pp"])  # stages have different parameters\n'
+SUM = "    square = flat.square().sum()\n"
+NORM, WEIGHTS, BYTES = mesh.NORM, mesh.WEIGHTS, mesh.BYTES
+WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
+    ([(" / share", "")], {NORM, WEIGHTS}, "the loss is divided neither by m nor by dp"),
+    ([("len(batches) * dist", "dist")], {NORM, WEIGHTS}, "not divided by the number of micro-"),
+    ([('len(batches) * dist.get_world_size(groups["dp"])', "len(batches)")], {NORM, WEIGHTS},
+     "gradients are added over dp, not averaged"),
+    ([("    square = flat", "    flat /= dist.get_world_size(groups['dp'])\n    square = flat")],
+     {NORM, WEIGHTS}, "gradients are averaged twice over dp"),
+    ([(SQUARE, "")], {NORM, WEIGHTS}, "that is the norm of this stage alone"),
+    ([(SQUARE, "    dist.all_reduce(square)\n")], {NORM, WEIGHTS},
+     "every parameter is counted once for each data-parallel rank"),
+    ([(REDUCE + SUM, SUM + REDUCE)], {NORM, WEIGHTS}, "dp=2, pp=2, step 1, rank 0: "),
+    ([(REDUCE, "")], {NORM, WEIGHTS, BYTES}, "dp=2, pp=2, step 1, rank 0: "),
+    ([("flat *= min(1.0, max_norm / (norm + 1e-6))", "flat *= 1.0")], {WEIGHTS},
+     "it has changed by 7.01 times what is required"),
+    ([("min(1.0, max_norm / (norm + 1e-6))", "max_norm / norm")], {WEIGHTS},
+     "step 2: rank 0: "),
+    ([("return norm", "return min(norm, max_norm)")], {NORM}, "it is the norm after clipping"),
+    ([("return norm", "return norm**2")], {NORM}, "that is the square of the norm"),
+    ([("return norm", "return")], {NORM}, "required: a number, the norm, yours is 'None'"),
+    ([("    optimizer.zero_grad()\n", "")], {NORM, WEIGHTS}, "step 2, rank 0: "),
+    ([("    optimizer.step()\n", "")], {NORM, WEIGHTS}, "it is as it was before"),
+    ([(REDUCE, 2 * (REDUCE + "    flat /= dist.get_world_size(groups['dp'])\n") +
+       "    flat *= dist.get_world_size(groups['dp'])\n")], {BYTES}, "and a norm's"),
+    ([("            x.requires_grad_()\n", "")], {NORM}, "raised "),
+    ([("dist.recv(gradient, after)", "dist.irecv(gradient, after)")], {NORM, WEIGHTS},
+     "never waits for"),
+    ([("y.backward(gradient)", "y.backward(torch.ones_like(y))")], {NORM, WEIGHTS}, "rank 0: "),
+    ([('group=groups["dp"])  #', ")  #")], {NORM}, "raised "),
+]  # fmt: skip
+STEP_WRONG = [changed(STEP, *pairs) for pairs, *_ in WRONG_STEPS]
+STEP_RIGHT = [
+    changed(STEP),
+    other("mesh_step"),
+    changed(STEP, ("for x, y in kept", "for x, y in kept[::-1]")),  # the last one first
+]
+STEP_ALL = [*STEP_WRONG, *STEP_RIGHT, defined(STEP.stub, "mesh_step")]
+ALONE = [STEP_WRONG[-1], STEP_WRONG[16]]  # ranks fail while others wait
+
+
+@pytest.mark.parametrize("at", range(len(WRONG_STEPS)))
+def test_a_wrong_step_is_refused_by_the_limits_it_breaks(at):
+    verdict = judged(STEP, STEP_WRONG[at], STEP_ALL, alone=ALONE)
+    assert WRONG_STEPS[at][1] <= missed(verdict), verdict.table.to_string()
+    assert WRONG_STEPS[at][2] in verdict.said, verdict.said
+
+
+def test_right_steps_pass_and_the_stub_is_not_started():
+    for answer in STEP_RIGHT:
+        verdict = judged(STEP, answer, STEP_ALL, alone=ALONE)
+        assert verdict.passed, verdict.table.to_string()
+    assert not judged(STEP, STEP_ALL[-1], STEP_ALL, alone=ALONE).started
+    assert_reads_the_same_alone(STEP, STEP_WRONG[0], STEP_ALL)
