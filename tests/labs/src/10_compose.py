@@ -50,10 +50,10 @@ view.mesh(cube, rank=0)
 #
 # $$ r = (i_p\, d + i_d)\, t + i_t $$
 #
-# and backwards $i_t = r \bmod t$, $\; i_d = \lfloor r / t \rfloor \bmod d$,
-# $\; i_p = \lfloor r / (d\,t) \rfloor$. A group consists of the ranks that differ in *one* coordinate.
-# Each group carries something else: the tensor group activations, several times per block; the data
-# group gradients, once per step; the pipeline group what leaves a stage, once per micro-batch.
+# and backwards $i_t = r \bmod t$, $\; i_d = \lfloor r / t \rfloor \bmod d$, $\; i_p = \lfloor r /
+# (d\,t) \rfloor$. A group consists of the ranks that differ in *one* coordinate. Each group carries
+# something else: the tensor group activations, several times per block; the data group gradients,
+# once per step; the pipeline group what leaves a stage, once per micro-batch.
 #
 # ### Warm-up: make the groups
 # `dist.new_group` has one rule that many programs break once.
@@ -71,9 +71,9 @@ warm_up.check(mesh_groups)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** `torch.arange(n).reshape(pp, dp, tp)` is the formula above. Moving one axis to
-# the end and flattening the others lists all groups along that axis. Every rank makes *all* of them,
-# in the same order, because `new_group` is a call of the whole world: a rank that skips a group
-# leaves the others waiting, or joins another group than they do.
+# the end and flattening the others lists all groups along that axis. Every rank makes *all* of
+# them, in the same order, because `new_group` is a call of the whole world: a rank that skips a
+# group leaves the others waiting, or joins another group than they do.
 #
 # **Common mistakes.** Calling `new_group` only for the groups that this rank is in; numbering the
 # ranks as (dp, pp, tp); taking the ranks of a pipeline as neighbours. A second answer computes the
@@ -109,7 +109,8 @@ pipeline.diff(both)
 
 # %% [markdown]
 # One all-reduce per step, after the last backward. Sends, receives and their order stay as they
-# were. (The updates of the single blocks become one update of the bucket that the all-reduce needs.)
+# were. (The updates of the single blocks become one update of the bucket that the all-reduce
+# needs.)
 
 # %%
 why_innermost = pl.exercises.choose(
@@ -125,7 +126,7 @@ why_innermost
 # %%
 why_innermost.reveal(
     2,
-    "A block calls two all-reduces forward and two backward, and nothing can be computed meanwhile. "
+    "A block calls two all-reduces forward and two backward, and nothing is computed meanwhile. "
     "Links inside a node are several times as fast as those between nodes.",
 )
 
@@ -133,8 +134,8 @@ why_innermost.reveal(
 # ## Time is compute, plus the bubble, plus communication that nothing hides
 # 1. All $n$ ranks share the FLOPs of a step evenly: $T_\text{compute} = C / (d\,p\,t\,X)$.
 # 2. A pipeline computes a micro-batch in $T_\text{compute}/m$, and its ranks are idle for $p-1$
-#    such slots: $T_\text{bubble} = \frac{p-1}{m}\, T_\text{compute}$. (This bubble is relative to the
-#    *ideal* time; as a share of the *whole* time it is $\frac{p-1}{m+p-1}$. Papers print both.)
+#    such slots: $T_\text{bubble} = \frac{p-1}{m}\, T_\text{compute}$. (This bubble is relative to
+#    the *ideal* time; as a share of the *whole* time it is $\frac{p-1}{m+p-1}$. Papers print both.)
 # 3. A rank has $L/p$ blocks. In each, tensor parallelism waits for $k$ all-reduces per micro-batch,
 #    2 forward and 2 backward, and 2 more if forward is recomputed. An all-reduce sends
 #    $\frac{2(t-1)}{t} S$ bytes.
@@ -200,9 +201,9 @@ pd.DataFrame(
 
 # %% [markdown]
 # The simulation plays every instruction on its lane. The formula is too slow where gradients are
-# summed while backward still runs, most of all for `dp 8, tp 8`: communication that nothing hides is
-# called *exposed*, and the formula exposes all of it. It is too fast where one stage has more to do
-# than the others, as the last of eight, which has the head.
+# summed while backward still runs, most of all for `dp 8, tp 8`: communication that nothing hides
+# is called *exposed*, and the formula exposes all of it. It is too fast where one stage has more to
+# do than the others, as the last of eight, which has the head.
 #
 # [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met the second term. Its author
 # trains 20 billion parameters on 128 GPUs and reports 170 TFLOP/s with one stage and 33 with four.
@@ -217,10 +218,11 @@ pd.DataFrame(
 # else in the formula costs so much.
 #
 # ## Memory is states over three axes, plus activations over two
-# A rank keeps the states of its $\Psi/(p\,t)$ parameters: $K_w$ bytes each for weights and gradients
-# (here 2 + 2), and $K_o$ bytes for the optimizer (here 12), which ZeRO-1 shards over $d$. It keeps
-# the inputs of its $L/p$ blocks for every micro-batch in flight (1F1B: at most $\min(p, m)$ of them),
-# and recomputes one block at a time, whose activations tensor parallelism shards, all but ten parts:
+# A rank keeps the states of its $\Psi/(p\,t)$ parameters: $K_w$ bytes each for weights and
+# gradients (here 2 + 2), and $K_o$ bytes for the optimizer (here 12), which ZeRO-1 shards over $d$.
+# It keeps the inputs of its $L/p$ blocks for every micro-batch in flight (1F1B: at most $\min(p,
+# m)$ of them), and recomputes one block at a time, whose activations tensor parallelism shards, all
+# but ten parts:
 #
 # $$ M \;\approx\; \frac{\Psi}{p\,t}\Big(K_w + \frac{K_o}{d}\Big)
 #    + \min(p, m)\,\frac{L}{p}\, S
@@ -425,8 +427,8 @@ pd.DataFrame(rows).T.round(2)
 # micro-batches, a pipeline wins inside a node too. Where they do not, as with $m = 2$, it loses.
 #
 # ## A micro-batch of one sample is small for the device, eight are few for the pipeline
-# A larger micro-batch gives the device larger products, and leaves the pipeline fewer micro-batches.
-# Predicted for 91 billion parameters, tp 8, pp 8:
+# A larger micro-batch gives the device larger products, and leaves the pipeline fewer
+# micro-batches. Predicted for 91 billion parameters, tp 8, pp 8:
 
 # %%
 mid = wide.replace(hidden=15360)
@@ -442,8 +444,8 @@ table.round(1).add_suffix(", MFU (%)")
 # %% [markdown]
 # With a batch of 128, eight samples per micro-batch leave 16 micro-batches for 8 stages, and the
 # bubble decides. With 512 one sample is too few: every micro-batch reads all weights, and adds its
-# gradients to those before it. (In the paper's figure 16 two samples win with both batches.) The best
-# two are closer to each other than a prediction is to a measurement.
+# gradients to those before it. (In the paper's figure 16 two samples win with both batches.) The
+# best two are closer to each other than a prediction is to a measurement.
 #
 # ## Ten thousand plans are searched in a second
 # `plan_search` goes through every legal combination of dp, tp, pp, schedule, chunks per rank,
@@ -458,11 +460,11 @@ search
 view.pareto(search)
 
 # %% [markdown]
-# Plans below the line are impossible; plans above it are never the best choice. To be faster you have
-# to move right, to more memory. The winner uses ZeRO-3 across nodes, against Megatron's advice. The
-# prediction lets its gathers overlap perfectly, and no device does quite that. The column *without
-# overlap* (`serial_s` in `search.table`) says how long the same step takes if nothing overlaps; lab
-# 12 compares both with a measurement. This is what the other choices lose:
+# Plans below the line are impossible; plans above it are never the best choice. To be faster you
+# have to move right, to more memory. The winner uses ZeRO-3 across nodes, against Megatron's
+# advice. The prediction lets its gathers overlap perfectly, and no device does quite that. The
+# column *without overlap* (`serial_s` in `search.table`) says how long the same step takes if
+# nothing overlaps; lab 12 compares both with a measurement. This is what the other choices lose:
 
 # %%
 losers = search.losers().query("setting in ['tp', 'pp', 'recompute', 'schedule']")
@@ -488,8 +490,8 @@ for settings in ({"tp": 3}, {"pp": 8}, {"dp": 2, "zero_stage": 1, "grad_sync": "
 
 # %% [markdown]
 # No process was started. The trap: with $m$ micro-batches ZeRO-1 sends $2\Psi$ along dp, whatever
-# $m$ is; ZeRO-3 gathers every parameter twice per micro-batch and sends $3m\Psi$. A pipeline needs a
-# large $m$, so the two multiply.
+# $m$ is; ZeRO-3 gathers every parameter twice per micro-batch and sends $3m\Psi$. A pipeline needs
+# a large $m$, so the two multiply.
 
 # %%
 import warnings
@@ -526,14 +528,15 @@ verdict
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Along pp different ranks hold *different* parameters, so squares of the norm are
-# added over pp. Along dp all ranks hold the *same* parameters, so their gradients are averaged first
-# and counted once: $\lVert g \rVert^2 = \sum_{\text{stages}} \lVert g_\text{stage} \rVert^2$. Along tp it is a
-# mixture: shards are added, replicated parameters such as LayerNorm's are counted once.
+# added over pp. Along dp all ranks hold the *same* parameters, so their gradients are averaged
+# first and counted once: $\lVert g \rVert^2 = \sum_{\text{stages}} \lVert g_\text{stage} \rVert^2$.
+# Along tp it is a mixture: shards are added, replicated parameters such as LayerNorm's are counted
+# once.
 #
 # **Common mistakes.** A norm of the own stage (every stage then clips by another factor, and the
 # model is no longer the one process'); a norm before the gradients are averaged; a sum over the
-# whole world, which is too large by $\sqrt{d}$; a loss that is not divided by $m\,d$; gradients that
-# are summed in every backward. A second answer works in 1F1B order and reduces without a copy:
+# whole world, which is too large by $\sqrt{d}$; a loss that is not divided by $m\,d$; gradients
+# that are summed in every backward. A second answer works in 1F1B order and reduces without a copy:
 
 # %% tags=["solution-only"]
 ### ANSWER: mesh_step_other
@@ -543,9 +546,9 @@ exercise.check(mesh_step)
 
 # %% [markdown]
 # ## Your step trains the GPT, next to the library's plan
-# Your two functions run on four real ranks, in plain `torch.distributed` under `pl.observe`, next to
-# the library's program for the same plan. Both send the same bytes. Look for the pipeline's triangle
-# of idle ranks, and for what your step waits for after the last backward.
+# Your two functions run on four real ranks, in plain `torch.distributed` under `pl.observe`, next
+# to the library's program for the same plan. Both send the same bytes. Look for the pipeline's
+# triangle of idle ranks, and for what your step waits for after the last backward.
 
 
 # %%
@@ -587,19 +590,21 @@ planner
 planner.check(my_planner)
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** The formulas above leave few plans worth a question: model parallelism as small as
-# memory allows, tensor parallelism first and only inside a node, ZeRO-1 for nothing, and the least
-# recomputation that fits.
+# **Why it works.** The formulas above leave few plans worth a question: model parallelism as small
+# as memory allows, tensor parallelism first and only inside a node, ZeRO-1 for nothing, and the
+# least recomputation that fits.
 #
 # **Common mistakes.** Recomputing everything although it fits without; data parallelism alone,
 # which does not fit; tensor parallelism across nodes; plans that leave samples or devices over.
 
 # %% [markdown]
 # ## What to remember
-# 1. A rank's coordinates follow from $r = (i_p\,d + i_d)\,t + i_t$, and every rank has to make every
-#    group, in the same order.
-# 2. $T \approx$ compute/(d p t) + bubble + exposed communication; each plan is slow by one of these.
-# 3. States are divided by $p\,t$, and by $d$ only with ZeRO; activations by $t$ and by nothing else.
+# 1. A rank's coordinates follow from $r = (i_p\,d + i_d)\,t + i_t$, and every rank has to make
+#    every group, in the same order.
+# 2. $T \approx$ compute/(d p t) + bubble + exposed communication; each plan is slow by one of
+#    these.
+# 3. States are divided by $p\,t$, and by $d$ only with ZeRO; activations by $t$ and by nothing
+#    else.
 # 4. Tensor parallelism pays per block and micro-batch, a pipeline per micro-batch, data parallelism
 #    once per step. So they take the links in this order.
 # 5. A norm is added over axes along which parameters differ, and counted once along those that
@@ -654,13 +659,14 @@ pd.DataFrame({n: t.set_index(["axis", "op"])["bytes"] / 1e6 for n, t in by.items
 # and head as well; along dp torch sends more, because what its tp does not cut it gathers on both
 # tensor-parallel ranks. (On a CPU torch's reduce-scatter also gathers; that is a property of gloo,
 # and the report counts it as `gloo surplus`.) A dimension of the mesh that is not wrapped, here pp,
-# needs `torch.distributed.pipelining`; with three axes the order is pp, then tp, then `fully_shard`.
+# needs `torch.distributed.pipelining`; with three axes the order is pp, then tp, then
+# `fully_shard`.
 #
 # ### Twice the GPUs, the same memory
-# [PyTorch examples #1319](https://github.com/pytorch/examples/issues/1319) runs torch's own FSDP × TP
-# example on 4 and on 8 GPUs, and memory stays at 2.1 to 2.4 GB. The script has two blocks of width
-# 256, a vocabulary of 32,000, a fixed `tp_size = 2`, and 8 samples of 256 tokens per data-parallel
-# rank. The same sizes as a plan:
+# [PyTorch examples #1319](https://github.com/pytorch/examples/issues/1319) runs torch's own FSDP ×
+# TP example on 4 and on 8 GPUs, and memory stays at 2.1 to 2.4 GB. The script has two blocks of
+# width 256, a vocabulary of 32,000, a fixed `tp_size = 2`, and 8 samples of 256 tokens per
+# data-parallel rank. The same sizes as a plan:
 
 # %%
 theirs_1319 = pl.ModelSpec(layers=2, hidden=256, heads=16, seq_len=256, vocab=32_000, tied=False)
@@ -674,20 +680,23 @@ view.bytes_bars(bars, title="More GPUs shard the states, which are the smaller p
 # %% [markdown]
 # States halve with every doubling. The workspace is the logits, $4\,b\,s\,V = 4 \cdot 8 \cdot 256
 # \cdot 32{,}000$ bytes, and does not: each new data-parallel rank brings eight samples of its own.
-# (The example sums its output instead of computing a loss and gathers whole logits on every rank, and
-# what a driver shows includes CUDA's context, so its absolute numbers are larger.) We could read
-# the issue's description and the script, not its answers.
+# (The example sums its output instead of computing a loss and gathers whole logits on every rank,
+# and what a driver shows includes CUDA's context, so its absolute numbers are larger.) We could
+# read the issue's description and the script, not its answers.
 #
 # ### Flags
-# | here | Megatron-LM | torchtitan | DeepSpeed |
-# |---|---|---|---|
-# | `tp=8` | `--tensor-model-parallel-size 8` | `tensor_parallel_degree = 8` | by Megatron or AutoTP |
-# | `pp=4` | `--pipeline-model-parallel-size 4` | `pipeline_parallel_degree = 4` | `PipelineModule(num_stages=4)` |
-# | `virtual_stages=2` | `--num-layers-per-virtual-pipeline-stage` | `pipeline_parallel_schedule = "Interleaved1F1B"` | not there |
-# | `sequence_parallel=True` | `--sequence-parallel` | with tp always | – |
-# | `zero_stage=1` | `--use-distributed-optimizer` | – | `"zero_optimization": {"stage": 1}` |
-# | `zero_stage=3` | `--use-torch-fsdp2` | `data_parallel_shard_degree` | `{"stage": 3}` |
-# | `microbatch_size=2` | `--micro-batch-size 2` | `local_batch_size` | `"train_micro_batch_size_per_gpu": 2` |
+# | here | Megatron-LM | torchtitan |
+# |---|---|---|
+# | `tp=8` | `--tensor-model-parallel-size 8` | `tensor_parallel_degree = 8` |
+# | `pp=4` | `--pipeline-model-parallel-size 4` | `pipeline_parallel_degree = 4` |
+# | `schedule="interleaved"` | `--num-layers-per-virtual-pipeline-stage 2` | `"Interleaved1F1B"` |
+# | `sequence_parallel=True` | `--sequence-parallel` | with tp always |
+# | `zero_stage=1` | `--use-distributed-optimizer` | – |
+# | `zero_stage=3` | `--use-torch-fsdp2` | `data_parallel_shard_degree = 8` |
+# | `microbatch_size=2` | `--micro-batch-size 2` | `local_batch_size = 2` |
+#
+# DeepSpeed shards along dp (`"zero_optimization": {"stage": 1}` in its JSON), brings pipelines as
+# `PipelineModule(layers, num_stages=4)`, and leaves tensor parallelism to Megatron's layers.
 #
 # In all of them dp is what is left: world size / (tp · pp). Megatron's default order of ranks is
 # `tp-cp-ep-dp-pp`, innermost first, which is the order of this lab.
@@ -701,9 +710,9 @@ view.bytes_bars(bars, title="More GPUs shard the states, which are the smaller p
 #   composing, sec. 5.4 and 5.5 for the experiments above.
 # * [The Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), “5D
 #   parallelism in a nutshell”.
-# * [DeviceMesh](https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html) and [tensor
-#   parallelism with FSDP](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html) in
-#   PyTorch's tutorials.
+# * [DeviceMesh](https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html) and
+#   [tensor parallelism with FSDP](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html)
+#   in PyTorch's tutorials.
 # * [torchtitan](https://github.com/pytorch/torchtitan), whose `parallel_dims.py` is the mesh, and
 #   [picotron](https://github.com/huggingface/picotron), whose `process_group_manager.py` is the
 #   warm-up.
