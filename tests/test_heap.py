@@ -21,7 +21,8 @@ def test_a_gap_between_what_stays_is_used_only_by_what_fits():
     # 3 KB do not fit into the gap of 2 and go to the end; 1 KB does.
     space = heap.first_fit(found)
     assert (space.alive, space.extent) == (12 * KB, 13 * KB)
-    apart = heap.first_fit(found, apart=[("activations",)])
+    assert space.gaps(3) == [0, 2 * KB, 3 * KB] and max(space.gaps(5)) == KB
+    apart = heap.first_fit(found, apart=6)
     assert (apart.alive, apart.extent) == (12 * KB, 12 * KB)
 
 
@@ -51,11 +52,47 @@ def test_alive_is_the_ledgers_peak(found, run):
 
 
 def test_mixed_lives_leave_space_that_no_large_request_can_use(found):
-    mixed = heap.first_fit(found)
-    apart = heap.first_fit(found, apart=[("activations",), ("gradients",)])
-    assert mixed.hole < mixed.free / 2  # free bytes, in pieces
-    assert apart.hole > 2 * mixed.hole
-    assert mixed.alive == apart.alive <= mixed.extent <= apart.extent
+    """Towards the end of backward: long-lived gradients between addresses that are free."""
+    mixed, apart = heap.first_fit(found), heap.first_fit(found, apart=100)
+    event = max(one.died for one in found if one.category == "activations")
+    free, pieces = sum(mixed.gaps(event)), mixed.gaps(event)
+    assert free > mixed.extent / 8 and max(pieces) < free / 2
+    assert max(apart.gaps(event)) > 1.5 * max(pieces)
+    assert mixed.alive == apart.alive and apart.extent < 1.05 * mixed.extent
+
+
+def test_the_caching_allocator_rounds_splits_joins_and_keeps_what_it_reserved():
+    mib = 2**20
+    found = [Storage(0, 3, 100, "workspace"), Storage(1, 4, 3 * mib, "activations"),
+             Storage(2, 5, 12 * mib, "activations"), Storage(4, 6, 5 * mib, "gradients"),
+             Storage(5, 7, 12 * mib, "gradients")]  # fmt: skip
+    rows = heap.cached(found)
+    # 2 MiB for the small one; the 3 MiB get a segment of 20, whose rest serves the first 12
+    assert rows[2] == (2, 512 + 15 * mib, 22 * mib)
+    # 5 MiB: 3 and the 5 behind the 12 are free, not side by side; the second 12 fit once the
+    # first ones are free again
+    assert rows[-1] == (7, 0, 22 * mib) and max(row[2] for row in rows) == 22 * mib
+    alone = heap.cached([Storage(0, 1, 11 * mib, "gradients"), Storage(1, 2, mib, "gradients")])
+    assert [row[2] / mib for row in alone] == [12, 12, 14, 14]  # a multiple of 2; small apart
+
+
+def test_reserved_is_at_least_what_is_allocated_and_never_falls(found):
+    rows = heap.cached(found)
+    assert all(allocated <= reserved for _, allocated, reserved in rows)
+    assert [row[2] for row in rows] == sorted(row[2] for row in rows)
+    assert rows[-1][1] == 0
+
+
+def test_the_map_of_addresses_says_which_request_fails(found):
+    from paralab import view
+
+    event = max(one.died for one in found if one.category == "activations")
+    spaces = {"one": heap.first_fit(found), "apart": heap.first_fit(found, apart=100)}
+    chart = view.addresses(spaces, event)
+    assert "fails in one space (one) and is served in the other" in chart.finding
+    assert len(chart.table) == 2 * len(found)
+    with pytest.raises(ValueError, match="nothing to draw"):
+        view.addresses({}, event)
 
 
 def test_several_ranks_are_refused():

@@ -24,6 +24,7 @@ from paralab.exercises.memory import memory_clinic
 from paralab.exercises.mesh import mesh_groups, mesh_step
 from paralab.exercises.offload import stream
 from paralab.exercises.place import place
+from paralab.exercises.recomputed import checkpoint
 from paralab.exercises.ring import all_gather_half
 from paralab.exercises.schedule import own_schedule
 from paralab.exercises.states import model_states
@@ -45,6 +46,7 @@ ALL = {
         deadlock_clinic,
         zero_step,
         memory_clinic,
+        checkpoint,
         tensor_mlp,
         summa,
         stream,
@@ -56,6 +58,7 @@ ALL = {
 }
 
 __all__ = [
+    "checkpoint",
     "ALL",
     "Choice",
     "Exercise",

@@ -1,23 +1,22 @@
-"""Fragmentation, seen on the storages of a real step: enough free bytes, and no room.
+"""Fragmentation and caching, seen on the storages of a real step: free bytes, and no room.
 
-An allocator deals addresses, and what it has given cannot be moved. When storages that live long
-lie between others that live a moment, the gaps that the short ones leave may be too small for the
-next large one, however many there are. ZeRO calls the remedy memory defragmentation, MD: what lives
-long, checkpointed activations and gradients, gets a contiguous region of its own from the beginning
-(Rajbhandari+ 2020, arXiv:1910.02054, sec. 6.3). Lab 06.
+An allocator hands out addresses, and what it has given cannot be moved. When storages that live
+long stand between others that live briefly, the gaps that the short ones leave may be too small for
+the next large request, however many there are. ZeRO calls the remedy memory defragmentation, MD:
+what lives long gets a contiguous region of its own from the beginning (Rajbhandari+ 2020,
+arXiv:1910.02054, sec. 6.3). Lab 06.
 
-`storages` lists what one training step creates and gives back, as the ledger saw it; `first_fit`
-puts that into an address space, each storage where it first fits, and says how much space it took.
-Real allocators are cleverer (sizes in classes, pages remapped), and have the same problem.
+    storages    what one training step creates and gives back, as the ledger saw it
+    first_fit   these in an address space, each storage where it first fits
+    cached      these served by CUDA's caching allocator: bytes allocated and bytes reserved
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.instruments.samples import CATEGORIES
 from paralab.spec import ModelSpec, Plan
 
 if TYPE_CHECKING:
@@ -36,18 +35,22 @@ class Storage(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What a sequence of storages needs of an address space.
+    """An address space in which storages were placed.
 
-    alive         most bytes alive at once
-    extent        bytes of address space: what a device must have
-    free, hole    at the moment when most of the free space is of no use to one large request: bytes
-                  that are free, and the largest piece of them
+    alive    most bytes alive at once
+    extent   bytes of address space: what a device must have
+    blocks   (first address, end, storage), by address
     """
 
     alive: int
     extent: int
-    free: int
-    hole: int
+    blocks: tuple[tuple[int, int, Storage], ...]
+
+    def gaps(self, event: int) -> list[int]:
+        """Bytes of every free piece at an event, in order of addresses."""
+        here = [block for block in self.blocks if block[2].born <= event < block[2].died]
+        edges = [0, *(edge for start, end, _ in here for edge in (start, end)), self.extent]
+        return [end - start for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def storages(model: ModelSpec, plan: Plan | None = None) -> list[Storage]:
@@ -109,31 +112,32 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
     return sorted(found)
 
 
-def first_fit(found: Sequence[Storage], *, apart: Sequence[Collection[str]] = ()) -> Space:
-    """Lay storages into an address space, each into the first gap that is large enough.
+def first_fit(found: Sequence[Storage], *, apart: int | None = None) -> Space:
+    """Place storages in an address space, each in the first gap that is large enough.
 
-    apart  sets of categories; each set gets a region of its own, as large as it needs
+    apart  storages that live for more events than this get a region of their own, at the bottom
     """
-    rest = set(CATEGORIES).difference(*apart)
-    blocks: list[tuple[int, int, Storage]] = []  # (address, end, what)
+    long = [one for one in found if apart is not None and one.died - one.born > apart]
+    blocks: list[tuple[int, int, Storage]] = []
     extent = 0
-    for region in (*apart, rest):
-        laid = _lay([storage for storage in found if storage.category in region])
-        blocks += [(extent + start, extent + end, storage) for start, end, storage in laid]
+    for region in (long, [one for one in found if one not in set(long)]):
+        blocks += [(extent + start, extent + end, one) for start, end, one in _placed(region)]
         extent = max((end for _, end, _ in blocks), default=0)
-    blocks.sort()
-    alive, free, hole = 0, 0, 0
-    for storage in found:
-        here = [b for b in blocks if b[2].born <= storage.born < b[2].died]
-        edges = [0, *(edge for start, end, _ in here for edge in (start, end)), extent]
-        gaps = [end - start for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        alive = max(alive, sum(b[2].bytes for b in here))
-        if sum(gaps) - max(gaps) > free - hole:
-            free, hole = sum(gaps), max(gaps)
-    return Space(alive, extent, free, hole)
+    alive = max((allocated for _, allocated in _alive(found)), default=0)
+    return Space(alive, extent, tuple(sorted(blocks)))
 
 
-def _lay(found: Sequence[Storage]) -> list[tuple[int, int, Storage]]:
+def _alive(found: Sequence[Storage]) -> Iterator[tuple[int, int]]:
+    """(event, bytes alive) after every birth and death."""
+    now = 0
+    for event, size in sorted(
+        [*((s.born, s.bytes) for s in found), *((s.died, -s.bytes) for s in found)]
+    ):
+        now += size
+        yield event, now
+
+
+def _placed(found: Sequence[Storage]) -> list[tuple[int, int, Storage]]:
     """(address, end, storage), each at the lowest address where it has room."""
     laid: list[tuple[int, int, Storage]] = []
     taken: list[tuple[int, int, Storage]] = []  # of them those alive, by address
@@ -147,3 +151,61 @@ def _lay(found: Sequence[Storage]) -> list[tuple[int, int, Storage]]:
         laid.append((at, at + size, storage))
         taken = sorted([*taken, laid[-1]])
     return laid
+
+
+# ---- CUDA's caching allocator --------------------------------------------------------------------
+MIB = 2**20
+
+
+def cached(found: Sequence[Storage]) -> list[tuple[int, int, int]]:
+    """[(event, bytes allocated, bytes reserved)]: these storages in CUDA's caching allocator.
+
+    It asks the driver for segments and never gives one back: 2 MiB for requests of up to 1 MiB, 20
+    MiB for those below 10 MiB, else the request itself, rounded to 2 MiB. A request takes the
+    smallest free block that is large enough, and splits off what is left (c10/cuda/
+    CUDACachingAllocator.cpp, with default settings and one stream).
+    """
+    segments: list[tuple[bool, list[list[Any]]]] = []  # small or not, blocks: [bytes, storage]
+    events = [(one.died, 0, i) for i, one in enumerate(found)]
+    events += [(one.born, 1, i) for i, one in enumerate(found)]
+    rows, allocated = [], 0
+    for event, born, i in sorted(events):
+        size = -(-max(found[i].bytes, 1) // 512) * 512
+        allocated += size if born else -size
+        if born:
+            _take(segments, size, i)
+        else:
+            _give_back(segments, i)
+        rows.append((event, allocated, sum(b[0] for _, blocks in segments for b in blocks)))
+    return rows
+
+
+def _take(segments: list[tuple[bool, list[list[Any]]]], size: int, i: int) -> None:
+    small = size <= MIB
+    free = [
+        (block[0], n, k)
+        for n, (kind, blocks) in enumerate(segments)
+        for k, block in enumerate(blocks)
+        if kind == small and block[1] is None and block[0] >= size
+    ]
+    if not free:
+        new = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+        segments.append((small, [[new, None]]))
+        free = [(new, len(segments) - 1, 0)]
+    room, n, k = min(free)
+    left = room - size
+    split = left >= 512 if small else left > MIB
+    segments[n][1][k : k + 1] = [[size, i], [left, None]] if split else [[room, i]]
+
+
+def _give_back(segments: list[tuple[bool, list[list[Any]]]], i: int) -> None:
+    """Free the block of storage ``i``, and join it with free neighbours."""
+    for _, blocks in segments:
+        for k, block in enumerate(blocks):
+            if block[1] == i:
+                block[1] = None
+                first, last = max(k - 1, 0), min(k + 1, len(blocks) - 1)
+                first += blocks[first][1] is not None
+                last -= blocks[last][1] is not None
+                blocks[first : last + 1] = [[sum(b[0] for b in blocks[first : last + 1]), None]]
+                return

@@ -23,6 +23,7 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     schedules    naive, GPipe, 1F1B, interleaved, ZB, or your own, on one axis
     zero_shards, zero_unit   what each rank keeps under ZeRO 0-3; the life of one of ZeRO-3's units
     ring         an all-reduce on a ring, chunk by chunk
+    addresses    an address space over a step: fragmentation
     data_flow    what offload moves between device, host and files
     use_theme    "light" | "dark", for figures made from then on
 """
@@ -36,6 +37,7 @@ from typing import Any
 # other.
 _HOME = {
     "Chart": "chart",
+    "addresses": "address_map",
     "algorithms": "links",
     "blocks": "matrix_blocks",
     "bytes_bars": "memory",

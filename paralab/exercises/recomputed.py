@@ -1,0 +1,133 @@
+"""Lab 06: activation checkpointing, written as an autograd function in plain PyTorch.
+
+The checker trains one step of the reference GPT with dropout, two micro-batches in flight, once as
+it is, once with torch.utils.checkpoint and once with the answer. Gradients and the generator behind
+the step are compared bit by bit with the first; memory with the second, by the live ledger; and the
+blocks count how often they are called (Chen+ 2016, arXiv:1604.06174: one forward more).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.tries import Found, Takes, Try, look_at_memory, on_ranks
+from paralab.exercises.verdict import Notes
+from paralab.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MODEL = ModelSpec(layers=6, hidden=32, heads=2, seq_len=32, attention="explicit")
+MICROBATCHES = 2
+DROPOUT = 0.1
+SPARE = 1.05  # times what torch.utils.checkpoint needs
+GRADIENTS, GENERATOR, FORWARDS, MEMORY = "gradients", "generator", "forwards", "peak memory"
+ASKED = (
+    (GRADIENTS, "of one step: those without my_checkpoint, bit for bit"),
+    (GENERATOR, "random numbers drawn after the step: as without it"),
+    (FORWARDS, "every block: exactly 2 per micro-batch"),
+    (MEMORY, "at most 5 % more than torch.utils.checkpoint, beyond the parameters"),
+)
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for notes, found in on_ranks(tries, stepped, 1, timeout=timeout):
+        _look(notes, found)
+
+
+def stepped(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
+    """What the rank runs: the step without, with torch's and with the answer's checkpoints."""
+    from torch.utils import checkpoint as torchs
+
+    def forbidden(*args: Any, **settings: Any) -> Any:
+        raise RuntimeError("torch.utils.checkpoint is called: write what it does")
+
+    def its_own(block: Any, x: Any) -> Any:
+        return torchs.checkpoint(block, x, use_reentrant=False)
+
+    runs = {"without": _step(watch, lambda block, x: block(x), seed)}
+    runs["torch"] = _step(watch, its_own, seed)
+    with mock.patch.object(torchs, "checkpoint", forbidden):
+        runs["yours"] = _step(watch, answer[0], seed)
+    return runs
+
+
+def _step(watch: Any, apply: Callable[[Any, Any], Any], seed: int) -> dict[str, Any]:
+    import torch
+    from torch import nn
+
+    from paralab.exercises.watched import array
+    from paralab.model import reference
+
+    torch.manual_seed(seed)
+    gpt, calls = reference.GPT(MODEL), [0] * MODEL.layers
+
+    class Through(nn.Module):
+        """Calls a block through the answer, and counts how often the block runs."""
+
+        def __init__(self, block: nn.Module, place: int) -> None:
+            super().__init__()
+            self.block = nn.Sequential(block, nn.Dropout(DROPOUT))
+            self.block.register_forward_pre_hook(lambda *_: self.count(place))
+
+        def count(self, place: int) -> None:
+            calls[place] += 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = apply(self.block, x)
+            if not isinstance(y, torch.Tensor) or y.shape != x.shape:
+                raise ValueError(f"my_checkpoint returns {type(y).__name__}, not the block's y")
+            return y
+
+    gpt.blocks = nn.ModuleList(Through(block, i) for i, block in enumerate(gpt.blocks))
+    data = reference.batches(MODEL, step=0, microbatches=MICROBATCHES)
+    with watch.section() as section:
+        loss = sum(gpt(*one) for one in data)  # both are in flight when backward begins
+        loss.backward()
+    missing = [name for name, p in gpt.named_parameters() if p.grad is None]
+    if missing:
+        raise ValueError(f"after backward {missing[0]} has no gradient")
+    gradients = {name: array(p.grad) for name, p in gpt.named_parameters()}
+    after = array(torch.rand(8))
+    return {"gradients": gradients, "after": after, "calls": calls, "peak": section.peak}
+
+
+def _look(notes: Notes, found: Found) -> None:
+    runs = found.results[0]
+    right, torchs, yours = runs["without"], runs["torch"], runs["yours"]
+    notes.look(GRADIENTS, "", _differs(yours["gradients"], right["gradients"]), "all equal")
+    same = (yours["after"] == right["after"]).all()
+    wrong = "" if same else "the program draws other numbers after the step than without"
+    notes.look(GENERATOR, "", wrong, "as without")
+    required = 2 * MICROBATCHES
+    odd = next((i for i, n in enumerate(yours["calls"]) if n != required), None)
+    wrong = "" if odd is None else f"block {odd} runs {yours['calls'][odd]} times in the step, "
+    notes.look(FORWARDS, "", wrong and wrong + f"required: {required}", f"{required} in the step")
+    limit = int(SPARE * torchs["peak"])
+    words = f"has {{held}} bytes at its peak, required: {limit:,}; without it {right['peak']:,}"
+    look_at_memory(notes, MEMORY, "", [yours["peak"]], limit, words)
+
+
+def _differs(yours: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> str:
+    """The last tensor, in the order of forward, whose gradient differs, in words, or ""."""
+    import numpy as np
+
+    for name, array in reversed(right.items()):
+        if yours[name].tobytes() != array.tobytes():
+            off = float(np.abs(yours[name] - array).max() / np.abs(array).max())
+            if not np.isfinite(off) or off > 1e-4:
+                return f"{name} is off by {100 * off:.2g} % of its largest entry"
+            return f"{name} differs in its last digits ({off:.1e} of its largest entry)"
+    return ""
+
+
+checkpoint = Exercise(
+    name="checkpoint",
+    lab="06",
+    asked=ASKED,
+    takes=(Takes("a function", "my_checkpoint(block, x)", 2),),
+    checker=check,
+)

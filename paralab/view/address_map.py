@@ -1,0 +1,77 @@
+"""An address space over a step: which storage has which addresses, and where a request would fail.
+
+From instruments/heap.py: storages of a real training step, placed one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from paralab.checks import illegal
+from paralab.view import theme
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import boxes as mark
+from paralab.view.marks import note, upright
+
+if TYPE_CHECKING:
+    from paralab.instruments.heap import Space
+
+HEIGHT = 260  # pixels of a panel
+
+
+def addresses(spaces: Mapping[str, Space], event: int) -> Chart:
+    """One panel per address space: events to the right, addresses upwards, a box per storage, and a
+    line at ``event``, with the free bytes there and the largest free piece of them.
+
+    ``table``: space, category, born, died, address, bytes. Raises ValueError without a space.
+    """
+    if not spaces:
+        raise illegal("spaces", spaces, "nothing to draw", "{name: heap.first_fit(...)}")
+    unit, per = theme.unit_of(max(space.extent for space in spaces.values()))
+    traces, notes, shapes, rows, layout, free = [], [], [], [], {}, {}
+    room = 1 / len(spaces)
+    for i, (name, space) in enumerate(spaces.items()):
+        axis = f"y{i + 1}" if i else "y"
+        top = 1 - i * room
+        layout[axis.replace("y", "yaxis")] = {
+            "domain": [top - room * 0.86, top - room * 0.08],
+            "range": [0, space.extent / per],
+            "title": {"text": f"address ({unit})"},
+        }
+        gaps = space.gaps(event)
+        free[name] = max(gaps)
+        said = f"<b>{theme.text(name)}</b>: at the line {theme.scaled(sum(gaps), 'B')} are free, "
+        said += f"the largest piece has {theme.scaled(max(gaps), 'B')}"
+        notes.append(note(said, 0, top, axes=("paper", "paper"), hold="left top"))
+        shapes.append(upright(event, axis=f"{axis} domain", dash="dash"))
+        for kind in dict.fromkeys(one.category for *_, one in space.blocks):
+            placed = [block for block in space.blocks if block[2].category == kind]
+            rows += [(name, kind, s.born, s.died, at, end - at) for at, end, s in placed]
+            words = f"{kind}, {{}}".format
+            look = mark.look(kind, theme.category_colour(kind), edge=0, axes=("x", axis))
+            boxed = [
+                (s.born, s.died - s.born, (at + end) / 2 / per, (end - at) / per, "",
+                 words(theme.scaled(s.bytes, "B")))
+                for at, end, s in placed
+            ]  # fmt: skip
+            traces.append(mark.boxes(boxed, look, legendgroup=kind, showlegend=not i))
+    last = max(one.died for space in spaces.values() for *_, one in space.blocks)
+    best, worst = max(free, key=lambda n: free[n]), min(free, key=lambda n: free[n])
+    said = f"A request of {theme.scaled((free[best] + free[worst]) / 2, 'B')} at the line fails"
+    if len(spaces) > 1 and free[best] > free[worst]:
+        said += f" in one space ({theme.text(worst)}) and is served in the other"
+    fig = figure(
+        said,
+        "white: free addresses · a box: one storage, from its first to its last event",
+        height=110 + HEIGHT * len(spaces),
+        bargap=0,
+        xaxis={"title": {"text": "event of the step (a storage is created or freed)"},
+               "range": [0, last], "anchor": f"y{len(spaces)}" if len(spaces) > 1 else "y"},
+        **layout,
+    )  # fmt: skip
+    fig.draw(traces, notes, shapes)
+    return fig.explained(
+        f"{len(spaces)} address spaces of {len(rows)} storages",
+        ("space category born died address bytes", rows),
+    )
