@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from itertools import combinations, product
+
+import numpy as np
 import pytest
 
 import bad_answers_06 as bad
@@ -9,7 +13,8 @@ import paralab as pl
 from judged import assert_reads_the_same_alone, defined, judged, launches, missed
 from paralab.exercises import sources
 
-CHECKPOINT = pl.exercises.checkpoint
+CHECKPOINT, CLINIC = pl.exercises.checkpoint, pl.exercises.memory_clinic
+PATIENTS = CLINIC.patients
 ANSWERS = [
     defined(text, "my_checkpoint")
     for text in (str(CHECKPOINT.solution()), sources.answer("checkpoint_other"))
@@ -57,3 +62,195 @@ def test_checkpoints_are_judged_in_one_launch_and_read_the_same_alone():
     assert launches["checkpoint"] == 1
     stub = CHECKPOINT.check(defined(CHECKPOINT.stub, "my_checkpoint"))
     assert not stub and not stub.started
+
+
+# ---- the estimator -------------------------------------------------------------------------------
+ESTIMATOR, MADE = pl.exercises.memory_estimator, bad.ESTIMATES
+ESTIMATORS = [
+    defined(text, "my_estimate")
+    for text in (str(ESTIMATOR.solution()), sources.answer("memory_estimator_other"))
+]
+ZERO = {"ZeRO-1 and ZeRO-2", "ZeRO-3"}
+WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
+    (MADE["always fp32"], {"bf16"}, "w is 2 bytes in bf16"),
+    (MADE["one unit"], {"ZeRO-3"}, "padded once, and every unit is padded by itself"),
+    (MADE["not padded"], ZERO | {"bf16"}, "that is not padded"),
+    (MADE["no master"], {"bf16"}, "the master weights belong to the optimizer, 4 Ψ more"),
+    (MADE["no counts"], {"one device"} | ZERO, "AdamW's step counts are missing"),
+    (MADE["counts per tensor"], ZERO, "with ZeRO there is one per unit"),
+    (MADE["no scores"], {"one device"}, "the softmax's result is missing, w a b s² per block"),
+    (MADE["no means"], {"one device"}, "mean and deviation of the two norms are missing"),
+    (MADE["short loss"], {"bf16"}, "the probabilities of the loss have 4 bytes in bf16 too"),
+    (MADE["no ends"], {"one device"}, "the embedding and the head are missing"),
+    (MADE["Korthikanti"], {"one device"}, "that is Korthikanti's formula"),
+    (
+        MADE["all sharded"],
+        {"ZeRO-1 and ZeRO-2"},
+        "stage 1 does not shard it: every rank has all n parts",
+    ),
+    (MADE["whole gradients"], ZERO, "shards it: every rank keeps an n-th"),
+    (MADE["one sample"], {"one device"}, "that is one sample"),
+    (bad.asks_the_program, {"one device"}, "a pl.Plan is made: count the bytes yourself"),
+    (bad.no_optimizer, {"one device"}, "the state 'optimizer' is missing"),
+    (bad.a_sum, {"one device"}, "required: a dict, {state: bytes}, yours is a float"),
+]
+ESTIMATED = [*(row[0] for row in WRONG_BYTES), *ESTIMATORS, MADE[""]]
+
+
+@pytest.mark.parametrize("answer, limits, words", WRONG_BYTES)
+def test_a_wrong_estimate_is_refused_with_the_mistake_named(answer, limits, words):
+    verdict = judged(ESTIMATOR, answer, ESTIMATED)
+    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+@pytest.mark.parametrize("answer", [*ESTIMATORS, MADE[""]])
+def test_a_right_estimate_passes(answer):
+    verdict = judged(ESTIMATOR, answer, ESTIMATED)
+    assert verdict.passed, repr(verdict)
+
+
+def test_estimates_are_judged_in_one_launch_and_the_stub_is_not_started():
+    judged(ESTIMATOR, MADE[""], ESTIMATED)
+    assert launches["memory_estimator"] == 1
+    stub = ESTIMATOR.check(defined(ESTIMATOR.stub, "my_estimate"))
+    assert not stub and not stub.started
+
+
+# ---- lab 06: the clinic --------------------------------------------------------------------------
+GOOD = {
+    "more nodes": ("optimizer", {"shard": 8, "recompute": "full"}),
+    "twice the devices": ("activations", {"recompute": "full"}),
+    "fully sharded": ("buffers", {"prefetch": 1, "recompute": "full"}),
+    "a small model": ("buffers", {"bucket_bytes": 2**16}),
+}
+TREATMENTS = [  # patient, what is handed in, limits it breaks, words of the verdict
+    ("twice the devices", ("optimizer", {"recompute": "full"}), {"what fills it"},
+     "optimizer are 2.5 MB of 72.2 MB, something else is more"),
+    ("twice the devices", ("activation", {"recompute": "full"}), {"what fills it"},
+     "'activation' is no category"),
+    ("twice the devices", ("", {"recompute": "full"}), {"what fills it"}, "no category is named"),
+    ("twice the devices", ("activations", {"recompute": "selective"}), {"twice the devices"},
+     "by 50 %; of 60.1 MB 46.8 MB are activations"),
+    ("twice the devices", ("activations", {"microbatch_size": 1}), {"same training"},
+     "samples per step: 4, and it was 32"),
+    ("twice the devices", ("activations", {"precision": "bf16"}),
+     {"twice the devices", "same training"}, "precision: bf16, and it was fp32"),
+    ("twice the devices", ("activations", {"dp": 8, "microbatch_size": 4}),
+     {"twice the devices", "same training", "settings"}, "devices: 8, and it was 4"),
+    ("twice the devices", ("activations", {"recompute": "full", "prefetch": 0}), {"settings"},
+     "2 settings are changed, required: one"),
+    ("twice the devices", ("activations", {}), {"twice the devices", "settings"},
+     "no settings are changed"),
+    ("twice the devices", ("activations", {"recompute": "none"}),
+     {"twice the devices", "settings"}, "the peak does not fall, required: by 50 %"),
+    ("a small model", ("buffers", {"zero_stage": 0}), {"a small model"}, "does not fall"),
+    ("a small model", ("buffers", {"zero_stage": 1}), {"a small model"}, "does not fall"),
+    ("a small model", ("buffers", {"bucket_bytes": 2**18}), {"a small model"}, "the peak falls"),
+    ("fully sharded", ("buffers", {"prefetch": 1}), {"fully sharded"}, "the peak falls by "),
+    ("fully sharded", ("buffers", {"recompute": "full"}), {"fully sharded"}, "the peak falls by "),
+    ("fully sharded", ("buffers", {"zero_stage": 2}), {"fully sharded"}, "does not fall"),
+    ("fully sharded", ("buffers", {"prefetch": 1, "recompute": "full", "microbatches": 2,
+     "microbatch_size": 1}), {"settings"}, "3 settings are changed, required: 1 or 2"),
+    ("more nodes", ("optimizer", {"shard": 8}), {"more nodes"}, "the peak falls by 43.9 %"),
+    ("more nodes", ("activations", {"shard": 8, "recompute": "full"}), {"what fills it"},
+     "activations are 6.0 MB of 25.5 MB, something else is more"),
+    ("more nodes", ("optimizer", {"shard": 3}), {"same training"}, "legal: 1, 2, 4, 8"),
+    ("more nodes", ("optimizer", {"shards": 8}), {"same training"}, "'shards' is no setting"),
+    ("more nodes", ("optimizer", {"shard": 1}), {"more nodes"}, "does not fall"),
+    ("more nodes", None, {"more nodes"}, "required: (category, {setting: value}), yours is None"),
+    ("more nodes", (np.array(["optimizer", "buffers"]), GOOD["more nodes"][1]), {"what fills it"},
+     "is no category"),
+    ("more nodes", ("optimizer", "shard=8"), {"more nodes"}, "required: (category, {setting"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, treatment, limits, words", TREATMENTS)
+def test_a_treatment_that_does_not_help_or_changes_the_training_is_refused(
+    name, treatment, limits, words
+):
+    verdict = CLINIC.check({**GOOD, name: treatment})
+    assert missed(verdict) == limits, verdict.table.to_string()
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+def test_the_solution_helps_and_a_verdict_reads_the_same_twice():
+    solved = defined(str(CLINIC.solution()), "treatment")
+    first, second = CLINIC.check(solved), CLINIC.check(solved)
+    assert first.passed and CLINIC.check(GOOD).passed, repr(first)
+    assert first == second
+    stub = CLINIC.check(defined(CLINIC.stub, "treatment"))
+    assert not stub and not stub.started
+    told = CLINIC.check(list(GOOD.items()))
+    assert told.started and "required: a dict" in repr(told)
+
+
+def test_one_patient_treated_leaves_open_what_is_asked_of_all():
+    rows = {row.limit: row.ok for row in CLINIC.check({"more nodes": GOOD["more nodes"]}).rows}
+    assert rows["more nodes"] and (rows["what fills it"], rows["same training"]) == (None, None)
+
+
+# What is enough, of everything that a plan can be set to here, one setting or two; nothing else is.
+ENOUGH = {
+    "twice the devices": {"recompute full", "microbatches"},
+    "a small model": {"zero_stage 3", "bucket_bytes"},
+    "more nodes": {"shard & recompute full", "microbatches & shard"},
+    "fully sharded": {"prefetch & recompute full", "microbatches & prefetch"},
+}
+TRIED = {
+    "recompute full": [{"recompute": "full"}],
+    "recompute selective": [{"recompute": "selective"}],
+    "microbatches": [{"microbatches": 8 // b, "microbatch_size": b} for b in (4, 2, 1)]
+    + [{"microbatches": 2, "microbatch_size": 1}],
+    "zero_stage 3": [{"zero_stage": 3}],
+    "zero_stage": [{"zero_stage": stage} for stage in range(3)],
+    "bucket_bytes": [{"bucket_bytes": 2**k} for k in range(12, 26, 2)],
+    "prefetch": [{"prefetch": depth} for depth in (0, 1, 4, 16)],
+    "shard": [{"shard": n} for n in (None, 1, 4, 8)],
+    "schedule": [{"schedule": name} for name in ("gpipe", "naive")],
+}
+
+
+@pytest.mark.parametrize("name", PATIENTS)
+def test_only_the_cures_help_each_patient_and_one_of_two_is_not_enough(name):
+    def helps(change: dict) -> bool:
+        verdict = CLINIC.check({name: (GOOD[name][0], change)})
+        return missed(verdict) == set(PATIENTS) - {name}  # the others have no treatment
+
+    cures = PATIENTS[name].cures
+    kinds = {
+        " & ".join(sorted(some, key=str.lower))
+        for some in combinations(TRIED, cures)
+        if any(helps(dict(ChainMap(*parts))) for parts in product(*(TRIED[k] for k in some)))
+    }
+    if cures == 2:
+        assert not any(helps(one) for parts in TRIED.values() for one in parts)
+    wanted = {" & ".join(sorted(one.split(" & "), key=str.lower)) for one in ENOUGH[name]}
+    assert kinds == wanted
+
+
+@pytest.mark.parametrize("patient", PATIENTS.values(), ids=lambda p: p.name)
+def test_a_patient_has_more_devices_and_about_as_much_on_each_as_its_story_says(patient):
+    from paralab.exercises.memory import peak
+
+    was, now = (sum(peak(patient.model, p).values()) for p in (patient.fewer, patient.plan))
+    assert patient.plan.world_size >= 2 * patient.fewer.world_size
+    fell = {"twice the devices": 1 / 20, "a small model": 1 / 10, "fully sharded": 1 / 7,
+            "more nodes": 0.0}[patient.name]  # fmt: skip
+    assert 1 - now / was == pytest.approx(fell, abs=0.01)
+
+
+@pytest.mark.parametrize("patient", PATIENTS.values(), ids=lambda p: p.name)
+def test_a_patient_can_be_looked_at(patient):
+    change = GOOD[patient.name][1]
+    report = patient.report(**change)
+    assert report.clock == "predicted" and report.plan == patient.plan.replace(**change)
+    assert report.peak_memory == sum(patient.peak(**change).values())
+    assert patient.report().peak_memory == sum(patient.peak().values())
+    chart = patient.chart(**change)
+    bars = chart.table.groupby("bar", sort=False)["bytes"].sum()
+    assert len(bars) == 3 and bars.iloc[2] == report.peak_memory
+    assert (
+        patient.name in chart.layout.title.text and len(patient.chart().table["bar"].unique()) == 2
+    )
+    assert patient.story in repr(patient) and patient.met in repr(patient)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from paralab.exercises.choose import Choice, choose
 from paralab.exercises.clinic import deadlock_clinic
 from paralab.exercises.cost import training_cost
+from paralab.exercises.estimator import memory_estimator
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.guess import Guess, Reveal, guess
 from paralab.exercises.memory import memory_clinic
@@ -46,6 +47,7 @@ ALL = {
         deadlock_clinic,
         zero_step,
         memory_clinic,
+        memory_estimator,
         checkpoint,
         tensor_mlp,
         summa,
@@ -58,6 +60,7 @@ ALL = {
 }
 
 __all__ = [
+    "memory_estimator",
     "checkpoint",
     "ALL",
     "Choice",

@@ -6,12 +6,13 @@ import torch
 class MyCheckpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x):
-        ctx.block, ctx.x, ctx.state = block, x.detach(), torch.get_rng_state()
+        ctx.block, ctx.state = block, torch.get_rng_state()
+        ctx.save_for_backward(x)
         return block(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        again = ctx.x.requires_grad_()
+        again = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.random.fork_rng(devices=[]):  # puts the generator back at the end
             torch.set_rng_state(ctx.state)
             with torch.enable_grad():

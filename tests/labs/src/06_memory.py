@@ -8,124 +8,196 @@
 # %% [markdown]
 # # 06 · Where the memory goes
 #
-# *«[Estimate: 0.49 GB. Observed: 14 to 21.](https://github.com/deepspeedai/DeepSpeed/issues/4527)»*
-# *«[Memory does not fall with more GPUs.](https://github.com/pytorch/pytorch/issues/104589)»*
-# *«[ZeRO-3 has no effect.](https://github.com/huggingface/trl/issues/2784)»* Many public threads
-# ask the same question. The answer is always in one picture, and few tools draw it: what is in
-# memory, **what for**, and **when**.
+# **What fills a device during a training step, and which setting makes it smaller?**
+#
+# You will be able to
+# * name the four categories that fill a device, and the moment of a step in which it is fullest;
+# * compute the activation bytes of a transformer block by hand, and a step's model states;
+# * write activation checkpointing, with the random numbers of dropout restored;
+# * say why more devices did not help, in five public cases and in your own;
+# * read the figures of an estimator, of an allocator and of `nvidia-smi`, and say what each leaves
+#   out.
+#
+# **You need** labs 00 (one step on one device) and 05 (ZeRO); in PyTorch `torch.autograd.Function`.
+# **Minutes:** 90 to 120: 45 for reading and running, the rest for four exercises.
+#
+# One step of a small GPT, eight samples of 128 tokens. The live ledger notes every tensor when it
+# is created and when it is freed ([where does the memory
+# go?](https://github.com/pytorch/pytorch/issues/114934)):
 
-# %%
-import numpy as np
+# %% tags=["measured"]
 import pandas as pd
 
 import paralab as pl
 from paralab import view
-from paralab.instruments import heap
-from paralab.theory import zero
 
 model = pl.ModelSpec(layers=6, hidden=128, heads=4, seq_len=128, attention="explicit")
-psi = model.num_params
-print(f"{psi:,} parameters: 16 bytes for each are {16 * psi / 1e6:.1f} MB")
+report = pl.run(model, pl.Plan(microbatch_size=8), steps=4, progress=False)
+report.memory_chart()
 
 # %% [markdown]
-# ## Commit to a guess
-# One device, fp32, AdamW: 4 bytes per parameter for weights, 4 for gradients, 8 for two moments.
-# Eight samples of 128 tokens per step. How much is in memory at the worst moment?
+# The flat layers at the bottom are **model states**: parameters and AdamW's two moments. The
+# mountain is **activations**: what forward saves for backward. It grows block by block in forward
+# and shrinks block by block in backward, while gradients appear. The device is fullest at the
+# turning point.
+#
+# ## States do not depend on the batch, activations do
+#
+# | symbol | meaning |
+# |---|---|
+# | L, h, a, V | blocks, hidden size, heads, vocabulary |
+# | b, s | samples per micro-batch, tokens per sample |
+# | Ψ | parameters (a count) |
+# | w | bytes of an element: 4 in fp32, 2 in bf16 and fp16 |
+# | N | ranks that shard the model states |
+# | M | bytes of memory |
+#
+# In fp32, AdamW keeps per parameter one weight, one gradient and two moments. In 16 bits it keeps
+# a master copy of the weights in fp32 as well:
+#
+# $$M_\text{states} = \Psi\,(\underbrace{w}_\text{weight} + \underbrace{w}_\text{gradient} +
+# \underbrace{8 + 4\,[w=2]}_\text{optimizer}) = 16\,\Psi \text{ bytes in both cases}$$
+#
+# Neither b nor s is in this formula. Activations are the opposite case. Commit to a guess before
+# you go on: the samples get twice as long, 256 tokens, and there are still eight of them.
 
 # %%
 guess = pl.exercises.guess(
-    "peak memory of one training step", low=0, high=200, unit="MB", decimals=0
+    "activation bytes with s = 256, as a multiple of those at 128", low=1, high=6, unit="times"
 )
 guess
 
 # %% [markdown]
-# ## Run it
-
-# %%
-report = pl.run(model, pl.Plan(microbatch_size=8), steps=4)
-report
-
-# %% [markdown]
-# ## See it
-# [Where does the memory go?](https://github.com/pytorch/pytorch/issues/114934) One step, every byte
-# of it. The ledger notes each tensor when it comes and when it goes.
-
-# %% tags=["measured"]
-report.memory_chart()
-
-# %%
-guess.reveal(round(report.peak_memory / 1e6))
-
-# %% [markdown]
-# Weights and moments are the flat bottom. The mountain is **activations**: what forward leaves
-# behind for backward. It rises through forward, layer by layer, and falls through backward.
-# Gradients grow while it falls: the two are never both at their most.
-
-# %%
-(report.peaks() / 1e6).round(2).add_suffix(" (MB)")
-
-# %% [markdown]
-# The first column is read off the **program**, the list of instructions that the run executes (lab
-# 05): each of its values has a size, a first and a last moment. *Workspace* is what one operation
-# needs for that operation only. The totals are equal to the byte. Where a step has two moments that
-# are equally full, the columns may show one each: between these two, workspace has become
-# activations. The ledger itself is checked against the allocator.
+# ## The activation bytes of a block, in seven lines
+# Backward of an operation needs some of its inputs or outputs. Go through a block and write down
+# what each operation saves, and nothing twice:
 #
-# ## What it grows with
-# Model states know nothing of your batch. Activations grow with all three:
+# $$\begin{aligned}
+# \text{LayerNorm 1} &: w\,bsh + 2w\,bs &&\text{input; mean and deviation of each token}\\
+# \text{query, key, value} &: w\,bsh &&\text{input of the product}\\
+# \text{attention} &: 3w\,bsh + w\,abs^2 &&\text{q, k, v; the softmax's result, } s \times s
+# \text{ per head}\\
+# \text{output projection} &: w\,bsh &&\text{input of the product}\\
+# \text{LayerNorm 2} &: w\,bsh + 2w\,bs &&\text{as the first}\\
+# \text{up, GELU} &: w\,bsh + 4w\,bsh &&\text{input; input of GELU, four times as wide}\\
+# \text{down} &: 4w\,bsh &&\text{input of the product}
+# \end{aligned}$$
+#
+# $$M_\text{block} = 16\,w\,bsh + w\,a\,bs^2 + 4w\,bs$$
+#
+# The embedding keeps the token numbers (8 bs), the head its norm's and its product's inputs, the
+# probabilities of the loss in fp32, and the targets:
+# $M_\text{ends} = 2w\,bsh + 2w\,bs + 4\,bsV + 16\,bs$. Complete the line, and compare with the run:
+
 
 # %%
-rows = []
-for change, size in (
-    ({}, 8),
-    ({}, 16),
-    ({"seq_len": 256}, 8),
-    ({"seq_len": 64}, 8),
-    ({"hidden": 256}, 8),
-):
-    spec, plan = model.replace(**change), pl.Plan(microbatch_size=size)
-    run = pl.run(spec, plan, steps=1, progress=False)
-    most = run.memory.groupby("category")["bytes"].max()  # of each category, at any moment
-    rows.append(
-        {
-            "batch": size,
-            "tokens": spec.seq_len,
-            "hidden": spec.hidden,
-            "states (MB)": round(most[["parameters", "gradients", "optimizer"]].sum() / 1e6, 1),
-            "activations (MB)": round(most["activations"] / 1e6, 1),
-            "program (MB)": round(pl.program(spec, plan).most()["activations"] / 1e6, 1),
-        }
-    )
-pd.DataFrame(rows)
+def activation_bytes(spec, b, w=4):
+    s, h, a = spec.seq_len, spec.hidden, spec.heads
+    ends = 2 * w * b * s * h + 2 * w * b * s + 4 * b * s * spec.vocab + 16 * b * s
+    block = 0
+    ### BEGIN SOLUTION
+    ### STUB: # block = ...
+    block = 16 * w * b * s * h + w * a * b * s * s + 4 * w * b * s
+    ### END SOLUTION
+    return spec.layers * block + ends
+
+
+measured = report.memory.query("category == 'activations'")["bytes"].max()
+print(f"measured: {measured:,} bytes; your formula: {activation_bytes(model, 8):,}")
+print("equal to the byte:", measured == activation_bytes(model, 8))
 
 # %% [markdown]
-# Twice the batch, twice the activations. Twice the tokens, *more* than twice: the scores of
-# attention are s x s. So with a long sequence or a large batch, whatever shards model states shards
-# the smaller part.
+# Korthikanti et al. print $sbh\,(34 + 5as/h)$ for the same block in 16 bits. With w = 2 ours is
+# $sbh\,(32 + 2as/h)$, and the small term: theirs has dropout in it, which keeps masks of one byte
+# (2 sbh and as²b) and the scores after dropout (2as²b).
 #
-# ## Forget, and compute again
-# An activation can be recomputed. **Full** recomputation keeps only each block's input and runs its
-# forward a second time; **selective** recomputation forgets just the attention's scores, which are
-# large and cheap ([Korthikanti and others](https://arxiv.org/abs/2205.05198)):
+# The **program** of a step, the list of instructions that `pl.run` executes, knows the same. Each
+# value in it has a size, a first and a last moment, so a peak can be read off without a run:
+
+# %%
+pl.program(model, pl.Plan(microbatch_size=8))
+
+# %%
+peak = pl.program(model, pl.Plan(microbatch_size=8)).peak()
+both = pd.DataFrame({"program": peak, "ledger": report.peaks().iloc[:, -1]}).dropna()
+print("total of the program:", f"{sum(peak.values()):,} bytes")
+print("peak of the run:     ", f"{report.peak_memory:,} bytes")
+both
+
+# %% [markdown]
+# *Workspace* is what one operation needs only while it runs; *buffers* belong to no other category
+# (here the causal mask). The totals are equal to the byte, so from here on most pictures are read
+# off programs. Where a step has two moments that are equally full, the columns may show one each.
+#
+# ## Twice the tokens, more than twice the activations
+
+
+# %%
+def peaks(settings):
+    """{name: peak of the program by category} for {name: (model, plan)}."""
+    return {name: pl.program(spec, plan).peak() for name, (spec, plan) in settings.items()}
+
+
+eight = pl.Plan(microbatch_size=8)
+grown = {
+    "as it was": (model, eight),
+    "twice the samples": (model, eight.replace(microbatch_size=16)),
+    "twice the tokens": (model.replace(seq_len=256), eight),
+    "twice the width": (model.replace(hidden=256), eight),
+}
+view.bytes_bars(
+    peaks(grown), title="Twice the samples: twice the activations. Twice the tokens: more than that"
+)
+
+# %%
+longer = activation_bytes(model.replace(seq_len=256), 8) / activation_bytes(model, 8)
+guess.reveal(round(longer, 2))
+
+# %% [markdown]
+# The term $w\,abs^2$ is quadratic in s. So with long samples or a large batch activations dominate,
+# and ZeRO, which shards model states, can reduce only the smaller term. FlashAttention never writes
+# the s × s scores: in PyTorch it is `scaled_dot_product_attention`, here `attention="sdpa"`. It
+# keeps one number per row and head instead.
+#
+# ## Activation checkpointing: keep a block's input, compute the rest again
+# An activation can be **recomputed**. *Full* recomputation keeps only the input of each block, and
+# runs the block's forward a second time before its backward ([Chen et
+# al.](https://arxiv.org/abs/1604.06174)). *Selective* recomputation drops only the attention's
+# scores, which are large and cheap to compute ([Korthikanti et
+# al.](https://arxiv.org/abs/2205.05198)). In the program it is one instruction per block:
+
+# %%
+pl.program(model, eight).diff(pl.program(model, eight.replace(recompute="full")))
+
+# %% [markdown]
+# With full recomputation L inputs stay, and during backward one block has all its activations once
+# more:
+#
+# $$M_\text{full} = L \cdot w\,bsh + (M_\text{block} - w\,bsh) + M_\text{ends}, \qquad
+# \frac{C_\text{full}}{C_\text{none}} = \frac{2F + B}{F + B} = \frac{2 + 2}{1 + 2} = \frac43$$
+#
+# with F the FLOPs of a forward and B = 2F those of a backward. Which of the three attains what?
 
 # %% tags=["measured"]
 kinds = {
-    kind: pl.run(model, pl.Plan(microbatch_size=8, recompute=kind), steps=6, progress=False)
+    kind: pl.run(model, eight.replace(recompute=kind), steps=6, progress=False)
     for kind in ("none", "selective", "full")
 }
 view.memory_charts(kinds)
 
-# %% tags=["measured"]
-rows = {}
-for kind, run in kinds.items():
-    peak = run.peaks().iloc[:, -1]
-    cost = run.spans.query("step > 0 and kind == 'backward'").groupby("step")["cost"].sum().median()
-    rows[kind] = {
-        "peak (MB)": round(peak["total"] / 1e6, 1),
-        "activations (MB)": round(peak["activations"] / 1e6, 1),
-        "backward (ms)": round(1e3 * cost),
-    }
-pd.DataFrame(rows).T
+# %%
+w, b, s, h = 4, 8, model.seq_len, model.hidden
+block = (activation_bytes(model, b) - activation_bytes(model.replace(layers=1), b)) / 5
+full = model.layers * w * b * s * h + (block - w * b * s * h)
+held = kinds["full"].memory.query("category == 'activations'")["bytes"].max()
+head = 2 * w * b * s * h + 2 * w * b * s + 4 * b * s * model.vocab + 16 * b * s
+print(f"formula, without and with the ends: {full / 1e6:.2f} and {(full + head) / 1e6:.2f} MB")
+print(f"measured:                           {held / 1e6:.2f} MB")
+
+# %% [markdown]
+# The measured value lies between the two: when the last block is computed again, the head's
+# activations have been freed. Gradients are not changed by one bit, dropout included, because masks
+# are drawn again from the same seeds:
 
 # %%
 proof = {"optimizer": "sgd", "lr": 0.1, "steps": 2, "keep_state": True, "progress": False}
@@ -133,202 +205,432 @@ noisy = model.replace(dropout=0.1, layers=2)
 kept = pl.run(noisy, pl.Plan(microbatch_size=2), **proof)
 for kind in ("selective", "full"):
     again = pl.run(noisy, pl.Plan(microbatch_size=2, recompute=kind), **proof)
-    same = all(np.array_equal(kept.gradients[n], again.gradients[n]) for n in kept.gradients)
-    print(f"{kind:<9} gradients equal bit for bit, dropout included: {same}")
+    same = all((kept.gradients[n] == again.gradients[n]).all() for n in kept.gradients)
+    print(f"{kind:<9} gradients equal bit for bit: {same}")
 
 # %% [markdown]
-# ## «My memory does not fall with more devices»
-# There are four reasons, and [one maintainer's
-# checklist](https://github.com/facebookresearch/fairscale/issues/1050) has most of them. Here is
-# each, for real.
+# ## Write it: activation checkpointing
+
+# %%
+exercise = pl.exercises.checkpoint
+exercise
+
+# %%
+### ANSWER: checkpoint
+
+
+exercise.check(my_checkpoint)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Inside `forward` of an autograd function gradients are switched off, so the
+# block's operations save nothing; only `x` is put into the context. In `backward` the block runs
+# again on a *leaf* with the same values, this time with gradients on. `torch.autograd.grad` then
+# walks through this small graph and returns what the outer graph expects. The generator's state is
+# part of the input: it is remembered, set for the second forward, and put back.
 #
-# **1. It is not the states.** ZeRO [shares out model states, not
-# activations](https://github.com/deepspeedai/DeepSpeed/issues/2302); each device still has its own
-# samples. ([One thread](https://github.com/pytorch/torchtitan/issues/1126),
-# [another](https://github.com/pytorch/examples/issues/1319), and [one with large medical
-# images](https://github.com/Lightning-AI/pytorch-lightning/issues/15976).)
+# **Common mistakes**, as the checker sees them. No restored state: gradients are off by some per
+# cent, because other units were dropped (the loss falls all the same, so nobody notices). One state
+# in a global: it is that of the last block when backward begins. Calling the block without
+# `enable_grad`: there is no graph. Not detaching: the second graph hangs on to the first. Making
+# the saved tensor itself the leaf: its `.grad` then lives as long as the graph does.
+#
+# **A second solution** lets autograd run inside autograd: `torch.autograd.backward` fills the
+# parameters' `.grad` by itself, so forward need not take the parameters. It fails where `x` does
+# not require a gradient: then the output does not either, and its backward is never called.
+# This is the reason for the warning of `torch.utils.checkpoint(use_reentrant=True)`.
+
+# %% tags=["solution-only"]
+### ANSWER: checkpoint_other
+
+
+exercise.check(my_checkpoint)
+
+# %% [markdown]
+# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
+#
+# ## Your checkpoint trains the GPT, next to torch's and next to the plan
+# Two data-parallel ranks train the reference GPT in plain PyTorch; every block is called through
+# the function that is handed in. `pl.observe` writes down what any PyTorch program computes, sends
+# and holds.
+
+
+# %%
+def train(apply, steps=2):
+    import torch.distributed as dist
+
+    gpt, ranks, losses = pl.reference.GPT(model), dist.get_world_size(), []
+    update = pl.reference.optimizer(gpt.parameters())
+    for step in range(steps):
+        place = {"step": step, "rank": dist.get_rank(), "ranks": ranks, "microbatch_size": 8}
+        [(tokens, targets)] = pl.reference.batches(model, **place)
+        x = gpt.embedding(tokens)
+        for block in gpt.blocks:
+            x = apply(block, x)  # block(x), and less memory
+        loss = gpt.head(x, targets, gpt.embedding.token.weight)
+        (loss / ranks).backward()
+        for parameter in gpt.parameters():
+            dist.all_reduce(parameter.grad)
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 # %% tags=["measured"]
-def peaks(spec, plans):
-    """Peak of the worst rank by category, MB, one column per plan; each is really run."""
-    columns = {}
-    for name, plan in plans.items():
-        run = pl.run(spec, plan, steps=1, progress=False)
-        columns[name] = (run.peaks().iloc[:, -1] / 1e6).round(2)
-    return pd.DataFrame(columns)
+def torchs_own(block, x):
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(block, x, use_reentrant=False)
 
 
+plan = eight.replace(dp=2, recompute="full")
+runs = {"the library's plan": pl.run(model, plan, steps=2, progress=False)}
+for name, apply in (("torch.utils.checkpoint", torchs_own), ("yours", my_checkpoint)):
+    try:
+        runs[name] = pl.observe(train, ranks=2, args=(apply,))
+    except pl.RankError as error:
+        if "NotImplementedError" not in str(error):
+            raise
+        print("write my_checkpoint first")
+view.memory_charts(runs)
+
+# %%
+for run in runs.values():
+    same = run.losses == runs["the library's plan"].losses
+    sent = run.collectives.query("step == 1")["wire_bytes"].sum()
+    print(f"losses as those of the plan: {same}; {sent:,} bytes sent in a step by both ranks")
+
+# %% [markdown]
+# The losses are equal bit for bit, and so is the traffic: recomputation sends nothing. The peaks of
+# the three differ by what each holds besides, not by activations: the plan's gradients are in flat
+# buffers, which exist from the first block's backward on.
+#
+# ## More devices, the same memory: ZeRO shards states, not activations
+# "Memory does not fall" is the most frequent question of all. Its first answer: [a maintainer of
+# DeepSpeed](https://github.com/deepspeedai/DeepSpeed/issues/2302), [one of
+# fairscale](https://github.com/facebookresearch/fairscale/issues/1050) (second of four reasons)
+# and the picture above agree. Each device has samples of its own, so its activations stay. Pick an
+# explanation before you run the cell.
+
+# %%
+pick = pl.exercises.choose(
+    "ZeRO-3 with 8 samples per device, on 4 devices instead of 2. What happens to the peak?",
+    ["it is halved, for everything is sharded", "it falls a little", "it rises, for buffers grow"],
+)
+pick
+
+# %%
 zero3 = pl.Plan(dp=2, zero_stage=3, microbatch_size=8, bucket_bytes=2**20)
-peaks(model, {"2 devices": zero3, "4 devices": zero3.replace(dp=4)})
+four = zero3.replace(dp=4)
+less = four.replace(microbatch_size=2, microbatches=4)
+cures = {
+    "2 devices": (model, zero3),
+    "4 devices": (model, four),
+    "4 devices, 2 samples at a time": (model, less),
+    "... and recomputed": (model, less.replace(recompute="full")),
+}
+view.bytes_bars(peaks(cures), title="Smaller micro-batches help where more devices do not")
+
+# %%
+two, more = (sum(pl.program(model, plan).peak().values()) for plan in (zero3, four))
+run = pl.run(model, four, steps=1, progress=False)
+print(f"peak on 4 devices, as a share of that on 2: {100 * more / two:.1f} %")
+print("a run on four ranks has the same peak, to the byte:", run.peak_memory == more)
+pick.reveal(2, "States are halved, and they are the smaller part; activations stay.")
 
 # %% [markdown]
-# What helps: fewer samples at a time (more micro-batches), or recomputation. Same global batch:
+# The same happened [with a vision-language model under
+# `fully_shard`](https://github.com/pytorch/torchtitan/issues/1126), [in reinforcement learning with
+# ZeRO-3](https://github.com/huggingface/trl/issues/2784), and [with 3-D medical
+# images](https://github.com/Lightning-AI/pytorch-lightning/issues/15976), where 1 and 2 GPUs need
+# the same 24 GB. Wrapping nearly doubled the memory there. Wrapping (which modules become one unit)
+# changes how much is gathered at a time, two sections below; it cannot reduce activations.
+#
+# ## Two axes: tensor parallelism divides activations, more data parallelism does not
+# [PyTorch's FSDP + TP example](https://github.com/pytorch/examples/issues/1319) was run on 4 GPUs
+# (2,161 to 2,411 MB), on 8 (2,141 to 2,395 MB) and on two nodes of 4. Four more ranks can join
+# either axis:
 
-# %% tags=["measured"]
-peaks(
-    model,
-    {
-        "4 devices": zero3.replace(dp=4),
-        "2 samples at a time": zero3.replace(dp=4, microbatch_size=2, microbatches=4),
-        "... and recompute": zero3.replace(
-            dp=4, microbatch_size=2, microbatches=4, recompute="full"
-        ),
-    },
+# %%
+axes = {
+    "4 devices: tp=2, dp=2": (model, zero3.replace(tp=2)),
+    "8 devices: tp=2, dp=4": (model, four.replace(tp=2)),
+    "8 devices: tp=4, dp=2": (model, zero3.replace(tp=4)),
+}
+view.bytes_bars(
+    peaks(axes), title="Four more ranks help on the tensor axis, hardly on the data axis"
 )
 
 # %% [markdown]
-# **2. The model is too small.** Sharding has costs of its own: padding, gradients in flight,
-# gathered parameters. For [230 thousand
-# parameters](https://github.com/Lightning-AI/pytorch-lightning/issues/6047) they eat what sharding
-# saves, and [plain data parallelism](https://github.com/pytorch/pytorch/issues/108976) is about as
-# good:
+# ## A small model: buffers cost what sharding saves
+# [Sharded training saves
+# nothing](https://github.com/Lightning-AI/pytorch-lightning/issues/6047) on a model of 230 thousand
+# parameters; [data parallelism needs less than
+# FSDP](https://github.com/pytorch/pytorch/issues/108976); [ZeRO-3 needs more than
+# ZeRO-2](https://github.com/deepspeedai/DeepSpeed/issues/4305). A block of this size shows all
+# three:
 
-# %% tags=["measured"]
+# %%
 tiny = pl.ModelSpec(layers=1, hidden=128, heads=4, seq_len=16)
+small = pl.Plan(dp=2, microbatch_size=1)
+fine = small.replace(bucket_bytes=256 * 1024)  # gradients are reduced in buckets of this size
+stages = {
+    "one device": (tiny, small.replace(dp=1)),
+    "2 devices: data parallelism": (tiny, small),
+    "ZeRO-2": (tiny, small.replace(zero_stage=2)),
+    "ZeRO-2, buckets of 256 kB": (tiny, fine.replace(zero_stage=2)),
+    "ZeRO-3": (tiny, fine.replace(zero_stage=3)),
+}
 print(f"{tiny.num_params:,} parameters")
-stages = {"data parallelism": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
-peaks(tiny, {name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1) for name, n in stages.items()})
+view.bytes_bars(peaks(stages), title="One large bucket costs more than ZeRO-2 saves")
 
 # %% [markdown]
-# Here one bucket holds all gradients, so stages 1 and 2 need a buffer of the model's size. With
-# buckets of 256 kB they save something. Stage 3 works with whole blocks, whatever the bucket, and
-# this model has only one: so [stage 3 needs more than stage
-# 2](https://github.com/deepspeedai/DeepSpeed/issues/4305):
-
-# %% tags=["measured"]
-peaks(
-    tiny,
-    {
-        name: pl.Plan(dp=2, zero_stage=n, microbatch_size=1, bucket_bytes=256 * 1024)
-        for name, n in stages.items()
-    },
-)
-
-# %% [markdown]
-# **3. Everything is gathered at once.** Stage 3 saves only if a *part* is there at a time. Wrap the
-# whole model as [one unit](https://github.com/facebookresearch/fairscale/issues/1050) (the
-# checklist's last), or gather too far ahead (`prefetch`, in blocks), and at the worst moment all of
-# it is there. (The ledger counts gathered parameters as buffers, and only the shard that a rank
-# keeps as parameters.)
-
-# %% tags=["measured"]
-narrow = pl.ModelSpec(layers=12, hidden=128, heads=4, seq_len=16)
-ahead = pl.Plan(dp=4, zero_stage=3, microbatch_size=1)
-peaks(narrow, {f"prefetch={n}": ahead.replace(prefetch=n) for n in (0, 1, 12)})
-
-# %% [markdown]
-# **4. The wrong number grew.** States are shared by the ranks that *share*: [the data-parallel
-# degree, not the number of devices](https://github.com/deepspeedai/DeepSpeed/issues/237). With
-# copies per node, or with the ranks spent on another axis, more devices share nothing more:
-
-# %% tags=["measured"]
-inside = pl.Plan(dp=2, shard=2, zero_stage=3, microbatch_size=1)
-peaks(
-    narrow,
-    {
-        "2 devices, 2 share": inside,
-        "4 devices, 2 share": inside.replace(dp=4),
-        "4 devices, 4 share": inside.replace(dp=4, shard=4),
-    },
-)
-
-# %% [markdown]
-# (And a fifth that is none: what the driver shows is what the allocator has
-# [*reserved*](https://github.com/pytorch/pytorch/issues/82001), and what libraries take besides. An
-# allocator keeps what it once had. [Which number
-# matters](https://github.com/pytorch/torchtitan/issues/735)? What is allocated, and how it lies,
-# for whether your step fits; what is reserved, for whether something else fits beside it. The
-# ledger counts allocated.)
+# What makes the difference are **buffers**. One bucket of 4 MB holds all gradients of this model,
+# so ZeRO-2 reduces from a copy of everything. With small buckets it saves something.
+# ZeRO-3 works unit by unit, and the only block is nearly the whole model: it is gathered, and its
+# gradients are reduced, at full size.
 #
-# ## What estimators leave out
-# [Estimators](https://github.com/deepspeedai/DeepSpeed/issues/965) print model states, and people
-# [take that for the answer](https://github.com/deepspeedai/DeepSpeed/issues/4093),
-# [more](https://github.com/deepspeedai/DeepSpeed/issues/5102) than
-# [once](https://github.com/deepspeedai/DeepSpeed/issues/2797). Beside a run:
+# ## Everything gathered at once: the unit is too large
+# ZeRO-3 saves memory only if *a part* of the model is gathered at a time. The fourth reason of
+# [fairscale's maintainer](https://github.com/facebookresearch/fairscale/issues/1050) is the model
+# wrapped as one unit. Here a unit is a block, and `prefetch` says how many are gathered ahead. The
+# sizes are those of [a thread in which memory rose with the number of
+# GPUs](https://github.com/pytorch/pytorch/issues/104589): 40 layers, 3.4 billion parameters, small
+# images.
 
-# %% tags=["measured"]
-stage3 = pl.run(model, zero3.replace(dp=4), steps=1, progress=False)
-largest = max(4 * model.hidden**2 + 4 * model.hidden, model.vocab * model.hidden)  # one module
-estimate, _ = zero.deepspeed_zero3(psi, largest, devices=4, per_node=4)
-measured = stage3.peaks().iloc[:, -1]
-pd.Series(
-    {
-        "estimator: 18 bytes/N and the largest module": estimate,
-        "model states": measured[["parameters", "gradients", "optimizer"]].sum(),
-        "gathered blocks and other buffers": measured["buffers"],
-        "activations": measured["activations"],
-        "workspace": measured["workspace"],
-        "measured peak": measured["total"],
-    },
-    name="MB",
-).div(1e6).round(2).to_frame()
+# %%
+large = pl.ModelSpec(layers=40, hidden=2688, heads=16, seq_len=16)
+print(f"{large.num_params / 1e9:.2f} billion parameters")
+units = {"one device": (large, pl.Plan())}
+for n in (2, 8):
+    plan = pl.Plan(dp=n, zero_stage=3)
+    units[f"{n} devices, next block gathered"] = (large, plan)
+    units[f"{n} devices, all blocks gathered"] = (large, plan.replace(prefetch=40))
+view.bytes_bars(peaks(units), title="With everything gathered, 8 devices save little over 2")
 
 # %% [markdown]
-# The estimator is near the sum of the next two lines, though it counts another recipe: 18 bytes per
-# parameter for mixed precision, where this run in fp32 keeps 16, and all gradients, of which few
-# are there at this peak. And these are not what fills the device: activations are.
+# The numbers of that thread are in a screenshot, which we cannot read. What the program says: with
+# states sharded and blocks gathered one by one, memory must fall to a quarter from 2 devices to 8.
+# Where it does not, look for what is whole: a unit that is too large, or gathers that run ahead. In
+# FSDP1 that is `limit_all_gathers`, in FSDP2 the modules that get `fully_shard` of their own.
 #
-# ## Buffers of constant size
-# A fused buffer is fast, and a buffer for *all* gradients grows with the model. ZeRO therefore caps
-# it (the paper's C<sub>B</sub>, sec. 6.2; here `bucket_bytes`). Capped ones add up as well, if
-# every unit keeps its own: somebody found [11 GB after backward and had expected
-# 5](https://github.com/facebookresearch/fairscale/issues/627). Here no unit keeps one:
+# ## You added devices, but not to the group that shards
+# ZeRO divides model states by N, the size of the group that shards them. [That is the data-parallel
+# degree, not the number of GPUs](https://github.com/deepspeedai/DeepSpeed/issues/237): a model of
+# 40 billion parameters ran out of memory on 8 GPUs of 32 GB, all of them tensor-parallel, and the
+# answer was that "the minimum number of GPUs for a 40B parameters would be around 48 GPUs".
 
-# %% tags=["measured"]
-rows = []
+# %%
+forty = pl.ModelSpec(layers=88, hidden=6144, heads=32, seq_len=1024, vocab=50304)
+print(f"{forty.num_params / 1e9:.1f} billion parameters")
+sharded = pl.Plan(tp=8, zero_stage=2, precision="fp16", recompute="full", microbatch_size=1)
+groups = {f"{8 * n} GPUs: tp=8, dp={n}": (forty, sharded.replace(dp=n)) for n in (1, 2, 4, 6)}
+groups["48 GPUs, states sharded by 2"] = (forty, sharded.replace(dp=6, shard=2))
+title = "40 B parameters: from 32 GPUs on they fit, if all six data-parallel ranks share"
+view.bytes_bars(peaks(groups), {"32 GB GPU": 32 * 10**9}, title=title)
+
+# %% [markdown]
+# What is left free at 48 is needed: for the buckets of that time, for fragmentation, and for more
+# than one sample. The last bar is hybrid sharding, with copies of the states: as many GPUs, and
+# three times the optimizer states.
+#
+# ## Before the first forward: the whole model on every device
+# The estimator of DeepSpeed said 0.49 GB, and [14,678 MiB were in use already after
+# `deepspeed.initialize()`](https://github.com/deepspeedai/DeepSpeed/issues/4527): 6,805 million
+# parameters, 4 GPUs, everything offloaded. What do [the
+# estimators](https://github.com/deepspeedai/DeepSpeed/issues/965) estimate? For ZeRO-3, with Λ
+# parameters in the largest layer:
+#
+# $$M_\text{GPU} = 4\Lambda + \begin{cases} 18\,\Psi/N & \text{nothing offloaded}\\
+# 2\,\Psi/N & \text{optimizer offloaded}\\ 0 & \text{parameters too}\end{cases}$$
+#
+# 4Λ are a gathered layer and its gradient in 16 bits. That is all: no activations, no workspace,
+# and no word about how the model got onto the device.
+
+# %%
+MIB = 2**20
+estimate = 4 * 131 * 10**6
+llama = pl.ModelSpec(
+    layers=32, hidden=4096, heads=32, seq_len=2048, vocab=32000, tied=False, attention="explicit"
+)
+offloaded = pl.Plan(dp=4, zero_stage=3, offload="cpu", precision="fp16", microbatch_size=1)
+bars = {
+    "the estimator's 4Λ": {"buffers": estimate},
+    "all weights in fp16, 2Ψ": {"parameters": 2 * 6805 * 10**6},
+    "program, one sample of 2,048 tokens": pl.program(llama, offloaded).peak(),
+}
+reported = {
+    "reported: after initialize()": 14678 * MIB,
+    "after the 2nd forward": 21272 * MIB,
+}
+print(f"{llama.num_params / 1e6:,.0f} million parameters here, 6,805 million in the thread")
+view.bytes_bars(bars, reported, title="First whole weights in 16 bits, then activations")
+
+# %% [markdown]
+# 14,678 MiB are the weights in 16 bits, 12,979 MiB, and 1.7 GiB of CUDA context, libraries and
+# buffers. So the model was on the device whole (our inference from the numbers; the thread does not
+# say how it was built). Before the second forward 1,838 MiB are in use: by then ZeRO-3 has
+# partitioned it. The second forward adds 19,434 MiB. That is the size of the activations of one
+# sample of 2,048 tokens with scores written out, which nobody had estimated.
+#
+# Two more threads, with their own models (as GPTs of the same size; FLAN-T5-XL has an encoder and a
+# decoder). [GPT-J-6B needed 13 GB on 2 and on 4
+# GPUs](https://github.com/deepspeedai/DeepSpeed/issues/4093): the figure of whole 16-bit weights,
+# which does not depend on N. [FLAN-T5-XL was expected to fit on four V100 of 16
+# GB](https://github.com/deepspeedai/DeepSpeed/issues/2797) with one sample per GPU.
+
+# %%
+gptj = pl.ModelSpec(layers=28, hidden=4096, heads=16, seq_len=512, vocab=50400, tied=False)
+t5 = pl.ModelSpec(layers=60, hidden=2048, heads=32, seq_len=512, vocab=32128, tied=False)
+rows = {}
+for name, spec, largest in (("GPT-J-6B", gptj, 206), ("FLAN-T5-XL", t5, 65)):
+    spec = spec.replace(attention="explicit")
+    rows[name] = {"estimator": 4e6 * largest, "whole weights": 2 * spec.num_params}
+    for b in (1, 4):
+        program = pl.program(spec, offloaded.replace(microbatch_size=b))
+        rows[name][f"program, b={b}, s=512"] = sum(program.peak().values())
+(pd.DataFrame(rows).T / 2**30).round(2).add_suffix(" (GiB)")
+
+# %% [markdown]
+# What to do: build the model under `deepspeed.zero.Init()` or on the `meta` device, or let the
+# trainer do so, so that it is never whole; then count activations.
+#
+# [The estimates are confusing](https://github.com/deepspeedai/DeepSpeed/issues/5102), says a
+# thread: none for ZeRO-1, gradients not partitioned in ZeRO-2, 16 bits only, and multipliers that
+# are too high. Here is what has to last through backward, in bytes per parameter on 4 ranks, for
+# both widths, next to the programs of a real size:
+
+# %%
+sizes = {}
+for precision, w in (("fp32", 4), ("bf16", 2)):
+    optimizer = 8 if w == 4 else 12
+    for stage, (p, g, o) in enumerate(((1, 1, 1), (1, 1, 4), (1, 4, 4), (4, 4, 4))):
+        plan = pl.Plan(dp=4, zero_stage=stage, precision=precision, bucket_bytes=2**24)
+        held = pl.program(gptj, plan).most()
+        lasting = (held["parameters"] + held["optimizer"]) / gptj.num_params
+        row = sizes.setdefault(f"ZeRO-{stage}", {})
+        row[f"{precision}, formula"] = w / p + w / g + optimizer / o
+        row[f"{precision}, program without gradients"] = round(lasting, 3)
+pd.DataFrame(sizes).T
+
+# %% [markdown]
+# The difference of the two columns is w/N or w, the gradients. DeepSpeed's 18 bytes are 16 and a
+# second copy of the gradients, as [its maintainers
+# list](https://github.com/deepspeedai/DeepSpeed/pull/5099): 2 for parameters, 2 + 4 for gradients,
+# 4 for master weights, 8 for moments, less what is not alive together.
+#
+# ## Buffers that add up
+# A fused buffer makes calls fast, and a buffer for *all* gradients grows with the model. ZeRO caps
+# it ([its paper's](https://arxiv.org/abs/1910.02054) C<sub>B</sub>, sec. 6.2; here `bucket_bytes`).
+# Capped buffers add up as well, if every unit keeps one: [11,190 MB after backward instead of
+# 2 × 2,739](https://github.com/facebookresearch/fairscale/issues/627). The cause was [a buffer per
+# wrapped module](https://github.com/facebookresearch/fairscale/pull/633), kept for ever.
+
+# %%
+narrow = pl.ModelSpec(layers=8, hidden=128, heads=4, seq_len=16)
+excess = 11190 - 2 * 2739
+print(f"{excess:,} MB too many are {excess / 25:.0f} buffers of 25 MB, fairscale's default size")
+buffers = {}
 for layers in (2, 4, 8):
-    row = {"blocks": layers}
-    for name, size in (("one buffer for all (MB)", 2**30), ("1 MiB at a time (MB)", 2**20)):
+    for name, size in (("one for all", 2**30), ("1 MiB at a time", 2**20)):
         plan = pl.Plan(dp=2, zero_stage=2, microbatch_size=1, bucket_bytes=size)
-        run = pl.run(narrow.replace(layers=layers), plan, steps=1, progress=False)
-        most = run.memory.query("category == 'buffers'")["bytes"].max()
-        row[name] = round(most / 1e6, 2)
-    rows.append(row)
-pd.DataFrame(rows).set_index("blocks")
+        held = pl.program(narrow.replace(layers=layers), plan).most()["buffers"]
+        buffers[f"{layers} blocks, {name}"] = {"buffers": held}
+view.bytes_bars(buffers, title="A buffer for all gradients grows with the model, a capped one not")
+
+# %% [markdown]
+# ## Reserved is not allocated
+# `nvidia-smi` shows what the process has **reserved**, and CUDA's context. PyTorch's allocator asks
+# the driver for large segments, cuts requests out of them, and never gives a segment back by
+# itself. Here the storages of the step at the top of this lab, served by its rules:
+
+# %%
+from paralab.instruments import heap
+
+step = heap.storages(model, eight)
+history = heap.cached(step)
+last = max(storage.died for storage in step)
+kept = sum(s.bytes for s in step if s.died == last and s.category != "gradients")
+figures = {
+    "allocated, after the step": kept,
+    "allocated, at the peak": max(allocated for _, allocated, _ in history),
+    "reserved, from the peak on": history[-1][2],
+}
+for name, size in figures.items():
+    print(f"{name:<28} {size / 1e6:6.1f} MB")
+
+# %% [markdown]
+# [Which of them matters](https://github.com/pytorch/torchtitan/issues/735)? Whether *your step*
+# fits is decided by the peak of allocated memory and by how it is cut up; whether *another process*
+# fits, by reserved memory. In that thread FSDP2 peaked higher than FSDP1 because calls of tensor
+# parallelism kept memory longer (`recordStream`); `TORCH_NCCL_AVOID_RECORD_STREAMS=1` cured it.
+#
+# That also answers [why reserved memory stays between 28 and 24 GB from 1 to 4 nodes while
+# allocated memory halves](https://github.com/pytorch/pytorch/issues/82001). `memory_allocated()` is
+# asked after the step, when only states are left. Reserved memory is the peak's. A GPT of T5-3B's
+# size, four samples of 512 tokens on each of 8 GPUs per node:
+
+# %%
+written = t5.replace(attention="explicit")
+nodes = {}
+for n in (1, 2, 3, 4):
+    plan = pl.Plan(dp=8 * n, zero_stage=3, precision="bf16", microbatch_size=4)
+    program = pl.program(written, plan)
+    states = {kind: program.most()[kind] for kind in ("parameters", "optimizer")}
+    nodes[f"{n} node{'s' * (n > 1)}: after the step"] = states
+    nodes[f"{n} node{'s' * (n > 1)}: at the peak"] = program.peak()
+view.bytes_bars(nodes, title="After the step memory falls to a quarter, at the peak by a fifth")
 
 # %% [markdown]
 # ## Enough free, and no room
-# An allocator deals addresses, and cannot move what it has dealt. The tensors of the very step
-# above, laid into an address space one after the other, each where it first fits:
+# An allocator cannot move what it has given. Place the storages of the step in one address space,
+# each where it first fits. Towards the end of backward most of it is free again, and long-lived
+# gradients stand between the pieces:
 
 # %%
-step = heap.storages(model, pl.Plan(microbatch_size=8))
+moment = max(storage.died for storage in step if storage.category == "activations")
 spaces = {
     "as they come": heap.first_fit(step),
-    "activations and gradients apart": heap.first_fit(
-        step, apart=[("activations",), ("gradients",)]
-    ),
+    "what lives for more than 200 events apart": heap.first_fit(step, apart=200),
 }
-pd.DataFrame(spaces, index=["alive", "address space", "free", "largest hole"]).div(1e6).round(2).T
+view.addresses(spaces, moment)
+
+# %%
+request = 20 * 10**6
+for name, space in spaces.items():
+    gaps = space.gaps(moment)
+    fits = "is served" if max(gaps) >= request else "FAILS"
+    print(f"{name}: {sum(gaps) / 1e6:.1f} of {space.extent / 1e6:.1f} MB are free", end=", ")
+    print(f"largest piece {max(gaps) / 1e6:.1f} MB: a request of 20 MB {fits}")
 
 # %% [markdown]
-# In the first row, at the worst moment, many megabytes are free, and a request for a fraction of
-# them fails: they lie between tensors that stay. This is **fragmentation**. ZeRO-R (M<sub>D</sub>,
-# sec. 6.3) gives long-lived tensors regions of their own. Then far less lies idle, and the largest
-# hole is a larger part of it; the price is address space. (`alive` is the most at any moment;
-# `free` and `largest hole` are of the moment when free space is of least use.)
+# This is **fragmentation**. ZeRO-R (M<sub>D</sub>, sec. 6.3) gives long-lived tensors regions of
+# their own. PyTorch's `expandable_segments:True` attacks the same problem: it maps pages of
+# physical memory behind contiguous addresses.
 #
-# ## Break it
-# Give the rank less memory than the step needs. It fails at the very tensor that is one too many,
-# and says what filled the device and what would help:
+# ## One byte too many
+# Give the rank less memory than the step needs. It fails at the first tensor that does not fit, and
+# says what fills the device and what would help:
 
 # %%
 try:
-    pl.run(model, pl.Plan(microbatch_size=8), steps=2, memory_limit="60MB", progress=False)
+    pl.run(model, eight, steps=2, memory_limit="60MB", progress=False)
 except pl.OutOfMemory as error:
     print(error.table)
 
 # %% [markdown]
-# ## Your turn
-# Four plans, four causes. Find the one setting for each.
+# ## Warm-up: four plans, and what ails them
 
 # %%
 clinic = pl.exercises.memory_clinic
 clinic
 
 # %%
-clinic.patients["twice the devices"].chart()
+for patient in clinic.patients.values():
+    print(patient, end="\n\n")
+
+# %%
+next(iter(clinic.patients.values())).chart()
 
 # %%
 ### ANSWER: memory_clinic
@@ -337,18 +639,125 @@ clinic.patients["twice the devices"].chart()
 clinic.check(treatment)
 
 # %% [markdown]
-# Stuck? `clinic.hint()` gives one push at a time, `clinic.solution()` shows an answer.
+# ## Go further: an estimator that is right to the byte
+
+# %%
+ledger = pl.exercises.memory_estimator
+ledger
+
+# %%
+### ANSWER: memory_estimator
+
+
+ledger.check(my_estimate)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Every category is one idea: states are Ψ times a width, divided by N from the
+# stage on that shards them; padding rounds each unit up; activations are the seven lines of this
+# lab.
+#
+# **Common mistakes**: AdamW's step counts are left out (4 bytes per tensor or unit); Ψ is divided
+# by N without padding; the loss's probabilities are taken to be in 16 bits, they are always fp32;
+# gradients of ZeRO-1 are taken whole, though only the shard is left when the optimizer begins.
+#
+# **A second solution** counts from shapes, tensor by tensor, and needs no formula for Ψ:
+
+# %% tags=["solution-only"]
+### ANSWER: memory_estimator_other
+
+
+ledger.check(my_estimate)
 
 # %% [markdown]
-# ## On your GPUs
-# The same cells: the ledger counts tensors on the device, and `memory_limit` caps the allocator
-# too. What the allocator says stands in the report, a row for every rank and step: compare
-# `report.peak_memory` with `report.allocator["allocated"].max()`, and that with `["reserved"]`.
-# (`torch.cuda.max_memory_allocated()` in a cell asks this process, and ranks are others.)
+# ## What to remember
+# 1. Model states take 16 Ψ bytes with AdamW, whatever the batch; activations take
+#    $w\,bsh\,(16 + as/h)$ per block, whatever the optimizer.
+# 2. A device is fullest where forward ends and backward begins.
+# 3. Full recomputation keeps one input per block and costs a third more FLOPs; gradients are the
+#    same bits if dropout's random state is restored.
+# 4. ZeRO divides states by the size of the group that shards. It divides neither activations, nor
+#    a gathered unit, nor what was on the device before.
+# 5. Allocated, at its peak, decides whether a step fits; reserved is what other processes see.
 #
+# | what fills the device | what helps |
+# |---|---|
+# | activations | smaller micro-batches, recomputation, fused attention; tensor parallelism |
+# | optimizer states, gradients | ZeRO-1, ZeRO-2, a larger sharding group; offload (lab 09) |
+# | parameters | ZeRO-3 with small units; tensor or pipeline parallelism |
+# | buffers | smaller buckets, less prefetch |
+# | whole weights at the start | `meta` device, `zero.Init()` |
+# | free, but in pieces | `expandable_segments:True`, fewer odd sizes |
+#
+# $$M_\text{states} = 16\,\Psi,\quad M_\text{block} = 16w\,bsh + w\,abs^2 + 4w\,bs,\quad
+# M_\text{full} = Lw\,bsh + M_\text{block} - w\,bsh + M_\text{ends},\quad
+# M_\text{estimator} = 4\Lambda + 18\,\Psi/N$$
+#
+# ## In PyTorch, DeepSpeed, Megatron
+# * **PyTorch**: `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)` ran above. What
+#   selective recomputation keeps is chosen with `create_selective_checkpoint_contexts`. Peaks:
+#   `torch.cuda.max_memory_allocated()`, `max_memory_reserved()`; the picture of lab 06's kind:
+#   `torch.cuda.memory._record_memory_history()` and `_dump_snapshot()`, shown by
+#   [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or `torch.profiler` with
+#   `profile_memory=True` and `export_memory_timeline`.
+# * **DeepSpeed**: `deepspeed.checkpointing.checkpoint`, and
+#   ```json
+#   {"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": false,
+#                                 "contiguous_memory_optimization": true,
+#                                 "number_checkpoints": 24},
+#    "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8,
+#                          "stage3_prefetch_bucket_size": 5e7,
+#                          "stage3_max_live_parameters": 1e9}}
+#   ```
+#   `contiguous_memory_optimization` is the region for long-lived tensors, `reduce_bucket_size`
+#   (elements, not bytes) the bucket, the last two are `prefetch`.
+# * **Megatron-LM**: `--recompute-granularity full --recompute-method uniform
+#   --recompute-num-layers 1`, or `--recompute-granularity selective`.
+#
+# In this process, one step of the reference GPT with each kind of PyTorch's checkpointing:
+
+# %% tags=["measured"]
+import gc
+
+from torch.utils.checkpoint import checkpoint
+
+
+def one_step(reentrant):
+    gpt = pl.reference.GPT(model)
+    update = pl.reference.optimizer(gpt.parameters())
+    [(tokens, targets)] = pl.reference.batches(model, step=0, microbatch_size=8)
+    x = gpt.embedding(tokens)
+    for block in gpt.blocks:
+        x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+    gpt.head(x, targets, gpt.embedding.token.weight).backward()
+    update.step()
+
+
+kinds = {"without": None, "use_reentrant=False": False, "use_reentrant=True": True}
+seen = {}
+for name, reentrant in kinds.items():
+    gc.collect()  # optimizers refer to themselves: the last one is freed here, not when it leaves
+    with pl.observe() as seen[name]:
+        one_step(reentrant)
+view.bytes_bars(
+    {name: one.report.peaks().iloc[:-1, -1].dropna().to_dict() for name, one in seen.items()},
+    title="Both kinds of torch's checkpoint keep one input per block",
+)
+
+# %% [markdown]
 # ## Read on
-# * Korthikanti and others 2022, [Reducing activation
-#   recomputation](https://arxiv.org/abs/2205.05198), sec. 4 and 5. Rajbhandari and others 2020,
-#   [ZeRO](https://arxiv.org/abs/1910.02054), sec. 6: ZeRO-R.
+# * Chen et al. 2016, [Training deep nets with sublinear memory
+#   cost](https://arxiv.org/abs/1604.06174), sec. 3 and 4. Korthikanti et al. 2022, [Reducing
+#   activation recomputation](https://arxiv.org/abs/2205.05198), sec. 4 and 5. Rajbhandari et al.
+#   2020, [ZeRO](https://arxiv.org/abs/1910.02054), sec. 6: ZeRO-R.
+# * PyTorch: [activation checkpointing](https://docs.pytorch.org/docs/stable/checkpoint.html),
+#   [understanding CUDA memory
+#   usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html). [The Ultra-Scale
+#   Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), "Memory usage in
+#   transformers".
 # * In the package: `paralab/instruments/ledger.py` counts, `paralab/interpret/memory.py` reads the
-#   same off a program, `paralab/parallel/recompute.py` makes one that forgets and computes again.
+#   same off a program, `paralab/parallel/recompute.py` adds recomputation to one,
+#   `paralab/instruments/heap.py` replays an allocator.
+#
+# **On your GPUs** the same cells run; they have not been run on one for this text. The ledger then
+# counts tensors on the device, and `report.allocator` has what CUDA's allocator says, a row for
+# every rank and step: compare its columns `allocated` and `reserved` with `report.peak_memory`.

@@ -1,0 +1,148 @@
+"""Lab 06: an estimator of a training step's memory by category, right to the byte.
+
+The right values are those of the compiled program (interpret/memory.py), which the live ledger
+equals: states as they are when the first UPDATE comes, activations at their most. Models and ranks
+are chosen so that padding is not zero and every known mistake has a number of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.questions import Mistakes, Reply, asked, wrong_states
+from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.verdict import NOT_STARTED
+from paralab.interpret.memory import moments
+from paralab.programs.compile import compiled
+from paralab.programs.instructions import UPDATE
+from paralab.spec import ModelSpec, Plan
+
+ONE, SHARED, UNITS, SHORT = "one device", "ZeRO-1 and ZeRO-2", "ZeRO-3", "bf16"
+SMALL = ModelSpec(layers=3, hidden=45, heads=5, seq_len=14, vocab=259, attention="explicit")
+WIDE = ModelSpec(layers=2, hidden=96, heads=3, seq_len=40, vocab=301, attention="explicit")
+CASES = (  # limit, model, b, n, stage, precision
+    (ONE, SMALL, 1, 1, 0, "fp32"),
+    (ONE, WIDE, 3, 1, 0, "fp32"),
+    (SHARED, SMALL, 2, 4, 1, "fp32"),
+    (SHARED, WIDE, 1, 7, 2, "fp32"),
+    (UNITS, SMALL, 2, 4, 3, "fp32"),
+    (UNITS, WIDE, 1, 7, 3, "fp32"),
+    (SHORT, WIDE, 3, 1, 0, "bf16"),
+    (SHORT, SMALL, 2, 4, 2, "bf16"),
+    (SHORT, SMALL, 1, 7, 3, "bf16"),
+)
+STATES = ("parameters", "gradients", "optimizer")
+ASKED = (
+    (ONE, "two models without ZeRO: every category to the byte"),
+    (SHARED, "4 and 7 ranks, which do not divide Ψ"),
+    (UNITS, "the same, unit by unit"),
+    (SHORT, "three plans in 16 bits"),
+)
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    questions = [(0, case[1:]) for case in CASES]
+    for notes, found in on_ranks(tries, estimated, 1, (questions,), timeout=timeout):
+        for case, reply in zip(CASES, found.results[0], strict=True):
+            limit, spec, b, n, stage, precision = case
+            if reply.trouble == NOT_STARTED:
+                notes.end(NOT_STARTED)
+                break
+            right = right_bytes(*case[1:])
+            wrong = reply.trouble or wrong_states(
+                reply.value, right, lambda state, case=case: known(state, *case[1:])
+            )
+            where = f"hidden={spec.hidden}, b={b}, n={n}, stage {stage}, {precision}"
+            notes.look(limit, where, wrong, f"{sum(right.values()):,} bytes")
+
+
+def estimated(watch: Any, answer: tuple, seed: int, questions: Sequence) -> list[Reply]:
+    """What the rank runs: the questions, and no plan is made meanwhile that could answer them."""
+
+    def forbidden(_: Plan) -> None:
+        raise RuntimeError("a pl.Plan is made: count the bytes yourself")
+
+    with mock.patch.object(Plan, "__post_init__", forbidden):
+        return asked(watch, answer, seed, questions)
+
+
+@functools.cache
+def right_bytes(spec: ModelSpec, b: int, n: int, zero_stage: int, precision: str) -> dict[str, int]:
+    """{category: bytes} as the program of the plan has them on a rank."""
+    plan = Plan(
+        dp=n,
+        zero_stage=zero_stage,
+        precision=precision,
+        microbatch_size=b,
+        bucket_bytes=2**40,  # one bucket: one unit of ZeRO-1 and ZeRO-2
+    )
+    program = compiled(spec, plan)
+    first = next(i for i, ins in enumerate(program.codes[0]) if ins.op == UPDATE)
+    found = [behind for _, behind in moments(program)]
+    held = {state: found[first]["device", state] for state in STATES}
+    return held | {"activations": max(one.get(("device", "activations"), 0) for one in found)}
+
+
+def known(
+    state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: str
+) -> Iterator[tuple[str, float]]:
+    """(what was done, the bytes it gives) of the mistakes that are made with one category."""
+    right = right_bytes(spec, b, n, stage, precision)[state]
+    psi, w, tensors = spec.num_params, 4 if precision == "fp32" else 2, len(spec.parameter_shapes())
+    if state == "activations":
+        yield from known_activations(right, spec, b, w)
+        return
+    width = w if state != "optimizer" else 8 if w == 4 else 12
+    units = {0: tensors, 1: 1, 2: 1, 3: spec.layers + 2}[stage]
+    shared = stage >= {"parameters": 3, "gradients": 1, "optimizer": 1}[state]
+    if state == "optimizer":
+        part = (right - 4 * units) // width
+        yield "AdamW's step counts are missing, 4 bytes per unit", width * part
+        yield "a step count per tensor; with ZeRO there is one per unit", width * part + 4 * tensors
+        yield "in bf16 the master weights belong to the optimizer, 4 Ψ more", 8 * part + 4 * units
+        yield "master weights are there in 16 bits only", 12 * part + 4 * units
+    if stage and not shared:
+        yield f"stage {stage} does not shard it: every rank has all n parts", width * -(-psi // n)
+    if shared or stage:
+        yield "that is not padded to n equal parts", width * psi / n
+        yield "that is not padded to n equal parts", width * psi // n
+        yield "that is not padded: Ψ is rounded up to n parts", width * psi
+        yield "padded once, and every unit is padded by itself", width * -(-psi // n)
+    if shared:
+        yield f"stage {stage} shards it: every rank keeps an n-th", width * -(-psi // n) * n
+    yield f"w is {w} bytes in {precision}", right * (2 if w == 2 else 0.5)
+
+
+def known_activations(right: int, spec: ModelSpec, b: int, w: int) -> Mistakes:
+    s, h, a = spec.seq_len, spec.hidden, spec.heads
+    scores, loss = w * a * b * s * s * spec.layers, 4 * b * s * spec.vocab
+    ends = 2 * w * b * s * h + 2 * w * b * s + loss + 16 * b * s
+    yield "the embedding and the head are missing", right - ends
+    yield "the probabilities of the loss are missing, 4 b s V bytes", right - loss
+    yield "the probabilities of the loss have 4 bytes in bf16 too", right - loss / 2
+    yield "token numbers of the embedding or targets are missing, 8 b s bytes", right - 8 * b * s
+    yield "token numbers and targets are missing, 16 b s bytes", right - 16 * b * s
+    yield "the softmax's result is missing, w a b s² per block", right - scores
+    yield "of the scores one copy is kept, the softmax's result", right + scores
+    means = 4 * w * b * s * spec.layers
+    yield "mean and deviation of the two norms are missing, 4 w b s per block", right - means
+    yield "that is one sample", right / b
+    block = (right - ends) // spec.layers
+    yield "that is one block", block + ends
+    full = spec.layers * b * s * h * (34 + 5 * a * s / h)
+    yield "that is Korthikanti's formula, which has dropout in it and neglects the ends", full
+    wide = 4 * (right - loss - 16 * b * s) // w + loss + 16 * b * s
+    yield f"w is {w} bytes, not {6 - w}", wide if w == 2 else (right + loss + 16 * b * s) // 2
+
+
+memory_estimator = Exercise(
+    name="memory_estimator",
+    lab="06",
+    asked=ASKED,
+    takes=(Takes("a function", "my_estimate(spec, b, n, zero_stage, precision)", 5),),
+    checker=check,
+)
