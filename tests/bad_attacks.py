@@ -11,7 +11,6 @@ import sys
 import time
 
 from bad_answers import (
-    MLPGood,
     SyncGood,
     ZeroGood,
     ZeroPlain,
@@ -75,17 +74,6 @@ class ZeroSleeps(ZeroGood):
         time.sleep(0.05)
 
 
-class MLPWaitsLate(MLPGood):
-    def forward(self, x):
-        self.x, self.inside = x, (x @ self.A + self.b).relu()
-        z = self.inside @ self.B
-        pending = self.group.all_reduce(z)
-        time.sleep(0.05)
-        out = z + self.c
-        pending.wait()
-        return out
-
-
 class SummaSleeps(SummaGood):
     def spread(self, group, block, step):
         block = block if group.index == step else block.new_empty(block.shape)
@@ -138,12 +126,6 @@ class ZeroBytes(ZeroGood):
     def step(self, gradient):
         super().step(gradient)
         self.kept = self.parameters.numpy().tobytes()
-
-
-class MLPNumpyWeights(MLPGood):
-    def __init__(self, A, b, B, c, *, group):
-        super().__init__(A, b, B, c, group=group)
-        self.whole = A.numpy().copy(), B.numpy().copy()
 
 
 class SummaNumpyRows(SummaGood):
@@ -212,17 +194,6 @@ class ZeroControl(ZeroGood):
         own = full.chunk(self.group.size)[self.group.index].clone()
         self.group.reduce_scatter(own.clone(), gradient.new_zeros(full.numel())).wait()
         return own
-
-
-class MLPDecoy(MLPGood):
-    def added(self, z):
-        import torch.distributed as dist
-
-        dist.all_reduce(z)
-        self.group.all_reduce(z.clone()).wait()
-        return z
-
-    added_back = added
 
 
 # ---- one size, one constant ----------------------------------------------------------------------

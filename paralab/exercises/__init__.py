@@ -32,8 +32,9 @@ from paralab.exercises.states import model_states
 from paralab.exercises.summa import summa
 from paralab.exercises.sync import gradient_sync
 from paralab.exercises.sync_pass import sync_pass
-from paralab.exercises.tensor import tensor_mlp
+from paralab.exercises.tensor import f_and_g, tensor_attention, tensor_mlp
 from paralab.exercises.verdict import Verdict
+from paralab.exercises.vocab_loss import vocab_parallel_loss
 from paralab.exercises.zero import zero_step
 
 ALL = {
@@ -49,7 +50,10 @@ ALL = {
         memory_clinic,
         memory_estimator,
         checkpoint,
+        f_and_g,
         tensor_mlp,
+        tensor_attention,
+        vocab_parallel_loss,
         summa,
         stream,
         mesh_groups,
@@ -71,6 +75,7 @@ __all__ = [
     "all_gather_half",
     "choose",
     "deadlock_clinic",
+    "f_and_g",
     "gradient_sync",
     "guess",
     "memory_clinic",
@@ -82,7 +87,9 @@ __all__ = [
     "stream",
     "summa",
     "sync_pass",
+    "tensor_attention",
     "tensor_mlp",
     "training_cost",
+    "vocab_parallel_loss",
     "zero_step",
 ]

@@ -110,12 +110,20 @@ def _factor(
 
     moved, required = np.nan_to_num(got - before), right - before
     size = float((required * required).sum())
-    factor = float((moved * required).sum()) / size if size else 0.0
-    if not size or not near(moved, factor * required, allowed):
+    with np.errstate(over="ignore", invalid="ignore"):
+        factor = float((moved * required).sum()) / size if size else 0.0
+        if not size or not near(moved, factor * required, allowed):
+            return ""
+    if required.size == 1 and not _simple(factor):  # every number is some multiple of another
         return ""
     if started:
         return f"; it has changed by {times(factor)} what is required"
     return f"; it is {times(factor)} what is required"
+
+
+def _simple(factor: float) -> bool:
+    """Whether it is a whole number, or 1 by one."""
+    return any(n and abs(n - round(n)) < 1e-3 and round(n) for n in (factor, factor and 1 / factor))
 
 
 def times(factor: float) -> str:

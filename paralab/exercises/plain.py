@@ -134,7 +134,7 @@ class Plain:
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Work | None:
-        return _done(self.of(group).all_gather(output_tensor, input_tensor), async_op)
+        return _done(self.of(group).all_gather(_flat(output_tensor), _flat(input_tensor)), async_op)
 
     def all_gather(
         self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
@@ -145,7 +145,7 @@ class Plain:
             for part, out in zip(whole.chunk(len(tensor_list)), tensor_list, strict=True):
                 out.copy_(part.view_as(out))
 
-        return _done(self.of(group).all_gather(whole, tensor), async_op, deliver)
+        return _done(self.of(group).all_gather(whole, _flat(tensor)), async_op, deliver)
 
     def reduce_scatter_tensor(
         self,
@@ -156,7 +156,7 @@ class Plain:
         async_op: bool = False,
     ) -> Work | None:
         _sum_only("reduce_scatter_tensor", op)
-        return _done(self.of(group).reduce_scatter(output, input), async_op)
+        return _done(self.of(group).reduce_scatter(_flat(output), _flat(input)), async_op)
 
     def reduce_scatter(
         self,
@@ -239,6 +239,11 @@ def _done(call: Pending, async_op: bool, deliver: Callable[[], None] | None = No
         return work
     work.wait()
     return None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A group takes the parts one after the other; torch takes them as rows too."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
 
 
 def _kind(op: Any) -> str:

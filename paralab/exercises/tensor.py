@@ -1,20 +1,23 @@
-"""Lab 07: an MLP on several ranks, forward and backward, in one class.
+"""Lab 07: f and g, and the two pairs of layers that tensor parallelism cuts with them.
 
-Columns of the first weight, rows of the second: what is between them stays where it is, and one
-all-reduce of the result is enough, with one more of the input's gradient in backward (Shoeybi+
-2019, arXiv:1909.08053, sec. 3). The checker runs the answer on 2, 3 and 4 real ranks and compares
-the result and every gradient with the whole MLP's, in float64; the bytes of each direction with
-2(t-1)/t of the activation, which is small compared with the weights; and what a rank holds once the
-whole weights are gone with a t-th of them. ReLU stands for GELU: its derivative is one comparison.
+An MLP and an attention layer are each a column-parallel layer followed by a row-parallel one: f in
+front copies in forward and sums in backward, g behind does the reverse (Shoeybi+ 2019,
+arXiv:1909.08053, sec. 3). Three exercises: f and g as autograd functions, which the checker puts
+into an MLP of its own; the MLP; the attention, by heads. The answers are modules whose parameters
+have the names of the whole model's, so that they can train the reference GPT. All are run on 2, 3
+and 4 real ranks; result and gradients are compared with the whole layer in float64, the bytes of
+each direction with one all-reduce, and what a rank holds with a t-th of the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.pairs import BATCH, HIDDEN, PAIRS, SEQ, Pair, given, mistakes, of_one_device
 from paralab.exercises.tries import Found, Takes, Try, look_at_bytes, look_at_memory, on_ranks
 from paralab.exercises.verdict import Notes
 
@@ -22,168 +25,119 @@ if TYPE_CHECKING:
     import numpy as np
 
 RANKS = (2, 3, 4)
-TOKENS, HIDDEN, INSIDE = 48, 64, 240  # n, h, k: an activation is 12 kB, A and B are 61 kB each
-SIZES = {
-    "A": (HIDDEN, INSIDE),
-    "b": (INSIDE,),
-    "B": (INSIDE, HIDDEN),
-    "c": (HIDDEN,),
-    "x": (TOKENS, HIDDEN),
-    "grad": (TOKENS, HIDDEN),
-}
-SCALES = {"A": HIDDEN**-0.5, "B": INSIDE**-0.5}
-PART_OF = {"A": 1, "b": 0, "B": 0}  # the dimension along which a rank's part of it is cut
-SCALARS = 1000  # bytes
+ACTIVATION = 4 * BATCH * SEQ * HIDDEN  # bytes; the smallest weight has as many
+SCALARS = 2000  # bytes
 
 RESULT, GRADIENTS, WEIGHTS = "result", "gradients", "weights per rank"
 FORWARD, BACKWARD = "bytes, forward", "bytes, backward"
-ASKED = (
-    (RESULT, "t = 2, 3, 4: z of the whole MLP, on every rank"),
-    (GRADIENTS, "of x on every rank, of c, and of the rank's parts of A, b and B"),
-    (FORWARD, "exactly 2(t-1)/t n h elements: one all-reduce"),
-    (BACKWARD, "exactly 2(t-1)/t n h elements: one all-reduce"),
-    (WEIGHTS, "at most a t-th of A, b and B, and c (and 1 kB)"),
-)
+LIMITS = {
+    RESULT: "t = 2, 3, 4: that of the whole layer, on every rank",
+    GRADIENTS: "of the input on every rank, and of the rank's parts of the weights",
+    FORWARD: "exactly 2(t-1)/t b s h elements: one all-reduce",
+    BACKWARD: "exactly 2(t-1)/t b s h elements: one all-reduce",
+    WEIGHTS: "at most a t-th of the sharded weights, and the last bias (and 2 kB)",
+}
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
-    for t in RANKS:
-        for notes, found in on_ranks(tries, forward_and_back, t, where=f"t={t}", timeout=timeout):
-            _look(notes, found, t)
+# ---- on a rank -----------------------------------------------------------------------------------
+def forward_and_back(
+    watch: Any, answer: tuple, seed: int, kind: str, operators: bool
+) -> dict[str, Any]:
+    """What every rank runs: one forward, one backward. operators: the answer is f and g.
 
-
-def forward_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
-    """What every rank runs: one forward, one backward.
-
-    Returns {"z", "x", "A", "b", "B", "c": result and gradients as arrays; "held": bytes of weights}
+    Returns {"z", "x" and the parameters' names: result and gradients; "held": bytes of weights}
     """
     import torch
 
+    from paralab.exercises import tensor_ranks
     from paralab.exercises.watched import array
 
-    numbers = given(seed)
-    x, grad = torch.from_numpy(numbers["x"]), torch.from_numpy(numbers["grad"])
+    pair = PAIRS[kind]
+    numbers = {name: torch.from_numpy(one) for name, one in given(pair, seed).items()}
     with watch.section() as section:
-        whole = {name: torch.from_numpy(numbers[name]).clone() for name in "AbBc"}
-        mine = answer[0](**whole, group=watch.group)
+        whole = tensor_ranks.linears({name: numbers[name] for name in pair.shapes})
+        mine = tensor_ranks.module(kind, answer, whole, operators)
         del whole
         held = section.now()
+    x = numbers["x"].clone().requires_grad_()
     watch.label = FORWARD
-    found = {"z": array(mine.forward(x.clone()))}
+    z = mine(x)
+    found = {"z": array(z)}
     watch.label = BACKWARD
-    of_x = mine.backward(grad.clone())
-    gradients = {"x": of_x, **{name: mine.gradients[name] for name in "AbBc"}}
-    found |= {name: array(value) for name, value in gradients.items()}
-    return {**found, "held": held, "seed": seed}
-
-
-def weight_bytes(t: int) -> int:
-    """What a rank holds of the weights."""
-    return 4 * ((2 * HIDDEN * INSIDE + INSIDE) // t + HIDDEN)
-
-
-def given(seed: int) -> dict[str, np.ndarray]:
-    """Weights, input and the result's gradient, the same on every rank."""
-    import numpy as np
-
-    draw = np.random.default_rng(seed)
-    made = {name: draw.standard_normal(size, dtype=np.float32) for name, size in SIZES.items()}
-    return {name: array * np.float32(SCALES.get(name, 1)) for name, array in made.items()}
-
-
-def of_one_device(seed: int) -> dict[str, np.ndarray]:
-    """z and all gradients of the whole MLP, in float64."""
-    import numpy as np
-
-    numbers = {name: value.astype(np.float64) for name, value in given(seed).items()}
-    x, grad = numbers["x"], numbers["grad"]
-    inside = np.maximum(x @ numbers["A"] + numbers["b"], 0.0)
-    of_inside = (grad @ numbers["B"].T) * (inside > 0)
-    return {
-        "z": inside @ numbers["B"] + numbers["c"],
-        "x": of_inside @ numbers["A"].T,
-        "A": x.T @ of_inside,
-        "b": of_inside.sum(0),
-        "B": inside.T @ grad,
-        "c": grad.sum(0),
-    }
-
-
-def terms(seed: int, t: int) -> dict[str, list[np.ndarray]]:
-    """{"z", "x": what each rank's part of the weights adds to it}."""
-    import numpy as np
-
-    numbers = {name: value.astype(np.float64) for name, value in given(seed).items()}
-    found: dict[str, list[np.ndarray]] = {"z": [], "x": []}
-    for rank in range(t):
-        A, b, B = (part_of(name, numbers[name], rank, t) for name in "AbB")
-        inside = np.maximum(numbers["x"] @ A + b, 0.0)
-        found["z"].append(inside @ B)
-        found["x"].append(((numbers["grad"] @ B.T) * (inside > 0)) @ A.T)
+    z.backward(numbers["grad"].clone())
+    found |= {"x": array(x.grad), "held": held, "seed": seed}
+    named = dict(mine.named_parameters())
+    for name in pair.shapes:
+        if name not in named:
+            raise ValueError(f"it has no parameter {name}; it has {', '.join(named) or 'none'}")
+        if named[name].grad is None:
+            raise ValueError(f"{name} has no gradient after backward")
+        found[name] = array(named[name].grad)
     return found
 
 
-def part_of(name: str, whole: np.ndarray, rank: int, t: int) -> np.ndarray:
-    """What rank ``rank`` of ``t`` has of a tensor: its part, or all of it."""
-    if name not in PART_OF:
-        return whole
-    own = slice(rank * (INSIDE // t), (rank + 1) * (INSIDE // t))
-    return whole[:, own] if PART_OF[name] else whole[own]
+# ---- the verdict ---------------------------------------------------------------------------------
+def check(kind: str, limits: Sequence[str], tries: Sequence[Try], timeout: float) -> None:
+    pair = PAIRS[kind]
+    for t in RANKS:
+        args = {"where": f"t={t}", "timeout": timeout}
+        for notes, found in on_ranks(
+            tries, forward_and_back, t, (kind, WEIGHTS not in limits), **args
+        ):
+            _look(notes, found, pair, t, limits)
 
 
-def _look(notes: Notes, found: Found, t: int) -> None:
+def _look(notes: Notes, found: Found, pair: Pair, t: int, limits: Sequence[str]) -> None:
     """One run against every limit."""
-    where = f"t={t}"
-    for limit, names in ((RESULT, "z"), (GRADIENTS, "xcBbA")):  # as backward comes by them
-        wrong = next((w for name in names if (w := _wrong(found.results, name, t))), "")
+    where, right = f"t={t}", of_one_device(pair, found.results[0]["seed"])
+    second, first = reversed(list(pair.shapes)[:2]), reversed(list(pair.shapes)[2:])
+    for limit, names in ((RESULT, ["z"]), (GRADIENTS, ["x", *first, *second])):
+        wrong = next((w for name in names if (w := _wrong(found, pair, right, name, t))), "")
         notes.look(limit, where, wrong, "right, on every rank")
-    required = 2 * (t - 1) * 4 * TOKENS * HIDDEN // t
     for limit in (FORWARD, BACKWARD):
         doing = f"in {limit.split(', ')[1]}"
+        required = 2 * (t - 1) * ACTIVATION // t
         look_at_bytes(notes, limit, where, found.sent(limit), required, doing)
-    part = weight_bytes(t)
-    words = f"holds {{held}} bytes, a t-th and c are {part:,}"
-    held = [result["held"] for result in found.results]
-    look_at_memory(notes, WEIGHTS, where, held, part + SCALARS, words)
+    if WEIGHTS in limits:
+        part = 4 * sum(
+            pair.part(n, one, 0, t).size for n, one in given(pair, 0).items() if "." in n
+        )
+        words = f"holds {{held}} bytes of weights, its part is {part:,}"
+        held = [result["held"] for result in found.results]
+        look_at_memory(notes, WEIGHTS, where, held, part + SCALARS, words)
 
 
-def _wrong(results: Sequence[dict[str, Any]], name: str, t: int) -> str:
+def _wrong(found: Found, pair: Pair, right: dict[str, np.ndarray], name: str, t: int) -> str:
     """What is wrong with a tensor, on the first rank where it is, or ""."""
-    seed = results[0]["seed"]
-    whole, c = of_one_device(seed)[name], given(seed)["c"]
-    one = terms(seed, t).get(name, [])
-
-    def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
-        for times in (0, *range(2, t + 1)) if name == "z" else ():
-            yield f"c is in it {times} times", whole + (times - 1) * c
-        for number, term in enumerate(one):
-            own = "the rank's own" if number == rank else f"rank {number}'s"
-            yield (
-                f"it is {own} term of the sum, to which no other was added",
-                term + c * (name == "z"),
-            )
-            yield f"it is {own} term of the sum, to which no other was added", term
-
+    seed, whole = found.results[0]["seed"], name in ("z", "x")
     return first_wrong(
-        "z" if name == "z" else f"the gradient of {name}",
-        [result[name] for result in results],
-        [part_of(name, whole, rank, t) for rank in range(t)],
-        known=known,
+        {"z": "the result", "x": "the input's gradient"}.get(name, f"the gradient of {name}"),
+        [result[name] for result in found.results],
+        [right[name] if whole else pair.part(name, right[name], rank, t) for rank in range(t)],
+        known=lambda rank: mistakes(pair, seed, t, rank, name),
     )
 
 
-tensor_mlp = Exercise(
-    name="tensor_mlp",
-    lab="07",
-    asked=ASKED,
-    takes=(
-        Takes(
-            "a class",
-            "MyMLP(A, b, B, c, group=group)",
-            0,
-            ("A", "b", "B", "c", "group"),
-            ("forward", "backward"),
-        ),
-    ),
-    checker=check,
+def _exercise(name: str, kind: str, limits: Sequence[str], *takes: Takes) -> Exercise:
+    asked = tuple((limit, LIMITS[limit]) for limit in limits)
+    checker = functools.partial(check, kind, limits)
+    return Exercise(name=name, lab="07", asked=asked, takes=takes, checker=checker)
+
+
+EVERY = tuple(LIMITS)
+f_and_g = _exercise(
+    "f_and_g",
+    "mlp",
+    EVERY[:-1],
+    Takes("a function f", "f(x)", 1),
+    Takes("a function g", "g(x)", 1),
+)
+tensor_mlp = _exercise(
+    "tensor_mlp", "mlp", EVERY, Takes("a class", "MyMLP(up, down, f=f, g=g)", 2, ("f", "g"))
+)
+tensor_attention = _exercise(
+    "tensor_attention",
+    "attention",
+    EVERY,
+    Takes("a class", "MyAttention(qkv, proj, heads=..., f=f, g=g)", 2, ("heads", "f", "g")),
 )

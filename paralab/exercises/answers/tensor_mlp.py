@@ -1,45 +1,37 @@
-"""Lab 07's exercise: an MLP whose weights lie on several ranks."""
+"""Lab 07's first exercise: an MLP whose two weights are sharded over t ranks."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
 
-class MyMLP:
-    """z = relu(x A + b) B + c, where each of t ranks keeps a t-th of A, b and B."""
+class MyMLP(nn.Module):
+    """down(GELU(up(x))), of which each rank keeps a t-th of the neurons in between."""
 
-    def __init__(self, A, b, B, c, *, group):
-        # A: (h, k), b: (k,), B: (k, h), c: (h,): whole, the same on every rank; t divides k
-        self.group = group
+    def __init__(self, up: nn.Linear, down: nn.Linear, *, f: Callable, g: Callable) -> None:
+        # up: h -> k, down: k -> h: whole, with biases, the same on every rank; t divides k
+        super().__init__()
+        self.f, self.g = f, g
         ### BEGIN SOLUTION
-        ### STUB: # what does this rank keep? (a slice of a tensor keeps the whole tensor alive)
-        width = A.shape[1] // group.size
-        own = slice(group.index * width, (group.index + 1) * width)
-        self.A, self.b, self.B = A[:, own].clone(), b[own].clone(), B[own].clone()
-        self.c = c
+        ### STUB: # parameters that this rank keeps: up.weight, up.bias, down.weight, down.bias
+        ### STUB: # (nn.Linear stores the transpose; a slice keeps the whole tensor alive)
+        t, rank = dist.get_world_size(), dist.get_rank()
+        k, h = up.weight.shape
+        own = slice(rank * k // t, (rank + 1) * k // t)
+        self.up, self.down = nn.Linear(h, k // t), nn.Linear(k // t, h)
+        with torch.no_grad():
+            self.up.weight.copy_(up.weight[own])
+            self.up.bias.copy_(up.bias[own])
+            self.down.weight.copy_(down.weight[:, own])
+            self.down.bias.copy_(down.bias)
         ### END SOLUTION
 
-    def forward(self, x):
-        """x: (n, h), the same on every rank. Returns z: (n, h), on every rank."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (b, s, h), the same on every rank. Returns (b, s, h), on every rank."""
         ### BEGIN SOLUTION
-        ### STUB: raise NotImplementedError("your turn")
-        self.x, self.inside = x, (x @ self.A + self.b).relu()  # (n, k/t)
-        z = self.inside @ self.B
-        self.group.all_reduce(z).wait()
-        return z + self.c
-        ### END SOLUTION
-
-    def backward(self, grad):
-        """grad: (n, h), of z, the same on every rank. Returns x's gradient, on every rank.
-
-        Leaves the gradients of what this rank keeps in `self.gradients`, by name.
-        """
-        ### BEGIN SOLUTION
-        ### STUB: raise NotImplementedError("your turn")
-        of_inside = (grad @ self.B.t()) * (self.inside > 0)  # (n, k/t)
-        self.gradients = {
-            "A": self.x.t() @ of_inside,
-            "b": of_inside.sum(0),
-            "B": self.inside.t() @ grad,
-            "c": grad.sum(0),
-        }
-        of_x = of_inside @ self.A.t()
-        self.group.all_reduce(of_x).wait()
-        return of_x
+        inside = F.gelu(self.up(self.f(x)), approximate="tanh")  # (b, s, k/t)
+        return self.g(F.linear(inside, self.down.weight)) + self.down.bias
         ### END SOLUTION

@@ -1,0 +1,166 @@
+"""Lab 07: the cross-entropy of logits that are sharded over the vocabulary, forward and backward.
+
+The logits are the largest activation of a model, and a loss needs three numbers per token of them:
+the maximum, the sum of exponentials, the target's logit (Shoeybi+ 2019, arXiv:1909.08053, sec. 3).
+The checker runs the answer on 2 and 4 real ranks, with logits so large that exp overflows without
+the maximum. It compares loss and gradient with the whole logits' in float64, bytes with three
+all-reduces of a number per token forward and none backward, and the peak of memory with copies of
+the rank's own logits: an answer that gathers the logits breaks both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paralab.exercises.diagnose import first_wrong
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.tries import Found, Takes, Try, look_at_memory, on_ranks
+from paralab.exercises.verdict import Notes
+
+if TYPE_CHECKING:
+    import numpy as np
+
+RANKS = (2, 4)
+TOKENS, VOCAB = 96, 512
+LARGE = 200.0  # added to every logit of a third of the tokens
+COPIES, SCALARS = 5, 6 * 8 * TOKENS  # of the rank's own logits; and a few numbers per token
+
+LOSS, GRADIENT, FORWARD = "loss", "gradient", "bytes, forward"
+BACKWARD, MEMORY = "bytes, backward", "memory"
+ASKED = (
+    (LOSS, "t = 2, 4: the mean over the tokens, on every rank, of logits up to 200 too"),
+    (GRADIENT, "of the rank's own logits"),
+    (FORWARD, "at most 6(t-1)/t n elements: three all-reduces of n numbers"),
+    (BACKWARD, "none"),
+    (MEMORY, f"at most {COPIES} tensors of n V/t elements in addition to the logits"),
+)
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for t in RANKS:
+        for notes, found in on_ranks(tries, loss_and_back, t, where=f"t={t}", timeout=timeout):
+            _look(notes, found, t)
+
+
+def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
+    """What every rank runs. Returns {"loss", "gradient": arrays; "peak": bytes in addition}."""
+    import numpy as np
+    import torch
+
+    from paralab.exercises.watched import array
+
+    logits, targets = given(seed)
+    own = np.split(logits, watch.group.size, axis=1)[watch.group.index].copy()
+    own, targets = torch.from_numpy(own).requires_grad_(), torch.from_numpy(targets)
+    watch.label = FORWARD
+    with watch.section() as section:
+        loss = answer[0](own, targets)
+        found = array(loss).reshape(-1)
+        watch.label = BACKWARD
+        (loss * 3).backward()
+    if own.grad is None:
+        raise ValueError("the logits have no gradient after backward")
+    return {"loss": found, "gradient": array(own.grad) / 3, "peak": section.peak, "seed": seed}
+
+
+def given(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of all of the vocabulary, (n, V), and targets, (n,)."""
+    import numpy as np
+
+    draw = np.random.default_rng(seed)
+    logits = 3 * draw.standard_normal((TOKENS, VOCAB), dtype=np.float32)
+    logits[::3] += np.float32(LARGE)
+    return logits, draw.integers(VOCAB, size=TOKENS)
+
+
+def of_one_device(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(loss, (1,), gradient of the logits), in float64. A target below 0 counts as none."""
+    import numpy as np
+
+    z = logits.astype(np.float64)
+    z -= z.max(1, keepdims=True)
+    rows, share = np.arange(len(z))[targets >= 0], np.exp(z)
+    share /= share.sum(1, keepdims=True)
+    loss = -np.log(share)[rows, targets[rows]].sum(keepdims=True) / len(z)
+    share[rows, targets[rows]] -= 1
+    return loss, share / len(z)
+
+
+def _look(notes: Notes, found: Found, t: int) -> None:
+    """One run against every limit."""
+    where = f"t={t}"
+    for limit in (LOSS, GRADIENT):
+        notes.look(limit, where, _wrong(found.results, limit, t), "right, on every rank")
+    most = 4 * 6 * (t - 1) * TOKENS // t
+    for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
+        sent = max(found.sent(limit))
+        wrong = f"a rank sends {sent:,} bytes in {limit[7:]}, required: at most {allowed:,}"
+        wrong += f", {sent / allowed:.3g} times as many" if allowed else ""
+        notes.look(limit, where, wrong if sent > allowed else "", f"{sent:,} bytes")
+    own = 4 * TOKENS * VOCAB // t
+    words = f"holds {{held}} bytes in addition to its logits, which are {own:,}"
+    peaks = [result["peak"] for result in found.results]
+    look_at_memory(notes, MEMORY, where, peaks, COPIES * own + SCALARS, words)
+
+
+def _wrong(results: Sequence[dict[str, Any]], limit: str, t: int) -> str:
+    """What is wrong with loss or gradient, on the first rank where it is, or ""."""
+    import numpy as np
+
+    logits, targets = given(results[0]["seed"])
+    which, parts = (LOSS, GRADIENT).index(limit), np.split(logits, t, axis=1)
+    whole = of_one_device(logits, targets)
+    right = [whole[0]] * t if limit == LOSS else np.split(whole[1], t, axis=1)
+
+    def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
+        local = targets - rank * VOCAB // t
+        here = (local >= 0) & (local < VOCAB // t)
+        alone = of_one_device(parts[rank], np.where(here, local, -1))
+        said = "it is that of a softmax over the rank's own part of the vocabulary"
+        yield said, alone[which]
+        if limit == LOSS:
+            yield from _known_losses(logits, targets, rank, t, here)
+        share = whole[1] + np.eye(VOCAB)[targets] / TOKENS
+        if limit == GRADIENT:
+            own = np.split(share, t, axis=1)[rank]
+            yield "it is the softmax, from which no target is subtracted", own.copy()
+            own[np.arange(TOKENS), local.clip(0, VOCAB // t - 1)] -= 1 / TOKENS
+            yield "1 is subtracted on ranks too that do not have the target", own
+
+    if not all(np.isfinite(one[limit]).all() for one in results):
+        return f"the {limit} is infinite or not a number: exp overflows without the maximum"
+    return first_wrong(f"the {limit}", [one[limit] for one in results], right, known=known)
+
+
+def _known_losses(
+    logits: np.ndarray, targets: np.ndarray, rank: int, t: int, here: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """What the loss is if one of the three numbers is not that of all ranks."""
+    import numpy as np
+
+    parts = np.split(logits.astype(np.float64), t, axis=1)
+    high, target = [one.max(1) for one in parts], logits[np.arange(TOKENS), targets]
+    largest, at = np.max(high, axis=0), targets - VOCAB // t * np.arange(t)[:, None]
+    clamped = [
+        one[np.arange(TOKENS), i.clip(0, VOCAB // t - 1)] for one, i in zip(parts, at, strict=True)
+    ]
+    own = [np.exp(one - largest[:, None]).sum(1) for one in parts]
+    mixed = sum(np.exp(one - m[:, None]).sum(1) for one, m in zip(parts, high, strict=True))
+    whole = largest + np.log(sum(own))
+    for words, losses in (
+        ("every rank subtracts the maximum of its own part", high[rank] + np.log(mixed) - target),
+        ("the sums of exp were not added over the ranks", largest + np.log(own[rank]) - target),
+        ("ranks without the target contribute another logit", whole - sum(clamped)),
+        ("the target's logit is missing on ranks that do not have it", whole - target * here),
+    ):
+        yield f"it is so if {words}", losses.mean(keepdims=True)
+
+
+vocab_parallel_loss = Exercise(
+    name="vocab_parallel_loss",
+    lab="07",
+    asked=ASKED,
+    takes=(Takes("a function", "vocab_parallel_loss(logits, targets)", 2),),
+    checker=check,
+)
