@@ -8,14 +8,18 @@
 # %% [markdown]
 # # 07 · Tensor parallelism: one layer on several devices
 #
-# *«[Puzzling collectives in TP](https://github.com/pytorch/torchtitan/issues/1369)»*: somebody
-# reads a log and finds calls in it that nobody wrote. By the end of this lab you know of each why
-# it is there, how many there must be, and what becomes of a model that leaves one out.
+# **How can t devices compute one layer together, what must they send each other, and which
+# mistakes does no error message report?**
 #
-# Data parallelism and ZeRO deal out samples; every device computes whole layers. **Tensor
-# parallelism** deals out a layer's matrices: t devices work on the same tokens, each with a t-th of
-# the weights. What does one rank know then, and what must it be told? An MLP, GELU(x A) B, on two
-# ranks, cut in three ways:
+# **You will be able to**
+# * shard an MLP and an attention layer so that each needs one all-reduce, and derive why;
+# * explain every collective in the log of a tensor-parallel run, and compute its bytes;
+# * write both layers and the vocabulary-parallel loss in plain PyTorch, and train a GPT with them;
+# * say what sequence parallelism adds, and what it costs;
+# * find the missing gradient sum that no loss curve shows.
+#
+# **You need** lab 01 (collectives and their bytes); products of block matrices and the chain rule;
+# `nn.Module` and `torch.autograd.Function`. **Minutes**: 120–150, of which 60 for the exercises.
 
 # %%
 import numpy as np
@@ -23,405 +27,521 @@ import pandas as pd
 
 import paralab as pl
 from paralab import view
-from paralab.theory import tensor
+
+columns = pl.Plan(tp=4, microbatch_size=4)
+view.blocks(columns, role="up")
+
+# %% [markdown]
+# In data parallelism and ZeRO every device computes whole layers for its own samples. In **tensor
+# parallelism** all t devices work on the same tokens, and each holds a t-th of every weight
+# matrix. The picture shows the first layer of an MLP: X is replicated, and rank r has the columns
+# W_r of the weight. It computes the columns Y_r of the result without asking any other rank.
+#
+# | symbol | meaning |
+# |---|---|
+# | t | ranks of the tensor-parallel group |
+# | b, s, h | samples per micro-batch, tokens per sample, hidden size |
+# | a, V, L | heads, vocabulary, layers (blocks) |
+# | X, A, B | input of an MLP (b s × h), its weights (h × 4h and 4h × h) |
+# | S | bytes of a whole tensor: an all-reduce of it sends 2(t−1)/t · S per rank (lab 01) |
+#
+# ## Columns first, then rows
+# An MLP is $Z = \mathrm{GELU}(XA)\,B$. A matrix can be cut by columns or by rows:
+#
+# $$X\,[A_1\;A_2] = [XA_1\;\;XA_2] \qquad\qquad
+# [X_1\;X_2]\begin{bmatrix}A_1\\A_2\end{bmatrix} = X_1A_1 + X_2A_2$$
+#
+# By columns, each rank has some *columns of the result*. By rows, each rank has *one term of a
+# sum* for every entry of the result. GELU acts on single entries, so it can be applied to columns.
+# It must not be applied to terms: $\mathrm{GELU}(u + v) \neq \mathrm{GELU}(u) + \mathrm{GELU}(v)$.
+#
+# The second matrix is then cut by rows, because rank r has exactly the columns of GELU(XA) that
+# meet its rows of B:
+#
+# $$Z = \mathrm{GELU}(X[A_1 \cdots A_t])\begin{bmatrix}B_1\\ \vdots\\ B_t\end{bmatrix}
+# = \sum_{r=1}^{t} \mathrm{GELU}(XA_r)\,B_r$$
+
+# %%
+view.blocks(columns, role="down")
+
+# %% [markdown]
+# The intermediate activation, b s × 4h numbers, is never communicated. A single all-reduce of the
+# partial products completes the pair. What would the other cuts cost?
+
+# %%
+cuts = ["A by columns, B by rows", "A by rows, B by columns", "A by rows, summed after GELU"]
+which = pl.exercises.choose("Which of these gives a wrong result?", cuts)
+which
 
 
-def mlp(group, cut):
+# %%
+def three_cuts(group):
+    """Errors of the three cuts against the whole MLP; the ledger's phase is the cut's name."""
     import torch
     from torch.nn.functional import gelu
 
     torch.manual_seed(0)
-    x, A, B = torch.randn(16, 64), torch.randn(64, 256) / 8, torch.randn(256, 64) / 16
-    x, A, B = (tensor.to(group.context.device) for tensor in (x, A, B))
+    X, A, B = torch.randn(16, 64), torch.randn(64, 256) / 8, torch.randn(256, 64) / 16
     t, r = group.size, group.index
-    if cut == "A by columns, B by rows":
-        z = gelu(x @ A.chunk(t, 1)[r]) @ B.chunk(t, 0)[r]  # one of t terms of a sum
-        group.all_reduce(z).wait()
-    else:
-        inside = x.chunk(t, 1)[r] @ A.chunk(t, 0)[r]  # one of t terms too, before GELU
-        if cut == "A by rows, B by columns":
-            group.all_reduce(inside).wait()
-            parts = x.new_empty(t * 16, 64 // t)
-            group.all_gather(parts, gelu(inside) @ B.chunk(t, 1)[r]).wait()
-            z = torch.cat(parts.chunk(t), dim=1)
-        else:
-            z = gelu(inside) @ B
-            group.all_reduce(z).wait()
-    return (z - gelu(x @ A) @ B).abs().max().item()
+    by_columns = gelu(X @ A.chunk(t, 1)[r]) @ B.chunk(t, 0)[r]
+    group.all_reduce(by_columns, phase=cuts[0]).wait()
+    term = X.chunk(t, 1)[r] @ A.chunk(t, 0)[r]  # of the sum X A
+    too_late = gelu(term) @ B
+    group.all_reduce(too_late, phase=cuts[2]).wait()
+    group.all_reduce(term, phase=cuts[1]).wait()
+    parts = X.new_empty(t * 16, 64 // t)
+    group.all_gather(parts, gelu(term) @ B.chunk(t, 1)[r], phase=cuts[1]).wait()
+    found = by_columns, torch.cat(parts.chunk(t), dim=1), too_late
+    return [(one - gelu(X @ A) @ B).abs().max().item() for one in found]
 
 
-rows = []
-for cut in ("A by columns, B by rows", "A by rows, B by columns", "A by rows, summed after GELU"):
-    report = pl.trace(mlp, ranks=2, args=(cut,))
-    calls = report.collectives.query("rank == 0")
-    rows.append(
-        {
-            "": cut,
-            "right": max(report.results) < 1e-5,
-            "calls": ", ".join(calls.op),
-            "kB sent": calls.wire_bytes.sum() / 1e3,
-        }
-    )
-pd.DataFrame(rows).set_index("")
-
-# %% [markdown]
-# By **columns**, a rank has all of *its* outputs, and GELU can be taken of them. By **rows**, it
-# has one term of a sum for *every* output, and GELU(a) + GELU(b) is not GELU(a + b). So the first
-# matrix is cut by columns, the second by rows: what is between them never travels, and one
-# all-reduce ends the pair. Attention is such a pair too: a rank has whole heads (columns of qkv)
-# and the rows of proj that belong to them.
-#
-# ## Commit to a guess
-# Both pairs, forward *and* backward:
+traced = pl.trace(three_cuts, ranks=2)
+calls = traced.collectives.query("rank == 0").groupby("phase")
+table = pd.DataFrame({"calls": calls.size(), "kB sent": calls.wire_bytes.sum() / 1e3}).loc[cuts]
+table.assign(right=[error < 1e-5 for error in traced.results[0]])
 
 # %%
-guess = pl.exercises.guess(
-    "all-reduces per block and step", low=0, high=16, unit="calls", decimals=0
-)
-guess
+which.reveal(3, "GELU was applied to the terms of the sum X A, and not to the sum.")
 
 # %% [markdown]
-# ## Run it
-# Four real processes, one model. Each has a quarter of every layer's matrices, and all tokens.
+# Attention is such a pair too. Head i needs only its own columns of the query, key and value
+# weights, and it meets only its own rows of the output projection:
+#
+# $$Q_i = XW^Q_i,\quad K_i = XW^K_i,\quad V_i = XW^V_i,\qquad
+# Z = \sum_{i=1}^{a} \mathrm{softmax}\!\left(\frac{Q_iK_i^\top}{\sqrt{h/a}}\right)V_i\,W^O_i$$
+#
+# With a/t whole heads per rank, `qkv` is column-parallel, `proj` is row-parallel, and the scores
+# of a head exist on one rank only.
+
+# %%
+calls_guess = pl.exercises.guess(
+    "all-reduces per block and step, forward and backward together",
+    low=0,
+    high=16,
+    unit="calls",
+    decimals=0,
+)
+calls_guess
+
+# %% [markdown]
+# ## f and g: one all-reduce in each direction
+# Now backward. For $Z = \sum_r \mathrm{GELU}(XA_r)B_r$ every rank knows $\partial Z$, because Z is
+# replicated. The chain rule gives each rank everything it needs for its own weights:
+#
+# $$U_r = XA_r,\qquad \partial U_r = \left(\partial Z\,B_r^\top\right)\odot\mathrm{GELU}'(U_r),
+# \qquad \partial B_r = \mathrm{GELU}(U_r)^\top\,\partial Z,
+# \qquad \partial A_r = X^\top\partial U_r$$
+#
+# But X is used by every rank, so its gradient is a sum over ranks again:
+#
+# $$\partial X = \sum_{r=1}^{t} \partial U_r\,A_r^\top$$
+#
+# [Megatron-LM](https://arxiv.org/abs/1909.08053) (section 3) writes the two sums as a pair of
+# operators at the two ends of the pair of layers, $Z = g\left(\mathrm{GELU}(f(X)A_r)B_r\right)$:
+#
+# | operator | where | forward | backward |
+# |---|---|---|---|
+# | f | before the column-parallel layer | nothing | all-reduce |
+# | g | behind the row-parallel layer | all-reduce | nothing |
+#
+# Each is the other's transpose: the derivative of a copy to t ranks is a sum over t ranks, and the
+# derivative of a sum is a copy. Write them.
+
+# %%
+warm_up = pl.exercises.f_and_g
+warm_up
+
+
+# %%
+### ANSWER: f_and_g
+
+
+verdict_f_g = warm_up.check(f, g)
+verdict_f_g
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** `Copy.forward` returns the same numbers, so the all-reduce of backward is the
+# only thing that it adds. **Common mistakes**: summing in both directions (gradients are t times
+# too large); summing in neither; summing `grad` in place, although autograd may still need it;
+# dividing by t as one does with data-parallel gradients. **A second solution** does not subclass
+# `Function` for f: a hook on the gradient does the same.
+
+# %% tags=["solution-only"]
+### ANSWER: f_and_g_other
+
+
+warm_up.check(f, g)
+
+# %% [markdown]
+# ## An MLP on t ranks
+# With f and g, autograd does the rest: a tensor-parallel layer is an ordinary module with smaller
+# weights. Only one thing is still easy to get wrong: what has to be added *once*, and not t times?
+
+# %%
+mlp_exercise = pl.exercises.tensor_mlp
+mlp_exercise
+
+
+# %%
+### ANSWER: tensor_mlp
+
+
+verdict_mlp = mlp_exercise.check(MyMLP)
+verdict_mlp
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Rows of `up.weight` are columns of A, because `nn.Linear` stores the transpose.
+# **Common mistakes**: adding `down.bias` before g, so that it is summed t times; keeping a slice,
+# which is a view and keeps the whole matrix alive; taking rows where columns are meant. **A second
+# solution** keeps plain parameters and calls `F.linear`:
+
+# %% tags=["solution-only"]
+### ANSWER: tensor_mlp_other
+
+
+mlp_exercise.check(MyMLP)
+
+# %% [markdown]
+# ## Attention by heads
+# The same with heads. `qkv` has 3h outputs in the order query, key, value. A contiguous t-th of
+# them is *not* a t-th of the heads, and this is the mistake that loading a checkpoint with another
+# t makes most often.
+
+# %%
+attention_exercise = pl.exercises.tensor_attention
+attention_exercise
+
+
+# %%
+### ANSWER: tensor_attention
+
+
+verdict_attention = attention_exercise.check(MyAttention)
+verdict_attention
+
+# %% [markdown]
+# Stuck? `attention_exercise.hint()` gives one hint at a time, `.solution()` shows an answer. The
+# same holds for every exercise.
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Viewed as (3, heads, h/a, h), the weight can be cut along the heads, and the
+# part is again a query, a key and a value weight. **Common mistakes**: `qkv.weight.chunk(t)`, with
+# which rank 0 of 2 has all queries and half of the keys; the scale 1/√h for 1/√(h/a); no causal
+# mask; `proj.bias` added t times; a second all-reduce of the mixed heads. **A second solution**
+# keeps three separate matrices until the end and leaves the scores to PyTorch:
+
+# %% tags=["solution-only"]
+### ANSWER: tensor_attention_other
+
+
+attention_exercise.check(MyAttention)
+
+# %% [markdown]
+# ## Your layers train a GPT
+# Put both into the reference GPT, on four real ranks. This is the whole program, and nothing in it
+# is paralab's parallelism: `pl.observe` only writes down what it computes, sends and holds.
 
 # %%
 model = pl.ModelSpec(layers=3, hidden=128, heads=4, seq_len=64)
-plan = pl.Plan(tp=4, microbatch_size=4)
-report = pl.run(model, plan, steps=6)
-report
+
+
+def train(gpt, steps):
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.1, foreach=False)
+    losses = []
+    for step in range(steps):
+        [(tokens, targets)] = pl.reference.batches(gpt.spec, step=step, microbatch_size=4)
+        optimizer.zero_grad()
+        loss = gpt(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def own_gpt(spec, steps):
+    gpt = pl.reference.GPT(spec)
+    for block in gpt.blocks:
+        qkv, proj = block.attention.qkv, block.attention.proj
+        block.attention = MyAttention(qkv, proj, heads=spec.heads, f=f, g=g)
+        block.mlp = MyMLP(block.mlp.up, block.mlp.down, f=f, g=g)
+    return train(gpt, steps)
+
+
+own = None
+if verdict_f_g and verdict_mlp and verdict_attention:
+    own = pl.observe(own_gpt, ranks=4, args=(model, 4))
+else:
+    print("write f, g, MyMLP and MyAttention first")
 
 # %% [markdown]
-# ## See it
-# One step, replayed with a device for each rank. All ranks do the same at the same time, and stop
-# for one another again and again:
+# And the library's program for the same plan: four processes, a quarter of every matrix on each.
+
+# %%
+report = pl.run(model, columns, optimizer="sgd", steps=4, progress=False)
+
+
+def in_blocks(report):
+    """Calls of rank 0 in the blocks, in the second step: how many, and how many kB it sends."""
+    calls = report.collectives.query("rank == 0 and step == 1")
+    way = calls["phase"].str.removeprefix("linear_")
+    calls = calls[way.isin(["forward", "backward"])]
+    return calls.groupby(way).agg(
+        calls=("op", "size"), kB=("wire_bytes", lambda sent: sent.sum() / 1e3)
+    )
+
+
+in_blocks(report)
+
+# %%
+if own:
+    same = np.allclose(own.losses, report.losses, rtol=1e-4)
+    print("losses of your GPT and of the library's plan are equal to 1e-4:", same)
+    print(in_blocks(own))
+
+# %% tags=["measured"]
+view.memory_bars({"your layers": own, "the library": report}) if own else None
+
+# %% [markdown]
+# The calls and bytes in the blocks are the same. The memory is not: your embedding and head are
+# still whole on every rank, and the library cuts those by entries of the vocabulary. That is the
+# last section's subject.
+
+# %%
+per_block = in_blocks(report)["calls"].sum() / model.layers
+calls_guess.reveal(int(per_block))
+
+# %% [markdown]
+# ## Four all-reduces per block: 8(t−1)/t · b s h
+# The program of a rank says where they are. This is what changes from the program of one device to
+# that of rank 0 of four. The work is cut into smaller pieces, because it has to stop for messages;
+# the two lines ALL_REDUCE are the messages themselves. Of the seven in each direction six belong
+# to the three blocks.
+
+# %%
+pl.program(model, pl.Plan(microbatch_size=4)).diff(pl.program(model, columns))
 
 # %% tags=["measured"]
 report.replay().timeline()
 
 # %% [markdown]
-# And what they send meanwhile:
+# Each of the four all-reduces has b s h elements. Per rank and block they send
+#
+# $$W_\text{block} = \underbrace{2}_{g:\ \text{forward}}\cdot\frac{2(t-1)}{t}\,b\,s\,h
+# \;+\;\underbrace{2}_{f:\ \text{backward}}\cdot\frac{2(t-1)}{t}\,b\,s\,h
+# = \frac{8(t-1)}{t}\,b\,s\,h \quad\text{elements.}$$
 
 # %%
-report.traffic_chart()
+b, s, h = columns.microbatch_size, model.seq_len, model.hidden
+rows = {}
+for t in (2, 4):
+    run = report if t == 4 else pl.run(model, columns.replace(tp=2), steps=2, progress=False)
+    counted = in_blocks(run)["kB"].sum() / model.layers
+    rows[f"t={t}"] = {"formula (kB)": 4 * 8 * (t - 1) / t * b * s * h / 1e3, "counted": counted}
+pd.DataFrame(rows).T.round(1)
 
 # %% [markdown]
-# ## Count it
-# Every call of one rank in one step, out of the report:
-
-
-# %%
-def calls_of(report):
-    """Calls and kB sent by rank 0 in the first step, by phase."""
-    calls = report.collectives.query("rank == 0 and step == 0 and phase != 'setup'")
-    table = calls.groupby(["phase", "op"], sort=False).agg(
-        calls=("op", "size"), kB=("wire_bytes", lambda sent: sent.sum() / 1e3)
-    )
-    return table.round(1)
-
-
-calls_of(report)
-
-# %%
-blocks = calls_of(report).loc[["linear_forward", "linear_backward"]]
-per_block = int(blocks["calls"].sum()) / model.layers
-guess.reveal(per_block)
-
-# %% [markdown]
-# Two forward: behind `proj` and behind `down`, where terms are added up. Two backward: before `qkv`
-# and before `up`, because a rank that has some columns has only their part of the input's gradient.
-# Megatron-LM calls the two ends of a pair *f* (nothing forward, all-reduce backward) and *g* (the
-# other way round). A single layer therefore has [one call, not
-# two](https://github.com/pytorch/pytorch/issues/157606): in backward if it is cut by columns, in
-# forward if by rows. No weight and no gradient of one ever travels.
+# Look at what is *not* in the formula: the bytes do not shrink with t, they grow towards 8 b s h.
+# The weights do not appear either. No weight and no gradient of a weight is ever sent. In backward
+# a part can be hidden: the gradient of the layer's weight is computed while the sum of ∂X is in
+# flight. In forward nothing can, because the next layer needs the sum.
 #
-# What else is in the table: one call where the embedding, cut by entries of the vocabulary, comes
-# together, one before the logits, and a small one in the loss (below).
-#
-# The formula, 2(t−1)/t · b s h elements for each, beside the ledger:
+# ## The collectives that nobody wrote
+# In [PyTorch #157606](https://github.com/pytorch/pytorch/issues/157606) a single linear layer is
+# parallelised with `ColwiseParallel` or `RowwiseParallel`. The author sees one collective per rank
+# and asks whether there should not be two, one forward and one backward.
 
 # %%
-forward, backward = (
-    sum(tensor.linear_elements(model, plan, role)[way] for role in tensor.ROLES) for way in (0, 1)
+single = pl.exercises.choose(
+    "A single column-parallel layer, its input replicated and its output left in columns, sends:",
+    ["one all-reduce in forward", "one all-reduce in backward", "one in each direction"],
 )
-pd.DataFrame(
-    {
-        "formula (kB per block)": [4e-3 * float(elements) for elements in (forward, backward)],
-        "counted": list(blocks["kB"] / model.layers),
-    },
-    index=["forward", "backward"],
-).round(1)
-
-# %% [markdown]
-# These bytes do not shrink with t. Those of backward are hidden in part, as a weight's gradient is
-# computed meanwhile; those of forward are not, as the next layer needs the sum at once. That is the
-# price. The gain is memory:
+single
 
 # %%
-kept = {}
-for t in (1, 2, 4):
-    run = report if t == 4 else pl.run(model, plan.replace(tp=t), steps=1, progress=False)
-    kept[f"t={t}"] = run.memory.groupby("category")["bytes"].max()[["parameters", "optimizer"]]
-(pd.DataFrame(kept) / 1e6).round(2).add_suffix(" (MB)")
+single.reveal(2, "It has an f and no g. A single row-parallel layer has a g and no f.")
 
 # %% [markdown]
-# A little more than a t-th: norms, positions and the biases behind a sum are small, and all ranks
-# have them whole.
+# In [torchtitan #1369](https://github.com/pytorch/torchtitan/issues/1369) a one-block model (dim
+# 256, 16 heads, 8 × 2048 tokens) runs with TP=2 under sequence parallelism. Its author expects 8
+# all-reduces (as pairs of reduce-scatter and all-gather), four per rank, finds 12, and wonders
+# about further calls of 1, 256 and 2048 numbers. The thread's own sizes, as a program of ours:
+
+# %%
+thread = pl.ModelSpec(layers=1, hidden=256, heads=16, seq_len=2048)
+theirs = pl.predict(thread, pl.Plan(tp=2, sequence_parallel=True, microbatch_size=8))
+calls = theirs.collectives.query("rank == 0 and step == 0")
+calls = calls.assign(MB=calls.payload_bytes / 1e6)
+calls.groupby(["phase", "op", "MB"], sort=False).size().rename("calls").to_frame()
+
+# %% [markdown]
+# Per rank there are six reduce-scatters: one behind the embedding, two behind the pairs of the
+# block, and three in backward before the head and the two pairs. With one all-gather for each that
+# makes six pairs, so 12 on two ranks. The expected eight leave out the two ends of the model: the
+# embedding is row-parallel, because its rows are divided among the ranks, and the head is
+# column-parallel. For L blocks it is 4L + 2 pairs per rank. (The three further all-gathers of
+# backward are our program's; see sequence parallelism below.) The small calls: 256 numbers are the
+# gradient of a norm's weight, which you will meet below; a single number is a scalar such as the
+# norm of all gradients, which `max_norm` needs. Our model has no call of 2048 numbers, and the
+# part of the thread that we could read does not say where theirs comes from.
 #
 # ## The logits stay where they are
-# The last activation is a large one, b s V logits, and is cut by columns as well. Gathering it
-# would be the natural thing to do. But a cross-entropy needs only log Σ exp over V, which is put
-# together from the ranks' own, and the target's logit, which one rank has: two numbers per token.
-
-# %%
-rows = []
-for name, b, s, vocab, t in (("this run", 4, 64, model.vocab, 4), ("22 B", 4, 2048, 51200, 8)):
-    rows.append(
-        {
-            "": name,
-            "tokens": b * s,
-            "vocabulary": vocab,
-            "all logits (kB)": f"{4e-3 * (t - 1) / t * b * s * vocab:,.1f}",
-            "two numbers (kB)": f"{4e-3 * (t - 1) * 2 * b * s:,.1f}",
-        }
-    )
-counted = calls_of(report).loc["loss_forward", "kB"].sum()
-print(f"counted in this run: {counted} kB per rank")
-pd.DataFrame(rows).set_index("")
-
-# %% [markdown]
-# (22 B is a model of Korthikanti and others; more about it in a moment.)
+# The head's weight is cut by entries of the vocabulary, so rank r has the logits $z_v$ of its own
+# $v \in V_r$. Gathering them costs (t−1)/t · b s V elements. The loss of a token with target y
+# does not need them:
 #
-# ## Sequence parallelism
-# Between the pairs are norms, dropout and sums. There every rank does the same work on the same
-# tokens and keeps the same activations, t times over. An all-reduce *is* a reduce-scatter and an
-# all-gather; let the residual stream lie on the ranks in parts of the **sequence** between the two:
+# $$\ell = \log\sum_{v=1}^{V} e^{z_v} - z_y
+# = m + \log\sum_{r=1}^{t}\;\sum_{v\in V_r} e^{z_v - m} \;-\; \sum_{r=1}^{t} [y\in V_r]\,z_y,
+# \qquad m = \max_v z_v$$
+#
+# A maximum, a sum of exponentials and the target's logit: three numbers per token. Its gradient
+# needs no message at all, since every rank knows m and the sum:
+#
+# $$\frac{\partial\ell}{\partial z_v} = \frac{e^{z_v - m}}{\sum_{u} e^{z_u - m}} - [v = y]$$
+#
+# Megatron-LM and [PyTorch](https://github.com/pytorch/pytorch/pull/121366) all-reduce the three
+# numbers, 3 · 2(t−1)/t · b s elements. This package all-gathers two, the rank's own log Σ exp and
+# the target's logit, (t−1) · 2 b s elements: one message instead of three, and fewer bytes for t =
+# 2 only.
 
 # %%
-sequence = plan.replace(sequence_parallel=True)
-parted = pl.run(model, sequence, steps=6, progress=False)
-calls_of(parted)
-
-# %%
-ways = {"forward": "forward", "backward": "backward", "once per step": "shared"}
-sums = {
-    name: {
-        way: calls_of(run).filter(like=ending, axis=0)["kB"].sum() for way, ending in ways.items()
+loss_bytes = {}
+for name, b, s, V, t in (("this run", 4, 64, model.vocab, 4), ("22 B", 4, 2048, 51200, 8)):
+    loss_bytes[name] = {
+        "gathered logits": 4e-3 * (t - 1) / t * b * s * V,
+        "3 all-reduces": 4e-3 * 3 * 2 * (t - 1) / t * b * s,
+        "all-gather of 2": 4e-3 * (t - 1) * 2 * b * s,
     }
-    for name, run in {"1D": report, "1D with sequence parallelism": parted}.items()
-}
-pd.DataFrame(sums).round(1).add_suffix(" (kB)")
+counted = report.collectives.query("rank == 0 and step == 1 and phase == 'loss_forward'")
+print(f"counted in this run: {counted.wire_bytes.sum() / 1e3} kB per rank")
+pd.DataFrame(loss_bytes).T.round(1).add_suffix(" (kB)")
 
 # %% [markdown]
-# Forward the bytes are the same, to the last one. Backward has more: what was gathered in forward
-# was not kept, or it would not be a t-th, so it is gathered again. (Megatron-LM hides that call
-# behind the one product that does not need it.) In return the activations take less memory. Their
-# maximum, as the program says it before anything runs and as the ledger measured it:
+# The row 22 B is the model of that size in table 3 of Korthikanti et al., with t = 8. **Go
+# further**: write the loss, forward and backward.
+
+# %%
+loss_exercise = pl.exercises.vocab_parallel_loss
+loss_exercise
+
+
+# %%
+### ANSWER: vocab_parallel_loss
+
+
+loss_exercise.check(vocab_parallel_loss)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** The two sums can share one message, as they are both sums over ranks; the
+# maximum cannot. **Common mistakes**: no maximum, so that large logits overflow; the maximum of
+# the rank's own part in exp, but a sum over ranks as if it were common; a target outside of the
+# rank's part used as an index; subtracting 1 at the target on every rank; no division by the
+# number of tokens in backward; copies of all logits. **A second solution** sends three messages
+# and lets autograd find the gradient, with the sum as a `Function` whose backward does nothing:
+
+# %% tags=["solution-only"]
+### ANSWER: vocab_parallel_loss_other
+
+
+loss_exercise.check(vocab_parallel_loss)
+
+# %% [markdown]
+# ## Sequence parallelism: an all-reduce in two halves
+# Between the pairs are norms, dropout and residual sums. Every rank does the same work there on
+# the same tokens, and keeps the same activations. Lab 01 has shown that an all-reduce is a
+# reduce-scatter followed by an all-gather:
+
+# %%
+view.ring(4)
+
+# %% [markdown]
+# **Sequence parallelism** keeps the residual stream sharded along the sequence dimension between
+# the two halves. Norms and dropout then work on s/t tokens per rank, and f and g become
+#
+# | operator | forward | backward |
+# |---|---|---|
+# | f̄, before the column-parallel layer | all-gather | reduce-scatter |
+# | ḡ, behind the row-parallel layer | reduce-scatter | all-gather |
+#
+# $$\underbrace{\frac{2(t-1)}{t}S}_{\text{all-reduce}} =
+# \underbrace{\frac{t-1}{t}S}_{\text{reduce-scatter}}
+# + \underbrace{\frac{t-1}{t}S}_{\text{all-gather}}$$
+
+# %%
+sequence = columns.replace(sequence_parallel=True)
+view.blocks(sequence, role="up")
+
+# %%
+bytes_guess = pl.exercises.guess(
+    "bytes with sequence parallelism, in percent of those without",
+    low=50,
+    high=200,
+    unit="%",
+    decimals=0,
+)
+bytes_guess
+
+# %%
+sharded = pl.run(model, sequence, optimizer="sgd", steps=4, progress=False)
+both = {"without": in_blocks(report)["kB"], "with": in_blocks(sharded)["kB"]}
+sent = pd.DataFrame(both).loc[["forward", "backward"]]
+sent.round(1).add_suffix(" (kB)")
+
+# %%
+bytes_guess.reveal(100 * sent["with"].sum() / sent["without"].sum())
+
+# %% [markdown]
+# Forward is the same to the byte. Backward has half as much again. The input that f̄ gathered in
+# forward is not saved for backward, or it would not be a t-th of the memory, so it is gathered a
+# second time: these are the three further all-gathers of #1369's table. (Megatron-LM does the
+# same, and hides that call behind a product that does not need it. PyTorch saves the gathered
+# input.) In return, activations take less memory:
 
 # %% tags=["measured"]
-rows = {}
-for name, run in {
-    "one device": pl.run(model, pl.Plan(microbatch_size=4), steps=1, progress=False),
-    "1D, t=4": report,
-    "1D with sequence parallelism, t=4": parted,
-}.items():
-    most = run.memory.query("rank == 0").groupby("category")["bytes"].max()
-    rows[name] = {
-        "activations by program": pl.program(model, run.plan).most()["activations"] / 1e6,
-        "measured": most["activations"] / 1e6,
-    }
-pd.DataFrame(rows).T.round(2).add_suffix(" (MB)")
+alone = pl.run(model, pl.Plan(microbatch_size=4), optimizer="sgd", steps=2, progress=False)
+view.memory_bars({"one device": alone, "t = 4": report, "t = 4, sequence parallel": sharded})
 
 # %% [markdown]
-# [Korthikanti and others](https://arxiv.org/abs/2205.05198) have this as formulas, in bytes per
-# layer (table 2). Put in the models of their table 3, in 16 bits and with t = 8:
+# ## What a block keeps for backward
+# [Korthikanti et al.](https://arxiv.org/abs/2205.05198) (table 2) write the activations of a
+# block, in bytes with 16-bit numbers. Norms, dropouts and the inputs of the pairs are the 10; they
+# are replicated without sequence parallelism:
+#
+# $$M_\text{none} = s\,b\,h\left(34 + 5\frac{a\,s}{h}\right)
+# \qquad M_\text{tensor} = s\,b\,h\left(10 + \frac{24}{t} + 5\frac{a\,s}{h\,t}\right)
+# \qquad M_\text{tensor, sequence} = \frac{s\,b\,h}{t}\left(34 + 5\frac{a\,s}{h}\right)$$
+#
+# $$M_\text{tensor, selective} = s\,b\,h\left(10 + \frac{24}{t}\right)
+# \qquad M_\text{tensor, sequence, selective} = s\,b\,h\,\frac{34}{t}
+# \qquad M_\text{full} = 2\,s\,b\,h$$
+#
+# Selective recomputation drops the term with a s/h, the scores. For the models of their table 3,
+# with t = 8:
 
 # %%
-sizes = {  # a, h, s, b
-    "22 B": (64, 6144, 2048, 4),
-    "175 B": (96, 12288, 2048, 1),
-    "530 B": (128, 20480, 2048, 1),
-    "1 T": (160, 25600, 2048, 1),
-}
-table, t = {}, 8
+sizes = {"22 B": (64, 6144, 2048, 4), "175 B": (96, 12288, 2048, 1), "1 T": (160, 25600, 2048, 1)}
+kept, t = {}, 8
 for name, (a, h, s, b) in sizes.items():
-    x, scores = s * b * h, 5 * a * s / h
-    table[name] = {
+    x, scores = s * b * h / 1e6, 5 * a * s / h
+    kept[f"{name} (MB)"] = {
         "no parallelism": x * (34 + scores),
-        "tensor": x * (10 + 24 / t + scores / t),  # 10: norms, dropout, inputs of the pairs
-        "tensor, sequence": x * (34 / t + scores / t),
+        "tensor": x * (10 + 24 / t + scores / t),
+        "tensor, sequence": x * (34 + scores) / t,
         "tensor, selective recomputation": x * (10 + 24 / t),
         "tensor, sequence, selective": x * 34 / t,
         "full recomputation": x * 2,
     }
-table = pd.DataFrame(table)
-(table / 1e6).round().astype(int).add_suffix(" (MB)")
+pd.DataFrame(kept).round().astype(int)
 
 # %% [markdown]
-# The 10 in the second row is what tensor parallelism alone cannot deal out. The paper's figure 7
-# has the same in per cent of that row:
-
-# %%
-(100 * table / table.loc["tensor"]).iloc[2:].round(1).add_suffix(" (%)")
-
-# %% [markdown]
-# ## Is it the same training?
-# One process, plain SGD, and dropout on:
-
-# %%
-noisy = model.replace(layers=2, dropout=0.1)
-proof = {"optimizer": "sgd", "lr": 0.1, "steps": 2, "keep_state": True, "progress": False}
-alone = pl.run(noisy, pl.Plan(microbatch_size=4), **proof)
-
-
-def worst(split):
-    """Largest error of a gradient, in parts of its largest entry."""
-    return max(
-        np.abs(alone.gradients[name] - split.gradients[name]).max()
-        / np.abs(alone.gradients[name]).max()
-        for name in alone.gradients
-    )
-
-
-for name, cut in {"1D": plan, "1D with sequence parallelism": sequence}.items():
-    same = worst(pl.run(noisy, cut, **proof)) < 1e-5
-    print(f"{name}: gradients equal to 1e-5 of their largest entry: {same}")
-
-# %% [markdown]
-# ## Predicted, replayed, measured
-# Bytes agree call by call. The wall clock need not: where ranks share cores, with one another or
-# with the threads that carry their messages, all wait in every call for the last one to come, and
-# the step falls far behind the replay, which gives each rank a device of its own. With cores to
-# spare it may even be ahead, for the replay's links are as fast as they were measured, and no
-# faster.
-
-# %% tags=["measured"]
-expect = pl.predict(model, plan)
-pl.compare(expect, report)
-
-# %% tags=["measured"]
-view.timelines(expect, report.replay(), labels=["theory", "replayed"], ranks=[0])
-
-# %% [markdown]
-# ## Why it stays inside a node
-# Everything hangs on the link. Eight devices in two nodes of four, between which the link has a
-# tenth of the speed. The same global batch, twice:
-
-# %%
-nodes = pl.Cluster(
-    name="2 nodes of 4",
-    nodes=2,
-    devices_per_node=4,
-    flops=3e14,
-    memory_bandwidth=2e12,
-    memory=80 * 10**9,
-    intra=pl.Link(alpha=5e-6, bandwidth=3e11),
-    inter=pl.Link(alpha=15e-6, bandwidth=3e10),
-)
-wide = pl.ModelSpec(
-    layers=4, hidden=4096, heads=32, seq_len=2048, vocab=32000, attention="explicit"
-)
-rows = []
-for name, split in (
-    ("tp=4 inside, dp=2 across", pl.Plan(tp=4, dp=2, microbatch_size=2)),
-    ("tp=8, across", pl.Plan(tp=8, microbatch_size=4)),
-):
-    expected = pl.predict(wide, split, nodes)
-    by_level = expected.traffic(by="level").set_index("level")["bytes"] / 1e9
-    summary = expected.summary()["value"]
-    rows.append(
-        {
-            "": name,
-            "inside a node (GB, all ranks)": by_level.get("intra", 0.0),
-            "between nodes (GB, all ranks)": by_level.get("inter", 0.0),
-            "step, predicted (ms)": 1e3 * expected.step_time,
-            "of it waiting (ms)": summary["waiting"],
-        }
-    )
-pd.DataFrame(rows).set_index("").round(1)
-
-# %% [markdown]
-# Nearly as many bytes on the slow link, and a much longer wait. Data parallelism sends gradients
-# there, once a step and while backward goes on; tensor parallelism sends sums that the next layer
-# waits for, and more of them with every sample. So t is rarely more than the number of devices in a
-# node.
+# Tensor parallelism alone leaves the 10 whole, and for large t that is most of what is left.
+# Sequence parallelism divides it as well.
 #
-# ## Turn the knobs
-# *Run it* starts real ranks.
-
-# %%
-view.widgets.tensor1d()
-
-# %% [markdown]
-# ## Break it: dropout
-# Every rank draws masks. From the same seed as the others, or from one of its own? One pair of
-# layers behind a dropout, L = ½|z|². Its gradient for x, beside the slope of L along a direction v,
-# by a difference of two values:
-
-
-# %%
-def after_dropout(group, own_seeds):
-    import torch
-    from torch.nn.functional import dropout, gelu
-
-    torch.manual_seed(0)
-    shapes = (8, 16), (8, 16), (16, 32), (32, 16)
-    x, v, A, B = (torch.randn(shape).double().to(group.context.device) for shape in shapes)
-    A, B = (W.chunk(group.size, d)[group.index] / 4 for W, d in ((A, 1), (B, 0)))
-    torch.manual_seed(1 + own_seeds * group.index)
-    mask = dropout(torch.ones_like(x), 0.5)
-
-    def pair(x):
-        x = (x * mask).requires_grad_()
-        own = gelu(x @ A) @ B
-        z = own.detach().clone()
-        group.all_reduce(z).wait()
-        return x, own, z
-
-    inside, own, z = pair(x)
-    (of_x,) = torch.autograd.grad(own, inside, z)  # dL/dz = z
-    group.all_reduce(of_x).wait()
-    ahead, behind = (0.5 * pair(x + e * v)[2].square().sum() for e in (1e-5, -1e-5))
-    return {"gradient · v": (of_x * mask * v).sum().item(), "slope": (ahead - behind).item() / 2e-5}
-
-
-rows = []
-for seeds in ("the same seed", "seeds of their own"):
-    results = pl.trace(after_dropout, ranks=2, args=(seeds != "the same seed",)).results
-    rows += [{"": seeds, "rank": rank, **of_rank} for rank, of_rank in enumerate(results)]
-pd.DataFrame(rows).set_index(["", "rank"]).round(3)
-
-# %% [markdown]
-# With seeds of their own the ranks' copies of x are no copies any more. What they add up belongs to
-# no model, and each has a gradient of its own, none of which is the slope.
-#
-# Under sequence parallelism it is the other way round. Each rank has tokens of its own, and from
-# one seed all draw the same mask, for token 1 and for token s/t + 1:
-
-
-# %%
-def mask_of_own_tokens(group, own_seeds):
-    import torch
-
-    torch.manual_seed(1 + own_seeds * group.index)
-    return torch.nn.functional.dropout(torch.ones(32, 128), 0.5)
-
-
-for seeds in ("the same seed", "seeds of their own"):
-    first, second = pl.trace(mask_of_own_tokens, 2, args=(seeds != "the same seed",)).results
-    print(f"{seeds}: {100 * (first == second).mean():.0f} % of the ranks' masks are alike")
-
-# %% [markdown]
-# So a rank needs two streams of random numbers: one in common for what lies whole on all ranks, one
-# of its own for what is dealt out (also for the scores of *its* heads). The runs here draw the mask
-# that one device would draw and keep their part. It costs time, and it is how the gradients above
-# could be equal with dropout on.
-#
-# ## Break it: LayerNorm
-# A norm's weights are on all ranks. With sequence parallelism each rank sees only its own tokens,
-# so it has only their part of the gradient: the row *shared* in the table of calls above adds the
-# parts up. People [ask why](https://github.com/NVIDIA/Megatron-LM/issues/443) that is necessary.
-# Leave it out. A plan takes passes of your own (lab 02), functions that change the program of a
-# rank, and this one drops the only instruction of the phase *shared*:
+# ## A missing sum that no loss curve shows
+# The weights of a LayerNorm are replicated. With sequence parallelism each rank sees only its own
+# tokens, so it has only its part of the gradient, and the parts must be added: the phase *shared*
+# in #1369's table. Megatron's users ask [why that is
+# necessary](https://github.com/NVIDIA/Megatron-LM/issues/443). Leave it out and see. A pass of
+# your own (lab 02) drops the instruction from the program of every rank:
 
 
 # %%
@@ -435,135 +555,263 @@ except ValueError as refused:
     print(refused)
 
 # %% [markdown]
-# The program is refused before a process starts. The checks know for every value of a program over
-# which axes it is a partial sum, one to which other ranks still have to add their terms, and this
-# update would read a partial sum. A trainer without such a check goes on. Here is one by hand, with
-# one norm and one layer, on two ranks that have half of the tokens each:
+# The program is refused before a process starts: its checks know for each value over which axes it
+# is a partial sum. A trainer without such a check goes on. Here is one in a few lines, with one
+# norm and one layer, on two ranks with half of the tokens each.
+
+# %%
+silent = pl.exercises.choose(
+    "Without the sum of the norm's gradients, after 200 steps:",
+    ["the loss diverges", "the loss falls, to nearly the same value", "an error is raised"],
+)
+silent
 
 
 # %%
-def train_norm(group, add_up, steps):
+def train_norm(group, add_up, steps=200):
     import torch
 
     torch.manual_seed(0)
     x, shape = torch.randn(64, 32), torch.linspace(0, 2, 32)
-    wanted = (x * shape) @ torch.randn(32, 32) / 6  # the norm's weights can learn `shape`
+    wanted = (x * shape) @ torch.randn(32, 32) / 6  # the norm's weight can learn `shape`
     norm, layer = torch.nn.LayerNorm(32), torch.nn.Linear(32, 32)
-    everything = [*norm.parameters(), *layer.parameters()]
+    everything, summed = [*norm.parameters(), *layer.parameters()], list(layer.parameters())
     update = torch.optim.AdamW(everything, lr=1e-2)
     own = slice(group.index * 64 // group.size, (group.index + 1) * 64 // group.size)  # its tokens
-    losses, first = [], None
+    found = []
     for _ in range(steps):
         loss = (layer(norm(x[own])) - wanted[own]).square().sum() / wanted.numel()
         update.zero_grad()
         loss.backward()
-        for parameter in everything if add_up else layer.parameters():
+        for parameter in everything if add_up else summed:
             group.all_reduce(parameter.grad).wait()
-        first = norm.weight.grad.clone() if first is None else first
+        found.append((loss.item(), norm.weight.grad.clone()))
         update.step()
-        losses.append(loss.item())
-    return losses, norm.weight.detach(), first
+    return [one for one, _ in found], found[0][1], norm.weight.detach()
 
 
-[(_, _, right)] = pl.trace(train_norm, ranks=1, args=(True, 1)).results
+right = pl.trace(train_norm, ranks=1, args=(True, 1)).results[0][1]
 drift = {}
-for name, add_up in (("added up", True), ("forgotten", False)):
-    losses, norms, first = zip(
-        *pl.trace(train_norm, ranks=2, args=(add_up, 200)).results, strict=True
-    )
-    losses = np.sum(losses, axis=0)
+for name, add_up in (("added", True), ("left out", False)):
+    losses, first, weights = zip(*pl.trace(train_norm, 2, args=(add_up,)).results, strict=True)
     drift[name] = {
-        "loss, first step": losses[0],
-        "loss, last step": losses[-1],
-        "ranks' norms differ by up to": np.abs(norms[0] - norms[1]).max(),
-        "their first gradient wrong by (%)": 100
-        * np.abs(first[0] - right).max()
-        / np.abs(right).max(),
+        "first loss": sum(one[0] for one in losses),
+        "last loss": sum(one[-1] for one in losses),
+        "first gradient wrong by (%)": 100 * np.abs(first[0] - right).max() / np.abs(right).max(),
+        "weights differ by up to": np.abs(weights[0] - weights[1]).max(),
     }
 pd.DataFrame(drift).T.round(2)
 
+# %%
+silent.reveal(2, "Each rank trains a norm of its own, and both of them fit their own tokens.")
+
 # %% [markdown]
-# The loss falls as far, and no error is raised. The ranks have [different
-# norms](https://github.com/NVIDIA/Megatron-LM/issues/474) now, and which of them a checkpoint has
-# depends on who writes it. [Gradients that differ from rank to
-# rank](https://github.com/NVIDIA/Megatron-LM/issues/1446) are right before that sum, and wrong
-# after it. One look at the first step's, beside those of one process, tells.
+# The loss falls as far, and no error is raised. The two ranks have [different
+# norms](https://github.com/NVIDIA/Megatron-LM/issues/474) now, and which of them a checkpoint
+# contains depends on the rank that writes it. Gradients that [differ between
+# ranks](https://github.com/NVIDIA/Megatron-LM/issues/1446) are correct before the sum and wrong
+# after it, so the place where one prints them matters. The test that finds this mistake compares
+# the first step's gradient with that of one process. Do this, with plain SGD and with dropout:
+
+# %%
+noisy = model.replace(layers=2, dropout=0.1)
+proof = {"optimizer": "sgd", "steps": 1, "keep_state": True, "progress": False}
+alone = pl.run(noisy, pl.Plan(microbatch_size=4), **proof).gradients
+for name, plan in {"tensor": columns, "tensor and sequence": sequence}.items():
+    split = pl.run(noisy, plan, **proof).gradients
+    wrong = max(np.abs(alone[n] - split[n]).max() / np.abs(alone[n]).max() for n in alone)
+    print(f"{name}: all gradients are equal to 1e-5 of their largest entry: {wrong < 1e-5}")
+
+# %% [markdown]
+# ## Dropout needs two streams of random numbers
+# Where tokens are replicated, all ranks must draw the *same* mask, or their copies of the residual
+# stream drift apart. Where tokens (or heads) are sharded, each must draw a *different* one, or
+# token 1 and token s/t + 1 lose the same entries.
+
+
+# %%
+def masks(group, own_seed):
+    import torch
+
+    torch.manual_seed(1 + own_seed * group.index)
+    return torch.nn.functional.dropout(torch.ones(32, 128), 0.5)
+
+
+for name, own_seed in (("one seed for all ranks", False), ("a seed per rank", True)):
+    one, other = pl.trace(masks, 2, args=(own_seed,)).results
+    print(f"{name}: {100 * (one == other).mean():.0f} % of the two masks' entries agree")
+
+# %%
+streams = pl.exercises.choose(
+    "Which dropout must use the seed that is common to all ranks of the tensor-parallel group?",
+    [
+        "on attention scores",
+        "on the residual stream, without sequence parallelism",
+        "on the residual stream, with sequence parallelism",
+    ],
+)
+streams
+
+# %%
+streams.reveal(2, "There the tokens are replicated. Scores belong to one rank's own heads.")
+
+# %% [markdown]
+# Megatron-LM keeps two states of its random number generator per rank for this reason. The runs
+# above draw the mask that a single device would draw and keep their part, which costs time but
+# lets the gradients agree with dropout on.
 #
-# ## A part of every checkpoint
-# With full recomputation a block keeps its input alone, and all tensor-parallel ranks keep the same
-# one. ZeRO-R's P<sub>a</sub> deals it out: each rank keeps a t-th, and they gather it when backward
-# comes to the block.
-
-# %% tags=["measured"]
-rows = []
-for name, more in {
-    "all kept": {},
-    "full recomputation": {"recompute": "full"},
-    "... and a part of each": {"recompute": "full", "partition_activations": True},
-}.items():
-    run = pl.run(model, plan.replace(**more), steps=1, progress=False)
-    calls, kept = calls_of(run), run.memory.groupby("category")["bytes"].max()
-    rows.append(
-        {
-            "": name,
-            "kept at most (MB)": kept["activations"] / 1e6,
-            "sent (kB)": calls["kB"].sum(),
-            "all-reduces per block": calls.filter(like="linear", axis=0)["calls"].sum()
-            / model.layers,
-            "all-gathers per block": calls.filter(like="recompute", axis=0)["calls"].sum()
-            / model.layers,
-        }
-    )
-pd.DataFrame(rows).set_index("").round(2)
-
-# %% [markdown]
-# Its price is one all-gather per block, half an all-reduce. Recomputation itself has a price that
-# is easily forgotten: the block's forward runs again, *with its two all-reduces*. (Most of what is
-# left here is one block at work.) For a model that is worth it, by formula:
+# ## Why t stays inside a node
+# Tensor parallelism sends with every layer, and the next layer waits. Take two nodes of four
+# devices; the link between them has a tenth of the bandwidth. The same global batch, in two ways:
 
 # %%
-from paralab.theory import activation_costs
-
-a, h, s, b = sizes["22 B"]
-large = pl.ModelSpec(layers=48, hidden=h, heads=a, seq_len=s, vocab=51200, attention="explicit")
+nodes = pl.Cluster(
+    name="2 nodes of 4",
+    nodes=2,
+    devices_per_node=4,
+    flops=3e14,
+    memory_bandwidth=2e12,
+    memory=80 * 10**9,
+    intra=pl.Link(alpha=5e-6, bandwidth=3e11),
+    inter=pl.Link(alpha=15e-6, bandwidth=3e10),
+)
+wide = pl.ModelSpec(layers=4, hidden=4096, heads=32, seq_len=2048, vocab=32000)
+ways = {
+    "tp=4, dp=2": pl.Plan(tp=4, dp=2, microbatch_size=2),
+    "tp=8": pl.Plan(tp=8, microbatch_size=4),
+}
 rows = {}
-for name, share in (("whole on every rank", 1), ("a part on each", 8)):
-    per_block = activation_costs.layer_bytes(large, b, recompute="full") / share
+for name, plan in ways.items():
+    expected = pl.predict(wide, plan, nodes)
+    between = expected.traffic(by="level").set_index("level")["bytes"]["inter"]
     rows[name] = {
-        "a block keeps (MB)": per_block / 1e6,
-        "all blocks (GB)": large.layers * per_block / 1e9,
+        "between nodes (GB)": between / 1e9,
+        "step (ms)": 1e3 * expected.step_time,
+        "of it waiting (ms)": expected.summary()["value"]["waiting"],
     }
-pd.DataFrame(rows).T.round(2)
+pd.DataFrame(rows).T.round(1)
 
 # %% [markdown]
-# ## Your turn
+# The waiting time differs far more than the bytes on the slow link. Data parallelism sends
+# gradients there once per step while backward goes on. Tensor parallelism sends sums that the next
+# layer waits for. So t is rarely larger than the number of devices in a node. Find out for which
+# link speed and micro-batch a larger t would pay; *Run it* starts real ranks:
 
 # %%
-exercise = pl.exercises.tensor_mlp
-exercise
+view.widgets.tensor1d()
+
+# %% [markdown]
+# ## What to remember
+# 1. Columns first, then rows: the activation between the two layers of a pair is never sent.
+# 2. f and g are transposes of each other; a block has four all-reduces of b s h elements.
+# 3. Their bytes do not shrink with t and cannot be hidden in forward, so t stays inside a node.
+# 4. Sequence parallelism splits each all-reduce into its two halves and shards what is in between.
+# 5. Parameters that stay replicated while their tokens are sharded need their gradients summed,
+#    and no loss curve shows when they are not.
+#
+# | when | use |
+# |---|---|
+# | a layer's weights or activations do not fit on one device | t up to the devices of a node |
+# | t > 1 | sequence parallelism, always |
+# | the vocabulary is large | the vocabulary-parallel loss |
+# | more devices than a node has | data, pipeline or ZeRO parallelism on top (labs 02 to 05, 10) |
+#
+# $$Z = \sum_r \mathrm{GELU}(XA_r)B_r\qquad W_\text{block} = \frac{8(t-1)}{t}\,b\,s\,h
+# \qquad \ell = m + \log\sum_r\sum_{v\in V_r}e^{z_v-m} - z_y$$
+#
+# ## In PyTorch, DeepSpeed, Megatron
+# PyTorch has the two layers as *parallel styles* of modules whose weights become DTensors. Its own
+# tensor parallelism, on the same GPT, without and with sequence parallelism:
 
 
 # %%
-### ANSWER: tensor_mlp
+def torch_plan(sequence):
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    out = {"output_layouts": Shard(1)} if sequence else {}
+    styles = {"attention.qkv": tp.ColwiseParallel(), "mlp.up": tp.ColwiseParallel()}
+    styles |= {name: tp.RowwiseParallel(**out) for name in ("attention.proj", "mlp.down")}
+    if sequence:
+        styles |= {name: tp.SequenceParallel() for name in ("norm1", "norm2")}
+        gather = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+        styles |= {name: tp.PrepareModuleInput(**gather) for name in ("attention", "mlp")}
+    return styles
 
 
-exercise.check(MyMLP)
+# %%
+def torch_gpt(spec, sequence, steps):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    t, gpt = dist.get_world_size(), pl.reference.GPT(spec)
+    mesh = init_device_mesh("cpu", (t,), mesh_dim_names=("tp",))
+    for block in gpt.blocks:
+        for one in block.attention.qkv.parameters():  # rows in the order of ranks, then q, k, v
+            one.data = one.data.unflatten(0, (3, t, -1)).transpose(0, 1).flatten(0, 2)
+        tp.parallelize_module(block, mesh, torch_plan(sequence))
+    if sequence:  # the stream is sharded before the first block, and gathered for the head
+        ends = {gpt.blocks[0]: ((Replicate(),), (Shard(1),))}
+        ends[gpt.head] = (Shard(1), None, None), (Replicate(), None, None)
+        for module, (now, then) in ends.items():
+            layouts = {"input_layouts": now, "desired_input_layouts": then}
+            style = tp.PrepareModuleInput(**layouts, use_local_output=True)
+            tp.parallelize_module(module, mesh, style)
+    return train(gpt, steps)
+
+
+# %%
+theirs = {on: pl.observe(torch_gpt, ranks=4, args=(model, on, 4)) for on in (False, True)}
+same = [np.allclose(one.losses, report.losses, rtol=1e-4) for one in theirs.values()]
+print("losses equal to ours:", all(same))
+rows = {}
+for name, run in {
+    "ours": report,
+    "PyTorch": theirs[False],
+    "ours, sequence parallel": sharded,
+    "PyTorch, sequence parallel": theirs[True],
+}.items():
+    calls = run.collectives.query("rank == 0 and step == 1")
+    ends = ("embedding", "head", "loss", "control", "setup", "gloo")
+    calls = calls[~calls["phase"].str.startswith(ends)]
+    rows[name] = calls.groupby("op").size().to_dict()
+pd.DataFrame(rows).T.fillna(0).astype(int)
 
 # %% [markdown]
-# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
-
-# %% [markdown]
-# ## On your GPUs
-# The same cells: ranks then use NCCL, and the measured clock is the honest one. On devices that
-# share a fast link (NVLink) see in `report.timeline()` how much of a step the gaps between two
-# products take, and make `hidden` larger until they no longer matter: work per block grows with its
-# square, the sums with it alone.
+# Without sequence parallelism both send the same twelve all-reduces, four per block. With it there
+# are three differences. PyTorch saves what it gathered, so it has no second all-gather in backward
+# (ours: two more per block). At the two ends of the blocks its plan above needs an all-gather,
+# since the embedding and the head are replicated there. And the gradients of the norms' weights
+# and biases are added one by one inside `optimizer.step()`, two calls per norm, where DTensor
+# notices that they are partial sums; ours adds all of them in one call. That is the answer to
+# #1369's calls of 256 numbers, live. Note what `torch_gpt` had to do to `qkv`: `ColwiseParallel`
+# cuts contiguous rows, so a fused weight must be reordered first.
+#
+# | here | in Megatron-LM | in PyTorch |
+# |---|---|---|
+# | `pl.Plan(tp=8)` | `--tensor-model-parallel-size 8` | `parallelize_module(block, mesh, ...)` |
+# | `sequence_parallel=True` | `--sequence-parallel` | `SequenceParallel()`, layouts `Shard(1)` |
+# | the loss above | `vocab_parallel_cross_entropy` | `with loss_parallel():` |
+# | the overlap of backward | `--tp-comm-overlap` | async TP, under `torch.compile` |
+#
+# In torchtitan's configuration the degree is `tensor_parallel_degree`, in DeepSpeed's JSON it is
+# `{"tensor_parallel": {"autotp_size": 8}}`. Neither was run here.
+#
+# **On your GPUs**: the same cells use NCCL, one rank per GPU. They have not been run on several
+# GPUs. In `report.timeline()` look at the gaps between two products, and make `hidden` larger
+# until they no longer matter: the work of a block grows with h², its messages with h.
 #
 # ## Read on
-# * Shoeybi and others 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), sec. 3: columns, rows,
-#   f and g, the embedding and the loss in parts. Korthikanti and others 2022, [Reducing activation
-#   recomputation](https://arxiv.org/abs/2205.05198), sec. 4: sequence parallelism, table 2.
-#   Rajbhandari and others 2020, [ZeRO](https://arxiv.org/abs/1910.02054), sec. 6.1: P<sub>a</sub>.
-# * In the package: `paralab/parallel/tensor_parallel.py` (the four operators come first),
-#   `paralab/model/ops.py` with the layers, `paralab/programs/sums.py`, which finds a forgotten sum,
-#   and `paralab/theory/tensor.py` with the formulas.
+# * Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), section 3: columns, rows,
+#   f and g, the embedding and the loss. Korthikanti et al. 2022, [Reducing activation
+#   recomputation](https://arxiv.org/abs/2205.05198), section 4: sequence parallelism, table 2.
+# * PyTorch's [tensor
+#   parallelism](https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html) and its
+#   [tutorial](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html).
+# * With recomputation, all ranks keep the same input of a block. ZeRO-R's P<sub>a</sub> shards it:
+#   Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054), section 6.1, here
+#   `pl.Plan(..., recompute="full", partition_activations=True)`.
+# * In the package: `paralab/parallel/tensor_parallel.py` (the four operators),
+#   `paralab/model/ops.py` (the layers), `paralab/programs/sums.py` (finds a missing sum),
+#   `paralab/theory/tensor.py` (the formulas).
