@@ -24,6 +24,7 @@ from paralab.exercises.guess import Guess, Reveal, guess
 from paralab.exercises.memory import memory_clinic
 from paralab.exercises.mesh import mesh_groups, mesh_step
 from paralab.exercises.offload import stream
+from paralab.exercises.pipeline import interleaved_executor, pipeline_executor, warmup
 from paralab.exercises.place import place
 from paralab.exercises.recomputed import checkpoint
 from paralab.exercises.ring import all_gather_half
@@ -44,6 +45,9 @@ ALL = {
         all_gather_half,
         gradient_sync,
         sync_pass,
+        warmup,
+        pipeline_executor,
+        interleaved_executor,
         own_schedule,
         deadlock_clinic,
         zero_step,
@@ -78,11 +82,13 @@ __all__ = [
     "f_and_g",
     "gradient_sync",
     "guess",
+    "interleaved_executor",
     "memory_clinic",
     "mesh_groups",
     "mesh_step",
     "model_states",
     "own_schedule",
+    "pipeline_executor",
     "place",
     "stream",
     "summa",
@@ -91,5 +97,6 @@ __all__ = [
     "tensor_mlp",
     "training_cost",
     "vocab_parallel_loss",
+    "warmup",
     "zero_step",
 ]

@@ -210,6 +210,39 @@ def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, f
     return {rank: tuple(part) for rank, *part in parts}
 
 
+def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
+    """Where each rank's T of one pipeline step goes, in seconds: forward + backward + p2p + idle.
+
+    p2p   the rank waits for a message that is in flight: communication that nothing hides. In a
+          replay a message is in flight once its sender has sent it. On the wall clock it is so from
+          the moment its receiver is ready, as a profiler's receive kernel is, and p2p holds idle
+          time too
+    idle  what is left of T, which is that of the bubble: the longest over the ranks, from a rank's
+          first forward to its last backward
+    """
+    import pandas as pd
+
+    needs_times(report, "a bubble")
+    step = typical_step(report) if step is None else step
+    spans = report.spans[report.spans["step"] == step]
+    sent = spans[spans["kind"] == "comm"]
+    flights = dict(zip(sent["id"], zip(sent["start"], sent["end"], strict=True), strict=True))
+    parts, longest, rows = pipeline_parts(report, step), _longest(report, step), {}
+    for rank, (start, end, busy) in parts.items():
+        own = spans[(spans["rank"] == rank) & (spans["lane"] == "compute")]
+        own = own[(own["start"] >= start) & (own["end"] <= end)]
+        forward = float(seconds_of(report, own[own["kind"] == "forward"]).sum())
+        waits = own[own["kind"] == "wait"]
+        p2p = sum(
+            overlap([(a, b)], union(flights[call] for call in after if call in flights))
+            for a, b, after in zip(waits["start"], waits["end"], waits["after"], strict=True)
+        )
+        rest = longest[rank] - busy - p2p
+        rows[rank] = (forward, busy - forward, p2p, rest, longest[rank])
+    names = ["forward", "backward", "p2p", "idle", "T"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=names).rename_axis("rank")
+
+
 # ---- where the time went -------------------------------------------------------------------------
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same stretch of time as disjoint intervals in order."""

@@ -86,6 +86,10 @@ class Report(Tables):
         metrics.needs_own_devices(self, "a bubble")
         return bubbles(self, cluster)
 
+    def pipeline_times(self, step: int | None = None) -> pd.DataFrame:
+        """forward + backward + p2p + idle = T by rank, seconds; see ``metrics.pipeline_times``."""
+        return metrics.pipeline_times(self, step)
+
     def traffic(
         self, by: str | Sequence[str] = "rank", *, bookkeeping: bool = False, warmup: bool = False
     ) -> pd.DataFrame:

@@ -14,10 +14,11 @@ decided by the clock, so the answer does not depend on which rank goes first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -50,14 +51,26 @@ class Order:
         return Action(int(self.stage[node]), "FBIW"[self.kind[node]], int(self.microbatch[node]))
 
 
+def home(stage: Any, ranks: int, folded: bool) -> Any:
+    """The rank that has a stage, or those of an array of stages: 0 ... p-1, and again; ``folded``,
+    0 ... p-1, p-1 ... 0, the V of ZB-V and DualPipeV.
+    """
+    turn, place = stage // ranks, stage % ranks
+    back = turn % 2 * folded
+    return (1 - 2 * back) * place + back * (ranks - 1)
+
+
 def order(
-    schedule: Sequence[Sequence[Action]], stages: int | None, microbatches: int | None
+    schedule: Sequence[Sequence[Action]],
+    stages: int | None,
+    microbatches: int | None,
+    folded: bool = False,
 ) -> Order | None:
     """The arrays of a schedule in which every action is there once and each list makes sense.
 
-    Numbers of stages and micro-batches that are None are read off the lists. Returns None if
-    something is wrong; theory/schedule_check.py then says what. A schedule with an order may still
-    deadlock.
+    Numbers of stages and micro-batches that are None are read off the lists. Stages are on the
+    ranks that `home` says. Returns None if something is wrong; theory/schedule_check.py then says
+    what. A schedule with an order may still deadlock.
     """
     ranks, flat = len(schedule), list(chain.from_iterable(schedule))
     n = len(flat)
@@ -80,7 +93,7 @@ def order(
     lengths = [len(row) for row in schedule]
     rank = np.repeat(np.arange(ranks), lengths)
     if not (
-        ((kind >= 0) & (stage >= 0) & (stage < stages) & (stage % ranks == rank)).all()
+        ((kind >= 0) & (stage >= 0) & (stage < stages) & (home(stage, ranks, folded) == rank)).all()
         and ((microbatch >= 0) & (microbatch < microbatches)).all()
     ):
         return None
@@ -102,7 +115,10 @@ def order(
 
 
 def walk(
-    order: Order, seconds: np.ndarray, comm: np.ndarray | None = None
+    order: Order,
+    seconds: np.ndarray,
+    comm: np.ndarray | None = None,
+    pairs: Mapping[int, int] | None = None,
 ) -> tuple[list[float], list[float]]:
     """(start, end) of every action, with every rank going through its list as far as it can.
 
@@ -110,6 +126,7 @@ def walk(
 
     seconds  of every action                                                                (n,)
     comm     seconds that each action's result is in flight, if it goes to another rank     (n,)
+    pairs    {action: what another one, which overlaps with it, needs}: it waits for that too
     """
     n = len(order.rank)
     late = np.zeros(n)
@@ -120,17 +137,22 @@ def walk(
     at, stop = order.first[:-1].tolist(), order.first[1:].tolist()
     start, end, clock = [inf] * n, [inf] * n, [0.0] * order.ranks
     waiting: dict[int, int] = {}  # action -> the rank that is idle until it is done
+    both = pairs or {}
     ready = list(range(order.ranks))
     while ready:
         rank = ready.pop()
         now = clock[rank]
         for node in range(at[rank], stop[rank]):
             need = source[node]
+            if node in both and end[both[node]] == inf:
+                need = both[node]
             if need >= 0:
                 if end[need] == inf:
                     waiting[need] = rank
                     break
                 arrived = end[need] + delay[node]
+                if node in both:
+                    arrived = max(arrived, end[both[node]] + delay[node + 1])
                 if arrived > now:
                     now = arrived
             start[node] = now

@@ -13,7 +13,7 @@ balanced stages and free links. Cost: about 3 microseconds per action. Labs 03 a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -131,6 +131,9 @@ def simulate(
     backward: Cost,
     weight_grad: Cost = 0.0,
     comm: Cost = 0.0,
+    folded: bool = False,
+    overlapped: float = 0.0,
+    pairs: Iterable[tuple[str, str]] = (),
 ) -> Simulation:
     """When every action of a valid schedule starts and ends.
 
@@ -140,10 +143,13 @@ def simulate(
     weight_grad  what W takes; a whole B takes backward + weight_grad
     comm         how long what leaves a stage (activations or gradients) is on its way to another
                  rank; the sender computes on meanwhile, and links have room for all
+    folded       stages are on ranks 0 ... p-1, p-1 ... 0, as in DualPipeV, not on s % p
+    overlapped   what a pair takes, a forward and the backward after it on its rank, which begin
+                 and end together and are drawn one after the other; ``pairs`` are their texts
 
     Raises ScheduleError, a ValueError, as `validate` does, if the schedule is not valid.
     """
-    schedule, order = checked(schedule)
+    schedule, order = checked(schedule, folded=folded)
     stages = order.stages
     f, i, w, delay = (
         _per_stage(name, cost, stages)
@@ -157,7 +163,16 @@ def simulate(
     table = np.empty((4, stages))
     table[[F, B, I, W]] = f, i + w, i, w
     seconds = table[order.kind, order.stage]
-    start, end = timed(order, seconds, delay[order.stage])
+    delay, both = delay[order.stage], {}
+    texts = [str(order.action(node)) for node in range(len(seconds))] if pairs else []
+    for first, second in pairs:
+        node = texts.index(first)
+        if second not in texts[node + 1 : node + 2]:
+            raise illegal("pairs", (first, second), "not after one another", "of one list")
+        seconds[node : node + 2] *= overlapped / seconds[node : node + 2].sum()
+        delay[node] += seconds[node + 1]
+        both[node] = int(order.source[node + 1])
+    start, end = timed(order, seconds, delay, both)
     return Simulation(schedule, order, np.array(start), np.array(end))
 
 

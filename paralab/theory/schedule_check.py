@@ -17,14 +17,14 @@ the messages. Cost: about 1 microsecond per action.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from math import inf
 
 import numpy as np
 
 from paralab.checks import illegal, whole
 from paralab.parallel.schedules import KINDS, Action, Schedule, actions
-from paralab.theory.order import Order, order, walk
+from paralab.theory.order import Order, home, order, walk
 
 
 class ScheduleError(ValueError):
@@ -88,8 +88,12 @@ def checked(
     *,
     microbatches: int | None = None,
     stages: int | None = None,
+    folded: bool = False,
 ) -> tuple[Schedule, Order]:
-    """The lists and their arrays, if all is right but, perhaps, a deadlock; else ScheduleError."""
+    """The lists and their arrays, if all is right but, perhaps, a deadlock; else ScheduleError.
+
+    folded  where the stages are: see `order.home`
+    """
     lists = actions(schedule)
     if not lists:
         raise illegal("schedule", schedule, "no rank does anything", "one list per rank")
@@ -111,9 +115,9 @@ def checked(
         )
     if microbatches is not None:
         whole("microbatches", microbatches, at_least=1)
-    found = order(lists, stages, microbatches)
+    found = order(lists, stages, microbatches, folded)
     if found is None:
-        raise _first_fault(lists, stages, microbatches)
+        raise _first_fault(lists, stages, microbatches, folded)
     return lists, found
 
 
@@ -140,10 +144,13 @@ def live(schedule: Iterable[Iterable[Action]]) -> list[list[int]]:
 
 
 def timed(
-    order: Order, seconds: np.ndarray, comm: np.ndarray | None = None
+    order: Order,
+    seconds: np.ndarray,
+    comm: np.ndarray | None = None,
+    pairs: Mapping[int, int] | None = None,
 ) -> tuple[list[float], list[float]]:
     """(start, end) of every action, as `walk` has it; ScheduleError if ranks wait in a circle."""
-    start, end = walk(order, seconds, comm)
+    start, end = walk(order, seconds, comm, pairs)
     if inf in end:
         raise _deadlock(order, end)
     return start, end
@@ -185,7 +192,9 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
     )
 
 
-def _first_fault(lists: Schedule, stages: int | None, microbatches: int | None) -> ScheduleError:
+def _first_fault(
+    lists: Schedule, stages: int | None, microbatches: int | None, folded: bool
+) -> ScheduleError:
     """What `order` found wrong, in words: the first in reading order, then what is missing."""
     p = len(lists)
     every = [action for row in lists for action in row]
@@ -199,7 +208,7 @@ def _first_fault(lists: Schedule, stages: int | None, microbatches: int | None) 
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(lists):
         for at, action in enumerate(row):
-            fault = _fault_of(action, rank, p, stages, microbatches)
+            fault = _fault_of(action, rank, p, stages, microbatches, folded)
             if fault is None and action in seen:
                 where = "{}, position {}".format(*seen[action])
                 fault = f"is there twice; the first is on rank {where}", "each action once"
@@ -217,18 +226,19 @@ def _first_fault(lists: Schedule, stages: int | None, microbatches: int | None) 
             if lacks:
                 what = KINDS[lacks]
                 also = " (or both halves, I and W)" if lacks == "B" else ""
+                place = home(stage, p, folded)
                 return ScheduleError(
-                    stage % p,
+                    place,
                     -1,
                     str(names[lacks]),
                     f"the {what} of stage {stage}, micro-batch {microbatch}, is in no list",
-                    f"{names[lacks]}{also} in the list of rank {stage % p}",
+                    f"{names[lacks]}{also} in the list of rank {place}",
                 )
     raise AssertionError("no fault in a schedule without an order")
 
 
 def _fault_of(
-    action: Action, rank: int, p: int, stages: int, microbatches: int
+    action: Action, rank: int, p: int, stages: int, microbatches: int, folded: bool
 ) -> tuple[str, str] | None:
     """Why an action, by itself, cannot be in this rank's list, and what could."""
     stage, kind, microbatch = action
@@ -237,10 +247,12 @@ def _fault_of(
     for name, value, count in (("stage", stage, stages), ("micro-batch", microbatch, microbatches)):
         if type(value) is not int or not 0 <= value < count:
             return f"there is no {name} {value}", f"{name} 0 to {count - 1}"
-    if stage % p != rank:
-        mine = ", ".join(map(str, range(rank, min(stages, rank + 4 * p), p)))
+    place = home(stage, p, folded)
+    if place != rank:
+        mine = ", ".join([str(s) for s in range(stages) if home(s, p, folded) == rank][:4])
+        rule = "" if folded else f" (stage % {p})"
         return (
-            f"stage {stage} lives on rank {stage % p} (stage % {p})",
+            f"stage {stage} lives on rank {place}{rule}",
             f"on rank {rank} stage {mine}",
         )
     return None

@@ -6,23 +6,23 @@
 # ---
 
 # %% [markdown]
-# # 03 · Pipelines: the bubble, and what it costs to shrink it
+# # 03 · Pipelines
 #
-# *«How do I profile the pipeline's bubble time?»* has been open in a large project's tracker
-# [for years](https://github.com/NVIDIA/Megatron-LM/issues/691), and
-# [not](https://github.com/NVIDIA/Megatron-LM/issues/828)
-# [only](https://github.com/deepspeedai/DeepSpeedExamples/issues/201)
-# [there](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/18). By the end of this
-# lab you will have measured it on your own machine, to two decimals, and know which of three
-# numbers to believe.
-
-# %% [markdown]
-# ## Who waits for whom
-# Cut a model into four *stages* of consecutive layers, one per device. Now no device holds the
-# whole model, but stage 1 cannot start before stage 0 has sent it something. A **schedule** says
-# what each device does, in which order. It is a list, and a list can be printed:
+# **A model is cut into stages, one per device. For which part of the time are the devices idle, and
+# what does it cost to make that part smaller?**
+#
+# **You will be able to**
+# * derive the bubble of a pipeline schedule, and name the two shares that papers give for it;
+# * read a step's time as forward + backward + point-to-point + idle, and say which clock to believe;
+# * say what 1F1B and interleaving improve, and what each of them costs;
+# * write the executor of a pipeline in plain PyTorch, and train a GPT with it.
+#
+# **You need** labs 00 and 01, fractions, and `nn.Module`, `backward()`, `dist.send`, `dist.recv`.
+#
+# **Minutes** 100 to 140, of which 40 are reading and running, the others exercises.
 
 # %%
+import numpy as np
 import pandas as pd
 
 import paralab as pl
@@ -30,310 +30,675 @@ from paralab import view
 from paralab.parallel import schedules
 from paralab.theory import pipeline
 
-layerwise = schedules.naive(4, 2)
-for rank, actions in enumerate(layerwise):
+view.schedules({"layer by layer": schedules.naive(4, 4), "GPipe": schedules.gpipe(4, 4)})
+
+# %% [markdown]
+# ## One stage works, the others wait
+# Each of four devices has a quarter of the layers, a **stage**. No device holds the whole model, but
+# stage 1 cannot begin before stage 0 has sent it its output. Layer by layer, one device works and
+# three are idle: that saves memory, but no time.
+#
+# The remedy is to cut the batch into **micro-batches** (the numbers in the boxes). Stage 0 goes on
+# with micro-batch 1 while stage 1 works on micro-batch 0. GPipe runs all forwards, then all
+# backwards. The hatched time that is left is the **bubble**.
+#
+# A **schedule** is one list per rank. `2F1` is stage 2, forward, micro-batch 1; `2B1` its backward.
+
+# %%
+for rank, actions in enumerate(schedules.gpipe(4, 4)):
     print(f"rank {rank}:", " ".join(map(str, actions)))
 
 # %% [markdown]
-# `2F1` is stage 2, forward, micro-batch 1; `2B1` its backward. If a forward takes one millisecond
-# and a backward two, this is what happens:
+# | symbol | meaning |
+# |---|---|
+# | $p$, $r$ | pipeline stages; the rank of one of them, $0 \ldots p-1$ |
+# | $m$ | micro-batches of a step |
+# | $b$, $s$, $h$ | samples of a micro-batch, tokens of a sample, hidden size |
+# | $v$ | chunks of the model on each rank (interleaving) |
+# | $F$, $B$ | seconds that one rank's forward and backward of one micro-batch take |
+# | $T$ | seconds from a rank's first forward to its last backward, of the rank where it is longest |
+# | $\alpha$, $1/\beta$ | latency in seconds per message, bandwidth in bytes per second |
+#
+# ## What a stage adds to the program
+# Compared with one device, the program of rank 1 has a receive before each forward and each
+# backward, and a send after it. The computation is what it was, on fewer blocks:
 
 # %%
-# A backward is two products of 1 ms each, for the input and for the weight (lab 04).
-one_by_one = pipeline.simulate(layerwise, forward=1e-3, backward=1e-3, weight_grad=1e-3)
-view.simulated_timeline(one_by_one, "layer by layer")
+model = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=128, tied=False)
+plan = pl.Plan(pp=4, schedule="gpipe", microbatches=4, microbatch_size=2)
+whole = pl.program(model, pl.Plan(microbatches=4, microbatch_size=2))
+whole.diff(pl.program(model, plan, rank=1))
 
 # %% [markdown]
-# One device works, three wait: this naive form buys memory and no speed at all. The remedy is as
-# old as pipelines: with the batch cut into **micro-batches**, stage 0 need not wait for the first
-# to come back before it starts the next. GPipe runs all forwards, then all backwards:
+# What is sent is one activation forward, and its gradient backward. Both have the shape
+# $(b, s, h)$, so a message has
+#
+# $$ S = 4\,b\,s\,h \ \text{bytes in fp32.} $$
+#
+# (The head is not tied to the embedding here: two stages would share that weight, and have to add up
+# its gradient.)
 
 # %%
-gpipe = schedules.gpipe(4, 4)
-for rank, actions in enumerate(gpipe):
-    print(f"rank {rank}:", " ".join(map(str, actions)))
+4 * plan.microbatch_size * model.seq_len * model.hidden  # bytes; the program says 197 kB
 
 # %% [markdown]
-# ## Commit to a guess
-# Four stages, four micro-batches, all stages alike. Which share of all device time is spent
-# waiting?
+# ## The bubble of GPipe
+# Four stages, four micro-batches, all stages alike, messages that take no time. Which share of all
+# device time is idle? Look at the picture above, and commit to a number.
 
 # %%
 guess = pl.exercises.guess(
-    "share of device time that is bubble: GPipe, p=4, m=4", low=0, high=80, unit="%", decimals=0
+    "share of device time that is idle: GPipe, p=4, m=4", low=0, high=80, unit="%", decimals=0
 )
 guess
 
 # %% [markdown]
-# ## Run it
-# Four real processes, each with two of the eight blocks.
+# The pipeline **fills**: the last stage begins when micro-batch 0 has passed the $p-1$ stages before
+# it. Then it runs its $m$ forwards without a gap. So the forwards end after
+#
+# $$ (p-1)F + mF = (m+p-1)\,F . $$
+#
+# The backwards are the same picture from right to left: the last stage begins, and the pipeline
+# **drains** until stage 0 has done its last one. They take $(m+p-1)B$ more:
+#
+# $$ T = (m+p-1)(F+B) . $$
+#
+# Each rank computes for $m(F+B)$. The rest is idle time, $(p-1)F$ of it for the fill and $(p-1)B$
+# for the drain:
+#
+# $$ T - m(F+B) = (p-1)(F+B) . $$
+#
+# Divided by $T$ this is the **bubble**, a share of device time. Divided by the ideal time $m(F+B)$
+# it is the **bubble over ideal**, which PTD-P and many papers print under the same name:
+#
+# $$ \text{bubble} = \frac{p-1}{m+p-1}, \qquad \text{bubble over ideal} = \frac{p-1}{m} . $$
 
 # %%
-model = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=128)
-plan = pl.Plan(pp=4, schedule="gpipe", microbatches=4, microbatch_size=2)
-report = pl.run(model, plan, steps=7)
-report
+p, rows = 4, []
+for m in (2, 4, 8, 16, 32):
+    simulated = pipeline.simulate(schedules.gpipe(p, m), forward=1e-3, backward=2e-3).bubble_rate
+    shares = {"(p-1)/(m+p-1)": (p - 1) / (m + p - 1), "(p-1)/m": (p - 1) / m}
+    rows.append({"m": m, "bubble, simulated": simulated, **shares})
+pd.DataFrame(rows).set_index("m").round(3)
+
+# %%
+guess.reveal(100 * 3 / (4 + 3))
 
 # %% [markdown]
-# ## See it
-# Above the ideal schedule, beneath it what really ran, on one scale. The numbers are micro-batches.
+# ## Four real ranks
+# Four processes, two of the eight blocks each. Above is the ideal: this run's own times of forward
+# and backward, with messages that take no time. Below is the **replay**: the same work, each rank on
+# a device of its own, with links.
+
+# %%
+report = pl.run(model, plan, steps=7)
+report
 
 # %% tags=["measured"]
 replayed = report.replay()
 replayed.timeline()
 
-# %% tags=["measured"]
-guess.reveal(round(100 * replayed.bubble))
-
 # %% [markdown]
-# ## Three numbers, and which to believe
-# The bubble is 1 − work / (p · T), with T the longest time from a rank's first action to its last.
-# One formula, and three numbers of your run. Theory says that (p−1)/(m+p−1) is bubble. Papers often
-# print (p−1)/m instead: idle time over *ideal* time, another number under the same name, so both
-# are here.
-
-# %% tags=["measured"]
-report.bubbles().round(2)
-
-# %% [markdown]
-# * **formula**: all stages alike, with the mean times of this run's actions; messages free;
-# * **simulated**: the same schedule with the costs that this run's stages really had;
-# * **replayed**: your run, each piece of work with the processor time it took, on a device of its
-#   own, with links;
-# * **measured**: the wall clock. With fewer cores than ranks it answers another question, for a
-#   process that waits for a *core* looks just like one that waits for a message.
+# The ideal's bubble differs from the formula's 3/7 because the formula has all stages alike. These
+# are not: the last rank has the head and the loss too. All ranks run at the pace of the slowest one.
 #
-# For «what would four devices do» believe the *replay*; *simulated* beside it says how much of that
-# is the schedule's own. Believe the wall clock where every rank has a core or a GPU of its own.
+# This picture is what [DeepSpeedExamples #201](https://github.com/deepspeedai/DeepSpeedExamples/issues/201)
+# and [zero-bubble #18](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/18) ask
+# for. It needs no profiler: `pl.run` draws it of its own runs, and `pl.observe` of any PyTorch
+# program. At the end of this lab it draws your own executor, and torch's.
 #
-# The replay can tell waiting for a core from waiting for a message, and this is why every span was
-# written down with its cost. Its one assumption: a stage computes as fast alone as it did here. On
-# GPUs profilers have a trap of the same kind. The kernel that receives is *running* while it waits,
-# so idling looks like communication. Users of one paper's code met it, and its authors answer that
-# their bubble rates [are
-# computed](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/25), from times of
-# work and of messages that were profiled apart.
-#
-# Here a wait is a span of its own:
+# ## Where a step goes: forward + backward + p2p + idle = T
+# How can bubble time be profiled accurately
+# ([Megatron-LM #691](https://github.com/NVIDIA/Megatron-LM/issues/691)), and told apart from
+# point-to-point communication ([Megatron-LM #828](https://github.com/NVIDIA/Megatron-LM/issues/828))?
+# Write down four numbers per rank that add up to $T$. **p2p** is the time in which a rank waits for
+# a message that is in flight. **idle** is the time in which it waits and nothing is in flight,
+# because the neighbour has not computed it yet.
 
 # %% tags=["measured"]
-spans = replayed.spans.query("step == 3")
-seconds = (spans.end - spans.start).groupby([spans["rank"], spans.kind]).sum().unstack()
-(1e3 * seconds[["forward", "backward", "wait"]]).round(1).add_suffix(" (ms)")
+times = replayed.pipeline_times()
+(1e3 * times).round(1).add_suffix(" (ms)")
 
 # %% [markdown]
-# (A rank that has done its last backward waits for nobody: that end of the picture is bubble too,
-# and no span. The last rank is the exception: it shares the token embedding with rank 0, and waits
-# until both can add up its gradient.)
-#
-# ## Turn the knobs
-# More micro-batches, smaller bubble. One slow stage, and everybody waits for it. *Run it* starts
-# real processes.
+# The bubble is what is not computed, as a share of $p\,T$. It is the mean of p2p + idle over the
+# ranks, divided by $T$:
 
 # %%
-view.widgets.pipeline()
+bubble = (times["p2p"] + times["idle"]).mean() / times["T"].max()
+print("(p2p + idle) / T is the bubble of the report:", bool(np.isclose(bubble, replayed.bubble)))
 
 # %% [markdown]
-# The same without a mouse:
-
-# %%
-unit = {"forward": 1e-3, "backward": 1e-3, "weight_grad": 1e-3}  # seconds
-rows = []
-for m in (1, 2, 4, 8, 16, 32):
-    share = pipeline.simulate(schedules.gpipe(4, m), **unit).bubble_rate
-    rows.append({"m": m, "simulated": share, "(p-1)/(m+p-1)": 3 / (m + 3), "(p-1)/m": 3 / m})
-pd.DataFrame(rows).set_index("m").round(3)
-
-# %% [markdown]
-# ## The price
-# So take very many micro-batches? GPipe has to remember the activations of *all* of them, for no
-# backward runs before the last forward. **1F1B** runs each backward as soon as it can:
-
-# %%
-one_f_one_b = schedules.one_f_one_b(4, 8)
-view.simulated_timeline(pipeline.simulate(one_f_one_b, **unit), "1F1B")
-
-# %%
-view.live_activations(schedules.gpipe(4, 8), one_f_one_b, labels=["GPipe", "1F1B"])
-
-# %% [markdown]
-# **1F1B does not shrink the bubble. It shrinks the memory**: p − r micro-batches on rank r in place
-# of m. Most people get this wrong, so here are both numbers, of both schedules, for real:
+# The same table from the wall clock of the same run:
 
 # %% tags=["measured"]
+(1e3 * report.pipeline_times()).round(1).add_suffix(" (ms)")
+
+# %%
+why_p2p = pl.exercises.choose(
+    "On the wall clock, p2p is many times what it is in the replay. Why?",
+    [
+        "The messages are larger there.",
+        "A receive counts as in flight from the moment the receiver asks for it.",
+        "The replay leaves out the backward messages.",
+    ],
+)
+why_p2p
+
+# %%
+why_p2p.reveal(
+    2,
+    "A program cannot see when its neighbour sends. A receive that has been posted looks the same "
+    "while the message is on the link and while the neighbour still computes it.",
+)
+
+# %% [markdown]
+# The same happens with a profiler on GPUs. NCCL's kernel for a receive runs from the moment it is
+# launched, so it contains the idle time
+# ([zero-bubble #25](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/25)). The
+# authors answer there that the bubble rates of their paper are computed from times of forward,
+# backward and communication that were profiled separately. The replay does just that.
+#
+# **Which clock to believe.** On the wall clock a rank that waits for a processor core looks like one
+# that waits for a message. Each rank computes in one thread and communicates in another. Believe the
+# wall clock where ranks and communication threads together have a core each (four ranks: eight
+# cores), or where each rank has a GPU. Everywhere else believe the replay: it takes the processor
+# time of each piece of work, and gives each rank a device of its own. Its one assumption is that a
+# stage computes as fast alone as it did here.
+#
+# ## 1F1B keeps the bubble and bounds the memory
+# More micro-batches make the bubble smaller. But GPipe runs no backward before the last forward, so
+# (without recomputation, lab 06) it keeps the activations of all $m$ micro-batches. **1F1B** runs
+# each backward as soon as it can: as few forwards as keep the last rank busy, and then one forward,
+# one backward in turn. (It is PipeDream-Flush in Narayanan and others 2021, and DAPPLE's schedule.)
+
+# %%
+improves = pl.exercises.choose(
+    "What does 1F1B improve, compared with GPipe at the same p and m?",
+    ["The bubble.", "The memory.", "Both."],
+)
+improves
+
+# %%
+view.schedules({"GPipe": schedules.gpipe(4, 8), "1F1B": schedules.one_f_one_b(4, 8)})
+
+# %%
+improves.reveal(
+    2,
+    "Both end at the same moment, and each rank computes the same. The idle time is in other places, "
+    "but it is (p-1)(F+B) in both.",
+)
+
+# %% [markdown]
+# **Why the memory is bounded.** Micro-batch 0 comes back to rank $r$ when it has gone down through
+# the $p-r-1$ stages after it and up again. In 1F1B rank $r$ starts one forward for each of these
+# stages, and then its first steady one. From there on each forward is followed by a backward, which
+# frees what a forward has saved. So the most micro-batches that are **in flight** on rank $r$ are
+#
+# $$ \text{GPipe: } m, \qquad \text{1F1B: } \min(m,\; p-r) . $$
+
+# %%
+memory = view.live_activations(
+    schedules.gpipe(4, 8), schedules.one_f_one_b(4, 8), labels=["GPipe", "1F1B"]
+)
+memory
+
+# %% [markdown]
+# The same on real ranks. The first table has bytes of activations at the peak, the second what the
+# formulas say, as shares of GPipe:
+
+# %%
 runs = {
-    name: pl.run(model, plan.replace(schedule=name, microbatches=8), steps=5, progress=False)
+    name: pl.run(model, plan.replace(schedule=name, microbatches=8), steps=3, progress=False)
     for name in ("gpipe", "1f1b")
 }
-rows = {
-    name: {"bubble, replayed": round(run.replay().bubble, 2), "bubble, formula": round(3 / 11, 2)}
+held = {
+    name: [run.peaks(rank).loc["activations", "program"] for rank in range(4)]
     for name, run in runs.items()
 }
-pd.DataFrame(rows).T
+found = pd.DataFrame(held).rename_axis("rank") / 1e6
+found.add_suffix(" (MB)").round(1)
 
 # %%
-view.live_activations(*runs.values(), labels=["GPipe", "1F1B"]).table.groupby(
-    ["source", "rank"], sort=False
-)["live"].max().unstack()
+shares = pd.DataFrame({"counted": found["1f1b"] / found["gpipe"], "formula": [4 / 8, 3 / 8, 2 / 8, 1 / 8]})
+shares.round(2)
 
 # %% [markdown]
-# ## Interleave
-# The bubble is the time until the last stage has something to do. Give every device *two* smaller
-# stages, first and fifth, second and sixth, and the first micro-batch gets to the last device in
-# half the time. Idle time goes down by v (the *bubble over ideal*, for the share is of a shorter
-# whole), and messages go up by (pv−1)/(p−1), a little more than v: the stages of one device are not
-# neighbours, so every border is a message.
+# Rank 3 keeps a little more than its eighth: in the backward of the head it holds the logits and
+# their gradient, whatever the schedule.
+#
+# ## Interleaving divides the idle time by v and multiplies the messages
+# Give each rank two smaller **chunks** of the model in place of one stage: rank 0 has stages 0 and 4,
+# rank 1 has 1 and 5, and so on. Stages are half as long, so the pipeline fills and drains in half
+# the time. Here are four schedules on one axis; the last one is lab 04's.
+
+# %%
+four = {
+    "GPipe": schedules.gpipe(4, 8),
+    "1F1B": schedules.one_f_one_b(4, 8),
+    "interleaved, v=2": schedules.interleaved(4, 8, 2),
+    "zero bubble (ZB-H1)": schedules.zb_h1(4, 8),
+}
+view.schedules(four)
+
+# %% [markdown]
+# With $v$ chunks per rank a stage takes $F/v$ and $B/v$. The fill is $p-1$ stages long, and so is
+# the drain, so the idle time per rank is
+#
+# $$ (p-1)\,\frac{F+B}{v}, \qquad
+#    \text{bubble} = \frac{p-1}{vm+p-1}, \qquad \text{bubble over ideal} = \frac{p-1}{vm} . $$
+#
+# The price is communication. There are $pv$ stages, and two stages that follow one another are never
+# on one rank, so all $pv-1$ borders are crossed by messages, where 1F1B has $p-1$ borders:
+#
+# $$ \frac{pv-1}{p-1} \ \text{times as many messages, all of the same } 4\,b\,s\,h \text{ bytes.} $$
+#
+# Four stages, two chunks: how many messages does a step of eight micro-batches send?
+
+# %%
+messages = pl.exercises.guess(
+    "messages of a step, all ranks together: p=4, v=2, m=8", low=0, high=200, decimals=0
+)
+messages
 
 # %%
 rows = []
-deep = model.replace(layers=16, hidden=64)
-for v in (1, 2, 4):
-    name = "interleaved" if v > 1 else "1f1b"
-    lists = schedules.interleaved(4, 8, v) if v > 1 else schedules.one_f_one_b(4, 8)
-    run = pl.run(
-        deep,
-        plan.replace(schedule=name, microbatches=8, virtual_stages=v),
-        steps=2,
-        progress=False,
-    )
-    sends = run.collectives.query("step == 1 and op == 'send' and axis == 'pp'")
-    simulated = pipeline.simulate(lists, **{half: 1e-3 / v for half in unit})
-    rows.append(
-        {
-            "v": v,
-            "bubble, formula": pipeline.bubble_formula(name, 4, 8, v, F=1, B=1, W=1),
-            "bubble, simulated": simulated.bubble_rate,
-            "bubble over ideal": simulated.bubble_rate / (1 - simulated.bubble_rate),
-            "messages, counted": len(sends),
-            "rank 0 keeps (micro-batches)": simulated.peak_live[0] / v,
-            "Korthikanti: p (1 + (p-1)/(p v))": 4 * (1 + 3 / (4 * v)) if v > 1 else float("nan"),
-        }
-    )
+for v, name in ((1, "1f1b"), (2, "interleaved")):
+    chosen = plan.replace(schedule=name, microbatches=8, virtual_stages=v)
+    run = runs[name] if name in runs else pl.run(model, chosen, steps=3, progress=False)
+    sends = run.collectives.query("step == 2 and op == 'send'")
+    row = {"v": v, "messages": len(sends), "2 m (pv-1)": 2 * 8 * (4 * v - 1)}
+    row |= {"MB": sends["wire_bytes"].sum() / 1e6, "bubble, formula": 3 / (v * 8 + 3)}
+    rows.append(row | {"bubble, simulated": pipeline.simulate(run.plan.actions(), forward=1 / v, backward=2 / v).bubble_rate})
 pd.DataFrame(rows).set_index("v").round(3)
 
 # %%
-interleaved = schedules.interleaved(4, 8, 2)
-halved = {half: 0.5e-3 for half in unit}
-view.simulated_timeline(pipeline.simulate(interleaved, **halved), "interleaved")
+messages.reveal(2 * 8 * (4 * 2 - 1))
 
 # %% [markdown]
-# People stumble over the number of forwards before the first backward: 2(p−r−1) + (v−1)p here,
-# [why not p−r−1](https://github.com/NVIDIA/Megatron-LM/issues/169) as in 1F1B? The second half you
-# read off the picture: rank 0 has to send its first chunk's micro-batches *and* feed its second
-# chunk, p of them for every further chunk.
+# ## Why the interleaved warm-up has a factor of two
+# Before its first backward rank $r$ of 1F1B runs $p-r-1$ forwards, and then the first one of the
+# steady phase. In Megatron-LM's interleaved schedule these are $2(p-r-1) + (v-1)p$ instead
+# ([Megatron-LM #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks why). The second term is
+# needed: each rank takes $p$ micro-batches through one chunk, then through the next, so the last
+# rank has $(v-1)p$ forwards to do before one of them reaches its last chunk. But why $2(p-r-1)$, and
+# not $p-r-1$? Here are both, with messages that take no time, and with messages that take a fifth of
+# a chunk's forward:
 
 # %%
-p, v = 4, 2
-warm_up = []
-for rank, actions in enumerate(interleaved):
-    kinds = [action.kind for action in actions]
-    warm_up.append(
-        {
-            "rank": rank,
-            "2(p-r-1) + (v-1)p": 2 * (p - rank - 1) + (v - 1) * p,
-            "counted": kinds.index("B") - 1,
-        }
-    )
-pd.DataFrame(warm_up).set_index("rank")
-
-# %% [markdown]
-# (The counted number leaves out one forward, the first of the steady one-forward-one-backward.) The
-# 2 does not show in the picture, where messages take no time. So try 1 in its place, with messages
-# that take a tenth of a forward and with such that take none:
-
-# %%
-from itertools import chain
-
-rows = {}
-for factor in (2, 1):
+def interleaved_with(factor, p=4, m=8, v=2):
+    """The interleaved schedule of each rank with factor * (p-r-1) + (v-1) p forwards of warm-up."""
     lists = []
-    for rank, actions in enumerate(interleaved):
+    for rank, actions in enumerate(schedules.interleaved(p, m, v)):
         forwards = [action for action in actions if action.kind == "F"]
         backwards = [action for action in actions if action.kind == "B"]
-        first = factor * (p - rank - 1) + (v - 1) * p
-        steady = chain.from_iterable(zip(forwards[first:], backwards, strict=False))
-        lists.append([*forwards[:first], *steady, *backwards[len(forwards) - first :]])
-    none, some = (pipeline.simulate(lists, **halved, comm=comm) for comm in (0, 0.05e-3))
-    rows[f"{factor}(p-r-1) + (v-1)p"] = {
-        "bubble, messages take no time": none.bubble_rate,
-        "bubble, they take 0.05 ms": some.bubble_rate,
-        "rank 0 keeps (chunks)": none.peak_live[0],
-    }
-pd.DataFrame(rows).T.round(3)
+        ahead = factor * (p - rank - 1) + (v - 1) * p
+        steady = [one for pair in zip(forwards[ahead:], backwards) for one in pair]
+        lists.append(forwards[:ahead] + steady + backwards[len(forwards) - ahead :])
+    return lists
 
-# %% [markdown]
-# So it is about the links: where messages take time, forwards begun ahead of need hide them, and
-# are paid for with memory.
-#
-# And [why do some codes demand p > 2](https://github.com/NVIDIA/Megatron-LM/issues/750)? With two
-# ranks each is both the left and the right neighbour of the other, and messages that are told apart
-# by *order* alone must not overtake one another. Here every pair's messages have one agreed order,
-# so it simply runs:
+
+chunk = {"forward": 0.5e-3, "backward": 1e-3}
+drawn = {
+    f"{factor}(p-r-1) + (v-1)p, {words}": pipeline.simulate(
+        interleaved_with(factor), **chunk, comm=comm
+    )
+    for comm, words in ((0, "free messages"), (0.1e-3, "messages of 0.1 ms"))
+    for factor in (1, 2)
+}
+view.schedules(drawn)
 
 # %%
-two = pl.Plan(pp=2, virtual_stages=2, schedule="interleaved", microbatches=4)
+pd.DataFrame(
+    {name: [one.bubble_rate, one.peak_live[0] / 2] for name, one in drawn.items()},
+    index=["bubble", "micro-batches in flight on rank 0"],
+).T.round(3)
+
+# %% [markdown]
+# With free messages both end at the same time, and the factor only costs memory. With messages that
+# take time, a forward needs one message on its way down and its backward another one on the way up.
+# The forwards that were started ahead of need give the ranks something to do meanwhile. So the
+# factor of two hides communication, and is paid for with activations.
+#
+# For the warm-up exercise you need the number of forwards **before the first backward**, the first
+# forward of the steady phase included.
+
+# %%
+pl.exercises.warmup
+
+# %%
+### ANSWER: warmup
+
+
+pl.exercises.warmup.check(warmup)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** The last rank ($r=p-1$) of 1F1B runs one forward before its first backward, and
+# each rank before it one more, hence $p-r$. With few micro-batches there are no more than $m$
+# forwards to run, or $vm$ with chunks. The interleaved count is the warm-up of the text plus one.
+#
+# **Common mistakes.** The forward of the steady phase is forgotten (one too few everywhere). `min` is
+# forgotten (right until $m < p$). The ranks are counted from the wrong end. The interleaved formula
+# is used at $v=1$, where it is not 1F1B's: it gives $2(p-r-1)+1$.
+#
+# **Another answer** counts instead of computing: it reads the schedule.
+
+# %% tags=["solution-only"]
+### ANSWER: warmup_other
+
+
+pl.exercises.warmup.check(by_counting)
+
+# %% [markdown]
+# ## Two ranks: activations and gradients come from the same neighbour
+# Interleaving needs at least two chunks per rank. With $p=2$ the rank after a rank is also the rank
+# before it. Here is all that rank 0 receives, in program order:
+
+# %%
+two = pl.Plan(pp=2, virtual_stages=2, schedule="interleaved", microbatches=2, microbatch_size=2)
+pl.program(model, two, rank=0).filter(op="receive")
+
+# %% [markdown]
+# Activations (x) and gradients (g) come from one rank, and have one shape. Nothing in a message says
+# which it is. NCCL matches messages of a pair by their order alone, and so does gloo where all have
+# the same tag. What happens if the sender sends the activation first, and the receiver asks for the
+# gradient first?
+
+# %%
+collides = pl.exercises.choose(
+    "Rank 1 sends x, then g. Rank 0 receives g, then x. All have one shape and no tag. Then rank 0",
+    ["waits for ever.", "raises an error.", "goes on with x in the place of g."],
+)
+collides
+
+
+# %%
+def crossed(tagged):
+    """Rank 1 sends an activation of ones, then a gradient of twos. What has rank 0 received?"""
+    import torch
+    import torch.distributed as dist
+
+    x_tag, g_tag = (1, 2) if tagged else (0, 0)
+    if dist.get_rank() == 1:
+        sent = [dist.isend(torch.ones(3), 0, tag=x_tag), dist.isend(torch.full((3,), 2.0), 0, tag=g_tag)]
+        return [work.wait() for work in sent] and None
+    gradient, activation = torch.zeros(3), torch.zeros(3)
+    dist.recv(gradient, 1, tag=g_tag)
+    dist.recv(activation, 1, tag=x_tag)
+    return {"gradient": gradient[0].item(), "activation": activation[0].item()}
+
+
+for tagged in (False, True):
+    print("with tags:   " if tagged else "without tags:", pl.launch(crossed, ranks=2, args=(tagged,))[0])
+
+# %%
+collides.reveal(3, "No rank waits, no error is raised: the training goes on with wrong numbers.")
+
+# %% [markdown]
+# That is what collided in Megatron-LM, which therefore demanded $p>2$: a maintainer explains in
+# [#750](https://github.com/NVIDIA/Megatron-LM/issues/750) that the two sends of one step cannot be
+# told apart with two ranks, and that sending forward and backward messages separately has fixed it.
+# Gloo obeys tags; NCCL has none, so there both ends have to agree on an order. paralab derives the
+# sends and receives of both ends from one list, and so it runs with two ranks:
+
+# %%
 pl.run(model, two, steps=2, progress=False)
 
 # %% [markdown]
 # ## Is it the same training?
-# One process, the same micro-batches in the same order, plain SGD:
+# One process, the same micro-batches in the same order, and plain SGD, which hides no wrong factor:
 
 # %%
-import numpy as np
-
-proof = {"optimizer": "sgd", "lr": 0.1, "steps": 3, "keep_state": True, "progress": False}
+proof = {"optimizer": "sgd", "steps": 3, "keep_state": True, "progress": False}
 small = model.replace(hidden=64)
 alone = pl.run(small, pl.Plan(microbatches=4), **proof)
-for name in ("naive", "gpipe", "1f1b"):
-    split = pl.run(small, pl.Plan(pp=4, schedule=name, microbatches=4), **proof)
-    worst = max(
-        np.abs(alone.gradients[key] - split.gradients[key]).max()
-        / np.abs(alone.gradients[key]).max()
-        for key in alone.gradients
+for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+    split = pl.run(small, pl.Plan(pp=4, schedule=name, virtual_stages=v, microbatches=4), **proof)
+    same = all(np.array_equal(alone.gradients[key], split.gradients[key]) for key in alone.gradients)
+    print(f"{name:<11} every gradient is equal, bit by bit: {same}")
+
+# %% [markdown]
+# Bit by bit, because a weight's gradient is added up over the micro-batches in the same order on
+# whichever rank it is.
+#
+# ## One slow stage
+# Move the sliders: more micro-batches, more chunks, a last stage that is slower than the others.
+# *Run it* starts real processes.
+
+# %%
+view.widgets.pipeline()
+
+# %%
+slow = pl.exercises.choose(
+    "Four stages under 1F1B, the last takes twice as long. With ever more micro-batches the bubble",
+    ["goes to 0.", "goes to about 3/8.", "stays (p-1)/(m+p-1)."],
+)
+slow
+
+# %%
+for m in (8, 64, 512):
+    one = pipeline.simulate(
+        schedules.one_f_one_b(4, m), forward=[1e-3] * 3 + [2e-3], backward=[2e-3] * 3 + [4e-3]
     )
-    print(f"{name:<6} gradients equal to 1e-5 of their largest entry: {worst < 1e-5}")
+    print(f"m={m:<3} bubble {one.bubble_rate:.3f}")
+slow.reveal(
+    2,
+    "In the long run each rank waits for the slow one: three of four ranks compute half of the time, "
+    "and 3/4 times 1/2 is 3/8. More micro-batches help against fill and drain, not against imbalance.",
+)
 
 # %% [markdown]
-# ## Break it
-# Swap two entries on one rank, so that it wants to compute something before its input can exist.
-# On a cluster the job stands still. Here it is refused before a process starts, and the message
-# names who waits for whom:
+# ## Write the executor
+# Everything above was run by paralab. Now write what runs a schedule: in plain PyTorch, on
+# `torch.distributed`, as one would at work.
 
 # %%
-broken = [list(actions) for actions in one_f_one_b]
-i = broken[1].index(schedules.parse("1F1"))
-j = broken[1].index(schedules.parse("1B0"))
-broken[1][i], broken[1][j] = broken[1][j], broken[1][i]
-try:
-    pl.run(model, plan.replace(schedule=lambda pp, m: broken, microbatches=8))
-except ValueError as error:
-    print(error)
+executor = pl.exercises.pipeline_executor
+executor
 
 # %%
-view.stuck(broken, name="one swap on rank 1")
+### ANSWER: pipeline_executor
+
+
+verdict = executor.check(pipeline_step)
+verdict
 
 # %% [markdown]
-# ## Your turn
-# Small ones, each a line: guess first, then change and run.
+# `executor.hint()` gives one push at a time; `executor.solution()` shows an answer.
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Autograd stops at the border of a stage: `x` comes out of a message, so it is a
+# leaf. `requires_grad_()` makes autograd compute its gradient, which is exactly what the stage before
+# waits for. `y.backward(gradient)` continues with the gradient of the stage after, as if the graph
+# had never been cut.
 #
-# * `microbatches=2` on four stages: fewer micro-batches than stages. Does it work? What is left of
-#   the pipeline?
-# * `pl.Plan(pp=2, dp=2, ...)`: two pipelines of two stages beside one another. Which messages are
-#   new?
-# * The widget: make the last stage twice as slow. Where does the bubble go, and do more
-#   micro-batches help?
+# **Common mistakes**, and how they show:
+# * `requires_grad_()` is missing: `x.grad` is None, and there is nothing to send back.
+# * The loss is not divided by $m$: all gradients are $m$ times what they should be.
+# * `y` is sent without `detach()`, or kept after its backward: each graph stays alive, and 1F1B needs
+#   as much memory as GPipe.
+# * `send` in place of `isend`: where neighbours send to each other at the same time, both wait.
+# * A send is never waited for: the tensor may be freed while it is being read.
 #
-# The large one, a schedule of your own, is [lab 04](04_own_schedule.ipynb).
+# **Another answer** asks for the message of its next action before it computes the present one, so
+# that communication and computation overlap. torch and paralab do so too.
+
+# %% tags=["solution-only"]
+### ANSWER: pipeline_executor_other
+
+
+executor.check(pipeline_step_ahead)
+
+# %% [markdown]
+# ## Your executor trains the GPT
+# Four ranks, each with its stage of the reference GPT, under 1F1B. `pl.observe` watches: it needs to
+# know nothing of your code.
+
+
+# %%
+def train(model, lists, microbatches, steps=4):
+    import torch.distributed as dist
+
+    rank, p = dist.get_rank(), dist.get_world_size()
+    stage = pl.reference.Stage(model, rank, p)
+    optimizer = pl.reference.optimizer(stage.parameters(), "sgd")
+    neighbours = (rank - 1 if rank > 0 else None), (rank + 1 if rank < p - 1 else None)
+    losses = []
+    for step in range(steps):
+        batches = pl.reference.batches(model, step=step, microbatches=microbatches)
+        shape = (*batches[0][0].shape, model.hidden)
+        losses.append(pipeline_step(stage, lists[rank], *neighbours, batches, shape))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+lists = [[f"{a.kind}{a.microbatch}" for a in row] for row in schedules.one_f_one_b(4, 8)]
+yours = pl.observe(train, ranks=4, args=(model, lists, 8)) if verdict else "write pipeline_step first"
+yours
+
+# %% tags=["measured"]
+yours.timeline() if verdict else yours
+
+# %%
+settings = {"steps": 4, "optimizer": "sgd", "progress": False}
+library = pl.run(model, plan.replace(schedule="1f1b", microbatches=8), **settings)
+
+
+def beside_ours(report, losses):
+    """Megabytes and losses of a report next to those of the library's program for the same plan."""
+    peak = [max(one.peaks(rank).loc["total"].max() for rank in range(4)) / 1e6 for one in (report, library)]
+    sent = [one.traffic()["bytes"].tolist() for one in (report, library)]
+    print("bytes that ranks 0 to 3 send per step:", *sent, sep="\n  ")
+    print("the same losses:", bool(np.allclose(losses, library.losses, rtol=1e-5)))
+    print(f"highest peak of memory: {peak[0]:.1f} MB, the library's {peak[1]:.1f} MB")
+
+
+if verdict:
+    beside_ours(yours, yours.results[3])
+
+# %% [markdown]
+# ## Go further: chunks, also on two ranks
+# The same with $v$ stages on each rank. Now messages from one neighbour belong to different stages,
+# and with two ranks they are activations and gradients at once.
+
+# %%
+chunked = pl.exercises.interleaved_executor
+chunked
+
+# %%
+### ANSWER: interleaved_executor
+
+
+chunked.check(interleaved_step)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** A rank's messages to a neighbour leave in the order of its list, and every rank
+# knows all lists. So the receiver knows what the next message of a neighbour is. It takes messages in
+# that order, and puts what it does not need yet into a dictionary.
 #
-# ## On your GPUs
-# The same cells. Spans come from CUDA events, `report.timeline()` is device time, and the measured
-# column of the table joins the other three. What to look for: with NCCL a receive is a kernel, so
-# the comm lane is busy where ours shows a wait.
+# **Common mistakes.** Messages are received when they are needed: right for $p>2$ in most schedules,
+# and wrong with two ranks, where no error is raised. Tags are used: gloo obeys them, NCCL has none.
+# The last stage is taken for the last rank's only stage, so a middle chunk computes a loss.
+#
+# **Another answer** looks no message up: it asks for all messages of a step at the beginning, each
+# into a tensor of its own, in the order in which its neighbours send them. It is shorter, and needs
+# the memory for all of them.
+
+# %% tags=["solution-only"]
+### ANSWER: interleaved_executor_other
+
+
+chunked.check(interleaved_step_posted)
+
+# %% [markdown]
+# ## What to remember
+# 1. A pipeline cuts the model by depth: only activations and their gradients cross the borders,
+#    $4bsh$ bytes per micro-batch in fp32.
+# 2. It fills and drains, and both are idle time: $(p-1)F$ and $(p-1)B$ per rank.
+# 3. 1F1B has GPipe's bubble, and keeps at most $p-r$ micro-batches in place of $m$.
+# 4. Interleaving divides the idle time by $v$, and multiplies messages by $(pv-1)/(p-1)$.
+# 5. A waiting rank looks the same whether a message is late or not yet computed: separate p2p from
+#    idle before you call something a bubble.
+#
+# | schedule | bubble | in flight on rank $r$ | messages | when |
+# |---|---|---|---|---|
+# | GPipe | $\frac{p-1}{m+p-1}$ | $m$ | $2m(p-1)$ | few micro-batches, or with recomputation |
+# | 1F1B | $\frac{p-1}{m+p-1}$ | $\min(m, p-r)$ | $2m(p-1)$ | the default: many micro-batches |
+# | interleaved | $\frac{p-1}{vm+p-1}$ | $2(p-r-1)+(v-1)p+1$ chunks | $2m(pv-1)$ | few micro-batches per stage, fast links |
+# | ZB-H1 | lab 04 | $p$ | $2m(p-1)$ | where the bubble still counts |
+#
+# ## In PyTorch, DeepSpeed, Megatron
+# `torch.distributed.pipelining` has these schedules. A rank gives it the module of each of its
+# stages; the schedule splits the batch and runs the step. Here it is on the same GPT.
+
+
+# %%
+def with_torch(model, kind, chunks, microbatches, steps=4):
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    rank, p = dist.get_rank(), dist.get_world_size()
+    mine = {i: pl.reference.Stage(model, i, chunks * p) for i in range(rank, chunks * p, p)}
+    stages = [PipelineStage(part, i, chunks * p, torch.device("cpu")) for i, part in mine.items()]
+    optimizer = pl.reference.optimizer(torch.nn.ModuleList(mine.values()).parameters(), "sgd")
+    schedule = getattr(schedules, kind)(
+        stages if chunks > 1 else stages[0], microbatches, loss_fn=lambda loss, targets: loss
+    )
+    means = []
+    for step in range(steps):
+        batches = pl.reference.batches(model, step=step, microbatches=microbatches)
+        tokens, targets = (torch.cat(column) for column in zip(*batches))
+        losses = []
+        last = {"target": targets, "targets": targets, "losses": losses} if rank == p - 1 else {}
+        schedule.step(*(tokens,)[: rank == 0], **last, return_outputs=False)
+        means.append(float(sum(losses)) / microbatches)
+        optimizer.step()
+        optimizer.zero_grad()
+    return means
+
+
+torch_1f1b = pl.observe(with_torch, ranks=4, args=(model, "Schedule1F1B", 1, 8))
+beside_ours(torch_1f1b, torch_1f1b.results[3])
+
+# %% tags=["measured"]
+torch_1f1b.timeline()
+
+# %% [markdown]
+# The losses and the bytes are the same. torch's peak is higher: it makes the buffers for all
+# micro-batches' messages once and keeps them, and it keeps each stage's outputs until the step's
+# end. The interleaved schedule sends what the formula says, too:
+
+# %%
+torch_interleaved = pl.observe(with_torch, ranks=4, args=(model, "ScheduleInterleaved1F1B", 2, 8))
+pd.DataFrame(
+    {
+        "torch": torch_interleaved.traffic()["bytes"],
+        "ours": run.traffic()["bytes"],
+    }
+)
+
+# %% [markdown]
+# | | PyTorch | DeepSpeed | Megatron-LM |
+# |---|---|---|---|
+# | stages | `PipelineStage(module, i, n, device)` | `PipelineModule(layers, num_stages=4)` | `--pipeline-model-parallel-size 4` |
+# | GPipe | `ScheduleGPipe` | – | – |
+# | 1F1B | `Schedule1F1B` | the only one | the default |
+# | interleaved | `ScheduleInterleaved1F1B` | – | `--num-layers-per-virtual-pipeline-stage 2` |
+# | $m$ | `n_microbatches` | `gradient_accumulation_steps` | `--global-batch-size` / (`--micro-batch-size` · $d$) |
+#
+# DeepSpeed's and Megatron-LM's are not installed here and were not run. On GPUs the cells of this lab
+# take their times from CUDA events; they have not been run on one yet.
 #
 # ## Read on
-# * Huang and others 2019, [GPipe](https://arxiv.org/abs/1811.06965), sec. 2.3. Narayanan and others
-#   2021, [PTD-P](https://arxiv.org/abs/2104.04473), sec. 2.2: both bubble formulas and the
-#   interleaved schedule (fig. 4). Korthikanti and others 2022, [Reducing activation
-#   recomputation](https://arxiv.org/abs/2205.05198), sec. 4.2.3: what interleaving keeps.
-# * In the package: `paralab/parallel/schedules.py` has all six on a screen each, `lowering.py` adds
-#   the messages, `paralab/interpret/run.py` runs any of them, `theory/pipeline.py` simulates them.
+# * Huang and others 2019, [GPipe](https://arxiv.org/abs/1811.06965), sec. 2.3: micro-batches, and
+#   recomputation inside a stage.
+# * Narayanan and others 2021, [Memory-Efficient Pipeline-Parallel DNN
+#   Training](https://arxiv.org/abs/2006.09503), sec. 3.2: PipeDream-Flush, which is 1F1B.
+# * Narayanan and others 2021, [PTD-P](https://arxiv.org/abs/2104.04473), sec. 2.2: the bubble over
+#   ideal, and the interleaved schedule.
+# * Korthikanti and others 2022, [Reducing activation recomputation](https://arxiv.org/abs/2205.05198),
+#   sec. 4.2.3: what interleaving keeps.
+# * [torch.distributed.pipelining](https://docs.pytorch.org/docs/stable/distributed.pipelining.html).
+# * In the package: `paralab/parallel/schedules.py` (all schedules), `lowering.py` (adds the messages),
+#   `paralab/theory/pipeline.py` (the simulation).

@@ -1,0 +1,286 @@
+"""Lab 03: counts of warm-ups and executors that are wrong, wasteful or not started are told so."""
+
+from __future__ import annotations
+
+import pytest
+
+import bad_attacks as attacks
+import paralab as pl
+from judged import assert_reads_the_same_alone, defined, judged, missed
+from paralab.exercises import sources
+from paralab.parallel.schedules import one_f_one_b
+
+WARMUP, STEP, CHUNKS = (
+    getattr(pl.exercises, name)
+    for name in ("warmup", "pipeline_executor", "interleaved_executor")
+)  # fmt: skip
+
+
+def answer(name: str, function: str, *changes: str):
+    """An answer, in whose text each (old, new) is replaced: what a learner might have written."""
+    text = sources.solution(sources.answer(name))
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old in text, old
+        text = text.replace(old, new)
+    return defined(text, function)
+
+
+# ---- the warm-up ---------------------------------------------------------------------------------
+def interleaved(r, p, m, v):
+    return 2 * (p - r - 1) + (v - 1) * p + 1
+
+
+def seen(r, p, m, v):
+    """An unusual right answer: a simulation of who needs what, for 1F1B."""
+    if v > 1:
+        return min(m * v, interleaved(r, p, m, v))
+    return "".join(action.kind for action in one_f_one_b(p, m)[r]).index("B")
+
+
+COUNTS = [  # answer, words of the verdict
+    (lambda r, p, m, v: min(m, p - r - 1) if v == 1 else min(v * m, interleaved(r, p, m, v)),
+     "rank 0, p=4, m=8, v=1: required: 4, yours 3 (the first forward of the steady phase is missing"),
+    (lambda r, p, m, v: p - r if v == 1 else min(v * m, interleaved(r, p, m, v)),
+     "rank 0, p=3, m=1, v=1: required: 1, yours 3 (there are no more than 1 forwards to run)"),
+    (lambda r, p, m, v: min(m, r + 1), "yours 1 (that is the count of rank 3)"),
+    (lambda r, p, m, v: min(v * m, interleaved(r, p, m, v)),
+     "required: 4, yours 7 (that is the interleaved warm-up, and this is 1F1B)"),
+    (lambda r, p, m, v: min(m, p - r), "rank 0, p=4, m=8, v=2: required: 11, yours 4 (0.364 times"),
+    (lambda r, p, m, v: min(v * m, interleaved(r, p, m, v) - (p - r - 1)) if v > 1 else min(m, p - r),
+     "required: 11, yours 8 (the factor of 2 is missing)"),
+    (lambda r, p, m, v: min(v * m, interleaved(r, p, m, v) - (v - 1) * p) if v > 1 else min(m, p - r),
+     "required: 11, yours 7 ("),
+    (lambda r, p, m, v: min(v * m, v * (p - r - 1) + 1) if v > 2 else seen(r, p, m, v),
+     "p=2, m=2, v=3: required: 6, yours 4 (the distance to the last rank does not grow with v)"),
+    (lambda r, p, m, v: interleaved(r, p, m, v) if v > 1 else min(m, p - r),
+     "p=2, m=2, v=3: required: 6, yours 7 (there are no more than 6 forwards to run)"),
+    (lambda r, p, m, v: m, "rank 0, p=4, m=8, v=1: required: 4, yours 8 (2 times as much)"),
+    (lambda r, p, m, v: str(p - r), "required: a number of forwards, yours is '4'"),
+    (lambda r, p, m, v: None, "required: a number of forwards, yours is None"),
+    (lambda r, p: p - r, "required: warmup(rank, p, m, v)"),
+    (attacks.never_ends, "2,000,000 lines of it were run"),
+    (answer("warmup", "warmup", "p - rank)", "p // rank)"), "raised ZeroDivisionError"),
+]  # fmt: skip
+COUNTED = [answer("warmup", "warmup"), answer("warmup_other", "by_counting"), seen]
+ALL_COUNTS = [*(row[0] for row in COUNTS), *COUNTED]
+
+
+@pytest.mark.parametrize("count, words", COUNTS)
+def test_a_wrong_count_is_refused_with_the_mistake_that_gives_it(count, words):
+    verdict = judged(WARMUP, count, ALL_COUNTS)
+    assert not verdict and words in repr(verdict), repr(verdict)
+
+
+@pytest.mark.parametrize("count", COUNTED)
+def test_a_right_count_passes(count):
+    assert judged(WARMUP, count, ALL_COUNTS).passed, repr(judged(WARMUP, count, ALL_COUNTS))
+
+
+# ---- one stage per rank --------------------------------------------------------------------------
+def step(*changes: str):
+    return answer("pipeline_executor", "pipeline_step", *changes)
+
+
+def functional(stage, actions, previous, following, batches, shape):
+    """An unusual right answer: no .grad of inputs, a bounded number of open sends, batched calls."""
+    import torch
+    import torch.distributed as dist
+
+    weights, kept, open_, total = list(stage.parameters()), {}, [], 0.0
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+
+    def send(tensor, to):
+        while len(open_) > 2:
+            open_.pop(0).wait()
+        open_.extend(dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor.contiguous(), to)]))
+
+    for action in actions:
+        k = int(action[1:])
+        if action[0] == "F":
+            x = batches[k][0]
+            if previous is not None:
+                x = torch.empty(shape)
+                dist.irecv(x, previous).wait()
+                x = x.requires_grad_()
+            y = stage(x, batches[k][1]) if following is None else stage(x)
+            if following is None:
+                total += y.item() / len(batches)
+            else:
+                send(y.detach().clone(), following)
+            kept[k] = x, y
+            continue
+        x, y = kept.pop(k)
+        g = torch.tensor(1 / len(batches))
+        if following is not None:
+            g = torch.empty(shape)
+            dist.irecv(g, following).wait()
+        inputs = weights if previous is None else [*weights, x]
+        found = torch.autograd.grad(y, inputs, g)
+        del x, y
+        for weight, gradient in zip(weights, found, strict=False):
+            weight.grad += gradient
+        if previous is not None:
+            send(found[-1], previous)
+        del found
+    for work in open_:
+        work.wait()
+    return total
+
+
+SENT = "sent.append(dist.isend(x.grad, previous))"
+STEPS = [  # answer, limits it breaks, words of the verdict
+    (step(" / len(batches)", ""), {"gradients", "loss"}, "gpipe, p=2, m=4: rank 0: embedding"),
+    (step("x.requires_grad_()", "pass"), {"gradients"}, "rank 1 raised"),
+    (step("in_flight.pop(k)", "in_flight[k]"), {"in flight"}, "the list has 1 in flight, of"),
+    (step("in_flight.pop(k)", "in_flight.popitem()[1]"), {"gradients", "order of work"},
+     "rank 0: action 5 of its list is 0B0, yours does 0B3"),
+    (step("work.wait()", "pass"), {"gradients"}, "rank 0 never waits for send"),
+    (step("y.backward(gradient)", "y.backward(torch.ones_like(y))"), {"gradients"}, "gpipe, p=2"),
+    (step("y.backward(gradient)", "stage.zero_grad(); y.backward(gradient)"), {"gradients"},
+     "element"),
+    (step("in actions:", "in sorted(actions, key=lambda a: a[0] == 'B'):"),
+     {"order of work", "in flight"}, "1f1b, p=4, m=8: rank 0: action 5 of its list is 0B0, yours"),
+    (step("return total", "return total * len(batches)"), {"loss"}, "4 times what is required"),
+    (step("return total", "return None"), {"loss"}, "rank 1 returns None, required: "),
+    (step(SENT, "sent.append(dist.isend(x.grad / 2, previous))"), {"gradients"},
+     "it is 0.5 times what is required"),
+    (step("batches[k]", "batches[0]"), {"gradients", "loss"}, "rank 0: embedding"),
+    (step("dist.isend(y.detach(), following)", "dist.isend(y.detach(), following, tag=k)"),
+     {"gradients"}, "tag=1: messages of two ranks are matched in the order"),
+    (step(SENT, SENT + "\n            keep = globals().setdefault('keep', []); keep.append(y)"),
+     {"in flight"}, "bytes of activations and messages at once"),
+    (step("y = stage(x)", "y = stage(x); y = stage(x)"), {"order of work"},
+     "action 2 of its list is 0F1, yours does 0F1"),
+    (lambda stage, actions, previous, following, batches, shape: 0.0,
+     {"gradients", "order of work", "bytes per rank"}, "rank 0: embedding.token.weight has no"),
+    (step("dist.isend(y.", "dist.isend(torch.ones(3), following), dist.isend(y.",
+          "sent.append(dist.isend(torch", "sent.extend((dist.isend(torch", "detach(), following))",
+          "detach(), following)))", "dist.recv(x, previous)",
+          "dist.recv(torch.empty(3), previous); dist.recv(x, previous)"), {"bytes per rank"},
+     "rank 0 sends 16,432 bytes, required: 16,384, 1 times as many"),
+    (lambda stage, actions: 0.0, {"gradients"}, "required: pipeline_step(stage, actions, previous"),
+    (step("following is not None:\n                gradient", "False:\n                gradient"),
+     {"gradients"}, "rank 0 raised RuntimeError: grad can be implicitly created"),
+]  # fmt: skip
+RIGHT_STEPS = [step(), answer("pipeline_executor_other", "pipeline_step_ahead"), functional]
+ALL_STEPS = [*(row[0] for row in STEPS), *RIGHT_STEPS]
+HANGS = step(SENT, "pass")
+
+
+@pytest.mark.parametrize("wrong, limits, words", STEPS)
+def test_a_wrong_executor_is_refused_by_the_limits_it_breaks(wrong, limits, words):
+    verdict = judged(STEP, wrong, ALL_STEPS)
+    assert not verdict and limits <= missed(verdict), verdict.table.to_string()
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+@pytest.mark.parametrize("right", RIGHT_STEPS)
+def test_a_right_executor_passes(right):
+    assert judged(STEP, right, ALL_STEPS).passed, repr(judged(STEP, right, ALL_STEPS))
+
+
+def test_a_message_that_is_not_sent_is_said_to_be_waited_for():
+    verdict = judged(STEP, HANGS, ALL_STEPS, alone=[HANGS])
+    assert "nothing moves any more" in repr(verdict)
+
+
+# ---- several stages per rank ---------------------------------------------------------------------
+def chunks(*changes: str):
+    return answer("interleaved_executor", "interleaved_step", *changes)
+
+
+def by_inspection(stages, lists, batches, shape):
+    """An unusual right answer: one loop over all ranks' lists says what comes when."""
+    import torch
+    import torch.distributed as dist
+
+    rank, p = dist.get_rank(), dist.get_world_size()
+    last, inbox, order, kept, works, total = p * len(stages) - 1, {}, {}, {}, [], 0.0
+    for sender in {(rank - 1) % p, (rank + 1) % p}:
+        order[sender] = []
+        for action in lists[sender]:
+            kind = action.strip("0123456789")
+            stage, k = map(int, action.split(kind))
+            to = stage + (1 if kind == "F" else -1)
+            if 0 <= to <= last and to % p == rank:
+                order[sender].append((to, kind, k))
+
+    def message(*need):
+        source = (need[0] - (1 if need[1] == "F" else -1)) % p
+        while need not in inbox:
+            now = inbox[order[source].pop(0)] = torch.empty(shape)
+            dist.batch_isend_irecv([dist.P2POp(dist.irecv, now, source)])[0].wait()
+        return inbox.pop(need)
+
+    for action in lists[rank]:
+        kind = action.strip("0123456789")
+        stage, k = map(int, action.split(kind))
+        if kind == "F":
+            x = message(stage, "F", k).requires_grad_() if stage else batches[k][0]
+            y = stages[stage](x, batches[k][1])
+            total += y.item() / len(batches) if stage == last else 0.0
+            if stage < last:
+                works.append(dist.isend(y.detach(), (rank + 1) % p))
+            kept[stage, k] = x, y
+        else:
+            x, y = kept.pop((stage, k))
+            y.backward(torch.tensor(1 / len(batches)) if stage == last else message(stage, "B", k))
+            if stage:
+                works.append(dist.isend(x.grad, (rank - 1) % p))
+            del x, y
+    [work.wait() for work in works]
+    return total
+
+
+CHUNKED = [  # answer, limits it breaks, words of the verdict
+    (chunks("inbox[queue[sender].popleft()] = message", "inbox[action] = message"), {"gradients"},
+     "interleaved, p=2, m=4, v=2: rank "),
+    (chunks("dist.recv(message, sender)", "dist.recv(message, sender, tag=1)"), {"gradients"},
+     "tag=1: messages of two ranks are matched in the order"),
+    (chunks("deque(need for", "deque(sorted(need for", "== rank)\n    inbox", "== rank))\n    inbox"),
+     {"gradients"}, "interleaved, p=2, m=4, v=2: rank "),
+    (chunks("queue[sender].popleft()", "queue[sender].pop()"), {"gradients"}, "p=2, m=4, v=2: "),
+    (chunks(" / len(batches)", ""), {"gradients", "loss"}, "it is 4 times what is required"),
+    (chunks("in_flight.pop((stage, k))", "in_flight[stage, k]"), {"in flight"}, "the list has 3 in"),
+    (chunks("in_flight.pop((stage, k))", "in_flight.popitem()[1]"), {"order of work"}, "yours does"),
+    (chunks("if stage == last:", "if rank == p - 1:"), {"gradients"}, "rank 1 raised RuntimeError"),
+    (chunks("(stage + 1) % p))\n", "rank + 1))\n"), {"gradients"}, "rank=2: no member of the group"),
+    (chunks("work.wait()", "pass"), {"gradients"}, "never waits for send"),
+    (chunks("total += y.item()", "pass"),
+     {"loss"}, "rank 1 returns 0.0, required: "),
+    (chunks("in lists[rank]:", "in sorted(lists[rank], key=lambda a: 'B' in a):"),
+     {"order of work"}, "of its list is"),
+    (chunks("x.grad, (stage", "-x.grad, (stage"), {"gradients"}, "it is -1 times what is required"),
+    (chunks("batches[k]", "batches[k % 2]"), {"gradients", "loss"}, "p=2, m=4, v=2: rank"),
+]  # fmt: skip
+RIGHT_CHUNKS = [
+    chunks(),
+    answer("interleaved_executor_other", "interleaved_step_posted"),
+    by_inspection,
+]
+ALL_CHUNKS = [*(row[0] for row in CHUNKED), *RIGHT_CHUNKS]
+
+
+@pytest.mark.parametrize("wrong, limits, words", CHUNKED)
+def test_a_wrong_interleaved_executor_is_refused_by_the_limits_it_breaks(wrong, limits, words):
+    verdict = judged(CHUNKS, wrong, ALL_CHUNKS)
+    assert not verdict and limits <= missed(verdict), verdict.table.to_string()
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+@pytest.mark.parametrize("right", RIGHT_CHUNKS)
+def test_a_right_interleaved_executor_passes(right):
+    assert judged(CHUNKS, right, ALL_CHUNKS).passed, repr(judged(CHUNKS, right, ALL_CHUNKS))
+
+
+@pytest.mark.parametrize(
+    "exercise, name",
+    [(WARMUP, "warmup"), (STEP, "pipeline_step"), (CHUNKS, "interleaved_step")],
+)
+def test_a_stub_is_not_started(exercise, name):
+    assert not exercise.check(defined(exercise.stub, name)).started
+
+
+def test_a_verdict_reads_the_same_alone():
+    assert_reads_the_same_alone(STEP, STEPS[0][0], ALL_STEPS)
