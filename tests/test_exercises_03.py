@@ -37,18 +37,22 @@ def seen(r, p, m, v):
     return "".join(action.kind for action in one_f_one_b(p, m)[r]).index("B")
 
 
+def one_b(r, p, m, v):
+    return min(m, p - r)
+
+
 COUNTS = [  # answer, words of the verdict
     (lambda r, p, m, v: min(m, p - r - 1) if v == 1 else min(v * m, interleaved(r, p, m, v)),
-     "rank 0, p=4, m=8, v=1: required: 4, yours 3 (the first forward of the steady phase is missing"),
+     "rank 0, p=4, m=8, v=1: required: 4, yours 3 (the first forward of"),
     (lambda r, p, m, v: p - r if v == 1 else min(v * m, interleaved(r, p, m, v)),
      "rank 0, p=3, m=1, v=1: required: 1, yours 3 (there are no more than 1 forwards to run)"),
     (lambda r, p, m, v: min(m, r + 1), "yours 1 (that is the count of rank 3)"),
     (lambda r, p, m, v: min(v * m, interleaved(r, p, m, v)),
      "required: 4, yours 7 (that is the interleaved warm-up, and this is 1F1B)"),
     (lambda r, p, m, v: min(m, p - r), "rank 0, p=4, m=8, v=2: required: 11, yours 4 (0.364 times"),
-    (lambda r, p, m, v: min(v * m, interleaved(r, p, m, v) - (p - r - 1)) if v > 1 else min(m, p - r),
+    (lambda r, p, m, v: interleaved(r, p, m, v) - (p - r - 1) if v > 1 else one_b(r, p, m, v),
      "required: 11, yours 8 (the factor of 2 is missing)"),
-    (lambda r, p, m, v: min(v * m, interleaved(r, p, m, v) - (v - 1) * p) if v > 1 else min(m, p - r),
+    (lambda r, p, m, v: 2 * (p - r - 1) + 1 if v > 1 else one_b(r, p, m, v),
      "required: 11, yours 7 ("),
     (lambda r, p, m, v: min(v * m, v * (p - r - 1) + 1) if v > 2 else seen(r, p, m, v),
      "p=2, m=2, v=3: required: 6, yours 4 (the distance to the last rank does not grow with v)"),
@@ -82,7 +86,7 @@ def step(*changes: str):
 
 
 def functional(stage, actions, previous, following, batches, shape):
-    """An unusual right answer: no .grad of inputs, a bounded number of open sends, batched calls."""
+    """An unusual right answer: torch.autograd.grad, few open sends, batched calls."""
     import torch
     import torch.distributed as dist
 
@@ -131,8 +135,10 @@ def functional(stage, actions, previous, following, batches, shape):
 SENT = "sent.append(dist.isend(x.grad, previous))"
 STEPS = [  # answer, limits it breaks, words of the verdict
     (step(" / len(batches)", ""), {"gradients", "loss"}, "gpipe, p=2, m=4: rank 0: embedding"),
-    (step("x.requires_grad_()", "pass"), {"gradients"}, "rank 1 raised"),
-    (step("in_flight.pop(k)", "in_flight[k]"), {"in flight"}, "the list has 1 in flight, of"),
+    (step("x.requires_grad_()", "pass"), {"gradients"},
+     "rank 1 raised ValueError: tensor=None: rank 0 cannot get it"),
+    (step("in_flight.pop(k)", "in_flight[k]", "backward(gradient)",
+          "backward(gradient, retain_graph=True)"), {"in flight"}, "the list has 1 in flight, of"),
     (step("in_flight.pop(k)", "in_flight.popitem()[1]"), {"gradients", "order of work"},
      "rank 0: action 5 of its list is 0B0, yours does 0B3"),
     (step("work.wait()", "pass"), {"gradients"}, "rank 0 never waits for send"),
@@ -148,10 +154,10 @@ STEPS = [  # answer, limits it breaks, words of the verdict
     (step("batches[k]", "batches[0]"), {"gradients", "loss"}, "rank 0: embedding"),
     (step("dist.isend(y.detach(), following)", "dist.isend(y.detach(), following, tag=k)"),
      {"gradients"}, "tag=1: messages of two ranks are matched in the order"),
-    (step(SENT, SENT + "\n            keep = globals().setdefault('keep', []); keep.append(y)"),
-     {"in flight"}, "bytes of activations and messages at once"),
+    (step("total += y.item()", "total = total + stage(x, targets)"),
+     {"order of work"}, "rank 1: action 2 of its list is 1F1, yours does 1F"),
     (step("y = stage(x)", "y = stage(x); y = stage(x)"), {"order of work"},
-     "action 2 of its list is 0F1, yours does 0F1"),
+     "action 5 of its list is 0B0, yours does 0F4"),
     (lambda stage, actions, previous, following, batches, shape: 0.0,
      {"gradients", "order of work", "bytes per rank"}, "rank 0: embedding.token.weight has no"),
     (step("dist.isend(y.", "dist.isend(torch.ones(3), following), dist.isend(y.",
@@ -163,6 +169,13 @@ STEPS = [  # answer, limits it breaks, words of the verdict
     (step("following is not None:\n                gradient", "False:\n                gradient"),
      {"gradients"}, "rank 0 raised RuntimeError: grad can be implicitly created"),
 ]  # fmt: skip
+
+
+def partial(table):
+    """Answers that fail on some ranks only: the others would wait for them in a shared launch."""
+    return [row[0] for row in table if any(w in row[2] for w in ("raised", "tag=", "no member"))]
+
+
 RIGHT_STEPS = [step(), answer("pipeline_executor_other", "pipeline_step_ahead"), functional]
 ALL_STEPS = [*(row[0] for row in STEPS), *RIGHT_STEPS]
 HANGS = step(SENT, "pass")
@@ -170,18 +183,19 @@ HANGS = step(SENT, "pass")
 
 @pytest.mark.parametrize("wrong, limits, words", STEPS)
 def test_a_wrong_executor_is_refused_by_the_limits_it_breaks(wrong, limits, words):
-    verdict = judged(STEP, wrong, ALL_STEPS)
+    verdict = judged(STEP, wrong, ALL_STEPS, alone=partial(STEPS))
     assert not verdict and limits <= missed(verdict), verdict.table.to_string()
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
 @pytest.mark.parametrize("right", RIGHT_STEPS)
 def test_a_right_executor_passes(right):
-    assert judged(STEP, right, ALL_STEPS).passed, repr(judged(STEP, right, ALL_STEPS))
+    verdict = judged(STEP, right, ALL_STEPS, alone=partial(STEPS))
+    assert verdict.passed, repr(verdict)
 
 
 def test_a_message_that_is_not_sent_is_said_to_be_waited_for():
-    verdict = judged(STEP, HANGS, ALL_STEPS, alone=[HANGS])
+    verdict = STEP.check(HANGS, timeout=5)
     assert "nothing moves any more" in repr(verdict)
 
 
@@ -235,22 +249,19 @@ def by_inspection(stages, lists, batches, shape):
 
 CHUNKED = [  # answer, limits it breaks, words of the verdict
     (chunks("inbox[queue[sender].popleft()] = message", "inbox[action] = message"), {"gradients"},
-     "interleaved, p=2, m=4, v=2: rank "),
+     "backwards first on rank 0, p=2, m=4, v=2: rank "),
     (chunks("dist.recv(message, sender)", "dist.recv(message, sender, tag=1)"), {"gradients"},
      "tag=1: messages of two ranks are matched in the order"),
-    (chunks("deque(need for", "deque(sorted(need for", "== rank)\n    inbox", "== rank))\n    inbox"),
-     {"gradients"}, "interleaved, p=2, m=4, v=2: rank "),
-    (chunks("queue[sender].popleft()", "queue[sender].pop()"), {"gradients"}, "p=2, m=4, v=2: "),
     (chunks(" / len(batches)", ""), {"gradients", "loss"}, "it is 4 times what is required"),
-    (chunks("in_flight.pop((stage, k))", "in_flight[stage, k]"), {"in flight"}, "the list has 3 in"),
-    (chunks("in_flight.pop((stage, k))", "in_flight.popitem()[1]"), {"order of work"}, "yours does"),
+    (chunks("in_flight.pop((stage, k))", "in_flight[stage, k]", "if stage < last else None)",
+            "if stage < last else None, retain_graph=True)"), {"in flight"}, "in flight, of"),
+    (chunks("x, y = in_flight.pop((stage, k))", "x, y = in_flight.pop(min(in_flight))"),
+     {"gradients"}, "rank 1 raised"),
     (chunks("if stage == last:", "if rank == p - 1:"), {"gradients"}, "rank 1 raised RuntimeError"),
-    (chunks("(stage + 1) % p))\n", "rank + 1))\n"), {"gradients"}, "rank=2: no member of the group"),
+    (chunks("(stage + 1) % p))\n", "rank + 1))\n"), {"gradients"}, "rank=2: no member of"),
     (chunks("work.wait()", "pass"), {"gradients"}, "never waits for send"),
     (chunks("total += y.item()", "pass"),
      {"loss"}, "rank 1 returns 0.0, required: "),
-    (chunks("in lists[rank]:", "in sorted(lists[rank], key=lambda a: 'B' in a):"),
-     {"order of work"}, "of its list is"),
     (chunks("x.grad, (stage", "-x.grad, (stage"), {"gradients"}, "it is -1 times what is required"),
     (chunks("batches[k]", "batches[k % 2]"), {"gradients", "loss"}, "p=2, m=4, v=2: rank"),
 ]  # fmt: skip
@@ -264,14 +275,15 @@ ALL_CHUNKS = [*(row[0] for row in CHUNKED), *RIGHT_CHUNKS]
 
 @pytest.mark.parametrize("wrong, limits, words", CHUNKED)
 def test_a_wrong_interleaved_executor_is_refused_by_the_limits_it_breaks(wrong, limits, words):
-    verdict = judged(CHUNKS, wrong, ALL_CHUNKS)
+    verdict = judged(CHUNKS, wrong, ALL_CHUNKS, alone=partial(CHUNKED))
     assert not verdict and limits <= missed(verdict), verdict.table.to_string()
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
 @pytest.mark.parametrize("right", RIGHT_CHUNKS)
 def test_a_right_interleaved_executor_passes(right):
-    assert judged(CHUNKS, right, ALL_CHUNKS).passed, repr(judged(CHUNKS, right, ALL_CHUNKS))
+    verdict = judged(CHUNKS, right, ALL_CHUNKS, alone=partial(CHUNKED))
+    assert verdict.passed, repr(verdict)
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,11 @@ from paralab.exercises.ring import all_gather_half
 from paralab.exercises.schedule import own_schedule
 from paralab.exercises.states import model_states
 from paralab.exercises.summa import summa
-from paralab.exercises.sync import gradient_sync
+from paralab.exercises.sync import average_gradients, my_ddp
 from paralab.exercises.sync_pass import sync_pass
 from paralab.exercises.tensor import f_and_g, tensor_attention, tensor_mlp
+from paralab.exercises.targets import better_schedules
+from paralab.exercises.tensor import tensor_mlp
 from paralab.exercises.verdict import Verdict
 from paralab.exercises.vocab_loss import vocab_parallel_loss
 from paralab.exercises.zero import zero_step
@@ -43,12 +45,14 @@ ALL = {
     for exercise in (
         model_states,
         all_gather_half,
-        gradient_sync,
+        average_gradients,
+        my_ddp,
         sync_pass,
         warmup,
         pipeline_executor,
         interleaved_executor,
         own_schedule,
+        better_schedules,
         deadlock_clinic,
         zero_step,
         memory_clinic,
@@ -77,10 +81,13 @@ __all__ = [
     "Reveal",
     "Verdict",
     "all_gather_half",
+    "better_schedules",
     "choose",
     "deadlock_clinic",
     "f_and_g",
     "gradient_sync",
+    "average_gradients",
+    "my_ddp",
     "guess",
     "interleaved_executor",
     "memory_clinic",

@@ -65,14 +65,23 @@ def _miscounted(rank: int, p: int, m: int, v: int) -> Iterable[tuple[str, int]]:
 
 
 def lists_of(name: str, p: int, m: int, v: int) -> Schedule:
-    name = "interleaved" if v > 1 else name
-    return build(name, pp=p, microbatches=m, virtual_stages=v)
+    """The lists of a schedule by name. With `BACKWARD_FIRST` the steady pairs of rank 0 change
+    places: what it needs from rank 1 is then no longer in the order in which rank 1 sends it.
+    """
+    made = build("interleaved" if v > 1 else name, pp=p, microbatches=m, virtual_stages=v)
+    if name == BACKWARD_FIRST:
+        row = made[0]
+        for at in range(counted(0, p, m, v) - 1, len(row) - 1, 2):
+            if row[at].kind == "F":
+                row[at : at + 2] = row[at + 1], row[at]
+    return made
 
 
 # ---- the executors -------------------------------------------------------------------------------
 Run = tuple[str, int, int, int]  # schedule, p, m, v
 RUNS: tuple[Run, ...] = (("gpipe", 2, 4, 1), ("1f1b", 4, 8, 1), ("1f1b", 3, 2, 1))
-CHUNKED: tuple[Run, ...] = (("interleaved", 2, 4, 2), ("interleaved", 3, 6, 2))
+BACKWARD_FIRST = "interleaved, backwards first on rank 0"
+CHUNKED: tuple[Run, ...] = ((BACKWARD_FIRST, 2, 4, 2), ("interleaved", 3, 6, 2))
 MODEL = ModelSpec(layers=1, hidden=32, heads=2, seq_len=16, tied=False)  # a block per stage
 SAMPLES = 2  # of a micro-batch
 SHAPE = (SAMPLES, MODEL.seq_len, MODEL.hidden)
@@ -146,13 +155,15 @@ def one_step(
             around = (rank - 1 if rank else None), (rank + 1 if rank < p - 1 else None)
             loss = answer[0](stages[rank], own, *around, batches, SHAPE)
     named = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
+    weights = sum(parameter.nbytes for parameter in named.values())
     return {
         "gradients": {n: None if p.grad is None else array(p.grad) for n, p in named.items()},
         "right": {n: right[n] for n in named},
-        "loss": plain(loss),
+        "loss": plain(loss.detach() if hasattr(loss, "detach") else loss),
         "mean": mean,
         "done": done,
-        "peak": section.peak - sum(parameter.nbytes for parameter in named.values()),
+        "peak": section.peak - weights,
+        "weights": weights,
         "kept": max(kept),
         "passing": max(passing),
     }
@@ -220,6 +231,7 @@ def _look(notes: Notes, found: Found, where: str, run: Run) -> None:
             wrong[BYTES] = wrong[BYTES] or said
         room = MARGIN * (alive[rank] * result["kept"] + result["passing"])
         room += 2 * m * crossings * MESSAGE  # what was sent and what was received
+        room += result["weights"]  # gradients of one micro-batch before they are added
         if result["peak"] > room:
             said = f"rank {rank} holds {result['peak']:,} bytes of activations and messages at once"
             least = f"the list has {alive[rank]} in flight, of {result['kept']:,} bytes each"

@@ -226,6 +226,10 @@ class Plain:
         for tag in tags:
             if tag:
                 raise illegal("tag", tag, ORDER, "no tag, and the same order on both ranks")
+        for side, tensor, peer in parts:
+            if not isinstance(tensor, Tensor):
+                why = f"rank {peer} cannot {'get' if side == 'send' else 'fill'} it"
+                raise illegal("tensor", tensor, why, "a tensor; .grad is None without a gradient")
         strict, group._strict = group._strict, None
         try:
             return Work(group.exchange(parts))

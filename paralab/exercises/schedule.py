@@ -143,7 +143,7 @@ def _look(notes: Notes, simulated: Simulation) -> None:
     notes.note(TIME, said, fits, "" if fits else f"a step takes {said}, {late}: {_late(simulated)}")
     most = max(simulated.peak_live)
     said = f"{most} on rank {simulated.peak_live.index(most)}"
-    notes.note(MEMORY, said, most <= PP, _first_too_many(simulated.schedule, PP))
+    notes.note(MEMORY, said, most <= PP, first_too_many(simulated.schedule, PP))
 
 
 def _wrong_at(reply: Reply, pp: int, microbatches: int) -> str:
@@ -155,7 +155,7 @@ def _wrong_at(reply: Reply, pp: int, microbatches: int) -> str:
     if not _in_time(simulated, limit):
         took = 1e3 * simulated.makespan
         return f"{where}: takes {took:.0f} ms, required: at most {1e3 * limit:.0f} ms"
-    too_many = _first_too_many(simulated.schedule, pp)
+    too_many = first_too_many(simulated.schedule, pp)
     return f"{where}: {too_many}" if too_many else ""
 
 
@@ -187,7 +187,7 @@ def _starts(simulated: Simulation) -> dict[tuple[int, str, int], tuple[Action, i
     return found
 
 
-def _first_too_many(schedule: Schedule, limit: int) -> str:
+def first_too_many(schedule: Schedule, limit: int) -> str:
     """Where a rank first holds more than ``limit`` micro-batches, in words; "" if none does."""
     from paralab.theory.schedule_check import live
 

@@ -1,16 +1,18 @@
-"""Lab 02: gradient synchronisation in buckets that leave while backward still runs.
+"""Lab 02: gradients averaged over the ranks, first plainly, then as DDP does it.
 
-The checker looks three times. One step of the reference GPT on four real ranks, whose gradients
-autograd's hooks announce as DDP's do, against one process proves gradients; three steps on three
-ranks prove weights, with SGD, which hides no wrong factor. Traced backwards of the laptop model,
-gradient by gradient, have their sums compared and their recorded order replayed with stated costs:
-12 ms of backward, divided over the parameters by size, a link of 0.25 ms + bytes / 625 MB/s,
-packing free. So the simulated time is the same on every machine, and only buckets that overlap
-reach the limit (Li+ 2020, arXiv:2006.15704, sec. 3.2).
+`average_gradients` is called after each backward. `my_ddp` is a wrapper whose hooks fill buckets,
+which are sent while backward still runs. Both train the reference GPT on 3 and 4 ranks and are
+compared with one process: gradients after one step, weights after three, with SGD, which hides no
+wrong factor. In addition backwards of the laptop model run through the wrapper, one gradient after
+the other, and their recorded order is replayed with stated costs: 12 ms of backward, divided over
+the parameters by size, a link of 0.25 ms + bytes / 625 MB/s, packing free. So the simulated time is
+the same on every machine, and only buckets that overlap reach the limit (Li+ 2020,
+arXiv:2006.15704, sec. 3.2).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -63,29 +65,43 @@ GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = (
     "simulated step",
     "extra memory",
 )
-ASKED = (
-    (GRADIENTS, "of one step on 4 ranks: those of one process"),
+TRAINED = (
+    (GRADIENTS, f"of one step on {RANKS} ranks: those of one process"),
     (WEIGHTS, "after 3 steps of SGD: those of one process"),
-    (BYTES, "at most 2(N-1)/N Ψ (and 0.1 % for padding)"),
+    (BYTES, "at most 2(N-1)/N · 4Ψ in a step (and 0.1 % for padding)"),
+)
+ASKED = (
+    *TRAINED,
     (TIME, f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes"),
     (MEMORY, "at most one and a half more copies of the gradients"),
 )
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
-    for limit, (steps, ranks) in RUNS.items():
-        for notes, found in on_ranks(
-            tries, trained, ranks, (steps, limit), limit=limit, timeout=timeout
-        ):
-            right = of_one_process(MODEL, steps, ranks=ranks, **BATCH)[limit]
-            look_at_tensors(notes, limit, right, found.results)
-            if limit == GRADIENTS:
-                _look_at_bytes(notes, found)
+def check_average(tries: Sequence[Try], timeout: float) -> None:
+    _look_at_training(tries, averaged, timeout)
+
+
+def check_ddp(tries: Sequence[Try], timeout: float) -> None:
+    _look_at_training(tries, trained, timeout)
     sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
     for notes, found in on_ranks(
         tries, backwards, RANKS, (sizes, TIMED_BUCKET), limit=TIME, timeout=timeout
     ):
         _look_at_backwards(notes, found, sizes)
+
+
+def _look_at_training(tries: Sequence[Try], work: Any, timeout: float) -> None:
+    for limit, (steps, ranks) in RUNS.items():
+        for notes, found in on_ranks(
+            tries, work, ranks, (steps, limit), limit=limit, timeout=timeout
+        ):
+            right = of_one_process(MODEL, steps, ranks=ranks, **BATCH)[limit]
+            if limit == GRADIENTS and not any(found.sent("data")):
+                long = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
+                notes.note(BYTES, "nothing sent", False, long)
+            look_at_tensors(notes, limit, right, found.results)
+            if limit == GRADIENTS:
+                _look_at_bytes(notes, found)
 
 
 def look_at_tensors(
@@ -98,38 +114,53 @@ def look_at_tensors(
     notes.note(limit, wrong or f"{len(right)} tensors, all equal", not wrong, f"{limit}: {wrong}")
 
 
-def trained(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
-    """What every rank runs: the reference GPT on its samples. A hook says when each gradient is
-    complete, which is in the backward of the last micro-batch.
+# ---- what every rank runs ------------------------------------------------------------------------
+def averaged(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
+    """The reference GPT on this rank's samples; the answer is called after the last backward."""
+    return _training(watch, steps, what, lambda gpt: (gpt, lambda: answer[0](gpt)))
 
-    Returns the "gradients" of the last step or the "weights" after it, as ``what`` says.
+
+def trained(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
+    """The same through the answer's wrapper, around a GPT whose weights only rank 0 has right."""
+    import torch
+
+    def wrap(gpt: Any) -> tuple[Any, Any]:
+        if watch.group.index:
+            with torch.no_grad():
+                for parameter in gpt.parameters():
+                    parameter.add_(watch.group.index)
+        watch.label = "weights of rank 0"
+        ddp = answer[0](gpt, bucket_bytes=BUCKET)
+        watch.label = "data"
+        return ddp, ddp.finish
+
+    return _training(watch, steps, what, wrap)
+
+
+def _training(watch: Any, steps: int, what: str, wrap: Any) -> dict[str, Any]:
+    """Returns the "gradients" of the last step or the "weights" after it, as ``what`` says.
+
+    wrap  module -> (what is called with tokens and targets, what is called after backward)
     """
     from paralab.exercises.watched import array
     from paralab.model import reference
 
     gpt, group = reference.GPT(MODEL), watch.group
-    named, parameters = dict(gpt.named_parameters()), list(gpt.parameters())
-    sync = answer[0](parameters, group=group, bucket_bytes=BUCKET)
-    update = reference.optimizer(parameters, "sgd", LR)
-    count, last = BATCH["microbatches"], False
-
-    def ready(parameter: Any) -> None:
-        if last:
-            sync.grad_ready(parameter)
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(ready)
+    model, finish = wrap(gpt)
+    named, count = dict(gpt.named_parameters()), BATCH["microbatches"]
+    update = reference.optimizer(named.values(), "sgd", LR)
+    quiet = getattr(model, "no_sync", contextlib.nullcontext)
     for step in range(steps):
-        sync.reset()
+        update.zero_grad()
         data = {"step": step, "rank": group.index, "ranks": group.size, "device": "cpu"}
         for k, (tokens, targets) in enumerate(reference.batches(MODEL, **data, **BATCH)):
-            loss = gpt(tokens, targets) / (count * group.size)
-            last = k == count - 1
-            loss.backward()
-        sync.finish()
+            with quiet() if k < count - 1 else contextlib.nullcontext():
+                loss = model(tokens, targets) / count
+                loss.backward()
+        finish()
         for name, parameter in named.items():
             if parameter.grad is None:
-                raise ValueError(f"after finish() {name} has no gradient")
+                raise ValueError(f"after the step's last call {name} has no gradient")
         gradients = {name: array(parameter.grad) for name, parameter in named.items()}
         update.step()
     return gradients if what == GRADIENTS else {name: array(p) for name, p in named.items()}
@@ -159,58 +190,56 @@ def _alone(model: ModelSpec, steps: int, batch: dict[str, int]) -> dict[str, dic
 def backwards(
     watch: Any, answer: tuple, seed: int, sizes: Sequence[int], bucket_bytes: int
 ) -> dict[str, Any]:
-    """What every rank runs, some times: gradients become ready one by one, the last one first."""
+    """Some backwards through the wrapper: gradients are complete one by one, the last one first."""
     import torch
 
+    from paralab.exercises.timed import Timed
+
     group, draw = watch.group, torch.Generator().manual_seed(seed)
-    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
-    number, wrong = {p: i for i, p in enumerate(reversed(parameters))}, ""
+    module, wrong = Timed([[size] for size in sizes], group.recorder), ""
+    parameters = list(module.parameters())
     with watch.section() as section:
-        sync = answer[0](parameters, group=group, bucket_bytes=bucket_bytes)
+        ddp = answer[0](module, bucket_bytes=bucket_bytes)
         for backward in range(BACKWARDS):
             ones = torch.rand(len(sizes), generator=draw).tolist()  # of rank 0
-            for parameter in reversed(parameters):
-                value = ones[number[parameter]] + group.index
-                place = backward * len(sizes) + number[parameter]
-                with group.recorder.span("backward", chunk=1 + place):
-                    parameter.grad = torch.full_like(parameter, value)
-                sync.grad_ready(parameter)
-            sync.finish()
+            module.gradients = [one + group.index for one in ones]
+            ddp(torch.zeros(1, requires_grad=True)).backward()
+            ddp.finish()
             for name, parameter in enumerate(parameters):
-                total = group.size * (ones[number[parameter]] + (group.size - 1) / 2)
+                mean = ones[name] + (group.size - 1) / 2
                 gradient = parameter.grad
-                if gradient is None or not bool(((gradient - total).abs() <= 1e-5 * total).all()):
+                if gradient is None or not bool(((gradient - mean).abs() <= 1e-5 * mean).all()):
                     yours = "None" if gradient is None else f"{gradient.flatten()[0]:.5g}"
                     wrong = wrong or (
                         f"in backward {backward + 1} of the timed model, rank {group.index} has "
-                        f"{yours} in the gradient of tensor {name}, required: {total:.5g}"
+                        f"{yours} in the gradient of tensor {name}, required: {mean:.5g}"
                     )
-            sync.reset()
+                parameter.grad = gradient = None
     gradients = 4 * sum(sizes)  # are made within, one by one
     return {"extra": section.peak - gradients, "wrong": wrong}
 
 
-def simulated(report: Report, sizes: Sequence[int]) -> Report:
-    """The recorded order on `CLUSTER`: every gradient takes its share of 12 ms, nothing else any.
+# ---- what they found -----------------------------------------------------------------------------
+def simulated(report: Report, sizes: Sequence[int]) -> float:
+    """Seconds of the recorded order on `CLUSTER`, from the first backward on: every gradient takes
+    its share of 12 ms, nothing else any.
 
-    sizes  elements of each parameter, in order of registration; backward makes the last one first
+    sizes  elements of each parameter, in order of registration
     """
     spans = report.spans.sort_values(["rank", "id"])
-    shares = [BACKWARD_S * size / sum(sizes) for size in reversed(sizes)]
+    shares = [BACKWARD_S * size / sum(sizes) for size in sizes]
     places = spans["chunk"].where(spans["kind"] == "backward", 0)  # 0 is a span of the answer's own
-    cost = places.map(lambda place: shares[(place - 1) % len(sizes)] if place else 0.0)
-    return dataclasses.replace(report, spans=spans.assign(cost=cost)).replay(CLUSTER)
+    cost = places.map(lambda place: shares[place - 1] if place else 0.0)
+    found = dataclasses.replace(report, spans=spans.assign(cost=cost)).replay(CLUSTER).spans
+    return float(found["end"].max() - found["start"][found["kind"] == "backward"].min())
 
 
 def _look_at_bytes(notes: Notes, found: Found) -> None:
-    """The worst rank's, and those of all: a sum that all ranks have costs 2(N-1) Ψ."""
-    sent, psi = found.sent(), 4 * MODEL.num_params
-    limit, worst = 2 * (RANKS - 1) / RANKS * psi, max(sent)
+    """The worst rank's, and those of all: a sum that all ranks have costs 2(N-1) · 4Ψ."""
+    sent, size = found.sent("data"), 4 * MODEL.num_params
+    limit, worst = 2 * (RANKS - 1) / RANKS * size, max(sent)
     said = f"{worst / 1e3:,.1f} kB of {limit / 1e3:,.1f} kB"
-    long = f"a rank sends {worst / 1e3:,.1f} kB in a step, 2(N-1)/N Ψ is {limit / 1e3:,.1f} kB"
-    if not worst:
-        said = "nothing sent through the group"
-        long = "no gradient passed through the group: group.all_reduce(tensor) sends one"
+    long = f"a rank sends {worst / 1e3:,.1f} kB in a step, 2(N-1)/N · 4Ψ is {limit / 1e3:,.1f} kB"
     kept = worst <= PADDING * limit and sum(sent) >= RANKS * limit / PADDING
     notes.note(BYTES, said, kept, long)
 
@@ -219,7 +248,7 @@ def _look_at_backwards(notes: Notes, found: Found, sizes: Sequence[int]) -> None
     wrong = next((result["wrong"] for result in found.results if result["wrong"]), "")
     if wrong:
         notes.note(GRADIENTS, wrong, False, f"{GRADIENTS}: {wrong}")
-    seconds = simulated(found.report, sizes).step_time / BACKWARDS
+    seconds = simulated(found.report, sizes) / BACKWARDS
     said, most = f"{1e3 * seconds:.1f} ms", f"{1e3 * LIMIT_S:.0f} ms"
     slow = f"a step takes {said}, required: at most {most}{_why_slow(found.report, len(sizes))}"
     notes.note(TIME, said, seconds <= LIMIT_S, slow)
@@ -234,27 +263,35 @@ def _why_slow(report: Report, gradients: int) -> str:
     mine = report.spans[report.spans["rank"] == 0].sort_values("id")
     kinds = mine["kind"].tolist()
     ready = [place for place, kind in enumerate(kinds) if kind == "backward"]
-    last, following = ready[gradients - 1], ready[gradients]
-    calls = kinds[:following].count("comm")
-    if "comm" not in kinds[:last]:
+    first, last, following = ready[0], ready[gradients - 1], ready[gradients]
+    calls = kinds[first:following].count("comm")
+    if "comm" not in kinds[first:last]:
         return ": nothing leaves before backward is over"
-    if "wait" in kinds[:last]:
+    if "wait" in kinds[first:last]:
         return ": backward is idle while something is waited for"
     return f": {calls} messages, and each pays 0.25 ms"
 
 
-gradient_sync = Exercise(
-    name="gradient_sync",
+average_gradients = Exercise(
+    name="average_gradients",
+    lab="02",
+    asked=TRAINED,
+    takes=(Takes("a function", "average_gradients(module)", 1),),
+    checker=check_average,
+)
+
+my_ddp = Exercise(
+    name="my_ddp",
     lab="02",
     asked=ASKED,
     takes=(
         Takes(
             "a class",
-            "MySync(parameters, group=group, bucket_bytes=...)",
+            "MyDDP(module, bucket_bytes=...)",
             1,
-            ("group", "bucket_bytes"),
-            ("grad_ready", "finish", "reset"),
+            ("bucket_bytes",),
+            ("no_sync", "finish"),
         ),
     ),
-    checker=check,
+    checker=check_ddp,
 )

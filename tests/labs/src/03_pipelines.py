@@ -13,7 +13,8 @@
 #
 # **You will be able to**
 # * derive the bubble of a pipeline schedule, and name the two shares that papers give for it;
-# * read a step's time as forward + backward + point-to-point + idle, and say which clock to believe;
+# * read a step's time as forward + backward + point-to-point + idle, and say which clock to
+#   believe;
 # * say what 1F1B and interleaving improve, and what each of them costs;
 # * write the executor of a pipeline in plain PyTorch, and train a GPT with it.
 #
@@ -34,9 +35,9 @@ view.schedules({"layer by layer": schedules.naive(4, 4), "GPipe": schedules.gpip
 
 # %% [markdown]
 # ## One stage works, the others wait
-# Each of four devices has a quarter of the layers, a **stage**. No device holds the whole model, but
-# stage 1 cannot begin before stage 0 has sent it its output. Layer by layer, one device works and
-# three are idle: that saves memory, but no time.
+# Each of four devices has a quarter of the layers, a **stage**. No device holds the whole model,
+# but stage 1 cannot begin before stage 0 has sent it its output. Layer by layer, one device works
+# and three are idle: that saves memory, but no time.
 #
 # The remedy is to cut the batch into **micro-batches** (the numbers in the boxes). Stage 0 goes on
 # with micro-batch 1 while stage 1 works on micro-batch 0. GPipe runs all forwards, then all
@@ -56,8 +57,7 @@ for rank, actions in enumerate(schedules.gpipe(4, 4)):
 # | $b$, $s$, $h$ | samples of a micro-batch, tokens of a sample, hidden size |
 # | $v$ | chunks of the model on each rank (interleaving) |
 # | $F$, $B$ | seconds that one rank's forward and backward of one micro-batch take |
-# | $T$ | seconds from a rank's first forward to its last backward, of the rank where it is longest |
-# | $\alpha$, $1/\beta$ | latency in seconds per message, bandwidth in bytes per second |
+# | $T$ | seconds from first forward to last backward, of the rank where that is longest |
 #
 # ## What a stage adds to the program
 # Compared with one device, the program of rank 1 has a receive before each forward and each
@@ -75,8 +75,8 @@ whole.diff(pl.program(model, plan, rank=1))
 #
 # $$ S = 4\,b\,s\,h \ \text{bytes in fp32.} $$
 #
-# (The head is not tied to the embedding here: two stages would share that weight, and have to add up
-# its gradient.)
+# (The head is not tied to the embedding here: two stages would share that weight, and have to add
+# up its gradient.)
 
 # %%
 4 * plan.microbatch_size * model.seq_len * model.hidden  # bytes; the program says 197 kB
@@ -93,8 +93,8 @@ guess = pl.exercises.guess(
 guess
 
 # %% [markdown]
-# The pipeline **fills**: the last stage begins when micro-batch 0 has passed the $p-1$ stages before
-# it. Then it runs its $m$ forwards without a gap. So the forwards end after
+# The pipeline **fills**: the last stage begins when micro-batch 0 has passed the $p-1$ stages
+# before it. Then it runs its $m$ forwards without a gap. So the forwards end after
 #
 # $$ (p-1)F + mF = (m+p-1)\,F . $$
 #
@@ -127,11 +127,11 @@ guess.reveal(100 * 3 / (4 + 3))
 # %% [markdown]
 # ## Four real ranks
 # Four processes, two of the eight blocks each. Above is the ideal: this run's own times of forward
-# and backward, with messages that take no time. Below is the **replay**: the same work, each rank on
-# a device of its own, with links.
+# and backward, with messages that take no time. Below is the **replay**: the same work, each rank
+# on a device of its own, with links.
 
 # %%
-report = pl.run(model, plan, steps=7)
+report = pl.run(model, plan, steps=7, progress=False)
 report
 
 # %% tags=["measured"]
@@ -140,20 +140,22 @@ replayed.timeline()
 
 # %% [markdown]
 # The ideal's bubble differs from the formula's 3/7 because the formula has all stages alike. These
-# are not: the last rank has the head and the loss too. All ranks run at the pace of the slowest one.
+# are not: the last rank has the head and the loss too. All ranks run at the pace of the slowest
+# one.
 #
-# This picture is what [DeepSpeedExamples #201](https://github.com/deepspeedai/DeepSpeedExamples/issues/201)
-# and [zero-bubble #18](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/18) ask
-# for. It needs no profiler: `pl.run` draws it of its own runs, and `pl.observe` of any PyTorch
-# program. At the end of this lab it draws your own executor, and torch's.
+# This picture is what [DeepSpeedExamples
+# #201](https://github.com/deepspeedai/DeepSpeedExamples/issues/201) and [zero-bubble
+# #18](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/18) ask for. It needs no
+# profiler: `pl.run` draws it of its own runs, and `pl.observe` of any PyTorch program. At the end
+# of this lab it draws your own executor, and torch's.
 #
 # ## Where a step goes: forward + backward + p2p + idle = T
-# How can bubble time be profiled accurately
-# ([Megatron-LM #691](https://github.com/NVIDIA/Megatron-LM/issues/691)), and told apart from
-# point-to-point communication ([Megatron-LM #828](https://github.com/NVIDIA/Megatron-LM/issues/828))?
-# Write down four numbers per rank that add up to $T$. **p2p** is the time in which a rank waits for
-# a message that is in flight. **idle** is the time in which it waits and nothing is in flight,
-# because the neighbour has not computed it yet.
+# How can bubble time be profiled accurately ([Megatron-LM
+# #691](https://github.com/NVIDIA/Megatron-LM/issues/691)), and told apart from point-to-point
+# communication ([Megatron-LM #828](https://github.com/NVIDIA/Megatron-LM/issues/828))? Write down
+# four numbers per rank that add up to $T$. **p2p** is the time in which a rank waits for a message
+# that is in flight. **idle** is the time in which it waits and nothing is in flight, because the
+# neighbour has not computed it yet.
 
 # %% tags=["measured"]
 times = replayed.pipeline_times()
@@ -177,9 +179,9 @@ print("(p2p + idle) / T is the bubble of the report:", bool(np.isclose(bubble, r
 why_p2p = pl.exercises.choose(
     "On the wall clock, p2p is many times what it is in the replay. Why?",
     [
-        "The messages are larger there.",
-        "A receive counts as in flight from the moment the receiver asks for it.",
-        "The replay leaves out the backward messages.",
+        "the messages are larger there",
+        "a receive counts as in flight from the moment the receiver asks for it",
+        "the replay leaves out the backward messages",
     ],
 )
 why_p2p
@@ -198,12 +200,12 @@ why_p2p.reveal(
 # authors answer there that the bubble rates of their paper are computed from times of forward,
 # backward and communication that were profiled separately. The replay does just that.
 #
-# **Which clock to believe.** On the wall clock a rank that waits for a processor core looks like one
-# that waits for a message. Each rank computes in one thread and communicates in another. Believe the
-# wall clock where ranks and communication threads together have a core each (four ranks: eight
-# cores), or where each rank has a GPU. Everywhere else believe the replay: it takes the processor
-# time of each piece of work, and gives each rank a device of its own. Its one assumption is that a
-# stage computes as fast alone as it did here.
+# **Which clock to believe.** On the wall clock a rank that waits for a processor core looks like
+# one that waits for a message. Each rank computes in one thread and communicates in another.
+# Believe the wall clock where ranks and communication threads together have a core each (four
+# ranks: eight cores), or where each rank has a GPU. Everywhere else believe the replay: it takes
+# the processor time of each piece of work, and gives each rank a device of its own. Its one
+# assumption is that a stage computes as fast alone as it did here.
 #
 # ## 1F1B keeps the bubble and bounds the memory
 # More micro-batches make the bubble smaller. But GPipe runs no backward before the last forward, so
@@ -214,7 +216,7 @@ why_p2p.reveal(
 # %%
 improves = pl.exercises.choose(
     "What does 1F1B improve, compared with GPipe at the same p and m?",
-    ["The bubble.", "The memory.", "Both."],
+    ["the bubble", "the memory", "both"],
 )
 improves
 
@@ -224,8 +226,8 @@ view.schedules({"GPipe": schedules.gpipe(4, 8), "1F1B": schedules.one_f_one_b(4,
 # %%
 improves.reveal(
     2,
-    "Both end at the same moment, and each rank computes the same. The idle time is in other places, "
-    "but it is (p-1)(F+B) in both.",
+    "Both end at the same moment, and each rank computes the same. The idle time is in other "
+    "places, but it is (p-1)(F+B) in both.",
 )
 
 # %% [markdown]
@@ -243,8 +245,8 @@ memory = view.live_activations(
 memory
 
 # %% [markdown]
-# The same on real ranks. The first table has bytes of activations at the peak, the second what the
-# formulas say, as shares of GPipe:
+# The same on real ranks. The first table has the bytes of activations at the peak of memory, the
+# second has 1F1B's share of GPipe's next to the formula's:
 
 # %%
 runs = {
@@ -259,17 +261,18 @@ found = pd.DataFrame(held).rename_axis("rank") / 1e6
 found.add_suffix(" (MB)").round(1)
 
 # %%
-shares = pd.DataFrame({"counted": found["1f1b"] / found["gpipe"], "formula": [4 / 8, 3 / 8, 2 / 8, 1 / 8]})
-shares.round(2)
+counted = found["1f1b"] / found["gpipe"]
+pd.DataFrame({"1F1B / GPipe": counted, "(p-r)/m": [(4 - r) / 8 for r in range(4)]}).round(2)
 
 # %% [markdown]
-# Rank 3 keeps a little more than its eighth: in the backward of the head it holds the logits and
-# their gradient, whatever the schedule.
+# The formula counts whole micro-batches. The peak lies within a backward, where a part of one has
+# been freed already.
 #
 # ## Interleaving divides the idle time by v and multiplies the messages
-# Give each rank two smaller **chunks** of the model in place of one stage: rank 0 has stages 0 and 4,
-# rank 1 has 1 and 5, and so on. Stages are half as long, so the pipeline fills and drains in half
-# the time. Here are four schedules on one axis; the last one is lab 04's.
+# Give each rank two smaller **chunks** of the model in place of one stage: rank 0 has stages 0 and
+# 4, rank 1 has 1 and 5, and so on. Stages are half as long, so the pipeline fills and drains in
+# half the time. Here are four schedules on one axis. (The last one is lab 04's: it splits the
+# backward, and its weight half is yellow.)
 
 # %%
 four = {
@@ -287,8 +290,8 @@ view.schedules(four)
 # $$ (p-1)\,\frac{F+B}{v}, \qquad
 #    \text{bubble} = \frac{p-1}{vm+p-1}, \qquad \text{bubble over ideal} = \frac{p-1}{vm} . $$
 #
-# The price is communication. There are $pv$ stages, and two stages that follow one another are never
-# on one rank, so all $pv-1$ borders are crossed by messages, where 1F1B has $p-1$ borders:
+# The price is communication. There are $pv$ stages, and two stages that follow one another are
+# never on one rank, so all $pv-1$ borders are crossed by messages, where 1F1B has $p-1$ borders:
 #
 # $$ \frac{pv-1}{p-1} \ \text{times as many messages, all of the same } 4\,b\,s\,h \text{ bytes.} $$
 #
@@ -308,7 +311,8 @@ for v, name in ((1, "1f1b"), (2, "interleaved")):
     sends = run.collectives.query("step == 2 and op == 'send'")
     row = {"v": v, "messages": len(sends), "2 m (pv-1)": 2 * 8 * (4 * v - 1)}
     row |= {"MB": sends["wire_bytes"].sum() / 1e6, "bubble, formula": 3 / (v * 8 + 3)}
-    rows.append(row | {"bubble, simulated": pipeline.simulate(run.plan.actions(), forward=1 / v, backward=2 / v).bubble_rate})
+    simulated = pipeline.simulate(run.plan.actions(), forward=1 / v, backward=2 / v)
+    rows.append(row | {"bubble, simulated": simulated.bubble_rate})
 pd.DataFrame(rows).set_index("v").round(3)
 
 # %%
@@ -318,11 +322,12 @@ messages.reveal(2 * 8 * (4 * 2 - 1))
 # ## Why the interleaved warm-up has a factor of two
 # Before its first backward rank $r$ of 1F1B runs $p-r-1$ forwards, and then the first one of the
 # steady phase. In Megatron-LM's interleaved schedule these are $2(p-r-1) + (v-1)p$ instead
-# ([Megatron-LM #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks why). The second term is
-# needed: each rank takes $p$ micro-batches through one chunk, then through the next, so the last
-# rank has $(v-1)p$ forwards to do before one of them reaches its last chunk. But why $2(p-r-1)$, and
-# not $p-r-1$? Here are both, with messages that take no time, and with messages that take a fifth of
-# a chunk's forward:
+# ([Megatron-LM #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks why). The second term
+# is needed: each rank takes $p$ micro-batches through one chunk, then through the next, so the last
+# rank has $(v-1)p$ forwards to do before one of them reaches its last chunk. But why $2(p-r-1)$,
+# and not $p-r-1$? Here are both, with messages that take no time, and with messages that take a
+# fifth of a chunk's forward:
+
 
 # %%
 def interleaved_with(factor, p=4, m=8, v=2):
@@ -376,9 +381,9 @@ pl.exercises.warmup.check(warmup)
 # each rank before it one more, hence $p-r$. With few micro-batches there are no more than $m$
 # forwards to run, or $vm$ with chunks. The interleaved count is the warm-up of the text plus one.
 #
-# **Common mistakes.** The forward of the steady phase is forgotten (one too few everywhere). `min` is
-# forgotten (right until $m < p$). The ranks are counted from the wrong end. The interleaved formula
-# is used at $v=1$, where it is not 1F1B's: it gives $2(p-r-1)+1$.
+# **Common mistakes.** The forward of the steady phase is forgotten (one too few everywhere). `min`
+# is forgotten (right until $m < p$). The ranks are counted from the wrong end. The interleaved
+# formula is used at $v=1$, where it is not 1F1B's: it gives $2(p-r-1)+1$.
 #
 # **Another answer** counts instead of computing: it reads the schedule.
 
@@ -398,15 +403,15 @@ two = pl.Plan(pp=2, virtual_stages=2, schedule="interleaved", microbatches=2, mi
 pl.program(model, two, rank=0).filter(op="receive")
 
 # %% [markdown]
-# Activations (x) and gradients (g) come from one rank, and have one shape. Nothing in a message says
-# which it is. NCCL matches messages of a pair by their order alone, and so does gloo where all have
-# the same tag. What happens if the sender sends the activation first, and the receiver asks for the
-# gradient first?
+# Activations (x) and gradients (g) come from one rank, and have one shape. Nothing in a message
+# says which it is. NCCL matches messages of a pair by their order alone, and so does gloo where all
+# have the same tag. What happens if the sender sends the activation first, and the receiver asks
+# for the gradient first?
 
 # %%
 collides = pl.exercises.choose(
     "Rank 1 sends x, then g. Rank 0 receives g, then x. All have one shape and no tag. Then rank 0",
-    ["waits for ever.", "raises an error.", "goes on with x in the place of g."],
+    ["waits without end", "raises an error", "goes on with x in the place of g"],
 )
 collides
 
@@ -419,16 +424,18 @@ def crossed(tagged):
 
     x_tag, g_tag = (1, 2) if tagged else (0, 0)
     if dist.get_rank() == 1:
-        sent = [dist.isend(torch.ones(3), 0, tag=x_tag), dist.isend(torch.full((3,), 2.0), 0, tag=g_tag)]
-        return [work.wait() for work in sent] and None
+        x, g = torch.full((3,), 1.0), torch.full((3,), 2.0)
+        for work in dist.isend(x, 0, tag=x_tag), dist.isend(g, 0, tag=g_tag):
+            work.wait()
+        return None
     gradient, activation = torch.zeros(3), torch.zeros(3)
     dist.recv(gradient, 1, tag=g_tag)
     dist.recv(activation, 1, tag=x_tag)
     return {"gradient": gradient[0].item(), "activation": activation[0].item()}
 
 
-for tagged in (False, True):
-    print("with tags:   " if tagged else "without tags:", pl.launch(crossed, ranks=2, args=(tagged,))[0])
+for tagged, words in ((False, "without tags:"), (True, "with tags:   ")):
+    print(words, pl.launch(crossed, ranks=2, args=(tagged,))[0])
 
 # %%
 collides.reveal(3, "No rank waits, no error is raised: the training goes on with wrong numbers.")
@@ -453,7 +460,7 @@ small = model.replace(hidden=64)
 alone = pl.run(small, pl.Plan(microbatches=4), **proof)
 for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
     split = pl.run(small, pl.Plan(pp=4, schedule=name, virtual_stages=v, microbatches=4), **proof)
-    same = all(np.array_equal(alone.gradients[key], split.gradients[key]) for key in alone.gradients)
+    same = all(np.array_equal(one, split.gradients[key]) for key, one in alone.gradients.items())
     print(f"{name:<11} every gradient is equal, bit by bit: {same}")
 
 # %% [markdown]
@@ -470,7 +477,7 @@ view.widgets.pipeline()
 # %%
 slow = pl.exercises.choose(
     "Four stages under 1F1B, the last takes twice as long. With ever more micro-batches the bubble",
-    ["goes to 0.", "goes to about 3/8.", "stays (p-1)/(m+p-1)."],
+    ["goes to 0", "goes to 3/8", "stays (p-1)/(m+p-1)"],
 )
 slow
 
@@ -482,8 +489,9 @@ for m in (8, 64, 512):
     print(f"m={m:<3} bubble {one.bubble_rate:.3f}")
 slow.reveal(
     2,
-    "In the long run each rank waits for the slow one: three of four ranks compute half of the time, "
-    "and 3/4 times 1/2 is 3/8. More micro-batches help against fill and drain, not against imbalance.",
+    "In the long run each rank waits for the slow one: three of four ranks compute half of the "
+    "time, and 3/4 times 1/2 is 3/8. More micro-batches help against fill and drain, not against "
+    "imbalance.",
 )
 
 # %% [markdown]
@@ -507,15 +515,15 @@ verdict
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Autograd stops at the border of a stage: `x` comes out of a message, so it is a
-# leaf. `requires_grad_()` makes autograd compute its gradient, which is exactly what the stage before
-# waits for. `y.backward(gradient)` continues with the gradient of the stage after, as if the graph
-# had never been cut.
+# leaf. `requires_grad_()` makes autograd compute its gradient, which is exactly what the stage
+# before waits for. `y.backward(gradient)` continues with the gradient of the stage after, as if the
+# graph had never been cut.
 #
 # **Common mistakes**, and how they show:
 # * `requires_grad_()` is missing: `x.grad` is None, and there is nothing to send back.
 # * The loss is not divided by $m$: all gradients are $m$ times what they should be.
-# * `y` is sent without `detach()`, or kept after its backward: each graph stays alive, and 1F1B needs
-#   as much memory as GPipe.
+# * The backward retains its graph, or the loss tensors are added up: activations stay alive, and
+#   1F1B needs as much memory as GPipe.
 # * `send` in place of `isend`: where neighbours send to each other at the same time, both wait.
 # * A send is never waited for: the tensor may be freed while it is being read.
 #
@@ -530,8 +538,8 @@ executor.check(pipeline_step_ahead)
 
 # %% [markdown]
 # ## Your executor trains the GPT
-# Four ranks, each with its stage of the reference GPT, under 1F1B. `pl.observe` watches: it needs to
-# know nothing of your code.
+# Four ranks, each with its stage of the reference GPT, under 1F1B. `pl.observe` watches: it needs
+# to know nothing of your code.
 
 
 # %%
@@ -553,7 +561,8 @@ def train(model, lists, microbatches, steps=4):
 
 
 lists = [[f"{a.kind}{a.microbatch}" for a in row] for row in schedules.one_f_one_b(4, 8)]
-yours = pl.observe(train, ranks=4, args=(model, lists, 8)) if verdict else "write pipeline_step first"
+first = "write pipeline_step first"
+yours = pl.observe(train, ranks=4, args=(model, lists, 8)) if verdict else first
 yours
 
 # %% tags=["measured"]
@@ -566,7 +575,7 @@ library = pl.run(model, plan.replace(schedule="1f1b", microbatches=8), **setting
 
 def beside_ours(report, losses):
     """Megabytes and losses of a report next to those of the library's program for the same plan."""
-    peak = [max(one.peaks(rank).loc["total"].max() for rank in range(4)) / 1e6 for one in (report, library)]
+    peak = [one.peak_memory / 1e6 for one in (report, library)]
     sent = [one.traffic()["bytes"].tolist() for one in (report, library)]
     print("bytes that ranks 0 to 3 send per step:", *sent, sep="\n  ")
     print("the same losses:", bool(np.allclose(losses, library.losses, rtol=1e-5)))
@@ -593,11 +602,12 @@ chunked.check(interleaved_step)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** A rank's messages to a neighbour leave in the order of its list, and every rank
-# knows all lists. So the receiver knows what the next message of a neighbour is. It takes messages in
-# that order, and puts what it does not need yet into a dictionary.
+# knows all lists. So the receiver knows what the next message of a neighbour is. It takes messages
+# in that order, and puts what it does not need yet into a dictionary.
 #
-# **Common mistakes.** Messages are received when they are needed: right for $p>2$ in most schedules,
-# and wrong with two ranks, where no error is raised. Tags are used: gloo obeys them, NCCL has none.
+# **Common mistakes.** Messages are received when they are needed: right where that is the order in
+# which they are sent, as in the interleaved schedule itself, and wrong, without an error, where a
+# neighbour works in another order. Tags are used: gloo obeys them, NCCL has none.
 # The last stage is taken for the last rank's only stage, so a middle chunk computes a loss.
 #
 # **Another answer** looks no message up: it asks for all messages of a step at the beginning, each
@@ -623,8 +633,8 @@ chunked.check(interleaved_step_posted)
 # | schedule | bubble | in flight on rank $r$ | messages | when |
 # |---|---|---|---|---|
 # | GPipe | $\frac{p-1}{m+p-1}$ | $m$ | $2m(p-1)$ | few micro-batches, or with recomputation |
-# | 1F1B | $\frac{p-1}{m+p-1}$ | $\min(m, p-r)$ | $2m(p-1)$ | the default: many micro-batches |
-# | interleaved | $\frac{p-1}{vm+p-1}$ | $2(p-r-1)+(v-1)p+1$ chunks | $2m(pv-1)$ | few micro-batches per stage, fast links |
+# | 1F1B | $\frac{p-1}{m+p-1}$ | $\min(m, p-r)$ | $2m(p-1)$ | the default |
+# | interleaved | $\frac{p-1}{vm+p-1}$ | $2(p-r-1)+(v-1)p+1$ chunks | $2m(pv-1)$ | small $m$ |
 # | ZB-H1 | lab 04 | $p$ | $2m(p-1)$ | where the bubble still counts |
 #
 # ## In PyTorch, DeepSpeed, Megatron
@@ -679,16 +689,17 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# | | PyTorch | DeepSpeed | Megatron-LM |
-# |---|---|---|---|
-# | stages | `PipelineStage(module, i, n, device)` | `PipelineModule(layers, num_stages=4)` | `--pipeline-model-parallel-size 4` |
-# | GPipe | `ScheduleGPipe` | – | – |
-# | 1F1B | `Schedule1F1B` | the only one | the default |
-# | interleaved | `ScheduleInterleaved1F1B` | – | `--num-layers-per-virtual-pipeline-stage 2` |
-# | $m$ | `n_microbatches` | `gradient_accumulation_steps` | `--global-batch-size` / (`--micro-batch-size` · $d$) |
+# In DeepSpeed a model becomes a list of layers, `PipelineModule(layers, num_stages=4)`; its engine
+# runs 1F1B, and $m$ is `gradient_accumulation_steps` in the JSON. In Megatron-LM these are flags:
 #
-# DeepSpeed's and Megatron-LM's are not installed here and were not run. On GPUs the cells of this lab
-# take their times from CUDA events; they have not been run on one yet.
+# ```
+# --pipeline-model-parallel-size 4              # p; the schedule is 1F1B
+# --num-layers-per-virtual-pipeline-stage 1     # interleaved: 8 layers, p = 4, v = 2
+# --micro-batch-size 2 --global-batch-size 16   # m = 16 / (2 d)
+# ```
+#
+# DeepSpeed's and Megatron-LM's are not installed here and were not run. On GPUs the cells of this
+# lab take their times from CUDA events; they have not been run on one yet.
 #
 # ## Read on
 # * Huang and others 2019, [GPipe](https://arxiv.org/abs/1811.06965), sec. 2.3: micro-batches, and
@@ -697,8 +708,8 @@ pd.DataFrame(
 #   Training](https://arxiv.org/abs/2006.09503), sec. 3.2: PipeDream-Flush, which is 1F1B.
 # * Narayanan and others 2021, [PTD-P](https://arxiv.org/abs/2104.04473), sec. 2.2: the bubble over
 #   ideal, and the interleaved schedule.
-# * Korthikanti and others 2022, [Reducing activation recomputation](https://arxiv.org/abs/2205.05198),
-#   sec. 4.2.3: what interleaving keeps.
-# * [torch.distributed.pipelining](https://docs.pytorch.org/docs/stable/distributed.pipelining.html).
-# * In the package: `paralab/parallel/schedules.py` (all schedules), `lowering.py` (adds the messages),
-#   `paralab/theory/pipeline.py` (the simulation).
+# * Korthikanti and others 2022, [Reducing activation
+#   recomputation](https://arxiv.org/abs/2205.05198), sec. 4.2.3: what interleaving keeps.
+# * [torch.distributed.pipelining](https://docs.pytorch.org/docs/stable/distributed.pipelining.html)
+# * In the package: `paralab/parallel/schedules.py` (all schedules), `lowering.py` (adds the
+#   messages), `paralab/theory/pipeline.py` (the simulation).

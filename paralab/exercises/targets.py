@@ -1,0 +1,97 @@
+"""Lab 04's last exercise: three schedules with a split backward, each against a number.
+
+F = I = W = 10 ms, links free, one stage per rank. The first has ZB-H1's time within 1F1B's memory,
+the second no idle time between a rank's first and last action (Qi+ 2024, arXiv:2401.10241, sec. 2).
+The third keeps 1F1B's time with a third less memory: a micro-batch that goes down p stages and up
+again as input halves occupies the first rank for (2p+1) of these 10 ms, and one starts every 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.questions import asked
+from paralab.exercises.schedule import FORWARD_S, first_too_many, limit_s, simulate_reply
+from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.verdict import NOT_STARTED, Notes
+
+if TYPE_CHECKING:
+    from paralab.theory.pipeline import Simulation
+
+SIZES = ((4, 8), (4, 12), (3, 9), (6, 12), (2, 6))
+
+
+class Target(NamedTuple):
+    """What one schedule has to reach, for p ranks and m micro-batches.
+
+    seconds  at most, by `took`: of the whole step, or of the rank that takes longest by itself
+    alive    micro-batches on a rank, at most
+    """
+
+    name: str
+    words: str
+    took: Callable[[Simulation], float]
+    seconds: Callable[[int, int], float]
+    alive: Callable[[int], int]
+
+
+TARGETS = (
+    Target(
+        "1: ZB-H1's time",
+        "step of at most (3m + p - 1) 10 ms, at most p alive",
+        lambda found: found.makespan,
+        lambda p, m: (3 * m + p - 1) * FORWARD_S,
+        lambda p: p,
+    ),
+    Target(
+        "2: no bubble",
+        "no rank is idle between its first and its last action, at most 2p - 1 alive",
+        lambda found: found.cost,
+        lambda p, m: 3 * m * FORWARD_S,
+        lambda p: 2 * p - 1,
+    ),
+    Target(
+        "3: two thirds of the memory",
+        "1F1B's time, (m + p - 1) 30 ms, at most (2p + 1) / 3 alive, rounded up",
+        lambda found: found.makespan,
+        limit_s,
+        lambda p: -(-(2 * p + 1) // 3),
+    ),
+)
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    questions = [(part, size) for part in range(len(TARGETS)) for size in SIZES]
+    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
+        replies = iter(found.results[0])
+        kept = [[next(replies) for _ in SIZES] for _ in TARGETS]
+        if all(reply.trouble == NOT_STARTED for part in kept for reply in part):
+            notes.end(NOT_STARTED)
+            continue
+        for target, part in zip(TARGETS, kept, strict=True):
+            for reply, size in zip(part, SIZES, strict=True):
+                _look(notes, target, reply, *size)
+
+
+def _look(notes: Notes, target: Target, reply: object, p: int, m: int) -> None:
+    where = f"p={p}, m={m}"
+    simulated, wrong = simulate_reply(reply, p, m)
+    if not wrong:
+        took, most = target.took(simulated), target.seconds(p, m)
+        wrong = first_too_many(simulated.schedule, target.alive(p))
+        if took > most * (1 + 1e-9):
+            wrong = f"takes {1e3 * took:.0f} ms, required: at most {1e3 * most:.0f} ms"
+    notes.look(target.name, where, wrong, "reached")
+
+
+better_schedules = Exercise(
+    name="better_schedules",
+    lab="04",
+    asked=tuple((target.name, target.words) for target in TARGETS),
+    takes=tuple(
+        Takes("a function", f"{name}(pp, microbatches)", 2) for name in ("first", "second", "third")
+    ),
+    checker=check,
+)
