@@ -11,7 +11,6 @@ import sys
 import time
 
 from bad_answers import (
-    SyncGood,
     ZeroGood,
     ZeroPlain,
     _around,
@@ -59,15 +58,6 @@ def ring_changes_what_it_sends(group, tensor):
         chunks[(r - s) % n].copy_(arriving)
 
 
-class SyncWaitsForTheLast(SyncGood):
-    def finish(self):
-        if self.buckets[-1]:
-            self.send(self.buckets[-1])
-        self.sent[-1][2].wait()
-        for flat, bucket, _ in self.sent:
-            self.give_back(flat, bucket)
-
-
 class ZeroSleeps(ZeroGood):
     def spread(self, full, own):
         self.group.all_gather(full, own)
@@ -87,18 +77,6 @@ def ring_numpy_copy(group, tensor):
     copy = tensor.numpy().copy()
     ring_copied(group, tensor)
     del copy
-
-
-class SyncNumpyCopies(SyncGood):
-    """Right, and keeps three copies of the gradients."""
-
-    def reset(self):
-        self.kept = []
-        super().reset()
-
-    def grad_ready(self, parameter):
-        self.kept += [parameter.grad.numpy().copy() for _ in range(3)]
-        super().grad_ready(parameter)
 
 
 class ZeroNumpyMomentum(ZeroGood):
@@ -151,32 +129,6 @@ def ring_control(group, tensor):
     tensor.copy_(gathered.roll(gathered.numel() // n))
 
 
-class SyncDecoy(SyncGood):
-    def grad_ready(self, parameter):
-        pass
-
-    def finish(self):
-        import torch
-        import torch.distributed as dist
-
-        for parameter in self.parameters:
-            dist.all_reduce(parameter.grad)
-        self.group.all_reduce(torch.zeros(1)).wait()
-
-
-class SyncLittle(SyncGood):
-    """Guesses every sum but one."""
-
-    def send(self, bucket):
-        import torch
-
-        self.sent.append((torch.cat([p.grad.flatten() for p in bucket]), bucket,
-                          self.group.all_reduce(torch.zeros(1))))  # fmt: skip
-
-    def give_back(self, flat, bucket):
-        super().give_back(flat * self.group.size, bucket)
-
-
 class ZeroDecoy(ZeroPlain):
     def step(self, gradient):
         super().step(gradient)
@@ -203,24 +155,6 @@ def ring_writes_the_numbers(group, tensor):
 
     ring_copied(group, tensor.clone())
     torch.arange(tensor.numel(), out=tensor)
-
-
-class SyncForFour(SyncGood):
-    def give_back(self, flat, bucket):
-        super().give_back(flat * (self.group.size / 4), bucket)
-
-
-class SyncUntilTheFourth(SyncGood):
-    """Right in three steps."""
-
-    count = 0
-
-    def reset(self):
-        super().reset()
-        self.count += 1
-
-    def give_back(self, flat, bucket):
-        super().give_back(flat * (1 if self.count <= 4 else 2), bucket)
 
 
 class ZeroConstants(ZeroGood):
@@ -268,14 +202,6 @@ def ring_prints(group, tensor):
 def ring_prints_for_ever(group, tensor):
     while True:
         print("still here", flush=True)
-
-
-class SyncSpans(SyncGood):
-    """Right, and it has a span of its own, as the checker has."""
-
-    def grad_ready(self, parameter):
-        with self.group.recorder.span("backward"):
-            super().grad_ready(parameter)
 
 
 class ZeroResizes(ZeroGood):

@@ -18,7 +18,8 @@ EXERCISES = list(pl.exercises.ALL.values())
 ANSWERS = {
     "model_states": ("model_states", "devices_needed"),
     "all_gather_half": ("ring_all_gather",),
-    "gradient_sync": ("MySync",),
+    "average_gradients": ("average_gradients",),
+    "my_ddp": ("MyDDP",),
     "sync_pass": ("my_pass",),
     "own_schedule": ("my_schedule",),
     "deadlock_clinic": ("fixed",),

@@ -6,448 +6,177 @@
 # ---
 
 # %% [markdown]
-# # 02 · Data parallelism: the same training on more devices
+# # 02 · Data parallelism
 #
-# *«I gave my training four devices and it is not four times faster. What do they say to each other,
-# what does it cost, and is it still the same training?»*
+# **The question.** Four devices train one model together. Why is the training not four times
+# faster, and is it still the same training?
 #
-# Data parallelism is the simplest way to split the work: every rank holds the whole model and
-# trains on its own part of the batch. Here is all of it, by hand, in one function. `pl.reference`
-# is a GPT in plain PyTorch on one process, with its batches and its optimizer. `pl.trace` (lab 01)
-# runs the function on four real processes; `group` knows all of them, and `group.index` is a rank's
-# number.
+# **You will be able to**
+# * write data parallelism in plain PyTorch: bucketed, overlapped, with gradient accumulation;
+# * say how many bytes every rank sends per step, and derive the number;
+# * decide from a link, a device and a batch whether backward can hide the traffic;
+# * prove that a parallel training equals a training on one device, where a loss curve proves
+#   nothing.
+#
+# **You need** labs 00 and 01, the chain rule, and PyTorch's autograd and optimizers.
+# **Minutes**: 90 to 120, half of them for the exercises.
+#
+# Every rank holds the whole model and trains on its own part of the batch. One step of four real
+# processes, drawn as on devices of their own:
 
-
-# %%
-import numpy as np
-import pandas as pd
-
+# %% tags=["measured", "readme-picture"]
 import paralab as pl
 from paralab import view
 
 model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
-
-
-def by_hand(group, optimizer, lr, steps, divide=True):
-    from torch.nn.utils import parameters_to_vector, vector_to_parameters
-
-    mine = {"rank": group.index, "ranks": group.size, "device": group.context.device}
-    gpt = pl.reference.GPT(model).to(mine["device"])  # the same first weights on every rank
-    parameters = list(gpt.parameters())
-    update = pl.reference.optimizer(parameters, optimizer, lr)
-    losses = []
-    for step in range(steps):
-        [(tokens, targets)] = pl.reference.batches(model, step=step, microbatch_size=4, **mine)
-        loss = gpt(tokens, targets)
-        loss.backward()
-        gradients = [parameter.grad for parameter in parameters]
-        flat = parameters_to_vector(gradients)  # all of them, one after the other
-        group.all_reduce(flat).wait()  # the sum over all ranks ...
-        if divide:
-            flat /= group.size  # ... and the mean
-        vector_to_parameters(flat, gradients)
-        update.step()
-        update.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-losses = np.mean(pl.trace(by_hand, ranks=4, args=("adamw", 1e-3, 8)).results, axis=0)
-print("it learns:", losses[-1] < losses[0] - 0.5)
+plan = pl.Plan(dp=4, microbatch_size=4, bucket_bytes=2**20)
+link = pl.Link(alpha=200e-6, bandwidth=0.6e9)
+devices = pl.Cluster(devices_per_node=64, flops=50e9, memory_bandwidth=10e9, intra=link)
+report = pl.run(model, plan, steps=8, progress=False)
+report.replay(devices.replace(algorithm="ring")).timeline()
 
 # %% [markdown]
-# Every rank comes out of backward with a different gradient, because it saw different text. The
-# all-reduce of lab 01 gives every rank the sum, and the division gives the mean. So all ranks make
-# the same update, and their weights stay equal.
+# A rank's upper row is what it computes, and its lower row is what it has in flight on the network.
+# Grey is waiting. This is the run *replayed*: each piece of work takes the processor time that it
+# took on this machine, on a device of its own, with a link of 0.6 GB/s. The link is that slow
+# because the model is that small: traffic and backward then take about as long as each other, as
+# they do for a large model on a fast network. The section “Which clock” says when to use a replay.
 #
-# ## Commit to a guess
-# How much does a rank send over the network for that?
+# The symbols of this lab:
+#
+# | symbol | meaning |
+# |---|---|
+# | $N$ | data-parallel ranks; a rank has the number $r = 0 \dots N-1$ |
+# | $m$, $b$, $s$ | micro-batches per step and rank; samples per micro-batch; tokens per sample |
+# | $\Psi$ | parameters of the model (a count); their fp32 gradients have $4\Psi$ bytes |
+# | $S$ | bytes of the tensor that is reduced |
+# | $K$ | buckets: messages into which the gradients are packed |
+# | $\alpha$, $\beta$ | seconds per message; seconds per byte ($1/\beta$ is the bandwidth) |
+# | $T_F$, $T_B$ | time of forward and backward of a step on one rank |
+# | $R$ | FLOP/s that a device reaches |
+#
+# ## The mean over the ranks is the gradient of the whole batch
+# The loss of a batch of $Nb$ samples is the mean of the losses $\ell_i$ of its samples. A gradient
+# is linear in the loss, so the sum can be cut into one part per rank:
+#
+# $$
+# \nabla L \;=\; \frac{1}{Nb}\sum_{i=1}^{Nb}\nabla \ell_i
+# \;=\; \frac1N\sum_{r=0}^{N-1}\Big(\frac1b\sum_{i\,\in\,\text{rank }r}\nabla\ell_i\Big)
+# \;=\; \frac1N\sum_{r=0}^{N-1} g_r .
+# $$
+#
+# The bracket $g_r$ is what `loss.backward()` leaves on rank $r$. So each rank runs forward and
+# backward on its own samples, all ranks replace their gradients by the mean over the ranks, and
+# then every rank makes the same update. Ranks that begin with equal weights keep equal weights.
+# The second step needs the same number $b$ on all ranks. If one rank has fewer samples (or fewer
+# tokens that count), the mean of the means is another number than the mean.
+#
+# ### Exercise 1 (warm-up)
+# The process group is up in all exercises of this lab, and answers are plain PyTorch:
+# `import torch.distributed as dist` is all they need.
 
 # %%
-print(
-    f"{model.num_params:,} parameters: one copy of the gradients is "
-    f"{4 * model.num_params / 1e6:.2f} MB"
-)
+warm_up = pl.exercises.average_gradients
+warm_up
+
+
+# %%
+### ANSWER: average_gradients
+
+
+warm_up.check(average_gradients)
+
+# %% [markdown]
+# `warm_up.hint()` gives one hint at a time, and `warm_up.solution()` shows an answer.
+
+# %% [markdown] tags=["solution-only"]
+# Why it works: an all-reduce leaves the sum on every rank, and the mean is the sum divided by N.
+# The common mistakes are a sum that is not divided (all gradients are N times too large), a
+# division by a constant instead of `dist.get_world_size()`, and a call that is started with
+# `async_op=True` and never waited for.
+#
+# ## A second answer: one message
+# All gradients are copied into one flat tensor, which is reduced in a single call and copied back.
+# It costs a second copy of the gradients and saves all latencies but one.
+
+
+# %% tags=["solution-only"]
+### ANSWER: average_gradients_other
+
+
+warm_up.check(average_in_one_message)
+
+# %% [markdown]
+# ## A rank sends less than two copies of the gradients
+# How much does a rank send over the network in one step?
+
+# %%
+print(f"{model.num_params:,} parameters: {4 * model.num_params / 1e6:.2f} MB of fp32 gradients")
 guess = pl.exercises.guess("MB that each of 4 ranks sends per step", low=0, high=16, unit="MB")
 guess
 
 # %% [markdown]
-# ## Run it
-# Four real processes. `Plan` says how the step is split: `dp=4` is the number of data-parallel
-# ranks, and each takes `microbatch_size=4` samples. Gradients travel in *buckets*, several in one
-# message: a bucket is closed when it holds `bucket_bytes` bytes. The `Link` has the α and the
-# bandwidth of lab 01. It belongs to a `Cluster` of devices that you do not have, for the picture
-# below.
+# An all-reduce on a ring (lab 01) has two halves. The tensor is cut into N chunks. In the
+# reduce-scatter a rank sends one chunk in each of N−1 steps, after which it holds the complete sum
+# of one chunk. In the all-gather it sends a complete chunk in each of another N−1 steps:
 
 # %%
-plan = pl.Plan(dp=4, microbatch_size=4, bucket_bytes=2**20)
-report = pl.run(model, plan, steps=8)
-link = pl.Link(alpha=400e-6, bandwidth=0.6e9)
-devices = pl.Cluster(
-    name="0.6 GB/s", devices_per_node=64, flops=50e9, memory_bandwidth=10e9, intra=link
-)
-report
+view.ring(4)
 
 # %% [markdown]
-# ## See it
-# One row per rank: what it computed, and below it what it had in flight on the network. Grey is a
-# rank that waits. Most likely your machine has fewer cores than four ranks need, and then the wall
-# clock mostly shows ranks waiting for a core. So this is your run *replayed*: each piece of work
-# takes the processor time that it really took, on a device of its own, and links carry 0.6 GB/s.
-
-# %% tags=["measured", "readme-picture"]
-report.replay(devices).timeline()
-
-# %% [markdown]
-# The gradients leave in buckets while backward is still running, so part of the traffic costs no
-# time; the title says how much. (That is why backward is cut into pieces: one ends wherever a
-# bucket is complete.) The last bucket is complete only when backward is over. Then only the
-# optimizer's work on the other buckets can hide it.
+# $$
+# \underbrace{(N-1)\,\frac SN}_{\text{reduce-scatter}}
+# + \underbrace{(N-1)\,\frac SN}_{\text{all-gather}}
+# \;=\; 2\,\frac{N-1}{N}\,S, \qquad S = 4\Psi \text{ bytes.}
+# $$
 #
-# ## Count it
-# The ring all-reduce of lab 01 makes each of N ranks send 2(N−1)/N times the tensor. Here the
-# tensor is the gradients: Ψ parameters of 4 bytes each.
+# The next cell evaluates this formula for several N, and counts what real ranks send:
 
 # %%
-N, psi = plan.dp, model.num_params
-theory_mb = 2 * (N - 1) / N * psi * 4 / 1e6
-sent_mb = report.traffic().set_index("rank")["bytes"] / 1e6
-print(f"2(N-1)/N Ψ : {theory_mb:.3f} MB per rank and step")
-print(f"recorded   : {sent_mb[0]:.3f} MB per rank and step")
-guess.reveal(round(sent_mb[0], 1))
+import pandas as pd
+
+rows = {}
+for N in (1, 2, 3, 4, 64, 1024):
+    rows[N] = {"by formula (MB)": 2 * (N - 1) / N * 4 * model.num_params / 1e6}
+    if N <= 4:
+        counted = pl.run(model, plan.replace(dp=N), steps=2, progress=False)
+        rows[N]["counted (MB)"] = counted.traffic()["bytes"].max() / 1e6
+pd.DataFrame(rows).T.rename_axis("ranks").round(3)
+
+# %%
+guess.reveal(round(report.traffic()["bytes"][0] / 1e6, 1))
 
 # %% [markdown]
-# A rank sends less than two copies of the gradients, however many ranks there are:
-
-# %%
-rows = []
-for n in (1, 2, 3, 4, 8, 64, 1024):
-    each = 2 * (n - 1) / n * psi * 4 / 1e6
-    counted = None
-    if n <= 4:
-        traced = pl.run(model, plan.replace(dp=n), steps=2, progress=False)
-        counted = round(float(traced.traffic()["bytes"].mean()) / 1e6, 3)
-    rows.append({"ranks": n, "2(N-1)/N Ψ (MB)": round(each, 3), "counted (MB)": counted})
-pd.DataFrame(rows).set_index("ranks")
-
-# %%
-report.traffic_chart()
-
-# %% [markdown]
-# ## Every single call
-# People [wish](https://github.com/traceopt-ai/traceml/issues/145) for a summary of all traffic by
-# its purpose and for a list of every call with its size and its group, and they want it as [raw
-# data](https://github.com/deepspeedai/DeepSpeed/issues/7403). `report.collectives` has one row for
-# every call of every rank and step. `axis` is the kind of parallelism that the call serves, `phase`
-# is its purpose, `payload_bytes` is the size of the tensor, and `wire_bytes` is what the rank
-# sends. The calls of rank 0 in step 3:
-
-# %%
-calls = report.collectives.query("step == 3 and rank == 0")
-calls[["call", "op", "axis", "ranks", "phase", "payload_bytes", "wire_bytes"]].set_index("call")
-
-# %% [markdown]
-# The same calls, added up by their purpose:
-
-# %%
-calls.groupby(["axis", "phase", "op"]).agg(
-    calls=("call", "count"), payload=("payload_bytes", "sum"), sent=("wire_bytes", "sum")
-)
-
-# %% [markdown]
-# Rank 0 took part in one more call. Here is everything, in all steps, that is not a sum of
-# gradients:
-
-# %%
-setup = report.collectives.query("rank == 0 and phase != 'grad_sync'")
-setup[["step", "op", "axis", "phase", "payload_bytes", "wire_bytes"]].drop_duplicates()
-
-# %% [markdown]
-# When a log shows [small collectives whose purpose is not
-# clear](https://github.com/pytorch/torchtitan/issues/1369), this table tells them apart: each row
-# says which axis of the plan the call served and for what. Here the one small call is a handshake
-# before the first step. In it the ranks check that all of them have the same settings and the same
-# text.
+# The volume per rank does not grow with the number of ranks. The number of messages does: an
+# all-reduce on a ring has 2(N−1) steps, each of which costs the latency α.
 #
-# ## Three ways to send the same bytes
-# `naive` sends the gradient of every parameter in a call of its own, after backward. (The function
-# `by_hand` sent all gradients in one call.) `bucketed` collects the gradients in a few large
-# buffers and sends each buffer in one call, also after backward. `overlapped` sends each buffer as
-# soon as it is full, while backward computes the rest. First the bytes of the three forms, then
-# their time on the same link:
-
-# %%
-forms = {
-    form: pl.run(model, plan.replace(grad_sync=form), steps=6, progress=False)
-    for form in ("naive", "bucketed", "overlapped")
-}
-rows = []
-for form, run in forms.items():
-    calls = run.collectives.query("step == 3 and rank == 0 and phase == 'grad_sync'")
-    sent = round(calls.wire_bytes.sum() / 1e6, 3)
-    rows.append({"form": form, "calls": len(calls), "MB sent": sent})
-pd.DataFrame(rows).set_index("form")
-
-# %% tags=["measured"]
-replays = {form: run.replay(devices) for form, run in forms.items()}
-view.timelines(*replays.values(), labels=list(replays), ranks=[0, 1])
-
-# %% tags=["measured"]
-for form, replayed in replays.items():
-    summary = replayed.summary()["value"]
-    print(
-        f"{form:<10} {summary['step time']:6.1f} ms per step, of which waiting "
-        f"{summary['waiting']:5.1f} ms"
-    )
-
-# %% [markdown]
-# All three forms send the same bytes. Buckets pay α once per bucket instead of once per parameter.
-# (The replay charges α once per call; the ring of lab 01 pays it in each of its steps.) Overlap
-# hides most of the rest behind work that has to be done anyway. What remains is the traffic of the
-# last buckets, which are complete when backward is nearly over.
-#
-# ## Theory, replay, wall clock
-# `predict` returns the same kind of report as `run`, from formulas and a short measurement of this
-# machine. `compare` puts three clocks next to each other, with a sentence on every gap. Prediction
-# and replay use the links of this machine here (the cluster `local`), not the 0.6 GB/s above:
-
-# %% tags=["measured"]
-expect = pl.predict(model, plan)
-pl.compare(expect, report)
-
-# %% tags=["measured"]
-view.timelines(
-    expect, report.replay(), report, labels=["theory", "replayed", "wall clock"], ranks=[0]
-)
-
-# %% [markdown]
-# Which clock answers your question? *What would four devices do?* The replay says it. *What did
-# this machine do?* The wall clock says it. *What will a machine do that I do not have?* The
-# prediction says it, and the table says how far to trust it.
-#
-# ## When overlap cannot help
-# People ask [why their collectives do not
-# overlap](https://github.com/deepspeedai/DeepSpeed/issues/5047). Overlap hides traffic behind
-# backward. So it fails when there is less backward than traffic: on a slow link, with a small
-# batch, or with a bucket as large as the model. The same run is replayed below on slower and slower
-# links. (*Hidden* counts only the traffic under forward and backward. A rank can also update other
-# buckets while a sum is in flight, so it may wait for nothing although less than 100 % is hidden.)
-
-# %% tags=["measured"]
-rows = []
-for bandwidth in (8e9, 2e9, 5e8, 1.25e8):
-    slow = devices.replace(name="slower", intra=link.replace(bandwidth=bandwidth))
-    summary = forms["overlapped"].replay(slow).summary()["value"]
-    rows.append(
-        {
-            "GB/s": bandwidth / 1e9,
-            "step (ms)": summary["step time"],
-            "waiting (ms)": summary["waiting"],
-            "hidden (%)": summary["of it hidden behind compute"],
-        }
-    )
-pd.DataFrame(rows).set_index("GB/s").round(1)
-
-# %% [markdown]
-# Find the best bucket size yourself: tiny buckets pay α too often, and one huge bucket starts too
-# late. *Run it* starts the real ranks.
-
-# %%
-pl.view.widgets.data_parallel(model, plan)
-
-# %% [markdown]
-# The same without a mouse, on a network whose messages take 0.4 ms to arrive; an all-reduce has
-# several of them, one after the other:
-
-# %%
-network = devices.replace(name="a network", intra=pl.Link(alpha=0.4e-3, bandwidth=0.5e9))
-for size in (2**14, 2**17, 2**20, 2**23):
-    expected = pl.predict(model, plan.replace(bucket_bytes=size), cluster=network)
-    waiting = expected.summary().loc["waiting", "value"]
-    print(
-        f"bucket of {size / 2**20:7.3f} MiB: step {1e3 * expected.step_time:5.1f} ms, "
-        f"of it waiting {waiting:4.1f} ms"
-    )
-
-# %% [markdown]
-# ## Is it the same training?
-# One process computes the four quarters of the batch one after the other: the same samples, the
-# same first weights. The optimizer is plain SGD, because a wrong gradient shows in its weights at
-# once; the next section has an optimizer that hides one.
-
-# %%
-proof = {"optimizer": "sgd", "lr": 0.1, "steps": 3, "keep_state": True, "progress": False}
-split = pl.run(model, plan, **proof)
-alone = pl.run(model, pl.Plan(dp=1, microbatches=4, microbatch_size=4), **proof)
-
-for what in ("gradients", "weights"):
-    one, four = getattr(alone, what), getattr(split, what)
-    worst = max(np.abs(one[name] - four[name]).max() / np.abs(one[name]).max() for name in one)
-    print(f"{what}: {len(one)} tensors, equal to 1e-5 of their largest entry: {worst < 1e-5}")
-
-# %% [markdown]
-# ## Break it
-# Leave out one line, the division by N. Every gradient is now four times too large. What do you
-# expect the loss to do? (The loss is in nats per token: cross-entropy with the natural logarithm.)
-
-# %% tags=["measured"]
-curves = {}
-for optimizer, lr in (("adamw", 1e-3), ("sgd", 0.1)):
-    for divide in (True, False):
-        traced = pl.trace(by_hand, ranks=4, args=(optimizer, lr, 8, divide))
-        curves[optimizer, divide] = np.mean(traced.results, axis=0)
-
-apart = {}
-for optimizer in ("adamw", "sgd"):
-    apart[optimizer] = np.abs(curves[optimizer, True] - curves[optimizer, False]).max()
-    print(f"{optimizer:<6} largest difference of the loss with and without: {apart[optimizer]:.2f}")
-
-# %% tags=["measured"]
-named = {
-    f"{optimizer}{'' if divide else ' without the division'}": list(values)
-    for (optimizer, divide), values in curves.items()
-}
-said = ", ".join(f"{worst:.2f} nats under {name}" for name, worst in apart.items())
-view.losses(named, title=f"Without the division losses differ by up to {said}")
-
-# %% [markdown]
-# Adam divides by the size of the gradient, so a factor cancels: the curve is the same, and the bug
-# stays unnoticed until the optimizer is changed or gradients are clipped by their norm. A loss
-# curve under Adam therefore does not prove that the gradients are right. Equality with one process
-# does prove it, and every form of parallelism in this library is tested that way.
-#
-# ## Does it scale?
-# *Strong scaling*: the same total batch on more ranks, so each rank computes less but sends about
-# as much. *Weak scaling*: the same batch per rank, so the total batch grows. These are real runs on
-# 1, 2, 4 and 8 ranks. Up to the number of cores the wall clock is shown as well; beyond that only
-# the replay says what devices of their own would do.
-
-# %% tags=["measured"]
-from paralab.spec.cluster import available_cores
-
-rows = []
-for kind, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
-    for n in (1, 2, 4, 8):
-        scaled = pl.Plan(dp=n, microbatch_size=batch(n), bucket_bytes=2**20)
-        run = pl.run(model, scaled, steps=4, progress=False)
-        rows.append(
-            {
-                "form": kind,
-                "ranks": n,
-                "clock": "replayed",
-                "samples_per_second": scaled.global_batch / run.replay(devices).step_time,
-            }
-        )
-        if n <= available_cores():
-            rows.append(
-                {
-                    "form": kind,
-                    "ranks": n,
-                    "clock": "measured",
-                    "samples_per_second": scaled.global_batch / run.step_time,
-                }
-            )
-view.scaling(rows)
-
-# %% [markdown]
-# Weak scaling keeps more of the ideal: each rank computes as long as before, and the bytes of the
-# gradients do not depend on the number of samples. Strong scaling falls further below the ideal: at
-# eight ranks each rank has only two samples, so there is little backward to hide the same bytes
-# behind. That is the limit of data parallelism in time. It has a limit in memory, too: every rank
-# still holds the whole model (lab 00).
-#
-# ## Your turn: overlap with hooks, as PyTorch does it
-# PyTorch does not know beforehand in which order backward completes the gradients. So its
-# `DistributedDataParallel` (DDP) registers a *hook* with autograd for every parameter, and autograd
-# calls the hook when the gradient is complete. Write the class that these hooks drive: it packs
-# gradients into buckets, sends each bucket while backward goes on, and waits at the end. The
-# checker trains the reference GPT with your class, compares gradients and weights with one process,
-# counts bytes, and simulates the time of a step with given costs. Only buckets *and* overlap
-# together are fast enough.
-
-# %%
-exercise = pl.exercises.gradient_sync
-exercise
-
-
-# %%
-### ANSWER: gradient_sync
-
-
-exercise.check(MySync)
-
-# %% [markdown]
-# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
-
-# %% [markdown] tags=["solution-only"]
-# The answer works because `all_reduce` returns at once: the link is busy with one bucket while
-# backward fills the next. The common mistakes are a last bucket that is never sent because it is
-# never full, a `wait()` in `grad_ready`, which stops backward, and a list that `reset()` does not
-# empty.
-#
-# ## Another answer: gradients that are views of their bucket
-# Parameters are assigned to buckets once, before the first step, and each bucket has a buffer. A
-# gradient is copied into the buffer when it is complete, and from then on `parameter.grad` is a
-# view of the buffer. So nothing is unpacked after the sum. DDP does the same with
-# `gradient_as_bucket_view=True`.
-
-
-# %% tags=["solution-only"]
-class SyncViews:
-    def __init__(self, parameters, *, group, bucket_bytes):
-        self.parameters, self.group = parameters, group
-        buckets, self.place = [[]], {}
-        for parameter in reversed(parameters):  # backward completes the last one first
-            if sum(p.nbytes for p in buckets[-1]) >= bucket_bytes:
-                buckets.append([])
-            buckets[-1].append(parameter)
-        self.sizes = [len(bucket) for bucket in buckets]
-        self.flats = [b[0].new_zeros(sum(p.numel() for p in b)) for b in buckets]
-        for number, bucket in enumerate(buckets):
-            parts = self.flats[number].split([p.numel() for p in bucket])
-            for p, part in zip(bucket, parts, strict=True):
-                self.place[p] = number, part.view_as(p)
-        self.reset()
-
-    def reset(self):
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.missing, self.calls = list(self.sizes), []
-
-    def grad_ready(self, parameter):
-        number, view = self.place[parameter]
-        parameter.grad = view.copy_(parameter.grad)
-        self.missing[number] -= 1
-        if not self.missing[number]:
-            self.calls.append(self.group.all_reduce(self.flats[number]))
-
-    def finish(self):
-        for call in self.calls:
-            call.wait()
-
-
-exercise.check(SyncViews)
-
-# %% [markdown]
-# ## The same without hooks: a plan is a list
-# `Plan(grad_sync="overlapped")` uses no hooks. This library compiles a plan to a *program*: the
-# list of everything that a rank does in a step, written before the step runs. The list shows which
-# BACKWARD is the last that adds to a bucket, and the sum of that bucket is placed right after it.
-# Below is the list without any sums. A line has a position, what is done, and the part of the
-# model; `mb 0` is the first micro-batch, here the only one. `frees` names the values whose memory
-# ends with this line: `x` is an activation between two parts, `g` is its gradient, `saved` is what
-# forward keeps for backward, and `grad` is the gradients of a bucket. A line with `×` stands for
-# several lines. The last line says what is wrong.
+# ## Three programs that send the same bytes
+# A plan is compiled to a *program*: the list of all instructions of a rank. Here is the program of
+# a step in which the gradients are not summed at all. `mb 0` is the first micro-batch (here the
+# only one), `frees` names the values whose memory ends at this line, and `×` stands for several
+# lines. The checks of the program refuse it, and say what is missing:
 
 # %%
 unsummed = pl.program(model, plan.replace(grad_sync=None))
 unsummed
 
 # %% [markdown]
-# The last line also says after which position the sum of bucket 0 may be placed (“behind position
-# 11” means after it), and the lines above it say which parameters each bucket holds. After which
-# position may the sum of bucket 3 be placed, at the earliest? The function `completed` then answers
-# this for all buckets.
+# `grad_sync="bucketed"` adds four lines, one all-reduce for each bucket. `bucket_bytes` decides
+# how many buckets there are: a bucket is closed as soon as it holds that many bytes.
+
+# %%
+unsummed.diff(pl.program(model, plan.replace(grad_sync="bucketed")))
+
+# %% [markdown]
+# The three forms differ in the place and the number of these lines:
+#
+# * **naive**: when backward is over, one all-reduce per parameter, each waited for before the next;
+# * **bucketed**: when backward is over, one all-reduce per bucket;
+# * **overlapped**: the all-reduce of a bucket starts as soon as backward has completed it.
+#
+# In the overlapped form an all-reduce cannot start before the gradients of its bucket are
+# complete. The last line of the program above says where that is for bucket 0 (“behind position
+# 11” means after it). After which position may the all-reduce of bucket 3 start, at the earliest?
 
 # %%
 first = pl.exercises.guess("first position for the sum of bucket 3", low=0, high=21, decimals=0)
@@ -457,80 +186,531 @@ first
 from paralab.programs import completed
 
 for position, buckets in sorted(completed(unsummed.code).items()):
-    print(f"behind position {position} the gradients of buckets {buckets} are complete")
+    print(f"after position {position} the gradients of buckets {buckets} are complete")
 first.reveal(position)
 
 # %% [markdown]
-# Bucket 3 holds the token embedding, whose gradient is complete only when backward is over.
-# Wherever the sums are placed, no backward is left to hide this one.
+# Bucket 3 holds the token embedding, and the backward pass reaches the embedding last. No backward
+# is left to hide this bucket: every form has to wait for the last one. Backward runs through the
+# model from the head to the embedding, so buckets are filled in this order, too.
 #
-# ## Your turn: the same as a pass
-# A function that takes a program and returns a changed one is called a *pass*. Each form of
-# parallelism in this library is a pass, and your pass is checked, run and predicted like the
-# built-in ones.
+# The three forms on the same devices, one step of rank 0 each:
+
+# %% tags=["measured"]
+ring = devices.replace(name="0.6 GB/s", algorithm="ring")
+forms = {
+    form: pl.run(model, plan.replace(grad_sync=form), steps=6, progress=False)
+    for form in ("naive", "bucketed", "overlapped")
+}
+replays = {form: run.replay(ring) for form, run in forms.items()}
+view.timelines(*replays.values(), labels=list(replays), ranks=[0])
 
 # %%
-pass_exercise = pl.exercises.sync_pass
-pass_exercise
+rows = {}
+for form, run in forms.items():
+    calls = run.collectives.query("step == 3 and rank == 0 and phase == 'grad_sync'")
+    rows[form] = {"all-reduces per step": len(calls), "MB sent": calls.wire_bytes.sum() / 1e6}
+pd.DataFrame(rows).T.round(3)
+
+# %% [markdown]
+# One all-reduce of $S$ bytes on a ring takes $2(N-1)\alpha + 2\frac{N-1}{N}S\beta$. Added up over
+# the $K$ messages of a step, with $T_{\text{net}}$ for the time that the network is busy:
+#
+# $$
+# T_{\text{net}} = 2(N-1)\,K\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta ,
+# \qquad
+# T_{\text{bucketed}} = T_F + T_B + T_{\text{net}} ,
+# \qquad
+# T_{\text{overlapped}} \approx T_F + \max(T_B,\; T_{\text{net}}) + T_{\text{last}} .
+# $$
+#
+# $T_{\text{last}}$ is the time of the last bucket, which nothing hides. Naive and bucketed have the
+# same formula; naive has a much larger $K$.
+
+# %%
+N, bytes_ = 4, 4 * model.num_params
+for form, K in (("naive", 52), ("overlapped", 4)):
+    net = 2 * (N - 1) * K * link.alpha + 2 * (N - 1) / N * bytes_ / link.bandwidth
+    expected = pl.predict(model, plan.replace(grad_sync=form), cluster=ring)
+    busy = expected.summary()["value"]["communication in flight"]
+    print(f"{form:<10} K = {K:2}: formula {1e3 * net:5.2f} ms, predicted {busy:5.2f} ms")
+
+# %% [markdown]
+# ## Small buckets pay latency, large buckets start late
+# What does the step time do if the gradients are packed into a single bucket?
+
+# %%
+why = pl.exercises.choose(
+    "One bucket for the whole model instead of four:",
+    [
+        "the step gets faster, because latency is paid once",
+        "the step gets slower, because nothing can be sent before backward is over",
+        "the step takes as long as before, because the bytes are the same",
+    ],
+)
+why
+
+# %%
+sizes = {"64 KiB": 2**16, "1 MiB": 2**20, "all in one": 2**23}
+predicted = {
+    name: pl.predict(model, plan.replace(bucket_bytes=size), cluster=ring)
+    for name, size in sizes.items()
+}
+view.timelines(*predicted.values(), labels=list(predicted), ranks=[0])
+
+# %%
+for name, expected in predicted.items():
+    waits = expected.summary()["value"]["waiting"]
+    print(f"{name:>10}: step {1e3 * expected.step_time:4.1f} ms, of it waiting {waits:4.1f} ms")
+why.reveal(2, "a bucket leaves when its last gradient is complete")
+
+# %% [markdown]
+# Small buckets pay the latency $2(N-1)\alpha$ too often, and the network cannot keep up with
+# backward. One bucket starts too late. DDP's `bucket_cap_mb=25` is this number for GPUs. Look for
+# the best size with the slider; *Run it* starts real ranks.
+
+# %%
+view.widgets.data_parallel(model, plan)
+
+# %% [markdown]
+# ## Overlap works while backward takes longer than the network
+# The overlapped form hides all but the last bucket if
+#
+# $$ T_B \;\ge\; T_{\text{net}} . $$
+#
+# Backward takes about $4$ FLOPs per parameter and token ($2$ for the gradient of the input, $2$ for
+# that of the weight; lab 11 derives it), so $T_B \approx 4\Psi\,bs/R$ with $bs$ tokens per rank.
+# Insert this and solve for the tokens:
+#
+# $$
+# bs \;\ge\; \frac{R}{4\Psi}\Big(2(N-1)K\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big)
+# \;\xrightarrow{\;\alpha \to 0\;}\; 2\,\frac{N-1}{N}\,\beta R .
+# $$
+#
+# Without latency the size of the model cancels: what counts is tokens per rank, the bandwidth, and
+# the speed of the device. With how many samples per rank (of 64 tokens) is the traffic of our
+# devices hidden?
+
+# %%
+enough = pl.exercises.guess("samples per rank that hide the traffic", low=1, high=16, decimals=0)
+enough
+
+# %%
+R, alpha, beta = devices.flops, link.alpha, 1 / link.bandwidth
+net = 2 * (N - 1) * 4 * alpha + 2 * (N - 1) / N * bytes_ * beta
+tokens = R / (4 * model.num_params) * net
+print(f"needed: {tokens:.0f} tokens per rank, {tokens / model.seq_len:.1f} samples")
+print(f"without latency: {2 * (N - 1) / N * beta * R:.0f} tokens")
+h100 = 2 * (1023 / 1024) * 400e12 / 50e9
+print(f"1,024 GPUs with 400 TFLOP/s and 50 GB/s each: {h100:,.0f} tokens per GPU")
+enough.reveal(-(-tokens // model.seq_len))
+
+# %% [markdown]
+# (The last line is for fp32 gradients; 16-bit gradients need half as many tokens.) The prediction
+# of the whole step agrees: from that batch on, the rank waits for the last bucket only, and the
+# time that it waits hardly falls any more.
+
+# %%
+rows = {}
+for b in (1, 2, 4, 8, 16):
+    summary = pl.predict(model, plan.replace(microbatch_size=b), cluster=ring).summary()["value"]
+    rows[b] = {
+        "tokens per rank": b * model.seq_len,
+        "condition holds": b * model.seq_len >= tokens,
+        "waiting (ms)": round(summary["waiting"], 1),
+    }
+pd.DataFrame(rows).T.rename_axis("samples per rank")
+
+# %% [markdown]
+# ## Accumulation: synchronise once per step, not once per micro-batch
+# A batch that does not fit is computed in $m$ micro-batches whose gradients add up. The mean over
+# all of them needs a division by $m$, too:
+#
+# $$ \nabla L = \frac1N\sum_{r}\;\frac1m\sum_{k=1}^{m} g_{r,k} . $$
+#
+# The sum over $k$ stays on the rank, so the ranks have to reduce it only once. A wrapper that
+# reduces after every backward sends $m$ times as much. PyTorch's `DistributedDataParallel` (DDP)
+# does that unless the first $m-1$ backwards run under `no_sync()`. Here it is observed, on the
+# reference GPT:
+
+
+# %%
+def torch_ddp(m, quiet, bucket_cap_mb=1):
+    import contextlib
+
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ddp = DistributedDataParallel(pl.reference.GPT(model), bucket_cap_mb=bucket_cap_mb)
+    update, losses = pl.reference.optimizer(ddp.parameters(), "sgd", 0.1), []
+    for step in range(4):
+        share = {"rank": rank, "ranks": ranks, "microbatches": m, "microbatch_size": 4 // m}
+        for k, (tokens, targets) in enumerate(pl.reference.batches(model, step=step, **share)):
+            last = k == m - 1
+            with ddp.no_sync() if quiet and not last else contextlib.nullcontext():
+                loss = ddp(tokens, targets)
+                (loss / m).backward()
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+for quiet in (False, True):
+    seen = pl.observe(torch_ddp, ranks=4, args=(4, quiet))
+    sent = seen.traffic()["bytes"].max() / 1e6
+    print(f"m = 4, no_sync {'used' if quiet else 'not used'}: {sent:6.3f} MB per rank and step")
+
+# %% [markdown]
+# ### Exercise 2 (implement): DDP
+# PyTorch does not know beforehand in which order backward completes the gradients. DDP therefore
+# registers a hook for every parameter, and autograd calls the hook when the gradient of this
+# parameter is complete. Write the wrapper that these hooks drive. The checker trains the reference
+# GPT with your class, compares gradients and weights with one process, counts bytes, and computes
+# the time of a step from the order of your calls and given costs. Only buckets *and* overlap
+# together are fast enough.
+
+# %%
+exercise = pl.exercises.my_ddp
+exercise
+
+
+# %%
+### ANSWER: my_ddp
+
+
+verdict = exercise.check(MyDDP)
+verdict
+
+# %% [markdown]
+# `exercise.hint()` gives one hint at a time, and `exercise.solution()` shows an answer.
+
+# %% [markdown] tags=["solution-only"]
+# Why it works: `dist.all_reduce(..., async_op=True)` returns at once, so the network carries one
+# bucket while backward fills the next. The hook of the parameter that fills a bucket is the first
+# moment at which the bucket may leave. Nothing reads a bucket before `finish()` has waited for it.
+#
+# Common mistakes, with what the checker says:
+# * the last bucket is never full, so it is never sent (“it is the one term …”);
+# * `wait()` in the hook: “backward is idle while something is waited for”;
+# * buckets that are sent in `finish()`: “nothing leaves before backward is over”;
+# * the weights of rank 0 are not broadcast, and ranks that begin differently stay different;
+# * under `no_sync()` the hooks still fill buckets, so gradients are sent once per micro-batch;
+# * a list that keeps the buckets of the step before.
+#
+# ## A second answer: gradients that are views of their bucket
+# Parameters are assigned to buckets once, in the reverse order of registration, and every bucket
+# has a buffer that lasts. `parameter.grad` is a view of this buffer, so backward adds into the
+# bucket, nothing is packed, and nothing is unpacked after the sum. DDP does the same with
+# `gradient_as_bucket_view=True`.
+
+
+# %% tags=["solution-only"]
+### ANSWER: my_ddp_other
+
+
+exercise.check(BucketViews)
+
+# %% [markdown]
+# ## Your own DDP trains the GPT
+# The next cell trains the reference GPT on four ranks with your class, observed like DDP above, and
+# compares it with DDP and with the library's program of the same plan. (It waits until your class
+# passes its check.)
+
+
+# %%
+def train(wrap, m=1):
+    import contextlib
+
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    gpt = pl.reference.GPT(model)
+    ddp, losses = wrap(gpt, bucket_bytes=2**20), []
+    update = pl.reference.optimizer(gpt.parameters(), "sgd", 0.1)
+    for step in range(4):
+        share = {"rank": rank, "ranks": ranks, "microbatches": m, "microbatch_size": 4 // m}
+        for k, (tokens, targets) in enumerate(pl.reference.batches(model, step=step, **share)):
+            with ddp.no_sync() if k < m - 1 else contextlib.nullcontext():
+                loss = ddp(tokens, targets)
+                (loss / m).backward()
+        ddp.finish()
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# %%
+### BEGIN SOLUTION
+### STUB: # runs once MyDDP passes its check
+# MyDDP has passed its check
+### END SOLUTION
+if verdict.passed:
+    mine = pl.observe(train, ranks=4, args=(MyDDP,))
+    torchs = pl.observe(torch_ddp, ranks=4, args=(1, False))
+    ours = pl.run(model, plan, steps=4, optimizer="sgd", lr=0.1, progress=False)
+    three = {"yours": mine, "torch's DDP": torchs, "the program": ours}
+    for name, one in three.items():
+        calls = one.collectives.query("rank == 0 and step == 2")
+        sent = calls.wire_bytes.sum() / 1e6
+        print(f"{name:<12} {len(calls)} calls, {sent:.3f} MB, last loss {one.losses[-1]:.4f}")
+else:
+    print("write MyDDP first")
+
+# %% tags=["measured"]
+### BEGIN SOLUTION
+### STUB: # draws the memory of a step, once MyDDP passes its check
+# the memory of a step
+### END SOLUTION
+view.memory_charts(three) if verdict.passed else print("write MyDDP first")
+
+# %% [markdown]
+# All three send the same bytes and arrive at the same loss. They differ in memory. DDP's buckets
+# are there during the whole step, so they add to its peak. A wrapper that makes a bucket when it is
+# full has no bucket at the peak, which is at the start of backward. The program knows the
+# optimizer, too: it updates the parameters of a bucket as soon as the sum has arrived, and frees
+# these gradients (`frees grad` in the listing above).
+#
+# ## Is it the same training? Adam hides the answer
+# Leave out the division by N, so that every gradient is N times too large. The function below is
+# data parallelism after exercise 1, with the division as an option.
+
+
+# %%
+def by_hand(optimizer, lr, divide):
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    gpt, losses = pl.reference.GPT(model), []
+    update = pl.reference.optimizer(gpt.parameters(), optimizer, lr)
+    for step in range(8):
+        share = {"rank": rank, "ranks": ranks, "microbatch_size": 4}
+        [(tokens, targets)] = pl.reference.batches(model, step=step, **share)
+        loss = gpt(tokens, targets)
+        loss.backward()
+        for parameter in gpt.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks if divide else 1
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+choice = pl.exercises.choose(
+    "Without the division, the loss curve of AdamW:",
+    ["diverges", "is the same", "falls four times as fast"],
+)
+choice
+
+# %% tags=["measured"]
+curves = {}
+for optimizer, lr in (("adamw", 1e-3), ("sgd", 0.1)):
+    for divide, words in ((True, ""), (False, ", not divided")):
+        seen = pl.observe(by_hand, ranks=4, args=(optimizer, lr, divide), memory_steps=0)
+        curves[f"{optimizer}{words}"] = seen.losses
+view.losses(curves, title="AdamW hides a gradient that is four times too large, SGD does not")
+
+# %%
+choice.reveal(2, "Adam divides by the size of the gradient, and a factor cancels")
+
+# %% [markdown]
+# Adam's update is $-\eta\,\hat m/(\sqrt{\hat v}+\epsilon)$. If every gradient is multiplied by
+# $c$, then $\hat m$ is multiplied by $c$ and $\sqrt{\hat v}$ by $c$, and the quotient stays. The
+# mistake shows as soon as gradients are clipped by their norm, or the optimizer is changed. So a
+# loss curve proves nothing; equality with one process does. The proof uses SGD, whose update is the
+# gradient itself. One process computes the four quarters of the batch one after the other:
+
+# %%
+import numpy as np
+
+proof = {"optimizer": "sgd", "lr": 0.1, "steps": 3, "keep_state": True, "progress": False}
+split = pl.run(model, plan, **proof)
+alone = pl.run(model, pl.Plan(microbatches=4, microbatch_size=4), **proof)
+for what in ("gradients", "weights"):
+    one, four = getattr(alone, what), getattr(split, what)
+    worst = max(np.abs(one[name] - four[name]).max() / np.abs(one[name]).max() for name in one)
+    print(f"{what}: {len(one)} tensors, equal to 1e-5 of their largest entry: {worst < 1e-5}")
+
+# %% [markdown]
+# ## Every call has a purpose
+# [TraceML #145](https://github.com/traceopt-ai/traceml/issues/145) asks for collectives summed up
+# by operation, process group and phase, with their overlap, and
+# [DeepSpeed #7403](https://github.com/deepspeedai/DeepSpeed/issues/7403) for the raw data of every
+# call instead of a printed sum. `collectives` of a report has one row per call, rank and step; of
+# your own PyTorch program, `pl.observe` returns the same table. Sizes hold on every machine:
+
+# %%
+both = pl.run(model, pl.Plan(dp=2, tp=2, microbatch_size=4), steps=3, clip_norm=1.0, progress=False)
+calls = both.collectives.query("step == 1 and rank == 0")
+by = ["axis", "phase", "op", "payload_bytes"]
+calls.groupby(by).agg(calls=("call", "count"), sent=("wire_bytes", "sum"))
+
+# %% [markdown]
+# This plan has two kinds of parallelism. `axis` is the process group, `phase` is the purpose.
+# [torchtitan #1369](https://github.com/pytorch/torchtitan/issues/1369) finds all-reduces of a
+# single element in an NCCL log of tensor parallelism, and asks what they are for. Here the call of
+# 4 bytes is of that kind: one number, a rank's part of the norm to which the gradients are clipped.
+# (Whether the calls in that log are for a norm or for a logged loss, the log does not say: a log
+# has sizes and no purposes.) The calls of our first run, with the time of each call, its bandwidth,
+# and the share that is hidden behind computation:
+
+# %% tags=["measured"]
+replayed = report.replay(ring)
+calls = replayed.collectives.query("step == 3 and rank == 0")[["op", "phase", "wire_bytes"]]
+calls["ms"] = replayed.collectives.eval("1e3 * (end - start)")
+calls["MB/s"] = calls.wire_bytes / calls.ms / 1e3
+hidden = replayed.summary()["value"]["of it hidden behind compute"]
+print(f"hidden behind compute: {hidden:.0f} %")
+calls.round(2)
+
+# %% [markdown]
+# ## Weak scaling keeps more of the ideal than strong scaling
+# With $T(N)$ the time of a step on N ranks:
+#
+# $$
+# E_{\text{weak}} = \frac{T(1)}{T(N)} \ \ (b \text{ fixed}), \qquad
+# E_{\text{strong}} = \frac{T(1)}{N\,T(N)} \ \ (N b \text{ fixed}).
+# $$
+#
+# Under strong scaling $b$ falls with N, and the condition of the section on overlap fails sooner or
+# later. Real runs, replayed on a device for each rank:
+
+# %% tags=["measured"]
+rows = []
+for form, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
+    for n in (1, 2, 4, 8):
+        scaled = pl.Plan(dp=n, microbatch_size=batch(n), bucket_bytes=2**20)
+        step = pl.run(model, scaled, steps=4, progress=False).replay(ring).step_time
+        row = {"form": form, "ranks": n, "clock": "replayed", "step_time": step}
+        rows.append(row | {"samples": scaled.global_batch})
+view.scaling(rows)
+
+# %% [markdown]
+# Weak scaling has a price of its own: a larger global batch. Beyond the *critical batch size* of a
+# task (McCandlish and others, below) more samples per step hardly save steps.
+#
+# ## Which clock answers which question
+# `pl.predict` returns the same kind of report as `pl.run`, from formulas and a short measurement of
+# this machine. `pl.compare` puts three clocks next to each other and explains each gap:
+
+# %% tags=["measured"]
+pl.compare(pl.predict(model, plan), report)
+
+# %% [markdown]
+# * *What would four devices do?* The replay says it, from the work that this run really did.
+# * *What did this machine do?* The wall clock says it. It includes waiting for a processor core:
+#   gloo's threads need cores, too, so do not read an efficiency from it, even with a core per rank.
+# * *What will a machine do that I do not have?* The prediction says it, and the comparison above
+#   says how far to trust it.
+#
+# ### Exercise 3 (go further): the same as a pass
+# A function that takes a program and returns a changed program is called a *pass*. The three forms
+# of this lab are passes of a few lines each. Write your own one. It is checked, run and predicted
+# like the built-in ones.
+
+# %%
+further = pl.exercises.sync_pass
+further
 
 
 # %%
 ### ANSWER: sync_pass
 
 
-pass_exercise.check(my_pass)
-
-# %% [markdown]
-# `pass_exercise.hint()` and `pass_exercise.solution()` help here, too.
+further.check(my_pass)
 
 # %% [markdown] tags=["solution-only"]
-# The answer works because the list already says when each gradient is complete, and because
-# `all_reduce` only begins the sum: the library derives a `WAIT` in front of the `UPDATE` that needs
-# the sum. The checks refuse some common mistakes and name them: a bucket that is never summed, or
-# that is summed after each micro-batch, so twice. Other mistakes cost time: all sums after
-# backward, or a `wait` after each call.
+# Why it works: the program already says where each gradient is complete, and `all_reduce` only
+# starts the sum; the library derives a `WAIT` before the `UPDATE` that needs it. Common mistakes
+# are a bucket that is never summed, sums after each micro-batch, all sums after backward, and a
+# `wait` after each call.
 #
-# ## Another answer: two halves
-# An all-reduce is a reduce-scatter followed by an all-gather (lab 01). A gather needs the result of
-# its reduce-scatter, so the rank would wait if one stood right after the other. Here each gather
-# stands one bucket later, so its reduce-scatter has had time to finish. The bytes are the same, and
-# every bucket pays α twice, once per call.
+# ## A second answer: two halves
+# An all-reduce is a reduce-scatter followed by an all-gather. If both stood at the same place, the
+# rank would wait for the first before it could start the second. So each all-gather is placed one
+# bucket later.
 
 
 # %% tags=["solution-only"]
-from paralab.programs import all_gather, reduce_scatter
+### ANSWER: sync_pass_other
 
 
-def in_halves(program):
-    sums, before = {}, []
-    for position, units in sorted(completed(program.code).items()):
-        sums[position] = [*map(reduce_scatter, units), *map(all_gather, before)]
-        before = units
-    sums[position] += map(all_gather, before)
-    return program.replace(insert(program.code, sums))
-
-
-pass_exercise.check(in_halves)
-
-
-# %% tags=["solution-only"]
-def halves_at_once(program):
-    sums = {}
-    for position, units in completed(program.code).items():
-        sums[position] = [call(unit) for unit in units for call in (reduce_scatter, all_gather)]
-    return program.replace(insert(program.code, sums))
-
-
-pass_exercise.check(halves_at_once)
+further.check(in_halves)
 
 # %% [markdown]
-# ## On your GPUs
-# The same cells run there. With a GPU per rank the all-reduces run over NCCL on a stream of their
-# own, and the measured clock needs no correction: use `report.timeline()` without a replay. Look
-# for the last bucket, and see how much of the others lies under backward.
+# ## What to remember
+# 1. The gradient of a batch is the mean of the gradients of its parts; that one mean is all that
+#    data parallelism communicates.
+# 2. A rank sends less than two copies of the gradients per step, however many ranks there are.
+# 3. Buckets save latency, overlap hides bytes, and the last bucket is never hidden.
+# 4. Overlap works while backward takes longer than the network: tokens per rank decide.
+# 5. A loss curve under Adam does not prove that gradients are right; equality with one process
+#    does.
+#
+# $$
+# \text{bytes per rank} = 2\,\frac{N-1}{N}\,4\Psi,
+# \qquad
+# bs \;\ge\; \frac{R}{4\Psi}\Big(2(N-1)K\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big),
+# \qquad
+# \nabla L = \frac{1}{Nm}\sum_{r,k} g_{r,k}.
+# $$
+#
+# | situation | use |
+# |---|---|
+# | the model and its optimizer fit on one device | data parallelism, overlapped |
+# | the batch does not fit | accumulation with `no_sync()` |
+# | the optimizer states do not fit | ZeRO (lab 05) |
+# | too few tokens per rank to hide the traffic | larger $b$, fewer ranks, or 16-bit gradients |
+#
+# ## In PyTorch, DeepSpeed, Megatron
+# The class of exercise 2 is called `DistributedDataParallel` in PyTorch. It was observed above, and
+# what this lab's numbers say about its options is:
+#
+# ```python
+# ddp = DistributedDataParallel(
+#     gpt,
+#     bucket_cap_mb=25,  # the bucket size of the section on buckets; the first bucket is 1 MiB
+#     gradient_as_bucket_view=True,  # no second copy of the gradients
+# )
+# with ddp.no_sync():  # accumulation: no traffic in the first m - 1 backwards
+#     ddp(tokens, targets).backward()
+# ```
+#
+# Does a larger bucket change what DDP does here? The calls of one step with two sizes:
+
+# %%
+for cap in (1, 25):
+    seen = pl.observe(torch_ddp, ranks=4, args=(1, False, cap))
+    sizes = seen.collectives.query("rank == 0 and step == 2")["payload_bytes"]
+    print(f"bucket_cap_mb={cap:<2}: {len(sizes)} calls of", [f"{s / 1e6:.2f} MB" for s in sizes])
+
+# %% [markdown]
+# With 25 MiB the whole model fits into very few buckets, and little is left to overlap: the default
+# is for models of a hundred times this size and more.
+#
+# DeepSpeed has the same switches in its JSON, Megatron-LM as flags. (Neither is installed here;
+# this is how they are written.)
+#
+# ```json
+# {"gradient_accumulation_steps": 4,
+#  "zero_optimization": {"stage": 0, "overlap_comm": true, "reduce_bucket_size": 5e8}}
+# ```
+# ```
+# --overlap-grad-reduce --ddp-bucket-size 40000000
+# ```
+#
+# **On your GPUs** the same cells take a GPU per rank, and NCCL carries the messages. That has not
+# been run for this lab.
 #
 # ## Read on
-# * Li and others 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704), sec. 3.2: the same
-#   ladder, naive, bucketed, overlapped.
-# * In the package: `paralab/parallel/data_parallel.py` has the three forms, each a pass of a few
-#   lines. `pl.program(model, plan)` prints the program that a form makes.
+# * Li and others 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704): sec. 3.2 has the
+#   ladder naive, bucketed, overlapped; sec. 3.2.4 has `no_sync`.
+# * McCandlish and others 2018, [An Empirical Model of Large-Batch
+#   Training](https://arxiv.org/abs/1812.06162): how large a global batch may be.
+# * PyTorch: [DistributedDataParallel](
+#   https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)
+#   and the [design note](https://docs.pytorch.org/docs/stable/notes/ddp.html).
+# * In the package: `paralab/parallel/data_parallel.py`, three passes of a few lines.
