@@ -15,6 +15,8 @@ clock, so its verdict is the same on every machine. Importing this leaves torch 
 
 from __future__ import annotations
 
+from paralab.exercises.accumulation import accumulate
+from paralab.exercises.all_reduce import hierarchical_all_reduce, ring_all_reduce
 from paralab.exercises.choose import Choice, choose
 from paralab.exercises.clinic import deadlock_clinic
 from paralab.exercises.cost import training_cost
@@ -25,6 +27,7 @@ from paralab.exercises.memory import memory_clinic
 from paralab.exercises.mesh import mesh_groups, mesh_step
 from paralab.exercises.offload import stream
 from paralab.exercises.pipeline import interleaved_executor, pipeline_executor, warmup
+from paralab.exercises.peak import peak_estimate
 from paralab.exercises.place import place
 from paralab.exercises.recomputed import checkpoint
 from paralab.exercises.ring import all_gather_half
@@ -44,9 +47,14 @@ ALL = {
     exercise.name: exercise
     for exercise in (
         model_states,
+        accumulate,
+        peak_estimate,
         all_gather_half,
         average_gradients,
         my_ddp,
+        ring_all_reduce,
+        hierarchical_all_reduce,
+        gradient_sync,
         sync_pass,
         warmup,
         pipeline_executor,
@@ -80,6 +88,7 @@ __all__ = [
     "Guess",
     "Reveal",
     "Verdict",
+    "accumulate",
     "all_gather_half",
     "better_schedules",
     "choose",
@@ -90,13 +99,16 @@ __all__ = [
     "my_ddp",
     "guess",
     "interleaved_executor",
+    "hierarchical_all_reduce",
     "memory_clinic",
     "mesh_groups",
     "mesh_step",
     "model_states",
     "own_schedule",
     "pipeline_executor",
+    "peak_estimate",
     "place",
+    "ring_all_reduce",
     "stream",
     "summa",
     "sync_pass",

@@ -29,8 +29,8 @@ RECIPES: dict[str, dict[str, int]] = {
     "mixed, fp32 gradients": {"parameters": 2, "gradients": 4, "master": 4, "moments": 8},
 }
 TIED, OWN, LARGE, DEVICES = (
-    "one head for both ends",
-    "a head of its own",
+    "tied output matrix",
+    "untied output matrix",
     "large models",
     "devices",
 )
@@ -50,8 +50,8 @@ DEVICE_CASES = (  # the first fits exactly, the others leave 0.08, 0.49, 0.76 an
     ("ptdp-1t", "mixed", 80),
 )
 ASKED = (
-    (TIED, "GPT-2, two recipes: every state to the byte"),
-    (OWN, "the same with tied=False"),
+    (TIED, "GPT-2, whose output matrix is the embedding; two recipes: every state to the byte"),
+    (OWN, "GPT-2 and the laptop model with tied=False: a matrix more"),
     (LARGE, "7.5 B and 1 T parameters"),
     (DEVICES, "four models on devices of 24 and 80 GB, and one that fills its devices exactly"),
 )
@@ -97,15 +97,15 @@ def known_states(model: ModelSpec, size: int) -> Mistakes:
     """(what was done, the bytes it gives) of the mistakes that are made with one state."""
     right, head = model.num_params * size, model.vocab * model.hidden * size
     if not model.tied:
-        yield "with tied=False the head is a tensor of its own", right - head
-    yield "the tied head is the embedding, one tensor: count it once", right + head
+        yield "with tied=False the output matrix is a tensor of its own", right - head
+    yield "the tied output matrix is the embedding: count it once", right + head
     matrices = 12 * model.layers * model.hidden**2 * size
     yield "12 l h² are the blocks' matrices alone: embeddings, biases and norms count too", matrices
     yield from known_units(right, size)
 
 
 def known_units(right: float, size: int) -> Mistakes:
-    yield "that is the number of parameters, each of which takes some bytes", right / size
+    yield "that is the number of parameters; each takes several bytes", right / size
     yield "that is in GB, required: bytes", right / 1e9
     yield "that is in GiB, required: bytes", right / 2**30
 
@@ -114,14 +114,14 @@ def _wrong_devices(
     model: ModelSpec, recipe: Mapping[str, int], memory: float, found: object
 ) -> str:
     total, size = model.num_params * sum(recipe.values()), memory * 10**9
-    rounded = "rounded, but not up: the rest has no place"
+    rounded = "rounded, but not up: what is left over needs a device too"
     known = [
         (rounded, total // size),
         (rounded, round(total / size)),
         ("one more than needed: they fit exactly", total // size + 1),
-        ("those are GiB; a data sheet's GB is 10⁹ bytes", math.ceil(total / (memory * 2**30))),
-        ("a device is whole", total / size),
-        ("the weights alone; there is more to keep", math.ceil(model.num_params * 2 / size)),
+        ("those are GiB; 1 GB is 10⁹ bytes", math.ceil(total / (memory * 2**30))),
+        ("only whole devices can be had", total / size),
+        ("the 16-bit weights alone; the other states need memory too", math.ceil(model.num_params * 2 / size)),
     ]
     right = math.ceil(total / size)
     return wrong_number(

@@ -8,24 +8,79 @@
 # %% [markdown]
 # # 00 · Why one device is not enough
 #
-# *«My model has 7.5 billion parameters. At two bytes each that is 15 GB, and my GPU has 80 GB. Why
-# does training run out of memory?»*
+# **The question.** A model of 7.5 billion parameters has 15 GB of 16-bit weights. Why does its
+# training run out of memory on a GPU with 80 GB?
 #
-# Ten minutes from now you can answer that to the byte: you train a small GPT for real, see what one
-# step does, find out what every byte is for by watching tensors come and go, and scale the answer
-# up to a trillion parameters. Run the cells from top to bottom (Shift+Enter).
+# **You will be able to**
+# * say what each byte of a training step is for, and derive how many there are;
+# * predict which of them grow with the model, the batch and the sequence;
+# * train with a large batch on a small device (gradient accumulation), and name the two mistakes
+#   that people make with it;
+# * say how many devices and how many years a given model needs.
+#
+# **You need** PyTorch (a module, `backward()`, an optimizer), powers and sums. No earlier lab.
+#
+# **Minutes** 60 to 80: 30 of reading, 1 of running, the rest for three exercises.
 
 # %%
 import paralab as pl
+from paralab import view
+from paralab.theory import needs
 
-model = pl.ModelSpec(layers=4, hidden=256, heads=4, seq_len=128, attention="explicit")
-print(f"{model.num_params:,} parameters; as fp32 weights {4 * model.num_params / 1e6:.1f} MB")
+GB = 10**9  # decimal, as device makers count
+large = pl.ModelSpec.preset("ptdp-7.5b")
+weights, states = 2 * large.num_params, needs.model_states(large, "zero-fp16")
+view.bytes_bars(
+    {"the weights": {"parameters": weights}, "what training keeps": states},
+    capacity={"one device": 80 * GB},
+    title="7.5 billion parameters: the weights fit, training them does not",
+)
 
 # %% [markdown]
-# ## Commit to a guess
-# A weight in fp32 takes 4 bytes. While it is being *trained* with AdamW, how many bytes does the
-# device hold for each parameter, activations left out? Move the slider and press *Commit*: people
-# remember what surprised them.
+# Training keeps eight times as much as the weights, and this picture does not even contain the
+# activations. In this lab you find each of these bytes in a model that is small enough to train
+# here, write the formulas down, and return to the large model with them.
+#
+# ## A training step is a list of instructions
+#
+# In PyTorch a training step is four lines:
+#
+# ```python
+# optimizer.zero_grad()
+# loss = model(tokens, targets)      # forward: computes the loss, saves activations for backward
+# loss.backward()                    # backward: uses them, makes a gradient for each parameter
+# optimizer.step()                   # update: gradients change the weights
+# ```
+#
+# paralab compiles a **plan** (how a model is to be trained) to the same step as a list of
+# instructions. With one device the list holds nothing but these three phases. A block is one
+# transformer layer (attention and an MLP); *mb* is a micro-batch, the samples that go through the
+# model together; *frees* says what is not needed any more.
+
+# %%
+model = pl.ModelSpec(layers=4, hidden=256, heads=4, seq_len=128, attention="explicit")
+plan = pl.Plan(microbatch_size=8)
+pl.program(model, plan)
+
+# %% [markdown]
+# Every later lab adds instructions to this list. Reading them is how you will see what a way of
+# parallel training really does.
+#
+# | symbol | meaning |
+# |---|---|
+# | Ψ | parameters of the model, a count |
+# | L, h, a, V | layers (blocks), hidden size, heads, vocabulary |
+# | s, b, m | tokens of a sequence, samples of a micro-batch, micro-batches of a step |
+# | K | bytes of model state per parameter |
+# | M | bytes of memory |
+# | C | FLOPs (floating-point operations) |
+# | D | tokens that a model is trained on |
+# | g | gradient |
+#
+# ## Model states: K bytes for each of Ψ parameters
+#
+# A weight in 32-bit floating point (fp32) takes 4 bytes. How many bytes does the device hold *for
+# each parameter* while it trains with AdamW, activations left out? Commit to a guess first.
 
 # %%
 guess = pl.exercises.guess(
@@ -34,225 +89,62 @@ guess = pl.exercises.guess(
 guess
 
 # %% [markdown]
-# ## Run it
-# One real process, a **rank** (here the only one; on a cluster there is one for each device), real
-# text (the source code of Python's standard library), six steps.
+# Now train: one real process (a **rank**; on a cluster there is one for each device), real text
+# (the source code of Python's standard library), three steps. Meanwhile a ledger writes down when
+# each tensor comes and goes. The table has the most that each category reached in a step.
 
 # %%
-report = pl.run(model, pl.Plan(microbatch_size=8), steps=6)
-report
+report = pl.run(model, plan, steps=3, progress=False)
+most = report.memory.groupby("category")["bytes"].max().to_frame("bytes")
+most["bytes per parameter"] = (most["bytes"] / model.num_params).round(2)
+most.sort_values("bytes", ascending=False)
 
-# %% tags=["measured"]
-report.timeline()
+# %%
+kept = most["bytes"][["parameters", "gradients", "optimizer"]]
+guess.reveal(round(kept.sum() / model.num_params))
 
-# %% [markdown]
-# Every training step has these three acts. **Forward** computes the loss and saves what
-# backward will need. **Backward** uses that up and leaves a gradient for every parameter. The
-# **optimizer** turns gradients into new weights.
+# %% [markdown] Three of the categories are the **model states**: the weight, its gradient, and the
+# two moments of AdamW, which are running means of the gradient and of its square.
 #
-# (The number in a box is its micro-batch.) By arithmetic backward takes twice as long: for every
-# matrix product of forward it makes two, one for the gradient of the input and one for the gradient
-# of the weight. The clock need not agree, for products are not all that a step does:
-
-# %% tags=["measured"]
-from paralab.theory import needs
-
-flops = needs.step_flops(model, samples=8)
-work = report.summary().loc["forward and backward", "value"] / 1e3
-spans = report.spans[report.spans.step > 0]
-seconds = (spans.end - spans.start).groupby(spans.kind).sum()
-print(f"a step is {flops / 1e9:.1f} GFLOP, and this core makes {flops / work / 1e9:.0f} GFLOP/s")
-print(f"backward took {seconds['backward'] / seconds['forward']:.1f} times as long as forward")
-
-# %% [markdown]
-# ## What is every byte for?
-# A ledger notes every tensor of a rank when it comes and when it goes, and what it is for. Here is,
-# for each category, the most that was alive at any moment of a step. Next to it is what the
-# **program** says: the list of instructions that the plan is compiled to, which names every tensor
-# before anything runs. `most()` reads the same maximum off this list.
-
-# %%
-import pandas as pd
-
-program = pl.program(model, pl.Plan(microbatch_size=8))
-parts = (
-    pd.DataFrame(
-        {
-            "measured (B)": report.memory.groupby("category")["bytes"].max(),
-            "program (B)": program.most(),
-        }
-    )
-    .fillna(0)
-    .astype(int)
-)
-parts["measured, bytes per parameter"] = (parts["measured (B)"] / model.num_params).round(1)
-parts
-
-# %%
-states = parts.loc[["parameters", "gradients", "optimizer"], "measured (B)"]
-guess.reveal(round(states.sum() / model.num_params))
-
-# %% [markdown]
-# Sixteen, four times what the weights alone take: the weight (4), its gradient (4), and AdamW's two
-# moments, running means of the gradient and of its square (4 + 4). These are the **model states**.
-# They depend on the number of parameters Ψ and on the recipe, and on nothing else.
+# $$M_\text{states} = K\,\Psi, \qquad
+# K_\text{fp32} = \underbrace{4}_\text{weight} + \underbrace{4}_\text{gradient}
+# + \underbrace{4 + 4}_\text{two moments} = 16.$$
 #
-# The **activations**, what forward saves for backward, are another matter. (**Workspace** is what
-# an operation needs for a moment. The **buffers** are a constant here: for each token, which others
-# come after it. **Other** is a few bytes, such as the loss.)
-
-# %%
-from paralab import view
-
-view.bytes_bars(
-    {
-        "measured": parts["measured (B)"].to_dict(),
-        "program": parts["program (B)"].to_dict(),
-    },
-    title="What a step makes: activations outweigh the model",
-)
-
-# %% [markdown]
-# They are not all there at once: backward uses activations up while gradients appear. So the peak
-# is less than this bar; lab 06 watches it.
+# How many parameters are there? One block has
 #
-# ## Turn the knobs
-# What happens to either when something doubles? States follow the number of parameters, activations
-# follow the tokens that are in flight.
-
-
-# %%
-def doubled(batch=8, **changes):
-    program = pl.program(model.replace(**changes), pl.Plan(microbatch_size=batch))
-    return {
-        "model states": sum(program.states().values()),
-        "activations": program.most()["activations"],
-    }
-
-
-as_it_is = doubled()
-rows = {
-    "twice the batch": doubled(batch=16),
-    "twice the sequence": doubled(seq_len=256),
-    "twice the layers": doubled(layers=8),
-    "twice the width": doubled(hidden=512),
-}
-pd.DataFrame(rows).T.div(pd.Series(as_it_is)).round(2).add_suffix(", times as many bytes")
-
-# %% [markdown]
-# The batch costs activations and no states, the width costs four times the states. And a sequence
-# twice as long takes more than twice the activations: the scores of attention are a table of every
-# token against every other.
+# * attention: queries, keys and values $3h^2 + 3h$, the projection after them $h^2 + h$;
+# * the MLP: up to $4h$ and down again, $4h^2 + 4h$ and $4h^2 + h$;
+# * two layer norms with a scale and a shift each: $4h$.
 #
-# Try it: the bars move while you drag, and *Run it* trains the model you have set up.
-
-# %%
-knobs = view.widgets.memory(model)
-knobs.set(recipe="fp32")
-knobs
-
-# %% [markdown]
-# The same without a mouse:
-
-# %%
-knobs.predict(hidden=512, microbatch_size=8)
-
-# %% [markdown]
-# ## Now the real ones
-# Large models are trained with 16-bit weights and gradients. That halves the first two terms, and
-# adds one: a 32-bit *master copy* of the weights, because small updates vanish in 16 bits. So it is
-# 2 + 2 + 4 + 4 + 4: sixteen again. (ZeRO, sec. 3.1; other recipes keep 18 or 20.)
-
-# %%
-GB = 10**9  # decimal, as device makers count
-large = ["gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t"]
-table = []
-for name in large:
-    spec = pl.ModelSpec.preset(name)
-    need = sum(needs.model_states(spec, "zero-fp16").values())
-    days = needs.training_days(spec, tokens=300e9, devices=1, flops=150e12)
-    table.append(
-        {
-            "model": name,
-            "parameters (billions)": round(spec.num_params / 1e9, 1),
-            "16-bit weights (GB)": round(2 * spec.num_params / GB, 1),
-            "model states (GB)": round(need / GB, 1),
-            "80 GB devices for them": needs.devices_for(need, 80 * GB),
-            "years on one device": round(days / 365, 1),
-        }
-    )
-pd.DataFrame(table).set_index("model")
-
-# %% [markdown]
-# Two walls, then. The first is **memory**: the 7.5 billion parameters of the question are 15 GB of
-# weights, but the states alone fill more than one device, before the first activation.
-
-# %%
-spec = pl.ModelSpec.preset("ptdp-7.5b")
-view.bytes_bars(
-    {
-        "what people count": {"parameters": 2 * spec.num_params},
-        "model states": needs.model_states(spec, "zero-fp16"),
-    },
-    capacity={"one device": 80 * GB},
-    title="7.5 billion parameters: the weights fit, training them does not",
-)
-
-# %% [markdown]
-# The second is **time**: the last column trains on 300 billion tokens at 150 TFLOP/s, half of what
-# an A100 can do at its peak, every forward done twice (lab 06 says why). Even if a trillion
-# parameters fitted, nobody would wait for them. So the work has to be split, and there are only so
-# many ways: by samples (data parallelism, lab 02), by layers (03), inside a layer (07), by who
-# keeps which state (05), and by moving state to slower memory (09).
+# Together $12h^2 + 13h$. In addition to the $L$ blocks there are the token embedding ($Vh$, which
+# is also the output matrix when the two are *tied*), the positions ($sh$) and the last norm
+# ($2h$):
 #
-# ## Break it
-# Gradient accumulation is how a large batch is trained on a device that holds a small one: several
-# micro-batches, one after the other, and their gradients add up. Both functions below do that, and
-# their gradients agree (the cell compares one tensor's). But one of the functions saves next to no
-# memory. (`pl.reference` has the GPT and its batches in plain PyTorch; `pl.trace` runs a function
-# on real processes and can watch their memory.)
-
+# $$\Psi = L\,(12h^2 + 13h) + Vh + sh + 2h.$$
 
 # %%
-def one_backward_at_the_end(group, spec, microbatches):
-    device = group.context.device
-    gpt = pl.reference.GPT(spec).to(device)
-    [batch] = pl.reference.batches(spec, step=0, microbatch_size=8, device=device)
-    loss = sum(gpt(*batch) for _ in range(microbatches))
-    loss.backward()
-    return gpt.head.norm.weight.grad
-
-
-def backward_each_time(group, spec, microbatches):
-    device = group.context.device
-    gpt = pl.reference.GPT(spec).to(device)
-    [batch] = pl.reference.batches(spec, step=0, microbatch_size=8, device=device)
-    for _ in range(microbatches):
-        gpt(*batch).backward()
-    return gpt.head.norm.weight.grad
-
-
-import numpy as np
-
-peaks, gradients = {}, []
-for function in (one_backward_at_the_end, backward_each_time):
-    for microbatches in (1, 4):
-        traced = pl.trace(function, ranks=1, args=(model, microbatches), memory=True)
-        peaks[function.__name__, microbatches] = traced.meta["peak_bytes"][0]
-    gradients.append(traced.results[0])
-
-for (name, microbatches), peak in peaks.items():
-    print(f"{name:<24} {microbatches} micro-batches: peak {peak / 1e6:6.1f} MB")
-print("same gradients:", np.allclose(*gradients, rtol=1e-4, atol=1e-5))
+L, h, s, V = model.layers, model.hidden, model.seq_len, model.vocab
+psi = L * (12 * h**2 + 13 * h) + V * h + s * h + 2 * h
+print(f"parameters by the formula {psi:,}, of the real model {model.num_params:,}")
+print(f"states by the formula {16 * psi:,} bytes, in the ledger {kept.sum():,}")
+print(f"the difference is {kept.sum() - 16 * psi} bytes: a step counter (4 bytes) for each of")
+print(f"{len(model.parameter_shapes())} tensors, which AdamW keeps to correct its means")
 
 # %% [markdown]
-# A loss that is not yet differentiated holds all the activations under it. Adding up *losses* keeps
-# four micro-batches alive at once; adding up *gradients* keeps one. No error, no wrong number: only
-# the memory tells.
+# ### With 16-bit weights it is sixteen again
 #
-# ## Your turn
-# How many devices does it take to hold a model's states? Write it as a function, for any recipe of
-# bytes per parameter. The checker asks about models and recipes of its own.
+# Large models compute with 16-bit weights and gradients, which halves two terms. But small updates
+# vanish in 16 bits: next to a weight of 1, the smallest step that bf16 can represent is 1/128. So
+# the optimizer keeps a 32-bit **master copy** of the weights
+# ([ZeRO](https://arxiv.org/abs/1910.02054), sec. 3.1):
+#
+# $$K_\text{mixed} = \underbrace{2}_\text{weight} + \underbrace{2}_\text{gradient}
+# + \underbrace{4 + 4 + 4}_\text{master copy, two moments} = 2 + 2 + 12 = 16.$$
+#
+# (The paper calls the 12 alone K. Implementations that also keep 32-bit gradients have 18 or 20.)
+# This is the answer to the opening question: 7.47 billion parameters at 16 bytes each are 119 GB.
+#
+# **Your turn (warm-up).** Write both as functions, for any recipe of bytes per parameter.
 
 # %%
 exercise = pl.exercises.model_states
@@ -265,41 +157,438 @@ exercise
 exercise.check(model_states, devices_needed)
 
 # %% [markdown]
-# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
+# `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
 
 # %% [markdown] tags=["solution-only"]
-# ## Another answer
-# The states are a property of the recipe, the parameters one of the model, so one multiplication
-# is enough. `-(-a // b)` rounds up without leaving whole numbers, which matters once bytes have
-# more digits than a float.
-
+# **Why it works.** The states depend on the recipe, and of the model on one number only.
+#
+# **Common mistakes.** Counting the output matrix twice although it is tied to the embedding;
+# counting $12Lh^2$, which leaves out embeddings, biases and norms; dividing by $2^{30}$ instead of
+# $10^9$; rounding the number of devices to the nearest whole number instead of up.
+#
+# **A second answer** stays with whole numbers throughout: `-(-a // b)` rounds up, also where bytes
+# have more digits than a float.
 
 # %% tags=["solution-only"]
-def states_by_sum(model, recipe):
-    psi = model.num_params
-    return dict(zip(recipe, (psi * width for width in recipe.values()), strict=True))
-
-
-def devices_by_whole_numbers(model, recipe, memory_gb):
-    need = model.num_params * sum(recipe.values())
-    return -(-need // (memory_gb * 10**9))
+### ANSWER: model_states_other
 
 
 exercise.check(states_by_sum, devices_by_whole_numbers)
 
 # %% [markdown]
-# ## On your GPUs
-# The same cells run there as they are: `pl.run` takes the GPU where there is one, and the timeline
-# is device time. The ledger counts there too, and states are the same to the byte.
+# ## Activations: what forward saves for backward
+#
+# The largest row of the table above is none of the states. To compute the gradient of
+# $y = Wx$ with respect to $W$, backward needs $x$ again; so forward keeps it. These are the
+# **activations**. In fp32, one block keeps for $b$ samples of $s$ tokens:
+#
+# | operation | saved for backward | bytes |
+# |---|---|---|
+# | two layer norms | their inputs | $2 \cdot 4sbh$ |
+# | product for queries, keys, values | its input | $4sbh$ |
+# | scores $QK^\top$ | $Q$ and $K$ | $2 \cdot 4sbh$ |
+# | softmax | its output, one number for each pair of tokens and each head | $4as^2b$ |
+# | scores times $V$ | $V$ (the softmax output is there already) | $4sbh$ |
+# | projection | its input | $4sbh$ |
+# | MLP up | its input | $4sbh$ |
+# | GeLU | its input, four times as wide | $16sbh$ |
+# | MLP down | its input, four times as wide | $16sbh$ |
+#
+# Added up:
+#
+# $$M_\text{act} = sbh\left(64 + 4\,\frac{as}{h}\right) \text{ bytes per block}.$$
+#
+# In 16 bits it is half of that, $sbh(32 + 2as/h)$. Dropout adds masks of one byte: two of $sbh$,
+# and for the scores a mask ($as^2b$) and an output ($2as^2b$). That gives the formula that the
+# literature uses ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), eq. 1):
+#
+# $$M_\text{act} = sbh\left(34 + 5\,\frac{as}{h}\right) \text{ bytes per block, 16 bits, dropout}.$$
+#
+# Does the small model keep what the first formula says? Compare a model of four blocks with one of
+# five: the difference is one block.
+
+# %%
+a, b = model.heads, plan.microbatch_size
+five = pl.program(model.replace(layers=5), plan).most()["activations"]
+four = pl.program(model, plan).most()["activations"]
+print(f"one more block keeps {five - four:,} bytes")
+print(f"s b h (64 + 4 a s / h) = {s * b * h * 64 + 4 * a * s**2 * b:,} bytes")
+print(f"left: {five - four - (64 * s * b * h + 4 * a * s**2 * b):,} = 16 s b, the norms' statistics")
+print(f"the ledger of the run agrees: {most['bytes']['activations'] == four}")
+
+# %% [markdown]
+# The second formula needs no run. For GPT-3 the term $5as/h$ is larger than 34: the table of every
+# token against every other outweighs all matrices. (Lab 06 shows how not to keep it.)
+
+# %%
+import pandas as pd
+
+from paralab.theory.activation_costs import layer_bytes
+
+rows = {}
+for name in ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t"):
+    one = pl.ModelSpec.preset(name)
+    rows[name] = {
+        "5 a s / h": 5 * one.heads * one.seq_len / one.hidden,
+        "activations of one sample (GB)": float(one.layers * layer_bytes(one, 1)) / GB,
+        "model states (GB)": 16 * one.num_params / GB,
+    }
+pd.DataFrame(rows).T.round(1)
+
+# %% [markdown]
+# ### What doubles what?
+# Model states scale with the number of parameters, activations with the number of tokens in the
+# micro-batch. Which of these changes makes the *activations* more than twice as large?
+
+# %%
+question = pl.exercises.choose(
+    "The activations more than double with",
+    ["twice the batch", "twice the layers", "twice the sequence"],
+)
+question
+
+
+# %%
+def bytes_of(batch=8, **changes):
+    program = pl.program(model.replace(**changes), pl.Plan(microbatch_size=batch))
+    return pd.Series(
+        {
+            "model states": sum(program.states().values()),
+            "activations": program.most()["activations"],
+        }
+    )
+
+
+changed = {
+    "twice the batch": bytes_of(batch=16),
+    "twice the sequence": bytes_of(seq_len=256),
+    "twice the layers": bytes_of(layers=8),
+    "twice the width": bytes_of(hidden=512),
+}
+(pd.DataFrame(changed).T / bytes_of()).round(2).add_suffix(", factor")
+
+# %%
+question.reveal(3, "The scores of attention, a s² b, grow with the square of s.")
+
+# %% [markdown]
+# Try other sizes: the bars move while you drag, and *Run it* trains the model that you have set.
+
+# %%
+knobs = view.widgets.memory(model)
+knobs.set(recipe="fp32")
+knobs
+
+# %% [markdown]
+# ## The peak is less than the sum
+#
+# States and activations are not all there at once: backward uses activations up, block by block,
+# while gradients appear. The memory that a device must have is the **peak** over the step,
+# $M_\text{peak} = \max_t M(t)$. When does it come?
+
+# %%
+moment = pl.exercises.choose(
+    "The peak of memory comes",
+    ["when forward begins", "shortly after backward begins", "in the optimizer's update"],
+)
+moment
+
+# %% tags=["measured"]
+report.memory_chart()
+
+# %%
+peak = pl.program(model, plan).peak()
+print(f"peak by the program {sum(peak.values()):,} bytes, in the run {report.peak_memory:,}")
+print(f"gradients at that moment: {peak['gradients'] / (4 * psi):.0%} of all")
+moment.reveal(2, "Nearly all activations are still kept, and the first gradients are there")
+
+# %% [markdown]
+# The program knows the peak to the byte before anything runs, because it is the list that is run.
+#
+# ## A large batch on a small device
+#
+# Good training wants a batch of thousands of samples, but activations grow with the samples that
+# are in the model at once. **Gradient accumulation** separates the two. The loss of a batch is a
+# mean over its samples, and so is its gradient. Cut a batch of $B = mb$ samples into $m$
+# micro-batches of $b$ samples:
+#
+# $$g = \frac{1}{B}\sum_{i=1}^{B} g_i
+# = \frac{1}{m}\sum_{k=1}^{m}\Big(\underbrace{\frac{1}{b}\sum_{i \in \text{micro-batch } k} g_i}_{
+# \text{gradient of micro-batch } k}\Big).$$
+#
+# So one can compute the micro-batches one after the other, add up their gradients (PyTorch's
+# `backward()` adds to `.grad` anyway), divide by $m$ and update once. Activations are those of one
+# micro-batch. As a program, the difference to a single batch of 8 is:
+
+# %%
+accumulating = pl.Plan(microbatch_size=8, microbatches=4)
+pl.program(model, plan).diff(pl.program(model, accumulating))
+
+# %%
+whole = pl.predict(model, pl.Plan(microbatch_size=32))
+parts = pl.predict(model, accumulating)
+view.memory_bars(
+    {"one batch of 32": whole, "4 micro-batches of 8": parts, "one batch of 8": report},
+    title="Accumulation trains 32 samples in the memory of 8, and all gradients",
+)
+
+# %% [markdown]
+# ### Two mistakes that raise no error
+#
+# **The missing division.** Without the $1/m$ the gradient is $m$ times too large. The optimizer
+# that most people use hides it. In its first step AdamW's means are $\hat m = g$ and
+# $\hat v = g^2$, so it changes each weight by
+#
+# $$\Delta w = -\eta\,\frac{\hat m}{\sqrt{\hat v} + \epsilon} \approx -\eta\,\frac{g}{|g|},$$
+#
+# in which a factor of $g$ cancels. SGD, $\Delta w = -\eta g$, shows it:
+
+
+# %%
+def one_update(group, spec, optimizer, factor):
+    """How far one step moves the weights when the gradient is multiplied by a factor."""
+    gpt = pl.reference.GPT(spec)
+    update = pl.reference.optimizer(gpt.parameters(), optimizer)
+    before = [p.detach().clone() for p in gpt.parameters()]
+    for tokens, targets in pl.reference.batches(spec, step=0, microbatch_size=8):
+        (factor * gpt(tokens, targets)).backward()
+    update.step()
+    moved = zip(gpt.parameters(), before, strict=True)
+    return sum((p.detach() - old).square().sum().item() for p, old in moved) ** 0.5
+
+
+small = pl.ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
+for optimizer in ("adamw", "sgd"):
+    once, four = (
+        pl.trace(one_update, ranks=1, args=(small, optimizer, factor)).results[0]
+        for factor in (1.0, 4.0)
+    )
+    print(f"{optimizer:>5}: 4 times the gradient moves the weights {four / once:.1f} times as far")
+
+# %% [markdown]
+# With AdamW the bug shows late and elsewhere: gradient clipping and the logged gradient norm are
+# wrong. Never use AdamW to test whether gradients are right.
+#
+# **The graph that is kept.** The function below divides correctly, and its gradients are right.
+# But something is wrong with its memory:
+
+
+# %%
+def sum_the_losses(group, spec, microbatches):
+    gpt = pl.reference.GPT(spec)
+    feed = pl.reference.batches(spec, step=0, microbatches=microbatches, microbatch_size=8)
+    loss = sum(gpt(tokens, targets) for tokens, targets in feed) / microbatches
+    loss.backward()
+
+
+for count in (1, 4):
+    traced = pl.trace(sum_the_losses, ranks=1, args=(small, count), memory=True)
+    print(f"{count} micro-batches: peak {traced.meta['peak_bytes'][0] / 1e6:.1f} MB")
+
+# %%
+cause = pl.exercises.choose(
+    "The memory grows with m because",
+    [
+        "gradients of four micro-batches are kept",
+        "until backward() runs, autograd keeps all activations of the graph alive",
+        "Python frees tensors late",
+    ],
+)
+cause
+
+# %%
+cause.reveal(2, "The sum of four losses is one graph with four micro-batches of activations in it")
+
+# %% [markdown]
+# **Your turn (implement).** Write the step itself, in plain PyTorch, as you would at work: mean
+# gradient over all samples, activations of one micro-batch, clipping by the global norm.
+
+# %%
+exercise = pl.exercises.accumulate
+exercise
+
+# %%
+### ANSWER: accumulate
+
+
+verdict = exercise.check(accumulate)
+verdict
+
+# %% [markdown]
+# ### Your step trains the reference GPT
+#
+# `pl.observe` runs any PyTorch program on real ranks and reports on it just as on a program of the
+# library. Here your function trains, next to the library's program for the same plan.
+
+
+# %%
+def my_training(spec, steps, microbatches):
+    gpt = pl.reference.GPT(spec)
+    optimizer, losses = pl.reference.optimizer(gpt.parameters()), []
+    for step in range(steps):
+        feed = pl.reference.batches(spec, step=step, microbatches=microbatches, microbatch_size=8)
+        loss, norm = accumulate(gpt, optimizer, feed, clip_norm=1.0)
+        losses.append(loss)
+    return losses
+
+
+if verdict:
+    library = pl.run(small, accumulating, steps=3, clip_norm=1.0, progress=False)
+    yours = pl.observe(my_training, ranks=1, args=(small, 3, 4))
+    pairs = zip(yours.losses, library.losses, strict=True)
+    print("the same losses, to four decimals:", all(abs(x - y) < 1e-4 for x, y in pairs))
+    view.memory_bars({"yours": yours, "the library's": library}, title="Two peaks of one plan").show()
+else:
+    print("write accumulate first")
+
+# %% [markdown] tags=["solution-only"] **Why it works.** Each micro-batch's loss is a mean over its
+# own samples. Weighting it by its share of all samples makes the sum of the gradients the mean
+# over all samples, also where the last micro-batch is smaller. `backward()` after each forward
+# frees that micro-batch's graph. The norm is one number over *all* parameters, and can be known
+# only after the last backward.
+#
+# **Common mistakes.** Dividing by $m$ although the micro-batches differ in size (in 2024 a fix of
+# this kind went through [several libraries](https://huggingface.co/blog/gradient_accumulation));
+# clipping after each micro-batch; clipping each tensor by its own norm; adding up losses that are
+# still attached to their graphs, only to log them; `zero_grad()` within the loop.
+#
+# **A second answer** adds up plain means, scales the gradients once at the end, and writes the
+# clipping out.
+
+# %% tags=["solution-only"]
+### ANSWER: accumulate_other
+
+
+exercise.check(accumulate_by_scaling)
+
+# %% [markdown]
+# ## The second wall is time
+#
+# A matrix product with $n$ weights costs $2n$ FLOPs per token: one multiplication and one addition
+# per weight. Backward makes two such products, one for the gradient of the input and one for the
+# gradient of the weight. So a step costs 6 FLOPs per parameter and token, and a training on $D$
+# tokens
+#
+# $$C \approx 6\,\Psi\,D.$$
+#
+# How long is that for 300 billion tokens, on one device that reaches 150 TFLOP/s (half of an
+# A100's peak)? The exact count adds the scores of attention and the output matrix, which the
+# formula leaves out.
+
+# %%
+tokens, speed, year = 300e9, 150e12, 365 * 86400
+rows = {}
+for name in ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t"):
+    one = pl.ModelSpec.preset(name)
+    exact = needs.step_flops(one, 1) / one.seq_len * tokens
+    rows[name] = {
+        "80 GB devices for the states": needs.devices_for(16 * one.num_params, 80 * GB),
+        "years by 6 Ψ D": 6 * one.num_params * tokens / speed / year,
+        "years, exact": exact / speed / year,
+    }
+pd.DataFrame.from_dict(rows, orient="index").round(1)
+
+# %% [markdown]
+# Even a device with enough memory would take centuries. So the work has to be split, and there are
+# only so many ways: by samples (data parallelism, lab 02), by layers (pipelines, 03), by who keeps
+# which state (ZeRO, 05), inside a layer (tensor parallelism, 07), or by moving state to slower
+# memory (offload, 09).
+#
+# **Your turn (go further).** Predict the peak of a whole step, activations and temporary tensors
+# included, within 5 %, without running or compiling anything. This is what a memory estimator
+# does, and many of those that people use are wrong by factors (lab 06).
+
+# %%
+exercise = pl.exercises.peak_estimate
+exercise
+
+# %%
+### ANSWER: peak_estimate
+
+
+exercise.check(peak_estimate)
+
+# %% [markdown] tags=["solution-only"] **Why it works.** The peak is the largest of a few moments,
+# and each is a sum of what is alive then. With a large vocabulary it is the backward of the output
+# matrix, when the gradient of the logits is there; with a long sequence that of the scores; with a
+# wide model and few tokens it is the update, when all gradients are there and no activations.
+#
+# **Common mistakes.** Adding all gradients to all activations ($m = 1$); forgetting that with
+# $m > 1$ all gradients are there from the second micro-batch on; leaving out the logits ($4sbV$
+# bytes, twice); taking the 16-bit formula for an fp32 run.
+#
+# **A second answer** goes through the same moments as a dictionary, so that one can ask which it
+# is.
+
+# %% tags=["solution-only"]
+### ANSWER: peak_estimate_other
+
+
+exercise.check(peak_by_moments)
+
+# %% [markdown]
+# ## What to remember
+#
+# 1. Training with AdamW keeps 16 bytes per parameter, in fp32 (4+4+8) as in mixed precision
+#    (2+2+12).
+# 2. Activations come on top: they grow with the tokens in the micro-batch, and the scores with the
+#    square of the sequence.
+# 3. What has to fit is the peak over time, which usually comes early in backward.
+# 4. Gradient accumulation decouples the batch from the memory; divide by the samples, and call
+#    `backward()` for each micro-batch.
+# 5. AdamW hides a wrong factor in the gradients. Test with SGD.
+#
+# $$M_\text{states} = K\Psi,\ K = 16 \qquad
+# M_\text{act} = sbh\,(34 + 5as/h)\,L \qquad C \approx 6\Psi D$$
+#
+# | if this fills the device | then | lab |
+# |---|---|---|
+# | activations, because of the batch | gradient accumulation | here |
+# | activations of one sample | recomputation, tensor and sequence parallelism | 06, 07 |
+# | model states | ZeRO, pipelines, tensor parallelism, offload | 05, 03, 07, 09 |
+# | nothing, but it takes years | data parallelism first | 02 |
+#
+# ## In PyTorch, DeepSpeed, Megatron
+#
+# | what | PyTorch | DeepSpeed (JSON) | Megatron-LM |
+# |---|---|---|---|
+# | micro-batch $b$ | your `DataLoader` | `train_micro_batch_size_per_gpu` | `--micro-batch-size` |
+# | accumulation $m$ | your loop | `gradient_accumulation_steps` | `--global-batch-size` |
+# | clipping | `clip_grad_norm_` | `gradient_clipping` | `--clip-grad` |
+# | peak | `torch.cuda.max_memory_allocated()` | `see_memory_usage` | `--log-memory-interval` |
+#
+# One line of the loop above is a knob for memory too: `optimizer.zero_grad(set_to_none=True)`, the
+# default, frees the gradients; with `False` they are filled with zeros and stay through forward.
+# PyTorch itself runs here, observed:
+
+
+# %%
+def plain_pytorch(spec, set_to_none):
+    gpt = pl.reference.GPT(spec)
+    optimizer = pl.reference.optimizer(gpt.parameters())
+    for step in range(3):
+        [(tokens, targets)] = pl.reference.batches(spec, step=step, microbatch_size=8)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        gpt(tokens, targets).backward()
+        optimizer.step()
+
+
+for choice in (True, False):
+    seen = pl.observe(plain_pytorch, ranks=1, args=(small, choice))
+    print(f"set_to_none={choice!s:<5} peak {seen.peak_memory / 1e6:.2f} MB")
+print(f"all gradients of this model: {4 * small.num_params / 1e6:.2f} MB")
+
+# %% [markdown] On a GPU the cells run as they are and the ledger counts the same tensors; this has
+# not been tried on one yet. `nvidia-smi` shows more than the ledger: the CUDA context and memory
+# that PyTorch's allocator has reserved (lab 06).
 #
 # ## Read on
-# * Rajbhandari and others 2020, [ZeRO](https://arxiv.org/abs/1910.02054), sec. 3.1 (what the
-#   states are) and 3.2 (the rest); figure 1 has the 120 GB.
-# * Narayanan and others 2021, [PTD-P](https://arxiv.org/abs/2104.04473), sec. 5.1: how long
-#   training takes.
-# * Korthikanti and others 2022,
-#   [Reducing activation recomputation](https://arxiv.org/abs/2205.05198), eq. 1: the activations of
-#   one block.
-# * In the package: `paralab/theory/needs.py` has the recipes, `paralab/instruments/ledger.py`
-#   counts what is alive, `paralab/interpret/memory.py` reads it off the program. Next:
+# * Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054), sec. 3: what the states are.
+# * Korthikanti et al. 2022, [Reducing activation recomputation](https://arxiv.org/abs/2205.05198),
+#   sec. 4: the activations of a block, operation by operation.
+# * Narayanan et al. 2021, [PTD-P](https://arxiv.org/abs/2104.04473), sec. 5.1: how long training
+#   takes.
+# * Micikevicius et al. 2018, [Mixed precision training](https://arxiv.org/abs/1710.03740), sec.
+#   3.1: why there is a master copy.
+# * In the package: `paralab/theory/needs.py` has the recipes, `paralab/model/reference.py` the GPT
+#   in plain PyTorch, `paralab/interpret/memory.py` reads memory off the program. Next:
 #   [lab 01](01_collectives.ipynb).

@@ -1,0 +1,134 @@
+"""Lab 00: the peak of a training step on one device, by formulas.
+
+The truth is the program's peak, which is that of a run to the byte (tests/test_memory.py). The
+cases are chosen so that each of four moments is the peak of one: the backward of the output matrix,
+of a block's MLP, of its scores, and the update.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.questions import Mistakes, asked, size_text, wrong_number
+from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.verdict import NOT_STARTED
+from paralab.spec import ModelSpec, Plan
+
+OURS = str(Path(__file__).parents[1])
+TOLERANCE = 0.05
+SMALL, WORDS, LONG, WIDE, SEVERAL = (
+    "the lab's model",
+    "large vocabularies",
+    "long sequences",
+    "wide models, few tokens",
+    "several micro-batches",
+)
+FIELDS = ("layers", "hidden", "heads", "seq_len", "vocab")
+CASES = (  # limit, the model's fields, samples of a micro-batch, micro-batches
+    (SMALL, (4, 256, 4, 128, 256), 8, 1),
+    (SMALL, (6, 192, 6, 96, 256), 12, 1),
+    (WORDS, (12, 768, 12, 1024, 50304), 4, 1),
+    (WORDS, (6, 384, 6, 256, 65536), 2, 1),
+    (LONG, (2, 256, 16, 1024, 256), 2, 1),
+    (LONG, (4, 128, 8, 512, 256), 4, 1),
+    (WIDE, (32, 4096, 32, 128, 32000), 1, 1),
+    (WIDE, (48, 128, 2, 64, 256), 1, 1),
+    (SEVERAL, (4, 256, 4, 128, 256), 8, 4),
+    (SEVERAL, (12, 768, 12, 1024, 50304), 8, 4),
+    (SEVERAL, (2, 1024, 16, 64, 256), 1, 3),
+)
+ASKED = (
+    (SMALL, "4 blocks, h = 256, 8 samples of 128 tokens, and a variant: within 5 %"),
+    (WORDS, "V = 50,304 and 65,536"),
+    (LONG, "s = 512 and 1024, up to 16 heads"),
+    (WIDE, "up to h = 4096 and 48 blocks, one sample"),
+    (SEVERAL, "m = 3 and 4"),
+)
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    named = [(SimpleNamespace(**_named(sizes)), b, m) for _, sizes, b, m in CASES]
+    for notes, found in on_ranks(tries, estimated, 1, (named,), timeout=timeout):
+        for (limit, sizes, b, m), reply in zip(CASES, found.results[0], strict=True):
+            if reply.trouble == NOT_STARTED:
+                continue
+            model, right = ModelSpec(**_named(sizes), attention="explicit"), peak(sizes, b, m)
+            wrong = reply.trouble or wrong_number(
+                reply.value,
+                right,
+                size_text,
+                _mistakes(model, b, right),
+                what="required: a number of bytes",
+                tolerance=TOLERANCE,
+            )
+            where = f"{', '.join(f'{k}={v}' for k, v in _named(sizes).items())}, b={b}, m={m}"
+            off = "" if reply.trouble or wrong else f"{100 * (reply.value / right - 1):+.1f} %"
+            notes.look(limit, where, wrong, off)
+
+
+def estimated(watch: Any, answer: tuple, seed: int, cases: Sequence[tuple]) -> list:
+    """What the rank runs: every case is asked, and paralab's own code may not answer."""
+    return asked(watch, (_alone(answer[0]),), seed, [(0, case) for case in cases])
+
+
+def _alone(call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            raise RuntimeError("the estimate asks paralab; required: formulas of your own")
+
+    def called(*args: Any) -> Any:
+        before = sys.getprofile()
+        sys.setprofile(noted)
+        try:
+            return call(*args)
+        finally:
+            sys.setprofile(before)
+
+    return called
+
+
+@functools.cache  # the same for every answer
+def peak(sizes: tuple[int, ...], batch: int, microbatches: int) -> int:
+    """Bytes, as the compiled program has them."""
+    from paralab.interpret.text import program
+
+    model = ModelSpec(**_named(sizes), attention="explicit")
+    plan = Plan(microbatch_size=batch, microbatches=microbatches)
+    return sum(program(model, plan).peak().values())
+
+
+def _named(sizes: Sequence[int]) -> dict[str, int]:
+    return dict(zip(FIELDS, sizes, strict=True))
+
+
+def _mistakes(model: ModelSpec, b: int, right: float) -> Mistakes:
+    psi, s, h = model.num_params, model.seq_len, model.hidden
+    sbh, scores = s * b * h, model.heads * s * s * b
+    block, head = 64 * sbh + 4 * scores, 8 * sbh + 4 * s * b * model.vocab
+    saved = model.layers * block + head
+    yield "model states and all activations, which are not there at once", 16 * psi + saved
+    yield "the model states alone", 16 * psi
+    yield "weights and moments alone", 12 * psi
+    yield "weights, moments and the blocks' activations; what else is alive?", 12 * psi + (
+        model.layers * block
+    )
+    halves = model.layers * (34 * sbh + 5 * scores)
+    yield "34 and 5 are of 16-bit activations with dropout; this is fp32 without", 16 * psi + halves
+    yield "that is in GB, required: bytes", right / 1e9
+    yield "that is in MB, required: bytes", right / 1e6
+    yield "that is in MiB, required: bytes", right / 2**20
+
+
+peak_estimate = Exercise(
+    name="peak_estimate",
+    lab="00",
+    asked=ASKED,
+    takes=(Takes("a function", "peak_estimate(model, batch, microbatches)", 3),),
+    checker=check,
+)

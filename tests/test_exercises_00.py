@@ -1,0 +1,117 @@
+"""Lab 00: a step over micro-batches, and the peak of a step by formulas."""
+
+from __future__ import annotations
+
+import pytest
+
+import bad_answers_00 as bad
+import paralab as pl
+from judged import assert_reads_the_same_alone, defined, judged, missed
+from paralab.exercises import peak, sources
+
+STEP, PEAK = pl.exercises.accumulate, pl.exercises.peak_estimate
+
+WRONG = [  # answer, limits it breaks, words of the verdict
+    (bad.no_division, {"loss", "gradient norm", "weights"},
+     "step 1: after the step: embedding.token.weight"),
+    (bad.no_division, {"loss", "gradient norm", "weights"}, "the sum over the micro-batches"),
+    (bad.mean_of_means, {"loss", "gradient norm", "weights"},
+     "samples 4 + 4 + 1, step 1: "),
+    (bad.mean_of_means, {"weights"}, "the mean of the micro-batches' means, but they differ in"),
+    (bad.divided_twice, {"loss", "gradient norm", "weights"}, "(divided twice)"),
+    (bad.not_clipped, {"weights"}, "the gradient is not clipped"),
+    (bad.clipped_each, {"weights"}, "each tensor is clipped by its own norm"),
+    (bad.norm_after, {"gradient norm"}, "that is the norm after clipping"),
+    (bad.clips_each_microbatch, {"gradient norm", "weights"}, "each micro-batch is clipped"),
+    (bad.zeroes_in_the_loop, {"gradient norm", "weights"}, "it is the last one alone"),
+    (bad.never_zeroes, {"gradient norm", "weights"}, "the step before is still in it"),
+    (bad.one_backward, {"peak memory"}, "one micro-batch with all gradients"),
+    (bad.one_large_batch, {"forward passes", "peak memory"}, "they had [12] samples"),
+    (bad.keeps_the_graphs, {"peak memory"}, "samples 4 + 4 + 4, step 1: rank 0 has"),
+    (bad.forward_twice, {"forward passes"}, "they had [4, 4, 4, 4, 4, 4] samples"),
+    (bad.steps_each_time, {"weights"}, "element"),
+    (bad.never_steps, {"weights"}, "it is as it was before"),
+    (bad.returns_nothing, {"loss", "gradient norm"}, "required: the pair (loss, norm)"),
+    (bad.last_loss, {"loss"}, "yours 3.00000"),
+    (bad.raises, {"loss"}, "raised KeyError: 'micro-batch 7'"),
+    (bad.without_clip, {"loss"}, "yours cannot be called so: got an unexpected keyword"),
+    (7, {"loss"}, "required: a function, yours is 7"),
+]  # fmt: skip
+OTHER = defined(
+    "import torch\n" + sources.solution(sources.answer("accumulate_other")), "accumulate_by_scaling"
+)
+RIGHT = [bad.good, bad.by_autograd_grad, OTHER]
+STEPS = [*dict.fromkeys(row[0] for row in WRONG), *RIGHT]
+
+
+@pytest.mark.parametrize("answer, limits, words", WRONG)
+def test_a_wrong_step_is_refused_by_the_limits_it_breaks(answer, limits, words):
+    verdict = judged(STEP, answer, STEPS)
+    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+@pytest.mark.parametrize("answer", RIGHT)
+def test_a_right_step_passes(answer):
+    verdict = judged(STEP, answer, STEPS)
+    assert verdict.passed, repr(verdict)
+
+
+def test_two_verdicts_on_one_step_are_the_same():
+    assert_reads_the_same_alone(STEP, bad.mean_of_means, STEPS)
+
+
+# ---- the peak ------------------------------------------------------------------------------------
+ESTIMATES = [
+    (bad.states_only, {"the lab's model", "large vocabularies"}, "the model states alone"),
+    (bad.states_and_all, {"the lab's model"}, "(model states and all activations, which are not"),
+    (bad.weights_only, {"wide models, few tokens"}, "the blocks' activations; what else is alive"),
+    (bad.sixteen_bits, {"the lab's model"}, "34 and 5 are of 16-bit activations"),
+    (bad.without_output, {"large vocabularies"}, "vocab=50304, b=4, m=1: 8.159 GB, yours 6.785"),
+    (bad.without_scores, {"long sequences"}, "seq_len=1024"),
+    (bad.without_update, {"wide models, few tokens"}, "layers=32"),
+    (bad.always_one, {"several micro-batches"}, "m=4"),
+    (bad.always_several, {"the lab's model"}, "m=1"),
+    (bad.multiplied, {"several micro-batches"}, "4 times as much"),
+    (bad.in_gb, {"the lab's model"}, "that is in GB, required: bytes"),
+    (bad.in_mib, {"the lab's model"}, "that is in MiB, required: bytes"),
+    (bad.as_text, {"the lab's model"}, "required: a number of bytes, yours is '12"),
+    (bad.by_asking, {"the lab's model"}, "asks paralab; required: formulas of your own"),
+    (bad.asks_for_more, {"the lab's model"}, "no attribute 'num_params'"),
+    (bad.never_ends, {"the lab's model"}, "lines of it were run, and it has not ended"),
+    (bad.without_clip, {"the lab's model"}, "a number of bytes, yours is (0.0, 0.0)"),
+]  # fmt: skip
+MOMENTS = {}
+exec(sources.solution(sources.answer("peak_estimate_other")), MOMENTS)
+RIGHT_ESTIMATES = [bad.estimate, bad.four_percent_more]
+ALL_ESTIMATES = [*(row[0] for row in ESTIMATES), *RIGHT_ESTIMATES]
+
+
+@pytest.mark.parametrize("answer, limits, words", ESTIMATES)
+def test_a_wrong_estimate_is_refused_with_a_reason(answer, limits, words):
+    verdict = judged(PEAK, answer, ALL_ESTIMATES)
+    assert not verdict and limits <= missed(verdict), repr(verdict)
+    assert words in repr(verdict) + verdict.table.to_string(), verdict.table.to_string()
+
+
+@pytest.mark.parametrize("answer", RIGHT_ESTIMATES)
+def test_a_right_estimate_passes(answer):
+    verdict = judged(PEAK, answer, ALL_ESTIMATES)
+    assert verdict.passed, verdict.table.to_string()
+
+
+def test_the_other_answer_agrees_with_the_first():
+    from types import SimpleNamespace
+
+    first = defined(str(PEAK.solution()), "peak_estimate")
+    for _, sizes, b, m in peak.CASES:
+        model = SimpleNamespace(**dict(zip(peak.FIELDS, sizes, strict=True)))
+        assert MOMENTS["peak_by_moments"](model, b, m) == first(model, b, m)
+
+
+def test_the_peak_that_is_asked_is_that_of_a_run():
+    sizes = (2, 64, 4, 64, 256)
+    model = pl.ModelSpec(**dict(zip(peak.FIELDS, sizes, strict=True)), attention="explicit")
+    plan = pl.Plan(microbatch_size=4, microbatches=2)
+    report = pl.run(model, plan, steps=2, progress=False)
+    assert report.peak_memory == peak.peak(sizes, 4, 2)

@@ -1,0 +1,110 @@
+"""Lab 01: a ring all-reduce, and one on two levels of links, in plain torch.distributed."""
+
+from __future__ import annotations
+
+import pytest
+
+import bad_answers_01 as bad
+import paralab as pl
+from judged import assert_reads_the_same_alone, defined, judged, launches, missed
+from paralab.exercises import sources
+
+RING, LEVELS = pl.exercises.ring_all_reduce, pl.exercises.hierarchical_all_reduce
+
+
+def second(name: str, function: str):
+    imports = "import torch\nimport torch.distributed as dist\n"
+    return defined(imports + sources.solution(sources.answer(name)), function)
+
+
+RINGS = [  # answer, limits it breaks, words of the verdict
+    (bad.by_collective, {"calls", "extra memory"}, "calls all_reduce, which is the thing to be"),
+    (bad.imported_by_name, {"result"}, "goes around what is counted"),
+    (bad.through_rank_0, {"calls", "bytes per rank"}, "no neighbour of it"),
+    (bad.whole_tensor, {"bytes per rank", "extra memory", "simulated time"}, "required: 120,012"),
+    (bad.half, {"result", "bytes per rank"}, "N=2: rank 0, element 0: "),
+    (bad.one_step_short, {"result", "bytes per rank"}, "N=2: nothing is sent"),
+    (bad.does_not_add, {"result"}, "N=2: rank 0, element 0: "),
+    (bad.never_waits, {"result"}, "never waits for send"),
+    (bad.a_copy, {"extra memory"}, "bytes, one chunk is 20,004"),
+    (bad.the_mean, {"result"}, "it is the mean, required: the sum"),
+    (bad.not_in_place, {"result", "extra memory"}, "it is as it was before"),
+    (bad.equal_chunks_only, {"result", "bytes per rank"}, "element 10,000: "),
+    (bad.padded, {"bytes per rank", "extra memory"}, "together 80,016, required: 80,008"),
+    (bad.torch_chunk, {"extra memory"}, "N=3: rank 0 takes 26,"),
+    (bad.in_pieces, {"simulated time"}, "µs of "),
+    (bad.gathers_twice, {"bytes per rank"}, "together 120,012, required: 80,008"),
+    (bad.reads_too_early, {"result"}, "N=2: rank 0, element "),
+    (bad.sends_first, {"result"}, "nothing moves any more: rank 0 in send"),
+    (bad.with_a_group, {"result"}, "yours cannot be called so: missing a required argument"),
+    (bad.raises, {"result"}, "raised KeyError: 'chunk 7'"),
+    (None, {"result"}, "required: a function, yours is None"),
+]
+RIGHT_RINGS = [
+    bad.owns_its_number,
+    bad.even_ranks_first,
+    second("ring_all_reduce_other", "ring_to_the_left"),
+]
+ALL_RINGS = [*(row[0] for row in RINGS), *RIGHT_RINGS]
+ALONE = (bad.sends_first,)
+
+
+@pytest.mark.parametrize("answer, limits, words", RINGS)
+def test_a_wrong_ring_is_refused_by_the_limits_it_breaks(answer, limits, words):
+    verdict = judged(RING, answer, ALL_RINGS, alone=ALONE)
+    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+@pytest.mark.parametrize("answer", RIGHT_RINGS)
+def test_a_right_ring_passes(answer):
+    verdict = judged(RING, answer, ALL_RINGS, alone=ALONE)
+    assert verdict.passed, repr(verdict)
+
+
+def test_two_verdicts_on_one_ring_are_the_same():
+    assert_reads_the_same_alone(RING, bad.a_copy, ALL_RINGS)
+
+
+# ---- two levels ----------------------------------------------------------------------------------
+TWO_LEVELS = [
+    (bad.levels_flat, {"bytes between nodes", "bytes inside nodes"}, "bytes to others, required"),
+    (bad.levels_two_all_reduces, {"bytes between nodes"}, "48,000 bytes to others, required: 24"),
+    (bad.levels_across_first, {"bytes between nodes"}, "48,000 bytes to others, required: 24,000"),
+    (bad.levels_by_leaders, {"bytes between nodes", "bytes inside nodes"}, "48,000 bytes to oth"),
+    (bad.levels_inside_only, {"result", "bytes between nodes"}, "sends nothing through the group"),
+    (bad.levels_without_the_middle, {"result", "bytes between nodes"}, "rank 0, element 0: "),
+    (bad.levels_swapped, {"bytes between nodes"}, "2 nodes of 2: rank 0 sends 48,000 bytes to"),
+    (bad.levels_groups_of_neighbours, {"result"}, "2 nodes of 2: rank 0, element 0: "),
+    (bad.levels_not_in_place, {"result"}, "it is as it was before"),
+    (bad.levels_no_wait, {"result"}, "changed before it was waited for"),
+    (bad.levels_many_copies, {"extra memory"}, "bytes, the tensor has 48,000"),
+    (bad.levels_for_two, {"bytes between nodes"}, "2 nodes of 3: rank "),
+    (bad.raises, {"result"}, "raised KeyError: 'chunk 7'"),
+    (bad.by_collective, {"result"}, "yours cannot be called so: too many positional"),
+]
+RIGHT_LEVELS = [
+    bad.levels,
+    bad.levels_by_views,
+    second("hierarchical_all_reduce_other", "by_all_to_all"),
+]
+ALL_LEVELS = [*(row[0] for row in TWO_LEVELS), *RIGHT_LEVELS]
+
+
+@pytest.mark.parametrize("answer, limits, words", TWO_LEVELS)
+def test_a_wrong_all_reduce_on_two_levels_is_refused(answer, limits, words):
+    verdict = judged(LEVELS, answer, ALL_LEVELS)
+    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+@pytest.mark.parametrize("answer", RIGHT_LEVELS)
+def test_a_right_all_reduce_on_two_levels_passes(answer):
+    verdict = judged(LEVELS, answer, ALL_LEVELS)
+    assert verdict.passed, repr(verdict)
+
+
+def test_a_table_of_answers_costs_one_check():
+    judged(RING, bad.half, ALL_RINGS, alone=ALONE)
+    judged(LEVELS, bad.levels, ALL_LEVELS)
+    assert launches["ring_all_reduce"] == 3 and launches["hierarchical_all_reduce"] == 2
