@@ -61,9 +61,7 @@ def divided_twice(model, optimizer, microbatches, clip_norm):
 
 def not_clipped(model, optimizer, microbatches, clip_norm):
     huge = 1e9
-    return good(
-        model, optimizer, microbatches, clip_norm, clip=lambda ps, _: clipped(ps, huge)
-    )
+    return good(model, optimizer, microbatches, clip_norm, clip=lambda ps, _: clipped(ps, huge))
 
 
 def clipped_each(model, optimizer, microbatches, clip_norm):

@@ -42,8 +42,24 @@ def owns_its_number(tensor):
     ring(tensor, own=-1)
 
 
-def even_ranks_first(tensor):
-    """Right and unusual: blocking calls, in an order in which somebody always receives."""
+def gathers_to_the_left(tensor):
+    """Right and unusual: complete sums travel the other way round."""
+    import torch.distributed as dist
+
+    n, r = dist.get_world_size(), dist.get_rank()
+    ring(tensor, second=False)
+    chunks = tensor.tensor_split(n)
+    for step in range(n - 1):
+        works = [
+            dist.irecv(chunks[(r + 2 + step) % n], (r + 1) % n),
+            dist.isend(chunks[(r + 1 + step) % n], (r - 1) % n),
+        ]
+        for work in works:
+            work.wait()
+
+
+def one_rank_receives_first(tensor):
+    """Calls that block, in an order in which one rank always receives: they come one by one."""
     import torch
     import torch.distributed as dist
 
@@ -335,16 +351,16 @@ def levels_swapped(tensor, ranks_per_node):
     dist.all_gather_into_tensor(tensor, part, group=across)
 
 
-def levels_groups_of_neighbours(tensor, ranks_per_node):
-    """Two consecutive ranks are a group "across": on another node only by chance."""
+def levels_wrong_twins(tensor, ranks_per_node):
+    """The group "across" has ranks of two nodes, but of different places."""
     import torch.distributed as dist
 
     n, r = dist.get_world_size(), dist.get_rank()
     inside, _ = groups(ranks_per_node)
-    pairs = [dist.new_group([i, i + 1]) for i in range(0, n, 2)]
+    pairs = [dist.new_group([i, n - 1 - i]) for i in range(n // 2)]
     part = tensor.new_empty(tensor.numel() // ranks_per_node)
     dist.reduce_scatter_tensor(part, tensor, group=inside)
-    dist.all_reduce(part, group=pairs[r // 2])
+    dist.all_reduce(part, group=pairs[min(r, n - 1 - r)])
     dist.all_gather_into_tensor(tensor, part, group=inside)
 
 

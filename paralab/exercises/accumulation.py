@@ -196,23 +196,27 @@ def _mistakes(
     shares, m = [n / sum(sizes) for n in sizes], len(sizes)
     mean = _added(step.gradients, shares)
     means = _added(step.gradients, [1 / m] * m)
-    yield "the micro-batches are not added up: it is the last one alone", _updated(
-        step.before, step.gradients[-1], clip
+    yield (
+        "the micro-batches are not added up: it is the last one alone",
+        _updated(step.before, step.gradients[-1], clip),
     )
-    yield "the mean of the micro-batches' means, but they differ in size", _updated(
-        step.before, means, clip
+    yield (
+        "the mean of the micro-batches' means, but they differ in size",
+        _updated(step.before, means, clip),
     )
     yield "the gradient is not clipped", _updated(step.before, mean, float("inf"))
     each = {name: _clipped({name: g}, clip)[name] for name, g in mean.items()}
     yield "each tensor is clipped by its own norm", _updated(step.before, each, float("inf"))
     clipped = [_clipped(g, clip) for g in step.gradients]
-    yield "each micro-batch is clipped, not their mean", _updated(
-        step.before, _added(clipped, shares), float("inf")
+    yield (
+        "each micro-batch is clipped, not their mean",
+        _updated(step.before, _added(clipped, shares), float("inf")),
     )
     if stale is not None:
         old = _clipped(_added(stale.gradients, shares), clip)
-        yield "the gradient of the step before is still in it", _updated(
-            step.before, _added([old, mean], [1.0, 1.0]), clip
+        yield (
+            "the gradient of the step before is still in it",
+            _updated(step.before, _added([old, mean], [1.0, 1.0]), clip),
         )
 
 

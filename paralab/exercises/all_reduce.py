@@ -55,9 +55,7 @@ LEVELS_ASKED = (
 # ---- a ring --------------------------------------------------------------------------------------
 def check_ring(tries: Sequence[Try], timeout: float) -> None:
     for n in RANKS:
-        for notes, found in on_ranks(
-            tries, added, n, (LENGTH,), where=f"N={n}", timeout=timeout
-        ):
+        for notes, found in on_ranks(tries, added, n, (LENGTH,), where=f"N={n}", timeout=timeout):
             _look_at_ring(notes, found, n)
 
 

@@ -115,8 +115,9 @@ def _mistakes(model: ModelSpec, b: int, right: float) -> Mistakes:
     yield "model states and all activations, which are not there at once", 16 * psi + saved
     yield "the model states alone", 16 * psi
     yield "weights and moments alone", 12 * psi
-    yield "weights, moments and the blocks' activations; what else is alive?", 12 * psi + (
-        model.layers * block
+    yield (
+        "weights, moments and the blocks' activations; what else is alive?",
+        12 * psi + (model.layers * block),
     )
     halves = model.layers * (34 * sbh + 5 * scores)
     yield "34 and 5 are of 16-bit activations with dropout; this is fp32 without", 16 * psi + halves

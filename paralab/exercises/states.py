@@ -121,7 +121,10 @@ def _wrong_devices(
         ("one more than needed: they fit exactly", total // size + 1),
         ("those are GiB; 1 GB is 10⁹ bytes", math.ceil(total / (memory * 2**30))),
         ("only whole devices can be had", total / size),
-        ("the 16-bit weights alone; the other states need memory too", math.ceil(model.num_params * 2 / size)),
+        (
+            "the 16-bit weights alone; the other states need memory too",
+            math.ceil(model.num_params * 2 / size),
+        ),
     ]
     right = math.ceil(total / size)
     return wrong_number(
