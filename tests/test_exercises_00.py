@@ -37,9 +37,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.without_clip, {"loss"}, "yours cannot be called so: got an unexpected keyword"),
     (7, {"loss"}, "required: a function, yours is 7"),
 ]  # fmt: skip
-OTHER = defined(
-    "import torch\n" + sources.solution(sources.answer("accumulate_other")), "accumulate_by_scaling"
-)
+OTHER = defined(sources.solution(sources.answer("accumulate_other")), "accumulate_by_scaling")
 RIGHT = [bad.good, bad.by_autograd_grad, OTHER]
 STEPS = [*dict.fromkeys(row[0] for row in WRONG), *RIGHT]
 

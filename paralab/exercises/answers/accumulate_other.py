@@ -1,5 +1,7 @@
 """Lab 00's exercise, another way: plain sums of samples, one division at the end."""
 
+import torch
+
 
 def accumulate_by_scaling(model, optimizer, microbatches, clip_norm):
     for p in model.parameters():

@@ -1,5 +1,7 @@
 """Lab 01's exercise, another way: the sum inside the node from an all-to-all."""
 
+import torch.distributed as dist
+
 
 def by_all_to_all(tensor, ranks_per_node):
     n, rank, k = dist.get_world_size(), dist.get_rank(), ranks_per_node

@@ -1,5 +1,7 @@
 """Lab 01's exercise, another way: to the left, with isend and irecv, both halves in one loop."""
 
+import torch.distributed as dist
+
 
 def ring_to_the_left(tensor):
     n, rank = dist.get_world_size(), dist.get_rank()

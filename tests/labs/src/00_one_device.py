@@ -213,7 +213,7 @@ five = pl.program(model.replace(layers=5), plan).most()["activations"]
 four = pl.program(model, plan).most()["activations"]
 print(f"one more block keeps {five - four:,} bytes")
 print(f"s b h (64 + 4 a s / h) = {s * b * h * 64 + 4 * a * s**2 * b:,} bytes")
-print(f"left: {five - four - (64 * s * b * h + 4 * a * s**2 * b):,} = 16 s b, the norms' statistics")
+print(f"16 s b = {16 * s * b:,} more are the statistics of the norms")
 print(f"the ledger of the run agrees: {most['bytes']['activations'] == four}")
 
 # %% [markdown]
@@ -436,7 +436,7 @@ if verdict:
     yours = pl.observe(my_training, ranks=1, args=(small, 3, 4))
     pairs = zip(yours.losses, library.losses, strict=True)
     print("the same losses, to four decimals:", all(abs(x - y) < 1e-4 for x, y in pairs))
-    view.memory_bars({"yours": yours, "the library's": library}, title="Two peaks of one plan").show()
+    view.memory_bars({"yours": yours, "the library": library}, title="One plan, two peaks").show()
 else:
     print("write accumulate first")
 

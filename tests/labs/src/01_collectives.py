@@ -6,67 +6,100 @@
 # ---
 
 # %% [markdown]
-# # 01 · Collectives: what crosses the wire
+# # 01 · Collectives
 #
-# *«How many bytes leave my node in one step, between which ranks, and how do I read that from the
-# log?»* ([asked](https://github.com/NVIDIA/nccl/issues/870) of the library that moves them, and
-# still open.)
+# **The question.** How many bytes leave my node in one step, between which ranks, and how do I
+# read that from the library's log? ([NCCL #870](https://github.com/NVIDIA/nccl/issues/870) asks
+# this.)
 #
-# Nearly everything that parallel training says over the wire is one of a handful of **collectives**
-# (the rest are plain sends and receives: lab 03). In this lab you see what each of them moves,
-# build the most important one out of sends and receives, and let the operating system confirm the
-# byte count.
+# **You will be able to**
+# * say what each collective leaves on each rank, and derive the bytes that a rank sends for it;
+# * write a ring all-reduce in plain PyTorch, with nothing but sends and receives;
+# * predict the time of a collective from a latency and a bandwidth, and say when a ring is wrong;
+# * read NCCL's log: what was called, with how many bytes, over which links.
+#
+# **You need** PyTorch tensors, powers and logarithms; [lab 00](00_one_device.ipynb) for the words.
+#
+# **Minutes** 80 to 100: 40 of reading, 1 of running, the rest for three exercises.
 
-# %% [markdown]
-# ## What each one does
-# A *rank* is one process with one device, and its number; a *node* is one machine with some of
-# them. A collective is a call that all ranks of a *group* make together. Four ranks, four numbers
-# each: rank 2 has 20, 21, 22, 23. `pl.trace` runs a function on real processes, and hands it the
-# `group`.
+# %%
+import paralab as pl
+from paralab import view
+
+view.ring(4)
+
+# %% [markdown] Four ranks (a **rank** is one process with one device) each hold a buffer, and all
+# of them need the sum of the four. Each cuts its buffer into four chunks. In every step each rank
+# sends one chunk to the next rank, and the number in a box says how many ranks' terms the chunk
+# contains by then. After six steps every rank has every sum. The rest of this lab is about this
+# picture: why these steps, how many bytes they are, how long they take, and what PyTorch and NCCL
+# make of it.
+#
+# | symbol | meaning |
+# |---|---|
+# | N | ranks of a group |
+# | k | ranks of a node |
+# | S | bytes of a tensor, always of the whole: of the gathered output, or of the full input |
+# | m | pieces that a tensor is sent in |
+# | α | latency: seconds per message |
+# | β | seconds per byte; 1/β is the bandwidth |
+# | T | time of a call |
+#
+# ## What each collective leaves on each rank
+#
+# A **collective** is a call that all ranks of a group make together. `pl.observe` runs a function
+# on real processes, in each of which `torch.distributed` is ready, and writes down what they send.
+# Here rank r starts with the numbers 10r, 10r + 1, 10r + 2, 10r + 3.
+
+
+# %%
+def every_collective():
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.arange(4.0) + 10 * dist.get_rank()
+    shown = {"before": mine}
+    shown["broadcast"] = mine.clone()
+    dist.broadcast(shown["broadcast"], src=0)
+    shown["all_reduce"] = mine.clone()
+    dist.all_reduce(shown["all_reduce"])
+    shown["reduce_scatter"] = torch.empty(1)
+    dist.reduce_scatter(shown["reduce_scatter"], list(mine.split(1)))
+    parts = [torch.empty(1) for _ in range(4)]
+    dist.all_gather(parts, shown["reduce_scatter"])
+    shown["all_gather of that"] = torch.cat(parts)
+    shown["all_to_all"] = torch.empty(4)
+    dist.all_to_all_single(shown["all_to_all"], mine)
+    return {name: [int(x) for x in tensor] for name, tensor in shown.items()}
 
 
 # %%
 import pandas as pd
 
-import paralab as pl
-from paralab import view
+observed = pl.observe(every_collective, ranks=4)
+pd.DataFrame(observed.results).rename_axis("rank")
 
+# %%
+same = pl.exercises.choose(
+    "An all-reduce gives the same as",
+    [
+        "a broadcast, then a reduce-scatter",
+        "a reduce-scatter, then an all-gather",
+        "an all-to-all, then a broadcast",
+    ],
+)
+same
 
-def every_collective(group):
-    import torch  # torch lives in the ranks: this notebook's own process never loads it
-
-    device = group.context.device  # of this rank: its GPU, if it has one
-
-    def mine():
-        return torch.arange(4.0, device=device) + 10 * group.index
-
-    one, four = torch.empty(1, device=device), torch.empty(4, device=device)
-    shown = {"before": mine()}
-    group.broadcast(x := mine(), root=0).wait()
-    shown["broadcast"] = x
-    group.reduce_scatter(one, mine()).wait()
-    shown["reduce_scatter"] = one.clone()
-    group.all_gather(four, one).wait()
-    shown["all_gather of that"] = four.clone()
-    group.all_reduce(x := mine()).wait()
-    shown["all_reduce"] = x
-    group.all_to_all(four, mine()).wait()
-    shown["all_to_all"] = four
-    return {name: [int(v) for v in tensor] for name, tensor in shown.items()}
-
-
-report = pl.trace(every_collective, ranks=4)
-pd.DataFrame(report.results).rename_axis("rank")
+# %%
+same.reveal(2, "Compare the columns all_reduce and all_gather of that.")
 
 # %% [markdown]
-# Read the columns against each other. `reduce_scatter` adds up and leaves every rank one part of
-# the sum. `all_gather` puts parts together. One after the other they give what `all_reduce` gives:
-# **an all-reduce is a reduce-scatter and an all-gather**. Keep that; half of distributed training
-# is about what can be done between the two.
+# Keep this identity: ZeRO (lab 05) and sequence parallelism (lab 07) put work *between* the two
+# halves, and so does the last exercise here.
 #
-# ## Commit to a guess
-# Four ranks all-reduce a buffer of 8 MB. Each of them needs the sum over all four. How much does
-# *each rank* have to send?
+# ## 2(N−1)/N of the tensor, and why no algorithm sends less
+#
+# Four ranks all-reduce a buffer of 8 MB. How much does *each* rank have to send?
 
 # %%
 guess = pl.exercises.guess(
@@ -74,142 +107,142 @@ guess = pl.exercises.guess(
 )
 guess
 
-# %% [markdown]
-# ## By hand: half of a ring
-# Arrange the ranks in a circle and cut the buffer into N chunks. In each step every rank passes one
-# chunk to the right, and adds what comes from the left to its own. After N − 1 steps every chunk
-# has been everywhere once, and each rank holds one that is complete.
-
+# %% [markdown] Count in the picture. Each half of the ring has $N-1$ steps, and in each a rank
+# sends one chunk of $S/N$ bytes:
+#
+# $$\text{sent} = \underbrace{(N-1)\frac{S}{N}}_\text{reduce-scatter}
+# + \underbrace{(N-1)\frac{S}{N}}_\text{all-gather} = 2\,\frac{N-1}{N}\,S.$$
+#
+# Never more than $2S$, however many ranks there are. Nor can the ranks send less on average, if
+# none of them may be a bottleneck. For each element, $N$ terms must become one, so $N-1$ times
+# some rank sends away what it has; and $N-1$ ranks must learn the result, which takes $N-1$ more
+# sends. That is $2(N-1)S$ bytes for all elements, $2(N-1)S/N$ per rank (Patarasuk and Yuan,
+# [2009](https://doi.org/10.1016/j.jpdc.2008.09.002), theorem 1).
+#
+# `pl.trace` runs a function that gets paralab's own `group` of ranks; the library's ring is in
+# `paralab/parallel/collectives.py`. The ranks hold 1, 10, 100 and 1000, so 1111 is a complete sum.
 
 # %%
-def ring_reduce_scatter(group, tensor):
-    """Afterwards chunk (rank + 1) % n is the sum over all ranks. tensor: (n * k,), in place."""
-    import torch
-
-    n, rank = group.size, group.index
-    right, left = group.ranks[(rank + 1) % n], group.ranks[(rank - 1) % n]
-    chunks = tensor.chunk(n)  # n views of (k,)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(n - 1):
-        give, take = (rank - step) % n, (rank - step - 1) % n
-        group.exchange([("send", chunks[give], right), ("recv", arrived, left)]).wait()
-        chunks[take].add_(arrived)
-
-
 MB = 10**6
 
 
-def reduce_scatter_8mb(group):
+def ring_8mb(group):
     import torch
 
-    mine = float(10**group.index)  # ranks 0..3 hold 1, 10, 100, 1000
-    tensor = torch.full((2 * MB,), mine, device=group.context.device)
-    ring_reduce_scatter(group, tensor)
-    return [chunk[0].item() for chunk in tensor.chunk(group.size)]
+    from paralab.parallel import collectives
+
+    tensor = torch.full((2 * MB,), float(10**group.index))
+    collectives.ring_reduce_scatter(group, tensor)
+    between = [int(chunk[0]) for chunk in tensor.chunk(4)]
+    collectives.ring_all_gather(group, tensor)
+    return {"after the reduce-scatter": between, "after the all-gather": tensor.unique().tolist()}
 
 
-half = pl.trace(reduce_scatter_8mb, ranks=4)
-chunks = [f"chunk {i}" for i in range(4)]
-pd.DataFrame(half.results, columns=chunks).astype(int).rename_axis("rank")
+ring = pl.trace(ring_8mb, ranks=4)
+pd.DataFrame(ring.results).rename_axis("rank")
+
+# %%
+sent = ring.traffic().set_index("rank")["bytes"] / MB
+print(f"2 (N-1)/N S = {2 * 3 / 4 * 8:.0f} MB, sent by each rank: {sent.to_list()}")
+guess.reveal(sent[0])
 
 # %% [markdown]
-# Each number shows who has been added up in that chunk so far: 1111 is complete. Rank 0 has its
-# complete chunk at 1, rank 1 at 2, and so on around the ring.
+# **Your turn (warm-up).** After the reduce-scatter, rank r owns one complete chunk, number
+# (r + 1) mod N. Write the second half.
+
+# %%
+exercise = pl.exercises.all_gather_half
+exercise
+
+
+# %%
+### ANSWER: all_gather_half
+
+
+exercise.check(ring_all_gather)
+
+# %% [markdown]
+# `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
+
+# %% [markdown] tags=["solution-only"] **Why it works.** In step t a rank passes on what it
+# received in step t − 1, so each chunk travels once around the ring. A chunk is a view of the
+# tensor: what is received into it is in place.
 #
-# Now the same on virtual devices with a link of 1 GB/s, nothing else taking time. Three steps, and
-# in each of them every wire carries one chunk:
+# **Common mistakes.** Starting with chunk r instead of r + 1; sending before anything is received
+# in a call of its own (deadlock); receiving into a buffer and copying, which needs memory; sending
+# the whole tensor.
+#
+# **A second answer** lets the chunks travel to the left.
 
-# %%
-link = pl.Link(alpha=50e-6, bandwidth=1e9)
-ring_of_four = pl.Cluster(
-    name="four devices, 1 GB/s", devices_per_node=4, flops=1e12, memory_bandwidth=1e12, intra=link
-)
-on_links = half.replay(ring_of_four, compute=0.0)
-on_links.timeline()
 
-# %% [markdown]
-# This is what the odd sizes in a library's log are: not your tensor, but
-# [a chunk of it](https://github.com/NVIDIA/nccl/issues/768), once per step and per rank.
+# %% tags=["solution-only"]
+### ANSWER: all_gather_half_other
 
-# %%
-steps = half.collectives.query("op == 'send' and rank == 0")
-print(f"rank 0 sent {len(steps)} times {steps.wire_bytes.iloc[0] / MB:.0f} MB to rank 1")
-print(f"together {steps.wire_bytes.sum() / MB:.0f} MB = (N-1)/N of 8 MB")
+
+exercise.check(the_other_way_round)
 
 # %% [markdown]
-# The second half, the all-gather, goes around once more with complete chunks: another N − 1 steps,
-# the same bytes. That half is yours to write, at the end of this lab. The whole:
-
-
-# %%
-def all_reduce_8mb(group):
-    import torch
-
-    from paralab.parallel.collectives import ring_all_reduce
-
-    tensor = torch.full((2 * MB,), float(10**group.index), device=group.context.device)
-    ring_all_reduce(group, tensor)
-    return tensor.unique().tolist()
-
-
-whole = pl.trace(all_reduce_8mb, ranks=4)
-sent = whole.traffic().set_index("rank")["bytes"]
-print(
-    "every rank holds", whole.results[0], "everywhere:", all(r == [1111.0] for r in whole.results)
-)
-guess.reveal(sent[0] / MB)
-
-# %% [markdown]
-# **2(N−1)/N times the buffer**, S: never more than 2 S, however many ranks there are. Through one
-# rank in the middle, three buffers would have to arrive there and three leave again. Here is who
-# sends to whom:
-
-# %%
-whole.traffic_chart()
-
-# %% [markdown]
-# ## The table behind every paper's «communication volume»
-# How a paper arrives at its figures is
-# [asked too](https://github.com/mit-han-lab/distrifuser/issues/10). Each collective has one
-# formula, for the bytes that a rank sends. The right column was counted while it ran:
+# ## The volume of every collective, and what S is
+#
+# A formula for traffic is useless without saying which tensor it is about. S is the *whole*: what
+# an all-gather returns, what a reduce-scatter gets. With the *shard* $s = S/N$, the same
+# all-gather is
+#
+# $$\frac{N-1}{N}\,S = (N-1)\,s.$$
+#
+# This is what [distrifuser #10](https://github.com/mit-han-lab/distrifuser/issues/10) is about:
+# how a paper's table of communication was computed. The maintainer's answer counts $s(n-1)\cdot 2$
+# for a ring all-gather, with s the *elements* of one device's buffer and 2 bytes for fp16. For the
+# all-reduce in the same answer, s is the whole tensor. Both follow from this table; the right
+# column was counted while the calls ran.
 
 # %%
 from paralab.theory.traffic import wire_bytes
 
-S = 8 * MB
+S, N = 8 * MB, 4
 
 
 def one_of_each(group):
     import torch
 
-    whole = torch.ones(S // 4, device=group.context.device)
-    part = torch.empty_like(whole[: S // 4 // group.size])
+    whole = torch.ones(S // 4)
+    part = torch.empty(S // 4 // group.size)
     group.all_reduce(whole).wait()
     group.reduce_scatter(part, whole).wait()
     group.all_gather(whole, part).wait()
     group.all_to_all(torch.empty_like(whole), whole).wait()
+    group.broadcast(whole, root=0).wait()
+    group.reduce(whole, root=0).wait()
 
 
-counted = pl.trace(one_of_each, ranks=4).collectives.query("rank == 0").set_index("op").wire_bytes
+calls = pl.trace(one_of_each, ranks=N).collectives
+counted = calls.groupby("op")["wire_bytes"].sum() / N / MB
 formulas = {
     "all_reduce": "2 (N-1)/N S",
     "reduce_scatter": "(N-1)/N S",
     "all_gather": "(N-1)/N S",
     "all_to_all": "(N-1)/N S",
+    "broadcast": "(N-1)/N S on average",
+    "reduce": "(N-1)/N S on average",
 }
-pd.DataFrame(
-    {
-        "formula": formulas,
-        "formula, MB": {op: wire_bytes(op, S, 4) / MB for op in formulas},
-        "counted, MB": counted / MB,
-    }
-).rename_axis("a buffer of 8 MB, 4 ranks")
+table = pd.DataFrame({"a rank sends": formulas, "counted (MB)": counted}).loc[list(formulas)]
+table["formula (MB)"] = [
+    sum(wire_bytes(op, S, N, rank, 0) for rank in range(N)) / N / MB for op in formulas
+]
+table
+
+# %%
+fp16, n, shard = 2, 8, 1_000_000
+by_shard, by_whole = shard * (n - 1) * fp16, wire_bytes("all_gather", n * shard * fp16, n)
+print(f"s (n-1) 2 with s = {shard:,} elements: {by_shard:,} bytes; (N-1)/N S: {by_whole:,} bytes")
 
 # %% [markdown]
-# ## A witness who knows nothing of formulas
-# Our count is made where the call is made. Is it what really crosses the wire? Between processes of
-# one machine the wire is the loopback interface, and the kernel counts every byte on it. Ranks stop
-# at a gate before and after each call while the counter is read.
+# ## The call's name is not what is sent
+#
+# All counts so far were made where a call is made. Is that really what leaves the process? Ranks
+# of one machine talk through the loopback interface, and the kernel counts each byte on it. Ranks
+# are held at a gate before and after each call while the counter is read. (Bytes of all four ranks
+# together.)
 
 # %% tags=["measured"]
 from paralab.instruments.witness import witness
@@ -221,25 +254,90 @@ seen
 
 # %% tags=["measured"]
 ratios = seen.set_index("op").ratio
-print(
-    "ledger and kernel within 2 %:",
-    bool((ratios.drop("native reduce_scatter") - 1).abs().max() < 0.02),
-)
-print(
-    f"the backend's own reduce_scatter moves {ratios['native reduce_scatter']:.1f} times its share"
-)
+within = (ratios.drop("native reduce_scatter") - 1).abs().max() < 0.02
+print("kernel and formula agree within 2 %:", bool(within))
+print(f"gloo's own reduce_scatter: {ratios['native reduce_scatter']:.1f} times the formula")
+
+# %% [markdown] The last row: **gloo**, the backend of `torch.distributed` on CPUs, implements its
+# reduce-scatter by all-reduces. (paralab's is an all-to-all and a local sum, which is why its row
+# is right.)
+# ### The paper says reduce-scatter, the log says all-reduce
+# The same happens one level higher, in libraries. [DeepSpeed
+# #264](https://github.com/deepspeedai/DeepSpeed/issues/264) expected one reduce-scatter of the
+# gradients and one all-gather of the parameters, as the ZeRO paper has it, and saw all-reduces in
+# the log of ZeRO stage 1. Later threads
+# ([#5758](https://github.com/deepspeedai/DeepSpeed/issues/5758),
+# [#7059](https://github.com/deepspeedai/DeepSpeed/issues/7059)) confirm that stages 1 and 2 call
+# `all_reduce` there. PyTorch's own ZeRO-1 does something similar.
+#
+# In paralab's programs the two designs differ by these instructions: from plain data parallelism,
+# which all-reduces the gradients, to ZeRO-1 as in the paper.
+
+# %%
+small = pl.ModelSpec(layers=2, hidden=128, heads=4, seq_len=32)
+pl.program(small, pl.Plan(dp=2)).diff(pl.program(small, pl.Plan(dp=2, zero_stage=1)))
 
 # %% [markdown]
-# The last row is worth a pause. The backend that torch uses on CPUs, gloo, implements its own
-# reduce-scatter as all-reduces: the call says one thing, the wire another. «[The paper says
-# reduce-scatter, I observe all-reduce](https://github.com/deepspeedai/DeepSpeed/issues/264)» is a
-# question one can answer only by counting. (paralab's reduce-scatter is built from an all-to-all
-# and a local sum, which is why its row is right.)
+# What does an all-reduce cost in its place? PyTorch's ZeRO-1, observed, against the paper's:
+
+
+# %%
+def torch_zero_1(spec, steps):
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(pl.reference.GPT(spec))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for step in range(steps):
+        for batch in pl.reference.batches(spec, step=step, rank=rank, ranks=ranks):
+            model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+gradients = 4 * small.num_params  # bytes
+theirs = pl.observe(torch_zero_1, ranks=2, args=(small, 3)).traffic("op")
+paper = pl.predict(small, pl.Plan(dp=2, zero_stage=1)).traffic("op")
+for name, found in (("PyTorch", theirs), ("the paper", paper)):
+    parts = found.set_index("op")["bytes"] / gradients
+    print(f"{name}:", ", ".join(f"{op} {share:.2f}" for op, share in parts.items()), end=" ")
+    print(f"→ {parts.sum():.2f} times the gradients, both ranks together")
+
+# %% [markdown] With $N = 2$ both ranks together send $2(N-1) = 2$ times the gradients for an
+# all-reduce, and $N-1 = 1$ for the broadcast of the new parameters: 3 instead of 2, half as much
+# again. The memory saved is the same. The name in the log tells you which you have.
 #
-# ## How long does it take?
-# Two numbers describe a wire roughly: **α**, the seconds before the first byte, and the
-# **bandwidth** β. A message of n bytes takes α + n/β (Hockney 1994). Here they are for *your*
-# machine, fitted to all-reduces of 1 kB to 8 MB that it ran when it was first measured:
+# ## How long does it take? Latency and bandwidth
+#
+# A message of $n$ bytes takes a fixed time α before its first byte arrives, and then β for each
+# byte (Hockney 1994; the symbols are those of [Thakur et al.
+# 2005](https://doi.org/10.1177/1094342005051521)):
+#
+# $$T_\text{message}(n) = \alpha + \beta\,n.$$
+#
+# A ring has $2(N-1)$ steps, in each of which all ranks send $S/N$ bytes at the same time:
+#
+# $$T_\text{ring} = 2(N-1)\left(\alpha + \beta\,\frac{S}{N}\right)
+# = \underbrace{2(N-1)\,\alpha}_\text{latency}
+# + \underbrace{2\,\frac{N-1}{N}\,\beta S}_\text{bytes}.$$
+#
+# The recorded messages of the ring above can be put on links of any speed: `replay` does that.
+
+# %%
+link = pl.Link(alpha=50e-6, bandwidth=1e9)  # 1/β = 1 GB/s
+four = pl.Cluster(
+    name="four devices", devices_per_node=4, flops=1e12, memory_bandwidth=1e12, intra=link
+)
+on_links = ring.replay(four, compute=0.0)
+print(f"T_ring = {1e3 * 6 * (link.alpha + S / 4 / link.bandwidth):.2f} ms by the formula")
+print(f"         {1e3 * on_links.step_time:.2f} ms for the recorded messages on this link")
+
+# %% [markdown]
+# And your own machine? The line is fitted to all-reduces of 1 kB to 8 MB that it ran when paralab
+# first measured it. To the left of the ring symbol, latency is more than half of the time. (With
+# fewer free cores than ranks, α is mostly waiting for a core.)
 
 # %% tags=["measured"]
 from paralab.instruments.calibrate import calibration_points
@@ -247,101 +345,124 @@ from paralab.instruments.calibrate import calibration_points
 view.link_fit(calibration_points()["links"], op="all_reduce")
 
 # %% [markdown]
-# (The subtitle says how far the points lie from the line. With fewer free cores than ranks α is
-# mostly waiting for a core, so yours will differ.) Left of the knee a call costs the α of its
-# messages, one for each that comes after another, whatever its size. This is why it matters into
-# how many pieces traffic is cut: [“why are my all-gathers so
-# fragmented?”](https://github.com/deepspeedai/DeepSpeed/issues/5047) The same 8 MB, in more and
-# more pieces, each of which is one message here:
+# ### algbw and busbw
+# `nccl-tests`, the usual benchmark, prints two bandwidths
+# ([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
+# **algbw** is the tensor over the time; **busbw** is multiplied by what a rank sends per byte of
+# the tensor, so that for large messages it comes to the bandwidth of a link, whatever N is:
+#
+# $$\text{algbw} = \frac{S}{T}, \qquad
+# \text{busbw}_\text{all-reduce} = 2\,\frac{N-1}{N}\cdot\frac{S}{T},
+# \qquad \text{busbw}_\text{all-gather} = \frac{N-1}{N}\cdot\frac{S}{T}.$$
 
 # %%
-gather = pl.Link(alpha=200e-6, bandwidth=1e9)  # a slow start, 1 GB/s
-pieces = pd.Series([1, 8, 64, 512, 4096], name="pieces")
-wire = wire_bytes("all_gather", S, 4)
-pd.DataFrame(
-    {
-        "bytes sent (MB)": [wire / MB for _ in pieces],
-        "alpha (ms)": [1e3 * gather.alpha * k for k in pieces],
-        "bytes (ms)": [1e3 * wire / gather.bandwidth for _ in pieces],
-        "together (ms)": [1e3 * k * gather.seconds(wire / k) for k in pieces],
-    },
-    index=pieces,
-).round(1)
+T = on_links.step_time
+print(f"algbw {S / T / 1e9:.2f} GB/s, busbw {2 * 3 / 4 * S / T / 1e9:.2f} GB/s, link 1 GB/s")
 
 # %% [markdown]
-# And for real on this machine: one all-gather of 4 MB, against 64 of a 64th of that.
-
-
-# %%
-def gathers(group, pieces):
-    import torch
-
-    each = 10**6 // pieces // group.size
-    part = torch.ones(each, device=group.context.device)
-    whole = part.new_empty(each * group.size)
-    for _ in range(pieces):
-        group.all_gather(whole, part).wait()
-
-
-once, often = (pl.trace(gathers, ranks=4, args=(k,)) for k in (1, 64))
-for report in (once, often):
-    rows = report.collectives.query("rank == 0")
-    print(f"{len(rows):3} calls, {rows.wire_bytes.sum() / MB:.2f} MB sent")
-
-# %% tags=["measured"]
-slower = often.steps.end.max() / once.steps.end.max()
-print(f"the same bytes in 64 pieces took {slower:.0f} times as long")
-
-# %% [markdown]
-# ## Ring or tree?
-# A ring needs 2(N−1) steps, so it pays α that many times. A tree adds up along its branches and
-# sends the sum back down: only 2 log₂ N steps, but the whole buffer in each. Which is better
-# depends on the size of the message, and libraries switch between them. For 64 ranks on links like
-# `link`:
+# ### Why fragments are slow
+# [DeepSpeed #5047](https://github.com/deepspeedai/DeepSpeed/issues/5047) sees all-gathers of
+# ZeRO-3 that are small and many, and asks why that is so and how to make them coarser. ZeRO-3
+# gathers parameters as modules need them, so without bucketing there is one gather per module or
+# even per tensor. In $m$ pieces the bytes are the same, but latency is paid $m$ times:
+#
+# $$T_\text{all-gather}(m) = m\,(N-1)\,\alpha + \frac{N-1}{N}\,\beta S.$$
+#
+# Take one block of a model with $h = 4096$ in 16 bits, gathered over 8 ranks with
+# α = 20 µs and 1/β = 20 GB/s: at once, in its tensors, or in still more pieces. Before you run the
+# cell: in how many pieces does latency cost as much as the bytes?
 
 # %%
+pieces_guess = pl.exercises.guess(
+    "pieces of a block of 403 MB until latency costs as much as the bytes",
+    low=1,
+    high=500,
+    decimals=0,
+)
+pieces_guess
+
+# %%
+block, fast, n = 2 * 12 * 4096**2, pl.Link(alpha=20e-6, bandwidth=20e9), 8
+latency, transfer = (n - 1) * fast.alpha, (n - 1) / n * block / fast.bandwidth
+times = pd.DataFrame({"pieces": [1, 12, 128, 1024]}).set_index("pieces")
+times["latency (ms)"] = 1e3 * latency * times.index
+times["bytes (ms)"] = 1e3 * transfer
+print(times.round(2))
+pieces_guess.reveal(transfer / latency)
+
+# %% [markdown] The twelve tensors of such a block cost little. A model with $h = 256$ has blocks
+# 256 times smaller, and there even one gather per tensor is mostly latency. What helps in
+# DeepSpeed is `stage3_prefetch_bucket_size` (gather several modules ahead), in PyTorch's FSDP2
+# which modules get `fully_shard`. The excerpt of the thread that we could read does not say which
+# model it was.
+#
+# ## Ring, tree, halving-doubling
+#
+# A ring pays α $2(N-1)$ times. A **tree** adds up along its branches and sends the sum down again,
+# with the whole tensor in each step. **Halving-doubling** (Rabenseifner; Thakur et al. 2005, sec.
+# 4.5) lets ranks at distance 1, 2, 4, … exchange a half, a quarter, an eighth of the tensor, and
+# goes back the same way. For $N$ a power of two:
+#
+# $$T_\text{tree} = 2\log_2 N\,(\alpha + \beta S), \qquad
+# T_\text{halving-doubling} = 2\log_2 N\,\alpha + 2\,\frac{N-1}{N}\,\beta S.$$
+
+# %%
+import math
+
 from paralab.theory import collectives
 
-sizes = [2**k for k in range(10, 31)]
-print(f"alpha {1e6 * link.alpha:g} us, {link.bandwidth / 1e9:g} GB/s")
+N = 64
+sizes = [2**i for i in range(10, 31)]
+
+
+def halving_doubling(n, nbytes):
+    return 2 * math.log2(n) * link.alpha + 2 * (n - 1) / n * nbytes / link.bandwidth
+
+
 view.algorithms(
     {
-        algorithm: [(size, collectives.seconds(algorithm, 64, size, link)) for size in sizes]
-        for algorithm in ("ring_all_reduce", "tree_all_reduce")
-    }
+        "ring": [(x, collectives.seconds("ring_all_reduce", N, x, link)) for x in sizes],
+        "tree": [(x, collectives.seconds("tree_all_reduce", N, x, link)) for x in sizes],
+        "halving-doubling": [(x, halving_doubling(N, x)) for x in sizes],
+    },
+    title="64 ranks: in the α–β model halving-doubling is never slower than either",
 )
 
-# %% [markdown]
-# Turn the knobs: more ranks move the crossing to the right, a larger α too. *Run it* runs the
-# algorithm on real processes, counts its messages, and puts it on the link you have set.
+# %% [markdown] So why does anyone use rings? The model leaves two things out. Halving-doubling
+# talks to ranks far away, so several of its messages share a link between switches, whereas a
+# ring's messages go to neighbours. And a tree need not send the whole tensor at once: cut into
+# pieces that follow one another (a **pipelined tree**), it sends about as few bytes as a ring.
+# NCCL's *double binary trees* do this with two trees, so that each rank is a leaf in one of them
+# ([NVIDIA
+# 2019](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)). So
+# read the picture as: latency grows with N on a ring and with log N on a tree. Do not read it as
+# NCCL's switching point.
+#
+# Move the sliders: more ranks move the crossing to the right, a larger α too. *Run it* runs the
+# algorithm on real processes and puts its messages on the link that you have set.
 
 # %%
 view.widgets.collective()
 
-# %%
-for ranks in (4, 16, 64, 256):
-    crossing = collectives.crossover(ranks, link)
-    print(f"{ranks:3} ranks: below {crossing / 1e3:6,.0f} kB a tree is faster")
-
 # %% [markdown]
-# ## Two kinds of wire
-# Inside a node devices talk much faster than between nodes. So it is not only *how many* bytes
-# that matters, but *which wire* they take. Four ranks on two nodes, and one all-reduce three ways.
+# ## Two kinds of links: what leaves the node
+#
+# Inside a node devices talk much faster than between nodes. So it matters not only how many bytes
+# are sent, but over which link. Four ranks on two nodes, one all-reduce of 8 MB, three ways. The
+# ring's link from the last rank of one node to the first of the next carries as much as every
+# other link; **hierarchical** does a reduce-scatter inside the node, an all-reduce of a k-th
+# between nodes, and an all-gather inside.
 
 
 # %%
-def all_reduce_on_two_nodes(group, how):
+def on_two_nodes(group, how):
     import torch
 
     from paralab.parallel import collectives
 
-    tensor = torch.full((2 * MB,), float(10**group.index), device=group.context.device)
-    if how == "ring":
-        collectives.ring_all_reduce(group, tensor)
-    elif how == "tree":
-        collectives.tree_all_reduce(group, tensor)
-    else:
-        collectives.hierarchical_all_reduce(group, tensor, node_size=2)
+    tensor = torch.full((2 * MB,), float(10**group.index))
+    more = {"node_size": 2} if how == "hierarchical" else {}
+    getattr(collectives, f"{how}_all_reduce")(group, tensor, **more)
     return tensor.unique().tolist()
 
 
@@ -356,34 +477,121 @@ two_nodes = pl.Cluster(
 )
 rows = {}
 for how in ("ring", "tree", "hierarchical"):
-    traced = pl.trace(all_reduce_on_two_nodes, ranks=4, args=(how,), nodes=2)
+    traced = pl.trace(on_two_nodes, ranks=4, args=(how,), nodes=2)
     levels = traced.traffic(by="level").set_index("level")["bytes"] / MB
-    replayed = traced.replay(two_nodes, compute=0.0)
     rows[how] = {
         "inside nodes (MB)": levels["intra"],
         "between nodes (MB)": levels["inter"],
-        "time on two nodes (ms)": round(1e3 * replayed.step_time, 2),
-        "right": all(result == [1111.0] for result in traced.results),
+        "time on two nodes (ms)": 1e3 * traced.replay(two_nodes, compute=0.0).step_time,
     }
-pd.DataFrame(rows).T
+pd.DataFrame(rows).T.round(2)
 
-# %% [markdown]
-# Adding the two columns as if they were alike would hide the point: the hierarchical way
-# (reduce-scatter inside the node, all-reduce between nodes, all-gather inside) does not send less
-# in total, it sends less where it is slow. (The tree sends as little between the nodes, but one
-# rank of each carries all of it, first one way and then the other. In the hierarchical way both
-# ranks of a node carry half, both ways at once.) Which rank of one node talks to which of the
-# other, for the hierarchical way:
+# %% [markdown] The hierarchical way does not send fewer
+# bytes than the ring in total; it sends fewer of them over the slow link. The tree sends as few
+# between nodes, but one rank of each node carries all of it, first in one direction and then in
+# the other, while in the hierarchical way both ranks of a node carry half, in both directions at
+# once. The last traced one was the hierarchical: which ranks talk across nodes?
 
 # %%
 traced.traffic_chart()
 
 # %% [markdown]
-# ## Break it
-# Two neighbours swap a buffer. Each sends first, then receives. Looks right? Both wait in their
-# send for a receive that comes after it. On a cluster this is the job that stands still at 3 a.m.
-# without an error; here it ends after the two seconds that it is given, and says who waits for
-# whom:
+# ### A whole training step, between nodes
+# [NCCL #870](https://github.com/NVIDIA/nccl/issues/870) asks for the traffic between nodes of a
+# training, having found about 1440 MB per update and rank in the log. For plain data parallelism
+# everything is known beforehand: gradients of $S$ bytes, all-reduced over N ranks. Each of them
+# sends $2(N-1)/N\,S$; on a flat ring over nodes one of the k ranks of each node sends this to
+# another node. If 1440 MB are what was handed to the calls, as `count` in the log is (below), then
+# the gradients have 1440 MB. The thread names no model; on two nodes of eight:
+
+# %%
+S, N, nodes = 1440 * MB, 16, 2
+per_rank = 2 * (N - 1) / N * S
+print(f"a rank sends {per_rank / MB:,.0f} MB; a flat ring sends that from each node to the next")
+across = 2 * (nodes - 1) / nodes * S
+print(f"hierarchical: {across / MB:,.0f} MB leave a node, {across / 8 / MB:.0f} MB per rank")
+
+report = pl.run(small, pl.Plan(dp=4), steps=2, progress=False)
+report.traffic(by="edge")
+
+# %% [markdown] The table is of a real step here: who sent how much to whom. This is the other half
+# of the question.
+#
+# ## Reading NCCL's log
+#
+# With `NCCL_DEBUG=INFO` and `NCCL_DEBUG_SUBSYS=INIT,GRAPH,COLL` each rank prints which links it
+# opens and which calls it makes ([NVIDIA's page on
+# logging](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/logging.html)).
+#
+# * `Channel 00/0 : 3[3] -> 11[3] [send] via NET/...` says that rank 3 sends to rank 11 over the
+#   network; `via P2P/...` is a link within the node. So `grep 'via NET'` answers *which ranks talk
+#   across nodes* (a maintainer explains the line in
+#   [NCCL #1667](https://github.com/NVIDIA/nccl/issues/1667)).
+# * `AllGather: opCount d ... count 2097152 datatype 7 ... [nranks=2]` is one call. `count` is the
+#   argument of the call in elements: the whole tensor for AllReduce, but *one rank's part* for
+#   AllGather (input) and ReduceScatter (output). So there $S = \text{count} \cdot N \cdot$ bytes.
+#   Datatype 6 is fp16, 7 is fp32, 9 is bf16.
+#
+# These three lines are from [torchtitan #1369](https://github.com/pytorch/torchtitan/issues/1369),
+# shortened. How many bytes does each rank send for the first one?
+
+# %%
+log = """AllGather: opCount d count 2097152 datatype 7 op 0 root 0 [nranks=2]
+ReduceScatter: opCount e count 2097152 datatype 7 op 0 root 0 [nranks=2]
+AllReduce: opCount 10 count 1 datatype 7 op 0 root 0 [nranks=2]"""
+sent_guess = pl.exercises.guess(
+    "MB that each rank sends for the first line", low=0, high=40, unit="MB"
+)
+sent_guess
+
+# %%
+import re
+
+BYTES = {"6": 2, "7": 4, "9": 2}
+OPS = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce"}
+rows = []
+for name, count, kind, n in re.findall(r"(\w+): .*count (\d+) datatype (\d).*nranks=(\d+)", log):
+    whole = int(count) * BYTES[kind] * (1 if name == "AllReduce" else int(n))
+    rows.append({"call": name, "S (bytes)": whole, "sent": wire_bytes(OPS[name], whole, int(n))})
+print(pd.DataFrame(rows))
+sent_guess.reveal(rows[0]["sent"] / MB)
+
+# %% [markdown]
+# ### Why a chunk can have −511 elements
+# [NCCL #768](https://github.com/NVIDIA/nccl/issues/768) printed the variable `nelem` inside NCCL's
+# ring on two GPUs and saw −511, 1 and 1048576. These are not arguments of a call, but chunks of
+# the ring. In the source of the time
+# ([all_reduce.h](https://github.com/NVIDIA/nccl/blob/033d799/src/collectives/device/all_reduce.h)),
+# a chunk is at most 4 of the 8 slots of a 4 MB buffer, at most its share of the tensor, and
+# rounded up to a multiple of 8 bytes per thread; chunk c begins at c times this size, and what is
+# beyond the end counts as negative and is not sent:
+#
+# $$\text{nelem}(c) = \min\big(\text{chunk},\ \text{count} - c\cdot\text{chunk}\big).$$
+#
+# The thread shows no thread count; with 256 threads the formula gives exactly the three numbers.
+# (A maintainer's comment in [#391](https://github.com/NVIDIA/nccl/issues/391) says how the buffer
+# and its slots are used.)
+
+
+# %%
+def nelem(count, itemsize, ranks=2, channels=1, threads=256):
+    """Elements of each rank's chunk in the first round of NCCL's ring."""
+    most = 4 * (4 * 2**20 // 8) // itemsize  # four slots
+    step = threads * 8 // itemsize
+    chunk = min(most, -(-count // (ranks * channels)))
+    chunk = -(-chunk // step) * step
+    return [min(chunk, count - c * chunk) for c in range(ranks)]
+
+
+print("one fp32 number, as a flag of overflow is:", nelem(1, itemsize=4))
+print("100 million fp16 gradients:", nelem(100_000_000, itemsize=2))
+
+# %% [markdown]
+# ## Both send first: a deadlock
+#
+# Two neighbours swap a buffer. Each waits for its send, then receives. On a network where a send
+# is complete only when its receive has been posted, both wait for ever. Here the ranks are stopped
+# after two seconds, and the message says who waits for whom:
 
 
 # %%
@@ -391,11 +599,9 @@ def both_send_first(group):
     import torch
 
     other = group.ranks[1 - group.index]
-    mine = torch.full((4,), float(group.index), device=group.context.device)
-    theirs = torch.empty_like(mine)
+    mine, theirs = torch.ones(4), torch.empty(4)
     group.send(mine, to=other).wait()
     group.recv(theirs, source=other).wait()
-    return theirs
 
 
 try:
@@ -403,70 +609,164 @@ try:
 except pl.RankTimeout as error:
     print(str(error).splitlines()[0])
 
-# %% [markdown]
-# Some deadlocks hide: MPI, say, sends small messages ahead, so the same code works there until the
-# messages grow. NCCL, the library that does this between NVIDIA GPUs, runs a pair's calls one after
-# the other and matches them by order. `pl.trace` holds every call to that rule by default, without
-# a GPU and without waiting:
-
-# %% tags=["measured"]
-try:
-    pl.trace(both_send_first, ranks=2)
-except pl.RankError as error:
-    print(str(error).splitlines()[0])
-
-# %% [markdown]
-# The remedy is in `ring_reduce_scatter` above: what two ranks send each other belongs in **one**
-# `exchange`.
+# %% [markdown] MPI sends small messages *eagerly*, before the receive is posted, so this code
+# works there until a message is larger than the eager limit. NCCL runs the calls of a pair of
+# ranks in order. The remedy is to post both before waiting for either. In PyTorch, a call that
+# returns at once and a batch do that:
 #
-# ## Your turn
-# The ring's second half. After `ring_reduce_scatter` rank r owns the finished chunk (r + 1) % N;
-# hand the finished chunks around until everybody has all of them. The checker counts your bytes,
-# your memory and your time on stated links.
+# ```python
+# works = dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, right),
+#                                 dist.P2POp(dist.irecv, theirs, left)])
+# for work in works:
+#     work.wait()    # before this, do not read theirs and do not change mine
+# ```
+#
+# **Your turn (implement).** With that you can write an all-reduce. Chunks may be of unequal size.
 
 # %%
-exercise = pl.exercises.all_gather_half
+exercise = pl.exercises.ring_all_reduce
 exercise
 
-
 # %%
-### ANSWER: all_gather_half
+### ANSWER: ring_all_reduce
 
 
-exercise.check(ring_all_gather)
+verdict = exercise.check(ring_all_reduce)
+verdict
 
 # %% [markdown]
-# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
+# ### Your all-reduce trains the reference GPT
+# Data parallelism in its simplest form: after backward, the gradients of all ranks are summed and
+# divided by N (lab 02 does it better). Your function does the sum, on two real ranks, next to the
+# library's plan for two ranks.
 
-# %% [markdown] tags=["solution-only"]
-# ## Another answer
-# The ring may as well turn the other way: what is passed on is then the chunk that came from the
-# right.
+
+# %%
+def my_data_parallelism(spec, steps):
+    import torch
+    import torch.distributed as dist
+
+    gpt, rank, ranks = pl.reference.GPT(spec), dist.get_rank(), dist.get_world_size()
+    optimizer, losses = pl.reference.optimizer(gpt.parameters()), []
+    for step in range(steps):
+        [batch] = pl.reference.batches(spec, step=step, rank=rank, ranks=ranks)
+        optimizer.zero_grad()
+        loss = gpt(*batch)
+        loss.backward()
+        flat = torch.cat([p.grad.flatten() for p in gpt.parameters()] + [loss.detach().view(1)])
+        ring_all_reduce(flat)
+        flat /= ranks
+        sizes = [p.numel() for p in gpt.parameters()]
+        for p, grad in zip(gpt.parameters(), flat[:-1].split(sizes), strict=True):
+            p.grad = grad.view_as(p)
+        optimizer.step()
+        losses.append(flat[-1].item())
+    return losses
+
+
+if verdict:
+    library = pl.run(small, pl.Plan(dp=2), steps=3, progress=False)
+    yours = pl.observe(my_data_parallelism, ranks=2, args=(small, 3))
+    pairs = zip(yours.losses, library.losses, strict=True)
+    print("the same losses, to four decimals:", all(abs(x - y) < 1e-4 for x, y in pairs))
+    for name, report in (("yours", yours), ("library", library)):
+        traffic = report.traffic("op").set_index("op")["bytes"] / 2
+        print(f"{name}: a rank sends {traffic.to_dict()}, its peak is {report.peak_memory:,} bytes")
+else:
+    print("write ring_all_reduce first")
+
+# %% [markdown] You send four bytes more, the loss; and your peak is higher, among other things by
+# the flat copy of all gradients. The gradients cost the same bytes in both.
+
+# %% [markdown] tags=["solution-only"] **Why it works.** The reduce-scatter lets a partial sum of
+# each chunk travel once around the ring and grow; the all-gather lets the complete sums travel
+# once more. Whatever N is, a rank sends all chunks but one in each half.
+#
+# **Common mistakes.** `tensor.chunk(n)`, whose last chunk can be much shorter; a buffer for each
+# step; waiting for the send before the receive is posted; padding a copy of the whole tensor;
+# passing whole tensors around, which is right and sends N/2 times as much.
+#
+# **A second answer** goes to the left, with both halves in one loop.
 
 
 # %% tags=["solution-only"]
-def the_other_way_round(group, tensor):
-    n, r = group.size, group.index
-    left, right = group.ranks[(r - 1) % n], group.ranks[(r + 1) % n]
-    chunks = tensor.chunk(n)
-    for step in range(n - 1):
-        leaving, arriving = chunks[(r + 1 + step) % n], chunks[(r + 2 + step) % n]
-        group.exchange([("send", leaving, left), ("recv", arriving, right)]).wait()
+### ANSWER: ring_all_reduce_other
 
 
-exercise.check(the_other_way_round)
+exercise.check(ring_to_the_left)
 
 # %% [markdown]
-# ## On your GPUs
-# The same cells: with one GPU per rank the calls go over NCCL. (`link_fit` stays a picture of this
-# machine's processors.) The knee of a link is α times its bandwidth. A GPU's links have a much
-# smaller α and a much larger bandwidth.
+# **Your turn (go further).** Two kinds of links: write the hierarchical all-reduce, with process
+# groups. It is judged by the bytes that cross nodes.
+
+# %%
+exercise = pl.exercises.hierarchical_all_reduce
+exercise
+
+# %%
+### ANSWER: hierarchical_all_reduce
+
+
+exercise.check(hierarchical_all_reduce)
+
+# %% [markdown] tags=["solution-only"] **Why it works.** Between the two halves of the inner
+# all-reduce a rank is responsible for a k-th of the tensor, so only that k-th has to be added up
+# across nodes, by all k ranks at once.
+#
+# **Common mistakes.** Calling `new_group` only for the own groups (all ranks must make all
+# groups); two all-reduces after one another, which send the whole tensor across; one leader per
+# node, which carries everything; groups across nodes whose ranks hold different parts.
+#
+# **A second answer** makes the inner sum from an all-to-all.
+
+
+# %% tags=["solution-only"]
+### ANSWER: hierarchical_all_reduce_other
+
+
+exercise.check(by_all_to_all)
+
+# %% [markdown]
+# ## What to remember
+#
+# 1. An all-reduce is a reduce-scatter followed by an all-gather; each costs (N−1)/N of the tensor.
+# 2. Say which tensor S is: the whole one, or a shard.
+# 3. Latency is paid per message, so few large calls are better than many small ones.
+# 4. Rings send the least and pay latency N times; trees pay it log N times.
+# 5. Keep bytes inside nodes apart from bytes between nodes; count, do not trust names.
+#
+# $$\text{all-reduce: } 2\,\frac{N-1}{N}S \qquad
+# T_\text{ring} = 2(N-1)\Big(\alpha + \beta\frac{S}{N}\Big) \qquad
+# \text{busbw}_\text{all-reduce} = 2\,\frac{N-1}{N}\cdot\frac{S}{T}$$
+#
+# | when | use |
+# |---|---|
+# | large tensors, one kind of link | ring |
+# | small tensors, many ranks | tree, halving-doubling |
+# | several nodes, fast links inside | hierarchical |
+# | everyone needs a part only | reduce-scatter instead of all-reduce |
+#
+# ## In PyTorch, DeepSpeed, Megatron
+#
+# | what | PyTorch | DeepSpeed | Megatron-LM |
+# |---|---|---|---|
+# | groups of a grid | `init_device_mesh("cuda", (2, 8))` | `utils.groups` | `parallel_state` |
+# | counting calls | `torch.profiler` | `comms_logger` in the JSON | `--timing-log-level` |
+# | NCCL's algorithm | `NCCL_ALGO=Ring` or `Tree` | the same | the same |
+# | size of a call | DDP's `bucket_cap_mb` | `reduce_bucket_size` | `--ddp-bucket-size` |
+#
+# In this lab PyTorch's collectives, `DistributedDataParallel` and `ZeroRedundancyOptimizer` ran
+# themselves and were observed. With one GPU per rank the calls go over NCCL instead of gloo, and
+# the cells are the same; this has not been tried on GPUs yet.
 #
 # ## Read on
-# * Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*:
-#   why 2(N−1)/N is the least there is.
-# * Thakur, Rabenseifner and Gropp 2005, *Optimization of collective communication operations in
-#   MPICH*, sec. 4: trees, rings and when to switch. Hockney 1994: α and β.
-# * In the package: `paralab/parallel/collectives.py` has the three algorithms, `comm.py` is the
-#   only door to the wire, `theory/traffic.py` counts its bytes.
-#   Next: [lab 02](02_data_parallel.ipynb).
+# * Patarasuk and Yuan 2009, [Bandwidth optimal all-reduce
+#   algorithms](https://doi.org/10.1016/j.jpdc.2008.09.002), sec. 3 and 4.
+# * Thakur, Rabenseifner and Gropp 2005, [Optimization of collective communication operations in
+#   MPICH](https://doi.org/10.1177/1094342005051521), sec. 4: trees, halving-doubling, rings and
+#   when to switch.
+# * NVIDIA, [nccl-tests,
+#   PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+# * PyTorch, [torch.distributed](https://pytorch.org/docs/stable/distributed.html).
+# * In the package: `paralab/parallel/collectives.py` has the algorithms,
+#   `paralab/theory/traffic.py` the bytes of every call. Next: [lab 02](02_data_parallel.ipynb).
