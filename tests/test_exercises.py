@@ -235,7 +235,7 @@ def test_an_answer_stands_once_and_is_inserted_where_its_name_is():
         ("### STUB: x", "not between BEGIN and END"),
         ("# BEGIN SOLUTION\n# END SOLUTION", "not spelled like a marker"),
         ("### BEGIN SOLUTIONS\nx\n### END SOLUTION", "not spelled|no BEGIN"),
-        ("### ANSWER: nosuch\nx = 1", "there is no such answer; legal: all_gather_half, "),
+        ("### ANSWER: nosuch\nx = 1", "there is no such answer; legal: accumulate, "),
         ("### answer: summa", "not spelled like a marker"),
         ("### BEGIN SOLUTION\n### Stub: x\n### END SOLUTION", "not spelled like a marker"),
     ],

@@ -436,7 +436,8 @@ if verdict:
     yours = pl.observe(my_training, ranks=1, args=(small, 3, 4))
     pairs = zip(yours.losses, library.losses, strict=True)
     print("the same losses, to four decimals:", all(abs(x - y) < 1e-4 for x, y in pairs))
-    view.memory_bars({"yours": yours, "the library": library}, title="One plan, two peaks").show()
+    finding = "The same states and activations; autograd needs more temporary memory"
+    view.memory_bars({"yours": yours, "the library": library}, title=finding).show()
 else:
     print("write accumulate first")
 
