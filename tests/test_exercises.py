@@ -24,7 +24,6 @@ ANSWERS = {
     "my_ddp": ("MyDDP",),
     "ring_all_reduce": ("ring_all_reduce",),
     "hierarchical_all_reduce": ("hierarchical_all_reduce",),
-    "gradient_sync": ("MySync",),
     "sync_pass": ("my_pass",),
     "own_schedule": ("my_schedule",),
     "deadlock_clinic": ("fixed",),

@@ -26,8 +26,8 @@ from paralab.exercises.guess import Guess, Reveal, guess
 from paralab.exercises.memory import memory_clinic
 from paralab.exercises.mesh import mesh_groups, mesh_step
 from paralab.exercises.offload import stream
-from paralab.exercises.pipeline import interleaved_executor, pipeline_executor, warmup
 from paralab.exercises.peak import peak_estimate
+from paralab.exercises.pipeline import interleaved_executor, pipeline_executor, warmup
 from paralab.exercises.place import place
 from paralab.exercises.recomputed import checkpoint
 from paralab.exercises.ring import all_gather_half
@@ -36,9 +36,8 @@ from paralab.exercises.states import model_states
 from paralab.exercises.summa import summa
 from paralab.exercises.sync import average_gradients, my_ddp
 from paralab.exercises.sync_pass import sync_pass
-from paralab.exercises.tensor import f_and_g, tensor_attention, tensor_mlp
 from paralab.exercises.targets import better_schedules
-from paralab.exercises.tensor import tensor_mlp
+from paralab.exercises.tensor import f_and_g, tensor_attention, tensor_mlp
 from paralab.exercises.verdict import Verdict
 from paralab.exercises.vocab_loss import vocab_parallel_loss
 from paralab.exercises.zero import zero_step
@@ -54,7 +53,6 @@ ALL = {
         my_ddp,
         ring_all_reduce,
         hierarchical_all_reduce,
-        gradient_sync,
         sync_pass,
         warmup,
         pipeline_executor,
@@ -94,7 +92,6 @@ __all__ = [
     "choose",
     "deadlock_clinic",
     "f_and_g",
-    "gradient_sync",
     "average_gradients",
     "my_ddp",
     "guess",
