@@ -103,7 +103,8 @@ most.sort_values("bytes", ascending=False)
 kept = most["bytes"][["parameters", "gradients", "optimizer"]]
 guess.reveal(round(kept.sum() / model.num_params))
 
-# %% [markdown] Three of the categories are the **model states**: the weight, its gradient, and the
+# %% [markdown]
+# Three of the categories are the **model states**: the weight, its gradient, and the
 # two moments of AdamW, which are running means of the gradient and of its square.
 #
 # $$M_\text{states} = K\,\Psi, \qquad
@@ -441,7 +442,8 @@ if verdict:
 else:
     print("write accumulate first")
 
-# %% [markdown] tags=["solution-only"] **Why it works.** Each micro-batch's loss is a mean over its
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Each micro-batch's loss is a mean over its
 # own samples. Weighting it by its share of all samples makes the sum of the gradients the mean
 # over all samples, also where the last micro-batch is smaller. `backward()` after each forward
 # frees that micro-batch's graph. The norm is one number over *all* parameters, and can be known
@@ -508,7 +510,8 @@ exercise
 
 exercise.check(peak_estimate)
 
-# %% [markdown] tags=["solution-only"] **Why it works.** The peak is the largest of a few moments,
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** The peak is the largest of a few moments,
 # and each is a sum of what is alive then. With a large vocabulary it is the backward of the output
 # matrix, when the gradient of the logits is there; with a long sequence that of the scores; with a
 # wide model and few tokens it is the update, when all gradients are there and no activations.
@@ -578,7 +581,8 @@ for choice in (True, False):
     print(f"set_to_none={choice!s:<5} peak {seen.peak_memory / 1e6:.2f} MB")
 print(f"all gradients of this model: {4 * small.num_params / 1e6:.2f} MB")
 
-# %% [markdown] On a GPU the cells run as they are and the ledger counts the same tensors; this has
+# %% [markdown]
+# On a GPU the cells run as they are and the ledger counts the same tensors; this has
 # not been tried on one yet. `nvidia-smi` shows more than the ledger: the CUDA context and memory
 # that PyTorch's allocator has reserved (lab 06).
 #

@@ -28,7 +28,8 @@ from paralab import view
 
 view.ring(4)
 
-# %% [markdown] Four ranks (a **rank** is one process with one device) each hold a buffer, and all
+# %% [markdown]
+# Four ranks (a **rank** is one process with one device) each hold a buffer, and all
 # of them need the sum of the four. Each cuts its buffer into four chunks. In every step each rank
 # sends one chunk to the next rank, and the number in a box says how many ranks' terms the chunk
 # contains by then. After six steps every rank has every sum. The rest of this lab is about this
@@ -40,7 +41,7 @@ view.ring(4)
 # | N | ranks of a group |
 # | k | ranks of a node |
 # | S | bytes of a tensor, always of the whole: of the gathered output, or of the full input |
-# | m | pieces that a tensor is sent in |
+# | q | pieces that a tensor is sent in |
 # | α | latency: seconds per message |
 # | β | seconds per byte; 1/β is the bandwidth |
 # | T | time of a call |
@@ -107,7 +108,8 @@ guess = pl.exercises.guess(
 )
 guess
 
-# %% [markdown] Count in the picture. Each half of the ring has $N-1$ steps, and in each a rank
+# %% [markdown]
+# Count in the picture. Each half of the ring has $N-1$ steps, and in each a rank
 # sends one chunk of $S/N$ bytes:
 #
 # $$\text{sent} = \underbrace{(N-1)\frac{S}{N}}_\text{reduce-scatter}
@@ -164,7 +166,8 @@ exercise.check(ring_all_gather)
 # %% [markdown]
 # `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
 
-# %% [markdown] tags=["solution-only"] **Why it works.** In step t a rank passes on what it
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** In step t a rank passes on what it
 # received in step t − 1, so each chunk travels once around the ring. A chunk is a view of the
 # tensor: what is received into it is in place.
 #
@@ -258,9 +261,11 @@ within = (ratios.drop("native reduce_scatter") - 1).abs().max() < 0.02
 print("kernel and formula agree within 2 %:", bool(within))
 print(f"gloo's own reduce_scatter: {ratios['native reduce_scatter']:.1f} times the formula")
 
-# %% [markdown] The last row: **gloo**, the backend of `torch.distributed` on CPUs, implements its
+# %% [markdown]
+# The last row: **gloo**, the backend of `torch.distributed` on CPUs, implements its
 # reduce-scatter by all-reduces. (paralab's is an all-to-all and a local sum, which is why its row
 # is right.)
+#
 # ### The paper says reduce-scatter, the log says all-reduce
 # The same happens one level higher, in libraries. [DeepSpeed
 # #264](https://github.com/deepspeedai/DeepSpeed/issues/264) expected one reduce-scatter of the
@@ -305,7 +310,8 @@ for name, found in (("PyTorch", theirs), ("the paper", paper)):
     print(f"{name}:", ", ".join(f"{op} {share:.2f}" for op, share in parts.items()), end=" ")
     print(f"→ {parts.sum():.2f} times the gradients, both ranks together")
 
-# %% [markdown] With $N = 2$ both ranks together send $2(N-1) = 2$ times the gradients for an
+# %% [markdown]
+# With $N = 2$ both ranks together send $2(N-1) = 2$ times the gradients for an
 # all-reduce, and $N-1 = 1$ for the broadcast of the new parameters: 3 instead of 2, half as much
 # again. The memory saved is the same. The name in the log tells you which you have.
 #
@@ -364,9 +370,9 @@ print(f"algbw {S / T / 1e9:.2f} GB/s, busbw {2 * 3 / 4 * S / T / 1e9:.2f} GB/s, 
 # [DeepSpeed #5047](https://github.com/deepspeedai/DeepSpeed/issues/5047) sees all-gathers of
 # ZeRO-3 that are small and many, and asks why that is so and how to make them coarser. ZeRO-3
 # gathers parameters as modules need them, so without bucketing there is one gather per module or
-# even per tensor. In $m$ pieces the bytes are the same, but latency is paid $m$ times:
+# even per tensor. In $q$ pieces the bytes are the same, but latency is paid $q$ times:
 #
-# $$T_\text{all-gather}(m) = m\,(N-1)\,\alpha + \frac{N-1}{N}\,\beta S.$$
+# $$T_\text{all-gather}(q) = q\,(N-1)\,\alpha + \frac{N-1}{N}\,\beta S.$$
 #
 # Take one block of a model with $h = 4096$ in 16 bits, gathered over 8 ranks with
 # α = 20 µs and 1/β = 20 GB/s: at once, in its tensors, or in still more pieces. Before you run the
@@ -390,11 +396,11 @@ times["bytes (ms)"] = 1e3 * transfer
 print(times.round(2))
 pieces_guess.reveal(transfer / latency)
 
-# %% [markdown] The twelve tensors of such a block cost little. A model with $h = 256$ has blocks
+# %% [markdown]
+# The twelve tensors of such a block cost little. A model with $h = 256$ has blocks
 # 256 times smaller, and there even one gather per tensor is mostly latency. What helps in
 # DeepSpeed is `stage3_prefetch_bucket_size` (gather several modules ahead), in PyTorch's FSDP2
-# which modules get `fully_shard`. The excerpt of the thread that we could read does not say which
-# model it was.
+# which modules get `fully_shard`. The thread's description does not name its model.
 #
 # ## Ring, tree, halving-doubling
 #
@@ -428,7 +434,8 @@ view.algorithms(
     title="64 ranks: in the α–β model halving-doubling is never slower than either",
 )
 
-# %% [markdown] So why does anyone use rings? The model leaves two things out. Halving-doubling
+# %% [markdown]
+# So why does anyone use rings? The model leaves two things out. Halving-doubling
 # talks to ranks far away, so several of its messages share a link between switches, whereas a
 # ring's messages go to neighbours. And a tree need not send the whole tensor at once: cut into
 # pieces that follow one another (a **pipelined tree**), it sends about as few bytes as a ring.
@@ -486,7 +493,8 @@ for how in ("ring", "tree", "hierarchical"):
     }
 pd.DataFrame(rows).T.round(2)
 
-# %% [markdown] The hierarchical way does not send fewer
+# %% [markdown]
+# The hierarchical way does not send fewer
 # bytes than the ring in total; it sends fewer of them over the slow link. The tree sends as few
 # between nodes, but one rank of each node carries all of it, first in one direction and then in
 # the other, while in the hierarchical way both ranks of a node carry half, in both directions at
@@ -514,7 +522,8 @@ print(f"hierarchical: {across / MB:,.0f} MB leave a node, {across / 8 / MB:.0f} 
 report = pl.run(small, pl.Plan(dp=4), steps=2, progress=False)
 report.traffic(by="edge")
 
-# %% [markdown] The table is of a real step here: who sent how much to whom. This is the other half
+# %% [markdown]
+# The table is of a real step here: who sent how much to whom. This is the other half
 # of the question.
 #
 # ## Reading NCCL's log
@@ -559,8 +568,8 @@ sent_guess.reveal(rows[0]["sent"] / MB)
 # %% [markdown]
 # ### Why a chunk can have −511 elements
 # [NCCL #768](https://github.com/NVIDIA/nccl/issues/768) printed the variable `nelem` inside NCCL's
-# ring on two GPUs and saw −511, 1 and 1048576. These are not arguments of a call, but chunks of
-# the ring. In the source of the time
+# ring on two GPUs and found −511, 1 and 1048576. These are not arguments of a call, but chunks of
+# the ring. In an earlier version of its source
 # ([all_reduce.h](https://github.com/NVIDIA/nccl/blob/033d799/src/collectives/device/all_reduce.h)),
 # a chunk is at most 4 of the 8 slots of a 4 MB buffer, at most its share of the tensor, and
 # rounded up to a multiple of 8 bytes per thread; chunk c begins at c times this size, and what is
@@ -590,7 +599,7 @@ print("100 million fp16 gradients:", nelem(100_000_000, itemsize=2))
 # ## Both send first: a deadlock
 #
 # Two neighbours swap a buffer. Each waits for its send, then receives. On a network where a send
-# is complete only when its receive has been posted, both wait for ever. Here the ranks are stopped
+# is complete only when its receive has been posted, neither gets further. Here the ranks are stopped
 # after two seconds, and the message says who waits for whom:
 
 
@@ -609,7 +618,8 @@ try:
 except pl.RankTimeout as error:
     print(str(error).splitlines()[0])
 
-# %% [markdown] MPI sends small messages *eagerly*, before the receive is posted, so this code
+# %% [markdown]
+# MPI sends small messages *eagerly*, before the receive is posted, so this code
 # works there until a message is larger than the eager limit. NCCL runs the calls of a pair of
 # ranks in order. The remedy is to post both before waiting for either. In PyTorch, a call that
 # returns at once and a batch do that:
@@ -675,10 +685,12 @@ if verdict:
 else:
     print("write ring_all_reduce first")
 
-# %% [markdown] You send four bytes more, the loss; and your peak is higher, among other things by
+# %% [markdown]
+# You send four bytes more, the loss; and your peak is higher, among other things by
 # the flat copy of all gradients. The gradients cost the same bytes in both.
 
-# %% [markdown] tags=["solution-only"] **Why it works.** The reduce-scatter lets a partial sum of
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** The reduce-scatter lets a partial sum of
 # each chunk travel once around the ring and grow; the all-gather lets the complete sums travel
 # once more. Whatever N is, a rank sends all chunks but one in each half.
 #
@@ -709,7 +721,8 @@ exercise
 
 exercise.check(hierarchical_all_reduce)
 
-# %% [markdown] tags=["solution-only"] **Why it works.** Between the two halves of the inner
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Between the two halves of the inner
 # all-reduce a rank is responsible for a k-th of the tensor, so only that k-th has to be added up
 # across nodes, by all k ranks at once.
 #
