@@ -20,7 +20,7 @@
 #
 # **You need** PyTorch (a module, `backward()`, an optimizer), powers and sums. No earlier lab.
 #
-# **Minutes** 60 to 80: 30 of reading, 1 of running, the rest for three exercises.
+# **Minutes** 70 to 90: 30 of reading, 1 of running, the rest for three exercises.
 
 # %%
 import paralab as pl
@@ -300,7 +300,7 @@ report.memory_chart()
 peak = pl.program(model, plan).peak()
 print(f"peak by the program {sum(peak.values()):,} bytes, in the run {report.peak_memory:,}")
 print(f"gradients at that moment: {peak['gradients'] / (4 * psi):.0%} of all")
-moment.reveal(2, "Nearly all activations are still kept, and the first gradients are there")
+moment.reveal(2, "Nearly all activations are still kept, and the first gradients are there.")
 
 # %% [markdown]
 # The program knows the peak to the byte before anything runs, because it is the list that is run.
@@ -397,7 +397,7 @@ cause = pl.exercises.choose(
 cause
 
 # %%
-cause.reveal(2, "The sum of four losses is one graph with four micro-batches of activations in it")
+cause.reveal(2, "The sum of four losses is one graph, with the activations of four micro-batches.")
 
 # %% [markdown]
 # **Your turn (implement).** Write the step itself, in plain PyTorch, as you would at work: mean
@@ -474,8 +474,8 @@ exercise.check(accumulate_by_scaling)
 # $$C \approx 6\,\Psi\,D.$$
 #
 # How long is that for 300 billion tokens, on one device that reaches 150 TFLOP/s (half of an
-# A100's peak)? The exact count adds the scores of attention and the output matrix, which the
-# formula leaves out.
+# A100's peak)? The exact count adds the scores of attention, which have no
+# parameters.
 
 # %%
 tokens, speed, year = 300e9, 150e12, 365 * 86400
@@ -491,10 +491,10 @@ for name in ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t"):
 pd.DataFrame.from_dict(rows, orient="index").round(1)
 
 # %% [markdown]
-# Even a device with enough memory would take centuries. So the work has to be split, and there are
-# only so many ways: by samples (data parallelism, lab 02), by layers (pipelines, 03), by who keeps
-# which state (ZeRO, 05), inside a layer (tensor parallelism, 07), or by moving state to slower
-# memory (offload, 09).
+# For the two largest, even a device with enough memory would take decades or centuries. So the
+# work has to be split, and there are only so many ways: by samples (data parallelism, lab 02), by
+# layers (pipelines, 03), by who keeps which state (ZeRO, 05), inside a layer (tensor parallelism,
+# 07), or by moving state to slower memory (offload, 09).
 #
 # **Your turn (go further).** Predict the peak of a whole step, activations and temporary tensors
 # included, within 5 %, without running or compiling anything. This is what a memory estimator
