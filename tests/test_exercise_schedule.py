@@ -17,9 +17,9 @@ from paralab.view import stuck
 
 CLINIC, OWN = pl.exercises.deadlock_clinic, pl.exercises.own_schedule
 FIXED = {
-    "too early": ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"],
+    "two ranks": ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"],
     "two chunks": ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"],
-    "upside down": [" ".join(map(str, row)) for row in SCHEDULES["1f1b"](3, 3)],
+    "three ranks": [" ".join(map(str, row)) for row in SCHEDULES["1f1b"](3, 3)],
 }
 
 
@@ -106,17 +106,17 @@ def patients() -> dict[str, list[str]]:
 
 
 CURES = [  # what is handed in for one patient, limits it breaks, words of the verdict
-    ("too early", patients()["too early"], {"too early"}, "too early: schedule[0][1]='0B0': dead"),
-    ("too early", without(FIXED["too early"], "1B2"), {"too early", "same work"}, "has lost 1B2"),
-    ("too early", [FIXED["too early"][0] + " 0B0", FIXED["too early"][1]],
-     {"too early", "same work"}, "rank 0 has 0B0, which was not in its list"),
-    ("too early", ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"], {"moves"},
-     "too early: 2 moves, 1 would do"),
+    ("two ranks", patients()["two ranks"], {"two ranks"}, "two ranks: schedule[0][1]='0B0': dead"),
+    ("two ranks", without(FIXED["two ranks"], "1B2"), {"two ranks", "same work"}, "has lost 1B2"),
+    ("two ranks", [FIXED["two ranks"][0] + " 0B0", FIXED["two ranks"][1]],
+     {"two ranks", "same work"}, "rank 0 has 0B0, which was not in its list"),
+    ("two ranks", ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"], {"moves"},
+     "two ranks: 2 moves, 1 would do"),
     ("two chunks", FIXED["two chunks"][:1], {"two chunks"}, "1 lists, required: 2"),
     ("two chunks", ["0F0 0F1 zero"], {"two chunks"}, "not an action"),
     ("two chunks", None, {"two chunks"}, "its lists are missing"),
-    ("upside down", [row.replace("B", "I") for row in FIXED["upside down"]],
-     {"upside down", "same work"}, "missing in schedule[0]='0W0'"),
+    ("three ranks", [row.replace("B", "I") for row in FIXED["three ranks"]],
+     {"three ranks", "same work"}, "missing in schedule[0]='0W0'"),
 ]  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_the_stub_holds_the_patients_themselves():
 def test_a_patient_deadlocks_and_its_picture_says_the_same_as_the_validator(patient):
     with pytest.raises(ScheduleError, match="deadlock") as found:
         validate(patient.lists)
-    assert repr(patient.diagnosis) == str(found.value)
+    assert repr(patient.diagnosis) == str(found.value).partition("; legal: ")[0]
     chart = patient.chart()
     said = {note.text for note in chart.layout.annotations}
     for _, action, need, other in found.value.waits:
@@ -166,11 +166,11 @@ def within(row: list, most: int):
             yield order
 
 
-@pytest.mark.parametrize("name", ["too early", "two chunks"])
+@pytest.mark.parametrize("name", ["two ranks", "two chunks"])
 def test_no_patient_runs_with_fewer_moves_than_are_allowed(name):
     patient = CLINIC.patients[name]
     lists, fewer = actions(patient.lists), patient.moves - 1
-    choices = [list(within(row, fewer)) for row in lists] if name == "too early" else [
+    choices = [list(within(row, fewer)) for row in lists] if name == "two ranks" else [
         [row, *_one_move(row)] for row in lists
     ]  # fmt: skip
     for tried in product(*choices):

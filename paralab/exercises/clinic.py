@@ -1,12 +1,12 @@
 """Lab 04's deadlock clinic: three schedules that deadlock, to be diagnosed and repaired.
 
-    patient = pl.exercises.deadlock_clinic.patients["too early"]
+    patient = pl.exercises.deadlock_clinic.patients["two ranks"]
     patient.diagnosis      # the validator's sentence: the circle of waits
     patient.chart()        # how far it gets, and who stands where
     pl.exercises.deadlock_clinic.check(fixed)
 
-Each list for itself could be part of a good schedule; together they cannot run. Their cure is to
-move actions within a rank's list, and the checker counts the moves: those are the actions outside
+Each list alone could be part of a schedule that runs; together they deadlock. They are repaired by
+moving actions within a rank's list, and the checker counts the moves: those are the actions outside
 the longest common subsequence of a list before and after. No rank is started.
 """
 
@@ -44,17 +44,17 @@ class Patient:
 
     @property
     def diagnosis(self) -> Text:
-        """What the validator says of it, before a process starts."""
+        """What the validator says of it, before a process starts: who waits for whom."""
         from paralab.theory.schedule_check import validate
 
         try:
             validate(self.lists)
         except ValueError as error:
-            return Text(first_line(error))
+            return Text(_said(error))
         return Text("nothing is wrong: it runs to its end")
 
     def chart(self) -> Chart:
-        """How far it gets, and where each rank then stands."""
+        """How far it gets, and at which action each rank then waits."""
         from paralab.view.standstill import stuck
 
         return stuck(self.lists, name=self.name)
@@ -66,21 +66,21 @@ class Patient:
 
 PATIENTS = (
     Patient(
-        name="too early",
+        name="two ranks",
         moves=1,
-        story="1F1B on two ranks, meant to be quick on the way back",
+        story="1F1B on two ranks, with a first backward that was moved forward on rank 0",
         lists=("0F0 0B0 0F1 0F2 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"),
     ),
     Patient(
         name="two chunks",
         moves=2,
-        story="two stages per rank: rank 0 has 0 and 2, rank 1 1 and 3",
+        story="two ranks with two stages each: rank 0 has stages 0 and 2, rank 1 has 1 and 3",
         lists=("0F0 0F1 2F0 2F1 0B0 0B1 2B0 2B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"),
     ),
     Patient(
-        name="upside down",
+        name="three ranks",
         moves=4,
-        story="1F1B on three ranks, each list fine in other company",
+        story="1F1B on three ranks; each list alone is part of a schedule that runs",
         lists=("0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1F1 1B0 1F2 1B1 1B2", "2F0 2F1 2F2 2B0 2B1 2B2"),
     ),
 )
@@ -166,8 +166,13 @@ def _fault(patient: Patient, lists: Schedule) -> str:
             stages=1 + max(action.stage for action in everything),
         )
     except ValueError as error:
-        return first_line(error)
+        return _said(error)
     return ""
+
+
+def _said(error: ValueError) -> str:
+    """The fault without what would mend it: that is the exercise."""
+    return first_line(error).partition("; legal: ")[0]
 
 
 def _changed(before: Schedule, after: Schedule) -> str:

@@ -1,7 +1,7 @@
 """Lab 04's second exercise: three schedules that deadlock, to be repaired."""
 
 fixed = {
-    "too early": [
+    "two ranks": [
         ### BEGIN SOLUTION
         ### STUB: "0F0 0B0 0F1 0F2 0B1 0B2",
         ### STUB: "1F0 1F1 1B0 1F2 1B1 1B2",
@@ -17,7 +17,7 @@ fixed = {
         "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
         ### END SOLUTION
     ],
-    "upside down": [
+    "three ranks": [
         ### BEGIN SOLUTION
         ### STUB: "0F0 0B0 0F1 0B1 0F2 0B2",
         ### STUB: "1F0 1F1 1B0 1F2 1B1 1B2",

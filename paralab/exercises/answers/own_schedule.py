@@ -11,7 +11,7 @@ def my_schedule(pp, microbatches):
         backward = 0  # the next one
         for forward in range(microbatches):
             actions.append(f"{rank}F{forward}")
-            if forward >= pp - rank - 1:  # enough is under way: one forward, one backward
+            if forward >= pp - rank - 1:  # enough are in flight: one forward, one backward
                 actions.append(f"{rank}B{backward}")
                 backward += 1
         actions += [f"{rank}B{i}" for i in range(backward, microbatches)]

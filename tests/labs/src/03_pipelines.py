@@ -23,6 +23,8 @@
 # **Minutes** 100 to 140, of which 40 are reading and running, the others exercises.
 
 # %%
+from itertools import chain
+
 import numpy as np
 import pandas as pd
 
@@ -337,8 +339,8 @@ def interleaved_with(factor, p=4, m=8, v=2):
         forwards = [action for action in actions if action.kind == "F"]
         backwards = [action for action in actions if action.kind == "B"]
         ahead = factor * (p - rank - 1) + (v - 1) * p
-        steady = [one for pair in zip(forwards[ahead:], backwards) for one in pair]
-        lists.append(forwards[:ahead] + steady + backwards[len(forwards) - ahead :])
+        steady = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
+        lists.append([*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]])
     return lists
 
 
@@ -658,7 +660,7 @@ def with_torch(model, kind, chunks, microbatches, steps=4):
     means = []
     for step in range(steps):
         batches = pl.reference.batches(model, step=step, microbatches=microbatches)
-        tokens, targets = (torch.cat(column) for column in zip(*batches))
+        tokens, targets = (torch.cat(column) for column in zip(*batches, strict=True))
         losses = []
         last = {"target": targets, "targets": targets, "losses": losses} if rank == p - 1 else {}
         schedule.step(*(tokens,)[: rank == 0], **last, return_outputs=False)

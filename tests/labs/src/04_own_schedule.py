@@ -8,12 +8,25 @@
 # %% [markdown]
 # # 04 · Write your own schedule
 #
-# *«How is the bubble of that new schedule derived?»*
-# ([asked](https://github.com/deepseek-ai/DeepSeek-V3/issues/211), more than once.) A schedule is a
-# list per rank. You can print it, prove it free of deadlock, simulate it, draw it and run it, and
-# in this lab you write one.
+# **How small can the bubble of a pipeline be, how is such a number derived, and can you write a
+# schedule that reaches it?**
+#
+# **You will be able to**
+# * split a backward into its input half and its weight half, and say which one other ranks wait
+#   for;
+# * derive the idle time of 1F1B, ZB-H1, ZB-H2 and DualPipe on a drawn schedule;
+# * find the cycle of waits in a schedule that deadlocks, and repair it;
+# * write schedules for any number of ranks that keep a time and a memory, and train a GPT with
+#   them.
+#
+# **You need** lab 03, and the gradient of a matrix product.
+#
+# **Minutes** 90 to 150, of which 40 are reading and running, the others exercises.
 
 # %%
+import re
+
+import numpy as np
 import pandas as pd
 
 import paralab as pl
@@ -21,48 +34,125 @@ from paralab import view
 from paralab.parallel import schedules
 from paralab.theory import pipeline
 
-unit = {"forward": 1e-3, "backward": 1e-3, "weight_grad": 1e-3}  # a whole backward: both
+view.schedules({"1F1B": schedules.one_f_one_b(4, 8), "ZB-H1": schedules.zb_h1(4, 8)})
 
 # %% [markdown]
-# ## Backward has two halves
-# Backward of a linear layer makes two products: the gradient of its *input*, which the stage before
-# waits for, and the gradient of its *weight*, which nobody waits for until the optimizer. Written
-# as one action, the second holds up the first. Split them, `I` and `W`, and the weight halves can
-# fill the bubble. That is the whole idea of zero-bubble schedules:
+# Both schedules do the same work on four ranks. In the second the green boxes are half as long: the
+# backward is cut in two, and its second half (yellow) fills idle time.
+#
+# ## A backward is two products
+# A linear layer computes $Y = X A$. Its backward gets $\partial L/\partial Y$ and makes two
+# products:
+#
+# $$ \frac{\partial L}{\partial X} = \frac{\partial L}{\partial Y}\,A^{\!\top}
+#    \quad (I,\ \text{the input half}), \qquad
+#    \frac{\partial L}{\partial A} = X^{\!\top}\,\frac{\partial L}{\partial Y}
+#    \quad (W,\ \text{the weight half}). $$
+#
+# The stage before waits for the first. No other rank waits for the second, only the optimizer at
+# the end of the step. Both need the same number of FLOPs, and as many as the forward, so for large
+# matrix products $F \approx I \approx W$. Executed as one action, $B = I + W$, the stage before
+# gets its gradient $W$ later than it could.
+#
+# The literature does not agree on the letter B, so here is one table for all of it:
+#
+# | here | meaning | Zero Bubble paper | DeepSeek-V3 report | in a list |
+# |---|---|---|---|---|
+# | $F$ | forward of one micro-batch on one rank | $T_F$ | $F$ | `2F0` |
+# | $I$ | input half of the backward | $T_B$ | – | `2I0` |
+# | $W$ | weight half of the backward | $T_W$ | $W$ | `2W0` |
+# | $B = I + W$ | whole backward | $T_B + T_W$ | $B$ | `2B0` |
+# | $F\&B$ | a forward and a backward that overlap | – | $F\&B$ | – |
+# | $p$, $r$, $m$, $T$ | as in lab 03 | $p$, –, $m$ | $PP$ | – |
+#
+# In the program of a rank the change is a few lines:
 
 # %%
-whole = pipeline.simulate(schedules.one_f_one_b(4, 8), **unit)
-split = pipeline.simulate(schedules.zb_h1(4, 8), **unit)
-print(f"1F1B : {whole.bubble_rate:.3f} of device time is bubble")
-print(f"ZB-H1: {split.bubble_rate:.3f}")
-view.simulated_timeline(split, "ZB-H1")
+model = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=128, tied=False)
+plan = pl.Plan(pp=4, schedule="1f1b", microbatches=8, microbatch_size=2)
+before = pl.program(model, plan, rank=1)
+before.diff(pl.program(model, plan.replace(schedule="zb-h1"), rank=1))
 
 # %% [markdown]
-# ## Commit to a guess
-# With more forwards of warm-up ZB-H2 can do better still. What is left of the bubble, when forward
-# and both halves of backward take equally long?
+# ## ZB-H1: a third of the bubble in the memory of 1F1B
+# Lab 03 has derived the idle time of 1F1B, $(p-1)(F+B)$ per rank: the fill, $(p-1)F$, and the
+# drain, $(p-1)B = (p-1)(I+W)$. Now split the backward.
+#
+# **The drain gets shorter.** The last gradient passes $p-1$ stages on its way to rank 0. Each
+# passes it on after $I$ instead of $I+W$. That removes $(p-1)W$.
+#
+# **Weight halves fill the rest.** Rank $r$ runs its weight halves $r$ backwards late, so at the end
+# $r$ of them are left. The last rank, which has begun $(p-1)F$ later than rank 0, ends with $p-1$
+# of them, in time in which it would be idle. That removes another $(p-1)W$:
+#
+# $$ \underbrace{(p-1)(F+I+W)}_{\text{1F1B}} - 2(p-1)W = (p-1)(F+I-W) \qquad \text{(ZB-H1)} . $$
+#
+# As a share of $T$, with the work $m(F+I+W)$:
+#
+# $$ \text{bubble} = \frac{(p-1)(F+I-W)}{(p-1)(F+I-W) + m(F+I+W)} . $$
+#
+# With four ranks, eight micro-batches and $F=I=W$, which bubble is that?
 
 # %%
 guess = pl.exercises.guess(
-    "bubble of ZB-H2, p=4, m=8, F=I=W", low=0, high=30, unit="% of device time", decimals=0
+    "bubble of ZB-H1, p=4, m=8, F=I=W", low=0, high=30, unit="% of device time", decimals=0
 )
 guess
 
 # %%
-h2 = pipeline.simulate(schedules.zb_h2(4, 8), **unit)
-print(
-    f"the last action ends at: ZB-H1 {1e3 * split.makespan:.0f} ms, "
-    f"ZB-H2 {1e3 * h2.makespan:.0f} ms"
-)
-guess.reveal(round(100 * h2.bubble_rate))
+p, m, rows = 4, 8, []
+for F, I_, W in ((1, 1, 1), (2, 2, 1), (1, 1.5, 0.5)):
+    for name, idle in (("1f1b", (p - 1) * (F + I_ + W)), ("zb-h1", (p - 1) * (F + I_ - W))):
+        lists = schedules.build(name, pp=p, microbatches=m)
+        simulated = pipeline.simulate(lists, forward=F, backward=I_, weight_grad=W)
+        share = idle / (idle + m * (F + I_ + W))
+        rows.append([name, F, I_, W, idle, share, simulated.bubble_rate])
+names = ["schedule", "F", "I", "W", "idle per rank", "bubble, formula", "bubble, simulated"]
+pd.DataFrame(rows, columns=names).round(3)
+
+# %%
+guess.reveal(100 * 3 / (3 + 24))
 
 # %% [markdown]
-# Nothing is left, and yet both end at the same moment? The bubble is counted against T, the longest
-# time from a rank's *own* first action to its own last (lab 03). Under ZB-H2 rank 0 is through
-# earlier, by as much as the last rank began later, and T is shorter. Within one step nothing is
-# gained by that: rank 0 has to go straight on to the next one. An optimizer that first adds up a
-# norm over all ranks forbids it; the paper checks afterwards instead (sec. 4). And it costs memory,
-# which is read off the other picture:
+# Formula and simulation agree, also where the halves are not equal. They do as long as a weight
+# half fits into the gap that it is put into.
+#
+# ## ZB-H2: no bubble, and yet it ends at the same moment
+# ZB-H1 still has a gap between the last warm-up forward and the first backward. ZB-H2 fills it with
+# more forwards, $2(p-r-1)$ of them in place of $p-r-1$. That removes $(p-1)W$ once more:
+#
+# $$ (p-1)(F+I-2W), \qquad \text{which is } 0 \text{ for } F = I = W . $$
+
+# %%
+view.schedules({"ZB-H1": schedules.zb_h1(4, 8), "ZB-H2": schedules.zb_h2(4, 8)})
+
+# %%
+why_same = pl.exercises.choose(
+    "ZB-H2 has no bubble. Why do both pictures end at the same time?",
+    [
+        "ZB-H2 does more work",
+        "T is counted per rank: rank 0 ends earlier, by as much as the last rank begins later",
+        "the picture is drawn for too few micro-batches",
+    ],
+)
+why_same
+
+# %%
+h1, h2 = (
+    pipeline.simulate(make(4, 8), forward=1e-3, backward=1e-3, weight_grad=1e-3)
+    for make in (schedules.zb_h1, schedules.zb_h2)
+)
+for name, one in (("ZB-H1", h1), ("ZB-H2", h2)):
+    print(f"{name}: all ranks {1e3 * one.makespan:.0f} ms, T of a rank {1e3 * one.cost:.0f} ms")
+why_same.reveal(2, "The hatched ends are outside of a rank's own first and last action.")
+
+# %% [markdown]
+# So ZB-H2 gains something only if rank 0 may begin the next step while the last rank is still busy
+# with this one. Gradient clipping forbids that: it needs a norm over all ranks before any of them
+# may update. The paper updates at once and corrects afterwards if the check of the norm fails (sec.
+# 4).
+#
+# ZB-H2 also costs memory. A micro-batch is alive from its forward to its weight half:
 
 # %%
 view.live_activations(
@@ -73,77 +163,139 @@ view.live_activations(
 )
 
 # %% [markdown]
-# ZB-H1 keeps p micro-batches on *every* rank, where 1F1B's last rank keeps one; ZB-H2 keeps nearly
-# twice as many.
+# The most on any rank are
 #
-# ## Where do such formulas come from?
-# In 1F1B a rank is idle for (p−1)(F + I + W): the first micro-batch travels down, p−1 forwards, and
-# its gradient back, p−1 whole backwards. ZB-H1 passes the gradient on after I, which takes (p−1)W
-# off the way back, and does p−1 weight halves in the gap that is left, another (p−1)W: (p−1)(F + I
-# − W). ZB-H2 fills in (p−1)W more. Simulate, compare, change the times:
+# $$ \text{1F1B: } p, \qquad \text{ZB-H1: } p, \qquad \text{ZB-H2: } 2p - 1 . $$
+#
+# ZB-H1 needs no more than 1F1B's first rank, but it needs that on every rank.
+#
+# ## DualPipe, derived on a drawn schedule
+# DeepSeek-V3's DualPipe feeds micro-batches into the pipeline from both ends. Its report gives the
+# idle time $(\frac{p}{2}-1)(F\&B + B - 3W)$, and
+# [DeepSeek-V3 #211](https://github.com/deepseek-ai/DeepSeek-V3/issues/211) asks how it is derived.
+# DualPipeV is the same schedule folded in the middle: $p/2$ ranks, each with one stage of the first
+# half and one of the second. PyTorch has it, and its lists can be read:
+
+
+# %%
+def lists_of_torch(kind, microbatches):
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    rank, p = dist.get_rank(), dist.get_world_size()
+    stages = [
+        PipelineStage(torch.nn.Linear(1, 1), i, 2 * p, torch.device("cpu"))
+        for i in (rank, 2 * p - 1 - rank)
+    ]
+    made = getattr(schedules, kind)(stages, microbatches, loss_fn=torch.sum)
+    return [" ".join(map(str, made.pipeline_order[r])) for r in range(p)]
+
+
+dual = pl.launch(lists_of_torch, ranks=4, args=("ScheduleDualPipeV", 10))[0]
+dual[3]
+
+# %% [markdown]
+# `(4F4;3B0)OVERLAP_F_B` is a pair that overlaps: the forward of one micro-batch and the backward of
+# another begin and end together, and take $F\&B$. `None` is a pause. Here are the lists drawn, with
+# $F=I=W=1$ ms and $F\&B = F + B = 3$ ms; a pair is drawn as its forward, then its backward:
+
+# %%
+pairs = re.findall(r"\((\w+);(\w+)\)", " ".join(dual))
+plain = [re.sub(r"[()]|OVERLAP_F_B|None", "", row).replace(";", " ") for row in dual]
+
+
+def drawn(F, I_, W, both):
+    costs = {"forward": F / 1e3, "backward": I_ / 1e3, "weight_grad": W / 1e3}
+    return pipeline.simulate(plain, **costs, overlapped=both / 1e3, pairs=pairs, folded=True)
+
+
+view.schedules({"DualPipeV, F&B = 3 ms": drawn(1, 1, 1, 3), "F&B = 2.4 ms": drawn(1, 1, 1, 2.4)})
+
+# %% [markdown]
+# The four parts below are those of an answer in that thread. Read them off the first picture, from
+# the left to the right. With $n = \frac{p}{2}-1$ for a DualPipe of $p$ ranks (here $p = 8$ and $n =
+# 3$):
+#
+# 1. **Fill.** The last rank begins after $n$ forwards: $nF$. On rank 0 the same gap comes later,
+#    when
+#    it waits for the first gradients.
+# 2. **First gradients.** They come back through $n$ input halves, and forwards fill this time as
+#    far
+#    as they reach: $n(I - F)$, which is nothing for $I = F$.
+# 3. **Last pairs.** A rank that has run out of forwards does a backward alone, while its neighbour
+#    still does a pair. It waits for the difference, $n$ times: $n(F\&B - B)$.
+# 4. **Drain.** The last gradients pass $n$ ranks as input halves, and each of them has a weight
+#    half
+#    to do meanwhile: $n(I - W)$, which is nothing for $I = W$.
+#
+# Together, with $I = B - W$:
+#
+# $$ n\,\big[F + (I - F) + (F\&B - B) + (I - W)\big] = n\,(F\&B + 2I - B - W)
+#    = \Big(\frac{p}{2}-1\Big)(F\&B + B - 3W) . $$
 
 # %%
 rows = []
-for F, I, W in ((1, 1, 1), (2, 2, 1)):
-    for name, make in (("1f1b", schedules.one_f_one_b), ("zb-h1", schedules.zb_h1)):
-        simulated = pipeline.simulate(make(4, 12), forward=F, backward=I, weight_grad=W)
-        formula = pipeline.bubble_formula(name, 4, 12, F=F, B=I, W=W)
-        rows.append(
-            {
-                "schedule": name,
-                "F": F,
-                "I": I,
-                "W": W,
-                "simulated": simulated.bubble_rate,
-                "formula": formula,
-            }
-        )
-pd.DataFrame(rows).round(4)
+for F, I_, W, both in ((1, 1, 1, 3), (1, 1, 1, 2.4), (1, 1, 1, 2), (1, 1.2, 0.9, 3.1)):
+    one = drawn(F, I_, W, both)
+    idle = [1e3 * (one.makespan - busy) for busy in one.busy]
+    rows.append([F, I_, W, both, 3 * (both + (I_ + W) - 3 * W), max(idle), min(idle)])
+names = ["F", "I", "W", "F&B", "(p/2-1)(F&B+B-3W)", "drawn, most idle rank", "least idle rank"]
+print("chunks of micro-batches that are alive on a rank, at most:", max(one.peak_live))
+pd.DataFrame(rows, columns=names).round(2)
 
 # %% [markdown]
-# The same reading (and two copies of the parameters) gives DualPipe's (p/2−1)(F&B + B − 3W). It
-# runs the pipeline from both ends, so only p/2−1 hand-overs are in the way of each, and in it F&B
-# is one overlapped forward and backward, a time of its own: change what F&B costs, and [the
-# pictures people compare](https://github.com/Victarry/PP-Schedule-Visualization/issues/1) have a
-# large bubble or a small one. In its terms B is a *whole* backward, so ZB-H1's (p−1)(F + I − W)
-# reads (p−1)(F + B − 2W) there:
-
-# %%
-p, F, W = 8, 1.0, 1.0
-B = 1.0 + W  # a whole backward, as DeepSeek writes it
-idle = {
-    "1F1B: (p-1)(F+B)": (p - 1) * (F + B),
-    "ZB-H1: (p-1)(F+B-2W)": (p - 1) * (F + B - 2 * W),
-}
-for overlapped in (F + B, 0.8 * (F + B)):
-    idle[f"DualPipe: (p/2-1)(F&B+B-3W), F&B = {overlapped:g}"] = (p / 2 - 1) * (
-        overlapped + B - 3 * W
-    )
-pd.Series(idle, name="idle time per rank, in forwards").to_frame()
-
-# %% [markdown]
-# ## Run one for real
-# The same list drives real processes: here ZB-H1, with the weight halves queued and drained.
-
-# %%
-model = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=128)
-plan = pl.Plan(pp=4, schedule="zb-h1", microbatches=8, microbatch_size=2)
-report = pl.run(model, plan, steps=5)
-report
-
-# %% tags=["measured"]
-report.replay().timeline()
-
-# %% tags=["measured"]
-report.bubbles().round(2)
-
-# %% [markdown]
-# (The formula counts with the mean F, I and W of this run. They are not alike, so its bubble is not
-# that of equal halves above.)
+# For equal halves the drawn schedule has just this idle time. The thread also asks whether the
+# bubble differs between devices when $F\&B < F + B$: it does, the formula is that of the most idle
+# rank. And with unequal halves the four parts are no longer exact, and the formula is an upper
+# estimate.
 #
-# ## Break it: the deadlock clinic
-# Three schedules that look right, and stand still. Read what the validator says, and look at the
-# picture: every rank's last box, and what it waits for.
+# The second picture answers [PP-Schedule-Visualization
+# #1](https://github.com/Victarry/PP-Schedule-Visualization/issues/1), why two pictures of one
+# schedule show different bubbles: they are drawn for different $F\&B$.
+#
+# On each rank at most nine micro-batches of one stage are alive, the $p+1$ of the report. DualPipe
+# also keeps two copies of the parameters; DualPipeV keeps one, on half as many ranks.
+#
+# ## ZB-H1 on four real ranks
+# The same lists run for real, with weight halves that wait:
+
+# %%
+runs = {
+    name: pl.run(model, plan.replace(schedule=name), steps=5, progress=False)
+    for name in ("1f1b", "zb-h1")
+}
+
+# %% tags=["measured"]
+view.timelines(*(run.replay() for run in runs.values()), labels=["1F1B", "ZB-H1"])
+
+# %% tags=["measured"]
+replays = {name: run.replay() for name, run in runs.items()}
+pd.DataFrame(
+    {
+        name: (1e3 * one.pipeline_times()).mean().round(1).add_suffix(" (ms)")
+        for name, one in replays.items()
+    }
+)
+
+# %% [markdown]
+# (Means over the ranks; both halves count as backward.) Is the gain that of equal halves? The mean
+# times of one micro-batch on one rank:
+
+# %% tags=["measured"]
+spans = replays["zb-h1"].spans.query("kind in ('forward', 'backward', 'weight_grad')")
+seconds = (spans.end - spans.start).groupby(spans.kind).mean().rename("ms")
+names = {"forward": "F", "backward": "I", "weight_grad": "W"}
+(1e3 * seconds).rename(names).round(1).to_frame()
+
+# %% [markdown]
+# $I$ is larger than $W$: norms, activations and the scores of attention have gradients of their
+# inputs, and few weights or none. So less of the backward can wait than the formula for equal
+# halves supposes.
+#
+# ## Three schedules that deadlock
+# Each of these lists could be part of a schedule that runs. Together they wait for each other
+# without end. The validator proves that before a process starts, and says who waits for whom:
 
 # %%
 clinic = pl.exercises.deadlock_clinic
@@ -151,10 +303,16 @@ for name, patient in clinic.patients.items():
     print(f"{name}: {patient.story}\n  {patient.diagnosis}\n")
 
 # %%
+clinic.patients["two ranks"].chart()
+
+# %%
 clinic.patients["two chunks"].chart()
 
+# %%
+clinic.patients["three ranks"].chart()
+
 # %% [markdown]
-# Repair them by moving a few actions; the limits say how many are enough.
+# **Warm-up.** Repair them by moving a few actions.
 
 # %%
 clinic
@@ -165,11 +323,21 @@ clinic
 
 clinic.check(fixed)
 
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** A cycle of waits needs one rank that has put something before an action that
+# another rank in the cycle waits for. Take that action to the front, and the cycle is open.
+#
+# **Common mistakes.** More actions are moved than necessary: then the checker counts. The cycle is
+# opened at one place, and the next one appears: the second and third schedule have two. Actions
+# move to another rank, but a stage is where its weights are.
+#
+# **Another answer** for the third one takes no thought: 1F1B's own lists for three ranks, written
+# down by `schedules.one_f_one_b(3, 3)`.
+
 # %% [markdown]
-# ## Your turn
-# A schedule for any number of stages and micro-batches. The checker proves it, simulates it, counts
-# what it keeps in memory, and then runs it on four real ranks and compares every gradient with one
-# process.
+# ## Write a schedule
+# For any number of stages and micro-batches. The checker proves it, simulates it, counts what it
+# keeps in memory, and then runs it on four real ranks and compares every gradient with one process.
 
 # %%
 exercise = pl.exercises.own_schedule
@@ -180,15 +348,32 @@ exercise
 ### ANSWER: own_schedule
 
 
-exercise.check(my_schedule)
+verdict = exercise.check(my_schedule)
+verdict
 
 # %% [markdown]
-# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
+# `exercise.hint()` gives one push at a time; `exercise.solution()` shows an answer. This is what
+# your schedule looks like, next to GPipe's:
+
+
+# %%
+def next_to_gpipe(make, pp=4, microbatches=6):
+    lists = {"GPipe": schedules.gpipe(pp, microbatches), "yours": make(pp, microbatches)}
+    return view.schedules(lists)
+
+
+next_to_gpipe(my_schedule) if verdict else "write my_schedule first"
 
 # %% [markdown] tags=["solution-only"]
-# ## Another answer
-# Not an order written down, but a rule: whoever is free takes a backward if one is possible, and a
-# forward if its memory allows. 1F1B comes out by itself.
+# **Why it works.** Rank $r$ has to run one forward for each of the $p-r-1$ ranks after it before
+# the first gradient can come back. After that each backward makes room for one forward.
+#
+# **Common mistakes.** All forwards first is GPipe: in time, with $m$ micro-batches alive. A warm-up
+# that is one too short leaves the last rank idle in every round; one that is too long costs memory.
+# With fewer micro-batches than stages the warm-up has to end at $m$.
+#
+# **Another answer** writes down no order, but a rule: a rank that is free takes a backward if one
+# is possible, and a forward if its memory allows it. 1F1B comes out.
 
 
 # %% tags=["solution-only"]
@@ -215,14 +400,142 @@ def by_rule(pp, microbatches):
 exercise.check(by_rule)
 
 # %% [markdown]
-# ## On your GPUs
-# The same cells. On NCCL messages of a pair are matched by order and a wrong order hangs for ever;
-# every schedule above has been held to that order already, because `lower` writes the sends and
-# receives of both ends from one list.
+# ## Your schedule trains the GPT
+# `pl.run` takes a function in place of a schedule's name. Messages are derived from your lists.
+
+# %%
+settings = {"steps": 4, "optimizer": "sgd", "progress": False}
+library = pl.run(model, plan, **settings)
+yours = pl.run(model, plan.replace(schedule=my_schedule), **settings) if verdict else None
+if yours:
+    print("the same losses:", yours.losses == library.losses)
+    peaks = [one.peak_memory / 1e6 for one in (yours, library)]
+    print("highest peak of memory: {:.1f} MB, 1F1B's {:.1f} MB".format(*peaks))
+else:
+    print("write my_schedule first")
+
+# %% tags=["measured"]
+yours.replay().timeline() if yours else "write my_schedule first"
+
+# %% [markdown]
+# ## Go further: three targets
+# The first two are schedules that you have seen drawn. The third has not been shown.
+
+# %%
+targets = pl.exercises.better_schedules
+targets
+
+# %%
+### ANSWER: better_schedules
+
+
+reached = targets.check(first, second, third)
+reached
+
+# %%
+if reached:
+    named = {"first": first(4, 8), "second": second(4, 8), "third": third(4, 8)}
+    picture = view.schedules({"1F1B": schedules.one_f_one_b(4, 8), **named})
+picture if reached else "write first, second and third"
+
+# %%
+if reached:
+    alive = view.live_activations(*named.values(), labels=list(named))
+alive if reached else "write first, second and third"
+
+# %% [markdown] tags=["solution-only"]
+# **Why the third works.** A micro-batch occupies memory on rank 0 from its forward to its weight
+# half. In 1F1B it goes down $p$ forwards and up $p$ whole backwards, $p(F+B)$, and a new one starts
+# every $F+B$: $p$ are alive. With input halves it comes back after $p(F+I)$ and leaves after one
+# more $W$, which for $F=I=W$ is $(2p+1)F$, and a new one starts every $3F$: $(2p+1)/3$ are alive.
+#
+# **Common mistakes.** Weight halves run as soon as they can: then they are in the way of input
+# halves that other ranks wait for. Or they run as late as they can: then memory is full and
+# forwards wait.
+#
+# **Another answer** takes 1F1B's lists apart for the first target, and has one rule for the others.
+
+# %% tags=["solution-only"]
+### ANSWER: better_schedules_other
+
+
+targets.check(from_1f1b, second_by_rule, third_by_rule)
+
+# %% [markdown]
+# ## What to remember
+# 1. A backward is two products; other ranks wait only for the gradient of the input.
+# 2. Input halves early and weight halves late turn idle time into work.
+# 3. ZB-H1 needs no more memory than 1F1B's first rank and has a third of its bubble ($F=I=W$).
+# 4. ZB-H2's zero is counted per rank; it is gained only if steps may overlap, and it costs $2p-1$.
+# 5. A schedule deadlocks where waits form a cycle; that can be proved from the lists alone.
+#
+# | schedule | idle time per rank | alive at most | when |
+# |---|---|---|---|
+# | 1F1B | $(p-1)(F+I+W)$ | $p$ | the default |
+# | ZB-H1 | $(p-1)(F+I-W)$ | $p$ | few micro-batches, no room in memory |
+# | ZB-H2 | $(p-1)(F+I-2W)$ | $2p-1$ | room in memory, no barrier between steps |
+# | DualPipe | $(\frac{p}{2}-1)(F\&B+B-3W)$ | $p+1$ | messages to hide, room for 2 models |
+#
+# ## In PyTorch, DeepSpeed, Megatron
+# `torch.distributed.pipelining` has `ScheduleInterleavedZeroBubble` (interleaved with split
+# backwards), `ScheduleZBVZeroBubble` (the V with zero bubble) and `ScheduleDualPipeV`. All take two
+# or more `PipelineStage` per rank. Drawn from torch's own lists, with $F=I=W=1$ ms per stage:
+
+# %%
+zbv = pl.launch(lists_of_torch, ranks=4, args=("ScheduleZBVZeroBubble", 10))[0]
+costs = {"forward": 1e-3, "backward": 1e-3, "weight_grad": 1e-3}
+lists = [row.replace("None", "") for row in zbv]
+torch_drawn = {"ScheduleZBVZeroBubble": pipeline.simulate(lists, **costs, folded=True)}
+view.schedules(torch_drawn | {"ScheduleDualPipeV": drawn(1, 1, 1, 3)})
+
+# %% [markdown]
+# And one of them at work, on the same GPT under `pl.observe`:
+
+
+# %%
+def with_torch(model, microbatches, steps=4):
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
+
+    rank, p = dist.get_rank(), dist.get_world_size()
+    mine = {i: pl.reference.Stage(model, i, 2 * p) for i in (rank, 2 * p - 1 - rank)}
+    stages = [PipelineStage(part, i, 2 * p, torch.device("cpu")) for i, part in mine.items()]
+    optimizer = pl.reference.optimizer(torch.nn.ModuleList(mine.values()).parameters(), "sgd")
+    schedule = ScheduleZBVZeroBubble(stages, microbatches, loss_fn=lambda loss, targets: loss)
+    means = []
+    for step in range(steps):
+        batches = pl.reference.batches(model, step=step, microbatches=microbatches)
+        tokens, targets = (torch.cat(column) for column in zip(*batches, strict=True))
+        losses = []  # in the V the last stage is on rank 0, next to the first
+        last = {"target": targets, "targets": targets, "losses": losses} if rank == 0 else {}
+        schedule.step(*(tokens,)[: rank == 0], **last, return_outputs=False)
+        means.append(float(sum(losses)) / microbatches)
+        optimizer.step()
+        optimizer.zero_grad()
+    return means
+
+
+observed = pl.observe(with_torch, ranks=4, args=(model, 8))
+print("the same losses:", bool(np.allclose(observed.results[0], library.losses, rtol=1e-5)))
+observed.traffic()
+
+# %% [markdown]
+# Each rank has two stages here, so more borders are crossed than under 1F1B: $2p-1$, less the one
+# in the tip of the V, where both stages are on the last rank.
+#
+# DeepSpeed's pipeline engine has 1F1B alone. The zero-bubble schedules for Megatron-LM are in
+# [sail-sg/zero-bubble](https://github.com/sail-sg/zero-bubble-pipeline-parallelism), DualPipe is in
+# [deepseek-ai/DualPipe](https://github.com/deepseek-ai/DualPipe); neither is installed here, and
+# neither was run. On GPUs the cells of this lab have not been run yet. There NCCL matches messages
+# by order; every schedule that paralab runs is lowered to an order that both ends agree on.
 #
 # ## Read on
-# * Qi and others 2024, [Zero Bubble Pipeline Parallelism](https://arxiv.org/abs/2401.10241),
-#   sec. 2: ZB-H1 and ZB-H2, and table 2 with both bubbles. The DeepSeek-V3 technical report,
-#   sec. 3.2, has DualPipe.
-# * In the package: `paralab/parallel/schedules.py`, `paralab/model/ops.py` (both halves of every
-#   backward), `theory/schedule_check.py` (the proof).
+# * Qi and others 2024, [Zero Bubble Pipeline Parallelism](https://arxiv.org/abs/2401.10241), sec.
+#   2: ZB-H1 and ZB-H2, with table 2 for both; sec. 4 for the update without a barrier.
+# * Qi and others 2024, [Pipeline Parallelism with Controllable
+#   Memory](https://arxiv.org/abs/2405.15362): how long a micro-batch stays alive decides the
+#   memory.
+# * DeepSeek-AI 2024, [DeepSeek-V3 technical report](https://arxiv.org/abs/2412.19437), sec. 3.2.1.
+# * In the package: `paralab/parallel/schedules.py`, `paralab/theory/schedule_check.py` (the proof),
+#   `paralab/model/ops.py` (both halves of every backward).
