@@ -53,6 +53,25 @@ def test_packing_gradients_between_two_backwards_is_no_bubble():
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_four_parts_of_a_rank_s_time_add_up_and_are_the_bubble(name):
+    """On links that take time, p2p is what free links do not have."""
+    plan = plan_of(name, pp=4, microbatches=8)
+    slow, free = (
+        pl.predict(MODEL.replace(layers=8), plan, at).replay(at)
+        for at in (cluster(intra=pl.Link(alpha=1e-4, bandwidth=1e9)), cluster(intra=FREE))
+    )
+    for report in (slow, free):
+        times = report.pipeline_times()
+        assert list(times.index) == [0, 1, 2, 3] and (times >= -1e-12).all().all()
+        parts = times[["forward", "backward", "p2p", "idle"]].sum(axis=1)
+        assert parts.tolist() == pytest.approx(times["T"].tolist())
+        share = (times["p2p"] + times["idle"]).mean() / times["T"].max()
+        assert share == pytest.approx(report.bubble, abs=1e-9)
+    assert slow.pipeline_times()["p2p"].max() > 0
+    assert free.pipeline_times()["p2p"].max() == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_table_has_formula_simulation_and_the_reports_own_bubble(name):
     plan = plan_of(name, pp=4, microbatches=8)
     report = pl.predict(MODEL.replace(layers=8), plan, cluster())

@@ -143,16 +143,17 @@ def walk(
         rank = ready.pop()
         now = clock[rank]
         for node in range(at[rank], stop[rank]):
-            need = source[node]
-            if node in both and end[both[node]] == inf:
-                need = both[node]
+            need, other = source[node], both.get(node, -1)
+            if other >= 0 and (need < 0 or end[need] < inf):
+                if end[other] == inf:
+                    waiting[other] = rank
+                    break
+                now = max(now, end[other] + delay[node + 1])
             if need >= 0:
                 if end[need] == inf:
                     waiting[need] = rank
                     break
                 arrived = end[need] + delay[node]
-                if node in both:
-                    arrived = max(arrived, end[both[node]] + delay[node + 1])
                 if arrived > now:
                     now = arrived
             start[node] = now
