@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from paralab.exercises.accumulation import accumulate
 from paralab.exercises.all_reduce import hierarchical_all_reduce, ring_all_reduce
+from paralab.exercises.bandwidth import bandwidth
 from paralab.exercises.choose import Choice, choose
 from paralab.exercises.clinic import deadlock_clinic
 from paralab.exercises.cost import training_cost
@@ -33,6 +34,7 @@ from paralab.exercises.recomputed import checkpoint
 from paralab.exercises.ring import all_gather_half
 from paralab.exercises.schedule import own_schedule
 from paralab.exercises.states import model_states
+from paralab.exercises.streamed import streamed_optimizer
 from paralab.exercises.summa import summa
 from paralab.exercises.sync import average_gradients, my_ddp
 from paralab.exercises.sync_pass import sync_pass
@@ -62,13 +64,15 @@ ALL = {
         deadlock_clinic,
         zero_step,
         memory_clinic,
-        memory_estimator,
         checkpoint,
+        memory_estimator,
         f_and_g,
         tensor_mlp,
         tensor_attention,
         vocab_parallel_loss,
         summa,
+        bandwidth,
+        streamed_optimizer,
         stream,
         mesh_groups,
         mesh_step,
@@ -78,8 +82,6 @@ ALL = {
 }
 
 __all__ = [
-    "memory_estimator",
-    "checkpoint",
     "ALL",
     "Choice",
     "Exercise",
@@ -88,7 +90,9 @@ __all__ = [
     "Verdict",
     "accumulate",
     "all_gather_half",
+    "bandwidth",
     "better_schedules",
+    "checkpoint",
     "choose",
     "deadlock_clinic",
     "f_and_g",
@@ -98,6 +102,7 @@ __all__ = [
     "interleaved_executor",
     "hierarchical_all_reduce",
     "memory_clinic",
+    "memory_estimator",
     "mesh_groups",
     "mesh_step",
     "model_states",
@@ -107,6 +112,7 @@ __all__ = [
     "place",
     "ring_all_reduce",
     "stream",
+    "streamed_optimizer",
     "summa",
     "sync_pass",
     "tensor_attention",

@@ -8,67 +8,70 @@
 # %% [markdown]
 # # 09 · Offload: memory that is not on the device
 #
-# *«I have one GPU, and the model does not fit. The machine around it has ten times the memory, and
-# a disk. Can they not help?»*
+# **The model does not fit on the device, and the machine around it has more memory, and a disk.
+# What can be kept there, and what does it cost?**
 #
-# They can. AdamW in mixed precision keeps 16 bytes for every parameter, and the device computes
-# with two of them. The other fourteen wait for one moment per step, the update, which is no work to
-# speak of: any processor can do it. So let the **host** do it, where memory is cheap. By hand:
+# You will be able to
+# * say what moves over which link in a step of ZeRO-Offload and ZeRO-Infinity, in bytes per
+#   parameter;
+# * explain why the cut goes between backward and update;
+# * compute the bandwidth that a link needs, from arithmetic intensity;
+# * write an optimizer whose states are in a file and pass through memory in pieces;
+# * read a DeepSpeed offload configuration.
+#
+# **You need** labs 05 (ZeRO) and 06 (memory); in PyTorch optimizers, `torch.no_grad`.
+# **Minutes:** 90 to 110: 40 for reading and running, the rest for three exercises.
+#
+# The picture is drawn from the program of one plan: gradients and optimizer states on the host.
 
 # %%
-import os
-import shutil
-import tempfile
-from bisect import bisect_right
-from pathlib import Path
-
-import numpy as np
 import pandas as pd
 
 import paralab as pl
 from paralab import view
 from paralab.theory import offload, offload_costs
 
-model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
-
-
-def by_hand(group, steps):
-    import torch
-
-    device = group.context.device
-    gpt = pl.reference.GPT(model).to(device)
-    host = [p.detach().cpu().clone() for p in gpt.parameters()]  # the host's own weights ...
-    update = torch.optim.AdamW(host, lr=1e-3)  # ... and the moments
-    losses, moved = [], 0
-    for step in range(steps):
-        [(tokens, targets)] = pl.reference.batches(model, step=step, device=device)
-        loss = gpt(tokens, targets)
-        loss.backward()
-        for ours, theirs in zip(gpt.parameters(), host, strict=True):
-            theirs.grad, ours.grad = ours.grad.to("cpu"), None  # gradients go down
-            moved += theirs.grad.nbytes
-        update.step()  # on the host
-        with torch.no_grad():
-            for ours, theirs in zip(gpt.parameters(), host, strict=True):
-                ours.copy_(theirs)  # parameters come up
-                moved += ours.nbytes
-        losses.append(loss.item())
-    return losses, moved / steps
-
-
-losses, moved = pl.trace(by_hand, ranks=1, args=(8,)).results[0]
-print("it learns:", losses[-1] < losses[0] - 0.5)
-print(f"moved per step: {moved / model.num_params:g} bytes per parameter, in fp32")
+wide = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32, attention="explicit")
+plan = pl.Plan(microbatches=2, microbatch_size=2, bucket_bytes=2**20)
+view.data_flow(wide, plan.replace(zero_stage=2, offload="cpu"))
 
 # %% [markdown]
-# Gradients down, parameters up: twice the width of a number. In 16 bits that is 4 bytes per
-# parameter and step, while 12 bytes, the moments and the master weights, never move. This is
-# **ZeRO-Offload**. **ZeRO-Infinity** goes on: parameters too come up only while they are needed,
-# and behind the host's memory lie files.
+# Forward and backward run on the device. Gradients go down to the host as backward produces them,
+# the **host** runs the optimizer, and updated parameters come up. The moments never move. This is
+# **ZeRO-Offload**. **ZeRO-Infinity** goes on: parameters come up only while they are needed, and
+# files take what the host cannot hold:
+
+# %%
+view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
+
+# %% [markdown]
+# | symbol | meaning |
+# |---|---|
+# | Ψ | parameters (a count) |
+# | b, s | samples per micro-batch, tokens per sample |
+# | K | bytes of model state per parameter |
+# | I | arithmetic intensity: FLOPs per byte that crosses the link |
+# | B | bandwidth of the link, bytes per second |
+# | P | FLOP/s of the device while it computes |
+# | e | efficiency: share of a step in which the device computes |
 #
-# ## Commit to a guess
-# One device, one small GPT. Gradients, optimizer states and parameters all move to the host. How
-# much of the device's peak memory is left?
+# ## Of 16 bytes per parameter, two are needed in forward and backward
+# AdamW in mixed precision keeps K = 16 bytes per parameter:
+#
+# $$K = \underbrace{2}_\text{parameter} + \underbrace{2}_\text{gradient} +
+# \underbrace{4 + 4 + 4}_\text{master weight, two moments}$$
+#
+# Forward and backward read the first two bytes. Backward makes the next two, and only the update
+# needs the last twelve. The update makes a few FLOPs per parameter, while forward and backward make
+# six *per token*: a slow processor can do it. What offload adds to a program:
+
+# %%
+plain = pl.program(wide, plan.replace(zero_stage=2))
+plain.diff(pl.program(wide, plan.replace(zero_stage=2, offload="cpu")))
+
+# %% [markdown]
+# Commit to a guess: one device, this small GPT in fp32; gradients, optimizer states and parameters
+# all move to the host. How much of the device's peak memory is left?
 
 # %%
 guess = pl.exercises.guess(
@@ -81,191 +84,276 @@ guess = pl.exercises.guess(
 guess
 
 # %% [markdown]
-# ## Run it
-# One real process, five times the same training. `offload="cpu"` moves what ZeRO's stage deals out
-# (it does so with one rank as well): stage 1 the optimizer's states, stage 2 gradients too, stage 3
-# parameters too. `offload="nvme"` writes the optimizer's states and the parameters to files, and
-# leaves gradients on the host. On a laptop the device's memory and the host's are the same chips;
-# what keeps them apart is the ledger, which counts the device's bytes and, with `memory_limit`,
-# bounds them. The copies are real, and so are the files.
+# ## Five trainings, three tiers
+# `offload="cpu"` moves what the ZeRO stage shards, with one rank as well: stage 1 the optimizer
+# states, stage 2 gradients too, stage 3 parameters too. `offload="nvme"` writes optimizer states
+# and parameters to files. On a laptop the device's memory and the host's are the same chips. The
+# ledger keeps them apart: it counts the device's bytes and, with `memory_limit`, bounds them.
+# Copies and files are real.
 
 # %%
-wide = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32, attention="explicit")
-plan = pl.Plan(microbatches=2, microbatch_size=2, bucket_bytes=2**20)
 plans = {
     "no offload": plan,
-    "optimizer": plan.replace(zero_stage=1, offload="cpu"),
-    "+ gradients": plan.replace(zero_stage=2, offload="cpu"),
-    "+ parameters": plan.replace(zero_stage=3, offload="cpu"),
-    "files": plan.replace(zero_stage=3, offload="nvme"),
+    "optimizer states": plan.replace(zero_stage=1, offload="cpu"),
+    "and gradients": plan.replace(zero_stage=2, offload="cpu"),
+    "and parameters": plan.replace(zero_stage=3, offload="cpu"),
+    "in files": plan.replace(zero_stage=3, offload="nvme"),
 }
 reports = {name: pl.run(wide, how, steps=3, progress=False) for name, how in plans.items()}
+bars = {}
+for name, report in reports.items():
+    for tier in ("device", "host", "file"):
+        held = report.memory.query("tier == @tier and step == 2")
+        if held["bytes"].sum():
+            fullest = held.groupby("time")["bytes"].sum().idxmax()
+            parts = held[held["time"] == fullest].groupby("category")["bytes"].sum()
+            bars[f"{name}: {tier}"] = parts[parts > 0].to_dict()
+view.bytes_bars(bars, title="The device keeps a fifth; host and files take the states")
 
-# %% [markdown]
-# ## See it
-# One step, five times, on one scale.
-
-# %% tags=["measured"]
-view.memory_charts(reports)
-
-# %% tags=["measured"]
-share = reports["+ parameters"].peak_memory / reports["no offload"].peak_memory
+# %%
+share = reports["and parameters"].peak_memory / reports["no offload"].peak_memory
 guess.reveal(round(100 * share))
 
 # %% [markdown]
-# What is left is what computing itself needs: activations, the block at work and the next, its
-# gradient on the way out. And where did the rest go? One rank, three tiers:
-
-# %% tags=["measured"]
-rows = {}
-for name, report in reports.items():
-    held = report.memory.groupby(["tier", "time"])["bytes"].sum().groupby("tier").max() / 1e6
-    rows[name] = {tier: held.get(tier, 0.0) for tier in ("device", "host", "file")}
-pd.DataFrame(rows).T.round(2).add_suffix(" (MB at most)")
-
-# %% [markdown]
+# What is left on the device is what computing needs: activations, the unit that is computed and the
+# next one, and its gradient on the way out.
+#
 # ## What moves, and when
-# The timeline of one step. Every link is a lane of its own: copies run beside the computing, until
-# somebody needs what they bring.
+# The timeline of one step. Every link is a lane: copies overlap with computation until an operation
+# needs what they bring.
 
 # %% tags=["measured"]
-reports["+ gradients"].timeline()
+reports["and gradients"].timeline()
 
 # %% [markdown]
-# Gradients leave while backward is still at work; then the device stands still, while the host
-# updates and the new parameters come up. With parameters and states in files:
-
-# %% tags=["measured"]
-reports["files"].timeline()
-
-# %% [markdown]
-# How many bytes, over which link (h2d: host to device; d2h: device to host; disk)? What the program
-# says, beside the run, byte for byte:
+# Gradients leave during backward. Then the device is idle, while the host updates and the new
+# parameters come up. How many bytes cross which link (h2d: host to device; d2h: device to host)?
+# The program says so before the run, and the run moves exactly these:
 
 # %%
-rows = []
+rows = {}
 for name, report in reports.items():
     moved = report.copied(by="link").set_index("link")["bytes"]
-    for link, parts in offload.link_bytes(wide, report.plan).items():
-        if parts:
-            size = sum(parts.values())
-            rows.append(
-                {
-                    "": name,
-                    "link": link,
-                    "moved (B)": int(moved[link]),
-                    "program (B)": size,
-                    "bytes per parameter": round(size / wide.num_params, 2),
-                }
-            )
-pd.DataFrame(rows).set_index(["", "link"])
+    said = {
+        link: sum(parts.values()) for link, parts in offload.link_bytes(wide, report.plan).items()
+    }
+    assert all(size == moved[link] for link, size in said.items() if size)
+    rows[name] = {link: round(size / wide.num_params, 2) for link, size in said.items()}
+pd.DataFrame(rows).T.rename_axis("bytes per parameter and step")
 
 # %% [markdown]
-# Two micro-batches per step: from stage 2 on gradients go down for each of them (stage 1 keeps them
-# until the step ends), and stage 3 fetches every parameter four times, before each forward and each
-# backward. In files the update reads and writes too: weights and two moments.
+# There are two micro-batches. From stage 2 on gradients go down for each of them, 4 bytes each;
+# stage 1 keeps them until the step ends. Stage 3 brings every parameter up four times, before each
+# forward and each backward. With files, the update also reads and writes weights and two moments.
 #
-# ## Why this cut, and no other
-# Take the training step as a graph: values are nodes, whatever flows between them is an edge with
-# so many bytes per parameter. Offload cuts the graph in two. Forward and backward must stay on the
-# device, the update should leave it. How many such cuts are there, and how much crosses each?
+# ## Why the cut goes there: four bytes per parameter, and no cut moves fewer
+# ZeRO-Offload draws a step as a graph (its figure 2): circles hold data, boxes compute, and an edge
+# weighs the bytes per parameter that flow along it. A strategy puts every node on the GPU or the
+# CPU; it pays for each edge that it cuts:
+#
+# $$\text{volume} = \sum_{(u, v)\,:\,\text{place}(u) \ne \text{place}(v)} w_{uv}, \qquad
+# \text{GPU memory} = \sum_{u\ \text{on the GPU}} \text{held}_u$$
+#
+# Forward and backward stay on the GPU, for their work grows with the batch, and the update leaves.
+# All other nodes may be on either side:
+
+# %%
+for (source, to), width in offload_costs.FLOWS.items():
+    print(f"{source:>10} → {to:<10} {width} bytes per parameter")
 
 # %%
 cuts = offload_costs.cuts(update="cpu")
 volumes = sorted(offload_costs.cut_volume(cut) for cut in cuts)
-print("cuts:", len(cuts), "- least volumes (bytes per parameter):", sorted(set(volumes))[:3])
-best = [cut for cut in cuts if offload_costs.cut_volume(cut) == volumes[0]]
-for cut in best:
-    here = [node for node, place in cut.items() if place == offload_costs.GPU]
-    print(f"crosses {volumes[0]}, device keeps {offload_costs.gpu_memory(cut)} bytes: {here}")
+print(f"{len(cuts)} cuts; the smallest volumes: {sorted(set(volumes))[:3]} bytes per parameter")
+for cut in cuts:
+    if offload_costs.cut_volume(cut) == volumes[0]:
+        here = [node for node, place in cut.items() if place == offload_costs.GPU]
+        print(f"volume {volumes[0]}, GPU keeps {offload_costs.gpu_memory(cut)} bytes: {here}")
 
 # %% [markdown]
-# Four bytes per parameter is the minimum, six the next best. Of the two cuts that reach it,
-# ZeRO-Offload takes the one that leaves two bytes per parameter on the device: an eighth of 16.
-# (Its Table 1 prints four for that row, and "8x"; two is meant. `theory/offload_costs.py` has what
-# the papers print and where it does not add up.)
-#
-# Counted on a run in 16 bits, one micro-batch:
+# Of the two cuts with the smallest volume ZeRO-Offload takes the one that leaves two bytes per
+# parameter on the GPU, an eighth of 16. (Its table 1 prints 4 for that row, and "8x"; two is what
+# the graph gives.) A run in 16 bits with one micro-batch has these four bytes:
 
 # %%
-half = pl.run(wide, pl.Plan(zero_stage=2, offload="cpu", precision="bf16"), steps=2, progress=False)
-print(f"{half.copied(by='link')['bytes'].sum() / wide.num_params:g} bytes per parameter")
+half = pl.Plan(zero_stage=2, offload="cpu", precision="bf16")
+moved = pl.run(wide, half, steps=2, progress=False).copied(by="link")["bytes"].sum()
+print(f"{moved / wide.num_params:g} bytes per parameter crossed the link per step")
 
 # %% [markdown]
-# ## What it costs
-# Predicted, replayed, measured, for the plan with files, on this machine:
+# ## Which bandwidth is enough?
+# ZeRO-Infinity (sec. 4) answers with arithmetic intensity. In a step of b s tokens a device makes 2
+# FLOPs per parameter and token in forward, 4 in backward, 2 more if forward is recomputed. Let
+# `moved` be the bytes per parameter that cross the link. Then
+#
+# $$I = \frac{8\,b s\,\Psi}{\text{moved}\cdot\Psi} = \frac{8\,bs}{\text{moved}}, \qquad
+# t_\text{compute} = \frac{\text{FLOPs}}{P}, \qquad
+# t_\text{copy} = \frac{\text{FLOPs}/I}{B}$$
+#
+# and if nothing overlaps, the device computes during the share
+#
+# $$e = \frac{t_\text{compute}}{t_\text{compute} + t_\text{copy}}
+# = \frac{1/P}{1/P + 1/(IB)} = \frac{I B}{I B + P}$$
+#
+# For optimizer states all 16 bytes are read and written, moved = 32, so I = b s/4:
+
+# %%
+intensity = offload_costs.ait_optimizer(batch=2, seq_len=1024)
+e = offload_costs.efficiency_at(intensity, 1.5e12, 70e12)
+print(f"I = {intensity:g} FLOPs per byte; at 1.5 TB/s and 70 TFLOP/s e = {100 * e:.1f} %")
+
+# %% [markdown]
+# (The paper says that 1.5 TB/s are needed for 90 %.) How many are needed by the formula?
+
+# %%
+warm_up = pl.exercises.bandwidth
+warm_up
+
+# %%
+### ANSWER: bandwidth
+
+
+warm_up.check(bandwidth_needed)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** e (IB + P) = IB, so IB (1 − e) = eP. With I = 8 bs/moved this is B. **Common
+# mistakes**: 6 FLOPs in place of 8 (nothing recomputed), e P/I (the time that is left for copies is
+# 1 − e, not 1), forgetting the tokens. A second way goes through seconds, and has no formula:
+
+# %% tags=["solution-only"]
+### ANSWER: bandwidth_other
+
+
+warm_up.check(bandwidth_needed)
+
+# %% [markdown]
+# Now this machine: its measured device and disk, and the bytes of the plan with files. Twice as
+# many tokens are computed with the same copies, so a larger batch pays for a slow link:
 
 # %% tags=["measured"]
 cluster = pl.Cluster.local()
-pl.compare(pl.predict(wide, plans["files"], cluster), reports["files"])
-
-# %% [markdown]
-# ZeRO-Infinity (sec. 4) has a formula for this. A device that computes at `peak` FLOP/s, and does
-# `ait` FLOPs for every byte that is moved, is busy
-#
-# $$\text{efficiency} = \frac{ait \cdot bw}{ait \cdot bw + peak}$$
-#
-# of the time, if nothing overlaps. With the paper's numbers, a V100's 70 TFLOP/s: which bandwidth
-# do optimizer states need for 90 %?
-
-# %%
-ait = offload_costs.ait_optimizer(batch=2, seq_len=1024)
-print(f"{ait:g} FLOPs per byte; {offload_costs.bandwidth_needed(0.9, ait, 70e12) / 1e12:.2f} TB/s")
-share = offload_costs.efficiency_at(ait, 1.5e12, 70e12)
-print(f"at the paper's 1.5 TB/s it is {100 * share:.1f} %")
-
-# %% [markdown]
-# (The paper says that 1.5 TB/s gives 90 %; its own formula says 1.23.) Now this machine: its own
-# measured device and disk, and the bytes of the run above.
-
-
-# %% tags=["measured"]
-def busy(model, plan, cluster):
-    """Share of a step that computes: by the formula, with perfect overlap, and predicted."""
-    moved = offload.link_bytes(model, plan)
-    disk = sum(sum(moved[link].values()) for link in ("disk read", "disk write"))
-    flops = 3 * pl.theory.flops.forward_flops(model, plan.microbatches * plan.microbatch_size)
-    asked = (flops, disk, cluster.flops, cluster.disk.bandwidth)
-    free = pl.predict(model, plan.replace(zero_stage=0, offload=None), cluster)
-    took = pl.predict(model, plan, cluster)
-    return {
-        "formula": offload_costs.efficiency(*asked),
-        "perfect overlap": offload_costs.efficiency_overlapped(*asked),
-        "predicted": free.step_time / took.step_time,
-    }
-
-
 table = {}
 for samples in (2, 8, 32):
-    table[samples] = busy(wide, plans["files"].replace(microbatch_size=samples), cluster)
+    how = plans["in files"].replace(microbatch_size=samples)
+    disk = offload.link_bytes(wide, how)
+    size = sum(sum(disk[link].values()) for link in ("disk read", "disk write"))
+    flops = 3 * pl.theory.flops.forward_flops(wide, how.microbatches * samples)
+    asked = (flops, size, cluster.flops, cluster.disk.bandwidth)
+    table[samples] = {
+        "formula, nothing overlaps": offload_costs.efficiency(*asked),
+        "all overlaps": offload_costs.efficiency_overlapped(*asked),
+    }
 (100 * pd.DataFrame(table).T.rename_axis("samples per micro-batch")).round(1).add_suffix(" (%)")
 
+# %% tags=["measured"]
+pl.compare(pl.predict(wide, plans["in files"], cluster), reports["in files"])
+
 # %% [markdown]
-# The same bytes for more work: the batch is what pays for a slow link. The prediction lies above
-# the formula, for two reasons: this device does more than multiply, so its step takes longer than
-# FLOPs over peak, and some of the copying hides behind it. With few samples the first reason can
-# lift it even above perfect overlap; with many it stays below that, because the update has to wait,
-# and nothing computes then.
-#
-# ## How fast an NVMe do I need?
-# *Run it* trains for real, with the disk held down to the slider's bandwidth.
+# The widget asks which disk is fast enough; "Run it" trains with the disk held down to the slider's
+# bandwidth.
 
 # %%
 view.widgets.offload()
 
 # %% [markdown]
-# ## The largest model that fits
-# A device of 64 MB. How deep a GPT does it train: without help, and with? Predicted first; then
-# every answer is trained, and one block more is tried and fails.
+# ## Write it: an optimizer that streams its states
+# The heart of ZeRO-Infinity: the states are in a file, and pass through memory piece by piece.
+
+# %%
+exercise = pl.exercises.streamed_optimizer
+exercise
+
+# %%
+### ANSWER: streamed_optimizer
+
+
+exercise.check(MyStreamedAdamW)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** AdamW is elementwise: element i of the new state depends on element i of the old
+# one. So any cut into pieces gives the same bits. `numpy.memmap` reserves addresses and reads pages
+# on first use; `torch.from_numpy` shares them, so an update in place is an update of the file.
+#
+# **Common mistakes**, as the checker sees them: the states are read once and kept (weights are
+# right until the files are zeroed); a copy is updated and never written back (wrong from the second
+# step on); the step count grows with every unit; all files are read before the first update. The
+# formulas of the textbook in another order are not wrong, but differ in the last bits.
+#
+# **A second solution** reads and writes one file per unit and lets `torch.optim.AdamW` do the
+# arithmetic, on a parameter that is a view of the real one:
+
+# %% tags=["solution-only"]
+### ANSWER: streamed_optimizer_other
+
+
+exercise.check(MyStreamedAdamW)
+
+# %% [markdown]
+# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
+#
+# ## Your optimizer trains the GPT, next to AdamW and next to the plan
+# The reference GPT on a real rank, with an optimizer that is handed in; `pl.observe` watches. With
+# yours no moment is in memory between steps.
+
+
+# %%
+def train(make, steps=3):
+    import tempfile
+
+    gpt, losses = pl.reference.GPT(wide), []
+    with tempfile.TemporaryDirectory() as folder:
+        update = make(list(gpt.parameters()), folder)
+        for step in range(steps):
+            [(tokens, targets)] = pl.reference.batches(wide, step=step, microbatch_size=4)
+            loss = gpt(tokens, targets)
+            loss.backward()
+            update.step()
+            pl.observing.step()  # a step ends here
+            gpt.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def adamw(parameters, folder):
+    return pl.reference.optimizer(parameters)
+
+
+def streamed(parameters, folder):
+    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    return MyStreamedAdamW(parameters, folder, **settings, unit=2**16)
+
 
 # %% tags=["measured"]
+runs = {}
+for name, make in (("torch.optim.AdamW", adamw), ("yours", streamed)):
+    try:
+        runs[name] = pl.observe(train, ranks=1, args=(make,), steps="marked", memory_steps=3)
+    except pl.RankError as error:
+        if "NotImplementedError" not in str(error):
+            raise
+        print("write MyStreamedAdamW first")
+four = pl.Plan(microbatch_size=4)
+for name, how in (("plan", four), ("plan, in files", four.replace(zero_stage=3, offload="nvme"))):
+    runs[name] = pl.run(wide, how, steps=3, progress=False)
+view.memory_charts(runs)
+
+# %%
+for run in runs.values():
+    print(f"losses: {', '.join(f'{loss:.4f}' for loss in run.losses)}")
+
+# %% [markdown]
+# ## The largest model that fits
+# A device of 64 MB. How deep a GPT does it train, without help and with? The program says how many
+# blocks fit, the training proves it:
+
+# %%
 deep = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=64)
 limit, one = 64 * 10**6, pl.Plan(microbatch_size=1, bucket_bytes=2**20)
-ladder = {
+ways = {
     "without": one,
     "ZeRO-Offload": one.replace(zero_stage=2, offload="cpu"),
     "everything on the host": one.replace(zero_stage=3, offload="cpu"),
-    "parameters and states in files": one.replace(zero_stage=3, offload="nvme"),
+    "parameters, states in files": one.replace(zero_stage=3, offload="nvme"),
 }
 
 
@@ -273,93 +361,73 @@ def needs(layers, how):
     return sum(pl.program(deep.replace(layers=layers), how).peak().values())
 
 
-def trained(layers, how):
-    try:
-        return pl.run(deep.replace(layers=layers), how, steps=1, memory_limit=limit, progress=False)
-    except pl.OutOfMemory:
-        return None
+bars, most = {}, {}
+for name, how in ways.items():
+    most[name] = max(n for n in range(1, 80) if needs(n, how) <= limit)
+    spec = deep.replace(layers=most[name])
+    run = pl.run(spec, how, steps=1, memory_limit=limit, progress=False)
+    for tier, held in run.memory.groupby("tier"):
+        fullest = held.groupby("time")["bytes"].sum().idxmax()
+        parts = held[held["time"] == fullest].groupby("category")["bytes"].sum()
+        bars[f"{most[name]} blocks, {name}: {tier}"] = parts[parts > 0].to_dict()
+title = "Offload trains a deeper model on one device"
+view.bytes_bars(bars, {"device of 64 MB": limit}, title=title)
 
-
-rows = {}
-for name, how in ladder.items():
-    most = bisect_right(range(1, 80), limit, key=lambda layers, how=how: needs(layers, how))
-    report = trained(most, how)
-    held = report.memory.groupby(["tier", "time"])["bytes"].sum().groupby("tier").max() / 1e6
-    rows[name] = {
-        "blocks": most,
-        "million parameters": round(deep.replace(layers=most).num_params / 1e6, 1),
-        "one block more": "fits" if trained(most + 1, how) else "does not fit",
-        **{f"{tier} (MB)": round(held.get(tier, 0.0), 1) for tier in ("device", "host", "file")},
-    }
-pd.DataFrame(rows).T
+# %%
+name = "everything on the host"
+try:
+    pl.run(
+        deep.replace(layers=most[name] + 1), ways[name], steps=1, memory_limit=limit, progress=False
+    )
+except pl.OutOfMemory:
+    print(f"one block more than {most[name]} does not fit")
 
 # %% [markdown]
-# The device decides how deep: what stays on it grows with every block, parameters with
-# ZeRO-Offload, activations alone with everything away. The host decides where: files take from it
-# what it would have to hold. (`recompute="full"` and `offload={"activations": "cpu"}` take the
-# activations too.)
+# The depth that fits is limited by what must stay on the device and grows with the number of
+# blocks: parameters under ZeRO-Offload, activations alone when everything is offloaded. Moving
+# states to files does not increase that depth; it reduces what the host holds. (`recompute="full"`
+# and `offload={"activations": "cpu"}` take the activations too.)
 #
-# At the far end of the ladder one layer is on the device at a time, and *all* micro-batches pass
-# through it before the next one comes: **L2L**, the layer relay. Parameters then come up as often
-# with many micro-batches as with one. Bytes per parameter, counted on runs:
+# At the far end one layer is on the device at a time, and all micro-batches pass through it before
+# the next layer comes: **L2L**, the layer relay. Then parameters come up as often with many
+# micro-batches as with one. Bytes per parameter and step over the link to the device:
 
 # %%
 rows = {}
 for m in (1, 2, 4):
     usual = pl.Plan(zero_stage=3, offload="cpu", recompute="full", microbatches=m)
     rows[m] = {}
-    for name, how in (("in turn", usual), ("relay", usual.replace(schedule="l2l"))):
-        run = pl.run(model, how, steps=2, progress=False)
-        moved = run.copied(by="link").set_index("link")["bytes"] / model.num_params
-        rows[m] |= {f"{name}, up": moved["h2d"], f"{name}, down": moved["d2h"]}
-pd.DataFrame(rows).T.rename_axis("micro-batches").round(2)
-
-# %% [markdown]
-# Its price: between two layers the residual stream of every micro-batch waits. (ZeRO-Offload's
-# paper prints 28 bytes per parameter for L2L. That is what comes out if the optimizer's states come
-# up and go back too; here they stay.)
-#
-# And what does the host hold? All that left the device and is in no file; and where files take
-# part, buffers, through which everything passes on its way:
-
-# %%
-pd.DataFrame(
-    {
-        name: offload.tier_bytes(deep.replace(layers=24), how)["host"]
-        for name, how in ladder.items()
-        if how.offload
-    }
-).fillna(0).div(1e6).round(1).add_suffix(" (MB)")
+    for name, how in (("one by one", usual), ("L2L", usual.replace(schedule="l2l"))):
+        up = sum(offload.link_bytes(wide, how)["h2d"].values())
+        rows[m][name] = round(up / wide.num_params, 2)
+pd.DataFrame(rows).T.rename_axis("micro-batches")
 
 # %% [markdown]
 # ## Is it the same training?
-# Not to five decimals: bit for bit, where the device is a processor too: the host then makes the
-# same step with the same kernel.
+# The result is identical bit for bit, provided device and host run the same AdamW kernel, which is
+# so here because both are CPUs.
 
 # %%
-proof = {"steps": 4, "keep_state": True, "progress": False}
-for stage, place in ((1, "cpu"), (2, "cpu"), (3, "cpu"), (3, "nvme")):
-    how = pl.Plan(zero_stage=stage, microbatches=2)
-    here = pl.run(model, how, **proof)
-    away = pl.run(model, how.replace(offload=place), **proof)
-    same = all(np.array_equal(here.weights[name], away.weights[name]) for name in here.weights)
-    print(f"stage {stage}, {place}: the same bits after four AdamW steps: {same}")
+small = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
+proof = {"steps": 3, "keep_state": True, "progress": False}
+how = pl.Plan(zero_stage=3, microbatches=2)
+here = pl.run(small, how, **proof)
+for place in ("cpu", "nvme"):
+    away = pl.run(small, how.replace(offload=place), **proof)
+    same = all((here.weights[name] == away.weights[name]).all() for name in here.weights)
+    print(f"{place}: the same bits after three AdamW steps: {same}")
 
 # %% [markdown]
-# One setting does change the training. With `delayed` the host updates while the device is at the
-# next step already, which it computes with weights that are one update old:
+# One setting does change the training: with `delayed` the host updates while the device computes
+# the next step already, with weights that are one update old (ZeRO-Offload, sec. 5.2). Pick what it
+# gains where the host is slow:
 
 # %%
-late = pl.Plan(
-    zero_stage=2, microbatches=2, offload={"gradients": "cpu", "optimizer": "cpu", "delayed": True}
+pick = pl.exercises.choose(
+    "A step without `delayed` takes 58 ms on a machine with a slow host. With it?",
+    ["as long", "about half as long", "a tenth"],
 )
-delayed = pl.run(model, late, **proof)
-here = pl.run(model, late.replace(offload=None), **proof)
-print("first losses equal:", delayed.losses[0] == here.losses[0])
-print("second step saw the first one's weights:", delayed.losses[1] != here.losses[1])
-
-# %% [markdown]
-# Is it worth it? On a machine whose host is slow, by prediction, milliseconds per step:
+pick
 
 # %%
 slow = pl.Cluster(
@@ -370,16 +438,22 @@ slow = pl.Cluster(
     intra=pl.Link(alpha=0, bandwidth=1e9),
     host=pl.Link(alpha=1e-5, bandwidth=5e9),
 )
-now = late.replace(offload={"gradients": "cpu", "optimizer": "cpu"})
-both = {"waits for the update": now, "delayed": late}
-took = {name: 1e3 * pl.predict(model, how, slow).step_time for name, how in both.items()}
-pd.Series(took).round(1).rename("ms per step")
+places = {"gradients": "cpu", "optimizer": "cpu"}
+for name, where in (("waits for the update", places), ("delayed", {**places, "delayed": True})):
+    how = pl.Plan(zero_stage=2, microbatches=2, offload=where)
+    print(f"{name:<21} {1e3 * pl.predict(small, how, slow).step_time:5.1f} ms per step")
+pick.reveal(2, "The update overlaps with the next forward and backward.")
 
 # %% [markdown]
-# ## Break it
-# Pull the disk out while it trains. The folder goes after the third step:
+# ## Pull the disk out
+# The folder of the files goes after the third step. The training was saved after every step:
 
 # %%
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
 disk, saved = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
 
 
@@ -398,55 +472,101 @@ removable = {
 }
 files = pl.Plan(zero_stage=3, offload=removable)
 try:
-    pl.run(model, files, steps=50, save=saved, save_every=1, progress=pull)
+    pl.run(small, files, steps=50, save=saved, save_every=1, progress=pull)
 except pl.RankError as error:
     said = str(error)
 print("a clear error:", "offload cannot" in said and "No such file or directory" in said)
 print("and what to do:", "resume from the last one" in said)
 print("files left behind:", len(os.listdir(disk)))
 
-# %% [markdown]
-# The training is not lost: every step was saved. On with it, on the host this time:
-
 # %%
 on_host = pl.Plan(zero_stage=3, offload="cpu")
-more = pl.run(model, on_host, steps=1, resume=saved, keep_state=True, progress=False)
+more = pl.run(small, on_host, steps=1, resume=saved, keep_state=True, progress=False)
 done = int((saved / "latest").read_text().split("-")[1].split()[0])
-whole = pl.run(model, on_host, steps=done + 1, keep_state=True, progress=False)
+whole = pl.run(small, on_host, steps=done + 1, keep_state=True, progress=False)
+same = all((whole.weights[name] == more.weights[name]).all() for name in whole.weights)
 print("at least three steps were saved:", done >= 3)
-print(
-    "as if nothing had been:",
-    all(np.array_equal(whole.weights[n], more.weights[n]) for n in whole.weights),
-)
+print("resumed on the host, with the bits of an undisturbed training:", same)
 
 # %% [markdown]
-# ## Your turn
+# ## Go further: keep the disk busy
+# Your optimizer reads, updates and writes one unit after the other, and the disk is idle while the
+# host computes. With two buffers it need not be.
 
 # %%
-exercise = pl.exercises.stream
-exercise
-
+puzzle = pl.exercises.stream
+puzzle
 
 # %%
 ### ANSWER: stream
 
 
-exercise.check(my_stream)
+puzzle.check(my_stream)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** The disk is the busier lane, so it must never wait: while the host updates unit
+# i, the disk reads unit i + 1, and then writes unit i. With w buffers the read of unit i comes
+# after the write of unit i − w, which had the same buffer. **Common mistakes**: reads of all units
+# first (they overwrite buffers that are not written yet), and filling and emptying the whole window
+# by turns (right, and the disk waits for the host).
 
 # %% [markdown]
-# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
-
-# %% [markdown]
-# ## On your GPUs
-# The same cells. Copies then run on streams of their own from page-locked memory, the lanes show
-# what the device's clock says, and `memory_limit` also caps the allocator. («The same bits» need
-# the same kernel: AdamW on the host may differ from the GPU's in the last digits.) Look at how much
-# of the copies hides behind computing (`report.summary()`), and raise `microbatch_size` until it
-# does.
+# ## What to remember
+# 1. Of K = 16 bytes per parameter forward and backward need two; the update, which needs the rest,
+#    is cheap, so it can leave the device.
+# 2. ZeRO-Offload moves 4 bytes per parameter and step in 16 bits; no other cut moves fewer.
+# 3. A larger batch pays for a slow link: copies are per step, computation is per token.
+# 4. Offload does not change the training, bit for bit; a delayed update does.
+# 5. AdamW is elementwise, so its states can pass through a window as small as you like.
+#
+# | what does not fit | what helps |
+# |---|---|
+# | optimizer states | `zero_stage=1`, `offload="cpu"`: moments on the host, little traffic |
+# | gradients too | `zero_stage=2`, `offload="cpu"`: ZeRO-Offload |
+# | parameters too | `zero_stage=3`, `offload="cpu"`, large micro-batches |
+# | the host's memory | `offload="nvme"`, several fast disks |
+# | activations | recomputation first (lab 06), then `offload={"activations": "cpu"}` |
+#
+# $$I = \frac{8\,bs}{\text{moved}}, \qquad e = \frac{IB}{IB + P}$$
+#
+# ## In PyTorch, DeepSpeed, Megatron
+# * **PyTorch, FSDP2**: parameters, gradients and optimizer states on the host. On a CPU device and
+#   host are the same memory, so there is nothing to observe here:
+#   ```python
+#   from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+#   for block in model.blocks:
+#       fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=True))
+#   fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=True))
+#   ```
+#   Activations: `with torch.autograd.graph.save_on_cpu(pin_memory=True): loss = model(batch)`.
+# * **DeepSpeed**: `"stage": 2` with `offload_optimizer` is ZeRO-Offload, `"stage": 3` with both is
+#   ZeRO-Infinity; `"device": "cpu"` or `"nvme"`:
+#   ```json
+#   {"zero_optimization": {
+#      "stage": 3,
+#      "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": true,
+#                            "buffer_count": 4, "pipeline_read": true, "pipeline_write": true},
+#      "offload_param": {"device": "cpu", "pin_memory": true}},
+#    "aio": {"block_size": 1048576, "queue_depth": 8, "overlap_events": true}}
+#   ```
+#   `buffer_count` is the window of the last exercise, `pipeline_read` and `pipeline_write` its
+#   overlap.
+# * **Megatron-LM**: `--optimizer-cpu-offload --optimizer-offload-fraction 1.0`.
+#
+# Estimators: [FLAN-T5-XL with ZeRO-3 and
+# offload](https://github.com/deepspeedai/DeepSpeed/issues/2797) is computed in lab 06: with all
+# states away activations are what is left on the device.
 #
 # ## Read on
-# * Ren and others 2021, [ZeRO-Offload](https://arxiv.org/abs/2101.06840): sec. 3 for the cut, sec.
-#   5.2 for the delayed update. Rajbhandari and others 2021,
+# * Ren et al. 2021, [ZeRO-Offload](https://arxiv.org/abs/2101.06840): sec. 3 for the cut, sec. 5.2
+#   for the delayed update. Rajbhandari et al. 2021,
 #   [ZeRO-Infinity](https://arxiv.org/abs/2104.07857): sec. 3 and 4 for memory and bandwidth.
+#   Pudipeddi et al. 2020, [L2L](https://arxiv.org/abs/2002.05645), sec. 3.
+# * [DeepSpeed's configuration](https://www.deepspeed.ai/docs/config-json/), "ZeRO Optimizations";
+#   [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 # * In the package: `paralab/parallel/offload.py`, and `lanes.py`, `host.py` and `files.py` in
 #   `paralab/interpret`, which move the bytes.
+#
+# **On your GPUs** the same cells run; they have not been run on one for this text. Copies then use
+# streams of their own and page-locked memory. "The same bits" need the same kernel: AdamW on the
+# host may differ from the GPU's in the last digits.

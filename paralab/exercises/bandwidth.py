@@ -1,0 +1,81 @@
+"""Lab 09: which bandwidth keeps a device busy while states or parameters cross a link.
+
+ZeRO-Infinity (Rajbhandari+ 2021, arXiv:2104.07857, sec. 4): intensity I = FLOPs / bytes moved,
+efficiency e = I B / (I B + P), so B = e / (1 - e) P / I; FLOPs with recomputation, 8 b s per
+parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.questions import Mistakes, asked, wrong_number
+from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.verdict import NOT_STARTED
+from paralab.theory.offload_costs import bandwidth_needed
+
+HALF, MORE, PAPER = "half the time", "other shares", "ZeRO-Infinity's V100"
+CASES = (  # limit, tokens, bytes per parameter, FLOP/s, efficiency
+    (HALF, 1024, 4, 1e12, 0.5),
+    (MORE, 2048, 8, 3e12, 0.8),
+    (MORE, 512, 24, 2e11, 0.35),
+    (PAPER, 2 * 1024, 32, 70e12, 0.9),
+)
+ASKED = (
+    (HALF, "a device that may wait half of the time"),
+    (MORE, "80 % and 35 %, other links"),
+    (PAPER, "70 TFLOP/s, optimizer states read and written, 90 %"),
+)
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    questions = [(0, case[1:]) for case in CASES]
+    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
+        for (limit, *case), reply in zip(CASES, found.results[0], strict=True):
+            if reply.trouble == NOT_STARTED:
+                notes.end(NOT_STARTED)
+                break
+            right = needed(*case)
+            what = "required: a number of bytes per second"
+            wrong = reply.trouble or wrong_number(
+                reply.value, right, _shown, known(*case), what=what, tolerance=1e-9
+            )
+            where = f"{case[0]:,} tokens, {case[1]} bytes per parameter, {100 * case[3]:g} %"
+            notes.look(limit, where, wrong, _shown(right))
+
+
+def needed(tokens: int, moved: int, peak: float, efficiency: float) -> float:
+    return bandwidth_needed(efficiency, 8 * tokens / moved, peak)
+
+
+def known(tokens: int, moved: int, peak: float, e: float) -> Mistakes:
+    """(what was done, the bandwidth it gives) of the mistakes that are made."""
+    right = needed(tokens, moved, peak, e)
+    yield "recomputation is missing: 8 FLOPs per parameter and token, not 6", right * 8 / 6
+    yield "that counts forward alone, 2 FLOPs per parameter and token", right * 4
+    yield "a multiply-add is two FLOPs", right * 2
+    yield "tokens are missing: a parameter is used once per token", right * tokens
+    yield "that is for one byte per parameter", right / moved
+    yield (
+        "that is e P / I: the device computes e of the time and copies 1 - e of it",
+        right * (1 - e),
+    )
+    yield "e and 1 - e are exchanged", right * ((1 - e) / e) ** 2
+    yield "that is P / I: copies as long as computation, half of the time", right * (1 - e) / e
+    yield "that is with perfect overlap", right * (1 - e) / e * e
+    yield "those are GB/s", right / 1e9
+    yield "those are GiB/s", right / 2**30
+
+
+def _shown(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:,.6g} GB/s"
+
+
+bandwidth = Exercise(
+    name="bandwidth",
+    lab="09",
+    asked=ASKED,
+    takes=(Takes("a function", "bandwidth_needed(tokens, moved, peak, efficiency)", 4),),
+    checker=check,
+)

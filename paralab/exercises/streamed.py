@@ -1,0 +1,134 @@
+"""Lab 09: an optimizer whose states are in files and pass through memory unit by unit.
+
+The checker trains the reference GPT with the answer and with torch.optim.AdamW on the same
+gradients. Before one of the steps it sets the files to zero and torch's moments too: an answer that
+keeps its states elsewhere arrives at other weights. Memory is counted in every step and between
+steps (ZeRO-Infinity, Rajbhandari+ 2021, arXiv:2104.07857, sec. 5).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes
+from paralab.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
+SETTINGS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.05}
+UNIT = 3000  # elements: less than the embedding has, and no divisor of anything
+STEPS, ZEROED = 4, 2  # before this step files and moments are set to zero
+COPIES = 8  # times 4 bytes per element of a unit: both moments, and temporaries of the update
+SCALARS = 20_000  # bytes: names, counts, paths
+WEIGHTS, FILES, PEAK, KEPT = "weights", "files", "memory in a step", "memory between steps"
+ASKED = (
+    (WEIGHTS, f"after each of {STEPS} steps: torch.optim.AdamW's, bit for bit"),
+    (FILES, "8 bytes per parameter under the folder, and nothing else"),
+    (PEAK, f"at most {COPIES} numbers per element of a unit (and 20 kB)"),
+    (KEPT, "at most 20 kB"),
+)
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for notes, found in on_ranks(tries, trained, 1, timeout=timeout):
+        _look(notes, found)
+
+
+def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
+    """What the rank runs: some steps with the answer, and the same with torch's AdamW."""
+    import torch
+
+    from paralab.exercises.watched import array
+    from paralab.model import reference
+
+    gpt, alike = reference.GPT(MODEL), reference.GPT(MODEL)
+    named = dict(gpt.named_parameters())
+    adam = torch.optim.AdamW(alike.parameters(), foreach=False, **SETTINGS)
+    result: dict[str, Any] = {"wrong": "", "peaks": [], "files": 0}
+    with tempfile.TemporaryDirectory(prefix="paralab-") as folder, watch.section() as all_of_it:
+        mine = answer[0](list(named.values()), folder, **SETTINGS, unit=UNIT)
+        for step in range(STEPS):
+            if step == ZEROED:
+                _zero(folder)
+                for state in adam.state.values():
+                    state["exp_avg"].zero_()
+                    state["exp_avg_sq"].zero_()
+            for model in (gpt, alike):
+                [(tokens, targets)] = reference.batches(MODEL, step=step, seed=seed % 1000)
+                model(tokens, targets).backward()
+            del tokens, targets
+            with watch.section() as section:
+                mine.step()
+            result["peaks"].append(section.peak)
+            adam.step()
+            for (name, p), right in zip(named.items(), alike.parameters(), strict=True):
+                yours, wanted = array(p), array(right)
+                if yours.tobytes() != wanted.tobytes() and not result["wrong"]:
+                    result["wrong"] = _words(name, step, yours, wanted)
+            gpt.zero_grad()
+            alike.zero_grad()
+        result["files"] = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file())
+        adam.state.clear()
+        result["kept"] = all_of_it.now()
+    return result
+
+
+def _zero(folder: str) -> None:
+    """Every byte of the files is 0; the files stay where they are, for they may be mapped."""
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                file.write(bytes(size))
+
+
+def _words(name: str, step: int, yours: np.ndarray, wanted: np.ndarray) -> str:
+    import numpy as np
+
+    if yours.shape != wanted.shape:
+        return f"{name} has shape {yours.shape} after step {step + 1}"
+    count, off = int((yours != wanted).sum()), float(np.abs(yours - wanted).max())
+    said = f"{name} differs after step {step + 1} in {count:,} of {wanted.size:,} elements, "
+    said += f"by up to {off:.1e}"
+    if step == ZEROED:
+        said += "; before this step the files were set to zero, so the states are not in them alone"
+    return said
+
+
+def _look(notes: Notes, found: Found) -> None:
+    result, psi = found.results[0], MODEL.num_params
+    notes.look(WEIGHTS, "", result["wrong"], "all equal")
+    required = 8 * psi
+    wrong = f"{result['files']:,} bytes, required: {required:,}"
+    notes.look(FILES, "", wrong if result["files"] != required else "", f"{required:,} bytes")
+    held = max(result["peaks"])
+    wrong = f"{held / (4 * UNIT):.0f} numbers per element of a unit, required: at most {COPIES}"
+    fits = held <= 4 * COPIES * UNIT + SCALARS
+    notes.look(PEAK, "", "" if fits else wrong, "no more than that")
+    wrong = f"{100 * result['kept'] / (8 * psi):.0f} % of the states' bytes are kept in memory"
+    notes.look(KEPT, "", "" if result["kept"] <= SCALARS else wrong, "no more than that")
+
+
+streamed_optimizer = Exercise(
+    name="streamed_optimizer",
+    lab="09",
+    asked=ASKED,
+    takes=(
+        Takes(
+            "a class",
+            "MyStreamedAdamW(parameters, folder, lr=..., betas=..., eps=..., weight_decay=..., "
+            "unit=...)",
+            2,
+            ("lr", "betas", "eps", "weight_decay", "unit"),
+            ("step",),
+        ),
+    ),
+    checker=check,
+)
