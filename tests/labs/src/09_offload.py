@@ -100,14 +100,21 @@ plans = {
     "in files": plan.replace(zero_stage=3, offload="nvme"),
 }
 reports = {name: pl.run(wide, how, steps=3, progress=False) for name, how in plans.items()}
+
+
+def tiers(name, report):
+    """{name and tier: {category: bytes}}, each at the moment when the tier is fullest."""
+    bars = {}
+    for tier, held in report.memory.groupby("tier"):
+        fullest = held.groupby("time")["bytes"].sum().idxmax()
+        parts = held[held["time"] == fullest].groupby("category")["bytes"].sum()
+        bars[f"{name}: {tier}"] = parts[parts > 0].to_dict()
+    return bars
+
+
 bars = {}
 for name, report in reports.items():
-    for tier in ("device", "host", "file"):
-        held = report.memory.query("tier == @tier and step == 2")
-        if held["bytes"].sum():
-            fullest = held.groupby("time")["bytes"].sum().idxmax()
-            parts = held[held["time"] == fullest].groupby("category")["bytes"].sum()
-            bars[f"{name}: {tier}"] = parts[parts > 0].to_dict()
+    bars |= tiers(name, report)
 view.bytes_bars(bars, title="The device keeps a fifth; host and files take the states")
 
 # %%
@@ -308,7 +315,7 @@ def train(make, steps=3):
             loss = gpt(tokens, targets)
             loss.backward()
             update.step()
-            pl.observing.step()  # a step ends here
+            pl.step()  # a step ends here
             gpt.zero_grad()
             losses.append(loss.item())
     return losses
@@ -366,10 +373,7 @@ for name, how in ways.items():
     most[name] = max(n for n in range(1, 80) if needs(n, how) <= limit)
     spec = deep.replace(layers=most[name])
     run = pl.run(spec, how, steps=1, memory_limit=limit, progress=False)
-    for tier, held in run.memory.groupby("tier"):
-        fullest = held.groupby("time")["bytes"].sum().idxmax()
-        parts = held[held["time"] == fullest].groupby("category")["bytes"].sum()
-        bars[f"{most[name]} blocks, {name}: {tier}"] = parts[parts > 0].to_dict()
+    bars |= tiers(f"{most[name]} blocks, {name}", run)
 title = "Offload trains a deeper model on one device"
 view.bytes_bars(bars, {"device of 64 MB": limit}, title=title)
 
@@ -506,7 +510,7 @@ puzzle.check(my_stream)
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The disk is the busier lane, so it must never wait: while the host updates unit
 # i, the disk reads unit i + 1, and then writes unit i. With w buffers the read of unit i comes
-# after the write of unit i − w, which had the same buffer. **Common mistakes**: reads of all units
+# after the write of unit i − w, which had the same buffer. **Common mistakes**: reading all units
 # first (they overwrite buffers that are not written yet), and filling and emptying the whole window
 # by turns (right, and the disk waits for the host).
 
