@@ -97,3 +97,17 @@ def test_it_is_judged_in_one_launch_reads_the_same_alone_and_stubs_are_not_start
     for exercise, name in ((STREAMED, "MyStreamedAdamW"), (BANDWIDTH, "bandwidth_needed")):
         stub = exercise.check(defined(exercise.stub, name))
         assert not stub and not stub.started
+
+
+# ---- go further: the order of a streamed update, drawn -------------------------------------------
+def test_the_picture_of_an_order_has_its_jobs_and_says_how_far_it_is_from_the_limit():
+    from bad_answers_offload import good, one_after_the_other
+    from paralab import view
+
+    chart, slow = view.jobs(good(6, 2), host="fast"), view.jobs(one_after_the_other(6, 2))
+    assert chart.finding == "6 units take 150 ms; no order takes less than 150 ms"
+    assert slow.finding == "6 units take 330 ms; no order takes less than 205 ms"
+    assert len(chart.table) == 18 and chart.table["end"].max() == pytest.approx(0.150)
+    assert set(chart.table.query("what == 'update'")["lane"]) == {"host"}
+    with pytest.raises(ValueError, match="legal: fast, slow|'fast'"):
+        view.jobs(good(6, 2), host="other")

@@ -18,6 +18,7 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     stuck        how far a schedule gets that deadlocks
     contest      several plans by the time of a step, predicted and found
     pareto       time against memory of every plan of a search
+    jobs         a streamed update on the lanes disk and host
     disk_needed  how busy a device is, over the bandwidth of the disk that it offloads to
     simulated_timeline   a schedule as `theory.pipeline.simulate` timed it
     schedules    naive, GPipe, 1F1B, interleaved, ZB, or your own, on one axis
@@ -45,6 +46,7 @@ _HOME = {
     "data_flow": "schematics",
     "crossover": "tensor_curves",
     "disk_needed": "offload_curves",
+    "jobs": "job_times",
     "link_fit": "links",
     "link_traffic": "traffic_bars",
     "live_activations": "live",

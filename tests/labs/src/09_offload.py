@@ -508,6 +508,17 @@ puzzle
 
 puzzle.check(my_stream)
 
+# %% [markdown]
+# The picture of your order, or, as long as there is none, of one unit after the other. The dashed
+# line is the least possible time:
+
+# %%
+try:
+    order = my_stream(6, 2)
+except NotImplementedError:
+    order = [(what, unit, unit % 2) for unit in range(6) for what in ("read", "update", "write")]
+view.jobs(order, host="fast")
+
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The disk is the busier lane, so it must never wait: while the host updates unit
 # i, the disk reads unit i + 1, and then writes unit i. With w buffers the read of unit i comes

@@ -1,0 +1,57 @@
+"""Jobs of a streamed update on their two lanes, disk and host: a learner's order, as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paralab.checks import choice
+from paralab.exercises import offload
+from paralab.view import theme
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import boxes as mark
+from paralab.view.marks import upright
+
+HUES = {"read": "parameters", "update": "optimizer", "write": "gradients"}  # three colours
+
+
+def jobs(listed: Sequence[offload.Job], *, host: str = "slow") -> Chart:
+    """When the jobs (what, unit, buffer) of `pl.exercises.stream` run, with the least possible time
+    as a line.
+
+    host  "fast" or "slow": how long an update takes
+
+    ``table``: lane, what, unit, buffer, start, end. Raises ValueError on what is no list of jobs.
+    """
+    update_s = offload.UPDATE_S[choice("host", host, tuple(offload.UPDATE_S))]
+    made = offload.as_jobs(list(listed), len(listed) or 1)
+    units, window = 1 + max(job[1] for job in made), len({job[2] for job in made})
+    times = offload.simulate(made, update_s)
+    rows = [
+        (offload.LANE[kind], kind, unit, buffer, start, end)
+        for (kind, unit, buffer), start, end in zip(made, times.start[0], times.end[0], strict=True)
+    ]
+    took, least = max(times.end[0]), offload.limit_s(units, window, update_s)
+    fig = figure(
+        f"{units} units take {offload.ms(took)}; no order takes less than {offload.ms(least)}",
+        f"simulated · {host} host · {window} buffer{'s' * (window > 1)} · number: the unit",
+        height=250,
+        xaxis=mark.time_axis("time (ms)", 1e3 * max(took, least)),
+        yaxis=mark.rows_axis([(0, "disk"), (1, "host")], 1.6, -0.6),
+    )
+    traces = [
+        mark.boxes(
+            [
+                (1e3 * start, 1e3 * (end - start), ("disk", "host").index(lane), 0.8, str(unit),
+                 f"{kind} unit {unit}, buffer {buffer}: {offload.ms(start)} to {offload.ms(end)}")
+                for lane, kind, unit, buffer, start, end in rows
+                if kind == what
+            ],
+            mark.look(what, theme.category_colour(hue)),
+        )
+        for what, hue in HUES.items()
+    ]  # fmt: skip
+    fig.draw(traces, (), [upright(1e3 * least, dash="dash")])
+    return fig.explained(
+        f"{len(rows)} jobs of {units} units on disk and host",
+        ("lane what unit buffer start end", rows),
+    )
