@@ -681,7 +681,9 @@ if verdict:
     print("the same losses, to four decimals:", all(abs(x - y) < 1e-4 for x, y in pairs))
     for name, report in (("yours", yours), ("library", library)):
         traffic = report.traffic("op").set_index("op")["bytes"] / 2
-        print(f"{name}: a rank sends {traffic.to_dict()}, its peak is {report.peak_memory:,} bytes")
+        print(
+            f"{name}: a rank sends {traffic.to_dict()}, its peak is {report.peak_memory / MB:.1f} MB"
+        )
 else:
     print("write ring_all_reduce first")
 
