@@ -58,7 +58,7 @@ report.memory_chart()
 # $$M_\text{states} = \Psi\,(\underbrace{w}_\text{weight} + \underbrace{w}_\text{gradient} +
 # \underbrace{8 + 4\,[w=2]}_\text{optimizer}) = 16\,\Psi \text{ bytes in both cases}$$
 #
-# Neither b nor s is in this formula. Activations are the opposite case. Commit to a guess before
+# Neither b nor s is in this formula. Activations are the opposite case. Make your guess before
 # you go on: the samples get twice as long, 256 tokens, and there are still eight of them.
 
 # %%
@@ -229,7 +229,7 @@ exercise.check(my_checkpoint)
 # part of the input: it is remembered, set for the second forward, and put back.
 #
 # **Common mistakes**, as the checker sees them. No restored state: gradients are off by some per
-# cent, because other units were dropped (the loss falls all the same, so nobody notices). One state
+# cent, because other units were dropped (the loss falls all the same, so it goes unnoticed). One state
 # in a global: it is that of the last block when backward begins. Calling the block without
 # `enable_grad`: there is no graph. Not detaching: the second graph hangs on to the first. Making
 # the saved tensor itself the leaf: its `.grad` then lives as long as the graph does.
@@ -302,7 +302,7 @@ for run in runs.values():
 
 # %% [markdown]
 # The losses are equal bit for bit, and so is the traffic: recomputation sends nothing. The peaks of
-# the three differ by what each holds besides, not by activations: the plan's gradients are in flat
+# the three differ by other tensors, not by activations: the plan's gradients are in flat
 # buffers, which exist from the first block's backward on.
 #
 # ## More devices, the same memory: ZeRO shards states, not activations
@@ -426,7 +426,7 @@ print(f"{forty.num_params / 1e9:.1f} billion parameters")
 sharded = pl.Plan(tp=8, zero_stage=2, precision="fp16", recompute="full", microbatch_size=1)
 groups = {f"{8 * n} GPUs: tp=8, dp={n}": (forty, sharded.replace(dp=n)) for n in (1, 2, 4, 6)}
 groups["48 GPUs, states sharded by 2"] = (forty, sharded.replace(dp=6, shard=2))
-title = "40 B parameters: from 32 GPUs on they fit, if all six data-parallel ranks share"
+title = "40 B parameters fit on 32 GPUs and more, if all data-parallel ranks shard states"
 view.bytes_bars(peaks(groups), {"32 GB GPU": 32 * 10**9}, title=title)
 
 # %% [markdown]
@@ -471,7 +471,7 @@ view.bytes_bars(bars, reported, title="First whole weights in 16 bits, then acti
 # buffers. So the model was on the device whole (our inference from the numbers; the thread does not
 # say how it was built). Before the second forward 1,838 MiB are in use: by then ZeRO-3 has
 # partitioned it. The second forward adds 19,434 MiB. That is the size of the activations of one
-# sample of 2,048 tokens with scores written out, which nobody had estimated.
+# sample of 2,048 tokens with scores written out, which no estimate had counted.
 #
 # Two more threads, with their own models (as GPTs of the same size; FLAN-T5-XL has an encoder and a
 # decoder). [GPT-J-6B needed 13 GB on 2 and on 4

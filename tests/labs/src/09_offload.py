@@ -70,7 +70,7 @@ plain = pl.program(wide, plan.replace(zero_stage=2))
 plain.diff(pl.program(wide, plan.replace(zero_stage=2, offload="cpu")))
 
 # %% [markdown]
-# Commit to a guess: one device, this small GPT in fp32; gradients, optimizer states and parameters
+# Make a guess: one device, this small GPT in fp32; gradients, optimizer states and parameters
 # all move to the host. How much of the device's peak memory is left?
 
 # %%
