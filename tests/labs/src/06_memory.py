@@ -229,8 +229,8 @@ exercise.check(my_checkpoint)
 # part of the input: it is remembered, set for the second forward, and put back.
 #
 # **Common mistakes**, as the checker sees them. No restored state: gradients are off by some per
-# cent, because other units were dropped (the loss falls all the same, so it goes unnoticed). One state
-# in a global: it is that of the last block when backward begins. Calling the block without
+# cent, because other units were dropped (the loss falls all the same, so it goes unnoticed). One
+# state in a global: it is that of the last block when backward begins. Calling the block without
 # `enable_grad`: there is no graph. Not detaching: the second graph hangs on to the first. Making
 # the saved tensor itself the leaf: its `.grad` then lives as long as the graph does.
 #
