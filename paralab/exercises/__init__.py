@@ -43,6 +43,7 @@ from paralab.exercises.tensor import f_and_g, tensor_attention, tensor_mlp
 from paralab.exercises.verdict import Verdict
 from paralab.exercises.vocab_loss import vocab_parallel_loss
 from paralab.exercises.zero import zero_step
+from paralab.exercises.zero3 import my_zero3
 
 ALL = {
     exercise.name: exercise
@@ -63,6 +64,7 @@ ALL = {
         better_schedules,
         deadlock_clinic,
         zero_step,
+        my_zero3,
         memory_clinic,
         checkpoint,
         memory_estimator,
@@ -98,6 +100,7 @@ __all__ = [
     "f_and_g",
     "average_gradients",
     "my_ddp",
+    "my_zero3",
     "guess",
     "interleaved_executor",
     "hierarchical_all_reduce",

@@ -89,7 +89,8 @@ class Watch(PeakMemory):
         self.names = ours, real = functions(self.group)
         vars(torch.distributed).update(ours)
         try:
-            yield
+            with self.resizes():
+                yield
         finally:
             vars(torch.distributed).update(real)
 

@@ -35,21 +35,12 @@ class ForeignLedger(Ledger):
 
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
-        self._own_resize = own = torch.UntypedStorage.resize_
-
-        def resize_(storage: Any, size: int) -> Any:
-            """FSDP2 gathers into storages that it resizes; no operation tells."""
-            result, life = own(storage, size), self._known.get(storage._cdata)
-            if life is not None and life() is storage and life.category is not None:
-                self._count(life, storage.nbytes())
-                self._loose(life)
-            return result
-
-        torch.UntypedStorage.resize_ = resize_
+        self._resizes = self.resizes(self._loose)  # FSDP2 gathers into storages that it resizes
+        self._resizes.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._own_resize
+        self._resizes.__exit__(*error)
         super().__exit__(*error)
 
     def __torch_dispatch__(

@@ -11,10 +11,12 @@ what the bytes are for.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import operator
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,26 @@ class Storages(TorchDispatchMode):
         """From now on it has ``size`` bytes."""
         self.live += size - life.size
         life.size = size
+
+    @contextlib.contextmanager
+    def resizes(self, told: Callable[[Life], None] = lambda life: None) -> Iterator[None]:
+        """Within, a storage that is resized counts with its new size at once: no operation tells.
+        ``told`` hears of each.
+        """
+        own = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            result, life = own(storage, size), self._known.get(storage._cdata)
+            if life is not None and life() is storage and life.category is not None:
+                self._count(life, storage.nbytes())
+                told(life)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = own
 
     def _settle(self) -> None:
         """Take back the bytes of all that has died."""

@@ -1,0 +1,132 @@
+"""Lab 05: ZeRO-3 in plain PyTorch, units gathered before use, freed after it, gathered again.
+
+The answer trains the reference GPT on 4 and on 3 real ranks, two micro-batches per step, with SGD,
+which hides no wrong factor. Its weights, gathered after the steps, are compared with one process;
+bytes with 3m Psi (N-1)/N; what a rank keeps between steps with shards of parameters and gradients;
+the peak within a step with what forward keeps for backward and a few units (Rajbhandari+ 2020,
+arXiv:1910.02054, sec. 5.3 and 7.2.2; Zhao+ 2023, arXiv:2304.11277, sec. 3.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from paralab.exercises.diagnose import first_wrong
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.sync import BATCH, LR, of_one_process
+from paralab.exercises.tries import Found, Takes, Try, look_at_memory, on_ranks
+from paralab.exercises.verdict import Notes
+from paralab.spec import ModelSpec
+
+# Units are small and many: a model that stays whole shows in the peak.
+MODEL = ModelSpec(layers=10, hidden=30, heads=2, seq_len=8, tied=False)
+RUNS = {4: 1, 3: 3}  # ranks: steps
+SCALARS = 4000  # bytes of counts and the like
+UNITS = 4  # whole ones at the peak: parameters, their gradients, both again in flat buffers
+
+WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", "peak of a step"
+ASKED = (
+    (WEIGHTS, "N = 4, 3: after 1 and 3 steps of SGD those of one process, on every rank"),
+    (BYTES, "at most 3m(N-1)/N · 4Ψ in a step, each unit padded to N equal parts"),
+    (KEPT, "at most 8Ψ/N bytes, an N-th of parameters and gradients (and 4 kB)"),
+    (PEAK, f"at most {UNITS} units in addition to what is kept and what forward saves"),
+)
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for n, steps in RUNS.items():
+        for notes, found in on_ranks(tries, train, n, (steps,), where=f"N={n}", timeout=timeout):
+            _look(notes, found, n, steps)
+
+
+def sizes() -> list[int]:
+    """Elements of every unit: the embedding, block after block, the head."""
+    found: dict[str, int] = {}
+    for name, shape in MODEL.parameter_shapes().items():
+        unit = ".".join(name.split(".")[: 2 if name.startswith("blocks") else 1])
+        found[unit] = found.get(unit, 0) + math.prod(shape)
+    return list(found.values())
+
+
+def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
+    """What every rank runs. Returns the gathered weights, the bytes that are there after a step,
+    those that a step has at its peak beyond that, and what forward alone takes of a plain GPT.
+    """
+    from paralab.exercises.watched import array
+    from paralab.model import reference
+
+    group, m = watch.group, BATCH["microbatches"]
+    share = {"rank": group.index, "ranks": group.size, "device": "cpu"}
+    plain = reference.GPT(MODEL)
+    [one, *_] = reference.batches(MODEL, step=0, **share, **BATCH)
+    start = {name: array(p) for name, p in plain.named_parameters()}
+    with watch.section() as forward:
+        loss = plain(*one)
+    del loss, plain
+    forward.now()  # what is gone is counted as gone
+    kept = peak = 0
+    with watch.section() as all_of_it:
+        gpt = reference.GPT(MODEL)
+        mine = answer[0]([gpt.embedding, *gpt.blocks, gpt.head], lr=LR)
+        for step in range(steps):
+            micro = reference.batches(MODEL, step=step, **share, **BATCH)
+            before = all_of_it.now()
+            with watch.section() as this:
+                watch.label = f"step {step}"
+                for tokens, targets in micro:
+                    loss = gpt(tokens, targets) / m
+                    loss.backward()
+                    del loss
+                mine.step()
+                watch.label = "afterwards"
+            peak, kept = max(peak, this.peak), max(kept, before, all_of_it.now())
+            del micro
+        mine.gather()
+        weights = {name: array(p) for name, p in gpt.named_parameters()}
+    held = {"kept": kept, "peak": peak, "forward": forward.peak}
+    return {"start": start, "weights": weights, **held}
+
+
+def _look(notes: Notes, found: Found, n: int, steps: int) -> None:
+    where, parts = f"N={n}", [4 * -(-size // n) for size in sizes()]
+    notes.look(WEIGHTS, where, _wrong(found, n, steps), "all equal")
+
+    most = 3 * BATCH["microbatches"] * (n - 1) * sum(parts)
+    sent = max(max(found.sent(f"step {step}")) for step in range(steps))
+    wrong = f"a rank sends {sent:,} bytes in a step, required: at most {most:,}"
+    wrong += f", {sent / most:.3g} times as many"
+    notes.look(BYTES, where, wrong if sent > most else "", f"{sent:,} bytes")
+
+    words = f"keeps {{held}} bytes, an N-th of both is {2 * sum(parts):,}"
+    kept = [result["kept"] for result in found.results]
+    look_at_memory(notes, KEPT, where, kept, 2 * sum(parts) + SCALARS, words)
+
+    units = max((r["peak"] - r["forward"]) / (n * max(parts)) for r in found.results)
+    wrong = f"{where}: {units:.1f} units at once, in addition to what forward saves"
+    notes.note(PEAK, "no more than that" if units <= UNITS else wrong, units <= UNITS, wrong)
+
+
+def _wrong(found: Found, n: int, steps: int) -> str:
+    right = of_one_process(MODEL, steps, ranks=n, **BATCH)["weights"]
+    start = found.results[0]["start"]
+    for name, array in right.items():
+        wrong = first_wrong(
+            name,
+            [result["weights"][name] for result in found.results],
+            [array] * n,
+            start=[start[name]] * n,
+        )
+        if wrong:
+            return wrong
+    return ""
+
+
+my_zero3 = Exercise(
+    name="my_zero3",
+    lab="05",
+    asked=ASKED,
+    takes=(Takes("a class", "MyZero3(units, lr=...)", 1, ("lr",), ("step", "gather")),),
+    checker=check,
+)
