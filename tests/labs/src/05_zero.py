@@ -434,7 +434,7 @@ for name, run in seen.items():
     )
 
 # %% [markdown]
-# FSDP2 gathers its root unit (embedding and head) once, and keeps it. `reshard_after_forward=False`
+# FSDP2 has one unit less: embedding and head are its root unit. `reshard_after_forward=False`
 # leaves out the second all-gather, so its traffic is that of stage 2 with one micro-batch, at the
 # price of memory that the picture shows. (gloo has no reduce-scatter of its own; what it sends in
 # addition is in the phase *gloo surplus*, and is left out here. NCCL sends no such surplus.)
