@@ -50,7 +50,7 @@ report.replay(devices.replace(algorithm="ring")).timeline()
 # | $m$, $b$, $s$ | micro-batches per step and rank; samples per micro-batch; tokens per sample |
 # | $\Psi$ | parameters of the model (a count); their fp32 gradients have $4\Psi$ bytes |
 # | $S$ | bytes of the tensor that is reduced |
-# | $K$ | buckets: messages into which the gradients are packed |
+# | $q$ | buckets: messages into which the gradients are packed |
 # | $\alpha$, $\beta$ | seconds per message; seconds per byte ($1/\beta$ is the bandwidth) |
 # | $T_F$, $T_B$ | time of forward and backward of a step on one rank |
 # | $R$ | FLOP/s that a device reaches |
@@ -214,10 +214,10 @@ pd.DataFrame(rows).T.round(3)
 
 # %% [markdown]
 # One all-reduce of $S$ bytes on a ring takes $2(N-1)\alpha + 2\frac{N-1}{N}S\beta$. Added up over
-# the $K$ messages of a step, with $T_{\text{net}}$ for the time that the network is busy:
+# the $q$ messages of a step, with $T_{\text{net}}$ for the time that the network is busy:
 #
 # $$
-# T_{\text{net}} = 2(N-1)\,K\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta ,
+# T_{\text{net}} = 2(N-1)\,q\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta ,
 # \qquad
 # T_{\text{bucketed}} = T_F + T_B + T_{\text{net}} ,
 # \qquad
@@ -225,15 +225,15 @@ pd.DataFrame(rows).T.round(3)
 # $$
 #
 # $T_{\text{last}}$ is the time of the last bucket, which nothing hides. Naive and bucketed have the
-# same formula; naive has a much larger $K$.
+# same formula; naive has a much larger $q$.
 
 # %%
 N, bytes_ = 4, 4 * model.num_params
-for form, K in (("naive", 52), ("overlapped", 4)):
-    net = 2 * (N - 1) * K * link.alpha + 2 * (N - 1) / N * bytes_ / link.bandwidth
+for form, q in (("naive", 52), ("overlapped", 4)):
+    net = 2 * (N - 1) * q * link.alpha + 2 * (N - 1) / N * bytes_ / link.bandwidth
     expected = pl.predict(model, plan.replace(grad_sync=form), cluster=ring)
     busy = expected.summary()["value"]["communication in flight"]
-    print(f"{form:<10} K = {K:2}: formula {1e3 * net:5.2f} ms, predicted {busy:5.2f} ms")
+    print(f"{form:<10} q = {q:2}: formula {1e3 * net:5.2f} ms, predicted {busy:5.2f} ms")
 
 # %% [markdown]
 # ## Small buckets pay latency, large buckets start late
@@ -283,7 +283,7 @@ view.widgets.data_parallel(model, plan)
 # Insert this and solve for the tokens:
 #
 # $$
-# bs \;\ge\; \frac{R}{4\Psi}\Big(2(N-1)K\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big)
+# bs \;\ge\; \frac{R}{4\Psi}\Big(2(N-1)q\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big)
 # \;\xrightarrow{\;\alpha \to 0\;}\; 2\,\frac{N-1}{N}\,\beta R .
 # $$
 #
@@ -653,7 +653,7 @@ further.check(in_halves)
 # $$
 # \text{bytes per rank} = 2\,\frac{N-1}{N}\,4\Psi,
 # \qquad
-# bs \;\ge\; \frac{R}{4\Psi}\Big(2(N-1)K\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big),
+# bs \;\ge\; \frac{R}{4\Psi}\Big(2(N-1)q\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big),
 # \qquad
 # \nabla L = \frac{1}{Nm}\sum_{r,k} g_{r,k}.
 # $$
