@@ -21,7 +21,6 @@ from bad_answers import (
     states,
 )
 from bad_answers_offload import good as stream_good
-from bad_answers_summa import Good as SummaGood
 
 
 # ---- results that are read before they are there -------------------------------------------------
@@ -64,14 +63,6 @@ class ZeroSleeps(ZeroGood):
         time.sleep(0.05)
 
 
-class SummaSleeps(SummaGood):
-    def spread(self, group, block, step):
-        block = block if group.index == step else block.new_empty(block.shape)
-        group.broadcast(block, root=group.ranks[step])
-        time.sleep(0.02)
-        return block
-
-
 # ---- memory that is no tensor --------------------------------------------------------------------
 def ring_numpy_copy(group, tensor):
     copy = tensor.numpy().copy()
@@ -104,15 +95,6 @@ class ZeroBytes(ZeroGood):
     def step(self, gradient):
         super().step(gradient)
         self.kept = self.parameters.numpy().tobytes()
-
-
-class SummaNumpyRows(SummaGood):
-    def forward(self, x, w):
-        import torch
-
-        xs = [self.spread(self.row, x, step).numpy().copy() for step in range(self.q)]
-        ws = [self.spread(self.column, w, step).numpy().copy() for step in range(self.q)]
-        return sum(torch.from_numpy(a) @ torch.from_numpy(b) for a, b in zip(xs, ws, strict=True))
 
 
 # ---- bytes around the ledger ---------------------------------------------------------------------

@@ -37,7 +37,7 @@ WORDS = [
 LONG = ("virtual_plans", "composed", "exercises_ranks", "programs_equal", "torchrun",
         "launch_failures", "programs_offload", "mutants", "labs_meta", "checkpoint",
         "exercise_place", "traffic", "checkpoint_killed", "exercise_sync_pass", "spawn",
-        "exercises_zero", "exercises_summa", "virtual")  # fmt: skip
+        "exercises_zero", "exercises_08", "virtual")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

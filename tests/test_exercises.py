@@ -33,7 +33,9 @@ ANSWERS = {
     "tensor_mlp": ("MyMLP",),
     "tensor_attention": ("MyAttention",),
     "vocab_parallel_loss": ("vocab_parallel_loss",),
+    "grid_groups": ("row_and_column",),
     "summa": ("MySumma",),
+    "cannon": ("cannon",),
     "stream": ("my_stream",),
     "training_cost": ("step_flops", "training_days", "states_per_device"),
 }

@@ -18,6 +18,7 @@ from __future__ import annotations
 from paralab.exercises.accumulation import accumulate
 from paralab.exercises.all_reduce import hierarchical_all_reduce, ring_all_reduce
 from paralab.exercises.bandwidth import bandwidth
+from paralab.exercises.cannon import cannon, grid_groups
 from paralab.exercises.choose import Choice, choose
 from paralab.exercises.clinic import deadlock_clinic
 from paralab.exercises.cost import training_cost
@@ -72,9 +73,11 @@ ALL = {
         tensor_mlp,
         tensor_attention,
         vocab_parallel_loss,
+        grid_groups,
         summa,
         bandwidth,
         streamed_optimizer,
+        cannon,
         stream,
         mesh_groups,
         mesh_step,
@@ -101,6 +104,9 @@ __all__ = [
     "average_gradients",
     "my_ddp",
     "my_zero3",
+    "cannon",
+    "gradient_sync",
+    "grid_groups",
     "guess",
     "interleaved_executor",
     "hierarchical_all_reduce",

@@ -4,8 +4,8 @@ Rank (i, j) of q x q has block (i, j) of X, of W and of Y. The three products of
 three forms of one loop (van de Geijn & Watts 1997; Xu+ 2021, arXiv:2104.05343, algorithms 1 to 3):
 
     Y = X W       X_il to all of row i, W_lj to all of column j, for each l; the rank adds up
-    X' = Y' W^T   W_lj to all of column j; the sum of row i's terms to rank (i, l)
-    W' = X^T Y'   X_il to all of row i; the sum of column j's terms to rank (l, j)
+    dX = dY Wᵀ    W_lj to all of column j; the sum of row i's terms to rank (i, l)
+    dW = Xᵀ dY    X_il to all of row i; the sum of column j's terms to rank (l, j)
 
 The checker runs the answer on 2 x 2 and 4 x 4 real ranks. It compares every block with the product
 of whole matrices, elements sent with (q-1)(M K + K N) forward and twice that backward, all ranks
@@ -30,7 +30,7 @@ GRIDS = (2, 4)  # q; with 2 or 3, the own block and two received ones are a whol
 SHAPES = ((40, 48, 6), (6, 48, 40))  # blocks' m, k, n: X is the large one, then W is
 RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it on its way out
 SCALARS = 1000  # bytes
-LETTERS = {"y": "Y", "dx": "X'", "dw": "W'"}
+LETTERS = {"y": "Y", "dx": "dX", "dw": "dW"}
 
 FORWARD, BACKWARD = "Y", "gradients"
 SENT, SENT_BACK = "elements forward", "elements backward"
@@ -43,7 +43,7 @@ ASKED = (
         f"in addition to its own x and w: y, one product, and {RECEIVED} received blocks of X and "
         "of W at most (4 x 4 ranks)",
     ),
-    (BACKWARD, "block (i, j) of Y' W^T and of X^T Y' on rank (i, j)"),
+    (BACKWARD, "block (i, j) of dY Wᵀ and of Xᵀ dY on rank (i, j)"),
     (SENT_BACK, "exactly 2(q-1)(M K + K N), all ranks together"),
 )
 
@@ -61,14 +61,14 @@ def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     in addition to its arguments.
     """
     import torch
+    import torch.distributed as dist
 
     from paralab.exercises.watched import array
 
-    group = watch.group
-    q = round(group.size**0.5)
-    i, j = divmod(group.index, q)
-    rows = [group.subgroup([a * q + b for b in range(q)], axis="row") for a in range(q)]
-    columns = [group.subgroup([a * q + b for a in range(q)], axis="column") for b in range(q)]
+    q = round(watch.group.size**0.5)
+    i, j = divmod(watch.group.index, q)
+    rows = [dist.new_group([a * q + b for b in range(q)]) for a in range(q)]
+    columns = [dist.new_group([a * q + b for a in range(q)]) for b in range(q)]
     mine = answer[0](rows[i], columns[j])
     found: dict[str, Any] = {"y": [], "dx": [], "dw": [], "peak": [], "seed": seed}
     for number in range(len(SHAPES)):
@@ -85,7 +85,7 @@ def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
 
 
 def blocks(seed: int, q: int, number: int) -> list[np.ndarray]:
-    """X, W and Y' of the case, as blocks: (q, q, rows, columns)."""
+    """X, W and dY of the case, as blocks: (q, q, rows, columns)."""
     import numpy as np
 
     (m, k, n), draw = SHAPES[number], np.random.default_rng([seed, q, number])
@@ -105,7 +105,7 @@ def _look(notes: Notes, found: Found, q: int) -> None:
     for limit, label, required in ((SENT, FORWARD, once), (SENT_BACK, BACKWARD, 2 * once)):
         yours, wrong = sum(found.sent(label)) / 4, ""
         if not yours:
-            wrong = "nothing goes through row and column"
+            wrong = "nothing is sent in row and column"
         elif yours != required:
             wrong = f"{yours:,.0f} elements, required: {required:,}, {yours / required:.3g} times "
             wrong += "as many"
@@ -124,8 +124,10 @@ def _look_at_memory(notes: Notes, found: Found, q: int) -> None:
         held.append((peaks[worst] / limit, -number, worst, peaks[worst] / (4 * k * max(m, n))))
     share, number, worst, count = max(held)
     large, line = (("X", "row"), ("W", "column"))[-number]
-    wrong = f"q={q}: rank {divmod(worst, q)} holds {count:.1f} blocks of {large} beside its own, "
-    wrong += f"a whole {line} is {q}"
+    wrong = (
+        f"q={q}: rank {divmod(worst, q)} holds {count:.1f} blocks of {large} in addition to its "
+    )
+    wrong += f"own, a whole {line} is {q}"
     notes.note(MEMORY, "no more than that" if share <= 1 else wrong, share <= 1, wrong)
 
 
@@ -136,8 +138,8 @@ def _wrong(results: Sequence[dict], name: str, number: int, q: int) -> str:
     # The term (a, b) of rank (i, j); on the right rank a == b, and the sum is over a.
     term, called = {
         "y": (lambda i, j, a, b: x[i, a] @ w[b, j], "X_{0}{2} W_{3}{1}"),
-        "dx": (lambda i, j, a, b: dy[i, a] @ w[j, b].T, "Y'_{0}{2} (W_{1}{3})^T"),
-        "dw": (lambda i, j, a, b: x[a, i].T @ dy[b, j], "(X_{2}{0})^T Y'_{3}{1}"),
+        "dx": (lambda i, j, a, b: dy[i, a] @ w[j, b].T, "dY_{0}{2} (W_{1}{3})ᵀ"),
+        "dw": (lambda i, j, a, b: x[a, i].T @ dy[b, j], "(X_{2}{0})ᵀ dY_{3}{1}"),
     }[name]
     places = [divmod(rank, q) for rank in range(q * q)]
     right = [sum(term(*place, a, a) for a in range(q)) for place in places]

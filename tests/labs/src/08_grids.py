@@ -8,12 +8,17 @@
 # %% [markdown]
 # # 08 · Grids: a matrix cut both ways
 #
-# *«I doubled tp. The weights halved, but each device still holds the whole residual stream, and the
-# all-reduces are as large as before.»*
+# **Tensor parallelism keeps whole rows of activations on every rank, and its all-reduces do not
+# shrink with t. Can every matrix be cut in both directions, and for how many tokens does it pay?**
 #
-# 1D tensor parallelism (lab 07) cuts every **weight** in one direction, and keeps whole rows of
-# **activations**. Can both be cut, in both directions? Yes, if a product can be computed from
-# blocks. Here is one way, SUMMA, by hand, on four ranks in a 2 x 2 grid:
+# **You will be able to**
+# * compute a matrix product from blocks on a q × q grid, forward and backward, in plain PyTorch;
+# * derive what 1D, 2D, 2.5D and 3D send, and check it against real ranks to the byte;
+# * say from how many tokens on a grid sends less, and what its real competitor is;
+# * make process groups for the rows and columns of a grid.
+#
+# **You need** labs 01 and 07; products of block matrices. **Minutes**: 90–120, of which 50 for the
+# exercises.
 
 # %%
 import numpy as np
@@ -23,301 +28,108 @@ import paralab as pl
 from paralab import view
 from paralab.theory import tensor, tensor_costs
 
-
-def by_hand(group, x_blocks, w_blocks):
-    import torch
-
-    q = 2
-    i, j = divmod(group.index, q)  # where this rank stands
-    rows = [group.subgroup([a * q + b for b in range(q)], axis="row") for a in range(q)]
-    columns = [group.subgroup([a * q + b for a in range(q)], axis="column") for b in range(q)]
-    x, w = (torch.from_numpy(b[i, j]).to(group.context.device) for b in (x_blocks, w_blocks))
-    y = x.new_zeros(x.shape[0], w.shape[1])
-    for step in range(q):
-        x_step = x if j == step else torch.empty_like(x)  # X[i, step], for all of row i
-        rows[i].broadcast(x_step, root=i * q + step).wait()
-        w_step = w if i == step else torch.empty_like(w)  # W[step, j], for all of column j
-        columns[j].broadcast(w_step, root=step * q + j).wait()
-        y += x_step @ w_step
-    return y
-
-
-random = np.random.default_rng(0)
-M, K, N = 256, 64, 96
-X = random.standard_normal((M, K), dtype=np.float32)
-W = random.standard_normal((K, N), dtype=np.float32)
-
-
-def cut(matrix):
-    return np.array([np.hsplit(row, 2) for row in np.vsplit(matrix, 2)])
-
-
-traced = pl.trace(by_hand, ranks=4, args=(cut(X), cut(W)))
-Y = np.block([traced.results[:2], traced.results[2:]])
-print("Y = X W:", np.allclose(Y, X @ W, atol=1e-4))
-sent = traced.traffic()["bytes"].sum() / 4
-print(f"elements sent by all ranks: {sent:,.0f}; (q-1)(MK + KN) = {M * K + K * N:,}")
+grid = pl.Plan(tp=4, tp_mode="2d", microbatch_size=4)
+view.blocks(grid)
 
 # %% [markdown]
-# All of its row of X and all of its column of W came through each rank, one block at a time, and
-# none of it was kept. And nothing was *summed* on the way: what
-# travels is what the product needs, blocks of X and of W.
+# Compare this picture with the first one of lab 07. There each rank had a t-th of the weight and
+# *all* of the input. Here rank (i, j) of a q × q grid has one block of every matrix, a q²-th of X,
+# of W and of Y. Nothing is replicated. What must be sent so that each rank can compute its block
+# of Y?
 #
-# ## Commit to a guess
-# There are four such ways: **1D**, **2D** (SUMMA on q x q ranks), **2.5D** (d grids of q x q, each
-# with its own tokens) and **3D** (a cube of q x q x q). Take GPT-3's MLP on 64 devices. With one
-# sequence of 2048 tokens, and with 64 of them: how many times as much as 1D does 3D send?
+# | symbol | meaning |
+# |---|---|
+# | q, d | side of a grid; number of grids (2.5D) |
+# | t | ranks of the tensor-parallel group: q², d q² or q³ |
+# | X, W, Y | input (M × K), weight (K × N) and output (M × N) of a linear layer, Y = X W |
+# | M = b s | tokens of a micro-batch |
+# | S | elements of a whole matrix where all three are square |
+#
+# ## Block (i, j) needs a row of X and a column of W
+# $$Y_{ij} = \sum_{l=0}^{q-1} X_{il}\,W_{lj}$$
+#
+# Rank (i, j) needs q blocks of X, those of its row of ranks, and q blocks of W, those of its
+# column. SUMMA ([van de Geijn and Watts
+# 1997](https://doi.org/10.1002/(SICI)1096-9128(199704)9:4%3C255::AID-CPE250%3E3.0.CO;2-2)) sends
+# them one at a time. In step l the ranks of column l broadcast their $X_{il}$ along their rows,
+# the ranks of row l broadcast their $W_{lj}$ along their columns, and every rank adds one product
+# to its $Y_{ij}$. Move the slider, or press play:
 
 # %%
-few = pl.exercises.guess(
-    "3D's elements per rank, one sequence, in percent of 1D's",
+view.multiplication(grid)
+
+# %%
+view.multiplication(grid, step=1)
+
+# %% [markdown]
+# Every rank sees all blocks of its row of X and of its column of W, but only one of each at a
+# time. So the additional memory is two blocks, and no partial sum is ever sent in forward.
+
+# %%
+forward_guess = pl.exercises.guess(
+    "elements sent by all 4 ranks in forward, in percent of the elements of X and W together",
     low=0,
     high=400,
     unit="%",
     decimals=0,
 )
-few
-
-# %%
-many = pl.exercises.guess(
-    "3D's elements per rank, 64 sequences, in percent of 1D's",
-    low=0,
-    high=400,
-    unit="%",
-    decimals=0,
-)
-many
+forward_guess
 
 # %% [markdown]
-# ## Who holds what
-# The same layer, Y = X W, in all four. A rank has one colour; grey blocks are on several ranks.
+# ## The groups of a grid
+# A broadcast along a row needs a process group of that row. Rank i q + j stands in row i and
+# column j.
 
 # %%
-plans = {
-    "1D": pl.Plan(tp=8, microbatch_size=4),
-    "2D": pl.Plan(tp=4, tp_mode="2d", microbatch_size=4),
-    "2.5D": pl.Plan(tp=8, tp_mode="2.5d", microbatch_size=4),
-    "3D": pl.Plan(tp=8, tp_mode="3d", microbatch_size=4),
-}
-view.blocks(plans["1D"])
+warm_up = pl.exercises.grid_groups
+warm_up
+
 
 # %%
-view.blocks(plans["2D"])
+### ANSWER: grid_groups
 
-# %%
-view.blocks(plans["2.5D"])
 
-# %%
-view.blocks(plans["3D"])
+warm_up.check(row_and_column)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** `dist.new_group` is itself a collective: all ranks of the world take part in
+# making each group. **Common mistakes**: each rank makes only its own row and column, so that
+# ranks wait for each other with different groups; row and column exchanged; lists of ranks
+# returned instead of groups. **A second solution**:
+
+# %% tags=["solution-only"]
+### ANSWER: grid_groups_other
+
+
+warm_up.check(row_and_column)
 
 # %% [markdown]
-# 2.5D pays with copies of W for fewer bytes of X. In 3D, Y lies otherwise than X did: the next
-# layer (`role="down"`) turns it back.
+# ## SUMMA sends (q−1)(MK + KN) forward and twice that backward
+# A block of X has MK/q² elements, and a broadcast to q ranks sends it q − 1 times. In each of q
+# steps there are q rows of ranks, so
 #
-# ## One product, step by step
-# SUMMA first. Move the slider, or press play.
-
-# %%
-view.multiplication(plans["2D"])
-
-# %% [markdown]
-# The last step as a plain picture, and the cube's fourth: each rank multiplies only once, with what
-# it has gathered along two sides of the cube. What it gets is one term of a sum along the third.
-
-# %%
-view.multiplication(plans["2D"], step=1)
-
-# %%
-view.multiplication(plans["3D"], step=3)
-
-# %%
-view.multiplication(plans["3D"])
-
-# %% [markdown]
-# ## Run it
-# A small GPT on one process, then on 4 and on 8 real ranks.
-
-# %%
-model = pl.ModelSpec(layers=2, hidden=64, heads=8, seq_len=32)
-settings = {"optimizer": "sgd", "lr": 0.1, "steps": 2, "keep_state": True, "progress": False}
-alone = pl.run(model, pl.Plan(microbatch_size=4), **settings)
-runs = {
-    "1D on 4": pl.Plan(tp=4, microbatch_size=4),
-    "2D on 4": plans["2D"],
-    "1D on 8": plans["1D"],
-    "2.5D on 8": plans["2.5D"],
-    "3D on 8": plans["3D"],
-}
-reports = {name: pl.run(model, plan, **settings) for name, plan in runs.items()}
-for name, report in reports.items():
-    worst = max(
-        np.abs(alone.gradients[n] - report.gradients[n]).max() / np.abs(alone.gradients[n]).max()
-        for n in alone.gradients
-    )
-    print(f"{name:<9} gradients equal to 1e-5 of their largest entry: {worst < 1e-5}")
-
-# %% [markdown]
-# ## Bytes
-# What the linear layers' collectives sent, per rank and step, beside the formula of each mode:
-
-
-# %%
-def by_formula(plan):
-    """(forward, backward) bytes per rank and step of all linear layers, the logits' aside."""
-    layers = [tensor.linear_elements(model, plan, role) for role in tensor.ROLES]
-    depth = sum(tensor.depth_elements(model, plan, role) for role in tensor.ROLES)
-    forward, backward = (sum(way) for way in zip(*layers, strict=True))
-    return 4 * model.layers * forward, 4 * model.layers * (backward + depth)
-
-
-rows = {}
-for name, report in reports.items():
-    calls = report.collectives.query("step == 0")
-    per_rank = calls.groupby("phase")["wire_bytes"].sum() / runs[name].tp
-    forward, backward = by_formula(runs[name])
-    rows[name] = {
-        "forward (B)": per_rank["linear_forward"],
-        "formula": float(forward),
-        "backward (B)": per_rank["linear_backward"],
-        "formula ": float(backward),
-        "all else (B)": per_rank.drop(
-            ["linear_forward", "linear_backward", "control", "setup"], errors="ignore"
-        ).sum(),
-        "calls per rank": len(calls.query("rank == 0 and phase not in ['control', 'setup']")),
-    }
-pd.DataFrame(rows).T.round(1)
-
-# %% [markdown]
-# To the byte. «All else» are logits, norms, embedding and loss. Two things to notice. On four ranks
-# 2D has sent *more* than 1D: with so few tokens the weights that travel are not made up for (wait
-# for the crossover). And the last column: the grids send several times as many messages, each of
-# them small; where every message costs its latency, that is what decides (lab 01).
+# $$\underbrace{q}_{\text{steps}}\cdot\underbrace{q}_{\text{rows}}\cdot(q-1)\frac{MK}{q^2} = (q-1)MK
+# \qquad\text{and likewise } (q-1)KN \text{ for } W.$$
 #
-# ## Memory
-# At the worst moment of a step, on the fullest rank, by category:
-
-# %% tags=["measured"]
-view.memory_bars(reports)
-
-# %% [markdown]
-# Weights and activations at their most on rank 0, kB, as the ledger saw them and as the program
-# says:
-
-# %%
-rows = {}
-for name, plan in runs.items():
-    most = reports[name].memory.query("rank == 0").groupby("category")["bytes"].max()
-    program = pl.program(model, plan, optimizer="sgd").most()
-    rows[name] = {
-        f"{category}{space}": found[category] / 1e3
-        for category in ("parameters", "activations")
-        for space, found in (("", most), (", program", program))
-    }
-pd.DataFrame(rows).T.round(1)
-
-# %% [markdown]
-# Again to the byte. 1D with twice the ranks: the weights nearly halve, and the activations fall by
-# less than a quarter, because the residual stream stays whole. The grids cut both. 2.5D has nearly
-# twice the weights of 3D (two copies), 3D nearly twice the activations of 2.5D (it keeps what it
-# gathered). You choose what to pay with.
+# For backward take the derivative of $Y = XW$ and write it in blocks:
 #
-# ## The crossover
-# Now at GPT-3's size, by the formula that was just right to the byte:
-
-# %%
-gpt3 = pl.ModelSpec.preset("gpt3-175b")
-view.crossover(gpt3, 64, name="GPT-3")
-
-# %%
-rows = {}
-for batch in (1, 64):
-    for mode in ("1d", "2d", "2.5d", "3d"):
-        plan = pl.Plan(tp=64, tp_mode=mode, microbatch_size=batch)
-        elements = sum(
-            sum(tensor.linear_elements(gpt3, plan, role)) + tensor.depth_elements(gpt3, plan, role)
-            for role in ("up", "down")
-        )
-        rows.setdefault(f"{batch} x 2048 tokens", {})[mode.upper()] = round(float(elements) / 1e6)
-million = pd.DataFrame(rows).T
-million.add_suffix(" (million)")
-
-# %%
-share = (100 * million["3D"] / million["1D"]).round().tolist()
-few.reveal(share[0])
-
-# %%
-many.reveal(share[1])
-
-# %% [markdown]
-# 1D sends activations and nothing else: few tokens, few bytes, and more ranks do not help. A grid
-# also sends **weights**, whatever the number of tokens: dear for one sequence, soon forgotten for
-# many. So the question «which is best?» has no answer without «with how many tokens?». What else it
-# depends on, in one place; *Run it* starts real ranks.
-
-# %%
-view.widgets.tensor()
-
-# %% [markdown]
-# ## A published table, in one unit
-# The documentation of a well-known library prints these costs for a linear layer:
-
-# %%
-printed = pd.DataFrame(tensor_costs.PRINTED.values(), index=tensor_costs.PRINTED)
-printed[["processes", "parameters", "activations", "bandwidth", "latency"]]
-
-# %% [markdown]
-# For 64 devices the column «bandwidth» says that 2D and 2.5D cost more than 1D. But its rows count
-# in different units: two of them in whole matrices (S elements), two in q-th parts of one. In S,
-# per rank, and beside it what the formulas checked above give for a square layer:
-
-# %%
-square = pl.ModelSpec(layers=1, hidden=64, heads=64, seq_len=64)  # M = K = N = 64
-rows = {}
-for mode in tensor_costs.PRINTED:
-    plan = pl.Plan(tp=64, tp_mode=mode, microbatch_size=1)
-    ours = sum(tensor.linear_elements(square, plan, "proj"))
-    ours += tensor.depth_elements(square, plan, "proj")
-    rows[mode.upper()] = {
-        "as printed": float(tensor_costs.as_printed(mode, 64)),
-        "counts in (S)": str(tensor_costs.unit(mode, 64)),
-        "left out (S)": float(tensor_costs.left_out(mode, 64)),
-        "in one unit (S)": float(tensor_costs.in_one_unit(mode, 64)),
-        "our formula (S)": float(ours / 64**2),
-    }
-pd.DataFrame(rows).T
-
-# %% [markdown]
-# All three grids send less than half of what 1D does here, not more. (And 2.5D's row forgets
-# something: the sum of the weights' gradients over its copies.)
+# $$dX = dY\,W^\top:\quad dX_{il} = \sum_{j} dY_{ij}\,W_{lj}^\top
+# \qquad\qquad dW = X^\top dY:\quad dW_{lj} = \sum_{i} X_{il}^\top\,dY_{ij}$$
 #
-# ## Break it
-# Forget it too. In 2.5D each grid has a copy of the weights, and the gradient of its own tokens. In
-# the program of a rank these are the calls over the axis `tp:depth`:
-
-# %%
-pl.program(model, plans["2.5D"]).filter(lane="tp:depth")
-
-# %% [markdown]
-# A pass of your own leaves them out:
-
-
-# %%
-def forget_copies(program):
-    return program.replace(ins for ins in program.code if ins.lane != "tp:depth")
-
-
-try:
-    pl.run(model, plans["2.5D"].replace(passes=(forget_copies,)), progress=False)
-except ValueError as refused:
-    print(refused)
-
-# %% [markdown]
-# No process starts: the check names the gradient and the axis. A trainer without such a check would
-# raise no error, and its loss would fall. After the first update it would train two models, one per
-# grid, as lab 07 has shown with norms. Only a comparison tells: of the copies with one another, or
-# with one process, as above.
+# In step l, $W_{lj}$ is broadcast along the columns and the terms of $dX_{il}$ are *reduced* along
+# the rows to rank (i, l): (q−1)(KN + MK) elements over all steps. For $dW$ it is $X_{il}$ along
+# the rows and a reduction along the columns, as many again:
 #
-# ## Your turn
+# $$W_\text{forward} = (q-1)(MK + KN)\qquad W_\text{backward} = 2(q-1)(MK + KN)$$
+
+# %%
+q, M, K, N = 2, 128, 64, 256
+forward = (q - 1) * (M * K + K * N)
+print(f"forward {forward:,} elements, backward {2 * forward:,}, by all {q * q} ranks")
+forward_guess.reveal(100 * forward / (M * K + K * N))
+
+# %% [markdown]
+# **Implement** it.
 
 # %%
 exercise = pl.exercises.summa
@@ -331,18 +143,396 @@ exercise
 exercise.check(MySumma)
 
 # %% [markdown]
-# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
+# Stuck? `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** All three products are one loop; only what is broadcast and what is reduced
+# changes. **Common mistakes**: the root given as its number in the group where the global rank is
+# meant (`src` against `group_src`); receiving into x or w, which the next step needs; y
+# overwritten instead of added to; an all-reduce where only one rank needs the sum; gathering the
+# whole row, which sends as much but holds q blocks. **A second solution** starts both broadcasts
+# of a step before it waits for either:
+
+# %% tags=["solution-only"]
+### ANSWER: summa_other
+
+
+exercise.check(MySumma)
 
 # %% [markdown]
-# ## On your GPUs
-# The same cells, with `tp=4` or 8. Watch `report.timeline()`: SUMMA's broadcasts are many and
-# small. Where a message's latency counts for more than its bytes, 1D's few large all-reduces win
-# although they carry more.
+# ## 2.5D and 3D: copies of W, or a cube
+# **2.5D** has d grids, each with a d-th of the tokens and a whole copy of W. It replicates W d
+# times in exchange for sending less of X, and the d copies of the gradient of W are all-reduced
+# once per step.
+
+# %%
+deep = pl.Plan(tp=8, tp_mode="2.5d", microbatch_size=4)
+view.multiplication(deep, step=1)
+
+# %% [markdown]
+# **3D** arranges the ranks as a cube of q × q × q. X is gathered along one side, W along another,
+# every rank multiplies once, and Y is reduced and scattered along the third side:
+
+# %%
+cube = pl.Plan(tp=8, tp_mode="3d", microbatch_size=4)
+view.multiplication(cube)
+
+# %%
+view.multiplication(cube, step=3)
+
+# %% [markdown]
+# The output of a 3D layer has another layout than its input. The next layer uses the transposed
+# layout, so no redistribution is needed. The same counting as above gives, for all ranks together,
+#
+# | | forward | backward |
+# |---|---|---|
+# | 1D, column-parallel | $0$ | $2(t-1)MK$ |
+# | 1D, row-parallel | $2(t-1)MN$ | $0$ |
+# | 2D | $(q-1)(MK+KN)$ | $2(q-1)(MK+KN)$ |
+# | 2.5D | $(q-1)(MK+d\,KN)$ | $2(q-1)(MK+d\,KN) + 2(d-1)KN$ |
+# | 3D | $(q-1)(MK+KN+MN)$ | $(q-1)(MK+KN+MN)$ |
+#
+# A t-th of each is what one rank sends.
+
+# %%
+travels = pl.exercises.choose(
+    "Which of these sends weights, however few tokens there are?",
+    ["only 1D", "only the grids (2D, 2.5D, 3D)", "all of them"],
+)
+travels
+
+# %%
+travels.reveal(2, "KN is in every row of the grids, and in none of 1D.")
+
+# %% [markdown]
+# ## Real ranks send exactly that
+# A small GPT on one process, then on 4 and on 8 real ranks. First: is it the same training?
+
+# %%
+model = pl.ModelSpec(layers=2, hidden=64, heads=8, seq_len=32)
+settings = {"optimizer": "sgd", "lr": 0.1, "steps": 2, "keep_state": True, "progress": False}
+plans = {
+    "1D on 4": pl.Plan(tp=4, microbatch_size=4),
+    "2D on 4": grid,
+    "1D on 8": pl.Plan(tp=8, microbatch_size=4),
+    "2.5D on 8": deep,
+    "3D on 8": cube,
+}
+alone = pl.run(model, pl.Plan(microbatch_size=4), **settings).gradients
+reports = {name: pl.run(model, plan, **settings) for name, plan in plans.items()}
+for name, report in reports.items():
+    worst = max(
+        np.abs(alone[n] - report.gradients[n]).max() / np.abs(alone[n]).max() for n in alone
+    )
+    print(f"{name:<9} gradients equal to 1e-5 of their largest entry: {worst < 1e-5}")
+
+
+# %%
+def formula(plan):
+    """(forward, backward) kB per rank and step of all linear layers in the blocks."""
+    layers = [tensor.linear_elements(model, plan, role) for role in tensor.ROLES]
+    depth = sum(tensor.depth_elements(model, plan, role) for role in tensor.ROLES)
+    forward, backward = (sum(way) for way in zip(*layers, strict=True))
+    return [4e-3 * model.layers * float(way) for way in (forward, backward + depth)]
+
+
+rows = {}
+for name, report in reports.items():
+    calls = report.collectives.query("step == 0")
+    sent = calls.groupby("phase")["wire_bytes"].sum() / plans[name].tp / 1e3
+    rows[name] = {
+        "forward": sent["linear_forward"],
+        "formula": formula(plans[name])[0],
+        "backward": sent["linear_backward"],
+        "formula ": formula(plans[name])[1],
+        "calls per rank": len(calls.query("rank == 0 and phase not in ['control', 'setup']")),
+    }
+pd.DataFrame(rows).T.round(2)
+
+# %% [markdown]
+# The counts (in kB) agree with the formulas. Two things to notice. On four ranks 2D sends *more*
+# than 1D: with so few tokens the blocks of W that are sent are the larger part. And the grids make
+# several times as many calls, each of them small. Where every call costs its latency, that decides
+# (lab 01).
+#
+# ## Memory: the grids shard the residual stream
+# The highest peak of a step, on eight ranks:
+
+# %% tags=["measured"]
+view.memory_bars({name: reports[name] for name in ("1D on 8", "2.5D on 8", "3D on 8")})
+
+# %% [markdown]
+# Under 1D the residual stream is replicated on all ranks. The grids shard it. 2.5D keeps two
+# copies of the weights, and 3D keeps blocks that it has gathered for backward.
+#
+# ## From how many tokens on does a grid send less?
+# At the size of GPT-3, for the two layers of an MLP on 64 ranks, forward and backward. You have
+# the formulas now, so this is a guess that can be reasoned:
+
+# %%
+many = pl.exercises.guess(
+    "3D's elements per rank in percent of 1D's, with 64 sequences of 2048 tokens",
+    low=0,
+    high=400,
+    unit="%",
+    decimals=0,
+)
+many
+
+# %%
+gpt3 = pl.ModelSpec.preset("gpt3-175b")
+
+
+def of_an_mlp(plan):
+    """Million elements that a rank sends for an MLP of GPT-3, forward and backward."""
+    each = [
+        sum(tensor.linear_elements(gpt3, plan, role)) + tensor.depth_elements(gpt3, plan, role)
+        for role in ("up", "down")
+    ]
+    return float(sum(each)) / 1e6
+
+
+modes = {"1D": "1d", "2D": "2d", "2.5D": "2.5d", "3D": "3d"}
+million = pd.DataFrame(
+    {
+        f"{batch} sequences": {
+            name: of_an_mlp(pl.Plan(tp=64, tp_mode=mode, microbatch_size=batch))
+            for name, mode in modes.items()
+        }
+        for batch in (1, 8, 64)
+    }
+)
+million.round().astype(int)
+
+# %%
+many.reveal(100 * million.loc["3D", "64 sequences"] / million.loc["1D", "64 sequences"])
+
+# %%
+view.crossover(gpt3, 64, name="GPT-3")
+
+# %% [markdown]
+# 1D sends activations and nothing else. A grid also sends blocks of W, a cost that does not depend
+# on the number of tokens: with one sequence it dominates, with 64 it is amortised. (The small
+# black dots mark where a grid begins to send less than 1D.) Move the other parameters yourself;
+# *Run it* starts real ranks:
+
+# %%
+view.widgets.tensor()
+
+# %% [markdown]
+# ## The real competitor: tp = 8 × dp = 8
+# Nobody runs 1D on 64 ranks. The usual plan for 64 devices is tensor parallelism inside a node of
+# 8 and data parallelism across 8 nodes. Each group of 8 has an eighth of the tokens, and the
+# gradients of its weights, $8h^2/8$ elements per rank, are all-reduced across the nodes once per
+# step:
+#
+# $$W_{8\times 8} = \underbrace{\frac{4(t-1)}{t}\cdot\frac{M}{8}\,h}_{t\,=\,8,\ \text{in a node}}
+# + \underbrace{\frac{2(8-1)}{8}\cdot\frac{8h^2}{8}}_{\text{across nodes}}$$
+
+# %%
+h, rivals = gpt3.hidden, {}
+for batch in (8, 64):
+    M = batch * gpt3.seq_len
+    inside, across = 4 * 7 / 8 * M / 8 * h / 1e6, 2 * 7 / 8 * h * h / 1e6
+    rivals[f"{batch} sequences"] = {
+        "tp=8 × dp=8": inside + across,
+        "of it across nodes": across,
+        "best grid on 64": million.loc[["2D", "2.5D", "3D"], f"{batch} sequences"].min(),
+    }
+pd.DataFrame(rivals).round().astype(int)
+
+# %% [markdown]
+# With 64 sequences the usual plan sends less than every grid, and most of it stays inside a node.
+# With 8 sequences the best grid sends less, but all of it through groups that span nodes, in many
+# small calls, and before the next layer can start; the gradients across nodes are sent once per
+# step and can overlap with backward. What the grids still have is memory: tp = 8 × dp = 8 keeps an
+# eighth of the weights per rank, the grids a 64th (2.5D with d = 4 a 16th); ZeRO closes this gap
+# (lab 05).
+#
+# ## Who ships this?
+# Neither PyTorch, Megatron-LM nor DeepSpeed has a 2D, 2.5D or 3D tensor parallelism. Colossal-AI,
+# which published all three, says of its present version: “[Currently the newest version of
+# ColossalAI doesn't support 2.5D tensor
+# parallelism](https://colossalai.org/docs/features/2p5D_tensor_parallel/)”, and its users
+# [ask](https://github.com/hpcaitech/ColossalAI/issues/6380) when it will. MindSpore
+# [documents](https://www.mindspore.cn/docs/en/r2.5.0/model_train/parallel/high_dimension_tensor_parallel.html)
+# 2D and 3D slices for its Ascend devices. So why learn it? SUMMA and Cannon's algorithm are how
+# large matrix products are distributed in scientific computing, the rows and columns of a grid are
+# the process groups of every multi-axis plan (lab 10), and the argument of the crossover decides
+# every question of the kind “send weights or send activations”.
+#
+# ## A published table in one unit
+# The documentation of Colossal-AI prints the costs of a linear layer for
+# [1D](https://colossalai.org/docs/features/1D_tensor_parallel),
+# [2D](https://colossalai.org/docs/features/2D_tensor_parallel),
+# [2.5D](https://colossalai.org/docs/features/2p5D_tensor_parallel/) and
+# [3D](https://colossalai.org/docs/features/3D_tensor_parallel/). Its column “Communication
+# (bandwidth)” reads, for 64 devices, as if 2D and 2.5D cost more than 1D. Put the printed terms
+# next to what the formulas above give for a square layer, M = K = N, in units of S per rank:
+
+# %%
+square = pl.ModelSpec(layers=1, hidden=64, heads=64, seq_len=64)
+rows = {}
+for mode, printed in tensor_costs.PRINTED.items():
+    plan = pl.Plan(tp=64, tp_mode=mode, microbatch_size=1)
+    ours = sum(tensor.linear_elements(square, plan, "proj"))
+    ours += tensor.depth_elements(square, plan, "proj")
+    rows[mode.upper()] = {
+        "printed": printed.bandwidth,
+        "value": float(tensor_costs.as_printed(mode, 64)),
+        "its unit (S)": str(tensor_costs.unit(mode, 64)),
+        "left out (S)": float(tensor_costs.left_out(mode, 64)),
+        "in one unit (S)": float(tensor_costs.in_one_unit(mode, 64)),
+        "our formula (S)": float(ours / 64**2),
+    }
+pd.DataFrame(rows).T
+
+# %% [markdown]
+# The last two columns agree if the rows for 2D and 2.5D are read as counts of S/q and the others
+# as counts of S. That is our reading; the page does not state a unit. In one unit, all three grids
+# send less than half of what 1D does here. The row for 2.5D also leaves out the all-reduce of the
+# copies' gradients.
+#
+# ## Leave out the sum over the copies
+# In the program of a rank under 2.5D, these are the calls over the axis `tp:depth`:
+
+# %%
+pl.program(model, deep).filter(lane="tp:depth")
+
+# %%
+silent = pl.exercises.choose(
+    "A trainer that leaves these calls out",
+    [
+        "stops with an error",
+        "trains d different models",
+        "trains with a learning rate d times lower",
+    ],
+)
+silent
+
+
+# %%
+def forget_copies(program):
+    return program.replace(ins for ins in program.code if ins.lane != "tp:depth")
+
+
+try:
+    pl.run(model, deep.replace(passes=(forget_copies,)), progress=False)
+except ValueError as refused:
+    print(refused)
+
+# %%
+silent.reveal(2, "Each grid follows the gradient of its own tokens, like the norms of lab 07.")
+
+# %% [markdown]
+# Here the program is refused before a process starts. Without such a check nothing raises an
+# error.
+#
+# ## Neighbours only: Cannon's algorithm
+# **Go further.** SUMMA needs broadcasts. In 1969 Cannon gave an algorithm in which every rank
+# sends to a neighbour only. Let rank (i, j) use the terms of its sum in its own order, $l = i + j
+# + s \bmod q$ in step s:
+#
+# $$Y_{ij} = \sum_{s=0}^{q-1} X_{i,\,i+j+s}\;W_{i+j+s,\,j}$$
+#
+# From one step to the next each rank then needs the block of X that its right neighbour has just
+# used, and the block of W that the rank below has. So X moves to the left and W upwards:
+
+# %%
+q = 3
+moves = [
+    [f"X{i}{(i + j + s) % q} W{(i + j + s) % q}{j}" for j in range(q)]
+    for s in range(q)
+    for i in range(q)
+]
+index = pd.MultiIndex.from_product([range(q), range(q)], names=["step s", "row i"])
+pd.DataFrame(moves, index=index, columns=[f"column {j}" for j in range(q)])
+
+# %%
+further = pl.exercises.cannon
+further
+
+
+# %%
+### ANSWER: cannon
+
+
+further.check(cannon)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** After the first move rank (i, j) has $X_{i,i+j}$ and $W_{i+j,j}$, which have
+# the same l, and every move keeps it so. A rank sends q blocks of X and q of W at most, (q−1)(1 +
+# 1/q) (MK + KN) elements in all: slightly more than SUMMA, in messages that use one link each.
+# **Common mistakes**: no first move, or one of the two matrices only; X and W moving in opposite
+# senses; receiving into the tensor that is being sent; a last move that no rank needs. **A second
+# solution** moves one matrix at a time on rings:
+
+# %% tags=["solution-only"]
+### ANSWER: cannon_other
+
+
+further.check(cannon)
+
+# %% [markdown]
+# ## What to remember
+# 1. Block (i, j) of a product needs one row of blocks and one column of blocks, one at a time.
+# 2. SUMMA sends (q−1)(MK + KN) elements forward and twice that backward.
+# 3. Grids send weights, whatever the number of tokens; 1D sends activations only.
+# 4. Compare with what one would really run: tp = 8 × dp = 8 sends less than a grid on 64 ranks
+#    once there are many tokens.
+# 5. `dist.new_group` must be called by all ranks, for all groups, in the same order.
+#
+# | when | use |
+# |---|---|
+# | one node, or few tokens | 1D with sequence parallelism |
+# | many nodes, many tokens | 1D inside a node, data parallelism or ZeRO across |
+# | a matrix too large for a node, activations included | a grid |
+#
+# $$W_\text{2D} = 3(q-1)(MK+KN)\qquad W_\text{3D} = 2(q-1)(MK+KN+MN)\qquad
+# W_\text{1D pair} = 4(t-1)Mh$$
+#
+# ## In PyTorch, DeepSpeed, Megatron
+# In PyTorch a grid is a two-dimensional `DeviceMesh`, and DTensor can hold a matrix in blocks.
+# What does it do when two such matrices are multiplied?
+
+
+# %%
+def block_product(q, m, k, n):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (q, q), mesh_dim_names=("column", "row"))
+    X, W = torch.randn(m, k), torch.randn(k, n)
+    x, w = (distribute_tensor(one, mesh, [Shard(0), Shard(1)]) for one in (X, W))
+    y = (x @ w).redistribute(mesh, [Shard(0), Shard(1)])
+    return float((y.full_tensor() - X @ W).abs().max()), tuple(y.to_local().shape)
+
+
+seen = pl.observe(block_product, ranks=4, args=(2, 128, 64, 256))
+print("right:", max(error for error, _ in seen.results) < 1e-3, seen.results[0][1])
+calls = seen.collectives.query("rank == 0")
+calls.groupby(["axis", "op"], sort=False).agg(
+    calls=("op", "size"), kB=("wire_bytes", lambda b: b.sum() / 1e3)
+)
+
+# %% [markdown]
+# The result is right, and the blocks have the shape that SUMMA's have. But DTensor has no product
+# in blocks: it redistributes operands by whole collectives until a local product is possible, then
+# redistributes the result. (The first calls distribute X and W from rank 0, the last ones gather Y
+# for our comparison.) Megatron-LM and DeepSpeed have no grid for one layer; their “2D” and “3D”
+# mean tensor × data (× pipeline) parallelism, the subject of lab 10.
+#
+# **On your GPUs**: the same cells with NCCL; they have not been run on several GPUs. Watch
+# `report.timeline()`: SUMMA's broadcasts are many and small, and where latency counts for more
+# than bytes, the few large all-reduces of 1D win although they carry more.
 #
 # ## Read on
-# * Van de Geijn and Watts 1997, «SUMMA: scalable universal matrix multiplication algorithm». Xu and
-#   others 2021, [Optimus](https://arxiv.org/abs/2104.05343), algorithms 1 to 3: 2D. Wang and others
-#   2021, [Tesseract](https://arxiv.org/abs/2105.14500), sec. 3: 2.5D. Bian and others 2021,
+# * Van de Geijn and Watts 1997, SUMMA (linked above). Xu et al. 2021,
+#   [Optimus](https://arxiv.org/abs/2104.05343), algorithms 1 to 3: 2D. Wang et al. 2021,
+#   [Tesseract](https://arxiv.org/abs/2105.14500), section 3: 2.5D. Bian et al. 2021,
 #   [3D](https://arxiv.org/abs/2105.14450).
-# * In the package: `paralab/parallel/layouts.py`, who holds what, one table per mode;
-#   `paralab/model/grid_ops.py`, the layers of all three grids.
+# * PyTorch's [DTensor](https://docs.pytorch.org/docs/stable/distributed.tensor.html).
+# * In the package: `paralab/parallel/layouts.py` (which rank holds what, one table per mode),
+#   `paralab/model/grid_ops.py` (the layers of all three grids), `paralab/theory/tensor.py`.

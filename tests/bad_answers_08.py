@@ -1,0 +1,436 @@
+"""Answers to lab 08's exercises: right ones in another way, and wrong ones, each in its own way."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+# ---- summa ---------------------------------------------------------------------------------------
+
+
+class Good:
+    def __init__(self, row, column):
+        self.row, self.column = row, column
+        self.q = dist.get_world_size(row)
+
+    def spread(self, group, block, step):
+        block = block if dist.get_rank(group) == step else block.new_empty(block.shape)
+        dist.broadcast(block, group_src=step, group=group)
+        return block
+
+    def forward(self, x, w):
+        y = x.new_zeros(x.shape[0], w.shape[1])
+        for step in range(self.q):
+            y += self.spread(self.row, x, step) @ self.spread(self.column, w, step)
+        return y
+
+    def collect(self, group, part, step):
+        part = part.contiguous()
+        dist.reduce(part, group_dst=step, group=group)
+        return part if dist.get_rank(group) == step else None
+
+    def backward(self, x, w, dy):
+        return self.of_x(w, dy), self.of_w(x, dy)
+
+    def of_x(self, w, dy):
+        mine = None
+        for step in range(self.q):
+            part = dy @ self.spread(self.column, w, step).t()
+            found = self.collect(self.row, part, step)
+            mine = found if found is not None else mine
+        return mine
+
+    def of_w(self, x, dy):
+        mine = None
+        for step in range(self.q):
+            part = self.spread(self.row, x, step).t() @ dy
+            found = self.collect(self.column, part, step)
+            mine = found if found is not None else mine
+        return mine
+
+
+class OneBuffer(Good):
+    """Right too: everything is received into the same two blocks, last step first."""
+
+    def forward(self, x, w):
+        here_x, here_w = x.new_empty(x.shape), w.new_empty(w.shape)
+        y = x.new_zeros(x.shape[0], w.shape[1])
+        for step in reversed(range(self.q)):
+            for group, own, here in ((self.row, x, here_x), (self.column, w, here_w)):
+                if dist.get_rank(group) == step:
+                    here.copy_(own)
+                dist.broadcast(here, group_src=step, group=group)
+            y.addmm_(here_x, here_w)
+        return y
+
+
+class GathersAll(Good):
+    """As many elements, and a whole row and a whole column on every rank."""
+
+    def forward(self, x, w):
+        xs, ws = x.new_empty(self.q * x.numel()), w.new_empty(self.q * w.numel())
+        dist.all_gather_into_tensor(xs, x.view(-1), group=self.row)
+        dist.all_gather_into_tensor(ws, w.view(-1), group=self.column)
+        return (xs.view(self.q, *x.shape) @ ws.view(self.q, *w.shape)).sum(0)
+
+
+class GathersTheColumn(Good):
+    def forward(self, x, w):
+        ws = w.new_empty(self.q * w.numel())
+        dist.all_gather_into_tensor(ws, w.view(-1), group=self.column)
+        ws = ws.view(self.q, *w.shape)
+        y = x.new_zeros(x.shape[0], w.shape[1])
+        for step in range(self.q):
+            y += self.spread(self.row, x, step) @ ws[step]
+        return y
+
+
+class LastTermOnly(Good):
+    def forward(self, x, w):
+        for step in range(self.q):
+            y = self.spread(self.row, x, step) @ self.spread(self.column, w, step)
+        return y
+
+
+class OwnBlocksOnly(Good):
+    def forward(self, x, w):
+        return x @ w
+
+
+class RowForColumn(Good):
+    """X goes down the columns and W along the rows."""
+
+    def forward(self, x, w):
+        y = x.new_zeros(x.shape[0], w.shape[1])
+        for step in range(self.q):
+            y += self.spread(self.column, x, step) @ self.spread(self.row, w, step)
+        return y
+
+
+class RootIsTheStep(Good):
+    """Member l's global rank is not l."""
+
+    def spread(self, group, block, step):
+        block = block if dist.get_rank(group) == step else block.new_empty(block.shape)
+        dist.broadcast(block, src=step, group=group)
+        return block
+
+
+class NoWait(Good):
+    def spread(self, group, block, step):
+        block = block if dist.get_rank(group) == step else block.new_zeros(block.shape)
+        self.pending = dist.broadcast(block, group_src=step, group=group, async_op=True)
+        return block * 1.0 if dist.get_rank(group) == step else block * 0.0
+
+
+class SendsTwice(Good):
+    def forward(self, x, w):
+        super().forward(x, w)
+        return super().forward(x, w)
+
+
+class OverwritesItsOwn(Good):
+    """Receives into x and w themselves: from the second step on they are somebody else's."""
+
+    def forward(self, x, w):
+        y = x.new_zeros(x.shape[0], w.shape[1])
+        for step in range(self.q):
+            dist.broadcast(x, group_src=step, group=self.row)
+            dist.broadcast(w, group_src=step, group=self.column)
+            y += x @ w
+        return y
+
+
+class NoReduce(Good):
+    def collect(self, group, part, step):
+        return part if dist.get_rank(group) == step else None
+
+
+class AllReduces(Good):
+    def collect(self, group, part, step):
+        part = part.contiguous()
+        dist.all_reduce(part, group=group)
+        return part if dist.get_rank(group) == step else None
+
+
+class WeightTransposed(Good):
+    def of_w(self, x, dy):
+        return super().of_w(x, dy).t().contiguous()
+
+
+class ForgetsAGradient(Good):
+    def backward(self, x, w, dy):
+        return self.of_x(w, dy), x.t() @ dy
+
+
+class GivesOneGradient(Good):
+    def backward(self, x, w, dy):
+        return self.of_x(w, dy)
+
+
+class ForwardOnly(Good):
+    def backward(self, x, w, dy):
+        return None
+
+
+class HalfOfThemWait(Good):
+    """The ranks of the first row have left the loop."""
+
+    def forward(self, x, w):
+        if dist.get_rank(self.column) == 0:
+            return x @ w
+        return super().forward(x, w)
+
+
+class Raises(Good):
+    def forward(self, x, w):
+        raise KeyError("block 7")
+
+
+class NoForward:
+    def __init__(self, row, column):
+        pass
+
+
+def of_three(group, row, column):
+    return None
+
+
+class Sleeps(Good):
+    """The broadcast has often arrived by then."""
+
+    def spread(self, group, block, step):
+        import time
+
+        block = block if dist.get_rank(group) == step else block.new_empty(block.shape)
+        dist.broadcast(block, group_src=step, group=group, async_op=True)
+        time.sleep(0.02)
+        return block
+
+
+class NumpyRows(Good):
+    def forward(self, x, w):
+        xs = [self.spread(self.row, x, step).numpy().copy() for step in range(self.q)]
+        ws = [self.spread(self.column, w, step).numpy().copy() for step in range(self.q)]
+        return sum(torch.from_numpy(a) @ torch.from_numpy(b) for a, b in zip(xs, ws, strict=True))
+
+
+# ---- grid_groups ---------------------------------------------------------------------------------
+def lines(q, *which):
+    """The groups of rank's lines in these lists of lines."""
+    rank = dist.get_rank()
+    found = []
+    for every in which:
+        groups = [dist.new_group(line) for line in every(q)]
+        found.append(
+            next((g for g, line in zip(groups, every(q), strict=True) if rank in line), None)
+        )
+    return tuple(found)
+
+
+def rows(q):
+    return [[a * q + b for b in range(q)] for a in range(q)]
+
+
+def columns(q):
+    return [[a * q + b for a in range(q)] for b in range(q)]
+
+
+def diagonals(q):
+    return [[a * q + (a + b) % q for a in range(q)] for b in range(q)]
+
+
+def groups_good(q):
+    return lines(q, rows, columns)
+
+
+def groups_columns_first(q):
+    """Right: made in another order, and as a list."""
+    return list(lines(q, columns, rows)[::-1])
+
+
+def groups_swapped(q):
+    return lines(q, columns, rows)
+
+
+def groups_rows_twice(q):
+    return lines(q, rows, rows)
+
+
+def groups_diagonals(q):
+    return lines(q, rows, diagonals)
+
+
+def groups_of_all(q):
+    return dist.new_group(list(range(q * q))), lines(q, columns)[0]
+
+
+def groups_lists(q):
+    i, j = divmod(dist.get_rank(), q)
+    return rows(q)[i], columns(q)[j]
+
+
+def groups_row_alone(q):
+    return lines(q, rows)
+
+
+def groups_first_row(q):
+    return dist.new_group(rows(q)[0]), dist.new_group(columns(q)[0])
+
+
+def groups_own_only(q):
+    i, j = divmod(dist.get_rank(), q)
+    return dist.new_group(rows(q)[i]), dist.new_group(columns(q)[j])
+
+
+def groups_none(q):
+    lines(q, rows, columns)
+
+
+def groups_raise(q):
+    raise KeyError("row")
+
+
+def groups_of_none():
+    return None
+
+
+# ---- cannon --------------------------------------------------------------------------------------
+def moved(block, to, source):
+    arriving = torch.empty_like(block)
+    calls = [dist.P2POp(dist.isend, block, to), dist.P2POp(dist.irecv, arriving, source)]
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    return arriving
+
+
+def along(block, q, down=0, right=0):
+    """The block moved by so many places; what arrives comes from the other side."""
+    i, j = divmod(dist.get_rank(), q)
+    if down % q == 0 and right % q == 0:
+        return block
+    to = (i + down) % q * q + (j + right) % q
+    return moved(block, to, (i - down) % q * q + (j - right) % q)
+
+
+def by_cannon(x, w, q, *, skew=lambda i, j: (i, j), left=1, up=1, steps=None):
+    i, j = divmod(dist.get_rank(), q)
+    first_left, first_up = skew(i, j)
+    x, w = along(x, q, right=-first_left), along(w, q, down=-first_up)
+    y = x @ w
+    for _ in range((q if steps is None else steps) - 1):
+        x, w = along(x, q, right=-left), along(w, q, down=-up)
+        y = y + x @ w
+    return y
+
+
+def cannon_good(x, w, q):
+    return by_cannon(x, w, q)
+
+
+def cannon_other_way(x, w, q):
+    """Right: to the right and down."""
+    return by_cannon(x, w, q, left=-1, up=-1)
+
+
+def cannon_no_skew(x, w, q):
+    return by_cannon(x, w, q, skew=lambda i, j: (0, 0))
+
+
+def cannon_skews_x(x, w, q):
+    return by_cannon(x, w, q, skew=lambda i, j: (i, 0))
+
+
+def cannon_skews_w(x, w, q):
+    return by_cannon(x, w, q, skew=lambda i, j: (0, j))
+
+
+def cannon_crossed(x, w, q):
+    return by_cannon(x, w, q, up=-1)
+
+
+def cannon_crossed_too(x, w, q):
+    return by_cannon(x, w, q, left=-1)
+
+
+def cannon_one_step_short(x, w, q):
+    return by_cannon(x, w, q, steps=q - 1)
+
+
+def cannon_last_term(x, w, q):
+    i, j = divmod(dist.get_rank(), q)
+    x, w = along(x, q, right=-i), along(w, q, down=-j)
+    for _ in range(q - 1):
+        x, w = along(x, q, right=-1), along(w, q, down=-1)
+    return x @ w
+
+
+def cannon_own_blocks(x, w, q):
+    return x @ w
+
+
+def cannon_by_steps_of_one(x, w, q):
+    """The first move in single places: the right product, with more messages."""
+    i, j = divmod(dist.get_rank(), q)
+    for step in range(q - 1):
+        x = along_if(x, q, step < i, right=-1)
+        w = along_if(w, q, step < j, down=-1)
+    return by_cannon(x, w, q, skew=lambda i, j: (0, 0))
+
+
+def along_if(block, q, really, **way):
+    return along(block, q, **way) if really else block
+
+
+def cannon_by_broadcasts(x, w, q):
+    row, column = lines(q, rows, columns)
+    return Good(row, column).forward(x, w)
+
+
+def cannon_moves_back(x, w, q):
+    """A last move that nobody needs."""
+    y = by_cannon(x, w, q)
+    along(along(x, q, right=-1), q, right=-1)
+    return y
+
+
+def cannon_gathers(x, w, q):
+    """Every block of the row and of the column at once, by messages."""
+    i, j = divmod(dist.get_rank(), q)
+    xs, ws = {j: x}, {i: w}
+    for step in range(1, q):
+        xs[(j + step) % q] = along(x, q, right=-step)
+        ws[(i + step) % q] = along(w, q, down=-step)
+    return sum(xs[step] @ ws[step] for step in range(q))
+
+
+def cannon_overwrites(x, w, q):
+    """Receives into the tensor that is being sent."""
+    i, j = divmod(dist.get_rank(), q)
+    to, source = i * q + (j - 1) % q, i * q + (j + 1) % q
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, to), dist.P2POp(dist.irecv, x, source)]
+    ):
+        work.wait()
+    return x @ w
+
+
+def cannon_does_not_wait(x, w, q):
+    i, j = divmod(dist.get_rank(), q)
+    arriving = torch.zeros_like(x)
+    dist.irecv(arriving, i * q + (j + 1) % q)
+    dist.isend(x, i * q + (j - 1) % q)
+    return arriving @ w
+
+
+def cannon_sends_to_itself(x, w, q):
+    rank = dist.get_rank()
+    return moved(x, rank, rank) @ w
+
+
+def cannon_raises(x, w, q):
+    raise KeyError("block 7")
+
+
+def cannon_of_two(x, w):
+    return x @ w
