@@ -321,7 +321,7 @@ calls_guess.reveal(int(per_block))
 pl.program(model, pl.Plan(microbatch_size=4)).diff(pl.program(model, columns))
 
 # %% tags=["measured"]
-report.replay().timeline()
+view.timelines(report.replay(), ranks=[0])
 
 # %% [markdown]
 # Each of the four all-reduces has b s h elements. Per rank and block they send

@@ -355,7 +355,7 @@ pd.DataFrame(rivals).round().astype(int)
 # ColossalAI doesn't support 2.5D tensor
 # parallelism](https://colossalai.org/docs/features/2p5D_tensor_parallel/)”, and its users
 # [ask](https://github.com/hpcaitech/ColossalAI/issues/6380) when it will. MindSpore
-# [documents](https://www.mindspore.cn/docs/en/r2.5.0/model_train/parallel/high_dimension_tensor_parallel.html)
+# [documents](https://www.mindspore.cn/docs/en/r2.5.0/_sources/model_train/parallel/high_dimension_tensor_parallel.md.txt)
 # 2D and 3D slices for its Ascend devices. So why learn it? SUMMA and Cannon's algorithm are how
 # large matrix products are distributed in scientific computing, the rows and columns of a grid are
 # the process groups of every multi-axis plan (lab 10), and the argument of the crossover decides
