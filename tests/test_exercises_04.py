@@ -1,0 +1,84 @@
+"""Lab 04's three targets: what misses one is told by how much, and where."""
+
+from __future__ import annotations
+
+import pytest
+
+import bad_answers as bad
+import bad_attacks as attacks
+import paralab as pl
+from judged import defined, judged, missed
+from paralab.exercises import sources
+from paralab.exercises.targets import TARGETS
+from paralab.parallel.schedules import SCHEDULES
+from paralab.theory.pipeline import simulate
+
+TASK = pl.exercises.better_schedules
+ONE, TWO, THREE = (target.name for target in TARGETS)
+
+
+def parts(name: str, *functions: str):
+    text = sources.solution(sources.answer(name))
+    return tuple(defined(text, function) for function in functions)
+
+
+def own(name: str):
+    return lambda pp, microbatches: SCHEDULES[name](pp, microbatches)
+
+
+def late(rule):
+    """The first answer with each rank's weight halves as late as ``rule`` says."""
+    first = parts("better_schedules", "delayed")[0]
+    return lambda pp, m: first(pp, m, lambda rank: pp - rank - 1, rule)
+
+
+FIRST, SECOND, THIRD = parts("better_schedules", "first", "second", "third")
+WRONG = [  # answer, limits it breaks, words of the verdict
+    ((own("1f1b"), SECOND, THIRD), {ONE}, "p=4, m=8: takes 330 ms, required: at most 270 ms"),
+    ((SECOND, SECOND, THIRD), {ONE}, "rank 0 holds 7 micro-batches, required: at most 4: 0F4"),
+    ((late(lambda rank: 0), SECOND, THIRD), {ONE}, "takes 300 ms, required: at most 270 ms"),
+    ((late(lambda rank: 9), SECOND, THIRD), {ONE}, "p=4, m=8: takes 300 ms"),
+    ((FIRST, FIRST, THIRD), {TWO}, "p=4, m=8: takes 270 ms, required: at most 240 ms"),
+    ((FIRST, own("gpipe"), THIRD), {TWO}, "p=4, m=8: takes 330 ms, required: at most 240 ms"),
+    ((FIRST, SECOND, own("1f1b")), {THREE}, "rank 0 holds 4 micro-batches, required: at most 3"),
+    ((FIRST, SECOND, own("naive")), {THREE}, "p=4, m=8: takes 960 ms, required: at most 330 ms"),
+    ((FIRST, SECOND, FIRST), {THREE}, "rank 0 holds 4 micro-batches, required: at most 3"),
+    ((own("naive"), own("naive"), own("naive")), {ONE, TWO, THREE}, "takes 960 ms"),
+    ((bad.schedule_upside_down, SECOND, THIRD), {ONE}, "deadlock, the waits go in a circle"),
+    ((bad.schedule_forgets_a_half, SECOND, THIRD), {ONE}, "the weight half of the backward"),
+    ((FIRST, bad.schedule_nothing, THIRD), {TWO}, "schedule=None: not a schedule"),
+    ((FIRST, SECOND, bad.schedule_only_six), {THREE}, "p=4, m=8: "),
+    ((attacks.never_ends, SECOND, THIRD), {ONE}, "and it has not ended"),
+    (FIRST, {TWO, THREE}, "p=4, m=8: not started yet"),
+    (("first", SECOND, THIRD), {ONE}, "required: a function"),
+]  # fmt: skip
+RIGHT = [
+    (FIRST, SECOND, THIRD),
+    parts("better_schedules_other", "from_1f1b", "second_by_rule", "third_by_rule"),
+    (own("zb-h1"), own("zb-h2"), lambda pp, microbatches: map(" ".join, THIRD(pp, microbatches))),
+]
+ALL = [*(row[0] for row in WRONG), *RIGHT]
+
+
+@pytest.mark.parametrize("answer, limits, words", WRONG)
+def test_a_schedule_that_misses_a_target_is_told_by_how_much(answer, limits, words):
+    verdict = judged(TASK, answer, ALL)
+    assert not verdict and limits == missed(verdict), verdict.table.to_string()
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+@pytest.mark.parametrize("answer", RIGHT)
+def test_schedules_that_reach_all_targets_pass(answer):
+    assert judged(TASK, answer, ALL).passed, repr(judged(TASK, answer, ALL))
+
+
+def test_stubs_are_not_started():
+    names = {"__name__": "__main__"}
+    exec(TASK.stub, names)
+    assert not TASK.check(names["first"], names["second"], names["third"]).started
+
+
+def test_the_third_target_has_1f1b_s_time_with_less_memory():
+    for p, m in ((4, 8), (6, 24)):
+        found = simulate(THIRD(p, m), forward=1, backward=1, weight_grad=1)
+        assert found.makespan <= 3 * (m + p - 1) and max(found.peak_live) < p
