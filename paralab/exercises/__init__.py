@@ -34,6 +34,7 @@ from paralab.exercises.place import place
 from paralab.exercises.recomputed import checkpoint
 from paralab.exercises.ring import all_gather_half
 from paralab.exercises.schedule import own_schedule
+from paralab.exercises.sends import rank_sends
 from paralab.exercises.states import model_states
 from paralab.exercises.streamed import streamed_optimizer
 from paralab.exercises.summa import summa
@@ -83,6 +84,7 @@ ALL = {
         mesh_step,
         place,
         training_cost,
+        rank_sends,
     )
 }
 
@@ -120,6 +122,7 @@ __all__ = [
     "peak_estimate",
     "place",
     "ring_all_reduce",
+    "rank_sends",
     "stream",
     "streamed_optimizer",
     "summa",

@@ -142,10 +142,10 @@ printed[
 # counted once it is lower.)
 #
 # ## How is MFU calculated from a log?
-# [MaxText #8](https://github.com/AI-Hypercomputer/maxtext/issues/8) asks how the MFU of a README was
-# calculated. A maintainer answers: $6\,\Psi$ FLOPs per token, over the step time and the peak. That
-# leaves out attention's scores, $s/(6h)$. For the smallest and the largest model of PTD-P, and for a
-# small one with a long sequence:
+# [MaxText #8](https://github.com/AI-Hypercomputer/maxtext/issues/8) asks how the MFU of a README
+# was calculated. A maintainer answers: $6\,\Psi$ FLOPs per token, over the step time and the peak.
+# That leaves out attention's scores, $s/(6h)$. For the smallest and the largest model of PTD-P, and
+# for a small one with a long sequence:
 
 # %%
 long = pl.ModelSpec(layers=24, hidden=2048, heads=16, seq_len=16_384, vocab=51_200)

@@ -345,6 +345,38 @@ print(heard[0].message)
 print(f"{greedy.step_time:.0f} s per step in place of {expect.step_time:.0f}")
 
 # %% [markdown]
+# ## Implement: the bytes of any rank, axis by axis
+
+# %%
+exercise = pl.exercises.rank_sends
+exercise
+
+
+# %%
+### ANSWER: rank_sends
+
+
+exercise.check(rank_sends)
+
+# %% [markdown]
+# If you are stuck, `exercise.hint()` gives one hint at a time.
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Each axis has one payload and one count: activations, per block and micro-batch;
+# activations, per micro-batch; gradients, once. The first stage differs from one in the middle by
+# its embedding and by the neighbour that it lacks.
+#
+# **Common mistakes.** Four all-reduces although forward is recomputed; gradients sent back by the
+# first stage; the whole model's parameters, or an equal part of them; norms counted as sharded. A
+# second answer goes layer by layer:
+
+# %% tags=["solution-only"]
+### ANSWER: rank_sends_other
+
+
+exercise.check(rank_sends)
+
+# %% [markdown]
 # ## What to remember
 # 1. A rank is a program; its memory and its bytes can be read off it without running it.
 # 2. $M_r \approx 16\,\Psi_r + \min(m, p-i)\,\frac{L}{p}\,S$: the first stage has the highest peak.

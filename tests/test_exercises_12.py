@@ -1,0 +1,85 @@
+"""Lab 12's exercise: what a rank sends, by axis, against the compiled program."""
+
+from __future__ import annotations
+
+import pytest
+
+import paralab as pl
+from judged import defined, judged, missed
+from paralab.exercises import sources
+
+SENDS = pl.exercises.rank_sends
+
+
+def changed(*pairs):
+    """The reference answer with each second text in the place of the first one."""
+    text = str(SENDS.solution())
+    for old, new in pairs:
+        assert old in text, old
+        text = text.replace(old, new)
+    return defined(text, "rank_sends")
+
+
+def by_names(model, plan, rank):
+    """From the shapes of the model's own parameters: an unusual answer that is right."""
+    cut, names = ("qkv", "up", "token"), model.parameter_shapes()
+    stage, each = rank // (plan.dp * plan.tp), model.layers // plan.pp
+    mine = {f"blocks.{i}" for i in range(stage * each, (stage + 1) * each)}
+    psi = 0
+    for name, shape in names.items():
+        there = ".".join(name.split(".")[:2]) in mine or (name[:3] == "emb" and stage == 0)
+        rows = any(part in name for part in cut) or name.endswith(("proj.weight", "down.weight"))
+        psi += there * shape[0] * (shape[1] if len(shape) > 1 else 1) // (plan.tp if rows else 1)
+    first = stage == 0
+    one = (4 if plan.precision == "fp32" else 2) * plan.microbatch_size * model.seq_len
+    calls = each * (4 + 2 * (plan.recompute == "full")) + first
+    tp = plan.microbatches * calls * 2 * (plan.tp - 1) * one * model.hidden // plan.tp
+    width = one // plan.microbatch_size // model.seq_len
+    pp = plan.microbatches * one * model.hidden * (1 if first else 2)
+    return {"tp": tp, "pp": pp, "dp": 2 * (plan.dp - 1) * width * psi // plan.dp}
+
+
+def counted(model, plan, rank):
+    return dict(pl.dry_run(model, plan, rank=rank).traffic(by="axis").to_numpy())
+
+
+WRONG = [  # changes of the answer, limits it breaks, words of the verdict
+    ([("6 if", "4 if")], {"tp"}, "forward is made twice, and its two all-reduces too"),
+    ([("else 4)", "else 6)")], {"tp"}, "(nothing is recomputed there)"),
+    ([("        reduces += 1 ", "        reduces += 0 ")], {"tp"}, "the embedding's all-reduce is"),
+    ([("    if stage == 0:\n        reduces", "    if True:\n        reduces")], {"tp"},
+     "there is no embedding on this stage"),
+    ([("tp = m * ", "tp = ")], {"tp"}, "that is one micro-batch"),
+    ([("reduces * 2 * (t - 1)", "reduces * (t - 1)")], {"tp"}, "that is half of an all-reduce"),
+    ([("2 * (t - 1) * activation // t", "activation")], {"tp"}, "an all-reduce sends 2 (t-1)/t"),
+    ([("1 if stage == 0 else 2", "2")], {"pp"}, "the first stage has none to send gradients to"),
+    ([("1 if stage == 0 else 2", "1")], {"pp"}, "a stage in the middle sends gradients back, too"),
+    ([("messages * activation", "messages * activation // t")], {"pp"}, "every tensor-parallel"),
+    ([("2 * (d - 1) * width", "m * 2 * (d - 1) * width")], {"dp"}, "summed once per step"),
+    ([("2 * (d - 1) * width", "(d - 1) * width")], {"dp"}, "that is half of an all-reduce"),
+    ([("    if stage == 0:\n        parameters", "    if False:\n        parameters")], {"dp"},
+     "dp=2, pp=3, tp=4, m=6, rank 0: "),
+    ([("replicated = 2 * h + 4 * h", "replicated = 6 * h // t")], {"dp"}, "norms are not sharded"),
+    ([("return {\"tp\": tp, ", "return {")], {"tp"}, "there is no 'tp' in it"),
+    ([("return {\"tp\": tp, \"pp\": pp, \"dp\": dp}", "return tp + pp + dp")], {"tp", "pp", "dp"},
+     "required: a dict, {axis: bytes}, yours is a int"),
+    ([("width = 4 if", "width = model.width if")], {"tp", "pp", "dp"}, "raised AttributeError"),
+]  # fmt: skip
+BAD = [changed(*pairs) for pairs, *_ in WRONG]
+OTHER = sources.solution(sources.answer("rank_sends_other"))
+RIGHT = [changed(), defined(OTHER, "rank_sends"), by_names]
+ALL = [*BAD, *RIGHT, counted, defined(SENDS.stub, "rank_sends")]
+
+
+@pytest.mark.parametrize("at", range(len(WRONG)))
+def test_wrong_bytes_are_refused_and_their_mistake_is_named(at):
+    verdict = judged(SENDS, BAD[at], ALL)
+    assert missed(verdict) == WRONG[at][1], verdict.table.to_string()
+    assert WRONG[at][2] in verdict.said, verdict.said
+
+
+def test_right_bytes_pass_the_stub_is_not_started_and_the_library_is_not_asked():
+    for answer in RIGHT:
+        assert judged(SENDS, answer, ALL).passed, judged(SENDS, answer, ALL).table.to_string()
+    assert not judged(SENDS, ALL[-1], ALL).started
+    assert "here it cannot be asked" in judged(SENDS, counted, ALL).said
