@@ -42,6 +42,7 @@ from paralab.exercises.sync import average_gradients, my_ddp
 from paralab.exercises.sync_pass import sync_pass
 from paralab.exercises.targets import better_schedules
 from paralab.exercises.tensor import f_and_g, tensor_attention, tensor_mlp
+from paralab.exercises.trillion import stage_memory, trillion_plan
 from paralab.exercises.verdict import Verdict
 from paralab.exercises.vocab_loss import vocab_parallel_loss
 from paralab.exercises.zero import zero_step
@@ -85,6 +86,8 @@ ALL = {
         place,
         training_cost,
         rank_sends,
+        stage_memory,
+        trillion_plan,
     )
 }
 
@@ -130,6 +133,8 @@ __all__ = [
     "tensor_attention",
     "tensor_mlp",
     "training_cost",
+    "stage_memory",
+    "trillion_plan",
     "vocab_parallel_loss",
     "warmup",
     "zero_step",

@@ -1,0 +1,179 @@
+"""Lab 12: what a rank of a large plan holds, and a better plan for the same model.
+
+    stage_memory    parameters of a rank of one stage, and the micro-batches that it has in flight
+    trillion_plan   fewer days than the published plan, within a given memory
+
+What is right is read from compiled programs (`pl.dry_run`) and, for days, from `pl.predict`, not
+from a second formula. 1F1B keeps p - r micro-batches on stage r: PTD-P (Narayanan+ 2021,
+arXiv:2104.04473), sec. 2.2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paralab.dry_run import dry_run
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.questions import Mistakes, asked, wrong_number
+from paralab.exercises.tries import Takes, Try, attempt, on_ranks
+from paralab.exercises.verdict import NOT_STARTED, Notes
+from paralab.interpret.predict import predict
+from paralab.spec import Cluster, ModelSpec, Plan
+
+# Degrees and sizes differ from each other, so that each known mistake has a number of its own.
+MODEL = ModelSpec(layers=12, hidden=96, heads=6, seq_len=40, vocab=528, tied=False)
+PLANS = (
+    Plan(tp=2, pp=4, dp=3, microbatches=6, microbatch_size=5, precision="bf16"),
+    Plan(tp=3, pp=2, dp=4, microbatches=5, recompute="full", precision="bf16"),
+    Plan(tp=6, pp=3, dp=2, microbatches=2, microbatch_size=3, precision="bf16"),
+)
+
+
+def check_memory(tries: Sequence[Try], timeout: float) -> None:
+    limits = ((PARAMETERS, _parameters, "parameters"), (FLIGHT, _in_flight, "micro-batches"))
+    cases = [(part, plan, stage) for part in (0, 1) for plan in PLANS for stage in range(plan.pp)]
+    questions = [(part, (MODEL, plan, stage)) for part, plan, stage in cases]
+    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
+        for (part, plan, stage), reply in zip(cases, found.results[0], strict=True):
+            if reply.trouble == NOT_STARTED:
+                notes.end(NOT_STARTED)
+                break
+            limit, right, unit = limits[part]
+            number, known = right(plan, stage)
+            show = f"{{:,.10g}} {unit}".format
+            what = f"required: a number of {unit}"
+            wrong = reply.trouble or wrong_number(reply.value, number, show, known, what=what)
+            where = f"tp={plan.tp}, pp={plan.pp}, dp={plan.dp}, stage {stage}"
+            notes.look(limit, where, wrong, show(number))
+
+
+# ---- what a stage holds --------------------------------------------------------------------------
+PARAMETERS, FLIGHT = "parameters of a rank", "micro-batches in flight"
+
+
+@functools.cache
+def _dry(plan: Plan, stage: int) -> Any:
+    return dry_run(MODEL, plan, rank=stage * plan.dp * plan.tp)
+
+
+def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
+    right, h = _dry(plan, stage).meta["num_params"], MODEL.hidden
+    blocks, table = MODEL.layers // plan.pp, MODEL.vocab * h
+    ends = (stage == 0) + (stage == plan.pp - 1)
+    return right, (
+        ("those of all tensor-parallel ranks together", _whole(plan, stage)),
+        ("an equal part of the whole model: stages differ", MODEL.num_params / plan.pp / plan.tp),
+        ("the embedding or the head is missing", right - ends * table / plan.tp),
+        ("the embedding and the head are not sharded", right + ends * table * (1 - 1 / plan.tp)),
+        (
+            "every stage has an embedding",
+            right + (stage > 0) * (table / plan.tp + MODEL.seq_len * h),
+        ),
+        ("the positions' embedding is missing", right - (stage == 0) * MODEL.seq_len * h),
+        ("the last LayerNorm is missing", right - (stage == plan.pp - 1) * 2 * h),
+        ("weights alone, without biases and LayerNorms", 12 * h * h * blocks / plan.tp),
+        ("norms and biases of rows are replicated", right - 6 * h * blocks * (1 - 1 / plan.tp)),
+    )
+
+
+def _whole(plan: Plan, stage: int) -> int:
+    one = plan.replace(tp=1)
+    return _dry(one, stage).meta["num_params"]
+
+
+def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
+    work = _dry(plan, stage).spans.query("kind in ['forward', 'backward']").groupby("microbatch")
+    begun, done = work["start"].min(), work["end"].max()
+    right = max(int((begun <= at).sum() - (done <= at).sum()) for at in begun)
+    p, m = plan.pp, plan.microbatches
+    return right, (
+        ("that is GPipe: all of them", m),
+        ("there are no more than m", p - stage),
+        ("one less: those before its first backward, without the one at work", p - stage - 1),
+        ("stages are counted from the other end", stage + 1),
+        ("that is the first stage's", min(p, m)),
+    )
+
+
+# ---- a better plan -------------------------------------------------------------------------------
+LEGAL, BATCH, GPUS, FITS, DAYS = "a legal plan", "global batch", "devices", "memory", "days"
+TOKENS, MOST_DAYS, MOST_GB = 450e9, 61.5, 70
+
+
+def check_plan(tries: Sequence[Try], timeout: float) -> None:
+    from paralab.theory import papers
+
+    model, published = papers.ptdp_models()[-1]
+    for notes, found in on_ranks(tries, asked, 1, ([(0, ())],), timeout=timeout):
+        [reply] = found.results[0]
+        if reply.trouble == NOT_STARTED:
+            notes.end(NOT_STARTED)
+            continue
+        what = "required: a dict, {setting of Plan: value}"
+        wrong = reply.trouble or ("" if isinstance(reply.value, Mapping) else f"{what}")
+        plan, trouble = (None, wrong) if wrong else attempt(lambda r=reply: _legal(model, r.value))
+        notes.look(LEGAL, "", trouble, "legal")
+        if plan is None:
+            continue
+        batch, ours = plan.global_batch, published.global_batch
+        said = f"{batch:,} samples per step, required: {ours:,}"
+        notes.look(BATCH, "", "" if batch == ours else said, f"{ours:,} samples")
+        ranks = plan.world_size
+        said = f"{ranks:,} devices, there are {published.world_size:,}"
+        notes.look(GPUS, "", said if ranks > published.world_size else "", f"{ranks:,}")
+        if batch == ours and ranks <= published.world_size:
+            _look_at_days(notes, *_predicted(model, plan))
+
+
+def _legal(model: ModelSpec, settings: Mapping[str, Any]) -> Plan:
+    plan = Plan(**settings)
+    plan.validate(model)
+    return plan
+
+
+@functools.cache
+def _predicted(model: ModelSpec, plan: Plan) -> tuple[float, float]:
+    """(days, GB of the rank with the highest peak)"""
+    nodes = Cluster.preset("dgx-a100", nodes=-(-plan.world_size // 8))
+    report = predict(model, plan, nodes, steps=1, detail="actions")
+    updates = TOKENS / (plan.global_batch * model.seq_len)
+    return report.step_time * updates / 86_400, report.peak_memory / 1e9
+
+
+def _look_at_days(notes: Notes, days: float, held: float) -> None:
+    said = f"{held:.1f} GB on the rank with the highest peak"
+    notes.note(FITS, said, held <= MOST_GB, f"{said}, required: at most {MOST_GB}")
+    said = f"{days:.1f} days"
+    notes.note(DAYS, said, days <= MOST_DAYS, f"{said} predicted, required: at most {MOST_DAYS}")
+
+
+# ---- the exercises -------------------------------------------------------------------------------
+_ABOUT = "(model, plan, stage)"
+stage_memory = Exercise(
+    name="stage_memory",
+    lab="12",
+    asked=(
+        (PARAMETERS, "every stage of three plans: exact"),
+        (FLIGHT, "every stage of three plans under 1F1B"),
+    ),
+    takes=(
+        Takes("a function", f"stage_parameters{_ABOUT}", 3),
+        Takes("a function", f"in_flight{_ABOUT}", 3),
+    ),
+    checker=check_memory,
+)
+trillion_plan = Exercise(
+    name="trillion_plan",
+    lab="12",
+    asked=(
+        (LEGAL, "one that pl.Plan(...) accepts for the model"),
+        (BATCH, "3,072 samples per step, as published"),
+        (GPUS, "at most 3,072"),
+        (FITS, f"at most {MOST_GB} GB on the rank with the highest peak"),
+        (DAYS, f"at most {MOST_DAYS} predicted days for 450 billion tokens"),
+    ),
+    takes=(Takes("a function", "my_plan()", 0),),
+    checker=check_plan,
+)
