@@ -681,9 +681,8 @@ if verdict:
     print("the same losses, to four decimals:", all(abs(x - y) < 1e-4 for x, y in pairs))
     for name, report in (("yours", yours), ("library", library)):
         traffic = report.traffic("op").set_index("op")["bytes"] / 2
-        print(
-            f"{name}: a rank sends {traffic.to_dict()}, its peak is {report.peak_memory / MB:.1f} MB"
-        )
+        peak = f"{report.peak_memory / MB:.1f} MB"
+        print(f"{name}: a rank sends {traffic.to_dict()}, its peak is {peak}")
 else:
     print("write ring_all_reduce first")
 

@@ -115,6 +115,36 @@ frame.loc[held.index].fillna(0).round(2)
 # %% [markdown]
 # The formula lacks the one block that is being recomputed, and the buffers of messages.
 #
+# ### Warm-up: what does a rank of another stage hold?
+
+# %%
+warm_up = pl.exercises.stage_memory
+warm_up
+
+
+# %%
+### ANSWER: stage_memory
+
+
+warm_up.check(stage_parameters, in_flight)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Tensor parallelism shards a weight and the bias of a column-parallel layer. The
+# bias of a row-parallel layer is added after the sum, so every rank has it whole, like a LayerNorm.
+# The last stage runs a backward right after each forward, and each stage before it is one forward
+# further ahead, as far as there are micro-batches.
+#
+# **Common mistakes.** An equal part of the whole model; an embedding that is not sharded, or that
+# every stage has; norms divided by t; p − r micro-batches where there are fewer than that. A second
+# answer counts tensor by tensor:
+
+# %% tags=["solution-only"]
+### ANSWER: stage_memory_other
+
+
+warm_up.check(stage_parameters, in_flight)
+
+# %% [markdown]
 # ## One rank sends more than a terabyte
 # Per step, with $k = 6$ all-reduces per block and micro-batch (two forward, two recomputed, two
 # backward) and one for the embedding, rank 0 sends
@@ -375,6 +405,35 @@ exercise.check(rank_sends)
 
 
 exercise.check(rank_sends)
+
+# %% [markdown]
+# ## Go further: a plan with fewer days
+
+# %%
+further = pl.exercises.trillion_plan
+further
+
+
+# %%
+### ANSWER: trillion_plan
+
+
+further.check(my_plan)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** Selective recomputation with sequence parallelism saves most of the third
+# forward. Half as many stages in two chunks each make the bubble smaller, and ZeRO-1 over twice as
+# many data-parallel ranks pays for the parameters that a rank holds in addition.
+#
+# **Common mistakes.** A change of the global batch, which is another training; a plan that is fast
+# and does not fit; wider tensor parallelism, whose sums then cross between nodes. With four chunks
+# per rank the bubble is smaller still, for more messages between the stages:
+
+# %% tags=["solution-only"]
+### ANSWER: trillion_plan_other
+
+
+further.check(my_plan)
 
 # %% [markdown]
 # ## What to remember
