@@ -27,6 +27,7 @@ from paralab.exercises.exercise import Exercise
 from paralab.exercises.guess import Guess, Reveal, guess
 from paralab.exercises.memory import memory_clinic
 from paralab.exercises.mesh import mesh_groups, mesh_step
+from paralab.exercises.mfu import days_and_mfu
 from paralab.exercises.offload import stream
 from paralab.exercises.peak import peak_estimate
 from paralab.exercises.pipeline import interleaved_executor, pipeline_executor, warmup
@@ -84,6 +85,7 @@ ALL = {
         mesh_groups,
         mesh_step,
         place,
+        days_and_mfu,
         training_cost,
         stage_memory,
         rank_sends,
@@ -93,6 +95,7 @@ ALL = {
 
 __all__ = [
     "ALL",
+    "days_and_mfu",
     "Choice",
     "Exercise",
     "Guess",

@@ -187,6 +187,20 @@ days[
 # The days that the paper prints in its table 2 are the exact ones. The 84 days of its text are
 # those of equation 4, which comes out low every time; by the exact count they are 85.
 #
+# ## Warm-up: days and MFU from the seconds of a step
+
+# %%
+warm_up = pl.exercises.days_and_mfu
+warm_up
+
+
+# %%
+### ANSWER: days_and_mfu
+
+
+warm_up.check(days_and_mfu)
+
+# %% [markdown]
 # ## Implement: what does a training cost?
 
 # %%

@@ -1,0 +1,82 @@
+"""Lab 11's warm-up: days of a training and MFU, from the seconds of a step.
+
+MFU is the model's FLOPs over what the devices could do in that time (Chowdhery+ 2022,
+arXiv:2204.02311, appendix B); days are steps times seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.questions import asked, kind_of, wrong_number
+from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.verdict import NOT_STARTED
+
+DAYS, MFU = "days", "MFU"
+ASKED = ((DAYS, "of two trainings"), (MFU, "of the same: a share from 0 to 1"))
+CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP/s of each
+    (1.9278e19, 1536, 51.4, 219_726_562, 3072, 312e12),
+    (6.1e15, 512, 3.7, 4_000_000, 64, 989e12),
+)
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for notes, found in on_ranks(
+        tries, asked, 1, ([(0, case) for case in CASES],), timeout=timeout
+    ):
+        for case, reply in zip(CASES, found.results[0], strict=True):
+            if reply.trouble == NOT_STARTED:
+                notes.end(NOT_STARTED)
+                break
+            pair = reply.value
+            wrong = reply.trouble
+            if not wrong and not (isinstance(pair, (list, tuple)) and len(pair) == 2):
+                wrong = f"required: (days, mfu), yours is a {kind_of(pair)}"
+            for place, limit in enumerate((DAYS, MFU)):
+                flops, samples, seconds, total, devices, peak = case
+                days = total / samples * seconds / 86_400
+                mfu = flops / (seconds * devices * peak)
+                right, known = (
+                    (days, _known_days(days, samples, devices)),
+                    (mfu, _known_mfu(mfu, devices, samples, seconds)),
+                )[place]
+                said = wrong or wrong_number(
+                    pair[place],
+                    right,
+                    "{:.6g}".format,
+                    known,
+                    what=f"required: a number, {limit}",
+                    tolerance=1e-6,
+                )
+                notes.look(limit, f"{devices:,} devices" if said else "", said, "right")
+
+
+def _known_days(days: float, samples: int, devices: int) -> list[tuple[str, float]]:
+    return [
+        ("those are seconds", days * 86_400),
+        ("those are hours", days * 24),
+        ("a step trains several samples", days * samples),
+        ("all devices work on the same step: the seconds are not divided by them", days / devices),
+        ("those are device days", days * devices),
+    ]
+
+
+def _known_mfu(mfu: float, devices: int, samples: int, seconds: float) -> list[tuple[str, float]]:
+    return [
+        ("that is in per cent", 100 * mfu),
+        ("that is the peak of one device", mfu * devices),
+        ("a step's FLOPs are of all its samples already", mfu * samples),
+        ("that is per step, not per second", mfu * seconds),
+        ("that is its inverse", 1 / mfu),
+        ("that is with everything recomputed, HFU", mfu * 4 / 3),
+    ]
+
+
+days_and_mfu = Exercise(
+    name="days_and_mfu",
+    lab="11",
+    asked=ASKED,
+    takes=(Takes("a function", "days_and_mfu(flops, samples, seconds, total, devices, peak)", 6),),
+    checker=check,
+)
