@@ -95,7 +95,6 @@ ALL = {
 
 __all__ = [
     "ALL",
-    "days_and_mfu",
     "Choice",
     "Exercise",
     "Guess",
@@ -109,6 +108,7 @@ __all__ = [
     "cannon",
     "checkpoint",
     "choose",
+    "days_and_mfu",
     "deadlock_clinic",
     "f_and_g",
     "grid_groups",
