@@ -43,6 +43,9 @@ report.memory_chart()
 #
 # ## States do not depend on the batch, activations do
 #
+# A tensor of a step is there because of the model or because of the batch, and this is where [the
+# memory goes](https://github.com/pytorch/pytorch/issues/114934):
+#
 # | symbol | meaning |
 # |---|---|
 # | L, h, a, V | blocks, hidden size, heads, vocabulary |
