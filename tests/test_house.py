@@ -21,8 +21,7 @@ WITH_TORCH = {
     *("model.draws", "model.reference"),
     *("instruments.clocks", "instruments.ledger", "instruments.memory"),
     *(f"instruments.{name}" for name in ("foreign", "foreign_clock", "foreign_ledger")),
-    "exercises.plain",  # what a check runs on ranks
-    "exercises.watched",
+    *(f"exercises.{name}" for name in ("plain", "tensor_ranks", "timed", "watched")),
     "parallel.collectives",  # lab 01's algorithms
     *("ranks.process", "ranks.torchrun"),
 }  # fmt: skip

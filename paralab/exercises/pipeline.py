@@ -22,7 +22,6 @@ from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.parallel.schedules import Schedule, build
 from paralab.spec import ModelSpec
-from paralab.theory.schedule_check import peak_live
 
 # ---- the warm-up ---------------------------------------------------------------------------------
 SIZES = [
@@ -217,6 +216,8 @@ def _look(notes: Notes, found: Found, where: str, run: Run) -> None:
     """One run against every limit."""
     name, p, m, v = run
     lists, sent = lists_of(*run), found.sent()
+    from paralab.theory.schedule_check import peak_live
+
     alive, wrong = peak_live(lists), dict.fromkeys((GRADIENTS, LOSS, ORDER, BYTES, FLIGHT), "")
     for rank, result in enumerate(found.results):
         wrong[GRADIENTS] = wrong[GRADIENTS] or _wrong_gradient(rank, result)

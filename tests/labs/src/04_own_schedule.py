@@ -214,8 +214,8 @@ view.schedules({"DualPipeV, F&B = 3 ms": drawn(1, 1, 1, 3), "F&B = 2.4 ms": draw
 
 # %% [markdown]
 # The first three of the four parts below are those of an answer in that thread; the fourth is what
-# is left of the formula. Read them off the first picture, from the left to the right. With $n = \frac{p}{2}-1$ for a DualPipe of $p$ ranks (here $p = 8$ and $n =
-# 3$):
+# is left of the formula. Read them off the first picture, from the left to the right. With
+# $n = \frac{p}{2}-1$ for a DualPipe of $p$ ranks (here $p = 8$ and $n = 3$):
 #
 # 1. **Fill.** The last rank begins after $n$ forwards: $nF$. On rank 0 the same gap comes later,
 #    when

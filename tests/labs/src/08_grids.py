@@ -354,12 +354,12 @@ pd.DataFrame(rivals).round().astype(int)
 # which published all three, says of its present version: “[Currently the newest version of
 # ColossalAI doesn't support 2.5D tensor
 # parallelism](https://colossalai.org/docs/features/2p5D_tensor_parallel/)”, and its users
-# [ask](https://github.com/hpcaitech/ColossalAI/issues/6380) when it will. MindSpore
-# [documents](https://www.mindspore.cn/docs/en/r2.5.0/_sources/model_train/parallel/high_dimension_tensor_parallel.md.txt)
-# 2D and 3D slices for its Ascend devices. So why learn it? SUMMA and Cannon's algorithm are how
-# large matrix products are distributed in scientific computing, the rows and columns of a grid are
-# the process groups of every multi-axis plan (lab 10), and the argument of the crossover decides
-# every question of the kind “send weights or send activations”.
+# [ask](https://github.com/hpcaitech/ColossalAI/issues/6380) when it will. The
+# [documentation of MindSpore 2.5](https://www.mindspore.cn/docs/en/r2.5.0) has a page on high
+# dimension tensor parallelism, with 2D and 3D slices for its Ascend devices. So why learn it? SUMMA
+# and Cannon's algorithm are how large matrix products are distributed in scientific computing, the
+# rows and columns of a grid are the process groups of every multi-axis plan (lab 10), and the
+# argument of the crossover decides every question of the kind “send weights or send activations”.
 #
 # ## A published table in one unit
 # The documentation of Colossal-AI prints the costs of a linear layer for
