@@ -28,6 +28,7 @@ ANSWERS = {
     "own_schedule": ("my_schedule",),
     "deadlock_clinic": ("fixed",),
     "zero_step": ("MyZero1",),
+    "my_zero3": ("MyZero3",),
     "memory_clinic": ("treatment",),
     "f_and_g": ("f", "g"),
     "tensor_mlp": ("MyMLP",),
