@@ -78,8 +78,8 @@ print(
 )
 
 # %% [markdown]
-# In the program of a step (lab 02) the difference is a few lines per block: a block is computed once
-# more before its backward, from its input, which is all that was kept of it.
+# In the program of a step (lab 02) the difference is a few lines per block. A block is computed
+# once more before its backward, from its input, which is all that was kept of it.
 
 # %%
 small = pl.ModelSpec(layers=3, hidden=64, heads=4, seq_len=32, attention="explicit")
