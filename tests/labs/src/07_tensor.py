@@ -345,7 +345,7 @@ pd.DataFrame(rows).T.round(1)
 # a part can be hidden: the gradient of the layer's weight is computed while the sum of ∂X is in
 # flight. In forward nothing can, because the next layer needs the sum.
 #
-# ## The collectives that nobody wrote
+# ## The collectives that you did not write
 # In [PyTorch #157606](https://github.com/pytorch/pytorch/issues/157606) a single linear layer is
 # parallelised with `ColwiseParallel` or `RowwiseParallel`. The author sees one collective per rank
 # and asks whether there should not be two, one forward and one backward.

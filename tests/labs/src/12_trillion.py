@@ -154,7 +154,12 @@ warm_up.check(stage_parameters, in_flight)
 #    \;+\; \underbrace{\frac{2(d-1)}{d}\,2\,\Psi_r}_{dp} $$
 #
 # (It has no stage before it, so it sends no gradients back; a stage in the middle sends $2\,m\,S$.
-# The tied embedding's gradient is summed with the last stage.)
+# The tied embedding's gradient is summed with the last stage.) These are the lines of its program
+# for the first micro-batch in which something is sent:
+
+# %%
+program = pl.program(model, plan.replace(microbatches=64), rank=0)
+program.filter(op=("all_reduce", "send"), microbatch=0)
 
 # %%
 by_axis = first.traffic(by=["axis", "level"]).set_index("axis")
