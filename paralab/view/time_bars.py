@@ -59,4 +59,6 @@ def _known(kind: str) -> str:
         return theme.axis_colour(kind)
     if kind in ("wait", "bubble"):
         return theme.look().wait
+    if kind == "measured":  # next to parts, and none of them
+        return theme.look().faint
     return theme.KIND_COLOUR.get(kind, "")
