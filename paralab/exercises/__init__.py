@@ -29,6 +29,7 @@ from paralab.exercises.memory import memory_clinic
 from paralab.exercises.mesh import mesh_groups, mesh_step
 from paralab.exercises.mfu import days_and_mfu
 from paralab.exercises.offload import stream
+from paralab.exercises.own_fit import own_fit
 from paralab.exercises.peak import peak_estimate
 from paralab.exercises.pipeline import interleaved_executor, pipeline_executor, warmup
 from paralab.exercises.place import place
@@ -87,6 +88,7 @@ ALL = {
         place,
         days_and_mfu,
         training_cost,
+        own_fit,
         stage_memory,
         rank_sends,
         trillion_plan,
@@ -122,6 +124,7 @@ __all__ = [
     "model_states",
     "my_ddp",
     "my_zero3",
+    "own_fit",
     "own_schedule",
     "peak_estimate",
     "pipeline_executor",

@@ -321,6 +321,35 @@ pd.DataFrame(found).T.round(2)
 # stated cluster is the one to keep. That is why `fit_cluster` prints an error out of sample, and
 # the null model's next to it.
 #
+# ### Go further: a fit of your own, with its error out of sample
+
+# %%
+further = pl.exercises.own_fit
+further
+
+
+# %%
+### ANSWER: own_fit
+
+
+further.check(own_fit)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** The mean of logarithms treats an error by a factor of two alike, whether the
+# step takes a second or a minute. Leaving a row out before it is predicted shows what the rate is
+# worth for a run that has not been measured yet.
+#
+# **Common mistakes.** The arithmetic mean of the rates; an error in sample that is called out of
+# sample; signed errors, which cancel each other; a rate of all devices together. A second answer
+# needs no second fit, because the mean without one row follows from the mean of all:
+
+# %% tags=["solution-only"]
+### ANSWER: own_fit_other
+
+
+further.check(own_fit)
+
+# %% [markdown]
 # ## Where the other half of a step goes
 # The prediction of the trillion can be taken apart, term by term, and stands next to the measured
 # step:
