@@ -85,6 +85,17 @@ class GathersTheColumn(Good):
         return y
 
 
+class ColumnFirst(Good):
+    """The other blocks of W's column come by broadcasts, before the first product."""
+
+    def forward(self, x, w):
+        ws = [self.spread(self.column, w, step) for step in range(self.q)]
+        y = x.new_zeros(x.shape[0], w.shape[1])
+        for step in range(self.q):
+            y += self.spread(self.row, x, step) @ ws[step]
+        return y
+
+
 class LastTermOnly(Good):
     def forward(self, x, w):
         for step in range(self.q):
@@ -333,6 +344,18 @@ def cannon_other_way(x, w, q):
     return by_cannon(x, w, q, left=-1, up=-1)
 
 
+def cannon_wrong_way_first(x, w, q):
+    return by_cannon(x, w, q, skew=lambda i, j: (-i, -j))
+
+
+def cannon_x_wrong_way_first(x, w, q):
+    return by_cannon(x, w, q, skew=lambda i, j: (-i, j))
+
+
+def cannon_w_wrong_way_first(x, w, q):
+    return by_cannon(x, w, q, skew=lambda i, j: (i, -j))
+
+
 def cannon_no_skew(x, w, q):
     return by_cannon(x, w, q, skew=lambda i, j: (0, 0))
 
@@ -383,8 +406,19 @@ def along_if(block, q, really, **way):
 
 
 def cannon_by_broadcasts(x, w, q):
-    row, column = lines(q, rows, columns)
-    return Good(row, column).forward(x, w)
+    """Right, by broadcasts to all ranks, each of which keeps those of its row and column."""
+    (i, j), y = divmod(dist.get_rank(), q), 0
+    for step in range(q):
+        for rank in range(q * q):
+            here_x, here_w = x.clone(), w.clone()
+            dist.broadcast(here_x, rank)
+            dist.broadcast(here_w, rank)
+            if rank == i * q + step:
+                left = here_x
+            if rank == step * q + j:
+                upper = here_w
+        y = y + left @ upper
+    return y
 
 
 def cannon_moves_back(x, w, q):
@@ -404,15 +438,38 @@ def cannon_gathers(x, w, q):
     return sum(xs[step] @ ws[step] for step in range(q))
 
 
+def cannon_gathers_w(x, w, q):
+    """The column of W at once; X moves as it has to."""
+    i, j = divmod(dist.get_rank(), q)
+    ws = [along(w, q, down=-step) for step in range(q)]
+    x = along(x, q, right=-i)
+    y = x @ ws[j]
+    for step in range(1, q):
+        x = along(x, q, right=-1)
+        y = y + x @ ws[(j + step) % q]
+    return y
+
+
 def cannon_overwrites(x, w, q):
     """Receives into the tensor that is being sent."""
+
+    def over(block, to, source):
+        send, receive = dist.isend(block, to), dist.irecv(block, source)
+        receive.wait()
+        send.wait()
+
     i, j = divmod(dist.get_rank(), q)
-    to, source = i * q + (j - 1) % q, i * q + (j + 1) % q
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, to), dist.P2POp(dist.irecv, x, source)]
-    ):
-        work.wait()
+    over(x, i * q + (j - 1) % q, i * q + (j + 1) % q)
     return x @ w
+
+
+def cannon_receives_first(x, w, q):
+    """Everybody waits for a message before it sends its own."""
+    i, j = divmod(dist.get_rank(), q)
+    arriving = torch.empty_like(x)
+    dist.recv(arriving, i * q + (j + 1) % q)
+    dist.send(x, i * q + (j - 1) % q)
+    return arriving @ w
 
 
 def cannon_does_not_wait(x, w, q):
@@ -421,11 +478,6 @@ def cannon_does_not_wait(x, w, q):
     dist.irecv(arriving, i * q + (j + 1) % q)
     dist.isend(x, i * q + (j - 1) % q)
     return arriving @ w
-
-
-def cannon_sends_to_itself(x, w, q):
-    rank = dist.get_rank()
-    return moved(x, rank, rank) @ w
 
 
 def cannon_raises(x, w, q):
