@@ -81,6 +81,7 @@ def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
         found["peak"].append(section.peak)
         for name, block in (("y", y), ("dx", dx), ("dw", dw)):
             found[name].append(array(block))
+        del x, w, dy, y, dx, dw, block  # they are not counted where the next case begins
     return found
 
 
