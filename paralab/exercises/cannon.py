@@ -2,9 +2,10 @@
 
 Cannon (1969) multiplies blocks on a q x q torus with messages between neighbours: after a first
 move rank (i, j) has X_il and W_lj with l = i + j, and with every further one the next l. Answers
-run on 2 x 2 and 3 x 3 ranks. Products are compared with those of whole matrices, calls must be
+run on 2 x 2 and 4 x 4 ranks. Products are compared with those of whole matrices, calls must be
 messages between two ranks, each rank sends q blocks of X and of W at most, and holds two of each
-in addition to its own, so that a gathered row is refused. Shapes and data are those of summa.py.
+in addition to its own: on 4 x 4 ranks a gathered row or column is three. Shapes and data are those
+of summa.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paralab.exercises.diagnose import first_wrong
+from paralab.exercises.diagnose import TOLERANCE, first_wrong, near
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.summa import SCALARS, SHAPES, blocks
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
@@ -21,16 +22,26 @@ from paralab.exercises.verdict import Notes
 if TYPE_CHECKING:
     import numpy as np
 
-GRIDS = (2, 3)  # with 2, left and right are the same
+GROUP_GRIDS = (2, 3)
+GRIDS = (2, 4)  # q; with 2, left and right are the same, with 3, two received blocks are a row
 GROUPS = {"row": lambda i, j, q: [i * q + b for b in range(q)],
           "column": lambda i, j, q: [a * q + j for a in range(q)]}  # fmt: skip
 WORKS = "a sum over each"
 PRODUCT, CALLS, SENT, MEMORY = "Y", "calls", "blocks sent", "memory"
+AT_FIRST = " before the first product"
+FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, j)
+    f"nothing was moved{AT_FIRST}": lambda i, j: (0, 0),
+    f"W was not moved{AT_FIRST}": lambda i, j: (i, 0),
+    f"X was not moved{AT_FIRST}": lambda i, j: (0, j),
+    f"X was moved to the right and W down{AT_FIRST}": lambda i, j: (-i, -j),
+    f"X was moved to the right{AT_FIRST}": lambda i, j: (-i, j),
+    f"W was moved down{AT_FIRST}": lambda i, j: (i, -j),
+}
 
 
 # ---- groups --------------------------------------------------------------------------------------
 def check_groups(tries: Sequence[Try], timeout: float) -> None:
-    for q in GRIDS:
+    for q in GROUP_GRIDS:
         for notes, found in on_ranks(tries, summed, q * q, (q,), where=f"q={q}", timeout=timeout):
             for limit, members in GROUPS.items():
                 wrong = _wrong_group(found.results, limit, members, q)
@@ -94,6 +105,7 @@ def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
             y = answer[0](x, w, q)
         found["y"].append(array(y))
         found["peak"].append(section.peak)
+        del x, w, y  # so that they are not counted where the next case begins
     return found
 
 
@@ -120,30 +132,46 @@ def _look(notes: Notes, found: Found, q: int) -> None:
 
 
 def _wrong(results: Sequence[dict], number: int, q: int) -> str:
-    """The first rank whose block of Y is wrong, in words, or ""."""
+    """The first rank whose block of Y is wrong, in words, or "". A mistake in the moves is named if
+    it explains the blocks of all ranks: on some ranks several mistakes have the same result.
+    """
     x, w = (one.astype("float64") for one in blocks(results[0]["seed"], q, number)[:2])
     places = [divmod(rank, q) for rank in range(q * q)]
+    found = [result["y"][number] for result in results]
+    right = [sum(x[i, step] @ w[step, j] for step in range(q)) for i, j in places]
+    allowed = TOLERANCE * max(abs(block).max() for block in right)
 
-    def product(i: int, j: int, first: tuple[int, int], then: tuple[int, int]) -> np.ndarray:
-        """The sum over steps, with blocks moved by ``first`` at first, by ``then`` each time."""
-        left, up = first
-        pairs = (((left + s * then[0]) % q, (up + s * then[1]) % q) for s in range(q))
-        return sum(x[i, (j + a) % q] @ w[(i + b) % q, j] for a, b in pairs)
+    def products(first: Any, steps: Sequence[int], up: int = 1) -> list[np.ndarray]:
+        """Each rank's sum over steps. X goes one place left after each, and W ``up`` places up."""
+        moves = [(i, j, *first(i, j)) for i, j in places]
+        return [
+            sum(x[i, (j + left + s) % q] @ w[(i + above + up * s) % q, j] for s in steps)
+            for i, j, left, above in moves
+        ]
+
+    def mistakes() -> Iterator[tuple[str, list[np.ndarray]]]:
+        def own(i: int, j: int) -> tuple[int, int]:
+            return 0, 0
+
+        def moved(i: int, j: int) -> tuple[int, int]:
+            return i, j
+
+        yield "nothing was moved, it is the product of the rank's own blocks", products(own, [0])
+        yield "the last of the q products is missing", products(moved, range(q - 1))
+        crossed = "X goes left and W goes down in between, or X right and W up"
+        yield crossed, products(moved, range(q), -1)
+        for words, first in FIRST.items():
+            yield words, products(first, range(q))
 
     def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
-        i, j = places[rank]
-        yield "nothing was moved before the first product", product(i, j, (0, 0), (1, 1))
-        yield "W was not moved before the first product", product(i, j, (i, 0), (1, 1))
-        yield "X was not moved before the first product", product(i, j, (0, j), (1, 1))
-        yield "X moves left and W moves down in between", product(i, j, (i, j), (1, -1))
-        yield "X moves right and W moves up in between", product(i, j, (i, j), (-1, 1))
-        yield "the first move has the wrong direction", product(i, j, (-i, -j), (1, 1))
-        yield "X moved by j and W by i before the first product", product(i, j, (j, i), (1, 1))
+        for words, every in mistakes():
+            if all(near(one, other, allowed) for one, other in zip(found, every, strict=True)):
+                yield words, found[rank]
 
     return first_wrong(
         "block of Y",
-        [result["y"][number] for result in results],
-        [sum(x[i, step] @ w[step, j] for step in range(q)) for i, j in places],
+        found,
+        right,
         terms=lambda rank: [
             (f"X_{places[rank][0]}{step} W_{step}{places[rank][1]}",
              x[places[rank][0], step] @ w[step, places[rank][1]]) for step in range(q)
@@ -168,7 +196,7 @@ cannon = Exercise(
     name="cannon",
     lab="08",
     asked=(
-        (PRODUCT, "on 2 x 2 and on 3 x 3 ranks: block (i, j) of X W on rank (i, j)"),
+        (PRODUCT, "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)"),
         (CALLS, "messages between two ranks only"),
         (SENT, "by each rank at most q blocks of X and q blocks of W"),
         (MEMORY, "in addition to x and w: two blocks of X and of W, y, and one product"),
