@@ -169,6 +169,13 @@ def stranger():
     dist.all_reduce(torch.ones(1), group=group)
 
 
+def to_itself():
+    import torch
+    import torch.distributed as dist
+
+    dist.isend(torch.ones(1), dist.get_rank())
+
+
 def product():
     import torch
     import torch.distributed as dist
@@ -185,8 +192,25 @@ def product():
         (tagged, "tag=3: messages of two ranks are matched in the order in which they are sent"),
         (stranger, "no member of it; legal: one that dist.new_group(ranks) has returned"),
         (product, "gloo has no such reduction"),
+        (to_itself, "a rank sends nothing to itself"),
     ],
 )
 def test_what_is_not_counted_is_refused(answer, words):
     [(notes, _)] = run(answer, ranks=2)
     assert words in repr(notes.verdict()), repr(notes.verdict())
+
+
+def asked_again():
+    import torch
+    import torch.distributed as dist
+
+    one = torch.ones(1)
+    for _ in range(3):
+        dist.all_reduce(one, group=dist.new_group([0, 1]))
+        dist.isend(one, 1).wait() if dist.get_rank() == 0 else dist.irecv(one, 0).wait()
+    return one.item()
+
+
+def test_a_group_that_is_asked_for_again_is_the_same():
+    [(notes, found)] = run(asked_again, ranks=2)
+    assert not notes.over and found.results == [8.0, 8.0], repr(notes.verdict())

@@ -223,6 +223,9 @@ class Plain:
     def _messages(
         self, group: Group, parts: list[tuple[str, Tensor, int]], tags: list[int]
     ) -> Work:
+        if group.context.rank in {peer for _, _, peer in parts}:
+            legal = "another rank of the group; within a rank, copy the tensor"
+            raise illegal("peer", group.context.rank, "a rank sends nothing to itself", legal)
         for tag in tags:
             if tag:
                 raise illegal("tag", tag, ORDER, "no tag, and the same order on both ranks")

@@ -15,9 +15,11 @@ bytes, a list.
 
 from __future__ import annotations
 
+import _weakrefset
 import contextlib
 import gc
 import sys
+import threading
 import tracemalloc
 from _tracemalloc import _get_traces
 from collections.abc import Callable, Iterator, Sequence
@@ -48,12 +50,14 @@ class Watch(PeakMemory):
     group    the `Watched` group of all ranks
     label    the ledger's phase for the calls to come
     open     calls that have not been waited for
+    groups   the `Watched` group of each group that was made
     names    torch.distributed's functions: (as the answer has them, the real ones)
     """
 
     def __init__(self, group: Group, number: int) -> None:
         super().__init__("cpu")
         self.label, self.open, self.most = "data", {}, 0
+        self.groups: dict[Group, Group] = {}
         self.names: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._blocks = self._traced = 0
         self.group = Watched(group, self, number)
@@ -115,7 +119,7 @@ class Watch(PeakMemory):
         found.peak = self.most - found.before
 
 
-NOT_THEIRS = ("<frozen ", OURS, tracemalloc.__file__)
+NOT_THEIRS = ("<frozen ", OURS, tracemalloc.__file__, threading.__file__, _weakrefset.__file__)
 
 
 class Section:
@@ -143,7 +147,9 @@ class Watched(Group):
     def subgroup(self, ranks: Sequence[int], *, axis: str) -> Group | None:
         with self.watch.within():
             made = self.group.subgroup(ranks, axis=axis)
-        return made and Watched(made, self.watch, self.number)
+        if made is not None and made not in self.watch.groups:  # asked for again, it is the same
+            self.watch.groups[made] = Watched(made, self.watch, self.number)
+        return made and self.watch.groups[made]
 
     def _noted(
         self, posted: Posted, op: str, rows: list[tuple[str, int, int]], phase: str | None
