@@ -9,10 +9,9 @@ ignores the order of outputs, and waits 2000 s for a kernel that is dead. With t
 - a cell that was never run, is skipped, or ignores its output without a reason in its metadata
   (``ignore_reason``) fails; so does one that rewrites an output after showing it;
 - a kernel that dies fails its cell at once; one that never began is started again;
-- a lab and its solution are one run. A cell that both have must be stored alike in both, which a
-  cell that depends on the learner's answer is not; every other cell of the solution runs in the
-  lab's kernel after the lab's last cell. So no cell is executed twice. A file in solutions/ has no
-  run of its own.
+- a lab and its solution are one run. A cell that both have and that is stored alike in both is run
+  once; every other cell of the solution, one that shows what the learner's answer does among them,
+  runs in the lab's kernel after the lab's last cell. A file in solutions/ has no run of its own.
 """
 
 from __future__ import annotations
@@ -127,13 +126,11 @@ class LabCell(IPyNbCell):
             )
         if self.cell.source.strip() and self.cell.execution_count is None:
             self.raise_cell_error("This stored cell was never run: build the lab with `make labs`")
-        if self.in_lab is None:
+        alike = self.in_lab is not None and self.compare_outputs(
+            self.in_lab.outputs, self.cell.outputs
+        )
+        if not alike:
             self._run()
-        elif not self.compare_outputs(self.in_lab.outputs, self.cell.outputs):
-            self.raise_cell_error(
-                "The lab has this cell too and stores other outputs",
-                "\n".join(self.comparison_traceback),
-            )
 
     def _run(self) -> None:
         self.parent.rewritten = False

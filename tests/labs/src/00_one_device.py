@@ -155,7 +155,7 @@ exercise
 ### ANSWER: model_states
 
 
-exercise.check(model_states, devices_needed)
+pl.exercises.model_states.check(model_states, devices_needed)
 
 # %% [markdown]
 # `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
@@ -174,7 +174,7 @@ exercise.check(model_states, devices_needed)
 ### ANSWER: model_states_other
 
 
-exercise.check(states_by_sum, devices_by_whole_numbers)
+pl.exercises.model_states.check(states_by_sum, devices_by_whole_numbers)
 
 # %% [markdown]
 # ## Activations: what forward saves for backward
@@ -411,7 +411,7 @@ exercise
 ### ANSWER: accumulate
 
 
-verdict = exercise.check(accumulate)
+verdict = pl.exercises.accumulate.check(accumulate)
 verdict
 
 # %% [markdown]
@@ -461,7 +461,7 @@ else:
 ### ANSWER: accumulate_other
 
 
-exercise.check(accumulate_by_scaling)
+pl.exercises.accumulate.check(accumulate_by_scaling)
 
 # %% [markdown]
 # ## The second wall is time
@@ -508,7 +508,7 @@ exercise
 ### ANSWER: peak_estimate
 
 
-exercise.check(peak_estimate)
+pl.exercises.peak_estimate.check(peak_estimate)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The peak is the largest of a few moments,
@@ -527,7 +527,7 @@ exercise.check(peak_estimate)
 ### ANSWER: peak_estimate_other
 
 
-exercise.check(peak_by_moments)
+pl.exercises.peak_estimate.check(peak_by_moments)
 
 # %% [markdown]
 # ## What to remember

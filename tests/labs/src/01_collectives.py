@@ -161,7 +161,7 @@ exercise
 ### ANSWER: all_gather_half
 
 
-exercise.check(ring_all_gather)
+pl.exercises.all_gather_half.check(ring_all_gather)
 
 # %% [markdown]
 # `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
@@ -182,7 +182,7 @@ exercise.check(ring_all_gather)
 ### ANSWER: all_gather_half_other
 
 
-exercise.check(the_other_way_round)
+pl.exercises.all_gather_half.check(the_other_way_round)
 
 # %% [markdown]
 # ## The volume of every collective, and what S is
@@ -641,7 +641,7 @@ exercise
 ### ANSWER: ring_all_reduce
 
 
-verdict = exercise.check(ring_all_reduce)
+verdict = pl.exercises.ring_all_reduce.check(ring_all_reduce)
 verdict
 
 # %% [markdown]
@@ -706,7 +706,7 @@ else:
 ### ANSWER: ring_all_reduce_other
 
 
-exercise.check(ring_to_the_left)
+pl.exercises.ring_all_reduce.check(ring_to_the_left)
 
 # %% [markdown]
 # **Your turn (go further).** Two kinds of links: write the hierarchical all-reduce, with process
@@ -720,7 +720,7 @@ exercise
 ### ANSWER: hierarchical_all_reduce
 
 
-exercise.check(hierarchical_all_reduce)
+pl.exercises.hierarchical_all_reduce.check(hierarchical_all_reduce)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Between the two halves of the inner
@@ -738,7 +738,7 @@ exercise.check(hierarchical_all_reduce)
 ### ANSWER: hierarchical_all_reduce_other
 
 
-exercise.check(by_all_to_all)
+pl.exercises.hierarchical_all_reduce.check(by_all_to_all)
 
 # %% [markdown]
 # ## What to remember

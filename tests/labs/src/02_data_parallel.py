@@ -84,7 +84,7 @@ warm_up
 ### ANSWER: average_gradients
 
 
-warm_up.check(average_gradients)
+pl.exercises.average_gradients.check(average_gradients)
 
 # %% [markdown]
 # `warm_up.hint()` gives one hint at a time, and `warm_up.solution()` shows an answer.
@@ -104,7 +104,7 @@ warm_up.check(average_gradients)
 ### ANSWER: average_gradients_other
 
 
-warm_up.check(average_in_one_message)
+pl.exercises.average_gradients.check(average_in_one_message)
 
 # %% [markdown]
 # ## A rank sends less than two copies of the gradients
@@ -380,7 +380,7 @@ exercise
 ### ANSWER: my_ddp
 
 
-verdict = exercise.check(MyDDP)
+verdict = pl.exercises.my_ddp.check(MyDDP)
 verdict
 
 # %% [markdown]
@@ -410,7 +410,7 @@ verdict
 ### ANSWER: my_ddp_other
 
 
-exercise.check(BucketViews)
+pl.exercises.my_ddp.check(BucketViews)
 
 # %% [markdown]
 # ## Your own DDP trains the GPT
@@ -620,7 +620,7 @@ further
 ### ANSWER: sync_pass
 
 
-further.check(my_pass)
+pl.exercises.sync_pass.check(my_pass)
 
 # %% [markdown] tags=["solution-only"]
 # Why it works: the program already says where each gradient is complete, and `all_reduce` only
@@ -638,7 +638,7 @@ further.check(my_pass)
 ### ANSWER: sync_pass_other
 
 
-further.check(in_halves)
+pl.exercises.sync_pass.check(in_halves)
 
 # %% [markdown]
 # ## What to remember

@@ -509,7 +509,7 @@ executor
 ### ANSWER: pipeline_executor
 
 
-verdict = executor.check(pipeline_step)
+verdict = pl.exercises.pipeline_executor.check(pipeline_step)
 verdict
 
 # %% [markdown]
@@ -536,7 +536,7 @@ verdict
 ### ANSWER: pipeline_executor_other
 
 
-executor.check(pipeline_step_ahead)
+pl.exercises.pipeline_executor.check(pipeline_step_ahead)
 
 # %% [markdown]
 # ## Your executor trains the GPT
@@ -600,7 +600,7 @@ chunked
 ### ANSWER: interleaved_executor
 
 
-chunked.check(interleaved_step)
+pl.exercises.interleaved_executor.check(interleaved_step)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** A rank's messages to a neighbour leave in the order of its list, and every rank
@@ -620,7 +620,7 @@ chunked.check(interleaved_step)
 ### ANSWER: interleaved_executor_other
 
 
-chunked.check(interleaved_step_posted)
+pl.exercises.interleaved_executor.check(interleaved_step_posted)
 
 # %% [markdown]
 # ## What to remember

@@ -321,7 +321,7 @@ clinic
 ### ANSWER: deadlock_clinic
 
 
-clinic.check(fixed)
+pl.exercises.deadlock_clinic.check(fixed)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** A cycle of waits needs one rank that has put something before an action that
@@ -348,7 +348,7 @@ exercise
 ### ANSWER: own_schedule
 
 
-verdict = exercise.check(my_schedule)
+verdict = pl.exercises.own_schedule.check(my_schedule)
 verdict
 
 # %% [markdown]
@@ -397,7 +397,7 @@ def by_rule(pp, microbatches):
     return lists
 
 
-exercise.check(by_rule)
+pl.exercises.own_schedule.check(by_rule)
 
 # %% [markdown]
 # ## Your schedule trains the GPT
@@ -429,7 +429,7 @@ targets
 ### ANSWER: better_schedules
 
 
-reached = targets.check(first, second, third)
+reached = pl.exercises.better_schedules.check(first, second, third)
 reached
 
 # %%
@@ -459,7 +459,7 @@ alive if reached else "write first, second and third"
 ### ANSWER: better_schedules_other
 
 
-targets.check(from_1f1b, second_by_rule, third_by_rule)
+pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 
 # %% [markdown]
 # ## What to remember

@@ -79,7 +79,7 @@ warm_up
 ### ANSWER: zero_step
 
 
-warm_up.check(MyZero1)
+pl.exercises.zero_step.check(MyZero1)
 
 # %% [markdown]
 # `warm_up.hint()` gives one hint at a time, and `warm_up.solution()` shows an answer.
@@ -98,7 +98,7 @@ warm_up.check(MyZero1)
 ### ANSWER: zero_step_other
 
 
-warm_up.check(ShardedSGD)
+pl.exercises.zero_step.check(ShardedSGD)
 
 # %% [markdown]
 # What if the all-gather is left out, so that every rank updates its part and no rank tells the
@@ -325,7 +325,7 @@ exercise
 ### ANSWER: my_zero3
 
 
-verdict = exercise.check(MyZero3)
+verdict = pl.exercises.my_zero3.check(MyZero3)
 verdict
 
 # %% [markdown] tags=["solution-only"]
@@ -352,7 +352,7 @@ verdict
 ### ANSWER: my_zero3_other
 
 
-exercise.check(SavedTensorHooks)
+pl.exercises.my_zero3.check(SavedTensorHooks)
 
 # %% [markdown]
 # ## Your own ZeRO-3 trains the GPT

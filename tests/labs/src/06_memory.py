@@ -222,7 +222,7 @@ exercise
 ### ANSWER: checkpoint
 
 
-exercise.check(my_checkpoint)
+pl.exercises.checkpoint.check(my_checkpoint)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Inside `forward` of an autograd function gradients are switched off, so the
@@ -246,7 +246,7 @@ exercise.check(my_checkpoint)
 ### ANSWER: checkpoint_other
 
 
-exercise.check(my_checkpoint)
+pl.exercises.checkpoint.check(my_checkpoint)
 
 # %% [markdown]
 # Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
@@ -639,7 +639,7 @@ next(iter(clinic.patients.values())).chart()
 ### ANSWER: memory_clinic
 
 
-clinic.check(treatment)
+pl.exercises.memory_clinic.check(treatment)
 
 # %% [markdown]
 # ## Go further: an estimator that is right to the byte
@@ -652,7 +652,7 @@ ledger
 ### ANSWER: memory_estimator
 
 
-ledger.check(my_estimate)
+pl.exercises.memory_estimator.check(my_estimate)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Every category is one idea: states are Ψ times a width, divided by N from the
@@ -669,7 +669,7 @@ ledger.check(my_estimate)
 ### ANSWER: memory_estimator_other
 
 
-ledger.check(my_estimate)
+pl.exercises.memory_estimator.check(my_estimate)
 
 # %% [markdown]
 # ## What to remember

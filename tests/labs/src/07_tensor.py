@@ -156,7 +156,7 @@ warm_up
 ### ANSWER: f_and_g
 
 
-verdict_f_g = warm_up.check(f, g)
+verdict_f_g = pl.exercises.f_and_g.check(f, g)
 verdict_f_g
 
 # %% [markdown] tags=["solution-only"]
@@ -170,7 +170,7 @@ verdict_f_g
 ### ANSWER: f_and_g_other
 
 
-warm_up.check(f, g)
+pl.exercises.f_and_g.check(f, g)
 
 # %% [markdown]
 # ## An MLP on t ranks
@@ -186,7 +186,7 @@ mlp_exercise
 ### ANSWER: tensor_mlp
 
 
-verdict_mlp = mlp_exercise.check(MyMLP)
+verdict_mlp = pl.exercises.tensor_mlp.check(MyMLP)
 verdict_mlp
 
 # %% [markdown] tags=["solution-only"]
@@ -199,7 +199,7 @@ verdict_mlp
 ### ANSWER: tensor_mlp_other
 
 
-mlp_exercise.check(MyMLP)
+pl.exercises.tensor_mlp.check(MyMLP)
 
 # %% [markdown]
 # ## Attention by heads
@@ -216,7 +216,7 @@ attention_exercise
 ### ANSWER: tensor_attention
 
 
-verdict_attention = attention_exercise.check(MyAttention)
+verdict_attention = pl.exercises.tensor_attention.check(MyAttention)
 verdict_attention
 
 # %% [markdown]
@@ -234,7 +234,7 @@ verdict_attention
 ### ANSWER: tensor_attention_other
 
 
-attention_exercise.check(MyAttention)
+pl.exercises.tensor_attention.check(MyAttention)
 
 # %% [markdown]
 # ## Your layers train a GPT
@@ -428,7 +428,7 @@ loss_exercise
 ### ANSWER: vocab_parallel_loss
 
 
-loss_exercise.check(vocab_parallel_loss)
+pl.exercises.vocab_parallel_loss.check(vocab_parallel_loss)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The two sums can share one message, as they are both sums over ranks; the
@@ -442,7 +442,7 @@ loss_exercise.check(vocab_parallel_loss)
 ### ANSWER: vocab_parallel_loss_other
 
 
-loss_exercise.check(vocab_parallel_loss)
+pl.exercises.vocab_parallel_loss.check(vocab_parallel_loss)
 
 # %% [markdown]
 # ## Sequence parallelism: an all-reduce in two halves

@@ -89,7 +89,7 @@ warm_up
 ### ANSWER: grid_groups
 
 
-warm_up.check(row_and_column)
+pl.exercises.grid_groups.check(row_and_column)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** `dist.new_group` is itself a collective: all ranks of the world take part in
@@ -101,7 +101,7 @@ warm_up.check(row_and_column)
 ### ANSWER: grid_groups_other
 
 
-warm_up.check(row_and_column)
+pl.exercises.grid_groups.check(row_and_column)
 
 # %% [markdown]
 # ## SUMMA sends (q−1)(MK + KN) forward and twice that backward
@@ -140,7 +140,7 @@ exercise
 ### ANSWER: summa
 
 
-exercise.check(MySumma)
+pl.exercises.summa.check(MySumma)
 
 # %% [markdown]
 # Stuck? `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
@@ -157,7 +157,7 @@ exercise.check(MySumma)
 ### ANSWER: summa_other
 
 
-exercise.check(MySumma)
+pl.exercises.summa.check(MySumma)
 
 # %% [markdown]
 # ## 2.5D and 3D: copies of W, or a cube
@@ -457,7 +457,7 @@ further
 ### ANSWER: cannon
 
 
-further.check(cannon)
+pl.exercises.cannon.check(cannon)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** After the first move rank (i, j) has $X_{i,i+j}$ and $W_{i+j,j}$, which have
@@ -471,7 +471,7 @@ further.check(cannon)
 ### ANSWER: cannon_other
 
 
-further.check(cannon)
+pl.exercises.cannon.check(cannon)
 
 # %% [markdown]
 # ## What to remember

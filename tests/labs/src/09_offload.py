@@ -220,7 +220,7 @@ warm_up
 ### ANSWER: bandwidth
 
 
-warm_up.check(bandwidth_needed)
+pl.exercises.bandwidth.check(bandwidth_needed)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** e (IB + P) = IB, so IB (1 − e) = eP. With I = 8 bs/moved this is B. **Common
@@ -231,7 +231,7 @@ warm_up.check(bandwidth_needed)
 ### ANSWER: bandwidth_other
 
 
-warm_up.check(bandwidth_needed)
+pl.exercises.bandwidth.check(bandwidth_needed)
 
 # %% [markdown]
 # Now this machine: its measured device and disk, and the bytes of the plan with files. Twice as
@@ -274,7 +274,7 @@ exercise
 ### ANSWER: streamed_optimizer
 
 
-exercise.check(MyStreamedAdamW)
+pl.exercises.streamed_optimizer.check(MyStreamedAdamW)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** AdamW is elementwise: element i of the new state depends on element i of the old
@@ -293,7 +293,7 @@ exercise.check(MyStreamedAdamW)
 ### ANSWER: streamed_optimizer_other
 
 
-exercise.check(MyStreamedAdamW)
+pl.exercises.streamed_optimizer.check(MyStreamedAdamW)
 
 # %% [markdown]
 # Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
@@ -504,7 +504,7 @@ puzzle
 ### ANSWER: stream
 
 
-puzzle.check(my_stream)
+pl.exercises.stream.check(my_stream)
 
 # %% [markdown]
 # The picture of your order, or, as long as there is none, of one unit after the other. The dashed

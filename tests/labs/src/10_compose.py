@@ -67,7 +67,7 @@ warm_up
 ### ANSWER: mesh_groups
 
 
-warm_up.check(mesh_groups)
+pl.exercises.mesh_groups.check(mesh_groups)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** `torch.arange(n).reshape(pp, dp, tp)` is the formula above. Moving one axis to
@@ -83,7 +83,7 @@ warm_up.check(mesh_groups)
 ### ANSWER: mesh_groups_other
 
 
-warm_up.check(mesh_groups)
+pl.exercises.mesh_groups.check(mesh_groups)
 
 # %% [markdown]
 # ## Three axes at once are still the same training
@@ -520,7 +520,7 @@ exercise
 ### ANSWER: mesh_step
 
 
-verdict = exercise.check(mesh_step)
+verdict = pl.exercises.mesh_step.check(mesh_step)
 verdict
 
 # %% [markdown]
@@ -542,7 +542,7 @@ verdict
 ### ANSWER: mesh_step_other
 
 
-exercise.check(mesh_step)
+pl.exercises.mesh_step.check(mesh_step)
 
 # %% [markdown]
 # ## Your step trains the GPT, next to the library's plan
@@ -587,7 +587,7 @@ planner
 ### ANSWER: place
 
 
-planner.check(my_planner)
+pl.exercises.place.check(my_planner)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The formulas above leave few plans worth a question: model parallelism as small

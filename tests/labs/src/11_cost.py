@@ -215,7 +215,7 @@ warm_up
 ### ANSWER: days_and_mfu
 
 
-warm_up.check(days_and_mfu)
+pl.exercises.days_and_mfu.check(days_and_mfu)
 
 # %% [markdown]
 # ## Implement: what does a training cost?
@@ -229,7 +229,7 @@ exercise
 ### ANSWER: training_cost
 
 
-exercise.check(step_flops, training_days, states_per_device)
+pl.exercises.training_cost.check(step_flops, training_days, states_per_device)
 
 # %% [markdown]
 # If you are stuck, `exercise.hint()` gives one hint at a time.
@@ -332,7 +332,7 @@ further
 ### ANSWER: own_fit
 
 
-further.check(own_fit)
+pl.exercises.own_fit.check(own_fit)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The mean of logarithms treats an error by a factor of two alike, whether the
@@ -347,7 +347,7 @@ further.check(own_fit)
 ### ANSWER: own_fit_other
 
 
-further.check(own_fit)
+pl.exercises.own_fit.check(own_fit)
 
 # %% [markdown]
 # ## Where the other half of a step goes

@@ -126,7 +126,7 @@ warm_up
 ### ANSWER: stage_memory
 
 
-warm_up.check(stage_parameters, in_flight)
+pl.exercises.stage_memory.check(stage_parameters, in_flight)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Tensor parallelism shards a weight and the bias of a column-parallel layer. The
@@ -142,7 +142,7 @@ warm_up.check(stage_parameters, in_flight)
 ### ANSWER: stage_memory_other
 
 
-warm_up.check(stage_parameters, in_flight)
+pl.exercises.stage_memory.check(stage_parameters, in_flight)
 
 # %% [markdown]
 # ## One rank sends more than a terabyte
@@ -391,7 +391,7 @@ exercise
 ### ANSWER: rank_sends
 
 
-exercise.check(rank_sends)
+pl.exercises.rank_sends.check(rank_sends)
 
 # %% [markdown]
 # If you are stuck, `exercise.hint()` gives one hint at a time.
@@ -409,7 +409,7 @@ exercise.check(rank_sends)
 ### ANSWER: rank_sends_other
 
 
-exercise.check(rank_sends)
+pl.exercises.rank_sends.check(rank_sends)
 
 # %% [markdown]
 # ## Go further: a plan with fewer days
@@ -423,7 +423,7 @@ further
 ### ANSWER: trillion_plan
 
 
-further.check(my_plan)
+pl.exercises.trillion_plan.check(my_plan)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Selective recomputation with sequence parallelism saves most of the third
@@ -438,7 +438,7 @@ further.check(my_plan)
 ### ANSWER: trillion_plan_other
 
 
-further.check(my_plan)
+pl.exercises.trillion_plan.check(my_plan)
 
 # %% [markdown]
 # ## What to remember
