@@ -9,6 +9,7 @@ margin has every rank's total.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -186,6 +187,8 @@ def schedules(named: Mapping[str, Any], **seconds: float) -> Chart:
     best, worst = (f(made, key=lambda name: made[name].makespan) for f in (min, max))
     times = made[worst].makespan / made[best].makespan
     said = f"{theme.text(worst)} takes {times:.2f} times as long as {theme.text(best)}"
+    if len(made) > 1 and math.isclose(times, 1.0):
+        said = f"{', '.join(map(theme.text, made))} take the same time"
     if len(sections) == 1:
         said = _bubble_of(best, made[best].bubble_rate)
     fig, summary = timeline_rows.drawn(sections, said, "predicted", []), " | ".join(made)
