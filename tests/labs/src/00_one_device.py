@@ -55,7 +55,9 @@ view.bytes_bars(
 # paralab compiles a **plan** (how a model is to be trained) to the same step as a list of
 # instructions. With one device the list holds nothing but these three phases. A block is one
 # transformer layer (attention and an MLP); *mb* is a micro-batch, the samples that go through the
-# model together; *frees* says what is not needed any more.
+# model together; *frees* names the values whose memory ends there: `x`, the input of the block;
+# `saved`, its activations; `g`, the gradient of the block's output; `grad`, the gradient of its
+# parameters.
 
 # %%
 model = pl.ModelSpec(layers=4, hidden=256, heads=4, seq_len=128, attention="explicit")
@@ -71,11 +73,13 @@ pl.program(model, plan)
 # | Ψ | parameters of the model, a count |
 # | L, h, a, V | layers (blocks), hidden size, heads, vocabulary |
 # | s, b, m | tokens of a sequence, samples of a micro-batch, micro-batches of a step |
+# | B | samples of a step, m · b |
 # | K | bytes of model state per parameter |
 # | M | bytes of memory |
 # | C | FLOPs (floating-point operations) |
 # | D | tokens that a model is trained on |
 # | g | gradient |
+# | η, ε | learning rate and small constant of AdamW |
 #
 # ## Model states: K bytes for each of Ψ parameters
 #
@@ -90,8 +94,8 @@ guess
 
 # %% [markdown]
 # Now train: one real process (a **rank**; on a cluster there is one for each device), real text
-# (the source code of Python's standard library), three steps. Meanwhile a ledger writes down when
-# each tensor comes and goes. The table has the most that each category reached in a step.
+# (the source code of Python's standard library), three steps. Meanwhile a ledger records when each
+# tensor is allocated and freed. The table shows the maximum of each category in a step.
 
 # %%
 report = pl.run(model, plan, steps=3, progress=False)
@@ -104,8 +108,10 @@ kept = most["bytes"][["parameters", "gradients", "optimizer"]]
 guess.reveal(round(kept.sum() / model.num_params))
 
 # %% [markdown]
-# Three of the categories are the **model states**: the weight, its gradient, and the
-# two moments of AdamW, which are running means of the gradient and of its square.
+# Three of the categories are the **model states**: the weight, its gradient, and the two moments of
+# AdamW, which are running means of the gradient and of its square. Of the others, *workspace* is
+# temporary tensors of a single operation, *buffers* is here the causal mask, and *other* is small
+# scalars such as the loss.
 #
 # $$M_\text{states} = K\,\Psi, \qquad
 # K_\text{fp32} = \underbrace{4}_\text{weight} + \underbrace{4}_\text{gradient}
@@ -132,18 +138,18 @@ print(f"the difference is {kept.sum() - 16 * psi} bytes: a step counter (4 bytes
 print(f"{len(model.parameter_shapes())} tensors, which AdamW keeps to correct its means")
 
 # %% [markdown]
-# ### With 16-bit weights it is sixteen again
+# ### Mixed precision also needs 16 bytes per parameter
 #
 # Large models compute with 16-bit weights and gradients, which halves two terms. But small updates
-# vanish in 16 bits: next to a weight of 1, the smallest step that bf16 can represent is 1/128. So
-# the optimizer keeps a 32-bit **master copy** of the weights
+# vanish in 16 bits: the next bf16 number above 1 is 1 + 1/128, so a change of less than half of
+# that is lost. So the optimizer keeps a 32-bit **master copy** of the weights
 # ([ZeRO](https://arxiv.org/abs/1910.02054), sec. 3.1):
 #
 # $$K_\text{mixed} = \underbrace{2}_\text{weight} + \underbrace{2}_\text{gradient}
 # + \underbrace{4 + 4 + 4}_\text{master copy, two moments} = 2 + 2 + 12 = 16.$$
 #
 # (The paper calls the 12 alone K. Implementations that also keep 32-bit gradients have 18 or 20.)
-# This is the answer to the opening question: 7.47 billion parameters at 16 bytes each are 119 GB.
+# This is the answer to the opening question: 7.47 billion parameters at 16 bytes each are 119.5 GB.
 #
 # **Your turn (warm-up).** Write both as functions, for any recipe of bytes per parameter.
 
@@ -161,7 +167,7 @@ pl.exercises.model_states.check(model_states, devices_needed)
 # `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** The states depend on the recipe, and of the model on one number only.
+# **Why it works.** The states depend on the recipe and on one number of the model, Ψ.
 #
 # **Common mistakes.** Counting the output matrix twice although it is tied to the embedding;
 # counting $12Lh^2$, which leaves out embeddings, biases and norms; dividing by $2^{30}$ instead of
@@ -218,8 +224,9 @@ print(f"16 s b = {16 * s * b:,} more are the statistics of the norms")
 print(f"the ledger of the run agrees: {most['bytes']['activations'] == four}")
 
 # %% [markdown]
-# The second formula needs no run. For GPT-3 the term $5as/h$ is larger than 34: the table of every
-# token against every other outweighs all matrices. (Lab 06 shows how not to keep it.)
+# The 16-bit formula needs no run. In all four models below $5as/h$ is larger than 34: the attention
+# scores take more memory than all other activations of the block together. (Lab 06 shows how to
+# avoid storing them.)
 
 # %%
 import pandas as pd
@@ -272,7 +279,11 @@ changed = {
 question.reveal(3, "The scores of attention, a s² b, grow with the square of s.")
 
 # %% [markdown]
+# Twice the width gives less than twice, because the scores do not depend on $h$.
+#
 # Try other sizes: the bars move while you drag, and *Run it* trains the model that you have set.
+# The bar adds up the maximum of each category; the next section shows that these do not come at the
+# same time.
 
 # %%
 knobs = view.widgets.memory(model)
@@ -282,7 +293,7 @@ knobs
 # %% [markdown]
 # ## The peak is less than the sum
 #
-# States and activations are not all there at once: backward uses activations up, block by block,
+# States and activations are not all there at once: backward frees the activations block by block,
 # while gradients appear. The memory that a device must have is the **peak** over the step,
 # $M_\text{peak} = \max_t M(t)$. When does it come?
 
@@ -309,7 +320,7 @@ moment.reveal(2, "Nearly all activations are still kept, and the first gradients
 #
 # Good training wants a batch of thousands of samples, but activations grow with the samples that
 # are in the model at once. **Gradient accumulation** separates the two. The loss of a batch is a
-# mean over its samples, and so is its gradient. Cut a batch of $B = mb$ samples into $m$
+# mean over its samples, and so is its gradient. Cut a batch of $B = m \cdot b$ samples into $m$
 # micro-batches of $b$ samples:
 #
 # $$g = \frac{1}{B}\sum_{i=1}^{B} g_i
@@ -333,11 +344,14 @@ view.memory_bars(
 )
 
 # %% [markdown]
+# The 10 MB more than one batch of 8 are mostly the gradients, which are all there from the second
+# micro-batch on.
+#
 # ### Two mistakes that raise no error
 #
 # **The missing division.** Without the $1/m$ the gradient is $m$ times too large. The optimizer
 # that most people use hides it. In its first step AdamW's means are $\hat m = g$ and
-# $\hat v = g^2$, so it changes each weight by
+# $\hat v = g^2$, so, weight decay left out, it changes each weight by
 #
 # $$\Delta w = -\eta\,\frac{\hat m}{\sqrt{\hat v} + \epsilon} \approx -\eta\,\frac{g}{|g|},$$
 #
@@ -369,7 +383,7 @@ for optimizer in ("adamw", "sgd"):
 # With AdamW the bug shows late and elsewhere: gradient clipping and the logged gradient norm are
 # wrong. Never use AdamW to test whether gradients are right.
 #
-# **The graph that is kept.** The function below divides correctly, and its gradients are right.
+# **Memory that grows with $m$.** The function below divides correctly, and its gradients are right.
 # But something is wrong with its memory:
 
 
@@ -473,9 +487,10 @@ pl.exercises.accumulate.check(accumulate_by_scaling)
 #
 # $$C \approx 6\,\Psi\,D.$$
 #
-# How long is that for 300 billion tokens, on one device that reaches 150 TFLOP/s (half of an
-# A100's peak)? The exact count adds the scores of attention, which have no
-# parameters.
+# How long is that for 300 billion tokens, on one device that reaches 150 TFLOP/s (half of an A100's
+# peak)? The exact count adds the scores of attention, which have no parameters: $12Lsh$ FLOPs per
+# token, about $s/6h$ of the rest. That is 8 % for the model of 7.5 billion parameters and 3 % for
+# GPT-3.
 
 # %%
 tokens, speed, year = 300e9, 150e12, 365 * 86400
@@ -491,10 +506,10 @@ for name in ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t"):
 pd.DataFrame.from_dict(rows, orient="index").round(1)
 
 # %% [markdown]
-# For the two largest, even a device with enough memory would take decades or centuries. So the
-# work has to be split, and there are only so many ways: by samples (data parallelism, lab 02), by
-# layers (pipelines, 03), by who keeps which state (ZeRO, 05), inside a layer (tensor parallelism,
-# 07), or by moving state to slower memory (offload, 09).
+# For the two largest, even a device with enough memory would take decades or centuries. So the work
+# has to be split, and there are five ways in this course: by samples (data parallelism, lab 02), by
+# layers (pipelines, 03), by sharding the model states (ZeRO, 05), inside a layer (tensor
+# parallelism, 07), or by moving state to slower memory (offload, 09).
 #
 # **Your turn (go further).** Predict the peak of a whole step, activations and temporary tensors
 # included, within 5 %, without running or compiling anything. This is what a memory estimator
@@ -515,6 +530,12 @@ pl.exercises.peak_estimate.check(peak_estimate)
 # and each is a sum of what is alive then. With a large vocabulary it is the backward of the output
 # matrix, when the gradient of the logits is there; with a long sequence that of the scores; with a
 # wide model and few tokens it is the update, when all gradients are there and no activations.
+#
+# Where the terms in $sbh$ come from: in the MLP's backward there are the gradient of GeLU's output
+# ($16sbh$), of its input ($16sbh$) and of the residual stream ($4sbh$), together $36sbh$; the saved
+# input of *MLP down* ($16sbh$) is freed by then. At the scores there are the gradients of the
+# softmax output and of its input, $2 \cdot 4as^2b$; what was saved for *MLP down* (16), GeLU (16),
+# *MLP up* (4) and the second norm (4) is freed, which is $40sbh$.
 #
 # **Common mistakes.** Adding all gradients to all activations ($m = 1$); forgetting that with
 # $m > 1$ all gradients are there from the second micro-batch on; leaving out the logits ($4sbV$
@@ -537,8 +558,8 @@ pl.exercises.peak_estimate.check(peak_by_moments)
 # 2. Activations come on top: they grow with the tokens in the micro-batch, and the scores with the
 #    square of the sequence.
 # 3. What has to fit is the peak over time, which usually comes early in backward.
-# 4. Gradient accumulation decouples the batch from the memory; divide by the samples, and call
-#    `backward()` for each micro-batch.
+# 4. With gradient accumulation the batch can grow without more activations. Weight each micro-batch
+#    by its share of the samples, and call `backward()` for each micro-batch.
 # 5. AdamW hides a wrong factor in the gradients. Test with SGD.
 #
 # $$M_\text{states} = K\Psi,\ K = 16 \qquad
@@ -556,13 +577,15 @@ pl.exercises.peak_estimate.check(peak_by_moments)
 # | what | PyTorch | DeepSpeed (JSON) | Megatron-LM |
 # |---|---|---|---|
 # | micro-batch $b$ | your `DataLoader` | `train_micro_batch_size_per_gpu` | `--micro-batch-size` |
-# | accumulation $m$ | your loop | `gradient_accumulation_steps` | `--global-batch-size` |
+# | accumulation $m$ | your loop | `gradient_accumulation_steps` | `--global-batch-size` ¹ |
 # | clipping | `clip_grad_norm_` | `gradient_clipping` | `--clip-grad` |
 # | peak | `torch.cuda.max_memory_allocated()` | `see_memory_usage` | `--log-memory-interval` |
 #
-# One line of the loop above is a knob for memory too: `optimizer.zero_grad(set_to_none=True)`, the
-# default, frees the gradients; with `False` they are filled with zeros and stay through forward.
-# PyTorch itself runs here, observed:
+# ¹ $m$ is this number divided by $b$ times the data-parallel ranks.
+#
+# One of the four lines at the start of this lab changes the memory too:
+# `optimizer.zero_grad(set_to_none=True)`, the default, frees the gradients; with `False` they are
+# filled with zeros and stay through forward. PyTorch itself runs here, observed:
 
 
 # %%
