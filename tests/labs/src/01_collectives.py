@@ -29,12 +29,11 @@ from paralab import view
 view.ring(4)
 
 # %% [markdown]
-# Four ranks (a **rank** is one process with one device) each hold a buffer, and all
-# of them need the sum of the four. Each cuts its buffer into four chunks. In every step each rank
-# sends one chunk to the next rank, and the number in a box says how many ranks' terms the chunk
-# contains by then. After six steps every rank has every sum. The rest of this lab is about this
-# picture: why these steps, how many bytes they are, how long they take, and what PyTorch and NCCL
-# make of it.
+# Four ranks (a **rank** is one process with one device) each hold a buffer, and all of them need
+# the sum of the four. Each cuts its buffer into four chunks. In every step each rank sends one
+# chunk to the next rank, and the number in a box says how many ranks' terms the chunk contains by
+# then. After six steps every rank has every sum. The rest of this lab is about this picture: why
+# these steps, how many bytes they are, how long they take, and how PyTorch and NCCL use it.
 #
 # | symbol | meaning |
 # |---|---|
@@ -115,10 +114,11 @@ guess
 # $$\text{sent} = \underbrace{(N-1)\frac{S}{N}}_\text{reduce-scatter}
 # + \underbrace{(N-1)\frac{S}{N}}_\text{all-gather} = 2\,\frac{N-1}{N}\,S.$$
 #
-# Never more than $2S$, however many ranks there are. Nor can the ranks send less on average, if
-# none of them may be a bottleneck. For each element, $N$ terms must become one, so $N-1$ times
-# some rank sends away what it has; and $N-1$ ranks must learn the result, which takes $N-1$ more
-# sends. That is $2(N-1)S$ bytes for all elements, $2(N-1)S/N$ per rank (Patarasuk and Yuan,
+# Never more than $2S$, however many ranks there are. Nor can the ranks send less on average, as
+# long as only ranks add (some switches can add too). For each element, $N$ terms must become one,
+# so $N-1$ times some rank sends away what it has; and $N-1$ ranks must learn the result, which
+# takes $N-1$ more sends. That is $2(N-1)S$ bytes for all elements, $2(N-1)S/N$ per rank; the rank
+# that sends the most cannot send less than this average (Patarasuk and Yuan,
 # [2009](https://doi.org/10.1016/j.jpdc.2008.09.002), theorem 1).
 #
 # `pl.trace` runs a function that gets paralab's own `group` of ranks; the library's ring is in
@@ -171,9 +171,9 @@ pl.exercises.all_gather_half.check(ring_all_gather)
 # received in step t − 1, so each chunk travels once around the ring. A chunk is a view of the
 # tensor: what is received into it is in place.
 #
-# **Common mistakes.** Starting with chunk r instead of r + 1; sending before anything is received
-# in a call of its own (deadlock); receiving into a buffer and copying, which needs memory; sending
-# the whole tensor.
+# **Common mistakes.** Starting with chunk r instead of r + 1; a send that is waited for before the
+# receive is posted (deadlock); receiving into a buffer and copying, which needs memory; sending the
+# whole tensor.
 #
 # **A second answer** lets the chunks travel to the left.
 
@@ -187,17 +187,16 @@ pl.exercises.all_gather_half.check(the_other_way_round)
 # %% [markdown]
 # ## The volume of every collective, and what S is
 #
-# A formula for traffic is useless without saying which tensor it is about. S is the *whole*: what
-# an all-gather returns, what a reduce-scatter gets. With the *shard* $s = S/N$, the same
-# all-gather is
+# A formula for traffic must say which tensor it is about. S is the *whole*: what an all-gather
+# returns, what a reduce-scatter gets. With the *shard* of $S/N$ bytes, the same all-gather is
 #
-# $$\frac{N-1}{N}\,S = (N-1)\,s.$$
+# $$\frac{N-1}{N}\,S = (N-1)\cdot\frac{S}{N}.$$
 #
-# This is what [distrifuser #10](https://github.com/mit-han-lab/distrifuser/issues/10) is about:
-# how a paper's table of communication was computed. The maintainer's answer counts $s(n-1)\cdot 2$
-# for a ring all-gather, with s the *elements* of one device's buffer and 2 bytes for fp16. For the
-# all-reduce in the same answer, s is the whole tensor. Both follow from this table; the right
-# column was counted while the calls ran.
+# This is what [distrifuser #10](https://github.com/mit-han-lab/distrifuser/issues/10) is about: how
+# a paper's table of communication was computed. The maintainer's answer counts $e(n-1)\cdot 2$ for
+# a ring all-gather, with e the *elements* of one device's buffer (s in the answer and in the output
+# below) and 2 bytes for fp16. For the all-reduce in the same answer, the same letter is the whole
+# tensor. Both follow from the next table; its column *counted* was counted while the calls ran.
 
 # %%
 from paralab.theory.traffic import wire_bytes
@@ -242,10 +241,11 @@ print(f"s (n-1) 2 with s = {shard:,} elements: {by_shard:,} bytes; (N-1)/N S: {b
 # %% [markdown]
 # ## The call's name is not what is sent
 #
-# All counts so far were made where a call is made. Is that really what leaves the process? Ranks
-# of one machine talk through the loopback interface, and the kernel counts each byte on it. Ranks
-# are held at a gate before and after each call while the counter is read. (Bytes of all four ranks
-# together.)
+# All counts so far were made where a call is made. Is that really what leaves the process? Ranks of
+# one machine talk through the loopback interface, and the kernel counts each byte on it. Ranks are
+# held at a gate before and after each call while the counter is read. (Bytes of all four ranks
+# together; *ratio* is kernel over theory; *native* is a call of `torch.distributed` itself, which
+# the ledger does not count.)
 
 # %% tags=["measured"]
 from paralab.instruments.witness import witness
@@ -275,8 +275,10 @@ print(f"gloo's own reduce_scatter: {ratios['native reduce_scatter']:.1f} times t
 # [#7059](https://github.com/deepspeedai/DeepSpeed/issues/7059)) confirm that stages 1 and 2 call
 # `all_reduce` there. PyTorch's own ZeRO-1 does something similar.
 #
-# In paralab's programs the two designs differ by these instructions: from plain data parallelism,
-# which all-reduces the gradients, to ZeRO-1 as in the paper.
+# ZeRO stage 1 shards the optimizer states: each rank updates one part of the parameters and then
+# needs the other parts (lab 05). In paralab's programs the two designs differ by these
+# instructions: from plain data parallelism, which all-reduces the gradients, to ZeRO-1 as in the
+# paper. (`gshard` is a rank's part of the gradients, `shard` its part of the weights `w`.)
 
 # %%
 small = pl.ModelSpec(layers=2, hidden=128, heads=4, seq_len=32)
@@ -311,9 +313,10 @@ for name, found in (("PyTorch", theirs), ("the paper", paper)):
     print(f"→ {parts.sum():.2f} times the gradients, both ranks together")
 
 # %% [markdown]
-# With $N = 2$ both ranks together send $2(N-1) = 2$ times the gradients for an
-# all-reduce, and $N-1 = 1$ for the broadcast of the new parameters: 3 instead of 2, half as much
-# again. The memory saved is the same. The name in the log tells you which you have.
+# With $N = 2$ both ranks together send $2(N-1) = 2$ times the gradients for an all-reduce, and once
+# ($N-1$) for the broadcast of the new parameters: 3 instead of 2, half as much again. Both shard
+# the optimizer states over the ranks. Which of the two a library does, you see from the calls in
+# its log, not from the name ZeRO-1.
 #
 # ## How long does it take? Latency and bandwidth
 #
@@ -342,8 +345,9 @@ print(f"         {1e3 * on_links.step_time:.2f} ms for the recorded messages on 
 
 # %% [markdown]
 # And your own machine? The line is fitted to all-reduces of 1 kB to 8 MB that it ran when paralab
-# first measured it. To the left of the ring symbol, latency is more than half of the time. (With
-# fewer free cores than ranks, α is mostly waiting for a core.)
+# first measured it. To the left of the circle, latency is more than half of the time. On the
+# machine of the stored picture the largest message takes longer than the line says. (With fewer
+# free cores than ranks, α is mostly waiting for a core.)
 
 # %% tags=["measured"]
 from paralab.instruments.calibrate import calibration_points
@@ -375,7 +379,7 @@ print(f"algbw {S / T / 1e9:.2f} GB/s, busbw {2 * 3 / 4 * S / T / 1e9:.2f} GB/s, 
 # $$T_\text{all-gather}(q) = q\,(N-1)\,\alpha + \frac{N-1}{N}\,\beta S.$$
 #
 # Take one block of a model with $h = 4096$ in 16 bits, gathered over 8 ranks with
-# α = 20 µs and 1/β = 20 GB/s: at once, in its tensors, or in still more pieces. Before you run the
+# α = 20 µs and 1/β = 20 GB/s: in one piece, in 12 (one per tensor), or in more. Before you run the
 # cell: in how many pieces does latency cost as much as the bytes?
 
 # %%
@@ -397,10 +401,10 @@ print(times.round(2))
 pieces_guess.reveal(transfer / latency)
 
 # %% [markdown]
-# The twelve tensors of such a block cost little. A model with $h = 256$ has blocks
-# 256 times smaller, and there even one gather per tensor is mostly latency. What helps in
-# DeepSpeed is `stage3_prefetch_bucket_size` (gather several modules ahead), in PyTorch's FSDP2
-# which modules get `fully_shard`. The thread's description does not name its model.
+# The twelve tensors of such a block cost little. A model with $h = 256$ has blocks 256 times
+# smaller (0.07 ms of bytes), and there even one gather per block (0.14 ms of latency) is mostly
+# latency. What helps in DeepSpeed is `stage3_prefetch_bucket_size` (gather several modules ahead),
+# in PyTorch's FSDP2 which modules get `fully_shard`.
 #
 # ## Ring, tree, halving-doubling
 #
@@ -445,8 +449,9 @@ view.algorithms(
 # read the picture as: latency grows with N on a ring and with log N on a tree. Do not read it as
 # NCCL's switching point.
 #
-# Move the sliders: more ranks move the crossing to the right, a larger α too. *Run it* runs the
-# algorithm on real processes and puts its messages on the link that you have set.
+# Move the sliders: more ranks move the crossing of ring and tree to the right, and so does a larger
+# α. *Run it* runs the algorithm on real processes and puts its messages on the link that you have
+# set.
 
 # %%
 view.widgets.collective()
@@ -494,23 +499,26 @@ for how in ("ring", "tree", "hierarchical"):
 pd.DataFrame(rows).T.round(2)
 
 # %% [markdown]
-# The hierarchical way does not send fewer
-# bytes than the ring in total; it sends fewer of them over the slow link. The tree sends as few
-# between nodes, but one rank of each node carries all of it, first in one direction and then in
-# the other, while in the hierarchical way both ranks of a node carry half, in both directions at
-# once. The last traced one was the hierarchical: which ranks talk across nodes?
+# The hierarchical way does not send fewer bytes than the ring in total; it sends fewer of them over
+# the slow link. The tree sends as few between nodes, but one rank of each node carries all of it,
+# first in one direction and then in the other, while in the hierarchical way both ranks of a node
+# carry half, in both directions at once. The picture is of the hierarchical all-reduce (`world` is
+# the group of all ranks). Which ranks talk across nodes?
 
 # %%
 traced.traffic_chart()
 
 # %% [markdown]
+# Ranks 0 and 2, and ranks 1 and 3.
+#
 # ### A whole training step, between nodes
 # [NCCL #870](https://github.com/NVIDIA/nccl/issues/870) asks for the traffic between nodes of a
 # training, having found about 1440 MB per update and rank in the log. For plain data parallelism
 # everything is known beforehand: gradients of $S$ bytes, all-reduced over N ranks. Each of them
-# sends $2(N-1)/N\,S$; on a flat ring over nodes one of the k ranks of each node sends this to
-# another node. If 1440 MB are what was handed to the calls, as `count` in the log is (below), then
-# the gradients have 1440 MB. The thread names no model; on two nodes of eight:
+# sends $2(N-1)/N\,S$; on a *flat* ring (one ring over all ranks, node after node) one of the k
+# ranks of each node sends this to another node. If 1440 MB are what was handed to the calls, as
+# `count` in the log is (below), then the gradients have 1440 MB. The thread names no model; on two
+# nodes of eight:
 
 # %%
 S, N, nodes = 1440 * MB, 16, 2
@@ -523,8 +531,8 @@ report = pl.run(small, pl.Plan(dp=4), steps=2, progress=False)
 report.traffic(by="edge")
 
 # %% [markdown]
-# The table is of a real step here: who sent how much to whom. This is the other half
-# of the question.
+# The table shows a real step on this machine: who sent how much to whom. That answers the second
+# part of the question.
 #
 # ## Reading NCCL's log
 #
@@ -538,8 +546,9 @@ report.traffic(by="edge")
 #   [NCCL #1667](https://github.com/NVIDIA/nccl/issues/1667)).
 # * `AllGather: opCount d ... count 2097152 datatype 7 ... [nranks=2]` is one call. `count` is the
 #   argument of the call in elements: the whole tensor for AllReduce, but *one rank's part* for
-#   AllGather (input) and ReduceScatter (output). So there $S = \text{count} \cdot N \cdot$ bytes.
-#   Datatype 6 is fp16, 7 is fp32, 9 is bf16.
+#   AllGather (input) and ReduceScatter (output). So there $S = \text{count} \cdot N \cdot$ bytes
+#   per element. `opCount`, the number of the call, is hexadecimal. Datatype 6 is fp16, 7 is fp32, 9
+#   is bf16.
 #
 # These three lines are from [torchtitan #1369](https://github.com/pytorch/torchtitan/issues/1369),
 # shortened. How many bytes does each rank send for the first one?
@@ -567,11 +576,12 @@ sent_guess.reveal(rows[0]["sent"] / MB)
 
 # %% [markdown]
 # ### Why a chunk can have −511 elements
-# [NCCL #768](https://github.com/NVIDIA/nccl/issues/768) printed the variable `nelem` inside NCCL's
-# ring on two GPUs and found −511, 1 and 1048576. These are not arguments of a call, but chunks of
-# the ring. In an earlier version of its source
+# In debug prints from inside NCCL you meet other numbers than `count`. [NCCL
+# #768](https://github.com/NVIDIA/nccl/issues/768) printed the variable `nelem` inside NCCL's ring
+# on two GPUs and found −511, 1 and 1048576. These are not arguments of a call, but chunks of the
+# ring. In an earlier version of its source
 # ([all_reduce.h](https://github.com/NVIDIA/nccl/blob/033d799/src/collectives/device/all_reduce.h)),
-# a chunk is at most 4 of the 8 slots of a 4 MB buffer, at most its share of the tensor, and
+# a chunk is at most 4 of the 8 slots of a 4 MiB buffer, at most its share of the tensor, and
 # rounded up to a multiple of 8 bytes per thread; chunk c begins at c times this size, and what is
 # beyond the end counts as negative and is not sent:
 #
@@ -619,10 +629,11 @@ except pl.RankTimeout as error:
     print(str(error).splitlines()[0])
 
 # %% [markdown]
-# MPI sends small messages *eagerly*, before the receive is posted, so this code
-# works there until a message is larger than the eager limit. NCCL runs the calls of a pair of
-# ranks in order. The remedy is to post both before waiting for either. In PyTorch, a call that
-# returns at once and a batch do that:
+# MPI sends small messages *eagerly*, before the receive is posted, so this code works there until a
+# message is larger than the eager limit. NCCL runs the calls between two ranks in order, so each
+# rank's send waits for a receive that comes after the other rank's send. The remedy is to post both
+# before waiting for either. In PyTorch, `isend` and `irecv` return at once, and `batch_isend_irecv`
+# posts several of them together:
 #
 # ```python
 # works = dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, right),
@@ -687,17 +698,17 @@ else:
     print("write ring_all_reduce first")
 
 # %% [markdown]
-# You send four bytes more, the loss; and your peak is higher, among other things by
-# the flat copy of all gradients. The gradients cost the same bytes in both.
+# Once it runs: your version sends four bytes more (the loss), and its peak is higher, among other
+# things by the flat copy of all gradients. The gradients cost the same bytes in both.
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The reduce-scatter lets a partial sum of
 # each chunk travel once around the ring and grow; the all-gather lets the complete sums travel
 # once more. Whatever N is, a rank sends all chunks but one in each half.
 #
-# **Common mistakes.** `tensor.chunk(n)`, whose last chunk can be much shorter; a buffer for each
-# step; waiting for the send before the receive is posted; padding a copy of the whole tensor;
-# passing whole tensors around, which is right and sends N/2 times as much.
+# **Common mistakes.** `tensor.chunk(n)`, which can return fewer than n chunks; a buffer for each
+# step; a send that is waited for before the receive is posted (deadlock); padding a copy of the
+# whole tensor; passing whole tensors around, which is right and sends N/2 times as much.
 #
 # **A second answer** goes to the left, with both halves in one loop.
 
@@ -746,7 +757,7 @@ pl.exercises.hierarchical_all_reduce.check(by_all_to_all)
 # 1. An all-reduce is a reduce-scatter followed by an all-gather; each costs (N−1)/N of the tensor.
 # 2. Say which tensor S is: the whole one, or a shard.
 # 3. Latency is paid per message, so few large calls are better than many small ones.
-# 4. Rings send the least and pay latency N times; trees pay it log N times.
+# 4. A ring sends the least and pays the latency 2(N−1) times; a tree pays it 2 log₂ N times.
 # 5. Keep bytes inside nodes apart from bytes between nodes; count, do not trust names.
 #
 # $$\text{all-reduce: } 2\,\frac{N-1}{N}S \qquad
@@ -758,7 +769,7 @@ pl.exercises.hierarchical_all_reduce.check(by_all_to_all)
 # | large tensors, one kind of link | ring |
 # | small tensors, many ranks | tree, halving-doubling |
 # | several nodes, fast links inside | hierarchical |
-# | everyone needs a part only | reduce-scatter instead of all-reduce |
+# | each rank needs only a part | reduce-scatter instead of all-reduce |
 #
 # ## In PyTorch, DeepSpeed, Megatron
 #
