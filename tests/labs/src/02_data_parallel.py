@@ -15,14 +15,13 @@
 # * write data parallelism in plain PyTorch: bucketed, overlapped, with gradient accumulation;
 # * say how many bytes every rank sends per step, and derive the number;
 # * decide from a link, a device and a batch whether backward can hide the traffic;
-# * prove that a parallel training equals a training on one device, where a loss curve proves
-#   nothing.
+# * show that a parallel training equals a training on one device, which a loss curve does not show.
 #
 # **You need** labs 00 and 01, the chain rule, and PyTorch's autograd and optimizers.
 # **Minutes**: 90 to 120, half of them for the exercises.
 #
-# Every rank holds the whole model and trains on its own part of the batch. One step of four real
-# processes, drawn as on devices of their own:
+# Every rank holds the whole model and trains on its own part of the batch. (`dp=4` in a plan means
+# four data-parallel ranks.) One step of four real processes, drawn as on devices of their own:
 
 # %% tags=["measured", "readme-picture"]
 import paralab as pl
@@ -67,12 +66,13 @@ report.replay(devices.replace(algorithm="ring")).timeline()
 #
 # The bracket $g_r$ is what `loss.backward()` leaves on rank $r$. So each rank runs forward and
 # backward on its own samples, all ranks replace their gradients by the mean over the ranks, and
-# then every rank makes the same update. Ranks that begin with equal weights keep equal weights.
-# The second step needs the same number $b$ on all ranks. If one rank has fewer samples (or fewer
-# tokens that count), the mean of the means is another number than the mean.
+# then every rank makes the same update. Ranks that begin with equal weights keep equal weights. The
+# second equality needs the same number $b$ on all ranks. If one rank has fewer samples (or fewer
+# tokens that count), the mean of the means differs from the mean over all samples.
 #
 # ### Exercise 1 (warm-up)
-# The process group is up in all exercises of this lab, and answers are plain PyTorch:
+# Write the function that replaces each gradient by its mean over the ranks. The process group is
+# initialised in all exercises of this lab, and answers are plain PyTorch:
 # `import torch.distributed as dist` is all they need.
 
 # %%
@@ -147,8 +147,9 @@ pd.DataFrame(rows).T.rename_axis("ranks").round(3)
 guess.reveal(round(report.traffic()["bytes"][0] / 1e6, 1))
 
 # %% [markdown]
-# The volume per rank does not grow with the number of ranks. The number of messages does: an
-# all-reduce on a ring has 2(N−1) steps, each of which costs the latency α.
+# The volume per rank stays below two copies of the gradients ($2S$), however many ranks there are.
+# The number of messages grows without bound: an all-reduce on a ring has 2(N−1) steps, each of
+# which costs the latency α.
 #
 # ## Three programs that send the same bytes
 # A plan is compiled to a *program*: the list of all instructions of a rank. Here is the program of
@@ -161,8 +162,9 @@ unsummed = pl.program(model, plan.replace(grad_sync=None))
 unsummed
 
 # %% [markdown]
-# `grad_sync="bucketed"` adds four lines, one all-reduce for each bucket. `bucket_bytes` decides
-# how many buckets there are: a bucket is closed as soon as it holds that many bytes.
+# `grad_sync="bucketed"` adds an all-reduce for each of the four buckets (and four waits, which the
+# comparison leaves out). `bucket_bytes` decides how many buckets there are: a bucket is closed as
+# soon as it holds that many bytes.
 
 # %%
 unsummed.diff(pl.program(model, plan.replace(grad_sync="bucketed")))
@@ -174,9 +176,9 @@ unsummed.diff(pl.program(model, plan.replace(grad_sync="bucketed")))
 # * **bucketed**: when backward is over, one all-reduce per bucket;
 # * **overlapped**: the all-reduce of a bucket starts as soon as backward has completed it.
 #
-# In the overlapped form an all-reduce cannot start before the gradients of its bucket are
-# complete. The last line of the program above says where that is for bucket 0 (“behind position
-# 11” means after it). After which position may the all-reduce of bucket 3 start, at the earliest?
+# In the overlapped form an all-reduce cannot start before the gradients of its bucket are complete.
+# The last line of the listing of `unsummed` says where that is for bucket 0 (“behind position 11”
+# means after it). After which position may the all-reduce of bucket 3 start, at the earliest?
 
 # %%
 first = pl.exercises.guess("first position for the sum of bucket 3", low=0, high=21, decimals=0)
@@ -220,12 +222,16 @@ pd.DataFrame(rows).T.round(3)
 # T_{\text{net}} = 2(N-1)\,q\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta ,
 # \qquad
 # T_{\text{bucketed}} = T_F + T_B + T_{\text{net}} ,
-# \qquad
-# T_{\text{overlapped}} \approx T_F + \max(T_B,\; T_{\text{net}}) + T_{\text{last}} .
 # $$
 #
-# $T_{\text{last}}$ is the time of the last bucket, which nothing hides. Naive and bucketed have the
-# same formula; naive has a much larger $q$.
+# $$
+# T_{\text{overlapped}} \approx
+# T_F + \max(T_B + T_{\text{tail}},\; T_{\text{first}} + T_{\text{net}}) .
+# $$
+#
+# $T_{\text{first}}$ is backward's time until the first bucket is complete, $T_{\text{tail}}$ the
+# time of the buckets that are complete only when backward is (nearly) over: here buckets 2 and 3.
+# Naive and bucketed have the same formula; naive has a much larger $q$.
 
 # %%
 N, bytes_ = 4, 4 * model.num_params
@@ -236,6 +242,9 @@ for form, q in (("naive", 52), ("overlapped", 4)):
     print(f"{form:<10} q = {q:2}: formula {1e3 * net:5.2f} ms, predicted {busy:5.2f} ms")
 
 # %% [markdown]
+# `pl.predict` takes the speed of the devices from the cluster (50 GFLOP/s), not from this machine,
+# so its backward is longer than in the replay; compare predictions only with predictions.
+#
 # ## Small buckets pay latency, large buckets start late
 # What does the step time do if the gradients are packed into a single bucket?
 
@@ -267,19 +276,22 @@ why.reveal(2, "a bucket leaves when its last gradient is complete")
 # %% [markdown]
 # Small buckets pay the latency $2(N-1)\alpha$ too often, and the network cannot keep up with
 # backward. One bucket starts too late. DDP's `bucket_cap_mb=25` is this number for GPUs. Look for
-# the best size with the slider; *Run it* starts real ranks.
+# the best size with the slider; *Run it* starts real ranks. (The widget starts with this machine's
+# own link and speed.)
 
 # %%
 view.widgets.data_parallel(model, plan)
 
 # %% [markdown]
 # ## Overlap works while backward takes longer than the network
-# The overlapped form hides all but the last bucket if
+# The overlapped form hides all but the buckets that complete last if
+# $T_{\text{first}} + T_{\text{net}} \le T_B + T_{\text{tail}}$. Where $T_{\text{first}}$ and
+# $T_{\text{tail}}$ are about equal, this is
 #
 # $$ T_B \;\ge\; T_{\text{net}} . $$
 #
 # Backward takes about $4$ FLOPs per parameter and token ($2$ for the gradient of the input, $2$ for
-# that of the weight; lab 11 derives it), so $T_B \approx 4\Psi\,bs/R$ with $bs$ tokens per rank.
+# that of the weight; lab 00), so $T_B \approx 4\Psi\,bs/R$ with $bs$ tokens per rank.
 # Insert this and solve for the tokens:
 #
 # $$
@@ -287,9 +299,9 @@ view.widgets.data_parallel(model, plan)
 # \;\xrightarrow{\;\alpha \to 0\;}\; 2\,\frac{N-1}{N}\,\beta R .
 # $$
 #
-# Without latency the size of the model cancels: what counts is tokens per rank, the bandwidth, and
-# the speed of the device. With how many samples per rank (of 64 tokens) is the traffic of our
-# devices hidden?
+# Without latency the size of the model cancels, because each parameter means 4 bytes of gradient
+# and 4 FLOPs of backward per token: what counts is tokens per rank, the bandwidth, and the speed of
+# the device. With how many samples per rank (of 64 tokens) is the traffic of our devices hidden?
 
 # %%
 enough = pl.exercises.guess("samples per rank that hide the traffic", low=1, high=16, decimals=0)
@@ -307,8 +319,8 @@ enough.reveal(-(-tokens // model.seq_len))
 
 # %% [markdown]
 # (The last line is for fp32 gradients; 16-bit gradients need half as many tokens.) The prediction
-# of the whole step agrees: from that batch on, the rank waits for the last bucket only, and the
-# time that it waits hardly falls any more.
+# of the whole step agrees: from that batch on, the rank waits only for the two buckets that
+# complete last, and the time that it waits hardly falls any more.
 
 # %%
 rows = {}
@@ -401,9 +413,10 @@ verdict
 #
 # ## A second answer: gradients that are views of their bucket
 # Parameters are assigned to buckets once, in the reverse order of registration, and every bucket
-# has a buffer that lasts. `parameter.grad` is a view of this buffer, so backward adds into the
-# bucket, nothing is packed, and nothing is unpacked after the sum. DDP does the same with
-# `gradient_as_bucket_view=True`.
+# has a buffer that lasts. `parameter.grad` is a view of this buffer, so nothing is unpacked after
+# the sum; each gradient is copied into the bucket when it is complete. (With
+# `zero_grad(set_to_none=False)` backward would add into the bucket and the copy would vanish.) DDP
+# does the same with `gradient_as_bucket_view=True`.
 
 
 # %% tags=["solution-only"]
@@ -471,7 +484,8 @@ view.memory_charts(three) if verdict.passed else print("write MyDDP first")
 # are there during the whole step, so they add to its peak. A wrapper that makes a bucket when it is
 # full has no bucket at the peak, which is at the start of backward. The program knows the
 # optimizer, too: it updates the parameters of a bucket as soon as the sum has arrived, and frees
-# these gradients (`frees grad` in the listing above).
+# these gradients (`frees grad` in the listing above). At the peak the program may hold more than
+# yours, because it allocates the gradients of a whole bucket at once.
 #
 # ## Is it the same training? Adam hides the answer
 # Leave out the division by N, so that every gradient is N times too large. The function below is
@@ -517,11 +531,12 @@ view.losses(curves, title="AdamW hides a gradient that is four times too large, 
 choice.reveal(2, "Adam divides by the size of the gradient, and a factor cancels")
 
 # %% [markdown]
-# Adam's update is $-\eta\,\hat m/(\sqrt{\hat v}+\epsilon)$. If every gradient is multiplied by
-# $c$, then $\hat m$ is multiplied by $c$ and $\sqrt{\hat v}$ by $c$, and the quotient stays. The
-# mistake shows as soon as gradients are clipped by their norm, or the optimizer is changed. So a
-# loss curve proves nothing; equality with one process does. The proof uses SGD, whose update is the
-# gradient itself. One process computes the four quarters of the batch one after the other:
+# Adam's update is $-\eta\,\hat m/(\sqrt{\hat v}+\epsilon)$. If every gradient is multiplied by $c$,
+# then $\hat m$ is multiplied by $c$ and $\sqrt{\hat v}$ by $c$, and the quotient stays. The mistake
+# shows as soon as gradients are clipped by their norm, or the optimizer is changed. So a loss curve
+# does not show that the gradients are right; a comparison with one process does. The comparison
+# uses SGD, whose update is the gradient itself. One process computes the four quarters of the batch
+# one after the other:
 
 # %%
 import numpy as np
@@ -537,10 +552,10 @@ for what in ("gradients", "weights"):
 # %% [markdown]
 # ## Every call has a purpose
 # [TraceML #145](https://github.com/traceopt-ai/traceml/issues/145) asks for collectives summed up
-# by operation, process group and phase, with their overlap, and
-# [DeepSpeed #7403](https://github.com/deepspeedai/DeepSpeed/issues/7403) for the raw data of every
-# call instead of a printed sum. `collectives` of a report has one row per call, rank and step; of
-# your own PyTorch program, `pl.observe` returns the same table. Sizes hold on every machine:
+# by operation, process group and phase, with their overlap, and [DeepSpeed
+# #7403](https://github.com/deepspeedai/DeepSpeed/issues/7403) for the raw data of every call
+# instead of a printed sum. `collectives` of a report has one row per call, rank and step; of your
+# own PyTorch program, `pl.observe` returns the same table. The sizes do not depend on the machine:
 
 # %%
 both = pl.run(model, pl.Plan(dp=2, tp=2, microbatch_size=4), steps=3, clip_norm=1.0, progress=False)
@@ -549,13 +564,15 @@ by = ["axis", "phase", "op", "payload_bytes"]
 calls.groupby(by).agg(calls=("call", "count"), sent=("wire_bytes", "sum"))
 
 # %% [markdown]
-# This plan has two kinds of parallelism. `axis` is the process group, `phase` is the purpose.
-# [torchtitan #1369](https://github.com/pytorch/torchtitan/issues/1369) finds all-reduces of a
-# single element in an NCCL log of tensor parallelism, and asks what they are for. Here the call of
-# 4 bytes is of that kind: one number, a rank's part of the norm to which the gradients are clipped.
-# (Whether the calls in that log are for a norm or for a logged loss, the log does not say: a log
-# has sizes and no purposes.) The calls of our first run, with the time of each call, its bandwidth,
-# and the share that is hidden behind computation:
+# This plan combines data parallelism (`dp=2`) with tensor parallelism (`tp=2`: each linear layer is
+# split over two ranks, lab 07). `axis` is the process group, `phase` the purpose, `payload_bytes`
+# the tensor, `sent` what the rank sends for it. [torchtitan
+# #1369](https://github.com/pytorch/torchtitan/issues/1369) finds all-reduces of a single element in
+# an NCCL log of tensor parallelism, and asks what they are for. Here the call of 4 bytes is of that
+# kind: one number, a rank's part of the gradient norm, which clipping needs. (Whether the calls in
+# that log are for a norm or for a logged loss, the log does not say: a log has sizes and no
+# purposes.) The calls of our first run, with the time of each call, its bandwidth, and the share
+# that is hidden behind computation:
 
 # %% tags=["measured"]
 replayed = report.replay(ring)
@@ -567,7 +584,10 @@ print(f"hidden behind compute: {hidden:.0f} %")
 calls.round(2)
 
 # %% [markdown]
-# ## Weak scaling keeps more of the ideal than strong scaling
+# No call reaches the bandwidth of the link: each pays $2(N-1)\alpha$ of latency, and for the small
+# one that is most of its time.
+#
+# ## Weak scaling keeps more of its efficiency, strong scaling loses it when b gets small
 # With $T(N)$ the time of a step on N ranks:
 #
 # $$
@@ -589,12 +609,14 @@ for form, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
 view.scaling(rows)
 
 # %% [markdown]
-# Weak scaling has a price of its own: a larger global batch. Beyond the *critical batch size* of a
-# task (McCandlish and others, below) more samples per step hardly save steps.
+# At N = 4 both have b = 4 and the same speed. Weak scaling has a price of its own: a larger global
+# batch. Beyond the *critical batch size* of a task (McCandlish and others, below) more samples per
+# step hardly save steps.
 #
 # ## Which clock answers which question
-# `pl.predict` returns the same kind of report as `pl.run`, from formulas and a short measurement of
-# this machine. `pl.compare` puts three clocks next to each other and explains each gap:
+# `pl.predict` returns the same kind of report as `pl.run`, from formulas and the numbers of a
+# cluster; without one, of this machine, measured once. `pl.compare` puts three clocks next to each
+# other and explains each gap:
 
 # %% tags=["measured"]
 pl.compare(pl.predict(model, plan), report)
@@ -608,7 +630,7 @@ pl.compare(pl.predict(model, plan), report)
 #
 # ### Exercise 3 (go further): the same as a pass
 # A function that takes a program and returns a changed program is called a *pass*. The three forms
-# of this lab are passes of a few lines each. Write your own one. It is checked, run and predicted
+# of this lab are passes of a few lines each. Write one yourself. It is checked, run and predicted
 # like the built-in ones.
 
 # %%
@@ -646,8 +668,9 @@ pl.exercises.sync_pass.check(in_halves)
 #    data parallelism communicates.
 # 2. A rank sends less than two copies of the gradients per step, however many ranks there are.
 # 3. Buckets save latency, overlap hides bytes, and the last bucket is never hidden.
-# 4. Overlap works while backward takes longer than the network: tokens per rank decide.
-# 5. A loss curve under Adam does not prove that gradients are right; equality with one process
+# 4. Overlap hides the traffic while backward takes longer than the network; that depends on the
+#    tokens per rank.
+# 5. A loss curve under Adam does not show that gradients are right; a comparison with one process
 #    does.
 #
 # $$
@@ -688,15 +711,17 @@ for cap in (1, 25):
     print(f"bucket_cap_mb={cap:<2}: {len(sizes)} calls of", [f"{s / 1e6:.2f} MB" for s in sizes])
 
 # %% [markdown]
-# With 25 MiB the whole model fits into very few buckets, and little is left to overlap: the default
+# With 25 MiB the whole model fits into one bucket, and nothing is left to overlap: the default
 # is for models of a hundred times this size and more.
 #
-# DeepSpeed has the same switches in its JSON, Megatron-LM as flags. (Neither is installed here;
-# this is how they are written.)
+# DeepSpeed has these switches in its JSON for ZeRO stages 1 and 2; with stage 0 it reduces after
+# backward, in fixed buckets. Megatron-LM has them as flags. `reduce_bucket_size` and
+# `--ddp-bucket-size` count elements, not bytes. (Neither library is installed here; this is how the
+# switches are written.)
 #
 # ```json
 # {"gradient_accumulation_steps": 4,
-#  "zero_optimization": {"stage": 0, "overlap_comm": true, "reduce_bucket_size": 5e8}}
+#  "zero_optimization": {"stage": 1, "overlap_comm": true, "reduce_bucket_size": 5e8}}
 # ```
 # ```
 # --overlap-grad-reduce --ddp-bucket-size 40000000
