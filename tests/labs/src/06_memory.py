@@ -11,10 +11,10 @@
 # **What fills a device during a training step, and which setting makes it smaller?**
 #
 # You will be able to
-# * name the four categories that fill a device, and the moment of a step in which it is fullest;
+# * name the four categories that fill a device, and the moment at which it holds most;
 # * compute the activation bytes of a transformer block by hand, and a step's model states;
 # * write activation checkpointing, with the random numbers of dropout restored;
-# * say why more devices did not help, in five public cases and in your own;
+# * say why more devices did not help, for five causes, each from a public report;
 # * read the figures of an estimator, of an allocator and of `nvidia-smi`, and say what each leaves
 #   out.
 #
@@ -38,13 +38,13 @@ report.memory_chart()
 # %% [markdown]
 # The flat layers at the bottom are **model states**: parameters and AdamW's two moments. The
 # mountain is **activations**: what forward saves for backward. It grows block by block in forward
-# and shrinks block by block in backward, while gradients appear. The device is fullest at the
-# turning point.
+# and shrinks block by block in backward, while gradients appear. The device holds most at the
+# turning point. The time axis is the wall clock of this machine, not FLOPs.
 #
 # ## States do not depend on the batch, activations do
 #
-# A tensor of a step is there because of the model or because of the batch, and this is where [the
-# memory goes](https://github.com/pytorch/pytorch/issues/114934):
+# Every tensor of a step exists because of the model or because of the batch, and this is where
+# [the memory goes](https://github.com/pytorch/pytorch/issues/114934):
 #
 # | symbol | meaning |
 # |---|---|
@@ -61,8 +61,9 @@ report.memory_chart()
 # $$M_\text{states} = \Psi\,(\underbrace{w}_\text{weight} + \underbrace{w}_\text{gradient} +
 # \underbrace{8 + 4\,[w=2]}_\text{optimizer}) = 16\,\Psi \text{ bytes in both cases}$$
 #
-# Neither b nor s is in this formula. Activations are the opposite case. Make your guess before
-# you go on: the samples get twice as long, 256 tokens, and there are still eight of them.
+# Here [w=2] is 1 if w = 2, else 0. Neither b nor s is in this formula. Activations are the
+# opposite case. Make your guess before you go on: the samples get twice as long, 256 tokens, and
+# there are still eight of them.
 
 # %%
 guess = pl.exercises.guess(
@@ -111,8 +112,8 @@ print("equal to the byte:", measured == activation_bytes(model, 8))
 
 # %% [markdown]
 # Korthikanti et al. print $sbh\,(34 + 5as/h)$ for the same block in 16 bits. With w = 2 ours is
-# $sbh\,(32 + 2as/h)$, and the small term: theirs has dropout in it, which keeps masks of one byte
-# (2 sbh and as²b) and the scores after dropout (2as²b).
+# $sbh\,(32 + 2as/h)$, and the small term 4w bs. The difference is dropout, which keeps masks of
+# one byte (2 sbh and as²b) and the scores after dropout (2as²b).
 #
 # The **program** of a step, the list of instructions that `pl.run` executes, knows the same. Each
 # value in it has a size, a first and a last moment, so a peak can be read off without a run:
@@ -128,9 +129,10 @@ print("peak of the run:     ", f"{report.peak_memory:,} bytes")
 both
 
 # %% [markdown]
-# *Workspace* is what one operation needs only while it runs; *buffers* belong to no other category
-# (here the causal mask). The totals are equal to the byte, so from here on most pictures are read
-# off programs. Where a step has two moments that are equally full, the columns may show one each.
+# *Workspace* is what one operation needs only while it runs; *buffers* are kept for several
+# operations: here the causal mask, with several devices also gradient buckets and gathered
+# weights. The totals are equal to the byte, so from here on most pictures are read off programs.
+# Where a step has two moments that are equally full, the columns may show one each.
 #
 # ## Twice the tokens, more than twice the activations
 
@@ -160,10 +162,12 @@ once, twice = (
 guess.reveal(round(twice / once, 2))
 
 # %% [markdown]
-# The term $w\,abs^2$ is quadratic in s. So with long samples or a large batch activations dominate,
-# and ZeRO, which shards model states, can reduce only the smaller term. FlashAttention never writes
-# the s × s scores: in PyTorch it is `scaled_dot_product_attention`, here `attention="sdpa"`. It
-# keeps one number per row and head instead.
+# The number above is right once you have written `activation_bytes`: without your formula it
+# counts the two ends alone, and says 2. The true value is above 2, because the term $w\,abs^2$ is
+# quadratic in s. So with long samples or a large batch activations dominate, and ZeRO, which
+# shards model states, can reduce only the smaller term. FlashAttention never writes the s × s
+# scores: in PyTorch it is `scaled_dot_product_attention`, here `attention="sdpa"`. It keeps one
+# number per row and head instead.
 #
 # ## Activation checkpointing: keep a block's input, compute the rest again
 # An activation can be **recomputed**. *Full* recomputation keeps only the input of each block, and
@@ -176,13 +180,17 @@ guess.reveal(round(twice / once, 2))
 pl.program(model, eight).diff(pl.program(model, eight.replace(recompute="full")))
 
 # %% [markdown]
-# With full recomputation L inputs stay, and during backward one block has all its activations once
-# more:
+# With full recomputation L inputs stay. Two moments can be the peak. At the end of forward the L
+# inputs and the ends are there. When a block has been computed again in backward, it has all its
+# activations once more; by then the head's have been freed, and of the ends only the embedding's
+# token numbers, 8 bs bytes, are left. The larger of the two is the peak:
 #
-# $$M_\text{full} = L \cdot w\,bsh + (M_\text{block} - w\,bsh) + M_\text{ends}, \qquad
+# $$M_\text{full} = L \cdot w\,bsh + \max\,(M_\text{ends},\; M_\text{block} - w\,bsh + 8\,bs),
+# \qquad
 # \frac{C_\text{full}}{C_\text{none}} = \frac{2F + B}{F + B} = \frac{2 + 2}{1 + 2} = \frac43$$
 #
-# with F the FLOPs of a forward and B = 2F those of a backward. Which of the three attains what?
+# with F the FLOPs of a forward and B = 2F those of a backward. How much does each of the three
+# save?
 
 # %% tags=["measured"]
 recomputed = {
@@ -204,9 +212,13 @@ print(f"formula:  {full / 1e6:.2f} MB")
 print(f"measured: {held / 1e6:.2f} MB")
 
 # %% [markdown]
-# The measured value lies between the two: when the last block is computed again, the head's
-# activations have been freed. Gradients are not changed by one bit, dropout included, because masks
-# are drawn again from the same seeds:
+# The second moment is the peak here. Once you have written `activation_bytes`, the formula
+# without the ends gives 13.12 MB, and with the 8 bs bytes of the token numbers the measured 13.13
+# MB. (With the whole ends it would be 15.25 MB, which are never there together: when the last
+# block is computed again, the head's activations have been freed. At the end of forward it is
+# 5.27 MB.) Without your formula the cell leaves the block out, and its first line is too small.
+# Gradients are not changed by one bit, dropout included, because masks are drawn again from the
+# same seeds:
 
 # %%
 proof = {"optimizer": "sgd", "lr": 0.1, "steps": 2, "keep_state": True, "progress": False}
@@ -310,16 +322,18 @@ for run in runs.values():
     print(f"losses as those of the plan: {same}; {sent:,} bytes sent in a step by both ranks")
 
 # %% [markdown]
-# The losses are equal bit for bit, and so is the traffic: recomputation sends nothing. The peaks of
-# the three differ by other tensors, not by activations: the plan's gradients are in flat
-# buffers, which exist from the first block's backward on.
+# The losses are equal bit for bit, and so is the traffic: recomputation sends nothing. What
+# torch's `checkpoint` (`use_reentrant=False`) recomputes is drawn as workspace, because the
+# observer sees no saved tensor; it is the same block. The peaks of the three differ by other
+# tensors, not by activations: the plan's gradients are in flat buffers, which exist from the
+# first block's backward on.
 #
 # ## More devices, the same memory: ZeRO shards states, not activations
-# "Memory does not fall" is the most frequent question of all. Its first answer: [a maintainer of
-# DeepSpeed](https://github.com/deepspeedai/DeepSpeed/issues/2302), [one of
-# fairscale](https://github.com/facebookresearch/fairscale/issues/1050) (second of four reasons)
-# and the picture above agree. Each device has samples of its own, so its activations stay. Pick an
-# explanation before you run the cell.
+# People often ask why memory does not fall with more devices. [A maintainer of
+# DeepSpeed](https://github.com/deepspeedai/DeepSpeed/issues/2302) and [one of
+# fairscale](https://github.com/facebookresearch/fairscale/issues/1050) (the second of four
+# reasons) give the same first answer: each device has samples of its own, so its activations
+# stay. Pick an explanation before you run the cell.
 
 # %%
 pick = pl.exercises.choose(
@@ -349,16 +363,18 @@ pick.reveal(2, "States are halved, and they are the smaller part; activations st
 
 # %% [markdown]
 # The same happened [with a vision-language model under
-# `fully_shard`](https://github.com/pytorch/torchtitan/issues/1126), [in reinforcement learning with
-# ZeRO-3](https://github.com/huggingface/trl/issues/2784), and [with 3-D medical
+# `fully_shard`](https://github.com/pytorch/torchtitan/issues/1126), [in reinforcement learning
+# with ZeRO-3](https://github.com/huggingface/trl/issues/2784), and [with 3-D medical
 # images](https://github.com/Lightning-AI/pytorch-lightning/issues/15976), where 1 and 2 GPUs need
-# the same 24 GB. Wrapping nearly doubled the memory there. Wrapping (which modules become one unit)
-# changes how much is gathered at a time, two sections below; it cannot reduce activations.
+# the same 24 GB. Wrapping nearly doubled the memory there. Wrapping (which modules become one
+# unit) changes how much is gathered at a time (the section *Everything gathered at once*); it
+# cannot reduce activations.
 #
 # ## Two axes: tensor parallelism divides activations, more data parallelism does not
 # [PyTorch's FSDP + TP example](https://github.com/pytorch/examples/issues/1319) was run on 4 GPUs
-# (2,161 to 2,411 MB), on 8 (2,141 to 2,395 MB) and on two nodes of 4. Four more ranks can join
-# either axis:
+# (2,161 to 2,411 MB), on 8 (2,141 to 2,395 MB) and on two nodes of 4. Tensor parallelism (`tp`,
+# lab 07) divides every layer, and with it the activations inside a layer; those between layers
+# stay whole. Four more ranks can join either axis:
 
 # %%
 axes = {
@@ -372,12 +388,12 @@ view.bytes_bars(
 
 # %% [markdown]
 # ## A small model: buffers cost what sharding saves
-# [Sharded training saves
-# nothing](https://github.com/Lightning-AI/pytorch-lightning/issues/6047) on a model of 230 thousand
-# parameters; [data parallelism needs less than
+# [Sharded training saves nothing](https://github.com/Lightning-AI/pytorch-lightning/issues/6047)
+# on a model of 230 thousand parameters; [data parallelism needs less than
 # FSDP](https://github.com/pytorch/pytorch/issues/108976); [ZeRO-3 needs more than
-# ZeRO-2](https://github.com/deepspeedai/DeepSpeed/issues/4305). A block of this size shows all
-# three:
+# ZeRO-2](https://github.com/deepspeedai/DeepSpeed/issues/4305). A block of this size shows how:
+# ZeRO-2 with one bucket needs more than data parallelism, and ZeRO-3 more than ZeRO-2 when both
+# have small buckets:
 
 # %%
 tiny = pl.ModelSpec(layers=1, hidden=128, heads=4, seq_len=16)
@@ -418,10 +434,11 @@ for n in (2, 8):
 view.bytes_bars(peaks(units), title="With everything gathered, 8 devices save little over 2")
 
 # %% [markdown]
-# The numbers of that thread are in a screenshot, which we cannot read. What the program says: with
-# states sharded and blocks gathered one by one, memory must fall to a quarter from 2 devices to 8.
-# Where it does not, look for what is whole: a unit that is too large, or gathers that run ahead. In
-# FSDP1 that is `limit_all_gathers`, in FSDP2 the modules that get `fully_shard` of their own.
+# That thread gives its numbers only as a screenshot. What the program says: with states sharded
+# and blocks gathered one by one, memory falls to nearly a quarter from 2 devices to 8 (29.2 GB to
+# 8.61 GB; a quarter would be 7.3 GB). Where it does not, look for what is whole: a unit that is
+# too large, or gathers that run ahead. In FSDP1 that is `limit_all_gathers`, in FSDP2 the modules
+# that get `fully_shard` of their own.
 #
 # ## You added devices, but not to the group that shards
 # ZeRO divides model states by N, the size of the group that shards them. [That is the data-parallel
@@ -477,16 +494,18 @@ view.bytes_bars(bars, reported, title="First whole weights in 16 bits, then acti
 
 # %% [markdown]
 # 14,678 MiB are the weights in 16 bits, 12,979 MiB, and 1.7 GiB of CUDA context, libraries and
-# buffers. So the model was on the device whole (our inference from the numbers; the thread does not
-# say how it was built). Before the second forward 1,838 MiB are in use: by then ZeRO-3 has
-# partitioned it. The second forward adds 19,434 MiB. That is the size of the activations of one
-# sample of 2,048 tokens with scores written out, which no estimate had counted.
+# buffers. So the model was on the device whole (our inference from the numbers; the thread does
+# not say how it was built). Before the second forward 1,838 MiB are in use: by then ZeRO-3 has
+# partitioned it. The second forward adds 19,434 MiB (20.4 GB). The program has 17.0 GB of
+# activations for one sample of 2,048 tokens with scores written out, and 19.6 GB in all: most of
+# it, and no estimate had counted it. (The 2,048 tokens are our assumption.)
 #
-# Two more threads, with their own models (as GPTs of the same size; FLAN-T5-XL has an encoder and a
-# decoder). [GPT-J-6B needed 13 GB on 2 and on 4
-# GPUs](https://github.com/deepspeedai/DeepSpeed/issues/4093): the figure of whole 16-bit weights,
-# which does not depend on N. [FLAN-T5-XL was expected to fit on four V100 of 16
-# GB](https://github.com/deepspeedai/DeepSpeed/issues/2797) with one sample per GPU.
+# Two more threads, with their own models (as GPTs of the same size; FLAN-T5-XL has an encoder and
+# a decoder). [GPT-J-6B needed 13 GB on 2 and on 4
+# GPUs](https://github.com/deepspeedai/DeepSpeed/issues/4093): that is near whole 16-bit weights
+# (11.28 GiB, or 12.1 GB, below), which do not depend on N. [FLAN-T5-XL was expected to fit on
+# four V100 of 16 GB](https://github.com/deepspeedai/DeepSpeed/issues/2797) with one sample per
+# GPU.
 
 # %%
 gptj = pl.ModelSpec(layers=28, hidden=4096, heads=16, seq_len=512, vocab=50400, tied=False)
@@ -501,6 +520,11 @@ for name, spec, largest in (("GPT-J-6B", gptj, 206), ("FLAN-T5-XL", t5, 65)):
 (pd.DataFrame(rows).T / 2**30).round(2).add_suffix(" (GiB)")
 
 # %% [markdown]
+# By the program FLAN-T5-XL needs 3.44 GiB for one sample of 512 tokens and 12.27 GiB for four;
+# whole 16-bit weights take 5.88 GiB. The estimator's 0.24 GiB is below all of these, so it does
+# not say whether a step fits: the samples and their length decide that, and whether the weights
+# were whole at the start.
+#
 # What to do: build the model under `deepspeed.zero.Init()` or on the `meta` device, or let the
 # trainer do so, so that it is never whole; then count activations.
 #
@@ -523,17 +547,20 @@ for precision, w in (("fp32", 4), ("bf16", 2)):
 pd.DataFrame(sizes).T
 
 # %% [markdown]
-# The difference of the two columns is w/N or w, the gradients. DeepSpeed's 18 bytes are 16 and a
-# second copy of the gradients, as [its maintainers
-# list](https://github.com/deepspeedai/DeepSpeed/pull/5099): 2 for parameters, 2 + 4 for gradients,
-# 4 for master weights, 8 for moments, less what is not alive together.
+# The difference of the two columns is w/N or w, the gradients. In ZeRO-1 the whole gradient is
+# there in backward, and only the rank's part when the optimizer begins; the exercise below asks
+# for the second. DeepSpeed's 18 bytes are 2 more than 16. [Its maintainers
+# list](https://github.com/deepspeedai/DeepSpeed/pull/5099) 2 for parameters, 2 + 4 for gradients,
+# 4 for master weights and 8 for moments. These are 20; the 18 has 2 less, which we read as parts
+# that are not alive together.
 #
 # ## Buffers that add up
-# A fused buffer makes calls fast, and a buffer for *all* gradients grows with the model. ZeRO caps
-# it ([its paper's](https://arxiv.org/abs/1910.02054) C<sub>B</sub>, sec. 6.2; here `bucket_bytes`).
-# Capped buffers add up as well, if every unit keeps one: [11,190 MB after backward instead of
-# 2 × 2,739](https://github.com/facebookresearch/fairscale/issues/627). The cause was [a buffer per
-# wrapped module](https://github.com/facebookresearch/fairscale/pull/633), kept for ever.
+# A fused buffer makes calls fast, and a buffer for *all* gradients grows with the model. ZeRO
+# caps it ([its paper's](https://arxiv.org/abs/1910.02054) C<sub>B</sub>, sec. 6.2; here
+# `bucket_bytes`). Capped buffers add up as well, if every unit keeps one: [11,190 MB after
+# backward instead of 2 × 2,739](https://github.com/facebookresearch/fairscale/issues/627). The
+# cause was [a buffer per wrapped module](https://github.com/facebookresearch/fairscale/pull/633),
+# never freed.
 
 # %%
 narrow = pl.ModelSpec(layers=8, hidden=128, heads=4, seq_len=16)
@@ -549,9 +576,10 @@ view.bytes_bars(buffers, title="A buffer for all gradients grows with the model,
 
 # %% [markdown]
 # ## Reserved is not allocated
-# `nvidia-smi` shows what the process has **reserved**, and CUDA's context. PyTorch's allocator asks
-# the driver for large segments, cuts requests out of them, and never gives a segment back by
-# itself. Here the storages of the step at the top of this lab, served by its rules:
+# `nvidia-smi` shows what the process has **reserved**, and CUDA's context. PyTorch's allocator
+# asks the driver for large segments, cuts requests out of them, and gives a segment back only
+# when a request would otherwise fail, or at `empty_cache()`. Here the storages of the step at the
+# top of this lab, served by its rules:
 
 # %%
 from paralab.instruments import heap
@@ -591,7 +619,7 @@ for n in (1, 2, 3, 4):
 view.bytes_bars(nodes, title="After the step memory falls to a quarter, at the peak by a fifth")
 
 # %% [markdown]
-# ## Enough free, and no room
+# ## Enough free memory, but not in one piece
 # An allocator cannot move what it has given. Place the storages of the step in one address space,
 # each where it first fits. Towards the end of backward most of it is free again, and long-lived
 # gradients stand between the pieces:
@@ -628,7 +656,7 @@ except pl.OutOfMemory as error:
     print(error.table)
 
 # %% [markdown]
-# ## Warm-up: four plans, and what ails them
+# ## Exercise: four plans that do not profit from more devices
 
 # %%
 clinic = pl.exercises.memory_clinic
@@ -681,7 +709,7 @@ pl.exercises.memory_estimator.check(my_estimate)
 # ## What to remember
 # 1. Model states take 16 Ψ bytes with AdamW, whatever the batch; activations take
 #    $w\,bsh\,(16 + as/h)$ per block, whatever the optimizer.
-# 2. A device is fullest where forward ends and backward begins.
+# 2. Without recomputation a device holds most where forward ends and backward begins.
 # 3. Full recomputation keeps one input per block and costs a third more FLOPs; gradients are the
 #    same bits if dropout's random state is restored.
 # 4. ZeRO divides states by the size of the group that shards. It divides neither activations, nor
@@ -698,14 +726,14 @@ pl.exercises.memory_estimator.check(my_estimate)
 # | free, but in pieces | `expandable_segments:True`, fewer odd sizes |
 #
 # $$M_\text{states} = 16\,\Psi,\quad M_\text{block} = 16w\,bsh + w\,abs^2 + 4w\,bs,\quad
-# M_\text{full} = Lw\,bsh + M_\text{block} - w\,bsh + M_\text{ends},\quad
+# M_\text{full} = Lw\,bsh + \max\,(M_\text{ends},\; M_\text{block} - w\,bsh + 8\,bs),\quad
 # M_\text{estimator} = 4\Lambda + 18\,\Psi/N$$
 #
 # ## In PyTorch, DeepSpeed, Megatron
-# * **PyTorch**: `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)` ran above. What
-#   selective recomputation keeps is chosen with `create_selective_checkpoint_contexts`. Peaks:
-#   `torch.cuda.max_memory_allocated()`, `max_memory_reserved()`; the picture of lab 06's kind:
-#   `torch.cuda.memory._record_memory_history()` and `_dump_snapshot()`, shown by
+# * **PyTorch**: `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)` ran above.
+#   What selective recomputation keeps is chosen with `create_selective_checkpoint_contexts`.
+#   Peaks: `torch.cuda.max_memory_allocated()`, `max_memory_reserved()`; a picture like those of
+#   this lab: `torch.cuda.memory._record_memory_history()` and `_dump_snapshot()`, shown by
 #   [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or `torch.profiler` with
 #   `profile_memory=True` and `export_memory_timeline`.
 # * **DeepSpeed**: `deepspeed.checkpointing.checkpoint`, and
@@ -718,7 +746,8 @@ pl.exercises.memory_estimator.check(my_estimate)
 #                          "stage3_max_live_parameters": 1e9}}
 #   ```
 #   `contiguous_memory_optimization` is the region for long-lived tensors, `reduce_bucket_size`
-#   (elements, not bytes) the bucket, the last two are `prefetch`.
+#   (elements, not bytes) the bucket, `stage3_prefetch_bucket_size` is `prefetch`, and
+#   `stage3_max_live_parameters` is a cap on gathered parameters.
 # * **Megatron-LM**: `--recompute-granularity full --recompute-method uniform
 #   --recompute-num-layers 1`, or `--recompute-granularity selective`.
 #
