@@ -35,7 +35,9 @@ view.blocks(columns, role="up")
 # In data parallelism and ZeRO every device computes whole layers for its own samples. In **tensor
 # parallelism** all t devices work on the same tokens, and each holds a t-th of every weight
 # matrix. The picture shows the first layer of an MLP: X is replicated, and rank r has the columns
-# W_r of the weight. It computes the columns Y_r of the result without asking any other rank.
+# W_r of the weight. It computes the columns Y_r of the result without asking any other rank. In
+# the pictures W is A or B, and X and Y are the layer's input and output. The library calls this
+# layout 1D.
 #
 # | symbol | meaning |
 # |---|---|
@@ -43,6 +45,8 @@ view.blocks(columns, role="up")
 # | b, s, h | samples per micro-batch, tokens per sample, hidden size |
 # | a, V, L | heads, vocabulary, layers (blocks) |
 # | X, A, B | input of an MLP (b s × h), its weights (h × 4h and 4h × h) |
+# | W_r | rank r's part of a weight |
+# | E | elements that a rank sends |
 # | S | bytes of a whole tensor: an all-reduce of it sends 2(t−1)/t · S per rank (lab 01) |
 #
 # ## Columns first, then rows
@@ -66,7 +70,7 @@ view.blocks(columns, role="down")
 
 # %% [markdown]
 # The intermediate activation, b s × 4h numbers, is never communicated. A single all-reduce of the
-# partial products completes the pair. What would the other cuts cost?
+# partial products completes the pair. What would the other cuts cost, and are they right?
 
 # %%
 cuts = ["A by columns, B by rows", "A by rows, B by columns", "A by rows, summed after GELU"]
@@ -125,8 +129,9 @@ calls_guess
 
 # %% [markdown]
 # ## f and g: one all-reduce in each direction
-# Now backward. For $Z = \sum_r \mathrm{GELU}(XA_r)B_r$ every rank knows $\partial Z$, because Z is
-# replicated. The chain rule gives each rank everything it needs for its own weights:
+# Now backward. ∂Z stands for the gradient of the loss with respect to Z. For $Z = \sum_r
+# \mathrm{GELU}(XA_r)B_r$ every rank knows $\partial Z$, because Z is replicated. The chain rule
+# gives each rank everything it needs for its own weights:
 #
 # $$U_r = XA_r,\qquad \partial U_r = \left(\partial Z\,B_r^\top\right)\odot\mathrm{GELU}'(U_r),
 # \qquad \partial B_r = \mathrm{GELU}(U_r)^\top\,\partial Z,
@@ -142,7 +147,7 @@ calls_guess
 # | operator | where | forward | backward |
 # |---|---|---|---|
 # | f | before the column-parallel layer | nothing | all-reduce |
-# | g | behind the row-parallel layer | all-reduce | nothing |
+# | g | after the row-parallel layer | all-reduce | nothing |
 #
 # Each is the other's transpose: the derivative of a copy to t ranks is a sum over t ranks, and the
 # derivative of a sum is a copy. Write them.
@@ -204,8 +209,8 @@ pl.exercises.tensor_mlp.check(MyMLP)
 # %% [markdown]
 # ## Attention by heads
 # The same with heads. `qkv` has 3h outputs in the order query, key, value. A contiguous t-th of
-# them is *not* a t-th of the heads, and this is the mistake that loading a checkpoint with another
-# t makes most often.
+# its rows is *not* a t-th of the heads: with t = 2, rank 0 would get all queries and half of the
+# keys. The same mistake is easily made when a checkpoint is loaded with another t.
 
 # %%
 attention_exercise = pl.exercises.tensor_attention
@@ -303,8 +308,8 @@ view.memory_bars({"your layers": own, "the library": report}) if own else None
 
 # %% [markdown]
 # The calls and bytes in the blocks are the same. The memory is not: your embedding and head are
-# still whole on every rank, and the library cuts those by entries of the vocabulary. That is the
-# last section's subject.
+# still whole on every rank, and the library cuts those by entries of the vocabulary. This is the
+# subject of the section *The logits stay where they are*.
 
 # %%
 per_block = in_blocks(report)["calls"].sum() / model.layers
@@ -312,10 +317,10 @@ calls_guess.reveal(int(per_block))
 
 # %% [markdown]
 # ## Four all-reduces per block: 8(t−1)/t · b s h
-# The program of a rank says where they are. This is what changes from the program of one device to
-# that of rank 0 of four. The work is cut into smaller pieces, because it has to stop for messages;
-# the two lines ALL_REDUCE are the messages themselves. Of the seven in each direction six belong
-# to the three blocks.
+# The program of a rank says where they are. This is what changes from the program of one device
+# to that of rank 0 of four. The work is cut into smaller pieces, because it has to stop for
+# messages; the two lines ALL_REDUCE are the messages themselves. Of the seven in each direction
+# six belong to the three blocks; the others to embedding and head.
 
 # %%
 pl.program(model, pl.Plan(microbatch_size=4)).diff(pl.program(model, columns))
@@ -324,9 +329,11 @@ pl.program(model, pl.Plan(microbatch_size=4)).diff(pl.program(model, columns))
 view.timelines(report.replay(), ranks=[0])
 
 # %% [markdown]
-# Each of the four all-reduces has b s h elements. Per rank and block they send
+# The hatched gaps are ranks that wait. The eighth, short message of forward is the loss's
+# all-gather, of two numbers per token. Each of a block's four all-reduces has b s h elements. Per
+# rank and block they send
 #
-# $$W_\text{block} = \underbrace{2}_{g:\ \text{forward}}\cdot\frac{2(t-1)}{t}\,b\,s\,h
+# $$E_\text{block} = \underbrace{2}_{g:\ \text{forward}}\cdot\frac{2(t-1)}{t}\,b\,s\,h
 # \;+\;\underbrace{2}_{f:\ \text{backward}}\cdot\frac{2(t-1)}{t}\,b\,s\,h
 # = \frac{8(t-1)}{t}\,b\,s\,h \quad\text{elements.}$$
 
@@ -340,10 +347,10 @@ for t in (2, 4):
 pd.DataFrame(rows).T.round(1)
 
 # %% [markdown]
-# Look at what is *not* in the formula: the bytes do not shrink with t, they grow towards 8 b s h.
-# The weights do not appear either. No weight and no gradient of a weight is ever sent. In backward
-# a part can be hidden: the gradient of the layer's weight is computed while the sum of ∂X is in
-# flight. In forward nothing can, because the next layer needs the sum.
+# Two things about this formula. It does not shrink with t, it grows towards 8 b s h. And the
+# weights are not in it: no weight and no gradient of a weight is ever sent. In backward a part
+# can be hidden: the gradient of the layer's weight is computed while the sum of ∂X is in flight.
+# In forward nothing can, because the next layer needs the sum.
 #
 # ## The collectives that you did not write
 # In [PyTorch #157606](https://github.com/pytorch/pytorch/issues/157606) a single linear layer is
@@ -374,15 +381,15 @@ calls = calls.assign(MB=calls.payload_bytes / 1e6)
 calls.groupby(["phase", "op", "MB"], sort=False).size().rename("calls").to_frame()
 
 # %% [markdown]
-# Per rank there are six reduce-scatters: one behind the embedding, two behind the pairs of the
-# block, and three in backward before the head and the two pairs. With one all-gather for each that
-# makes six pairs, so 12 on two ranks. The expected eight leave out the two ends of the model: the
-# embedding is row-parallel, because its rows are divided among the ranks, and the head is
-# column-parallel. For L blocks it is 4L + 2 pairs per rank. (The three further all-gathers of
-# backward are our program's; see sequence parallelism below.) The small calls: 256 numbers are the
-# gradient of a norm's weight, which you will meet below; a single number is a scalar such as the
-# norm of all gradients, which `max_norm` needs. Our model has no call of 2048 numbers, and the
-# part of the thread that we could read does not say where theirs comes from.
+# Per rank there are six reduce-scatters: one after the embedding, two after the pairs of the
+# block, and three in backward before the head and the two pairs. With one all-gather for each
+# that makes six pairs, so 12 on two ranks. The expected eight leave out the two ends of the
+# model: the embedding is row-parallel, because its rows are divided among the ranks, and the head
+# is column-parallel. For L blocks it is 4L + 2 pairs per rank. (The three further all-gathers of
+# backward are our program's; see sequence parallelism below.) The small calls: 256 numbers are
+# the gradient of a norm's weight, which you will meet below; a single number is a scalar such as
+# the norm of all gradients, which `max_norm` needs. Our model has no call of 2048 numbers, and
+# the thread does not say where theirs comes from.
 #
 # ## The logits stay where they are
 # The head's weight is cut by entries of the vocabulary, so rank r has the logits $z_v$ of its own
@@ -393,8 +400,8 @@ calls.groupby(["phase", "op", "MB"], sort=False).size().rename("calls").to_frame
 # = m + \log\sum_{r=1}^{t}\;\sum_{v\in V_r} e^{z_v - m} \;-\; \sum_{r=1}^{t} [y\in V_r]\,z_y,
 # \qquad m = \max_v z_v$$
 #
-# A maximum, a sum of exponentials and the target's logit: three numbers per token. Its gradient
-# needs no message at all, since every rank knows m and the sum:
+# So three numbers per token are enough: the maximum, the sum of exponentials and the target's
+# logit. Its gradient needs no message at all, since every rank knows m and the sum:
 #
 # $$\frac{\partial\ell}{\partial z_v} = \frac{e^{z_v - m}}{\sum_{u} e^{z_u - m}} - [v = y]$$
 #
@@ -416,8 +423,9 @@ print(f"counted in this run: {counted.wire_bytes.sum() / 1e3} kB per rank")
 pd.DataFrame(loss_bytes).T.round(1).add_suffix(" (kB)")
 
 # %% [markdown]
-# The row 22 B is the model of that size in table 3 of Korthikanti et al., with t = 8. **Go
-# further**: write the loss, forward and backward.
+# The row 22 B is the model of 22 billion parameters in table 3 of [Korthikanti et
+# al.](https://arxiv.org/abs/2205.05198), with t = 8. **Go further**: write the loss, forward and
+# backward.
 
 # %%
 loss_exercise = pl.exercises.vocab_parallel_loss
@@ -432,8 +440,8 @@ pl.exercises.vocab_parallel_loss.check(vocab_parallel_loss)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The two sums can share one message, as they are both sums over ranks; the
-# maximum cannot. **Common mistakes**: no maximum, so that large logits overflow; the maximum of
-# the rank's own part in exp, but a sum over ranks as if it were common; a target outside of the
+# maximum cannot. **Common mistakes**: no maximum, so that large logits overflow; using the rank's
+# own maximum in exp and then adding sums that belong to different maxima; a target outside of the
 # rank's part used as an index; subtracting 1 at the target on every rank; no division by the
 # number of tokens in backward; copies of all logits. **A second solution** sends three messages
 # and lets autograd find the gradient, with the sum as a `Function` whose backward does nothing:
@@ -446,9 +454,9 @@ pl.exercises.vocab_parallel_loss.check(vocab_parallel_loss)
 
 # %% [markdown]
 # ## Sequence parallelism: an all-reduce in two halves
-# Between the pairs are norms, dropout and residual sums. Every rank does the same work there on
-# the same tokens, and keeps the same activations. Lab 01 has shown that an all-reduce is a
-# reduce-scatter followed by an all-gather:
+# Between the pairs are norms, dropout and the sums x + layer(x): the *residual stream*, b s × h
+# numbers. Every rank does the same work there on the same tokens, and keeps the same activations.
+# Lab 01 has shown that an all-reduce is a reduce-scatter followed by an all-gather:
 
 # %%
 view.ring(4)
@@ -460,11 +468,13 @@ view.ring(4)
 # | operator | forward | backward |
 # |---|---|---|
 # | f̄, before the column-parallel layer | all-gather | reduce-scatter |
-# | ḡ, behind the row-parallel layer | reduce-scatter | all-gather |
+# | ḡ, after the row-parallel layer | reduce-scatter | all-gather |
 #
 # $$\underbrace{\frac{2(t-1)}{t}S}_{\text{all-reduce}} =
 # \underbrace{\frac{t-1}{t}S}_{\text{reduce-scatter}}
 # + \underbrace{\frac{t-1}{t}S}_{\text{all-gather}}$$
+#
+# Before you guess the bytes below: what must backward do if the gathered input was not kept?
 
 # %%
 sequence = columns.replace(sequence_parallel=True)
@@ -533,7 +543,7 @@ for name, (a, h, s, b) in sizes.items():
 pd.DataFrame(kept).round().astype(int)
 
 # %% [markdown]
-# Tensor parallelism alone leaves the 10 whole, and for large t that is most of what is left.
+# Tensor parallelism alone leaves the 10 whole: with t = 8 and selective recomputation 10 of 13.
 # Sequence parallelism divides it as well.
 #
 # ## A missing sum that no loss curve shows
@@ -608,10 +618,10 @@ silent.reveal(2, "Each rank trains a norm of its own, and both of them fit their
 # %% [markdown]
 # The loss falls as far, and no error is raised. The two ranks have [different
 # norms](https://github.com/NVIDIA/Megatron-LM/issues/474) now, and which of them a checkpoint
-# contains depends on the rank that writes it. Gradients that [differ between
-# ranks](https://github.com/NVIDIA/Megatron-LM/issues/1446) are correct before the sum and wrong
-# after it, so the place where one prints them matters. The test that finds this mistake compares
-# the first step's gradient with that of one process. Do this, with plain SGD and with dropout:
+# contains depends on the rank that writes it. Before the sum the gradients of the ranks
+# [differ](https://github.com/NVIDIA/Megatron-LM/issues/1446), as they should; after it they must
+# be equal. So it matters where one prints them. The test that finds this mistake compares the
+# first step's gradient with that of one process. Do this, with plain SGD and with dropout:
 
 # %%
 noisy = model.replace(layers=2, dropout=0.1)
@@ -712,11 +722,11 @@ view.widgets.tensor1d()
 # | when | use |
 # |---|---|
 # | a layer's weights or activations do not fit on one device | t up to the devices of a node |
-# | t > 1 | sequence parallelism, always |
+# | t > 1 | sequence parallelism, unless the links are the bottleneck (here 25 % more bytes) |
 # | the vocabulary is large | the vocabulary-parallel loss |
 # | more devices than a node has | data, pipeline or ZeRO parallelism on top (labs 02 to 05, 10) |
 #
-# $$Z = \sum_r \mathrm{GELU}(XA_r)B_r\qquad W_\text{block} = \frac{8(t-1)}{t}\,b\,s\,h
+# $$Z = \sum_r \mathrm{GELU}(XA_r)B_r\qquad E_\text{block} = \frac{8(t-1)}{t}\,b\,s\,h
 # \qquad \ell = m + \log\sum_r\sum_{v\in V_r}e^{z_v-m} - z_y$$
 #
 # ## In PyTorch, DeepSpeed, Megatron
@@ -779,14 +789,15 @@ for name, run in {
 pd.DataFrame(rows).T.fillna(0).astype(int)
 
 # %% [markdown]
-# Without sequence parallelism both send the same twelve all-reduces, four per block. With it there
-# are three differences. PyTorch saves what it gathered, so it has no second all-gather in backward
-# (ours: two more per block). At the two ends of the blocks its plan above needs an all-gather,
-# since the embedding and the head are replicated there. And the gradients of the norms' weights
-# and biases are added one by one inside `optimizer.step()`, two calls per norm, where DTensor
-# notices that they are partial sums; ours adds all of them in one call. That is the answer to
-# #1369's calls of 256 numbers, live. Note what `torch_gpt` had to do to `qkv`: `ColwiseParallel`
-# cuts contiguous rows, so a fused weight must be reordered first.
+# Without sequence parallelism both send the same twelve all-reduces: in each of the three blocks
+# two in forward (g) and two in backward (f). With it there are three differences. PyTorch saves
+# what it gathered, so it has no second all-gather in backward (ours: two more per block). At the
+# two ends of the blocks its plan above needs an all-gather, since the embedding and the head are
+# replicated there. And the gradients of the norms' weights and biases are added one by one inside
+# `optimizer.step()`, two calls per norm, where DTensor notices that they are partial sums; ours
+# adds all of them in one call. These are the calls of 256 numbers in #1369. Note what `torch_gpt`
+# had to do to `qkv`: `ColwiseParallel` cuts contiguous rows, so a fused weight must be reordered
+# first.
 #
 # | here | in Megatron-LM | in PyTorch |
 # |---|---|---|
