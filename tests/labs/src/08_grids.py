@@ -14,7 +14,8 @@
 # **You will be able to**
 # * compute a matrix product from blocks on a q × q grid, forward and backward, in plain PyTorch;
 # * derive what 1D, 2D, 2.5D and 3D send, and check it against real ranks to the byte;
-# * say from how many tokens on a grid sends less, and what its real competitor is;
+# * say above how many tokens a grid sends less than 1D, and which plan it has to be compared
+#   with;
 # * make process groups for the rows and columns of a grid.
 #
 # **You need** labs 01 and 07; products of block matrices. **Minutes**: 90–120, of which 50 for the
@@ -33,7 +34,7 @@ view.blocks(grid)
 
 # %% [markdown]
 # Compare this picture with the first one of lab 07. There each rank had a t-th of the weight and
-# *all* of the input. Here rank (i, j) of a q × q grid has one block of every matrix, a q²-th of X,
+# *all* of the input. Here rank (i, j) of a q × q grid has one block of every matrix: 1/q² of X,
 # of W and of Y. Nothing is replicated. What must be sent so that each rank can compute its block
 # of Y?
 #
@@ -42,7 +43,8 @@ view.blocks(grid)
 # | q, d | side of a grid; number of grids (2.5D) |
 # | t | ranks of the tensor-parallel group: q², d q² or q³ |
 # | X, W, Y | input (M × K), weight (K × N) and output (M × N) of a linear layer, Y = X W |
-# | M = b s | tokens of a micro-batch |
+# | M = b s | tokens of a micro-batch (in lab 06 M stands for bytes of memory) |
+# | E | elements that all ranks together send; with the plan for 64 devices, those of one rank |
 # | S | elements of a whole matrix where all three are square |
 #
 # ## Block (i, j) needs a row of X and a column of W
@@ -53,7 +55,7 @@ view.blocks(grid)
 # 1997](https://doi.org/10.1002/(SICI)1096-9128(199704)9:4%3C255::AID-CPE250%3E3.0.CO;2-2)) sends
 # them one at a time. In step l the ranks of column l broadcast their $X_{il}$ along their rows,
 # the ranks of row l broadcast their $W_{lj}$ along their columns, and every rank adds one product
-# to its $Y_{ij}$. Move the slider, or press play:
+# to its $Y_{ij}$. Move the slider, or press play (the second picture shows the second step):
 
 # %%
 view.multiplication(grid)
@@ -77,8 +79,9 @@ forward_guess
 
 # %% [markdown]
 # ## The groups of a grid
-# A broadcast along a row needs a process group of that row. Rank i q + j stands in row i and
-# column j.
+# A broadcast along a row needs a process group of that row. `dist.new_group` is a collective:
+# every rank calls it for every group, in the same order. Rank i q + j stands in row i and column
+# j.
 
 # %%
 warm_up = pl.exercises.grid_groups
@@ -104,9 +107,9 @@ pl.exercises.grid_groups.check(row_and_column)
 pl.exercises.grid_groups.check(row_and_column)
 
 # %% [markdown]
-# ## SUMMA sends (q−1)(MK + KN) forward and twice that backward
-# A block of X has MK/q² elements, and a broadcast to q ranks sends it q − 1 times. In each of q
-# steps there are q rows of ranks, so
+# ## SUMMA sends (q−1)(MK + KN) in forward and twice as much in backward
+# All ranks together: a block of X has MK/q² elements, and a broadcast to q ranks sends it q − 1
+# times. In each of q steps there are q rows of ranks, so
 #
 # $$\underbrace{q}_{\text{steps}}\cdot\underbrace{q}_{\text{rows}}\cdot(q-1)\frac{MK}{q^2} = (q-1)MK
 # \qquad\text{and likewise } (q-1)KN \text{ for } W.$$
@@ -116,11 +119,12 @@ pl.exercises.grid_groups.check(row_and_column)
 # $$dX = dY\,W^\top:\quad dX_{il} = \sum_{j} dY_{ij}\,W_{lj}^\top
 # \qquad\qquad dW = X^\top dY:\quad dW_{lj} = \sum_{i} X_{il}^\top\,dY_{ij}$$
 #
-# In step l, $W_{lj}$ is broadcast along the columns and the terms of $dX_{il}$ are *reduced* along
-# the rows to rank (i, l): (q−1)(KN + MK) elements over all steps. For $dW$ it is $X_{il}$ along
-# the rows and a reduction along the columns, as many again:
+# In step l, $W_{lj}$ is broadcast along the columns and the terms of $dX_{il}$ are *reduced*
+# along the rows to rank (i, l): (q−1)(KN + MK) elements over all steps. For $dW$, $X_{il}$ is
+# broadcast along the rows and the terms of $dW_{lj}$ are reduced along the columns to rank (l,
+# j): again (q−1)(MK + KN).
 #
-# $$W_\text{forward} = (q-1)(MK + KN)\qquad W_\text{backward} = 2(q-1)(MK + KN)$$
+# $$E_\text{forward} = (q-1)(MK + KN)\qquad E_\text{backward} = 2(q-1)(MK + KN)$$
 
 # %%
 q, M, K, N = 2, 128, 64, 256
@@ -162,8 +166,9 @@ pl.exercises.summa.check(MySumma)
 # %% [markdown]
 # ## 2.5D and 3D: copies of W, or a cube
 # **2.5D** has d grids, each with a d-th of the tokens and a whole copy of W. It replicates W d
-# times in exchange for sending less of X, and the d copies of the gradient of W are all-reduced
-# once per step.
+# times; with the same t the grids are smaller (q² = t/d), so less of X is sent: (q−1) MK with a
+# smaller q. Here t = 8 is d = 2, q = 2; t = 64 is d = 4, q = 4. The product needs no messages
+# between the grids, and the d copies of the gradient of W are all-reduced once per step.
 
 # %%
 deep = pl.Plan(tp=8, tp_mode="2.5d", microbatch_size=4)
@@ -171,7 +176,8 @@ view.multiplication(deep, step=1)
 
 # %% [markdown]
 # **3D** arranges the ranks as a cube of q × q × q. X is gathered along one side, W along another,
-# every rank multiplies once, and Y is reduced and scattered along the third side:
+# every rank multiplies once, and Y is reduced and scattered along the third side. In the pictures
+# below {0, 2} gather X, {0, 4} gather W, and {0, 1} add Y:
 
 # %%
 cube = pl.Plan(tp=8, tp_mode="3d", microbatch_size=4)
@@ -251,9 +257,9 @@ pd.DataFrame(rows).T.round(2)
 
 # %% [markdown]
 # The counts (in kB) agree with the formulas. Two things to notice. On four ranks 2D sends *more*
-# than 1D: with so few tokens the blocks of W that are sent are the larger part. And the grids make
-# several times as many calls, each of them small. Where every call costs its latency, that decides
-# (lab 01).
+# than 1D: it also sends blocks of W, with so few tokens 46 % of its bytes. Without them it would
+# send less than 1D. And the grids make 69 to 124 calls per rank where 1D makes 11, each of them
+# small. Where every call costs its latency, that decides (lab 01).
 #
 # ## Memory: the grids shard the residual stream
 # The highest peak of a step, on eight ranks:
@@ -311,22 +317,23 @@ many.reveal(100 * million.loc["3D", "64 sequences"] / million.loc["1D", "64 sequ
 view.crossover(gpt3, 64, name="GPT-3")
 
 # %% [markdown]
-# 1D sends activations and nothing else. A grid also sends blocks of W, a cost that does not depend
-# on the number of tokens: with one sequence it dominates, with 64 it is amortised. (The small
-# black dots mark where a grid begins to send less than 1D.) Move the other parameters yourself;
-# *Run it* starts real ranks:
+# 1D sends activations and nothing else. A grid also sends blocks of W, a cost that does not
+# depend on the number of tokens: with one sequence it dominates, with 64 it is amortised. 3D
+# sends less than 1D from 3,070 tokens on, 2D from 14,000, 2.5D from 20,000 (open circles: the
+# mode that sends least changes; small black dots: a grid begins to send less than 1D). Move the
+# other parameters yourself; *Run it* starts real ranks:
 
 # %%
 view.widgets.tensor()
 
 # %% [markdown]
-# ## The real competitor: tp = 8 × dp = 8
-# Nobody runs 1D on 64 ranks. The usual plan for 64 devices is tensor parallelism inside a node of
-# 8 and data parallelism across 8 nodes. Each group of 8 has an eighth of the tokens, and the
-# gradients of its weights, $8h^2/8$ elements per rank, are all-reduced across the nodes once per
-# step:
+# ## The plan to compare with: tp = 8 × dp = 8
+# 1D is not used on 64 ranks in practice. The usual plan for 64 devices is tensor parallelism
+# inside a node of 8 and data parallelism across 8 nodes. Each group of 8 has an eighth of the
+# tokens, and the gradients of its weights, $8h^2/8$ elements per rank, are all-reduced across the
+# nodes once per step:
 #
-# $$W_{8\times 8} = \underbrace{\frac{4(t-1)}{t}\cdot\frac{M}{8}\,h}_{t\,=\,8,\ \text{in a node}}
+# $$E_{8\times 8} = \underbrace{\frac{4(t-1)}{t}\cdot\frac{M}{8}\,h}_{t\,=\,8,\ \text{in a node}}
 # + \underbrace{\frac{2(8-1)}{8}\cdot\frac{8h^2}{8}}_{\text{across nodes}}$$
 
 # %%
@@ -343,11 +350,11 @@ pd.DataFrame(rivals).round().astype(int)
 
 # %% [markdown]
 # With 64 sequences the usual plan sends less than every grid, and most of it stays inside a node.
-# With 8 sequences the best grid sends less, but all of it through groups that span nodes, in many
-# small calls, and before the next layer can start; the gradients across nodes are sent once per
-# step and can overlap with backward. What the grids still have is memory: tp = 8 × dp = 8 keeps an
-# eighth of the weights per rank, the grids a 64th (2.5D with d = 4 a 16th); ZeRO closes this gap
-# (lab 05).
+# With 8 sequences the best grid (3D) sends less in all, in many small calls and before the next
+# layer can start, and a part of it through groups that span nodes; the gradients across nodes are
+# sent once per step and can overlap with backward. What the grids still have is memory: tp = 8 ×
+# dp = 8 keeps an eighth of the weights per rank, the grids a 64th (2.5D with d = 4 a 16th); ZeRO
+# closes this gap (lab 05).
 #
 # ## Who ships this?
 # Neither PyTorch, Megatron-LM nor DeepSpeed has a 2D, 2.5D or 3D tensor parallelism. Colossal-AI,
@@ -367,8 +374,10 @@ pd.DataFrame(rivals).round().astype(int)
 # [2D](https://colossalai.org/docs/features/2D_tensor_parallel),
 # [2.5D](https://colossalai.org/docs/features/2p5D_tensor_parallel/) and
 # [3D](https://colossalai.org/docs/features/3D_tensor_parallel/). Its column “Communication
-# (bandwidth)” reads, for 64 devices, as if 2D and 2.5D cost more than 1D. Put the printed terms
-# next to what the formulas above give for a square layer, M = K = N, in units of S per rank:
+# (bandwidth)” reads, for 64 devices, as if 2D and 2.5D cost more than 1D. P is the number of
+# devices there, our t. The page does not state a unit; we read S/q for 2D and 2.5D, and S for the
+# others. Put the printed terms next to what the formulas above give for a square layer, M = K =
+# N, in units of S per rank:
 
 # %%
 square = pl.ModelSpec(layers=1, hidden=64, heads=64, seq_len=64)
@@ -388,9 +397,8 @@ for mode, printed in tensor_costs.PRINTED.items():
 pd.DataFrame(rows).T
 
 # %% [markdown]
-# The last two columns agree if the rows for 2D and 2.5D are read as counts of S/q and the others
-# as counts of S. That is our reading; the page does not state a unit. In one unit, all three grids
-# send less than half of what 1D does here. The row for 2.5D also leaves out the all-reduce of the
+# The last two columns agree with this reading of the units. In one unit, all three grids send
+# less than half of what 1D does here. The row for 2.5D also leaves out the all-reduce of the
 # copies' gradients.
 #
 # ## Leave out the sum over the copies
@@ -426,17 +434,19 @@ silent.reveal(2, "Each grid follows the gradient of its own tokens, like the nor
 
 # %% [markdown]
 # Here the program is refused before a process starts. Without such a check nothing raises an
-# error.
+# error; [lab 07](07_tensor.ipynb) trains one small model with such a sum and without it.
 #
 # ## Neighbours only: Cannon's algorithm
 # **Go further.** SUMMA needs broadcasts. In 1969 Cannon gave an algorithm in which every rank
-# sends to a neighbour only. Let rank (i, j) use the terms of its sum in its own order, $l = i + j
-# + s \bmod q$ in step s:
+# sends to a neighbour only. Let rank (i, j) use the terms of its sum in its own order, in step s
+# the one with $l = i+j+s$ (here s counts steps, not tokens):
 #
 # $$Y_{ij} = \sum_{s=0}^{q-1} X_{i,\,i+j+s}\;W_{i+j+s,\,j}$$
 #
-# From one step to the next each rank then needs the block of X that its right neighbour has just
-# used, and the block of W that the rank below has. So X moves to the left and W upwards:
+# (all indices mod q). For step 0, row i of X first moves i places to the left and column j of W j
+# places upwards; after that every message goes to a neighbour. From one step to the next each
+# rank needs the block of X that its right neighbour has just used, and the block of W that the
+# rank below has. So X moves to the left and W upwards:
 
 # %%
 q = 3
@@ -476,7 +486,7 @@ pl.exercises.cannon.check(cannon)
 # %% [markdown]
 # ## What to remember
 # 1. Block (i, j) of a product needs one row of blocks and one column of blocks, one at a time.
-# 2. SUMMA sends (q−1)(MK + KN) elements forward and twice that backward.
+# 2. SUMMA sends (q−1)(MK + KN) elements in forward and twice as much in backward.
 # 3. Grids send weights, whatever the number of tokens; 1D sends activations only.
 # 4. Compare with what one would really run: tp = 8 × dp = 8 sends less than a grid on 64 ranks
 #    once there are many tokens.
@@ -488,8 +498,8 @@ pl.exercises.cannon.check(cannon)
 # | many nodes, many tokens | 1D inside a node, data parallelism or ZeRO across |
 # | a matrix too large for a node, activations included | a grid |
 #
-# $$W_\text{2D} = 3(q-1)(MK+KN)\qquad W_\text{3D} = 2(q-1)(MK+KN+MN)\qquad
-# W_\text{1D pair} = 4(t-1)Mh$$
+# $$E_\text{2D} = 3(q-1)(MK+KN)\qquad E_\text{3D} = 2(q-1)(MK+KN+MN)\qquad
+# E_\text{1D pair} = 4(t-1)Mh$$
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # In PyTorch a grid is a two-dimensional `DeviceMesh`, and DTensor can hold a matrix in blocks.
@@ -529,7 +539,8 @@ calls.groupby(["axis", "op"], sort=False).agg(
 # than bytes, the few large all-reduces of 1D win although they carry more.
 #
 # ## Read on
-# * Van de Geijn and Watts 1997, SUMMA (linked above). Xu et al. 2021,
+# * Van de Geijn and Watts 1997, SUMMA (linked above). Cannon 1969, *A cellular computer to
+#   implement the Kalman filter algorithm*, thesis, Montana State University. Xu et al. 2021,
 #   [Optimus](https://arxiv.org/abs/2104.05343), algorithms 1 to 3: 2D. Wang et al. 2021,
 #   [Tesseract](https://arxiv.org/abs/2105.14500), section 3: 2.5D. Bian et al. 2021,
 #   [3D](https://arxiv.org/abs/2105.14450).
