@@ -162,12 +162,11 @@ once, twice = (
 guess.reveal(round(twice / once, 2))
 
 # %% [markdown]
-# The number above is right once you have written `activation_bytes`: without your formula it
-# counts the two ends alone, and says 2. The true value is above 2, because the term $w\,abs^2$ is
-# quadratic in s. So with long samples or a large batch activations dominate, and ZeRO, which
-# shards model states, can reduce only the smaller term. FlashAttention never writes the s × s
-# scores: in PyTorch it is `scaled_dot_product_attention`, here `attention="sdpa"`. It keeps one
-# number per row and head instead.
+# It is more than twice, because the term $w\,abs^2$ is quadratic in s. So with long samples or a
+# large batch activations dominate, and ZeRO, which shards model states, can reduce only the
+# smaller term. FlashAttention never writes the s × s scores:
+# in PyTorch it is `scaled_dot_product_attention`, here `attention="sdpa"`. It keeps one number per
+# row and head instead.
 #
 # ## Activation checkpointing: keep a block's input, compute the rest again
 # An activation can be **recomputed**. *Full* recomputation keeps only the input of each block, and
@@ -212,13 +211,9 @@ print(f"formula:  {full / 1e6:.2f} MB")
 print(f"measured: {held / 1e6:.2f} MB")
 
 # %% [markdown]
-# The second moment is the peak here. Once you have written `activation_bytes`, the formula
-# without the ends gives 13.12 MB, and with the 8 bs bytes of the token numbers the measured 13.13
-# MB. (With the whole ends it would be 15.25 MB, which are never there together: when the last
-# block is computed again, the head's activations have been freed. At the end of forward it is
-# 5.27 MB.) Without your formula the cell leaves the block out, and its first line is too small.
-# Gradients are not changed by one bit, dropout included, because masks are drawn again from the
-# same seeds:
+# The second moment is the peak here: when the last block is computed again, the head's activations
+# have been freed, and of the ends only the token numbers are left. Gradients are not changed by one
+# bit, dropout included, because masks are drawn again from the same seeds:
 
 # %%
 proof = {"optimizer": "sgd", "lr": 0.1, "steps": 2, "keep_state": True, "progress": False}
