@@ -38,7 +38,7 @@ view.data_flow(wide, plan.replace(zero_stage=2, offload="cpu"))
 # %% [markdown]
 # Forward and backward run on the device. Gradients go down to the host as backward produces them,
 # the **host** runs the optimizer, and updated parameters come up. The moments never move. This is
-# **ZeRO-Offload**. **ZeRO-Infinity** goes on: parameters come up only while they are needed, and
+# **ZeRO-Offload**. **ZeRO-Infinity** goes further: parameters come up only while they are needed, and
 # files take what the host cannot hold:
 
 # %%
@@ -53,6 +53,8 @@ view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
 # | I | arithmetic intensity: FLOPs per byte that crosses the link |
 # | B | bandwidth of the link, bytes per second |
 # | P | FLOP/s of the device while it computes |
+# | moved | bytes per parameter and step that cross the link |
+# | $t_\text{compute}$, $t_\text{copy}$ | seconds of a step for computation, for copies |
 # | e | efficiency: share of a step in which the device computes |
 #
 # ## Of 16 bytes per parameter, two are needed in forward and backward
@@ -122,8 +124,10 @@ share = reports["and parameters"].peak_memory / reports["no offload"].peak_memor
 guess.reveal(round(100 * share))
 
 # %% [markdown]
-# What is left on the device is what computing needs: activations, the unit that is computed and the
-# next one, and its gradient on the way out.
+# What is left on the device is what computing needs: activations; the parameters of the unit
+# (lab 05) that is computed and of the next one, in *buffers*; and gradients that have not been
+# copied to the host yet. Under stages 1 and 2 the host keeps its own copy of the weights, counted
+# as optimizer.
 #
 # ## What moves, and when
 # The timeline of one step. Every link is a lane: copies overlap with computation until an operation
@@ -151,9 +155,10 @@ pd.DataFrame(rows).T.rename_axis("bytes per parameter and step")
 # %% [markdown]
 # There are two micro-batches. From stage 2 on gradients go down for each of them, 4 bytes each;
 # stage 1 keeps them until the step ends. Stage 3 brings every parameter up four times, before each
-# forward and each backward. With files, the update also reads and writes weights and two moments.
+# forward and each backward. With files, these 16 bytes are also read from disk;
+# the update reads 12 more, weights and two moments, and writes 12.
 #
-# ## Why the cut goes there: four bytes per parameter, and no cut moves fewer
+# ## Why the cut is before the update: it moves four bytes per parameter, the fewest possible
 # ZeRO-Offload draws a step as a graph (its figure 2): circles hold data, boxes compute, and an edge
 # weighs the bytes per parameter that flow along it. A strategy puts every node on the GPU or the
 # CPU; it pays for each edge that it cuts:
@@ -162,7 +167,9 @@ pd.DataFrame(rows).T.rename_axis("bytes per parameter and step")
 # \text{GPU memory} = \sum_{u\ \text{on the GPU}} \text{held}_u$$
 #
 # Forward and backward stay on the GPU, for their work grows with the batch, and the update leaves.
-# All other nodes may be on either side:
+# All other nodes may be on either side. p16 and g16 are parameters and gradients in 16 bits; p32,
+# m32 and v32 are master weights and moments in 32 bits; float2half rounds p32 to p16. The edge from
+# p16 to fwd-bwd weighs 4, because forward and backward each read its two bytes:
 
 # %%
 for (source, to), width in offload_costs.FLOWS.items():
@@ -189,8 +196,8 @@ print(f"{moved / wide.num_params:g} bytes per parameter crossed the link per ste
 
 # %% [markdown]
 # ## Which bandwidth is enough?
-# ZeRO-Infinity (sec. 4) answers with arithmetic intensity. In a step of b s tokens a device makes 2
-# FLOPs per parameter and token in forward, 4 in backward, 2 more if forward is recomputed. Let
+# ZeRO-Infinity (sec. 4) answers with arithmetic intensity. In a step of one micro-batch, b s tokens, a
+# device makes 2 FLOPs per parameter and token in forward, 4 in backward, 2 more if forward is recomputed. Let
 # `moved` be the bytes per parameter that cross the link. Then
 #
 # $$I = \frac{8\,b s\,\Psi}{\text{moved}\cdot\Psi} = \frac{8\,bs}{\text{moved}}, \qquad
@@ -234,8 +241,10 @@ pl.exercises.bandwidth.check(bandwidth_needed)
 pl.exercises.bandwidth.check(bandwidth_needed)
 
 # %% [markdown]
-# Now this machine: its measured device and disk, and the bytes of the plan with files. Twice as
-# many tokens are computed with the same copies, so a larger batch pays for a slow link:
+# Now this machine: its measured device and disk, and the bytes of the plan with files. This
+# plan recomputes nothing, so its FLOPs are three times forward's: 6 in place of 8 per parameter and
+# token. A micro-batch of twice as many samples needs the same copies for twice the computation, so
+# larger micro-batches make up for a slow link:
 
 # %% tags=["measured"]
 cluster = pl.Cluster.local()
@@ -256,15 +265,18 @@ for samples in (2, 8, 32):
 pl.compare(pl.predict(wide, plans["in files"], cluster), reports["in files"])
 
 # %% [markdown]
-# The widget asks which disk is fast enough; "Run it" trains with the disk held down to the slider's
-# bandwidth.
+# The widget asks which disk is fast enough; "Run it" trains with the disk limited to the
+# slider's bandwidth.
 
 # %%
 view.widgets.offload()
 
 # %% [markdown]
 # ## Write it: an optimizer that streams its states
-# The heart of ZeRO-Infinity: the states are in a file, and pass through memory piece by piece.
+# In ZeRO-Infinity the states are in files, and pass through memory one unit at a time.
+#
+# A tensor that shares a mapped file counts with its bytes: make tensors of one unit at a time. The
+# numpy map itself may cover the whole file.
 
 # %%
 exercise = pl.exercises.streamed_optimizer
@@ -300,7 +312,8 @@ pl.exercises.streamed_optimizer.check(MyStreamedAdamW)
 #
 # ## Your optimizer trains the GPT, next to AdamW and next to the plan
 # The reference GPT on a real rank, with an optimizer that is handed in; `pl.observe` watches. With
-# yours no moment is in memory between steps.
+# yours no moment is in memory between steps. The panel of the plan shows the device only; the plan
+# also holds gradients and buffers on the host.
 
 
 # %%
@@ -351,8 +364,8 @@ for name, run in runs.items():
 
 # %% [markdown]
 # ## The largest model that fits
-# A device of 64 MB. How deep a GPT does it train, without help and with? The program says how many
-# blocks fit, the training proves it:
+# A device of 64 MB. How many blocks of a GPT does it train without offload, and how many with
+# it? The program says how many fit; a training step with this memory limit confirms it:
 
 # %%
 deep = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=64)
@@ -449,7 +462,7 @@ pick.reveal(2, "The update overlaps with the next forward and backward.")
 
 # %% [markdown]
 # ## Pull the disk out
-# The folder of the files goes after the third step. The training was saved after every step:
+# After the third step the folder with the files is deleted. The training was saved after every step:
 
 # %%
 import os
@@ -518,8 +531,9 @@ except NotImplementedError:
 view.jobs(order, host="fast")
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** The disk is the busier lane, so it must never wait: while the host updates unit
-# i, the disk reads unit i + 1, and then writes unit i. With w buffers the read of unit i comes
+# **Why it works.** On the fast host the disk is the busier lane and must never wait: U (r + w). On
+# the slow host the update is, and reading one unit ahead keeps the host busy: r + U u + w. While
+# the host updates unit i, the disk reads unit i + 1, and then writes unit i. With w buffers the read of unit i comes
 # after the write of unit i − w, which had the same buffer. **Common mistakes**: reading all units
 # first (they overwrite buffers that are not written yet), and filling and emptying the whole window
 # by turns (right, and the disk waits for the host).
@@ -529,7 +543,8 @@ view.jobs(order, host="fast")
 # 1. Of K = 16 bytes per parameter forward and backward need two; the update, which needs the rest,
 #    is cheap, so it can leave the device.
 # 2. ZeRO-Offload moves 4 bytes per parameter and step in 16 bits; no other cut moves fewer.
-# 3. A larger batch pays for a slow link: copies are per step, computation is per token.
+# 3. Larger micro-batches make up for a slow link: from stage 2 on copies are made per micro-batch,
+#    computation per token.
 # 4. Offload does not change the training, bit for bit; a delayed update does.
 # 5. AdamW is elementwise, so its states can pass through a window as small as you like.
 #
@@ -553,8 +568,8 @@ view.jobs(order, host="fast")
 #   fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=True))
 #   ```
 #   Activations: `with torch.autograd.graph.save_on_cpu(pin_memory=True): loss = model(batch)`.
-# * **DeepSpeed**: `"stage": 2` with `offload_optimizer` is ZeRO-Offload, `"stage": 3` with both is
-#   ZeRO-Infinity; `"device": "cpu"` or `"nvme"`:
+# * **DeepSpeed**: `"stage": 2` with `offload_optimizer` is ZeRO-Offload, `"stage": 3` with
+#   `offload_optimizer` and `offload_param` is ZeRO-Infinity; `"device": "cpu"` or `"nvme"`:
 #   ```json
 #   {"zero_optimization": {
 #      "stage": 3,
