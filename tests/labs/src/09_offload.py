@@ -38,8 +38,8 @@ view.data_flow(wide, plan.replace(zero_stage=2, offload="cpu"))
 # %% [markdown]
 # Forward and backward run on the device. Gradients go down to the host as backward produces them,
 # the **host** runs the optimizer, and updated parameters come up. The moments never move. This is
-# **ZeRO-Offload**. **ZeRO-Infinity** goes further: parameters come up only while they are needed, and
-# files take what the host cannot hold:
+# **ZeRO-Offload**. **ZeRO-Infinity** goes further: parameters come up only while they are needed,
+# and files take what the host cannot hold:
 
 # %%
 view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
@@ -196,9 +196,9 @@ print(f"{moved / wide.num_params:g} bytes per parameter crossed the link per ste
 
 # %% [markdown]
 # ## Which bandwidth is enough?
-# ZeRO-Infinity (sec. 4) answers with arithmetic intensity. In a step of one micro-batch, b s tokens, a
-# device makes 2 FLOPs per parameter and token in forward, 4 in backward, 2 more if forward is recomputed. Let
-# `moved` be the bytes per parameter that cross the link. Then
+# ZeRO-Infinity (sec. 4) answers with arithmetic intensity. In a step of one micro-batch, b s
+# tokens, a device makes 2 FLOPs per parameter and token in forward, 4 in backward, 2 more if
+# forward is recomputed. Let `moved` be the bytes per parameter that cross the link. Then
 #
 # $$I = \frac{8\,b s\,\Psi}{\text{moved}\cdot\Psi} = \frac{8\,bs}{\text{moved}}, \qquad
 # t_\text{compute} = \frac{\text{FLOPs}}{P}, \qquad
@@ -462,7 +462,8 @@ pick.reveal(2, "The update overlaps with the next forward and backward.")
 
 # %% [markdown]
 # ## Pull the disk out
-# After the third step the folder with the files is deleted. The training was saved after every step:
+# After the third step the folder with the files is deleted. The training was saved after every
+# step:
 
 # %%
 import os
@@ -533,10 +534,10 @@ view.jobs(order, host="fast")
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** On the fast host the disk is the busier lane and must never wait: U (r + w). On
 # the slow host the update is, and reading one unit ahead keeps the host busy: r + U u + w. While
-# the host updates unit i, the disk reads unit i + 1, and then writes unit i. With w buffers the read of unit i comes
-# after the write of unit i − w, which had the same buffer. **Common mistakes**: reading all units
-# first (they overwrite buffers that are not written yet), and filling and emptying the whole window
-# by turns (right, and the disk waits for the host).
+# the host updates unit i, the disk reads unit i + 1, and then writes unit i. With w buffers the
+# read of unit i comes after the write of unit i − w, which had the same buffer. **Common
+# mistakes**: reading all units first (they overwrite buffers that are not written yet), and
+# filling and emptying the whole window by turns (right, and the disk waits for the host).
 
 # %% [markdown]
 # ## What to remember
