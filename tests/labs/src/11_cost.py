@@ -50,7 +50,8 @@ view.seconds_bars({"a trillion parameters": parts}, title="Half of each step is 
 #
 # 1. A block's linear layers have $12 h^2$ weights, and each token meets each of them once:
 #    $24\,s\,h^2$.
-# 2. Attention multiplies queries with keys and scores with values, $2\,s^2 h$ each: $4\,s^2 h$.
+# 2. Attention multiplies queries with keys and scores with values (over all $s^2$ pairs,
+#    masked or not), $2\,s^2 h$ each: $4\,s^2 h$.
 # 3. The head: $2\,s\,h\,V$.
 # 4. Backward takes twice forward: a product for the input's gradient, one for the weight's.
 # 5. Full recomputation makes the forward of the blocks once more, and not that of the head.
@@ -113,9 +114,10 @@ frame.set_axis(["nothing recomputed", "blocks recomputed"]).assign(
 )
 
 # %% [markdown]
-# Without recomputation the formula is exact. With it PyTorch makes fewer: `torch.utils.checkpoint`
-# stops as soon as it has what backward needs, and backward never needs the result of a block's last
-# product, $8\,b\,s\,h^2$ FLOPs. Within `set_checkpoint_early_stop(False)` it makes them.
+# Without recomputation the formula is exact. With it PyTorch computes fewer:
+# `torch.utils.checkpoint` stops as soon as it has what backward needs, and backward never needs
+# the result of a block's last product, $8\,b\,s\,h^2$ FLOPs. Within
+# `set_checkpoint_early_stop(False)` it makes them.
 #
 # ## MFU counts what the model needs, HFU what the device does
 #
@@ -245,8 +247,8 @@ pl.exercises.training_cost.check(step_flops, training_days, states_per_device)
 # %% [markdown]
 # ## A prediction has to beat a constant
 # `pl.predict` gives the time of a step before you own the devices. What is that worth? PTD-P's
-# table 1 has ten measured rates. The preset's figures were not fitted to them. (Two of them, what
-# kernels reach of the memory's bandwidth and what a launch costs, were chosen by other people's
+# table 1 has ten measured rates. The preset's figures were not fitted to them. (Two of them, the
+# reachable memory bandwidth and the cost of a kernel launch, were chosen to fit other published
 # iterations on A100s.) Next to the prediction stands the null model, which says the mean of the
 # column whatever you ask it:
 
@@ -271,7 +273,7 @@ pd.concat([off.groupby(kind).mean(), off.mean().to_frame("all ten").T]).add_suff
 # errors are smaller on average, and they have a pattern: interleaved plans come out too fast, and
 # there the constant is nearer. Use a prediction for differences between plans of one kind.
 #
-# ## Five measured rows correct a cluster
+# ## Five measured rows may correct a cluster
 # With iterations of your own, `pl.fit_cluster` corrects at most six figures of a stated cluster,
 # and says how far off it is on runs that it has not seen. These are five iterations of a model of
 # 3.6 billion parameters on 64 A100s, published by [vTrain](https://github.com/VIA-Research/vTrain)
@@ -351,8 +353,8 @@ pl.exercises.own_fit.check(own_fit)
 
 # %% [markdown]
 # ## Where the other half of a step goes
-# The prediction of the trillion can be taken apart, term by term, and stands next to the measured
-# step:
+# The prediction of the trillion can be taken apart, term by term, and stands next to
+# the step that follows from the measured rate:
 
 # %%
 nodes = pl.Cluster.preset("dgx-a100", nodes=384)
@@ -374,7 +376,8 @@ view.seconds_bars(
 )
 
 # %% [markdown]
-# The largest loss is no parallelism at all: everything that waits for the device's memory. Then
+# The largest loss has nothing to do with parallelism: operations limited by the bandwidth of the
+# device's memory. Then
 # comes the bubble (here relative to the ideal time, $(p-1)/m$), then products, which stay below the
 # peak even where they are large. The links, which people fear most, come after that, and the last
 # stage, for which all others wait, as it has the head in addition to its blocks. The prediction is
@@ -427,8 +430,9 @@ best[["dp", "tp", "zero_stage", "recompute", "days", "days, no overlap"]].round(
 #    recomputed 96 and $\frac{V}{16Lh}$.
 # 2. MFU divides what the model needs by what the devices could do; HFU counts recomputation too.
 # 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, one to three per cent low.
-# 4. Most of what is lost is lost in the device; then the bubble, then links.
-# 5. A prediction is worth what it is better than a constant, on rows that it has not seen.
+# 4. Half of what is lost is lost inside the devices; the rest is bubble, links and the slowest
+#    stage.
+# 5. Judge a prediction by how much better than a constant it is, on rows it was not fitted to.
 #
 # | when | use |
 # |---|---|
