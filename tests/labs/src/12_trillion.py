@@ -41,6 +41,7 @@ view.mesh(plan, nodes, rank=1536)
 # | $m, b$ | micro-batches per step and data-parallel rank; samples of each |
 # | $s, h, L, V$ | tokens per sample, hidden size, blocks, vocabulary |
 # | $\Psi_r$ | parameters that rank $r$ holds |
+# | $i$, $M_r$ | a stage, counted from 0; bytes that rank $r$ holds at its peak |
 # | $S$ | bytes of an activation between two blocks, $2\,b\,s\,h$ in 16 bits |
 #
 # Tensor and pipeline parallelism leave each rank a 512th of the model, 4 GB of weights. How much
@@ -65,7 +66,7 @@ leaves
 # You have no 3,072 devices, but you can have the program of one of their ranks: the instructions
 # that `pl.run` would execute there. Every message in it has a size and a group, and every value a
 # size and a first and last moment. `pl.dry_run` compiles this list and reads off it what the rank
-# holds and sends. No tensor is made. Can it be believed? Eight ranks can be had for real:
+# holds and sends. No tensor is made. To check it, run a plan of eight ranks and compare:
 
 # %%
 small = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
@@ -87,8 +88,8 @@ for rank in (0, 3, 5, 6):  # both stages, replicas and halves of a layer
 pd.DataFrame(rows).T.rename_axis("rank")
 
 # %% [markdown]
-# The ledger and the recorder of messages, which counted what the run did, know nothing of the
-# program, and agree with it byte for byte.
+# The ledger and the recorder of messages, which counted what the run did, do not use
+# the program's sizes, and agree with them byte for byte.
 #
 # ## One rank holds 16 bytes per parameter and 64 micro-batches
 # A stage of $L/p$ blocks holds $\Psi_r$ parameters: 2 bytes of weights, 2 of gradients and 12 of
@@ -146,7 +147,7 @@ pl.exercises.stage_memory.check(stage_parameters, in_flight)
 
 # %% [markdown]
 # ## One rank sends more than a terabyte
-# Per step, with $k = 6$ all-reduces per block and micro-batch (two forward, two recomputed, two
+# Per step, with six all-reduces per block and micro-batch (two forward, two recomputed, two
 # backward) and one for the embedding, rank 0 sends
 #
 # $$ \underbrace{m\Big(\frac{6L}{p} + 1\Big)\frac{2(t-1)}{t}\,S}_{tp}
@@ -154,8 +155,9 @@ pl.exercises.stage_memory.check(stage_parameters, in_flight)
 #    \;+\; \underbrace{\frac{2(d-1)}{d}\,2\,\Psi_r}_{dp} $$
 #
 # (It has no stage before it, so it sends no gradients back; a stage in the middle sends $2\,m\,S$.
-# The tied embedding's gradient is summed with the last stage.) These are the lines of its program
-# for the first micro-batch in which something is sent:
+# The tied embedding's gradient is summed with the last stage.) These are the instructions of its
+# program that send something for micro-batch 0 (shown with m = 64); x is an activation, g a
+# gradient, r what is recomputed:
 
 # %%
 program = pl.program(model, plan.replace(microbatches=64), rank=0)
@@ -183,7 +185,7 @@ leaves.reveal(round(100 * far / total))
 # Nearly all of it is tensor parallelism's, and none of that leaves the node. That is why $t = 8$
 # and why tensor parallelism is the innermost axis.
 #
-# ## Four figures of traffic, one bridge
+# ## With and without scatter/gather, for rank 0 and for the mean
 # All eight tensor-parallel ranks of a stage have the same activations, and here each sends all of
 # them on. PTD-P lets each send an eighth, and the receivers gather inside their node
 # (*scatter/gather*, sec. 4.1). So there are four figures for “what a rank sends between nodes”:
@@ -227,10 +229,10 @@ view.bytes_bars(
 )
 
 # %% [markdown]
-# The first stage has all 64 in flight *and* the embedding. The last one has one in flight, the
-# head, and its own copy of the tied embedding.
+# The first stage has all 64 in flight *and* the embedding. The last one has one in flight, and the
+# head, which is its own copy of the tied embedding.
 #
-# ## The last stage never waits, and all others wait for it
+# ## Between fill and drain all stages wait for the last one
 # Each row is a stage, eight of the 64. With 512 micro-batches single boxes are thinner than a
 # pixel, so a stage is drawn as areas: at every time the height of a colour is its share of the
 # time.
@@ -284,8 +286,9 @@ for name, change in changes.items():
 pd.DataFrame(rows).T
 
 # %% [markdown]
-# Compare the rows with each other. The second one is what was found a year later, and measured on a
-# trillion parameters ([Korthikanti et al.](https://arxiv.org/abs/2205.05198), table 5):
+# Compare the rows with each other. The second row is the method of a paper from a year later, and
+# measured on a trillion parameters ([Korthikanti et al.](https://arxiv.org/abs/2205.05198), table
+# 5):
 
 # %%
 better = said["selective, sequence parallel"]
@@ -295,7 +298,8 @@ papers.korthikanti_table5().set_index("model").loc["1T"].filter(like="throughput
 # %% [markdown]
 # ## ZeRO-3 fits a trillion without cutting a layer, and stops scaling
 # ZeRO's third stage shards all states over 1,024 devices; the first column is the table of
-# [its paper](https://arxiv.org/abs/1910.02054):
+# [its paper](https://arxiv.org/abs/1910.02054) (its names: Pos shards optimizer states, +g
+# gradients, +p parameters: stages 1 to 3):
 
 # %%
 ring, rows = nodes.ways("all_gather", nodes.reach(range(1024)))["ring"], {}
@@ -312,8 +316,8 @@ for stage, name in enumerate(zero.NAMES):
 pd.DataFrame(rows).T.rename_axis("states on 1,024 devices")
 
 # %% [markdown]
-# PTD-P measured both ways on 175 billion parameters (its table 2), with the same batch on more and
-# more devices. The prediction is taken three times: with gathers that hide behind products as far
+# PTD-P measured ZeRO-3 on 175 billion parameters (its table 2), with the same batch on 384, 768 and
+# 1,536 devices. The prediction is taken three times: with gathers that hide behind products as far
 # as they can, with none hidden, and as an early implementation may have done it, gathering twelve
 # tensors of a block one by one, each around a ring with a step for every member, whose latency is
 # paid in full:
@@ -352,13 +356,13 @@ pd.DataFrame(rows).T.rename_axis("devices").round(0).add_suffix(" (TFLOP/s)")
 # %% [markdown]
 # Bytes per device stay when devices double, while the work per device halves. With everything
 # hidden the prediction is too kind at every size; with nothing hidden it falls, and not far enough;
-# tensor by tensor it falls much as measured. What was missing is *latency* that nothing hides. (The
+# tensor by tensor it falls much as measured. Exposed *latency* would explain the rest. (The
 # paper does not say how the gathers were done; that they were as in this column is a guess.) So
 # when a search puts ZeRO-3 first, look at its seconds without overlap too, and measure. [DeepSpeed
 # #3485](https://github.com/deepspeedai/DeepSpeed/issues/3485) saw the same end of scaling: 40
 # machines take 4 days, 80 machines 3.
 #
-# ## Three bad plans that no unit test finds
+# ## Three bad plans
 # Forget to recompute, or make tensor parallelism wider than a node (the last row of the changes),
 # or add ZeRO-3 to a pipeline:
 
@@ -426,7 +430,7 @@ further
 pl.exercises.trillion_plan.check(my_plan)
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** Selective recomputation with sequence parallelism saves most of the third
+# **Why it works.** Selective recomputation with sequence parallelism saves most of the second
 # forward. Half as many stages in two chunks each make the bubble smaller, and ZeRO-1 over twice as
 # many data-parallel ranks pays for the parameters that a rank holds in addition.
 #
@@ -446,13 +450,13 @@ pl.exercises.trillion_plan.check(my_plan)
 # 2. $M_r \approx 16\,\Psi_r + \min(m, p-i)\,\frac{L}{p}\,S$: the first stage has the highest peak.
 # 3. Tensor parallelism sends nearly everything and nothing of it leaves a node.
 # 4. Say of every traffic figure which rank it is, and whether scatter/gather is in it.
-# 5. ZeRO-3's bytes per device do not fall with more devices, and its messages become more.
+# 5. ZeRO-3's bytes per device do not fall with more devices, and the number of its messages grows.
 #
 # | when | use |
 # |---|---|
 # | a plan larger than your machine | `pl.dry_run` for memory and bytes, `pl.predict` for seconds |
 # | a trillion parameters | tp = node, pp across, selective recomputation, sequence parallelism |
-# | few devices per parameter, a large batch | ZeRO-3 |
+# | the batch is large for the number of devices | ZeRO-3 |
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # Megatron-LM's script of this plan is `--tensor-model-parallel-size 8
