@@ -43,6 +43,7 @@ view.mesh(cube, rank=0)
 # | $C$, $X$ | FLOPs of a step; FLOP/s that a device reaches |
 # | $S$ | bytes of an activation between two blocks, $S = w\,b\,s\,h$ |
 # | $\alpha, \beta$ | latency of a message or a call (s), seconds per byte, of an axis' links |
+# | $k$ | all-reduces per block and micro-batch |
 # | $T$, $M$ | seconds of a step, bytes of memory of one rank |
 #
 # Ranks are numbered so that neighbours are tensor parallel. With the coordinates
@@ -56,7 +57,7 @@ view.mesh(cube, rank=0)
 # once per step; the pipeline group what leaves a stage, once per micro-batch.
 #
 # ### Warm-up: make the groups
-# `dist.new_group` has one rule that many programs break once.
+# `dist.new_group` is collective over all ranks, members or not: look up its documentation.
 
 # %%
 warm_up = pl.exercises.mesh_groups
@@ -110,7 +111,8 @@ pipeline.diff(both)
 # %% [markdown]
 # One all-reduce per step, after the last backward. Sends, receives and their order stay as they
 # were. (The updates of the single blocks become one update of the bucket that the all-reduce
-# needs.)
+# needs. They are listed, because the partner has another number: stage 1 begins with rank 2 instead
+# of rank 1.)
 
 # %%
 why_innermost = pl.exercises.choose(
@@ -147,8 +149,9 @@ why_innermost.reveal(
 #    + 2\,m\,(\alpha_p + S\,\beta_p)
 #    + \frac{2(d-1)}{d}\,\frac{w\,\Psi}{p\,t}\,\beta_d $$
 #
-# The next cell evaluates exactly this for a GPT of 39 billion parameters on 64 A100s. Its devices
-# are limited by their products alone, as the formula assumes.
+# The second term is there only for $t > 1$, the third only for $p > 1$. The next cell evaluates
+# this for a GPT of 39 billion parameters on 64 A100s. Memory bandwidth and launches are set to cost
+# nothing, as the formula assumes.
 
 # %%
 big, nodes = pl.ModelSpec.preset("ptdp-39b"), pl.Cluster.preset("dgx-a100", nodes=8)
@@ -217,12 +220,13 @@ pd.DataFrame(
 # 33 is near what one micro-batch per step leaves (`gradient_accumulation_steps` of 1). Nothing
 # else in the formula costs so much.
 #
-# ## Memory is states over three axes, plus activations over two
+# ## Memory is states, divided by up to three axes, plus activations
 # A rank keeps the states of its $\Psi/(p\,t)$ parameters: $K_w$ bytes each for weights and
 # gradients (here 2 + 2), and $K_o$ bytes for the optimizer (here 12), which ZeRO-1 shards over $d$.
 # It keeps the inputs of its $L/p$ blocks for every micro-batch in flight (1F1B: at most $\min(p,
-# m)$ of them), and recomputes one block at a time, whose activations tensor parallelism shards, all
-# but ten parts:
+# m)$ of them), and recomputes one block at a time, whose activations take
+# $b\,s\,h\,(10 + 24/t + 5as/(ht))$ bytes (lab 07): tensor parallelism shards all of them but the
+# 10. Next to the formula, *compiled (GB)* is the peak of the compiled program:
 #
 # $$ M \;\approx\; \frac{\Psi}{p\,t}\Big(K_w + \frac{K_o}{d}\Big)
 #    + \min(p, m)\,\frac{L}{p}\, S
@@ -255,7 +259,7 @@ pd.DataFrame(
 # In [DeepSpeed #237](https://github.com/deepspeedai/DeepSpeed/issues/237) ZeRO-2 runs out of memory
 # on 8 GPUs of 32 GB with a model-parallel size of 8. A maintainer answers that the partitions are
 # as many as data-parallel ranks, here one, and that a model of 40 billion parameters needs around
-# 48 such GPUs. The same sum says so:
+# 48 such GPUs. The same sum for 8 to 400 GPUs:
 
 # %%
 forty = pl.ModelSpec(layers=50, hidden=8192, heads=64, seq_len=1024, vocab=51200)
@@ -364,7 +368,8 @@ pd.DataFrame(rows).T.round(1).add_suffix(" (ms per step)")
 
 # %% [markdown]
 # What crosses the slow link decides. `tp 4` waits for it in every block. `dp 2, tp 2` keeps tensor
-# parallelism inside a node and sends gradients across, once per step. A pipeline sends the least.
+# parallelism inside a node and sends gradients across, once per step. A pipeline sends
+# as little as any plan.
 
 # %%
 halves = pl.Cluster.preset("dgx-a100").replace(name="two nodes", nodes=2, devices_per_node=2)
@@ -422,11 +427,12 @@ for m in (2, 8, 32, 128):
 pd.DataFrame(rows).T.round(2)
 
 # %% [markdown]
-# The formula says why. Tensor parallelism pays its all-reduces for every micro-batch, so its third
-# term grows with $m$; the pipeline's bubble shrinks with $m$. Where memory and the batch allow many
+# The formula says why. Tensor parallelism pays its all-reduces for every micro-batch, so its
+# communication grows with $m$. The bubble stays the same number of seconds while the computation
+# grows, so its share shrinks. Where memory and the batch allow many
 # micro-batches, a pipeline wins inside a node too. Where they do not, as with $m = 2$, it loses.
 #
-# ## A micro-batch of one sample is small for the device, eight are few for the pipeline
+# ## Larger micro-batches suit the device, smaller ones the pipeline
 # A larger micro-batch gives the device larger products, and leaves the pipeline fewer
 # micro-batches. Predicted for 91 billion parameters, tp 8, pp 8:
 
@@ -447,7 +453,7 @@ table.round(1).add_suffix(", MFU (%)")
 # gradients to those before it. (In the paper's figure 16 two samples win with both batches.) The
 # best two are closer to each other than a prediction is to a measurement.
 #
-# ## Ten thousand plans are searched in a second
+# ## A search goes through all legal plans
 # `plan_search` goes through every legal combination of dp, tp, pp, schedule, chunks per rank,
 # micro-batches, ZeRO stage, sequence parallelism, recomputation and offload. It estimates seconds
 # and bytes of each, drops what does not fit, and compiles and simulates the best ones.
@@ -460,7 +466,7 @@ search
 view.pareto(search)
 
 # %% [markdown]
-# Plans below the line are impossible; plans above it are never the best choice. To be faster you
+# No plan is below the line; plans above it are never the best choice. To be faster you
 # have to move right, to more memory. The winner uses ZeRO-3 across nodes, against Megatron's
 # advice. The prediction lets its gathers overlap perfectly, and no device does quite that. The
 # column *without overlap* (`serial_s` in `search.table`) says how long the same step takes if
@@ -490,8 +496,8 @@ for settings in ({"tp": 3}, {"pp": 8}, {"dp": 2, "zero_stage": 1, "grad_sync": "
 
 # %% [markdown]
 # No process was started. The trap: with $m$ micro-batches ZeRO-1 sends $2\Psi$ along dp, whatever
-# $m$ is; ZeRO-3 gathers every parameter twice per micro-batch and sends $3m\Psi$. A pipeline needs
-# a large $m$, so the two multiply.
+# $m$ is. ZeRO-3 gathers every parameter twice and reduce-scatters its gradient once per
+# micro-batch, $3m\Psi$. A pipeline needs a large $m$, and ZeRO-3 pays for each.
 
 # %%
 import warnings
@@ -509,7 +515,8 @@ pd.DataFrame(rows).T.round(2).add_suffix(" (MB, all ranks)")
 # %% [markdown]
 # ## Implement: one training step on a data × pipeline mesh
 # You have the groups. Now write the step in plain PyTorch, with the detail that goes wrong most
-# often when axes are composed: the norm by which gradients are clipped.
+# often when axes are composed: the norm by which gradients are clipped. No parameter is on two
+# stages (`tied=False`), and an epsilon of 1e-6 in the clipping factor is accepted.
 
 # %%
 exercise = pl.exercises.mesh_step
@@ -591,8 +598,8 @@ pl.exercises.place.check(my_planner)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The formulas above leave few plans worth a question: model parallelism as small
-# as memory allows, tensor parallelism first and only inside a node, ZeRO-1 for nothing, and the
-# least recomputation that fits.
+# as memory allows, tensor parallelism first and only inside a node, ZeRO-1 for the same bytes, and
+# the least recomputation that fits.
 #
 # **Common mistakes.** Recomputing everything although it fits without; data parallelism alone,
 # which does not fit; tensor parallelism across nodes; plans that leave samples or devices over.
@@ -601,14 +608,15 @@ pl.exercises.place.check(my_planner)
 # ## What to remember
 # 1. A rank's coordinates follow from $r = (i_p\,d + i_d)\,t + i_t$, and every rank has to make
 #    every group, in the same order.
-# 2. $T \approx$ compute/(d p t) + bubble + exposed communication; each plan is slow by one of
-#    these.
-# 3. States are divided by $p\,t$, and by $d$ only with ZeRO; activations by $t$ and by nothing
-#    else.
+# 2. $T \approx$ compute/(d p t) + bubble + exposed communication; and a plan loses most by
+#    one or two of these.
+# 3. States are divided by $p\,t$, and by $d$ only with ZeRO. The inputs that the first stage keeps
+#    are divided by no axis if $m \ge p$; tensor parallelism divides most of the block that is
+#    recomputed.
 # 4. Tensor parallelism pays per block and micro-batch, a pipeline per micro-batch, data parallelism
-#    once per step. So they take the links in this order.
-# 5. A norm is added over axes along which parameters differ, and counted once along those that
-#    replicate them.
+#    once per step. So they get the fast links in this order.
+# 5. Squared norms are added over axes along which parameters differ; parameters that are
+#    replicated are counted once.
 #
 # | when | use |
 # |---|---|
