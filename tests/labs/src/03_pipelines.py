@@ -58,12 +58,14 @@ for rank, actions in enumerate(schedules.gpipe(4, 4)):
 # | $m$ | micro-batches of a step |
 # | $b$, $s$, $h$ | samples of a micro-batch, tokens of a sample, hidden size |
 # | $v$ | chunks of the model on each rank (interleaving) |
+# | $S$ | bytes of one message between two stages |
 # | $F$, $B$ | seconds that one rank's forward and backward of one micro-batch take |
 # | $T$ | seconds from first forward to last backward, of the rank where that is longest |
 #
 # ## What a stage adds to the program
 # Compared with one device, the program of rank 1 has a receive before each forward and each
-# backward, and a send after it. The computation is what it was, on fewer blocks:
+# backward, and a send after it. The rank computes as before, but only its own blocks. (The sign ↕
+# marks instructions that are in another place.)
 
 # %%
 model = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=128, tied=False)
@@ -86,7 +88,8 @@ whole.diff(pl.program(model, plan, rank=1))
 # %% [markdown]
 # ## The bubble of GPipe
 # Four stages, four micro-batches, all stages alike, messages that take no time. Which share of all
-# device time is idle? Look at the picture above, and commit to a number.
+# device time is idle? The first picture has shown this case already, with its bubble. Derive the
+# number before you look at it again.
 
 # %%
 guess = pl.exercises.guess(
@@ -128,9 +131,9 @@ guess.reveal(100 * 3 / (4 + 3))
 
 # %% [markdown]
 # ## Four real ranks
-# Four processes, two of the eight blocks each. Above is the ideal: this run's own times of forward
-# and backward, with messages that take no time. Below is the **replay**: the same work, each rank
-# on a device of its own, with links.
+# Four processes, two of the eight blocks each. The upper half of the next picture is the ideal: this
+# run's own times of forward and backward, with messages that take no time. The lower half is the
+# **replay**: the same times, each rank on a device of its own, and links that take time.
 
 # %%
 report = pl.run(model, plan, steps=7, progress=False)
@@ -148,16 +151,17 @@ replayed.timeline()
 # This picture is what [DeepSpeedExamples
 # #201](https://github.com/deepspeedai/DeepSpeedExamples/issues/201) and [zero-bubble
 # #18](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/18) ask for. It needs no
-# profiler: `pl.run` draws it of its own runs, and `pl.observe` of any PyTorch program. At the end
+# profiler: `pl.run` draws it from its own runs, and `pl.observe` from any PyTorch program. At the end
 # of this lab it draws your own executor, and torch's.
 #
 # ## Where a step goes: forward + backward + p2p + idle = T
 # How can bubble time be profiled accurately ([Megatron-LM
 # #691](https://github.com/NVIDIA/Megatron-LM/issues/691)), and told apart from point-to-point
 # communication ([Megatron-LM #828](https://github.com/NVIDIA/Megatron-LM/issues/828))? Write down
-# four numbers per rank that add up to $T$. **p2p** is the time in which a rank waits for a message
-# that is in flight. **idle** is the time in which it waits and nothing is in flight, because the
-# neighbour has not computed it yet.
+# four numbers per rank that add up to $T$. **p2p** is the time between a rank's first forward and
+# last backward in which it waits for a message that is in flight. **idle** is the rest of $T$: the
+# rank waits before its first forward, after its last backward, or for a message that its neighbour
+# has not computed yet.
 
 # %% tags=["measured"]
 times = replayed.pipeline_times()
@@ -209,7 +213,7 @@ why_p2p.reveal(
 # the processor time of each piece of work, and gives each rank a device of its own. Its one
 # assumption is that a stage computes as fast alone as it did here.
 #
-# ## 1F1B keeps the bubble and bounds the memory
+# ## 1F1B: each backward as early as possible
 # More micro-batches make the bubble smaller. But GPipe runs no backward before the last forward, so
 # (without recomputation, lab 06) it keeps the activations of all $m$ micro-batches. **1F1B** runs
 # each backward as soon as it can: as few forwards as keep the last rank busy, and then one forward,
@@ -236,7 +240,7 @@ improves.reveal(
 # **Why the memory is bounded.** Micro-batch 0 comes back to rank $r$ when it has gone down through
 # the $p-r-1$ stages after it and up again. In 1F1B rank $r$ starts one forward for each of these
 # stages, and then its first steady one. From there on each forward is followed by a backward, which
-# frees what a forward has saved. So the most micro-batches that are **in flight** on rank $r$ are
+# frees what a forward has saved. So the largest number of micro-batches **in flight** on rank $r$ is
 #
 # $$ \text{GPipe: } m, \qquad \text{1F1B: } \min(m,\; p-r) . $$
 
@@ -397,8 +401,7 @@ pl.exercises.warmup.check(by_counting)
 
 # %% [markdown]
 # ## Two ranks: activations and gradients come from the same neighbour
-# Interleaving needs at least two chunks per rank. With $p=2$ the rank after a rank is also the rank
-# before it. Here is all that rank 0 receives, in program order:
+# With $p=2$ the rank after a rank is also the rank before it. Here is all that rank 0 receives, in program order:
 
 # %%
 two = pl.Plan(pp=2, virtual_stages=2, schedule="interleaved", microbatches=2, microbatch_size=2)
@@ -454,7 +457,8 @@ pl.run(model, two, steps=2, progress=False)
 
 # %% [markdown]
 # ## Is it the same training?
-# One process, the same micro-batches in the same order, and plain SGD, which hides no wrong factor:
+# One process, the same micro-batches in the same order, and plain SGD. AdamW would hide gradients
+# that are wrong by a constant factor:
 
 # %%
 proof = {"optimizer": "sgd", "steps": 3, "keep_state": True, "progress": False}
@@ -466,12 +470,12 @@ for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
     print(f"{name:<11} every gradient is equal, bit by bit: {same}")
 
 # %% [markdown]
-# Bit by bit, because a weight's gradient is added up over the micro-batches in the same order on
-# whichever rank it is.
+# The gradients are equal bit by bit because each rank adds up the gradient of a weight over the
+# micro-batches in the same order.
 #
 # ## One slow stage
 # Move the sliders: more micro-batches, more chunks, a last stage that is slower than the others.
-# *Run it* starts real processes.
+# The number of chunks acts only in the interleaved schedule. *Run it* starts real processes.
 
 # %%
 view.widgets.pipeline()
@@ -499,7 +503,8 @@ slow.reveal(
 # %% [markdown]
 # ## Write the executor
 # Everything above was run by paralab. Now write what runs a schedule: in plain PyTorch, on
-# `torch.distributed`, as one would at work.
+# `torch.distributed`, as one would at work. Call each stage with the targets as second argument:
+# the stages before the last one ignore it.
 
 # %%
 executor = pl.exercises.pipeline_executor
@@ -589,7 +594,7 @@ if verdict:
 
 # %% [markdown]
 # ## Go further: chunks, also on two ranks
-# The same with $v$ stages on each rank. Now messages from one neighbour belong to different stages,
+# Write the same executor for $v$ stages on each rank. Now messages from one neighbour belong to different stages,
 # and with two ranks they are activations and gradients at once.
 
 # %%
@@ -636,8 +641,10 @@ pl.exercises.interleaved_executor.check(interleaved_step_posted)
 # |---|---|---|---|---|
 # | GPipe | $\frac{p-1}{m+p-1}$ | $m$ | $2m(p-1)$ | few micro-batches, or with recomputation |
 # | 1F1B | $\frac{p-1}{m+p-1}$ | $\min(m, p-r)$ | $2m(p-1)$ | the default |
-# | interleaved | $\frac{p-1}{vm+p-1}$ | $2(p-r-1)+(v-1)p+1$ chunks | $2m(pv-1)$ | small $m$ |
+# | interleaved | $\frac{p-1}{vm+p-1}$ | $\min(vm, 2(p-r-1)+(v-1)p+1)$ chunks | $2m(pv-1)$ | small $m$ |
 # | ZB-H1 | lab 04 | $p$ | $2m(p-1)$ | where the bubble still counts |
+#
+# A chunk has $1/v$ of a rank's layers.
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # `torch.distributed.pipelining` has these schedules. A rank gives it the module of each of its
