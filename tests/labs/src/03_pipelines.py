@@ -131,9 +131,9 @@ guess.reveal(100 * 3 / (4 + 3))
 
 # %% [markdown]
 # ## Four real ranks
-# Four processes, two of the eight blocks each. The upper half of the next picture is the ideal: this
-# run's own times of forward and backward, with messages that take no time. The lower half is the
-# **replay**: the same times, each rank on a device of its own, and links that take time.
+# Four processes, two of the eight blocks each. The upper half of the next picture is the ideal:
+# this run's own times of forward and backward, with messages that take no time. The lower half is
+# the **replay**: the same times, each rank on a device of its own, and links that take time.
 
 # %%
 report = pl.run(model, plan, steps=7, progress=False)
@@ -151,8 +151,8 @@ replayed.timeline()
 # This picture is what [DeepSpeedExamples
 # #201](https://github.com/deepspeedai/DeepSpeedExamples/issues/201) and [zero-bubble
 # #18](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/18) ask for. It needs no
-# profiler: `pl.run` draws it from its own runs, and `pl.observe` from any PyTorch program. At the end
-# of this lab it draws your own executor, and torch's.
+# profiler: `pl.run` draws it from its own runs, and `pl.observe` from any PyTorch program. At the
+# end of this lab it draws your own executor, and torch's.
 #
 # ## Where a step goes: forward + backward + p2p + idle = T
 # How can bubble time be profiled accurately ([Megatron-LM
@@ -240,7 +240,8 @@ improves.reveal(
 # **Why the memory is bounded.** Micro-batch 0 comes back to rank $r$ when it has gone down through
 # the $p-r-1$ stages after it and up again. In 1F1B rank $r$ starts one forward for each of these
 # stages, and then its first steady one. From there on each forward is followed by a backward, which
-# frees what a forward has saved. So the largest number of micro-batches **in flight** on rank $r$ is
+# frees what a forward has saved. So the largest number of micro-batches **in flight** on rank $r$
+# is
 #
 # $$ \text{GPipe: } m, \qquad \text{1F1B: } \min(m,\; p-r) . $$
 
@@ -327,12 +328,12 @@ messages.reveal(2 * 8 * (4 * 2 - 1))
 # %% [markdown]
 # ## Why the interleaved warm-up has a factor of two
 # Before its first backward rank $r$ of 1F1B runs $p-r-1$ forwards, and then the first one of the
-# steady phase. In Megatron-LM's interleaved schedule these are $2(p-r-1) + (v-1)p$ instead
-# ([Megatron-LM #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks why). The second term
-# is needed: each rank takes $p$ micro-batches through one chunk, then through the next, so the last
-# rank has $(v-1)p$ forwards to do before one of them reaches its last chunk. But why $2(p-r-1)$,
-# and not $p-r-1$? Here are both, with messages that take no time, and with messages that take a
-# fifth of a chunk's forward:
+# steady phase. In Megatron-LM's interleaved schedule the number of these warm-up forwards is
+# $2(p-r-1) + (v-1)p$ ([Megatron-LM #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks
+# why). The second term is needed: each rank takes $p$ micro-batches through one chunk, then through
+# the next, so the last rank runs $(v-1)p$ forwards of its other chunks before the first forward of
+# its last chunk. But why $2(p-r-1)$, and not $p-r-1$? Here are both, with messages that take no
+# time, and with messages that take a fifth of a chunk's forward:
 
 
 # %%
@@ -367,8 +368,8 @@ pd.DataFrame(
 # %% [markdown]
 # With free messages both end at the same time, and the factor only costs memory. With messages that
 # take time, a forward needs one message on its way down and its backward another one on the way up.
-# The forwards that were started ahead of need give the ranks something to do meanwhile. So the
-# factor of two hides communication, and is paid for with activations.
+# With the factor of two, more forwards have been started by then, and a rank runs them while it
+# waits. So the factor of two hides communication and costs memory for activations.
 #
 # For the warm-up exercise you need the number of forwards **before the first backward**, the first
 # forward of the steady phase included.
@@ -401,7 +402,8 @@ pl.exercises.warmup.check(by_counting)
 
 # %% [markdown]
 # ## Two ranks: activations and gradients come from the same neighbour
-# With $p=2$ the rank after a rank is also the rank before it. Here is all that rank 0 receives, in program order:
+# With $p=2$ the rank after a rank is also the rank before it. Here is all that rank 0 receives, in
+# program order:
 
 # %%
 two = pl.Plan(pp=2, virtual_stages=2, schedule="interleaved", microbatches=2, microbatch_size=2)
@@ -594,8 +596,8 @@ if verdict:
 
 # %% [markdown]
 # ## Go further: chunks, also on two ranks
-# Write the same executor for $v$ stages on each rank. Now messages from one neighbour belong to different stages,
-# and with two ranks they are activations and gradients at once.
+# Write the same executor for $v$ stages on each rank. Now messages from one neighbour belong to
+# different stages, and with two ranks they are activations and gradients at once.
 
 # %%
 chunked = pl.exercises.interleaved_executor
@@ -641,7 +643,7 @@ pl.exercises.interleaved_executor.check(interleaved_step_posted)
 # |---|---|---|---|---|
 # | GPipe | $\frac{p-1}{m+p-1}$ | $m$ | $2m(p-1)$ | few micro-batches, or with recomputation |
 # | 1F1B | $\frac{p-1}{m+p-1}$ | $\min(m, p-r)$ | $2m(p-1)$ | the default |
-# | interleaved | $\frac{p-1}{vm+p-1}$ | $\min(vm, 2(p-r-1)+(v-1)p+1)$ chunks | $2m(pv-1)$ | small $m$ |
+# | interleaved | $\frac{p-1}{vm+p-1}$ | $\min(vm, 2(p-r-1)+(v-1)p+1)$ | $2m(pv-1)$ | small $m$ |
 # | ZB-H1 | lab 04 | $p$ | $2m(p-1)$ | where the bubble still counts |
 #
 # A chunk has $1/v$ of a rank's layers.

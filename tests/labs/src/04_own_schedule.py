@@ -74,7 +74,7 @@ before = pl.program(model, plan, rank=1)
 before.diff(pl.program(model, plan.replace(schedule="zb-h1"), rank=1))
 
 # %% [markdown]
-# ## ZB-H1: a third of the bubble in the memory of 1F1B
+# ## ZB-H1: a third of the idle time in the memory of 1F1B
 # Lab 03 has derived the idle time of 1F1B, $(p-1)(F+B)$ per rank: the fill, $(p-1)F$, and the
 # drain, $(p-1)B = (p-1)(I+W)$. Now split the backward.
 #
@@ -119,7 +119,9 @@ guess.reveal(100 * 3 / (3 + 24))
 #
 # ## ZB-H2: no bubble, and yet it ends at the same moment
 # ZB-H1 still has a gap between the last warm-up forward and the first backward. ZB-H2 fills it with
-# more forwards, $2(p-r-1)$ of them in place of $p-r-1$. That removes $(p-1)W$ once more:
+# more forwards, $2(p-r-1)$ of them in place of $p-r-1$, and rank $r$ runs its weight halves $2r$
+# backwards late. The last rank then has $2(p-1)$ weight halves left at the end, $p-1$ more than in
+# ZB-H1. That removes $(p-1)W$ once more:
 #
 # $$ (p-1)(F+I-2W), \qquad \text{which is } 0 \text{ for } F = I = W . $$
 
@@ -163,7 +165,7 @@ view.live_activations(
 )
 
 # %% [markdown]
-# The most on any rank are
+# The largest number on any rank is
 #
 # $$ \text{1F1B: } p, \qquad \text{ZB-H1: } p, \qquad \text{ZB-H2: } 2p - 1 . $$
 #
@@ -213,9 +215,10 @@ def drawn(F, I_, W, both):
 view.schedules({"DualPipeV, F&B = 3 ms": drawn(1, 1, 1, 3), "F&B = 2.4 ms": drawn(1, 1, 1, 2.4)})
 
 # %% [markdown]
-# The first three of the four parts below are those of an answer in that thread; the fourth is what
-# is left of the formula. Read them off the first picture, from the left to the right. With
-# $n = \frac{p}{2}-1$ for a DualPipe of $p$ ranks (here $p = 8$ and $n = 3$):
+# The first three of the four parts are those of an answer in that thread, of whose fourth part we
+# could read only the beginning; ours is what is left of the formula. Read them off the first
+# picture, from the left to the right. With $n = \frac{p}{2}-1$ for a DualPipe of $p$ ranks (here $p
+# = 8$ and $n = 3$):
 #
 # 1. **Fill.** The last rank begins after $n$ forwards: $nF$. On rank 0 the same gap comes later,
 #    when
@@ -254,7 +257,7 @@ pd.DataFrame(rows, columns=names).round(2)
 # #1](https://github.com/Victarry/PP-Schedule-Visualization/issues/1), why two pictures of one
 # schedule show different bubbles: they are drawn for different $F\&B$.
 #
-# On each rank at most nine micro-batches of one stage are alive, the $p+1$ of the report. DualPipe
+# On each rank at most nine chunks of micro-batches are alive, the $p+1$ of the report. DualPipe
 # also keeps two copies of the parameters; DualPipeV keeps one, on half as many ranks.
 #
 # ## ZB-H1 on four real ranks
@@ -368,7 +371,8 @@ next_to_gpipe(my_schedule) if verdict else "write my_schedule first"
 # **Why it works.** Rank $r$ has to run one forward for each of the $p-r-1$ ranks after it before
 # the first gradient can come back. After that each backward makes room for one forward.
 #
-# **Common mistakes.** All forwards first is GPipe: in time, with $m$ micro-batches alive. A warm-up
+# **Common mistakes.** All forwards first is GPipe: it keeps the time limit, but $m$ micro-batches are
+# alive. A warm-up
 # that is one too short leaves the last rank idle in every round; one that is too long costs memory.
 # With fewer micro-batches than stages the warm-up has to end at $m$.
 #
@@ -465,16 +469,17 @@ pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 # ## What to remember
 # 1. A backward is two products; other ranks wait only for the gradient of the input.
 # 2. Input halves early and weight halves late turn idle time into work.
-# 3. ZB-H1 needs no more memory than 1F1B's first rank and has a third of its bubble ($F=I=W$).
-# 4. ZB-H2's zero is counted per rank; it is gained only if steps may overlap, and it costs $2p-1$.
+# 3. ZB-H1 needs no more memory than 1F1B's first rank and has a third of its idle time ($F=I=W$).
+# 4. ZB-H2 has no idle time inside a rank's own step. The step gets shorter only if the next one may
+#    begin before this one ends everywhere, and up to $2p-1$ micro-batches are alive.
 # 5. A schedule deadlocks where waits form a cycle; that can be proved from the lists alone.
 #
 # | schedule | idle time per rank | alive at most | when |
 # |---|---|---|---|
 # | 1F1B | $(p-1)(F+I+W)$ | $p$ | the default |
-# | ZB-H1 | $(p-1)(F+I-W)$ | $p$ | few micro-batches, no room in memory |
-# | ZB-H2 | $(p-1)(F+I-2W)$ | $2p-1$ | room in memory, no barrier between steps |
-# | DualPipe | $(\frac{p}{2}-1)(F\&B+B-3W)$ | $p+1$ | messages to hide, room for 2 models |
+# | ZB-H1 | $(p-1)(F+I-W)$ | $p$ | few micro-batches, memory is the limit |
+# | ZB-H2 | $(p-1)(F+I-2W)$ | $2p-1$ | memory is free, and no barrier between steps |
+# | DualPipe | $(\frac{p}{2}-1)(F\&B+B-3W)$ | $p+1$ | messages need hiding, two models fit |
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # `torch.distributed.pipelining` has `ScheduleInterleavedZeroBubble` (interleaved with split

@@ -221,8 +221,8 @@ guess.reveal(round(100 * share))
 # Three things come on top of the formulas. **Activations** belong to a rank's own samples, and ZeRO
 # does not shard them (lab 06). **Gathered parameters** are in the category *buffers*: the unit that
 # computes, and the next one. **Gradients** of a unit are whole until they are reduced. The second
-# and the third are the price of one unit, not of the model; a model of eight blocks has large
-# units.
+# and the third depend on the size of a few units, not of the model. In a model of eight blocks a
+# unit is a large part of the whole.
 #
 # ## Does memory fall with more devices?
 # The states fall as $1/N$, what comes on top does not. Real runs of stage 3 on 1, 2 and 4 ranks:
@@ -338,7 +338,7 @@ verdict
 # * units that stay gathered between forward and backward: the limit of the peak is broken;
 # * gradients that are reduced in `step()`: they are all whole at once, and the peak shows it;
 # * `parameter.data = ...` alone: autograd has saved the old tensor, so nothing is freed;
-# * no division by N, or one that is made once per micro-batch too often;
+# * no division by N, or a division by N for each micro-batch;
 # * a reduce-scatter without the padding that the all-gather has.
 #
 # ## A second answer: hooks on saved tensors
@@ -498,14 +498,16 @@ for q in (1, len(block)):
 
 # %% [markdown]
 # DeepSpeed gathers parameter by parameter unless its prefetch bucket
-# (`stage3_prefetch_bucket_size`) joins several of them; FSDP gathers a unit in one call. If the
-# links are slow, prefer large units, as long as two of them fit.
+# (`stage3_prefetch_bucket_size`) joins several of them; FSDP gathers a unit in one call. If
+# latency is high, prefer large units, as long as two of them fit. Against low bandwidth only more
+# tokens per micro-batch help.
 #
 # What does prefetch cost? [DeepSpeed #4305](https://github.com/deepspeedai/DeepSpeed/issues/4305)
 # finds that stage 3 takes *more* memory than stage 2: 36.6 GB against 32.4 GB after the first
-# forward of a model of 6.9 billion parameters. (The model was not run here; LoRA makes gradients
-# and optimizer states small there, so stage 3 has little to save.) One reason can be shown: what is
-# gathered ahead is whole.
+# forward of a model of 6.9 billion parameters. (The model was not run here. In the thread stage 3
+# is 10 GB higher already after initialization, which this lab does not explain.) One way in which
+# stage 3 can need more than stage 2 can be shown: what is gathered ahead is whole. In the table
+# below, with `prefetch=8` all blocks are gathered at once, and stage 3 needs more than stage 2.
 
 # %%
 rows = {"ZeRO-2": sum(pl.program(model, plan.replace(zero_stage=2)).peak().values()) / 1e6}
@@ -597,8 +599,8 @@ for name, shard in (("ZeRO-3 over all 4", None), ("HSDP: 2 share, 2 copies", 2))
 pd.DataFrame(rows).T.round(1)
 
 # %% [markdown]
-# The sum of both kinds of bytes says little, because the links differ by a factor of twenty. What
-# the step waits for is the bytes between nodes. The price of hybrid sharding is memory.
+# The sum of both kinds of bytes says little, because the links differ by a factor of twenty. The
+# step waits for the bytes between the nodes. The price of hybrid sharding is memory.
 #
 # ## Is it the same training?
 # One process computes all micro-batches with plain SGD; its gradients and weights are compared with
@@ -621,7 +623,8 @@ for stage in (1, 2, 3):
 # 1. Data parallelism keeps N copies of weights, gradients and optimizer states; ZeRO keeps one, in
 #    N shards.
 # 2. Stage 1 costs nothing: the optimizer fits between the two halves of the all-reduce.
-# 3. Stage 3 gathers a unit before each use, frees it after, and sends half as much again.
+# 3. Stage 3 gathers a unit before each use, and frees it after. It sends $3m/2$ times what data
+#    parallelism sends.
 # 4. Activations, gathered units and gradients in flight come on top of the formulas and do not fall
 #    with N.
 # 5. Prefetch hides gathers if a unit computes longer than it takes to gather the next, and costs
@@ -638,7 +641,7 @@ for stage in (1, 2, 3):
 # | optimizer states do not fit | stage 1; stage 2 if gradients do not fit either |
 # | parameters do not fit, fast links | stage 3 = FSDP full shard |
 # | the same, slow links between nodes | hybrid sharding, one copy per node |
-# | many micro-batches per step | stage 1 or 2: the traffic of stage 3 grows with $m$ |
+# | many micro-batches per step | stage 1: the traffic of stages 2 and 3 grows with $m$ |
 # | activations do not fit | not ZeRO: recompute them (lab 06) |
 #
 # ## In PyTorch, DeepSpeed, Megatron
@@ -648,8 +651,14 @@ for stage in (1, 2, 3):
 # for block in gpt.blocks:
 #     fully_shard(block, reshard_after_forward=True)  # stage 3; False: no second gather
 # fully_shard(gpt)
+# ```
+# HSDP shards inside a node, and replicates between nodes:
+#
+# ```python
 # mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
-# fully_shard(gpt, mesh=mesh)  # HSDP: shard inside a node, replicate between nodes
+# for block in gpt.blocks:
+#     fully_shard(block, mesh=mesh)
+# fully_shard(gpt, mesh=mesh)
 # ```
 #
 # In DeepSpeed a stage is a line of its JSON, and the two sizes below are the $q$ and the number of
