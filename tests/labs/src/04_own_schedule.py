@@ -371,10 +371,9 @@ next_to_gpipe(my_schedule) if verdict else "write my_schedule first"
 # **Why it works.** Rank $r$ has to run one forward for each of the $p-r-1$ ranks after it before
 # the first gradient can come back. After that each backward makes room for one forward.
 #
-# **Common mistakes.** All forwards first is GPipe: it keeps the time limit, but $m$ micro-batches are
-# alive. A warm-up
-# that is one too short leaves the last rank idle in every round; one that is too long costs memory.
-# With fewer micro-batches than stages the warm-up has to end at $m$.
+# **Common mistakes.** All forwards first is GPipe: it keeps the time limit, but $m$ micro-batches
+# are alive. A warm-up that is one too short leaves the last rank idle in every round; one that is
+# too long costs memory. With fewer micro-batches than stages the warm-up has to end at $m$.
 #
 # **Another answer** writes down no order, but a rule: a rank that is free takes a backward if one
 # is possible, and a forward if its memory allows it. 1F1B comes out.
