@@ -203,10 +203,11 @@ pd.DataFrame(
 ).assign(off=lambda t: 100 * (t.iloc[:, 0] / t.iloc[:, 1] - 1)).round(2)
 
 # %% [markdown]
-# The simulation plays every instruction on its lane. The formula is too slow where gradients are
-# summed while backward still runs, most of all for `dp 8, tp 8`: communication that nothing hides
-# is called *exposed*, and the formula exposes all of it. It is too fast where one stage has more to
-# do than the others, as the last of eight, which has the head.
+# The simulation plays every instruction on its lane. The formula gives too long a time where
+# communication overlaps with computation, most of all for the gradients in `dp 8, tp 8`:
+# communication that nothing hides is called *exposed*, and the formula exposes all of it. It gives
+# too short a time where one stage has more to do than the others, as the last of eight, which has
+# the head.
 #
 # [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met the second term. Its author
 # trains 20 billion parameters on 128 GPUs and reports 170 TFLOP/s with one stage and 33 with four.
@@ -368,8 +369,7 @@ pd.DataFrame(rows).T.round(1).add_suffix(" (ms per step)")
 
 # %% [markdown]
 # What crosses the slow link decides. `tp 4` waits for it in every block. `dp 2, tp 2` keeps tensor
-# parallelism inside a node and sends gradients across, once per step. A pipeline sends
-# as little as any plan.
+# parallelism inside a node and sends gradients across, once per step. A pipeline sends the least.
 
 # %%
 halves = pl.Cluster.preset("dgx-a100").replace(name="two nodes", nodes=2, devices_per_node=2)
@@ -554,8 +554,9 @@ pl.exercises.mesh_step.check(mesh_step)
 # %% [markdown]
 # ## Your step trains the GPT, next to the library's plan
 # Your two functions run on four real ranks, in plain `torch.distributed` under `pl.observe`, next
-# to the library's program for the same plan. Both send the same bytes. Look for the pipeline's
-# triangle of idle ranks, and for what your step waits for after the last backward.
+# to the library's program for the same plan. Both send the same bytes. The picture has the wall
+# clock of this machine, so where ranks share cores they wait for a core, too. Look for what your
+# step waits for after the last backward.
 
 
 # %%

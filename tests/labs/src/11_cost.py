@@ -203,8 +203,8 @@ days[
 ].round(1)
 
 # %% [markdown]
-# The days that the paper prints in its table 2 are the exact ones. The 84 days of its text are
-# those of equation 4, which comes out low every time; by the exact count they are 85.
+# The days that the paper prints in its table 2 are within one day of the exact ones. The 84 days of
+# its text are those of equation 4, which comes out low every time; by the exact count they are 85.
 #
 # ## Warm-up: days and MFU from the seconds of a step
 
@@ -269,9 +269,9 @@ pd.concat([off.groupby(kind).mean(), off.mean().to_frame("all ten").T]).add_suff
 ).round(1)
 
 # %% [markdown]
-# Remember this when a tool is a few per cent off on average: so is a constant. The prediction's
-# errors are smaller on average, and they have a pattern: interleaved plans come out too fast, and
-# there the constant is nearer. Use a prediction for differences between plans of one kind.
+# A constant, too, is only a few per cent off on average, so a tool that is has not shown much. The
+# prediction's errors are smaller on average, and they have a pattern: for interleaved plans the
+# constant is nearer. Use a prediction for differences between plans of one kind.
 #
 # ## Five measured rows may correct a cluster
 # With iterations of your own, `pl.fit_cluster` corrects at most six figures of a stated cluster,
@@ -318,10 +318,10 @@ for b, t, d, p, seconds in unseen:
 pd.DataFrame(found).T.round(2)
 
 # %% [markdown]
-# Compare the two columns. Five rows correct little, and the stated figures were not far off. On
-# rows that it has not seen a fit can also come out worse than what it began with, and then the
-# stated cluster is the one to keep. That is why `fit_cluster` prints an error out of sample, and
-# the null model's next to it.
+# Compare the two columns: the fit is nearer in one row and further off in four. Five rows correct
+# little, and the stated figures were good. On rows that it has not seen a fit can come out worse
+# than what it began with, and then the stated cluster is the one to keep. That is why `fit_cluster`
+# prints an error out of sample, and the null model's next to it.
 #
 # ### Go further: a fit of your own, with its error out of sample
 
@@ -421,8 +421,8 @@ best["days, no overlap"] = best["serial_s"] * steps / 86_400
 best[["dp", "tp", "zero_stage", "recompute", "days", "days, no overlap"]].round(1)
 
 # %% [markdown]
-# These are fewer days than above, because the best plans recompute nothing or little. Without
-# overlap they may change their order; [lab 12](12_trillion.ipynb) shows how kind the column *days*
+# These are fewer days than above, because the best plans recompute nothing. Without overlap the
+# order is another one; [lab 12](12_trillion.ipynb) shows how kind the column *days*
 # is to ZeRO's third stage.
 #
 # ## What to remember
