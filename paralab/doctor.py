@@ -65,7 +65,8 @@ LABS = (
     Lab("08", "Grids", 16),
     Lab("09", "Offload", 1, files=200 * MB),
     Lab("10", "Composing", 8),
-    Lab("11", "A trillion parameters", 8),
+    Lab("11", "What a training costs", 1),
+    Lab("12", "A trillion parameters", 8),
 )
 
 

@@ -34,7 +34,7 @@ WORDS = [
 
 # Files of twenty seconds or more, the longest first. Next to others they begin first, after the
 # pages: one that begins last is waited for alone.
-LONG = ("virtual_plans", "composed", "exercises_ranks", "programs_equal", "torchrun",
+LONG = ("exercises_05", "virtual_plans", "exercises_02", "exercises_03", "composed", "exercises_ranks", "programs_equal", "torchrun",
         "launch_failures", "programs_offload", "mutants", "labs_meta", "checkpoint",
         "exercise_place", "traffic", "checkpoint_killed", "exercise_sync_pass", "spawn",
         "exercises_zero", "exercises_08", "virtual")  # fmt: skip

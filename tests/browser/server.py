@@ -130,12 +130,27 @@ class Server:
         self._log.close()
 
 
+STARTS = 3
+
+
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Server]:
-    """A JupyterLab that answers, and is gone afterwards with everything that it started."""
-    server = Server(folder)
+    """A JupyterLab that answers, and is gone afterwards with everything that it started.
+
+    Another process may take its port before it does; then it is started again on another one.
+    """
+    for left in range(STARTS - 1, -1, -1):
+        server = Server(folder)
+        try:
+            server.wait()
+            break
+        except RuntimeError as error:
+            server.stop()
+            if not left or "is not available" not in str(error):
+                raise
+            folder = folder / "again"
+            folder.mkdir()
     try:
-        server.wait()
         yield server
     finally:
         server.stop()
