@@ -34,10 +34,10 @@ WORDS = [
 
 # Files of twenty seconds or more, the longest first. Next to others they begin first, after the
 # pages: one that begins last is waited for alone.
-LONG = ("exercises_05", "virtual_plans", "exercises_02", "exercises_03", "composed", "exercises_ranks", "programs_equal", "torchrun",
-        "launch_failures", "programs_offload", "mutants", "labs_meta", "checkpoint",
-        "exercise_place", "traffic", "checkpoint_killed", "exercise_sync_pass", "spawn",
-        "exercises_zero", "exercises_08", "virtual")  # fmt: skip
+LONG = ("exercises_05", "virtual_plans", "exercises_02", "exercises_03", "composed", "exercises_06",
+        "exercises_ranks", "programs_equal", "torchrun", "launch_failures", "programs_offload",
+        "mutants", "labs_meta", "checkpoint", "exercise_place", "traffic", "checkpoint_killed",
+        "exercise_sync_pass", "spawn", "exercises_zero", "exercises_08", "virtual")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
