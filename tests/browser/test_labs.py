@@ -49,8 +49,8 @@ def test_a_lab_s_widget_is_driven_and_its_exercise_solved(open_notebook):
     sources = {index: cell["source"] for index, cell in enumerate(lab.cells())}
     imports, *_ = (index for index in own if "import paralab as pl" in sources[index])
     [knobs] = (index for index in own if "view.widgets.zero()" in sources[index])
-    [answer] = (index for index in own if "exercise.check(" in sources[index])
-    [asks] = (index for index in own if "exercise = pl.exercises." in sources[index])
+    [answer] = (index for index in own if "exercises.zero_step.check(" in sources[index])
+    [asks] = (index for index in own if "= pl.exercises.zero_step\n" in sources[index])
 
     lab.run_cell(imports)
     lab.write(knobs, f"bench = {sources[knobs]}\nbench")
@@ -68,10 +68,10 @@ def test_a_lab_s_widget_is_driven_and_its_exercise_solved(open_notebook):
     lab.run_cell(asks)
     lab.run_cell(answer)
     assert "not started yet" in lab.cell(answer).inner_text()
-    [solved] = (
+    solved, *_ = (
         cell.source
         for cell in nbformat.read(LABS / "solutions" / path.name, as_version=4).cells
-        if "exercise.check(" in cell.source
+        if "exercises.zero_step.check(" in cell.source
     )
     lab.write(answer, solved)
     lab.run_cell(answer)
