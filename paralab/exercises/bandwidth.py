@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import Mistakes, asked, wrong_number
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED
+from paralab.exercises.questions import Mistakes, replies, wrong_number
+from paralab.exercises.tries import Takes, Try
 from paralab.theory.offload_costs import bandwidth_needed
 
 HALF, MORE, PAPER = "half the time", "other shares", "ZeRO-Infinity's V100"
@@ -31,18 +30,14 @@ ASKED = (
 
 def check(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, case[1:]) for case in CASES]
-    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
-        for (limit, *case), reply in zip(CASES, found.results[0], strict=True):
-            if reply.trouble == NOT_STARTED:
-                notes.end(NOT_STARTED)
-                break
-            right = needed(*case)
-            what = "required: a number of bytes per second"
-            wrong = reply.trouble or wrong_number(
-                reply.value, right, _shown, known(*case), what=what, tolerance=1e-9
-            )
-            where = f"{case[0]:,} tokens, {case[1]} bytes per parameter, {100 * case[3]:g} %"
-            notes.look(limit, where, wrong, _shown(right))
+    for notes, (limit, *case), reply in replies(tries, CASES, questions, timeout):
+        right = needed(*case)
+        what = "required: a number of bytes per second"
+        wrong = reply.trouble or wrong_number(
+            reply.value, right, _shown, known(*case), what=what, tolerance=1e-9
+        )
+        where = f"{case[0]:,} tokens, {case[1]} bytes per parameter, {100 * case[3]:g} %"
+        notes.look(limit, where, wrong, _shown(right))
 
 
 def needed(tokens: int, moved: int, peak: float, efficiency: float) -> float:

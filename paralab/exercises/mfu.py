@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import asked, kind_of, wrong_number
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED
+from paralab.exercises.questions import kind_of, replies, wrong_number
+from paralab.exercises.tries import Takes, Try
 
 DAYS, MFU = "days", "MFU"
 ASKED = ((DAYS, "of two trainings"), (MFU, "of the same: a share from 0 to 1"))
@@ -22,34 +21,28 @@ CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
-    for notes, found in on_ranks(
-        tries, asked, 1, ([(0, case) for case in CASES],), timeout=timeout
-    ):
-        for case, reply in zip(CASES, found.results[0], strict=True):
-            if reply.trouble == NOT_STARTED:
-                notes.end(NOT_STARTED)
-                break
-            pair = reply.value
-            wrong = reply.trouble
-            if not wrong and not (isinstance(pair, (list, tuple)) and len(pair) == 2):
-                wrong = f"required: (days, mfu), yours is a {kind_of(pair)}"
-            for place, limit in enumerate((DAYS, MFU)):
-                flops, samples, seconds, total, devices, peak = case
-                days = total / samples * seconds / 86_400
-                mfu = flops / (seconds * devices * peak)
-                right, known = (
-                    (days, _known_days(days, samples, devices)),
-                    (mfu, _known_mfu(mfu, devices, samples, seconds)),
-                )[place]
-                said = wrong or wrong_number(
-                    pair[place],
-                    right,
-                    "{:.6g}".format,
-                    known,
-                    what=f"required: a number, {limit}",
-                    tolerance=1e-6,
-                )
-                notes.look(limit, f"{devices:,} devices" if said else "", said, "right")
+    for notes, case, reply in replies(tries, CASES, [(0, case) for case in CASES], timeout):
+        pair = reply.value
+        wrong = reply.trouble
+        if not wrong and not (isinstance(pair, (list, tuple)) and len(pair) == 2):
+            wrong = f"required: (days, mfu), yours is a {kind_of(pair)}"
+        for place, limit in enumerate((DAYS, MFU)):
+            flops, samples, seconds, total, devices, peak = case
+            days = total / samples * seconds / 86_400
+            mfu = flops / (seconds * devices * peak)
+            right, known = (
+                (days, _known_days(days, samples, devices)),
+                (mfu, _known_mfu(mfu, devices, samples, seconds)),
+            )[place]
+            said = wrong or wrong_number(
+                pair[place],
+                right,
+                "{:.6g}".format,
+                known,
+                what=f"required: a number, {limit}",
+                tolerance=1e-6,
+            )
+            notes.look(limit, f"{devices:,} devices" if said else "", said, "right")
 
 
 def _known_days(days: float, samples: int, devices: int) -> list[tuple[str, float]]:

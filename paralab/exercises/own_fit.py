@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import asked, kind_of, wrong_number
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED
+from paralab.exercises.questions import kind_of, replies, wrong_number
+from paralab.exercises.tries import Takes, Try
 
 RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
 ASKED = (
@@ -31,25 +30,21 @@ LOGS: tuple[Rows, ...] = (
 
 def check(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, (rows,)) for rows in LOGS]
-    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
-        for rows, reply in zip(LOGS, found.results[0], strict=True):
-            if reply.trouble == NOT_STARTED:
-                notes.end(NOT_STARTED)
-                break
-            wrong, triple = reply.trouble, reply.value
-            if not wrong and not (isinstance(triple, (list, tuple)) and len(triple) == 3):
-                wrong = "required: (rate, error in sample, error out of sample), yours is a "
-                wrong += kind_of(triple)
-            for place, limit in enumerate((RATE, INSIDE, OUTSIDE)):
-                said = wrong or wrong_number(
-                    triple[place],
-                    right(rows)[place],
-                    "{:.6g}".format,
-                    known(rows, place),
-                    what=f"required: a number, {limit}",
-                    tolerance=1e-9,
-                )
-                notes.look(limit, f"{len(rows)} rows", said, f"{right(rows)[place]:.6g}")
+    for notes, rows, reply in replies(tries, LOGS, questions, timeout):
+        wrong, triple = reply.trouble, reply.value
+        if not wrong and not (isinstance(triple, (list, tuple)) and len(triple) == 3):
+            wrong = "required: (rate, error in sample, error out of sample), yours is a "
+            wrong += kind_of(triple)
+        for place, limit in enumerate((RATE, INSIDE, OUTSIDE)):
+            said = wrong or wrong_number(
+                triple[place],
+                right(rows)[place],
+                "{:.6g}".format,
+                known(rows, place),
+                what=f"required: a number, {limit}",
+                tolerance=1e-9,
+            )
+            notes.look(limit, f"{len(rows)} rows", said, f"{right(rows)[place]:.6g}")
 
 
 def geometric(rows: Rows) -> float:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from paralab.checks import shortened, shown
 from paralab.exercises.diagnose import times
-from paralab.exercises.tries import attempt
-from paralab.exercises.verdict import NOT_STARTED
+from paralab.exercises.tries import Try, attempt, on_ranks
+from paralab.exercises.verdict import NOT_STARTED, Notes
 
 LINES = 2_000_000  # of the learner's own code that one question may run: half a second
 ENDLESS = "lines of it were run, and it has not ended"
@@ -67,6 +67,21 @@ def asked(
         if trouble.endswith(ENDLESS):
             endless[number] = replies[-1]
     return replies
+
+
+def replies(
+    tries: Sequence[Try],
+    cases: Sequence[Any],
+    questions: Sequence[tuple[int, tuple]],
+    timeout: float,
+) -> Iterator[tuple[Notes, Any, Reply]]:
+    """(notes, case, reply) of every answer and case, a question each. A stub's try is over."""
+    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
+        for case, reply in zip(cases, found.results[0], strict=True):
+            if reply.trouble == NOT_STARTED:
+                notes.end(NOT_STARTED)
+                break
+            yield notes, case, reply
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from paralab.dry_run import dry_run
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import Mistakes, asked, wrong_number
+from paralab.exercises.questions import Mistakes, asked, replies, wrong_number
 from paralab.exercises.tries import Takes, Try, attempt, on_ranks
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.interpret.predict import predict
@@ -35,18 +35,14 @@ def check_memory(tries: Sequence[Try], timeout: float) -> None:
     limits = ((PARAMETERS, _parameters, "parameters"), (FLIGHT, _in_flight, "micro-batches"))
     cases = [(part, plan, stage) for part in (0, 1) for plan in PLANS for stage in range(plan.pp)]
     questions = [(part, (MODEL, plan, stage)) for part, plan, stage in cases]
-    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
-        for (part, plan, stage), reply in zip(cases, found.results[0], strict=True):
-            if reply.trouble == NOT_STARTED:
-                notes.end(NOT_STARTED)
-                break
-            limit, right, unit = limits[part]
-            number, known = right(plan, stage)
-            show = f"{{:,.10g}} {unit}".format
-            what = f"required: a number of {unit}"
-            wrong = reply.trouble or wrong_number(reply.value, number, show, known, what=what)
-            where = f"tp={plan.tp}, pp={plan.pp}, dp={plan.dp}, stage {stage}"
-            notes.look(limit, where, wrong, show(number))
+    for notes, (part, plan, stage), reply in replies(tries, cases, questions, timeout):
+        limit, right, unit = limits[part]
+        number, known = right(plan, stage)
+        show = f"{{:,.10g}} {unit}".format
+        what = f"required: a number of {unit}"
+        wrong = reply.trouble or wrong_number(reply.value, number, show, known, what=what)
+        where = f"tp={plan.tp}, pp={plan.pp}, dp={plan.dp}, stage {stage}"
+        notes.look(limit, where, wrong, show(number))
 
 
 # ---- what a stage holds --------------------------------------------------------------------------
