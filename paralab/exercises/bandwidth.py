@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import Mistakes, replies, wrong_number
+from paralab.exercises.questions import Mistakes, asked, replies, wrong_number
 from paralab.exercises.tries import Takes, Try
 from paralab.theory.offload_costs import bandwidth_needed
 
@@ -30,7 +30,7 @@ ASKED = (
 
 def check(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, case[1:]) for case in CASES]
-    for notes, (limit, *case), reply in replies(tries, CASES, questions, timeout):
+    for notes, (limit, *case), reply in replies(tries, CASES, timeout, asked, questions):
         right = needed(*case)
         what = "required: a number of bytes per second"
         wrong = reply.trouble or wrong_number(

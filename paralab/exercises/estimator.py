@@ -13,9 +13,8 @@ from typing import Any
 from unittest import mock
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import Mistakes, Reply, asked, wrong_states
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED
+from paralab.exercises.questions import Mistakes, Reply, asked, replies, wrong_states
+from paralab.exercises.tries import Takes, Try
 from paralab.interpret.memory import moments
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import UPDATE
@@ -46,18 +45,14 @@ ASKED = (
 
 def check(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, case[1:]) for case in CASES]
-    for notes, found in on_ranks(tries, estimated, 1, (questions,), timeout=timeout):
-        for case, reply in zip(CASES, found.results[0], strict=True):
-            limit, spec, b, n, stage, precision = case
-            if reply.trouble == NOT_STARTED:
-                notes.end(NOT_STARTED)
-                break
-            right = right_bytes(*case[1:])
-            wrong = reply.trouble or wrong_states(
-                reply.value, right, lambda state, case=case: known(state, *case[1:])
-            )
-            where = f"hidden={spec.hidden}, b={b}, n={n}, stage {stage}, {precision}"
-            notes.look(limit, where, wrong, f"{sum(right.values()):,} bytes")
+    for notes, case, reply in replies(tries, CASES, timeout, estimated, questions):
+        limit, spec, b, n, stage, precision = case
+        right = right_bytes(*case[1:])
+        wrong = reply.trouble or wrong_states(
+            reply.value, right, lambda state, case=case: known(state, *case[1:])
+        )
+        where = f"hidden={spec.hidden}, b={b}, n={n}, stage {stage}, {precision}"
+        notes.look(limit, where, wrong, f"{sum(right.values()):,} bytes")
 
 
 def estimated(watch: Any, answer: tuple, seed: int, questions: Sequence) -> list[Reply]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import kind_of, replies, wrong_number
+from paralab.exercises.questions import asked, kind_of, replies, wrong_number
 from paralab.exercises.tries import Takes, Try
 
 DAYS, MFU = "days", "MFU"
@@ -21,7 +21,7 @@ CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
-    for notes, case, reply in replies(tries, CASES, [(0, case) for case in CASES], timeout):
+    for notes, case, reply in replies(tries, CASES, timeout, asked, [(0, case) for case in CASES]):
         pair = reply.value
         wrong = reply.trouble
         if not wrong and not (isinstance(pair, (list, tuple)) and len(pair) == 2):

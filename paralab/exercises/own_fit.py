@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import kind_of, replies, wrong_number
+from paralab.exercises.questions import asked, kind_of, replies, wrong_number
 from paralab.exercises.tries import Takes, Try
 
 RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
@@ -30,7 +30,7 @@ LOGS: tuple[Rows, ...] = (
 
 def check(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, (rows,)) for rows in LOGS]
-    for notes, rows, reply in replies(tries, LOGS, questions, timeout):
+    for notes, rows, reply in replies(tries, LOGS, timeout, asked, questions):
         wrong, triple = reply.trouble, reply.value
         if not wrong and not (isinstance(triple, (list, tuple)) and len(triple) == 3):
             wrong = "required: (rate, error in sample, error out of sample), yours is a "

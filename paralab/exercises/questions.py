@@ -70,13 +70,13 @@ def asked(
 
 
 def replies(
-    tries: Sequence[Try],
-    cases: Sequence[Any],
-    questions: Sequence[tuple[int, tuple]],
-    timeout: float,
+    tries: Sequence[Try], cases: Sequence[Any], timeout: float, work: Callable[..., Any], *args: Any
 ) -> Iterator[tuple[Notes, Any, Reply]]:
-    """(notes, case, reply) of every answer and case, a question each. A stub's try is over."""
-    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
+    """(notes, case, reply) of every answer and case. A stub's try is over.
+
+    work  what the rank runs with ``args``: `asked`, or one that asks in its own way, case by case
+    """
+    for notes, found in on_ranks(tries, work, 1, args, timeout=timeout):
         for case, reply in zip(cases, found.results[0], strict=True):
             if reply.trouble == NOT_STARTED:
                 notes.end(NOT_STARTED)

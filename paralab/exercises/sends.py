@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import asked, kind_of, size_text, wrong_number
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED
+from paralab.exercises.questions import asked, kind_of, replies, size_text, wrong_number
+from paralab.exercises.tries import Takes, Try
 from paralab.spec import ModelSpec, Plan
 
 EXACT = 1e-9
@@ -50,15 +49,11 @@ CASES = (
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
-    for notes, found in on_ranks(tries, alone, 1, timeout=2 * timeout):
-        for case, reply in zip(CASES, found.results[0], strict=True):
-            if reply.trouble == NOT_STARTED:
-                notes.end(NOT_STARTED)
-                break
-            where = f"{_said(case)}, rank {case.rank}"
-            for axis in AXES:
-                wrong = reply.trouble or _wrong(reply.value, axis, case)
-                notes.look(axis, where if wrong else "", wrong, "right in all plans")
+    for notes, case, reply in replies(tries, CASES, 2 * timeout, alone):
+        where = f"{_said(case)}, rank {case.rank}"
+        for axis in AXES:
+            wrong = reply.trouble or _wrong(reply.value, axis, case)
+            notes.look(axis, where if wrong else "", wrong, "right in all plans")
 
 
 def alone(watch: Any, answer: tuple, seed: int) -> list[Any]:

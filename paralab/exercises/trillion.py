@@ -35,7 +35,7 @@ def check_memory(tries: Sequence[Try], timeout: float) -> None:
     limits = ((PARAMETERS, _parameters, "parameters"), (FLIGHT, _in_flight, "micro-batches"))
     cases = [(part, plan, stage) for part in (0, 1) for plan in PLANS for stage in range(plan.pp)]
     questions = [(part, (MODEL, plan, stage)) for part, plan, stage in cases]
-    for notes, (part, plan, stage), reply in replies(tries, cases, questions, timeout):
+    for notes, (part, plan, stage), reply in replies(tries, cases, timeout, asked, questions):
         limit, right, unit = limits[part]
         number, known = right(plan, stage)
         show = f"{{:,.10g}} {unit}".format
