@@ -144,7 +144,6 @@ def one_step(
     done: list[str] = []
     for s, stage in stages.items():
         _write_down(stage, s, done)
-    _settle(watch)
     with watch.section() as section:
         if v > 1:
             texts = [list(map(str, row)) for row in lists]
@@ -183,7 +182,6 @@ def _measured(watch: Any, stage: Any, batch: tuple) -> tuple[int, int]:
     import torch
 
     tokens, targets = batch
-    _settle(watch)
     with watch.section() as section:
         x = torch.zeros(SHAPE, requires_grad=True) if stage.embedding is None else tokens
         y = stage(x, targets)
@@ -191,12 +189,6 @@ def _measured(watch: Any, stage: Any, batch: tuple) -> tuple[int, int]:
         y.backward(torch.ones_like(y))
     stage.zero_grad()
     return kept, section.peak - kept
-
-
-def _settle(watch: Any) -> None:
-    """What is no longer needed is freed now, and not within the section that follows."""
-    with watch.section() as section:
-        section.now()
 
 
 def _write_down(stage: Any, number: int, done: list[str]) -> None:

@@ -127,10 +127,11 @@ class Section:
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.peak = watch, 0
-        self.before = watch.most = watch._alive()
+        self.before = 0
+        self.before = watch.most = self.now()
 
     def now(self) -> int:
-        gc.collect()
+        gc.collect()  # what is gone is counted as gone
         self.watch._settle()
         return self.watch._alive() - self.before
 
