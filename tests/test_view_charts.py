@@ -569,16 +569,23 @@ def test_capacities_are_lines_and_the_title_says_whether_it_fits():
     assert "cluster: 64 TB, far beyond this axis" in below(chart)
     assert "<b>A100</b>: 80 GB" in {a.text for a in chart.layout.annotations}
     over = view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9})
-    assert title(over) == "7.5 B needs 120 GB: 1.5 times what A100 holds"
+    assert title(over) == "7.5 B needs 120 GB, 1.5 times the 80 GB of A100"
     anchors = {trace.name: trace.insidetextanchor for trace in over.data}
     crossed = view.bytes_bars({"a": {"parameters": 40e9, "activations": 60e9}}, {"A100": 70e9})
     assert [trace.insidetextanchor for trace in crossed.data] == ["middle", "start"]
     assert set(anchors.values()) == {"middle"}  # no line goes through a number
     fits = view.bytes_bars({"small": {"other": 20e9}}, {"A100": 80e9})
-    assert title(fits) == "small needs 20 GB: 25 % of what A100 holds"
+    assert title(fits) == "small needs 20 GB, 25 % of the 80 GB of A100"
     crowded = view.bytes_bars({"a": STATES}, {"first": 80e9, "second": 81e9, "third": 10e9})
     rows = {a.text: a.y for a in crowded.layout.annotations}
     assert rows["<b>first</b>: 80 GB"] != rows["<b>second</b>: 81 GB"]
+    ends = {"7 B/parameter": 25.6e9, "16 B/parameter": 58.6e9}  # words right of it, left of it
+    bars = {label: {"other": 65.4e9} for label in ("a", "data parallelism")}
+    for some, same in ((["a"], True), (list(bars), False)):  # a long label takes room from both
+        crowded = view.bytes_bars({label: bars[label] for label in some}, ends)
+        rows = {a.text: a.y for a in crowded.layout.annotations}
+        one, other = rows["<b>7 B/parameter</b>: 25.6 GB"], rows["<b>16 B/parameter</b>: 58.6 GB"]
+        assert (one == other) == same
 
 
 def test_bytes_of_no_known_category_or_below_zero_are_refused():

@@ -40,7 +40,7 @@ def bytes_bars(
     drawn = {label: n for label, n in size.items() if n <= NEAR * biggest}
     end = 1.14 * max([biggest, *drawn.values()])
     unit, per = theme.unit_of(end / 1.14)
-    levels = _levels(drawn, end)
+    levels = _levels(drawn, end, beside=max(map(theme.letters, bars)))
     above = ROW * len(set(levels.values()))
     far = [
         f"{theme.text(n)}: {theme.scaled(size[n], 'B')}, far beyond this axis"
@@ -130,12 +130,16 @@ def _capacity_names(
     return notes
 
 
-def _levels(drawn: Mapping[str, float], end: float) -> dict[str, int]:
-    """The line of text that each capacity is named on: names that would collide get one each."""
+def _levels(drawn: Mapping[str, float], end: float, beside: int) -> dict[str, int]:
+    """The line of text that each capacity is named on: names that would collide get one each.
+
+    beside  letters of the longest bar label, which the axis leaves room for
+    """
+    letter = 0.85 * mark.LETTER / max(0.3, 1 - 0.8 * mark.LETTER * beside)
     taken: list[list[tuple[float, float]]] = []
     levels = {}
     for label, count in sorted(drawn.items(), key=lambda pair: pair[1]):
-        width = 0.85 * mark.LETTER * (theme.letters(_named(label, count)) + 2) * end
+        width = letter * (theme.letters(_named(label, count)) + 2) * end
         mine = (count - width, count) if count > 0.6 * end else (count, count + width)
         free = (
             i for i, line in enumerate(taken) if all(mine[1] <= a or b <= mine[0] for a, b in line)
@@ -154,7 +158,7 @@ def _finding(totals: Mapping[str, float], capacity: Mapping[str, float]) -> str:
         return said
     device = max(capacity, key=capacity.__getitem__)
     share = totals[worst] / capacity[device]
+    most = f"the {theme.scaled(capacity[device], 'B')} of {theme.text(device)}"
     if share > 1:
-        times = f"{share:.1f}" if share < 10 else f"{share:,.0f}"
-        return f"{said}: {times} times what {theme.text(device)} holds"
-    return f"{said}: {theme.percent(share)} of what {theme.text(device)} holds"
+        return f"{said}, {share:,.{int(share < 10)}f} times {most}"
+    return f"{said}, {theme.percent(share)} of {most}"

@@ -174,9 +174,8 @@ def _verdict(sections: list[Section]) -> str:
     slow = max(sections, key=lambda one: one.seconds)
     if fast.seconds <= 0 or slow.seconds / fast.seconds - 1 < SAME:
         return f"All take the same time, to {theme.percent(SAME)}: {fast.seconds * 1e3:.1f} ms"
-    said = [f"{theme.text(fast.label)} takes {fast.seconds * 1e3:.1f} ms"]
-    said.append(f"{theme.text(slow.label)} {slow.seconds * 1e3:.1f}")
-    return f"{', '.join(said)}: {slow.seconds / fast.seconds:.2f} times as long"
+    said = [f"{theme.text(one.label)} takes {one.seconds * 1e3:.1f} ms" for one in (fast, slow)]
+    return f"{', '.join(said)}, {slow.seconds / fast.seconds:.2f} times as long"
 
 
 def _gap(sections: list[Section]) -> str:

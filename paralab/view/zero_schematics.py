@@ -121,8 +121,8 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
     sizes = {name: size for name, _, _, size in rows}
     words = [margin(theme.scaled(sizes[name], "B"), 1.0 + i) for i, name in enumerate(names)]
     fig = figure(
-        f"Unit {unit} is gathered for {theme.percent(held)} of the step's instructions; "
-        "its shards stay",
+        f"All of unit {unit} is held for {theme.percent(held)} of the instructions, "
+        "its own shard for all of them",
         f"{naming.plan_name(plan)} · one rank, one step · not a clock: instructions in order",
         height=194 + 44 * len(names),
         barmode="overlay",
