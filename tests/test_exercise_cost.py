@@ -17,7 +17,7 @@ from paralab.theory import needs, zero
 
 COST = pl.exercises.training_cost
 cost = importlib.import_module("paralab.exercises.cost")
-FLOPS, DAYS, SPLIT, ZERO = (limit for limit, _ in COST.asked)
+FLOPS, DAYS, SPLIT, ZERO = COST.asked
 ANSWER = str(COST.solution())
 RIGHT = [defined(ANSWER, name) for name in ("step_flops", "training_days", "states_per_device")]
 

@@ -17,7 +17,7 @@ from paralab.exercises.verdict import Notes
 
 STREAM = pl.exercises.stream
 offload = importlib.import_module("paralab.exercises.offload")
-JOBS, STATES, BYTES, MEMORY, TIME = (limit for limit, _ in STREAM.asked)
+JOBS, STATES, BYTES, MEMORY, TIME = STREAM.asked
 AS_BEFORE, OTHER = "is as it was before the update", "has other states than after an update in mem"
 WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.one_after_the_other, {TIME},

@@ -42,7 +42,7 @@ def test_a_stub_is_not_started_and_the_solution_passes(name):
     assert not stub and not stub.started and NOT_STARTED in repr(stub)
     assert solved.passed and solved, repr(solved)
     for verdict in (stub, solved):
-        assert [(row.limit, row.asked) for row in verdict.rows] == list(exercise.asked)
+        assert [(row.limit, row.asked) for row in verdict.rows] == list(exercise.asked.items())
         assert "\n" not in repr(verdict) and len(verdict.table) == len(exercise.asked)
 
 
@@ -61,7 +61,7 @@ def test_hints_come_one_at_a_time_and_end_kindly(exercise):
 def test_an_exercise_shows_its_task_and_every_limit(exercise):
     shown = exercise._repr_markdown_()
     assert f"pl.exercises.{exercise.name}.check(" in shown
-    for limit, asked in exercise.asked:
+    for limit, asked in exercise.asked.items():
         assert f"| {limit} | {asked} |" in shown and exercise.limits["asked"][limit] == asked
     assert "SOLUTION" not in exercise.stub + str(exercise.solution())
 
@@ -143,7 +143,7 @@ def test_a_trillion_parameters_need_202_devices_of_80_gb_for_states_alone():
 
 # ---- verdicts ------------------------------------------------------------------------------------
 def test_of_several_looks_at_one_limit_the_first_failure_stands():
-    notes = Notes("x", (("bytes", "few"), ("time", "short")))
+    notes = Notes("x", {"bytes": "few", "time": "short"})
     notes.note("bytes", "n=2: 10", True)
     notes.note("bytes", "n=3: 99", False, "n=3 sends 99")
     notes.note("bytes", "n=4: 10", True)
@@ -155,7 +155,7 @@ def test_of_several_looks_at_one_limit_the_first_failure_stands():
 
 
 def test_a_verdict_shows_what_it_quotes_as_text():
-    notes = Notes("x", (("a<b", "<b>"),))
+    notes = Notes("x", {"a<b": "<b>"})
     notes.note("a<b", "<script>", False)
     shown = notes.verdict()._repr_html_()
     assert "<script>" not in shown and "&lt;script&gt;" in shown and "not yet" in shown

@@ -19,7 +19,7 @@ def reference(exercise, name):
 
 
 # ---- warm-up: the bandwidth ----------------------------------------------------------------------
-FIRST, OTHERS, PAPER = (limit for limit, _ in BANDWIDTH.asked)
+FIRST, OTHERS, PAPER = BANDWIDTH.asked
 NEEDED = [*reference(BANDWIDTH, "bandwidth_needed"), bad.share_of_time]
 WRONG_BANDWIDTH = [  # answer, limits it breaks, words of the verdict
     (bad.without_recomputation, {FIRST, OTHERS, PAPER}, "8 FLOPs per parameter and token, not 6"),
@@ -55,7 +55,7 @@ def test_a_right_bandwidth_passes(answer):
 
 
 # ---- implement: the streamed optimizer -----------------------------------------------------------
-WEIGHTS, FILES, PEAK, KEPT = (limit for limit, _ in STREAMED.asked)
+WEIGHTS, FILES, PEAK, KEPT = STREAMED.asked
 WRONG = [
     (bad.InMemory, {WEIGHTS, KEPT}, "so the states are not in them alone"),
     (bad.Everything, {PEAK}, "numbers per element of a unit, required: at most 8"),

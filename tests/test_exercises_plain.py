@@ -11,14 +11,14 @@ from paralab.exercises.verdict import Notes
 from paralab.theory.traffic import wire_bytes
 from patience import HANG_S
 
-ASKED = (("result", "anything"),)
+ASKED = {"result": "anything"}
 
 
 def run(*answers, ranks=4, work=None, nodes=1):
     """[(notes, found)] of functions without arguments."""
     tries = [Try((answer,), Notes("plain", ASKED)) for answer in answers]
     for one in tries:
-        one.begin([Takes("a function", "f()", 0)])
+        one.begin([Takes("a function", "f()")])
     found = dict.fromkeys(range(len(tries)))
     for notes, one in on_ranks(tries, work or called, ranks, timeout=HANG_S, nodes=nodes):
         found[next(i for i, t in enumerate(tries) if t.notes is notes)] = one

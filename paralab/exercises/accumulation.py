@@ -33,20 +33,14 @@ CASES = (  # samples of each micro-batch, clip_norm
 STEPS, LR, TOLERANCE, EPSILON = 2, 0.5, 1e-4, 1e-6
 ROOM = 1.2  # times the peak of one micro-batch
 
-LOSS, NORM, WEIGHTS, PASSES, MEMORY = (
-    "loss",
-    "gradient norm",
-    "weights",
-    "forward passes",
-    "peak memory",
-)
-ASKED = (
-    (LOSS, "the mean over all samples of the step"),
-    (NORM, "of the mean gradient over all parameters, before clipping"),
-    (WEIGHTS, "after each of 2 steps of SGD: those of one large batch, clipped to clip_norm"),
-    (PASSES, "each micro-batch once, one by one"),
-    (MEMORY, f"at most {ROOM:g} times that of the largest micro-batch with all gradients"),
-)
+ASKED = {
+    "loss": "the mean over all samples of the step",
+    "gradient norm": "of the mean gradient over all parameters, before clipping",
+    "weights": "after each of 2 steps of SGD: those of one large batch, clipped to clip_norm",
+    "forward passes": "each micro-batch once, one by one",
+    "peak memory": f"at most {ROOM:g} times that of the largest micro-batch with all gradients",
+}
+LOSS, NORM, WEIGHTS, PASSES, MEMORY = ASKED
 
 
 class Step(NamedTuple):
@@ -242,13 +236,6 @@ accumulate = Exercise(
     name="accumulate",
     lab="00",
     asked=ASKED,
-    takes=(
-        Takes(
-            "a function",
-            "accumulate(model, optimizer, microbatches, clip_norm=...)",
-            3,
-            ("clip_norm",),
-        ),
-    ),
+    takes=(Takes("a function", "accumulate(model, optimizer, microbatches, clip_norm=...)"),),
     checker=check,
 )

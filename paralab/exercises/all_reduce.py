@@ -28,28 +28,21 @@ NODES, PER_NODE, EVEN = 2, (2, 3), 12_000  # elements: a multiple of the ranks o
 INTRA, INTER = Link(alpha=10e-6, bandwidth=10e9), Link(alpha=20e-6, bandwidth=1.25e9)
 FLAT = Cluster(name="10 Gbit/s", flops=1e12, memory_bandwidth=1e11, intra=INTER)
 
-RESULT, CALLS, BYTES, MEMORY, TIME, BETWEEN, INSIDE = (
-    "result",
-    "calls",
-    "bytes per rank",
-    "extra memory",
-    "simulated time",
-    "bytes between nodes",
-    "bytes inside nodes",
-)
-RING_ASKED = (
-    (RESULT, f"N = 2, 3, 4, {LENGTH:,} elements: the sum, in place, on every rank"),
-    (CALLS, "sends and receives between neighbours on the ring"),
-    (BYTES, "2(N-1) S together; no rank more than 2 (S − its smallest chunk)"),
-    (MEMORY, "at most one chunk, of ⌈elements/N⌉"),
-    (TIME, "at most 2(N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s"),
-)
-LEVELS_ASKED = (
-    (RESULT, "2 nodes of 2 and of 3 ranks: the sum, in place, on every rank"),
-    (BETWEEN, "exactly S/k sent by each of the k ranks of a node"),
-    (INSIDE, "exactly 2(k-1)/k S sent by each rank"),
-    (MEMORY, "at most one copy of the tensor and a k-th"),
-)
+RING_ASKED = {
+    "result": f"N = 2, 3, 4, {LENGTH:,} elements: the sum, in place, on every rank",
+    "calls": "sends and receives between neighbours on the ring",
+    "bytes per rank": "2(N-1) S together; no rank more than 2 (S − its smallest chunk)",
+    "extra memory": "at most one chunk, of ⌈elements/N⌉",
+    "simulated time": "at most 2(N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
+}
+RESULT, CALLS, BYTES, MEMORY, TIME = RING_ASKED
+LEVELS_ASKED = {
+    "result": "2 nodes of 2 and of 3 ranks: the sum, in place, on every rank",
+    "bytes between nodes": "exactly S/k sent by each of the k ranks of a node",
+    "bytes inside nodes": "exactly 2(k-1)/k S sent by each rank",
+    "extra memory": "at most one copy of the tensor and a k-th",
+}
+RESULT, BETWEEN, INSIDE, MEMORY = LEVELS_ASKED
 
 
 # ---- a ring --------------------------------------------------------------------------------------
@@ -154,7 +147,7 @@ ring_all_reduce = Exercise(
     name="ring_all_reduce",
     lab="01",
     asked=RING_ASKED,
-    takes=(Takes("a function", "ring_all_reduce(tensor)", 1),),
+    takes=(Takes("a function", "ring_all_reduce(tensor)"),),
     checker=check_ring,
 )
 
@@ -162,6 +155,6 @@ hierarchical_all_reduce = Exercise(
     name="hierarchical_all_reduce",
     lab="01",
     asked=LEVELS_ASKED,
-    takes=(Takes("a function", "hierarchical_all_reduce(tensor, ranks_per_node)", 2),),
+    takes=(Takes("a function", "hierarchical_all_reduce(tensor, ranks_per_node)"),),
     checker=check_levels,
 )

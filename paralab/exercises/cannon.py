@@ -184,23 +184,23 @@ def _wrong(results: Sequence[dict], number: int, q: int) -> str:
 grid_groups = Exercise(
     name="grid_groups",
     lab="08",
-    asked=(
-        ("row", "on 2 x 2 and on 3 x 3 ranks: the ranks of this rank's row"),
-        ("column", "the ranks of its column"),
-        (WORKS, "an all-reduce in the row and one in the column"),
-    ),
-    takes=(Takes("a function", "row_and_column(q)", 1),),
+    asked={
+        "row": "on 2 x 2 and on 3 x 3 ranks: the ranks of this rank's row",
+        "column": "the ranks of its column",
+        WORKS: "an all-reduce in the row and one in the column",
+    },
+    takes=(Takes("a function", "row_and_column(q)"),),
     checker=check_groups,
 )
 cannon = Exercise(
     name="cannon",
     lab="08",
-    asked=(
-        (PRODUCT, "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)"),
-        (CALLS, "messages between two ranks only"),
-        (SENT, "by each rank at most q blocks of X and q blocks of W"),
-        (MEMORY, "in addition to x and w: two blocks of X and of W, y, and one product"),
-    ),
-    takes=(Takes("a function", "cannon(x, w, q)", 3),),
+    asked={
+        PRODUCT: "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
+        CALLS: "messages between two ranks only",
+        SENT: "by each rank at most q blocks of X and q blocks of W",
+        MEMORY: "in addition to x and w: two blocks of X and of W, y, and one product",
+    },
+    takes=(Takes("a function", "cannon(x, w, q)"),),
     checker=check,
 )

@@ -189,7 +189,7 @@ def _changed(before: Schedule, after: Schedule) -> str:
 deadlock_clinic = Exercise(
     name="deadlock_clinic",
     lab="04",
-    asked=ASKED,
+    asked=dict(ASKED),
     takes=(Takes("a dict {patient: lists}"),),
     checker=check,
     patients={patient.name: patient for patient in PATIENTS},

@@ -210,11 +210,11 @@ def known_states(
 training_cost = Exercise(
     name="training_cost",
     lab="11",
-    asked=ASKED,
+    asked=dict(ASKED),
     takes=(
-        Takes("a function", "step_flops(model, samples)", 2),
-        Takes("a function", "training_days(model, tokens, devices, flops)", 4),
-        Takes("a function", "states_per_device(model, recipe, tp, pp, dp, zero_stage)", 6),
+        Takes("a function", "step_flops(model, samples)"),
+        Takes("a function", "training_days(model, tokens, devices, flops)"),
+        Takes("a function", "states_per_device(model, recipe, tp, pp, dp, zero_stage)"),
     ),
     checker=check,
 )

@@ -63,7 +63,7 @@ class Exercise:
 
     name      the attribute of ``pl.exercises``
     lab       where it is set, "01"
-    asked     (limit, what is required) pairs, in the order in which they are looked at
+    asked     {limit: what is required}, in the order in which they are looked at
     takes     what an answer consists of; only the first part has to be there
     checker   (tries, seconds without a sign of life) notes what there is to say about each answer
     patients  {name: what is to be diagnosed}, of a clinic
@@ -71,7 +71,7 @@ class Exercise:
 
     name: str
     lab: str
-    asked: tuple[tuple[str, str], ...]
+    asked: dict[str, str]
     takes: tuple[Takes, ...]
     checker: Callable[[Sequence[Try], float], None]
     patients: dict[str, Any] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Exercise:
         """What is required, limit by limit; ``check`` enforces each row."""
         import pandas as pd
 
-        return pd.DataFrame(self.asked, columns=["limit", "asked"]).set_index("limit")
+        return pd.DataFrame(self.asked.items(), columns=["limit", "asked"]).set_index("limit")
 
     @property
     def stub(self) -> str:
@@ -147,5 +147,5 @@ class Exercise:
         return f"Exercise({self.name}, lab {self.lab}, {len(self.asked)} limits)"
 
     def _repr_markdown_(self) -> str:
-        rows = "".join(f"| {limit} | {asked} |\n" for limit, asked in self.asked)
+        rows = "".join(f"| {limit} | {asked} |\n" for limit, asked in self.asked.items())
         return f"{self.task}\n\n| limit | asked |\n|---|---|\n{rows}"

@@ -148,18 +148,14 @@ PATIENTS = (
     ),
 )
 FILLS, SAME, ONE = "what fills it", "same training", "settings"
-
-ASKED = (
-    *((patient.name, f"its peak falls by at least {patient.drop} %") for patient in PATIENTS),
-    (FILLS, f"the largest at its peak: {', '.join(CATEGORIES[:-1])} or {CATEGORIES[-1]}"),
-    (SAME, "a plan that runs, with its devices, samples per step and precision"),
-    (
-        ONE,
-        "at most "
-        + ", ".join(f"{patient.cures} ({patient.name})" for patient in PATIENTS)
-        + "; microbatches and microbatch_size together are one",
-    ),
-)
+ASKED = {
+    **{patient.name: f"its peak falls by at least {patient.drop} %" for patient in PATIENTS},
+    FILLS: f"the largest at its peak: {', '.join(CATEGORIES[:-1])} or {CATEGORIES[-1]}",
+    SAME: "a plan that runs, with its devices, samples per step and precision",
+    ONE: "at most "
+    + ", ".join(f"{patient.cures} ({patient.name})" for patient in PATIENTS)
+    + "; microbatches and microbatch_size together are one",
+}
 
 
 def peak(model: ModelSpec, plan: Plan) -> dict[str, int]:

@@ -33,12 +33,12 @@ def _look(notes: Notes, limit: str, where: str, wrong: str) -> None:
 
 # ---- groups --------------------------------------------------------------------------------------
 MESHES = ((2, 2, 2), (3, 1, 4), (1, 4, 3), (2, 3, 1))  # dp, pp, tp
-PLACE, MEMBERS, CALLS = "coordinates", "members", "calls of new_group"
-GROUPS_ASKED = (
-    (PLACE, "of every rank in four meshes: r = (pp index * dp + dp index) * tp + tp index"),
-    (MEMBERS, "of each of its groups: the ranks that differ in that coordinate alone"),
-    (CALLS, "every rank makes all groups of the mesh, in the same order"),
-)
+GROUPS_ASKED = {
+    "coordinates": "of every rank in four meshes: r = (pp index * dp + dp index) * tp + tp index",
+    "members": "of each of its groups: the ranks that differ in that coordinate alone",
+    "calls of new_group": "every rank makes all groups of the mesh, in the same order",
+}
+PLACE, MEMBERS, CALLS = GROUPS_ASKED
 
 
 class Made(NamedTuple):
@@ -149,7 +149,7 @@ mesh_groups = Exercise(
     name="mesh_groups",
     lab="10",
     asked=GROUPS_ASKED,
-    takes=(Takes("a function", "mesh_groups(dp=..., pp=..., tp=...)", 0, AXES),),
+    takes=(Takes("a function", "mesh_groups(dp=..., pp=..., tp=...)"),),
     checker=check_groups,
 )
 
@@ -160,12 +160,12 @@ MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16, tied=False)
 BATCH = {"microbatches": 3, "microbatch_size": 2}
 CUTS = ((2, 2), (1, 4))  # dp, pp
 SCALARS = 64  # bytes of norms and losses
-NORM, WEIGHTS, BYTES = "norm", "weights", "bytes per rank"
-STEP_ASKED = (
-    (NORM, "of the whole model's gradient before clipping, on every rank"),
-    (WEIGHTS, f"after each of {STEPS} steps of SGD, one of them clipped: those of one process"),
-    (BYTES, "each activation and its gradient once; the stage's gradients once, over dp"),
-)
+STEP_ASKED = {
+    "norm": "of the whole model's gradient before clipping, on every rank",
+    "weights": f"after each of {STEPS} steps of SGD, one of them clipped: those of one process",
+    "bytes per rank": "each activation and its gradient once; the stage's gradients once, over dp",
+}
+NORM, WEIGHTS, BYTES = STEP_ASKED
 
 
 def check_step(tries: Sequence[Try], timeout: float) -> None:
@@ -292,8 +292,6 @@ mesh_step = Exercise(
     name="mesh_step",
     lab="10",
     asked=STEP_ASKED,
-    takes=(
-        Takes("a function", "mesh_step(stage, batches, groups, optimizer, max_norm, hidden)", 6),
-    ),
+    takes=(Takes("a function", "mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"),),
     checker=check_step,
 )

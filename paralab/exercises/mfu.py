@@ -69,7 +69,7 @@ def _known_mfu(mfu: float, devices: int, samples: int, seconds: float) -> list[t
 days_and_mfu = Exercise(
     name="days_and_mfu",
     lab="11",
-    asked=ASKED,
-    takes=(Takes("a function", "days_and_mfu(flops, samples, seconds, total, devices, peak)", 6),),
+    asked=dict(ASKED),
+    takes=(Takes("a function", "days_and_mfu(flops, samples, seconds, total, devices, peak)"),),
     checker=check,
 )

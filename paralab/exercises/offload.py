@@ -53,25 +53,16 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms"
 
 
-ORDER, STATES, BYTES, MEMORY, TIME = (
-    "jobs",
-    "states in the files",
-    "bytes through the disk",
-    "host memory",
-    "simulated update",
-)
-ASKED = (
-    (ORDER, "every unit read, updated and written once, in a buffer with no other unit in it"),
-    (STATES, "bit for bit those of an update in memory, after a real run"),
-    (BYTES, "exactly twice the states, in that run"),
-    (MEMORY, "at most `window` buffers, in that run"),
-    (
-        TIME,
-        "at most max(U(r+w), r+Uu+w), U units, with either host: "
-        f"{ms(limit_s(*TASK_SIZE, FAST_S))} and {ms(limit_s(*TASK_SIZE, SLOW_S))}; "
-        "with one buffer U(r+u+w)",
-    ),
-)
+ASKED = {
+    "jobs": "every unit read, updated and written once, in a buffer with no other unit in it",
+    "states in the files": "bit for bit those of an update in memory, after a real run",
+    "bytes through the disk": "exactly twice the states, in that run",
+    "host memory": "at most `window` buffers, in that run",
+    "simulated update": "at most max(U(r+w), r+Uu+w), U units, with either host: "
+    f"{ms(limit_s(*TASK_SIZE, FAST_S))} and {ms(limit_s(*TASK_SIZE, SLOW_S))}; "
+    "with one buffer U(r+u+w)",
+}
+ORDER, STATES, BYTES, MEMORY, TIME = ASKED
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
@@ -282,6 +273,6 @@ stream = Exercise(
     name="stream",
     lab="09",
     asked=ASKED,
-    takes=(Takes("a function", "my_stream(units, window)", 2),),
+    takes=(Takes("a function", "my_stream(units, window)"),),
     checker=check,
 )

@@ -87,24 +87,19 @@ SHAPE = (SAMPLES, MODEL.seq_len, MODEL.hidden)
 MESSAGE = 4 * SAMPLES * MODEL.seq_len * MODEL.hidden  # bytes
 MARGIN = 1.1  # of what is measured for one micro-batch
 
-GRADIENTS, LOSS, ORDER, BYTES, FLIGHT = (
-    "gradients",
-    "loss",
-    "order of work",
-    "bytes per rank",
-    "in flight",
-)
 
-
-def _asked(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
+def _asked(runs: Sequence[Run]) -> dict[str, str]:
     sizes = ", ".join(f"{name} p={p} m={m}" + f" v={v}" * (v > 1) for name, p, m, v in runs)
-    return (
-        (GRADIENTS, f"{sizes}: those of one process, mean over the micro-batches"),
-        (LOSS, "on the last rank: the mean over the micro-batches"),
-        (ORDER, "that of the rank's list, each action once"),
-        (BYTES, "exactly 4 b s h per activation and per gradient that crosses a border"),
-        (FLIGHT, "activations of no more micro-batches than the list has, and all messages"),
-    )
+    return {
+        "gradients": f"{sizes}: those of one process, mean over the micro-batches",
+        "loss": "on the last rank: the mean over the micro-batches",
+        "order of work": "that of the rank's list, each action once",
+        "bytes per rank": "exactly 4 b s h per activation and per gradient that crosses a border",
+        "in flight": "activations of no more micro-batches than the list has, and all messages",
+    }
+
+
+GRADIENTS, LOSS, ORDER, BYTES, FLIGHT = _asked(RUNS)
 
 
 def check_step(tries: Sequence[Try], timeout: float) -> None:
@@ -260,8 +255,8 @@ def _wrong_order(rank: int, done: Sequence[str], asked: Sequence[str]) -> str:
 warmup = Exercise(
     name="warmup",
     lab="03",
-    asked=((COUNT, f"right for {len(SIZES)} ranks of 7 pipelines, 3 of them interleaved"),),
-    takes=(Takes("a function", "warmup(rank, p, m, v)", 4),),
+    asked={COUNT: f"right for {len(SIZES)} ranks of 7 pipelines, 3 of them interleaved"},
+    takes=(Takes("a function", "warmup(rank, p, m, v)"),),
     checker=check_warmup,
 )
 pipeline_executor = Exercise(
@@ -269,11 +264,7 @@ pipeline_executor = Exercise(
     lab="03",
     asked=_asked(RUNS),
     takes=(
-        Takes(
-            "a function",
-            "pipeline_step(stage, actions, previous, following, batches, shape)",
-            6,
-        ),
+        Takes("a function", "pipeline_step(stage, actions, previous, following, batches, shape)"),
     ),
     checker=check_step,
 )
@@ -281,6 +272,6 @@ interleaved_executor = Exercise(
     name="interleaved_executor",
     lab="03",
     asked=_asked(CHUNKED),
-    takes=(Takes("a function", "interleaved_step(stages, lists, batches, shape)", 4),),
+    takes=(Takes("a function", "interleaved_step(stages, lists, batches, shape)"),),
     checker=check_chunks,
 )

@@ -201,7 +201,7 @@ def _look(notes: Notes, case: Case, plan: Plan, questions: int) -> None:
 place = Exercise(
     name="place",
     lab="10",
-    asked=ASKED,
-    takes=(Takes("a function", "f(model, cluster, batch, ask)", 4),),
+    asked=dict(ASKED),
+    takes=(Takes("a function", "f(model, cluster, batch, ask)"),),
     checker=check,
 )

@@ -27,20 +27,14 @@ CLUSTER = Cluster(
     name="10 Gbit/s", flops=1e12, memory_bandwidth=1e11, intra=Link(alpha=20e-6, bandwidth=1.25e9)
 )
 
-RESULT, CALLS, BYTES, MEMORY, TIME = (
-    "result",
-    "calls",
-    "bytes per rank",
-    "extra memory",
-    "simulated time",
-)
-ASKED = (
-    (RESULT, "n = 2, 3, 4: every rank has all n chunks, each in its place"),
-    (CALLS, "sends and receives between neighbours on the ring"),
-    (BYTES, "exactly (n-1)/n S, S the whole tensor"),
-    (MEMORY, "at most one chunk"),
-    (TIME, "at most (n-1)(α + S/n / β), α = 20 µs, β = 1.25 GB/s"),
-)
+ASKED = {
+    "result": "n = 2, 3, 4: every rank has all n chunks, each in its place",
+    "calls": "sends and receives between neighbours on the ring",
+    "bytes per rank": "exactly (n-1)/n S, S the whole tensor",
+    "extra memory": "at most one chunk",
+    "simulated time": "at most (n-1)(α + S/n / β), α = 20 µs, β = 1.25 GB/s",
+}
+RESULT, CALLS, BYTES, MEMORY, TIME = ASKED
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
@@ -128,6 +122,6 @@ all_gather_half = Exercise(
     name="all_gather_half",
     lab="01",
     asked=ASKED,
-    takes=(Takes("a function", "f(group, tensor)", 2),),
+    takes=(Takes("a function", "f(group, tensor)"),),
     checker=check,
 )

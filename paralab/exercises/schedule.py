@@ -54,20 +54,14 @@ def limit_s(pp: int, microbatches: int) -> float:
     return (microbatches + pp - 1) * (FORWARD_S + 2 * HALF_S)
 
 
-VALID, TIME, MEMORY, OTHERS, GRADIENTS = (
-    "schedule",
-    "simulated step",
-    "live micro-batches",
-    "other sizes",
-    "gradients",
-)
-ASKED = (
-    (VALID, f"p={PP}, m={MICROBATCHES}: every action once, and no circle of waits"),
-    (TIME, f"at most {1e3 * limit_s(PP, MICROBATCHES):.0f} ms = (m+p-1)(F+B)"),
-    (MEMORY, f"at most {PP} alive at once, on any rank"),
-    (OTHERS, "from p=2, m=1 to p=6, m=9: the same, with (m+p-1)(F+B) and p alive"),
-    (GRADIENTS, f"of a step on {PP} ranks: those of one process"),
-)
+ASKED = {
+    "schedule": f"p={PP}, m={MICROBATCHES}: every action once, and no circle of waits",
+    "simulated step": f"at most {1e3 * limit_s(PP, MICROBATCHES):.0f} ms = (m+p-1)(F+B)",
+    "live micro-batches": f"at most {PP} alive at once, on any rank",
+    "other sizes": "from p=2, m=1 to p=6, m=9: the same, with (m+p-1)(F+B) and p alive",
+    "gradients": f"of a step on {PP} ranks: those of one process",
+}
+VALID, TIME, MEMORY, OTHERS, GRADIENTS = ASKED
 
 
 @dataclass(frozen=True)
@@ -211,6 +205,6 @@ own_schedule = Exercise(
     name="own_schedule",
     lab="04",
     asked=ASKED,
-    takes=(Takes("a function", "f(pp, microbatches)", 2),),
+    takes=(Takes("a function", "f(pp, microbatches)"),),
     checker=check,
 )

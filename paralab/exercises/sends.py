@@ -19,12 +19,11 @@ from paralab.exercises.tries import Takes, Try
 from paralab.spec import ModelSpec, Plan
 
 EXACT = 1e-9
-AXES = ("tp", "pp", "dp")
-ASKED = (
-    ("tp", "bytes of all-reduces in forward, backward and what is recomputed: to nine digits"),
-    ("pp", "bytes of activations and their gradients: to nine digits"),
-    ("dp", "bytes of the gradients' all-reduce: to nine digits"),
-)
+ASKED = {
+    "tp": "bytes of all-reduces in forward, backward and what is recomputed: to nine digits",
+    "pp": "bytes of activations and their gradients: to nine digits",
+    "dp": "bytes of the gradients' all-reduce: to nine digits",
+}
 
 
 class Case(NamedTuple):
@@ -51,7 +50,7 @@ CASES = (
 def check(tries: Sequence[Try], timeout: float) -> None:
     for notes, case, reply in replies(tries, CASES, 2 * timeout, alone):
         where = f"{_said(case)}, rank {case.rank}"
-        for axis in AXES:
+        for axis in ASKED:
             wrong = reply.trouble or _wrong(reply.value, axis, case)
             notes.look(axis, where if wrong else "", wrong, "right in all plans")
 
@@ -146,6 +145,6 @@ rank_sends = Exercise(
     name="rank_sends",
     lab="12",
     asked=ASKED,
-    takes=(Takes("a function", "rank_sends(model, plan, rank)", 3),),
+    takes=(Takes("a function", "rank_sends(model, plan, rank)"),),
     checker=check,
 )

@@ -28,12 +28,14 @@ RECIPES: dict[str, dict[str, int]] = {
     "mixed": {"parameters": 2, "gradients": 2, "master": 4, "moments": 8},
     "mixed, fp32 gradients": {"parameters": 2, "gradients": 4, "master": 4, "moments": 8},
 }
-TIED, OWN, LARGE, DEVICES = (
-    "tied output matrix",
-    "untied output matrix",
-    "large models",
-    "devices",
-)
+ASKED = {
+    "tied output matrix": "GPT-2, whose output matrix is the embedding; two recipes: every "
+    "state to the byte",
+    "untied output matrix": "GPT-2 and the laptop model with tied=False: a matrix more",
+    "large models": "7.5 B and 1 T parameters",
+    "devices": "four models on devices of 24 and 80 GB, and one that fills its devices exactly",
+}
+TIED, OWN, LARGE, DEVICES = ASKED
 STATE_CASES = (
     (TIED, "gpt2", True, "fp32"),
     (TIED, "gpt2", True, "mixed"),
@@ -48,12 +50,6 @@ DEVICE_CASES = (  # the first fits exactly, the others leave 0.08, 0.49, 0.76 an
     ("ptdp-7.5b", "mixed", 80),
     ("ptdp-145b", "mixed, fp32 gradients", 80),
     ("ptdp-1t", "mixed", 80),
-)
-ASKED = (
-    (TIED, "GPT-2, whose output matrix is the embedding; two recipes: every state to the byte"),
-    (OWN, "GPT-2 and the laptop model with tied=False: a matrix more"),
-    (LARGE, "7.5 B and 1 T parameters"),
-    (DEVICES, "four models on devices of 24 and 80 GB, and one that fills its devices exactly"),
 )
 
 
@@ -137,8 +133,8 @@ model_states = Exercise(
     lab="00",
     asked=ASKED,
     takes=(
-        Takes("a function", "model_states(model, recipe)", 2),
-        Takes("a function", "devices_needed(model, recipe, memory_gb)", 3),
+        Takes("a function", "model_states(model, recipe)"),
+        Takes("a function", "devices_needed(model, recipe, memory_gb)"),
     ),
     checker=check,
 )

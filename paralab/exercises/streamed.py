@@ -27,13 +27,13 @@ UNIT = 3000  # elements: less than the embedding has, and no divisor of anything
 STEPS, ZEROED = 4, 2  # before this step files and moments are set to zero
 COPIES = 8  # times 4 bytes per element of a unit: both moments, and temporaries of the update
 SCALARS = 20_000  # bytes: names, counts, paths
-WEIGHTS, FILES, PEAK, KEPT = "weights", "files", "memory in a step", "memory between steps"
-ASKED = (
-    (WEIGHTS, f"after each of {STEPS} steps: torch.optim.AdamW's, bit for bit"),
-    (FILES, "8 bytes per parameter under the folder, and nothing else"),
-    (PEAK, f"at most {COPIES} numbers per element of a unit (and 20 kB)"),
-    (KEPT, "at most 20 kB"),
-)
+ASKED = {
+    "weights": f"after each of {STEPS} steps: torch.optim.AdamW's, bit for bit",
+    "files": "8 bytes per parameter under the folder, and nothing else",
+    "memory in a step": f"at most {COPIES} numbers per element of a unit (and 20 kB)",
+    "memory between steps": "at most 20 kB",
+}
+WEIGHTS, FILES, PEAK, KEPT = ASKED
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
@@ -125,9 +125,7 @@ streamed_optimizer = Exercise(
             "a class",
             "MyStreamedAdamW(parameters, folder, lr=..., betas=..., eps=..., weight_decay=..., "
             "unit=...)",
-            2,
-            ("lr", "betas", "eps", "weight_decay", "unit"),
-            ("step",),
+            methods=("step",),
         ),
     ),
     checker=check,

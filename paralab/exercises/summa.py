@@ -32,20 +32,15 @@ RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it on 
 SCALARS = 1000  # bytes
 LETTERS = {"y": "Y", "dx": "dX", "dw": "dW"}
 
-FORWARD, BACKWARD = "Y", "gradients"
-SENT, SENT_BACK = "elements forward", "elements backward"
-MEMORY = "memory forward"
-ASKED = (
-    (FORWARD, "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)"),
-    (SENT, "exactly (q-1)(M K + K N), all ranks together"),
-    (
-        MEMORY,
-        f"in addition to its own x and w: y, one product, and {RECEIVED} received blocks of X and "
-        "of W at most (4 x 4 ranks)",
-    ),
-    (BACKWARD, "block (i, j) of dY Wᵀ and of Xᵀ dY on rank (i, j)"),
-    (SENT_BACK, "exactly 2(q-1)(M K + K N), all ranks together"),
-)
+ASKED = {
+    "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
+    "elements forward": "exactly (q-1)(M K + K N), all ranks together",
+    "memory forward": f"in addition to its own x and w: y, one product, and {RECEIVED} received "
+    "blocks of X and of W at most (4 x 4 ranks)",
+    "gradients": "block (i, j) of dY Wᵀ and of Xᵀ dY on rank (i, j)",
+    "elements backward": "exactly 2(q-1)(M K + K N), all ranks together",
+}
+FORWARD, SENT, MEMORY, BACKWARD, SENT_BACK = ASKED
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
@@ -168,6 +163,6 @@ summa = Exercise(
     name="summa",
     lab="08",
     asked=ASKED,
-    takes=(Takes("a class", "MySumma(row, column)", 2, (), ("forward", "backward")),),
+    takes=(Takes("a class", "MySumma(row, column)", methods=("forward", "backward")),),
     checker=check,
 )

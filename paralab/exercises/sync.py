@@ -58,23 +58,16 @@ LIMIT_S = 15e-3  # buckets without overlap take 21 ms, overlap without buckets a
 PADDING = 1.001
 EXTRA_COPIES = 1.5
 
-GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = (
-    "gradients",
-    "weights",
-    "bytes per rank",
-    "simulated step",
-    "extra memory",
-)
-TRAINED = (
-    (GRADIENTS, f"of one step on {RANKS} ranks: those of one process"),
-    (WEIGHTS, "after 3 steps of SGD: those of one process"),
-    (BYTES, "at most 2(N-1)/N · 4Ψ in a step (and 0.1 % for padding)"),
-)
-ASKED = (
-    *TRAINED,
-    (TIME, f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes"),
-    (MEMORY, "at most one and a half more copies of the gradients"),
-)
+TRAINED = {
+    "gradients": f"of one step on {RANKS} ranks: those of one process",
+    "weights": "after 3 steps of SGD: those of one process",
+    "bytes per rank": "at most 2(N-1)/N · 4Ψ in a step (and 0.1 % for padding)",
+}
+ASKED = TRAINED | {
+    "simulated step": f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes",
+    "extra memory": "at most one and a half more copies of the gradients",
+}
+GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = ASKED
 
 
 def check_average(tries: Sequence[Try], timeout: float) -> None:
@@ -276,7 +269,7 @@ average_gradients = Exercise(
     name="average_gradients",
     lab="02",
     asked=TRAINED,
-    takes=(Takes("a function", "average_gradients(module)", 1),),
+    takes=(Takes("a function", "average_gradients(module)"),),
     checker=check_average,
 )
 
@@ -284,14 +277,6 @@ my_ddp = Exercise(
     name="my_ddp",
     lab="02",
     asked=ASKED,
-    takes=(
-        Takes(
-            "a class",
-            "MyDDP(module, bucket_bytes=...)",
-            1,
-            ("bucket_bytes",),
-            ("no_sync", "finish"),
-        ),
-    ),
+    takes=(Takes("a class", "MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")),),
     checker=check_ddp,
 )

@@ -89,9 +89,9 @@ def _look(notes: Notes, target: Target, reply: object, p: int, m: int) -> None:
 better_schedules = Exercise(
     name="better_schedules",
     lab="04",
-    asked=tuple((target.name, target.words) for target in TARGETS),
+    asked={target.name: target.words for target in TARGETS},
     takes=tuple(
-        Takes("a function", f"{name}(pp, microbatches)", 2) for name in ("first", "second", "third")
+        Takes("a function", f"{name}(pp, microbatches)") for name in ("first", "second", "third")
     ),
     checker=check,
 )

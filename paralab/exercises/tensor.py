@@ -28,15 +28,14 @@ RANKS = (2, 3, 4)
 ACTIVATION = 4 * BATCH * SEQ * HIDDEN  # bytes; the smallest weight has as many
 SCALARS = 2000  # bytes
 
-RESULT, GRADIENTS, WEIGHTS = "result", "gradients", "weights per rank"
-FORWARD, BACKWARD = "bytes, forward", "bytes, backward"
 LIMITS = {
-    RESULT: "t = 2, 3, 4: that of the whole layer, on every rank",
-    GRADIENTS: "of the input on every rank, and of the rank's parts of the weights",
-    FORWARD: "exactly 2(t-1)/t b s h elements: one all-reduce",
-    BACKWARD: "exactly 2(t-1)/t b s h elements: one all-reduce",
-    WEIGHTS: "at most a t-th of the sharded weights, and the last bias (and 2 kB)",
+    "result": "t = 2, 3, 4: that of the whole layer, on every rank",
+    "gradients": "of the input on every rank, and of the rank's parts of the weights",
+    "bytes, forward": "exactly 2(t-1)/t b s h elements: one all-reduce",
+    "bytes, backward": "exactly 2(t-1)/t b s h elements: one all-reduce",
+    "weights per rank": "at most a t-th of the sharded weights, and the last bias (and 2 kB)",
 }
+RESULT, GRADIENTS, FORWARD, BACKWARD, WEIGHTS = LIMITS
 
 
 # ---- on a rank -----------------------------------------------------------------------------------
@@ -119,7 +118,7 @@ def _wrong(found: Found, pair: Pair, right: dict[str, np.ndarray], name: str, t:
 
 
 def _exercise(name: str, kind: str, limits: Sequence[str], *takes: Takes) -> Exercise:
-    asked = tuple((limit, LIMITS[limit]) for limit in limits)
+    asked = {limit: LIMITS[limit] for limit in limits}
     checker = functools.partial(check, kind, limits)
     return Exercise(name=name, lab="07", asked=asked, takes=takes, checker=checker)
 
@@ -129,15 +128,13 @@ f_and_g = _exercise(
     "f_and_g",
     "mlp",
     EVERY[:-1],
-    Takes("a function f", "f(x)", 1),
-    Takes("a function g", "g(x)", 1),
+    Takes("a function f", "f(x)"),
+    Takes("a function g", "g(x)"),
 )
-tensor_mlp = _exercise(
-    "tensor_mlp", "mlp", EVERY, Takes("a class", "MyMLP(up, down, f=f, g=g)", 2, ("f", "g"))
-)
+tensor_mlp = _exercise("tensor_mlp", "mlp", EVERY, Takes("a class", "MyMLP(up, down, f=f, g=g)"))
 tensor_attention = _exercise(
     "tensor_attention",
     "attention",
     EVERY,
-    Takes("a class", "MyAttention(qkv, proj, heads=..., f=f, g=g)", 2, ("heads", "f", "g")),
+    Takes("a class", "MyAttention(qkv, proj, heads=..., f=f, g=g)"),
 )

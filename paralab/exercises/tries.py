@@ -29,17 +29,13 @@ WHOLE = 6  # times `timeout`: the longest that a launch may take, whatever it pr
 class Takes(NamedTuple):
     """What one part of an answer must be.
 
-    kind      "a function", "a class", or what a dict has to look like: "a dict {patient: lists}"
-    call      how it is called: "f(group, tensor)"
-    count     positional arguments of that call
-    keywords  keyword arguments of that call
-    methods   what a class needs
+    kind     "a function", "a class", or what a dict has to look like: "a dict {patient: lists}"
+    call     how it is called, keyword arguments with "=": "MyDDP(module, bucket_bytes=...)"
+    methods  what a class needs
     """
 
     kind: str
     call: str = ""
-    count: int = 0
-    keywords: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
 
     def refusal(self, part: Any) -> tuple[str, str]:
@@ -58,7 +54,9 @@ class Takes(NamedTuple):
         if isinstance(part, type) and missing:
             return "methods missing", f"the class has no method {' and no '.join(missing)}"
         try:
-            inspect.signature(part).bind(*range(self.count), **dict.fromkeys(self.keywords))
+            given = [word for word in self.call.partition("(")[2][:-1].split(", ") if word]
+            named = dict.fromkeys(word.partition("=")[0] for word in given if "=" in word)
+            inspect.signature(part).bind(*given[: len(given) - len(named)], **named)
         except TypeError as error:
             return "cannot be called", f"required: {self.call}, yours cannot be called so: {error}"
         except Exception:  # built in, say: what it takes shows when it is called

@@ -150,26 +150,26 @@ _ABOUT = "(model, plan, stage)"
 stage_memory = Exercise(
     name="stage_memory",
     lab="12",
-    asked=(
-        (PARAMETERS, "every stage of three plans: exact"),
-        (FLIGHT, "every stage of three plans under 1F1B"),
-    ),
+    asked={
+        PARAMETERS: "every stage of three plans: exact",
+        FLIGHT: "every stage of three plans under 1F1B",
+    },
     takes=(
-        Takes("a function", f"stage_parameters{_ABOUT}", 3),
-        Takes("a function", f"in_flight{_ABOUT}", 3),
+        Takes("a function", f"stage_parameters{_ABOUT}"),
+        Takes("a function", f"in_flight{_ABOUT}"),
     ),
     checker=check_memory,
 )
 trillion_plan = Exercise(
     name="trillion_plan",
     lab="12",
-    asked=(
-        (LEGAL, "one that pl.Plan(...) accepts for the model"),
-        (BATCH, "3,072 samples per step, as published"),
-        (GPUS, "at most 3,072"),
-        (FITS, f"at most {MOST_GB} GB on the rank with the highest peak"),
-        (DAYS, f"at most {MOST_DAYS} predicted days for 450 billion tokens"),
-    ),
-    takes=(Takes("a function", "my_plan()", 0),),
+    asked={
+        LEGAL: "one that pl.Plan(...) accepts for the model",
+        BATCH: "3,072 samples per step, as published",
+        GPUS: "at most 3,072",
+        FITS: f"at most {MOST_GB} GB on the rank with the highest peak",
+        DAYS: f"at most {MOST_DAYS} predicted days for 450 billion tokens",
+    },
+    takes=(Takes("a function", "my_plan()"),),
     checker=check_plan,
 )

@@ -104,8 +104,8 @@ class Notes:
     over     a failure has ended the check
     """
 
-    def __init__(self, exercise: str, limits: tuple[tuple[str, str], ...]) -> None:
-        self.exercise, self.limits = exercise, dict(limits)
+    def __init__(self, exercise: str, limits: dict[str, str]) -> None:
+        self.exercise, self.limits = exercise, limits
         self._found: dict[str, tuple[str, bool]] = {}
         self.said, self.over = "", False
 

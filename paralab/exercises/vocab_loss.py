@@ -26,15 +26,14 @@ TOKENS, VOCAB = 96, 512
 LARGE = 200.0  # added to every logit of a third of the tokens
 COPIES, SCALARS = 5, 6 * 8 * TOKENS  # of the rank's own logits; and a few numbers per token
 
-LOSS, GRADIENT, FORWARD = "loss", "gradient", "bytes, forward"
-BACKWARD, MEMORY = "bytes, backward", "memory"
-ASKED = (
-    (LOSS, "t = 2, 4: the mean over the tokens, on every rank, of logits up to 200 too"),
-    (GRADIENT, "of the rank's own logits"),
-    (FORWARD, "at most 6(t-1)/t n elements: three all-reduces of n numbers"),
-    (BACKWARD, "none"),
-    (MEMORY, f"at most {COPIES} tensors of n V/t elements in addition to the logits"),
-)
+ASKED = {
+    "loss": "t = 2, 4: the mean over the tokens, on every rank, of logits up to 200 too",
+    "gradient": "of the rank's own logits",
+    "bytes, forward": "at most 6(t-1)/t n elements: three all-reduces of n numbers",
+    "bytes, backward": "none",
+    "memory": f"at most {COPIES} tensors of n V/t elements in addition to the logits",
+}
+LOSS, GRADIENT, FORWARD, BACKWARD, MEMORY = ASKED
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
@@ -161,6 +160,6 @@ vocab_parallel_loss = Exercise(
     name="vocab_parallel_loss",
     lab="07",
     asked=ASKED,
-    takes=(Takes("a function", "vocab_parallel_loss(logits, targets)", 2),),
+    takes=(Takes("a function", "vocab_parallel_loss(logits, targets)"),),
     checker=check,
 )

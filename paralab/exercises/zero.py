@@ -148,14 +148,10 @@ def _wrong_step(results: Sequence[dict[str, Any]], n: int) -> str:
 zero_step = Exercise(
     name="zero_step",
     lab="05",
-    asked=ASKED,
+    asked=dict(ASKED),
     takes=(
         Takes(
-            "a class",
-            "MyZero1(parameters, group=group, lr=..., momentum=...)",
-            1,
-            ("group", "lr", "momentum"),
-            ("step",),
+            "a class", "MyZero1(parameters, group=group, lr=..., momentum=...)", methods=("step",)
         ),
     ),
     checker=check,

@@ -125,7 +125,7 @@ def _wrong(found: Found, n: int, steps: int) -> str:
 my_zero3 = Exercise(
     name="my_zero3",
     lab="05",
-    asked=ASKED,
-    takes=(Takes("a class", "MyZero3(units, lr=...)", 1, ("lr",), ("step", "gather")),),
+    asked=dict(ASKED),
+    takes=(Takes("a class", "MyZero3(units, lr=...)", methods=("step", "gather")),),
     checker=check,
 )
