@@ -146,19 +146,20 @@ def test_a_missing_sum_is_refused_with_parameters_axis_and_place():
     (update,) = of(left, UPDATE, unit=unit)
     (adds,) = of(left, BACKWARD, mb=1, unit=unit)
     assert "the gradient of blocks.1.mlp.up.weight is never summed over the data-parallel" in said
+    assert "so every rank would follow its own samples" in said
     assert f"instruction {of(left, NORM)[0]}=" in said and update > of(left, NORM)[0]
     assert f"legal: ALL_REDUCE over 'dp' behind position {adds}, 'BACKWARD blocks.1" in said
 
 
 @pytest.mark.parametrize(
-    ("name", "lane", "words"),
+    ("name", "lane", "words", "why"),
     [
-        ("HSDP", "replica", "ranks that keep the same share"),
-        ("tied ends", "ends", "which both hold the tied embedding"),
-        ("sequence parallel ZB-H1", "tp", "tensor-parallel ranks"),
+        ("HSDP", "replica", "ranks that keep the same share", "its own samples"),
+        ("tied ends", "ends", "which both hold the tied embedding", "its two copies would"),
+        ("sequence parallel ZB-H1", "tp", "tensor-parallel ranks", "its own tokens"),
     ],
 )
-def test_a_sum_over_each_axis_is_missed_in_words(name, lane, words):
+def test_a_sum_over_each_axis_is_missed_in_words(name, lane, words, why):
     program = program_of(PLANS[name], final=False)
     code = program.codes[0]
     gone = [at for at in of(code, ALL_REDUCE, lane=lane) if code[at].reads[0][0] != "norm"]
@@ -166,7 +167,7 @@ def test_a_sum_over_each_axis_is_missed_in_words(name, lane, words):
     left = derived([ins for at, ins in enumerate(code) if at not in gone])
     assert gone
     said = refused(with_code(program, 1 % len(program.codes), []), 0, left)
-    assert words in said and f"(axis {lane!r})" in said
+    assert words in said and f"(axis {lane!r})" in said and why in said
 
 
 def test_a_second_sum_and_one_too_early_are_refused():

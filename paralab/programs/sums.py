@@ -145,8 +145,7 @@ class Sums:
         at = self.adds[v[1]]
         raise self.refuse(
             position,
-            f"the gradient of {self._parameters(v[1])} is never summed "
-            f"{over}, so every rank would follow its own samples",
+            f"the gradient of {self._parameters(v[1])} is never summed {over}, so {_without(lane)}",
             f"{call} behind position {at}, "
             f"{self.names.instruction(self.code[at])!r}, which adds to it last",
         )
@@ -227,6 +226,14 @@ def cut_by(model: Model, ins: Instr, v: Value) -> frozenset[Axis]:
 def is_gradient(v: Value) -> bool:
     """Whether a value is a gradient or a share of one, on whatever tier."""
     return v[0].rpartition(".")[2] in GRADIENTS
+
+
+def _without(lane: str) -> str:
+    """What happens to a gradient that is never summed over this axis."""
+    if lane == "ends":
+        return "its two copies would become different"
+    # tp ranks with a copy of one parameter see parts of the sequence, or of the micro-batch
+    return f"every rank would follow its own {'tokens' if lane.startswith('tp') else 'samples'}"
 
 
 def _lane(axis: Axis) -> str:
