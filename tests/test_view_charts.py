@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
@@ -423,13 +424,28 @@ def test_timelines_refuse_what_they_cannot_draw():
 # ---- a traced function ---------------------------------------------------------------------------
 def test_a_traced_function_is_named_and_its_sends_say_to_whom():
     timeline = traced().timeline()
-    assert title(timeline) == "swap on 2 ranks: a rank sends 1 kB in 1 call, which takes 4 s"
+    assert title(timeline) == "swap on 2 ranks: each rank sends 1 kB in 1 call"
     comm = next(bar for bar in timeline.data if bar.name == "communication, world")
     assert list(comm.text) == ["→1 ←1", "→0 ←0"]
     assert comm.marker.color == theme.AXIS_COLOUR["dp"]
     assert any("send to rank 1 (data): 1,000 bytes" in text for text in comm.hovertext)
     assert "of the function (ms)" in timeline.layout.xaxis.title.text
     assert repr(timeline) == "Chart(timeline of swap on 2 ranks, replayed: 6 boxes on 2 ranks)"
+
+
+def test_the_title_of_an_observed_step_counts_that_step_alone_and_the_rank_that_sends_most():
+    report = traced()
+    more = report.collectives.copy()
+    more.loc[more["rank"] == 1, "wire_bytes"] *= 2
+    chart = dataclasses.replace(report, collectives=more).timeline()
+    assert title(chart) == "swap on 2 ranks: rank 1 sends 2 kB in 1 call, and no rank sends more"
+    steps = pd.concat([report.steps, report.steps.assign(step=1)])
+    calls = pd.concat([report.collectives, more.assign(step=1, span=-1)])
+    chart = dataclasses.replace(report, steps=steps, collectives=calls).timeline(step=0)
+    assert title(chart) == "swap on 2 ranks: each rank sends 1 kB in 1 call"
+    assert "step 0" in below(chart) and "of step 0 (ms)" in chart.layout.xaxis.title.text
+    none = dataclasses.replace(report, collectives=more.iloc[:0])
+    assert title(none.timeline()) == "swap on 2 ranks: no rank sends anything"
 
 
 def test_messages_between_nodes_are_framed_where_others_stay_inside():

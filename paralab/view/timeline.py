@@ -51,7 +51,8 @@ def timeline(
     if ideal:
         raise illegal("ideal", ideal, "one stage has no schedule to idealise", "None, or pp > 1")
     one = boxes.section(report, step=step, ranks=ranks)
-    said = [] if report.model is None else [f"step {one.step}"]
+    several = report.steps["step"].nunique() > 1  # of a program that was observed
+    said = [f"step {one.step}"] if several or report.model is not None else []
     said.append(f"{one.seconds * 1e3:.1f} ms")
     if report.plan.tiers is not None:  # no room for it in the first line
         said.append(f"waiting: {_waiting(one)}")
@@ -136,12 +137,7 @@ def finding(one: Section) -> str:
     if duration <= 0:
         return name
     if report.model is None:
-        calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
-        each = calls[["rank", "axis", "ranks", "call"]].drop_duplicates().groupby("rank").size()
-        sent = theme.scaled(float(calls["wire_bytes"].sum()) / report.world_size, "B")
-        count = int(each.max()) if len(each) else 0
-        times = f"{count} call{'s' * (count != 1)}"
-        return f"{name}: a rank sends {sent} in {times}, which takes {theme.scaled(duration, 's')}"
+        return f"{name}: {_sent(report, step)}"
     hidden = []
     copied = metrics.copy_shares(report, step) if report.plan.tiers is not None else {"copies": 0}
     if part["communication"] > 0 and (report.world_size > 1 or not copied["copies"]):
@@ -153,6 +149,22 @@ def finding(one: Section) -> str:
         waiting = f", ranks wait {_waiting(one)}" * (not copied["copies"])
         return f"{name}: {' and '.join(hidden)} {verb} hidden{waiting}"
     return f"{name}: {theme.percent(part['work'] / duration)} of the step is forward and backward"
+
+
+def _sent(report: Tables, step: int) -> str:
+    """What the rank that sends most sends in this step, and in how many calls."""
+    calls = report.collectives.query("step == @step and wire_bytes > 0")
+    calls = calls[~calls["phase"].isin(BOOKKEEPING)]
+    if calls.empty:
+        return "no rank sends anything"
+    sent = calls.groupby("rank")["wire_bytes"].sum()
+    most = sent.idxmax()
+    own = calls[calls["rank"] == most]
+    count = len(own[["axis", "ranks", "call"]].drop_duplicates())
+    said = f"{theme.scaled(float(sent[most]), 'B')} in {count} call{'s' * (count != 1)}"
+    if len(sent) == report.world_size and sent.nunique() == 1:
+        return f"each rank sends {said}"
+    return f"rank {most} sends {said}, and no rank sends more"
 
 
 def _waiting(one: Section) -> str:

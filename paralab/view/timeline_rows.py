@@ -39,7 +39,8 @@ def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -
     if not many:
         below = [naming.clock_line(reports[0])]
     ticks, bottom = boxes.place(sections, heads=many)
-    idle, traced = any(one.idle for one in sections), any(r.model is None for r in reports)
+    idle = any(one.idle for one in sections)
+    traced = any(r.model is None and r.steps["step"].nunique() < 2 for r in reports)
     rows = 28 if many else 34
     if idle:  # many ranks with one lane each: they may be lower
         rows = max(14.0, min(30.0, 660 / bottom))
