@@ -21,7 +21,7 @@ from test_predict import NAMES, cluster, plan_of
 
 MODEL = SMALL.replace(layers=5)
 
-COMPUTED = {"forward", "backward", "backward, input half", "backward, weight half"}
+COMPUTED = {"forward", "backward", "backward, or its input half", "backward, weight half"}
 
 
 def predicted(name="1f1b", pp=4, microbatches=8, tied=True, **settings):
@@ -50,6 +50,10 @@ def test_ideal_and_real_show_every_action_once_with_its_micro_batch(name):
     labels = Counter(t for bar in drawn for t in bar.text if t)
     assert set(labels) == set(actions)
     assert set(figure.table["report"]) == {"ideal", "predicted"}
+
+
+def test_a_share_that_is_a_little_below_zero_reads_0():
+    assert [theme.percent(share) for share in (-1e-12, 0.0, 0.224)] == ["0 %", "0 %", "22 %"]
 
 
 def test_the_real_one_is_below_the_ideal_on_one_scale_each_with_its_bubble():
@@ -110,7 +114,7 @@ def test_forward_backward_and_its_halves_have_the_kits_colours():
     figure = predicted("zb-h1").timeline()
     fill = {bar.name: bar.marker.color for bar in figure.data}
     assert fill["forward"] == theme.KIND_COLOUR["forward"]
-    assert fill["backward, input half"] == theme.KIND_COLOUR["backward"]
+    assert fill["backward, or its input half"] == theme.KIND_COLOUR["backward"]
     assert fill["backward, weight half"] == theme.KIND_COLOUR["weight_grad"]
     assert "backward" in {bar.name for bar in predicted("1f1b").timeline().data}
 

@@ -14,7 +14,7 @@ THIN, MANY_THIN = 2e-3, 8e-3  # of the time axis: a box below that has its own c
 MANY = 100  # the second share from so many boxes of a trace on: edges would hide them
 LETTER_SHARE = 0.010  # of the time axis that one letter takes
 FILLED = 0.92  # of a row's height
-HALVES = {"backward": "backward, input half", "weight_grad": "backward, weight half"}
+HALVES = {"backward": "backward, or its input half", "weight_grad": "backward, weight half"}
 
 
 def traces(

@@ -188,7 +188,8 @@ def schedules(named: Mapping[str, Any], **seconds: float) -> Chart:
     times = made[worst].makespan / made[best].makespan
     said = f"{theme.text(worst)} takes {times:.2f} times as long as {theme.text(best)}"
     if len(made) > 1 and math.isclose(times, 1.0):
-        said = f"{', '.join(map(theme.text, made))} take the same time"
+        *others, last = map(theme.text, made)
+        said = f"{', '.join(others)} and {last} take the same time"
     if len(sections) == 1:
         said = _bubble_of(best, made[best].bubble_rate)
     fig, summary = timeline_rows.drawn(sections, said, "predicted", []), " | ".join(made)

@@ -227,7 +227,7 @@ def category_colour(category: str) -> str:
 
 def percent(share: float) -> str:
     """ "22 %"."""
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:z.0f} %"
 
 
 def log_ticks(low: float, high: float) -> list[float]:
