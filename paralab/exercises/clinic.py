@@ -68,19 +68,20 @@ PATIENTS = (
     Patient(
         name="two ranks",
         moves=1,
-        story="1F1B on two ranks, with a first backward that was moved forward on rank 0",
+        story="1F1B, but rank 0 has its first backward too early in its list",
         lists=("0F0 0B0 0F1 0F2 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"),
     ),
     Patient(
         name="two chunks",
         moves=2,
-        story="two ranks with two stages each: rank 0 has stages 0 and 2, rank 1 has 1 and 3",
+        story="each rank has two chunks: rank 0 has stages 0 and 2, rank 1 has stages 1 and 3",
         lists=("0F0 0F1 2F0 2F1 0B0 0B1 2B0 2B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"),
     ),
     Patient(
         name="three ranks",
         moves=4,
-        story="1F1B on three ranks; each list alone is part of a schedule that runs",
+        story="1F1B on three ranks; the first circle of waits that the validator finds has two of "
+        "them in it",
         lists=("0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1F1 1B0 1F2 1B1 1B2", "2F0 2F1 2F2 2B0 2B1 2B2"),
     ),
 )

@@ -3,7 +3,7 @@
     exercise = pl.exercises.all_gather_half
     exercise                      # the task and its limits
     exercise.check(my_function)   # a Verdict: limit | asked | yours | ok
-    exercise.hint()               # one push at a time
+    exercise.hint()               # one hint at a time
     exercise.solution()           # source of one answer
 
 Task and hints are tasks/NAME.md. The answer is answers/NAME.py, with the markers of sources.py

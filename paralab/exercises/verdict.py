@@ -72,7 +72,7 @@ class Verdict:
     def __repr__(self) -> str:
         kept = sum(row.ok is True for row in self.rows)
         if not self.started:
-            return f"{self.exercise}: {NOT_STARTED}; .hint() gives one push at a time"
+            return f"{self.exercise}: {NOT_STARTED}; .hint() gives one hint at a time"
         if self.passed:
             return f"{self.exercise}: passed, all {kept} limits kept"
         return f"{self.exercise}: not yet, {kept} of {len(self.rows)} limits kept: {self.said}"
