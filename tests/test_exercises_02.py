@@ -7,7 +7,7 @@ import pytest
 import bad_answers_02 as bad
 import paralab as pl
 from judged import assert_reads_the_same_alone, defined, judged, launches, missed
-from paralab.exercises import sources, sync
+from paralab.exercises import ddp, sources
 from paralab.exercises.tries import Try, on_ranks
 from paralab.exercises.verdict import Notes
 
@@ -121,16 +121,16 @@ def test_a_table_of_answers_takes_one_launch_for_every_run_of_the_checker():
 def test_simulated_time_is_the_order_and_the_stated_costs_and_nothing_of_the_clock():
     sizes = [300_000, 100_000, 40_000, 160_000]
     for form in (bad.Good, bad.OneBucket):
-        one = Try((form,), Notes("my_ddp", sync.ASKED))
-        [(_, found)] = on_ranks([one], sync.backwards, 4, (sizes, 500_000), timeout=20)
-        got = sync.simulated(found.report, sizes) / sync.BACKWARDS
+        one = Try((form,), Notes("my_ddp", ddp.ASKED))
+        [(_, found)] = on_ranks([one], ddp.backwards, 4, (sizes, 500_000), timeout=20)
+        got = ddp.simulated(found.report, sizes) / ddp.BACKWARDS
         # 500 000 bytes close a bucket: 160 k elements leave first, 40 k + 100 k, then 300 k
-        link, payloads = sync.CLUSTER.intra, [4 * n for n in sizes]
+        link, payloads = ddp.CLUSTER.intra, [4 * n for n in sizes]
         if form is bad.OneBucket:
-            expected = sync.BACKWARD_S + link.seconds(1.5 * sum(payloads))
+            expected = ddp.BACKWARD_S + link.seconds(1.5 * sum(payloads))
         else:
-            first = sync.BACKWARD_S * 160 / 600 + link.seconds(1.5 * payloads[3])
-            second = max(first, sync.BACKWARD_S * 300 / 600)
+            first = ddp.BACKWARD_S * 160 / 600 + link.seconds(1.5 * payloads[3])
+            second = max(first, ddp.BACKWARD_S * 300 / 600)
             second += link.seconds(1.5 * (payloads[1] + payloads[2]))
-            expected = max(second, sync.BACKWARD_S) + link.seconds(1.5 * payloads[0])
+            expected = max(second, ddp.BACKWARD_S) + link.seconds(1.5 * payloads[0])
         assert got == pytest.approx(expected, rel=1e-9), form

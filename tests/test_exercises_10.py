@@ -88,7 +88,7 @@ def test_right_groups_pass_and_the_stub_is_not_started():
 REDUCE = '    dist.all_reduce(flat, group=groups["dp"])  # a sum of shares: the mean\n'
 SQUARE = '    dist.all_reduce(square, group=groups["pp"])  # stages have different parameters\n'
 SUM = "    square = flat.square().sum()\n"
-NORM, WEIGHTS, BYTES = mesh.NORM, mesh.WEIGHTS, mesh.BYTES
+NORM, WEIGHTS, BYTES = STEP.asked
 WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(" / share", "")], {NORM, WEIGHTS}, "the loss is divided neither by m nor by dp"),
     ([("len(batches) * dist", "dist")], {NORM, WEIGHTS}, "not divided by the number of micro-"),

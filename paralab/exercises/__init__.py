@@ -22,16 +22,18 @@ from paralab.exercises.cannon import cannon, grid_groups
 from paralab.exercises.choose import Choice, choose
 from paralab.exercises.clinic import deadlock_clinic
 from paralab.exercises.cost import training_cost
+from paralab.exercises.ddp import my_ddp
 from paralab.exercises.estimator import memory_estimator
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.guess import Guess, Reveal, guess
 from paralab.exercises.memory import memory_clinic
-from paralab.exercises.mesh import mesh_groups, mesh_step
+from paralab.exercises.mesh import mesh_groups
+from paralab.exercises.mesh_step import mesh_step
 from paralab.exercises.mfu import days_and_mfu
 from paralab.exercises.offload import stream
 from paralab.exercises.own_fit import own_fit
 from paralab.exercises.peak import peak_estimate
-from paralab.exercises.pipeline import interleaved_executor, pipeline_executor, warmup
+from paralab.exercises.pipeline import interleaved_executor, pipeline_executor
 from paralab.exercises.place import place
 from paralab.exercises.recomputed import checkpoint
 from paralab.exercises.ring import all_gather_half
@@ -40,13 +42,14 @@ from paralab.exercises.sends import rank_sends
 from paralab.exercises.states import model_states
 from paralab.exercises.streamed import streamed_optimizer
 from paralab.exercises.summa import summa
-from paralab.exercises.sync import average_gradients, my_ddp
+from paralab.exercises.sync import average_gradients
 from paralab.exercises.sync_pass import sync_pass
 from paralab.exercises.targets import better_schedules
 from paralab.exercises.tensor import f_and_g, tensor_attention, tensor_mlp
 from paralab.exercises.trillion import stage_memory, trillion_plan
 from paralab.exercises.verdict import Verdict
 from paralab.exercises.vocab_loss import vocab_parallel_loss
+from paralab.exercises.warmup import warmup
 from paralab.exercises.zero import zero_step
 from paralab.exercises.zero3 import my_zero3
 

@@ -7,7 +7,7 @@ alone, a term missing or there twice, the part of another rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,6 +74,36 @@ def first_wrong(
             allowed,
         ) or _factor(got, right, before, allowed, start is not None)
         return f"{where}, element {place}: {values[0]}, required: {values[1]}{why}"
+    return ""
+
+
+def first_wrong_tensor(
+    found: Sequence[Mapping[str, Any]],
+    wanted: Mapping[str, np.ndarray],
+    *,
+    start: Mapping[str, np.ndarray] | None = None,
+    known: Callable[[str], Iterable[tuple[str, Any]]] = lambda name: (),
+    ranks: Callable[[int], str] = "rank {}".format,
+    tolerance: float = TOLERANCE,
+) -> str:
+    """The first tensor that is wrong on a rank that has it, in words, or "".
+
+    found          {name: array} of each rank
+    wanted, start  {name: array}, the same on all of them
+    """
+    for name, right in wanted.items():
+        has = [rank for rank, one in enumerate(found) if name in one]
+        wrong = first_wrong(
+            name,
+            [found[rank][name] for rank in has],
+            [right] * len(has),
+            start=start and [start[name]] * len(has),
+            known=lambda _, name=name: known(name),
+            ranks=lambda place, has=has: ranks(has[place]),
+            tolerance=tolerance,
+        )
+        if wrong:
+            return wrong
     return ""
 
 

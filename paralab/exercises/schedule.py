@@ -10,22 +10,20 @@ and not the memory, one micro-batch after another the memory and not the time; 1
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.one_process import look_at_tensors, of_one_process
 from paralab.exercises.questions import Reply, asked
-from paralab.exercises.sync import look_at_tensors
 from paralab.exercises.tries import Takes, Try, attempt, on_ranks, time_limit
 from paralab.exercises.verdict import Notes
 from paralab.parallel.schedules import Action, Schedule, one_f_one_b
 from paralab.spec import ModelSpec, Plan
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from paralab.theory.pipeline import Simulation
 
 PP, MICROBATCHES = 4, 6
@@ -39,14 +37,8 @@ SIZES = (  # with fewer and more micro-batches than stages, and as many
 FORWARD_S, HALF_S = 10e-3, 10e-3  # a whole backward is two halves
 # What is trained: small, a block for every stage.
 MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16)
-TRAINING: dict[str, Any] = {
-    "steps": 1,
-    "optimizer": "sgd",
-    "lr": 0.1,
-    "keep_state": True,
-    "progress": False,
-}
 BATCH = {"microbatches": MICROBATCHES, "microbatch_size": 2}
+TRAINING = {"steps": 1, "optimizer": "sgd", "strict": True, "keep_state": True, "progress": False}
 
 
 def limit_s(pp: int, microbatches: int) -> float:
@@ -97,20 +89,12 @@ def _train(notes: Notes, lists: Any, timeout: float) -> None:
 
     plan = Plan(pp=PP, schedule=Written(lists), **BATCH)
     with time_limit(timeout) as stop:
-        report, trouble = attempt(
-            lambda: run(MODEL, plan, timeout=timeout, strict=True, stop=stop, **TRAINING)
-        )
+        report, trouble = attempt(lambda: run(MODEL, plan, timeout=timeout, stop=stop, **TRAINING))
     if trouble:
         notes.end(trouble, limit=GRADIENTS)
         return
-    look_at_tensors(notes, GRADIENTS, of_one_process(), [report.gradients])
-
-
-@functools.cache  # the same for every answer
-def of_one_process() -> dict[str, np.ndarray]:
-    from paralab.experiment import run
-
-    return dict(run(MODEL, Plan(**BATCH), **TRAINING).gradients)
+    right = of_one_process(MODEL, ranks=1, clips=(math.inf,), **BATCH)[1]
+    look_at_tensors(notes, GRADIENTS, right.gradients, [report.gradients])
 
 
 def simulate(schedule: Schedule) -> Simulation:

@@ -1,137 +1,61 @@
-"""Lab 02: gradients averaged over the ranks, first plainly, then as DDP does it.
+"""Lab 02: gradients averaged over the ranks after each backward.
 
-`average_gradients` is called after each backward. `my_ddp` is a wrapper whose hooks fill buckets,
-which are sent while backward still runs. Both train the reference GPT on 3 and 4 ranks and are
-compared with one process: gradients after one step, weights after three, with SGD, which hides no
-wrong factor. In addition backwards of the laptop model run through the wrapper, one gradient after
-the other, and their recorded order is replayed with stated costs: 12 ms of backward, divided over
-the parameters by size, a link of 0.25 ms + bytes / 625 MB/s, packing free. So the simulated time is
-the same on every machine, and only buckets that overlap reach the limit (Li+ 2020,
-arXiv:2006.15704, sec. 3.2).
+The answer trains the reference GPT on 3 and 4 ranks, and is compared with one process: gradients
+after one step, weights after three, with SGD, which hides no wrong factor. `my_ddp`, the wrapper
+whose hooks do this while backward still runs, trains in the same way (ddp.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
-from paralab.spec import Cluster, Link, ModelSpec
-from paralab.spec.links import messages
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from paralab.report.report import Report
+from paralab.spec import ModelSpec
 
 RANKS = 4
-# What is trained: small, micro-batches that add up, two full buckets and one that is not.
+# Small, micro-batches that add up, two full buckets and one that is not.
 MODEL = ModelSpec(layers=2, hidden=32, heads=2, seq_len=16)
 BATCH = {"microbatches": 2, "microbatch_size": 2}
-BUCKET = 48 * 1024
 RUNS = {"gradients": (1, RANKS), "weights": (3, 3)}  # limit: steps and ranks
-LR = 0.1
-# What is timed: backwards of this model, on these links.
-TIMED = ModelSpec.preset("laptop")
-TIMED_BUCKET = 512 * 1024
-BACKWARDS = 5  # what a step leaves behind costs memory, or is summed again, in a later one
-BACKWARD_S = 12e-3
-CALL_S, LINK = 0.25e-3, Link(alpha=0.25e-3, bandwidth=625e6)  # of a call, whatever its messages
-CLUSTER = Cluster(
-    name="5 Gbit/s",
-    flops=1e12,
-    memory_bandwidth=1e11,
-    intra=LINK,
-    collectives={
-        op: LINK.replace(alpha=CALL_S / messages(op, RANKS))
-        for op in ("all_reduce", "all_gather", "reduce_scatter")
-    },
-)
-LIMIT_S = 15e-3  # buckets without overlap take 21 ms, overlap without buckets as long
 PADDING = 1.001
-EXTRA_COPIES = 1.5
-
-TRAINED = {
+ASKED = {
     "gradients": f"of one step on {RANKS} ranks: those of one process",
     "weights": "after 3 steps of SGD: those of one process",
     "bytes per rank": "at most 2(N-1)/N · 4Ψ in a step (and 0.1 % for padding)",
 }
-ASKED = TRAINED | {
-    "simulated step": f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes",
-    "extra memory": "at most one and a half more copies of the gradients",
-}
-GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = ASKED
+GRADIENTS, WEIGHTS, BYTES = ASKED
 
 
-def check_average(tries: Sequence[Try], timeout: float) -> None:
-    _look_at_training(tries, averaged, timeout)
+def check(tries: Sequence[Try], timeout: float) -> None:
+    look_at_training(tries, averaged, timeout)
 
 
-def check_ddp(tries: Sequence[Try], timeout: float) -> None:
-    _look_at_training(tries, trained, timeout)
-    sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
-    for notes, found in on_ranks(
-        tries, backwards, RANKS, (sizes, TIMED_BUCKET), limit=TIME, timeout=timeout
-    ):
-        _look_at_backwards(notes, found, sizes)
-
-
-def _look_at_training(tries: Sequence[Try], work: Any, timeout: float) -> None:
+def look_at_training(tries: Sequence[Try], work: Any, timeout: float) -> None:
     for limit, (steps, ranks) in RUNS.items():
         for notes, found in on_ranks(
             tries, work, ranks, (steps, limit), limit=limit, timeout=timeout
         ):
-            right = of_one_process(MODEL, steps, ranks=ranks, **BATCH)[limit]
+            right = of_one_process(MODEL, ranks=ranks, **BATCH)[steps]
             if limit == GRADIENTS and not any(found.sent("data")):
                 long = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
                 notes.note(BYTES, "nothing sent", False, long)
-            look_at_tensors(notes, limit, right, found.results)
+            look_at_tensors(notes, limit, getattr(right, limit), found.results)
             if limit == GRADIENTS:
                 _look_at_bytes(notes, found)
 
 
-def look_at_tensors(
-    notes: Notes, limit: str, right: dict[str, np.ndarray], found: Sequence[dict[str, Any]]
-) -> None:
-    """Tensors by name, as every rank has them, against those of one process."""
-    wrong = ""
-    for name, array in right.items():
-        wrong = wrong or first_wrong(name, [one[name] for one in found], [array] * len(found))
-    notes.note(limit, wrong or f"{len(right)} tensors, all equal", not wrong, f"{limit}: {wrong}")
-
-
-# ---- what every rank runs ------------------------------------------------------------------------
 def averaged(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
     """The reference GPT on this rank's samples; the answer is called after the last backward."""
-    return _training(watch, steps, what, lambda gpt: (gpt, lambda: answer[0](gpt)))
+    return training(watch, steps, what, lambda gpt: (gpt, lambda: answer[0](gpt)))
 
 
-def trained(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
-    """The same through the answer's wrapper, around a GPT whose weights only rank 0 has right."""
-    import torch
-
-    def wrap(gpt: Any) -> tuple[Any, Any]:
-        if watch.group.index:
-            with torch.no_grad():
-                for parameter in gpt.parameters():
-                    parameter.add_(watch.group.index)
-        watch.label = "weights of rank 0"
-        ddp = answer[0](gpt, bucket_bytes=BUCKET)
-        watch.label = "data"
-        return ddp, ddp.finish
-
-    return _training(watch, steps, what, wrap)
-
-
-def _training(watch: Any, steps: int, what: str, wrap: Any) -> dict[str, Any]:
-    """Returns the "gradients" of the last step or the "weights" after it, as ``what`` says.
+def training(watch: Any, steps: int, what: str, wrap: Any) -> dict[str, Any]:
+    """What every rank runs. Returns the "gradients" of the last step or the "weights" after it.
 
     wrap  module -> (what is called with tokens and targets, what is called after backward)
     """
@@ -159,74 +83,6 @@ def _training(watch: Any, steps: int, what: str, wrap: Any) -> dict[str, Any]:
     return gradients if what == GRADIENTS else {name: array(p) for name, p in named.items()}
 
 
-@functools.cache  # the same for every answer
-def of_one_process(
-    model: ModelSpec, steps: int, *, ranks: int, microbatches: int, microbatch_size: int
-) -> dict[str, dict[str, np.ndarray]]:
-    """Gradients and weights of one process on the samples of all ranks, in the same order.
-
-    microbatches  of each rank
-    """
-    from paralab.launch import launch
-
-    batch = {"microbatches": ranks * microbatches, "microbatch_size": microbatch_size}
-    return launch(_alone, ranks=1, args=(model, steps, batch))[0]
-
-
-def _alone(model: ModelSpec, steps: int, batch: dict[str, int]) -> dict[str, dict[str, np.ndarray]]:
-    from paralab.model import reference
-
-    found = reference.train(model, steps=steps, optimizer="sgd", lr=LR, **batch)
-    return {"gradients": found.gradients, "weights": found.weights}
-
-
-def backwards(
-    watch: Any, answer: tuple, seed: int, sizes: Sequence[int], bucket_bytes: int
-) -> dict[str, Any]:
-    """Some backwards through the wrapper: gradients are complete one by one, the last one first."""
-    import torch
-
-    from paralab.exercises.timed import Timed
-
-    group, draw = watch.group, torch.Generator().manual_seed(seed)
-    module, wrong = Timed([[size] for size in sizes], group.recorder), ""
-    parameters = list(module.parameters())
-    with watch.section() as section:
-        ddp = answer[0](module, bucket_bytes=bucket_bytes)
-        for backward in range(BACKWARDS):
-            ones = torch.rand(len(sizes), generator=draw).tolist()  # of rank 0
-            module.gradients = [one + group.index for one in ones]
-            ddp(torch.zeros(1, requires_grad=True)).backward()
-            ddp.finish()
-            for name, parameter in enumerate(parameters):
-                mean = ones[name] + (group.size - 1) / 2
-                gradient = parameter.grad
-                if gradient is None or not bool(((gradient - mean).abs() <= 1e-5 * mean).all()):
-                    yours = "None" if gradient is None else f"{gradient.flatten()[0]:.5g}"
-                    wrong = wrong or (
-                        f"in backward {backward + 1} of the timed model, rank {group.index} has "
-                        f"{yours} in the gradient of tensor {name}, required: {mean:.5g}"
-                    )
-                parameter.grad = gradient = None
-    gradients = 4 * sum(sizes)  # are made within, one by one
-    return {"extra": section.peak - gradients, "wrong": wrong}
-
-
-# ---- what they found -----------------------------------------------------------------------------
-def simulated(report: Report, sizes: Sequence[int]) -> float:
-    """Seconds of the recorded order on `CLUSTER`, from the first backward on: every gradient takes
-    its share of 12 ms, nothing else any.
-
-    sizes  elements of each parameter, in order of registration
-    """
-    spans = report.spans.sort_values(["rank", "id"])
-    shares = [BACKWARD_S * size / sum(sizes) for size in sizes]
-    places = spans["chunk"].where(spans["kind"] == "backward", 0)  # 0 is a span of the answer's own
-    cost = places.map(lambda place: shares[place - 1] if place else 0.0)
-    found = dataclasses.replace(report, spans=spans.assign(cost=cost)).replay(CLUSTER).spans
-    return float(found["end"].max() - found["start"][found["kind"] == "backward"].min())
-
-
 def _look_at_bytes(notes: Notes, found: Found) -> None:
     """The worst rank's, and those of all: a sum that all ranks have costs 2(N-1) · 4Ψ."""
     sent, size = found.sent("data"), 4 * MODEL.num_params
@@ -237,46 +93,10 @@ def _look_at_bytes(notes: Notes, found: Found) -> None:
     notes.note(BYTES, said, kept, long)
 
 
-def _look_at_backwards(notes: Notes, found: Found, sizes: Sequence[int]) -> None:
-    wrong = next((result["wrong"] for result in found.results if result["wrong"]), "")
-    if wrong:
-        notes.note(GRADIENTS, wrong, False, f"{GRADIENTS}: {wrong}")
-    seconds = simulated(found.report, sizes) / BACKWARDS
-    said, most = f"{1e3 * seconds:.1f} ms", f"{1e3 * LIMIT_S:.0f} ms"
-    slow = f"a step takes {said}, required: at most {most}{_why_slow(found.report, len(sizes))}"
-    notes.note(TIME, said, seconds <= LIMIT_S, slow)
-    copies = max(result["extra"] for result in found.results) / (4 * sum(sizes))
-    said = "no more than that" if copies <= EXTRA_COPIES else f"{copies:.1f} copies"
-    long = f"{said} of the gradients in addition to themselves, required: at most {EXTRA_COPIES:g}"
-    notes.note(MEMORY, said, copies <= EXTRA_COPIES, long)
-
-
-def _why_slow(report: Report, gradients: int) -> str:
-    """What cost the time, read off the recorded order of rank 0's first backward."""
-    mine = report.spans[report.spans["rank"] == 0].sort_values("id")
-    kinds = mine["kind"].tolist()
-    ready = [place for place, kind in enumerate(kinds) if kind == "backward"]
-    first, last, following = ready[0], ready[gradients - 1], ready[gradients]
-    calls = kinds[first:following].count("comm")
-    if "comm" not in kinds[first:last]:
-        return ": nothing leaves before backward is over"
-    if "wait" in kinds[first:last]:
-        return ": backward is idle while something is waited for"
-    return f": {calls} messages, and each pays 0.25 ms"
-
-
 average_gradients = Exercise(
     name="average_gradients",
     lab="02",
-    asked=TRAINED,
-    takes=(Takes("a function", "average_gradients(module)"),),
-    checker=check_average,
-)
-
-my_ddp = Exercise(
-    name="my_ddp",
-    lab="02",
     asked=ASKED,
-    takes=(Takes("a class", "MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")),),
-    checker=check_ddp,
+    takes=(Takes("a function", "average_gradients(module)"),),
+    checker=check,
 )

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paralab.exercises.ddp import CLUSTER as NETWORK
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.sync import CLUSTER as NETWORK
-from paralab.exercises.sync import LR, PADDING, RANKS, look_at_tensors, of_one_process
+from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
+from paralab.exercises.sync import PADDING, RANKS
 from paralab.exercises.tries import Takes, Try, attempt, on_ranks, time_limit
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec, Plan
@@ -83,8 +84,8 @@ def _train(notes: Notes, plan: Plan, timeout: float) -> Report | None:
         if trouble:
             notes.end(trouble, limit=limit)
             return None
-        right = of_one_process(MODEL, steps, ranks=RANKS, **BATCH)[limit]
-        look_at_tensors(notes, limit, right, [getattr(report, limit)])
+        right = of_one_process(MODEL, ranks=RANKS, **BATCH)[steps]
+        look_at_tensors(notes, limit, getattr(right, limit), [getattr(report, limit)])
     return report
 
 

@@ -7,6 +7,7 @@ notebook's stored one can be compared. Torch is not imported here.
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,11 @@ class Verdict:
         )
 
 
+def first(wrongs: Iterable[str]) -> str:
+    """The first of these that says something, or ""."""
+    return next((wrong for wrong in wrongs if wrong), "")
+
+
 class Notes:
     """The rows of one verdict while a checker fills them in, in the order of the stated limits.
 
@@ -123,6 +129,10 @@ class Notes:
         """Note ``wrong``, or, if that is empty, that the limit is kept, as ``right`` says."""
         prefix = f"{where}: " if where else ""
         self.note(limit, prefix + (wrong or right), not wrong, prefix + wrong)
+
+    def each(self, limit: str, where: str, wrong: str, right: str = "right everywhere") -> None:
+        """One of many looks at a limit: what is right needs no place."""
+        self.look(limit, where if wrong else "", wrong, right)
 
     def end(self, trouble: str, *, where: str = "", limit: str = "", yours: str = "failed") -> None:
         """Nothing more can be looked at: ``trouble`` says why, or `NOT_STARTED`."""

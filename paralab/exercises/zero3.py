@@ -15,7 +15,8 @@ from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.sync import BATCH, LR, of_one_process
+from paralab.exercises.one_process import LR, of_one_process
+from paralab.exercises.sync import BATCH
 from paralab.exercises.tries import Found, Takes, Try, look_at_memory, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
@@ -108,7 +109,7 @@ def _look(notes: Notes, found: Found, n: int, steps: int) -> None:
 
 
 def _wrong(found: Found, n: int, steps: int) -> str:
-    right = of_one_process(MODEL, steps, ranks=n, **BATCH)["weights"]
+    right = of_one_process(MODEL, ranks=n, **BATCH)[steps].weights
     start = found.results[0]["start"]
     for name, array in right.items():
         wrong = first_wrong(

@@ -1,0 +1,130 @@
+"""Lab 10: one training step on a data x pipeline mesh.
+
+Micro-batches go through the stages of a pipeline, gradients are averaged over dp, the norm of the
+whole model's gradient clips them, the weights are updated. The answer is judged on four ranks, in
+two meshes, against one process: norms and weights of two steps of SGD, whose gradients are clipped,
+and the bytes that each rank sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from paralab.checks import shown
+from paralab.exercises.diagnose import first_wrong_tensor
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.one_process import of_one_process
+from paralab.exercises.questions import Mistakes, is_number, wrong_number
+from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes
+from paralab.spec import ModelSpec, Plan
+
+RANKS, STEPS, LR = 4, 2, 0.5
+CLIPS = (0.6, 100.0)  # in each step: the first gradient is longer, the second one is not
+MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16, tied=False)
+BATCH = {"microbatches": 3, "microbatch_size": 2}
+CUTS = ((2, 2), (1, 4))  # dp, pp
+SCALARS = 64  # bytes of norms and losses
+ASKED = {
+    "norm": "of the whole model's gradient before clipping, on every rank",
+    "weights": f"after each of {STEPS} steps of SGD, one of them clipped: those of one process",
+    "bytes per rank": "each activation and its gradient once; the stage's gradients once, over dp",
+}
+NORM, WEIGHTS, BYTES = ASKED
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for dp, pp in CUTS:
+        how = {"where": f"dp={dp}, pp={pp}", "timeout": timeout}
+        for notes, found in on_ranks(tries, stepped, RANKS, (dp, pp), **how):
+            _look(notes, found, Plan(dp=dp, pp=pp), how["where"])
+
+
+def stepped(watch: Any, answer: tuple, seed: int, dp: int, pp: int) -> dict[str, Any]:
+    """What every rank runs. Returns the norms, and the weights after each step."""
+    import torch.distributed as dist
+
+    from paralab.exercises.watched import array
+    from paralab.model import reference
+
+    rank, plan = dist.get_rank(), Plan(dp=dp, pp=pp)
+    at, groups = plan.place(rank), {}
+    for axis in ("dp", "pp"):
+        for ranks in sorted({plan.ranks(axis, other) for other in range(RANKS)}):
+            made = dist.new_group(ranks)
+            groups |= {axis: made} if rank in ranks else {}
+    stage = reference.Stage(MODEL, at.pp, pp)
+    update, norms, weights = reference.optimizer(stage.parameters(), "sgd", LR), [], []
+    for step in range(STEPS):
+        batches = reference.batches(MODEL, step=step, rank=at.dp, ranks=dp, **BATCH)
+        watch.label = f"step {step}"
+        norm = answer[0](stage, batches, groups, update, CLIPS[step], MODEL.hidden)
+        norms.append(float(norm) if is_number(norm) else shown(norm))
+        weights.append({name: array(p) for name, p in stage.named_parameters()})
+    return {"norms": norms, "weights": weights}
+
+
+def _look(notes: Notes, found: Found, plan: Plan, where: str) -> None:
+    """One run against every limit."""
+    steps = of_one_process(MODEL, ranks=plan.dp, clips=CLIPS, lr=LR, **BATCH)
+    for step, (before, right) in enumerate(pairwise(steps)):
+        squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}
+        norm, weights = (
+            sum(squares.values()) ** 0.5,
+            [one["weights"][step] for one in found.results],
+        )
+        for rank, one in enumerate(found.results):
+            own = sum(squares[name] for name in weights[rank]) ** 0.5
+            wrong = wrong_number(
+                one["norms"][step],
+                norm,
+                "{:.6g}".format,
+                known_norms(norm, own, plan, CLIPS[step]),
+                what="required: a number, the norm",
+                tolerance=1e-4,
+            )
+            notes.each(NORM, f"{where}, step {step + 1}, rank {rank}", wrong)
+        wrong = first_wrong_tensor(weights, right.weights, start=before.weights)
+        notes.each(WEIGHTS, f"{where}, step {step + 1}", wrong)
+        for rank, size in enumerate(found.sent(f"step {step}")):
+            required = required_bytes(plan, rank, 4 * sum(w.size for w in weights[rank].values()))
+            wrong = (
+                f"rank {rank} sends {size:,} bytes in a step, required: {required:,} and a norm's"
+            )
+            kept = required <= size <= required + SCALARS
+            notes.each(BYTES, where, "" if kept else wrong)
+
+
+def required_bytes(plan: Plan, rank: int, psi: int) -> int:
+    """What a rank sends in a step, without the scalars. psi: bytes of its stage's gradients"""
+    at, d = plan.place(rank).pp, plan.dp
+    message = 4 * BATCH["microbatch_size"] * MODEL.seq_len * MODEL.hidden
+    messages = BATCH["microbatches"] * message * ((at > 0) + (at < plan.pp - 1))
+    return messages + 2 * (d - 1) * psi // d
+
+
+def known_norms(right: float, own: float, plan: Plan, most: float) -> Mistakes:
+    """(what was done, the norm that it gives) of the mistakes that are made."""
+    d, m = plan.dp, BATCH["microbatches"]
+    return [
+        ("that is the norm of this stage alone: other stages have other parameters", own),
+        ("it is the norm after clipping", min(right, most)),
+        ("every parameter is counted once for each data-parallel rank", right * d**0.5),
+        ("gradients are added over dp, not averaged", right * d),
+        ("the loss is not divided by the number of micro-batches", right * m),
+        ("the loss is divided neither by m nor by dp", right * m * d),
+        ("gradients are averaged twice over dp", right / d),
+        ("squares are averaged over the stages, not added", right / plan.pp**0.5),
+        ("that is the square of the norm", right**2),
+    ]
+
+
+mesh_step = Exercise(
+    name="mesh_step",
+    lab="10",
+    asked=ASKED,
+    takes=(Takes("a function", "mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"),),
+    checker=check,
+)

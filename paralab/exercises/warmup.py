@@ -1,0 +1,73 @@
+"""Lab 03: how many forwards a rank of a pipeline runs before its first backward.
+
+The answer is asked for many sizes, and held against the schedules themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.questions import Mistakes, asked, replies, wrong_number
+from paralab.exercises.tries import Takes, Try
+from paralab.parallel.schedules import Schedule, build
+
+SIZES = [
+    (rank, p, m, v)
+    for p, m, v in ((4, 8, 1), (2, 5, 1), (3, 1, 1), (8, 3, 1), (4, 8, 2), (2, 2, 3), (3, 9, 4))
+    for rank in range(p)
+]
+BACKWARD_FIRST = "interleaved, backwards first on rank 0"
+COUNT = "forwards before the first backward"
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    questions = [(0, size) for size in SIZES]
+    for notes, size, reply in replies(tries, SIZES, timeout, asked, questions):
+        where = "rank {}, p={}, m={}, v={}".format(*size)
+        if reply.trouble:
+            notes.end(reply.trouble, where=where)
+            continue
+        right, what = counted(*size), "required: a number of forwards"
+        known = [(words, number) for words, number in _miscounted(*size) if number != right]
+        wrong = wrong_number(reply.value, right, "{:g}".format, known, what=what)
+        wrong = wrong if wrong.startswith(what) or not wrong else f"required: {wrong}"
+        notes.look(COUNT, where, wrong, "right")
+
+
+def counted(rank: int, p: int, m: int, v: int) -> int:
+    """Forwards that the schedule itself has before the first backward of this rank."""
+    return [action.kind for action in lists_of("1f1b", p, m, v)[rank]].index("B")
+
+
+def lists_of(name: str, p: int, m: int, v: int) -> Schedule:
+    """The lists of a schedule by name. With `BACKWARD_FIRST` the steady pairs of rank 0 change
+    places: what it needs from rank 1 is then no longer in the order in which rank 1 sends it.
+    """
+    made = build("interleaved" if v > 1 else name, pp=p, microbatches=m, virtual_stages=v)
+    if name == BACKWARD_FIRST:
+        row = made[0]
+        for at in range(counted(0, p, m, v) - 1, len(row) - 1, 2):
+            if row[at].kind == "F":
+                row[at : at + 2] = row[at + 1], row[at]
+    return made
+
+
+def _miscounted(rank: int, p: int, m: int, v: int) -> Mistakes:
+    chunks, other = 2 * (p - rank - 1) + (v - 1) * p + 1, p - 1 - rank
+    yield "the first forward of the steady phase is missing", counted(rank, p, m, v) - 1
+    yield f"there are no more than {m * v} forwards to run", chunks if v > 1 else p - rank
+    yield "that is the interleaved warm-up, and this is 1F1B", min(v * m, chunks)
+    yield f"that is the count of rank {other}", counted(other, p, m, v)
+    yield "the factor of 2 is missing", chunks - (p - rank - 1)
+    yield "(v-1) p forwards are missing", chunks - (v - 1) * p
+    yield "the distance to the last rank does not grow with v", v * (p - rank - 1) + 1
+
+
+warmup = Exercise(
+    name="warmup",
+    lab="03",
+    asked={COUNT: f"right for {len(SIZES)} ranks of 7 pipelines, 3 of them interleaved"},
+    takes=(Takes("a function", "warmup(rank, p, m, v)"),),
+    checker=check,
+)
