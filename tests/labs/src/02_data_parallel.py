@@ -55,8 +55,9 @@ report.replay(devices.replace(algorithm="ring")).timeline()
 # | $R$ | FLOP/s that a device reaches |
 #
 # ## The mean over the ranks is the gradient of the whole batch
-# The loss of a batch of $Nb$ samples is the mean of the losses $\ell_i$ of its samples. A gradient
-# is linear in the loss, so the sum can be cut into one part per rank:
+# The loss of a batch of $Nb$ samples is the mean of the losses $\ell_i$ of its samples (for now
+# each rank has a single micro-batch, $m=1$). A gradient is linear in the loss, so the sum can be
+# cut into one part per rank:
 #
 # $$
 # \nabla L \;=\; \frac{1}{Nb}\sum_{i=1}^{Nb}\nabla \ell_i
@@ -271,7 +272,7 @@ view.timelines(*predicted.values(), labels=list(predicted), ranks=[0])
 for name, expected in predicted.items():
     waits = expected.summary()["value"]["waiting"]
     print(f"{name:>10}: step {1e3 * expected.step_time:4.1f} ms, of it waiting {waits:4.1f} ms")
-why.reveal(2, "a bucket leaves when its last gradient is complete")
+why.reveal(2, "A bucket is sent when its last gradient is complete, which is when backward ends.")
 
 # %% [markdown]
 # Small buckets pay the latency $2(N-1)\alpha$ too often, and the network cannot keep up with
@@ -284,15 +285,23 @@ view.widgets.data_parallel(model, plan)
 
 # %% [markdown]
 # ## Overlap works while backward takes longer than the network
-# The overlapped form hides all but the buckets that complete last if
-# $T_{\text{first}} + T_{\text{net}} \le T_B + T_{\text{tail}}$. Where $T_{\text{first}}$ and
-# $T_{\text{tail}}$ are about equal, this is
+# The overlapped form hides all traffic but that of the last buckets if the first of the two terms
+# under the maximum is the larger one:
+#
+# $$ T_B + T_{\text{tail}} \;\ge\; T_{\text{first}} + T_{\text{net}} . $$
+#
+# $T_{\text{first}}$ is a share $f$ of $T_B$, and $T_{\text{tail}}$ is a share $t$ of
+# $T_{\text{net}}$, so this is $(1-f)\,T_B \ge (1-t)\,T_{\text{net}}$. Where $f \le t$, it is
+# enough that
 #
 # $$ T_B \;\ge\; T_{\text{net}} . $$
 #
+# The next cell prints $f$ and $t$ of our model, from the prediction with buckets of 1 MiB.
+#
 # Backward takes about $4$ FLOPs per parameter and token ($2$ for the gradient of the input, $2$ for
-# that of the weight; lab 00), so $T_B \approx 4\Psi\,bs/R$ with $bs$ tokens per rank.
-# Insert this and solve for the tokens:
+# that of the weight; lab 00), so $T_B \approx 4\Psi\,bs/R$ with $bs$ tokens per rank. (This counts
+# the matrix products with weights; attention takes some time more.) Insert this and solve for the
+# tokens:
 #
 # $$
 # bs \;\ge\; \frac{R}{4\Psi}\Big(2(N-1)q\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big)
@@ -301,9 +310,14 @@ view.widgets.data_parallel(model, plan)
 #
 # Without latency the size of the model cancels, because each parameter means 4 bytes of gradient
 # and 4 FLOPs of backward per token: what counts is tokens per rank, the bandwidth, and the speed of
-# the device. With how many samples per rank (of 64 tokens) is the traffic of our devices hidden?
+# the device. From how many samples per rank on (of 64 tokens each) is the traffic of our devices
+# hidden? Use the formula with latency, with $q = 4$.
 
 # %%
+one_step = "rank == 0 and step == 1 and kind in ('backward', 'comm')"
+spans = predicted["1 MiB"].spans.query(one_step).eval("took = end - start")
+backward, network = (spans[spans.kind == kind].took for kind in ("backward", "comm"))
+print(f"f = {backward.iloc[0] / backward.sum():.2f}, t = {network[-2:].sum() / network.sum():.2f}")
 enough = pl.exercises.guess("samples per rank that hide the traffic", low=1, high=16, decimals=0)
 enough
 
@@ -319,8 +333,8 @@ enough.reveal(-(-tokens // model.seq_len))
 
 # %% [markdown]
 # (The last line is for fp32 gradients; 16-bit gradients need half as many tokens.) The prediction
-# of the whole step agrees: from that batch on, the rank waits only for the two buckets that
-# complete last, and the time that it waits hardly falls any more.
+# of whole steps agrees. From that number of samples on, the rank waits only for the two buckets
+# that complete last, and more samples hardly shorten the time that it waits:
 
 # %%
 rows = {}
@@ -401,12 +415,13 @@ verdict
 # %% [markdown] tags=["solution-only"]
 # Why it works: `dist.all_reduce(..., async_op=True)` returns at once, so the network carries one
 # bucket while backward fills the next. The hook of the parameter that fills a bucket is the first
-# moment at which the bucket may leave. Nothing reads a bucket before `finish()` has waited for it.
+# moment at which the bucket may be sent. Nothing reads a bucket before `finish()` has waited for
+# it.
 #
 # Common mistakes, with what the checker says:
 # * the last bucket is never full, so it is never sent (“it is the one term …”);
 # * `wait()` in the hook: “backward is idle while something is waited for”;
-# * buckets that are sent in `finish()`: “nothing leaves before backward is over”;
+# * buckets that are sent in `finish()`: “nothing is sent before backward is over”;
 # * the weights of rank 0 are not broadcast, and ranks that begin differently stay different;
 # * under `no_sync()` the hooks still fill buckets, so gradients are sent once per micro-batch;
 # * a list that keeps the buckets of the step before.
@@ -487,7 +502,7 @@ view.memory_charts(three) if verdict.passed else print("write MyDDP first")
 # these gradients (`frees grad` in the listing above). At the peak the program may hold more than
 # yours, because it allocates the gradients of a whole bucket at once.
 #
-# ## Is it the same training? Adam hides the answer
+# ## Is it the same training?
 # Leave out the division by N, so that every gradient is N times too large. The function below is
 # data parallelism after exercise 1, with the division as an option.
 
@@ -515,7 +530,7 @@ def by_hand(optimizer, lr, divide):
 
 choice = pl.exercises.choose(
     "Without the division, the loss curve of AdamW:",
-    ["diverges", "is the same", "falls four times as fast"],
+    ["diverges", "looks the same", "falls four times as fast"],
 )
 choice
 
@@ -528,15 +543,15 @@ for optimizer, lr in (("adamw", 1e-3), ("sgd", 0.1)):
 view.losses(curves, title="AdamW hides a gradient that is four times too large, SGD does not")
 
 # %%
-choice.reveal(2, "Adam divides by the size of the gradient, and a factor cancels")
+choice.reveal(2, "Adam divides by the size of the gradient, so a constant factor cancels.")
 
 # %% [markdown]
 # Adam's update is $-\eta\,\hat m/(\sqrt{\hat v}+\epsilon)$. If every gradient is multiplied by $c$,
-# then $\hat m$ is multiplied by $c$ and $\sqrt{\hat v}$ by $c$, and the quotient stays. The mistake
-# shows as soon as gradients are clipped by their norm, or the optimizer is changed. So a loss curve
-# does not show that the gradients are right; a comparison with one process does. The comparison
-# uses SGD, whose update is the gradient itself. One process computes the four quarters of the batch
-# one after the other:
+# then both $\hat m$ and $\sqrt{\hat v}$ are multiplied by $c$, and their quotient stays the same,
+# but for the small $\epsilon$. The mistake shows as soon as gradients are clipped by their norm, or
+# the optimizer is changed. So a loss curve does not show that the gradients are right; a comparison
+# with one process does. The comparison uses SGD, whose update is the gradient itself. One process
+# computes the four quarters of the batch one after the other:
 
 # %%
 import numpy as np
@@ -555,7 +570,15 @@ for what in ("gradients", "weights"):
 # by operation, process group and phase, with their overlap, and [DeepSpeed
 # #7403](https://github.com/deepspeedai/DeepSpeed/issues/7403) for the raw data of every call
 # instead of a printed sum. `collectives` of a report has one row per call, rank and step; of your
-# own PyTorch program, `pl.observe` returns the same table. The sizes do not depend on the machine:
+# own PyTorch program, `pl.observe` returns the same table.
+#
+# The next plan combines data parallelism (`dp=2`) with tensor parallelism (`tp=2`: each linear
+# layer is split over two ranks, lab 07, so a rank holds about half of the parameters). How many
+# bytes does a rank now send for the gradients, compared with 5.0 MB under `dp=4`?
+
+# %%
+halved = pl.exercises.guess("MB for the gradients, dp=2 and tp=2", low=0, high=6, unit="MB")
+halved
 
 # %%
 both = pl.run(model, pl.Plan(dp=2, tp=2, microbatch_size=4), steps=3, clip_norm=1.0, progress=False)
@@ -563,10 +586,13 @@ calls = both.collectives.query("step == 1 and rank == 0")
 by = ["axis", "phase", "op", "payload_bytes"]
 calls.groupby(by).agg(calls=("call", "count"), sent=("wire_bytes", "sum"))
 
+# %%
+halved.reveal(round(calls.query("phase == 'grad_sync'")["wire_bytes"].sum() / 1e6, 1))
+
 # %% [markdown]
-# This plan combines data parallelism (`dp=2`) with tensor parallelism (`tp=2`: each linear layer is
-# split over two ranks, lab 07). `axis` is the process group, `phase` the purpose, `payload_bytes`
-# the tensor, `sent` what the rank sends for it. [torchtitan
+# With two data-parallel ranks $2(N-1)/N$ is 1, so a rank sends its half of the gradients once. In
+# the table `axis` is the process group, `phase` the purpose, `payload_bytes` the size of the
+# tensor, and `sent` what the rank sends for it. The sizes do not depend on the machine. [torchtitan
 # #1369](https://github.com/pytorch/torchtitan/issues/1369) finds all-reduces of a single element in
 # an NCCL log of tensor parallelism, and asks what they are for. Here the call of 4 bytes is of that
 # kind: one number, a rank's part of the gradient norm, which clipping needs. (Whether the calls in
@@ -609,9 +635,9 @@ for form, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
 view.scaling(rows)
 
 # %% [markdown]
-# At N = 4 both have b = 4 and the same speed. Weak scaling has a price of its own: a larger global
-# batch. Beyond the *critical batch size* of a task (McCandlish and others, below) more samples per
-# step hardly save steps.
+# At N = 4 both have b = 4, so their points are nearly the same. Weak scaling has a price of its
+# own: a larger global batch. Beyond the *critical batch size* of a task (McCandlish and others,
+# below) more samples per step hardly save steps.
 #
 # ## Which clock answers which question
 # `pl.predict` returns the same kind of report as `pl.run`, from formulas and the numbers of a
