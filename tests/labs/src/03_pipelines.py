@@ -87,29 +87,30 @@ whole.diff(pl.program(model, plan, rank=1))
 
 # %% [markdown]
 # ## The bubble of GPipe
-# Four stages, four micro-batches, all stages alike, messages that take no time. Which share of all
-# device time is idle? The first picture has shown this case already, with its bubble. Derive the
-# number before you look at it again.
+# The first picture has four stages and four micro-batches. Now take twelve micro-batches. All
+# stages are alike, and messages take no time. Which share of all device time is idle?
 
 # %%
 guess = pl.exercises.guess(
-    "share of device time that is idle: GPipe, p=4, m=4", low=0, high=80, unit="%", decimals=0
+    "share of device time that is idle: GPipe, p=4, m=12", low=0, high=80, unit="%", decimals=0
 )
 guess
 
 # %% [markdown]
-# The pipeline **fills**: the last stage begins when micro-batch 0 has passed the $p-1$ stages
-# before it. Then it runs its $m$ forwards without a gap. So the forwards end after
+# First the pipeline **fills**. Micro-batch 0 passes $p-1$ stages before it reaches the last stage,
+# which takes $(p-1)F$. From then on the last stage runs its $m$ forwards without a gap, which takes
+# $mF$. So all forwards are over after
 #
 # $$ (p-1)F + mF = (m+p-1)\,F . $$
 #
-# The backwards are the same picture from right to left: the last stage begins, and the pipeline
-# **drains** until stage 0 has done its last one. They take $(m+p-1)B$ more:
+# The backwards pass the stages in the opposite order. The last stage begins at once and runs its
+# $m$ backwards without a gap, which takes $mB$. Then the pipeline **drains**: the last gradient
+# passes the other $p-1$ stages, which takes $(p-1)B$. So the backwards take $(m+p-1)B$ in all:
 #
 # $$ T = (m+p-1)(F+B) . $$
 #
-# Each rank computes for $m(F+B)$. The rest is idle time, $(p-1)F$ of it for the fill and $(p-1)B$
-# for the drain:
+# Each rank computes for $m(F+B)$ of this time. It is idle for the rest, $(p-1)F$ among the forwards
+# and $(p-1)B$ among the backwards:
 #
 # $$ T - m(F+B) = (p-1)(F+B) . $$
 #
@@ -120,14 +121,14 @@ guess
 
 # %%
 p, rows = 4, []
-for m in (2, 4, 8, 16, 32):
+for m in (2, 4, 8, 12, 16, 32):
     simulated = pipeline.simulate(schedules.gpipe(p, m), forward=1e-3, backward=2e-3).bubble_rate
     shares = {"(p-1)/(m+p-1)": (p - 1) / (m + p - 1), "(p-1)/m": (p - 1) / m}
     rows.append({"m": m, "bubble, simulated": simulated, **shares})
 pd.DataFrame(rows).set_index("m").round(3)
 
 # %%
-guess.reveal(100 * 3 / (4 + 3))
+guess.reveal(100 * 3 / (12 + 3))
 
 # %% [markdown]
 # ## Four real ranks
@@ -144,9 +145,9 @@ replayed = report.replay()
 replayed.timeline()
 
 # %% [markdown]
-# The ideal's bubble differs from the formula's 3/7 because the formula has all stages alike. These
-# are not: the last rank has the head and the loss too. All ranks run at the pace of the slowest
-# one.
+# The ideal's bubble is not exactly the 3/7 (43 %) of the formula, because the formula assumes that
+# all stages are alike. These are not: the last rank has the head and the loss too. All ranks run at
+# the pace of the slowest one.
 #
 # This picture is what [DeepSpeedExamples
 # #201](https://github.com/deepspeedai/DeepSpeedExamples/issues/201) and [zero-bubble
@@ -167,6 +168,13 @@ replayed.timeline()
 times = replayed.pipeline_times()
 (1e3 * times).round(1).add_suffix(" (ms)")
 
+# %%
+free_links = pl.exercises.choose(
+    "If messages took no time, which of these would be 0 on every rank?",
+    ["p2p", "idle", "both", "neither"],
+)
+free_links
+
 # %% [markdown]
 # The bubble is what is not computed, as a share of $p\,T$. It is the mean of p2p + idle over the
 # ranks, divided by $T$:
@@ -174,6 +182,11 @@ times = replayed.pipeline_times()
 # %%
 bubble = (times["p2p"] + times["idle"]).mean() / times["T"].max()
 print("(p2p + idle) / T is the bubble of the report:", bool(np.isclose(bubble, replayed.bubble)))
+free_links.reveal(
+    1,
+    "No message is in flight for any time then. What is left of the bubble is idle time: a rank "
+    "waits for what its neighbour has not computed yet. That is the upper half of the picture.",
+)
 
 # %% [markdown]
 # The same table from the wall clock of the same run:
@@ -332,8 +345,8 @@ messages.reveal(2 * 8 * (4 * 2 - 1))
 # $2(p-r-1) + (v-1)p$ ([Megatron-LM #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks
 # why). The second term is needed: each rank takes $p$ micro-batches through one chunk, then through
 # the next, so the last rank runs $(v-1)p$ forwards of its other chunks before the first forward of
-# its last chunk. But why $2(p-r-1)$, and not $p-r-1$? Here are both, with messages that take no
-# time, and with messages that take a fifth of a chunk's forward:
+# its last chunk. But why $2(p-r-1)$, and not $p-r-1$? Here are both, at first with messages that
+# take no time:
 
 
 # %%
@@ -349,27 +362,37 @@ def interleaved_with(factor, p=4, m=8, v=2):
     return lists
 
 
-chunk = {"forward": 0.5e-3, "backward": 1e-3}
-drawn = {
-    f"{factor}(p-r-1) + (v-1)p, {words}": pipeline.simulate(
-        interleaved_with(factor), **chunk, comm=comm
-    )
-    for comm, words in ((0, "free messages"), (0.1e-3, "messages of 0.1 ms"))
-    for factor in (1, 2)
-}
-view.schedules(drawn)
+def both_warmups(comm):
+    chunk = {"forward": 0.5e-3, "backward": 1e-3, "comm": comm}
+    lists = {"(p-r-1) + (v-1)p": interleaved_with(1), "2(p-r-1) + (v-1)p": interleaved_with(2)}
+    return {name: pipeline.simulate(one, **chunk) for name, one in lists.items()}
+
+
+free = both_warmups(comm=0)
+view.schedules(free)
+
+# %% [markdown]
+# And now with messages that take 0.1 ms, a fifth of a chunk's forward:
+
+# %%
+slow = both_warmups(comm=0.1e-3)
+view.schedules(slow)
 
 # %%
 pd.DataFrame(
-    {name: [one.bubble_rate, one.peak_live[0] / 2] for name, one in drawn.items()},
-    index=["bubble", "micro-batches in flight on rank 0"],
-).T.round(3)
+    {
+        "bubble": {name: one.bubble_rate for name, one in free.items()},
+        "with messages": {name: one.bubble_rate for name, one in slow.items()},
+        "micro-batches in flight on rank 0": {n: one.peak_live[0] / 2 for n, one in slow.items()},
+    }
+).rename_axis("forwards of warm-up").round(3)
 
 # %% [markdown]
-# With free messages both end at the same time, and the factor only costs memory. With messages that
-# take time, a forward needs one message on its way down and its backward another one on the way up.
-# With the factor of two, more forwards have been started by then, and a rank runs them while it
-# waits. So the factor of two hides communication and costs memory for activations.
+# With free messages both end at the same time, and the factor only costs memory. If messages take
+# time, a micro-batch comes back to rank $r$ later, because each border that it crosses on its way
+# down and up costs a message. Meanwhile the rank can compute only what has been started. With the
+# factor of two, $p-r-1$ more forwards have been started. So the factor of two hides communication,
+# and costs memory for activations.
 #
 # For the warm-up exercise you need the number of forwards **before the first backward**, the first
 # forward of the steady phase included.
@@ -483,11 +506,11 @@ for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
 view.widgets.pipeline()
 
 # %%
-slow = pl.exercises.choose(
+imbalance = pl.exercises.choose(
     "Four stages under 1F1B, the last takes twice as long. With ever more micro-batches the bubble",
-    ["goes to 0", "goes to 3/8", "stays (p-1)/(m+p-1)"],
+    ["goes to 0, as with equal stages", "goes to 3/8", "goes to 1/2"],
 )
-slow
+imbalance
 
 # %%
 for m in (8, 64, 512):
@@ -495,7 +518,7 @@ for m in (8, 64, 512):
         schedules.one_f_one_b(4, m), forward=[1e-3] * 3 + [2e-3], backward=[2e-3] * 3 + [4e-3]
     )
     print(f"m={m:<3} bubble {one.bubble_rate:.3f}")
-slow.reveal(
+imbalance.reveal(
     2,
     "In the long run each rank waits for the slow one: three of four ranks compute half of the "
     "time, and 3/4 times 1/2 is 3/8. More micro-batches help against fill and drain, not against "
@@ -520,7 +543,7 @@ verdict = pl.exercises.pipeline_executor.check(pipeline_step)
 verdict
 
 # %% [markdown]
-# `executor.hint()` gives one push at a time; `executor.solution()` shows an answer.
+# `executor.hint()` gives one hint at a time; `executor.solution()` shows an answer.
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Autograd stops at the border of a stage: `x` comes out of a message, so it is a
@@ -548,7 +571,8 @@ pl.exercises.pipeline_executor.check(pipeline_step_ahead)
 # %% [markdown]
 # ## Your executor trains the GPT
 # Four ranks, each with its stage of the reference GPT, under 1F1B. `pl.observe` watches: it needs
-# to know nothing of your code.
+# to know nothing of your code. In its timeline the orange bar of a message ends where your code has
+# waited for it, because gloo does not report when a message is over.
 
 
 # %%
@@ -582,7 +606,7 @@ settings = {"steps": 4, "optimizer": "sgd", "progress": False}
 library = pl.run(model, plan.replace(schedule="1f1b", microbatches=8), **settings)
 
 
-def beside_ours(report, losses):
+def next_to_ours(report, losses):
     """Megabytes and losses of a report next to those of the library's program for the same plan."""
     peak = [one.peak_memory / 1e6 for one in (report, library)]
     sent = [one.traffic()["bytes"].tolist() for one in (report, library)]
@@ -592,7 +616,7 @@ def beside_ours(report, losses):
 
 
 if verdict:
-    beside_ours(yours, yours.results[3])
+    next_to_ours(yours, yours.results[3])
 
 # %% [markdown]
 # ## Go further: chunks, also on two ranks
@@ -614,9 +638,9 @@ pl.exercises.interleaved_executor.check(interleaved_step)
 # knows all lists. So the receiver knows what the next message of a neighbour is. It takes messages
 # in that order, and puts what it does not need yet into a dictionary.
 #
-# **Common mistakes.** Messages are received when they are needed: right where that is the order in
-# which they are sent, as in the interleaved schedule itself, and wrong, without an error, where a
-# neighbour works in another order. Tags are used: gloo obeys them, NCCL has none.
+# **Common mistakes.** Messages are received when they are needed. That is right if they are also
+# sent in this order, as in the interleaved schedule. If a neighbour works in another order, it is
+# wrong, and no error is raised. Tags are used: gloo obeys them, NCCL has none.
 # The last stage is taken for the last rank's only stage, so a middle chunk computes a loss.
 #
 # **Another answer** looks no message up: it asks for all messages of a step at the beginning, each
@@ -680,7 +704,7 @@ def with_torch(model, kind, chunks, microbatches, steps=4):
 
 
 torch_1f1b = pl.observe(with_torch, ranks=4, args=(model, "Schedule1F1B", 1, 8))
-beside_ours(torch_1f1b, torch_1f1b.results[3])
+next_to_ours(torch_1f1b, torch_1f1b.results[3])
 
 # %% tags=["measured"]
 torch_1f1b.timeline()
@@ -706,7 +730,7 @@ pd.DataFrame(
 # ```
 # --pipeline-model-parallel-size 4              # p; the schedule is 1F1B
 # --num-layers-per-virtual-pipeline-stage 1     # interleaved: 8 layers, p = 4, v = 2
-# --micro-batch-size 2 --global-batch-size 16   # m = 16 / (2 d)
+# --micro-batch-size 2 --global-batch-size 16   # m = 16 / 2 with one data-parallel replica
 # ```
 #
 # DeepSpeed's and Megatron-LM's are not installed here and were not run. On GPUs the cells of this
