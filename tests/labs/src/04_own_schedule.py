@@ -37,22 +37,23 @@ from paralab.theory import pipeline
 view.schedules({"1F1B": schedules.one_f_one_b(4, 8), "ZB-H1": schedules.zb_h1(4, 8)})
 
 # %% [markdown]
-# Both schedules do the same work on four ranks. In the second the green boxes are half as long: the
-# backward is cut in two, and its second half (yellow) fills idle time.
+# Both schedules do the same work on four ranks. The second one cuts each backward in two. The first
+# half is green, and half as long as the whole backward of 1F1B. The second half is yellow, and
+# fills time in which a rank of 1F1B is idle.
 #
 # ## A backward is two products
-# A linear layer computes $Y = X A$. Its backward gets $\partial L/\partial Y$ and makes two
-# products:
+# A linear layer computes $Y = X A$. Its backward gets $\partial L/\partial Y$ and computes two
+# matrix products:
 #
 # $$ \frac{\partial L}{\partial X} = \frac{\partial L}{\partial Y}\,A^{\!\top}
 #    \quad (I,\ \text{the input half}), \qquad
 #    \frac{\partial L}{\partial A} = X^{\!\top}\,\frac{\partial L}{\partial Y}
 #    \quad (W,\ \text{the weight half}). $$
 #
-# The stage before waits for the first. No other rank waits for the second, only the optimizer at
-# the end of the step. Both need the same number of FLOPs, and as many as the forward, so for large
-# matrix products $F \approx I \approx W$. Executed as one action, $B = I + W$, the stage before
-# gets its gradient $W$ later than it could.
+# The stage before waits for the first product. No other rank waits for the second one; only the
+# optimizer needs it, at the end of the step. Each product needs as many FLOPs as the forward, so
+# $F \approx I \approx W$ for large matrices. If both are executed as one action, $B = I + W$, the
+# stage before gets its gradient later than it could, by $W$.
 #
 # The literature does not agree on the letter B, so here is one table for all of it:
 #
@@ -75,32 +76,41 @@ before.diff(pl.program(model, plan.replace(schedule="zb-h1"), rank=1))
 
 # %% [markdown]
 # ## ZB-H1: a third of the idle time in the memory of 1F1B
-# Lab 03 has derived the idle time of 1F1B, $(p-1)(F+B)$ per rank: the fill, $(p-1)F$, and the
-# drain, $(p-1)B = (p-1)(I+W)$. Now split the backward.
+# Lab 03 has derived that a rank of 1F1B is idle for $(p-1)(F+B) = (p-1)(F+I+W)$. ZB-H1 splits the
+# backward, and rank $r$ runs each weight half $r$ backwards late. Follow the step from its begin to
+# its end:
 #
-# **The drain gets shorter.** The last gradient passes $p-1$ stages on its way to rank 0. Each
-# passes it on after $I$ instead of $I+W$. That removes $(p-1)W$.
+# 1. **Fill.** Micro-batch 0 passes $p-1$ stages, so the last rank begins after $(p-1)F$.
+# 2. **The last rank computes without a gap** until its last input half is done. By then it has run
+#    all its work, $m(F+I+W)$, except for $p$ weight halves: the $p-1$ that are late, and that of
+#    the last micro-batch. This takes $m(F+I+W) - pW$.
+# 3. **Drain.** The last gradient passes the other $p-1$ stages, each of which passes it on after
+#    $I$. At last rank 0 runs its own weight half. This takes $(p-1)I + W$, and the last rank uses
+#    this time for its $p$ weight halves.
 #
-# **Weight halves fill the rest.** Rank $r$ runs its weight halves $r$ backwards late, so at the end
-# $r$ of them are left. The last rank, which has begun $(p-1)F$ later than rank 0, ends with $p-1$
-# of them, in time in which it would be idle. That removes another $(p-1)W$:
+# The sum of the three is $T$, and $T$ without the work of a rank is its idle time:
 #
-# $$ \underbrace{(p-1)(F+I+W)}_{\text{1F1B}} - 2(p-1)W = (p-1)(F+I-W) \qquad \text{(ZB-H1)} . $$
+# $$ T = (p-1)F + m(F+I+W) - pW + (p-1)I + W , $$
 #
-# As a share of $T$, with the work $m(F+I+W)$:
+# $$ T - m(F+I+W) = (p-1)(F+I-W) \qquad \text{(ZB-H1)} . $$
+#
+# In 1F1B the last rank has no work left for the drain, and each stage passes the gradient on only
+# after $I+W$: hence $(p-1)(F+I+W)$. With a split backward $(p-1)W$ is saved twice: once because the
+# drain is shorter, and once because weight halves fill it. As a share of $T$:
 #
 # $$ \text{bubble} = \frac{(p-1)(F+I-W)}{(p-1)(F+I-W) + m(F+I+W)} . $$
 #
-# With four ranks, eight micro-batches and $F=I=W$, which bubble is that?
+# With four ranks, twelve micro-batches and $F=I=W$, which bubble is that? (The first picture shows
+# eight.)
 
 # %%
 guess = pl.exercises.guess(
-    "bubble of ZB-H1, p=4, m=8, F=I=W", low=0, high=30, unit="% of device time", decimals=0
+    "bubble of ZB-H1, p=4, m=12, F=I=W", low=0, high=30, unit="% of device time", decimals=0
 )
 guess
 
 # %%
-p, m, rows = 4, 8, []
+p, m, rows = 4, 12, []
 for F, I_, W in ((1, 1, 1), (2, 2, 1), (1, 1.5, 0.5)):
     for name, idle in (("1f1b", (p - 1) * (F + I_ + W)), ("zb-h1", (p - 1) * (F + I_ - W))):
         lists = schedules.build(name, pp=p, microbatches=m)
@@ -111,19 +121,21 @@ names = ["schedule", "F", "I", "W", "idle per rank", "bubble, formula", "bubble,
 pd.DataFrame(rows, columns=names).round(3)
 
 # %%
-guess.reveal(100 * 3 / (3 + 24))
+guess.reveal(100 * 3 / (3 + 36))
 
 # %% [markdown]
-# Formula and simulation agree, also where the halves are not equal. They do as long as a weight
-# half fits into the gap that it is put into.
+# Formula and simulation agree, also where the halves are not equal. They agree as long as
+# $W \le F$. Put `(1, 1, 1.5)` into the list, and the formula promises less idle time than there is.
 #
 # ## ZB-H2: no bubble, and yet it ends at the same moment
-# ZB-H1 still has a gap between the last warm-up forward and the first backward. ZB-H2 fills it with
-# more forwards, $2(p-r-1)$ of them in place of $p-r-1$, and rank $r$ runs its weight halves $2r$
-# backwards late. The last rank then has $2(p-1)$ weight halves left at the end, $p-1$ more than in
-# ZB-H1. That removes $(p-1)W$ once more:
+# In ZB-H1 each rank but the last still has a gap between its last warm-up forward and its first
+# backward. ZB-H2 fills this gap with more forwards: rank $r$ has $2(p-r-1)$ forwards of warm-up in
+# place of $p-r-1$. All later work moves back, so rank $r$ has to run its weight halves $2r$
+# backwards late. After its last input half the last rank then has $2(p-1)+1$ weight halves left,
+# $p-1$ more than in ZB-H1. So the second of the three parts above is shorter by $(p-1)W$, and so is
+# the idle time:
 #
-# $$ (p-1)(F+I-2W), \qquad \text{which is } 0 \text{ for } F = I = W . $$
+# $$ T - m(F+I+W) = (p-1)(F+I-2W), \qquad \text{which is } 0 \text{ for } F = I = W . $$
 
 # %%
 view.schedules({"ZB-H1": schedules.zb_h1(4, 8), "ZB-H2": schedules.zb_h2(4, 8)})
@@ -146,15 +158,32 @@ h1, h2 = (
 )
 for name, one in (("ZB-H1", h1), ("ZB-H2", h2)):
     print(f"{name}: all ranks {1e3 * one.makespan:.0f} ms, T of a rank {1e3 * one.cost:.0f} ms")
-why_same.reveal(2, "The hatched ends are outside of a rank's own first and last action.")
+why_same.reveal(
+    2,
+    "T is the time from a rank's first action to its last one. The hatched ends of ZB-H2 are "
+    "outside of it.",
+)
 
 # %% [markdown]
-# So ZB-H2 gains something only if rank 0 may begin the next step while the last rank is still busy
-# with this one. Gradient clipping forbids that: it needs a norm over all ranks before any of them
-# may update. The paper updates at once and corrects afterwards if the check of the norm fails (sec.
-# 4).
+# So ZB-H2 saves time only if rank 0 may begin its next step while the last rank is still busy with
+# this one. Gradient clipping forbids that, because no rank may update its weights before the norm
+# over all ranks is known. In the paper (sec. 4) each rank updates its weights at once. The norm is
+# checked afterwards, and where the check fails the update is corrected.
 #
-# ZB-H2 also costs memory. A micro-batch is alive from its forward to its weight half:
+# ZB-H2 also costs memory. A micro-batch is alive from its forward to its weight half. With eight
+# ranks and sixteen micro-batches, how many micro-batches are alive at once on rank 0, at most?
+
+# %%
+alive_h2 = pl.exercises.guess("micro-batches alive, ZB-H2, p=8, m=16", low=1, high=16, decimals=0)
+alive_h2
+
+# %%
+costs = {"forward": 1e-3, "backward": 1e-3, "weight_grad": 1e-3}
+alive_h2.reveal(pipeline.simulate(schedules.zb_h2(8, 16), **costs).peak_live[0])
+
+# %% [markdown]
+# Rank 0 runs $2(p-1)$ forwards of warm-up and the first forward of the steady phase before the
+# first micro-batch comes back. This picture counts the micro-batches that are alive on four ranks:
 
 # %%
 view.live_activations(
@@ -169,14 +198,16 @@ view.live_activations(
 #
 # $$ \text{1F1B: } p, \qquad \text{ZB-H1: } p, \qquad \text{ZB-H2: } 2p - 1 . $$
 #
-# ZB-H1 needs no more than 1F1B's first rank, but it needs that on every rank.
+# ZB-H1 keeps no more micro-batches alive than the first rank of 1F1B, but it keeps so many on every
+# rank.
 #
 # ## DualPipe, derived on a drawn schedule
 # DeepSeek-V3's DualPipe feeds micro-batches into the pipeline from both ends. Its report gives the
 # idle time $(\frac{p}{2}-1)(F\&B + B - 3W)$, and
 # [DeepSeek-V3 #211](https://github.com/deepseek-ai/DeepSeek-V3/issues/211) asks how it is derived.
-# DualPipeV is the same schedule folded in the middle: $p/2$ ranks, each with one stage of the first
-# half and one of the second. PyTorch has it, and its lists can be read:
+# DualPipeV is the same schedule, folded in the middle: it has $p/2$ ranks, and each of them has one
+# stage of the first half of the model and one of the second half. PyTorch has DualPipeV, so its
+# lists can be printed. Here is that of the last of four ranks:
 
 
 # %%
@@ -199,8 +230,10 @@ dual[3]
 
 # %% [markdown]
 # `(4F4;3B0)OVERLAP_F_B` is a pair that overlaps: the forward of one micro-batch and the backward of
-# another begin and end together, and take $F\&B$. `None` is a pause. Here are the lists drawn, with
-# $F=I=W=1$ ms and $F\&B = F + B = 3$ ms; a pair is drawn as its forward, then its backward:
+# another one begin together and end together, and the pair takes $F\&B$. (In other lists `None` is
+# a pause.) The next cell draws the lists of all ranks twice, with $F=I=W=1$ ms. In the upper
+# picture a pair takes $F\&B = F+B = 3$ ms, so that overlapping saves no time; in the lower one it
+# takes 2.4 ms. A pair is drawn as its forward, then its backward:
 
 # %%
 pairs = re.findall(r"\((\w+);(\w+)\)", " ".join(dual))
@@ -215,27 +248,31 @@ def drawn(F, I_, W, both):
 view.schedules({"DualPipeV, F&B = 3 ms": drawn(1, 1, 1, 3), "F&B = 2.4 ms": drawn(1, 1, 1, 2.4)})
 
 # %% [markdown]
-# The first three of the four parts are those of an answer in that thread, of whose fourth part we
-# could read only the beginning; ours is what is left of the formula. Read them off the first
-# picture, from the left to the right. With $n = \frac{p}{2}-1$ for a DualPipe of $p$ ranks (here $p
-# = 8$ and $n = 3$):
+# The idle time has four parts. The first three are those of an answer in that thread. Of its fourth
+# part we could read only the beginning, so ours is what the formula leaves. Read the parts off the
+# upper picture, from left to right. Let $n = \frac{p}{2}-1$ for a DualPipe of $p$ ranks; here
+# $p = 8$ and $n = 3$.
 #
-# 1. **Fill.** The last rank begins after $n$ forwards: $nF$. On rank 0 the same gap comes later,
-#    when
-#    it waits for the first gradients.
-# 2. **First gradients.** They come back through $n$ input halves, and forwards fill this time as
-#    far
-#    as they reach: $n(I - F)$, which is nothing for $I = F$.
-# 3. **Last pairs.** A rank that has run out of forwards does a backward alone, while its neighbour
-#    still does a pair. It waits for the difference, $n$ times: $n(F\&B - B)$.
-# 4. **Drain.** The last gradients pass $n$ ranks as input halves, and each of them has a weight
-#    half
-#    to do meanwhile: $n(I - W)$, which is nothing for $I = W$.
+# 1. **Fill.** The last rank begins after $n$ forwards, so it is idle for $nF$. Rank 0 has the same
+#    gap later, where it waits for its first gradients.
+# 2. **First gradients.** They come back through $n$ input halves, which take $nI$. Forwards fill
+#    $nF$ of this time. What is left is $n(I - F)$, which is 0 for $I = F$.
+# 3. **Last pairs.** A rank that has no forward left does a backward alone, while its neighbour
+#    still does a pair. It waits for the difference, and does so $n$ times: $n(F\&B - B)$.
+# 4. **Drain.** The last gradients pass $n$ ranks as input halves. Each rank has a weight half to do
+#    meanwhile. What is left is $n(I - W)$, which is 0 for $I = W$.
 #
 # Together, with $I = B - W$:
 #
 # $$ n\,\big[F + (I - F) + (F\&B - B) + (I - W)\big] = n\,(F\&B + 2I - B - W)
 #    = \Big(\frac{p}{2}-1\Big)(F\&B + B - 3W) . $$
+#
+# Suppose that a pair takes no longer than its backward alone, $F\&B = 2$ ms. For how long is a rank
+# then idle ($F=I=W=1$ ms, $n=3$)?
+
+# %%
+overlap = pl.exercises.guess("idle time of the most idle rank", low=0, high=9, unit="ms")
+overlap
 
 # %%
 rows = []
@@ -247,21 +284,33 @@ names = ["F", "I", "W", "F&B", "(p/2-1)(F&B+B-3W)", "drawn, most idle rank", "le
 print("chunks of micro-batches that are alive on a rank, at most:", max(one.peak_live))
 pd.DataFrame(rows, columns=names).round(2)
 
+# %%
+overlap.reveal(rows[2][5])
+
 # %% [markdown]
-# For equal halves the drawn schedule has just this idle time. The thread also asks whether the
-# bubble differs between devices when $F\&B < F + B$: it does, the formula is that of the most idle
-# rank. With the unequal halves of the last row the four parts are no longer exact: the formula
-# gives 7.5 ms, the drawn schedule 6.9 ms.
+# For equal halves (the first three rows) the most idle rank of the drawn schedule has exactly the
+# idle time of the formula. The thread also asks whether the bubble differs between devices when
+# $F\&B < F + B$. It does: the other ranks are idle for less. For the unequal halves of the last row
+# the four parts are only an estimate: the formula gives 7.5 ms, the drawn schedule 6.9 ms.
 #
-# The second picture answers [PP-Schedule-Visualization
-# #1](https://github.com/Victarry/PP-Schedule-Visualization/issues/1), why two pictures of one
-# schedule show different bubbles: they are drawn for different $F\&B$.
+# [PP-Schedule-Visualization
+# #1](https://github.com/Victarry/PP-Schedule-Visualization/issues/1) asks why two pictures of one
+# schedule show different bubbles. Our two pictures answer that: they are drawn for different
+# $F\&B$.
 #
-# On each rank at most nine chunks of micro-batches are alive, the $p+1$ of the report. DualPipe
-# also keeps two copies of the parameters; DualPipeV keeps one, on half as many ranks.
+# At most nine chunks of micro-batches are alive on a rank, the $p+1$ of the report. DualPipe also
+# keeps two copies of the parameters. DualPipeV keeps one copy, on half as many ranks.
 #
 # ## ZB-H1 on four real ranks
-# The same lists run for real, with weight halves that wait:
+# Now four processes execute the same lists. A GPT has more in it than matrix products. Which half
+# of its backward takes longer?
+
+# %%
+halves = pl.exercises.choose(
+    "In a GPT, the input half of a backward takes",
+    ["as long as the weight half", "longer than the weight half", "less time than the weight half"],
+)
+halves
 
 # %%
 runs = {
@@ -282,8 +331,9 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# (Means over the ranks; both halves count as backward.) Is the gain that of equal halves? The mean
-# times of one micro-batch on one rank:
+# (These are means over the ranks; both halves count as backward.) For equal halves the formula
+# promises a third of the idle time. Are they equal here? The mean times of one micro-batch on one
+# rank:
 
 # %% tags=["measured"]
 spans = replays["zb-h1"].spans.query("kind in ('forward', 'backward', 'weight_grad')")
@@ -291,14 +341,18 @@ seconds = (spans.end - spans.start).groupby(spans.kind).mean().rename("ms")
 names = {"forward": "F", "backward": "I", "weight_grad": "W"}
 (1e3 * seconds).rename(names).round(1).to_frame()
 
+# %%
+halves.reveal(
+    2,
+    "Norms, activation functions and the scores of attention have gradients of their inputs, and "
+    "few weights or none. So the part of the backward that can be delayed is less than half.",
+)
+
 # %% [markdown]
-# $I$ is larger than $W$: norms, activations and the scores of attention have gradients of their
-# inputs, and few weights or none. So less of the backward can wait than the formula for equal
-# halves supposes.
-#
 # ## Three schedules that deadlock
-# Each of these lists could be part of a schedule that runs. Together they wait for each other
-# without end. The validator proves that before a process starts, and says who waits for whom:
+# Each of these lists alone could be part of a schedule that runs. Together they deadlock: ranks
+# wait for each other for ever. The validator proves that before a process starts, and says which
+# rank waits for which action:
 
 # %%
 clinic = pl.exercises.deadlock_clinic
@@ -327,12 +381,13 @@ clinic
 pl.exercises.deadlock_clinic.check(fixed)
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** A cycle of waits needs one rank that has put something before an action that
-# another rank in the cycle waits for. Take that action to the front, and the cycle is open.
+# **Why it works.** In a cycle of waits, some rank waits at one action while another rank waits for
+# an action that stands later in its list. Move that later action to an earlier place, and the cycle
+# is open.
 #
-# **Common mistakes.** More actions are moved than necessary: then the checker counts. The cycle is
-# opened at one place, and the next one appears: the second and third schedule have two. Actions
-# move to another rank, but a stage is where its weights are.
+# **Common mistakes.** More actions are moved than necessary, and the checker counts them. One cycle
+# is opened, and the next one appears: the second and the third schedule have two. Actions are moved
+# to another rank, but a stage is where its weights are.
 #
 # **Another answer** for the third one takes no thought: 1F1B's own lists for three ranks, written
 # down by `schedules.one_f_one_b(3, 3)`.
@@ -355,7 +410,7 @@ verdict = pl.exercises.own_schedule.check(my_schedule)
 verdict
 
 # %% [markdown]
-# `exercise.hint()` gives one push at a time; `exercise.solution()` shows an answer. This is what
+# `exercise.hint()` gives one hint at a time; `exercise.solution()` shows an answer. This is what
 # your schedule looks like, next to GPipe's:
 
 
@@ -478,7 +533,7 @@ pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 # | 1F1B | $(p-1)(F+I+W)$ | $p$ | the default |
 # | ZB-H1 | $(p-1)(F+I-W)$ | $p$ | few micro-batches, memory is the limit |
 # | ZB-H2 | $(p-1)(F+I-2W)$ | $2p-1$ | memory is free, and no barrier between steps |
-# | DualPipe | $(\frac{p}{2}-1)(F\&B+B-3W)$ | $p+1$ | messages need hiding, two models fit |
+# | DualPipe | $(\frac{p}{2}-1)(F\&B+B-3W)$ | $p+1$ | messages need hiding, two copies fit |
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # `torch.distributed.pipelining` has `ScheduleInterleavedZeroBubble` (interleaved with split
@@ -488,7 +543,6 @@ pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 
 # %%
 zbv = pl.launch(lists_of_torch, ranks=4, args=("ScheduleZBVZeroBubble", 10))[0]
-costs = {"forward": 1e-3, "backward": 1e-3, "weight_grad": 1e-3}
 lists = [row.replace("None", "") for row in zbv]
 torch_drawn = {"ScheduleZBVZeroBubble": pipeline.simulate(lists, **costs, folded=True)}
 view.schedules(torch_drawn | {"ScheduleDualPipeV": drawn(1, 1, 1, 3)})
@@ -526,8 +580,9 @@ print("the same losses:", bool(np.allclose(observed.results[0], library.losses, 
 observed.traffic()
 
 # %% [markdown]
-# Each rank has two stages here, so more borders are crossed than under 1F1B: $2p-1$, less the one
-# in the tip of the V, where both stages are on the last rank.
+# Each rank has two stages here, so messages cross more borders than under 1F1B: the $2p$ stages
+# have $2p-1$ borders, and only that at the tip of the V is crossed by no message, because both its
+# stages are on the last rank. 1F1B has $p-1$ borders.
 #
 # DeepSpeed's pipeline engine has 1F1B alone. The zero-bubble schedules for Megatron-LM are in
 # [sail-sg/zero-bubble](https://github.com/sail-sg/zero-bubble-pipeline-parallelism), DualPipe is in
