@@ -21,18 +21,19 @@ import functools
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from paralab import checks
 from paralab.checks import choice, illegal, whole
-from paralab.launch import MAX_RANKS, _pickled, launch_program
-from paralab.ranks.started import started
+from paralab.launch import launch_program, torchrun_context
 from paralab.report.report import Report, save_part
 from paralab.spec import Plan
-from paralab.trace import _name, _plain
+from paralab.trace import name_of, part_of, places
 from paralab.version import __version__
 
 STEPS = ("optimizer", "marked")
@@ -75,21 +76,10 @@ def observe(
     settings = _settings(steps, memory_steps)
     if fn is None:
         return _here(settings)
-    ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
-    nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
-    if not isinstance(args, (tuple, list)):
-        raise illegal("args", args, "not a tuple of arguments", f"args=({args!r},)")
-    if callable(fn):
-        run, what, name = _function, fn, _name(fn)
-        _pickled("fn", fn, tuple(args))  # refuses what cannot be sent by the names the caller knows
-    else:
-        script = _script_file(fn)
-        run, what, name = _script, str(script), script.name
-    node_of = tuple(rank * nodes // ranks for rank in range(ranks))
-    program = functools.partial(_program, run, what)
+    run, what = (_function, fn) if callable(fn) else (_launched_script, _script_file(fn))
+    node_of, program = places(what, ranks, args, nodes), functools.partial(_program, run, what)
     parts = launch_program(program, ranks, (node_of, settings, *args), **launch)
-    meta = {**_meta(name), **parts[0]["meta"]}
-    return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
+    return _report(what.name if isinstance(what, Path) else name_of(what), parts)
 
 
 def step() -> None:
@@ -101,21 +91,28 @@ def step() -> None:
 def observe_under_torchrun(
     path: str | os.PathLike[str], args: Sequence[str] = (), *, folder: str, **settings: Any
 ) -> int:
-    """Be one rank of a torchrun job: run the script, write this rank's part. Returns the rank."""
-    script, me, checked = _script_file(path), started(), _settings(**settings)
-    from paralab.instruments.foreign_clock import meeting
+    """Be one rank of a torchrun job: run the script, write this rank's part. Returns the rank.
 
-    with meeting(me, _device(me.local_rank)) as met, _observed(checked, **_who(met)) as observer:
+    The ranks meet before the script lets them, so that parts have one name and clocks one zero.
+    """
+    script, checked, context = _script_file(path), _settings(**settings), torchrun_context()
+    from paralab.instruments.clocks import offset_of
+
+    if context.rank == 0:
+        context.store.set("run_id", uuid.uuid4().hex)
+    said = {"run_id": context.store.get("run_id").decode()}
+    offset, uncertainty = offset_of(context)
+    with _observed(context, checked) as observer:
         own = os.getpid()
-        _run_script(str(script), args)
+        _script(context, script, *args)
         if os.getpid() != own:  # a fork of the program came to its end
             sys.stdout.flush()
             os._exit(0)
-        part = _part(observer, None)
-    part |= {"clock_offset": met.offset, "clock_uncertainty": met.uncertainty}
-    meta = {**_meta(script.name), **part.pop("meta"), "run_id": met.run_id}
-    save_part(Path(folder), part, model=None, plan=Plan(dp=me.world_size), meta=meta)
-    return me.rank
+        part = _part(observer, context, None)
+    part |= {"clock_offset": offset, "clock_uncertainty": uncertainty}
+    meta = _meta(script.name) | part.pop("meta") | said
+    save_part(Path(folder), part, model=None, plan=Plan(dp=context.world_size), meta=meta)
+    return context.rank
 
 
 def _settings(steps: str = "optimizer", memory_steps: int = 2) -> dict[str, Any]:
@@ -137,6 +134,11 @@ def _meta(name: str) -> dict[str, Any]:
     return {"function": name, "paralab": __version__, "finished": finished}
 
 
+def _report(name: str, parts: list[dict[str, Any]]) -> Report:
+    meta = _meta(name) | parts[0]["meta"]
+    return Report.from_parts(parts, model=None, plan=Plan(dp=len(parts)), meta=meta)
+
+
 # ---- on a rank ----------------------------------------------------------------------------------
 def _program(
     run: Callable[..., Any],
@@ -148,24 +150,20 @@ def _program(
 ) -> dict[str, Any]:
     __tracebackhide__ = True
     context = replace(context, nodes=nodes)
-    with _observed(settings, **_who(context)) as observer:
-        return _part(observer, run(context, what, *args))
-
-
-def _who(rank: Any) -> dict[str, Any]:
-    return {name: getattr(rank, name) for name in ("rank", "world_size", "device", "nodes")}
+    with _observed(context, settings) as observer:
+        return _part(observer, context, run(context, what, *args))
 
 
 @contextlib.contextmanager
-def _observed(
-    settings: dict[str, Any], *, rank: int, world_size: int, device: str, nodes: Sequence[int]
-) -> Iterator[Any]:
+def _observed(who: Any, settings: dict[str, Any]) -> Iterator[Any]:
+    """who  has its rank, world_size, device and nodes"""
     __tracebackhide__ = True
     from paralab.instruments.foreign import Observer
     from paralab.instruments.recorder import Recorder
 
-    recorder = Recorder(rank=rank, world_size=world_size, device=device)
-    with Observer(recorder, nodes=nodes, device=device.partition(":")[0], **settings) as observer:
+    recorder = Recorder(rank=who.rank, world_size=who.world_size, device=who.device)
+    device = who.device.partition(":")[0]
+    with Observer(recorder, nodes=who.nodes, device=device, **settings) as observer:
         _observers.append(observer)
         try:
             yield observer
@@ -173,31 +171,16 @@ def _observed(
             _observers.remove(observer)
 
 
-def _part(observer: Any, result: Any) -> dict[str, Any]:
-    import torch
-
-    tables, recorder = observer.part(), observer.recorder
-    counted = len(tables["steps"]["step"])
+def _part(observer: Any, who: Any, result: Any) -> dict[str, Any]:
+    tables = observer.part()
     if observer.saw_nothing and result is None:
         raise illegal("program", observer.step, NOTHING, "a program that trains in its ranks")
-    result, losses = _plain(result), []
-    if isinstance(result, (list, tuple)) and len(result) == counted:
+    part = part_of(who, tables, result, observed=observer.about)
+    result = part["result"]
+    if isinstance(result, (list, tuple)) and len(result) == len(tables["steps"]["step"]):
         with contextlib.suppress(TypeError, ValueError):
-            losses = [[float(loss)] for loss in result]
-    return {
-        "rank": recorder.rank,
-        "clock_offset": 0.0,  # one machine, one clock
-        "clock_uncertainty": 0.0,
-        **tables,
-        "losses": losses,
-        "result": result,
-        "meta": {
-            "device": observer.device,
-            "nodes": list(observer.nodes),
-            "torch": str(torch.__version__),
-            "observed": observer.about,
-        },
-    }
+            part["losses"] = [[float(loss)] for loss in result]
+    return part
 
 
 def _function(context: Any, fn: Callable[..., Any], *args: Any) -> Any:
@@ -212,48 +195,40 @@ def _function(context: Any, fn: Callable[..., Any], *args: Any) -> Any:
         raise illegal("init_process_group", "called again", why, legal) from error
 
 
-def _script(context: Any, path: str, *args: str) -> None:
-    """The script in a launched rank, with the variables that torchrun would have set."""
+def _launched_script(context: Any, path: Path, *args: str) -> None:
+    """The script in a launched rank, with the store and the variables of a torchrun job."""
     __tracebackhide__ = True
-    import socket
-
     import torch.distributed as dist
 
     if context.rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            context.store.set("observed/port", str(free.getsockname()[1]))
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context.store.set("observed/port", str(store.port))
     port = context.store.get("observed/port").decode()
-    dist.destroy_process_group()
     said = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0"}  # one machine
     said |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(context.rank))
     sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
     os.environ |= said | dict.fromkeys(sizes, str(context.world_size))
-    os.environ["TORCHELASTIC_RUN_ID"] = "paralab"
-    _run_script(path, args)
+    os.environ |= {"TORCHELASTIC_RUN_ID": "paralab", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    _script(context, path, *args)
 
 
-def _run_script(path: str, args: Sequence[str]) -> None:
-    """The script as ``python path args``. ``sys.exit(0)`` is an end like any other."""
+def _script(context: Any, path: Path, *args: str) -> None:
+    """The script as ``python path args``, which makes its own process group. ``sys.exit(0)`` is an
+    end like any other.
+    """
     __tracebackhide__ = True
     import runpy
 
-    sys.argv[:] = [path, *args]
-    sys.path.insert(0, str(Path(path).parent))
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    sys.argv[:] = [str(path), *args]
+    sys.path.insert(0, str(path.parent))
     try:
-        runpy.run_path(path, run_name="__main__")
+        runpy.run_path(str(path), run_name="__main__")
     except SystemExit as left:
         if left.code not in (None, 0):
             raise
-
-
-def _device(local_rank: int | None = None) -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return "cpu"
-    turn = torch.cuda.current_device() if local_rank is None else local_rank
-    return f"cuda:{turn % torch.cuda.device_count()}"
 
 
 # ---- in this process ----------------------------------------------------------------------------
@@ -273,9 +248,11 @@ class _Seen:
 
 @contextlib.contextmanager
 def _here(settings: dict[str, Any]) -> Iterator[_Seen]:
-    seen, who = _Seen(), {"rank": 0, "world_size": 1, "device": _device(), "nodes": (0,)}
-    with _observed({**settings, "existing": True}, **who) as observer:
+    import torch
+
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    seen, who = _Seen(), SimpleNamespace(rank=0, world_size=1, device=device, nodes=(0,))
+    with _observed(who, {**settings, "existing": True}) as observer:
         yield seen
-        part = _part(observer, ())
-    meta = {**_meta("this process"), **part["meta"]}
-    seen.report = Report.from_parts([part], model=None, plan=Plan(), meta=meta)
+        part = _part(observer, who, ())
+    seen.report = _report("this process", [part])

@@ -66,14 +66,9 @@ def trace(
     __tracebackhide__ = True
     if not callable(fn):
         raise illegal("fn", fn, "cannot be called", "a function of a group: fn(group, *args)")
-    ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
-    nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
-    if not isinstance(args, (tuple, list)):
-        raise illegal("args", args, "not a tuple of arguments", f"args=({args!r},)")
+    node_of = places(fn, ranks, args, nodes)
     choice("memory", memory, (False, True))
     choice("strict", strict, (False, True))
-    node_of = [rank * nodes // ranks for rank in range(ranks)]
-    _pickled("fn", fn, tuple(args))  # refuses what cannot be sent by the names the caller knows
     program = functools.partial(_program, fn)
     parts = launch_program(
         program,
@@ -86,18 +81,44 @@ def trace(
         **({} if stop is None else {"stop": stop}),
     )
     peaks = {"peak_bytes": [part["peak_bytes"] for part in parts]} if memory else {}
-    meta = {"function": _name(fn), "strict": strict, **parts[0]["meta"], **peaks}
+    meta = {"function": name_of(fn), "strict": strict, **parts[0]["meta"], **peaks}
     return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def places(fn: Any, ranks: int, args: Sequence[Any], nodes: int) -> tuple[int, ...]:
+    """The node of each rank. Refuses what cannot be sent to ranks by the names the caller knows."""
+    ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
+    nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
+    if not isinstance(args, (tuple, list)):
+        raise illegal("args", args, "not a tuple of arguments", f"args=({args!r},)")
+    _pickled("fn", fn, tuple(args))
+    return tuple(rank * nodes // ranks for rank in range(ranks))
+
+
+def name_of(fn: Callable[..., Any]) -> str:
     if isinstance(fn, functools.partial):
-        return _name(fn.func)
+        return name_of(fn.func)
     return getattr(fn, "__name__", type(fn).__name__)
 
 
+def part_of(who: Any, tables: dict[str, Any], result: Any, **meta: Any) -> dict[str, Any]:
+    """What a rank hands back. ``who`` has its rank, device and nodes."""
+    import torch
+
+    said = {"device": who.device, "nodes": list(who.nodes), "torch": str(torch.__version__)}
+    return {
+        "rank": who.rank,
+        "clock_offset": 0.0,  # one machine, one clock
+        "clock_uncertainty": 0.0,
+        **tables,
+        "losses": [],
+        "result": _plain(result),
+        "meta": said | meta,
+    }
+
+
 def _program(
-    fn: Callable[..., Any], context: Any, node_of: list[int], memory: bool, *args: Any
+    fn: Callable[..., Any], context: Any, node_of: tuple[int, ...], memory: bool, *args: Any
 ) -> dict[str, Any]:
     """What every rank runs: ``fn`` as step 0, between two moments that all ranks share."""
     __tracebackhide__ = True  # an error's traceback begins with the caller's function
@@ -107,7 +128,7 @@ def _program(
     from paralab.instruments.memory import PeakMemory
     from paralab.instruments.recorder import Recorder
 
-    context = replace(context, nodes=tuple(node_of))
+    context = replace(context, nodes=node_of)
     ranks = range(context.world_size)
 
     def notebook() -> Recorder:
@@ -125,21 +146,8 @@ def _program(
         if context.device.startswith("cuda"):
             torch.cuda.synchronize()
         recorder.end_step()
-    return {
-        "rank": context.rank,
-        "clock_offset": 0.0,  # one machine, one clock
-        "clock_uncertainty": 0.0,
-        **recorder.tables(),
-        "losses": [],
-        "result": _plain(result),
-        "peak_bytes": peak.peak,
-        "meta": {
-            "device": context.device,
-            "backend": context.backend,
-            "nodes": node_of,
-            "torch": str(torch.__version__),
-        },
-    }
+    part = part_of(context, recorder.tables(), result, backend=context.backend)
+    return {**part, "peak_bytes": peak.peak}
 
 
 def _plain(value: Any) -> Any:

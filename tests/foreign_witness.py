@@ -25,10 +25,7 @@ def count(context, gate, names):
 
     sent = []
     for name in names:
-        who = {"rank": context.rank, "world_size": context.world_size, "device": "cpu"}
-        nodes = (0,) * context.world_size
-        settings = {"marked": True, "memory_steps": 0}
-        with _observed(settings, nodes=nodes, **who) as observer:
+        with _observed(context, {"marked": True, "memory_steps": 0}) as observer:
             step = PROGRAMS[name](context.world_size)
             for _ in range(2):
                 step()

@@ -20,7 +20,7 @@ WITH_TORCH = {
                                        "state", "train", "workers")),
     *("model.draws", "model.reference"),
     *("instruments.clocks", "instruments.ledger", "instruments.memory"),
-    *(f"instruments.{name}" for name in ("foreign", "foreign_clock", "foreign_ledger")),
+    *(f"instruments.foreign{name}" for name in ("", "_calls", "_hooks", "_ledger")),
     *(f"exercises.{name}" for name in ("plain", "tensor_ranks", "timed", "watched")),
     "parallel.collectives",  # lab 01's algorithms
     *("ranks.process", "ranks.torchrun"),

@@ -137,8 +137,50 @@ def test_explain_tells_sharded_parameters_from_whole_ones(reshard, times):
     form = answers["Do the bytes agree with theory?"]
     assert "FSDP, ZeRO-3" in form and ("again for every backward" in form) == reshard
     assert "3.weight" in answers["Which parameters are not sharded?"]
-    assert "wait of 0 of 12 gathers" in answers["Are gathers prefetched?"]
     assert f": {times} (n−1)/n Ψ" in form
+
+
+def fsdp_ahead(how):
+    """Blocks of which each is gathered when it is needed, or while the one before computes."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    class Chain(nn.Sequential):
+        def forward(self, x):
+            for i, block in enumerate(self):
+                if how == "unshard" and i + 1 < len(self):
+                    self[i + 1].unshard(async_op=True)
+                x = block(x)
+            return x
+
+    model = Chain(*[nn.Sequential(nn.Linear(512, 512)) for _ in range(4)])
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    if how != "unshard":
+        for block, later in zip(model[:-1], model[1:], strict=True):
+            block.set_modules_to_forward_prefetch([later])
+        model._set_unshard_async_op(how == "async")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(1024, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("how", "forward", "backward"), [("blocking", 0, 0), ("unshard", 12, 0), ("async", 12, 12)]
+)
+def test_explain_says_whether_gathers_are_prefetched(how, forward, backward):
+    """Of 4 blocks the first has none before it; 2 ranks, 2 steps. To ask for the next block early
+    is no use where the call blocks, as it does on a CPU unless it is told not to.
+    """
+    said = pl.observe(fsdp_ahead, 2, (how,), timeout=60).explain()["Are gathers prefetched?"]
+    for phase, early in (("forward", forward), ("backward", backward)):
+        [line] = [line for line in said.splitlines() if line.startswith(phase)]
+        assert f"the wait of {early} of 16 gathers" in line
+        assert line.endswith("prefetch works" if early else "there is no prefetch")
 
 
 def embedded():
@@ -164,6 +206,38 @@ def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradien
     assert most["parameters"] == most["gradients"] == psi / 2 and most["activations"] < psi / 10
     held = report.peaks()["measured"]
     assert held["other"] <= 0.02 * held["total"]
+
+
+def toy(watched):
+    """The model of torch's first DDP tutorial. Watched by torch's profiler: bytes at its peak."""
+    import torch
+    from torch import nn
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.set_num_threads(1)
+    layers = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
+    model = nn.parallel.DistributedDataParallel(layers)
+    optimizer, data = torch.optim.SGD(model.parameters(), 0.1), torch.randn(20, 10)
+
+    def step():
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(data), torch.randn(20, 5)).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        held = data.nbytes + 3 * sum(p.nbytes for p in model.parameters())  # gradients, buckets
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=watched) as profiler:
+            step()
+    live = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        live += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, live)
+    return held + most
+
+
+def test_the_peak_of_an_observed_ddp_is_torchs_profilers():
+    peak = pl.observe(toy, 2, (False,), timeout=60, memory_steps=3).peak_memory
+    assert peak == pytest.approx(pl.launch(toy, 2, (True,))[0], rel=0.01)
 
 
 # ---- steps ------------------------------------------------------------------------------------
@@ -307,7 +381,7 @@ mine = total.max() - 3 * psi - 16  # what there was before
 assert abs(mine / most - 1) < 0.01, (mine, most)
 print("agreed", mine, most)
 assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
-assert type(torch.autograd.Variable._execution_engine).__name__ != "_Engine"
+assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
 try:
     with pl.observe():
         raise KeyError("own")

@@ -12,8 +12,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paralab.comm import Group
+from paralab.instruments.recorder import Recorder
+
 if TYPE_CHECKING:
-    from paralab.comm import Group
+    from paralab.ranks.process import RankContext
+
+
+def offset_of(context: RankContext) -> tuple[float, float]:
+    """`measure_offset` among all ranks of a job; zeros on one machine."""
+    if len(set(context.nodes)) == 1:
+        return 0.0, 0.0
+    recorder = Recorder(rank=context.rank, world_size=context.world_size)
+    ranks = range(context.world_size)
+    return measure_offset(Group(ranks, axis="world", context=context, recorder=recorder))
 
 
 def measure_offset(group: Group, *, rounds: int = 32) -> tuple[float, float]:

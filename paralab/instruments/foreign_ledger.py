@@ -9,7 +9,6 @@ step, and other outside.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,8 +29,8 @@ from paralab.instruments.memory import Life
 class ForeignLedger(Ledger):
     """``before_each()`` is called before every operation."""
 
+    born_in = Ledger.born_in | {"compute": "other"}  # the program's own work outside the spans
     before_each: Callable[[], None] = staticmethod(lambda: None)
-    making_buckets = False
 
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
@@ -50,22 +49,6 @@ class ForeignLedger(Ledger):
             return NotImplemented  # DTensor goes first; what it does inside comes here
         self.before_each()
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def sample(self, mark: Any, kind: str) -> None:
-        making, born = self.making_buckets, self.born
-        super().sample(mark, kind)
-        if kind == "compute":  # the program's own work between forward and backward
-            self.born = "other"
-        self.born = born if making else self.born
-
-    @contextlib.contextmanager
-    def buckets(self) -> Iterator[None]:
-        """DistributedDataParallel's reducer makes its buckets, and sends something meanwhile."""
-        before, self.born, self.making_buckets = self.born, "buffers", True
-        try:
-            yield
-        finally:
-            self.born, self.making_buckets = before, False
 
     def _meet(self, tensor: Tensor) -> Life | None:
         life = None

@@ -9,7 +9,7 @@
     other        what came to be while no span was open: a batch, a loss
 
 A storage has one category, and counts once however many views of it there are. Which one, is known
-from where it came: a new storage has the category of the open span (see ``BORN``). It becomes an
+from where it came: a new storage has the category of the open span (``born_in``). It becomes an
 activation at the moment autograd saves it, a gradient when it has been added to a parameter's
 ``grad``; what else it may be, the code that made it says with ``recorder.owns``.
 
@@ -36,7 +36,6 @@ from paralab.ranks.errors import OutOfMemory
 if TYPE_CHECKING:
     from paralab.instruments.recorder import Recorder
 
-BORN = {"copy": "buffers", "wait": "buffers", "": "other"}  # open span -> category; else workspace
 GRAIN = 32  # within a span a sample is taken whenever 1/32 of the most bytes have come or gone
 ALLOCATOR_EXTRA = 64 * 2**20
 UNNAMED = ("buffers", "workspace", "other")  # what autograd saves of these is an activation
@@ -52,6 +51,8 @@ class Ledger(Storages):
     is taken back; what is born meanwhile is met when an operation writes to it.
     """
 
+    born_in = {"copy": "buffers", "wait": "buffers", "": "other"}  # open span: category
+
     def __init__(
         self,
         recorder: Recorder,
@@ -64,6 +65,7 @@ class Ledger(Storages):
         self.recorder, self.limit, self.advise = recorder, limit, advise
         self.bytes = dict.fromkeys(CATEGORIES, 0)
         self.born: str | None = "other"  # category of a new storage
+        self.made = ""  # its category while something is made, whatever span is open
         self._noted = self._most = 0  # bytes alive at the last sample, and most there ever were
         self._top = 0  # most bytes alive since the last sample
         self._at_top: tuple | None = None  # when, and what they were, here and elsewhere
@@ -106,7 +108,7 @@ class Ledger(Storages):
         if self.recorder.samples and abs(self.live - self._noted) > self._most // GRAIN:
             self._note()
         if self.limit is not None and self.live > self.limit:
-            raise self._over(self.live - before, self.born)
+            raise self._over(self.live - before, self.made or self.born)
         return result
 
     def _meet_all(self, result: Any) -> None:
@@ -117,7 +119,7 @@ class Ledger(Storages):
                 self._meet_all(part)
 
     def _born(self, storage: torch.UntypedStorage) -> str | None:
-        return self.born
+        return self.made or self.born
 
     def _count(self, life: Life, size: int) -> None:
         if size < life.size:
@@ -198,7 +200,7 @@ class Ledger(Storages):
         """
         self._settle()
         self._note(mark)
-        self.born = BORN.get(kind, "workspace")
+        self.born = self.born_in.get(kind, "workspace")
 
     def _note(self, mark: Any = None) -> None:
         """Write down what is alive, and what was when there was more since the last time."""

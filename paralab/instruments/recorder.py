@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Counts(Protocol):
     """What counts the bytes of a rank's tensors: `ledger.Ledger`."""
 
-    born: str | None
+    made: str
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *raised: Any) -> None: ...
@@ -80,14 +80,15 @@ class Recorder:
     @contextmanager
     def making(self, category: str) -> Iterator[None]:
         """What is made meanwhile counts as ``category`` at once, also where not all of it fits."""
-        if self.ledger is None:
+        ledger = self.ledger
+        if ledger is None:
             yield
             return
-        before, self.ledger.born = self.ledger.born, category
+        before, ledger.made = ledger.made, category
         try:
             yield
         finally:
-            self.ledger.born = before
+            ledger.made = before
 
     def resized(self, *tensors: Tensor) -> None:
         """The storages of these tensors were resized where they are (``storage.resize_``)."""
@@ -195,10 +196,9 @@ class Recorder:
         """May be called from another thread: it stores one value."""
         self._comm_ends[span] = end
 
-    def settled(self, span: int) -> None:
+    def settled(self, span: int, end: Any = None) -> None:
         """The wait for ``span`` is over: it ends now, unless its own signal said when."""
-        if span not in self._comm_ends:
-            self._comm_ends[span] = self.clock.host()
+        self._comm_ends.setdefault(span, self.clock.host() if end is None else end)
 
     def copied(
         self, lane: str, start: Any, end: Any, after: tuple, *, size: int, category: str
@@ -232,12 +232,11 @@ class Recorder:
         self._calls.append((self.step, *row))
 
     # ---- steps and export -----------------------------------------------------------------------
-    def begin_step(self, step: int, *, keep: bool = False) -> None:
-        """keep: samples of memory taken before the first step belong to it."""
+    def begin_step(self, step: int) -> None:
         self.step = step
         self.clock.anchor()
         now = self.clock.mark()
-        if not self._steps and not keep:
+        if not self._steps:
             self.samples.clear()  # building the model is no part of a step
         if self.allocator is not None:
             self.allocator.begin()
@@ -254,17 +253,13 @@ class Recorder:
         if self.allocator is not None:
             self._allocated.append((self.rank, step, *self.allocator.row()))
 
-    def drop_step(self) -> None:
-        """The open step was none: it leaves no row."""
+    def drop_step(self, kept: str = "") -> None:
+        """The open step was none: it leaves no row. ``kept``: but for its calls, "comm"."""
         step = self._steps.pop()[0]
-        self._spans = [row for row in self._spans if row[1] != step]
-        self._calls = [row for row in self._calls if row[0] != step]
+        self._spans = [row for row in self._spans if row[1] != step or row[3] == kept]
+        self._calls = [row for row in self._calls if row[0] != step or kept]
         self._copies = [row for row in self._copies if row[0] != step]
         self.samples[:] = [sample for sample in self.samples if sample.step != step]
-
-    def forget(self, kind: str) -> None:
-        """Spans of this kind so far, before the first step, leave no row."""
-        self._spans = [row for row in self._spans if row[3] != kind]
 
     def tables(self) -> dict[str, dict[str, list]]:
         """Everything written down, as columns; CUDA events become seconds here."""

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.report import metrics
 from paralab.report.tables import Tables
-from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
+from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT, SURPLUS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SURPLUS = "gloo surplus"
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 NEAR = 0.02  # a ratio this near to a whole number is it: FSDP pads its shards
 PREFETCHED = 0.5  # of the work that comes with a gather: less, before it is waited for, is none
@@ -54,7 +53,7 @@ def explain(report: Tables) -> Explanation:
     answers = {
         "Which collectives does a step make, of what sizes?": _collectives(calls, len(steps)),
         "Do the bytes agree with theory?": _forms(report, calls, len(steps)),
-        "How much communication is hidden?": _hidden(report, steps),
+        "How much communication is hidden?": _hidden(report),
         "What does the peak of memory consist of?": _peak(report),
         "Which parameters are not sharded?": _whole(report),
         "Are gathers prefetched?": _prefetch(report, calls),
@@ -98,7 +97,7 @@ def _form(report: Tables, rows: pd.DataFrame, steps: int) -> str:
         why = "no trained parameter was seen, so there is nothing to compare with"
         return why if n > 1 else "a group of one rank sends nothing"
     sums = rows.groupby(["op", "phase"])["payload_bytes"].sum() / (steps * psi)
-    times = {key: sums.get(key, 0.0) for key in [*sums.index, *_KEYS]}
+    times = Counter(sums.to_dict())  # 0 where there is none
     if any(times[op, "forward"] for op in REDUCTIONS):
         return (
             "sums activations in the forward and their gradients in the backward, as tensor "
@@ -127,29 +126,19 @@ def _form(report: Tables, rows: pd.DataFrame, steps: int) -> str:
     return said
 
 
-_KEYS = [(op, phase) for op in REDUCTIONS for phase in ("forward", "backward")]
-_KEYS += [("all_gather", phase) for phase in ("forward", "backward", "data")]
-_KEYS += [("broadcast", "optimizer")]
-
-
 def _psi(report: Tables, rank: int, rows: pd.DataFrame) -> float:
     """Bytes of the trained parameters that the rank holds; where these calls reduce-scatter, of
     those that it has a shard of.
     """
-    trained = [p for p in _parameters(report, rank) if p["trained"]]
+    trained = [p for p in _made_of(report, "parameters", rank) if p["trained"]]
     if "reduce_scatter" in set(rows["op"]):
         trained = [p for p in trained if p["held"] < p["elements"]] or trained
     return sum(p["elements"] * p["bytes"] / max(p["held"], 1) for p in trained)
 
 
-def _about(report: Tables, rank: int = 0) -> dict[str, Any]:
-    """What the observation found the rank's program to be made of."""
-    found = report.meta.get("observed") or []
-    return (found[rank] if rank < len(found) else None) or {}
-
-
-def _parameters(report: Tables, rank: int) -> list[dict[str, Any]]:
-    return _about(report, rank).get("parameters", [])
+def _made_of(report: Tables, what: str, rank: int = 0) -> list[Any]:
+    """The "modules" or "parameters" that the observation found in the rank's program."""
+    return report.meta["observed"][rank][what] if "observed" in report.meta else []
 
 
 def _whole_number(times: float) -> int:
@@ -159,24 +148,20 @@ def _whole_number(times: float) -> int:
 
 
 # ---- time ---------------------------------------------------------------------------------------
-def _hidden(report: Tables, steps: list[int]) -> str:
-    parts = [metrics.shares(report, step) for step in steps]
-    moving, hidden, waited = (
-        median([part[name] for part in parts] or [0.0])
-        for name in ("communication", "hidden", "wait")
-    )
+def _hidden(report: Tables) -> str:
+    of = metrics.summary(report)["value"]
+    if not (moving := of["communication in flight"]):
+        return ""
     return (
-        f"{100 * hidden / moving:.0f} % of the {1e3 * moving:.1f} ms of a step in which a "
-        f"collective is in flight; ranks wait {1e3 * waited:.1f} ms"
-        if moving
-        else ""
+        f"{of['of it hidden behind compute']:.0f} % of the {moving:.1f} ms of a step in which a "
+        f"collective is in flight; ranks wait {of['waiting']:.1f} ms"
     )
 
 
 def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
     """Whether gathers of parameters run next to compute."""
     gathers, lines = calls[calls["op"] == "all_gather"], []
-    if "FSDPModule" not in _about(report).get("modules", ()):
+    if "FSDPModule" not in _made_of(report, "modules"):
         return ""  # what is gathered is no parameters
     for phase, rows in gathers[gathers["phase"].isin(["forward", "backward"])].groupby("phase"):
         early = [worked > PREFETCHED * each for worked, each in _ahead(report, rows, phase)]
@@ -236,7 +221,7 @@ def _peak(report: Tables) -> str:
 
 def _whole(report: Tables) -> str:
     """Of rank 0."""
-    own = _parameters(report, 0)
+    own = _made_of(report, "parameters")
     whole = sorted((p for p in own if p["held"] == p["elements"]), key=lambda p: -p["bytes"])
     if report.world_size == 1 or not own:
         return ""
@@ -259,7 +244,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "When a send, a receive or a reduce-scatter of gloo ended: it has no hook, so its span "
             "ends where the rank had waited for it."
         )
-    if "DistributedDataParallel" in _about(report).get("modules", ()):
+    if "DistributedDataParallel" in _made_of(report, "modules"):
         said.append(
             "When DistributedDataParallel's reducer began to wait: it waits in C++, so what "
             "follows its last all-reduce in a backward counts as the wait."

@@ -245,23 +245,11 @@ def _first_traffic_difference(expect: Tables, report: Tables) -> str:
 
 def _sums_differ(expect: Tables, report: Tables) -> str:
     """How the bytes of an observed program's step differ from the predicted, rank by rank."""
-    predicted, run = _sent(expect), _sent(report)
-    steps = metrics.measured_steps(report)
-    first = min(metrics.measured_steps(expect), default=0)
-    for rank in metrics.reported_ranks(expect):
-        want = predicted.get((first, rank), 0)
-        for step in steps:
-            if want != (got := run.get((step, rank), 0)):
-                return (
-                    f"step {step}, rank {rank}: the plan sends {want:,} bytes, the program {got:,}"
-                )
+    plan, seen = (metrics.traffic(one, "rank").set_index("rank") for one in (expect, report))
+    for rank, (planned,) in plan.iterrows():
+        if planned != (sent := seen.loc[rank, "bytes"]):
+            return f"rank {rank}: the plan sends {planned:,} bytes per step, the program {sent:,}"
     return ""
-
-
-def _sent(report: Tables) -> dict[tuple[int, int], int]:
-    """Bytes that each rank sends, by step and rank."""
-    calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
-    return calls.groupby(["step", "rank"])["wire_bytes"].sum().to_dict()
 
 
 def _traffic(report: Tables, summed: bool) -> dict[tuple[int, int], Counter]:

@@ -30,6 +30,7 @@ OPS = RING + PAIRWISE + ROOTED + POINT_TO_POINT
 # Rows of these phases are bookkeeping (a loss, a clock, a first handshake), not the algorithm's
 # bytes.
 BOOKKEEPING = ("control", "setup")
+SURPLUS = "gloo surplus"  # phase of bytes that gloo sends and an observed operation does not need
 
 
 def share(total: int, n: int, index: int) -> int:

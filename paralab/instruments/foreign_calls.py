@@ -1,0 +1,145 @@
+"""What a call of torch.distributed sends, as rows: in which group, how many bytes, to whom.
+
+[Note: gloo] Rows say what leaves the rank. Gloo's own reduce-scatter is n all-reduces, which also
+gathers what no rank asked for: these bytes are a row of their own, an all-gather of the phase
+``SURPLUS``. Its reduce is a reduce-scatter whose parts are then sent to the root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT, ROOTED, SURPLUS, wire_bytes
+
+CALLS = {  # names of c10d's operations, by the name that rows have
+    "all_reduce": "allreduce_ allreduce_coalesced_",
+    "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ "
+    "allgather_into_tensor_coalesced_",
+    "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
+    "all_to_all": "alltoall_ alltoall_base_",
+    "broadcast": "broadcast_",
+    "reduce": "reduce_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "send": "send",
+    "recv": "recv_ recv_any_source_",
+    "barrier": "barrier",
+}
+INPUT = ("reduce_scatter", "all_to_all", "gather")  # their payload is the second argument
+PEER = ("root_rank", "dst", "src")  # arguments that are a position in the group
+INDICES = 4096  # bytes of whole numbers that are bookkeeping
+
+
+class Where(NamedTuple):
+    """A process group: its axis, its global ranks, whether it is gloo's."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    gloo: bool
+
+
+class Calls:
+    """The calls of one rank. ``nodes``: index of the node that each rank runs on."""
+
+    def __init__(self, rank: int, nodes: Sequence[int], device: str) -> None:
+        self.rank, self.nodes, self.device = rank, nodes, torch.device(device)
+        self.made: Counter[Where] = Counter()
+        self._groups: dict[str, Where] = {}
+        self._meshes: list[Any] = []
+
+    @contextlib.contextmanager
+    def meshing(self, mesh: Any, *_: Any) -> Iterator[None]:
+        """A DeviceMesh is made; one of its dimensions may name a group that there is already."""
+        yield
+        self._meshes.append(weakref.ref(mesh))
+        self._groups.clear()
+
+    def where(self, group: Any) -> Where:
+        """The group's axis: the name of its mesh dimension, of the group, or its ranks."""
+        name = group.group_name
+        if name not in self._groups:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            axis = self._mesh_dimension(name) or group.group_desc.removeprefix("mesh_")
+            if axis in ("default_pg", "undefined", "default", ""):
+                every = len(ranks) == len(self.nodes)
+                axis = "world" if every else f"ranks {','.join(map(str, ranks))}"
+            gloo = group._get_backend(self.device).name() == "gloo"
+            self._groups[name] = Where(axis, ranks, gloo)
+        return self._groups[name]
+
+    def _mesh_dimension(self, group: str) -> str:
+        for mesh in filter(None, (reference() for reference in self._meshes)):
+            for name in mesh.mesh_dim_names or ():
+                with contextlib.suppress(RuntimeError, KeyError, AssertionError):
+                    if mesh.get_group(name).group_name == group:
+                        return name
+        return ""
+
+    def _level(self, ranks: tuple[int, ...]) -> str:
+        return "inter" if len({self.nodes[r] for r in ranks}) > 1 else "intra"
+
+    def rows(
+        self, op: str, given: dict[str, Any], tensors: list[Tensor], where: Where, phase: str
+    ) -> Iterator[tuple]:
+        """Of one call: number, op, axis, ranks, peer, level, phase, payload and wire bytes."""
+        axis, ranks, _ = where
+        number, self.made[where] = self.made[where], self.made[where] + 1
+        for name, size, peer in self._sent(op, given, tensors, where):
+            ends = (self.rank, peer) if name in POINT_TO_POINT and peer >= 0 else ranks
+            root = ranks.index(peer) if name in ROOTED else 0
+            wire = wire_bytes(name, size, len(ranks), ranks.index(self.rank), root)
+            more = (op, name) == ("reduce_scatter", "all_gather") and phase not in BOOKKEEPING
+            own = SURPLUS if more else phase
+            yield number, name, axis, ranks, peer, self._level(ends), own, size, wire
+
+    def _sent(
+        self, op: str, given: dict[str, Any], tensors: list[Tensor], where: Where
+    ) -> list[tuple[str, int, int]]:
+        """What one call sends: operation, payload bytes, root or peer. See [Note: gloo]."""
+        size = sum(t.nbytes for t in tensors)
+        position = next((given[name] for name in PEER if name in given), None)
+        peer = -1 if position is None else where.ranks[position]
+        others = [r for r in where.ranks if r != self.rank]
+        inwards = [("recv", r) for r in others] if self.rank == peer else [("send", peer)]
+        outwards = [("send", r) for r in others] if self.rank == peer else [("recv", peer)]
+        if op in ("gather", "scatter"):
+            return [(side, size, r) for side, r in (inwards if op == "gather" else outwards)]
+        if op == "all_to_all" and (uneven := _uneven(given, tensors, where)):
+            return [("send", uneven[r], r) for r in others]
+        if op == "reduce" and where.gloo:
+            part = size // len(where.ranks)
+            return [("reduce_scatter", size, -1), *((side, part, r) for side, r in inwards)]
+        if op == "reduce_scatter" and where.gloo and others:
+            return [(op, size, -1), ("all_gather", size, -1)]
+        return [(op, size, peer)]
+
+
+def payload(op: str, given: dict[str, Any]) -> list[Tensor]:
+    """The tensors whose bytes are the call's payload."""
+    values = list(given.values())[op in INPUT]
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+
+
+def is_control(tensors: list[Tensor]) -> bool:
+    """Whether they are no part of an algorithm: a norm, a loss, a flag, some indices."""
+    numbers = any(t.is_floating_point() or t.is_complex() for t in tensors)
+    few = sum(t.numel() for t in tensors) <= 1
+    return few or (not numbers and sum(t.nbytes for t in tensors) <= INDICES)
+
+
+def _uneven(given: dict[str, Any], tensors: list[Tensor], where: Where) -> dict[int, int]:
+    """{rank: bytes for it} of an all-to-all whose parts are not alike; {} if they are."""
+    splits = given.get("input_split_sizes") or [1]
+    parts = [tensors[0].nbytes * split // max(sum(splits), 1) for split in splits]
+    if len(tensors) > 1:
+        parts = [t.nbytes for t in tensors]
+    return {} if len(set(parts)) == 1 else dict(zip(where.ranks, parts, strict=True))
