@@ -240,6 +240,23 @@ def test_the_peak_of_an_observed_ddp_is_torchs_profilers():
     assert peak == pytest.approx(pl.launch(toy, 2, (True,))[0], rel=0.01)
 
 
+def on_data():
+    import torch
+
+    data, model = torch.rand(2000, 20), torch.nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for row in data[:2]:
+        model(row.clone()).sum().backward()
+        optimizer.step()
+
+
+def test_explain_says_what_other_is_where_it_is_much(report):
+    asked = "What does the peak of memory consist of?"
+    assert "a data set" not in report.explain()[asked]
+    said = pl.observe(on_data, 1).explain()[asked]
+    assert "other 0.16 MB" in said and said.endswith("batches, a data set, losses.")
+
+
 # ---- steps ------------------------------------------------------------------------------------
 def two_in_turn():
     import torch

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 NEAR = 0.02  # a ratio this near to a whole number is it: FSDP pads its shards
 PREFETCHED = 0.5  # of the work that comes with a gather: less, before it is waited for, is none
+OTHER = 0.05  # of the peak: more is worth a sentence
 NAMED = 5  # parameters, sizes and pairs of ranks that are named
 
 
@@ -216,7 +217,11 @@ def _peak(report: Tables) -> str:
         return "It was not counted."
     held = sorted(found.held.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {_mb(size)}" for name, size in held if size)
-    return f"{_mb(found.total)} on rank {found.rank} in step {found.step}: {parts}"
+    said = f"{_mb(found.total)} on rank {found.rank} in step {found.step}: {parts}"
+    if found.held.get("other", 0) > OTHER * found.total:
+        said += ". Other is what the program makes outside forward, backward and optimizer: "
+        said += "batches, a data set, losses."
+    return said
 
 
 def _whole(report: Tables) -> str:
