@@ -5,6 +5,7 @@ Both sides live in the same ranks and take turns: the same processes, threads, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pairs import row, slowest_rank, take_turns
@@ -17,34 +18,42 @@ BUCKET = 25 * 2**20  # the cap that DistributedDataParallel has by default
 STEPS = 3  # a turn
 
 
-def turns(context: Any, ours_first: bool, view: bool) -> dict[str, list[float]]:
-    """Seconds per step of each turn on this rank."""
+def plan(ranks: int) -> pl.Plan:
+    return pl.Plan(dp=ranks, microbatch_size=BATCH, bucket_bytes=BUCKET)
+
+
+def torchs(rank: int, ranks: int, *, view: bool = False) -> tuple[Any, Callable[[int], None]]:
+    """The reference GPT in DistributedDataParallel, and one step of its training."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from paralab.interpret.train import Trainer
     from paralab.model import reference
 
-    plan = pl.Plan(dp=context.world_size, microbatch_size=BATCH, bucket_bytes=BUCKET)
-
-    def build_theirs() -> DistributedDataParallel:
-        return DistributedDataParallel(reference.GPT(MODEL), gradient_as_bucket_view=view)
-
-    if ours_first:
-        trainer, ddp = Trainer(context, MODEL, plan), build_theirs()
-    else:
-        ddp, trainer = build_theirs(), Trainer(context, MODEL, plan)
+    ddp = DistributedDataParallel(reference.GPT(MODEL), gradient_as_bucket_view=view)
     optimizer = reference.optimizer(ddp.parameters())
 
-    def their_step(step: int) -> None:
+    def step(number: int) -> None:
         optimizer.zero_grad()
         ((tokens, targets),) = reference.batches(
-            MODEL, step=step, microbatch_size=BATCH, rank=context.rank, ranks=context.world_size
+            MODEL, step=number, microbatch_size=BATCH, rank=rank, ranks=ranks
         )
         loss = ddp(tokens, targets)
         loss.backward()
         optimizer.step()
         loss.item()
 
+    return ddp, step
+
+
+def turns(context: Any, ours_first: bool, view: bool) -> dict[str, list[float]]:
+    """Seconds per step of each turn on this rank."""
+    from paralab.interpret.train import Trainer
+
+    def build_ours() -> Trainer:
+        return Trainer(context, MODEL, plan(context.world_size))
+
+    trainer = build_ours() if ours_first else None
+    ddp, their_step = torchs(context.rank, context.world_size, view=view)
+    trainer = trainer or build_ours()
     trainer.step(0)
     their_step(0)
     if context.rank == 0:

@@ -14,6 +14,7 @@ import bench_data_parallel
 import bench_host
 import bench_instruments
 import bench_launch
+import bench_observe
 import bench_offload
 import bench_pipeline
 import bench_predict
@@ -25,6 +26,7 @@ BENCHES: dict[str, Callable[[], list[dict]]] = {
     "launch": bench_launch.rows,
     "host": bench_host.measure,
     "instruments": bench_instruments.measure,
+    "observe": bench_observe.measure,
     "data_parallel": bench_data_parallel.measure,
     "pipeline": bench_pipeline.measure,
     "zero": bench_zero.measure,
