@@ -40,6 +40,7 @@ from paralab.strict import Strict
 from paralab.transports import Call, Posted, Transport
 
 BLOCK = 4096  # bytes: smaller Python objects are not counted, a rank makes some of its own
+JUMP, DRIFT = 4 * BLOCK, 16 * BLOCK  # bytes between two operations, and since the last look
 OURS = str(Path(__file__).parents[1])
 PRINTED = 20_000  # characters that one answer may print on a rank
 
@@ -59,7 +60,7 @@ class Watch(PeakMemory):
         self.label, self.open, self.most = "data", {}, 0
         self.groups: dict[Group, Group] = {}
         self.names: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-        self._blocks = self._traced = 0
+        self._blocks = self._traced = self._last = 0
         self.group = Watched(group, self, number)
 
     def __torch_dispatch__(
@@ -74,17 +75,21 @@ class Watch(PeakMemory):
         self.most = max(self.most, self._alive())
         return result
 
-    def _alive(self) -> int:
-        """Bytes of tensors and of Python's large blocks, the second looked at when it changes."""
+    def _alive(self, look: bool = False) -> int:
+        """Bytes of tensors and of Python's large blocks. To list the second takes milliseconds:
+        it is done to ``look``, and where more may have changed than a few small objects do.
+        """
         if tracemalloc.is_tracing():
             traced = tracemalloc.get_traced_memory()[0]
-            if traced - self._traced >= BLOCK or (self._blocks and self._traced - traced >= BLOCK):
+            grown, all_of_it, self._last = traced - self._last, traced - self._traced, traced
+            if not self._blocks and all_of_it < 0:  # there is nothing large that could be less
+                grown, all_of_it, self._traced = max(0, grown), 0, traced
+            if look or abs(grown) >= JUMP or abs(all_of_it) >= DRIFT:
                 large = [trace for trace in _get_traces() if trace[1] >= BLOCK]
                 self._blocks = sum(
                     size for _, size, frames, *_ in large if not frames[0][0].startswith(NOT_THEIRS)
                 )
                 self._traced = traced
-            self._traced = min(self._traced, traced)
         return self.live + self._blocks
 
     @contextlib.contextmanager
@@ -115,7 +120,7 @@ class Watch(PeakMemory):
             tracemalloc.start()  # for good: to stop it while gloo's threads allocate is a crash
         found = Section(self)
         yield found
-        self.most = max(self.most, self._alive())
+        self.most = max(self.most, self._alive(look=True))
         found.peak = self.most - found.before
 
 
@@ -133,7 +138,7 @@ class Section:
     def now(self) -> int:
         gc.collect()  # what is gone is counted as gone
         self.watch._settle()
-        return self.watch._alive() - self.before
+        return self.watch._alive(look=True) - self.before
 
 
 class Watched(Group):
