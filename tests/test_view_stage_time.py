@@ -49,6 +49,23 @@ def test_no_second_of_a_rank_is_lost_and_none_counted_twice(settings, detail):
     assert (table["within"].sum() > 0.01 * steps.max()) == inside
 
 
+def test_all_that_a_rank_waits_for_inside_actions_is_named():
+    # A backward that computes everything again waits for its gradient inside.
+    for settings, causes in (
+        ({}, None),
+        ({"tp": 2}, "messages of tp"),
+        ({"recompute": "full"}, "gradients"),
+        ({"recompute": "full", "tp": 2}, "messages of tp and gradients"),
+    ):
+        chart = stage_time(predicted(**settings))
+        names = {trace.name for trace in chart.data}
+        assert ("waiting: the bubble" in names) == (causes is None)
+        inside = "waiting in actions" + ": messages of tp" * (causes == "messages of tp")
+        assert (inside in names) == (causes is not None)
+        said = f"in actions ranks wait for {causes}"
+        assert (said in chart.below) == (causes is not None) == ("in actions" in chart.below)
+
+
 def test_1f1b_fills_goes_on_and_drains_stage_by_stage():
     report = predicted()
     table, spans = stage_time(report).table, report.spans
@@ -71,8 +88,8 @@ def test_a_stretch_is_as_high_as_its_row_and_shared_out_as_its_time():
     chart = stage_time(report)
     table = chart.table
     named = {trace.name: trace for trace in chart.data}
-    assert {"forward", "backward", "in actions: messages of tp", "waiting: the bubble",
-            "communication, dp"} <= set(named)  # fmt: skip
+    inside, between = "waiting in actions: messages of tp", "waiting between actions"
+    assert {"forward", "backward", inside, between, "communication, dp"} <= set(named)
     high = stage_stretches.HEIGHT - stage_stretches.MESSAGES
     heights: dict[tuple[float, float], float] = {}
     for name, trace in named.items():

@@ -33,15 +33,21 @@ LANE = "comm:dp"  # whose calls those are
 IN_SECONDS = 10.0  # a step from which on the axis is in seconds
 ORDER = (*(kind for kind in KINDS if kind not in ("comm", "wait")), "within", "wait")
 OTHER = 3  # of the phases
-WITHIN = {"tp": "messages of tp", "dp": "gathers of dp", "tiers": "loads from other tiers"}
+WITHIN = (  # what ranks wait for inside a forward or a backward, and under which plans
+    ("messages of tp", lambda plan: plan.tp > 1),
+    ("gathers of dp", lambda plan: plan.zero_stage == 3 and plan.dp > 1),
+    ("loads from other tiers", lambda plan: plan.tiers is not None),
+    # A backward begins with what it computes again, and needs its gradient only after that.
+    ("gradients", lambda plan: plan.pp > 1 and plan.recompute == "full"),
+)
 PHASE = ("before the first backward", "forward and backward", "after the last forward", "then")
 
 
 class Stretch(NamedTuple):
     """Of one rank. Times in seconds from the step's start; ``parts`` are seconds by kind.
 
-    "within" is the time inside actions in which nothing is computed: calls of tp, gathers, loads.
-    "wait" is the time outside actions.
+    "within" is the time inside actions in which nothing is computed (`WITHIN`), "wait" that outside
+    actions.
     """
 
     rank: int
@@ -146,6 +152,8 @@ def _drawn(
     said = [f"step {step}", "height of a colour: its share of the time"]
     if len(ranks) < report.world_size:
         said.append(f"{len(ranks)} of {report.world_size:,} ranks")
+    if any(one.parts.get("within", 0.0) > SHOWN * seconds for one in found):
+        said.append(f"in actions ranks wait for {' and '.join(_causes(report))}")
     high = HEIGHT - MESSAGES if calls else HEIGHT
     names = [row_name(plan, plan.place(r).pp) if plan.pp > 1 else f"rank {r}" for r in ranks]
     ticks = [(rows[r] + high / 2, f"<b>{name}</b>") for r, name in zip(ranks, names, strict=True)]
@@ -190,23 +198,20 @@ def _finding(report: Tables, step: int) -> str:
 
 def _style(report: Tables, kind: str) -> dict[str, Any]:
     name, fill = box_traces.name_and_fill(kind, "compute")
+    causes = _causes(report)
     if kind == "wait" and report.plan.pp > 1:
-        name = "waiting: the bubble"
+        name = "waiting between actions" if causes else "waiting: the bubble"
     if kind == "within":
-        causes = within(report)
-        name = f"in actions: {' and '.join(causes) or 'not computing'}"
-        if causes == [WITHIN["tp"]]:
-            fill = theme.axis_colour("tp")
+        name = "waiting in actions"
+        if causes == [WITHIN[0][0]]:
+            name, fill = f"{name}: {causes[0]}", theme.axis_colour("tp")
     style = mark.look(name, fill, hatched=kind == "wait", edge=0)
     style["marker"]["cornerradius"] = 0
     return style
 
 
-def within(report: Tables) -> list[str]:
-    """What ranks wait for inside a forward or a backward, under this plan."""
-    plan = report.plan
-    causes = (plan.tp > 1, plan.zero_stage == 3 and plan.dp > 1, plan.tiers is not None)
-    return [name for name, is_one in zip(WITHIN.values(), causes, strict=True) if is_one]
+def _causes(report: Tables) -> list[str]:
+    return [cause for cause, holds in WITHIN if holds(report.plan)]
 
 
 def _messages(
@@ -226,7 +231,7 @@ def _hover(one: Stretch) -> str:
     times = [theme.scaled(seconds, "s") for seconds in (length, one.start, one.end)]
     lines = [f"<b>rank {one.rank}</b>, {one.phase.replace('wait', 'nothing to do')}"]
     lines.append(f"{times[0]}, from {times[1]} to {times[2]}")
-    names = {"wait": "waiting", "within": "in actions, not computing"}
+    names = {"wait": "waiting between actions", "within": "waiting in actions"}
     for kind, seconds in one.parts.items():
         if len(one.parts) > 1 and seconds >= SHOWN * length:
             name = names.get(kind, kind.replace("_", " "))
