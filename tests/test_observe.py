@@ -397,6 +397,12 @@ total = memory.groupby("time")["bytes"].sum()
 mine = total.max() - 3 * psi - 16  # what there was before
 assert abs(mine / most - 1) < 0.01, (mine, most)
 print("agreed", mine, most)
+
+import gc, weakref
+gone = weakref.ref(optimizer)
+del optimizer
+gc.collect()
+assert gone() is None and len(seen.steps)  # what was observed keeps no optimizer alive
 assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
 try:

@@ -127,6 +127,7 @@ class Observer:
     def __exit__(self, *raised: Any) -> None:
         self._close_ledger()
         self._undo.close()
+        self._optimizer = None  # its states would stay in memory as long as what was observed
 
     def _close_ledger(self) -> None:
         """The ledger goes, unless the program has put a dispatch mode of its own above it."""
