@@ -32,7 +32,7 @@ def test_a_stages_bar_is_the_peak_of_its_fullest_rank():
     by_stage = {f"stage {s}": max(sums[r] for r in (2 * s, 2 * s + 1)) for s in range(4)}
     assert bars(chart) == by_stage
     assert max(bars(chart).values()) == report.peak_memory
-    assert chart.finding.startswith(f"Stage 0 needs {theme.scaled(report.peak_memory, 'B')}: ")
+    assert chart.finding.startswith(f"Stage 0 needs {theme.scaled(report.peak_memory, 'B')}, ")
     assert "memory of small" in chart.layout.annotations[-1].text
 
 

@@ -8,10 +8,10 @@ from fractions import Fraction
 import pytest
 
 import paralab as pl
-from paralab.theory import ideal
+from paralab.theory import ideal, needs
 from paralab.theory.pipeline import bubble_formula
 from paralab.theory.zero import volume
-from paralab.view import theme, widgets
+from paralab.view import theme, widget_memory, widgets
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.widget_bars import STAGES
 from paralab.view.widget_pipeline import FORWARD_S
@@ -30,20 +30,24 @@ def widget(request, monkeypatch) -> widgets.Widget:
 
 
 # ---- memory and collective -----------------------------------------------------------------------
-def test_memory_bars_are_the_recipes_bytes_and_the_activations(widget):
-    psi, table = TINY.num_params, widget.predict(recipe="fp32").table
-    kept = pl.predict(TINY, cluster=CLUSTER).memory
-    kept = kept[kept["category"] == "activations"]["bytes"].max()
-    parts = dict(zip(table["category"], table["bytes"], strict=True))
-    states = {"parameters": 4 * psi, "gradients": 4 * psi, "moments": 8 * psi}
-    assert parts == {**states, "activations": kept}
-    half = widget.predict(recipe="megatron-fp16").table.set_index("category")["bytes"]
-    assert half["gradients"] == 6 * psi and half.sum() == 20 * psi + kept // 2
+def test_memory_bars_are_one_moment_of_a_program_that_keeps_what_the_recipe_says(widget):
+    for recipe, settings in widget_memory.KEEPS.items():
+        plan = pl.Plan(microbatch_size=2, **settings)
+        program = pl.program(TINY, plan)
+        states = sum(program.states().values())
+        assert states // TINY.num_params == needs.bytes_per_parameter(recipe)  # and 4 per tensor
+        table = widget.predict(recipe=recipe).table
+        assert table["bytes"].sum() == sum(program.peak().values())
+        most = program.most()  # what each has at its own moment is more
+        assert table["bytes"].sum() < sum(most.values())
 
 
 def test_memory_trains_a_small_model(widget):
     chart = widget.run(layers=2).wait(PATIENCE)
-    assert list(dict.fromkeys(chart.table["bar"])) == ["zero-fp16", "fp32, as run"]
+    sums = chart.table.groupby("bar")["bytes"].sum()
+    assert set(sums.index) == {"zero-fp16", "fp32, measured"}
+    assert sums["fp32, measured"] == widget.result.peak_memory
+    assert "exactly as predicted" in widget._status.value
     assert widget.result.model.layers == 2 and "1 real process:" in widget._status.value
     widget.set(recipe="fp32")
     assert widget.state == "done"  # another recipe is another formula, not another run

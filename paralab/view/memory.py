@@ -157,8 +157,13 @@ def _finding(totals: Mapping[str, float], capacity: Mapping[str, float]) -> str:
     if not capacity:
         return said
     device = max(capacity, key=capacity.__getitem__)
-    share = totals[worst] / capacity[device]
     most = f"the {theme.scaled(capacity[device], 'B')} of {theme.text(device)}"
+    return f"{said}, {share_of(totals[worst], capacity[device])} {most}"
+
+
+def share_of(need: float, size: float) -> str:
+    """ "62 % of", "1.6 times" or "less than 1 % of": how a need stands to what there is."""
+    share = need / size
     if share > 1:
-        return f"{said}, {share:,.{int(share < 10)}f} times {most}"
-    return f"{said}, {theme.percent(share)} of {most}"
+        return f"{share:,.{int(share < 10)}f} times"
+    return f"{theme.percent(share)} of" if share >= 0.01 else "less than 1 % of"

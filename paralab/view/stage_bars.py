@@ -13,7 +13,7 @@ from paralab.checks import illegal
 from paralab.report.metrics import Peak, once, peak
 from paralab.report.tables import TIERS
 from paralab.view import theme
-from paralab.view.memory import TIER_NAME, bytes_bars
+from paralab.view.memory import TIER_NAME, bytes_bars, share_of
 from paralab.view.memory_curves import capacity, not_sampled
 from paralab.view.rank_mesh import row_name
 
@@ -95,11 +95,9 @@ def _finding(reports: tuple[Tables, ...]) -> str:
         said += f", {other.clock} {theme.scaled(peak(other).total, 'B')}"
     if (limit := capacity(report)) is None:
         return said
-    share = worst.total / limit[1]
-    if share > 1:
+    if worst.total > limit[1]:
         return f"{said} of {theme.scaled(limit[1], 'B')}: it does not fit"
-    few = f"{100 * share:.0f} %" if share >= 0.01 else "less than 1 %"
-    return f"{said}: {few} of what a device has"
+    return f"{said}, {share_of(worst.total, limit[1])} what a device has"
 
 
 def _who(report: Tables, worst: Peak) -> str:

@@ -1,27 +1,34 @@
 """What training needs on one device, with sliders for the model's sizes: bytes by category.
 
-The bars come from formulas: model states as the recipe says (theory/needs.py), activations of one
-micro-batch from the program (half the bytes where a recipe computes in 16 bits). “Run it” trains
-the model on one real process, in fp32; a model that this machine could not hold or would take
-minutes for is refused, with the reason.
+A bar is what is alive at the peak of a step, by the program that keeps what the recipe says
+(theory/needs.py): all of one moment, so its height is the peak. “Run it” trains the model on one
+real process, in fp32; a model that this machine could not hold or would take minutes for is
+refused, with the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from paralab.checks import illegal
 from paralab.interpret import quick
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import needs
 from paralab.view.chart import Chart
-from paralab.view.memory import bytes_bars
+from paralab.view.memory import bytes_bars, share_of
+from paralab.view.memory_curves import fullest
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import Knob, in_bytes, no_room, period, slider
 
 HIDDEN = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288, 16384, 25600)
 LONGEST = 5.0  # seconds that one real step may take by prediction
 DEVICE = {"80 GB GPU": 80 * 10**9}
+KEEPS: dict[str, dict[str, Any]] = {  # settings of a plan that keeps what a recipe says
+    "fp32": {},
+    "zero-fp16": {"precision": "fp16"},
+    "megatron-bf16": {"precision": "bf16", "grad_dtype": "fp32"},
+}
 
 
 class Memory(Widget):
@@ -33,13 +40,12 @@ class Memory(Widget):
     """
 
     name, steps, free, plan = "memory", 4, ("recipe",), Plan(microbatch_size=2)
-    recipes = {name: name for name in needs.RECIPES}
     board = {
         "layers": slider("layers", (1, 2, 4, 8, 12, 24, 36, 48, 80, 96, 128), "{:,} layer", "s"),
         "hidden": slider("hidden size", HIDDEN, "hidden {:,}"),
         "seq_len": slider("sequence", [2**k for k in range(5, 13)], "{:,} token", "s"),
         "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16, 32), "{:,} sample", "s"),
-        "recipe": Knob(label="recipe", offers=recipes, start="zero-fp16"),
+        "recipe": Knob(label="recipe", offers={name: name for name in KEEPS}, start="zero-fp16"),
     }
 
     def __init__(
@@ -59,13 +65,8 @@ class Memory(Widget):
         return hidden // (32 if hidden <= 256 else 64 if hidden <= 1024 else 128)
 
     def held(self, at: At, recipe: str) -> dict[str, int]:
-        """{category: bytes} of one step on one device under ``recipe``."""
-        found: dict[str, int] = {}
-        for name, size in needs.model_states(at.model, recipe).items():
-            category = "gradients" if name == "master gradients" else name
-            found[category] = found.get(category, 0) + size
-        kept = quick.peak(at.model, at.plan)["activations"]
-        return found | {"activations": kept if recipe == "fp32" else kept // 2}
+        """{category: bytes} at the peak of a step on one device under ``recipe``."""
+        return quick.peak(at.model, at.plan.replace(**KEEPS[recipe]))
 
     def _refused(self, at: At) -> str:
         need = sum(self.held(at, "fp32").values())
@@ -74,12 +75,11 @@ class Memory(Widget):
     def _charts(self, at: At) -> Chart:
         (label, size), bars = self.device, {at["recipe"]: self.held(at, at["recipe"])}
         total = sum(bars[at["recipe"]].values())
-        share = f"{total / size:,.3g} times" if total > size else f"{100 * total / size:.0f} % of"
-        share = share if total >= 0.01 * size else "less than 1 % of"
         if at.found is not None:
-            bars["fp32, as run"] = self.held(at, "fp32")
-        said = f"parameters make {in_bytes(total)} with activations: {share} one {label}"
-        title = f"{_large(at.model.num_params)} {said}"
+            curve = fullest(at.found)
+            bars["fp32, measured"] = curve.samples[curve.peak_at]
+        title = f"To train {_large(at.model.num_params)} parameters takes {in_bytes(total)}, "
+        title += f"{share_of(total, size)} one {label}"
         return bytes_bars(bars, {label: size}, title=title)
 
     def _rows(self, at: At) -> list[dict[str, str]]:
@@ -95,14 +95,17 @@ class Memory(Widget):
             "bytes per parameter": f"{recipe}{how}: {needs.bytes_per_parameter(recipe)}",
             "parameters": _large(at.model.num_params),
             "model states": in_bytes(states),
-            "activations": in_bytes(held["activations"]),
-            "in all": in_bytes(sum(held.values())),
+            "activations at the peak": in_bytes(held["activations"]),
+            "peak": in_bytes(sum(held.values())),
             f"{label}s for the states": f"{needs.devices_for(states, size):,}",
             "a step here": time,
         }
 
     def _done(self, at: At) -> str:
-        return f"{period(at.found.step_time)} per step, loss {at.found.losses[-1]:.2f}"
+        peak, expect = at.found.peak_memory, sum(self.held(at, "fp32").values())
+        exact = "exactly as predicted" if peak == expect else f"predicted were {in_bytes(expect)}"
+        said = f"{period(at.found.step_time)} per step, loss {at.found.losses[-1]:.2f}"
+        return f"{said}; the peak is {in_bytes(peak)}, {exact}"
 
 
 def _large(count: int) -> str:

@@ -281,16 +281,6 @@ question.reveal(3, "The scores of attention, a s² b, grow with the square of s.
 # %% [markdown]
 # Twice the width gives less than twice, because the scores do not depend on $h$.
 #
-# Try other sizes: the bars move while you drag, and *Run it* trains the model that you have set.
-# The bar adds up the maximum of each category; the next section shows that these do not come at the
-# same time.
-
-# %%
-knobs = view.widgets.memory(model)
-knobs.set(recipe="fp32")
-knobs
-
-# %% [markdown]
 # ## The peak is less than the sum
 #
 # States and activations are not all there at once: backward frees the activations block by block,
@@ -316,6 +306,15 @@ moment.reveal(2, "Nearly all activations are still kept, and the first gradients
 # %% [markdown]
 # The program knows the peak to the byte before anything runs, because it is the list that is run.
 #
+# Try other sizes: the bar is what is there at the peak, and moves while you drag. *Run it* trains
+# the model that you have set, and adds what was measured.
+
+# %%
+knobs = view.widgets.memory(model)
+knobs.set(recipe="fp32")
+knobs
+
+# %% [markdown]
 # ## A large batch on a small device
 #
 # Good training wants a batch of thousands of samples, but activations grow with the samples that
@@ -340,7 +339,7 @@ whole = pl.predict(model, pl.Plan(microbatch_size=32))
 parts = pl.predict(model, accumulating)
 view.memory_bars(
     {"one batch of 32": whole, "4 micro-batches of 8": parts, "one batch of 8": report},
-    title="Accumulation trains 32 samples in the memory of 8, and all gradients",
+    title="Accumulation trains 32 samples in little more memory than 8 need",
 )
 
 # %% [markdown]
