@@ -48,13 +48,11 @@ def addresses(spaces: Mapping[str, Space], event: int) -> Chart:
         for kind in dict.fromkeys(one.category for *_, one in space.blocks):
             placed = [block for block in space.blocks if block[2].category == kind]
             rows += [(name, kind, s.born, s.died, at, end - at) for at, end, s in placed]
-            words = f"{kind}, {{}}".format
             look = mark.look(kind, theme.category_colour(kind), edge=0, axes=("x", axis))
-            boxed = [
-                (s.born, s.died - s.born, (at + end) / 2 / per, (end - at) / per, "",
-                 words(theme.scaled(s.bytes, "B")))
-                for at, end, s in placed
-            ]  # fmt: skip
+            boxed = []
+            for at, end, s in placed:
+                middle, said = (at + end) / 2 / per, f"{kind}, {theme.scaled(s.bytes, 'B')}"
+                boxed.append((s.born, s.died - s.born, middle, (end - at) / per, "", said))
             traces.append(mark.boxes(boxed, look, legendgroup=kind, showlegend=not i))
     last = max(one.died for space in spaces.values() for *_, one in space.blocks)
     best, worst = max(free, key=lambda n: free[n]), min(free, key=lambda n: free[n])
@@ -66,10 +64,13 @@ def addresses(spaces: Mapping[str, Space], event: int) -> Chart:
         "white: free addresses · a box: one storage, from its first to its last event",
         height=110 + HEIGHT * len(spaces),
         bargap=0,
-        xaxis={"title": {"text": "event of the step (a storage is created or freed)"},
-               "range": [0, last], "anchor": f"y{len(spaces)}" if len(spaces) > 1 else "y"},
+        xaxis={
+            "title": {"text": "event of the step (a storage is created or freed)"},
+            "range": [0, last],
+            "anchor": f"y{len(spaces)}" if len(spaces) > 1 else "y",
+        },
         **layout,
-    )  # fmt: skip
+    )
     fig.draw(traces, notes, shapes)
     return fig.explained(
         f"{len(spaces)} address spaces of {len(rows)} storages",

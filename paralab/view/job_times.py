@@ -11,8 +11,6 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
 from paralab.view.marks import upright
 
-HUES = {"read": "parameters", "update": "optimizer", "write": "gradients"}  # three colours
-
 
 def jobs(listed: Sequence[offload.Job], *, host: str = "slow") -> Chart:
     """When the jobs (what, unit, buffer) of `pl.exercises.stream` run, with the least possible time
@@ -38,18 +36,14 @@ def jobs(listed: Sequence[offload.Job], *, host: str = "slow") -> Chart:
         xaxis=mark.time_axis("time (ms)", 1e3 * max(took, least)),
         yaxis=mark.rows_axis([(0, "disk"), (1, "host")], 1.6, -0.6),
     )
-    traces = [
-        mark.boxes(
-            [
-                (1e3 * start, 1e3 * (end - start), ("disk", "host").index(lane), 0.8, str(unit),
-                 f"{kind} unit {unit}, buffer {buffer}: {offload.ms(start)} to {offload.ms(end)}")
-                for lane, kind, unit, buffer, start, end in rows
-                if kind == what
-            ],
-            mark.look(what, theme.category_colour(hue)),
-        )
-        for what, hue in HUES.items()
-    ]  # fmt: skip
+    *_, olive, teal = theme.look().series  # reading and writing are the disk's, of no phase
+    hues = {"read": olive, "update": theme.colour("optimizer"), "write": teal}
+    shown: dict[str, list[tuple]] = {what: [] for what in hues}
+    for lane, what, unit, buffer, start, end in rows:
+        said = f"{what} unit {unit}, buffer {buffer}: {offload.ms(start)} to {offload.ms(end)}"
+        y = ("disk", "host").index(lane)
+        shown[what].append((1e3 * start, 1e3 * (end - start), y, 0.8, str(unit), said))
+    traces = [mark.boxes(shown[what], mark.look(what, hue)) for what, hue in hues.items()]
     fig.draw(traces, (), [upright(1e3 * least, dash="dash")])
     return fig.explained(
         f"{len(rows)} jobs of {units} units on disk and host",

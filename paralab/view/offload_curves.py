@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SHARE = 0.9
 LEFT, RIGHT = (0.0, 0.6), (0.8, 1.0)  # of the figure's width
 DASH = {"predicted": "dot", "no overlap": "solid", "perfect overlap": "dash"}
+SERIES = (0, 4, 3)  # whose colours those are: none of them is near one of a category of bytes
 
 
 def disk_needed(
@@ -95,14 +96,17 @@ def chart(foreseen: Foreseen, at: float, share: float, found: Sequence[Point] = 
 
 
 def _curves(foreseen: Foreseen, low: float, high: float) -> list[dict[str, Any]]:
-    looks = theme.series(list(DASH))
     corner = min(high, max(low, foreseen.on_disk / foreseen.work))
     grid = sorted([corner, *(low * (high / low) ** (n / 50) for n in range(51))])
     lines = {name: [(b, foreseen.share(name, b)) for b in grid] for name in FORMULAS}
     return [
-        _trace(name, line, name=name, ink=looks[name]["ink"], dash=DASH[name], mode="lines")
+        _trace(name, line, name=name, ink=_ink(name), dash=DASH[name], mode="lines")
         for name, line in {"predicted": foreseen.curve, **lines}.items()
     ]
+
+
+def _ink(name: str) -> str:
+    return theme.look().series[SERIES[list(DASH).index(name)]]
 
 
 def _marks(
@@ -112,8 +116,7 @@ def _marks(
     ink, need, (low, high) = theme.look().ink, foreseen.needed(share), foreseen.ends
     marks = [_trace("predicted", [(at, now)], ink=ink, symbol="circle" + HOLLOW, size=11)]
     if need is not None and low <= need <= high:
-        colour = theme.series(list(DASH))["no overlap"]["ink"]
-        marks.append(_trace("no overlap", [(need, share)], ink=colour, size=9))
+        marks.append(_trace("no overlap", [(need, share)], ink=_ink("no overlap"), size=9))
     if foreseen.own is not None:
         whose = "this machine's" if foreseen.cluster.name == "local" else "the cluster's"
         said = f"{whose} disk, {theme.scaled(foreseen.own, 'B/s')}"
@@ -159,7 +162,10 @@ def _lines(
         word(said, need, 0.05, need**2 < low * high, axes=("x", "y domain"), hold="bottom")
     right = at**3 < low * high**2  # to the left curves are lower
     said = f"<b>{theme.percent(now)}</b> at {theme.scaled(at, 'B/s')}"
-    word(said, at, 100 * now, right, hold="top", yshift=-5 if right else -28)
+    if now < 0.3:  # above the curves, for beneath them is the axis
+        word(said, at, 100 * now, False, hold="bottom", yshift=8)
+    else:
+        word(said, at, 100 * now, right, hold="top", yshift=-5 if right else -28)
     return notes, shapes
 
 

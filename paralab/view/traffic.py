@@ -15,7 +15,7 @@ from paralab.report.tables import DRY
 from paralab.view import lanes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
-from paralab.view.marks import cells, note, upright
+from paralab.view.marks import cells, line, note, upright
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,9 +54,11 @@ def traffic_chart(report: Tables) -> Chart:
     name, per = theme.unit_of(end / 1.3)
     where = {"domain": [0.0 if alone else 0.6, 1], "anchor": "y2"}
     verb = "sent or copied" if sent and copies else "copied" if copies else "sent"
+    shapes = [] if alone else _borders(report, by_edge)
+    borders = " · lines: where a node ends" * bool(shapes)
     fig = figure(
         _finding(report, per_op, optimum, copied),
-        f"bytes of one {unit}, bookkeeping left out",
+        f"bytes of one {unit}, bookkeeping left out{borders}",
         height=max(330 if alone else 400, min(40 * n, 560) + 180),
         showlegend=len({row[1] for row in [*rows, *held]}) > 1,
         xaxis2=mark.bytes_axis(f"{verb} per rank and {unit} ({name})", end, per, **where),
@@ -70,7 +72,7 @@ def traffic_chart(report: Tables) -> Chart:
         fills = [theme.axis_colour(axis.get(label, "")) for label in trace["y"]]
         traces.append(trace | {"marker": _pattern(trace["name"]) | {"color": fills}})
     traces += mark.bars(held, **style)
-    notes, shapes = mark.ends(tops, per, axes=axes, size=13), []
+    notes = mark.ends(tops, per, axes=axes, size=13)
     if optimum is not None:
         shapes.append(upright(optimum / per, axis="y2 domain", dash="dash", xref="x2"))
         said = "2(N−1)/N of the gradients" + ", levels together" * (len(tops) > 1)
@@ -97,6 +99,14 @@ def _ends(report: Tables, by_edge: pd.DataFrame) -> tuple[list[int], list[int]]:
     """The ranks of the matrix's rows, and of its columns: in outline, all that they send to."""
     ranks = metrics.reported_ranks(report)
     return ranks, sorted({*ranks, *by_edge["receiver"].tolist()})
+
+
+def _borders(report: Tables, by_edge: pd.DataFrame) -> list[dict[str, Any]]:
+    """Lines between ranks of different nodes: of rows, and of columns."""
+    node = [[metrics.node_of(report, r) for r in ranks] for ranks in _ends(report, by_edge)]
+    down, across = ([i - 0.5 for i in range(1, len(n)) if n[i - 1] != n[i]] for n in node)
+    lines = [line((-0.5, len(node[1]) - 0.5), (at, at), width=1.5) for at in down]
+    return lines + [line((at, at), (-0.5, len(node[0]) - 0.5), width=1.5) for at in across]
 
 
 def _matrix_axes(report: Tables, by_edge: pd.DataFrame, unit: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def bars(
     look      kind -> (name, colour); kinds: in the order they are stacked
     letter    share of the axis that a letter takes; 0: no words in the bars
     pale      labels whose bars are not meant
-    lines     values that lines stand at: words step aside
+    lines     values that lines stand at: words step aside, or are left out
     said      what else an element says when pointed at
     unit      "B", or "s" of seconds
     """
@@ -63,9 +63,17 @@ def bars(
         sizes = [value[label, kind] for label in mine]
         words = [theme.scaled(n, unit) for n in sizes]
         room = [letter * (len(word) + 1) * end for word in words]
-        middles = [start[label] + n / 2 for label, n in zip(mine, sizes, strict=True)]
-        near = zip(middles, room, strict=True)
-        crossed = any(abs(middle - at) < need / 2 for middle, need in near for at in lines)
+        begins = [start[label] for label in mine]
+        places = {  # where words begin that are in the middle of their bar, or at its start
+            "middle": [a + (n - r) / 2 for a, n, r in zip(begins, sizes, room, strict=True)],
+            "start": begins,
+        }
+        crossed = {
+            anchor: [any(a < at < a + r for at in lines) for a, r in zip(place, room, strict=True)]
+            for anchor, place in places.items()
+        }
+        anchor = min(crossed, key=lambda anchor: sum(crossed[anchor]))
+        fits = [n >= r and not hit for n, r, hit in zip(sizes, room, crossed[anchor], strict=True)]
         ink = [theme.look().ink if label in pale else theme.on(fill) for label in mine]
         edge = {"width": 1, "color": theme.look().paper}
         more = [(said or {}).get((label, kind), "") for label in mine]
@@ -87,9 +95,9 @@ def bars(
         }
         if letter:
             trace |= {
-                "text": [w if n >= r else "" for w, n, r in zip(words, sizes, room, strict=True)],
+                "text": [word * fit for word, fit in zip(words, fits, strict=True)],
                 "textposition": "inside",
-                "insidetextanchor": "start" if crossed else "middle",
+                "insidetextanchor": anchor,
                 "constraintext": "none",
                 "textangle": 0,
                 "textfont": {"size": 13, "color": ink if pale else theme.on(fill)},

@@ -388,8 +388,16 @@ for name, how in ways.items():
     spec = deep.replace(layers=most[name])
     run = pl.run(spec, how, steps=1, memory_limit=limit, progress=False)
     bars |= tiers(f"{most[name]} blocks, {name}", run)
-title = "Offload trains a deeper model on one device"
-view.bytes_bars(bars, {"device of 64 MB": limit}, title=title)
+on_device = {label: held for label, held in bars.items() if label.endswith("device")}
+title = "Offload trains a model of more blocks on the same device"
+view.bytes_bars(on_device, {"the device": limit}, title=title)
+
+# %% [markdown]
+# What is no longer on the device is on the host or in files:
+
+# %%
+elsewhere = {label: held for label, held in bars.items() if label not in on_device}
+view.bytes_bars(elsewhere, title="The host and its files hold several times what the device does")
 
 # %%
 name = "everything on the host"
