@@ -222,7 +222,7 @@ def test_labels_cannot_be_markup():
 
 def test_a_chart_knows_the_two_lines_of_its_title_and_takes_more_words(light):
     chart = copy.deepcopy(light["bytes"])
-    assert chart.finding == "7.5 B needs 120 GB, 1.5 times what a device has"
+    assert chart.finding == "7.5 B needs 120 GB, 1.5 times the 80 GB of A100"
     assert chart.below == "1 GB = 10<sup>9</sup> bytes"
     assert chart.said_below("more").below == "1 GB = 10<sup>9</sup> bytes · more"
     # plotly's own subtitle falls on the title in a live figure.

@@ -90,8 +90,8 @@ class Patient:
         if change:
             bars[", ".join(f"{k}={v!r}" for k, v in change.items())] = self.peak(**change)
         said = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
-        title = f"{theme.text(self.name)}: {said[0]} on {devices(self.fewer)}, {said[1]} on "
-        title += devices(self.plan) + (f", {said[2]} once changed" if change else "")
+        title = f"{self.name}: of {devices(self.fewer)} each needs {said[0]} at its peak, of "
+        title += f"{devices(self.plan)} {said[1]}" + f", once changed {said[-1]}" * bool(change)
         return bytes_bars(bars, title=title)
 
     def __repr__(self) -> str:

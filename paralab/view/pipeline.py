@@ -167,10 +167,11 @@ def _head(name: str, share: float) -> str:
 
 
 # ---- simulated schedules -------------------------------------------------------------------------
-def schedules(named: Mapping[str, Any], **seconds: float) -> Chart:
+def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: float) -> Chart:
     """Several schedules, {name: lists of actions or a simulation}, under one another on one axis:
     what a bubble costs each of them.
 
+    title    in place of the finding, by how much the slowest takes longer than the fastest
     seconds  of ``forward``, ``backward`` and ``weight_grad`` of a rank's whole share of the layers;
              default 1, 2 (or 1 where backward is in halves) and 1 ms. A rank's chunks take a part
              of them each. Raises ValueError without schedules
@@ -186,12 +187,14 @@ def schedules(named: Mapping[str, Any], **seconds: float) -> Chart:
         section.head = _head(name, one.bubble_rate)
     best, worst = (f(made, key=lambda name: made[name].makespan) for f in (min, max))
     times = made[worst].makespan / made[best].makespan
-    said = f"{theme.text(worst)} takes {times:.2f} times as long as {theme.text(best)}"
+    longer = f"{times:.2g} times as long as" if times >= 2 else f"{percent(times - 1)} longer than"
+    said = f"{theme.text(worst)} takes {longer} {theme.text(best)}"
     if len(made) > 1 and math.isclose(times, 1.0):
         *others, last = map(theme.text, made)
         said = f"{', '.join(others)} and {last} take the same time"
     if len(sections) == 1:
         said = _bubble_of(best, made[best].bubble_rate)
+    said = said if title is None else theme.text(title)
     fig, summary = timeline_rows.drawn(sections, said, "predicted", []), " | ".join(made)
     return fig.explained(f"schedules on one axis: {summary}", lambda: boxes.table(sections))
 

@@ -38,7 +38,7 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     favourite, rows = table[clocks[0]].idxmin(), [theme.text(name) for name in names]
     finding = f"{rows[0]} is the fastest, as {clocks[0]}"
     if favourite != names[0]:
-        finding = f"{rows[0]} is the fastest; {clocks[0]} was {theme.text(favourite)}"
+        finding = f"{rows[0]} is the fastest, and not {theme.text(favourite)}, as {clocks[0]}"
     order = rank_correlation(*times.values())
     below = [f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks]
     below.append(f"rank correlation of the two orders: {order:.2f}")

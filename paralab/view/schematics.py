@@ -137,7 +137,8 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
     most = [link for link, n in sums.items() if n == max(sums.values())]
     said = f"A rank moves {theme.scaled(sum(sums.values()), 'B')} per step between its tiers"
     if len(most) == 1:
-        said += f", most of it on the link {lanes.ROW_NAME[most[0]]}"
+        said += f"; the most, {theme.scaled(sums[most[0]], 'B')}, goes "
+        said += lanes.way(lanes.ROW_NAME[most[0]])
     rows = [(link, kind, n) for link, parts in flow.items() for kind, n in parts.items()]
     return drawn(
         said,

@@ -165,13 +165,12 @@ def _finding(table: pd.DataFrame) -> str:
     """What is left of ideal at the largest scale."""
     most, clock = table[table["ranks"] == table["ranks"].max()], _judged(table)
     ends = most[most["clock"] == clock].sort_values("efficiency", ascending=False)
-    said = [
-        f"{theme.text(form)} {theme.percent(share)}".strip()
-        for form, share in zip(ends["form"], ends["efficiency"], strict=True)
-    ]
-    first = theme.text(ends["form"].iloc[0]) or "training"
-    keeps = f"{first} keeps {theme.percent(ends['efficiency'].iloc[0])} of the ideal throughput"
-    return ", ".join([f"On {int(most['ranks'].iloc[0])} ranks {keeps}", *said[1:]]) + f" ({clock})"
+    kinds = {"": "training", "weak": "weak scaling", "strong": "strong scaling"}
+    names = [kinds.get(form) or theme.text(form) for form in ends["form"]]
+    shares = [theme.percent(share) for share in ends["efficiency"]]
+    said = [f"{name} {share}" for name, share in zip(names, shares, strict=True)][1:]
+    keeps = f"{names[0]} keeps {shares[0]} of the ideal throughput"
+    return ", ".join([f"On {int(most['ranks'].iloc[0])} ranks {keeps}", *said]) + f" ({clock})"
 
 
 def _apart(ranks: list[int]) -> list[int]:

@@ -148,7 +148,7 @@ def _busiest(own: list[str], tops: dict[str, float], took: dict[str, float | Non
 
     def where(bar: str) -> str:
         place = bar.partition(",")[0]
-        return place if place in naming.LEVEL_NAME.values() else f"on the link {place}"
+        return place if place in naming.LEVEL_NAME.values() else lanes.way(place)
 
     if any(took[bar] is None for bar in own):
         return f"A rank sends {theme.scaled(sum(tops[bar] for bar in own), 'B')} in a step"

@@ -245,7 +245,8 @@ def drawn(F, I_, W, both):
     return pipeline.simulate(plain, **costs, overlapped=both / 1e3, pairs=pairs, folded=True)
 
 
-view.schedules({"DualPipeV, F&B = 3 ms": drawn(1, 1, 1, 3), "F&B = 2.4 ms": drawn(1, 1, 1, 2.4)})
+together = {"DualPipeV, F&B = 3 ms": drawn(1, 1, 1, 3), "F&B = 2.4 ms": drawn(1, 1, 1, 2.4)}
+view.schedules(together, title="An F&B that takes less than F + B shortens the step")
 
 # %% [markdown]
 # The idle time has four parts. The first three are those of an answer in that thread. Of its fourth
@@ -493,7 +494,8 @@ reached
 # %%
 if reached:
     named = {"first": first(4, 8), "second": second(4, 8), "third": third(4, 8)}
-    picture = view.schedules({"1F1B": schedules.one_f_one_b(4, 8), **named})
+    title = "1F1B and your three schedules on one axis"
+    picture = view.schedules({"1F1B": schedules.one_f_one_b(4, 8), **named}, title=title)
 picture if reached else "write first, second and third"
 
 # %%
