@@ -426,7 +426,9 @@ for n in (2, 8):
     plan = pl.Plan(dp=n, zero_stage=3)
     units[f"{n} devices, next block gathered"] = (large, plan)
     units[f"{n} devices, all blocks gathered"] = (large, plan.replace(prefetch=40))
-view.bytes_bars(peaks(units), title="If all blocks are gathered at once, each device holds all weights")
+view.bytes_bars(
+    peaks(units), title="With all blocks gathered at once each device holds all weights"
+)
 
 # %% [markdown]
 # That thread gives its numbers only as a screenshot. What the program says: with states sharded
@@ -485,7 +487,7 @@ reported = {
     "after the 2nd forward": 21272 * MIB,
 }
 print(f"{llama.num_params / 1e6:,.0f} million parameters here, 6,805 million in the thread")
-view.bytes_bars(bars, reported, title="At first the device holds all weights in 16 bits, later the activations")
+view.bytes_bars(bars, reported, title="First the device holds all weights, later the activations")
 
 # %% [markdown]
 # 14,678 MiB are the weights in 16 bits, 12,979 MiB, and 1.7 GiB of CUDA context, libraries and
@@ -567,7 +569,9 @@ for layers in (2, 4, 8):
         plan = pl.Plan(dp=2, zero_stage=2, microbatch_size=1, bucket_bytes=size)
         held = pl.program(narrow.replace(layers=layers), plan).most()["buffers"]
         buffers[f"{layers} blocks, {name}"] = {"buffers": held}
-view.bytes_bars(buffers, title="A buffer for all gradients grows with the model, a capped one stays")
+view.bytes_bars(
+    buffers, title="A buffer for all gradients grows with the model, a capped one does not"
+)
 
 # %% [markdown]
 # ## Reserved is not allocated
