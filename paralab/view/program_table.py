@@ -90,7 +90,7 @@ def _framed(
     titles: Sequence[str], lines: Sequence[str], shown: Iterable[Instr], notes: Sequence[str]
 ) -> str:
     head = "<br>".join(f"<b>{theme.text(title)}</b>" for title in titles)
-    legend = "".join(
+    legend = " · ".join(  # a page that takes no style from a notebook has words alone
         f"<span>{_swatch(fill)}{theme.text(meaning)}</span>"
         for meaning, fill in sorted(set(map(meaning_of, shown)))
     )
