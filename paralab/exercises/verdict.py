@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NOT_STARTED = "not started yet"
-GOOD, BAD = "#0B7A4B", "#B4310F"  # next to a word that says the same, never alone
+# Readable on light and dark pages; next to a word that says the same, never alone.
+GOOD, BAD = "#0B8A55", "#D8452E"
 LONGEST = 600  # characters of a row: an answer's value of megabytes is no help in a notebook
 
 
