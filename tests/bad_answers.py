@@ -346,14 +346,16 @@ def schedule_of_p_alone(pp):
 class ZeroGood:
     """A right answer; the wrong ones change one thing of it."""
 
-    def __init__(self, parameters, *, group, lr, momentum):
-        self.parameters, self.group = parameters, group
-        self.lr, self.momentum = lr, momentum
-        self.part = -(-parameters.numel() // group.size)
+    def __init__(self, parameters, *, lr, momentum):
+        import torch.distributed as dist
+
+        self.dist, self.n, self.rank = dist, dist.get_world_size(), dist.get_rank()
+        self.parameters, self.lr, self.momentum = parameters, lr, momentum
+        self.part = -(-parameters.numel() // self.n)
         self.velocity = parameters.new_zeros(self.part)
 
     def padded(self, flat):
-        buffer = flat.new_zeros(self.group.size * self.part)
+        buffer = flat.new_zeros(self.n * self.part)
         buffer[: flat.numel()] = flat
         return buffer
 
@@ -361,18 +363,18 @@ class ZeroGood:
         own_gradient = self.reduced(gradient)
         self.velocity.mul_(self.momentum).add_(own_gradient)
         full = self.padded(self.parameters)
-        own = full.chunk(self.group.size)[self.group.index]
+        own = full.chunk(self.n)[self.rank]
         own.sub_(self.lr * self.velocity)
         self.spread(full, own)
         self.parameters.copy_(full[: self.parameters.numel()])
 
     def reduced(self, gradient):
         own_gradient = gradient.new_empty(self.part)
-        self.group.reduce_scatter(own_gradient, self.padded(gradient)).wait()
+        self.dist.reduce_scatter_tensor(own_gradient, self.padded(gradient))
         return own_gradient
 
     def spread(self, full, own):
-        self.group.all_gather(full, own).wait()
+        self.dist.all_gather_into_tensor(full, own)
 
 
 class ZeroGlooHolds(ZeroGood):
@@ -380,7 +382,7 @@ class ZeroGlooHolds(ZeroGood):
 
     def __init__(self, parameters, **settings):
         super().__init__(parameters, **settings)
-        gloo, self.held = self.group.transport.transport, []
+        gloo, self.held = self.dist.get_rank.__self__.world.transport.transport, []
         as_own = gloo.as_own
 
         def held(call):
@@ -396,8 +398,8 @@ class ZeroByHand(ZeroGood):
     def reduced(self, gradient):
         full = self.padded(gradient)
         received = full.new_empty(full.shape)
-        self.group.all_to_all(received, full).wait()
-        return received.view(self.group.size, -1).sum(0)
+        self.dist.all_to_all_single(received, full)
+        return received.view(self.n, -1).sum(0)
 
 
 class ZeroKeepsItsPart(ZeroGood):
@@ -405,7 +407,7 @@ class ZeroKeepsItsPart(ZeroGood):
 
     def step(self, gradient):
         super().step(gradient)
-        self.own = self.padded(self.parameters).chunk(self.group.size)[self.group.index].clone()
+        self.own = self.padded(self.parameters).chunk(self.n)[self.rank].clone()
 
 
 class ZeroAllReduce(ZeroGood):
@@ -413,23 +415,20 @@ class ZeroAllReduce(ZeroGood):
 
     def reduced(self, gradient):
         full = self.padded(gradient)
-        self.group.all_reduce(full).wait()
-        return full.chunk(self.group.size)[self.group.index]
+        self.dist.all_reduce(full)
+        return full.chunk(self.n)[self.rank]
 
 
-class ZeroNot:
+class ZeroNot(ZeroGood):
     """Plain data parallelism: right, 2(N-1)/N Psi, and momentum for everything."""
 
-    def __init__(self, parameters, *, group, lr, momentum):
-        self.parameters, self.group = parameters, group
-        self.lr, self.momentum = lr, momentum
+    def __init__(self, parameters, *, lr, momentum):
+        super().__init__(parameters, lr=lr, momentum=momentum)
         self.velocity = parameters.new_zeros(parameters.numel())
 
     def step(self, gradient):
-        n = self.group.size
-        full = gradient.new_zeros(-(-gradient.numel() // n) * n)
-        full[: gradient.numel()] = gradient
-        self.group.all_reduce(full).wait()
+        full = self.padded(gradient)
+        self.dist.all_reduce(full)
         self.velocity.mul_(self.momentum).add_(full[: gradient.numel()])
         self.parameters.sub_(self.lr * self.velocity)
 
@@ -437,8 +436,8 @@ class ZeroNot:
 class ZeroMomentumForAll(ZeroGood):
     def __init__(self, parameters, **settings):
         super().__init__(parameters, **settings)
-        self.all = parameters.new_zeros(self.group.size * self.part)
-        self.velocity = self.all.chunk(self.group.size)[self.group.index]
+        self.all = parameters.new_zeros(self.n * self.part)
+        self.velocity = self.all.chunk(self.n)[self.rank]
 
 
 class ZeroNoGather(ZeroGood):
@@ -450,7 +449,7 @@ class ZeroNoWait(ZeroGood):
     """Goes on before the others' parts are there."""
 
     def spread(self, full, own):
-        self.pending = self.group.all_gather(full.clone(), own)
+        self.pending = self.dist.all_gather_into_tensor(full.clone(), own, async_op=True)
 
 
 class ZeroWrongPart(ZeroGood):
@@ -460,8 +459,8 @@ class ZeroWrongPart(ZeroGood):
         own_gradient = self.reduced(gradient)
         self.velocity.mul_(self.momentum).add_(own_gradient)
         full = self.padded(self.parameters)
-        parts = full.chunk(self.group.size)
-        other = parts[(self.group.index + 1) % self.group.size]
+        parts = full.chunk(self.n)
+        other = parts[(self.rank + 1) % self.n]
         other.sub_(self.lr * self.velocity)
         self.spread(full, other)
         self.parameters.copy_(full[: self.parameters.numel()])
@@ -469,14 +468,14 @@ class ZeroWrongPart(ZeroGood):
 
 class ZeroAveragesTwice(ZeroGood):
     def reduced(self, gradient):
-        return super().reduced(gradient) / self.group.size
+        return super().reduced(gradient) / self.n
 
 
 class ZeroOwnGradient(ZeroGood):
     """Nothing is summed: a rank updates its part with what it found itself."""
 
     def reduced(self, gradient):
-        return self.padded(gradient).chunk(self.group.size)[self.group.index]
+        return self.padded(gradient).chunk(self.n)[self.rank]
 
 
 class ZeroForgetsMomentum(ZeroGood):
@@ -492,14 +491,14 @@ class ZeroDropsTheRest(ZeroGood):
 
     def __init__(self, parameters, **settings):
         super().__init__(parameters, **settings)
-        self.part = parameters.numel() // self.group.size
+        self.part = parameters.numel() // self.n
         self.velocity = parameters.new_zeros(self.part)
 
     def padded(self, flat):
-        return flat[: self.group.size * self.part].clone()
+        return flat[: self.n * self.part].clone()
 
     def step(self, gradient):
-        whole, covered = self.parameters, self.group.size * self.part
+        whole, covered = self.parameters, self.n * self.part
         self.parameters = whole[:covered]
         super().step(gradient)
         self.parameters = whole
@@ -515,17 +514,17 @@ class ZeroGathersGradients(ZeroGood):
 
     def reduced(self, gradient):
         full = self.padded(gradient)
-        everything = full.new_empty(self.group.size * full.numel())
-        self.group.all_gather(everything, full).wait()
-        parts = everything.view(self.group.size, self.group.size, -1)
-        return parts[:, self.group.index].sum(0)
+        everything = full.new_empty(self.n * full.numel())
+        self.dist.all_gather_into_tensor(everything, full)
+        parts = everything.view(self.n, self.n, -1)
+        return parts[:, self.rank].sum(0)
 
 
 class ZeroManyCopies(ZeroGood):
     """Right, with the bytes asked, and a copy of the gradient for every rank."""
 
     def reduced(self, gradient):
-        copies = [gradient.clone() for _ in range(1 + self.group.size)]
+        copies = [gradient.clone() for _ in range(1 + self.n)]
         return super().reduced(copies[-1])
 
 
@@ -537,25 +536,11 @@ class ZeroNotInPlace(ZeroGood):
         super().step(gradient)
 
 
-class ZeroPlain(ZeroGood):
-    def reduced(self, gradient):
-        import torch.distributed as dist
-
-        full = self.padded(gradient)
-        dist.all_reduce(full)
-        return full.chunk(self.group.size)[self.group.index]
-
-    def spread(self, full, own):
-        import torch.distributed as dist
-
-        dist.all_gather(list(full.chunk(self.group.size)), own.clone())
-
-
 class ZeroRootOnly(ZeroGood):
     """Only rank 0 asks for the others' parts."""
 
     def spread(self, full, own):
-        if self.group.index == 0:
+        if self.rank == 0:
             super().spread(full, own)
 
 
@@ -565,9 +550,9 @@ class ZeroRaises(ZeroGood):
 
 
 class ZeroHasNoStep:
-    def __init__(self, parameters, *, group, lr, momentum):
+    def __init__(self, parameters, *, lr, momentum):
         pass
 
 
-def zero_of_three(parameters, group, lr):
+def zero_of_three(parameters, lr):
     return None

@@ -12,7 +12,6 @@ import time
 
 from bad_answers import (
     ZeroGood,
-    ZeroPlain,
     _around,
     devices,
     ring_copied,
@@ -59,7 +58,7 @@ def ring_changes_what_it_sends(group, tensor):
 
 class ZeroSleeps(ZeroGood):
     def spread(self, full, own):
-        self.group.all_gather(full, own)
+        self.dist.all_gather_into_tensor(full, own, async_op=True)
         time.sleep(0.05)
 
 
@@ -73,17 +72,16 @@ def ring_numpy_copy(group, tensor):
 class ZeroNumpyMomentum(ZeroGood):
     """Plain data parallelism, whose momentum is a NumPy array between steps."""
 
-    def __init__(self, parameters, *, group, lr, momentum):
-        self.parameters, self.group, self.lr, self.momentum = parameters, group, lr, momentum
+    def __init__(self, parameters, *, lr, momentum):
+        super().__init__(parameters, lr=lr, momentum=momentum)
+        self.velocity = None
         self.kept = parameters.new_zeros(parameters.numel()).numpy().copy()
 
     def step(self, gradient):
         import torch
 
-        n = self.group.size
-        full = gradient.new_zeros(-(-gradient.numel() // n) * n)
-        full[: gradient.numel()] = gradient
-        self.group.all_reduce(full).wait()
+        full = self.padded(gradient)
+        self.dist.all_reduce(full)
         v = torch.from_numpy(self.kept) * self.momentum + full[: gradient.numel()]
         self.parameters.sub_(self.lr * v)
         self.kept = v.numpy().copy()
@@ -111,25 +109,6 @@ def ring_control(group, tensor):
     tensor.copy_(gathered.roll(gathered.numel() // n))
 
 
-class ZeroDecoy(ZeroPlain):
-    def step(self, gradient):
-        super().step(gradient)
-        n, part = self.group.size, gradient.new_empty(self.part)
-        self.group.reduce_scatter(part, gradient.new_zeros(self.part * n)).wait()
-        self.group.all_gather(gradient.new_zeros(self.part * n), part).wait()
-
-
-class ZeroControl(ZeroGood):
-    """Sums the whole gradient as bookkeeping."""
-
-    def reduced(self, gradient):
-        full = self.padded(gradient)
-        self.group.all_reduce(full, phase="control").wait()
-        own = full.chunk(self.group.size)[self.group.index].clone()
-        self.group.reduce_scatter(own.clone(), gradient.new_zeros(full.numel())).wait()
-        return own
-
-
 # ---- one size, one constant ----------------------------------------------------------------------
 def ring_writes_the_numbers(group, tensor):
     """What the chunks once were: 0, 1, 2, ..."""
@@ -140,8 +119,8 @@ def ring_writes_the_numbers(group, tensor):
 
 
 class ZeroConstants(ZeroGood):
-    def __init__(self, parameters, *, group, lr, momentum):
-        super().__init__(parameters, group=group, lr=0.1, momentum=0.9)
+    def __init__(self, parameters, *, lr, momentum):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
 
 
 def devices_always_more(model, recipe, memory_gb):

@@ -20,6 +20,8 @@ ANSWERS = {  # of `place` in test_exercise_place.py
     one.name: tuple(asked_for(one)) for one in pl.exercises.ALL.values() if one.name != "place"
 }
 
+BUILDS_ON = {"my_prefetch": "my_zero3"}  # its class inherits from the one that was written before
+
 
 def defined(text: str) -> dict:
     """What a cell with this text defines; its classes and functions travel by value, as there."""
@@ -29,6 +31,8 @@ def defined(text: str) -> dict:
 
 
 def answer(exercise, text: str) -> tuple:
+    if exercise.name in BUILDS_ON:
+        text = f"{pl.exercises.ALL[BUILDS_ON[exercise.name]].solution()}\n\n\n{text}"
     names = defined(text)
     return tuple(names[name] for name in ANSWERS[exercise.name])
 

@@ -1,4 +1,4 @@
-"""Lab 05: ZeRO-3 of one's own. ZeRO-1 is in test_exercises_zero.py."""
+"""Lab 05: ZeRO-3 of one's own, and its prefetch. ZeRO-1 is in test_exercises_zero.py."""
 
 from __future__ import annotations
 
@@ -56,3 +56,62 @@ def test_the_stub_is_not_started_and_a_table_takes_one_launch_for_every_run():
     assert not ZERO3.check(defined(ZERO3.stub, "MyZero3")).started
     judged(ZERO3, bad.Sums, TABLE, alone=ALONE)
     assert launches[ZERO3.name] <= 4  # two of these are references
+
+
+# ---- prefetch ------------------------------------------------------------------------------------
+AHEAD = pl.exercises.my_prefetch
+LATE = [  # answer, limits it breaks, words of the verdict
+    (bad.Good, {"exposed time"}, "72 ms of a step, required: at most 36 ms"),
+    (bad.InForwardOnly, {"exposed time"}, "no gather is in flight during the backward of unit 6"),
+    (bad.InBackwardOnly, {"exposed time"}, "no gather is in flight during the forward of unit 1"),
+    (bad.PostsAfterwards, {"exposed time"}, "no gather is in flight during the forward of unit 1"),
+    (bad.WaitsForBoth, {"exposed time"}, "no gather is in flight during the forward of unit 1"),
+    (bad.HidesReductionsOnly, {"exposed time"}, "no gather is in flight during the forward of "),
+    (bad.WrongWay, {"weights"}, "was changed before it was waited for"),
+    (bad.TwoAhead, {"gathers"}, "2 units are gathered ahead when unit 1 begins its forward"),
+    (bad.AllAhead, {"gathers", "peak of a step"}, "5 units are gathered ahead when unit 1 begins"),
+    (bad.NeverWaits, {"weights"}, "timed units: rank 0 never waits for all_gather #0"),
+    (bad.WaitsWhenItIsOver, {"weights"}, "a unit has computed before its parameters had arrived"),
+    (
+        bad.OneGatherOnly,
+        {"weights"},
+        "backward of layer 6 has begun while its parameters are freed",
+    ),
+    (
+        bad.AheadStaysWhole,
+        {"gathers", "peak of a step"},
+        "6 units are gathered in a step, required",
+    ),
+    (bad.KnowsTheTimedUnits, {"gathers"}, "6 units are gathered in a step, required: 12"),
+    (bad.FirstUnitStays, {"kept between steps"}, "N=3: rank 0 keeps "),
+    (bad.AheadAllReduces, {"bytes per rank"}, "1.33 times as many"),
+    (bad.AheadSums, {"weights"}, "timed units: step 2: the units' output is "),
+    (bad.NoGatherAhead, {"weights"}, "the class has no method gather"),
+]
+BUILT = f"{ZERO3.solution()}\n\n\n"  # an answer inherits from the one before
+HIDDEN = [
+    defined(BUILT + str(AHEAD.solution()), "MyPrefetch"),
+    defined(BUILT + sources.answer("my_prefetch_other"), "InOrder"),
+    bad.Ahead,
+    bad.LearnsTheOrder,
+]
+TIMES = "32 ms", "8 ms", "32 ms", "32 ms"
+PREFETCHES = [*(row[0] for row in LATE), *HIDDEN]
+
+
+@pytest.mark.parametrize("answer, limits, words", LATE)
+def test_a_wrong_prefetch_is_refused_by_the_limits_it_breaks(answer, limits, words):
+    verdict = judged(AHEAD, answer, PREFETCHES)
+    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
+    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+
+@pytest.mark.parametrize("answer, exposed", zip(HIDDEN, TIMES, strict=True))
+def test_a_right_prefetch_passes_and_its_exposed_time_is_that_of_the_stated_costs(answer, exposed):
+    verdict = judged(AHEAD, answer, PREFETCHES)
+    assert verdict.passed and verdict.rows[-1].yours == exposed, repr(verdict)
+
+
+def test_prefetch_takes_a_launch_of_timed_units_one_of_training_and_a_reference():
+    judged(AHEAD, bad.Ahead, PREFETCHES)
+    assert launches[AHEAD.name] <= 3

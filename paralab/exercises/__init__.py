@@ -35,6 +35,7 @@ from paralab.exercises.own_fit import own_fit
 from paralab.exercises.peak import peak_estimate
 from paralab.exercises.pipeline import interleaved_executor, pipeline_executor
 from paralab.exercises.place import place
+from paralab.exercises.prefetch import my_prefetch
 from paralab.exercises.recomputed import checkpoint
 from paralab.exercises.ring import all_gather_half
 from paralab.exercises.schedule import own_schedule
@@ -73,6 +74,7 @@ ALL = {
         better_schedules,
         zero_step,
         my_zero3,
+        my_prefetch,
         memory_clinic,
         checkpoint,
         memory_estimator,
@@ -126,6 +128,7 @@ __all__ = [
     "mesh_step",
     "model_states",
     "my_ddp",
+    "my_prefetch",
     "my_zero3",
     "own_fit",
     "own_schedule",

@@ -23,6 +23,8 @@ from paralab.spec import Cluster, Link, ModelSpec
 from paralab.spec.links import messages
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from paralab.report.report import Report
 
 BUCKET = 48 * 1024
@@ -111,17 +113,23 @@ def backwards(
 
 
 # ---- what they found -----------------------------------------------------------------------------
+def replayed(report: Report, cluster: Cluster, **costs: Sequence[float]) -> pd.DataFrame:
+    """Spans of the recorded order of `timed.Timed` on ``cluster``. costs: {kind: seconds of each
+    layer}; nothing else takes any.
+    """
+    spans = report.spans.sort_values(["rank", "id"])
+    named = zip(spans["kind"], spans["chunk"], strict=True)  # chunk 0: a span of the answer's own
+    cost = [costs[kind][chunk - 1] if chunk and kind in costs else 0.0 for kind, chunk in named]
+    return dataclasses.replace(report, spans=spans.assign(cost=cost)).replay(cluster).spans
+
+
 def simulated(report: Report, sizes: Sequence[int]) -> float:
-    """Seconds of the recorded order on `CLUSTER`, from the first backward on: every gradient takes
-    its share of 12 ms, nothing else any.
+    """Seconds from the first backward on: every gradient takes its share of 12 ms.
 
     sizes  elements of each parameter, in order of registration
     """
-    spans = report.spans.sort_values(["rank", "id"])
     shares = [BACKWARD_S * size / sum(sizes) for size in sizes]
-    places = spans["chunk"].where(spans["kind"] == "backward", 0)  # 0 is a span of the answer's own
-    cost = places.map(lambda place: shares[place - 1] if place else 0.0)
-    found = dataclasses.replace(report, spans=spans.assign(cost=cost)).replay(CLUSTER).spans
+    found = replayed(report, CLUSTER, backward=shares)
     return float(found["end"].max() - found["start"][found["kind"] == "backward"].min())
 
 

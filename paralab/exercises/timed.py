@@ -55,6 +55,7 @@ class _Work(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Layer, *weights: Tensor) -> Tensor:
+        _look_at(weights, layer, "forward")
         ctx.layer = layer
         ctx.save_for_backward(*(weight[:] for weight in weights))
         with layer.recorder.span("forward", chunk=layer.number):
@@ -62,7 +63,16 @@ class _Work(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        layer = ctx.layer
+        layer, weights = ctx.layer, ctx.saved_tensors  # a hook of the answer's may get them
+        _look_at(weights, layer, "backward")
         with layer.recorder.span("backward", chunk=layer.number):
-            made = [torch.full_like(w, layer.gradient + w.mean()) for w in ctx.saved_tensors]
+            made = [torch.full_like(w, layer.gradient + w.mean()) for w in weights]
         return gradient, None, *made
+
+
+def _look_at(weights: Sequence[Tensor], layer: Layer, doing: str) -> None:
+    """To read a tensor whose storage was freed would end the process."""
+    if any(weight.untyped_storage().nbytes() == 0 for weight in weights):
+        raise RuntimeError(
+            f"{doing} of layer {layer.number} has begun while its parameters are freed"
+        )

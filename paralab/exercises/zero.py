@@ -58,7 +58,7 @@ def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     gradients = [torch.from_numpy(drawn(seed, n, rank, t)) for t in range(STEPS)]
     after, kept = torch.empty(STEPS, PSI), 0
     with watch.section() as section:
-        mine = answer[0](parameters, group=watch.group, lr=lr, momentum=momentum)
+        mine = answer[0](parameters, lr=lr, momentum=momentum)
         for step, gradient in enumerate(gradients):
             watch.label = f"step {step}"
             mine.step(gradient)
@@ -149,10 +149,6 @@ zero_step = Exercise(
     name="zero_step",
     lab="05",
     asked=dict(ASKED),
-    takes=(
-        Takes(
-            "a class", "MyZero1(parameters, group=group, lr=..., momentum=...)", methods=("step",)
-        ),
-    ),
+    takes=(Takes("a class", "MyZero1(parameters, lr=..., momentum=...)", methods=("step",)),),
     checker=check,
 )

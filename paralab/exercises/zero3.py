@@ -37,9 +37,16 @@ ASKED = (
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
-    for n, steps in RUNS.items():
+    look_at_training(tries, timeout, RUNS, UNITS)
+
+
+def look_at_training(
+    tries: Sequence[Try], timeout: float, runs: dict[int, int], units: int
+) -> None:
+    """The first four limits. runs: {ranks: steps}; units: whole ones at the peak"""
+    for n, steps in runs.items():
         for notes, found in on_ranks(tries, train, n, (steps,), where=f"N={n}", timeout=timeout):
-            _look(notes, found, n, steps)
+            _look(notes, found, n, steps, units)
 
 
 def sizes() -> list[int]:
@@ -89,7 +96,7 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
     return {"start": start, "weights": weights, **held}
 
 
-def _look(notes: Notes, found: Found, n: int, steps: int) -> None:
+def _look(notes: Notes, found: Found, n: int, steps: int, most_units: int) -> None:
     where, parts = f"N={n}", [4 * -(-size // n) for size in sizes()]
     notes.look(WEIGHTS, where, _wrong(found, n, steps), "all equal")
 
@@ -105,7 +112,9 @@ def _look(notes: Notes, found: Found, n: int, steps: int) -> None:
 
     units = max((r["peak"] - r["forward"]) / (n * max(parts)) for r in found.results)
     wrong = f"{where}: {units:.1f} units at once, in addition to what forward saves"
-    notes.note(PEAK, "no more than that" if units <= UNITS else wrong, units <= UNITS, wrong)
+    notes.note(
+        PEAK, "no more than that" if units <= most_units else wrong, units <= most_units, wrong
+    )
 
 
 def _wrong(found: Found, n: int, steps: int) -> str:

@@ -80,9 +80,12 @@ class MyZero3:
     def ready(self, i: int) -> None:
         """One more gradient of this unit is complete; after the last, they are reduced."""
         self.missing[i] -= 1
-        if self.missing[i]:
-            return
-        self.free(i)
+        if not self.missing[i]:
+            self.free(i)
+            self.reduce(i)
+
+    def reduce(self, i: int) -> None:
+        """This rank adds its N-th of the mean gradient to what it keeps; the rest is freed."""
         parameters = list(self.units[i].parameters())
         flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
         flat = nn.functional.pad(flat, (0, self.flats[i].numel() - flat.numel()))

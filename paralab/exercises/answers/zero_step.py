@@ -1,42 +1,44 @@
 """Lab 05's exercise: one step of ZeRO's first stage."""
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 
 class MyZero1:
     """SGD with momentum, in which every rank keeps the momentum of its own N-th only."""
 
-    def __init__(self, parameters, *, group, lr, momentum):
-        # parameters: (numel,), the same on every rank; N need not divide numel
-        self.parameters, self.group = parameters, group
-        self.lr, self.momentum = lr, momentum
+    def __init__(self, parameters: Tensor, *, lr: float, momentum: float) -> None:
+        """parameters: (numel,), the same on every rank; N need not divide numel."""
+        self.parameters, self.lr, self.momentum = parameters, lr, momentum
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         ### BEGIN SOLUTION
         ### STUB: # what does this rank keep from step to step?
-        self.part = -(-parameters.numel() // group.size)  # elements of an N-th, rounded up
+        self.part = -(-parameters.numel() // self.ranks)  # elements of an N-th, rounded up
         self.velocity = parameters.new_zeros(self.part)
         ### END SOLUTION
 
-    def step(self, gradient):
-        """gradient: (numel,), of this rank's share; their sum over the ranks is the mean.
+    def step(self, gradient: Tensor) -> None:
+        """gradient: (numel,), of this rank's share; the sum over the ranks is the mean gradient.
 
         When this returns, `self.parameters` holds the new ones, on every rank.
         """
         ### BEGIN SOLUTION
         ### STUB: raise NotImplementedError("your turn")
         own_gradient = gradient.new_empty(self.part)
-        self.group.reduce_scatter(own_gradient, self.padded(gradient)).wait()
+        dist.reduce_scatter_tensor(own_gradient, self.padded(gradient))
         self.velocity.mul_(self.momentum).add_(own_gradient)
         full = self.padded(self.parameters)
-        own = full.chunk(self.group.size)[self.group.index]  # a view of full
+        own = full.chunk(self.ranks)[self.rank]  # a view of full
         own.sub_(self.lr * self.velocity)
-        self.group.all_gather(full, own).wait()
+        dist.all_gather_into_tensor(full, own)
         self.parameters.copy_(full[: self.parameters.numel()])
         ### END SOLUTION
 
     ### BEGIN SOLUTION
     ### STUB: # more methods, if you want some
-    def padded(self, flat):
+    def padded(self, flat: Tensor) -> Tensor:
         """`flat` and so many zeros behind it that there are N equal parts."""
-        buffer = flat.new_zeros(self.group.size * self.part)
-        buffer[: flat.numel()] = flat
-        return buffer
+        return torch.nn.functional.pad(flat, (0, self.ranks * self.part - flat.numel()))
 
     ### END SOLUTION

@@ -1,27 +1,27 @@
 """Another ZeRO-1: an optimizer of torch on a flat shard."""
 
 import torch
+import torch.distributed as dist
 
 
 class ShardedSGD:
-    def __init__(self, parameters, *, group, lr, momentum):
-        self.parameters, self.group = parameters, group
-        self.part = part = -(-parameters.numel() // group.size)
-        self.own = slice(group.index * part, (group.index + 1) * part)
+    def __init__(self, parameters, *, lr, momentum):
+        self.parameters, self.n = parameters, dist.get_world_size()
+        self.part = part = -(-parameters.numel() // self.n)
+        self.own = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
         self.shard = parameters.new_zeros(part)
         self.sgd = torch.optim.SGD([self.shard], lr=lr, momentum=momentum)
 
     def step(self, gradient):
-        n, part = self.group.size, self.part
-        padding = (0, n * part - len(gradient))
+        padding = (0, self.n * self.part - len(gradient))
         full = torch.nn.functional.pad(self.parameters, padding)
         self.shard.set_(full[self.own].clone())
         self.shard.grad = torch.empty_like(self.shard)
         whole = torch.nn.functional.pad(gradient, padding)
-        self.group.reduce_scatter(self.shard.grad, whole).wait()
+        dist.reduce_scatter_tensor(self.shard.grad, whole)
         del whole
         self.sgd.step()
-        self.group.all_gather(full, self.shard).wait()
+        dist.all_gather_into_tensor(full, self.shard)
         self.parameters.copy_(full[: len(gradient)])
         self.shard.grad = None
         self.shard.set_(self.shard.new_empty(0))

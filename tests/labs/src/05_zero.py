@@ -14,11 +14,11 @@
 # **You will be able to**
 # * say how many bytes of model states each stage of ZeRO leaves on a rank, and what comes on top;
 # * derive the traffic of each stage, and say when the gathers are hidden behind computation;
-# * write ZeRO-1 and ZeRO-3 (FSDP);
+# * write ZeRO-1 and ZeRO-3 (FSDP), and hide the gathers of ZeRO-3 behind computation;
 # * choose between data parallelism, the three stages, and hybrid sharding.
 #
 # **You need** labs 00 to 02; of PyTorch, hooks of modules and tensors.
-# **Minutes**: 100 to 140, more than half of them for the exercises.
+# **Minutes**: 120 to 170, more than half of them for the exercises.
 #
 # What four ranks keep under data parallelism and under the three stages of ZeRO:
 
@@ -36,28 +36,36 @@ view.zero_shards(model, 4)
 # |---|---|
 # | $N$ | data-parallel ranks that share one copy of the model states |
 # | $\Psi$, $\Psi_u$ | parameters of the model, and of one unit (a block, say); counts |
-# | $K$ | bytes of model states per parameter: weights, gradients, optimizer, $k_w + k_g + k_o$ |
-# | $M$ | bytes of model states on a rank |
+# | $w$, $g$; $w_r$, $g_r$ | all parameters, all gradients; rank $r$'s N-th of them |
+# | $k_w$, $k_g$, $k_o$; $K$ | bytes per parameter of weights, gradients, optimizer; their sum |
+# | $M_0$ to $M_3$ | bytes of model states on a rank: data parallelism, and stages 1 to 3 |
+# | $V_0$ to $V_3$ | elements that a rank sends in a step |
 # | $m$, $b$, $s$ | micro-batches per step and rank; samples per micro-batch; tokens per sample |
 # | $\alpha$, $\beta$ | seconds per message; seconds per byte ($1/\beta$ is the bandwidth) |
 # | $R$ | FLOP/s that a device reaches |
 #
 # ## The optimizer fits between the two halves of an all-reduce
 # After the all-reduce of lab 02 all ranks have the same gradients, keep the same AdamW moments, and
-# compute the same update. The work and the moments are there N times. But an all-reduce is a
-# reduce-scatter followed by an all-gather (lab 01), and between the two halves each rank holds the
-# sum of one N-th of the gradients. **Stage 1** updates exactly this N-th of the parameters there,
-# and gathers the updated parameters in place of the gradients:
+# compute the same update. The same work is done N times, and the same moments are stored N times.
+#
+# An all-reduce is a reduce-scatter followed by an all-gather (lab 01). Between these two halves
+# each rank holds the sum of one N-th of the gradients. **Stage 1** of ZeRO lets rank $r$ update
+# exactly this N-th of the parameters at this point. The all-gather then gathers the updated
+# parameters, in place of the gradients:
 #
 # $$
 # \text{all-reduce}(g);\ \text{update}(w)
 # \quad\longrightarrow\quad
-# \text{reduce-scatter}(g);\ \text{update}(w_r);\ \text{all-gather}(w).
+# \text{reduce-scatter}(g);\ \text{update}(w_r, g_r);\ \text{all-gather}(w).
 # $$
 #
-# The bytes are the same, $2\frac{N-1}{N}\,4\Psi$, and each rank needs the moments of its own N-th
-# only. In the program of a rank it is a change of a few lines. (`w` is the whole parameters,
-# `shard` an N-th of them; `grad` is the rank's own gradient, `gshard` an N-th of the sum.)
+# A rank sends as many bytes as before, in fp32 $2\frac{N-1}{N}\,4\Psi$, and it needs the moments of
+# its own N-th only.
+#
+# The *program* of a rank is the list of instructions that it executes in a step. The next cell
+# compiles the programs of data parallelism and of the three stages, and shows what stage 1 changes
+# in the first one. (`w` stands for all parameters, `shard` for an N-th of them, `grad` for the
+# gradients of the rank's own samples, and `gshard` for an N-th of their sum over the ranks.)
 
 # %%
 small = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64, tied=False)
@@ -85,10 +93,12 @@ pl.exercises.zero_step.check(MyZero1)
 # `warm_up.hint()` gives one hint at a time, and `warm_up.solution()` shows an answer.
 
 # %% [markdown] tags=["solution-only"]
-# Why it works: a rank never reads the momentum of another part, so it does not need to keep it.
-# Common mistakes are the momentum of all parameters (the checker counts the bytes that are kept),
-# an all-reduce in place of the reduce-scatter (1.5 times the bytes), the part of another rank, and
-# lengths that N does not divide.
+# Why it works: a rank updates only its own part of the parameters, so it never needs the momentum
+# of another part. Common mistakes, with what the checker says about them:
+# * momentum for all parameters: more bytes are kept between steps than an N-th;
+# * an all-reduce in place of the reduce-scatter: 1.5 times the bytes;
+# * the update of another rank's part: the first wrong part and element are named;
+# * no padding: the answer is right on 2 ranks, and wrong on 3, which do not divide Ψ.
 #
 # ## A second answer: torch's optimizer on a flat shard
 # The shard is a tensor of its own, and any optimizer of torch.optim updates it.
@@ -101,8 +111,9 @@ pl.exercises.zero_step.check(MyZero1)
 pl.exercises.zero_step.check(ShardedSGD)
 
 # %% [markdown]
-# What if the all-gather is left out, so that every rank updates its part and no rank tells the
-# others? Here is ZeRO-1 with AdamW on the GPT, with the all-gather as an option.
+# What happens if the all-gather is left out? Each rank then updates its own part, and never
+# receives the parts that the other ranks have updated. The function below trains the GPT with
+# ZeRO-1 and AdamW. Its argument says whether the updated parameters are gathered.
 
 
 # %%
@@ -135,7 +146,8 @@ def zero_one(gather):
 
 
 choice = pl.exercises.choose(
-    "Without the all-gather, the loss:", ["rises", "stays where it was", "still falls"]
+    "Without the all-gather, what does the loss of each rank do?",
+    ["it rises", "it stays where it was", "it still falls"],
 )
 choice
 
@@ -146,17 +158,19 @@ for gather in (True, False):
     weights = len({total for _, total in results})
     words = "with" if gather else "without"
     print(f"{words} the all-gather: the loss falls: {fell}, different models: {weights}")
-choice.reveal(3, "every rank trains a quarter of a model of its own")
+choice.reveal(3, "Each rank trains a model of its own, of which it updates a quarter.")
 
 # %% [markdown]
-# The loss falls, and there are four different models. As in lab 02, a loss curve proves nothing;
-# the checkers of this lab compare weights.
+# The loss falls in both runs. Without the all-gather, however, the four ranks end up with four
+# different models. So a falling loss does not prove that the ranks train the same model (lab 02),
+# and the checkers of this lab compare weights.
 #
 # ## Each stage divides one more kind of state by N
-# A rank that updates only an N-th of the parameters needs only that N-th of the summed
-# **gradients**: stage 2 reduces the gradients of a bucket as soon as backward has produced them,
-# and frees what belongs to other ranks. A **parameter** need not be on a rank while the rank does
-# not use it: stage 3 keeps an N-th of the parameters, too, and gathers one unit at a time.
+# A rank that updates an N-th of the parameters needs only this N-th of the summed **gradients**.
+# Under stage 2 the gradients of a bucket are reduced as soon as backward has produced them, and a
+# rank frees the parts that belong to other ranks. The **parameters** of a layer are needed on a
+# rank only while the layer computes. Under stage 3 a rank keeps an N-th of the parameters as well,
+# and gathers the rest one unit at a time.
 #
 # $$
 # M_0 = K\Psi, \qquad
@@ -165,9 +179,9 @@ choice.reveal(3, "every rank trains a quarter of a model of its own")
 # M_3 = \frac{K}{N}\,\Psi .
 # $$
 #
-# Training in fp32 with AdamW has $k_w = k_g = 4$ and $k_o = 8$. What share of the model states does
-# a rank keep under stage 3 with four ranks? And what share of its *peak memory*, with everything
-# that a step needs?
+# Training in fp32 with AdamW has $k_w = k_g = 4$ and $k_o = 8$. With four ranks, a rank keeps a
+# quarter of the model states under stage 3. What share of data parallelism's *peak memory*, which
+# includes everything else that a step needs, does a rank need under stage 3?
 
 # %%
 guess = pl.exercises.guess(
@@ -179,20 +193,24 @@ guess = pl.exercises.guess(
 )
 guess
 
+# %% [markdown]
+# The four formulas, evaluated for this model:
+
 # %%
 N, psi = 4, model.num_params
 k_w, k_g, k_o = 4, 4, 8
 formula = {
-    "data parallelism": k_w + k_g + k_o,
-    "ZeRO-1": k_w + k_g + k_o / N,
-    "ZeRO-2": k_w + (k_g + k_o) / N,
-    "ZeRO-3": (k_w + k_g + k_o) / N,
+    "data parallelism": (k_w, k_g, k_o),
+    "ZeRO-1": (k_w, k_g, k_o / N),
+    "ZeRO-2": (k_w, k_g / N, k_o / N),
+    "ZeRO-3": (k_w / N, k_g / N, k_o / N),
 }
-for name, width in formula.items():
-    print(f"{name:<17} {width:4.0f} bytes per parameter, {width * psi / 1e6:5.1f} MB")
+for name, k in formula.items():
+    print(f"{name:<17} {sum(k):4.0f} bytes per parameter, {sum(k) * psi / 1e6:5.1f} MB")
 
 # %% [markdown]
-# Four real processes train under each of the four plans. Here is the memory of rank 0 in one step:
+# The formulas count model states only. For the whole memory, four real processes train under each
+# of the four plans. The picture shows what rank 0 holds in the course of one step:
 
 # %% tags=["measured"]
 plan = pl.Plan(dp=4, microbatches=2, microbatch_size=2, bucket_bytes=2**20)
@@ -203,52 +221,60 @@ reports = {
 view.memory_charts(reports)
 
 # %% [markdown]
-# The peak of each run by category, with the four formulas as lines:
+# Each pair of bars below compares the model states of the formula with the measured peak:
 
 # %% tags=["measured"]
-peaks = {
-    name: {kind: size for kind, size in report.peaks(rank=0)["measured"].items() if kind != "total"}
-    for name, report in reports.items()
-}
-lines = {f"{width:.0f} B/parameter": width * psi for width in formula.values()}
-view.bytes_bars(peaks, lines, title="Each stage holds more at its peak than its model states")
+states = ("parameters", "gradients", "optimizer")
+pairs = {}
+for name, report in reports.items():
+    pairs[f"{name}: formula"] = dict(zip(states, [k * psi for k in formula[name]], strict=True))
+    pairs[f"{name}: measured"] = report.peaks(rank=0)["measured"].drop("total").to_dict()
+view.bytes_bars(pairs, title="At its peak a step holds more than the model states")
 
 # %% tags=["measured"]
 share = reports["ZeRO-3"].peak_memory / reports["data parallelism"].peak_memory
 guess.reveal(round(100 * share))
 
 # %% [markdown]
-# Three things come on top of the formulas. **Activations** belong to a rank's own samples, and ZeRO
-# does not shard them (lab 06). **Gathered parameters** are in the category *buffers*: the unit that
-# computes, and the next one. **Gradients** of a unit are whole until they are reduced. The second
-# and the third depend on the size of a few units, not of the model. In a model of eight blocks a
-# unit is a large part of the whole.
+# At the peak a rank holds three things in addition to the model states of the formulas:
+# * **Activations** of the rank's own samples. ZeRO does not shard them (lab 06 reduces them).
+# * **Gathered parameters**, in the category *buffers*: all parameters of the unit that computes,
+#   and of the next unit, which is gathered ahead.
+# * **Gradients** of a whole unit, from its backward until its reduce-scatter.
+#
+# The second and the third depend on the size of a few units, not on the size of the model. This
+# model has only eight blocks, so a single unit is a large part of it.
 #
 # ## Does memory fall with more devices?
-# The states fall as $1/N$, what comes on top does not. Real runs of stage 3 on 1, 2 and 4 ranks:
+# The model states fall as $1/N$. What a rank holds in addition to them does not. Here are real runs
+# of stage 3 on 1, 2 and 4 ranks (on a single rank nothing is sharded):
 
 # %% tags=["measured"]
 falling = {}
 for n in (1, 2, 4):
     split = plan.replace(dp=n, zero_stage=3 if n > 1 else 0)
     run = pl.run(model, split, steps=3, progress=False)
-    falling[f"N = {n}"] = run.peaks(rank=0)["measured"].drop("total").to_dict()
-lines = {f"16 Ψ/{n}": 16 * psi / n for n in (1, 2, 4)}
-view.bytes_bars(falling, lines, title="Model states fall as 1/N, activations and buffers do not")
+    sharded = [k * psi / n for k in (k_w, k_g, k_o)]
+    falling[f"N = {n}: formula"] = dict(zip(states, sharded, strict=True))
+    falling[f"N = {n}: measured"] = run.peaks(rank=0)["measured"].drop("total").to_dict()
+view.bytes_bars(falling, title="Model states fall as 1/N, activations and buffers do not")
 
 # %% [markdown]
-# Figure 1 of the [ZeRO paper](https://arxiv.org/abs/1910.02054) is this picture for 7.5 billion
-# parameters on 64 devices, in 16 bits: $k_w = k_g = 2$, and $k_o = 12$ for the fp32 master copy and
-# two moments. The paper calls the stages *Pos*, *Pos+g* and *Pos+g+p*.
+# Figure 1 of the [ZeRO paper](https://arxiv.org/abs/1910.02054) compares the stages for a model of
+# 7.5 billion parameters on 64 devices, trained in 16 bits. There $k_w = k_g = 2$ and $k_o = 12$:
+# four bytes each for the fp32 master copy of the weights and for two moments. The paper calls the
+# stages *Pos*, *Pos+g* and *Pos+g+p*: first the optimizer states are sharded, then the gradients,
+# then the parameters.
 
 # %%
 from paralab.theory import zero
 
 figure = {name: zero.stage_bytes(7.5e9, 64, stage) for stage, name in enumerate(zero.NAMES)}
-view.bytes_bars(figure, {"80 GB device": 80e9})
+view.bytes_bars(figure, {"one device": 80e9})
 
 # %% [markdown]
-# Look at other models and other numbers of devices; *Run it* starts real ranks.
+# The sliders below show the same for other models and other numbers of devices. The button *Run it*
+# starts real ranks.
 
 # %%
 view.widgets.zero()
@@ -516,6 +542,49 @@ for depth in (0, 1, 2, 4, 8):
     deep = pl.program(model, plan.replace(zero_stage=3, prefetch=depth))
     rows[f"ZeRO-3, prefetch={depth}"] = sum(deep.peak().values()) / 1e6
 pd.Series(rows, name="peak memory (MB)").round(1).to_frame()
+
+# %% [markdown]
+# ### Exercise 3 (go further): prefetch
+# Let your ZeRO-3 gather the next unit while the current one computes. At most half of the exposed
+# time may be left. Hiding the reduce-scatters as well saves more than that, and is up to you.
+
+# %%
+exercise = pl.exercises.my_prefetch
+exercise
+
+
+# %%
+### ANSWER: my_prefetch
+
+
+pl.exercises.my_prefetch.check(MyPrefetch)
+
+# %% [markdown] tags=["solution-only"]
+# Why it works: calls of one group are executed in the order in which they are posted. When unit $i$
+# begins to compute, the gather of the next unit has been posted and is executed meanwhile. Without
+# prefetch six units have $6 \cdot 3 \cdot 4 = 72$ ms of exposed time. With prefetch only the first
+# gather of forward and the first gather of backward are exposed, and the six reduce-scatters, which
+# this answer does not hide: $4 + 4 + 6 \cdot 4 = 32$ ms.
+#
+# Common mistakes, with what the checker says about them:
+# * the next gather is posted after the unit has computed, or waited for at once: no gather is in
+#   flight during the forward of unit 1;
+# * unit $i + 1$ is prefetched in backward, too, where unit $i - 1$ follows;
+# * the gather of a unit is posted a second time when its turn comes: more bytes than before;
+# * the unit computes before `work.wait()`: its parameters have not arrived, and weights are wrong.
+#
+# ## A second answer: one list of uses, and hidden reductions
+# This class keeps the order in which units are used in a micro-batch. The last unit is used by
+# forward and by backward without a break, so it stays gathered in between. Its reduce-scatters are
+# asynchronous, and each is waited for when the backward of the next unit is over. Only the first
+# gather and the last reduce-scatter are exposed, $4 + 4 = 8$ ms.
+
+
+# %% tags=["solution-only"]
+### ANSWER: my_prefetch_other
+
+
+pl.exercises.my_prefetch.check(InOrder)
 
 # %% [markdown]
 # ## The largest model that fits

@@ -1,0 +1,120 @@
+"""Lab 05: ZeRO-3 that gathers the next unit while this one computes.
+
+The answer is a whole ZeRO-3. On 3 ranks it trains what `my_zero3` trains, within the same limits
+and one more unit of memory (zero3.py). Before that, two steps of timed units (timed.py) run on 2
+ranks, and the recorded order of the second is replayed with stated costs. So the exposed time, in
+which a rank waits for messages, is the same on every machine (Zhao+ 2023, arXiv:2304.11277, sec.
+3.3.2). The first step may be used to learn the order of the units, as DeepSpeed does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paralab.exercises import zero3
+from paralab.exercises.ddp import replayed
+from paralab.exercises.exercise import Exercise
+from paralab.exercises.one_process import LR
+from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes
+from paralab.spec import Cluster, Link
+
+TRAINED = {3: 1}  # ranks: steps; a second step is that of the timed units
+RANKS, STEPS, UNITS = 2, 2, 6
+SIZES = (3000, 1000)  # elements of each tensor of a unit: N divides their sum
+MESSAGE_S, FORWARD_S, BACKWARD_S = 4e-3, 5e-3, 10e-3  # of a unit
+SENT = 4 * sum(SIZES) * (RANKS - 1) // RANKS  # bytes of a rank, in a gather or a reduce-scatter
+LINK = Link(alpha=0.0, bandwidth=SENT / MESSAGE_S)
+CLUSTER = Cluster(name="timed units", flops=1e12, memory_bandwidth=1e12, intra=LINK)
+WITHOUT_S = 3 * UNITS * MESSAGE_S  # two gathers and a reduce-scatter of each unit
+LIMIT_S = WITHOUT_S / 2
+
+GATHERS, EXPOSED = "gathers", "exposed time"
+ASKED = dict(zero3.ASKED) | {
+    zero3.WEIGHTS: "N = 3: after a step of SGD those of one process, on every rank",
+    zero3.PEAK: f"at most {zero3.UNITS + 1} units, one more than without prefetch",
+    GATHERS: "each unit for its forward and for its backward, at most one unit ahead",
+    EXPOSED: f"at most {1e3 * LIMIT_S:.0f} ms, half of the time without prefetch",
+}
+
+
+def check(tries: Sequence[Try], timeout: float) -> None:
+    for notes, found in on_ranks(tries, steps, RANKS, where="timed units", timeout=timeout):
+        _look(notes, found)
+    zero3.look_at_training(tries, timeout, TRAINED, zero3.UNITS + 1)
+
+
+def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
+    """What every rank runs. Returns what comes out of the units, and what should, in each step."""
+    import torch
+
+    from paralab.exercises.timed import Timed
+
+    module, found = Timed([SIZES] * UNITS, watch.group.recorder), []
+    module.gradients = [watch.group.index] * UNITS
+    values = torch.rand(UNITS, len(SIZES), generator=torch.Generator().manual_seed(seed)) + 1
+    for layer, numbers in zip(module.layers, values, strict=True):
+        for weight, number in zip(layer.weights, numbers, strict=True):
+            weight.data.fill_(number)
+    watch.label = "before"
+    mine = answer[0](list(module.layers), lr=LR)
+    for step in range(STEPS):
+        watch.label = f"step {step}"
+        out = module(torch.zeros(1))
+        found.append((out.item(), values.sum().item()))
+        out.backward()
+        mine.step()
+        values -= LR * (values + (RANKS - 1) / 2)  # the mean of the ranks' gradients
+    return found
+
+
+def _look(notes: Notes, found: Found) -> None:
+    for step, (out, right) in enumerate(found.results[0]):
+        wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; a unit "
+        wrong += "has computed before its parameters had arrived, or with wrong ones"
+        right_out = abs(out - right) <= 1e-4 * right
+        notes.look(zero3.WEIGHTS, "timed units", "" if right_out else wrong, "all equal")
+
+    spans, calls = (
+        found.report.spans.query("rank == 0"),
+        found.report.collectives.query("rank == 0"),
+    )
+    work = spans[spans["kind"].isin(("forward", "backward")) & (spans["chunk"] > 0)]
+    gathers = calls[calls["op"] == "all_gather"]
+    last = calls["phase"] == f"step {STEPS - 1}"
+    units = gathers["wire_bytes"][last].sum() / SENT
+    few = f"{units:g} units are gathered in a step, required: {2 * UNITS}, or one less"
+    notes.look(GATHERS, "", few if units < 2 * UNITS - 1 else "", f"{units:g} in a step")
+    for place, one in enumerate(work.sort_values("id").itertuples()):
+        ahead = gathers["wire_bytes"][gathers["span"] < one.id].sum() / SENT - (place + 1)
+        many = f"{ahead:g} units are gathered ahead when unit {one.chunk} begins its {one.kind}"
+        notes.look(GATHERS, "", many if ahead > 1 else "", f"{units:g} in a step")
+
+    costs = {"forward": [FORWARD_S] * UNITS, "backward": [BACKWARD_S] * UNITS}
+    timed = replayed(found.report, CLUSTER, **costs).query("rank == 0").set_index("id")
+    seconds = timed["end"].max() - timed["start"][calls["span"][last].min()]
+    exposed = float(seconds) - UNITS * (FORWARD_S + BACKWARD_S)
+    said, most = f"{1e3 * exposed:.0f} ms", f"{1e3 * LIMIT_S:.0f} ms"
+    slow = f"{said} of a step, required: at most {most}{_why(spans, gathers, work)}"
+    notes.note(EXPOSED, said, exposed <= LIMIT_S, f"{EXPOSED}: {slow}")
+
+
+def _why(spans: Any, gathers: Any, work: Any) -> str:
+    """The first unit of the last step whose computation hides no gather."""
+    waits = spans[spans["kind"] == "wait"]
+    for one in work.sort_values("id").iloc[-2 * UNITS :].itertuples():
+        over = {id for ids in waits["after"][waits["id"] < one.id] for id in ids}
+        in_flight = set(gathers["span"][gathers["span"] < one.id]) - over
+        if not in_flight and one.chunk != {"forward": UNITS, "backward": 1}[one.kind]:
+            return f": no gather is in flight during the {one.kind} of unit {one.chunk}"
+    return ""
+
+
+my_prefetch = Exercise(
+    name="my_prefetch",
+    lab="05",
+    asked=ASKED,
+    takes=(Takes("a class", "MyPrefetch(units, lr=...)", methods=("step", "gather")),),
+    checker=check,
+)
