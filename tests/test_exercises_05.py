@@ -106,7 +106,7 @@ def test_a_wrong_prefetch_is_refused_by_the_limits_it_breaks(answer, limits, wor
     assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
 
-@pytest.mark.parametrize("answer, exposed", zip(HIDDEN, TIMES, strict=True))
+@pytest.mark.parametrize("answer, exposed", list(zip(HIDDEN, TIMES, strict=True)))
 def test_a_right_prefetch_passes_and_its_exposed_time_is_that_of_the_stated_costs(answer, exposed):
     verdict = judged(AHEAD, answer, PREFETCHES)
     assert verdict.passed and verdict.rows[-1].yours == exposed, repr(verdict)
