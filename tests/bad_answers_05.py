@@ -457,5 +457,21 @@ class KnowsTheTimedUnits(HidesReductionsOnly):
                 one["work"] = dist.all_gather_into_tensor(one["flat"], one["shard"], async_op=True)
 
 
+class Alone:
+    """Every rank trains whole units, and sends nothing."""
+
+    def __init__(self, units, lr):
+        self.parameters = [p for unit in units for p in unit.parameters()]
+        self.lr = lr
+
+    def step(self):
+        for p in self.parameters:
+            p.data -= self.lr * p.grad
+            p.grad = None
+
+    def gather(self):
+        pass
+
+
 class NoGatherAhead(Ahead):
     gather = None

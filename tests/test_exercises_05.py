@@ -83,6 +83,7 @@ LATE = [  # answer, limits it breaks, words of the verdict
         "6 units are gathered in a step, required",
     ),
     (bad.KnowsTheTimedUnits, {"gathers"}, "6 units are gathered in a step, required: 12"),
+    (bad.Alone, {"gathers", "weights"}, "0 units are gathered in a step, required: 12"),
     (bad.FirstUnitStays, {"kept between steps"}, "N=3: rank 0 keeps "),
     (bad.AheadAllReduces, {"bytes per rank"}, "1.33 times as many"),
     (bad.AheadSums, {"weights"}, "timed units: step 2: the units' output is "),

@@ -76,10 +76,8 @@ def _look(notes: Notes, found: Found) -> None:
         right_out = abs(out - right) <= 1e-4 * right
         notes.look(zero3.WEIGHTS, "timed units", "" if right_out else wrong, "all equal")
 
-    spans, calls = (
-        found.report.spans.query("rank == 0"),
-        found.report.collectives.query("rank == 0"),
-    )
+    spans = found.report.spans.query("rank == 0")
+    calls = found.report.collectives.query("rank == 0")
     work = spans[spans["kind"].isin(("forward", "backward")) & (spans["chunk"] > 0)]
     gathers = calls[calls["op"] == "all_gather"]
     last = calls["phase"] == f"step {STEPS - 1}"
@@ -93,7 +91,7 @@ def _look(notes: Notes, found: Found) -> None:
 
     costs = {"forward": [FORWARD_S] * UNITS, "backward": [BACKWARD_S] * UNITS}
     timed = replayed(found.report, CLUSTER, **costs).query("rank == 0").set_index("id")
-    seconds = timed["end"].max() - timed["start"][calls["span"][last].min()]
+    seconds = timed["end"].max() - timed["start"].get(calls["span"][last].min(), 0.0)
     exposed = float(seconds) - UNITS * (FORWARD_S + BACKWARD_S)
     said, most = f"{1e3 * exposed:.0f} ms", f"{1e3 * LIMIT_S:.0f} ms"
     slow = f"{said} of a step, required: at most {most}{_why(spans, gathers, work)}"
