@@ -54,6 +54,22 @@ def test_an_axis_has_the_name_of_its_mesh_dimension(report):
     assert set(axes) == {"tp"} and set(report.collectives["axis"]) == {"tp", "world"}
 
 
+def two_names():
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = init_device_mesh("cpu", (2,), mesh_dim_names=("world",))
+    dist.all_reduce(torch.ones(300), group=world.get_group())
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    dist.all_reduce(torch.ones(300), group=mesh.get_group("tp"))
+
+
+def test_of_two_mesh_dimensions_with_one_group_the_later_names_the_axis():
+    report = pl.observe(two_names, 2)
+    assert report.collectives.query("rank == 0")["axis"].tolist() == ["world", "tp"]
+
+
 def test_what_ranks_do_not_send_in_a_step_is_no_part_of_it(report):
     phases = set(report.collectives["phase"])
     assert phases == {*BOOKKEEPING, "forward", "backward", "optimizer", "data", "gloo surplus"}

@@ -77,7 +77,8 @@ class Calls:
         return self._groups[name]
 
     def _mesh_dimension(self, group: str) -> str:
-        for mesh in filter(None, (reference() for reference in self._meshes)):
+        """Of several dimensions with this group the latest: the first is often all ranks."""
+        for mesh in filter(None, (reference() for reference in reversed(self._meshes))):
             for name in mesh.mesh_dim_names or ():
                 with contextlib.suppress(RuntimeError, KeyError, AssertionError):
                     if mesh.get_group(name).group_name == group:
