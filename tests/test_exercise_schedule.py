@@ -33,7 +33,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.schedule_short_warmup, {"simulated step"}, "rank 0 starts 0F3, the 5th of its list"),
     (bad.schedule_long_warmup, {"live micro-batches"}, "rank 0 holds 5 micro-batches"),
     (bad.schedule_upside_down, {"schedule"}, "rank 0 stands at 0B0, which needs 1B0 of rank 1"),
-    (bad.schedule_crossed, {"schedule"}, "deadlock, the waits go in a circle: rank 0 stands at"),
+    (bad.schedule_crossed, {"schedule"}, "deadlock, the waits form a cycle: rank 0 stands at"),
     (bad.schedule_drops_a_backward, {"schedule"}, "missing in schedule[1]='1B5'"),
     (bad.schedule_twice, {"schedule"}, "schedule[0][12]='0B0': is there twice"),
     (bad.schedule_backward_first, {"schedule"}, "schedule[3][0]='3B0': comes before 3F0"),

@@ -61,7 +61,7 @@ DDPS = [
     (bad.OnlyRootKnows, {"gradients", "weights"}, "gradients: rank 1: embedding.token.weight"),
     (bad.PerParameter, {"simulated step"}, "52 messages"),
     (bad.OneBucket, {"simulated step"}, "20.3 ms"),
-    (bad.AfterBackward, {"simulated step"}, "21.8 ms, required: at most 15 ms: nothing leaves"),
+    (bad.AfterBackward, {"simulated step"}, "21.8 ms, required: at most 15 ms: nothing is sent"),
     (bad.WaitsAtOnce, {"simulated step"}, "backward is idle while"),
     (bad.GathersAll, {"bytes per rank", "simulated step", "extra memory"}, "410.1 kB"),
     (bad.TwoCopies, {"extra memory"}, "copies of the gradients"),

@@ -44,7 +44,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     ((FIRST, SECOND, own("naive")), {THREE}, "p=4, m=8: takes 960 ms, required: at most 330 ms"),
     ((FIRST, SECOND, FIRST), {THREE}, "rank 0 holds 4 micro-batches, required: at most 3"),
     ((own("naive"), own("naive"), own("naive")), {ONE, TWO, THREE}, "takes 960 ms"),
-    ((bad.schedule_upside_down, SECOND, THIRD), {ONE}, "deadlock, the waits go in a circle"),
+    ((bad.schedule_upside_down, SECOND, THIRD), {ONE}, "deadlock, the waits form a cycle"),
     ((bad.schedule_forgets_a_half, SECOND, THIRD), {ONE}, "the weight half of the backward"),
     ((FIRST, bad.schedule_nothing, THIRD), {TWO}, "schedule=None: not a schedule"),
     ((FIRST, SECOND, bad.schedule_only_six), {THREE}, "p=4, m=8: "),

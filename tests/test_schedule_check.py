@@ -1,4 +1,4 @@
-"""The validator: what is wrong with a schedule is said by rank, action and circle of waits."""
+"""The validator: what is wrong with a schedule is said by rank, action and cycle of waits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Lab 04's deadlock clinic: three schedules that deadlock, to be diagnosed and repaired.
 
     patient = pl.exercises.deadlock_clinic.patients["two ranks"]
-    patient.diagnosis      # the validator's sentence: the circle of waits
+    patient.diagnosis      # the validator's sentence: the cycle of waits
     patient.chart()        # how far it gets, and who stands where
     pl.exercises.deadlock_clinic.check(fixed)
 
@@ -80,7 +80,7 @@ PATIENTS = (
     Patient(
         name="three ranks",
         moves=4,
-        story="1F1B on three ranks; the first circle of waits that the validator finds has two of "
+        story="1F1B on three ranks; the first cycle of waits that the validator finds has two of "
         "them in it",
         lists=("0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1F1 1B0 1F2 1B1 1B2", "2F0 2F1 2F2 2B0 2B1 2B2"),
     ),

@@ -155,7 +155,7 @@ def _why_slow(report: Report, gradients: int) -> str:
     first, last, following = ready[0], ready[gradients - 1], ready[gradients]
     calls = kinds[first:following].count("comm")
     if "comm" not in kinds[first:last]:
-        return ": nothing leaves before backward is over"
+        return ": nothing is sent before backward is over"
     if "wait" in kinds[first:last]:
         return ": backward is idle while something is waited for"
     return f": {calls} messages, and each pays 0.25 ms"

@@ -47,7 +47,7 @@ def limit_s(pp: int, microbatches: int) -> float:
 
 
 ASKED = {
-    "schedule": f"p={PP}, m={MICROBATCHES}: every action once, and no circle of waits",
+    "schedule": f"p={PP}, m={MICROBATCHES}: every action once, and no cycle of waits",
     "simulated step": f"at most {1e3 * limit_s(PP, MICROBATCHES):.0f} ms = (m+p-1)(F+B)",
     "live micro-batches": f"at most {PP} alive at once, on any rank",
     "other sizes": "from p=2, m=1 to p=6, m=9: the same, with (m+p-1)(F+B) and p alive",

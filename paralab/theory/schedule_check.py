@@ -5,7 +5,7 @@ A schedule is valid if
     every rank's list holds only its own stages, and every stage's F of every micro-batch once,
     its backward once, either whole (B) or as both halves (I and W);
     within a list F comes before B or I, and I before W;
-    and no ranks wait in a circle: with every rank going through its list in order, waiting for what
+    and no waits form a cycle: with every rank going through its list in order, waiting for what
     each action needs, all lists come to their end.
 
 The last is the happens-before relation of Lamport (1978), "Time, Clocks, and the Ordering of
@@ -32,7 +32,7 @@ class ScheduleError(ValueError):
 
     rank, position  where in the lists; position -1: something is missing from the rank's list
     action          what stands there, or is missing, as text: "4F0"
-    waits           of a deadlock, the circle: (rank, action it stands at, action that it needs, and
+    waits           of a deadlock, the cycle: (rank, action it stands at, action that it needs, and
                     the rank that has that one further down its list) of each rank in it
     """
 
@@ -149,7 +149,7 @@ def timed(
     comm: np.ndarray | None = None,
     pairs: Mapping[int, int] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """(start, end) of every action, as `walk` has it; ScheduleError if ranks wait in a circle."""
+    """(start, end) of every action, as `walk` has it; ScheduleError if waits form a cycle."""
     start, end = walk(order, seconds, comm, pairs)
     if inf in end:
         raise _deadlock(order, end)
@@ -157,7 +157,7 @@ def timed(
 
 
 def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
-    """The circle of waits among the actions that never ``end``."""
+    """The cycle of waits among the actions that never ``end``."""
     first = order.first.tolist()
     stands = {}  # rank -> the action it cannot do
     for node in np.flatnonzero(np.isinf(end)).tolist():
@@ -166,9 +166,9 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
     while rank not in path:
         path.append(rank)
         rank = int(order.rank[order.source[stands[rank]]])
-    circle = path[path.index(rank) :]
+    cycle = path[path.index(rank) :]
     waits = []
-    for rank in circle:
+    for rank in cycle:
         node = stands[rank]
         need = order.source[node]
         waits.append(
@@ -186,8 +186,8 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
         rank,
         stands[rank] - first[rank],
         action,
-        f"deadlock, the waits go in a circle: {'; '.join(said)}",
-        f"an order without the circle, for instance {fix}",
+        f"deadlock, the waits form a cycle: {'; '.join(said)}",
+        f"an order without the cycle, for instance {fix}",
         waits,
     )
 
