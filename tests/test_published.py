@@ -33,7 +33,7 @@ def test_the_rows_are_of_the_models_that_ptdp_names():
 def test_the_preset_comes_closer_to_papers_than_any_rate_for_everything():
     found = bench.papers()
     preset = bench.PRESET.replace(ports=None)
-    bars = {"PTD-P, table 1": (0.04, 0.1), "Korthikanti+, table 5": (0.08, 0.15)}
+    bars = {"PTD-P, table 1": (0.04, 0.08), "Korthikanti+, table 5": (0.06, 0.11)}
     for name, (mean, worst) in bars.items():
         off = [abs(error) for error in bench.errors(found[name], preset)]
         rates = [statistics.mean(map(abs, bench.one_rate(found[name], r * 1e12)))
@@ -90,23 +90,29 @@ def test_the_activations_of_all_blocks_are_those_of_korthikantis_figure_1(name, 
     assert (kept[1] - kept[0]) * blocks / 2**30 == pytest.approx(FIGURE_1[name][present], rel=1e-4)
 
 
-# Milliseconds of forward and backward of one block of the 22B model: table 4.
-TABLE_4 = {"none": 7.7 + 11.9, "selective": 7.7 + 13.2}
+# Milliseconds of forward and backward of one block of the 22B model: table 4; and how far off we
+# are at most. What is left is forward's, 17 % too slow: its calls, which nothing runs next to, take
+# what they take next to products.
+TABLE_4 = {
+    ("none", False): (7.7 + 11.9, 0.1),
+    ("none", True): (7.2 + 11.8, 0.1),
+    ("selective", False): (7.7 + 13.2, 0.1),
+    ("selective", True): (7.2 + 13.1, 0.11),
+    ("full", False): (7.7 + 19.5, 0.12),
+}
 
 
-@pytest.mark.parametrize("recompute", TABLE_4)
-def test_a_block_takes_what_korthikantis_table_4_says(recompute):
+@pytest.mark.parametrize("recompute, sequence_parallel", TABLE_4)
+def test_a_block_takes_what_korthikantis_table_4_says(recompute, sequence_parallel):
     at = korthikanti.TABLE_3["22B"]
-    plan = pl.Plan(tp=at.tp, microbatch_size=at.micro, precision="fp16", recompute=recompute)
-    runs = [bench.Run(at.model.replace(layers=n), plan, 1.0) for n in (3, 4)]
+    how = {"recompute": recompute, "sequence_parallel": sequence_parallel}
+    plan = pl.Plan(tp=at.tp, microbatch_size=at.micro, precision="fp16", **how)
     one = pl.Cluster.preset("dgx-a100")
     few, more = (
-        pl.predict(run.model, plan, one, steps=1).spans.query("kind in ['forward', 'backward']")
-        for run in runs
+        pl.predict(at.model.replace(layers=n), plan, one, steps=1)
+        .spans.query("rank == 0 and kind in ['forward', 'backward']")["end"]
+        .max()
+        for n in (3, 4)
     )
-    took = [
-        spans.query("rank == 0").groupby("kind").agg({"start": "min", "end": "max"})
-        for spans in (few, more)
-    ]
-    block = (took[1]["end"].max() - took[0]["end"].max()) * 1e3
-    assert block == pytest.approx(TABLE_4[recompute], rel=0.1)
+    milliseconds, off = TABLE_4[recompute, sequence_parallel]
+    assert 1e3 * (more - few) == pytest.approx(milliseconds, rel=off)

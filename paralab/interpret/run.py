@@ -250,7 +250,6 @@ class Rank:
         (i, j), store, env, k = ins.at, self.store, self.env, ins.mb
         kept = store.pop(ins.reads[0])
         grads = store.pop(ins.reads[1]) if j < len(self.model.ops) else ()
-        env.regathered = next((store[v] for v in ins.reads if v[0] == "again"), None)
         halves, deferred, flats = ins.op == BACKWARD_INPUT, [], self._gradients(ins)
         for op, names, weights in reversed(ops or self._ops(ins)):
             grads, rest = op.input_grad(weights, kept.pop(), grads, env)
@@ -262,7 +261,6 @@ class Rank:
                 op.weight_grad(rest, Into(names, flats), env)
             rest = None
             env.settle()
-        env.regathered = None
         if i:
             store["g", i, k] = grads
             self._owns(("g", i, k), grads[-1])
@@ -273,10 +271,12 @@ class Rank:
     BACKWARD_INPUT = BACKWARD
 
     def BACKWARD_WEIGHT(self, ins: Instr) -> None:
-        flats, deferred = self._gradients(ins), self.store.pop(ins.reads[0])
+        flats, deferred, env = self._gradients(ins), self.store.pop(ins.reads[0]), self.env
+        env.regathered = next((self.store[v] for v in ins.reads if v[0] == "again"), None)
         while deferred:  # each is let go as soon as it is used
             op, names, rest = deferred.pop(0)
-            op.weight_grad(rest, Into(names, flats), self.env)
+            op.weight_grad(rest, Into(names, flats), env)
+        env.regathered = None
 
     def _tokens(self, k: int) -> tuple[Tensor, ...]:
         """What the first op is given, (b, s): nothing else holds it."""

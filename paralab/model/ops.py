@@ -284,10 +284,11 @@ class Linear(Op):
 
     late_bias  the bias is added by a later op, behind the sum over the ranks; its gradient is taken
                here, where that of the whole sequence is
-    regathers  the input is not kept: ranks that hold a part of the sequence gather it again
+    regathers  the input is not kept: ranks that hold a part of the sequence gather it again, for
+               the weight half
     """
 
-    defers_input = defers_grad = True
+    defers_grad = True
 
     def __init__(
         self,
@@ -302,7 +303,8 @@ class Linear(Op):
         super().__init__(name)
         outputs, inputs = weight
         self.params = {"weight": weight} | ({"bias": (outputs,)} if bias else {})
-        self.bias, self.late_bias, self.keeps_input = bias, late_bias, not regathers
+        self.bias, self.late_bias = bias, late_bias
+        self.keeps_input = self.defers_input = not regathers
         self.out = part.inner * outputs
         wide = inputs * outputs * part.widens  # a product of its own, to be added in fp32
         self.scratch = (0, 0, part.item * max(wide, outputs * bias))
@@ -321,11 +323,11 @@ class Linear(Op):
         return F.linear(x, weights["weight"], bias), x if self.keeps_input else None
 
     def differentiate(self, weights, x, g, env):
-        return g @ weights["weight"], (env.regathered if x is None else x, g)
+        return g @ weights["weight"], (x, g)
 
     def weight_grad(self, deferred, into, env):
         x, g = deferred
-        into.add_product("weight", g.t(), x)
+        into.add_product("weight", g.t(), env.regathered if x is None else x)
         if self.bias:
             into.add("bias", g.sum(0))
 

@@ -18,7 +18,8 @@ so 4 * 2 (t-1)/t x sent by each rank. Sequence parallelism (Korthikanti+ 2022, a
 sec. 4.2.2) sends the same, an all-reduce being a reduce-scatter and an all-gather, and 2 (t-1)/t x
 more in backward: what f-bar gathered is not kept but gathered again, or it would not be a t-th of
 the memory. In backward a column-parallel layer's message is in flight while the gradient of its
-weight is computed. Lab 07.
+weight is computed, and what f-bar gathers again, which only that needs, while the gradient of its
+input is (as in Megatron-LM). Lab 07.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from paralab.programs.instructions import (
     Instr,
     Value,
     keeps,
+    wait,
 )
 
 CALLS = {"all_reduce": ALL_REDUCE, "all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER}
@@ -92,20 +94,21 @@ def _backward(ins: Instr, first: Op, before: Op | None) -> Code:
     is split off to hide the message is part of the backward: its phase says so.
     """
     gathered = before is not None and before.message == F_BAR
+    i, k, made = ins.at[0], ins.mb, []
+    again = (("again", i, k),) * gathered
     if ins.op == BACKWARD_WEIGHT or not (gathered or first.message == F):
-        return [ins]
-    i, k, g, made = ins.at[0], ins.mb, ins.writes[0], []
+        return [ins._replace(reads=(*ins.reads, *again))]
+    g = ins.writes[0]
     if gathered:
-        again = ("again", i, k)
-        gather = _call(before, "forward", i, k, ("saved", (i - 1, i), k), again)
+        gather = _call(before, "forward", i, k, ("saved", (i - 1, i), k), *again)
         made.append(gather._replace(phase=before.phase("backward")))
-        ins = ins._replace(reads=(*ins.reads, again))
         message = _call(before, "backward", i - 1, k, g, ("g", i - 1, k))
     else:
         message = _call(first, "backward", i, k, g)
-    if ins.op == BACKWARD_INPUT:
-        return [*made, ins, message]
+    if ins.op == BACKWARD_INPUT:  # its weight half is another action: nothing is in flight between
+        return [*made, ins, message, *map(wait, made)]
     deferred, grads = ("deferred", ins.at, k), tuple(v for v in ins.writes if v[0] == "grad")
     half = ins._replace(op=BACKWARD_INPUT, writes=(g, deferred))
-    rest = ins._replace(op=BACKWARD_WEIGHT, reads=(deferred,), writes=grads, phase="backward")
+    reads = (deferred, *again)
+    rest = ins._replace(op=BACKWARD_WEIGHT, reads=reads, writes=grads, phase="backward")
     return [*made, half, message, rest]
