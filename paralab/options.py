@@ -46,7 +46,8 @@ HELP = {
     "offload": "cpu or nvme: where the states that zero_stage shards are kept",
     "precision": "fp32, bf16 or fp16",
     "tf32": "on GPUs: multiply fp32 operands rounded to tf32",
-    "grad_dtype": "fp32: gradients of 16 bits are added up in fp32",
+    "grad_dtype": "fp32: gradients of 16 bits are added up in fp32; fp32-copy: they are copied to "
+    "fp32 for the update",
     "tp_mode": "how a layer is cut: 1d, 2d (q x q ranks), 2.5d (d of these), 3d (q x q x q)",
     "tp_depth": "d of 2.5d; by default the largest up to q",
     "partition_activations": "with recompute full: tensor-parallel ranks share what a block keeps",

@@ -126,6 +126,7 @@ CASES = {
     "accumulation": Case({"microbatches": 3}),
     "data parallel": Case({"dp": 2, "microbatches": 2, "bucket_bytes": SMALL}, DROPS),
     "naive": Case({"dp": 2, "grad_sync": "naive"}),
+    "copied to fp32": Case({"dp": 2, "precision": "bf16", "grad_dtype": "fp32-copy"}),
     "bucketed": Case({"dp": 2, "grad_sync": "bucketed", "bucket_bytes": SMALL}),
     "ZeRO-1": Case({"dp": 2, "zero_stage": 1, "bucket_bytes": SMALL}),
     "ZeRO-2": Case({"dp": 2, "zero_stage": 2, "microbatches": 2, "bucket_bytes": SMALL}),
@@ -326,8 +327,12 @@ MUTANTS = {
         "pipeline", PROGRAM, "if self.spec.tied and name == TIED[1]:",
         "if not self.spec.tied and name == TIED[1]:", equal=GRADIENTS),
     "a unit is not updated": Mutant(
-        "data parallel", UPDATES, "made = list(code)\n    for u in gradients(code):",
-        "made = list(code)\n    for u in gradients(code)[1:]:", check="is there 0 times"),
+        "data parallel", UPDATES, "for u in units:", "for u in units[1:]:",
+        check="is there 0 times"),
+    "gradients are copied to fp32 before ranks have added them up": Mutant(
+        "copied to fp32", UPDATES, "made, units = list(code), gradients(code)",
+        "made, units = [ins for ins in code if ins.op != ALL_REDUCE], gradients(code)",
+        check="never summed over the data-parallel ranks"),
     "fp16: the norm is that of the scaled gradients": Mutant(
         "fp16, clipped", STATE, "            norm = norm / divisor\n", "", equal=GRADIENTS),
     "fp16: gradients are not unscaled": Mutant(

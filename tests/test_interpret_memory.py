@@ -55,6 +55,9 @@ CASES = {
     "zero-1 over a pipeline, tp, bf16 into fp32": ({}, {
         "dp": 2, "tp": 2, "pp": 2, "zero_stage": 1, "microbatches": 3, "precision": "bf16",
         "grad_dtype": "fp32", "bucket_bytes": 20_000}, {"clip_norm": 1.0}),
+    "zero-1, tp with sequences, fp16 copied to fp32": ({}, {
+        "dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1, "precision": "fp16",
+        "grad_dtype": "fp32-copy", "bucket_bytes": 20_000}, {}),
     "tp in 2D, zero-bubble, bf16 into fp32": ({}, {
         "tp": 4, "tp_mode": "2d", "pp": 2, "schedule": "zb-h1", "microbatches": 3,
         "precision": "bf16", "grad_dtype": "fp32"}, {}),
@@ -124,7 +127,7 @@ PLAN = {
     "recompute": ("none", "selective", "full"),
     "offload": (None, None, "cpu", "nvme", {"activations": "cpu"}, {"optimizer": "cpu"}),
     "precision": ("fp32", "bf16", "fp16"),
-    "grad_dtype": (None, None, "fp32"),
+    "grad_dtype": (None, "fp32-copy", "fp32"),
     "tp_mode": ("1d", "2d", "2.5d", "3d"),
     "partition_activations": (False, True),
     "grad_sync": ("naive", "bucketed", "overlapped"),

@@ -20,7 +20,8 @@ from paralab.interpret.run import DTYPES
 from paralab.interpret.state import Optimizer, State
 from paralab.interpret.train import Trainer
 from paralab.programs.compile import compiled
-from together import Trained, case, cases
+from paralab.theory.needs import bytes_per_parameter
+from together import Trained, assert_same_bits, case, cases
 
 # Five blocks: neither two nor three stages divide them.
 SPEC = pl.ModelSpec(layers=5, hidden=40, heads=4, seq_len=24, vocab=258)
@@ -286,11 +287,16 @@ WIDE = cases("""
     pp=2 microbatches=4 schedule=zb-h1
 """, precision="bf16", grad_dtype="fp32", steps=1)  # fmt: skip
 WIDE += cases("dp=2 microbatches=2 zero_stage=2", precision="fp16", grad_dtype="fp32", steps=1)
+COPIED = cases("""
+    precision=bf16 clip_norm=0.05
+    dp=2 microbatches=2 zero_stage=3 precision=fp16
+    dp=2 pp=2 tp=2 sequence_parallel=True zero_stage=1 precision=bf16 tied=False
+""", grad_dtype="fp32-copy")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def trained(text) -> Trained:
-    return Trained(WIDE, text)
+    return Trained([*WIDE, *COPIED], text)
 
 
 @pytest.mark.parametrize("one", WIDE, ids=lambda one: one.name)
@@ -301,15 +307,26 @@ def test_gradients_added_up_in_fp32_are_one_processs_to_fp32s_rounding(trained, 
     assert gap <= TOLERANCE["fp32"], tensor
 
 
-def test_gradients_in_fp32_are_twice_as_many_bytes_held_and_sent():
+@pytest.mark.parametrize("one", COPIED, ids=lambda one: one.name)
+def test_an_update_with_all_gradients_copied_to_fp32_is_that_with_each_widened(trained, one):
+    assert_same_bits(trained[one], trained[one._replace(plan=one.plan.replace(grad_dtype=None))])
+
+
+def test_a_parameter_takes_16_18_or_20_bytes_by_the_plans_recipe():
     plan, link = pl.Plan(dp=2, precision="bf16"), pl.Link(alpha=1e-5, bandwidth=1e10)
     cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link)
-    low, wide = (pl.predict(SPEC, p, cluster) for p in (plan, plan.replace(grad_dtype="fp32")))
-    for found in (
-        [r.traffic()["bytes"].sum() for r in (low, wide)],
-        [r.memory.groupby("category")["bytes"].max()["gradients"] for r in (low, wide)],
-    ):
-        assert found[1] == 2 * found[0]  # fmt: skip
+    low, wide, copied = (
+        pl.predict(SPEC, plan.replace(grad_dtype=way), cluster)
+        for way in (None, "fp32", "fp32-copy")
+    )
+    sent = [r.traffic()["bytes"].sum() for r in (low, wide, copied)]
+    assert sent[1] == 2 * sent[0] and sent[2] == sent[0]
+    recipes = ("zero-fp16", "megatron-bf16", "megatron-fp16")
+    for report, recipe in zip((low, wide, copied), recipes, strict=True):
+        most = report.memory.groupby("category")["bytes"].max()
+        states = {name: most[name] for name in ("parameters", "gradients", "optimizer")}
+        counted = sum(states.values()) - 4 * len(SPEC.parameter_shapes())  # AdamW's steps
+        assert counted == bytes_per_parameter(recipe) * SPEC.num_params
     assert wide.step_time > low.step_time
 
 

@@ -58,6 +58,7 @@ EXAMPLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("microbatches", PIPE | {"schedule": "interleaved", "microbatches": 3}, {}),
     ("schedule", PIPE | {"schedule": lambda pp, microbatches: [["0F0", "0B0"]]}, {}),
     ("grad_dtype", {"grad_dtype": "fp32"}, {}),
+    ("grad_dtype", AWAY | {"precision": "bf16", "grad_dtype": "fp32-copy"}, {}),
     ("tf32", {"tf32": True, "precision": "bf16"}, {}),
     ("shard", {"dp": 2, "shard": 2}, {}),
     ("shard", {"dp": 2, "shard": 3, "zero_stage": 1}, {}),

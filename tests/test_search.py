@@ -99,7 +99,8 @@ def by_hand(model: pl.ModelSpec, devices: int, batch: int, tried: dict[str, tupl
             8,
             8,
             {"shard": [None, 1, 2, 4], "offload": [None, "cpu"], "schedule": "1f1b"}
-            | {"precision": ["fp32", "bf16"], "recompute": "none", "grad_dtype": [None, "fp32"]},
+            | {"precision": ["fp32", "bf16"], "recompute": "none"}
+            | {"grad_dtype": [None, "fp32", "fp32-copy"]},
         ),
         (
             TINY,
@@ -261,7 +262,7 @@ def searched(number: int) -> Search:
     settings |= {"precision": draw.choice(("fp32", "bf16")), "memory": 10**12}
     settings |= {"offload": None if draw.random() < 0.5 else [None, "cpu"]}
     if settings["precision"] == "bf16":
-        settings["grad_dtype"] = "fp32" if number % 2 else [None, "fp32"]
+        settings["grad_dtype"] = "fp32" if number % 2 else [None, "fp32-copy"]
     least = pl.plan_search(model, LAPTOP, top=1, **settings).memory.min()
     limit = int(least * draw.choice((1.3, 2.0, 4.0)))
     return pl.plan_search(model, LAPTOP, **settings | {"memory": limit})

@@ -261,7 +261,8 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
         count, tensors = unit.numel // program.shards, 1 if zero else len(unit.names)
         passes, calls = (7, tensors) if program.optimizer == "adamw" else (3, tensors / 2)
         # 32-bit masters of what has 16 bits, and 32-bit copies of gradients that have
-        low, wide = item < ITEM, program.item_of("grad") < ITEM
+        low, copied = item < ITEM, program.plan.grad_dtype == "fp32-copy"
+        wide = program.item_of("grad") < ITEM and not copied
         moves = ITEM * passes + 6 * low + 6 * wide
         return Work(0, moves * count, 5 + calls + low + tensors * wide)
     if ins.op == NORM:
@@ -269,5 +270,6 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
     if ins.op == ADD:
         return Work(0, 3 * moved(ins.writes[0]), 1)
     if ins.op == COPY:
-        return Work(0, 2 * moved(ins.writes[0]), 1)
+        read = ins.reads if ins.writes[0][0] == "wide" else ins.writes  # else of a part
+        return Work(0, moved(*read, *ins.writes), 1)
     return Work(0, 0, 8 * (ins.op == RESCALE))

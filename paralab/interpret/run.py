@@ -309,9 +309,14 @@ class Rank:
         self.store[ins.writes[0]] += flat_of(self.store[ins.reads[0]])
 
     def COPY(self, ins: Instr) -> None:
-        """Without a lane: this tp rank's part of a block's input, along the sequence; or for the
-        host what the norm says about the gradients, which the next step may not change.
+        """Without a lane: this tp rank's part of a block's input, along the sequence; a gradient in
+        fp32; or for the host what the norm says about the gradients, which the next step may not
+        change.
         """
+        if ins.writes[0][0] == "wide":
+            self.store[ins.writes[0]] = wide = flat_of(self.store[ins.reads[0]]).float()
+            self.recorder.owns("gradients", wide)
+            return
         if ins.writes[0][0] == "host.verdict":
             self._updates_begin()
             verdict = self.state.decided(self.store[ins.reads[0]])

@@ -5,6 +5,8 @@ loss scale, so gradients only ever add up. What is left when backward is over:
 
     shared   gradients of what tp ranks hold the same and see a part of, summed over them; and of a
              tied embedding, summed over a pipeline's first and last stage
+    COPY     with grad_dtype="fp32-copy", the recipe of 20 bytes per parameter (theory/needs.py):
+             all gradients once more in fp32. Else an UPDATE widens those of its own unit
     NORM     squares of what this rank counts, summed over everything that is shared out
     UPDATE   one instruction per unit: unscale, clip, AdamW or SGD on fp32 values, round
 
@@ -20,6 +22,7 @@ from collections.abc import Iterable
 
 from paralab.programs.instructions import (
     ALL_REDUCE,
+    COPY,
     NORM,
     RESCALE,
     UPDATE,
@@ -45,12 +48,15 @@ def shared(code: Code, axes: dict[tuple[str, str], set[int]], kind: str) -> Code
     return code + made
 
 
-def update(code: Code, *, stage: int, mixed: bool, scaled: bool) -> Code:
+def update(code: Code, *, stage: int, mixed: bool, scaled: bool, copied: bool) -> Code:
     """One optimizer step of every unit, in the order in which their gradients are complete."""
     grad, target = ("gshard", "shard") if stage else ("grad", "w")
-    made = list(code)
-    for u in gradients(code):
-        reads: tuple[Value, ...] = ((grad, u, 0), ("opt", u, 0))
+    made, units = list(code), gradients(code)
+    for u in units * copied:
+        made.append(Instr(COPY, u, -1, u, ((grad, u, 0),), (("wide", u, 0),)))
+    for u in units:
+        wide = (("wide", u, 0),) * copied  # next to what it is a copy of
+        reads: tuple[Value, ...] = (*wide, (grad, u, 0), ("opt", u, 0))
         writes: tuple[Value, ...] = ((target, u, 0),)
         if mixed:
             reads, writes = (*reads, ("master", u, 0)), (*writes, ("master", u, 0))

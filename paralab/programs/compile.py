@@ -119,7 +119,10 @@ def between(program: Program, rank: int) -> list[Pass]:
         chain.append(
             lambda code: offload.gradients(code, tiers.gradients, waits, measured=measured)
         )
-    chain.append(lambda code: optimizer.update(code, stage=stage, mixed=mixed, scaled=scaled))
+    copied = plan.grad_dtype == "fp32-copy"
+    chain.append(
+        lambda code: optimizer.update(code, stage=stage, mixed=mixed, scaled=scaled, copied=copied)
+    )
     if stage in (1, 2) and not alone:
         chain.append(zero.gather_updated)
     visit = visits(program, rank)

@@ -47,7 +47,9 @@ class Estimate:
         self.p, self.m, self.v = space.pp, space.microbatches, space.virtual_stages
         self.n, self.zero = space.shard_degree, space.zero_stage
         self.item = self.each("precision", BYTES_PER_ELEMENT.__getitem__)
-        self.grad = np.where(self.each("grad_dtype", bool), 4, self.item)  # bytes, of a gradient's
+        wide = self.each("grad_dtype", lambda way: way == "fp32")
+        self.copied = self.each("grad_dtype", lambda way: way == "fp32-copy")
+        self.grad = np.where(wide, 4, self.item)  # bytes, of a gradient's
         self.often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))
         self.width = 8 * (optimizer == "adamw") + 4 * (self.item < 4)  # bytes of states
         self.moved = 12 + 16 * (optimizer == "adamw") + 6 * (self.item < 4)

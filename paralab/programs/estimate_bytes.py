@@ -77,14 +77,15 @@ def held(c: Any) -> dict[str, Array]:
     of_head = c.last * (np.maximum(head.front, head.behind) + gathers * c.ends) + units
     of_block = np.maximum(block.front, block.behind) + units
     of_next = (block.behind - block.kept) * (c.units > 1) + received
-    of_update = 4 * (grad < 4) * here["optimizer"] * own / c.units
+    widened = 4 * (grad < 4) * here["optimizer"] * own
+    of_update, copies = widened / c.units * (1 - c.copied), widened * c.copied
     moments = [  # activations, gradients, and workspace
         (base + at_head, before + left + fresh, of_head + sent),
         (base + at_head - block.kept, before + left + first, of_block + sent),
         (base + kept * (1 - 1 / c.units), np.where(leaves, later + left, stay), of_next + sent),
         (base, np.where(leaves, later + left, stay), c.first * embedding.behind + sent),
         (base + aside, stay, over + sent),
-        (0.0, np.where(c.often, stay, grad * own), of_update),
+        (0.0, np.where(c.often, stay, grad * own) + copies, of_update),
     ]
     table = [np.broadcast_arrays(parameters, optimizer, *moment, base)[:-1] for moment in moments]
     table = np.stack(table, 1)[:, :, :ROWS].reshape(len(CATEGORIES), -1, len(c.space))

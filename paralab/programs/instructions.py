@@ -11,6 +11,7 @@ Kinds, and what they hold on one rank:
     w        a unit's parameters, flat; version > 0: gathered for one use
     grad     a unit's gradient, flat: the sum so far; stage 2 of ZeRO: of micro-batch ``version``
     part     this rank's share of one reduced gradient, on its way into ``gshard``, their sum
+    wide     a copy in fp32 of a gradient in 16 bits, or of its share, for the update
     shard    this rank's share of the parameters; ``master`` in fp32, where they have 16 bits
     piece    a copy of it that has come up from another tier; ``back`` an x that has
     opt      the optimizer's states of what this rank updates

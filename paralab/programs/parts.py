@@ -28,6 +28,7 @@ from paralab.programs.instructions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     COMPUTE,
+    COPY,
     FORWARD,
     RECOMPUTE,
     UPDATE,
@@ -129,7 +130,7 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
         sizes = model.numels[name].values()
         part["elements"], part["largest"] = sum(sizes), max(sizes)
         part["units"] = len(rank_units(program.spec, several, model, (name,)))
-    shared = sum(took[at] for at in range(last + 1, len(code)) if code[at].op != UPDATE)
+    shared = sum(took[at] for at in range(last + 1, len(code)) if code[at].op not in (COPY, UPDATE))
     numbers = [number for part in found for number in part.values()]
     return [*numbers, shared, there, prod(model.shapes[TIED]), program.constant_bytes(0)]
 

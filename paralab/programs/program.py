@@ -108,6 +108,7 @@ class Program:
             "grad": ("gradients", grad * unit.numel),
             "part": ("buffers", grad * (share if plan.zero_stage else unit.numel // plan.dp)),
             "gshard": ("gradients", grad * share),
+            "wide": ("gradients", 4 * unit.numel // self.shards),
             "master": ("optimizer", 4 * elements // self.shards),
             "opt": ("optimizer", adamw * (self.optimizer == "adamw")),
         }

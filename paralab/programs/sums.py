@@ -39,7 +39,7 @@ from paralab.programs.instructions import (
 from paralab.programs.names import Names
 from paralab.programs.program import Program
 
-GRADIENTS = frozenset(("grad", "part", "gshard"))
+GRADIENTS = frozenset(("grad", "part", "gshard", "wide"))
 PASS_ON = frozenset((KEEP, ADD, COPY, ALL_GATHER))  # their result is as partial as what they read
 RANKS = {
     "dp": "data-parallel ranks",

@@ -72,7 +72,8 @@ class Plan(Description):
                      copy in fp32
     grad_dtype       "fp32": in 16 bits the gradients of parameters are added up over micro-batches,
                      and over ranks, in fp32; what one micro-batch adds is a product in 16 bits, and
-                     is rounded as such. None: in ``precision``
+                     is rounded as such. None: in ``precision``. "fp32-copy": in ``precision``, and
+                     all of them are copied to fp32 before the update
     tf32             with "fp32", on GPUs: products are of operands rounded to tf32's 10 bits behind
                      the point, several times as fast. Nothing on CPUs; predictions take the
                      cluster's rate as it is stated
@@ -120,7 +121,7 @@ class Plan(Description):
         check_grad_sync(self.grad_sync)
         object.__setattr__(self, "passes", check_passes(self.passes))
         choice("precision", self.precision, ("fp32", "bf16", "fp16"))
-        choice("grad_dtype", self.grad_dtype, (None, "fp32"))
+        choice("grad_dtype", self.grad_dtype, (None, "fp32", "fp32-copy"))
         choice("tf32", self.tf32, (True, False))
         choice("recompute", self.recompute, ("none", "selective", "full"))
         choice("tp_mode", self.tp_mode, ("1d", "2d", "2.5d", "3d"))
@@ -147,7 +148,7 @@ class Plan(Description):
     @property
     def grad_precision(self) -> str:
         """Of the gradients of parameters, as they are added up."""
-        return self.grad_dtype or self.precision
+        return "fp32" if self.grad_dtype == "fp32" else self.precision
 
     @property
     def stages(self) -> int:

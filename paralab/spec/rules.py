@@ -252,6 +252,12 @@ PRECISION = (
         "None, or precision='bf16' or 'fp16'",
     ),
     Rule(
+        "grad_dtype",
+        lambda s: implies(s.grad_dtype == "fp32-copy", s.place.optimizer == "device"),
+        "the copy is for an update on the device, and this one runs on the host",
+        "None or 'fp32', or the optimizer on 'device'",
+    ),
+    Rule(
         "tf32",
         lambda s: implies(s.tf32, s.precision == "fp32"),
         "precision={s.precision!r} has no products of fp32 operands",

@@ -10,6 +10,8 @@ Bytes per parameter are a recipe, never a constant: each names what is kept, and
     megatron-fp16   2 + 2 + 4 + 12   = 20     16-bit gradients and a 32-bit copy of them; also what
                                               ZeRO-Infinity counts (arXiv:2104.07857, sec. 3)
 
+A plan in 16 bits has the last three with ``grad_dtype`` of None, "fp32" and "fp32-copy".
+
 These are model states. Activations come on top, and grow with the batch (interpret/memory.py).
 
 Time: PTD-P (Narayanan+ 2021, arXiv:2104.04473), sec. 5.1: a step of B samples costs
