@@ -17,6 +17,7 @@ from paralab.exercises.verdict import Notes
 
 STREAM = pl.exercises.stream
 offload = importlib.import_module("paralab.exercises.offload")
+FAST_S, SLOW_S = offload.UPDATE_S.values()
 JOBS, STATES, BYTES, MEMORY, TIME = STREAM.asked
 AS_BEFORE, OTHER = "is as it was before the update", "has other states than after an update in mem"
 WRONG = [  # answer, limits it breaks, words of the verdict
@@ -140,7 +141,7 @@ def test_a_job_starts_when_its_lane_and_its_buffer_are_free():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("update_s", [1e-3, offload.FAST_S, 10e-3, 25e-3, offload.SLOW_S, 0.1])
+@pytest.mark.parametrize("update_s", [1e-3, FAST_S, 10e-3, 25e-3, SLOW_S, 0.1])
 def test_reading_ahead_reaches_the_limit_at_every_size(update_s):
     for units in range(1, 13):
         for window in range(1, 16):
@@ -156,7 +157,7 @@ def test_no_order_that_is_right_is_faster_than_the_limit():
         units, window = draw.randint(1, 6), draw.randint(1, 4)
         jobs = at_random(draw, units, window)
         assert not offload.first_misplaced(jobs, units)
-        for update_s in (1e-3, offload.FAST_S, 12e-3, offload.SLOW_S):
+        for update_s in (1e-3, FAST_S, 12e-3, SLOW_S):
             assert took(jobs, update_s) >= offload.limit_s(units, window, update_s) * (1 - 1e-9)
 
 
@@ -178,7 +179,7 @@ def at_random(draw: random.Random, units: int, window: int) -> list:
 
 def test_at_every_size_but_the_trivial_ones_taking_turns_is_too_slow():
     slow = {(size, host) for size in offload.SIZES for host in offload.UPDATE_S
-            if offload._too_late(bad.one_after_the_other(*size), *size, host)}  # fmt: skip
+            if offload.too_late(bad.one_after_the_other(*size), *size, host)}  # fmt: skip
     trivial = {(1, 2), (5, 1)}  # one unit, one buffer
     assert {size for size, _ in slow} == set(offload.SIZES) - trivial
     assert len(slow) == 2 * (len(offload.SIZES) - len(trivial))

@@ -90,7 +90,7 @@ WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
     ),
     (MADE["whole gradients"], ZERO, "shards it: every rank keeps an n-th"),
     (MADE["one sample"], {"one device"}, "that is one sample"),
-    (bad.asks_the_program, {"one device"}, "a pl.Plan is made: count the bytes yourself"),
+    (bad.asks_the_program, {"one device"}, "paralab is asked: count the bytes yourself"),
     (bad.no_optimizer, {"one device"}, "the state 'optimizer' is missing"),
     (bad.a_sum, {"one device"}, "required: a dict, {state: bytes}, yours is a float"),
 ]

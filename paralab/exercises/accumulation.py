@@ -8,20 +8,19 @@ of memory against forward and backward of the largest micro-batch, gradients inc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from paralab.exercises.diagnose import first_wrong
+from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import reference, watched
 from paralab.exercises.questions import is_number, wrong_number
 from paralab.exercises.tries import Takes, Try, look_at_memory, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]  # {name: NumPy array}
 
 # Small, and yet one sample's activations outweigh all gradients.
 MODEL = ModelSpec(layers=1, hidden=32, heads=2, seq_len=64, attention="explicit")
@@ -51,16 +50,17 @@ class Step(NamedTuple):
     losses         the same
     returned       what the answer returned
     passes         samples in each forward pass that it made
+    peak, largest  bytes: beyond the weights, and those of the largest micro-batch
     """
 
     before: Arrays
     after: Arrays
     gradients: list[Arrays]
     losses: list[float]
-    returned: Any
+    returned: list[Any]
     passes: list[int]
     peak: int
-    allowed: float
+    largest: int
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
@@ -72,25 +72,13 @@ def check(tries: Sequence[Try], timeout: float) -> None:
                 _look(notes, where, sizes, clip, step, stale)
 
 
+# ---- on the rank ---------------------------------------------------------------------------------
 def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
     """What the rank runs: two steps of each case."""
-    import torch
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    from paralab.exercises.watched import array
-    from paralab.model import reference
-
-    def weights(gpt: torch.nn.Module) -> Arrays:
-        return {name: array(p) for name, p in gpt.named_parameters()}
-
-    def numbers(value: Any) -> Any:
-        parts = value if isinstance(value, (tuple, list)) else (value,)
-        return [float(part) if is_number(part) else type(part).__name__ for part in parts]
-
     cases = []
     for sizes, clip in CASES:
-        gpt, twin = reference.GPT(MODEL, seed), reference.GPT(MODEL, seed)
-        update, passes = reference.optimizer(gpt.parameters(), "sgd", LR), []
+        gpt, passes = reference.GPT(MODEL, seed), []
+        update = reference.optimizer(gpt.parameters(), "sgd", LR)
         gpt.register_forward_pre_hook(lambda _, args, passes=passes: passes.append(len(args[0])))
         steps = []
         for step in range(STEPS):
@@ -100,36 +88,45 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
                 (tokens[:n].clone(), targets[:n].clone())
                 for n, (tokens, targets) in zip(sizes, whole, strict=True)
             ]
-            with _disable_current_modes():  # nothing of this is the answer's
-                twin.load_state_dict(gpt.state_dict())
-                losses, gradients = [], []
-                for batch in feed:
-                    twin.zero_grad()
-                    loss = twin(*batch)
-                    loss.backward()
-                    gradients.append({n: array(p.grad) for n, p in twin.named_parameters()})
-                    losses.append(loss.item())
-            with watch.section() as section:  # now all gradients are there
-                loss = twin(*max(feed, key=lambda batch: len(batch[0])))
-                loss.backward()
-            most = section.peak
-            held = sum(4 * p.numel() for p in twin.parameters())
-            twin.zero_grad()
-            del loss
-            before = weights(gpt)
+            losses, gradients, peak = _alone(watch, gpt, feed)
+            held = 4 * MODEL.num_params  # gradients
+            before = _weights(gpt)
             with watch.section() as section:
                 returned = answer[0](gpt, update, feed, clip_norm=clip)
-            made = numbers(returned)
-            already = held * (step > 0)  # gradients of the step before are alive when it begins
-            steps.append(
-                Step(before, weights(gpt), gradients, losses, made, list(passes),
-                     section.peak + already, ROOM * (most + held))
-            )  # fmt: skip
+            parts = returned if isinstance(returned, (tuple, list)) else (returned,)
+            made = [float(part) if is_number(part) else type(part).__name__ for part in parts]
+            own = section.peak + held * (step > 0)  # alive are those of the step before
+            after = _weights(gpt)
+            steps.append(Step(before, after, gradients, losses, made, [*passes], own, peak + held))
             passes.clear()
         cases.append(steps)
     return cases
 
 
+def _weights(gpt: Any) -> Arrays:
+    return {name: watched.array(p) for name, p in gpt.named_parameters()}
+
+
+def _alone(watch: Any, gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], list[Arrays], int]:
+    """(loss, gradients of each micro-batch, bytes of the largest one beyond all gradients)."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    twin, losses, gradients = reference.GPT(MODEL), [], []
+    with _disable_current_modes():  # nothing of this is the answer's
+        twin.load_state_dict(gpt.state_dict())
+        for batch in feed:
+            twin.zero_grad()
+            loss = twin(*batch)
+            loss.backward()
+            gradients.append({name: watched.array(p.grad) for name, p in twin.named_parameters()})
+            losses.append(loss.item())
+    with watch.section() as section:  # now all gradients are there
+        loss = twin(*max(feed, key=lambda batch: len(batch[0])))
+        loss.backward()
+    return losses, gradients, section.peak
+
+
+# ---- the verdict ---------------------------------------------------------------------------------
 def _look(
     notes: Notes, where: str, sizes: Sequence[int], clip: float, step: Step, stale: Step | None
 ) -> None:
@@ -138,80 +135,64 @@ def _look(
     loss = sum(w * one for w, one in zip(shares, step.losses, strict=True))
     mean = _added(step.gradients, shares)
     norm = _norm(mean)
-    known = [
+    losses = [
         ("the sum over the micro-batches", sum(step.losses)),
         ("the mean of their means: here they differ in size", sum(step.losses) / m),
         ("that is the last micro-batch's", step.losses[-1]),
         ("divided twice", loss / m),
     ]
-    returned = step.returned if len(step.returned) == 2 else [None, None]
-    pair = "" if len(step.returned) == 2 else "required: the pair (loss, norm)"
-    wrong = pair or wrong_number(
-        returned[0], loss, "{:.5f}".format, known, what="required: a number", tolerance=TOLERANCE
-    )
-    notes.look(LOSS, where, wrong, f"{loss:.5f}")
-    known = [
+    norms = [
         ("that is the norm after clipping", min(norm, clip)),
         ("of a mean of means", _norm(_added(step.gradients, [1 / m] * m))),
         ("of the sum of all micro-batches", _norm(_added(step.gradients, [1.0] * m))),
         ("the norms of the tensors added up", sum(_norm({n: g}) for n, g in mean.items())),
         ("of the last micro-batch alone", _norm(step.gradients[-1])),
     ]
-    wrong = pair or wrong_number(
-        returned[1], norm, "{:.5f}".format, known, what="required: a number", tolerance=TOLERANCE
-    )
-    notes.look(NORM, where, wrong, f"{norm:.5f}")
-
-    wanted = _updated(step.before, mean, clip)
-    others = list(_mistakes(step, sizes, clip, stale))
-    wrong = ""
-    for name, right in wanted.items():
-        wrong = wrong or first_wrong(
-            name,
-            [step.after[name]],
-            [right],
-            tolerance=TOLERANCE,
-            start=[step.before[name]],
-            known=lambda _, name=name: ((said, other[name]) for said, other in others),
-            ranks=lambda _: "after the step",
+    pair = "" if len(step.returned) == 2 else "required: the pair (loss, norm)"
+    what, show = "required: a number", "{:.5f}".format
+    for place, (limit, right, known) in enumerate(((LOSS, loss, losses), (NORM, norm, norms))):
+        wrong = pair or wrong_number(
+            step.returned[place], right, show, known, what=what, tolerance=TOLERANCE
         )
-    notes.look(WEIGHTS, where, wrong, f"{len(wanted)} tensors, all equal")
+        notes.look(limit, where, wrong, show(right))
+
+    others = _mistakes(step, sizes, clip, stale)
+    wrong = first_wrong_tensor(
+        [step.after],
+        _updated(step.before, mean, clip),
+        tolerance=TOLERANCE,
+        start=step.before,
+        known=lambda name: ((said, other[name]) for said, other in others.items()),
+        ranks=lambda _: "after the step",
+    )
+    notes.look(WEIGHTS, where, wrong, f"{len(mean)} tensors, all equal")
 
     passes = "" if step.passes == list(sizes) else f"they had {step.passes} samples"
     notes.look(PASSES, where, passes, f"{m} of {m}")
-    words = f"has {{held}} bytes, one micro-batch with all gradients {step.allowed / ROOM:,.0f}"
-    look_at_memory(notes, MEMORY, where, [step.peak], int(step.allowed), words)
+    words = f"has {{held}} bytes, one micro-batch with all gradients {step.largest:,}"
+    look_at_memory(notes, MEMORY, where, [step.peak], int(ROOM * step.largest), words)
 
 
 def _mistakes(
     step: Step, sizes: Sequence[int], clip: float, stale: Step | None
-) -> Iterator[tuple[str, Arrays]]:
-    """(what was done, the weights that it gives)."""
-    shares, m = [n / sum(sizes) for n in sizes], len(sizes)
-    mean = _added(step.gradients, shares)
-    means = _added(step.gradients, [1 / m] * m)
-    yield (
-        "the micro-batches are not added up: it is the last one alone",
-        _updated(step.before, step.gradients[-1], clip),
-    )
-    yield (
-        "the mean of the micro-batches' means, but they differ in size",
-        _updated(step.before, means, clip),
-    )
-    yield "the gradient is not clipped", _updated(step.before, mean, float("inf"))
+) -> dict[str, Arrays]:
+    """{what was done: the weights that it gives}."""
+    shares, m, inf = [n / sum(sizes) for n in sizes], len(sizes), math.inf
+    mean, means = _added(step.gradients, shares), _added(step.gradients, [1 / m] * m)
     each = {name: _clipped({name: g}, clip)[name] for name, g in mean.items()}
-    yield "each tensor is clipped by its own norm", _updated(step.before, each, float("inf"))
-    clipped = [_clipped(g, clip) for g in step.gradients]
-    yield (
-        "each micro-batch is clipped, not their mean",
-        _updated(step.before, _added(clipped, shares), float("inf")),
-    )
+    clipped = _added([_clipped(g, clip) for g in step.gradients], shares)
+    done = {  # the gradient, and to what it is then clipped
+        "the micro-batches are not added up: it is the last one alone": (step.gradients[-1], clip),
+        "the mean of the micro-batches' means, but they differ in size": (means, clip),
+        "the gradient is not clipped": (mean, inf),
+        "each tensor is clipped by its own norm": (each, inf),
+        "each micro-batch is clipped, not their mean": (clipped, inf),
+    }
     if stale is not None:
         old = _clipped(_added(stale.gradients, shares), clip)
-        yield (
-            "the gradient of the step before is still in it",
-            _updated(step.before, _added([old, mean], [1.0, 1.0]), clip),
-        )
+        both = _added([old, mean], [1.0, 1.0])
+        done["the gradient of the step before is still in it"] = both, clip
+    return {words: _updated(step.before, *one) for words, one in done.items()}
 
 
 def _added(gradients: Sequence[Arrays], weights: Sequence[float]) -> Arrays:

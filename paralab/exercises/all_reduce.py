@@ -9,18 +9,16 @@ nodes: 2(n-1)/n of a k-th, on n nodes of k ranks. Time is that of a replay with 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import np, torch
 from paralab.exercises.tries import Found, Takes, Try, look_at_bytes, look_at_memory, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.spec import Cluster, Link
 from paralab.theory import collectives
 from paralab.theory.traffic import POINT_TO_POINT
-
-if TYPE_CHECKING:
-    import numpy as np
 
 LENGTH = 10_001  # elements: no number of ranks divides it
 RANKS = (2, 3, 4)
@@ -54,8 +52,6 @@ def check_ring(tries: Sequence[Try], timeout: float) -> None:
 
 def added(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dict[str, Any]:
     """What every rank runs: the answer gets this rank's term of the sum."""
-    import torch
-
     tensor = torch.from_numpy(term(seed, watch.group.index, length))
     with watch.section() as section:
         answer[0](tensor, *more)
@@ -63,8 +59,6 @@ def added(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dict
 
 
 def term(seed: int, rank: int, length: int) -> np.ndarray:
-    import numpy as np
-
     return np.random.default_rng([seed, rank]).standard_normal(length, dtype=np.float32)
 
 

@@ -11,16 +11,14 @@ of summa.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.exercises.diagnose import TOLERANCE, first_wrong, near
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import dist, np, torch, watched
 from paralab.exercises.summa import SCALARS, SHAPES, blocks
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
-
-if TYPE_CHECKING:
-    import numpy as np
 
 GROUP_GRIDS = (2, 3)
 GRIDS = (2, 4)  # q; with 2, left and right are the same, with 3, two received blocks are a row
@@ -53,9 +51,6 @@ def check_groups(tries: Sequence[Try], timeout: float) -> None:
 
 def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     """What every rank runs: the members of both groups, and a sum of ranks over each."""
-    import torch
-    import torch.distributed as dist
-
     given = answer[0](q)
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         what = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(given).__name__
@@ -92,10 +87,6 @@ def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     """What every rank runs: a product of each of SHAPES. Returns blocks, and the most bytes that
     each had in addition to its arguments.
     """
-    import torch
-
-    from paralab.exercises.watched import array
-
     i, j = divmod(watch.group.index, q)
     found: dict[str, Any] = {"y": [], "peak": [], "seed": seed}
     for number in range(len(SHAPES)):
@@ -103,7 +94,7 @@ def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
         watch.label = f"{number}"
         with watch.section() as section:
             y = answer[0](x, w, q)
-        found["y"].append(array(y))
+        found["y"].append(watched.array(y))
         found["peak"].append(section.peak)
         del x, w, y  # so that they are not counted where the next case begins
     return found

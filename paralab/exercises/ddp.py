@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.exercises import sync
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import torch
 from paralab.exercises.sync import RANKS
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
@@ -65,7 +66,6 @@ def check(tries: Sequence[Try], timeout: float) -> None:
 # ---- what every rank runs ------------------------------------------------------------------------
 def trained(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
     """Training through the answer's wrapper, of a GPT whose weights only rank 0 has right."""
-    import torch
 
     def wrap(gpt: Any) -> tuple[Any, Any]:
         if watch.group.index:
@@ -84,8 +84,6 @@ def backwards(
     watch: Any, answer: tuple, seed: int, sizes: Sequence[int], bucket_bytes: int
 ) -> dict[str, Any]:
     """Some backwards through the wrapper: gradients are complete one by one, the last one first."""
-    import torch
-
     from paralab.exercises.timed import Timed
 
     group, draw = watch.group, torch.Generator().manual_seed(seed)

@@ -8,10 +8,9 @@ alone, a term missing or there twice, the part of another rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
+from paralab.exercises.late import np
 
 TOLERANCE = 1e-5  # of the largest entry: a few hundred numbers, added in another order
 
@@ -39,8 +38,6 @@ def first_wrong(
     known          rank -> (words, array) of further mistakes
     ranks          rank -> what it is called
     """
-    import numpy as np
-
     wanted = [np.asarray(right, dtype=np.float64) for right in wanted]
     allowed = tolerance * max(
         (float(np.abs(right).max(initial=0.0)) for right in wanted), default=0
@@ -128,16 +125,12 @@ def _first_near(got: np.ndarray, known: Iterable[tuple[str, Any]], allowed: floa
 
 def near(got: np.ndarray, other: Any, allowed: float) -> bool:
     """Whether two arrays are the same but for rounding, in two places or more."""
-    import numpy as np
-
     return np.shape(other) == got.shape and bool((np.abs(got - other) <= 2 * allowed).all())
 
 
 def _factor(
     got: np.ndarray, right: np.ndarray, before: np.ndarray, allowed: float, started: bool
 ) -> str:
-    import numpy as np
-
     moved, required = np.nan_to_num(got - before), right - before
     size = float((required * required).sum())
     with np.errstate(over="ignore", invalid="ignore"):

@@ -8,12 +8,10 @@ are chosen so that padding is not zero and every known mistake has a number of i
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
-from unittest import mock
+from collections.abc import Sequence
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import Mistakes, Reply, asked, replies, wrong_states
+from paralab.exercises.questions import Mistakes, asked_alone, replies, wrong_states
 from paralab.exercises.tries import Takes, Try
 from paralab.interpret.memory import moments
 from paralab.programs.compile import compiled
@@ -45,7 +43,8 @@ STATES = ("parameters", "gradients", "optimizer")
 
 def check(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, case[1:]) for case in CASES]
-    for notes, case, reply in replies(tries, CASES, timeout, estimated, questions):
+    given = questions, "paralab is asked: count the bytes yourself", ("spec/model.py",)
+    for notes, case, reply in replies(tries, CASES, timeout, asked_alone, *given):
         limit, spec, b, n, stage, precision = case
         right = right_bytes(*case[1:])
         wrong = reply.trouble or wrong_states(
@@ -53,16 +52,6 @@ def check(tries: Sequence[Try], timeout: float) -> None:
         )
         where = f"hidden={spec.hidden}, b={b}, n={n}, stage {stage}, {precision}"
         notes.look(limit, where, wrong, f"{sum(right.values()):,} bytes")
-
-
-def estimated(watch: Any, answer: tuple, seed: int, questions: Sequence) -> list[Reply]:
-    """What the rank runs: the questions, and no plan is made meanwhile that could answer them."""
-
-    def forbidden(_: Plan) -> None:
-        raise RuntimeError("a pl.Plan is made: count the bytes yourself")
-
-    with mock.patch.object(Plan, "__post_init__", forbidden):
-        return asked(watch, answer, seed, questions)
 
 
 @functools.cache
@@ -82,9 +71,7 @@ def right_bytes(spec: ModelSpec, b: int, n: int, zero_stage: int, precision: str
     return held | {"activations": max(one.get(("device", "activations"), 0) for one in found)}
 
 
-def known(
-    state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: str
-) -> Iterator[tuple[str, float]]:
+def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: str) -> Mistakes:
     """(what was done, the bytes it gives) of the mistakes that are made with one category."""
     right = right_bytes(spec, b, n, stage, precision)[state]
     psi, w, tensors = spec.num_params, 4 if precision == "fp32" else 2, len(spec.parameter_shapes())

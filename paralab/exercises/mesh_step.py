@@ -15,6 +15,7 @@ from typing import Any
 from paralab.checks import shown
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import dist, reference, watched
 from paralab.exercises.one_process import of_one_process
 from paralab.exercises.questions import Mistakes, is_number, wrong_number
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
@@ -44,11 +45,6 @@ def check(tries: Sequence[Try], timeout: float) -> None:
 
 def stepped(watch: Any, answer: tuple, seed: int, dp: int, pp: int) -> dict[str, Any]:
     """What every rank runs. Returns the norms, and the weights after each step."""
-    import torch.distributed as dist
-
-    from paralab.exercises.watched import array
-    from paralab.model import reference
-
     rank, plan = dist.get_rank(), Plan(dp=dp, pp=pp)
     at, groups = plan.place(rank), {}
     for axis in ("dp", "pp"):
@@ -62,7 +58,7 @@ def stepped(watch: Any, answer: tuple, seed: int, dp: int, pp: int) -> dict[str,
         watch.label = f"step {step}"
         norm = answer[0](stage, batches, groups, update, CLIPS[step], MODEL.hidden)
         norms.append(float(norm) if is_number(norm) else shown(norm))
-        weights.append({name: array(p) for name, p in stage.named_parameters()})
+        weights.append({name: watched.array(p) for name, p in stage.named_parameters()})
     return {"norms": norms, "weights": weights}
 
 

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.exercises.diagnose import first_wrong_tensor
+from paralab.exercises.late import np, reference, torch
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
 if TYPE_CHECKING:
-    import numpy as np
-
     Arrays = dict[str, np.ndarray]
 
 LR = 0.1
@@ -47,10 +46,6 @@ def trained(
     clips  to which norm the gradient is clipped in each step
     batch  micro-batches and their size, as `reference.batches` has them
     """
-    import torch
-
-    from paralab.model import reference
-
     gpt = reference.GPT(model, seed)
     update = reference.optimizer(gpt.parameters(), "sgd", lr)
 

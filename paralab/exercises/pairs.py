@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import numpy as np
+from paralab.exercises.late import np
 
 BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 12, 240  # 2, 3 and 4 divide heads and inside
 WIDTH = HIDDEN // HEADS
@@ -31,8 +30,6 @@ class Pair(NamedTuple):
 # ---- the whole layers, in NumPy ------------------------------------------------------------------
 def mlp(w: dict[str, Any], x: Any, grad: Any) -> dict[str, Any]:
     """GELU in its tanh form, as in the reference GPT."""
-    import numpy as np
-
     u = x @ w["up.weight"].T + w["up.bias"]
     th = np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3))
     inside = u * (1 + th) / 2
@@ -52,7 +49,6 @@ def attention(
     """Causal, of as many heads as qkv has outputs for. sees: tokens from i + ``sees`` are hidden
     from token i; scores are divided by the root of ``scale``.
     """
-    import numpy as np
 
     def by_head(flat: Any) -> Any:  # (B, s, a d) -> (B, a, s, d)
         return flat.reshape(BATCH, SEQ, -1, WIDTH).transpose(0, 2, 1, 3)
@@ -86,8 +82,6 @@ def part_of(groups: int, name: str, whole: Any, rank: int, t: int) -> Any:
     """Rank's t-th: of the rows of a first layer, each of their ``groups`` on its own; of the
     columns of a second layer's weight; its bias is replicated.
     """
-    import numpy as np
-
     if name.startswith(("up", "qkv")):
         return np.concatenate([np.split(one, t)[rank] for one in np.split(whole, groups)])
     return np.split(whole, t, axis=1)[rank] if whole.ndim == 2 else whole
@@ -110,8 +104,6 @@ PAIRS = {
 
 def given(pair: Pair, seed: int) -> dict[str, np.ndarray]:
     """Weights, input "x" and the result's gradient "grad", the same on every rank."""
-    import numpy as np
-
     draw, stream = np.random.default_rng(seed), (BATCH, SEQ, HIDDEN)
     sizes = {**pair.shapes, "x": stream, "grad": stream}
     made = {name: draw.standard_normal(size, dtype=np.float32) for name, size in sizes.items()}
@@ -145,8 +137,6 @@ def terms(pair: Pair, seed: int, t: int, name: str, *, times: int = 1) -> list[n
 
 def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tuple[str, Any]]:
     """(words, what it would be) of results and gradients that are wrong in a known way."""
-    import numpy as np
-
     w, last = weights_of(pair, seed), list(pair.shapes)[-1]
     if name == "qkv.bias" or name == "qkv.weight":
         right = pair.part(name, of_one_device(pair, seed)[name], rank, t)

@@ -8,19 +8,14 @@ of a block's MLP, of its scores, and the update.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import Mistakes, asked, size_text, wrong_number
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED
+from paralab.exercises.questions import Mistakes, asked_alone, replies, size_text, wrong_number
+from paralab.exercises.tries import Takes, Try
 from paralab.spec import ModelSpec, Plan
 
-OURS = str(Path(__file__).parents[1])
 TOLERANCE = 0.05
 FIELDS = ("layers", "hidden", "heads", "seq_len", "vocab")
 ASKED = {
@@ -47,44 +42,18 @@ CASES = (  # limit, the model's fields, samples of a micro-batch, micro-batches
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
-    named = [(SimpleNamespace(**_named(sizes)), b, m) for _, sizes, b, m in CASES]
-    for notes, found in on_ranks(tries, estimated, 1, (named,), timeout=timeout):
-        for (limit, sizes, b, m), reply in zip(CASES, found.results[0], strict=True):
-            if reply.trouble == NOT_STARTED:
-                continue
-            model, right = ModelSpec(**_named(sizes), attention="explicit"), peak(sizes, b, m)
-            wrong = reply.trouble or wrong_number(
-                reply.value,
-                right,
-                size_text,
-                _mistakes(model, b, right),
-                what="required: a number of bytes",
-                tolerance=TOLERANCE,
-            )
-            where = f"{', '.join(f'{k}={v}' for k, v in _named(sizes).items())}, b={b}, m={m}"
-            off = "" if reply.trouble or wrong else f"{100 * (reply.value / right - 1):+.1f} %"
-            notes.look(limit, where, wrong, off)
-
-
-def estimated(watch: Any, answer: tuple, seed: int, cases: Sequence[tuple]) -> list:
-    """What the rank runs: every case is asked, and paralab's own code may not answer."""
-    return asked(watch, (_alone(answer[0]),), seed, [(0, case) for case in cases])
-
-
-def _alone(call: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
-            raise RuntimeError("the estimate asks paralab; required: formulas of your own")
-
-    def called(*args: Any) -> Any:
-        before = sys.getprofile()
-        sys.setprofile(noted)
-        try:
-            return call(*args)
-        finally:
-            sys.setprofile(before)
-
-    return called
+    why = "the estimate asks paralab; required: formulas of your own"
+    questions = [(0, (SimpleNamespace(**_named(sizes)), b, m)) for _, sizes, b, m in CASES]
+    for notes, case, reply in replies(tries, CASES, timeout, asked_alone, questions, why):
+        limit, sizes, b, m = case
+        model, right = ModelSpec(**_named(sizes), attention="explicit"), peak(sizes, b, m)
+        known, what = _mistakes(model, b, right), "required: a number of bytes"
+        wrong = reply.trouble or wrong_number(
+            reply.value, right, size_text, known, what=what, tolerance=TOLERANCE
+        )
+        where = f"{', '.join(f'{k}={v}' for k, v in _named(sizes).items())}, b={b}, m={m}"
+        off = "" if wrong else f"{100 * (reply.value / right - 1):+.1f} %"
+        notes.look(limit, where, wrong, off)
 
 
 @functools.cache  # the same for every answer
@@ -109,10 +78,8 @@ def _mistakes(model: ModelSpec, b: int, right: float) -> Mistakes:
     yield "model states and all activations, which are not there at once", 16 * psi + saved
     yield "the model states alone", 16 * psi
     yield "weights and moments alone", 12 * psi
-    yield (
-        "weights, moments and the blocks' activations; what else is alive?",
-        12 * psi + (model.layers * block),
-    )
+    blocks = 12 * psi + model.layers * block
+    yield "weights, moments and the blocks' activations; what else is alive?", blocks
     halves = model.layers * (34 * sbh + 5 * scores)
     yield "34 and 5 are of 16-bit activations with dropout; this is fp32 without", 16 * psi + halves
     yield "that is in GB, required: bytes", right / 1e9

@@ -17,6 +17,7 @@ from typing import Any
 
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.one_process import trained
 from paralab.exercises.questions import plain
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
@@ -62,9 +63,6 @@ def one_step(
     """What every rank runs: one step of its stages by its list, once it is known what one
     micro-batch keeps in each of them.
     """
-    from paralab.exercises.watched import array
-    from paralab.model import reference
-
     rank, lists = watch.group.index, lists_of(name, p, m, v)
     model = MODEL.replace(layers=v * p)
     sizes = {"microbatches": m, "microbatch_size": SAMPLES, "seed": seed}
@@ -87,7 +85,9 @@ def one_step(
     named = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
     weights = sum(parameter.nbytes for parameter in named.values())
     return {
-        "gradients": {n: None if p.grad is None else array(p.grad) for n, p in named.items()},
+        "gradients": {
+            n: None if p.grad is None else watched.array(p.grad) for n, p in named.items()
+        },
         "right": {n: right.gradients[n] for n in named},
         "loss": plain(loss.detach() if hasattr(loss, "detach") else loss),
         "mean": right.loss,
@@ -101,8 +101,6 @@ def one_step(
 
 def _measured(watch: Any, stage: Any, batch: tuple) -> tuple[int, int]:
     """Bytes of one micro-batch on this stage: kept for its backward, and at most in addition."""
-    import torch
-
     tokens, targets = batch
     with watch.section() as section:
         x = torch.zeros(SHAPE, requires_grad=True) if stage.embedding is None else tokens

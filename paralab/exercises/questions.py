@@ -26,7 +26,8 @@ from paralab.exercises.verdict import NOT_STARTED, Notes
 LINES = 2_000_000  # of the learner's own code that one question may run: half a second
 ENDLESS = "lines of it were run, and it has not ended"
 MOST = 20_000  # entries of a list that are looked at
-NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), "<frozen "})
+OURS = str(Path(__file__).parents[1])
+NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})
 
 
 class Odd(NamedTuple):
@@ -84,6 +85,40 @@ def replies(
             yield notes, case, reply
 
 
+def asked_alone(
+    watch: Any, answer: tuple, seed: int, questions: Sequence, why: str, legal: tuple[str, ...] = ()
+) -> list[Reply]:
+    """`asked`, for what this package could answer itself: who calls it is told ``why`` not.
+
+    legal  its folders and files that may be called
+    """
+    legal = tuple(f"{OURS}/{name}" for name in legal)
+
+    def alone(call: Callable[..., Any], *args: Any) -> Any:
+        refused = False
+
+        def noted(frame: Any, event: str, _: Any) -> None:
+            nonlocal refused
+            name, caller = (one.f_code.co_filename for one in (frame, frame.f_back))
+            called = event == "call" and name.startswith(OURS) and not caller.startswith(OURS)
+            if called and not name.startswith(legal):
+                refused = True
+                raise RuntimeError(why)
+
+        before = sys.getprofile()
+        sys.setprofile(noted)
+        try:
+            value = plain(call(*args))
+        finally:
+            sys.setprofile(before)
+        if refused:  # an answer may catch the first refusal, and nothing is noted any more
+            raise RuntimeError(why)
+        return value
+
+    parts = tuple(functools.partial(alone, part) for part in answer)
+    return asked(watch, parts, seed, questions)
+
+
 @contextlib.contextmanager
 def ends() -> Iterator[None]:
     """An error in place of a loop without end, which could fill the memory before a timeout."""
@@ -109,7 +144,7 @@ def plain(value: Any, depth: int = 4) -> Any:
     """``value`` as None, bool, int, float, str, or lists, tuples and dicts of these. A generator
     becomes a list of its first entries, an action of a schedule its text, anything else an `Odd`.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, (bool, Odd)):
         return value
     if isinstance(value, str):
         return shortened(str(value), 10_000)

@@ -9,16 +9,14 @@ blocks count how often they are called (Chen+ 2016, arXiv:1604.06174: one forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import np, reference, torch, watched
 from paralab.exercises.tries import Found, Takes, Try, look_at_memory, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MODEL = ModelSpec(layers=6, hidden=32, heads=2, seq_len=32, attention="explicit")
 MICROBATCHES = 2
@@ -56,11 +54,7 @@ def stepped(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
 
 
 def _step(watch: Any, apply: Callable[[Any, Any], Any], seed: int) -> dict[str, Any]:
-    import torch
     from torch import nn
-
-    from paralab.exercises.watched import array
-    from paralab.model import reference
 
     torch.manual_seed(seed)
     gpt, calls = reference.GPT(MODEL), [0] * MODEL.layers
@@ -92,8 +86,8 @@ def _step(watch: Any, apply: Callable[[Any, Any], Any], seed: int) -> dict[str, 
     missing = [name for name, p in gpt.named_parameters() if p.grad is None]
     if missing:
         raise ValueError(f"after backward {missing[0]} has no gradient")
-    gradients = {name: array(p.grad) for name, p in gpt.named_parameters()}
-    after = array(torch.rand(8))
+    gradients = {name: watched.array(p.grad) for name, p in gpt.named_parameters()}
+    after = watched.array(torch.rand(8))
     return {"gradients": gradients, "after": after, "calls": calls, "peak": section.peak}
 
 
@@ -115,8 +109,6 @@ def _look(notes: Notes, found: Found) -> None:
 
 def _differs(yours: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> str:
     """The last tensor, in the order of forward, whose gradient differs, in words, or ""."""
-    import numpy as np
-
     for name, array in reversed(right.items()):
         if yours[name].tobytes() != array.tobytes():
             off = float(np.abs(yours[name] - array).max() / np.abs(array).max())

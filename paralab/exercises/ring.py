@@ -9,17 +9,15 @@ on that link, with computing free: the same on every machine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import np, torch
 from paralab.exercises.tries import Found, Takes, Try, look_at_bytes, look_at_memory, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.spec import Cluster, Link
 from paralab.theory.traffic import POINT_TO_POINT
-
-if TYPE_CHECKING:
-    import numpy as np
 
 RANKS = (2, 3, 4)
 CHUNK = 5000  # elements of 4 bytes: k
@@ -47,8 +45,6 @@ def hand_round(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     """What every rank runs: the answer gets a tensor of which one chunk is finished, and -1
     elsewhere.
     """
-    import torch
-
     n, own = watch.group.size, (watch.group.index + 1) % watch.group.size
     tensor = torch.full((n, CHUNK), -1.0)
     tensor[own] = torch.from_numpy(chunks(n, seed)[own])
@@ -60,8 +56,6 @@ def hand_round(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
 
 def chunks(n: int, seed: int) -> np.ndarray:
     """The finished chunks, (n, k)."""
-    import numpy as np
-
     return np.random.default_rng([seed, n]).random((n, CHUNK), dtype=np.float32)
 
 
@@ -89,8 +83,6 @@ def _look(notes: Notes, found: Found, n: int) -> None:
 
 def _wrong_chunk(results: Sequence[dict[str, Any]], n: int) -> str:
     """The first wrong chunk of the first rank that has one, in words, or ""."""
-    import numpy as np
-
     right = chunks(n, results[0]["seed"])
 
     def known(number: int) -> Iterator[tuple[str, np.ndarray]]:

@@ -9,12 +9,18 @@ one in the middle. The last stage, whose head sends more, is not asked.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import asked, kind_of, replies, size_text, wrong_number
+from paralab.exercises.questions import (
+    Mistakes,
+    asked_alone,
+    kind_of,
+    replies,
+    size_text,
+    wrong_number,
+)
 from paralab.exercises.tries import Takes, Try
 from paralab.spec import ModelSpec, Plan
 
@@ -48,22 +54,13 @@ CASES = (
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
-    for notes, case, reply in replies(tries, CASES, 2 * timeout, alone):
+    why = "the compiled program is the answer: here it cannot be asked"
+    given = [(0, tuple(case)) for case in CASES], why, ("spec/",)
+    for notes, case, reply in replies(tries, CASES, 2 * timeout, asked_alone, *given):
         where = f"{_said(case)}, rank {case.rank}"
         for axis in ASKED:
             wrong = reply.trouble or _wrong(reply.value, axis, case)
-            notes.look(axis, where if wrong else "", wrong, "right in all plans")
-
-
-def alone(watch: Any, answer: tuple, seed: int) -> list[Any]:
-    """What one rank runs. The library's own count is the answer: here it cannot be asked."""
-    for name in ("dry_run", "predict", "program", "run"):
-        setattr(sys.modules["paralab"], name, _refused)  # only on this rank, which ends here
-    return asked(watch, answer, seed, [(0, tuple(case)) for case in CASES])
-
-
-def _refused(*_: Any, **__: Any) -> None:
-    raise RuntimeError("the compiled program is the answer: here it cannot be asked")
+            notes.each(axis, where, wrong, "right in all plans")
 
 
 def _said(case: Case) -> str:
@@ -85,60 +82,50 @@ def _wrong(found: Any, axis: str, case: Case) -> str:
         return f"required: a dict, {{axis: bytes}}, yours is a {kind_of(found)}"
     if axis not in found:
         return f"there is no {axis!r} in it"
-    known = known_bytes(axis, case).items()
+    size, known = right(case)[axis], known_bytes(axis, case)
     what = f"required: a number of bytes along {axis}"
-    return wrong_number(
-        found[axis], right(case)[axis], size_text, known, what=what, tolerance=EXACT
-    )
+    return wrong_number(found[axis], size, size_text, known, what=what, tolerance=EXACT)
 
 
-def known_bytes(axis: str, case: Case) -> dict[str, float]:
-    """{what was done: the bytes it gives} of the mistakes that are made."""
+def known_bytes(axis: str, case: Case) -> Mistakes:
+    """(what was done, the bytes it gives) of the mistakes that are made."""
     model, plan, rank = case
     size, d, t, m = right(case)[axis], plan.dp, plan.tp, plan.microbatches
-    w, inner = 4 if plan.precision == "fp32" else 2, plan.place(rank).pp > 0
-    S = w * plan.microbatch_size * model.seq_len * model.hidden
-    calls, call = m * model.layers // plan.pp, 2 * (t - 1) / t * S
-    again = plan.recompute == "full"
-    common = {"that is one micro-batch": size / m} if axis != "dp" else {}
+    w, first = 4 if plan.precision == "fp32" else 2, plan.place(rank).pp == 0
+    if axis != "dp":
+        yield "that is one micro-batch", size / m
     if axis == "tp":
-        return common | {
-            "forward is made twice, and its two all-reduces too"
-            if again
-            else "nothing is recomputed there": size + (-2 if again else 2) * calls * call,
-            "the embedding's all-reduce is missing"
-            if not inner
-            else "there is no embedding on this stage": size + (1 if inner else -1) * m * call,
-            "an all-reduce sends 2 (t-1)/t of its tensor": size * t / (2 * (t - 1)),
-            "that is half of an all-reduce": size / 2,
-            "that is the whole model; a stage has L/p blocks": size * plan.pp,
-        }
-    if axis == "pp":
-        return common | {
-            "a stage in the middle sends gradients back, too"
-            if inner
-            else "the first stage has none to send gradients to": size * (0.5 if inner else 2),
-            "every tensor-parallel rank sends the whole activation here": size / t,
-            f"a number has {w} bytes": size * (2 / w if w == 4 else 2),
-        }
-    return {
-        "an all-reduce sends 2 (d-1)/d of its tensor": size * d / (2 * (d - 1)),
-        "that is half of an all-reduce": size / 2,
-        "gradients are summed once per step, not per micro-batch": size * m,
-        "a rank holds the parameters of its stage and its part of them": 2
-        * (d - 1)
-        / d
-        * w
-        * model.num_params,
-        "an N-th of the parameters: stages and embedding are not equal": 2
-        * (d - 1)
-        / d
-        * w
-        * model.num_params
-        / (t * plan.pp),
-        "biases after a row-parallel layer and norms are not sharded": size
-        - 2 * (d - 1) / d * w * model.layers / plan.pp * 6 * model.hidden * (1 - 1 / t),
-    }
+        activation = w * plan.microbatch_size * model.seq_len * model.hidden
+        calls, call = m * model.layers // plan.pp, 2 * (t - 1) / t * activation
+        if plan.recompute == "full":
+            yield "forward is made twice, and its two all-reduces too", size - 2 * calls * call
+        else:
+            yield "nothing is recomputed there", size + 2 * calls * call
+        if first:
+            yield "the embedding's all-reduce is missing", size - m * call
+        else:
+            yield "there is no embedding on this stage", size + m * call
+        yield "an all-reduce sends 2 (t-1)/t of its tensor", size * t / (2 * (t - 1))
+        yield "that is half of an all-reduce", size / 2
+        yield "that is the whole model; a stage has L/p blocks", size * plan.pp
+    elif axis == "pp":
+        if first:
+            yield "the first stage has none to send gradients to", size * 2
+        else:
+            yield "a stage in the middle sends gradients back, too", size / 2
+        yield "every tensor-parallel rank sends the whole activation here", size / t
+        yield f"a number has {w} bytes", size * (0.5 if w == 4 else 2)
+    else:
+        each = 2 * (d - 1) / d * w  # bytes that an element costs
+        whole, norms = each * model.num_params, model.layers / plan.pp * 6 * model.hidden
+        yield "an all-reduce sends 2 (d-1)/d of its tensor", size * d / (2 * (d - 1))
+        yield "that is half of an all-reduce", size / 2
+        yield "gradients are summed once per step, not per micro-batch", size * m
+        yield "a rank holds the parameters of its stage and its part of them", whole
+        part = whole / (t * plan.pp)
+        yield "an N-th of the parameters: stages and embedding are not equal", part
+        sharded = size - each * norms * (1 - 1 / t)
+        yield "biases after a row-parallel layer and norms are not sharded", sharded
 
 
 rank_sends = Exercise(

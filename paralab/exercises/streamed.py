@@ -11,15 +11,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import np, reference, torch, watched
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
 SETTINGS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.05}
@@ -43,11 +41,6 @@ def check(tries: Sequence[Try], timeout: float) -> None:
 
 def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     """What the rank runs: some steps with the answer, and the same with torch's AdamW."""
-    import torch
-
-    from paralab.exercises.watched import array
-    from paralab.model import reference
-
     gpt, alike = reference.GPT(MODEL), reference.GPT(MODEL)
     named = dict(gpt.named_parameters())
     adam = torch.optim.AdamW(alike.parameters(), foreach=False, **SETTINGS)
@@ -69,7 +62,7 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
             result["peaks"].append(section.peak)
             adam.step()
             for (name, p), right in zip(named.items(), alike.parameters(), strict=True):
-                yours, wanted = array(p), array(right)
+                yours, wanted = watched.array(p), watched.array(right)
                 if yours.tobytes() != wanted.tobytes() and not result["wrong"]:
                     result["wrong"] = _words(name, step, yours, wanted)
             gpt.zero_grad()
@@ -90,8 +83,6 @@ def _zero(folder: str) -> None:
 
 
 def _words(name: str, step: int, yours: np.ndarray, wanted: np.ndarray) -> str:
-    import numpy as np
-
     if yours.shape != wanted.shape:
         return f"{name} has shape {yours.shape} after step {step + 1}"
     count, off = int((yours != wanted).sum()), float(np.abs(yours - wanted).max())

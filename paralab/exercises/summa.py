@@ -16,15 +16,13 @@ refused for what it holds. M, K and N differ, and in turn X and W are the large 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import dist, np, torch, watched
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
-
-if TYPE_CHECKING:
-    import numpy as np
 
 GRIDS = (2, 4)  # q; with 2 or 3, the own block and two received ones are a whole row
 SHAPES = ((40, 48, 6), (6, 48, 40))  # blocks' m, k, n: X is the large one, then W is
@@ -55,11 +53,6 @@ def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     Returns, for each of SHAPES, what forward and backward gave and the most bytes that forward had
     in addition to its arguments.
     """
-    import torch
-    import torch.distributed as dist
-
-    from paralab.exercises.watched import array
-
     q = round(watch.group.size**0.5)
     i, j = divmod(watch.group.index, q)
     rows = [dist.new_group([a * q + b for b in range(q)]) for a in range(q)]
@@ -75,15 +68,13 @@ def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
         dx, dw = mine.backward(x, w, dy)
         found["peak"].append(section.peak)
         for name, block in (("y", y), ("dx", dx), ("dw", dw)):
-            found[name].append(array(block))
+            found[name].append(watched.array(block))
         del x, w, dy, y, dx, dw, block  # they are not counted where the next case begins
     return found
 
 
 def blocks(seed: int, q: int, number: int) -> list[np.ndarray]:
     """X, W and dY of the case, as blocks: (q, q, rows, columns)."""
-    import numpy as np
-
     (m, k, n), draw = SHAPES[number], np.random.default_rng([seed, q, number])
     shapes = ((m, k), (k, n), (m, n))
     return [draw.standard_normal((q, q, *shape), dtype=np.float32) for shape in shapes]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import reference, watched
 from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
@@ -59,9 +60,6 @@ def training(watch: Any, steps: int, what: str, wrap: Any) -> dict[str, Any]:
 
     wrap  module -> (what is called with tokens and targets, what is called after backward)
     """
-    from paralab.exercises.watched import array
-    from paralab.model import reference
-
     gpt, group = reference.GPT(MODEL), watch.group
     model, finish = wrap(gpt)
     named, count = dict(gpt.named_parameters()), BATCH["microbatches"]
@@ -78,9 +76,9 @@ def training(watch: Any, steps: int, what: str, wrap: Any) -> dict[str, Any]:
         for name, parameter in named.items():
             if parameter.grad is None:
                 raise ValueError(f"after the step's last call {name} has no gradient")
-        gradients = {name: array(parameter.grad) for name, parameter in named.items()}
+        gradients = {name: watched.array(parameter.grad) for name, parameter in named.items()}
         update.step()
-    return gradients if what == GRADIENTS else {name: array(p) for name, p in named.items()}
+    return gradients if what == GRADIENTS else {name: watched.array(p) for name, p in named.items()}
 
 
 def _look_at_bytes(notes: Notes, found: Found) -> None:

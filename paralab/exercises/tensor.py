@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import np, torch, watched
 from paralab.exercises.pairs import BATCH, HIDDEN, PAIRS, SEQ, Pair, given, mistakes, of_one_device
 from paralab.exercises.tries import Found, Takes, Try, look_at_bytes, look_at_memory, on_ranks
 from paralab.exercises.verdict import Notes
-
-if TYPE_CHECKING:
-    import numpy as np
 
 RANKS = (2, 3, 4)
 ACTIVATION = 4 * BATCH * SEQ * HIDDEN  # bytes; the smallest weight has as many
@@ -46,10 +44,7 @@ def forward_and_back(
 
     Returns {"z", "x" and the parameters' names: result and gradients; "held": bytes of weights}
     """
-    import torch
-
     from paralab.exercises import tensor_ranks
-    from paralab.exercises.watched import array
 
     pair = PAIRS[kind]
     numbers = {name: torch.from_numpy(one) for name, one in given(pair, seed).items()}
@@ -61,17 +56,17 @@ def forward_and_back(
     x = numbers["x"].clone().requires_grad_()
     watch.label = FORWARD
     z = mine(x)
-    found = {"z": array(z)}
+    found = {"z": watched.array(z)}
     watch.label = BACKWARD
     z.backward(numbers["grad"].clone())
-    found |= {"x": array(x.grad), "held": held, "seed": seed}
+    found |= {"x": watched.array(x.grad), "held": held, "seed": seed}
     named = dict(mine.named_parameters())
     for name in pair.shapes:
         if name not in named:
             raise ValueError(f"it has no parameter {name}; it has {', '.join(named) or 'none'}")
         if named[name].grad is None:
             raise ValueError(f"{name} has no gradient after backward")
-        found[name] = array(named[name].grad)
+        found[name] = watched.array(named[name].grad)
     return found
 
 

@@ -11,15 +11,13 @@ the rank's own logits: an answer that gathers the logits breaks both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
+from paralab.exercises.late import np, torch, watched
 from paralab.exercises.tries import Found, Takes, Try, look_at_memory, on_ranks
 from paralab.exercises.verdict import Notes
-
-if TYPE_CHECKING:
-    import numpy as np
 
 RANKS = (2, 4)
 TOKENS, VOCAB = 96, 512
@@ -44,29 +42,27 @@ def check(tries: Sequence[Try], timeout: float) -> None:
 
 def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     """What every rank runs. Returns {"loss", "gradient": arrays; "peak": bytes in addition}."""
-    import numpy as np
-    import torch
-
-    from paralab.exercises.watched import array
-
     logits, targets = given(seed)
     own = np.split(logits, watch.group.size, axis=1)[watch.group.index].copy()
     own, targets = torch.from_numpy(own).requires_grad_(), torch.from_numpy(targets)
     watch.label = FORWARD
     with watch.section() as section:
         loss = answer[0](own, targets)
-        found = array(loss).reshape(-1)
+        found = watched.array(loss).reshape(-1)
         watch.label = BACKWARD
         (loss * 3).backward()
     if own.grad is None:
         raise ValueError("the logits have no gradient after backward")
-    return {"loss": found, "gradient": array(own.grad) / 3, "peak": section.peak, "seed": seed}
+    return {
+        "loss": found,
+        "gradient": watched.array(own.grad) / 3,
+        "peak": section.peak,
+        "seed": seed,
+    }
 
 
 def given(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Logits of all of the vocabulary, (n, V), and targets, (n,)."""
-    import numpy as np
-
     draw = np.random.default_rng(seed)
     logits = 3 * draw.standard_normal((TOKENS, VOCAB), dtype=np.float32)
     logits[::3] += np.float32(LARGE)
@@ -75,8 +71,6 @@ def given(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def of_one_device(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(loss, (1,), gradient of the logits), in float64. A target below 0 counts as none."""
-    import numpy as np
-
     z = logits.astype(np.float64)
     z -= z.max(1, keepdims=True)
     rows, share = np.arange(len(z))[targets >= 0], np.exp(z)
@@ -105,8 +99,6 @@ def _look(notes: Notes, found: Found, t: int) -> None:
 
 def _wrong(results: Sequence[dict[str, Any]], limit: str, t: int) -> str:
     """What is wrong with loss or gradient, on the first rank where it is, or ""."""
-    import numpy as np
-
     logits, targets = given(results[0]["seed"])
     which, parts = (LOSS, GRADIENT).index(limit), np.split(logits, t, axis=1)
     whole = of_one_device(logits, targets)
@@ -136,8 +128,6 @@ def _known_losses(
     logits: np.ndarray, targets: np.ndarray, rank: int, t: int, here: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
     """What the loss is if one of the three numbers is not that of all ranks."""
-    import numpy as np
-
     parts = np.split(logits.astype(np.float64), t, axis=1)
     high, target = [one.max(1) for one in parts], logits[np.arange(TOKENS), targets]
     largest, at = np.max(high, axis=0), targets - VOCAB // t * np.arange(t)[:, None]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paralab.checks import choice
-from paralab.exercises import offload
+from paralab.exercises import jobs as stream
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
 from paralab.view.marks import upright
 
 
-def jobs(listed: Sequence[offload.Job], *, host: str = "slow") -> Chart:
+def jobs(listed: Sequence[stream.Job], *, host: str = "slow") -> Chart:
     """When the jobs (what, unit, buffer) of `pl.exercises.stream` run, with the least possible time
     as a line.
 
@@ -20,17 +20,17 @@ def jobs(listed: Sequence[offload.Job], *, host: str = "slow") -> Chart:
 
     ``table``: lane, what, unit, buffer, start, end. Raises ValueError on what is no list of jobs.
     """
-    update_s = offload.UPDATE_S[choice("host", host, tuple(offload.UPDATE_S))]
-    made = offload.as_jobs(list(listed), len(listed) or 1)
+    update_s = stream.UPDATE_S[choice("host", host, tuple(stream.UPDATE_S))]
+    made = stream.as_jobs(list(listed), len(listed) or 1)
     units, window = 1 + max(job[1] for job in made), len({job[2] for job in made})
-    times = offload.simulate(made, update_s)
+    times = stream.simulate(made, update_s)
     rows = [
-        (offload.LANE[kind], kind, unit, buffer, start, end)
+        (stream.LANE[kind], kind, unit, buffer, start, end)
         for (kind, unit, buffer), start, end in zip(made, times.start[0], times.end[0], strict=True)
     ]
-    took, least = max(times.end[0]), offload.limit_s(units, window, update_s)
+    took, least = max(times.end[0]), stream.limit_s(units, window, update_s)
     fig = figure(
-        f"{units} units take {offload.ms(took)}; no order takes less than {offload.ms(least)}",
+        f"{units} units take {stream.ms(took)}; no order takes less than {stream.ms(least)}",
         f"simulated · {host} host · {window} buffer{'s' * (window > 1)} · number: the unit",
         height=250,
         xaxis=mark.time_axis("time (ms)", 1e3 * max(took, least)),
@@ -40,7 +40,7 @@ def jobs(listed: Sequence[offload.Job], *, host: str = "slow") -> Chart:
     hues = {"read": olive, "update": theme.colour("optimizer"), "write": teal}
     shown: dict[str, list[tuple]] = {what: [] for what in hues}
     for lane, what, unit, buffer, start, end in rows:
-        said = f"{what} unit {unit}, buffer {buffer}: {offload.ms(start)} to {offload.ms(end)}"
+        said = f"{what} unit {unit}, buffer {buffer}: {stream.ms(start)} to {stream.ms(end)}"
         y = ("disk", "host").index(lane)
         shown[what].append((1e3 * start, 1e3 * (end - start), y, 0.8, str(unit), said))
     traces = [mark.boxes(shown[what], mark.look(what, hue)) for what, hue in hues.items()]

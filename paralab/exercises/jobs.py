@@ -1,0 +1,112 @@
+"""Orders of the jobs of a streamed update: whether one is right, and how long it takes, simulated.
+
+States of U units are in files. A unit is read, updated and written in r, u and w seconds: reads and
+writes on the lane "disk", updates on the lane "host". No order is faster than the busier lane,
+
+    max(U (r + w), r + U u + w)        with one buffer everything is in turn: U (r + u + w)
+
+and one that reads ahead is as fast as that where u <= min(r, w) or u >= r + w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paralab.checks import choice, illegal, whole
+from paralab.exercises.questions import Odd, kind_of
+
+if TYPE_CHECKING:
+    from paralab.theory.engine import Times
+
+Job = tuple[str, int, int]  # what, unit, buffer
+
+LANE = {"read": "disk", "update": "host", "write": "disk"}
+READ_S, WRITE_S = 10e-3, 15e-3
+UPDATE_S = {"fast": 8e-3, "slow": 30e-3}  # by host
+MOST = 10  # jobs per unit that are looked at
+
+
+def limit_s(units: int, window: int, update_s: float) -> float:
+    """What no order of jobs is faster than."""
+    if window == 1:
+        return units * (READ_S + update_s + WRITE_S)
+    return max(units * (READ_S + WRITE_S), READ_S + units * update_s + WRITE_S)
+
+
+def ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms"
+
+
+def as_jobs(found: Any, units: int) -> list[Job]:
+    """What an answer returned, if it is a list of jobs. Raises ValueError if it is not."""
+    if not isinstance(found, list):
+        raise illegal("jobs", kind_of(found), "not a list", 'a list [("read", 0, 0), ...]')
+    if len(found) > MOST * units:
+        raise illegal("len(jobs)", len(found), "too many", f"{len(LANE)} per unit")
+    jobs = []
+    for i, job in enumerate(found):
+        if not isinstance(job, (tuple, list)) or isinstance(job, Odd) or len(job) != 3:
+            raise illegal(f"jobs[{i}]", job, "not a job", '("read", unit, buffer)')
+        kind = choice(f"jobs[{i}][0]", job[0], tuple(LANE))
+        unit = whole(f"jobs[{i}][1]", job[1], at_least=0, at_most=units - 1)
+        jobs.append((kind, unit, whole(f"jobs[{i}][2]", job[2], at_least=0, at_most=10**6)))
+    return jobs
+
+
+def simulate(jobs: Sequence[Job], update_s: float) -> Times:
+    """When jobs start and end, with the exercise's costs: ``.start[0][i]``, ``.end[0][i]``."""
+    from paralab.theory import engine
+
+    seconds = {"read": READ_S, "update": update_s, "write": WRITE_S}
+    last: dict[int, int] = {}  # buffer -> the last job that has it
+    program = []
+    for i, (kind, _, buffer) in enumerate(jobs):
+        after = (last[buffer],) if buffer in last else ()
+        program.append(engine.Item(LANE[kind], seconds[kind], after))
+        last[buffer] = i
+    return engine.simulate([program])
+
+
+def first_misplaced(jobs: Sequence[Job], units: int) -> str:
+    """The first job that is in the wrong place, or is missing, in words; "" if none is."""
+    inside: dict[int, int] = {}  # buffer -> the unit in it
+    done: set[tuple[str, int]] = set()
+    for i, (kind, unit, buffer) in enumerate(jobs):
+        why, held = "", inside.get(buffer)
+        if (kind, unit) in done:
+            why = f"the {kind} of unit {unit} is there twice"
+        elif kind == "read" and held is not None:
+            why = f"overwrites unit {held}, which is in that buffer and not written yet"
+        elif kind != "read" and held != unit:
+            why = f"unit {unit} is not in buffer {buffer} by then"
+        elif kind == "write" and ("update", unit) not in done:
+            why = f"unit {unit} has not been updated by then"
+        if why:
+            return f"jobs[{i}]={jobs[i]!r}: {why}"
+        done.add((kind, unit))
+        if kind == "read":
+            inside[buffer] = unit
+        elif kind == "write":
+            del inside[buffer]
+    missing = ((kind, unit) for unit in range(units) for kind in LANE if (kind, unit) not in done)
+    return next((f"there is no {kind} of unit {unit}" for kind, unit in missing), "")
+
+
+def too_late(jobs: Sequence[Job], units: int, window: int, host: str) -> str:
+    """By how much the limit is missed, and where the busier lane is first idle, or ""."""
+    times, limit = simulate(jobs, UPDATE_S[host]), limit_s(units, window, UPDATE_S[host])
+    took = max(times.end[0])
+    if took <= limit * (1 + 1e-9):
+        return ""
+    lane, free = "disk", 0.0
+    if limit > units * (READ_S + WRITE_S):
+        lane, free = "host", READ_S  # nothing can be updated before
+    said = f"{host} host, {ms(took)}, required: at most {ms(limit)}:"
+    for (kind, unit, _), start, end in zip(jobs, times.start[0], times.end[0], strict=True):
+        if LANE[kind] == lane:
+            if start > free * (1 + 1e-9):
+                where = f"from {ms(free)} to {ms(start)}, before {kind} {unit}"
+                return f"{said} the lane {lane} is idle {where}"
+            free = end
+    return f"{said} too much is left to write after the last update"

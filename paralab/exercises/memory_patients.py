@@ -1,0 +1,141 @@
+"""The memory clinic's patients: four plans whose memory does not fall with more devices.
+
+The causes are those that people meet (facebookresearch/fairscale issue 1050 lists some): ZeRO
+shards states, and something else fills the device, or fewer ranks shard them than there are. Two of
+the plans have two causes. Peaks are predicted ones (interpret/memory.py), with AdamW, on the rank
+with the highest peak. No rank is started, and nothing here needs more than a laptop to be run for
+real.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from paralab.interpret import quick
+from paralab.spec import Cluster, Link, ModelSpec, Plan
+
+if TYPE_CHECKING:
+    from paralab.report.report import Report
+    from paralab.view.chart import Chart
+
+CLUSTER = Cluster(  # of a laptop's size; processors, so messages are gloo's and have its buffers
+    name="laptop",
+    devices_per_node=8,
+    flops=1e11,
+    memory_bandwidth=2e10,
+    op_overhead=1e-5,
+    intra=Link(alpha=2e-4, bandwidth=1e9),
+    cores=4,
+)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Patient:
+    """A plan that needs about as much memory per device as one on fewer devices.
+
+    story   what was expected, and what was seen
+    met     where people met it
+    fewer   the plan that it is compared with
+    drop    per cent by which the peak has to fall
+    cures   how many settings may be changed for that
+    """
+
+    name: str
+    story: str
+    met: str
+    model: ModelSpec
+    fewer: Plan
+    plan: Plan
+    drop: int
+    cures: int = 1
+
+    def peak(self, **change: Any) -> dict[str, int]:
+        """{category: bytes} at the peak of the rank with the highest one, as predicted.
+
+        change  settings of the plan to be changed first: ``recompute="full"``
+        """
+        return peak(self.model, self.plan.replace(**change))
+
+    def report(self, **change: Any) -> Report:
+        """The predicted report of the plan, with settings changed or not."""
+        from paralab.interpret.predict import predict
+
+        return predict(self.model, self.plan.replace(**change), CLUSTER)
+
+    def chart(self, **change: Any) -> Chart:
+        """What fills a device: with fewer devices, as it is, and with settings changed."""
+        from paralab.view import theme
+        from paralab.view.memory import bytes_bars
+
+        def devices(plan: Plan) -> str:
+            return f"{plan.world_size} device{'s' * (plan.world_size > 1)}"
+
+        bars = {devices(self.fewer): peak(self.model, self.fewer), devices(self.plan): self.peak()}
+        if change:
+            bars[", ".join(f"{k}={v!r}" for k, v in change.items())] = self.peak(**change)
+        said = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
+        title = f"{self.name}: of {devices(self.fewer)} each needs {said[0]} at its peak, of "
+        title += f"{devices(self.plan)} {said[1]}" + f", once changed {said[-1]}" * bool(change)
+        return bytes_bars(bars, title=title)
+
+    def __repr__(self) -> str:
+        lines = f"{self.name}: {self.story}", self._set(self.model), self._set(self.plan)
+        return "\n  ".join((*lines, f"met in {self.met}"))
+
+    def _set(self, of: ModelSpec | Plan) -> str:
+        """What is set in a description: the fields that differ from their default."""
+        pairs = [(one.name, getattr(of, one.name), one.default) for one in fields(of)]
+        found = ", ".join(f"{name}={now!r}" for name, now, default in pairs if now != default)
+        return f"{type(of).__name__}({found})"
+
+
+PATIENTS = (
+    Patient(
+        name="more nodes",
+        drop=50,
+        cures=2,
+        story="Eight devices instead of four, nodes of two. No device needs a byte less",
+        met="DeepSpeed 237",
+        model=ModelSpec(layers=12, hidden=128, heads=4, seq_len=32),
+        fewer=Plan(dp=4, zero_stage=3, shard=2, microbatch_size=2),
+        plan=Plan(dp=8, zero_stage=3, shard=2, microbatch_size=2),
+    ),
+    Patient(
+        name="twice the devices",
+        drop=50,
+        story="On four devices instead of two the memory was to be halved, and falls by a "
+        "twentieth",
+        met="fairscale 1050, DeepSpeed 2302",
+        model=ModelSpec(layers=6, hidden=128, heads=4, seq_len=128),
+        fewer=Plan(dp=2, zero_stage=3, microbatch_size=8),
+        plan=Plan(dp=4, zero_stage=3, microbatch_size=8),
+    ),
+    Patient(
+        name="fully sharded",
+        drop=45,
+        cures=2,
+        story="Every state is sharded by twice as many devices, and a device needs only a seventh "
+        "less",
+        met="fairscale 1050",
+        model=ModelSpec(layers=16, hidden=64, heads=4, seq_len=16),
+        fewer=Plan(dp=4, zero_stage=3, prefetch=32, microbatch_size=2),
+        plan=Plan(dp=8, zero_stage=3, prefetch=32, microbatch_size=2),
+    ),
+    Patient(
+        name="a small model",
+        drop=30,
+        story="273 thousand parameters. Each of four devices needs nearly as much as one alone",
+        met="pytorch-lightning 6047, pytorch 108976, DeepSpeed 1302",
+        model=ModelSpec(layers=4, hidden=72, heads=4, seq_len=32),
+        fewer=Plan(microbatch_size=1),
+        plan=Plan(dp=4, zero_stage=2, microbatch_size=1),
+    ),
+)
+
+
+def peak(model: ModelSpec, plan: Plan) -> dict[str, int]:
+    """{category: bytes} at the peak of the rank with the highest one. Raises ValueError
+    as `predict` does.
+    """
+    return quick.fullest(model, plan)[1]
