@@ -9,8 +9,8 @@ import bad_attacks as attacks
 import paralab as pl
 from judged import judged
 from paralab.exercises import sources
+from paralab.exercises.attempts import attempt
 from paralab.exercises.graded import asked_for
-from paralab.exercises.tries import attempt
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from patience import HANG_S
 

@@ -16,8 +16,8 @@ from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import reference, watched
 from paralab.exercises.questions import is_number, wrong_number
-from paralab.exercises.tries import Takes, Try, look_at_memory, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes, look_at_memory
 from paralab.spec import ModelSpec
 
 Arrays = dict[str, Any]  # {name: NumPy array}

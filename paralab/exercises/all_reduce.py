@@ -14,8 +14,8 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import np, torch
-from paralab.exercises.tries import Found, Takes, Try, look_at_bytes, look_at_memory, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes, look_at_bytes, look_at_memory
 from paralab.spec import Cluster, Link
 from paralab.theory import collectives
 from paralab.theory.traffic import POINT_TO_POINT

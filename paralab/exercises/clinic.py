@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paralab.exercises.attempts import first_line
 from paralab.exercises.exercise import Exercise, Text
 from paralab.exercises.questions import plain
-from paralab.exercises.tries import Takes, Try, first_line
+from paralab.exercises.tries import Takes, Try
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.parallel.schedules import Action, Schedule, actions
 

@@ -16,10 +16,11 @@ from dataclasses import fields
 from typing import Any
 
 from paralab.checks import shown
+from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.memory_patients import PATIENTS, Patient, peak
 from paralab.exercises.questions import plain
-from paralab.exercises.tries import Takes, Try, attempt
+from paralab.exercises.tries import Takes, Try
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.spec import Plan
 

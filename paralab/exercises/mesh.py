@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paralab.checks import shown
+from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.questions import plain
-from paralab.exercises.tries import Takes, Try, attempt, on_ranks
+from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.spec import Plan
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.jobs import (
     LANE,
@@ -28,7 +29,7 @@ from paralab.exercises.jobs import (
 )
 from paralab.exercises.late import torch
 from paralab.exercises.questions import asked
-from paralab.exercises.tries import Takes, Try, attempt, on_ranks
+from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes, first
 
 Size = tuple[int, int]  # units, window

@@ -9,7 +9,7 @@ arrive, as those of a group do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ RENAMED = {
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
+SUM = dist.ReduceOp.SUM
 ORDER = "messages of two ranks are matched in the order in which they are sent, as NCCL does it"
 
 
@@ -57,7 +58,12 @@ class Work:
 
 
 class Plain:
-    """The functions of torch.distributed, on the groups of one answer. world: that of all ranks"""
+    """The functions of torch.distributed, on the groups of one answer. Their arguments are torch's.
+
+    world  the group of all ranks
+    """
+
+    P2POp = Message
 
     def __init__(self, world: Group) -> None:
         self.world = world
@@ -73,72 +79,50 @@ class Plain:
         raise illegal("group", group, what, legal)
 
     # ---- groups ------------------------------------------------------------------------------
-    def new_group(self, ranks: Sequence[int] | None = None, *_: Any, **__: Any) -> Any:
+    def new_group(self, ranks=None, *_, **__):
         ranks = sorted(self.world.ranks if ranks is None else ranks)
         axis = "ranks " + ",".join(map(str, ranks))
         made = self.world.subgroup(ranks, axis=axis)
         return dist.GroupMember.NON_GROUP_MEMBER if made is None else made
 
-    def get_rank(self, group: Any = None) -> int:
+    def get_rank(self, group=None):
         return -1 if group is dist.GroupMember.NON_GROUP_MEMBER else self.of(group).index
 
-    def get_world_size(self, group: Any = None) -> int:
+    def get_world_size(self, group=None):
         return -1 if group is dist.GroupMember.NON_GROUP_MEMBER else self.of(group).size
 
-    def get_backend(self, group: Any = None) -> str:
+    def get_backend(self, group=None):
         return "gloo"
 
-    def get_process_group_ranks(self, group: Any = None) -> list[int]:
+    def get_process_group_ranks(self, group=None):
         return list(self.of(group).ranks)
 
-    def get_global_rank(self, group: Any, group_rank: int) -> int:
+    def get_global_rank(self, group, group_rank):
         return self.of(group).ranks[group_rank]
 
-    def get_group_rank(self, group: Any, global_rank: int) -> int:
+    def get_group_rank(self, group, global_rank):
         return self.of(group).ranks.index(global_rank)
 
-    def barrier(self, group: Any = None, async_op: bool = False, **_: Any) -> Work | None:
+    def barrier(self, group=None, async_op=False, **_):
         self.of(group).barrier()
-        return None
 
     # ---- collectives -------------------------------------------------------------------------
-    def all_reduce(
-        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Work | None:
+    def all_reduce(self, tensor, op=SUM, group=None, async_op=False):
         return _done(self.of(group).all_reduce(tensor, reduce=_kind(op)), async_op)
 
-    def reduce(
-        self,
-        tensor: Tensor,
-        dst: int | None = None,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-        group_dst: int | None = None,
-    ) -> Work | None:
+    def reduce(self, tensor, dst=None, op=SUM, group=None, async_op=False, group_dst=None):
         group = self.of(group)
         _sum_only("reduce", op)
         return _done(group.reduce(tensor, root=_peer(group, dst, group_dst)), async_op)
 
-    def broadcast(
-        self,
-        tensor: Tensor,
-        src: int | None = None,
-        group: Any = None,
-        async_op: bool = False,
-        group_src: int | None = None,
-    ) -> Work | None:
+    def broadcast(self, tensor, src=None, group=None, async_op=False, group_src=None):
         group = self.of(group)
         return _done(group.broadcast(tensor, root=_peer(group, src, group_src)), async_op)
 
-    def all_gather_into_tensor(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Work | None:
+    def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
         return _done(self.of(group).all_gather(_flat(output_tensor), _flat(input_tensor)), async_op)
 
-    def all_gather(
-        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Work | None:
+    def all_gather(self, tensor_list, tensor, group=None, async_op=False):
         whole = tensor.new_empty(len(tensor_list) * tensor.numel())
 
         def deliver() -> None:
@@ -147,97 +131,66 @@ class Plain:
 
         return _done(self.of(group).all_gather(whole, _flat(tensor)), async_op, deliver)
 
-    def reduce_scatter_tensor(
-        self,
-        output: Tensor,
-        input: Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Work | None:
+    def reduce_scatter_tensor(self, output, input, op=SUM, group=None, async_op=False):
         _sum_only("reduce_scatter_tensor", op)
         return _done(self.of(group).reduce_scatter(_flat(output), _flat(input)), async_op)
 
-    def reduce_scatter(
-        self,
-        output: Tensor,
-        input_list: list[Tensor],
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Work | None:
+    def reduce_scatter(self, output, input_list, op=SUM, group=None, async_op=False):
         whole = torch.cat([part.flatten() for part in input_list])
         return self.reduce_scatter_tensor(output, whole, op, group, async_op)
 
     def all_to_all_single(
         self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Work | None:
+        output,
+        input,
+        output_split_sizes=None,
+        input_split_sizes=None,
+        group=None,
+        async_op=False,
+    ):
         if output_split_sizes or input_split_sizes:
             raise illegal("input_split_sizes", input_split_sizes, "not counted here", "equal parts")
         return _done(self.of(group).all_to_all(output, input), async_op)
 
     # ---- messages ----------------------------------------------------------------------------
-    def isend(
-        self,
-        tensor: Tensor,
-        dst: int | None = None,
-        group: Any = None,
-        tag: int = 0,
-        group_dst: int | None = None,
-    ) -> Work:
+    def isend(self, tensor, dst=None, group=None, tag=0, group_dst=None):
         group = self.of(group)
-        return self._messages(group, [("send", tensor, _peer(group, dst, group_dst))], [tag])
+        return _messages(group, [("send", tensor, _peer(group, dst, group_dst))], [tag])
 
-    def irecv(
-        self,
-        tensor: Tensor,
-        src: int | None = None,
-        group: Any = None,
-        tag: int = 0,
-        group_src: int | None = None,
-    ) -> Work:
+    def irecv(self, tensor, src=None, group=None, tag=0, group_src=None):
         group = self.of(group)
-        return self._messages(group, [("recv", tensor, _peer(group, src, group_src))], [tag])
+        return _messages(group, [("recv", tensor, _peer(group, src, group_src))], [tag])
 
-    def send(self, *args: Any, **settings: Any) -> None:
+    def send(self, *args, **settings):
         self.isend(*args, **settings).wait()
 
-    def recv(self, tensor: Tensor, *args: Any, **settings: Any) -> int:
+    def recv(self, tensor, *args, **settings):
         self.irecv(tensor, *args, **settings).wait()
         return 0
 
-    P2POp = Message
-
-    def batch_isend_irecv(self, p2p_op_list: Sequence[Message]) -> list[Work]:
+    def batch_isend_irecv(self, p2p_op_list):
         sides = {self.isend: "send", self.irecv: "recv"}
         parts = [(sides[one.op], one.tensor, one.peer) for one in p2p_op_list]
         group = self.of(p2p_op_list[0].group if parts else None)
-        return [self._messages(group, parts, [one.tag for one in p2p_op_list])]
+        return [_messages(group, parts, [one.tag for one in p2p_op_list])]
 
-    def _messages(
-        self, group: Group, parts: list[tuple[str, Tensor, int]], tags: list[int]
-    ) -> Work:
-        if group.context.rank in {peer for _, _, peer in parts}:
-            legal = "another rank of the group; within a rank, copy the tensor"
-            raise illegal("peer", group.context.rank, "a rank sends nothing to itself", legal)
-        for tag in tags:
-            if tag:
-                raise illegal("tag", tag, ORDER, "no tag, and the same order on both ranks")
-        for side, tensor, peer in parts:
-            if not isinstance(tensor, Tensor):
-                why = f"rank {peer} cannot {'get' if side == 'send' else 'fill'} it"
-                raise illegal("tensor", tensor, why, "a tensor; .grad is None without a gradient")
-        strict, group._strict = group._strict, None
-        try:
-            return Work(group.exchange(parts))
-        finally:
-            group._strict = strict
+
+def _messages(group: Group, parts: list[tuple[str, Tensor, int]], tags: list[int]) -> Work:
+    if group.context.rank in {peer for _, _, peer in parts}:
+        legal = "another rank of the group; within a rank, copy the tensor"
+        raise illegal("peer", group.context.rank, "a rank sends nothing to itself", legal)
+    for tag in tags:
+        if tag:
+            raise illegal("tag", tag, ORDER, "no tag, and the same order on both ranks")
+    for side, tensor, peer in parts:
+        if not isinstance(tensor, Tensor):
+            why = f"rank {peer} cannot {'get' if side == 'send' else 'fill'} it"
+            raise illegal("tensor", tensor, why, "a tensor; .grad is None without a gradient")
+    strict, group._strict = group._strict, None
+    try:
+        return Work(group.exchange(parts))
+    finally:
+        group._strict = strict
 
 
 def _done(call: Pending, async_op: bool, deliver: Callable[[], None] | None = None) -> Work | None:
@@ -254,7 +207,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _kind(op: Any) -> str:
-    kinds = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
+    kinds = {SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
     for known, name in kinds.items():
         if op == known:
             return name
@@ -262,7 +215,7 @@ def _kind(op: Any) -> str:
 
 
 def _sum_only(name: str, op: Any) -> None:
-    if op != dist.ReduceOp.SUM:
+    if op != SUM:
         raise illegal("op", op, f"a {name} adds up here", "dist.ReduceOp.SUM")
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paralab.checks import shortened, shown
+from paralab.exercises.attempts import attempt
 from paralab.exercises.diagnose import times
-from paralab.exercises.tries import Try, attempt, on_ranks
+from paralab.exercises.tries import Try, on_ranks
 from paralab.exercises.verdict import NOT_STARTED, Notes
 
 LINES = 2_000_000  # of the learner's own code that one question may run: half a second

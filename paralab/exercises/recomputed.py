@@ -14,8 +14,8 @@ from unittest import mock
 
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import np, reference, torch, watched
-from paralab.exercises.tries import Found, Takes, Try, look_at_memory, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes, look_at_memory
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=6, hidden=32, heads=2, seq_len=32, attention="explicit")

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paralab.exercises.attempts import attempt, time_limit
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.one_process import look_at_tensors, of_one_process
 from paralab.exercises.questions import Reply, asked
-from paralab.exercises.tries import Takes, Try, attempt, on_ranks, time_limit
+from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.parallel.schedules import Action, Schedule, one_f_one_b
 from paralab.spec import ModelSpec, Plan

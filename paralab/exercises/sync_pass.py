@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paralab.exercises.attempts import attempt, time_limit
 from paralab.exercises.ddp import CLUSTER as NETWORK
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
 from paralab.exercises.sync import PADDING, RANKS
-from paralab.exercises.tries import Takes, Try, attempt, on_ranks, time_limit
+from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.work import on_processor

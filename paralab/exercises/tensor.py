@@ -19,8 +19,8 @@ from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import np, torch, watched
 from paralab.exercises.pairs import BATCH, HIDDEN, PAIRS, SEQ, Pair, given, mistakes, of_one_device
-from paralab.exercises.tries import Found, Takes, Try, look_at_bytes, look_at_memory, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes, look_at_bytes, look_at_memory
 
 RANKS = (2, 3, 4)
 ACTIVATION = 4 * BATCH * SEQ * HIDDEN  # bytes; the smallest weight has as many

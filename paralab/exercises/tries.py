@@ -8,22 +8,18 @@ are watched, is watched.py.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import shown
-from paralab.exercises.verdict import NOT_STARTED, Notes
-from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
+from paralab.exercises.attempts import attempt, said, time_limit
+from paralab.exercises.verdict import Notes
 
 if TYPE_CHECKING:
     from paralab.report.report import Report
-
-WHOLE = 6  # times `timeout`: the longest that a launch may take, whatever it prints meanwhile
 
 
 class Takes(NamedTuple):
@@ -169,7 +165,7 @@ def on_ranks(
         parts = [result[number] for result in report.results]
         failed = [part["failed"] for part in parts if "failed" in part]
         if failed:
-            one.notes.end(_said(failed[0]), where=where, limit=limit)
+            one.notes.end(said(failed[0]), where=where, limit=limit)
             continue
         own = Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=report.meta)
         late = next(
@@ -184,72 +180,3 @@ def _program(group: Any, *given: Any) -> Any:
     from paralab.exercises import watched
 
     return watched.each(group, *given)
-
-
-@contextlib.contextmanager
-def time_limit(timeout: float) -> Iterator[threading.Event]:
-    """An event to end a launch with, which is set when the longest time is over: an answer that
-    prints for ever gives signs of life for ever.
-    """
-    stop = threading.Event()
-    timer = threading.Timer(WHOLE * timeout, stop.set)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield stop
-    finally:
-        timer.cancel()
-
-
-def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """(what ``call`` returns, "") or (None, why there is nothing), for an answer that may fail."""
-    try:
-        return call(), ""
-    except RankTimeout as error:
-        standing = [f"rank {rank} {where}" for rank, where in sorted(error.waiting.items())]
-        return None, f"nothing moves any more: {'; '.join(standing) or first_line(error)}"
-    except Stopped:
-        return None, "it has not ended in the time that there is for a check"
-    except (RankError, OutOfMemory) as error:
-        return None, _said(first_line(error))
-    except Exception as error:
-        if isinstance(error, ValueError) and "; legal: " in first_line(error):
-            return None, first_line(error)  # a refusal in paralab's own words
-        return None, f"raised {type(error).__name__}: {first_line(error)}".removesuffix(": ")
-
-
-def _said(failure: str) -> str:
-    """ "not started yet" for the ``NotImplementedError`` of a stub."""
-    return NOT_STARTED if "raised NotImplementedError" in failure else failure
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message; "" if it has none, or none that can be shown."""
-    try:
-        return (str(error).strip().splitlines() or [""])[0]
-    except Exception:
-        return ""
-
-
-# ---- limits that several checkers have -----------------------------------------------------------
-def look_at_bytes(
-    notes: Notes, limit: str, where: str, sent: Sequence[float], required: int, doing: str
-) -> None:
-    """Every rank has to send exactly ``required`` bytes. doing: "in a step", or ""."""
-    worst = max(range(len(sent)), key=lambda rank: (abs(sent[rank] - required), -rank))
-    wrong, doing = "", f" {doing}" if doing else ""
-    if not sent[worst]:
-        wrong = f"rank {worst} sends nothing through the group{doing}"
-    elif sent[worst] != required:
-        wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required:,}"
-        wrong += f", {sent[worst] / required:.3g} times as many" if required else ""
-    notes.look(limit, where, wrong, f"{required:,} bytes")
-
-
-def look_at_memory(
-    notes: Notes, limit: str, where: str, held: Sequence[int], most: int, words: str
-) -> None:
-    """No rank may have more than ``most`` bytes. words: "keeps {held} bytes, an N-th is 7"."""
-    worst = max(range(len(held)), key=lambda rank: (held[rank], -rank))
-    wrong = f"rank {worst} {words.format(held=f'{held[worst]:,}')}" if held[worst] > most else ""
-    notes.look(limit, where, wrong, f"{held[worst]:,} bytes")

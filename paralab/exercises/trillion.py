@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paralab.dry_run import dry_run
+from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.questions import Mistakes, asked, replies, wrong_number
-from paralab.exercises.tries import Takes, Try, attempt, on_ranks
+from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.interpret.predict import predict
 from paralab.spec import Cluster, ModelSpec, Plan

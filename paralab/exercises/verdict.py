@@ -7,7 +7,7 @@ notebook's stored one can be compared. Torch is not imported here.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -153,3 +153,27 @@ class Notes:
         if not said and not all(row.ok for row in rows):
             said = NOT_STARTED
         return Verdict(exercise=self.exercise, rows=tuple(rows), said=said)
+
+
+# ---- limits that several checkers have -----------------------------------------------------------
+def look_at_bytes(
+    notes: Notes, limit: str, where: str, sent: Sequence[float], required: int, doing: str
+) -> None:
+    """Every rank has to send exactly ``required`` bytes. doing: "in a step", or ""."""
+    worst = max(range(len(sent)), key=lambda rank: (abs(sent[rank] - required), -rank))
+    wrong, doing = "", f" {doing}" if doing else ""
+    if not sent[worst]:
+        wrong = f"rank {worst} sends nothing through the group{doing}"
+    elif sent[worst] != required:
+        wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required:,}"
+        wrong += f", {sent[worst] / required:.3g} times as many" if required else ""
+    notes.look(limit, where, wrong, f"{required:,} bytes")
+
+
+def look_at_memory(
+    notes: Notes, limit: str, where: str, held: Sequence[int], most: int, words: str
+) -> None:
+    """No rank may have more than ``most`` bytes. words: "keeps {held} bytes, an N-th is 7"."""
+    worst = max(range(len(held)), key=lambda rank: (held[rank], -rank))
+    wrong = f"rank {worst} {words.format(held=f'{held[worst]:,}')}" if held[worst] > most else ""
+    notes.look(limit, where, wrong, f"{held[worst]:,} bytes")

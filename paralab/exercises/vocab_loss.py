@@ -16,8 +16,8 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import np, torch, watched
-from paralab.exercises.tries import Found, Takes, Try, look_at_memory, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes, look_at_memory
 
 RANKS = (2, 4)
 TOKENS, VOCAB = 96, 512

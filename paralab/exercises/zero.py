@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.tries import Found, Takes, Try, look_at_bytes, look_at_memory, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes, look_at_bytes, look_at_memory
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,8 +17,8 @@ from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.one_process import LR, of_one_process
 from paralab.exercises.sync import BATCH
-from paralab.exercises.tries import Found, Takes, Try, look_at_memory, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.verdict import Notes, look_at_memory
 from paralab.spec import ModelSpec
 
 # Units are small and many: a model that stays whole shows in the peak.
