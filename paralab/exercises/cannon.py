@@ -16,16 +16,28 @@ from typing import Any
 from paralab.exercises.diagnose import TOLERANCE, first_wrong, near
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import dist, np, torch, watched
-from paralab.exercises.summa import SCALARS, SHAPES, blocks
+from paralab.exercises.summa import SCALARS, SHAPES, at, blocks
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.verdict import Notes, first, look_at_memory
 
 GROUP_GRIDS = (2, 3)
 GRIDS = (2, 4)  # q; with 2, left and right are the same, with 3, two received blocks are a row
-GROUPS = {"row": lambda i, j, q: [i * q + b for b in range(q)],
-          "column": lambda i, j, q: [a * q + j for a in range(q)]}  # fmt: skip
-WORKS = "a sum over each"
-PRODUCT, CALLS, SENT, MEMORY = "Y", "calls", "blocks sent", "memory"
+GROUPS = {
+    "row": lambda i, j, q: [i * q + b for b in range(q)],
+    "column": lambda i, j, q: [a * q + j for a in range(q)],
+}
+GROUPS_ASKED = {
+    "row": "on 2 x 2 and on 3 x 3 ranks: the ranks of this rank's row",
+    "column": "the ranks of its column",
+    "a sum over each": "an all-reduce in the row and one in the column",
+}
+ASKED = {
+    "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
+    "calls": "messages between two ranks only",
+    "blocks sent": "by each rank at most q blocks of X and q blocks of W",
+    "memory": "in addition to x and w: two blocks of X and of W, y, and one product",
+}
+PRODUCT, CALLS, SENT, MEMORY = ASKED
 AT_FIRST = " before the first product"
 FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, j)
     f"nothing was moved{AT_FIRST}": lambda i, j: (0, 0),
@@ -41,12 +53,10 @@ FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, 
 def check_groups(tries: Sequence[Try], timeout: float) -> None:
     for q in GROUP_GRIDS:
         for notes, found in on_ranks(tries, summed, q * q, (q,), where=f"q={q}", timeout=timeout):
-            for limit, members in GROUPS.items():
-                wrong = _wrong_group(found.results, limit, members, q)
+            for limit in GROUPS_ASKED:
+                look = _wrong_group if limit in GROUPS else _wrong_sums
+                wrong = first(look(rank, limit, one, q) for rank, one in enumerate(found.results))
                 notes.look(limit, f"q={q}", wrong, "right, on every rank")
-            wrong = next((f"rank {r}: the sums are {one['sums']}" for r, one in
-                          enumerate(found.results) if one["sums"] != one["right"]), "")  # fmt: skip
-            notes.look(WORKS, f"q={q}", wrong, "right, on every rank")
 
 
 def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
@@ -55,25 +65,28 @@ def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         what = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(given).__name__
         raise ValueError(f"required: a row and a column, two groups, this is {what}")
-    found, rank = {"sums": [], "right": []}, dist.get_rank()
+    found: dict[str, Any] = {"sums": []}
     for name, group in zip(GROUPS, given, strict=True):
-        found[name] = dist.get_process_group_ranks(group)
-        total = torch.tensor([float(rank)])
+        found[name] = list(dist.get_process_group_ranks(group))
+        total = torch.tensor([float(dist.get_rank())])
         dist.all_reduce(total, group=group)
         found["sums"].append(total.item())
-        found["right"].append(float(sum(GROUPS[name](*divmod(rank, q), q))))
     return found
 
 
-def _wrong_group(results: Sequence[dict], limit: str, members: Any, q: int) -> str:
-    for rank, one in enumerate(results):
-        right, other = members(*divmod(rank, q), q), "column" if limit == "row" else "row"
-        if list(one[limit]) != right:
-            said = f"rank {rank}, at {divmod(rank, q)}: the {limit} has the ranks {one[limit]}, "
-            said += f"required: {right}"
-            swapped = list(one[limit]) == GROUPS[other](*divmod(rank, q), q)
-            return said + f"; it is its {other}" * swapped
-    return ""
+def _wrong_group(rank: int, limit: str, found: dict[str, Any], q: int) -> str:
+    at, other = divmod(rank, q), "column" if limit == "row" else "row"
+    right = GROUPS[limit](*at, q)
+    if found[limit] == right:
+        return ""
+    swapped = f"; it is its {other}" * (found[limit] == GROUPS[other](*at, q))
+    said = f"rank {rank}, at {at}: the {limit} has the ranks {found[limit]}, required: {right}"
+    return said + swapped
+
+
+def _wrong_sums(rank: int, limit: str, found: dict[str, Any], q: int) -> str:
+    right = [float(sum(members(*divmod(rank, q), q))) for members in GROUPS.values()]
+    return f"rank {rank}: the sums are {found['sums']}" if found["sums"] != right else ""
 
 
 # ---- Cannon's algorithm --------------------------------------------------------------------------
@@ -103,23 +116,16 @@ def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
 def _look(notes: Notes, found: Found, q: int) -> None:
     """One run against every limit."""
     where, cases = f"q={q}", range(len(SHAPES))
-    wrong = next((w for number in cases if (w := _wrong(found.results, number, q))), "")
-    notes.look(PRODUCT, where, wrong, "every block")
-    used = found.report.collectives["op"].unique()
-    other = [op for op in used if op not in ("send", "recv")]
+    notes.look(PRODUCT, where, first(_wrong(found.results, n, q) for n in cases), "every block")
+    other = [op for op in found.report.collectives["op"].unique() if op not in ("send", "recv")]
     notes.look(CALLS, where, f"calls {other[0]}" if other else "", "messages between two ranks")
     for number, (m, k, n) in enumerate(SHAPES):
-        most, sent = 4 * q * k * (m + n), found.sent(f"{number}")
-        worst = max(range(q * q), key=lambda rank: (sent[rank], -rank))
-        wrong = f"rank {divmod(worst, q)} sends {sent[worst]:,} bytes, {q} blocks of X and of W "
-        wrong += f"are {most:,}"
-        notes.look(SENT, where, wrong * (sent[worst] > most), f"{sent[worst]:,} bytes")
-        limit = 4 * (2 * k * (m + n) + 2 * m * n) + SCALARS
+        most, limit = 4 * q * k * (m + n), 4 * (2 * k * (m + n) + 2 * m * n) + SCALARS
+        words = f"sends {{held}} bytes, {q} blocks of X and of W are {most:,}"
+        look_at_memory(notes, SENT, where, found.sent(f"{number}"), most, words, at(q))
         peaks = [result["peak"][number] for result in found.results]
-        worst = max(range(q * q), key=lambda rank: (peaks[rank], -rank))
-        wrong = f"rank {divmod(worst, q)} holds {peaks[worst]:,} bytes in addition to x and w, "
-        wrong += f"required: at most {limit:,}"
-        notes.look(MEMORY, where, wrong * (peaks[worst] > limit), f"{peaks[worst]:,} bytes")
+        words = f"holds {{held}} bytes in addition to x and w, required: at most {limit:,}"
+        look_at_memory(notes, MEMORY, where, peaks, limit, words, at(q))
 
 
 def _wrong(results: Sequence[dict], number: int, q: int) -> str:
@@ -132,27 +138,25 @@ def _wrong(results: Sequence[dict], number: int, q: int) -> str:
     right = [sum(x[i, step] @ w[step, j] for step in range(q)) for i, j in places]
     allowed = TOLERANCE * max(abs(block).max() for block in right)
 
-    def products(first: Any, steps: Sequence[int], up: int = 1) -> list[np.ndarray]:
+    def named(i: int, j: int, step: int) -> tuple[str, np.ndarray]:
+        return f"X_{i}{step} W_{step}{j}", x[i, step] @ w[step, j]
+
+    def products(moved: Any, steps: Sequence[int], up: int = 1) -> list[np.ndarray]:
         """Each rank's sum over steps. X goes one place left after each, and W ``up`` places up."""
-        moves = [(i, j, *first(i, j)) for i, j in places]
+        moves = [(i, j, *moved(i, j)) for i, j in places]
         return [
             sum(x[i, (j + left + s) % q] @ w[(i + above + up * s) % q, j] for s in steps)
             for i, j, left, above in moves
         ]
 
     def mistakes() -> Iterator[tuple[str, list[np.ndarray]]]:
-        def own(i: int, j: int) -> tuple[int, int]:
-            return 0, 0
-
-        def moved(i: int, j: int) -> tuple[int, int]:
-            return i, j
-
-        yield "nothing was moved, it is the product of the rank's own blocks", products(own, [0])
-        yield "the last of the q products is missing", products(moved, range(q - 1))
+        alone = products(lambda i, j: (0, 0), [0])
+        yield "nothing was moved, it is the product of the rank's own blocks", alone
+        yield "the last of the q products is missing", products(lambda i, j: (i, j), range(q - 1))
         crossed = "X goes left and W goes down in between, or X right and W up"
-        yield crossed, products(moved, range(q), -1)
-        for words, first in FIRST.items():
-            yield words, products(first, range(q))
+        yield crossed, products(lambda i, j: (i, j), range(q), -1)
+        for words, moved in FIRST.items():
+            yield words, products(moved, range(q))
 
     def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
         for words, every in mistakes():
@@ -163,35 +167,23 @@ def _wrong(results: Sequence[dict], number: int, q: int) -> str:
         "block of Y",
         found,
         right,
-        terms=lambda rank: [
-            (f"X_{places[rank][0]}{step} W_{step}{places[rank][1]}",
-             x[places[rank][0], step] @ w[step, places[rank][1]]) for step in range(q)
-        ],
+        terms=lambda rank: [named(*places[rank], step) for step in range(q)],
         known=known,
-        ranks=lambda rank: f"rank {places[rank]}",
-    )  # fmt: skip
+        ranks=at(q),
+    )
 
 
 grid_groups = Exercise(
     name="grid_groups",
     lab="08",
-    asked={
-        "row": "on 2 x 2 and on 3 x 3 ranks: the ranks of this rank's row",
-        "column": "the ranks of its column",
-        WORKS: "an all-reduce in the row and one in the column",
-    },
+    asked=GROUPS_ASKED,
     takes=(Takes("a function", "row_and_column(q)"),),
     checker=check_groups,
 )
 cannon = Exercise(
     name="cannon",
     lab="08",
-    asked={
-        PRODUCT: "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
-        CALLS: "messages between two ranks only",
-        SENT: "by each rank at most q blocks of X and q blocks of W",
-        MEMORY: "in addition to x and w: two blocks of X and of W, y, and one product",
-    },
+    asked=ASKED,
     takes=(Takes("a function", "cannon(x, w, q)"),),
     checker=check,
 )

@@ -15,14 +15,14 @@ refused for what it holds. M, K and N differ, and in turn X and W are the large 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import dist, np, torch, watched
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.verdict import Notes, first
 
 GRIDS = (2, 4)  # q; with 2 or 3, the own block and two received ones are a whole row
 SHAPES = ((40, 48, 6), (6, 48, 40))  # blocks' m, k, n: X is the large one, then W is
@@ -73,6 +73,11 @@ def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     return found
 
 
+def at(q: int) -> Callable[[int], str]:
+    """What a rank is called: by its row and column."""
+    return lambda rank: f"rank {divmod(rank, q)}"
+
+
 def blocks(seed: int, q: int, number: int) -> list[np.ndarray]:
     """X, W and dY of the case, as blocks: (q, q, rows, columns)."""
     (m, k, n), draw = SHAPES[number], np.random.default_rng([seed, q, number])
@@ -84,9 +89,8 @@ def _look(notes: Notes, found: Found, q: int) -> None:
     """One run against every limit."""
     where, cases = f"q={q}", range(len(SHAPES))
     for limit, names in ((FORWARD, ("y",)), (BACKWARD, ("dx", "dw"))):
-        every = ((name, number) for number in cases for name in names)
-        wrong = next((w for case in every if (w := _wrong(found.results, *case, q))), "")
-        notes.look(limit, where, wrong, "every block")
+        wrongs = (_wrong(found.results, name, number, q) for number in cases for name in names)
+        notes.look(limit, where, first(wrongs), "every block")
 
     once = sum((q - 1) * q * q * k * (m + n) for m, k, n in SHAPES)
     for limit, label, required in ((SENT, FORWARD, once), (SENT_BACK, BACKWARD, 2 * once)):
@@ -111,10 +115,8 @@ def _look_at_memory(notes: Notes, found: Found, q: int) -> None:
         held.append((peaks[worst] / limit, -number, worst, peaks[worst] / (4 * k * max(m, n))))
     share, number, worst, count = max(held)
     large, line = (("X", "row"), ("W", "column"))[-number]
-    wrong = (
-        f"q={q}: rank {divmod(worst, q)} holds {count:.1f} blocks of {large} in addition to its "
-    )
-    wrong += f"own, a whole {line} is {q}"
+    wrong = f"q={q}: {at(q)(worst)} holds {count:.1f} blocks of {large} in addition to its own, "
+    wrong += f"a whole {line} is {q}"
     notes.note(MEMORY, "no more than that" if share <= 1 else wrong, share <= 1, wrong)
 
 
@@ -131,22 +133,18 @@ def _wrong(results: Sequence[dict], name: str, number: int, q: int) -> str:
     places = [divmod(rank, q) for rank in range(q * q)]
     right = [sum(term(*place, a, a) for a in range(q)) for place in places]
 
-    def mixed(rank: int) -> list[tuple[str, Any]]:
-        pairs = [(a, b) for a in range(q) for b in range(q) if a != b]
-        return [
-            (f"it is the one term {called.format(*places[rank], a, b)}", term(*places[rank], a, b))
-            for a, b in pairs
-        ]
+    def named(rank: int, pairs: Iterable[tuple[int, int]], words: str = "") -> list:
+        here = places[rank]
+        return [(f"{words}{called.format(*here, *pair)}", term(*here, *pair)) for pair in pairs]
 
+    mixed = [(a, b) for a in range(q) for b in range(q) if a != b]
     return first_wrong(
         f"block of {LETTERS[name]}",
         [result[name][number] for result in results],
         right,
-        terms=lambda rank: [
-            (called.format(*places[rank], a, a), term(*places[rank], a, a)) for a in range(q)
-        ],
-        known=mixed,
-        ranks=lambda rank: f"rank {places[rank]}",
+        terms=lambda rank: named(rank, [(a, a) for a in range(q)]),
+        known=lambda rank: named(rank, mixed, "it is the one term "),
+        ranks=at(q),
     )
 
 

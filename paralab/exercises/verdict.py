@@ -7,7 +7,7 @@ notebook's stored one can be compared. Torch is not imported here.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -171,9 +171,15 @@ def look_at_bytes(
 
 
 def look_at_memory(
-    notes: Notes, limit: str, where: str, held: Sequence[int], most: int, words: str
+    notes: Notes,
+    limit: str,
+    where: str,
+    held: Sequence[int],
+    most: int,
+    words: str,
+    ranks: Callable[[int], str] = "rank {}".format,
 ) -> None:
     """No rank may have more than ``most`` bytes. words: "keeps {held} bytes, an N-th is 7"."""
     worst = max(range(len(held)), key=lambda rank: (held[rank], -rank))
-    wrong = f"rank {worst} {words.format(held=f'{held[worst]:,}')}" if held[worst] > most else ""
+    wrong = f"{ranks(worst)} {words.format(held=f'{held[worst]:,}')}" if held[worst] > most else ""
     notes.look(limit, where, wrong, f"{held[worst]:,} bytes")
