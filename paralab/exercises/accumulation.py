@@ -45,14 +45,18 @@ LOSS, NORM, WEIGHTS, PASSES, MEMORY = ASKED
 class Step(NamedTuple):
     """One step of an answer, and what it started from.
 
+    sizes, clip    the case
     before, after  the weights
     gradients      of each micro-batch, the mean over its own samples
     losses         the same
     returned       what the answer returned
     passes         samples in each forward pass that it made
     peak, largest  bytes: beyond the weights, and those of the largest micro-batch
+    stale          gradients of the step before
     """
 
+    sizes: Sequence[int]
+    clip: float
     before: Arrays
     after: Arrays
     gradients: list[Arrays]
@@ -61,15 +65,19 @@ class Step(NamedTuple):
     passes: list[int]
     peak: int
     largest: int
+    stale: list[Arrays]
+
+    @property
+    def shares(self) -> list[float]:
+        """Of each micro-batch in the mean over all samples."""
+        return [n / sum(self.sizes) for n in self.sizes]
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
     for notes, found in on_ranks(tries, stepped, 1, timeout=timeout):
-        for (sizes, clip), steps in zip(CASES, found.results[0], strict=True):
-            for number, step in enumerate(steps):
-                where = f"samples {' + '.join(map(str, sizes))}, step {number + 1}"
-                stale = steps[number - 1] if number else None
-                _look(notes, where, sizes, clip, step, stale)
+        for steps in found.results[0]:
+            for number, step in enumerate(steps, 1):
+                _look(notes, f"samples {' + '.join(map(str, step.sizes))}, step {number}", step)
 
 
 # ---- on the rank ---------------------------------------------------------------------------------
@@ -97,7 +105,8 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
             made = [float(part) if is_number(part) else type(part).__name__ for part in parts]
             own = section.peak + held * (step > 0)  # alive are those of the step before
             after = _weights(gpt)
-            steps.append(Step(before, after, gradients, losses, made, [*passes], own, peak + held))
+            of_answer = before, after, gradients, losses, made, [*passes], own, peak + held
+            steps.append(Step(sizes, clip, *of_answer, steps[-1].gradients if steps else []))
             passes.clear()
         cases.append(steps)
     return cases
@@ -127,13 +136,10 @@ def _alone(watch: Any, gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], li
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
-def _look(
-    notes: Notes, where: str, sizes: Sequence[int], clip: float, step: Step, stale: Step | None
-) -> None:
+def _look(notes: Notes, where: str, step: Step) -> None:
     """One step against every limit."""
-    shares, m = [n / sum(sizes) for n in sizes], len(sizes)
-    loss = sum(w * one for w, one in zip(shares, step.losses, strict=True))
-    mean = _added(step.gradients, shares)
+    m, clip, mean = len(step.sizes), step.clip, _added(step.gradients, step.shares)
+    loss = sum(w * one for w, one in zip(step.shares, step.losses, strict=True))
     norm = _norm(mean)
     losses = [
         ("the sum over the micro-batches", sum(step.losses)),
@@ -156,7 +162,7 @@ def _look(
         )
         notes.look(limit, where, wrong, show(right))
 
-    others = _mistakes(step, sizes, clip, stale)
+    others = _mistakes(step, mean)
     wrong = first_wrong_tensor(
         [step.after],
         _updated(step.before, mean, clip),
@@ -167,18 +173,16 @@ def _look(
     )
     notes.look(WEIGHTS, where, wrong, f"{len(mean)} tensors, all equal")
 
-    passes = "" if step.passes == list(sizes) else f"they had {step.passes} samples"
+    passes = "" if step.passes == list(step.sizes) else f"they had {step.passes} samples"
     notes.look(PASSES, where, passes, f"{m} of {m}")
     words = f"has {{held}} bytes, one micro-batch with all gradients {step.largest:,}"
     look_at_memory(notes, MEMORY, where, [step.peak], int(ROOM * step.largest), words)
 
 
-def _mistakes(
-    step: Step, sizes: Sequence[int], clip: float, stale: Step | None
-) -> dict[str, Arrays]:
+def _mistakes(step: Step, mean: Arrays) -> dict[str, Arrays]:
     """{what was done: the weights that it gives}."""
-    shares, m, inf = [n / sum(sizes) for n in sizes], len(sizes), math.inf
-    mean, means = _added(step.gradients, shares), _added(step.gradients, [1 / m] * m)
+    clip, shares, inf = step.clip, step.shares, math.inf
+    means = _added(step.gradients, [1 / len(shares)] * len(shares))
     each = {name: _clipped({name: g}, clip)[name] for name, g in mean.items()}
     clipped = _added([_clipped(g, clip) for g in step.gradients], shares)
     done = {  # the gradient, and to what it is then clipped
@@ -188,8 +192,8 @@ def _mistakes(
         "each tensor is clipped by its own norm": (each, inf),
         "each micro-batch is clipped, not their mean": (clipped, inf),
     }
-    if stale is not None:
-        old = _clipped(_added(stale.gradients, shares), clip)
+    if step.stale:
+        old = _clipped(_added(step.stale, shares), clip)
         both = _added([old, mean], [1.0, 1.0])
         done["the gradient of the step before is still in it"] = both, clip
     return {words: _updated(step.before, *one) for words, one in done.items()}

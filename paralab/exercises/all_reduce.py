@@ -14,18 +14,14 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import np, torch
+from paralab.exercises.ring import CLUSTER, look_at_calls, look_at_time
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes, look_at_bytes, look_at_memory
-from paralab.spec import Cluster, Link
 from paralab.theory import collectives
-from paralab.theory.traffic import POINT_TO_POINT
 
 LENGTH = 10_001  # elements: no number of ranks divides it
 RANKS = (2, 3, 4)
 NODES, PER_NODE, EVEN = 2, (2, 3), 12_000  # elements: a multiple of the ranks of a node
-INTRA, INTER = Link(alpha=10e-6, bandwidth=10e9), Link(alpha=20e-6, bandwidth=1.25e9)
-FLAT = Cluster(name="10 Gbit/s", flops=1e12, memory_bandwidth=1e11, intra=INTER)
-
 RING_ASKED = {
     "result": f"N = 2, 3, 4, {LENGTH:,} elements: the sum, in place, on every rank",
     "calls": "sends and receives between neighbours on the ring",
@@ -33,7 +29,7 @@ RING_ASKED = {
     "extra memory": "at most one chunk, of ⌈elements/N⌉",
     "simulated time": "at most 2(N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
 }
-RESULT, CALLS, BYTES, MEMORY, TIME = RING_ASKED
+RESULT, _, BYTES, MEMORY, _ = RING_ASKED
 LEVELS_ASKED = {
     "result": "2 nodes of 2 and of 3 ranks: the sum, in place, on every rank",
     "bytes between nodes": "exactly S/k sent by each of the k ranks of a node",
@@ -66,11 +62,7 @@ def _look_at_ring(notes: Notes, found: Found, n: int) -> None:
     where, largest, smallest = f"N={n}", 4 * -(-LENGTH // n), 4 * (LENGTH // n)
     notes.look(RESULT, where, _wrong_sum(found.results, LENGTH), f"{n} ranks, all equal")
 
-    calls = found.report.collectives
-    rows = calls[calls["phase"] != "control"].sort_values(["rank", "span"])
-    strange = next((w for row in rows.to_dict("records") if (w := _strange_call(row, n))), "")
-    count = int(((rows["op"] == "send") & (rows["rank"] == 0)).sum())
-    notes.look(CALLS, where, strange, f"{count} sends by rank 0")
+    look_at_calls(notes, where, found, "{}", "rank 0")
 
     sent, least, most = found.sent(), 2 * (4 * LENGTH - largest), 2 * (4 * LENGTH - smallest)
     worst = max(range(n), key=lambda rank: (sent[rank] - most, -rank))
@@ -86,10 +78,8 @@ def _look_at_ring(notes: Notes, found: Found, n: int) -> None:
     words = f"takes {{held}} bytes, one chunk is {largest:,}"
     look_at_memory(notes, MEMORY, where, extra, largest, words)
 
-    limit = collectives.seconds("ring_all_reduce", n, 4 * LENGTH, INTER)
-    time = found.report.replay(FLAT, compute=0.0).step_time
-    said = f"{1e6 * time:.1f} µs of {1e6 * limit:.1f} µs"
-    notes.look(TIME, where, said if time > limit * (1 + 1e-9) else "", said)
+    limit = collectives.seconds("ring_all_reduce", n, 4 * LENGTH, CLUSTER.intra)
+    look_at_time(notes, where, found, limit)
 
 
 def _wrong_sum(results: Sequence[Mapping[str, Any]], length: int) -> str:
@@ -109,15 +99,6 @@ def _wrong_sum(results: Sequence[Mapping[str, Any]], length: int) -> str:
         terms=lambda _: [(f"of rank {rank}", one) for rank, one in enumerate(terms)],
         known=known,
     )
-
-
-def _strange_call(row: Mapping[str, Any], n: int) -> str:
-    if row["op"] not in POINT_TO_POINT:
-        return f"rank {row['rank']} calls {row['op']}, which is the thing to be written"
-    if (row["rank"] - row["peer"]) % n not in (1, n - 1):
-        way = "to" if row["op"] == "send" else "from"
-        return f"rank {row['rank']} does a {row['op']} {way} rank {row['peer']}, no neighbour of it"
-    return ""
 
 
 # ---- two levels of links -------------------------------------------------------------------------

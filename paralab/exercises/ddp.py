@@ -19,7 +19,7 @@ from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import torch
 from paralab.exercises.sync import RANKS
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.verdict import Notes, first
 from paralab.spec import Cluster, Link, ModelSpec
 from paralab.spec.links import messages
 
@@ -132,7 +132,7 @@ def simulated(report: Report, sizes: Sequence[int]) -> float:
 
 
 def _look_at_backwards(notes: Notes, found: Found, sizes: Sequence[int]) -> None:
-    wrong = next((result["wrong"] for result in found.results if result["wrong"]), "")
+    wrong = first(result["wrong"] for result in found.results)
     if wrong:
         notes.note(GRADIENTS, wrong, False, f"{GRADIENTS}: {wrong}")
     seconds = simulated(found.report, sizes) / BACKWARDS

@@ -15,7 +15,7 @@ from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import np, torch
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, look_at_bytes, look_at_memory
+from paralab.exercises.verdict import Notes, first, look_at_bytes, look_at_memory
 from paralab.spec import Cluster, Link
 from paralab.theory.traffic import POINT_TO_POINT
 
@@ -32,7 +32,7 @@ ASKED = {
     "extra memory": "at most one chunk",
     "simulated time": "at most (n-1)(α + S/n / β), α = 20 µs, β = 1.25 GB/s",
 }
-RESULT, CALLS, BYTES, MEMORY, TIME = ASKED
+RESULT, _, BYTES, MEMORY, _ = ASKED
 
 
 def check(tries: Sequence[Try], timeout: float) -> None:
@@ -64,21 +64,13 @@ def _look(notes: Notes, found: Found, n: int) -> None:
     where, chunk = f"n={n}", 4 * CHUNK
     notes.look(RESULT, where, _wrong_chunk(found.results, n), "every chunk on every rank")
 
-    calls = found.report.collectives
-    rows = calls[calls["phase"] != "control"].sort_values(["rank", "span"]).to_dict("records")
-    strange = next((w for row in rows if (w := _strange_call(row, n))), "")
-    count = sum(row["op"] == "send" and row["rank"] == 0 for row in rows)
-    notes.look(CALLS, where, strange, f"{count} sends by each rank")
-
+    look_at_calls(notes, where, found, "group.{}", "each rank")
     look_at_bytes(notes, BYTES, where, found.sent(), (n - 1) * chunk, "")
     extra = [result["extra"] for result in found.results]
     words = f"takes {{held}} bytes, one chunk is {chunk:,}"
     look_at_memory(notes, MEMORY, where, extra, chunk, words)
 
-    limit = (n - 1) * CLUSTER.intra.seconds(chunk)
-    time = found.report.replay(CLUSTER, compute=0.0).step_time
-    said = f"{1e6 * time:.1f} µs of {1e6 * limit:.1f} µs"
-    notes.look(TIME, where, said if time > limit * (1 + 1e-9) else "", said)
+    look_at_time(notes, where, found, (n - 1) * CLUSTER.intra.seconds(chunk))
 
 
 def _wrong_chunk(results: Sequence[dict[str, Any]], n: int) -> str:
@@ -101,13 +93,35 @@ def _wrong_chunk(results: Sequence[dict[str, Any]], n: int) -> str:
     return ""
 
 
-def _strange_call(row: dict[str, Any], n: int) -> str:
-    if row["op"] not in POINT_TO_POINT:
-        return f"rank {row['rank']} calls group.{row['op']}, which is the thing to be written"
-    if (row["rank"] - row["peer"]) % n not in (1, n - 1):
-        way = "to" if row["op"] == "send" else "from"
-        return f"rank {row['rank']} does a {row['op']} {way} rank {row['peer']}, no neighbour of it"
-    return ""
+# ---- limits that every ring has ------------------------------------------------------------------
+def look_at_calls(notes: Notes, where: str, found: Found, named: str, by: str) -> None:
+    """Only sends and receives between neighbours.
+
+    named  how a call reads in the answer: "group.{}"
+    by     of whom the sends are counted, which are those of rank 0
+    """
+    n, calls = len(found.results), found.report.collectives
+    rows = calls[calls["phase"] != "control"].sort_values(["rank", "span"]).to_dict("records")
+    count = sum(row["op"] == "send" and row["rank"] == 0 for row in rows)
+    strange = first(_strange_call(row, n, named) for row in rows)
+    notes.look("calls", where, strange, f"{count} sends by {by}")
+
+
+def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
+    rank, op, peer = (row[column] for column in ("rank", "op", "peer"))
+    if op not in POINT_TO_POINT:
+        return f"rank {rank} calls {named.format(op)}, which is the thing to be written"
+    if (rank - peer) % n in (1, n - 1):
+        return ""
+    way = "to" if op == "send" else "from"
+    return f"rank {rank} does a {op} {way} rank {peer}, no neighbour of it"
+
+
+def look_at_time(notes: Notes, where: str, found: Found, most: float) -> None:
+    """The recorded calls, replayed on `CLUSTER` with computing free, in at most so many seconds."""
+    time = found.report.replay(CLUSTER, compute=0.0).step_time
+    said = f"{1e6 * time:.1f} µs of {1e6 * most:.1f} µs"
+    notes.look("simulated time", where, said if time > most * (1 + 1e-9) else "", said)
 
 
 all_gather_half = Exercise(

@@ -20,7 +20,7 @@ from paralab.exercises.exercise import Exercise
 from paralab.exercises.one_process import look_at_tensors, of_one_process
 from paralab.exercises.questions import Reply, asked
 from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.verdict import Notes, first
 from paralab.parallel.schedules import Action, Schedule, one_f_one_b
 from paralab.spec import ModelSpec, Plan
 
@@ -72,17 +72,17 @@ def check(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, size) for size in sizes]
     where = f"p={PP}, m={MICROBATCHES}"
     for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
-        first, *others = found.results[0]
-        simulated, trouble = simulate_reply(first, PP, MICROBATCHES)
+        own, *others = found.results[0]
+        simulated, trouble = simulate_reply(own, PP, MICROBATCHES)
         if trouble:
             notes.end(trouble, where=where, yours="no schedule")
             continue
         notes.note(VALID, f"{sum(map(len, simulated.schedule))} actions on {PP} ranks", True)
         _look(notes, simulated)
         replies = zip(others, SIZES, strict=True)
-        wrong = next((w for reply, size in replies if (w := _wrong_at(reply, *size))), "")
+        wrong = first(_wrong_at(reply, *size) for reply, size in replies)
         notes.note(OTHERS, wrong or f"{len(SIZES)} other sizes", not wrong, wrong)
-        _train(notes, first.value, timeout)
+        _train(notes, own.value, timeout)
 
 
 def _train(notes: Notes, lists: Any, timeout: float) -> None:

@@ -20,7 +20,7 @@ from paralab.exercises.exercise import Exercise
 from paralab.exercises.late import np, torch, watched
 from paralab.exercises.pairs import BATCH, HIDDEN, PAIRS, SEQ, Pair, given, mistakes, of_one_device
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, look_at_bytes, look_at_memory
+from paralab.exercises.verdict import Notes, first, look_at_bytes, look_at_memory
 
 RANKS = (2, 3, 4)
 ACTIVATION = 4 * BATCH * SEQ * HIDDEN  # bytes; the smallest weight has as many
@@ -84,9 +84,8 @@ def check(kind: str, limits: Sequence[str], tries: Sequence[Try], timeout: float
 def _look(notes: Notes, found: Found, pair: Pair, t: int, limits: Sequence[str]) -> None:
     """One run against every limit."""
     where, right = f"t={t}", of_one_device(pair, found.results[0]["seed"])
-    second, first = reversed(list(pair.shapes)[:2]), reversed(list(pair.shapes)[2:])
-    for limit, names in ((RESULT, ["z"]), (GRADIENTS, ["x", *first, *second])):
-        wrong = next((w for name in names if (w := _wrong(found, pair, right, name, t))), "")
+    for limit, names in ((RESULT, ["z"]), (GRADIENTS, ["x", *reversed(pair.shapes)])):
+        wrong = first(_wrong(found, pair, right, name, t) for name in names)
         notes.look(limit, where, wrong, "right, on every rank")
     for limit in (FORWARD, BACKWARD):
         doing = f"in {limit.split(', ')[1]}"
