@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import reference, watched
 from paralab.exercises.questions import is_number, wrong_number
 from paralab.exercises.tries import Takes, Try, on_ranks
@@ -73,7 +73,12 @@ class Step(NamedTuple):
         return [n / sum(self.sizes) for n in self.sizes]
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", "accumulate(model, optimizer, microbatches, clip_norm=...)"),
+    lab="00",
+    asked=ASKED,
+)
+def accumulate(tries: Sequence[Try], timeout: float) -> None:
     for notes, found in on_ranks(tries, stepped, 1, timeout=timeout):
         for steps in found.results[0]:
             for number, step in enumerate(steps, 1):
@@ -215,12 +220,3 @@ def _clipped(gradient: Arrays, clip: float) -> Arrays:
 
 def _updated(before: Arrays, gradient: Arrays, clip: float) -> Arrays:
     return {name: before[name] - LR * g for name, g in _clipped(gradient, clip).items()}
-
-
-accumulate = Exercise(
-    name="accumulate",
-    lab="00",
-    asked=ASKED,
-    takes=(Takes("a function", "accumulate(model, optimizer, microbatches, clip_norm=...)"),),
-    checker=check,
-)

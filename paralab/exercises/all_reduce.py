@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import np, torch
 from paralab.exercises.ring import CLUSTER, look_at_calls, look_at_time
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
@@ -40,7 +40,8 @@ RESULT, BETWEEN, INSIDE, MEMORY = LEVELS_ASKED
 
 
 # ---- a ring --------------------------------------------------------------------------------------
-def check_ring(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "ring_all_reduce(tensor)"), lab="01", asked=RING_ASKED)
+def ring_all_reduce(tries: Sequence[Try], timeout: float) -> None:
     for n in RANKS:
         for notes, found in on_ranks(tries, added, n, (LENGTH,), where=f"N={n}", timeout=timeout):
             _look_at_ring(notes, found, n)
@@ -102,7 +103,12 @@ def _wrong_sum(results: Sequence[Mapping[str, Any]], length: int) -> str:
 
 
 # ---- two levels of links -------------------------------------------------------------------------
-def check_levels(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", "hierarchical_all_reduce(tensor, ranks_per_node)"),
+    lab="01",
+    asked=LEVELS_ASKED,
+)
+def hierarchical_all_reduce(tries: Sequence[Try], timeout: float) -> None:
     for k in PER_NODE:
         n, where = NODES * k, f"{NODES} nodes of {k}"
         for notes, found in on_ranks(
@@ -116,20 +122,3 @@ def check_levels(tries: Sequence[Try], timeout: float) -> None:
             extra = [result["extra"] for result in found.results]
             words = f"takes {{held}} bytes, the tensor has {4 * EVEN:,}"
             look_at_memory(notes, MEMORY, where, extra, 4 * EVEN * (k + 1) // k, words)
-
-
-ring_all_reduce = Exercise(
-    name="ring_all_reduce",
-    lab="01",
-    asked=RING_ASKED,
-    takes=(Takes("a function", "ring_all_reduce(tensor)"),),
-    checker=check_ring,
-)
-
-hierarchical_all_reduce = Exercise(
-    name="hierarchical_all_reduce",
-    lab="01",
-    asked=LEVELS_ASKED,
-    takes=(Takes("a function", "hierarchical_all_reduce(tensor, ranks_per_node)"),),
-    checker=check_levels,
-)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import Mistakes, asked, replies, wrong_number
 from paralab.exercises.tries import Takes, Try
 from paralab.theory.offload_costs import bandwidth_needed
@@ -28,7 +28,10 @@ CASES = (  # limit, tokens, bytes per parameter, FLOP/s, efficiency
 )
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", "bandwidth_needed(tokens, moved, peak, efficiency)"), lab="09", asked=ASKED
+)
+def bandwidth(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, case[1:]) for case in CASES]
     for notes, (limit, *case), reply in replies(tries, CASES, timeout, asked, questions):
         right = needed(*case)
@@ -65,12 +68,3 @@ def known(tokens: int, moved: int, peak: float, e: float) -> Mistakes:
 
 def _shown(bandwidth: float) -> str:
     return f"{bandwidth / 1e9:,.6g} GB/s"
-
-
-bandwidth = Exercise(
-    name="bandwidth",
-    lab="09",
-    asked=ASKED,
-    takes=(Takes("a function", "bandwidth_needed(tokens, moved, peak, efficiency)"),),
-    checker=check,
-)

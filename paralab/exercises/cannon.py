@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paralab.exercises.diagnose import TOLERANCE, first_wrong, near
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import dist, np, torch, watched
 from paralab.exercises.summa import SCALARS, SHAPES, at, blocks
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
@@ -50,7 +50,8 @@ FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, 
 
 
 # ---- groups --------------------------------------------------------------------------------------
-def check_groups(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "row_and_column(q)"), lab="08", asked=GROUPS_ASKED)
+def grid_groups(tries: Sequence[Try], timeout: float) -> None:
     for q in GROUP_GRIDS:
         for notes, found in on_ranks(tries, summed, q * q, (q,), where=f"q={q}", timeout=timeout):
             for limit in GROUPS_ASKED:
@@ -90,7 +91,8 @@ def _wrong_sums(rank: int, limit: str, found: dict[str, Any], q: int) -> str:
 
 
 # ---- Cannon's algorithm --------------------------------------------------------------------------
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "cannon(x, w, q)"), lab="08", asked=ASKED)
+def cannon(tries: Sequence[Try], timeout: float) -> None:
     for q in GRIDS:
         for notes, found in on_ranks(tries, multiply, q * q, (q,), where=f"q={q}", timeout=timeout):
             _look(notes, found, q)
@@ -171,19 +173,3 @@ def _wrong(results: Sequence[dict], number: int, q: int) -> str:
         known=known,
         ranks=at(q),
     )
-
-
-grid_groups = Exercise(
-    name="grid_groups",
-    lab="08",
-    asked=GROUPS_ASKED,
-    takes=(Takes("a function", "row_and_column(q)"),),
-    checker=check_groups,
-)
-cannon = Exercise(
-    name="cannon",
-    lab="08",
-    asked=ASKED,
-    takes=(Takes("a function", "cannon(x, w, q)"),),
-    checker=check,
-)

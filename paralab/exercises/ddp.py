@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises import sync
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import torch
 from paralab.exercises.sync import RANKS
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
@@ -54,7 +54,12 @@ ASKED = sync.ASKED | {
 GRADIENTS, _, _, TIME, MEMORY = ASKED
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a class", "MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")),
+    lab="02",
+    asked=ASKED,
+)
+def my_ddp(tries: Sequence[Try], timeout: float) -> None:
     sync.look_at_training(tries, trained, timeout)
     sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
     for notes, found in on_ranks(
@@ -157,12 +162,3 @@ def _why_slow(report: Report, gradients: int) -> str:
     if "wait" in kinds[first:last]:
         return ": backward is idle while something is waited for"
     return f": {calls} messages, and each pays 0.25 ms"
-
-
-my_ddp = Exercise(
-    name="my_ddp",
-    lab="02",
-    asked=ASKED,
-    takes=(Takes("a class", "MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")),),
-    checker=check,
-)

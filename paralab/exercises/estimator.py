@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import Mistakes, asked_alone, replies, wrong_states
 from paralab.exercises.tries import Takes, Try
 from paralab.interpret.memory import moments
@@ -41,7 +41,10 @@ CASES = (  # limit, model, b, n, stage, precision
 STATES = ("parameters", "gradients", "optimizer")
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", "my_estimate(spec, b, n, zero_stage, precision)"), lab="06", asked=ASKED
+)
+def memory_estimator(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, case[1:]) for case in CASES]
     given = questions, "paralab is asked: count the bytes yourself", ("spec/model.py",)
     for notes, case, reply in replies(tries, CASES, timeout, asked_alone, *given):
@@ -119,12 +122,3 @@ def known_activations(right: int, spec: ModelSpec, b: int, w: int) -> Mistakes:
     yield "that is Korthikanti's formula, which has dropout in it and neglects the ends", full
     wide = 4 * (right - loss - 16 * b * s) // w + loss + 16 * b * s
     yield f"w is {w} bytes, not {6 - w}", wide if w == 2 else (right + loss + 16 * b * s) // 2
-
-
-memory_estimator = Exercise(
-    name="memory_estimator",
-    lab="06",
-    asked=ASKED,
-    takes=(Takes("a function", "my_estimate(spec, b, n, zero_stage, precision)"),),
-    checker=check,
-)

@@ -6,7 +6,8 @@
     exercise.hint()               # one hint at a time
     exercise.solution()           # source of one answer
 
-Task and hints are tasks/NAME.md. The answer is answers/NAME.py, with the markers of sources.py
+A checker becomes an exercise by `exercise`, which says what it takes and what is required, limit by
+limit. Task and hints are tasks/NAME.md. The answer is answers/NAME.py, with the markers of sources.py
 around what is the learner's to write: stub, solution and the lab's cell are readings of that text.
 """
 
@@ -149,3 +150,15 @@ class Exercise:
     def _repr_markdown_(self) -> str:
         rows = "".join(f"| {limit} | {asked} |\n" for limit, asked in self.asked.items())
         return f"{self.task}\n\n| limit | asked |\n|---|---|\n{rows}"
+
+
+def exercise(
+    *takes: Takes, lab: str, asked: dict[str, str], patients: dict[str, Any] | None = None
+) -> Callable[[Callable[[Sequence[Try], float], None]], Exercise]:
+    """Make an `Exercise` of its checker, whose name it has."""
+
+    def made(checker: Callable[[Sequence[Try], float], None]) -> Exercise:
+        about = {"lab": lab, "asked": asked, "patients": patients or {}}
+        return Exercise(name=checker.__name__, takes=takes, checker=checker, **about)
+
+    return made

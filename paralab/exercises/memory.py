@@ -17,7 +17,7 @@ from typing import Any
 
 from paralab.checks import shown
 from paralab.exercises.attempts import attempt
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.memory_patients import PATIENTS, Patient, peak
 from paralab.exercises.questions import plain
 from paralab.exercises.tries import Takes, Try
@@ -39,7 +39,13 @@ ASKED = {
 }
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a dict {patient: (category, {setting: value})}"),
+    lab="06",
+    asked=ASKED,
+    patients={patient.name: patient for patient in PATIENTS},
+)
+def memory_clinic(tries: Sequence[Try], timeout: float) -> None:
     for one in tries:
         _look(one.notes, plain(one.answer[0]))
 
@@ -138,13 +144,3 @@ def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
 
 def _size(count: float) -> str:
     return f"{count / 1e6:.1f} MB"
-
-
-memory_clinic = Exercise(
-    name="memory_clinic",
-    lab="06",
-    asked=ASKED,
-    takes=(Takes("a dict {patient: (category, {setting: value})}"),),
-    checker=check,
-    patients={patient.name: patient for patient in PATIENTS},
-)

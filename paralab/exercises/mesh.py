@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import shown
 from paralab.exercises.attempts import attempt
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import plain
 from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import NOT_STARTED, Notes
@@ -34,7 +34,8 @@ class Made(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "mesh_groups(dp=..., pp=..., tp=...)"), lab="10", asked=ASKED)
+def mesh_groups(tries: Sequence[Try], timeout: float) -> None:
     for notes, found in on_ranks(tries, played, 1, timeout=timeout):
         for sizes, replies in zip(MESHES, found.results[0], strict=True):
             if not notes.over:
@@ -128,12 +129,3 @@ def _wrong_calls(made: Sequence[list], needed: set) -> str:
             return f"{said}, and they are {other} of rank 0: new_group is a call of all ranks"
     missing = sorted(needed - set(made[0]))
     return f"no rank makes the group {list(missing[0])}" if missing else ""
-
-
-mesh_groups = Exercise(
-    name="mesh_groups",
-    lab="10",
-    asked=ASKED,
-    takes=(Takes("a function", "mesh_groups(dp=..., pp=..., tp=...)"),),
-    checker=check,
-)

@@ -14,7 +14,7 @@ from typing import Any
 
 from paralab.checks import shown
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import dist, reference, watched
 from paralab.exercises.one_process import of_one_process
 from paralab.exercises.questions import Mistakes, is_number, wrong_number
@@ -36,7 +36,12 @@ ASKED = {
 NORM, WEIGHTS, BYTES = ASKED
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", "mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"),
+    lab="10",
+    asked=ASKED,
+)
+def mesh_step(tries: Sequence[Try], timeout: float) -> None:
     for dp, pp in CUTS:
         how = {"where": f"dp={dp}, pp={pp}", "timeout": timeout}
         for notes, found in on_ranks(tries, stepped, RANKS, (dp, pp), **how):
@@ -115,12 +120,3 @@ def known_norms(right: float, own: float, plan: Plan, most: float) -> Mistakes:
         ("squares are averaged over the stages, not added", right / plan.pp**0.5),
         ("that is the square of the norm", right**2),
     ]
-
-
-mesh_step = Exercise(
-    name="mesh_step",
-    lab="10",
-    asked=ASKED,
-    takes=(Takes("a function", "mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"),),
-    checker=check,
-)

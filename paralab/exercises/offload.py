@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from paralab.exercises.attempts import attempt
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.jobs import (
     LANE,
     UPDATE_S,
@@ -50,7 +50,8 @@ ASKED = {
 ORDER, STATES, BYTES, MEMORY, TIME = ASKED
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "my_stream(units, window)"), lab="09", asked=ASKED)
+def stream(tries: Sequence[Try], timeout: float) -> None:
     with tempfile.TemporaryDirectory(prefix="paralab-stream-") as folder:
         for notes, found in on_ranks(tries, update_each, 1, (folder,), timeout=timeout):
             for size, run in zip(SIZES, found.results[0], strict=False):
@@ -171,12 +172,3 @@ def _first_wrong(run: dict[str, Any]) -> str:
         if got.tobytes() != run["right"][unit].tobytes():  # every bit
             return f"unit {unit} has other states than after an update in memory"
     return ""
-
-
-stream = Exercise(
-    name="stream",
-    lab="09",
-    asked=ASKED,
-    takes=(Takes("a function", "my_stream(units, window)"),),
-    checker=check,
-)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import Mistakes, asked_alone, replies, size_text, wrong_number
 from paralab.exercises.tries import Takes, Try
 from paralab.spec import ModelSpec, Plan
@@ -41,7 +41,8 @@ CASES = (  # limit, the model's fields, samples of a micro-batch, micro-batches
 )
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "peak_estimate(model, batch, microbatches)"), lab="00", asked=ASKED)
+def peak_estimate(tries: Sequence[Try], timeout: float) -> None:
     why = "the estimate asks paralab; required: formulas of your own"
     questions = [(0, (SimpleNamespace(**_named(sizes)), b, m)) for _, sizes, b, m in CASES]
     for notes, case, reply in replies(tries, CASES, timeout, asked_alone, questions, why):
@@ -85,12 +86,3 @@ def _mistakes(model: ModelSpec, b: int, right: float) -> Mistakes:
     yield "that is in GB, required: bytes", right / 1e9
     yield "that is in MB, required: bytes", right / 1e6
     yield "that is in MiB, required: bytes", right / 2**20
-
-
-peak_estimate = Exercise(
-    name="peak_estimate",
-    lab="00",
-    asked=ASKED,
-    takes=(Takes("a function", "peak_estimate(model, batch, microbatches)"),),
-    checker=check,
-)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import np, reference, torch, watched
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes, look_at_memory
@@ -31,7 +31,8 @@ ASKED = {
 GRADIENTS, GENERATOR, FORWARDS, MEMORY = ASKED
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "my_checkpoint(block, x)"), lab="06", asked=ASKED)
+def checkpoint(tries: Sequence[Try], timeout: float) -> None:
     for notes, found in on_ranks(tries, stepped, 1, timeout=timeout):
         _look(notes, found)
 
@@ -116,12 +117,3 @@ def _differs(yours: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> str:
                 return f"{name} is off by {100 * off:.2g} % of its largest entry"
             return f"{name} differs in its last digits ({off:.1e} of its largest entry)"
     return ""
-
-
-checkpoint = Exercise(
-    name="checkpoint",
-    lab="06",
-    asked=ASKED,
-    takes=(Takes("a function", "my_checkpoint(block, x)"),),
-    checker=check,
-)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import np, torch
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes, first, look_at_bytes, look_at_memory
@@ -35,7 +35,8 @@ ASKED = {
 RESULT, _, BYTES, MEMORY, _ = ASKED
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "f(group, tensor)"), lab="01", asked=ASKED)
+def all_gather_half(tries: Sequence[Try], timeout: float) -> None:
     for n in RANKS:
         for notes, found in on_ranks(tries, hand_round, n, where=f"n={n}", timeout=timeout):
             _look(notes, found, n)
@@ -122,12 +123,3 @@ def look_at_time(notes: Notes, where: str, found: Found, most: float) -> None:
     time = found.report.replay(CLUSTER, compute=0.0).step_time
     said = f"{1e6 * time:.1f} µs of {1e6 * most:.1f} µs"
     notes.look("simulated time", where, said if time > most * (1 + 1e-9) else "", said)
-
-
-all_gather_half = Exercise(
-    name="all_gather_half",
-    lab="01",
-    asked=ASKED,
-    takes=(Takes("a function", "f(group, tensor)"),),
-    checker=check,
-)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import attempt, time_limit
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.one_process import look_at_tensors, of_one_process
 from paralab.exercises.questions import Reply, asked
 from paralab.exercises.tries import Takes, Try, on_ranks
@@ -67,7 +67,8 @@ class Written:
         return self.lists
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "f(pp, microbatches)"), lab="04", asked=ASKED)
+def own_schedule(tries: Sequence[Try], timeout: float) -> None:
     sizes = ((PP, MICROBATCHES), *SIZES)
     questions = [(0, size) for size in sizes]
     where = f"p={PP}, m={MICROBATCHES}"
@@ -184,12 +185,3 @@ def _nth(position: int) -> str:
     """The place of list position 0, 1, ... in words: 1st, 2nd."""
     n = position + 1
     return f"{n}{'th' if 10 <= n % 100 <= 20 else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
-
-
-own_schedule = Exercise(
-    name="own_schedule",
-    lab="04",
-    asked=ASKED,
-    takes=(Takes("a function", "f(pp, microbatches)"),),
-    checker=check,
-)

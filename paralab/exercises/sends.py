@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import (
     Mistakes,
     asked_alone,
@@ -53,7 +53,8 @@ CASES = (
 )
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "rank_sends(model, plan, rank)"), lab="12", asked=ASKED)
+def rank_sends(tries: Sequence[Try], timeout: float) -> None:
     why = "the compiled program is the answer: here it cannot be asked"
     given = [(0, tuple(case)) for case in CASES], why, ("spec/",)
     for notes, case, reply in replies(tries, CASES, 2 * timeout, asked_alone, *given):
@@ -126,12 +127,3 @@ def known_bytes(axis: str, case: Case) -> Mistakes:
         yield "an N-th of the parameters: stages and embedding are not equal", part
         sharded = size - each * norms * (1 - 1 / t)
         yield "biases after a row-parallel layer and norms are not sharded", sharded
-
-
-rank_sends = Exercise(
-    name="rank_sends",
-    lab="12",
-    asked=ASKED,
-    takes=(Takes("a function", "rank_sends(model, plan, rank)"),),
-    checker=check,
-)

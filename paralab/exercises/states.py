@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import (
     Mistakes,
     asked,
@@ -53,7 +53,13 @@ DEVICE_CASES = (  # the first fits exactly, the others leave 0.08, 0.49, 0.76 an
 )
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", "model_states(model, recipe)"),
+    Takes("a function", "devices_needed(model, recipe, memory_gb)"),
+    lab="00",
+    asked=ASKED,
+)
+def model_states(tries: Sequence[Try], timeout: float) -> None:
     states = [
         (limit, ModelSpec.preset(name).replace(tied=tied), RECIPES[recipe], f"{name}, {recipe}")
         for limit, name, tied, recipe in STATE_CASES
@@ -126,15 +132,3 @@ def _wrong_devices(
     return wrong_number(
         found, right, "{:,} devices".format, known, what="required: a number of devices"
     )
-
-
-model_states = Exercise(
-    name="model_states",
-    lab="00",
-    asked=ASKED,
-    takes=(
-        Takes("a function", "model_states(model, recipe)"),
-        Takes("a function", "devices_needed(model, recipe, memory_gb)"),
-    ),
-    checker=check,
-)

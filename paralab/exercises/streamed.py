@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import np, reference, torch, watched
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
@@ -34,7 +34,17 @@ ASKED = {
 WEIGHTS, FILES, PEAK, KEPT = ASKED
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes(
+        "a class",
+        "MyStreamedAdamW(parameters, folder, lr=..., betas=..., eps=..., weight_decay=..., "
+        "unit=...)",
+        methods=("step",),
+    ),
+    lab="09",
+    asked=ASKED,
+)
+def streamed_optimizer(tries: Sequence[Try], timeout: float) -> None:
     for notes, found in on_ranks(tries, trained, 1, timeout=timeout):
         _look(notes, found)
 
@@ -105,19 +115,3 @@ def _look(notes: Notes, found: Found) -> None:
     notes.look(PEAK, "", "" if fits else wrong, "no more than that")
     wrong = f"{100 * result['kept'] / (8 * psi):.0f} % of the states' bytes are kept in memory"
     notes.look(KEPT, "", "" if result["kept"] <= SCALARS else wrong, "no more than that")
-
-
-streamed_optimizer = Exercise(
-    name="streamed_optimizer",
-    lab="09",
-    asked=ASKED,
-    takes=(
-        Takes(
-            "a class",
-            "MyStreamedAdamW(parameters, folder, lr=..., betas=..., eps=..., weight_decay=..., "
-            "unit=...)",
-            methods=("step",),
-        ),
-    ),
-    checker=check,
-)

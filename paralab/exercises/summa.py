@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import dist, np, torch, watched
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes, first
@@ -41,7 +41,10 @@ ASKED = {
 FORWARD, SENT, MEMORY, BACKWARD, SENT_BACK = ASKED
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a class", "MySumma(row, column)", methods=("forward", "backward")), lab="08", asked=ASKED
+)
+def summa(tries: Sequence[Try], timeout: float) -> None:
     for q in GRIDS:
         for notes, found in on_ranks(tries, multiply, q * q, where=f"q={q}", timeout=timeout):
             _look(notes, found, q)
@@ -146,12 +149,3 @@ def _wrong(results: Sequence[dict], name: str, number: int, q: int) -> str:
         known=lambda rank: named(rank, mixed, "it is the one term "),
         ranks=at(q),
     )
-
-
-summa = Exercise(
-    name="summa",
-    lab="08",
-    asked=ASKED,
-    takes=(Takes("a class", "MySumma(row, column)", methods=("forward", "backward")),),
-    checker=check,
-)

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import reference, watched
 from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
@@ -32,7 +32,8 @@ ASKED = {
 GRADIENTS, WEIGHTS, BYTES = ASKED
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "average_gradients(module)"), lab="02", asked=ASKED)
+def average_gradients(tries: Sequence[Try], timeout: float) -> None:
     look_at_training(tries, averaged, timeout)
 
 
@@ -89,12 +90,3 @@ def _look_at_bytes(notes: Notes, found: Found) -> None:
     long = f"a rank sends {worst / 1e3:,.1f} kB in a step, 2(N-1)/N · 4Ψ is {limit / 1e3:,.1f} kB"
     kept = worst <= PADDING * limit and sum(sent) >= RANKS * limit / PADDING
     notes.note(BYTES, said, kept, long)
-
-
-average_gradients = Exercise(
-    name="average_gradients",
-    lab="02",
-    asked=ASKED,
-    takes=(Takes("a function", "average_gradients(module)"),),
-    checker=check,
-)

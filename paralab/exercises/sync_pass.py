@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import attempt, time_limit
 from paralab.exercises.ddp import CLUSTER as NETWORK
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
 from paralab.exercises.sync import PADDING, RANKS
 from paralab.exercises.tries import Takes, Try, on_ranks
@@ -43,7 +43,8 @@ ASKED = {
 PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = ASKED
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "my_pass(program)"), lab="02", asked=ASKED)
+def sync_pass(tries: Sequence[Try], timeout: float) -> None:
     answers = {id(one.notes): one.answer[0] for one in tries}
     for notes, found in on_ranks(tries, compiled, 1, timeout=timeout):
         text = found.results[0]
@@ -114,12 +115,3 @@ def _why_slow(program: ProgramText) -> str:
     calls = [position for position, ins in lines if ins.op in COLLECTIVES]
     late = sum(position > over for position in calls)
     return f"{late} of {len(calls)} calls begin when backward is over, and nothing hides them"
-
-
-sync_pass = Exercise(
-    name="sync_pass",
-    lab="02",
-    asked=ASKED,
-    takes=(Takes("a function", "my_pass(program)"),),
-    checker=check,
-)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import asked
 from paralab.exercises.schedule import FORWARD_S, first_too_many, limit_s, simulate_reply
 from paralab.exercises.tries import Takes, Try, on_ranks
@@ -62,7 +62,12 @@ TARGETS = (
 )
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    *(Takes("a function", f"{name}(pp, microbatches)") for name in ("first", "second", "third")),
+    lab="04",
+    asked={target.name: target.words for target in TARGETS},
+)
+def better_schedules(tries: Sequence[Try], timeout: float) -> None:
     questions = [(part, size) for part in range(len(TARGETS)) for size in SIZES]
     for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
         replies = iter(found.results[0])
@@ -84,14 +89,3 @@ def _look(notes: Notes, target: Target, reply: object, p: int, m: int) -> None:
         if took > most * (1 + 1e-9):
             wrong = f"takes {1e3 * took:.0f} ms, required: at most {1e3 * most:.0f} ms"
     notes.look(target.name, where, wrong, "reached")
-
-
-better_schedules = Exercise(
-    name="better_schedules",
-    lab="04",
-    asked={target.name: target.words for target in TARGETS},
-    takes=tuple(
-        Takes("a function", f"{name}(pp, microbatches)") for name in ("first", "second", "third")
-    ),
-    checker=check,
-)

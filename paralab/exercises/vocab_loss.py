@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import np, torch, watched
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes, look_at_memory
@@ -34,7 +34,8 @@ ASKED = {
 LOSS, GRADIENT, FORWARD, BACKWARD, MEMORY = ASKED
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "vocab_parallel_loss(logits, targets)"), lab="07", asked=ASKED)
+def vocab_parallel_loss(tries: Sequence[Try], timeout: float) -> None:
     for t in RANKS:
         for notes, found in on_ranks(tries, loss_and_back, t, where=f"t={t}", timeout=timeout):
             _look(notes, found, t)
@@ -144,12 +145,3 @@ def _known_losses(
         ("the target's logit is missing on ranks that do not have it", whole - target * here),
     ):
         yield f"it is so if {words}", losses.mean(keepdims=True)
-
-
-vocab_parallel_loss = Exercise(
-    name="vocab_parallel_loss",
-    lab="07",
-    asked=ASKED,
-    takes=(Takes("a function", "vocab_parallel_loss(logits, targets)"),),
-    checker=check,
-)

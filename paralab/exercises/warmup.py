@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import Mistakes, asked, replies, wrong_number
 from paralab.exercises.tries import Takes, Try
 from paralab.parallel.schedules import Schedule, build
@@ -21,7 +21,12 @@ BACKWARD_FIRST = "interleaved, backwards first on rank 0"
 COUNT = "forwards before the first backward"
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", "warmup(rank, p, m, v)"),
+    lab="03",
+    asked={COUNT: f"right for {len(SIZES)} ranks of 7 pipelines, 3 of them interleaved"},
+)
+def warmup(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, size) for size in SIZES]
     for notes, size, reply in replies(tries, SIZES, timeout, asked, questions):
         where = "rank {}, p={}, m={}, v={}".format(*size)
@@ -62,12 +67,3 @@ def _miscounted(rank: int, p: int, m: int, v: int) -> Mistakes:
     yield "the factor of 2 is missing", chunks - (p - rank - 1)
     yield "(v-1) p forwards are missing", chunks - (v - 1) * p
     yield "the distance to the last rank does not grow with v", v * (p - rank - 1) + 1
-
-
-warmup = Exercise(
-    name="warmup",
-    lab="03",
-    asked={COUNT: f"right for {len(SIZES)} ranks of 7 pipelines, 3 of them interleaved"},
-    takes=(Takes("a function", "warmup(rank, p, m, v)"),),
-    checker=check,
-)
