@@ -6,9 +6,9 @@
     exercise.hint()               # one hint at a time
     exercise.solution()           # source of one answer
 
-A checker becomes an exercise by `exercise`, which says what it takes and what is required, limit by
-limit. Task and hints are tasks/NAME.md. The answer is answers/NAME.py, with the markers of sources.py
-around what is the learner's to write: stub, solution and the lab's cell are readings of that text.
+A checker becomes an exercise by `exercise`, which says what it takes and what is required. Task
+and hints are tasks/NAME.md. The answer is answers/NAME.py, with the markers of sources.py around
+what is the learner's to write: stub, solution and the lab's cell are readings of that text.
 """
 
 from __future__ import annotations
