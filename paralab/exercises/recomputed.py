@@ -14,8 +14,8 @@ from unittest import mock
 
 from paralab.exercises.exercise import exercise
 from paralab.exercises.late import np, reference, torch, watched
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, look_at_memory
+from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.verdict import look_at_memory
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=6, hidden=32, heads=2, seq_len=32, attention="explicit")
@@ -34,7 +34,21 @@ GRADIENTS, GENERATOR, FORWARDS, MEMORY = ASKED
 @exercise(Takes("a function", "my_checkpoint(block, x)"), lab="06", asked=ASKED)
 def checkpoint(tries: Sequence[Try], timeout: float) -> None:
     for notes, found in on_ranks(tries, stepped, 1, timeout=timeout):
-        _look(notes, found)
+        runs = found.results[0]
+        right, torchs, yours = runs["without"], runs["torch"], runs["yours"]
+        notes.look(GRADIENTS, "", _differs(yours["gradients"], right["gradients"]), "all equal")
+        same = (yours["after"] == right["after"]).all()
+        wrong = "" if same else "the program draws other numbers after the step than without"
+        notes.look(GENERATOR, "", wrong, "as without")
+        required = 2 * MICROBATCHES
+        odd = next((i for i, n in enumerate(yours["calls"]) if n != required), None)
+        wrong = "" if odd is None else f"block {odd} runs {yours['calls'][odd]} times in the step, "
+        notes.look(
+            FORWARDS, "", wrong and wrong + f"required: {required}", f"{required} in the step"
+        )
+        limit = int(SPARE * torchs["peak"])
+        words = f"has {{held}} bytes at its peak, required: {limit:,}; without it {right['peak']:,}"
+        look_at_memory(notes, MEMORY, "", [yours["peak"]], limit, words)
 
 
 def stepped(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -79,8 +93,6 @@ def _step(watch: Any, apply: Callable[[Any, Any], Any], seed: int) -> dict[str, 
 
     gpt.blocks = nn.ModuleList(Through(block, i) for i, block in enumerate(gpt.blocks))
     data = reference.batches(MODEL, step=0, microbatches=MICROBATCHES)
-    with watch.section() as earlier:
-        earlier.now()  # what the run before this one has left is collected
     with watch.section() as section:
         loss = sum(gpt(*one) for one in data)  # both are in flight when backward begins
         loss.backward()
@@ -90,22 +102,6 @@ def _step(watch: Any, apply: Callable[[Any, Any], Any], seed: int) -> dict[str, 
     gradients = {name: watched.array(p.grad) for name, p in gpt.named_parameters()}
     after = watched.array(torch.rand(8))
     return {"gradients": gradients, "after": after, "calls": calls, "peak": section.peak}
-
-
-def _look(notes: Notes, found: Found) -> None:
-    runs = found.results[0]
-    right, torchs, yours = runs["without"], runs["torch"], runs["yours"]
-    notes.look(GRADIENTS, "", _differs(yours["gradients"], right["gradients"]), "all equal")
-    same = (yours["after"] == right["after"]).all()
-    wrong = "" if same else "the program draws other numbers after the step than without"
-    notes.look(GENERATOR, "", wrong, "as without")
-    required = 2 * MICROBATCHES
-    odd = next((i for i, n in enumerate(yours["calls"]) if n != required), None)
-    wrong = "" if odd is None else f"block {odd} runs {yours['calls'][odd]} times in the step, "
-    notes.look(FORWARDS, "", wrong and wrong + f"required: {required}", f"{required} in the step")
-    limit = int(SPARE * torchs["peak"])
-    words = f"has {{held}} bytes at its peak, required: {limit:,}; without it {right['peak']:,}"
-    look_at_memory(notes, MEMORY, "", [yours["peak"]], limit, words)
 
 
 def _differs(yours: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 
 from paralab.exercises.exercise import exercise
 from paralab.exercises.late import np, reference, torch, watched
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes
+from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
@@ -46,7 +45,17 @@ WEIGHTS, FILES, PEAK, KEPT = ASKED
 )
 def streamed_optimizer(tries: Sequence[Try], timeout: float) -> None:
     for notes, found in on_ranks(tries, trained, 1, timeout=timeout):
-        _look(notes, found)
+        result, psi = found.results[0], MODEL.num_params
+        notes.look(WEIGHTS, "", result["wrong"], "all equal")
+        required = 8 * psi
+        wrong = f"{result['files']:,} bytes, required: {required:,}"
+        notes.look(FILES, "", wrong if result["files"] != required else "", f"{required:,} bytes")
+        held = max(result["peaks"])
+        wrong = f"{held / (4 * UNIT):.0f} numbers per element of a unit, required: at most {COPIES}"
+        fits = held <= 4 * COPIES * UNIT + SCALARS
+        notes.look(PEAK, "", "" if fits else wrong, "no more than that")
+        wrong = f"{100 * result['kept'] / (8 * psi):.0f} % of the states' bytes are kept in memory"
+        notes.look(KEPT, "", "" if result["kept"] <= SCALARS else wrong, "no more than that")
 
 
 def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -101,17 +110,3 @@ def _words(name: str, step: int, yours: np.ndarray, wanted: np.ndarray) -> str:
     if step == ZEROED:
         said += "; before this step the files were set to zero, so the states are not in them alone"
     return said
-
-
-def _look(notes: Notes, found: Found) -> None:
-    result, psi = found.results[0], MODEL.num_params
-    notes.look(WEIGHTS, "", result["wrong"], "all equal")
-    required = 8 * psi
-    wrong = f"{result['files']:,} bytes, required: {required:,}"
-    notes.look(FILES, "", wrong if result["files"] != required else "", f"{required:,} bytes")
-    held = max(result["peaks"])
-    wrong = f"{held / (4 * UNIT):.0f} numbers per element of a unit, required: at most {COPIES}"
-    fits = held <= 4 * COPIES * UNIT + SCALARS
-    notes.look(PEAK, "", "" if fits else wrong, "no more than that")
-    wrong = f"{100 * result['kept'] / (8 * psi):.0f} % of the states' bytes are kept in memory"
-    notes.look(KEPT, "", "" if result["kept"] <= SCALARS else wrong, "no more than that")
