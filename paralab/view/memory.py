@@ -56,7 +56,10 @@ def bytes_bars(
     )
     notes = mark.ends(totals, per) + _capacity_names(drawn, levels, per, end)
     shapes = [upright(n / per, axis="paper", dash="dash") for n in drawn.values()]
-    fig.draw(mark.bars(rows, per=per, end=end, lines=drawn.values()), notes, shapes)
+    wide = theme.LETTER_WIDTH * 14 / theme.USUAL_WIDTH * max(map(theme.letters, bars))
+    letter = mark.LETTER / (1 - min(wide, 0.5))  # labels leave the axis less than the figure
+    look = {"per": per, "end": end, "lines": drawn.values(), "letter": letter}
+    fig.draw(mark.bars(rows, **look), notes, shapes)
     return fig.explained(
         f"memory of {len(bars)} bar{'s' * (len(bars) != 1)} by category: "
         f"{' | '.join(map(str, bars))}",
