@@ -79,19 +79,21 @@ def _look(notes: Notes, found: Found) -> None:
     spans = found.report.spans.query("rank == 0")
     calls = found.report.collectives.query("rank == 0")
     work = spans[spans["kind"].isin(("forward", "backward")) & (spans["chunk"] > 0)]
+    work = work.sort_values("id")
     gathers = calls[calls["op"] == "all_gather"]
     last = calls["phase"] == f"step {STEPS - 1}"
     units = gathers["wire_bytes"][last].sum() / SENT
     few = f"{units:g} units are gathered in a step, required: {2 * UNITS}, or one less"
     notes.look(GATHERS, "", few if units < 2 * UNITS - 1 else "", f"{units:g} in a step")
-    for place, one in enumerate(work.sort_values("id").itertuples()):
+    for place, one in enumerate(work.itertuples()):
         ahead = gathers["wire_bytes"][gathers["span"] < one.id].sum() / SENT - (place + 1)
         many = f"{ahead:g} units are gathered ahead when unit {one.chunk} begins its {one.kind}"
         notes.look(GATHERS, "", many if ahead > 1 else "", f"{units:g} in a step")
 
     costs = {"forward": [FORWARD_S] * UNITS, "backward": [BACKWARD_S] * UNITS}
     timed = replayed(found.report, CLUSTER, **costs).query("rank == 0").set_index("id")
-    seconds = timed["end"].max() - timed["start"].get(calls["span"][last].min(), 0.0)
+    first = min(calls["span"][last], default=work["id"].iloc[-2 * UNITS])
+    seconds = timed["end"].max() - timed["start"][first]
     exposed = float(seconds) - UNITS * (FORWARD_S + BACKWARD_S)
     said, most = f"{1e3 * exposed:.0f} ms", f"{1e3 * LIMIT_S:.0f} ms"
     slow = f"{said} of a step, required: at most {most}{_why(spans, gathers, work)}"
@@ -101,7 +103,7 @@ def _look(notes: Notes, found: Found) -> None:
 def _why(spans: Any, gathers: Any, work: Any) -> str:
     """The first unit of the last step whose computation hides no gather."""
     waits = spans[spans["kind"] == "wait"]
-    for one in work.sort_values("id").iloc[-2 * UNITS :].itertuples():
+    for one in work.iloc[-2 * UNITS :].itertuples():
         over = {id for ids in waits["after"][waits["id"] < one.id] for id in ids}
         in_flight = set(gathers["span"][gathers["span"] < one.id]) - over
         if not in_flight and one.chunk != {"forward": UNITS, "backward": 1}[one.kind]:
