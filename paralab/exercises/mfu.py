@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import asked, kind_of, replies, wrong_number
+from paralab.exercises.questions import Mistakes, asked, replies, wrong_numbers
 from paralab.exercises.tries import Takes, Try
 
 DAYS, MFU = "days", "MFU"
@@ -22,30 +22,18 @@ CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP
 
 def check(tries: Sequence[Try], timeout: float) -> None:
     for notes, case, reply in replies(tries, CASES, timeout, asked, [(0, case) for case in CASES]):
-        pair = reply.value
-        wrong = reply.trouble
-        if not wrong and not (isinstance(pair, (list, tuple)) and len(pair) == 2):
-            wrong = f"required: (days, mfu), yours is a {kind_of(pair)}"
-        for place, limit in enumerate((DAYS, MFU)):
-            flops, samples, seconds, total, devices, peak = case
-            days = total / samples * seconds / 86_400
-            mfu = flops / (seconds * devices * peak)
-            right, known = (
-                (days, _known_days(days, samples, devices)),
-                (mfu, _known_mfu(mfu, devices, samples, seconds)),
-            )[place]
-            said = wrong or wrong_number(
-                pair[place],
-                right,
-                "{:.6g}".format,
-                known,
-                what=f"required: a number, {limit}",
-                tolerance=1e-6,
-            )
-            notes.look(limit, f"{devices:,} devices" if said else "", said, "right")
+        flops, samples, seconds, total, devices, peak = case
+        days = total / samples * seconds / 86_400
+        mfu = flops / (seconds * devices * peak)
+        right = {
+            DAYS: (days, _known_days(days, samples, devices)),
+            MFU: (mfu, _known_mfu(mfu, devices, samples, seconds)),
+        }
+        for limit, wrong in wrong_numbers(reply, right, 1e-6):
+            notes.look(limit, f"{devices:,} devices" if wrong else "", wrong, "right")
 
 
-def _known_days(days: float, samples: int, devices: int) -> list[tuple[str, float]]:
+def _known_days(days: float, samples: int, devices: int) -> Mistakes:
     return [
         ("those are seconds", days * 86_400),
         ("those are hours", days * 24),
@@ -55,7 +43,7 @@ def _known_days(days: float, samples: int, devices: int) -> list[tuple[str, floa
     ]
 
 
-def _known_mfu(mfu: float, devices: int, samples: int, seconds: float) -> list[tuple[str, float]]:
+def _known_mfu(mfu: float, devices: int, samples: int, seconds: float) -> Mistakes:
     return [
         ("that is in per cent", 100 * mfu),
         ("that is the peak of one device", mfu * devices),

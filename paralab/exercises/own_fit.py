@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.questions import asked, kind_of, replies, wrong_number
+from paralab.exercises.questions import Mistakes, asked, replies, wrong_numbers
 from paralab.exercises.tries import Takes, Try
 
-RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
+LIMITS = RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
 ASKED = (
     (RATE, "of three logs: FLOP/s of one device"),
     (INSIDE, "mean over the rows, a share: 0.1 for 10 %"),
@@ -31,20 +31,12 @@ LOGS: tuple[Rows, ...] = (
 def check(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, (rows,)) for rows in LOGS]
     for notes, rows, reply in replies(tries, LOGS, timeout, asked, questions):
-        wrong, triple = reply.trouble, reply.value
-        if not wrong and not (isinstance(triple, (list, tuple)) and len(triple) == 3):
-            wrong = "required: (rate, error in sample, error out of sample), yours is a "
-            wrong += kind_of(triple)
-        for place, limit in enumerate((RATE, INSIDE, OUTSIDE)):
-            said = wrong or wrong_number(
-                triple[place],
-                right(rows)[place],
-                "{:.6g}".format,
-                known(rows, place),
-                what=f"required: a number, {limit}",
-                tolerance=1e-9,
-            )
-            notes.look(limit, f"{len(rows)} rows", said, f"{right(rows)[place]:.6g}")
+        numbers = {
+            limit: (number, known(rows, place))
+            for place, (limit, number) in enumerate(zip(LIMITS, right(rows), strict=True))
+        }
+        for limit, wrong in wrong_numbers(reply, numbers, 1e-9):
+            notes.look(limit, f"{len(rows)} rows", wrong, f"{numbers[limit][0]:.6g}")
 
 
 def geometric(rows: Rows) -> float:
@@ -70,7 +62,8 @@ def right(rows: Rows, rate: Callable[[Rows], float] = geometric) -> tuple[float,
     return rate(rows), sum(seen) / len(rows), sum(unseen) / len(rows)
 
 
-def known(rows: Rows, place: int) -> list[tuple[str, float]]:
+def known(rows: Rows, place: int) -> Mistakes:
+    """(what was done, the number it gives) of the mistakes that are made with number ``place``."""
     found = right(rows)
     signed = [error(geometric(rows), row) for row in rows]
     others = [error(geometric(rows[:i] + rows[i + 1 :]), row) for i, row in enumerate(rows)]

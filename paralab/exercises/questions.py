@@ -231,6 +231,31 @@ def wrong_number(
     return f"{said} ({times(factor)} as much)" if 0 < factor < math.inf else said
 
 
+def wrong_numbers(
+    reply: Reply, right: Mapping[str, tuple[float, Mistakes]], tolerance: float
+) -> Iterator[tuple[str, str]]:
+    """(limit, what is wrong) of each number of a reply that has to be a tuple of them.
+
+    right  {limit: (the number, the known mistakes)}, in the order of the tuple
+    """
+    wrong, found = reply.trouble, reply.value
+    if not wrong and not (isinstance(found, (list, tuple)) and len(found) == len(right)):
+        wrong = f"required: ({', '.join(right)}), yours is a {kind_of(found)}"
+    for place, (limit, (number, known)) in enumerate(right.items()):
+        yield (
+            limit,
+            wrong
+            or wrong_number(
+                found[place],
+                number,
+                "{:.6g}".format,
+                known,
+                what=f"required: a number, {limit}",
+                tolerance=tolerance,
+            ),
+        )
+
+
 def wrong_states(
     found: Any,
     right: Mapping[str, float],
