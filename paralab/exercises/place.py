@@ -51,8 +51,8 @@ CASES = (Case("ptdp-7.5b", 2, 64), Case("ptdp-39b", 8, 128), Case("gpt3-175b", 1
 
 
 class Answer(NamedTuple):
-    """What there is to know of a plan: seconds per step, simulated, and bytes on its fullest
-    device.
+    """What there is to know of a plan: seconds per step, simulated, and bytes on the device with
+    the highest peak memory.
     """
 
     seconds: float
@@ -68,7 +68,7 @@ PLAN, FITS, NODE, TIME, ASKED_OFTEN = (
 )
 ASKED = (
     (PLAN, f"three models, 16 to 128 devices: legal, all devices, the whole batch, {PRECISION}"),
-    (FITS, "the fullest device within its 80 GB"),
+    (FITS, "the device with the highest peak memory within its 80 GB"),
     (NODE, "sends nothing between nodes"),
     (TIME, f"at most {SLACK:g} times the best there is with 1F1B and zero_stage of 0 or 1"),
     (ASKED_OFTEN, f"at most {QUESTIONS} for each model"),
@@ -186,7 +186,8 @@ def best(case: Case) -> float:
 def _look(notes: Notes, case: Case, plan: Plan, questions: int) -> None:
     memory_gb, room_gb = known(plan, case).bytes / 1e9, case.cluster.memory / 1e9
     notes.note(PLAN, "three legal plans", True)
-    long = f"{case}: {memory_gb:.0f} GB on the fullest device, which has {room_gb:.0f}"
+    long = f"{case}: {memory_gb:.0f} GB on the device with the highest peak memory, which has "
+    long += f"{room_gb:.0f}"
     notes.note(FITS, f"{case.model}: {memory_gb:.0f} GB", memory_gb <= room_gb, long)
     nodes = {case.cluster.node_of(rank) for rank in plan.ranks("tp", 0)}
     long = f"{case}: the {plan.tp} ranks of a tensor-parallel group are on {len(nodes)} nodes, "

@@ -6,7 +6,7 @@ import paralab as pl
 def my_planner(model, cluster, batch, ask):
     """The plan that trains `model` on all devices of `cluster`, `batch` samples per step, in bf16.
 
-    ask(plan) says its .seconds per step and its .bytes on the fullest device.
+    ask(plan) says its .seconds per step and its .bytes on the device with the highest peak memory.
     """
     ### BEGIN SOLUTION
     ### STUB: raise NotImplementedError("your turn")
