@@ -13,13 +13,20 @@ import pytest
 import bad_attacks as attacks
 import paralab as pl
 from judged import defined, missed
+from paralab.exercises import sources
 from paralab.theory import needs, zero
 
 COST = pl.exercises.training_cost
 cost = importlib.import_module("paralab.exercises.cost")
-FLOPS, DAYS, SPLIT, ZERO = COST.asked
+FLOPS, DAYS, SPLIT, ZERO, MFU, HFU = COST.asked
 ANSWER = str(COST.solution())
-RIGHT = [defined(ANSWER, name) for name in ("step_flops", "training_days", "states_per_device")]
+PARTS = ("step_flops", "training_days", "states_per_device", "utilisation")
+RIGHT = [defined(ANSWER, name) for name in PARTS]
+OTHER = sources.solution(sources.answer("training_cost_other"))
+
+
+def with_part(place, answer):
+    return (*RIGHT[:place], answer, *RIGHT[place + 1 :])
 
 
 # ---- FLOPs of a step -----------------------------------------------------------------------------
@@ -73,13 +80,13 @@ WRONG_FLOPS = [  # answer, words of the verdict
 
 @pytest.mark.parametrize("answer, words", WRONG_FLOPS)
 def test_wrong_flops_are_refused_and_their_mistake_is_named(answer, words):
-    verdict = once(answer, *RIGHT[1:])
+    verdict = once(*with_part(0, answer))
     assert not verdict and missed(verdict) == {FLOPS}, verdict.table.to_string()
     assert words in verdict.said, verdict.said
 
 
 def test_flops_written_as_eq_3_pass():
-    assert COST.check(eq3, *RIGHT[1:]).passed
+    assert COST.check(*with_part(0, eq3)).passed
 
 
 # ---- days ----------------------------------------------------------------------------------------
@@ -107,22 +114,22 @@ WRONG_DAYS = [
 
 @pytest.mark.parametrize("answer, words", WRONG_DAYS)
 def test_wrong_days_are_refused_and_their_mistake_is_named(answer, words):
-    verdict = once(RIGHT[0], answer, RIGHT[2])
+    verdict = once(*with_part(1, answer))
     assert not verdict and missed(verdict) == {DAYS}, verdict.table.to_string()
     assert words in verdict.said, verdict.said
 
 
 def test_days_rounded_to_the_fourth_digit_pass():
-    assert COST.check(RIGHT[0], lambda *a: float(f"{days(*a):.4g}"), RIGHT[2]).passed
+    assert COST.check(*with_part(1, lambda *a: float(f"{days(*a):.4g}"))).passed
 
 
 # ---- states --------------------------------------------------------------------------------------
-def states(shared=cost.SHARED_FROM, size=lambda x, tp, pp, dp: x / (tp * pp), over=None):
-    """An answer: ZeRO's table ``shared``, Psi as ``size`` has it, N as ``over`` has it."""
+def states(begins=cost.FROM_STAGE, size=lambda x, tp, pp, dp: x / (tp * pp), over=None):
+    """An answer: ZeRO's table ``begins``, Psi as ``size`` has it, N as ``over`` has it."""
 
     def answer(m, recipe, tp, pp, dp, stage):
         n = over(tp, pp, dp) if over else dp
-        return {state: width * size(m.num_params, tp, pp, dp) / (n if stage >= shared[state] else 1)
+        return {state: width * size(m.num_params, tp, pp, dp) / (n if stage >= begins[state] else 1)
                 for state, width in recipe.items()}  # fmt: skip
 
     return answer
@@ -138,20 +145,20 @@ def changed(change):
     return lambda *asked: change(states()(*asked))
 
 
-NEVER, ALWAYS = dict.fromkeys(cost.SHARED_FROM, 4), dict.fromkeys(cost.SHARED_FROM, 0)
+NEVER, ALWAYS = dict.fromkeys(cost.FROM_STAGE, 4), dict.fromkeys(cost.FROM_STAGE, 0)
 WRONG_STATES = [  # answer, limits it breaks, words of the verdict
-    (states({**cost.SHARED_FROM, "gradients": 1}), {ZERO}, "'gradients' is 3.938 GB, yours 656.275 "
-     "MB (stage 1 shares the optimizer's states, master weights and moments)"),
-    (states({**cost.SHARED_FROM, "master": 4}), {ZERO}, "'master' is 1.313 GB, yours 7.875 GB "
-     "(stage 1 shares the optimizer's states"),
-    (states({**cost.SHARED_FROM, "parameters": 2}), {ZERO}, "zero_stage=2: 'parameters' is "),
-    (states({**cost.SHARED_FROM, "gradients": 3}), {ZERO}, "(stage 2 shares the optimizer's states "
+    (states({**cost.FROM_STAGE, "gradients": 1}), {ZERO}, "'gradients' is 3.938 GB, yours 656.275 "
+     "MB (stage 1 shards the optimizer's states, master weights and moments)"),
+    (states({**cost.FROM_STAGE, "master": 4}), {ZERO}, "'master' is 1.313 GB, yours 7.875 GB "
+     "(stage 1 shards the optimizer's states"),
+    (states({**cost.FROM_STAGE, "parameters": 2}), {ZERO}, "zero_stage=2: 'parameters' is "),
+    (states({**cost.FROM_STAGE, "gradients": 3}), {ZERO}, "(stage 2 shards the optimizer's states "
      "and gradients)"),
-    (states({**cost.SHARED_FROM, "parameters": 4}), {ZERO}, "(stage 3 shares everything"),
+    (states({**cost.FROM_STAGE, "parameters": 4}), {ZERO}, "(stage 3 shards everything"),
     (states(dict(parameters=2, gradients=1, master=0, moments=0)), {SPLIT, ZERO}, "(data "
-     "parallelism without ZeRO copies everything)"),
-    (states(NEVER), {ZERO}, "(stage 1 shares the optimizer's states"),
-    (states(ALWAYS), {SPLIT, ZERO}, "(data parallelism without ZeRO copies everything)"),
+     "parallelism without ZeRO replicates everything)"),
+    (states(NEVER), {ZERO}, "(stage 1 shards the optimizer's states"),
+    (states(ALWAYS), {SPLIT, ZERO}, "(data parallelism without ZeRO replicates everything)"),
     (states(size=lambda x, tp, pp, dp: x), {SPLIT, ZERO}, "(that is the whole model's; tp and pp"),
     (states(size=lambda x, tp, pp, dp: x / tp), {SPLIT, ZERO}, "pp=12 dp=5 zero_stage=0: "
      "'parameters' is 3.638 GB, yours 43.654 GB (pp divides it too)"),
@@ -176,25 +183,68 @@ WRONG_STATES = [  # answer, limits it breaks, words of the verdict
 
 @pytest.mark.parametrize("answer, limits, words", WRONG_STATES)
 def test_wrong_states_are_refused_and_their_mistake_is_named(answer, limits, words):
-    verdict = once(*RIGHT[:2], answer)
+    verdict = once(*with_part(2, answer))
     assert not verdict and missed(verdict) == limits, verdict.table.to_string()
     assert words in verdict.said, verdict.said
 
 
 def test_states_in_whole_bytes_pass():
     whole = changed(lambda held: {state: int(size) for state, size in held.items()})
-    assert COST.check(*RIGHT[:2], whole).passed
+    assert COST.check(*with_part(2, whole)).passed
+
+
+# ---- utilisation ---------------------------------------------------------------------------------
+def share(m, n, seconds, devices, peak, blocks=3, head=3, per_token=0):
+    flops = per_token * m.num_params * n * m.seq_len or spent(m, n, blocks, head)
+    return flops / (seconds * devices * peak)
+
+
+def mfu_hfu(change):
+    """An answer: what ``change`` makes of the right pair and of what was asked."""
+    return lambda *asked: change(share(*asked), share(*asked, blocks=4), *asked)
+
+
+WRONG_SHARES = [  # answer, limits it breaks, words of the verdict
+    (mfu_hfu(lambda mfu, hfu, *_: (hfu, hfu)), {MFU}, "that is HFU: recomputed FLOPs bring the"),
+    (mfu_hfu(lambda mfu, hfu, *_: (mfu, mfu)), {HFU}, "that is MFU: the device makes the forward"),
+    (mfu_hfu(lambda mfu, hfu, *_: (hfu, mfu)), {MFU, HFU}, "that is HFU: recomputed FLOPs"),
+    (mfu_hfu(lambda mfu, hfu, *_: (mfu, 4 / 3 * mfu)), {HFU}, "the head is not recomputed"),
+    (mfu_hfu(lambda mfu, hfu, *a: (share(*a, per_token=6), hfu)), {MFU}, "that is 6 Ψ for every"),
+    (mfu_hfu(lambda mfu, hfu, *a: (mfu, share(*a, per_token=8))), {HFU}, "that is 8 Ψ for every"),
+    (mfu_hfu(lambda mfu, hfu, *_: (100 * mfu, 100 * hfu)), {MFU, HFU}, "that is in per cent"),
+    (mfu_hfu(lambda mfu, hfu, m, n, t, d, x: (mfu * d, hfu * d)), {MFU, HFU}, "of one device"),
+    (mfu_hfu(lambda mfu, hfu, m, n, t, d, x: (mfu * t, hfu * t)), {MFU, HFU}, "that is per step"),
+    (mfu_hfu(lambda mfu, hfu, m, n, *_: (mfu / n, hfu / n)), {MFU, HFU}, "that is one sample"),
+    (mfu_hfu(lambda mfu, hfu, *_: (1 / mfu, hfu)), {MFU}, "that is its inverse"),
+    (mfu_hfu(lambda mfu, hfu, *_: (mfu, 1.01 * hfu)), {HFU}, "(1.01 times as much)"),
+    (mfu_hfu(lambda mfu, hfu, *_: mfu), {MFU, HFU}, "required: (MFU, HFU), yours is a float"),
+    (mfu_hfu(lambda mfu, hfu, *_: (mfu, f"{hfu:.0%}")), {HFU}, "required: a number, HFU"),
+    (mfu_hfu(lambda mfu, hfu, m, *_: (m.flops, hfu)), {MFU, HFU}, "raised AttributeError"),
+]
+
+
+@pytest.mark.parametrize("answer, limits, words", WRONG_SHARES)
+def test_a_wrong_utilisation_is_refused_and_its_mistake_is_named(answer, limits, words):
+    verdict = once(*with_part(3, answer))
+    assert not verdict and missed(verdict) == limits, verdict.table.to_string()
+    assert words in verdict.said, verdict.said
+
+
+def test_both_answers_pass():
+    other = tuple(defined(OTHER, name) for name in PARTS)
+    assert all(verdict.passed for verdict in COST.check_each([tuple(RIGHT), other]))
 
 
 def tables():
-    yield from ((answer, *RIGHT[1:]) for answer, _ in WRONG_FLOPS)
-    yield from ((RIGHT[0], answer, RIGHT[2]) for answer, _ in WRONG_DAYS)
-    yield from ((*RIGHT[:2], answer) for answer, *_ in WRONG_STATES)
+    yield from (with_part(0, answer) for answer, _ in WRONG_FLOPS)
+    yield from (with_part(1, answer) for answer, _ in WRONG_DAYS)
+    yield from (with_part(2, answer) for answer, *_ in WRONG_STATES)
+    yield from (with_part(3, answer) for answer, *_ in WRONG_SHARES)
 
 
 @functools.cache
 def verdicts():
-    """All three tables in one launch."""
+    """All tables in one launch."""
     return dict(zip(tables(), COST.check_each(list(tables())), strict=True))
 
 
@@ -212,6 +262,9 @@ def test_every_known_mistake_has_a_number_of_its_own():
     for name, *asked in cost.DAY_CASES:
         known = cost.known_days(pl.ModelSpec.preset(name), *asked).values()
         apart([days(pl.ModelSpec.preset(name), *asked), *known], cost.DAYS_TOLERANCE)
+    for name, *asked in cost.SHARE_CASES:
+        for right, known in cost.shares(pl.ModelSpec.preset(name), *asked).values():
+            apart([right, *(number for _, number in known)], cost.EXACT)
 
 
 def apart(numbers, tolerance):
@@ -231,12 +284,13 @@ def test_functions_that_are_not_written_yet_leave_their_limits_open():
     def later(*asked):
         raise NotImplementedError("your turn")
 
-    assert not COST.check(later, later, later).started
-    for verdict in (COST.check(RIGHT[0]), COST.check(RIGHT[0], later, later)):
-        assert not verdict and [row.ok for row in verdict.rows] == [True, None, None, None]
+    assert not COST.check(later, later, later, later).started
+    for verdict in (COST.check(RIGHT[0]), COST.check(RIGHT[0], later, later, later)):
+        assert not verdict and [row.ok for row in verdict.rows] == [True, *[None] * 5]
         assert "there is one more function to write" in repr(verdict)
     alone = COST.check(later, later, RIGHT[2])
-    assert [row.ok for row in alone.rows] == [None, None, True, True] and alone.started
+    assert [row.ok for row in alone.rows] == [None, None, True, True, None, None]
+    assert alone.started
 
 
 def test_an_answer_cannot_spoil_the_recipe_for_the_next_question():
@@ -245,6 +299,6 @@ def test_an_answer_cannot_spoil_the_recipe_for_the_next_question():
         recipe.clear()
         return held
 
-    first = COST.check(*RIGHT[:2], spoils)
+    first = COST.check(*with_part(2, spoils))
     assert first.passed and first == COST.check(*RIGHT)
     assert first._repr_html_() == COST.check(*RIGHT)._repr_html_()

@@ -23,9 +23,15 @@ WRONG = [  # text, what stands there instead, limits it breaks, words of the ver
     ("(seconds * devices", "(devices", {MFU}, "that is per step, not per second"),
     ("return days, ", "return days, 4 / 3 * ", {MFU}, "with everything recomputed, HFU"),
     ("return days, ", "return days, 1.01 * ", {MFU}, "(1.01 times as much)"),
-    ("return days, ", "return days + ", {DAYS, MFU}, "required: (days, mfu), yours is a float"),
+    ("return days, ", "return days + ", {DAYS, MFU}, "required: (days, MFU), yours is a float"),
     ("* peak)", "* peaks)", {DAYS, MFU}, "raised NameError"),
 ]
+
+
+def second(name):
+    return defined(sources.solution(sources.answer(f"{name}_other")), name)
+
+
 BAD = [defined(TEXT.replace(old, new), "days_and_mfu") for old, new, *_ in WRONG]
 
 
@@ -34,12 +40,7 @@ def by_steps(flops, samples, seconds, total, devices, peak):
     return [seconds * (total / samples) / (24 * 60 * 60), rate / peak]
 
 
-def by_throughput(flops, samples, seconds, total, devices, peak):
-    per_day = samples / seconds * 86_400
-    return total / per_day, samples / seconds * (flops / samples) / (devices * peak)
-
-
-RIGHT = [defined(TEXT, "days_and_mfu"), by_steps, by_throughput]
+RIGHT = [defined(TEXT, "days_and_mfu"), second("days_and_mfu"), by_steps]
 ALL = [*BAD, *RIGHT, defined(WARM.stub, "days_and_mfu")]
 
 
@@ -134,8 +135,7 @@ def by_statistics(rows):
     return rate(rows), off(False), off(True)
 
 
-OTHER = defined(sources.solution(sources.answer("own_fit_other")), "own_fit")
-RIGHT_FITS = [defined(FITTED, "own_fit"), OTHER, by_statistics]
+RIGHT_FITS = [defined(FITTED, "own_fit"), second("own_fit"), by_statistics]
 BAD_FITS = {name: changed(row[0]) for name, row in WRONG_FITS.items()}
 FITS = [*BAD_FITS.values(), *RIGHT_FITS, defined(FIT.stub, "own_fit")]
 

@@ -1,9 +1,12 @@
-"""Lab 11: what training a model costs: FLOPs of a step, days, bytes of states on one device.
+"""Lab 11: what training a model costs: FLOPs of a step, days, bytes of states, MFU and HFU.
 
     step_flops          PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 3, with recomputation: forward
                         of the blocks twice, of the head once, backward twice forward
     training_days       tokens times FLOPs per token over what the devices do per day
     states_per_device   Psi / (tp pp) of every state, ZeRO's part of it (arXiv:1910.02054, sec. 5)
+    utilisation         MFU, the model's FLOPs over what the devices could do (PaLM, Chowdhery+
+                        2022, arXiv:2204.02311, appendix B), and HFU, which counts what is
+                        recomputed too (Korthikanti+ 2022, arXiv:2205.05198, sec. 6.3)
 
 The checker asks about models from 12 to 128 layers and plans with degrees that are all different,
 so that every known mistake has a number of its own; it then says which mistake that is.
@@ -11,25 +14,29 @@ so that every known mistake has a number of its own; it then says which mistake 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.questions import (
     Mistakes,
+    Reply,
     asked,
     size_text,
     wrong_number,
+    wrong_numbers,
     wrong_states,
 )
 from paralab.exercises.states import RECIPES, known_units, open_ends
 from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import NOT_STARTED
 from paralab.spec import ModelSpec
-from paralab.theory import needs
+from paralab.theory import needs, training
 from paralab.theory.flops import block_flops, head_flops
 
-FLOPS, DAYS, SPLIT, ZERO = "FLOPs of a step", "days", "split over tp and pp", "shared by ZeRO"
+FLOPS, DAYS, SPLIT, ZERO = "FLOPs of a step", "days", "split over tp and pp", "sharded by ZeRO"
+MFU, HFU = "MFU", "HFU"
 DAYS_TOLERANCE = 1e-3  # eq. 4 is off by ten times that and more
 EXACT = 1e-9  # of what is whole numbers, computed in floats
 
@@ -49,18 +56,25 @@ STATE_CASES = (  # model, recipe, tp, pp, dp, ZeRO's stage
     ("ptdp-1t", "mixed", 1, 1, 1024, 1),
     ("ptdp-1t", "mixed", 1, 1, 1024, 3),
 )
-SHARED_FROM = {"parameters": 3, "gradients": 2, "master": 1, "moments": 1}  # ZeRO's stage
-SHARED = (
-    "data parallelism without ZeRO copies everything",
-    "stage 1 shares the optimizer's states, master weights and moments",
-    "stage 2 shares the optimizer's states and gradients",
-    "stage 3 shares everything, parameters too",
+SHARE_CASES = (  # model, samples, seconds of the step, devices, FLOP/s by the data sheet
+    ("ptdp-1t", 3072, 102.6, 3072, 312e12),
+    ("gpt3-175b", 1536, 13.2, 1024, 989e12),
+    ("gpt2", 512, 5.5, 8, 312e12),
+)
+FROM_STAGE = {"parameters": 3, "gradients": 2, "master": 1, "moments": 1}  # ZeRO's stage
+SHARDED = (
+    "data parallelism without ZeRO replicates everything",
+    "stage 1 shards the optimizer's states, master weights and moments",
+    "stage 2 shards the optimizer's states and gradients",
+    "stage 3 shards everything, parameters too",
 )
 ASKED = (
     (FLOPS, "four models from 0.1 B to 1 T: to nine digits"),
     (DAYS, "three trainings, two of them PTD-P's: to 0.1 %"),
     (SPLIT, "three plans without ZeRO: every state to nine digits"),
     (ZERO, "five plans, stages 1 to 3: every state to nine digits"),
+    (MFU, "three measured steps, from 0 to 1: to nine digits"),
+    (HFU, "the same steps, with the blocks recomputed"),
 )
 
 
@@ -88,39 +102,45 @@ def check(tries: Sequence[Try], timeout: float) -> None:
 
 def _questions() -> Iterator[Question]:
     for name, samples in FLOP_CASES:
-        model = ModelSpec.preset(name)
-        right = needs.step_flops(model, samples, recompute=True)
+        args = (ModelSpec.preset(name), samples)
+        right = needs.step_flops(*args, recompute=True)
+        judge = _number(right, known_flops(*args), "FLOPs", EXACT)
+        yield Question(FLOPS, f"{name}, {samples:,} samples", 0, args, *judge)
+    for name, tokens, devices, rate in DAY_CASES:
+        args = (ModelSpec.preset(name), tokens, devices, rate)
+        where = (
+            f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of {rate / 1e12:g} TFLOP/s"
+        )
+        judge = _number(right_days(*args), known_days(*args), "days", DAYS_TOLERANCE)
+        yield Question(DAYS, where, 1, args, *judge)
+    for name, recipe, *degrees in STATE_CASES:
+        args = (ModelSpec.preset(name), RECIPES[recipe], *degrees)
+        right, (tp, pp, dp, stage) = right_states(*args), degrees
 
-        def flops(found: Any, right: float = right, of: tuple = (model, samples)) -> str:
-            show, what = "{:,.5g} FLOPs".format, "required: a number of FLOPs"
-            known = known_flops(*of).items()
-            return wrong_number(found, right, show, known, what=what, tolerance=EXACT)
+        def states(found: Any, right: dict = right, args: tuple = args) -> str:
+            return wrong_states(found, right, lambda state: known_states(state, *args), EXACT)
 
-        said = f"{right:,.5g} FLOPs"
-        yield Question(FLOPS, f"{name}, {samples:,} samples", 0, (model, samples), flops, said)
-    for name, *rest in DAY_CASES:
-        model, (tokens, devices, per_second) = ModelSpec.preset(name), rest
-
-        def days(found: Any, of: tuple = (model, *rest)) -> str:
-            show, what = "{:.6g} days".format, "required: a number of days"
-            known = known_days(*of).items()
-            return wrong_number(
-                found, right_days(*of), show, known, what=what, tolerance=DAYS_TOLERANCE
-            )
-
-        where = f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of "
-        where += f"{per_second / 1e12:g} TFLOP/s"
-        yield Question(DAYS, where, 1, (model, *rest), days, f"{right_days(model, *rest):.2f} days")
-    for name, recipe_name, *degrees in STATE_CASES:
-        model, recipe, (tp, pp, dp, stage) = ModelSpec.preset(name), RECIPES[recipe_name], degrees
-        right = right_states(model, recipe, *degrees)
-
-        def states(found: Any, right: dict = right, of: tuple = (model, recipe, *degrees)) -> str:
-            return wrong_states(found, right, lambda state: known_states(state, *of), EXACT)
-
-        where = f"{name}, {recipe_name}, tp={tp} pp={pp} dp={dp} zero_stage={stage}"
+        where = f"{name}, {recipe}, tp={tp} pp={pp} dp={dp} zero_stage={stage}"
         said = size_text(sum(right.values()))
-        yield Question(ZERO if stage else SPLIT, where, 2, (model, recipe, *degrees), states, said)
+        yield Question(ZERO if stage else SPLIT, where, 2, args, states, said)
+    for name, samples, *rest in SHARE_CASES:
+        args = (ModelSpec.preset(name), samples, *rest)
+        for limit, (share, _) in shares(*args).items():
+            judge = functools.partial(_wrong_share, limit, args)
+            yield Question(limit, f"{name}, {samples:,} samples", 3, args, judge, f"{share:.1%}")
+
+
+def _number(
+    right: float, known: Mapping[str, float], unit: str, tolerance: float
+) -> tuple[Callable[[Any], str], str]:
+    """What is wrong with a reply that has to be one number, and the right one in words."""
+    show, what = f"{{:,.6g}} {unit}".format, f"required: a number of {unit}"
+    of = {"right": right, "show": show, "known": known.items(), "what": what}
+    return functools.partial(wrong_number, tolerance=tolerance, **of), show(right)
+
+
+def _wrong_share(limit: str, args: tuple, found: Any) -> str:
+    return dict(wrong_numbers(Reply(found, ""), shares(*args), EXACT))[limit]
 
 
 def known_flops(model: ModelSpec, samples: int) -> dict[str, float]:
@@ -178,7 +198,7 @@ def right_states(
     """{state: bytes} on one device."""
     cut = model.num_params / (tp * pp)
     return {
-        state: width * cut / (dp if stage >= SHARED_FROM[state] else 1)
+        state: width * cut / (dp if stage >= FROM_STAGE[state] else 1)
         for state, width in recipe.items()
     }
 
@@ -190,12 +210,12 @@ def known_states(
     whole = model.num_params * recipe[state]
     cut, blocks = whole / (tp * pp), 12 * model.layers * model.hidden**2 * recipe[state]
     return [
-        (SHARED[stage], cut),
-        (SHARED[stage], cut / dp),
+        (SHARDED[stage], cut),
+        (SHARDED[stage], cut / dp),
         ("that is the whole model's; tp and pp divide it", whole),
         ("pp divides it too", whole / tp),
         ("tp divides it too", whole / pp),
-        ("ZeRO shares what tp and pp have left", whole / dp),
+        ("ZeRO shards what tp and pp have left", whole / dp),
         ("pp divides it too", whole / tp / dp),
         ("tp divides it too", whole / pp / dp),
         ("ZeRO's N is dp, not all devices", cut / (tp * pp * dp)),
@@ -207,6 +227,46 @@ def known_states(
     ]
 
 
+def shares(
+    model: ModelSpec, samples: int, seconds: float, devices: int, peak: float
+) -> dict[str, tuple[float, Mistakes]]:
+    """{limit: (the share, the mistakes that are made with it)} of a step with its blocks
+    recomputed.
+    """
+    of = {"seconds": seconds, "devices": devices, "peak": peak}
+    mfu, hfu = training.utilisation(model, samples, recompute="full", **of)
+    per_token = model.num_params * samples * model.seq_len / (seconds * devices * peak)
+
+    def units(right: float) -> list[tuple[str, float]]:
+        return [
+            ("that is in per cent", 100 * right),
+            ("that is the peak of one device", right * devices),
+            ("that is per step, not per second", right * seconds),
+            ("that is one sample", right / samples),
+            ("that is its inverse", 1 / right),
+        ]
+
+    return {
+        MFU: (
+            mfu,
+            [
+                ("that is HFU: recomputed FLOPs bring the training no further", hfu),
+                ("that is 6 Ψ for every token: attention's scores are missing", 6 * per_token),
+                *units(mfu),
+            ],
+        ),
+        HFU: (
+            hfu,
+            [
+                ("that is MFU: the device makes the forward of the blocks twice", mfu),
+                ("that is 4/3 of MFU: the head is not recomputed", 4 / 3 * mfu),
+                ("that is 8 Ψ for every token: attention's scores are missing", 8 * per_token),
+                *units(hfu),
+            ],
+        ),
+    }
+
+
 training_cost = Exercise(
     name="training_cost",
     lab="11",
@@ -215,6 +275,7 @@ training_cost = Exercise(
         Takes("a function", "step_flops(model, samples)"),
         Takes("a function", "training_days(model, tokens, devices, flops)"),
         Takes("a function", "states_per_device(model, recipe, tp, pp, dp, zero_stage)"),
+        Takes("a function", "utilisation(model, samples, seconds, devices, peak)"),
     ),
     checker=check,
 )

@@ -1,4 +1,4 @@
-"""Lab 11's exercise: FLOPs of a step, days of a training, bytes of states on one device."""
+"""Lab 11's exercise: FLOPs of a step, days of a training, bytes of states, MFU and HFU."""
 
 
 def step_flops(model, samples):
@@ -27,11 +27,24 @@ def states_per_device(model, recipe, tp, pp, dp, zero_stage):
     """{state: bytes} on one device; recipe: {state: bytes per parameter}."""
     ### BEGIN SOLUTION
     ### STUB: raise NotImplementedError("your turn")
-    shared_from = {"parameters": 3, "gradients": 2, "master": 1, "moments": 1}
+    sharded_from = {"parameters": 3, "gradients": 2, "master": 1, "moments": 1}
     held = {}
     for state, width in recipe.items():
         held[state] = model.num_params * width / (tp * pp)
-        if zero_stage >= shared_from[state]:
+        if zero_stage >= sharded_from[state]:
             held[state] /= dp
     return held
+    ### END SOLUTION
+
+
+def utilisation(model, samples, seconds, devices, peak):
+    """(MFU, HFU), from 0 to 1, of a step over `samples` samples that takes `seconds` on all
+    devices together; every block's forward is made twice; peak: FLOP/s of one device.
+    """
+    ### BEGIN SOLUTION
+    ### STUB: raise NotImplementedError("your turn")
+    s, h = model.seq_len, model.hidden
+    forward = samples * (model.layers * (24 * s * h**2 + 4 * s**2 * h) + 2 * s * h * model.vocab)
+    could = seconds * devices * peak
+    return 3 * forward / could, step_flops(model, samples) / could
     ### END SOLUTION
