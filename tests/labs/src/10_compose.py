@@ -52,12 +52,14 @@ view.mesh(cube, rank=0)
 # $$ r = (i_p\, d + i_d)\, t + i_t $$
 #
 # and backwards $i_t = r \bmod t$, $\; i_d = \lfloor r / t \rfloor \bmod d$, $\; i_p = \lfloor r /
-# (d\,t) \rfloor$. A group consists of the ranks that differ in *one* coordinate. Each group carries
-# something else: the tensor group activations, several times per block; the data group gradients,
-# once per step; the pipeline group what leaves a stage, once per micro-batch.
+# (d\,t) \rfloor$. A group consists of the ranks that differ in *one* coordinate and have the other
+# two in common. The three groups of a rank carry different messages. The tensor-parallel group sums
+# activations several times per block. The data-parallel group sums gradients once per step. The
+# pipeline group passes on what leaves a stage, once per micro-batch.
 #
 # ### Warm-up: make the groups
-# `dist.new_group` is collective over all ranks, members or not: look up its documentation.
+# `dist.new_group` is a collective call. Its documentation says which ranks have to make it, and in
+# which order. Look it up before you begin.
 
 # %%
 warm_up = pl.exercises.mesh_groups
@@ -100,8 +102,9 @@ for kind in ("gradients", "weights"):
     print(f"{kind} of all {len(theirs)} parameters equal to five digits:", bool(worst < 1e-5))
 
 # %% [markdown]
-# They compose because each axis adds its own instructions to a rank's program and leaves those of
-# the others alone. This is what two data-parallel copies add to a pipeline of two stages:
+# The axes compose because each of them adds its own instructions to the program of a rank and does
+# not change the instructions of the others. The next cell compares the program of rank 0 in a
+# pipeline of two stages with its program in two data-parallel copies of this pipeline.
 
 # %%
 pipeline = pl.program(model, pl.Plan(pp=2, microbatches=2, microbatch_size=2))
@@ -109,10 +112,10 @@ both = pl.program(model, pl.Plan(pp=2, dp=2, microbatches=2, microbatch_size=2))
 pipeline.diff(both)
 
 # %% [markdown]
-# One all-reduce per step, after the last backward. Sends, receives and their order stay as they
-# were. (The updates of the single blocks become one update of the bucket that the all-reduce
-# needs. They are listed, because the partner has another number: stage 1 begins with rank 2 instead
-# of rank 1.)
+# The second axis adds one all-reduce per step, after the last backward. The order of sends and
+# receives does not change. They are listed because their partner has another number: stage 1 begins
+# with rank 2 instead of rank 1. The updates of the single blocks become one update of the bucket
+# whose gradients the all-reduce sums.
 
 # %%
 why_innermost = pl.exercises.choose(
@@ -134,24 +137,35 @@ why_innermost.reveal(
 
 # %% [markdown]
 # ## Time is compute, plus the bubble, plus communication that nothing hides
-# 1. All $n$ ranks share the FLOPs of a step evenly: $T_\text{compute} = C / (d\,p\,t\,X)$.
-# 2. A pipeline computes a micro-batch in $T_\text{compute}/m$, and its ranks are idle for $p-1$
-#    such slots: $T_\text{bubble} = \frac{p-1}{m}\, T_\text{compute}$. (This bubble is relative to
-#    the *ideal* time; as a share of the *whole* time it is $\frac{p-1}{m+p-1}$. Papers print both.)
-# 3. A rank has $L/p$ blocks. In each, tensor parallelism waits for $k$ all-reduces per micro-batch,
-#    2 forward and 2 backward, and 2 more if forward is recomputed. An all-reduce sends
+# 1. Each of the $n$ ranks computes an equal part of the FLOPs of a step, so $T_\text{compute} = C /
+#    (d\,p\,t\,X)$.
+# 2. A stage of a pipeline computes a micro-batch in $T_\text{compute}/m$, and every rank is idle
+#    for $p-1$ such slots: $T_\text{bubble} = \frac{p-1}{m}\, T_\text{compute}$. (This bubble is
+#    relative to the *ideal* time. As a share of the *whole* time it is $\frac{p-1}{m+p-1}$. Papers
+#    print both.)
+# 3. A rank has $L/p$ blocks. In each block tensor parallelism waits for $k$ all-reduces per
+#    micro-batch: 2 forward, 2 backward, and 2 more if forward is recomputed. An all-reduce sends
 #    $\frac{2(t-1)}{t} S$ bytes.
-# 4. A stage sends an activation forward and a gradient backward per micro-batch, $2\,m\,S$ bytes.
-# 5. Data parallelism sums the gradients of $\Psi/(p\,t)$ parameters once.
+# 4. Per micro-batch a stage sends an activation forward and a gradient backward, which makes
+#    $2\,m\,S$ bytes per step.
+# 5. Data parallelism sums the gradients of $\Psi/(p\,t)$ parameters once per step.
 #
 # $$ T \;\approx\; \frac{C}{d\,p\,t\,X}\Big(1 + \frac{p-1}{m}\Big)
 #    + \frac{m\,k\,L}{p}\Big(\alpha_t + \frac{2(t-1)}{t}\, S\, \beta_t\Big)
 #    + 2\,m\,(\alpha_p + S\,\beta_p)
 #    + \frac{2(d-1)}{d}\,\frac{w\,\Psi}{p\,t}\,\beta_d $$
 #
-# The second term is there only for $t > 1$, the third only for $p > 1$. The next cell evaluates
-# this for a GPT of 39 billion parameters on 64 A100s. Memory bandwidth and launches are set to cost
-# nothing, as the formula assumes.
+# The second term applies only for $t > 1$ and the third only for $p > 1$. The formula takes every
+# message for exposed, which means that no computation hides it. It also assumes that the bandwidth
+# of the memory and kernel launches cost nothing, so the next cells set both to nothing. They look
+# at a GPT of 39 billion parameters on 64 A100s in nodes of eight.
+
+# %%
+slowest = pl.exercises.choose(
+    "Which of these cuts takes the longest step?",
+    ["dp 8, tp 8", "dp 4, pp 2, tp 8", "pp 8, tp 8", "dp 8, pp 8", "dp 4, tp 16"],
+)
+slowest
 
 # %%
 big, nodes = pl.ModelSpec.preset("ptdp-39b"), pl.Cluster.preset("dgx-a100", nodes=8)
@@ -194,6 +208,15 @@ view.seconds_bars(
 )
 
 # %%
+slowest.reveal(
+    5, "Sixteen tensor-parallel ranks are on two nodes, and all their sums go between them."
+)
+
+# %% [markdown]
+# A simulation is the second opinion. It plays every instruction of every rank, and lets messages
+# overlap with computation where the program allows it.
+
+# %%
 simulated = {n: pl.predict(big, c, ideal, steps=1, detail="actions") for n, c in cuts.items()}
 pd.DataFrame(
     {
@@ -203,35 +226,39 @@ pd.DataFrame(
 ).assign(off=lambda t: 100 * (t.iloc[:, 0] / t.iloc[:, 1] - 1)).round(2)
 
 # %% [markdown]
-# The simulation plays every instruction on its lane. The formula gives too long a time where
-# communication overlaps with computation, most of all for the gradients in `dp 8, tp 8`:
-# communication that nothing hides is called *exposed*, and the formula exposes all of it. It gives
-# too short a time where one stage has more to do than the others, as the last of eight, which has
-# the head.
+# The formula gives too long a time where communication overlaps with computation. This matters most
+# for the gradients in `dp 8, tp 8`, which the simulation hides behind the backward pass. The
+# formula gives too short a time where one stage computes more than the others, as the last of eight
+# stages does, which has the head.
 #
-# [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met the second term. Its author
-# trains 20 billion parameters on 128 GPUs and reports 170 TFLOP/s with one stage and 33 with four.
-# The thread does not say how many micro-batches there were. A pipeline keeps $m/(m+p-1)$ of its
-# time:
+# [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met the bubble. Its author
+# trains 20 billion parameters on 128 GPUs, and reports 170 TFLOP/s per GPU with one stage and 33
+# with four stages. The thread does not say how many micro-batches there were. The ranks of a
+# pipeline compute for the share $m/(m+p-1)$ of the time, which leaves of 170 TFLOP/s with $p = 4$:
 
 # %%
 {m: f"{170 * m / (m + 4 - 1):.0f} TFLOP/s left of 170" for m in (1, 2, 4, 16, 64)}
 
 # %% [markdown]
-# 33 is near what one micro-batch per step leaves (`gradient_accumulation_steps` of 1). Nothing
-# else in the formula costs so much.
+# The reported 33 is closest to what one micro-batch per step leaves, which is what
+# `gradient_accumulation_steps` of 1 means. No other term of the formula is so large.
 #
 # ## Memory is states, divided by up to three axes, plus activations
-# A rank keeps the states of its $\Psi/(p\,t)$ parameters: $K_w$ bytes each for weights and
-# gradients (here 2 + 2), and $K_o$ bytes for the optimizer (here 12), which ZeRO-1 shards over $d$.
-# It keeps the inputs of its $L/p$ blocks for every micro-batch in flight (1F1B: at most $\min(p,
-# m)$ of them), and recomputes one block at a time, whose activations take
-# $b\,s\,h\,(10 + 24/t + 5as/(ht))$ bytes (lab 07): tensor parallelism shards all of them but the
-# 10. Next to the formula, *compiled (GB)* is the peak of the compiled program:
+# Three things add up to the memory of a rank, here with full recomputation:
+#
+# 1. The states of its $\Psi/(p\,t)$ parameters. Weight and gradient take $K_w$ bytes per parameter
+#    (here 2 + 2), and the states of the optimizer $K_o$ bytes (here 12), which ZeRO-1 shards over
+#    the $d$ data-parallel ranks.
+# 2. The inputs of its $L/p$ blocks for every micro-batch in flight. Under 1F1B at most $\min(p, m)$
+#    micro-batches are in flight.
+# 3. The activations of the one block that is being recomputed. They take $b\,s\,h\,(10 + 24/t +
+#    5as/(ht))$ bytes (lab 07). Tensor parallelism shards all of them but the 10.
 #
 # $$ M \;\approx\; \frac{\Psi}{p\,t}\Big(K_w + \frac{K_o}{d}\Big)
 #    + \min(p, m)\,\frac{L}{p}\, S
 #    + \frac{S}{2}\Big(10 + \frac{24}{t} + \frac{5\,a\,s}{h\,t}\Big) $$
+#
+# The column *compiled (GB)* of the next table is the peak of the compiled program.
 
 
 # %%
@@ -254,13 +281,19 @@ pd.DataFrame(
 ).round(1)
 
 # %% [markdown]
-# The rest is the tied embedding, which both ends of a pipeline keep, and message buffers.
+# The formula leaves out the second copy of the tied embedding, which the first and the last stage
+# both keep, and the buffers of messages.
 #
-# ## Only the data-parallel ranks share states
+# ## ZeRO shards states over the data-parallel ranks alone
 # In [DeepSpeed #237](https://github.com/deepspeedai/DeepSpeed/issues/237) ZeRO-2 runs out of memory
-# on 8 GPUs of 32 GB with a model-parallel size of 8. A maintainer answers that the partitions are
-# as many as data-parallel ranks, here one, and that a model of 40 billion parameters needs around
-# 48 such GPUs. The same sum for 8 to 400 GPUs:
+# on 8 GPUs of 32 GB with a model-parallel size of 8. A maintainer answers that ZeRO makes as many
+# partitions as there are data-parallel ranks, and here there is one, and that a model of 40
+# billion parameters needs around 48 such GPUs. With ZeRO-2 and one data-parallel
+# rank, how many bytes does each of the 8 GPUs have to hold?
+
+# %%
+alone_gb = pl.exercises.guess("GB on each of 8 GPUs", low=0, high=200, unit="GB", decimals=0)
+alone_gb
 
 # %%
 forty = pl.ModelSpec(layers=50, hidden=8192, heads=64, seq_len=1024, vocab=51200)
@@ -274,10 +307,14 @@ view.bytes_bars(
     bars, {"a V100": 32e9}, title="40 billion parameters, ZeRO-2: 8 GPUs need 80 GB each"
 )
 
+# %%
+alone_gb.reveal(sum(bars["8 GPUs: tp 8, dp 1"].values()) / 1e9)
+
 # %% [markdown]
 # ## Twelve plans, predicted before the first process starts
-# These are a dozen ways to train the small model on four ranks, sixteen samples per step. All give
-# the same weights. How many times as long does the slowest of them take as the fastest?
+# The next cells train the small model on four ranks in twelve ways, with sixteen samples per step
+# each. All of them end with the same weights. How many times as long as a step of the fastest plan
+# does a step of the slowest one take?
 
 # %%
 guess = pl.exercises.guess(
@@ -321,7 +358,9 @@ took = {name: report.step_time for name, report in replayed.items()}
 guess.reveal(max(took.values()) / min(took.values()))
 
 # %% [markdown]
-# Times belong to this machine. Bytes do not, and were known before the first run:
+# The times are those of this machine. The bytes are the same on every machine, and were predicted
+# before the first run. These are the three plans that send the least, and the three that send the
+# most:
 
 # %%
 pd.DataFrame(
@@ -333,17 +372,21 @@ pd.DataFrame(
 
 # %%
 least_bytes = pl.exercises.choose(
-    "The pipeline of two micro-batches sends the least. Why is it not the fastest plan?",
+    "All three pipelines send the same few bytes. Why is the one of two micro-batches the slowest?",
     [
-        "Two micro-batches cannot fill four stages: its ranks are idle for 3/5 of the step",
-        "Its messages are larger than those of the other plans",
-        "Its four stages compute the same blocks twice",
+        "Two micro-batches cannot fill four stages, so its ranks are idle for most of the step",
+        "Each of its messages is four times as large, and a stage waits for the whole message",
+        "Larger micro-batches make its products slower",
     ],
 )
 least_bytes
 
 # %%
-least_bytes.reveal(1, "(p-1)/(m+p-1) is 3/5 for p = 4 and m = 2. Bytes alone do not decide.")
+least_bytes.reveal(
+    1,
+    "(p-1)/(m+p-1) is 3/5 for m = 2 and 3/11 for m = 8. Its messages are larger, but there are "
+    "fewer of them, and they take little of the step.",
+)
 
 # %% [markdown]
 # ## On other links another plan wins
@@ -368,8 +411,9 @@ rows = {
 pd.DataFrame(rows).T.round(1).add_suffix(" (ms per step)")
 
 # %% [markdown]
-# What crosses the slow link decides. `tp 4` waits for it in every block. `dp 2, tp 2` keeps tensor
-# parallelism inside a node and sends gradients across, once per step. A pipeline sends the least.
+# The bytes that cross the slow link decide. `tp 4` waits for this link in every block. `dp 2, tp 2`
+# keeps tensor parallelism inside a node, and sends gradients across once per step. The pipeline
+# sends the fewest bytes across.
 
 # %%
 halves = pl.Cluster.preset("dgx-a100").replace(name="two nodes", nodes=2, devices_per_node=2)
@@ -380,7 +424,15 @@ view.mesh(plans["dp 2, tp 2"], halves, rank=0)
 # This is Megatron's advice ([PTD-P](https://arxiv.org/abs/2104.04473), sec. 5.4 and 5.5), found on
 # clusters. Here is its first experiment by prediction: a GPT of 162 billion parameters on 64
 # A100s, all of them model parallel. Utilisation (MFU) is the share of the devices' peak that goes
-# into the model's own FLOPs; [lab 11](11_cost.ipynb) defines it.
+# into the model's own FLOPs; [lab 11](11_cost.ipynb) defines it. A step trains 32 or 128 samples,
+# one per micro-batch.
+
+# %%
+widest = pl.exercises.choose(
+    "Which cut has the highest MFU with a batch of 32?",
+    [f"tp {t}, pp {64 // t}" for t in (2, 4, 8, 16, 32)],
+)
+widest
 
 # %%
 wide = pl.ModelSpec(
@@ -402,17 +454,28 @@ table = pd.DataFrame(rows).T
 print("best with batch 32:", table["batch 32"].idxmax(), "- with 128:", table["batch 128"].idxmax())
 table.round(1).add_suffix(", MFU (%)")
 
+# %%
+widest.reveal(3, "Tensor parallelism fills a node of eight devices and does not leave it.")
+
 # %% [markdown]
-# A node has eight devices. With more than eight tensor-parallel ranks every all-reduce crosses to
-# other nodes, through all eight ports of each, and every product is cut narrower. With fewer, the
-# pipeline is so long that its bubble, $(p-1)/m$, costs what was saved. With the larger batch the
+# With more than eight tensor-parallel ranks every all-reduce crosses to other nodes, through all
+# eight ports of each, and every product is cut narrower. With fewer of them the pipeline is longer,
+# and its bubble, $(p-1)/m$, costs more than the smaller messages save. With the larger batch the
 # bubble is small, and tp = 4 and tp = 8 come out nearly alike. (The paper's figure 13 has its
 # maximum at 8 for both batches.)
 #
 # The advice has a condition. [Megatron-LM #258](https://github.com/NVIDIA/Megatron-LM/issues/258)
 # reports the opposite from *one* node: with large micro-batches and many of them, eight stages ran
-# over 30 % faster than eight tensor-parallel ranks, with models of up to 10 billion parameters.
-# Predicted for a GPT of 8 billion with micro-batches of four samples of 512 tokens:
+# over 30 % faster than eight tensor-parallel ranks, with models of up to 10 billion parameters. The
+# next cell predicts this for a GPT of 8 billion parameters, with micro-batches of four samples of
+# 512 tokens. With how many micro-batches does the pipeline begin to win?
+
+# %%
+from_m = pl.exercises.choose(
+    "From which number of micro-batches on is pp 8 faster than tp 8?",
+    ["from 2", "from 8", "from 32", "from 128"],
+)
+from_m
 
 # %%
 eight = pl.ModelSpec(layers=40, hidden=4096, heads=32, seq_len=512, vocab=32000)
@@ -426,15 +489,24 @@ for m in (2, 8, 32, 128):
     rows[f"m = {m}"] = {**took_8, "tp over pp": took_8["tp 8 (s)"] / took_8["pp 8 (s)"]}
 pd.DataFrame(rows).T.round(2)
 
+# %%
+from_m.reveal(2, "With m = 2 most of the pipeline's step is its bubble.")
+
 # %% [markdown]
 # The formula says why. Tensor parallelism pays its all-reduces for every micro-batch, so its
 # communication grows with $m$. The bubble stays the same number of seconds while the computation
-# grows, so its share shrinks. Where memory and the batch allow many
-# micro-batches, a pipeline wins inside a node too. Where they do not, as with $m = 2$, it loses.
+# grows, so its share shrinks. Where memory and the batch allow many micro-batches, a pipeline is
+# the faster one inside a node, too. Where they do not, as with $m = 2$, it is the slower one.
 #
 # ## Larger micro-batches suit the device, smaller ones the pipeline
 # A larger micro-batch gives the device larger products, and leaves the pipeline fewer
-# micro-batches. Predicted for 91 billion parameters, tp 8, pp 8:
+# micro-batches. The next cell predicts both effects for 91 billion parameters with tp 8 and pp 8.
+
+# %%
+size = pl.exercises.choose(
+    "How many samples per micro-batch are best with a batch of 128?", ["1", "2", "4", "8"]
+)
+size
 
 # %%
 mid = wide.replace(hidden=15360)
@@ -447,11 +519,13 @@ table = pd.DataFrame(rows).T.rename_axis("samples per micro-batch")
 print("best with batch 128:", table["batch 128"].idxmax(), "- 512:", table["batch 512"].idxmax())
 table.round(1).add_suffix(", MFU (%)")
 
+# %%
+size.reveal(2, "But 1 and 2 are closer to each other than a prediction is to a measurement.")
+
 # %% [markdown]
 # With a batch of 128, eight samples per micro-batch leave 16 micro-batches for 8 stages, and the
 # bubble decides. With 512 one sample is too few: every micro-batch reads all weights, and adds its
-# gradients to those before it. (In the paper's figure 16 two samples win with both batches.) The
-# best two are closer to each other than a prediction is to a measurement.
+# gradients to those before it. (In the paper's figure 16 two samples win with both batches.)
 #
 # ## A search goes through all legal plans
 # `plan_search` goes through every legal combination of dp, tp, pp, schedule, chunks per rank,
@@ -466,11 +540,13 @@ search
 view.pareto(search)
 
 # %% [markdown]
-# No plan is below the line; plans above it are never the best choice. To be faster you
-# have to move right, to more memory. The winner uses ZeRO-3 across nodes, against Megatron's
-# advice. The prediction lets its gathers overlap perfectly, and no device does quite that. The
-# column *without overlap* (`serial_s` in `search.table`) says how long the same step takes if
-# nothing overlaps; lab 12 compares both with a measurement. This is what the other choices lose:
+# No plan is below the line, and for every plan above it there is one on the line that is faster or
+# needs less memory. A faster plan on the line needs more memory. The winner uses ZeRO-3 across
+# nodes, against Megatron's advice. The prediction lets its gathers overlap with computation
+# perfectly, and no device does quite that. The column *without overlap* (`serial_s` in
+# `search.table`) says how long the same step takes if nothing overlaps. Lab 12 compares both with a
+# measurement. The next table has the best plan for each other choice of one setting. The column
+# *times* says how many times the step of the winner it takes.
 
 # %%
 losers = search.losers().query("setting in ['tp', 'pp', 'recompute', 'schedule']")
@@ -495,9 +571,14 @@ for settings in ({"tp": 3}, {"pp": 8}, {"dp": 2, "zero_stage": 1, "grad_sync": "
         print(settings, "->", error, end="\n\n")
 
 # %% [markdown]
-# No process was started. The trap: with $m$ micro-batches ZeRO-1 sends $2\Psi$ along dp, whatever
-# $m$ is. ZeRO-3 gathers every parameter twice and reduce-scatters its gradient once per
-# micro-batch, $3m\Psi$. A pipeline needs a large $m$, and ZeRO-3 pays for each.
+# No process was started for any of them. The trap is ZeRO-3 in a pipeline. ZeRO-1 sends $2\Psi$
+# elements along dp, however many micro-batches $m$ there are. ZeRO-3 gathers every parameter twice
+# and reduce-scatters its gradient once, and it does so for every micro-batch. A pipeline needs many
+# micro-batches. How many times the bytes of ZeRO-1 does ZeRO-3 send along dp with $m = 8$?
+
+# %%
+times = pl.exercises.guess("times the bytes of ZeRO-1", low=1, high=30, decimals=0)
+times
 
 # %%
 import warnings
@@ -511,6 +592,9 @@ for stage in (1, 3):
     rows[f"ZeRO-{stage}"] = sent[["dp", "tp", "pp"]] / 1e6
 print(heard[0].message)
 pd.DataFrame(rows).T.round(2).add_suffix(" (MB, all ranks)")
+
+# %%
+times.reveal(rows["ZeRO-3"]["dp"] / rows["ZeRO-1"]["dp"])
 
 # %% [markdown]
 # ## Implement: one training step on a data × pipeline mesh
@@ -598,12 +682,20 @@ planner
 pl.exercises.place.check(my_planner)
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** The formulas above leave few plans worth a question: model parallelism as small
-# as memory allows, tensor parallelism first and only inside a node, ZeRO-1 for the same bytes, and
-# the least recomputation that fits.
+# **Why it works.** Few plans are worth a question: those with model parallelism as small as memory
+# allows, tensor parallelism first and only inside a node, ZeRO-1, which sends the same bytes as
+# data parallelism, and the least recomputation that fits.
 #
-# **Common mistakes.** Recomputing everything although it fits without; data parallelism alone,
-# which does not fit; tensor parallelism across nodes; plans that leave samples or devices over.
+# **Common mistakes.** Recomputing everything although the plan fits without; data parallelism
+# alone, which does not fit; tensor parallelism across nodes; plans that do not use all samples or
+# devices. A second answer knows no advice. It ranks all plans by the two formulas of this lab, and
+# spends its questions on the best thirty:
+
+# %% tags=["solution-only"]
+### ANSWER: place_other
+
+
+pl.exercises.place.check(my_planner)
 
 # %% [markdown]
 # ## What to remember

@@ -27,13 +27,13 @@ from paralab.theory import needs, papers, training
 
 PEAK = 312e12  # FLOP/s of an A100 in 16 bits, at its very best
 table = papers.ptdp_table1()  # PTD-P, Narayanan et al. 2021: ten models that were trained for real
-last = table.iloc[-1]
+last = table.iloc[-1]  # the paper prints rates; the seconds of a step follow from them
 ideal = last["FLOPs per step"] / last["devices"] / PEAK
 parts = {"products at the peak": ideal, "everything else": last["seconds per step"] - ideal}
 view.seconds_bars({"a trillion parameters": parts}, title="Half of each step is not products")
 
 # %% [markdown]
-# ## FLOPs are products of matrices, counted
+# ## Days and MFU follow from the seconds of a step
 #
 # | symbol | meaning |
 # |---|---|
@@ -45,16 +45,108 @@ view.seconds_bars({"a trillion parameters": parts}, title="Half of each step is 
 # | $T, D$ | seconds of a step; tokens of the whole training |
 # | $X, X_\text{peak}$ | FLOP/s of a device: reached, and on its data sheet |
 #
-# A product of an $(i, k)$ and a $(k, j)$ matrix takes $2\,i\,k\,j$ FLOPs, a multiplication and an
-# addition each. For one sample of $s$ tokens, forward:
+# A step of the picture takes 103 seconds and trains 3,072 samples of 2,048 tokens each. The authors
+# plan for $D$ = 450 billion tokens. How many days is that?
+
+# %%
+estimate = pl.exercises.guess("days for 450 billion tokens", low=1, high=200, decimals=0)
+estimate
+
+# %% [markdown]
+# ### Warm-up: days and MFU from a log
+# *Model FLOPs utilisation* (MFU, [PaLM](https://arxiv.org/abs/2204.02311), appendix B) is the FLOPs
+# that the model needs for a step, divided by the FLOPs that all devices could make in the seconds
+# of the step, each at the peak of its data sheet.
+
+# %%
+warm_up = pl.exercises.days_and_mfu
+warm_up
+
+
+# %%
+### ANSWER: days_and_mfu
+
+
+pl.exercises.days_and_mfu.check(days_and_mfu)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** All devices work on the same step, so the number of steps times the seconds of a
+# step is the time of the training, and the number of devices does not divide it. It divides the
+# FLOP/s, because each device has a peak of its own.
 #
-# 1. A block's linear layers have $12 h^2$ weights, and each token meets each of them once:
-#    $24\,s\,h^2$.
-# 2. Attention multiplies queries with keys and scores with values (over all $s^2$ pairs,
-#    masked or not), $2\,s^2 h$ each: $4\,s^2 h$.
-# 3. The head: $2\,s\,h\,V$.
-# 4. Backward takes twice forward: a product for the input's gradient, one for the weight's.
-# 5. Full recomputation makes the forward of the blocks once more, and not that of the head.
+# **Common mistakes.** Seconds divided by the number of devices; the peak of one device for the work
+# of all; FLOPs multiplied by the samples that they count already. A second answer goes by rates per
+# second and per day:
+
+# %% tags=["solution-only"]
+### ANSWER: days_and_mfu_other
+
+
+pl.exercises.days_and_mfu.check(days_and_mfu)
+
+# %%
+model, plan = papers.ptdp_models()[-1]
+s, h, L, V, samples = model.seq_len, model.hidden, model.layers, model.vocab, plan.global_batch
+T, n, D = last["seconds per step"], last["devices"], 450e9
+estimate.reveal(round(D / (samples * s) * T / 86_400))
+
+# %% [markdown]
+# ## FLOPs are products of matrices, counted
+# A product of an $(i, k)$ and a $(k, j)$ matrix takes $2\,i\,k\,j$ FLOPs: $k$ multiplications and
+# $k$ additions for each of the $i\,j$ results. The forward pass of one sample of $s$ tokens makes
+# these products:
+#
+# 1. The linear layers of a block have $12 h^2$ weights together, and every token is multiplied with
+#    each of them once. That takes $24\,s\,h^2$ FLOPs.
+# 2. Attention multiplies queries with keys, and the scores with values. Each of the two takes
+#    $2\,s^2 h$ FLOPs, because the products are made for all $s^2$ pairs of tokens, masked or not.
+#    Together they take $4\,s^2 h$.
+# 3. The head multiplies every token with an $(h, V)$ matrix: $2\,s\,h\,V$.
+#
+# The backward pass makes two products for each product of the forward pass, one for the gradient of
+# the input and one for the gradient of the weight. Full recomputation makes the forward pass of
+# every block a second time, and not that of the head, whose backward pass follows at once.
+#
+# ## Implement: what does a training cost?
+# You have all that you need for the count. The states of a device are those of lab 10. The last
+# function tells MFU from *hardware FLOPs utilisation* (HFU,
+# [Korthikanti et al.](https://arxiv.org/abs/2205.05198), sec. 6.3): HFU counts the FLOPs that the
+# devices make, recomputed ones included, and MFU only those that the model needs.
+
+# %%
+exercise = pl.exercises.training_cost
+exercise
+
+
+# %%
+### ANSWER: training_cost
+
+
+pl.exercises.training_cost.check(step_flops, training_days, states_per_device, utilisation)
+
+# %% [markdown]
+# If you are stuck, `exercise.hint()` gives one hint at a time.
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** With full recomputation a block's forward is made twice and its backward costs
+# two forwards, so a block counts four times and the head three times. Days are tokens times the
+# FLOPs of a token over the rate of all devices. States are divided by every axis that shards them.
+# MFU and HFU have the same denominator, and only the numerator of HFU has the second forward.
+#
+# **Common mistakes.** Recomputing the head; leaving out the scores; tokens taken for samples; the
+# estimates $6\Psi$ or $8\Psi$ in place of the count; HFU given for MFU; ZeRO's $N$ taken as all
+# devices instead of $d$. A second answer counts the products of one token:
+
+# %% tags=["solution-only"]
+### ANSWER: training_cost_other
+
+
+pl.exercises.training_cost.check(step_flops, training_days, states_per_device, utilisation)
+
+# %% [markdown]
+# ## The count in closed form
+# The three products, three times each for forward and backward, and a fourth time for the blocks
+# where they are recomputed, give the FLOPs of a step of $d\,m\,b$ samples:
 #
 # $$ C_\text{model} = 3\,d\,m\,b\,\big(L\,(24 s h^2 + 4 s^2 h) + 2 s h V\big)
 #    = 72\,d m b\, s L h^2 \Big(1 + \frac{s}{6h} + \frac{V}{12 L h}\Big) $$
@@ -62,25 +154,21 @@ view.seconds_bars({"a trillion parameters": parts}, title="Half of each step is 
 # $$ C_\text{hw} = d\,m\,b\,\big(4 L\,(24 s h^2 + 4 s^2 h) + 6 s h V\big)
 #    = 96\,d m b\, s L h^2 \Big(1 + \frac{s}{6h} + \frac{V}{16 L h}\Big) $$
 #
-# The second one is equation 3 of [PTD-P](https://arxiv.org/abs/2104.04473); its equation 2 counts
-# the parameters, $\Psi = 12 L h^2 \big(1 + \frac{13}{12 h} + \frac{V + s}{12 L h}\big)$.
+# The second formula is equation 3 of [PTD-P](https://arxiv.org/abs/2104.04473). Its equation 2
+# counts the parameters, $\Psi = 12 L h^2 \big(1 + \frac{13}{12 h} + \frac{V + s}{12 L h}\big)$. For
+# the model of the picture:
 
 # %%
-model, plan = papers.ptdp_models()[-1]
-s, h, L, V, samples = model.seq_len, model.hidden, model.layers, model.vocab, plan.global_batch
 C_model = 72 * samples * s * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
 C_hw = 96 * samples * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
-print(
-    f"parameters, eq. 2: {12 * L * h**2 * (1 + 13 / (12 * h) + (V + s) / (12 * L * h)) / 1e9:.1f} B"
-)
-print(f"C_model {C_model:.4e}, C_hw {C_hw:.4e}, printed rate x time: ", end="")
-print(
-    f"{last['TFLOP/s per device, printed'] * 1e12 * last['devices'] * last['seconds per step']:.4e}"
-)
+psi = 12 * L * h**2 * (1 + 13 / (12 * h) + (V + s) / (12 * L * h))
+print(f"equation 2: {psi / 1e9:.1f} billion parameters, the model has {model.num_params / 1e9:.1f}")
+print(f"C_model {C_model:.4e}, C_hw {C_hw:.4e}, {C_hw / C_model:.3f} times as many")
 
 # %% [markdown]
-# In the program of a step (lab 02) the difference is a few lines per block. A block is computed
-# once more before its backward, from its input, which is all that was kept of it.
+# The program of a step (lab 02) shows where the additional FLOPs come from. With full recomputation
+# a block keeps only its input `x`, and one more instruction per block computes the block a second
+# time just before its backward.
 
 # %%
 small = pl.ModelSpec(layers=3, hidden=64, heads=4, seq_len=32, attention="explicit")
@@ -88,8 +176,20 @@ kept = pl.program(small, pl.Plan(microbatch_size=2))
 kept.diff(pl.program(small, pl.Plan(microbatch_size=2, recompute="full")))
 
 # %% [markdown]
-# Is it what really runs? PyTorch counts the FLOPs of every product that it makes, here for the
-# reference GPT, forward and backward:
+# The formulas can be held against a measurement, because PyTorch can count the FLOPs of every
+# product that it makes. The next cell counts the forward and backward pass of the reference GPT,
+# first without recomputation and then with every block in `torch.utils.checkpoint`.
+
+# %%
+early = pl.exercises.choose(
+    "How many FLOPs does PyTorch count when every block is recomputed?",
+    [
+        "As many as the formula: every block's forward is made twice",
+        "Fewer: the second forward leaves out what backward does not need",
+        "More: the head is recomputed, too",
+    ],
+)
+early
 
 
 # %%
@@ -113,18 +213,22 @@ frame.set_axis(["nothing recomputed", "blocks recomputed"]).assign(
     missing=lambda t: t["formula"] - t["PyTorch counts"]
 )
 
+# %%
+early.reveal(2, "The second forward stops before the last product of each block.")
+
 # %% [markdown]
-# Without recomputation the formula is exact. With it PyTorch computes fewer:
-# `torch.utils.checkpoint` stops as soon as it has what backward needs, and backward never needs
-# the result of a block's last product, $8\,b\,s\,h^2$ FLOPs. Within
-# `set_checkpoint_early_stop(False)` it makes them.
+# Without recomputation the formula is exact. With recomputation PyTorch computes fewer FLOPs:
+# `torch.utils.checkpoint` stops as soon as it has everything that backward needs, and backward
+# never needs the result of a block's last product. This product takes $8\,b\,s\,h^2$ FLOPs in each
+# of the $L$ blocks. Within `set_checkpoint_early_stop(False)` PyTorch makes it, too.
 #
-# ## MFU counts what the model needs, HFU what the device does
+# ## MFU counts what the model needs, HFU what the devices make
 #
 # $$ \text{MFU} = \frac{C_\text{model}}{n\,T\,X_\text{peak}}, \qquad
 #    \text{HFU} = \frac{C_\text{hw}}{n\,T\,X_\text{peak}} $$
 #
-# Recomputation raises HFU and does not train faster, so only MFU compares plans.
+# A plan that recomputes more has a higher HFU and does not train faster. Plans are therefore
+# compared by MFU.
 
 # %%
 which = pl.exercises.choose(
@@ -134,123 +238,89 @@ which = pl.exercises.choose(
 which
 
 # %%
-T, n = last["seconds per step"], last["devices"]
 print(f"MFU {C_model / (n * T * PEAK):.1%}, HFU {C_hw / (n * T * PEAK):.1%}")
-which.reveal(2, "The model's own FLOPs are a quarter less than those that were made.")
+which.reveal(2, "Its equation 3 counts recomputed FLOPs, a quarter of all, and MFU does not.")
 
 # %% [markdown]
-# A year later [Korthikanti et al.](https://arxiv.org/abs/2205.05198) recomputed the attention core
-# alone, and print both (table 5):
+# A year later [Korthikanti et al.](https://arxiv.org/abs/2205.05198) recompute only the core of
+# attention, and print both shares. These are the rows of their table 5. The last row stands in the
+# text of their section 6.3, which prints MFU alone: eight data-parallel copies train the model of
+# 530 billion parameters on 2,240 GPUs, and MFU falls from 56.0 to 54.2 %.
 
 # %%
-printed = papers.korthikanti_table5().set_index("model")
-printed[
-    ["MFU (%), printed", "MFU (%), recomputed", "HFU (%), printed", "HFU (%), counted once"]
-].round(1)
+printed = papers.korthikanti_table5().set_index(["model", "devices"])
+shares = ["MFU (%), printed", "MFU (%), recomputed", "HFU (%), printed", "HFU (%), counted once"]
+printed[shares].set_axis(
+    ["MFU printed", "by formula", "HFU printed", "counted once"], axis=1
+).round(1)
 
 # %% [markdown]
-# (Their equation 8 counts the recomputed core three times, which explains the HFU that they print;
-# counted once it is lower.)
+# The two columns of MFU agree within 0.2 points. The printed HFU is higher than the last column,
+# because equation 8 of the paper adds the recomputed FLOPs three times, and the devices make them
+# once.
 #
 # ## How is MFU calculated from a log?
 # [MaxText #8](https://github.com/AI-Hypercomputer/maxtext/issues/8) asks how the MFU of a README
-# was calculated. A maintainer answers: $6\,\Psi$ FLOPs per token, over the step time and the peak.
-# That leaves out attention's scores, $s/(6h)$. For the smallest and the largest model of PTD-P, and
-# for a small one with a long sequence:
+# was calculated. A maintainer answers: $6\,\Psi$ FLOPs per token, divided by the step time and the
+# peak. This estimate leaves out the products of attention with the term $\frac{s}{6h}$. How much
+# is missing for a model with $L = 24$, $h = 2048$, $V = 51{,}200$ and a sequence of $s = 16{,}384$
+# tokens?
+
+# %%
+missing = pl.exercises.guess("of the FLOPs are missing", low=0, high=100, unit="%", decimals=0)
+missing
 
 # %%
 long = pl.ModelSpec(layers=24, hidden=2048, heads=16, seq_len=16_384, vocab=51_200)
 names = {"1.7 B": papers.ptdp_models()[0][0], "1008 B": model, "1.3 B, 16k tokens": long}
-{
-    name: f"{6 * spec.num_params * spec.seq_len / needs.step_flops(spec, 1) - 1:+.1%}"
+short = {
+    name: 1 - 6 * spec.num_params * spec.seq_len / needs.step_flops(spec, 1)
     for name, spec in names.items()
 }
+{name: f"{share:.1%} missing" for name, share in short.items()}
+
+# %%
+missing.reveal(100 * short["1.3 B, 16k tokens"])
 
 # %% [markdown]
 # ## Days are tokens times FLOPs per token over what all devices do
-# A step trains $d\,m\,b\,s$ tokens and takes $C_\text{hw}/(n X)$ seconds, so $D$ tokens take
+# The warm-up had the seconds of a step. Before a training they are not known, but they follow from
+# the FLOPs and a rate. A step trains $d\,m\,b\,s$ tokens and takes $C_\text{hw}/(n X)$ seconds, so
+# $D$ tokens take
 #
 # $$ \text{days} = \frac{D}{d\,m\,b\,s} \cdot \frac{C_\text{hw}}{n\,X} \cdot \frac{1}{86{,}400}
 #    \;\approx\; \frac{8\,D\,\Psi}{n\,X} \cdot \frac{1}{86{,}400} $$
 #
-# The approximation is equation 4 of PTD-P, with 8 FLOPs per parameter and token: 2 forward, 2
-# recomputed, 4 backward. The paper asks it for the trillion parameters, 450 billion tokens and
-# 3,072 GPUs that reach 163 TFLOP/s each. What is your estimate?
+# The approximation is equation 4 of PTD-P. It counts 8 FLOPs per parameter and token: 2 in forward,
+# 2 in the recomputed forward, and 4 in backward. The text of the paper uses it for the trillion
+# parameters on 3,072 GPUs that reach 163 TFLOP/s each, and prints 84 days. Below
+# it are six rows of the paper's table 2, with smaller models and 300 billion tokens:
 
 # %%
-estimate = pl.exercises.guess("days for a trillion parameters", low=1, high=200, decimals=0)
-estimate
-
-# %%
-D, X = 450e9, 163e12
-exact = D / (samples * s) * C_hw / (n * X) / 86_400
-print(
-    f"exact {exact:.1f} days, eq. 4 {8 * D * model.num_params / (n * X) / 86_400:.1f}, printed 84"
-)
-estimate.reveal(round(exact))
-
-# %%
+exact, eq4 = D / (samples * s) * C_hw / (n * 163e12), 8 * D * psi / (n * 163e12)
+print(f"a trillion parameters: exact {exact / 86_400:.1f} days, equation 4 {eq4 / 86_400:.1f} days")
 days = papers.ptdp_table2().query("scheme == 'PTD-P'").set_index("devices")
 days["eq. 4 is off by (%)"] = 100 * (days["days, eq. 4"] / days["days, recomputed"] - 1)
-days[
-    [
-        "parameters (B), printed",
-        "days, printed",
-        "days, recomputed",
-        "days, eq. 4",
-        "eq. 4 is off by (%)",
-    ]
-].round(1)
+days = days.rename(
+    columns={"parameters (B), printed": "parameters (B)", "days, recomputed": "exact"}
+)
+days[["parameters (B)", "days, printed", "exact", "days, eq. 4", "eq. 4 is off by (%)"]].round(1)
 
 # %% [markdown]
-# The days that the paper prints in its table 2 are within one day of the exact ones. The 84 days of
-# its text are those of equation 4, which comes out low every time; by the exact count they are 85.
+# The printed days of table 2 are within one day of the exact count. The 84 days of the text are
+# those of equation 4, which comes out low in every row, and by the exact count they are 85.
 #
-# ## Warm-up: days and MFU from the seconds of a step
-
-# %%
-warm_up = pl.exercises.days_and_mfu
-warm_up
-
-
-# %%
-### ANSWER: days_and_mfu
-
-
-pl.exercises.days_and_mfu.check(days_and_mfu)
-
-# %% [markdown]
-# ## Implement: what does a training cost?
-
-# %%
-exercise = pl.exercises.training_cost
-exercise
-
-
-# %%
-### ANSWER: training_cost
-
-
-pl.exercises.training_cost.check(step_flops, training_days, states_per_device)
-
-# %% [markdown]
-# If you are stuck, `exercise.hint()` gives one hint at a time.
-
-# %% [markdown] tags=["solution-only"]
-# **Why it works.** The three functions are the three formulas above and the states of lab 10: FLOPs
-# per sample, tokens times FLOPs over the rate of all devices, and bytes divided by every axis that
-# shards them.
-#
-# **Common mistakes.** Recomputing the head; leaving out the scores; tokens taken for samples; days
-# by equation 4; ZeRO's $N$ taken as all devices instead of $d$.
-
-# %% [markdown]
 # ## A prediction has to beat a constant
 # `pl.predict` gives the time of a step before you own the devices. What is that worth? PTD-P's
-# table 1 has ten measured rates. The preset's figures were not fitted to them. (Two of them, the
-# reachable memory bandwidth and the cost of a kernel launch, were chosen to fit other published
-# iterations on A100s.) Next to the prediction stands the null model, which says the mean of the
-# column whatever you ask it:
+# table 1 has ten measured rates, of models from 1.7 to 1008 billion parameters on 32 to 3,072 GPUs.
+# The figures of the preset `dgx-a100` were not fitted to them. (Two of these figures, the reachable
+# memory bandwidth and the cost of a kernel launch, were chosen to fit other published iterations on
+# A100s.) The prediction is compared with a *null model*, which answers every question with the mean
+# of the ten rates. How far off is this constant on average?
+
+# %%
+constant = pl.exercises.guess("off on average: a constant", low=0, high=50, unit="%")
+constant
 
 # %%
 judged = table[["TFLOP/s per device, printed", "chunks"]].set_axis(["printed", "chunks"], axis=1)
@@ -268,16 +338,21 @@ pd.concat([off.groupby(kind).mean(), off.mean().to_frame("all ten").T]).add_suff
     ", off by (%)"
 ).round(1)
 
+# %%
+constant.reveal(off["null model"].mean())
+
 # %% [markdown]
-# A constant, too, is only a few per cent off on average, so a tool that is has not shown much. The
-# prediction's errors are smaller on average, and they have a pattern: for interleaved plans the
-# constant is nearer. Use a prediction for differences between plans of one kind.
+# The ten rates are so close to each other that even a constant is only a few per cent off. An error
+# of a few per cent is therefore no proof that a tool predicts well. On average over the ten
+# rows the prediction is nearer than the constant, but its errors have a pattern: for interleaved
+# plans the constant is nearer. Use a prediction to compare plans of one kind.
 #
 # ## Five measured rows may correct a cluster
-# With iterations of your own, `pl.fit_cluster` corrects at most six figures of a stated cluster,
-# and says how far off it is on runs that it has not seen. These are five iterations of a model of
-# 3.6 billion parameters on 64 A100s, published by [vTrain](https://github.com/VIA-Research/vTrain)
-# (Bang et al. 2024, MIT licence): samples per micro-batch, tp, dp, pp, seconds.
+# If you have measured a few iterations, `pl.fit_cluster` corrects at most six figures of a stated
+# cluster. It also says how far off the corrected cluster is on runs that it was not fitted to. The
+# `rows` of the next cell are five iterations of a model of 3.6 billion parameters on 64 A100s,
+# published by [vTrain](https://github.com/VIA-Research/vTrain) (Bang et al. 2024, MIT licence):
+# samples per micro-batch, tp, dp, pp, seconds.
 
 # %%
 vtrain = pl.ModelSpec(layers=30, hidden=3072, heads=32, seq_len=2048, vocab=51200, dropout=0.1)
@@ -299,6 +374,14 @@ rows += [(4, 1, 32, 2, 4.382)]
 fit = pl.fit_cluster([run(*row) for row in rows], stated)
 fit
 
+# %% [markdown]
+# Five other iterations of the same model were not used for the fit. In how many of them is the
+# fitted cluster nearer to the measurement than the stated one?
+
+# %%
+nearer = pl.exercises.guess("rows of five where the fit is nearer", low=0, high=5, decimals=0)
+nearer
+
 # %%
 unseen = [
     (2, 1, 64, 1, 3.7),
@@ -315,13 +398,18 @@ for b, t, d, p, seconds in unseen:
     found[f"dp {d}, tp {t}, pp {p}, b {b}"] = {"measured (s)": seconds} | {
         f"{k} (s)": v for k, v in said.items()
     }
-pd.DataFrame(found).T.round(2)
+held_out = pd.DataFrame(found).T
+held_out.round(2)
+
+# %%
+errors = held_out[["stated (s)", "fitted (s)"]].sub(held_out["measured (s)"], axis=0).abs()
+nearer.reveal(int((errors["fitted (s)"] < errors["stated (s)"]).sum()))
 
 # %% [markdown]
-# Compare the two columns: the fit is nearer in one row and further off in four. Five rows correct
-# little, and the stated figures were good. On rows that it has not seen a fit can come out worse
-# than what it began with, and then the stated cluster is the one to keep. That is why `fit_cluster`
-# prints an error out of sample, and the null model's next to it.
+# Five rows say little about six figures, and the stated figures were good. On rows that it was not
+# fitted to a fit can be worse than the cluster that it began with, and then the stated cluster is
+# the one to keep. That is why `fit_cluster` prints an error *out of sample*, and the error of the
+# null model (one rate for everything) below it.
 #
 # ### Go further: a fit of your own, with its error out of sample
 
@@ -353,8 +441,20 @@ pl.exercises.own_fit.check(own_fit)
 
 # %% [markdown]
 # ## Where the other half of a step goes
-# The prediction of the trillion can be taken apart, term by term, and stands next to
-# the step that follows from the measured rate:
+# In the first picture of this lab 49 seconds of a step are *everything else*. The prediction of the
+# same step can be taken apart, term by term.
+
+# %%
+largest = pl.exercises.choose(
+    "Which of these takes the largest part of the 49 seconds?",
+    [
+        "Messages between the devices",
+        "The bubble of a pipeline of 64 stages",
+        "Operations that wait for the memory of their own device",
+        "Products of matrices that run slower than the data sheet promises",
+    ],
+)
+largest
 
 # %%
 nodes = pl.Cluster.preset("dgx-a100", nodes=384)
@@ -375,16 +475,25 @@ view.seconds_bars(
     title="Most of the loss is in the devices, not between them",
 )
 
+# %%
+largest.reveal(3, "Norms, GELU, softmax and operands are limited by the memory's bandwidth.")
+
 # %% [markdown]
-# The largest loss has nothing to do with parallelism: operations limited by the bandwidth of the
-# device's memory. Then
-# comes the bubble (here relative to the ideal time, $(p-1)/m$), then products, which stay below the
-# peak even where they are large. The links, which people fear most, come after that, and the last
-# stage, for which all others wait, as it has the head in addition to its blocks. The prediction is
-# too fast: the two bars differ by what it does not know.
+# The largest loss has nothing to do with parallelism. It is the time of operations that are limited
+# by the bandwidth of the device's memory. The second largest is the bubble, here relative to the
+# ideal time, $(p-1)/m$. Next are the products, which stay below the peak even where they are large.
+# The links come after that. The smallest part is the wait for the last stage, which computes the
+# head in addition to its blocks. The measured step is a few seconds longer than the prediction,
+# because the prediction does not know everything that devices spend time on.
 #
 # ## What would your model cost?
-# Put your own numbers into this cell: the price is yours to fill in.
+# The cell after the next one prices a training of 6.6 billion parameters on $2 \cdot 10^{12}$
+# tokens, with full recomputation, on 256 devices that reach 150 TFLOP/s each and cost two dollars
+# per hour. The model has $h = s = 4096$. Estimate the money first.
+
+# %%
+price = pl.exercises.guess("thousand dollars", low=0, high=2000, decimals=0)
+price
 
 # %%
 mine = pl.ModelSpec(
@@ -408,9 +517,16 @@ pd.Series(
     }
 ).round(1)
 
+# %%
+price.reveal(cost.device_hours * dollars / 1e3)
+
 # %% [markdown]
-# (18 bytes, not 16: here gradients are added up in 32 bits.) The rate was an assumption. A search
-# over the plans of lab 10 predicts it, with and without overlap:
+# If you used $8\,D\,\Psi$, your estimate is about an eighth too low: with $s = h$ the products of
+# attention are not negligible. (A parameter takes 18 bytes and not 16, because the gradients are
+# summed in 32 bits here.) Now put numbers of your own into the cell.
+#
+# The rate of 150 TFLOP/s was an assumption. A search over the plans of lab 10 predicts it, with
+# communication that overlaps as far as it can and without any overlap:
 
 # %%
 here = pl.Cluster.preset("dgx-a100", nodes=devices // 8)
@@ -422,14 +538,14 @@ best[["dp", "tp", "zero_stage", "recompute", "days", "days, no overlap"]].round(
 
 # %% [markdown]
 # These are fewer days than above, because the best plans recompute nothing. Without overlap the
-# order is another one; [lab 12](12_trillion.ipynb) shows how kind the column *days*
-# is to ZeRO's third stage.
+# order of the plans changes. [Lab 12](12_trillion.ipynb) compares both predictions of ZeRO's third
+# stage with a measurement.
 #
 # ## What to remember
 # 1. $C_\text{model} = 72\,d m b\, s L h^2 (1 + \frac{s}{6h} + \frac{V}{12Lh})$; with the blocks
 #    recomputed 96 and $\frac{V}{16Lh}$.
 # 2. MFU divides what the model needs by what the devices could do; HFU counts recomputation too.
-# 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, one to three per cent low.
+# 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, one to three per cent low where $s$ is far below $6h$.
 # 4. Half of what is lost is lost inside the devices; the rest is bubble, links and the slowest
 #    stage.
 # 5. Judge a prediction by how much better than a constant it is, on rows it was not fitted to.
