@@ -334,8 +334,10 @@ pd.DataFrame(
 ).round(1)
 
 # %% [markdown]
-# The two hatched triangles are the pipeline that fills and drains. In the rest of the bubble the
-# stages wait for the last one, which has the head, and for messages.
+# The hatched areas are the time in which a stage has nothing to do while the pipeline fills and
+# drains. The rest of the bubble is inside the actions. A stage begins to recompute a block before
+# the gradient from the next stage is there, and then waits for it. It also waits for the messages
+# of tensor parallelism, and the last stage, which computes the head, makes all others wait.
 #
 # ## One change at a time
 # The next table changes one setting of the published plan at a time.
