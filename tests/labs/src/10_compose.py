@@ -782,8 +782,8 @@ view.bytes_bars(bars, title="More GPUs shard the states, which are the smaller p
 # States halve with every doubling. The workspace is the logits, $4\,b\,s\,V = 4 \cdot 8 \cdot 256
 # \cdot 32{,}000$ bytes, and does not: each new data-parallel rank brings eight samples of its own.
 # (The example sums its output instead of computing a loss and gathers whole logits on every rank,
-# and what a driver shows includes CUDA's context, so its absolute numbers are larger.) We could
-# read the issue's description and the script, not its answers.
+# and what a driver shows includes CUDA's context, so its absolute numbers are larger.) Only
+# the description of the issue and the script could be read for this text, not the answers.
 #
 # ### Flags
 # | here | Megatron-LM | torchtitan |
