@@ -243,9 +243,9 @@ which.reveal(2, "Its equation 3 counts recomputed FLOPs, a quarter of all, and M
 
 # %% [markdown]
 # A year later [Korthikanti et al.](https://arxiv.org/abs/2205.05198) recompute only the core of
-# attention, and print both shares. These are the rows of their table 5. The last row stands in the
-# text of their section 6.3, which prints MFU alone: eight data-parallel copies train the model of
-# 530 billion parameters on 2,240 GPUs, and MFU falls from 56.0 to 54.2 %.
+# attention, and print both shares. The first four rows of the next table are those of their table
+# 5. The last row is from the text of their section 6.3, which prints no HFU: eight data-parallel
+# copies train the model of 530 billion parameters on 2,240 GPUs, and MFU falls from 56.0 to 54.2 %.
 
 # %%
 printed = papers.korthikanti_table5().set_index(["model", "devices"])
