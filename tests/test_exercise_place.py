@@ -8,6 +8,7 @@ import pytest
 
 import paralab as pl
 from judged import defined, judged, missed
+from paralab.exercises import sources
 
 PLACE = pl.exercises.place
 place = importlib.import_module("paralab.exercises.place")
@@ -95,13 +96,17 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (lambda model: None, {PLAN}, "yours cannot be called so"),
     ("a plan", {PLAN}, "required: a function, yours is 'a plan'"),
 ]
-STUB, SOLVED = (defined(str(text), "my_planner") for text in (PLACE.stub, PLACE.solution()))
-ANSWERS = [*(row[0] for row in WRONG), STUB, SOLVED]
+OTHER = sources.solution(sources.answer("place_other"))
+STUB, SOLVED, SECOND = (
+    defined(str(text), "my_planner") for text in (PLACE.stub, PLACE.solution(), OTHER)
+)
+ANSWERS = [*(row[0] for row in WRONG), STUB, SOLVED, SECOND]
 
 
-def test_the_stub_is_not_started_and_the_solution_passes_with_the_questions_it_may_ask():
-    stub, solved = (judged(PLACE, answer, ANSWERS) for answer in (STUB, SOLVED))
-    assert not stub.started and solved.passed, solved.table.to_string()
+def test_the_stub_is_not_started_and_both_answers_pass_with_the_questions_they_may_ask():
+    assert not judged(PLACE, STUB, ANSWERS).started
+    for verdict in (judged(PLACE, answer, ANSWERS) for answer in (SOLVED, SECOND)):
+        assert verdict.passed, verdict.table.to_string()
 
 
 @pytest.mark.parametrize("answer, limits, words", WRONG, ids=lambda v: getattr(v, "__name__", None))
