@@ -343,7 +343,7 @@ pd.DataFrame(
 # The next table changes one setting of the published plan at a time.
 
 # %%
-change = pl.exercises.choose(
+most_days = pl.exercises.choose(
     "Which change saves the most days and still fits in 80 GB?",
     [
         "Interleaving: two chunks of half the length per rank",
@@ -352,7 +352,7 @@ change = pl.exercises.choose(
         "Recomputing nothing",
     ],
 )
-change
+most_days
 
 # %%
 changes = {
@@ -378,7 +378,7 @@ for name, change in changes.items():
 pd.DataFrame(rows).T
 
 # %%
-change.reveal(3, "Recomputing nothing saves about as many days, and does not fit.")
+most_days.reveal(3, "Recomputing nothing saves about as many days, and does not fit.")
 
 # %% [markdown]
 # GPipe is a little faster than 1F1B here, but it keeps all 512 micro-batches and does not fit.
