@@ -101,6 +101,16 @@ class StaysWhole(Good):
         pass
 
 
+class NotBefore(Good):
+    """Forward of a unit begins while its parameters are freed."""
+
+    def fetch(self, one):
+        one["missing"] = len(one["parameters"])
+
+    def after(self, one, output):
+        output.register_hook(lambda _: super(NotBefore, self).fetch(one))
+
+
 class NeverFrees(StaysWhole):
     def ready(self, one):
         one["missing"] -= 1

@@ -12,6 +12,7 @@ from paralab.exercises import sources
 ZERO3 = pl.exercises.my_zero3
 WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.StaysWhole, {"peak of a step"}, "units at once, in addition to what forward saves"),
+    (bad.NotBefore, {"weights"}, "whose storage is freed: it has to be gathered before"),
     (bad.NeverFrees, {"kept between steps"}, "N=4: rank 0 keeps "),
     (bad.KeepsAll, {"kept between steps"}, "bytes, an N-th of both is "),
     (bad.GradientsAtTheEnd, {"peak of a step"}, "units at once, in addition to what forward saves"),

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from paralab.checks import illegal
 from paralab.comm import Group, Pending
 from paralab.exercises.plain import functions
-from paralab.instruments.memory import PeakMemory
+from paralab.instruments.memory import Life, PeakMemory
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
 from paralab.strict import Strict
@@ -61,6 +62,7 @@ class Watch(PeakMemory):
         self.groups: dict[Group, Group] = {}
         self.names: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._blocks = self._traced = self._last = 0
+        self._freed = False  # whether the answer has ever freed a storage
         self.group = Watched(group, self, number)
 
     def __torch_dispatch__(
@@ -71,6 +73,8 @@ class Watch(PeakMemory):
                 f"{func.__name__.split('.')[0].strip('_')} goes around what is counted: call the "
                 "functions of torch.distributed by their module, as dist.all_reduce(tensor)"
             )
+        if self._freed:
+            _look_at_freed(func, (args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.most = max(self.most, self._alive())
         return result
@@ -98,10 +102,13 @@ class Watch(PeakMemory):
         self.names = ours, real = functions(self.group)
         vars(torch.distributed).update(ours)
         try:
-            with self.resizes():
+            with self.resizes(self._resized):
                 yield
         finally:
             vars(torch.distributed).update(real)
+
+    def _resized(self, life: Life) -> None:
+        self._freed |= life.size == 0
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
@@ -122,6 +129,21 @@ class Watch(PeakMemory):
         yield found
         self.most = max(self.most, self._alive(look=True))
         found.peak = self.most - found.before
+
+
+def _look_at_freed(func: Any, given: Any) -> None:
+    """Refuse to compute with a tensor whose storage is freed: it would end the process. Views of
+    it, and new tensors of its size, may be made.
+    """
+    name = func.__name__.split(".")[0]
+    if func.is_view or name.endswith("_like") or name.startswith(("new_", "set_", "resize_")):
+        return
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, Tensor) and leaf.numel() and not leaf.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"{name.strip('_')} computes with a tensor of {tuple(leaf.shape)} whose storage is "
+                "freed: it has to be gathered before"
+            )
 
 
 NOT_THEIRS = ("<frozen ", OURS, tracemalloc.__file__, threading.__file__, _weakrefset.__file__)
