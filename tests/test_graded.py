@@ -121,5 +121,9 @@ def test_the_command_prints_json_and_says_by_its_status_whether_every_point_is_t
 @pytest.mark.parametrize("exercise", ALL, ids=lambda one: one.name)
 def test_every_task_shows_the_call_whose_names_its_stub_defines(exercise):
     found: dict = {"__name__": "__main__"}
+    for one in ALL[: ALL.index(exercise)]:  # a stub may extend what an earlier one defines
+        if one.lab == exercise.lab:
+            exec(one.stub, found)
+    before = set(found)
     exec(exercise.stub, found)
-    assert set(asked_for(exercise)) <= set(found)
+    assert set(asked_for(exercise)) <= set(found) - before
