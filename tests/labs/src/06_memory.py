@@ -262,7 +262,7 @@ pl.exercises.checkpoint.check(my_checkpoint)
 pl.exercises.checkpoint.check(my_checkpoint)
 
 # %% [markdown]
-# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
+# Stuck? `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
 #
 # ## Your checkpoint trains the GPT, next to torch's and next to the plan
 # Two data-parallel ranks train the reference GPT in plain PyTorch; every block is called through

@@ -308,7 +308,7 @@ pl.exercises.streamed_optimizer.check(MyStreamedAdamW)
 pl.exercises.streamed_optimizer.check(MyStreamedAdamW)
 
 # %% [markdown]
-# Stuck? `exercise.hint()` gives one push at a time, `exercise.solution()` shows an answer.
+# Stuck? `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
 #
 # ## Your optimizer trains the GPT, next to AdamW and next to the plan
 # The reference GPT on a real rank, with an optimizer that is handed in; `pl.observe` watches. With
