@@ -238,7 +238,7 @@ def test_bars_split_bytes_by_axis_and_level_with_the_optimum_as_a_line(four):
     assert sorted(bars.y) == ["dp, between nodes", "dp, inside a node"]
     psi = 4 * four.model.num_params
     assert list(bars.x) == pytest.approx([0.75 * psi / 1e3] * 2)
-    assert figure.layout.shapes[0].x0 == pytest.approx(1.5 * psi / 1e3)
+    assert figure.layout.shapes[-1].x0 == pytest.approx(1.5 * psi / 1e3)  # after nodes' borders
     assert list(bars.marker.color) == [theme.AXIS_COLOUR["dp"]] * 2
 
 
