@@ -14,8 +14,9 @@ lab's source the line
 
     ### ANSWER: model_states
 
-stands for answers/model_states.py; both readings insert it first. The builder of the labs and the
-exercises read their texts through these two.
+stands for answers/model_states.py; both readings insert it first. An answer that builds on another
+one of its lab imports it; the notebook has that one in an earlier cell. The builder of the labs and
+the exercises read their texts through these two.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _BEGIN = re.compile(r"^(\s*)### BEGIN SOLUTION\s*$")
 _END = re.compile(r"^\s*### END SOLUTION\s*$")
 _STUB = re.compile(r"^\s*### STUB:(?: (.*))?$")
 _ANSWER = re.compile(r"^### ANSWER: (\w+)[ \t]*$", re.MULTILINE)
+_EARLIER = re.compile(r"\nfrom paralab\.exercises\.answers\..*\n")
 _MARKER_LIKE = re.compile(r"^\s*#+\s*(BEGIN|END) SOLUTION|^\s*#+\s*(STUB|ANSWER):", re.IGNORECASE)
 
 
@@ -42,7 +44,7 @@ def answer(name: str) -> str:
         known = ", ".join(sorted(path.stem for path in ANSWERS.glob("[a-z]*.py")))
         raise ValueError(f"### ANSWER: {name}: there is no such answer; legal: {known}") from None
     abstract = ast.parse(text).body[0]  # the file's docstring is not the learner's
-    return "\n".join(text.splitlines()[abstract.end_lineno :]).strip()
+    return _EARLIER.sub("", "\n".join(text.splitlines()[abstract.end_lineno :])).strip()
 
 
 def student(text: str) -> str:

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paralab.exercises.answers.my_zero3 import MyZero3
+
 
 class MyPrefetch(MyZero3):
     """ZeRO-3 that has gathers in flight while it computes, of one unit ahead at most."""
