@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import first_line
-from paralab.exercises.exercise import Exercise, Text
+from paralab.exercises.exercise import Text, exercise
 from paralab.exercises.questions import plain
 from paralab.exercises.tries import Takes, Try
 from paralab.exercises.verdict import NOT_STARTED, Notes
@@ -88,14 +88,20 @@ PATIENTS = (
 )
 WORK, MOVES = "same work", "moves"
 
-ASKED = (
-    *((patient.name, "every rank gets to the end of its list") for patient in PATIENTS),
-    (WORK, "every rank has the actions it had"),
-    (MOVES, "at most " + ", ".join(f"{p.moves} ({p.name})" for p in PATIENTS)),
+ASKED = {
+    **{patient.name: "every rank gets to the end of its list" for patient in PATIENTS},
+    WORK: "every rank has the actions it had",
+    MOVES: "at most " + ", ".join(f"{p.moves} ({p.name})" for p in PATIENTS),
+}
+
+
+@exercise(
+    Takes("a dict {patient: lists}"),
+    lab="04",
+    asked=ASKED,
+    patients={patient.name: patient for patient in PATIENTS},
 )
-
-
-def check(tries: Sequence[Try], timeout: float) -> None:
+def deadlock_clinic(tries: Sequence[Try], timeout: float) -> None:
     for one in tries:
         _look(one.notes, plain(one.answer[0]))
 
@@ -186,13 +192,3 @@ def _changed(before: Schedule, after: Schedule) -> str:
         if added:
             return f"rank {rank} has {next(iter(added))}, which was not in its list"
     return ""
-
-
-deadlock_clinic = Exercise(
-    name="deadlock_clinic",
-    lab="04",
-    asked=dict(ASKED),
-    takes=(Takes("a dict {patient: lists}"),),
-    checker=check,
-    patients={patient.name: patient for patient in PATIENTS},
-)

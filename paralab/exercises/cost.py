@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import (
     Mistakes,
     Reply,
@@ -68,14 +68,14 @@ SHARDED = (
     "stage 2 shards the optimizer's states and gradients",
     "stage 3 shards everything, parameters too",
 )
-ASKED = (
-    (FLOPS, "four models from 0.1 B to 1 T: to nine digits"),
-    (DAYS, "three trainings, two of them PTD-P's: to 0.1 %"),
-    (SPLIT, "three plans without ZeRO: every state to nine digits"),
-    (ZERO, "five plans, stages 1 to 3: every state to nine digits"),
-    (MFU, "three measured steps, from 0 to 1: to nine digits"),
-    (HFU, "the same steps, with the blocks recomputed"),
-)
+ASKED = {
+    FLOPS: "four models from 0.1 B to 1 T: to nine digits",
+    DAYS: "three trainings, two of them PTD-P's: to 0.1 %",
+    SPLIT: "three plans without ZeRO: every state to nine digits",
+    ZERO: "five plans, stages 1 to 3: every state to nine digits",
+    MFU: "three measured steps, from 0 to 1: to nine digits",
+    HFU: "the same steps, with the blocks recomputed",
+}
 
 
 class Question(NamedTuple):
@@ -89,7 +89,15 @@ class Question(NamedTuple):
     right: str
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", "step_flops(model, samples)"),
+    Takes("a function", "training_days(model, tokens, devices, flops)"),
+    Takes("a function", "states_per_device(model, recipe, tp, pp, dp, zero_stage)"),
+    Takes("a function", "utilisation(model, samples, seconds, devices, peak)"),
+    lab="11",
+    asked=ASKED,
+)
+def training_cost(tries: Sequence[Try], timeout: float) -> None:
     questions = list(_questions())
     given = [(question.number, question.args) for question in questions]
     for notes, found in on_ranks(tries, asked, 1, (given,), timeout=timeout):
@@ -265,17 +273,3 @@ def shares(
             ],
         ),
     }
-
-
-training_cost = Exercise(
-    name="training_cost",
-    lab="11",
-    asked=dict(ASKED),
-    takes=(
-        Takes("a function", "step_flops(model, samples)"),
-        Takes("a function", "training_days(model, tokens, devices, flops)"),
-        Takes("a function", "states_per_device(model, recipe, tp, pp, dp, zero_stage)"),
-        Takes("a function", "utilisation(model, samples, seconds, devices, peak)"),
-    ),
-    checker=check,
-)

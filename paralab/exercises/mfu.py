@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import Mistakes, asked, replies, wrong_numbers
 from paralab.exercises.tries import Takes, Try
 
 DAYS, MFU = "days", "MFU"
-ASKED = ((DAYS, "of two trainings"), (MFU, "of the same: a share from 0 to 1"))
+ASKED = {DAYS: "of two trainings", MFU: "of the same: a share from 0 to 1"}
 CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP/s of each
     (1.9278e19, 1536, 51.4, 219_726_562, 3072, 312e12),
     (6.1e15, 512, 3.7, 4_000_000, 64, 989e12),
 )
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", "days_and_mfu(flops, samples, seconds, total, devices, peak)"),
+    lab="11",
+    asked=ASKED,
+)
+def days_and_mfu(tries: Sequence[Try], timeout: float) -> None:
     for notes, case, reply in replies(tries, CASES, timeout, asked, [(0, case) for case in CASES]):
         flops, samples, seconds, total, devices, peak = case
         days = total / samples * seconds / 86_400
@@ -52,12 +57,3 @@ def _known_mfu(mfu: float, devices: int, samples: int, seconds: float) -> Mistak
         ("that is its inverse", 1 / mfu),
         ("that is with everything recomputed, HFU", mfu * 4 / 3),
     ]
-
-
-days_and_mfu = Exercise(
-    name="days_and_mfu",
-    lab="11",
-    asked=dict(ASKED),
-    takes=(Takes("a function", "days_and_mfu(flops, samples, seconds, total, devices, peak)"),),
-    checker=check,
-)

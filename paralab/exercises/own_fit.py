@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import Mistakes, asked, replies, wrong_numbers
 from paralab.exercises.tries import Takes, Try
 
 LIMITS = RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
-ASKED = (
-    (RATE, "of three logs: FLOP/s of one device"),
-    (INSIDE, "mean over the rows, a share: 0.1 for 10 %"),
-    (OUTSIDE, "the same, each row by the rate of all others"),
-)
+ASKED = {
+    RATE: "of three logs: FLOP/s of one device",
+    INSIDE: "mean over the rows, a share: 0.1 for 10 %",
+    OUTSIDE: "the same, each row by the rate of all others",
+}
 Rows = list[tuple[float, int, float]]  # FLOPs of a step, devices, seconds
 LOGS: tuple[Rows, ...] = (
     [(1.9e19, 3072, 51.4), (6.1e15, 64, 3.7), (3.3e17, 512, 9.1), (8.8e16, 64, 11.2)],
@@ -28,7 +28,8 @@ LOGS: tuple[Rows, ...] = (
 )
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "own_fit(rows)"), lab="11", asked=ASKED)
+def own_fit(tries: Sequence[Try], timeout: float) -> None:
     questions = [(0, (rows,)) for rows in LOGS]
     for notes, rows, reply in replies(tries, LOGS, timeout, asked, questions):
         numbers = {
@@ -89,12 +90,3 @@ def median(rows: Rows) -> float:
     rates = sorted(c / (n * t) for c, n, t in rows)
     middle = len(rates) // 2
     return rates[middle] if len(rates) % 2 else (rates[middle - 1] + rates[middle]) / 2
-
-
-own_fit = Exercise(
-    name="own_fit",
-    lab="11",
-    asked=dict(ASKED),
-    takes=(Takes("a function", "own_fit(rows)"),),
-    checker=check,
-)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.exercises.attempts import attempt
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import ends, untraced
 from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import NOT_STARTED, Notes
@@ -66,16 +66,17 @@ PLAN, FITS, NODE, TIME, ASKED_OFTEN = (
     "simulated step",
     "questions",
 )
-ASKED = (
-    (PLAN, f"three models, 16 to 128 devices: legal, all devices, the whole batch, {PRECISION}"),
-    (FITS, "the device with the highest peak memory within its 80 GB"),
-    (NODE, "sends nothing between nodes"),
-    (TIME, f"at most {SLACK:g} times the best there is with 1F1B and zero_stage of 0 or 1"),
-    (ASKED_OFTEN, f"at most {QUESTIONS} for each model"),
-)
+ASKED = {
+    PLAN: f"three models, 16 to 128 devices: legal, all devices, the whole batch, {PRECISION}",
+    FITS: "the device with the highest peak memory within its 80 GB",
+    NODE: "sends nothing between nodes",
+    TIME: f"at most {SLACK:g} times the best there is with 1F1B and zero_stage of 0 or 1",
+    ASKED_OFTEN: f"at most {QUESTIONS} for each model",
+}
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("a function", "f(model, cluster, batch, ask)"), lab="10", asked=ASKED)
+def place(tries: Sequence[Try], timeout: float) -> None:
     for notes, found in on_ranks(tries, plans, 1, timeout=10 * timeout):
         for case, (plan, trouble, questions) in zip(CASES, found.results[0], strict=True):
             if trouble == NOT_STARTED:
@@ -198,12 +199,3 @@ def _look(notes: Notes, case: Case, plan: Plan, questions: int) -> None:
     long = f"{case}: a step takes {seconds:.2f} s, the best plan {least:.2f} s"
     notes.note(TIME, said, seconds <= SLACK * least, long)
     notes.note(ASKED_OFTEN, f"{case.model}: {questions}", True)
-
-
-place = Exercise(
-    name="place",
-    lab="10",
-    asked=dict(ASKED),
-    takes=(Takes("a function", "f(model, cluster, batch, ask)"),),
-    checker=check,
-)

@@ -14,7 +14,7 @@ from typing import Any
 
 from paralab.exercises import zero3
 from paralab.exercises.ddp import replayed
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.one_process import LR
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
@@ -31,7 +31,7 @@ WITHOUT_S = 3 * UNITS * MESSAGE_S  # two gathers and a reduce-scatter of each un
 LIMIT_S = WITHOUT_S / 2
 
 GATHERS, EXPOSED = "gathers", "exposed time"
-ASKED = dict(zero3.ASKED) | {
+ASKED = zero3.ASKED | {
     zero3.WEIGHTS: "N = 3: after a step of SGD those of one process, on every rank",
     zero3.PEAK: f"at most {zero3.UNITS + 1} units, one more than without prefetch",
     GATHERS: "each unit for its forward and for its backward, at most one unit ahead",
@@ -39,7 +39,10 @@ ASKED = dict(zero3.ASKED) | {
 }
 
 
-def check(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a class", "MyPrefetch(units, lr=...)", methods=("step", "gather")), lab="05", asked=ASKED
+)
+def my_prefetch(tries: Sequence[Try], timeout: float) -> None:
     for notes, found in on_ranks(tries, steps, RANKS, where="timed units", timeout=timeout):
         _look(notes, found)
     zero3.look_at_training(tries, timeout, TRAINED, zero3.UNITS + 1)
@@ -109,12 +112,3 @@ def _why(spans: Any, gathers: Any, work: Any) -> str:
         if not in_flight and one.chunk != {"forward": UNITS, "backward": 1}[one.kind]:
             return f": no gather is in flight during the {one.kind} of unit {one.chunk}"
     return ""
-
-
-my_prefetch = Exercise(
-    name="my_prefetch",
-    lab="05",
-    asked=ASKED,
-    takes=(Takes("a class", "MyPrefetch(units, lr=...)", methods=("step", "gather")),),
-    checker=check,
-)

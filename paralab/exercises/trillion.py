@@ -16,7 +16,7 @@ from typing import Any
 
 from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.questions import Mistakes, asked, replies, wrong_number
 from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import NOT_STARTED, Notes
@@ -30,9 +30,20 @@ PLANS = (
     Plan(tp=3, pp=2, dp=4, microbatches=5, recompute="full", precision="bf16"),
     Plan(tp=6, pp=3, dp=2, microbatches=2, microbatch_size=3, precision="bf16"),
 )
+PARAMETERS, FLIGHT = "parameters of a rank", "micro-batches in flight"
+_ABOUT = "(model, plan, stage)"
 
 
-def check_memory(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", f"stage_parameters{_ABOUT}"),
+    Takes("a function", f"in_flight{_ABOUT}"),
+    lab="12",
+    asked={
+        PARAMETERS: "every stage of three plans: exact",
+        FLIGHT: "every stage of three plans under 1F1B",
+    },
+)
+def stage_memory(tries: Sequence[Try], timeout: float) -> None:
     limits = ((PARAMETERS, _parameters, "parameters"), (FLIGHT, _in_flight, "micro-batches"))
     cases = [(part, plan, stage) for part in (0, 1) for plan in PLANS for stage in range(plan.pp)]
     questions = [(part, (MODEL, plan, stage)) for part, plan, stage in cases]
@@ -47,7 +58,6 @@ def check_memory(tries: Sequence[Try], timeout: float) -> None:
 
 
 # ---- what a stage holds --------------------------------------------------------------------------
-PARAMETERS, FLIGHT = "parameters of a rank", "micro-batches in flight"
 
 
 @functools.cache
@@ -99,7 +109,18 @@ LEGAL, BATCH, GPUS, FITS, DAYS = "a legal plan", "global batch", "devices", "mem
 TOKENS, MOST_DAYS, MOST_GB = 450e9, 60, 70
 
 
-def check_plan(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("a function", "my_plan()"),
+    lab="12",
+    asked={
+        LEGAL: "one that pl.Plan(...) accepts for the model",
+        BATCH: "3,072 samples per step, as published",
+        GPUS: "at most 3,072",
+        FITS: f"at most {MOST_GB} GB on the rank with the highest peak",
+        DAYS: f"at most {MOST_DAYS} predicted days for 450 billion tokens",
+    },
+)
+def trillion_plan(tries: Sequence[Try], timeout: float) -> None:
     from paralab.theory import papers
 
     model, published = papers.ptdp_models()[-1]
@@ -144,33 +165,3 @@ def _look_at_days(notes: Notes, days: float, held: float) -> None:
     notes.note(FITS, said, held <= MOST_GB, f"{said}, required: at most {MOST_GB}")
     said = f"{days:.1f} days"
     notes.note(DAYS, said, days <= MOST_DAYS, f"{said} predicted, required: at most {MOST_DAYS}")
-
-
-# ---- the exercises -------------------------------------------------------------------------------
-_ABOUT = "(model, plan, stage)"
-stage_memory = Exercise(
-    name="stage_memory",
-    lab="12",
-    asked={
-        PARAMETERS: "every stage of three plans: exact",
-        FLIGHT: "every stage of three plans under 1F1B",
-    },
-    takes=(
-        Takes("a function", f"stage_parameters{_ABOUT}"),
-        Takes("a function", f"in_flight{_ABOUT}"),
-    ),
-    checker=check_memory,
-)
-trillion_plan = Exercise(
-    name="trillion_plan",
-    lab="12",
-    asked={
-        LEGAL: "one that pl.Plan(...) accepts for the model",
-        BATCH: "3,072 samples per step, as published",
-        GPUS: "at most 3,072",
-        FITS: f"at most {MOST_GB} GB on the rank with the highest peak",
-        DAYS: f"at most {MOST_DAYS} predicted days for 450 billion tokens",
-    },
-    takes=(Takes("a function", "my_plan()"),),
-    checker=check_plan,
-)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes, look_at_bytes, look_at_memory
 
@@ -30,15 +30,20 @@ SCALARS = 1000  # bytes of step counts and the like
 COPIES, PARTS = 3, 3  # padded gradient, the others' parts of it, padded parameters; N-ths of them
 
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
-ASKED = (
-    (RESULT, f"N = 2, 3, 4: those of one process after each of {STEPS} steps, on every rank"),
-    (BYTES, "exactly 2(N-1)/N Ψ in a step, Ψ padded to N equal parts"),
-    (KEPT, "at most 4 Ψ/N bytes (and 1 kB)"),
-    (PEAK, f"at most {COPIES} copies of Ψ and {PARTS} N-ths in addition to what is kept"),
+ASKED = {
+    RESULT: f"N = 2, 3, 4: those of one process after each of {STEPS} steps, on every rank",
+    BYTES: "exactly 2(N-1)/N Ψ in a step, Ψ padded to N equal parts",
+    KEPT: "at most 4 Ψ/N bytes (and 1 kB)",
+    PEAK: f"at most {COPIES} copies of Ψ and {PARTS} N-ths in addition to what is kept",
+}
+
+
+@exercise(
+    Takes("a class", "MyZero1(parameters, lr=..., momentum=...)", methods=("step",)),
+    lab="05",
+    asked=ASKED,
 )
-
-
-def check(tries: Sequence[Try], timeout: float) -> None:
+def zero_step(tries: Sequence[Try], timeout: float) -> None:
     for n in RANKS:
         for notes, found in on_ranks(tries, train, n, where=f"N={n}", timeout=timeout):
             _look(notes, found, n)
@@ -143,12 +148,3 @@ def _wrong_step(results: Sequence[dict[str, Any]], n: int) -> str:
             if wrong:
                 return wrong
     return ""
-
-
-zero_step = Exercise(
-    name="zero_step",
-    lab="05",
-    asked=dict(ASKED),
-    takes=(Takes("a class", "MyZero1(parameters, lr=..., momentum=...)", methods=("step",)),),
-    checker=check,
-)

@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.diagnose import first_wrong_tensor
+from paralab.exercises.exercise import exercise
 from paralab.exercises.one_process import LR, of_one_process
 from paralab.exercises.sync import BATCH
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
@@ -28,15 +28,18 @@ SCALARS = 4000  # bytes of counts and the like
 UNITS = 4  # whole ones at the peak: parameters, their gradients, both again in flat buffers
 
 WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", "peak of a step"
-ASKED = (
-    (WEIGHTS, "N = 4, 3: after 1 and 3 steps of SGD those of one process, on every rank"),
-    (BYTES, "at most 3m(N-1)/N · 4Ψ in a step, each unit padded to N equal parts"),
-    (KEPT, "at most 8Ψ/N bytes, an N-th of parameters and gradients (and 4 kB)"),
-    (PEAK, f"at most {UNITS} units in addition to what is kept and what forward saves"),
+ASKED = {
+    WEIGHTS: "N = 4, 3: after 1 and 3 steps of SGD those of one process, on every rank",
+    BYTES: "at most 3m(N-1)/N · 4Ψ in a step, each unit padded to N equal parts",
+    KEPT: "at most 8Ψ/N bytes, an N-th of parameters and gradients (and 4 kB)",
+    PEAK: f"at most {UNITS} units in addition to what is kept and what forward saves",
+}
+
+
+@exercise(
+    Takes("a class", "MyZero3(units, lr=...)", methods=("step", "gather")), lab="05", asked=ASKED
 )
-
-
-def check(tries: Sequence[Try], timeout: float) -> None:
+def my_zero3(tries: Sequence[Try], timeout: float) -> None:
     look_at_training(tries, timeout, RUNS, UNITS)
 
 
@@ -119,23 +122,5 @@ def _look(notes: Notes, found: Found, n: int, steps: int, most_units: int) -> No
 
 def _wrong(found: Found, n: int, steps: int) -> str:
     right = of_one_process(MODEL, ranks=n, **BATCH)[steps].weights
-    start = found.results[0]["start"]
-    for name, array in right.items():
-        wrong = first_wrong(
-            name,
-            [result["weights"][name] for result in found.results],
-            [array] * n,
-            start=[start[name]] * n,
-        )
-        if wrong:
-            return wrong
-    return ""
-
-
-my_zero3 = Exercise(
-    name="my_zero3",
-    lab="05",
-    asked=dict(ASKED),
-    takes=(Takes("a class", "MyZero3(units, lr=...)", methods=("step", "gather")),),
-    checker=check,
-)
+    weights = [result["weights"] for result in found.results]
+    return first_wrong_tensor(weights, right, start=found.results[0]["start"])
