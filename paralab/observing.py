@@ -96,12 +96,17 @@ def observe_under_torchrun(
     The ranks meet before the script lets them, so that parts have one name and clocks one zero.
     """
     script, checked, context = _script_file(path), _settings(**settings), torchrun_context()
-    from paralab.instruments.clocks import offset_of
+    from paralab.comm import Group
+    from paralab.instruments.clocks import measure_offset
+    from paralab.instruments.recorder import Recorder
 
     if context.rank == 0:
         context.store.set("run_id", uuid.uuid4().hex)
     said = {"run_id": context.store.get("run_id").decode()}
-    offset, uncertainty = offset_of(context)
+    meeting = Recorder(rank=context.rank, world_size=context.world_size)  # no part of the report
+    ranks = range(context.world_size)
+    world = Group(ranks, axis="world", context=context, recorder=meeting)
+    offset, uncertainty = measure_offset(world)
     with _observed(context, checked) as observer:
         own = os.getpid()
         _script(context, script, *args)

@@ -12,28 +12,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paralab.comm import Group
-from paralab.instruments.recorder import Recorder
-
 if TYPE_CHECKING:
-    from paralab.ranks.process import RankContext
-
-
-def offset_of(context: RankContext) -> tuple[float, float]:
-    """`measure_offset` among all ranks of a job; zeros on one machine."""
-    if len(set(context.nodes)) == 1:
-        return 0.0, 0.0
-    recorder = Recorder(rank=context.rank, world_size=context.world_size)
-    ranks = range(context.world_size)
-    return measure_offset(Group(ranks, axis="world", context=context, recorder=recorder))
+    from paralab.comm import Group
 
 
 def measure_offset(group: Group, *, rounds: int = 32) -> tuple[float, float]:
     """(seconds to add to this rank's clock to read the first rank's, uncertainty in seconds).
 
     The first rank asks the others in turn; every member of ``group`` has to call this. Clocks are
-    ``time.perf_counter``, which all processes of one machine share.
+    ``time.perf_counter``, which all processes of one machine share: there nothing is sent.
     """
+    if len(set(group.context.nodes)) == 1:
+        return 0.0, 0.0
     first, me = group.ranks[0], group.context.rank
     if me == first:
         for other in group.ranks[1:]:

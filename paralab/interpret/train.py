@@ -234,11 +234,11 @@ def train(
         "resume": resume and Path(resume).name,
     }
     what = f"{model} {plan.to_dict()} {sorted(asked.items())} {plan.actions()}"
-    several_nodes, losses = len(set(context.nodes)) > 1, []
+    losses = []
     with watch(recorder, device=context.device, limit=memory_limit, advise=help_with) as watched:
         trainer = Trainer(context, model, plan, recorder=recorder, **settings)
         agree(trainer.grid.world, what=what, corpus=trainer.corpus)
-        offset, uncertainty = measure_offset(trainer.grid.world) if several_nodes else (0.0, 0.0)
+        offset, uncertainty = measure_offset(trainer.grid.world)
         if resume is not None:
             checkpoint.load(trainer, resume)
         with checkpoint.saving(trainer, save, every=save_every, steps=steps) as save_if_due:
