@@ -261,8 +261,7 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
         count, tensors = unit.numel // program.shards, 1 if zero else len(unit.names)
         passes, calls = (7, tensors) if program.optimizer == "adamw" else (3, tensors / 2)
         # 32-bit masters of what has 16 bits, and 32-bit copies of gradients that have
-        low, copied = item < ITEM, program.plan.grad_dtype == "fp32-copy"
-        wide = program.item_of("grad") < ITEM and not copied
+        low, wide = item < ITEM, program.widens
         moves = ITEM * passes + 6 * low + 6 * wide
         return Work(0, moves * count, 5 + calls + low + tensors * wide)
     if ins.op == NORM:

@@ -236,9 +236,9 @@ class _Rank:
                     most[kind] = size
 
     def widened(self, unit: int) -> int:
-        """fp32 copies of 16-bit gradients, where there are none yet."""
+        """fp32 copies of 16-bit gradients."""
         program = self.program
-        if program.item_of("grad") == 4 or program.plan.grad_dtype == "fp32-copy":
+        if not program.widens:
             return 0
         return 4 * program.elements(program.units[self.rank][unit]) // program.shards
 

@@ -75,6 +75,11 @@ class Program:
         """Bytes of such an element."""
         return BYTES_PER_ELEMENT[self.precision_of(kind)]
 
+    @property
+    def widens(self) -> bool:
+        """Whether an UPDATE makes fp32 copies of its own unit's gradients, which have 16 bits."""
+        return self.plan.grad_precision != "fp32" and self.plan.grad_dtype != "fp32-copy"
+
     def size(self, value: Value, rank: int) -> Size:
         """Of a value on a pipeline rank."""
         kind, where, version = value
