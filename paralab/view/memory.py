@@ -40,7 +40,9 @@ def bytes_bars(
     drawn = {label: n for label, n in size.items() if n <= NEAR * biggest}
     end = 1.14 * max([biggest, *drawn.values()])
     unit, per = theme.unit_of(end / 1.14)
-    levels = _levels(drawn, end, beside=max(map(theme.letters, bars)))
+    wide = theme.LETTER_WIDTH * 14 / theme.USUAL_WIDTH * max(map(theme.letters, bars))
+    letter = mark.LETTER / (1 - min(wide, 0.5))  # labels leave the axis less than the figure
+    levels = _levels(drawn, end, 0.85 * letter)  # names of capacities are in smaller letters
     above = ROW * len(set(levels.values()))
     far = [
         f"{theme.text(n)}: {theme.scaled(size[n], 'B')}, far beyond this axis"
@@ -56,8 +58,6 @@ def bytes_bars(
     )
     notes = mark.ends(totals, per) + _capacity_names(drawn, levels, per, end)
     shapes = [upright(n / per, axis="paper", dash="dash") for n in drawn.values()]
-    wide = theme.LETTER_WIDTH * 14 / theme.USUAL_WIDTH * max(map(theme.letters, bars))
-    letter = mark.LETTER / (1 - min(wide, 0.5))  # labels leave the axis less than the figure
     look = {"per": per, "end": end, "lines": drawn.values(), "letter": letter}
     fig.draw(mark.bars(rows, **look), notes, shapes)
     return fig.explained(
@@ -133,12 +133,11 @@ def _capacity_names(
     return notes
 
 
-def _levels(drawn: Mapping[str, float], end: float, beside: int) -> dict[str, int]:
+def _levels(drawn: Mapping[str, float], end: float, letter: float) -> dict[str, int]:
     """The line of text that each capacity is named on: names that would collide get one each.
 
-    beside  letters of the longest bar label, which the axis leaves room for
+    letter  share of the axis that a letter takes
     """
-    letter = 0.85 * mark.LETTER / max(0.3, 1 - 0.8 * mark.LETTER * beside)
     taken: list[list[tuple[float, float]]] = []
     levels = {}
     for label, count in sorted(drawn.items(), key=lambda pair: pair[1]):
