@@ -18,7 +18,7 @@ and for a product Y = X W, with X (M, K) of M = b s token rows and W (K, N):
     2d              i, j          i, j          i, j          no rank
     2.5d            (z,i), j      i, j          (z,i), j      the ranks along z
     3d, and next    (i,j), k      k, (j,i)      (i,k), j      no rank; j and k have changed places
-    3d, back again  (i,k), j      j, (k,i)      (i,j), k      nobody
+    3d, back again  (i,k), j      j, (k,i)      (i,j), k      no rank
 
 "(j,i)" is sharded over j, and each part of it over i. Sequence parallelism cuts the residual
 stream of "1d", between row and column, into t parts of s.
