@@ -29,12 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from paralab.checks import illegal
 from paralab.comm import Group, Pending
 from paralab.exercises.plain import functions
-from paralab.instruments.memory import Life, PeakMemory
+from paralab.instruments.memory import Life, PeakMemory, tensors
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
 from paralab.strict import Strict
@@ -76,7 +75,8 @@ class Watch(PeakMemory):
         if self._freed:
             _look_at_freed(func, (args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.most = max(self.most, self._alive())
+        if not func.is_view:
+            self.most = max(self.most, self._alive())
         return result
 
     def _alive(self, look: bool = False) -> int:
@@ -138,11 +138,11 @@ def _look_at_freed(func: Any, given: Any) -> None:
     name = func.__name__.split(".")[0]
     if func.is_view or name.endswith("_like") or name.startswith(("new_", "set_", "resize_")):
         return
-    for leaf in tree_leaves(given):
-        if isinstance(leaf, Tensor) and leaf.numel() and not leaf.untyped_storage().nbytes():
+    for tensor in tensors(given):
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
             raise RuntimeError(
-                f"{name.strip('_')} computes with a tensor of {tuple(leaf.shape)} whose storage is "
-                "freed: it has to be gathered before"
+                f"{name.strip('_')} computes with a tensor of {tuple(tensor.shape)} whose storage "
+                "is freed: it has to be gathered before"
             )
 
 

@@ -42,12 +42,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
 
 from paralab.checks import illegal
 from paralab.instruments.foreign_calls import CALLS, Calls, is_control, payload
 from paralab.instruments.foreign_hooks import around, stand_before
 from paralab.instruments.foreign_ledger import ForeignLedger
+from paralab.instruments.memory import tensors
 from paralab.instruments.recorder import Recorder
 from paralab.theory.traffic import POINT_TO_POINT
 
@@ -142,7 +142,7 @@ class Observer:
     # ---- collectives --------------------------------------------------------------------------
     def _called(self, op: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """One call of c10d, on whatever thread: write it down, make it, hear of its end."""
-        recorder, tensors = self.recorder, payload(op, given)
+        recorder, sent = self.recorder, payload(op, given)
         if self.found or op in POINT_TO_POINT:  # a pipeline's later stages begin with a message
             self._begin()
         after = recorder.cut() if self._is_program() else ()
@@ -150,13 +150,12 @@ class Observer:
             return own()
         where = self.calls.where(dist.ProcessGroup.unbox(given["process_group"]))
         span = recorder.launch(f"comm:{where.axis}", after, recorder.clock.mark())
-        for row in self.calls.rows(op, given, tensors, where, self._phase(tensors)):
+        for row in self.calls.rows(op, given, sent, where, self._phase(sent)):
             recorder.call((*row, span))
-        for leaf in tree_leaves(given):
-            if isinstance(leaf, Tensor):
-                self._by_storage[leaf.untyped_storage()._cdata] = span
-                if self.ledger is not None:
-                    self.ledger.carries(leaf)
+        for tensor in tensors(given):
+            self._by_storage[tensor.untyped_storage()._cdata] = span
+            if self.ledger is not None:
+                self.ledger.carries(tensor)
         result = own()
         last = result[-1] if isinstance(result, (tuple, list)) else result
         work = self._held = dist.Work.unbox(last)
@@ -169,10 +168,10 @@ class Observer:
                 future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))
         return result
 
-    def _phase(self, tensors: list[Tensor]) -> str:
+    def _phase(self, sent: list[Tensor]) -> str:
         if not self.found:
             return "setup"
-        if is_control(tensors):
+        if is_control(sent):
             return "control"
         return self.inside[-1] if self.inside else "data"
 

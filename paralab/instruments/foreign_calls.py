@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from paralab.instruments.memory import tensors
 from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT, ROOTED, SURPLUS, wire_bytes
 
 CALLS = {  # names of c10d's operations, by the name that rows have
@@ -89,12 +89,12 @@ class Calls:
         return "inter" if len({self.nodes[r] for r in ranks}) > 1 else "intra"
 
     def rows(
-        self, op: str, given: dict[str, Any], tensors: list[Tensor], where: Where, phase: str
+        self, op: str, given: dict[str, Any], sent: list[Tensor], where: Where, phase: str
     ) -> Iterator[tuple]:
         """Of one call: number, op, axis, ranks, peer, level, phase, payload and wire bytes."""
         axis, ranks, _ = where
         number, self.made[where] = self.made[where], self.made[where] + 1
-        for name, size, peer in self._sent(op, given, tensors, where):
+        for name, size, peer in self._sent(op, given, sent, where):
             ends = (self.rank, peer) if name in POINT_TO_POINT and peer >= 0 else ranks
             root = ranks.index(peer) if name in ROOTED else 0
             wire = wire_bytes(name, size, len(ranks), ranks.index(self.rank), root)
@@ -103,10 +103,10 @@ class Calls:
             yield number, name, axis, ranks, peer, self._level(ends), own, size, wire
 
     def _sent(
-        self, op: str, given: dict[str, Any], tensors: list[Tensor], where: Where
+        self, op: str, given: dict[str, Any], sent: list[Tensor], where: Where
     ) -> list[tuple[str, int, int]]:
         """What one call sends: operation, payload bytes, root or peer. See [Note: gloo]."""
-        size = sum(t.nbytes for t in tensors)
+        size = sum(t.nbytes for t in sent)
         position = next((given[name] for name in PEER if name in given), None)
         peer = -1 if position is None else where.ranks[position]
         others = [r for r in where.ranks if r != self.rank]
@@ -114,7 +114,7 @@ class Calls:
         outwards = [("send", r) for r in others] if self.rank == peer else [("recv", peer)]
         if op in ("gather", "scatter"):
             return [(side, size, r) for side, r in (inwards if op == "gather" else outwards)]
-        if op == "all_to_all" and (uneven := _uneven(given, tensors, where)):
+        if op == "all_to_all" and (uneven := _uneven(given, sent, where)):
             return [("send", uneven[r], r) for r in others]
         if op == "reduce" and where.gloo:
             part = size // len(where.ranks)
@@ -126,21 +126,20 @@ class Calls:
 
 def payload(op: str, given: dict[str, Any]) -> list[Tensor]:
     """The tensors whose bytes are the call's payload."""
-    values = list(given.values())[op in INPUT]
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+    return tensors(list(given.values())[op in INPUT])
 
 
-def is_control(tensors: list[Tensor]) -> bool:
+def is_control(sent: list[Tensor]) -> bool:
     """Whether they are no part of an algorithm: a norm, a loss, a flag, some indices."""
-    numbers = any(t.is_floating_point() or t.is_complex() for t in tensors)
-    few = sum(t.numel() for t in tensors) <= 1
-    return few or (not numbers and sum(t.nbytes for t in tensors) <= INDICES)
+    numbers = any(t.is_floating_point() or t.is_complex() for t in sent)
+    few = sum(t.numel() for t in sent) <= 1
+    return few or (not numbers and sum(t.nbytes for t in sent) <= INDICES)
 
 
-def _uneven(given: dict[str, Any], tensors: list[Tensor], where: Where) -> dict[int, int]:
+def _uneven(given: dict[str, Any], sent: list[Tensor], where: Where) -> dict[int, int]:
     """{rank: bytes for it} of an all-to-all whose parts are not alike; {} if they are."""
     splits = given.get("input_split_sizes") or [1]
-    parts = [tensors[0].nbytes * split // max(sum(splits), 1) for split in splits]
-    if len(tensors) > 1:
-        parts = [t.nbytes for t in tensors]
+    parts = [sent[0].nbytes * split // max(sum(splits), 1) for split in splits]
+    if len(sent) > 1:
+        parts = [t.nbytes for t in sent]
     return {} if len(set(parts)) == 1 else dict(zip(where.ranks, parts, strict=True))

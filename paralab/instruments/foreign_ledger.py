@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
-from torch.utils._pytree import tree_leaves
 
 from paralab.instruments.ledger import Ledger
-from paralab.instruments.memory import Life
+from paralab.instruments.memory import Life, tensors
 
 
 class ForeignLedger(Ledger):
@@ -97,8 +96,7 @@ class ForeignLedger(Ledger):
 
     def owns_state(self, optimizer: Any) -> None:
         """What an optimizer keeps from step to step."""
-        states = tree_leaves([dict(state) for state in optimizer.state.values()])
-        self.owns("optimizer", *(t for t in states if isinstance(t, Tensor)))
+        self.owns("optimizer", *tensors(dict(optimizer.state)))
 
 
 def plain(tensor: Tensor) -> Iterator[Tensor]:
