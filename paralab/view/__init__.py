@@ -4,7 +4,7 @@ Every function here returns a `Chart`: a plotly Figure with the numbers behind i
 line of text (its repr). Names are imported on first use, for plotly is slow to import.
 
     timelines    several reports on one time scale          losses       several runs' losses
-    link_fit     alpha and bandwidth of a link              algorithms   time over message size
+    link_fit     alpha and bandwidth of a link              algorithms   time over tensor size
     bytes_bars   memory by category, against capacity       scaling      throughput over ranks
     seconds_bars   what the time of steps goes to, part by part
     memory_charts   memory of several runs over a step   memory_bars   their peaks by category

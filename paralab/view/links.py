@@ -87,7 +87,7 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
         below,
         height=440,
         xaxis=log_axis("bytes that one rank sends", grid[0], grid[-1], "B"),
-        yaxis=log_axis("time (seconds)", low, high, "s"),
+        yaxis=log_axis("time", low, high, "s"),
     )
     columns = ("op", "ranks", "payload_bytes", "wire_bytes", "seconds", "fitted")
     return fig.draw(traces, notes, shapes).explained(
@@ -99,7 +99,7 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
 def algorithms(
     curves: Mapping[str, Any], points: Mapping[str, Any] | None = None, *, title: str | None = None
 ) -> Chart:
-    """Time over message size for several algorithms, and where the fastest changes.
+    """Time over tensor size for several algorithms, and where the fastest changes.
 
     curves   {algorithm: {bytes: seconds} or [(bytes, seconds), ...]} as predicted, drawn as lines
     points   the same for runs, replayed, drawn as markers in the algorithm's colour
@@ -131,13 +131,13 @@ def algorithms(
         theme.text(title) if title is not None else _finding(lines, changes),
         "lines: predicted (theory alone)" + " · markers: replayed" * bool(marks),
         height=440,
-        xaxis=log_axis("message size", min(sizes) / 1.3, max(sizes) * 1.3, "B"),
+        xaxis=log_axis("bytes of the tensor", min(sizes) / 1.3, max(sizes) * 1.3, "B"),
         yaxis=log_axis("time", low, high, "s"),
     )
     said = f"{len(changes)} crossover{'s' * (len(changes) != 1)}"
     said = f"predicted: {sum(map(len, lines.values()))} sizes, {said}"
     return fig.draw(traces, [m for m, _ in made], [shape for _, shape in made]).explained(
-        f"time over message size of {' | '.join(lines)}, {said}",
+        f"time over tensor size of {' | '.join(lines)}, {said}",
         ("algorithm clock bytes seconds", rows),
     )
 

@@ -83,9 +83,8 @@ def ring(n: int = 4) -> Chart:
             to[c] = to[c] + count if step < half else count
     lines = -(-(steps + 1) // columns)
     return drawn(
-        f"After {steps} steps every rank has every sum, and has sent 2(N−1)/N of the tensor",
-        f"{n} ranks (rows), {n} chunks (columns) · number: how many ranks' terms are in a chunk · "
-        "framed: sent to the next rank",
+        f"After {steps} steps every rank has the sum of every chunk",
+        f"rows: {n} ranks · columns: {n} chunks · number: ranks' terms in it · framed: sent next",
         cells,
         notes,
         height=int(110 + lines * (34 * n + 44)),

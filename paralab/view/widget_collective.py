@@ -1,7 +1,7 @@
 """One all-reduce, two algorithms, one link: what the alpha-beta model says, and real sends.
 
 The lines are the formulas of theory/collectives.py for the ranks and the link of the sliders, over
-message size. “Run it” sends the message for real, by the algorithm's own sends and receives
+the bytes of the tensor. “Run it” sums it for real, by the algorithm's own sends and receives
 (parallel/collectives.py), and replays what was sent on the link of the sliders: a marker, which
 belongs on its line. A new link needs no new run.
 """
@@ -25,19 +25,20 @@ from paralab.view.widget_parts import buttons, in_bytes, in_seconds, in_speed, s
 
 FORMS = {"ring": "ring_all_reduce", "tree": "tree_all_reduce"}
 SIZES = tuple(m * 10**e for e in (3, 4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 1 kB to 10 MB
+LINE = tuple(4 * round(10 ** (3 + i / 12) / 4) for i in range(49))  # where lines are drawn
 LATENCIES = tuple(m * 10**-e for e in (6, 5, 4, 3) for m in (1, 3))[:-1]  # 1 µs to 1 ms
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))[:-1]  # 10 MB/s to 100 GB/s
 WAITING = "seconds before the first byte"
 
 
 class Collective(Widget):
-    """Algorithm, ranks, message size, latency and bandwidth of the link."""
+    """Algorithm, ranks, bytes of the tensor, latency and bandwidth of the link."""
 
     name, free = "collective", ("alpha", "bandwidth")
     board = {
         "algorithm": buttons("algorithm", tuple(FORMS), start="ring"),
         "ranks": slider("ranks", (2, 3, 4, 6, 8), "{} ranks", start=4),
-        "nbytes": slider("message", SIZES, in_bytes, start=200_000),
+        "nbytes": slider("tensor", SIZES, in_bytes, start=200_000),
         "alpha": slider("latency α", LATENCIES, in_seconds, start=1e-4, tip=WAITING),
         "bandwidth": slider("bandwidth", BANDWIDTHS, in_speed, start=10**9),
     }
@@ -56,7 +57,7 @@ class Collective(Widget):
         return at["algorithm"], at["ranks"], at["nbytes"]
 
     def _hint(self, at: At) -> str:
-        return f"“Run it” sends the message between {at['ranks']} real processes."
+        return f"“Run it” sums the tensor over {at['ranks']} real processes."
 
     def _cluster(self, at: At) -> Cluster:
         link = Link(alpha=at["alpha"], bandwidth=at["bandwidth"])
@@ -71,7 +72,7 @@ class Collective(Widget):
 
     def _charts(self, at: At) -> Chart:
         n, size, chosen = at["ranks"], at["nbytes"], at["algorithm"]
-        curves = {form: [(s, self._seconds(at, form, s)) for s in SIZES] for form in FORMS}
+        curves = {form: [(s, self._seconds(at, form, s)) for s in LINE] for form in FORMS}
         runs: dict[str, list[tuple[int, float]]] = {}
         for (form, ranks, nbytes), run in list(self._results.items()):
             if ranks == n:

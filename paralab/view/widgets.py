@@ -3,7 +3,7 @@
     explore     the whole plan: every degree, schedule, ZeRO, offload, recomputation, cluster
     data_parallel   ranks, form of gradient sync, bucket and micro-batch size, link speed
     memory      what training needs on one device: layers, hidden size, batch, bytes per parameter
-    collective  ring against tree: ranks, message size, latency, bandwidth
+    collective  ring against tree: ranks, tensor size, latency, bandwidth
     pipeline    schedule, ranks, micro-batches, chunks per rank, a slower stage, link speed
     tensor      tensor parallelism in 1D, 2D, 2.5D, 3D: tokens, hidden size, ranks
     zero        ZeRO's stages: devices, micro-batches, hidden size, precision, recomputation

@@ -55,7 +55,7 @@ def bars(
     """
     labels = list(dict.fromkeys(row[0] for row in rows))
     value = {(row[0], row[1]): float(row[2]) for row in rows}
-    start, traces = dict.fromkeys(labels, 0.0), []
+    start, traces, whole = dict.fromkeys(labels, 0.0), [], totals(rows)
     letter *= theme.letter_scale()
     for kind in by_category(row[1] for row in rows) if kinds is None else kinds:
         name, fill = look(kind)
@@ -73,7 +73,10 @@ def bars(
             for anchor, place in places.items()
         }
         anchor = min(crossed, key=lambda anchor: sum(crossed[anchor]))
-        fits = [n >= r and not hit for n, r, hit in zip(sizes, room, crossed[anchor], strict=True)]
+        fits = [  # a bar of one kind has its number behind it
+            whole[label] > n >= r and not hit
+            for label, n, r, hit in zip(mine, sizes, room, crossed[anchor], strict=True)
+        ]
         ink = [theme.look().ink if label in pale else theme.on(fill) for label in mine]
         edge = {"width": 1, "color": theme.look().paper}
         more = [(said or {}).get((label, kind), "") for label in mine]
