@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+FROM_OUTSIDE = torch.ops.aten.lift_fresh.default  # a view to torch, of a storage not met before
+
 
 def tensors(values: Any) -> list[Tensor]:
     """The tensors in what an operation is given or returns, in their order: in tuples, lists and
@@ -159,7 +161,7 @@ class PeakMemory(Storages):
         if self._dead:
             self._settle()
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if not func.is_view:  # most operations are, and none of them makes a storage
+        if not func.is_view or func is FROM_OUTSIDE:  # most are views, which make no storage
             for tensor in tensors((args, kwargs, result)):
                 self._meet(tensor)
             self.peak = max(self.peak, self.live)
