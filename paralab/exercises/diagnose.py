@@ -60,16 +60,19 @@ def first_wrong(
             (f"it is {ranks(n)}'s part", other) for n, other in enumerate(wanted) if n != rank
         ]
         named = list(terms(rank))
-        why = _first_near(
-            got,
-            [
-                *_unchanged(before, start is not None),
-                *known(rank),
-                *_of_terms(named, right),
-                *(other for other in others if other[1].shape == right.shape),
-            ],
-            allowed,
-        ) or _factor(got, right, before, allowed, start is not None)
+        mistakes = [
+            *_unchanged(before, start is not None),
+            *known(rank),
+            *_of_terms(named, right),
+            *(other for other in others if other[1].shape == right.shape),
+        ]
+        why = _first_near(got, mistakes, allowed)
+        why = why or _factor(got, right, before, allowed, start is not None)
+        if not why and 1 < len(wrong) < got.size:  # the mistake may be made in a part of the array
+            part = tuple(wrong.T)
+            mistakes = [(w, np.asarray(m)[part]) for w, m in mistakes if np.shape(m) == got.shape]
+            if why := _first_near(got[part], mistakes, allowed):
+                why = f"; in {len(wrong):,} of {got.size:,} elements {why[2:]}"
         return f"{where}, element {place}: {values[0]}, required: {values[1]}{why}"
     return ""
 
