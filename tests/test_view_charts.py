@@ -593,6 +593,7 @@ def test_capacities_are_lines_and_the_title_says_whether_it_fits():
     assert set(anchors.values()) == {"middle"}  # no line goes through a number
     fits = view.bytes_bars({"small": {"other": 20e9}}, {"A100": 80e9})
     assert title(fits) == "small needs 20 GB, 25 % of the 80 GB of A100"
+    assert fits.data[0].text == ("",)  # its number is behind it, once
     crowded = view.bytes_bars({"a": STATES}, {"first": 80e9, "second": 81e9, "third": 10e9})
     rows = {a.text: a.y for a in crowded.layout.annotations}
     assert rows["<b>first</b>: 80 GB"] != rows["<b>second</b>: 81 GB"]
