@@ -75,8 +75,8 @@ class Patient:
         if change:
             bars[", ".join(f"{k}={v!r}" for k, v in change.items())] = self.peak(**change)
         said = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
-        title = f"{self.name}: of {devices(self.fewer)} each needs {said[0]} at its peak, of "
-        title += f"{devices(self.plan)} {said[1]}" + f", once changed {said[-1]}" * bool(change)
+        title = f"{self.name}: the peak is {said[0]} with {devices(self.fewer)}, {said[1]} with "
+        title += devices(self.plan) + f", {said[-1]} with the change" * bool(change)
         return bytes_bars(bars, title=title)
 
     def __repr__(self) -> str:
@@ -104,8 +104,7 @@ PATIENTS = (
     Patient(
         name="twice the devices",
         drop=50,
-        story="On four devices instead of two the memory was to be halved, and falls by a "
-        "twentieth",
+        story="On four devices instead of two the memory should be half, and falls by a twentieth",
         met="fairscale 1050, DeepSpeed 2302",
         model=ModelSpec(layers=6, hidden=128, heads=4, seq_len=128),
         fewer=Plan(dp=2, zero_stage=3, microbatch_size=8),

@@ -1,8 +1,8 @@
 """Lab 01: the second half of a ring all-reduce, from sends and receives between neighbours.
 
 The checker traces the answer on 2, 3 and 4 real ranks in strict order mode, and holds it against
-the ring's own numbers: (n-1)/n S sent by every rank, one chunk of extra memory, and
-(n-1)(alpha + S/n / beta) on a stated link (Patarasuk & Yuan 2009, sec. 4). Time is that of a replay
+the ring's own numbers: (N-1)/N S sent by every rank, one chunk of extra memory, and
+(N-1)(alpha + beta S/N) on a stated link (Patarasuk & Yuan 2009, sec. 4). Time is that of a replay
 on that link, with computing free: the same on every machine.
 """
 
@@ -26,11 +26,11 @@ CLUSTER = Cluster(
 )
 
 ASKED = {
-    "result": "n = 2, 3, 4: every rank has all n chunks, each in its place",
+    "result": "N = 2, 3, 4: every rank has all N chunks, each in its place",
     "calls": "sends and receives between neighbours on the ring",
-    "bytes per rank": "exactly (n-1)/n S, S the whole tensor",
+    "bytes per rank": "exactly (N-1)/N S, S the whole tensor",
     "extra memory": "at most one chunk",
-    "simulated time": "at most (n-1)(α + S/n / β), α = 20 µs, β = 1.25 GB/s",
+    "simulated time": "at most (N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
 }
 RESULT, _, BYTES, MEMORY, _ = ASKED
 
