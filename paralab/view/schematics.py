@@ -84,7 +84,8 @@ def ring(n: int = 4) -> Chart:
     lines = -(-(steps + 1) // columns)
     return drawn(
         f"After {steps} steps every rank has the sum of every chunk",
-        f"rows: {n} ranks · columns: {n} chunks · number: ranks' terms in it · framed: sent next",
+        f"rows: {n} ranks · columns: {n} chunks · number: how many ranks' terms a chunk has · "
+        "framed: sent next",
         cells,
         notes,
         height=int(110 + lines * (34 * n + 44)),

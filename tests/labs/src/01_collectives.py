@@ -9,13 +9,13 @@
 # # 01 · Collectives
 #
 # **The question.** How many bytes leave my node in one step, between which ranks, and how do I
-# read that from the library's log? ([NCCL #870](https://github.com/NVIDIA/nccl/issues/870) asks
-# this.)
+# read that from the log of NCCL, NVIDIA's library of collectives? ([NCCL
+# #870](https://github.com/NVIDIA/nccl/issues/870) asks this.)
 #
 # **You will be able to**
 # * say what each collective leaves on each rank, and derive the bytes that a rank sends for it;
 # * write a ring all-reduce in plain PyTorch, with nothing but sends and receives;
-# * predict the time of a collective from a latency and a bandwidth, and say when a ring is wrong;
+# * predict the time of a collective from a latency and a bandwidth, and say when a ring is slow;
 # * read NCCL's log: what was called, with how many bytes, over which links.
 #
 # **You need** PyTorch tensors, powers and logarithms; [lab 00](00_one_device.ipynb) for the words.
@@ -32,8 +32,9 @@ view.ring(4)
 # Four ranks (a **rank** is one process with one device) each hold a buffer, and all of them need
 # the sum of the four. Each cuts its buffer into four chunks. In every step each rank sends one
 # chunk to the next rank, and the number in a box says how many ranks' terms the chunk contains by
-# then. After six steps every rank has every sum. The rest of this lab is about this picture: why
-# these steps, how many bytes they are, how long they take, and how PyTorch and NCCL use it.
+# then. After six steps every rank has the sum of every chunk. The rest of this lab is about this
+# picture: why these steps, how many bytes they are, how long they take, and how PyTorch and NCCL
+# use it.
 #
 # | symbol | meaning |
 # |---|---|
@@ -41,15 +42,31 @@ view.ring(4)
 # | k | ranks of a node |
 # | S | bytes of a tensor, always of the whole: of the gathered output, or of the full input |
 # | q | pieces that a tensor is sent in |
+# | h | hidden size of a transformer |
 # | α | latency: seconds per message |
 # | β | seconds per byte; 1/β is the bandwidth |
 # | T | time of a call |
 #
 # ## What each collective leaves on each rank
 #
-# A **collective** is a call that all ranks of a group make together. `pl.observe` runs a function
-# on real processes, in each of which `torch.distributed` is ready, and writes down what they send.
-# Here rank r starts with the numbers 10r, 10r + 1, 10r + 2, 10r + 3.
+# A **collective** is a call that all ranks of a group make together:
+#
+# | call | what rank r has afterwards |
+# |---|---|
+# | broadcast | the tensor of one rank, the source |
+# | all-reduce | the sum of the tensors of all ranks |
+# | reduce-scatter | the r-th part of that sum |
+# | all-gather | the parts of all ranks, one after the other |
+# | all-to-all | the r-th part of the tensor of every rank |
+#
+# `pl.observe` runs a function on real processes, in each of which `torch.distributed` is ready, and
+# writes down what they send. Here rank r starts with the numbers 10r, 10r + 1, 10r + 2, 10r + 3.
+
+# %%
+last = pl.exercises.guess(
+    "the last number that rank 2 has after the all-to-all", low=0, high=40, decimals=0
+)
+last
 
 
 # %%
@@ -80,24 +97,14 @@ observed = pl.observe(every_collective, ranks=4)
 pd.DataFrame(observed.results).rename_axis("rank")
 
 # %%
-same = pl.exercises.choose(
-    "An all-reduce gives the same as",
-    [
-        "a broadcast, then a reduce-scatter",
-        "a reduce-scatter, then an all-gather",
-        "an all-to-all, then a broadcast",
-    ],
-)
-same
-
-# %%
-same.reveal(2, "Compare the columns all_reduce and all_gather of that.")
+last.reveal(observed.results[2]["all_to_all"][-1])
 
 # %% [markdown]
-# Keep this identity: ZeRO (lab 05) and sequence parallelism (lab 07) put work *between* the two
+# The columns *all_reduce* and *all_gather of that* are equal: an all-reduce is a reduce-scatter,
+# then an all-gather. ZeRO (lab 05) and sequence parallelism (lab 07) put work *between* the two
 # halves, and so does the last exercise here.
 #
-# ## 2(N−1)/N of the tensor, and why no algorithm sends less
+# ## What a rank sends in an all-reduce, and why no algorithm sends less
 #
 # Four ranks all-reduce a buffer of 8 MB. How much does *each* rank have to send?
 
@@ -149,8 +156,8 @@ print(f"2 (N-1)/N S = {2 * 3 / 4 * 8:.0f} MB, sent by each rank: {sent.to_list()
 guess.reveal(sent[0])
 
 # %% [markdown]
-# **Your turn (warm-up).** After the reduce-scatter, rank r owns one complete chunk, number
-# (r + 1) mod N. Write the second half.
+# You can write the second half. `exercise.hint()` gives one hint at a time, `exercise.solution()`
+# shows an answer.
 
 # %%
 exercise = pl.exercises.all_gather_half
@@ -162,9 +169,6 @@ exercise
 
 
 pl.exercises.all_gather_half.check(ring_all_gather)
-
-# %% [markdown]
-# `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** In step t a rank passes on what it
@@ -188,15 +192,23 @@ pl.exercises.all_gather_half.check(the_other_way_round)
 # ## The volume of every collective, and what S is
 #
 # A formula for traffic must say which tensor it is about. S is the *whole*: what an all-gather
-# returns, what a reduce-scatter gets. With the *shard* of $S/N$ bytes, the same all-gather is
+# returns, what a reduce-scatter is given. In an all-gather each rank sends its *shard*, of $S/N$
+# bytes, as often as there are other ranks:
 #
-# $$\frac{N-1}{N}\,S = (N-1)\cdot\frac{S}{N}.$$
+# $$(N-1)\cdot\frac{S}{N} = \frac{N-1}{N}\,S.$$
 #
-# This is what [distrifuser #10](https://github.com/mit-han-lab/distrifuser/issues/10) is about: how
-# a paper's table of communication was computed. The maintainer's answer counts $e(n-1)\cdot 2$ for
-# a ring all-gather, with e the *elements* of one device's buffer (s in the answer and in the output
-# below) and 2 bytes for fp16. For the all-reduce in the same answer, the same letter is the whole
-# tensor. Both follow from the next table; its column *counted* was counted while the calls ran.
+# [distrifuser #10](https://github.com/mit-han-lab/distrifuser/issues/10) asks how the table of
+# communication in a paper was computed. The maintainer counts $s(n-1)\cdot 2$ for a ring all-gather
+# on n devices: there, s is the *elements* of one device's shard, with 2 bytes each. For an
+# all-reduce the same answer counts with s for the whole tensor. Both agree with the table below,
+# whose column *counted* was counted while the calls ran. Before you run it: rank 0 has 8 MB, and
+# broadcasts them to three others. How much do the four ranks send, on average?
+
+# %%
+average = pl.exercises.guess(
+    "MB that each of 4 ranks sends, on average, to broadcast 8 MB", low=0, high=16, unit="MB"
+)
+average
 
 # %%
 from paralab.theory.traffic import wire_bytes
@@ -231,6 +243,7 @@ table = pd.DataFrame({"a rank sends": formulas, "counted (MB)": counted}).loc[li
 table["formula (MB)"] = [
     sum(wire_bytes(op, S, N, rank, 0) for rank in range(N)) / N / MB for op in formulas
 ]
+print("broadcast:", average.reveal(table.loc["broadcast", "counted (MB)"]))
 table
 
 # %%
@@ -243,9 +256,19 @@ print(f"s (n-1) 2 with s = {shard:,} elements: {by_shard:,} bytes; (N-1)/N S: {b
 #
 # All counts so far were made where a call is made. Is that really what leaves the process? Ranks of
 # one machine talk through the loopback interface, and the kernel counts each byte on it. Ranks are
-# held at a gate before and after each call while the counter is read. (Bytes of all four ranks
-# together; *ratio* is kernel over theory; *native* is a call of `torch.distributed` itself, which
-# the ledger does not count.)
+# held at a gate before and after each call while the counter is read. One call in the table is
+# *native*, that is of `torch.distributed` itself; the others are paralab's. (Bytes of all four
+# ranks together; the *ledger* is what paralab counts where a call is made; *ratio* is kernel over
+# theory.)
+
+# %%
+native = pl.exercises.guess(
+    "bytes of a native reduce-scatter on the kernel's counter, as a multiple of the formula's",
+    low=0,
+    high=5,
+    unit="times",
+)
+native
 
 # %% tags=["measured"]
 from paralab.instruments.witness import witness
@@ -258,8 +281,8 @@ seen
 # %% tags=["measured"]
 ratios = seen.set_index("op").ratio
 within = (ratios.drop("native reduce_scatter") - 1).abs().max() < 0.02
-print("kernel and formula agree within 2 %:", bool(within))
-print(f"gloo's own reduce_scatter: {ratios['native reduce_scatter']:.1f} times the formula")
+print("the other calls: kernel and formula agree within 2 %:", bool(within))
+native.reveal(ratios["native reduce_scatter"])
 
 # %% [markdown]
 # The last row: **gloo**, the backend of `torch.distributed` on CPUs, implements its
@@ -273,7 +296,7 @@ print(f"gloo's own reduce_scatter: {ratios['native reduce_scatter']:.1f} times t
 # the log of ZeRO stage 1. Later threads
 # ([#5758](https://github.com/deepspeedai/DeepSpeed/issues/5758),
 # [#7059](https://github.com/deepspeedai/DeepSpeed/issues/7059)) confirm that stages 1 and 2 call
-# `all_reduce` there. PyTorch's own ZeRO-1 does something similar.
+# `all_reduce` there.
 #
 # ZeRO stage 1 shards the optimizer states: each rank updates one part of the parameters and then
 # needs the other parts (lab 05). In paralab's programs the two designs differ by these
@@ -285,7 +308,14 @@ small = pl.ModelSpec(layers=2, hidden=128, heads=4, seq_len=32)
 pl.program(small, pl.Plan(dp=2)).diff(pl.program(small, pl.Plan(dp=2, zero_stage=1)))
 
 # %% [markdown]
-# What does an all-reduce cost in its place? PyTorch's ZeRO-1, observed, against the paper's:
+# PyTorch's own ZeRO-1 all-reduces the gradients, too, and then broadcasts the new parameters.
+# How much more does it send than the two calls of the paper?
+
+# %%
+more = pl.exercises.guess(
+    "bytes that PyTorch's ZeRO-1 sends, as a multiple of the paper's", low=0, high=4, unit="times"
+)
+more
 
 
 # %%
@@ -311,20 +341,19 @@ for name, found in (("PyTorch", theirs), ("the paper", paper)):
     parts = found.set_index("op")["bytes"] / gradients
     print(f"{name}:", ", ".join(f"{op} {share:.2f}" for op, share in parts.items()), end=" ")
     print(f"→ {parts.sum():.2f} times the gradients, both ranks together")
+more.reveal(theirs["bytes"].sum() / paper["bytes"].sum())
 
 # %% [markdown]
 # With $N = 2$ both ranks together send $2(N-1) = 2$ times the gradients for an all-reduce, and once
-# ($N-1$) for the broadcast of the new parameters: 3 instead of 2, half as much again. Both shard
-# the optimizer states over the ranks. Which of the two a library does, you see from the calls in
-# its log, not from the name ZeRO-1.
+# ($N-1$) for the broadcast: 3 instead of 2. Both designs shard the optimizer states over the ranks.
+# Which of the two a library has, you see from the calls in its log, not from the name ZeRO-1.
 #
 # ## How long does it take? Latency and bandwidth
 #
-# A message of $n$ bytes takes a fixed time α before its first byte arrives, and then β for each
-# byte (Hockney 1994; the symbols are those of [Thakur et al.
-# 2005](https://doi.org/10.1177/1094342005051521)):
+# A message takes a fixed time α before its first byte arrives, and then β for each byte (Hockney
+# 1994; α and β are named as in [Thakur et al. 2005](https://doi.org/10.1177/1094342005051521)):
 #
-# $$T_\text{message}(n) = \alpha + \beta\,n.$$
+# $$T_\text{message} = \alpha + \beta\cdot\text{bytes}.$$
 #
 # A ring has $2(N-1)$ steps, in each of which all ranks send $S/N$ bytes at the same time:
 #
@@ -339,15 +368,14 @@ link = pl.Link(alpha=50e-6, bandwidth=1e9)  # 1/β = 1 GB/s
 four = pl.Cluster(
     name="four devices", devices_per_node=4, flops=1e12, memory_bandwidth=1e12, intra=link
 )
-on_links = ring.replay(four, compute=0.0)
+on_links = ring.replay(four, compute=0.0)  # computing takes no time here
 print(f"T_ring = {1e3 * 6 * (link.alpha + S / 4 / link.bandwidth):.2f} ms by the formula")
 print(f"         {1e3 * on_links.step_time:.2f} ms for the recorded messages on this link")
 
 # %% [markdown]
-# And your own machine? The line is fitted to all-reduces of 1 kB to 8 MB that it ran when paralab
-# first measured it. To the left of the circle, latency is more than half of the time. On the
-# machine of the stored picture the largest message takes longer than the line says. (With fewer
-# free cores than ranks, α is mostly waiting for a core.)
+# And your own machine? When paralab first measured it, it timed all-reduces of 1 kB to 8 MB; the
+# red line is fitted to them. To the left of the circle latency is more than half of the time. (With
+# fewer free cores than ranks, α is mostly waiting for a core.)
 
 # %% tags=["measured"]
 from paralab.instruments.calibrate import calibration_points
@@ -358,29 +386,39 @@ view.link_fit(calibration_points()["links"], op="all_reduce")
 # ### algbw and busbw
 # `nccl-tests`, the usual benchmark, prints two bandwidths
 # ([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
-# **algbw** is the tensor over the time; **busbw** is multiplied by what a rank sends per byte of
-# the tensor, so that for large messages it comes to the bandwidth of a link, whatever N is:
+# **algbw** is the bytes of the tensor over the time. **busbw** is algbw times the bytes that a rank
+# sends per byte of the tensor: it is the speed at which a rank sends, and can be compared with the
+# bandwidth of a link, whatever N is:
 #
 # $$\text{algbw} = \frac{S}{T}, \qquad
 # \text{busbw}_\text{all-reduce} = 2\,\frac{N-1}{N}\cdot\frac{S}{T},
 # \qquad \text{busbw}_\text{all-gather} = \frac{N-1}{N}\cdot\frac{S}{T}.$$
 
 # %%
+bus = pl.exercises.choose(
+    "busbw of the replayed all-reduce, on links of 1 GB/s:",
+    ["1.5 GB/s", "exactly 1 GB/s", "a little less than 1 GB/s"],
+)
+bus
+
+# %%
 T = on_links.step_time
 print(f"algbw {S / T / 1e9:.2f} GB/s, busbw {2 * 3 / 4 * S / T / 1e9:.2f} GB/s, link 1 GB/s")
+bus.reveal(3, "In the latencies of its six messages a rank sends nothing.")
 
 # %% [markdown]
 # ### Why fragments are slow
 # [DeepSpeed #5047](https://github.com/deepspeedai/DeepSpeed/issues/5047) sees all-gathers of
-# ZeRO-3 that are small and many, and asks why that is so and how to make them coarser. ZeRO-3
+# ZeRO-3 that are small and many, and asks why that is so and how to get fewer, larger ones. ZeRO-3
 # gathers parameters as modules need them, so without bucketing there is one gather per module or
 # even per tensor. In $q$ pieces the bytes are the same, but latency is paid $q$ times:
 #
 # $$T_\text{all-gather}(q) = q\,(N-1)\,\alpha + \frac{N-1}{N}\,\beta S.$$
 #
-# Take one block of a model with $h = 4096$ in 16 bits, gathered over 8 ranks with
-# α = 20 µs and 1/β = 20 GB/s: in one piece, in 12 (one per tensor), or in more. Before you run the
-# cell: in how many pieces does latency cost as much as the bytes?
+# Take one block of a transformer with $h = 4096$: $12h^2$ parameters in 16 bits, which are 403 MB.
+# It is gathered over 8 ranks with α = 20 µs and 1/β = 20 GB/s, in one piece, in 12 (one per
+# tensor), or in more. Before you run the cell: in how many pieces does latency cost as much as the
+# bytes?
 
 # %%
 pieces_guess = pl.exercises.guess(
@@ -404,17 +442,20 @@ pieces_guess.reveal(transfer / latency)
 # The twelve tensors of such a block cost little. A model with $h = 256$ has blocks 256 times
 # smaller (0.07 ms of bytes), and there even one gather per block (0.14 ms of latency) is mostly
 # latency. What helps in DeepSpeed is `stage3_prefetch_bucket_size` (gather several modules ahead),
-# in PyTorch's FSDP2 which modules get `fully_shard`.
+# in PyTorch's FSDP2 the choice of the modules that get `fully_shard`.
 #
 # ## Ring, tree, halving-doubling
 #
 # A ring pays α $2(N-1)$ times. A **tree** adds up along its branches and sends the sum down again,
 # with the whole tensor in each step. **Halving-doubling** (Rabenseifner; Thakur et al. 2005, sec.
 # 4.5) lets ranks at distance 1, 2, 4, … exchange a half, a quarter, an eighth of the tensor, and
-# goes back the same way. For $N$ a power of two:
+# goes back the same way. Each way that is $S/2 + S/4 + \dots + S/N = \frac{N-1}{N}S$. For $N$ a
+# power of two:
 #
 # $$T_\text{tree} = 2\log_2 N\,(\alpha + \beta S), \qquad
 # T_\text{halving-doubling} = 2\log_2 N\,\alpha + 2\,\frac{N-1}{N}\,\beta S.$$
+#
+# On the link of above (α = 50 µs, 1/β = 1 GB/s):
 
 # %%
 import math
@@ -435,7 +476,7 @@ view.algorithms(
         "tree": [(x, collectives.seconds("tree_all_reduce", N, x, link)) for x in sizes],
         "halving-doubling": [(x, halving_doubling(N, x)) for x in sizes],
     },
-    title="64 ranks: in the α–β model halving-doubling is never slower than either",
+    title="64 ranks: in the α–β model nothing is faster than halving-doubling",
 )
 
 # %% [markdown]
@@ -449,21 +490,33 @@ view.algorithms(
 # read the picture as: latency grows with N on a ring and with log N on a tree. Do not read it as
 # NCCL's switching point.
 #
-# Move the sliders: more ranks move the crossing of ring and tree to the right, and so does a larger
-# α. *Run it* runs the algorithm on real processes and puts its messages on the link that you have
-# set.
+# Which way does the crossing of ring and tree move with more ranks, and which way with a larger α?
+# Move the sliders. *Run it* runs the algorithm on real processes and puts its messages on the link
+# that you have set.
 
 # %%
 view.widgets.collective()
 
 # %% [markdown]
+# Both move it to the right: the ring pays more latencies than the tree.
+#
 # ## Two kinds of links: what leaves the node
 #
 # Inside a node devices talk much faster than between nodes. So it matters not only how many bytes
-# are sent, but over which link. Four ranks on two nodes, one all-reduce of 8 MB, three ways. The
-# ring's link from the last rank of one node to the first of the next carries as much as every
-# other link; **hierarchical** does a reduce-scatter inside the node, an all-reduce of a k-th
-# between nodes, and an all-gather inside.
+# are sent, but over which link. Take four ranks on two nodes, one all-reduce of 8 MB, and three
+# algorithms. The ring's link from the last rank of one node to the first of the next carries as
+# much as every other link. **Hierarchical** is a reduce-scatter inside the node, an all-reduce of a
+# k-th between nodes, and an all-gather inside the node.
+
+# %%
+crossing = pl.exercises.guess(
+    "MB that the hierarchical all-reduce sends between nodes, all ranks together",
+    low=0,
+    high=48,
+    unit="MB",
+    decimals=0,
+)
+crossing
 
 
 # %%
@@ -496,14 +549,15 @@ for how in ("ring", "tree", "hierarchical"):
         "between nodes (MB)": levels["inter"],
         "time on two nodes (ms)": 1e3 * traced.replay(two_nodes, compute=0.0).step_time,
     }
+print("hierarchical:", crossing.reveal(rows["hierarchical"]["between nodes (MB)"]))
 pd.DataFrame(rows).T.round(2)
 
 # %% [markdown]
-# The hierarchical way does not send fewer bytes than the ring in total; it sends fewer of them over
-# the slow link. The tree sends as few between nodes, but one rank of each node carries all of it,
-# first in one direction and then in the other, while in the hierarchical way both ranks of a node
-# carry half, in both directions at once. The picture is of the hierarchical all-reduce (`world` is
-# the group of all ranks). Which ranks talk across nodes?
+# In total the hierarchical all-reduce sends as much as the ring; it sends less over the slow link.
+# The tree sends as little between nodes, but one rank of each node carries all of it, first in one
+# direction and then in the other. In the hierarchical all-reduce both ranks of a node carry half,
+# in both directions at once. The picture is of the hierarchical one (`world` is the group of all
+# ranks). Which ranks talk across nodes?
 
 # %%
 traced.traffic_chart()
@@ -516,23 +570,23 @@ traced.traffic_chart()
 # training, having found about 1440 MB per update and rank in the log. For plain data parallelism
 # everything is known beforehand: gradients of $S$ bytes, all-reduced over N ranks. Each of them
 # sends $2(N-1)/N\,S$; on a *flat* ring (one ring over all ranks, node after node) one of the k
-# ranks of each node sends this to another node. If 1440 MB are what was handed to the calls, as
-# `count` in the log is (below), then the gradients have 1440 MB. The thread names no model; on two
-# nodes of eight:
+# ranks of each node sends this to another node. Hierarchically, each rank all-reduces $S/k$ over
+# the nodes. If 1440 MB are what was handed to the calls, as `count` in the log is (below), then the
+# gradients have 1440 MB. The thread names neither model nor nodes; suppose two nodes of eight:
 
 # %%
 S, N, nodes = 1440 * MB, 16, 2
 per_rank = 2 * (N - 1) / N * S
 print(f"a rank sends {per_rank / MB:,.0f} MB; a flat ring sends that from each node to the next")
-across = 2 * (nodes - 1) / nodes * S
-print(f"hierarchical: {across / MB:,.0f} MB leave a node, {across / 8 / MB:.0f} MB per rank")
+across = 2 * (nodes - 1) / nodes * S / 8
+print(f"hierarchical: {across / MB:.0f} MB per rank leave a node, {8 * across / MB:,.0f} MB in all")
 
 report = pl.run(small, pl.Plan(dp=4), steps=2, progress=False)
 report.traffic(by="edge")
 
 # %% [markdown]
-# The table shows a real step on this machine: who sent how much to whom. That answers the second
-# part of the question.
+# The table is of a real step of data parallelism on four ranks: who sent how much to whom. That
+# answers the second part of the question.
 #
 # ## Reading NCCL's log
 #
@@ -570,9 +624,10 @@ OPS = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "AllReduce"
 rows = []
 for name, count, kind, n in re.findall(r"(\w+): .*count (\d+) datatype (\d).*nranks=(\d+)", log):
     whole = int(count) * BYTES[kind] * (1 if name == "AllReduce" else int(n))
-    rows.append({"call": name, "S (bytes)": whole, "sent": wire_bytes(OPS[name], whole, int(n))})
+    sent = wire_bytes(OPS[name], whole, int(n))
+    rows.append({"call": name, "S (bytes)": whole, "a rank sends (bytes)": sent})
 print(pd.DataFrame(rows))
-sent_guess.reveal(rows[0]["sent"] / MB)
+sent_guess.reveal(rows[0]["a rank sends (bytes)"] / MB)
 
 # %% [markdown]
 # ### Why a chunk can have −511 elements
@@ -642,7 +697,7 @@ except pl.RankTimeout as error:
 #     work.wait()    # before this, do not read theirs and do not change mine
 # ```
 #
-# **Your turn (implement).** With that you can write an all-reduce. Chunks may be of unequal size.
+# With that you can write an all-reduce.
 
 # %%
 exercise = pl.exercises.ring_all_reduce
@@ -698,8 +753,8 @@ else:
     print("write ring_all_reduce first")
 
 # %% [markdown]
-# Once it runs: your version sends four bytes more (the loss), and its peak is higher, among other
-# things by the flat copy of all gradients. The gradients cost the same bytes in both.
+# Once it runs: your version sends four bytes more (the loss), and its peak is higher, partly
+# because of the flat copy of all gradients. The gradients cost the same bytes in both.
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The reduce-scatter lets a partial sum of
@@ -720,8 +775,8 @@ else:
 pl.exercises.ring_all_reduce.check(ring_to_the_left)
 
 # %% [markdown]
-# **Your turn (go further).** Two kinds of links: write the hierarchical all-reduce, with process
-# groups. It is judged by the bytes that cross nodes.
+# The last exercise is the hierarchical all-reduce, with process groups. It is judged by the bytes
+# that cross nodes.
 
 # %%
 exercise = pl.exercises.hierarchical_all_reduce
@@ -776,7 +831,7 @@ pl.exercises.hierarchical_all_reduce.check(by_all_to_all)
 # | what | PyTorch | DeepSpeed | Megatron-LM |
 # |---|---|---|---|
 # | groups of a grid | `init_device_mesh("cuda", (2, 8))` | `utils.groups` | `parallel_state` |
-# | counting calls | `torch.profiler` | `comms_logger` in the JSON | `--timing-log-level` |
+# | times of calls | `torch.profiler` | `comms_logger` in the JSON | `--timing-log-level` |
 # | NCCL's algorithm | `NCCL_ALGO=Ring` or `Tree` | the same | the same |
 # | size of a call | DDP's `bucket_cap_mb` | `reduce_bucket_size` | `--ddp-bucket-size` |
 #

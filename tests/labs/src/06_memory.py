@@ -11,7 +11,7 @@
 # **What fills a device during a training step, and which setting makes it smaller?**
 #
 # You will be able to
-# * name the four categories that fill a device, and the moment at which it holds most;
+# * name what fills a device, and the moment at which it holds most;
 # * compute the activation bytes of a transformer block by hand, and a step's model states;
 # * write activation checkpointing, with the random numbers of dropout restored;
 # * say why more devices did not help, for five causes, each from a public report;
@@ -21,9 +21,9 @@
 # **You need** labs 00 (one step on one device) and 05 (ZeRO); in PyTorch `torch.autograd.Function`.
 # **Minutes:** 90 to 120: 45 for reading and running, the rest for four exercises.
 #
-# One step of a small GPT, eight samples of 128 tokens. The live ledger notes every tensor when it
-# is created and when it is freed ([where does the memory
-# go?](https://github.com/pytorch/pytorch/issues/114934)):
+# [Where does the memory go?](https://github.com/pytorch/pytorch/issues/114934) Here is one step of
+# a small GPT, eight samples of 128 tokens. paralab's **ledger** notes every tensor when it is
+# created and when it is freed:
 
 # %% tags=["measured"]
 import pandas as pd
@@ -36,15 +36,14 @@ report = pl.run(model, pl.Plan(microbatch_size=8), steps=4, progress=False)
 report.memory_chart()
 
 # %% [markdown]
-# The flat layers at the bottom are **model states**: parameters and AdamW's two moments. The
-# mountain is **activations**: what forward saves for backward. It grows block by block in forward
-# and shrinks block by block in backward, while gradients appear. The device holds most at the
-# turning point. The time axis is the wall clock of this machine, not FLOPs.
+# The flat layers at the bottom are **model states**: parameters, and AdamW's two moments
+# (*optimizer*). The mountain is **activations**: what forward saves for backward. It grows block by
+# block in forward and shrinks block by block in backward, while gradients appear. The device holds
+# most at the turning point. (The short phase at the right end is the optimizer's update.)
 #
 # ## States do not depend on the batch, activations do
 #
-# Every tensor of a step exists because of the model or because of the batch, and this is where
-# [the memory goes](https://github.com/pytorch/pytorch/issues/114934):
+# Every tensor of a step exists because of the model or because of the batch.
 #
 # | symbol | meaning |
 # |---|---|
@@ -55,8 +54,8 @@ report.memory_chart()
 # | N | ranks that shard the model states |
 # | M | bytes of memory |
 #
-# In fp32, AdamW keeps per parameter one weight, one gradient and two moments. In 16 bits it keeps
-# a master copy of the weights in fp32 as well:
+# In fp32, a training with AdamW keeps per parameter one weight, one gradient and two moments. In 16
+# bits it keeps a master copy of the weights in fp32 as well:
 #
 # $$M_\text{states} = \Psi\,(\underbrace{w}_\text{weight} + \underbrace{w}_\text{gradient} +
 # \underbrace{8 + 4\,[w=2]}_\text{optimizer}) = 16\,\Psi \text{ bytes in both cases}$$
@@ -87,11 +86,13 @@ guess
 # \text{down} &: 4w\,bsh &&\text{input of the product}
 # \end{aligned}$$
 #
-# $$M_\text{block} = 16\,w\,bsh + w\,a\,bs^2 + 4w\,bs$$
-#
 # The embedding keeps the token numbers (8 bs), the head its norm's and its product's inputs, the
 # probabilities of the loss in fp32, and the targets:
-# $M_\text{ends} = 2w\,bsh + 2w\,bs + 4\,bsV + 16\,bs$. Complete the line, and compare with the run:
+#
+# $$M_\text{ends} = 2w\,bsh + 2w\,bs + 4\,bsV + 16\,bs$$
+#
+# Add the seven lines up to $M_\text{block}$, complete the line `block = ...`, and compare with the
+# run:
 
 
 # %%
@@ -109,8 +110,12 @@ def activation_bytes(spec, b, w=4):
 measured = report.memory.query("category == 'activations'")["bytes"].max()
 print(f"measured: {measured:,} bytes; your formula: {activation_bytes(model, 8):,}")
 print("equal to the byte:", measured == activation_bytes(model, 8))
+missing = (measured - activation_bytes(model, 8)) / model.layers / (4 * 8 * 128 * 128)
+print(f"missing in each block: {missing:.2f} times w bsh")
 
 # %% [markdown]
+# $$M_\text{block} = 16\,w\,bsh + w\,a\,bs^2 + 4w\,bs$$
+#
 # Korthikanti et al. print $sbh\,(34 + 5as/h)$ for the same block in 16 bits. With w = 2 ours is
 # $sbh\,(32 + 2as/h)$, and the small term 4w bs. The difference is dropout, which keeps masks of
 # one byte (2 sbh and as²b) and the scores after dropout (2as²b).
@@ -123,7 +128,7 @@ pl.program(model, pl.Plan(microbatch_size=8))
 
 # %%
 peak = pl.program(model, pl.Plan(microbatch_size=8)).peak()
-both = pd.DataFrame({"program": peak, "ledger": report.peaks().iloc[:, -1]}).dropna()
+both = pd.DataFrame({"program": peak, "ledger": report.peaks().iloc[:, -1]}).dropna().astype(int)
 print("total of the program:", f"{sum(peak.values()):,} bytes")
 print("peak of the run:     ", f"{report.peak_memory:,} bytes")
 both
@@ -132,7 +137,8 @@ both
 # *Workspace* is what one operation needs only while it runs; *buffers* are kept for several
 # operations: here the causal mask, with several devices also gradient buckets and gathered
 # weights. The totals are equal to the byte, so from here on most pictures are read off programs.
-# Where a step has two moments that are equally full, the columns may show one each.
+# Activations have fewer bytes here than in the cell before, because some are freed already when the
+# total is highest. Where two moments are equally full, the columns may show one each.
 #
 # ## Twice the tokens, more than twice the activations
 
@@ -158,15 +164,13 @@ view.bytes_bars(
 once, twice = (
     pl.program(spec, pl.Plan(microbatch_size=8)).most()["activations"]
     for spec in (model, model.replace(seq_len=256))
-)
+)  # the most activations of any moment; the bars show the moment with the highest total
 guess.reveal(round(twice / once, 2))
 
 # %% [markdown]
-# It is more than twice, because the term $w\,abs^2$ is quadratic in s. So with long samples or a
-# large batch activations dominate, and ZeRO, which shards model states, can reduce only the
-# smaller term. FlashAttention never writes the s × s scores:
-# in PyTorch it is `scaled_dot_product_attention`, here `attention="sdpa"`. It keeps one number per
-# row and head instead.
+# It is more than twice, because the term $w\,abs^2$ is quadratic in s. FlashAttention never writes
+# the s × s scores, and keeps one number per row and head instead. In PyTorch it is
+# `scaled_dot_product_attention`, here `attention="sdpa"`.
 #
 # ## Activation checkpointing: keep a block's input, compute the rest again
 # An activation can be **recomputed**. *Full* recomputation keeps only the input of each block, and
@@ -179,17 +183,24 @@ guess.reveal(round(twice / once, 2))
 pl.program(model, eight).diff(pl.program(model, eight.replace(recompute="full")))
 
 # %% [markdown]
-# With full recomputation L inputs stay. Two moments can be the peak. At the end of forward the L
-# inputs and the ends are there. When a block has been computed again in backward, it has all its
-# activations once more; by then the head's have been freed, and of the ends only the embedding's
-# token numbers, 8 bs bytes, are left. The larger of the two is the peak:
+# With full recomputation L inputs stay. Activations can be at their most at two moments. At the end
+# of forward the L inputs and the ends are there. When the last block has been computed again in
+# backward, it has all its activations once more; by then the head's have been freed, and of the
+# ends only the embedding's token numbers, 8 bs bytes, are left. The larger of the two is the most:
 #
-# $$M_\text{full} = L \cdot w\,bsh + \max\,(M_\text{ends},\; M_\text{block} - w\,bsh + 8\,bs),
-# \qquad
-# \frac{C_\text{full}}{C_\text{none}} = \frac{2F + B}{F + B} = \frac{2 + 2}{1 + 2} = \frac43$$
+# $$M_\text{full} = L \cdot w\,bsh + \max\,(M_\text{ends},\; M_\text{block} - w\,bsh + 8\,bs)$$
 #
-# with F the FLOPs of a forward and B = 2F those of a backward. How much does each of the three
-# save?
+# A forward of F FLOPs has a backward of 2F. With the second forward a step has
+# $(F + F + 2F) / (F + 2F) = 4/3$ of the FLOPs. And of the bytes?
+
+# %%
+full_guess = pl.exercises.guess(
+    "MB of activations at most with full recomputation (65.1 MB without)",
+    low=0,
+    high=66,
+    unit="MB",
+)
+full_guess
 
 # %% tags=["measured"]
 recomputed = {
@@ -204,16 +215,16 @@ one, all_of_them = (
     pl.program(model.replace(layers=n), pl.Plan(microbatch_size=b)).most()["activations"]
     for n in (1, L)
 )
-block = (all_of_them - one) / (L - 1)
-full = L * w * b * s * h + (block - w * b * s * h) + 8 * b * s
+block = (all_of_them - one) / (L - 1)  # what one more block adds
+full = L * w * b * s * h + max(one - block, block - w * b * s * h + 8 * b * s)
 held = recomputed["full"].memory.query("category == 'activations'")["bytes"].max()
-print(f"formula:  {full / 1e6:.2f} MB")
-print(f"measured: {held / 1e6:.2f} MB")
+print(f"formula: {full / 1e6:.2f} MB, measured: {held / 1e6:.2f} MB")
+full_guess.reveal(held / 1e6)
 
 # %% [markdown]
-# The second moment is the peak here: when the last block is computed again, the head's activations
-# have been freed, and of the ends only the token numbers are left. Gradients are not changed by one
-# bit, dropout included, because masks are drawn again from the same seeds:
+# The second moment has the most activations here. (The *total* is highest later, when most
+# gradients are there as well.) Gradients do not change by one bit, dropout included, because masks
+# are drawn again from the same seeds:
 
 # %%
 proof = {"optimizer": "sgd", "lr": 0.1, "steps": 2, "keep_state": True, "progress": False}
@@ -247,8 +258,9 @@ pl.exercises.checkpoint.check(my_checkpoint)
 # **Common mistakes**, as the checker sees them. No restored state: gradients are off by some per
 # cent, because other units were dropped (the loss falls all the same, so it goes unnoticed). One
 # state in a global: it is that of the last block when backward begins. Calling the block without
-# `enable_grad`: there is no graph. Not detaching: the second graph hangs on to the first. Making
-# the saved tensor itself the leaf: its `.grad` then lives as long as the graph does.
+# `enable_grad`: there is no graph. Not detaching `x` and calling `y.backward(gradient)`: it runs on
+# through the blocks before. Making the saved tensor itself the leaf: its `.grad` then lives as long
+# as the graph does.
 #
 # **A second solution** lets autograd run inside autograd: `torch.autograd.backward` fills the
 # parameters' `.grad` by itself, so forward need not take the parameters. It fails where `x` does
@@ -311,29 +323,26 @@ for name, apply in (("torch.utils.checkpoint", torchs_own), ("yours", my_checkpo
 view.memory_charts(runs)
 
 # %%
-for run in runs.values():
+for name, run in runs.items():
     same = run.losses == runs["the library's plan"].losses
     sent = run.collectives.query("step == 1")["wire_bytes"].sum()
-    print(f"losses as those of the plan: {same}; {sent:,} bytes sent in a step by both ranks")
+    print(f"{name}: losses of the plan: {same}; both ranks send {sent:,} bytes in a step")
 
 # %% [markdown]
 # The losses are equal bit for bit, and so is the traffic: recomputation sends nothing. What
 # torch's `checkpoint` (`use_reentrant=False`) recomputes is drawn as workspace, because the
-# observer sees no saved tensor; it is the same block. The peaks of the three differ by other
-# tensors, not by activations: the plan's gradients are in flat buffers, which exist from the
-# first block's backward on.
+# observer sees no saved tensor; it is the same block. The peaks differ by other tensors, not by
+# activations: the plan's gradients are in flat buffers, which exist from the first block's backward
+# on.
 #
-# ## More devices, the same memory: ZeRO shards states, not activations
-# People often ask why memory does not fall with more devices. [A maintainer of
-# DeepSpeed](https://github.com/deepspeedai/DeepSpeed/issues/2302) and [one of
-# fairscale](https://github.com/facebookresearch/fairscale/issues/1050) (the second of four
-# reasons) give the same first answer: each device has samples of its own, so its activations
-# stay. Pick an explanation before you run the cell.
+# ## More devices, the same memory
+# People often ask why memory does not fall with more devices. Pick an answer before you run the
+# cells.
 
 # %%
 pick = pl.exercises.choose(
     "ZeRO-3 with 8 samples per device, on 4 devices instead of 2. What happens to the peak?",
-    ["it is halved, for everything is sharded", "it falls a little", "it rises, for buffers grow"],
+    ["it is halved: everything is sharded", "it falls a little", "it rises: buffers grow"],
 )
 pick
 
@@ -357,6 +366,9 @@ print("a run on four ranks has the same peak, to the byte:", run.peak_memory == 
 pick.reveal(2, "States are halved, and they are the smaller part; activations stay.")
 
 # %% [markdown]
+# [A maintainer of DeepSpeed](https://github.com/deepspeedai/DeepSpeed/issues/2302) and [one of
+# fairscale](https://github.com/facebookresearch/fairscale/issues/1050) (the second of four
+# reasons) say so: each device has samples of its own, and ZeRO shards states, not activations.
 # The same happened [with a vision-language model under
 # `fully_shard`](https://github.com/pytorch/torchtitan/issues/1126), [in reinforcement learning
 # with ZeRO-3](https://github.com/huggingface/trl/issues/2784), and [with 3-D medical
@@ -369,7 +381,17 @@ pick.reveal(2, "States are halved, and they are the smaller part; activations st
 # [PyTorch's FSDP + TP example](https://github.com/pytorch/examples/issues/1319) was run on 4 GPUs
 # (2,161 to 2,411 MB), on 8 (2,141 to 2,395 MB) and on two nodes of 4. Tensor parallelism (`tp`,
 # lab 07) divides every layer, and with it the activations inside a layer; those between layers
-# stay whole. Four more ranks can join either axis:
+# stay whole. Four more ranks can join either axis.
+
+# %%
+tensor = pl.exercises.guess(
+    "peak with tp=4, dp=2, in per cent of that with tp=2, dp=2",
+    low=0,
+    high=100,
+    unit="%",
+    decimals=0,
+)
+tensor
 
 # %%
 axes = {
@@ -377,9 +399,10 @@ axes = {
     "8 devices: tp=2, dp=4": (model, four.replace(tp=2)),
     "8 devices: tp=4, dp=2": (model, zero3.replace(tp=4)),
 }
-view.bytes_bars(
-    peaks(axes), title="Four more ranks help on the tensor axis, hardly on the data axis"
-)
+bars = peaks(axes)
+two, _, more = (sum(parts.values()) for parts in bars.values())
+print("tp=4, dp=2:", tensor.reveal(100 * more / two))
+view.bytes_bars(bars, title="Four more ranks help on the tensor axis, hardly on the data axis")
 
 # %% [markdown]
 # ## A small model: buffers cost what sharding saves
@@ -398,8 +421,8 @@ stages = {
     "one device": (tiny, small.replace(dp=1)),
     "2 devices: data parallelism": (tiny, small),
     "ZeRO-2": (tiny, small.replace(zero_stage=2)),
-    "ZeRO-2, buckets of 256 kB": (tiny, fine.replace(zero_stage=2)),
-    "ZeRO-3": (tiny, fine.replace(zero_stage=3)),
+    "ZeRO-2, buckets of 256 KiB": (tiny, fine.replace(zero_stage=2)),
+    "ZeRO-3, buckets of 256 KiB": (tiny, fine.replace(zero_stage=3)),
 }
 print(f"{tiny.num_params:,} parameters")
 view.bytes_bars(peaks(stages), title="One large bucket costs more than ZeRO-2 saves")
@@ -419,6 +442,16 @@ view.bytes_bars(peaks(stages), title="One large bucket costs more than ZeRO-2 sa
 # images.
 
 # %%
+gathered = pl.exercises.guess(
+    "GB on each of 8 devices with all 40 blocks gathered, in fp32",
+    low=0,
+    high=60,
+    unit="GB",
+    decimals=0,
+)
+gathered
+
+# %%
 large = pl.ModelSpec(layers=40, hidden=2688, heads=16, seq_len=16)
 print(f"{large.num_params / 1e9:.2f} billion parameters")
 units = {"one device": (large, pl.Plan())}
@@ -426,22 +459,29 @@ for n in (2, 8):
     plan = pl.Plan(dp=n, zero_stage=3)
     units[f"{n} devices, next block gathered"] = (large, plan)
     units[f"{n} devices, all blocks gathered"] = (large, plan.replace(prefetch=40))
-view.bytes_bars(
-    peaks(units), title="With all blocks gathered at once each device holds all weights"
-)
+bars = peaks(units)
+print("all gathered:", gathered.reveal(sum(bars["8 devices, all blocks gathered"].values()) / 1e9))
+view.bytes_bars(bars, title="With all blocks gathered at once each device holds all weights")
 
 # %% [markdown]
 # That thread gives its numbers only as a screenshot. What the program says: with states sharded
 # and blocks gathered one by one, memory falls to nearly a quarter from 2 devices to 8 (29.2 GB to
 # 8.61 GB; a quarter would be 7.3 GB). Where it does not, look for what is whole: a unit that is
-# too large, or gathers that run ahead. In FSDP1 that is `limit_all_gathers`, in FSDP2 the modules
-# that get `fully_shard` of their own.
+# too large, or gathers that run ahead. FSDP1 limits these with `limit_all_gathers`; in FSDP2 the
+# modules that get `fully_shard` are the units.
 #
 # ## You added devices, but not to the group that shards
 # ZeRO divides model states by N, the size of the group that shards them. [That is the data-parallel
 # degree, not the number of GPUs](https://github.com/deepspeedai/DeepSpeed/issues/237): a model of
 # 40 billion parameters ran out of memory on 8 GPUs of 32 GB, all of them tensor-parallel, and the
-# answer was that "the minimum number of GPUs for a 40B parameters would be around 48 GPUs".
+# answer was that "the minimum number of GPUs for a 40B parameters would be around 48 GPUs". What
+# does the program say, with ZeRO-2, recomputation and one sample at a time?
+
+# %%
+gpus = pl.exercises.choose(
+    "40 billion parameters, tp=8, 32 GB on each GPU: how many GPUs are enough?", ["16", "32", "48"]
+)
+gpus
 
 # %%
 forty = pl.ModelSpec(layers=88, hidden=6144, heads=32, seq_len=1024, vocab=50304)
@@ -450,19 +490,20 @@ sharded = pl.Plan(tp=8, zero_stage=2, precision="fp16", recompute="full", microb
 groups = {f"{8 * n} GPUs: tp=8, dp={n}": (forty, sharded.replace(dp=n)) for n in (1, 2, 4, 6)}
 groups["48 GPUs, states sharded by 2"] = (forty, sharded.replace(dp=6, shard=2))
 title = "40 B parameters fit on 32 GPUs and more, if all data-parallel ranks shard states"
+print(gpus.reveal(2, "With dp=4, gradients and optimizer states are a quarter of those with dp=1."))
 view.bytes_bars(peaks(groups), {"32 GB GPU": 32 * 10**9}, title=title)
 
 # %% [markdown]
-# What is left free at 48 is needed: for the buckets of that time, for fragmentation, and for more
-# than one sample. The last bar is hybrid sharding, with copies of the states: as many GPUs, and
-# three times the optimizer states.
+# A real training also needs room for larger buckets, for fragmentation, and for more than one
+# sample. The last bar is hybrid sharding, with copies of the states: as many GPUs, and three times
+# the optimizer states.
 #
 # ## Before the first forward: the whole model on every device
-# The estimator of DeepSpeed said 0.49 GB, and [14,678 MiB were in use already after
+# The estimator of DeepSpeed said 0.49 GiB, and [14,678 MiB were in use already after
 # `deepspeed.initialize()`](https://github.com/deepspeedai/DeepSpeed/issues/4527): 6,805 million
 # parameters, 4 GPUs, everything offloaded. What do [the
 # estimators](https://github.com/deepspeedai/DeepSpeed/issues/965) estimate? For ZeRO-3, with Λ
-# parameters in the largest layer:
+# parameters in the largest layer (131 million in that thread):
 #
 # $$M_\text{GPU} = 4\Lambda + \begin{cases} 18\,\Psi/N & \text{nothing offloaded}\\
 # 2\,\Psi/N & \text{optimizer offloaded}\\ 0 & \text{parameters too}\end{cases}$$
@@ -527,8 +568,14 @@ for name, spec, largest in (("GPT-J-6B", gptj, 206), ("FLAN-T5-XL", t5, 65)):
 #
 # [The estimates are confusing](https://github.com/deepspeedai/DeepSpeed/issues/5102), says a
 # thread: none for ZeRO-1, gradients not partitioned in ZeRO-2, 16 bits only, and multipliers that
-# are too high. Here is what has to last through backward, in bytes per parameter on 4 ranks, for
-# both widths, next to the programs of a real size:
+# are too high. Each of the three parts of $M_\text{states}$ is divided by N if the stage shards it.
+# How many bytes per parameter does a rank hold until backward ends?
+
+# %%
+per_parameter = pl.exercises.guess(
+    "bytes of states per parameter, ZeRO-2 in bf16 on 4 ranks", low=0, high=16, unit="bytes"
+)
+per_parameter
 
 # %%
 sizes = {}
@@ -540,16 +587,17 @@ for precision, w in (("fp32", 4), ("bf16", 2)):
         lasting = (held["parameters"] + held["optimizer"]) / gptj.num_params
         row = sizes.setdefault(f"ZeRO-{stage}", {})
         row[f"{precision}, formula"] = w / p + w / g + optimizer / o
-        row[f"{precision}, program without gradients"] = round(lasting, 3)
+        row[f"{precision}, without gradients"] = w / p + optimizer / o
+        row[f"{precision}, the same by program"] = round(lasting, 3)
+print("ZeRO-2 in bf16:", per_parameter.reveal(sizes["ZeRO-2"]["bf16, formula"]))
 pd.DataFrame(sizes).T
 
 # %% [markdown]
-# The difference of the two columns is w/N or w, the gradients. In ZeRO-1 the whole gradient is
-# there in backward, and only the rank's part when the optimizer begins; the exercise below asks
-# for the second. DeepSpeed's 18 bytes are 2 more than 16. [Its maintainers
-# list](https://github.com/deepspeedai/DeepSpeed/pull/5099) 2 for parameters, 2 + 4 for gradients,
-# 4 for master weights and 8 for moments. These are 20; the 18 has 2 less, which we read as parts
-# that are not alive together.
+# In ZeRO-1 the whole gradient is there in backward, and only the rank's part when the optimizer
+# begins; the exercise below asks for the second. DeepSpeed's 18 bytes are 2 more than 16. [Its
+# maintainers list](https://github.com/deepspeedai/DeepSpeed/pull/5099) 2 for parameters, 2 + 4 for
+# gradients, 4 for master weights and 8 for moments. These are 20; the 18 has 2 less, which we read
+# as parts that are not alive together.
 #
 # ## Buffers that add up
 # A fused buffer makes calls fast, and a buffer for *all* gradients grows with the model. ZeRO
@@ -562,7 +610,7 @@ pd.DataFrame(sizes).T
 # %%
 narrow = pl.ModelSpec(layers=8, hidden=128, heads=4, seq_len=16)
 excess = 11190 - 2 * 2739
-print(f"{excess:,} MB too many are {excess / 25:.0f} buffers of 25 MB, fairscale's default size")
+print(f"{excess:,} MB too many: {excess / 25:.0f} buffers of 25 MB, fairscale's default size")
 buffers = {}
 for layers in (2, 4, 8):
     for name, size in (("one for all", 2**30), ("1 MiB at a time", 2**20)):
@@ -586,7 +634,7 @@ from paralab.instruments import heap
 step = heap.storages(model, eight)
 history = heap.cached(step)
 last = max(storage.died for storage in step)
-kept = sum(s.bytes for s in step if s.died == last and s.category != "gradients")
+kept = sum(s.bytes for s in step if s.died == last and s.category != "gradients")  # model states
 figures = {
     "allocated, after the step": kept,
     "allocated, at the peak": max(allocated for _, allocated, _ in history),
@@ -603,8 +651,14 @@ for name, size in figures.items():
 #
 # That also answers [why reserved memory stays between 28 and 24 GB from 1 to 4 nodes while
 # allocated memory halves](https://github.com/pytorch/pytorch/issues/82001). `memory_allocated()` is
-# asked after the step, when only states are left. Reserved memory is the peak's. A GPT of T5-3B's
-# size, four samples of 512 tokens on each of 8 GPUs per node:
+# asked after the step, when only states are left. Reserved memory stays as large as the peak made
+# it. Take a GPT of T5-3B's size, and four samples of 512 tokens on each of 8 GPUs per node:
+
+# %%
+fourth = pl.exercises.guess(
+    "peak on four nodes, in per cent of that on one", low=0, high=100, unit="%", decimals=0
+)
+fourth
 
 # %%
 written = t5.replace(attention="explicit")
@@ -616,29 +670,32 @@ for n in (1, 2, 3, 4):
     nodes[f"{n} node{'s' * (n > 1)}: after the step"] = states
     nodes[f"{n} node{'s' * (n > 1)}: at the peak"] = program.peak()
 title = "On four nodes memory is a quarter after the step, but four fifths at the peak"
+first, last = (sum(nodes[f"{n}: at the peak"].values()) for n in ("1 node", "4 nodes"))
+print("four nodes:", fourth.reveal(100 * last / first))
 view.bytes_bars(nodes, title=title)
 
 # %% [markdown]
 # ## Enough free memory, but not in one piece
 # An allocator cannot move what it has given. Place the storages of the step in one address space,
 # each where it first fits. Towards the end of backward most of it is free again, and long-lived
-# gradients stand between the pieces:
+# gradients stand between the pieces. Run both cells with other values of `apart`, too: what happens
+# to the largest piece?
 
 # %%
 moment = max(storage.died for storage in step if storage.category == "activations")
 spaces = {
     "as they come": heap.first_fit(step),
-    "what lives for more than 200 events apart": heap.first_fit(step, apart=200),
+    "long-lived storages apart": heap.first_fit(step, apart=200),  # more than 200 events
 }
 view.addresses(spaces, moment)
 
 # %%
-request = 20 * 10**6
+request = sum(max(space.gaps(moment)) for space in spaces.values()) / len(spaces)
 for name, space in spaces.items():
     gaps = space.gaps(moment)
     fits = "is served" if max(gaps) >= request else "FAILS"
     print(f"{name}: {sum(gaps) / 1e6:.1f} of {space.extent / 1e6:.1f} MB are free", end=", ")
-    print(f"largest piece {max(gaps) / 1e6:.1f} MB: a request of 20 MB {fits}")
+    print(f"largest piece {max(gaps) / 1e6:.1f} MB: a request of {request / 1e6:.1f} MB {fits}")
 
 # %% [markdown]
 # This is **fragmentation**. ZeRO-R (M<sub>D</sub>, sec. 6.3) gives long-lived tensors regions of
@@ -647,7 +704,8 @@ for name, space in spaces.items():
 #
 # ## One byte too many
 # Give the rank less memory than the step needs. It fails at the first tensor that does not fit, and
-# says what fills the device and what would help:
+# says what fills the device and what would help. Which is the smallest limit, in tenths of a MB,
+# with which the step runs? Find it above, and try it:
 
 # %%
 try:
@@ -679,8 +737,8 @@ pl.exercises.memory_clinic.check(treatment)
 # ## Go further: an estimator that is right to the byte
 
 # %%
-ledger = pl.exercises.memory_estimator
-ledger
+exercise = pl.exercises.memory_estimator
+exercise
 
 # %%
 ### ANSWER: memory_estimator
@@ -708,7 +766,7 @@ pl.exercises.memory_estimator.check(my_estimate)
 # %% [markdown]
 # ## What to remember
 # 1. Model states take 16 Ψ bytes with AdamW, whatever the batch; activations take
-#    $w\,bsh\,(16 + as/h)$ per block, whatever the optimizer.
+#    about $w\,bsh\,(16 + as/h)$ per block, whatever the optimizer.
 # 2. Without recomputation a device holds most where forward ends and backward begins.
 # 3. Full recomputation keeps one input per block and costs a third more FLOPs; gradients are the
 #    same bits if dropout's random state is restored.
