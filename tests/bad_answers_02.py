@@ -221,8 +221,8 @@ class ForFour(Good):
         return flat / 4
 
 
-class UntilTheFourth(Good):
-    """Right in four steps."""
+class UntilTheSecond(Good):
+    """Right in two steps."""
 
     count = 0
 
@@ -231,7 +231,7 @@ class UntilTheFourth(Good):
         super().finish()
 
     def mean(self, flat):
-        return super().mean(flat) * (1 if self.count <= 4 else 2)
+        return super().mean(flat) * (1 if self.count <= 2 else 2)
 
 
 class ForgetsOne(Good):

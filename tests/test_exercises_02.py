@@ -48,7 +48,7 @@ DDPS = [
     (bad.Sums, {"gradients", "weights"}, "it is 4 times what is required"),
     (bad.AveragesTwice, {"gradients", "weights"}, "it is 0.25 times what is required"),
     (bad.ForFour, {"weights"}, "weights: rank 0: embedding.token.weight, element (0, 0): "),
-    (bad.UntilTheFourth, {"gradients"}, "in backward 5 of the timed model, rank 0 has "),
+    (bad.UntilTheSecond, {"gradients"}, "in backward 3 of the timed model, rank 0 has "),
     (bad.ForgetsOne, {"gradients"}, "rank 0: blocks.0.norm1.bias, element 0: "),
     (bad.ForgetsTheRest, {"gradients"}, "embedding.token.weight, element (0, 0): "),
     (bad.Nothing, {"gradients", "weights", "bytes per rank"}, "no gradient was sent"),

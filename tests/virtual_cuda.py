@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from paralab.instruments.memory import tensors
 from paralab.spec import Cluster
 from paralab.spec.links import Reach
 from paralab.theory.traffic import most_sent
@@ -155,7 +155,8 @@ class Work:
     def wait(self) -> None:
         chain = Machine.here.stream().chain
         Machine.here.order(chain, self.event, really=False)
-        chain.works = (*chain.works, *self.event.works)
+        left = (work for work in chain.works if work not in Machine.here.over)
+        chain.works = (*left, *self.event.works)
 
 
 class Memory:
@@ -220,6 +221,7 @@ class Machine:
         self.lock, self.local = threading.RLock(), threading.local()
         self.nodes: list[Node] = []
         self.wrong: list[str] = []  # races, meetings
+        self.over: set[Any] = set()  # calls of gloo whose data is there: not waited for again
         self.contexts: set[int] = set()  # GPUs on which this process has made one
         self.inside = False  # a step
         self.main = threading.get_ident()
@@ -306,7 +308,9 @@ class Machine:
             return  # never recorded: CUDA does not wait
         if really:
             for work in event.works:
-                work.wait()
+                if work not in self.over:
+                    work.wait()
+                    self.over.add(work)
         with self.lock:
             self.launch(chain)
             self._put(chain, 0.0, (event.node,), (), "wait")
@@ -396,8 +400,8 @@ class Machine:
     ) -> None:  # fmt: skip
         """An operation on a chain looks for what may still be in flight on others."""
         with self.lock:
-            for tensors, write in ((reads, False), (writes, True)):
-                for tensor in tensors:
+            for some, write in ((reads, False), (writes, True)):
+                for tensor in some:
                     memory = self.memory(tensor)
                     others = [memory.wrote, memory.read] if write else [memory.wrote]
                     for other, (at, by) in [pair for some in others for pair in some.items()]:
@@ -505,18 +509,17 @@ class _Watch(TorchDispatchMode):
         if any(name in schema.name for name in MEETS) and not _on_host(machine, args):
             machine.meeting(schema.name)
         if func.is_view or schema.name in FREE:
-            for tensor in tree_leaves(made):
-                if isinstance(tensor, Tensor):
-                    machine.memory(tensor)  # made on this stream
+            for tensor in tensors(made):
+                machine.memory(tensor)  # made on this stream
             return made
         reads, writes = [], []
         for number, argument in enumerate(schema.arguments):
             value = args[number] if number < len(args) else (kwargs or {}).get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if written else reads).extend(t for t in tree_leaves(value) if _is(t))
+            (writes if written else reads).extend(t for t in tensors(value) if _is(t))
         size = sum(t.nbytes for t in writes) * (schema.name not in OVERWRITES)  # read before
         given = {t.untyped_storage()._cdata for t in (*reads, *writes)}
-        for tensor in tree_leaves(made):
+        for tensor in tensors(made):
             if _is(tensor) and tensor.untyped_storage()._cdata not in given:
                 writes.append(tensor)
         if (reads or writes) and _on_host(machine, (reads, writes)):
@@ -552,8 +555,8 @@ def _on_host(machine: Machine, values: Any) -> bool:
     """Whether this is the host's own work: its lane's, or on page-locked memory alone."""
     if machine.apart():
         return True
-    tensors = [t for t in tree_leaves(values) if _is(t)]
-    return bool(tensors) and all(machine.memory(t).home == "" for t in tensors)
+    some = [t for t in tensors(values) if _is(t)]
+    return bool(some) and all(machine.memory(t).home == "" for t in some)
 
 
 # ---- in place of torch's -------------------------------------------------------------------------
@@ -658,8 +661,8 @@ def _nccl(machine: Machine, comm: Any, transports: Any) -> None:
         sends = [(one.tensor, one.peer) for one in ops if one.op is dist.isend]
         takes = [(one.tensor, one.peer) for one in ops if one.op is not dist.isend]
         keys = [(me, peer) for _, peer in sends] + [(peer, me) for _, peer in takes]
-        tensors = [[tensor for tensor, _ in some] for some in (sends, takes)]
-        return [machine.call(group, "message", keys, *tensors, real)]
+        both = [[tensor for tensor, _ in some] for some in (sends, takes)]
+        return [machine.call(group, "message", keys, *both, real)]
 
     gather = transports.ASK["all_gather"]
     transports.ASK.update(

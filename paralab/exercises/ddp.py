@@ -32,7 +32,7 @@ BUCKET = 48 * 1024
 # What is timed: backwards of this model, on these links.
 TIMED = ModelSpec.preset("laptop")
 TIMED_BUCKET = 512 * 1024
-BACKWARDS = 5  # what a step leaves behind costs memory, or is summed again, in a later one
+BACKWARDS = 3  # what a step leaves behind costs memory, or is summed again, in a later one
 BACKWARD_S = 12e-3
 CALL_S, LINK = 0.25e-3, Link(alpha=0.25e-3, bandwidth=625e6)  # of a call, whatever its messages
 CLUSTER = Cluster(

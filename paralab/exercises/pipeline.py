@@ -66,7 +66,9 @@ def one_step(
     rank, lists = watch.group.index, lists_of(name, p, m, v)
     model = MODEL.replace(layers=v * p)
     sizes = {"microbatches": m, "microbatch_size": SAMPLES, "seed": seed}
-    batches, right = reference.batches(model, step=0, **sizes), trained(model, **sizes)[1]
+    batches = reference.batches(model, step=0, **sizes)
+    with watch.unseen():
+        right = trained(model, **sizes)[1]
     stages = {s: reference.Stage(model, s, v * p, seed) for s in range(rank, v * p, p)}
     kept, passing = zip(
         *(_measured(watch, stage, batches[0]) for stage in stages.values()), strict=True

@@ -1,7 +1,7 @@
 """Lab 02: gradients averaged over the ranks after each backward.
 
 The answer trains the reference GPT on 3 and 4 ranks, and is compared with one process: gradients
-after one step, weights after three, with SGD, which hides no wrong factor. `my_ddp`, the wrapper
+after one step, weights after two, with SGD, which hides no wrong factor. `my_ddp`, the wrapper
 whose hooks do this while backward still runs, trains in the same way (ddp.py).
 """
 
@@ -22,11 +22,11 @@ RANKS = 4
 # Small, micro-batches that add up, two full buckets and one that is not.
 MODEL = ModelSpec(layers=2, hidden=32, heads=2, seq_len=16)
 BATCH = {"microbatches": 2, "microbatch_size": 2}
-RUNS = {"gradients": (1, RANKS), "weights": (3, 3)}  # limit: steps and ranks
+RUNS = {"gradients": (1, RANKS), "weights": (2, 3)}  # limit: steps and ranks
 PADDING = 1.001
 ASKED = {
     "gradients": f"of one step on {RANKS} ranks: those of one process",
-    "weights": "after 3 steps of SGD: those of one process",
+    "weights": "after 2 steps of SGD: those of one process",
     "bytes per rank": "at most 2(N-1)/N · 4Ψ in a step (and 0.1 % for padding)",
 }
 GRADIENTS, WEIGHTS, BYTES = ASKED

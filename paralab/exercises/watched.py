@@ -121,6 +121,12 @@ class Watch(PeakMemory):
             vars(torch.distributed).update(ours)
 
     @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Within, no tensor is counted: this package computes what is right, not the answer."""
+        with _disable_current_modes():
+            yield
+
+    @contextlib.contextmanager
     def section(self) -> Iterator[Section]:
         """Bytes from here on, beyond those that are alive now."""
         if not tracemalloc.is_tracing():

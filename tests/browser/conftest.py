@@ -54,21 +54,60 @@ def open_notebook(
     request.node.stash[PICTURES] = tmp_path
 
     def start(path: Path | None = None, *, cells: list[str] | None = None) -> Notebook:
-        name = f"{len(list(server.notebooks.iterdir())):02}-{path.name if path else 'test.ipynb'}"
-        if path is not None:
-            notebook = nbformat.read(path, as_version=4)
-        else:
-            spec = {"name": "python3", "display_name": "Python 3"}
-            notebook = nbformat.v4.new_notebook(metadata={"kernelspec": spec})
-        notebook.cells += [nbformat.v4.new_code_cell(source) for source in cells or []]
-        nbformat.write(notebook, server.notebooks / name)
-        opened.append(Notebook(browser, server, name))
+        opened.append(Notebook(browser, server, _placed(server, path, cells or [])))
         opened[-1].open()
         return opened[-1]
 
     yield start
     for notebook in opened:
         notebook.close()
+
+
+@pytest.fixture(scope="package")
+def pages(browser: sync_api.BrowserContext, server: Server) -> Iterator[list[Notebook]]:
+    """The page of `next_notebook`, once there is one."""
+    opened: list[Notebook] = []
+    yield opened
+    for notebook in opened:
+        notebook.close()
+
+
+@pytest.fixture
+def next_notebook(
+    request: pytest.FixtureRequest,
+    browser: sync_api.BrowserContext,
+    server: Server,
+    pages: list[Notebook],
+    tmp_path: Path,
+) -> Callable[[Path], Notebook]:
+    """``next_notebook(path)``: a copy of a notebook, opened in the JupyterLab in which the one
+    before was. To load JupyterLab takes several times as long as to open a notebook.
+    """
+    request.node.stash[OPENED], request.node.stash[PICTURES] = pages, tmp_path
+
+    def start(path: Path) -> Notebook:
+        name = _placed(server, path, [])
+        if pages:
+            pages[0].turn_to(name)
+        else:
+            pages.append(Notebook(browser, server, name))
+            pages[0].open()
+        return pages[0]
+
+    return start
+
+
+def _placed(server: Server, path: Path | None, cells: list[str]) -> str:
+    """The name of a new notebook on the server: what ``path`` has, and these cells."""
+    name = f"{len(list(server.notebooks.iterdir())):02}-{path.name if path else 'test.ipynb'}"
+    if path is not None:
+        notebook = nbformat.read(path, as_version=4)
+    else:
+        spec = {"name": "python3", "display_name": "Python 3"}
+        notebook = nbformat.v4.new_notebook(metadata={"kernelspec": spec})
+    notebook.cells += [nbformat.v4.new_code_cell(source) for source in cells]
+    nbformat.write(notebook, server.notebooks / name)
+    return name
 
 
 @pytest.hookimpl(wrapper=True)

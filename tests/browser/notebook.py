@@ -81,6 +81,17 @@ class Notebook:
     def open(self) -> None:
         """Load it and wait for an idle kernel."""
         self.page.goto(f"{self.server.url}/doc/tree/{self.name}?reset&token={self.server.token}")
+        self._until_ready()
+
+    def turn_to(self, name: str) -> None:
+        """Leave it as it is stored, end its kernel, and open another one in its place."""
+        before, self.name = self._sessions(), name
+        self.wrong.clear()
+        self.page.evaluate("(path) => lab.turnTo(path)", name)
+        self._until_ready()
+        self._end(before)
+
+    def _until_ready(self) -> None:
         known = lambda what: self.page.evaluate(f"() => window.lab?.{what}()")  # noqa: E731
         self.wait(
             lambda: known("ready") or known("dialogs"), HANG_S,
@@ -207,8 +218,14 @@ class Notebook:
     def close(self) -> None:
         """Close the page and shut its kernel down."""
         self.page.close()
-        for session in self.server.request("api/sessions"):
-            self.server.request(f"api/sessions/{session['id']}", method="DELETE")
+        self._end(self._sessions())
+
+    def _sessions(self) -> list[str]:
+        return [session["id"] for session in self.server.request("api/sessions")]
+
+    def _end(self, sessions: list[str]) -> None:
+        for session in sessions:
+            self.server.request(f"api/sessions/{session}", method="DELETE")
 
 
 def _first_line(cell: dict[str, Any]) -> str:

@@ -25,6 +25,14 @@ window.lab = (() => {
     return context?.isReady && context.session?.kernel?.status === "idle" && cells().length > 0;
   };
 
+  // Another notebook in the place of the one that is shown.
+  const turnTo = async (path) => {
+    const { shell, commands } = window.jupyterapp;
+    said.length = 0;
+    shell.currentWidget.dispose();
+    shell.activateById((await commands.execute("docmanager:open", { path })).id);
+  };
+
   // One entry per cell: what the model holds, and whether the page says that it waits or runs.
   const state = () =>
     cells().map((widget, index) => {
@@ -187,5 +195,8 @@ window.lab = (() => {
   const height = () =>
     cells().reduce((sum, cell) => sum + cell.node.getBoundingClientRect().height, 0);
 
-  return { said, listen, ready, state, write, stands, ended, figures, missing, buttons, crowded, dialogs, height };
+  return {
+    ...{ said, listen, turnTo, ready, state, write, stands, ended },
+    ...{ figures, missing, buttons, crowded, dialogs, height },
+  };
 })();

@@ -29,8 +29,8 @@ def shows(place: Locator, number: int) -> bool:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_lab_opens_with_its_pictures(open_notebook, path):
-    lab = open_notebook(path)
+def test_a_lab_opens_with_its_pictures(next_notebook, path):
+    lab = next_notebook(path)
     for cell in lab.cells():
         stored = [o for o in cell["outputs"] if {PLOTLY, PNG} & o.get("data", {}).keys()]
         if stored:
