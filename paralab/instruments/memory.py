@@ -25,8 +25,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-FROM_OUTSIDE = torch.ops.aten.lift_fresh.default  # a view to torch, of a storage not met before
-
 
 def tensors(values: Any) -> list[Tensor]:
     """The tensors in what an operation is given or returns, in their order: in tuples, lists and
@@ -161,10 +159,10 @@ class PeakMemory(Storages):
         if self._dead:
             self._settle()
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if not func.is_view or func is FROM_OUTSIDE:  # most are views, which make no storage
-            for tensor in tensors((args, kwargs, result)):
-                self._meet(tensor)
-            self.peak = max(self.peak, self.live)
+        # Most operations make views, and no storage: one tensor of them is enough.
+        for tensor in tensors(result)[:1] if func.is_view else tensors((args, kwargs, result)):
+            self._meet(tensor)
+        self.peak = max(self.peak, self.live)
         return result
 
     def _born(self, storage: torch.UntypedStorage) -> str | None:
