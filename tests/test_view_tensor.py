@@ -77,6 +77,8 @@ def test_drawn_blocks_cover_each_matrix_once(mode):
 @pytest.mark.parametrize(("plan", "role", "said"), [
     ({"tp": 4}, "up", "1D on 4 ranks: every rank holds all of X and 1/4 of W and Y"),
     ({"tp": 4}, "down", "1D on 4 ranks: every rank holds all of Y and 1/4 of X and W"),
+    ({"tp": 4, "sequence_parallel": True}, "up",
+     "1D, sequence parallel, on 4 ranks: every rank holds 1/4 of X, W and Y"),
     (GRIDS["2d, 4"], "up", "2D on 4 ranks: every rank holds 1/4 of X, W and Y"),
     (GRIDS["2.5d, 8"], "up", "2.5D on 8 ranks: every rank holds 1/4 of W and 1/8 of X and Y"),
     (GRIDS["3d, 8"], "proj", "3D on 8 ranks: every rank holds 1/8 of X, W and Y"),
@@ -85,6 +87,8 @@ def test_the_title_says_how_much_a_rank_holds(plan, role, said):
     chart = view.blocks(pl.Plan(**plan), role=role)
     assert chart.finding == said
     assert repr(chart).startswith(f"Chart(blocks of X, W, Y of “{role}”")
+    several = chart.table.drop(columns="rank").duplicated().any()
+    assert ("grey:" in chart.layout.title.text) == several
 
 
 def test_a_rank_has_one_colour_in_every_figure_by_day_and_by_night():

@@ -29,10 +29,7 @@ from paralab.view.schematics import drawn
 RANK_COLOUR = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB")
 RANK_COLOUR += ("#44BB99", "#BBCC33", "#99DDFF", "#C8B6D9")
 NAMES = ("X", "W", "Y")
-SIDES = {  # of the matrices by role: what is behind the letters
-    True: ("tokens × between the layers", "in × out", "tokens × residual stream"),
-    False: ("tokens × residual stream", "in × out", "tokens × between the layers"),
-}
+SIDES = ("tokens × in", "in × out", "tokens × out")  # what is behind the letters
 MOST_RANKS = 64
 PITCH, GAP = 1.36, 0.012  # from one matrix to the next, in sides; between two blocks
 COLUMNS = "matrix rank row_start row_stop column_start column_stop"
@@ -79,11 +76,11 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     choice("role", role, tuple(ROLES))
     found = splits(plan, role)
     cells = [cell for name in NAMES for cell in held(plan, name, found[name])]
-    said = f"{MODE_NAME[plan.tp_mode]} on {plan.tp} ranks"
-    below = f"layer “{role}”, before and after the product · a rank has one colour; grey: several "
-    fig = picture(
-        cells, f"{said}: {finding(cells)}", f"{below}ranks hold the same", SIDES[role in OUTWARD]
-    )
+    parallel = ", sequence parallel," * plan.sequence_parallel
+    said = f"{MODE_NAME[plan.tp_mode]}{parallel} on {plan.tp} ranks"
+    below = f"layer “{role}”: X before its messages, Y after them · a rank has one colour"
+    below += "; grey: several ranks hold it" * any(len(cell.ranks) > 1 for cell in cells)
+    fig = picture(cells, f"{said}: {finding(cells)}", below)
     return fig.explained(
         f"blocks of X, W, Y of “{role}”, {said}: their ranks", (COLUMNS, table(cells))
     )
@@ -150,12 +147,10 @@ def table(cells: Iterable[Block]) -> list[tuple]:
 
 
 # ---- drawing ------------------------------------------------------------------------------------
-def picture(
-    cells: Sequence[Block], title: str, below: str, sides: Sequence[str], arrows: Sequence = ()
-) -> Chart:
+def picture(cells: Sequence[Block], title: str, below: str, arrows: Sequence = ()) -> Chart:
     """The three matrices side by side. arrows: ((x, y) from, (x, y) to) in the figure."""
     found, notes = [], []
-    for number, (name, side) in enumerate(zip(NAMES, sides, strict=True)):
+    for number, (name, side) in enumerate(zip(NAMES, SIDES, strict=True)):
         x = number * PITCH
         found.append(Cell((x, x + 1), (0.0, 1.0), "rgba(0,0,0,0)", edge=theme.look().hatch))
         head = f"<b>{name}</b>  <span style='font-size:13px'>{side}</span>"

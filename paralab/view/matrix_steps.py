@@ -32,7 +32,6 @@ from paralab.view.matrix_blocks import (
 if TYPE_CHECKING:
     from paralab.view.chart import Chart
 
-SIDES = ("tokens × in", "in × out", "tokens × out")
 LOW = "₀₁₂₃₄₅₆₇₈₉"
 MOST_TERMS = 3  # that are written out in a block of Y
 
@@ -62,7 +61,7 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     steps = cube(plan) if plan.tp_mode == "3d" else summa(plan)
     if step is not None:
         step = whole("step", step, at_least=0, at_most=len(steps) - 1)
-    pictures = [picture(s.cells, s.title, _below(plan), SIDES, s.arrows) for s in steps]
+    pictures = [picture(s.cells, s.title, _below(plan), s.arrows) for s in steps]
     fig, said = pictures[step or 0], f"{len(steps)} steps"
     if step is None:
         _animate(fig, steps, pictures)
