@@ -120,8 +120,8 @@ def crossover(
     marks, notes, shapes = _marks(found, best, (low, high))
     fig = figure(
         theme.text(_finding(name, best, tp, high)),
-        f"{' and '.join(PAIR)}, forward and backward, one micro-batch · counted, not run · "
-        "dotted: from here on another mode sends least",
+        "both layers, forward and backward, one micro-batch · counted, not run · vertical "
+        "line: another mode sends least from here on · dot: a grid sends less than 1D from here on",
         height=470,
         legend={"y": -0.2, "yanchor": "top"},
         xaxis=log_axis("tokens per micro-batch", low, high, ""),
