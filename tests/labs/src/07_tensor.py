@@ -16,7 +16,7 @@
 # * explain every collective in the log of a tensor-parallel run, and compute its bytes;
 # * write both layers and the vocabulary-parallel loss in plain PyTorch, and train a GPT with them;
 # * say what sequence parallelism adds, and what it costs;
-# * find the missing gradient sum that no loss curve shows.
+# * find a gradient that was never summed, by comparing it with that of one process.
 #
 # **You need** lab 01 (collectives and their bytes); products of block matrices and the chain rule;
 # `nn.Module` and `torch.autograd.Function`. **Minutes**: 120–150, of which 60 for the exercises.
@@ -34,10 +34,10 @@ view.blocks(columns, role="up")
 # %% [markdown]
 # In data parallelism and ZeRO every device computes whole layers for its own samples. In **tensor
 # parallelism** all t devices work on the same tokens, and each holds a t-th of every weight
-# matrix. The picture shows the first layer of an MLP: X is replicated, and rank r has the columns
-# W_r of the weight. It computes the columns Y_r of the result without asking any other rank. In
-# the pictures W is A or B, and X and Y are the layer's input and output. The library calls this
-# layout 1D.
+# matrix. The picture shows the first layer of an MLP, called `up`: X is replicated, and rank r has
+# the columns W_r of the weight. It computes the columns Y_r of the result without asking any other
+# rank. In the pictures W is A or B, and X and Y are the layer's input and output. The library
+# calls this layout 1D.
 #
 # | symbol | meaning |
 # |---|---|
@@ -46,6 +46,7 @@ view.blocks(columns, role="up")
 # | a, V, L | heads, vocabulary, layers (blocks) |
 # | X, A, B | input of an MLP (b s × h), its weights (h × 4h and 4h × h) |
 # | W_r | rank r's part of a weight |
+# | M | bytes of activations that a block keeps for backward |
 # | E | elements that a rank sends |
 # | S | bytes of a whole tensor: an all-reduce of it sends 2(t−1)/t · S per rank (lab 01) |
 #
@@ -57,7 +58,6 @@ view.blocks(columns, role="up")
 #
 # By columns, each rank has some *columns of the result*. By rows, each rank has *one term of a
 # sum* for every entry of the result. GELU acts on single entries, so it can be applied to columns.
-# It must not be applied to terms: $\mathrm{GELU}(u + v) \neq \mathrm{GELU}(u) + \mathrm{GELU}(v)$.
 #
 # The second matrix is then cut by rows, because rank r has exactly the columns of GELU(XA) that
 # meet its rows of B:
@@ -69,8 +69,9 @@ view.blocks(columns, role="up")
 view.blocks(columns, role="down")
 
 # %% [markdown]
-# The intermediate activation, b s × 4h numbers, is never communicated. A single all-reduce of the
-# partial products completes the pair. What would the other cuts cost, and are they right?
+# The intermediate activation, b s × 4h numbers, is never communicated. Each rank multiplies its
+# columns of X with its rows of W, and a single all-reduce adds the four products. What would other
+# cuts cost, and are they right?
 
 # %%
 cuts = ["A by columns, B by rows", "A by rows, B by columns", "A by rows, summed after GELU"]
@@ -105,11 +106,11 @@ table = pd.DataFrame({"calls": calls.size(), "kB sent": calls.wire_bytes.sum() /
 table.assign(right=[error < 1e-5 for error in traced.results[0]])
 
 # %%
-which.reveal(3, "GELU was applied to the terms of the sum X A, and not to the sum.")
+which.reveal(3, "GELU acts on terms of the sum X A, and GELU(u + v) is not GELU(u) + GELU(v).")
 
 # %% [markdown]
 # Attention is such a pair too. Head i needs only its own columns of the query, key and value
-# weights, and it meets only its own rows of the output projection:
+# weights, and its result is multiplied with its own rows of the output projection only:
 #
 # $$Q_i = XW^Q_i,\quad K_i = XW^K_i,\quad V_i = XW^V_i,\qquad
 # Z = \sum_{i=1}^{a} \mathrm{softmax}\!\left(\frac{Q_iK_i^\top}{\sqrt{h/a}}\right)V_i\,W^O_i$$
@@ -129,7 +130,7 @@ calls_guess
 
 # %% [markdown]
 # ## f and g: one all-reduce in each direction
-# Now backward. ∂Z stands for the gradient of the loss with respect to Z. For $Z = \sum_r
+# In backward, ∂Z stands for the gradient of the loss with respect to Z. For $Z = \sum_r
 # \mathrm{GELU}(XA_r)B_r$ every rank knows $\partial Z$, because Z is replicated. The chain rule
 # gives each rank everything it needs for its own weights:
 #
@@ -208,8 +209,8 @@ pl.exercises.tensor_mlp.check(MyMLP)
 
 # %% [markdown]
 # ## Attention by heads
-# The same with heads. `qkv` has 3h outputs in the order query, key, value. A contiguous t-th of
-# its rows is *not* a t-th of the heads: with t = 2, rank 0 would get all queries and half of the
+# Attention is cut by heads. `qkv` has 3h outputs in the order query, key, value. A contiguous t-th
+# of its rows is *not* a t-th of the heads: with t = 2, rank 0 would get all queries and half of the
 # keys. The same mistake is easily made when a checkpoint is loaded with another t.
 
 # %%
@@ -223,10 +224,6 @@ attention_exercise
 
 verdict_attention = pl.exercises.tensor_attention.check(MyAttention)
 verdict_attention
-
-# %% [markdown]
-# Stuck? `attention_exercise.hint()` gives one hint at a time, `.solution()` shows an answer. The
-# same holds for every exercise.
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Viewed as (3, heads, h/a, h), the weight can be cut along the heads, and the
@@ -290,9 +287,8 @@ def in_blocks(report):
     calls = report.collectives.query("rank == 0 and step == 1")
     way = calls["phase"].str.removeprefix("linear_")
     calls = calls[way.isin(["forward", "backward"])]
-    return calls.groupby(way).agg(
-        calls=("op", "size"), kB=("wire_bytes", lambda sent: sent.sum() / 1e3)
-    )
+    sent = calls.groupby(way).agg(calls=("op", "size"), kB=("wire_bytes", lambda b: b.sum() / 1e3))
+    return sent.loc[["forward", "backward"]]
 
 
 in_blocks(report)
@@ -307,9 +303,10 @@ if own:
 view.memory_bars({"your layers": own, "the library": report}) if own else None
 
 # %% [markdown]
-# The calls and bytes in the blocks are the same. The memory is not: your embedding and head are
-# still whole on every rank, and the library cuts those by entries of the vocabulary. This is the
-# subject of the section *The logits stay where they are*.
+# Once all three exercises are solved, the two cells above show your GPT. In the blocks its calls
+# and bytes are the library's. Its memory is not: your embedding and head are replicated, and the
+# library cuts both by entries of the vocabulary, the subject of the section *The logits stay where
+# they are*.
 
 # %%
 per_block = in_blocks(report)["calls"].sum() / model.layers
@@ -329,13 +326,23 @@ pl.program(model, pl.Plan(microbatch_size=4)).diff(pl.program(model, columns))
 view.timelines(report.replay(), ranks=[0])
 
 # %% [markdown]
-# The hatched gaps are ranks that wait. The eighth, short message of forward is the loss's
-# all-gather, of two numbers per token. Each of a block's four all-reduces has b s h elements. Per
-# rank and block they send
+# In the hatched gaps the rank waits. The eighth, short message of forward is the loss's all-gather,
+# of two numbers per token. Each of a block's four all-reduces has b s h elements. Per rank and
+# block they send
 #
 # $$E_\text{block} = \underbrace{2}_{g:\ \text{forward}}\cdot\frac{2(t-1)}{t}\,b\,s\,h
 # \;+\;\underbrace{2}_{f:\ \text{backward}}\cdot\frac{2(t-1)}{t}\,b\,s\,h
 # = \frac{8(t-1)}{t}\,b\,s\,h \quad\text{elements.}$$
+
+# %%
+pair_guess = pl.exercises.guess(
+    "kB that a rank sends per block with t = 2, in percent of those with t = 4",
+    low=0,
+    high=200,
+    unit="%",
+    decimals=0,
+)
+pair_guess
 
 # %%
 b, s, h = columns.microbatch_size, model.seq_len, model.hidden
@@ -346,13 +353,15 @@ for t in (2, 4):
     rows[f"t={t}"] = {"formula (kB)": 4 * 8 * (t - 1) / t * b * s * h / 1e3, "counted": counted}
 pd.DataFrame(rows).T.round(1)
 
+# %%
+pair_guess.reveal(100 * rows["t=2"]["counted"] / rows["t=4"]["counted"])
+
 # %% [markdown]
-# Two things about this formula. It does not shrink with t, it grows towards 8 b s h. And the
-# weights are not in it: no weight and no gradient of a weight is ever sent. In backward a part
-# can be hidden: the gradient of the layer's weight is computed while the sum of ∂X is in flight.
-# In forward nothing can, because the next layer needs the sum.
+# The formula does not shrink with t, it grows towards 8 b s h. The weights are not in it: no weight
+# and no gradient of a weight is ever sent. In backward a part of the messages can be hidden: the
+# gradient of the layer's weight is computed while the sum of ∂X is in flight. In forward nothing
+# can be hidden, because the next layer needs the sum.
 #
-# ## The collectives that you did not write
 # In [PyTorch #157606](https://github.com/pytorch/pytorch/issues/157606) a single linear layer is
 # parallelised with `ColwiseParallel` or `RowwiseParallel`. The author sees one collective per rank
 # and asks whether there should not be two, one forward and one backward.
@@ -368,29 +377,6 @@ single
 single.reveal(2, "It has an f and no g. A single row-parallel layer has a g and no f.")
 
 # %% [markdown]
-# In [torchtitan #1369](https://github.com/pytorch/torchtitan/issues/1369) a one-block model (dim
-# 256, 16 heads, 8 × 2048 tokens) runs with TP=2 under sequence parallelism. Its author expects 8
-# all-reduces (as pairs of reduce-scatter and all-gather), four per rank, finds 12, and wonders
-# about further calls of 1, 256 and 2048 numbers. The thread's own sizes, as a program of ours:
-
-# %%
-thread = pl.ModelSpec(layers=1, hidden=256, heads=16, seq_len=2048)
-theirs = pl.predict(thread, pl.Plan(tp=2, sequence_parallel=True, microbatch_size=8))
-calls = theirs.collectives.query("rank == 0 and step == 0")
-calls = calls.assign(MB=calls.payload_bytes / 1e6)
-calls.groupby(["phase", "op", "MB"], sort=False).size().rename("calls").to_frame()
-
-# %% [markdown]
-# Per rank there are six reduce-scatters: one after the embedding, two after the pairs of the
-# block, and three in backward before the head and the two pairs. With one all-gather for each
-# that makes six pairs, so 12 on two ranks. The expected eight leave out the two ends of the
-# model: the embedding is row-parallel, because its rows are divided among the ranks, and the head
-# is column-parallel. For L blocks it is 4L + 2 pairs per rank. (The three further all-gathers of
-# backward are our program's; see sequence parallelism below.) The small calls: 256 numbers are
-# the gradient of a norm's weight, which you will meet below; a single number is a scalar such as
-# the norm of all gradients, which `max_norm` needs. Our model has no call of 2048 numbers, and
-# the thread does not say where theirs comes from.
-#
 # ## The logits stay where they are
 # The head's weight is cut by entries of the vocabulary, so rank r has the logits $z_v$ of its own
 # $v \in V_r$. Gathering them costs (t−1)/t · b s V elements. The loss of a token with target y
@@ -493,28 +479,65 @@ bytes_guess
 # %%
 sharded = pl.run(model, sequence, optimizer="sgd", steps=4, progress=False)
 both = {"without": in_blocks(report)["kB"], "with": in_blocks(sharded)["kB"]}
-sent = pd.DataFrame(both).loc[["forward", "backward"]]
+sent = pd.DataFrame(both)
 sent.round(1).add_suffix(" (kB)")
 
 # %%
 bytes_guess.reveal(100 * sent["with"].sum() / sent["without"].sum())
 
 # %% [markdown]
-# Forward is the same to the byte. Backward has half as much again. The input that f̄ gathered in
-# forward is not saved for backward, or it would not be a t-th of the memory, so it is gathered a
-# second time: these are the three further all-gathers of #1369's table. (Megatron-LM does the
-# same, and hides that call behind a product that does not need it. PyTorch saves the gathered
-# input.) In return, activations take less memory:
+# Forward sends the same number of bytes, backward half as much again. The input that f̄ gathered in
+# forward is not saved for backward, because the saved activations would then not be a t-th of the
+# whole, so it is gathered a second time. (Megatron-LM does the same. Both send that call while the
+# gradient of the input is computed, which does not need it. PyTorch saves the gathered input.) In
+# return, activations take less memory:
 
 # %% tags=["measured"]
-alone = pl.run(model, pl.Plan(microbatch_size=4), optimizer="sgd", steps=2, progress=False)
-view.memory_bars({"one device": alone, "t = 4": report, "t = 4, sequence parallel": sharded})
+view.memory_bars({"t = 4": report, "t = 4, sequence parallel": sharded})
 
 # %% [markdown]
+# ## The collectives that you did not write
+# In [torchtitan #1369](https://github.com/pytorch/torchtitan/issues/1369) a one-block model (dim
+# 256, 16 heads, 8 × 2048 tokens) runs with TP=2 under sequence parallelism. Its author expects
+# four all-reduces per rank (as pairs of reduce-scatter and all-gather), finds six, and wonders
+# about further calls of 1, 256 and 2048 numbers. Answer, then read the calls of our program for
+# these sizes:
+
+# %%
+further_pairs = pl.exercises.choose(
+    "The two pairs that the author did not expect belong to",
+    [
+        "the input and output of the whole model: embedding and head",
+        "the gradients of the norms' weights",
+        "the loss and the norm of all gradients",
+    ],
+)
+further_pairs
+
+# %%
+thread = pl.ModelSpec(layers=1, hidden=256, heads=16, seq_len=2048)
+theirs = pl.predict(thread, pl.Plan(tp=2, sequence_parallel=True, microbatch_size=8))
+calls = theirs.collectives.query("rank == 0 and step == 0")
+calls = calls.assign(MB=calls.payload_bytes / 1e6)
+calls.groupby(["phase", "op", "MB"], sort=False).size().rename("calls").to_frame()
+
+# %%
+further_pairs.reveal(1, "The embedding's rows and the head's columns are cut over the ranks too.")
+
+# %% [markdown]
+# Per rank there are six reduce-scatters: one after the embedding, two after the pairs of the
+# block, and three in backward, for the inputs of the head and of the two pairs. With one all-gather
+# for each that makes six pairs, for L blocks 4L + 2. (The three further all-gathers of backward
+# are those that PyTorch avoids by saving the gathered input.) As to the small calls: 256 numbers
+# are the gradient of a norm's weight, the subject of the section after next; a single number is a
+# scalar such as the norm of all gradients, which `max_norm` needs. Our model has no call of 2048
+# numbers, and the thread does not say where theirs comes from.
+#
 # ## What a block keeps for backward
-# [Korthikanti et al.](https://arxiv.org/abs/2205.05198) (table 2) write the activations of a
-# block, in bytes with 16-bit numbers. Norms, dropouts and the inputs of the pairs are the 10; they
-# are replicated without sequence parallelism:
+# [Korthikanti et al.](https://arxiv.org/abs/2205.05198) (table 2) write the activations of a block,
+# in bytes with 16-bit numbers (lab 00 derives the first of these formulas). Of the 34, norms,
+# dropouts and the inputs of the pairs are 10, and what is inside the pairs is 24. Without sequence
+# parallelism the 10 are replicated:
 #
 # $$M_\text{none} = s\,b\,h\left(34 + 5\frac{a\,s}{h}\right)
 # \qquad M_\text{tensor} = s\,b\,h\left(10 + \frac{24}{t} + 5\frac{a\,s}{h\,t}\right)
@@ -524,8 +547,8 @@ view.memory_bars({"one device": alone, "t = 4": report, "t = 4, sequence paralle
 # \qquad M_\text{tensor, sequence, selective} = s\,b\,h\,\frac{34}{t}
 # \qquad M_\text{full} = 2\,s\,b\,h$$
 #
-# Selective recomputation drops the term with a s/h, the scores. For the models of their table 3,
-# with t = 8:
+# Selective recomputation drops the term with a s/h, the scores; full recomputation keeps the
+# block's input only. For the models of their table 3, with t = 8:
 
 # %%
 sizes = {"22 B": (64, 6144, 2048, 4), "175 B": (96, 12288, 2048, 1), "1 T": (160, 25600, 2048, 1)}
@@ -543,10 +566,10 @@ for name, (a, h, s, b) in sizes.items():
 pd.DataFrame(kept).round().astype(int)
 
 # %% [markdown]
-# Tensor parallelism alone leaves the 10 whole: with t = 8 and selective recomputation 10 of 13.
-# Sequence parallelism divides it as well.
+# Tensor parallelism alone does not divide the 10: with t = 8 and selective recomputation these are
+# 10 of 10 + 24/8 = 13. Sequence parallelism divides them as well.
 #
-# ## A missing sum that no loss curve shows
+# ## The gradients of the norms must be summed
 # The weights of a LayerNorm are replicated. With sequence parallelism each rank sees only its own
 # tokens, so it has only its part of the gradient, and the parts must be added: the phase *shared*
 # in #1369's table. Megatron's users ask [why that is
@@ -572,7 +595,11 @@ except ValueError as refused:
 # %%
 silent = pl.exercises.choose(
     "Without the sum of the norm's gradients, after 200 steps:",
-    ["the loss diverges", "the loss falls, to nearly the same value", "an error is raised"],
+    [
+        "the loss diverges",
+        "the loss falls, to more than twice the value",
+        "the loss falls, to nearly the same value",
+    ],
 )
 silent
 
@@ -613,15 +640,16 @@ for name, add_up in (("added", True), ("left out", False)):
 pd.DataFrame(drift).T.round(2)
 
 # %%
-silent.reveal(2, "Each rank trains a norm of its own, and both of them fit their own tokens.")
+silent.reveal(3, "Each rank trains a norm of its own, and both of them fit their own tokens.")
 
 # %% [markdown]
-# The loss falls as far, and no error is raised. The two ranks have [different
+# No loss curve shows the mistake, and no error is raised. The two ranks have [different
 # norms](https://github.com/NVIDIA/Megatron-LM/issues/474) now, and which of them a checkpoint
 # contains depends on the rank that writes it. Before the sum the gradients of the ranks
 # [differ](https://github.com/NVIDIA/Megatron-LM/issues/1446), as they should; after it they must
 # be equal. So it matters where one prints them. The test that finds this mistake compares the
-# first step's gradient with that of one process. Do this, with plain SGD and with dropout:
+# first step's gradient with that of one process. Here it is for the library's two plans, with
+# dropout on:
 
 # %%
 noisy = model.replace(layers=2, dropout=0.1)
@@ -634,9 +662,7 @@ for name, plan in {"tensor": columns, "tensor and sequence": sequence}.items():
 
 # %% [markdown]
 # ## Dropout needs two streams of random numbers
-# Where tokens are replicated, all ranks must draw the *same* mask, or their copies of the residual
-# stream drift apart. Where tokens (or heads) are sharded, each must draw a *different* one, or
-# token 1 and token s/t + 1 lose the same entries.
+# Two ranks draw the same dropout mask or different ones, depending on their seeds:
 
 
 # %%
@@ -666,9 +692,11 @@ streams
 streams.reveal(2, "There the tokens are replicated. Scores belong to one rank's own heads.")
 
 # %% [markdown]
-# Megatron-LM keeps two states of its random number generator per rank for this reason. The runs
-# above draw the mask that a single device would draw and keep their part, which costs time but
-# lets the gradients agree with dropout on.
+# Where tokens are replicated, all ranks must draw the *same* mask, or their copies of the residual
+# stream drift apart. Where tokens or heads are sharded, each must draw a *different* one, or token
+# 1 and token s/t + 1 lose the same entries. Megatron-LM therefore keeps two states of its random
+# number generator per rank. The runs above draw the mask that a single device would draw and keep
+# their part, which costs time but lets the gradients agree with dropout on.
 #
 # ## Why t stays inside a node
 # Tensor parallelism sends with every layer, and the next layer waits. Take two nodes of four
@@ -772,6 +800,17 @@ def torch_gpt(spec, sequence, steps):
 
 
 # %%
+saves = pl.exercises.choose(
+    "PyTorch's calls under sequence parallelism, compared with ours:",
+    [
+        "the same",
+        "fewer all-gathers and more all-reduces",
+        "more all-gathers and fewer all-reduces",
+    ],
+)
+saves
+
+# %%
 theirs = {on: pl.observe(torch_gpt, ranks=4, args=(model, on, 4)) for on in (False, True)}
 same = [np.allclose(one.losses, report.losses, rtol=1e-4) for one in theirs.values()]
 print("losses equal to ours:", all(same))
@@ -787,6 +826,9 @@ for name, run in {
     calls = calls[~calls["phase"].str.startswith(ends)]
     rows[name] = calls.groupby("op").size().to_dict()
 pd.DataFrame(rows).T.fillna(0).astype(int)
+
+# %%
+saves.reveal(2, "It saves what it gathered, and sums the gradients of the norms one by one.")
 
 # %% [markdown]
 # Without sequence parallelism both send the same twelve all-reduces: in each of the three blocks

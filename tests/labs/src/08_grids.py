@@ -8,13 +8,14 @@
 # %% [markdown]
 # # 08 · Grids: a matrix cut both ways
 #
-# **Tensor parallelism keeps whole rows of activations on every rank, and its all-reduces do not
-# shrink with t. Can every matrix be cut in both directions, and for how many tokens does it pay?**
+# **The tensor parallelism of lab 07 replicates a layer's input on all ranks, and its all-reduces do
+# not shrink with t. Can every matrix be cut in both directions, and for how many tokens does this
+# pay?**
 #
 # **You will be able to**
 # * compute a matrix product from blocks on a q × q grid, forward and backward, in plain PyTorch;
 # * derive what 1D, 2D, 2.5D and 3D send, and check it against real ranks to the byte;
-# * say above how many tokens a grid sends less than 1D, and which plan it has to be compared
+# * derive above how many tokens a grid sends less than 1D, and which plan it has to be compared
 #   with;
 # * make process groups for the rows and columns of a grid.
 #
@@ -43,8 +44,9 @@ view.blocks(grid)
 # | q, d | side of a grid; number of grids (2.5D) |
 # | t | ranks of the tensor-parallel group: q², d q² or q³ |
 # | X, W, Y | input (M × K), weight (K × N) and output (M × N) of a linear layer, Y = X W |
-# | M = b s | tokens of a micro-batch (in lab 06 M stands for bytes of memory) |
-# | E | elements that all ranks together send; with the plan for 64 devices, those of one rank |
+# | b, s, h | samples per micro-batch, tokens per sample, hidden size |
+# | M = b s | tokens of a micro-batch (in other labs M stands for bytes of memory) |
+# | E | elements that one rank sends, on average: all ranks together send t E |
 # | S | elements of a whole matrix where all three are square |
 #
 # ## Block (i, j) needs a row of X and a column of W
@@ -124,7 +126,7 @@ pl.exercises.grid_groups.check(row_and_column)
 # broadcast along the rows and the terms of $dW_{lj}$ are reduced along the columns to rank (l,
 # j): again (q−1)(MK + KN).
 #
-# $$E_\text{forward} = (q-1)(MK + KN)\qquad E_\text{backward} = 2(q-1)(MK + KN)$$
+# $$t\,E_\text{forward} = (q-1)(MK + KN)\qquad t\,E_\text{backward} = 2(q-1)(MK + KN)$$
 
 # %%
 q, M, K, N = 2, 128, 64, 256
@@ -146,9 +148,6 @@ exercise
 
 pl.exercises.summa.check(MySumma)
 
-# %% [markdown]
-# Stuck? `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
-
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** All three products are one loop; only what is broadcast and what is reduced
 # changes. **Common mistakes**: the root given as its number in the group where the global rank is
@@ -168,7 +167,8 @@ pl.exercises.summa.check(MySumma)
 # **2.5D** has d grids, each with a d-th of the tokens and a whole copy of W. It replicates W d
 # times; with the same t the grids are smaller (q² = t/d), so less of X is sent: (q−1) MK with a
 # smaller q. Here t = 8 is d = 2, q = 2; t = 64 is d = 4, q = 4. The product needs no messages
-# between the grids, and the d copies of the gradient of W are all-reduced once per step.
+# between the grids, and the d copies of the gradient of W are all-reduced once per step. In the
+# picture X′ has the tokens of the second grid:
 
 # %%
 deep = pl.Plan(tp=8, tp_mode="2.5d", microbatch_size=4)
@@ -188,7 +188,8 @@ view.multiplication(cube, step=3)
 
 # %% [markdown]
 # The output of a 3D layer has another layout than its input. The next layer uses the transposed
-# layout, so no redistribution is needed. The same counting as above gives, for all ranks together,
+# layout, so no redistribution is needed. The same counting as above gives t E, the elements of all
+# ranks together:
 #
 # | | forward | backward |
 # |---|---|---|
@@ -197,18 +198,16 @@ view.multiplication(cube, step=3)
 # | 2D | $(q-1)(MK+KN)$ | $2(q-1)(MK+KN)$ |
 # | 2.5D | $(q-1)(MK+d\,KN)$ | $2(q-1)(MK+d\,KN) + 2(d-1)KN$ |
 # | 3D | $(q-1)(MK+KN+MN)$ | $(q-1)(MK+KN+MN)$ |
-#
-# A t-th of each is what one rank sends.
 
 # %%
-travels = pl.exercises.choose(
-    "Which of these sends weights, however few tokens there are?",
+doubled = pl.exercises.choose(
+    "With twice as many tokens, which of these sends twice as many elements?",
     ["only 1D", "only the grids (2D, 2.5D, 3D)", "all of them"],
 )
-travels
+doubled
 
 # %%
-travels.reveal(2, "KN is in every row of the grids, and in none of 1D.")
+doubled.reveal(1, "Every grid also sends weights, KN, whose number does not grow with M.")
 
 # %% [markdown]
 # ## Real ranks send exactly that
@@ -234,6 +233,14 @@ for name, report in reports.items():
 
 
 # %%
+small = pl.exercises.choose(
+    "On four ranks, with hidden size 64 and 128 tokens, 2D sends",
+    ["less than half of what 1D sends", "less than 1D, but more than half", "more than 1D"],
+)
+small
+
+
+# %%
 def formula(plan):
     """(forward, backward) kB per rank and step of all linear layers in the blocks."""
     layers = [tensor.linear_elements(model, plan, role) for role in tensor.ROLES]
@@ -247,19 +254,21 @@ for name, report in reports.items():
     calls = report.collectives.query("step == 0")
     sent = calls.groupby("phase")["wire_bytes"].sum() / plans[name].tp / 1e3
     rows[name] = {
-        "forward": sent["linear_forward"],
+        "forward (kB)": sent["linear_forward"],
         "formula": formula(plans[name])[0],
-        "backward": sent["linear_backward"],
+        "backward (kB)": sent["linear_backward"],
         "formula ": formula(plans[name])[1],
         "calls per rank": len(calls.query("rank == 0 and phase not in ['control', 'setup']")),
     }
 pd.DataFrame(rows).T.round(2)
 
+# %%
+small.reveal(3, "With so few tokens the blocks of W are a large part of what it sends.")
+
 # %% [markdown]
-# The counts (in kB) agree with the formulas. Two things to notice. On four ranks 2D sends *more*
-# than 1D: it also sends blocks of W, with so few tokens 46 % of its bytes. Without them it would
-# send less than 1D. And the grids make 69 to 124 calls per rank where 1D makes 11, each of them
-# small. Where every call costs its latency, that decides (lab 01).
+# The counts agree with the formulas. The grids make 69 to 124 calls per rank where 1D makes 11,
+# each of them small. Where the latency of a call costs more time than its bytes, this decides (lab
+# 01).
 #
 # ## Memory: the grids shard the residual stream
 # The highest peak of a step, on eight ranks:
@@ -272,8 +281,8 @@ view.memory_bars({name: reports[name] for name in ("1D on 8", "2.5D on 8", "3D o
 # copies of the weights, and 3D keeps blocks that it has gathered for backward.
 #
 # ## From how many tokens on does a grid send less?
-# At the size of GPT-3, for the two layers of an MLP on 64 ranks, forward and backward. You have
-# the formulas now, so this is a guess that can be reasoned:
+# Now take the two layers of an MLP of GPT-3 (h = 12,288) on 64 ranks, forward and backward. The
+# table of formulas is enough to compute the answer, but estimate it first:
 
 # %%
 many = pl.exercises.guess(
@@ -301,7 +310,7 @@ def of_an_mlp(plan):
 modes = {"1D": "1d", "2D": "2d", "2.5D": "2.5d", "3D": "3d"}
 million = pd.DataFrame(
     {
-        f"{batch} sequences": {
+        f"{batch} × 2048 tokens": {
             name: of_an_mlp(pl.Plan(tp=64, tp_mode=mode, microbatch_size=batch))
             for name, mode in modes.items()
         }
@@ -311,17 +320,38 @@ million = pd.DataFrame(
 million.round().astype(int)
 
 # %%
-many.reveal(100 * million.loc["3D", "64 sequences"] / million.loc["1D", "64 sequences"])
+many.reveal(100 * million.loc["3D"].iloc[-1] / million.loc["1D"].iloc[-1])
+
+# %% [markdown]
+# 1D sends activations and nothing else. A grid also sends blocks of W, a cost that does not depend
+# on the number of tokens: with one sequence it dominates, with 64 it is amortised. Each of the two
+# layers has $MK + MN = 5Mh$ and $KN = 4h^2$, so with t = 64, for 3D q = 4,
+#
+# $$64\,E_\text{1D} = 4\cdot 63\,Mh = 252\,Mh \qquad
+# 64\,E_\text{3D} = 2\cdot 2\cdot 3\,(5Mh + 4h^2) = 60\,Mh + 48\,h^2.$$
+#
+# They are equal where 192 M = 48 h: above M = h/4 = 3,072 tokens 3D sends less than 1D. Find the
+# same number for 2D, where q = 8:
+
+# %%
+from_here = pl.exercises.guess(
+    "2D sends less than 1D above M = ... h",
+    low=0,
+    high=4,
+    unit="h",
+    decimals=2,
+)
+from_here
+
+# %%
+q, t = 8, 64  # 4 (t-1) M h = 3 (q-1) (5 M h + 8 h²)
+from_here.reveal(3 * (q - 1) * 8 / (4 * (t - 1) - 3 * (q - 1) * 5))
 
 # %%
 view.crossover(gpt3, 64, name="GPT-3")
 
 # %% [markdown]
-# 1D sends activations and nothing else. A grid also sends blocks of W, a cost that does not
-# depend on the number of tokens: with one sequence it dominates, with 64 it is amortised. 3D
-# sends less than 1D from 3,070 tokens on, 2D from 14,000, 2.5D from 20,000 (open circles: the
-# mode that sends least changes; small black dots: a grid begins to send less than 1D). Move the
-# other parameters yourself; *Run it* starts real ranks:
+# Move the other parameters yourself; *Run it* starts real ranks:
 
 # %%
 view.widgets.tensor()
@@ -337,16 +367,26 @@ view.widgets.tensor()
 # + \underbrace{\frac{2(8-1)}{8}\cdot\frac{8h^2}{8}}_{\text{across nodes}}$$
 
 # %%
+fewest = pl.exercises.choose(
+    "With 64 × 2048 tokens, a rank of GPT-3's MLP sends the fewest elements under",
+    ["3D on 64 ranks", "2.5D on 64 ranks", "tp = 8 × dp = 8"],
+)
+fewest
+
+# %%
 h, rivals = gpt3.hidden, {}
 for batch in (8, 64):
     M = batch * gpt3.seq_len
     inside, across = 4 * 7 / 8 * M / 8 * h / 1e6, 2 * 7 / 8 * h * h / 1e6
-    rivals[f"{batch} sequences"] = {
+    rivals[f"{batch} × 2048 tokens"] = {
         "tp=8 × dp=8": inside + across,
         "of it across nodes": across,
-        "best grid on 64": million.loc[["2D", "2.5D", "3D"], f"{batch} sequences"].min(),
+        "best grid on 64": million.loc[["2D", "2.5D", "3D"], f"{batch} × 2048 tokens"].min(),
     }
 pd.DataFrame(rivals).round().astype(int)
+
+# %%
+fewest.reveal(3, "It sends weights once, as gradients, and activations of an eighth of the tokens.")
 
 # %% [markdown]
 # With 64 sequences the usual plan sends less than every grid, and most of it stays inside a node.
@@ -418,6 +458,13 @@ silent = pl.exercises.choose(
 )
 silent
 
+# %%
+silent.reveal(2, "Each grid follows the gradient of its own tokens, like the norms of lab 07.")
+
+# %% [markdown]
+# No such trainer raises an error; [lab 07](07_tensor.ipynb) trains one small model with such a sum
+# and without it. Here the program is refused before a process starts:
+
 
 # %%
 def forget_copies(program):
@@ -429,17 +476,11 @@ try:
 except ValueError as refused:
     print(refused)
 
-# %%
-silent.reveal(2, "Each grid follows the gradient of its own tokens, like the norms of lab 07.")
-
 # %% [markdown]
-# Here the program is refused before a process starts. Without such a check nothing raises an
-# error; [lab 07](07_tensor.ipynb) trains one small model with such a sum and without it.
-#
-# ## Neighbours only: Cannon's algorithm
-# **Go further.** SUMMA needs broadcasts. In 1969 Cannon gave an algorithm in which every rank
-# sends to a neighbour only. Let rank (i, j) use the terms of its sum in its own order, in step s
-# the one with $l = i+j+s$ (here s counts steps, not tokens):
+# ## No broadcasts: Cannon's algorithm
+# **Go further.** SUMMA needs broadcasts. In 1969 Cannon gave an algorithm in which every rank,
+# after a first move, sends to its neighbours only. Let rank (i, j) use the terms of its sum in its
+# own order, in step s the one with $l = i+j+s$ (here s counts steps, not tokens):
 #
 # $$Y_{ij} = \sum_{s=0}^{q-1} X_{i,\,i+j+s}\;W_{i+j+s,\,j}$$
 #
@@ -486,7 +527,7 @@ pl.exercises.cannon.check(cannon)
 # %% [markdown]
 # ## What to remember
 # 1. Block (i, j) of a product needs one row of blocks and one column of blocks, one at a time.
-# 2. SUMMA sends (q−1)(MK + KN) elements in forward and twice as much in backward.
+# 2. In SUMMA all ranks together send (q−1)(MK + KN) elements in forward, twice as many in backward.
 # 3. Grids send weights, whatever the number of tokens; 1D sends activations only.
 # 4. Compare with what one would really run: tp = 8 × dp = 8 sends less than a grid on 64 ranks
 #    once there are many tokens.
@@ -498,12 +539,23 @@ pl.exercises.cannon.check(cannon)
 # | many nodes, many tokens | 1D inside a node, data parallelism or ZeRO across |
 # | a matrix too large for a node, activations included | a grid |
 #
-# $$E_\text{2D} = 3(q-1)(MK+KN)\qquad E_\text{3D} = 2(q-1)(MK+KN+MN)\qquad
-# E_\text{1D pair} = 4(t-1)Mh$$
+# $$t\,E_\text{2D} = 3(q-1)(MK+KN)\qquad t\,E_\text{3D} = 2(q-1)(MK+KN+MN)\qquad
+# t\,E_\text{1D, pair} = 4(t-1)Mh$$
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # In PyTorch a grid is a two-dimensional `DeviceMesh`, and DTensor can hold a matrix in blocks.
 # What does it do when two such matrices are multiplied?
+
+# %%
+dtensor = pl.exercises.choose(
+    "To multiply X and W in blocks, DTensor",
+    [
+        "broadcasts one block at a time, as SUMMA does",
+        "gathers a row of blocks of X and a column of blocks of W",
+        "gathers all of X and all of W",
+    ],
+)
+dtensor
 
 
 # %%
@@ -523,20 +575,21 @@ def block_product(q, m, k, n):
 seen = pl.observe(block_product, ranks=4, args=(2, 128, 64, 256))
 print("right:", max(error for error, _ in seen.results) < 1e-3, seen.results[0][1])
 calls = seen.collectives.query("rank == 0")
-calls.groupby(["axis", "op"], sort=False).agg(
-    calls=("op", "size"), kB=("wire_bytes", lambda b: b.sum() / 1e3)
-)
+calls.assign(kB=calls["wire_bytes"] / 1e3)[["op", "axis", "kB"]]
+
+# %%
+dtensor.reveal(2, "These are the calls 4 and 5; then every rank multiplies once.")
 
 # %% [markdown]
-# The result is right, and the blocks have the shape that SUMMA's have. But DTensor has no product
-# in blocks: it redistributes operands by whole collectives until a local product is possible, then
-# redistributes the result. (The first calls distribute X and W from rank 0, the last ones gather Y
-# for our comparison.) Megatron-LM and DeepSpeed have no grid for one layer; their “2D” and “3D”
-# mean tensor × data (× pipeline) parallelism, the subject of lab 10.
+# The result is right, and its blocks have the shape that SUMMA's have. For the product each rank
+# sends as many bytes as in SUMMA, but then holds q blocks of each matrix, where SUMMA holds one at
+# a time. (The sends distribute X and W from rank 0, the last two calls gather Y for our
+# comparison.) Megatron-LM and DeepSpeed have no grid for one layer; their “2D” and “3D” mean
+# tensor × data (× pipeline) parallelism, the subject of lab 10.
 #
 # **On your GPUs**: the same cells with NCCL; they have not been run on several GPUs. Watch
 # `report.timeline()`: SUMMA's broadcasts are many and small, and where latency counts for more
-# than bytes, the few large all-reduces of 1D win although they carry more.
+# than bytes, the few large all-reduces of 1D win even where they carry more.
 #
 # ## Read on
 # * Van de Geijn and Watts 1997, SUMMA (linked above). Cannon 1969, *A cellular computer to
