@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paralab.exercises.watched import freed
+
 
 class Layer(nn.Module):
     """Parameters of these sizes. ``number`` (from 1) is its span's chunk."""
@@ -71,8 +73,7 @@ class _Work(torch.autograd.Function):
 
 
 def _look_at(weights: Sequence[Tensor], layer: Layer, doing: str) -> None:
-    """To read a tensor whose storage was freed would end the process."""
-    if any(weight.untyped_storage().nbytes() == 0 for weight in weights):
+    if freed(weights) is not None:
         raise RuntimeError(
             f"{doing} of layer {layer.number} has begun while its parameters are freed"
         )

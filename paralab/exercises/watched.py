@@ -138,18 +138,21 @@ class Watch(PeakMemory):
 
 
 def _look_at_freed(func: Any, given: Any) -> None:
-    """Refuse to compute with a tensor whose storage is freed: it would end the process. Views of
-    it, and new tensors of its size, may be made.
-    """
+    """Refuse to compute with a freed tensor. Views of it, and new ones of its size, may be made."""
     name = func.__name__.split(".")[0]
     if func.is_view or name.endswith("_like") or name.startswith(("new_", "set_", "resize_")):
         return
-    for tensor in tensors(given):
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
-            raise RuntimeError(
-                f"{name.strip('_')} computes with a tensor of {tuple(tensor.shape)} whose storage "
-                "is freed: it has to be gathered before"
-            )
+    if (found := freed(given)) is not None:
+        raise RuntimeError(
+            f"{name.strip('_')} computes with a tensor of {tuple(found.shape)} whose storage is "
+            "freed: it has to be gathered before"
+        )
+
+
+def freed(given: Any) -> Tensor | None:
+    """The first tensor in it whose storage is freed: to read that would end the process."""
+    freed = (t for t in tensors(given) if t.numel() and not t.untyped_storage().nbytes())
+    return next(freed, None)
 
 
 NOT_THEIRS = ("<frozen ", OURS, tracemalloc.__file__, threading.__file__, _weakrefset.__file__)
