@@ -10,13 +10,12 @@ order, so with two ranks and several stages each an executor has to know what it
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.one_process import trained
 from paralab.exercises.questions import plain
@@ -186,12 +185,17 @@ def _too_many(
     return said if peak > MARGIN * (alive * kept + passing) + 2 * messages + weights else ""
 
 
-def _exercise(name: str, runs: tuple[Run, ...], call: str) -> Exercise:
-    checker, takes = functools.partial(check, runs), (Takes("a function", call),)
-    return Exercise(name=name, lab="03", asked=_asked(runs), takes=takes, checker=checker)
-
-
 CALL = "pipeline_step(stage, actions, previous, following, batches, shape)"
-pipeline_executor = _exercise("pipeline_executor", RUNS, CALL)
+
+
+@exercise(Takes("a function", CALL), lab="03", asked=_asked(RUNS))
+def pipeline_executor(tries: Sequence[Try], timeout: float) -> None:
+    check(RUNS, tries, timeout)
+
+
 CALL = "interleaved_step(stages, lists, batches, shape)"
-interleaved_executor = _exercise("interleaved_executor", CHUNKED, CALL)
+
+
+@exercise(Takes("a function", CALL), lab="03", asked=_asked(CHUNKED))
+def interleaved_executor(tries: Sequence[Try], timeout: float) -> None:
+    check(CHUNKED, tries, timeout)

@@ -11,12 +11,11 @@ each direction with one all-reduce, and what a rank holds with a t-th of the wei
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import Exercise
+from paralab.exercises.exercise import exercise
 from paralab.exercises.late import np, torch, watched
 from paralab.exercises.pairs import BATCH, HIDDEN, PAIRS, SEQ, Pair, given, mistakes, of_one_device
 from paralab.exercises.tries import Found, Takes, Try, on_ranks
@@ -71,7 +70,7 @@ def forward_and_back(
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
-def check(kind: str, limits: Sequence[str], tries: Sequence[Try], timeout: float) -> None:
+def check(kind: str, limits: Collection[str], tries: Sequence[Try], timeout: float) -> None:
     pair = PAIRS[kind]
     for t in RANKS:
         args = {"where": f"t={t}", "timeout": timeout}
@@ -81,7 +80,7 @@ def check(kind: str, limits: Sequence[str], tries: Sequence[Try], timeout: float
             _look(notes, found, pair, t, limits)
 
 
-def _look(notes: Notes, found: Found, pair: Pair, t: int, limits: Sequence[str]) -> None:
+def _look(notes: Notes, found: Found, pair: Pair, t: int, limits: Collection[str]) -> None:
     """One run against every limit."""
     where, right = f"t={t}", of_one_device(pair, found.results[0]["seed"])
     for limit, names in ((RESULT, ["z"]), (GRADIENTS, ["x", *reversed(pair.shapes)])):
@@ -111,24 +110,22 @@ def _wrong(found: Found, pair: Pair, right: dict[str, np.ndarray], name: str, t:
     )
 
 
-def _exercise(name: str, kind: str, limits: Sequence[str], *takes: Takes) -> Exercise:
-    asked = {limit: LIMITS[limit] for limit in limits}
-    checker = functools.partial(check, kind, limits)
-    return Exercise(name=name, lab="07", asked=asked, takes=takes, checker=checker)
+OPERATORS = {limit: LIMITS[limit] for limit in LIMITS if limit != WEIGHTS}
 
 
-EVERY = tuple(LIMITS)
-f_and_g = _exercise(
-    "f_and_g",
-    "mlp",
-    EVERY[:-1],
-    Takes("a function f", "f(x)"),
-    Takes("a function g", "g(x)"),
-)
-tensor_mlp = _exercise("tensor_mlp", "mlp", EVERY, Takes("a class", "MyMLP(up, down, f=f, g=g)"))
-tensor_attention = _exercise(
-    "tensor_attention",
-    "attention",
-    EVERY,
-    Takes("a class", "MyAttention(qkv, proj, heads=..., f=f, g=g)"),
-)
+@exercise(Takes("a function f", "f(x)"), Takes("a function g", "g(x)"), lab="07", asked=OPERATORS)
+def f_and_g(tries: Sequence[Try], timeout: float) -> None:
+    check("mlp", OPERATORS, tries, timeout)
+
+
+@exercise(Takes("a class", "MyMLP(up, down, f=f, g=g)"), lab="07", asked=LIMITS)
+def tensor_mlp(tries: Sequence[Try], timeout: float) -> None:
+    check("mlp", LIMITS, tries, timeout)
+
+
+CALL = "MyAttention(qkv, proj, heads=..., f=f, g=g)"
+
+
+@exercise(Takes("a class", CALL), lab="07", asked=LIMITS)
+def tensor_attention(tries: Sequence[Try], timeout: float) -> None:
+    check("attention", LIMITS, tries, timeout)
