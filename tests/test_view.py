@@ -229,7 +229,7 @@ def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
             calls["wire_bytes"][i] = calls["payload_bytes"][i] * 6 // 4
     padded = dataclasses.replace(four, collectives=calls)
     assert re.search(r"1\.\d\d % above 2\(N−1\)/N of the", title(padded.traffic_chart()))
-    assert "one device: nothing is sent" in title(synthetic.report(1).traffic_chart())
+    assert "One device: nothing is sent" in title(synthetic.report(1).traffic_chart())
 
 
 def test_bars_split_bytes_by_axis_and_level_with_the_optimum_as_a_line(four):

@@ -384,7 +384,7 @@ def test_timelines_say_who_is_faster_and_by_how_much():
     fast = synthetic.report(2)
     slow = dataclasses.replace(stretched(fast, 2.5), plan=fast.plan.replace(grad_sync="bucketed"))
     said = title(view.timelines(slow, fast))
-    assert said.startswith("overlapped takes ")
+    assert said.startswith("Overlapped takes ")
     assert "All take the same time" in title(view.timelines(fast, fast))
     replayed = dataclasses.replace(fast, clock="replayed")
     wall = view.timelines(slow := stretched(fast, 2.5), replayed)
@@ -424,7 +424,7 @@ def test_timelines_refuse_what_they_cannot_draw():
 # ---- a traced function ---------------------------------------------------------------------------
 def test_a_traced_function_is_named_and_its_sends_say_to_whom():
     timeline = traced().timeline()
-    assert title(timeline) == "swap on 2 ranks: each rank sends 1 kB in 1 call"
+    assert title(timeline) == "Swap on 2 ranks: each rank sends 1 kB in 1 call"
     comm = next(bar for bar in timeline.data if bar.name == "communication, world")
     assert list(comm.text) == ["→1 ←1", "→0 ←0"]
     assert comm.marker.color == theme.AXIS_COLOUR["dp"]
@@ -438,14 +438,14 @@ def test_the_title_of_an_observed_step_counts_that_step_alone_and_the_rank_that_
     more = report.collectives.copy()
     more.loc[more["rank"] == 1, "wire_bytes"] *= 2
     chart = dataclasses.replace(report, collectives=more).timeline()
-    assert title(chart) == "swap on 2 ranks: rank 1 sends 2 kB in 1 call, and no rank sends more"
+    assert title(chart) == "Swap on 2 ranks: rank 1 sends 2 kB in 1 call, and no rank sends more"
     steps = pd.concat([report.steps, report.steps.assign(step=1)])
     calls = pd.concat([report.collectives, more.assign(step=1, span=-1)])
     chart = dataclasses.replace(report, steps=steps, collectives=calls).timeline(step=0)
-    assert title(chart) == "swap on 2 ranks: each rank sends 1 kB in 1 call"
+    assert title(chart) == "Swap on 2 ranks: each rank sends 1 kB in 1 call"
     assert "step 0" in below(chart) and "of step 0 (ms)" in chart.layout.xaxis.title.text
     none = dataclasses.replace(report, collectives=more.iloc[:0])
-    assert title(none.timeline()) == "swap on 2 ranks: no rank sends anything"
+    assert title(none.timeline()) == "Swap on 2 ranks: no rank sends anything"
 
 
 def test_messages_between_nodes_are_framed_where_others_stay_inside():
@@ -461,7 +461,7 @@ def test_messages_between_nodes_are_framed_where_others_stay_inside():
 
 def test_traffic_of_a_traced_function_has_its_level_and_no_gradient_optimum():
     chart = traced().traffic_chart()
-    assert title(chart) == "swap on 2 ranks: a rank sends 1 kB"
+    assert title(chart) == "Swap on 2 ranks: a rank sends 1 kB"
     assert list(chart.data[1].y) == ["world, between nodes"]
     assert chart.data[0].z[0][1] == 1e-3
     borders = {shape.xref for shape in chart.layout.shapes}  # of nodes, on the matrix alone
@@ -550,14 +550,14 @@ def test_algorithms_mark_where_the_fastest_changes():
     # 6 (alpha + n / 4 beta) = 4 (alpha + n / beta): at n = 0.8 alpha beta = 80 kB.
     (crossing,) = [t for t in chart.data if t.name == "crossover"]
     assert list(crossing.x) == pytest.approx([80e3], rel=0.02)
-    assert title(chart) == "tree is fastest below 79 kB, ring above"
+    assert title(chart) == "Tree is fastest below 79 kB, ring above"
     assert len(chart.table) == 2 * len(SIZES) + 1
     assert "markers: replayed" in below(chart)
     by_name = {t.name: t for t in chart.data}
     assert by_name["ring, replayed"].marker.symbol == "circle-open"
     assert by_name["ring, replayed"].marker.color == by_name["ring"].line.color
     alone = view.algorithms({"ring": CURVES["ring"]})
-    assert title(alone).startswith("ring: 1 kB take 60")
+    assert title(alone).startswith("Ring: 1 kB take 60")
     never = view.algorithms({"a": {1e3: 1e-3, 1e6: 1e-2}, "b": {1e3: 2e-3, 1e6: 4e-2}})
     assert title(never) == "a is fastest at every size: at 1 MB 4.0 times as fast as b"
     with pytest.raises(ValueError, match="seconds of a=0"):
@@ -592,7 +592,7 @@ def test_capacities_are_lines_and_the_title_says_whether_it_fits():
     assert [trace.insidetextanchor for trace in crossed.data] == ["middle", "start"]
     assert set(anchors.values()) == {"middle"}  # no line goes through a number
     fits = view.bytes_bars({"small": {"other": 20e9}}, {"A100": 80e9})
-    assert title(fits) == "small needs 20 GB, 25 % of the 80 GB of A100"
+    assert title(fits) == "Small needs 20 GB, 25 % of the 80 GB of A100"
     assert fits.data[0].text == ("",)  # its number is behind it, once
     crowded = view.bytes_bars({"a": STATES}, {"first": 80e9, "second": 81e9, "third": 10e9})
     rows = {a.text: a.y for a in crowded.layout.annotations}

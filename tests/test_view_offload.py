@@ -211,7 +211,7 @@ def test_a_box_too_short_to_see_has_an_edge_of_its_own_colour(one):
 
 def test_the_title_says_how_much_of_the_copies_is_hidden(one, two):
     share = f"{100 * HIDDEN / UNDER_WAY:.0f} %"
-    alone = f"one device, ZeRO-3, offload to nvme: {share} of copies are hidden"
+    alone = f"One device, ZeRO-3, offload to nvme: {share} of copies are hidden"
     assert one.timeline().finding == alone
     both = f"100 % of communication and {share} of copies are hidden"
     assert two.timeline().finding == f"dp=2, ZeRO-3, offload to nvme: {both}"
@@ -286,7 +286,7 @@ def test_where_nothing_is_sent_the_chart_of_traffic_is_that_of_the_links(one):
     assert [t.type for t in chart.data] == ["bar"] * 3  # no matrix of one rank
     assert all(t.marker.color == theme.CATEGORY_COLOUR[t.name] for t in chart.data)
     assert list(chart.layout.yaxis2.categoryarray) == [ROWS[0], ROWS[1], *ROWS[3:]]
-    assert chart.finding == ("one device, ZeRO-3, offload to nvme: it copies 6.5 kB per step, 77 % "
+    assert chart.finding == ("One device, ZeRO-3, offload to nvme: it copies 6.5 kB per step, 77 % "
                              "of it to and from disk")  # fmt: skip
     assert "(kB)" in chart.layout.xaxis2.title.text
     assert chart.table["bytes"].sum() == 6500
@@ -330,7 +330,7 @@ def test_what_is_elsewhere_stands_below_the_device_at_each_tiers_fullest(one):
     chart = one.memory_chart()
     name = {"device": "device", "host": "host", "file": "files"}
     assert tier_bars(chart) == {(name[tier], c): size for tier, c, size in HELD}
-    assert chart.finding == ("one device, ZeRO-3, offload to nvme: at most 8 MB on the device, "
+    assert chart.finding == ("One device, ZeRO-3, offload to nvme: at most 8 MB on the device, "
                              "3 MB on the host, 16 MB in files")  # fmt: skip
     assert "memory (MB)" in chart.layout.xaxis2.title.text
     above = [t for t in chart.data if t.type == "scatter" and t.stackgroup]

@@ -91,7 +91,7 @@ def test_schedules_stand_on_one_axis_and_end_where_their_simulation_does():
         assert ends[name] == pytest.approx(made.makespan)
     times = ends["GPipe"] / ends["interleaved"]
     assert chart.finding == f"GPipe takes {100 * times - 100:.0f} % longer than interleaved"
-    assert view.schedules({"one": schedules.zb_h1(4, 8)}).finding.startswith("one: the bubble is")
+    assert view.schedules({"one": schedules.zb_h1(4, 8)}).finding.startswith("One: the bubble is")
     with pytest.raises(ValueError, match="nothing to draw"):
         view.schedules({})
 

@@ -152,6 +152,8 @@ def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
     now, frame = theme.look(), theme.frame()
     size, small = (17, 13) if frame is None else (14, 11)
     width = (theme.USUAL_WIDTH if frame is None else frame.width) - 2 * theme.SIDE
+    if re.match("[a-z]{3,}[ ,:]", title):  # a word, and no symbol: dp=4, all_reduce
+        title = title[0].upper() + title[1:]
     first = theme.broken(title, width, size * theme.BOLD)
     second = theme.broken(subtitle, width, small)
     more = (size + 5) * first.count("<br>") + (small + 4) * second.count("<br>")

@@ -36,9 +36,8 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     table = pd.DataFrame({"plan": names, **times}).set_index("plan")
     clocks, now = list(sources), theme.look()
     favourite, rows = table[clocks[0]].idxmin(), [theme.text(name) for name in names]
-    finding = f"{rows[0]} is the fastest, as {clocks[0]}"
-    if favourite != names[0]:
-        finding = f"{rows[0]} is the fastest, and not {theme.text(favourite)}, as {clocks[0]}"
+    instead = f", and not {theme.text(favourite)}" * (favourite != names[0])
+    finding = f"The fastest plan is {rows[0]}{instead}, as {clocks[0]}"
     order = rank_correlation(*times.values())
     below = [f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks]
     below.append(f"rank correlation of the two orders: {order:.2f}")

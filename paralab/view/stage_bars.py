@@ -88,9 +88,8 @@ def _label(report: Tables, pp: int, tier: str, *, many: bool) -> str:
 def _finding(reports: tuple[Tables, ...]) -> str:
     """Whether it fits, with the numbers; of several reports how far apart they are."""
     report, worst = reports[0], peak(reports[0])
-    who = _who(report, worst) if report.plan.pp > 1 else "a device"
+    who = _who(report, worst) if report.plan.pp > 1 else "A device"
     said = f"{who} needs {theme.scaled(worst.total, 'B')}"
-    said = said[:1].upper() + said[1:]
     for other in reports[1:]:
         said += f", {other.clock} {theme.scaled(peak(other).total, 'B')}"
     if (limit := capacity(report)) is None:
