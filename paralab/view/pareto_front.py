@@ -52,6 +52,7 @@ def pareto(search: Search) -> Chart:
     front = search.front[np.isin(search.front, shown)]
     line = [(search.memory[at], search.closed[at]) for at in front]
     misses = _points(search, shown[~fits[shown]], "does not fit", theme.shade(now.ink, 8, 8), 0.35)
+    misses["showlegend"] = not near  # else it says so where they are
     traces = [misses]
     for number, (name, chosen, fill) in enumerate(_groups(search)):
         mine = shown[fits[shown] & chosen[shown]]
@@ -64,7 +65,7 @@ def pareto(search: Search) -> Chart:
     if near:
         shapes.append(upright(search.memory_limit, dash="dash", ink=now.faint))
         at = {"axes": ("x", "paper"), "hold": "left top", "xshift": 6, "ink": now.faint}
-        said = f"{size(search.memory_limit)} per device"
+        said = f"does not fit in {size(search.memory_limit)}"
         notes.append(note(said, math.log10(search.memory_limit), 1, **at))
     fig = figure(
         _finding(search),
@@ -176,7 +177,6 @@ def _finding(search: Search) -> str:
     first, seconds = search.front[0], theme.scaled(float(search.simulated[0]), "s")
     if search.fits[first]:
         return f"The fastest plan of all fits: {seconds} per step"
-    times = search.closed[0] / search.closed[first]
+    less = theme.percent(1 - search.closed[first] / search.closed[0])
     more = f"{search.memory[first] / search.memory_limit:,.3g} times the memory"
-    said = f"The fastest plan that fits takes {seconds} per step; with {more}"
-    return f"{said} one is {times:.2f} times as fast"
+    return f"The fastest plan that fits takes {seconds} per step; {more} would save {less} of that"
