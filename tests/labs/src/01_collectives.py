@@ -841,10 +841,10 @@ pl.exercises.hierarchical_all_reduce.check(by_all_to_all)
 #
 # ## Read on
 # * Patarasuk and Yuan 2009, [Bandwidth optimal all-reduce
-#   algorithms](https://doi.org/10.1016/j.jpdc.2008.09.002), sec. 3 and 4.
+#   algorithms](https://doi.org/10.1016/j.jpdc.2008.09.002): the lower bound, and the ring.
 # * Thakur, Rabenseifner and Gropp 2005, [Optimization of collective communication operations in
-#   MPICH](https://doi.org/10.1177/1094342005051521), sec. 4: trees, halving-doubling, rings and
-#   when to switch.
+#   MPICH](https://doi.org/10.1177/1094342005051521): trees, halving-doubling, rings and when to
+#   switch.
 # * NVIDIA, [nccl-tests,
 #   PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 # * PyTorch, [torch.distributed](https://pytorch.org/docs/stable/distributed.html).

@@ -52,7 +52,7 @@ report.replay(devices.replace(algorithm="ring")).timeline()
 # | $q$ | buckets: messages into which the gradients are packed |
 # | $\alpha$, $\beta$ | seconds per message; seconds per byte ($1/\beta$ is the bandwidth) |
 # | $T_F$, $T_B$ | time of forward and backward of a step on one rank |
-# | $R$ | FLOP/s that a device reaches |
+# | $X$ | FLOP/s that a device reaches |
 #
 # ## The mean over the ranks is the gradient of the whole batch
 # The loss of a batch of $Nb$ samples is the mean of the losses $\ell_i$ of its samples (for now
@@ -299,13 +299,13 @@ view.widgets.data_parallel(model, plan)
 # The next cell prints $f$ and $t$ of our model, from the prediction with buckets of 1 MiB.
 #
 # Backward takes about $4$ FLOPs per parameter and token ($2$ for the gradient of the input, $2$ for
-# that of the weight; lab 00), so $T_B \approx 4\Psi\,bs/R$ with $bs$ tokens per rank. (This counts
+# that of the weight; lab 00), so $T_B \approx 4\Psi\,bs/X$ with $bs$ tokens per rank. (This counts
 # the matrix products with weights; attention takes some time more.) Insert this and solve for the
 # tokens:
 #
 # $$
-# bs \;\ge\; \frac{R}{4\Psi}\Big(2(N-1)q\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big)
-# \;\xrightarrow{\;\alpha \to 0\;}\; 2\,\frac{N-1}{N}\,\beta R .
+# bs \;\ge\; \frac{X}{4\Psi}\Big(2(N-1)q\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big)
+# \;\xrightarrow{\;\alpha \to 0\;}\; 2\,\frac{N-1}{N}\,\beta X .
 # $$
 #
 # Without latency the size of the model cancels, because each parameter means 4 bytes of gradient
@@ -322,11 +322,11 @@ enough = pl.exercises.guess("samples per rank that hide the traffic", low=1, hig
 enough
 
 # %%
-R, alpha, beta = devices.flops, link.alpha, 1 / link.bandwidth
+X, alpha, beta = devices.flops, link.alpha, 1 / link.bandwidth
 net = 2 * (N - 1) * 4 * alpha + 2 * (N - 1) / N * bytes_ * beta
-tokens = R / (4 * model.num_params) * net
+tokens = X / (4 * model.num_params) * net
 print(f"needed: {tokens:.0f} tokens per rank, {tokens / model.seq_len:.1f} samples")
-print(f"without latency: {2 * (N - 1) / N * beta * R:.0f} tokens")
+print(f"without latency: {2 * (N - 1) / N * beta * X:.0f} tokens")
 h100 = 2 * (1023 / 1024) * 400e12 / 50e9
 print(f"1,024 GPUs with 400 TFLOP/s and 50 GB/s each: {h100:,.0f} tokens per GPU")
 enough.reveal(-(-tokens // model.seq_len))
@@ -702,7 +702,7 @@ pl.exercises.sync_pass.check(in_halves)
 # $$
 # \text{bytes per rank} = 2\,\frac{N-1}{N}\,4\Psi,
 # \qquad
-# bs \;\ge\; \frac{R}{4\Psi}\Big(2(N-1)q\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big),
+# bs \;\ge\; \frac{X}{4\Psi}\Big(2(N-1)q\alpha + 2\,\frac{N-1}{N}\,4\Psi\beta\Big),
 # \qquad
 # \nabla L = \frac{1}{Nm}\sum_{r,k} g_{r,k}.
 # $$
@@ -721,7 +721,7 @@ pl.exercises.sync_pass.check(in_halves)
 # ```python
 # ddp = DistributedDataParallel(
 #     gpt,
-#     bucket_cap_mb=25,  # the bucket size of the section on buckets; the first bucket is 1 MiB
+#     bucket_cap_mb=25,  # MiB per bucket; left out, it is 25, and 1 for the first bucket
 #     gradient_as_bucket_view=True,  # no second copy of the gradients
 # )
 # with ddp.no_sync():  # accumulation: no traffic in the first m - 1 backwards

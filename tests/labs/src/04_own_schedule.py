@@ -594,7 +594,7 @@ observed.traffic()
 #
 # ## Read on
 # * Qi and others 2024, [Zero Bubble Pipeline Parallelism](https://arxiv.org/abs/2401.10241), sec.
-#   2: ZB-H1 and ZB-H2, with table 2 for both; sec. 4 for the update without a barrier.
+#   2: ZB-H1 and ZB-H2; sec. 4 for the update without a barrier.
 # * Qi and others 2024, [Pipeline Parallelism with Controllable
 #   Memory](https://arxiv.org/abs/2405.15362): how long a micro-batch stays alive decides the
 #   memory.

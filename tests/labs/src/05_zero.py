@@ -42,7 +42,7 @@ view.zero_shards(model, 4)
 # | $V_0$ to $V_3$ | elements that a rank sends in a step |
 # | $m$, $b$, $s$ | micro-batches per step and rank; samples per micro-batch; tokens per sample |
 # | $\alpha$, $\beta$ | seconds per message; seconds per byte ($1/\beta$ is the bandwidth) |
-# | $R$ | FLOP/s that a device reaches |
+# | $X$ | FLOP/s that a device reaches |
 #
 # ## The optimizer fits between the two halves of an all-reduce
 # After the all-reduce of lab 02 all ranks have the same gradients, keep the same AdamW moments, and
@@ -506,9 +506,9 @@ view.timelines(*ahead.values(), labels=list(ahead), ranks=[0])
 #
 # $$
 # \underbrace{q\,(N-1)\,\alpha + \frac{N-1}{N}\,4\Psi_u\,\beta}_{\text{all-gather}}
-# \;\le\; \underbrace{\frac{2\Psi_u\,bs}{R}}_{\text{forward}}
+# \;\le\; \underbrace{\frac{2\Psi_u\,bs}{X}}_{\text{forward}}
 # \quad\Longleftrightarrow\quad
-# bs \;\ge\; 2\,\frac{N-1}{N}\,\beta R + \frac{q\,(N-1)\,\alpha R}{2\Psi_u} .
+# bs \;\ge\; 2\,\frac{N-1}{N}\,\beta X + \frac{q\,(N-1)\,\alpha X}{2\Psi_u} .
 # $$
 #
 # The first term does not depend on the unit. The second is the price of fragments: many calls $q$
@@ -516,15 +516,15 @@ view.timelines(*ahead.values(), labels=list(ahead), ranks=[0])
 # gathered tensor by tensor?
 
 # %%
-R, alpha, beta = cluster.flops, link.alpha, 1 / link.bandwidth
+X, alpha, beta = cluster.flops, link.alpha, 1 / link.bandwidth
 block = {name: shape for name, shape in model.parameter_shapes().items() if "blocks.0." in name}
 psi_u = sum(pd.Series(shape).prod() for shape in block.values())
 for q in (1, len(block)):
-    tokens = 2 * (N - 1) / N * beta * R + q * (N - 1) * alpha * R / (2 * psi_u)
+    tokens = 2 * (N - 1) / N * beta * X + q * (N - 1) * alpha * X / (2 * psi_u)
     print(f"{q:2} calls for {psi_u:,} parameters: at least {tokens:.0f} tokens per micro-batch")
 
 # %% [markdown]
-# DeepSpeed gathers parameter by parameter unless its prefetch bucket
+# DeepSpeed gathers module by module (a linear layer, a norm) unless its prefetch bucket
 # (`stage3_prefetch_bucket_size`) joins several of them; FSDP gathers a unit in one call. If
 # latency is high, prefer large units, as long as two of them fit. Against low bandwidth only more
 # tokens per micro-batch help.
@@ -702,7 +702,7 @@ for stage in (1, 2, 3):
 #
 # $$
 # M_3 = \frac{K}{N}\Psi, \qquad V_3 = 3m\,\frac{N-1}{N}\Psi, \qquad
-# bs \;\ge\; 2\,\frac{N-1}{N}\,\beta R + \frac{q\,(N-1)\,\alpha R}{2\Psi_u} .
+# bs \;\ge\; 2\,\frac{N-1}{N}\,\beta X + \frac{q\,(N-1)\,\alpha X}{2\Psi_u} .
 # $$
 #
 # | situation | use |
@@ -732,8 +732,8 @@ for stage in (1, 2, 3):
 # ```
 #
 # In DeepSpeed a stage is a line of its JSON, and the two sizes below are the $q$ and the number of
-# units ahead of the section on prefetch. Megatron-LM has stage 1 as a flag. (Neither is installed
-# here; this is how they are written.)
+# units ahead of the section on prefetch. Megatron-LM has flags: those below are stage 1,
+# `--use-megatron-fsdp` is stage 3. (Neither is installed here; this is how they are written.)
 #
 # ```json
 # {"zero_optimization": {"stage": 3, "overlap_comm": true,

@@ -792,8 +792,7 @@ pl.exercises.memory_estimator.check(my_estimate)
 #   What selective recomputation keeps is chosen with `create_selective_checkpoint_contexts`.
 #   Peaks: `torch.cuda.max_memory_allocated()`, `max_memory_reserved()`; a picture like those of
 #   this lab: `torch.cuda.memory._record_memory_history()` and `_dump_snapshot()`, shown by
-#   [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or `torch.profiler` with
-#   `profile_memory=True` and `export_memory_timeline`.
+#   [pytorch.org/memory_viz](https://pytorch.org/memory_viz).
 # * **DeepSpeed**: `deepspeed.checkpointing.checkpoint`, and
 #   ```json
 #   {"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": false,

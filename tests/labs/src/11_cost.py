@@ -561,9 +561,10 @@ best[["dp", "tp", "zero_stage", "recompute", "days", "days, no overlap"]].round(
 # ## In PyTorch, DeepSpeed, Megatron
 # PyTorch counts FLOPs with `torch.utils.flop_counter.FlopCounterMode`, as above: it counts the
 # products that are made, so with checkpointing that is HFU's numerator. Megatron-LM prints TFLOP/s
-# per GPU with `--log-throughput` and counts the model's FLOPs; torchtitan logs `mfu` from $6\Psi$
-# plus the scores; DeepSpeed has a profiler in its JSON, `"flops_profiler": {"enabled": true,
-# "profile_step": 5}`. Before you compare two such numbers, ask which of the formulas each one is.
+# per GPU with `--log-throughput` and counts the model's FLOPs; torchtitan logs `mfu` from $6\Psi$,
+# without the embedding, plus the scores; DeepSpeed has a profiler in its JSON, `"flops_profiler":
+# {"enabled": true, "profile_step": 5}`. Before you compare two such numbers, ask which of the
+# formulas each one is.
 #
 # **On your GPUs.** Nothing here was run on one. A report of `pl.run` on GPUs has MFU and HFU in its
 # `summary()` if the cluster states `peak_flops`; its rows go into `pl.fit_cluster` as they are.
