@@ -4,8 +4,8 @@
 def my_stream(units, window):
     """The jobs of one update, in the order in which they are handed over: (what, unit, buffer).
 
-    units: how many units' states lie in files; window: how many buffers there are, 1 or more
-    (they are called 0, 1, ...)
+    what: "read", "update" or "write"; units: how many units' states are in files
+    window: how many buffers there are, 1 or more (they are called 0, 1, ...)
     """
     jobs = []
     ### BEGIN SOLUTION

@@ -7,7 +7,7 @@ import torch
 
 
 class MyStreamedAdamW:
-    """AdamW; between steps no state is in memory, in a step that of `unit` elements."""
+    """AdamW; no state is in memory between steps, and that of `unit` elements within one."""
 
     def __init__(self, parameters, folder, *, lr, betas, eps, weight_decay, unit):
         # parameters: list of float32 tensors with .grad at a step; folder: where files may be

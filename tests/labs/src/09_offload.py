@@ -37,9 +37,9 @@ view.data_flow(wide, plan.replace(zero_stage=2, offload="cpu"))
 
 # %% [markdown]
 # Forward and backward run on the device. Gradients go down to the host as backward produces them,
-# the **host** runs the optimizer, and updated parameters come up. The moments never move. This is
-# **ZeRO-Offload**. **ZeRO-Infinity** goes further: parameters come up only while they are needed,
-# and files take what the host cannot hold:
+# here twice, once for each of two micro-batches. The **host** runs the optimizer, and updated
+# parameters come up. The moments never move. This is **ZeRO-Offload**. **ZeRO-Infinity** goes
+# further: parameters come up only while they are needed, and files take what the host cannot hold:
 
 # %%
 view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
@@ -52,7 +52,7 @@ view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
 # | K | bytes of model state per parameter |
 # | I | arithmetic intensity: FLOPs per byte that crosses the link |
 # | B | bandwidth of the link, bytes per second |
-# | P | FLOP/s of the device while it computes |
+# | X | FLOP/s that a device reaches |
 # | moved | bytes per parameter and step that cross the link |
 # | $t_\text{compute}$, $t_\text{copy}$ | seconds of a step for computation, for copies |
 # | e | efficiency: share of a step in which the device computes |
@@ -65,7 +65,8 @@ view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
 #
 # Forward and backward read the first two bytes. Backward makes the next two, and only the update
 # needs the last twelve. The update makes a few FLOPs per parameter, while forward and backward make
-# six *per token*: a slow processor can do it. What offload adds to a program:
+# six per parameter *and token*. So even a slow processor is fast enough for the update. What
+# offload adds to a program:
 
 # %%
 plain = pl.program(wide, plan.replace(zero_stage=2))
@@ -105,7 +106,7 @@ reports = {name: pl.run(wide, how, steps=3, progress=False) for name, how in pla
 
 
 def tiers(name, report):
-    """{name and tier: {category: bytes}}, each at the moment when the tier is fullest."""
+    """{name and tier: {category: bytes}}, each at the tier's peak."""
     bars = {}
     for tier, held in report.memory.groupby("tier"):
         fullest = held.groupby("time")["bytes"].sum().idxmax()
@@ -127,7 +128,7 @@ guess.reveal(round(100 * share))
 # What is left on the device is what computing needs: activations; the parameters of the unit
 # (lab 05) that is computed and of the next one, in *buffers*; and gradients that have not been
 # copied to the host yet. Under stages 1 and 2 the host keeps its own copy of the weights, counted
-# as optimizer.
+# as optimizer. The host's buffers hold what is on its way from or to the device and the files.
 #
 # ## What moves, and when
 # The timeline of one step. Every link is a lane: copies overlap with computation until an operation
@@ -201,13 +202,13 @@ print(f"{moved / wide.num_params:g} bytes per parameter crossed the link per ste
 # forward is recomputed. Let `moved` be the bytes per parameter that cross the link. Then
 #
 # $$I = \frac{8\,b s\,\Psi}{\text{moved}\cdot\Psi} = \frac{8\,bs}{\text{moved}}, \qquad
-# t_\text{compute} = \frac{\text{FLOPs}}{P}, \qquad
+# t_\text{compute} = \frac{\text{FLOPs}}{X}, \qquad
 # t_\text{copy} = \frac{\text{FLOPs}/I}{B}$$
 #
 # and if nothing overlaps, the device computes during the share
 #
 # $$e = \frac{t_\text{compute}}{t_\text{compute} + t_\text{copy}}
-# = \frac{1/P}{1/P + 1/(IB)} = \frac{I B}{I B + P}$$
+# = \frac{1/X}{1/X + 1/(IB)} = \frac{I B}{I B + X}$$
 #
 # For optimizer states all 16 bytes are read and written, moved = 32, so I = b s/4:
 
@@ -217,7 +218,7 @@ e = offload_costs.efficiency_at(intensity, 1.5e12, 70e12)
 print(f"I = {intensity:g} FLOPs per byte; at 1.5 TB/s and 70 TFLOP/s e = {100 * e:.1f} %")
 
 # %% [markdown]
-# (The paper says that 1.5 TB/s are needed for 90 %.) How many are needed by the formula?
+# (The paper says that 90 % take 1.5 TB/s.) Which bandwidth does the formula require?
 
 # %%
 warm_up = pl.exercises.bandwidth
@@ -230,8 +231,8 @@ warm_up
 pl.exercises.bandwidth.check(bandwidth_needed)
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** e (IB + P) = IB, so IB (1 − e) = eP. With I = 8 bs/moved this is B. **Common
-# mistakes**: 6 FLOPs in place of 8 (nothing recomputed), e P/I (the time that is left for copies is
+# **Why it works.** e (IB + X) = IB, so IB (1 − e) = eX. With I = 8 bs/moved this is B. **Common
+# mistakes**: 6 FLOPs in place of 8 (nothing recomputed), e X/I (the time that is left for copies is
 # 1 − e, not 1), forgetting the tokens. A second way goes through seconds, and has no formula:
 
 # %% tags=["solution-only"]
@@ -241,10 +242,10 @@ pl.exercises.bandwidth.check(bandwidth_needed)
 pl.exercises.bandwidth.check(bandwidth_needed)
 
 # %% [markdown]
-# Now this machine: its measured device and disk, and the bytes of the plan with files. This
-# plan recomputes nothing, so its FLOPs are three times forward's: 6 in place of 8 per parameter and
-# token. A micro-batch of twice as many samples needs the same copies for twice the computation, so
-# larger micro-batches make up for a slow link:
+# The next table has the efficiency of the plan with files on this machine, from the measured speed
+# of its device and its disk. The plan recomputes nothing, so its FLOPs are three times forward's: 6
+# in place of 8 per parameter and token. A micro-batch of twice as many samples needs the same
+# copies for twice the computation, so larger micro-batches make up for a slow link:
 
 # %% tags=["measured"]
 cluster = pl.Cluster.local()
@@ -265,7 +266,8 @@ for samples in (2, 8, 32):
 pl.compare(pl.predict(wide, plans["in files"], cluster), reports["in files"])
 
 # %% [markdown]
-# The widget asks which disk is fast enough; "Run it" trains with the disk limited to the
+# In the table above the exposed communication is the time in which the device waits for copies.
+# Which disk would be fast enough? The widget shows it; *Run it* trains with the disk limited to the
 # slider's bandwidth.
 
 # %%
@@ -274,9 +276,6 @@ view.widgets.offload()
 # %% [markdown]
 # ## Write it: an optimizer that streams its states
 # In ZeRO-Infinity the states are in files, and pass through memory one unit at a time.
-#
-# A tensor that shares a mapped file counts with its bytes: make tensors of one unit at a time. The
-# numpy map itself may cover the whole file.
 
 # %%
 exercise = pl.exercises.streamed_optimizer
@@ -311,9 +310,9 @@ pl.exercises.streamed_optimizer.check(MyStreamedAdamW)
 # Stuck? `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
 #
 # ## Your optimizer trains the GPT, next to AdamW and next to the plan
-# The reference GPT on a real rank, with an optimizer that is handed in; `pl.observe` watches. With
-# yours no moment is in memory between steps. The panel of the plan shows the device only; the plan
-# also holds gradients and buffers on the host.
+# The next cells train the reference GPT on a real rank, with an optimizer that is passed in, while
+# `pl.observe` watches. With yours no moment is in memory between steps. The panel of the plan shows
+# the device only; the plan also holds gradients and buffers on the host.
 
 
 # %%
@@ -364,8 +363,8 @@ for name, run in runs.items():
 
 # %% [markdown]
 # ## The largest model that fits
-# A device of 64 MB. How many blocks of a GPT does it train without offload, and how many with
-# it? The program says how many fit; a training step with this memory limit confirms it:
+# How many blocks of a GPT does a device of 64 MB train without offload, and how many with it? The
+# program says how many fit; a training step with this memory limit confirms it:
 
 # %%
 deep = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=64)
@@ -410,13 +409,14 @@ except pl.OutOfMemory:
 
 # %% [markdown]
 # The depth that fits is limited by what must stay on the device and grows with the number of
-# blocks: parameters under ZeRO-Offload, activations alone when everything is offloaded. Moving
-# states to files does not increase that depth; it reduces what the host holds. (`recompute="full"`
-# and `offload={"activations": "cpu"}` take the activations too.)
+# blocks: parameters and activations under ZeRO-Offload, activations alone when everything is
+# offloaded. Moving states to files does not increase that depth; it reduces what the host holds.
+# (`recompute="full"` and `offload={"activations": "cpu"}` take the activations too.)
 #
 # At the far end one layer is on the device at a time, and all micro-batches pass through it before
 # the next layer comes: **L2L**, the layer relay. Then parameters come up as often with many
-# micro-batches as with one. Bytes per parameter and step over the link to the device:
+# micro-batches as with one, and the head only once, since its backward follows its forward at once.
+# Bytes per parameter and step over the link to the device:
 
 # %%
 rows = {}
@@ -565,7 +565,7 @@ view.jobs(order, host="fast")
 # | the host's memory | `offload="nvme"`, several fast disks |
 # | activations | recomputation first (lab 06), then `offload={"activations": "cpu"}` |
 #
-# $$I = \frac{8\,bs}{\text{moved}}, \qquad e = \frac{IB}{IB + P}$$
+# $$I = \frac{8\,bs}{\text{moved}}, \qquad e = \frac{IB}{IB + X}$$
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # * **PyTorch, FSDP2**: parameters, gradients and optimizer states on the host. On a CPU device and
@@ -587,8 +587,8 @@ view.jobs(order, host="fast")
 #      "offload_param": {"device": "cpu", "pin_memory": true}},
 #    "aio": {"block_size": 1048576, "queue_depth": 8, "overlap_events": true}}
 #   ```
-#   `buffer_count` is the window of the last exercise, `pipeline_read` and `pipeline_write` its
-#   overlap.
+#   `pipeline_read` and `pipeline_write` are the overlap of the last exercise. `buffer_count` counts
+#   one buffer for each state of a parameter (Adam: itself, gradient, two moments), not each unit.
 # * **Megatron-LM**: `--optimizer-cpu-offload --optimizer-offload-fraction 1.0`.
 #
 # Estimators: [FLAN-T5-XL with ZeRO-3 and
@@ -599,7 +599,7 @@ view.jobs(order, host="fast")
 # * Ren et al. 2021, [ZeRO-Offload](https://arxiv.org/abs/2101.06840): sec. 3 for the cut, sec. 5.2
 #   for the delayed update. Rajbhandari et al. 2021,
 #   [ZeRO-Infinity](https://arxiv.org/abs/2104.07857): sec. 3 and 4 for memory and bandwidth.
-#   Pudipeddi et al. 2020, [L2L](https://arxiv.org/abs/2002.05645), sec. 3.
+#   Pudipeddi et al. 2020, [L2L](https://arxiv.org/abs/2002.05645): the layer relay.
 # * [DeepSpeed's configuration](https://www.deepspeed.ai/docs/config-json/), "ZeRO Optimizations";
 #   [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 # * In the package: `paralab/parallel/offload.py`, and `lanes.py`, `host.py` and `files.py` in

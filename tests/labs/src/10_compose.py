@@ -234,15 +234,20 @@ pd.DataFrame(
 # [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met the bubble. Its author
 # trains 20 billion parameters on 128 GPUs, and reports 170 TFLOP/s per GPU with one stage and 33
 # with four stages. The thread does not say how many micro-batches there were. The ranks of a
-# pipeline compute for the share $m/(m+p-1)$ of the time, which leaves of 170 TFLOP/s with $p = 4$:
+# pipeline compute for the share $m/(m+p-1)$ of the time.
 
 # %%
-{m: f"{170 * m / (m + 4 - 1):.0f} TFLOP/s left of 170" for m in (1, 2, 4, 16, 64)}
+few = pl.exercises.choose(
+    "Which number of micro-batches per step explains 33 of 170 TFLOP/s best?", ["1", "4", "16"]
+)
+few
+
+# %%
+for m in (1, 4, 16):
+    print(f"m = {m}: {170 * m / (m + 4 - 1):.0f} of 170 TFLOP/s are left")
+few.reveal(1, "That is gradient_accumulation_steps=1. No other term of the formula is so large.")
 
 # %% [markdown]
-# The reported 33 is closest to what one micro-batch per step leaves, which is what
-# `gradient_accumulation_steps` of 1 means. No other term of the formula is so large.
-#
 # ## Memory is states, divided by up to three axes, plus activations
 # Three things add up to the memory of a rank, here with full recomputation:
 #
@@ -390,8 +395,13 @@ least_bytes.reveal(
 
 # %% [markdown]
 # ## On other links another plan wins
-# A prediction takes any links. Here are four devices as fast as this one's, first in one node, then
-# on two nodes with a hundredth of the bandwidth between them.
+# A prediction takes any links. The next table has four devices as fast as this machine's, first in
+# one node, then on two nodes with a hundredth of the bandwidth between them.
+
+# %%
+compared = ["dp 4", "tp 4", "dp 2, tp 2", "pp 4, 1F1B"]
+slowed = pl.exercises.choose("Which plan loses the most time to the slow link?", compared)
+slowed
 
 
 # %% tags=["measured"]
@@ -406,14 +416,16 @@ rows = {
         f"{k} node{'s' * (k > 1)}": 1e3 * pl.predict(model, plans[name], links(k)).step_time
         for k in (1, 2)
     }
-    for name in ("dp 4", "tp 4", "dp 2, tp 2", "pp 4, 1F1B")
+    for name in compared
 }
 pd.DataFrame(rows).T.round(1).add_suffix(" (ms per step)")
 
-# %% [markdown]
-# The bytes that cross the slow link decide. `tp 4` waits for this link in every block. `dp 2, tp 2`
-# keeps tensor parallelism inside a node, and sends gradients across once per step. The pipeline
-# sends the fewest bytes across.
+# %%
+slowed.reveal(
+    2,
+    "It waits for this link in every block. `dp 2, tp 2` keeps tensor parallelism inside a node, "
+    "and sends gradients across once per step. The pipeline sends the fewest bytes across.",
+)
 
 # %%
 halves = pl.Cluster.preset("dgx-a100").replace(name="two nodes", nodes=2, devices_per_node=2)
@@ -791,13 +803,16 @@ view.bytes_bars(bars, title="More GPUs shard the states, which are the smaller p
 # | `tp=8` | `--tensor-model-parallel-size 8` | `tensor_parallel_degree = 8` |
 # | `pp=4` | `--pipeline-model-parallel-size 4` | `pipeline_parallel_degree = 4` |
 # | `schedule="interleaved"` | `--num-layers-per-virtual-pipeline-stage 2` | `"Interleaved1F1B"` |
-# | `sequence_parallel=True` | `--sequence-parallel` | with tp always |
+# | `sequence_parallel=True` | `--sequence-parallel` | `enable_sequence_parallel`, the default |
 # | `zero_stage=1` | `--use-distributed-optimizer` | – |
-# | `zero_stage=3` | `--use-torch-fsdp2` | `data_parallel_shard_degree = 8` |
-# | `microbatch_size=2` | `--micro-batch-size 2` | `local_batch_size = 2` |
+# | `zero_stage=3` | `--use-megatron-fsdp` | `data_parallel_shard_degree = 8` |
+# | `microbatch_size=2` | `--micro-batch-size 2` | `num_tokens_per_microbatch_per_dp_rank` ¹ |
+#
+# ¹ in `training`, and it counts tokens: $2s$.
 #
 # DeepSpeed shards along dp (`"zero_optimization": {"stage": 1}` in its JSON), brings pipelines as
-# `PipelineModule(layers, num_stages=4)`, and leaves tensor parallelism to Megatron's layers.
+# `PipelineModule(layers, num_stages=4)`, and cuts layers by its JSON's `{"tensor_parallel":
+# {"autotp_size": 8}}` or leaves that to Megatron-LM.
 #
 # In all of them dp is what is left: world size / (tp · pp). Megatron's default order of ranks is
 # `tp-cp-ep-dp-pp`, innermost first, which is the order of this lab.
