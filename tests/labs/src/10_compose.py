@@ -238,7 +238,8 @@ pd.DataFrame(
 
 # %%
 few = pl.exercises.choose(
-    "Which number of micro-batches per step explains 33 of 170 TFLOP/s best?", ["1", "4", "16"]
+    "Which number of micro-batches per step explains 33 of 170 TFLOP/s best?",
+    ["one", "four", "sixteen"],
 )
 few
 
@@ -516,7 +517,8 @@ from_m.reveal(2, "With m = 2 most of the pipeline's step is its bubble.")
 
 # %%
 size = pl.exercises.choose(
-    "How many samples per micro-batch are best with a batch of 128?", ["1", "2", "4", "8"]
+    "How many samples per micro-batch are best with a batch of 128?",
+    ["one", "two", "four", "eight"],
 )
 size
 
