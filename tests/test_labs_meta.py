@@ -354,14 +354,14 @@ def chromium() -> None:
         pytest.skip(f"only `make labs` draws pictures, and there is no browser here: {trouble}")
 
 
-def test_every_figure_is_stored_with_a_picture_900_pixels_wide(chromium, lab, monkeypatch):
+def test_every_figure_is_stored_with_a_picture_as_wide_as_a_cell(chromium, lab, monkeypatch):
     monkeypatch.setattr(build, "picture_trouble", lambda: None)  # the fixture has just asked
     lab.write_text(LAB.split("# %% tags")[0])
     assert build.main([]) == 0
     notebook = nbformat.read(lab.parent.parent / "00_twice.ipynb", as_version=4)
     data = notebook.cells[1].outputs[0].data
     picture = base64.b64decode(data[PNG])
-    assert PLOTLY in data and struct.unpack(">I", picture[16:20]) == (build.PICTURE_WIDTH,)
+    assert PLOTLY in data and struct.unpack(">I", picture[16:20]) == (830,)
 
 
 def test_an_unknown_lab_is_refused(lab, capsys):

@@ -23,7 +23,9 @@ from paralab.view.widget_live import layout_of
 
 VARIABLE = "PARALAB_PICTURES"  # of the environment
 FIGURES = "application/vnd.paralab.figures+json"
-WIDTH = {1: 900, 2: 560}  # pixels of a figure, by figures in a row
+# Pixels of a figure, by figures in a row. The picture gets the first, which is what a cell of
+# JupyterLab has in a window of 1,000; the second is drawn larger, for its letters.
+WIDTH = {1: 830, 2: 560}
 SIZES = (15 * theme.BOLD, 12)  # of the letters of the two kinds of lines above a figure
 LINE = 20  # pixels that a line is high
 
@@ -51,7 +53,7 @@ def drawn(data: dict[str, Any]) -> bytes:
         for i in row:
             figure, left = data["figures"][i], (i - first) * width
             high = figure["layout"].get("height", 360)
-            png = go.Figure(figure).to_image("png", width=width, height=high, scale=1)
+            png = go.Figure(figure).to_image("png", width=width, height=high, scale=2)
             source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
             place = {"x": left, "y": -top - room, "sizex": width, "sizey": high}
             images.append({"source": source, "xref": "x", "yref": "y", **place})
@@ -65,7 +67,8 @@ def drawn(data: dict[str, Any]) -> bytes:
     layout |= dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), theme.look().paper)
     layout |= {"font": {"family": theme.FONT}, "margin": dict.fromkeys("tblr", 0)}
     layout |= {"xaxis": {**axis, "range": [0, across]}, "yaxis": {**axis, "range": [-top, 0]}}
-    return go.Figure(layout=layout).to_image("png", width=across, height=top, scale=1)
+    scale = WIDTH[1] / across
+    return go.Figure(layout=layout).to_image("png", width=across, height=top, scale=scale)
 
 
 def _lines(head: Sequence[str], width: int) -> list[str]:

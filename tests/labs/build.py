@@ -54,7 +54,7 @@ LABS = HERE.parents[1] / "labs"
 SOURCES = HERE / "src"
 CELL_TIMEOUT_S = 300  # against a cell that hangs
 README_PICTURE, README_TAG = HERE / "pictures" / "timeline.png", "readme-picture"
-PICTURE_WIDTH = 900  # pixels, at scale 1: sharp enough to read, small enough to store
+PICTURE_WIDTH = widget_picture.WIDTH[1]
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
