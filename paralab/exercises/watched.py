@@ -151,8 +151,8 @@ def _look_at_freed(func: Any, given: Any) -> None:
 
 def freed(given: Any) -> Tensor | None:
     """The first tensor in it whose storage is freed: to read that would end the process."""
-    freed = (t for t in tensors(given) if t.numel() and not t.untyped_storage().nbytes())
-    return next(freed, None)
+    found = (t for t in tensors(given) if t.numel() and not t.untyped_storage().nbytes())
+    return next(found, None)
 
 
 NOT_THEIRS = ("<frozen ", OURS, tracemalloc.__file__, threading.__file__, _weakrefset.__file__)
