@@ -339,14 +339,47 @@ pd.DataFrame(rows).set_index("v").round(3)
 messages.reveal(2 * 8 * (4 * 2 - 1))
 
 # %% [markdown]
+# ## Only forwards, until the first backward
+# A rank of 1F1B runs a few forwards before its first backward. A rank of the interleaved schedule
+# runs more of them, because it takes $p$ micro-batches through one chunk before it begins the next
+# chunk. Look at a few lists, such as `schedules.interleaved(4, 8, 2)`, before you count.
+
+# %%
+pl.exercises.warmup
+
+# %%
+### ANSWER: warmup
+
+
+pl.exercises.warmup.check(warmup)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** The last rank ($r=p-1$) of 1F1B runs one forward before its first backward, and
+# each rank before it one more, hence $p-r$. With few micro-batches there are no more than $m$
+# forwards to run, or $vm$ with chunks. In the interleaved schedule the last rank first runs the
+# $(v-1)p$ forwards of its other chunks, and each rank before it two more, for a reason that the
+# next section gives.
+#
+# **Common mistakes.** The forward of the steady phase is forgotten (one too few everywhere). `min`
+# is forgotten (right until $m < p$). The ranks are counted from the wrong end. The interleaved
+# formula is used at $v=1$, where it is not 1F1B's: it gives $2(p-r-1)+1$.
+#
+# **Another answer** counts instead of computing: it reads the schedule.
+
+# %% tags=["solution-only"]
+### ANSWER: warmup_other
+
+
+pl.exercises.warmup.check(by_counting)
+
+# %% [markdown]
 # ## Why the interleaved warm-up has a factor of two
-# Before its first backward rank $r$ of 1F1B runs $p-r-1$ forwards, and then the first one of the
-# steady phase. In Megatron-LM's interleaved schedule the number of these warm-up forwards is
-# $2(p-r-1) + (v-1)p$ ([Megatron-LM #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks
-# why). The second term is needed: each rank takes $p$ micro-batches through one chunk, then through
-# the next, so the last rank runs $(v-1)p$ forwards of its other chunks before the first forward of
-# its last chunk. But why $2(p-r-1)$, and not $p-r-1$? Here are both, at first with messages that
-# take no time:
+# Megatron-LM calls **warm-up** what comes before the steady phase, whose first forward also comes
+# before the first backward: $p-r-1$ forwards of rank $r$ in 1F1B, $2(p-r-1) + (v-1)p$ in its
+# interleaved schedule ([Megatron-LM #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks
+# why). The second term is needed: the last rank runs $(v-1)p$ forwards of its other chunks before
+# the first forward of its last chunk. But why $2(p-r-1)$, and not $p-r-1$? Here are both, at first
+# with messages that take no time:
 
 
 # %%
@@ -394,36 +427,6 @@ pd.DataFrame(
 # factor of two, $p-r-1$ more forwards have been started. So the factor of two hides communication,
 # and costs memory for activations.
 #
-# For the warm-up exercise you need the number of forwards **before the first backward**, the first
-# forward of the steady phase included.
-
-# %%
-pl.exercises.warmup
-
-# %%
-### ANSWER: warmup
-
-
-pl.exercises.warmup.check(warmup)
-
-# %% [markdown] tags=["solution-only"]
-# **Why it works.** The last rank ($r=p-1$) of 1F1B runs one forward before its first backward, and
-# each rank before it one more, hence $p-r$. With few micro-batches there are no more than $m$
-# forwards to run, or $vm$ with chunks. The interleaved count is the warm-up of the text plus one.
-#
-# **Common mistakes.** The forward of the steady phase is forgotten (one too few everywhere). `min`
-# is forgotten (right until $m < p$). The ranks are counted from the wrong end. The interleaved
-# formula is used at $v=1$, where it is not 1F1B's: it gives $2(p-r-1)+1$.
-#
-# **Another answer** counts instead of computing: it reads the schedule.
-
-# %% tags=["solution-only"]
-### ANSWER: warmup_other
-
-
-pl.exercises.warmup.check(by_counting)
-
-# %% [markdown]
 # ## Two ranks: activations and gradients come from the same neighbour
 # With $p=2$ the rank after a rank is also the rank before it. Here is all that rank 0 receives, in
 # program order:
@@ -737,7 +740,7 @@ pd.DataFrame(
 # lab take their times from CUDA events; they have not been run on one yet.
 #
 # ## Read on
-# * Huang and others 2019, [GPipe](https://arxiv.org/abs/1811.06965), sec. 2.3: micro-batches, and
+# * Huang and others 2019, [GPipe](https://arxiv.org/abs/1811.06965), sec. 2: micro-batches, and
 #   recomputation inside a stage.
 # * Narayanan and others 2021, [Memory-Efficient Pipeline-Parallel DNN
 #   Training](https://arxiv.org/abs/2006.09503), sec. 3.2: PipeDream-Flush, which is 1F1B.

@@ -260,7 +260,11 @@ leaves.reveal(round(100 * far / total))
 # them on. PTD-P lets each send an eighth, and the receivers gather inside their node
 # (*scatter/gather*, sec. 4.1). What a rank sends between nodes therefore has four answers: with and
 # without scatter/gather, and for rank 0, which has no stage before it, or for the mean of all
-# ranks. One table has all four:
+# ranks. By which factor does scatter/gather divide the bytes of rank 0?
+
+# %%
+factor = pl.exercises.guess("times fewer bytes of rank 0 between nodes", low=1, high=16)
+factor
 
 # %%
 expect = pl.predict(model, plan, nodes, steps=1, detail="actions")
@@ -275,7 +279,12 @@ for who, calls, count in (("rank 0", between[between["rank"] == 0], 1), ("mean",
     rows[who]["seconds spared"] = (plain - spared) / nodes.inter.bandwidth
 pd.DataFrame(rows).T.round(1)
 
+# %%
+factor.reveal(rows["rank 0"]["as here (GB)"] / rows["rank 0"]["with scatter/gather (GB)"])
+
 # %% [markdown]
+# The factor is not eight: activations are sent in eighths, the gradients of weights are not.
+#
 # ## Bytes do not tell seconds
 # On average over all ranks, ten times as many bytes stay inside a node as leave it. A link inside a
 # node carries 150 GB/s, and a port between nodes 24 GB/s. How many times as long do the bytes
@@ -491,7 +500,9 @@ bars = {
     "recomputed": peaks["first stage"],
     "nothing recomputed": forgot.peaks()["dry run"].drop("total").to_dict(),
 }
-view.bytes_bars(bars, {"an A100": nodes.memory})
+view.bytes_bars(
+    bars, {"an A100": nodes.memory}, title="Without recomputation the first stage does not fit"
+)
 
 # %%
 import warnings
@@ -547,12 +558,11 @@ pl.exercises.trillion_plan.check(my_plan)
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # Megatron-LM's script of this plan is `--tensor-model-parallel-size 8
-# --pipeline-model-parallel-size 64 --micro-batch-size 1 --global-batch-size 3072`; scatter/gather
-# is on by default and off with `--no-scatter-gather-tensors-in-pipeline`. torchtitan has
-# `--memory_estimation.enabled`, which traces one rank on fake tensors; DeepSpeed has
-# `estimate_zero3_model_states_mem_needs_all_live`, which counts model states alone (lab 06). In
-# torch itself `FakeTensorMode` with a fake process group is the nearest thing to a dry run, and is
-# what this package's tests hold `pl.dry_run` against.
+# --pipeline-model-parallel-size 64 --micro-batch-size 1 --global-batch-size 3072`. The option of
+# the paper's scatter/gather has been removed since; with `--sequence-parallel` each rank sends its
+# part of the tokens. DeepSpeed has `estimate_zero3_model_states_mem_needs_all_live`, which counts
+# model states alone (lab 06). In torch itself `FakeTensorMode` with a fake process group is the
+# nearest thing to a dry run, and is what this package's tests hold `pl.dry_run` against.
 #
 # **On your GPUs.** Nothing here was run on one. With eight, one stage of this plan is a run:
 # `pl.run(model.replace(layers=2), pl.Plan(tp=8, microbatches=4, recompute="full",
