@@ -167,6 +167,11 @@ class MLPRelu(MLPGood):
         return F.relu(F.linear(self.f(x), self.up.weight, self.up.bias))
 
 
+class MLPExactGelu(MLPGood):
+    def inside(self, x):
+        return F.gelu(F.linear(self.f(x), self.up.weight, self.up.bias))
+
+
 class MLPSumsInside(MLPGood):
     """f before the layer and g behind each of the two."""
 

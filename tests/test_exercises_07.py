@@ -8,7 +8,7 @@ import pytest
 import bad_answers_07 as bad
 import paralab as pl
 from judged import assert_reads_the_same_alone, judged, missed
-from paralab.exercises import pairs, sources, vocab_loss
+from paralab.exercises import diagnose, pairs, sources, vocab_loss
 
 F_G, MLP, ATTENTION, LOSS = "f_and_g", "tensor_mlp", "tensor_attention", "vocab_parallel_loss"
 EXERCISE = pl.exercises.ALL
@@ -41,6 +41,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (bad.MLPSwapped, {"result", "gradients"}, "; the input was summed over the ranks, and"),
         (bad.MLPBiasEverywhere, {"result"}, "; down.bias is in it 2 times"),
         (bad.MLPBiasOfRank0, {"gradients"}, "rank 1: the gradient of down.bias, element 0: 0, "),
+        (bad.MLPExactGelu, {"result", "gradients"}, "; GELU is not in its tanh form"),
         (bad.MLPRelu, {"result", "gradients"}, "t=2: rank 0: the result, element (0, 0, 0): "),
         (bad.MLPSumsInside, {"result", "gradients", FORWARD}, "required: 9,216, 3.5 times as"),
         (bad.MLPKeepsAll, {WEIGHTS}, "t=2: rank 0 holds 138,912 bytes of weights, its part is 46,"),
@@ -134,6 +135,13 @@ def test_a_wrong_answer_is_refused_by_the_limits_it_breaks(exercise, answer, lim
 def test_a_right_answer_passes(exercise, answer):
     verdict = judged(EXERCISE[exercise], answer, TABLE[exercise], alone=ALONE)
     assert verdict.passed, repr(verdict)
+
+
+def test_a_multiple_is_named_although_its_rounding_is_as_many_times_larger():
+    right = np.linspace(0.5, 1, 8)
+    off = diagnose.TOLERANCE * np.resize([1, -1], 8)  # of what is right: not wrong by itself
+    said = diagnose.first_wrong("the gradient", [96 * (right + off)], [right])
+    assert said.endswith("; it is 96 times what is required")
 
 
 def test_two_verdicts_on_one_answer_are_the_same():

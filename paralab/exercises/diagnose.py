@@ -138,7 +138,7 @@ def _factor(
     size = float((required * required).sum())
     with np.errstate(over="ignore", invalid="ignore"):
         factor = float((moved * required).sum()) / size if size else 0.0
-        if not size or not near(moved, factor * required, allowed):
+        if not size or not near(moved, factor * required, allowed * max(1.0, abs(factor))):
             return ""
     if required.size == 1 and not _simple(factor):  # every number is some multiple of another
         return ""

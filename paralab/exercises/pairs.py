@@ -5,6 +5,7 @@ right gradients, each rank's terms, and results of the mistakes that people make
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Pair(NamedTuple):
 # ---- the whole layers, in NumPy ------------------------------------------------------------------
 def mlp(w: dict[str, Any], x: Any, grad: Any) -> dict[str, Any]:
     """GELU in its tanh form, as in the reference GPT."""
-    u = x @ w["up.weight"].T + w["up.bias"]
+    u = _inside(w, x)
     th = np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3))
     inside = u * (1 + th) / 2
     slope = (1 + th) / 2 + u / 2 * (1 - th**2) * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * u**2)
@@ -41,6 +42,10 @@ def mlp(w: dict[str, Any], x: Any, grad: Any) -> dict[str, Any]:
         **_of_linear("up", x, of_u),
         **_of_linear("down", inside, grad),
     }
+
+
+def _inside(w: dict[str, Any], x: Any) -> Any:
+    return x @ w["up.weight"].T + w["up.bias"]
 
 
 def attention(
@@ -159,7 +164,10 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
     yield "the input was summed over the ranks before the layer", sum(summed) + bias
     yield "the input was summed over the ranks, and the result was not", summed[rank] + bias
     yield "it is the largest of the ranks' terms", np.max(own, axis=0) + bias
-    if pair.whole is not attention:
+    if pair.whole is mlp:
+        u = _inside(w, w["x"])
+        exact = u * (1 + np.vectorize(math.erf)(u / math.sqrt(2))) / 2
+        yield "GELU is not in its tanh form", exact @ w["down.weight"].T + bias
         return
     for words, changed in (
         ("scores are divided by the root of h, required: of h/a", {"scale": HIDDEN}),

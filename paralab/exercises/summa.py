@@ -54,25 +54,27 @@ def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     """What every rank runs: products of given matrices.
 
     Returns, for each of SHAPES, what forward and backward gave and the most bytes that forward had
-    in addition to its arguments.
+    in addition to its arguments; and whether forward left those as they were.
     """
     q = round(watch.group.size**0.5)
     i, j = divmod(watch.group.index, q)
     rows = [dist.new_group([a * q + b for b in range(q)]) for a in range(q)]
     columns = [dist.new_group([a * q + b for a in range(q)]) for b in range(q)]
     mine = answer[0](rows[i], columns[j])
-    found: dict[str, Any] = {"y": [], "dx": [], "dw": [], "peak": [], "seed": seed}
+    found: dict[str, Any] = {"y": [], "dx": [], "dw": [], "peak": [], "seed": seed, "kept": True}
     for number in range(len(SHAPES)):
         x, w, dy = (torch.from_numpy(one[i, j]) for one in blocks(seed, q, number))
+        given = x.clone(), w.clone()
         watch.label = FORWARD
         with watch.section() as section:
             y = mine.forward(x, w)
+        found["kept"] &= all(map(torch.equal, given, (x, w)))
         watch.label = BACKWARD
         dx, dw = mine.backward(x, w, dy)
         found["peak"].append(section.peak)
         for name, block in (("y", y), ("dx", dx), ("dw", dw)):
             found[name].append(watched.array(block))
-        del x, w, dy, y, dx, dw, block  # they are not counted where the next case begins
+        del x, w, dy, y, dx, dw, block, given  # they are not counted where the next case begins
     return found
 
 
@@ -92,8 +94,10 @@ def _look(notes: Notes, found: Found, q: int) -> None:
     """One run against every limit."""
     where, cases = f"q={q}", range(len(SHAPES))
     for limit, names in ((FORWARD, ("y",)), (BACKWARD, ("dx", "dw"))):
-        wrongs = (_wrong(found.results, name, number, q) for number in cases for name in names)
-        notes.look(limit, where, first(wrongs), "every block")
+        wrong = first(_wrong(found.results, name, number, q) for number in cases for name in names)
+        if wrong and not all(result["kept"] for result in found.results):
+            wrong += "; forward overwrites its x or w, which later steps need"
+        notes.look(limit, where, wrong, "every block")
 
     once = sum((q - 1) * q * q * k * (m + n) for m, k, n in SHAPES)
     for limit, label, required in ((SENT, FORWARD, once), (SENT_BACK, BACKWARD, 2 * once)):
@@ -141,11 +145,19 @@ def _wrong(results: Sequence[dict], name: str, number: int, q: int) -> str:
         return [(f"{words}{called.format(*here, *pair)}", term(*here, *pair)) for pair in pairs]
 
     mixed = [(a, b) for a in range(q) for b in range(q) if a != b]
+
+    def known(rank: int) -> list:
+        alone, (i, j) = named(rank, mixed, "it is the one term "), places[rank]
+        if name != "y":
+            return alone
+        other = sum(x[a, j] @ w[i, a] for a in range(q))
+        return [*alone, ("X went along the columns and W along the rows", other)]
+
     return first_wrong(
         f"block of {LETTERS[name]}",
         [result[name][number] for result in results],
         right,
         terms=lambda rank: named(rank, [(a, a) for a in range(q)]),
-        known=lambda rank: named(rank, mixed, "it is the one term "),
+        known=known,
         ranks=at(q),
     )
