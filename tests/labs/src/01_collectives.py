@@ -664,8 +664,9 @@ print("100 million fp16 gradients:", nelem(100_000_000, itemsize=2))
 # ## Both send first: a deadlock
 #
 # Two neighbours swap a buffer. Each waits for its send, then receives. On a network where a send
-# is complete only when its receive has been posted, neither gets further. Here the ranks are
-# stopped after two seconds, and the message says who waits for whom:
+# is complete only when its receive has been posted, neither gets further. By default `pl.trace`
+# refuses such an order at once; with `strict=False` it lets the ranks wait. Here they are stopped
+# after two seconds, and the message says who waits for whom:
 
 
 # %%

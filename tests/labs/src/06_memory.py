@@ -137,7 +137,7 @@ both
 # *Workspace* is what one operation needs only while it runs; *buffers* are kept for several
 # operations: here the causal mask, with several devices also gradient buckets and gathered
 # weights. The totals are equal to the byte, so from here on most pictures are read off programs.
-# Activations have fewer bytes here than in the cell before, because some are freed already when the
+# Activations have fewer bytes here than the 65.1 MB above, because some are freed already when the
 # total is highest. Where two moments are equally full, the columns may show one each.
 #
 # ## Twice the tokens, more than twice the activations
