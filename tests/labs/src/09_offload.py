@@ -589,7 +589,8 @@ view.jobs(order, host="fast")
 #   ```
 #   `pipeline_read` and `pipeline_write` are the overlap of the last exercise. `buffer_count` counts
 #   one buffer for each state of a parameter (Adam: itself, gradient, two moments), not each unit.
-# * **Megatron-LM**: `--optimizer-cpu-offload --optimizer-offload-fraction 1.0`.
+# * **Megatron-LM**: `--optimizer-cpu-offload --optimizer-offload-fraction 1.0
+#   --use-precision-aware-optimizer`.
 #
 # Estimators: [FLAN-T5-XL with ZeRO-3 and
 # offload](https://github.com/deepspeedai/DeepSpeed/issues/2797) is computed in lab 06: with all
