@@ -1,8 +1,9 @@
-"""The only door to torch.distributed: every byte passes here and is written down.
+"""Communication between ranks: every byte that a step sends passes here and is written down.
 
-A `Group` is one communicator: some ranks along one axis of the plan. Each call is asynchronous and
-returns a `Pending`; ``.wait()`` is where the rank stands idle, and it is recorded as a wait, never
-as communication. How a call reaches torch.distributed, by gloo or NCCL, is in transports.py.
+A `Group` is one communicator: some ranks along one axis of the plan. Each call but `barrier` is
+asynchronous and returns a `Pending`; ``.wait()`` is where the rank is idle, and it is recorded as a
+wait, never as communication. How a call reaches torch.distributed, by gloo or NCCL, is in
+transports.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Group:
     """Ranks that communicate with each other, and the ledger of what they sent.
 
     ranks      global ranks, in group order; this rank is one of them
-    axis       the plan's axis the group lies on: "dp", "tp", "pp", "world"
+    axis       the plan's axis the group lies on: "dp", "tp", "pp", "replica", "tp:row", "world" ...
     context    the rank's context: who it is, its device, its backend, `note`
     transport  the class that carries the calls; by default NCCL's where there is NCCL, and where
                gloo meets CUDA the way through host buffers
@@ -87,7 +88,7 @@ class Group:
         return self._subgroups[key]
 
     def open_ways(self, rings: Sequence[Sequence[int]]) -> None:
-        """Give every way between neighbours in a ring of ranks its own communicator and stream.
+        """Give every way, one direction between neighbours in a ring, its communicator and stream.
 
         Every rank of the world calls this at the same point, with all rings, one of which is this
         group. Then each way carries one message: NCCL connects two ranks when both have come to
@@ -187,7 +188,7 @@ class Group:
         the other, so two sends that face each other would wait for ever.
         """
         if self._strict is not None:
-            self.recorder.enter("wait")  # for peers, as where nothing is buffered
+            self.recorder.enter("wait")  # a strict send waits for its receive, as NCCL may
             self.blocked_in("exchange", [(side, peer) for side, _, peer in parts])
             self._strict.rendezvous(self.ranks, parts)
             self.blocked_in()
@@ -207,7 +208,9 @@ class Group:
     def _noted(
         self, posted: Posted, op: str, rows: list[tuple[str, int, int]], phase: str | None
     ) -> Pending:
-        """Write the rows (operation, payload bytes, root or peer) of a call that was posted."""
+        """Write the rows (operation, payload bytes, root or peer) of a call that was posted, each
+        with the bytes that this rank sends for it, ``wire``.
+        """
         number, phase = self._calls, phase or self.phase
         for name, payload, peer in rows:
             pair = name in POINT_TO_POINT

@@ -2,7 +2,7 @@
 
 Values live in ``store``: a state is a tuple of tensors, a unit's parameters or gradient a `Flat`, a
 share a flat tensor, what is kept for backward a list with an entry per op. An instruction with a
-lane is begun here and its result may be used behind its WAIT, which derive.py has placed.
+lane is begun here and its result may be used behind its WAIT, placed by programs/derive.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Env:
         self.targets = self.regathered = None
         self.keeping = True  # whether what forward leaves for backward is kept
         self.modules: dict[str, Any] = {}  # of the user's own ops
-        self.boxes = {
+        self.boxes = {  # slices of a micro-batch's whole activations that this tp rank has
             what: activation_box(spec, plan, what, tp) for what in ("residual", "scores", "logits")
         }
         self.boxes["token samples"] = looked_up(plan, tp)
@@ -156,7 +156,7 @@ class Rank:
         self.workers = None if host is None else Workers(state, host, self._room)
         self.first_sample = 0
         self.before_update: Callable[[int], None] | None = None
-        self.seen: set[int] = set()  # units whose gradients it was told of
+        self.seen: set[int] = set()  # units that `before_update` was called for
         self.named = [(op, _names(op)) for op in self.model.ops]
         self._lasting: dict[tuple[int, int], list] = {}
         self.steps = [
@@ -309,9 +309,9 @@ class Rank:
         self.store[ins.writes[0]] += flat_of(self.store[ins.reads[0]])
 
     def COPY(self, ins: Instr) -> None:
-        """Without a lane: this tp rank's part of a block's input, along the sequence; a gradient in
-        fp32; or for the host what the norm says about the gradients, which the next step may not
-        change.
+        """Without a lane. By what is written: "wide", a gradient in fp32; "host.verdict", what the
+        norm says about the gradients, which the host reads and the next step may not change;
+        "second", a shard for hpZ; else this tp rank's part of a block's input, along the sequence.
         """
         if ins.writes[0][0] == "wide":
             self.store[ins.writes[0]] = wide = flat_of(self.store[ins.reads[0]]).float()
@@ -353,7 +353,9 @@ class Rank:
         self.state.rescale()
 
     def _updates_begin(self, *units: int) -> None:
-        """The gradients of these units, default: of all, are what the update will see."""
+        """Tell `before_update`, if it is set, that the gradients of these units (default: all) are
+        final; once per unit, and after their calls in flight.
+        """
         if self.before_update is None:
             return
         for unit in [u for u in units or range(len(self.units)) if u not in self.seen]:
@@ -372,8 +374,8 @@ class Rank:
         self._call(ins, self.workers.begin(ins))
 
     def settle(self) -> None:
-        """What the host updates during the next step is where that looks for it; nothing is in
-        flight. No part of a step.
+        """After a step: bring a delayed update's result to where the next step would bring it, and
+        wait until nothing is in flight.
         """
         if self.workers is None:
             return

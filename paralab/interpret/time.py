@@ -1,18 +1,21 @@
 """Time a program: when every instruction begins and ends, if each rank had a device of its own.
 
+A lane does one thing at a time, in the order in which things come to it.
+
     compute   one lane per rank, in the order of its list
-    calls     one first-in-first-out lane per group. A call begins at the latest, over its members,
-              of launch and free lane, and lasts what its slowest member's bytes take
+    calls     one lane per group. A call begins when all members have launched it and the lane is
+              free, and lasts as long as the bytes of its slowest member take
     messages  one lane per pair and direction; one moves when both its ends are posted
-    jobs      lanes of workers (h2d, d2h, disk, host). A job begins at the latest of launch, free
-              lane, and the end of those that it has what it reads or writes from
+    jobs      lanes of workers (h2d, d2h, disk, host). A job begins when it is launched, the lane is
+              free, and the jobs that it depends on are over (jobs.py)
     WAIT      ends at max(now, the end of what it waits for)
 
 Nothing in a program is decided by the clock, so every moment is a longest path through what must
 come before it: one walk over the lists, each rank going on as far as it can. The answer does not
-depend on who goes first. Data-parallel and tensor-parallel ranks do the same at the same moments,
-so one pipeline is walked for all of them; what it costs is in costs.py. About a microsecond per
-instruction. The model of a link is Hockney's (1994): alpha + bytes / bandwidth. Labs 02 to 05.
+depend on which rank goes first. Data-parallel and tensor-parallel ranks do the same at the same
+moments, so one pipeline is walked for all of them. costs.py has the seconds of each instruction;
+the walk itself takes about a microsecond for one. The model of a link is Hockney's (1994): alpha +
+bytes / bandwidth. Labs 02 to 05.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from paralab.spec import Cluster
 
 
 class Inside(NamedTuple):
-    """A call that an op made inside an instruction: begun, on its lane, and waited for until."""
+    """A call that an op made inside an instruction. Seconds: posted at ``begun``, on its lane from
+    ``start`` to ``end``, waited for from ``waited`` to ``until``.
+    """
 
     begun: float
     start: float
@@ -55,8 +60,8 @@ class Times(NamedTuple):
     turned         of a call the moment of launch, of a WAIT its end: what follows until ``left`` is
                    work that goes with it (costs.py). Else ``left``
     calls          {position: (start, end)} of calls and jobs, on their lanes
-    waits          {position of a WAIT: position of its call}; not of those that another WAIT has
-                   been for too
+    waits          {position of a WAIT: position of its call or job}; without WAITs for a job that
+                   is over because an earlier WAIT was for one that comes after it
     inside         {position: the calls that its ops made}
     behind         {position of a job: positions of the jobs that it came after}
     costs          per instruction what was counted
@@ -115,8 +120,8 @@ def body(program: Program, costs: Costs, r: int, code: Code) -> Body:
 
 
 def walked(program: Program, costs: list[list[Cost | Body]], posting: float) -> Times:
-    """When everything happens, if instructions take this. posting: seconds that posting a call
-    takes.
+    """When everything happens, if instructions take ``costs``. posting: seconds that posting a
+    call takes.
     """
     walk = _Walk(program, costs, posting, [Jobs(program) for _ in program.codes])
     walk.walk()

@@ -13,25 +13,28 @@ An op is data that predictions read, and three methods that ranks run:
     keeps      bytes that forward leaves for backward, besides its input and its result
     keeps_input, keeps_result  whether its input, or its result, stays for backward too
     defers_input, defers_grad, defers_made  whether its input, its result's gradient, or the input's
-               gradient that it makes, waits between the two halves of a split backward
-    deferred   bytes that do so besides these; ``defers_kept``: how many of them are of ``keeps``
-    passes_input, passes_grad  whether its result lies where its input did, or its input's gradient
-               where its result's does
-    scratch    (forward, input half, weight half): bytes that exist meanwhile besides what comes in,
-               what goes out, and what is kept or deferred, at most
-    work       (forward, input half, weight half): `Work` of one micro-batch
+               gradient that it makes is held from ``input_grad`` until a later ``weight_grad``
+    deferred   bytes held so in addition; ``defers_kept``: how many of them are of ``keeps``
+    passes_input, passes_grad  whether its result takes over its input's memory, and its input's
+               gradient that of its result's gradient (written in place, or passed on)
+    scratch    (forward, input half, weight half): most bytes at once in each, in addition to what
+               comes in, what goes out, and what is kept or deferred
+    work       (forward, input half, weight half) of one micro-batch: `Work`, which is FLOPs, bytes
+               counted as in fp32, kernels ... (theory/work.py)
     constant   bytes that it holds in addition to parameters, from step to step
     calls      {"forward" | "input" | "weight": messages that the op sends inside that method}
     message    the call that this op *is* in forward and in backward (`Message`), or None
 
     forward(weights, state, env)              -> (state, kept)
     input_grad(weights, kept, grads, env)     -> (grads, deferred)     grads: like the state
-    weight_grad(deferred, into, env)             adds to the parameters' gradients
+    weight_grad(deferred, into, env)             adds to the parameters' gradients, by ``into``
 
-``input_grad`` is what the stage before waits for, no one waits for ``weight_grad`` before the
-optimizer (Zero Bubble, Qi+ 2023, arXiv:2401.10241, sec. 2); a whole backward is both. Gradients are
-written by hand, no autograd: so what is kept is what an op says, and halves, overlap and gradients
-written straight into flat buffers need no hooks. Torch is imported inside the methods only.
+``env`` is the `Env` of interpret/run.py: targets, dropout masks, messages. The input half,
+``input_grad``, is what the stage before waits for; only the optimizer waits for the weight half,
+``weight_grad`` (Zero Bubble, Qi+ 2023, arXiv:2401.10241, sec. 2). A whole backward is both.
+Gradients are written by hand, no autograd: so what is kept is what an op says, and halves, overlap
+and gradients written straight into flat buffers need no hooks. Torch is imported inside the methods
+only.
 """
 
 from __future__ import annotations
@@ -282,8 +285,8 @@ class Norm(Op):
 class Linear(Op):
     """y = x W^T + b. weight: (outputs, inputs) of this rank's block.
 
-    late_bias  the bias is added by a later op, behind the sum over the ranks; its gradient is taken
-               here, where that of the whole sequence is
+    late_bias  the bias is added by a later op, behind the sum over the ranks; its gradient is made
+               here, because here the result's gradient has all tokens of the sequence
     regathers  the input is not kept: ranks that hold a part of the sequence gather it again, for
                the weight half
     """
@@ -599,7 +602,7 @@ class Collective(Op):
 
 
 def gather_pair(op: Op, first: Any, second: Any, env: Any) -> tuple[Any, Any]:
-    """Two numbers per token, (T,) each, of every rank that an op's first call is made by."""
+    """Gather two numbers per token, (T,) each, from the ranks of the op's first forward call."""
     import torch
 
     own = torch.stack([first, second])

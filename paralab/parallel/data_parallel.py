@@ -1,19 +1,21 @@
 """Data parallelism: every rank holds the whole model and trains on its own share of the batch.
 
 The loss is divided by the samples of the *global* batch, so the gradient of the whole batch is the
-sum of what the N ranks have after backward. One all-reduce of the Psi gradients makes every rank
+sum of what the N ranks have after backward. For Psi parameters the all-reduces make every rank
 send 2 (N-1)/N Psi elements, whichever of the three forms runs:
 
     "naive"       one all-reduce per parameter once backward is over, one after the other: hundreds
-                  of small messages, each paying alpha
+                  of small messages, each paying the latency alpha
     "bucketed"    the same bytes in a few flat buffers
     "overlapped"  each buffer leaves as soon as its last gradient is there, while backward computes
                   the rest
 
 Memory: 4 Psi bytes of fp32 gradients. Time: alpha * calls + bytes / bandwidth, of which
-"overlapped" hides what fits behind the backward that is left. The units that are summed are the
-buckets of parallel/buckets.py. Li+ 2020, "PyTorch Distributed", arXiv:2006.15704, sec. 3.2 has the
-same ladder. Lab 02 shows it.
+"overlapped" hides what fits behind the backward that is left. One all-reduce sums one *unit*: a
+bucket of parallel/buckets.py, or with "naive" a single parameter. A form takes a rank's list of
+instructions (programs/instructions.py) and returns it with all-reduces; where no WAIT is written,
+programs/derive.py puts it in front of the first use. Li+ 2020, "PyTorch Distributed",
+arXiv:2006.15704, sec. 3.2 has the same ladder. Lab 02 shows it.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ def overlapped(code: Code) -> Code:
 
 
 def bucketed(code: Code) -> Code:
-    """The same sums, when backward is over."""
+    """The same sums, all of them begun when backward is over."""
     return code + [all_reduce(u) for u in gradients(code)]
 
 
 def naive(code: Code) -> Code:
-    """One sum after the other."""
+    """The same, but each sum is waited for before the next one begins."""
     calls = [all_reduce(u) for u in sorted(gradients(code))]
     return code + [ins for call in calls for ins in (call, wait(call))]
 

@@ -6,8 +6,9 @@ computes:
 
     ZeRO-Offload   (Ren+ 2021, arXiv:2101.06840)   gradients and optimizer states on the host. The
                    gradient of a unit leaves while backward goes on to the next; the host's own
-                   processor makes the Adam step; updated parameters come back. With w bytes per
-                   element 2w per parameter and step, the least that any such cut moves (sec. 3)
+                   processor makes the Adam step; updated parameters come back. This moves 2w bytes
+                   per parameter and step, w bytes per element: no other way to split a step between
+                   device and host moves less (sec. 3)
     ZeRO-Infinity  (Rajbhandari+ 2021, arXiv:2104.07857)   parameters too, and files behind the
                    host. What stage 3 gathers comes up from there, ``prefetch`` units ahead
     L2L            (Pudipeddi+ 2020, arXiv:2002.05645)   the far end: all micro-batches pass through
@@ -16,12 +17,13 @@ computes:
     delayed update (ZeRO-Offload, sec. 5.2)   the host updates while the device is at the next step
                    already, whose gradients are then of weights one update old
 
-Bytes of a rank per step, Psi parameters, N ranks, m micro-batches, K the optimizer's states:
+Bytes of a rank per step, d2h from device to host and h2d back: Psi parameters, K bytes of optimizer
+states for each, N ranks, m micro-batches of b samples of s tokens, l blocks of width h:
 
-    gradients      d2h    w m Psi/N    from stage 2 on; from a stage 1, whose sum stays, w Psi/N
+    gradients      d2h    w m Psi/N    reduced in every micro-batch (stages 2, 3); else w Psi/N
     parameters     h2d    w Psi/N      after the update, where they live on the device
                           2 w m Psi/N  where they do not: before each forward and each backward
-                          2 w Psi/N    of these with schedule="l2l", and then gradients w Psi/N
+                          2 w Psi/N    the same with schedule="l2l", which reduces gradients once
     optimizer      disk   K Psi/N read, K Psi/N written
     activations    d2h    w m l b s h, and as much h2d: the input of every block
 
@@ -71,7 +73,7 @@ def gradients(code: Code, place: str, waits: Container[int], *, measured: bool) 
     in_flight: list[Instr] = []
     sums = [ins for ins in code if ins.op == REDUCE_SCATTER and _brings(ins)]  # of a whole step
     summed = {ins.writes for ins in sums if ins.unit not in waits}
-    if sums and sums[-1].writes in summed:  # `zero1` waits for the others before the next begins
+    if sums and sums[-1].writes in summed:  # `zero1` has a WAIT for each but the last
         replicas = (ins.op == ALL_REDUCE and ins.reads[0][0] == "gshard" for ins in code)
         over = next((at for at, found in enumerate(replicas) if found), len(code))
         code = [*code[:over], wait(sums[-1]), *code[over:]]
@@ -205,7 +207,7 @@ def _is_norm(ins: Instr) -> bool:
 
 
 def _is_final(ins: Instr) -> bool:
-    """Whether everybody gets everybody's updated share."""
+    """Whether it gathers a unit's updated shares on all ranks."""
     return ins.op == ALL_GATHER and ins.writes[0][0] == "w" and ins.writes[0][2] == 0
 
 

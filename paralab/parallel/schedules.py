@@ -2,9 +2,10 @@
 
 A model cut into stages lives on ``pp`` ranks, stage s on rank s % pp. A *schedule* is one list of
 actions per rank; a rank works through its list from left to right and waits where what an action
-needs has not arrived. Six functions below write such lists, and so can you (lab 04). F, B, W:
-seconds of a micro-batch's forward, whole backward, weight half of the backward on one rank; m
-micro-batches, v stages per rank.
+needs has not arrived. Six functions below write such lists, and so can you (lab 04). p is ``pp``,
+r a rank, m the number of micro-batches, v the number of stages per rank. F, B and W are one rank's
+seconds for a micro-batch's forward, its whole backward, and the weight half of that (`Action`). A
+micro-batch is alive on a rank while the rank keeps its activations for backward.
 
                  bubble: idle seconds per rank   most micro-batches alive on rank r
     naive        m (p-1) (F + B)                 1
@@ -16,8 +17,8 @@ micro-batches, v stages per rank.
 
 Ideal work is m (F + B), so the bubble's share of the whole is bubble / (bubble + m (F + B)). An
 action is written in the notation of torch.distributed.pipelining: "4F0" is stage 4, forward,
-micro-batch 0. Who sends what to whom follows from the lists (parallel/lowering.py), whether they
-can deadlock too (theory/schedule_check.py). Torch is not imported here. Labs 03 and 04 show all.
+micro-batch 0. The lists also decide who sends what to whom (parallel/lowering.py), and whether the
+ranks can deadlock (theory/schedule_check.py). Labs 03 and 04 show all schedules.
 """
 
 from __future__ import annotations
@@ -72,9 +73,8 @@ def naive(pp: int, microbatches: int) -> Schedule:
 def gpipe(pp: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards.
 
-    Bubble: (p-1)/(m+p-1) of everything, (p-1)/m of the ideal time; alive: all m, on a single rank
-    too: the order is the same there, and "1f1b" is the one that keeps one micro-batch. GPipe
-    (Huang+ 2019, arXiv:1811.06965) sec. 2.3, fig. 2c.
+    Bubble: (p-1)/(m+p-1) of everything, (p-1)/m of the ideal time; alive: all m, even with p = 1,
+    where "1f1b" keeps only one. GPipe (Huang+ 2019, arXiv:1811.06965) sec. 2.3, fig. 2c.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [
@@ -106,13 +106,13 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
     """1F1B with v stages per rank: rank r has r, r + p, r + 2p, ... and takes p micro-batches each.
 
     Bubble: (p-1)/(v m + p-1) of everything, (p-1)/(v m) of the ideal time, for v times the
-    messages. Alive: 2(p-r-1) + (v-1)p + 1 chunks of 1/v of the rank's layers. The last rank has to
-    bring p micro-batches to its last chunk before its first backward, that is (v-1) p forwards. Of
-    a rank d before it d forwards more would do where messages take no time; 2 d fill the way down
-    and the way back, so that messages can be late. With v = 1 it is therefore not `one_f_one_b`,
-    which has half of that warm-up: where messages take time it is faster, and up to twice
-    as many micro-batches are alive. m must be a multiple of p. PTD-P (Narayanan+ 2021,
-    arXiv:2104.04473) sec. 2.2.2, fig. 4.
+    messages. Alive: 2(p-r-1) + (v-1)p + 1 chunks of 1/v of the rank's layers. Before its first
+    backward the last rank has to bring p micro-batches to its last chunk, with (v-1) p forwards. A
+    rank d places before the last needs d more of them if messages take no time. It makes 2 d more,
+    so that messages may take time on the way down and on the way back. With v = 1 the warm-up is
+    therefore twice that of `one_f_one_b`: this schedule is then faster where messages take time,
+    and up to twice as many micro-batches are alive. m must be a multiple of p. PTD-P (Narayanan+
+    2021, arXiv:2104.04473) sec. 2.2.2, fig. 4.
     """
     pp, microbatches = _sizes(pp, microbatches)
     v = whole("virtual_stages", virtual_stages, at_least=1)
@@ -196,7 +196,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 SPLIT = ("zb-h1", "zb-h2")  # those that put weight halves of backward aside
-RELAY = "l2l"  # a name in addition to these: what one rank's parts do in turn, `relay`
+RELAY = "l2l"  # another name that Plan takes: one rank, part by part, as in `relay`
 
 
 def relay(parts: int, microbatches: int) -> list[Action]:

@@ -6,20 +6,21 @@ columns, the second by rows (Megatron-LM, Shoeybi+ 2019, arXiv:1909.08053, sec. 
     Y_r = GELU(X A_r)        A = [A_1 ... A_t]        each rank a t-th of the outputs
     Z   = sum_r Y_r B_r      B = [B_1; ...; B_t]      each rank a t-th of the inputs
 
-What leads into such a pair and out of it are two conjugate operators (`model.ops.Collective`): what
-one does in forward, the other does in backward.
+Two conjugate operators (`model.ops.Collective`) enclose such a pair: f in front of it and g behind
+it or, with sequence parallelism, f-bar and g-bar, outside of which each rank has a t-th of the
+tokens. What one of the two does in forward, the other does in backward.
 
                 forward           backward                      forward           backward
     f           nothing           all-reduce        f-bar       all-gather        reduce-scatter
     g           all-reduce        nothing           g-bar       reduce-scatter    all-gather
 
-Bytes, x = b s h elements: per block and micro-batch two all-reduces of x forward and two backward,
-so 4 * 2 (t-1)/t x sent by each rank. Sequence parallelism (Korthikanti+ 2022, arXiv:2205.05198,
+Elements sent, x = b s h: per block and micro-batch two all-reduces of x forward and two backward,
+so 4 * 2 (t-1)/t x by each rank. Sequence parallelism (Korthikanti+ 2022, arXiv:2205.05198,
 sec. 4.2.2) sends the same, an all-reduce being a reduce-scatter and an all-gather, and 2 (t-1)/t x
-more in backward: what f-bar gathered is not kept but gathered again, or it would not be a t-th of
-the memory. In backward a column-parallel layer's message is in flight while the gradient of its
-weight is computed, and what f-bar gathers again, which only that needs, while the gradient of its
-input is (as in Megatron-LM). Lab 07.
+more in backward: what f-bar gathered is not kept, since a rank would then save all tokens, but
+gathered again. As in Megatron-LM, a column-parallel layer's backward hides its messages: f-bar
+gathers again while the input's gradient is computed, which does not need it, and the message of
+that gradient is in flight while the weight's gradient is computed. Lab 07.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from paralab.programs.instructions import (
 )
 
 CALLS = {"all_reduce": ALL_REDUCE, "all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER}
-# Where compute stops for a message, counted from the operator: in front of f and behind the layer
-# that follows it; behind g; around the operators that both gather and scatter.
+# Boundaries at which compute stops for an operator's messages: 0 is in front of the operator, 1
+# behind it, 2 behind the layer that follows it.
 CUTS = {F: (0, 2), G: (1,), F_BAR: (0, 1, 2), G_BAR: (0, 1)}
 
 
@@ -61,7 +62,7 @@ def tensor_parallel(code: Code, model: Model) -> Code:
             continue
         i, j = ins.at
         first, last = model.ops[i], model.ops[j - 1]
-        if first.message in (F_BAR, G_BAR):  # and nothing else
+        if first.message in (F_BAR, G_BAR):  # the range is this operator alone
             made += _instead(ins, first)
         elif ins.op in FORWARDS:
             made.append(ins)

@@ -9,11 +9,12 @@ fp32: 8); m micro-batches (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7):
     2       (w + (w + K)/N) Psi           (m + 1) Psi          reduced as produced
     3       (2w + K)/N Psi                3 m Psi              gathered for each use
 
-Each stage is the one before it with one more line: `zero1` reduces a unit's gradient to a shard,
-`zero2` does so in every micro-batch, `zero3` gathers the parameters too, and every gather makes a
-value of its own that ends with its last reader: nothing has to be resharded. In a pipeline stage 2
-reduces once a step: its micro-batches overlap, and their gradients would be alive together. A unit
-is a group of parameters that is gathered and reduced as one buffer (parallel/buckets.py).
+Every stage reduces a unit's gradient to a shard, by `zero1` once a step or by `zero2` in every
+micro-batch. Stages 1 and 2 then gather the updated shards (`gather_updated`); stage 3 gathers
+parameters for each use instead (`zero3`). Each gather makes a value of its own, whose memory ends
+behind its last reader, so no instruction reshards. In a pipeline stage 2 reduces once a step: its
+micro-batches overlap, and their gradients would be alive together. A unit is a group of parameters
+that is gathered and reduced as one buffer (parallel/buckets.py).
 
 With ``shard`` groups the states are sharded inside a group, and `replicas` sums a shard's gradient
 over the groups (HSDP, Zhao+ 2023, arXiv:2304.11277, sec. 3.2.2). With ``secondary_shard``
@@ -52,18 +53,18 @@ def zero1(code: Code, *, alone: bool = False) -> Code:
     alone  no other rank has a part of the sum: the gradient is the shard
     """
     made: Code = []
-    # {position: units whose gradient is complete behind it}, and the reduce-scatter in flight
-    ends, before = completed(code), None
+    # {position: units whose gradient is complete behind it}, and the last reduce-scatter
+    ends, in_flight = completed(code), None
     for position, ins in enumerate(code):
         made.append(ins)
         for u in ends.get(position, ()):
             if alone:
                 made.append(Instr(KEEP, u, -1, u, (("grad", u, 0),), (("gshard", u, 0),)))
                 continue
-            if before is not None:
-                made.append(Instr(WAIT, reads=before.writes))
-            before = _reduce(u, -1, ("grad", u, 0), ("gshard", u, 0))
-            made.append(before)
+            if in_flight is not None:
+                made.append(Instr(WAIT, reads=in_flight.writes))
+            in_flight = _reduce(u, -1, ("grad", u, 0), ("gshard", u, 0))
+            made.append(in_flight)
     return made
 
 
@@ -123,12 +124,12 @@ def zero3(
     """A unit's parameters are gathered for each visit of the units that use them, at most
     ``prefetch`` units before they are used.
 
-    visit      (run, visit) of an instruction and a unit that it reads: inside which run of compute
-               units are gathered ahead, and which uses share one gather. Both are an action of the
-               schedule; a relay's visits are longer
-    bring      of a unit and the number of its gather: where parameters live off the device, what
-               brings this rank's share up, and whether it has to be gathered then. It comes up a
-               unit ahead of its gather, which so starts when the share has had a unit's time
+    visit      called with an instruction and a unit that it reads, returns two keys (run, visit):
+               gathers are moved ahead inside a run only, and uses with the same visit share one
+               gather. Both are an action of the schedule, but longer in a relay
+    bring      where parameters live off the device: called with a unit and the number of its
+               gather, returns the copies that bring this rank's share to the device, and whether it
+               has to be gathered then. If so, they begin one unit's compute before the gather
     """
     runs: dict[object, dict[int, int]] = {}  # run -> {unit: first position that uses it}
     for position, ins in enumerate(code):

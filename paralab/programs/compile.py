@@ -1,12 +1,12 @@
-"""The chain: from a plan to a program. Every paradigm is one pass, and this is their order.
+"""The chain: from a plan to a program. Every paradigm is a pass or a few; this is their order.
 
-skeleton              what each pipeline rank computes, and its messages
-inside a micro-batch  recompute, cut, add_parameters, tensor_parallel
-between               gradient sums; gradients off the device; update; gathers, of parameters from
-                      where they live; norm; the update where its states are; activations off the
-                      device
-the learner's         ``Plan.passes``
-derived               waits, frees, and the checks of checks.py
+skeleton    what each pipeline rank computes, and its messages
+`inside`    passes that see one micro-batch's way through a stage: recompute, cut, add_parameters,
+            tensor_parallel, partition_activations
+`between`   passes that see the whole step: sums of gradients; offload of gradients; update; gathers
+            of parameters; norm; the update moved to where its states are; offload of activations
+own_passes  ``Plan.passes``, the learner's
+derived     waits and frees; then `check`, where a pass or the schedule is the learner's own
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Pro
 def passed(program: Program, rank: int, code: Code) -> Code:
     """A pipeline rank's skeleton after all passes, without what is derived."""
     code = write(code, inside(program, rank), len(program.model.ops))
-    for step in between(program, rank):
-        code = step(code)
+    for one_pass in between(program, rank):
+        code = one_pass(code)
     return own_passes(program, rank, code)
 
 
 def inside(program: Program, rank: int) -> list[Pass]:
-    """What concerns one micro-batch's way through a stage."""
+    """The passes that see one micro-batch's way through a stage."""
     plan, model, n = program.plan, program.model, len(program.model.ops)
     units = program.units[rank]
     chain: list[Pass] = [lambda code: cut(code, {i for _, i, _ in model.parts}, n)]
@@ -92,7 +92,7 @@ def inside(program: Program, rank: int) -> list[Pass]:
 
 
 def between(program: Program, rank: int) -> list[Pass]:
-    """What ranks that share parameters add, and the optimizer."""
+    """The passes that see the whole step: what ranks sum, gather and offload, and the optimizer."""
     plan, tiers, chain = program.plan, program.plan.tiers, []
     stage, alone = plan.zero_stage, plan.shard_degree == 1
     kind = "gshard" if stage else "grad"
@@ -110,7 +110,7 @@ def between(program: Program, rank: int) -> list[Pass]:
             chain.append(zero.replicas)
     elif plan.dp > 1 and plan.grad_sync is not None:
         chain.append(data_parallel.FORMS[plan.grad_sync])
-    shared = program.shared(rank, None)  # by any rank: a share of one may have none of it
+    shared = program.shared(rank, None)  # of any data-parallel rank: all have one list
     axes = {key: {share.unit for share in shares} for key, shares in shared.items()}
     if axes:
         chain.append(lambda code: optimizer.shared(code, axes, kind))
@@ -143,11 +143,11 @@ def between(program: Program, rank: int) -> list[Pass]:
 
 
 def visits(program: Program, rank: int) -> Callable[[Instr, int], tuple[object, object]]:
-    """Of an instruction and a unit (run, visit): inside which run units are gathered ahead, and
-    which uses share one gather. Both are an action of the schedule.
+    """What `zero.zero3` calls ``visit``: returns (run, visit) of an instruction and a unit.
 
-    A relay runs once forward and once back, and all that a part of the model does in a row is one
-    visit; what the head uses is needed again at once, and a tied embedding stays for it.
+    Both are the instruction's action of the schedule. In a relay a run is all forwards or all
+    backwards, and so is a visit; but what the head uses, a tied embedding too, is gathered once for
+    both, as the head's backward follows its forward at once.
     """
     model, units = program.model, program.units[rank]
     stage_of = {op: s for s, (i, j) in enumerate(program.stages) for op in range(i, j)}
