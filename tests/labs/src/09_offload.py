@@ -367,6 +367,8 @@ for name, run in runs.items():
 # program says how many fit; a training step with this memory limit confirms it:
 
 # %%
+from bisect import bisect  # how many of 1, 2, 3, ... blocks are within the limit
+
 deep = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=64)
 limit, one = 64 * 10**6, pl.Plan(microbatch_size=1, bucket_bytes=2**20)
 ways = {
@@ -377,13 +379,13 @@ ways = {
 }
 
 
-def needs(layers, how):
-    return sum(pl.program(deep.replace(layers=layers), how).peak().values())
+def needs(how):
+    return lambda layers: sum(pl.program(deep.replace(layers=layers), how).peak().values())
 
 
 bars, most = {}, {}
 for name, how in ways.items():
-    most[name] = max(n for n in range(1, 80) if needs(n, how) <= limit)
+    most[name] = bisect(range(1, 80), limit, key=needs(how))
     spec = deep.replace(layers=most[name])
     run = pl.run(spec, how, steps=1, memory_limit=limit, progress=False)
     bars |= tiers(f"{most[name]} blocks, {name}", run)
