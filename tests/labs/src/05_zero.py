@@ -753,4 +753,4 @@ for stage in (1, 2, 3):
 #   hybrid sharding too, sec. 3.3 for prefetch.
 # * PyTorch: [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 #   DeepSpeed: [ZeRO's settings](https://www.deepspeed.ai/docs/config-json/).
-# * In the package: `paralab/parallel/zero.py`. Each stage is the one before it with one more line.
+# * In the package: `paralab/parallel/zero.py`, all three stages as passes over a program.
