@@ -28,8 +28,8 @@ READY_DEV := $(VENV)/.ready-dev
 LAB_DEFAULTS := $(VENV)/share/jupyter/lab/settings
 NO_NEWS := {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
 
-# Files of tests at a time. Also on two cores: tests wait for messages, pages and processes.
-WORKERS ?= 3
+# Files of tests at a time.
+WORKERS ?= $(if $(filter 0 1 2 3,$(shell nproc 2>/dev/null || echo 2)),2,3)
 
 # The tests start hundreds of interpreters: what each would compile again is kept, also where the
 # environment says otherwise.

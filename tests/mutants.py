@@ -271,7 +271,7 @@ MUTANTS = {
         equal=GRADIENTS),
     # ---- ZeRO
     "ZeRO-1: the last reduce-scatter is left out": Mutant(
-        "ZeRO-1", ZERO, "made.append(before)", "made += [before] * (u > 0)",
+        "ZeRO-1", ZERO, "made.append(in_flight)", "made += [in_flight] * (u > 0)",
         check="reads gshard bucket 0, which no instruction has written"),
     "ZeRO-1: updated shares are not gathered": Mutant(
         "ZeRO-1", ZERO, 'if v[0] == "shard"', 'if v[0] == "shards"',

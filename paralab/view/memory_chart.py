@@ -57,8 +57,16 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     )
 
 
-def memory_charts(runs: Mapping[str, Tables], *, rank: int = 0, step: int | None = None) -> Chart:
+def memory_charts(
+    runs: Mapping[str, Tables],
+    *,
+    rank: int = 0,
+    step: int | None = None,
+    title: str | None = None,
+) -> Chart:
     """One rank of several runs, {label: report}, one above the other on one scale of bytes.
+
+    title  in place of the finding that the peaks give
 
     Every run's step is as wide as the figure: what differs is how much, not how long. Raises
     ValueError without runs, or naming the run that has no memory samples of that rank or step.
@@ -72,7 +80,8 @@ def memory_charts(runs: Mapping[str, Tables], *, rank: int = 0, step: int | None
     ]
     many = any(report.world_size > 1 for report in runs.values())
     below = f"{f'rank {rank}, ' * many}one step of each, on one scale of bytes"
-    fig = drawn(list(found.values()), heads, _verdict(peaks), below, against=next(iter(found)))
+    finding = _verdict(peaks) if title is None else theme.text(title)
+    fig = drawn(list(found.values()), heads, finding, below, against=next(iter(found)))
     return fig.explained(
         f"memory of {len(found)} runs on rank {rank}, by category: {' | '.join(found)}",
         _table(list(found.items())),

@@ -54,7 +54,7 @@ class Grid:
         self.left_out = [
             f"{len(shown)} of {of} {name} drawn"
             for name, shown, of in (
-                ("pipeline ranks", pps, plan.pp),
+                ("stages", pps, plan.pp),
                 ("dp indices", dps, plan.dp),
                 ("tp indices", tps, plan.tp),
             )

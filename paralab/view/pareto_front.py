@@ -178,5 +178,5 @@ def _finding(search: Search) -> str:
     if search.fits[first]:
         return f"The fastest plan of all fits: {seconds} per step"
     less = theme.percent(1 - search.closed[first] / search.closed[0])
-    more = f"{search.memory[first] / search.memory_limit:,.3g} times the memory"
-    return f"The fastest plan that fits takes {seconds} per step; {more} would save {less} of that"
+    more = theme.scaled(float(search.memory[first]), "B")
+    return f"The fastest plan that fits takes {seconds} per step, one that needs {more} {less} less"

@@ -70,12 +70,14 @@ def timelines(
     labels: Sequence[str] | None = None,
     step: int | None = None,
     ranks: Sequence[int] | None = None,
+    title: str | None = None,
 ) -> Chart:
     """Several reports under one another on one time scale: who is faster, and where.
 
     labels  what to call each; by default what tells them apart (clock, plan or both)
     step    default: of each report the step of median duration
     ranks   default: all, or as many of the first as leave the picture readable
+    title   in place of the finding, by how much the slowest takes longer than the fastest
 
     Raises ValueError without reports, on a report without that step or rank, or if there are not as
     many labels as reports.
@@ -93,7 +95,8 @@ def timelines(
     said *= any(report.plan.pp > 1 for report in reports) and bool(said[0])
     if ranks is None and any(len(mine) > most for mine in known):
         said.append(f"the first {most} rank{'s' * (most != 1)} of each; choose ranks=")
-    fig = drawn(sections, _verdict(sections), " and ".join(clocks), said)
+    finding = _verdict(sections) if title is None else theme.text(title)
+    fig = drawn(sections, finding, " and ".join(clocks), said)
     return fig.explained(
         f"timelines of {len(reports)} reports: {' | '.join(names)} ({', '.join(clocks)}): "
         f"{sum(len(one.boxes) for one in sections)} boxes",

@@ -153,6 +153,8 @@ def _busiest(own: list[str], tops: dict[str, float], took: dict[str, float | Non
     if any(took[bar] is None for bar in own):
         return f"A rank sends {theme.scaled(sum(tops[bar] for bar in own), 'B')} in a step"
     slow, most = max(own, key=took.__getitem__), max(own, key=tops.__getitem__)
+    if len(own) == 1:
+        return f"{theme.scaled(tops[slow], 'B')} {where(slow)} take {theme.scaled(took[slow], 's')}"
     said = f"Bytes take longest {where(slow)}: {theme.scaled(took[slow], 's')} for "
     said += theme.scaled(tops[slow], "B")
     if slow != most:

@@ -45,11 +45,14 @@ def open_notebook(
     request: pytest.FixtureRequest,
     browser: sync_api.BrowserContext,
     server: Server,
+    pages: list[Notebook],
     tmp_path: Path,
 ) -> Iterator[Callable[..., Notebook]]:
     """``open_notebook(path)`` a copy of a notebook, or ``cells=[...]`` of sources, or both: then
-    the cells come after it.
+    the cells come after it. In a page of its own: next to another one JupyterLab loads itself anew.
     """
+    while pages:
+        pages.pop().close()
     opened = request.node.stash.setdefault(OPENED, [])
     request.node.stash[PICTURES] = tmp_path
 

@@ -12,6 +12,7 @@ from paralab.view import theme
 from paralab.view.marks import AXES, hover, note, on
 
 LETTER = 0.0105  # of the axis that one letter takes, of a figure alone that is as wide as its axis
+VISIBLE = 0.002  # share of the axis: what is smaller in every bar has no entry in the legend
 PALE = 0.45  # how opaque bars are that are not meant
 
 
@@ -83,6 +84,7 @@ def bars(
         trace = {
             "type": "bar",
             "name": name,
+            "showlegend": max(sizes, default=0.0) >= VISIBLE * end,
             "orientation": "h",
             "y": [theme.text(label) for label in mine],
             "x": [n / per for n in sizes],

@@ -206,7 +206,8 @@ forms = {
     for form in ("naive", "bucketed", "overlapped")
 }
 replays = {form: run.replay(ring) for form, run in forms.items()}
-view.timelines(*replays.values(), labels=list(replays), ranks=[0])
+title = "Buckets that leave during backward hide most of what they send"
+view.timelines(*replays.values(), labels=list(replays), ranks=[0], title=title)
 
 # %%
 rows = {}
@@ -266,7 +267,8 @@ predicted = {
     name: pl.predict(model, plan.replace(bucket_bytes=size), cluster=ring)
     for name, size in sizes.items()
 }
-view.timelines(*predicted.values(), labels=list(predicted), ranks=[0])
+title = "Small buckets pay latency, a single one starts when backward is over"
+view.timelines(*predicted.values(), labels=list(predicted), ranks=[0], title=title)
 
 # %%
 for name, expected in predicted.items():

@@ -301,7 +301,7 @@ four = {
     "interleaved, v=2": schedules.interleaved(4, 8, 2),
     "zero bubble (ZB-H1)": schedules.zb_h1(4, 8),
 }
-view.schedules(four)
+view.schedules(four, title="Two chunks per rank shorten the bubble of 1F1B")
 
 # %% [markdown]
 # With $v$ chunks per rank a stage takes $F/v$ and $B/v$. The fill is $p-1$ stages long, and so is
@@ -397,19 +397,19 @@ def interleaved_with(factor, p=4, m=8, v=2):
 
 def both_warmups(comm):
     chunk = {"forward": 0.5e-3, "backward": 1e-3, "comm": comm}
-    lists = {"(p-r-1) + (v-1)p": interleaved_with(1), "2(p-r-1) + (v-1)p": interleaved_with(2)}
+    lists = {"short warm-up": interleaved_with(1), "long warm-up": interleaved_with(2)}
     return {name: pipeline.simulate(one, **chunk) for name, one in lists.items()}
 
 
 free = both_warmups(comm=0)
-view.schedules(free)
+view.schedules(free, title="Where messages take no time the long warm-up gains nothing")
 
 # %% [markdown]
 # And now with messages that take 0.1 ms, a fifth of a chunk's forward:
 
 # %%
 slow = both_warmups(comm=0.1e-3)
-view.schedules(slow)
+view.schedules(slow, title="Where messages take 0.1 ms the long warm-up is faster")
 
 # %%
 pd.DataFrame(

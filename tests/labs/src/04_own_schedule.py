@@ -320,7 +320,9 @@ runs = {
 }
 
 # %% tags=["measured"]
-view.timelines(*(run.replay() for run in runs.values()), labels=["1F1B", "ZB-H1"])
+title = "Weight halves fill part of the time in which ranks of 1F1B wait"
+both = [run.replay() for run in runs.values()]
+view.timelines(*both, labels=["1F1B", "ZB-H1"], title=title)
 
 # %% tags=["measured"]
 replays = {name: run.replay() for name, run in runs.items()}
@@ -547,7 +549,8 @@ pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 zbv = pl.launch(lists_of_torch, ranks=4, args=("ScheduleZBVZeroBubble", 10))[0]
 lists = [row.replace("None", "") for row in zbv]
 torch_drawn = {"ScheduleZBVZeroBubble": pipeline.simulate(lists, **costs, folded=True)}
-view.schedules(torch_drawn | {"ScheduleDualPipeV": drawn(1, 1, 1, 3)})
+title = "Where F&B saves no time, DualPipeV takes longer than ZBV"
+view.schedules(torch_drawn | {"ScheduleDualPipeV": drawn(1, 1, 1, 3)}, title=title)
 
 # %% [markdown]
 # And one of them at work, on the same GPT under `pl.observe`:

@@ -218,7 +218,7 @@ reports = {
     name: pl.run(model, plan.replace(zero_stage=stage), steps=3, progress=False)
     for stage, name in enumerate(names)
 }
-view.memory_charts(reports)
+view.memory_charts(reports, title="Each stage of ZeRO lowers what a rank holds")
 
 # %% [markdown]
 # Each pair of bars below compares the model states of the formula with the measured peak:
@@ -257,7 +257,7 @@ for n in (1, 2, 4):
     sharded = [k * psi / n for k in (k_w, k_g, k_o)]
     falling[f"N = {n}: formula"] = dict(zip(states, sharded, strict=True))
     falling[f"N = {n}: measured"] = run.peaks(rank=0)["measured"].drop("total").to_dict()
-view.bytes_bars(falling, title="Model states fall as 1/N, activations and buffers do not")
+view.bytes_bars(falling, title="What a rank holds in addition to model states does not fall with N")
 
 # %% [markdown]
 # Figure 1 of the [ZeRO paper](https://arxiv.org/abs/1910.02054) compares the stages for a model of
@@ -270,7 +270,7 @@ view.bytes_bars(falling, title="Model states fall as 1/N, activations and buffer
 from paralab.theory import zero
 
 figure = {name: zero.stage_bytes(7.5e9, 64, stage) for stage, name in enumerate(zero.NAMES)}
-view.bytes_bars(figure, {"one device": 80e9})
+view.bytes_bars(figure, {"a device": 80e9}, title="On 64 devices 120 GB become 1.9 GB on each")
 
 # %% [markdown]
 # The sliders below show the same for other models and other numbers of devices. The button *Run it*
@@ -443,7 +443,7 @@ seen = {
 }
 if verdict.passed:
     seen["yours"] = pl.observe(train, ranks=4, args=(MyZero3,), steps="marked")
-view.memory_charts(seen)
+view.memory_charts(seen, title="FSDP2 that keeps its parameters needs more at the peak")
 
 # %%
 ### BEGIN SOLUTION
@@ -476,7 +476,7 @@ wrapped = {
     for words, blocks in (("every block a unit", True), ("the model as one unit", False))
 }
 wrapped = {name: peak.drop("total").to_dict() for name, peak in wrapped.items()}
-view.bytes_bars(wrapped, title="A single unit is gathered whole: hardly anything is saved")
+view.bytes_bars(wrapped, title="The model as one unit is gathered whole, its gradients too")
 
 # %% [markdown]
 # ## Prefetch hides a gather while the unit before it computes
@@ -498,7 +498,8 @@ cluster = pl.Cluster(
 ahead = {
     f"prefetch={depth}": pl.predict(model, one.replace(prefetch=depth), cluster) for depth in (0, 1)
 }
-view.timelines(*ahead.values(), labels=list(ahead), ranks=[0])
+title = "Without prefetch every gather is waited for"
+view.timelines(*ahead.values(), labels=list(ahead), ranks=[0], title=title)
 
 # %% [markdown]
 # Second, the gather has to be shorter than the computation that hides it. Forward takes 2 FLOPs per

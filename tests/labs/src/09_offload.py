@@ -353,7 +353,7 @@ for name, make in (("torch.optim.AdamW", adamw), ("yours", streamed)):
         print("write MyStreamedAdamW first")
 files = pl.Plan(microbatch_size=4, zero_stage=3, offload="nvme")
 runs["the plan, in files"] = pl.run(wide, files, steps=3, progress=False)
-view.memory_charts(runs)
+view.memory_charts(runs, title="On the device: what files hold is not in memory between steps")
 
 # %%
 right = runs["the plan, in files"].losses

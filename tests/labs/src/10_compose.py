@@ -204,7 +204,7 @@ cuts = {
 }
 view.seconds_bars(
     {name: terms(plan) for name, plan in cuts.items()},
-    title="The same FLOPs in five cuts: each loses time to another term",
+    title="The same FLOPs in five cuts: tp costs most, above all between nodes",
 )
 
 # %%
@@ -310,7 +310,7 @@ for d in (1, 6, 8, 50):
     found = pl.predict(forty, plan, on, steps=1, detail="actions").peaks()["predicted"]
     bars[f"{8 * d} GPUs: tp 8, dp {d}"] = found.drop("total").to_dict()
 view.bytes_bars(
-    bars, {"a V100": 32e9}, title="40 billion parameters, ZeRO-2: 8 GPUs need 80 GB each"
+    bars, {"a V100": 32e9}, title="40 billion parameters, ZeRO-2: 8 GPUs need over 80 GB each"
 )
 
 # %%

@@ -30,7 +30,8 @@ table = papers.ptdp_table1()  # PTD-P, Narayanan et al. 2021: ten models that we
 last = table.iloc[-1]  # the paper prints rates; the seconds of a step follow from them
 ideal = last["FLOPs per step"] / last["devices"] / PEAK
 parts = {"products at the peak": ideal, "everything else": last["seconds per step"] - ideal}
-view.seconds_bars({"a trillion parameters": parts}, title="Half of each step is not products")
+title = "Almost half of each step is not products at the peak"
+view.seconds_bars({"a trillion parameters": parts}, title=title)
 
 # %% [markdown]
 # ## Days and MFU follow from the seconds of a step
@@ -463,7 +464,7 @@ work = expect.spans[expect.spans["kind"].isin(["forward", "backward"])]
 computing = work.groupby("rank")["cost"].sum()  # seconds, one rank of each stage
 edges = {
     "products at the peak": C_hw / n / PEAK,
-    "products below it": C_hw / n / nodes.flops,
+    "products below the peak": C_hw / n / nodes.flops,
     "operands, norms, GELU, softmax": computing.mean(),
     "the slowest stage": computing.max(),
     "bubble": computing.max() * (1 + (plan.pp - 1) / plan.microbatches),
@@ -472,7 +473,7 @@ edges = {
 steps = pd.Series(edges).diff().fillna(edges["products at the peak"]).to_dict()
 view.seconds_bars(
     {"predicted": steps, "measured": {"measured": T}},
-    title="Most of the loss is in the devices, not between them",
+    title="About half of what is lost is lost inside the devices",
 )
 
 # %%

@@ -165,9 +165,8 @@ reports = {
 peaks = {
     name: report.peaks()["dry run"].drop("total").to_dict() for name, report in reports.items()
 }
-view.bytes_bars(
-    peaks, {"an A100": nodes.memory}, title="64 micro-batches are in flight on the first stage"
-)
+title = "The first stage holds most: all 64 micro-batches are in flight"
+view.bytes_bars(peaks, {"an A100": nodes.memory}, title=title)
 
 # %%
 middle.reveal(reports["middle stage"].peaks()["dry run"]["total"] / GB)
