@@ -179,4 +179,4 @@ def _finding(search: Search) -> str:
         return f"The fastest plan of all fits: {seconds} per step"
     less = theme.percent(1 - search.closed[first] / search.closed[0])
     more = theme.scaled(float(search.memory[first]), "B")
-    return f"The fastest plan that fits takes {seconds} per step, one that needs {more} {less} less"
+    return f"The fastest plan that fits takes {seconds}; with {more}, {less} less"
