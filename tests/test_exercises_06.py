@@ -250,8 +250,6 @@ def test_a_patient_can_be_looked_at(patient):
     chart = patient.chart(**change)
     bars = chart.table.groupby("bar", sort=False)["bytes"].sum()
     assert len(bars) == 3 and bars.iloc[2] == report.peak_memory
-    assert (
-        patient.name in chart.layout.title.text.lower()
-        and len(patient.chart().table["bar"].unique()) == 2
-    )
+    assert chart.finding.lower().startswith(f"{patient.name}: the peak is ")
+    assert len(patient.chart().table["bar"].unique()) == 2
     assert patient.story in repr(patient) and patient.met in repr(patient)

@@ -400,8 +400,8 @@ class Machine:
     ) -> None:  # fmt: skip
         """An operation on a chain looks for what may still be in flight on others."""
         with self.lock:
-            for some, write in ((reads, False), (writes, True)):
-                for tensor in some:
+            for touched, write in ((reads, False), (writes, True)):
+                for tensor in touched:
                     memory = self.memory(tensor)
                     others = [memory.wrote, memory.read] if write else [memory.wrote]
                     for other, (at, by) in [pair for some in others for pair in some.items()]:

@@ -96,7 +96,7 @@ class ForeignLedger(Ledger):
 
     def owns_state(self, optimizer: Any) -> None:
         """What an optimizer keeps from step to step."""
-        self.owns("optimizer", *tensors(dict(optimizer.state)))
+        self.owns("optimizer", *tensors(optimizer.state))
 
 
 def plain(tensor: Tensor) -> Iterator[Tensor]:

@@ -121,15 +121,12 @@ def _counter() -> Any:
     and ``peak``: the most bytes that were alive at once of what they made, in backward beyond what
     was alive when it began.
     """
-    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
     from torch.utils.flop_counter import flop_registry
 
-    formulas = {str(packet): formula for packet, formula in flop_registry.items()}
+    from paralab.instruments.memory import tensors
 
-    def tensors(values: Any) -> list[Any]:
-        return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    formulas = {str(packet): formula for packet, formula in flop_registry.items()}
 
     def storages(values: Any) -> dict[int, Any]:
         return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors(values)}

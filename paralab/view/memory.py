@@ -129,8 +129,7 @@ def _capacity_names(
         left = count > 0.6 * end
         side = {"hold": "right", "xshift": -4} if left else {"hold": "left", "xshift": 4}
         y = -0.55 - ROW * (levels[label] + 0.5)
-        side |= {"bgcolor": theme.look().paper, "borderpad": 0}  # another one's line passes beneath
-        notes.append(note(_named(label, count), count / per, y, **side))
+        notes.append(note(_named(label, count), count / per, y, above=True, **side))
     return notes
 
 

@@ -172,7 +172,7 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     style |= {"ink": look.ink, "size": 9, "axes": ("x", axis), "showlegend": False}
     style |= {"marker": {"line": {"width": 1.5, "color": look.paper}}}
     dot, at = points("peak", [(x, y / per)], said, **style), {"axes": ("x", axis), "yshift": 5}
-    at |= {"bgcolor": look.paper, "borderpad": 0}  # the line of the first run's peak passes beneath
+    at |= {"above": True}  # of the line of the first run's peak
     head = f"<b>peak {theme.scaled(y, 'B')}</b>"
     notes, shapes = [note(head, x, y / per, hold="bottom", xanchor=side, **at)], []
     label, _ = capacity(curve.report) or ("", 0)

@@ -54,7 +54,7 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     chart.layout.annotations, chart.layout.shapes = (), ()
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
     until = {rank: 1e3 * _until(reached, done, rank) for rank in standing}
-    box = {"hold": "left", "xshift": 4, "bgcolor": theme.look().paper, "borderpad": 2}
+    box = {"hold": "left", "xshift": 4, "above": True, "borderpad": 2}
     notes = []
     for rank, (action, need, other) in standing.items():
         said = f"<b>{action}</b> needs <b>{need}</b> of rank {other}"

@@ -33,11 +33,14 @@ def note(
     ink: str = "",
     hold: str = "",
     axes: tuple[str, str] = AXES,
+    above: bool = False,
     **more: Any,
 ) -> dict:
     """A word in the picture. hold: which of its sides are at x and y, "left bottom" for example;
-    default: its middle. axes: what x and y are counted in.
+    default: its middle. axes: what x and y are counted in. above: lines pass beneath it.
     """
+    if above:
+        more = {"bgcolor": theme.look().paper, "borderpad": 0} | more
     more |= {("xanchor" if side in ("left", "right") else "yanchor"): side for side in hold.split()}
     font = {"size": size, "color": ink or theme.look().ink}
     place = {"x": x, "y": y, "xref": axes[0], "yref": axes[1]}

@@ -132,8 +132,7 @@ def ends(
 ) -> list[dict[str, Any]]:
     """What stands behind every bar: its bytes, or ``words``."""
     said = {label: theme.scaled(n, unit) for label, n in tops.items()} | dict(words or {})
-    style = {"size": size, "hold": "left", "axes": axes}
-    style |= {"bgcolor": theme.look().paper, "borderpad": 0}
+    style = {"size": size, "hold": "left", "axes": axes, "above": True}
     return [
         note(f" {said[label]}", top / per, theme.text(label), **style)
         for label, top in tops.items()
