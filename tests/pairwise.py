@@ -59,7 +59,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16", "fp16"),
     "grad_dtype": (None, "fp32"),
     "clip_norm": (None, 0.05),
-    "layers": (4, 5),
+    "layers": (2, 5),
     "tied": (True, False),
     "dropout": (0.0, 0.1),
 }  # fmt: skip

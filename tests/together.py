@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,8 +174,9 @@ def in_turn(context: Any, jobs: Sequence[tuple[Any, pl.Plan, dict]], around: Any
 
     from paralab.interpret.train import train
 
-    dist.new_group, found = _remembered(dist.new_group), []
+    groups, found = remembered(dist.new_group), []
     for number, (model, plan, settings) in enumerate(jobs):
+        dist.new_group = groups()
         store = dist.PrefixStore(str(number), context.store)  # strict mode counts its calls there
         own = dataclasses.replace(context, store=store)
         with around(number) if around else contextlib.nullcontext():
@@ -186,14 +188,22 @@ def in_turn(context: Any, jobs: Sequence[tuple[Any, pl.Plan, dict]], around: Any
     return found
 
 
-def _remembered(new_group: Any) -> Any:
-    """A group of the same ranks is made once."""
-    made: dict[tuple[int, ...], Any] = {}
+def remembered(new_group: Any) -> Callable[[], Callable]:
+    """What makes ``new_group`` for one job after the other: the first that a job asks for with
+    these ranks is the first that the job before it had, and so on.
+    """
+    made: dict[tuple[int, ...], list[Any]] = defaultdict(list)
 
-    def group(ranks: Sequence[int]) -> Any:
-        key = tuple(ranks)
-        if key not in made:
-            made[key] = new_group(ranks)
-        return made[key]
+    def of_a_job() -> Callable[[Sequence[int]], Any]:
+        asked: Counter = Counter()
 
-    return group
+        def group(ranks: Sequence[int]) -> Any:
+            key = tuple(ranks)
+            asked[key] += 1
+            if len(made[key]) < asked[key]:
+                made[key].append(new_group(ranks))
+            return made[key][asked[key] - 1]
+
+        return group
+
+    return of_a_job

@@ -22,6 +22,7 @@ What this device does not model, it refuses: any other name of ``torch.cuda`` ra
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import threading
@@ -231,6 +232,18 @@ class Machine:
         self.known: dict[int, tuple[weakref.ref, Memory]] = {}
         self.pinned: dict[int, weakref.ref] = {}
         self.allocator = Allocator()
+        self.undo = contextlib.ExitStack()
+
+    # ---- in place of what it stands for ------------------------------------------------------
+    def put(self, where: Any, **values: Any) -> None:
+        """Names of a module or of a class, until `remove`."""
+        for name, value in values.items():
+            self.undo.callback(setattr, where, name, getattr(where, name))
+            setattr(where, name, value)
+
+    def remove(self) -> None:
+        """The process is as it was before `install`."""
+        self.undo.close()
 
     # ---- where a thread is -------------------------------------------------------------------
     def device(self) -> int:
@@ -389,22 +402,22 @@ class Machine:
             memory = Memory("" if host else self.stream().chain.name)
             gone = weakref.ref(storage, lambda _: self.freed(memory))
             found = self.known[address] = gone, memory
-        if found[1].home:
-            self.allocator.takes(_blocks(storage.nbytes()) - found[1].size)
-            found[1].size = _blocks(storage.nbytes())
-        return found[1]
+        memory = found[1]
+        if memory.home and (size := _blocks(storage.nbytes())) != memory.size:
+            self.allocator.takes(size - memory.size)
+            memory.size = size
+        return memory
 
     def touched(
-        self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor], chain: Chain,
+        self, what: str, reads: Iterable[Memory], writes: Iterable[Memory], chain: Chain,
         place: int, knows: dict[str, int],
     ) -> None:  # fmt: skip
         """An operation on a chain looks for what may still be in flight on others."""
         with self.lock:
             for touched, write in ((reads, False), (writes, True)):
-                for tensor in touched:
-                    memory = self.memory(tensor)
-                    others = [memory.wrote, memory.read] if write else [memory.wrote]
-                    for other, (at, by) in [pair for some in others for pair in some.items()]:
+                for memory in touched:
+                    others = (*memory.wrote.items(), *(memory.read.items() if write else ()))
+                    for other, (at, by) in others:
                         if other != chain.name and knows.get(other, 0) < at:
                             self.wrong.append(f"{what} on {chain.name} may run beside {by} on "
                                               f"{other}, which uses the same memory")  # fmt: skip
@@ -450,7 +463,8 @@ class Machine:
             at = self.node(chain, seconds=seconds, meets=tuple(meets), label=op)
             if timed:
                 self.ends[at] = _together(group, keys, self.ends[at] - seconds) + seconds
-            self.touched(op, reads, writes, chain, chain.count, chain.knows)
+            both = map(self.memory, reads), map(self.memory, writes)
+            self.touched(op, *both, chain, chain.count, chain.knows)
             return Work(chain.tail, dict(chain.knows), real)
 
 
@@ -504,41 +518,62 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        machine, schema = self.machine, func._schema
+        machine, op = self.machine, _operation(func)
         made = func(*args, **(kwargs or {}))
-        if any(name in schema.name for name in MEETS) and not _on_host(machine, args):
-            machine.meeting(schema.name)
-        if func.is_view or schema.name in FREE:
+        if op.meets and not _on_host(machine, args):
+            machine.meeting(op.name)
+        if not op.looks:
             for tensor in tensors(made):
                 machine.memory(tensor)  # made on this stream
             return made
         reads, writes = [], []
-        for number, argument in enumerate(schema.arguments):
-            value = args[number] if number < len(args) else (kwargs or {}).get(argument.name)
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if written else reads).extend(t for t in tensors(value) if _is(t))
-        size = sum(t.nbytes for t in writes) * (schema.name not in OVERWRITES)  # read before
-        given = {t.untyped_storage()._cdata for t in (*reads, *writes)}
-        for tensor in tensors(made):
-            if _is(tensor) and tensor.untyped_storage()._cdata not in given:
-                writes.append(tensor)
-        if (reads or writes) and _on_host(machine, (reads, writes)):
+        for number, (name, written) in enumerate(op.arguments):
+            value = args[number] if number < len(args) else (kwargs or {}).get(name)
+            (writes if written else reads).extend(filter(_is, tensors(value)))
+        read = [machine.memory(tensor) for tensor in reads]
+        wrote = [machine.memory(tensor) for tensor in writes]
+        anew = [t for t in filter(_is, tensors(made)) if machine.memory(t) not in (*read, *wrote)]
+        wrote += map(machine.memory, anew)
+        both = [*read, *wrote]
+        if both and (machine.apart() or all(memory.home == "" for memory in both)):
             chain = machine.thread()
-            machine.touched(schema.name, reads, writes, chain, chain.count + 1, chain.knows)
+            machine.touched(op.name, read, wrote, chain, chain.count + 1, chain.knows)
         else:
             chain = machine.stream().chain
             with machine.lock:
-                place, both = chain.count + 1, [*reads, *writes]
+                place = chain.count + 1
                 if machine.cluster is None:
                     machine.launch(chain)
                 else:
-                    size += sum(t.nbytes for t in both)
-                    seconds = machine.takes(schema.name, args, both, size)
-                    machine.node(chain, seconds=seconds, label=schema.name)
-                machine.touched(schema.name, reads, writes, chain, place, chain.knows)
-        if schema.name == "aten::copy_" and _stands_still(machine, args, kwargs or {}):
+                    some = [*reads, *writes, *anew]
+                    looked_at = [*some, *(() if op.name in OVERWRITES else writes)]
+                    size = sum(t.nbytes for t in looked_at)
+                    seconds = machine.takes(op.name, args, some, size)
+                    machine.node(chain, seconds=seconds, label=op.name)
+                machine.touched(op.name, read, wrote, chain, place, chain.knows)
+        if op.name == "aten::copy_" and _stands_still(machine, args, kwargs or {}):
             machine.meeting("a copy to the host that is not asynchronous")
         return made
+
+
+class _Operation(NamedTuple):
+    """An operation of torch: its arguments' names, and whether each is written; whether the host
+    waits for it; whether it looks at an element.
+    """
+
+    name: str
+    arguments: list[tuple[str, bool]]
+    meets: bool
+    looks: bool
+
+
+@functools.cache
+def _operation(func: Any) -> _Operation:
+    schema = func._schema
+    aliases = [(argument.name, argument.alias_info) for argument in schema.arguments]
+    arguments = [(name, alias is not None and alias.is_write) for name, alias in aliases]
+    meets = any(name in schema.name for name in MEETS)
+    return _Operation(schema.name, arguments, meets, not func.is_view and schema.name not in FREE)
 
 
 def _stands_still(machine: Machine, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -547,8 +582,8 @@ def _stands_still(machine: Machine, args: tuple, kwargs: dict[str, Any]) -> bool
     return not beside and _on_host(machine, args[0]) and not _on_host(machine, args[1])
 
 
-def _is(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
+def _is(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _on_host(machine: Machine, values: Any) -> bool:
@@ -565,17 +600,16 @@ def install(
     lasts: Callable[[str, int], float] = lambda op, size: 0.0,
     cluster: Cluster | None = None,
 ) -> Machine:
-    """Give this process a virtual GPU of its own, number ``rank``, and NCCL."""
+    """Give this process a virtual GPU of its own, number ``rank``, and NCCL, until `remove`."""
     from paralab import comm, transports
     from paralab.instruments import marks
     from paralab.interpret import host, lanes, run
 
     machine = Machine(rank, lasts, cluster)
     if cluster is not None:
-        marks.time = SimpleNamespace(perf_counter=machine.now)
-    real = torch.cuda
-    torch.cuda = _Refusing(
-        real,
+        machine.put(marks, time=SimpleNamespace(perf_counter=machine.now))
+    cuda = _Refusing(
+        torch.cuda,
         Stream=Stream,
         Event=Event,
         current_stream=machine.stream,
@@ -588,12 +622,13 @@ def install(
         memory_snapshot=machine.allocator.memory_snapshot,
         synchronize=lambda device=None: machine.meeting("the device is waited for"),
     )
+    machine.put(torch, cuda=cuda)
     machine.set_device(rank)
     _pin(machine)
     _nccl(machine, comm, transports)
     _threads(machine, lanes, host)
     _steps(machine, run)
-    machine.watching().__enter__()
+    machine.undo.enter_context(machine.watching())
     return machine
 
 
@@ -621,7 +656,7 @@ def _pin(machine: Machine) -> None:
             machine.known.pop(storage._cdata, None)
         return made
 
-    torch.empty = empty
+    machine.put(torch, empty=empty)
 
 
 def _nccl(machine: Machine, comm: Any, transports: Any) -> None:
@@ -665,6 +700,7 @@ def _nccl(machine: Machine, comm: Any, transports: Any) -> None:
         return [machine.call(group, "message", keys, *both, real)]
 
     gather = transports.ASK["all_gather"]
+    machine.undo.callback(transports.ASK.update, dict(transports.ASK))
     transports.ASK.update(
         all_reduce=all_reduce,
         all_gather=all_gather,
@@ -673,15 +709,17 @@ def _nccl(machine: Machine, comm: Any, transports: Any) -> None:
         broadcast=broadcast,
         reduce=reduce,
     )
-    transports.dist = SimpleNamespace(
+    messages = SimpleNamespace(
         batch_isend_irecv=batch_isend_irecv,
         isend=dist.isend,
         irecv=dist.irecv,
         P2POp=dist.P2POp,
     )
-    comm.dist = SimpleNamespace(
+    groups = SimpleNamespace(
         group=dist.group, new_group=dist.new_group, ProcessGroup=dist.ProcessGroup
     )
+    machine.put(transports, dist=messages)
+    machine.put(comm, dist=groups)
 
 
 class _Then:
@@ -739,9 +777,8 @@ def _threads(machine: Machine, lanes: Any, host: Any) -> None:
             machine.hear(told)
             return item
 
-    lanes.threading = SimpleNamespace(Event=Told, Thread=threading.Thread)
-    lanes.SimpleQueue = Queue
-    do, issue = lanes.Lane._do, lanes.Lane._issue
+    told = SimpleNamespace(Event=Told, Thread=threading.Thread)
+    machine.put(lanes, threading=told, SimpleQueue=Queue)
 
     def watched(method: Callable) -> Callable:
         def call(lane: Any, job: Any) -> None:
@@ -750,17 +787,18 @@ def _threads(machine: Machine, lanes: Any, host: Any) -> None:
 
         return call
 
-    lanes.Lane._do, lanes.Lane._issue = watched(do), watched(issue)
+    machine.put(lanes.Lane, _do=watched(lanes.Lane._do), _issue=watched(lanes.Lane._issue))
     for method, write in (("read", True), ("write", False)):
         plain = getattr(host.Files, method)
 
         def touching(files: Any, name: str, tensor: Tensor, *, plain=plain, write=write) -> None:
             chain = machine.thread()
-            both = ([], [tensor]) if write else ([tensor], [])
+            memory = machine.memory(tensor)
+            both = ([], [memory]) if write else ([memory], [])
             machine.touched("a file", *both, chain, chain.count + 1, chain.knows)
             plain(files, name, tensor)
 
-        setattr(host.Files, method, touching)
+        machine.put(host.Files, **{method: touching})
 
 
 def _steps(machine: Machine, run: Any) -> None:
@@ -773,7 +811,7 @@ def _steps(machine: Machine, run: Any) -> None:
         finally:
             machine.inside = False
 
-    run.Rank.step = step
+    machine.put(run.Rank, step=step)
 
 
 # ---- all ranks -----------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import paralab as pl
 import virtual_cuda
 from paralab.launch import launch_program
 from paralab.programs.instructions import BACKWARD, FORWARD, Instr
+from together import remembered
 from virtual_cuda import Node, solve
 
 COMPUTE = ("FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "RECOMPUTE")
@@ -44,16 +45,37 @@ def share(program: Any, ins: Instr) -> float:
     return (ins.at[1] - ins.at[0]) / (j - i) / program.plan.virtual_stages
 
 
-def of_a_rank(
-    context: Any, model: Any, plan: pl.Plan, lasts: Lasts, steps: int, change: Callable | None,
-    settings: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Train on a virtual GPU. change(machine): break something first."""
-    machine = virtual_cuda.install(context.rank, lasts.call)
+class Job(NamedTuple):
+    """A training on virtual GPUs. change(machine): break something first, for good."""
+
+    model: pl.ModelSpec
+    plan: pl.Plan
+    lasts: Lasts = AT_ONCE
+    steps: int = 1
+    change: Callable | None = None
+    settings: dict[str, Any] = {}
+
+
+def of_a_rank(context: Any, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Each training on a virtual GPU of its own, one after the other."""
+    import torch.distributed as dist
+
+    groups, found = remembered(dist.new_group), []
+    for job in jobs:
+        dist.new_group = groups()
+        machine = virtual_cuda.install(context.rank, job.lasts.call)
+        found.append(trained(machine, context, job))
+        machine.remove()
+    return found
+
+
+def trained(machine: virtual_cuda.Machine, context: Any, job: Job) -> dict[str, Any]:
     import torch
 
     from paralab.interpret.run import Rank
     from paralab.interpret.train import Trainer
+
+    lasts = job.lasts
 
     def timed(op: str, plain: Callable) -> Callable:
         def method(rank: Rank, ins: Instr, **more: Any) -> None:
@@ -63,15 +85,15 @@ def of_a_rank(
         return method
 
     for op in COMPUTE:
-        setattr(Rank, op, timed(op, getattr(Rank, op)))
-    if change is not None:
-        change(machine)
+        machine.put(Rank, **{op: timed(op, getattr(Rank, op))})
+    if job.change is not None:
+        job.change(machine)
     device = virtual_cuda.name_of(context.rank)
     context = dataclasses.replace(context, device=device, backend="nccl")
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"optimizer": "sgd", "lr": 0.5, "offload_folder": folder, **settings}
-        trainer = Trainer(context, model, plan, **settings)
-        losses = [trainer.step(step) for step in range(steps)]
+        settings = {"optimizer": "sgd", "lr": 0.5, "offload_folder": folder, **job.settings}
+        trainer = Trainer(context, job.model, job.plan, **settings)
+        losses = [trainer.step(step) for step in range(job.steps)]
         trainer.settle()
         if trainer.host is not None:
             trainer.host.close()
@@ -110,9 +132,17 @@ def virtual(
     model: Any, plan: pl.Plan, lasts: Lasts = AT_ONCE, *, steps: int = 1,
     change: Callable | None = None, **settings: Any,
 ) -> Found:  # fmt: skip
-    parts = launch_program(of_a_rank, plan.world_size,
-                           (model, plan, lasts, steps, change, settings),
-                           device="cpu", timeout=60)  # fmt: skip
+    return virtuals([Job(model, plan, lasts, steps, change, settings)])[0]
+
+
+def virtuals(jobs: Sequence[Job]) -> list[Found]:
+    """What is found of several trainings, all on as many ranks."""
+    ranks = jobs[0].plan.world_size
+    parts = launch_program(of_a_rank, ranks, (jobs,), device="cpu", timeout=60)
+    return [_found(of_job) for of_job in zip(*parts, strict=True)]
+
+
+def _found(parts: Sequence[dict[str, Any]]) -> Found:
     graphs = [[Node(*node) for node in part["nodes"]] for part in parts]
     step = max(max(ends) for ends in solve(graphs).end)
     busy = sum(node.seconds for graph in graphs for node in graph if node.label in COMPUTE)
