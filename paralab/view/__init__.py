@@ -34,41 +34,36 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# name: the module it lives in. No module has a function's name, or importing one would hide the
-# other.
-_HOME = {
-    "Chart": "chart",
-    "addresses": "address_map",
-    "algorithms": "links",
-    "blocks": "matrix_blocks",
-    "bytes_bars": "memory",
-    "contest": "plan_times",
-    "data_flow": "schematics",
-    "crossover": "tensor_curves",
-    "disk_needed": "offload_curves",
-    "jobs": "job_times",
-    "link_fit": "links",
-    "link_traffic": "traffic_bars",
-    "live_activations": "live",
-    "losses": "loss",
-    "memory_bars": "memory_chart",
-    "memory_charts": "memory_chart",
-    "mesh": "rank_mesh",
-    "multiplication": "matrix_steps",
-    "pareto": "pareto_front",
-    "ring": "schematics",
-    "scaling": "throughput",
-    "schedules": "pipeline",
-    "seconds_bars": "time_bars",
-    "simulated_timeline": "pipeline",
-    "stage_memory": "stage_bars",
-    "stage_time": "stage_stretches",
-    "stuck": "standstill",
-    "timelines": "timeline",
-    "use_theme": "theme",
-    "zero_shards": "zero_schematics",
-    "zero_unit": "zero_schematics",
+# What each module has. No module has a function's name, or importing one would hide the other.
+_NAMES = {
+    "address_map": "addresses",
+    "chart": "Chart",
+    "job_times": "jobs",
+    "links": "algorithms link_fit",
+    "live": "live_activations",
+    "loss": "losses",
+    "matrix_blocks": "blocks",
+    "matrix_steps": "multiplication",
+    "memory": "bytes_bars",
+    "memory_chart": "memory_bars memory_charts",
+    "offload_curves": "disk_needed",
+    "pareto_front": "pareto",
+    "pipeline": "schedules simulated_timeline",
+    "plan_times": "contest",
+    "rank_mesh": "mesh",
+    "schematics": "data_flow ring",
+    "stage_bars": "stage_memory",
+    "stage_stretches": "stage_time",
+    "standstill": "stuck",
+    "tensor_curves": "crossover",
+    "theme": "use_theme",
+    "throughput": "scaling",
+    "time_bars": "seconds_bars",
+    "timeline": "timelines",
+    "traffic_bars": "link_traffic",
+    "zero_schematics": "zero_shards zero_unit",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = ("theme", "widgets")
 
 __all__ = sorted(_HOME)

@@ -6,16 +6,13 @@ From instruments/heap.py: storages of a real training step, placed one after the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from paralab.checks import illegal
+from paralab.instruments.heap import Space
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
 from paralab.view.marks import note, upright
-
-if TYPE_CHECKING:
-    from paralab.instruments.heap import Space
 
 HEIGHT = 260  # pixels of a panel
 

@@ -56,14 +56,12 @@ def traces(
             fill = theme.shade(theme.colour(kind), chunk, chunks)
         edge: Any = 0.5
         if works and len(rows) > MANY:
-            edge = _edges(flat, window, fill, MANY_THIN)
+            edge = _edges([_duration(b) < MANY_THIN * window for b in flat], 1, fill)
         elif tiers and row in lanes.ROW_NAME:
-            edge = _edges(flat, window, fill, THIN)
+            edge = _edges([_duration(b) < THIN * window for b in flat], 1, fill)
         elif kind == "comm" and framed:
             far = [any(c["level"] == "inter" for c in b["calls"]) for b in flat]
-            ink, paper = theme.look().ink, theme.look().paper
-            edge = {"width": [2.5 if f else 0.5 for f in far]}
-            edge |= {"color": [ink if f else paper for f in far]}
+            edge = _edges(far, 2.5, theme.look().ink)
         style = mark.look(name, fill, hatched=kind == "wait", edge=edge)
         if tiers or (works and chunks > 1):
             style |= {"legendgroup": name, "showlegend": name not in named}
@@ -82,13 +80,12 @@ def name_and_fill(kind: str, lane: str) -> tuple[str, str]:
     return name, theme.colour(kind, lane)
 
 
-def _edges(boxes: Sequence[Box], window: float, fill: str, least: float) -> dict[str, list[Any]]:
-    """Lines of paper around boxes of at least a share ``least`` of the window, of their own colour
-    around others.
-    """
-    thin = [_duration(b) < least * window for b in boxes]
+def _edges(meant: Sequence[bool], width: float, ink: str) -> dict[str, list[Any]]:
+    """Lines of this width and colour around the boxes that are meant, of paper around others."""
     paper = theme.look().paper
-    return {"width": [1 if t else 0.5 for t in thin], "color": [fill if t else paper for t in thin]}
+    return {"width": [width if m else 0.5 for m in meant]} | {
+        "color": [ink if m else paper for m in meant]
+    }
 
 
 def _group(box: Box) -> tuple[str, str, int, str]:

@@ -6,18 +6,15 @@ timeline of one report has one section; several reports stand under one another,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.checks import choice, illegal, whole
 from paralab.report import metrics
+from paralab.report.tables import Tables
 from paralab.view import lanes, naming, theme
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from paralab.report.tables import Tables
 
 Box = dict[str, Any]
 
@@ -60,17 +57,44 @@ def section(
     label: str = "",
     step: int | None,
     ranks: Sequence[int] | None,
-    lanes: tuple[str, ...] | None = None,
+    only: tuple[str, ...] | None = None,
     most: int | None = None,
 ) -> Section:
-    """The step that was asked for, of ``lanes`` (None: all), the first ``most`` boxes of it.
+    """The step that was asked for, of the lanes ``only`` (None: all), the first ``most`` boxes.
 
     What links between memory tiers and the host do meanwhile for another step belongs to it too.
-    Raises ValueError if the report has no such step or rank.
+    Every box is a span, with times from the step's start and a track. Raises ValueError if the
+    report has no such step or rank.
     """
     step, shown = chosen(report, step, ranks)
-    boxes, seconds, total = _boxes(report, step, shown, label, lanes, most)
-    return Section(report, label, step, shown, boxes, seconds, lanes=lanes, total=total)
+    steps, spans = report.steps[report.steps["step"] == step], report.spans
+    spans = spans[spans["rank"].isin(shown)]
+    zero, end = float(steps["start"].min()), float(steps["end"].max())
+    meanwhile = spans["lane"].isin(lanes.LANES) & (spans["start"] < end) & (spans["end"] > zero)
+    spans = spans[(spans["step"] == step) & (spans["end"] >= zero) | meanwhile]
+    if only is not None:
+        spans = spans[spans["lane"].isin(only)]
+    one = Section(report, label, step, shown, [], end - zero, lanes=only, total=len(spans))
+    if most is not None and one.total > most:
+        spans = spans.sort_values(["start", "id"]).head(most)
+    calls, copies = (of_span(t[t["rank"].isin(shown)]) for t in (report.collectives, report.copies))
+    one.boxes, rows = spans.to_dict("records"), defaultdict(list)
+    for box in one.boxes:
+        box |= {
+            "calls": [c for c in calls[box["id"]] if c["step"] == step],
+            "copies": copies[box["id"]],
+            "traced": report.model is None,
+            "label": label,
+            "late": box["step"] != step,
+            "start": box["start"] - zero,
+            "end": box["end"] - zero,
+        }
+        rows[box["rank"], lanes.row(box)].append(box)
+    for own in rows.values():
+        found = lanes.tracks([(b["start"], b["end"]) for b in own], at_most=MAX_TRACKS)
+        for box, track in zip(own, found, strict=True):
+            box["track"] = track
+    return one
 
 
 def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tuple[int, list[int]]:
@@ -91,53 +115,11 @@ def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tup
     return step, sorted(set(asked))
 
 
-def _boxes(
-    report: Tables,
-    step: int,
-    ranks: list[int],
-    label: str,
-    only: tuple[str, ...] | None,
-    most: int | None,
-) -> tuple[list[Box], float, int]:
-    """Spans as dicts with times from the step's start and a track; how long the step took, and how
-    many spans there are.
-    """
-    steps, spans = report.steps[report.steps["step"] == step], report.spans
-    spans = spans[spans["rank"].isin(ranks)]
-    zero, end = float(steps["start"].min()), float(steps["end"].max())
-    meanwhile = spans["lane"].isin(lanes.LANES) & (spans["start"] < end) & (spans["end"] > zero)
-    spans = spans[(spans["step"] == step) & (spans["end"] >= zero) | meanwhile]
-    if only is not None:
-        spans = spans[spans["lane"].isin(only)]
-    total = len(spans)
-    if most is not None and total > most:
-        spans = spans.sort_values(["start", "id"]).head(most)
-    calls, copies = (of_span(t[t["rank"].isin(ranks)]) for t in (report.collectives, report.copies))
-    boxes = spans.to_dict("records")
-    rows: dict[tuple[int, str], list[Box]] = {}
-    for box in boxes:
-        box |= {
-            "calls": [c for c in calls.get(box["id"], []) if c["step"] == step],
-            "copies": copies.get(box["id"], []),
-            "traced": report.model is None,
-            "label": label,
-            "late": box["step"] != step,
-            "start": box["start"] - zero,
-            "end": box["end"] - zero,
-        }
-        rows.setdefault((box["rank"], lanes.row(box)), []).append(box)
-    for own in rows.values():
-        found = lanes.tracks([(b["start"], b["end"]) for b in own], at_most=MAX_TRACKS)
-        for box, track in zip(own, found, strict=True):
-            box["track"] = track
-    return boxes, end - zero, total
-
-
-def of_span(table: pd.DataFrame) -> dict[int, list[dict[str, Any]]]:
-    """The rows of collectives or copies by the span that carried them."""
-    found: dict[int, list[dict[str, Any]]] = {}
+def of_span(table: Any) -> dict[int, list[dict[str, Any]]]:
+    """The rows of collectives or copies by the span that carried them; none for any other."""
+    found = defaultdict(list)
     for row in table.to_dict("records"):
-        found.setdefault(row["span"], []).append(row)
+        found[row["span"]].append(row)
     return found
 
 
@@ -165,24 +147,22 @@ def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float
     return ticks, y - RANK_GAP + 0.2
 
 
-def table(sections: Sequence[Section]) -> pd.DataFrame:
+def table(sections: Sequence[Section]) -> tuple[str, list[Box]]:
     """Every box: report, clock, rank, lane, kind, microbatch, start, end (seconds), wire_bytes.
 
     Of pipelines the stage too; with copies between tiers op, category and bytes of each.
     """
-    import pandas as pd
-
     staged = ("stage",) if any(one.report.plan.pp > 1 for one in sections) else ()
-    copied = any(b.get("copies") for one in sections for b in one.boxes)
+    copied = any(b["copies"] for one in sections for b in one.boxes)
     columns = ["report", "clock", "rank", "lane", "kind", *staged, "microbatch", "start", "end"]
     columns += ["wire_bytes", *["op", "category", "bytes"] * copied]
     rows = []
     for one in sections:
         label = one.label or naming.subject(one.report)
         for b in one.boxes:
-            copies = b.get("copies") or [{"op": "", "category": "", "bytes": 0}]
+            copies = b["copies"] or [{"op": "", "category": "", "bytes": 0}]
             sent = sum(c["wire_bytes"] for c in b["calls"])
             more = {"op": copies[0]["op"], "category": copies[0]["category"]}
             more |= {"report": label, "clock": one.report.clock, "wire_bytes": sent}
             rows.append({**b, **more, "bytes": sum(copy["bytes"] for copy in copies)})
-    return pd.DataFrame(rows, columns=columns)
+    return " ".join(columns), rows

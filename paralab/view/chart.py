@@ -9,7 +9,6 @@ plotly is imported here and nowhere above, so this module is imported inside fun
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -40,8 +39,8 @@ class Chart(go.Figure):
         self, *args: Any, table: pd.DataFrame | None = None, summary: str = "empty", **settings: Any
     ) -> None:
         super().__init__(*args, **settings)
-        self._rows = 1  # of the legend
-        self._top = self.layout.margin.t or 0  # without the legend
+        self._title, self._lines = ("", ""), 0  # pixels that its lines take beyond the first two
+        self._rows, self._frame = 1, theme.ALONE  # rows of the legend
         self._table, self._summary = table, summary
 
     @property
@@ -61,17 +60,11 @@ class Chart(go.Figure):
 
     @property
     def finding(self) -> str:
-        return self._said()[0]
+        return self._title[0]
 
     @property
     def below(self) -> str:
-        return self._said()[1]
-
-    def _said(self) -> tuple[str, str]:
-        """The two parts of the title, each in one line."""
-        first, _, second = (self.layout.title.text or "").partition("</b><br>")
-        second = re.sub("^<span[^>]*>|</span>$", "", second)
-        return tuple(part.replace("<br>", " ") for part in (first.removeprefix("<b>"), second))
+        return self._title[1]
 
     def draw(
         self,
@@ -102,20 +95,20 @@ class Chart(go.Figure):
         rows = theme.legend_rows(names)
         more, self._rows = theme.LEGEND_ROW * (rows - self._rows), rows
         self.layout.margin.t += more
-        if not self.layout.width:  # else it is a frame, which has its height
+        if not self._frame.height:
             self.layout.height += more
 
     def retitled(self, finding: str, below: str) -> Chart:
         """This chart under another title, of another number of lines maybe."""
-        width, height = self.layout.width, self.layout.height
-        with theme.framed(width, height) if width else contextlib.nullcontext():
-            fresh = figure(finding, below, height=height).layout
-        more = fresh.margin.t - self._top
-        self.layout.title = fresh.title
-        self.layout.margin.t += more
-        self.layout.height += 0 if width else more
-        self._top = fresh.margin.t
+        before = self._lines
+        self._title, self._lines, self.layout.title = _head(finding, below, self._frame)
+        self.layout.margin.t += self._lines - before
+        self.layout.height += 0 if self._frame.height else self._lines - before
         return self
+
+    def titled(self, words: str | None) -> Chart:
+        """This chart under a caller's own words, if there are any, in place of its finding."""
+        return self if words is None else self.retitled(theme.text(words), self.below)
 
     def said_below(self, more: str) -> Chart:
         """This chart, with some more words at the end of its title's second line."""
@@ -134,29 +127,21 @@ class Chart(go.Figure):
         return said if len(said) <= MAX_REPR else f"{said[: MAX_REPR - 2]}…)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, arguments = super().__reduce__()
-        state = {"_table": self.table, "_summary": self._summary, "_rows": self._rows}
-        return rebuild, arguments, state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._table, self._summary = state["_table"], state["_summary"]
-        self._rows = state["_rows"]
+        kept = {"_table": self.table} | {
+            name: getattr(self, name)
+            for name in ("_title", "_lines", "_rows", "_frame", "_summary")
+        }
+        return *super().__reduce__(), kept
 
 
 # ---- the empty figure ----------------------------------------------------------------------------
-def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
+def figure(finding: str, below: str, *, height: int, **settings: Any) -> Chart:
     """An empty chart in the kit's look: the finding on top, what it is about beneath it, both as
     many lines as their words take, and one legend above the picture; ``settings`` go to its layout,
     all at once, for update_layout takes several times as long.
     """
     now, frame = theme.look(), theme.frame()
-    size, small = (17, 13) if frame is None else (14, 11)
-    width = (theme.USUAL_WIDTH if frame is None else frame.width) - 2 * theme.SIDE
-    if re.match("[a-z]{3,}[ ,:]", title):  # a word, and no symbol: dp=4, all_reduce
-        title = title[0].upper() + title[1:]
-    first = theme.broken(title, width, size * theme.BOLD)
-    second = theme.broken(subtitle, width, small)
-    more = (size + 5) * first.count("<br>") + (small + 4) * second.count("<br>")
+    said, more, title = _head(finding, below, frame)
     axis = {"gridcolor": now.grid, "linecolor": now.grid, "zeroline": False, "automargin": True}
     axis |= {"ticks": "", "title": {"standoff": 8, "font": {"size": 13}}}
     layout = {
@@ -179,25 +164,41 @@ def figure(title: str, subtitle: str, *, height: int, **settings: Any) -> Chart:
         "barcornerradius": 2,
     }
     margin = {"t": 96, "l": 20, "r": 44, "b": 60} | settings.pop("margin", {})
-    if frame is not None:
+    if frame.height:
         margin |= {"t": 88, "b": min(margin["b"], 110)}
     margin["t"] += more
     made = {
         "template": {"layout": layout},
-        "title": {
-            # One text: plotly's own subtitle falls on the title wherever a figure is drawn before
-            # it is on screen, or changes its width there.
-            "text": f"<b>{first}</b><br><span style='font-size:{small}px;color:{now.faint}'>"
-            f"{second}</span>",
-            **{"x": 0, "xref": "container", "xanchor": "left", "font": {"size": size}},
-            **{"y": 1, "yref": "container", "yanchor": "top"},
-            "pad": {"t": 24 if frame is None else 18, "l": theme.SIDE},
-        },
+        "title": title,
         "height": height + more,
         "margin": margin,
-        "legend": theme.LEGEND | settings.pop("legend", {}) | {"font": {"size": small}},
+        "legend": theme.LEGEND | settings.pop("legend", {}) | {"font": {"size": frame.small}},
         **settings,
     }
-    if frame is not None:
+    if frame.height:
         made |= {"width": frame.width, "height": frame.height}
-    return Chart(layout=made)
+    chart = Chart(layout=made)
+    chart._title, chart._lines, chart._frame = said, more, frame
+    return chart
+
+
+def _head(
+    finding: str, below: str, frame: theme.Frame
+) -> tuple[tuple[str, str], int, dict[str, Any]]:
+    """What a title says, the pixels that its lines take beyond the first two, and the title."""
+    size, small, width = frame.large, frame.small, frame.width - 2 * theme.SIDE
+    if re.match("[a-z]{3,}[ ,:]", finding):  # a word, and no symbol: dp=4, all_reduce
+        finding = finding[0].upper() + finding[1:]
+    first = theme.broken(finding, width, size * theme.BOLD)
+    second = theme.broken(below, width, small)
+    more = (size + 5) * first.count("<br>") + (small + 4) * second.count("<br>")
+    style = f"font-size:{small}px;color:{theme.look().faint}"
+    title = {
+        # One text: plotly's own subtitle falls on the title wherever a figure is drawn before it
+        # is on screen, or changes its width there.
+        "text": f"<b>{first}</b><br><span style='{style}'>{second}</span>",
+        **{"x": 0, "xref": "container", "xanchor": "left", "font": {"size": size}},
+        **{"y": 1, "yref": "container", "yanchor": "top"},
+        "pad": {"t": 18 if frame.height else 24, "l": theme.SIDE},
+    }
+    return (finding, below), more, title

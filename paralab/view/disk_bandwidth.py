@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from paralab.checks import illegal
 from paralab.interpret.boxes import boxes
@@ -27,15 +27,12 @@ from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY
 from paralab.programs.tiers import moved
 from paralab.report import metrics
-from paralab.report.tables import COMPUTE_KINDS
+from paralab.report.tables import COMPUTE_KINDS, Tables
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.flops import forward_flops
 from paralab.theory.offload import link_bytes
 from paralab.theory.offload_costs import bandwidth_needed, efficiency, efficiency_overlapped
 from paralab.view import naming
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
 
 SLOWEST, FASTEST = 50e6, 10e9  # bytes/s: an old hard disk, a fast NVMe
 LATENCY = 1e-4  # seconds, of a disk that a cluster does not state

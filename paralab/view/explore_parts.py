@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 from dataclasses import MISSING, fields
-from typing import Any
 
 from paralab.parallel.schedules import SCHEDULES
 from paralab.report.metrics import peak_memory, reported_ranks, utilisation
@@ -36,7 +35,7 @@ from paralab.view.widget_steps import Says
 EACH, TALL, LOW = 520, 424, 340  # pixels of one picture: width at least; height above and below
 BOXES = 320  # of a timeline, at most
 FEW = 4  # stages whose boxes must fit among those
-COUNTS = {  # knob: its label, and what it offers
+COUNTS = {  # knob: its label, which ends with its symbol, and what it offers
     "dp": ("data, dp", (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512)),
     "tp": ("tensor, tp", (1, 2, 4, 8, 16)),
     "pp": ("pipeline, pp", (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)),
@@ -68,7 +67,7 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
     nodes = cluster.nodes if cluster is not None else 1
     return {
         **{
-            name: slider(label, usual, brief=_Brief(label))
+            name: slider(label, usual, brief=label.rpartition(", ")[2])
             for name, (label, usual) in COUNTS.items()
         },
         "schedule": Knob(label="schedule", offers=schedules),
@@ -81,16 +80,6 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
         "cluster": buttons("cluster", clusters, start=GIVEN),
         "nodes": slider("nodes", NODES, "{} node", "s", start=nodes, tip=tips["nodes"]),
     }
-
-
-class _Brief(dict[int, str]):
-    """How the repr writes a count: "dp=2" of "data, dp"."""
-
-    def __init__(self, label: str) -> None:
-        self.short = label.rpartition(", ")[2]
-
-    def get(self, value: Any, default: Any = None) -> str:
-        return f"{self.short}={value}"
 
 
 # ---- pictures ------------------------------------------------------------------------------------

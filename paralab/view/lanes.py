@@ -29,7 +29,7 @@ WAY = {**ROW_NAME, "read": "read from disk", "write": "written to disk"}
 
 def row(box: dict[str, Any]) -> str:
     """The row of a box: its lane's, or one of the disk's two."""
-    op = box["copies"][0]["op"] if box.get("copies") else ""
+    op = box["copies"][0]["op"] if box["copies"] else ""
     return f"disk {op}" if box["lane"] == "disk" and op in ("read", "write") else box["lane"]
 
 
@@ -41,7 +41,7 @@ def order(row: str) -> tuple[int, str]:
 
 def category(box: dict[str, Any]) -> str:
     """What a copy between tiers moves; "" of any other box."""
-    return box["copies"][0]["category"] if box.get("copies") else ""
+    return box["copies"][0]["category"] if box["copies"] else ""
 
 
 def style(kind: str, row: str, category: str) -> tuple[str, str]:
@@ -86,14 +86,14 @@ def hover(b: dict[str, Any]) -> str:
         head += f", stage {b['stage']}"
     where = f"{theme.text(b['label'])}, " if b["label"] else ""
     where += f"rank {b['rank']}, {ROW_NAME.get(row(b)) or theme.text(b['lane'])}"
-    where += f", of step {b['step']}" * b.get("late", False)
+    where += f", of step {b['step']}" * b["late"]
     start, end = b["start"] * 1e3, b["end"] * 1e3
     lines = [head, where, f"{end - start:.3f} ms, from {start:.3f} to {end:.3f} ms"]
     if b["kind"] not in ("wait", "comm") and b["lane"] not in COPY_LANES:
         whose = "CPU" if b["lane"] == "host" else "device"
         lines.append(f"cost {b['cost'] * 1e3:.3f} ms of {whose} time")
     lines += [b["why"]] if "why" in b else map(_call, b["calls"])
-    return "<br>".join([*lines, *map(_copy, b.get("copies", ()))])
+    return "<br>".join([*lines, *map(_copy, b["copies"])])
 
 
 def _call(call: dict[str, Any]) -> str:

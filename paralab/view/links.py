@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from paralab.checks import choice, illegal, real
 from paralab.spec.links import messages
 from paralab.theory.fit import fit_link
@@ -128,7 +130,7 @@ def algorithms(
     low, high = min(seconds) / 1.6, max(seconds) * 1.6
     made = [drop(n, low, s, theme.scaled(n, "B", digits=2)) for n, s, _, _ in changes]
     fig = figure(
-        theme.text(title) if title is not None else _finding(lines, changes),
+        _finding(lines, changes),
         "lines: predicted (theory alone)" + " · markers: replayed" * bool(marks),
         height=440,
         xaxis=log_axis("bytes of the tensor", min(sizes) / 1.3, max(sizes) * 1.3, "B"),
@@ -136,7 +138,8 @@ def algorithms(
     )
     said = f"{len(changes)} crossover{'s' * (len(changes) != 1)}"
     said = f"predicted: {sum(map(len, lines.values()))} sizes, {said}"
-    return fig.draw(traces, [m for m, _ in made], [shape for _, shape in made]).explained(
+    fig.titled(title).draw(traces, [m for m, _ in made], [shape for _, shape in made])
+    return fig.explained(
         f"time over tensor size of {' | '.join(lines)}, {said}",
         ("algorithm clock bytes seconds", rows),
     )
@@ -164,11 +167,7 @@ def _pairs(name: str, curve: Any) -> Pairs:
 
 def _at(pairs: Pairs, size: float) -> float:
     """log seconds at ``size``, between the neighbours on log-log paper."""
-    for (n0, s0), (n1, s1) in zip(pairs, pairs[1:], strict=False):
-        if n0 <= size <= n1:
-            share = math.log(size / n0) / math.log(n1 / n0) if n1 > n0 else 0.0
-            return (1 - share) * math.log(s0) + share * math.log(s1)
-    return math.log(pairs[0][1] if size <= pairs[0][0] else pairs[-1][1])
+    return float(np.interp(math.log(size), *np.log(pairs).T))
 
 
 def _changes(lines: Mapping[str, Pairs]) -> list[tuple[float, float, str, str]]:

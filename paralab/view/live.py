@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from paralab.checks import illegal, whole
-from paralab.report import metrics
-from paralab.theory.ideal import schedule_of
-from paralab.view import naming, theme
+from paralab.checks import illegal
+from paralab.report.tables import COMPUTE_KINDS, Tables
+from paralab.view import boxes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import line, margin
 from paralab.view.marks.areas import area
@@ -79,66 +78,45 @@ def live_activations(
 
 # ---- reading -------------------------------------------------------------------------------------
 def _read(source: Any, step: int | None) -> _Source:
-    from paralab.report.tables import Tables
+    """A micro-batch is alive on a stage from the start of its forward to the end of its backward,
+    or of its weight half.
+    """
     from paralab.theory.pipeline import Simulation, simulate
 
+    report, name, clock = source, "schedule", ""
     if isinstance(source, Tables):
-        return _of_report(source, step)
-    if not isinstance(source, Simulation):
-        source = simulate(source, forward=1.0, backward=1.0, weight_grad=1.0)
-    events: list[list[tuple[float, int]]] = [[] for _ in source.schedule]
-    order = source.order
-    columns = (column.tolist() for column in (order.rank, order.kind, source.start, source.end))
-    for rank, kind, start, end in zip(*columns, strict=True):
-        events[rank] += _event("FBIW"[kind], start, end)
-    chunks = order.stages // order.ranks
-    return _Source("schedule", "", chunks, [_curve(e, source.makespan) for e in events])
-
-
-def _of_report(report: Any, step: int | None) -> _Source:
-    if report.plan.pp == 1 and report.plan.microbatches == 1:
+        name, clock = naming.subject(source), source.clock
+    elif isinstance(source, Simulation):
+        report = source.report()
+    else:
+        report = simulate(source, forward=1.0, backward=1.0, weight_grad=1.0).report()
+    plan = report.plan
+    if plan.pp == 1 and plan.microbatches == 1:
         raise illegal("sources", report, "one micro-batch on one stage", "a pipeline's report")
-    steps = tuple(sorted(set(report.steps["step"].tolist())))
-    if not steps:
-        raise illegal("sources", report, "the report has no steps", "a report of a run")
-    step = metrics.typical_step(report) if step is None else whole("step", step, at_least=0)
-    if step not in steps:
-        raise illegal("step", step, "not in the report", ", ".join(map(str, steps)))
-    when: dict[Any, list[float]] = {}  # of every action, cut into pieces or not
+    step, ranks = boxes.chosen(report, step, None)
+    first = {rank: plan.place(rank).pp for rank in ranks if not any(plan.place(rank)[1:])}
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
-    columns = (spans[c].tolist() for c in ("rank", "kind", "stage", "microbatch", "start", "end"))
-    for rank, kind, stage, microbatch, start, end in zip(*columns, strict=True):
-        if not any(report.plan.place(rank)[1:]):  # the first pipeline
-            span = when.setdefault((kind, stage, microbatch), [start, end])
-            span[:] = min(span[0], start), max(span[1], end)
-    names = {"F": "forward", "W": "weight_grad"}
-    zero = min(start for start, _ in when.values())
-    total = max(end for _, end in when.values()) - zero
-    curves = []
-    for actions in schedule_of(report, step=step):
-        events: list[tuple[float, int]] = []
-        for stage, kind, microbatch in actions:
-            start, end = when[names.get(kind, "backward"), stage, microbatch]
-            events += _event(kind, start - zero, end - zero)
-        curves.append(_curve(events, total))
-    return _Source(naming.subject(report), report.clock, report.plan.virtual_stages, curves)
+    spans = spans[spans["rank"].isin(first)]
+    zero, end = spans["start"].min(), spans["end"].max()
+    work = spans[spans["kind"].isin(COMPUTE_KINDS)]  # messages may cut an action into pieces
+    work = work.groupby([work["rank"].map(first), "stage", "microbatch"])
+    lives = (work.agg({"start": "min", "end": "max"}) - zero).reset_index("rank")
+    mine = (lives[lives["rank"] == pp] for pp in range(plan.pp))
+    curves = [_curve(one["start"].tolist(), one["end"].tolist(), end - zero) for one in mine]
+    return _Source(name, clock, plan.virtual_stages, curves)
 
 
-def _event(kind: str, start: float, end: float) -> list[tuple[float, int]]:
-    """A forward begins to keep, a whole backward or a weight half ends it."""
-    return {"F": [(start, 1)], "B": [(end, -1)], "I": [], "W": [(end, -1)]}[kind]
-
-
-def _curve(events: list[tuple[float, int]], total: float) -> _Curve:
+def _curve(starts: list[float], ends: list[float], total: float) -> _Curve:
     times, counts, now = [0.0], [0], 0
-    for time, change in sorted(events):  # at one moment: first let go, then keep
+    # At one moment: first let go, then keep.
+    for time, change in sorted([*((t, 1) for t in starts), *((t, -1) for t in ends)]):
         now += change
         if time == times[-1]:
             counts[-1] = now
         else:
             times.append(time)
             counts.append(now)
-    return _Curve([*times, total], [*counts, counts[-1]])
+    return _Curve([*times, float(total)], [*counts, counts[-1]])
 
 
 # ---- drawing -------------------------------------------------------------------------------------
@@ -148,8 +126,7 @@ def _drawn(found: list[_Source]) -> Chart:
     highest = max(max(one.curves[r].peak for r in ranks) for one in found) or 1
     timed, row = all(one.clock for one in found), ROOM * highest
     base = [(len(ranks) - 1 - r) * row for r in ranks]
-    clocks = list(dict.fromkeys(one.clock for one in found if one.clock))
-    said = [f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks]
+    said = naming.clock_lines(one.clock for one in found if one.clock)
     said += ["a schedule: F, I and W take one unit of time each"] * (not timed)
     if len({one.chunks for one in found}) > 1:
         said.append("a chunk counts as its share of the rank's layers")

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.checks import illegal
+from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import line, note
 from paralab.view.marks.curves import curve
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
 
 ALIKE = 1e-3  # nats: curves nearer than that everywhere are one curve to the eye
 
@@ -60,8 +58,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     batches = {r.plan.global_batch for r in reports}
     same = len(batches) == 1 and len(reports) == len(runs)
     below = f"{batches.pop()} samples per step" if same else "nats per token"
-    finding = _verdict(curves) if title is None else theme.text(title)
-    fig = _drawn(curves, finding, below, vocabularies)
+    fig = _drawn(curves, _verdict(curves), below, vocabularies).titled(title)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
     steps = max(map(len, curves.values()))
     return fig.explained(

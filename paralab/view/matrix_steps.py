@@ -10,12 +10,13 @@ parallel/tensor_2d.py and tensor_3d.py; blocks and colours as in matrix_blocks.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from paralab.checks import illegal, whole
 from paralab.parallel.layouts import coordinates
 from paralab.spec import Plan
 from paralab.view import theme
+from paralab.view.chart import Chart
 from paralab.view.matrix_blocks import (
     COLUMNS,
     MODE_NAME,
@@ -28,9 +29,6 @@ from paralab.view.matrix_blocks import (
     splits,
     table,
 )
-
-if TYPE_CHECKING:
-    from paralab.view.chart import Chart
 
 LOW = "₀₁₂₃₄₅₆₇₈₉"
 MOST_TERMS = 3  # that are written out in a block of Y

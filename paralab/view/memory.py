@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paralab.checks import choice, illegal, real
+from paralab.checks import choice, real
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
@@ -33,14 +33,16 @@ def bytes_bars(
 
     Raises ValueError naming a category that has no colour, or bytes below 0.
     """
-    _check(bars, capacity)
-    rows, size = rows_of(bars), {label: float(n) for label, n in (capacity or {}).items()}
+    rows, size = mark.rows_of(bars), capacity or {}
+    for _, category, _ in rows:
+        choice("category", category, tuple(theme.CATEGORY_COLOUR))
+    size = {label: real(f"capacity[{label!r}]", n, above=0.0) for label, n in size.items()}
     totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
     biggest = max(totals.values()) or 1.0
     drawn = {label: n for label, n in size.items() if n <= NEAR * biggest}
     end = 1.14 * max([biggest, *drawn.values()])
     unit, per = theme.unit_of(end / 1.14)
-    wide = theme.LETTER_WIDTH * 14 / theme.USUAL_WIDTH * max(map(theme.letters, bars))
+    wide = theme.LETTER_WIDTH * 14 / theme.ALONE.width * max(map(theme.letters, bars))
     letter = mark.LETTER / (1 - min(wide, 0.5))  # labels leave the axis less than the figure
     levels = _levels(drawn, end, 0.85 * letter)  # names of capacities are in smaller letters
     above = ROW * len(set(levels.values()))
@@ -50,7 +52,7 @@ def bytes_bars(
         if n not in drawn
     ]
     fig = figure(
-        theme.text(title) if title is not None else _finding(totals, size),
+        _finding(totals, size),
         " · ".join([_unit(unit, per), *far]),
         height=170 + int(58 * (len(bars) + above)),
         xaxis=mark.bytes_axis(f"memory ({unit})", end, per),
@@ -59,17 +61,12 @@ def bytes_bars(
     notes = mark.ends(totals, per) + _capacity_names(drawn, levels, per, end)
     shapes = [upright(n / per, axis="paper", dash="dash") for n in drawn.values()]
     look = {"per": per, "end": end, "lines": drawn.values(), "letter": letter}
-    fig.draw(mark.bars(rows, **look), notes, shapes)
+    fig.titled(title).draw(mark.bars(rows, **look), notes, shapes)
     return fig.explained(
         f"memory of {len(bars)} bar{'s' * (len(bars) != 1)} by category: "
         f"{' | '.join(map(str, bars))}",
         ("bar category bytes", rows),
     )
-
-
-def rows_of(bars: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, float]]:
-    """(bar, category, bytes): the rows of the mark, and of the table."""
-    return [(label, kind, n) for label, parts in bars.items() for kind, n in parts.items()]
 
 
 # ---- tiers beneath panels ------------------------------------------------------------------------
@@ -101,17 +98,6 @@ def tier_bars(
 
 
 # ---- words ---------------------------------------------------------------------------------------
-def _check(bars: Any, capacity: Mapping[str, float] | None) -> None:
-    if not isinstance(bars, Mapping) or not bars:
-        raise illegal("bars", bars, "nothing to draw", "{label: {category: bytes}}")
-    for label, parts in bars.items():
-        for category, count in parts.items():
-            choice("category", category, tuple(theme.CATEGORY_COLOUR))
-            real(f"bars[{label!r}][{category!r}]", count, at_least=0.0)
-    for label, count in (capacity or {}).items():
-        real(f"capacity[{label!r}]", count, above=0.0)
-
-
 def _unit(unit: str, per: float) -> str:
     return "bytes" if unit == "B" else f"1 {unit} = 10<sup>{len(str(int(per))) - 1}</sup> bytes"
 

@@ -7,19 +7,17 @@ a figure has, and the sentence that it proves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.checks import illegal
+from paralab.report.metrics import Peak
+from paralab.report.tables import Tables
 from paralab.view import naming, theme
+from paralab.view.chart import Chart
 from paralab.view.memory import ABOVE, BAR, TIER_NAME, bytes_bars, tier_bars
 from paralab.view.memory_curves import Curve, curves, fullest, tiers
 from paralab.view.memory_panels import FRAME, MAX_PANELS, drawn, limits
 from paralab.view.sampling import spread
-
-if TYPE_CHECKING:
-    from paralab.report.metrics import Peak
-    from paralab.report.tables import Tables
-    from paralab.view.chart import Chart
 
 ALIKE = 0.01  # peaks that differ by less are one peak to the eye
 
@@ -80,9 +78,8 @@ def memory_charts(
     ]
     many = any(report.world_size > 1 for report in runs.values())
     below = f"{f'rank {rank}, ' * many}one step of each, on one scale of bytes"
-    finding = _verdict(peaks) if title is None else theme.text(title)
-    fig = drawn(list(found.values()), heads, finding, below, against=next(iter(found)))
-    return fig.explained(
+    fig = drawn(list(found.values()), heads, _verdict(peaks), below, against=next(iter(found)))
+    return fig.titled(title).explained(
         f"memory of {len(found)} runs on rank {rank}, by category: {' | '.join(found)}",
         _table(list(found.items())),
     )

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paralab.checks import illegal, whole
 from paralab.report.metrics import Peak, peak
-from paralab.report.tables import COMPUTE_KINDS, DRY, TIERS
+from paralab.report.tables import COMPUTE_KINDS, DRY, TIERS, Tables
 from paralab.view.marks.bars import by_category
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
 
 PHASES = (*COMPUTE_KINDS, "optimizer")
 
@@ -101,19 +98,13 @@ def curves(
         raise not_sampled(report)
     table = _chosen(table, "rank", ranks)
     table = _chosen(table, "step", None if step is None else [step])
-    found: dict[tuple[int, int], tuple[list[float], list[dict[str, int]]]] = {}
-    columns = (table[c].tolist() for c in ("rank", "step", "time", "category", "bytes"))
-    for rank, at, time, category, count in zip(*columns, strict=True):
-        times, samples = found.setdefault((rank, at), ([], []))
-        if not times or time != times[-1] or category in samples[-1]:
-            times.append(time)
-            samples.append({})
-        samples[-1][category] = count
+    found = {
+        (int(rank), int(at)): _curve(report, int(rank), int(at), mine)
+        for (rank, at), mine in table.groupby(["rank", "step"])
+    }
     if step is None:
-        step = max(found, key=lambda key: (max(sum(s.values()) for s in found[key][1]), -key[1]))[1]
-    return [
-        _curve(report, rank, step, *found[rank, at]) for rank, at in sorted(found) if at == step
-    ]
+        step = max(found, key=lambda at: (found[at].peak, -at[1]))[1]
+    return [curve for (_, at), curve in found.items() if at == step]
 
 
 def not_sampled(report: Tables) -> ValueError:
@@ -145,28 +136,27 @@ def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
     return table[table[column].isin(list(wanted))]
 
 
-def _curve(
-    report: Tables, rank: int, step: int, times: list[float], samples: list[dict[str, int]]
-) -> Curve:
+def _curve(report: Tables, rank: int, step: int, rows: Any) -> Curve:
+    times: list[float] = []
+    samples: list[dict[str, int]] = []
+    columns = (rows[c].tolist() for c in ("time", "category", "bytes"))
+    for time, category, count in zip(*columns, strict=True):
+        if not times or time != times[-1] or category in samples[-1]:
+            times.append(time)
+            samples.append({})
+        samples[-1][category] = count
     names = by_category(c for sample in samples for c in sample)
-    rows = [{c: sample.get(c, 0) for c in names} for sample in samples]
-    spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == step)]
-    own = report.steps[(report.steps["rank"] == rank) & (report.steps["step"] == step)]
-    zero = float(own["start"].min()) if len(own) else times[0]
-    end = float(own["end"].max()) if len(own) else times[-1]
     order = sorted(range(len(times)), key=times.__getitem__)
-    rows = [rows[i] for i in order]
-    return Curve(
-        report,
-        rank,
-        step,
-        [times[i] - zero for i in order],
-        rows,
-        [sum(row.values()) for row in rows],
-        _phases(spans, zero),
-        max(end, times[order[-1]]) - zero,
-        zero,
+    samples = [{c: samples[i].get(c, 0) for c in names} for i in order]
+    totals = [sum(sample.values()) for sample in samples]
+    times.sort()
+    spans, own = (
+        t[(t["rank"] == rank) & (t["step"] == step)] for t in (report.spans, report.steps)
     )
+    zero = float(own["start"].min()) if len(own) else times[0]
+    end = max(float(own["end"].max()) if len(own) else zero, times[-1])
+    at, phases = [time - zero for time in times], _phases(spans, zero)
+    return Curve(report, rank, step, at, samples, totals, phases, end - zero, zero)
 
 
 def _phases(spans: Any, zero: float) -> list[Phase]:

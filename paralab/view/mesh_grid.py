@@ -105,37 +105,35 @@ class Grid:
         font = {"textfont": {"size": size}, "name": "ranks", "showlegend": False}
         return heat(across, down, z, text, said, colours=fills, most=most, **font)
 
-    def _pieces(self, cluster: Cluster) -> list[tuple[int, float, float, float, float]]:
-        """(node, left, right, upper, lower) of every rectangle that a node's cells make."""
-        made: list[tuple[int, float, float, float, float]] = []
+    def _pieces(self, cluster: Cluster) -> list[list[Any]]:
+        """[node, left, right, upper, lower] of every rectangle that a node's cells make."""
+        made: list[list[Any]] = []
         for p, y in self.y.items():
-            runs: list[tuple[int, float, float]] = []
+            runs: list[list[Any]] = []  # [node, left, right] of neighbours in this row
             for (d, t), x in self.x.items():
                 node = cluster.node_of(self.rank(p, d, t))
-                close = runs and runs[-1][0] == node and x - runs[-1][2] < LEFT_OUT
-                if close:
-                    runs[-1] = (node, runs[-1][1], x + 1.0)
+                if runs and runs[-1][0] == node and x - runs[-1][2] < LEFT_OUT:
+                    runs[-1][2] = x + 1.0
                 else:
-                    runs.append((node, x, x + 1.0))
-            for node, left, right in runs:
-                above = [
-                    i
-                    for i, one in enumerate(made)
-                    if one[:3] == (node, left, right) and y - one[4] < LEFT_OUT
-                ]
+                    runs.append([node, x, x + 1.0])
+            for run in runs:
+                above = [one for one in made if one[:3] == run and y - one[4] < LEFT_OUT]
                 if above:
-                    made[above[0]] = (*made[above[0]][:4], y + 1.0)
+                    above[0][4] = y + 1.0
                 else:
-                    made.append((node, left, right, y, y + 1.0))
+                    made.append([*run, y, y + 1.0])
         return made
 
-    def frames(self, cluster: Cluster | None) -> list[dict[str, Any]]:
-        """A rectangle around every node's cells; nodes side by side share the line between them,
-        for frames that overlap look like a mistake.
+    def nodes(self, cluster: Cluster | None) -> tuple[list[dict], list[dict]]:
+        """The nodes' names and the frames around their cells: notes and shapes.
+
+        Nodes side by side share the line between them, for frames that overlap look like a mistake.
+        A name is above a frame's left corner; its number alone where there is no room, and of low
+        rows the first's alone.
         """
         pieces = [] if cluster is None else self._pieces(cluster)
         begun, ended = {left for _, left, *_ in pieces}, {right for _, _, right, *_ in pieces}
-        return [
+        frames = [
             {
                 "type": "rect",
                 "x0": left - 0.02 * (left not in ended),
@@ -146,22 +144,16 @@ class Grid:
             }
             for _, left, right, upper, lower in pieces
         ]
-
-    def names(self, cluster: Cluster | None) -> list[dict[str, Any]]:
-        """Every frame's node above its left corner; its number alone where there is no room, and
-        of low rows the first's alone.
-        """
-        pieces = [] if cluster is None else self._pieces(cluster)
         if theme.letter_scale() > 1 and len(self.y) > 5:
             highest = min((upper for *_, upper, _ in pieces), default=0.0)
             pieces = [piece for piece in pieces if piece[3] == highest]
         wide = min((right - left for _, left, right, _, _ in pieces), default=0.0)
         word = "node " if wide >= 0.075 * self.right else ""
-        style = {"size": 10, "ink": theme.look().faint, "hold": "left bottom"}
-        return [
-            note(f"{word}{node}", left, upper - 0.07, borderpad=0, **style)
-            for node, left, _, upper, _ in pieces
+        style = {"size": 10, "ink": theme.look().faint, "hold": "left bottom", "borderpad": 0}
+        names = [
+            note(f"{word}{node}", left, upper - 0.07, **style) for node, left, _, upper, _ in pieces
         ]
+        return names, frames
 
     def dots(self) -> list[dict[str, Any]]:
         """Where cells are left out."""

@@ -6,13 +6,11 @@ As the papers name them, and as short as tells two plans apart; plain text, for 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from paralab.report.tables import Tables
 from paralab.spec import OWN_FORM, Plan
 from paralab.view.theme import CATEGORY_COLOUR
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
 
 _SEPARATORS = re.compile(", | on ")
 LEVEL_NAME = {"intra": "inside a node", "inter": "between nodes"}
@@ -65,8 +63,8 @@ def plan_name(plan: Plan) -> str:
 def _away(plan: Plan) -> list[str]:
     """ "offload to nvme", "activations to cpu": what left the device; else empty."""
     tiers = plan.tiers
-    place = lambda name: getattr(tiers, name, "device")  # noqa: E731
-    found = {n: place(n) for n in CATEGORY_COLOUR if place(n) != "device"}
+    kept = {name: getattr(tiers, name, "device") for name in CATEGORY_COLOUR}
+    found = {name: place for name, place in kept.items() if place != "device"}
     if not found:
         return []
     places = " and ".join(place for place in ("cpu", "nvme") if place in found.values())
@@ -86,6 +84,11 @@ def subject(report: Tables) -> str:
 def clock_line(report: Tables, *more: str) -> str:
     """The second line of every title: which clock, then what else."""
     return " · ".join([f"{report.clock} clock ({CLOCK_MEANS[report.clock]})", *more])
+
+
+def clock_lines(clocks: Iterable[str]) -> list[str]:
+    """ "measured: wall clock" of each clock, once."""
+    return [f"{clock}: {CLOCK_BRIEF[clock]}" for clock in dict.fromkeys(clocks)]
 
 
 def told_apart(subjects: list[str]) -> list[str]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from paralab.checks import illegal, real
+from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import lanes, naming, theme
 from paralab.view.chart import Chart, figure
@@ -19,10 +22,6 @@ from paralab.view.disk_bandwidth import FASTEST, FORMULAS, SLOWEST, Foreseen, Po
 from paralab.view.marks import bars as mark
 from paralab.view.marks import hover, note, upright
 from paralab.view.marks.curves import HOLLOW, curve, log_axis
-from paralab.view.memory import rows_of
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
 
 SHARE = 0.9
 LEFT, RIGHT = (0.0, 0.6), (0.8, 1.0)  # of the figure's width
@@ -83,7 +82,7 @@ def chart(foreseen: Foreseen, at: float, share: float, found: Sequence[Point] = 
         legend={"y": -0.24, "yanchor": "top"},
         legend2={**theme.LEGEND, "x": 1, "y": 1.01, "xanchor": "right"},
     )
-    sizes = [row for row in rows_of(foreseen.moved) if row[2]]
+    sizes = [row for row in mark.rows_of(foreseen.moved) if row[2]]
     style = {"axes": ("x2", "y2"), "letter": 0, "legend": "legend2"}
     bars = mark.bars(sizes, per=1e6, end=1.0, **style)
     notes, shapes = _lines(foreseen, at, share, now)
@@ -130,16 +129,15 @@ def _marks(
 
 
 def _trace(
-    whose: str, marks: Sequence[tuple[float, float]], *, name: str | None = None, **look: Any
+    whose: str, marks: Sequence[tuple[float, float]], *, name: str = "", **look: Any
 ) -> dict[str, Any]:
     """Marks at (bandwidth, share); in the legend by a name."""
     said = [
         f"{whose}, {theme.scaled(b, 'B/s')}: the device computes {100 * share:.1f} %"
         for b, share in marks
     ]
-    look = {"mode": "markers", "cliponaxis": False, "showlegend": name is not None, **look}
-    made = curve(name or "", [(b, 100 * share) for b, share in marks], said, **look)
-    return made if name is not None else {k: v for k, v in made.items() if k != "name"}
+    look = {"mode": "markers", "cliponaxis": False, "showlegend": bool(name), **look}
+    return curve(name, [(b, 100 * share) for b, share in marks], said, **look)
 
 
 def _lines(
@@ -205,11 +203,9 @@ def _below(foreseen: Foreseen, share: float) -> str:
 
 
 def _table(foreseen: Foreseen, at: float, found: Sequence[Point]) -> Any:
-    import pandas as pd
-
     where = sorted({at, *(b for b, _ in foreseen.curve)})
     marks = [(name, b, foreseen.share(name, b)) for name in DASH for b in where]
     marks += [(point.clock, point.bandwidth, point.share) for point in found]
     shares = pd.DataFrame(marks, columns=["curve", "bandwidth", "share"])
-    moved = pd.DataFrame(rows_of(foreseen.moved), columns=["link", "category", "bytes"])
+    moved = pd.DataFrame(mark.rows_of(foreseen.moved), columns=["link", "category", "bytes"])
     return pd.concat([shares, moved.astype({"bytes": "Int64"})], ignore_index=True)

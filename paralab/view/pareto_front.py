@@ -77,14 +77,12 @@ def pareto(search: Search) -> Chart:
         legend={"itemsizing": "constant"},
     )
 
-    def table() -> Any:
-        made = search.rows(shown)
-        made["front"] = np.isin(shown, front)
-        return made
-
     said = f"{total:,} plans, {int(fits.sum()):,} fit, {len(front)} on the front"
     fig.draw([*traces, step, *_simulated(search), star], notes, shapes)
-    return fig.explained(f"time against memory of {said}", table)
+    return fig.explained(
+        f"time against memory of {said}",
+        lambda: search.rows(shown).assign(front=np.isin(shown, front)),
+    )
 
 
 def _drawn(search: Search) -> np.ndarray:

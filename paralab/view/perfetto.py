@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.report import written
+from paralab.report.tables import Tables
 from paralab.view.boxes import of_span
 from paralab.view.lanes import ROW_NAME, order, tracks
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
 
 
 def to_perfetto(report: Tables, path: str | os.PathLike[str]) -> None:
@@ -57,7 +55,7 @@ def events(report: Tables) -> list[dict[str, Any]]:
         )
     ]
     made += _threads(lanes)
-    made += [_slice(s, calls.get(s["id"], []), copies.get(s["id"], [])) for s in spans]
+    made += [_slice(s, calls[s["id"]], copies[s["id"]]) for s in spans]
     by_id = {span["id"]: span for span in spans}
     arrows = [(by_id[a], span) for span in spans for a in span["after"]]
     for number, (cause, effect) in enumerate(arrows):

@@ -12,23 +12,19 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from paralab.checks import illegal
 from paralab.report import metrics
-from paralab.report.tables import COLUMNS
+from paralab.report.tables import COLUMNS, Tables
 from paralab.theory.ideal import ideal as make_ideal
-from paralab.theory.pipeline import simulate
+from paralab.theory.pipeline import Simulation, simulate
 from paralab.view import boxes, naming, theme, timeline_rows
+from paralab.view.boxes import Section
+from paralab.view.chart import Chart
 from paralab.view.theme import percent
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
-    from paralab.theory.pipeline import Simulation
-    from paralab.view.boxes import Section
-    from paralab.view.chart import Chart
 
 Interval = tuple[float, float]
 
@@ -47,31 +43,26 @@ def pipeline_timeline(
     if ideal is None:  # where there is room, and where it is not theory already
         drawn = len(metrics.reported_ranks(report)) if ranks is None else len(ranks)
         ideal = drawn <= ROOM and report.model is not None
-    real = section(report, step=step, ranks=ranks, lanes=LANES if ideal else None, marked=True)
+    real = section(report, step=step, ranks=ranks, only=LANES if ideal else None, marked=True)
     share, said = metrics.step_bubble(report, real.step), [f"step {real.step}"]
     sections, alone = [real], None
-    real.label, real.head = report.clock, _head(report.clock, share)
+    real.label, real.head = report.clock, head(report.clock, share)
     if ideal:
         made = make_ideal(report, step=real.step)
         alone, stub = made.bubble_rate, dataclasses.replace(report, **dict.fromkeys(COLUMNS))
         above = simulated(made, stub, label="ideal")
-        above.head = _head("ideal", alone)
         above.ranks = sorted({report.plan.place(rank)[0] for rank in real.ranks})
         above.boxes = [b for b in above.boxes if b["rank"] in above.ranks]
         sections.insert(0, above)
         said.append("ideal: the same costs, links free")
-    fig = timeline_rows.drawn(sections, finding(report, share, alone), report.clock, said)
-    count = sum(len(one.boxes) for one in sections)
-    return fig.explained(
-        f"timeline of {naming.subject(report)}, {report.clock}{', below its ideal' * ideal}: "
-        f"{count} boxes on {len(real.ranks)} ranks",
-        lambda: boxes.table(sections),
-    )
+    summary = f"timeline of {naming.subject(report)}, {report.clock}{', below its ideal' * ideal}: "
+    summary += f"{sum(len(one.boxes) for one in sections)} boxes on {len(real.ranks)} ranks"
+    return timeline_rows.drawn(sections, finding(report, share, alone), said, summary)
 
 
 def finding(report: Tables, share: float, alone: float | None = None) -> str:
     """How large the bubble is, and the ideal's (``alone``), if it is drawn."""
-    said = f"{theme.text(naming.subject(report))}: the bubble is {percent(share)} of device time"
+    said = _bubble_of(naming.subject(report), share)
     if alone is None:
         return said
     if percent(alone) == percent(share):
@@ -85,7 +76,7 @@ def section(
     label: str = "",
     step: int | None,
     ranks: Sequence[int] | None,
-    lanes: tuple[str, ...] | None = LANES,
+    only: tuple[str, ...] | None = LANES,
     marked: bool = False,
 ) -> Section:
     """One step of a pipeline, with what is idle before a rank's first box and after its last.
@@ -93,8 +84,8 @@ def section(
     marked  the line at the end stands where the pipeline ends, not the step
     """
     most = timeline_rows.MAX_BOXES
-    one = boxes.section(report, label=label, step=step, ranks=ranks, lanes=lanes, most=most)
-    one.gap = GAP if lanes == LANES else one.gap
+    one = boxes.section(report, label=label, step=step, ranks=ranks, only=only, most=most)
+    one.gap = GAP if only == LANES else one.gap
     zero = float(report.steps["start"][report.steps["step"] == one.step].min())
     parts = {
         rank: (start - zero, end - zero)
@@ -109,8 +100,8 @@ def section(
     idle = metrics.idle_shares(report, one.step)
     one.idle = {r: idle[r] for r in one.ranks if r in parts}
     if label:
-        share = metrics.step_bubble(report, one.step)
-        one.head = f"{_head(label, share)}{'' if report.clock in label else f', {report.clock}'}"
+        one.head = head(label, metrics.step_bubble(report, one.step))
+        one.head += "" if report.clock in label else f", {report.clock}"
     edges = {r: around[report.plan.place(r)[1:]] for r in one.ranks if r in parts}
     if marked:
         one.mark = max(end for _, end in edges.values())
@@ -159,10 +150,12 @@ def _box(
 ) -> dict[str, Any]:
     box = {"id": -1, "rank": rank, "step": one.step, "lane": "compute", "kind": kind, "stage": 0}
     box |= {"chunk": 0, "microbatch": -1, "start": start, "end": end, "cost": 0.0, "calls": []}
-    return {**box, "label": one.label, "traced": False, "track": 0, **more}
+    box |= {"copies": [], "label": one.label, "traced": False, "late": False, "track": 0}
+    return box | more
 
 
-def _head(name: str, share: float) -> str:
+def head(name: str, share: float) -> str:
+    """What stands above a section."""
     return f"<b>{theme.text(name)}</b> · bubble {percent(share)}"
 
 
@@ -183,8 +176,6 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
         for name, one in named.items()
     }
     sections = [simulated(one, _stub(one, name), label=name) for name, one in made.items()]
-    for section, (name, one) in zip(sections, made.items(), strict=True):
-        section.head = _head(name, one.bubble_rate)
     best, worst = (f(made, key=lambda name: made[name].makespan) for f in (min, max))
     times = made[worst].makespan / made[best].makespan
     longer = f"{times:.2g} times as long as" if times >= 2 else f"{percent(times - 1)} longer than"
@@ -194,9 +185,8 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
         said = f"{', '.join(others)} and {last} take the same time"
     if len(sections) == 1:
         said = _bubble_of(best, made[best].bubble_rate)
-    said = said if title is None else theme.text(title)
-    fig, summary = timeline_rows.drawn(sections, said, "predicted", []), " | ".join(made)
-    return fig.explained(f"schedules on one axis: {summary}", lambda: boxes.table(sections))
+    summary = f"schedules on one axis: {' | '.join(made)}"
+    return timeline_rows.drawn(sections, said, [], summary).titled(title)
 
 
 def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simulation:
@@ -230,9 +220,8 @@ def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Char
     one = simulated(simulation, stub, label="")
     said = [f"p={order.ranks}, m={order.microbatches}"]
     said += [f"v={stub.plan.virtual_stages}"] * (stub.plan.virtual_stages > 1)
-    fig = timeline_rows.drawn([one], _bubble_of(name, simulation.bubble_rate), "predicted", said)
     summary = f"timeline of {name}: {one.total} actions on {order.ranks} ranks"
-    return fig.explained(summary, lambda: boxes.table([one]))
+    return timeline_rows.drawn([one], _bubble_of(name, simulation.bubble_rate), said, summary)
 
 
 def simulated(simulation: Simulation, stub: Tables, *, label: str) -> Section:
@@ -244,6 +233,7 @@ def simulated(simulation: Simulation, stub: Tables, *, label: str) -> Section:
     zero, ranks = float(simulation.start.min()), list(range(order.ranks))
     first = np.argsort(simulation.start, kind="stable")[:most].tolist()
     one = boxes.Section(stub, label, 0, ranks, [], simulation.makespan, lanes=LANES, gap=GAP)
+    one.head = head(label, simulation.bubble_rate)
     for node in sorted(first):  # rank by rank, in the order of the lists
         action, rank = order.action(node), int(order.rank[node])
         start, end = float(simulation.start[node]) - zero, float(simulation.end[node]) - zero

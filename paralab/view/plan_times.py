@@ -8,15 +8,15 @@ rank correlation says how far they do: 1 where both orders are the same, 0 where
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from paralab.checks import illegal
+from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks.curves import HOLLOW, curve
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
 
 
 def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Chart:
@@ -25,8 +25,6 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     expected, found: {name of the plan: report}. Raises ValueError if their names differ, or are
     fewer than two.
     """
-    import pandas as pd
-
     if set(expected) != set(found) or len(found) < 2:
         legal = f"at least two, and for each both reports: {sorted(expected)}"
         raise illegal("found", sorted(found), "not the plans that were expected", legal)
@@ -39,8 +37,7 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     instead = f", and not {theme.text(favourite)}" * (favourite != names[0])
     finding = f"The fastest plan is {rows[0]}{instead}, as {clocks[0]}"
     order = rank_correlation(*times.values())
-    below = [f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks]
-    below.append(f"rank correlation of the two orders: {order:.2f}")
+    below = [*naming.clock_lines(clocks), f"rank correlation of the two orders: {order:.2f}"]
     ends = [
         (time and 1e3 * time, row)
         for row, *both in zip(rows, *times.values(), strict=True)
@@ -77,6 +74,4 @@ def one_clock(reports: Mapping[str, Any]) -> str:
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's rho of two equally long columns, from -1 to 1; ties share their mean rank."""
-    import pandas as pd
-
     return float(pd.Series(list(first)).rank().corr(pd.Series(list(second)).rank()))

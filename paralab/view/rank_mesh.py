@@ -89,7 +89,7 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     below = [f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}, ranks side by side in tp"]
     below += grid.left_out
     names = {"rank": f"rank {own}"} | {group.axis: group.name for group in found}
-    width = (theme.frame() or theme.Frame(theme.USUAL_WIDTH, 0)).width - 3 * theme.SIDE
+    width = theme.frame().width - 3 * theme.SIDE
     names = {key: theme.broken(said, width, 12) for key, said in names.items()}
     lines = sum(1 + said.count("<br>") for said in names.values())  # of the legend
     across = {"side": "top", "showgrid": False, "showline": False, "fixedrange": True}
@@ -109,12 +109,12 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     )
     look = theme.look()
     colours = {"other": look.grid, "rank": look.series[3]}
-    colours |= {group.axis: _colour(group.axis) for group in found}
+    colours |= {group.axis: theme.axis_colour(group.axis) for group in found}
     square = {"mode": "markers", "symbol": "square", "size": 12}
     key = lambda name: curve("", [(None, None)], ink=colours[name], **square)  # noqa: E731
     keys = [key(name) | {"name": said} for name, said in names.items()]
-    notes = [*grid.names(cluster), *grid.dots()]
-    fig.draw([grid.cells(colours, found, cluster), *keys], notes, grid.frames(cluster))
+    notes, frames = grid.nodes(cluster)
+    fig.draw([grid.cells(colours, found, cluster), *keys], [*notes, *grid.dots()], frames)
     drawn = len(grid.y) * len(grid.x)
     said = f": {world} rank{'s' * (world > 1)}" + f", {drawn} of them drawn" * (drawn < world)
     return fig.explained(
@@ -122,13 +122,6 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
         f"{len(found)} group{'s' * (len(found) != 1)} of rank {own}",
         lambda: _table(plan, cluster, own, found),
     )
-
-
-def _colour(axis: str) -> str:
-    """Of an axis; replicas, which are data parallel too, are paler than those that share."""
-    if axis == "replica":
-        return theme.shade(theme.axis_colour("dp"), 1, 2)
-    return theme.axis_colour("dp" if axis == "shard" else axis)
 
 
 def row_name(plan: Plan, index: int) -> str:

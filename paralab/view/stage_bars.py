@@ -7,19 +7,14 @@ many stages the highest peak, the first, the last and some between are drawn.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from paralab.checks import illegal
 from paralab.report.metrics import Peak, once, peak
-from paralab.report.tables import TIERS
+from paralab.report.tables import TIERS, Tables
 from paralab.view import theme
+from paralab.view.chart import Chart
 from paralab.view.memory import TIER_NAME, bytes_bars, share_of
 from paralab.view.memory_curves import capacity, not_sampled
 from paralab.view.rank_mesh import row_name
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
-    from paralab.view.chart import Chart
 
 MAX_STAGES = 4
 

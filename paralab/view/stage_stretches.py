@@ -9,20 +9,17 @@ fill and the drain of a pipeline are then as plain as with eight boxes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paralab.report import metrics
-from paralab.report.tables import COMPUTE_KINDS, KINDS
+from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
 from paralab.view import box_traces, boxes, naming, pipeline, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
 from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
 
 MAX_ROWS = 8
 LONG = 0.015  # of a step: a rank that is idle that long is seen to be

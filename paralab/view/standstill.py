@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from paralab.parallel.schedules import Action
+from paralab.report.tables import Tables
 from paralab.theory.order import B, F, I, Order, W, walk
 from paralab.theory.pipeline import Simulation
 from paralab.theory.schedule_check import checked
 from paralab.view import theme
+from paralab.view.chart import Chart
 from paralab.view.marks import note
-
-if TYPE_CHECKING:
-    from paralab.parallel.schedules import Action
-    from paralab.report.tables import Tables
-    from paralab.view.chart import Chart
 
 SECONDS = {F: 10e-3, B: 20e-3, I: 10e-3, W: 10e-3}
 ROOM = 0.8  # of the time that was worked, for the words on what each rank needs
@@ -90,8 +89,6 @@ def _so_far(
     report: Tables, done: Sequence[bool], standing: dict[int, Any], worked: float
 ) -> Tables:
     """The report of what was done, and a wait without end of every rank that is stuck."""
-    import pandas as pd
-
     spans, steps = report.spans[np.array(done)], report.steps
     horizon = (worked or SECONDS[F]) * (1 + ROOM if standing else 1)
     until = spans.groupby("rank")["end"].max()

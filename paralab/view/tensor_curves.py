@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal, whole
@@ -70,19 +71,13 @@ def crossing(one: Line, other: Line) -> float | None:
 
 def winners(found: dict[str, Line]) -> list[tuple[float, str]]:
     """[(from so many tokens on, the mode that sends least)], the first from 0."""
-    now, at = min(found, key=lambda mode: (found[mode].fixed, found[mode].each)), 0.0
-    best = [(at, now)]
-    while True:
-        later = {}
-        for mode, line in found.items():
-            meet = crossing(found[now], line)
-            if meet is not None and meet > at and line.each < found[now].each:
-                later[mode] = meet
-        if not later:
-            return best
-        now = min(later, key=lambda mode: (later[mode], found[mode].each))
-        at = later[now]
-        best.append((at, now))
+    meets = {crossing(*pair) for pair in combinations(found.values(), 2)} - {None}
+    starts, best = [0.0, *sorted(meets)], []
+    for at, until in zip(starts, [*starts[1:], 2 * starts[-1] + 1], strict=True):
+        now = min(found, key=lambda mode: found[mode].at((at + until) / 2))
+        if not best or best[-1][1] != now:
+            best.append((at, now))
+    return best
 
 
 def crossover(

@@ -35,8 +35,8 @@ KIND_COLOUR = {
     "wait": "#DDE1E5",
 }
 AXIS_COLOUR = {"dp": "#D55E00", "tp": "#0072B2", "pp": "#000000"}  # vermillion, blue, black
-# A traced function has one group of all ranks, as dp mostly has; a second copy is shared by some.
-AXIS_ALIAS = {"world": "dp", "secondary": "dp"}
+# A traced function has one group of all ranks, as dp mostly has; a copy is shared by some of dp.
+AXIS_ALIAS = {"world": "dp", "secondary": "dp", "shard": "dp"}
 OTHER_COLOUR = "#7F7F7F"
 CATEGORY_COLOUR = {  # of bytes, in the order they are stacked
     "parameters": "#5B6B7B",  # slate
@@ -148,6 +148,8 @@ def axis_colour(axis: str) -> str:
     kind, _, part = axis.partition(":")
     if part:
         return shade(AXIS_COLOUR[kind], TP_SHADE.get(part, 0), 3)
+    if axis == "replica":  # of dp too, but paler than the ranks that share a copy
+        return shade(AXIS_COLOUR["dp"], 1, 2)
     found = AXIS_COLOUR.get(AXIS_ALIAS.get(axis, axis), OTHER_COLOUR)
     return look().ink if found == "#000000" else found
 
@@ -242,39 +244,44 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 # ---- a frame ------------------------------------------------------------------------------------
 class Frame(NamedTuple):
-    """Pixels of a figure that is one of several on a page, and has to do with less room."""
+    """Pixels that a figure is made for: alone on a page, or one of several, with less room.
 
-    width: int
-    height: int
+    height        0: as high as the figure would like to be
+    large, small  of the letters of the title's two lines
+    """
+
+    width: int = 800
+    height: int = 0
+    large: int = 17
+    small: int = 13
 
 
 SIDE = 20  # pixels, left and right of the words above a picture
 LETTER_WIDTH, BOLD = 0.54, 1.13  # of its size that a letter is wide, on average; in bold more
 SWATCH, LEGEND_ROW = 50, 20  # pixels: what stands before a name in the legend; a line of it
 LEGEND = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
-USUAL_WIDTH = 800
-_frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
+ALONE = Frame()
+_frame = contextvars.ContextVar("frame", default=ALONE)
 
 
 @contextlib.contextmanager
 def framed(width: int, height: int) -> Iterator[None]:
     """Inside the block every figure is made for a frame of this size, whatever it would like."""
-    token = _frame.set(Frame(width, height))
+    token = _frame.set(Frame(width, height, large=14, small=11))
     try:
         yield
     finally:
         _frame.reset(token)
 
 
-def frame() -> Frame | None:
-    """The frame in force; None: a figure alone."""
+def frame() -> Frame:
+    """The frame in force."""
     return _frame.get()
 
 
 def letter_scale() -> float:
     """How much more of an axis a letter takes in the frame in force than in a figure alone."""
-    now = _frame.get()
-    return 1.0 if now is None else 1.15 * USUAL_WIDTH / now.width
+    return 1.15 * ALONE.width / frame().width if frame().height else 1.0
 
 
 def broken(said: str, width: float, size: float) -> str:
@@ -296,10 +303,8 @@ def letters(said: str) -> int:
 
 def legend_rows(names: Sequence[str]) -> int:
     """Lines that a horizontal legend of these names takes in the frame in force."""
-    now = _frame.get()
-    size, width = (13, USUAL_WIDTH) if now is None else (11, now.width)
-    each = [SWATCH + LETTER_WIDTH * size * letters(name) for name in names]
-    room = width - 5 * SIDE
+    each = [SWATCH + LETTER_WIDTH * frame().small * letters(name) for name in names]
+    room = frame().width - 5 * SIDE
     if sum(each) <= room:
         return 1
     return math.ceil(len(each) / max(1, int(room / max(each))))

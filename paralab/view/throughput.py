@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from paralab.checks import choice, illegal, real, whole
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, curve, log_axis
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 LOG_FROM = 10  # times as many ranks: from there on both axes are logarithmic
 
@@ -41,8 +39,7 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
     clocks = [c for c in naming.CLOCK_MEANS if c in set(table["clock"])]
     style, now = theme.series(forms), theme.look()
     judged = _judged(table)
-    ideals = {form: each for (form, clock), each in bases.items() if clock == judged}
-    ideals = {form: ideals[form] for form in forms if form in ideals}
+    ideals = {form: bases[form, judged] for form in forms if (form, judged) in bases}
     apart = len({f"{each:.1e}" for each in ideals.values()}) > 1
     traces = []
     for i, (form, each) in enumerate(ideals.items()):  # equal ones lie on one another
@@ -50,14 +47,13 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
         line = [(n, each * n) for n in ranks]
         shown = {"showlegend": i == 0, "legendgroup": "ideal"}
         traces.append(curve("ideal", line, ink=ink, width=width, **shown))
-    looks = {c: (dash, "circle" + HOLLOW * open_) for c, (dash, open_) in theme.CLOCK_STYLE.items()}
-    for clock in clocks:
-        dash, symbol = looks[clock]
-        both = {"mode": "lines+markers", "dash": dash, "symbol": symbol}
-        traces.append(curve(clock, [(None, None)], ink=now.ink, **both))
+    looks = {
+        clock: {"mode": "lines+markers", "dash": dash, "symbol": "circle" + HOLLOW * hollow}
+        for clock, (dash, hollow) in theme.CLOCK_STYLE.items()
+    }
+    traces += [curve(clock, [(None, None)], ink=now.ink, **looks[clock]) for clock in clocks]
     log, ends = ranks[-1] >= LOG_FROM * ranks[0], {}
     for (form, clock), mine in table.groupby(["form", "clock"], sort=False):
-        dash, symbol = looks[clock]
         label = ", ".join(filter(None, (form, clock)))
         found = list(mine[["ranks", "throughput", "efficiency"]].itertuples(index=False, name=None))
         said = [
@@ -65,19 +61,22 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
             f"{theme.percent(share)} of ideal"
             for n, y, share in found
         ]
-        both = {"mode": "lines+markers", "dash": dash, "symbol": symbol, "showlegend": False}
-        pairs = [(n, y) for n, y, _ in found]
-        traces.append(curve(label, pairs, said, ink=style[form]["ink"], **both))
+        pairs, look = [(n, y) for n, y, _ in found], {"ink": style[form]["ink"], **looks[clock]}
+        traces.append(curve(label, pairs, said, showlegend=False, **look))
         ends[form, clock] = found[-1]
     notes = _ends(ends, table["throughput"].tolist(), style, log=log)
+    heights = {"title": {"text": unit}, "rangemode": "tozero", "tickformat": "~s"}
+    if log:
+        high = 1.4 * max(bases.values()) * ranks[-1]
+        heights = log_axis(unit, 0.7 * float(table["throughput"].min()), high, "")
     fig = figure(
         _finding(table),
-        " · ".join(f"{c}: {naming.CLOCK_BRIEF[c]}" for c in clocks),
+        " · ".join(naming.clock_lines(clocks)),
         height=460,
         margin={"r": 24 + int(9 * max(theme.letters(n["text"]) for n in notes))},
         xaxis={"title": {"text": "ranks"}, "tickvals": ranks if log else _apart(ranks)}
         | _range(ranks[0], ranks[-1], log),
-        yaxis={"title": {"text": unit}} | _heights(table, bases, log),
+        yaxis=heights,
     )
     said = f"scaling of {' | '.join(forms)} to {ranks[-1]} ranks, {' and '.join(clocks)}"
     return fig.draw(traces, notes).explained(f"{said}: {len(table)} points", table)
@@ -98,7 +97,9 @@ def _checked(rows: Any) -> list[dict[str, Any]]:
         for name in ("samples_per_second", "step_time", "samples"):
             if name in row:
                 real(f"rows[{i}][{name!r}]", row[name], above=0.0)
-        points.append({**row, "form": str(row.get("form", ""))})
+        steps = 1 / row["step_time"] if "step_time" in row else 0.0
+        speed = row.get("samples_per_second", row.get("samples", 1) * steps)
+        points.append({**row, "form": str(row.get("form", "")), "throughput": speed})
     return points
 
 
@@ -109,11 +110,6 @@ def _efficiency(
 
     A form that was not run on so few ranks as another is held against the best of those that were.
     """
-    import pandas as pd
-
-    for p in points:
-        steps = 1 / p["step_time"] if "step_time" in p else 0.0
-        p["throughput"] = p.get("samples_per_second", p.get("samples", 1) * steps)
     bases = {}
     for form, clock in {(p["form"], p["clock"]) for p in points}:
         mine = [p for p in points if p["clock"] == clock]
@@ -180,16 +176,6 @@ def _apart(ranks: list[int]) -> list[int]:
         if kept[-1] - n >= 0.035 * (ranks[-1] - ranks[0]):
             kept.append(n)
     return kept[::-1]
-
-
-def _heights(
-    table: pd.DataFrame, bases: Mapping[tuple[str, str], float], log: bool
-) -> dict[str, Any]:
-    if not log:
-        return {"rangemode": "tozero", "tickformat": "~s"}
-    high = 1.4 * max(bases.values()) * float(table["ranks"].max())
-    axis = log_axis("", 0.7 * float(table["throughput"].min()), high, "")
-    return {name: axis[name] for name in ("type", "range", "tickvals", "ticktext")}
 
 
 def _range(least: int, most: int, log: bool) -> dict[str, Any]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paralab.checks import illegal, real
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
-from paralab.view.memory import rows_of
 
 ROOM = 1.12  # of the longest bar: its total is written behind it
 
@@ -22,12 +20,7 @@ def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Char
 
     Raises ValueError naming seconds below 0.
     """
-    if not isinstance(bars, Mapping) or not bars:
-        raise illegal("bars", bars, "nothing to draw", "{label: {part: seconds}}")
-    for label, parts in bars.items():
-        for part, seconds in parts.items():
-            real(f"bars[{label!r}][{part!r}]", seconds, at_least=0.0)
-    rows = rows_of(bars)
+    rows = mark.rows_of(bars)
     totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
     end = ROOM * max(totals.values()) or 1.0
     unit, per = next(((u, p) for u, p in (("s", 1.0), ("ms", 1e-3)) if end >= p), ("µs", 1e-6))

@@ -10,20 +10,18 @@ same structure. Several reports stand under one another on one time scale, so th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.checks import illegal
 from paralab.report import metrics
+from paralab.report.tables import Tables
 from paralab.theory.traffic import BOOKKEEPING
 from paralab.view import boxes, naming, theme
+from paralab.view.boxes import Section
+from paralab.view.chart import Chart
 from paralab.view.pipeline import pipeline_timeline
 from paralab.view.pipeline import section as pipeline_section
 from paralab.view.timeline_rows import drawn
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
-    from paralab.view.boxes import Section
-    from paralab.view.chart import Chart
 
 MAX_RANKS = 12  # rows of ranks that several reports show together before some are left out
 SAME = 0.02  # durations closer than this share are called equal
@@ -56,13 +54,12 @@ def timeline(
     said.append(f"{one.seconds * 1e3:.1f} ms")
     if report.plan.tiers is not None:  # no room for it in the first line
         said.append(f"waiting: {_waiting(one)}")
-    fig = drawn([one], finding(one), report.clock, said)
     what = " of the typical step" if step is None else f" of step {step}"
     own = sum(b["step"] == one.step for b in one.boxes)  # of others there are more or fewer
     what *= report.model is not None
     on = f"{len(one.ranks)} rank{'s' * (len(one.ranks) > 1)}"
     summary = f"timeline of {naming.subject(report)}, {report.clock}: {own} boxes{what} on {on}"
-    return fig.explained(summary, lambda: boxes.table([one]))
+    return drawn([one], finding(one), said, summary)
 
 
 def timelines(
@@ -90,18 +87,14 @@ def timelines(
         _section(report, label=name, step=step, ranks=mine[:most] if ranks is None else ranks)
         for report, name, mine in zip(reports, names, known, strict=True)
     ]
-    clocks = list(dict.fromkeys(report.clock for report in reports))
     said = [theme.text(", ".join(naming.common([naming.subject(r) for r in reports])))]
     said *= any(report.plan.pp > 1 for report in reports) and bool(said[0])
     if ranks is None and any(len(mine) > most for mine in known):
         said.append(f"the first {most} rank{'s' * (most != 1)} of each; choose ranks=")
-    finding = _verdict(sections) if title is None else theme.text(title)
-    fig = drawn(sections, finding, " and ".join(clocks), said)
-    return fig.explained(
-        f"timelines of {len(reports)} reports: {' | '.join(names)} ({', '.join(clocks)}): "
-        f"{sum(len(one.boxes) for one in sections)} boxes",
-        lambda: boxes.table(sections),
-    )
+    clocks = ", ".join(dict.fromkeys(report.clock for report in reports))
+    summary = f"timelines of {len(reports)} reports: {' | '.join(names)} ({clocks}): "
+    summary += f"{sum(len(one.boxes) for one in sections)} boxes"
+    return drawn(sections, _verdict(sections), said, summary).titled(title)
 
 
 def _section(report: Tables, **settings: Any) -> Section:

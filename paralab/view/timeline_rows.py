@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paralab.report.tables import Tables
 from paralab.view import box_traces, boxes, naming, theme
+from paralab.view.boxes import Section
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
 from paralab.view.marks import line, note
 
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
-    from paralab.view.boxes import Section
-
 MAX_BOXES = 4000  # more make a browser slow, and no screen has the pixels
 
 
-def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -> Chart:
+def drawn(sections: list[Section], finding: str, said: list[str], summary: str) -> Chart:
     """The figure of one section or several; ``said`` goes to its second line."""
     many, reports = len(sections) > 1, [one.report for one in sections]
     counts = [max(len(one.boxes), one.total) for one in sections]
@@ -35,9 +33,9 @@ def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -
     said += dict.fromkeys(filter(None, map(_crowded, reports)))
     said += ["paler: a rank's later chunks"] * any(b["chunk"] for s in sections for b in s.boxes)
     said += ["framed: between nodes"] * any(one.two_levels for one in sections)
-    below = [f"{clock}: {naming.CLOCK_BRIEF[clock]}" for clock in clocks.split(" and ")]
-    if not many:
-        below = [naming.clock_line(reports[0])]
+    below = [naming.clock_line(reports[0])]
+    if many:
+        below = naming.clock_lines(report.clock for report in reports)
     ticks, bottom = boxes.place(sections, heads=many)
     idle = any(one.idle for one in sections)
     traced = any(r.model is None and r.steps["step"].nunique() < 2 for r in reports)
@@ -59,7 +57,8 @@ def drawn(sections: list[Section], finding: str, clocks: str, said: list[str]) -
         yaxis=mark.rows_axis(ticks, bottom, -0.2),
     )
     notes, shapes = _heads(sections, window) if many else ([], [])
-    return fig.draw(box_traces.traces(sections, shown, window), [*notes, *_idle(sections)], shapes)
+    fig.draw(box_traces.traces(sections, shown, window), [*notes, *_idle(sections)], shapes)
+    return fig.explained(summary, lambda: boxes.table(sections))
 
 
 def _idle(sections: list[Section]) -> list[dict[str, Any]]:

@@ -8,19 +8,16 @@ memory tiers, link by link.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from paralab.report import metrics
-from paralab.report.tables import DRY
+from paralab.report.tables import DRY, Tables
 from paralab.view import lanes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
 from paralab.view.marks import cells, line, note, upright
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from paralab.report.tables import Tables
 
 MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 
@@ -54,7 +51,7 @@ def traffic_chart(report: Tables) -> Chart:
     name, per = theme.unit_of(end / 1.3)
     where = {"domain": [0.0 if alone else 0.6, 1], "anchor": "y2"}
     verb = "sent or copied" if sent and copies else "copied" if copies else "sent"
-    shapes = [] if alone else _borders(report, by_edge)
+    traces, shapes, both = ([], [], {}) if alone else _matrix(report, by_edge, unit)
     borders = " · lines: where a node ends" * bool(shapes)
     fig = figure(
         _finding(report, per_op, optimum, copied),
@@ -63,9 +60,8 @@ def traffic_chart(report: Tables) -> Chart:
         showlegend=len({row[1] for row in [*rows, *held]}) > 1,
         xaxis2=mark.bytes_axis(f"{verb} per rank and {unit} ({name})", end, per, **where),
         yaxis2=mark.labels(list(tops), least=2, above=0.3 * (optimum is not None), anchor="x2"),
-        **({} if alone else _matrix_axes(report, by_edge, unit)),
+        **both,
     )
-    traces = [] if alone else [_matrix(report, by_edge, unit)]
     axes, look = ("x2", "y2"), lambda op: (op, theme.OTHER_COLOUR)
     style = {"per": per, "end": end, "axes": axes, "letter": 0}
     for trace in mark.bars(rows, look=look, kinds=sorted({row[1] for row in rows}), **style):
@@ -95,71 +91,43 @@ def _pattern(op: str) -> dict[str, Any]:
     return {"pattern": shape | {"fgcolor": theme.look().paper}}
 
 
-def _ends(report: Tables, by_edge: pd.DataFrame) -> tuple[list[int], list[int]]:
-    """The ranks of the matrix's rows, and of its columns: in outline, all that they send to."""
-    ranks = metrics.reported_ranks(report)
-    return ranks, sorted({*ranks, *by_edge["receiver"].tolist()})
-
-
-def _borders(report: Tables, by_edge: pd.DataFrame) -> list[dict[str, Any]]:
-    """Lines between ranks of different nodes: of rows, and of columns."""
-    node = [[metrics.node_of(report, r) for r in ranks] for ranks in _ends(report, by_edge)]
-    down, across = ([i - 0.5 for i in range(1, len(n)) if n[i - 1] != n[i]] for n in node)
-    lines = [line((-0.5, len(node[1]) - 0.5), (at, at), width=1.5) for at in down]
-    return lines + [line((at, at), (-0.5, len(node[0]) - 0.5), width=1.5) for at in across]
-
-
-def _matrix_axes(report: Tables, by_edge: pd.DataFrame, unit: str) -> dict[str, Any]:
-    senders, receivers = (list(map(str, ranks)) for ranks in _ends(report, by_edge))
-    each = {"type": "category", "showgrid": False, "constrain": "domain"}
-    scale = max(len(senders), len(receivers)) > MAX_WRITTEN
-    across = {
-        "domain": [0, 0.33 if scale else 0.4],
-        "title": {"text": f"receiving rank (in the cells: MB per {unit})"},
-    }
-    down = {"title": {"text": "sending rank"}, "autorange": "reversed", "scaleanchor": "x"}
-    return {
-        "xaxis": {**each, **across, "categoryarray": receivers},
-        "yaxis": {**each, **down, "categoryarray": senders},
-    }
-
-
-def _matrix(report: Tables, by_edge: pd.DataFrame, unit: str) -> dict[str, Any]:
-    senders, receivers = _ends(report, by_edge)
-    sent: dict[tuple[int, int], float | None] = dict.fromkeys(
-        ((a, b) for a in senders for b in receivers), 0.0
-    )
-    sent |= {(e["sender"], e["receiver"]): e["bytes"] / 1e6 for e in by_edge.to_dict("records")}
+def _matrix(
+    report: Tables, by_edge: pd.DataFrame, unit: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """Trace, lines where a node ends, and axes. In outline there is a column for every rank that
+    the reported ones send to.
+    """
+    senders = metrics.reported_ranks(report)
+    receivers = sorted({*senders, *by_edge["receiver"].tolist()})
+    sent = {(e["sender"], e["receiver"]): e["bytes"] / 1e6 for e in by_edge.to_dict("records")}
     if max(len(senders), len(receivers)) > 1:  # plotly cannot draw a matrix of nothing but holes
         sent |= {(rank, rank): None for rank in senders}  # a rank sends itself nothing
-
-    def word(a: int, b: int) -> str:
-        return "" if sent[a, b] is None else f"{sent[a, b]:.2f}".replace("0.00", "0")
-
-    def said(a: int, b: int) -> str:
-        size = theme.scaled((sent[a, b] or 0) * 1e6, "B")
-        return f"rank {a} sends rank {b}<br>{size} per {unit}"
-
-    z, words, hovers = (
-        [[of(a, b) for b in receivers] for a in senders]
-        for of in (lambda a, b: sent[a, b], word, said)
-    )
-    few = max(len(senders), len(receivers)) <= MAX_WRITTEN  # written numbers need no scale
-    most = max((v for v in sent.values() if v is not None), default=0.0) or 1.0
-    return cells.heat(
-        list(map(str, receivers)),
-        list(map(str, senders)),
-        z,
-        words,
-        hovers,
-        colours=theme.look().scale,
-        most=most,
-        name="sender to receiver",
-        ygap=2,
-        texttemplate="%{text}" if few else "",
-        showscale=not few,
-        colorbar={"title": {"text": "MB"}, "x": 0.34, "thickness": 10, "len": 0.9},
-    )
+    z = [[sent.get((a, b), 0.0) for b in receivers] for a in senders]
+    words = [["" if n is None else f"{n:.2f}".replace("0.00", "0") for n in row] for row in z]
+    said = [
+        [
+            f"rank {a} sends rank {b}<br>{theme.scaled((n or 0) * 1e6, 'B')} per {unit}"
+            for b, n in zip(receivers, row, strict=True)
+        ]
+        for a, row in zip(senders, z, strict=True)
+    ]
+    rows, columns = list(map(str, senders)), list(map(str, receivers))
+    few = max(len(rows), len(columns)) <= MAX_WRITTEN  # written numbers need no scale
+    most = max((n for n in sent.values() if n is not None), default=0.0) or 1.0
+    colours = {"colours": theme.look().scale, "most": most, "showscale": not few}
+    bar = {"title": {"text": "MB"}, "x": 0.34, "thickness": 10, "len": 0.9}
+    style = {"ygap": 2, "texttemplate": "%{text}" if few else "", "colorbar": bar, **colours}
+    trace = cells.heat(columns, rows, z, words, said, name="sender to receiver", **style)
+    node = [[metrics.node_of(report, r) for r in ranks] for ranks in (senders, receivers)]
+    down, across = ([i - 0.5 for i in range(1, len(n)) if n[i - 1] != n[i]] for n in node)
+    borders = [line((-0.5, len(columns) - 0.5), (at, at), width=1.5) for at in down]
+    borders += [line((at, at), (-0.5, len(rows) - 0.5), width=1.5) for at in across]
+    each = {"type": "category", "showgrid": False, "constrain": "domain"}
+    title = {"text": f"receiving rank (in the cells: MB per {unit})"}
+    xaxis = {**each, "domain": [0, 0.4 if few else 0.33], "title": title, "categoryarray": columns}
+    yaxis = {**each, "title": {"text": "sending rank"}, "categoryarray": rows}
+    yaxis |= {"autorange": "reversed", "scaleanchor": "x"}
+    return [trace], borders, {"xaxis": xaxis, "yaxis": yaxis}
 
 
 def _finding(
@@ -193,8 +161,6 @@ def _moved(report: Tables, copies: bool) -> pd.DataFrame:
     """What ranks send, edge by edge; and what they copy, from themselves to themselves: op names
     the link then, and one column more the category.
     """
-    import pandas as pd
-
     sent = metrics.traffic(report, by=("edge", "axis", "level", "op"))
     if not copies:
         return sent

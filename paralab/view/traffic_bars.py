@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.report import metrics
 from paralab.report.metrics import once
-from paralab.report.tables import LEVELS
+from paralab.report.tables import LEVELS, Tables
 from paralab.spec.tiers import WAYS
 from paralab.theory.traffic import BOOKKEEPING
 from paralab.view import lanes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
-
-if TYPE_CHECKING:
-    from paralab.report.tables import Tables
 
 NAMES = {**naming.LEVEL_NAME, **{way: lanes.ROW_NAME[way] for way in WAYS}}  # by link
 ROW = 46  # pixels
@@ -134,11 +131,9 @@ def link_traffic(*reports: Tables) -> Chart:
 
 def _look(kind: str) -> tuple[str, str]:
     """Name and colour of bytes: of an axis of parallelism, or of what is copied."""
-    if kind == "replica":  # data parallel too, but paler than the ranks that share a copy
-        return kind, theme.shade(theme.axis_colour("dp"), 1, 2)
-    if kind == "world" or kind.split(":")[0] in theme.AXIS_COLOUR:
-        return theme.text(kind), theme.axis_colour(kind)
-    return f"copying {theme.text(kind)}", theme.category_colour(kind)
+    if kind in theme.CATEGORY_COLOUR:
+        return f"copying {kind}", theme.category_colour(kind)
+    return theme.text(kind), theme.axis_colour(kind)
 
 
 def _busiest(own: list[str], tops: dict[str, float], took: dict[str, float | None]) -> str:

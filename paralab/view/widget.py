@@ -20,7 +20,7 @@ from __future__ import annotations
 import html
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -96,7 +96,6 @@ class Widget(ipw.VBox):
     cluster: Cluster | None = None
     board: dict[str, Knob] = {}
     steps = 6  # of a real run
-    free: tuple[str, ...] = ()  # knobs that need no new run
     steady = False  # whether the time axis stays while it can, so that a shorter step looks shorter
     width = "1200px"  # at most
     detail: str | None = None  # of the prediction, as `pl.predict` has it
@@ -141,8 +140,8 @@ class Widget(ipw.VBox):
         self._enter("idle")
 
     # ---- what a declaration says -------------------------------------------------------------
-    def _charts(self, at: At) -> Chart | Sequence[Chart]:
-        """The prediction, and with it what a run found, if there was one."""
+    def _charts(self, at: At) -> list[Chart]:
+        """The prediction, and with it what a run found, if there was one: a view or several."""
         raise NotImplementedError
 
     def _rows(self, at: At) -> list[dict[str, str]]:
@@ -180,8 +179,13 @@ class Widget(ipw.VBox):
         return ""
 
     def _needs(self, at: At) -> Any:
-        """The settings that a result depends on, hashable."""
-        return tuple((name, value) for name, value in at.items() if name not in self.free)
+        """What a result depends on, hashable: what is trained, and how; None where the settings
+        mean nothing. A knob that changes neither needs no new run.
+        """
+        try:
+            return at.model, at.plan
+        except ValueError:
+            return None
 
     def _hint(self, at: At) -> str:
         """What “Run it” would do."""
@@ -197,7 +201,7 @@ class Widget(ipw.VBox):
         link = knob.link and knob.link(self.cluster or here(self.plan.world_size))
         if link:
             return knob.at(link)
-        start = knob.start
+        start = knob.start(self) if callable(knob.start) else knob.start
         if start is None:
             of = self.plan if hasattr(self.plan, knob.sets or name) else self.model
             start = getattr(of, knob.sets or name)
@@ -295,7 +299,7 @@ class Widget(ipw.VBox):
 
     def predict(self, **knobs: Any) -> Chart:
         """The prediction as a picture; settings that are not named are where the sliders stand."""
-        return self._pictures(self.at(**knobs))[0]
+        return self._charts(self.at(**knobs))[0]
 
     def set(self, **knobs: Any) -> Widget:
         """Move sliders; the picture follows once."""
@@ -385,16 +389,12 @@ class Widget(ipw.VBox):
 
     def _sketch(self) -> list[Chart]:
         at, self._notes = self.values, []
-        first, *others = self._pictures(at)
+        first, *others = self._charts(at)
         self._numbers.value = parts.table(self._rows(at))
         if at.found is not None:
             self._said = f"Done, {processes(self._ranks(at))}: {self._done(at)}."
         self.charts = [self._steadied(first), *others]
         return self.charts
-
-    def _pictures(self, at: At) -> list[Chart]:
-        drawn = self._charts(at)
-        return [drawn] if isinstance(drawn, Chart) else list(drawn)
 
     def _draw(self, charts: list[Chart]) -> None:
         """A figure that no page has seen yet is replaced: it would not learn of changes. The old

@@ -11,7 +11,6 @@ ledger's peak and the counted bytes of that run then stand below the prediction.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -26,7 +25,7 @@ from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.memory_curves import fullest
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import buttons, count, here, in_bytes, no_room, slider
-from paralab.view.zero_bars import memory_and_traffic, table
+from paralab.view.zero_bars import memory_and_traffic
 
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}
@@ -70,7 +69,7 @@ class Alternatives(Widget):
         """The picture's title."""
         raise NotImplementedError
 
-    def _charts(self, at: At) -> Chart:
+    def _charts(self, at: At) -> list[Chart]:
         chosen = self.called[at[self.among]]
         bars: dict[str, Kept] = {}
         sent: dict[str, int] = {}
@@ -83,10 +82,9 @@ class Alternatives(Widget):
         below = f"{clock}, per {self.each} and step · {model.layers} layers, h = {model.hidden:,}"
         below += f", Ψ = {model.num_params:,} · 1 MB = 10<sup>6</sup> bytes"
         words = {"title": self._finding(at), "below": below, "bright": [chosen, "measured"]}
-        fig = memory_and_traffic(bars, sent, axis=self.axis, **words)
         ranks = count(self._ranks(at), self.each)
         said = f"{self.name} on {ranks}, {clock}: {len(bars)} bars by category"
-        return fig.explained(said, table(bars, sent))
+        return [memory_and_traffic(bars, sent, axis=self.axis, summary=said, **words)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         chosen, rows = self.called[at[self.among]], []
@@ -174,7 +172,12 @@ class Tensor(Alternatives):
     plan = Plan(tp=4, tp_mode="2d", microbatch_size=4)
     board = {
         "mode": buttons("mode", {name: mode for mode, name in MODE_NAME.items()}, sets="tp_mode"),
-        "tokens": slider("tokens", (128, 256, 512, 2048, 8192, 32768, 131072), "{:,} tokens"),
+        "tokens": slider(
+            "tokens",
+            (128, 256, 512, 2048, 8192, 32768, 131072),
+            "{:,} tokens",
+            start=lambda widget: widget.plan.microbatch_size * widget.model.seq_len,
+        ),
         "hidden": slider("hidden size", (64, 128, 256, 512, 2048, 8192, 12288), "hidden {:,}"),
         "ranks": slider("ranks P", (4, 8, 16, 64), "{} ranks", sets="tp"),
     }
@@ -183,10 +186,6 @@ class Tensor(Alternatives):
         if self.plan.world_size > self.plan.tp or self.plan.tp == 1:
             why = "this widget is about tensor parallelism alone"
             raise illegal("plan", self.plan, why, "tp of at least 2, and pp=1, dp=1")
-
-    def _board(self) -> dict[str, Any]:
-        tokens = self.plan.microbatch_size * self.model.seq_len
-        return self.board | {"tokens": replace(self.board["tokens"], start=tokens)}
 
     def _offered(self, name: str, value: Any) -> bool:
         return name != "tokens" or value % self.model.seq_len == 0

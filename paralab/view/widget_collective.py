@@ -20,6 +20,7 @@ from paralab.theory import collectives
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.links import algorithms
+from paralab.view.marks.curves import curve
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import buttons, in_bytes, in_seconds, in_speed, slider
 
@@ -34,7 +35,7 @@ WAITING = "seconds before the first byte"
 class Collective(Widget):
     """Algorithm, ranks, bytes of the tensor, latency and bandwidth of the link."""
 
-    name, free = "collective", ("alpha", "bandwidth")
+    name = "collective"
     board = {
         "algorithm": buttons("algorithm", tuple(FORMS), start="ring"),
         "ranks": slider("ranks", (2, 3, 4, 6, 8), "{} ranks", start=4),
@@ -70,7 +71,7 @@ class Collective(Widget):
         made = lambda: run.replay(at.cluster, compute=0.0).step_time  # noqa: E731
         return self._once(("replay", id(run)), at.cluster, made)
 
-    def _charts(self, at: At) -> Chart:
+    def _charts(self, at: At) -> list[Chart]:
         n, size, chosen = at["ranks"], at["nbytes"], at["algorithm"]
         curves = {form: [(s, self._seconds(at, form, s)) for s in LINE] for form in FORMS}
         runs: dict[str, list[tuple[int, float]]] = {}
@@ -83,17 +84,11 @@ class Collective(Widget):
         if times >= 1.05:
             finding = f"{fast} is {times:.1f} times as fast as {slow}"
         chart = algorithms(curves, runs, title=f"{n} ranks, {in_bytes(size)}: {finding}")
-        ring = {"color": theme.axis_colour("dp"), "line": {"width": 3}}
-        chart.add_scatter(
-            name=f"chosen: {chosen}, {in_bytes(size)}",
-            x=[size],
-            y=[took[chosen]],
-            mode="markers",
-            marker={"size": 18, "symbol": "circle-open", **ring},
-            hovertext=[in_seconds(took[chosen])],
-            hovertemplate="%{hovertext}<extra></extra>",
-        )
-        return chart
+        said = f"chosen: {chosen}, {in_bytes(size)}", [in_seconds(took[chosen])]
+        ring = {"ink": theme.axis_colour("dp"), "symbol": "circle-open", "size": 18}
+        ring |= {"mode": "markers", "marker": {"line": {"width": 3}}}
+        chart.add_trace(curve(said[0], [(size, took[chosen])], said[1], **ring))
+        return [chart]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         n, size, rows = at["ranks"], at["nbytes"], []

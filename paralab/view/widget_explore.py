@@ -52,7 +52,7 @@ class Explore(Steps):
     """
 
     name, steps, detail = "explore", 5, "actions"
-    steady, width, free = False, "100%", ()
+    steady, width = False, "100%"
     model = ModelSpec(layers=8, hidden=128, heads=8, seq_len=64)  # 8 heads, 8 stages at most
     plan = Plan(dp=2, pp=2, microbatches=4)
     columns = parts.COLUMNS
@@ -96,7 +96,7 @@ class Explore(Steps):
     def _needs(self, at: At) -> Any:
         """A run is found again whatever says the same: the nodes of one machine, for example."""
         try:
-            return at.model, at.plan, at["cluster"] if is_here(at.cluster) else None
+            return super()._needs(at), at["cluster"] if is_here(at.cluster) else None
         except ValueError:
             return None
 

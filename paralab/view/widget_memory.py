@@ -39,7 +39,7 @@ class Memory(Widget):
     cluster  whose speed and memory a real run needs; default: this machine
     """
 
-    name, steps, free, plan = "memory", 4, ("recipe",), Plan(microbatch_size=2)
+    name, steps, plan = "memory", 4, Plan(microbatch_size=2)
     board = {
         "layers": slider("layers", (1, 2, 4, 8, 12, 24, 36, 48, 80, 96, 128), "{:,} layer", "s"),
         "hidden": slider("hidden size", HIDDEN, "hidden {:,}"),
@@ -72,7 +72,7 @@ class Memory(Widget):
         need = sum(self.held(at, "fp32").values())
         return no_room(1, need, at.cluster, at.expect.step_time, LONGEST)
 
-    def _charts(self, at: At) -> Chart:
+    def _charts(self, at: At) -> list[Chart]:
         (label, size), bars = self.device, {at["recipe"]: self.held(at, at["recipe"])}
         total = sum(bars[at["recipe"]].values())
         if at.found is not None:
@@ -80,7 +80,7 @@ class Memory(Widget):
             bars["fp32, measured"] = curve.samples[curve.peak_at]
         title = f"To train {_large(at.model.num_params)} parameters takes {in_bytes(total)}, "
         title += f"{share_of(total, size)} one {label}"
-        return bytes_bars(bars, {label: size}, title=title)
+        return [bytes_bars(bars, {label: size}, title=title)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         rows = [self._row(at, at["recipe"], f"{period(at.expect.step_time)}, predicted")]

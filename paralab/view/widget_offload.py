@@ -114,14 +114,14 @@ class Offload(Widget):
     def _points(self, at: At, run: Tables) -> list[Point]:
         return self._once(("points", id(run)), 0, lambda: points(run, self._foreseen(at)))
 
-    def _charts(self, at: At) -> Chart:
+    def _charts(self, at: At) -> list[Chart]:
         """The curves, and all that was run with these settings, on whatever disk."""
         mine = self._needs(at)[:-1]
         runs = [run for needs, run in list(self._results.items()) if needs[:-1] == mine]
         every = [point for run in runs for point in self._points(at, run)]
         if at["host"] > self._own(at).host.bandwidth:  # the wall clock knows no such link
             every = [point for point in every if point.clock != "measured"]
-        return chart(self._foreseen(at), at["bandwidth"], SHARE, every)
+        return [chart(self._foreseen(at), at["bandwidth"], SHARE, every)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         """A column for each formula and clock."""

@@ -31,11 +31,13 @@ class Knob:
     """One setting of a widget.
 
     offers  its values; or {what is written: value}, in order
-    start   the one that it starts with; default: the plan's or the model's
+    start   the one that it starts with, or a function of the widget; default: the plan's or the
+            model's
     sets    the field of the plan or the model that it sets; default: the one of its own name
     says    how a value is written: "{} rank", to which ``plural`` is added but for 1, or a function
     link    of a bandwidth: the link of a cluster that it is of, and whose own it starts with
-    brief   {value: how the widget's repr writes it}, where that must not depend on the machine
+    brief   {value: how the widget's repr writes it}, where that must not depend on the machine;
+            "dp": as "dp=2"
     """
 
     label: str
@@ -47,7 +49,7 @@ class Knob:
     link: Callable[[Cluster], Link | None] | None = None
     buttons: bool = False
     tip: str = ""
-    brief: Mapping[Any, str] = field(default_factory=dict)
+    brief: Mapping[Any, str] | str = field(default_factory=dict)
 
     def at(self, link: Link) -> Knob:
         """A knob of bandwidths, bytes/s, that starts with those of this link."""
@@ -90,6 +92,8 @@ class Knob:
         return same[0]
 
     def repr(self, value: Any) -> str:
+        if isinstance(self.brief, str):
+            return f"{self.brief}={value}"
         words = next(words for words, option in self.options if option == value)
         return self.brief.get(value, words)
 

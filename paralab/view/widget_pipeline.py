@@ -20,8 +20,7 @@ from paralab.theory.pipeline import Simulation, bubble_formula, simulate
 from paralab.theory.schedule_check import peak_live
 from paralab.theory.traffic import BOOKKEEPING
 from paralab.view import pipeline as drawing
-from paralab.view import theme, timeline
-from paralab.view.boxes import table as boxes_table
+from paralab.view import theme, timeline_rows
 from paralab.view.chart import Chart
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import buttons, crowd, in_seconds, slider
@@ -94,9 +93,6 @@ class Pipeline(Widget):
         slowed = dataclasses.replace(at.found, spans=spans.assign(cost=cost))
         return slowed.replay(Cluster(name="the slider's link", intra=link, **rates))
 
-    def _needs(self, at: At) -> Plan:
-        return at.plan
-
     def _blocked(self, at: At) -> str:
         stages, layers = at.plan.stages, self.model.layers
         few = f"“Run it” has {layers} layers for {stages} stages: fewer ranks or chunks would do"
@@ -107,21 +103,19 @@ class Pipeline(Widget):
         chunks, schedule = self.knobs["virtual_stages"], self.knobs["schedule"].value
         chunks.disabled = state == "running" or schedule != "interleaved"
 
-    def _charts(self, at: At) -> Chart:
+    def _charts(self, at: At) -> list[Chart]:
         simulation, name = self.simulation(at), at["schedule"]
         if at.found is None:
-            return drawing.simulated_timeline(simulation, name)
+            return [drawing.simulated_timeline(simulation, name)]
         above = drawing.simulated(simulation, at.replayed, label="simulated")
         real = drawing.section(at.replayed, label="replayed", step=None, ranks=None, marked=True)
-        shares = [drawing.percent(one) for one in (simulation.bubble_rate, at.replayed.bubble)]
-        above.head = f"<b>simulated, the run's median costs</b> · bubble {shares[0]}"
-        real.head = f"<b>replayed</b> · bubble {shares[1]}"
-        said = f"{shares[1]} of device time is bubble, {shares[0]} simulated"
-        finding = f"{theme.text(name)}: {said}"
-        chart = timeline.drawn([above, real], finding, "replayed", [f"step {real.step}"])
+        above.head = drawing.head("simulated, the run's median costs", simulation.bubble_rate)
+        real.head = drawing.head("replayed", at.replayed.bubble)
+        found, expect = map(theme.percent, (at.replayed.bubble, simulation.bubble_rate))
+        finding = f"{theme.text(name)}: {found} of device time is bubble, {expect} simulated"
         boxes = f"{len(above.boxes) + len(real.boxes)} boxes on {at['pp']} ranks"
         summary = f"{name}, simulated and replayed: {boxes}"
-        return chart.explained(summary, boxes_table([above, real]))
+        return [timeline_rows.drawn([above, real], finding, [f"step {real.step}"], summary)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         simulation, (pp, m, v) = self.simulation(at), (at["pp"], at["microbatches"], _chunks(at))

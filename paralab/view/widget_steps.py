@@ -10,13 +10,13 @@ slider states, below the prediction and on the same time scale. One run is repla
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from paralab.checks import illegal
 from paralab.report import metrics
 from paralab.report.tables import Tables
 from paralab.spec import ModelSpec, Plan
+from paralab.view.chart import Chart
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import buttons, crowd, few, in_bytes, links_of, slider
@@ -65,7 +65,7 @@ class Steps(Widget):
     drawn    ranks drawn of a prediction alone, and of two steps; the other ranks do alike
     """
 
-    steady, free = True, ("bandwidth",)
+    steady = True
     columns: dict[str, Says]
     drawn = (4, 2)
 
@@ -80,10 +80,10 @@ class Steps(Widget):
             return False
         return self.cluster is None or value <= self.cluster.num_devices
 
-    def _charts(self, at: At) -> Any:
+    def _charts(self, at: At) -> list[Chart]:
         ranks = range(min(self.drawn[at.found is not None], at.expect.world_size))
         two = at.found and timelines(at.expect, at.replayed, ranks=ranks)
-        return few(two or timeline(at.expect, ranks=ranks), len(ranks), at.expect.world_size)
+        return [few(two or timeline(at.expect, ranks=ranks), len(ranks), at.expect.world_size)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         rows = [self._row("predicted", at.expect)]
@@ -153,7 +153,10 @@ class Tensor1D(Steps):
     board = {
         "ranks": slider("ranks t", (1, 2, 4, 8), "{} rank", "s", sets="tp"),
         "sequence": buttons(
-            "residual", RESIDUAL, tip="norms, dropout and sums: on every rank, or a t-th on each"
+            "residual",
+            RESIDUAL,
+            start=lambda widget: "parts" if widget.plan.sequence_parallel else "whole",
+            tip="norms, dropout and sums: on every rank, or a t-th on each",
         ),
         "microbatch_size": slider("micro-batch", (1, 2, 4, 8), "{} sample", "s"),
         "bandwidth": SPEED,
@@ -172,18 +175,11 @@ class Tensor1D(Steps):
             raise illegal("plan", self.plan, why, "pl.Plan(tp=...)")
         super()._check()
 
-    def _board(self) -> dict[str, Any]:
-        where = "parts" if self.plan.sequence_parallel else "whole"
-        return self.board | {"sequence": replace(self.board["sequence"], start=where)}
-
     def _plan(self, at: At) -> Plan:
         """One rank has the whole sequence in any case."""
         parts = at["sequence"] == "parts" and at["ranks"] > 1
         alone = {"partition_activations": False} if parts or at["ranks"] == 1 else {}
         return self.plan.replace(**self._set(at, Plan), sequence_parallel=parts, **alone)
-
-    def _needs(self, at: At) -> Any:
-        return at.plan
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         """One device, which no link slows down, and what is chosen."""

@@ -6,12 +6,10 @@ Decimal units: 1 MB = 10^6 bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
-from paralab.view.memory import rows_of
 
 MEMORY, TRAFFIC = (0.0, 0.62), (0.68, 1.0)  # of the figure's width
 
@@ -23,7 +21,8 @@ def memory_and_traffic(
     bright: Sequence[str],
     title: str,
     below: str,
-    axis: str = "dp",
+    axis: str,
+    summary: str,
 ) -> Chart:
     """Two prices side by side: bytes on a device by category, {label: {category: bytes}}, and next
     to each bar what is sent for it, {label: bytes}.
@@ -31,7 +30,7 @@ def memory_and_traffic(
     bright  labels whose bars are in full colour
     axis    along which they are sent
     """
-    rows = rows_of(bars)
+    rows = mark.rows_of(bars)
     totals, pale = mark.totals(rows), [label for label in bars if label not in bright]
     end, far = 1.22 * max([*totals.values(), 1]), 1.45 * max(*sent.values(), 1)
     names = [theme.text(label) for label in bars]
@@ -49,18 +48,11 @@ def memory_and_traffic(
     look = lambda _: ("sent per device and step", theme.axis_colour(axis))  # noqa: E731
     moved = [(label, "sent", n) for label, n in sent.items()]
     style = {"axes": ("x2", "y"), "letter": 0, "pale": pale, "showlegend": False}
-    moved = mark.bars(moved, per=1e6, end=far, look=look, kinds=["sent"], **style)
+    (sums,) = mark.bars(moved, per=1e6, end=far, look=look, kinds=["sent"], **style)
     held = mark.bars(rows, per=1e6, end=end, letter=mark.LETTER / MEMORY[1], pale=pale)
     there = {kind for _, kind, n in rows if n}
     for trace in held:
         trace["showlegend"] = trace["name"] in there
     notes = mark.ends(totals, 1e6, size=13) + mark.ends(sent, 1e6, axes=("x2", "y"), size=13)
-    return fig.draw([*held, {**moved[0], "name": "sent"}], notes)
-
-
-def table(bars: Mapping[str, Mapping[str, int]], sent: Mapping[str, int]) -> Any:
-    """The table of `memory_and_traffic`: a row for every category of every bar, and one for what
-    is sent; bytes.
-    """
-    moved = [(label, "sent", n) for label, n in sent.items()]
-    return "bar category bytes", rows_of(bars) + moved
+    fig.draw([*held, {**sums, "name": "sent"}], notes)
+    return fig.explained(summary, ("bar category bytes", rows + moved))

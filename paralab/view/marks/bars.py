@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from paralab.checks import illegal, real
 from paralab.view import theme
 from paralab.view.marks import AXES, hover, note, on
 
@@ -27,6 +28,19 @@ def by_category(kinds: Iterable[str]) -> list[str]:
     there = set(kinds)
     known = [name for name in theme.CATEGORY_COLOUR if name in there]
     return [*known, *sorted(there - set(known))]
+
+
+def rows_of(bars: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, float]]:
+    """(bar, kind, value): the rows of the mark, and of the table.
+
+    Raises ValueError without bars, and naming a value below 0.
+    """
+    if not isinstance(bars, Mapping) or not bars:
+        raise illegal("bars", bars, "nothing to draw", "{label: {kind: value}}")
+    rows = [(label, kind, n) for label, parts in bars.items() for kind, n in parts.items()]
+    for label, kind, n in rows:
+        real(f"bars[{label!r}][{kind!r}]", n, at_least=0.0)
+    return rows
 
 
 def bars(
