@@ -63,7 +63,6 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
     clusters = {name: GIVEN} | {n: n for n in (HERE, *CLUSTER_PRESETS) if n != name}
     recompute = {"none": "none", "attention": "selective", "blocks": "full"}
     sequence = {"whole": False, "parallel": True}
-    tips = {"sequence": "in addition to tensor parallelism", "nodes": "this machine is one"}
     nodes = cluster.nodes if cluster is not None else 1
     return {
         **{
@@ -74,11 +73,11 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
         "zero_stage": buttons("ZeRO", {"off": 0, "1": 1, "2": 2, "3": 3}),
         "offload": buttons("offload", places, start=plan.offload or NOWHERE),
         "recompute": buttons("recompute", recompute),
-        "sequence_parallel": buttons("sequence", sequence, tip=tips["sequence"]),
+        "sequence_parallel": buttons("sequence", sequence, tip="in addition to tensor parallelism"),
         "precision": buttons("precision", ("fp32", "bf16", "fp16")),
         "model": Knob(label="model", offers=models, start=GIVEN),
         "cluster": buttons("cluster", clusters, start=GIVEN),
-        "nodes": slider("nodes", NODES, "{} node", "s", start=nodes, tip=tips["nodes"]),
+        "nodes": slider("nodes", NODES, "{} node", "s", start=nodes, tip="this machine is one"),
     }
 
 

@@ -84,27 +84,23 @@ def _read(
     spans = report.spans
     spans = spans[spans["rank"].isin(ranks) & (spans["step"] == step)]
     work = spans[(spans["lane"] == "compute") & (spans["kind"] != "wait")]
-    length = (work["end"] - work["start"]).to_numpy()
-    own = np.minimum(metrics.seconds_of(report, work).to_numpy(), length)
-    rank, start = work["rank"].to_numpy(), work["start"].to_numpy() - zero
-    columns, found = (work["kind"].to_numpy(), start, length, own), []
-    for one in ranks:
-        here = np.flatnonzero(rank == one)
-        here = here[np.argsort(start[here], kind="stable")]
-        found += _of_rank(one, [column[here] for column in columns], end - zero)
-    sent = spans[spans["lane"] == LANE]
-    calls: dict[int, list[metrics.Interval]] = {}
-    for one, low, high in zip(*(sent[c].tolist() for c in ("rank", "start", "end")), strict=True):
-        calls.setdefault(one, []).append((low - zero, high - zero))
-    joined = {one: metrics.union(some) for one, some in calls.items()}
-    return found, joined, end - zero
+    length = work["end"] - work["start"]
+    own = np.minimum(metrics.seconds_of(report, work), length)
+    work = work.assign(start=work["start"] - zero, length=length, own=own)
+    work = work.sort_values("start", kind="stable")
+    found = [s for r in ranks for s in _of_rank(r, work[work["rank"] == r], end - zero)]
+    calls = {
+        rank: metrics.union((mine[["start", "end"]] - zero).itertuples(index=False, name=None))
+        for rank, mine in spans[spans["lane"] == LANE].groupby("rank")
+    }
+    return found, calls, end - zero
 
 
-def _of_rank(rank: int, spans: Sequence[np.ndarray], seconds: float) -> list[Stretch]:
-    """One rank's stretches, those in which it is idle among them. spans: of its work, by start:
-    kind, start, length, and how much of that it computes.
+def _of_rank(rank: int, work: Any, seconds: float) -> list[Stretch]:
+    """One rank's stretches, those in which it is idle among them. work: its spans by start, with
+    their lengths, and how much of that it computes.
     """
-    kind, start, length, own = spans
+    kind, start, length, own = (work[c].to_numpy() for c in ("kind", "start", "length", "own"))
     n, end = len(kind), start + length
     phase = np.full(n, OTHER)
     trains = np.isin(kind, COMPUTE_KINDS)

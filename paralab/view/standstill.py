@@ -8,8 +8,7 @@ to rank: they form a cycle (theory/schedule_check.py names it). Lab 04's clinic.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -40,10 +39,8 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     start, end = map(np.array, walk(order, seconds))
     done = np.isfinite(end)
     start[~done] = end[~done] = 0.0
-    reached = Simulation(lists, order, start, end)
-    worked = float(reached.end.max())
     standing = _standing(order, done)
-    report = _so_far(reached.report(name), done, standing, worked)
+    report, until = _so_far(Simulation(lists, order, start, end).report(name), done, standing)
     chart = timeline(report, ideal=False)
     said = f"{theme.text(name)}: {sum(done)} of {len(done)} actions are done, then "
     said += f"{len(standing)} of {order.ranks} ranks wait for ever" if standing else "all is done"
@@ -52,12 +49,11 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     chart.retitled(said, below)
     chart.layout.annotations, chart.layout.shapes = (), ()
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
-    until = {rank: 1e3 * _until(reached, done, rank) for rank in standing}
     box = {"hold": "left", "xshift": 4, "above": True, "borderpad": 2}
     notes = []
     for rank, (action, need, other) in standing.items():
         said = f"<b>{action}</b> needs <b>{need}</b> of rank {other}"
-        notes.append(note(said, until[rank], rows[f"<b>rank {rank}</b>"], **box))
+        notes.append(note(said, 1e3 * until[rank], rows[f"<b>rank {rank}</b>"], **box))
     for trace in chart.data:
         if trace.name.startswith("waiting"):
             trace.name = "waiting for ever"
@@ -79,27 +75,21 @@ def _standing(order: Order, done: Sequence[bool]) -> dict[int, tuple[str, str, i
     return found
 
 
-def _until(reached: Simulation, done: Sequence[bool], rank: int) -> float:
-    """Seconds until ``rank`` has done the last that it does."""
-    mine = (reached.order.rank == rank) & np.array(done)
-    return float(reached.end[mine].max()) if mine.any() else 0.0
-
-
 def _so_far(
-    report: Tables, done: Sequence[bool], standing: dict[int, Any], worked: float
-) -> Tables:
-    """The report of what was done, and a wait without end of every rank that is stuck."""
-    spans, steps = report.spans[np.array(done)], report.steps
-    horizon = (worked or SECONDS[F]) * (1 + ROOM if standing else 1)
-    until = spans.groupby("rank")["end"].max()
+    report: Tables, done: np.ndarray, standing: Iterable[int]
+) -> tuple[Tables, dict[int, float]]:
+    """The report of what was done, with a wait without end of every rank that is stuck; and when
+    these waits begin, by rank.
+    """
+    spans = report.spans[done]
+    until = spans.groupby("rank")["end"].max().reindex(list(standing), fill_value=0.0).to_dict()
+    worked = float(spans["end"].max()) if len(spans) else SECONDS[F]
+    horizon = worked * (1 + ROOM if until else 1)
     blank = report.spans.iloc[0].to_dict() | {"kind": "wait", "microbatch": -1, "cost": 0.0}
     blank |= {"after": (), "end": horizon}
     waits = [
-        blank | {"id": len(done) + rank, "rank": rank, "start": float(until.get(rank, 0.0))}
-        for rank in standing
+        blank | {"id": len(done) + rank, "rank": rank, "start": at} for rank, at in until.items()
     ]
-    return dataclasses.replace(
-        report,
-        spans=pd.concat([spans, pd.DataFrame(waits)], ignore_index=True) if waits else spans,
-        steps=steps.assign(end=horizon),
-    )
+    if waits:
+        spans = pd.concat([spans, pd.DataFrame(waits)], ignore_index=True)
+    return dataclasses.replace(report, spans=spans, steps=report.steps.assign(end=horizon)), until
