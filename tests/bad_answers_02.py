@@ -27,81 +27,6 @@ def mean_coalesced(module):
         place += gradient.numel()
 
 
-def mean_not_divided(module):
-    import torch.distributed as dist
-
-    for parameter in module.parameters():
-        dist.all_reduce(parameter.grad)
-
-
-def mean_for_four(module):
-    import torch.distributed as dist
-
-    for parameter in module.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= 4
-
-
-def mean_divided_twice(module):
-    import torch.distributed as dist
-
-    for parameter in module.parameters():
-        parameter.grad /= dist.get_world_size()
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
-def mean_alone(module):
-    """Every rank keeps its own gradient."""
-
-
-def mean_divided_alone(module):
-    import torch.distributed as dist
-
-    for parameter in module.parameters():
-        parameter.grad /= dist.get_world_size()
-
-
-def mean_not_waited(module):
-    import torch.distributed as dist
-
-    for parameter in module.parameters():
-        dist.all_reduce(parameter.grad, async_op=True)
-        parameter.grad /= dist.get_world_size()
-
-
-def mean_of_the_first(module):
-    import torch.distributed as dist
-
-    for parameter in list(module.parameters())[:1]:
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
-def mean_of_a_copy(module):
-    import torch.distributed as dist
-
-    for parameter in module.parameters():
-        total = parameter.grad.clone()
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
-
-
-def mean_of_rank_0(module):
-    import torch.distributed as dist
-
-    for parameter in module.parameters():
-        dist.broadcast(parameter.grad, src=0)
-
-
-def mean_on_rank_0(module):
-    import torch.distributed as dist
-
-    for parameter in module.parameters():
-        dist.reduce(parameter.grad, dst=0)
-        parameter.grad /= dist.get_world_size()
-
-
 def mean_gathered(module):
     """Right, and every rank sends N - 1 whole gradients."""
     import torch
@@ -111,21 +36,6 @@ def mean_gathered(module):
         everyone = torch.empty(dist.get_world_size() * parameter.numel())
         dist.all_gather_into_tensor(everyone, parameter.grad.flatten())
         parameter.grad = everyone.view(-1, *parameter.shape).mean(0)
-
-
-def mean_of_weights(module):
-    import torch
-    import torch.distributed as dist
-
-    with torch.no_grad():
-        for parameter in module.parameters():
-            dist.all_reduce(parameter)
-            parameter /= dist.get_world_size()
-
-
-def mean_drops(module):
-    for parameter in module.parameters():
-        parameter.grad = None
 
 
 # ---- my_ddp --------------------------------------------------------------------------------------

@@ -108,143 +108,13 @@ def g_on_rank_0(x):
     return operator(lambda x: summed(x) if dist.get_rank() == 0 else x, same)(x)
 
 
-# ---- tensor_mlp ----------------------------------------------------------------------------------
+# ---- tensor_attention ----------------------------------------------------------------------------
 def own(whole, dim):
     return whole.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
 
 
-class MLPGood(nn.Module):
-    """A right answer; the wrong ones change one thing of it."""
-
-    cut = staticmethod(own)
-
-    def __init__(self, up, down, *, f, g):
-        super().__init__()
-        self.f, self.g = f, g
-        self.up, self.down = nn.Module(), nn.Module()
-        self.up.weight = nn.Parameter(self.cut(up.weight, 0))
-        self.up.bias = nn.Parameter(self.cut(up.bias, 0))
-        self.down.weight = nn.Parameter(self.cut(down.weight, 1))
-        self.down.bias = nn.Parameter(down.bias.detach().clone())
-
-    def inside(self, x):
-        return F.gelu(F.linear(self.f(x), self.up.weight, self.up.bias), approximate="tanh")
-
-    def forward(self, x):
-        return self.g(F.linear(self.inside(x), self.down.weight)) + self.down.bias
-
-
-class MLPBiasOfRank0(MLPGood):
-    """The right result; but the other ranks have no gradient of the bias, and will drift."""
-
-    def forward(self, x):
-        term = F.linear(self.inside(x), self.down.weight)
-        return self.g(term + self.down.bias * (dist.get_rank() == 0)) + 0 * self.down.bias
-
-
-class MLPAddsNothing(MLPGood):
-    def forward(self, x):
-        return F.linear(self.inside(x), self.down.weight) + self.down.bias
-
-
-class MLPNoF(MLPGood):
-    def __init__(self, up, down, *, f, g):
-        super().__init__(up, down, f=same, g=g)
-
-
-class MLPSwapped(MLPGood):
-    def __init__(self, up, down, *, f, g):
-        super().__init__(up, down, f=g, g=f)
-
-
-class MLPBiasEverywhere(MLPGood):
-    def forward(self, x):
-        return self.g(F.linear(self.inside(x), self.down.weight, self.down.bias))
-
-
-class MLPRelu(MLPGood):
-    def inside(self, x):
-        return F.relu(F.linear(self.f(x), self.up.weight, self.up.bias))
-
-
-class MLPExactGelu(MLPGood):
-    def inside(self, x):
-        return F.gelu(F.linear(self.f(x), self.up.weight, self.up.bias))
-
-
-class MLPSumsInside(MLPGood):
-    """f before the layer and g behind each of the two."""
-
-    def inside(self, x):
-        return self.g(super().inside(x))
-
-
-class MLPKeepsAll(MLPGood):
-    def __init__(self, up, down, *, f, g):
-        super().__init__(up, down, f=f, g=g)
-        self.whole = [up.weight.detach(), down.weight.detach()]
-
-
-class MLPKeepsViews(MLPGood):
-    @staticmethod
-    def cut(whole, dim):
-        return whole.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
-
-
-class MLPNumpy(MLPGood):
-    def __init__(self, up, down, *, f, g):
-        super().__init__(up, down, f=f, g=g)
-        self.whole = up.weight.detach().numpy().copy(), down.weight.detach().numpy().copy()
-
-
-class MLPOthersPart(MLPGood):
-    @staticmethod
-    def cut(whole, dim):
-        t = dist.get_world_size()
-        return whole.detach().chunk(t, dim)[(dist.get_rank() + 1) % t].clone()
-
-
-class MLPWholeLayers(MLPGood):
-    """Every rank computes all of it: no parallelism at all."""
-
-    @staticmethod
-    def cut(whole, dim):
-        return whole.detach().clone()
-
-    def forward(self, x):
-        return F.linear(self.inside(x), self.down.weight) + self.down.bias
-
-
-class MLPOtherNames(MLPGood):
-    def __init__(self, up, down, *, f, g):
-        super().__init__(up, down, f=f, g=g)
-        self.first = self.up
-        del self.up
-
-    def inside(self, x):
-        return F.gelu(F.linear(self.f(x), self.first.weight, self.first.bias), approximate="tanh")
-
-
-class MLPFrozen(MLPGood):
-    def __init__(self, up, down, *, f, g):
-        super().__init__(up, down, f=f, g=g)
-        self.up.bias.requires_grad_(False)
-
-
-class MLPRaises(MLPGood):
-    def forward(self, x):
-        raise KeyError("A")
-
-
-def mlp_of_two(up, down):
-    return None
-
-
-# ---- tensor_attention ----------------------------------------------------------------------------
 class AttentionGood(nn.Module):
-    """A right answer; the wrong ones change one thing of it."""
-
-    cut = staticmethod(own)
+    """A right answer, by sums over named axes."""
 
     def __init__(self, qkv, proj, *, heads, f, g):
         super().__init__()
@@ -252,7 +122,7 @@ class AttentionGood(nn.Module):
         self.qkv, self.proj = nn.Module(), nn.Module()
         self.qkv.weight = nn.Parameter(self.rows(qkv.weight))
         self.qkv.bias = nn.Parameter(self.rows(qkv.bias))
-        self.proj.weight = nn.Parameter(self.cut(proj.weight, 1))
+        self.proj.weight = nn.Parameter(own(proj.weight, 1))
         self.proj.bias = nn.Parameter(proj.bias.detach().clone())
 
     def rows(self, whole):
@@ -263,16 +133,13 @@ class AttentionGood(nn.Module):
         flat = F.linear(self.f(x), self.qkv.weight, self.qkv.bias)
         return flat.unflatten(-1, (3, self.heads, -1)).unbind(2)
 
-    def scale(self, width):
-        return math.sqrt(width)
-
     def mask(self, scores):
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return scores.masked_fill(future, -math.inf)
 
     def mixed(self, x):
         q, k, v = self.parts(x)
-        scores = torch.einsum("bqad,bkad->baqk", q, k) / self.scale(q.shape[-1])
+        scores = torch.einsum("bqad,bkad->baqk", q, k) / math.sqrt(q.shape[-1])
         share = self.mask(scores).softmax(-1)
         return torch.einsum("baqk,bkad->bqad", share, v).flatten(2)
 
@@ -289,99 +156,7 @@ class AttentionHeadByHead(AttentionGood):
                           for i in range(self.heads)], dim=-1)  # fmt: skip
 
     def head(self, q, k, v):
-        return self.mask(q @ k.mT / self.scale(q.shape[-1])).softmax(-1) @ v
-
-
-class AttentionContiguous(AttentionGood):
-    """A t-th of qkv's rows as they stand: the queries of some heads and the keys of others."""
-
-    def rows(self, whole):
-        return own(whole, 0)
-
-
-class AttentionByHead(AttentionGood):
-    """The rank's own rows in another order: query, key and value of a head, and then the next."""
-
-    def rows(self, whole):
-        return super().rows(whole).unflatten(0, (3, self.heads, -1)).transpose(0, 1).flatten(0, 2)
-
-    def parts(self, x):
-        flat = F.linear(self.f(x), self.qkv.weight, self.qkv.bias)
-        return flat.unflatten(-1, (self.heads, 3, -1)).unbind(3)
-
-
-class AttentionScaledByAll(AttentionGood):
-    def scale(self, width):
-        return math.sqrt(width * self.heads * dist.get_world_size())
-
-
-class AttentionScaledByOwn(AttentionGood):
-    def scale(self, width):
-        return math.sqrt(width * self.heads)
-
-
-class AttentionSeesAll(AttentionGood):
-    def mask(self, scores):
-        return scores
-
-
-class AttentionSeesTheNext(AttentionGood):
-    def mask(self, scores):
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(2)
-        return scores.masked_fill(future, -math.inf)
-
-
-class AttentionBiasEverywhere(AttentionGood):
-    def forward(self, x):
-        return self.g(F.linear(self.mixed(x), self.proj.weight, self.proj.bias))
-
-
-class AttentionAddsNothing(AttentionGood):
-    def forward(self, x):
-        return F.linear(self.mixed(x), self.proj.weight) + self.proj.bias
-
-
-class AttentionNoF(AttentionGood):
-    def __init__(self, qkv, proj, *, heads, f, g):
-        super().__init__(qkv, proj, heads=heads, f=same, g=g)
-
-
-class AttentionGathersHeads(AttentionGood):
-    """All heads on every rank, and then the whole of proj's rows: the right numbers, more bytes."""
-
-    def mixed(self, x):
-        mine = super().mixed(x)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, mine.detach().contiguous())
-        return mine
-
-
-class AttentionTwoAllReduces(AttentionGood):
-    def mixed(self, x):
-        return self.g(super().mixed(x))
-
-
-class AttentionKeepsViews(AttentionGood):
-    @staticmethod
-    def cut(whole, dim):
-        return whole.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
-
-
-class AttentionKeepsAll(AttentionGood):
-    def __init__(self, qkv, proj, *, heads, f, g):
-        super().__init__(qkv, proj, heads=heads, f=f, g=g)
-        self.loaded_from = qkv
-
-
-class AttentionNoWait(AttentionGood):
-    def forward(self, x):
-        z = F.linear(self.mixed(x), self.proj.weight)
-        return operator(unawaited, same)(z) + self.proj.bias
-
-
-class AttentionRaises(AttentionGood):
-    def forward(self, x):
-        raise KeyError("q")
+        return self.mask(q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
 
 
 # ---- vocab_parallel_loss -------------------------------------------------------------------------

@@ -5,51 +5,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from paralab.exercises.answers.summa import MySumma
+
+
 # ---- summa ---------------------------------------------------------------------------------------
-
-
-class Good:
+class Base(MySumma):
     def __init__(self, row, column):
-        self.row, self.column = row, column
+        super().__init__(row, column)
         self.q = dist.get_world_size(row)
 
-    def spread(self, group, block, step):
-        block = block if dist.get_rank(group) == step else block.new_empty(block.shape)
-        dist.broadcast(block, group_src=step, group=group)
-        return block
 
-    def forward(self, x, w):
-        y = x.new_zeros(x.shape[0], w.shape[1])
-        for step in range(self.q):
-            y += self.spread(self.row, x, step) @ self.spread(self.column, w, step)
-        return y
-
-    def collect(self, group, part, step):
-        part = part.contiguous()
-        dist.reduce(part, group_dst=step, group=group)
-        return part if dist.get_rank(group) == step else None
-
-    def backward(self, x, w, dy):
-        return self.of_x(w, dy), self.of_w(x, dy)
-
-    def of_x(self, w, dy):
-        mine = None
-        for step in range(self.q):
-            part = dy @ self.spread(self.column, w, step).t()
-            found = self.collect(self.row, part, step)
-            mine = found if found is not None else mine
-        return mine
-
-    def of_w(self, x, dy):
-        mine = None
-        for step in range(self.q):
-            part = self.spread(self.row, x, step).t() @ dy
-            found = self.collect(self.column, part, step)
-            mine = found if found is not None else mine
-        return mine
-
-
-class OneBuffer(Good):
+class OneBuffer(Base):
     """Right too: everything is received into the same two blocks, last step first."""
 
     def forward(self, x, w):
@@ -64,7 +30,7 @@ class OneBuffer(Good):
         return y
 
 
-class GathersAll(Good):
+class GathersAll(Base):
     """As many elements, and a whole row and a whole column on every rank."""
 
     def forward(self, x, w):
@@ -74,128 +40,33 @@ class GathersAll(Good):
         return (xs.view(self.q, *x.shape) @ ws.view(self.q, *w.shape)).sum(0)
 
 
-class GathersTheColumn(Good):
+class GathersTheColumn(Base):
     def forward(self, x, w):
         ws = w.new_empty(self.q * w.numel())
         dist.all_gather_into_tensor(ws, w.view(-1), group=self.column)
         ws = ws.view(self.q, *w.shape)
         y = x.new_zeros(x.shape[0], w.shape[1])
         for step in range(self.q):
-            y += self.spread(self.row, x, step) @ ws[step]
+            y += self.sent(self.row, x, step) @ ws[step]
         return y
 
 
-class ColumnFirst(Good):
+class ColumnFirst(Base):
     """The other blocks of W's column come by broadcasts, before the first product."""
 
     def forward(self, x, w):
-        ws = [self.spread(self.column, w, step) for step in range(self.q)]
+        ws = [self.sent(self.column, w, step) for step in range(self.q)]
         y = x.new_zeros(x.shape[0], w.shape[1])
         for step in range(self.q):
-            y += self.spread(self.row, x, step) @ ws[step]
+            y += self.sent(self.row, x, step) @ ws[step]
         return y
 
 
-class LastTermOnly(Good):
-    def forward(self, x, w):
-        for step in range(self.q):
-            y = self.spread(self.row, x, step) @ self.spread(self.column, w, step)
-        return y
-
-
-class OwnBlocksOnly(Good):
-    def forward(self, x, w):
-        return x @ w
-
-
-class RowForColumn(Good):
-    """X goes down the columns and W along the rows."""
-
-    def forward(self, x, w):
-        y = x.new_zeros(x.shape[0], w.shape[1])
-        for step in range(self.q):
-            y += self.spread(self.column, x, step) @ self.spread(self.row, w, step)
-        return y
-
-
-class RootIsTheStep(Good):
-    """Member l's global rank is not l."""
-
-    def spread(self, group, block, step):
-        block = block if dist.get_rank(group) == step else block.new_empty(block.shape)
-        dist.broadcast(block, src=step, group=group)
-        return block
-
-
-class NoWait(Good):
-    def spread(self, group, block, step):
+class NoWait(Base):
+    def sent(self, group, block, step):
         block = block if dist.get_rank(group) == step else block.new_zeros(block.shape)
         self.pending = dist.broadcast(block, group_src=step, group=group, async_op=True)
         return block * 1.0 if dist.get_rank(group) == step else block * 0.0
-
-
-class SendsTwice(Good):
-    def forward(self, x, w):
-        super().forward(x, w)
-        return super().forward(x, w)
-
-
-class OverwritesItsOwn(Good):
-    """Receives into x and w themselves: from the second step on they are somebody else's."""
-
-    def forward(self, x, w):
-        y = x.new_zeros(x.shape[0], w.shape[1])
-        for step in range(self.q):
-            dist.broadcast(x, group_src=step, group=self.row)
-            dist.broadcast(w, group_src=step, group=self.column)
-            y += x @ w
-        return y
-
-
-class NoReduce(Good):
-    def collect(self, group, part, step):
-        return part if dist.get_rank(group) == step else None
-
-
-class AllReduces(Good):
-    def collect(self, group, part, step):
-        part = part.contiguous()
-        dist.all_reduce(part, group=group)
-        return part if dist.get_rank(group) == step else None
-
-
-class WeightTransposed(Good):
-    def of_w(self, x, dy):
-        return super().of_w(x, dy).t().contiguous()
-
-
-class ForgetsAGradient(Good):
-    def backward(self, x, w, dy):
-        return self.of_x(w, dy), x.t() @ dy
-
-
-class GivesOneGradient(Good):
-    def backward(self, x, w, dy):
-        return self.of_x(w, dy)
-
-
-class ForwardOnly(Good):
-    def backward(self, x, w, dy):
-        return None
-
-
-class HalfOfThemWait(Good):
-    """The ranks of the first row have left the loop."""
-
-    def forward(self, x, w):
-        if dist.get_rank(self.column) == 0:
-            return x @ w
-        return super().forward(x, w)
-
-
-class Raises(Good):
-    def forward(self, x, w):
-        raise KeyError("block 7")
 
 
 class NoForward:
@@ -203,14 +74,10 @@ class NoForward:
         pass
 
 
-def of_three(group, row, column):
-    return None
-
-
-class Sleeps(Good):
+class Sleeps(Base):
     """The broadcast has often arrived by then."""
 
-    def spread(self, group, block, step):
+    def sent(self, group, block, step):
         import time
 
         block = block if dist.get_rank(group) == step else block.new_empty(block.shape)
@@ -219,10 +86,10 @@ class Sleeps(Good):
         return block
 
 
-class NumpyRows(Good):
+class NumpyRows(Base):
     def forward(self, x, w):
-        xs = [self.spread(self.row, x, step).numpy().copy() for step in range(self.q)]
-        ws = [self.spread(self.column, w, step).numpy().copy() for step in range(self.q)]
+        xs = [self.sent(self.row, x, step).numpy().copy() for step in range(self.q)]
+        ws = [self.sent(self.column, w, step).numpy().copy() for step in range(self.q)]
         return sum(torch.from_numpy(a) @ torch.from_numpy(b) for a, b in zip(xs, ws, strict=True))
 
 

@@ -1,17 +1,29 @@
-"""Verdicts on tables of answers: those that can share a launch do, and a table costs one check."""
+"""Verdicts on tables of answers: those that can share a launch do, and a table costs one check.
+
+    RINGS = Table(EXERCISE, WRONG, RIGHT, alone=HANGS)
+    test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_its_stub = RINGS.tests()
+
+The answer that the package shows is one of the right ones, and its stub is judged with them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
-from paralab.exercises import Exercise, Verdict
+import pytest
+
+from paralab.exercises import Exercise, Verdict, sources
+from paralab.exercises.graded import asked_for
+from paralab.exercises.verdict import NOT_STARTED
 from patience import HANG_S
 
+TABLES: list[Table] = []
+BUILDS_ON = {"my_prefetch": "my_zero3"}  # its class inherits from the one that was written before
 launching = importlib.import_module("paralab.launch")  # pl.launch is a function
-_known: dict[tuple, Verdict] = {}
-launches: dict[str, int] = {}  # by exercise: how many the shared check took
 
 
 def missed(verdict: Verdict) -> set[str]:
@@ -19,54 +31,125 @@ def missed(verdict: Verdict) -> set[str]:
     return {row.limit for row in verdict.rows if row.ok is False}
 
 
-def defined(text: str, name: str) -> Any:
+def defined(text: str, *names: str) -> Any:
     """What a cell with this text defines; its classes and functions travel by value, as there."""
-    names: dict = {"__name__": "__main__"}
-    exec(text, names)
-    return names[name]
+    found: dict = {"__name__": "__main__"}
+    exec(text, found)
+    return found[names[0]] if len(names) == 1 else tuple(found[name] for name in names)
 
 
-def judged(
-    exercise: Exercise,
-    answer: Any,
-    table: Sequence,
-    *,
-    alone: Sequence = (),
-    timeout: float = HANG_S,
-) -> Verdict:
-    """The verdict on ``answer``, one of ``table``'s: each its parts, or the only one.
-
-    alone  answers that stop the others: they hang, or fail on some ranks only
+def stored(name: str, *parts: str, changes: Sequence[tuple[str, str]] = ()) -> Any:
+    """These parts of answers/NAME.py, with each old text replaced by the new one: what a learner
+    might have written.
     """
-    if any(answer is one for one in alone):
-        return exercise.check(*_parts(answer), timeout=5)
-    place = next(i for i, one in enumerate(table) if one is answer or one == answer)
-    if (exercise.name, id(table), place) not in _known:
-        together = [one for one in table if not any(one is other for other in alone)]
-        real, count = launching._launch, 0
-
-        def counted(*args: Any, **settings: Any) -> Any:
-            nonlocal count
-            count += 1
-            return real(*args, **settings)
-
-        launching._launch = counted
-        try:
-            verdicts = exercise.check_each(list(map(_parts, together)), timeout=timeout)
-        finally:
-            launching._launch = real
-        launches[exercise.name] = count
-        for one, verdict in zip(together, verdicts, strict=True):
-            at = next(i for i, other in enumerate(table) if other is one)
-            _known[exercise.name, id(table), at] = verdict
-    return _known[exercise.name, id(table), place]
+    text = sources.solution(sources.answer(name))
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    return defined(_built(name) + text, *parts)
 
 
-def assert_reads_the_same_alone(exercise: Exercise, answer: Any, table: Sequence) -> None:
-    """A notebook's stored verdict is compared with a fresh one: of another launch."""
-    first, second = judged(exercise, answer, table), exercise.check(*_parts(answer))
-    assert first == second and first._repr_html_() == second._repr_html_(), repr(second)
+def _built(name: str) -> str:
+    """What an answer needs of the answer before it."""
+    before = BUILDS_ON.get(name.removesuffix("_other"))
+    return f"{sources.solution(sources.answer(before))}\n\n\n" if before else ""
+
+
+class Table:
+    """Answers to one exercise, each its parts, or the only one.
+
+    wrong   (answer, limits it breaks, words of its verdict)
+    right   further answers that pass
+    alone   answers that stop the others: they hang, or fail on some ranks only
+    exact   whether a wrong answer breaks no other limits
+    patch   (module, name, value) to be set while they are judged
+    """
+
+    def __init__(
+        self,
+        exercise: Exercise,
+        wrong: Sequence[tuple[Any, set[str], str]],
+        right: Sequence = (),
+        *,
+        alone: Sequence = (),
+        exact: bool = False,
+        patch: tuple[Any, str, Any] | None = None,
+    ) -> None:
+        self.exercise, self.wrong, self.alone, self.exact = exercise, wrong, alone, exact
+        names, self.patch, self.launches = asked_for(exercise), patch, 0
+        self.right = [*right, stored(exercise.name, *names)]
+        self.stub = defined(_built(exercise.name) + exercise.stub, *names)
+        self._answers: list[Any] = []
+        for one in (*(row[0] for row in wrong), *self.right, self.stub):
+            if not _is_in(one, [*self._answers, *alone]):
+                self._answers.append(one)
+        self._verdicts: list[Verdict] = []
+        TABLES.append(self)
+
+    def __getitem__(self, answer: Any) -> Verdict:
+        """The verdict on one of the answers. The first that is asked for brings all."""
+        if _is_in(answer, self.alone):
+            return self.exercise.check(*_parts(answer), timeout=5)
+        if not self._verdicts:
+            real = launching._launch
+
+            def counted(*args: Any, **settings: Any) -> Any:
+                self.launches += 1
+                return real(*args, **settings)
+
+            with contextlib.ExitStack() as stack:
+                for patch in filter(None, (self.patch, (launching, "_launch", counted))):
+                    stack.enter_context(mock.patch.object(*patch))
+                parts = list(map(_parts, self._answers))
+                self._verdicts = self.exercise.check_each(parts, timeout=HANG_S)
+        assert _is_in(answer, self._answers), answer
+        return self._verdicts[_place(answer, self._answers)]
+
+    def tests(self) -> tuple[Callable, Callable, Callable]:
+        """Tests that wrong answers are refused by the limits they break, in words that name the
+        mistake; that right ones pass; that the stub is not started.
+        """
+
+        @pytest.mark.parametrize("answer, limits, words", self.wrong, ids=_name)
+        def refused(answer: Any, limits: set[str], words: str) -> None:
+            verdict, broken = self[answer], missed(self[answer])
+            assert not verdict and verdict.started, repr(verdict)
+            assert limits == broken if self.exact else limits <= broken, verdict.table.to_string()
+            assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+
+        @pytest.mark.parametrize("answer", self.right, ids=_name)
+        def passes(answer: Any) -> None:
+            assert self[answer].passed, self[answer].table.to_string()
+            self._says_every_limit(self[answer])
+
+        def not_started() -> None:
+            verdict = self[self.stub]
+            assert not verdict and not verdict.started and NOT_STARTED in repr(verdict)
+            self._says_every_limit(verdict)
+
+        return refused, passes, not_started
+
+    def _says_every_limit(self, verdict: Verdict) -> None:
+        assert [(row.limit, row.asked) for row in verdict.rows] == list(self.exercise.asked.items())
+        assert "\n" not in repr(verdict) and len(verdict.table) == len(self.exercise.asked)
+
+    def assert_reads_the_same_alone(self, answer: Any) -> None:
+        """A notebook's stored verdict is compared with a fresh one: of another launch."""
+        first, second = self[answer], self.exercise.check(*_parts(answer))
+        assert first == second and first._repr_html_() == second._repr_html_(), repr(second)
 
 
 def _parts(answer: Any) -> tuple:
     return answer if isinstance(answer, tuple) else (answer,)
+
+
+def _place(answer: Any, answers: Sequence) -> int:
+    return next((i for i, one in enumerate(answers) if one is answer or one == answer), -1)
+
+
+def _is_in(answer: Any, answers: Sequence) -> bool:
+    return _place(answer, answers) >= 0
+
+
+def _name(value: Any) -> str | None:
+    return getattr(value, "__name__", None)

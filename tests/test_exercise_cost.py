@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import math
@@ -12,17 +11,14 @@ import pytest
 
 import bad_attacks as attacks
 import paralab as pl
-from judged import defined, missed
-from paralab.exercises import sources
+from judged import Table, stored
 from paralab.theory import needs, zero
 
 COST = pl.exercises.training_cost
 cost = importlib.import_module("paralab.exercises.cost")
 FLOPS, DAYS, SPLIT, ZERO, MFU, HFU = COST.asked
-ANSWER = str(COST.solution())
 PARTS = ("step_flops", "training_days", "states_per_device", "utilisation")
-RIGHT = [defined(ANSWER, name) for name in PARTS]
-OTHER = sources.solution(sources.answer("training_cost_other"))
+RIGHT = stored("training_cost", *PARTS)
 
 
 def with_part(place, answer):
@@ -78,17 +74,6 @@ WRONG_FLOPS = [  # answer, words of the verdict
 ]
 
 
-@pytest.mark.parametrize("answer, words", WRONG_FLOPS)
-def test_wrong_flops_are_refused_and_their_mistake_is_named(answer, words):
-    verdict = once(*with_part(0, answer))
-    assert not verdict and missed(verdict) == {FLOPS}, verdict.table.to_string()
-    assert words in verdict.said, verdict.said
-
-
-def test_flops_written_as_eq_3_pass():
-    assert COST.check(*with_part(0, eq3)).passed
-
-
 # ---- days ----------------------------------------------------------------------------------------
 def days(m, tokens, devices, flops, per_token=None):
     per_token = eq3(m, 1) / m.seq_len if per_token is None else per_token(m)
@@ -110,17 +95,6 @@ WRONG_DAYS = [
     (lambda *a: "35 days", "required: a number of days, yours is '35 days'"),
     (lambda *a: math.inf, "yours inf days"),
 ]
-
-
-@pytest.mark.parametrize("answer, words", WRONG_DAYS)
-def test_wrong_days_are_refused_and_their_mistake_is_named(answer, words):
-    verdict = once(*with_part(1, answer))
-    assert not verdict and missed(verdict) == {DAYS}, verdict.table.to_string()
-    assert words in verdict.said, verdict.said
-
-
-def test_days_rounded_to_the_fourth_digit_pass():
-    assert COST.check(*with_part(1, lambda *a: float(f"{days(*a):.4g}"))).passed
 
 
 # ---- states --------------------------------------------------------------------------------------
@@ -147,11 +121,11 @@ def changed(change):
 
 NEVER, ALWAYS = dict.fromkeys(cost.FROM_STAGE, 4), dict.fromkeys(cost.FROM_STAGE, 0)
 WRONG_STATES = [  # answer, limits it breaks, words of the verdict
-    (states({**cost.FROM_STAGE, "gradients": 1}), {ZERO}, "'gradients' is 3.938 GB, yours 656.275 "
-     "MB (stage 1 shards the optimizer's states, master weights and moments)"),
-    (states({**cost.FROM_STAGE, "master": 4}), {ZERO}, "'master' is 1.313 GB, yours 7.875 GB "
-     "(stage 1 shards the optimizer's states"),
-    (states({**cost.FROM_STAGE, "parameters": 2}), {ZERO}, "zero_stage=2: 'parameters' is "),
+    (states({**cost.FROM_STAGE, "gradients": 1}), {ZERO}, "'gradients': required: 3.938 GB, "
+     "yours 656.275 MB (stage 1 shards the optimizer's states, master weights and moments)"),
+    (states({**cost.FROM_STAGE, "master": 4}), {ZERO}, "'master': required: 1.313 GB, "
+     "yours 7.875 GB (stage 1 shards the optimizer's states"),
+    (states({**cost.FROM_STAGE, "parameters": 2}), {ZERO}, "zero_stage=2: 'parameters': "),
     (states({**cost.FROM_STAGE, "gradients": 3}), {ZERO}, "(stage 2 shards the optimizer's states "
      "and gradients)"),
     (states({**cost.FROM_STAGE, "parameters": 4}), {ZERO}, "(stage 3 shards everything"),
@@ -161,7 +135,7 @@ WRONG_STATES = [  # answer, limits it breaks, words of the verdict
     (states(ALWAYS), {SPLIT, ZERO}, "(data parallelism without ZeRO replicates everything)"),
     (states(size=lambda x, tp, pp, dp: x), {SPLIT, ZERO}, "(that is the whole model's; tp and pp"),
     (states(size=lambda x, tp, pp, dp: x / tp), {SPLIT, ZERO}, "pp=12 dp=5 zero_stage=0: "
-     "'parameters' is 3.638 GB, yours 43.654 GB (pp divides it too)"),
+     "'parameters': required: 3.638 GB, yours 43.654 GB (pp divides it too)"),
     (states(size=lambda x, tp, pp, dp: x / pp), {SPLIT, ZERO}, "(that is the whole model's; tp and "
      "pp divide it)"),
     (states(over=lambda tp, pp, dp: tp * pp * dp), {ZERO}, "(ZeRO's N is dp, not all devices)"),
@@ -175,22 +149,11 @@ WRONG_STATES = [  # answer, limits it breaks, words of the verdict
     (changed(lambda held: {k: held[k] for k in held if k != "moments"}), {SPLIT, ZERO}, "the state "
      "'moments' is missing"),
     (changed(lambda held: {**held, "activations": 0}), {SPLIT, ZERO}, "'activations' is not in th"),
-    (changed(lambda held: {k: str(v) for k, v in held.items()}), {SPLIT, ZERO}, "not a number of"),
+    (changed(lambda held: {k: str(v) for k, v in held.items()}), {SPLIT, ZERO},
+     "required: a number of bytes"),
     (changed(lambda held: {k: 1.25 * v for k, v in held.items()}), {SPLIT, ZERO}, "(1.25 times as"),
     (changed(lambda held: held["weights"]), {SPLIT, ZERO}, "raised KeyError: 'weights'"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("answer, limits, words", WRONG_STATES)
-def test_wrong_states_are_refused_and_their_mistake_is_named(answer, limits, words):
-    verdict = once(*with_part(2, answer))
-    assert not verdict and missed(verdict) == limits, verdict.table.to_string()
-    assert words in verdict.said, verdict.said
-
-
-def test_states_in_whole_bytes_pass():
-    whole = changed(lambda held: {state: int(size) for state, size in held.items()})
-    assert COST.check(*with_part(2, whole)).passed
 
 
 # ---- utilisation ---------------------------------------------------------------------------------
@@ -222,34 +185,19 @@ WRONG_SHARES = [  # answer, limits it breaks, words of the verdict
     (mfu_hfu(lambda mfu, hfu, m, *_: (m.flops, hfu)), {MFU, HFU}, "raised AttributeError"),
 ]
 
-
-@pytest.mark.parametrize("answer, limits, words", WRONG_SHARES)
-def test_a_wrong_utilisation_is_refused_and_its_mistake_is_named(answer, limits, words):
-    verdict = once(*with_part(3, answer))
-    assert not verdict and missed(verdict) == limits, verdict.table.to_string()
-    assert words in verdict.said, verdict.said
-
-
-def test_both_answers_pass():
-    other = tuple(defined(OTHER, name) for name in PARTS)
-    assert all(verdict.passed for verdict in COST.check_each([tuple(RIGHT), other]))
-
-
-def tables():
-    yield from (with_part(0, answer) for answer, _ in WRONG_FLOPS)
-    yield from (with_part(1, answer) for answer, _ in WRONG_DAYS)
-    yield from (with_part(2, answer) for answer, *_ in WRONG_STATES)
-    yield from (with_part(3, answer) for answer, *_ in WRONG_SHARES)
-
-
-@functools.cache
-def verdicts():
-    """All tables in one launch."""
-    return dict(zip(tables(), COST.check_each(list(tables())), strict=True))
-
-
-def once(*answer):
-    return verdicts()[answer]
+WRONG = [
+    *((with_part(0, answer), {FLOPS}, words) for answer, words in WRONG_FLOPS),
+    *((with_part(1, answer), {DAYS}, words) for answer, words in WRONG_DAYS),
+    *((with_part(2, answer), *row) for answer, *row in WRONG_STATES),
+    *((with_part(3, answer), *row) for answer, *row in WRONG_SHARES),
+]
+ROUNDED = [
+    with_part(0, eq3),
+    with_part(1, lambda *a: float(f"{days(*a):.4g}")),
+    with_part(2, changed(lambda held: {state: int(size) for state, size in held.items()})),
+]
+TABLE = Table(COST, WRONG, [*ROUNDED, stored("training_cost_other", *PARTS)], exact=True)
+test_a_wrong_cost_is_refused, test_a_right_cost_passes, test_its_stub = TABLE.tests()
 
 
 # ---- the checker itself --------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import pytest
 import bad_answers_offload as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import assert_reads_the_same_alone, judged, launches, missed
-from paralab.exercises.tries import Try, on_ranks
+from judged import Table
+from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
 
 STREAM = pl.exercises.stream
@@ -63,33 +63,23 @@ WRONG = [  # answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 RIGHT = [bad.good, bad.two_of_many, bad.last_unit_first, bad.in_halves, bad.a_generator,
          attacks.stream_of_lists]  # fmt: skip
-STREAMS = [*(row[0] for row in WRONG), *RIGHT]
-ALONE = (bad.asleep,)
+STREAMS = Table(STREAM, WRONG, RIGHT, alone=[bad.asleep], exact=True)
+test_a_wrong_stream_is_refused, test_a_right_stream_passes, test_its_stub = STREAMS.tests()
 
 
 def test_all_sizes_of_all_answers_take_one_launch():
-    judged(STREAM, bad.raises, STREAMS, alone=ALONE)
-    assert launches["stream"] == 1
-
-
-@pytest.mark.parametrize("answer, limits, words", WRONG)
-def test_a_wrong_stream_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(STREAM, answer, STREAMS, alone=ALONE)
-    assert verdict.started and missed(verdict) == limits, verdict.table.to_string()
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+    assert not STREAMS[bad.raises] and STREAMS.launches == 1
 
 
 @pytest.mark.parametrize("answer", RIGHT)
-def test_another_right_stream_passes(answer):
-    verdict = judged(STREAM, answer, STREAMS, alone=ALONE)
-    assert verdict.passed, repr(verdict)
+def test_what_is_right_is_said_of_the_task_s_size(answer):
+    verdict = STREAMS[answer]
     assert {row.yours.split(": ")[0] for row in verdict.rows} == {"units=6, window=2"}
 
 
 def test_two_verdicts_on_one_answer_are_the_same():
-    judged(STREAM, bad.raises, STREAMS, alone=ALONE)
     for answer in (bad.good, bad.raises):
-        assert_reads_the_same_alone(STREAM, answer, STREAMS)
+        STREAMS.assert_reads_the_same_alone(answer)
 
 
 @pytest.mark.parametrize("answer", [bad.good, bad.raises, bad.asleep])
@@ -116,7 +106,7 @@ def test_states_that_differ_in_one_bit_are_wrong():
 
 def test_a_real_run_moves_every_byte_on_the_lane_disk(tmp_path):
     one = Try((bad.good,), Notes("stream", offload.ASKED))
-    [(_, found)] = on_ranks([one], offload.update_each, 1, (str(tmp_path),), timeout=20)
+    [(_, found)] = Tries([one], 20).run(offload.update_each, 1, str(tmp_path))
     report, run = found.report, found.results[0][offload.SIZES.index((4, 2))]
     assert set(report.copies["lane"]) == {"disk"}
     units = sum(size[0] for size in offload.SIZES)

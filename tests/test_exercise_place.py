@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-import pytest
-
 import paralab as pl
-from judged import defined, judged, missed
-from paralab.exercises import sources
+from judged import Table, stored
 
 PLACE = pl.exercises.place
 place = importlib.import_module("paralab.exercises.place")
@@ -96,24 +93,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (lambda model: None, {PLAN}, "yours cannot be called so"),
     ("a plan", {PLAN}, "required: a function, yours is 'a plan'"),
 ]
-OTHER = sources.solution(sources.answer("place_other"))
-STUB, SOLVED, SECOND = (
-    defined(str(text), "my_planner") for text in (PLACE.stub, PLACE.solution(), OTHER)
-)
-ANSWERS = [*(row[0] for row in WRONG), STUB, SOLVED, SECOND]
-
-
-def test_the_stub_is_not_started_and_both_answers_pass_with_the_questions_they_may_ask():
-    assert not judged(PLACE, STUB, ANSWERS).started
-    for verdict in (judged(PLACE, answer, ANSWERS) for answer in (SOLVED, SECOND)):
-        assert verdict.passed, verdict.table.to_string()
-
-
-@pytest.mark.parametrize("answer, limits, words", WRONG, ids=lambda v: getattr(v, "__name__", None))
-def test_a_wrong_answer_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(PLACE, answer, ANSWERS)
-    assert missed(verdict) == limits, verdict.table.to_string()
-    assert words in verdict.said, verdict.said
+TABLE = Table(PLACE, WRONG, [stored("place_other", "my_planner")], exact=True)
+test_a_wrong_planner_is_refused, test_a_right_planner_passes, test_its_stub = TABLE.tests()
 
 
 def test_the_limit_is_the_best_plan_that_a_search_finds():

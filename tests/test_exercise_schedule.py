@@ -9,8 +9,8 @@ import pytest
 import bad_answers as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import judged, missed
-from paralab.exercises import clinic, schedule
+from judged import Table, defined, missed
+from paralab.exercises import clinic, one_process
 from paralab.parallel.schedules import SCHEDULES, actions
 from paralab.theory.schedule_check import ScheduleError, validate
 from paralab.view import stuck
@@ -63,38 +63,26 @@ def my_own(name):
 RIGHT = [bad.schedule_good, bad.schedule_halves, my_own("zb-h1"),
          attacks.schedule_of_any_arguments]  # fmt: skip
 HALF = [my_own("gpipe"), my_own("naive")]
-ALL = [*(row[0] for row in WRONG), *RIGHT, *HALF]
-
-
-@pytest.mark.parametrize("answer, limits, words", WRONG)
-def test_a_wrong_schedule_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(OWN, answer, ALL)
-    assert not verdict and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", RIGHT)
-def test_another_right_schedule_passes(answer):
-    verdict = judged(OWN, answer, ALL)
-    assert verdict.passed, repr(verdict)
+TABLE = Table(OWN, [*WRONG, *((one, set(), "") for one in HALF)], RIGHT)
+test_a_wrong_schedule_is_refused, test_a_right_schedule_passes, test_its_stub = TABLE.tests()
 
 
 @pytest.mark.parametrize("answer, kept", zip(HALF, ("simulated step", "live micro-"), strict=True))
 def test_gpipe_keeps_the_time_and_naive_the_memory_and_neither_both(answer, kept):
-    verdict = judged(OWN, answer, ALL)
+    verdict = TABLE[answer]
     [row] = [row for row in verdict.rows if row.limit.startswith(kept)]
     assert row.ok and not verdict.passed
 
 
 def test_gradients_of_a_run_are_compared_with_one_process(monkeypatch):
     """Whatever a schedule says, a gradient that is off by a factor is seen."""
-    right = schedule.of_one_process
+    right = one_process.of_one_process
 
     def other(model, **batch):
         return [one._replace(gradients={n: 6 * g for n, g in one.gradients.items()})
                 for one in right(model, **batch)]  # fmt: skip
 
-    monkeypatch.setattr(schedule, "of_one_process", other)
+    monkeypatch.setattr(one_process, "of_one_process", other)
     verdict = OWN.check(bad.schedule_good)
     assert missed(verdict) == {"gradients"}
     assert "embedding.token.weight, element" in repr(verdict)
@@ -137,6 +125,7 @@ def test_patients_as_they_are_count_as_not_started_and_anything_but_a_dict_is_to
     verdict = CLINIC.check(list(FIXED.values()))
     assert verdict.started and "required: a dict" in repr(verdict)
     assert CLINIC.check(FIXED).passed
+    assert CLINIC.check(defined(str(CLINIC.solution()), "fixed")).passed
     assert CLINIC.check({name: (row for row in lists) for name, lists in FIXED.items()}).passed
 
 

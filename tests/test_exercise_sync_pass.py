@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-
-import pytest
 
 import bad_attacks as attacks
 import paralab as pl
-from judged import assert_reads_the_same_alone, judged, missed
+from judged import Table, missed, stored
+from paralab.exercises import one_process
 from paralab.programs import (
     Instr,
     all_gather,
@@ -22,7 +20,6 @@ from paralab.programs import (
 )
 
 SYNC_PASS = pl.exercises.sync_pass
-sync_pass = importlib.import_module("paralab.exercises.sync_pass")
 PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = SYNC_PASS.asked
 
 
@@ -165,25 +162,13 @@ WRONG = [  # answer, limits it misses, words of the verdict
     (gathers_late, {TIME}, "39.7 ms, and at most 37 ms are asked: 8 of 14 calls"),
     (gathers_twice, {BYTES, TIME}, "a rank sends 7.51 MB in a step, and 2(N-1)/N Ψ is 5.01 MB"),
 ]  # fmt: skip
-RIGHT = [by_unit, in_halves]
-PASSES = [*(row[0] for row in WRONG), *RIGHT]
-
-
-@pytest.mark.parametrize("answer", RIGHT)
-def test_another_right_pass_passes(answer):
-    verdict = judged(SYNC_PASS, answer, PASSES)
-    assert verdict.passed, verdict.table.to_string()
-
-
-@pytest.mark.parametrize("answer, limits, words", WRONG, ids=lambda v: getattr(v, "__name__", None))
-def test_a_wrong_pass_is_refused_by_the_limits_it_misses(answer, limits, words):
-    verdict = judged(SYNC_PASS, answer, PASSES)
-    assert missed(verdict) == limits, verdict.table.to_string()
-    assert words in verdict.said, verdict.said
+RIGHT = [by_unit, in_halves, stored("sync_pass_other", "in_halves")]
+PASSES = Table(SYNC_PASS, WRONG, RIGHT, exact=True)
+test_a_wrong_pass_is_refused, test_a_right_pass_passes, test_its_stub = PASSES.tests()
 
 
 def test_what_ranks_train_is_held_against_one_process(monkeypatch):
-    right = sync_pass.of_one_process
+    right = one_process.of_one_process
 
     def times(factor, arrays):
         return {name: factor * array for name, array in arrays.items()}
@@ -192,7 +177,7 @@ def test_what_ranks_train_is_held_against_one_process(monkeypatch):
         return [one._replace(gradients=times(2, one.gradients), weights=times(4, one.weights))
                 for one in right(model, **batch)]  # fmt: skip
 
-    monkeypatch.setattr(sync_pass, "of_one_process", other)
+    monkeypatch.setattr(one_process, "of_one_process", other)
     verdict = SYNC_PASS.check(by_unit)
     assert missed(verdict) == {GRADIENTS, WEIGHTS}
     for times in (0.5, 0.25):
@@ -200,4 +185,4 @@ def test_what_ranks_train_is_held_against_one_process(monkeypatch):
 
 
 def test_two_verdicts_on_one_pass_are_the_same():
-    assert_reads_the_same_alone(SYNC_PASS, sums_at_the_end, PASSES)
+    PASSES.assert_reads_the_same_alone(sums_at_the_end)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 import bad_answers_01 as bad
 import paralab as pl
-from judged import assert_reads_the_same_alone, defined, judged, launches, missed
-from paralab.exercises import sources
+from judged import Table, stored
 
 RING, LEVELS = pl.exercises.ring_all_reduce, pl.exercises.hierarchical_all_reduce
-
-
-def second(name: str, function: str):
-    return defined(sources.solution(sources.answer(name)), function)
 
 
 RINGS = [  # answer, limits it breaks, words of the verdict
@@ -43,27 +36,14 @@ RINGS = [  # answer, limits it breaks, words of the verdict
 RIGHT_RINGS = [
     bad.owns_its_number,
     bad.gathers_to_the_left,
-    second("ring_all_reduce_other", "ring_to_the_left"),
+    stored("ring_all_reduce_other", "ring_to_the_left"),
 ]
-ALL_RINGS = [*(row[0] for row in RINGS), *RIGHT_RINGS]
-ALONE = (bad.sends_first,)
-
-
-@pytest.mark.parametrize("answer, limits, words", RINGS)
-def test_a_wrong_ring_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(RING, answer, ALL_RINGS, alone=ALONE)
-    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", RIGHT_RINGS)
-def test_a_right_ring_passes(answer):
-    verdict = judged(RING, answer, ALL_RINGS, alone=ALONE)
-    assert verdict.passed, repr(verdict)
+ALL_RINGS = Table(RING, RINGS, RIGHT_RINGS, alone=[bad.sends_first])
+test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring = ALL_RINGS.tests()
 
 
 def test_two_verdicts_on_one_ring_are_the_same():
-    assert_reads_the_same_alone(RING, bad.a_copy, ALL_RINGS)
+    ALL_RINGS.assert_reads_the_same_alone(bad.a_copy)
 
 
 # ---- two levels ----------------------------------------------------------------------------------
@@ -86,25 +66,12 @@ TWO_LEVELS = [
 RIGHT_LEVELS = [
     bad.levels,
     bad.levels_by_views,
-    second("hierarchical_all_reduce_other", "by_all_to_all"),
+    stored("hierarchical_all_reduce_other", "by_all_to_all"),
 ]
-ALL_LEVELS = [*(row[0] for row in TWO_LEVELS), *RIGHT_LEVELS]
-
-
-@pytest.mark.parametrize("answer, limits, words", TWO_LEVELS)
-def test_a_wrong_all_reduce_on_two_levels_is_refused(answer, limits, words):
-    verdict = judged(LEVELS, answer, ALL_LEVELS)
-    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", RIGHT_LEVELS)
-def test_a_right_all_reduce_on_two_levels_passes(answer):
-    verdict = judged(LEVELS, answer, ALL_LEVELS)
-    assert verdict.passed, repr(verdict)
+ALL_LEVELS = Table(LEVELS, TWO_LEVELS, RIGHT_LEVELS)
+test_wrong_levels_are_refused, test_right_levels_pass, test_the_stub_of_levels = ALL_LEVELS.tests()
 
 
 def test_a_table_of_answers_costs_one_check():
-    judged(RING, bad.half, ALL_RINGS, alone=ALONE)
-    judged(LEVELS, bad.levels, ALL_LEVELS)
-    assert launches["ring_all_reduce"] == 3 and launches["hierarchical_all_reduce"] == 2
+    assert not ALL_RINGS[bad.half] and ALL_RINGS.launches == 3
+    assert ALL_LEVELS[bad.levels] and ALL_LEVELS.launches == 2

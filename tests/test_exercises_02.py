@@ -6,42 +6,47 @@ import pytest
 
 import bad_answers_02 as bad
 import paralab as pl
-from judged import assert_reads_the_same_alone, defined, judged, launches, missed
-from paralab.exercises import ddp, sources
-from paralab.exercises.tries import Try, on_ranks
+from judged import Table, stored
+from paralab.exercises import ddp
+from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
 
 AVERAGE, DDP = pl.exercises.average_gradients, pl.exercises.my_ddp
 
 
-def other(name: str, what: str):
-    """The second answer of an exercise, as the solution notebook has it."""
-    return defined(sources.answer(name), what)
+def mean(*changes):
+    return stored("average_gradients", "average_gradients", changes=changes)
 
 
+SUM, DIVIDE = "dist.all_reduce(parameter.grad)", "parameter.grad /= dist.get_world_size()"
+ALONE = "no gradient was sent"
 MEANS = [  # answer, limits it breaks, words of the verdict
-    (bad.mean_not_divided, {"gradients", "weights"}, "it is 4 times what is required"),
-    (bad.mean_for_four, {"weights"}, "weights: rank 0: embedding.token.weight, element (0, 0): "),
-    (bad.mean_divided_twice, {"gradients", "weights"}, "it is 0.25 times what is required"),
-    (bad.mean_alone, {"gradients", "bytes per rank"}, "no gradient was sent"),
-    (bad.mean_divided_alone, {"gradients", "bytes per rank"}, "no gradient was sent"),
-    (bad.mean_not_waited, {"gradients"}, "rank 0 never waits for all_reduce #0"),
-    (bad.mean_of_the_first, {"gradients", "bytes per rank"}, "embedding.position.weight"),
-    (bad.mean_of_a_copy, {"gradients", "weights"}, "embedding.token.weight, element (0, 0): "),
-    (bad.mean_of_rank_0, {"gradients", "weights"}, "embedding.token.weight, element (0, 0): "),
-    (bad.mean_on_rank_0, {"gradients", "weights"}, "gradients: rank 1: embedding.token.weight"),
+    (mean((DIVIDE, "pass")), {"gradients", "weights"}, "it is 4 times what is required"),
+    (mean(("dist.get_world_size()", "4")), {"weights"},
+     "weights: rank 0: embedding.token.weight, element (0, 0): "),
+    (mean((SUM, f"{DIVIDE}; {SUM}")), {"gradients", "weights"},
+     "it is 0.25 times what is required"),
+    (lambda module: None, {"gradients", "bytes per rank"}, ALONE),
+    (mean((SUM, "pass")), {"gradients", "bytes per rank"}, ALONE),
+    (mean(("parameter.grad)", "parameter.grad, async_op=True)")), {"gradients"},
+     "rank 0 never waits for all_reduce #0"),
+    (mean(("module.parameters()", "list(module.parameters())[:1]")),
+     {"gradients", "bytes per rank"}, "embedding.position.weight"),
+    (mean((SUM, "dist.all_reduce(parameter.grad.clone())"), (DIVIDE, "pass")),
+     {"gradients", "weights"}, "embedding.token.weight, element (0, 0): "),
+    (mean((SUM, "dist.broadcast(parameter.grad, src=0)"), (DIVIDE, "pass")),
+     {"gradients", "weights"}, "embedding.token.weight, element (0, 0): "),
+    (mean((SUM, "dist.reduce(parameter.grad, dst=0)")), {"gradients", "weights"},
+     "gradients: rank 1: embedding.token.weight"),
     (bad.mean_gathered, {"bytes per rank"}, "a rank sends 410.1 kB in a step"),
-    (bad.mean_of_weights, {"gradients", "weights"}, "embedding.token.weight, element (0, 0): "),
-    (
-        bad.mean_drops,
-        {"gradients"},
-        "last call embedding.token.weight has no grad",
-    ),
+    (mean(("parameter.grad", "parameter.data")), {"gradients", "weights"},
+     "embedding.token.weight, element (0, 0): "),
+    (mean((SUM, "parameter.grad = None"), (DIVIDE, "pass")), {"gradients"},
+     "last call embedding.token.weight has no grad"),
     ("mean", {"gradients"}, "required: a function, yours is 'mean'"),
-]
+]  # fmt: skip
 RIGHT_MEANS = [
-    defined(str(AVERAGE.solution()), "average_gradients"),
-    other("average_gradients_other", "average_in_one_message"),
+    stored("average_gradients_other", "average_in_one_message"),
     bad.mean_coalesced,
 ]
 DDPS = [
@@ -75,54 +80,29 @@ DDPS = [
     ("overlapped", {"gradients"}, "required: a class, yours is 'overlapped'"),
 ]
 RIGHT_DDPS = [
-    defined(str(DDP.solution()), "MyDDP"),
-    other("my_ddp_other", "BucketViews"),
+    stored("my_ddp_other", "BucketViews"),
     bad.Good,
     bad.DividesFirst,
 ]
-TABLES = {
-    AVERAGE.name: [*(row[0] for row in MEANS), *RIGHT_MEANS],
-    DDP.name: [*(row[0] for row in DDPS), *RIGHT_DDPS],
-}
-ALONE = (bad.OtherOrderOnEveryRank, bad.Torchs)
-WRONG = [(AVERAGE, *row) for row in MEANS] + [(DDP, *row) for row in DDPS]
-RIGHT = [(AVERAGE, one) for one in RIGHT_MEANS] + [(DDP, one) for one in RIGHT_DDPS]
-
-
-@pytest.mark.parametrize("exercise, answer, limits, words", WRONG)
-def test_a_wrong_answer_is_refused_by_the_limits_it_breaks(exercise, answer, limits, words):
-    verdict = judged(exercise, answer, TABLES[exercise.name], alone=ALONE)
-    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("exercise, answer", RIGHT)
-def test_a_right_answer_passes(exercise, answer):
-    verdict = judged(exercise, answer, TABLES[exercise.name], alone=ALONE)
-    assert verdict.passed, repr(verdict)
-
-
-@pytest.mark.parametrize("exercise, name", [(AVERAGE, "average_gradients"), (DDP, "MyDDP")])
-def test_a_stub_is_not_started(exercise, name):
-    verdict = exercise.check(defined(exercise.stub, name))
-    assert not verdict and not verdict.started, repr(verdict)
+HANGS = (bad.OtherOrderOnEveryRank, bad.Torchs)
+MEAN, TABLE = Table(AVERAGE, MEANS, RIGHT_MEANS), Table(DDP, DDPS, RIGHT_DDPS, alone=HANGS)
+test_a_wrong_mean_is_refused, test_a_right_mean_passes, test_the_stub_of_a_mean = MEAN.tests()
+test_a_wrong_ddp_is_refused, test_a_right_ddp_passes, test_the_stub_of_a_ddp = TABLE.tests()
 
 
 def test_two_verdicts_on_one_answer_are_the_same():
-    judged(DDP, bad.PerParameter, TABLES[DDP.name], alone=ALONE)
-    assert_reads_the_same_alone(DDP, bad.PerParameter, TABLES[DDP.name])
+    TABLE.assert_reads_the_same_alone(bad.PerParameter)
 
 
 def test_a_table_of_answers_takes_one_launch_for_every_run_of_the_checker():
-    judged(DDP, bad.Raises, TABLES[DDP.name], alone=ALONE)
-    assert launches[DDP.name] <= 5  # two of these are references
+    assert not TABLE[bad.Raises] and TABLE.launches <= 5  # two of these are references
 
 
 def test_simulated_time_is_the_order_and_the_stated_costs_and_nothing_of_the_clock():
     sizes = [300_000, 100_000, 40_000, 160_000]
     for form in (bad.Good, bad.OneBucket):
         one = Try((form,), Notes("my_ddp", ddp.ASKED))
-        [(_, found)] = on_ranks([one], ddp.backwards, 4, (sizes, 500_000), timeout=20)
+        [(_, found)] = Tries([one], 20).run(ddp.backwards, 4, sizes, 500_000)
         got = ddp.simulated(found.report, sizes) / ddp.BACKWARDS
         # 500 000 bytes close a bucket: 160 k elements leave first, 40 k + 100 k, then 300 k
         link, payloads = ddp.CLUSTER.intra, [4 * n for n in sizes]

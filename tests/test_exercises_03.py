@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 import bad_attacks as attacks
 import paralab as pl
-from judged import assert_reads_the_same_alone, defined, judged, missed
-from paralab.exercises import sources
+from judged import Table, stored
 from paralab.parallel.schedules import one_f_one_b
 
 WARMUP, STEP, CHUNKS = (
@@ -16,13 +13,8 @@ WARMUP, STEP, CHUNKS = (
 )  # fmt: skip
 
 
-def answer(name: str, function: str, *changes: str):
-    """An answer, in whose text each (old, new) is replaced: what a learner might have written."""
-    text = sources.solution(sources.answer(name))
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert old in text, old
-        text = text.replace(old, new)
-    return defined(text, function)
+def changed(name: str, function: str, *changes: str):
+    return stored(name, function, changes=list(zip(changes[::2], changes[1::2], strict=True)))
 
 
 # ---- the warm-up ---------------------------------------------------------------------------------
@@ -63,26 +55,17 @@ COUNTS = [  # answer, words of the verdict
     (lambda r, p, m, v: None, "required: a number of forwards, yours is None"),
     (lambda r, p: p - r, "required: warmup(rank, p, m, v)"),
     (attacks.never_ends, "2,000,000 lines of it were run"),
-    (answer("warmup", "warmup", "p - rank)", "p // rank)"), "raised ZeroDivisionError"),
+    (changed("warmup", "warmup", "p - rank)", "p // rank)"), "raised ZeroDivisionError"),
 ]  # fmt: skip
-COUNTED = [answer("warmup", "warmup"), answer("warmup_other", "by_counting"), seen]
-ALL_COUNTS = [*(row[0] for row in COUNTS), *COUNTED]
-
-
-@pytest.mark.parametrize("count, words", COUNTS)
-def test_a_wrong_count_is_refused_with_the_mistake_that_gives_it(count, words):
-    verdict = judged(WARMUP, count, ALL_COUNTS)
-    assert not verdict and words in repr(verdict), repr(verdict)
-
-
-@pytest.mark.parametrize("count", COUNTED)
-def test_a_right_count_passes(count):
-    assert judged(WARMUP, count, ALL_COUNTS).passed, repr(judged(WARMUP, count, ALL_COUNTS))
+LIMIT = set(WARMUP.asked)
+COUNTED = Table(WARMUP, [(count, LIMIT, words) for count, words in COUNTS],
+                [stored("warmup_other", "by_counting"), seen])  # fmt: skip
+test_a_wrong_count_is_refused, test_a_right_count_passes, test_the_stub = COUNTED.tests()
 
 
 # ---- one stage per rank --------------------------------------------------------------------------
 def step(*changes: str):
-    return answer("pipeline_executor", "pipeline_step", *changes)
+    return changed("pipeline_executor", "pipeline_step", *changes)
 
 
 def functional(stage, actions, previous, following, batches, shape):
@@ -176,22 +159,10 @@ def partial(table):
     return [row[0] for row in table if any(w in row[2] for w in ("raised", "tag=", "no member"))]
 
 
-RIGHT_STEPS = [step(), answer("pipeline_executor_other", "pipeline_step_ahead"), functional]
-ALL_STEPS = [*(row[0] for row in STEPS), *RIGHT_STEPS]
 HANGS = step(SENT, "pass")
-
-
-@pytest.mark.parametrize("wrong, limits, words", STEPS)
-def test_a_wrong_executor_is_refused_by_the_limits_it_breaks(wrong, limits, words):
-    verdict = judged(STEP, wrong, ALL_STEPS, alone=partial(STEPS))
-    assert not verdict and limits <= missed(verdict), verdict.table.to_string()
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("right", RIGHT_STEPS)
-def test_a_right_executor_passes(right):
-    verdict = judged(STEP, right, ALL_STEPS, alone=partial(STEPS))
-    assert verdict.passed, repr(verdict)
+RIGHT_STEPS = [stored("pipeline_executor_other", "pipeline_step_ahead"), functional]
+ALL_STEPS = Table(STEP, STEPS, RIGHT_STEPS, alone=partial(STEPS))
+test_a_wrong_executor_is_refused, test_a_right_executor_passes, test_its_stub = ALL_STEPS.tests()
 
 
 def test_a_message_that_is_not_sent_is_said_to_be_waited_for():
@@ -201,7 +172,7 @@ def test_a_message_that_is_not_sent_is_said_to_be_waited_for():
 
 # ---- several stages per rank ---------------------------------------------------------------------
 def chunks(*changes: str):
-    return answer("interleaved_executor", "interleaved_step", *changes)
+    return changed("interleaved_executor", "interleaved_step", *changes)
 
 
 def by_inspection(stages, lists, batches, shape):
@@ -265,34 +236,10 @@ CHUNKED = [  # answer, limits it breaks, words of the verdict
     (chunks("x.grad, (stage", "-x.grad, (stage"), {"gradients"}, "it is -1 times what is required"),
     (chunks("batches[k]", "batches[k % 2]"), {"gradients", "loss"}, "p=2, m=4, v=2: rank"),
 ]  # fmt: skip
-RIGHT_CHUNKS = [
-    chunks(),
-    answer("interleaved_executor_other", "interleaved_step_posted"),
-    by_inspection,
-]
-ALL_CHUNKS = [*(row[0] for row in CHUNKED), *RIGHT_CHUNKS]
-
-
-@pytest.mark.parametrize("wrong, limits, words", CHUNKED)
-def test_a_wrong_interleaved_executor_is_refused_by_the_limits_it_breaks(wrong, limits, words):
-    verdict = judged(CHUNKS, wrong, ALL_CHUNKS, alone=partial(CHUNKED))
-    assert not verdict and limits <= missed(verdict), verdict.table.to_string()
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("right", RIGHT_CHUNKS)
-def test_a_right_interleaved_executor_passes(right):
-    verdict = judged(CHUNKS, right, ALL_CHUNKS, alone=partial(CHUNKED))
-    assert verdict.passed, repr(verdict)
-
-
-@pytest.mark.parametrize(
-    "exercise, name",
-    [(WARMUP, "warmup"), (STEP, "pipeline_step"), (CHUNKS, "interleaved_step")],
-)
-def test_a_stub_is_not_started(exercise, name):
-    assert not exercise.check(defined(exercise.stub, name)).started
+RIGHT_CHUNKS = [stored("interleaved_executor_other", "interleaved_step_posted"), by_inspection]
+ALL_CHUNKS = Table(CHUNKS, CHUNKED, RIGHT_CHUNKS, alone=partial(CHUNKED))
+test_wrong_chunks_are_refused, test_right_chunks_pass, test_the_stub_of_chunks = ALL_CHUNKS.tests()
 
 
 def test_a_verdict_reads_the_same_alone():
-    assert_reads_the_same_alone(STEP, STEPS[0][0], ALL_STEPS)
+    ALL_STEPS.assert_reads_the_same_alone(STEPS[0][0])

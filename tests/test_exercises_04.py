@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 import bad_answers as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import defined, judged, missed
-from paralab.exercises import sources
+from judged import Table, stored
 from paralab.exercises.targets import TARGETS
 from paralab.parallel.schedules import SCHEDULES
 from paralab.theory.pipeline import simulate
@@ -17,22 +14,17 @@ TASK = pl.exercises.better_schedules
 ONE, TWO, THREE = (target.name for target in TARGETS)
 
 
-def parts(name: str, *functions: str):
-    text = sources.solution(sources.answer(name))
-    return tuple(defined(text, function) for function in functions)
-
-
 def own(name: str):
     return lambda pp, microbatches: SCHEDULES[name](pp, microbatches)
 
 
 def late(rule):
     """The first answer with each rank's weight halves as late as ``rule`` says."""
-    first = parts("better_schedules", "delayed")[0]
+    first = stored("better_schedules", "delayed")
     return lambda pp, m: first(pp, m, lambda rank: pp - rank - 1, rule)
 
 
-FIRST, SECOND, THIRD = parts("better_schedules", "first", "second", "third")
+FIRST, SECOND, THIRD = stored("better_schedules", "first", "second", "third")
 WRONG = [  # answer, limits it breaks, words of the verdict
     ((own("1f1b"), SECOND, THIRD), {ONE}, "p=4, m=8: takes 330 ms, required: at most 270 ms"),
     ((SECOND, SECOND, THIRD), {ONE}, "rank 0 holds 7 micro-batches, required: at most 4: 0F4"),
@@ -53,29 +45,11 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (("first", SECOND, THIRD), {ONE}, "required: a function"),
 ]  # fmt: skip
 RIGHT = [
-    (FIRST, SECOND, THIRD),
-    parts("better_schedules_other", "from_1f1b", "second_by_rule", "third_by_rule"),
+    stored("better_schedules_other", "from_1f1b", "second_by_rule", "third_by_rule"),
     (own("zb-h1"), own("zb-h2"), lambda pp, microbatches: map(" ".join, THIRD(pp, microbatches))),
 ]
-ALL = [*(row[0] for row in WRONG), *RIGHT]
-
-
-@pytest.mark.parametrize("answer, limits, words", WRONG)
-def test_a_schedule_that_misses_a_target_is_told_by_how_much(answer, limits, words):
-    verdict = judged(TASK, answer, ALL)
-    assert not verdict and limits == missed(verdict), verdict.table.to_string()
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", RIGHT)
-def test_schedules_that_reach_all_targets_pass(answer):
-    assert judged(TASK, answer, ALL).passed, repr(judged(TASK, answer, ALL))
-
-
-def test_stubs_are_not_started():
-    names = {"__name__": "__main__"}
-    exec(TASK.stub, names)
-    assert not TASK.check(names["first"], names["second"], names["third"]).started
+TABLE = Table(TASK, WRONG, RIGHT, exact=True)
+test_a_schedule_that_misses_a_target_is_refused, test_right_ones_pass, test_its_stub = TABLE.tests()
 
 
 def test_the_third_target_has_1f1b_s_time_with_less_memory():

@@ -6,8 +6,7 @@ import pytest
 
 import bad_answers_05 as bad
 import paralab as pl
-from judged import defined, judged, launches, missed
-from paralab.exercises import sources
+from judged import Table, stored
 
 ZERO3 = pl.exercises.my_zero3
 WRONG = [  # answer, limits it breaks, words of the verdict
@@ -31,32 +30,16 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     ("zero", {"weights"}, "required: a class, yours is 'zero'"),
 ]
 RIGHT = [
-    defined(str(ZERO3.solution()), "MyZero3"),
-    defined(sources.answer("my_zero3_other"), "SavedTensorHooks"),
+    stored("my_zero3_other", "SavedTensorHooks"),
     bad.Good,
     bad.Recomputes,
 ]
-TABLE = [*(row[0] for row in WRONG), *RIGHT]
-ALONE = (bad.Torchs,)
+TABLE = Table(ZERO3, WRONG, RIGHT, alone=[bad.Torchs])
+test_a_wrong_zero3_is_refused, test_a_right_zero3_passes, test_its_stub = TABLE.tests()
 
 
-@pytest.mark.parametrize("answer, limits, words", WRONG)
-def test_a_wrong_zero3_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(ZERO3, answer, TABLE, alone=ALONE)
-    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", RIGHT)
-def test_a_right_zero3_passes(answer):
-    verdict = judged(ZERO3, answer, TABLE, alone=ALONE)
-    assert verdict.passed, repr(verdict)
-
-
-def test_the_stub_is_not_started_and_a_table_takes_one_launch_for_every_run():
-    assert not ZERO3.check(defined(ZERO3.stub, "MyZero3")).started
-    judged(ZERO3, bad.Sums, TABLE, alone=ALONE)
-    assert launches[ZERO3.name] <= 4  # two of these are references
+def test_a_table_takes_one_launch_for_every_run():
+    assert not TABLE[bad.Sums] and TABLE.launches <= 4  # two of these are references
 
 
 # ---- prefetch ------------------------------------------------------------------------------------
@@ -90,30 +73,16 @@ LATE = [  # answer, limits it breaks, words of the verdict
     (bad.AheadSums, {"weights"}, "timed units: step 2: the units' output is "),
     (bad.NoGatherAhead, {"weights"}, "the class has no method gather"),
 ]
-BUILT = f"{ZERO3.solution()}\n\n\n"  # an answer inherits from the one before
-HIDDEN = [
-    defined(BUILT + str(AHEAD.solution()), "MyPrefetch"),
-    defined(BUILT + sources.answer("my_prefetch_other"), "InOrder"),
-    bad.Ahead,
-    bad.LearnsTheOrder,
-]
-TIMES = "32 ms", "8 ms", "32 ms", "32 ms"
-PREFETCHES = [*(row[0] for row in LATE), *HIDDEN]
+HIDDEN = [stored("my_prefetch_other", "InOrder"), bad.Ahead, bad.LearnsTheOrder]
+TIMES = "8 ms", "32 ms", "32 ms", "32 ms"
+PREFETCHES = Table(AHEAD, LATE, HIDDEN)
+test_a_wrong_prefetch_is_refused, test_a_right_prefetch_passes, test_the_stub = PREFETCHES.tests()
 
 
-@pytest.mark.parametrize("answer, limits, words", LATE)
-def test_a_wrong_prefetch_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(AHEAD, answer, PREFETCHES)
-    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer, exposed", list(zip(HIDDEN, TIMES, strict=True)))
-def test_a_right_prefetch_passes_and_its_exposed_time_is_that_of_the_stated_costs(answer, exposed):
-    verdict = judged(AHEAD, answer, PREFETCHES)
-    assert verdict.passed and verdict.rows[-1].yours == exposed, repr(verdict)
+@pytest.mark.parametrize("answer, exposed", list(zip(PREFETCHES.right, TIMES, strict=True)))
+def test_the_exposed_time_of_a_prefetch_is_that_of_the_stated_costs(answer, exposed):
+    assert PREFETCHES[answer].rows[-1].yours == exposed
 
 
 def test_prefetch_takes_a_launch_of_timed_units_one_of_training_and_a_reference():
-    judged(AHEAD, bad.Ahead, PREFETCHES)
-    assert launches[AHEAD.name] <= 3
+    assert PREFETCHES[bad.Ahead] and PREFETCHES.launches <= 3

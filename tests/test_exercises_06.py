@@ -10,15 +10,10 @@ import pytest
 
 import bad_answers_06 as bad
 import paralab as pl
-from judged import assert_reads_the_same_alone, defined, judged, launches, missed
-from paralab.exercises import sources
+from judged import Table, defined, missed, stored
 
 CHECKPOINT, CLINIC = pl.exercises.checkpoint, pl.exercises.memory_clinic
 PATIENTS = CLINIC.patients
-ANSWERS = [
-    defined(text, "my_checkpoint")
-    for text in (str(CHECKPOINT.solution()), sources.answer("checkpoint_other"))
-]
 WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.plain, {"forwards", "peak memory"}, "block 0 runs 2 times in the step, required: 4"),
     (bad.torchs_own, {"gradients"}, "torch.utils.checkpoint is called: write what it does"),
@@ -40,36 +35,18 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.not_the_block, {"gradients"}, "my_checkpoint returns Tensor, not the block's y"),
     ("my_checkpoint", {"gradients"}, "required: a function"),
 ]
-RIGHT = [*ANSWERS, bad.through_hooks, bad.right]
-TABLE = [*(row[0] for row in WRONG), *RIGHT]
-
-
-@pytest.mark.parametrize("answer, limits, words", WRONG)
-def test_a_wrong_checkpoint_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(CHECKPOINT, answer, TABLE)
-    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", RIGHT)
-def test_a_right_checkpoint_passes(answer):
-    verdict = judged(CHECKPOINT, answer, TABLE)
-    assert verdict.passed, repr(verdict)
+RIGHT = [stored("checkpoint_other", "my_checkpoint"), bad.through_hooks, bad.right]
+TABLE = Table(CHECKPOINT, WRONG, RIGHT)
+test_a_wrong_checkpoint_is_refused, test_a_right_checkpoint_passes, test_its_stub = TABLE.tests()
 
 
 def test_checkpoints_are_judged_in_one_launch_and_read_the_same_alone():
-    assert_reads_the_same_alone(CHECKPOINT, bad.disturbs, TABLE)
-    assert launches["checkpoint"] == 1
-    stub = CHECKPOINT.check(defined(CHECKPOINT.stub, "my_checkpoint"))
-    assert not stub and not stub.started
+    TABLE.assert_reads_the_same_alone(bad.disturbs)
+    assert TABLE.launches == 1
 
 
 # ---- the estimator -------------------------------------------------------------------------------
 ESTIMATOR, MADE = pl.exercises.memory_estimator, bad.ESTIMATES
-ESTIMATORS = [
-    defined(text, "my_estimate")
-    for text in (str(ESTIMATOR.solution()), sources.answer("memory_estimator_other"))
-]
 ZERO = {"ZeRO-1 and ZeRO-2", "ZeRO-3"}
 WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
     (MADE["always fp32"], {"bf16"}, "w is 2 bytes in bf16"),
@@ -94,27 +71,13 @@ WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
     (bad.no_optimizer, {"one device"}, "the state 'optimizer' is missing"),
     (bad.a_sum, {"one device"}, "required: a dict, {state: bytes}, yours is a float"),
 ]
-ESTIMATED = [*(row[0] for row in WRONG_BYTES), *ESTIMATORS, MADE[""]]
+RIGHT_BYTES = [stored("memory_estimator_other", "my_estimate"), MADE[""]]
+ESTIMATED = Table(ESTIMATOR, WRONG_BYTES, RIGHT_BYTES)
+test_a_wrong_estimate_is_refused, test_a_right_estimate_passes, test_the_stub = ESTIMATED.tests()
 
 
-@pytest.mark.parametrize("answer, limits, words", WRONG_BYTES)
-def test_a_wrong_estimate_is_refused_with_the_mistake_named(answer, limits, words):
-    verdict = judged(ESTIMATOR, answer, ESTIMATED)
-    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", [*ESTIMATORS, MADE[""]])
-def test_a_right_estimate_passes(answer):
-    verdict = judged(ESTIMATOR, answer, ESTIMATED)
-    assert verdict.passed, repr(verdict)
-
-
-def test_estimates_are_judged_in_one_launch_and_the_stub_is_not_started():
-    judged(ESTIMATOR, MADE[""], ESTIMATED)
-    assert launches["memory_estimator"] == 1
-    stub = ESTIMATOR.check(defined(ESTIMATOR.stub, "my_estimate"))
-    assert not stub and not stub.started
+def test_estimates_are_judged_in_one_launch():
+    assert ESTIMATED[MADE[""]] and ESTIMATED.launches == 1
 
 
 # ---- lab 06: the clinic --------------------------------------------------------------------------

@@ -7,13 +7,30 @@ import pytest
 
 import bad_answers_07 as bad
 import paralab as pl
-from judged import assert_reads_the_same_alone, judged, missed
-from paralab.exercises import diagnose, pairs, sources, vocab_loss
+from judged import Table, stored
+from paralab.exercises import diagnose, pairs, vocab_loss
 
 F_G, MLP, ATTENTION, LOSS = "f_and_g", "tensor_mlp", "tensor_attention", "vocab_parallel_loss"
 EXERCISE = pl.exercises.ALL
 FORWARD, BACKWARD, WEIGHTS = "bytes, forward", "bytes, backward", "weights per rank"
 OWN_TERM = "; it is the rank's own term of the sum, to which no other was added"
+
+
+def mlp(*changes):
+    return stored("tensor_mlp", "MyMLP", changes=changes)
+
+
+def attention(*changes):
+    return stored("tensor_attention", "MyAttention", changes=changes)
+
+
+LINEAR = "F.linear(inside, self.down.weight)"
+INSIDE = 'F.gelu(self.up(self.f(x)), approximate="tanh")'
+NO_GRAD = "with torch.no_grad():"
+MIXED = "F.linear(mixed, self.proj.weight)"
+WEIGHT = "qkv.weight.view(3, h, h)[:, own].flatten(0, 1)"
+BIAS = "qkv.bias.view(3, h)[:, own].flatten()"
+HEADS = "[:, rank * self.heads : (rank + 1) * self.heads].transpose(0, 1)"
 WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
     F_G: [
         ((bad.g, bad.f), {"result", "gradients"},
@@ -36,44 +53,76 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         ((bad.f, "g"), {"result"}, "required: a function g, yours is 'g'"),
     ],
     MLP: [
-        (bad.MLPAddsNothing, {"result", FORWARD}, OWN_TERM),
-        (bad.MLPNoF, {"gradients", BACKWARD}, OWN_TERM),
-        (bad.MLPSwapped, {"result", "gradients"}, "; the input was summed over the ranks, and"),
-        (bad.MLPBiasEverywhere, {"result"}, "; down.bias is in it 2 times"),
-        (bad.MLPBiasOfRank0, {"gradients"}, "rank 1: the gradient of down.bias, element 0: 0, "),
-        (bad.MLPExactGelu, {"result", "gradients"}, "; GELU is not in its tanh form"),
-        (bad.MLPRelu, {"result", "gradients"}, "t=2: rank 0: the result, element (0, 0, 0): "),
-        (bad.MLPSumsInside, {"result", "gradients", FORWARD}, "required: 9,216, 3.5 times as"),
-        (bad.MLPKeepsAll, {WEIGHTS}, "t=2: rank 0 holds 138,912 bytes of weights, its part is 46,"),
-        (bad.MLPKeepsViews, {WEIGHTS}, "t=2: rank 0 holds 93,312 bytes of weights"),
-        (bad.MLPNumpy, {WEIGHTS}, "t=2: rank 0 holds 138,"),
-        (bad.MLPOthersPart, {"gradients"}, "gradient of down.weight, element (0, 0): "),
-        (bad.MLPOthersPart, {"gradients"}, "; it is rank 1's part"),
-        (bad.MLPWholeLayers, {"gradients", FORWARD, WEIGHTS}, "it is 2 times what is required"),
-        (bad.MLPOtherNames, {"result"}, "it has no parameter up.weight; it has down.weight, "),
-        (bad.MLPFrozen, {"result"}, "up.bias has no gradient after backward"),
-        (bad.MLPRaises, {"result"}, "t=2: rank 0 raised KeyError: 'A'"),
-        (bad.mlp_of_two, {"result"}, "yours cannot be called so: got an unexpected keyword"),
+        (mlp((f"self.g({LINEAR})", LINEAR)), {"result", FORWARD}, OWN_TERM),
+        (mlp(("self.f(x)", "x")), {"gradients", BACKWARD}, OWN_TERM),
+        (mlp(("self.f, self.g = f, g", "self.f, self.g = g, f")),
+         {"result", "gradients"}, "; the input was summed over the ranks, and"),
+        (mlp((f"self.g({LINEAR}) + self.down.bias", "self.g(self.down(inside))")),
+         {"result"}, "; down.bias is in it 2 times"),
+        (mlp((f"self.g({LINEAR}) + ",
+              f"self.g({LINEAR} + self.down.bias * (dist.get_rank() == 0)) + 0 * ")),
+         {"gradients"}, "rank 1: the gradient of down.bias, element 0: 0, "),
+        (mlp((', approximate="tanh"', "")), {"result", "gradients"},
+         "; GELU is not in its tanh form"),
+        (mlp((INSIDE, "F.relu(self.up(self.f(x)))")), {"result", "gradients"},
+         "t=2: rank 0: the result, element (0, 0, 0): "),
+        (mlp((INSIDE, f"self.g({INSIDE})")), {"result", "gradients", FORWARD},
+         "required: 9,216, 3.5 times as"),
+        (mlp((NO_GRAD, f"self.whole = up.weight, down.weight\n        {NO_GRAD}")),
+         {WEIGHTS}, "t=2: rank 0 holds 138,912 bytes of weights, its part is 46,"),
+        (mlp(("weight.copy_", "weight.set_")), {WEIGHTS}, "t=2: rank 0 holds 92,832 bytes"),
+        (mlp((NO_GRAD, "self.whole = [one.weight.detach().numpy().copy() for one in (up, down)]\n"
+              f"        {NO_GRAD}")), {WEIGHTS}, "t=2: rank 0 holds 138,"),
+        (mlp(("own = slice(rank", "rank = (rank + 1) % t\n        own = slice(rank")),
+         {"gradients"},         "; it is rank 1's part"),
+        (mlp(("t, rank = dist.get_world_size(), dist.get_rank()", "t, rank = 1, 0"),
+             (f"self.g({LINEAR})", LINEAR)),
+         {"gradients", FORWARD, WEIGHTS}, "it is 2 times what is required"),
+        (mlp(("self.up", "self.first")), {"result"},
+         "no parameter up.weight; it has first.weight, "),
+        (mlp((NO_GRAD, f"self.up.bias.requires_grad_(False)\n        {NO_GRAD}")),
+         {"result"}, "up.bias has no gradient after backward"),
+        (mlp(("inside = F", "raise KeyError('A')\n        inside = F")),
+         {"result"}, "t=2: rank 0 raised KeyError: 'A'"),
+        (lambda up, down: None, {"result"}, "yours cannot be called so: got an unexpected keyword"),
         ("mlp", {"result"}, "required: a class, yours is 'mlp'"),
     ],
     ATTENTION: [
-        (bad.AttentionContiguous, {"result", "gradients"},
+        (attention((WEIGHT, "qkv.weight.chunk(t)[rank]"), (BIAS, "qkv.bias.chunk(t)[rank]")),
+         {"result", "gradients"},
          "; each rank has a contiguous t-th of qkv: queries of some heads and keys of others"),
-        (bad.AttentionByHead, {"gradients"}, "; its rows are in the order of heads, not queries"),
-        (bad.AttentionScaledByAll, {"result", "gradients"}, "divided by the root of h, required: "),
-        (bad.AttentionScaledByOwn, {"result", "gradients"}, "divided by the root of h/t, required"),
-        (bad.AttentionSeesAll, {"result", "gradients"}, "; every token sees those after it"),
-        (bad.AttentionSeesTheNext, {"result", "gradients"}, "; every token sees the one after it"),
-        (bad.AttentionBiasEverywhere, {"result"}, "; proj.bias is in it 2 times"),
-        (bad.AttentionAddsNothing, {"result", FORWARD}, OWN_TERM),
-        (bad.AttentionNoF, {"gradients", BACKWARD}, OWN_TERM),
-        (bad.AttentionGathersHeads, {FORWARD}, "13,824 bytes in forward, required: 9,216, 1.5 ti"),
-        (bad.AttentionTwoAllReduces, {"result", "gradients", FORWARD}, "required: 9,216, 1.5 tim"),
-        (bad.AttentionKeepsViews, {WEIGHTS}, "rank 0 holds 23,520 bytes of weights, its part is 1"),
-        (bad.AttentionKeepsAll, {WEIGHTS}, "t=2: rank 0 holds 47,136 bytes of weights"),
-        (bad.AttentionNoWait, {"result"}, "t=2: rank 0 never waits for all_reduce #0"),
-        (bad.AttentionRaises, {"result"}, "t=2: rank 0 raised KeyError: 'q'"),
-        (bad.MLPGood, {"result"}, "got an unexpected keyword argument 'heads'"),
+        (attention((WEIGHT, f"qkv.weight.view(3, heads, -1, h){HEADS}.flatten(0, 2)"),
+                   (BIAS, f"qkv.bias.view(3, heads, -1){HEADS}.flatten()"),
+                   ("s, 3, self.heads, self", "s, self.heads, 3, self"),
+                   ("permute(2, 0, 3, 1, 4)", "permute(3, 0, 2, 1, 4)")),
+         {"gradients"}, "; its rows are in the order of heads, not queries"),
+        (attention(("sqrt(self.width)", "sqrt(x.shape[-1])")),
+         {"result", "gradients"}, "divided by the root of h, required: "),
+        (attention(("sqrt(self.width)", "sqrt(self.width * self.heads)")),
+         {"result", "gradients"}, "divided by the root of h/t, required"),
+        (attention(("triu(1)", "triu(s)")), {"result", "gradients"},
+         "; every token sees those after it"),
+        (attention(("triu(1)", "triu(2)")), {"result", "gradients"},
+         "; every token sees the one after it"),
+        (attention((f"self.g({MIXED}) + self.proj.bias", "self.g(self.proj(mixed))")),
+         {"result"}, "; proj.bias is in it 2 times"),
+        (attention((f"self.g({MIXED})", MIXED)), {"result", FORWARD}, OWN_TERM),
+        (attention(("self.f(x)", "x")), {"gradients", BACKWARD}, OWN_TERM),
+        (attention(("return self", "dist.all_gather([torch.empty_like(mixed) for _ in range("
+                    "dist.get_world_size())], mixed.detach())\n        return self")),
+         {FORWARD}, "13,824 bytes in forward, required: 9,216, 1.5 ti"),
+        (attention(("F.linear(mixed", "F.linear(self.g(mixed)")),
+         {"result", "gradients", FORWARD}, "required: 9,216, 1.5 tim"),
+        (attention(("proj.weight.copy_", "proj.weight.set_")),
+         {WEIGHTS}, "rank 0 holds 23,520 bytes of weights, its part is 1"),
+        (attention(("self.f, self.g = f, g", "self.f, self.g, self.qkvs = f, g, [qkv]")),
+         {WEIGHTS}, "t=2: rank 0 holds 47,136 bytes of weights"),
+        (attention((f"return self.g({MIXED})", f"z = {MIXED}\n        "
+                    "dist.all_reduce(z.detach(), async_op=True)\n        return z")),
+         {"result"}, "t=2: rank 0 never waits for all_reduce #0"),
+        (attention(("b, s, _ = x.shape", "raise KeyError('q')")), {"result"},
+         "t=2: rank 0 raised KeyError: 'q'"),
+        (mlp(), {"result"}, "got an unexpected keyword argument 'heads'"),
     ],
     LOSS: [
         (bad.loss_overflows, {"loss", "gradient"}, "exp overflows without the maximum"),
@@ -96,45 +145,22 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (bad.loss_forgets_the_mean, {"gradient"}, "; it is 96 times what is required"),
     ],
 }  # fmt: skip
-NAMES = {F_G: ("f", "g"), MLP: ("MyMLP",), ATTENTION: ("MyAttention",), LOSS: (LOSS,)}
-
-
-def stored(exercise, suffix=""):
-    """The parts of the answer in answers/NAME.py, or of the other one."""
-    names = {"__name__": "__main__"}
-    exec(sources.solution(sources.answer(exercise + suffix)), names)
-    return tuple(names[name] for name in NAMES[exercise])
-
-
 RIGHT = {
-    F_G: [(bad.f, bad.g), (bad.f_in_two, bad.g_in_two)],
-    MLP: [bad.MLPGood],
-    ATTENTION: [bad.AttentionGood, bad.AttentionHeadByHead],
-    LOSS: [bad.loss_by_autograd, bad.loss_of_log_sums, bad.loss_by_hand],
-}
-for one in RIGHT:
-    RIGHT[one] += [stored(one), stored(one, "_other")]
-TABLE = {e: [*{id(row[0]): row[0] for row in rows}.values(), *RIGHT[e]]
-         for e, rows in WRONG.items()}  # fmt: skip
+    F_G: [(bad.f_in_two, bad.g_in_two), stored("f_and_g_other", "f", "g"), (bad.f, bad.g)],
+    MLP: [stored("tensor_mlp_other", "MyMLP")],
+    ATTENTION: [bad.AttentionGood, bad.AttentionHeadByHead,
+                stored("tensor_attention_other", "MyAttention")],
+    LOSS: [bad.loss_by_autograd, bad.loss_of_log_sums, bad.loss_by_hand,
+           stored("vocab_parallel_loss_other", LOSS)],
+}  # fmt: skip
 ALONE = [WRONG[F_G][12][0]]
-
-
-@pytest.mark.parametrize(
-    "exercise, answer, limits, words",
-    [(exercise, *row) for exercise, rows in WRONG.items() for row in rows],
-)
-def test_a_wrong_answer_is_refused_by_the_limits_it_breaks(exercise, answer, limits, words):
-    verdict = judged(EXERCISE[exercise], answer, TABLE[exercise], alone=ALONE)
-    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize(
-    "exercise, answer", [(exercise, one) for exercise, some in RIGHT.items() for one in some]
-)
-def test_a_right_answer_passes(exercise, answer):
-    verdict = judged(EXERCISE[exercise], answer, TABLE[exercise], alone=ALONE)
-    assert verdict.passed, repr(verdict)
+TABLE = {one: Table(EXERCISE[one], WRONG[one], RIGHT[one], alone=ALONE) for one in WRONG}
+test_wrong_operators_are_refused, test_right_operators_pass, test_their_stubs = TABLE[F_G].tests()
+test_a_wrong_mlp_is_refused, test_a_right_mlp_passes, test_the_stub_of_an_mlp = TABLE[MLP].tests()
+test_a_wrong_attention_is_refused, test_a_right_attention_passes, test_its_stub = TABLE[
+    ATTENTION
+].tests()
+test_a_wrong_loss_is_refused, test_a_right_loss_passes, test_a_loss_stub = TABLE[LOSS].tests()
 
 
 def test_a_multiple_is_named_although_its_rounding_is_as_many_times_larger():
@@ -145,8 +171,7 @@ def test_a_multiple_is_named_although_its_rounding_is_as_many_times_larger():
 
 
 def test_two_verdicts_on_one_answer_are_the_same():
-    judged(EXERCISE[MLP], bad.MLPKeepsViews, TABLE[MLP], alone=ALONE)
-    assert_reads_the_same_alone(EXERCISE[MLP], bad.MLPKeepsViews, TABLE[MLP])
+    TABLE[MLP].assert_reads_the_same_alone(WRONG[MLP][1][0])
 
 
 @pytest.mark.parametrize("kind", pairs.PAIRS)
@@ -198,4 +223,4 @@ def test_the_whole_loss_is_torch_s():
 
 def test_a_wrong_timeout_is_refused():
     with pytest.raises(ValueError, match="timeout=0.*legal"):
-        EXERCISE[MLP].check(bad.MLPGood, timeout=0)
+        EXERCISE[MLP].check(mlp(), timeout=0)

@@ -6,21 +6,14 @@ import pytest
 
 import bad_answers_09 as bad
 import paralab as pl
-from judged import assert_reads_the_same_alone, defined, judged, launches, missed
-from paralab.exercises import sources
+from judged import Table, stored
 
 BANDWIDTH, STREAMED = pl.exercises.bandwidth, pl.exercises.streamed_optimizer
 
 
-def reference(exercise, name):
-    """The package's answer and its second, different one."""
-    texts = str(exercise.solution()), sources.answer(f"{exercise.name}_other")
-    return [defined(text, name) for text in texts]
-
-
 # ---- warm-up: the bandwidth ----------------------------------------------------------------------
 FIRST, OTHERS, PAPER = BANDWIDTH.asked
-NEEDED = [*reference(BANDWIDTH, "bandwidth_needed"), bad.share_of_time]
+NEEDED = [stored("bandwidth_other", "bandwidth_needed"), bad.share_of_time]
 WRONG_BANDWIDTH = [  # answer, limits it breaks, words of the verdict
     (bad.without_recomputation, {FIRST, OTHERS, PAPER}, "8 FLOPs per parameter and token, not 6"),
     (bad.forward_alone, {FIRST, OTHERS, PAPER}, "that counts forward alone"),
@@ -38,20 +31,8 @@ WRONG_BANDWIDTH = [  # answer, limits it breaks, words of the verdict
     (bad.as_text, {FIRST, OTHERS, PAPER}, "required: a number of bytes per second"),
     (bad.of_three, {FIRST}, "yours cannot be called so"),
 ]
-BANDWIDTHS = [*(row[0] for row in WRONG_BANDWIDTH), *NEEDED]
-
-
-@pytest.mark.parametrize("answer, limits, words", WRONG_BANDWIDTH)
-def test_a_wrong_bandwidth_is_refused_with_the_mistake_named(answer, limits, words):
-    verdict = judged(BANDWIDTH, answer, BANDWIDTHS)
-    assert not verdict and verdict.started and limits == missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", NEEDED)
-def test_a_right_bandwidth_passes(answer):
-    assert judged(BANDWIDTH, answer, BANDWIDTHS).passed
-    assert launches["bandwidth"] == 1
+BANDWIDTHS = Table(BANDWIDTH, WRONG_BANDWIDTH, NEEDED, exact=True)
+test_a_wrong_bandwidth_is_refused, test_a_right_bandwidth_passes, test_its_stub = BANDWIDTHS.tests()
 
 
 # ---- implement: the streamed optimizer -----------------------------------------------------------
@@ -74,29 +55,14 @@ WRONG = [
     (bad.NoStep, {WEIGHTS}, "the class has no method step"),
     ("adam", {WEIGHTS}, "required: a class"),
 ]
-RIGHT = [*reference(STREAMED, "MyStreamedAdamW"), bad.Good]
-TABLE = [*(row[0] for row in WRONG), *RIGHT]
+RIGHT = [stored("streamed_optimizer_other", "MyStreamedAdamW"), bad.Good]
+TABLE = Table(STREAMED, WRONG, RIGHT)
+test_a_wrong_optimizer_is_refused, test_a_right_optimizer_passes, test_the_stub = TABLE.tests()
 
 
-@pytest.mark.parametrize("answer, limits, words", WRONG)
-def test_a_wrong_streamed_optimizer_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(STREAMED, answer, TABLE)
-    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", RIGHT)
-def test_a_right_streamed_optimizer_passes(answer):
-    verdict = judged(STREAMED, answer, TABLE)
-    assert verdict.passed, repr(verdict)
-
-
-def test_it_is_judged_in_one_launch_reads_the_same_alone_and_stubs_are_not_started():
-    assert_reads_the_same_alone(STREAMED, bad.Everything, TABLE)
-    assert launches["streamed_optimizer"] == 1
-    for exercise, name in ((STREAMED, "MyStreamedAdamW"), (BANDWIDTH, "bandwidth_needed")):
-        stub = exercise.check(defined(exercise.stub, name))
-        assert not stub and not stub.started
+def test_tables_are_judged_in_one_launch_and_a_verdict_reads_the_same_alone():
+    TABLE.assert_reads_the_same_alone(bad.Everything)
+    assert BANDWIDTHS[bad.one_flop].started and BANDWIDTHS.launches == TABLE.launches == 1
 
 
 # ---- go further: the order of a streamed update, drawn -------------------------------------------

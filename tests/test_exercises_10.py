@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 import paralab as pl
-from judged import assert_reads_the_same_alone, defined, judged, missed
-from paralab.exercises import mesh, sources
+from judged import Table, stored
+from paralab.exercises import mesh
 
 GROUPS, STEP = pl.exercises.mesh_groups, pl.exercises.mesh_step
 
 
 def changed(exercise, *pairs):
-    """The reference answer with each first text in the place of the second one's."""
-    text = str(exercise.solution())
-    for old, new in pairs:
-        assert old in text, old
-        text = text.replace(old, new)
-    return defined(text, exercise.name)
-
-
-def other(name):
-    return defined(sources.solution(sources.answer(f"{name}_other")), name)
+    return stored(exercise.name, exercise.name, changes=pairs)
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -66,22 +55,10 @@ WRONG_GROUPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("return where, groups", "return where | {'tp': 0}, groups")], {mesh.PLACE},
      "'tp': 1}, yours"),
 ]  # fmt: skip
-GROUP_WRONG = [changed(GROUPS, *pairs) for pairs, *_ in WRONG_GROUPS]
-GROUP_RIGHT = [changed(GROUPS), other("mesh_groups"), by_hand]
-GROUP_ALL = [*GROUP_WRONG, *GROUP_RIGHT, defined(GROUPS.stub, "mesh_groups")]
-
-
-@pytest.mark.parametrize("at", range(len(WRONG_GROUPS)))
-def test_wrong_groups_are_refused_by_the_limits_they_break(at):
-    verdict = judged(GROUPS, GROUP_WRONG[at], GROUP_ALL)
-    assert missed(verdict) == WRONG_GROUPS[at][1], verdict.table.to_string()
-    assert WRONG_GROUPS[at][2] in verdict.said, verdict.said
-
-
-def test_right_groups_pass_and_the_stub_is_not_started():
-    for answer in GROUP_RIGHT:
-        assert judged(GROUPS, answer, GROUP_ALL).passed, judged(GROUPS, answer, GROUP_ALL)
-    assert not judged(GROUPS, GROUP_ALL[-1], GROUP_ALL).started
+GROUP_WRONG = [(changed(GROUPS, *pairs), *row) for pairs, *row in WRONG_GROUPS]
+GROUP_RIGHT = [stored("mesh_groups_other", "mesh_groups"), by_hand]
+GROUP_ALL = Table(GROUPS, GROUP_WRONG, GROUP_RIGHT, exact=True)
+test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = GROUP_ALL.tests()
 
 
 # ---- a step --------------------------------------------------------------------------------------
@@ -118,26 +95,15 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("y.backward(gradient)", "y.backward(torch.ones_like(y))")], {NORM, WEIGHTS}, "rank 0: "),
     ([('group=groups["dp"])  #', ")  #")], {NORM}, "raised "),
 ]  # fmt: skip
-STEP_WRONG = [changed(STEP, *pairs) for pairs, *_ in WRONG_STEPS]
+STEP_WRONG = [(changed(STEP, *pairs), *row) for pairs, *row in WRONG_STEPS]
 STEP_RIGHT = [
-    changed(STEP),
-    other("mesh_step"),
+    stored("mesh_step_other", "mesh_step"),
     changed(STEP, ("for x, y in kept", "for x, y in kept[::-1]")),  # the last one first
 ]
-STEP_ALL = [*STEP_WRONG, *STEP_RIGHT, defined(STEP.stub, "mesh_step")]
-ALONE = [STEP_WRONG[-1], STEP_WRONG[16]]  # ranks fail while others wait
+ALONE = [STEP_WRONG[-1][0], STEP_WRONG[16][0]]  # ranks fail while others wait
+STEP_ALL = Table(STEP, STEP_WRONG, STEP_RIGHT, alone=ALONE)
+test_a_wrong_step_is_refused, test_a_right_step_passes, test_its_stub = STEP_ALL.tests()
 
 
-@pytest.mark.parametrize("at", range(len(WRONG_STEPS)))
-def test_a_wrong_step_is_refused_by_the_limits_it_breaks(at):
-    verdict = judged(STEP, STEP_WRONG[at], STEP_ALL, alone=ALONE)
-    assert WRONG_STEPS[at][1] <= missed(verdict), verdict.table.to_string()
-    assert WRONG_STEPS[at][2] in verdict.said, verdict.said
-
-
-def test_right_steps_pass_and_the_stub_is_not_started():
-    for answer in STEP_RIGHT:
-        verdict = judged(STEP, answer, STEP_ALL, alone=ALONE)
-        assert verdict.passed, verdict.table.to_string()
-    assert not judged(STEP, STEP_ALL[-1], STEP_ALL, alone=ALONE).started
-    assert_reads_the_same_alone(STEP, STEP_WRONG[0], STEP_ALL)
+def test_two_verdicts_on_one_step_are_the_same():
+    STEP_ALL.assert_reads_the_same_alone(STEP_WRONG[0][0])

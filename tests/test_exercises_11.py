@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 import paralab as pl
-from judged import defined, judged, missed
-from paralab.exercises import sources
+from judged import Table, stored
 
 WARM = pl.exercises.days_and_mfu
-TEXT = str(WARM.solution())
 DAYS, MFU = "days", "MFU"
 WRONG = [  # text, what stands there instead, limits it breaks, words of the verdict
     (" / 86_400", "", {DAYS}, "those are seconds"),
@@ -28,37 +24,22 @@ WRONG = [  # text, what stands there instead, limits it breaks, words of the ver
 ]
 
 
-def second(name):
-    return defined(sources.solution(sources.answer(f"{name}_other")), name)
-
-
-BAD = [defined(TEXT.replace(old, new), "days_and_mfu") for old, new, *_ in WRONG]
-
-
 def by_steps(flops, samples, seconds, total, devices, peak):
     rate = flops / seconds / devices
     return [seconds * (total / samples) / (24 * 60 * 60), rate / peak]
 
 
-RIGHT = [defined(TEXT, "days_and_mfu"), second("days_and_mfu"), by_steps]
-ALL = [*BAD, *RIGHT, defined(WARM.stub, "days_and_mfu")]
-
-
-@pytest.mark.parametrize("at", range(len(WRONG)))
-def test_a_wrong_answer_is_refused_and_its_mistake_is_named(at):
-    verdict = judged(WARM, BAD[at], ALL)
-    assert missed(verdict) == WRONG[at][2], verdict.table.to_string()
-    assert WRONG[at][3] in verdict.said, verdict.said
-
-
-def test_right_answers_pass_and_the_stub_is_not_started():
-    assert all(judged(WARM, answer, ALL).passed for answer in RIGHT)
-    assert not judged(WARM, ALL[-1], ALL).started
+BAD = [
+    (stored("days_and_mfu", "days_and_mfu", changes=[(old, new)]), limits, words)
+    for old, new, limits, words in WRONG
+]
+RIGHT = [stored("days_and_mfu_other", "days_and_mfu"), by_steps]
+TABLE = Table(WARM, BAD, RIGHT, exact=True)
+test_a_wrong_answer_is_refused, test_a_right_answer_passes, test_its_stub = TABLE.tests()
 
 
 # ---- go further: a fit of one's own --------------------------------------------------------------
 FIT = pl.exercises.own_fit
-FITTED = str(FIT.solution())
 RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
 MEAN = "return math.exp(sum(logs) / len(logs))"
 LOGS = "math.log(flops / (devices * seconds))"
@@ -111,14 +92,6 @@ WRONG_FITS = {  # text, what stands there instead, limits it breaks, words of th
 }
 
 
-def changed(changes):
-    text = FITTED
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new)
-    return defined(text, "own_fit")
-
-
 def by_statistics(rows):
     """An unusual answer: the standard library's geometric mean."""
     import statistics
@@ -135,19 +108,10 @@ def by_statistics(rows):
     return rate(rows), off(False), off(True)
 
 
-RIGHT_FITS = [defined(FITTED, "own_fit"), second("own_fit"), by_statistics]
-BAD_FITS = {name: changed(row[0]) for name, row in WRONG_FITS.items()}
-FITS = [*BAD_FITS.values(), *RIGHT_FITS, defined(FIT.stub, "own_fit")]
-
-
-@pytest.mark.parametrize("name", WRONG_FITS)
-def test_a_wrong_fit_is_refused_and_its_mistake_is_named(name):
-    _, limits, words = WRONG_FITS[name]
-    verdict = judged(FIT, BAD_FITS[name], FITS)
-    assert missed(verdict) == limits, verdict.table.to_string()
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-def test_right_fits_pass_and_the_stub_is_not_started():
-    assert all(judged(FIT, answer, FITS).passed for answer in RIGHT_FITS)
-    assert not judged(FIT, FITS[-1], FITS).started
+RIGHT_FITS = [stored("own_fit_other", "own_fit"), by_statistics]
+BAD_FITS = [
+    (stored("own_fit", "own_fit", changes=changes), limits, words)
+    for changes, limits, words in WRONG_FITS.values()
+]
+FITS = Table(FIT, BAD_FITS, RIGHT_FITS, exact=True)
+test_a_wrong_fit_is_refused, test_a_right_fit_passes, test_the_stub_of_a_fit = FITS.tests()

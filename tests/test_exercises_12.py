@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
-
 import paralab as pl
-from judged import defined, judged, missed
-from paralab.exercises import sources
+from judged import Table, stored
 
 SENDS = pl.exercises.rank_sends
-
-
-def changed(*pairs):
-    """The reference answer with each second text in the place of the first one."""
-    text = str(SENDS.solution())
-    for old, new in pairs:
-        assert old in text, old
-        text = text.replace(old, new)
-    return defined(text, "rank_sends")
 
 
 def by_names(model, plan, rank):
@@ -73,22 +61,11 @@ WRONG = [  # changes of the answer, limits it breaks, words of the verdict
      "required: a dict, {axis: bytes}, yours is a int"),
     ([("width = 4 if", "width = model.width if")], {"tp", "pp", "dp"}, "raised AttributeError"),
 ]  # fmt: skip
-BAD = [changed(*pairs) for pairs, *_ in WRONG]
-OTHER = sources.solution(sources.answer("rank_sends_other"))
-RIGHT = [changed(), defined(OTHER, "rank_sends"), by_names]
-ALL = [*BAD, *RIGHT, counted, counted_at_the_second_try, defined(SENDS.stub, "rank_sends")]
-
-
-@pytest.mark.parametrize("at", range(len(WRONG)))
-def test_wrong_bytes_are_refused_and_their_mistake_is_named(at):
-    verdict = judged(SENDS, BAD[at], ALL)
-    assert missed(verdict) == WRONG[at][1], verdict.table.to_string()
-    assert WRONG[at][2] in verdict.said, verdict.said
-
-
-def test_right_bytes_pass_the_stub_is_not_started_and_the_library_is_not_asked():
-    for answer in RIGHT:
-        assert judged(SENDS, answer, ALL).passed, judged(SENDS, answer, ALL).table.to_string()
-    assert not judged(SENDS, ALL[-1], ALL).started
-    for answer in (counted, counted_at_the_second_try):
-        assert "here it cannot be asked" in judged(SENDS, answer, ALL).said
+LIBRARY = "here it cannot be asked"
+BAD = [
+    *((stored("rank_sends", "rank_sends", changes=pairs), *row) for pairs, *row in WRONG),
+    *((one, set(SENDS.asked), LIBRARY) for one in (counted, counted_at_the_second_try)),
+]
+RIGHT = [stored("rank_sends_other", "rank_sends"), by_names]
+TABLE = Table(SENDS, BAD, RIGHT, exact=True)
+test_wrong_bytes_are_refused, test_right_bytes_pass, test_its_stub = TABLE.tests()

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-
 import paralab as pl
-from judged import defined, judged, launches, missed
-from paralab.exercises import sources
-from paralab.exercises.graded import asked_for
+from judged import Table, stored
 
 
-def answer(name, which="", **changes):
-    """The package's answer with some of its text replaced."""
-    text = sources.solution(sources.answer(name + which))
-    for old, new in changes.values():
-        assert old in text, old
-        text = text.replace(old, new)
-    return text
-
-
-def memory(**changes):
-    text = answer("stage_memory", **changes)
-    return defined(text, "stage_parameters"), defined(text, "in_flight")
+def memory(*change):
+    """The package's answer with the first text replaced by the second one."""
+    return stored("stage_memory", "stage_parameters", "in_flight", changes=[change])
 
 
 def plan(**changes):
-    settings = defined(answer("trillion_plan"), "my_plan")() | changes
+    settings = stored("trillion_plan", "my_plan")() | changes
     return lambda: settings
 
 
@@ -51,29 +38,25 @@ def alive(model, plan, stage):
 BLOCK = "block = 12 * h * h // t + 7 * h // t + 6 * h"
 FLIGHT = "min(plan.pp - stage, plan.microbatches)"
 WRONG_MEMORY = {
-    "whole": (memory(a=(BLOCK, "t = 1; " + BLOCK)), "those of all tensor-parallel ranks together"),
+    "whole": (memory(BLOCK, "t = 1; " + BLOCK), "those of all tensor-parallel ranks together"),
     "equal": ((lambda m, p, s: m.num_params / p.pp / p.tp, alive), "stages differ"),
-    "no ends": (memory(a=("model.vocab * h // t +", "0 +")), "embedding or the head is missing"),
-    "whole table": (memory(a=("model.vocab * h // t", "model.vocab * h")), "head are not sharded"),
-    "everywhere": (memory(a=("if stage == 0:", "if True:")), "every stage has an embedding"),
-    "no positions": (memory(a=(" + model.seq_len * h", "")), "positions' embedding is missing"),
-    "no norm": (memory(a=(" + 2 * h", "")), "the last LayerNorm is missing"),
-    "sharded norms": (memory(a=("+ 6 * h ", "+ 6 * h // t ")), "norms and biases of rows are repl"),
+    "no ends": (memory("model.vocab * h // t +", "0 +"), "embedding or the head is missing"),
+    "whole table": (memory("model.vocab * h // t", "model.vocab * h"), "head are not sharded"),
+    "everywhere": (memory("if stage == 0:", "if True:"), "every stage has an embedding"),
+    "no positions": (memory(" + model.seq_len * h", ""), "positions' embedding is missing"),
+    "no norm": (memory(" + 2 * h", ""), "the last LayerNorm is missing"),
+    "sharded norms": (memory("+ 6 * h ", "+ 6 * h // t "), "norms and biases of rows are repl"),
     "text": ((lambda m, p, s: "many", alive), "required: a number of parameters"),
-    "gpipe": (memory(a=(FLIGHT, "plan.microbatches")), "that is GPipe: all of them"),
-    "unbounded": (memory(a=(FLIGHT, "plan.pp - stage")), "there are no more than m"),
-    "one less": (memory(a=(FLIGHT, "plan.pp - stage - 1")), "without the one at work"),
-    "other end": (memory(a=(FLIGHT, "min(stage + 1, plan.microbatches)")), "from the other end"),
+    "gpipe": (memory(FLIGHT, "plan.microbatches"), "that is GPipe: all of them"),
+    "unbounded": (memory(FLIGHT, "plan.pp - stage"), "there are no more than m"),
+    "one less": (memory(FLIGHT, "plan.pp - stage - 1"), "without the one at work"),
+    "other end": (memory(FLIGHT, "min(stage + 1, plan.microbatches)"), "from the other end"),
     "raises": ((held_by_program, lambda m, p, s: 1 / 0), "ZeroDivisionError"),
 }
-RIGHT_MEMORY = {
-    "answer": memory(),
-    "other": tuple(
-        defined(answer("stage_memory", "_other"), name)
-        for name in ("stage_parameters", "in_flight")
-    ),
-    "program": (held_by_program, alive),
-}
+RIGHT_MEMORY = [
+    stored("stage_memory_other", "stage_parameters", "in_flight"),
+    (held_by_program, alive),
+]
 WRONG_PLANS = {
     "published": (
         plan(
@@ -101,44 +84,19 @@ WRONG_PLANS = {
     "raises": (lambda: 1 / 0, "ZeroDivisionError"),
     "exits": (lambda: __import__("sys").exit(3), "exit"),
 }
-RIGHT_PLANS = {
-    "answer": defined(answer("trillion_plan"), "my_plan"),
-    "other": defined(answer("trillion_plan", "_other"), "my_plan"),
-    "of a plan": as_a_plan,
-}
-ANSWERS = {  # exercise: wrong answers, right ones
-    "stage_memory": (WRONG_MEMORY, RIGHT_MEMORY),
-    "trillion_plan": (WRONG_PLANS, RIGHT_PLANS),
-}
-TABLES = {
-    exercise: [*(row[0] for row in wrong.values()), *right.values()]
-    for exercise, (wrong, right) in ANSWERS.items()
-}
-WRONG = [(exercise, name) for exercise, (wrong, _) in ANSWERS.items() for name in wrong]
-RIGHT = [(exercise, name) for exercise, (_, right) in ANSWERS.items() for name in right]
+RIGHT_PLANS = [stored("trillion_plan_other", "my_plan"), as_a_plan]
 
 
-@pytest.mark.parametrize("exercise, name", WRONG)
-def test_a_wrong_answer_is_refused_and_its_mistake_is_named(exercise, name):
-    given, words = ANSWERS[exercise][0][name]
-    verdict = judged(pl.exercises.ALL[exercise], given, TABLES[exercise])
-    assert not verdict and missed(verdict) and words in repr(verdict), repr(verdict)
+def table(exercise, wrong, right):
+    return Table(exercise, [(given, set(), words) for given, words in wrong.values()], right)
 
 
-@pytest.mark.parametrize("exercise, name", RIGHT)
-def test_three_right_answers_pass(exercise, name):
-    verdict = judged(pl.exercises.ALL[exercise], ANSWERS[exercise][1][name], TABLES[exercise])
-    assert verdict.passed, repr(verdict)
+MEMORY = table(pl.exercises.stage_memory, WRONG_MEMORY, RIGHT_MEMORY)
+PLANS = table(pl.exercises.trillion_plan, WRONG_PLANS, RIGHT_PLANS)
+test_wrong_bytes_are_refused, test_right_bytes_pass, test_its_stub = MEMORY.tests()
+test_a_wrong_plan_is_refused, test_a_right_plan_passes, test_the_stub_of_a_plan = PLANS.tests()
 
 
-@pytest.mark.parametrize("exercise", ANSWERS)
-def test_the_stub_has_not_been_started(exercise):
-    exercise = pl.exercises.ALL[exercise]
-    verdict = exercise.check(*(defined(exercise.stub, name) for name in asked_for(exercise)))
-    assert not verdict and not verdict.started
-
-
-@pytest.mark.parametrize("exercise", ANSWERS)
-def test_a_table_of_answers_takes_one_launch(exercise):
-    judged(pl.exercises.ALL[exercise], TABLES[exercise][0], TABLES[exercise])
-    assert launches[exercise] == 1
+def test_a_table_of_answers_takes_one_launch():
+    assert MEMORY[RIGHT_MEMORY[0]] and PLANS[RIGHT_PLANS[0]]
+    assert MEMORY.launches == PLANS.launches == 1

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from paralab.exercises.tries import Takes, Try, on_ranks
+from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
 from paralab.theory.traffic import wire_bytes
 from patience import HANG_S
@@ -17,10 +17,8 @@ ASKED = {"result": "anything"}
 def run(*answers, ranks=4, work=None, nodes=1):
     """[(notes, found)] of functions without arguments."""
     tries = [Try((answer,), Notes("plain", ASKED)) for answer in answers]
-    for one in tries:
-        one.begin([Takes("a function", "f()")])
     found = dict.fromkeys(range(len(tries)))
-    for notes, one in on_ranks(tries, work or called, ranks, timeout=HANG_S, nodes=nodes):
+    for notes, one in Tries(tries, HANG_S).run(work or called, ranks, nodes=nodes):
         found[next(i for i, t in enumerate(tries) if t.notes is notes)] = one
     return [(one.notes, found[i]) for i, one in enumerate(tries)]
 

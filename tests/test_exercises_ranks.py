@@ -7,7 +7,7 @@ import pytest
 import bad_answers as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import judged, launches, missed
+from judged import Table
 
 REFUSED = r"grad_sync=.*; legal: "
 
@@ -64,21 +64,9 @@ RING = [  # answer, limits it breaks, words of the verdict
     (attacks.ring_prints_for_ever, {"result"}, "nothing moves any more: rank 0 line "),
 ]
 RIGHT_RINGS = [bad.ring_copied, bad.ring_to_the_left]
-RINGS = [*(row[0] for row in RING), *RIGHT_RINGS]
 RING_ALONE = (bad.ring_waits_for_nobody, bad.ring_sends_first, attacks.ring_prints_for_ever)
-
-
-@pytest.mark.parametrize("answer, limits, words", RING)
-def test_a_wrong_ring_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(pl.exercises.all_gather_half, answer, RINGS, alone=RING_ALONE)
-    assert not verdict and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", RIGHT_RINGS)
-def test_another_right_ring_passes(answer):
-    verdict = judged(pl.exercises.all_gather_half, answer, RINGS, alone=RING_ALONE)
-    assert verdict.passed, repr(verdict)
+RINGS = Table(pl.exercises.all_gather_half, RING, RIGHT_RINGS, alone=RING_ALONE)
+test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring = RINGS.tests()
 
 
 def test_what_an_answer_prints_is_cut(capfd):
@@ -89,5 +77,4 @@ def test_what_an_answer_prints_is_cut(capfd):
 
 
 def test_a_table_of_answers_takes_one_launch_for_every_run_of_the_checker():
-    judged(pl.exercises.all_gather_half, bad.ring_direct, RINGS, alone=RING_ALONE)
-    assert launches["all_gather_half"] <= 3
+    assert not RINGS[bad.ring_direct] and RINGS.launches <= 3

@@ -8,7 +8,7 @@ import pytest
 import bad_answers as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import assert_reads_the_same_alone, judged, missed
+from judged import Table
 from paralab.exercises import zero
 
 STEP = pl.exercises.zero_step
@@ -46,27 +46,13 @@ ZERO = [  # answer, limits it breaks, words of the verdict
     ("zero", {"parameters"}, "required: a class, yours is 'zero'"),
 ]  # fmt: skip
 RIGHT = [bad.ZeroGood, bad.ZeroByHand, bad.ZeroGlooHolds]
-ZEROS = [*(row[0] for row in ZERO), *RIGHT]
-ALONE = (bad.ZeroRootOnly,)
-
-
-@pytest.mark.parametrize("answer, limits, words", ZERO)
-def test_a_wrong_zero_step_is_refused_by_the_limits_it_breaks(answer, limits, words):
-    verdict = judged(STEP, answer, ZEROS, alone=ALONE)
-    assert not verdict and verdict.started and limits <= missed(verdict), repr(verdict)
-    assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
-
-
-@pytest.mark.parametrize("answer", RIGHT)
-def test_a_right_zero_step_passes(answer):
-    verdict = judged(STEP, answer, ZEROS, alone=ALONE)
-    assert verdict.passed, repr(verdict)
+ZEROS = Table(STEP, ZERO, RIGHT, alone=[bad.ZeroRootOnly])
+test_a_wrong_step_is_refused, test_a_right_step_passes, test_its_stub = ZEROS.tests()
 
 
 @pytest.mark.parametrize("answer", [bad.ZeroGood, bad.ZeroMomentumForAll])
 def test_two_verdicts_on_one_answer_are_the_same(answer):
-    judged(STEP, answer, ZEROS, alone=ALONE)
-    assert_reads_the_same_alone(STEP, answer, ZEROS)
+    ZEROS.assert_reads_the_same_alone(answer)
 
 
 @pytest.mark.parametrize("n", zero.RANKS)

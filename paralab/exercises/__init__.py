@@ -54,50 +54,21 @@ from paralab.exercises.warmup import warmup
 from paralab.exercises.zero import zero_step
 from paralab.exercises.zero3 import my_zero3
 
-ALL = {
-    exercise.name: exercise
-    for exercise in (
-        model_states,
-        accumulate,
-        peak_estimate,
-        all_gather_half,
-        ring_all_reduce,
-        hierarchical_all_reduce,
-        average_gradients,
-        my_ddp,
-        sync_pass,
-        warmup,
-        pipeline_executor,
-        interleaved_executor,
-        deadlock_clinic,
-        own_schedule,
-        better_schedules,
-        zero_step,
-        my_zero3,
-        my_prefetch,
-        memory_clinic,
-        checkpoint,
-        memory_estimator,
-        f_and_g,
-        tensor_mlp,
-        tensor_attention,
-        vocab_parallel_loss,
-        grid_groups,
-        summa,
-        cannon,
-        bandwidth,
-        streamed_optimizer,
-        stream,
-        mesh_groups,
-        mesh_step,
-        place,
-        days_and_mfu,
-        training_cost,
-        own_fit,
-        stage_memory,
-        rank_sends,
-        trillion_plan,
-    )
-}
+LADDERS = (  # of every lab: warm-up, implement, go further
+    (model_states, accumulate, peak_estimate),
+    (all_gather_half, ring_all_reduce, hierarchical_all_reduce),
+    (average_gradients, my_ddp, sync_pass),
+    (warmup, pipeline_executor, interleaved_executor),
+    (deadlock_clinic, own_schedule, better_schedules),
+    (zero_step, my_zero3, my_prefetch),
+    (memory_clinic, checkpoint, memory_estimator),
+    (f_and_g, tensor_mlp, tensor_attention, vocab_parallel_loss),
+    (grid_groups, summa, cannon),
+    (bandwidth, streamed_optimizer, stream),
+    (mesh_groups, mesh_step, place),
+    (days_and_mfu, training_cost, own_fit),
+    (stage_memory, rank_sends, trillion_plan),
+)
+ALL = {exercise.name: exercise for ladder in LADDERS for exercise in ladder}
 
 __all__ = ["ALL", "Choice", "Exercise", "Guess", "Reveal", "Verdict", "choose", "guess", *ALL]

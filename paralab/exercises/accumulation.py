@@ -13,11 +13,10 @@ from typing import Any
 
 from paralab.exercises.accumulated import LR, Arrays, Step
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, watched
 from paralab.exercises.questions import is_number, wrong_number
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, look_at_memory
+from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
 # Small, and yet one sample's activations outweigh all gradients.
@@ -40,16 +39,13 @@ ASKED = {
 LOSS, NORM, WEIGHTS, PASSES, MEMORY = ASKED
 
 
-@exercise(
-    Takes("a function", "accumulate(model, optimizer, microbatches, clip_norm=...)"),
-    lab="00",
-    asked=ASKED,
-)
-def accumulate(tries: Sequence[Try], timeout: float) -> None:
-    for notes, found in on_ranks(tries, stepped, 1, timeout=timeout):
+@exercise(Takes("accumulate(model, optimizer, microbatches, clip_norm=...)"), lab="00", asked=ASKED)
+def accumulate(tries: Tries) -> None:
+    for notes, found in tries.run(stepped, 1):
         for steps in found.results[0]:
             for number, step in enumerate(steps, 1):
-                _look(notes, f"samples {' + '.join(map(str, step.sizes))}, step {number}", step)
+                notes.where = f"samples {' + '.join(map(str, step.sizes))}, step {number}"
+                _look(notes, step)
 
 
 # ---- on the rank ---------------------------------------------------------------------------------
@@ -103,15 +99,13 @@ def _alone(watch: Any, gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], li
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
-def _look(notes: Notes, where: str, step: Step) -> None:
+def _look(notes: Notes, step: Step) -> None:
     """One step against every limit."""
     pair = "" if len(step.returned) == 2 else "required: the pair (loss, norm)"
-    what, show = "required: a number", "{:.5f}".format
+    show = "{:.5f}".format
     for place, (limit, (right, known)) in enumerate({LOSS: step.loss(), NORM: step.norm()}.items()):
-        wrong = pair or wrong_number(
-            step.returned[place], right, show, known, what=what, tolerance=TOLERANCE
-        )
-        notes.look(limit, where, wrong, show(right))
+        wrong = pair or wrong_number(step.returned[place], right, known, show, tolerance=TOLERANCE)
+        notes.look(limit, wrong, show(right))
 
     wanted, others = step.weights()
     wrong = first_wrong_tensor(
@@ -122,9 +116,9 @@ def _look(notes: Notes, where: str, step: Step) -> None:
         known=lambda name: ((said, other[name]) for said, other in others.items()),
         ranks=lambda _: "after the step",
     )
-    notes.look(WEIGHTS, where, wrong, f"{len(wanted)} tensors, all equal")
+    notes.look(WEIGHTS, wrong, f"{len(wanted)} tensors, all equal")
 
     passes = "" if step.passes == list(step.sizes) else f"they had {step.passes} samples"
-    notes.look(PASSES, where, passes, f"{len(step.sizes)} of {len(step.sizes)}")
+    notes.look(PASSES, passes, f"{len(step.sizes)} of {len(step.sizes)}")
     words = f"has {{held}} bytes, one micro-batch with all gradients {step.largest:,}"
-    look_at_memory(notes, MEMORY, where, [step.peak], int(ROOM * step.largest), words)
+    notes.memory(MEMORY, [step.peak], int(ROOM * step.largest), words)

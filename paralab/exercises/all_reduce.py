@@ -8,43 +8,46 @@ nodes: 2(n-1)/n of a k-th, on n nodes of k ranks. Time is that of a replay with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch
-from paralab.exercises.ring import CLUSTER, look_at_calls, look_at_time
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, look_at_bytes, look_at_memory
+from paralab.exercises.ring import BYTES, CLUSTER, MEMORY, RESULT, look_at_calls, look_at_time
+from paralab.exercises.tries import Found
 from paralab.theory import collectives
 
 LENGTH = 10_001  # elements: no number of ranks divides it
 RANKS = (2, 3, 4)
 NODES, PER_NODE, EVEN = 2, (2, 3), 12_000  # elements: a multiple of the ranks of a node
-RING_ASKED = {
-    "result": f"N = 2, 3, 4, {LENGTH:,} elements: the sum, in place, on every rank",
-    "calls": "sends and receives between neighbours on the ring",
-    "bytes per rank": "2(N-1) S together; no rank more than 2 (S − its smallest chunk)",
-    "extra memory": "at most one chunk, of ⌈elements/N⌉",
-    "simulated time": "at most 2(N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
-}
-RESULT, _, BYTES, MEMORY, _ = RING_ASKED
-LEVELS_ASKED = {
-    "result": "2 nodes of 2 and of 3 ranks: the sum, in place, on every rank",
-    "bytes between nodes": "exactly S/k sent by each of the k ranks of a node",
-    "bytes inside nodes": "exactly 2(k-1)/k S sent by each rank",
-    "extra memory": "at most one copy of the tensor and a k-th",
-}
-RESULT, BETWEEN, INSIDE, MEMORY = LEVELS_ASKED
+BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
 
 
 # ---- a ring --------------------------------------------------------------------------------------
-@exercise(Takes("a function", "ring_all_reduce(tensor)"), lab="01", asked=RING_ASKED)
-def ring_all_reduce(tries: Sequence[Try], timeout: float) -> None:
+@exercise(
+    Takes("ring_all_reduce(tensor)"),
+    lab="01",
+    asked={
+        RESULT: f"N = 2, 3, 4, {LENGTH:,} elements: the sum, in place, on every rank",
+        "calls": "sends and receives between neighbours on the ring",
+        BYTES: "2(N-1) S together; no rank more than 2 (S − its smallest chunk)",
+        MEMORY: "at most one chunk, of ⌈elements/N⌉",
+        "simulated time": "at most 2(N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
+    },
+)
+def ring_all_reduce(tries: Tries) -> None:
     for n in RANKS:
-        for notes, found in on_ranks(tries, added, n, (LENGTH,), where=f"N={n}", timeout=timeout):
-            _look_at_ring(notes, found, n)
+        for notes, found in tries.run(added, n, LENGTH, where=f"N={n}"):
+            notes.look(RESULT, _wrong_sum(found, LENGTH), f"{n} ranks, all equal")
+            look_at_calls(notes, found, "{}", "rank 0")
+            sent = found.sent()
+            notes.look(BYTES, _wrong_bytes(sent), f"{sum(sent):,} bytes together")
+            largest = 4 * -(-LENGTH // n)
+            words = f"takes {{held}} bytes, one chunk is {largest:,}"
+            notes.memory(MEMORY, found["extra"], largest, words)
+            limit = collectives.seconds("ring_all_reduce", n, 4 * LENGTH, CLUSTER.intra)
+            look_at_time(notes, found, limit)
 
 
 def added(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dict[str, Any]:
@@ -52,41 +55,29 @@ def added(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dict
     tensor = torch.from_numpy(term(seed, watch.group.index, length))
     with watch.section() as section:
         answer[0](tensor, *more)
-    return {"tensor": tensor, "extra": section.peak, "seed": seed}
+    return {"tensor": tensor, "extra": section.peak}
 
 
 def term(seed: int, rank: int, length: int) -> np.ndarray:
     return np.random.default_rng([seed, rank]).standard_normal(length, dtype=np.float32)
 
 
-def _look_at_ring(notes: Notes, found: Found, n: int) -> None:
-    where, largest, smallest = f"N={n}", 4 * -(-LENGTH // n), 4 * (LENGTH // n)
-    notes.look(RESULT, where, _wrong_sum(found.results, LENGTH), f"{n} ranks, all equal")
-
-    look_at_calls(notes, where, found, "{}", "rank 0")
-
-    sent, least, most = found.sent(), 2 * (4 * LENGTH - largest), 2 * (4 * LENGTH - smallest)
+def _wrong_bytes(sent: list[int]) -> str:
+    n = len(sent)
+    least, most = 8 * (LENGTH - -(-LENGTH // n)), 8 * (LENGTH - LENGTH // n)
     worst = max(range(n), key=lambda rank: (sent[rank] - most, -rank))
-    wrong = ""
     if not sent[worst]:
-        wrong = "nothing is sent"
-    elif sent[worst] > most or min(sent) < least or sum(sent) != 2 * (n - 1) * 4 * LENGTH:
-        wrong = f"rank {worst} sends {sent[worst]:,} bytes, required: {least:,} to {most:,}; "
-        wrong += f"together {sum(sent):,}, required: {8 * (n - 1) * LENGTH:,}"
-    notes.look(BYTES, where, wrong, f"{sum(sent):,} bytes together")
-
-    extra = [result["extra"] for result in found.results]
-    words = f"takes {{held}} bytes, one chunk is {largest:,}"
-    look_at_memory(notes, MEMORY, where, extra, largest, words)
-
-    limit = collectives.seconds("ring_all_reduce", n, 4 * LENGTH, CLUSTER.intra)
-    look_at_time(notes, where, found, limit)
+        return "nothing is sent"
+    if sent[worst] <= most and min(sent) >= least and sum(sent) == 8 * (n - 1) * LENGTH:
+        return ""
+    said = f"rank {worst} sends {sent[worst]:,} bytes, required: {least:,} to {most:,}; "
+    return said + f"together {sum(sent):,}, required: {8 * (n - 1) * LENGTH:,}"
 
 
-def _wrong_sum(results: Sequence[Mapping[str, Any]], length: int) -> str:
+def _wrong_sum(found: Found, length: int) -> str:
     """The first wrong element of the first rank that has one, in words, or ""."""
-    n, seed = len(results), results[0]["seed"]
-    terms = [term(seed, rank, length) for rank in range(n)]
+    n = len(found.results)
+    terms = [term(found.seed, rank, length) for rank in range(n)]
     total = sum(one.astype("float64") for one in terms)
 
     def known(rank: int) -> Iterable[tuple[str, np.ndarray]]:
@@ -94,7 +85,7 @@ def _wrong_sum(results: Sequence[Mapping[str, Any]], length: int) -> str:
 
     return first_wrong(
         "",
-        [result["tensor"] for result in results],
+        found["tensor"],
         [total] * n,
         start=terms,
         terms=lambda _: [(f"of rank {rank}", one) for rank, one in enumerate(terms)],
@@ -104,21 +95,24 @@ def _wrong_sum(results: Sequence[Mapping[str, Any]], length: int) -> str:
 
 # ---- two levels of links -------------------------------------------------------------------------
 @exercise(
-    Takes("a function", "hierarchical_all_reduce(tensor, ranks_per_node)"),
+    Takes("hierarchical_all_reduce(tensor, ranks_per_node)"),
     lab="01",
-    asked=LEVELS_ASKED,
+    asked={
+        RESULT: "2 nodes of 2 and of 3 ranks: the sum, in place, on every rank",
+        BETWEEN: "exactly S/k sent by each of the k ranks of a node",
+        INSIDE: "exactly 2(k-1)/k S sent by each rank",
+        MEMORY: "at most one copy of the tensor and a k-th",
+    },
 )
-def hierarchical_all_reduce(tries: Sequence[Try], timeout: float) -> None:
+def hierarchical_all_reduce(tries: Tries) -> None:
     for k in PER_NODE:
-        n, where = NODES * k, f"{NODES} nodes of {k}"
-        for notes, found in on_ranks(
-            tries, added, n, (EVEN, k), where=where, timeout=timeout, nodes=NODES
-        ):
-            notes.look(RESULT, where, _wrong_sum(found.results, EVEN), f"{n} ranks, all equal")
-            between = 2 * (NODES - 1) * 4 * EVEN // (NODES * k)
-            look_at_bytes(notes, BETWEEN, where, found.sent(level="inter"), between, "to others")
-            inside = 2 * (k - 1) * 4 * EVEN // k
-            look_at_bytes(notes, INSIDE, where, found.sent(level="intra"), inside, "to its node")
-            extra = [result["extra"] for result in found.results]
-            words = f"takes {{held}} bytes, the tensor has {4 * EVEN:,}"
-            look_at_memory(notes, MEMORY, where, extra, 4 * EVEN * (k + 1) // k, words)
+        n, size = NODES * k, 4 * EVEN
+        where = f"{NODES} nodes of {k}"
+        for notes, found in tries.run(added, n, EVEN, k, where=where, nodes=NODES):
+            notes.look(RESULT, _wrong_sum(found, EVEN), f"{n} ranks, all equal")
+            between = 2 * (NODES - 1) * size // (NODES * k)
+            notes.bytes(BETWEEN, found.sent(level="inter"), between, "to others")
+            inside = 2 * (k - 1) * size // k
+            notes.bytes(INSIDE, found.sent(level="intra"), inside, "to its node")
+            words = f"takes {{held}} bytes, the tensor has {size:,}"
+            notes.memory(MEMORY, found["extra"], size * (k + 1) // k, words)

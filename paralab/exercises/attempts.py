@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from paralab.exercises.verdict import NOT_STARTED
@@ -13,17 +12,18 @@ from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
 WHOLE = 6  # times `timeout`: the longest that a launch may take, whatever it prints meanwhile
 
 
-@contextlib.contextmanager
-def time_limit(timeout: float) -> Iterator[threading.Event]:
-    """An event to end a launch with, which is set when the longest time is over: an answer that
-    prints for ever gives signs of life for ever.
+def launched(
+    call: Callable[..., Any], *args: Any, timeout: float, **settings: Any
+) -> tuple[Any, str]:
+    """`attempt` of a call that starts ranks. They are stopped when the longest time is over: an
+    answer that prints for ever gives signs of life for ever.
     """
     stop = threading.Event()
     timer = threading.Timer(WHOLE * timeout, stop.set)
     timer.daemon = True
     timer.start()
     try:
-        yield stop
+        return attempt(lambda: call(*args, timeout=timeout, stop=stop, **settings))
     finally:
         timer.cancel()
 
@@ -39,6 +39,8 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
         return None, "it has not ended in the time that there is for a check"
     except (RankError, OutOfMemory) as error:
         return None, said(first_line(error))
+    except NotImplementedError:
+        return None, NOT_STARTED
     except Exception as error:
         if isinstance(error, ValueError) and "; legal: " in first_line(error):
             return None, first_line(error)  # a refusal in paralab's own words

@@ -7,11 +7,8 @@ parameter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from paralab.exercises.exercise import exercise
-from paralab.exercises.questions import Mistakes, asked, replies, wrong_number
-from paralab.exercises.tries import Takes, Try
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.questions import Mistakes, ask
 from paralab.theory.offload_costs import bandwidth_needed
 
 ASKED = {
@@ -28,19 +25,14 @@ CASES = (  # limit, tokens, bytes per parameter, FLOP/s, efficiency
 )
 
 
-@exercise(
-    Takes("a function", "bandwidth_needed(tokens, moved, peak, efficiency)"), lab="09", asked=ASKED
-)
-def bandwidth(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("bandwidth_needed(tokens, moved, peak, efficiency)"), lab="09", asked=ASKED)
+def bandwidth(tries: Tries) -> None:
     questions = [(0, case[1:]) for case in CASES]
-    for notes, (limit, *case), reply in replies(tries, CASES, timeout, asked, questions):
+    for notes, (limit, *case), reply in ask(tries, CASES, questions):
+        notes.where = f"{case[0]:,} tokens, {case[1]} bytes per parameter, {100 * case[3]:g} %"
         right = needed(*case)
-        what = "required: a number of bytes per second"
-        wrong = reply.trouble or wrong_number(
-            reply.value, right, _shown, known(*case), what=what, tolerance=1e-9
-        )
-        where = f"{case[0]:,} tokens, {case[1]} bytes per parameter, {100 * case[3]:g} %"
-        notes.look(limit, where, wrong, _shown(right))
+        wrong = reply.number(right, known(*case), _shown, " of bytes per second", 1e-9)
+        notes.look(limit, wrong, _shown(right))
 
 
 def needed(tokens: int, moved: int, peak: float, efficiency: float) -> float:

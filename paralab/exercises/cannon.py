@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paralab.exercises.diagnose import TOLERANCE, first_wrong, near
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, np, torch, watched
 from paralab.exercises.summa import SCALARS, SHAPES, at, blocks
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, first, look_at_memory
+from paralab.exercises.tries import Found
+from paralab.exercises.verdict import first
 
 GROUP_GRIDS = (2, 3)
 GRIDS = (2, 4)  # q; with 2, left and right are the same, with 3, two received blocks are a row
@@ -50,14 +50,14 @@ FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, 
 
 
 # ---- groups --------------------------------------------------------------------------------------
-@exercise(Takes("a function", "row_and_column(q)"), lab="08", asked=GROUPS_ASKED)
-def grid_groups(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("row_and_column(q)"), lab="08", asked=GROUPS_ASKED)
+def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
-        for notes, found in on_ranks(tries, summed, q * q, (q,), where=f"q={q}", timeout=timeout):
+        for notes, found in tries.run(summed, q * q, q, where=f"q={q}"):
             for limit in GROUPS_ASKED:
                 look = _wrong_group if limit in GROUPS else _wrong_sums
                 wrong = first(look(rank, limit, one, q) for rank, one in enumerate(found.results))
-                notes.look(limit, f"q={q}", wrong, "right, on every rank")
+                notes.look(limit, wrong, "right, on every rank")
 
 
 def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
@@ -91,11 +91,21 @@ def _wrong_sums(rank: int, limit: str, found: dict[str, Any], q: int) -> str:
 
 
 # ---- Cannon's algorithm --------------------------------------------------------------------------
-@exercise(Takes("a function", "cannon(x, w, q)"), lab="08", asked=ASKED)
-def cannon(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("cannon(x, w, q)"), lab="08", asked=ASKED)
+def cannon(tries: Tries) -> None:
     for q in GRIDS:
-        for notes, found in on_ranks(tries, multiply, q * q, (q,), where=f"q={q}", timeout=timeout):
-            _look(notes, found, q)
+        for notes, found in tries.run(multiply, q * q, q, where=f"q={q}"):
+            cases, ops = range(len(SHAPES)), found.report.collectives["op"].unique()
+            notes.look(PRODUCT, first(_wrong(found, n, q) for n in cases), "every block")
+            other = first(f"calls {op}" for op in ops if op not in ("send", "recv"))
+            notes.look(CALLS, other, "messages between two ranks")
+            for number, (m, k, n) in enumerate(SHAPES):
+                most, limit = 4 * q * k * (m + n), 4 * (2 * k * (m + n) + 2 * m * n) + SCALARS
+                words = f"sends {{held}} bytes, {q} blocks of X and of W are {most:,}"
+                notes.memory(SENT, found.sent(f"{number}"), most, words, at(q))
+                peaks = [peak[number] for peak in found["peak"]]
+                words = f"holds {{held}} bytes in addition to x and w, required: at most {limit:,}"
+                notes.memory(MEMORY, peaks, limit, words, at(q))
 
 
 def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
@@ -103,7 +113,7 @@ def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     each had in addition to its arguments.
     """
     i, j = divmod(watch.group.index, q)
-    found: dict[str, Any] = {"y": [], "peak": [], "seed": seed}
+    found: dict[str, Any] = {"y": [], "peak": []}
     for number in range(len(SHAPES)):
         x, w = (torch.from_numpy(one[i, j]) for one in blocks(seed, q, number)[:2])
         watch.label = f"{number}"
@@ -115,28 +125,13 @@ def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     return found
 
 
-def _look(notes: Notes, found: Found, q: int) -> None:
-    """One run against every limit."""
-    where, cases = f"q={q}", range(len(SHAPES))
-    notes.look(PRODUCT, where, first(_wrong(found.results, n, q) for n in cases), "every block")
-    other = [op for op in found.report.collectives["op"].unique() if op not in ("send", "recv")]
-    notes.look(CALLS, where, f"calls {other[0]}" if other else "", "messages between two ranks")
-    for number, (m, k, n) in enumerate(SHAPES):
-        most, limit = 4 * q * k * (m + n), 4 * (2 * k * (m + n) + 2 * m * n) + SCALARS
-        words = f"sends {{held}} bytes, {q} blocks of X and of W are {most:,}"
-        look_at_memory(notes, SENT, where, found.sent(f"{number}"), most, words, at(q))
-        peaks = [result["peak"][number] for result in found.results]
-        words = f"holds {{held}} bytes in addition to x and w, required: at most {limit:,}"
-        look_at_memory(notes, MEMORY, where, peaks, limit, words, at(q))
-
-
-def _wrong(results: Sequence[dict], number: int, q: int) -> str:
+def _wrong(run: Found, number: int, q: int) -> str:
     """The first rank whose block of Y is wrong, in words, or "". A mistake in the moves is named if
     it explains the blocks of all ranks: on some ranks several mistakes have the same result.
     """
-    x, w = (one.astype("float64") for one in blocks(results[0]["seed"], q, number)[:2])
+    x, w = (one.astype("float64") for one in blocks(run.seed, q, number)[:2])
     places = [divmod(rank, q) for rank in range(q * q)]
-    found = [result["y"][number] for result in results]
+    found = [y[number] for y in run["y"]]
     right = [sum(x[i, step] @ w[step, j] for step in range(q)) for i, j in places]
     allowed = TOLERANCE * max(abs(block).max() for block in right)
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import first_line
-from paralab.exercises.exercise import Text, exercise
+from paralab.exercises.exercise import Takes, Text, Tries, exercise
 from paralab.exercises.questions import plain
-from paralab.exercises.tries import Takes, Try
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.parallel.schedules import Action, Schedule, actions
 
@@ -96,13 +95,13 @@ ASKED = {
 
 
 @exercise(
-    Takes("a dict {patient: lists}"),
+    Takes(kind="a dict {patient: lists}"),
     lab="04",
     asked=ASKED,
     patients={patient.name: patient for patient in PATIENTS},
 )
-def deadlock_clinic(tries: Sequence[Try], timeout: float) -> None:
-    for one in tries:
+def deadlock_clinic(tries: Tries) -> None:
+    for one in tries.all:
         _look(one.notes, plain(one.answer[0]))
 
 

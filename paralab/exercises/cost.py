@@ -14,23 +14,13 @@ so that every known mistake has a number of its own; it then says which mistake 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from paralab.exercises.exercise import exercise
-from paralab.exercises.questions import (
-    Mistakes,
-    Reply,
-    asked,
-    size_text,
-    wrong_number,
-    wrong_numbers,
-    wrong_states,
-)
-from paralab.exercises.states import RECIPES, known_units, open_ends
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.mfu import known_shares
+from paralab.exercises.questions import Mistakes, Reply, ask, size_text
+from paralab.exercises.states import RECIPES, known_units
 from paralab.spec import ModelSpec
 from paralab.theory import needs, training
 from paralab.theory.flops import block_flops, head_flops
@@ -78,77 +68,57 @@ ASKED = {
 }
 
 
-class Question(NamedTuple):
-    """Part ``number`` of the answer gets ``args``; ``judge`` says what is wrong with the reply."""
-
-    limit: str
-    where: str
-    number: int
-    args: tuple
-    judge: Callable[[Any], str]
-    right: str
-
-
 @exercise(
-    Takes("a function", "step_flops(model, samples)"),
-    Takes("a function", "training_days(model, tokens, devices, flops)"),
-    Takes("a function", "states_per_device(model, recipe, tp, pp, dp, zero_stage)"),
-    Takes("a function", "utilisation(model, samples, seconds, devices, peak)"),
+    Takes("step_flops(model, samples)"),
+    Takes("training_days(model, tokens, devices, flops)"),
+    Takes("states_per_device(model, recipe, tp, pp, dp, zero_stage)"),
+    Takes("utilisation(model, samples, seconds, devices, peak)"),
     lab="11",
     asked=ASKED,
 )
-def training_cost(tries: Sequence[Try], timeout: float) -> None:
-    questions = list(_questions())
-    given = [(question.number, question.args) for question in questions]
-    for notes, found in on_ranks(tries, asked, 1, (given,), timeout=timeout):
-        for question, reply in zip(questions, found.results[0], strict=True):
-            if reply.trouble != NOT_STARTED:
-                wrong = reply.trouble or question.judge(reply.value)
-                notes.look(question.limit, question.where, wrong, question.right)
-        open_ends(notes, found.results[0], "there is one more function to write")
+def training_cost(tries: Tries) -> None:
+    parts = (FLOP_CASES, _flops), (DAY_CASES, _days), (STATE_CASES, _states), (SHARE_CASES, _shares)
+    cases = [(part, case) for part, (some, _) in enumerate(parts) for case in some]
+    questions = [(part, _given(*case)) for part, case in cases]
+    for notes, (part, case), reply in ask(tries, cases, questions):
+        for limit, notes.where, wrong, right in parts[part][1](reply, *case):
+            notes.look(limit, wrong, right)
 
 
-def _questions() -> Iterator[Question]:
-    for name, samples in FLOP_CASES:
-        args = (ModelSpec.preset(name), samples)
-        right = needs.step_flops(*args, recompute=True)
-        judge = _number(right, known_flops(*args), "FLOPs", EXACT)
-        yield Question(FLOPS, f"{name}, {samples:,} samples", 0, args, *judge)
-    for name, tokens, devices, rate in DAY_CASES:
-        args = (ModelSpec.preset(name), tokens, devices, rate)
-        where = (
-            f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of {rate / 1e12:g} TFLOP/s"
-        )
-        judge = _number(right_days(*args), known_days(*args), "days", DAYS_TOLERANCE)
-        yield Question(DAYS, where, 1, args, *judge)
-    for name, recipe, *degrees in STATE_CASES:
-        args = (ModelSpec.preset(name), RECIPES[recipe], *degrees)
-        right, (tp, pp, dp, stage) = right_states(*args), degrees
-
-        def states(found: Any, right: dict = right, args: tuple = args) -> str:
-            return wrong_states(found, right, lambda state: known_states(state, *args), EXACT)
-
-        where = f"{name}, {recipe}, tp={tp} pp={pp} dp={dp} zero_stage={stage}"
-        said = size_text(sum(right.values()))
-        yield Question(ZERO if stage else SPLIT, where, 2, args, states, said)
-    for name, samples, *rest in SHARE_CASES:
-        args = (ModelSpec.preset(name), samples, *rest)
-        for limit, (share, _) in shares(*args).items():
-            judge = functools.partial(_wrong_share, limit, args)
-            yield Question(limit, f"{name}, {samples:,} samples", 3, args, judge, f"{share:.1%}")
+def _given(name: str, *rest: Any) -> tuple:
+    """The arguments of a case, whose model and recipe are there by name."""
+    return ModelSpec.preset(name), *(RECIPES.get(one, one) for one in rest)
 
 
-def _number(
-    right: float, known: Mapping[str, float], unit: str, tolerance: float
-) -> tuple[Callable[[Any], str], str]:
-    """What is wrong with a reply that has to be one number, and the right one in words."""
-    show, what = f"{{:,.6g}} {unit}".format, f"required: a number of {unit}"
-    of = {"right": right, "show": show, "known": known.items(), "what": what}
-    return functools.partial(wrong_number, tolerance=tolerance, **of), show(right)
+Judged = Iterator[tuple[str, str, str, str]]  # limit, where, what is wrong, what is right
 
 
-def _wrong_share(limit: str, args: tuple, found: Any) -> str:
-    return dict(wrong_numbers(Reply(found, ""), shares(*args), EXACT))[limit]
+def _flops(reply: Reply, name: str, samples: int) -> Judged:
+    args, show = _given(name, samples), "{:,.6g} FLOPs".format
+    right = needs.step_flops(*args, recompute=True)
+    wrong = reply.number(right, known_flops(*args).items(), show, " of FLOPs", EXACT)
+    yield FLOPS, f"{name}, {samples:,} samples", wrong, show(right)
+
+
+def _days(reply: Reply, name: str, tokens: float, devices: int, rate: float) -> Judged:
+    args, show = _given(name, tokens, devices, rate), "{:,.6g} days".format
+    known, right = known_days(*args).items(), right_days(*args)
+    where = f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of {rate / 1e12:g} TFLOP/s"
+    yield DAYS, where, reply.number(right, known, show, " of days", DAYS_TOLERANCE), show(right)
+
+
+def _states(reply: Reply, name: str, recipe: str, tp: int, pp: int, dp: int, stage: int) -> Judged:
+    args = _given(name, recipe, tp, pp, dp, stage)
+    right = right_states(*args)
+    wrong = reply.states(right, lambda state: known_states(state, *args), EXACT)
+    where = f"{name}, {recipe}, tp={tp} pp={pp} dp={dp} zero_stage={stage}"
+    yield ZERO if stage else SPLIT, where, wrong, size_text(sum(right.values()))
+
+
+def _shares(reply: Reply, name: str, samples: int, *rest: Any) -> Judged:
+    right = shares(*_given(name, samples, *rest))
+    for limit, wrong in reply.numbers(right, EXACT):
+        yield limit, f"{name}, {samples:,} samples", wrong, f"{right[limit][0]:.1%}"
 
 
 def known_flops(model: ModelSpec, samples: int) -> dict[str, float]:
@@ -244,32 +214,18 @@ def shares(
     of = {"seconds": seconds, "devices": devices, "peak": peak}
     mfu, hfu = training.utilisation(model, samples, recompute="full", **of)
     per_token = model.num_params * samples * model.seq_len / (seconds * devices * peak)
-
-    def units(right: float) -> list[tuple[str, float]]:
-        return [
-            ("that is in per cent", 100 * right),
-            ("that is the peak of one device", right * devices),
-            ("that is per step, not per second", right * seconds),
-            ("that is one sample", right / samples),
-            ("that is its inverse", 1 / right),
-        ]
-
+    known = (
+        (
+            ("that is HFU: recomputed FLOPs bring the training no further", hfu),
+            ("that is 6 Ψ for every token: attention's scores are missing", 6 * per_token),
+        ),
+        (
+            ("that is MFU: the device makes the forward of the blocks twice", mfu),
+            ("that is 4/3 of MFU: the head is not recomputed", 4 / 3 * mfu),
+            ("that is 8 Ψ for every token: attention's scores are missing", 8 * per_token),
+        ),
+    )
     return {
-        MFU: (
-            mfu,
-            [
-                ("that is HFU: recomputed FLOPs bring the training no further", hfu),
-                ("that is 6 Ψ for every token: attention's scores are missing", 6 * per_token),
-                *units(mfu),
-            ],
-        ),
-        HFU: (
-            hfu,
-            [
-                ("that is MFU: the device makes the forward of the blocks twice", mfu),
-                ("that is 4/3 of MFU: the head is not recomputed", 4 / 3 * mfu),
-                ("that is 8 Ψ for every token: attention's scores are missing", 8 * per_token),
-                *units(hfu),
-            ],
-        ),
+        limit: (right, [*own, *known_shares(right, samples, seconds, devices)])
+        for limit, right, own in zip((MFU, HFU), (mfu, hfu), known, strict=True)
     }

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises import sync
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import torch
 from paralab.exercises.sync import RANKS
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.tries import Found
 from paralab.exercises.verdict import Notes, first
 from paralab.spec import Cluster, Link, ModelSpec
 from paralab.spec.links import messages
@@ -55,16 +55,14 @@ GRADIENTS, _, _, TIME, MEMORY = ASKED
 
 
 @exercise(
-    Takes("a class", "MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")),
+    Takes("MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")),
     lab="02",
     asked=ASKED,
 )
-def my_ddp(tries: Sequence[Try], timeout: float) -> None:
-    sync.look_at_training(tries, trained, timeout)
+def my_ddp(tries: Tries) -> None:
+    sync.look_at_training(tries, trained)
     sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
-    for notes, found in on_ranks(
-        tries, backwards, RANKS, (sizes, TIMED_BUCKET), limit=TIME, timeout=timeout
-    ):
+    for notes, found in tries.run(backwards, RANKS, sizes, TIMED_BUCKET, limit=TIME):
         _look_at_backwards(notes, found, sizes)
 
 
@@ -137,14 +135,13 @@ def simulated(report: Report, sizes: Sequence[int]) -> float:
 
 
 def _look_at_backwards(notes: Notes, found: Found, sizes: Sequence[int]) -> None:
-    wrong = first(result["wrong"] for result in found.results)
-    if wrong:
+    if wrong := first(found["wrong"]):
         notes.note(GRADIENTS, wrong, False, f"{GRADIENTS}: {wrong}")
     seconds = simulated(found.report, sizes) / BACKWARDS
     said, most = f"{1e3 * seconds:.1f} ms", f"{1e3 * LIMIT_S:.0f} ms"
     slow = f"a step takes {said}, required: at most {most}{_why_slow(found.report, len(sizes))}"
     notes.note(TIME, said, seconds <= LIMIT_S, slow)
-    copies = max(result["extra"] for result in found.results) / (4 * sum(sizes))
+    copies = max(found["extra"]) / (4 * sum(sizes))
     said = "no more than that" if copies <= EXTRA_COPIES else f"{copies:.1f} copies"
     long = f"{said} of the gradients in addition to themselves, required: at most {EXTRA_COPIES:g}"
     notes.note(MEMORY, said, copies <= EXTRA_COPIES, long)

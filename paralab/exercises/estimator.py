@@ -8,11 +8,9 @@ are chosen so that padding is not zero and every known mistake has a number of i
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
-from paralab.exercises.exercise import exercise
-from paralab.exercises.questions import Mistakes, asked_alone, replies, wrong_states
-from paralab.exercises.tries import Takes, Try
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.questions import Mistakes, ask
 from paralab.interpret.memory import moments
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import UPDATE
@@ -41,20 +39,16 @@ CASES = (  # limit, model, b, n, stage, precision
 STATES = ("parameters", "gradients", "optimizer")
 
 
-@exercise(
-    Takes("a function", "my_estimate(spec, b, n, zero_stage, precision)"), lab="06", asked=ASKED
-)
-def memory_estimator(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("my_estimate(spec, b, n, zero_stage, precision)"), lab="06", asked=ASKED)
+def memory_estimator(tries: Tries) -> None:
     questions = [(0, case[1:]) for case in CASES]
-    given = questions, "paralab is asked: count the bytes yourself", ("spec/model.py",)
-    for notes, case, reply in replies(tries, CASES, timeout, asked_alone, *given):
+    why = "paralab is asked: count the bytes yourself"
+    for notes, case, reply in ask(tries, CASES, questions, why, ("spec/model.py",)):
         limit, spec, b, n, stage, precision = case
+        notes.where = f"hidden={spec.hidden}, b={b}, n={n}, stage {stage}, {precision}"
         right = right_bytes(*case[1:])
-        wrong = reply.trouble or wrong_states(
-            reply.value, right, lambda state, case=case: known(state, *case[1:])
-        )
-        where = f"hidden={spec.hidden}, b={b}, n={n}, stage {stage}, {precision}"
-        notes.look(limit, where, wrong, f"{sum(right.values()):,} bytes")
+        wrong = reply.states(right, lambda state, case=case: known(state, *case[1:]))
+        notes.look(limit, wrong, f"{sum(right.values()):,} bytes")
 
 
 @functools.cache

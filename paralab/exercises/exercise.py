@@ -14,15 +14,16 @@ what is the learner's to write: stub, solution and the lab's cell are readings o
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import real, shown, whole
 from paralab.exercises import sources
-from paralab.exercises.tries import Takes, Try
+from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes, Verdict
 
 if TYPE_CHECKING:
@@ -58,6 +59,50 @@ class Source(Text):
         return f"```python\n{self.words}\n```"
 
 
+class Takes(NamedTuple):
+    """What one part of an answer must be.
+
+    call     how it is called, keyword arguments with "=": "MyDDP(module, bucket_bytes=...)"
+    methods  what a class needs
+    kind     what it is, if it is not "a function" or, with a capital letter, "a class": what a dict
+             has to look like, "a dict {patient: lists}"
+    """
+
+    call: str = ""
+    methods: tuple[str, ...] = ()
+    kind: str = ""
+
+    @property
+    def what(self) -> str:
+        return self.kind or ("a class" if self.call[0].isupper() else "a function")
+
+    def refusal(self, part: Any) -> tuple[str, str]:
+        """(what ``part`` is, why that will not do) as far as can be known before it is called, or
+        two empty strings.
+        """
+        if self.what.startswith("a dict"):
+            name = type(part).__name__
+            article = "an" if name[0].lower() in "aeiou" else "a"
+            said = f"required: {self.what}, yours is {article} {name}"
+            return ("", "") if isinstance(part, Mapping) else ("no dict", said)
+        if not callable(part):
+            return "nothing to call", f"required: {self.what}, yours is {shown(part)}"
+        if str(getattr(part, "__module__", "")).partition(".")[0] == "paralab":
+            return "the library's", f"{shown(part)} is the library's own; required: one of yours"
+        missing = [m for m in self.methods if not callable(getattr(part, m, None))]
+        if isinstance(part, type) and missing:
+            return "methods missing", f"the class has no method {' and no '.join(missing)}"
+        try:
+            given = [word for word in self.call.partition("(")[2][:-1].split(", ") if word]
+            named = dict.fromkeys(word.partition("=")[0] for word in given if "=" in word)
+            inspect.signature(part).bind(*given[: len(given) - len(named)], **named)
+        except TypeError as error:
+            return "cannot be called", f"required: {self.call}, yours cannot be called so: {error}"
+        except Exception:  # built in, say: what it takes shows when it is called
+            pass
+        return "", ""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Exercise:
     """An exercise of a lab.
@@ -66,7 +111,7 @@ class Exercise:
     lab       where it is set, "01"
     asked     {limit: what is required}, in the order in which they are looked at
     takes     what an answer consists of; only the first part has to be there
-    checker   (tries, seconds without a sign of life) notes what there is to say about each answer
+    checker   notes what there is to say about each answer
     patients  {name: what is to be diagnosed}, of a clinic
     """
 
@@ -74,7 +119,7 @@ class Exercise:
     lab: str
     asked: dict[str, str]
     takes: tuple[Takes, ...]
-    checker: Callable[[Sequence[Try], float], None]
+    checker: Callable[[Tries], None]
     patients: dict[str, Any] = field(default_factory=dict)
     _given: list[int] = field(default_factory=list)
 
@@ -94,14 +139,24 @@ class Exercise:
         tries = [Try(answer, Notes(self.name, self.asked)) for answer in answers]
         try:
             for one in tries:
-                one.begin(self.takes)
-            self.checker([one for one in tries if not one.notes.over], timeout)
+                self._begin(one)
+            self.checker(Tries([one for one in tries if not one.notes.over], timeout))
         except Exception as error:
             if len(tries) > 1:  # one of them keeps the others from their verdicts
                 return [self.check(*answer, timeout=timeout) for answer in answers]
             said = f"cannot be judged: {type(error).__name__}: {shown(error)}"
             tries[0].notes.end(said, yours="cannot be judged")
         return [one.notes.verdict() for one in tries]
+
+    def _begin(self, one: Try) -> None:
+        """Refuse what cannot be an answer."""
+        if not 1 <= len(one.answer) <= len(self.takes):
+            said = f"required: {', '.join(part.what for part in self.takes)}"
+            one.notes.end(f"{said}; yours has {len(one.answer)} parts", yours="no answer")
+        for part, takes in zip(one.answer, self.takes, strict=False):
+            yours, why = takes.refusal(part)
+            if why and not one.notes.over:
+                one.notes.end(why, yours=yours)
 
     @cached_property
     def _texts(self) -> list[str]:
@@ -154,10 +209,10 @@ class Exercise:
 
 def exercise(
     *takes: Takes, lab: str, asked: dict[str, str], patients: dict[str, Any] | None = None
-) -> Callable[[Callable[[Sequence[Try], float], None]], Exercise]:
+) -> Callable[[Callable[[Tries], None]], Exercise]:
     """Make an `Exercise` of its checker, whose name it has."""
 
-    def made(checker: Callable[[Sequence[Try], float], None]) -> Exercise:
+    def made(checker: Callable[[Tries], None]) -> Exercise:
         about = {"lab": lab, "asked": asked, "patients": patients or {}}
         return Exercise(name=checker.__name__, takes=takes, checker=checker, **about)
 

@@ -11,16 +11,15 @@ and without the change; where a plan has two causes, curing one is not enough.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from paralab.checks import shown
 from paralab.exercises.attempts import attempt
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.memory_patients import PATIENTS, Patient, peak
 from paralab.exercises.questions import plain
-from paralab.exercises.tries import Takes, Try
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.spec import Plan
 
@@ -40,13 +39,13 @@ ASKED = {
 
 
 @exercise(
-    Takes("a dict {patient: (category, {setting: value})}"),
+    Takes(kind="a dict {patient: (category, {setting: value})}"),
     lab="06",
     asked=ASKED,
     patients={patient.name: patient for patient in PATIENTS},
 )
-def memory_clinic(tries: Sequence[Try], timeout: float) -> None:
-    for one in tries:
+def memory_clinic(tries: Tries) -> None:
+    for one in tries.all:
         _look(one.notes, plain(one.answer[0]))
 
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from paralab.checks import shown
 from paralab.exercises.attempts import attempt
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import plain
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED, Notes
+from paralab.exercises.verdict import Notes
 from paralab.spec import Plan
 
 AXES = ("dp", "pp", "tp")
@@ -34,12 +33,13 @@ class Made(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@exercise(Takes("a function", "mesh_groups(dp=..., pp=..., tp=...)"), lab="10", asked=ASKED)
-def mesh_groups(tries: Sequence[Try], timeout: float) -> None:
-    for notes, found in on_ranks(tries, played, 1, timeout=timeout):
+@exercise(Takes("mesh_groups(dp=..., pp=..., tp=...)"), lab="10", asked=ASKED)
+def mesh_groups(tries: Tries) -> None:
+    for notes, found in tries.run(played, 1):
         for sizes, replies in zip(MESHES, found.results[0], strict=True):
-            if not notes.over:
-                _look(notes, Plan(**dict(zip(AXES, sizes, strict=True))), replies)
+            _look(notes, Plan(**dict(zip(AXES, sizes, strict=True))), replies)
+            if notes.over:
+                break
 
 
 def played(watch: Any, answer: tuple, seed: int) -> list[list[tuple[Any, str, list]]]:
@@ -93,20 +93,18 @@ def _read(value: Any) -> Any:
 def _look(notes: Notes, plan: Plan, replies: Sequence[tuple[Any, str, list]]) -> None:
     mesh = f"dp={plan.dp}, pp={plan.pp}, tp={plan.tp}"
     for rank, (value, trouble, _) in enumerate(replies):
-        if "NotImplementedError" in trouble:
-            notes.end(NOT_STARTED)
-            return
+        notes.where = f"{mesh}, rank {rank}"
         if trouble:
-            notes.end(trouble, where=f"{mesh}, rank {rank}", limit=PLACE)
-            return
+            return notes.end(trouble, limit=PLACE)
         at = plan.place(rank)
         right = {axis: getattr(at, axis) for axis in AXES}
         wrong = "" if value[0] == right else f"required: {right}, yours {shown(value[0])}"
-        notes.each(PLACE, f"{mesh}, rank {rank}", wrong)
-        notes.each(MEMBERS, f"{mesh}, rank {rank}", _wrong_members(plan, rank, value[1]))
+        notes.each(PLACE, wrong)
+        notes.each(MEMBERS, _wrong_members(plan, rank, value[1]))
     made = [calls for _, _, calls in replies]
     needed = {plan.ranks(axis, rank) for axis in AXES for rank in range(plan.world_size)}
-    notes.each(CALLS, mesh, _wrong_calls(made, needed))
+    notes.where = mesh
+    notes.each(CALLS, _wrong_calls(made, needed))
 
 
 def _wrong_members(plan: Plan, rank: int, groups: Any) -> str:

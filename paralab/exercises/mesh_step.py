@@ -8,17 +8,16 @@ and the bytes that each rank sends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from paralab.checks import shown
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, reference, watched
 from paralab.exercises.one_process import of_one_process
 from paralab.exercises.questions import Mistakes, is_number, wrong_number
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.tries import Found
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec, Plan
 
@@ -37,15 +36,14 @@ NORM, WEIGHTS, BYTES = ASKED
 
 
 @exercise(
-    Takes("a function", "mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"),
+    Takes("mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"),
     lab="10",
     asked=ASKED,
 )
-def mesh_step(tries: Sequence[Try], timeout: float) -> None:
+def mesh_step(tries: Tries) -> None:
     for dp, pp in CUTS:
-        how = {"where": f"dp={dp}, pp={pp}", "timeout": timeout}
-        for notes, found in on_ranks(tries, stepped, RANKS, (dp, pp), **how):
-            _look(notes, found, Plan(dp=dp, pp=pp), how["where"])
+        for notes, found in tries.run(stepped, RANKS, dp, pp, where=f"dp={dp}, pp={pp}"):
+            _look(notes, found, Plan(dp=dp, pp=pp))
 
 
 def stepped(watch: Any, answer: tuple, seed: int, dp: int, pp: int) -> dict[str, Any]:
@@ -67,35 +65,26 @@ def stepped(watch: Any, answer: tuple, seed: int, dp: int, pp: int) -> dict[str,
     return {"norms": norms, "weights": weights}
 
 
-def _look(notes: Notes, found: Found, plan: Plan, where: str) -> None:
+def _look(notes: Notes, found: Found, plan: Plan) -> None:
     """One run against every limit."""
+    where = notes.where
     steps = of_one_process(MODEL, ranks=plan.dp, clips=CLIPS, lr=LR, **BATCH)
     for step, (before, right) in enumerate(pairwise(steps)):
         squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}
-        norm, weights = (
-            sum(squares.values()) ** 0.5,
-            [one["weights"][step] for one in found.results],
-        )
-        for rank, one in enumerate(found.results):
+        norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in found["weights"]]
+        for rank, norms in enumerate(found["norms"]):
             own = sum(squares[name] for name in weights[rank]) ** 0.5
-            wrong = wrong_number(
-                one["norms"][step],
-                norm,
-                "{:.6g}".format,
-                known_norms(norm, own, plan, CLIPS[step]),
-                what="required: a number, the norm",
-                tolerance=1e-4,
-            )
-            notes.each(NORM, f"{where}, step {step + 1}, rank {rank}", wrong)
+            known = known_norms(norm, own, plan, CLIPS[step])
+            wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", 1e-4)
+            notes.where = f"{where}, step {step + 1}, rank {rank}"
+            notes.each(NORM, wrong)
         wrong = first_wrong_tensor(weights, right.weights, start=before.weights)
-        notes.each(WEIGHTS, f"{where}, step {step + 1}", wrong)
+        notes.where = f"{where}, step {step + 1}"
+        notes.each(WEIGHTS, wrong)
         for rank, size in enumerate(found.sent(f"step {step}")):
             required = required_bytes(plan, rank, 4 * sum(w.size for w in weights[rank].values()))
-            wrong = (
-                f"rank {rank} sends {size:,} bytes in a step, required: {required:,} and a norm's"
-            )
-            kept = required <= size <= required + SCALARS
-            notes.each(BYTES, where, "" if kept else wrong)
+            wrong = f"rank {rank} sends {size:,} bytes, required: {required:,} and a norm's"
+            notes.each(BYTES, "" if required <= size <= required + SCALARS else wrong)
 
 
 def required_bytes(plan: Plan, rank: int, psi: int) -> int:

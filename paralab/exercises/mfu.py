@@ -6,11 +6,8 @@ arXiv:2204.02311, appendix B); days are steps times seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from paralab.exercises.exercise import exercise
-from paralab.exercises.questions import Mistakes, asked, replies, wrong_numbers
-from paralab.exercises.tries import Takes, Try
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.questions import Mistakes, ask
 
 DAYS, MFU = "days", "MFU"
 ASKED = {DAYS: "of two trainings", MFU: "of the same: a share from 0 to 1"}
@@ -21,21 +18,25 @@ CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP
 
 
 @exercise(
-    Takes("a function", "days_and_mfu(flops, samples, seconds, total, devices, peak)"),
+    Takes("days_and_mfu(flops, samples, seconds, total, devices, peak)"),
     lab="11",
     asked=ASKED,
 )
-def days_and_mfu(tries: Sequence[Try], timeout: float) -> None:
-    for notes, case, reply in replies(tries, CASES, timeout, asked, [(0, case) for case in CASES]):
+def days_and_mfu(tries: Tries) -> None:
+    for notes, case, reply in ask(tries, CASES, [(0, case) for case in CASES]):
         flops, samples, seconds, total, devices, peak = case
+        notes.where = f"{devices:,} devices"
         days = total / samples * seconds / 86_400
         mfu = flops / (seconds * devices * peak)
+        known = known_shares(mfu, samples, seconds, devices)
+        known.append(("a step's FLOPs are of all its samples already", mfu * samples))
+        known.append(("that is with everything recomputed, HFU", mfu * 4 / 3))
         right = {
             DAYS: (days, _known_days(days, samples, devices)),
-            MFU: (mfu, _known_mfu(mfu, devices, samples, seconds)),
+            MFU: (mfu, known),
         }
-        for limit, wrong in wrong_numbers(reply, right, 1e-6):
-            notes.look(limit, f"{devices:,} devices" if wrong else "", wrong, "right")
+        for limit, wrong in reply.numbers(right, 1e-6):
+            notes.each(limit, wrong, "right")
 
 
 def _known_days(days: float, samples: int, devices: int) -> Mistakes:
@@ -48,12 +49,12 @@ def _known_days(days: float, samples: int, devices: int) -> Mistakes:
     ]
 
 
-def _known_mfu(mfu: float, devices: int, samples: int, seconds: float) -> Mistakes:
+def known_shares(right: float, samples: int, seconds: float, devices: int) -> list:
+    """(what was done, the share it gives) of the mistakes that are made with MFU and HFU."""
     return [
-        ("that is in per cent", 100 * mfu),
-        ("that is the peak of one device", mfu * devices),
-        ("a step's FLOPs are of all its samples already", mfu * samples),
-        ("that is per step, not per second", mfu * seconds),
-        ("that is its inverse", 1 / mfu),
-        ("that is with everything recomputed, HFU", mfu * 4 / 3),
+        ("that is in per cent", 100 * right),
+        ("that is the peak of one device", right * devices),
+        ("that is one sample", right / samples),
+        ("that is per step, not per second", right * seconds),
+        ("that is its inverse", 1 / right),
     ]

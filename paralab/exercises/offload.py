@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from paralab.exercises.attempts import attempt
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.jobs import (
     LANE,
     UPDATE_S,
@@ -29,7 +29,6 @@ from paralab.exercises.jobs import (
 )
 from paralab.exercises.late import torch
 from paralab.exercises.questions import asked
-from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes, first
 
 Size = tuple[int, int]  # units, window
@@ -50,14 +49,16 @@ ASKED = {
 ORDER, STATES, BYTES, MEMORY, TIME = ASKED
 
 
-@exercise(Takes("a function", "my_stream(units, window)"), lab="09", asked=ASKED)
-def stream(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("my_stream(units, window)"), lab="09", asked=ASKED)
+def stream(tries: Tries) -> None:
     with tempfile.TemporaryDirectory(prefix="paralab-stream-") as folder:
-        for notes, found in on_ranks(tries, update_each, 1, (folder,), timeout=timeout):
+        for notes, found in tries.run(update_each, 1, folder):
             for size, run in zip(SIZES, found.results[0], strict=False):
                 if trouble := run.get("trouble"):
-                    notes.end(trouble, where=f"units, window={size}")
+                    notes.where = f"units, window={size}"
+                    notes.end(trouble)
                 else:
+                    notes.where = "units={}, window={}".format(*size)
                     _look(notes, run, size)
 
 
@@ -141,11 +142,11 @@ def _adamw(states: Any, gradient: Any) -> None:
 def _look(notes: Notes, run: dict[str, Any], size: Size) -> None:
     """One real run against every limit. What is right is said of the task's size."""
     units, window = size
-    jobs, peak, where = run["jobs"], run["peak"], f"units={units}, window={window}"
+    jobs, peak = run["jobs"], run["peak"]
 
     def look(limit: str, wrong: str, right: str) -> None:
         if wrong or size == TASK_SIZE:
-            notes.look(limit, where, wrong, right)
+            notes.look(limit, wrong, right)
 
     misplaced = first_misplaced(jobs, units)
     look(ORDER, misplaced, f"{len(jobs)} jobs")

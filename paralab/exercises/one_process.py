@@ -11,12 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paralab.exercises.attempts import launched
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.late import np, reference, torch
 from paralab.exercises.verdict import Notes
-from paralab.spec import ModelSpec
+from paralab.spec import ModelSpec, Plan
 
 if TYPE_CHECKING:
+    from paralab.report.report import Report
+
     Arrays = dict[str, np.ndarray]
 
 LR = 0.1
@@ -94,3 +97,22 @@ def look_at_tensors(
     """Tensors by name, as every rank has them, against those of one process."""
     wrong = first_wrong_tensor(found, right)
     notes.note(limit, wrong or f"{len(right)} tensors, all equal", not wrong, f"{limit}: {wrong}")
+
+
+def look_at_run(
+    notes: Notes, limit: str, model: ModelSpec, plan: Plan, *, steps: int, timeout: float
+) -> Report | None:
+    """`pl.run` of a plan with SGD, whose "gradients" or "weights" are held against those of one
+    process. A run that fails is noted in ``limit``, and None is returned.
+    """
+    from paralab.experiment import run
+
+    how = {"optimizer": "sgd", "lr": LR, "strict": True, "keep_state": True, "progress": False}
+    report, trouble = launched(run, model, plan, steps=steps, timeout=timeout, **how)
+    if trouble:
+        notes.end(trouble, limit=limit)
+        return None
+    batch = {"microbatches": plan.microbatches, "microbatch_size": plan.microbatch_size}
+    right = of_one_process(model, ranks=plan.dp, **batch)[steps]
+    look_at_tensors(notes, limit, getattr(right, limit), [getattr(report, limit)])
+    return report

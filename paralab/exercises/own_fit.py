@@ -8,11 +8,10 @@ of seconds. A row's error out of sample is that of the rate of all other rows: l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from paralab.exercises.exercise import exercise
-from paralab.exercises.questions import Mistakes, asked, replies, wrong_numbers
-from paralab.exercises.tries import Takes, Try
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.questions import Mistakes, ask
 
 LIMITS = RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
 ASKED = {
@@ -28,16 +27,17 @@ LOGS: tuple[Rows, ...] = (
 )
 
 
-@exercise(Takes("a function", "own_fit(rows)"), lab="11", asked=ASKED)
-def own_fit(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("own_fit(rows)"), lab="11", asked=ASKED)
+def own_fit(tries: Tries) -> None:
     questions = [(0, (rows,)) for rows in LOGS]
-    for notes, rows, reply in replies(tries, LOGS, timeout, asked, questions):
+    for notes, rows, reply in ask(tries, LOGS, questions):
+        notes.where = f"{len(rows)} rows"
         numbers = {
             limit: (number, known(rows, place))
             for place, (limit, number) in enumerate(zip(LIMITS, right(rows), strict=True))
         }
-        for limit, wrong in wrong_numbers(reply, numbers, 1e-9):
-            notes.look(limit, f"{len(rows)} rows", wrong, f"{numbers[limit][0]:.6g}")
+        for limit, wrong in reply.numbers(numbers, 1e-9):
+            notes.look(limit, wrong, f"{numbers[limit][0]:.6g}")
 
 
 def geometric(rows: Rows) -> float:

@@ -11,9 +11,8 @@ import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from paralab.exercises.exercise import exercise
-from paralab.exercises.questions import Mistakes, asked_alone, replies, size_text, wrong_number
-from paralab.exercises.tries import Takes, Try
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.questions import Mistakes, ask, size_text
 from paralab.spec import ModelSpec, Plan
 
 TOLERANCE = 0.05
@@ -41,20 +40,16 @@ CASES = (  # limit, the model's fields, samples of a micro-batch, micro-batches
 )
 
 
-@exercise(Takes("a function", "peak_estimate(model, batch, microbatches)"), lab="00", asked=ASKED)
-def peak_estimate(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("peak_estimate(model, batch, microbatches)"), lab="00", asked=ASKED)
+def peak_estimate(tries: Tries) -> None:
     why = "the estimate asks paralab; required: formulas of your own"
     questions = [(0, (SimpleNamespace(**_named(sizes)), b, m)) for _, sizes, b, m in CASES]
-    for notes, case, reply in replies(tries, CASES, timeout, asked_alone, questions, why):
-        limit, sizes, b, m = case
+    for notes, (limit, sizes, b, m), reply in ask(tries, CASES, questions, why):
+        notes.where = f"{', '.join(f'{k}={v}' for k, v in _named(sizes).items())}, b={b}, m={m}"
         model, right = ModelSpec(**_named(sizes), attention="explicit"), peak(sizes, b, m)
-        known, what = _mistakes(model, b, right), "required: a number of bytes"
-        wrong = reply.trouble or wrong_number(
-            reply.value, right, size_text, known, what=what, tolerance=TOLERANCE
-        )
-        where = f"{', '.join(f'{k}={v}' for k, v in _named(sizes).items())}, b={b}, m={m}"
-        off = "" if wrong else f"{100 * (reply.value / right - 1):+.1f} %"
-        notes.look(limit, where, wrong, off)
+        known = _mistakes(model, b, right)
+        wrong = reply.number(right, known, size_text, " of bytes", TOLERANCE)
+        notes.look(limit, wrong, "" if wrong else f"{100 * (reply.value / right - 1):+.1f} %")
 
 
 @functools.cache  # the same for every answer

@@ -15,11 +15,11 @@ from itertools import zip_longest
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
-from paralab.exercises.one_process import trained
+from paralab.exercises.one_process import Step, trained
 from paralab.exercises.questions import plain
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.tries import Found
 from paralab.exercises.verdict import Notes, first
 from paralab.exercises.warmup import BACKWARD_FIRST, lists_of
 from paralab.spec import ModelSpec
@@ -48,12 +48,12 @@ def _asked(runs: Sequence[Run]) -> dict[str, str]:
 GRADIENTS, LOSS, ORDER, BYTES, FLIGHT = _asked(RUNS)
 
 
-def check(runs: Sequence[Run], tries: Sequence[Try], timeout: float) -> None:
+def check(runs: Sequence[Run], tries: Tries) -> None:
     for run in runs:
         name, p, m, v = run
         where = f"{name}, p={p}, m={m}" + f", v={v}" * (v > 1)
-        for notes, found in on_ranks(tries, one_step, p, run, where=where, timeout=timeout):
-            _look(notes, found, where, run)
+        for notes, found in tries.run(one_step, p, *run, where=where):
+            _look(notes, found, run)
 
 
 def one_step(
@@ -66,8 +66,8 @@ def one_step(
     model = MODEL.replace(layers=v * p)
     sizes = {"microbatches": m, "microbatch_size": SAMPLES, "seed": seed}
     batches = reference.batches(model, step=0, **sizes)
-    with watch.unseen():
-        right = trained(model, **sizes)[1]
+    with watch.unseen():  # what is right is the same on all ranks
+        right = None if rank else trained(model, **sizes)[1]
     stages = {s: reference.Stage(model, s, v * p, seed) for s in range(rank, v * p, p)}
     kept, passing = zip(
         *(_measured(watch, stage, batches[0]) for stage in stages.values()), strict=True
@@ -89,9 +89,8 @@ def one_step(
         "gradients": {
             n: None if p.grad is None else watched.array(p.grad) for n, p in named.items()
         },
-        "right": {n: right.gradients[n] for n in named},
+        "right": right,
         "loss": plain(loss.detach() if hasattr(loss, "detach") else loss),
-        "mean": right.loss,
         "done": done,
         "peak": section.peak - weights,
         "weights": weights,
@@ -125,7 +124,7 @@ def _write_down(stage: Any, number: int, done: list[str]) -> None:
     stage.register_forward_hook(hook)
 
 
-def _look(notes: Notes, found: Found, where: str, run: Run) -> None:
+def _look(notes: Notes, found: Found, run: Run) -> None:
     """One run against every limit."""
     from paralab.theory.schedule_check import peak_live
 
@@ -134,7 +133,8 @@ def _look(notes: Notes, found: Found, where: str, run: Run) -> None:
     for rank, alive, sent in zip(range(p), peak_live(lists), found.sent(), strict=True):
         crossings = sum((s > 0) + (s < border) for s in range(rank, v * p, p))
         stated = {"listed": lists[rank], "alive": alive, "messages": m * crossings * MESSAGE}
-        found.results[rank] |= {"rank": rank, "sent": sent, **stated}
+        stated |= {"rank": rank, "sent": sent, "right": found.results[0]["right"]}
+        found.results[rank] |= stated
     for limit, wrong in (
         (GRADIENTS, _wrong_gradient),
         (LOSS, _wrong_loss),
@@ -144,22 +144,22 @@ def _look(notes: Notes, found: Found, where: str, run: Run) -> None:
     ):
         ranks = found.results[-1:] if limit == LOSS else found.results
         said = ((one["rank"], wrong(**one)) for one in ranks)
-        notes.look(limit, where, first(f"rank {rank}{what}" for rank, what in said if what), "kept")
+        notes.look(limit, first(f"rank {rank}{what}" for rank, what in said if what), "kept")
 
 
-def _wrong_gradient(*, gradients: dict[str, Any], right: dict[str, Any], **_: Any) -> str:
+def _wrong_gradient(*, gradients: dict[str, Any], right: Step, **_: Any) -> str:
     missing = [name for name, gradient in gradients.items() if gradient is None]
     if missing:
         return f": {missing[0]} has no gradient"
-    return first_wrong_tensor([gradients], right, ranks=lambda _: "")
+    return first_wrong_tensor([gradients], right.gradients, ranks=lambda _: "")
 
 
-def _wrong_loss(*, loss: Any, mean: float, **_: Any) -> str:
+def _wrong_loss(*, loss: Any, right: Step, **_: Any) -> str:
+    said = f" returns {loss!r}, required: {right.loss:.5g}"
     if not isinstance(loss, float):
-        return f" returns {loss!r}, required: {mean:.5g}"
-    factor = f"it is {loss / mean:.3g} times what is required"
-    kept = abs(loss - mean) <= 1e-4
-    return "" if kept else f" returns {loss!r}, required: {mean:.5g}; {factor}"
+        return said
+    factor = f"; it is {loss / right.loss:.3g} times what is required"
+    return "" if abs(loss - right.loss) <= 1e-4 else said + factor
 
 
 def _wrong_order(*, done: Sequence[str], listed: Sequence[Any], **_: Any) -> str:
@@ -188,14 +188,14 @@ def _too_many(
 CALL = "pipeline_step(stage, actions, previous, following, batches, shape)"
 
 
-@exercise(Takes("a function", CALL), lab="03", asked=_asked(RUNS))
-def pipeline_executor(tries: Sequence[Try], timeout: float) -> None:
-    check(RUNS, tries, timeout)
+@exercise(Takes(CALL), lab="03", asked=_asked(RUNS))
+def pipeline_executor(tries: Tries) -> None:
+    check(RUNS, tries)
 
 
 CALL = "interleaved_step(stages, lists, batches, shape)"
 
 
-@exercise(Takes("a function", CALL), lab="03", asked=_asked(CHUNKED))
-def interleaved_executor(tries: Sequence[Try], timeout: float) -> None:
-    check(CHUNKED, tries, timeout)
+@exercise(Takes(CALL), lab="03", asked=_asked(CHUNKED))
+def interleaved_executor(tries: Tries) -> None:
+    check(CHUNKED, tries)

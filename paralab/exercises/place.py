@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.exercises.attempts import attempt
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import ends, untraced
-from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.theory.uncollected import uncollected
 
 QUESTIONS, SLACK = 30, 1.10
 PRECISION = "bf16"
@@ -59,36 +59,31 @@ class Answer(NamedTuple):
     bytes: int
 
 
-PLAN, FITS, NODE, TIME, ASKED_OFTEN = (
-    "plan",
-    "memory",
-    "tensor parallelism",
-    "simulated step",
-    "questions",
-)
 ASKED = {
-    PLAN: f"three models, 16 to 128 devices: legal, all devices, the whole batch, {PRECISION}",
-    FITS: "the device with the highest peak memory within its 80 GB",
-    NODE: "sends nothing between nodes",
-    TIME: f"at most {SLACK:g} times the best there is with 1F1B and zero_stage of 0 or 1",
-    ASKED_OFTEN: f"at most {QUESTIONS} for each model",
+    "plan": f"three models, 16 to 128 devices: legal, all devices, the whole batch, {PRECISION}",
+    "memory": "the device with the highest peak memory within its 80 GB",
+    "tensor parallelism": "sends nothing between nodes",
+    "simulated step": f"at most {SLACK:g} times the best there is with 1F1B and zero_stage of "
+    "0 or 1",
+    "questions": f"at most {QUESTIONS} for each model",
 }
+PLAN, FITS, NODE, TIME, ASKED_OFTEN = ASKED
 
 
-@exercise(Takes("a function", "f(model, cluster, batch, ask)"), lab="10", asked=ASKED)
-def place(tries: Sequence[Try], timeout: float) -> None:
-    for notes, found in on_ranks(tries, plans, 1, timeout=10 * timeout):
+@exercise(Takes("f(model, cluster, batch, ask)"), lab="10", asked=ASKED)
+def place(tries: Tries) -> None:
+    for notes, found in tries.run(plans, 1, patience=10):
         for case, (plan, trouble, questions) in zip(CASES, found.results[0], strict=True):
+            notes.where = f"{case}"
             if trouble == NOT_STARTED:
                 notes.end(NOT_STARTED)
                 break
             if questions > QUESTIONS:
-                said = f"more than {QUESTIONS}"
-                notes.look(ASKED_OFTEN, f"{case}", f"{said} questions", "")
+                notes.look(ASKED_OFTEN, f"more than {QUESTIONS} questions", "")
             elif trouble:
-                notes.note(PLAN, f"{case.model}: failed", False, f"{case}: {trouble}")
+                notes.look(PLAN, trouble, "")
             else:
-                _look(notes, case, plan, questions)
+                _look(notes, case, plan, known(plan, case), questions)
 
 
 class TooMany(Exception):
@@ -106,8 +101,6 @@ def plans(watch: Any, answer: tuple, seed: int) -> list[tuple[Plan | None, str, 
         ask, count = _counted(case)
         with ends():
             plan, trouble = attempt(lambda c=case, a=ask: _planned(answer[0], c, a))
-        if trouble.startswith("raised NotImplementedError"):
-            trouble = NOT_STARTED
         found.append((plan, trouble, count()))
     return found
 
@@ -144,28 +137,21 @@ def suits(plan: Any, case: Case) -> None:
     if type(plan) is not Plan:  # a class of one's own could say anything of itself
         raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
     plan.validate(case.spec)
-    devices, batch = case.cluster.num_devices, case.batch
-    if plan.world_size != devices:
-        raise illegal(
-            "dp",
-            plan.dp,
-            f"dp*tp*pp is {plan.world_size}, there are {devices} devices",
-            f"dp={max(1, devices // (plan.tp * plan.pp))} with tp={plan.tp}, pp={plan.pp}",
-        )
-    if plan.global_batch != batch:
-        raise illegal(
-            "microbatches",
-            plan.microbatches,
-            f"dp*microbatches*microbatch_size is {plan.global_batch}, a step has {batch} samples",
-            "what makes the product right",
-        )
-    if plan.precision != PRECISION:
-        raise illegal("precision", plan.precision, "not what is required", repr(PRECISION))
-    if plan.offload is not None:
-        raise illegal("offload", plan.offload, "these machines have no other memory", "None")
+    devices, size, step = case.cluster.num_devices, plan.world_size, plan.global_batch
+    dp = f"dp={max(1, devices // (plan.tp * plan.pp))} with tp={plan.tp}, pp={plan.pp}"
+    said = f"dp*microbatches*microbatch_size is {step}, a step has {case.batch} samples"
+    for field, holds, why, legal in (
+        ("dp", size == devices, f"dp*tp*pp is {size}, there are {devices} devices", dp),
+        ("microbatches", step == case.batch, said, "what makes the product right"),
+        ("precision", plan.precision == PRECISION, "not what is required", repr(PRECISION)),
+        ("offload", plan.offload is None, "these machines have no other memory", "None"),
+    ):
+        if not holds:
+            raise illegal(field, getattr(plan, field), why, legal)
 
 
 @functools.lru_cache(maxsize=1024)
+@uncollected()
 def known(plan: Plan, case: Case) -> Answer:
     """What `ask` says."""
     from paralab.interpret.outline import step_of, totals
@@ -181,11 +167,11 @@ def best(case: Case) -> float:
     found = plan_search(
         case.spec, case.cluster, global_batch=case.batch, precision=PRECISION, top=5, **PTDP
     )
-    return known(found.best, case).seconds
+    return float(found.simulated[0])
 
 
-def _look(notes: Notes, case: Case, plan: Plan, questions: int) -> None:
-    memory_gb, room_gb = known(plan, case).bytes / 1e9, case.cluster.memory / 1e9
+def _look(notes: Notes, case: Case, plan: Plan, answer: Answer, questions: int) -> None:
+    memory_gb, room_gb = answer.bytes / 1e9, case.cluster.memory / 1e9
     notes.note(PLAN, "three legal plans", True)
     long = f"{case}: {memory_gb:.0f} GB on the device with the highest peak memory, which has "
     long += f"{room_gb:.0f}"
@@ -194,7 +180,7 @@ def _look(notes: Notes, case: Case, plan: Plan, questions: int) -> None:
     long = f"{case}: the {plan.tp} ranks of a tensor-parallel group are on {len(nodes)} nodes, "
     long += "and all that they share goes over the slow links between them"
     notes.note(NODE, f"{case.model}: tp={plan.tp}", len(nodes) == 1, long)
-    seconds, least = known(plan, case).seconds, best(case)
+    seconds, least = answer.seconds, best(case)
     said = f"{case.model}: {seconds / least:.2f} times"
     long = f"{case}: a step takes {seconds:.2f} s, the best plan {least:.2f} s"
     notes.note(TIME, said, seconds <= SLACK * least, long)

@@ -9,14 +9,13 @@ which a rank waits for messages, is the same on every machine (Zhao+ 2023, arXiv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from paralab.exercises import zero3
 from paralab.exercises.ddp import replayed
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import LR
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.tries import Found
 from paralab.exercises.verdict import Notes
 from paralab.spec import Cluster, Link
 
@@ -39,13 +38,11 @@ ASKED = zero3.ASKED | {
 }
 
 
-@exercise(
-    Takes("a class", "MyPrefetch(units, lr=...)", methods=("step", "gather")), lab="05", asked=ASKED
-)
-def my_prefetch(tries: Sequence[Try], timeout: float) -> None:
-    for notes, found in on_ranks(tries, steps, RANKS, where="timed units", timeout=timeout):
+@exercise(Takes("MyPrefetch(units, lr=...)", methods=("step", "gather")), lab="05", asked=ASKED)
+def my_prefetch(tries: Tries) -> None:
+    for notes, found in tries.run(steps, RANKS, where="timed units"):
         _look(notes, found)
-    zero3.look_at_training(tries, timeout, TRAINED, zero3.UNITS + 1)
+    zero3.look_at_training(tries, TRAINED, zero3.UNITS + 1)
 
 
 def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
@@ -77,7 +74,8 @@ def _look(notes: Notes, found: Found) -> None:
         wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; a unit "
         wrong += "has computed before its parameters had arrived, or with wrong ones"
         right_out = abs(out - right) <= 1e-4 * right
-        notes.look(zero3.WEIGHTS, "timed units", "" if right_out else wrong, "all equal")
+        notes.look(zero3.WEIGHTS, "" if right_out else wrong, "all equal")
+    notes.where = ""
 
     spans = found.report.spans.query("rank == 0")
     calls = found.report.collectives.query("rank == 0")
@@ -87,11 +85,11 @@ def _look(notes: Notes, found: Found) -> None:
     last = calls["phase"] == f"step {STEPS - 1}"
     units = gathers["wire_bytes"][last].sum() / SENT
     few = f"{units:g} units are gathered in a step, required: {2 * UNITS}, or one less"
-    notes.look(GATHERS, "", few if units < 2 * UNITS - 1 else "", f"{units:g} in a step")
+    notes.look(GATHERS, few if units < 2 * UNITS - 1 else "", f"{units:g} in a step")
     for place, one in enumerate(work.itertuples()):
         ahead = gathers["wire_bytes"][gathers["span"] < one.id].sum() / SENT - (place + 1)
         many = f"{ahead:g} units are gathered ahead when unit {one.chunk} begins its {one.kind}"
-        notes.look(GATHERS, "", many if ahead > 1 else "", f"{units:g} in a step")
+        notes.look(GATHERS, many if ahead > 1 else "", f"{units:g} in a step")
 
     costs = {"forward": [FORWARD_S] * UNITS, "backward": [BACKWARD_S] * UNITS}
     timed = replayed(found.report, CLUSTER, **costs).query("rank == 0").set_index("id")

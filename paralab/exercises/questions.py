@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from paralab.checks import shortened, shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.diagnose import times
-from paralab.exercises.tries import Try, on_ranks
+from paralab.exercises.tries import Tries
 from paralab.exercises.verdict import NOT_STARTED, Notes
 
 LINES = 2_000_000  # of the learner's own code that one question may run: half a second
@@ -47,11 +47,92 @@ class Reply(NamedTuple):
     value: Any
     trouble: str
 
+    def number(
+        self,
+        right: float,
+        known: Mistakes,
+        show: Callable[[float], str],
+        what: str = "",
+        tolerance: float = 0.0,
+    ) -> str:
+        """What is wrong with a reply that has to be one number, as `wrong_number` says it."""
+        return self.trouble or wrong_number(self.value, right, known, show, what, tolerance)
+
+    def numbers(
+        self, right: Mapping[str, tuple[float, Mistakes]], tolerance: float
+    ) -> Iterator[tuple[str, str]]:
+        """(limit, what is wrong) of each number of a reply that has to be a tuple of them.
+
+        right  {limit: (the number, the known mistakes)}, in the order of the tuple
+        """
+        found, wrong = self.value, self.trouble
+        if not wrong and not (isinstance(found, (list, tuple)) and len(found) == len(right)):
+            wrong = f"required: ({', '.join(right)}), yours is a {kind_of(found)}"
+        for place, (limit, pair) in enumerate(right.items()):
+            number = None if wrong else found[place]
+            how = "{:.6g}".format, f", {limit}", tolerance
+            yield limit, wrong or wrong_number(number, *pair, *how)
+
+    def states(
+        self, right: Mapping[str, float], known: Callable[[str], Mistakes], tolerance: float = 0.0
+    ) -> str:
+        """What is wrong with the first wrong entry of a reply that is {state: bytes}, or ""."""
+        found = self.value
+        if self.trouble:
+            return self.trouble
+        if not isinstance(found, Mapping):
+            return f"required: a dict, {{state: bytes}}, yours is a {kind_of(found)}"
+        for state in (*right, *found):
+            if state not in found:
+                return f"the state {state!r} is missing"
+            if state not in right:
+                return f"{shown(state)} is not in the recipe"
+        for state, size in right.items():
+            how = known(state), size_text, " of bytes", tolerance
+            if wrong := wrong_number(found[state], size, *how):
+                return f"{state!r}: {wrong}"
+        return ""
+
+
+def ask(
+    tries: Tries,
+    cases: Sequence[Any],
+    questions: Sequence[tuple[int, tuple]],
+    alone: str = "",
+    legal: tuple[str, ...] = (),
+) -> Iterator[tuple[Notes, Any, Reply]]:
+    """(notes, case, reply) of every answer and case. The limits of a function that is not written
+    yet are left open.
+
+    questions      (part of the answer, its arguments), case by case
+    alone, legal   as `asked` has them
+    """
+    for notes, found in tries.run(asked, 1, questions, alone, legal):
+        written = {
+            part
+            for (part, _), reply in zip(questions, found.results[0], strict=True)
+            if reply.trouble != NOT_STARTED
+        }
+        for case, (part, _), reply in zip(cases, questions, found.results[0], strict=True):
+            if part in written and not notes.over:
+                yield notes, case, reply
+        if written and len(written) < len({part for part, _ in questions}) and not notes.said:
+            notes.said = "there is one more function to write"
+
 
 def asked(
-    watch: Any, answer: tuple, seed: int, questions: Sequence[tuple[int, tuple]]
+    watch: Any,
+    answer: tuple,
+    seed: int,
+    questions: Sequence[tuple[int, tuple]],
+    alone: str = "",
+    legal: tuple[str, ...] = (),
 ) -> list[Reply]:
-    """What the rank runs: part ``number`` of the answer is called with ``args``, for every pair."""
+    """What the rank runs: part ``number`` of the answer is called with ``args``, for every pair.
+
+    alone  why this package, which could answer the questions itself, is not to be called
+    legal  its folders and files that may be called
+    """
     replies: list[Reply] = []
     endless: dict[int, Reply] = {}  # by part: it is not asked again
     for number, args in questions:
@@ -63,61 +144,35 @@ def asked(
             continue
         call = functools.partial(answer[number], *copy.deepcopy(args))
         with ends():
-            value, trouble = attempt(lambda call=call: plain(call()))
-        stub = trouble.startswith("raised NotImplementedError")
-        replies.append(Reply(value, NOT_STARTED if stub else trouble))
-        if trouble.endswith(ENDLESS):
+            replies.append(Reply(*attempt(lambda call=call: _alone(call, alone, legal))))
+        if replies[-1].trouble.endswith(ENDLESS):
             endless[number] = replies[-1]
     return replies
 
 
-def replies(
-    tries: Sequence[Try], cases: Sequence[Any], timeout: float, work: Callable[..., Any], *args: Any
-) -> Iterator[tuple[Notes, Any, Reply]]:
-    """(notes, case, reply) of every answer and case. A stub's try is over.
+def _alone(call: Callable[[], Any], why: str, legal: tuple[str, ...]) -> Any:
+    """`plain` of what ``call`` returns. If there is a ``why``, this package must not be called."""
+    if not why:
+        return plain(call())
+    refused, legal = False, tuple(f"{OURS}/{name}" for name in legal)
 
-    work  what the rank runs with ``args``: `asked`, or one that asks in its own way, case by case
-    """
-    for notes, found in on_ranks(tries, work, 1, args, timeout=timeout):
-        for case, reply in zip(cases, found.results[0], strict=True):
-            if reply.trouble == NOT_STARTED:
-                notes.end(NOT_STARTED)
-                break
-            yield notes, case, reply
-
-
-def asked_alone(
-    watch: Any, answer: tuple, seed: int, questions: Sequence, why: str, legal: tuple[str, ...] = ()
-) -> list[Reply]:
-    """`asked`, for what this package could answer itself: who calls it is told ``why`` not.
-
-    legal  its folders and files that may be called
-    """
-    legal = tuple(f"{OURS}/{name}" for name in legal)
-
-    def alone(call: Callable[..., Any], *args: Any) -> Any:
-        refused = False
-
-        def noted(frame: Any, event: str, _: Any) -> None:
-            nonlocal refused
-            name, caller = (one.f_code.co_filename for one in (frame, frame.f_back))
-            called = event == "call" and name.startswith(OURS) and not caller.startswith(OURS)
-            if called and not name.startswith(legal):
-                refused = True
-                raise RuntimeError(why)
-
-        before = sys.getprofile()
-        sys.setprofile(noted)
-        try:
-            value = plain(call(*args))
-        finally:
-            sys.setprofile(before)
-        if refused:  # an answer may catch the first refusal, and nothing is noted any more
+    def noted(frame: Any, event: str, _: Any) -> None:
+        nonlocal refused
+        name, caller = (one.f_code.co_filename for one in (frame, frame.f_back))
+        called = event == "call" and name.startswith(OURS) and not caller.startswith(OURS)
+        if called and not name.startswith(legal):
+            refused = True
             raise RuntimeError(why)
-        return value
 
-    parts = tuple(functools.partial(alone, part) for part in answer)
-    return asked(watch, parts, seed, questions)
+    before = sys.getprofile()
+    sys.setprofile(noted)
+    try:
+        value = plain(call())
+    finally:
+        sys.setprofile(before)
+    if refused:  # an answer may catch the first refusal, and nothing is noted any more
+        raise RuntimeError(why)
+    return value
 
 
 @contextlib.contextmanager
@@ -204,80 +259,30 @@ Mistakes = Iterable[tuple[str, float]]
 def wrong_number(
     yours: Any,
     right: float,
-    show: Callable[[float], str],
     known: Mistakes,
-    *,
-    what: str,
+    show: Callable[[float], str],
+    what: str = "",
     tolerance: float = 0.0,
 ) -> str:
     """What is wrong with a number, and the known mistake that gives it; "" if nothing is.
 
-    show   a number as text, with its unit
     known  (words, the number that this mistake gives)
-    what   "required: a number of FLOPs"
+    show   a number as text, with its unit
+    what   which number it is: " of FLOPs"
     """
     if isinstance(yours, bool) or not isinstance(yours, (int, float)):
-        return f"{what}, yours is {shown(yours)}"
+        return f"required: a number{what}, yours is {shown(yours)}"
     if math.isclose(yours, right, rel_tol=tolerance):
         return ""
     both = [show(right), show(yours)]
     if both[0] == both[1]:
         both = [f"{right:,.12g}", f"{yours:,.12g}"]
-    said = f"{both[0]}, yours {both[1]}"
+    said = f"required: {both[0]}, yours {both[1]}"
     for words, number in known:
         if math.isclose(yours, number, rel_tol=tolerance):
             return f"{said} ({words})"
     factor = yours / right if right else 0.0
     return f"{said} ({times(factor)} as much)" if 0 < factor < math.inf else said
-
-
-def wrong_numbers(
-    reply: Reply, right: Mapping[str, tuple[float, Mistakes]], tolerance: float
-) -> Iterator[tuple[str, str]]:
-    """(limit, what is wrong) of each number of a reply that has to be a tuple of them.
-
-    right  {limit: (the number, the known mistakes)}, in the order of the tuple
-    """
-    wrong, found = reply.trouble, reply.value
-    if not wrong and not (isinstance(found, (list, tuple)) and len(found) == len(right)):
-        wrong = f"required: ({', '.join(right)}), yours is a {kind_of(found)}"
-    for place, (limit, (number, known)) in enumerate(right.items()):
-        yield (
-            limit,
-            wrong
-            or wrong_number(
-                found[place],
-                number,
-                "{:.6g}".format,
-                known,
-                what=f"required: a number, {limit}",
-                tolerance=tolerance,
-            ),
-        )
-
-
-def wrong_states(
-    found: Any,
-    right: Mapping[str, float],
-    known: Callable[[str], Mistakes],
-    tolerance: float = 0.0,
-) -> str:
-    """What is wrong with the first wrong entry of {state: bytes}, or ""."""
-    if not isinstance(found, Mapping):
-        return f"required: a dict, {{state: bytes}}, yours is a {kind_of(found)}"
-    for state in (*right, *found):
-        if state not in found:
-            return f"the state {state!r} is missing"
-        if state not in right:
-            return f"{shown(state)} is not in the recipe"
-    for state, size in right.items():
-        what = f"not a number of bytes: {state!r}"
-        wrong = wrong_number(
-            found[state], size, size_text, known(state), what=what, tolerance=tolerance
-        )
-        if wrong:
-            return wrong if wrong.startswith(what) else f"{state!r} is {wrong}"
-    return ""
 
 
 def size_text(count: float) -> str:

@@ -8,14 +8,13 @@ blocks count how often they are called (Chen+ 2016, arXiv:1604.06174: one forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, reference, torch, watched
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import look_at_memory
+from paralab.exercises.verdict import first
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=6, hidden=32, heads=2, seq_len=32, attention="explicit")
@@ -31,24 +30,25 @@ ASKED = {
 GRADIENTS, GENERATOR, FORWARDS, MEMORY = ASKED
 
 
-@exercise(Takes("a function", "my_checkpoint(block, x)"), lab="06", asked=ASKED)
-def checkpoint(tries: Sequence[Try], timeout: float) -> None:
-    for notes, found in on_ranks(tries, stepped, 1, timeout=timeout):
+@exercise(Takes("my_checkpoint(block, x)"), lab="06", asked=ASKED)
+def checkpoint(tries: Tries) -> None:
+    for notes, found in tries.run(stepped, 1):
         runs = found.results[0]
         right, torchs, yours = runs["without"], runs["torch"], runs["yours"]
-        notes.look(GRADIENTS, "", _differs(yours["gradients"], right["gradients"]), "all equal")
+        notes.look(GRADIENTS, _differs(yours["gradients"], right["gradients"]), "all equal")
         same = (yours["after"] == right["after"]).all()
         wrong = "" if same else "the program draws other numbers after the step than without"
-        notes.look(GENERATOR, "", wrong, "as without")
+        notes.look(GENERATOR, wrong, "as without")
         required = 2 * MICROBATCHES
-        odd = next((i for i, n in enumerate(yours["calls"]) if n != required), None)
-        wrong = "" if odd is None else f"block {odd} runs {yours['calls'][odd]} times in the step, "
-        notes.look(
-            FORWARDS, "", wrong and wrong + f"required: {required}", f"{required} in the step"
+        wrong = first(
+            f"block {block} runs {n} times in the step, required: {required}"
+            for block, n in enumerate(yours["calls"])
+            if n != required
         )
+        notes.look(FORWARDS, wrong, f"{required} in the step")
         limit = int(SPARE * torchs["peak"])
         words = f"has {{held}} bytes at its peak, required: {limit:,}; without it {right['peak']:,}"
-        look_at_memory(notes, MEMORY, "", [yours["peak"]], limit, words)
+        notes.memory(MEMORY, [yours["peak"]], limit, words)
 
 
 def stepped(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:

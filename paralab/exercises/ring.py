@@ -8,14 +8,14 @@ on that link, with computing free: the same on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, first, look_at_bytes, look_at_memory
+from paralab.exercises.tries import Found
+from paralab.exercises.verdict import Notes, first
 from paralab.spec import Cluster, Link
 from paralab.theory.traffic import POINT_TO_POINT
 
@@ -32,14 +32,20 @@ ASKED = {
     "extra memory": "at most one chunk",
     "simulated time": "at most (N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
 }
-RESULT, _, BYTES, MEMORY, _ = ASKED
+RESULT, CALLS, BYTES, MEMORY, TIME = ASKED
 
 
-@exercise(Takes("a function", "f(group, tensor)"), lab="01", asked=ASKED)
-def all_gather_half(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("f(group, tensor)"), lab="01", asked=ASKED)
+def all_gather_half(tries: Tries) -> None:
+    chunk = 4 * CHUNK
     for n in RANKS:
-        for notes, found in on_ranks(tries, hand_round, n, where=f"n={n}", timeout=timeout):
-            _look(notes, found, n)
+        for notes, found in tries.run(hand_round, n, where=f"n={n}"):
+            notes.look(RESULT, _wrong_chunk(found), "every chunk on every rank")
+            look_at_calls(notes, found, "group.{}", "each rank")
+            notes.bytes(BYTES, found.sent(), (n - 1) * chunk)
+            words = f"takes {{held}} bytes, one chunk is {chunk:,}"
+            notes.memory(MEMORY, found["extra"], chunk, words)
+            look_at_time(notes, found, (n - 1) * CLUSTER.intra.seconds(chunk))
 
 
 def hand_round(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -52,7 +58,7 @@ def hand_round(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     tensor = tensor.view(-1)
     with watch.section() as section:
         answer[0](watch.group, tensor)
-    return {"tensor": tensor, "extra": section.peak, "seed": seed}
+    return {"tensor": tensor, "extra": section.peak}
 
 
 def chunks(n: int, seed: int) -> np.ndarray:
@@ -60,23 +66,10 @@ def chunks(n: int, seed: int) -> np.ndarray:
     return np.random.default_rng([seed, n]).random((n, CHUNK), dtype=np.float32)
 
 
-def _look(notes: Notes, found: Found, n: int) -> None:
-    """One run against every limit."""
-    where, chunk = f"n={n}", 4 * CHUNK
-    notes.look(RESULT, where, _wrong_chunk(found.results, n), "every chunk on every rank")
-
-    look_at_calls(notes, where, found, "group.{}", "each rank")
-    look_at_bytes(notes, BYTES, where, found.sent(), (n - 1) * chunk, "")
-    extra = [result["extra"] for result in found.results]
-    words = f"takes {{held}} bytes, one chunk is {chunk:,}"
-    look_at_memory(notes, MEMORY, where, extra, chunk, words)
-
-    look_at_time(notes, where, found, (n - 1) * CLUSTER.intra.seconds(chunk))
-
-
-def _wrong_chunk(results: Sequence[dict[str, Any]], n: int) -> str:
+def _wrong_chunk(found: Found) -> str:
     """The first wrong chunk of the first rank that has one, in words, or ""."""
-    right = chunks(n, results[0]["seed"])
+    n = len(found.results)
+    right = chunks(n, found.seed)
 
     def known(number: int) -> Iterator[tuple[str, np.ndarray]]:
         yield "still unfinished", np.full(CHUNK, -1.0)
@@ -84,10 +77,10 @@ def _wrong_chunk(results: Sequence[dict[str, Any]], n: int) -> str:
             if other != number:
                 yield f"holds the numbers of chunk {other}", right[other]
 
-    for rank, result in enumerate(results):
-        if np.shape(result["tensor"]) != (n * CHUNK,):
-            return f"rank {rank}: the tensor has shape {np.shape(result['tensor'])} now"
-        own = result["tensor"].reshape(n, CHUNK)
+    for rank, tensor in enumerate(found["tensor"]):
+        if np.shape(tensor) != (n * CHUNK,):
+            return f"rank {rank}: the tensor has shape {np.shape(tensor)} now"
+        own = tensor.reshape(n, CHUNK)
         wrong = first_wrong("", own, right, tolerance=0.0, known=known, ranks="chunk {}".format)
         if wrong:
             return f"rank {rank}, {wrong}"
@@ -95,7 +88,7 @@ def _wrong_chunk(results: Sequence[dict[str, Any]], n: int) -> str:
 
 
 # ---- limits that every ring has ------------------------------------------------------------------
-def look_at_calls(notes: Notes, where: str, found: Found, named: str, by: str) -> None:
+def look_at_calls(notes: Notes, found: Found, named: str, by: str) -> None:
     """Only sends and receives between neighbours.
 
     named  how a call reads in the answer: "group.{}"
@@ -104,8 +97,7 @@ def look_at_calls(notes: Notes, where: str, found: Found, named: str, by: str) -
     n, calls = len(found.results), found.report.collectives
     rows = calls[calls["phase"] != "control"].sort_values(["rank", "span"]).to_dict("records")
     count = sum(row["op"] == "send" and row["rank"] == 0 for row in rows)
-    strange = first(_strange_call(row, n, named) for row in rows)
-    notes.look("calls", where, strange, f"{count} sends by {by}")
+    notes.look(CALLS, first(_strange_call(row, n, named) for row in rows), f"{count} sends by {by}")
 
 
 def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
@@ -118,8 +110,8 @@ def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
     return f"rank {rank} does a {op} {way} rank {peer}, no neighbour of it"
 
 
-def look_at_time(notes: Notes, where: str, found: Found, most: float) -> None:
+def look_at_time(notes: Notes, found: Found, most: float) -> None:
     """The recorded calls, replayed on `CLUSTER` with computing free, in at most so many seconds."""
     time = found.report.replay(CLUSTER, compute=0.0).step_time
     said = f"{1e6 * time:.1f} µs of {1e6 * most:.1f} µs"
-    notes.look("simulated time", where, said if time > most * (1 + 1e-9) else "", said)
+    notes.look(TIME, said if time > most * (1 + 1e-9) else "", said)

@@ -10,17 +10,16 @@ and not the memory, one micro-batch after another the memory and not the time; 1
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from paralab.exercises.attempts import attempt, time_limit
-from paralab.exercises.exercise import exercise
-from paralab.exercises.one_process import look_at_tensors, of_one_process
+from paralab.exercises.attempts import attempt
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.one_process import look_at_run
 from paralab.exercises.questions import Reply, asked
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, first
+from paralab.exercises.verdict import Notes
 from paralab.parallel.schedules import Action, Schedule, one_f_one_b
 from paralab.spec import ModelSpec, Plan
 
@@ -36,10 +35,10 @@ SIZES = (  # with fewer and more micro-batches than stages, and as many
     *((6, m) for m in (2, 9)),
 )
 FORWARD_S, HALF_S = 10e-3, 10e-3  # a whole backward is two halves
+SLACK = 1 + 1e-9  # of rounding
 # What is trained: small, a block for every stage.
 MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16)
 BATCH = {"microbatches": MICROBATCHES, "microbatch_size": 2}
-TRAINING = {"steps": 1, "optimizer": "sgd", "strict": True, "keep_state": True, "progress": False}
 
 
 def limit_s(pp: int, microbatches: int) -> float:
@@ -67,36 +66,23 @@ class Written:
         return self.lists
 
 
-@exercise(Takes("a function", "f(pp, microbatches)"), lab="04", asked=ASKED)
-def own_schedule(tries: Sequence[Try], timeout: float) -> None:
-    sizes = ((PP, MICROBATCHES), *SIZES)
-    questions = [(0, size) for size in sizes]
-    where = f"p={PP}, m={MICROBATCHES}"
-    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
+@exercise(Takes("f(pp, microbatches)"), lab="04", asked=ASKED)
+def own_schedule(tries: Tries) -> None:
+    questions = [(0, size) for size in ((PP, MICROBATCHES), *SIZES)]
+    for notes, found in tries.run(asked, 1, questions, where=f"p={PP}, m={MICROBATCHES}"):
         own, *others = found.results[0]
         simulated, trouble = simulate_reply(own, PP, MICROBATCHES)
         if trouble:
-            notes.end(trouble, where=where, yours="no schedule")
+            notes.end(trouble, yours="no schedule")
             continue
         notes.note(VALID, f"{sum(map(len, simulated.schedule))} actions on {PP} ranks", True)
         _look(notes, simulated)
-        replies = zip(others, SIZES, strict=True)
-        wrong = first(_wrong_at(reply, *size) for reply, size in replies)
-        notes.note(OTHERS, wrong or f"{len(SIZES)} other sizes", not wrong, wrong)
-        _train(notes, own.value, timeout)
-
-
-def _train(notes: Notes, lists: Any, timeout: float) -> None:
-    from paralab.experiment import run
-
-    plan = Plan(pp=PP, schedule=Written(lists), **BATCH)
-    with time_limit(timeout) as stop:
-        report, trouble = attempt(lambda: run(MODEL, plan, timeout=timeout, stop=stop, **TRAINING))
-    if trouble:
-        notes.end(trouble, limit=GRADIENTS)
-        return
-    right = of_one_process(MODEL, ranks=1, clips=(math.inf,), **BATCH)[1]
-    look_at_tensors(notes, GRADIENTS, right.gradients, [report.gradients])
+        for reply, (p, m) in zip(others, SIZES, strict=True):
+            notes.where = f"p={p}, m={m}"
+            wrong = missed(reply, p, m, seconds=limit_s(p, m), alive=p)
+            notes.each(OTHERS, wrong, f"{len(SIZES)} other sizes")
+        notes.where, plan = "", Plan(pp=PP, schedule=Written(own.value), **BATCH)
+        look_at_run(notes, GRADIENTS, MODEL, plan, steps=1, timeout=tries.timeout)
 
 
 def simulate(schedule: Schedule) -> Simulation:
@@ -119,28 +105,31 @@ def _look(notes: Notes, simulated: Simulation) -> None:
     limit, took = limit_s(PP, MICROBATCHES), simulated.makespan
     said = f"{1e3 * took:.0f} ms"
     late = f"{1e3 * (took - limit):.0f} ms more than the {1e3 * limit:.0f} ms that are allowed"
-    fits = _in_time(simulated, limit)
+    fits = took <= limit * SLACK
     notes.note(TIME, said, fits, "" if fits else f"a step takes {said}, {late}: {_late(simulated)}")
     most = max(simulated.peak_live)
     said = f"{most} on rank {simulated.peak_live.index(most)}"
     notes.note(MEMORY, said, most <= PP, first_too_many(simulated.schedule, PP))
 
 
-def _wrong_at(reply: Reply, pp: int, microbatches: int) -> str:
-    """What is wrong at these sizes, in words; "" if nothing is."""
-    where, limit = f"p={pp}, m={microbatches}", limit_s(pp, microbatches)
-    simulated, trouble = simulate_reply(reply, pp, microbatches)
+def missed(
+    reply: Reply,
+    p: int,
+    m: int,
+    *,
+    seconds: float,
+    alive: int,
+    took: Callable[[Simulation], float] = attrgetter("makespan"),
+) -> str:
+    """What keeps a reply from being a schedule of p ranks and m micro-batches that takes no more
+    ``seconds``, with no more micro-batches ``alive`` on a rank; "" if nothing does.
+    """
+    simulated, trouble = simulate_reply(reply, p, m)
     if trouble:
-        return f"{where}: {trouble}"
-    if not _in_time(simulated, limit):
-        took = 1e3 * simulated.makespan
-        return f"{where}: takes {took:.0f} ms, required: at most {1e3 * limit:.0f} ms"
-    too_many = first_too_many(simulated.schedule, pp)
-    return f"{where}: {too_many}" if too_many else ""
-
-
-def _in_time(simulated: Simulation, limit: float) -> bool:
-    return simulated.makespan <= limit * (1 + 1e-9)
+        return trouble
+    if took(simulated) > seconds * SLACK:
+        return f"takes {1e3 * took(simulated):.0f} ms, required: at most {1e3 * seconds:.0f} ms"
+    return first_too_many(simulated.schedule, alive)
 
 
 def _late(simulated: Simulation) -> str:
@@ -149,7 +138,7 @@ def _late(simulated: Simulation) -> str:
     mine, could = _starts(simulated), _starts(best)
     for (stage, way, microbatch), soonest in sorted(could.items(), key=lambda item: item[1][2]):
         action, position, start = mine[stage, way, microbatch]
-        if start > soonest[2] * (1 + 1e-9) + 1e-12:
+        if start > soonest[2] * SLACK + 1e-12:
             return (
                 f"rank {stage % pp} starts {action}, the {_nth(position)} of its list, at "
                 f"{1e3 * start:.0f} ms, and could at {1e3 * soonest[2]:.0f} ms"

@@ -9,19 +9,11 @@ one in the middle. The last stage, whose head sends more, is not asked.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from paralab.exercises.exercise import exercise
-from paralab.exercises.questions import (
-    Mistakes,
-    asked_alone,
-    kind_of,
-    replies,
-    size_text,
-    wrong_number,
-)
-from paralab.exercises.tries import Takes, Try
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.questions import Mistakes, Reply, ask, kind_of, size_text
 from paralab.spec import ModelSpec, Plan
 
 EXACT = 1e-9
@@ -53,15 +45,14 @@ CASES = (
 )
 
 
-@exercise(Takes("a function", "rank_sends(model, plan, rank)"), lab="12", asked=ASKED)
-def rank_sends(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("rank_sends(model, plan, rank)"), lab="12", asked=ASKED)
+def rank_sends(tries: Tries) -> None:
     why = "the compiled program is the answer: here it cannot be asked"
-    given = [(0, tuple(case)) for case in CASES], why, ("spec/",)
-    for notes, case, reply in replies(tries, CASES, 2 * timeout, asked_alone, *given):
-        where = f"{_said(case)}, rank {case.rank}"
+    questions = [(0, tuple(case)) for case in CASES]
+    for notes, case, reply in ask(tries, CASES, questions, why, ("spec/",)):
+        notes.where = f"{_said(case)}, rank {case.rank}"
         for axis in ASKED:
-            wrong = reply.trouble or _wrong(reply.value, axis, case)
-            notes.each(axis, where, wrong, "right in all plans")
+            notes.each(axis, _wrong(reply, axis, case), "right in all plans")
 
 
 def _said(case: Case) -> str:
@@ -78,14 +69,14 @@ def right(case: Case) -> dict[str, int]:
     return dict(zip(sent["axis"], sent["bytes"].tolist(), strict=True))
 
 
-def _wrong(found: Any, axis: str, case: Case) -> str:
-    if not isinstance(found, Mapping):
-        return f"required: a dict, {{axis: bytes}}, yours is a {kind_of(found)}"
-    if axis not in found:
+def _wrong(reply: Reply, axis: str, case: Case) -> str:
+    if not reply.trouble and not isinstance(reply.value, Mapping):
+        return f"required: a dict, {{axis: bytes}}, yours is a {kind_of(reply.value)}"
+    if not reply.trouble and axis not in reply.value:
         return f"there is no {axis!r} in it"
+    own = reply if reply.trouble else Reply(reply.value[axis], "")
     size, known = right(case)[axis], known_bytes(axis, case)
-    what = f"required: a number of bytes along {axis}"
-    return wrong_number(found[axis], size, size_text, known, what=what, tolerance=EXACT)
+    return own.number(size, known, size_text, f" of bytes along {axis}", EXACT)
 
 
 def known_bytes(axis: str, case: Case) -> Mistakes:

@@ -9,18 +9,9 @@ constant that happens to fit one of them fails on the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 
-from paralab.exercises.exercise import exercise
-from paralab.exercises.questions import (
-    Mistakes,
-    asked,
-    size_text,
-    wrong_number,
-    wrong_states,
-)
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED, Notes
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.questions import Mistakes, Reply, ask, size_text
 from paralab.spec import ModelSpec
 
 RECIPES: dict[str, dict[str, int]] = {
@@ -54,45 +45,29 @@ DEVICE_CASES = (  # the first fits exactly, the others leave 0.08, 0.49, 0.76 an
 
 
 @exercise(
-    Takes("a function", "model_states(model, recipe)"),
-    Takes("a function", "devices_needed(model, recipe, memory_gb)"),
+    Takes("model_states(model, recipe)"),
+    Takes("devices_needed(model, recipe, memory_gb)"),
     lab="00",
     asked=ASKED,
 )
-def model_states(tries: Sequence[Try], timeout: float) -> None:
-    states = [
-        (limit, ModelSpec.preset(name).replace(tied=tied), RECIPES[recipe], f"{name}, {recipe}")
+def model_states(tries: Tries) -> None:
+    cases: list[tuple[str, str, tuple]] = [
+        (limit, f"{name}, {recipe}", (ModelSpec.preset(name).replace(tied=tied), RECIPES[recipe]))
         for limit, name, tied, recipe in STATE_CASES
     ]
-    devices = [
-        (ModelSpec.preset(name), RECIPES[recipe], memory, f"{name}, {recipe}, {memory} GB")
-        for name, recipe, memory in DEVICE_CASES
-    ]
-    questions = [(0, (model, recipe)) for _, model, recipe, _ in states]
-    questions += [(1, (model, recipe, memory)) for model, recipe, memory, _ in devices]
-    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
-        replies = found.results[0]
-        for (limit, model, recipe, where), reply in zip(states, replies, strict=False):
-            right = {state: model.num_params * size for state, size in recipe.items()}
-            if reply.trouble != NOT_STARTED:
-                wrong = reply.trouble or wrong_states(
-                    reply.value, right, lambda state, m=model, r=recipe: known_states(m, r[state])
-                )
-                notes.look(limit, where, wrong, size_text(sum(right.values())))
-        for (model, recipe, memory, where), reply in zip(
-            devices, replies[len(states) :], strict=True
-        ):
-            if reply.trouble != NOT_STARTED:
-                wrong = reply.trouble or _wrong_devices(model, recipe, memory, reply.value)
-                notes.look(DEVICES, where, wrong, f"{reply.value}")
-        open_ends(notes, replies, "there is one function left to write")
-
-
-def open_ends(notes: Notes, replies: Sequence, words: str) -> None:
-    """Say that a limit stayed open because a function is not written yet, if another one is."""
-    missing = [reply.trouble == NOT_STARTED for reply in replies]
-    if any(missing) and not all(missing) and not notes.said:
-        notes.said = words
+    for name, recipe, memory in DEVICE_CASES:
+        args = ModelSpec.preset(name), RECIPES[recipe], memory
+        cases.append((DEVICES, f"{name}, {recipe}, {memory} GB", args))
+    questions = [(int(limit == DEVICES), args) for limit, _, args in cases]
+    for notes, (limit, where, (model, recipe, *memory)), reply in ask(tries, cases, questions):
+        notes.where = where
+        if limit == DEVICES:
+            total = model.num_params * sum(recipe.values())
+            notes.look(limit, _wrong_devices(reply, model, total, *memory), f"{reply.value}")
+            continue
+        right = {state: model.num_params * size for state, size in recipe.items()}
+        wrong = reply.states(right, lambda state, m=model, r=recipe: known_states(m, r[state]))
+        notes.look(limit, wrong, size_text(sum(right.values())))
 
 
 def known_states(model: ModelSpec, size: int) -> Mistakes:
@@ -112,10 +87,8 @@ def known_units(right: float, size: int) -> Mistakes:
     yield "that is in GiB, required: bytes", right / 2**30
 
 
-def _wrong_devices(
-    model: ModelSpec, recipe: Mapping[str, int], memory: float, found: object
-) -> str:
-    total, size = model.num_params * sum(recipe.values()), memory * 10**9
+def _wrong_devices(reply: Reply, model: ModelSpec, total: int, memory: float) -> str:
+    size = memory * 10**9
     rounded = "rounded, but not up: what is left over needs a device too"
     known = [
         (rounded, total // size),
@@ -128,7 +101,5 @@ def _wrong_devices(
             math.ceil(model.num_params * 2 / size),
         ),
     ]
-    right = math.ceil(total / size)
-    return wrong_number(
-        found, right, "{:,} devices".format, known, what="required: a number of devices"
-    )
+    show = "{:,} devices".format
+    return reply.number(math.ceil(total / size), known, show, " of devices")

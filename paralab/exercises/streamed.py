@@ -9,13 +9,11 @@ steps (ZeRO-Infinity, Rajbhandari+ 2021, arXiv:2104.07857, sec. 5).
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, reference, torch, watched
-from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
@@ -35,7 +33,6 @@ WEIGHTS, FILES, PEAK, KEPT = ASKED
 
 @exercise(
     Takes(
-        "a class",
         "MyStreamedAdamW(parameters, folder, lr=..., betas=..., eps=..., weight_decay=..., "
         "unit=...)",
         methods=("step",),
@@ -43,19 +40,18 @@ WEIGHTS, FILES, PEAK, KEPT = ASKED
     lab="09",
     asked=ASKED,
 )
-def streamed_optimizer(tries: Sequence[Try], timeout: float) -> None:
-    for notes, found in on_ranks(tries, trained, 1, timeout=timeout):
-        result, psi = found.results[0], MODEL.num_params
-        notes.look(WEIGHTS, "", result["wrong"], "all equal")
-        required = 8 * psi
-        wrong = f"{result['files']:,} bytes, required: {required:,}"
-        notes.look(FILES, "", wrong if result["files"] != required else "", f"{required:,} bytes")
+def streamed_optimizer(tries: Tries) -> None:
+    for notes, found in tries.run(trained, 1):
+        result, states = found.results[0], 8 * MODEL.num_params
+        notes.look(WEIGHTS, result["wrong"], "all equal")
+        wrong = f"{result['files']:,} bytes, required: {states:,}"
+        notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
         held = max(result["peaks"])
         wrong = f"{held / (4 * UNIT):.0f} numbers per element of a unit, required: at most {COPIES}"
         fits = held <= 4 * COPIES * UNIT + SCALARS
-        notes.look(PEAK, "", "" if fits else wrong, "no more than that")
-        wrong = f"{100 * result['kept'] / (8 * psi):.0f} % of the states' bytes are kept in memory"
-        notes.look(KEPT, "", "" if result["kept"] <= SCALARS else wrong, "no more than that")
+        notes.look(PEAK, "" if fits else wrong, "no more than that")
+        wrong = f"{100 * result['kept'] / states:.0f} % of the states' bytes are kept in memory"
+        notes.look(KEPT, "" if result["kept"] <= SCALARS else wrong, "no more than that")
 
 
 def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:

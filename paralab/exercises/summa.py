@@ -15,14 +15,14 @@ refused for what it holds. M, K and N differ, and in turn X and W are the large 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, np, torch, watched
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, first
+from paralab.exercises.tries import Found
+from paralab.exercises.verdict import first
 
 GRIDS = (2, 4)  # q; with 2 or 3, the own block and two received ones are a whole row
 SHAPES = ((40, 48, 6), (6, 48, 40))  # blocks' m, k, n: X is the large one, then W is
@@ -41,13 +41,25 @@ ASKED = {
 FORWARD, SENT, MEMORY, BACKWARD, SENT_BACK = ASKED
 
 
-@exercise(
-    Takes("a class", "MySumma(row, column)", methods=("forward", "backward")), lab="08", asked=ASKED
-)
-def summa(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("MySumma(row, column)", methods=("forward", "backward")), lab="08", asked=ASKED)
+def summa(tries: Tries) -> None:
     for q in GRIDS:
-        for notes, found in on_ranks(tries, multiply, q * q, where=f"q={q}", timeout=timeout):
-            _look(notes, found, q)
+        for notes, found in tries.run(multiply, q * q, where=f"q={q}"):
+            for limit, names in ((FORWARD, ("y",)), (BACKWARD, ("dx", "dw"))):
+                cases = ((name, number) for number in range(len(SHAPES)) for name in names)
+                wrong = first(_wrong(found, name, number, q) for name, number in cases)
+                if wrong and not all(found["kept"]):
+                    wrong += "; forward overwrites its x or w, which later steps need"
+                notes.look(limit, wrong, "every block")
+            once = sum((q - 1) * q * q * k * (m + n) for m, k, n in SHAPES)
+            for limit, label, required in ((SENT, FORWARD, once), (SENT_BACK, BACKWARD, 2 * once)):
+                yours, wrong = sum(found.sent(label)) / 4, "nothing is sent in row and column"
+                if yours:
+                    wrong = f"{yours:,.0f} elements, required: {required:,}, "
+                    wrong += f"{yours / required:.3g} times as many"
+                notes.look(limit, wrong if yours != required else "", f"{required:,}")
+            if q > RECEIVED + 1:
+                notes.each(MEMORY, _too_much(found, q), "no more than that")
 
 
 def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -61,7 +73,7 @@ def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     rows = [dist.new_group([a * q + b for b in range(q)]) for a in range(q)]
     columns = [dist.new_group([a * q + b for a in range(q)]) for b in range(q)]
     mine = answer[0](rows[i], columns[j])
-    found: dict[str, Any] = {"y": [], "dx": [], "dw": [], "peak": [], "seed": seed, "kept": True}
+    found: dict[str, Any] = {"y": [], "dx": [], "dw": [], "peak": [], "kept": True}
     for number in range(len(SHAPES)):
         x, w, dy = (torch.from_numpy(one[i, j]) for one in blocks(seed, q, number))
         given = x.clone(), w.clone()
@@ -90,46 +102,23 @@ def blocks(seed: int, q: int, number: int) -> list[np.ndarray]:
     return [draw.standard_normal((q, q, *shape), dtype=np.float32) for shape in shapes]
 
 
-def _look(notes: Notes, found: Found, q: int) -> None:
-    """One run against every limit."""
-    where, cases = f"q={q}", range(len(SHAPES))
-    for limit, names in ((FORWARD, ("y",)), (BACKWARD, ("dx", "dw"))):
-        wrong = first(_wrong(found.results, name, number, q) for number in cases for name in names)
-        if wrong and not all(result["kept"] for result in found.results):
-            wrong += "; forward overwrites its x or w, which later steps need"
-        notes.look(limit, where, wrong, "every block")
-
-    once = sum((q - 1) * q * q * k * (m + n) for m, k, n in SHAPES)
-    for limit, label, required in ((SENT, FORWARD, once), (SENT_BACK, BACKWARD, 2 * once)):
-        yours, wrong = sum(found.sent(label)) / 4, ""
-        if not yours:
-            wrong = "nothing is sent in row and column"
-        elif yours != required:
-            wrong = f"{yours:,.0f} elements, required: {required:,}, {yours / required:.3g} times "
-            wrong += "as many"
-        notes.look(limit, where, wrong, f"{required:,}")
-    if q > RECEIVED + 1:
-        _look_at_memory(notes, found, q)
-
-
-def _look_at_memory(notes: Notes, found: Found, q: int) -> None:
-    """Of both shapes the one that is farthest beyond its limit."""
+def _too_much(found: Found, q: int) -> str:
+    """Of both shapes the one that is farthest beyond its limit, in words, or ""."""
     held = []
     for number, (m, k, n) in enumerate(SHAPES):
         limit = 4 * (RECEIVED * k * (m + n) + 2 * m * n) + SCALARS
-        peaks = [result["peak"][number] for result in found.results]
+        peaks = [peak[number] for peak in found["peak"]]
         worst = max(range(q * q), key=lambda rank: (peaks[rank], -rank))
         held.append((peaks[worst] / limit, -number, worst, peaks[worst] / (4 * k * max(m, n))))
     share, number, worst, count = max(held)
     large, line = (("X", "row"), ("W", "column"))[-number]
-    wrong = f"q={q}: {at(q)(worst)} holds {count:.1f} blocks of {large} in addition to its own, "
-    wrong += f"a whole {line} is {q}"
-    notes.note(MEMORY, "no more than that" if share <= 1 else wrong, share <= 1, wrong)
+    said = f"{at(q)(worst)} holds {count:.1f} blocks of {large} in addition to its own, "
+    return said + f"a whole {line} is {q}" if share > 1 else ""
 
 
-def _wrong(results: Sequence[dict], name: str, number: int, q: int) -> str:
+def _wrong(found: Found, name: str, number: int, q: int) -> str:
     """The first rank whose block of ``name`` is wrong, in words, or ""."""
-    parts = [one.astype("float64") for one in blocks(results[0]["seed"], q, number)]
+    parts = [one.astype("float64") for one in blocks(found.seed, q, number)]
     x, w, dy = parts
     # The term (a, b) of rank (i, j); on the right rank a == b, and the sum is over a.
     term, called = {
@@ -155,7 +144,7 @@ def _wrong(results: Sequence[dict], name: str, number: int, q: int) -> str:
 
     return first_wrong(
         f"block of {LETTERS[name]}",
-        [result[name][number] for result in results],
+        [one[number] for one in found[name]],
         right,
         terms=lambda rank: named(rank, [(a, a) for a in range(q)]),
         known=known,

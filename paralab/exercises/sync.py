@@ -8,13 +8,12 @@ whose hooks do this while backward still runs, trains in the same way (ddp.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, watched
 from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
+from paralab.exercises.tries import Found
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
@@ -32,16 +31,14 @@ ASKED = {
 GRADIENTS, WEIGHTS, BYTES = ASKED
 
 
-@exercise(Takes("a function", "average_gradients(module)"), lab="02", asked=ASKED)
-def average_gradients(tries: Sequence[Try], timeout: float) -> None:
-    look_at_training(tries, averaged, timeout)
+@exercise(Takes("average_gradients(module)"), lab="02", asked=ASKED)
+def average_gradients(tries: Tries) -> None:
+    look_at_training(tries, averaged)
 
 
-def look_at_training(tries: Sequence[Try], work: Any, timeout: float) -> None:
+def look_at_training(tries: Tries, work: Any) -> None:
     for limit, (steps, ranks) in RUNS.items():
-        for notes, found in on_ranks(
-            tries, work, ranks, (steps, limit), limit=limit, timeout=timeout
-        ):
+        for notes, found in tries.run(work, ranks, steps, limit, limit=limit):
             right = of_one_process(MODEL, ranks=ranks, **BATCH)[steps]
             if limit == GRADIENTS and not any(found.sent("data")):
                 long = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"

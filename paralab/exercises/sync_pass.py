@@ -9,15 +9,13 @@ sums that overlap with backward keep the limit (Li+ 2020, arXiv:2006.15704, sec.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paralab.exercises.attempts import attempt, time_limit
+from paralab.exercises.attempts import attempt
 from paralab.exercises.ddp import CLUSTER as NETWORK
-from paralab.exercises.exercise import exercise
-from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.one_process import look_at_run
 from paralab.exercises.sync import PADDING, RANKS
-from paralab.exercises.tries import Takes, Try, on_ranks
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.work import on_processor
@@ -43,17 +41,20 @@ ASKED = {
 PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = ASKED
 
 
-@exercise(Takes("a function", "my_pass(program)"), lab="02", asked=ASKED)
-def sync_pass(tries: Sequence[Try], timeout: float) -> None:
-    answers = {id(one.notes): one.answer[0] for one in tries}
-    for notes, found in on_ranks(tries, compiled, 1, timeout=timeout):
+@exercise(Takes("my_pass(program)"), lab="02", asked=ASKED)
+def sync_pass(tries: Tries) -> None:
+    for notes, found in tries.run(compiled, 1):
         text = found.results[0]
         if text["refusal"]:
             notes.end(text["refusal"], yours="refused")
             continue
         notes.note(PROGRAM, f"{text['length']} instructions", True)
-        report = _train(notes, PLAN.replace(passes=(answers[id(notes)],)), timeout)
-        if report is not None:
+        plan = PLAN.replace(passes=found.answer)
+        for limit, steps in STEPS.items():
+            report = look_at_run(notes, limit, MODEL, plan, steps=steps, timeout=tries.timeout)
+            if report is None:
+                break
+        else:
             _look(notes, report, text)
 
 
@@ -66,29 +67,10 @@ def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     plan = PLAN.replace(passes=answer)
     with ends():
         text, trouble = attempt(lambda: program(MODEL, plan))
-    if trouble.startswith("raised NotImplementedError"):
-        raise NotImplementedError
     if trouble or text.refusal:
         return {"refusal": trouble or text.refusal}
     seconds = predict(MODEL, plan, cluster=CLUSTER).step_time
     return {"refusal": "", "length": len(text), "seconds": seconds, "why": _why_slow(text)}
-
-
-def _train(notes: Notes, plan: Plan, timeout: float) -> Report | None:
-    """The run for the weights; None if a run fails."""
-    from paralab.experiment import run
-
-    for limit, steps in STEPS.items():
-        settings = {"steps": steps, "optimizer": "sgd", "lr": LR, "keep_state": True}
-        with time_limit(timeout) as stop:
-            settings |= {"strict": True, "timeout": timeout, "progress": False, "stop": stop}
-            report, trouble = attempt(lambda how=settings: run(MODEL, plan, **how))
-        if trouble:
-            notes.end(trouble, limit=limit)
-            return None
-        right = of_one_process(MODEL, ranks=RANKS, **BATCH)[steps]
-        look_at_tensors(notes, limit, getattr(right, limit), [getattr(report, limit)])
-    return report
 
 
 def _look(notes: Notes, report: Report, text: dict[str, Any]) -> None:

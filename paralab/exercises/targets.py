@@ -8,14 +8,14 @@ again as input halves occupies the first rank for (2p+1) of these 10 ms, and one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import asked
-from paralab.exercises.schedule import FORWARD_S, first_too_many, limit_s, simulate_reply
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED, Notes
+from paralab.exercises.schedule import FORWARD_S, limit_s, missed
+from paralab.exercises.verdict import NOT_STARTED
 
 if TYPE_CHECKING:
     from paralab.theory.pipeline import Simulation
@@ -41,21 +41,21 @@ TARGETS = (
     Target(
         "1: ZB-H1's time",
         "step of at most (3m + p - 1) 10 ms, at most p alive",
-        lambda found: found.makespan,
+        attrgetter("makespan"),
         lambda p, m: (3 * m + p - 1) * FORWARD_S,
         lambda p: p,
     ),
     Target(
         "2: no bubble",
         "no rank is idle between its first and its last action, at most 2p - 1 alive",
-        lambda found: found.cost,
+        attrgetter("cost"),
         lambda p, m: 3 * m * FORWARD_S,
         lambda p: 2 * p - 1,
     ),
     Target(
         "3: two thirds of the memory",
         "1F1B's time, (m + p - 1) 30 ms, at most (2p + 1) / 3 alive, rounded up",
-        lambda found: found.makespan,
+        attrgetter("makespan"),
         limit_s,
         lambda p: -(-(2 * p + 1) // 3),
     ),
@@ -63,29 +63,18 @@ TARGETS = (
 
 
 @exercise(
-    *(Takes("a function", f"{name}(pp, microbatches)") for name in ("first", "second", "third")),
+    *(Takes(f"{name}(pp, microbatches)") for name in ("first", "second", "third")),
     lab="04",
     asked={target.name: target.words for target in TARGETS},
 )
-def better_schedules(tries: Sequence[Try], timeout: float) -> None:
+def better_schedules(tries: Tries) -> None:
     questions = [(part, size) for part in range(len(TARGETS)) for size in SIZES]
-    for notes, found in on_ranks(tries, asked, 1, (questions,), timeout=timeout):
-        replies = iter(found.results[0])
-        kept = [[next(replies) for _ in SIZES] for _ in TARGETS]
-        if all(reply.trouble == NOT_STARTED for part in kept for reply in part):
+    for notes, found in tries.run(asked, 1, questions):
+        if all(reply.trouble == NOT_STARTED for reply in found.results[0]):
             notes.end(NOT_STARTED)
             continue
-        for target, part in zip(TARGETS, kept, strict=True):
-            for reply, size in zip(part, SIZES, strict=True):
-                _look(notes, target, reply, *size)
-
-
-def _look(notes: Notes, target: Target, reply: object, p: int, m: int) -> None:
-    where = f"p={p}, m={m}"
-    simulated, wrong = simulate_reply(reply, p, m)
-    if not wrong:
-        took, most = target.took(simulated), target.seconds(p, m)
-        wrong = first_too_many(simulated.schedule, target.alive(p))
-        if took > most * (1 + 1e-9):
-            wrong = f"takes {1e3 * took:.0f} ms, required: at most {1e3 * most:.0f} ms"
-    notes.look(target.name, where, wrong, "reached")
+        for (part, (p, m)), reply in zip(questions, found.results[0], strict=True):
+            name, _, took, seconds, alive = TARGETS[part]
+            notes.where = f"p={p}, m={m}"
+            wrong = missed(reply, p, m, seconds=seconds(p, m), alive=alive(p), took=took)
+            notes.look(name, wrong, "reached")

@@ -11,15 +11,25 @@ each direction with one all-reduce, and what a rank holds with a t-th of the wei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch, watched
-from paralab.exercises.pairs import BATCH, HIDDEN, PAIRS, SEQ, Pair, given, mistakes, of_one_device
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, first, look_at_bytes, look_at_memory
+from paralab.exercises.pairs import (
+    BATCH,
+    HEADS,
+    HIDDEN,
+    PAIRS,
+    SEQ,
+    Pair,
+    given,
+    mistakes,
+    of_one_device,
+)
+from paralab.exercises.tries import Found
+from paralab.exercises.verdict import first
 
 RANKS = (2, 3, 4)
 ACTIVATION = 4 * BATCH * SEQ * HIDDEN  # bytes; the smallest weight has as many
@@ -43,13 +53,18 @@ def forward_and_back(
 
     Returns {"z", "x" and the parameters' names: result and gradients; "held": bytes of weights}
     """
-    from paralab.exercises import tensor_ranks
+    from paralab.exercises.answers import f_and_g, tensor_mlp
 
-    pair = PAIRS[kind]
+    pair, call, how = PAIRS[kind], answer[0], {"f": f_and_g.f, "g": f_and_g.g}
+    if operators and len(answer) < 2:
+        raise ValueError("f alone is no answer: give both, check(f, g)")
+    if operators:
+        call, how = tensor_mlp.MyMLP, dict(zip("fg", answer, strict=True))
+    how |= {"heads": HEADS} if kind == "attention" else {}
     numbers = {name: torch.from_numpy(one) for name, one in given(pair, seed).items()}
     with watch.section() as section:
-        whole = tensor_ranks.linears({name: numbers[name] for name in pair.shapes})
-        mine = tensor_ranks.module(kind, answer, whole, operators)
+        whole = _linears({name: numbers[name] for name in pair.shapes})
+        mine = call(*whole, **how)
         del whole
         held = section.now()
     x = numbers["x"].clone().requires_grad_()
@@ -58,7 +73,7 @@ def forward_and_back(
     found = {"z": watched.array(z)}
     watch.label = BACKWARD
     z.backward(numbers["grad"].clone())
-    found |= {"x": watched.array(x.grad), "held": held, "seed": seed}
+    found |= {"x": watched.array(x.grad), "held": held}
     named = dict(mine.named_parameters())
     for name in pair.shapes:
         if name not in named:
@@ -69,63 +84,70 @@ def forward_and_back(
     return found
 
 
+def _linears(weights: dict[str, Any]) -> list[Any]:
+    """The whole layers, with copies of these weights, {"up.weight": ..., "up.bias": ...}."""
+    made = []
+    for name in dict.fromkeys(name.partition(".")[0] for name in weights):
+        weight = weights[f"{name}.weight"]
+        with torch.device("meta"):
+            layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
+        layer.weight = torch.nn.Parameter(weight.clone())
+        layer.bias = torch.nn.Parameter(weights[f"{name}.bias"].clone())
+        made.append(layer)
+    return made
+
+
 # ---- the verdict ---------------------------------------------------------------------------------
-def check(kind: str, limits: Collection[str], tries: Sequence[Try], timeout: float) -> None:
-    pair = PAIRS[kind]
+def check(kind: str, limits: Collection[str], tries: Tries) -> None:
+    pair, operators = PAIRS[kind], WEIGHTS not in limits
     for t in RANKS:
-        args = {"where": f"t={t}", "timeout": timeout}
-        for notes, found in on_ranks(
-            tries, forward_and_back, t, (kind, WEIGHTS not in limits), **args
-        ):
-            _look(notes, found, pair, t, limits)
+        for notes, found in tries.run(forward_and_back, t, kind, operators, where=f"t={t}"):
+            right = of_one_device(pair, found.seed)
+            for limit, names in ((RESULT, ["z"]), (GRADIENTS, ["x", *reversed(pair.shapes)])):
+                wrong = first(_wrong(found, pair, right, name) for name in names)
+                notes.look(limit, wrong, "right, on every rank")
+            for limit in (FORWARD, BACKWARD):
+                required = 2 * (t - 1) * ACTIVATION // t
+                notes.bytes(limit, found.sent(limit), required, f"in {limit.split(', ')[1]}")
+            if not operators:
+                parts = {n: w for n, w in given(pair, 0).items() if "." in n}
+                part = 4 * sum(pair.part(name, whole, 0, t).size for name, whole in parts.items())
+                words = f"holds {{held}} bytes of weights, its part is {part:,}"
+                notes.memory(WEIGHTS, found["held"], part + SCALARS, words)
 
 
-def _look(notes: Notes, found: Found, pair: Pair, t: int, limits: Collection[str]) -> None:
-    """One run against every limit."""
-    where, right = f"t={t}", of_one_device(pair, found.results[0]["seed"])
-    for limit, names in ((RESULT, ["z"]), (GRADIENTS, ["x", *reversed(pair.shapes)])):
-        wrong = first(_wrong(found, pair, right, name, t) for name in names)
-        notes.look(limit, where, wrong, "right, on every rank")
-    for limit in (FORWARD, BACKWARD):
-        doing = f"in {limit.split(', ')[1]}"
-        required = 2 * (t - 1) * ACTIVATION // t
-        look_at_bytes(notes, limit, where, found.sent(limit), required, doing)
-    if WEIGHTS in limits:
-        part = 4 * sum(
-            pair.part(n, one, 0, t).size for n, one in given(pair, 0).items() if "." in n
-        )
-        words = f"holds {{held}} bytes of weights, its part is {part:,}"
-        held = [result["held"] for result in found.results]
-        look_at_memory(notes, WEIGHTS, where, held, part + SCALARS, words)
-
-
-def _wrong(found: Found, pair: Pair, right: dict[str, np.ndarray], name: str, t: int) -> str:
+def _wrong(found: Found, pair: Pair, right: dict[str, np.ndarray], name: str) -> str:
     """What is wrong with a tensor, on the first rank where it is, or ""."""
-    seed, whole = found.results[0]["seed"], name in ("z", "x")
+    t, whole = len(found.results), name in ("z", "x")
     return first_wrong(
         {"z": "the result", "x": "the input's gradient"}.get(name, f"the gradient of {name}"),
-        [result[name] for result in found.results],
+        found[name],
         [right[name] if whole else pair.part(name, right[name], rank, t) for rank in range(t)],
-        known=lambda rank: mistakes(pair, seed, t, rank, name),
+        known=lambda rank: mistakes(pair, found.seed, t, rank, name),
     )
 
 
 OPERATORS = {limit: LIMITS[limit] for limit in LIMITS if limit != WEIGHTS}
 
 
-@exercise(Takes("a function f", "f(x)"), Takes("a function g", "g(x)"), lab="07", asked=OPERATORS)
-def f_and_g(tries: Sequence[Try], timeout: float) -> None:
-    check("mlp", OPERATORS, tries, timeout)
+@exercise(
+    Takes("f(x)", kind="a function f"),
+    Takes("g(x)", kind="a function g"),
+    lab="07",
+    asked=OPERATORS,
+)
+def f_and_g(tries: Tries) -> None:
+    check("mlp", OPERATORS, tries)
 
 
-@exercise(Takes("a class", "MyMLP(up, down, f=f, g=g)"), lab="07", asked=LIMITS)
-def tensor_mlp(tries: Sequence[Try], timeout: float) -> None:
-    check("mlp", LIMITS, tries, timeout)
+@exercise(Takes("MyMLP(up, down, f=f, g=g)"), lab="07", asked=LIMITS)
+def tensor_mlp(tries: Tries) -> None:
+    check("mlp", LIMITS, tries)
 
 
 CALL = "MyAttention(qkv, proj, heads=..., f=f, g=g)"
 
 
-@exercise(Takes("a class", CALL), lab="07", asked=LIMITS)
-def tensor_attention(tries: Sequence[Try], timeout: float) -> None:
-    check("attention", LIMITS, tries, timeout)
+@exercise(Takes(CALL), lab="07", asked=LIMITS)
+def tensor_attention(tries: Tries) -> None:
+    check("attention", LIMITS, tries)

@@ -11,15 +11,14 @@ arXiv:2104.04473), sec. 2.2.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
-from paralab.exercises.exercise import exercise
-from paralab.exercises.questions import Mistakes, asked, replies, wrong_number
-from paralab.exercises.tries import Takes, Try, on_ranks
-from paralab.exercises.verdict import NOT_STARTED, Notes
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.questions import Mistakes, ask
+from paralab.exercises.verdict import Notes
 from paralab.interpret.predict import predict
 from paralab.spec import Cluster, ModelSpec, Plan
 
@@ -35,26 +34,24 @@ _ABOUT = "(model, plan, stage)"
 
 
 @exercise(
-    Takes("a function", f"stage_parameters{_ABOUT}"),
-    Takes("a function", f"in_flight{_ABOUT}"),
+    Takes(f"stage_parameters{_ABOUT}"),
+    Takes(f"in_flight{_ABOUT}"),
     lab="12",
     asked={
         PARAMETERS: "every stage of three plans: exact",
         FLIGHT: "every stage of three plans under 1F1B",
     },
 )
-def stage_memory(tries: Sequence[Try], timeout: float) -> None:
+def stage_memory(tries: Tries) -> None:
     limits = ((PARAMETERS, _parameters, "parameters"), (FLIGHT, _in_flight, "micro-batches"))
     cases = [(part, plan, stage) for part in (0, 1) for plan in PLANS for stage in range(plan.pp)]
     questions = [(part, (MODEL, plan, stage)) for part, plan, stage in cases]
-    for notes, (part, plan, stage), reply in replies(tries, cases, timeout, asked, questions):
+    for notes, (part, plan, stage), reply in ask(tries, cases, questions):
+        notes.where = f"tp={plan.tp}, pp={plan.pp}, dp={plan.dp}, stage {stage}"
         limit, right, unit = limits[part]
         number, known = right(plan, stage)
         show = f"{{:,.10g}} {unit}".format
-        what = f"required: a number of {unit}"
-        wrong = reply.trouble or wrong_number(reply.value, number, show, known, what=what)
-        where = f"tp={plan.tp}, pp={plan.pp}, dp={plan.dp}, stage {stage}"
-        notes.look(limit, where, wrong, show(number))
+        notes.look(limit, reply.number(number, known, show, f" of {unit}"), show(number))
 
 
 # ---- what a stage holds --------------------------------------------------------------------------
@@ -110,7 +107,7 @@ TOKENS, MOST_DAYS, MOST_GB = 450e9, 60, 70
 
 
 @exercise(
-    Takes("a function", "my_plan()"),
+    Takes("my_plan()"),
     lab="12",
     asked={
         LEGAL: "one that pl.Plan(...) accepts for the model",
@@ -120,27 +117,23 @@ TOKENS, MOST_DAYS, MOST_GB = 450e9, 60, 70
         DAYS: f"at most {MOST_DAYS} predicted days for 450 billion tokens",
     },
 )
-def trillion_plan(tries: Sequence[Try], timeout: float) -> None:
+def trillion_plan(tries: Tries) -> None:
     from paralab.theory import papers
 
     model, published = papers.ptdp_models()[-1]
-    for notes, found in on_ranks(tries, asked, 1, ([(0, ())],), timeout=timeout):
-        [reply] = found.results[0]
-        if reply.trouble == NOT_STARTED:
-            notes.end(NOT_STARTED)
-            continue
-        what = "required: a dict, {setting of Plan: value}"
-        wrong = reply.trouble or ("" if isinstance(reply.value, Mapping) else f"{what}")
-        plan, trouble = (None, wrong) if wrong else attempt(lambda r=reply: _legal(model, r.value))
-        notes.look(LEGAL, "", trouble, "legal")
+    for notes, _, reply in ask(tries, [None], [(0, ())]):
+        plan, trouble = attempt(lambda r=reply: _legal(model, r.value))
+        if not isinstance(reply.value, Mapping):
+            trouble = reply.trouble or "required: a dict, {setting of Plan: value}"
+        notes.look(LEGAL, trouble, "legal")
         if plan is None:
             continue
         batch, ours = plan.global_batch, published.global_batch
         said = f"{batch:,} samples per step, required: {ours:,}"
-        notes.look(BATCH, "", "" if batch == ours else said, f"{ours:,} samples")
+        notes.look(BATCH, "" if batch == ours else said, f"{ours:,} samples")
         ranks = plan.world_size
         said = f"{ranks:,} devices, there are {published.world_size:,}"
-        notes.look(GPUS, "", said if ranks > published.world_size else "", f"{ranks:,}")
+        notes.look(GPUS, said if ranks > published.world_size else "", f"{ranks:,}")
         if batch == ours and ranks <= published.world_size:
             _look_at_days(notes, *_predicted(model, plan))
 

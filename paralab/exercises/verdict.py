@@ -108,13 +108,14 @@ class Notes:
     """The rows of one verdict while a checker fills them in, in the order of the stated limits.
 
     limits   {name: what is required} of every limit of the exercise
+    where    the case that is looked at, in words: "N=2"
     over     a failure has ended the check
     """
 
     def __init__(self, exercise: str, limits: dict[str, str]) -> None:
         self.exercise, self.limits = exercise, limits
         self._found: dict[str, tuple[str, bool]] = {}
-        self.said, self.over = "", False
+        self.where, self.said, self.over = "", "", False
 
     def note(self, limit: str, yours: str, ok: bool, said: str = "") -> None:
         """Write down one look at ``limit``; of several looks the first failure stands."""
@@ -126,23 +127,49 @@ class Notes:
             said = said or f"{limit}: required: {self.limits[limit]}, yours {yours}"
             self.said = shortened(said, LONGEST)
 
-    def look(self, limit: str, where: str, wrong: str, right: str) -> None:
+    def look(self, limit: str, wrong: str, right: str) -> None:
         """Note ``wrong``, or, if that is empty, that the limit is kept, as ``right`` says."""
-        prefix = f"{where}: " if where else ""
-        self.note(limit, prefix + (wrong or right), not wrong, prefix + wrong)
+        self.note(limit, self._here(wrong or right), not wrong, self._here(wrong))
 
-    def each(self, limit: str, where: str, wrong: str, right: str = "right everywhere") -> None:
+    def each(self, limit: str, wrong: str, right: str = "right everywhere") -> None:
         """One of many looks at a limit: what is right needs no place."""
-        self.look(limit, where if wrong else "", wrong, right)
+        self.note(limit, self._here(wrong) if wrong else right, not wrong, self._here(wrong))
 
-    def end(self, trouble: str, *, where: str = "", limit: str = "", yours: str = "failed") -> None:
+    def end(self, trouble: str, *, limit: str = "", yours: str = "failed") -> None:
         """Nothing more can be looked at: ``trouble`` says why, or `NOT_STARTED`."""
         self.over = True
         if trouble == NOT_STARTED:
             self.said = self.said or NOT_STARTED
             return
-        prefix = f"{where}: " if where else ""
-        self.note(limit or next(iter(self.limits)), prefix + yours, False, prefix + trouble)
+        limit = limit or next(iter(self.limits))
+        self.note(limit, self._here(yours), False, self._here(trouble))
+
+    def _here(self, words: str) -> str:
+        return f"{self.where}: {words}" if self.where else words
+
+    def bytes(self, limit: str, sent: Sequence[float], required: int, doing: str = "") -> None:
+        """Every rank has to send exactly ``required`` bytes. doing: "in a step", or ""."""
+        worst = max(range(len(sent)), key=lambda rank: (abs(sent[rank] - required), -rank))
+        wrong, doing = "", f" {doing}" if doing else ""
+        if not sent[worst]:
+            wrong = f"rank {worst} sends nothing through the group{doing}"
+        elif sent[worst] != required:
+            wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required:,}"
+            wrong += f", {sent[worst] / required:.3g} times as many" if required else ""
+        self.look(limit, wrong, f"{required:,} bytes")
+
+    def memory(
+        self,
+        limit: str,
+        held: Sequence[int],
+        most: int,
+        words: str,
+        ranks: Callable[[int], str] = "rank {}".format,
+    ) -> None:
+        """No rank may have more than ``most`` bytes. words: "keeps {held} bytes, an N-th is 7"."""
+        worst = max(range(len(held)), key=lambda rank: (held[rank], -rank))
+        said = f"{ranks(worst)} {words.format(held=f'{held[worst]:,}')}"
+        self.look(limit, said if held[worst] > most else "", f"{held[worst]:,} bytes")
 
     def verdict(self) -> Verdict:
         rows = []
@@ -153,33 +180,3 @@ class Notes:
         if not said and not all(row.ok for row in rows):
             said = NOT_STARTED
         return Verdict(exercise=self.exercise, rows=tuple(rows), said=said)
-
-
-# ---- limits that several checkers have -----------------------------------------------------------
-def look_at_bytes(
-    notes: Notes, limit: str, where: str, sent: Sequence[float], required: int, doing: str
-) -> None:
-    """Every rank has to send exactly ``required`` bytes. doing: "in a step", or ""."""
-    worst = max(range(len(sent)), key=lambda rank: (abs(sent[rank] - required), -rank))
-    wrong, doing = "", f" {doing}" if doing else ""
-    if not sent[worst]:
-        wrong = f"rank {worst} sends nothing through the group{doing}"
-    elif sent[worst] != required:
-        wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required:,}"
-        wrong += f", {sent[worst] / required:.3g} times as many" if required else ""
-    notes.look(limit, where, wrong, f"{required:,} bytes")
-
-
-def look_at_memory(
-    notes: Notes,
-    limit: str,
-    where: str,
-    held: Sequence[int],
-    most: int,
-    words: str,
-    ranks: Callable[[int], str] = "rank {}".format,
-) -> None:
-    """No rank may have more than ``most`` bytes. words: "keeps {held} bytes, an N-th is 7"."""
-    worst = max(range(len(held)), key=lambda rank: (held[rank], -rank))
-    wrong = f"{ranks(worst)} {words.format(held=f'{held[worst]:,}')}" if held[worst] > most else ""
-    notes.look(limit, where, wrong, f"{held[worst]:,} bytes")

@@ -10,14 +10,13 @@ the rank's own logits: an answer that gathers the logits breaks both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch, watched
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, look_at_memory
+from paralab.exercises.tries import Found
 
 RANKS = (2, 4)
 TOKENS, VOCAB = 96, 512
@@ -34,11 +33,20 @@ ASKED = {
 LOSS, GRADIENT, FORWARD, BACKWARD, MEMORY = ASKED
 
 
-@exercise(Takes("a function", "vocab_parallel_loss(logits, targets)"), lab="07", asked=ASKED)
-def vocab_parallel_loss(tries: Sequence[Try], timeout: float) -> None:
+@exercise(Takes("vocab_parallel_loss(logits, targets)"), lab="07", asked=ASKED)
+def vocab_parallel_loss(tries: Tries) -> None:
     for t in RANKS:
-        for notes, found in on_ranks(tries, loss_and_back, t, where=f"t={t}", timeout=timeout):
-            _look(notes, found, t)
+        own, most = 4 * TOKENS * VOCAB // t, 4 * 6 * (t - 1) * TOKENS // t
+        for notes, found in tries.run(loss_and_back, t, where=f"t={t}"):
+            for limit in (LOSS, GRADIENT):
+                notes.look(limit, _wrong(found, limit), "right, on every rank")
+            for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
+                sent = max(found.sent(limit))
+                wrong = f"a rank sends {sent:,} bytes in {limit[7:]}, required: at most {allowed:,}"
+                wrong += f", {sent / allowed:.3g} times as many" if allowed else ""
+                notes.look(limit, wrong if sent > allowed else "", f"{sent:,} bytes")
+            words = f"holds {{held}} bytes in addition to its logits, which are {own:,}"
+            notes.memory(MEMORY, found["peak"], COPIES * own + SCALARS, words)
 
 
 def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -54,12 +62,7 @@ def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
         (loss * 3).backward()
     if own.grad is None:
         raise ValueError("the logits have no gradient after backward")
-    return {
-        "loss": found,
-        "gradient": watched.array(own.grad) / 3,
-        "peak": section.peak,
-        "seed": seed,
-    }
+    return {"loss": found, "gradient": watched.array(own.grad) / 3, "peak": section.peak}
 
 
 def given(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -81,26 +84,9 @@ def of_one_device(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, 
     return loss, share / len(z)
 
 
-def _look(notes: Notes, found: Found, t: int) -> None:
-    """One run against every limit."""
-    where = f"t={t}"
-    for limit in (LOSS, GRADIENT):
-        notes.look(limit, where, _wrong(found.results, limit, t), "right, on every rank")
-    most = 4 * 6 * (t - 1) * TOKENS // t
-    for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
-        sent = max(found.sent(limit))
-        wrong = f"a rank sends {sent:,} bytes in {limit[7:]}, required: at most {allowed:,}"
-        wrong += f", {sent / allowed:.3g} times as many" if allowed else ""
-        notes.look(limit, where, wrong if sent > allowed else "", f"{sent:,} bytes")
-    own = 4 * TOKENS * VOCAB // t
-    words = f"holds {{held}} bytes in addition to its logits, which are {own:,}"
-    peaks = [result["peak"] for result in found.results]
-    look_at_memory(notes, MEMORY, where, peaks, COPIES * own + SCALARS, words)
-
-
-def _wrong(results: Sequence[dict[str, Any]], limit: str, t: int) -> str:
+def _wrong(found: Found, limit: str) -> str:
     """What is wrong with loss or gradient, on the first rank where it is, or ""."""
-    logits, targets = given(results[0]["seed"])
+    t, (logits, targets) = len(found.results), given(found.seed)
     which, parts = (LOSS, GRADIENT).index(limit), np.split(logits, t, axis=1)
     whole = of_one_device(logits, targets)
     right = [whole[0]] * t if limit == LOSS else np.split(whole[1], t, axis=1)
@@ -120,9 +106,9 @@ def _wrong(results: Sequence[dict[str, Any]], limit: str, t: int) -> str:
             own[np.arange(TOKENS), local.clip(0, VOCAB // t - 1)] -= 1 / TOKENS
             yield "1 is subtracted on ranks too that do not have the target", own
 
-    if not all(np.isfinite(one[limit]).all() for one in results):
+    if not all(np.isfinite(one).all() for one in found[limit]):
         return f"the {limit} is infinite or not a number: exp overflows without the maximum"
-    return first_wrong(f"the {limit}", [one[limit] for one in results], right, known=known)
+    return first_wrong(f"the {limit}", found[limit], right, known=known)
 
 
 def _known_losses(

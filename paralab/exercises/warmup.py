@@ -5,11 +5,8 @@ The answer is asked for many sizes, and held against the schedules themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from paralab.exercises.exercise import exercise
-from paralab.exercises.questions import Mistakes, asked, replies, wrong_number
-from paralab.exercises.tries import Takes, Try
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.questions import Mistakes, ask
 from paralab.parallel.schedules import Schedule, build
 
 SIZES = [
@@ -22,22 +19,15 @@ COUNT = "forwards before the first backward"
 
 
 @exercise(
-    Takes("a function", "warmup(rank, p, m, v)"),
+    Takes("warmup(rank, p, m, v)"),
     lab="03",
     asked={COUNT: f"right for {len(SIZES)} ranks of 7 pipelines, 3 of them interleaved"},
 )
-def warmup(tries: Sequence[Try], timeout: float) -> None:
-    questions = [(0, size) for size in SIZES]
-    for notes, size, reply in replies(tries, SIZES, timeout, asked, questions):
-        where = "rank {}, p={}, m={}, v={}".format(*size)
-        if reply.trouble:
-            notes.end(reply.trouble, where=where)
-            continue
-        right, what = counted(*size), "required: a number of forwards"
+def warmup(tries: Tries) -> None:
+    for notes, size, reply in ask(tries, SIZES, [(0, size) for size in SIZES]):
+        notes.where, right = "rank {}, p={}, m={}, v={}".format(*size), counted(*size)
         known = [(words, number) for words, number in _miscounted(*size) if number != right]
-        wrong = wrong_number(reply.value, right, "{:g}".format, known, what=what)
-        wrong = wrong if wrong.startswith(what) or not wrong else f"required: {wrong}"
-        notes.look(COUNT, where, wrong, "right")
+        notes.look(COUNT, reply.number(right, known, "{:g}".format, " of forwards"), "right")
 
 
 def counted(rank: int, p: int, m: int, v: int) -> int:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library import simple_registry
 from torch.utils._python_dispatch import _disable_current_modes
 
 from paralab.checks import illegal
@@ -155,7 +156,11 @@ def freed(given: Any) -> Tensor | None:
     return next(found, None)
 
 
-NOT_THEIRS = ("<frozen ", OURS, tracemalloc.__file__, threading.__file__, _weakrefset.__file__)
+# Of lists that Python and torch keep themselves, and that grow by a large block at some answer.
+NOT_THEIRS = (
+    *("<frozen ", OURS),
+    *(one.__file__ for one in (tracemalloc, threading, _weakrefset, simple_registry)),
+)
 
 
 class Section:

@@ -11,13 +11,11 @@ is divided by N. Plain data parallelism sends as many bytes, and is refused for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.diagnose import first_wrong
-from paralab.exercises.exercise import exercise
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, look_at_bytes, look_at_memory
+from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.tries import Found
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,21 +37,33 @@ ASKED = {
 
 
 @exercise(
-    Takes("a class", "MyZero1(parameters, lr=..., momentum=...)", methods=("step",)),
+    Takes("MyZero1(parameters, lr=..., momentum=...)", methods=("step",)),
     lab="05",
     asked=ASKED,
 )
-def zero_step(tries: Sequence[Try], timeout: float) -> None:
+def zero_step(tries: Tries) -> None:
     for n in RANKS:
-        for notes, found in on_ranks(tries, train, n, where=f"N={n}", timeout=timeout):
-            _look(notes, found, n)
+        copy, part = 4 * n * part_of(n), 4 * part_of(n)
+        for notes, found in tries.run(train, n, where=f"N={n}"):
+            notes.look(RESULT, _wrong_step(found, n), "all Ψ, on every rank")
+
+            sent, limit = [found.sent(f"step {step}") for step in range(STEPS)], 2 * (n - 1) * part
+            worst = max(sent, key=lambda of_step, most=limit: max(abs(b - most) for b in of_step))
+            notes.bytes(BYTES, worst, limit, "in a step")
+
+            words = f"keeps {{held}} bytes, an N-th is {part:,}"
+            notes.memory(KEPT, found["kept"], part + SCALARS, words)
+
+            fits = max(found["passing"]) <= COPIES * copy + PARTS * part
+            wrong = f"more than {COPIES + PARTS / n:.1f} copies of Ψ at once"
+            notes.each(PEAK, "" if fits else wrong, "no more than that")
 
 
 def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     """What every rank runs: some steps with given gradients.
 
     Returns the parameters after every step, (steps, Psi), the most bytes that are still there after
-    one, and the most that there are within; both beyond parameters and gradients.
+    one beyond parameters and gradients, and the most that there are within beyond those.
     """
     import torch
 
@@ -71,7 +81,7 @@ def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
                 raise ValueError(f"the parameters have shape {tuple(parameters.shape)} now")
             after[step] = parameters.detach()
             kept = max(kept, section.now())
-    return {"parameters": after, "kept": kept, "peak": section.peak, "seed": seed}
+    return {"parameters": after, "kept": kept, "passing": section.peak - kept}
 
 
 def part_of(n: int) -> int:
@@ -103,34 +113,14 @@ def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray
     return parameters, gradients
 
 
-def _look(notes: Notes, found: Found, n: int) -> None:
-    """One run against every limit."""
-    where, copy, part = f"N={n}", 4 * n * part_of(n), 4 * part_of(n)
-    notes.look(RESULT, where, _wrong_step(found.results, n), "all Ψ, on every rank")
-
-    sent = [found.sent(f"step {step}") for step in range(STEPS)]
-    limit = 2 * (n - 1) * part
-    worst = max(sent, key=lambda of_step: max(abs(one - limit) for one in of_step))
-    look_at_bytes(notes, BYTES, where, worst, limit, "in a step")
-
-    words = f"keeps {{held}} bytes, an N-th is {part:,}"
-    kept = [result["kept"] for result in found.results]
-    look_at_memory(notes, KEPT, where, kept, part + SCALARS, words)
-
-    passing = max(result["peak"] - result["kept"] for result in found.results)
-    wrong = f"{where}: more than {COPIES + PARTS / n:.1f} copies of Ψ at once"
-    fits = passing <= COPIES * copy + PARTS * part
-    notes.note(PEAK, "no more than that" if fits else wrong, fits, wrong)
-
-
-def _wrong_step(results: Sequence[dict[str, Any]], n: int) -> str:
+def _wrong_step(found: Found, n: int) -> str:
     """The first part of the parameters that is wrong, after the first such step, or ""."""
     import numpy as np
 
-    right, gradients = of_one_process(results[0]["seed"], n)
+    right, gradients = of_one_process(found.seed, n)
     lr, cuts = SETTINGS[n][0], [part_of(n) * k for k in range(1, n)]
     for step in range(STEPS):
-        found = [np.split(result["parameters"][step], cuts) for result in results]
+        yours = [np.split(steps[step], cuts) for steps in found["parameters"]]
         before, after, gradient = (
             np.split(whole, cuts) for whole in (right[step], right[step + 1], gradients[step])
         )
@@ -138,7 +128,7 @@ def _wrong_step(results: Sequence[dict[str, Any]], n: int) -> str:
             plain = before[part] - lr * gradient[part]
             wrong = first_wrong(
                 f"step {step + 1}, part {part}",
-                [one[part] for one in found],
+                [one[part] for one in yours],
                 [after[part]] * n,
                 start=[before[part]] * n,
                 known=lambda _, plain=plain: [

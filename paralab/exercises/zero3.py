@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.exercise import exercise
+from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, watched
 from paralab.exercises.one_process import LR, of_one_process
 from paralab.exercises.sync import BATCH
-from paralab.exercises.tries import Found, Takes, Try, on_ranks
-from paralab.exercises.verdict import Notes, look_at_memory
 from paralab.spec import ModelSpec
 
 # Units are small and many: a model that stays whole shows in the peak.
@@ -38,20 +35,33 @@ ASKED = {
 }
 
 
-@exercise(
-    Takes("a class", "MyZero3(units, lr=...)", methods=("step", "gather")), lab="05", asked=ASKED
-)
-def my_zero3(tries: Sequence[Try], timeout: float) -> None:
-    look_at_training(tries, timeout, RUNS, UNITS)
+@exercise(Takes("MyZero3(units, lr=...)", methods=("step", "gather")), lab="05", asked=ASKED)
+def my_zero3(tries: Tries) -> None:
+    look_at_training(tries, RUNS, UNITS)
 
 
-def look_at_training(
-    tries: Sequence[Try], timeout: float, runs: dict[int, int], units: int
-) -> None:
-    """The first four limits. runs: {ranks: steps}; units: whole ones at the peak"""
+def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> None:
+    """The first four limits. runs: {ranks: steps}; most_units: whole ones at the peak"""
     for n, steps in runs.items():
-        for notes, found in on_ranks(tries, train, n, (steps,), where=f"N={n}", timeout=timeout):
-            _look(notes, found, n, steps, units)
+        for notes, found in tries.run(train, n, steps, where=f"N={n}"):
+            right = of_one_process(MODEL, ranks=n, **BATCH)[steps].weights
+            wrong = first_wrong_tensor(found["weights"], right, start=found.results[0]["start"])
+            notes.look(WEIGHTS, wrong, "all equal")
+
+            parts = [4 * -(-size // n) for size in sizes()]
+            most = 3 * BATCH["microbatches"] * (n - 1) * sum(parts)
+            sent = max(max(found.sent(f"step {step}")) for step in range(steps))
+            wrong = f"a rank sends {sent:,} bytes in a step, required: at most {most:,}"
+            wrong += f", {sent / most:.3g} times as many"
+            notes.look(BYTES, wrong if sent > most else "", f"{sent:,} bytes")
+
+            words = f"keeps {{held}} bytes, an N-th of both is {2 * sum(parts):,}"
+            notes.memory(KEPT, found["kept"], 2 * sum(parts) + SCALARS, words)
+
+            passing = (r["peak"] - r["forward"] for r in found.results)
+            units = max(passing) / (n * max(parts))
+            wrong = f"{units:.1f} units at once, in addition to what forward saves"
+            notes.each(PEAK, wrong if units > most_units else "", "no more than that")
 
 
 def sizes() -> list[int]:
@@ -102,30 +112,3 @@ def plain() -> tuple[dict[str, Any], int]:
     with watched.PeakMemory() as memory:
         gpt(*one)
     return start, memory.peak
-
-
-def _look(notes: Notes, found: Found, n: int, steps: int, most_units: int) -> None:
-    where, parts = f"N={n}", [4 * -(-size // n) for size in sizes()]
-    notes.look(WEIGHTS, where, _wrong(found, n, steps), "all equal")
-
-    most = 3 * BATCH["microbatches"] * (n - 1) * sum(parts)
-    sent = max(max(found.sent(f"step {step}")) for step in range(steps))
-    wrong = f"a rank sends {sent:,} bytes in a step, required: at most {most:,}"
-    wrong += f", {sent / most:.3g} times as many"
-    notes.look(BYTES, where, wrong if sent > most else "", f"{sent:,} bytes")
-
-    words = f"keeps {{held}} bytes, an N-th of both is {2 * sum(parts):,}"
-    kept = [result["kept"] for result in found.results]
-    look_at_memory(notes, KEPT, where, kept, 2 * sum(parts) + SCALARS, words)
-
-    units = max((r["peak"] - r["forward"]) / (n * max(parts)) for r in found.results)
-    wrong = f"{where}: {units:.1f} units at once, in addition to what forward saves"
-    notes.note(
-        PEAK, "no more than that" if units <= most_units else wrong, units <= most_units, wrong
-    )
-
-
-def _wrong(found: Found, n: int, steps: int) -> str:
-    right = of_one_process(MODEL, ranks=n, **BATCH)[steps].weights
-    weights = [result["weights"] for result in found.results]
-    return first_wrong_tensor(weights, right, start=found.results[0]["start"])
