@@ -48,13 +48,10 @@ class Insides:
     def __init__(self, model: Model, plan: Plan, gloo: bool) -> None:
         self.model, self.plan, self.gloo, self.sharing = model, plan, gloo, sharing_of(model)
         self._known: dict[tuple, Inside] = {}
-        blocks = [(i, j) for name, i, j in model.parts if name.startswith("blocks")]
-        # All blocks are alike: how far each op's is behind the first.
-        self._behind = {op: i - blocks[0][0] for i, j in blocks for op in range(i, j)}
 
     def of(self, ins: Instr, stays: tuple[Name, ...] = ()) -> Inside:
         """stays: storages that a backward lets go of, and others still hold."""
-        forward, behind = ins.op in FORWARDS, self._behind.get(ins.at[0], 0)
+        forward, behind = ins.op in FORWARDS, self.model.behind.get(ins.at[0], 0)
         at = ins.at[0] - behind, ins.at[1] - behind
         left = frozenset([(kind, boundary - behind) for kind, boundary in stays])
         key = at, "forward" if forward else ins.op, not forward or keeps(ins), left

@@ -5,9 +5,7 @@ over, and those that used the buffer that it writes into, where buffers of a rin
 So the lanes keep the order of the program's values among themselves, from one step to the next too,
 and the rank waits only where the program says so.
 
-`workers.py` hands jobs over to threads in this order. For a prediction, `Jobs` gives them moments:
-a job begins at the latest of its launch, its lane being free, and the ends of the jobs before it.
-Torch-free.
+`workers.py` hands jobs over to threads in this order, walk.py gives them moments. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from paralab.programs.instructions import Instr, Value
-from paralab.programs.program import Program
 from paralab.programs.tiers import BUFFERS, ring
+from paralab.spec import Plan
 
 
 class Ordered:
@@ -59,8 +57,8 @@ class Order:
     rings   {name: its buffers, the next to be taken first}; ``slots``: {value in one: where it is}
     """
 
-    def __init__(self, program: Program) -> None:
-        self.plan = program.plan
+    def __init__(self, plan: Plan | None) -> None:
+        self.plan = plan
         self.writer: dict[Value, Any] = {}
         self.readers: dict[Value, list[Any]] = {}
         self.slots: dict[Value, Slot] = {}
@@ -102,43 +100,18 @@ class Order:
 
 
 class Begun(Ordered):
-    """A job in a prediction: where in the list it stands, None if it is of the step before; and its
-    moments.
+    """A job in a prediction: its place in the list, or None if it is of the step before; and its
+    end.
     """
 
-    __slots__ = ("position", "start", "end")
+    __slots__ = ("position", "end")
 
-    def __init__(self, position: int, start: float, end: float, behind: tuple[Begun, ...]) -> None:
+    def __init__(self, position: int, end: Any, behind: tuple[Begun, ...]) -> None:
         super().__init__(behind)
         self.position: int | None = position
-        self.start, self.end = start, end
+        self.end = end
 
-
-class Jobs(Order):
-    """One rank's in a prediction.
-
-    lanes  {lane: when it is free}; ``begun``: {position: job} of this step
-    """
-
-    def __init__(self, program: Program) -> None:
-        super().__init__(program)
-        self.lanes: dict[str, float] = {}
-        self.begun: dict[int, Begun] = {}
-
-    def begin(self, position: int, ins: Instr, seconds: float, clock: float) -> Begun:
-        """A job of ``seconds`` is handed over now."""
-        behind = self.behind(ins)
-        start = max(clock, self.lanes.get(ins.lane, 0.0), *(job.end for job in behind))
-        job = self.begun[position] = Begun(position, start, start + seconds, behind)
-        self.lanes[ins.lane] = job.end
-        self.add(ins, job)
-        return job
-
-    def next_step(self, seconds: float) -> Jobs:
-        """What is left to do when the next step begins, ``seconds`` later."""
-        for job in self.begun.values():
-            job.position, job.end = None, job.end - seconds
-            job.over = job.over or job.end <= 0.0
-        self.begun = {}
-        self.lanes = {lane: moment - seconds for lane, moment in self.lanes.items()}
-        return self
+    def next_step(self, seconds: float) -> None:
+        """The next step begins, so many seconds after this one."""
+        self.position, self.end = None, self.end - seconds
+        self.over = self.over or self.end <= 0.0

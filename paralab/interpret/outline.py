@@ -12,29 +12,21 @@ Times, bytes and the peak are those of the program in full.
 
 from __future__ import annotations
 
-from collections import Counter
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from paralab.interpret.costs import Costs
-from paralab.interpret.deep import SAMPLES, Deep
+from paralab.interpret.deep import Deep
+from paralab.interpret.held import samples
+from paralab.interpret.lines import Line, said, step
 from paralab.interpret.memory import moments
 from paralab.interpret.outline_tables import tables
 from paralab.interpret.spans import spans
-from paralab.interpret.time import Times, counted, walked
-from paralab.interpret.traffic import Calls, alike
-from paralab.interpret.turns import (
-    Step,
-    Sums,
-    Turn,
-    beside,
-    boxes,
-    in_flight,
-    said,
-    timed,
-    worked,
-)
+from paralab.interpret.time import counted, walked
+from paralab.interpret.traffic import Calls
+from paralab.interpret.turns import LETTERS, Step, Turns
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.programs.instructions import COMPUTE
@@ -73,39 +65,27 @@ def step_of(spec: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> St
 
 def whole(program: Program, cluster: Cluster) -> Step:
     """The step of a program that is not folded."""
-    costs, calls = Costs(program, cluster), Calls(program)
+    costs, ranks = Costs(program, cluster), range(len(program.codes))
     times = walked(program, counted(program, costs), cluster.call_overhead)
-    found: list[tuple] = []
-    drawn, sums, moving = [], {}, np.zeros(4)
-    weights = [
-        list(moments(program, pp, gloo=not cluster.gpus)) for pp in range(len(program.codes))
-    ]
-    kinds = sorted({kind for some in weights for pair in some for one in pair for kind in one})
-    held = []
-    for pp, code in enumerate(program.codes):
-        turns = turns_of(program, pp)
-        last = {(turn.stage, turn.letter): turn.first for turn in turns}
-        behind = max(turn.last for turn in turns) + 1
-        found.append(
-            (
-                *(
-                    [getattr(turn, name) for turn in turns]
-                    for name in ("stage", "letter", "microbatch")
-                ),
-                *timed(code, times, pp, turns, {}),
-            )
+    lines = [Line.of(program.codes[pp], times, pp) for pp in ranks]
+    turns = [turns_of(program, pp) for pp in ranks]
+    walks = [list(moments(program, pp, gloo=not cluster.gpus)) for pp in ranks]
+    kinds = sorted({kind for walk in walks for pair in walk for one in pair for kind in one})
+    device = np.array([tier == "device" for tier, _ in kinds])
+    calls, held = Calls(program), []
+    for line, mine, walk in zip(lines, turns, walks, strict=True):
+        one = cache(lambda ins, pp=line.pp: said(costs, calls, pp, [ins]))
+        line.table.said = list(map(one, program.codes[line.pp]))
+        tops, behind = (
+            np.array([[one.get(kind, 0) for kind in kinds] for one in some])
+            for some in zip(*walk, strict=True)
         )
-        drawn += boxes(code, times, pp, min(last.values()), behind)
-        sums |= _sums(costs, calls, pp, times, program)
-        moving += _moving(program, times, pp, behind)
-        held.append(_held(weights[pp], times, pp, turns, kinds))
-    rank = np.repeat(np.arange(len(found)), [len(some[0]) for some in found])
-    columns = [np.concatenate(some) for some in zip(*found, strict=True)]
-    ends = np.array(times.ends)
-    return Step(rank, *columns, drawn, sums, ends, moving, kinds, held)
+        most, top = tops[1:, device].sum(1), tops[1:].__getitem__
+        held.append(samples(behind[0], behind[1:], most, top, line.left, mine.last, device))
+    return step(lines, turns, kinds, held, costs)
 
 
-def turns_of(program: Program, pp: int) -> list[Turn]:
+def turns_of(program: Program, pp: int) -> Turns:
     """The actions in a rank's list; of a relay with parts of the model in place of stages."""
     code, part_of = program.codes[pp], {}
     if program.plan.relays:
@@ -116,50 +96,6 @@ def turns_of(program: Program, pp: int) -> list[Turn]:
         ins = code[position]
         if span and span[0] in COMPUTE_KINDS and ins.op in COMPUTE:
             stage = part_of.get(ins.at[0], span[2])
-            found.setdefault((stage, LETTER[span[0]], span[1]), [position, 0])[1] = position
-    return [Turn(*what, *ends) for what, ends in found.items()]
-
-
-def _sums(costs: Costs, calls: Calls, pp: int, times: Times, program: Program) -> dict:
-    sums, count, first = Sums(costs, pp), Counter(), {}
-    for position, ins in enumerate(program.codes[pp]):
-        if ins.lane or ins.op in COMPUTE:
-            key = alike(pp, ins) if ins.lane else (ins.op, ins.at)
-            count[key] += 1
-            first.setdefault(key, (ins, position))
-    for key, (ins, position) in first.items():
-        for one in said(costs, calls, pp, ins):
-            sums.add(one, times.entered[pp][position], count[key])
-    return sums.found
-
-
-def _moving(program: Program, times: Times, pp: int, behind: int) -> np.ndarray:
-    code = program.codes[pp]
-    calls, jobs = in_flight(code, times, pp)
-    trains = [at < behind and ins.op in COMPUTE for at, ins in enumerate(code)]
-    return np.r_[beside(calls, *worked(times, pp, trains)), beside(jobs, *worked(times, pp))]
-
-
-def _held(
-    walk: list, times: Times, pp: int, turns: list[Turn], kinds: list[tuple[str, str]]
-) -> list[tuple[float, np.ndarray]]:
-    """Samples: at the start, behind some actions, at each tier's peak, at the end."""
-
-    def vector(held: dict) -> np.ndarray:
-        return np.array([held.get(kind, 0) for kind in kinds])
-
-    left, entered = times.left[pp], times.entered[pp]
-    some = np.unique(np.linspace(0, len(turns) - 1, SAMPLES).astype(int)).tolist()
-    found = {left[turns[n].last]: walk[turns[n].last + 1][1] for n in some}
-    for device in (True, False):
-        tops = [
-            sum(
-                size for (tier, _), size in held[not device].items() if (tier == "device") == device
-            )
-            for held in walk
-        ]
-        at = int(np.argmax(tops))
-        moment = (entered[at - 1] + left[at - 1]) / 2 if at else 0.0
-        found[moment] = walk[at][not device]
-    found = {0.0: walk[0][0]} | found | {left[-1]: walk[-1][1]}
-    return [(moment, vector(found[moment])) for moment in sorted(found)]
+            what = stage, LETTERS.index(LETTER[span[0]]), span[1]
+            found.setdefault(what, [position, 0])[1] = position
+    return Turns(*np.array([(*what, *ends) for what, ends in found.items()]).T)

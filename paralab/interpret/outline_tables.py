@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from paralab.interpret.turns import SHORT, Box, Step
+from paralab.interpret.lines import SHORT
+from paralab.interpret.turns import Box, Step
 from paralab.report.tables import COLUMNS
 from paralab.spec import Plan
 

@@ -1,135 +1,45 @@
-"""When the actions of a deep pipeline happen: the longest paths through its schedule, found once.
+"""When everything in a deep pipeline happens: the longest paths through its lists, found once.
 
 Which moment follows from which does not depend on the clock, but on the schedule and on what every
-action consists of. So the graph is made once, by going through the lists of all ranks as time.py
-does, and is evaluated for any costs, a comparison and a sum per node:
-
-    compute   when the one before it is over
-    a WAIT    when the one before it is over and what it waits for
-    a call    when it is begun and its lane is free
-    a message when it is made, its receive is posted, and the one before it on its way is over, for
-              which its sender waits
-
-A slider that moves anything but the schedule costs 65,000 actions 30 ms. That this is what time.py
-says of the program as a whole is tested.
+action consists of. So the lists of all ranks are walked once (walk.py), where a moment is the node
+of a graph: the later of two others, and what something takes after it. It is evaluated for any
+costs, a comparison and a sum per node: a slider that moves anything but the schedule costs 65,000
+actions 50 ms. That this is what time.py says of the program as a whole is tested.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from paralab.interpret.jobs import Order
+from paralab.interpret.turns import LETTERS
+from paralab.interpret.walk import CALL, WAIT, Item, Rank, Walk
 from paralab.parallel.lowering import lower
 from paralab.parallel.schedules import Action
-from paralab.programs.fold import FEW, LIKE_ALL, Key
+from paralab.programs.fold import END, FEW, LIKE_ALL
+from paralab.programs.instructions import RECEIVE, SEND
 from paralab.spec import Plan
 from paralab.spec.forms import make_schedule
 
-LETTERS = "FBIW"
+# What stands between actions: messages, and WAITs for those that were sent. The WAIT for an
+# ARRIVAL, of what was received, stands inside an action.
+SENT, ARRIVAL = "SENT", "ARRIVAL"
+WAYS = (SEND, RECEIVE, SENT, ARRIVAL)
 NARROW = 8  # nodes on a level: of fewer, they are gone through one by one
-MESSAGE = "message"  # what an action waits for of another rank
-# Weights: of posting a call; from here on of a rank's messages, two for each of its v stages, and
-# behind them of the waits for those that it sent.
-POSTING, WAYS = 1, 2
+POSTING = 1  # the weight of posting a call; number 0 is nothing, and behind come the ranks'
+
+Shape = tuple[tuple[Any, tuple[Item, ...]], ...]  # what a kind of rank does in its actions
 
 
-class Item(NamedTuple):
-    """A node of an action, and what the rank computes behind it at once.
-
-    waits    for the call of this name, or `MESSAGE`; None: for nothing
-    lane     whose call is begun here, by this name: ``call``
-    works    whether anything is computed
-    """
-
-    waits: Any = None
-    lane: str = ""
-    call: Any = None
-    works: bool = False
-
-
-# Of a kind of rank: what its actions consist of. As pairs it can be hashed.
-Shape = tuple[tuple[Key, tuple[Item, ...]], ...]
-
-
-class Graph(NamedTuple):
-    """Node i > 0 is the later of two others plus a weight; node 0 is the start.
-
-    level            per node how many come before it on the longest way there
-    one, other, added  of every node but the first, those of a level after those of the one before:
-                     where among these the two others stand, and the number of the weight
-    base        per rank the number of its first weight
-    symbol      per kind of rank {key: number of its action's first weight, from ``base`` on}
-    rank, letter, chunk, few, microbatch  of every action, rank after rank; letter: in LETTERS  (n,)
-    begin, message   nodes when its rank comes to it, and when its message is there, or 0       (n,)
-    ahead            calls posted just before, in its first compute's box                       (n,)
-    opens            the weight of its first compute                                            (n,)
-    first, last      nodes behind its first and its last compute                                (n,)
-    works            per rank the weights of all compute, and the nodes behind it          (2, ...)
-    sender, receiver, takes, left  of every message: ranks, weight, the node when it is over    (t,)
-    caller, asks, done  of every call in an action: rank, weight, the node when it is over      (c,)
-    steps            per rank what its list consists of: numbers of actions from 0 on, of messages
-                     and WAITs for them as `way` has them
-    ends             per rank the node behind its last action
-    sent             per rank, of its last messages, the node when one is over, and the weight of
-                     the wait for it
-    """
-
-    level: np.ndarray
-    one: np.ndarray
-    other: np.ndarray
-    added: np.ndarray
-    base: np.ndarray
-    symbol: list[dict[Key, int]]
-    rank: np.ndarray
-    letter: np.ndarray
-    chunk: np.ndarray
-    few: np.ndarray
-    microbatch: np.ndarray
-    begin: np.ndarray
-    message: np.ndarray
-    ahead: np.ndarray
-    opens: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
-    sender: np.ndarray
-    receiver: np.ndarray
-    takes: np.ndarray
-    left: np.ndarray
-    caller: np.ndarray
-    asks: np.ndarray
-    done: np.ndarray
-    works: list[np.ndarray]
-    steps: list[np.ndarray]
-    ends: np.ndarray
-    sent: list[list[tuple[int, int]]]
-
-    def moments(self, weights: np.ndarray) -> np.ndarray:
-        """Of every node, in seconds: level by level, where these are wide."""
-        order, more = np.argsort(self.level, kind="stable"), weights[self.added]
-        found, top = np.zeros(len(order)), int(self.level[order[-1]])
-        if len(order) < NARROW * top:
-            made = [0.0]
-            columns = zip(self.one.tolist(), self.other.tolist(), more.tolist(), strict=True)
-            for a, b, seconds in columns:
-                x, y = made[a], made[b]
-                made.append((x if x > y else y) + seconds)
-            found[order] = made
-            return found
-        now = np.zeros(len(order))
-        edges = np.searchsorted(self.level[order], np.arange(1, top + 2)).tolist()
-        for low, high in pairwise(edges):
-            here = slice(low - 1, high - 1)
-            latest = now[self.one[here]]
-            np.maximum(latest, now[self.other[here]], out=latest)
-            latest += more[here]
-            now[low:high] = latest
-        found[order] = now
-        return found
+def way(op: str, state: str, chunk: int, v: int) -> int:
+    """The number in a rank's table of one of `WAYS`: of "x" or "g", of one of its v stages."""
+    return (2 * WAYS.index(op) + (state == "g")) * v + chunk
 
 
 def number(letter: str, chunk: int, few: int, v: int) -> int:
@@ -137,203 +47,183 @@ def number(letter: str, chunk: int, few: int, v: int) -> int:
     return (LETTERS.index(letter) * v + chunk) * FEW + few
 
 
-def way(op: str, state: str, chunk: int, v: int) -> int:
-    """Of a message, or of the WAIT for one, among a rank's steps: behind the actions."""
-    kind = ("SEND", "RECEIVE", "WAIT").index(op) * 2 + (state == "g")
-    return len(LETTERS) * v * FEW + kind * v + chunk
+class Graph(NamedTuple):
+    """Node i > 0 is the later of two others plus a weight; node 0 is the start.
+
+    one, other, added   of every node but the first: the two, and the number of the weight; those
+             of a level after those of the one before, which no node of their own comes before
+    edges    where the levels begin, and at last how many nodes there are
+    symbol, left, over  per rank of every instruction its number in the rank's table, the node
+             behind it, and of a WAIT the node of what it waits for, or 0
+    actions  per rank letter, chunk, which of FEW, micro-batch and first instruction of each
+    calls    per rank the position of every call, message and job, and the node when it is over
+    """
+
+    one: np.ndarray
+    other: np.ndarray
+    added: np.ndarray
+    edges: list[int]
+    symbol: list[np.ndarray]
+    left: list[np.ndarray]
+    over: list[np.ndarray]
+    actions: list[np.ndarray]
+    calls: list[np.ndarray]
+
+    def moments(self, weights: np.ndarray) -> np.ndarray:
+        """Of every node, in seconds."""
+        more = weights[self.added]
+        if len(more) < NARROW * len(self.edges):  # one by one
+            made = [0.0]
+            columns = zip(self.one.tolist(), self.other.tolist(), more.tolist(), strict=True)
+            for a, b, seconds in columns:
+                x, y = made[a], made[b]
+                made.append((x if x > y else y) + seconds)
+            return np.array(made)
+        now = np.zeros(len(more) + 1)
+        for low, high in pairwise(self.edges):
+            here = slice(low - 1, high - 1)
+            now[low:high] = np.maximum(now[self.one[here]], now[self.other[here]]) + more[here]
+        return now
 
 
-def graph(plan: Plan, kind: tuple[int, ...], shapes: tuple[Shape, ...], *, posts: bool) -> Graph:
+def graph(plan: Plan, shapes: tuple[Shape, ...], kinds: tuple[int, ...], *, posts: bool) -> Graph:
     """Of a plan's schedule.
 
-    kind, shapes  per pipeline rank the number of its shape
-    posts         whether posting a call takes time
+    shapes, kinds  per pipeline rank the number of its shape: `Item`s whose ``takes`` and ``before``
+                   are numbers in the rank's table
+    posts          whether posting a call takes time
     """
     make = _graph if callable(plan.schedule) else _graph_once  # an own one may change its mind
-    return make(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages, kind, shapes, posts)
+    sizes = plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages
+    return make(*sizes, shapes, kinds, posts, plan if plan.tiers else None)
 
 
 def _graph(
-    schedule: Any, pp: int, m: int, v: int, kind: tuple[int, ...], shapes: tuple, posts: bool
+    schedule: Any,
+    pp: int,
+    m: int,
+    v: int,
+    shapes: tuple[Shape, ...],
+    kinds: tuple[int, ...],
+    posts: bool,
+    offloads: Plan | None,
 ) -> Graph:
-    rows = lower(make_schedule(schedule, pp, m, v))
-    return _Writer(rows, m, v, kind, [dict(shape) for shape in shapes], posts).graph()
+    walk, base, lists, ranks = _Nodes(POSTING * posts), POSTING + 1, [], []
+    for r, row in enumerate(lower(make_schedule(schedule, pp, m, v))):
+        lists.append(_List(r, pp, m, v, base, dict(shapes[kinds[r]])))
+        ranks.append(Rank(walk, lists[r].items(row), Order(offloads)))
+        base += lists[r].size
+    walk.go(ranks)
+    over = []
+    for rank in ranks:
+        over.append(np.zeros(len(rank.left), int))
+        over[-1][list(rank.waits)] = [node for _, node in rank.waits.values()]
+    order, place, edges = walk.levels()
+    ends = [
+        np.array([(at, place[end]) for at, (_, end) in rank.calls.items()], int) for rank in ranks
+    ]
+    return Graph(
+        *(place[some][order] for some in (walk.one, walk.other)),
+        np.array(walk.added)[order],
+        edges,
+        [np.array(mine.symbol) for mine in lists],
+        [place[rank.left] for rank in ranks],
+        [place[some] for some in over],
+        [np.array(mine.actions).reshape(-1, 5).T for mine in lists],
+        [some.reshape(-1, 2).T for some in ends],
+    )
 
 
 _graph_once = lru_cache(maxsize=6)(_graph)
 
 
-class _Writer:
-    """Goes through the lists of all ranks, each as far as it can."""
+class _Nodes(Walk):
+    """Moments are nodes, and what something takes is the number of a weight."""
 
-    def __init__(
-        self, rows: list, m: int, v: int, kind: tuple[int, ...], shapes: list[dict], posts: bool
-    ) -> None:
-        self.rows, self.m, self.v, self.posts = rows, m, v, posts
-        self.pp = n = len(rows)
+    queues = False  # a sender has waited for the message before
+    origin = 0
+
+    def __init__(self, posting: int) -> None:
+        super().__init__(posting)
         self.one, self.other, self.added = array("i"), array("i"), array("i")
-        self.level = array("i", [0])
-        self.symbol: list[dict[Key, int]] = []
-        counts = []
-        for shape in shapes:
-            at, here = WAYS + 4 * v, {}
-            for key, items in shape.items():
-                here[key], at = at, at + len(items)
-            self.symbol.append(here)
-            counts.append(at)
-        self.kind, self.shapes = kind, shapes
-        self.base = np.concatenate([[0], np.cumsum([counts[k] for k in kind])])
-        self.actions: list[list[tuple]] = [[] for _ in rows]
-        self.steps = [array("h") for _ in rows]
-        self.works = [array("i") for _ in rows]
-        self.messages: list[tuple] = []
-        self.calls: list[tuple] = []
-        self.there: dict[tuple, int] = {}  # message -> the node when it is over
-        self.half: dict[tuple, tuple] = {}  # one end of which is posted -> (node, weight)
-        # peer -> (last message, the step and the weight of the wait for it)
-        self.sent: list[dict[int, tuple]] = [{} for _ in rows]
-        self.lanes: list[dict[str, int]] = [{} for _ in rows]
-        self.begun: list[dict[Any, int]] = [{} for _ in rows]
-        self.count: list[dict] = [{} for _ in rows]
-        self.posted = [0] * n  # calls, since it has computed or waited
-        self.clock, self.at, self.todo = [0] * n, [0] * n, deque(range(n))
-        self.waiting: dict[tuple, int] = {}  # message -> the rank that waits for it
 
-    def graph(self) -> Graph:
-        while self.todo:
-            self.go(self.todo.popleft())
-        level = np.frombuffer(self.level, np.int32)
-        order = np.argsort(level, kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        one, other, added = (
-            np.frombuffer(some, np.int32)[order[1:] - 1]
-            for some in (self.one, self.other, self.added)
-        )
-        rank = np.repeat(np.arange(self.pp), [len(mine) for mine in self.actions])
-        columns = np.array([action for mine in self.actions for action in mine]).T
-        messages = np.array(self.messages, int).reshape(-1, 4).T
-        calls = np.array(self.calls, int).reshape(-1, 3).T
-        sent = [
-            [(self.there[message], paid) for message, _, paid in mine.values()]
-            for mine in self.sent
-        ]
-        steps = [np.frombuffer(mine, np.int16) for mine in self.steps]
-        works = [np.frombuffer(mine, np.int32).reshape(-1, 2).T for mine in self.works]
-        return Graph(
-            level,
-            place[one],
-            place[other],
-            added,
-            self.base,
-            self.symbol,
-            rank,
-            *columns,
-            *messages,
-            *calls,
-            works,
-            steps,
-            np.array(self.clock),
-            sent,
-        )
+    def levels(self) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """The nodes but the first, level by level; where each stands then; and `Graph.edges`."""
+        level = [0]
+        for a, b in zip(self.one, self.other, strict=True):
+            x, y = level[a], level[b]
+            level.append((x if x > y else y) + 1)
+        order, place = np.argsort(level, kind="stable"), np.empty(len(level), int)
+        place[order] = np.arange(len(level))
+        edges = np.searchsorted(np.array(level)[order], np.arange(1, max(level) + 2))
+        return order[1:] - 1, place, edges.tolist()
 
-    def node(self, one: int, other: int, added: int) -> int:
+    def later(self, one: int, other: int, takes: int) -> int:
         self.one.append(one)
         self.other.append(other)
-        self.added.append(added)
-        level = self.level
-        a, b = level[one], level[other]
-        level.append((a if a > b else b) + 1)
+        self.added.append(takes)
         return len(self.one)
 
-    def go(self, r: int) -> None:
-        """As far as rank ``r`` comes."""
-        row, base, steps, v, pp = self.rows[r], int(self.base[r]), self.steps[r], self.v, self.pp
-        for position in range(self.at[r], len(row)):
-            step = row[position]
+    def lasts(self, moments: Sequence[int], takes: int) -> tuple[int, int]:
+        start, *rest = moments
+        for other in rest[:-1]:
+            start = self.later(start, other, 0)
+        return start, self.later(start, moments[-1], takes)
+
+
+class _List:
+    """A rank's list, as it is walked.
+
+    base     the number of its first weight; ``size``: how many it has
+    symbol, actions  see `Graph`
+    """
+
+    def __init__(self, r: int, pp: int, m: int, v: int, base: int, shape: dict) -> None:
+        self.r, self.pp, self.m, self.v, self.base = r, pp, m, v, base
+        every = [item for items in shape.values() for item in items]
+        self.size = 1 + max(max(item.takes, item.before or 0) for item in every)
+        self.turns = {
+            key: [(item.takes, self._weighed(item)) for item in items]
+            for key, items in shape.items()
+        }
+        self.symbol, self.actions = array("i"), array("i")
+
+    def _weighed(self, item: Item) -> Item:
+        before = None if item.before is None else item.before + self.base
+        return item._replace(takes=item.takes + self.base, before=before)
+
+    def items(self, row: Sequence[Any]) -> Iterator[Item]:
+        symbol, pp, v, count = self.symbol, self.pp, self.v, {}
+        sent: dict[int, int] = {}  # other rank -> number of the WAIT for the last message to it
+
+        def message(op: str, at: int, name: Any, lane: tuple[int, int]) -> Item:
+            symbol.append(at)
+            return Item(op, self.base + at, name, lane, 2)
+
+        for step in row:
             if type(step) is Action:
                 stage, letter, k = step
-                chunk, message = stage // pp, 0
-                if 0 < stage + (letter != "F") < pp * v and letter != "W":
-                    needs = "F" if letter == "F" else "B", stage, k
-                    message = self.there.get(needs, -1)
-                    if message < 0:
-                        self.waiting[needs] = r
-                        self.at[r] = position
-                        return
-                done = self.count[r][letter, chunk] = self.count[r].get((letter, chunk), -1) + 1
+                done = count[step[:2]] = count.get(step[:2], -1) + 1
                 few = FEW - 1 if done == self.m - 1 else min(done, LIKE_ALL)
-                steps.append(number(letter, chunk, few, v))
-                what = LETTERS.index(letter), chunk, few, k, self.clock[r], message
-                items = self.shapes[self.kind[r]][letter, chunk, few]
-                begins = next(item for item in items if not item.lane)
-                ahead = self.posted[r] if begins == Item(works=True) else 0
-                ends = self.action(r, (letter, chunk, few), message, base)
-                self.actions[r].append((*what, ahead, *ends))
-                ends = next(at for at, item in enumerate(reversed(items)) if not item.lane)
-                self.posted[r] = ends
+                key = letter, stage // pp, few
+                self.actions.extend((LETTERS.index(letter), *key[1:], k, len(symbol)))
+                needs = "F" if letter == "F" else "B", stage, k
+                for at, item in self.turns[key]:
+                    symbol.append(at)
+                    yield item if item.name != ARRIVAL else item._replace(name=needs)
                 continue
             op, what, stage, k, peer = step
-            chunk, state = stage // pp, "x" if what == "F" else "g"
-            if op == "send":
-                last, its, paid = self.sent[r].get(peer, (None, 0, 0))
-                if last is not None:
-                    end = self.there.get(last)
-                    if end is None:
-                        self.waiting[last] = r
-                        self.at[r] = position
-                        return
-                    steps.append(its)
-                    self.clock[r] = self.node(self.clock[r], end, paid)
-                    self.posted[r] = 0
-                key, takes = (what, step.other_stage, k), base + WAYS + 2 * chunk + (state == "g")
-                self.sent[r][peer] = key, way("WAIT", state, chunk, v), takes + 2 * v
-                self.post(key, r, takes, r, peer)
-                steps.append(way("SEND", state, chunk, v))
+            of, to = ("x" if what == "F" else "g", stage // pp, v), (peer - self.r) % pp
+            if op == "recv":
+                yield message(CALL, way(RECEIVE, *of), (what, stage, k), (peer, self.r))
+                continue
+            if to in sent:
+                yield message(WAIT, sent[to], (SENT, to), (0, 0))
+            sent[to] = way(SENT, *of)
+            yield message(CALL, way(SEND, *of), (SENT, to), (self.r, peer))
+        for at, item in self.turns[END]:
+            if item.op == WAIT and item.name[0] == SENT:
+                yield message(WAIT, sent[item.name[1]], item.name, (0, 0))
             else:
-                self.post((what, stage, k), r, -1, peer, r)
-                steps.append(way("RECEIVE", state, chunk, v))
-            if self.posts:
-                self.clock[r] = self.node(self.clock[r], self.clock[r], base + POSTING)
-            self.posted[r] += 1
-        self.at[r] = len(row)
-
-    def action(self, r: int, key: Key, message: int, base: int) -> tuple[int, int, int]:
-        """Returns the first compute's weight, and the nodes behind that and behind the last."""
-        clock, kind, works = self.clock[r], self.kind[r], self.works[r]
-        lanes, begun, node = self.lanes[r], self.begun[r], self.node
-        opens = first = last = -1
-        symbol = base + self.symbol[kind][key]
-        for item in self.shapes[kind][key]:
-            if item.lane:
-                end = node(clock, lanes.get(item.lane, 0), symbol)
-                lanes[item.lane] = begun[item.call] = end
-                self.calls.append((r, symbol, end))
-                if self.posts:
-                    clock = node(clock, clock, base + POSTING)
-            else:
-                until = clock
-                if item.waits is not None:
-                    until = message if item.waits == MESSAGE else begun.pop(item.waits)
-                clock = node(clock, until, symbol)
-                if item.works:
-                    if first < 0:
-                        opens, first = symbol, clock
-                    last = clock
-                    works.append(symbol)
-                    works.append(clock)
-            symbol += 1
-        self.clock[r] = clock
-        return opens, first, last
-
-    def post(self, key: tuple, r: int, takes: int, sender: int, receiver: int) -> None:
-        """An end of a message is posted by rank ``r``; with the second one it goes."""
-        first = self.half.pop(key, None)
-        if first is None:
-            self.half[key] = self.clock[r], takes
-            return
-        takes = max(takes, first[1])
-        end = self.there[key] = self.node(self.clock[r], first[0], takes)
-        self.messages.append((sender, receiver, takes, end))
-        if key in self.waiting:
-            self.todo.append(self.waiting.pop(key))
+                symbol.append(at)
+                yield item

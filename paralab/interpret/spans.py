@@ -12,7 +12,6 @@ from paralab.programs.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
-    CALL,
     COMPUTE,
     COPY,
     FORWARD,
@@ -48,10 +47,9 @@ def spans(program: Program, code: Code) -> list[Span | None]:
     found: list[Span | None] = []
     before, between = None, 0
     for position, ins in enumerate(code):
-        op, at = (ins.at[0], ins.at[1:]) if ins.op == CALL else (ins.op, ins.at)
-        kind, span = KINDS.get(op) if ins.lane == "" else None, None
-        if op in COMPUTE:
-            stage = stage_of[at[0]]
+        kind, span = KINDS.get(ins.op) if ins.lane == "" else None, None
+        if ins.op in COMPUTE:
+            stage = stage_of[ins.at[0]]
             kind = ins.phase or kind  # of a weight half that is split off to hide a message
             span = kind, ins.mb, stage, stage // program.plan.pp
         elif kind is not None:

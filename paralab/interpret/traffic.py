@@ -32,7 +32,6 @@ from paralab.programs.instructions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     BACKWARDS,
-    CALL,
     COMPUTE,
     FORWARD,
     RECEIVE,
@@ -114,7 +113,7 @@ class Calls:
         """Of an instruction of pipeline rank ``pp``, on the rank with this index among those that
         share the states.
         """
-        if ins.op in COMPUTE or ins.op == CALL:
+        if ins.op in COMPUTE:
             key: tuple = (ins.op, ins.at)
         elif ins.op in OPS:
             key = (*alike(pp, ins), index if isinstance(ins.at, tuple) else 0)
@@ -122,9 +121,7 @@ class Calls:
             return ()
         found = self._known.get(key)
         if found is None:
-            make = self._body if ins.op == CALL else self._message
-            if ins.op in COMPUTE:
-                make = self._inside
+            make = self._inside if ins.op in COMPUTE else self._message
             found = self._known[key] = tuple(make(pp, ins, index))
         return found
 
@@ -134,10 +131,6 @@ class Calls:
         for op in reversed(ops) if ins.op in BACKWARDS else ops:
             for method in METHODS[ins.op]:
                 yield from op.calls.get(method, ())
-
-    def _body(self, pp: int, ins: Instr, index: int) -> Iterator[Call]:
-        for inner in self.program.bodies[ins.at]:
-            yield from self.of(pp, inner, index)
 
     def _message(self, pp: int, ins: Instr, index: int) -> Iterator[Call]:
         payload = self.payload(pp, ins, index)

@@ -32,7 +32,7 @@ class Workers:
     def __init__(self, state: State, host: Host, new: Callable[[Value], Any]) -> None:
         self.state, self.host, self.new = state, host, new
         self.program, self.pp, self.store = state.program, state.pp, state.store
-        self.order = Order(self.program)
+        self.order = Order(self.program.plan)
         self.arrived: Any = None
         self.buffers = {  # of the rings
             name: [host.empty((size,), uint8, "buffers") for _ in range(BUFFERS)]

@@ -3,7 +3,7 @@
 What passes are written with can be had here (own.py shows one).
 """
 
-from paralab.programs.instructions import (
+from paralab.programs.instructions import (  # noqa: F401
     ADD,
     ALL_GATHER,
     ALL_REDUCE,
@@ -27,28 +27,3 @@ from paralab.programs.instructions import (
     reduce_scatter,
     wait,
 )
-
-__all__ = [
-    "ADD",
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "BACKWARD",
-    "COPY",
-    "FORWARD",
-    "KEEP",
-    "NORM",
-    "RECEIVE",
-    "RECOMPUTE",
-    "REDUCE_SCATTER",
-    "SEND",
-    "UPDATE",
-    "WAIT",
-    "Instr",
-    "all_gather",
-    "all_reduce",
-    "completed",
-    "gradients",
-    "insert",
-    "reduce_scatter",
-    "wait",
-]

@@ -11,8 +11,6 @@ in flight, so that the memory of a step does not depend on how fast a link is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from paralab.programs.instructions import LATE, SEND, WAIT, WORKERS, Code, Instr, Value
 
 # Kinds that last from step to step: they are never freed.
@@ -102,13 +100,10 @@ def add_waits(code: Code) -> Code:
     return made
 
 
-def add_frees(code: Code, *, keep: Iterable[Value] = ()) -> Code:
+def add_frees(code: Code) -> Code:
     """Each instruction frees what no instruction uses after it; what a call in flight reads or
     writes is freed behind the call's WAIT.
-
-    keep  values that the reader of the list frees itself: what a folded body passes on
     """
-    keep = set(keep)
     last: dict[Value, int] = {}
     until: dict[tuple[Value, ...], list[Value]] = {}  # a call's writes -> what it uses
     for position, ins in enumerate(code):
@@ -125,7 +120,7 @@ def add_frees(code: Code, *, keep: Iterable[Value] = ()) -> Code:
             until.setdefault(writes, []).extend((*reads, *writes))
     ends: dict[int, list[Value]] = {}
     for v, position in last.items():
-        if not lasts(v) and v not in keep:
+        if not lasts(v):
             ends.setdefault(position, []).append(v)
     made = list(code)
     for position, values in ends.items():

@@ -21,7 +21,6 @@ tiers in every micro-batch waits for the copy before it, and a relay has no acti
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from paralab.parallel.lowering import Transfer
@@ -60,6 +59,8 @@ def folds(plan: Plan) -> bool:
     tiers, several = plan.tiers, plan.virtual_stages > 1
     if tiers is not None and (plan.reduces_often or tiers.activations != "device" or several):
         return False
+    if tiers is not None and tiers.delayed:
+        return False
     if several and (plan.zero_stage == 3 or plan.pp == 1):
         return False
     if not callable(plan.schedule):
@@ -74,24 +75,27 @@ class Lists(NamedTuple):
 
     program  where the list of ``rank``, one of the kind, stands, the others' being empty
     labels   per instruction the `Key` of its action, the `Way` of its message, or `END`
-    turns    {key: (what stands before the wait for a message, and what behind)}; of `END` before
-             and behind the waits for sends. What micro-batches have each is named like the first's
-    waits    keys of actions that wait for a message
+    turns    {key: what an action consists of}, and of `END`. What micro-batches have each is named
+             like the first's
     """
 
     program: Program
     rank: int
     labels: list[Any]
-    turns: dict[Any, tuple[Code, Code]]
-    waits: set[Any]
+    turns: dict[Any, Code]
+
+    @property
+    def messages(self) -> dict[Way, Instr]:
+        """One of each."""
+        pairs = zip(self.labels, self.program.codes[self.rank], strict=True)
+        return {label: ins for label, ins in pairs if label[0] in (SEND, RECEIVE, WAIT)}
 
 
 def lists(program: Program, rank: int) -> Lists:
     """Of a pipeline rank of a program that is laid out."""
     plan = program.plan
     codes: list[Code] = [[] for _ in range(plan.pp)]
-    found = Lists(replace(program, codes=codes), rank, [], {}, set())
-    code, seen, label = codes[rank], found.waits, None
+    found, label = Lists(replace(program, codes=codes), rank, [], {}), None
     begins, ends = ({edges[side]: s for s, edges in enumerate(program.stages)} for side in (0, 1))
 
     def way(ins: Instr) -> Way:
@@ -103,16 +107,13 @@ def lists(program: Program, rank: int) -> Lists:
     for ins in derived(passed(program, rank, _few(program, rank))):
         if ins.op == CALL:
             label = ins.at
-            found.turns[label] = [], []
+            found.turns[label] = []
             continue
-        code.append(ins)
+        codes[rank].append(ins)
         sent = ins.op == WAIT and ins.at == SEND
-        between = sent or ins.op in MESSAGES
-        found.labels.append(way(ins) if between else label)
-        if sent and label == END or ins.op == WAIT and ins.at == RECEIVE:
-            seen.add(label)
-        elif not between:
-            found.turns[label][label in seen].append(_plain(ins))
+        found.labels.append(way(ins) if sent or ins.op in MESSAGES else label)
+        if not (sent and label != END or ins.op in MESSAGES):
+            found.turns[label].append(_plain(ins))
     return found
 
 
@@ -146,25 +147,14 @@ def _plain(ins: Instr) -> Instr:
     return Instr(op, at, min(k, 0), unit, of(reads), of(writes), lane, peer, phase, of(frees))
 
 
-class Folded:
-    """The lists of a plan's kinds of ranks.
-
-    program  laid out, without lists
-    like     per pipeline rank one that is of its kind, which the lists are of
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        names = stage_parts(program.spec, program.plan)
-        kinds: dict[Any, int] = {}
-        self.like = [
-            kinds.setdefault(tuple(map(_alike, names[rank :: program.plan.pp])), rank)
-            for rank in range(program.plan.pp)
-        ]
-
-    @cached_property
-    def lists(self) -> dict[int, Lists]:
-        return {rank: lists(self.program, rank) for rank in dict.fromkeys(self.like)}
+def first_alike(program: Program) -> list[int]:
+    """Per pipeline rank the first one that is of its kind."""
+    names, plan = stage_parts(program.spec, program.plan), program.plan
+    found: dict[Any, int] = {}
+    return [
+        found.setdefault(tuple(map(_alike, names[rank :: plan.pp])), rank)
+        for rank in range(plan.pp)
+    ]
 
 
 def _alike(parts: tuple[str, ...]) -> tuple[bool, int, bool]:

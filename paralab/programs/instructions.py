@@ -49,7 +49,7 @@ COMPUTE = FORWARDS | BACKWARDS
 ADDS_GRADIENTS = frozenset((BACKWARD, BACKWARD_WEIGHT))
 COLLECTIVES = frozenset((ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL))
 MESSAGES = frozenset((SEND, RECEIVE))
-# All that a list may have; a CALL stands in folded programs alone.
+# All that a list may have; a CALL marks or stands for several, in predictions alone.
 OPS = COMPUTE | COLLECTIVES | MESSAGES | {COPY, UPDATE, NORM, RESCALE, KEEP, ADD, WAIT}
 # Lanes of a rank that other threads run, or streams; any other lane is a group's.
 WORKERS = frozenset(("h2d", "d2h", "disk", "host"))
@@ -156,7 +156,7 @@ def completed(code: Code, *, per_microbatch: bool = False) -> dict[int, list[int
     """
     last: dict[tuple[int, int], int] = {}
     for position, ins in enumerate(code):
-        if ins.op in ADDS_GRADIENTS or ins.op == CALL:
+        if ins.op in ADDS_GRADIENTS:
             for v in ins.writes:
                 if v[0] == "grad":
                     last[v[1], ins.mb if per_microbatch else 0] = position

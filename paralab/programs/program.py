@@ -50,8 +50,6 @@ class Program:
     stages     ops (i, j) of every pipeline stage
     units      per pipeline rank its units
     codes      per pipeline rank its instructions; empty where they were not asked for
-    bodies     {``at`` of a CALL: the instructions that it stands for, of micro-batch 0}, in a
-               folded program (fold.py)
     """
 
     spec: ModelSpec
@@ -62,7 +60,6 @@ class Program:
     stages: tuple[tuple[int, int], ...]
     units: tuple[tuple[Unit, ...], ...]
     codes: list[Code] = field(default_factory=list)
-    bodies: dict[tuple, Code] = field(default_factory=dict)
     _known: dict = field(default_factory=dict, init=False, repr=False)  # what has been worked out
 
     # ---- sizes -----------------------------------------------------------------------------------

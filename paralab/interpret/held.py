@@ -1,0 +1,111 @@
+"""What a rank holds in a timed step, in samples; and of a folded program without its list.
+
+Every action and every message adds some bytes and ends others, and has more meanwhile. That is
+worked out once, from the few micro-batches of programs/fold.py, and summed up along the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from paralab.interpret.lines import Line
+from paralab.interpret.memory import Kind, moments, on_device
+from paralab.interpret.turns import LETTERS
+from paralab.programs.fold import Lists
+
+SAMPLES = 12  # in addition to the peaks
+Held = dict[Kind, int]
+Step = tuple[Any, Held, Held, Held]  # its key; what there is before it, at its peak, and behind it
+
+
+def samples(
+    before: np.ndarray,
+    behind: np.ndarray,
+    most: np.ndarray,
+    top: Callable[[int], np.ndarray],
+    leave: np.ndarray,
+    actions: np.ndarray,
+    device: np.ndarray,
+) -> list[tuple[float, np.ndarray]]:
+    """`Step.held` of a rank: at the start, behind some actions, at each tier's peak, at the end.
+
+    before, behind  bytes of every kind before the first instruction, and behind each (n, kinds)
+    most, top       on the device at its peak within each; called with one, of every kind then
+    leave           when the rank goes on behind it                                         (n,)
+    actions         the last instruction of each
+    device          which kinds are on the device
+    """
+    some = actions[np.unique(np.linspace(0, len(actions) - 1, SAMPLES).astype(int))]
+    found = {0.0: before} | {float(leave[at]): behind[at] for at in some.tolist()}
+    other = behind[:, ~device].sum(1)
+    for sizes, held, first in (
+        (most, top, before[device].sum()),
+        (other, behind.__getitem__, before[~device].sum()),
+    ):
+        at = int(sizes.argmax())
+        if sizes[at] > first:
+            found[float((leave[at] + (leave[at - 1] if at else 0.0)) / 2)] = held(at)
+    found[float(leave[-1])] = behind[-1]
+    return [(moment, found[moment]) for moment in sorted(found)]
+
+
+class Effects:
+    """What k instructions do to the memory of a kind of rank; an action as a whole, by its last.
+
+    before      bytes of every kind before the first                                     (kinds,)
+    added, top  what each adds, and has at its peak beyond what there was before it      (k, kinds)
+    """
+
+    def __init__(
+        self, walk: Sequence[Step], symbols: Sequence[int], k: int, kinds: Sequence[Kind]
+    ) -> None:
+        """walk: `steps` of a list; symbols: the number of each one's instruction."""
+        self.device = np.array([tier == "device" for tier, _ in kinds])
+        self.there, self.actions = np.zeros((2, k), bool)
+        self.added, self.top = np.zeros((2, k, len(kinds)), int)
+        (_, before, *_), *rest = walk
+        self.before = np.array([before.get(kind, 0) for kind in kinds])
+        # Of messages the first counts, which all but the last are like.
+        for at, (key, *three) in reversed(list(zip(symbols, rest, strict=True))):
+            here, most, behind = (np.array([held.get(kind, 0) for kind in kinds]) for held in three)
+            self.added[at], self.top[at] = behind - here, most - here
+            self.there[at], self.actions[at] = True, key[0] in LETTERS
+
+    def samples(self, line: Line) -> list[tuple[float, np.ndarray]]:
+        """Of a rank of this kind, and in addition where most is behind its actions."""
+        at = np.flatnonzero(self.there[line.symbol])
+        symbol, leave = line.symbol[at], line.left[at]
+        behind = self.before + self.added[symbol].cumsum(0)
+        beyond, actions = self.top - self.added, np.flatnonzero(self.actions[symbol])
+        most = behind[:, self.device].sum(1) + beyond[:, self.device].sum(1)[symbol]
+
+        def top(n: int) -> np.ndarray:
+            return behind[n] + beyond[symbol[n]]
+
+        found = dict(samples(self.before, behind, most, top, leave, actions, self.device))
+        end = actions[-1] + 1
+        found.setdefault((leave[end - 1] + line.end) / 2, top(end + int(most[end:].argmax())))
+        return sorted(found.items(), key=lambda sample: sample[0])
+
+
+def steps(found: Lists, gloo: bool) -> Iterator[Step]:
+    """A walk through the list of a few micro-batches, in steps: an action, a message, the wait for
+    one, or an instruction of the end. Of each its key, what there is before it, at the device's
+    peak, and behind it. First what there is before the list.
+    """
+    walk = moments(found.program, found.rank, gloo=gloo)
+    before, here = next(walk)
+    yield "", before, before, before
+    now: list[Any] = []
+    for (top, behind), key in zip(walk, found.labels, strict=True):
+        if now and not (key == now[0] and key[0] in LETTERS):
+            yield tuple(now)
+            now = []
+        if not now:
+            now = [key, here, top, behind]
+        now[2:] = max(now[2], top, key=on_device), behind
+        here = behind
+    yield tuple(now)

@@ -1,0 +1,352 @@
+"""A rank's list with its moments, as arrays.
+
+Of a list with thousands of micro-batches almost all instructions are the same few again and again.
+So what is known of each before anything is timed stands in a `Table`, and a `Line` is a list by
+numbers in it, with the moments of every instruction. From lines follows a `Step` (turns.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from paralab.interpret.costs import Compute, Cost, Costs, Job, Posted
+from paralab.interpret.spans import KINDS
+from paralab.interpret.time import Body, Times
+from paralab.interpret.traffic import Calls, Member
+from paralab.interpret.turns import LETTERS, Box, Step, Sum, Turns
+from paralab.interpret.walk import Inside
+from paralab.model.ops import Call
+from paralab.programs.instructions import (
+    CALL,
+    COMPUTE,
+    COPY,
+    MESSAGES,
+    UPDATE,
+    WAIT,
+    WORKERS,
+    Code,
+    Instr,
+)
+from paralab.programs.tiers import moved
+from paralab.report.metrics import union
+from paralab.report.tables import COPY_LANES
+from paralab.theory.traffic import BOOKKEEPING
+
+SHORT = 1e-9  # of a step: less than that is rounding
+Said = tuple[Any, float]  # a `Call`, or of a copy (lane, op, category, bytes); and its seconds
+
+
+class Table:
+    """Instructions, and what each of them takes; k of them, and so every column has (k,).
+
+    computes, works  on the rank's own lane; of actions: forward, backward, and CALLs
+    summed           of a WAIT: seconds to add up what came
+    flight           1: a call that reports count; 2: a copy between tiers
+    seconds          of a CALL; ``idle``, ``copied``, ``inner``, ``hidden``: those that its rank is
+                     idle, adds up and copies, that its own calls are in flight, and of these during
+                     compute
+    lane             of a call or a job that is drawn its lane there and its kind, else None
+    said             set by who needs it: what it sends and copies, and how often
+    """
+
+    said: Sequence[Counter[Said]]
+
+    def __init__(
+        self, code: Code, costs: Sequence[Cost | Body], awaited: Mapping[int, Cost]
+    ) -> None:
+        """awaited: costs of the calls that WAITs are for."""
+        self.code, self.costs = code, costs
+        self.computes = np.array([type(cost) in (Compute, Body) for cost in costs], bool)
+        self.works = np.array([ins.op in COMPUTE or ins.op == CALL for ins in code], bool)
+        self.summed = np.zeros(len(code))
+        for at, cost in awaited.items():
+            self.summed[at] = cost.summed if type(cost) is Posted else 0.0
+        self.flight = np.array([self._flight(*one) for one in zip(code, costs, strict=True)], int)
+        within = [
+            Line.of(cost.code, cost.times, -1).within if type(cost) is Body else (0.0,) * 4
+            for cost in costs
+        ]
+        self.idle, self.copied, self.inner, self.hidden = np.array(within).reshape(-1, 4).T
+        self.seconds = np.array([cost.seconds if type(cost) is Body else 0.0 for cost in costs])
+        self.lane = [self._lane(*one) for one in zip(code, costs, strict=True)]
+        self.drawn = np.array([lane is not None for lane in self.lane], bool)
+        self.host = np.array([ins.lane == "host" for ins in code], bool)
+
+    @staticmethod
+    def _lane(ins: Instr, cost: Cost | Body) -> tuple[str, str] | None:
+        """Those of tensor parallelism and between stages are not drawn."""
+        if type(cost) is Job:
+            return ins.lane, {COPY: "copy", UPDATE: "optimizer"}.get(ins.op, "compute")
+        if type(cost) is not Posted or ins.lane.startswith("tp") or ins.op in MESSAGES:
+            return None
+        return f"comm:{'pp' if ins.lane == 'ends' else ins.lane}", "comm"
+
+    @staticmethod
+    def _flight(ins: Instr, cost: Cost | Body) -> int:
+        if type(cost) is Job:
+            return 2 * (ins.lane in COPY_LANES)
+        return int(type(cost) is Posted and ins.phase not in BOOKKEEPING)
+
+
+class Line:
+    """A rank's list with its moments; n instructions, (n,) each.
+
+    pp             its pipeline rank
+    symbol         what an instruction is: its number in the table
+    entered, left  when the rank comes to it, and goes on behind it
+    over           of a WAIT: its end, behind which comes work that goes with it; else below 0
+    calls, when    positions of calls and jobs, and from when to when they are in flight (c,) (c, 2)
+    inside         {position: the calls that its ops make}
+    """
+
+    def __init__(
+        self,
+        pp: int,
+        table: Table,
+        symbol: np.ndarray,
+        left: np.ndarray,
+        over: np.ndarray,
+        calls: np.ndarray,
+        when: np.ndarray,
+        inside: Mapping[int, Sequence[Inside]] | None = None,
+    ) -> None:
+        self.pp, self.table, self.symbol, self.left, self.over = pp, table, symbol, left, over
+        self.calls, self.when, self.inside = calls, when, inside or {}
+        self.entered = np.r_[0.0, left[:-1]]
+        self.computes, self.works = table.computes[symbol], table.works[symbol]
+        self.waits = over >= 0.0
+        self.summed = table.summed[symbol] * self.waits
+
+    @classmethod
+    def of(cls, code: Code, times: Times, pp: int) -> Line:
+        """A rank's part of a walk; every instruction is one of its own."""
+        costs, waits, calls = times.costs[pp], times.waits[pp], times.calls[pp]
+        table = Table(code, costs, {at: costs[call] for at, call in waits.items()})
+        over = np.full(len(code), -1.0)
+        over[list(waits)] = np.array(times.turned[pp])[list(waits)]
+        return cls(
+            pp,
+            table,
+            np.arange(len(code)),
+            np.array(times.left[pp]),
+            over,
+            np.array(list(calls), int),
+            np.array(list(calls.values())).reshape(-1, 2),
+            times.inside[pp],
+        )
+
+    @property
+    def end(self) -> float:
+        return float(self.left[-1]) if len(self.left) else 0.0
+
+    @cached_property
+    def begins(self) -> np.ndarray:
+        """When the box begins that an instruction may open: see `boxes.since`."""
+        now = np.where(self.computes, self.left, 0.0)
+        now = np.where(self.waits, self.over + self.summed, now)
+        return np.r_[0.0, np.maximum.accumulate(now)[:-1]]
+
+    @property
+    def within(self) -> tuple[float, ...]:
+        """What a CALL of this list is: `Table.idle`, ``copied``, ``inner``, ``hidden``."""
+        works = np.flatnonzero(self.works)
+        in_flight = beside(self.in_flight[0], *self.worked(self.computes))
+        return (self.still.sum(), self.copies(works[:1], works[-1:]).sum(), *in_flight)
+
+    # ---- compute ---------------------------------------------------------------------------------
+    def actions(self, turns: Turns) -> tuple[np.ndarray, ...]:
+        """`Step.start`, ``end``, ``cost``, ``copies`` and ``more``."""
+        first, last = turns.first, turns.last
+        still, copies = (
+            np.r_[0.0, some.cumsum()] for some in (self.still, self.copies(first, last))
+        )
+        start, end = self.begins[first], self.left[last]
+        cost = end - start - still[last + 1] + still[first]
+        more = np.append(copies[first[1:]] - copies[last[:-1] + 1], np.zeros(min(len(last), 1)))
+        return start, end, cost, copies[last + 1] - copies[first], more
+
+    @cached_property
+    def still(self) -> np.ndarray:
+        """Seconds that the rank does nothing in every instruction."""
+        found = self.table.idle[self.symbol] + self.waits * (self.over - self.entered)
+        for at, calls in self.inside.items():
+            found[at] = sum(
+                call.until - call.waited + of.summed * of.other
+                for call, of in zip(calls, self._posted(at), strict=True)
+            )
+        return found
+
+    def copies(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Seconds of every instruction that the rank adds up what it received, or copies outside
+        the actions, between whose first and last compute it belongs to them (spans.py).
+        """
+        found, edges = self.table.copied[self.symbol] + self.summed, np.zeros(len(self.left), int)
+        np.add.at(edges, first, 1)
+        np.add.at(edges, last, -1)
+        adds = self.computes & ~self.works & (edges.cumsum() == 0)
+        for at in self.inside:
+            found[at] = sum(of.summed for of in self._posted(at) if not of.other)
+        return np.where(adds, self.left - self.begins, found)
+
+    def _posted(self, at: int) -> list[Posted]:
+        return posted(self.table.costs[self.symbol[at]])
+
+    def worked(self, which: np.ndarray) -> np.ndarray:
+        """Of all that computes and counts: begin, end and seconds of work; where an op waits for
+        calls of its own, of what is between                                              (3, ...)
+        """
+        which = which & ~np.isin(np.arange(len(self.left)), list(self.inside))
+        start, end, rows = self.begins[which], self.left[which], []
+        for at, calls in self.inside.items():
+            begin = self.begins[at]
+            some = zip(calls, self._posted(at), strict=True)
+            for call, of in sorted(some, key=lambda both: both[0].waited):
+                rows.append((begin, call.waited, call.waited - begin))
+                begin = call.until + of.summed
+            rows.append((begin, self.left[at], self.left[at] - begin))
+        found = np.stack([start, end, end - start - self.table.idle[self.symbol[which]]])
+        found = np.concatenate([found, np.array(rows).reshape(-1, 3).T], 1)
+        return found[:, np.argsort(found[0], kind="stable")] if rows else found
+
+    def boxes(self, since: int, behind: int, short: float) -> list[Box]:
+        """What the rank computes from instruction ``behind`` on; and the calls and copies that are
+        in flight from ``since`` on, those of tensor parallelism and between stages apart. What the
+        host computes is from the begin on. What is ``short`` is left out.
+        """
+        made: list[Box] = []
+
+        def add(kind: str, start: float, end: float) -> None:
+            if made and made[-1].kind == kind and start - made[-1].end < short:
+                made[-1] = made[-1]._replace(end=end, cost=made[-1].cost + end - start)
+            elif end - start > short:
+                made.append(Box(self.pp, "compute", kind, start, end, end - start))
+
+        code, costs = self.table.code, self.table.costs
+        for at in range(behind, len(self.left)):
+            symbol = self.symbol[at]
+            if type(costs[symbol]) is Compute:
+                kind = KINDS.get(code[symbol].op, "copy")
+                add(kind, float(self.begins[at]), float(self.left[at]))
+            elif self.summed[at] > 0.0:
+                add("copy", float(self.over[at]), float(self.over[at] + self.summed[at]))
+        symbols = self.symbol[self.calls]
+        here = self.table.drawn[symbols] & (self.table.host[symbols] | (self.calls >= since))
+        lanes: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for symbol, when in zip(symbols[here].tolist(), self.when[here].tolist(), strict=True):
+            lanes.setdefault(self.table.lane[symbol], []).append(tuple(when))
+        for (lane, kind), some in lanes.items():
+            made += [
+                Box(self.pp, lane, kind, start, end, (end - start) * (kind != "comm"))
+                for start, end in union(some)
+                if end - start > short
+            ]
+        return made
+
+    # ---- calls and copies ------------------------------------------------------------------------
+    @cached_property
+    def in_flight(self) -> tuple[np.ndarray, np.ndarray]:
+        """When calls are, bookkeeping apart; and when copies between tiers         (c, 2) each"""
+        flight = self.table.flight[self.symbol[self.calls]]
+        own = [(call.start, call.end) for calls in self.inside.values() for call in calls]
+        calls = np.concatenate([self.when[flight == 1], np.array(own).reshape(-1, 2)])
+        return calls, self.when[flight == 2]
+
+    def moving(self, behind: int) -> np.ndarray:
+        """`Step.moving`; behind: what belongs to no action. Calls within CALLs count once, next to
+        others in flight.
+        """
+        calls, jobs = self.in_flight
+        found = beside(calls, *self.worked(self.works & (np.arange(len(self.left)) < behind)))
+        several = self.table.seconds[self.symbol] > 0.0
+        if several.any():
+            symbol, end = self.symbol[several], self.left[several]
+            own = self.table.inner[symbol], self.table.hidden[symbol]
+            _, *within = beside(calls, end - self.table.seconds[symbol], end, *own)
+            found = found + np.sum(own, 1) - within
+        return np.r_[found, beside(jobs, *self.worked(self.computes)) if len(jobs) else np.zeros(2)]
+
+    def sums(self, costs: Costs) -> dict[tuple, Sum]:
+        """Of the rank, by the row of a report's table that they are in."""
+        plan, table = costs.plan, self.table
+        member = Member(costs.program, self.pp * plan.dp * plan.tp, costs.cluster.node_of)
+        count = np.bincount(self.symbol, minlength=len(table.code)).tolist()
+        first = np.zeros(len(count), int)
+        first[self.symbol[::-1]] = np.arange(len(self.symbol))[::-1]
+        found: dict[tuple, Sum] = {}
+        for symbol in np.argsort(first, kind="stable").tolist():
+            for (what, seconds), each in table.said[symbol].items() if count[symbol] else ():
+                *row, payload, wire = member.row(what) if type(what) is Call else (*what, 0)
+                times, key = each * count[symbol], (self.pp, *row)
+                start = float(self.entered[first[symbol]])
+                before = found.get(key, Sum(0, 0, 0.0, start))
+                found[key] = Sum(
+                    before.payload + times * payload,
+                    before.wire + times * wire,
+                    before.seconds + times * seconds,
+                    min(before.start, start),
+                )
+        return found
+
+
+def said(costs: Costs, calls: Calls, pp: int, code: Iterable[Instr]) -> Counter[Said]:
+    """The calls that instructions make, and the copies that they are, and how many of each."""
+    found: Counter[Said] = Counter()
+    for ins in code:
+        if ins.op == WAIT:
+            continue
+        if ins.lane in WORKERS:
+            what = moved(costs.program, ins, pp)
+            if what.op not in ("optimizer", "compute"):
+                found[(ins.lane, *what), costs.of(pp, ins).seconds] += 1
+        elif made := calls.of(pp, ins):
+            cost = costs.of(pp, ins)
+            each = [cost] if type(cost) is Posted else posted(cost)
+            found.update((call, one.seconds) for call, one in zip(made, each, strict=True))
+    return found
+
+
+def posted(cost: Compute) -> list[Posted]:
+    """The calls that ops make inside an instruction."""
+    return [event for event in cost.inside if type(event) is Posted]
+
+
+def beside(some: np.ndarray, start: np.ndarray, end: np.ndarray, *works: np.ndarray) -> np.ndarray:
+    """Seconds of a union of intervals, and of each kind of work in it, which is spread evenly from
+    start to end                                                                    (1 + kinds,)
+    """
+    if not len(some) or not len(start):
+        return np.zeros(1 + len(works))
+    low, high = some[np.argsort(some[:, 0], kind="stable")].T
+    high = np.maximum.accumulate(high)
+    first = np.r_[True, low[1:] > high[:-1]]
+    begins, ends = low[first], high[np.r_[first[1:], True]]
+    moments, inside = np.stack([start, end], 1).ravel(), []
+    for work in works:
+        done = np.stack([work.cumsum() - work, work.cumsum()], 1).ravel()
+        both = np.interp(ends, moments, done) - np.interp(begins, moments, done)
+        inside.append(both.sum())
+    return np.array([(ends - begins).sum(), *inside])
+
+
+def step(
+    lines: Sequence[Line], turns: Sequence[Turns], kinds: list, held: list, costs: Costs
+) -> Step:
+    """Of every rank's line, its actions, and its `samples` of memory."""
+    drawn, sums, moving = [], {}, np.zeros(4)
+    short = SHORT * max(line.end for line in lines)
+    for line, mine in zip(lines, turns, strict=True):
+        drawn += line.boxes(mine.since, mine.behind, short)
+        sums |= line.sums(costs)
+        moving += line.moving(mine.behind)
+    found = [line.actions(mine) for line, mine in zip(lines, turns, strict=True)]
+    rank = np.repeat(np.arange(len(lines)), [len(mine.first) for mine in turns])
+    stage, letter, microbatch, *_ = map(np.concatenate, zip(*turns, strict=True))
+    timed = map(np.concatenate, zip(*found, strict=True))
+    letter = np.array(list(LETTERS))[letter]
+    ends = np.array([line.end for line in lines])
+    return Step(rank, stage, letter, microbatch, *timed, drawn, sums, ends, moving, kinds, held)

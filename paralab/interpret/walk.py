@@ -1,0 +1,226 @@
+"""One walk through the lists of all pipeline ranks, each going on as far as it can.
+
+    compute   one lane per rank, in the order of its list
+    calls     one lane per group. A call begins when all members have launched it and the lane is
+              free, and lasts as long as the bytes of its slowest member take
+    messages  one lane per pair and direction; one moves when both its ends are posted
+    jobs      lanes of workers (h2d, d2h, disk, host). A job begins when it is launched, the lane is
+              free, and the jobs that it depends on are over (jobs.py)
+    WAIT      ends at max(now, the end of what it waits for)
+
+Nothing in a program is decided by the clock, so every moment is a longest path through what must
+come before it, and the answer does not depend on which rank goes first. What a moment is, is left
+open here: seconds (time.py), or a node of a graph whose seconds are worked out later (pipeline.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from paralab.interpret.costs import Awaited, Compute, Cost, Job, Posted
+from paralab.interpret.jobs import Begun, Order
+from paralab.programs.instructions import Instr, Value
+
+WORK, INSIDE, CALL, JOB, WAIT = "work", "inside", "call", "job", "wait"
+
+
+class Item(NamedTuple):
+    """An instruction, as far as the walk knows it.
+
+    op       WORK, INSIDE (compute that makes calls), CALL, JOB or WAIT
+    takes    of compute; of a call or a job on its lane; of a WAIT what goes with it behind it
+    name     what a call writes, and what a WAIT is for; of a JOB the instruction
+    lane     of a call or a job
+    members  pipeline ranks that make the call, if these are its members; else 0
+    before   what the rank does in front of a call, or None
+    more     of INSIDE what it consists of; of a WAIT the values whose memory ends behind it
+    """
+
+    op: str
+    takes: Any = 0.0
+    name: Any = None
+    lane: Any = ""
+    members: int = 0
+    before: Any = None
+    more: tuple = ()
+
+
+def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None) -> Item:
+    """Of an instruction of rank ``r``. awaited: what the call takes that a WAIT is for."""
+    kind = type(cost)
+    if kind is Compute and cost.inside:
+        return Item(INSIDE, more=cost.inside)
+    if kind is Awaited:
+        takes = awaited.behind + getattr(awaited, "summed", 0.0) if awaited else 0.0
+        return Item(WAIT, takes, ins.reads, more=ins.frees)
+    if kind is Job:
+        return Item(JOB, cost.seconds, ins, cost.lane)
+    if kind is not Posted:
+        return Item(WORK, cost.seconds)
+    lane, members, before = cost.lane, cost.members, cost.before or None
+    if cost.peer >= 0:
+        lane, members = (r, cost.peer) if cost.sends else (cost.peer, r), 2
+    return Item(CALL, cost.seconds, ins.writes, lane, members, before)
+
+
+class Inside(NamedTuple):
+    """A call that an op made inside an instruction. Seconds: posted at ``begun``, on its lane from
+    ``start`` to ``end``, waited for from ``waited`` to ``until``.
+    """
+
+    begun: float
+    start: float
+    end: float
+    waited: float
+    until: float
+
+
+class Walk:
+    """What the ranks have in common; moments are seconds.
+
+    posting  what posting a call takes
+    """
+
+    queues = True  # whether a message may have to wait for the one before it
+    origin: Any = 0.0
+
+    def __init__(self, posting: Any) -> None:
+        self.posting = posting
+        self.free: dict[Any, Any] = {}  # when each lane of several pipeline ranks is
+        self.there: dict[Any, list[tuple]] = {}  # of a call that is not complete: who is at it
+        self.ready: deque[Iterator] = deque()
+
+    def go(self, ranks: Sequence[Rank]) -> None:
+        """As far as they come."""
+        self.ready.extend(rank.walk for rank in ranks)
+        while self.ready:
+            next(self.ready.popleft(), None)
+
+    def later(self, one: Any, other: Any, takes: Any) -> Any:
+        """What ends when both moments are there and it has taken so long."""
+        return (one if one > other else other) + takes
+
+    def lasts(self, moments: Sequence[Any], takes: Any) -> tuple[Any, Any]:
+        """From when to when something is on its lane that begins at the latest of these."""
+        start = max(moments)
+        return start, start + takes
+
+    def meet(self, rank: Rank, item: Item, moment: Any) -> None:
+        """A rank is at a call of several; with the last of them it goes."""
+        rank.count[item.lane] += 1
+        key = item.lane, rank.count[item.lane]
+        there = self.there.setdefault(key, [])
+        there.append((rank, len(rank.left), moment))
+        if len(there) < item.members:
+            return
+        del self.there[key]
+        moments = [moment for *_, moment in there]
+        if item.lane in self.free:
+            moments.append(self.free[item.lane])
+        start, end = self.lasts(moments, item.takes)
+        if self.queues or type(item.lane) is str:
+            self.free[item.lane] = end
+        for member, position, _ in there:
+            member.calls[position] = start, end
+            if member.stands == position:
+                member.stands = None
+                self.ready.append(member.walk)
+
+
+class Rank:
+    """Goes through one rank's list.
+
+    left     behind every instruction
+    calls    {position: (start, end)} of calls and jobs
+    waits    {position of a WAIT: (position of its call or job, the end of that)}, but for jobs that
+             are over because an earlier WAIT was for one that comes after it
+    jobs     {position: `Begun`}; ``behind``: {position: positions of the jobs that it came after}
+    inside   {position: the calls that its ops made}
+    flights  {what a call in flight writes: its position}
+    stands   position of the call that it cannot go on without
+    """
+
+    def __init__(
+        self, walk: Walk, items: Iterable[Item], order: Order, lanes: dict[str, Any] | None = None
+    ) -> None:
+        self.common, self.items, self.order, self.lanes = walk, items, order, lanes or {}
+        self.left: list[Any] = []
+        self.calls: dict[int, tuple[Any, Any]] = {}
+        self.waits: dict[int, tuple[int, Any]] = {}
+        self.jobs: dict[int, Begun] = {}
+        self.behind: dict[int, list[int]] = {}
+        self.inside: dict[int, list[Inside]] = {}
+        self.flights: dict[tuple[Value, ...], int] = {}
+        self.count: Counter[Any] = Counter()
+        self.stands: int | None = None
+        self.walk = self._go()
+
+    def _go(self) -> Iterator[None]:
+        common, lanes, left, calls = self.common, self.lanes, self.left, self.calls
+        later, lasts, posting, origin = common.later, common.lasts, common.posting, common.origin
+        clock = origin
+        for now in self.items:
+            op, takes, name, lane, members, before, more = now
+            at = len(left)
+            if op == WORK:
+                clock = later(clock, clock, takes)
+            elif op == WAIT:
+                call = self.flights.get(name)
+                if call not in self.jobs:
+                    while call not in calls:
+                        self.stands = call
+                        yield
+                    self.waits[at] = call, calls[call][1]
+                elif not self.jobs[call].over:
+                    self.jobs[call].settled()
+                    self.waits[at] = call, calls[call][1]
+                if at in self.waits:
+                    clock = later(clock, self.waits[at][1], takes)
+                del self.flights[name]
+                self.order.end(more)
+            elif op == CALL:
+                if before is not None:
+                    clock = later(clock, clock, before)
+                self.flights[name] = at
+                if members:
+                    common.meet(self, now, clock)
+                else:
+                    calls[at] = lasts((clock, lanes.get(lane, origin)), takes)
+                    lanes[lane] = calls[at][1]
+                if posting:
+                    clock = later(clock, clock, posting)
+            elif op == JOB:
+                behind, self.flights[name.writes] = self.order.behind(name), at
+                ends = (job.end for job in behind)
+                calls[at] = lasts((clock, lanes.get(lane, origin), *ends), takes)
+                job = self.jobs[at] = Begun(at, calls[at][1], behind)
+                lanes[lane] = job.end
+                self.order.add(name, job)
+                positions = (other.position for other in behind)
+                self.behind[at] = [place for place in positions if place is not None]
+            else:
+                clock = self._inside(at, clock, more)
+            left.append(clock)
+
+    def _inside(self, position: int, clock: float, events: tuple) -> float:
+        """Go through compute that makes calls; each of its groups is one of alike ranks."""
+        made: list[Inside] = []
+        behind = []
+        for event in events:
+            kind = type(event)
+            if kind is float:
+                clock += event
+            elif kind is int:
+                call, until = made[event], max(clock, made[event].end)
+                made[event] = call._replace(waited=clock, until=until)
+                clock = until + behind[event]
+            else:
+                start = max(clock, self.lanes.get(event.lane, 0.0))
+                end = self.lanes[event.lane] = start + event.seconds
+                made.append(Inside(clock, start, end, end, end))
+                behind.append(event.summed + event.behind)
+                clock += self.common.posting
+        self.inside[position] = made
+        return clock
