@@ -75,8 +75,10 @@ class Patient:
         if change:
             bars[", ".join(f"{k}={v!r}" for k, v in change.items())] = self.peak(**change)
         said = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
-        title = f"{self.name}: the peak is {said[0]} with {devices(self.fewer)}, {said[1]} with "
-        title += devices(self.plan) + f", {said[-1]} with the change" * bool(change)
+        then = " as" if said[0] == said[1] else f", {said[1]}"
+        title = f"{self.name}: the peak is {said[0]} with {devices(self.fewer)}{then} with "
+        title += devices(self.plan)
+        title += f", {said[-1]} with the change" * bool(change)
         return bytes_bars(bars, title=title)
 
     def __repr__(self) -> str:

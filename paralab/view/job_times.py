@@ -9,7 +9,7 @@ from paralab.exercises import jobs as stream
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
-from paralab.view.marks import upright
+from paralab.view.marks import note, upright
 
 
 def jobs(listed: Sequence[stream.Job], *, host: str = "slow") -> Chart:
@@ -32,9 +32,9 @@ def jobs(listed: Sequence[stream.Job], *, host: str = "slow") -> Chart:
     fig = figure(
         f"{units} units take {stream.ms(took)}; no order takes less than {stream.ms(least)}",
         f"simulated · {host} host · {window} buffer{'s' * (window > 1)} · number: the unit",
-        height=250,
+        height=270,
         xaxis=mark.time_axis("time (ms)", 1e3 * max(took, least)),
-        yaxis=mark.rows_axis([(0, "disk"), (1, "host")], 1.6, -0.6),
+        yaxis=mark.rows_axis([(0, "disk"), (1, "host")], 1.6, -1.0),
     )
     *_, olive, teal = theme.look().series  # reading and writing are the disk's, of no phase
     hues = {"read": olive, "update": theme.colour("optimizer"), "write": teal}
@@ -44,7 +44,9 @@ def jobs(listed: Sequence[stream.Job], *, host: str = "slow") -> Chart:
         y = ("disk", "host").index(lane)
         shown[what].append((1e3 * start, 1e3 * (end - start), y, 0.8, str(unit), said))
     traces = [mark.boxes(shown[what], mark.look(what, hue)) for what, hue in hues.items()]
-    fig.draw(traces, (), [upright(1e3 * least, dash="dash")])
+    side = {"hold": "right", "xshift": -4} if least > took / 2 else {"hold": "left", "xshift": 4}
+    named = note("the least possible", 1e3 * least, -0.7, **side)
+    fig.draw(traces, [named], [upright(1e3 * least, dash="dash")])
     return fig.explained(
         f"{len(rows)} jobs of {units} units on disk and host",
         ("lane what unit buffer start end", rows),

@@ -58,7 +58,11 @@ def bytes_bars(
         xaxis=mark.bytes_axis(f"memory ({unit})", end, per),
         yaxis=mark.labels(list(bars), above=above),
     )
-    notes = mark.ends(totals, per) + _capacity_names(drawn, levels, per, end)
+    # A total that a line would cross reads as if the bar were longer: then all stand in a column.
+    room = {label: letter * (len(theme.scaled(n, "B")) + 2) * end for label, n in totals.items()}
+    crossed = any(n < at < n + room[label] for label, n in totals.items() for at in drawn.values())
+    notes = mark.ends(totals, per, column=end if crossed else None)
+    notes += _capacity_names(drawn, levels, per, end)
     shapes = [upright(n / per, axis="paper", dash="dash") for n in drawn.values()]
     look = {"per": per, "end": end, "lines": drawn.values(), "letter": letter}
     fig.titled(title).draw(mark.bars(rows, **look), notes, shapes)

@@ -56,7 +56,7 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
         notes.append(note(said, 1e3 * until[rank], rows[f"<b>rank {rank}</b>"], **box))
     for trace in chart.data:
         if trace.name.startswith("waiting"):
-            trace.name = "waiting for ever"
+            trace.name = "waiting; for ever where a need is named"
     return chart.draw([], notes, xaxis={"title": {"text": "time (ms)"}}).explained(
         f"{name}: {sum(done)} of {len(done)} actions done, {len(standing)} of {order.ranks} ranks "
         "are stuck",

@@ -51,7 +51,8 @@ def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
 
     def side(name: str) -> Any:
         def step(number: int) -> None:
-            for holder in (trainer, trainer.rank, trainer.env, *trainer.groups.values()):
+            groups = filter(None, trainer.groups.values())
+            for holder in (trainer, trainer.rank, trainer.env, *groups):
                 holder.recorder = recorders[name]
             trainer.step(number)
 

@@ -95,7 +95,7 @@ def show(found: list[Found]) -> None:
 
 def measure(words: list[str] | None = None) -> list[dict]:
     cases = [one for one in cover().cases if all(word in one.name for word in words or [])]
-    found = hold(cases, pl.Cluster.local())
+    found = hold(cases, pl.Cluster.local(refresh=True))
     show(found)
     ours, theirs = ([getattr(one, name) for one in found] for name in ("error", "null_error"))
     off = [abs(one.predicted - one.replayed) for one in found]

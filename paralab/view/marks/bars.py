@@ -140,15 +140,21 @@ def ends(
     per: float,
     *,
     words: Mapping[str, str] | None = None,
+    column: float | None = None,
     axes: tuple[str, str] = AXES,
     size: int = 14,
     unit: str = "B",
 ) -> list[dict[str, Any]]:
-    """What stands behind every bar: its bytes, or ``words``."""
+    """What stands behind every bar, its bytes or ``words``; or, under one another, all that end at
+    the value ``column``.
+    """
     said = {label: theme.scaled(n, unit) for label, n in tops.items()} | dict(words or {})
-    style = {"size": size, "hold": "left", "axes": axes, "above": True}
+    style = {"size": size, "hold": "left" if column is None else "right", "axes": axes}
+    style |= {"above": True}
     return [
-        note(f" {said[label]}", top / per, theme.text(label), **style)
+        note(
+            f" {said[label]}", (top if column is None else column) / per, theme.text(label), **style
+        )
         for label, top in tops.items()
     ]
 

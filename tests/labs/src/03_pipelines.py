@@ -502,11 +502,14 @@ for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
 # micro-batches in the same order.
 #
 # ## One slow stage
-# Move the sliders: more micro-batches, more chunks, a last stage that is slower than the others.
-# The number of chunks acts only in the interleaved schedule. *Run it* starts real processes.
+# The last stage takes twice as long as the others here. Move the sliders: more micro-batches, more
+# chunks, a stage that is slower still. The number of chunks acts only in the interleaved schedule.
+# *Run it* starts real processes.
 
 # %%
-view.widgets.pipeline()
+sliders = view.widgets.pipeline()
+sliders.knobs["imbalance"].value = 2.0
+sliders
 
 # %%
 imbalance = pl.exercises.choose(
