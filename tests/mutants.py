@@ -557,7 +557,7 @@ MUTANTS = {
         "ZeRO-1", DERIVE, "for call in tuple(in_flight.values()):", "for call in ():",
         check="no WAIT for ALL_GATHER"),
     "what forward kept is never freed": Mutant(
-        "accumulation", DERIVE, "if not lasts(v) and v not in keep:",
+        "accumulation", DERIVE, "if not lasts(v):",
         "if not lasts(v) and v[0] != 'saved':", check="is never freed"),
     "freed while a call uses it": Mutant(
         "pipeline", DERIVE, "for v in until.pop(reads, ()):", "for v in ():",
