@@ -40,10 +40,14 @@ def bytes_bars(
     totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
     biggest = max(totals.values()) or 1.0
     drawn = {label: n for label, n in size.items() if n <= NEAR * biggest}
-    end = 1.14 * max([biggest, *drawn.values()])
-    unit, per = theme.unit_of(end / 1.14)
+    most = max([biggest, *drawn.values()])
+    unit, per = theme.unit_of(most)
     wide = theme.LETTER_WIDTH * 14 / theme.ALONE.width * max(map(theme.letters, bars))
     letter = mark.LETTER / (1 - min(wide, 0.5))  # labels leave the axis less than the figure
+    room = letter * (2 + max(len(theme.scaled(n, "B")) for n in totals.values()))
+    end = most * max(1.14, 1 / (1 - room))
+    # A total that a line would cross reads as if the bar were longer: then all stand in a column.
+    crossed = any(n < at < n + room * end for n in totals.values() for at in drawn.values())
     levels = _levels(drawn, end, 0.85 * letter)  # names of capacities are in smaller letters
     above = ROW * len(set(levels.values()))
     far = [
@@ -58,9 +62,6 @@ def bytes_bars(
         xaxis=mark.bytes_axis(f"memory ({unit})", end, per),
         yaxis=mark.labels(list(bars), above=above),
     )
-    # A total that a line would cross reads as if the bar were longer: then all stand in a column.
-    room = {label: letter * (len(theme.scaled(n, "B")) + 2) * end for label, n in totals.items()}
-    crossed = any(n < at < n + room[label] for label, n in totals.items() for at in drawn.values())
     notes = mark.ends(totals, per, column=end if crossed else None)
     notes += _capacity_names(drawn, levels, per, end)
     shapes = [upright(n / per, axis="paper", dash="dash") for n in drawn.values()]
