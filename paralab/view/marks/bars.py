@@ -145,8 +145,8 @@ def ends(
     size: int = 14,
     unit: str = "B",
 ) -> list[dict[str, Any]]:
-    """What stands behind every bar, its bytes or ``words``; or, under one another, all that end at
-    the value ``column``.
+    """What stands behind every bar: its bytes, or ``words``. With a ``column`` all of them stand
+    under one another instead, and end at that value.
     """
     said = {label: theme.scaled(n, unit) for label, n in tops.items()} | dict(words or {})
     style = {"size": size, "hold": "left" if column is None else "right", "axes": axes}
