@@ -127,7 +127,7 @@ def test_bytes_and_memory_are_exactly_those_of_every_call(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_without_its_tables_a_step_is_as_long_and_as_large(name):
     report = both(name)[1]
-    found = outline.totals(outline.step_of(report.model, report.plan, FAST, "adamw"))
+    found = outline.totals(report.model, report.plan, FAST, "adamw")
     assert found == (pytest.approx(report.step_time, rel=1e-12), report.peak_memory)
 
 

@@ -154,9 +154,9 @@ def suits(plan: Any, case: Case) -> None:
 @uncollected()
 def known(plan: Plan, case: Case) -> Answer:
     """What `ask` says."""
-    from paralab.interpret.outline import step_of, totals
+    from paralab.interpret.outline import totals
 
-    return Answer(*totals(step_of(case.spec, plan, case.cluster, "adamw")))
+    return Answer(*totals(case.spec, plan, case.cluster, "adamw"))
 
 
 @functools.cache

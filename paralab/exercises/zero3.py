@@ -21,7 +21,7 @@ from paralab.exercises.sync import BATCH
 from paralab.spec import ModelSpec
 
 # Units are small and many: a model that stays whole shows in the peak.
-MODEL = ModelSpec(layers=10, hidden=30, heads=2, seq_len=8, tied=False)
+MODEL = ModelSpec(layers=5, hidden=30, heads=2, seq_len=8, tied=False)
 RUNS = {4: 1, 3: 2}  # ranks: steps
 SCALARS = 4000  # bytes of counts and the like
 UNITS = 4  # whole ones at the peak: parameters, their gradients, both again in flat buffers

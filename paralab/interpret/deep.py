@@ -85,6 +85,13 @@ class Deep:
         ends = [left[-1] for left in self.graph.left]
         return float(self.graph.moments(self.weights)[ends].max())
 
+    @property
+    def peak(self) -> int:
+        """Bytes of the device that holds most at its peak."""
+        _, effects = self.memory
+        lists = zip(self.like, self.graph.symbol, strict=True)
+        return max(effects[like].peak(symbol) for like, symbol in lists)
+
     def step(self) -> Step:
         """The plan's step."""
         found, lines, turns = self.graph, [], []

@@ -80,7 +80,7 @@ class Effects:
         symbol, leave = line.symbol[at], line.left[at]
         behind = self.before + self.added[symbol].cumsum(0)
         beyond, actions = self.top - self.added, np.flatnonzero(self.actions[symbol])
-        most = behind[:, self.device].sum(1) + beyond[:, self.device].sum(1)[symbol]
+        most = self._most(symbol)
 
         def top(n: int) -> np.ndarray:
             return behind[n] + beyond[symbol[n]]
@@ -89,6 +89,16 @@ class Effects:
         end = actions[-1] + 1
         found.setdefault((leave[end - 1] + line.end) / 2, top(end + int(most[end:].argmax())))
         return sorted(found.items(), key=lambda sample: sample[0])
+
+    def peak(self, symbol: np.ndarray) -> int:
+        """Bytes on the device at most, of a rank that goes through these instructions."""
+        most = self._most(symbol[self.there[symbol]])
+        return int(max(self.before[self.device].sum(), most.max()))
+
+    def _most(self, symbol: np.ndarray) -> np.ndarray:
+        """Bytes on the device at its peak within each of these instructions."""
+        added, top = (some[:, self.device].sum(1)[symbol] for some in (self.added, self.top))
+        return self.before[self.device].sum() + added.cumsum() - added + top
 
 
 def steps(found: Lists, gloo: bool) -> Iterator[Step]:

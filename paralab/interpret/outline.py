@@ -43,24 +43,24 @@ def outline(
     """The tables of ``steps`` steps; and what is in flight in one, seconds per rank: of calls, of
     these hidden behind forward and backward, of copies, of these hidden behind any work.
     """
-    step = step_of(spec, plan, cluster, optimizer)
+    if folds(plan):
+        step = Deep(spec, plan, cluster, optimizer).step()
+    else:
+        step = whole(compiled(spec, plan, optimizer=optimizer), cluster)
     names = ("communication", "communication hidden", "copies", "copies hidden")
     moving = zip(names, (step.moving / plan.pp).tolist(), strict=True)
     return tables(plan, step, steps), dict(moving)
 
 
-def totals(step: Step) -> tuple[float, int]:
-    """Of a step without its tables: its seconds, and the highest peak memory of a device."""
+def totals(spec: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> tuple[float, int]:
+    """Without tables: seconds of a plan's step, and the highest peak memory of a device."""
+    if folds(plan):
+        deep = Deep(spec, plan, cluster, optimizer)
+        return deep.seconds, deep.peak
+    step = whole(compiled(spec, plan, optimizer=optimizer), cluster)
     device = np.array([tier == "device" for tier, _ in step.kinds])
     peaks = (held[device].sum() for samples in step.held for _, held in samples)
     return float(step.ends.max()), int(max(peaks))
-
-
-def step_of(spec: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> Step:
-    """A plan's step on a cluster."""
-    if folds(plan):
-        return Deep(spec, plan, cluster, optimizer).step()
-    return whole(compiled(spec, plan, optimizer=optimizer), cluster)
 
 
 def whole(program: Program, cluster: Cluster) -> Step:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from paralab.checks import choice, illegal, num_bytes, whole
-from paralab.interpret import outline
 from paralab.interpret.deep import Deep
 from paralab.interpret.memory import memory
 from paralab.interpret.predict import check_cluster, rows_of_a_pipeline
@@ -126,8 +125,7 @@ def totals(model: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> To
     """Of a plan, compiled as a whole."""
     if folds(plan) and plan.pp * plan.microbatches > MANY:
         deep = Deep(model, plan, cluster, optimizer)
-        seconds, peak = outline.totals(deep.step())
-        return Totals(seconds, deep.without_overlap().seconds, peak)
+        return Totals(deep.seconds, deep.without_overlap().seconds, deep.peak)
     program, gloo = compiled(model, plan, optimizer=optimizer), not cluster.gpus
     ranks = [memory(program, rank, gloo=gloo, samples=False) for rank in range(plan.pp)]
     both = (time(program, cluster, overlap=overlap).seconds for overlap in (True, False))

@@ -30,7 +30,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal, real
-from paralab.interpret.outline import step_of, totals
+from paralab.interpret.outline import totals
 from paralab.interpret.predict import check_cluster
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.needs import step_flops
@@ -206,7 +206,7 @@ def _off(runs: Sequence[Run], cluster: Cluster) -> Any:
     took = []
     for model, plan, _ in runs:
         model = model.resolved(gpus=cluster.gpus)
-        took.append(totals(step_of(model, plan, cluster, "adamw"))[0])
+        took.append(totals(model, plan, cluster, "adamw")[0])
     return np.log(took) - np.log([run.seconds for run in runs])
 
 

@@ -48,8 +48,8 @@ def bytes_bars(
     end = most * max(1.14, 1 / (1 - room))
     # A total that a line would cross reads as if the bar were longer: then all stand in a column.
     crossed = any(n < at < n + room * end for n in totals.values() for at in drawn.values())
-    levels = _levels(drawn, end, 0.85 * letter)  # names of capacities are in smaller letters
-    above = ROW * len(set(levels.values()))
+    names, lines = _capacity_names(drawn, per, end, 0.85 * letter)  # in smaller letters
+    above = ROW * lines
     far = [
         f"{theme.text(n)}: {theme.scaled(size[n], 'B')}, far beyond this axis"
         for n in size
@@ -62,8 +62,7 @@ def bytes_bars(
         xaxis=mark.bytes_axis(f"memory ({unit})", end, per),
         yaxis=mark.labels(list(bars), above=above),
     )
-    notes = mark.ends(totals, per, column=end if crossed else None)
-    notes += _capacity_names(drawn, levels, per, end)
+    notes = [*mark.ends(totals, per, column=end if crossed else None), *names]
     shapes = [upright(n / per, axis="paper", dash="dash") for n in drawn.values()]
     look = {"per": per, "end": end, "lines": drawn.values(), "letter": letter}
     fig.titled(title).draw(mark.bars(rows, **look), notes, shapes)
@@ -107,41 +106,30 @@ def _unit(unit: str, per: float) -> str:
     return "bytes" if unit == "B" else f"1 {unit} = 10<sup>{len(str(int(per))) - 1}</sup> bytes"
 
 
-def _named(label: str, count: float) -> str:
-    return f"<b>{theme.text(label)}</b>: {theme.scaled(count, 'B')}"
-
-
 def _capacity_names(
-    drawn: Mapping[str, float], levels: Mapping[str, int], per: float, end: float
-) -> list[dict[str, Any]]:
-    """What devices are called, at the upper end of their lines, above the bars."""
-    notes = []
-    for label, count in drawn.items():
-        left = count > 0.6 * end
-        side = {"hold": "right", "xshift": -4} if left else {"hold": "left", "xshift": 4}
-        y = -0.55 - ROW * (levels[label] + 0.5)
-        notes.append(note(_named(label, count), count / per, y, above=True, **side))
-    return notes
-
-
-def _levels(drawn: Mapping[str, float], end: float, letter: float) -> dict[str, int]:
-    """The line of text that each capacity is named on: names that would collide get one each.
+    drawn: Mapping[str, float], per: float, end: float, letter: float
+) -> tuple[list[dict[str, Any]], int]:
+    """What devices are called, at the upper end of their lines, above the bars, and the lines of
+    text that this takes: names that would collide get one each.
 
     letter  share of the axis that a letter takes
     """
     taken: list[list[tuple[float, float]]] = []
-    levels = {}
+    notes = []
     for label, count in sorted(drawn.items(), key=lambda pair: pair[1]):
-        width = letter * (theme.letters(_named(label, count)) + 2) * end
-        mine = (count - width, count) if count > 0.6 * end else (count, count + width)
+        named = f"<b>{theme.text(label)}</b>: {theme.scaled(count, 'B')}"
+        width = letter * (theme.letters(named) + 2) * end
+        left = count > 0.6 * end or count + 1.1 * width > end  # bold letters are wider
+        mine = (count - width, count) if left else (count, count + width)
         free = (
             i for i, line in enumerate(taken) if all(mine[1] <= a or b <= mine[0] for a, b in line)
         )
         level = next(free, len(taken))
         taken += [[]] * (level == len(taken))
         taken[level] = [*taken[level], mine]
-        levels[label] = level
-    return levels
+        side = {"hold": "right", "xshift": -4} if left else {"hold": "left", "xshift": 4}
+        notes.append(note(named, count / per, -0.55 - ROW * (level + 0.5), above=True, **side))
+    return notes, len(taken)
 
 
 def _finding(totals: Mapping[str, float], capacity: Mapping[str, float]) -> str:
