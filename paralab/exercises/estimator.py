@@ -63,7 +63,7 @@ def right_bytes(spec: ModelSpec, b: int, n: int, zero_stage: int, precision: str
     )
     program = compiled(spec, plan)
     first = next(i for i, ins in enumerate(program.codes[0]) if ins.op == UPDATE)
-    found = [behind for _, behind in moments(program)]
+    found = [behind for *_, behind in moments(program)]
     held = {state: found[first]["device", state] for state in STATES}
     return held | {"activations": max(one.get(("device", "activations"), 0) for one in found)}
 

@@ -57,12 +57,12 @@ def _samples(program: Program, times: Times, pp: int) -> list[tuple[float, dict[
     where it ends.
     """
     entered, left, found = times.entered[pp], times.left[pp], moments(program, pp)
-    made = {0.0: next(found)[1]}
+    made = {0.0: next(found)[2]}
     actions = enumerate(spans(program, program.codes[pp]))
     for _, action in groupby(actions, key=lambda one: one[1]):
         here = [(position, *next(found)) for position, _ in action]
-        at, held, _ = max(here, key=lambda one: on_device(one[1]))
-        most = max(here, key=lambda one: on_device(one[2]))
-        made |= {left[position]: behind for position, _, behind in (most, here[-1])}
+        at, _, held, _ = max(here, key=lambda one: one[1])
+        most = max(here, key=lambda one: on_device(one[3]))
+        made |= {left[position]: behind for position, *_, behind in (most, here[-1])}
         made[(entered[at] + left[at]) / 2] = held
     return sorted(made.items(), key=lambda sample: sample[0])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paralab.interpret.lines import Line
-from paralab.interpret.memory import Kind, moments, on_device
+from paralab.interpret.memory import Kind, moments
 from paralab.interpret.turns import LETTERS
 from paralab.programs.fold import Lists
 
@@ -107,15 +107,17 @@ def steps(found: Lists, gloo: bool) -> Iterator[Step]:
     peak, and behind it. First what there is before the list.
     """
     walk = moments(found.program, found.rank, gloo=gloo)
-    before, here = next(walk)
+    _, before, here = next(walk)
     yield "", before, before, before
     now: list[Any] = []
-    for (top, behind), key in zip(walk, found.labels, strict=True):
+    most = -1  # bytes on the device so far in this step
+    for (peak, top, behind), key in zip(walk, found.labels, strict=True):
         if now and not (key == now[0] and key[0] in LETTERS):
             yield tuple(now)
             now = []
         if not now:
-            now = [key, here, top, behind]
-        now[2:] = max(now[2], top, key=on_device), behind
-        here = behind
+            now, most = [key, here, top, behind], peak
+        if peak > most:
+            now[2], most = top, peak
+        now[3] = here = behind
     yield tuple(now)

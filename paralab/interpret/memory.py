@@ -76,24 +76,24 @@ def memory(
     samples  say what there is behind every instruction
     """
     found, between = _Rank(program, rank, index, gloo), []
-    before = dict(found.here)
+    found.most, before = {}, dict(found.here)
     found.look(-1, NOTHING)
     for _ in found.walk():
         if samples:
             between.append(dict(found.here))
-    return Memory(found.peak, found.where, found.held, found.most, before, between)
+    return Memory(found.peak, found.where, found.held, found.most or {}, before, between)
 
 
 def moments(
     program: Program, rank: int = 0, *, gloo: bool = True
-) -> Iterator[tuple[dict[Kind, int], dict[Kind, int]]]:
-    """Of every instruction of a pipeline rank: what there is on it at its peak, and behind it.
-    Before the first what lasts, twice.
+) -> Iterator[tuple[int, dict[Kind, int], dict[Kind, int]]]:
+    """Of every instruction of a pipeline rank: bytes on the device at its peak, what there is then,
+    and what there is behind it. Before the first what lasts, twice.
     """
     found = _Rank(program, rank, 0, gloo)
-    yield dict(found.here), dict(found.here)
+    yield found.total, dict(found.here), dict(found.here)
     for _ in found.walk():
-        yield found.held, dict(found.here)
+        yield found.peak, found.held, dict(found.here)
         found.peak = -1
 
 
@@ -106,6 +106,7 @@ class _Rank:
     """What is alive on a rank at the moment, and what there was at the peak.
 
     here   {(tier, category): bytes}; ``total``: of them on the device
+    most   {(tier, category): bytes}, of each its own most; None: nobody asks
     alive  {value: what it holds}
     refs   {(name, micro-batch): [holders, bytes, category]} of storages that values share
     """
@@ -116,7 +117,8 @@ class _Rank:
         self.insides = insides(program.model, cuts(program.plan), gloo)
         self.here: dict[Kind, int] = {}
         self.total, self.peak = 0, -1
-        self.where, self.held, self.most = -1, {}, {}
+        self.where, self.held = -1, {}
+        self.most: dict[Kind, int] | None = None
         self.alive: dict[Value, tuple[Kind, int, tuple[tuple[Name, int], ...]]] = {}
         self.refs: dict[tuple[Name, int], list] = {}
         self.in_flight: dict[tuple[Value, ...], int] = {}  # a call's writes: bytes of its own
@@ -226,6 +228,8 @@ class _Rank:
             self.peak, self.where, self.held = top, position, dict(here)
             for kind, size in zip((ACTIVATIONS, WORKSPACE, BUFFERS), inside, strict=False):
                 self.held[kind] = here.get(kind, 0) + size
+        if most is None:
+            return
         for kind, size in here.items():
             if size > most.get(kind, 0):
                 most[kind] = size

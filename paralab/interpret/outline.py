@@ -70,17 +70,17 @@ def whole(program: Program, cluster: Cluster) -> Step:
     lines = [Line.of(program.codes[pp], times, pp) for pp in ranks]
     turns = [turns_of(program, pp) for pp in ranks]
     walks = [list(moments(program, pp, gloo=not cluster.gpus)) for pp in ranks]
-    kinds = sorted({kind for walk in walks for pair in walk for one in pair for kind in one})
+    kinds = sorted({kind for walk in walks for _, *both in walk for one in both for kind in one})
     device = np.array([tier == "device" for tier, _ in kinds])
     calls, held = Calls(program), []
     for line, mine, walk in zip(lines, turns, walks, strict=True):
         one = cache(lambda ins, pp=line.pp: said(costs, calls, pp, [ins]))
         line.table.said = list(map(one, program.codes[line.pp]))
+        peaks, *both = zip(*walk, strict=True)
         tops, behind = (
-            np.array([[one.get(kind, 0) for kind in kinds] for one in some])
-            for some in zip(*walk, strict=True)
+            np.array([[one.get(kind, 0) for kind in kinds] for one in some]) for some in both
         )
-        most, top = tops[1:, device].sum(1), tops[1:].__getitem__
+        most, top = np.array(peaks[1:]), tops[1:].__getitem__
         held.append(samples(behind[0], behind[1:], most, top, line.left, mine.last, device))
     return step(lines, turns, kinds, held, costs)
 

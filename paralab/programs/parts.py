@@ -108,7 +108,7 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
     halves, gloo = plan.schedule in SPLIT, not cluster.gpus
     levels = [
         (sum(held.values()), held.get(GRADIENTS, 0), sum(behind.values()))
-        for held, behind in islice(moments(program, gloo=gloo), last + 2)
+        for _, held, behind in islice(moments(program, gloo=gloo), last + 2)
     ]
     for ins, (_, made, came), (most, gradients, left) in zip(
         code, levels, levels[1:], strict=False
