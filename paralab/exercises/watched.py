@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import _weakrefset
 import contextlib
+import functools
 import gc
 import sys
 import threading
@@ -70,7 +71,7 @@ class Watch(PeakMemory):
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise RuntimeError(
-                f"{func.__name__.split('.')[0].strip('_')} goes around what is counted: call the "
+                f"{_name(func).strip('_')} goes around what is counted: call the "
                 "functions of torch.distributed by their module, as dist.all_reduce(tensor)"
             )
         if self._freed:
@@ -140,14 +141,22 @@ class Watch(PeakMemory):
 
 def _look_at_freed(func: Any, given: Any) -> None:
     """Refuse to compute with a freed tensor. Views of it, and new ones of its size, may be made."""
-    name = func.__name__.split(".")[0]
-    if func.is_view or name.endswith("_like") or name.startswith(("new_", "set_", "resize_")):
-        return
-    if (found := freed(given)) is not None:
+    if not _reads_nothing(func) and (found := freed(given)) is not None:
         raise RuntimeError(
-            f"{name.strip('_')} computes with a tensor of {tuple(found.shape)} whose storage is "
-            "freed: it has to be gathered before"
+            f"{_name(func).strip('_')} computes with a tensor of {tuple(found.shape)} whose "
+            "storage is freed: it has to be gathered before"
         )
+
+
+def _name(func: Any) -> str:
+    return func.__name__.split(".")[0]
+
+
+@functools.cache
+def _reads_nothing(func: Any) -> bool:
+    name = _name(func)
+    made = name.endswith("_like") or name.startswith(("new_", "set_", "resize_"))
+    return made or func.is_view
 
 
 def freed(given: Any) -> Tensor | None:

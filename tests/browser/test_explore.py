@@ -9,8 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from browser.bench import ANSWER_S, Bench
 from browser.notebook import Notebook
 
