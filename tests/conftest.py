@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 from pathlib import Path
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=turn)  # stable: within a file nothing moves
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests stay to the end: no collection of garbage goes through them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
