@@ -29,13 +29,6 @@ def test_utilisation_is_flops_over_what_all_devices_could_do():
     assert again.model == found.model and again.hardware > 1.2 * found.hardware
 
 
-def test_a_step_takes_its_flops_over_the_rate():
-    took = training.step_seconds(MODEL, 6, devices=3, flops=1e5)
-    assert took == needs.step_flops(MODEL, 6, recompute=True) / 3e5
-    used = training.utilisation(MODEL, 6, seconds=took, devices=3, peak=4e5, recompute=True)
-    assert used.hardware == pytest.approx(0.25)
-
-
 def test_what_would_my_model_cost():
     cost = training.training_cost(MODEL, tokens=1e9, devices=4, flops=1e9, memory=2**14, watts=500)
     per_token = needs.step_flops(MODEL, 1, recompute=True) / 5
@@ -60,7 +53,7 @@ def test_days_by_parameters_are_8_t_p_over_n_x():
 @pytest.mark.parametrize("field, call", [
     ("seconds", lambda: training.utilisation(MODEL, 1, seconds=0, devices=1, peak=1.0)),
     ("peak", lambda: training.utilisation(MODEL, 1, seconds=1, devices=1, peak=-1.0)),
-    ("devices", lambda: training.step_seconds(MODEL, 1, devices=0, flops=1.0)),
+    ("devices", lambda: training.utilisation(MODEL, 1, seconds=1, devices=0, peak=1.0)),
     ("tokens", lambda: training.days_by_parameters(1, tokens=0, devices=1, flops=1.0)),
     ("watts", lambda: training.training_cost(MODEL, tokens=1, devices=1, flops=1.0, watts=0)),
     ("recipe", lambda: training.training_cost(MODEL, tokens=1, devices=1, flops=1, recipe="x")),

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paralab.instruments.allocator import Allocator
 from paralab.instruments.marks import clock_of
@@ -25,18 +25,6 @@ from paralab.report.tables import COLUMNS
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class Counts(Protocol):
-    """What counts the bytes of a rank's tensors: `ledger.Ledger`."""
-
-    made: str
-
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *raised: Any) -> None: ...
-    def owns(self, category: str, *tensors: Tensor) -> None: ...
-    def resized(self, *tensors: Tensor) -> None: ...
-    def sample(self, mark: Any, kind: str) -> None: ...
 
 
 class Recorder:
@@ -63,7 +51,7 @@ class Recorder:
         self._steps: list[tuple] = []
         self.allocator = Allocator(device) if device.startswith("cuda") else None
         self._allocated: list[tuple] = []
-        self.ledger: Counts | None = None  # counts the bytes of this rank's tensors, where wanted
+        self.ledger: Any = None  # ledger.py: counts the bytes of this rank's tensors, where wanted
         self.lookout: Any = None  # asks a GPU for signs of life (ranks/lookout.py)
         self.samples: list[Sample] = []
         self.away: dict[tuple[str, str], int] = {}  # (tier, category): bytes not on the device

@@ -48,6 +48,7 @@ class Explanation(dict[str, str]):
 
 def explain(report: Tables) -> Explanation:
     """Answers from the steps that count: all but step 0, where there are others."""
+    metrics.needs_times(report, "an explanation")
     steps = metrics.measured_steps(report)
     calls = report.collectives[report.collectives["step"].isin(steps)]
     calls = calls[~calls["phase"].isin(BOOKKEEPING)]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab import checks
 from paralab.report import metrics
+from paralab.report.explain import explain
 from paralab.report.merge import merge
 from paralab.report.storage import load_folder, load_report, save, save_part
 from paralab.report.tables import DRY, Tables
@@ -22,8 +23,6 @@ from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-
-    from paralab.report.explain import Explanation
 
 
 class Report(Tables):
@@ -48,31 +47,13 @@ class Report(Tables):
         return cls(clock="measured", **said, **merge(parts, meta=meta, **said))
 
     # ---- one number ---------------------------------------------------------------------------
-    @cached_property
-    def step_time(self) -> float:
-        """Seconds: median over steps 1.. of the largest (end - start) over ranks."""
-        return metrics.step_time(self)
-
-    @cached_property
-    def bubble(self) -> float:
-        """Idle share of the pipeline part, 1 - sum(compute) / (p T); see ``metrics.bubble``."""
-        return metrics.bubble(self)
-
-    @property
-    def peak_memory(self) -> int | None:
-        """Bytes on the device at the worst sample of the worst rank; None if not sampled."""
-        return metrics.peak_memory(self)
+    step_time = cached_property(metrics.step_time)
+    bubble = cached_property(metrics.bubble)
+    peak_memory = property(metrics.peak_memory)
 
     # ---- tables -------------------------------------------------------------------------------
-    def summary(self) -> pd.DataFrame:
-        """Step time, compute, waiting, bytes per rank and step, loss: one small table."""
-        return metrics.summary(self)
-
-    def peaks(self, rank: int | None = None) -> pd.DataFrame:
-        """Bytes by category at the peak of ``rank`` (default: the worst), next to what its program
-        says; see ``metrics.peaks``.
-        """
-        return metrics.peaks(self, rank)
+    summary, peaks, pipeline_times = metrics.summary, metrics.peaks, metrics.pipeline_times
+    traffic, copied, explain = metrics.traffic, metrics.copied, explain
 
     def bubbles(self, cluster: Cluster | None = None) -> pd.DataFrame:
         """The bubble by formula, simulated with this report's own costs, replayed, measured.
@@ -85,29 +66,6 @@ class Report(Tables):
         metrics.needs_times(self, "a bubble")
         metrics.needs_own_devices(self, "a bubble")
         return bubbles(self, cluster)
-
-    def pipeline_times(self, step: int | None = None) -> pd.DataFrame:
-        """forward + backward + p2p + idle = T by rank, seconds; see ``metrics.pipeline_times``."""
-        return metrics.pipeline_times(self, step)
-
-    def traffic(
-        self, by: str | Sequence[str] = "rank", *, bookkeeping: bool = False, warmup: bool = False
-    ) -> pd.DataFrame:
-        """Bytes per step by rank, op, axis, level, phase or edge; see ``metrics.traffic``."""
-        return metrics.traffic(self, by, bookkeeping=bookkeeping, warmup=warmup)
-
-    def copied(
-        self, by: str | Sequence[str] = ("rank", "link", "category"), *, warmup: bool = False
-    ) -> pd.DataFrame:
-        """Bytes per step between device, host and files; see ``metrics.copied``."""
-        return metrics.copied(self, by, warmup=warmup)
-
-    def explain(self) -> Explanation:
-        """What people ask of such a run, answered from its rows; see ``report/explain.py``."""
-        from paralab.report.explain import explain
-
-        metrics.needs_times(self, "an explanation")
-        return explain(self)
 
     # ---- pictures and files -------------------------------------------------------------------
     def timeline(

@@ -79,14 +79,6 @@ def utilisation(
     return Utilisation(plain / room, needs.step_flops(model, samples, recompute=recompute) / room)
 
 
-def step_seconds(
-    model: ModelSpec, samples: int, *, devices: int, flops: float, recompute: bool | str = True
-) -> float:
-    """Seconds per step of ``samples`` where each of ``devices`` reaches ``flops`` FLOP/s."""
-    rate = whole("devices", devices, at_least=1) * real("flops", flops, above=0.0)
-    return needs.step_flops(model, samples, recompute=recompute) / rate
-
-
 def printed_selective_flops(model: ModelSpec, samples: int) -> float:
     """FLOPs per step with selective recomputation as Korthikanti+ print them, eq. 8.
 

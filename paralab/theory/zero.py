@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from decimal import ROUND_HALF_UP, Decimal
 
-from paralab.checks import choice, illegal, real, whole
+from paralab.checks import real, whole
 from paralab.theory.needs import recipe_parts
 
 NAMES = ("baseline", "Pos", "Pos+g", "Pos+g+p")  # of the stages, as the paper writes them
@@ -79,56 +79,3 @@ def elements_sent(params: float, devices: int, stage: int, microbatches: int = 1
     """Elements that each of ``devices`` sends per step: `volume` times Psi (N-1)/N."""
     n = whole("devices", devices, at_least=1)
     return volume(stage, microbatches) * real("params", params, above=0.0) * (n - 1) / n
-
-
-def hybrid_elements_sent(
-    params: float, shard: int, replicas: int, stage: int, microbatches: int = 1
-) -> dict[str, float]:
-    """{"shard", "replica"}: elements that each device sends per step, where N = ``shard`` devices
-    share the states and ``replicas`` such groups hold copies (HSDP; MiCS, Zhang+ 2022,
-    arXiv:2205.00119; FSDP, Zhao+ 2023, arXiv:2304.11277, sec. 3.2.2).
-
-    In the shard group it is ZeRO's traffic; between groups an all-reduce of a shard's gradients
-    once a step: 2 Psi/N (R-1)/R. With one group per node the first never leaves a node. The two are
-    not alike: their links differ by a factor of ten, so a sum of both says nothing about time.
-    """
-    n, r = whole("shard", shard, at_least=1), whole("replicas", replicas, at_least=1)
-    choice("stage", stage, (1, 2, 3))
-    return {
-        "shard": elements_sent(params, n, stage, microbatches),
-        "replica": 2 * params / n * (r - 1) / r,
-    }
-
-
-# ---- DeepSpeed's estimators ----
-BUFFERS = 1.5  # "additional_buffer_factor": what the estimators multiply host memory by
-
-
-def deepspeed_zero3(
-    params: int,
-    largest: int,
-    *,
-    devices: int,
-    per_node: int,
-    offload: str = "none",
-    zero_init: bool = True,
-) -> tuple[float, float]:
-    """(GPU bytes per device, CPU bytes per node) by `estimate_zero3_model_states_mem_needs`.
-
-    deepspeed/runtime/zero/stage3.py. largest: parameters of the largest layer, which is gathered
-    whole, 4 L. offload: "none", "optimizer", or "all" (parameters too). zero_init: whether the
-    model is born in shards; if not, every process holds all of it at first.
-    """
-    p, n, local = params, devices, per_node
-    if n % local:
-        raise illegal("per_node", local, f"devices={n} are not whole nodes of it", "a divisor")
-    nodes = n // local
-    choice("offload", offload, ("none", "optimizer", "all"))
-    if offload == "none":
-        born = largest if zero_init else p
-        return 4.0 * largest + 18.0 * p / n, BUFFERS * 4 * born * local
-    host = 18 if offload == "all" else 16
-    gpu = 4.0 * largest + (2.0 * p / n if offload == "optimizer" else 0.0)
-    if zero_init:
-        return gpu, BUFFERS * host * p / nodes
-    return gpu, BUFFERS * p * max(4 * local, host / nodes)
