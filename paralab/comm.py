@@ -227,6 +227,12 @@ class Group:
         self.context.note(self.transport.words(op, call) if op else "")
 
 
+def everyone(context: Any, *, axis: str = "world") -> Group:
+    """All ranks as a group with a recorder of its own, in which nothing else is written down."""
+    recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
+    return Group(range(context.world_size), axis=axis, context=context, recorder=recorder)
+
+
 class Pending:
     """A call in flight. ``wait()`` returns when its result may be read; twice is harmless."""
 

@@ -70,23 +70,8 @@ def launch(
     ``on_progress`` it is refused with ``RuntimeError``.
     """
     __tracebackhide__ = True
-    return _launch("fn", fn, ranks, args, timeout=timeout, device=device, live=live, stop=stop)
-
-
-def launch_program(
-    program: Callable[..., Any],
-    ranks: int,
-    args: Sequence[Any] = (),
-    **settings: Any,
-) -> list[Any]:
-    """`launch` for a program that is told who it is: ``program(context, *args)``.
-
-    settings     those of `launch`, and:
-    on_progress  called here as ``on_progress(rank, done, total)``, in the thread that launched
-    strict       carried to ``context.strict``
-    """
-    __tracebackhide__ = True
-    return _launch("program", program, ranks, args, **settings)
+    how = {"timeout": timeout, "device": device, "live": live, "stop": stop}
+    return launch_program(fn, ranks, args, told=False, **how)
 
 
 def warm_up() -> None:
@@ -165,12 +150,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_house)
 
 
-def _launch(
-    name: str,
-    function: Callable[..., Any],
+def launch_program(
+    program: Callable[..., Any],
     ranks: int,
-    args: Sequence[Any],
+    args: Sequence[Any] = (),
     *,
+    told: bool = True,
     timeout: float = 120.0,
     device: str | None = None,
     live: bool = False,
@@ -178,15 +163,21 @@ def _launch(
     strict: bool = False,
     stop: threading.Event | None = None,
 ) -> list[Any]:
-    """`launch` if what is called is named "fn", `launch_program` if it is named "program"."""
+    """`launch` for a program that is told who it is: ``program(context, *args)``.
+
+    told         False for `launch`, whose ``fn`` is not
+    on_progress  called here as ``on_progress(rank, done, total)``, in the thread that launched
+    strict       carried to ``context.strict``
+    """
     __tracebackhide__ = True
+    name = "program" if told else "fn"
     if "PARALAB_RANK" in os.environ:
         raise Nested(
             f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch "
             "ranks; legal: one from outside, where PARALAB_RANK is not set"
         )
-    if not callable(function):
-        raise illegal(name, function, "cannot be called", "a function")
+    if not callable(program):
+        raise illegal(name, program, "cannot be called", "a function")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     if not isinstance(args, (tuple, list)):
         raise illegal("args", args, "not a tuple of arguments", f"args=({shown(args)},)")
@@ -195,12 +186,12 @@ def _launch(
     choice("live", live, (False, True))
     if stop is not None and not isinstance(stop, threading.Event):
         raise illegal("stop", stop, "not an event", "None | threading.Event()")
-    payload = _pickled(name, function, tuple(args))
+    payload = _pickled(name, program, tuple(args))
     task = {
         "ranks": ranks,
         "device": device,
         "strict": strict,
-        "with_context": name == "program",
+        "with_context": told,
         # One rank's output extends the time of all, so gloo's own, per call, has to be far longer:
         # the error that says who waits for whom comes from here.
         "group_timeout": 10 * timeout + 60,
@@ -213,7 +204,7 @@ def _launch(
     with _house.turn(stop) as server:
         run = Run(server, timeout=timeout, on_progress=on_progress, stop=stop)
         try:
-            run.start(ranks, pickle.dumps(task), payload, live=live, trains=name == "program")
+            run.start(ranks, pickle.dumps(task), payload, live=live, trains=told)
             error = run.watch()
         finally:
             try:

@@ -96,17 +96,13 @@ def observe_under_torchrun(
     The ranks meet before the script lets them, so that parts have one name and clocks one zero.
     """
     script, checked, context = _script_file(path), _settings(**settings), torchrun_context()
-    from paralab.comm import Group
+    from paralab.comm import everyone
     from paralab.instruments.clocks import measure_offset
-    from paralab.instruments.recorder import Recorder
 
     if context.rank == 0:
         context.store.set("run_id", uuid.uuid4().hex)
     said = {"run_id": context.store.get("run_id").decode()}
-    meeting = Recorder(rank=context.rank, world_size=context.world_size)  # no part of the report
-    ranks = range(context.world_size)
-    world = Group(ranks, axis="world", context=context, recorder=meeting)
-    offset, uncertainty = measure_offset(world)
+    offset, uncertainty = measure_offset(everyone(context))  # its messages are not in the report
     with _observed(context, checked) as observer:
         own = os.getpid()
         _script(context, script, *args)

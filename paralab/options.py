@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from paralab.checks import number, size
@@ -63,6 +63,7 @@ def comma_separated(text: str) -> list[str]:
 
 
 READERS: dict[str, Callable[[str], Any]] = {  # by annotation
+    "bool": bool,
     "int": number,
     "float": number,
     "int | None": number,
@@ -70,27 +71,33 @@ READERS: dict[str, Callable[[str], Any]] = {  # by annotation
 }
 
 
-def _add_fields(
-    group: Any, kind: type, defaults: dict[str, Any], *, prefix: str = "", said: str = ""
-) -> None:
-    """One option per field of the dataclass ``kind``. What is not given leaves no trace.
+class Option(NamedTuple):
+    """The name of the setting, what reads its value (bool: a yes or no), help."""
 
-    prefix  of the options' names; ``said``: help for all of them, instead of each one's own
-    """
+    name: str
+    reader: Callable[[str], Any]
+    said: str
+
+
+def add_options(group: Any, options: Iterable[Option]) -> None:
+    """An option that is not given is not in the result."""
+    for name, reader, said in options:
+        how: dict[str, Any] = {"type": reader, "metavar": name.upper()}
+        if reader is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        shared = {"dest": name, "default": argparse.SUPPRESS, "help": said}
+        group.add_argument("--" + name.replace("_", "-"), **shared, **how)
+
+
+def _fields(kind: type, defaults: dict[str, Any]) -> Iterator[Option]:
+    """One option per field of the dataclass ``kind``."""
     for field in dataclasses.fields(kind):
         if field.name in CODE:
             continue
         value = defaults[field.name]
         default = "" if value is None or value == () else f" (default {value})"
-        name = prefix + field.name
-        option = "--" + name.replace("_", "-")
-        shared = {"dest": name, "default": argparse.SUPPRESS}
-        shared["help"] = said or HELP.get(field.name, f"see {kind.__name__}") + default
-        if field.type == "bool":
-            group.add_argument(option, action=argparse.BooleanOptionalAction, **shared)
-            continue
         reader = size if field.name.endswith("_bytes") else READERS.get(str(field.type), str)
-        group.add_argument(option, type=reader, metavar=field.name.upper(), **shared)
+        yield Option(field.name, reader, HELP.get(field.name, f"see {kind.__name__}") + default)
 
 
 def add_other_plan(command: argparse.ArgumentParser, prefix: str) -> None:
@@ -98,7 +105,8 @@ def add_other_plan(command: argparse.ArgumentParser, prefix: str) -> None:
     name = prefix.replace("_", "-")
     about = f"Every option of the plan with --{name} before its name, as --{name}dp 4."
     group = command.add_argument_group("the plan to compare it with", about)
-    _add_fields(group, Plan, Plan().to_dict(), prefix=prefix, said=argparse.SUPPRESS)
+    fields = _fields(Plan, Plan().to_dict())
+    add_options(group, (Option(prefix + one.name, one.reader, argparse.SUPPRESS) for one in fields))
 
 
 def add_model_and_plan(command: argparse.ArgumentParser) -> None:
@@ -110,23 +118,8 @@ def add_model_and_plan(command: argparse.ArgumentParser) -> None:
         help=f"start from {', '.join(MODEL_PRESETS)} (default {DEFAULT_PRESET}); "
         "the options below change it",
     )
-    _add_fields(model, ModelSpec, ModelSpec.preset(DEFAULT_PRESET).to_dict())
-    _add_fields(command.add_argument_group("the plan"), Plan, Plan().to_dict())
-
-
-class Option(NamedTuple):
-    """The name of the setting, what reads its value, help."""
-
-    name: str
-    reader: Callable[[str], Any]
-    said: str
-
-
-def add_options(group: Any, options: Sequence[Option]) -> None:
-    """An option that is not given is not in the result."""
-    for name, reader, said in options:
-        option, shown = "--" + name.replace("_", "-"), {"metavar": name.upper(), "help": said}
-        group.add_argument(option, dest=name, type=reader, default=argparse.SUPPRESS, **shown)
+    add_options(model, _fields(ModelSpec, ModelSpec.preset(DEFAULT_PRESET).to_dict()))
+    add_options(command.add_argument_group("the plan"), _fields(Plan, Plan().to_dict()))
 
 
 def model_of(given: argparse.Namespace) -> ModelSpec:

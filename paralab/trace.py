@@ -124,20 +124,14 @@ def _program(
     __tracebackhide__ = True  # an error's traceback begins with the caller's function
     import torch
 
-    from paralab.comm import Group
+    from paralab.comm import everyone
     from paralab.instruments.memory import PeakMemory
-    from paralab.instruments.recorder import Recorder
 
     context = replace(context, nodes=node_of)
-    ranks = range(context.world_size)
-
-    def notebook() -> Recorder:
-        return Recorder(rank=context.rank, world_size=len(ranks), device=context.device)
-
     # Connections are made, and the ranks brought together, in a notebook that is thrown away.
-    Group(ranks, axis="setup", context=context, recorder=notebook()).barrier()
-    recorder = notebook()
-    group = Group(ranks, axis="world", context=context, recorder=recorder)
+    everyone(context, axis="setup").barrier()
+    group = everyone(context)
+    recorder = group.recorder
     peak = PeakMemory(context.device, existing=args)
     with peak if memory else contextlib.nullcontext():
         recorder.begin_step(0)

@@ -95,7 +95,7 @@ def test_virtual_calls_begin_when_the_last_member_comes(op):
         recorder = Recorder(rank=context.rank, world_size=2, device=device)
         group = Group((0, 1), axis="dp", context=context, recorder=recorder)
         machine.works(1.0 * context.rank, "late")
-        measure._call(group, op, torch.zeros(50), None)
+        measure.call(group, op, torch.zeros(50), None, end=1)
         return recorder.clock.seconds(recorder.clock.mark())
 
     ends = launch_program(late, 2, (), device="cpu", timeout=30)

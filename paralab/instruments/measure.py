@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paralab.spec import ModelSpec, Plan
+from paralab.theory.traffic import ROOTED
 
 SHAPE = ("layers", "hidden", "heads", "seq_len", "samples")  # of a small GPT
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -221,12 +222,10 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
     """
     import torch
 
-    from paralab.comm import Group
-    from paralab.instruments.recorder import Recorder
+    from paralab.comm import everyone
 
-    recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
-    group = Group(range(context.world_size), axis="dp", context=context, recorder=recorder)
-    clock, wanted = recorder.clock, asked(context)
+    group = everyone(context, axis="dp")
+    clock, wanted = group.recorder.clock, asked(context)
     largest, over, ahead = (
         torch.zeros(size // 4, device=context.device)
         for size in (wanted.messages[-1], 4, wanted.ahead)
@@ -247,7 +246,7 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
             group.barrier(phase="setup")
             ahead.zero_()
             launched = clock.mark()
-            _call(group, row["op"], tensor, part)
+            call(group, row["op"], tensor, part, end=1, phase="setup")
             row["marks"].append((launched, clock.mark()))
         for row in rows:
             row["marks"][-1] = tuple(map(clock.seconds, row["marks"][-1]))
@@ -270,11 +269,9 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     """
     import torch
 
-    from paralab.comm import Group
-    from paralab.instruments.recorder import Recorder
+    from paralab.comm import everyone
 
-    recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
-    group = Group(range(context.world_size), axis="dp", context=context, recorder=recorder)
+    group = everyone(context, axis="dp")
     smallest = asked(context).models[0]
     rank, text, spent = _one_rank(smallest, context.device)
     _, hidden, _, seq_len, _ = smallest
@@ -395,19 +392,21 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
     ]
 
 
-def _call(group: Any, op: str, tensor: Any, part: Any) -> None:
-    """One collective of ``tensor``, finished."""
-    if op == "all_reduce":
-        group.all_reduce(tensor, phase="setup").wait()
-    elif op == "all_gather":
-        group.all_gather(tensor, part, phase="setup").wait()
+def call(group: Any, op: str, whole: Any, part: Any, *, end: int, phase: str | None = None) -> None:
+    """One collective of ``whole``, finished; ``part`` is a member's share of it.
+
+    end  the global rank that is a broadcast's or a reduce's root, or gets what the first one sends
+    """
+    if op == "all_gather":
+        group.all_gather(whole, part, phase=phase).wait()
     elif op == "reduce_scatter":
-        group.reduce_scatter(part, tensor, phase="setup").wait()
+        group.reduce_scatter(part, whole, phase=phase).wait()
     elif op == "all_to_all":
-        group.all_to_all(tensor.new_empty(tensor.shape), tensor, phase="setup").wait()
-    elif op == "broadcast":
-        group.broadcast(tensor, root=0, phase="setup").wait()
+        group.all_to_all(whole.new_empty(whole.shape), whole, phase=phase).wait()
+    elif op != "send":
+        root = {"root": end} if op in ROOTED else {}
+        getattr(group, op)(whole, phase=phase, **root).wait()
     elif group.index == 0:
-        group.send(tensor, to=1, phase="setup").wait()
-    elif group.index == 1:
-        group.recv(tensor, source=0, phase="setup").wait()
+        group.send(whole, to=end, phase=phase).wait()
+    elif group.context.rank == end:
+        group.recv(whole, source=group.ranks[0], phase=phase).wait()

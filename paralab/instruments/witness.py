@@ -14,6 +14,7 @@ least counts.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, whole
+from paralab.instruments.measure import call
 from paralab.launch import MAX_RANKS, launch_program
 from paralab.theory import collectives as theory
 from paralab.theory import traffic
@@ -169,21 +171,19 @@ def _gated(context: Any, program: Callable[..., Any], folder: str, *args: Any) -
 # ---- what ranks do between the gates ------------------------------------------------------------
 def _calls(context: Any, gate: Gate, ops: Sequence[str], nbytes: int) -> list[int]:
     """Every op between gates; this rank's ledger bytes of one call of each."""
-    from paralab.comm import Group
-    from paralab.instruments.recorder import Recorder
+    from paralab.comm import everyone
 
-    recorder = Recorder(rank=context.rank, world_size=context.world_size)
-    group = Group(range(context.world_size), axis="world", context=context, recorder=recorder)
-    return [held(calls(group, nbytes)[op], gate, recorder) for op in ops]
+    group = everyone(context)
+    return [held(calls(group, nbytes)[op], gate, group.recorder) for op in ops]
 
 
-def held(call: Callable[[], None], gate: Gate, recorder: Any) -> int:
-    """Make ``call`` REPEATS times between gates. Returns what the ledger says one of them sent."""
-    call()  # connections are made at the first call
+def held(once: Callable[[], None], gate: Gate, recorder: Any) -> int:
+    """Make a call REPEATS times between gates. Returns what the ledger says ``once`` sent."""
+    once()  # connections are made at the first call
     before = sum(recorder.tables()["collectives"]["wire_bytes"])
     gate()
     for _ in range(REPEATS):
-        call()
+        once()
         gate()
     return (sum(recorder.tables()["collectives"]["wire_bytes"]) - before) // REPEATS
 
@@ -195,25 +195,12 @@ def calls(group: Any, nbytes: int) -> dict[str, Callable[[], None]]:
     from paralab.parallel.collectives import ALGORITHMS
     from paralab.transports import ASK
 
-    n, last = group.size, group.ranks[-1]
     whole = torch.zeros(nbytes // 4)  # (n k,)
-    part = torch.zeros(whole.numel() // n)  # (k,)
-
-    def send() -> None:
-        if group.index == 0:
-            group.send(whole, to=last).wait()
-        elif group.index == n - 1:
-            group.recv(whole, source=group.ranks[0]).wait()
-
-    made = {
-        "all_reduce": lambda: group.all_reduce(whole).wait(),
-        "all_gather": lambda: group.all_gather(whole, part).wait(),
-        "reduce_scatter": lambda: group.reduce_scatter(part, whole).wait(),
-        "all_to_all": lambda: group.all_to_all(torch.empty_like(whole), whole).wait(),
-        "broadcast": lambda: group.broadcast(whole, root=last).wait(),
-        "reduce": lambda: group.reduce(whole, root=last).wait(),
-        "send": send,
-        NATIVE: lambda: ASK["reduce_scatter"](part, whole),
-    }
-    own = {name: ALGORITHMS[name] for name in OPS if name in ALGORITHMS}
-    return made | {name: lambda f=f: f(group, whole) for name, f in own.items()}
+    part = torch.zeros(whole.numel() // group.size)  # (k,)
+    made: dict[str, Callable[[], None]] = {NATIVE: lambda: ASK["reduce_scatter"](part, whole)}
+    for op in OPS:
+        if op in ALGORITHMS:
+            made[op] = functools.partial(ALGORITHMS[op], group, whole)
+        elif op != NATIVE:
+            made[op] = functools.partial(call, group, op, whole, part, end=group.ranks[-1])
+    return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from operator import mul
 from statistics import median
 from typing import Any
 
@@ -21,11 +22,8 @@ NEVER = 1e18  # a rate so high that its term vanishes: what a fitted coefficient
 def fit_device(points: list[dict[str, Any]]) -> tuple[tuple[float, float, float], dict[str, float]]:
     """((FLOP/s, bytes/s, seconds per kernel), accuracy); adds "fitted" seconds to every point."""
     terms = [(p["flops"], p["bytes"], p["kernels"]) for p in points]
-    per_flop, per_byte, per_kernel = non_negative_fit(terms, [p["seconds"] for p in points])
-    for point, (flops, moved, kernels) in zip(points, terms, strict=True):
-        point["fitted"] = flops * per_flop + moved * per_byte + kernels * per_kernel
-    rates = (1 / max(per_flop, 1 / NEVER), 1 / max(per_byte, 1 / NEVER), per_kernel)
-    return rates, _accuracy(points)
+    (per_flop, per_byte, per_kernel), accuracy = _fitted(points, terms)
+    return (_rate(per_flop), _rate(per_byte), per_kernel), accuracy
 
 
 def fit_link(points: list[dict[str, Any]]) -> tuple[Link, dict[str, float]]:
@@ -38,10 +36,8 @@ def fit_link(points: list[dict[str, Any]]) -> tuple[Link, dict[str, float]]:
         (float(messages(p["op"], p["ranks"]) if "ranks" in p else 1), float(p["wire_bytes"]))
         for p in points
     ]
-    alpha, per_byte = non_negative_fit(terms, [p["seconds"] for p in points])
-    for point, (often, sent) in zip(points, terms, strict=True):
-        point["fitted"] = often * alpha + sent * per_byte
-    return Link(alpha=alpha, bandwidth=1 / max(per_byte, 1 / NEVER)), _accuracy(points)
+    (alpha, per_byte), accuracy = _fitted(points, terms)
+    return Link(alpha=alpha, bandwidth=_rate(per_byte)), accuracy
 
 
 def fit_rate(
@@ -54,22 +50,31 @@ def fit_rate(
     """
     half, each = half_rate_tokens or 0.0, float(half_rate_tokens is not None)
     terms = [(p["flops"] * (1 + half / p.get("tokens", 1)), each) for p in points]
-    per_flop, once = non_negative_fit(terms, [p["seconds"] for p in points])
-    for point, (flops, each) in zip(points, terms, strict=True):
-        point["fitted"] = per_flop * flops + once * each
-    return 1 / max(per_flop, 1 / NEVER), _accuracy(points)
+    (per_flop, _), accuracy = _fitted(points, terms)
+    return _rate(per_flop), accuracy
 
 
 def fit_half_rate(points: list[dict[str, Any]]) -> float:
     """Tokens at which one kind of product reaches half of its rate; of points with few and many."""
     terms = [(p["flops"], p["flops"] / p["tokens"], 1.0) for p in points]
     per_flop, per_token, _ = non_negative_fit(terms, [p["seconds"] for p in points])
-    return per_token / max(per_flop, 1 / NEVER)
+    return per_token * _rate(per_flop)
 
 
-def _accuracy(points: list[dict[str, Any]]) -> dict[str, float]:
+def _rate(seconds: float) -> float:
+    """How much is done in a second if one of it takes so many."""
+    return 1 / max(seconds, 1 / NEVER)
+
+
+def _fitted(
+    points: list[dict[str, Any]], terms: list[tuple[float, ...]]
+) -> tuple[list[float], dict[str, float]]:
+    """(a coefficient for each term, relative errors)."""
+    found = non_negative_fit(terms, [p["seconds"] for p in points])
+    for point, row in zip(points, terms, strict=True):
+        point["fitted"] = sum(map(mul, row, found))
     errors = [abs(p["fitted"] / p["seconds"] - 1) for p in points]
-    return {"median": median(errors), "worst": max(errors)}
+    return found, {"median": median(errors), "worst": max(errors)}
 
 
 def non_negative_fit(terms: list[tuple[float, ...]], seconds: list[float]) -> list[float]:

@@ -14,9 +14,8 @@ import pandas as pd
 
 from paralab.spec import ModelSpec
 from paralab.theory import training
+from paralab.theory.papers.ptdp import PEAK, gpt
 from paralab.theory.papers.rows import NAN, rows_of
-
-PEAK = 312e12
 
 
 class Setting(NamedTuple):
@@ -34,15 +33,7 @@ class Setting(NamedTuple):
 
     @property
     def model(self) -> ModelSpec:
-        return ModelSpec(
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            seq_len=2048,
-            vocab=51200,
-            dropout=0.1,
-            attention="explicit",
-        )
+        return gpt(self.heads, self.hidden, self.layers).replace(dropout=0.1)
 
 
 TABLE_3 = {

@@ -64,7 +64,8 @@ class Days(NamedTuple):
     tokens: float = 300e9
 
 
-def _model(heads: int, hidden: int, layers: int) -> ModelSpec:
+def gpt(heads: int, hidden: int, layers: int) -> ModelSpec:
+    """One of the paper's, and of Korthikanti+, who go on from there."""
     return ModelSpec(
         layers=layers,
         hidden=hidden,
@@ -96,7 +97,7 @@ def _row(*columns: Any) -> Row:
         plan = plan.replace(grad_sync="bucketed", bucket_bytes=2**40)
     if chunks > 1:
         plan = plan.replace(virtual_stages=chunks, schedule="interleaved")
-    return Row(_model(heads, hidden, layers), plan, tflops, params, percent, pflops)
+    return Row(gpt(heads, hidden, layers), plan, tflops, params, percent, pflops)
 
 
 # The columns of the paper: billions of parameters, heads, hidden, layers, tp, pp, devices, batch,
