@@ -1,24 +1,9 @@
 """Answers to lab 00's exercises: right ones, and wrong ones as people write them.
 
-Ranks import this module. Each wrong `accumulate` differs from `good` in one thing.
+Ranks import this module.
 """
 
 from __future__ import annotations
-
-
-def good(model, optimizer, microbatches, clip_norm, *, share=None, clip=None):
-    """share, clip: what is done in place of the right thing."""
-    samples = sum(len(tokens) for tokens, _ in microbatches)
-    optimizer.zero_grad()
-    mean = 0.0
-    for tokens, targets in microbatches:
-        weight = share(len(microbatches)) if share else len(tokens) / samples
-        loss = model(tokens, targets) * weight
-        loss.backward()
-        mean += loss.item()
-    norm = (clip or clipped)(list(model.parameters()), clip_norm)
-    optimizer.step()
-    return mean, norm
 
 
 def clipped(parameters, clip_norm):
@@ -47,40 +32,6 @@ def by_autograd_grad(model, optimizer, microbatches, clip_norm):
     return total / count, norm
 
 
-def no_division(model, optimizer, microbatches, clip_norm):
-    return good(model, optimizer, microbatches, clip_norm, share=lambda m: 1.0)
-
-
-def mean_of_means(model, optimizer, microbatches, clip_norm):
-    return good(model, optimizer, microbatches, clip_norm, share=lambda m: 1 / m)
-
-
-def divided_twice(model, optimizer, microbatches, clip_norm):
-    return good(model, optimizer, microbatches, clip_norm, share=lambda m: 1 / m**2)
-
-
-def not_clipped(model, optimizer, microbatches, clip_norm):
-    huge = 1e9
-    return good(model, optimizer, microbatches, clip_norm, clip=lambda ps, _: clipped(ps, huge))
-
-
-def clipped_each(model, optimizer, microbatches, clip_norm):
-    def clip(parameters, limit):
-        import torch
-
-        norm = torch.stack([p.grad.norm() for p in parameters]).norm().item()
-        for p in parameters:
-            clipped([p], limit)
-        return norm
-
-    return good(model, optimizer, microbatches, clip_norm, clip=clip)
-
-
-def norm_after(model, optimizer, microbatches, clip_norm):
-    loss, norm = good(model, optimizer, microbatches, clip_norm)
-    return loss, min(norm, clip_norm)
-
-
 def clips_each_microbatch(model, optimizer, microbatches, clip_norm):
     import torch
 
@@ -100,96 +51,6 @@ def clips_each_microbatch(model, optimizer, microbatches, clip_norm):
     norm = clipped(parameters, 1e9)
     optimizer.step()
     return mean, norm
-
-
-def zeroes_in_the_loop(model, optimizer, microbatches, clip_norm):
-    samples, mean = sum(len(tokens) for tokens, _ in microbatches), 0.0
-    for tokens, targets in microbatches:
-        optimizer.zero_grad()
-        loss = model(tokens, targets)
-        loss.backward()
-        mean += loss.item() * len(tokens) / samples
-    norm = clipped(list(model.parameters()), clip_norm)
-    optimizer.step()
-    return mean, norm
-
-
-def never_zeroes(model, optimizer, microbatches, clip_norm):
-    zero, optimizer.zero_grad = optimizer.zero_grad, lambda: None
-    try:
-        return good(model, optimizer, microbatches, clip_norm)
-    finally:
-        optimizer.zero_grad = zero
-
-
-def one_backward(model, optimizer, microbatches, clip_norm):
-    samples = sum(len(tokens) for tokens, _ in microbatches)
-    optimizer.zero_grad()
-    loss = sum(model(*batch) * len(batch[0]) / samples for batch in microbatches)
-    loss.backward()
-    norm = clipped(list(model.parameters()), clip_norm)
-    optimizer.step()
-    return loss.item(), norm
-
-
-def one_large_batch(model, optimizer, microbatches, clip_norm):
-    import torch
-
-    optimizer.zero_grad()
-    loss = model(*(torch.cat(parts) for parts in zip(*microbatches, strict=True)))
-    loss.backward()
-    norm = clipped(list(model.parameters()), clip_norm)
-    optimizer.step()
-    return loss.item(), norm
-
-
-def keeps_the_graphs(model, optimizer, microbatches, clip_norm):
-    samples, losses = sum(len(tokens) for tokens, _ in microbatches), []
-    optimizer.zero_grad()
-    for tokens, targets in microbatches:
-        losses.append(model(tokens, targets) * (len(tokens) / samples))
-        losses[-1].backward(retain_graph=True)
-    norm = clipped(list(model.parameters()), clip_norm)
-    optimizer.step()
-    return sum(losses).item(), norm
-
-
-def forward_twice(model, optimizer, microbatches, clip_norm):
-    import torch
-
-    with torch.no_grad():
-        for batch in microbatches:
-            model(*batch)
-    return good(model, optimizer, microbatches, clip_norm)
-
-
-def steps_each_time(model, optimizer, microbatches, clip_norm):
-    mean = norm = 0.0
-    for batch in microbatches:
-        loss, norm = good(model, optimizer, [batch], clip_norm)
-        mean += loss / len(microbatches)
-    return mean, norm
-
-
-def never_steps(model, optimizer, microbatches, clip_norm):
-    step, optimizer.step = optimizer.step, lambda: None
-    try:
-        return good(model, optimizer, microbatches, clip_norm)
-    finally:
-        optimizer.step = step
-
-
-def returns_nothing(model, optimizer, microbatches, clip_norm):
-    good(model, optimizer, microbatches, clip_norm)
-
-
-def last_loss(model, optimizer, microbatches, clip_norm):
-    _, norm = good(model, optimizer, microbatches, clip_norm)
-    return 3.0, norm
-
-
-def raises(model, optimizer, microbatches, clip_norm):
-    raise KeyError("micro-batch 7")
 
 
 def without_clip(model, optimizer, microbatches):

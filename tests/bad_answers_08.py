@@ -69,11 +69,6 @@ class NoWait(Base):
         return block * 1.0 if dist.get_rank(group) == step else block * 0.0
 
 
-class NoForward:
-    def __init__(self, row, column):
-        pass
-
-
 class Sleeps(Base):
     """The broadcast has often arrived by then."""
 
@@ -91,86 +86,6 @@ class NumpyRows(Base):
         xs = [self.sent(self.row, x, step).numpy().copy() for step in range(self.q)]
         ws = [self.sent(self.column, w, step).numpy().copy() for step in range(self.q)]
         return sum(torch.from_numpy(a) @ torch.from_numpy(b) for a, b in zip(xs, ws, strict=True))
-
-
-# ---- grid_groups ---------------------------------------------------------------------------------
-def lines(q, *which):
-    """The groups of rank's lines in these lists of lines."""
-    rank = dist.get_rank()
-    found = []
-    for every in which:
-        groups = [dist.new_group(line) for line in every(q)]
-        found.append(
-            next((g for g, line in zip(groups, every(q), strict=True) if rank in line), None)
-        )
-    return tuple(found)
-
-
-def rows(q):
-    return [[a * q + b for b in range(q)] for a in range(q)]
-
-
-def columns(q):
-    return [[a * q + b for a in range(q)] for b in range(q)]
-
-
-def diagonals(q):
-    return [[a * q + (a + b) % q for a in range(q)] for b in range(q)]
-
-
-def groups_good(q):
-    return lines(q, rows, columns)
-
-
-def groups_columns_first(q):
-    """Right: made in another order, and as a list."""
-    return list(lines(q, columns, rows)[::-1])
-
-
-def groups_swapped(q):
-    return lines(q, columns, rows)
-
-
-def groups_rows_twice(q):
-    return lines(q, rows, rows)
-
-
-def groups_diagonals(q):
-    return lines(q, rows, diagonals)
-
-
-def groups_of_all(q):
-    return dist.new_group(list(range(q * q))), lines(q, columns)[0]
-
-
-def groups_lists(q):
-    i, j = divmod(dist.get_rank(), q)
-    return rows(q)[i], columns(q)[j]
-
-
-def groups_row_alone(q):
-    return lines(q, rows)
-
-
-def groups_first_row(q):
-    return dist.new_group(rows(q)[0]), dist.new_group(columns(q)[0])
-
-
-def groups_own_only(q):
-    i, j = divmod(dist.get_rank(), q)
-    return dist.new_group(rows(q)[i]), dist.new_group(columns(q)[j])
-
-
-def groups_none(q):
-    lines(q, rows, columns)
-
-
-def groups_raise(q):
-    raise KeyError("row")
-
-
-def groups_of_none():
-    return None
 
 
 # ---- cannon --------------------------------------------------------------------------------------
@@ -191,87 +106,6 @@ def along(block, q, down=0, right=0):
     return moved(block, to, (i - down) % q * q + (j - right) % q)
 
 
-def by_cannon(x, w, q, *, skew=lambda i, j: (i, j), left=1, up=1, steps=None):
-    i, j = divmod(dist.get_rank(), q)
-    first_left, first_up = skew(i, j)
-    x, w = along(x, q, right=-first_left), along(w, q, down=-first_up)
-    y = x @ w
-    for _ in range((q if steps is None else steps) - 1):
-        x, w = along(x, q, right=-left), along(w, q, down=-up)
-        y = y + x @ w
-    return y
-
-
-def cannon_good(x, w, q):
-    return by_cannon(x, w, q)
-
-
-def cannon_other_way(x, w, q):
-    """Right: to the right and down."""
-    return by_cannon(x, w, q, left=-1, up=-1)
-
-
-def cannon_wrong_way_first(x, w, q):
-    return by_cannon(x, w, q, skew=lambda i, j: (-i, -j))
-
-
-def cannon_x_wrong_way_first(x, w, q):
-    return by_cannon(x, w, q, skew=lambda i, j: (-i, j))
-
-
-def cannon_w_wrong_way_first(x, w, q):
-    return by_cannon(x, w, q, skew=lambda i, j: (i, -j))
-
-
-def cannon_no_skew(x, w, q):
-    return by_cannon(x, w, q, skew=lambda i, j: (0, 0))
-
-
-def cannon_skews_x(x, w, q):
-    return by_cannon(x, w, q, skew=lambda i, j: (i, 0))
-
-
-def cannon_skews_w(x, w, q):
-    return by_cannon(x, w, q, skew=lambda i, j: (0, j))
-
-
-def cannon_crossed(x, w, q):
-    return by_cannon(x, w, q, up=-1)
-
-
-def cannon_crossed_too(x, w, q):
-    return by_cannon(x, w, q, left=-1)
-
-
-def cannon_one_step_short(x, w, q):
-    return by_cannon(x, w, q, steps=q - 1)
-
-
-def cannon_last_term(x, w, q):
-    i, j = divmod(dist.get_rank(), q)
-    x, w = along(x, q, right=-i), along(w, q, down=-j)
-    for _ in range(q - 1):
-        x, w = along(x, q, right=-1), along(w, q, down=-1)
-    return x @ w
-
-
-def cannon_own_blocks(x, w, q):
-    return x @ w
-
-
-def cannon_by_steps_of_one(x, w, q):
-    """The first move in single places: the right product, with more messages."""
-    i, j = divmod(dist.get_rank(), q)
-    for step in range(q - 1):
-        x = along_if(x, q, step < i, right=-1)
-        w = along_if(w, q, step < j, down=-1)
-    return by_cannon(x, w, q, skew=lambda i, j: (0, 0))
-
-
-def along_if(block, q, really, **way):
-    return along(block, q, **way) if really else block
-
-
 def cannon_by_broadcasts(x, w, q):
     """Right, by broadcasts to all ranks, each of which keeps those of its row and column."""
     (i, j), y = divmod(dist.get_rank(), q), 0
@@ -285,13 +119,6 @@ def cannon_by_broadcasts(x, w, q):
             if rank == step * q + j:
                 upper = here_w
         y = y + left @ upper
-    return y
-
-
-def cannon_moves_back(x, w, q):
-    """A last move that nobody needs."""
-    y = by_cannon(x, w, q)
-    along(along(x, q, right=-1), q, right=-1)
     return y
 
 
@@ -327,29 +154,4 @@ def cannon_overwrites(x, w, q):
 
     i, j = divmod(dist.get_rank(), q)
     over(x, i * q + (j - 1) % q, i * q + (j + 1) % q)
-    return x @ w
-
-
-def cannon_receives_first(x, w, q):
-    """Everybody waits for a message before it sends its own."""
-    i, j = divmod(dist.get_rank(), q)
-    arriving = torch.empty_like(x)
-    dist.recv(arriving, i * q + (j + 1) % q)
-    dist.send(x, i * q + (j - 1) % q)
-    return arriving @ w
-
-
-def cannon_does_not_wait(x, w, q):
-    i, j = divmod(dist.get_rank(), q)
-    arriving = torch.zeros_like(x)
-    dist.irecv(arriving, i * q + (j + 1) % q)
-    dist.isend(x, i * q + (j - 1) % q)
-    return arriving @ w
-
-
-def cannon_raises(x, w, q):
-    raise KeyError("block 7")
-
-
-def cannon_of_two(x, w):
     return x @ w

@@ -11,7 +11,6 @@ import sys
 import time
 
 from bad_answers import (
-    ZeroGood,
     _around,
     devices,
     ring_copied,
@@ -56,43 +55,11 @@ def ring_changes_what_it_sends(group, tensor):
         chunks[(r - s) % n].copy_(arriving)
 
 
-class ZeroSleeps(ZeroGood):
-    def spread(self, full, own):
-        self.dist.all_gather_into_tensor(full, own, async_op=True)
-        time.sleep(0.05)
-
-
 # ---- memory that is no tensor --------------------------------------------------------------------
 def ring_numpy_copy(group, tensor):
     copy = tensor.numpy().copy()
     ring_copied(group, tensor)
     del copy
-
-
-class ZeroNumpyMomentum(ZeroGood):
-    """Plain data parallelism, whose momentum is a NumPy array between steps."""
-
-    def __init__(self, parameters, *, lr, momentum):
-        super().__init__(parameters, lr=lr, momentum=momentum)
-        self.velocity = None
-        self.kept = parameters.new_zeros(parameters.numel()).numpy().copy()
-
-    def step(self, gradient):
-        import torch
-
-        full = self.padded(gradient)
-        self.dist.all_reduce(full)
-        v = torch.from_numpy(self.kept) * self.momentum + full[: gradient.numel()]
-        self.parameters.sub_(self.lr * v)
-        self.kept = v.numpy().copy()
-
-
-class ZeroBytes(ZeroGood):
-    """Keeps a copy of the parameters as bytes."""
-
-    def step(self, gradient):
-        super().step(gradient)
-        self.kept = self.parameters.numpy().tobytes()
 
 
 # ---- bytes around the ledger ---------------------------------------------------------------------
@@ -116,11 +83,6 @@ def ring_writes_the_numbers(group, tensor):
 
     ring_copied(group, tensor.clone())
     torch.arange(tensor.numel(), out=tensor)
-
-
-class ZeroConstants(ZeroGood):
-    def __init__(self, parameters, *, lr, momentum):
-        super().__init__(parameters, lr=0.1, momentum=0.9)
 
 
 def devices_always_more(model, recipe, memory_gb):
@@ -163,12 +125,6 @@ def ring_prints(group, tensor):
 def ring_prints_for_ever(group, tensor):
     while True:
         print("still here", flush=True)
-
-
-class ZeroResizes(ZeroGood):
-    def step(self, gradient):
-        super().step(gradient)
-        self.parameters.resize_(10)
 
 
 class NoRepr:

@@ -39,14 +39,14 @@ def defined(text: str, *names: str) -> Any:
 
 
 def stored(name: str, *parts: str, changes: Sequence[tuple[str, str]] = ()) -> Any:
-    """These parts of answers/NAME.py, with each old text replaced by the new one: what a learner
-    might have written.
+    """These parts of answers/NAME.py, and of the answer that it builds on, with each old text
+    replaced by the new one: what a learner might have written.
     """
-    text = sources.solution(sources.answer(name))
+    text = _built(name) + sources.solution(sources.answer(name))
     for old, new in changes:
         assert old in text, old
         text = text.replace(old, new)
-    return defined(_built(name) + text, *parts)
+    return defined(text, *parts)
 
 
 def _built(name: str) -> str:

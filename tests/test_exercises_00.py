@@ -9,40 +9,61 @@ from paralab.exercises import peak
 
 STEP, PEAK = pl.exercises.accumulate, pl.exercises.peak_estimate
 
+
+def step(*changes):
+    return stored("accumulate", "accumulate", changes=changes)
+
+
+SHARE, HANDED_IN = "(len(tokens) / samples)", "return mean, norm"
+BEGIN, LOOP = "    samples = ", "    for tokens, targets in microbatches:\n"
+ADDED, FINDS, SCALES = "mean += loss.item()", "loss.backward()", "gradient.mul_(clip_norm / ("
+SUMS, MEANS = step((SHARE, "1.0")), step((SHARE, "(1 / len(microbatches))"))
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (bad.no_division, {"loss", "gradient norm", "weights"},
+    (SUMS, {"loss", "gradient norm", "weights"},
      "step 1: after the step: embedding.token.weight"),
-    (bad.no_division, {"loss", "gradient norm", "weights"}, "the sum over the micro-batches"),
-    (bad.mean_of_means, {"loss", "gradient norm", "weights"},
-     "samples 4 + 4 + 1, step 1: "),
-    (bad.mean_of_means, {"weights"}, "the mean of the micro-batches' means, but they differ in"),
-    (bad.divided_twice, {"loss", "gradient norm", "weights"}, "(divided twice)"),
-    (bad.not_clipped, {"weights"}, "the gradient is not clipped"),
-    (bad.clipped_each, {"weights"}, "each tensor is clipped by its own norm"),
-    (bad.norm_after, {"gradient norm"}, "that is the norm after clipping"),
+    (SUMS, {"loss", "gradient norm", "weights"}, "the sum over the micro-batches"),
+    (MEANS, {"loss", "gradient norm", "weights"}, "samples 4 + 4 + 1, step 1: "),
+    (MEANS, {"weights"}, "the mean of the micro-batches' means, but they differ in"),
+    (step((SHARE, "(1 / len(microbatches) ** 2)")), {"loss", "gradient norm", "weights"},
+     "(divided twice)"),
+    (step(("if norm > clip_norm", "if False")), {"weights"}, "the gradient is not clipped"),
+    (step((f"{SCALES}norm + 1e-6))", "gradient.mul_((clip_norm / gradient.norm()).clamp(max=1))")),
+     {"weights"}, "each tensor is clipped by its own norm"),
+    (step((HANDED_IN, "return mean, min(norm, clip_norm)")), {"gradient norm"},
+     "that is the norm after clipping"),
     (bad.clips_each_microbatch, {"gradient norm", "weights"}, "each micro-batch is clipped"),
-    (bad.zeroes_in_the_loop, {"gradient norm", "weights"}, "it is the last one alone"),
-    (bad.never_zeroes, {"gradient norm", "weights"}, "the step before is still in it"),
-    (bad.one_backward, {"peak memory"}, "one micro-batch with all gradients"),
-    (bad.one_large_batch, {"forward passes", "peak memory"}, "they had [12] samples"),
-    (bad.keeps_the_graphs, {"peak memory"}, "samples 4 + 4 + 4, step 1: rank 0 has"),
-    (bad.forward_twice, {"forward passes"}, "they had [4, 4, 4, 4, 4, 4] samples"),
-    (bad.steps_each_time, {"weights"}, "element"),
-    (bad.never_steps, {"weights"}, "it is as it was before"),
-    (bad.returns_nothing, {"loss", "gradient norm"}, "required: the pair (loss, norm)"),
-    (bad.last_loss, {"loss"}, "yours 3.00000"),
-    (bad.raises, {"loss"}, "raised KeyError: 'micro-batch 7'"),
+    (step((LOOP, f"{LOOP}        optimizer.zero_grad()\n"), (f" * {SHARE}", ""),
+          (ADDED, f"{ADDED} * {SHARE}")), {"gradient norm", "weights"}, "it is the last one alone"),
+    (step(("optimizer.zero_grad()", "pass")), {"gradient norm", "weights"},
+     "the step before is still in it"),
+    (step((FINDS, "whole = loss + (whole if mean else 0)"),
+          ("    gradients =", "    whole.backward()\n    gradients =")), {"peak memory"},
+     "one micro-batch with all gradients"),
+    (step((LOOP, LOOP.replace("microbatches", "[map(torch.cat, zip(*microbatches))]"))),
+     {"forward passes", "peak memory"}, "they had [12] samples"),
+    (step((FINDS, "loss.backward(retain_graph=True)"), (LOOP, f"    losses = []\n{LOOP}"),
+          (ADDED, f"{ADDED}\n        losses.append(loss)")), {"peak memory"},
+     "samples 4 + 4 + 4, step 1: rank 0 has"),
+    (step((LOOP, "    with torch.no_grad():\n        [model(*one) for one in microbatches]\n"
+           f"{LOOP}")), {"forward passes"}, "they had [4, 4, 4, 4, 4, 4] samples"),
+    (step((ADDED, f"{ADDED}\n        optimizer.step()")), {"weights"}, "element"),
+    (step(("optimizer.step()", "pass")), {"weights"}, "it is as it was before"),
+    (step((HANDED_IN, "return None")), {"loss", "gradient norm"},
+     "required: the pair (loss, norm)"),
+    (step((HANDED_IN, "return 3.0, norm")), {"loss"}, "yours 3.00000"),
+    (step((BEGIN, f"    raise KeyError('micro-batch 7')\n{BEGIN}")), {"loss"},
+     "raised KeyError: 'micro-batch 7'"),
     (bad.without_clip, {"loss"}, "yours cannot be called so: got an unexpected keyword"),
     (7, {"loss"}, "required: a function, yours is 7"),
 ]  # fmt: skip
 OTHER = stored("accumulate_other", "accumulate_by_scaling")
-RIGHT = [bad.good, bad.by_autograd_grad, OTHER]
+RIGHT = [bad.by_autograd_grad, OTHER]
 STEPS = Table(STEP, WRONG, RIGHT)
 test_a_wrong_step_is_refused, test_a_right_step_passes, test_the_stub_of_a_step = STEPS.tests()
 
 
 def test_two_verdicts_on_one_step_are_the_same():
-    STEPS.assert_reads_the_same_alone(bad.mean_of_means)
+    STEPS.assert_reads_the_same_alone(MEANS)
 
 
 # ---- the peak ------------------------------------------------------------------------------------

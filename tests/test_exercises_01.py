@@ -9,69 +9,124 @@ from judged import Table, stored
 RING, LEVELS = pl.exercises.ring_all_reduce, pl.exercises.hierarchical_all_reduce
 
 
+def ring(*changes):
+    return stored("ring_all_reduce", "ring_all_reduce", changes=changes)
+
+
+CHUNKS, LEAVING = "chunks = tensor.tensor_split(n)", "chunks[(rank - step) % n]"
+FIRST = f"exchange({LEAVING}, partial)"
+SECOND = "exchange(chunks[(rank + 1 - step) % n], chunks[(rank - step) % n])"
+HALF, A_COPY = ring((SECOND, "pass")), ring((CHUNKS, f"kept = tensor.clone()\n    {CHUNKS}"))
+SENDS_FIRST = ring((FIRST, f"dist.send({LEAVING}, right)\n        dist.recv(partial, left)"))
 RINGS = [  # answer, limits it breaks, words of the verdict
     (bad.by_collective, {"calls"}, "calls all_reduce, which is the thing to be"),
     (bad.imported_by_name, {"result"}, "goes around what is counted"),
     (bad.through_rank_0, {"calls", "extra memory", "simulated time"}, "no neighbour of it"),
     (bad.whole_tensor, {"extra memory"}, "takes 80,008 bytes, one chunk is 20,004"),
-    (bad.half, {"result", "bytes per rank"}, "in 5,001 of 10,001 elements it is as it was before"),
-    (bad.one_step_short, {"result", "bytes per rank"}, "it is as it was before"),
-    (bad.does_not_add, {"result"}, "N=2: rank 0, element 0: "),
-    (bad.never_waits, {"result"}, "never waits for send"),
-    (bad.a_copy, {"extra memory"}, "bytes, one chunk is 20,004"),
-    (bad.the_mean, {"result"}, "it is the mean, required: the sum"),
-    (bad.not_in_place, {"result", "extra memory"}, "it is as it was before"),
-    (bad.equal_chunks_only, {"result", "bytes per rank"}, "element 10,000: "),
-    (bad.padded, {"bytes per rank", "extra memory"}, "together 80,016, required: 80,008"),
-    (bad.torch_chunk, {"extra memory"}, "N=3: rank 2 takes 26,672 bytes"),
+    (HALF, {"result", "bytes per rank"}, "in 5,001 of 10,001 elements it is as it was before"),
+    (ring(("range(n - 1)", "range(n - 2)")), {"result", "bytes per rank"},
+     "it is as it was before"),
+    (ring(("mine += partial", "mine.copy_(partial)")), {"result"}, "N=2: rank 0, element 0: "),
+    (ring(("work.wait()", "pass")), {"result"}, "never waits for send"),
+    (A_COPY, {"extra memory"}, "bytes, one chunk is 20,004"),
+    (ring((SECOND, f"{SECOND}\n    tensor /= n")), {"result"},
+     "it is the mean, required: the sum"),
+    (ring(("    n, rank =", "    tensor = tensor.clone()\n    n, rank =")),
+     {"result", "extra memory"}, "it is as it was before"),
+    (ring((CHUNKS, "chunks = tensor[: len(tensor) // n * n].tensor_split(n)")),
+     {"result", "bytes per rank"}, "element 10,000: "),
+    (ring((CHUNKS, "whole = torch.cat([tensor, tensor.new_zeros(-len(tensor) % n)])\n"
+                   "    chunks = whole.tensor_split(n)"),
+          (SECOND, f"{SECOND}\n    tensor.copy_(whole[: len(tensor)])")),
+     {"bytes per rank", "extra memory"}, "together 80,016, required: 80,008"),
+    (ring(("tensor_split", "chunk"), ("buffer = torch.empty_like(chunks[0])", "kept = []"),
+          ("buffer[: mine.numel()]", "torch.empty_like(mine)\n        kept.append(partial)")),
+     {"extra memory"}, "N=3: rank 2 takes 26,672 bytes"),
     (bad.in_pieces, {"simulated time"}, "µs of "),
     (bad.one_rank_receives_first, {"simulated time"}, "N=2: 144.0 µs of 72.0 µs"),
-    (bad.gathers_twice, {"bytes per rank"}, "together 120,012, required: 80,008"),
-    (bad.reads_too_early, {"result"}, "N=2: rank 0, element "),
-    (bad.sends_first, {"result"}, "nothing moves any more: rank 0 in send"),
-    (bad.with_a_group, {"result"}, "yours cannot be called so: missing a required argument"),
+    (ring((SECOND, f"{SECOND}\n    exchange(chunks[rank], chunks[left])")), {"bytes per rank"},
+     "together 120,012, required: 80,008"),
+    (ring(("empty_like", "zeros_like"),
+          (f"{FIRST}\n        mine += partial",
+           f"works = [dist.isend({LEAVING}, right), dist.irecv(partial, left)]\n"
+           "        mine += partial\n        [work.wait() for work in works]")),
+     {"result"}, "N=2: rank 0, element "),
+    (SENDS_FIRST, {"result"}, "nothing moves any more: rank 0 in send"),
+    (ring(("reduce(tensor", "reduce(group, tensor")), {"result"},
+     "yours cannot be called so: missing a required argument"),
     (bad.raises, {"result"}, "raised KeyError: 'chunk 7'"),
     (None, {"result"}, "required: a function, yours is None"),
-]
+]  # fmt: skip
 RIGHT_RINGS = [
-    bad.owns_its_number,
-    bad.gathers_to_the_left,
+    ring((CHUNKS, f"rank -= 1  # which ends with chunk r, not r + 1\n    {CHUNKS}")),
+    ring((SECOND, "sent = dist.isend(chunks[(rank + 1 + step) % n], left)\n"
+                  "        dist.recv(chunks[(rank + 2 + step) % n], right)\n        sent.wait()")),
     stored("ring_all_reduce_other", "ring_to_the_left"),
-]
-ALL_RINGS = Table(RING, RINGS, RIGHT_RINGS, alone=[bad.sends_first])
+]  # fmt: skip
+ALL_RINGS = Table(RING, RINGS, RIGHT_RINGS, alone=[SENDS_FIRST])
 test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring = ALL_RINGS.tests()
 
 
 def test_two_verdicts_on_one_ring_are_the_same():
-    ALL_RINGS.assert_reads_the_same_alone(bad.a_copy)
+    ALL_RINGS.assert_reads_the_same_alone(A_COPY)
 
 
 # ---- two levels ----------------------------------------------------------------------------------
+def levels(*changes):
+    return stored("hierarchical_all_reduce", "hierarchical_all_reduce", changes=changes)
+
+
+SCATTER, GATHER = (
+    "dist.reduce_scatter_tensor(part, tensor, group=inside)",
+    "dist.all_gather_into_tensor(tensor, part, group=inside)",
+)
+MIDDLE, PART = "dist.all_reduce(part, group=across)", "part = tensor.new_empty(tensor.numel() // k)"
+
+
+def steps(scatter, middle="pass", gather="pass"):
+    return levels((SCATTER, scatter), (MIDDLE, middle), (GATHER, gather))
+
+
+ALL_INSIDE, ALL_ACROSS = (f"dist.all_reduce(tensor, group={one})" for one in ("inside", "across"))
+LEADER = "rank - rank % k, group=inside)"
 TWO_LEVELS = [
-    (bad.levels_flat, {"bytes between nodes", "bytes inside nodes"}, "bytes to others, required"),
-    (bad.levels_two_all_reduces, {"bytes between nodes"}, "48,000 bytes to others, required: 24"),
-    (bad.levels_across_first, {"bytes between nodes"}, "48,000 bytes to others, required: 24,000"),
-    (bad.levels_by_leaders, {"bytes between nodes", "bytes inside nodes"}, "48,000 bytes to oth"),
-    (bad.levels_inside_only, {"result", "bytes between nodes"}, "sends nothing through the group"),
-    (bad.levels_without_the_middle, {"result", "bytes between nodes"}, "rank 0, element 0: "),
-    (bad.levels_swapped, {"bytes between nodes"}, "2 nodes of 2: rank 0 sends 48,000 bytes to"),
-    (bad.levels_wrong_twins, {"result"}, "2 nodes of 2: rank 0, element 0: "),
-    (bad.levels_not_in_place, {"result"}, "it is as it was before"),
-    (bad.levels_no_wait, {"result"}, "2 nodes of 2: rank 0, element 0: "),
-    (bad.levels_many_copies, {"extra memory"}, "bytes, the tensor has 48,000"),
-    (bad.levels_for_two, {"bytes between nodes"}, "2 nodes of 3: rank "),
+    (steps("dist.all_reduce(tensor)"), {"bytes between nodes", "bytes inside nodes"},
+     "bytes to others, required"),
+    (steps(ALL_INSIDE, ALL_ACROSS), {"bytes between nodes"},
+     "48,000 bytes to others, required: 24"),
+    (steps(ALL_ACROSS, ALL_INSIDE), {"bytes between nodes"},
+     "48,000 bytes to others, required: 24,000"),
+    (steps(f"dist.reduce(tensor, dst={LEADER}", f"if rank % k == 0:\n        {ALL_ACROSS}",
+           f"dist.broadcast(tensor, src={LEADER}"),
+     {"bytes between nodes", "bytes inside nodes"}, "48,000 bytes to oth"),
+    (steps(ALL_INSIDE), {"result", "bytes between nodes"}, "sends nothing through the group"),
+    (levels((MIDDLE, "pass")), {"result", "bytes between nodes"}, "rank 0, element 0: "),
+    (levels(("inside, across =", "across, inside ="), ("// k", "// (n // k)")),
+     {"bytes between nodes"}, "2 nodes of 2: rank 0 sends 48,000 bytes to"),
+    (levels(("list(range(place, n, k))", "[place, n - 1 - place]"), ("place in range(k)",
+             "place in range(n // 2)")), {"result"}, "2 nodes of 2: rank 0, element 0: "),
+    (levels(("    n, rank, k", "    tensor = tensor.clone()\n    n, rank, k")), {"result"},
+     "it is as it was before"),
+    (levels((MIDDLE, "work = dist.all_reduce(part, group=across, async_op=True)"),
+            (GATHER, f"{GATHER}\n    work.wait()")), {"result"},
+     "2 nodes of 2: rank 0, element 0: "),
+    (levels((SCATTER, f"kept = tensor.repeat(2)\n    {SCATTER}")), {"extra memory"},
+     "bytes, the tensor has 48,000"),
+    (levels(("_rank(), ranks_per_node", "_rank(), 2")), {"bytes between nodes"},
+     "2 nodes of 3: rank "),
     (bad.raises, {"result"}, "raised KeyError: 'chunk 7'"),
     (bad.by_collective, {"result"}, "yours cannot be called so: too many positional"),
-]
+]  # fmt: skip
 RIGHT_LEVELS = [
-    bad.levels,
-    bad.levels_by_views,
+    levels((PART, "parts = list(tensor.chunk(k))\n    part = parts[rank % k].clone()"),
+           (SCATTER, "dist.reduce_scatter(part, parts, group=inside)"),
+           (GATHER, "dist.all_gather(parts, part, group=inside)")),
     stored("hierarchical_all_reduce_other", "by_all_to_all"),
-]
+]  # fmt: skip
 ALL_LEVELS = Table(LEVELS, TWO_LEVELS, RIGHT_LEVELS)
 test_wrong_levels_are_refused, test_right_levels_pass, test_the_stub_of_levels = ALL_LEVELS.tests()
 
 
 def test_a_table_of_answers_costs_one_check():
-    assert not ALL_RINGS[bad.half] and ALL_RINGS.launches == 3
-    assert ALL_LEVELS[bad.levels] and ALL_LEVELS.launches == 2
+    assert not ALL_RINGS[HALF] and ALL_RINGS.launches == 3
+    assert not ALL_LEVELS[TWO_LEVELS[0][0]] and ALL_LEVELS.launches == 2

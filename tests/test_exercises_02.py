@@ -49,40 +49,79 @@ RIGHT_MEANS = [
     stored("average_gradients_other", "average_in_one_message"),
     bad.mean_coalesced,
 ]
+
+
+def own(*changes):
+    return stored("my_ddp", "MyDDP", changes=changes)
+
+
+N, WORK = "dist.get_world_size()", "work = dist.all_reduce(flat, async_op=True)"
+MEAN, BUCKET = f"flat /= {N}", "= module, bucket_bytes"
+READY, REST = (
+    "        self.bucket.append(parameter)\n",
+    "        if self.bucket:\n            self.send()\n",
+)
+LOUD = "            self.quiet = False\n"
+WAITED = "        for flat, parameters, work in self.in_flight:\n            work.wait()\n"
+PER_PARAMETER, ONE_BUCKET = own((BUCKET, "= module, 1")), own((BUCKET, "= module, 2**40"))
+RAISES = own((REST, "        raise KeyError('bucket 7')\n"))
 DDPS = [
-    (bad.Sums, {"gradients", "weights"}, "it is 4 times what is required"),
-    (bad.AveragesTwice, {"gradients", "weights"}, "it is 0.25 times what is required"),
-    (bad.ForFour, {"weights"}, "weights: rank 0: embedding.token.weight, element (0, 0): "),
-    (bad.UntilTheSecond, {"gradients"}, "in backward 3 of the timed model, rank 0 has "),
-    (bad.ForgetsOne, {"gradients"}, "rank 0: blocks.0.norm1.bias, element 0: "),
-    (bad.ForgetsTheRest, {"gradients"}, "embedding.token.weight, element (0, 0): "),
-    (bad.Nothing, {"gradients", "weights", "bytes per rank"}, "no gradient was sent"),
-    (bad.NoBroadcast, {"gradients", "weights"}, "gradients: rank 0: embedding.token.weight"),
-    (bad.NoSyncSyncs, {"bytes per rank"}, "a rank sends 410.1 kB in a step"),
-    (bad.NoSyncForGood, {"gradients", "weights", "bytes per rank"}, "no gradient was sent"),
-    (bad.NoWait, {"gradients", "weights"}, "embedding.token.weight"),
-    (bad.WaitsForTheLast, {"gradients"}, "rank 0 never waits for all_reduce #"),
-    (bad.KeepsBuckets, {"weights"}, "raised RuntimeError: split_with_sizes"),
-    (bad.OnlyRootKnows, {"gradients", "weights"}, "gradients: rank 1: embedding.token.weight"),
-    (bad.PerParameter, {"simulated step"}, "52 messages"),
-    (bad.OneBucket, {"simulated step"}, "20.3 ms"),
+    (own((MEAN, "pass")), {"gradients", "weights"}, "it is 4 times what is required"),
+    (own((MEAN, f"{MEAN} ** 2")), {"gradients", "weights"}, "it is 0.25 times what is required"),
+    (own((MEAN, "flat /= 4")), {"weights"},
+     "weights: rank 0: embedding.token.weight, element (0, 0): "),
+    (own((REST, f"        self.count = getattr(self, 'count', 0) + 1\n{REST}"),
+         (MEAN, f"{MEAN} / (2 if self.count > 2 else 1)")), {"gradients"},
+     "in backward 3 of the timed model, rank 0 has "),
+    (own((READY, f"        if parameter is not [*self.module.parameters()][3]:\n    {READY}")),
+     {"gradients"}, "rank 0: blocks.0.norm1.bias, element 0: "),
+    (own((REST, "        self.bucket = []\n")), {"gradients"},
+     "embedding.token.weight, element (0, 0): "),
+    (own(("parameter.register_post_accumulate_grad_hook(self.ready)", "pass")),
+     {"gradients", "weights", "bytes per rank"}, "no gradient was sent"),
+    (own(("dist.broadcast(parameter, src=0)", "pass")), {"gradients", "weights"},
+     "gradients: rank 0: embedding.token.weight"),
+    (own(("self.quiet = True", "pass"), (LOUD, "            self.finish()\n")),
+     {"bytes per rank"}, "a rank sends 410.1 kB in a step"),
+    (own((LOUD, "            pass\n")), {"gradients", "weights", "bytes per rank"},
+     "no gradient was sent"),
+    (own(("(flat, self.bucket, work)", "(flat.clone(), self.bucket, work)")),
+     {"gradients", "weights"}, "embedding.token.weight"),
+    (own((WAITED, f"        self.in_flight[-1][2].wait()\n{WAITED.splitlines()[0]}\n")),
+     {"gradients"}, "rank 0 never waits for all_reduce #"),
+    (own((REST, f"{REST}            self.bucket = self.in_flight[-1][1]\n"),  # sent again
+         ("        self.in_flight = []\n", "")), {"weights"},
+     "raised RuntimeError: split_with_sizes"),
+    (own(("= part.view_as(parameter)", "= parameter.grad if dist.get_rank() else "
+          "part.view_as(parameter)")), {"gradients", "weights"},
+     "gradients: rank 1: embedding.token.weight"),
+    (PER_PARAMETER, {"simulated step"}, "52 messages"),
+    (ONE_BUCKET, {"simulated step"}, "20.3 ms"),
     (bad.AfterBackward, {"simulated step"}, "21.8 ms, required: at most 15 ms: nothing is sent"),
-    (bad.WaitsAtOnce, {"simulated step"}, "backward is idle while"),
-    (bad.GathersAll, {"bytes per rank", "simulated step", "extra memory"}, "410.1 kB"),
-    (bad.TwoCopies, {"extra memory"}, "copies of the gradients"),
-    (bad.NumpyCopies, {"extra memory"}, "copies of the gradients"),
-    (bad.Little, {"gradients", "bytes per rank"}, "0.0 kB of "),
+    (own((WORK, f"{WORK}\n        work.wait()")), {"simulated step"}, "backward is idle while"),
+    (own((WORK, f"everyone = flat.new_empty({N} * flat.numel())\n"
+                "        work = dist.all_gather_into_tensor(everyone, flat, async_op=True)"),
+         ("(flat, self.bucket, work)", "(everyone, self.bucket, work)"),
+         (MEAN, f"flat = flat.view({N}, -1).mean(0)")),
+     {"bytes per rank", "simulated step", "extra memory"}, "410.1 kB"),
+    (own((WORK, f"{WORK}\n        self.kept = [*getattr(self, 'kept', ()), flat.clone()]")),
+     {"extra memory"}, "copies of the gradients"),
+    (own((READY, f"{READY}        self.kept = [*getattr(self, 'kept', ()),\n"
+                 "            *(parameter.grad.numpy().copy() for _ in range(3))]\n")),
+     {"extra memory"}, "copies of the gradients"),
+    (own((WORK, "work = dist.all_reduce(flat.new_zeros(1), async_op=True)"), (MEAN, "pass")),
+     {"gradients", "bytes per rank"}, "0.0 kB of "),
     (bad.OtherOrderOnEveryRank, {"gradients"}, "make the same calls in the same order"),
     (bad.Torchs, {"gradients"}, "goes around what is counted"),
-    (bad.Raises, {"gradients"}, "raised KeyError: 'bucket 7'"),
-    (bad.HasNoFinish, {"gradients"}, "no method finish"),
-    (bad.OneArgument, {"gradients"}, "yours cannot be called so: got an unexpected keyword"),
+    (RAISES, {"gradients"}, "raised KeyError: 'bucket 7'"),
+    (own(("def finish(", "def over(")), {"gradients"}, "no method finish"),
+    (own(("module: nn.Module, bucket_bytes: int", "module: nn.Module"), (BUCKET, "= module, 9**6")),
+     {"gradients"}, "yours cannot be called so: got an unexpected keyword"),
     ("overlapped", {"gradients"}, "required: a class, yours is 'overlapped'"),
-]
+]  # fmt: skip
 RIGHT_DDPS = [
     stored("my_ddp_other", "BucketViews"),
-    bad.Good,
-    bad.DividesFirst,
+    own((WORK, f"{MEAN}\n        {WORK}"), (f"            {MEAN}\n", "")),
 ]
 HANGS = (bad.OtherOrderOnEveryRank, bad.Torchs)
 MEAN, TABLE = Table(AVERAGE, MEANS, RIGHT_MEANS), Table(DDP, DDPS, RIGHT_DDPS, alone=HANGS)
@@ -91,22 +130,22 @@ test_a_wrong_ddp_is_refused, test_a_right_ddp_passes, test_the_stub_of_a_ddp = T
 
 
 def test_two_verdicts_on_one_answer_are_the_same():
-    TABLE.assert_reads_the_same_alone(bad.PerParameter)
+    TABLE.assert_reads_the_same_alone(PER_PARAMETER)
 
 
 def test_a_table_of_answers_takes_one_launch_for_every_run_of_the_checker():
-    assert not TABLE[bad.Raises] and TABLE.launches <= 5  # two of these are references
+    assert not TABLE[RAISES] and TABLE.launches <= 5  # two of these are references
 
 
 def test_simulated_time_is_the_order_and_the_stated_costs_and_nothing_of_the_clock():
     sizes = [300_000, 100_000, 40_000, 160_000]
-    for form in (bad.Good, bad.OneBucket):
+    for form in (own(), ONE_BUCKET):
         one = Try((form,), Notes("my_ddp", ddp.ASKED))
         [(_, found)] = Tries([one], 20).run(ddp.backwards, 4, sizes, 500_000)
         got = ddp.simulated(found.report, sizes) / ddp.BACKWARDS
         # 500 000 bytes close a bucket: 160 k elements leave first, 40 k + 100 k, then 300 k
         link, payloads = ddp.CLUSTER.intra, [4 * n for n in sizes]
-        if form is bad.OneBucket:
+        if form is ONE_BUCKET:
             expected = ddp.BACKWARD_S + link.seconds(1.5 * sum(payloads))
         else:
             first = ddp.BACKWARD_S * 160 / 600 + link.seconds(1.5 * payloads[3])

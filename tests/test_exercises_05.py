@@ -9,71 +9,102 @@ import paralab as pl
 from judged import Table, stored
 
 ZERO3 = pl.exercises.my_zero3
+
+
+def zero3(*changes):
+    return stored("my_zero3", "MyZero3", changes=changes)
+
+
+REDUCE, MEAN = "dist.reduce_scatter_tensor(own, flat)", "own / self.ranks"
+UPDATE, KEEP = "shard -= self.lr * gradient", "self.flats.append(flat)"
+READY, GATHER = "            self.reduce(i)\n", "            self.gather_unit(i)\n"
+STEP = "        for shard, gradient"
+FREED_AFTER = "        self.free(i)\n        output.register_hook(lambda _: self.gather_unit(i))"
+SUMS = (MEAN, "own")
+ALL_REDUCES = (REDUCE, "dist.all_reduce(flat)\n        own = flat.chunk(self.ranks)[self.rank]")
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (bad.StaysWhole, {"peak of a step"}, "units at once, in addition to what forward saves"),
-    (bad.NotBefore, {"weights"}, "whose storage is freed: it has to be gathered before"),
-    (bad.NeverFrees, {"kept between steps"}, "N=4: rank 0 keeps "),
-    (bad.KeepsAll, {"kept between steps"}, "bytes, an N-th of both is "),
-    (bad.GradientsAtTheEnd, {"peak of a step"}, "units at once, in addition to what forward saves"),
-    (bad.Sums, {"weights"}, "it has changed by 4 times what is required"),
-    (bad.LastMicrobatchOnly, {"weights"}, "embedding.token.weight, element "),
-    (bad.NeverZero, {"weights"}, "N=3: "),
-    (bad.ForFour, {"weights"}, "N=3: "),
-    (bad.OwnGradient, {"weights"}, "embedding.token.weight, element "),
-    (bad.AllReduces, {"bytes per rank"}, "1.33 times as many"),
-    (bad.OtherPart, {"weights"}, "embedding.token.weight, element "),
-    (bad.NoStep, {"weights"}, "it is as it was before"),
-    (bad.NoGather, {"weights"}, "embedding.token.weight, element "),
-    (bad.Raises, {"weights"}, "raised KeyError: 'unit 7'"),
+    (zero3((FREED_AFTER, "        pass")), {"peak of a step"},
+     "units at once, in addition to what forward saves"),
+    (zero3(("pre_hook(lambda *_, i=i: self.gather_unit(i))", "pre_hook(lambda *_: None)")),
+     {"weights"}, "whose storage is freed: it has to be gathered before"),
+    (zero3(("self.free(i)", "pass")), {"kept between steps"}, "N=4: rank 0 keeps "),
+    (zero3((KEEP, f"{KEEP}\n        unit.copy = flat.clone()")), {"kept between steps"},
+     "bytes, an N-th of both is "),
+    (zero3((READY, ""), (STEP, f"        for i in range(len(self.units)):\n{READY}{STEP}")),
+     {"peak of a step"}, "units at once, in addition to what forward saves"),
+    (zero3(SUMS), {"weights"}, "it has changed by 4 times what is required"),
+    (zero3((f"self.gradients[i] += {MEAN}", f"self.gradients[i].copy_({MEAN})")), {"weights"},
+     "embedding.token.weight, element "),
+    (zero3(("gradient.zero_()", "pass")), {"weights"}, "N=3: "),
+    (zero3((MEAN, "own / 4")), {"weights"}, "N=3: "),
+    (zero3((REDUCE, "own = flat.chunk(self.ranks)[self.rank]"), SUMS), {"weights"},
+     "embedding.token.weight, element "),
+    (zero3(ALL_REDUCES), {"bytes per rank"}, "1.33 times as many"),
+    (zero3(("[self.rank]", "[self.rank - 1]")), {"weights"}, "embedding.token.weight, element "),
+    (zero3((UPDATE, "pass")), {"weights"}, "it is as it was before"),
+    (zero3((GATHER, "            self.flats[i].untyped_storage().resize_(self.flats[i].nbytes)\n"
+                    "            self.flats[i].zero_()\n")), {"weights"},
+     "embedding.token.weight, element "),
+    (zero3((STEP, f"        raise KeyError('unit 7')\n{STEP}")), {"weights"},
+     "raised KeyError: 'unit 7'"),
     (bad.Torchs, {"weights"}, "raised "),
-    (bad.HasNoGather, {"weights"}, "the class has no method gather"),
+    (zero3(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
     ("zero", {"weights"}, "required: a class, yours is 'zero'"),
-]
+]  # fmt: skip
 RIGHT = [
     stored("my_zero3_other", "SavedTensorHooks"),
-    bad.Good,
-    bad.Recomputes,
+    zero3(SUMS, (UPDATE, f"{UPDATE} / self.ranks")),
 ]
 TABLE = Table(ZERO3, WRONG, RIGHT, alone=[bad.Torchs])
 test_a_wrong_zero3_is_refused, test_a_right_zero3_passes, test_its_stub = TABLE.tests()
 
 
 def test_a_table_takes_one_launch_for_every_run():
-    assert not TABLE[bad.Sums] and TABLE.launches <= 4  # two of these are references
+    assert not TABLE[WRONG[0][0]] and TABLE.launches <= 4  # two of these are references
 
 
 # ---- prefetch ------------------------------------------------------------------------------------
 AHEAD = pl.exercises.my_prefetch
+
+
+def ahead(*changes):
+    return stored("my_prefetch", "MyPrefetch", changes=changes)
+
+
+WAIT, BACK = "self.flying.pop(i).wait()", "following=-1))"
+FOLLOWS = "        self.post(i + following)\n"
+GOOD, FORWARD = ahead(), "no gather is in flight during the forward of unit 1"
 LATE = [  # answer, limits it breaks, words of the verdict
-    (bad.Good, {"exposed time"}, "72 ms of a step, required: at most 36 ms"),
-    (bad.InForwardOnly, {"exposed time"}, "no gather is in flight during the backward of unit 6"),
-    (bad.InBackwardOnly, {"exposed time"}, "no gather is in flight during the forward of unit 1"),
-    (bad.PostsAfterwards, {"exposed time"}, "no gather is in flight during the forward of unit 1"),
-    (bad.WaitsForBoth, {"exposed time"}, "no gather is in flight during the forward of unit 1"),
+    (zero3(), {"exposed time"}, "72 ms of a step, required: at most 36 ms"),
+    (ahead((BACK, "following=0))")), {"exposed time"},
+     "no gather is in flight during the backward of unit 6"),
+    (ahead(("following: int = 1", "following: int = 0")), {"exposed time"}, FORWARD),
+    (ahead((FOLLOWS, ""), (BACK, f"{BACK}\n        self.post(i + 1)"),
+           (READY, f"{READY}            self.post(i - 1)\n")), {"exposed time"}, FORWARD),
+    (ahead((WAIT, f"[work.wait() for work in self.flying.values()]\n        {WAIT}")),
+     {"exposed time"}, FORWARD),
     (bad.HidesReductionsOnly, {"exposed time"}, "no gather is in flight during the forward of "),
-    (bad.WrongWay, {"weights"}, "was changed before it was waited for"),
-    (bad.TwoAhead, {"gathers"}, "2 units are gathered ahead when unit 1 begins its forward"),
+    (ahead((BACK, "following=1))")), {"weights"}, "was changed before it was waited for"),
+    (ahead((FOLLOWS, f"{FOLLOWS}        self.post(i + 2 * following)\n")), {"gathers"},
+     "2 units are gathered ahead when unit 1 begins its forward"),
     (bad.AllAhead, {"gathers", "peak of a step"}, "5 units are gathered ahead when unit 1 begins"),
-    (bad.NeverWaits, {"weights"}, "timed units: rank 0 never waits for all_gather #0"),
+    (ahead((WAIT, "self.flying.pop(i)")), {"weights"},
+     "timed units: rank 0 never waits for all_gather #0"),
     (bad.WaitsWhenItIsOver, {"weights"}, "a unit has computed before its parameters had arrived"),
-    (
-        bad.OneGatherOnly,
-        {"weights"},
-        "backward of layer 6 has begun while its parameters are freed",
-    ),
-    (
-        bad.AheadStaysWhole,
-        {"gathers", "peak of a step"},
-        "6 units are gathered in a step, required",
-    ),
+    (ahead((f"output.register_hook(lambda _: self.gather_unit(i, {BACK}", "pass")), {"weights"},
+     "backward of layer 6 has begun while its parameters are freed"),
+    (ahead((f"output.register_hook(lambda _: self.gather_unit(i, {BACK}", "pass"),
+           ("        self.free(i)\n        pass", "        pass")), {"gathers", "peak of a step"},
+     "6 units are gathered in a step, required"),
     (bad.KnowsTheTimedUnits, {"gathers"}, "6 units are gathered in a step, required: 12"),
     (bad.Alone, {"gathers", "weights"}, "0 units are gathered in a step, required: 12"),
-    (bad.FirstUnitStays, {"kept between steps"}, "N=3: rank 0 keeps "),
-    (bad.AheadAllReduces, {"bytes per rank"}, "1.33 times as many"),
-    (bad.AheadSums, {"weights"}, "timed units: step 2: the units' output is "),
-    (bad.NoGatherAhead, {"weights"}, "the class has no method gather"),
-]
-HIDDEN = [stored("my_prefetch_other", "InOrder"), bad.Ahead, bad.LearnsTheOrder]
+    (ahead((UPDATE, f"{UPDATE}\n            self.post(0)")), {"kept between steps"},
+     "N=3: rank 0 keeps "),
+    (ahead(ALL_REDUCES), {"bytes per rank"}, "1.33 times as many"),
+    (ahead(SUMS), {"weights"}, "timed units: step 2: the units' output is "),
+    (ahead(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
+]  # fmt: skip
+HIDDEN = [stored("my_prefetch_other", "InOrder"), GOOD, bad.LearnsTheOrder]
 TIMES = "8 ms", "32 ms", "32 ms", "32 ms"
 PREFETCHES = Table(AHEAD, LATE, HIDDEN)
 test_a_wrong_prefetch_is_refused, test_a_right_prefetch_passes, test_the_stub = PREFETCHES.tests()
@@ -85,4 +116,4 @@ def test_the_exposed_time_of_a_prefetch_is_that_of_the_stated_costs(answer, expo
 
 
 def test_prefetch_takes_a_launch_of_timed_units_one_of_training_and_a_reference():
-    assert PREFETCHES[bad.Ahead] and PREFETCHES.launches <= 3
+    assert PREFETCHES[GOOD] and PREFETCHES.launches <= 3

@@ -14,34 +14,59 @@ from judged import Table, defined, missed, stored
 
 CHECKPOINT, CLINIC = pl.exercises.checkpoint, pl.exercises.memory_clinic
 PATIENTS = CLINIC.patients
+
+
+def again(*changes):
+    return stored("checkpoint", "my_checkpoint", changes=changes)
+
+
+APPLY, FOUND = "MyCheckpoint.apply(block, x, *block.parameters())", "return None, *found"
+KEEP, RUN = "ctx.block = block", "        return block(x)"
+BACK, COMPUTE = "torch.set_rng_state(ctx.state)", "y = ctx.block(again)"
+GRADIENTS = f"with torch.enable_grad():\n            {COMPUTE}"
+DISTURBS = again(("torch.set_rng_state(now)", "pass"))
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (bad.plain, {"forwards", "peak memory"}, "block 0 runs 2 times in the step, required: 4"),
+    (again((APPLY, "block(x)")), {"forwards", "peak memory"},
+     "block 0 runs 2 times in the step, required: 4"),
     (bad.torchs_own, {"gradients"}, "torch.utils.checkpoint is called: write what it does"),
-    (bad.other_masks, {"gradients"}, "of its largest entry"),
-    (bad.disturbs, {"generator"}, "the program draws other numbers after the step"),
-    (bad.thrice, {"forwards"}, "block 0 runs 6 times in the step, required: 4"),
-    (bad.twice_as_much, {"gradients"}, "is off by"),
-    (bad.input_only, {"gradients"}, "has no gradient"),
-    (bad.no_gradients, {"gradients"}, "raised RuntimeError: element 0 of tensors does not"),
-    (bad.without_dropout, {"gradients"}, "of its largest entry"),
-    (bad.one_too_few, {"gradients"}, "raised RuntimeError"),
-    (bad.passes_on, {"gradients"}, "is off by"),
-    (bad.late_state, {"gradients"}, "of its largest entry"),
-    (bad.seeded, {"gradients", "generator"}, "of its largest entry"),
-    (bad.global_state, {"gradients"}, "of its largest entry"),
-    (bad.keeps_graph, {"forwards", "peak memory"}, "bytes at its peak, required:"),
-    (bad.numpy_copies, {"peak memory"}, "bytes at its peak, required:"),
-    (bad.detached, {"gradients"}, "has no gradient"),
-    (bad.not_the_block, {"gradients"}, "my_checkpoint returns Tensor, not the block's y"),
+    (again((BACK, "pass")), {"gradients"}, "of its largest entry"),
+    (DISTURBS, {"generator"}, "the program draws other numbers after the step"),
+    (again((COMPUTE, f"{COMPUTE}\n            {BACK}\n            {COMPUTE}")), {"forwards"},
+     "block 0 runs 6 times in the step, required: 4"),
+    (again((FOUND, "return None, *(2 * one for one in found)")), {"gradients"}, "is off by"),
+    (again((FOUND, "return None, found[0], *(None for _ in ctx.parameters)")), {"gradients"},
+     "has no gradient"),
+    (again(("enable_grad", "no_grad")), {"gradients"},
+     "raised RuntimeError: element 0 of tensors does not"),
+    (again((GRADIENTS, f"ctx.block.eval()\n        {GRADIENTS}\n        ctx.block.train()")),
+     {"gradients"}, "of its largest entry"),
+    (again((FOUND, "return tuple(found)")), {"gradients"}, "raised RuntimeError"),
+    (again((FOUND, "return None, gradient, *map(torch.zeros_like, ctx.parameters)")),
+     {"gradients"}, "is off by"),
+    (again((RUN, "        y = block(x)\n        ctx.state = torch.get_rng_state()\n"
+            "        return y")), {"gradients"}, "of its largest entry"),
+    (again((KEEP, f"torch.manual_seed(1)\n        {KEEP}")), {"gradients", "generator"},
+     "of its largest entry"),
+    (again(("ctx.state", "MyCheckpoint.state")), {"gradients"}, "of its largest entry"),
+    (again((RUN, "        ctx.leaf = x.detach().requires_grad_()\n"
+            "        with torch.enable_grad():\n            ctx.y = block(ctx.leaf)\n"
+            "        return ctx.y.detach()"),
+           ("again = x.detach().requires_grad_()", "again = ctx.leaf"), (COMPUTE, "y = ctx.y")),
+     {"forwards", "peak memory"}, "bytes at its peak, required:"),
+    (again((KEEP, f"ctx.kept = [x.detach().numpy().copy() for _ in range(40)]\n        {KEEP}")),
+     {"peak memory"}, "bytes at its peak, required:"),
+    (again((APPLY, "block(x).detach()")), {"gradients"}, "has no gradient"),
+    (again((APPLY, "x.mean()")), {"gradients"},
+     "my_checkpoint returns Tensor, not the block's y"),
     ("my_checkpoint", {"gradients"}, "required: a function"),
-]
-RIGHT = [stored("checkpoint_other", "my_checkpoint"), bad.through_hooks, bad.right]
+]  # fmt: skip
+RIGHT = [stored("checkpoint_other", "my_checkpoint"), bad.through_hooks]
 TABLE = Table(CHECKPOINT, WRONG, RIGHT)
 test_a_wrong_checkpoint_is_refused, test_a_right_checkpoint_passes, test_its_stub = TABLE.tests()
 
 
 def test_checkpoints_are_judged_in_one_launch_and_read_the_same_alone():
-    TABLE.assert_reads_the_same_alone(bad.disturbs)
+    TABLE.assert_reads_the_same_alone(DISTURBS)
     assert TABLE.launches == 1
 
 

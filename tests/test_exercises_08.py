@@ -53,7 +53,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (HALF, {"Y"}, "every member has to make the same calls in the same order"),
     (changed(("y = x.new", "raise KeyError('block 7')\n        y = x.new")),
      {"Y"}, "q=2: rank 0 raised KeyError: 'block 7'"),
-    (bad.NoForward, {"Y"}, "no method forward and no backward"),
+    (changed(("def forward", "def f"), ("def backward", "def b")), {"Y"},
+     "no method forward and no backward"),
     (lambda group, row, column: None, {"Y"}, "missing a required argument: 'column'"),
     (bad.Sleeps, {"Y"}, "q=2: rank 0 never waits for broadcast #0"),
     (bad.NumpyRows, {"memory forward"}, "q=4: rank "),
@@ -92,55 +93,91 @@ def test_the_right_blocks_are_those_of_the_whole_matrices():
 
 
 # ---- groups of rows and columns, and Cannon's algorithm ------------------------------------------
-GROUPS, CANNON = "grid_groups", "cannon"
-MORE = {  # exercise: [(answer, limits it breaks, words of the verdict)]
-    GROUPS: [
-        (bad.groups_swapped, {"row", "column"}, "[0, 2], required: [0, 1]; it is its column"),
-        (bad.groups_rows_twice, {"column"}, "[0, 1], required: [0, 2]; it is its row"),
-        (bad.groups_diagonals, {"column"}, "the column has the ranks [0, 3], required: [0, 2]"),
-        (bad.groups_of_all, {"row"}, "the row has the ranks [0, 1, 2, 3], required: [0, 1]"),
-        (bad.groups_lists, {"row"}, "unknown here; legal: one that dist.new_group(ranks) has"),
-        (bad.groups_row_alone, {"row"}, "a row and a column, two groups, this is 1 of them"),
-        (bad.groups_first_row, {"row"}, " raised ValueError: group=-100: no member of it"),
-        (bad.groups_none, {"row"}, "a row and a column, two groups, this is NoneType"),
-        (bad.groups_raise, {"row"}, "q=2: rank 0 raised KeyError: 'row'"),
-        (bad.groups_of_none, {"row"}, "yours cannot be called so: too many positional"),
-        ("rows", {"row"}, "required: a function, yours is 'rows'"),
-    ],
-    CANNON: [
-        # Those judged by memory go first. Each answer's messages have threads of their own, and
-        # Python's set of a process's threads is counted as memory once it has 4 KiB.
-        (bad.cannon_gathers, {"memory"}, "holds 29,376 bytes in addition to x and w, required: at"),
-        (bad.cannon_gathers_w, {"memory"}, "holds 27,072 bytes in addition to x and w, required:"),
-        (bad.cannon_no_skew, {"Y"}, "; nothing was moved before the first product"),
-        (bad.cannon_skews_x, {"Y"}, "; W was not moved before the first product"),
-        (bad.cannon_skews_w, {"Y"}, "; X was not moved before the first product"),
-        (bad.cannon_wrong_way_first, {"Y"}, "; X was moved to the right and W down before the "),
-        (bad.cannon_x_wrong_way_first, {"Y"}, "; X was moved to the right before the first"),
-        (bad.cannon_w_wrong_way_first, {"Y"}, "; W was moved down before the first product"),
-        (bad.cannon_crossed, {"Y"}, "q=4: rank (0, 0): block of Y, element (0, 0): "),
-        (bad.cannon_crossed, {"Y"}, "; X goes left and W goes down in between, or X right and W "),
-        (bad.cannon_crossed_too, {"Y"}, "; X goes left and W goes down in between, or X right "),
-        (bad.cannon_one_step_short, {"Y"}, "; the last of the q products is missing"),
-        (bad.cannon_last_term, {"Y"}, f"{ALONE}X_01 W_10, to which no other was added"),
-        (bad.cannon_own_blocks, {"Y"}, "; nothing was moved, it is the product of the rank's own "),
-        (bad.cannon_by_steps_of_one, {"blocks sent", "memory"},
-         "q=4: rank (3, 3) sends 52,992 bytes, 4 blocks of X and of W are 35,328"),
-        (bad.cannon_by_broadcasts, {"calls", "blocks sent"}, "q=2: calls broadcast"),
-        (bad.cannon_moves_back, {"blocks sent"}, "q=2: rank (1, 1) sends 33,024 bytes, 2 blocks"),
-        (bad.cannon_overwrites, {"Y"}, "a tensor of send #0 was changed before it was waited for"),
-        (bad.cannon_does_not_wait, {"Y"}, "q=2: rank 0 never waits for recv #0"),
-        (bad.cannon_receives_first, {"Y"}, "q=2: nothing moves any more: rank 0 in recv #0"),
-        (bad.cannon_raises, {"Y"}, "q=2: rank 0 raised KeyError: 'block 7'"),
-        (bad.cannon_of_two, {"Y"}, "required: cannon(x, w, q), yours cannot be called so: too"),
-        ("cannon", {"Y"}, "required: a function, yours is 'cannon'"),
-    ],
-}  # fmt: skip
-# Some ranks of the first one fail, and the others wait for them; all ranks of the second one wait.
-HANGS = [bad.groups_first_row, bad.cannon_receives_first]
-GROUPED = [bad.groups_good, bad.groups_columns_first, stored("grid_groups_other", "row_and_column")]
-MOVED = [bad.cannon_good, bad.cannon_other_way, stored("cannon_other", "cannon")]
-LINES = Table(pl.exercises.grid_groups, MORE[GROUPS], GROUPED, alone=HANGS)
-TORUS = Table(pl.exercises.cannon, MORE[CANNON], MOVED, alone=HANGS)
-test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = LINES.tests()
+def groups(*changes):
+    return stored("grid_groups", "row_and_column", changes=changes)
+
+
+def cannon(*changes):
+    return stored("cannon", "cannon", changes=changes)
+
+
+ROWS, COLUMNS = (
+    f"{name} = [dist.new_group([a * q + b for {a} in range(q)]) for {b} in range(q)]"
+    for name, a, b in (("rows", "b", "a"), ("columns", "a", "b"))
+)
+LINES, BEGIN = "return rows[i], columns[j]", "    i, j = divmod"
+# Some of its ranks fail, and the others wait for them.
+FIRST_ONES = groups((LINES, "return rows[0], columns[0]"))
+LINE = [  # answer, limits it breaks, words of the verdict
+    (groups((LINES, "return columns[j], rows[i]")), {"row", "column"},
+     "[0, 2], required: [0, 1]; it is its column"),
+    (groups((LINES, "return rows[i], rows[i]")), {"column"},
+     "[0, 1], required: [0, 2]; it is its row"),
+    (groups(("b for a in", "(a + b) % q for a in"), ("columns[j]", "columns[(j - i) % q]")),
+     {"column"}, "the column has the ranks [0, 3], required: [0, 2]"),
+    (groups(("rows[i]", "dist.new_group(list(range(q * q)))")), {"row"},
+     "the row has the ranks [0, 1, 2, 3], required: [0, 1]"),
+    (groups(("dist.new_group(", "list(")), {"row"},
+     "unknown here; legal: one that dist.new_group(ranks) has"),
+    (groups((LINES, "return (rows[i],)")), {"row"},
+     "a row and a column, two groups, this is 1 of them"),
+    (FIRST_ONES, {"row"}, " raised ValueError: group=-100: no member of it"),
+    (groups((LINES, "pass")), {"row"}, "a row and a column, two groups, this is NoneType"),
+    (groups((BEGIN, f"    raise KeyError('row')\n{BEGIN}")), {"row"},
+     "q=2: rank 0 raised KeyError: 'row'"),
+    (groups(("q: int", "")), {"row"}, "yours cannot be called so: too many positional"),
+    ("rows", {"row"}, "required: a function, yours is 'rows'"),
+]  # fmt: skip
+FIRST, NEXT = "moved(x, w, i, j)", "moved(x, w, 1, 1)"
+POSTED = """calls.append(dist.P2POp(dist.isend, out, to))
+                calls.append(dist.P2POp(dist.irecv, found[at], source))"""
+BLOCKS = "dist.recv(found[at], source)\n                dist.send(out, to)"
+RECEIVES_FIRST = cannon((POSTED, BLOCKS))
+WAYS = [
+    ("0, 0", "; nothing was moved before the first product"),
+    ("i, 0", "; W was not moved before the first product"),
+    ("0, j", "; X was not moved before the first product"),
+    ("-i, -j", "; X was moved to the right and W down before the "),
+    ("-i, j", "; X was moved to the right before the first"),
+    ("i, -j", "; W was moved down before the first product"),
+]
+CROSSED = cannon((NEXT, "moved(x, w, 1, -1)"))
+TURN = [
+    # Those judged by memory go first. Each answer's messages have threads of their own, and
+    # Python's set of a process's threads is counted as memory once it has 4 KiB.
+    (bad.cannon_gathers, {"memory"}, "holds 29,376 bytes in addition to x and w, required: at"),
+    (bad.cannon_gathers_w, {"memory"}, "holds 27,072 bytes in addition to x and w, required:"),
+    *((cannon((FIRST, f"moved(x, w, {way})")), {"Y"}, words) for way, words in WAYS),
+    (CROSSED, {"Y"}, "q=4: rank (0, 0): block of Y, element (0, 0): "),
+    (CROSSED, {"Y"}, "; X goes left and W goes down in between, or X right and W "),
+    (cannon((NEXT, "moved(x, w, -1, 1)")), {"Y"},
+     "; X goes left and W goes down in between, or X right "),
+    (cannon(("range(q - 1)", "range(q - 2)")), {"Y"}, "; the last of the q products is missing"),
+    (cannon(("y += x @ w", "y = x @ w")), {"Y"},
+     f"{ALONE}X_01 W_10, to which no other was added"),
+    (cannon((f"x, w = {FIRST}", "return x @ w")), {"Y"},
+     "; nothing was moved, it is the product of the rank's own "),
+    (cannon((f"x, w = {FIRST}", "for step in range(q - 1):\n"
+             "        x, w = moved(x, w, step < i, step < j)")), {"blocks sent"},
+     "q=4: rank (3, 3) sends 52,992 bytes, 4 blocks of X and of W are 35,328"),
+    (bad.cannon_by_broadcasts, {"calls", "blocks sent"}, "q=2: calls broadcast"),
+    (cannon(("return y", "moved(*moved(x, w, 1, 0), 1, 0)\n    return y")), {"blocks sent"},
+     "q=2: rank (1, 1) sends 33,024 bytes, 2 blocks"),
+    (bad.cannon_overwrites, {"Y"}, "a tensor of send #0 was changed before it was waited for"),
+    (cannon(("work.wait()", "pass")), {"Y"}, "q=2: rank 0 never waits for send #0"),
+    (RECEIVES_FIRST, {"Y"}, "q=2: nothing moves any more: rank 0 in recv #0"),
+    (cannon((BEGIN, f"    raise KeyError('block 7')\n{BEGIN}")), {"Y"},
+     "q=2: rank 0 raised KeyError: 'block 7'"),
+    (cannon((", q: int", "")), {"Y"}, "required: cannon(x, w, q), yours cannot be called so: too"),
+    ("cannon", {"Y"}, "required: a function, yours is 'cannon'"),
+]  # fmt: skip
+GROUPED = [
+    groups((f"{ROWS}\n    {COLUMNS}", f"{COLUMNS}\n    {ROWS}"),
+           (LINES, "return [rows[i], columns[j]]")),
+    stored("grid_groups_other", "row_and_column"),
+]  # fmt: skip
+MOVED = [cannon((NEXT, "moved(x, w, -1, -1)")), stored("cannon_other", "cannon")]
+ALL_LINES = Table(pl.exercises.grid_groups, LINE, GROUPED, alone=[FIRST_ONES])
+TORUS = Table(pl.exercises.cannon, TURN, MOVED, alone=[RECEIVES_FIRST])
+test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = ALL_LINES.tests()
 test_a_wrong_cannon_is_refused, test_a_right_cannon_passes, test_the_stub = TORUS.tests()

@@ -7,7 +7,7 @@ import pytest
 import bad_answers as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import Table
+from judged import Table, stored
 
 REFUSED = r"grad_sync=.*; legal: "
 
@@ -30,30 +30,50 @@ def test_a_saved_plan_keeps_an_own_forms_name_which_no_longer_runs(model):
 
 
 # ---- lab 01 --------------------------------------------------------------------------------------
+def ring(*changes):
+    return stored("all_gather_half", "ring_all_gather", changes=changes)
+
+
+CHUNKS, BEGIN = "chunks = tensor.chunk(n)", "    n, r = group.size, group.index"
+EXCHANGE = 'group.exchange([("send", leaving, right), ("recv", arriving, left)]).wait()'
+SENDS_FIRST = ring(
+    (EXCHANGE, "group.send(leaving, to=right).wait()\n"
+               "        group.recv(arriving, source=left).wait()")
+)  # fmt: skip
+WAITS_FOR_NOBODY = ring(
+    (BEGIN, f"    if not group.index:  # never takes part\n        return\n{BEGIN}")
+)
 RING = [  # answer, limits it breaks, words of the verdict
-    (bad.ring_whole_tensor, {"bytes per rank", "extra memory", "simulated time"}, "40,000 bytes"),
+    (ring((EXCHANGE, "other = tensor.clone()\n        "
+           'group.exchange([("send", tensor, right), ("recv", other, left)]).wait()\n'
+           "        arriving.copy_(other.chunk(n)[(r - step) % n])")),
+     {"bytes per rank", "extra memory", "simulated time"}, "40,000 bytes"),
     (bad.ring_through_root, {"calls", "bytes per rank", "simulated time"}, "no neighbour"),
     (bad.ring_direct, {"calls"}, "n=4: rank 0 does a send to rank 2, no neighbour of it"),
-    (bad.ring_full_copy, {"extra memory"}, "n=2: rank 0 takes 40,000 bytes, one chunk is 20,000"),
-    (bad.ring_not_in_place, {"result"}, "n=2: rank 0, chunk 0, element 0: -1, required: "),
-    (bad.ring_own_chunk_is_r, {"result"}, "; still unfinished"),
-    (bad.ring_stored_in_wrong_order, {"result"}, "; holds the numbers of chunk 2"),
-    (bad.ring_one_step_short, {"result"}, "n=3: rank 0, chunk 2"),
+    (ring((CHUNKS, "copy = tensor.clone()\n    chunks = copy.chunk(n)"),
+          (EXCHANGE, f"{EXCHANGE}\n    tensor.copy_(copy)")), {"extra memory"},
+     "n=2: rank 0 takes 40,000 bytes, one chunk is 20,000"),
+    (ring(("chunks[(r - step) % n]", "chunks[(r - step) % n].clone()")), {"result"},
+     "n=2: rank 0, chunk 0, element 0: -1, required: "),
+    (ring((CHUNKS, f"r -= 1\n    {CHUNKS}")), {"result"}, "; still unfinished"),
+    (ring(("r + 1 - step", "r + 1 + step"), ("(r - step)", "(r + 2 + step)")), {"result"},
+     "; holds the numbers of chunk 2"),
+    (ring(("range(n - 1)", "range(max(n - 2, 1))")), {"result"}, "n=3: rank 0, chunk 2"),
     (bad.ring_by_collective, {"calls", "extra memory"}, "calls group.all_gather"),
     (bad.ring_plain, {"calls"}, "n=2: rank 0 calls group.broadcast"),
-    (bad.ring_in_small_pieces, {"simulated time"}, "n=2: 96.0 µs of 36.0 µs"),
-    (bad.ring_sends_first, {"result"}, "each send needs its receive in the same exchange"),
-    (bad.ring_waits_for_nobody, {"result"}, "nothing moves any more: rank 1 in exchange"),
-    (bad.ring_wrong_signature, {"result"}, "yours cannot be called so: too many positional"),
+    (ring((EXCHANGE, "for out, into in zip(leaving.chunk(4), arriving.chunk(4)):\n            "
+           'group.exchange([("send", out, right), ("recv", into, left)]).wait()')),
+     {"simulated time"}, "n=2: 96.0 µs of 36.0 µs"),
+    (SENDS_FIRST, {"result"}, "each send needs its receive in the same exchange"),
+    (WAITS_FOR_NOBODY, {"result"}, "nothing moves any more: rank 1 in exchange"),
+    (ring(("(group, tensor)", "(group)")), {"result"},
+     "yours cannot be called so: too many positional"),
     ("ring", {"result"}, "required: a function, yours is 'ring'"),
     # right by luck, around the ledger, for one size
     (attacks.ring_waits_at_the_end, {"result"}, "of send #1 was changed before it was waited for"),
     (attacks.ring_sleeps, {"result"}, "n=2: rank 0 never waits for send #0"),
-    (
-        attacks.ring_changes_what_it_sends,
-        {"result"},
-        "of send #0 was changed before it was waited for",
-    ),
+    (attacks.ring_changes_what_it_sends, {"result"},
+     "of send #0 was changed before it was waited for"),
     (attacks.ring_numpy_copy, {"extra memory"}, "n=2: rank 0 takes 60,"),
     (attacks.ring_decoy, {"calls", "bytes per rank"}, "n=2: rank 0 calls group.broadcast"),
     (attacks.ring_control, {"calls", "extra memory"}, "calls group.all_gather"),
@@ -62,9 +82,9 @@ RING = [  # answer, limits it breaks, words of the verdict
     (attacks.ring_exits, {"result"}, "n=2: rank 0 called sys.exit(3)"),
     (attacks.ring_generator_exit, {"result"}, "n=2: rank 0 raised GeneratorExit"),
     (attacks.ring_prints_for_ever, {"result"}, "nothing moves any more: rank 0 line "),
-]
+]  # fmt: skip
 RIGHT_RINGS = [bad.ring_copied, bad.ring_to_the_left]
-RING_ALONE = (bad.ring_waits_for_nobody, bad.ring_sends_first, attacks.ring_prints_for_ever)
+RING_ALONE = (WAITS_FOR_NOBODY, SENDS_FIRST, attacks.ring_prints_for_ever)
 RINGS = Table(pl.exercises.all_gather_half, RING, RIGHT_RINGS, alone=RING_ALONE)
 test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring = RINGS.tests()
 
