@@ -91,14 +91,14 @@ class Table:
         if _is_in(answer, self.alone):
             return self.exercise.check(*_parts(answer), timeout=5)
         if not self._verdicts:
-            real = launching._launch
+            real = launching.Run
 
             def counted(*args: Any, **settings: Any) -> Any:
                 self.launches += 1
                 return real(*args, **settings)
 
             with contextlib.ExitStack() as stack:
-                for patch in filter(None, (self.patch, (launching, "_launch", counted))):
+                for patch in filter(None, (self.patch, (launching, "Run", counted))):
                     stack.enter_context(mock.patch.object(*patch))
                 parts = list(map(_parts, self._answers))
                 self._verdicts = self.exercise.check_each(parts, timeout=HANG_S)

@@ -43,7 +43,8 @@ def my_zero3(tries: Tries) -> None:
 def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> None:
     """The first four limits. runs: {ranks: steps}; most_units: whole ones at the peak"""
     for n, steps in runs.items():
-        for notes, found in tries.run(train, n, steps, where=f"N={n}"):
+        again = n != next(iter(runs))
+        for notes, found in tries.run(train, n, steps, where=f"N={n}", again=again):
             right = of_one_process(MODEL, ranks=n, **BATCH)[steps].weights
             wrong = first_wrong_tensor(found["weights"], right, start=found.results[0]["start"])
             notes.look(WEIGHTS, wrong, "all equal")
