@@ -579,6 +579,9 @@ def test_bytes_are_stacked_by_category_in_fixed_order_and_colours():
     assert chart.table["bytes"].sum() == 123e9
     assert title(chart) == "a needs 121 GB"
 
+    numbers = view.bytes_bars({"46": {"other": 3e9}, "1": STATES}).layout.annotations
+    assert [note.y for note in numbers[:2]] == [0, 1]  # a place: the labels read like places
+
 
 def test_capacities_are_lines_and_the_title_says_whether_it_fits():
     chart = view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9, "cluster": 64e12})

@@ -153,10 +153,22 @@ def ends(
     style |= {"above": True}
     return [
         note(
-            f" {said[label]}", (top if column is None else column) / per, theme.text(label), **style
+            f" {said[label]}",
+            (top if column is None else column) / per,
+            _place(theme.text(label), number),
+            **style,
         )
-        for label, top in tops.items()
+        for number, (label, top) in enumerate(tops.items())
     ]
+
+
+def _place(label: str, number: int) -> str | int:
+    """Where a note on this label stands: of one like "46" plotly would go to the 46th."""
+    try:
+        float(label)
+    except ValueError:
+        return label
+    return number
 
 
 def bytes_axis(title: str, end: float, per: float, **more: Any) -> dict[str, Any]:
