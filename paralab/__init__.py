@@ -17,15 +17,16 @@ Importing this package is quick and leaves torch out; ranks import torch in proc
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from paralab import theory
 from paralab.dry_run import dry_run
 from paralab.experiment import run
 from paralab.interpret.predict import predict
-from paralab.launch import OutOfMemory, RankError, RankTimeout, Stopped, launch, warm_up
+from paralab.launch import launch, warm_up
 from paralab.observing import observe, step
+from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
 from paralab.report.report import Report, load
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.compare import compare
@@ -68,15 +69,13 @@ __all__ = [
     "warm_up",
 ]
 
-_LAZY = {  # what brings plotly and widgets along, or torch
+_LATER = {  # what brings NumPy, plotly and widgets along, the ops of a model, or torch
     "exercises": "paralab.exercises",
+    "fit_cluster": "paralab.theory.fit_cluster:fit_cluster",
+    "plan_search": "paralab.programs.search:plan_search",
+    "program": "paralab.interpret.text:program",
     "reference": "paralab.model.reference",
     "view": "paralab.view",
-}
-_LATER = {  # functions that bring NumPy along, or the ops of a model
-    "fit_cluster": "paralab.theory.fit_cluster",
-    "plan_search": "paralab.programs.search",
-    "program": "paralab.interpret.text",
 }
 
 
@@ -96,8 +95,6 @@ def explore(
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return importlib.import_module(_LAZY[name])
     if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
+        return pkgutil.resolve_name(_LATER[name])
     raise AttributeError(f"module 'paralab' has no attribute {name!r}")

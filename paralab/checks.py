@@ -149,6 +149,15 @@ def choice(name: str, value: object, options: tuple[Any, ...]) -> Any:
     return value
 
 
+def instance(name: str, value: object, kind: Any, legal: str, said: str = "") -> Any:
+    """``value`` if it is a ``kind``, called ``said`` or, if that says it, as the setting, or the
+    refusal.
+    """
+    if not isinstance(value, kind):
+        raise illegal(name, value, f"not a {said or name}", legal)
+    return value
+
+
 def count(
     default: Any = dataclasses.MISSING, *, at_least: int = 1, at_most: int = 2**62
 ) -> dataclasses.Field:
@@ -204,8 +213,7 @@ class Description:
     def _known(cls, values: Any) -> None:
         """Raise ``ValueError`` unless ``values`` is a table of this class's fields."""
         known = ", ".join(sorted(f.name for f in dataclasses.fields(cls)))  # type: ignore[arg-type]
-        if not isinstance(values, Mapping):
-            raise illegal(cls.__name__, values, "not a table", f"a table of {known}")
+        instance(cls.__name__, values, Mapping, f"a table of {known}", "table")
         for name in values:
             if name not in known.split(", "):
                 shown_name = name if isinstance(name, str) else shown(name)

@@ -25,7 +25,6 @@ from paralab import doctor, experiment, observing
 from paralab.checks import illegal, number, size
 from paralab.dry_run import dry_run
 from paralab.interpret.predict import predict
-from paralab.launch import OutOfMemory, RankError, RankTimeout
 from paralab.options import (
     Option,
     add_model_and_plan,
@@ -37,7 +36,7 @@ from paralab.options import (
     plan_of,
     settings_of,
 )
-from paralab.ranks.errors import Nested
+from paralab.ranks.errors import Nested, OutOfMemory, RankError, RankTimeout
 from paralab.report import metrics, written
 from paralab.report.report import load
 from paralab.spec import Cluster, ModelSpec, Plan
@@ -101,48 +100,40 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"paralab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, act: Callable[[argparse.Namespace], int], said: str, **how: Any) -> Any:
+        added = commands.add_parser(name, help=said, allow_abbrev=False, **how)
+        added.set_defaults(act=act, parser=added)
+        return added
+
     for name, command in COMMANDS.items():
-        added = commands.add_parser(
-            name,
-            usage="%(prog)s [options]",
-            help=command.help,
-            epilog=command.epilog,
-            allow_abbrev=False,
-        )
+        how = {"usage": "%(prog)s [options]", "epilog": command.epilog}
+        added = add(name, command.act, command.help, **how)
         add_model_and_plan(added)
         add_options(added.add_argument_group("this command"), command.options)
         command.more(added)
         _add_files(added, command.files)
-        added.set_defaults(act=command.act, parser=added)
-    seen = commands.add_parser(
+    seen = add(
         "observe",
+        _observe,
+        "run your own PyTorch script and see its time, bytes and memory",
         usage="%(prog)s [options] SCRIPT [its arguments]",
-        help="run your own PyTorch script and see its time, bytes and memory",
         epilog="Under torchrun every rank writes its part: "
         "torchrun --nproc-per-node 2 -m paralab observe [--out FOLDER] SCRIPT",
-        allow_abbrev=False,
     )
     add_options(seen.add_argument_group("this command"), OBSERVE)
-    where = f"under torchrun: where every rank writes its part (default {DEFAULT_PARTS})"
-    seen.add_argument("--out", type=Path, metavar="FOLDER", help=where)
+    _add_out(seen, DEFAULT_PARTS)
     seen.add_argument("script", metavar="SCRIPT")
     seen.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     _add_files(seen, tuple(FILES))
-    seen.set_defaults(act=_observe, parser=seen)
-    show = commands.add_parser(
-        "show", help="print a saved report, or a torchrun job's folder", allow_abbrev=False
-    )
+    show = add("show", _show, "print a saved report, or a torchrun job's folder")
     show.add_argument("path", metavar="FILE_OR_FOLDER")
     _add_files(show, ("html", "perfetto"))
-    show.set_defaults(act=_show, parser=show)
-    check = commands.add_parser(
-        "check",
-        help="points for the answers in a lab's notebook, as JSON",
-        epilog="Exit status 0 with every point, 1 without.",
-        allow_abbrev=False,
+    every = "Exit status 0 with every point, 1 without."
+    check = add(
+        "check", _check, "points for the answers in a lab's notebook, as JSON", epilog=every
     )
     check.add_argument("notebook", metavar="NOTEBOOK")
-    check.set_defaults(act=_check, parser=check)
     doctor.add_command(commands)
     return parser
 
@@ -152,11 +143,15 @@ def _add_files(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=FILES[name][0])
 
 
+def _add_out(parser: argparse.ArgumentParser, folder: str) -> None:
+    where = f"under torchrun: where every rank writes its part (default {folder})"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
+
+
 def _add_to_run(parser: argparse.ArgumentParser) -> None:
     said = "predict the run from this machine's speed; compare"
     parser.add_argument("--predict", action="store_true", help=said)
-    where = f"under torchrun: where every rank writes its part (default {DEFAULT_OUT})"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
+    _add_out(parser, DEFAULT_OUT)
 
 
 def _add_to_program(parser: argparse.ArgumentParser) -> None:

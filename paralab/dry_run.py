@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from math import prod
 
-from paralab.checks import choice, illegal, real, whole
+from paralab.checks import choice, illegal, instance, real, whole
 from paralab.interpret.dry import numbered
 from paralab.interpret.predict import OPTIMIZERS, check_steps
 from paralab.programs.compile import compiled
@@ -49,13 +49,10 @@ def dry_run(
     row; a message counts as sent the moment it leaves. Raises ValueError on anything that no run
     could do.
     """
-    plan = Plan() if plan is None else plan
-    if not isinstance(plan, Plan):
-        raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
+    plan = instance("plan", Plan() if plan is None else plan, Plan, "a pl.Plan(...)")
     plan.validate(model)
     choice("optimizer", optimizer, OPTIMIZERS)
-    if cluster is not None and not isinstance(cluster, Cluster):
-        raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
+    instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     if cluster is not None and plan.world_size > cluster.num_devices:
         raise illegal(
             "cluster",

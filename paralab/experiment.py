@@ -12,16 +12,18 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paralab.checks import choice, illegal, num_bytes, real, whole
+from paralab.checks import choice, illegal, instance, num_bytes, real, whole
 from paralab.data import Corpus
 from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.quick import table
-from paralab.launch import MAX_RANKS, OutOfMemory, Stopped, launch_program, torchrun_context
+from paralab.launch import MAX_RANKS, launch_program, torchrun_context
 from paralab.programs.compile import compiled
+from paralab.ranks.errors import OutOfMemory, Stopped
 from paralab.ranks.started import variable
 from paralab.report import checkpoints, scratch
 from paralab.report.report import Report, save_part
@@ -55,8 +57,7 @@ class Settings:
     ) -> Settings:
         """Raise ``ValueError`` on anything that no run could do, before a process starts."""
         asked = cls(**settings)
-        if not isinstance(plan, Plan):
-            raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
+        instance("plan", plan, Plan, "a pl.Plan(...)")
         plan.validate(model)
         if model.vocab < 256:
             raise illegal("vocab", model.vocab, "text is read as bytes", "256 or more")
@@ -177,7 +178,7 @@ def run(
         resume_changes=resume_changes,
     )
     model = model.resolved(gpus=(device or device_of_run(plan.world_size)) == "cuda")
-    with _ProgressBar(checked.steps, plan, progress) as bar:
+    with closing(_ProgressBar(checked.steps, plan, progress)) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
                 parts = launch_program(
@@ -269,9 +270,6 @@ class _ProgressBar:
             ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
             self.bar = tqdm(total=steps, desc=ranks, unit="step")
 
-    def __enter__(self) -> _ProgressBar:
-        return self
-
     def move(self, rank: int, done: int, total: int) -> None:
         self.done[rank] = done
         if self.bar is not None:
@@ -279,6 +277,6 @@ class _ProgressBar:
         if self.tell is not None:
             self.tell(rank, done, total)
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self.bar is not None:
             self.bar.close()

@@ -26,22 +26,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paralab.checks import choice, illegal, real, shown, whole
+from paralab.checks import choice, illegal, instance, real, shown, whole
 from paralab.ranks.code import pickled
-from paralab.ranks.errors import Nested, OutOfMemory, RankError, RankTimeout, Stopped
+from paralab.ranks.errors import Nested, Stopped
 from paralab.ranks.server import LOOK_SECONDS, RankServer, start_method
 from paralab.ranks.watch import Run
-
-__all__ = [
-    "OutOfMemory",
-    "RankError",
-    "RankTimeout",
-    "Stopped",
-    "launch",
-    "launch_program",
-    "torchrun_context",
-    "warm_up",
-]
 
 MAX_RANKS = 64
 
@@ -179,8 +168,7 @@ def launch_program(
     if not callable(program):
         raise illegal(name, program, "cannot be called", "a function")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
-    if not isinstance(args, (tuple, list)):
-        raise illegal("args", args, "not a tuple of arguments", f"args=({shown(args)},)")
+    instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
     timeout = real("timeout", timeout, above=0.0)
     choice("device", device, (None, "cpu", "cuda"))
     choice("live", live, (False, True))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import choice, illegal, whole
+from paralab.checks import choice, illegal, instance, shown, whole
 from paralab.launch import MAX_RANKS, _pickled, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
@@ -89,8 +89,7 @@ def places(fn: Any, ranks: int, args: Sequence[Any], nodes: int) -> tuple[int, .
     """The node of each rank. Refuses what cannot be sent to ranks by the names the caller knows."""
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
-    if not isinstance(args, (tuple, list)):
-        raise illegal("args", args, "not a tuple of arguments", f"args=({args!r},)")
+    instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
     _pickled("fn", fn, tuple(args))
     return tuple(rank * nodes // ranks for rank in range(ranks))
 

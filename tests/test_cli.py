@@ -18,7 +18,8 @@ import pytest
 
 from paralab import cli, options
 from paralab.checks import illegal
-from paralab.launch import OutOfMemory, RankError, RankTimeout, launch
+from paralab.launch import launch
+from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
 from paralab.spec import ModelSpec, Plan
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,8 +25,9 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 import paralab as pl
-from paralab.launch import OutOfMemory, launch_program
+from paralab.launch import launch_program
 from paralab.ranks import watch
+from paralab.ranks.errors import OutOfMemory
 from paralab.ranks.server import start_method
 from patience import HANG_S
 from processes import below_the_server, marked, until

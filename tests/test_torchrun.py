@@ -157,7 +157,8 @@ def as_torchrun_rank(port: int, rank: int) -> str:
     """In a rank of ours: forget its group and join one as torchrun's rank would."""
     import torch.distributed as dist
 
-    from paralab.launch import RankError, torchrun_context
+    from paralab.launch import torchrun_context
+    from paralab.ranks.errors import RankError
 
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
@@ -187,7 +188,8 @@ def test_a_port_taken_taken_ends_in_one_line() -> None:
 
 TORCHRUN_RANK = """
 import select, sys
-from paralab.launch import RankError, torchrun_context
+from paralab.launch import torchrun_context
+from paralab.ranks.errors import RankError
 try:
     context = torchrun_context(timeout=2)
 except RankError as error:

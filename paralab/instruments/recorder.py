@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from paralab.instruments.allocator import Allocator
@@ -159,9 +158,16 @@ class Recorder:
         _, *place, _ = self._open[-1]
         self._open[-1] = ("wait", *place, after)
 
-    def span(self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0) -> _Span:
+    @contextmanager
+    def span(
+        self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0
+    ) -> Iterator[None]:
         """``with recorder.span("forward", microbatch=k): ...``"""
-        return _Span(self, (kind, microbatch, stage, chunk))
+        self.enter(kind, microbatch, stage, chunk)
+        try:
+            yield
+        finally:
+            self.leave()
 
     def _close(self, now: Any) -> int:
         self._last = self._new_id()
@@ -276,21 +282,3 @@ class Recorder:
                 COLUMNS, (spans, calls, copies, memory, steps, self._allocated), strict=True
             )
         }
-
-
-class _Span:
-    __slots__ = ("recorder", "what")
-
-    def __init__(self, recorder: Recorder, what: tuple) -> None:
-        self.recorder, self.what = recorder, what
-
-    def __enter__(self) -> None:
-        self.recorder.enter(*self.what)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.recorder.leave()

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from paralab.checks import choice, illegal, whole
+from paralab.checks import choice, illegal, instance, whole
 from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.boxes import Box, boxes
 from paralab.interpret.memory import Kind, memory
@@ -64,9 +64,7 @@ def predict(
     Bytes are exact, times as good as the cluster's numbers. Memory is that of one step, as in a
     run. There are no losses. Raises ValueError on a plan that cannot train the model.
     """
-    plan = Plan() if plan is None else plan
-    if not isinstance(plan, Plan):
-        raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
+    plan = instance("plan", Plan() if plan is None else plan, Plan, "a pl.Plan(...)")
     plan.validate(model)
     if cluster is None:
         cluster = Cluster.local(device=device_of_run(plan.world_size))
@@ -124,8 +122,7 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
     """Raise ``ValueError`` if the cluster lacks devices for the plan, or does not say how fast the
     links are that it uses.
     """
-    if not isinstance(cluster, Cluster):
-        raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
+    instance("cluster", cluster, Cluster, "a pl.Cluster(...) or None")
     if plan.world_size > cluster.num_devices:
         largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
         raise illegal(

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from paralab.checks import choice, illegal, real, whole
+from paralab.checks import choice, illegal, instance, real, whole
 from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.differences import Difference
 from paralab.interpret.folding import Fold, Item, Line, fold
@@ -114,8 +114,7 @@ class ProgramText(RankProgram):
 
     def diff(self, other: ProgramText) -> Difference:
         """What ``other`` does that this program does not, and what it leaves out."""
-        if not isinstance(other, ProgramText):
-            raise illegal("other", other, "not a program to read", "pl.program(model, plan)")
+        instance("other", other, ProgramText, "pl.program(model, plan)", "program to read")
         return Difference(self, other)
 
     # ---- what it holds ---------------------------------------------------------------------------
@@ -238,9 +237,7 @@ def program(
     A program that the checks refuse, because of a pass of your own, is shown too: its last line
     says why. Raises ``ValueError`` on a plan that cannot train the model.
     """
-    plan = Plan() if plan is None else plan
-    if not isinstance(plan, Plan):
-        raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
+    plan = instance("plan", Plan() if plan is None else plan, Plan, "a pl.Plan(...)")
     plan.validate(model)
     model = model.resolved(gpus=device_of_run(plan.world_size) == "cuda")
     rank = whole("rank", rank, at_least=0, at_most=plan.world_size - 1)

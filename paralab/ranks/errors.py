@@ -1,4 +1,4 @@
-"""What a launch can end with; `paralab.launch` and `pl` show these names."""
+"""What a launch can end with; `pl` shows these names."""
 
 from __future__ import annotations
 

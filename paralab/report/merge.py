@@ -159,6 +159,3 @@ def _losses(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
         finite = all(map(math.isfinite, values))
         means.append((math.fsum(values) if finite else sum(values)) / len(values))
     return means
-
-
-__all__ = ["PART_KEYS", "merge"]

@@ -21,10 +21,10 @@ from paralab.instruments.allocator import PEAKS
 from paralab.instruments.samples import CATEGORIES
 from paralab.interpret import quick
 from paralab.report.tables import COMPUTE_KINDS, COPY_LANES, DRY
-from paralab.spec import BYTES_PER_ELEMENT, OWN_FORM
+from paralab.spec import OWN_FORM
 from paralab.spec.links import Reach
 from paralab.spec.tiers import WAYS
-from paralab.theory.needs import step_flops
+from paralab.theory import training
 from paralab.theory.traffic import BOOKKEEPING, edges
 
 if TYPE_CHECKING:
@@ -449,17 +449,6 @@ def _per_step(
     return pd.DataFrame(columns)
 
 
-def ring_optimum(report: Tables) -> int:
-    """Bytes all ranks together send per step in pure data parallelism: N times 2(N-1)/N Psi.
-
-    Psi in bytes of the plan's gradients (Patarasuk & Yuan 2009, the bandwidth-optimal all-reduce).
-    """
-    if report.model is None:
-        raise illegal("model", None, "a traced function has no gradients to sum", "a training run")
-    psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.grad_precision]
-    return 2 * (report.plan.dp - 1) * psi
-
-
 # ---- bytes held ---------------------------------------------------------------------------------
 class Peak(NamedTuple):
     """The sample with most bytes on a tier; held: {category: bytes}."""
@@ -543,11 +532,8 @@ def achieved(report: Tables) -> dict[str, float]:
     seconds, plan = step_time(report), report.plan
     if report.model is None or not seconds > 0:
         return {}
-    device_seconds = seconds * plan.world_size
-    return {
-        name: step_flops(report.model, plan.global_batch, recompute=again) / device_seconds
-        for name, again in (("model", "none"), ("hardware", plan.recompute))
-    }
+    how = {"seconds": seconds, "devices": plan.world_size, "recompute": plan.recompute}
+    return training.utilisation(report.model, plan.global_batch, peak=1.0, **how)._asdict()
 
 
 def utilisation(report: Tables) -> dict[str, float]:

@@ -6,10 +6,13 @@ face. It imports figures and theory when they are asked for, and nothing that it
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from types import MethodType
+from typing import Any
 
 from paralab import checks
 from paralab.report import metrics
@@ -17,12 +20,36 @@ from paralab.report.explain import explain
 from paralab.report.merge import merge
 from paralab.report.storage import load_folder, load_report, save, save_part
 from paralab.report.tables import DRY, Tables
-from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.spec import ModelSpec, Plan
 from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
 
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
+
+class _Later:
+    """A method that is a function of another module, which is imported when it is asked for:
+    pictures bring plotly along.
+
+    times        what a dry run is told that it cannot have, if it is something with times
+    own_devices  whether ranks that shared a GPU cannot have it either
+    """
+
+    def __init__(self, module: str, times: str = "", *, own_devices: bool = False) -> None:
+        self.module, self.times, self.own_devices = module, times, own_devices
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, report: Report | None, owner: type) -> Callable[..., Any]:
+        function = pkgutil.resolve_name(f"paralab.{self.module}:{self.name}")
+
+        @functools.wraps(function)
+        def method(report: Report, *args: Any, **settings: Any) -> Any:
+            if self.times:
+                metrics.needs_times(report, self.times)
+            if self.own_devices:
+                metrics.needs_own_devices(report, self.times)
+            return function(report, *args, **settings)
+
+        return method if report is None else MethodType(method, report)
 
 
 class Report(Tables):
@@ -55,104 +82,19 @@ class Report(Tables):
     summary, peaks, pipeline_times = metrics.summary, metrics.peaks, metrics.pipeline_times
     traffic, copied, explain = metrics.traffic, metrics.copied, explain
 
-    def bubbles(self, cluster: Cluster | None = None) -> pd.DataFrame:
-        """The bubble by formula, simulated with this report's own costs, replayed, measured.
-
-        Two rows: idle over device time, and idle over ideal time (the papers' (p-1)/m). A measured
-        report is replayed on ``cluster`` (default: this machine's links); see theory/ideal.py.
-        """
-        from paralab.theory.ideal import bubbles
-
-        metrics.needs_times(self, "a bubble")
-        metrics.needs_own_devices(self, "a bubble")
-        return bubbles(self, cluster)
+    bubbles = _Later("theory.ideal", "a bubble", own_devices=True)
+    algorithms = _Later("theory.algorithms")
 
     # ---- pictures and files -------------------------------------------------------------------
-    def timeline(
-        self,
-        *,
-        step: int | None = None,
-        ranks: Sequence[int] | None = None,
-        ideal: bool | None = None,
-    ) -> go.Figure:
-        """Every span of one step, rank by rank; by default the step of median duration.
-
-        Of a pipeline the ideal stands above, the same schedule and costs with free links, where
-        there is room; ``ideal`` says yes or no.
-        """
-        from paralab.view.timeline import timeline
-
-        metrics.needs_times(self, "a timeline")
-        return timeline(self, step=step, ranks=ranks, ideal=ideal)
-
-    def traffic_chart(self) -> go.Figure:
-        """Bytes per step: rank by rank, and by axis and level."""
-        from paralab.view.traffic import traffic_chart
-
-        return traffic_chart(self)
-
-    def memory_chart(self, *, rank: int | None = None, step: int | None = None) -> go.Figure:
-        """Bytes on the device by category over a step, by default the one with the highest peak.
-
-        A panel for every rank, or for one ``rank``. Raises ValueError without memory samples.
-        """
-        from paralab.view.memory_chart import memory_chart
-
-        return memory_chart(self, rank=rank, step=step)
-
-    def live_activations(self, *, step: int | None = None) -> go.Figure:
-        """Of a pipeline: how many micro-batches' activations every rank keeps, over time."""
-        from paralab.view.live import live_activations
-
-        metrics.needs_times(self, "a chart over all ranks")
-        return live_activations(self, step=step)
-
-    def loss_chart(self) -> go.Figure:
-        """The loss over steps."""
-        from paralab.view.loss import loss_chart
-
-        return loss_chart(self)
-
-    def to_html(
-        self, path: str | os.PathLike[str], *, sections: Sequence[tuple[str, str]] = ()
-    ) -> None:
-        """One self-contained page. ``sections``: (title, HTML) pairs put after the summary."""
-        from paralab.view.page import to_html
-
-        to_html(self, path, sections=sections)
-
-    def to_perfetto(self, path: str | os.PathLike[str]) -> None:
-        """A trace that ui.perfetto.dev opens (Chrome trace-event JSON)."""
-        from paralab.view.perfetto import to_perfetto
-
-        metrics.needs_times(self, "a trace")
-        to_perfetto(self, path)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything as JSON, gzipped if ``path`` ends in .gz; ``pl.load`` reads it back."""
-        save(self, path)
-
-    def replay(self, cluster: Cluster | None = None, *, compute: float = 1.0) -> Report:
-        """The same run on one virtual device per rank of ``cluster``; this report stays as is.
-
-        Compute takes the time of its processor or GPU that it took in the run; links are those of
-        ``cluster``, by default this machine's as measured (`Cluster.local`), between processors or
-        between GPUs as in the run. ``compute`` scales what compute took:
-        0.0 leaves the links alone, and so a time that is the same on every machine.
-        """
-        from paralab.theory.replay import replay
-
-        metrics.needs_times(self, "a replay")
-        metrics.needs_own_devices(self, "a replay")
-        return replay(self, cluster, compute=compute)
-
-    def algorithms(self) -> pd.DataFrame:
-        """Ring or tree for every kind of call on this report's cluster, and what either takes; see
-        ``theory.algorithms``.
-        """
-        from paralab.theory.algorithms import algorithms
-
-        return algorithms(self)
+    timeline = _Later("view.timeline", "a timeline")
+    traffic_chart = _Later("view.traffic")
+    memory_chart = _Later("view.memory_chart")
+    loss_chart = _Later("view.loss")
+    to_html = _Later("view.page")
+    to_perfetto = _Later("view.perfetto", "a trace")
+    replay = _Later("theory.replay", "a replay", own_devices=True)
+    live_activations = _Later("view.live", "a chart over all ranks")
+    save = save
 
     def __repr__(self) -> str:
         # No times: notebooks compare this line, and a run must give the same one twice.

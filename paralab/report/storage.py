@@ -37,7 +37,7 @@ _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErro
 
 
 def save(report: Tables, path: str | os.PathLike[str]) -> None:
-    """Write everything that a report holds."""
+    """Write everything as JSON, gzipped if ``path`` ends in .gz; ``pl.load`` reads it back."""
     about = {name: getattr(report, name) for name in ("model", "plan", "meta", "losses")}
     arrays = {name: getattr(report, name) for name in STATES}
     found = {name: getattr(report, name) for name in tables.COLUMNS}

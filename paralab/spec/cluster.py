@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from paralab.checks import Description, choice, count, illegal, real
+from paralab.checks import Description, choice, count, illegal, instance, real
 from paralab.spec.links import ALGORITHMS, Link, Reach, Way, ways
 from paralab.theory.traffic import OPS
 
@@ -116,8 +116,7 @@ class Cluster(Description):
         for name in ("host_bandwidth", "peak_flops", "operand_bandwidth"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
-        if not isinstance(self.collectives, Mapping):
-            raise illegal("collectives", self.collectives, "not a table", "{operation: pl.Link}")
+        instance("collectives", self.collectives, Mapping, "{operation: pl.Link}", "table")
         measured = {
             choice("collectives", op, OPS): as_link(f"collectives[{op!r}]", v)
             for op, v in self.collectives.items()
@@ -129,8 +128,7 @@ class Cluster(Description):
             )
         rates = {name: _three(name, of) for name, of in self.products_16bit.items()}
         object.__setattr__(self, "products_16bit", rates)
-        if not isinstance(self.elements, Mapping):
-            raise illegal("elements", self.elements, "not a table", '{"exp": 1e-9}')
+        instance("elements", self.elements, Mapping, '{"exp": 1e-9}', "table")
         seconds = {
             choice("elements", name, ELEMENTS): real(f"elements[{name!r}]", of, at_least=0.0)
             for name, of in self.elements.items()

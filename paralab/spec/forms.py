@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import choice, illegal, shown
+from paralab.checks import choice, illegal, instance, shown
 from paralab.parallel.schedules import RELAY, SCHEDULES, takes_three
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def check_grad_sync(form: Any) -> None:
 def check_passes(forms: Any) -> tuple[Any, ...]:
     """Passes of the learner's own, as a tuple; refused is what could not be called."""
     legal = "functions f(program) -> program, see paralab.programs.own"
-    if not isinstance(forms, (tuple, list)):
-        raise illegal("passes", forms, "not a sequence", f"a tuple of {legal}")
+    instance("passes", forms, (tuple, list), f"a tuple of {legal}", "sequence")
     for form in forms:
         if not callable(form) and not (isinstance(form, str) and form.startswith(OWN_FORM)):
             raise illegal("passes", forms, f"{shown(form)} cannot be called", legal)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paralab.checks import Description, choice, count, illegal, whole
+from paralab.checks import Description, choice, count, instance, whole
 from paralab.parallel.schedules import RELAY
 from paralab.spec.forms import (
     OWN_FORM,
@@ -264,6 +264,5 @@ class Plan(Description):
 
     def validate(self, model: ModelSpec) -> None:
         """Raise ``ValueError`` if this plan cannot train ``model`` in this version."""
-        if not isinstance(model, ModelSpec):
-            raise illegal("model", model, "not a model description", "a pl.ModelSpec(...)")
+        instance("model", model, ModelSpec, "a pl.ModelSpec(...)", "model description")
         check_plan(self, model)

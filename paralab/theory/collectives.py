@@ -22,9 +22,10 @@ Where n does not divide the tensor, chunks differ by one element and the largest
 
 from __future__ import annotations
 
-from paralab.checks import choice, illegal, whole
+from paralab.checks import choice, illegal, instance, whole
 from paralab.spec.cluster import Link
 from paralab.theory.traffic import share
+from paralab.theory.work import ITEM
 
 ALGORITHMS = (
     "ring_reduce_scatter",
@@ -52,21 +53,17 @@ def seconds(
     *,
     inter: Link | None = None,
     node_size: int | None = None,
-    itemsize: int = 4,
 ) -> float:
     """Time until the last of ``n`` members has the result, on ``link``.
 
-    nbytes     of the tensor, S; whole elements of ``itemsize`` bytes
+    nbytes     of the tensor, S; whole elements of fp32
     inter      the link between nodes, of "hierarchical_all_reduce" only; default: ``link``
     """
-    for name, value in (("link", link), ("inter", inter)):
-        if not isinstance(value, Link) and (name == "link" or value is not None):
-            raise illegal(
-                name, value, "not a link", "pl.Link(alpha=seconds, bandwidth=bytes_per_s)"
-            )
-    phases = _phases(algorithm, n, _elements(nbytes, itemsize), node_size)
+    for name, value in (("link", link), ("inter", link if inter is None else inter)):
+        instance(name, value, Link, "pl.Link(alpha=seconds, bandwidth=bytes_per_s)", "link")
+    phases = _phases(algorithm, n, _elements(nbytes), node_size)
     return sum(
-        times * each.seconds(count * itemsize)
+        times * each.seconds(count * ITEM)
         for (times, count), each in zip(phases, (link, inter or link), strict=True)
     )
 
@@ -78,17 +75,16 @@ def wire_bytes(
     index: int = 0,
     *,
     node_size: int | None = None,
-    itemsize: int = 4,
 ) -> int:
     """Bytes that member ``index`` sends; over all n members they add up to the table's n-fold."""
     n, group, nodes = _checked(algorithm, n, node_size)
     index = whole("index", index, at_least=0, at_most=n - 1)
-    count = _elements(nbytes, itemsize)
+    count = _elements(nbytes)
     if algorithm == "tree_all_reduce":
-        return _tree_neighbours(n, index) * count * itemsize
+        return _tree_neighbours(n, index) * count * ITEM
     halves, place, node = _halves(algorithm), index % group, index // group
     own = share(count, group, (place + 1) % group)
-    return (_ring(count, group, place, halves) + _ring(own, nodes, node, halves)) * itemsize
+    return (_ring(count, group, place, halves) + _ring(own, nodes, node, halves)) * ITEM
 
 
 def crossover(n: int, link: Link) -> float:
@@ -136,14 +132,13 @@ def _checked(algorithm: str, n: int, node_size: int | None) -> tuple[int, int, i
     return n, group, n // group
 
 
-def _elements(nbytes: int, itemsize: int) -> int:
+def _elements(nbytes: int) -> int:
     nbytes = whole("nbytes", nbytes, at_least=0)
-    itemsize = whole("itemsize", itemsize, at_least=1)
-    if nbytes % itemsize:
+    if nbytes % ITEM:
         raise illegal(
-            "nbytes", nbytes, f"not whole elements of {itemsize} bytes", f"a multiple of {itemsize}"
+            "nbytes", nbytes, f"not whole elements of {ITEM} bytes", f"a multiple of {ITEM}"
         )
-    return nbytes // itemsize
+    return nbytes // ITEM
 
 
 def _rounds(n: int) -> int:

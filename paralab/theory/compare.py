@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import illegal
+from paralab.checks import illegal, instance
 from paralab.report import metrics
 from paralab.report.metrics import device_of, needs_own_devices, needs_times
 from paralab.report.tables import Tables
@@ -137,8 +137,7 @@ def compare(expect: Tables, report: Tables) -> Comparison:
 
 def _in_order(a: Any, b: Any) -> tuple[Tables, Tables]:
     for name, value in (("expect", a), ("report", b)):
-        if not isinstance(value, Tables):
-            raise illegal(name, value, "not a report", "what pl.predict and pl.run return")
+        instance(name, value, Tables, "what pl.predict and pl.run return", "report")
         needs_times(value, "a comparison")
         needs_own_devices(value, "a comparison")
     if a.clock != "predicted":

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from paralab.checks import illegal, real
+from paralab.checks import illegal, instance, real
 from paralab.interpret.outline import totals
 from paralab.interpret.predict import check_cluster
 from paralab.spec import Cluster, Link, ModelSpec, Plan
@@ -144,8 +144,7 @@ def fit_cluster(
 
     A few seconds per run. Raises ValueError naming the run that is refused.
     """
-    if not isinstance(cluster, Cluster):
-        raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or a preset")
+    instance("cluster", cluster, Cluster, "a pl.Cluster(...) or a preset")
     runs = _runs(model_runs)
     most = max(run.plan.world_size for run in runs)
     wide = cluster.replace(nodes=max(cluster.nodes, -(-most // cluster.devices_per_node)))

@@ -17,8 +17,9 @@ the messages. Cost: about 1 microsecond per action.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -143,14 +144,9 @@ def live(schedule: Iterable[Iterable[Action]]) -> list[list[int]]:
     return counted
 
 
-def timed(
-    order: Order,
-    seconds: np.ndarray,
-    comm: np.ndarray | None = None,
-    pairs: Mapping[int, int] | None = None,
-) -> tuple[list[float], list[float]]:
+def timed(order: Order, seconds: np.ndarray, *more: Any) -> tuple[list[float], list[float]]:
     """(start, end) of every action, as `walk` has it; ScheduleError if waits form a cycle."""
-    start, end = walk(order, seconds, comm, pairs)
+    start, end = walk(order, seconds, *more)
     if inf in end:
         raise _deadlock(order, end)
     return start, end

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from paralab.checks import choice, illegal
+from paralab.checks import choice, illegal, instance
 from paralab.parallel.layouts import Split, box, extents, kind_of, mode_of
 from paralab.spec import Plan
 from paralab.theory.tensor import OUTWARD, ROLES
@@ -89,8 +89,7 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
 # ---- which rank holds what ----------------------------------------------------------------------
 def check(plan: Any) -> None:
     """Refuse what has no blocks, and more of them than one can tell apart."""
-    if not isinstance(plan, Plan):
-        raise illegal("plan", plan, "not a plan", "a pl.Plan(tp=...)")
+    instance("plan", plan, Plan, "a pl.Plan(tp=...)")
     if not 1 < plan.tp <= MOST_RANKS:
         why = "nothing is cut, or too much to be drawn"
         raise illegal("tp", plan.tp, why, f"2 to {MOST_RANKS}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from paralab.checks import illegal, real
+from paralab.checks import illegal, instance, real
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import lanes, naming, theme
@@ -52,8 +52,7 @@ def disk_needed(
     given = {"model": (model, ModelSpec), "plan": (plan, Plan)}
     cluster = Cluster.local() if cluster is None else cluster
     for name, (value, kind) in (given | {"cluster": (cluster, Cluster)}).items():
-        if not isinstance(value, kind):
-            raise illegal(name, value, "not a description", f"a pl.{kind.__name__}(...)")
+        instance(name, value, kind, f"a pl.{kind.__name__}(...)", "description")
     foreseen = Foreseen(model, plan, cluster)
     if real("share", share, above=0.0) >= 1:
         raise illegal("share", share, "every transfer costs time", "a number above 0 and below 1")

@@ -32,7 +32,7 @@ PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"
 def to_html(
     report: Tables, path: str | os.PathLike[str], *, sections: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Write the page. ``sections``: (title, HTML) pairs, shown after the numbers.
+    """Write one self-contained page. ``sections``: (title, HTML) pairs, shown after the numbers.
 
     Titles are escaped; the HTML of a section is trusted as it is, so escape what you put into it.
     """

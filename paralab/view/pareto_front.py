@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paralab.checks import illegal
+from paralab.checks import instance
 from paralab.programs.search import Search
 from paralab.programs.search_words import brief, size
 from paralab.view import theme
@@ -35,8 +35,7 @@ def pareto(search: Search) -> Chart:
     The table has every plan that is drawn: the search's columns, and front. Raises ValueError on
     anything but a `Search`.
     """
-    if not isinstance(search, Search):
-        raise illegal("search", search, "not a search", "what pl.plan_search(...) returns")
+    instance("search", search, Search, "what pl.plan_search(...) returns")
     shown = _drawn(search)
     total, fits = len(search.plans), search.fits
     below = [f"estimates of {total:,} plans on {search.devices:,} devices"]

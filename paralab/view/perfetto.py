@@ -19,7 +19,9 @@ from paralab.view.lanes import ROW_NAME, order, tracks
 
 
 def to_perfetto(report: Tables, path: str | os.PathLike[str]) -> None:
-    """Write the trace of all steps. Times in the file are microseconds from the earliest span."""
+    """Write a trace of all steps that ui.perfetto.dev opens (Chrome trace-event JSON), in
+    microseconds from the earliest span.
+    """
     trace = {
         "traceEvents": events(report),
         "displayTimeUnit": "ms",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.checks import illegal, whole
+from paralab.checks import illegal, instance, whole
 from paralab.spec import Cluster, Plan
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
@@ -75,10 +75,8 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     Of more than ten pipeline ranks, or two dozen ranks in one of them, the rank's neighbourhood.
     The table has all of them. Raises ValueError if there is no such rank, or too few devices.
     """
-    if not isinstance(plan, Plan):
-        raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
-    if cluster is not None and not isinstance(cluster, Cluster):
-        raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
+    instance("plan", plan, Plan, "a pl.Plan(...)")
+    instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     world = plan.world_size
     if cluster is not None and world > cluster.num_devices:
         why = f"it has {cluster.num_devices} devices, the plan needs {world}"

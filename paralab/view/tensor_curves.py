@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from paralab.checks import illegal, whole
+from paralab.checks import instance, whole
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.rules import tensor_grid
 from paralab.theory.tensor import depth_elements, linear_elements
@@ -97,8 +97,7 @@ def crossover(
     ``table``: a row per mode and tokens, with the elements. Raises ValueError on counts and ranges
     that are none.
     """
-    if not isinstance(model, ModelSpec):
-        raise illegal("model", model, "not a model description", "a pl.ModelSpec(...)")
+    instance("model", model, ModelSpec, "a pl.ModelSpec(...)", "model description")
     whole("tp", tp, at_least=2)
     low, high = tokens
     whole("tokens[0]", low, at_least=1)

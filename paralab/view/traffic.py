@@ -14,6 +14,7 @@ import pandas as pd
 
 from paralab.report import metrics
 from paralab.report.tables import DRY, Tables
+from paralab.spec import BYTES_PER_ELEMENT
 from paralab.view import lanes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
@@ -35,7 +36,8 @@ def traffic_chart(report: Tables) -> Chart:
     alone = bool(dry or (copies and not sent))  # no matrix
     optimum = None
     if report.model is not None and report.plan.dp == report.world_size > 1 and copied.empty:
-        optimum = metrics.ring_optimum(report) / report.world_size
+        psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.grad_precision]
+        optimum = 2 * (report.plan.dp - 1) * psi / report.world_size
     rows, axis = [], {}  # axis: of a row's label
     for r in per_op.sort_values(["axis", "level", "op"]).to_dict("records"):
         label = f"{r['axis']}, {naming.LEVEL_NAME[r['level']]}"

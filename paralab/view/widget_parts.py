@@ -10,7 +10,7 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from paralab.checks import illegal
+from paralab.checks import illegal, instance
 from paralab.instruments.calibrate import device_of_run
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link, ModelSpec, Plan
@@ -132,8 +132,7 @@ def given(name: str, value: Any, default: Any) -> Any:
     """The "model", "plan" or "cluster" that a widget was given; ``default`` if that is None."""
     kinds = {"model": (ModelSpec, "model description"), "plan": (Plan, "plan")}
     kind, said = kinds.get(name, (Cluster, "cluster"))
-    if value is not None and not isinstance(value, kind):
-        raise illegal(name, value, f"not a {said}", f"a pl.{kind.__name__}(...) or None")
+    instance(name, value, kind | None, f"a pl.{kind.__name__}(...) or None", said)
     return default if value is None else value
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
-from paralab.checks import illegal, real, whole
+from paralab.checks import illegal, instance, real, whole
 from paralab.spec import ModelSpec, Plan
 
 NAN = float("nan")
@@ -39,8 +39,7 @@ def rows_of(kind: type[Row], rows: Any, printed: Iterable[Row]) -> list[Row]:
 
 
 def _checked(kind: type[Row], name: str, row: Any, legal: str) -> Row:
-    if not isinstance(row, (kind, Mapping)):
-        raise illegal(name, row, "not a row of this table", legal)
+    instance(name, row, (kind, Mapping), legal, "row of this table")
     given = dict(row) if isinstance(row, Mapping) else row._asdict()
     defaults, fields = kind._field_defaults, ", ".join(kind._fields)
     for field in given.keys() - set(kind._fields):
@@ -67,6 +66,4 @@ def _value(name: str, kind: type, value: Any, default: Any) -> Any:
         if printed and (value is None or isinstance(value, float) and math.isnan(value)):
             return NAN
         return real(name, value, above=None if printed else 0.0)
-    if not isinstance(value, kind):
-        raise illegal(name, value, f"not a {kind.__name__}", f"a {kind.__name__}")
-    return value
+    return instance(name, value, kind, f"a {kind.__name__}", kind.__name__)
