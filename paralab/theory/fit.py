@@ -57,7 +57,7 @@ def fit_rate(
 def fit_half_rate(points: list[dict[str, Any]]) -> float:
     """Tokens at which one kind of product reaches half of its rate; of points with few and many."""
     terms = [(p["flops"], p["flops"] / p["tokens"], 1.0) for p in points]
-    per_flop, per_token, _ = non_negative_fit(terms, [p["seconds"] for p in points])
+    (per_flop, per_token, _), _ = _fitted(points, terms)
     return per_token * _rate(per_flop)
 
 
@@ -69,25 +69,15 @@ def _rate(seconds: float) -> float:
 def _fitted(
     points: list[dict[str, Any]], terms: list[tuple[float, ...]]
 ) -> tuple[list[float], dict[str, float]]:
-    """(a coefficient for each term, relative errors)."""
-    found = non_negative_fit(terms, [p["seconds"] for p in points])
-    for point, row in zip(points, terms, strict=True):
-        point["fitted"] = sum(map(mul, row, found))
-    errors = [abs(p["fitted"] / p["seconds"] - 1) for p in points]
-    return found, {"median": median(errors), "worst": max(errors)}
-
-
-def non_negative_fit(terms: list[tuple[float, ...]], seconds: list[float]) -> list[float]:
-    """Coefficients >= 0 that make sum(coefficient * term) / seconds nearest to 1, in least squares.
-
-    terms    one row per measurement;  seconds  its time, above 0
+    """(coefficients >= 0 that make sum(coefficient * term) / seconds nearest to 1, in least
+    squares; accuracy); adds "fitted" seconds to every point. terms: a row for each.
     """
     import numpy as np
 
-    wanted = np.asarray(seconds)
-    rows = np.asarray(terms, dtype=float) / wanted[:, None]
-    scale = rows.max(axis=0)
-    rows = rows / np.where(scale > 0, scale, 1.0)
+    rows = np.array(terms, dtype=float) / np.array([p["seconds"] for p in points])[:, None]
+    largest = rows.max(axis=0)
+    scale = np.where(largest > 0, largest, 1.0)
+    rows /= scale
     best, found = math.inf, np.zeros(rows.shape[1])
     for count in range(1, rows.shape[1] + 1):
         for columns in map(list, combinations(range(rows.shape[1]), count)):
@@ -96,4 +86,8 @@ def non_negative_fit(terms: list[tuple[float, ...]], seconds: list[float]) -> li
             if (some >= 0).all() and error < best:
                 best, found = error, np.zeros(rows.shape[1])
                 found[columns] = some
-    return [float(c) for c in found / np.where(scale > 0, scale, 1.0)]
+    coefficients = (found / scale).tolist()
+    for point, row in zip(points, terms, strict=True):
+        point["fitted"] = sum(map(mul, row, coefficients))
+    errors = [abs(p["fitted"] / p["seconds"] - 1) for p in points]
+    return coefficients, {"median": median(errors), "worst": max(errors)}
