@@ -25,19 +25,6 @@ def in_two(x):
     return whole
 
 
-def gathered(x):
-    x = x.detach().contiguous()
-    every = x.new_empty(dist.get_world_size(), *x.shape)
-    dist.all_gather_into_tensor(every.view(-1), x.view(-1))
-    return every.sum(0)
-
-
-def unawaited(x):
-    x = x.detach().clone()
-    dist.all_reduce(x, async_op=True)
-    return x
-
-
 def operator(forward, backward):
     class Operator(torch.autograd.Function):
         @staticmethod
@@ -56,10 +43,6 @@ def same(x):
 
 
 # ---- f_and_g: functions, because an answer travels to its ranks ----------------------------------
-def f(x):
-    return operator(same, summed)(x)
-
-
 def g(x):
     return operator(summed, same)(x)
 
@@ -70,42 +53,6 @@ def f_in_two(x):
 
 def g_in_two(x):
     return operator(in_two, same)(x)
-
-
-def f_averages(x):
-    return operator(same, lambda grad: summed(grad) / dist.get_world_size())(x)
-
-
-def f_sums_both_ways(x):
-    return operator(summed, summed)(x)
-
-
-def g_sums_both_ways(x):
-    return operator(summed, summed)(x)
-
-
-def g_gathers(x):
-    return operator(gathered, same)(x)
-
-
-def g_takes_the_largest(x):
-    return operator(lambda x: summed(x, dist.ReduceOp.MAX), same)(x)
-
-
-def g_without_backward(x):
-    return summed(x)
-
-
-def g_does_not_wait(x):
-    return operator(unawaited, same)(x)
-
-
-def g_returns_nothing(x):
-    summed(x)
-
-
-def g_on_rank_0(x):
-    return operator(lambda x: summed(x) if dist.get_rank() == 0 else x, same)(x)
 
 
 # ---- tensor_attention ----------------------------------------------------------------------------
@@ -168,31 +115,12 @@ def local_target(logits, targets):
     return at.clamp(0, width - 1), here
 
 
-def loss_by(largest, total, target, mean=True):
-    """A loss from the three numbers per token, by these functions of (logits, ...)."""
-
-    def loss(logits, targets):
-        at, here = local_target(logits, targets)
-        high = largest(logits)
-        sums = total((logits - high[:, None]).exp().sum(1))
-        own_target = logits.gather(1, at[:, None])[:, 0]
-        losses = high + sums.log() - target(own_target, here)
-        return losses.mean() if mean else losses.sum()
-
-    return loss
-
-
-def common_largest(logits):
-    return summed(logits.amax(1), dist.ReduceOp.MAX)
-
-
-def of_one_rank(own_target, here):
-    return g(own_target * here)
-
-
 def loss_by_autograd(logits, targets):
     """Right: autograd finds the gradient."""
-    return loss_by(common_largest, g, of_one_rank)(logits, targets)
+    at, here = local_target(logits, targets)
+    high = summed(logits.amax(1), dist.ReduceOp.MAX)
+    sums = g((logits - high[:, None]).exp().sum(1))
+    return (high + sums.log() - g(logits.gather(1, at[:, None])[:, 0] * here)).mean()
 
 
 def loss_of_log_sums(logits, targets):
@@ -200,22 +128,8 @@ def loss_of_log_sums(logits, targets):
     at, here = local_target(logits, targets)
     mine = logits.logsumexp(1)
     high = summed(mine, dist.ReduceOp.MAX)
-    losses = (
-        high + g((mine - high).exp()).log() - of_one_rank(logits.gather(1, at[:, None])[:, 0], here)
-    )
-    return losses.mean()
-
-
-def loss_overflows(logits, targets):
-    return loss_by(lambda z: torch.zeros(len(z)), g, of_one_rank)(logits, targets)
-
-
-def loss_of_own_largest(logits, targets):
-    return loss_by(lambda z: z.detach().amax(1), g, of_one_rank)(logits, targets)
-
-
-def loss_of_own_sum(logits, targets):
-    return loss_by(common_largest, same, of_one_rank)(logits, targets)
+    sums, target = g((mine - high).exp()), g(logits.gather(1, at[:, None])[:, 0] * here)
+    return (high + sums.log() - target).mean()
 
 
 def loss_of_own_part(logits, targets):
@@ -224,90 +138,9 @@ def loss_of_own_part(logits, targets):
     return g(own_loss.mean())
 
 
-def loss_target_everywhere(logits, targets):
-    return loss_by(common_largest, g, lambda own_target, here: g(own_target))(logits, targets)
-
-
-def loss_target_of_one_rank(logits, targets):
-    return loss_by(common_largest, g, lambda own_target, here: own_target * here)(logits, targets)
-
-
-def loss_is_a_sum(logits, targets):
-    return loss_by(common_largest, g, of_one_rank, mean=False)(logits, targets)
-
-
-def loss_of_a_mean_over_ranks(logits, targets):
-    return loss_by_autograd(logits, targets) / dist.get_world_size()
-
-
 def loss_gathers_the_logits(logits, targets):
     t, rank = dist.get_world_size(), dist.get_rank()
     parts = [torch.empty_like(logits) for _ in range(t)]
     dist.all_gather(parts, logits.detach())
     parts[rank] = logits
     return F.cross_entropy(torch.cat(parts, 1), targets)
-
-
-def loss_of_sums_both_ways(logits, targets):
-    def total(x):
-        return operator(summed, summed)(x)
-
-    return loss_by(common_largest, total, lambda mine, here: total(mine * here))(logits, targets)
-
-
-def loss_in_many_copies(logits, targets):
-    copies = [logits.detach().clone() for _ in range(5)]
-    return loss_by_autograd(logits + 0 * copies[0], targets)
-
-
-def loss_has_no_gradient(logits, targets):
-    return loss_by_autograd(logits.detach(), targets)
-
-
-def loss_does_not_wait(logits, targets):
-    return loss_by(common_largest, operator(unawaited, same), of_one_rank)(logits, targets)
-
-
-def loss_indexes_by_the_whole(logits, targets):
-    return logits.gather(1, targets[:, None]).mean()
-
-
-class ByHand(torch.autograd.Function):
-    """The gradient by hand, with the target on every rank, or none, or without grad or n."""
-
-    @staticmethod
-    def forward(ctx, logits, targets, kind):
-        at, here = local_target(logits, targets)
-        high = common_largest(logits)
-        share = (logits - high[:, None]).exp()
-        total, target = summed(share.sum(1)), summed(logits.gather(1, at[:, None])[:, 0] * here)
-        ctx.share, ctx.at, ctx.here, ctx.kind = share / total[:, None], at, here, kind
-        return (high + total.log() - target).mean()
-
-    @staticmethod
-    def backward(ctx, grad):
-        found, rows = ctx.share.clone(), torch.arange(len(ctx.at))
-        if ctx.kind != "no target":
-            found[rows, ctx.at] -= 1.0 if ctx.kind == "every rank" else ctx.here.float()
-        found = found * (1.0 if ctx.kind == "no grad" else grad)
-        return found / (1 if ctx.kind == "no mean" else len(rows)), None, None
-
-
-def loss_by_hand(logits, targets):
-    return ByHand.apply(logits, targets, "")
-
-
-def loss_subtracts_everywhere(logits, targets):
-    return ByHand.apply(logits, targets, "every rank")
-
-
-def loss_subtracts_nothing(logits, targets):
-    return ByHand.apply(logits, targets, "no target")
-
-
-def loss_ignores_grad(logits, targets):
-    return ByHand.apply(logits, targets, "no grad")
-
-
-def loss_forgets_the_mean(logits, targets):
-    return ByHand.apply(logits, targets, "no mean")

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from paralab.exercises import Exercise, Verdict, sources
+from paralab.exercises import ALL, Exercise, Verdict, sources
 from paralab.exercises.graded import asked_for
 from paralab.exercises.verdict import NOT_STARTED
 from patience import HANG_S
@@ -38,15 +38,28 @@ def defined(text: str, *names: str) -> Any:
     return found[names[0]] if len(names) == 1 else tuple(found[name] for name in names)
 
 
-def stored(name: str, *parts: str, changes: Sequence[tuple[str, str]] = ()) -> Any:
-    """These parts of answers/NAME.py, and of the answer that it builds on, with each old text
-    replaced by the new one: what a learner might have written.
+def stored(name: str, *parts: str) -> Any:
+    """These parts of answers/NAME.py."""
+    return defined(_text(name), *parts)
+
+
+def altered(name: str) -> Callable[..., Any]:
+    """A function of pairs (old, new): an exercise's answer, in which, and in the answer that it
+    builds on, each old text is replaced by the new one: what a learner might have written.
     """
-    text = _built(name) + sources.solution(sources.answer(name))
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new)
-    return defined(text, *parts)
+
+    def answer(*changes: tuple[str, str]) -> Any:
+        text = _text(name)
+        for old, new in changes:
+            assert old in text, old
+            text = text.replace(old, new)
+        return defined(text, *asked_for(ALL[name]))
+
+    return answer
+
+
+def _text(name: str) -> str:
+    return _built(name) + sources.solution(sources.answer(name))
 
 
 def _built(name: str) -> str:

@@ -194,7 +194,7 @@ def test_a_rank_asks_torch_for_gpus_once_for_each_choice_of_them(monkeypatch):
     calibrate._seen.cache_clear()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def on_gpus(run):
     """A run that says that it was on GPUs."""
     report = run(MODEL, pl.Plan(dp=2), steps=2)

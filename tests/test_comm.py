@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -54,10 +55,15 @@ def every_operation(context, staged: bool) -> dict:
     return {"values": {k: v.tolist() for k, v in out.items()}, **tables}
 
 
+@functools.cache
+def operations(n: int, staged: bool) -> list[dict]:
+    return launch_program(every_operation, n, (staged,), timeout=30, device="cpu", strict=True)
+
+
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_every_operation_gives_what_its_name_says(n, staged):
-    parts = launch_program(every_operation, n, (staged,), timeout=30, device="cpu", strict=True)
+    parts = operations(n, staged)
     data = [[i + 100.0 * r for i in range(2 * n)] for r in range(n)]
     total = [sum(column) for column in zip(*data, strict=True)]
     for rank, part in enumerate(parts):
@@ -74,7 +80,7 @@ def test_every_operation_gives_what_its_name_says(n, staged):
 
 
 def test_rows_say_what_was_sent_to_whom_and_when():
-    parts = launch_program(every_operation, 3, (False,), timeout=30, device="cpu")
+    parts = operations(3, False)
     for rank, part in enumerate(parts):
         rows = part["collectives"]
         kinds = list(zip(rows["op"], rows["payload_bytes"], rows["wire_bytes"], strict=True))
@@ -95,7 +101,7 @@ def test_rows_say_what_was_sent_to_whom_and_when():
 
 def test_staged_calls_copy_down_what_they_read_and_up_what_they_fill():
     """Of rank 0, 16 bytes of its own: no buffer goes down that a call only fills."""
-    copies = launch_program(every_operation, 2, (True,), timeout=30, device="cpu")[0]["copies"]
+    copies = operations(2, True)[0]["copies"]
     assert list(zip(copies["lane"], copies["bytes"], strict=True)) == [
         *(("d2h", 16), ("h2d", 16)),  # all-reduce, in place
         *(("d2h", 16), ("h2d", 32)),  # all-gather

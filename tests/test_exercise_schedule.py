@@ -67,7 +67,9 @@ TABLE = Table(OWN, [*WRONG, *((one, set(), "") for one in HALF)], RIGHT)
 test_a_wrong_schedule_is_refused, test_a_right_schedule_passes, test_its_stub = TABLE.tests()
 
 
-@pytest.mark.parametrize("answer, kept", zip(HALF, ("simulated step", "live micro-"), strict=True))
+@pytest.mark.parametrize(
+    "answer, kept", [*zip(HALF, ("simulated step", "live micro-"), strict=True)]
+)
 def test_gpipe_keeps_the_time_and_naive_the_memory_and_neither_both(answer, kept):
     verdict = TABLE[answer]
     [row] = [row for row in verdict.rows if row.limit.startswith(kept)]

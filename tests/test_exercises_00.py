@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import bad_answers_00 as bad
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
 from paralab.exercises import peak
 
 STEP, PEAK = pl.exercises.accumulate, pl.exercises.peak_estimate
 
 
-def step(*changes):
-    return stored("accumulate", "accumulate", changes=changes)
-
-
+step = altered("accumulate")
 SHARE, HANDED_IN = "(len(tokens) / samples)", "return mean, norm"
 BEGIN, LOOP = "    samples = ", "    for tokens, targets in microbatches:\n"
 ADDED, FINDS, SCALES = "mean += loss.item()", "loss.backward()", "gradient.mul_(clip_norm / ("
@@ -67,27 +64,42 @@ def test_two_verdicts_on_one_step_are_the_same():
 
 
 # ---- the peak ------------------------------------------------------------------------------------
+estimate = altered("peak_estimate")
+MOST = "max(at_output, at_mlp, at_scores, at_update)"
+
+
+def handed_in(text):
+    return estimate((MOST, text))
+
+
+LAB, LOGITS = "the lab's model", "large vocabularies"
 ESTIMATES = [
-    (bad.states_only, {"the lab's model", "large vocabularies"}, "the model states alone"),
-    (bad.states_and_all, {"the lab's model"}, "(model states and all activations, which are not"),
-    (bad.weights_only, {"wide models, few tokens"}, "the blocks' activations; what else is alive"),
-    (bad.sixteen_bits, {"the lab's model"}, "34 and 5 are of 16-bit activations"),
-    (bad.without_output, {"large vocabularies"}, "b=4, m=1: required: 8.159 GB, yours 6.785"),
-    (bad.without_scores, {"long sequences"}, "seq_len=1024"),
-    (bad.without_update, {"wide models, few tokens"}, "layers=32"),
-    (bad.always_one, {"several micro-batches"}, "m=4"),
-    (bad.always_several, {"the lab's model"}, "m=1"),
-    (bad.multiplied, {"several micro-batches"}, "4 times as much"),
-    (bad.in_gb, {"the lab's model"}, "that is in GB, required: bytes"),
-    (bad.in_mib, {"the lab's model"}, "that is in MiB, required: bytes"),
-    (bad.as_text, {"the lab's model"}, "required: a number of bytes, yours is '12"),
-    (bad.by_asking, {"the lab's model"}, "asks paralab; required: formulas of your own"),
-    (bad.asks_for_more, {"the lab's model"}, "no attribute 'num_params'"),
-    (bad.never_ends, {"the lab's model"}, "lines of it were run, and it has not ended"),
-    (bad.without_clip, {"the lab's model"}, "a number of bytes, yours is (0.0, 0.0)"),
+    (handed_in("at_update"), {LAB, LOGITS}, "the model states alone"),
+    (handed_in("16 * psi + saved + 8 * sbh + 4 * logits"), {LAB},
+     "(model states and all activations, which are not"),
+    (handed_in("always + saved"), {"wide models, few tokens"},
+     "the blocks' activations; what else is alive"),
+    (handed_in("16 * psi + L * (34 * sbh + 5 * scores)"), {LAB},
+     "34 and 5 are of 16-bit activations"),
+    (handed_in("max(at_mlp, at_scores, at_update)"), {LOGITS},
+     "b=4, m=1: required: 8.159 GB, yours 6.785"),
+    (handed_in("max(at_output, at_update)"), {"long sequences"}, "seq_len=1024"),
+    (handed_in("max(at_output, at_mlp, at_scores)"), {"wide models, few tokens"}, "layers=32"),
+    (estimate(("microbatches > 1", "False")), {"several micro-batches"}, "m=4"),
+    (estimate(("microbatches > 1", "True")), {LAB}, "m=1"),
+    (handed_in(f"microbatches * {MOST}"), {"several micro-batches"}, "4 times as much"),
+    (handed_in(f"{MOST} / 1e9"), {LAB}, "that is in GB, required: bytes"),
+    (handed_in(f"{MOST} / 2**20"), {LAB}, "that is in MiB, required: bytes"),
+    (handed_in(f"f'{{{MOST} / 1e6:.0f}} MB'"), {LAB},
+     "required: a number of bytes, yours is '12"),
+    (bad.by_asking, {LAB}, "asks paralab; required: formulas of your own"),
+    (handed_in("16 * model.num_params"), {LAB}, "no attribute 'num_params'"),
+    (estimate(("    L, h", "    while True:\n        batch += 1\n    L, h")), {LAB},
+     "lines of it were run, and it has not ended"),
+    (bad.without_clip, {LAB}, "a number of bytes, yours is (0.0, 0.0)"),
 ]  # fmt: skip
 BY_MOMENTS = stored("peak_estimate_other", "peak_by_moments")
-RIGHT_ESTIMATES = [bad.estimate, bad.four_percent_more]
+RIGHT_ESTIMATES = [handed_in(f"round(1.02 * {MOST})")]  # within 5 %
 TABLE = Table(PEAK, ESTIMATES, RIGHT_ESTIMATES)
 test_a_wrong_estimate_is_refused, test_a_right_estimate_passes, test_the_stub = TABLE.tests()
 
@@ -95,7 +107,7 @@ test_a_wrong_estimate_is_refused, test_a_right_estimate_passes, test_the_stub = 
 def test_the_other_answer_agrees_with_the_first():
     from types import SimpleNamespace
 
-    first = stored("peak_estimate", "peak_estimate")
+    first = estimate()
     for _, sizes, b, m in peak.CASES:
         model = SimpleNamespace(**dict(zip(peak.FIELDS, sizes, strict=True)))
         assert BY_MOMENTS(model, b, m) == first(model, b, m)

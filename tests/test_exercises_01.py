@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import bad_answers_01 as bad
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
 
 RING, LEVELS = pl.exercises.ring_all_reduce, pl.exercises.hierarchical_all_reduce
 
 
-def ring(*changes):
-    return stored("ring_all_reduce", "ring_all_reduce", changes=changes)
-
-
+ring = altered("ring_all_reduce")
 CHUNKS, LEAVING = "chunks = tensor.tensor_split(n)", "chunks[(rank - step) % n]"
 FIRST = f"exchange({LEAVING}, partial)"
 SECOND = "exchange(chunks[(rank + 1 - step) % n], chunks[(rank - step) % n])"
@@ -72,10 +69,7 @@ def test_two_verdicts_on_one_ring_are_the_same():
 
 
 # ---- two levels ----------------------------------------------------------------------------------
-def levels(*changes):
-    return stored("hierarchical_all_reduce", "hierarchical_all_reduce", changes=changes)
-
-
+levels = altered("hierarchical_all_reduce")
 SCATTER, GATHER = (
     "dist.reduce_scatter_tensor(part, tensor, group=inside)",
     "dist.all_gather_into_tensor(tensor, part, group=inside)",

@@ -6,7 +6,7 @@ import pytest
 
 import bad_answers_02 as bad
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
 from paralab.exercises import ddp
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
@@ -14,10 +14,7 @@ from paralab.exercises.verdict import Notes
 AVERAGE, DDP = pl.exercises.average_gradients, pl.exercises.my_ddp
 
 
-def mean(*changes):
-    return stored("average_gradients", "average_gradients", changes=changes)
-
-
+mean = altered("average_gradients")
 SUM, DIVIDE = "dist.all_reduce(parameter.grad)", "parameter.grad /= dist.get_world_size()"
 ALONE = "no gradient was sent"
 MEANS = [  # answer, limits it breaks, words of the verdict
@@ -51,10 +48,7 @@ RIGHT_MEANS = [
 ]
 
 
-def own(*changes):
-    return stored("my_ddp", "MyDDP", changes=changes)
-
-
+own = altered("my_ddp")
 N, WORK = "dist.get_world_size()", "work = dist.all_reduce(flat, async_op=True)"
 MEAN, BUCKET = f"flat /= {N}", "= module, bucket_bytes"
 READY, REST = (

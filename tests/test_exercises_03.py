@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bad_attacks as attacks
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
 from paralab.parallel.schedules import one_f_one_b
 
 WARMUP, STEP, CHUNKS = (
@@ -13,8 +13,8 @@ WARMUP, STEP, CHUNKS = (
 )  # fmt: skip
 
 
-def changed(name: str, function: str, *changes: str):
-    return stored(name, function, changes=list(zip(changes[::2], changes[1::2], strict=True)))
+def changed(name: str, *changes: str):
+    return altered(name)(*zip(changes[::2], changes[1::2], strict=True))
 
 
 # ---- the warm-up ---------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ COUNTS = [  # answer, words of the verdict
     (lambda r, p, m, v: None, "required: a number of forwards, yours is None"),
     (lambda r, p: p - r, "required: warmup(rank, p, m, v)"),
     (attacks.never_ends, "2,000,000 lines of it were run"),
-    (changed("warmup", "warmup", "p - rank)", "p // rank)"), "raised ZeroDivisionError"),
+    (changed("warmup", "p - rank)", "p // rank)"), "raised ZeroDivisionError"),
 ]  # fmt: skip
 LIMIT = set(WARMUP.asked)
 COUNTED = Table(WARMUP, [(count, LIMIT, words) for count, words in COUNTS],
@@ -65,7 +65,7 @@ test_a_wrong_count_is_refused, test_a_right_count_passes, test_the_stub = COUNTE
 
 # ---- one stage per rank --------------------------------------------------------------------------
 def step(*changes: str):
-    return changed("pipeline_executor", "pipeline_step", *changes)
+    return changed("pipeline_executor", *changes)
 
 
 def functional(stage, actions, previous, following, batches, shape):
@@ -172,7 +172,7 @@ def test_a_message_that_is_not_sent_is_said_to_be_waited_for():
 
 # ---- several stages per rank ---------------------------------------------------------------------
 def chunks(*changes: str):
-    return changed("interleaved_executor", "interleaved_step", *changes)
+    return changed("interleaved_executor", *changes)
 
 
 def by_inspection(stages, lists, batches, shape):

@@ -6,15 +6,12 @@ import pytest
 
 import bad_answers_05 as bad
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
 
 ZERO3 = pl.exercises.my_zero3
 
 
-def zero3(*changes):
-    return stored("my_zero3", "MyZero3", changes=changes)
-
-
+zero3 = altered("my_zero3")
 REDUCE, MEAN = "dist.reduce_scatter_tensor(own, flat)", "own / self.ranks"
 UPDATE, KEEP = "shard -= self.lr * gradient", "self.flats.append(flat)"
 READY, GATHER = "            self.reduce(i)\n", "            self.gather_unit(i)\n"
@@ -67,10 +64,7 @@ def test_a_table_takes_one_launch_for_every_run():
 AHEAD = pl.exercises.my_prefetch
 
 
-def ahead(*changes):
-    return stored("my_prefetch", "MyPrefetch", changes=changes)
-
-
+ahead = altered("my_prefetch")
 WAIT, BACK = "self.flying.pop(i).wait()", "following=-1))"
 FOLLOWS = "        self.post(i + following)\n"
 GOOD, FORWARD = ahead(), "no gather is in flight during the forward of unit 1"

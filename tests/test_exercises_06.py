@@ -10,16 +10,13 @@ import pytest
 
 import bad_answers_06 as bad
 import paralab as pl
-from judged import Table, defined, missed, stored
+from judged import Table, altered, defined, missed, stored
 
 CHECKPOINT, CLINIC = pl.exercises.checkpoint, pl.exercises.memory_clinic
 PATIENTS = CLINIC.patients
 
 
-def again(*changes):
-    return stored("checkpoint", "my_checkpoint", changes=changes)
-
-
+again = altered("checkpoint")
 APPLY, FOUND = "MyCheckpoint.apply(block, x, *block.parameters())", "return None, *found"
 KEEP, RUN = "ctx.block = block", "        return block(x)"
 BACK, COMPUTE = "torch.set_rng_state(ctx.state)", "y = ctx.block(again)"

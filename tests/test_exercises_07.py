@@ -7,7 +7,7 @@ import pytest
 
 import bad_answers_07 as bad
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
 from paralab.exercises import diagnose, pairs, vocab_loss
 
 F_G, MLP, ATTENTION, LOSS = "f_and_g", "tensor_mlp", "tensor_attention", "vocab_parallel_loss"
@@ -16,14 +16,14 @@ FORWARD, BACKWARD, WEIGHTS = "bytes, forward", "bytes, backward", "weights per r
 OWN_TERM = "; it is the rank's own term of the sum, to which no other was added"
 
 
-def mlp(*changes):
-    return stored("tensor_mlp", "MyMLP", changes=changes)
-
-
-def attention(*changes):
-    return stored("tensor_attention", "MyAttention", changes=changes)
-
-
+mlp = altered("tensor_mlp")
+attention = altered("tensor_attention")
+pair = altered("f_and_g")
+loss = altered(LOSS)
+T, SUM, SUM_BACK = "dist.get_world_size()", "dist.all_reduce(x)", "dist.all_reduce(grad)"
+AVERAGES, F_ALONE = pair((SUM_BACK, f"{SUM_BACK}\n        grad /= {T}")), pair()[0]
+LARGEST, BOTH = "largest = logits.max(dim=1).values", "dist.all_reduce(sums)"
+HERE, SAVED = "here.to(share.dtype)", "share, local, here = ctx.saved_tensors"
 LINEAR = "F.linear(inside, self.down.weight)"
 INSIDE = 'F.gelu(self.up(self.f(x)), approximate="tanh")'
 NO_GRAD = "with torch.no_grad():"
@@ -33,24 +33,31 @@ BIAS = "qkv.bias.view(3, h)[:, own].flatten()"
 HEADS = "[:, rank * self.heads : (rank + 1) * self.heads].transpose(0, 1)"
 WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
     F_G: [
-        ((bad.g, bad.f), {"result", "gradients"},
+        (pair(("f, g =", "g, f =")), {"result", "gradients"},
          "; the input was summed over the ranks, and the result was not"),
-        ((bad.same, bad.g), {"gradients", BACKWARD}, OWN_TERM),
-        ((bad.f, bad.same), {"result", FORWARD}, OWN_TERM),
-        ((bad.f, bad.g_sums_both_ways), {"gradients", BACKWARD}, "it is 2 times what is required"),
-        ((bad.f_sums_both_ways, bad.g), {"result", "gradients", FORWARD},
+        (pair((SUM_BACK, "pass")), {"gradients", BACKWARD}, OWN_TERM),
+        (pair((SUM, "pass")), {"result", FORWARD}, OWN_TERM),
+        (pair(("f, g =", "Sum.backward = staticmethod(Copy.backward)\nf, g =")),
+         {"gradients", BACKWARD}, "it is 2 times what is required"),
+        (pair(("f, g =", "Copy.forward = staticmethod(Sum.forward)\nf, g =")),
+         {"result", "gradients", FORWARD},
          "; the input was summed over the ranks before the layer"),
-        ((bad.f_averages, bad.g), {"gradients"}, "the input's gradient, element (0, 0, 0): "),
-        ((bad.f_averages, bad.g), {"gradients"}, "; it is 0.5 times what is required"),
-        ((bad.f, bad.g_gathers), {FORWARD}, "t=3: rank 0 sends 18,432 bytes in forward, required: "
-         "12,288, 1.5 times as many"),
-        ((bad.f, bad.g_takes_the_largest), {"result"}, "; it is the largest of the ranks' terms"),
-        ((bad.f, bad.g_without_backward), {"result"}, "required: a tensor, this is a NoneType"),
-        ((bad.f, bad.g_does_not_wait), {"result"}, "rank 0 never waits for all_reduce #0"),
-        ((bad.f, bad.g_returns_nothing), {"result"}, "rank 0 raised TypeError: unsupported"),
-        ((bad.f, bad.g_on_rank_0), {"result"}, "t=2: "),
-        ((bad.f,), {"result"}, "f alone is no answer: give both, check(f, g)"),
-        ((bad.f, "g"), {"result"}, "required: a function g, yours is 'g'"),
+        (AVERAGES, {"gradients"}, "the input's gradient, element (0, 0, 0): "),
+        (AVERAGES, {"gradients"}, "; it is 0.5 times what is required"),
+        (pair((SUM, "every = x.new_empty(dist.get_world_size() * x.numel())\n        "
+               "dist.all_gather_into_tensor(every, x.contiguous().view(-1))\n"
+               "        x = every.view(-1, *x.shape).sum(0)")), {FORWARD},
+         "t=3: rank 0 sends 18,432 bytes in forward, required: 12,288, 1.5 times as many"),
+        (pair((SUM, "dist.all_reduce(x, op=dist.ReduceOp.MAX)")), {"result"},
+         "; it is the largest of the ranks' terms"),
+        (pair(("Sum.apply", "lambda x: Sum.apply(x).detach()")), {"result"},
+         "required: a tensor, this is a NoneType"),
+        (pair((SUM, "dist.all_reduce(x, async_op=True)")), {"result"},
+         "rank 0 never waits for all_reduce #0"),
+        (pair(("Sum.apply", "lambda x: None")), {"result"}, "rank 0 raised TypeError: unsupported"),
+        (pair((SUM, f"if dist.get_rank() == 0:\n            {SUM}")), {"result"}, "t=2: "),
+        ((F_ALONE,), {"result"}, "f alone is no answer: give both, check(f, g)"),
+        ((F_ALONE, "g"), {"result"}, "required: a function g, yours is 'g'"),
     ],
     MLP: [
         (mlp((f"self.g({LINEAR})", LINEAR)), {"result", FORWARD}, OWN_TERM),
@@ -125,32 +132,45 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (mlp(), {"result"}, "got an unexpected keyword argument 'heads'"),
     ],
     LOSS: [
-        (bad.loss_overflows, {"loss", "gradient"}, "exp overflows without the maximum"),
-        (bad.loss_of_own_largest, {"loss", "gradient"}, "subtracts the maximum of its own part"),
-        (bad.loss_of_own_sum, {"loss", "gradient"}, "sums of exp were not added over the ranks"),
+        (loss((LARGEST, "largest = torch.zeros(n)")), {"loss", "gradient"},
+         "exp overflows without the maximum"),
+        (loss(("dist.all_reduce(largest, op=dist.ReduceOp.MAX)", "pass")), {"loss", "gradient"},
+         "subtracts the maximum of its own part"),
+        (loss((BOTH, "dist.all_reduce(sums[1])")), {"loss", "gradient"},
+         "sums of exp were not added over the ranks"),
         (bad.loss_of_own_part, {"loss", "gradient"}, "t=2: rank 0: the loss, element 0: "),
-        (bad.loss_target_everywhere, {"loss", "gradient"}, "ranks without the target contribute"),
-        (bad.loss_target_of_one_rank, {"loss"}, "the target's logit is missing on ranks"),
-        (bad.loss_is_a_sum, {"loss", "gradient"}, "; it is 96 times what is required"),
-        (bad.loss_of_a_mean_over_ranks, {"loss", "gradient"}, "; it is 0.5 times what is"),
+        (loss(("[:, 0] * here", "[:, 0]"), (HERE, "1.0")), {"loss", "gradient"},
+         "ranks without the target contribute"),
+        (loss((BOTH, "dist.all_reduce(sums[0])")), {"loss"},
+         "the target's logit is missing on ranks"),
+        (loss((".mean()", ".sum()"), ("grad / n", "grad")), {"loss", "gradient"},
+         "; it is 96 times what is required"),
+        (loss((".mean()", f".mean() / {T}"), ("grad / n", f"grad / n / {T}")),
+         {"loss", "gradient"}, "; it is 0.5 times what is"),
         (bad.loss_gathers_the_logits, {FORWARD, "memory"}, "sends 98,304 bytes in forward, "),
-        (bad.loss_of_sums_both_ways, {"gradient", BACKWARD}, "; it is 2 times what is required"),
-        (bad.loss_in_many_copies, {"memory"}, "bytes in addition to its logits, which are 98,304"),
-        (bad.loss_has_no_gradient, {"loss"}, "element 0 of tensors does not require grad"),
-        (bad.loss_does_not_wait, {"loss"}, "t=2: rank 0 never waits for all_reduce #1"),
-        (bad.loss_indexes_by_the_whole, {"loss"}, "is out of bounds for dimension 1 with size 256"),
-        (bad.loss_subtracts_everywhere, {"gradient"}, "; 1 is subtracted on ranks too that do not"),
-        (bad.loss_subtracts_nothing, {"gradient"}, "from which no target is subtracted"),
-        (bad.loss_ignores_grad, {"gradient"}, "; it is 0.333 times what is required"),
-        (bad.loss_forgets_the_mean, {"gradient"}, "; it is 96 times what is required"),
+        (loss((SAVED, f"{SAVED}\n        grad = grad.clone()\n        dist.all_reduce(grad)")),
+         {"gradient", BACKWARD}, "; it is 2 times what is required"),
+        (loss((LARGEST, f"copies = [logits.clone() for _ in range(5)]\n        {LARGEST}")),
+         {"memory"}, "bytes in addition to its logits, which are 98,304"),
+        (loss((".apply", ".apply\n\n\ndef vocab_parallel_loss(logits, targets):\n"
+               "    return VocabParallelLoss.apply(logits.detach(), targets)")), {"loss"},
+         "element 0 of tensors does not require grad"),
+        (loss((BOTH, "dist.all_reduce(sums, async_op=True)")), {"loss"},
+         "t=2: rank 0 never waits for all_reduce #1"),
+        (loss(("gather(1, local[:, None])", "gather(1, targets[:, None])")), {"loss"},
+         "is out of bounds for dimension 1 with size 256"),
+        (loss((HERE, "1.0")), {"gradient"}, "; 1 is subtracted on ranks too that do not"),
+        (loss((HERE, "0.0")), {"gradient"}, "from which no target is subtracted"),
+        (loss(("grad / n", "1 / n")), {"gradient"}, "; it is 0.333 times what is required"),
+        (loss(("grad / n", "grad")), {"gradient"}, "; it is 96 times what is required"),
     ],
 }  # fmt: skip
 RIGHT = {
-    F_G: [(bad.f_in_two, bad.g_in_two), stored("f_and_g_other", "f", "g"), (bad.f, bad.g)],
+    F_G: [(bad.f_in_two, bad.g_in_two), stored("f_and_g_other", "f", "g")],
     MLP: [stored("tensor_mlp_other", "MyMLP")],
     ATTENTION: [bad.AttentionGood, bad.AttentionHeadByHead,
                 stored("tensor_attention_other", "MyAttention")],
-    LOSS: [bad.loss_by_autograd, bad.loss_of_log_sums, bad.loss_by_hand,
+    LOSS: [bad.loss_by_autograd, bad.loss_of_log_sums,
            stored("vocab_parallel_loss_other", LOSS)],
 }  # fmt: skip
 ALONE = [WRONG[F_G][12][0]]

@@ -8,7 +8,7 @@ import numpy as np
 
 import bad_answers_08 as bad
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
 from paralab.exercises.tries import Found
 
 SUMMA = pl.exercises.summa
@@ -16,10 +16,7 @@ summa = importlib.import_module("paralab.exercises.summa")
 ALONE = "it is the one term "
 
 
-def changed(*changes):
-    return stored("summa", "MySumma", changes=changes)
-
-
+changed = altered("summa")
 TERM = "self.sent(self.row, x, step) @ self.sent(self.column, w, step)"
 SUMS = "dist.reduce(part, group_dst=step, "
 ROOT = changed(("group_src=step", "src=step"))
@@ -93,14 +90,8 @@ def test_the_right_blocks_are_those_of_the_whole_matrices():
 
 
 # ---- groups of rows and columns, and Cannon's algorithm ------------------------------------------
-def groups(*changes):
-    return stored("grid_groups", "row_and_column", changes=changes)
-
-
-def cannon(*changes):
-    return stored("cannon", "cannon", changes=changes)
-
-
+groups = altered("grid_groups")
+cannon = altered("cannon")
 ROWS, COLUMNS = (
     f"{name} = [dist.new_group([a * q + b for {a} in range(q)]) for {b} in range(q)]"
     for name, a, b in (("rows", "b", "a"), ("columns", "a", "b"))

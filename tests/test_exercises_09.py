@@ -3,66 +3,102 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-import bad_answers_09 as bad
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
+from paralab.exercises.answers.streamed_optimizer import MyStreamedAdamW
 
 BANDWIDTH, STREAMED = pl.exercises.bandwidth, pl.exercises.streamed_optimizer
 
 
 # ---- warm-up: the bandwidth ----------------------------------------------------------------------
 FIRST, OTHERS, PAPER = BANDWIDTH.asked
-NEEDED = [stored("bandwidth_other", "bandwidth_needed"), bad.share_of_time]
+ALL, SHARE = {FIRST, OTHERS, PAPER}, "efficiency / (1 - efficiency)"
+
+
+needed = altered("bandwidth")
 WRONG_BANDWIDTH = [  # answer, limits it breaks, words of the verdict
-    (bad.without_recomputation, {FIRST, OTHERS, PAPER}, "8 FLOPs per parameter and token, not 6"),
-    (bad.forward_alone, {FIRST, OTHERS, PAPER}, "that counts forward alone"),
-    (bad.one_flop, {FIRST, OTHERS, PAPER}, "a multiply-add is two FLOPs"),
-    (bad.one_token, {FIRST, OTHERS, PAPER}, "tokens are missing"),
-    (bad.one_byte, {FIRST, OTHERS, PAPER}, "that is for one byte per parameter"),
-    (
-        bad.without_the_rest,
-        {FIRST, OTHERS, PAPER},
-        "that is e P / I: the device computes e of the time",
-    ),
-    (bad.exchanged, {OTHERS, PAPER}, "e and 1 - e are exchanged"),
-    (bad.intensity_alone, {OTHERS, PAPER}, "that is P / I: copies as long as computation"),
-    (bad.in_gigabytes, {FIRST, OTHERS, PAPER}, "those are GB/s"),
-    (bad.as_text, {FIRST, OTHERS, PAPER}, "required: a number of bytes per second"),
-    (bad.of_three, {FIRST}, "yours cannot be called so"),
-]
+    (needed(("8 * tokens", "6 * tokens")), ALL, "8 FLOPs per parameter and token, not 6"),
+    (needed(("8 * tokens", "2 * tokens")), ALL, "that counts forward alone"),
+    (needed(("8 * tokens", "4 * tokens")), ALL, "a multiply-add is two FLOPs"),
+    (needed(("8 * tokens", "8")), ALL, "tokens are missing"),
+    (needed((" / moved", "")), ALL, "that is for one byte per parameter"),
+    (needed((SHARE, "efficiency")), ALL, "that is e P / I: the device computes e of the time"),
+    (needed((SHARE, "(1 - efficiency) / efficiency")), {OTHERS, PAPER},
+     "e and 1 - e are exchanged"),
+    (needed((f"{SHARE} * ", "")), {OTHERS, PAPER}, "that is P / I: copies as long as computation"),
+    (needed(("peak / intensity", "peak / intensity / 1e9")), ALL, "those are GB/s"),
+    (needed((f"{SHARE} * peak / intensity", "'9 GB/s'")), ALL,
+     "required: a number of bytes per second"),
+    (needed((", efficiency)", ")")), {FIRST}, "yours cannot be called so"),
+]  # fmt: skip
+NEEDED = [stored("bandwidth_other", "bandwidth_needed")]
 BANDWIDTHS = Table(BANDWIDTH, WRONG_BANDWIDTH, NEEDED, exact=True)
 test_a_wrong_bandwidth_is_refused, test_a_right_bandwidth_passes, test_its_stub = BANDWIDTHS.tests()
 
 
 # ---- implement: the streamed optimizer -----------------------------------------------------------
+class InMemory(MyStreamedAdamW):
+    """The states are where torch has them."""
+
+    def __init__(self, parameters, folder, *, lr, betas, eps, weight_decay, unit):
+        same = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(parameters, folder, unit=unit, **same)
+        self.adam = torch.optim.AdamW(self.parameters, foreach=False, **same)
+
+    def step(self):
+        self.adam.step()
+
+
+adam = altered("streamed_optimizer")
+MAPPED, FLUSH = 'np.memmap(self.path, dtype=np.float32, mode="r+")', "moments.flush()"
+READ, WRITE = "np.fromfile(self.path, np.float32)", "moments.tofile(self.path)"
+COUNT, NEXT = "self.steps += 1", "                at += 2 * size\n"
+FIRST_MOMENT, SECOND = "m.lerp_(g, 1 - b1)", "v.mul_(b2).addcmul_(g, g, value=1 - b2)"
+MOVES = "p.addcdiv_(m, denominator, value=-self.lr / (1 - b1**self.steps))"
+EVERYTHING = adam((MAPPED, READ), (FLUSH, WRITE))
 WEIGHTS, FILES, PEAK, KEPT = STREAMED.asked
 WRONG = [
-    (bad.InMemory, {WEIGHTS, KEPT}, "so the states are not in them alone"),
-    (bad.Everything, {PEAK}, "numbers per element of a unit, required: at most 8"),
-    (bad.Kept, {WEIGHTS, KEPT}, "so the states are not in them alone"),
-    (bad.NeverWritten, {WEIGHTS}, "differs after step 2"),
-    (bad.NoCount, {WEIGHTS}, "differs after step 2"),
-    (bad.CountsUnits, {WEIGHTS}, "differs after step 1"),
-    (bad.NoDecay, {WEIGHTS}, "differs after step 1"),
-    (bad.L2, {WEIGHTS}, "differs after step 1"),
-    (bad.FirstUnitOnly, {WEIGHTS}, "embedding.token.weight differs after step 1 in 7,"),
-    (bad.SameStates, {WEIGHTS}, "differs after step 1"),
-    (bad.Doubled, {FILES}, "required: 403,200"),
-    (bad.HalfPrecision, {WEIGHTS}, "differs after step 2"),
-    (bad.OtherOrder, {WEIGHTS}, "differs after step 1"),
-    (bad.Raises, {WEIGHTS}, "raised KeyError: 'unit 3'"),
-    (bad.NoStep, {WEIGHTS}, "the class has no method step"),
+    (InMemory, {WEIGHTS, KEPT}, "so the states are not in them alone"),
+    (EVERYTHING, {PEAK}, "numbers per element of a unit, required: at most 8"),
+    (adam((MAPPED, f"self.kept = self.kept if self.steps > 1 else {READ}"), (FLUSH, WRITE)),
+     {WEIGHTS, KEPT}, "so the states are not in them alone"),
+    (adam((MAPPED, MAPPED.replace("r+", "c"))), {WEIGHTS}, "differs after step 2"),
+    (adam((COUNT, "self.steps = 1")), {WEIGHTS}, "differs after step 2"),
+    (adam((NEXT, f"{NEXT}                {COUNT}\n")), {WEIGHTS}, "differs after step 1"),
+    (adam(("= lr, betas, eps, weight_decay", "= lr, betas, eps, 0.0")), {WEIGHTS},
+     "differs after step 1"),
+    (adam(("p.mul_(1 - self.lr * self.weight_decay)", "g = g + self.weight_decay * p")),
+     {WEIGHTS}, "differs after step 1"),
+    (adam(("range(0, p.numel(), self.unit)", "[0]")), {WEIGHTS},
+     "embedding.token.weight differs after step 1 in 7,"),
+    (adam((NEXT, "")), {WEIGHTS}, "differs after step 1"),
+    (adam(("8 * count", "16 * count")), {FILES}, "required: 403,200"),
+    (adam((MOVES, f"{MOVES}\n        m.copy_(m.bfloat16())")), {WEIGHTS}, "differs after step 2"),
+    (adam((FIRST_MOMENT, "m.mul_(b1).add_((1 - b1) * g)"),  # rounds in other places
+          (SECOND, "v.mul_(b2).add_((1 - b2) * g * g)"),
+          (MOVES, "p.sub_(self.lr * (m / (1 - b1**self.steps) / denominator))")), {WEIGHTS},
+     "differs after step 1"),
+    (adam((COUNT, "raise KeyError('unit 3')")), {WEIGHTS}, "raised KeyError: 'unit 3'"),
+    (adam(("def step(", "def go(")), {WEIGHTS}, "the class has no method step"),
     ("adam", {WEIGHTS}, "required: a class"),
-]
-RIGHT = [stored("streamed_optimizer_other", "MyStreamedAdamW"), bad.Good]
+]  # fmt: skip
+RIGHT = [
+    stored("streamed_optimizer_other", "MyStreamedAdamW"),
+    adam(  # each unit is mapped by itself
+        ("m = torch.from_numpy(moments[at : at + size])",
+         'both = np.memmap(self.path, np.float32, "r+", 4 * at, (2 * size,))'),
+        ("v = torch.from_numpy(moments[at + size : at + 2 * size])",
+         "m, v = torch.from_numpy(both).split(size)")),
+]  # fmt: skip
 TABLE = Table(STREAMED, WRONG, RIGHT)
 test_a_wrong_optimizer_is_refused, test_a_right_optimizer_passes, test_the_stub = TABLE.tests()
 
 
 def test_tables_are_judged_in_one_launch_and_a_verdict_reads_the_same_alone():
-    TABLE.assert_reads_the_same_alone(bad.Everything)
-    assert BANDWIDTHS[bad.one_flop].started and BANDWIDTHS.launches == TABLE.launches == 1
+    TABLE.assert_reads_the_same_alone(EVERYTHING)
+    assert BANDWIDTHS[WRONG_BANDWIDTH[0][0]].started and BANDWIDTHS.launches == TABLE.launches == 1
 
 
 # ---- go further: the order of a streamed update, drawn -------------------------------------------

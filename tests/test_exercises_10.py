@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
 from paralab.exercises import mesh
 
 GROUPS, STEP = pl.exercises.mesh_groups, pl.exercises.mesh_step
-
-
-def changed(exercise, *pairs):
-    return stored(exercise.name, exercise.name, changes=pairs)
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -55,7 +51,7 @@ WRONG_GROUPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("return where, groups", "return where | {'tp': 0}, groups")], {mesh.PLACE},
      "'tp': 1}, yours"),
 ]  # fmt: skip
-GROUP_WRONG = [(changed(GROUPS, *pairs), *row) for pairs, *row in WRONG_GROUPS]
+GROUP_WRONG = [(altered(GROUPS.name)(*pairs), *row) for pairs, *row in WRONG_GROUPS]
 GROUP_RIGHT = [stored("mesh_groups_other", "mesh_groups"), by_hand]
 GROUP_ALL = Table(GROUPS, GROUP_WRONG, GROUP_RIGHT, exact=True)
 test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = GROUP_ALL.tests()
@@ -95,10 +91,10 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("y.backward(gradient)", "y.backward(torch.ones_like(y))")], {NORM, WEIGHTS}, "rank 0: "),
     ([('group=groups["dp"])  #', ")  #")], {NORM}, "raised "),
 ]  # fmt: skip
-STEP_WRONG = [(changed(STEP, *pairs), *row) for pairs, *row in WRONG_STEPS]
+STEP_WRONG = [(altered(STEP.name)(*pairs), *row) for pairs, *row in WRONG_STEPS]
 STEP_RIGHT = [
     stored("mesh_step_other", "mesh_step"),
-    changed(STEP, ("for x, y in kept", "for x, y in kept[::-1]")),  # the last one first
+    altered(STEP.name)(("for x, y in kept", "for x, y in kept[::-1]")),  # the last one first
 ]
 ALONE = [STEP_WRONG[-1][0], STEP_WRONG[16][0]]  # ranks fail while others wait
 STEP_ALL = Table(STEP, STEP_WRONG, STEP_RIGHT, alone=ALONE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
 
 WARM = pl.exercises.days_and_mfu
 DAYS, MFU = "days", "MFU"
@@ -29,10 +29,7 @@ def by_steps(flops, samples, seconds, total, devices, peak):
     return [seconds * (total / samples) / (24 * 60 * 60), rate / peak]
 
 
-BAD = [
-    (stored("days_and_mfu", "days_and_mfu", changes=[(old, new)]), limits, words)
-    for old, new, limits, words in WRONG
-]
+BAD = [(altered("days_and_mfu")((old, new)), limits, words) for old, new, limits, words in WRONG]
 RIGHT = [stored("days_and_mfu_other", "days_and_mfu"), by_steps]
 TABLE = Table(WARM, BAD, RIGHT, exact=True)
 test_a_wrong_answer_is_refused, test_a_right_answer_passes, test_its_stub = TABLE.tests()
@@ -110,8 +107,7 @@ def by_statistics(rows):
 
 RIGHT_FITS = [stored("own_fit_other", "own_fit"), by_statistics]
 BAD_FITS = [
-    (stored("own_fit", "own_fit", changes=changes), limits, words)
-    for changes, limits, words in WRONG_FITS.values()
+    (altered("own_fit")(*changes), limits, words) for changes, limits, words in WRONG_FITS.values()
 ]
 FITS = Table(FIT, BAD_FITS, RIGHT_FITS, exact=True)
 test_a_wrong_fit_is_refused, test_a_right_fit_passes, test_the_stub_of_a_fit = FITS.tests()

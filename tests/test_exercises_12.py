@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered, stored
 
 SENDS = pl.exercises.rank_sends
 
@@ -63,7 +63,7 @@ WRONG = [  # changes of the answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 LIBRARY = "here it cannot be asked"
 BAD = [
-    *((stored("rank_sends", "rank_sends", changes=pairs), *row) for pairs, *row in WRONG),
+    *((altered("rank_sends")(*pairs), *row) for pairs, *row in WRONG),
     *((one, set(SENDS.asked), LIBRARY) for one in (counted, counted_at_the_second_try)),
 ]
 RIGHT = [stored("rank_sends_other", "rank_sends"), by_names]

@@ -7,7 +7,7 @@ import pytest
 import bad_answers as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import Table, stored
+from judged import Table, altered
 
 REFUSED = r"grad_sync=.*; legal: "
 
@@ -30,10 +30,7 @@ def test_a_saved_plan_keeps_an_own_forms_name_which_no_longer_runs(model):
 
 
 # ---- lab 01 --------------------------------------------------------------------------------------
-def ring(*changes):
-    return stored("all_gather_half", "ring_all_gather", changes=changes)
-
-
+ring = altered("all_gather_half")
 CHUNKS, BEGIN = "chunks = tensor.chunk(n)", "    n, r = group.size, group.index"
 EXCHANGE = 'group.exchange([("send", leaving, right), ("recv", arriving, left)]).wait()'
 SENDS_FIRST = ring(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -456,14 +457,15 @@ def test_a_script_is_observed_unchanged(tmp_path):
     assert failed.returncode == 1 and "sys.exit(3)" in failed.stderr
 
 
-def test_torchruns_ranks_write_parts_that_are_merged(tmp_path):
+def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "paralab"]
     done = shell(*words, "observe", "train.py", "4", "0", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     report = pl.load(tmp_path / "parts")
     assert report.traffic()["bytes"].tolist() == [BYTES] * 2 and report.world_size == 2
     assert len(report.meta["observed"]) == 2 and "data parallelism" in str(report.explain())
-    refused = shell(*words, "observe", "--ranks", "2", "train.py", "1", "0", folder=tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as a rank of torchrun")
+    refused = shell("-m", "paralab", "observe", "--ranks", "2", "train.py", "1", folder=tmp_path)
     assert refused.returncode != 0 and "ranks='2'" in refused.stderr
 
 
@@ -489,11 +491,15 @@ def reference_ddp(steps, twice=False):
         update.step()
 
 
+@functools.cache
+def reference(twice: bool) -> pl.Report:
+    return pl.observe(reference_ddp, ranks=2, args=(4, twice))
+
+
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_program_is_compared_with_the_prediction_of_its_plan(twice):
     expect = pl.predict(SMALL, pl.Plan(dp=2, microbatch_size=2), pl.Cluster.preset("dgx-a100"))
-    seen = pl.observe(reference_ddp, ranks=2, args=(4, twice))
-    compared = pl.compare(expect, seen)
+    compared = pl.compare(expect, reference(twice))
     row, note = compared.table.loc["bytes sent per rank"], compared.notes["bytes sent per rank"]
     assert row["predicted"] == 4 * SMALL.num_params
     assert compared.table.loc["backward", "measured"] > 0
@@ -507,6 +513,5 @@ def test_a_program_is_compared_with_the_prediction_of_its_plan(twice):
 
 def test_a_prediction_for_another_number_of_ranks_is_refused():
     expect = pl.predict(SMALL, pl.Plan(dp=4, microbatch_size=2), pl.Cluster.preset("dgx-a100"))
-    seen = pl.observe(reference_ddp, ranks=2, args=(2,))
     with pytest.raises(ValueError, match="4 ranks were predicted, 2 were run"):
-        pl.compare(expect, seen)
+        pl.compare(expect, reference(False))

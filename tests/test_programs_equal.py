@@ -157,7 +157,7 @@ EQUAL = [*PLANS, *BITS, *OWN, *SCHEDULES]
 def whole_batch(one: Case) -> Case:
     """One device with the micro-batches of all ranks."""
     plan = pl.Plan(microbatches=one.plan.dp * one.plan.microbatches)
-    return Case(f"{one.name}, on one device", one.model, plan, one.more)
+    return Case("on one device", one.model, plan, one.more)
 
 
 @pytest.fixture(scope="module")

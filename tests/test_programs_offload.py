@@ -139,7 +139,7 @@ def on_device(one: Case) -> Case:
     changes: dict[str, Any] = {"offload": None}
     if one.plan.relays:
         changes |= {"schedule": "1f1b", "zero_stage": 3 if one.plan.dp > 1 else 1}
-    return with_adamw(one).of_plan(**changes)
+    return Case("on the device", one.model, one.plan.replace(**changes), with_adamw(one).more)
 
 
 def named(some: list[Case]) -> pytest.MarkDecorator:

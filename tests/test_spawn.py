@@ -12,49 +12,31 @@ from pathlib import Path
 
 import pytest
 
-from equality import TOLERANCE, assert_equal_state, references
-from pairwise import Case, cover
 from paralab.launch import _house
 from paralab.ranks.server import START
 from patience import HANG_S
+from test_composed import CASES
+from together import Case, Trained
 
 HERE = Path(__file__).parent
-STEPS, LR = 2, 0.5
 WANTED = ("tp=2", "schedule=zb-h1", "zero_stage=3", "offload=nvme")
 
 pytestmark = pytest.mark.timeout(900)  # a launch takes seconds
 
 
 def chosen() -> list[Case]:
-    """For each of WANTED the first composed plan on at most four ranks that has it."""
-    small = [one for one in cover().cases if one.plan.world_size <= 4]
-    found = [next(one for one in small if wanted in one.name.split()) for wanted in WANTED]
-    return list({one.name: one for one in found}.values())
+    """For each of WANTED a composed plan on as few ranks as there is one."""
+    found = [[one for one in CASES if wanted in one.name.split()] for wanted in WANTED]
+    return list(dict.fromkeys(min(some, key=lambda one: one.plan.world_size) for some in found))
 
 
 @pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
-def test_plans_train_what_one_process_does(run, text, monkeypatch) -> None:
+def test_plans_train_what_one_process_does(text, monkeypatch) -> None:
     monkeypatch.setenv(START, "spawn")
-    cases = chosen()
-    asked = [
-        {
-            "model": one.model,
-            "microbatches": one.plan.dp * one.plan.microbatches,
-            "microbatch_size": one.plan.microbatch_size,
-            "steps": STEPS,
-            "lr": LR,
-            "data": text,
-            "precision": one.plan.precision,
-            "clip_norm": one.clip_norm,
-        }
-        for one in cases
-    ]
-    settings = {"steps": STEPS, "optimizer": "sgd", "lr": LR, "keep_state": True}
-    for one, alone in zip(cases, references(asked), strict=True):
-        report = run(one.model, one.plan, clip_norm=one.clip_norm, **settings)
+    trained = Trained(chosen(), text)
+    for one in trained.cases:
+        trained.assert_equals_the_reference(one)
         assert _house._server.method == "spawn"
-        assert_equal_state(alone, report, precision=one.plan.precision)
-        assert report.losses == pytest.approx(alone["losses"], rel=TOLERANCE[one.plan.precision])
 
 
 # ---- without what only Linux has ----------------------------------------------------------------

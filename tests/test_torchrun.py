@@ -17,6 +17,7 @@ import pytest
 
 import paralab as pl
 from patience import HANG_S
+from together import in_turn, reports
 
 MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24)
 SHAPE = ["--layers=2", "--hidden=40", "--heads=4", "--seq-len=24", "--microbatch-size=2",
@@ -58,18 +59,11 @@ def agents(*at_node: list[str], ends: int | None = None) -> list[tuple[int, str]
     return [(agent.returncode, said[node]) for node, agent in enumerate(started)]
 
 
-def two_machines(
-    *args: str, ranks: int = 2, per_node: tuple[str, ...] = ("", "")
-) -> list[tuple[int, str]]:
-    """`paralab run` on two machines, each with as many ranks."""
-    run = [f"--nproc-per-node={ranks}", "-m", "paralab", "run", *SHAPE, *args]
-    return agents(*(run + more.split() for more in per_node))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, text) -> Path:
     parts = tmp_path_factory.mktemp("torchrun") / "parts"
-    ended = two_machines("--dp", "4", "--steps", "3", "--data", str(text), "--out", str(parts))
+    run = ["--nproc-per-node=2", "-m", "paralab", "run", *SHAPE, "--dp=4", "--steps=3"]
+    ended = agents(*[[*run, f"--data={text}", f"--out={parts}"]] * 2)
     assert [code for code, _ in ended] == [0, 0], ended
     assert "pl.load" in ended[0][1] and "pl.load" not in ended[1][1]
     return parts
@@ -105,46 +99,36 @@ def test_bytes_between_machines_are_told_from_bytes_inside(folder):
     assert by_level["inter"] == by_level["intra"] > 0  # ring 0-1-2-3: two of four links cross
 
 
-def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text):
-    args = ("--dp", "2", "--steps", "2", "--data", str(text), "--out", str(tmp_path / "out"))
-    ended = two_machines(*args, ranks=1, per_node=("--lr 0.1", "--lr 0.2"))
-    assert all(code != 0 for code, _ in ended)
-    assert "another model, plan or settings" in ended[0][1] + ended[1][1]
-
-
-def test_a_rank_that_reads_another_text_is_named(tmp_path, text):
+@pytest.mark.parametrize("what", ["another model, plan or settings than rank", "another text than"])
+def test_a_machine_that_was_started_otherwise_is_named(tmp_path, text, what):
     other = tmp_path / "other.txt"
     other.write_text("x" * 5000)
+    changed = {"data": other} if "text" in what else {"lr": 0.2}
 
-    def program(group, texts):
-        from paralab.agree import agree
-        from paralab.data import Corpus
+    def program(context, jobs):
+        [(model, plan, settings)] = jobs
+        return in_turn(context, [(model, plan, settings | (changed if context.rank else {}))])
 
-        agree(group, what="the same", corpus=Corpus(texts[group.index]))
-
-    pl.trace(program, 2, ([text, text],))
-    with pytest.raises(pl.RankError, match="reads another text than rank"):
-        pl.trace(program, 2, ([text, other],))
-
-
-def test_a_plan_of_another_size_is_refused(tmp_path):
-    ended = two_machines("--dp", "3", "--out", str(tmp_path / "out"), ranks=1)
-    assert all(code != 0 for code, _ in ended)
-    for _, said in ended:  # once on every machine
-        assert said.count("the plan needs 3 ranks, torchrun started 2") == 1
+    with pytest.raises(pl.RankError, match=what):
+        reports([(MODEL, pl.Plan(dp=2), {"lr": 0.1})], text, program=program)
 
 
 def test_the_rank_that_says_why_goes_first(tmp_path):
-    """torchrun ends all ranks of a machine with the first that goes, heard or not."""
+    """torchrun ends all ranks of a machine with the first that goes, heard or not; and on every
+    machine one says why.
+    """
 
-    def rank(local: str) -> subprocess.Popen:
-        started = dict(RANK=local, LOCAL_RANK=local, WORLD_SIZE="2", MASTER_ADDR="localhost")
+    def rank(number: str, local: str) -> subprocess.Popen:
+        started = dict(RANK=number, LOCAL_RANK=local, WORLD_SIZE="2", MASTER_ADDR="localhost")
         command = [sys.executable, "-m", "paralab", "run", "--dp", "3", "--out", str(tmp_path)]
         return subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ | started)
 
-    with rank("1") as silent:
-        with rank("0") as speaker:
-            assert b"the plan needs 3 ranks" in speaker.communicate(timeout=HANG_S)[1]
+    with rank("1", "1") as silent:
+        for number in "01":
+            with rank(number, "0") as speaker:
+                said = speaker.communicate(timeout=HANG_S)[1]
+            assert said.count(b"the plan needs 3 ranks, torchrun started 2") == 1
+            assert speaker.returncode
         with pytest.raises(subprocess.TimeoutExpired):
             silent.wait(2.0)
         silent.terminate()

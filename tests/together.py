@@ -43,14 +43,11 @@ class Case(NamedTuple):
     def settings(self) -> dict[str, Any]:
         return RUN | dict(self.more)
 
-    def of_plan(self, **changes: Any) -> Case:
-        return Case(f"{self.name}, {changes}", self.model, self.plan.replace(**changes), self.more)
-
     def on_one_device(self) -> Case:
         """The same micro-batches in the same order on one device; of one rank of data."""
         kept = ("microbatches", "microbatch_size", "precision", "grad_dtype")
         plan = pl.Plan(**{name: getattr(self.plan, name) for name in kept})
-        return Case(f"{self.name}, on one device", self.model, plan, self.more)
+        return Case("on one device", self.model, plan, self.more)
 
 
 def case(line: str, **objects: Any) -> Case:
