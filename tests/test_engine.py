@@ -1,4 +1,7 @@
-"""The event engine: timelines worked out by hand, and properties that hold for any program."""
+"""The event engine: timelines worked out by hand, and properties that hold for any program.
+
+What it makes of a program's own instructions is in test_interpret_time.py.
+"""
 
 from __future__ import annotations
 
@@ -6,117 +9,124 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paralab.theory.engine import Item, simulate
+from paralab.interpret.walk import CALL, JOB, WAIT, WORK, Item, moments
+from paralab.programs.instructions import Instr
 
 
 def compute(seconds):
-    return Item("compute", seconds)
+    return Item(WORK, seconds)
 
 
-def wait(*positions):
-    return Item("compute", 0.0, positions)
+def copied(name):
+    """What a wait for a copy is for."""
+    return (("", name, 0),)
 
 
-def copy(seconds, *after):
-    return Item("h2d", seconds, after)
+def wait(what):
+    return Item(WAIT, name=what)
 
 
-def call(name, seconds=1.0, *after, ranks=(0, 1), lane="comm:dp"):
-    return Item(lane, seconds, after, name, ranks)
+def copy(name, seconds, *after, lane="h2d"):
+    reads = tuple(value for other in after for value in copied(other))
+    return Item(JOB, seconds, Instr("", reads=reads, writes=copied(name)), lane)
+
+
+def call(name, seconds=1.0, *, ranks=(0, 1), lane="comm:dp"):
+    return Item(CALL, seconds, name, (lane, ranks), len(ranks))
+
+
+def starts(lists):
+    return [[start for start, _ in rank] for rank in moments(lists)]
+
+
+def ends(lists):
+    return [[end for _, end in rank] for rank in moments(lists)]
 
 
 def test_compute_runs_one_after_the_other():
-    times = simulate([[compute(2.0), compute(0.5)], [compute(1.0)]])
-    assert times.start == [[0.0, 2.0], [0.0]]
-    assert times.end == [[2.0, 2.5], [1.0]]
+    assert moments([[compute(2.0), compute(0.5)], [compute(1.0)]]) == [
+        [(0.0, 2.0), (2.0, 2.5)],
+        [(0.0, 1.0)],
+    ]
 
 
 def test_a_call_starts_at_the_last_launch_and_a_wait_ends_with_it():
-    fast = [compute(1.0), call("a", 3.0), compute(0.5), wait(1), compute(1.0)]
-    slow = [compute(4.0), call("a", 3.0), wait(1)]
-    times = simulate([fast, slow])
-    assert (times.start[0][1], times.end[0][1]) == (4.0, 7.0)  # rank 1 launches at 4
-    assert (times.start[1][1], times.end[1][1]) == (4.0, 7.0)
-    assert times.end[0][3] == times.end[1][2] == 7.0
-    assert (times.start[0][4], times.end[0][4]) == (7.0, 8.0)
+    fast = [compute(1.0), call("a", 3.0), compute(0.5), wait("a"), compute(1.0)]
+    slow = [compute(4.0), call("a", 3.0), wait("a")]
+    one, other = moments([fast, slow])
+    assert one[1] == other[1] == (4.0, 7.0)  # rank 1 launches at 4
+    assert one[3][1] == other[2][1] == 7.0
+    assert one[4] == (7.0, 8.0)
 
 
 def test_a_wait_for_what_is_over_takes_no_time():
-    times = simulate([[call("a", ranks=(0,)), compute(3.0), wait(0), compute(1.0)]])
-    assert (times.start[0][2], times.end[0][2]) == (3.0, 3.0)
-    assert times.end[0][3] == 4.0
+    (times,) = moments([[call("a", ranks=(0,)), compute(3.0), wait("a"), compute(1.0)]])
+    assert times[2:] == [(3.0, 3.0), (3.0, 4.0)]
 
 
 def test_a_lane_is_first_in_first_out():
     program = [call(k, 2.0) for k in "abc"]
-    times = simulate([program, program])
-    assert times.start[0] == [0.0, 2.0, 4.0]
-    assert times.end[1] == [2.0, 4.0, 6.0]
+    assert starts([program, program]) == [[0.0, 2.0, 4.0]] * 2
+    assert ends([program, program]) == [[2.0, 4.0, 6.0]] * 2
 
 
 def test_lanes_of_different_groups_run_side_by_side():
     program = [call("a", ranks=(0,)), call("b", ranks=(0,), lane="comm:tp")]
-    assert simulate([program]).start == [[0.0, 0.0]]
+    assert starts([program]) == [[0.0, 0.0]]
+    first = [call("a", 6.0, ranks=(0,)), call("b")]  # two groups of one axis
+    assert moments([first, [call("b")]]) == [[(0.0, 6.0), (0.0, 1.0)], [(0.0, 1.0)]]
 
 
-def test_a_call_queued_on_one_member_holds_up_the_others():
-    first = [call("a", 6.0, ranks=(0,)), call("b")]
-    times = simulate([first, [call("b")]])
-    assert (times.start[1][0], times.end[1][0]) == (6.0, 7.0)
-
-
-def test_the_slowest_member_sets_the_duration():
-    assert simulate([[call("a", 2.0)], [call("a", 5.0)]]).end == [[5.0], [5.0]]
+def test_a_call_queued_on_one_lane_holds_up_all_members():
+    first, second = [call("a", 6.0), call("b")], [call("a", 6.0), call("b")]
+    assert moments([first, second])[1][1] == (6.0, 7.0)
 
 
 def test_a_send_and_its_receive_are_one_rendezvous():
     sender = [compute(1.0), call("m", 3.0)]
-    receiver = [call("m", 0.0), wait(0), compute(1.0)]
-    times = simulate([sender, receiver])
-    assert (times.start[1][0], times.end[1][0]) == (1.0, 4.0)
-    assert times.end[1][2] == 5.0
-    assert times.end[0][1] == 4.0  # the sender computes on meanwhile; its lane is busy
+    receiver = [call("m", 3.0), wait("m"), compute(1.0)]
+    sends, receives = moments([sender, receiver])
+    assert receives[0] == (1.0, 4.0) and receives[2][1] == 5.0
+    assert sends[1] == (1.0, 4.0)  # the sender computes on meanwhile; its lane is busy
 
 
 def test_copies_have_lanes_of_their_own_and_can_follow_each_other():
     program = [
-        Item("disk", 2.0),
-        copy(1.0, 0),
-        copy(1.0),
-        call("a", 1.0, 1, ranks=(0,)),
+        copy("read", 2.0, lane="disk"),
+        copy("up", 1.0, "read"),
+        copy("more", 1.0),
         compute(1.0),
-        wait(2),
+        wait(copied("more")),
+        wait(copied("up")),
     ]
-    times = simulate([program])
-    assert times.start == [[0.0, 2.0, 3.0, 3.0, 0.0, 4.0]]
-    assert times.end == [[2.0, 3.0, 4.0, 4.0, 1.0, 4.0]]
+    assert starts([program]) == [[0.0, 2.0, 3.0, 0.0, 1.0, 4.0]]
+    assert ends([program]) == [[2.0, 3.0, 4.0, 1.0, 4.0, 4.0]]
 
 
 def test_overlap_hides_what_fits_behind_backward():
-    hidden = [compute(1.0), call("a", 2.0), compute(5.0), wait(1)]
-    exposed = [compute(6.0), call("a", 2.0), wait(1)]
-    assert simulate([hidden, hidden]).end[0][-1] == 6.0
-    assert simulate([exposed, exposed]).end[0][-1] == 8.0
+    hidden = [compute(1.0), call("a", 2.0), compute(5.0), wait("a")]
+    exposed = [compute(6.0), call("a", 2.0), wait("a")]
+    assert ends([hidden, hidden])[0][-1] == 6.0
+    assert ends([exposed, exposed])[0][-1] == 8.0
 
 
 # ---- what cannot run ------------------------------------------------------------------------
 def test_a_call_that_a_member_never_launches_is_named():
     with pytest.raises(ValueError, match=r"rank 0 waits for sum 1, which rank 1 never launches"):
-        simulate([[call("sum 1"), wait(0)], [compute(1.0)]])
+        moments([[call("sum 1"), wait("sum 1")], [compute(1.0)]])
     with pytest.raises(ValueError, match=r"rank 1 waits for sum 1, which rank 0, 2 never"):
-        simulate([[compute(1.0)], [call("sum 1", ranks=(0, 1, 2))], []])
+        moments([[compute(1.0)], [call("sum 1", ranks=(0, 1, 2))], []])
 
 
 def test_two_ranks_that_wait_for_each_other_are_a_deadlock():
-    mine = [call("a", lane="a"), wait(0), call("b", lane="b"), wait(2)]
-    yours = [call("b", lane="b"), wait(0), call("a", lane="a"), wait(2)]
+    a, b = call("a", lane="a"), call("b", lane="b")
     with pytest.raises(ValueError, match="different orders"):
-        simulate([mine, yours])
+        moments([[a, wait("a"), b, wait("b")], [b, wait("b"), a, wait("a")]])
 
 
 def test_calls_in_another_order_on_one_lane_are_a_deadlock():
     with pytest.raises(ValueError, match="different orders"):
-        simulate([[call("a"), call("b")], [call("b"), call("a")]])
+        moments([[call("a"), call("b")], [call("b"), call("a")]])
 
 
 # ---- any program ----------------------------------------------------------------------------
@@ -130,87 +140,88 @@ def programs(draw):
     """
     world = draw(st.integers(1, 4))
     lists = [[] for _ in range(world)]
-    launched = [[] for _ in range(world)]
+    copies = [[] for _ in range(world)]  # names, also of those that a rank has waited for
+    begun = [[] for _ in range(world)]  # what it can wait for
     for name in range(draw(st.integers(0, 6))):
-        for rank in range(world):
+        for rank, items in enumerate(lists):
             for _ in range(draw(st.integers(0, 2))):
                 what = draw(st.sampled_from(["compute", "wait", "copy"]))
                 if what == "compute":
-                    lists[rank].append(compute(draw(durations)))
+                    items.append(compute(draw(durations)))
                 elif what == "copy":
-                    launched[rank].append(len(lists[rank]))
-                    lists[rank].append(copy(draw(durations)))
-                elif launched[rank]:
-                    lists[rank].append(wait(draw(st.sampled_from(launched[rank]))))
+                    after = [draw(st.sampled_from(copies[rank]))] if copies[rank] else []
+                    after *= draw(st.booleans())
+                    copies[rank].append(len(items))
+                    begun[rank].append(copied(len(items)))
+                    lane = draw(st.sampled_from(["h2d", "disk"]))
+                    items.append(copy(len(items), draw(durations), *after, lane=lane))
+                elif begun[rank]:
+                    at = draw(st.integers(0, len(begun[rank]) - 1))
+                    items.append(wait(begun[rank].pop(at)))
         ranks = tuple(sorted(draw(st.sets(st.integers(0, world - 1), min_size=1))))
-        lane = draw(st.sampled_from(["comm:dp", "comm:tp"]))
+        made = call(name, draw(durations), ranks=ranks, lane=draw(st.sampled_from("ab")))
         for rank in ranks:
-            after = ()
-            if launched[rank] and draw(st.booleans()):
-                after = (draw(st.sampled_from(launched[rank])),)
-            launched[rank].append(len(lists[rank]))
-            lists[rank].append(call(name, draw(durations), *after, ranks=ranks, lane=lane))
+            begun[rank].append(name)
+            lists[rank].append(made)
     return lists
 
 
 def by_fixed_point(lists):
     """The definition itself, applied to every item over and over until nothing moves."""
-    start = [[0.0] * len(p) for p in lists]
-    end = [[0.0] * len(p) for p in lists]
+    times = [[(0.0, 0.0)] * len(items) for items in lists]
     moved = True
     while moved:
-        moved = False
-        members = {}
-        for rank, program in enumerate(lists):
-            free = {}
-            for i, item in enumerate(program):
-                lanes = [free.get("compute", 0.0), free.get(item.lane, 0.0)]
-                s = max([*lanes, *(end[rank][j] for j in item.after)])
-                e = s + item.seconds
-                if item.call is not None:
-                    members.setdefault(item.call, []).append((rank, i, s, item.seconds))
-                    s, e = max(s, start[rank][i]), end[rank][i]
-                free[item.lane] = e
-                moved |= (s, e) != (start[rank][i], end[rank][i])
-                start[rank][i], end[rank][i] = s, e
-        for parts in members.values():
-            s = max(part[2] for part in parts)
-            e = s + max(part[3] for part in parts)
-            for rank, i, _, _ in parts:
-                moved |= (s, e) != (start[rank][i], end[rank][i])
-                start[rank][i], end[rank][i] = s, e
-    return start, end
+        before, launches = [list(rank) for rank in times], {}
+        for rank, items in enumerate(lists):
+            now, free, over = 0.0, {}, {}
+            for i, item in enumerate(items):
+                start = max(now, free.get(item.lane, 0.0))
+                if item.op == JOB:
+                    start = max([start, *(over[value,] for value in item.name.reads)])
+                elif item.op == CALL:
+                    launches.setdefault(item.name, []).append((rank, i, start))
+                    start = max(start, times[rank][i][0])
+                end = max(now, over[item.name]) if item.op == WAIT else start + item.takes
+                times[rank][i] = start, end
+                if item.op in (WORK, WAIT):
+                    now = end
+                else:
+                    free[item.lane] = end
+                    over[item.name.writes if item.op == JOB else item.name] = end
+        for members in launches.values():
+            start = max(start for *_, start in members)
+            for rank, i, _ in members:
+                times[rank][i] = start, start + lists[rank][i].takes
+        moved = before != times
+    return times
 
 
 @given(programs())
 def test_the_engine_agrees_with_the_definition_applied_until_nothing_moves(lists):
-    times = simulate(lists)
-    assert (times.start, times.end) == by_fixed_point(lists)
+    assert moments(lists) == by_fixed_point(lists)
 
 
 @given(programs())
 def test_no_call_starts_before_its_last_member_has_launched(lists):
-    times = simulate(lists)
-    launch = {}
-    for rank, program in enumerate(lists):
+    times, launch = moments(lists), {}
+    for items, mine in zip(lists, times, strict=True):
         now = 0.0
-        for i, item in enumerate(program):
-            if item.lane == "compute":
-                now = times.end[rank][i]
-            elif item.call is not None:
-                launch[item.call] = max(launch.get(item.call, 0.0), now)
-    for rank, program in enumerate(lists):
-        for i, item in enumerate(program):
-            assert item.call is None or times.start[rank][i] >= launch[item.call]
+        for item, (_, end) in zip(items, mine, strict=True):
+            if item.op in (WORK, WAIT):
+                now = end
+            elif item.op == CALL:
+                launch[item.name] = max(launch.get(item.name, 0.0), now)
+    for items, mine in zip(lists, times, strict=True):
+        for item, (start, _) in zip(items, mine, strict=True):
+            assert item.op != CALL or start >= launch[item.name]
 
 
 @given(programs())
-def test_a_compute_lane_is_idle_only_before_a_wait(lists):
-    times = simulate(lists)
-    for rank, program in enumerate(lists):
+def test_a_compute_lane_is_idle_only_in_a_wait(lists):
+    for items, mine in zip(lists, moments(lists), strict=True):
         free = 0.0
-        for i, item in enumerate(program):
-            if item.lane == "compute":
-                assert times.start[rank][i] == free or (item.after and times.start[rank][i] > free)
-                free = times.end[rank][i]
-                assert free == times.start[rank][i] + item.seconds
+        for item, (start, end) in zip(items, mine, strict=True):
+            if item.op in (WORK, WAIT):
+                assert start == free
+                assert end == start + item.takes or (item.op == WAIT and end > start)
+                free = end

@@ -118,14 +118,13 @@ def test_a_real_run_moves_every_byte_on_the_lane_disk(tmp_path):
 
 # ---- simulated time ------------------------------------------------------------------------------
 def took(jobs, update_s):
-    return max(offload.simulate(jobs, update_s).end[0])
+    return max(end for _, end in offload.simulate(jobs, update_s))
 
 
 def test_a_job_starts_when_its_lane_and_its_buffer_are_free():
     jobs = bad.good(3, 2)
-    times = offload.simulate(jobs, 30e-3)
-    starts = dict(zip([job[:2] for job in jobs], times.start[0], strict=True))
-    assert {job: round(1e3 * start) for job, start in starts.items()} == {
+    times = dict(zip([job[:2] for job in jobs], offload.simulate(jobs, 30e-3), strict=True))
+    assert {job: round(1e3 * start) for job, (start, _) in times.items()} == {
         ("read", 0): 0, ("update", 0): 10, ("read", 1): 10, ("update", 1): 40, ("write", 0): 40,
         ("read", 2): 55, ("update", 2): 70, ("write", 1): 70, ("write", 2): 100,
     }  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paralab import view
+from paralab.interpret.walk import CALL, WAIT, WORK, Item, moments
 from paralab.parallel.schedules import (
     SCHEDULES,
     gpipe,
@@ -20,8 +21,6 @@ from paralab.parallel.schedules import (
 )
 from paralab.parallel.schedules import build as build_schedule
 from paralab.report import metrics
-from paralab.theory.engine import Item
-from paralab.theory.engine import simulate as run_engine
 from paralab.theory.ideal import bubbles
 from paralab.theory.pipeline import bubble_formula, simulate
 from paralab.theory.schedule_check import ScheduleError, validate
@@ -195,32 +194,31 @@ def test_simulate_is_the_event_engine(schedule):
     seconds = {"F": 1.0, "I": 1.25, "W": 0.5, "B": 1.75}
     p, stages = len(schedule), 1 + max(a.stage for row in schedule for a in row)
 
-    def message(kind, stage, microbatch, op, seconds):
+    def message(kind, stage, microbatch):
         """What leaves ``stage``, on a lane of its own; None if it stays on its rank."""
         to = stage + (1 if kind == "F" else -1)
         if kind == "W" or not (0 <= to < stages and 0 <= stage < stages) or to % p == stage % p:
             return None
         key = ("F" if kind == "F" else "B", stage, microbatch)
-        return Item(f"{op} {key}", seconds, (), key, (stage % p, to % p))
+        return Item(CALL, 0.125, key, (key, (stage % p, to % p)), 2)
 
     programs, places = [], []
     for row in schedule:
         source = {a: a.stage + (-1 if a.kind == "F" else 1) for a in row}
-        comes = {a: message(a.kind, source[a], a.microbatch, "recv", 0.0) for a in row}
+        comes = {a: message(a.kind, source[a], a.microbatch) for a in row}
         items = [c for c in comes.values() if c is not None]  # all posted at the start
-        posted = {id(c): i for i, c in enumerate(items)}
         places.append([])
         for a in row:
             if comes[a] is not None:
-                items.append(Item("compute", 0.0, (posted[id(comes[a])],)))
+                items.append(Item(WAIT, name=comes[a].name))
             places[-1].append(len(items))
-            items.append(Item("compute", seconds[a.kind]))
-            goes = message(a.kind, a.stage, a.microbatch, "send", 0.125)
+            items.append(Item(WORK, seconds[a.kind]))
+            goes = message(a.kind, a.stage, a.microbatch)
             items += [goes] if goes is not None else []
         programs.append(items)
-    times = run_engine(programs)
+    times = moments(programs)
     got = simulate(schedule, forward=1.0, backward=1.25, weight_grad=0.5, comm=0.125)
-    assert got.start.tolist() == [times.start[r][i] for r in range(p) for i in places[r]]
+    assert got.start.tolist() == [times[r][i][0] for r in range(p) for i in places[r]]
 
 
 # ---- refusals -----------------------------------------------------------------------------------

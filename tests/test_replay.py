@@ -157,6 +157,21 @@ def test_a_slower_link_shows_in_the_replay_and_overlap_hides_what_fits():
     assert replay(beside, slow).step_time < replay(after, slow).step_time
 
 
+def test_the_slowest_member_sets_what_a_call_takes():
+    report = predict(MODEL, plan("bucketed"), CLUSTER)
+    calls = report.collectives
+    more = {
+        ranks: calls["wire_bytes"].where(~calls["rank"].isin(ranks), 9 * calls["wire_bytes"])
+        for ranks in ((0,), (1,), (0, 1))
+    }
+    one, other, both = (
+        replay(dataclasses.replace(report, collectives=calls.assign(wire_bytes=size)), CLUSTER)
+        for size in more.values()
+    )
+    assert one.spans.equals(both.spans) and other.spans.equals(both.spans)
+    assert both.step_time > replay(report, CLUSTER).step_time
+
+
 def test_a_missing_launch_is_named_not_waited_for():
     report = predict(MODEL, plan("bucketed"), CLUSTER, steps=1)
     spans, calls = report.spans, report.collectives

@@ -11,13 +11,10 @@ and one that reads ahead is as fast as that where u <= min(r, w) or u >= r + w.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.checks import choice, illegal, whole
 from paralab.exercises.questions import Odd, kind_of
-
-if TYPE_CHECKING:
-    from paralab.theory.engine import Times
 
 Job = tuple[str, int, int]  # what, unit, buffer
 
@@ -54,18 +51,17 @@ def as_jobs(found: Any, units: int) -> list[Job]:
     return jobs
 
 
-def simulate(jobs: Sequence[Job], update_s: float) -> Times:
-    """When jobs start and end, with the exercise's costs: ``.start[0][i]``, ``.end[0][i]``."""
-    from paralab.theory import engine
+def simulate(jobs: Sequence[Job], update_s: float) -> list[tuple[float, float]]:
+    """When each job starts and ends, with the exercise's costs."""
+    from paralab.interpret.walk import JOB, Item, moments
+    from paralab.programs.instructions import Instr
 
     seconds = {"read": READ_S, "update": update_s, "write": WRITE_S}
-    last: dict[int, int] = {}  # buffer -> the last job that has it
-    program = []
-    for i, (kind, _, buffer) in enumerate(jobs):
-        after = (last[buffer],) if buffer in last else ()
-        program.append(engine.Item(LANE[kind], seconds[kind], after))
-        last[buffer] = i
-    return engine.simulate([program])
+    items = [  # each comes after the last job that has its buffer
+        Item(JOB, seconds[kind], Instr(kind, writes=(("buffer", buffer, 0),)), LANE[kind])
+        for kind, _, buffer in jobs
+    ]
+    return moments([items])[0]
 
 
 def first_misplaced(jobs: Sequence[Job], units: int) -> str:
@@ -96,14 +92,14 @@ def first_misplaced(jobs: Sequence[Job], units: int) -> str:
 def too_late(jobs: Sequence[Job], units: int, window: int, host: str) -> str:
     """By how much the limit is missed, and where the busier lane is first idle, or ""."""
     times, limit = simulate(jobs, UPDATE_S[host]), limit_s(units, window, UPDATE_S[host])
-    took = max(times.end[0])
+    took = max(end for _, end in times)
     if took <= limit * (1 + 1e-9):
         return ""
     lane, free = "disk", 0.0
     if limit > units * (READ_S + WRITE_S):
         lane, free = "host", READ_S  # nothing can be updated before
     said = f"{host} host, {ms(took)}, required: at most {ms(limit)}:"
-    for (kind, unit, _), start, end in zip(jobs, times.start[0], times.end[0], strict=True):
+    for (kind, unit, _), (start, end) in zip(jobs, times, strict=True):
         if LANE[kind] == lane:
             if start > free * (1 + 1e-9):
                 where = f"from {ms(free)} to {ms(start)}, before {kind} {unit}"

@@ -161,8 +161,9 @@ def _look(notes: Notes, run: dict[str, Any], size: Size) -> None:
         wrong = f"jobs[{beyond}]={jobs[beyond]!r}: buffers are 0 to {window - 1}; {wrong}"
     look(MEMORY, wrong if beyond is not None or peak > most else "", f"{peak:,} bytes")
     if not misplaced:
-        took = [ms(max(simulate(jobs, seconds).end[0])) for seconds in UPDATE_S.values()]
-        look(TIME, first(too_late(jobs, *size, host) for host in UPDATE_S), " and ".join(took))
+        ends = (max(end for _, end in simulate(jobs, seconds)) for seconds in UPDATE_S.values())
+        took = " and ".join(map(ms, ends))
+        look(TIME, first(too_late(jobs, *size, host) for host in UPDATE_S), took)
 
 
 def _first_wrong(run: dict[str, Any]) -> str:

@@ -10,13 +10,15 @@
 
 Nothing in a program is decided by the clock, so every moment is a longest path through what must
 come before it, and the answer does not depend on which rank goes first. What a moment is, is left
-open here: seconds (time.py), or a node of a graph whose seconds are worked out later (pipeline.py).
+open here: seconds, of what is predicted (time.py) and of what was recorded (theory/replay.py), or a
+node of a graph whose seconds are worked out later (pipeline.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from paralab.interpret.costs import Awaited, Compute, Cost, Job, Posted
@@ -30,7 +32,8 @@ class Item(NamedTuple):
     """An instruction, as far as the walk knows it.
 
     op       WORK, INSIDE (compute that makes calls), CALL, JOB or WAIT
-    takes    of compute; of a call or a job on its lane; of a WAIT what goes with it behind it
+    takes    of compute; of a call or a job on its lane, as all members of a call say; of a WAIT
+             what goes with it behind it
     name     what a call writes, and what a WAIT is for; of a JOB the instruction
     lane     of a call or a job
     members  pipeline ranks that make the call, if these are its members; else 0
@@ -224,3 +227,42 @@ class Rank:
                 clock += self.common.posting
         self.inside[position] = made
         return clock
+
+
+# ---- lists whose calls have names ----------------------------------------------------------------
+def moments(lists: Sequence[Sequence[Item]]) -> list[list[tuple[float, float]]]:
+    """When each item of each rank begins and ends, in seconds. A call has the name that all its
+    members give it, and its lane ends with their ranks. Replay times so what was recorded.
+
+    Raises ValueError if no rank can go on: a member never launches a call, or launches it in
+    another order.
+    """
+    turned = "the members of a group launch its calls in different orders"
+    launched: dict[Any, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for number, items in enumerate(lists):
+        for item in items:
+            if item.op == CALL:
+                launched[item.lane][number].append(item.name)
+    for (*_, members), names in launched.items():
+        if len({tuple(names[member]) for member in members}) > 1:
+            raise ValueError(f"no rank can go on: {_never(members, names) or turned}")
+    walk = Walk(0.0)
+    ranks = [Rank(walk, items, Order(None)) for items in lists]
+    walk.go(ranks)
+    if walk.there:
+        raise ValueError(f"no rank can go on: {turned}")
+    return [
+        [rank.calls.get(at, work) for at, work in enumerate(pairwise([0.0, *rank.left]))]
+        for rank in ranks
+    ]
+
+
+def _never(members: Sequence[int], names: dict[int, list[Any]]) -> str:
+    """Which call of a group lacks a member, or "". names: what each launches, in order."""
+    for first in members:
+        for name in names[first]:
+            never = [str(member) for member in members if name not in names[member]]
+            if never:
+                missing = ", ".join(never)
+                return f"rank {first} waits for {name}, which rank {missing} never launches"
+    return ""

@@ -3,8 +3,8 @@
 Ranks that share processor cores wait for cores, not only for each other, and the wall clock shows
 both. What a rank computed is known apart from that: every span on the compute lane carries the CPU
 seconds of its own thread. So the recorded order, the recorded dependencies and those costs go
-through the event engine, with a stated link model, and out comes the timeline that devices of their
-own would have given.
+through the walk that times programs (interpret/walk.py), with a stated link model, and out comes
+the timeline that devices of their own would have given.
 
     cost of a span   median over steps >= 1 and ranks that hold the same stages, of spans of the
                      same stage and kind at the same place: a backward that launches collectives is
@@ -12,7 +12,7 @@ own would have given.
     collective       alpha + wire bytes / bandwidth, from its row in the traffic table
     copy             the same between memory tiers, if the cluster states these links; no faster
                      than the plan's ``bandwidth``. Else as long as it took
-    wait             as long as the engine says, whatever it took in the run
+    wait             as long as the walk says, whatever it took in the run
 
 Its one assumption: a computation costs the same alone as next to others. Shared caches and memory
 bandwidth break it by a few per cent. What ran outside spans (reading data, Python between spans)
@@ -26,10 +26,11 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, real
+from paralab.interpret.walk import CALL, JOB, WAIT, WORK, Item, moments
+from paralab.programs.instructions import Instr
 from paralab.report.metrics import device_of, in_outline, reach
 from paralab.spec import Cluster
 from paralab.spec.links import Reach
-from paralab.theory.engine import Item, simulate
 from paralab.theory.traffic import POINT_TO_POINT
 
 if TYPE_CHECKING:
@@ -84,13 +85,14 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     steps: dict[tuple[int, int], tuple[float, float]] = {}
     for (step, inside), ranks in sorted(by_step.items()):
         programs = [_program(spans, calls, costs, copies) for spans in ranks]
-        times = simulate([items for items, _ in programs])
+        times = moments([items for items, _ in programs])
         latest = now
         for rank, (_, places) in enumerate(programs):
             over = free = now  # all that this rank does; its compute lane
             for span, mine in zip(ranks[rank], places, strict=True):
-                start[span.id] = now + min(times.start[rank][i] for i in mine)
-                end[span.id] = now + max(times.end[rank][i] for i in mine)
+                parts = times[rank][mine]
+                start[span.id] = now + min(parts)[0]
+                end[span.id] = now + max([ended for _, ended in parts])
                 if span.kind == "wait":
                     start[span.id] = free
                 if span.lane == "compute":
@@ -150,27 +152,31 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
     would not agree on them.
     """
     found: dict[int, list[Item]] = defaultdict(list)
+    took: dict[str, float] = defaultdict(float)  # of its slowest member; of a message, the sender
     count: Counter[tuple[Any, ...]] = Counter()
     reaches: dict[tuple[int, ...], Reach] = {}
     lanes = dict(zip(report.spans["id"], report.spans["lane"], strict=True))
     rows = report.collectives.sort_values(["rank", "step", "span"], kind="stable")
     for row in rows.itertuples(index=False):
-        lane, members, seconds = lanes.get(row.span, ""), row.ranks, 0.0
-        if row.op in POINT_TO_POINT:  # each direction of each pair is a link of its own
+        group, message = tuple(row.ranks), row.op in POINT_TO_POINT
+        members, name = group, f"{row.op} {{}} ({row.phase}) of {row.axis} ranks {group}"
+        if message:  # each direction of each pair is a link of its own
             members = (row.rank, row.peer) if row.op == "send" else (row.peer, row.rank)
-            lane += ":{}>{}".format(*members)
             name = f"message {{}} from rank {members[0]} to rank {members[1]} ({row.axis})"
-        else:
-            name = f"{row.op} {{}} ({row.phase}) of {row.axis} ranks {members}"
-        if row.op != "recv":  # the sender's side is the one that moves the bytes
-            group = tuple(members)
-            if group not in reaches:
-                reaches[group] = reach(report, row.op, row.rank, row.peer, row.ranks)
-            seconds = cluster.call(row.op, row.wire_bytes, reaches[group])[1]
         side = (row.rank, row.op == "recv", name)
-        found[row.span].append(Item(lane, seconds, (), name.format(count[side]), members))
+        name = name.format(count[side])
         count[side] += 1
-    return found
+        if row.op != "recv":
+            if members not in reaches:
+                reaches[members] = reach(report, row.op, row.rank, row.peer, row.ranks)
+            seconds = cluster.call(row.op, row.wire_bytes, reaches[members])[1]
+            took[name] = max(took[name], seconds)
+        lane = lanes.get(row.span, ""), message, members
+        found[row.span].append(Item(CALL, 0.0, name, lane, len(members)))
+    return {
+        span: [item._replace(takes=took[item.name]) for item in items]
+        for span, items in found.items()
+    }
 
 
 def _copies(report: Tables, cluster: Cluster) -> dict[int, float]:
@@ -190,19 +196,29 @@ def _program(
     calls: dict[int, list[Item]],
     costs: dict[int, float],
     copies: dict[int, float],
-) -> tuple[list[Item], list[range]]:
-    """One rank's step as engine items, and for every span the positions of its items."""
+) -> tuple[list[Item], list[slice]]:
+    """One rank's step as the walk reads it, and for every span where its items are.
+
+    A call comes after what the rank has computed, a job also after jobs; the rank waits for both.
+    """
     items: list[Item] = []
-    places: list[range] = []
-    at: dict[int, range] = {}
+    places: list[slice] = []
+    begun: dict[int, list[Any]] = {}  # span that nothing has waited for: what it is waited for by
     for span in spans:
-        after = tuple(position for other in span.after for position in at.get(other, ()))
-        if span.kind == "comm" and span.id in calls:
-            new = [call._replace(after=after) for call in calls[span.id]]
+        if span.lane == "compute":
+            names = [name for other in span.after for name in begun.pop(other, ())]
+            items += [Item(WAIT, name=name) for name in names]
+            new = [Item(WORK, costs.get(span.id, 0.0))]
+        elif span.id in calls:
+            new = calls[span.id]
+            begun[span.id] = [call.name for call in new]
         else:
-            new = [Item(span.lane, copies.get(span.id, costs.get(span.id, 0.0)), after)]
-        at[span.id] = range(len(items), len(items) + len(new))
-        places.append(at[span.id])
+            seconds = copies.get(span.id, costs.get(span.id, 0.0))
+            after = tuple(("", other, 0) for other in span.after if other in begun)
+            job = Instr("", reads=after, writes=(("", span.id, 0),))  # which read what these wrote
+            new = [Item(JOB, seconds, job, span.lane)]
+            begun[span.id] = [job.writes]
+        places.append(slice(len(items), len(items) + len(new)))
         items += new
     return items, places
 

@@ -25,10 +25,10 @@ def jobs(listed: Sequence[stream.Job], *, host: str = "slow") -> Chart:
     units, window = 1 + max(job[1] for job in made), len({job[2] for job in made})
     times = stream.simulate(made, update_s)
     rows = [
-        (stream.LANE[kind], kind, unit, buffer, start, end)
-        for (kind, unit, buffer), start, end in zip(made, times.start[0], times.end[0], strict=True)
+        (stream.LANE[kind], kind, unit, buffer, *moments)
+        for (kind, unit, buffer), moments in zip(made, times, strict=True)
     ]
-    took, least = max(times.end[0]), stream.limit_s(units, window, update_s)
+    took, least = max(end for _, end in times), stream.limit_s(units, window, update_s)
     fig = figure(
         f"{units} units take {stream.ms(took)}; no order takes less than {stream.ms(least)}",
         f"simulated · {host} host · {window} buffer{'s' * (window > 1)} · number: the unit",

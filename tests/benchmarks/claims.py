@@ -23,10 +23,10 @@ import pytest
 
 import paralab as pl
 from paralab import view
+from paralab.interpret import walk
 from paralab.interpret.predict import predict
 from paralab.parallel.schedules import interleaved
 from paralab.spec.cluster import available_cores
-from paralab.theory import engine
 from paralab.theory.gaps import beside
 from paralab.theory.ideal import schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate
@@ -173,11 +173,11 @@ def test_ten_thousand_items_are_played_at_once():
     program: list = []
     for name in range(834):
         program += [
-            engine.Item("compute", 0.1),
-            engine.Item("comm:dp", 1.0, (), str(name), tuple(range(4))),
-            engine.Item("compute", 0.0, (len(program) + 1,)),
+            walk.Item(walk.WORK, 0.1),
+            walk.Item(walk.CALL, 1.0, str(name), ("comm:dp", tuple(range(4))), 4),
+            walk.Item(walk.WAIT, name=str(name)),
         ]
-    assert quickest(lambda: engine.simulate([program] * 4), 5)[0] < 0.05
+    assert quickest(lambda: walk.moments([program] * 4), 5)[0] < 0.05
 
 
 # ---- instruments ---------------------------------------------------------------------------------
