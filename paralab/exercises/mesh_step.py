@@ -42,8 +42,8 @@ NORM, WEIGHTS, BYTES = ASKED
 )
 def mesh_step(tries: Tries) -> None:
     for dp, pp in CUTS:
-        where, again = f"dp={dp}, pp={pp}", (dp, pp) != CUTS[0]
-        for notes, found in tries.run(stepped, RANKS, dp, pp, where=where, again=again):
+        where = f"dp={dp}, pp={pp}"
+        for notes, found in tries.run(stepped, RANKS, dp, pp, where=where, standing=True):
             _look(notes, found, Plan(dp=dp, pp=pp))
 
 

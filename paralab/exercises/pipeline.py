@@ -52,7 +52,7 @@ def check(runs: Sequence[Run], tries: Tries) -> None:
     for run in runs:
         name, p, m, v = run
         where = f"{name}, p={p}, m={m}" + f", v={v}" * (v > 1)
-        for notes, found in tries.run(one_step, p, *run, where=where, again=run != runs[0]):
+        for notes, found in tries.run(one_step, p, *run, where=where, standing=True):
             _look(notes, found, run)
 
 

@@ -99,7 +99,7 @@ class Tries:
         limit: str = "",
         nodes: int = 1,
         patience: float = 1,
-        again: bool = False,
+        standing: bool = False,
     ) -> Iterator[tuple[Notes, Found]]:
         """Run ``work(watch, answer, seed, *args)`` on every rank, in one launch for all tries that
         are not over; yield what came of each. One that fails is noted in ``limit`` (by default the
@@ -108,13 +108,13 @@ class Tries:
         where     the case, in words: "N=2"
         nodes     virtual nodes, as `pl.trace` has them
         patience  how many times the timeout
-        again     all limits were looked at before, at another size: what broke one is not run
+        standing  only answers that have broken no limit yet: what looks at the same at each size
         """
         from paralab.report.report import Report
         from paralab.spec import Plan
         from paralab.trace import trace
 
-        tries = [one for one in self.all if not (one.notes.over or (again and one.notes.said))]
+        tries = [one for one in self.all if not (one.notes.over or (standing and one.notes.said))]
         if not tries:
             return
         given = (work, [(one.answer, one.seed) for one in tries], args)
