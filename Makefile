@@ -4,6 +4,7 @@
 #   make demo    train on four data-parallel ranks without a browser, write one HTML report
 #   make test    everything that continuous integration runs; installs chromium if it may and must
 #   make test-spawn  launches, equality and two labs with the start of ranks that macOS needs
+#   make virtual  all pairwise plans on the virtual GPUs, of which `make test` has a few
 #   make memory  predicted memory against the bytes of tensors: 200 drawn plans, 20 searches
 #   make gpu     the same code on this machine's GPUs, every plan and paradigm; writes gpu.md
 #   make nbval   of `make test` the labs alone: their stored outputs against a fresh run by nbval
@@ -43,7 +44,7 @@ FILES := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 # JupyterLab refuses to start as root (a container's usual user) unless told that this is meant.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab demo test test-spawn memory gpu nbval bench labs clean
+.PHONY: help lab demo test test-spawn virtual memory gpu nbval bench labs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -99,6 +100,9 @@ test-spawn: export PARALAB_START := spawn
 test-spawn: $(READY_DEV)
 	@$(PYTEST) tests/test_spawn.py tests/test_launch.py tests/test_launch_failures.py \
 	  tests/test_stop.py labs/00_*.ipynb labs/02_*.ipynb --nbval --timeout=900 $(FILES)
+
+virtual: $(READY_DEV)
+	@PARALAB_VIRTUAL_PLANS=all $(PYTEST) tests/test_virtual_plans.py
 
 memory: $(READY_DEV)
 	@PARALAB_MEMORY_PLANS=200 PARALAB_MEMORY_SEARCHES=20 $(PYTEST) -k 'drawn or witness or limit' \

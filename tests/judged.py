@@ -125,15 +125,17 @@ class Table:
 
         @pytest.mark.parametrize("answer, limits, words", self.wrong, ids=_name)
         def refused(answer: Any, limits: set[str], words: str) -> None:
-            verdict, broken = self[answer], missed(self[answer])
+            verdict = self[answer]  # once: what hangs is waited for each time
+            broken = missed(verdict)
             assert not verdict and verdict.started, repr(verdict)
             assert limits == broken if self.exact else limits <= broken, verdict.table.to_string()
             assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
 
         @pytest.mark.parametrize("answer", self.right, ids=_name)
         def passes(answer: Any) -> None:
-            assert self[answer].passed, self[answer].table.to_string()
-            self._says_every_limit(self[answer])
+            verdict = self[answer]
+            assert verdict.passed, verdict.table.to_string()
+            self._says_every_limit(verdict)
 
         def not_started() -> None:
             verdict = self[self.stub]

@@ -23,7 +23,7 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import paralab as pl
@@ -136,11 +136,14 @@ def refusal(values: Values) -> str:
     return _refusal(tuple(values[name] for name in SETTINGS))
 
 
+def at_work(values: Values) -> list[tuple[str, Any]]:
+    """(setting, value) of those that do something in this plan."""
+    return [(n, v) for n, v in values.items() if n not in IDLE or not IDLE[n](values)]
+
+
 def pairs(values: Values) -> Iterator[Pair]:
     """Every two settings that are at work in this plan."""
-    return itertools.combinations(
-        ((n, v) for n, v in values.items() if n not in IDLE or not IDLE[n](values)), 2
-    )
+    return itertools.combinations(at_work(values), 2)
 
 
 def objection(values: Values, pinned: Values) -> str:
@@ -192,6 +195,18 @@ class Cover(NamedTuple):
 def cover() -> Cover:
     """The list; the same in every process, as long as the rules are."""
     return Cover([case(values) for values in chosen()], _possible()[1])
+
+
+def each_value(times: int = 2) -> list[Case]:
+    """A few of the list's plans: every value of every setting is at work in two, if in so many."""
+    count = Counter(itertools.chain.from_iterable(map(at_work, chosen())))
+    left = Counter({one: min(times, n) for one, n in count.items()})
+    rest, taken = list(chosen()), []
+    while left := +left:  # those that are still to come
+        taken.append(max(rest, key=lambda values: _share(at_work(values), left, values)))
+        rest.remove(taken[-1])
+        left.subtract(at_work(taken[-1]))
+    return list(map(case, taken))
 
 
 @functools.cache
@@ -249,8 +264,12 @@ def _grow(
 
 def _worth(values: Values, left: Mapping[Pair, Any]) -> float:
     """Pairs that are new, over what it costs: starting a plan, and its ranks."""
+    return _share(pairs(values), left, values)
+
+
+def _share(found: Iterable[Any], left: Collection[Any], values: Values) -> float:
     ranks = values["dp"] * values["tp"] * values["pp"]
-    return sum(pair in left for pair in pairs(values)) / (16 + ranks)
+    return sum(one in left for one in found) / (16 + ranks)
 
 
 def _without_the_superfluous(

@@ -54,7 +54,7 @@ def on_the_host(model, cluster, batch, ask):
 
 
 def asks_too_often(model, cluster, batch, ask):
-    for _ in range(31):
+    for _ in range(13):
         ask(planned(*shape(model), batch, cluster.num_devices))
 
 
@@ -84,7 +84,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (half_the_devices, {PLAN}, "dp*tp*pp is 8, there are 16 devices"),
     (in_fp32, {PLAN}, "precision='fp32': not what is required"),
     (on_the_host, {PLAN}, "these machines have no other memory"),
-    (asks_too_often, {OFTEN}, "more than 30 questions"),
+    (asks_too_often, {OFTEN}, "more than 12 questions"),
     (illegal, {PLAN}, "tp=3"),
     (calls_itself_right, {PLAN}, "not a plan; legal: a pl.Plan(...)"),
     (searches, {PLAN}, "raised RuntimeError: the search is the answer"),

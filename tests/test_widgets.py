@@ -163,7 +163,7 @@ REPRS = {
     "data_parallel": "data_parallel(4 ranks, overlapped, 200 kB, own link, 2 samples)",
     "memory": "memory(4 layers, hidden 128, 64 tokens, 2 samples, zero-fp16)",
     "collective": "collective(ring, 4 ranks, 200 kB, 100 µs, 1 GB/s)",
-    "pipeline": "pipeline(1f1b, 4 ranks, 8 micro-batches, 2 chunks, even, free links)",
+    "pipeline": "pipeline(1f1b, 4 ranks, 8 micro-batches, 2 chunks, equal stages, free links)",
     "tensor": "tensor(2D, 128 tokens, hidden 64, 4 ranks)",
     "zero": "zero(ZeRO-2, 4 devices, 2 micro-batches, hidden 128, fp32, all kept)",
     "tensor1d": "tensor1d(4 ranks, whole on every rank, 4 samples, own link)",

@@ -8,6 +8,7 @@ of memory against forward and backward of the largest micro-batch, gradients inc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,8 +62,10 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
             shape = {"microbatches": len(sizes), "microbatch_size": max(sizes), "seed": seed}
             whole = reference.batches(MODEL, step=step, **shape)
             feed = [(x[:n].clone(), y[:n].clone()) for n, (x, y) in zip(sizes, whole, strict=True)]
-            losses, gradients, peak = _alone(watch, gpt, feed)
+            with watch.unseen():
+                losses, gradients = _alone(gpt, feed)
             held = 4 * MODEL.num_params  # gradients
+            peak = _peak(max(sizes))
             before = _weights(gpt)
             with watch.section() as section:
                 returned = answer[0](gpt, update, feed, clip_norm=clip)
@@ -81,21 +84,28 @@ def _weights(gpt: Any) -> Arrays:
     return {name: watched.array(p) for name, p in gpt.named_parameters()}
 
 
-def _alone(watch: Any, gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], list[Arrays], int]:
-    """(loss, gradients of each micro-batch, bytes of the largest one beyond all gradients)."""
+def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], list[Arrays]]:
+    """(loss, gradients) of each micro-batch."""
     twin, losses, gradients = reference.GPT(MODEL), [], []
-    with watch.unseen():
-        twin.load_state_dict(gpt.state_dict())
-        for batch in feed:
-            twin.zero_grad()
-            loss = twin(*batch)
-            loss.backward()
-            gradients.append({name: watched.array(p.grad) for name, p in twin.named_parameters()})
-            losses.append(loss.item())
-    with watch.section() as section:  # now all gradients are there
-        loss = twin(*max(feed, key=lambda batch: len(batch[0])))
+    twin.load_state_dict(gpt.state_dict())
+    for batch in feed:
+        twin.zero_grad()
+        loss = twin(*batch)
         loss.backward()
-    return losses, gradients, section.peak
+        gradients.append({name: watched.array(p.grad) for name, p in twin.named_parameters()})
+        losses.append(loss.item())
+    return losses, gradients
+
+
+@functools.cache  # for each answer the same
+def _peak(samples: int) -> int:
+    """Bytes that a micro-batch of so many samples has at its peak beyond all gradients."""
+    gpt = reference.GPT(MODEL)
+    [batch] = reference.batches(MODEL, step=0, microbatch_size=samples)
+    gpt(*batch).backward()
+    with watched.PeakMemory() as memory:  # now all gradients are there
+        gpt(*batch).backward()
+    return memory.peak
 
 
 # ---- the verdict ---------------------------------------------------------------------------------

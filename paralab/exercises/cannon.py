@@ -53,7 +53,7 @@ FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, 
 @exercise(Takes("row_and_column(q)"), lab="08", asked=GROUPS_ASKED)
 def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
-        for notes, found in tries.run(summed, q * q, q, where=f"q={q}", standing=True):
+        for notes, found in tries.run(summed, q * q, q, where=f"q={q}", standing=GROUPS_ASKED):
             for limit in GROUPS_ASKED:
                 look = _wrong_group if limit in GROUPS else _wrong_sums
                 wrong = first(look(rank, limit, one, q) for rank, one in enumerate(found.results))
@@ -94,7 +94,7 @@ def _wrong_sums(rank: int, limit: str, found: dict[str, Any], q: int) -> str:
 @exercise(Takes("cannon(x, w, q)"), lab="08", asked=ASKED)
 def cannon(tries: Tries) -> None:
     for q in GRIDS:
-        for notes, found in tries.run(multiply, q * q, q, where=f"q={q}", standing=True):
+        for notes, found in tries.run(multiply, q * q, q, where=f"q={q}", standing=ASKED):
             cases, ops = range(len(SHAPES)), found.report.collectives["op"].unique()
             notes.look(PRODUCT, first(_wrong(found, n, q) for n in cases), "every block")
             other = first(f"calls {op}" for op in ops if op not in ("send", "recv"))

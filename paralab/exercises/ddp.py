@@ -51,7 +51,7 @@ ASKED = sync.ASKED | {
     "simulated step": f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes",
     "extra memory": "at most one and a half more copies of the gradients",
 }
-GRADIENTS, _, _, TIME, MEMORY = ASKED
+GRADIENTS, WEIGHTS, _, TIME, MEMORY = ASKED
 
 
 @exercise(
@@ -62,7 +62,8 @@ GRADIENTS, _, _, TIME, MEMORY = ASKED
 def my_ddp(tries: Tries) -> None:
     sync.look_at_training(tries, trained)
     sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
-    for notes, found in tries.run(backwards, RANKS, sizes, TIMED_BUCKET, limit=TIME):
+    right = {"limit": TIME, "standing": (GRADIENTS, WEIGHTS)}
+    for notes, found in tries.run(backwards, RANKS, sizes, TIMED_BUCKET, **right):
         _look_at_backwards(notes, found, sizes)
 
 

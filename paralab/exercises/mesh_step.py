@@ -43,7 +43,7 @@ NORM, WEIGHTS, BYTES = ASKED
 def mesh_step(tries: Tries) -> None:
     for dp, pp in CUTS:
         where = f"dp={dp}, pp={pp}"
-        for notes, found in tries.run(stepped, RANKS, dp, pp, where=where, standing=True):
+        for notes, found in tries.run(stepped, RANKS, dp, pp, where=where, standing=ASKED):
             _look(notes, found, Plan(dp=dp, pp=pp))
 
 

@@ -45,14 +45,14 @@ def _asked(runs: Sequence[Run]) -> dict[str, str]:
     }
 
 
-GRADIENTS, LOSS, ORDER, BYTES, FLIGHT = _asked(RUNS)
+LIMITS = GRADIENTS, LOSS, ORDER, BYTES, FLIGHT = tuple(_asked(RUNS))
 
 
 def check(runs: Sequence[Run], tries: Tries) -> None:
     for run in runs:
         name, p, m, v = run
         where = f"{name}, p={p}, m={m}" + f", v={v}" * (v > 1)
-        for notes, found in tries.run(one_step, p, *run, where=where, standing=True):
+        for notes, found in tries.run(one_step, p, *run, where=where, standing=LIMITS):
             _look(notes, found, run)
 
 

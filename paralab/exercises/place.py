@@ -1,10 +1,10 @@
-"""Lab 10: a planner on a budget. Where does every degree of parallelism go, with thirty questions?
+"""Lab 10: a planner on a budget. Where does every degree of parallelism go, with twelve questions?
 
 PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.4) ends in advice: model parallelism just as large
 as memory asks for, tensor parallelism inside a node and the pipeline across, the rest of the
 devices data-parallel, and a micro-batch that is neither too small for the device nor too large for
 the bubble. The answer is a function that knows such rules and may ask for the simulated step
-(interpret/outline.py) and the peak memory of thirty plans. It is held against the best plan that
+(interpret/outline.py) and the peak memory of twelve plans. It is held against the best plan that
 `pl.plan_search` finds among all of them.
 """
 
@@ -23,7 +23,7 @@ from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
-QUESTIONS, SLACK = 30, 1.10
+QUESTIONS, SLACK = 12, 1.10
 PRECISION = "bf16"
 PTDP = {"schedule": "1f1b", "zero_stage": [0, 1], "offload": None}  # what the paper composes
 

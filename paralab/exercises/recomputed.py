@@ -8,6 +8,8 @@ blocks count how often they are called (Chen+ 2016, arXiv:1604.06174: one forwar
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -33,8 +35,7 @@ GRADIENTS, GENERATOR, FORWARDS, MEMORY = ASKED
 @exercise(Takes("my_checkpoint(block, x)"), lab="06", asked=ASKED)
 def checkpoint(tries: Tries) -> None:
     for notes, found in tries.run(stepped, 1):
-        runs = found.results[0]
-        right, torchs, yours = runs["without"], runs["torch"], runs["yours"]
+        right, yours, without, torchs = found.results[0]
         notes.look(GRADIENTS, _differs(yours["gradients"], right["gradients"]), "all equal")
         same = (yours["after"] == right["after"]).all()
         wrong = "" if same else "the program draws other numbers after the step than without"
@@ -46,29 +47,47 @@ def checkpoint(tries: Tries) -> None:
             if n != required
         )
         notes.look(FORWARDS, wrong, f"{required} in the step")
-        limit = int(SPARE * torchs["peak"])
-        words = f"has {{held}} bytes at its peak, required: {limit:,}; without it {right['peak']:,}"
+        limit = int(SPARE * torchs)
+        words = f"has {{held}} bytes at its peak, required: {limit:,}; without it {without:,}"
         notes.memory(MEMORY, [yours["peak"]], limit, words)
 
 
-def stepped(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
-    """What the rank runs: the step without, with torch's and with the answer's checkpoints."""
+def stepped(watch: Any, answer: tuple, seed: int) -> tuple[dict, dict, int, int]:
+    """What the rank runs: the step without checkpoints and with the answer's; and the bytes that it
+    has at its peak without, and with torch's.
+    """
     from torch.utils import checkpoint as torchs
 
     def forbidden(*args: Any, **settings: Any) -> Any:
         raise RuntimeError("torch.utils.checkpoint is called: write what it does")
 
+    with watch.unseen():
+        known, right = peaks(), _step(without, seed, contextlib.nullcontext())
+    with mock.patch.object(torchs, "checkpoint", forbidden):
+        yours = _step(answer[0], seed, watch.section())
+    return right, yours, *known
+
+
+@functools.cache  # for each answer the same
+def peaks() -> tuple[int, int]:
+    """Bytes at the peak of a step without checkpoints, and with torch's."""
+    from torch.utils import checkpoint as torchs
+
     def its_own(block: Any, x: Any) -> Any:
         return torchs.checkpoint(block, x, use_reentrant=False)
 
-    runs = {"without": _step(watch, lambda block, x: block(x), seed)}
-    runs["torch"] = _step(watch, its_own, seed)
-    with mock.patch.object(torchs, "checkpoint", forbidden):
-        runs["yours"] = _step(watch, answer[0], seed)
-    return runs
+    steps = (_step(apply, 0, watched.PeakMemory()) for apply in (without, its_own))
+    without_any, with_torchs = (step["peak"] for step in steps)
+    return without_any, with_torchs
 
 
-def _step(watch: Any, apply: Callable[[Any, Any], Any], seed: int) -> dict[str, Any]:
+def without(block: Any, x: Any) -> Any:
+    """No checkpoint."""
+    return block(x)
+
+
+def _step(apply: Callable[[Any, Any], Any], seed: int, measured: Any) -> dict[str, Any]:
+    """A step in which ``apply`` calls every block. measured: a context that finds a ``peak``."""
     from torch import nn
 
     torch.manual_seed(seed)
@@ -93,7 +112,7 @@ def _step(watch: Any, apply: Callable[[Any, Any], Any], seed: int) -> dict[str, 
 
     gpt.blocks = nn.ModuleList(Through(block, i) for i, block in enumerate(gpt.blocks))
     data = reference.batches(MODEL, step=0, microbatches=MICROBATCHES)
-    with watch.section() as section:
+    with measured as section:
         loss = sum(gpt(*one) for one in data)  # both are in flight when backward begins
         loss.backward()
     missing = [name for name, p in gpt.named_parameters() if p.grad is None]
@@ -101,7 +120,8 @@ def _step(watch: Any, apply: Callable[[Any, Any], Any], seed: int) -> dict[str, 
         raise ValueError(f"after backward {missing[0]} has no gradient")
     gradients = {name: watched.array(p.grad) for name, p in gpt.named_parameters()}
     after = watched.array(torch.rand(8))
-    return {"gradients": gradients, "after": after, "calls": calls, "peak": section.peak}
+    peak = getattr(section, "peak", 0)
+    return {"gradients": gradients, "after": after, "calls": calls, "peak": peak}
 
 
 def _differs(yours: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> str:

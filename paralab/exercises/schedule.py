@@ -82,7 +82,8 @@ def own_schedule(tries: Tries) -> None:
             wrong = missed(reply, p, m, seconds=limit_s(p, m), alive=p)
             notes.each(OTHERS, wrong, f"{len(SIZES)} other sizes")
         notes.where, plan = "", Plan(pp=PP, schedule=Written(own.value), **BATCH)
-        look_at_run(notes, GRADIENTS, MODEL, plan, steps=1, timeout=tries.timeout)
+        if not notes.broke(ASKED):  # one that is too late is not trained with
+            look_at_run(notes, GRADIENTS, MODEL, plan, steps=1, timeout=tries.timeout)
 
 
 def simulate(schedule: Schedule) -> Simulation:

@@ -101,7 +101,7 @@ def _linears(weights: dict[str, Any]) -> list[Any]:
 def check(kind: str, limits: Collection[str], tries: Tries) -> None:
     pair, operators = PAIRS[kind], WEIGHTS not in limits
     for t in RANKS:
-        how = {"where": f"t={t}", "standing": True}
+        how = {"where": f"t={t}", "standing": limits}
         for notes, found in tries.run(forward_and_back, t, kind, operators, **how):
             right = of_one_device(pair, found.seed)
             for limit, names in ((RESULT, ["z"]), (GRADIENTS, ["x", *reversed(pair.shapes)])):

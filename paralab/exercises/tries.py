@@ -9,7 +9,7 @@ they are watched, is watched.py.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,7 @@ class Tries:
         limit: str = "",
         nodes: int = 1,
         patience: float = 1,
-        standing: bool = False,
+        standing: Iterable[str] = (),
     ) -> Iterator[tuple[Notes, Found]]:
         """Run ``work(watch, answer, seed, *args)`` on every rank, in one launch for all tries that
         are not over; yield what came of each. One that fails is noted in ``limit`` (by default the
@@ -108,13 +108,13 @@ class Tries:
         where     the case, in words: "N=2"
         nodes     virtual nodes, as `pl.trace` has them
         patience  how many times the timeout
-        standing  only answers that have broken no limit yet: what looks at the same at each size
+        standing  limits: an answer that has broken one of them is not run again
         """
         from paralab.report.report import Report
         from paralab.spec import Plan
         from paralab.trace import trace
 
-        tries = [one for one in self.all if not (one.notes.over or (standing and one.notes.said))]
+        tries = [one for one in self.all if not (one.notes.over or one.notes.broke(standing))]
         if not tries:
             return
         given = (work, [(one.answer, one.seed) for one in tries], args)

@@ -147,6 +147,10 @@ class Notes:
     def _here(self, words: str) -> str:
         return f"{self.where}: {words}" if self.where else words
 
+    def broke(self, limits: Iterable[str]) -> bool:
+        """Whether one of these has been found broken."""
+        return not all(self._found.get(limit, ("", True))[1] for limit in limits)
+
     def bytes(self, limit: str, sent: Sequence[float], required: int, doing: str = "") -> None:
         """Every rank has to send exactly ``required`` bytes. doing: "in a step", or ""."""
         worst = max(range(len(sent)), key=lambda rank: (abs(sent[rank] - required), -rank))

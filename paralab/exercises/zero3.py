@@ -43,7 +43,7 @@ def my_zero3(tries: Tries) -> None:
 def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> None:
     """The first four limits. runs: {ranks: steps}; most_units: whole ones at the peak"""
     for n, steps in runs.items():
-        standing = n != next(iter(runs))  # before, other limits may have been looked at
+        standing = () if n == next(iter(runs)) else ASKED
         for notes, found in tries.run(train, n, steps, where=f"N={n}", standing=standing):
             right = of_one_process(MODEL, ranks=n, **BATCH)[steps].weights
             wrong = first_wrong_tensor(found["weights"], right, start=found.results[0]["start"])

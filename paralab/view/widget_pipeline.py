@@ -22,6 +22,7 @@ from paralab.theory.traffic import BOOKKEEPING
 from paralab.view import pipeline as drawing
 from paralab.view import theme, timeline_rows
 from paralab.view.chart import Chart
+from paralab.view.naming import SCHEDULE_NAME
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import buttons, crowd, in_seconds, slider
 
@@ -50,9 +51,9 @@ class Pipeline(Widget):
         "imbalance": slider(
             "last stage",
             (1.0, 1.25, 1.5, 2.0, 2.5, 3.0),
-            lambda x: f"{x:g} x" if x > 1 else "even",
+            lambda x: f"{x:g} × the others" if x > 1 else "equal stages",
             start=1.0,
-            tip="how much slower than the others",
+            tip="how many times as long as the others it takes",
         ),
         "comm": slider(
             "a message",
@@ -104,7 +105,7 @@ class Pipeline(Widget):
         chunks.disabled = state == "running" or schedule != "interleaved"
 
     def _charts(self, at: At) -> list[Chart]:
-        simulation, name = self.simulation(at), at["schedule"]
+        simulation, name = self.simulation(at), SCHEDULE_NAME[at["schedule"]]
         if at.found is None:
             return [drawing.simulated_timeline(simulation, name)]
         above = drawing.simulated(simulation, at.replayed, label="simulated")

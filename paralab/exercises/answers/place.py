@@ -1,4 +1,4 @@
-"""Lab 10's exercise: a planner that knows Megatron's advice and asks about thirty plans at most."""
+"""Lab 10's exercise: a planner that knows Megatron's advice and asks about twelve plans at most."""
 
 import paralab as pl
 
@@ -10,7 +10,7 @@ def my_planner(model, cluster, batch, ask):
     """
     ### BEGIN SOLUTION
     ### STUB: raise NotImplementedError("your turn")
-    best, fastest, left = None, float("inf"), 30
+    best, fastest, left = None, float("inf"), 12
     devices, node = cluster.num_devices, cluster.devices_per_node
     sizes = [
         (tp, pp)

@@ -6,7 +6,7 @@ import paralab as pl
 
 
 def seconds(model, cluster, plan):
-    """Of a step: compute, bubble, and what each axis sends, none of it hidden."""
+    """Of a step: compute, bubble, and what each axis sends; only gradients are hidden."""
     t, p, m = plan.tp, plan.pp, plan.microbatches
     passes = {"none": 3, "selective": 3.1, "full": 4}[plan.recompute]  # a forward is one
     work = passes * 2 * model.num_params * plan.global_batch * model.seq_len
@@ -14,8 +14,9 @@ def seconds(model, cluster, plan):
     calls = m * (6 if plan.recompute == "full" else 4) * model.layers / p
     tensor = calls * 2 * (t - 1) / t * sent / cluster.intra.bandwidth
     pipeline = 2 * m * sent / cluster.inter.bandwidth if p > 1 else 0
-    gradients = 4 * model.num_params / (t * p) / cluster.inter.bandwidth if plan.dp > 1 else 0
     compute = work / (cluster.num_devices * cluster.flops)
+    gradients = 4 * model.num_params / (t * p) / cluster.inter.bandwidth if plan.dp > 1 else 0
+    gradients = max(0, gradients - compute / m)  # the last micro-batch computes meanwhile
     return compute * (1 + (p - 1) / m) + tensor + pipeline + gradients
 
 
@@ -52,7 +53,7 @@ def my_planner(model, cluster, batch, ask):
         if memory(model, plan) < cluster.memory:
             plans.append(plan)
     plans.sort(key=lambda plan: seconds(model, cluster, plan))
-    answers = [(ask(plan), plan) for plan in plans[:30]]
+    answers = [(ask(plan), plan) for plan in plans[:12]]
     fitting = [
         (found.seconds, n) for n, (found, _) in enumerate(answers) if found.bytes <= cluster.memory
     ]

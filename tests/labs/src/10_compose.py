@@ -682,7 +682,7 @@ pd.DataFrame({"sent by all ranks (MB)": sent}).round(3)
 view.timelines(*reports.values(), labels=list(reports))
 
 # %% [markdown]
-# ## Go further: a planner with thirty questions
+# ## Go further: a planner with twelve questions
 
 # %%
 planner = pl.exercises.place
@@ -703,7 +703,7 @@ pl.exercises.place.check(my_planner)
 # **Common mistakes.** Recomputing everything although the plan fits without; data parallelism
 # alone, which does not fit; tensor parallelism across nodes; plans that do not use all samples or
 # devices. A second answer knows no advice. It ranks all plans by the two formulas of this lab, and
-# spends its questions on the best thirty:
+# spends its questions on the best twelve:
 
 # %% tags=["solution-only"]
 ### ANSWER: place_other
