@@ -190,7 +190,11 @@ DOCUMENTED = (
 
 
 def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TEST_ARGS")
+    }
     words = [f"{name}={value}" for name, value in variables.items()]
     return subprocess.run(
         ["make", *arguments, *words],
