@@ -155,6 +155,24 @@ def test_views_count_once_and_the_dead_not_at_all():
         assert ledger.state()["other"] == 8000
 
 
+def test_one_category_that_replaces_another_is_sampled_though_the_total_stays():
+    """As in backward, where the gradients of a block replace its activations."""
+    recorder = Recorder(rank=0, world_size=1)
+    with Ledger(recorder) as ledger:
+        recorder.begin_step(0)
+        saved = [torch.zeros(1000) for _ in range(8)]
+        ledger.owns("activations", *saved)
+        with recorder.span("backward"):
+            gradients = []
+            while saved:
+                saved.pop()
+                gradients.append(torch.zeros(1000))
+                ledger.owns("gradients", gradients[-1])
+        recorder.end_step()
+    seen = {sample.held["gradients"] for sample in recorder.samples}
+    assert {4000 * n for n in range(8)} <= seen
+
+
 def test_what_it_knows_stays_right_while_it_is_off_and_nothing_of_it_is_left():
     recorder = Recorder(rank=0, world_size=1)
     ledger = Ledger(recorder)

@@ -99,8 +99,8 @@ def test_the_title_says_what_is_needed_and_what_is_there_or_that_it_is_not_the_d
     chart = view.disk_needed(MODEL, many, busier)
     _, needed = (shape.x0 for shape in chart.layout.shapes)
     asked = theme.scaled(needed, "B/s")
-    assert chart.finding == f"With 64 samples a disk of {asked} keeps the device 90 % busy; " \
-        "this one has 1 GB/s"  # fmt: skip
+    assert chart.finding == f"With 64 samples the formula asks for a disk of {asked} to " \
+        "keep the device 90 % busy; this one has 1 GB/s"  # fmt: skip
     reached = re.search(r"90 % from about (\d+) MB/s", chart.below)
     at = int(reached[1]) * 1e6
     reached = busy(pl.predict(MODEL, many, with_disk(at, busier), steps=1))
@@ -114,7 +114,7 @@ def test_the_title_says_what_is_needed_and_what_is_there_or_that_it_is_not_the_d
     fast = CLUSTER.replace(flops=2e11, memory_bandwidth=1e11, op_overhead=0.0, host=wire,
                            disk=wire.replace(bandwidth=1e9), host_bandwidth=1e12)  # fmt: skip
     chart = view.disk_needed(MODEL, PLAN, fast)
-    assert "keeps the device 90 % busy" in chart.finding  # by a disk that is not on the axis
+    assert "to keep the device 90 % busy" in chart.finding  # by a disk that is not on the axis
     at = float(re.search(r"90 % from about (\d+) GB/s", chart.below)[1]) * 1e9
     assert at > FASTEST and curve(chart, "predicted")[FASTEST] < 0.89
     assert busy(pl.predict(MODEL, PLAN, with_disk(at, fast), steps=1)) == pytest.approx(

@@ -36,7 +36,7 @@ from paralab.ranks.errors import OutOfMemory
 if TYPE_CHECKING:
     from paralab.instruments.recorder import Recorder
 
-GRAIN = 32  # within a span a sample is taken whenever 1/32 of the most bytes have come or gone
+GRAIN = 32  # within a span a sample is taken when a category has changed by 1/32 of the most bytes
 ALLOCATOR_EXTRA = 64 * 2**20
 UNNAMED = ("buffers", "workspace", "other")  # what autograd saves of these is an activation
 
@@ -66,7 +66,8 @@ class Ledger(Storages):
         self.bytes = dict.fromkeys(CATEGORIES, 0)
         self.born: str | None = "other"  # category of a new storage
         self.made = ""  # its category while something is made, whatever span is open
-        self._noted = self._most = 0  # bytes alive at the last sample, and most there ever were
+        self._noted = self.bytes.copy()  # at the last sample; gradients may replace activations
+        self._most = 0  # bytes there ever were
         self._top = 0  # most bytes alive since the last sample
         self._at_top: tuple | None = None  # when, and what they were, here and elsewhere
         self._parameters: list[weakref.ref] = []
@@ -105,7 +106,7 @@ class Ledger(Storages):
         if func.is_view:  # most operations are, and none of them makes a storage
             return result
         self._meet_all(result)
-        if self.recorder.samples and abs(self.live - self._noted) > self._most // GRAIN:
+        if self.recorder.samples and self._changed():
             self._note()
         if self.limit is not None and self.live > self.limit:
             raise self._over(self.live - before, self.made or self.born)
@@ -202,6 +203,11 @@ class Ledger(Storages):
         self._note(mark)
         self.born = self.born_in.get(kind, "workspace")
 
+    def _changed(self) -> bool:
+        grain = self._most // GRAIN
+        pairs = zip(self.bytes.values(), self._noted.values(), strict=True)
+        return any(abs(now - before) > grain for now, before in pairs)
+
     def _note(self, mark: Any = None) -> None:
         """Write down what is alive, and what was when there was more since the last time."""
         samples, step = self.recorder.samples, self.recorder.step
@@ -209,7 +215,7 @@ class Ledger(Storages):
             samples.append(Sample(step, None, *self._at_top))
         away = self.recorder.away.copy()
         samples.append(Sample(step, mark, self.recorder.clock.now(), self.bytes.copy(), away))
-        self._top, self._at_top, self._noted = self.live, None, self.live
+        self._top, self._at_top, self._noted = self.live, None, self.bytes.copy()
         self._most = max(self._most, self.live)
 
     # ---- the limit ----------------------------------------------------------------------------
@@ -226,7 +232,9 @@ class Ledger(Storages):
     def _error(self, first: str, held: dict[str, int], more: dict[str, int]) -> OutOfMemory:
         rows = {name: size for name, size in held.items() if size > 0}
         rows |= {"in all": sum(held.values()), **more}
-        lines = [f"what rank {self.recorder.rank} held in {self.recorder.where()}:"]
+        where = self.recorder.where()  # "before step 0", or "step 0, forward"
+        when = where if where.startswith("before") else f"in {where}"
+        lines = [f"what rank {self.recorder.rank} held {when}:"]
         lines += [f"  {name:<12}{size / 2**20:>14,.3f} MiB" for name, size in rows.items()]
         table = "\n".join([*lines, *filter(None, [self.advise()])])
         return OutOfMemory(f"{first}\n\n{table}", rank=self.recorder.rank, table=table)

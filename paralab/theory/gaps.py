@@ -244,8 +244,8 @@ def _pace(ratio: float, cores: int | None, report: Tables) -> str:
     slower = f"the wall clock runs {ratio:.1f} times slower than devices of their own would."
     if ratio < 0.9:
         return (
-            f"The wall clock is {_percent(1 - ratio)} faster than the replay: messages took "
-            "less time than the replay's links say."
+            f"The wall clock is {_percent(1 - ratio)} faster than the replay: messages and "
+            "copies took less time than the replay's links say."
         )
     if ratio < 1.1:
         return "The wall clock runs like devices of their own would."

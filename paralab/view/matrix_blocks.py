@@ -33,6 +33,7 @@ SIDES = ("tokens × in", "in × out", "tokens × out")  # what is behind the let
 MOST_RANKS = 64
 PITCH, GAP = 1.36, 0.012  # from one matrix to the next, in sides; between two blocks
 COLUMNS = "matrix rank row_start row_stop column_start column_stop"
+GREY = "; grey: several ranks hold it"
 MODE_NAME = {"1d": "1D", "2d": "2D", "2.5d": "2.5D", "3d": "3D"}
 
 
@@ -79,7 +80,7 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     parallel = ", sequence parallel," * plan.sequence_parallel
     said = f"{MODE_NAME[plan.tp_mode]}{parallel} on {plan.tp} ranks"
     below = f"layer “{role}”: X before its messages, Y after them · a rank has one colour"
-    below += "; grey: several ranks hold it" * any(len(cell.ranks) > 1 for cell in cells)
+    below += GREY * any(len(cell.ranks) > 1 for cell in cells)
     fig = picture(cells, f"{said}: {finding(cells)}", below)
     return fig.explained(
         f"blocks of X, W, Y of “{role}”, {said}: their ranks", (COLUMNS, table(cells))

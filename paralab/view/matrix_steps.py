@@ -19,6 +19,7 @@ from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.matrix_blocks import (
     COLUMNS,
+    GREY,
     MODE_NAME,
     NAMES,
     PITCH,
@@ -31,6 +32,7 @@ from paralab.view.matrix_blocks import (
 )
 
 LOW = "₀₁₂₃₄₅₆₇₈₉"
+COLOUR = f"colour: the rank that holds a block{GREY}"
 MOST_TERMS = 3  # that are written out in a block of Y
 
 
@@ -75,11 +77,9 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
 def _below(plan: Plan) -> str:
     q, depth = plan.tp_grid
     if plan.tp_mode == "3d":
-        return f"a cube of {q} × {q} × {q} ranks · colour: the rank that holds a block"
+        return f"a cube of {q} × {q} × {q} ranks · {COLOUR}"
     grids = f"{depth} grids of " * (depth > 1)
-    return (
-        f"SUMMA on {grids}{q} × {q} ranks · colour: the rank that holds a block; arrows: broadcasts"
-    )
+    return f"SUMMA on {grids}{q} × {q} ranks · {COLOUR}; arrows: broadcasts"
 
 
 # ---- the steps ----------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def cube(plan: Plan) -> list[Step]:
     sums = [cell._replace(label="partial sums") for cell in sums]
     part, x_part, w_part = f"1/{q**3}", parts["X"], parts["W"]
     gathered = f"X is gathered along {x_rows[1]}, {q} ranks then hold the same block"
-    product = f"each rank multiplies once; a block of Y is the sum of {q} such"
+    product = f"each rank multiplies once; a block of Y is the sum of {q} such products"
     scattered = f"Y is summed along {y_rows[1]} and scattered, {part} for each rank"
     told = [  # what happens; in brief; the blocks of X, W, Y; which are meant
         (f"every rank has {part} of X and {part} of W", "start", x_part + w_part, "XW"),

@@ -181,12 +181,12 @@ def _finding(foreseen: Foreseen, share: float, now: float) -> str:
     if need is None:
         return f"Nothing is kept in files: with any disk the device computes {100 * now:.0f} %"
     who, asked = f"With {n} sample{'s' * (n > 1)}", theme.scaled(need, "B/s")
+    said = f"{who} the formula asks for a disk of {asked} to keep the device "
+    said += f"{100 * share:.0f} % busy"
     if foreseen.reaches(share) is None:
-        said = f"{who} the formula asks for a disk of {asked} to keep the device "
-        said += f"{100 * share:.0f} % busy; at most "
-        return f"{said}{100 * foreseen.most:.0f} % is predicted"
+        return f"{said}; at most {100 * foreseen.most:.0f} % is predicted"
     mine = "" if foreseen.own is None else f"; this one has {theme.scaled(foreseen.own, 'B/s')}"
-    return f"{who} a disk of {asked} keeps the device {100 * share:.0f} % busy{mine}"
+    return said + mine
 
 
 def _below(foreseen: Foreseen, share: float) -> str:

@@ -80,7 +80,7 @@ class Alternatives(Widget):
                 sent["measured"] = int(counted)
         model, clock = at.model, "predicted" + " and measured" * (at.found is not None)
         below = f"{clock}, per {self.each} and step · {model.layers} layers, h = {model.hidden:,}"
-        below += f", Ψ = {model.num_params:,} · 1 MB = 10<sup>6</sup> bytes"
+        below += f", {model.num_params:,} parameters · 1 MB = 10<sup>6</sup> bytes"
         words = {"title": self._finding(at), "below": below, "bright": [chosen, "measured"]}
         ranks = count(self._ranks(at), self.each)
         said = f"{self.name} on {ranks}, {clock}: {len(bars)} bars by category"

@@ -4,7 +4,7 @@
 def ring_all_gather(group, tensor):
     """Hand the finished chunks round until every rank has all of them. In place.
 
-    tensor: (n * k,), n chunks of k elements; on this rank chunk (group.index + 1) % n is finished.
+    tensor: (n * c,), n chunks of c elements; on this rank chunk (group.index + 1) % n is finished.
     """
     n, r = group.size, group.index
     left, right = group.ranks[(r - 1) % n], group.ranks[(r + 1) % n]

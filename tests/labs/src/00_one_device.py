@@ -76,7 +76,7 @@ pl.program(model, plan)
 # | B | samples of a step, m · b |
 # | K | bytes of model state per parameter |
 # | M | bytes of memory |
-# | C | FLOPs (floating-point operations) |
+# | C | FLOPs (floating-point operations) of a whole training (in labs 10 and 11: of a step) |
 # | D | tokens that a model is trained on |
 # | g | gradient |
 # | η, ε | learning rate and small constant of AdamW |
@@ -148,7 +148,8 @@ print(f"{len(model.parameter_shapes())} tensors, which AdamW keeps to correct it
 # $$K_\text{mixed} = \underbrace{2}_\text{weight} + \underbrace{2}_\text{gradient}
 # + \underbrace{4 + 4 + 4}_\text{master copy, two moments} = 2 + 2 + 12 = 16.$$
 #
-# (The paper calls the 12 alone K. Implementations that also keep 32-bit gradients have 18 or 20.)
+# (The paper calls the 12 alone K. With 32-bit gradients it is 18 bytes if they replace the 16-bit
+# ones, and 20 if both are kept.)
 # This is the answer to the opening question: 7.47 billion parameters at 16 bytes each are 119.5 GB.
 #
 # **Your turn (warm-up).** Write both as functions, for any recipe of bytes per parameter.
@@ -502,13 +503,13 @@ for name in ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t"):
         "years by 6 Ψ D": 6 * one.num_params * tokens / speed / year,
         "years, exact": exact / speed / year,
     }
-pd.DataFrame.from_dict(rows, orient="index").round(1)
+pd.DataFrame.from_dict(rows, orient="index").round(2)
 
 # %% [markdown]
-# For the two largest, even a device with enough memory would take decades or centuries. So the work
-# has to be split, and there are five ways in this course: by samples (data parallelism, lab 02), by
-# layers (pipelines, 03), by sharding the model states (ZeRO, 05), inside a layer (tensor
-# parallelism, 07), or by moving state to slower memory (offload, 09).
+# For the two largest, even a device with enough memory would take decades or centuries. So work and
+# memory have to be divided. Three ways divide the work: by samples (data parallelism, lab 02), by
+# layers (pipelines, 03), inside a layer (tensor parallelism, 07). Two save memory only: sharding
+# the model states (ZeRO, 05), and moving state to slower memory (offload, 09).
 #
 # **Your turn (go further).** Predict the peak of a whole step, activations and temporary tensors
 # included, within 5 %, without running or compiling anything. This is what a memory estimator
@@ -562,7 +563,7 @@ pl.exercises.peak_estimate.check(peak_by_moments)
 # 5. AdamW hides a wrong factor in the gradients. Test with SGD.
 #
 # $$M_\text{states} = K\Psi,\ K = 16 \qquad
-# M_\text{act} = sbh\,(34 + 5as/h)\,L \qquad C \approx 6\Psi D$$
+# M_\text{act} = sbh\,(34 + 5as/h)\,L\ \text{(16 bits, dropout)} \qquad C \approx 6\Psi D$$
 #
 # | if this fills the device | then | lab |
 # |---|---|---|
@@ -578,7 +579,7 @@ pl.exercises.peak_estimate.check(peak_by_moments)
 # | micro-batch $b$ | your `DataLoader` | `train_micro_batch_size_per_gpu` | `--micro-batch-size` |
 # | accumulation $m$ | your loop | `gradient_accumulation_steps` | `--global-batch-size` ¹ |
 # | clipping | `clip_grad_norm_` | `gradient_clipping` | `--clip-grad` |
-# | peak | `torch.cuda.max_memory_allocated()` | `see_memory_usage` | `--log-memory-interval` |
+# | peak | `torch.cuda.max_memory_allocated()` | `memory_breakdown` | `--log-memory-interval` |
 #
 # ¹ $m$ is this number divided by $b$ times the data-parallel ranks.
 #

@@ -292,16 +292,17 @@ native.reveal(ratios["native reduce_scatter"])
 # ### The paper says reduce-scatter, the log says all-reduce
 # The same happens one level higher, in libraries. [DeepSpeed
 # #264](https://github.com/deepspeedai/DeepSpeed/issues/264) expected one reduce-scatter of the
-# gradients and one all-gather of the parameters, as the ZeRO paper has it, and saw all-reduces in
-# the log of ZeRO stage 1. Later threads
-# ([#5758](https://github.com/deepspeedai/DeepSpeed/issues/5758),
+# gradients and one all-gather of the parameters, and saw all-reduces in the log of ZeRO stage 1.
+# Later threads ([#5758](https://github.com/deepspeedai/DeepSpeed/issues/5758),
 # [#7059](https://github.com/deepspeedai/DeepSpeed/issues/7059)) confirm that stages 1 and 2 call
 # `all_reduce` there.
 #
 # ZeRO stage 1 shards the optimizer states: each rank updates one part of the parameters and then
 # needs the other parts (lab 05). In paralab's programs the two designs differ by these
-# instructions: from plain data parallelism, which all-reduces the gradients, to ZeRO-1 as in the
-# paper. (`gshard` is a rank's part of the gradients, `shard` its part of the weights `w`.)
+# instructions: from plain data parallelism, which all-reduces the gradients, to ZeRO-1 with the two
+# calls of the paper. (It describes them in section 5.2, where gradients are sharded too; stage 1
+# can use the same two. `gshard` is a rank's part of the gradients, `shard` its part of the weights
+# `w`.)
 
 # %%
 small = pl.ModelSpec(layers=2, hidden=128, heads=4, seq_len=32)
@@ -455,7 +456,7 @@ pieces_guess.reveal(transfer / latency)
 # $$T_\text{tree} = 2\log_2 N\,(\alpha + \beta S), \qquad
 # T_\text{halving-doubling} = 2\log_2 N\,\alpha + 2\,\frac{N-1}{N}\,\beta S.$$
 #
-# On the link of above (α = 50 µs, 1/β = 1 GB/s):
+# On the link from above (α = 50 µs, 1/β = 1 GB/s):
 
 # %%
 import math
@@ -476,19 +477,20 @@ view.algorithms(
         "tree": [(x, collectives.seconds("tree_all_reduce", N, x, link)) for x in sizes],
         "halving-doubling": [(x, halving_doubling(N, x)) for x in sizes],
     },
-    title="64 ranks: in the α–β model nothing is faster than halving-doubling",
+    title="64 ranks: of these three halving-doubling is the fastest at every size",
 )
 
 # %% [markdown]
-# So why does anyone use rings? The model leaves two things out. Halving-doubling
-# talks to ranks far away, so several of its messages share a link between switches, whereas a
-# ring's messages go to neighbours. And a tree need not send the whole tensor at once: cut into
-# pieces that follow one another (a **pipelined tree**), it sends about as few bytes as a ring.
-# NCCL's *double binary trees* do this with two trees, so that each rank is a leaf in one of them
-# ([NVIDIA
-# 2019](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)). So
-# read the picture as: latency grows with N on a ring and with log N on a tree. Do not read it as
-# NCCL's switching point.
+# So why does anyone use rings? The model leaves two things out. Halving-doubling talks to ranks far
+# away, so several of its messages share a link between switches, whereas a ring's messages go to
+# neighbours. And a tree need not send the whole tensor at once: cut into pieces that follow one
+# another (a **pipelined tree**), it sends the same bytes, but all its levels send at once, so they
+# take about as long as on a ring. NCCL's *double binary trees* do this with two trees, so that each
+# rank is a leaf in one of them ([NVIDIA
+# 2019](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)). The
+# left end of the picture shows latency alone: 126 α = 6.3 ms on the ring, 12 α = 0.6 ms on the
+# tree. It grows with N on a ring, and with log N on a tree. Do not read the crossing as NCCL's
+# switching point.
 #
 # Which way does the crossing of ring and tree move with more ranks, and which way with a larger α?
 # Move the sliders. *Run it* runs the algorithm on real processes and puts its messages on the link
@@ -560,7 +562,7 @@ pd.DataFrame(rows).T.round(2)
 # ranks). Which ranks talk across nodes?
 
 # %%
-traced.traffic_chart()
+traced.traffic_chart().titled("Hierarchical: of 12 MB that a rank sends 4 MB leave its node")
 
 # %% [markdown]
 # Ranks 0 and 2, and ranks 1 and 3.
@@ -579,14 +581,15 @@ S, N, nodes = 1440 * MB, 16, 2
 per_rank = 2 * (N - 1) / N * S
 print(f"a rank sends {per_rank / MB:,.0f} MB; a flat ring sends that from each node to the next")
 across = 2 * (nodes - 1) / nodes * S / 8
-print(f"hierarchical: {across / MB:.0f} MB per rank leave a node, {8 * across / MB:,.0f} MB in all")
+out = f"{across / MB:.0f} MB per rank leave a node, {8 * across / MB:,.0f} MB per node"
+print("hierarchical:", out)
 
 report = pl.run(small, pl.Plan(dp=4), steps=2, progress=False)
 report.traffic(by="edge")
 
 # %% [markdown]
 # The table is of a real step of data parallelism on four ranks: who sent how much to whom. That
-# answers the second part of the question.
+# answers between which ranks the bytes go.
 #
 # ## Reading NCCL's log
 #
@@ -813,7 +816,8 @@ pl.exercises.hierarchical_all_reduce.check(by_all_to_all)
 # 1. An all-reduce is a reduce-scatter followed by an all-gather; each costs (N−1)/N of the tensor.
 # 2. Say which tensor S is: the whole one, or a shard.
 # 3. Latency is paid per message, so few large calls are better than many small ones.
-# 4. A ring sends the least and pays the latency 2(N−1) times; a tree pays it 2 log₂ N times.
+# 4. On a ring no rank sends more than the bound 2(N−1)/N S, and latency is paid 2(N−1) times; on a
+#    tree 2 log₂ N times.
 # 5. Keep bytes inside nodes apart from bytes between nodes; count, do not trust names.
 #
 # $$\text{all-reduce: } 2\,\frac{N-1}{N}S \qquad

@@ -113,7 +113,8 @@ pl.exercises.zero_step.check(ShardedSGD)
 # %% [markdown]
 # What happens if the all-gather is left out? Each rank then updates its own part, and never
 # receives the parts that the other ranks have updated. The function below trains the GPT with
-# ZeRO-1 and AdamW. Its argument says whether the updated parameters are gathered.
+# ZeRO-1 and AdamW. Its argument says whether the updated parameters are gathered. (For brevity it
+# all-reduces the gradients and takes its part, where your class has a reduce-scatter.)
 
 
 # %%
@@ -238,8 +239,9 @@ guess.reveal(round(100 * share))
 # %% [markdown]
 # At the peak a rank holds three things in addition to the model states of the formulas:
 # * **Activations** of the rank's own samples. ZeRO does not shard them (lab 06 reduces them).
-# * **Gathered parameters**, in the category *buffers*: all parameters of the unit that computes,
-#   and of the next unit, which is gathered ahead.
+# * Under stage 3 **gathered parameters**, in the category *buffers*: all parameters of the unit
+#   that computes, and of the next unit, which is gathered ahead. *Buffers* has also what a
+#   reduce-scatter receives into: with gloo a whole unit or bucket, under all three stages.
 # * **Gradients** of a whole unit, from its backward until its reduce-scatter.
 #
 # The second and the third depend on the size of a few units, not on the size of the model. This
@@ -476,9 +478,12 @@ wrapped = {
     for words, blocks in (("every block a unit", True), ("the model as one unit", False))
 }
 wrapped = {name: peak.drop("total").to_dict() for name, peak in wrapped.items()}
-view.bytes_bars(wrapped, title="The model as one unit is gathered whole, its gradients too")
+view.bytes_bars(wrapped, title="As one unit the whole model is gathered at once: the peak doubles")
 
 # %% [markdown]
+# The buffers of the model as one unit are twice its parameters: the gathered parameters, and the
+# buffer that FSDP2 copies them from.
+#
 # ## Prefetch hides a gather while the unit before it computes
 # [DeepSpeed #5047](https://github.com/deepspeedai/DeepSpeed/issues/5047) shows a ZeRO-3 trace in
 # which all-gathers are very fragmented and do not overlap with computation, and asks why. Two
@@ -526,9 +531,10 @@ for q in (1, len(block)):
 
 # %% [markdown]
 # DeepSpeed gathers module by module (a linear layer, a norm) unless its prefetch bucket
-# (`stage3_prefetch_bucket_size`) joins several of them; FSDP gathers a unit in one call. If
-# latency is high, prefer large units, as long as two of them fit. Against low bandwidth only more
-# tokens per micro-batch help.
+# (`stage3_prefetch_bucket_size`) joins several of them; FSDP gathers a unit in one call. If latency
+# is high, prefer large units, as long as two of them fit. Against low bandwidth larger units do not
+# help; more tokens per micro-batch do, and so do fewer bytes: 16-bit parameters, or shards inside a
+# node (below).
 #
 # What does prefetch cost? [DeepSpeed #4305](https://github.com/deepspeedai/DeepSpeed/issues/4305)
 # finds that stage 3 takes *more* memory than stage 2: 36.6 GB against 32.4 GB after the first
@@ -671,7 +677,9 @@ pd.DataFrame(rows).T.round(1)
 
 # %% [markdown]
 # The sum of both kinds of bytes says little, because the links differ by a factor of twenty. The
-# step waits for the bytes between the nodes. The price of hybrid sharding is memory.
+# step waits for the bytes between the nodes. The price of hybrid sharding is memory. (ZeRO-3 has
+# less than above: these devices count as GPUs, whose reduce-scatter needs no buffer to receive
+# into.)
 #
 # ## Is it the same training?
 # One process computes all micro-batches with plain SGD; its gradients and weights are compared with
@@ -681,9 +689,11 @@ pd.DataFrame(rows).T.round(1)
 import numpy as np
 
 proof = {"optimizer": "sgd", "lr": 0.1, "steps": 3, "keep_state": True, "progress": False}
-alone = pl.run(small, pl.Plan(microbatches=6), **proof)
+odd = small.replace(layers=5)
+print(f"{odd.num_params:,} parameters, {odd.num_params % 3} more than a multiple of 3")
+alone = pl.run(odd, pl.Plan(microbatches=6), **proof)
 for stage in (1, 2, 3):
-    split = pl.run(small, pl.Plan(dp=3, zero_stage=stage, microbatches=2), **proof)
+    split = pl.run(odd, pl.Plan(dp=3, zero_stage=stage, microbatches=2), **proof)
     for what in ("gradients", "weights"):
         one_, three = getattr(alone, what), getattr(split, what)
         worst = max(np.abs(one_[n] - three[n]).max() / np.abs(one_[n]).max() for n in one_)
@@ -693,7 +703,8 @@ for stage in (1, 2, 3):
 # ## What to remember
 # 1. Data parallelism keeps N copies of weights, gradients and optimizer states; ZeRO-3 keeps
 #    one, in N shards.
-# 2. Stage 1 costs nothing: the optimizer fits between the two halves of the all-reduce.
+# 2. Stage 1 sends no more bytes than data parallelism: the optimizer fits between the two halves of
+#    the all-reduce. Its all-gather comes after the update, where backward cannot hide it.
 # 3. Stage 3 gathers a unit before each use, and frees it after. It sends $3m/2$ times what data
 #    parallelism sends.
 # 4. Activations, gathered units and gradients in flight come on top of the formulas and do not fall
@@ -708,7 +719,7 @@ for stage in (1, 2, 3):
 #
 # | situation | use |
 # |---|---|
-# | everything fits | data parallelism; stage 1 in any case, it is free |
+# | everything fits | data parallelism; stage 1 costs no bytes |
 # | optimizer states do not fit | stage 1; stage 2 if gradients do not fit either |
 # | parameters do not fit, fast links | stage 3 = FSDP full shard |
 # | the same, slow links between nodes | hybrid sharding, one copy per node |
@@ -732,9 +743,11 @@ for stage in (1, 2, 3):
 # fully_shard(gpt, mesh=mesh)
 # ```
 #
-# In DeepSpeed a stage is a line of its JSON, and the two sizes below are the $q$ and the number of
-# units ahead of the section on prefetch. Megatron-LM has flags: those below are stage 1,
-# `--use-megatron-fsdp` is stage 3. (Neither is installed here; this is how they are written.)
+# In DeepSpeed a stage is a line of its JSON. Of the two sizes below, the first limits the elements
+# that are gathered ahead of their use (a larger one: smaller $q$, more prefetch), the second the
+# elements that are whole at once. Megatron-LM has flags: those below are stage 1,
+# `--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params` is stage 3. (Neither is
+# installed here; this is how they are written.)
 #
 # ```json
 # {"zero_optimization": {"stage": 3, "overlap_comm": true,

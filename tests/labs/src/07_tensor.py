@@ -316,8 +316,10 @@ calls_guess.reveal(int(per_block))
 # ## Four all-reduces per block: 8(t−1)/t · b s h
 # The program of a rank says where they are. This is what changes from the program of one device
 # to that of rank 0 of four. The work is cut into smaller pieces, because it has to stop for
-# messages; the two lines ALL_REDUCE are the messages themselves. Of the seven in each direction
-# six belong to the three blocks; the others to embedding and head.
+# messages; the two lines ALL_REDUCE are the messages themselves. In these lines `x` is an
+# activation and `g` a gradient: the one with `x` is the operator g, the one with `g` the operator
+# f. Of the seven in each direction six belong to the three blocks; the others to embedding and
+# head. The size is that of the seven tensors S; a rank sends 2(t−1)/t = 1.5 times as many bytes.
 
 # %%
 pl.program(model, pl.Plan(microbatch_size=4)).diff(pl.program(model, columns))
@@ -359,8 +361,9 @@ pair_guess.reveal(100 * rows["t=2"]["counted"] / rows["t=4"]["counted"])
 # %% [markdown]
 # The formula does not shrink with t, it grows towards 8 b s h. The weights are not in it: no weight
 # and no gradient of a weight is ever sent. In backward a part of the messages can be hidden: the
-# gradient of the layer's weight is computed while the sum of ∂X is in flight. In forward nothing
-# can be hidden, because the next layer needs the sum.
+# gradient of the layer's weight is computed while the sum of ∂X is in flight. In forward the
+# next layer needs the sum, so it can be hidden only if the product and its message are cut into
+# pieces (the last section says who does); the runs here do not.
 #
 # In [PyTorch #157606](https://github.com/pytorch/pytorch/issues/157606) a single linear layer is
 # parallelised with `ColwiseParallel` or `RowwiseParallel`. The author sees one collective per rank
@@ -460,7 +463,9 @@ view.ring(4)
 # \underbrace{\frac{t-1}{t}S}_{\text{reduce-scatter}}
 # + \underbrace{\frac{t-1}{t}S}_{\text{all-gather}}$$
 #
-# Before you guess the bytes below: what must backward do if the gathered input was not kept?
+# (Korthikanti et al., who introduced this, call the second pair g and ḡ, and the pair of the
+# sections above f and f̄.) Before you guess the bytes below: what must backward do if the gathered
+# input was not kept?
 
 # %%
 sequence = columns.replace(sequence_parallel=True)
@@ -490,10 +495,13 @@ bytes_guess.reveal(100 * sent["with"].sum() / sent["without"].sum())
 # forward is not saved for backward, because the saved activations would then not be a t-th of the
 # whole, so it is gathered a second time. (Megatron-LM does the same. Both send that call while the
 # gradient of the input is computed, which does not need it. PyTorch saves the gathered input.) In
-# return, activations take less memory:
+# return, activations take less memory. *Buffers* are here tensors that messages fill:
 
 # %% tags=["measured"]
-view.memory_bars({"t = 4": report, "t = 4, sequence parallel": sharded})
+view.memory_bars(
+    {"t = 4": report, "t = 4, sequence parallel": sharded},
+    title="Sequence parallelism lowers the peak: it shards the residual stream",
+)
 
 # %% [markdown]
 # ## The collectives that you did not write
@@ -572,9 +580,10 @@ pd.DataFrame(kept).round().astype(int)
 # ## The gradients of the norms must be summed
 # The weights of a LayerNorm are replicated. With sequence parallelism each rank sees only its own
 # tokens, so it has only its part of the gradient, and the parts must be added: the phase *shared*
-# in #1369's table. Megatron's users ask [why that is
-# necessary](https://github.com/NVIDIA/Megatron-LM/issues/443). Leave it out and see. A pass of
-# your own (lab 02) drops the instruction from the program of every rank:
+# in the table of calls above. (So would the biases of `down` and `proj`, if they were added after
+# ḡ. The library computes their gradients from the gathered gradient.) Megatron's users ask [why
+# that is necessary](https://github.com/NVIDIA/Megatron-LM/issues/443). Leave it out and see. A pass
+# of your own (lab 02) drops the instruction from the program of every rank:
 
 
 # %%
@@ -643,13 +652,13 @@ pd.DataFrame(drift).T.round(2)
 silent.reveal(3, "Each rank trains a norm of its own, and both of them fit their own tokens.")
 
 # %% [markdown]
-# No loss curve shows the mistake, and no error is raised. The two ranks have [different
-# norms](https://github.com/NVIDIA/Megatron-LM/issues/474) now, and which of them a checkpoint
-# contains depends on the rank that writes it. Before the sum the gradients of the ranks
-# [differ](https://github.com/NVIDIA/Megatron-LM/issues/1446), as they should; after it they must
-# be equal. So it matters where one prints them. The test that finds this mistake compares the
-# first step's gradient with that of one process. Here it is for the library's two plans, with
-# dropout on:
+# No loss curve shows the mistake, and no error is raised. The two ranks have different norms now,
+# and which of them a checkpoint contains depends on the rank that writes it. Megatron's users
+# report [norms](https://github.com/NVIDIA/Megatron-LM/issues/474) and [gradients of
+# norms](https://github.com/NVIDIA/Megatron-LM/issues/1446) that differ between ranks. Gradients
+# must differ before the sum and be equal after it, so it matters where one prints them. The test
+# that finds this mistake compares the first step's gradient with that of one process. Here it is
+# for the library's two plans, with dropout on:
 
 # %%
 noisy = model.replace(layers=2, dropout=0.1)
@@ -723,7 +732,7 @@ for name, plan in ways.items():
     expected = pl.predict(wide, plan, nodes)
     between = expected.traffic(by="level").set_index("level")["bytes"]["inter"]
     rows[name] = {
-        "between nodes (GB)": between / 1e9,
+        "all ranks, between nodes (GB)": between / 1e9,
         "step (ms)": 1e3 * expected.step_time,
         "of it waiting (ms)": expected.summary()["value"]["waiting"],
     }
@@ -742,7 +751,8 @@ view.widgets.tensor1d()
 # ## What to remember
 # 1. Columns first, then rows: the activation between the two layers of a pair is never sent.
 # 2. f and g are transposes of each other; a block has four all-reduces of b s h elements.
-# 3. Their bytes do not shrink with t and cannot be hidden in forward, so t stays inside a node.
+# 3. Their bytes do not shrink with t, and in forward the next layer waits for them, so t stays
+#    inside a node.
 # 4. Sequence parallelism splits each all-reduce into its two halves and shards what is in between.
 # 5. Parameters that stay replicated while their tokens are sharded need their gradients summed,
 #    and no loss curve shows when they are not.
@@ -831,8 +841,9 @@ pd.DataFrame(rows).T.fillna(0).astype(int)
 saves.reveal(2, "It saves what it gathered, and sums the gradients of the norms one by one.")
 
 # %% [markdown]
-# Without sequence parallelism both send the same twelve all-reduces: in each of the three blocks
-# two in forward (g) and two in backward (f). With it there are three differences. PyTorch saves
+# The table leaves out our calls in embedding, head and loss. In the blocks, without sequence
+# parallelism, both send the same twelve all-reduces: in each of the three two in forward (g) and
+# two in backward (f). With it there are three differences. PyTorch saves
 # what it gathered, so it has no second all-gather in backward (ours: two more per block). At the
 # two ends of the blocks its plan above needs an all-gather, since the embedding and the head are
 # replicated there. And the gradients of the norms' weights and biases are added one by one inside
@@ -846,7 +857,8 @@ saves.reveal(2, "It saves what it gathered, and sums the gradients of the norms 
 # | `pl.Plan(tp=8)` | `--tensor-model-parallel-size 8` | `parallelize_module(block, mesh, ...)` |
 # | `sequence_parallel=True` | `--sequence-parallel` | `SequenceParallel()`, layouts `Shard(1)` |
 # | the loss above | `vocab_parallel_cross_entropy` | `with loss_parallel():` |
-# | the overlap of backward | `--tp-comm-overlap` | async TP, under `torch.compile` |
+# | the sum of ∂X during the gradient of the weight | the default | – |
+# | products overlap messages, in pieces | `--tp-comm-overlap` | async TP, in `torch.compile` |
 #
 # In torchtitan's configuration the degree is `tensor_parallel_degree`, in DeepSpeed's JSON it is
 # `{"tensor_parallel": {"autotp_size": 8}}`. Neither was run here.

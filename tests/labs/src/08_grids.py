@@ -47,7 +47,7 @@ view.blocks(grid)
 # | b, s, h | samples per micro-batch, tokens per sample, hidden size |
 # | M = b s | tokens of a micro-batch (in other labs M stands for bytes of memory) |
 # | E | elements that one rank sends, on average: all ranks together send t E |
-# | S | elements of a whole matrix where all three are square |
+# | S | elements of a whole matrix where all three are square (in lab 07 S stands for bytes) |
 #
 # ## Block (i, j) needs a row of X and a column of W
 # $$Y_{ij} = \sum_{l=0}^{q-1} X_{il}\,W_{lj}$$
@@ -167,8 +167,10 @@ pl.exercises.summa.check(MySumma)
 # **2.5D** has d grids, each with a d-th of the tokens and a whole copy of W. It replicates W d
 # times; with the same t the grids are smaller (q² = t/d), so less of X is sent: (q−1) MK with a
 # smaller q. Here t = 8 is d = 2, q = 2; t = 64 is d = 4, q = 4. The product needs no messages
-# between the grids, and the d copies of the gradient of W are all-reduced once per step. In the
-# picture X′ has the tokens of the second grid:
+# between the grids, and the d copies of the gradient of W are all-reduced once per step. (This is
+# the 2.5D of [Tesseract](https://arxiv.org/abs/2105.14500). That of Solomonik and Demmel 2011
+# divides the terms of the sum among the grids, and then adds up Y.) In the picture X′ has the
+# tokens of the second grid:
 
 # %%
 deep = pl.Plan(tp=8, tp_mode="2.5d", microbatch_size=4)
@@ -188,8 +190,15 @@ view.multiplication(cube, step=3)
 
 # %% [markdown]
 # The output of a 3D layer has another layout than its input. The next layer uses the transposed
-# layout, so no redistribution is needed. The same counting as above gives t E, the elements of all
-# ranks together:
+# layout, so no redistribution is needed. Counted as above, all ranks together send in forward
+#
+# * under 2.5D d times what a grid sends with M/d tokens: d (q−1)(MK/d + KN);
+# * under 3D (q−1) MK for X, since each of q³ ranks sends (q−1)/q of a gathered block, which has
+#   MK/q² elements; likewise (q−1) KN for W, and (q−1) MN for the sums of Y.
+#
+# Backward under 3D gathers dY, and reduces and scatters dX and dW. It needs X and W again: they
+# were kept, which takes memory. Under 2D they are broadcast again. So t E, the elements of all
+# ranks together, is
 #
 # | | forward | backward |
 # |---|---|---|
@@ -277,8 +286,9 @@ small.reveal(3, "With so few tokens the blocks of W are a large part of what it 
 view.memory_bars({name: reports[name] for name in ("1D on 8", "2.5D on 8", "3D on 8")})
 
 # %% [markdown]
-# Under 1D the residual stream is replicated on all ranks. The grids shard it. 2.5D keeps two
-# copies of the weights, and 3D keeps blocks that it has gathered for backward.
+# Under 1D the residual stream is replicated on all ranks (sequence parallelism, lab 07, would shard
+# it; this run does without). The grids shard it. 2.5D keeps two copies of the weights, and 3D keeps
+# blocks that it has gathered for backward.
 #
 # ## From how many tokens on does a grid send less?
 # Now take the two layers of an MLP of GPT-3 (h = 12,288) on 64 ranks, forward and backward. The
@@ -402,11 +412,12 @@ fewest.reveal(3, "It sends weights once, as gradients, and activations of an eig
 # ColossalAI doesn't support 2.5D tensor
 # parallelism](https://colossalai.org/docs/features/2p5D_tensor_parallel/)”, and its users
 # [ask](https://github.com/hpcaitech/ColossalAI/issues/6380) when it will. The
-# [documentation of MindSpore 2.5](https://www.mindspore.cn/docs/en/r2.5.0) has a page on high
-# dimension tensor parallelism, with 2D and 3D slices for its Ascend devices. So why learn it? SUMMA
-# and Cannon's algorithm are how large matrix products are distributed in scientific computing, the
-# rows and columns of a grid are the process groups of every multi-axis plan (lab 10), and the
-# argument of the crossover decides every question of the kind “send weights or send activations”.
+# [documentation of MindSpore](https://www.mindspore.cn/docs/en/r2.5.0) (under parallel training)
+# has a page on high dimension tensor parallelism, with 2D and 3D slices for its Ascend devices. So
+# why learn it? SUMMA and Cannon's algorithm are how large matrix products are distributed in
+# scientific computing, the rows and columns of a grid are the process groups of every multi-axis
+# plan (lab 10), and the argument of the crossover decides every question of the kind “send weights
+# or send activations”.
 #
 # ## A published table in one unit
 # The documentation of Colossal-AI prints the costs of a linear layer for

@@ -51,7 +51,7 @@ view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
 # | b, s | samples per micro-batch, tokens per sample |
 # | K | bytes of model state per parameter |
 # | I | arithmetic intensity: FLOPs per byte that crosses the link |
-# | B | bandwidth of the link, bytes per second |
+# | B | bandwidth of the link, bytes per second (in lab 00 B is the samples of a step) |
 # | X | FLOP/s that a device reaches |
 # | moved | bytes per parameter and step that cross the link |
 # | $t_\text{compute}$, $t_\text{copy}$ | seconds of a step for computation, for copies |
@@ -66,7 +66,8 @@ view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
 # Forward and backward read the first two bytes. Backward makes the next two, and only the update
 # needs the last twelve. The update makes a few FLOPs per parameter, while forward and backward make
 # six per parameter *and token*. So even a slow processor is fast enough for the update. What
-# offload adds to a program:
+# offload adds to a program (`host.` marks what is on the host: `gshard` the gradients, `part` those
+# of one more micro-batch before they are added, `opt` master weights and moments):
 
 # %%
 plain = pl.program(wide, plan.replace(zero_stage=2))
@@ -558,7 +559,8 @@ view.jobs(order, host="fast")
 # 2. ZeRO-Offload moves 4 bytes per parameter and step in 16 bits; no other cut moves fewer.
 # 3. Larger micro-batches make up for a slow link: from stage 2 on copies are made per micro-batch,
 #    computation per token.
-# 4. Offload does not change the training, bit for bit; a delayed update does.
+# 4. Offload does not change the training, bit for bit, where device and host run the same kernel; a
+#    delayed update does.
 # 5. AdamW is elementwise, so its states can pass through a window as small as you like.
 #
 # | what does not fit | what helps |
