@@ -301,13 +301,13 @@ def test_a_run_just_below_the_limit_passes_and_one_byte_less_stops_it(run):
     said, table = str(caught.value), caught.value.table
     assert said.startswith("rank 0 ran out of memory: step 0, backward of micro-batch 1 asked for")
     assert said.count(table) == 1 and caught.value.rank == 0
-    rows = dict(line.rsplit(None, 2)[:2] for line in table.splitlines() if line.endswith("MiB"))
+    rows = dict(line.rsplit(None, 2)[:2] for line in table.splitlines() if line.endswith("MB"))
     rows = {name.strip(): float(size) for name, size in rows.items()}
     assert {"parameters", "gradients", "optimizer", "activations", "workspace"} < set(rows)
     sizes = [size for name, size in rows.items() if name in CATEGORIES]
     assert rows["in all"] == pytest.approx(sum(sizes), abs=0.01)
-    assert rows["in all"] + rows["asked for"] == pytest.approx(needs / 2**20, abs=0.01)
-    assert rows["limit"] == pytest.approx(needs / 2**20, abs=0.001)
+    assert rows["in all"] + rows["asked for"] == pytest.approx(needs / 1e6, abs=0.01)
+    assert rows["limit"] == pytest.approx(needs / 1e6, abs=0.001)
     assert "microbatch_size=2, microbatches=4" in table
     assert run(MODEL, PLAN, steps=1).peak_memory == needs  # the next run works
 

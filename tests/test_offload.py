@@ -136,7 +136,7 @@ def test_a_folder_that_does_not_exist_or_has_no_room_is_refused(tmp_path, monkey
         pl.run(SMALL, on(tmp_path / "file"))
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.raises(ValueError, match="this plan's files take 4 MiB, and 0 MiB are free"):
+    with pytest.raises(ValueError, match="this plan's files take 4 MB, and 0 MB are free"):
         pl.run(SMALL, on(tmp_path))
     assert not [path for path in tmp_path.iterdir() if path.name != "file"]
 
@@ -162,7 +162,7 @@ def test_a_write_to_a_full_disk_says_how_much_room_there_is(tmp_path):
     (tmp_path / "tier" / "states-1").unlink()
     (tmp_path / "tier" / "states-1").symlink_to("/dev/full")
     values = torch.ones(2)
-    with pytest.raises(OSError, match="cannot write .*states-1: No space left.*MiB free there"):
+    with pytest.raises(OSError, match="cannot write .*states-1: No space left.*MB free there"):
         files.write("states-1", values)
     assert values.tolist() == [1, 1]  # the host's copy is as it was
 

@@ -380,7 +380,7 @@ def test_the_table_for_messages_names_the_fullest_rank_its_categories_and_their_
     totals = [sum(quick.peak(MODEL.replace(layers=4), plan, rank=r).values()) for r in range(4)]
     text = quick.table(MODEL.replace(layers=4), plan)
     assert f"what rank {totals.index(max(totals))} needs" in text
-    assert f"{max(totals) / 2**20:,.1f} MiB" in text
+    assert f"{max(totals) / 1e6:,.1f} MB" in text
     for category in ("parameters", "gradients", "optimizer", "activations", "in all"):
         assert category in text
 

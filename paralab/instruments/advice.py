@@ -81,4 +81,4 @@ def _peak(
 
 def _said(change: dict[str, Any], size: int) -> str:
     settings = ", ".join(f"{name}={value!r}" for name, value in change.items())
-    return f"{settings} ({size / 2**20:,.1f} MiB)"
+    return f"{settings} ({size / 1e6:,.1f} MB)"

@@ -119,7 +119,7 @@ class Files:
             why = error.strerror or str(error)
             room = ""
             with contextlib.suppress(OSError):
-                room = f" ({shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB free there)"
+                room = f" ({shutil.disk_usage(self.folder).free / 1e6:,.0f} MB free there)"
             raise OSError(
                 f"offload cannot {what} {self.folder / name}: {why}{room}. Checkpoints of this run "
                 "are as they were: resume from the last one, with offload's folder on a disk that "

@@ -106,5 +106,5 @@ def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:
     rows = sorted(parts.items(), key=lambda part: -part[1])
     rows = [(name, size) for name, size in [*rows, ("in all", sum(parts.values()))] if size]
     who = f"rank {rank}" if plan.pp > 1 else "one rank"
-    lines = [f"  {name:<12}{size / 2**20:>14,.1f} MiB" for name, size in rows]
+    lines = [f"  {name:<12}{size / 1e6:>14,.1f} MB" for name, size in rows]
     return "\n".join([f"what {who} needs at its predicted peak:", *lines])

@@ -47,8 +47,8 @@ def check(tiers: Offload | None, needed: int) -> None:
         raise illegal(
             field,
             str(base),
-            f"this plan's files take {needed / 2**20:,.0f} MiB, and "
-            f"{free / 2**20:,.0f} MiB are free there",
+            f"this plan's files take {needed / 1e6:,.0f} MB, and "
+            f"{free / 1e6:,.0f} MB are free there",
             legal,
         )
 

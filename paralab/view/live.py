@@ -127,7 +127,7 @@ def _drawn(found: list[_Source]) -> Chart:
     timed, row = all(one.clock for one in found), ROOM * highest
     base = [(len(ranks) - 1 - r) * row for r in ranks]
     said = naming.clock_lines(one.clock for one in found if one.clock)
-    said += ["a schedule: F, I and W take one unit of time each"] * (not timed)
+    said += ["a schedule: F takes one unit of time, B two (I and W one each)"] * (not timed)
     if len({one.chunks for one in found}) > 1:
         said.append("a chunk counts as its share of the rank's layers")
     elif first.chunks > 1:

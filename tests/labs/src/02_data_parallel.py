@@ -131,7 +131,10 @@ view.ring(4)
 # \;=\; 2\,\frac{N-1}{N}\,S, \qquad S = 4\Psi \text{ bytes.}
 # $$
 #
-# The next cell evaluates this formula for several N, and counts what real ranks send:
+# The next cell evaluates this formula for several N. Next to it stands the ledger of real runs: it
+# records every all-reduce that was called, and charges each with the bytes that a ring sends for
+# its payload (lab 01 has the kernel's counter). So the comparison checks which calls were made and
+# how large they were.
 
 # %%
 import pandas as pd
@@ -334,9 +337,10 @@ print(f"1,024 GPUs with 400 TFLOP/s and 50 GB/s each: {h100:,.0f} tokens per GPU
 enough.reveal(-(-tokens // model.seq_len))
 
 # %% [markdown]
-# (The last line is for fp32 gradients; 16-bit gradients need half as many tokens.) The prediction
-# of whole steps agrees. From that number of samples on, the rank waits only for the two buckets
-# that complete last, and more samples hardly shorten the time that it waits:
+# (The last line is for fp32 gradients and leaves out latency, which grows with N on a ring. 16-bit
+# gradients need half as many tokens.) The prediction of whole steps agrees. From that number of
+# samples on, the rank waits only for the two buckets that complete last, and more samples hardly
+# shorten the time that it waits:
 
 # %%
 rows = {}
@@ -550,10 +554,11 @@ choice.reveal(2, "Adam divides by the size of the gradient, so a constant factor
 # %% [markdown]
 # Adam's update is $-\eta\,\hat m/(\sqrt{\hat v}+\epsilon)$. If every gradient is multiplied by $c$,
 # then both $\hat m$ and $\sqrt{\hat v}$ are multiplied by $c$, and their quotient stays the same,
-# but for the small $\epsilon$. The mistake shows as soon as gradients are clipped by their norm, or
-# the optimizer is changed. So a loss curve does not show that the gradients are right; a comparison
-# with one process does. The comparison uses SGD, whose update is the gradient itself. One process
-# computes the four quarters of the batch one after the other:
+# but for the small $\epsilon$. The mistake shows with an optimizer whose update is proportional to
+# the gradient, such as SGD, and where a clipping threshold lies between the true norm and the one
+# that is too large. (Where both are above the threshold, clipping hides the factor, too.) So a loss
+# curve does not show that the gradients are right; a comparison with one process does. The
+# comparison uses SGD. One process computes the four quarters of the batch one after the other:
 
 # %%
 import numpy as np
@@ -692,10 +697,11 @@ pl.exercises.sync_pass.check(in_halves)
 
 # %% [markdown]
 # ## What to remember
-# 1. The gradient of a batch is the mean of the gradients of its parts; that one mean is all that
-#    data parallelism communicates.
-# 2. A rank sends less than two copies of the gradients per step, however many ranks there are.
-# 3. Buckets save latency, overlap hides bytes, and the last bucket is never hidden.
+# 1. The gradient of a batch is the mean of the gradients of its equally large parts. In a step data
+#    parallelism has to communicate this mean only.
+# 2. With a ring all-reduce, once per step, a rank sends less than two copies of the gradients,
+#    however many ranks there are.
+# 3. Buckets save latency, overlap hides bytes, and no backward is left to hide the last bucket.
 # 4. Overlap hides the traffic while backward takes longer than the network; that depends on the
 #    tokens per rank.
 # 5. A loss curve under Adam does not show that gradients are right; a comparison with one process
@@ -727,7 +733,7 @@ pl.exercises.sync_pass.check(in_halves)
 #     gradient_as_bucket_view=True,  # no second copy of the gradients
 # )
 # with ddp.no_sync():  # accumulation: no traffic in the first m - 1 backwards
-#     ddp(tokens, targets).backward()
+#     (ddp(tokens, targets) / m).backward()  # the last of the m backwards runs outside
 # ```
 #
 # Does a larger bucket change what DDP does here? The calls of one step with two sizes:
@@ -743,13 +749,13 @@ for cap in (1, 25):
 # is for models of a hundred times this size and more.
 #
 # DeepSpeed has these switches in its JSON for ZeRO stages 1 and 2; with stage 0 it reduces after
-# backward, in fixed buckets. Megatron-LM has them as flags. `reduce_bucket_size` and
-# `--ddp-bucket-size` count elements, not bytes. (Neither library is installed here; this is how the
-# switches are written.)
+# backward, in fixed buckets. (Older releases ignore `overlap_comm` in stage 1.) Megatron-LM has
+# them as flags. `reduce_bucket_size` and `--ddp-bucket-size` count elements, not bytes. (Neither
+# library is installed here; this is how the switches are written.)
 #
 # ```json
 # {"gradient_accumulation_steps": 4,
-#  "zero_optimization": {"stage": 1, "overlap_comm": true, "reduce_bucket_size": 5e8}}
+#  "zero_optimization": {"stage": 2, "overlap_comm": true, "reduce_bucket_size": 5e8}}
 # ```
 # ```
 # --overlap-grad-reduce --ddp-bucket-size 40000000

@@ -41,9 +41,10 @@ view.schedules({"layer by layer": schedules.naive(4, 4), "GPipe": schedules.gpip
 # but stage 1 cannot begin before stage 0 has sent it its output. Layer by layer, one device works
 # and three are idle: that saves memory, but no time.
 #
-# The remedy is to cut the batch into **micro-batches** (the numbers in the boxes). Stage 0 goes on
-# with micro-batch 1 while stage 1 works on micro-batch 0. GPipe runs all forwards, then all
-# backwards. The hatched time that is left is the **bubble**.
+# The remedy is to cut the batch into **micro-batches** (the numbers in the boxes; both schedules
+# have four) and not to wait for one to end before the next begins. Stage 0 goes on with micro-batch
+# 1 while stage 1 works on micro-batch 0. In the drawing a forward takes 1 ms and a backward 2 ms.
+# GPipe runs all forwards, then all backwards. The hatched time that is left is the **bubble**.
 #
 # A **schedule** is one list per rank. `2F1` is stage 2, forward, micro-batch 1; `2B1` its backward.
 
@@ -83,7 +84,7 @@ whole.diff(pl.program(model, plan, rank=1))
 # up its gradient.)
 
 # %%
-4 * plan.microbatch_size * model.seq_len * model.hidden  # bytes; the program says 197 kB
+4 * plan.microbatch_size * model.seq_len * model.hidden  # bytes; the program says 786 kB for four
 
 # %% [markdown]
 # ## The bubble of GPipe
@@ -176,8 +177,8 @@ free_links = pl.exercises.choose(
 free_links
 
 # %% [markdown]
-# The bubble is what is not computed, as a share of $p\,T$. It is the mean of p2p + idle over the
-# ranks, divided by $T$:
+# The bubble is the time in which ranks do not compute, as a share of $p\,T$. It is the mean of p2p
+# + idle over the ranks, divided by $T$:
 
 # %%
 bubble = (times["p2p"] + times["idle"]).mean() / times["T"].max()
@@ -217,14 +218,16 @@ why_p2p.reveal(
 # launched, so it contains the idle time
 # ([zero-bubble #25](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/25)). The
 # authors answer there that the bubble rates of their paper are computed from times of forward,
-# backward and communication that were profiled separately. The replay does just that.
+# backward and communication that were profiled separately. The replay does the same, with modelled
+# links.
 #
-# **Which clock to believe.** On the wall clock a rank that waits for a processor core looks like
-# one that waits for a message. Each rank computes in one thread and communicates in another.
-# Believe the wall clock where ranks and communication threads together have a core each (four
-# ranks: eight cores), or where each rank has a GPU. Everywhere else believe the replay: it takes
-# the processor time of each piece of work, and gives each rank a device of its own. Its one
-# assumption is that a stage computes as fast alone as it did here.
+# **Which clock to believe.** On the wall clock, waiting for a processor core lengthens forward and
+# backward, and lets the neighbours wait longer for their messages. Each rank computes in one thread
+# and communicates in another. Believe the wall clock where ranks and communication threads together
+# have a core each (four ranks: eight cores), or where each rank has a GPU. Everywhere else believe
+# the replay: it takes the processor time of each piece of work, and gives each rank a device of its
+# own. It assumes that a stage computes as fast alone as it did here, and that a message takes what
+# the model of the link says.
 #
 # ## 1F1B: each backward as early as possible
 # More micro-batches make the bubble smaller. But GPipe runs no backward before the last forward, so
@@ -310,8 +313,10 @@ view.schedules(four, title="Two chunks per rank shorten the bubble of 1F1B")
 # $$ (p-1)\,\frac{F+B}{v}, \qquad
 #    \text{bubble} = \frac{p-1}{vm+p-1}, \qquad \text{bubble over ideal} = \frac{p-1}{vm} . $$
 #
-# The price is communication. There are $pv$ stages, and two stages that follow one another are
-# never on one rank, so all $pv-1$ borders are crossed by messages, where 1F1B has $p-1$ borders:
+# The price is communication, and more memory for activations (the section on warm-up counts it).
+# And $m$ has to be a multiple of $p$. There are $pv$ stages, and two stages that follow one another
+# are never on one rank, so all $pv-1$ borders are crossed by messages, where 1F1B has $p-1$
+# borders:
 #
 # $$ \frac{pv-1}{p-1} \ \text{times as many messages, all of the same } 4\,b\,s\,h \text{ bytes.} $$
 #
@@ -665,15 +670,16 @@ pl.exercises.interleaved_executor.check(interleaved_step_posted)
 #    $4bsh$ bytes per micro-batch in fp32.
 # 2. It fills and drains, and both are idle time: $(p-1)F$ and $(p-1)B$ per rank.
 # 3. 1F1B has GPipe's bubble, and keeps at most $p-r$ micro-batches in place of $m$.
-# 4. Interleaving divides the idle time by $v$, and multiplies messages by $(pv-1)/(p-1)$.
+# 4. Interleaving divides the idle time by $v$, multiplies messages by $(pv-1)/(p-1)$, and keeps
+#    more activations.
 # 5. A waiting rank looks the same whether a message is late or not yet computed: separate p2p from
-#    idle before you call something a bubble.
+#    idle before you blame the schedule for a bubble.
 #
 # | schedule | bubble | in flight on rank $r$ | messages | when |
 # |---|---|---|---|---|
 # | GPipe | $\frac{p-1}{m+p-1}$ | $m$ | $2m(p-1)$ | few micro-batches, or with recomputation |
 # | 1F1B | $\frac{p-1}{m+p-1}$ | $\min(m, p-r)$ | $2m(p-1)$ | the default |
-# | interleaved | $\frac{p-1}{vm+p-1}$ | $\min(vm, 2(p-r-1)+(v-1)p+1)$ | $2m(pv-1)$ | small $m$ |
+# | interleaved | $\frac{p-1}{vm+p-1}$ | $\min(vm, 2(p-r-1)+(v-1)p+1)$ | $2m(pv-1)$ | $m=p,2p$ |
 # | ZB-H1 | lab 04 | $p$ | $2m(p-1)$ | where the bubble still counts |
 #
 # A chunk has $1/v$ of a rank's layers.
@@ -716,9 +722,9 @@ next_to_ours(torch_1f1b, torch_1f1b.results[3])
 torch_1f1b.timeline()
 
 # %% [markdown]
-# The losses and the bytes are the same. torch's peak is higher: it makes the buffers for all
-# micro-batches' messages once and keeps them, and it keeps each stage's outputs until the step's
-# end. The interleaved schedule sends what the formula says, too:
+# The losses and the bytes are the same. torch's peak is higher. One reason is that it makes the
+# buffers for all micro-batches' messages once and keeps them. The interleaved schedule sends what
+# the formula says, too:
 
 # %%
 torch_interleaved = pl.observe(with_torch, ranks=4, args=(model, "ScheduleInterleaved1F1B", 2, 8))

@@ -14,10 +14,10 @@
 # **You will be able to**
 # * split a backward into its input half and its weight half, and say which one other ranks wait
 #   for;
-# * derive the idle time of 1F1B, ZB-H1, ZB-H2 and DualPipe on a drawn schedule;
+# * derive the idle time of 1F1B, ZB-H1 and ZB-H2 on a drawn schedule, and explain DualPipe's;
 # * find the cycle of waits in a schedule that deadlocks, and repair it;
-# * write schedules for any number of ranks that keep a time and a memory, and train a GPT with
-#   them.
+# * write schedules for any number of ranks that stay within a given time and a given memory, and
+#   train a GPT with them.
 #
 # **You need** lab 03, and the gradient of a matrix product.
 #
@@ -75,10 +75,10 @@ before = pl.program(model, plan, rank=1)
 before.diff(pl.program(model, plan.replace(schedule="zb-h1"), rank=1))
 
 # %% [markdown]
-# ## ZB-H1: a third of the idle time in the memory of 1F1B
+# ## ZB-H1: a third of the idle time, with no more micro-batches alive
 # Lab 03 has derived that a rank of 1F1B is idle for $(p-1)(F+B) = (p-1)(F+I+W)$. ZB-H1 splits the
-# backward, and rank $r$ runs each weight half $r$ backwards late. Follow the step from its begin to
-# its end:
+# backward, and rank $r$ runs each weight half $r$ backwards late. Follow the step from
+# beginning to end:
 #
 # 1. **Fill.** Micro-batch 0 passes $p-1$ stages, so the last rank begins after $(p-1)F$.
 # 2. **The last rank computes without a gap** until its last input half is done. By then it has run
@@ -138,7 +138,8 @@ guess.reveal(100 * 3 / (3 + 36))
 # $$ T - m(F+I+W) = (p-1)(F+I-2W), \qquad \text{which is } 0 \text{ for } F = I = W . $$
 
 # %%
-view.schedules({"ZB-H1": schedules.zb_h1(4, 8), "ZB-H2": schedules.zb_h2(4, 8)})
+title = "ZB-H1 and ZB-H2 end at the same moment, but ZB-H2 has no gap inside a rank's step"
+view.schedules({"ZB-H1": schedules.zb_h1(4, 8), "ZB-H2": schedules.zb_h2(4, 8)}, title=title)
 
 # %%
 why_same = pl.exercises.choose(
@@ -160,8 +161,8 @@ for name, one in (("ZB-H1", h1), ("ZB-H2", h2)):
     print(f"{name}: all ranks {1e3 * one.makespan:.0f} ms, T of a rank {1e3 * one.cost:.0f} ms")
 why_same.reveal(
     2,
-    "T is the time from a rank's first action to its last one. The hatched ends of ZB-H2 are "
-    "outside of it.",
+    "T is the time from a rank's first action to its last one. What is hatched before and after "
+    "them is outside of it.",
 )
 
 # %% [markdown]
@@ -199,7 +200,9 @@ view.live_activations(
 # $$ \text{1F1B: } p, \qquad \text{ZB-H1: } p, \qquad \text{ZB-H2: } 2p - 1 . $$
 #
 # ZB-H1 keeps no more micro-batches alive than the first rank of 1F1B, but it keeps so many on every
-# rank.
+# rank. To count micro-batches leaves something out: between its two halves a micro-batch also keeps
+# gradients of layer outputs, which the weight half needs. So ZB-H1 needs slightly more bytes than
+# the first rank of 1F1B.
 #
 # ## DualPipe, derived on a drawn schedule
 # DeepSeek-V3's DualPipe feeds micro-batches into the pipeline from both ends. Its report gives the
@@ -249,10 +252,10 @@ together = {"DualPipeV, F&B = 3 ms": drawn(1, 1, 1, 3), "F&B = 2.4 ms": drawn(1,
 view.schedules(together, title="An F&B that takes less than F + B shortens the step")
 
 # %% [markdown]
-# The idle time has four parts. The first three are those of an answer in that thread. Of its fourth
-# part we could read only the beginning, so ours is what the formula leaves. Read the parts off the
-# upper picture, from left to right. Let $n = \frac{p}{2}-1$ for a DualPipe of $p$ ranks; here
-# $p = 8$ and $n = 3$.
+# The idle time has four parts. The first three are those of an answer in that thread. The fourth is
+# chosen here so that the sum is the report's formula, which the drawn schedule then confirms. Read
+# the parts off the upper picture, from left to right. Let $n = \frac{p}{2}-1$ for a DualPipe of $p$
+# ranks; here $p = 8$ and $n = 3$.
 #
 # 1. **Fill.** The last rank begins after $n$ forwards, so it is idle for $nF$. Rank 0 has the same
 #    gap later, where it waits for its first gradients.
@@ -350,6 +353,11 @@ halves.reveal(
     "Norms, activation functions and the scores of attention have gradients of their inputs, and "
     "few weights or none. So the part of the backward that can be delayed is less than half.",
 )
+
+# %% [markdown]
+# Put these means into $(p-1)(F+I-W)$ and $(p-1)(F+I+W)$. The formulas promise about half of 1F1B's
+# idle time, not a third, and the runs have about half. Both are idle for some milliseconds longer
+# than promised, because the stages are not equal and messages take time.
 
 # %% [markdown]
 # ## Three schedules that deadlock
@@ -527,7 +535,8 @@ pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 # ## What to remember
 # 1. A backward is two products; other ranks wait only for the gradient of the input.
 # 2. Input halves early and weight halves late turn idle time into work.
-# 3. ZB-H1 needs no more memory than 1F1B's first rank and has a third of its idle time ($F=I=W$).
+# 3. ZB-H1 keeps as many micro-batches alive as 1F1B's first rank, on every rank, and has a third of
+#    1F1B's idle time ($F=I=W$).
 # 4. ZB-H2 has no idle time inside a rank's own step. The step gets shorter only if the next one may
 #    begin before this one ends everywhere, and up to $2p-1$ micro-batches are alive.
 # 5. A schedule deadlocks where waits form a cycle; that can be proved from the lists alone.
@@ -538,6 +547,9 @@ pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 # | ZB-H1 | $(p-1)(F+I-W)$ | $p$ | few micro-batches, memory is the limit |
 # | ZB-H2 | $(p-1)(F+I-2W)$ | $2p-1$ | memory is free, and no barrier between steps |
 # | DualPipe | $(\frac{p}{2}-1)(F\&B+B-3W)$ | $p+1$ | messages need hiding, two copies fit |
+#
+# ZB-H1's formula needs $W \le F$. DualPipe's is that of the rank which is idle longest, for
+# $F=I=W$; for unequal halves it is an estimate.
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # `torch.distributed.pipelining` has `ScheduleInterleavedZeroBubble` (interleaved with split
@@ -585,9 +597,10 @@ print("the same losses:", bool(np.allclose(observed.results[0], library.losses, 
 observed.traffic()
 
 # %% [markdown]
-# Each rank has two stages here, so messages cross more borders than under 1F1B: the $2p$ stages
-# have $2p-1$ borders, and only that at the tip of the V is crossed by no message, because both its
-# stages are on the last rank. 1F1B has $p-1$ borders.
+# The losses agree to a relative difference of 1e-5, not bit for bit. Each rank has two stages here,
+# so messages cross more borders than under 1F1B: the $2p$ stages have $2p-1$ borders, and only that
+# at the tip of the V is crossed by no message, because both its stages are on the last rank. 1F1B
+# has $p-1$ borders.
 #
 # DeepSpeed's pipeline engine has 1F1B alone. The zero-bubble schedules for Megatron-LM are in
 # [sail-sg/zero-bubble](https://github.com/sail-sg/zero-bubble-pipeline-parallelism), DualPipe is in

@@ -169,8 +169,9 @@ guess.reveal(round(twice / once, 2))
 
 # %% [markdown]
 # It is more than twice, because the term $w\,abs^2$ is quadratic in s. FlashAttention never writes
-# the s × s scores, and keeps one number per row and head instead. In PyTorch it is
-# `scaled_dot_product_attention`, here `attention="sdpa"`.
+# the s × s scores, and keeps one number per row and head instead. In PyTorch
+# `scaled_dot_product_attention` uses it where device, dtype and mask allow; its math backend writes
+# the scores. Here it is `attention="sdpa"`.
 #
 # ## Activation checkpointing: keep a block's input, compute the rest again
 # An activation can be **recomputed**. *Full* recomputation keeps only the input of each block, and
@@ -329,11 +330,11 @@ for name, run in runs.items():
     print(f"{name}: losses of the plan: {same}; both ranks send {sent:,} bytes in a step")
 
 # %% [markdown]
-# The losses are equal bit for bit, and so is the traffic: recomputation sends nothing. What
-# torch's `checkpoint` (`use_reentrant=False`) recomputes is drawn as workspace, because the
-# observer sees no saved tensor; it is the same block. The peaks differ by other tensors, not by
-# activations: the plan's gradients are in flat buffers, which exist from the first block's backward
-# on.
+# The losses are equal bit for bit, and so is the traffic: with data parallelism recomputation sends
+# nothing. (With tensor parallelism the second forward repeats its all-reduces.) What torch's
+# `checkpoint` (`use_reentrant=False`) recomputes is drawn as workspace, because the observer sees
+# no saved tensor; it is the same block. The peaks differ by other tensors, not by activations: the
+# plan's gradients are in flat buffers, which exist from the first block's backward on.
 #
 # ## More devices, the same memory
 # People often ask why memory does not fall with more devices. Pick an answer before you run the
@@ -397,21 +398,25 @@ tensor
 axes = {
     "4 devices: tp=2, dp=2": (model, zero3.replace(tp=2)),
     "8 devices: tp=2, dp=4": (model, four.replace(tp=2)),
+    "8 devices: tp=2, dp=4, 4 samples each": (model, four.replace(tp=2, microbatch_size=4)),
     "8 devices: tp=4, dp=2": (model, zero3.replace(tp=4)),
 }
 bars = peaks(axes)
-two, _, more = (sum(parts.values()) for parts in bars.values())
+two, *_, more = (sum(parts.values()) for parts in bars.values())
 print("tp=4, dp=2:", tensor.reveal(100 * more / two))
-view.bytes_bars(bars, title="Four more ranks help on the tensor axis, hardly on the data axis")
+view.bytes_bars(bars, title="On the data axis more ranks help only with fewer samples each")
 
 # %% [markdown]
+# A data-parallel rank has eight samples, so dp=4 trains twice as many in a step, and a rank's
+# activations stay. With four samples each, 16 in all as with dp=2, it needs the least.
+#
 # ## A small model: buffers cost what sharding saves
-# [Sharded training saves nothing](https://github.com/Lightning-AI/pytorch-lightning/issues/6047)
-# on a model of 230 thousand parameters; [data parallelism needs less than
-# FSDP](https://github.com/pytorch/pytorch/issues/108976); [ZeRO-3 needs more than
-# ZeRO-2](https://github.com/deepspeedai/DeepSpeed/issues/4305). A block of this size shows how:
-# ZeRO-2 with one bucket needs more than data parallelism, and ZeRO-3 more than ZeRO-2 when both
-# have small buckets:
+# [Sharded training saves nothing](https://github.com/Lightning-AI/pytorch-lightning/issues/6047) on
+# a model of 230 thousand parameters; [`DataParallel` needs less than
+# FSDP](https://github.com/pytorch/pytorch/issues/108976), where the model is only about 50 MB;
+# [ZeRO-3 needs more than ZeRO-2](https://github.com/deepspeedai/DeepSpeed/issues/4305). Buffers are
+# one possible cause. A block of the first thread's size shows how: ZeRO-2 with one bucket needs
+# more than data parallelism, and ZeRO-3 more than ZeRO-2 when both have small buckets:
 
 # %%
 tiny = pl.ModelSpec(layers=1, hidden=128, heads=4, seq_len=16)
@@ -479,7 +484,8 @@ view.bytes_bars(bars, title="With all blocks gathered at once each device holds 
 
 # %%
 gpus = pl.exercises.choose(
-    "40 billion parameters, tp=8, 32 GB on each GPU: how many GPUs are enough?", ["16", "32", "48"]
+    "40 billion parameters, tp=8, 32 GB on each GPU: the smallest number that is enough?",
+    ["16", "32", "48"],
 )
 gpus
 
@@ -495,8 +501,9 @@ view.bytes_bars(peaks(groups), {"32 GB GPU": 32 * 10**9}, title=title)
 
 # %% [markdown]
 # A real training also needs room for larger buckets, for fragmentation, and for more than one
-# sample. The last bar is hybrid sharding, with copies of the states: as many GPUs, and three times
-# the optimizer states.
+# sample. (In that thread 64 GPUs still ran out of memory after several iterations: that the states
+# fit is necessary, not sufficient.) The last bar is hybrid sharding, with copies of the states: as
+# many GPUs, and three times the optimizer states.
 #
 # ## Before the first forward: the whole model on every device
 # The estimator of DeepSpeed said 0.49 GiB, and [14,678 MiB were in use already after
@@ -767,12 +774,14 @@ pl.exercises.memory_estimator.check(my_estimate)
 # ## What to remember
 # 1. Model states take 16 Ψ bytes with AdamW, whatever the batch; activations take
 #    about $w\,bsh\,(16 + as/h)$ per block, whatever the optimizer.
-# 2. Without recomputation a device holds most where forward ends and backward begins.
+# 2. Without recomputation a device holds most where forward ends and backward begins, if a block's
+#    activations are larger than its gradients; else at the end of backward.
 # 3. Full recomputation keeps one input per block and costs a third more FLOPs; gradients are the
 #    same bits if dropout's random state is restored.
 # 4. ZeRO divides states by the size of the group that shards. It divides neither activations, nor
 #    a gathered unit, nor what was on the device before.
-# 5. Allocated, at its peak, decides whether a step fits; reserved is what other processes see.
+# 5. The peak of allocated memory, and how it is cut up, decide whether a step fits; reserved is
+#    what other processes see.
 #
 # | what fills the device | what helps |
 # |---|---|

@@ -157,8 +157,9 @@ why_innermost.reveal(
 #
 # The second term applies only for $t > 1$ and the third only for $p > 1$. The formula takes every
 # message for exposed, which means that no computation hides it. It also assumes that the bandwidth
-# of the memory and kernel launches cost nothing, so the next cells set both to nothing. They look
-# at a GPT of 39 billion parameters on 64 A100s in nodes of eight.
+# of the memory and kernel launches cost nothing, so the next cells give memory unlimited bandwidth
+# and let a launch take no time. They look at a GPT of 39 billion parameters on 64 A100s in nodes of
+# eight.
 
 # %%
 slowest = pl.exercises.choose(
@@ -204,7 +205,7 @@ cuts = {
 }
 view.seconds_bars(
     {name: terms(plan) for name, plan in cuts.items()},
-    title="The same FLOPs in five cuts: tp costs most, above all between nodes",
+    title="The same FLOPs in five cuts: tensor parallelism between nodes is slowest",
 )
 
 # %%
@@ -287,8 +288,9 @@ pd.DataFrame(
 ).round(1)
 
 # %% [markdown]
-# The formula leaves out the second copy of the tied embedding, which the first and the last stage
-# both keep, and the buffers of messages.
+# The formula divides the embedding by $p$ like all other parameters, but the first stage holds all
+# of it, and the last stage a second copy, because it is tied. It also leaves out the buffers of
+# messages.
 #
 # ## ZeRO shards states over the data-parallel ranks alone
 # In [DeepSpeed #237](https://github.com/deepspeedai/DeepSpeed/issues/237) ZeRO-2 runs out of memory
@@ -397,7 +399,8 @@ least_bytes.reveal(
 # %% [markdown]
 # ## On other links another plan wins
 # A prediction takes any links. The next table has four devices as fast as this machine's, first in
-# one node, then on two nodes with a hundredth of the bandwidth between them.
+# one node, then on two nodes with a hundredth of the bandwidth and ten times the latency between
+# them.
 
 # %%
 compared = ["dp 4", "tp 4", "dp 2, tp 2", "pp 4, 1F1B"]
@@ -434,11 +437,11 @@ view.mesh(plans["dp 2, tp 2"], halves, rank=0)
 
 # %% [markdown]
 # ## Tensor parallelism up to a node, then the pipeline
-# This is Megatron's advice ([PTD-P](https://arxiv.org/abs/2104.04473), sec. 5.4 and 5.5), found on
-# clusters. Here is its first experiment by prediction: a GPT of 162 billion parameters on 64
-# A100s, all of them model parallel. Utilisation (MFU) is the share of the devices' peak that goes
-# into the model's own FLOPs; [lab 11](11_cost.ipynb) defines it. A step trains 32 or 128 samples,
-# one per micro-batch.
+# This is Megatron's advice ([PTD-P](https://arxiv.org/abs/2104.04473), the takeaways of sec. 3,
+# measured in sec. 5.4), found on clusters. Here is its first experiment by prediction: a GPT of 162
+# billion parameters on 64 A100s, all of them model parallel. Utilisation (MFU) is the share of the
+# devices' peak that goes into the model's own FLOPs; [lab 11](11_cost.ipynb) defines it. A step
+# trains 32 or 128 samples, one per micro-batch.
 
 # %%
 widest = pl.exercises.choose(
@@ -473,9 +476,9 @@ widest.reveal(3, "Tensor parallelism fills a node of eight devices and does not 
 # %% [markdown]
 # With more than eight tensor-parallel ranks every all-reduce crosses to other nodes, through all
 # eight ports of each, and every product is cut narrower. With fewer of them the pipeline is longer,
-# and its bubble, $(p-1)/m$, costs more than the smaller messages save. With the larger batch the
-# bubble is small, and tp = 4 and tp = 8 come out nearly alike. (The paper's figure 13 has its
-# maximum at 8 for both batches.)
+# and with a batch of 32 its bubble, $(p-1)/m$, costs more than a rank saves by making fewer
+# all-reduces. With the larger batch the bubble is small, and tp = 4 and tp = 8 come out nearly
+# alike. (The paper's figure 13 has its maximum at 8 for both batches.)
 #
 # The advice has a condition. [Megatron-LM #258](https://github.com/NVIDIA/Megatron-LM/issues/258)
 # reports the opposite from *one* node: with large micro-batches and many of them, eight stages ran
@@ -509,7 +512,9 @@ from_m.reveal(2, "With m = 2 most of the pipeline's step is its bubble.")
 # The formula says why. Tensor parallelism pays its all-reduces for every micro-batch, so its
 # communication grows with $m$. The bubble stays the same number of seconds while the computation
 # grows, so its share shrinks. Where memory and the batch allow many micro-batches, a pipeline is
-# the faster one inside a node, too. Where they do not, as with $m = 2$, it is the slower one.
+# the faster one inside a node, too. Where they do not, as with $m = 2$, it is the slower one. (The
+# issue measured over 30 %, with BERT models. The prediction has 26 % with $m = 8$, and more than
+# 100 % with $m = 128$: trust its direction, not its factor.)
 #
 # ## Larger micro-batches suit the device, smaller ones the pipeline
 # A larger micro-batch gives the device larger products, and leaves the pipeline fewer
@@ -653,8 +658,9 @@ pl.exercises.mesh_step.check(mesh_step)
 # ## Your step trains the GPT, next to the library's plan
 # Your two functions run on four real ranks, in plain `torch.distributed` under `pl.observe`, next
 # to the library's program for the same plan. Both send the same bytes. The picture has the wall
-# clock of this machine, so where ranks share cores they wait for a core, too. Look for what your
-# step waits for after the last backward.
+# clock of this machine, so where ranks share cores they wait for a core, too. Hatched time is a
+# recorded wait; white time is neither computation nor a recorded wait, and the column *idle* counts
+# both. Look for what your step waits for after the last backward.
 
 
 # %%
@@ -718,10 +724,11 @@ pl.exercises.place.check(my_planner)
 # 2. $T \approx$ compute/(d p t) + bubble + exposed communication; and a plan loses most by
 #    one or two of these.
 # 3. States are divided by $p\,t$, and by $d$ only with ZeRO. The inputs that the first stage keeps
-#    are divided by no axis if $m \ge p$; tensor parallelism divides most of the block that is
-#    recomputed.
+#    are divided by no axis if $m \ge p$, unless sequence parallelism divides them by $t$; tensor
+#    parallelism divides most of the block that is recomputed.
 # 4. Tensor parallelism pays per block and micro-batch, a pipeline per micro-batch, data parallelism
-#    once per step. So they get the fast links in this order.
+#    once per step. So tensor parallelism gets the fastest links, and the pipeline, which sends
+#    least, the slowest.
 # 5. Squared norms are added over axes along which parameters differ; parameters that are
 #    replicated are counted once.
 #

@@ -546,14 +546,16 @@ price.reveal(cost.device_hours * dollars / 1e3)
 here = pl.Cluster.preset("dgx-a100", nodes=devices // 8)
 search = pl.plan_search(mine, here, global_batch=1024, precision="bf16", offload=None, top=3)
 best, steps = search.table.head(3).copy(), tokens / (1024 * mine.seq_len)
+best["TFLOP/s each"] = needs.step_flops(mine, 1024) / devices / best["simulated_s"] / 1e12
 best["days"] = best["simulated_s"] * steps / 86_400
 best["days, no overlap"] = best["serial_s"] * steps / 86_400
-best[["dp", "tp", "zero_stage", "recompute", "days", "days, no overlap"]].round(1)
+shown = ["dp", "tp", "pp", "zero_stage", "sequence_parallel", "recompute"]
+best[[*shown, "TFLOP/s each", "days", "days, no overlap"]].round(1)
 
 # %% [markdown]
-# These are fewer days than above, because the best plans recompute nothing. Without overlap the
-# order of the plans changes. [Lab 12](12_trillion.ipynb) compares both predictions of ZeRO's third
-# stage with a measurement.
+# The rate is near the assumption. These are fewer days than above all the same, because the best
+# plans recompute nothing. Without overlap the order of the plans changes. [Lab
+# 12](12_trillion.ipynb) compares both predictions of ZeRO's third stage with a measurement.
 #
 # ## What to remember
 # 1. $C_\text{model} = 72\,d m b\, s L h^2 (1 + \frac{s}{6h} + \frac{V}{12Lh})$; with the blocks

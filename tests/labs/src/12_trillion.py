@@ -149,8 +149,8 @@ frame.loc[held.index].fillna(0).round(2)
 
 # %% [markdown]
 # The formula leaves out the activations of the one block that is being recomputed, and the buffers
-# of messages. It holds for every stage. Rank 1536 is on stage $i = 32$ of 64 and has two blocks of
-# $12 h^2$ weights, an eighth of each, and no embedding. What is its peak?
+# of messages. It holds about as well for every stage. Rank 1536 is on stage $i = 32$ of 64 and has
+# two blocks of $12 h^2$ weights, an eighth of each, and no embedding. What is its peak?
 
 # %%
 middle = pl.exercises.guess("GB on rank 1536", low=0, high=80, unit="GB", decimals=0)
@@ -323,7 +323,7 @@ view.stage_time(expect)
 idle.reveal(100 * expect.bubble)
 
 # %% [markdown]
-# With an eighth of the micro-batches the pipeline fills and drains for most of the step:
+# With an eighth of the micro-batches the pipeline fills and drains for about half of the step:
 
 # %%
 eighth = pl.predict(model, full, nodes, steps=1, detail="actions")
@@ -342,13 +342,15 @@ pd.DataFrame(
 ).round(1)
 
 # %% [markdown]
-# The hatched areas are the time in which a stage has nothing to do while the pipeline fills and
-# drains. The rest of the bubble is inside the actions. A stage begins to recompute a block before
-# the gradient from the next stage is there, and then waits for it. It also waits for the messages
-# of tensor parallelism, and the last stage, which computes the head, makes all others wait.
+# Hatched is waiting between actions, grey is waiting inside them. Some waiting of the drain is
+# grey, too: a stage begins to recompute a block before the gradient from the next stage is there,
+# and then waits for it. Grey is also the wait for messages of tensor parallelism; their bytes alone
+# take 7.5 of the 97 s. And the last stage, which computes the head, makes all others wait. *Bubble*
+# counts all of this, $(p-1)/(m+p-1)$ only filling and draining.
 #
 # ## One change at a time
-# The next table changes one setting of the published plan at a time.
+# The next table makes one change to the published plan at a time; some changes need two settings.
+# *Days* is the time for 450 billion tokens.
 
 # %%
 most_days = pl.exercises.choose(
@@ -390,13 +392,17 @@ most_days.reveal(3, "Recomputing nothing saves about as many days, and does not 
 
 # %% [markdown]
 # GPipe is a little faster than 1F1B here, but it keeps all 512 micro-batches and does not fit.
-# ZeRO-1 sends the same bytes as data parallelism. Its all-gather comes after the update, where no
-# computation hides it. With `tp=16` the all-reduces cross between nodes, but the pipeline has half
-# as many stages to fill and drain. This wins back a part of what the messages cost, so a step takes
+# ZeRO-1 sends the same bytes as data parallelism, and is five seconds slower by its order. Its
+# program reduces one bucket after the other, so in a stage's last backward it waits for a
+# reduce-scatter, about 0.08 s, before it sends the gradient to the stage before it. The drain pays
+# this at each of the 63 borders. (Data parallelism has all its buckets in flight. `pl.program`
+# shows both orders.) With `tp=16` the all-reduces cross between nodes, but the pipeline has half as
+# many stages to fill and drain. This wins back a part of what the messages cost, so a step takes
 # only 6 % longer.
 #
 # The second row is the method of a paper from a year later, which measured it on a trillion
-# parameters ([Korthikanti et al.](https://arxiv.org/abs/2205.05198), table 5):
+# parameters, with the same tp and pp and without data parallelism ([Korthikanti et
+# al.](https://arxiv.org/abs/2205.05198), table 5):
 
 # %%
 better = said["selective, sequence parallel"]
@@ -479,11 +485,11 @@ left.reveal(rows[1536]["measured"])
 # When the devices double, the bytes per device stay the same and the work per device halves. With
 # everything hidden the prediction is too fast at every size. With nothing hidden it falls, but not
 # far enough. Tensor by tensor it is 16 and 18 % above the measurement on 384 and 768 devices, and
-# equal to it on 1,536. *Latency* that nothing hides would explain the measurement. (The paper does
-# not say how the gathers were made. That they were made tensor by tensor is a guess.) So when a
-# search puts ZeRO-3 first, look at its seconds without overlap, too, and measure. [DeepSpeed
-# #3485](https://github.com/deepspeedai/DeepSpeed/issues/3485) saw the same end of scaling: 40
-# machines take 4 days, 80 machines 3.
+# equal to it on 1,536. *Latency* that nothing hides could explain most of the fall; three
+# measurements cannot prove it. (The paper does not say how the gathers were made. That they were
+# made tensor by tensor is a guess.) So when a search puts ZeRO-3 first, look at its seconds without
+# overlap, too, and measure. [DeepSpeed #3485](https://github.com/deepspeedai/DeepSpeed/issues/3485)
+# saw the same end of scaling: 40 machines take 4 days, 80 machines 3.
 #
 # ## Two more bad plans
 # One bad plan forgets to recompute. Another one adds ZeRO-3 to the pipeline, whose 512
