@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pairwise
-from pairwise import MAX_RANKS, SETTINGS, cover, pairs, refusal
+from pairwise import MAX_RANKS, SETTINGS, at_work, cover, each_value, pairs, refusal
 
 
 def test_the_list_is_legal_small_and_uses_every_value():
@@ -15,6 +16,14 @@ def test_the_list_is_legal_small_and_uses_every_value():
     assert len({one.name for one in cases}) == len(cases)
     for one in cases:
         one.plan.validate(one.model)
+
+
+def test_the_few_have_every_value_twice_or_as_often_as_the_list_has_it():
+    named = {pairwise.case(values).name: values for values in pairwise.chosen()}
+    few = Counter(one for case in each_value() for one in at_work(named[case.name]))
+    for one, n in Counter(one for values in named.values() for one in at_work(values)).items():
+        assert min(2, n) <= few[one], one
+    assert len(each_value()) <= 20
 
 
 def test_every_pair_is_in_a_plan_or_on_the_list_of_those_that_cannot_be():

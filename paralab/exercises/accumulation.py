@@ -64,8 +64,8 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
             feed = [(x[:n].clone(), y[:n].clone()) for n, (x, y) in zip(sizes, whole, strict=True)]
             with watch.unseen():
                 losses, gradients = _alone(gpt, feed)
+                peak = _peak(max(sizes))
             held = 4 * MODEL.num_params  # gradients
-            peak = _peak(max(sizes))
             before = _weights(gpt)
             with watch.section() as section:
                 returned = answer[0](gpt, update, feed, clip_norm=clip)

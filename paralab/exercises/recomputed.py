@@ -35,7 +35,7 @@ GRADIENTS, GENERATOR, FORWARDS, MEMORY = ASKED
 @exercise(Takes("my_checkpoint(block, x)"), lab="06", asked=ASKED)
 def checkpoint(tries: Tries) -> None:
     for notes, found in tries.run(stepped, 1):
-        right, yours, without, torchs = found.results[0]
+        right, yours, bare, torchs = found.results[0]
         notes.look(GRADIENTS, _differs(yours["gradients"], right["gradients"]), "all equal")
         same = (yours["after"] == right["after"]).all()
         wrong = "" if same else "the program draws other numbers after the step than without"
@@ -48,7 +48,7 @@ def checkpoint(tries: Tries) -> None:
         )
         notes.look(FORWARDS, wrong, f"{required} in the step")
         limit = int(SPARE * torchs)
-        words = f"has {{held}} bytes at its peak, required: {limit:,}; without it {without:,}"
+        words = f"has {{held}} bytes at its peak, required: {limit:,}; without it {bare:,}"
         notes.memory(MEMORY, [yours["peak"]], limit, words)
 
 
@@ -69,16 +69,14 @@ def stepped(watch: Any, answer: tuple, seed: int) -> tuple[dict, dict, int, int]
 
 
 @functools.cache  # for each answer the same
-def peaks() -> tuple[int, int]:
+def peaks() -> list[int]:
     """Bytes at the peak of a step without checkpoints, and with torch's."""
     from torch.utils import checkpoint as torchs
 
     def its_own(block: Any, x: Any) -> Any:
         return torchs.checkpoint(block, x, use_reentrant=False)
 
-    steps = (_step(apply, 0, watched.PeakMemory()) for apply in (without, its_own))
-    without_any, with_torchs = (step["peak"] for step in steps)
-    return without_any, with_torchs
+    return [_step(apply, 0, watched.PeakMemory())["peak"] for apply in (without, its_own)]
 
 
 def without(block: Any, x: Any) -> Any:

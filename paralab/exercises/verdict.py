@@ -121,7 +121,7 @@ class Notes:
         """Write down one look at ``limit``; of several looks the first failure stands."""
         if limit not in self.limits:
             raise KeyError(f"{limit!r} is not a stated limit of {self.exercise}")
-        if self._found.get(limit, ("", True))[1]:
+        if not self.broke((limit,)):
             self._found[limit] = (shortened(yours, LONGEST), bool(ok))
         if not ok and not self.said:
             said = said or f"{limit}: required: {self.limits[limit]}, yours {yours}"

@@ -213,9 +213,9 @@ class Ledger(Storages):
         samples, step = self.recorder.samples, self.recorder.step
         if samples and self._at_top is not None and self._top > self.live:
             samples.append(Sample(step, None, *self._at_top))
-        away = self.recorder.away.copy()
-        samples.append(Sample(step, mark, self.recorder.clock.now(), self.bytes.copy(), away))
-        self._top, self._at_top, self._noted = self.live, None, self.bytes.copy()
+        held, away = self.bytes.copy(), self.recorder.away.copy()
+        samples.append(Sample(step, mark, self.recorder.clock.now(), held, away))
+        self._top, self._at_top, self._noted = self.live, None, held
         self._most = max(self._most, self.live)
 
     # ---- the limit ----------------------------------------------------------------------------

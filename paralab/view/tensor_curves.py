@@ -115,7 +115,7 @@ def crossover(
     fig = figure(
         theme.text(_finding(name, best, tp, high)),
         "both layers, forward and backward, one micro-batch · counted, not run · circle "
-        "and line: another mode sends least from here on · dot: 2D or 2.5D sends less than 1D",
+        "and line: another mode sends least from here on · dot: a grid sends less than 1D",
         height=470,
         legend={"y": -0.2, "yanchor": "top"},
         xaxis=log_axis("tokens per micro-batch", low, high, ""),
