@@ -158,6 +158,24 @@ def test_clipping_takes_a_norm():
     assert clipped - plain == {("NORM", "compute"): 1}
 
 
+@pytest.mark.parametrize(("settings", "most"), [
+    ({"microbatches": 4}, 1),
+    ({"pp": 2}, 1),
+    ({"pp": 2, "microbatches": 4, "offload": "cpu", "zero_stage": 2}, 1),
+    ({"pp": 2, "microbatches": 4}, 14),  # all: the stage before waits for this backward
+])  # fmt: skip
+def test_so_many_of_zeros_sums_are_in_flight(settings, most):
+    plan = pl.Plan(**{"dp": 2, "zero_stage": 1, "bucket_bytes": 2**13} | settings)
+    flying, found = set(), []
+    for ins in pl.program(SPEC, plan).code:
+        if ins.op == "REDUCE_SCATTER":
+            flying.add(ins.writes)
+        elif ins.op == "WAIT":
+            flying.discard(ins.reads)
+        found.append(len(flying))
+    assert max(found) == most
+
+
 # ---- parts of it ---------------------------------------------------------------------------------
 def test_filters_choose_lines_and_keep_their_positions():
     shown = pl.program(SPEC, pl.Plan(dp=4, zero_stage=3, microbatches=2))

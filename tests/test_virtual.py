@@ -124,6 +124,23 @@ def test_virtual_prefetch_hides_gathers():
     assert hidden() <= 0.62
 
 
+class Reduces(Lasts):
+    """Of NCCL's calls only the sums take time."""
+
+    def call(self, op: str, size: int) -> float:
+        return self.collective if op in ("all_reduce", "reduce_scatter") and size > 8 else 0.0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_virtual_the_stage_before_does_not_wait_for_zeros_sums(stage):
+    model, lasts = MODEL.replace(tied=False), Reduces(forward=1.0, half=1.0, collective=0.5)
+    sharded, copied = (
+        virtual(model, pl.Plan(dp=2, pp=2, microbatches=4, zero_stage=zero, bucket_bytes=2**13),
+                lasts) for zero in (stage, 0)
+    )  # fmt: skip
+    assert sharded.step == pytest.approx(copied.step)
+
+
 # ---- memory --------------------------------------------------------------------------------------
 def test_virtual_allocators_figures_are_those_of_the_step_alone():
     def two_steps(context):

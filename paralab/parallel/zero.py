@@ -13,8 +13,10 @@ Every stage reduces a unit's gradient to a shard, by `zero1` once a step or by `
 micro-batch. Stages 1 and 2 then gather the updated shards (`gather_updated`); stage 3 gathers
 parameters for each use instead (`zero3`). Each gather makes a value of its own, whose memory ends
 behind its last reader, so no instruction reshards. In a pipeline stage 2 reduces once a step: its
-micro-batches overlap, and their gradients would be alive together. A unit is a group of parameters
-that is gathered and reduced as one buffer (parallel/buckets.py).
+micro-batches overlap, and their gradients would be alive together. There the stage before waits for
+the last backward, which therefore waits for no reduce-scatter; w Psi / N bytes more are alive when
+it ends. A unit is a group of parameters that is gathered and reduced as one buffer
+(parallel/buckets.py).
 
 With ``shard`` groups the states are sharded inside a group, and `replicas` sums a shard's gradient
 over the groups (HSDP, Zhao+ 2023, arXiv:2304.11277, sec. 3.2.2). With ``secondary_shard``
@@ -36,21 +38,23 @@ from paralab.programs.instructions import (
     FORWARD,
     KEEP,
     REDUCE_SCATTER,
-    WAIT,
     Code,
     Instr,
     Value,
     completed,
     gradients,
     insert,
+    wait,
 )
 
 
-def zero1(code: Code, *, alone: bool = False) -> Code:
+def zero1(code: Code, *, alone: bool = False, at_once: bool = False) -> Code:
     """Like data parallelism, but every rank receives only its shard of the sum. At most one
-    reduce-scatter is in flight.
+    reduce-scatter is in flight: its gradient is freed before the next shard is made.
 
-    alone  no other rank has a part of the sum: the gradient is the shard
+    alone    no other rank has a part of the sum: the gradient is the shard
+    at_once  all are in flight: backward waits for none, and all shards are there beside all
+             gradients for a moment
     """
     made: Code = []
     # {position: units whose gradient is complete behind it}, and the last reduce-scatter
@@ -61,8 +65,8 @@ def zero1(code: Code, *, alone: bool = False) -> Code:
             if alone:
                 made.append(Instr(KEEP, u, -1, u, (("grad", u, 0),), (("gshard", u, 0),)))
                 continue
-            if in_flight is not None:
-                made.append(Instr(WAIT, reads=in_flight.writes))
+            if in_flight is not None and not at_once:
+                made.append(wait(in_flight))
             in_flight = _reduce(u, -1, ("grad", u, 0), ("gshard", u, 0))
             made.append(in_flight)
     return made

@@ -104,8 +104,10 @@ def between(program: Program, rank: int) -> list[Pass]:
         return offload.bring(tiers.parameters, u, into), not alone
 
     if stage:
-        form = zero.zero2 if plan.reduces_often else zero.zero1
-        chain.append(lambda code: form(code, alone=alone))
+        if plan.reduces_often:
+            chain.append(lambda code: zero.zero2(code, alone=alone))
+        else:
+            chain.append(lambda code: zero.zero1(code, alone=alone, at_once=plan.reduces_at_once))
         if plan.shard_degree < plan.dp:
             chain.append(zero.replicas)
     elif plan.dp > 1 and plan.grad_sync is not None:

@@ -248,6 +248,15 @@ class Plan(Description):
             return False
         return self.zero_stage == 3 or (self.zero_stage == 2 and self.pp == 1)
 
+    @property
+    def reduces_at_once(self) -> bool:
+        """Whether ZeRO waits for none of a step's reductions in backward: in a pipeline, where the
+        stage before waits for this backward and the gradients of all micro-batches are alive
+        anyway, unless a gradient leaves for the host before the next is reduced.
+        """
+        leaves = self.tiers is not None and self.tiers.gradients != "device"
+        return self.pp > 1 and self.microbatches > 1 and not leaves
+
     def actions(self) -> list[list[Action]]:
         """What every pipeline rank computes in a step, in order; proved to be a schedule. Of "l2l",
         which goes part by part, with the model as one stage: all forwards, then all backwards.

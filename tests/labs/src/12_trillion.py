@@ -392,13 +392,10 @@ most_days.reveal(3, "Recomputing nothing saves about as many days, and does not 
 
 # %% [markdown]
 # GPipe is a little faster than 1F1B here, but it keeps all 512 micro-batches and does not fit.
-# ZeRO-1 sends the same bytes as data parallelism, and is five seconds slower by its order. Its
-# program reduces one bucket after the other, so in a stage's last backward it waits for a
-# reduce-scatter, about 0.08 s, before it sends the gradient to the stage before it. The drain pays
-# this at each of the 63 borders. (Data parallelism has all its buckets in flight. `pl.program`
-# shows both orders.) With `tp=16` the all-reduces cross between nodes, but the pipeline has half as
-# many stages to fill and drain. This wins back a part of what the messages cost, so a step takes
-# only 6 % longer.
+# ZeRO-1 sends the same bytes as data parallelism at the same moments, and a rank holds 22 GB less,
+# because six ranks share the optimizer states. With `tp=16` the all-reduces cross between nodes,
+# but the pipeline has half as many stages to fill and drain. This wins back a part of what the
+# messages cost, so a step takes only 6 % longer.
 #
 # The second row is the method of a paper from a year later, which measured it on a trillion
 # parameters, with the same tp and pp and without data parallelism ([Korthikanti et
