@@ -88,7 +88,8 @@ class Group:
         return self._subgroups[key]
 
     def open_ways(self, rings: Sequence[Sequence[int]]) -> None:
-        """Give every way, one direction between neighbours in a ring, its communicator and stream.
+        """Make a communicator of two ranks, with a CUDA stream, for each direction between two
+        neighbours in a pipeline: a *way*.
 
         Every rank of the world calls this at the same point, with all rings, one of which is this
         group. Then each way carries one message: NCCL connects two ranks when both have come to
@@ -258,10 +259,10 @@ class Pending:
         works = self._posted.works
         while works:
             works.pop(0).wait()  # each holds its tensors, and is let go before the next
+        self._group.recorder.settled(self._posted.span)
 
     def _end(self) -> None:
         self._done = True
-        self._group.recorder.settled(self._posted.span)
         if self._posted.finish is not None:
             self._posted.finish()
 
@@ -276,7 +277,6 @@ def wait_all(calls: Sequence[Pending]) -> None:
     for call in calls:
         group.blocked_in(*call._what)
         call._settle()
-        group.recorder.settled(call._posted.span)
     group.blocked_in()
     group.recorder.leave()
     for call in calls:

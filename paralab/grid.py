@@ -33,8 +33,8 @@ class Grid:
              keep the same part of theirs, None where there is one copy; ``secondary`` those
              that share a second copy of the parameters, or None
 
-    ends  the first and the last rank of the pipeline, on these two, if they are different; else
-          None
+    ends     the first and the last rank of the pipeline, on these two, if they are different (the
+             embedding group of Megatron-LM); else None
     """
 
     def __init__(self, plan: Plan, context: Any, recorder: Recorder) -> None:

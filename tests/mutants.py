@@ -462,7 +462,7 @@ MUTANTS = {
         "pipeline", RUN, 'store["g", i, k] = grads',
         'store["g", i, k] = tuple(0.5 * g for g in grads)', equal=GRADIENTS),
     "a tied copy of its own": Mutant(
-        "pipeline", DRAWS, 'name = "embedding.token.weight"', "pass", equal=GRADIENTS),
+        "pipeline", DRAWS, "name = TIED[0]", "pass", equal=GRADIENTS),
     "messages of neighbouring micro-batches are swapped": Mutant(
         "pipeline", SKELETON, "return Instr(RECEIVE, v[1], v[2], -1, (), (v,)",
         "return Instr(RECEIVE, v[1], v[2], -1, (), ((*v[:2], v[2] ^ 1),)",
@@ -481,8 +481,7 @@ MUTANTS = {
         "ready, order.kind[source] != F))",
         check="reads x blocks.1, which no instruction has written"),
     "the stage's other end is sent": Mutant(
-        "pipeline", SKELETON, '(step.kind == "send") == (step.what == "F")',
-        '(step.kind == "send") != (step.what == "F")',
+        "pipeline", SKELETON, "step.other_stage)][1]", "step.other_stage)][0]",
         check="reads x embedding, which no instruction has written"),
     # ---- other memory
     "host: a later micro-batch in the place of an earlier": Mutant(

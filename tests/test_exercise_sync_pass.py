@@ -149,7 +149,7 @@ WRONG = [  # answer, limits it misses, words of the verdict
      "39, 'WAIT grad bucket 0'"),
     (halves_at_once, {TIME}, "39.7 ms, and at most 37 ms are asked: the rank is idle"),
     (gathers_late, {TIME}, "39.7 ms, and at most 37 ms are asked: 8 of 14 calls"),
-    (gathers_twice, {BYTES, TIME}, "a rank sends 7.51 MB in a step, and 2(N-1)/N Ψ is 5.01 MB"),
+    (gathers_twice, {BYTES, TIME}, "a rank sends 7.51 MB in a step, and 2(N-1)/N · 4Ψ is 5.01 MB"),
 ]  # fmt: skip
 RIGHT = [by_unit, stored("sync_pass_other", "in_halves")]
 PASSES = Table(SYNC_PASS, WRONG, RIGHT, exact=True)

@@ -22,13 +22,6 @@ def test_a_plan_takes_no_class_and_says_what_it_takes_instead():
         pl.Plan(dp=2, grad_sync=SyncGood)
 
 
-def test_a_saved_plan_keeps_an_own_forms_name_which_no_longer_runs(model):
-    plan = pl.Plan.from_dict({**pl.Plan(dp=2).to_dict(), "grad_sync": "own: SyncGood"})
-    assert plan.grad_sync == plan.grad_sync_name == "own: SyncGood"
-    with pytest.raises(ValueError, match=r"grad_sync='own: SyncGood'.*keeps only.*; legal: "):
-        plan.validate(model)
-
-
 # ---- lab 01 --------------------------------------------------------------------------------------
 ring = altered("all_gather_half")
 CHUNKS, BEGIN = "chunks = tensor.chunk(n)", "    n, r = group.size, group.index"

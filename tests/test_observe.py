@@ -202,8 +202,12 @@ def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradien
     """Also those that autograd does not save, as an embedding's."""
     psi = 4 * (2000 * 64 + 64 * 4 + 4)
     report = pl.observe(embedded, 2, timeout=60)
-    most = report.memory[report.memory["step"] == 1].groupby("category")["bytes"].max()
-    assert most["buffers"] == 2 * psi  # the flat message, and what is copied out of it
+    held = report.memory[report.memory["step"] == 1]
+    most = held.groupby("category")["bytes"].max()
+    buffers = set(held[held["category"] == "buffers"]["bytes"])
+    # The flat message, and what is copied out of it. A thread of gloo's may let the message go as
+    # late as in backward, where the gradients' message and a shard of their sum are buffers.
+    assert 2 * psi in buffers and max(buffers) <= 2.5 * psi
     assert most["parameters"] == most["gradients"] == psi / 2 and most["activations"] < psi / 10
     held = report.peaks()["measured"]
     assert held["other"] <= 0.02 * held["total"]

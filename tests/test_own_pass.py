@@ -29,7 +29,7 @@ from paralab.programs import (
     insert,
     reduce_scatter,
 )
-from paralab.programs.instructions import RESCALE
+from paralab.programs.instructions import COPY, RESCALE, WAIT
 
 STEPS, LR = 2, 0.5
 SPEC = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
@@ -192,6 +192,9 @@ def test_a_wrong_result_is_refused_in_words(change, words):
         (lambda v: Instr(ADD, reads=(v,), writes=(v,)), "reads and writes the same value"),
         (lambda v: Instr(KEEP, reads=(v,), writes=(v,)), "reads and writes the same value"),
         (lambda v: Instr(RESCALE), "adapts a loss scale"),
+        (lambda v: Instr(COPY, 0, -1, 0, (v,), (v,), "h2d"), "has the lane 'h2d', which this plan"),
+        (lambda v: Instr(WAIT), "waits for nothing; legal: wait(call)"),
+        (lambda v: Instr(FORWARD), "computes no range of ops"),
     ],
 )
 def test_what_no_rank_could_do_is_refused(made, why):

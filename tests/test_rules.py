@@ -26,7 +26,6 @@ UP = {"zero_stage": 3, "offload": "cpu", "recompute": "full", "schedule": "l2l"}
 AWAY = {"offload": {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}}
 # Of every rule an example that it alone refuses: the field, the plan, and what of the model.
 EXAMPLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("grad_sync", {"grad_sync": "own: Mine"}, {}),
     ("schedule", {"schedule": "own: mine"}, {}),
     ("passes", {"passes": ("own: mine",)}, {}),
     ("dp", {"dp": 2**17}, {}),

@@ -35,7 +35,7 @@ ASKED = {
     "program": "every gradient is summed once, when it is complete and before its UPDATE",
     "gradients": f"of one step on {RANKS} ranks: those of one process",
     "weights": "after 3 steps of SGD: those of one process",
-    "bytes per rank": "at most 2(N-1)/N Ψ (and 0.1 % for padding)",
+    "bytes per rank": "at most 2(N-1)/N · 4Ψ in a step (and 0.1 % for padding)",
     "predicted step": f"at most {1e3 * LIMIT_S:.0f} ms",
 }
 PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = ASKED
@@ -77,7 +77,7 @@ def _look(notes: Notes, report: Report, text: dict[str, Any]) -> None:
     most = 2 * (RANKS - 1) / RANKS * 4 * MODEL.num_params
     sent = int(report.traffic()["bytes"].max())
     said = f"{sent / 1e6:.2f} MB"
-    long = f"a rank sends {said} in a step, and 2(N-1)/N Ψ is {most / 1e6:.2f} MB"
+    long = f"a rank sends {said} in a step, and 2(N-1)/N · 4Ψ is {most / 1e6:.2f} MB"
     notes.note(BYTES, f"{said} of {most / 1e6:.2f} MB", sent <= PADDING * most, long)
     said = f"{1e3 * text['seconds']:.1f} ms"
     long = f"a step takes {said}, and at most {1e3 * LIMIT_S:.0f} ms are asked: {text['why']}"

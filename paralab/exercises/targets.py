@@ -53,7 +53,7 @@ TARGETS = (
         lambda p: 2 * p - 1,
     ),
     Target(
-        "3: two thirds of the memory",
+        "3: less memory",
         "1F1B's time, (m + p - 1) 30 ms, at most (2p + 1) / 3 alive, rounded up",
         attrgetter("makespan"),
         limit_s,

@@ -30,7 +30,7 @@ COPIES, PARTS = 3, 3  # padded gradient, the others' parts of it, padded paramet
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
 ASKED = {
     RESULT: f"N = 2, 3, 4: those of one process after each of {STEPS} steps, on every rank",
-    BYTES: "exactly 2(N-1)/N Ψ in a step, Ψ padded to N equal parts",
+    BYTES: "exactly 2(N-1)/N · 4Ψ in a step, Ψ padded to N equal parts",
     KEPT: "at most 4 Ψ/N bytes (and 1 kB)",
     PEAK: f"at most {COPIES} copies of Ψ and {PARTS} N-ths in addition to what is kept",
 }

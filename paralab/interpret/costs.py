@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from paralab.interpret.traffic import METHODS, STATES, Calls, Member, alike
+from paralab.model.ops import METHODS as HALVES
 from paralab.model.ops import Call
 from paralab.programs.instructions import (
     ADD,
@@ -38,6 +39,7 @@ from paralab.programs.instructions import (
     WORKERS,
     Instr,
     Value,
+    sums_shared,
 )
 from paralab.programs.program import Program
 from paralab.programs.tiers import moved
@@ -46,7 +48,7 @@ from paralab.spec.links import Reach, furthest
 from paralab.theory.traffic import POINT_TO_POINT, most_sent
 from paralab.theory.work import ITEM, Work
 
-WHICH = {"forward": 0, "input": 1, "weight": 2}  # of an op's work
+WHICH = {half: number for number, half in enumerate(HALVES)}  # of an op's work
 
 
 class Compute(NamedTuple):
@@ -180,7 +182,7 @@ class Costs:
     # ---- links -----------------------------------------------------------------------------------
     def _message(self, pp: int, ins: Instr) -> Posted:
         """Of the rank that has most to say, where shards differ in what they have."""
-        several = isinstance(ins.at, tuple)  # gradients in one message
+        several = sums_shared(ins)
         indexes = range(self.program.shards if several else 1)
         call = max((c for i in indexes for c in self.calls.of(pp, ins, i)), key=lambda c: c.payload)
         found, elements = self.posted(pp, call), call.payload / self.item

@@ -8,13 +8,14 @@ there is more, and that is mostly where the peak is:
     compute    ops one after the other: what they keep grows, and shrinks in backward, while each
                has its ``scratch`` in addition to what comes in and what goes out
     UPDATE     in 16 bits the gradients once more in fp32: 4 bytes per element that is updated
-    a call     what it brings together or receives into, until its WAIT: gloo has no reduce-scatter
-               and receives n parts of S/n, another S; gradients that other axes share are copied
-               together; parts of sequences arrive by rank and are put in order
+    a call     what it brings together or receives into, until its WAIT: over gloo a reduce-scatter
+               is an all-to-all and a sum, and receives n parts of S/n, another S; gradients that
+               other axes share are copied together; parts of sequences arrive by rank and are put
+               in order
 
     peak = max over instructions of (what is alive before + what is there inside)
 
-ZeRO's table (Rajbhandari+ 2020, arXiv:1910.02054, sec. 3) is the sum of what lasts; what ops keep
+ZeRO's table (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5) is the sum of what lasts; what ops keep
 is Korthikanti+ 2022 (arXiv:2205.05198), sec. 4, as they really do. Labs 05, 06, 09.
 """
 
@@ -36,9 +37,10 @@ from paralab.programs.instructions import (
     WAIT,
     Instr,
     Value,
+    sums_shared,
 )
 from paralab.programs.program import Program
-from paralab.programs.storages import STATES, Name
+from paralab.programs.storages import SHARING, Name
 
 Kind = tuple[str, str]  # (tier, category)
 ACTIVATIONS, WORKSPACE = ("device", "activations"), ("device", "workspace")
@@ -87,8 +89,8 @@ def memory(
 def moments(
     program: Program, rank: int = 0, *, gloo: bool = True
 ) -> Iterator[tuple[int, dict[Kind, int], dict[Kind, int]]]:
-    """Of every instruction of a pipeline rank: bytes on the device at its peak, what there is then,
-    and what there is behind it. Before the first what lasts, twice.
+    """Yields (bytes on the device at the peak, {(tier, category): bytes} then, the same behind the
+    instruction), first of the begin of the step, then of each instruction of a pipeline rank.
     """
     found = _Rank(program, rank, 0, gloo)
     yield found.total, dict(found.here), dict(found.here)
@@ -136,7 +138,7 @@ class _Rank:
     def born(self, value: Value) -> None:
         if value in self.alive:  # it is written over
             return
-        if value[0] not in STATES:
+        if value[0] not in SHARING:
             tier, category, size = self.program.size(value, self.rank)
             self.alive[value] = (tier, category), size, ()
             self.add((tier, category), size)
@@ -249,18 +251,18 @@ class _Rank:
     def reordered(self, ins: Instr) -> int:
         """A sequence that came in parts, of more than one sample: a copy of it in order."""
         value, several = ins.reads[0], self.program.plan.microbatch_size > 1
-        gathered = ins.at == ALL_GATHER and value[0] in STATES
+        gathered = ins.at == ALL_GATHER and value[0] in SHARING
         return self.state(value) if gathered and several else 0
 
     def carried(self, ins: Instr) -> int:
         """Bytes that a call needs until its WAIT besides what it reads and writes."""
-        if isinstance(ins.at, tuple):  # gradients that other axes share, copied together
+        if sums_shared(ins):  # copied together
             shares: Iterable = self.program.shared(self.rank, self.index).get(ins.at, ())
             return self.program.item_of("grad") * sum(share.count for share in shares)
         if ins.op != REDUCE_SCATTER:
             return 0
         value = ins.reads[0]
-        if value[0] not in STATES:
+        if value[0] not in SHARING:
             return self.program.size(value, self.rank).bytes * self.gloo
         by_rank = self.program.plan.microbatch_size > 1
         return self.state(value) * (self.gloo + by_rank)

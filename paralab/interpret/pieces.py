@@ -15,7 +15,7 @@ from torch import Tensor
 from paralab.interpret.state import State
 from paralab.parallel.buckets import cut
 from paralab.parallel.layouts import box_shape, holding
-from paralab.programs.program import TIED
+from paralab.spec import TIED
 
 
 class Piece(NamedTuple):

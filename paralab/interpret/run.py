@@ -40,9 +40,11 @@ from paralab.programs.instructions import (
     Instr,
     Value,
     keeps,
+    sums_shared,
 )
-from paralab.programs.program import TIED, Program
-from paralab.programs.storages import STATES
+from paralab.programs.program import Program
+from paralab.programs.storages import SHARING
+from paralab.spec import TIED
 
 
 class Env:
@@ -72,16 +74,12 @@ class Env:
         self.boxes["token samples"] = looked_up(plan, tp)
         self.first_token = holding(spec, plan, TIED[0], tp).box[0].start if plan.tp > 1 else 0
         self.first_logit = self.boxes["logits"][2].start
-        self.future_mask: Tensor | None = None
+        self.future_mask: Tensor | None = None  # True where a token would look ahead, (s, s)
         if spec.attention != "sdpa" and spec.block is None:
             ones = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool, device=device)
             self.future_mask = ones.triu(1)
             recorder.owns("buffers", self.future_mask)
         self.in_flight: list[Any] = []  # calls during which an op's weight half is computed
-
-    def future(self, length: int) -> Tensor:
-        """True where a token would look ahead, (s, s)."""
-        return self.future_mask
 
     def mask(self, name: str, p: float, what: str) -> Tensor:
         """Which elements of this rank's part dropout keeps: "residual" (T, width), "scores"
@@ -165,7 +163,7 @@ class Rank:
         ]
 
     def _method(self, ins: Instr) -> Callable[[Instr], None]:
-        """What does an instruction, called with it; the ops are bound to weights that last."""
+        """The function to call with this instruction; ops are bound to weights that last."""
         if ins.lane in WORKERS and ins.op != WAIT:
             return self._begin
         method = getattr(self, ins.op)
@@ -394,7 +392,7 @@ class Rank:
     # ---- calls -----------------------------------------------------------------------------------
     def ALL_REDUCE(self, ins: Instr) -> None:
         group = self.groups[ins.lane]
-        if isinstance(ins.at, tuple):
+        if sums_shared(ins):
             parts = self.state.shared_parts(ins.at)
             if not parts:
                 return
@@ -478,7 +476,7 @@ class Rank:
     def _room(self, v: Value) -> Any:
         """Room on the device for a state between two ops, for a unit, or for a share of one."""
         _, category, size = self.program.size(v, self.pp)
-        of_state, dtype = v[0] in STATES, DTYPES[self.program.precision_of(v[0])]
+        of_state, dtype = v[0] in SHARING, DTYPES[self.program.precision_of(v[0])]
         shape = (self.model.tokens, self.model.width) if of_state else (size // dtype.itemsize,)
         made = torch.empty(shape, dtype=dtype, device=self.env.device)
         self.recorder.owns(category, made)

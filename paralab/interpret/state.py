@@ -2,7 +2,7 @@
 
 Every value of the program that lasts is made here, and the optimizer's arithmetic is here and
 nowhere else. AdamW has torch's defaults; plain SGD, w <- w - lr g, hides no wrong factor. bf16 has
-8 bits of precision, fp16 has 11: an update of a thousandth of the weight or less would be rounded
+8 bits of precision, fp16 has 11: an update below a 256th of the weight, or a 2048th, may be rounded
 away, so the optimizer updates master weights in fp32, and the model computes with their rounded
 values (Micikevicius+ 2018, arXiv:1710.03740, sec. 3.1).
 """

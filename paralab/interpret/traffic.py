@@ -4,7 +4,7 @@ An instruction whose lane is a group's axis is one call; an op may make calls of
 instruction of compute, which it lists as data (`model.ops.Call`). What travels follows from the
 sizes of values, S bytes of the full buffer:
 
-    SEND, RECEIVE, ALL_TO_ALL   the last entry of the state
+    SEND, RECEIVE               the last entry of the state
     ALL_REDUCE                  what it reads: a gradient, a shard of one, the norm, a state; of
                                 gradients that ranks of another axis share, those parts alone
     ALL_GATHER                  what it writes: a unit of parameters, the whole sequence of a state
@@ -27,7 +27,6 @@ from paralab.model.ops import Call
 from paralab.programs.instructions import (
     ALL_GATHER,
     ALL_REDUCE,
-    ALL_TO_ALL,
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -40,6 +39,7 @@ from paralab.programs.instructions import (
     SEND,
     STATES,
     Instr,
+    sums_shared,
 )
 from paralab.programs.program import Program
 from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
@@ -50,7 +50,6 @@ OPS = {
     ALL_REDUCE: "all_reduce",
     REDUCE_SCATTER: "reduce_scatter",
     ALL_GATHER: "all_gather",
-    ALL_TO_ALL: "all_to_all",
 }
 # The methods of a model's op that an instruction runs.
 METHODS = {
@@ -116,7 +115,7 @@ class Calls:
         if ins.op in COMPUTE:
             key: tuple = (ins.op, ins.at)
         elif ins.op in OPS:
-            key = (*alike(pp, ins), index if isinstance(ins.at, tuple) else 0)
+            key = (*alike(pp, ins), index if sums_shared(ins) else 0)
         else:
             return ()
         found = self._known.get(key)
@@ -140,7 +139,7 @@ class Calls:
     def payload(self, pp: int, ins: Instr, index: int = 0) -> int | None:
         """Bytes of the full buffer; None where this rank has nothing to say."""
         program, model = self.program, self.program.model
-        if isinstance(ins.at, tuple):
+        if sums_shared(ins):
             shares = program.shared(pp, index).get(ins.at, ())
             return program.item_of("grad") * sum(s.count for s in shares) if shares else None
         value = (ins.writes if ins.op in (ALL_GATHER, RECEIVE) else ins.reads)[0]

@@ -11,9 +11,7 @@ from paralab.model.custom import Custom
 from paralab.model.ops import Attention, Op
 from paralab.model.part import Part
 from paralab.parallel.layouts import holding, loss_parts
-from paralab.spec import ModelSpec, Plan
-
-TIED = "embedding.token.weight"
+from paralab.spec import TIED, ModelSpec, Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +125,7 @@ class _Builder:
     # ---- what one device has, and 1D ------------------------------------------------------------
     def embedding(self) -> list[Op]:
         return [
-            ops.Tokens("embedding", self.part, self.shape(TIED)),
+            ops.Tokens("embedding", self.part, self.shape(TIED[0])),
             *self.leave("embedding.sum"),
             ops.Positions("embedding", self.part, self.shape("embedding.position.weight")),
         ]
@@ -161,7 +159,7 @@ class _Builder:
     def head(self) -> list[Op]:
         output = self.linear("head.output", column=True, bias=False)
         if self.borrows:
-            output.params, output.borrows = {}, {"weight": TIED}
+            output.params, output.borrows = {}, {"weight": TIED[0]}
         norm = self.norm("head.norm", forks=False)
         return [norm, *self.enter("head.enter"), output, ops.Loss("head.loss", self.part)]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paralab.parallel.layouts import Holding
-from paralab.spec import ModelSpec
+from paralab.spec import TIED, ModelSpec
 
 
 @torch.no_grad()
@@ -43,8 +43,8 @@ def initialize(
     """
     if parameter.is_meta:
         return
-    if spec.tied and name == "head.output.weight":
-        name = "embedding.token.weight"
+    if spec.tied and name == TIED[1]:
+        name = TIED[0]
     if name.endswith("bias"):
         parameter.zero_()
     elif "norm" in name or parameter.dim() < 2:

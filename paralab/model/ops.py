@@ -386,7 +386,7 @@ class Attention(Op):
 
         q, k, v = self.split(qkv)
         scores = (q / math.sqrt(self.width)) @ k.transpose(-2, -1)  # (b, a, s, s)
-        probabilities = torch.softmax(scores.masked_fill_(env.future(self.length), -math.inf), -1)
+        probabilities = torch.softmax(scores.masked_fill_(env.future_mask, -math.inf), -1)
         del scores
         mask, used = None, probabilities
         if self.p:

@@ -1,1 +1,1 @@
-"""The textbook: schedules, and a pass for every other paradigm. Start with data_parallel.py."""
+"""The textbook: schedules, and a pass for every other paradigm. README's "Read on" has an order."""

@@ -10,7 +10,8 @@ instruction, and ZeRO shares it out in N equal parts, wherever that cuts through
 
     zero_stage=0, dp > 1   gradient buckets of ``bucket_bytes``; "naive" has one per parameter
     zero_stage=1, 2        the same buckets, shared out
-    zero_stage=3, dp = 1   the parts of the model, which stage 3 gathers one by one
+    zero_stage=3           the parts of the model, which are gathered one by one
+    zero_stage=0, dp = 1   the same parts
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from paralab.parallel.layouts import holding
-from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
+from paralab.spec import BYTES_PER_ELEMENT, TIED, ModelSpec, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ def units(sizes: Mapping[str, int], model: ModelSpec, plan: Plan) -> tuple[Unit,
     """
     stage, ends = plan.zero_stage, set()
     if stage and model.tied and plan.pp > 1:
-        ends = {"embedding.token.weight", "head.output.weight"}
+        ends = set(TIED)
     leaves = plan.tiers is not None and plan.tiers.gradients != "device"
 
     def waits(name: str) -> bool:

@@ -2,12 +2,11 @@
 
 Every member holds a tensor of S bytes and wants the sum over the n members. Neighbours talk, no
 rank else: a *step* is one `exchange` in which a member sends one piece and receives one. What each
-costs (alpha seconds per message, beta bytes per second; theory/collectives.py has them as
-functions):
+costs (alpha seconds per message, B bytes per second; theory/collectives.py has them as functions):
 
                      steps               one member sends          time
-    ring             2 (n-1)             2 (n-1)/n S               2 (n-1) (alpha + S/n / beta)
-    tree             2 ceil(log2 n)      up to ceil(log2 n) S      2 ceil(log2 n) (alpha + S / beta)
+    ring             2 (n-1)             2 (n-1)/n S               2 (n-1) (alpha + S/n / B)
+    tree             2 ceil(log2 n)      up to ceil(log2 n) S      2 ceil(log2 n) (alpha + S / B)
     hierarchical     the ring's in a node, and between nodes on 1/node_size of the tensor
 
 The ring's two halves are collectives of their own: reduce-scatter leaves every member one finished
@@ -101,13 +100,15 @@ def tree_all_reduce(group: Group, tensor: Tensor) -> None:
 
 
 def hierarchical_all_reduce(group: Group, tensor: Tensor, *, node_size: int) -> None:
-    """Sum ``tensor`` over the group, in place, sending little over the slow links between nodes.
+    """Sum ``tensor`` over the group, in place, with few messages over the slow links between nodes.
 
     node_size  members per node, a divisor of the group's size; members i * node_size ... are node i
 
     Three rings after one another: reduce-scatter inside the node; all-reduce of the own chunk
-    between the members of the same place on every node; all-gather inside the node. Between nodes
-    a member sends 2 (m-1)/m S/node_size, with m nodes: less than a node_size-th of a flat tensor.
+    between the members of the same place on every node; all-gather inside the node. Over m nodes a
+    member sends 2 (m-1)/m S/node_size between them, its node 2 (m-1)/m S, in 2 (m-1) steps. In a
+    flat ring, node after node, one member of each sends 2 (n-1)/n S, in 2 (n-1) steps: nearly as
+    much, over one link instead of node_size.
     """
     ranks, r = group.ranks, group.index
     node_size = whole("node_size", node_size, at_least=1, at_most=group.size)

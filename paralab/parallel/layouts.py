@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from paralab.spec.model import ModelSpec
+from paralab.spec.model import TIED, ModelSpec
 
 Split = tuple[str, ...]  # coordinates that a dimension is sharded over, slowest first; (): whole
 Box = tuple[slice, ...]  # one range per dimension of the whole tensor
@@ -275,7 +275,7 @@ def _shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def whole_shape(model: ModelSpec, name: str) -> tuple[int, ...]:
     """Shape of a whole parameter, with qkv's three parts as a dimension of their own."""
-    if name == "head.output.weight":  # also a tied head's copy of the embedding, which has no row
+    if name == TIED[1]:  # also a tied head's copy of the embedding, which has no row
         return (model.vocab, model.hidden)
     shape = _shapes(model)[name]
     if model.block is not None and name.startswith("blocks."):

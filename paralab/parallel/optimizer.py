@@ -12,8 +12,8 @@ loss scale, so gradients only ever add up. What is left when backward is over:
 
 fp16 has 5 bits of exponent, so the loss is multiplied by a scale that looks for its own size: where
 a gradient overflows the step is left out and the scale halved, after 2000 good steps it doubles
-(Mixed Precision Training, Micikevicius+ 2018, arXiv:1710.03740, sec. 3.2). Norm, scale and verdict
-stay on the device: nothing waits for a number.
+(Mixed Precision Training, Micikevicius+ 2018, arXiv:1710.03740, sec. 3.2; the numbers are those of
+torch.amp.GradScaler). Norm, scale and verdict stay on the device: nothing waits for a number.
 """
 
 from __future__ import annotations

@@ -12,8 +12,11 @@ micro-batch is alive on a rank while the rank keeps its activations for backward
     gpipe        (p-1) (F + B)                   m
     one_f_one_b  (p-1) (F + B)                   min(m, p - r)
     interleaved  (p-1) (F + B) / v               min(m v, 2 (p-r-1) + (v-1) p + 1) chunks
-    zb_h1        (p-1) (F + B - 2 W)             min(m, p - r), and r whose weight half waits
-    zb_h2        (p-1) (F + B - 3 W)             min(m, 2 (p-r) - 1), and 2 r whose half waits
+    zb_h1        (p-1) (F + I - W)               min(m, p - r), and r whose weight half waits
+    zb_h2        (p-1) (F + I - 2 W)             min(m, 2 (p-r) - 1), and 2 r whose half waits
+
+I = B - W is the input half, T_B of the Zero Bubble paper. Its two rows hold for m >= 2p - 1, and
+where the halves fit into what was idle.
 
 Ideal work is m (F + B), so the bubble's share of the whole is bubble / (bubble + m (F + B)). An
 action is written in the notation of torch.distributed.pipelining: "4F0" is stage 4, forward,
@@ -164,7 +167,9 @@ def zb_h2(pp: int, microbatches: int) -> Schedule:
 
     Bubble: (p-1)(F + I - 2W), none where F = I = W and m >= 2p - 1; alive: 2(p-r) - 1 and 2r
     waiting, twice 1F1B's. Each rank's step ends at another time, so no rank has to wait for another
-    to start the next step. Zero Bubble (Qi+ 2023, arXiv:2401.10241) sec. 2.2, fig. 3.
+    to start the next step. With clipping, or in fp16, the norm over all ranks makes them wait (the
+    paper, sec. 4, updates first and takes back what was wrong; not done here). Zero Bubble (Qi+
+    2023, arXiv:2401.10241) sec. 2.2, fig. 3.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [_zero_bubble(rank, 2 * (pp - rank - 1), 2 * rank, microbatches) for rank in range(pp)]

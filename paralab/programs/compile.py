@@ -84,7 +84,7 @@ def inside(program: Program, rank: int) -> list[Pass]:
     if plan.dp > 1 or plan.zero_stage:
         cuts |= edges(model, units)
     chain += [lambda code: cut(code, cuts, n), lambda code: add_parameters(code, model, units)]
-    if cuts and plan.tp > 1 and plan.tp_mode == "1d":
+    if plan.tp > 1 and plan.tp_mode == "1d":
         chain.append(lambda code: tensor_parallel(code, model))
     if plan.partition_activations:
         chain.append(recompute.partition_activations)

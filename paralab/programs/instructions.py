@@ -7,15 +7,19 @@ Kinds, and what they hold on one rank:
     r        the same, where forward runs a second time
     g        the gradient of x
     saved    what ops (i, j) keep from forward for backward; ``deferred`` what waits for the second
-             half of a split backward; ``again`` an input that is gathered once more for it
+             half of a split backward; ``again`` an input that is gathered once more for it;
+             ``xpart`` a tp rank's part of a block's input
     w        a unit's parameters, flat; version > 0: gathered for one use
-    grad     a unit's gradient, flat: the sum so far; stage 2 of ZeRO: of micro-batch ``version``
+    grad     a unit's gradient, flat: the sum so far; where ZeRO reduces after every micro-batch
+             (`Plan.reduces_often`) that of micro-batch ``version``
     part     this rank's share of one reduced gradient, on its way into ``gshard``, their sum
     wide     a copy in fp32 of a gradient in 16 bits, or of its share, for the update
-    shard    this rank's share of the parameters; ``master`` in fp32, where they have 16 bits
+    shard    this rank's share of the parameters; ``master`` in fp32, where they have 16 bits;
+             ``second`` the larger one of hpZ
     piece    a copy of it that has come up from another tier; ``back`` an x that has
     opt      the optimizer's states of what this rank updates
-    norm     the gradients' global norm; ``scale`` the loss scale of fp16
+    norm     squares of the gradients, summed; ``host.norm`` is their norm, ``host.verdict`` what
+             follows from it; ``scale`` the loss scale of fp16; ``mask`` the causal mask
     sent     a message has left
 
 ``host.`` or ``file.`` before a kind: the same values off the device. A *unit* is the parameters in
@@ -38,8 +42,7 @@ Range = tuple[int, int]  # ops (i, j)
 FORWARD, RECOMPUTE = "FORWARD", "RECOMPUTE"
 BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"
 SEND, RECEIVE = "SEND", "RECEIVE"
-ALL_REDUCE, REDUCE_SCATTER = "ALL_REDUCE", "REDUCE_SCATTER"
-ALL_GATHER, ALL_TO_ALL = "ALL_GATHER", "ALL_TO_ALL"
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "ALL_REDUCE", "REDUCE_SCATTER", "ALL_GATHER"
 COPY, UPDATE, NORM, RESCALE = "COPY", "UPDATE", "NORM", "RESCALE"
 KEEP, ADD, WAIT, CALL = "KEEP", "ADD", "WAIT", "CALL"
 
@@ -47,7 +50,7 @@ FORWARDS = frozenset((FORWARD, RECOMPUTE))
 BACKWARDS = frozenset((BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
 COMPUTE = FORWARDS | BACKWARDS
 ADDS_GRADIENTS = frozenset((BACKWARD, BACKWARD_WEIGHT))
-COLLECTIVES = frozenset((ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL))
+COLLECTIVES = frozenset((ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER))
 MESSAGES = frozenset((SEND, RECEIVE))
 # All that a list may have; a CALL marks or stands for several, in predictions alone.
 OPS = COMPUTE | COLLECTIVES | MESSAGES | {COPY, UPDATE, NORM, RESCALE, KEEP, ADD, WAIT}
@@ -63,15 +66,17 @@ class Instr(NamedTuple):
     """One instruction.
 
     op      what it does
-    at      of compute: the ops (i, j) that it runs; else what it is about
+    at      of compute: the ops (i, j) that it runs; of a message: the boundary between ops; of a
+            sum of gradients that only some ranks share: (axis, phase); of a WAIT: its call's op
     mb      the micro-batch, or -1
     unit    the unit of parameters that it is about, or -1
     reads, writes  values
     lane    "" on the rank's own thread (a GPU's compute stream); else the axis of the group whose
             call it is, or "h2d", "d2h", "disk", "host": then it is only begun here, and the
-            instruction that needs what it writes waits first
+            instruction that needs what it writes waits first (a WAIT has the lane of its call)
     peer    pipeline rank of the other end of a message
-    phase   what the report calls the traffic
+    phase   what the report calls the traffic; on a BACKWARD_WEIGHT, not empty: it was split off to
+            hide a message
     frees   values whose memory ends behind it
     """
 
@@ -169,6 +174,11 @@ def completed(code: Code, *, per_microbatch: bool = False) -> dict[int, list[int
 def gradients(code: Code) -> list[int]:
     """The units that have a gradient, in the order in which these are complete."""
     return [unit for _, units in sorted(completed(code).items()) for unit in units]
+
+
+def sums_shared(ins: Instr) -> bool:
+    """Whether it sums only the gradients that the ranks of ``at``'s axis share, in one message."""
+    return ins.op == ALL_REDUCE and isinstance(ins.at, tuple)
 
 
 def all_reduce(unit: int, axis: str = "dp") -> Instr:

@@ -16,6 +16,7 @@ from paralab.programs.instructions import (
     NORM,
     RESCALE,
     SEND,
+    STATES,
     UPDATE,
     WAIT,
     Instr,
@@ -24,7 +25,6 @@ from paralab.programs.instructions import (
 from paralab.programs.program import Program
 
 USUAL = frozenset(("shard", "x", "g", "saved"))  # what is gathered from where it always is
-STATES = frozenset(("x", "r", "g", "back", "xpart", "again"))  # named after the op that takes them
 NOWHERE = frozenset(("scale", "mask", "verdict"))  # of the whole rank
 
 

@@ -24,8 +24,8 @@ from paralab.parallel.layouts import mode_of
 from paralab.programs.instructions import (
     ADD,
     ALL_GATHER,
-    ALL_REDUCE,
     COLLECTIVES,
+    COMPUTE,
     COPY,
     KEEP,
     MESSAGES,
@@ -37,6 +37,7 @@ from paralab.programs.instructions import (
     WORKERS,
     Code,
     Instr,
+    sums_shared,
 )
 from paralab.programs.program import Program
 from paralab.spec.forms import form_name
@@ -102,7 +103,7 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     groups = {"dp", *mode_of(plan).axes, *(["pp", "ends"] * (plan.pp > 1))}
     groups |= {"replica"} if plan.shard_degree < plan.dp else set()
     groups |= {"secondary"} if plan.secondary_shard else set()
-    lanes = groups if ins.op in COLLECTIVES else {"", *WORKERS}
+    lanes = groups if ins.op in COLLECTIVES else {"", *(WORKERS if plan.tiers else ())}
     if ins.op in MESSAGES:
         lanes = {"pp"} if plan.pp > 1 else set()
     if ins.lane not in lanes and ins.op != WAIT:
@@ -118,8 +119,12 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             units = f"units are 0 to {len(program.units[pp]) - 1}"
             return f"names {v!r}, which is no value", f"(kind, where, version); {units}"
+    if ins.op in COMPUTE and not isinstance(ins.at, tuple):
+        return "computes no range of ops", "at=(i, j), and a pass leaves compute as it is"
+    if ins.op == WAIT and not ins.reads:
+        return "waits for nothing", "wait(call)"
     counts = len(ins.reads), len(ins.writes)
-    shared = ins.op == ALL_REDUCE and isinstance(ins.at, tuple)
+    shared = sums_shared(ins)
     if shared and ins.at not in program.shared(pp, None):
         return f"sums what {ins.at!r} does not share", str(list(program.shared(pp, None)))
     fits = counts == MOVES.get(ins.op, counts) or (shared and counts[0] == counts[1])

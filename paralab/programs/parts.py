@@ -20,7 +20,7 @@ import numpy as np
 from paralab.interpret.costs import Compute
 from paralab.interpret.memory import GRADIENTS, moments
 from paralab.interpret.time import time
-from paralab.model.build import TIED, build
+from paralab.model.build import build
 from paralab.parallel.schedules import SPLIT
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import (
@@ -36,7 +36,7 @@ from paralab.programs.instructions import (
 from paralab.programs.program import Program
 from paralab.programs.space import Space, numbered
 from paralab.programs.units import rank_units
-from paralab.spec import ModelSpec, Plan
+from paralab.spec import TIED, ModelSpec, Plan
 from paralab.spec.cluster import Cluster
 from paralab.spec.links import Link, Reach, furthest
 
@@ -132,7 +132,7 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
         part["units"] = len(rank_units(program.spec, several, model, (name,)))
     shared = sum(took[at] for at in range(last + 1, len(code)) if code[at].op not in (COPY, UPDATE))
     numbers = [number for part in found for number in part.values()]
-    return [*numbers, shared, there, prod(model.shapes[TIED]), program.constant_bytes(0)]
+    return [*numbers, shared, there, prod(model.shapes[TIED[0]]), program.constant_bytes(0)]
 
 
 def part_table(space: Space, model: ModelSpec, cluster: Cluster) -> Parts:

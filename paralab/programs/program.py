@@ -12,10 +12,8 @@ from paralab.parallel.buckets import Unit, cut
 from paralab.parallel.layouts import SHARED_PHASE, coordinates, holding, kind_of, mode_of
 from paralab.programs import tiers
 from paralab.programs.instructions import Code, Value
-from paralab.programs.storages import STATES, Storages, sharing_of
-from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
-
-TIED = ("embedding.token.weight", "head.output.weight")
+from paralab.programs.storages import SHARING, Storages, sharing_of
+from paralab.spec import BYTES_PER_ELEMENT, TIED, ModelSpec, Plan
 
 
 class Size(NamedTuple):
@@ -89,7 +87,7 @@ class Program:
     def _size(self, kind: str, where: Any, version: int, rank: int) -> Size:
         if "." in kind:
             return Size(kind.partition(".")[0], *tiers.size(self, (kind, where, version), rank))
-        if kind in STATES:
+        if kind in SHARING:
             held = self.storages(rank).held((kind, where, version))
             return Size("device", held.category, held.own + sum(size for _, size in held.shared))
         if kind in _OF_THE_RANK:

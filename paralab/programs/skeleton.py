@@ -65,8 +65,8 @@ def instruction(step: Action | Transfer, stages: Sequence[tuple[int, int]], n: i
     """An action or a message of a pipeline whose stages are these ranges of n ops."""
     if isinstance(step, Action):
         return compute(OPS[step.kind], *stages[step.stage], step.microbatch, n)
-    out = (step.kind == "send") == (step.what == "F")  # the end of the stage where it is
-    v = ("x" if step.what == "F" else "g", stages[step.stage][out], step.microbatch)
+    border = stages[min(step.stage, step.other_stage)][1]
+    v = ("x" if step.what == "F" else "g", border, step.microbatch)
     if step.kind == "send":
         return Instr(
             SEND, v[1], v[2], -1, (v,), (("sent", v[:2], v[2]),), "pp", step.peer, "activations"

@@ -25,7 +25,7 @@ from paralab.spec import Plan
 
 Name = tuple[str, int]  # ("x" | "r" | "g", boundary)
 Sized = tuple[tuple[Name, int], ...]  # names and bytes
-STATES = frozenset(("x", "r", "g", "again", "back", "saved", "deferred"))
+SHARING = frozenset(("x", "r", "g", "again", "back", "saved", "deferred"))  # kinds of values
 
 
 class Held(NamedTuple):

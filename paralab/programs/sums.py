@@ -35,6 +35,7 @@ from paralab.programs.instructions import (
     Code,
     Instr,
     Value,
+    sums_shared,
 )
 from paralab.programs.names import Names
 from paralab.programs.program import Program
@@ -166,7 +167,7 @@ class Sums:
             )
 
     def _summed(self, position: int, ins: Instr, v: Value, made: Value) -> None:
-        axis: Axis = ins.at if isinstance(ins.at, tuple) else ins.lane
+        axis: Axis = ins.at if sums_shared(ins) else ins.lane
         missing = self.owed.get(v, frozenset())
         if axis in missing:
             self.owed[made] = missing - {axis}

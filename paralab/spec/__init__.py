@@ -1,12 +1,12 @@
 """What is trained (`ModelSpec`), how the step is split (`Plan`), and on what (`Cluster`).
 
 plan.py, model.py and cluster.py hold the three; settings.py and rules.py what a plan may say;
-forms.py a learner's own schedule, class or pass; tiers.py where offloaded states lie.
+forms.py a learner's own schedule, block or pass; tiers.py where offloaded states lie.
 """
 
 from paralab.spec.cluster import Cluster, Link
 from paralab.spec.forms import GRAD_SYNC_FORMS, OWN_FORM, SCHEDULE_NAMES
-from paralab.spec.model import BYTES_PER_ELEMENT, MODEL_PRESETS, ModelSpec
+from paralab.spec.model import BYTES_PER_ELEMENT, MODEL_PRESETS, TIED, ModelSpec
 from paralab.spec.plan import Place, Plan
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "MODEL_PRESETS",
     "OWN_FORM",
     "SCHEDULE_NAMES",
+    "TIED",
     "Cluster",
     "Link",
     "ModelSpec",

@@ -39,8 +39,7 @@ def check_grad_sync(form: Any) -> None:
             " | ".join(map(repr, GRAD_SYNC_FORMS)) + " | None, with a pass of your own that says "
             "which sums there are: passes=(f,)",
         )
-    if form is not None and not (isinstance(form, str) and form.startswith(OWN_FORM)):
-        choice("grad_sync", form, (*GRAD_SYNC_FORMS, None))
+    choice("grad_sync", form, (*GRAD_SYNC_FORMS, None))
 
 
 def check_passes(forms: Any) -> tuple[Any, ...]:

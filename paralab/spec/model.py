@@ -14,6 +14,7 @@ from paralab.checks import Description, choice, count, illegal, real
 from paralab.spec.forms import block_shapes, check_block, form_name
 
 # Of an element, by precision. In 16 bits AdamW keeps a 4-byte master copy as well.
+TIED = ("embedding.token.weight", "head.output.weight")  # one weight, where a model is tied
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 MAX_WEIGHTS = 2**52  # of one kind; at up to 12 * 16 bytes each, which are counted in 63 bits
 
@@ -83,7 +84,7 @@ class ModelSpec(Description):
         A linear layer's weight is (out, in), as in torch. A tied head has no row of its own.
         """
         h, shapes = self.hidden, {}
-        shapes["embedding.token.weight"] = (self.vocab, h)
+        shapes[TIED[0]] = (self.vocab, h)
         shapes["embedding.position.weight"] = (self.seq_len, h)
         block = {
             "norm1.weight": (h,),
@@ -106,7 +107,7 @@ class ModelSpec(Description):
         shapes["head.norm.weight"] = (h,)
         shapes["head.norm.bias"] = (h,)
         if not self.tied:
-            shapes["head.output.weight"] = (self.vocab, h)
+            shapes[TIED[1]] = (self.vocab, h)
         return shapes
 
     @property

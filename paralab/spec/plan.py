@@ -47,20 +47,17 @@ class Plan(Description):
     microbatch_size  samples per micro-batch, b; one step sees dp * m * b samples
     grad_sync        data parallelism's ladder: "naive" (one all-reduce per parameter after
                      backward), "bucketed" (flat buckets after backward), "overlapped" (flat buckets
-                     launched while backward still runs); or a class of your own, called as
-                     ``form(parameters, group=group, bucket_bytes=bucket_bytes)`` on every rank,
-                     with the methods grad_ready(parameter), finish() and reset() of
-                     parallel/data_parallel.py. `run` runs it, `predict` refuses it. None leaves
-                     it to ``passes``
+                     launched while backward still runs). None leaves it to ``passes``
     bucket_bytes     size at which a gradient bucket is closed
     schedule         a pipeline's order of work: "naive", "gpipe", "1f1b", "interleaved", "zb-h1",
                      "zb-h2"; or a function of your own, f(pp, microbatches) or f(pp, microbatches,
                      virtual_stages), that returns a list of actions per rank, as those of
                      parallel/schedules.py do, or of their text ("0F0"). "l2l" is one rank's: a
-                     relay of the model's parts, whose parameters are offloaded (parallel/relay.py)
+                     relay of the model's parts, whose parameters are offloaded (schedules.py)
     virtual_stages   stages per rank, v; stage s of the pp * v lies on rank s % pp
     zero_stage       what data-parallel ranks keep only a share of (ZeRO): 0 nothing, 1 optimizer
-                     states, 2 gradients too, 3 parameters too
+                     states, 2 gradients too (with pp > 1 they are reduced once a step, as with 1),
+                     3 parameters too
     shard            data-parallel ranks that share one copy of the states; dp/shard replicas
                      of it (HSDP). None: all dp of them
     secondary_shard  with stage 3: neighbouring data-parallel ranks, on one node, that share a
@@ -217,12 +214,12 @@ class Plan(Description):
 
     @property
     def grad_sync_name(self) -> str:
-        """How gradients are synchronised, as text: a form's name, or "own: " and that of a class,
-        or of the passes that it is left to.
+        """How gradients are synchronised, as text: a form's name, or "own: " and the names of the
+        passes that it is left to.
         """
         if self.grad_sync is None:
             return OWN_FORM + ", ".join(name.removeprefix(OWN_FORM) for name in self.pass_names)
-        return form_name(self.grad_sync)
+        return self.grad_sync
 
     @property
     def pass_names(self) -> tuple[str, ...]:
@@ -241,8 +238,8 @@ class Plan(Description):
 
     @property
     def reduces_often(self) -> bool:
-        """Whether ZeRO reduces gradients in every micro-batch: in a pipeline's stage 2 once a step,
-        and in a relay too.
+        """Whether gradients are reduced after every micro-batch: by ZeRO-3, and by ZeRO-2 without a
+        pipeline; in a relay never.
         """
         if self.relays:
             return False
@@ -250,12 +247,13 @@ class Plan(Description):
 
     @property
     def reduces_at_once(self) -> bool:
-        """Whether ZeRO waits for none of a step's reductions in backward: in a pipeline, where the
-        stage before waits for this backward and the gradients of all micro-batches are alive
-        anyway, unless a gradient leaves for the host before the next is reduced.
+        """Whether backward waits for none of ZeRO's reductions: of stages 1 and 2 in a pipeline, as
+        the pipeline's stage before waits for this backward. Not with one micro-batch, whose
+        gradients are made and freed one after the other, nor where gradients leave for the host.
         """
         leaves = self.tiers is not None and self.tiers.gradients != "device"
-        return self.pp > 1 and self.microbatches > 1 and not leaves
+        once = self.zero_stage in (1, 2) and self.pp > 1
+        return once and self.microbatches > 1 and not leaves
 
     def actions(self) -> list[list[Action]]:
         """What every pipeline rank computes in a step, in order; proved to be a schedule. Of "l2l",
@@ -267,9 +265,8 @@ class Plan(Description):
         return make_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; of an own ``grad_sync``, ``schedule`` or pass its name."""
-        names = {"schedule": self.schedule_name, "passes": self.pass_names}
-        return {**super().to_dict(), **names, "grad_sync": form_name(self.grad_sync)}
+        """Plain values; of an own schedule or pass its name."""
+        return {**super().to_dict(), "schedule": self.schedule_name, "passes": self.pass_names}
 
     def validate(self, model: ModelSpec) -> None:
         """Raise ``ValueError`` if this plan cannot train ``model`` in this version."""

@@ -59,14 +59,10 @@ SIZES = (
         Rule(
             field,
             lambda s, field=field: s.only_named != field,
-            f"a saved plan keeps only the {kind}'s name",
-            f"plan.replace({field}=the {kind} itself)",
+            "a saved plan keeps only the function's name",
+            f"plan.replace({field}=the function itself)",
         )
-        for field, kind in (
-            ("grad_sync", "class"),
-            ("schedule", "function"),
-            ("passes", "function"),
-        )
+        for field in ("schedule", "passes")
     ),
     Rule(
         "{s.largest}",

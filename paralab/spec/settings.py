@@ -143,9 +143,9 @@ def splits(schedule: Any, pp: int, microbatches: int, virtual_stages: int) -> bo
 
 
 @derived
-def only_named(grad_sync: Any, schedule: Any, passes: tuple) -> str:
-    """The form of the user's own that a saved plan has kept nothing but the name of, or ""."""
-    forms = [("grad_sync", grad_sync), ("schedule", schedule), *(("passes", f) for f in passes)]
+def only_named(schedule: Any, passes: tuple) -> str:
+    """The function of the user's own that a saved plan has kept nothing but the name of, or ""."""
+    forms = [("schedule", schedule), *(("passes", f) for f in passes)]
     saved = (n for n, form in forms if isinstance(form, str) and form.startswith(OWN_FORM))
     return next(saved, "")
 

@@ -9,9 +9,10 @@ With n ranks in the group and a payload of S bytes (S = the full buffer, padding
     reduce                            S from every member but the root, straight to it
     send                              S from the sender, 0 from the receiver
 
-The first three are the optima that Patarasuk and Yuan prove for large messages (2009, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations"). Bytes are whole: where n does not
-divide the total, the first members of the group send one byte more, so the total is exact.
+An all-reduce cannot send less (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations"); in the next two rows a rank sends what the others lack. Bytes are whole:
+where n does not divide the total, the first members of the group send one byte more, so the total
+is exact.
 
 Over gloo this is what the kernel counts. Over NCCL it is the algorithm's figure, not a counter's:
 for an all-reduce, a broadcast or a reduce it chooses rings or trees, and a switch may do the sum.

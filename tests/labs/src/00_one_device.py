@@ -174,8 +174,8 @@ pl.exercises.model_states.check(model_states, devices_needed)
 # counting $12Lh^2$, which leaves out embeddings, biases and norms; dividing by $2^{30}$ instead of
 # $10^9$; rounding the number of devices to the nearest whole number instead of up.
 #
-# **A second answer** stays with whole numbers throughout: `-(-a // b)` rounds up, also where bytes
-# have more digits than a float.
+# **A second answer** rounds up by a division of whole numbers, `-(-a // b)`, which is exact also
+# where bytes have more digits than a float.
 
 # %% tags=["solution-only"]
 ### ANSWER: model_states_other
@@ -465,11 +465,12 @@ else:
 #
 # **Common mistakes.** Dividing by $m$ although the micro-batches differ in size (in 2024 a fix of
 # this kind went through [several libraries](https://huggingface.co/blog/gradient_accumulation));
-# clipping after each micro-batch; clipping each tensor by its own norm; adding up losses that are
-# still attached to their graphs, only to log them; `zero_grad()` within the loop.
+# clipping after each micro-batch; clipping each tensor by its own norm; one `backward()` of the sum
+# of all losses, which keeps the activations of all micro-batches until then; `zero_grad()` within
+# the loop.
 #
-# **A second answer** adds up plain means, scales the gradients once at the end, and writes the
-# clipping out.
+# **A second answer** adds up the sums over the samples, divides the gradients once at the end by
+# the number of samples, and leaves the clipping to `clip_grad_norm_`.
 
 # %% tags=["solution-only"]
 ### ANSWER: accumulate_other
@@ -535,7 +536,8 @@ pl.exercises.peak_estimate.check(peak_estimate)
 # ($16sbh$), of its input ($16sbh$) and of the residual stream ($4sbh$), together $36sbh$; the saved
 # input of *MLP down* ($16sbh$) is freed by then. At the scores there are the gradients of the
 # softmax output and of its input, $2 \cdot 4as^2b$; what was saved for *MLP down* (16), GeLU (16),
-# *MLP up* (4) and the second norm (4) is freed, which is $40sbh$.
+# *MLP up* (4) and the second norm (4) is freed, which is $40sbh$. (The projection's input and V are
+# freed, too, $8sbh$, and the gradients of the residual stream and of V are there, as many bytes.)
 #
 # **Common mistakes.** Adding all gradients to all activations ($m = 1$); forgetting that with
 # $m > 1$ all gradients are there from the second micro-batch on; leaving out the logits ($4sbV$

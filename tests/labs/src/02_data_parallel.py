@@ -72,8 +72,8 @@ report.replay(devices.replace(algorithm="ring")).timeline()
 # tokens that count), the mean of the means differs from the mean over all samples.
 #
 # ### Exercise 1 (warm-up)
-# Write the function that replaces each gradient by its mean over the ranks. The process group is
-# initialised in all exercises of this lab, and answers are plain PyTorch:
+# Write the function that replaces each gradient by its mean over the ranks. In this exercise and
+# the next one the process group is initialised, and answers are plain PyTorch:
 # `import torch.distributed as dist` is all they need.
 
 # %%
@@ -425,7 +425,8 @@ verdict
 # it.
 #
 # Common mistakes, with what the checker says:
-# * the last bucket is never full, so it is never sent (“it is the one term …”);
+# * the last bucket is never full, so it is never sent (“embedding.token.weight,
+#   element (0, 0): …”);
 # * `wait()` in the hook: “backward is idle while something is waited for”;
 # * buckets that are sent in `finish()`: “nothing is sent before backward is over”;
 # * the weights of rank 0 are not broadcast, and ranks that begin differently stay different;

@@ -539,8 +539,7 @@ imbalance.reveal(
 # %% [markdown]
 # ## Write the executor
 # Everything above was run by paralab. Now write what runs a schedule: in plain PyTorch, on
-# `torch.distributed`, as one would at work. Call each stage with the targets as second argument:
-# the stages before the last one ignore it.
+# `torch.distributed`, as one would at work.
 
 # %%
 executor = pl.exercises.pipeline_executor
@@ -565,7 +564,7 @@ verdict
 # **Common mistakes**, and how they show:
 # * `requires_grad_()` is missing: `x.grad` is None, and there is nothing to send back.
 # * The loss is not divided by $m$: all gradients are $m$ times what they should be.
-# * The backward retains its graph, or the loss tensors are added up: activations stay alive, and
+# * The backward retains its graph, and x and y stay in the dictionary: activations stay alive, and
 #   1F1B needs as much memory as GPipe.
 # * `send` in place of `isend`: where neighbours send to each other at the same time, both wait.
 # * A send is never waited for: the tensor may be freed while it is being read.
@@ -652,7 +651,8 @@ pl.exercises.interleaved_executor.check(interleaved_step)
 # **Common mistakes.** Messages are received when they are needed. That is right if they are also
 # sent in this order, as in the interleaved schedule. If a neighbour works in another order, it is
 # wrong, and no error is raised. Tags are used: gloo obeys them, NCCL has none.
-# The last stage is taken for the last rank's only stage, so a middle chunk computes a loss.
+# All stages of the last rank are treated as the last stage, so one of its other chunks computes a
+# loss.
 #
 # **Another answer** looks no message up: it asks for all messages of a step at the beginning, each
 # into a tensor of its own, in the order in which its neighbours send them. It is shorter, and needs
@@ -745,7 +745,7 @@ pd.DataFrame(
 # --micro-batch-size 2 --global-batch-size 16   # m = 16 / 2 with one data-parallel replica
 # ```
 #
-# DeepSpeed's and Megatron-LM's are not installed here and were not run. On GPUs the cells of this
+# DeepSpeed and Megatron-LM are not installed here, and neither was run. On GPUs the cells of this
 # lab take their times from CUDA events; they have not been run on one yet.
 #
 # ## Read on

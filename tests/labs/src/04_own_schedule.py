@@ -392,16 +392,17 @@ clinic
 pl.exercises.deadlock_clinic.check(fixed)
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** In a cycle of waits, some rank waits at one action while another rank waits for
-# an action that stands later in its list. Move that later action to an earlier place, and the cycle
-# is open.
+# **Why it works.** In a cycle of waits, a rank A waits at one action, and a rank B waits for
+# another action, which comes later in A's list. Move that one before the action at which A waits,
+# and the cycle is open.
 #
 # **Common mistakes.** More actions are moved than necessary, and the checker counts them. One cycle
-# is opened, and the next one appears: the second and the third schedule have two. Actions are moved
-# to another rank, but a stage is where its weights are.
+# is opened, and the next one appears: the second schedule has two and the third has three. Actions
+# are moved to another rank, but a stage is where its weights are.
 #
 # **Another answer** for the third one takes no thought: 1F1B's own lists for three ranks, written
-# down by `schedules.one_f_one_b(3, 3)`.
+# down by `schedules.one_f_one_b(3, 3)`. These take the four moves that are allowed; three are
+# enough.
 
 # %% [markdown]
 # ## Write a schedule

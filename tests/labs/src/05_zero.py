@@ -366,7 +366,7 @@ verdict
 # * units that stay gathered between forward and backward: the limit of the peak is broken;
 # * gradients that are reduced in `step()`: they are all whole at once, and the peak shows it;
 # * `parameter.data = ...` alone: autograd has saved the old tensor, so nothing is freed;
-# * no division by N, or a division by N for each micro-batch;
+# * no division by N, or the sum that has been added up so far divided again in each micro-batch;
 # * a reduce-scatter without the padding that the all-gather has.
 #
 # ## A second answer: hooks on saved tensors

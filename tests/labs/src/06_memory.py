@@ -265,8 +265,8 @@ pl.exercises.checkpoint.check(my_checkpoint)
 #
 # **A second solution** lets autograd run inside autograd: `torch.autograd.backward` fills the
 # parameters' `.grad` by itself, so forward need not take the parameters. It fails where `x` does
-# not require a gradient: then the output does not either, and its backward is never called.
-# This is the reason for the warning of `torch.utils.checkpoint(use_reentrant=True)`.
+# not require a gradient: then the output does not either, and its backward is never called. This is
+# the reason for the warning of `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`.
 
 # %% tags=["solution-only"]
 ### ANSWER: checkpoint_other
@@ -739,6 +739,17 @@ next(iter(clinic.patients.values())).chart()
 
 
 pl.exercises.memory_clinic.check(treatment)
+
+# %% [markdown] tags=["solution-only"]
+# **Why it works.** *More nodes*: two ranks share the states, however large dp is; with `shard=8`
+# the activations are largest, and recomputation frees them. *Twice the devices*: the activations
+# are those of a rank's own samples, which ZeRO does not shard. *Fully sharded*: prefetch gathers
+# all blocks at once; after that the activations are largest. *A small model*: one bucket of 4 MiB
+# holds all gradients.
+#
+# **Common mistakes.** One of two causes is cured; more settings are changed than are allowed; the
+# global batch changes. **A second answer** takes smaller micro-batches in place of recomputation,
+# and `zero_stage=3` in place of smaller buckets.
 
 # %% [markdown]
 # ## Go further: an estimator that is right to the byte

@@ -167,10 +167,12 @@ verdict_f_g
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** `Copy.forward` returns the same numbers, so the all-reduce of backward is the
-# only thing that it adds. **Common mistakes**: summing in both directions (gradients are t times
-# too large); summing in neither; summing `grad` in place, although autograd may still need it;
-# dividing by t as one does with data-parallel gradients. **A second solution** does not subclass
-# `Function` for f: a hook on the gradient does the same.
+# only thing that it adds. `Sum.backward` hands the gradient on, because every rank has all of it.
+# **Common mistakes**: summing in both directions (gradients are t times too large); summing in
+# neither; summing `grad` in place, although autograd may still need it; dividing by t as one does
+# with data-parallel gradients. **A second solution** subclasses `Function` for neither: f is a hook
+# on the gradient, and g adds what the other ranks have as a constant, so that its derivative is
+# that of x alone.
 
 # %% tags=["solution-only"]
 ### ANSWER: f_and_g_other
@@ -230,7 +232,8 @@ verdict_attention
 # part is again a query, a key and a value weight. **Common mistakes**: `qkv.weight.chunk(t)`, with
 # which rank 0 of 2 has all queries and half of the keys; the scale 1/√h for 1/√(h/a); no causal
 # mask; `proj.bias` added t times; a second all-reduce of the mixed heads. **A second solution**
-# keeps three separate matrices until the end and leaves the scores to PyTorch:
+# cuts query, key and value each for itself, joins them again in the constructor, and leaves the
+# scores to `scaled_dot_product_attention`:
 
 # %% tags=["solution-only"]
 ### ANSWER: tensor_attention_other

@@ -522,12 +522,12 @@ further
 pl.exercises.cannon.check(cannon)
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** After the first move rank (i, j) has $X_{i,i+j}$ and $W_{i+j,j}$, which have
-# the same l, and every move keeps it so. A rank sends q blocks of X and q of W at most, (q−1)(1 +
-# 1/q) (MK + KN) elements in all: slightly more than SUMMA, in messages that use one link each.
-# **Common mistakes**: no first move, or one of the two matrices only; X and W moving in opposite
-# senses; receiving into the tensor that is being sent; a last move that no rank needs. **A second
-# solution** moves one matrix at a time on rings:
+# **Why it works.** After the first move rank (i, j) has $X_{i,i+j}$ and $W_{i+j,j}$, which have the
+# same l, and every move keeps it so. A rank sends q blocks of X and q of W at most, (q−1)(1 + 1/q)
+# (MK + KN) elements in all: slightly more than SUMMA, in messages that, after the first move, use
+# one link each. **Common mistakes**: no first move, or one of the two matrices only; X and W moving
+# in opposite senses; receiving into the tensor that is being sent; a last move that no rank needs.
+# **A second solution** moves one matrix at a time on rings:
 
 # %% tags=["solution-only"]
 ### ANSWER: cannon_other

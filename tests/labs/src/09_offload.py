@@ -545,18 +545,22 @@ except NotImplementedError:
 view.jobs(order, host="fast")
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** On the fast host the disk is the busier lane and must never wait: U (r + w). On
-# the slow host the update is, and reading one unit ahead keeps the host busy: r + U u + w. While
-# the host updates unit i, the disk reads unit i + 1, and then writes unit i. With w buffers the
-# read of unit i comes after the write of unit i − w, which had the same buffer. **Common
-# mistakes**: reading all units first (they overwrite buffers that are not written yet), and
-# filling and emptying the whole window by turns (right, and the disk waits for the host).
+# **Why it works.** Let a read take r seconds, an update u and a write w, for U units. On the fast
+# host the disk is the busier lane and must never wait: U (r + w). On the slow host the update is,
+# and reading one unit ahead keeps the host busy: r + U u + w. While the host updates unit i, the
+# disk reads unit i + 1, and then writes unit i. The read of unit i comes after the write of unit i
+# − `window`, which had the same buffer. **Common mistakes**: reading all units first (they
+# overwrite buffers that are not written yet), and filling and emptying the whole window by turns
+# (right, but a slow host is idle while the disk writes one window and begins to read the next). **A
+# second answer** does that with two halves of the window: while the host updates one half, the disk
+# writes and reads the other.
 
 # %% [markdown]
 # ## What to remember
 # 1. Of K = 16 bytes per parameter forward and backward need two; the update, which needs the rest,
 #    is cheap, so it can leave the device.
-# 2. ZeRO-Offload moves 4 bytes per parameter and step in 16 bits; no other cut moves fewer.
+# 2. ZeRO-Offload moves 4 bytes per parameter and step in 16 bits; with the update on the host no
+#    cut moves fewer.
 # 3. Larger micro-batches make up for a slow link: from stage 2 on copies are made per micro-batch,
 #    computation per token.
 # 4. Offload does not change the training, bit for bit, where device and host run the same kernel; a

@@ -643,10 +643,11 @@ verdict
 # Along tp it is a mixture: shards are added, replicated parameters such as LayerNorm's are counted
 # once.
 #
-# **Common mistakes.** A norm of the own stage (every stage then clips by another factor, and the
-# model is no longer the one process'); a norm before the gradients are averaged; a sum over the
-# whole world, which is too large by $\sqrt{d}$; a loss that is not divided by $m\,d$; gradients
-# that are summed in every backward. A second answer works in 1F1B order and reduces without a copy:
+# **Common mistakes.** The norm of the rank's own stage alone (every stage then clips by another
+# factor, and the weights are not those of one process); a norm before the gradients are averaged; a
+# sum over the whole world, which is too large by $\sqrt{d}$; a loss that is not divided by $m\,d$;
+# gradients that are summed in every backward. A second answer works in 1F1B order and reduces
+# without a copy:
 
 # %% tags=["solution-only"]
 ### ANSWER: mesh_step_other
@@ -708,8 +709,9 @@ pl.exercises.place.check(my_planner)
 #
 # **Common mistakes.** Recomputing everything although the plan fits without; data parallelism
 # alone, which does not fit; tensor parallelism across nodes; plans that do not use all samples or
-# devices. A second answer knows no advice. It ranks all plans by the two formulas of this lab, and
-# spends its questions on the best twelve:
+# devices. A second answer takes ZeRO-1, sequence parallelism and tp within a node as given. It
+# ranks the plans that are left by shorter forms of this lab's two formulas, and asks about the best
+# twelve:
 
 # %% tags=["solution-only"]
 ### ANSWER: place_other

@@ -437,9 +437,10 @@ further
 pl.exercises.own_fit.check(own_fit)
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** The mean of logarithms treats an error by a factor of two alike, whether the
-# step takes a second or a minute. Leaving a row out before it is predicted shows what the rate is
-# worth for a run that has not been measured yet.
+# **Why it works.** The mean of logarithms makes the squared logarithmic errors smallest: a
+# prediction that is twice too long counts as much as one that is twice too short. The mean of the
+# rates lets fast rows decide, and all FLOPs over all device seconds the long steps. Leaving a row
+# out before it is predicted shows what the rate is worth for a run that has not been measured yet.
 #
 # **Common mistakes.** The arithmetic mean of the rates; an error in sample that is called out of
 # sample; signed errors, which cancel each other; a rate of all devices together. A second answer

@@ -115,7 +115,7 @@ pl.exercises.stage_memory.check(stage_parameters, in_flight)
 # further ahead, as far as there are micro-batches.
 #
 # **Common mistakes.** An equal part of the whole model; an embedding that is not sharded, or that
-# every stage has; norms divided by t; p − r micro-batches where there are fewer than that. A second
+# every stage has; norms divided by t; p − i micro-batches where there are fewer than that. A second
 # answer counts tensor by tensor:
 
 # %% tags=["solution-only"]
@@ -535,8 +535,8 @@ pl.exercises.trillion_plan.check(my_plan)
 # many data-parallel ranks pays for the parameters that a rank holds in addition.
 #
 # **Common mistakes.** A change of the global batch, which is another training; a plan that is fast
-# and does not fit; wider tensor parallelism, whose sums then cross between nodes. With four chunks
-# per rank the bubble is smaller still, for more messages between the stages:
+# and does not fit; wider tensor parallelism, whose sums then cross between nodes. The same plan
+# with four chunks per rank has a smaller bubble still, for more messages between the stages:
 
 # %% tags=["solution-only"]
 ### ANSWER: trillion_plan_other
@@ -560,11 +560,13 @@ pl.exercises.trillion_plan.check(my_plan)
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # Megatron-LM's script of this plan is `--tensor-model-parallel-size 8
-# --pipeline-model-parallel-size 64 --micro-batch-size 1 --global-batch-size 3072`. The option of
-# the paper's scatter/gather has been removed since; with `--sequence-parallel` each rank sends its
-# part of the tokens. DeepSpeed has `estimate_zero3_model_states_mem_needs_all_live`, which counts
-# model states alone (lab 06). In torch itself `FakeTensorMode` with a fake process group is the
-# nearest thing to a dry run, and is what this package's tests hold `pl.dry_run` against.
+# --pipeline-model-parallel-size 64 --micro-batch-size 1 --global-batch-size 3072
+# --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --fp16`. The
+# option of the paper's scatter/gather has been removed since; with `--sequence-parallel` each rank
+# sends its part of the tokens. DeepSpeed has `estimate_zero3_model_states_mem_needs_all_live`,
+# which counts model states alone (lab 06). In torch itself `FakeTensorMode` with a fake process
+# group is the nearest thing to a dry run, and is what this package's tests hold `pl.dry_run`
+# against.
 #
 # **On your GPUs.** Nothing here was run on one. With eight, one stage of this plan is a run:
 # `pl.run(model.replace(layers=2), pl.Plan(tp=8, microbatches=4, recompute="full",
