@@ -49,9 +49,10 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
     # first forward and the last backward are where the pipeline begins and ends.
     forward = step.letter == "F"
     copied = np.concatenate([np.where(forward, step.end - step.copies, step.start), step.end])
-    for at, (start, more) in enumerate(zip(copied, np.r_[step.copies, step.more], strict=True)):
-        if more > 0:
-            boxes.append(Box(step.pp[at % n], "compute", "copy", start, start + more, more))
+    long = np.r_[step.copies, step.more]
+    for at in np.flatnonzero(long > 0).tolist():
+        start, more = float(copied[at]), float(long[at])
+        boxes.append(Box(step.pp[at % n], "compute", "copy", start, start + more, more))
     step = step._replace(
         start=step.start + np.where(forward, 0.0, step.copies),
         end=step.end - np.where(forward, step.copies, 0.0),
@@ -73,7 +74,7 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
     }
     gaps = _gaps(step, of)
     of = {name: np.concatenate([some, gaps[name]]) for name, some in of.items()}
-    order = np.lexsort((np.arange(len(of["pp"])), of["start"], of["pp"]))
+    order = np.lexsort((of["start"], of["pp"]))
     of = {name: some[order] for name, some in of.items()}
     place = np.empty(len(order) + 1, int)
     place[order], place[-1] = np.arange(len(order)), -1  # row -1 stays -1
@@ -148,15 +149,21 @@ def _sums(plan: Plan, step: Step, name: str) -> dict[str, list[Any]]:
     return made
 
 
-def _memory(plan: Plan, step: Step) -> dict[str, list[Any]]:
-    made: dict[str, list[Any]] = {column: [] for column in COLUMNS["memory"]}
+def _memory(plan: Plan, step: Step) -> dict[str, Any]:
+    rank, time, size = [], [], []
     for pp, samples in enumerate(step.held):
-        for now, held in samples:
-            for (tier, category), size in zip(step.kinds, held.tolist(), strict=True):
-                row = (pp * plan.dp * plan.tp, 0, float(now), tier, category, size)
-                for column, value in zip(made.values(), row, strict=True):
-                    column.append(value)
-    return made
+        rank += [pp * plan.dp * plan.tp] * len(samples)
+        time += [float(now) for now, _ in samples]
+        size += [held for _, held in samples]
+    each, kinds = len(step.kinds), step.kinds * len(rank)
+    return {
+        "rank": np.repeat(rank, each),
+        "step": np.zeros(len(kinds), int),
+        "time": np.repeat(time, each),
+        "tier": [tier for tier, _ in kinds],
+        "category": [category for _, category in kinds],
+        "bytes": np.reshape(size, -1),
+    }
 
 
 def _repeated(name: str, table: dict[str, Any], steps: int, length: float) -> dict[str, Any]:

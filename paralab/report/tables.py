@@ -210,11 +210,12 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
         if "end" in table and (backwards := table["end"] < table["start"]).any():
             raise ValueError(f"table {name}: row {backwards.argmax()} ends before it starts")
     spans, calls = tables["spans"], tables["collectives"]
-    ids = set(spans["id"].tolist())
-    if len(ids) < len(spans):
-        twice = spans["id"][spans["id"].duplicated()].iloc[0]
-        raise ValueError(f"table spans: id {twice} appears more than once")
-    if not ids.issuperset(chain.from_iterable(spans["after"].tolist())):
+    if (again := spans["id"].duplicated()).any():
+        raise ValueError(f"table spans: id {spans['id'][again].iloc[0]} appears more than once")
+    named = {name: set(tables[name]["span"].tolist()) - {-1} for name in ("collectives", "copies")}
+    waited = set(chain.from_iterable(spans["after"].tolist()))
+    ids = set(spans["id"].tolist()) if waited or any(named.values()) else set()
+    if not waited <= ids:
         span, lost = next(
             (span, a)
             for span, after in zip(spans["id"], spans["after"], strict=True)
@@ -222,9 +223,8 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
             if a not in ids
         )
         raise ValueError(f"table spans: span {span} waits for span {lost}, which is not there")
-    for name in ("collectives", "copies"):
-        strange = set(tables[name]["span"].tolist()) - {-1} - ids
-        if strange:
+    for name, some in named.items():
+        if strange := some - ids:
             raise ValueError(f"table {name}: span {min(strange)} is not in the table of spans")
     for row, (rank, ranks, op, peer) in enumerate(
         zip(calls["rank"], calls["ranks"], calls["op"], calls["peer"], strict=True)

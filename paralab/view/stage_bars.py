@@ -31,10 +31,12 @@ def peaks(report: Tables) -> dict[tuple[int, str], Peak]:
     place = {rank: report.plan.place(rank).pp for rank in table["rank"].unique()}
     table = table[table["bytes"] > 0].assign(pp=table["rank"].map(place))
     key = ["pp", "tier", "rank", "step", "time"]
-    held = table.groupby([*key, "category"])["bytes"].sum()
-    worst = held.groupby(key).sum().groupby(["pp", "tier"]).idxmax()
+    held = table.pivot_table("bytes", key, "category", "sum", fill_value=0)
+    worst = held.sum(axis=1).groupby(["pp", "tier"]).idxmax()
     order = sorted(worst, key=lambda at: (at[0], TIERS.index(at[1])))
-    return {at[:2]: Peak(*at[2:], held.loc[at].to_dict()) for at in order}
+    sizes = held.loc[order].to_dict("records")
+    found = zip(order, sizes, strict=True)
+    return {at[:2]: Peak(*at[2:], {k: n for k, n in one.items() if n}) for at, one in found}
 
 
 def stage_memory(*reports: Tables) -> Chart:
