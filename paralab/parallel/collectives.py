@@ -2,11 +2,11 @@
 
 Every member holds a tensor of S bytes and wants the sum over the n members. Neighbours talk, no
 rank else: a *step* is one `exchange` in which a member sends one piece and receives one. What each
-costs (alpha seconds per message, B bytes per second; theory/collectives.py has them as functions):
+costs (alpha seconds per message, beta per byte; theory/collectives.py has them as functions):
 
                      steps               one member sends          time
-    ring             2 (n-1)             2 (n-1)/n S               2 (n-1) (alpha + S/n / B)
-    tree             2 ceil(log2 n)      up to ceil(log2 n) S      2 ceil(log2 n) (alpha + S / B)
+    ring             2 (n-1)             2 (n-1)/n S               2 (n-1) (alpha + beta S/n)
+    tree             2 ceil(log2 n)      up to ceil(log2 n) S      2 ceil(log2 n) (alpha + beta S)
     hierarchical     the ring's in a node, and between nodes on 1/node_size of the tensor
 
 The ring's two halves are collectives of their own: reduce-scatter leaves every member one finished

@@ -1,16 +1,16 @@
 """What the all-reduces of parallel/collectives.py cost: steps, bytes, seconds, and who wins when.
 
 In the alpha-beta model (Hockney 1994, "The communication challenge for MPP: Intel Paragon and Meiko
-CS-2") a message of x bytes takes alpha + x / bandwidth. With n members and a tensor of S bytes:
+CS-2") a message of x bytes takes alpha + beta x seconds. With n members and a tensor of S bytes:
 
-    algorithm              seconds                             one member sends, bytes
-    ring_reduce_scatter    (n-1) (alpha + S/n / beta)          (n-1)/n S
-    ring_all_gather        (n-1) (alpha + S/n / beta)          (n-1)/n S
-    ring_all_reduce        2 (n-1) (alpha + S/n / beta)        2 (n-1)/n S, the least possible
-    tree_all_reduce        2 ceil(log2 n) (alpha + S / beta)   S for each neighbour in the tree
+    algorithm              seconds                           one member sends, bytes
+    ring_reduce_scatter    (n-1) (alpha + beta S/n)          (n-1)/n S
+    ring_all_gather        (n-1) (alpha + beta S/n)          (n-1)/n S
+    ring_all_reduce        2 (n-1) (alpha + beta S/n)        2 (n-1)/n S, the least possible
+    tree_all_reduce        2 ceil(log2 n) (alpha + beta S)   S for each neighbour in the tree
     hierarchical_all_reduce  with g members per node and m = n/g nodes,
-                           2 (g-1) (alpha + S/g / beta) inside a node
-                         + 2 (m-1) (alpha' + S/(g m) / beta') between nodes
+                           2 (g-1) (alpha + beta S/g) inside a node
+                         + 2 (m-1) (alpha' + beta' S/(g m)) between nodes
 
 The ring's bytes are the lower bound of Patarasuk & Yuan (2009, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", theorem 1). Thakur, Rabenseifner & Gropp (2005,
@@ -93,8 +93,8 @@ def crossover(n: int, link: Link) -> float:
     Below it the tree wins, above it the ring. 0.0 for two and three members, where the tree saves
     no step.
 
-        2 (n-1) (alpha + S/n / beta) = 2 L (alpha + S / beta),  L = ceil(log2 n)
-        S = alpha beta (n-1-L) / (L - (n-1)/n)
+        2 (n-1) (alpha + beta S/n) = 2 L (alpha + beta S),  L = ceil(log2 n)
+        S = alpha / beta (n-1-L) / (L - (n-1)/n)
     """
     n = whole("n", n, at_least=2)
     saved = n - 1 - _rounds(n)
